@@ -1,0 +1,118 @@
+//! How a channel of K or V is stored in the 32-bit words of a page.
+
+use crate::warp::Warp;
+use half::{bf16, f16};
+
+/// The stored form of K or V.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Dtype {
+    /// One f32 a word.
+    F32,
+    /// Two IEEE binary16 a word.
+    F16,
+    /// Two bfloat16 a word.
+    Bf16,
+}
+
+impl Dtype {
+    /// All forms.
+    pub const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+
+    /// Channels in a word.
+    pub const fn per_word(self) -> u32 {
+        match self {
+            Dtype::F32 => 1,
+            Dtype::F16 | Dtype::Bf16 => 2,
+        }
+    }
+
+    /// Bits of a channel.
+    pub const fn bits(self) -> u32 {
+        32 / self.per_word()
+    }
+
+    /// The field's name for it: `f32`, `f16`, `bf16`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::F16 => "f16",
+            Dtype::Bf16 => "bf16",
+        }
+    }
+
+    /// The stored bits of `x`, rounded to nearest even; `None` if `x` or its rounded form is not finite.
+    #[inline]
+    pub fn encode(self, x: f32) -> Option<u32> {
+        let (bits, finite) = match self {
+            Dtype::F32 => (x.to_bits(), x.is_finite()),
+            Dtype::F16 => {
+                let h = f16::from_f32(x);
+                (u32::from(h.to_bits()), h.is_finite())
+            }
+            Dtype::Bf16 => {
+                let h = bf16::from_f32(x);
+                (u32::from(h.to_bits()), h.is_finite())
+            }
+        };
+        finite.then_some(bits)
+    }
+
+    /// The value of stored bits.
+    #[inline]
+    pub fn decode(self, bits: u32) -> f32 {
+        match self {
+            Dtype::F32 => f32::from_bits(bits),
+            Dtype::F16 => f16::from_bits(bits as u16).to_f32(),
+            Dtype::Bf16 => bf16::from_bits(bits as u16).to_f32(),
+        }
+    }
+}
+
+/// A [`Dtype`] known when the routine is compiled.
+pub trait Element: Copy {
+    /// The same, as a value.
+    const DTYPE: Dtype;
+    /// Channels in a word.
+    const PER_WORD: usize = Self::DTYPE.per_word() as usize;
+    /// Channel `j` of each lane's word, exactly. `j` is below [`Element::PER_WORD`].
+    fn channel<W: Warp>(w: W, word: W::U, j: usize) -> W::F;
+}
+
+/// [`Dtype::F32`]
+#[derive(Clone, Copy)]
+pub struct F32;
+/// [`Dtype::F16`]
+#[derive(Clone, Copy)]
+pub struct F16;
+/// [`Dtype::Bf16`]
+#[derive(Clone, Copy)]
+pub struct Bf16;
+
+impl Element for F32 {
+    const DTYPE: Dtype = Dtype::F32;
+    #[inline(always)]
+    fn channel<W: Warp>(w: W, word: W::U, _: usize) -> W::F {
+        w.from_bits(word)
+    }
+}
+
+impl Element for Bf16 {
+    const DTYPE: Dtype = Dtype::Bf16;
+    #[inline(always)]
+    fn channel<W: Warp>(w: W, word: W::U, j: usize) -> W::F {
+        w.from_bits(if j == 0 { w.shl::<16>(word) } else { w.and(word, w.splat_u(0xffff_0000)) })
+    }
+}
+
+impl Element for F16 {
+    const DTYPE: Dtype = Dtype::F16;
+    #[inline(always)]
+    fn channel<W: Warp>(w: W, word: W::U, j: usize) -> W::F {
+        // Sign, exponent and mantissa moved to their places in an f32 have the value times 2^-112, subnormals
+        // included. Stored values are finite, so the all-ones exponent does not occur.
+        let top = if j == 0 { w.shl::<16>(word) } else { word };
+        let placed = w.and(w.sra::<3>(top), w.splat_u(0x8fff_e000));
+        w.mul(w.from_bits(placed), w.splat(f32::from_bits((127 + 112) << 23)))
+    }
+}

@@ -1,0 +1,27 @@
+//! Everything that the GPU and the CPU of pikv must agree on.
+//!
+//! A hot routine is written once here, as straight-line code over [`Warp`]: 32 lanes in lock-step. A
+//! device thread is one lane; on a CPU the 32 lanes are a few vectors. Both read the same page layout
+//! ([`page`]), add in the same order ([`attend`], [`merge`]) and round the same way ([`math`]), so that they
+//! return the same bits.
+//!
+//! The crate is `no_std`, does not allocate and holds no state.
+#![no_std]
+#![deny(missing_docs)]
+
+#[cfg(feature = "std")]
+extern crate std;
+
+pub mod attend;
+pub mod dtype;
+pub mod math;
+pub mod merge;
+pub mod page;
+pub mod plan;
+pub mod portable;
+pub mod ring;
+pub mod rope;
+pub mod shard;
+pub mod warp;
+
+pub use warp::{LANES, Warp};

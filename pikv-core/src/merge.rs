@@ -1,0 +1,111 @@
+//! Joining partial results: the fixed tree over blocks, and the end of it.
+//!
+//! Leaf `i` of a run of blocks is leaf `i` of a perfect binary tree; leaves that do not exist are the identity (nothing
+//! seen). So the tree does not change its shape when the run grows, and any aligned power-of-two range of leaves
+//! can be reduced apart from the rest: a split, a thread or a device takes whole subtrees.
+
+use crate::math;
+use crate::page::Layout;
+use crate::warp::{LANES, Warp};
+
+/// Partial results of some query rows: for each row an exponent, a sum, and `acc_rows` rows of lanes.
+///
+/// Lane `i` of acc row `col * PER_WORD + j` is channel `(col * 32 + i) * PER_WORD + j` of the output.
+#[derive(Debug)]
+pub struct Partial<'a> {
+    /// Exponent of each row; -inf where nothing was seen.
+    pub m: &'a mut [f32],
+    /// Sum of 2^(score - m) of each row.
+    pub l: &'a mut [f32],
+    /// `[rows][acc_rows]` rows of lanes: sum of 2^(score - m) v.
+    pub acc: &'a mut [[f32; LANES]],
+}
+
+impl<'a> Partial<'a> {
+    /// f32 that a partial result of `rows` rows takes.
+    pub const fn len(rows: usize, layout: &Layout) -> usize {
+        rows * (2 + layout.acc_rows() as usize * LANES)
+    }
+
+    /// A partial result of `rows` rows in `buffer`, which has [`Partial::len`] f32.
+    ///
+    /// # Panics
+    /// If the buffer is too short.
+    pub fn new(buffer: &'a mut [f32], rows: usize, layout: &Layout) -> Partial<'a> {
+        let (acc, rest) = buffer.split_at_mut(rows * layout.acc_rows() as usize * LANES);
+        let (m, l) = rest.split_at_mut(rows);
+        Partial { m, l: &mut l[..rows], acc: acc.as_chunks_mut().0 }
+    }
+
+    /// Makes every row the identity. `acc` is not touched: it is never read while `m` is -inf.
+    pub fn clear(&mut self) {
+        self.m.fill(f32::NEG_INFINITY);
+        self.l.fill(0.0);
+    }
+
+    /// `m`, `l` and acc rows of `n` rows from `row`; `stride` is the acc rows of one row.
+    pub(crate) fn rows(
+        &mut self,
+        row: usize,
+        n: usize,
+        stride: usize,
+    ) -> (&mut [f32], &mut [f32], &mut [[f32; LANES]]) {
+        (
+            &mut self.m[row..row + n],
+            &mut self.l[row..row + n],
+            &mut self.acc[row * stride..(row + n) * stride],
+        )
+    }
+}
+
+/// `left = left + right`, row by row, `left` being the lower leaves.
+#[inline(always)]
+pub fn merge<W: Warp>(w: W, left: &mut Partial<'_>, right: &Partial<'_>) {
+    let rows = left.m.len();
+    if rows == 0 {
+        return;
+    }
+    let stride = left.acc.len() / rows;
+    for r in 0..rows {
+        if right.m[r] == f32::NEG_INFINITY {
+            continue;
+        }
+        let (a, b) = (&mut left.acc[r * stride..][..stride], &right.acc[r * stride..][..stride]);
+        if left.m[r] == f32::NEG_INFINITY {
+            left.m[r] = right.m[r];
+            left.l[r] = right.l[r];
+            a.copy_from_slice(b);
+            continue;
+        }
+        let m = if left.m[r] > right.m[r] { left.m[r] } else { right.m[r] };
+        let (x, y) = (math::exp2i(left.m[r] - m), math::exp2i(right.m[r] - m));
+        left.m[r] = m;
+        left.l[r] = left.l[r] * x + right.l[r] * y;
+        for (a, b) in a.iter_mut().zip(b) {
+            let sum = w.add(w.mul(w.load_f(a), w.splat(x)), w.mul(w.load_f(b), w.splat(y)));
+            w.store(sum, a);
+        }
+    }
+}
+
+/// Output of one row: `out = acc / l` (`v_dim` channels), and the natural log-sum-exp of its scores.
+/// A row that saw nothing gets zeros and -inf.
+#[inline(always)]
+pub fn finish<W: Warp>(w: W, layout: &Layout, m: f32, l: f32, acc: &[[f32; LANES]], out: &mut [f32]) -> f32 {
+    if m == f32::NEG_INFINITY {
+        out.fill(0.0);
+        return f32::NEG_INFINITY;
+    }
+    let per_word = layout.v.per_word() as usize;
+    for (i, row) in acc.iter().enumerate() {
+        let mut y = [0.0; LANES];
+        w.store(w.div(w.load_f(row), w.splat(l)), &mut y);
+        let (col, j) = (i / per_word, i % per_word);
+        for (lane, y) in y.iter().enumerate() {
+            if let Some(out) = out.get_mut((col * LANES + lane) * per_word + j) {
+                *out = *y;
+            }
+        }
+    }
+    m * core::f32::consts::LN_2 + math::ln1(l)
+}

@@ -1,0 +1,225 @@
+//! A page: 32 tokens of one layer and one KV head, in 32-bit words.
+//!
+//! ```text
+//! [32 words]                 position of each token, -1 where none was written
+//! [k_dim / V][32] words      K: lane = token; a row is 128 contiguous bytes, a dot product crosses no lanes
+//! [32][v_dim / V'] words     V: token-major; lane = word of the row
+//! ```
+//! V and V' are the channels in a word, K and V chosen apart. Rows of V are padded to 8 words (a 32-byte sector of a
+//! device, a vector of a CPU); the padding is counted by every figure of bytes.
+
+use crate::dtype::Dtype;
+use crate::warp::LANES;
+
+/// Tokens of a page.
+pub const PAGE: u32 = LANES as u32;
+
+/// The position of a token that is not there.
+pub const NO_POSITION: u32 = u32::MAX;
+
+/// The largest K or V width of a head.
+pub const MAX_DIM: u32 = 256;
+
+/// Absolute index of a token in its sequence, counted from 0. It only grows, whatever is retained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Position(pub u32);
+
+impl Position {
+    /// Positions end here: they are compared as signed words.
+    pub const MAX: Position = Position(i32::MAX as u32 - 1);
+}
+
+/// How many tokens are held; not a position.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Resident(pub u32);
+
+/// Where a token lies: a tile and the lane in it; not a position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slot {
+    /// Page of the run that holds the token.
+    pub tile: u32,
+    /// Lane in the page.
+    pub lane: u32,
+}
+
+impl From<Position> for Slot {
+    /// The place of a token in a run of pages that starts at position 0.
+    fn from(p: Position) -> Slot {
+        Slot { tile: p.0 / PAGE, lane: p.0 % PAGE }
+    }
+}
+
+/// A value that its dtype cannot hold: not finite, or not once rounded.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Unstorable {
+    /// Whether it is of the key, else of the value.
+    pub key: bool,
+    /// Channel of the row.
+    pub channel: u32,
+    /// The value.
+    pub value: f32,
+}
+
+/// Widths and dtypes of one head's pages, from which every address follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Layout {
+    /// Channels of a key.
+    pub k_dim: u32,
+    /// Channels of a value.
+    pub v_dim: u32,
+    /// Stored form of K.
+    pub k: Dtype,
+    /// Stored form of V.
+    pub v: Dtype,
+}
+
+impl Layout {
+    /// First word of K.
+    pub const K_BASE: u32 = PAGE;
+
+    /// Rows of 32 words that K takes.
+    pub const fn k_rows(&self) -> u32 {
+        self.k_dim.div_ceil(self.k.per_word())
+    }
+
+    /// Words of a value that hold channels.
+    pub const fn v_words(&self) -> u32 {
+        self.v_dim.div_ceil(self.v.per_word())
+    }
+
+    /// Words from one token's value to the next.
+    pub const fn v_stride(&self) -> u32 {
+        self.v_words().next_multiple_of(8)
+    }
+
+    /// Groups of 32 words that a value is read in.
+    pub const fn v_cols(&self) -> u32 {
+        self.v_words().div_ceil(PAGE)
+    }
+
+    /// Rows of 32 f32 that hold one query row's output while it is summed: one for each channel of each group of words.
+    pub const fn acc_rows(&self) -> u32 {
+        self.v_cols() * self.v.per_word()
+    }
+
+    /// First word of V.
+    pub const fn v_base(&self) -> u32 {
+        Self::K_BASE + self.k_rows() * PAGE
+    }
+
+    /// Words of a page.
+    pub const fn words(&self) -> u32 {
+        self.v_base() + self.v_stride() * PAGE
+    }
+
+    /// Bytes of a page, positions and padding included.
+    pub const fn bytes(&self) -> u64 {
+        self.words() as u64 * 4
+    }
+
+    /// First word of page `page` in an arena of such pages.
+    pub const fn page_word(&self, page: u64) -> u64 {
+        page * self.words() as u64
+    }
+
+    /// Word that holds `channel` of the key at `lane`, counted from the first word of page 0.
+    pub const fn k_word(&self, page: u64, channel: u32, lane: u32) -> u64 {
+        self.page_word(page) + (Self::K_BASE + channel / self.k.per_word() * PAGE + lane) as u64
+    }
+
+    /// Word that holds `channel` of the value at `lane`, counted from the first word of page 0.
+    pub const fn v_word(&self, page: u64, channel: u32, lane: u32) -> u64 {
+        self.page_word(page) + (self.v_base() + lane * self.v_stride() + channel / self.v.per_word()) as u64
+    }
+
+    /// Writes one token. `key` has `k_dim` channels, `value` `v_dim`; `words` is the page.
+    ///
+    /// # Errors
+    /// The first value that its dtype cannot hold, K before V; the lane is then undefined, and not to be read.
+    ///
+    /// # Panics
+    /// If a slice is too short or `lane` is not below 32.
+    pub fn write(
+        &self,
+        words: &mut [u32],
+        lane: u32,
+        position: Position,
+        key: &[f32],
+        value: &[f32],
+    ) -> Result<(), Unstorable> {
+        let start = (Self::K_BASE + lane) as usize;
+        pack(self.k, &key[..self.k_dim as usize], |i, word| words[start + i * LANES] = word)
+            .map_err(|(channel, value)| Unstorable { key: true, channel, value })?;
+        let start = (self.v_base() + lane * self.v_stride()) as usize;
+        let row = &mut words[start..start + self.v_stride() as usize];
+        row.fill(0);
+        pack(self.v, &value[..self.v_dim as usize], |i, word| row[i] = word)
+            .map_err(|(channel, value)| Unstorable { key: false, channel, value })?;
+        words[lane as usize] = position.0;
+        Ok(())
+    }
+
+    /// Copies the token at lane `from` of `source` to lane `to` of `target`, position included.
+    ///
+    /// # Panics
+    /// If a page is too short or a lane is not below 32.
+    pub fn copy(&self, source: &[u32], from: u32, target: &mut [u32], to: u32) {
+        let (from, to) = (from as usize, to as usize);
+        let rows = self.v_base() as usize;
+        for (s, t) in source[..rows].chunks_exact(LANES).zip(target[..rows].chunks_exact_mut(LANES)) {
+            t[to] = s[from];
+        }
+        let stride = self.v_stride() as usize;
+        target[rows + to * stride..][..stride].copy_from_slice(&source[rows + from * stride..][..stride]);
+    }
+
+    /// Position of the token at `lane`.
+    pub fn position(&self, words: &[u32], lane: u32) -> Option<Position> {
+        let p = words[lane as usize];
+        (p != NO_POSITION).then_some(Position(p))
+    }
+
+    /// Reads the key at `lane` into `key`, `k_dim` channels.
+    ///
+    /// # Panics
+    /// If a slice is too short or `lane` is not below 32.
+    pub fn read_key(&self, words: &[u32], lane: u32, key: &mut [f32]) {
+        let start = (Self::K_BASE + lane) as usize;
+        unpack(self.k, &mut key[..self.k_dim as usize], |i| words[start + i * LANES]);
+    }
+
+    /// Reads the value at `lane` into `value`, `v_dim` channels.
+    ///
+    /// # Panics
+    /// If a slice is too short or `lane` is not below 32.
+    pub fn read_value(&self, words: &[u32], lane: u32, value: &mut [f32]) {
+        let start = (self.v_base() + lane * self.v_stride()) as usize;
+        unpack(self.v, &mut value[..self.v_dim as usize], |i| words[start + i]);
+    }
+}
+
+/// Channels to words, the first channel in the low bits; a last word that is not full has zeros. Fails with the channel
+/// and the value that cannot be stored.
+#[inline]
+fn pack(dtype: Dtype, row: &[f32], mut put: impl FnMut(usize, u32)) -> Result<(), (u32, f32)> {
+    let n = dtype.per_word() as usize;
+    for (i, group) in row.chunks(n).enumerate() {
+        let mut word = 0;
+        for (j, &value) in group.iter().enumerate() {
+            let bits = dtype.encode(value).ok_or(((i * n + j) as u32, value))?;
+            word |= bits << (j as u32 * dtype.bits());
+        }
+        put(i, word);
+    }
+    Ok(())
+}
+
+fn unpack(dtype: Dtype, row: &mut [f32], get: impl Fn(usize) -> u32) {
+    let n = dtype.per_word() as usize;
+    for (i, group) in row.chunks_mut(n).enumerate() {
+        for (j, x) in group.iter_mut().enumerate() {
+            let bits = get(i) >> (j as u32 * dtype.bits());
+            *x = dtype.decode(if n == 1 { bits } else { bits & 0xffff });
+        }
+    }
+}

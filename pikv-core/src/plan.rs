@@ -1,0 +1,88 @@
+//! Bytes of a cache, for the planner and the allocator alike.
+
+use crate::page::{Layout, PAGE};
+use crate::ring::Ring;
+use crate::rope::Rope;
+
+/// One attention layer, as the cache sees it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerShape {
+    /// KV heads.
+    pub kv_heads: u32,
+    /// Query heads, a multiple of `kv_heads`: query head `h` reads KV head `h / group`.
+    pub query_heads: u32,
+    /// Widths and dtypes of a head.
+    pub layout: Layout,
+    /// Sliding window: a row sees itself and the `window - 1` tokens before it, and the sinks.
+    pub window: Option<u32>,
+    /// Set where keys are stored before their rotation and turned as they are read; queries then come unrotated too.
+    pub rope: Option<Rope>,
+}
+
+impl LayerShape {
+    /// Query heads a KV head.
+    pub const fn group(&self) -> u32 {
+        self.query_heads / self.kv_heads
+    }
+}
+
+/// What decides how many pages a sequence takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoreShape {
+    /// The ring.
+    pub ring: Ring,
+    /// First positions, never evicted and seen from every window.
+    pub sinks: u32,
+    /// Experts that tokens are filed by.
+    pub experts: u32,
+}
+
+impl StoreShape {
+    /// Whether a token that leaves the ring of `layer` is filed; in a layer whose window is no longer than the ring nobody
+    /// will see it again, unless it is a sink.
+    pub fn files(&self, layer: &LayerShape, position: u32) -> bool {
+        position < self.sinks || layer.window.is_none_or(|w| w > self.ring.window())
+    }
+
+    /// Pages of one head of `layer` at `len` tokens, of which `filed[e]` lie in the pages of expert `e`.
+    pub fn pages_at(&self, len: u32, filed: impl IntoIterator<Item = u32>) -> u64 {
+        let sinks = self.ring.left(len).min(self.sinks);
+        let pool: u64 = filed.into_iter().map(|n| u64::from(n.div_ceil(PAGE))).sum();
+        u64::from(self.ring.pages(len)) + u64::from(sinks.div_ceil(PAGE)) + pool
+    }
+
+    /// Bytes of one layer at `len` tokens: every page of every head, positions and padding included.
+    ///
+    /// ```
+    /// use pikv_core::{dtype::Dtype, page::Layout, plan::*, ring::Ring};
+    /// let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
+    /// let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: None };
+    /// let store = StoreShape { ring: Ring::new(512, 0).unwrap(), sinks: 0, experts: 1 };
+    /// // 1024 pages of 32 * (128 + 128) * 2 bytes and 128 bytes of positions, for each of 8 heads.
+    /// assert_eq!(store.bytes_at(&layer, 32768, [32768 - 512]), 1024 * 8 * (16384 + 128));
+    /// ```
+    pub fn bytes_at(&self, layer: &LayerShape, len: u32, filed: impl IntoIterator<Item = u32>) -> u64 {
+        self.pages_at(len, filed) * u64::from(layer.kv_heads) * layer.layout.bytes()
+    }
+
+    /// The most bytes that one layer takes at `len` tokens, whatever the router chose: each expert's last page holds one
+    /// token.
+    pub fn bytes_at_most(&self, layer: &LayerShape, len: u32) -> u64 {
+        let left = self.ring.left(len);
+        let pool = if !self.files(layer, u32::MAX) {
+            0
+        } else {
+            let seen = layer.window.map_or(0, |w| len.saturating_sub(w.saturating_add(self.ring.slack())));
+            left.saturating_sub(seen.max(self.sinks))
+        };
+        let open = pool.min(self.experts);
+        // A window leaves each expert at most one page whose first tokens are already out of sight.
+        let straddling = if layer.window.is_some() { open } else { 0 };
+        let pages = u64::from(self.ring.pages(len))
+            + u64::from(left.min(self.sinks).div_ceil(PAGE))
+            + u64::from(open)
+            + u64::from((pool - open) / PAGE)
+            + u64::from(straddling);
+        pages * u64::from(layer.kv_heads) * layer.layout.bytes()
+    }
+}

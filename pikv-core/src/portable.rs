@@ -1,0 +1,172 @@
+//! Lanes as plain arrays: the form that runs everywhere and that the others are held against.
+
+use crate::warp::{LANES, Warp};
+use core::array::from_fn;
+
+/// 32 lanes as `[f32; 32]`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Portable;
+
+/// `a * b + c` rounded once. The two ways to it give the same bits.
+#[inline(always)]
+pub(crate) fn fma(a: f32, b: f32, c: f32) -> f32 {
+    #[cfg(feature = "std")]
+    return a.mul_add(b, c);
+    #[cfg(not(feature = "std"))]
+    return libm::fmaf(a, b, c);
+}
+
+impl Warp for Portable {
+    type F = [f32; LANES];
+    type U = [u32; LANES];
+    type M = u32;
+    type Slot = [f32; LANES];
+
+    const NAME: &'static str = "portable";
+    const ROWS: usize = 4;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::F {
+        [x; LANES]
+    }
+    #[inline(always)]
+    fn splat_u(self, x: u32) -> Self::U {
+        [x; LANES]
+    }
+    #[inline(always)]
+    fn lane_id(self) -> Self::U {
+        from_fn(|i| i as u32)
+    }
+    #[inline(always)]
+    fn load(self, row: &[u32; LANES]) -> Self::U {
+        *row
+    }
+    #[inline(always)]
+    fn load_part(self, row: &[u32]) -> Self::U {
+        from_fn(|i| row.get(i).copied().unwrap_or(0))
+    }
+    #[inline(always)]
+    fn load_f(self, row: &[f32; LANES]) -> Self::F {
+        *row
+    }
+    #[inline(always)]
+    fn gather(self, table: &[f32], index: Self::U) -> Self::F {
+        from_fn(|i| table[index[i] as usize])
+    }
+    #[inline(always)]
+    fn store(self, x: Self::F, row: &mut [f32; LANES]) {
+        *row = x;
+    }
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| a[i] / b[i])
+    }
+    #[inline(always)]
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        from_fn(|i| fma(a[i], b[i], c[i]))
+    }
+    #[inline(always)]
+    fn max(self, a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn bits(self, a: Self::F) -> Self::U {
+        a.map(f32::to_bits)
+    }
+    #[inline(always)]
+    fn from_bits(self, a: Self::U) -> Self::F {
+        a.map(f32::from_bits)
+    }
+    #[inline(always)]
+    fn and(self, a: Self::U, b: Self::U) -> Self::U {
+        from_fn(|i| a[i] & b[i])
+    }
+    #[inline(always)]
+    fn or(self, a: Self::U, b: Self::U) -> Self::U {
+        from_fn(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
+        from_fn(|i| a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U {
+        from_fn(|i| a[i].wrapping_sub(b[i]))
+    }
+    #[inline(always)]
+    fn shl<const N: u32>(self, a: Self::U) -> Self::U {
+        a.map(|x| x << N)
+    }
+    #[inline(always)]
+    fn shr<const N: u32>(self, a: Self::U) -> Self::U {
+        a.map(|x| x >> N)
+    }
+    #[inline(always)]
+    fn sra<const N: u32>(self, a: Self::U) -> Self::U {
+        a.map(|x| (x as i32 >> N) as u32)
+    }
+    #[inline(always)]
+    fn to_f(self, a: Self::U) -> Self::F {
+        a.map(|x| x as i32 as f32)
+    }
+    #[inline(always)]
+    fn lt(self, a: Self::F, b: Self::F) -> Self::M {
+        (0..LANES).fold(0, |m, i| m | (u32::from(a[i] < b[i]) << i))
+    }
+    #[inline(always)]
+    fn ge_i(self, a: Self::U, b: Self::U) -> Self::M {
+        (0..LANES).fold(0, |m, i| m | (u32::from(a[i] as i32 >= b[i] as i32) << i))
+    }
+    #[inline(always)]
+    fn and_m(self, a: Self::M, b: Self::M) -> Self::M {
+        a & b
+    }
+    #[inline(always)]
+    fn or_m(self, a: Self::M, b: Self::M) -> Self::M {
+        a | b
+    }
+    #[inline(always)]
+    fn select(self, m: Self::M, a: Self::F, b: Self::F) -> Self::F {
+        from_fn(|i| if m >> i & 1 == 1 { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn ballot(self, m: Self::M) -> u32 {
+        m
+    }
+    #[inline(always)]
+    fn mask(self, bits: u32) -> Self::M {
+        bits
+    }
+    #[inline(always)]
+    fn shfl_xor(self, a: Self::F, mask: u32) -> Self::F {
+        from_fn(|i| a[(i ^ mask as usize) % LANES])
+    }
+    #[inline(always)]
+    fn lane(self, a: Self::F, i: usize) -> f32 {
+        a[i]
+    }
+    #[inline(always)]
+    fn park(self, a: Self::F) -> Self::Slot {
+        a
+    }
+    #[inline(always)]
+    fn unpark(self, s: &Self::Slot) -> Self::F {
+        *s
+    }
+    #[inline(always)]
+    fn bcast(self, s: &Self::Slot, i: usize) -> Self::F {
+        [s[i]; LANES]
+    }
+}

@@ -1,0 +1,111 @@
+//! Rotary positions (arXiv 2104.09864) for keys that are stored before the rotation.
+//!
+//! A key that is stored as it left its projection can be read at any position; the rotation is done in the lanes
+//! while the page is read, from a table of cosines and sines that both sides share.
+
+use crate::attend::Query;
+use crate::dtype::Element;
+use crate::warp::{LANES, Warp};
+
+/// Which channels a rotation turns together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Pairs {
+    /// `i` with `i + rotary_dim / 2`, as Hugging Face's Llama and Mixtral do.
+    Halves,
+    /// `2 i` with `2 i + 1`, as GPT-J does.
+    Neighbours,
+}
+
+/// Parameters of a rotation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies: pair `i` turns by `theta^(-2 i / rotary_dim)` a position.
+    pub theta: f64,
+    /// Channels that turn, the first of the head; the others pass. Even, at most `k_dim`.
+    pub rotary_dim: u32,
+    /// Which channels turn together.
+    pub pairs: Pairs,
+}
+
+impl Rope {
+    /// The two channels of pair `i`.
+    #[inline(always)]
+    pub const fn pair(&self, i: usize) -> (usize, usize) {
+        match self.pairs {
+            Pairs::Halves => (i, i + self.rotary_dim as usize / 2),
+            Pairs::Neighbours => (2 * i, 2 * i + 1),
+        }
+    }
+}
+
+/// A rotation with its table.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotation<'a> {
+    /// The parameters.
+    pub rope: Rope,
+    /// `[rotary_dim / 2][2][capacity]`: for each pair the cosines of positions 0.., then the sines.
+    pub table: &'a [f32],
+    /// Positions in the table, a power of two.
+    pub capacity: u32,
+}
+
+impl Rotation<'_> {
+    /// Cosine and sine of pair `i` at `position`.
+    ///
+    /// # Panics
+    /// If the position lies outside the table.
+    #[inline]
+    pub fn at(&self, i: usize, position: u32) -> (f32, f32) {
+        let n = self.capacity as usize;
+        let pair = &self.table[i * 2 * n..(i + 1) * 2 * n];
+        (pair[position as usize], pair[n + position as usize])
+    }
+
+    /// Rotates one row in place, in the arithmetic of [`scores`].
+    pub fn rotate(&self, row: &mut [f32], position: u32) {
+        for i in 0..self.rope.rotary_dim as usize / 2 {
+            let (a, b) = self.rope.pair(i);
+            let (cos, sin) = self.at(i, position);
+            let (x, y) = (row[a], row[b]);
+            row[a] = crate::portable::fma(x, cos, -(y * sin));
+            row[b] = crate::portable::fma(y, cos, x * sin);
+        }
+    }
+}
+
+/// Scores of the 32 tokens of a page against `R` queries, K rotated to `position` as it is read. The chain of each
+/// query takes the pairs in order, first channel then second, then the channels that do not turn.
+#[inline(always)]
+pub(crate) fn scores<W: Warp, K: Element, const R: usize>(
+    w: W,
+    rotation: &Rotation<'_>,
+    k: &[[u32; LANES]],
+    query: &Query<'_, R>,
+    position: W::U,
+) -> [W::F; R] {
+    let channel = |c: usize| K::channel(w, w.load(&k[c / K::PER_WORD]), c % K::PER_WORD);
+    let n = rotation.capacity as usize;
+    // Lanes without a token hold any word; the mask keeps the look-up inside the table, and nobody reads them.
+    let at = w.and(position, w.splat_u(rotation.capacity - 1));
+    let mut s = [w.splat(0.0); R];
+    for i in 0..rotation.rope.rotary_dim as usize / 2 {
+        let (a, b) = rotation.rope.pair(i);
+        let pair = &rotation.table[i * 2 * n..(i + 1) * 2 * n];
+        let (cos, sin) = (w.gather(&pair[..n], at), w.gather(&pair[n..], at));
+        let (x, y) = (channel(a), channel(b));
+        let p = w.fma(x, cos, w.sub(w.splat(-0.0), w.mul(y, sin)));
+        let q = w.fma(y, cos, w.mul(x, sin));
+        for (r, s) in s.iter_mut().enumerate() {
+            *s = w.fma(p, w.splat(query.q[a][r]), *s);
+            *s = w.fma(q, w.splat(query.q[b][r]), *s);
+        }
+    }
+    for c in rotation.rope.rotary_dim as usize..query.k_dim {
+        let x = channel(c);
+        for (r, s) in s.iter_mut().enumerate() {
+            *s = w.fma(x, w.splat(query.q[c][r]), *s);
+        }
+    }
+    s
+}

@@ -1,0 +1,138 @@
+//! Which shard (device) a block of pages lives on.
+//!
+//! The paper's map is `id = (t mod N_tok) XOR (e mod N_exp)`, with `t` a page index and `e` an expert, folded to `id mod
+//! G`. Ids are uniform only where the larger modulus is a multiple of 2^ceil(log2(smaller)); other moduli are refused.
+
+use core::fmt;
+
+/// A map from (t, expert) to a shard. Here `t` is the index of a *block* of pages of one expert, so that a shard
+/// holds whole blocks, which are the leaves of the reduction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ShardMap {
+    shards: u32,
+    rule: Rule,
+}
+
+/// How a map takes t and the expert together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Rule {
+    /// `((t mod tokens) XOR (e mod experts)) mod shards`, arXiv 2508.06526 section 3. `tokens = 1` is pure expert sharding.
+    Xor {
+        /// N_tok.
+        tokens: u32,
+        /// N_exp.
+        experts: u32,
+    },
+    /// `(t + e) mod shards`, uniform for every number of shards.
+    Sum,
+}
+
+/// Why there is no such map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ShardError {
+    /// A modulus or the number of shards is 0.
+    Zero,
+    /// Ids would not be uniform.
+    Skewed {
+        /// N_tok as given.
+        tokens: u32,
+        /// N_exp as given.
+        experts: u32,
+        /// The larger modulus has to be a multiple of this.
+        multiple: u32,
+        /// The next larger value for the larger modulus that would do.
+        would_do: u64,
+    },
+    /// The shards do not divide the range of ids.
+    Uneven {
+        /// Shards as given.
+        shards: u32,
+        /// Ids lie in `0..range`.
+        range: u32,
+        /// The largest number of shards not above the given one that divides the range.
+        would_do: u32,
+    },
+}
+
+impl fmt::Display for ShardError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ShardError::Zero => write!(f, "a shard map needs at least 1 shard, and moduli of at least 1"),
+            ShardError::Skewed { tokens, experts, multiple, would_do } => write!(
+                f,
+                "moduli {tokens} and {experts} load the shards unevenly: the larger must be a multiple of \
+                 {multiple}, {would_do} would do"
+            ),
+            ShardError::Uneven { shards, range, would_do } => {
+                write!(f, "{shards} shards do not divide the {range} ids of the map: {would_do} would do")
+            }
+        }
+    }
+}
+
+impl core::error::Error for ShardError {}
+
+impl ShardMap {
+    /// One shard that holds everything.
+    pub const ONE: ShardMap = ShardMap { shards: 1, rule: Rule::Sum };
+
+    /// The paper's map onto `shards` shards.
+    ///
+    /// # Errors
+    /// Moduli whose XOR is not uniform, shards that do not divide the ids, or a zero; with what would do.
+    pub const fn xor(tokens: u32, experts: u32, shards: u32) -> Result<ShardMap, ShardError> {
+        if tokens == 0 || experts == 0 || shards == 0 {
+            return Err(ShardError::Zero);
+        }
+        let (small, large) = if tokens < experts { (tokens, experts) } else { (experts, tokens) };
+        let multiple = match small.checked_next_power_of_two() {
+            Some(multiple) => multiple,
+            None => u32::MAX,
+        };
+        if !large.is_multiple_of(multiple) {
+            let would_do = (large as u64).next_multiple_of(multiple as u64);
+            return Err(ShardError::Skewed { tokens, experts, multiple, would_do });
+        }
+        if !large.is_multiple_of(shards) {
+            let mut would_do = if shards < large { shards } else { large };
+            while !large.is_multiple_of(would_do) {
+                would_do -= 1;
+            }
+            return Err(ShardError::Uneven { shards, range: large, would_do });
+        }
+        Ok(ShardMap { shards, rule: Rule::Xor { tokens, experts } })
+    }
+
+    /// `(t + e) mod shards`.
+    ///
+    /// # Errors
+    /// [`ShardError::Zero`] for no shards.
+    pub const fn sum(shards: u32) -> Result<ShardMap, ShardError> {
+        if shards == 0 { Err(ShardError::Zero) } else { Ok(ShardMap { shards, rule: Rule::Sum }) }
+    }
+
+    /// Number of shards, G.
+    pub const fn shards(&self) -> u32 {
+        self.shards
+    }
+
+    /// The rule.
+    pub const fn rule(&self) -> Rule {
+        self.rule
+    }
+
+    /// The id before it is folded to a shard.
+    pub const fn id(&self, t: u64, expert: u32) -> u32 {
+        match self.rule {
+            Rule::Xor { tokens, experts } => (t % tokens as u64) as u32 ^ (expert % experts),
+            Rule::Sum => ((t % self.shards as u64 + expert as u64) % self.shards as u64) as u32,
+        }
+    }
+
+    /// The shard of (t, expert).
+    pub const fn shard(&self, t: u64, expert: u32) -> u32 {
+        self.id(t, expert) % self.shards
+    }
+}

@@ -1,0 +1,154 @@
+//! The lane trait: 32 lanes in lock-step, wherever they run.
+
+/// Lanes of a warp, and tokens of a page.
+pub const LANES: usize = 32;
+
+/// 32 lanes that execute together.
+///
+/// A value of the type is the proof that the lanes can run here: the vector forms are built only after the
+/// instruction set was detected. Control flow is uniform over a warp; what differs from lane to lane is a mask.
+///
+/// All arithmetic is IEEE 754 binary32, round to nearest even, subnormals kept. [`Warp::fma`] is fused;
+/// [`Warp::mul`] and [`Warp::add`] are never contracted. Every implementation returns the same bits for the same
+/// operands, except for the payload and the sign of a NaN.
+///
+/// ```
+/// use pikv_core::{portable::Portable, warp::Warp};
+/// let w = Portable;
+/// let x = w.mul(w.splat(3.0), w.splat(0.5));
+/// assert_eq!(w.reduce_sum(x), 48.0);
+/// ```
+pub trait Warp: Copy {
+    /// 32 lanes of f32.
+    type F: Copy;
+    /// 32 lanes of u32, the *words* that pages are made of.
+    type U: Copy;
+    /// 32 lanes of bool.
+    type M: Copy;
+    /// A parked [`Warp::F`] from which any lane can be broadcast: memory on a CPU, a register on a device.
+    type Slot: Copy;
+
+    /// Name by which tests and reports choose these lanes.
+    const NAME: &'static str;
+    /// Query rows whose scores fit the registers together. It bears on speed, never on a bit.
+    const ROWS: usize;
+
+    /// The same value in every lane.
+    fn splat(self, x: f32) -> Self::F;
+    /// The same word in every lane.
+    fn splat_u(self, x: u32) -> Self::U;
+    /// Lane `i` holds `i`.
+    fn lane_id(self) -> Self::U;
+
+    /// Lane `i` reads `row[i]`.
+    fn load(self, row: &[u32; LANES]) -> Self::U;
+    /// Lane `i` reads `row[i]` if there is one, else 0. Nothing past the end of `row` is touched.
+    fn load_part(self, row: &[u32]) -> Self::U;
+    /// Lane `i` reads `row[i]`.
+    fn load_f(self, row: &[f32; LANES]) -> Self::F;
+    /// Lane `i` reads `table[index[i]]`.
+    ///
+    /// # Panics
+    /// If an index lies outside `table` (a trap on a device).
+    fn gather(self, table: &[f32], index: Self::U) -> Self::F;
+    /// Lane `i` writes `row[i]`.
+    fn store(self, x: Self::F, row: &mut [f32; LANES]);
+
+    /// `a + b`
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a - b`
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b`
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a / b`
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `if a > b { a } else { b }`: with a NaN on either side it is `b`.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+
+    /// The bits of `a`.
+    fn bits(self, a: Self::F) -> Self::U;
+    /// The value with bits `a`.
+    #[allow(clippy::wrong_self_convention)] // The value is the lanes' capability, not what is converted.
+    fn from_bits(self, a: Self::U) -> Self::F;
+    /// `a & b`
+    fn and(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a | b`
+    fn or(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a + b`, wrapping.
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a - b`, wrapping.
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a << N`
+    fn shl<const N: u32>(self, a: Self::U) -> Self::U;
+    /// `a >> N`, zeros shifted in.
+    fn shr<const N: u32>(self, a: Self::U) -> Self::U;
+    /// `a >> N`, the sign bit shifted in.
+    fn sra<const N: u32>(self, a: Self::U) -> Self::U;
+    /// The signed integer `a` as f32, rounded to nearest even.
+    fn to_f(self, a: Self::U) -> Self::F;
+
+    /// `a < b`; false with a NaN.
+    fn lt(self, a: Self::F, b: Self::F) -> Self::M;
+    /// `a >= b` as signed integers.
+    fn ge_i(self, a: Self::U, b: Self::U) -> Self::M;
+    /// Lanes set in both.
+    fn and_m(self, a: Self::M, b: Self::M) -> Self::M;
+    /// Lanes set in either.
+    fn or_m(self, a: Self::M, b: Self::M) -> Self::M;
+    /// `if m { a } else { b }`, lane by lane.
+    fn select(self, m: Self::M, a: Self::F, b: Self::F) -> Self::F;
+    /// Bit `i` is lane `i` of `m`; the same in all lanes.
+    fn ballot(self, m: Self::M) -> u32;
+    /// Lane `i` set where bit `i` is.
+    fn mask(self, bits: u32) -> Self::M;
+
+    /// Lane `i` gets lane `i ^ mask` of `a`; `mask` below 32.
+    fn shfl_xor(self, a: Self::F, mask: u32) -> Self::F;
+    /// Lane `i` of `a`; the same in all lanes.
+    fn lane(self, a: Self::F, i: usize) -> f32;
+
+    /// Parks `a`.
+    fn park(self, a: Self::F) -> Self::Slot;
+    /// Takes back what was parked.
+    fn unpark(self, s: &Self::Slot) -> Self::F;
+    /// Lane `i` of what was parked, in every lane.
+    fn bcast(self, s: &Self::Slot, i: usize) -> Self::F;
+
+    /// Hints that `row` will be read soon.
+    #[inline(always)]
+    fn prefetch(self, row: &[u32; LANES]) {
+        let _ = row;
+    }
+
+    /// Largest lane, by a butterfly of [`Warp::max`] over distances 16, 8, 4, 2, 1.
+    #[inline(always)]
+    fn reduce_max(self, a: Self::F) -> f32 {
+        let mut a = a;
+        for d in [16, 8, 4, 2, 1] {
+            a = self.max(a, self.shfl_xor(a, d));
+        }
+        self.lane(a, 0)
+    }
+
+    /// Sum of the lanes, by a butterfly of [`Warp::add`] over distances 16, 8, 4, 2, 1.
+    #[inline(always)]
+    fn reduce_sum(self, a: Self::F) -> f32 {
+        let mut a = a;
+        for d in [16, 8, 4, 2, 1] {
+            a = self.add(a, self.shfl_xor(a, d));
+        }
+        self.lane(a, 0)
+    }
+}
+
+/// A routine over lanes that are not known yet; a runtime picks the lanes once and calls [`Kernel::run`].
+///
+/// `run` must be `#[inline(always)]`, so that it is compiled with the instruction set of its caller.
+pub trait Kernel {
+    /// What the routine returns.
+    type Out;
+    /// Runs over `w`.
+    fn run<W: Warp>(self, w: W) -> Self::Out;
+}

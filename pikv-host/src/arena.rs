@@ -1,0 +1,287 @@
+//! Page memory: one arena a shard and page size, pages that come back on drop, one budget over all.
+
+use crate::error::Error;
+use std::alloc::{Layout as Memory, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Bytes that an arena asks the system for at a time: one huge page.
+const CHUNK: u64 = 2 << 20;
+
+/// What poisoned pages hold: NaN as f32, f16 and bf16, and no position.
+const POISON: u32 = u32::MAX;
+
+/// All page memory of a cache.
+#[derive(Debug)]
+pub struct Arenas {
+    /// Words of a page, for each size in use.
+    classes: Vec<u32>,
+    /// `[shard][class]`.
+    arenas: Vec<Mutex<Arena>>,
+    /// Bytes in use on each shard.
+    shards: Vec<AtomicU64>,
+    budget: u64,
+    /// Bytes in use or reserved.
+    taken: AtomicU64,
+    poison: bool,
+}
+
+/// Pages of one size on one shard.
+#[derive(Debug, Default)]
+struct Arena {
+    chunks: Vec<Option<Chunk>>,
+    /// Chunks with a free page.
+    open: Vec<u32>,
+    /// Places in `chunks` that were given back to the system.
+    holes: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    base: NonNull<u32>,
+    memory: Memory,
+    refs: Box<[AtomicU32]>,
+    free: Vec<u32>,
+}
+
+// SAFETY: a chunk owns its memory; the words are reached through `Page` only, which hands out `&mut` where it is the only
+// handle, and the arena itself touches them only while a page has no handle.
+unsafe impl Send for Chunk {}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // SAFETY: `base` came from `alloc_zeroed` with this `memory`, and no page refers to it: chunks are dropped when all
+        // their pages are free, or with the arenas, which every page keeps alive.
+        unsafe { dealloc(self.base.as_ptr().cast(), self.memory) }
+    }
+}
+
+/// Bytes set aside for pages that will be taken. What is not used comes back on drop.
+#[derive(Debug)]
+pub struct Reservation {
+    arenas: Arc<Arenas>,
+    bytes: u64,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.arenas.taken.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// A handle on a page. Clones share it; the page comes back with the last of them.
+#[derive(Debug)]
+pub struct Page {
+    arenas: Arc<Arenas>,
+    words: NonNull<u32>,
+    refs: NonNull<AtomicU32>,
+    shard: u16,
+    class: u16,
+    chunk: u32,
+    index: u32,
+}
+
+// SAFETY: shared handles only read the words; they are written through `Page::words_mut`, which needs the only handle, and
+// the count is atomic.
+unsafe impl Send for Page {}
+// SAFETY: as above; `&Page` gives `&[u32]` only.
+unsafe impl Sync for Page {}
+
+impl Arenas {
+    pub(crate) fn new(shards: u32, mut classes: Vec<u32>, budget: u64, poison: bool) -> Arc<Arenas> {
+        classes.sort_unstable();
+        classes.dedup();
+        let arenas = (0..shards as usize * classes.len()).map(|_| Mutex::default()).collect();
+        let shards = (0..shards).map(|_| AtomicU64::new(0)).collect();
+        Arc::new(Arenas { classes, arenas, shards, budget, taken: AtomicU64::new(0), poison })
+    }
+
+    /// Bytes of pages in use, on each shard.
+    pub fn bytes_by_shard(&self) -> impl Iterator<Item = u64> {
+        self.shards.iter().map(|bytes| bytes.load(Ordering::Relaxed))
+    }
+
+    /// Bytes in use or reserved.
+    pub fn taken(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
+    }
+
+    /// The budget.
+    pub fn budget(&self) -> u64 {
+        self.budget
+    }
+
+    /// Sets `needed` bytes aside.
+    pub(crate) fn reserve(self: &Arc<Self>, needed: u64) -> Result<Reservation, Error> {
+        self.taken
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |taken| {
+                taken.checked_add(needed).filter(|sum| *sum <= self.budget)
+            })
+            .map(|_| Reservation { arenas: self.clone(), bytes: needed })
+            .map_err(|taken| Error::OutOfBudget { needed, available: self.budget.saturating_sub(taken) })
+    }
+
+    fn arena(&self, shard: usize, class: usize) -> MutexGuard<'_, Arena> {
+        // An arena's own code does not panic between two states that matter, so a poisoned lock still guards a sound one.
+        self.arenas[shard * self.classes.len() + class].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn give_back(&self, page: &Page) {
+        let (shard, class) = (usize::from(page.shard), usize::from(page.class));
+        let words = self.classes[class] as usize;
+        if self.poison {
+            // SAFETY: the last handle is being dropped, so nobody else reads or writes these `words` words of the chunk.
+            unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), words) }.fill(POISON);
+        }
+        self.arena(shard, class).give_back(page.chunk, page.index);
+        self.shards[shard].fetch_sub(words as u64 * 4, Ordering::Relaxed);
+        self.taken.fetch_sub(words as u64 * 4, Ordering::Relaxed);
+    }
+}
+
+impl Arena {
+    /// A free page: its chunk, its index, its first word and its count, which is now 1.
+    fn take(&mut self, words: u32) -> Result<(u32, u32, NonNull<u32>, NonNull<AtomicU32>), Error> {
+        let at = match self.open.last() {
+            Some(&at) => at,
+            None => self.grow(words)?,
+        };
+        let Some(chunk) = self.chunks[at as usize].as_mut() else { unreachable!("open chunks exist") };
+        let Some(index) = chunk.free.pop() else { unreachable!("open chunks have a free page") };
+        if chunk.free.is_empty() {
+            self.open.pop();
+        }
+        let refs = &chunk.refs[index as usize];
+        refs.store(1, Ordering::Relaxed);
+        // SAFETY: `index` is below the pages of the chunk, each `words` words long.
+        let first = unsafe { chunk.base.add(index as usize * words as usize) };
+        Ok((at, index, first, NonNull::from(refs)))
+    }
+
+    fn grow(&mut self, words: u32) -> Result<u32, Error> {
+        let page = u64::from(words) * 4;
+        let pages = (CHUNK / page).max(1);
+        let bytes = pages * page;
+        let refused = Error::OutOfMemory { bytes };
+        // Two cache lines, so that a row of 32 words is never split by one more; a whole huge page where it is that long.
+        let align = if bytes * 2 > CHUNK { CHUNK } else { 128 };
+        let memory = Memory::from_size_align(bytes as usize, align as usize).map_err(|_| refused.clone())?;
+        // SAFETY: the size is not 0: a page has at least its 32 positions.
+        let base = NonNull::new(unsafe { alloc_zeroed(memory) }).ok_or(refused)?;
+        let chunk = Chunk {
+            base: base.cast(),
+            memory,
+            refs: (0..pages).map(|_| AtomicU32::new(0)).collect(),
+            free: (0..pages as u32).rev().collect(),
+        };
+        let at = match self.holes.pop() {
+            Some(at) => at,
+            None => {
+                self.chunks.push(None);
+                self.chunks.len() as u32 - 1
+            }
+        };
+        self.chunks[at as usize] = Some(chunk);
+        self.open.push(at);
+        Ok(at)
+    }
+
+    fn give_back(&mut self, at: u32, index: u32) {
+        let Some(chunk) = self.chunks[at as usize].as_mut() else { unreachable!("a page's chunk exists") };
+        chunk.free.push(index);
+        if chunk.free.len() == 1 {
+            self.open.push(at);
+        }
+        // One wholly free chunk is kept, so that a page that comes and goes does not ask the system each time.
+        if chunk.free.len() == chunk.refs.len() && self.open.len() > 1 {
+            self.chunks[at as usize] = None;
+            self.holes.push(at);
+            self.open.retain(|open| *open != at);
+        }
+    }
+}
+
+impl Reservation {
+    /// A page of `words` words on `shard`, out of what was reserved: without positions, its words undefined.
+    pub(crate) fn take(&mut self, shard: u32, words: u32) -> Result<Page, Error> {
+        let bytes = u64::from(words) * 4;
+        let arenas = &self.arenas;
+        let Ok(class) = arenas.classes.binary_search(&words) else {
+            unreachable!("the classes are those of the layers")
+        };
+        debug_assert!(self.bytes >= bytes, "a step reserves the most that it can take");
+        let (chunk, index, first, refs) = arenas.arena(shard as usize, class).take(words)?;
+        self.bytes -= bytes;
+        arenas.shards[shard as usize].fetch_add(bytes, Ordering::Relaxed);
+        let mut page = Page {
+            arenas: arenas.clone(),
+            words: first,
+            refs,
+            shard: shard as u16,
+            class: class as u16,
+            chunk,
+            index,
+        };
+        let poison = if arenas.poison { words as usize } else { pikv_core::LANES };
+        if let Some(words) = page.words_mut() {
+            words[..poison].fill(POISON);
+        }
+        Ok(page)
+    }
+}
+
+impl Page {
+    /// The page's words.
+    #[inline]
+    pub fn words(&self) -> &[u32] {
+        let words = self.arenas.classes[usize::from(self.class)] as usize;
+        // SAFETY: the chunk lives as long as the arenas hold it, which is at least while this handle counts, and holds `words`
+        // initialised words from here; they are written only through an only handle borrowed mutably, which `self` is not.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr(), words) }
+    }
+
+    /// The page's words to be written, if this is the only handle.
+    #[inline]
+    pub fn words_mut(&mut self) -> Option<&mut [u32]> {
+        if self.is_shared() {
+            return None;
+        }
+        let words = self.arenas.classes[usize::from(self.class)] as usize;
+        // SAFETY: as in `words`; this is the only handle and it is borrowed mutably, so it cannot be cloned meanwhile.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.words.as_ptr(), words) })
+    }
+
+    /// Whether there are other handles.
+    #[inline]
+    pub fn is_shared(&self) -> bool {
+        // Acquire: what other handles read happened before this one writes.
+        self.count().load(Ordering::Acquire) != 1
+    }
+
+    /// The shard that holds the page.
+    pub fn shard(&self) -> u32 {
+        u32::from(self.shard)
+    }
+
+    fn count(&self) -> &AtomicU32 {
+        // SAFETY: the count lies in the chunk, which outlives its pages' handles.
+        unsafe { self.refs.as_ref() }
+    }
+}
+
+impl Clone for Page {
+    fn clone(&self) -> Page {
+        self.count().fetch_add(1, Ordering::Relaxed);
+        Page { arenas: self.arenas.clone(), ..*self }
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        if self.count().fetch_sub(1, Ordering::Release) == 1 {
+            fence(Ordering::Acquire);
+            self.arenas.give_back(self);
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The cache: configuration, page memory, and the way in to sequences and steps.
+
+use crate::arena::Arenas;
+use crate::attend::{Attend, Output, View, attend};
+use crate::config::CacheConfig;
+use crate::error::Error;
+use crate::rope::Tables;
+use crate::sequence::{Place, Sequence, block_of};
+use crate::step::Step;
+use pikv_core::page::Position;
+use pikv_core::plan::{LayerShape, StoreShape};
+use std::sync::Arc;
+
+/// What sequences of a cache share.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub config: CacheConfig,
+    pub store: StoreShape,
+    pub arenas: Arc<Arenas>,
+    pub tables: Tables,
+}
+
+impl Inner {
+    pub fn layer(&self, layer: usize) -> Result<&LayerShape, Error> {
+        self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
+    }
+
+    /// Where a page goes. An expert's pages follow the map, a block of them together; sinks and ring, which belong to no
+    /// expert, take turns.
+    pub fn shard_of(&self, place: Place, ordinal: u32, head: usize) -> u32 {
+        let (map, block) = (&self.config.shards, u64::from(block_of(ordinal)));
+        match place {
+            Place::Expert(e) => map.shard(block, u32::from(e)),
+            Place::Sinks | Place::Ring => ((block + head as u64) % u64::from(map.shards())) as u32,
+        }
+    }
+}
+
+/// Bytes of pages in use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// On each shard.
+    pub shards: Vec<u64>,
+    /// In use or set aside for a step under way.
+    pub taken: u64,
+    /// The budget.
+    pub budget: u64,
+}
+
+/// Query rows of one sequence, at consecutive positions from `first`.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// The sequence.
+    pub sequence: &'a Sequence,
+    /// Position of the first row. A row sees positions up to its own.
+    pub first: Position,
+    /// Rows.
+    pub rows: u32,
+}
+
+/// A KV cache: the memory and the rules of all sequences that one model decodes.
+///
+/// Cloning gives another handle on the same cache. Sequences keep their cache alive.
+///
+/// ```
+/// use pikv_host::{Attend, Cache, CacheConfig, Output};
+/// use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape};
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
+/// let mut sequence = cache.sequence();
+/// let mut out = vec![0.0; 3 * 2 * 4];
+/// let mut step = cache.begin([(&mut sequence, 3)])?;
+/// for layer in 0..2 {
+///     step.append(layer, &[0.5; 3 * 4], &[0.25; 3 * 4])?;
+///     step.attend(layer, &[1.0; 3 * 2 * 4], &Attend::new(0.5), Output::new(&mut out))?;
+/// }
+/// step.commit()?;
+/// assert_eq!(out, [0.25; 24]);
+/// # Ok::<(), pikv_host::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Cache {
+    pub(crate) inner: Arc<Inner>,
+}
+
+impl Cache {
+    /// Builds a cache. No page memory is taken before a step needs it.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration.
+    pub fn new(config: CacheConfig) -> Result<Cache, Error> {
+        let store = config.store()?;
+        let classes = config.layers.iter().map(|l| l.layout.words()).collect();
+        let arenas = Arenas::new(config.shards.shards(), classes, config.budget, config.poison);
+        let tables = Tables::new(&config.layers);
+        Ok(Cache { inner: Arc::new(Inner { config, store, arenas, tables }) })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &CacheConfig {
+        &self.inner.config
+    }
+
+    /// The rules by which sequences take pages, to plan with.
+    pub fn store(&self) -> &StoreShape {
+        &self.inner.store
+    }
+
+    /// An empty sequence.
+    pub fn sequence(&self) -> Sequence {
+        Sequence::new(self.inner.clone())
+    }
+
+    /// Bytes of pages in use.
+    pub fn usage(&self) -> Usage {
+        let arenas = &self.inner.arenas;
+        Usage { shards: arenas.bytes_by_shard().collect(), taken: arenas.taken(), budget: arenas.budget() }
+    }
+
+    /// Starts a step that adds tokens to sequences: the number beside each. Pages are set aside for all layers, or none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, with no tokens to add, or
+    /// at the end of positions. Nothing changes then.
+    pub fn begin<'a>(
+        &self,
+        parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
+    ) -> Result<Step<'a>, Error> {
+        Step::begin(self.inner.clone(), parts)
+    }
+
+    /// Attends query rows over what sequences hold, outside a step. `q` is `[rows][query_heads][k_dim]`, the rows of all
+    /// sequences one after the other.
+    ///
+    /// # Errors
+    /// As [`Step::attend`]; and rows at positions that a sequence has not reached, or that lie before its ring.
+    pub fn attend(
+        &self,
+        layer: usize,
+        rows: &[Rows<'_>],
+        q: &[f32],
+        options: &Attend,
+        out: Output<'_>,
+    ) -> Result<(), Error> {
+        for (index, part) in rows.iter().enumerate() {
+            if !Arc::ptr_eq(&part.sequence.inner, &self.inner) {
+                return Err(Error::ForeignSequence { index });
+            }
+            let (len, first) = (part.sequence.len, u64::from(part.first.0));
+            let end = first + u64::from(part.rows);
+            // An older row would look for tokens in the ring that are in pages only by now.
+            let oldest = len - part.sequence.rollback_limit().min(len.saturating_sub(1)) - len.min(1);
+            if first < u64::from(oldest) || end > u64::from(len) + 1 {
+                return Err(Error::QueryPosition { first, end, oldest, len });
+            }
+        }
+        let shape = self.inner.layer(layer)?;
+        let views: Vec<View<'_>> = rows
+            .iter()
+            .map(|part| View {
+                layer: &part.sequence.layers[layer],
+                first: part.first.0,
+                rows: part.rows,
+                len: part.sequence.len,
+            })
+            .collect();
+        attend(&self.inner, layer, shape, &views, q, options, out)
+    }
+}

@@ -1,0 +1,147 @@
+//! What a cache is made of.
+
+use crate::error::ConfigError;
+use crate::lanes::Lanes;
+use pikv_core::page::{MAX_DIM, Position};
+use pikv_core::plan::{LayerShape, StoreShape};
+use pikv_core::ring::Ring;
+use pikv_core::shard::ShardMap;
+
+/// Shape, policy and budget of a [`Cache`](crate::Cache). Checked when the cache is built.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct CacheConfig {
+    /// The attention layers, in order.
+    pub layers: Vec<LayerShape>,
+    /// Newest tokens that stay in the ring, in order of position.
+    pub ring: u32,
+    /// First positions that are never evicted and are seen from every sliding window.
+    pub sinks: u32,
+    /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can always take back: draft length of speculative decoding.
+    pub rollback: u32,
+    /// Experts of the model; 1 for a dense one.
+    pub experts: u32,
+    /// Experts a token.
+    pub top_k: u32,
+    /// Which shard holds what.
+    pub shards: ShardMap,
+    /// Bytes of pages that may be in use, over all shards.
+    pub budget: u64,
+    /// Fill pages with NaN when they are taken and given back, to find reads of what was never written.
+    pub poison: bool,
+    /// Lanes to compute with.
+    pub lanes: Lanes,
+}
+
+impl CacheConfig {
+    /// A cache of `budget` bytes over `layers`: a ring of 256 tokens, no sinks, no rollback, one expert, one shard,
+    /// the best lanes of the machine.
+    pub fn new(layers: Vec<LayerShape>, budget: u64) -> Self {
+        CacheConfig {
+            layers,
+            ring: 256,
+            sinks: 0,
+            rollback: 0,
+            experts: 1,
+            top_k: 1,
+            shards: ShardMap::ONE,
+            budget,
+            poison: false,
+            lanes: Lanes::detect(),
+        }
+    }
+
+    /// Sets the ring's tokens.
+    pub fn ring(mut self, tokens: u32) -> Self {
+        self.ring = tokens;
+        self
+    }
+
+    /// Sets the sinks.
+    pub fn sinks(mut self, tokens: u32) -> Self {
+        self.sinks = tokens;
+        self
+    }
+
+    /// Sets the tokens that can always be taken back.
+    pub fn rollback(mut self, tokens: u32) -> Self {
+        self.rollback = tokens;
+        self
+    }
+
+    /// Sets the model's experts and how many a token goes to.
+    pub fn experts(mut self, experts: u32, top_k: u32) -> Self {
+        self.experts = experts;
+        self.top_k = top_k;
+        self
+    }
+
+    /// Sets the shard map.
+    pub fn shards(mut self, map: ShardMap) -> Self {
+        self.shards = map;
+        self
+    }
+
+    /// Sets whether pages are poisoned.
+    pub fn poison(mut self, on: bool) -> Self {
+        self.poison = on;
+        self
+    }
+
+    /// Sets the lanes.
+    pub fn lanes(mut self, lanes: Lanes) -> Self {
+        self.lanes = lanes;
+        self
+    }
+
+    /// The rules by which sequences take pages; the planner's and the allocator's.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration.
+    pub fn store(&self) -> Result<StoreShape, ConfigError> {
+        if self.layers.is_empty() {
+            return Err(ConfigError::NoLayers);
+        }
+        for (layer, shape) in self.layers.iter().enumerate() {
+            check_layer(layer, shape)?;
+        }
+        let ring = Ring::new(self.ring, self.rollback)
+            .ok_or(ConfigError::Ring { ring: self.ring, rollback: self.rollback })?;
+        let (experts, top_k) = (self.experts, self.top_k);
+        if experts == 0 || experts > u32::from(u16::MAX) || top_k == 0 || top_k > experts {
+            return Err(ConfigError::Experts { experts, top_k });
+        }
+        if self.sinks > Position::MAX.0 {
+            return Err(ConfigError::Sinks { sinks: self.sinks });
+        }
+        let needed = self.layers.iter().map(|l| u64::from(l.kv_heads) * l.layout.bytes()).sum();
+        if self.budget < needed {
+            return Err(ConfigError::Budget { budget: self.budget, needed });
+        }
+        Ok(StoreShape { ring, sinks: self.sinks, experts })
+    }
+}
+
+fn check_layer(layer: usize, shape: &LayerShape) -> Result<(), ConfigError> {
+    let LayerShape { kv_heads, query_heads, layout, window, rope } = *shape;
+    if kv_heads == 0 || query_heads == 0 || !query_heads.is_multiple_of(kv_heads) {
+        return Err(ConfigError::Heads { layer, kv_heads, query_heads });
+    }
+    let (k_dim, v_dim) = (layout.k_dim, layout.v_dim);
+    if !(1..=MAX_DIM).contains(&k_dim) || !(1..=MAX_DIM).contains(&v_dim) {
+        return Err(ConfigError::Dim { layer, k_dim, v_dim });
+    }
+    if let Some(window) = window
+        && !(1..=Position::MAX.0).contains(&window)
+    {
+        return Err(ConfigError::Window { layer, window });
+    }
+    if let Some(rope) = rope {
+        let (theta, rotary_dim) = (rope.theta, rope.rotary_dim);
+        let turns = rotary_dim >= 2 && rotary_dim <= k_dim && rotary_dim.is_multiple_of(2);
+        if !(theta.is_finite() && theta > 0.0 && turns) {
+            return Err(ConfigError::Rope { layer, theta, rotary_dim, k_dim });
+        }
+    }
+    Ok(())
+}

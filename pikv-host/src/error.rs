@@ -1,0 +1,303 @@
+//! What can go wrong, with the value that was wrong.
+
+use pikv_core::page::{MAX_DIM, Position};
+use thiserror::Error;
+
+/// A configuration that no cache can be built from.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// There are no layers.
+    #[error("a cache needs at least 1 layer")]
+    NoLayers,
+    /// A layer's heads.
+    #[error(
+        "layer {layer}: {query_heads} query heads over {kv_heads} KV heads; both must be at least 1, and the former a \
+         multiple of the latter"
+    )]
+    Heads {
+        /// The layer.
+        layer: usize,
+        /// Its KV heads.
+        kv_heads: u32,
+        /// Its query heads.
+        query_heads: u32,
+    },
+    /// A layer's widths.
+    #[error("layer {layer}: k_dim {k_dim}, v_dim {v_dim}; each must be 1..={MAX_DIM}")]
+    Dim {
+        /// The layer.
+        layer: usize,
+        /// Channels of a key.
+        k_dim: u32,
+        /// Channels of a value.
+        v_dim: u32,
+    },
+    /// A sliding window that shows nothing, or passes the positions there are.
+    #[error("layer {layer}: a sliding window of {window} tokens; it must be 1..={max}", max = Position::MAX.0)]
+    Window {
+        /// The layer.
+        layer: usize,
+        /// Its window.
+        window: u32,
+    },
+    /// A rotation that is not one.
+    #[error(
+        "layer {layer}: rope with theta {theta} over {rotary_dim} of {k_dim} channels; theta must be finite and above 0, \
+         the channels even, at least 2 and at most k_dim"
+    )]
+    Rope {
+        /// The layer.
+        layer: usize,
+        /// Base of the frequencies.
+        theta: f64,
+        /// Channels that turn.
+        rotary_dim: u32,
+        /// Channels there are.
+        k_dim: u32,
+    },
+    /// A ring of nothing, or of more than there are positions.
+    #[error("a ring of {ring} tokens with {rollback} more for rollback; the ring must hold at least 1, both at most {max}", max = Position::MAX.0)]
+    Ring {
+        /// Tokens of the ring.
+        ring: u32,
+        /// Tokens of rollback.
+        rollback: u32,
+    },
+    /// Experts.
+    #[error("{top_k} of {experts} experts a token; experts must be 1..={max}, and top_k 1..=experts", max = u16::MAX)]
+    Experts {
+        /// Experts of the model.
+        experts: u32,
+        /// Experts a token.
+        top_k: u32,
+    },
+    /// Sinks.
+    #[error("{sinks} sinks; at most {max}", max = Position::MAX.0)]
+    Sinks {
+        /// First positions that stay.
+        sinks: u32,
+    },
+    /// Not even one token fits.
+    #[error(
+        "a budget of {budget} bytes; the first token alone takes {needed} (one page a layer and KV head)"
+    )]
+    Budget {
+        /// Bytes as given.
+        budget: u64,
+        /// Bytes of one page of every layer and head.
+        needed: u64,
+    },
+}
+
+/// Why a call was refused. Whatever the cause, the cache and every sequence are as they were before the call, or, inside a
+/// step, as they are once the step is dropped.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The step would pass the budget.
+    #[error("out of budget: the step needs up to {needed} bytes of pages, {available} are left")]
+    OutOfBudget {
+        /// The most bytes that the step can take.
+        needed: u64,
+        /// Bytes left.
+        available: u64,
+    },
+    /// The system has no memory for pages that the budget would allow.
+    #[error("the system refused {bytes} bytes for pages")]
+    OutOfMemory {
+        /// Bytes asked of the system.
+        bytes: u64,
+    },
+    /// A slice of the wrong length.
+    #[error("{what}: {got} elements, expected {expected} ({shape})")]
+    Length {
+        /// Which argument.
+        what: &'static str,
+        /// Its length.
+        got: usize,
+        /// The right one.
+        expected: usize,
+        /// What the length is made of.
+        shape: &'static str,
+    },
+    /// No such layer.
+    #[error("layer {layer}: there are {layers}")]
+    Layer {
+        /// As given.
+        layer: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// No such KV head.
+    #[error("KV head {kv_head}: layer {layer} has {kv_heads}")]
+    KvHead {
+        /// The layer.
+        layer: usize,
+        /// As given.
+        kv_head: usize,
+        /// KV heads of the layer.
+        kv_heads: u32,
+    },
+    /// A value that the layer's dtype cannot hold.
+    #[error(
+        "{what} of layer {layer}, KV head {kv_head}, row {row}, channel {channel}: {value} is not finite as {dtype}"
+    )]
+    Unstorable {
+        /// K or V.
+        what: &'static str,
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Row of the call, over all its sequences.
+        row: usize,
+        /// Channel of the row.
+        channel: u32,
+        /// The value.
+        value: f32,
+        /// The stored form.
+        dtype: &'static str,
+    },
+    /// A query that is not finite.
+    #[error("q of layer {layer}, row {row}, query head {head}, channel {channel}: {value} is not finite")]
+    Query {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The query head.
+        head: usize,
+        /// Channel of the row.
+        channel: usize,
+        /// The value.
+        value: f32,
+    },
+    /// Scores beyond 2^24: the products overflowed, or no softmax can tell them apart.
+    #[error(
+        "layer {layer}, row {row}, query head {head}: scores reach 2^24 and more; is the scale {scale} right?"
+    )]
+    ScoreOverflow {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The query head.
+        head: usize,
+        /// The scale as given.
+        scale: f32,
+    },
+    /// A scale that is not a number above 0.
+    #[error("scale {0}: it must be finite and above 0, usually 1 / sqrt(head_dim)")]
+    Scale(f32),
+    /// A cap that is not a number above 0.
+    #[error("softcap {0}: it must be finite and above 0")]
+    Softcap(f32),
+    /// A split that is no power of two.
+    #[error("split of {0} blocks: it must be a power of two")]
+    Split(u32),
+    /// A step over nothing.
+    #[error("a step needs at least 1 sequence")]
+    NoSequences,
+    /// A step that adds nothing to a sequence.
+    #[error("sequence {index} of the step: 0 tokens; leave it out instead")]
+    NoTokens {
+        /// Index in the step.
+        index: usize,
+    },
+    /// A sequence of another cache.
+    #[error("sequence {index} belongs to another cache")]
+    ForeignSequence {
+        /// Index in the call.
+        index: usize,
+    },
+    /// The sequence would pass the last position.
+    #[error("position {position}: the last one is {max}", max = Position::MAX.0)]
+    PositionOverflow {
+        /// The position asked for.
+        position: u64,
+    },
+    /// A query row at a position that the sequence has not reached or that its ring no longer resolves.
+    #[error("query rows {first}..{end} of a sequence of {len} tokens: rows must lie in {oldest}..={len}")]
+    QueryPosition {
+        /// First row's position.
+        first: u64,
+        /// Past the last row's.
+        end: u64,
+        /// The oldest position that can still be asked.
+        oldest: u32,
+        /// Tokens of the sequence.
+        len: u32,
+    },
+    /// A layer was written twice in a step.
+    #[error("layer {layer} was already {what} in this step")]
+    Twice {
+        /// The layer.
+        layer: usize,
+        /// What was done.
+        what: &'static str,
+    },
+    /// Attending a layer before it was written.
+    #[error("layer {layer} is attended before its keys and values were appended")]
+    NotAppended {
+        /// The layer.
+        layer: usize,
+    },
+    /// A step that is committed before every layer was written.
+    #[error("commit before layer {layer} was {what}")]
+    Incomplete {
+        /// The first such layer.
+        layer: usize,
+        /// What is missing.
+        what: &'static str,
+    },
+    /// No such expert.
+    #[error("expert {expert} of row {row}, layer {layer}: there are {experts}")]
+    Expert {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// As given.
+        expert: u16,
+        /// Experts of the cache.
+        experts: u32,
+    },
+    /// The same expert twice for one token.
+    #[error("expert {expert} is named twice for row {row} of layer {layer}")]
+    ExpertTwice {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The expert.
+        expert: u16,
+    },
+    /// Taking back more than is kept.
+    #[error("rollback of {asked} tokens: at most {limit} can be taken back now")]
+    RollbackTooFar {
+        /// As given.
+        asked: u32,
+        /// The most that would do.
+        limit: u32,
+    },
+    /// No such page.
+    #[error("{page} is not there in layer {layer}, KV head {kv_head}")]
+    NoPage {
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// As given.
+        page: crate::PageId,
+    },
+    /// Evicting what must stay.
+    #[error("{page} cannot be evicted: the ring holds what can be rolled back")]
+    Pinned {
+        /// As given.
+        page: crate::PageId,
+    },
+}

@@ -1,0 +1,272 @@
+//! 32 lanes as two AVX-512 registers.
+
+use super::{
+    avx2::{max8, sum8},
+    gather_checked,
+};
+use core::arch::x86_64::*;
+use pikv_core::warp::{LANES, Warp};
+
+/// 32 lanes as two 512-bit registers.
+///
+/// A value is the proof that AVX-512 F, BW, DQ, VL and FMA are there. The methods use F, DQ (one extract), and of
+/// what F implies AVX and SSE3; BW and VL are the compiler's to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Avx512(());
+
+impl Avx512 {
+    /// The lanes, if this machine has AVX-512 F, BW, DQ, VL and FMA.
+    #[inline]
+    pub fn new() -> Option<Self> {
+        (is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("fma"))
+        .then_some(Self(()))
+    }
+}
+
+/// 32 lanes in memory, a cache line to a register.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub struct Slot([f32; LANES]);
+
+/// `$e`, made of intrinsics that touch no memory, in a method of [`Avx512`].
+macro_rules! regs {
+    ($e:expr) => {
+        // SAFETY: the intrinsics of `$e` touch no memory and need only their features, of AVX-512 F and DQ; those
+        // are there, as `self` exists only where `Avx512::new` detected them.
+        unsafe { $e }
+    };
+}
+
+/// `$op` on the low registers and on the high ones.
+macro_rules! both {
+    ($op:expr; $($x:expr),+) => { regs!([$op($($x[0]),+), $op($($x[1]),+)]) };
+}
+
+impl Warp for Avx512 {
+    type F = [__m512; 2];
+    type U = [__m512i; 2];
+    type M = [__mmask16; 2];
+    type Slot = Slot;
+
+    const NAME: &'static str = "avx512";
+    const ROWS: usize = 8;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::F {
+        regs!([_mm512_set1_ps(x); 2])
+    }
+    #[inline(always)]
+    fn splat_u(self, x: u32) -> Self::U {
+        regs!([_mm512_set1_epi32(x as i32); 2])
+    }
+    #[inline(always)]
+    fn lane_id(self) -> Self::U {
+        regs!([
+            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+            _mm512_setr_epi32(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31),
+        ])
+    }
+    #[inline(always)]
+    fn load(self, row: &[u32; LANES]) -> Self::U {
+        let p = row.as_ptr();
+        // SAFETY: `self` proves AVX-512 F; the two unaligned loads read words 0..16 and 16..32 of the 32 of `row`.
+        unsafe { [_mm512_loadu_si512(p.cast()), _mm512_loadu_si512(p.add(16).cast())] }
+    }
+    #[inline(always)]
+    fn load_part(self, row: &[u32]) -> Self::U {
+        if let Some(row) = row.first_chunk() {
+            return self.load(row);
+        }
+        let p: *const i32 = row.as_ptr().cast();
+        let m = (1u32 << row.len()) - 1;
+        // SAFETY: `self` proves AVX-512 F; bit `i` of `m` is set only if `i < row.len()`, and a masked load neither
+        // reads nor faults on a lane whose bit is clear. The second address may lie past `row`, hence the wrapping
+        // add, but then its mask is empty.
+        unsafe {
+            [
+                _mm512_maskz_loadu_epi32(m as u16, p),
+                _mm512_maskz_loadu_epi32((m >> 16) as u16, p.wrapping_add(16)),
+            ]
+        }
+    }
+    #[inline(always)]
+    fn load_f(self, row: &[f32; LANES]) -> Self::F {
+        let p = row.as_ptr();
+        // SAFETY: `self` proves AVX-512 F; the two unaligned loads read lanes 0..16 and 16..32 of the 32 of `row`.
+        unsafe { [_mm512_loadu_ps(p), _mm512_loadu_ps(p.add(16))] }
+    }
+    #[inline(always)]
+    fn gather(self, table: &[f32], index: Self::U) -> Self::F {
+        if table.len() <= i32::MAX as usize {
+            let n = self.splat_u(table.len() as u32);
+            let inside: [u16; 2] = both!(_mm512_cmplt_epu32_mask; index, n);
+            if inside[0] & inside[1] == u16::MAX {
+                let p = table.as_ptr();
+                // SAFETY: `self` proves AVX-512 F; every index is below `table.len()`, which is at most `i32::MAX`,
+                // so as signed 32-bit offsets in elements of 4 bytes they all fall inside `table`.
+                return unsafe {
+                    [
+                        _mm512_i32gather_ps::<4>(index[0], p.cast()),
+                        _mm512_i32gather_ps::<4>(index[1], p.cast()),
+                    ]
+                };
+            }
+        }
+        let index = self.park(self.from_bits(index)).0.map(f32::to_bits);
+        self.load_f(&gather_checked(table, &index))
+    }
+    #[inline(always)]
+    fn store(self, x: Self::F, row: &mut [f32; LANES]) {
+        let p = row.as_mut_ptr();
+        // SAFETY: `self` proves AVX-512 F; the two unaligned stores write lanes 0..16 and 16..32 of the 32 of `row`.
+        unsafe {
+            _mm512_storeu_ps(p, x[0]);
+            _mm512_storeu_ps(p.add(16), x[1]);
+        }
+    }
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm512_add_ps; a, b)
+    }
+    #[inline(always)]
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm512_sub_ps; a, b)
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm512_mul_ps; a, b)
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm512_div_ps; a, b)
+    }
+    #[inline(always)]
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        both!(_mm512_fmadd_ps; a, b, c)
+    }
+    #[inline(always)]
+    fn max(self, a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm512_max_ps; a, b)
+    }
+    #[inline(always)]
+    fn bits(self, a: Self::F) -> Self::U {
+        both!(_mm512_castps_si512; a)
+    }
+    #[inline(always)]
+    fn from_bits(self, a: Self::U) -> Self::F {
+        both!(_mm512_castsi512_ps; a)
+    }
+    #[inline(always)]
+    fn and(self, a: Self::U, b: Self::U) -> Self::U {
+        both!(_mm512_and_si512; a, b)
+    }
+    #[inline(always)]
+    fn or(self, a: Self::U, b: Self::U) -> Self::U {
+        both!(_mm512_or_si512; a, b)
+    }
+    #[inline(always)]
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
+        both!(_mm512_add_epi32; a, b)
+    }
+    #[inline(always)]
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U {
+        both!(_mm512_sub_epi32; a, b)
+    }
+    #[inline(always)]
+    fn shl<const N: u32>(self, a: Self::U) -> Self::U {
+        both!(_mm512_slli_epi32::<N>; a)
+    }
+    #[inline(always)]
+    fn shr<const N: u32>(self, a: Self::U) -> Self::U {
+        both!(_mm512_srli_epi32::<N>; a)
+    }
+    #[inline(always)]
+    fn sra<const N: u32>(self, a: Self::U) -> Self::U {
+        both!(_mm512_srai_epi32::<N>; a)
+    }
+    #[inline(always)]
+    fn to_f(self, a: Self::U) -> Self::F {
+        both!(_mm512_cvtepi32_ps; a)
+    }
+    #[inline(always)]
+    fn lt(self, a: Self::F, b: Self::F) -> Self::M {
+        both!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>; a, b)
+    }
+    #[inline(always)]
+    fn ge_i(self, a: Self::U, b: Self::U) -> Self::M {
+        both!(_mm512_cmpge_epi32_mask; a, b)
+    }
+    #[inline(always)]
+    fn and_m(self, a: Self::M, b: Self::M) -> Self::M {
+        [a[0] & b[0], a[1] & b[1]]
+    }
+    #[inline(always)]
+    fn or_m(self, a: Self::M, b: Self::M) -> Self::M {
+        [a[0] | b[0], a[1] | b[1]]
+    }
+    #[inline(always)]
+    fn select(self, m: Self::M, a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm512_mask_blend_ps; m, b, a)
+    }
+    #[inline(always)]
+    fn ballot(self, m: Self::M) -> u32 {
+        u32::from(m[0]) | u32::from(m[1]) << 16
+    }
+    #[inline(always)]
+    fn mask(self, bits: u32) -> Self::M {
+        [bits as u16, (bits >> 16) as u16]
+    }
+    #[inline(always)]
+    fn shfl_xor(self, a: Self::F, mask: u32) -> Self::F {
+        let a = if mask & 16 == 0 { a } else { [a[1], a[0]] };
+        let index = regs!([_mm512_xor_si512(self.lane_id()[0], _mm512_set1_epi32((mask & 15) as i32)); 2]);
+        both!(_mm512_permutexvar_ps; index, a)
+    }
+    #[inline(always)]
+    fn lane(self, a: Self::F, i: usize) -> f32 {
+        self.park(a).0[i]
+    }
+    #[inline(always)]
+    fn park(self, a: Self::F) -> Self::Slot {
+        let mut s = Slot([0.0; LANES]);
+        self.store(a, &mut s.0);
+        s
+    }
+    #[inline(always)]
+    fn unpark(self, s: &Self::Slot) -> Self::F {
+        self.load_f(&s.0)
+    }
+    #[inline(always)]
+    fn bcast(self, s: &Self::Slot, i: usize) -> Self::F {
+        self.splat(s.0[i])
+    }
+    #[inline(always)]
+    fn prefetch(self, row: &[u32; LANES]) {
+        let p: *const i8 = row.as_ptr().cast();
+        // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; byte 64 is within the
+        // 128 of `row`.
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(p);
+            _mm_prefetch::<_MM_HINT_T0>(p.add(64));
+        }
+    }
+    // Lane 0 of the butterfly depends, at distance d, on lanes below d only, each of them op(lane i, lane i + d).
+    #[inline(always)]
+    fn reduce_max(self, a: Self::F) -> f32 {
+        regs!({
+            let x = _mm512_max_ps(a[0], a[1]);
+            max8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)))
+        })
+    }
+    #[inline(always)]
+    fn reduce_sum(self, a: Self::F) -> f32 {
+        regs!({
+            let x = _mm512_add_ps(a[0], a[1]);
+            sum8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)))
+        })
+    }
+}

@@ -1,0 +1,138 @@
+//! The lanes of the host: which there are, which this machine has, and how a kernel gets to run on them.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+#[cfg(target_arch = "x86_64")]
+pub use self::{avx2::Avx2, avx512::Avx512};
+
+use pikv_core::{
+    portable::Portable,
+    warp::{Kernel, Warp},
+};
+
+/// Lanes that this machine can run.
+///
+/// The vector variants hold a value that exists only where their instruction set was detected, so a `Lanes` can
+/// always [`run`](Lanes::run).
+///
+/// ```
+/// use pikv_host::lanes::Lanes;
+/// let best = Lanes::detect();
+/// assert_eq!(Lanes::by_name(best.name()).unwrap(), best);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lanes {
+    /// Plain arrays; on every machine.
+    Portable,
+    /// AVX2 and FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    /// AVX-512 F, BW, DQ, VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+}
+
+/// Why lanes cannot be had.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LanesError {
+    /// No lanes of this name run on this machine.
+    #[error("no lanes named {asked:?} on this machine; available: {}", available.join(", "))]
+    Unavailable {
+        /// The name asked for.
+        asked: String,
+        /// The names that this machine has, fastest first.
+        available: Vec<&'static str>,
+    },
+}
+
+impl Lanes {
+    /// The fastest lanes of this machine.
+    pub fn detect() -> Self {
+        Self::available().next().unwrap_or(Self::Portable)
+    }
+
+    /// All lanes of this machine, fastest first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        [
+            #[cfg(target_arch = "x86_64")]
+            Avx512::new().map(Self::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Avx2::new().map(Self::Avx2),
+            Some(Self::Portable),
+        ]
+        .into_iter()
+        .flatten()
+    }
+
+    /// The lanes called `name`: `"portable"`, `"avx2"` or `"avx512"`.
+    ///
+    /// # Errors
+    /// [`LanesError::Unavailable`] if there are no such lanes, or not on this machine.
+    pub fn by_name(name: &str) -> Result<Self, LanesError> {
+        Self::available().find(|l| l.name() == name).ok_or_else(|| LanesError::Unavailable {
+            asked: name.to_owned(),
+            available: Self::available().map(Self::name).collect(),
+        })
+    }
+
+    /// The name by which [`Lanes::by_name`] finds these lanes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Portable => Portable::NAME,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => Avx2::NAME,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => Avx512::NAME,
+        }
+    }
+
+    /// [`Warp::ROWS`] of these lanes.
+    pub fn rows(self) -> usize {
+        match self {
+            Self::Portable => Portable::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => Avx2::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => Avx512::ROWS,
+        }
+    }
+
+    /// Runs `k` on these lanes, compiled with their instruction set.
+    #[inline]
+    pub fn run<K: Kernel>(self, k: K) -> K::Out {
+        match self {
+            Self::Portable => k.run(Portable),
+            // SAFETY: an `Avx2` exists only where `Avx2::new` detected every feature that `run_avx2` enables.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(w) => unsafe { run_avx2(w, k) },
+            // SAFETY: an `Avx512` exists only where `Avx512::new` detected every feature that `run_avx512`
+            // enables.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(w) => unsafe { run_avx512(w, k) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn run_avx2<K: Kernel>(w: Avx2, k: K) -> K::Out {
+    k.run(w)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma")]
+fn run_avx512<K: Kernel>(w: Avx512, k: K) -> K::Out {
+    k.run(w)
+}
+
+/// A gather lane by lane: for tables that 32-bit signed indices cannot span, and to panic at the bad index.
+#[cfg(target_arch = "x86_64")]
+#[cold]
+#[inline(never)]
+fn gather_checked(table: &[f32], index: &[u32; pikv_core::warp::LANES]) -> [f32; pikv_core::warp::LANES] {
+    index.map(|i| table[i as usize])
+}

@@ -1,0 +1,23 @@
+//! Host runtime of pikv: lanes of x86-64, the page store, sequences and their transactions, attention over shards.
+//!
+//! Start at [`Cache`]. Everything is `Send + Sync`; nothing is global; threads are those of the rayon pool that
+//! the caller is in.
+#![deny(missing_docs)]
+
+pub mod arena;
+pub mod attend;
+mod cache;
+pub mod config;
+pub mod error;
+pub mod lanes;
+mod reduce;
+mod rope;
+pub mod sequence;
+mod step;
+
+pub use attend::{Attend, Output, PageMass};
+pub use cache::{Cache, Rows, Usage};
+pub use config::CacheConfig;
+pub use error::{ConfigError, Error};
+pub use sequence::{PageId, PageInfo, Place, Sequence};
+pub use step::Step;

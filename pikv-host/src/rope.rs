@@ -1,0 +1,65 @@
+//! Tables of cosines and sines, one for each rotation in use, grown as sequences grow.
+
+use pikv_core::plan::LayerShape;
+use pikv_core::rope::{Rope, Rotation};
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// The tables of a cache.
+#[derive(Debug)]
+pub(crate) struct Tables(Vec<(Rope, RwLock<Table>)>);
+
+/// A table and the positions in it.
+#[derive(Clone, Debug)]
+pub(crate) struct Table {
+    values: Arc<Vec<f32>>,
+    capacity: u32,
+}
+
+impl Tables {
+    pub fn new(layers: &[LayerShape]) -> Tables {
+        let mut tables: Vec<(Rope, RwLock<Table>)> = Vec::new();
+        for rope in layers.iter().filter_map(|l| l.rope) {
+            if tables.iter().all(|(known, _)| *known != rope) {
+                tables.push((rope, RwLock::new(Table::new(&rope, 1))));
+            }
+        }
+        Tables(tables)
+    }
+
+    /// Makes every table reach position `last`.
+    pub fn grow(&self, last: u32) {
+        for (rope, table) in &self.0 {
+            let capacity = table.read().unwrap_or_else(PoisonError::into_inner).capacity;
+            if last >= capacity {
+                let grown = Table::new(rope, (last + 1).next_power_of_two().max(256));
+                let mut table = table.write().unwrap_or_else(PoisonError::into_inner);
+                if table.capacity < grown.capacity {
+                    *table = grown;
+                }
+            }
+        }
+    }
+
+    pub fn get(&self, rope: &Rope) -> Option<Table> {
+        let (_, table) = self.0.iter().find(|(known, _)| known == rope)?;
+        Some(table.read().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
+impl Table {
+    /// Angles in f64, so that they are right at any position; each value is rounded once.
+    fn new(rope: &Rope, capacity: u32) -> Table {
+        let pairs = rope.rotary_dim / 2;
+        let mut values = Vec::with_capacity(2 * pairs as usize * capacity as usize);
+        for i in 0..pairs {
+            let turn = rope.theta.powf(-2.0 * f64::from(i) / f64::from(rope.rotary_dim));
+            values.extend((0..capacity).map(|p| (f64::from(p) * turn).cos() as f32));
+            values.extend((0..capacity).map(|p| (f64::from(p) * turn).sin() as f32));
+        }
+        Table { values: Arc::new(values), capacity }
+    }
+
+    pub fn rotation(&self, rope: Rope) -> Rotation<'_> {
+        Rotation { rope, table: &self.values, capacity: self.capacity }
+    }
+}

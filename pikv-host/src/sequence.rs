@@ -1,0 +1,528 @@
+//! A sequence: a ring of its newest tokens, and pages of older ones filed by expert.
+
+use crate::arena::{Page, Reservation};
+use crate::cache::Inner;
+use crate::error::Error;
+use pikv_core::attend::BLOCK;
+use pikv_core::page::{Layout, PAGE, Position, Resident};
+use pikv_core::plan::LayerShape;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+/// A run of pages of one head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Place {
+    /// First positions, which stay.
+    Sinks,
+    /// Older tokens whose first choice was this expert.
+    Expert(u16),
+    /// Newest tokens, by position.
+    Ring,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Sinks => f.write_str("the sinks"),
+            Place::Expert(e) => write!(f, "expert {e}"),
+            Place::Ring => f.write_str("the ring"),
+        }
+    }
+}
+
+/// A page of a head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageId {
+    /// The run it is in.
+    pub place: Place,
+    /// Its index in the run; eviction leaves gaps.
+    pub ordinal: u32,
+}
+
+impl fmt::Display for PageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "page {} of {}", self.ordinal, self.place)
+    }
+}
+
+/// One resident page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageInfo {
+    /// Which one.
+    pub id: PageId,
+    /// Tokens in it that belong to the sequence.
+    pub tokens: u32,
+    /// Position of the first of them.
+    pub first: Position,
+    /// Position of the last of them.
+    pub last: Position,
+    /// The shard that holds it.
+    pub shard: u32,
+    /// Whether another sequence reads it too.
+    pub shared: bool,
+}
+
+/// A page of a run. `page` is `None` where it was evicted; its tokens are still counted, so that rollback knows them.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub page: Option<Page>,
+    /// Lanes written, from lane 0.
+    pub fill: u32,
+}
+
+/// Pages of one expert (or the sinks) of one head, oldest first.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Chain {
+    /// Ordinal of the first entry.
+    pub first: u32,
+    pub entries: VecDeque<Entry>,
+}
+
+/// One KV head of one layer.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Head {
+    /// Tiles by position, from the layer's `first_tile`.
+    pub ring: VecDeque<Page>,
+    /// The sinks, then each expert.
+    pub chains: Vec<Chain>,
+}
+
+/// One layer of a sequence.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    pub heads: Vec<Head>,
+    /// Tile of the front of each head's ring.
+    pub first_tile: u32,
+    /// Tokens that left the ring: positions `0..filed` are in the chains, or gone.
+    pub filed: u32,
+    /// Experts of positions `tags_from..`, `top_k` each.
+    pub tags: VecDeque<u16>,
+    pub tags_from: u32,
+}
+
+/// The keys and values of one sequence. Its pages come back when it is dropped.
+#[derive(Debug)]
+pub struct Sequence {
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) len: u32,
+    /// First position that every ring still holds.
+    pub(crate) kept: u32,
+}
+
+impl Sequence {
+    pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
+        let chains = inner.config.experts as usize + 1;
+        let layers = inner.config.layers.iter().map(|shape| {
+            let head = || Head { ring: VecDeque::new(), chains: vec![Chain::default(); chains] };
+            Layer {
+                heads: (0..shape.kv_heads).map(|_| head()).collect(),
+                first_tile: 0,
+                filed: 0,
+                tags: VecDeque::new(),
+                tags_from: 0,
+            }
+        });
+        Sequence { layers: layers.collect(), inner, len: 0, kept: 0 }
+    }
+
+    /// Tokens appended so far, which is the next token's position, whatever was evicted.
+    pub fn next_position(&self) -> Position {
+        Position(self.len)
+    }
+
+    /// Tokens of the ring.
+    pub fn in_ring(&self) -> Resident {
+        self.inner.store.ring.resident(self.len)
+    }
+
+    /// Tokens that a layer's KV head still holds, ring and pages together.
+    ///
+    /// # Errors
+    /// No such layer or KV head.
+    pub fn resident(&self, layer: usize, kv_head: usize) -> Result<Resident, Error> {
+        let head = self.head(layer, kv_head)?;
+        let filed = head.chains.iter().flat_map(|c| &c.entries).filter(|e| e.page.is_some()).map(|e| e.fill);
+        Ok(Resident(self.in_ring().0 + filed.sum::<u32>()))
+    }
+
+    /// The experts that a token was filed by, first choice first, while they are remembered.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn experts(
+        &self,
+        layer: usize,
+        position: Position,
+    ) -> Result<Option<impl Iterator<Item = u16>>, Error> {
+        let top_k = self.inner.config.top_k as usize;
+        let state = self.layer(layer)?;
+        let known = position.0 >= state.tags_from && position.0 < self.len;
+        let at = position.0.saturating_sub(state.tags_from) as usize * top_k;
+        let tags = known.then(|| state.tags.iter().skip(at).take(top_k).copied());
+        Ok(tags)
+    }
+
+    /// The resident pages of a layer's KV head: sinks, experts, ring, each in order.
+    ///
+    /// # Errors
+    /// No such layer or KV head.
+    pub fn pages(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
+        let head = self.head(layer, kv_head)?;
+        let first_tile = self.layers[layer].first_tile;
+        let chains = head.chains.iter().enumerate().flat_map(|(c, chain)| {
+            chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
+                let page = entry.page.as_ref()?;
+                Some(info(
+                    PageId { place: chain_place(c), ordinal: chain.first + i as u32 },
+                    page,
+                    entry.fill,
+                ))
+            })
+        });
+        let ring = head.ring.iter().enumerate().filter_map(move |(i, page)| {
+            let tile = first_tile + i as u32;
+            let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
+            (fill > 0).then(|| info(PageId { place: Place::Ring, ordinal: tile }, page, fill))
+        });
+        Ok(chains.chain(ring))
+    }
+
+    /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32.
+    ///
+    /// # Errors
+    /// No such layer, KV head or page, or slices that do not have `k_dim` and `v_dim` elements.
+    pub fn read(
+        &self,
+        layer: usize,
+        kv_head: usize,
+        page: PageId,
+        lane: u32,
+        key: &mut [f32],
+        value: &mut [f32],
+    ) -> Result<Position, Error> {
+        let layout = self.inner.layer(layer)?.layout;
+        let length =
+            |what, got, expected: u32, shape| Error::Length { what, got, expected: expected as usize, shape };
+        if key.len() != layout.k_dim as usize {
+            return Err(length("key", key.len(), layout.k_dim, "k_dim"));
+        }
+        if value.len() != layout.v_dim as usize {
+            return Err(length("value", value.len(), layout.v_dim, "v_dim"));
+        }
+        let missing = Error::NoPage { layer, kv_head, page };
+        let (page, fill) = self.find(layer, kv_head, page)?.ok_or_else(|| missing.clone())?;
+        if lane >= fill {
+            return Err(missing);
+        }
+        layout.read_key(page.words(), lane, key);
+        layout.read_value(page.words(), lane, value);
+        layout.position(page.words(), lane).ok_or(missing)
+    }
+
+    /// Bytes of pages that the sequence refers to; shared ones count for each of their sequences.
+    pub fn bytes(&self) -> u64 {
+        let mut sum = 0;
+        for (layer, shape) in self.layers.iter().zip(&self.inner.config.layers) {
+            for head in &layer.heads {
+                let filed = head.chains.iter().flat_map(|c| &c.entries).filter(|e| e.page.is_some()).count();
+                sum += (head.ring.len() + filed) as u64 * shape.layout.bytes();
+            }
+        }
+        sum
+    }
+
+    /// The most tokens that can be taken back now: at least the configured rollback, or all while nothing left the ring for
+    /// good.
+    pub fn rollback_limit(&self) -> u32 {
+        let ring = self.inner.store.ring;
+        match self.kept {
+            0 => self.len,
+            kept => self.len.saturating_sub(kept + ring.window()),
+        }
+    }
+
+    /// Takes the newest `n` tokens back. Every page, position and tag is then as if they had never been appended.
+    /// Takes no pages, so it cannot run out of budget. O(n) a layer and head.
+    ///
+    /// # Errors
+    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`]; nothing changes then.
+    pub fn rollback(&mut self, n: u32) -> Result<(), Error> {
+        let limit = self.rollback_limit();
+        if n > limit {
+            return Err(Error::RollbackTooFar { asked: n, limit });
+        }
+        let len = self.len - n;
+        let inner = self.inner.clone();
+        for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
+            layer.truncate(&inner, shape, len);
+        }
+        self.len = len;
+        Ok(())
+    }
+
+    /// A second sequence with the same tokens. It shares all pages; whoever writes to a shared page first copies it.
+    /// O(pages), no page is taken.
+    pub fn fork(&self) -> Sequence {
+        Sequence { inner: self.inner.clone(), layers: self.layers.clone(), len: self.len, kept: self.kept }
+    }
+
+    /// Frees one page of a layer's KV head. Its tokens are no longer attended to; positions go on as before.
+    /// The memory comes back unless a fork still reads the page.
+    ///
+    /// # Errors
+    /// No such layer, head or page, or a page of the ring.
+    pub fn evict(&mut self, layer: usize, kv_head: usize, page: PageId) -> Result<(), Error> {
+        self.head(layer, kv_head)?;
+        let chain = match page.place {
+            Place::Ring => return Err(Error::Pinned { page }),
+            Place::Sinks => 0,
+            Place::Expert(e) => usize::from(e) + 1,
+        };
+        let missing = Error::NoPage { layer, kv_head, page };
+        let chain = self.layers[layer].heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
+        let entry = page.ordinal.checked_sub(chain.first).and_then(|i| chain.entries.get_mut(i as usize));
+        if entry.and_then(|entry| entry.page.take()).is_none() {
+            return Err(missing);
+        }
+        chain.trim();
+        Ok(())
+    }
+
+    /// Frees every page outside the ring, sinks included.
+    pub fn evict_all(&mut self) {
+        for chain in self.layers.iter_mut().flat_map(|l| &mut l.heads).flat_map(|h| &mut h.chains) {
+            chain.entries.iter_mut().for_each(|entry| entry.page = None);
+            chain.trim();
+        }
+    }
+
+    /// Forgets everything; the next position is 0 again.
+    pub fn clear(&mut self) {
+        *self = Sequence::new(self.inner.clone());
+    }
+
+    pub(crate) fn layer(&self, layer: usize) -> Result<&Layer, Error> {
+        self.layers.get(layer).ok_or(Error::Layer { layer, layers: self.layers.len() })
+    }
+
+    fn head(&self, layer: usize, kv_head: usize) -> Result<&Head, Error> {
+        let heads = &self.layer(layer)?.heads;
+        heads.get(kv_head).ok_or(Error::KvHead { layer, kv_head, kv_heads: heads.len() as u32 })
+    }
+
+    fn find(&self, layer: usize, kv_head: usize, page: PageId) -> Result<Option<(&Page, u32)>, Error> {
+        let head = self.head(layer, kv_head)?;
+        let PageId { place, ordinal } = page;
+        let chain = match place {
+            Place::Ring => {
+                let at = ordinal.checked_sub(self.layers[layer].first_tile);
+                let page = at.and_then(|at| head.ring.get(at as usize));
+                return Ok(page.map(|page| (page, self.len.saturating_sub(ordinal * PAGE).min(PAGE))));
+            }
+            Place::Sinks => head.chains.first(),
+            Place::Expert(e) => head.chains.get(usize::from(e) + 1),
+        };
+        let entry = chain.and_then(|c| ordinal.checked_sub(c.first).and_then(|i| c.entries.get(i as usize)));
+        Ok(entry.and_then(|entry| entry.page.as_ref().map(|page| (page, entry.fill))))
+    }
+}
+
+/// The run of chain `c`.
+pub(crate) fn chain_place(c: usize) -> Place {
+    match c.checked_sub(1) {
+        None => Place::Sinks,
+        Some(e) => Place::Expert(e as u16),
+    }
+}
+
+fn info(id: PageId, page: &Page, fill: u32) -> PageInfo {
+    let words = page.words();
+    PageInfo {
+        id,
+        tokens: fill,
+        first: Position(words[0]),
+        last: Position(words[fill as usize - 1]),
+        shard: page.shard(),
+        shared: page.is_shared(),
+    }
+}
+
+impl Chain {
+    /// Drops evicted pages from the front. Those at the end stay, so that a token that is filed next starts a page of its own.
+    fn trim(&mut self) {
+        while self.entries.front().is_some_and(|entry| entry.page.is_none()) {
+            self.entries.pop_front();
+            self.first += 1;
+        }
+    }
+
+    /// Where the next token goes, if that is in the last page.
+    pub fn room(&self) -> Option<&Entry> {
+        self.entries.back().filter(|entry| entry.page.is_some() && entry.fill < PAGE)
+    }
+}
+
+impl Layer {
+    /// The chain that the token at `position` is filed in; `None` if nobody will see it again.
+    fn chain_of(&self, inner: &Inner, shape: &LayerShape, position: u32) -> Option<usize> {
+        if position < inner.store.sinks {
+            return Some(0);
+        }
+        inner.store.files(shape, position).then(|| 1 + usize::from(self.home(inner, position)))
+    }
+
+    /// First choice of the token at `position`; expert 0 where there is just one.
+    pub fn home(&self, inner: &Inner, position: u32) -> u16 {
+        if inner.config.experts == 1 {
+            return 0;
+        }
+        let at = (position - self.tags_from) as usize * inner.config.top_k as usize;
+        self.tags[at]
+    }
+
+    /// Files the tokens that leave the ring at `left` tokens filed; their experts must be known.
+    pub fn file(
+        &mut self,
+        inner: &Inner,
+        shape: &LayerShape,
+        left: u32,
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        while self.filed < left {
+            let position = self.filed;
+            if let Some(c) = self.chain_of(inner, shape, position) {
+                let tile = (position / PAGE - self.first_tile) as usize;
+                for h in 0..self.heads.len() {
+                    // A head that runs out leaves the earlier ones with a token more: undone here, so that all agree.
+                    if let Err(error) = self.heads[h].file(inner, shape, c, tile, position % PAGE, h, pages) {
+                        self.heads[..h].iter_mut().for_each(|head| head.chains[c].pop());
+                        return Err(error);
+                    }
+                }
+            }
+            self.filed += 1;
+        }
+        Ok(())
+    }
+
+    /// Undoes what was written past `len` tokens.
+    pub fn truncate(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+        let left = inner.store.ring.left(len);
+        while self.filed > left {
+            self.filed -= 1;
+            if let Some(c) = self.chain_of(inner, shape, self.filed) {
+                self.heads.iter_mut().for_each(|head| head.chains[c].pop());
+            }
+        }
+        let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
+        self.heads.iter_mut().for_each(|head| head.ring.truncate(tiles));
+        if inner.config.experts > 1 {
+            let tags = len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
+            self.tags.truncate(tags);
+        }
+    }
+
+    /// Frees what nobody can see or take back at `len` tokens.
+    pub fn release(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+        let ring = inner.store.ring;
+        let first = ring.tiles(len, len).start;
+        while self.first_tile < first {
+            self.heads.iter_mut().for_each(|head| drop(head.ring.pop_front()));
+            self.first_tile += 1;
+        }
+        let Some(window) = shape.window else { return };
+        // The oldest row that can still be asked for, one before `len - slack`, sees from here.
+        let seen = len.saturating_sub(window.saturating_add(ring.slack()));
+        for head in &mut self.heads {
+            // Only full pages: which page a token is filed in must not depend on when the window moved on.
+            for chain in &mut head.chains[1..] {
+                while let Some(front) = chain.entries.front()
+                    && front.fill == PAGE
+                    && front.page.as_ref().is_none_or(|page| page.words()[PAGE as usize - 1] < seen)
+                {
+                    chain.entries.pop_front();
+                    chain.first += 1;
+                }
+            }
+        }
+        if inner.config.experts > 1 {
+            let keep = seen.min(ring.kept_from(len));
+            while self.tags_from < keep {
+                self.tags.drain(..inner.config.top_k as usize);
+                self.tags_from += 1;
+            }
+        }
+    }
+}
+
+impl Head {
+    /// Copies the token at `lane` of ring tile `tile` to the end of chain `c`.
+    #[allow(clippy::too_many_arguments)]
+    fn file(
+        &mut self,
+        inner: &Inner,
+        shape: &LayerShape,
+        c: usize,
+        tile: usize,
+        lane: u32,
+        head: usize,
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        let layout = &shape.layout;
+        let chain = &mut self.chains[c];
+        if chain.room().is_none() {
+            let ordinal = chain.first + chain.entries.len() as u32;
+            let shard = inner.shard_of(chain_place(c), ordinal, head);
+            let page = pages.take(shard, layout.words())?;
+            chain.entries.push_back(Entry { page: Some(page), fill: 0 });
+        }
+        let Some(Entry { page: Some(page), fill }) = chain.entries.back_mut() else {
+            unreachable!("there is room, or a page was just pushed")
+        };
+        let words = own(page, layout, *fill, pages)?;
+        layout.copy(self.ring[tile].words(), lane, words, *fill);
+        *fill += 1;
+        Ok(())
+    }
+}
+
+impl Chain {
+    /// Takes back the token that was filed last. A run of pages that is empty already had it evicted.
+    fn pop(&mut self) {
+        if let Some(entry) = self.entries.back_mut() {
+            entry.fill -= 1;
+            if entry.fill == 0 {
+                self.entries.pop_back();
+            }
+        }
+    }
+}
+
+/// The words of a page to be written, after it was copied if it is shared. Lanes from `fill` on are not copied as tokens.
+pub(crate) fn own<'a>(
+    page: &'a mut Page,
+    layout: &Layout,
+    fill: u32,
+    pages: &mut Reservation,
+) -> Result<&'a mut [u32], Error> {
+    if page.is_shared() {
+        let mut copy = pages.take(page.shard(), layout.words())?;
+        if let Some(words) = copy.words_mut() {
+            for lane in 0..fill {
+                layout.copy(page.words(), lane, words, lane);
+            }
+        }
+        *page = copy;
+    }
+    match page.words_mut() {
+        Some(words) => Ok(words),
+        None => unreachable!("the page was just taken, and its sequence is borrowed mutably"),
+    }
+}
+
+/// The block that a page of a run belongs to.
+pub(crate) const fn block_of(ordinal: u32) -> u32 {
+    ordinal / BLOCK as u32
+}

@@ -1,0 +1,315 @@
+//! A step: tokens added to some sequences, layer by layer, all or nothing.
+
+use crate::arena::Reservation;
+use crate::attend::{Attend, Output, View, attend};
+use crate::cache::Inner;
+use crate::error::Error;
+use crate::sequence::{Layer, Sequence, own};
+use pikv_core::page::{PAGE, Position};
+use pikv_core::plan::LayerShape;
+use smallvec::{SmallVec, smallvec};
+use std::sync::Arc;
+
+/// Adds tokens to sequences, as a model runs: for each layer [`append`](Step::append), [`attend`](Step::attend) and, once
+/// its router has spoken, [`route`](Step::route); at the end [`commit`](Step::commit).
+///
+/// Dropped without a commit, it leaves every sequence as it was. Rows of all sequences lie one after the other in every
+/// slice, in the order that the sequences were given.
+#[derive(Debug)]
+pub struct Step<'a> {
+    inner: Arc<Inner>,
+    parts: Vec<Part<'a>>,
+    pages: Reservation,
+    layers: Vec<Done>,
+    rows: usize,
+    committed: bool,
+}
+
+#[derive(Debug)]
+struct Part<'a> {
+    sequence: &'a mut Sequence,
+    /// Tokens once the step is committed; `sequence.len` is still the old number.
+    len: u32,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Done {
+    appended: bool,
+    routed: bool,
+}
+
+impl<'a> Step<'a> {
+    pub(crate) fn begin(
+        inner: Arc<Inner>,
+        parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
+    ) -> Result<Step<'a>, Error> {
+        let mut taken = Vec::new();
+        let (mut rows, mut needed) = (0, 0);
+        for (index, (sequence, n)) in parts.into_iter().enumerate() {
+            if !Arc::ptr_eq(&sequence.inner, &inner) {
+                return Err(Error::ForeignSequence { index });
+            }
+            if n == 0 {
+                return Err(Error::NoTokens { index });
+            }
+            let end = u64::from(sequence.len) + u64::from(n);
+            if end > u64::from(Position::MAX.0) {
+                return Err(Error::PositionOverflow { position: end });
+            }
+            let len = end as u32;
+            for (layer, shape) in sequence.layers.iter().zip(&inner.config.layers) {
+                needed += pages_needed(&inner, shape, layer, sequence.len, len) * shape.layout.bytes();
+            }
+            rows += n as usize;
+            taken.push(Part { sequence, len });
+        }
+        let last = taken.iter().map(|part| part.len).max().ok_or(Error::NoSequences)?;
+        let pages = inner.arenas.reserve(needed)?;
+        inner.tables.grow(last);
+        let layers = vec![Done::default(); inner.config.layers.len()];
+        Ok(Step { inner, parts: taken, pages, layers, rows, committed: false })
+    }
+
+    /// Rows of the step, over all its sequences.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`. Tokens that
+    /// leave the ring by it are filed by their experts. O(rows) a head.
+    ///
+    /// # Errors
+    /// No such layer, one that was already written, slices of the wrong length, or a value that the layer's dtype cannot
+    /// hold; the layer may then be appended again.
+    pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
+        let inner = self.inner.clone();
+        let shape = inner.layer(layer)?;
+        if self.layers[layer].appended {
+            return Err(Error::Twice { layer, what: "appended" });
+        }
+        let heads = shape.kv_heads as usize;
+        let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
+        length("k", k.len(), self.rows * heads * k_dim, "rows * kv_heads * k_dim")?;
+        length("v", v.len(), self.rows * heads * v_dim, "rows * kv_heads * v_dim")?;
+        let mut row = 0;
+        for part in &mut self.parts {
+            let n = (part.len - part.sequence.len) as usize;
+            let (k, v) = (&k[row * heads * k_dim..], &v[row * heads * v_dim..]);
+            let state = &mut part.sequence.layers[layer];
+            write(&inner, shape, state, part.sequence.len, n, k, v, &mut self.pages).map_err(
+                |e| match e {
+                    Error::Unstorable { what, kv_head, row: at, channel, value, dtype, .. } => {
+                        Error::Unstorable { what, layer, kv_head, row: row + at, channel, value, dtype }
+                    }
+                    other => other,
+                },
+            )?;
+            row += n;
+        }
+        for part in &mut self.parts {
+            // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
+            let left = inner.store.ring.left(part.len).min(part.sequence.len);
+            part.sequence.layers[layer].file(&inner, shape, left, &mut self.pages)?;
+        }
+        self.layers[layer].appended = true;
+        Ok(())
+    }
+
+    /// Attends the step's rows over their sequences: `q` is `[rows][query_heads][k_dim]`. Row `i` of a sequence sees the
+    /// tokens up to its own position, through the layer's window.
+    ///
+    /// A row's result does not depend on how the tokens were cut into steps, as long as no step is longer than the ring
+    /// (tokens that leave the ring in the step that brings them are read before they are filed, in another order).
+    ///
+    /// # Errors
+    /// No such layer, one that was not yet appended, slices of the wrong length, a query that is not finite, options out of
+    /// range, or scores that overflow; `out` is then undefined.
+    pub fn attend(&self, layer: usize, q: &[f32], options: &Attend, out: Output<'_>) -> Result<(), Error> {
+        let shape = self.inner.layer(layer)?;
+        if !self.layers[layer].appended {
+            return Err(Error::NotAppended { layer });
+        }
+        let views: Vec<View<'_>> = self
+            .parts
+            .iter()
+            .map(|part| View {
+                layer: &part.sequence.layers[layer],
+                first: part.sequence.len,
+                rows: part.len - part.sequence.len,
+                len: part.len,
+            })
+            .collect();
+        attend(&self.inner, layer, shape, &views, q, options, out)
+    }
+
+    /// The experts that the layer's router chose: `[rows][top_k]`, first choice first. A token is filed by its first choice.
+    /// Not needed where the cache has one expert.
+    ///
+    /// # Errors
+    /// No such layer or expert, an expert twice for one token, a layer that was already routed, or a slice of the wrong
+    /// length.
+    pub fn route(&mut self, layer: usize, experts: &[u16]) -> Result<(), Error> {
+        self.inner.layer(layer)?;
+        if self.layers[layer].routed {
+            return Err(Error::Twice { layer, what: "routed" });
+        }
+        let (count, top_k) = (self.inner.config.experts, self.inner.config.top_k as usize);
+        length("experts", experts.len(), self.rows * top_k, "rows * top_k")?;
+        for (row, chosen) in experts.chunks_exact(top_k).enumerate() {
+            for (i, &expert) in chosen.iter().enumerate() {
+                if u32::from(expert) >= count {
+                    return Err(Error::Expert { layer, row, expert, experts: count });
+                }
+                if chosen[..i].contains(&expert) {
+                    return Err(Error::ExpertTwice { layer, row, expert });
+                }
+            }
+        }
+        if count > 1 {
+            let mut rest = experts;
+            for part in &mut self.parts {
+                let n = (part.len - part.sequence.len) as usize * top_k;
+                part.sequence.layers[layer].tags.extend(&rest[..n]);
+                rest = &rest[n..];
+            }
+        }
+        self.layers[layer].routed = true;
+        Ok(())
+    }
+
+    /// Makes the tokens part of their sequences.
+    ///
+    /// # Errors
+    /// A layer that was not appended or not routed. The step is over, and the sequences are as before it.
+    pub fn commit(mut self) -> Result<(), Error> {
+        let inner = self.inner.clone();
+        for (layer, done) in self.layers.iter().enumerate() {
+            if !done.appended {
+                return Err(Error::Incomplete { layer, what: "appended" });
+            }
+            if !done.routed && inner.config.experts > 1 {
+                return Err(Error::Incomplete { layer, what: "routed" });
+            }
+        }
+        for part in &mut self.parts {
+            let left = inner.store.ring.left(part.len);
+            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
+                layer.file(&inner, shape, left, &mut self.pages)?;
+            }
+        }
+        self.committed = true;
+        for part in &mut self.parts {
+            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
+                layer.release(&inner, shape, part.len);
+            }
+            part.sequence.len = part.len;
+            part.sequence.kept = part.sequence.kept.max(inner.store.ring.kept_from(part.len));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        if self.committed {
+            return;
+        }
+        for part in &mut self.parts {
+            let len = part.sequence.len;
+            for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.config.layers) {
+                layer.truncate(&self.inner, shape, len);
+            }
+        }
+    }
+}
+
+pub(crate) fn length(
+    what: &'static str,
+    got: usize,
+    expected: usize,
+    shape: &'static str,
+) -> Result<(), Error> {
+    if got == expected { Ok(()) } else { Err(Error::Length { what, got, expected, shape }) }
+}
+
+/// The most pages that one layer of a sequence takes on the way from `old` to `new` tokens.
+fn pages_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new: u32) -> u64 {
+    let (store, experts) = (&inner.store, inner.config.experts);
+    let left = store.ring.left(new);
+    // Tokens that leave the ring and whose experts are known, counted by chain.
+    let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];
+    for position in layer.filed..left.min(old) {
+        if position < store.sinks {
+            known[0] += 1;
+        } else if store.files(shape, position) {
+            known[1 + usize::from(layer.home(inner, position))] += 1;
+        }
+    }
+    // Those of this step: each may go to an expert of its own, whose last page may be shared and full after one token.
+    let fresh = layer.filed.max(old).min(left);
+    let sinks = left.min(store.sinks).saturating_sub(fresh);
+    let filed = if store.files(shape, u32::MAX) { left - fresh - sinks } else { 0 };
+    let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
+    if sinks > 0 {
+        unknown += u64::from(sinks.div_ceil(PAGE)) + 1;
+    }
+    let mut pages = 0;
+    for head in &layer.heads {
+        let tiles = layer.first_tile + head.ring.len() as u32;
+        pages += u64::from(new.div_ceil(PAGE) - tiles) + unknown;
+        let partial = !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| page.is_shared());
+        pages += u64::from(partial);
+        for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
+            let room = chain.room();
+            let free = room.map_or(0, |entry| PAGE - entry.fill);
+            let shared = room.and_then(|entry| entry.page.as_ref()).is_some_and(|page| page.is_shared());
+            pages += u64::from(n.saturating_sub(free).div_ceil(PAGE)) + u64::from(shared);
+        }
+    }
+    pages
+}
+
+/// Writes `n` tokens from position `old` into the ring tiles of one layer.
+#[allow(clippy::too_many_arguments)]
+fn write(
+    inner: &Inner,
+    shape: &LayerShape,
+    state: &mut Layer,
+    old: u32,
+    n: usize,
+    k: &[f32],
+    v: &[f32],
+    pages: &mut Reservation,
+) -> Result<(), Error> {
+    let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
+    let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
+    let end = old + n as u32;
+    for (h, head) in state.heads.iter_mut().enumerate() {
+        let mut position = old;
+        while position < end {
+            let tile = position / PAGE;
+            let at = (tile - state.first_tile) as usize;
+            if at == head.ring.len() {
+                let shard = inner.shard_of(crate::Place::Ring, tile, h);
+                head.ring.push_back(pages.take(shard, layout.words())?);
+            }
+            let words = own(&mut head.ring[at], layout, position % PAGE, pages)?;
+            for p in position..end.min((tile + 1) * PAGE) {
+                let row = (p - old) as usize;
+                let key = &k[(row * heads + h) * k_dim..][..k_dim];
+                let value = &v[(row * heads + h) * v_dim..][..v_dim];
+                layout.write(words, p % PAGE, Position(p), key, value).map_err(|bad| Error::Unstorable {
+                    what: if bad.key { "k" } else { "v" },
+                    layer: 0,
+                    kv_head: h,
+                    row,
+                    channel: bad.channel,
+                    value: bad.value,
+                    dtype: if bad.key { layout.k.name() } else { layout.v.name() },
+                })?;
+            }
+            position = end.min((tile + 1) * PAGE);
+        }
+    }
+    Ok(())
+}

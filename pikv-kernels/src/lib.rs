@@ -1,0 +1,2 @@
+//! Device entry points of pikv.
+#![no_std]
