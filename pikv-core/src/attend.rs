@@ -105,6 +105,49 @@ fn scores<W: Warp, K: Element, const R: usize>(
     s
 }
 
+/// One group of 32 words of every value of a page. (Not a closure: those do not inherit the instruction set of the
+/// function that they stand in, and this is read in the innermost loop.)
+#[derive(Clone, Copy)]
+struct Column<'a> {
+    v: &'a [u32],
+    /// Words from one value to the next.
+    row: usize,
+    /// First word of the group, and the end of the value's words.
+    first: usize,
+    end: usize,
+    ahead: &'a [u32],
+}
+
+impl Column<'_> {
+    /// The words of token `t`; `WHOLE` if there are 32.
+    #[inline(always)]
+    fn read<W: Warp, const WHOLE: bool>(&self, w: W, t: usize) -> W::U {
+        let at = t * self.row + self.first;
+        if WHOLE {
+            if let Some(Some(next)) = self.ahead.get(at..).map(<[u32]>::first_chunk) {
+                w.prefetch(next);
+            }
+            if let Some(row) = self.v[at..].first_chunk() {
+                return w.load(row);
+            }
+        }
+        w.load_part(&self.v[at..t * self.row + self.end])
+    }
+}
+
+/// The set bits of a word, lowest first.
+struct Bits(u32);
+
+impl Iterator for Bits {
+    type Item = usize;
+    #[inline(always)]
+    fn next(&mut self) -> Option<usize> {
+        let t = self.0.trailing_zeros();
+        self.0 &= self.0.wrapping_sub(1);
+        (t < u32::BITS).then_some(t as usize)
+    }
+}
+
 /// Adds `p v` of the tokens in `seen` to the sums of `R` rows; `acc` is `[R][stride]` rows of lanes.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
@@ -118,31 +161,24 @@ fn weigh<W: Warp, V: Element, const R: usize>(
     stride: usize,
     ahead: &[u32],
 ) {
-    let (words, row) = (layout.v_words() as usize, layout.v_stride() as usize);
+    let (end, row) = (layout.v_words() as usize, layout.v_stride() as usize);
     for col in 0..layout.v_cols() as usize {
         let first = col * LANES;
+        let column = Column { v, row, first, end, ahead };
         let acc = &mut acc[col * V::PER_WORD..];
-        if words - first >= LANES {
-            let read = |t: usize| {
-                let at = t * row + first;
-                if let Some(next) = ahead.get(at..).and_then(<[u32]>::first_chunk) {
-                    w.prefetch(next);
-                }
-                v[at..].first_chunk().map_or(w.splat_u(0), |row| w.load(row))
-            };
-            weigh_col::<W, V, R>(w, read, seen, p, acc, stride);
+        if end - first >= LANES {
+            weigh_column::<W, V, R, true>(w, column, seen, p, acc, stride);
         } else {
-            let read = |t: usize| w.load_part(&v[t * row + first..t * row + words]);
-            weigh_col::<W, V, R>(w, read, seen, p, acc, stride);
+            weigh_column::<W, V, R, false>(w, column, seen, p, acc, stride);
         }
     }
 }
 
 /// [`weigh`] for one group of 32 words.
 #[inline(always)]
-fn weigh_col<W: Warp, V: Element, const R: usize>(
+fn weigh_column<W: Warp, V: Element, const R: usize, const WHOLE: bool>(
     w: W,
-    read: impl Fn(usize) -> W::U,
+    column: Column<'_>,
     seen: u32,
     p: &[W::Slot; R],
     acc: &mut [[f32; LANES]],
@@ -154,14 +190,14 @@ fn weigh_col<W: Warp, V: Element, const R: usize>(
         for r in 0..R {
             a[r] = [w.load_f(&acc[r * stride]), w.load_f(&acc[r * stride + 1])];
         }
-        each(seen, |t| {
-            let word = read(t);
+        for t in Bits(seen) {
+            let word = column.read::<W, WHOLE>(w, t);
             let (x, y) = (V::channel(w, word, 0), V::channel(w, word, 1));
             for r in 0..R {
                 let p = w.bcast(&p[r], t);
                 a[r] = [w.fma(x, p, a[r][0]), w.fma(y, p, a[r][1])];
             }
-        });
+        }
         for r in 0..R {
             w.store(a[r][0], &mut acc[r * stride]);
             w.store(a[r][1], &mut acc[r * stride + 1]);
@@ -172,31 +208,15 @@ fn weigh_col<W: Warp, V: Element, const R: usize>(
             for r in 0..R {
                 a[r] = w.load_f(&acc[r * stride + j]);
             }
-            each(seen, |t| {
-                let x = V::channel(w, read(t), j);
+            for t in Bits(seen) {
+                let x = V::channel(w, column.read::<W, WHOLE>(w, t), j);
                 for r in 0..R {
                     a[r] = w.fma(x, w.bcast(&p[r], t), a[r]);
                 }
-            });
+            }
             for r in 0..R {
                 w.store(a[r], &mut acc[r * stride + j]);
             }
-        }
-    }
-}
-
-/// Calls `f` for each set bit, lowest first.
-#[inline(always)]
-fn each(bits: u32, mut f: impl FnMut(usize)) {
-    if bits == u32::MAX {
-        for t in 0..LANES {
-            f(t);
-        }
-    } else {
-        let mut bits = bits;
-        while bits != 0 {
-            f(bits.trailing_zeros() as usize);
-            bits &= bits - 1;
         }
     }
 }
@@ -284,7 +304,7 @@ pub fn attend_block<W: Warp, const R: usize>(
     let mut top = [none; R];
     let alike = query.sight.iter().all(|s| *s == query.sight[0]);
     for (i, page) in pages.iter().enumerate() {
-        let position = page.words.first_chunk().map_or(w.splat_u(u32::MAX), |row| w.load(row));
+        let position = w.load_part(&page.words[..LANES]);
         if alike {
             seen[i] = [query.sight[0].mask(w, position, page.fill); R];
         } else {

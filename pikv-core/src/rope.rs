@@ -74,6 +74,12 @@ impl Rotation<'_> {
     }
 }
 
+/// Channel `c` of the 32 keys.
+#[inline(always)]
+fn channel<W: Warp, K: Element>(w: W, k: &[[u32; LANES]], c: usize) -> W::F {
+    K::channel(w, w.load(&k[c / K::PER_WORD]), c % K::PER_WORD)
+}
+
 /// Scores of the 32 tokens of a page against `R` queries, K rotated to `position` as it is read. The chain of each
 /// query takes the pairs in order, first channel then second, then the channels that do not turn.
 #[inline(always)]
@@ -84,7 +90,6 @@ pub(crate) fn scores<W: Warp, K: Element, const R: usize>(
     query: &Query<'_, R>,
     position: W::U,
 ) -> [W::F; R] {
-    let channel = |c: usize| K::channel(w, w.load(&k[c / K::PER_WORD]), c % K::PER_WORD);
     let n = rotation.capacity as usize;
     // Lanes without a token hold any word; the mask keeps the look-up inside the table, and nobody reads them.
     let at = w.and(position, w.splat_u(rotation.capacity - 1));
@@ -93,7 +98,7 @@ pub(crate) fn scores<W: Warp, K: Element, const R: usize>(
         let (a, b) = rotation.rope.pair(i);
         let pair = &rotation.table[i * 2 * n..(i + 1) * 2 * n];
         let (cos, sin) = (w.gather(&pair[..n], at), w.gather(&pair[n..], at));
-        let (x, y) = (channel(a), channel(b));
+        let (x, y) = (channel::<W, K>(w, k, a), channel::<W, K>(w, k, b));
         let p = w.fma(x, cos, w.sub(w.splat(-0.0), w.mul(y, sin)));
         let q = w.fma(y, cos, w.mul(x, sin));
         for (r, s) in s.iter_mut().enumerate() {
@@ -102,7 +107,7 @@ pub(crate) fn scores<W: Warp, K: Element, const R: usize>(
         }
     }
     for c in rotation.rope.rotary_dim as usize..query.k_dim {
-        let x = channel(c);
+        let x = channel::<W, K>(w, k, c);
         for (r, s) in s.iter_mut().enumerate() {
             *s = w.fma(x, w.splat(query.q[c][r]), *s);
         }

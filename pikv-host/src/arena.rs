@@ -1,12 +1,13 @@
 //! Page memory: one arena a shard and page size, pages that come back on drop, one budget over all.
 
 use crate::error::Error;
-use std::alloc::{Layout as Memory, alloc_zeroed, dealloc};
+use memmap2::MmapMut;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes that an arena asks the system for at a time: one huge page.
+/// Bytes that an arena takes from the system at a time: one huge page, since pages of 8 to 64 KiB that lie anywhere would
+/// else cost an address translation every few of their rows.
 const CHUNK: u64 = 2 << 20;
 
 /// What poisoned pages hold: NaN as f32, f16 and bf16, and no position.
@@ -40,7 +41,8 @@ struct Arena {
 #[derive(Debug)]
 struct Chunk {
     base: NonNull<u32>,
-    memory: Memory,
+    /// What `base` points into, given back on drop. All zero at first.
+    _memory: MmapMut,
     refs: Box<[AtomicU32]>,
     free: Vec<u32>,
 }
@@ -48,14 +50,6 @@ struct Chunk {
 // SAFETY: a chunk owns its memory; the words are reached through `Page` only, which hands out `&mut` where it is the only
 // handle, and the arena itself touches them only while a page has no handle.
 unsafe impl Send for Chunk {}
-
-impl Drop for Chunk {
-    fn drop(&mut self) {
-        // SAFETY: `base` came from `alloc_zeroed` with this `memory`, and no page refers to it: chunks are dropped when all
-        // their pages are free, or with the arenas, which every page keeps alive.
-        unsafe { dealloc(self.base.as_ptr().cast(), self.memory) }
-    }
-}
 
 /// Bytes set aside for pages that will be taken. What is not used comes back on drop.
 #[derive(Debug)]
@@ -162,16 +156,19 @@ impl Arena {
     fn grow(&mut self, words: u32) -> Result<u32, Error> {
         let page = u64::from(words) * 4;
         let pages = (CHUNK / page).max(1);
+        // Mappings are aligned to small pages only: twice the length holds an aligned chunk. What is not touched takes no memory.
         let bytes = pages * page;
-        let refused = Error::OutOfMemory { bytes };
-        // Two cache lines, so that a row of 32 words is never split by one more; a whole huge page where it is that long.
-        let align = if bytes * 2 > CHUNK { CHUNK } else { 128 };
-        let memory = Memory::from_size_align(bytes as usize, align as usize).map_err(|_| refused.clone())?;
-        // SAFETY: the size is not 0: a page has at least its 32 positions.
-        let base = NonNull::new(unsafe { alloc_zeroed(memory) }).ok_or(refused)?;
+        let align = CHUNK as usize;
+        let refused = |_| Error::OutOfMemory { bytes };
+        let mut memory = MmapMut::map_anon(bytes as usize + align).map_err(refused)?;
+        #[cfg(target_os = "linux")]
+        // A hint: without huge pages everything works, slower.
+        let _ = memory.advise(memmap2::Advice::HugePage);
+        let start = memory.as_ptr().align_offset(align).min(align);
+        let aligned = &mut memory[start..start + bytes as usize];
         let chunk = Chunk {
-            base: base.cast(),
-            memory,
+            base: NonNull::from(aligned).cast(),
+            _memory: memory,
             refs: (0..pages).map(|_| AtomicU32::new(0)).collect(),
             free: (0..pages as u32).rev().collect(),
         };

@@ -1,0 +1,5 @@
+//! A Mixtral-layout byte model, and the caches that it runs over.
+
+pub mod model;
+pub mod paged;
+pub mod plain;
