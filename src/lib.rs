@@ -1,6 +1,4 @@
-//! KV cache management for Mixture-of-Experts inference.
-//!
-//! This is the facade: the types that an engine uses, from [`pikv_host`] and [`pikv_core`].
+#![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
 
 pub use pikv_core::{

@@ -466,7 +466,7 @@ fn prefill(
 fn assorted() -> (Vec<LayerShape>, Vec<Attend>) {
     let mut layers = Vec::new();
     let mut options = Vec::new();
-    for (i, window) in [None, Some(1), Some(20), Some(48), Some(64)].into_iter().enumerate() {
+    for (i, window) in [None, Some(1), Some(20), Some(48), Some(49), Some(64)].into_iter().enumerate() {
         for (j, cap) in [None, Some(5.0)].into_iter().enumerate() {
             let dtype = Dtype::ALL[(i + j) % 3];
             let (kv_heads, group) = [(1, 4), (2, 3), (1, 8), (3, 1)][(i + 2 * j) % 4];

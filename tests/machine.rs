@@ -885,6 +885,174 @@ fn history(setup: &Setup, ops: &[Op]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+// ---- twins
+
+/// Adds tokens in one step; the outputs of all layers.
+fn feed(setup: &Setup, cache: &Cache, sequence: &mut Sequence, tokens: &[Token]) -> Vec<Vec<u32>> {
+    let rows = tokens.len();
+    let mut step = cache.begin([(sequence, rows as u32)]).unwrap();
+    let mut outputs = Vec::new();
+    for (l, shape) in setup.layers.iter().enumerate() {
+        let Layout { k_dim, v_dim, .. } = shape.layout;
+        let heads = shape.query_heads as usize;
+        let of = |kind, heads: u32, dim| -> Vec<f32> {
+            let row = |t: &Token| {
+                (0..heads as usize).flat_map(|h| row(t.nonce, l, h, kind, dim)).collect::<Vec<_>>()
+            };
+            tokens.iter().flat_map(row).collect()
+        };
+        let (mut out, mut lse) = (vec![0.0; rows * heads * v_dim as usize], vec![0.0; rows * heads]);
+        step.append(l, &of(Kind::Key, shape.kv_heads, k_dim), &of(Kind::Value, shape.kv_heads, v_dim))
+            .unwrap();
+        let q = of(Kind::Query, shape.query_heads, k_dim);
+        step.attend(l, &q, &Attend::new(SCALE), Output::new(&mut out).lse(&mut lse)).unwrap();
+        let experts: Vec<u16> = tokens.iter().flat_map(|t| t.experts[l].clone()).collect();
+        step.route(l, &experts).unwrap();
+        outputs.extend([bits(&out), bits(&lse)]);
+    }
+    step.commit().unwrap();
+    outputs
+}
+
+/// Outputs of the rows `first..=len`, by all layers.
+fn look(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32) -> Vec<Vec<u32>> {
+    let rows = sequence.next_position().0 + 1 - first;
+    let mut outputs = Vec::new();
+    for (l, shape) in setup.layers.iter().enumerate() {
+        let heads = shape.query_heads as usize;
+        let n = rows as usize * heads;
+        let q = row(u64::from(first), l, 3, Kind::Query, n as u32 * shape.layout.k_dim);
+        let (mut out, mut lse) = (vec![0.0; n * shape.layout.v_dim as usize], vec![0.0; n]);
+        let ask = Rows { sequence, first: Position(first), rows };
+        cache.attend(l, &[ask], &q, &Attend::new(SCALE), Output::new(&mut out).lse(&mut lse)).unwrap();
+        outputs.extend([bits(&out), bits(&lse)]);
+    }
+    outputs
+}
+
+/// Asserts that `a`, which was once `most` tokens long, shows what `b` shows, which never was. `a` may lack what no row
+/// of it can ask for: tiles before the first that it keeps, and full pages that its windows left behind.
+fn same(
+    setup: &Setup,
+    (ca, a): (&Cache, &Sequence),
+    (cb, b): (&Cache, &Sequence),
+    most: u32,
+) -> Result<(), TestCaseError> {
+    prop_assert_eq!(a.next_position(), b.next_position());
+    prop_assert_eq!(a.in_ring(), b.in_ring());
+    prop_assert!(a.rollback_limit() <= b.rollback_limit());
+    let kept = most.saturating_sub(setup.ring + setup.rollback);
+    let mut lacks = 0;
+    for (l, shape) in setup.layers.iter().enumerate() {
+        let (mut key, mut value) =
+            (vec![0.0; shape.layout.k_dim as usize], vec![0.0; shape.layout.v_dim as usize]);
+        for head in 0..shape.kv_heads as usize {
+            let mut mine = a.pages(l, head).unwrap().peekable();
+            for theirs in b.pages(l, head).unwrap() {
+                let Some(page) = mine.next_if_eq(&theirs) else {
+                    let left = match (theirs.id.place, shape.window) {
+                        (Place::Ring, _) => theirs.id.ordinal < kept / PAGE,
+                        (Place::Expert(_), Some(w)) => {
+                            theirs.tokens == PAGE && theirs.last.0 + w + setup.rollback < most
+                        }
+                        _ => false,
+                    };
+                    prop_assert!(left, "layer {} head {}: {:?} is missing", l, head, theirs);
+                    lacks += shape.layout.bytes();
+                    continue;
+                };
+                for lane in 0..page.tokens {
+                    let p = a.read(l, head, page.id, lane, &mut key, &mut value).unwrap();
+                    let mine = (p, bits(&key), bits(&value));
+                    let p = b.read(l, head, page.id, lane, &mut key, &mut value).unwrap();
+                    prop_assert_eq!(mine, (p, bits(&key), bits(&value)));
+                }
+            }
+            prop_assert_eq!(mine.next(), None);
+        }
+        for p in 0..=a.next_position().0 {
+            let tags = |s: &Sequence| s.experts(l, Position(p)).unwrap().map(Iterator::collect::<Vec<_>>);
+            let (mine, theirs) = (tags(a), tags(b));
+            prop_assert!(mine == theirs || (mine.is_none() && p < kept), "tags of {}", p);
+        }
+    }
+    prop_assert_eq!(a.bytes() + lacks, b.bytes());
+    prop_assert_eq!(ca.usage().taken, a.bytes());
+    prop_assert_eq!(cb.usage().taken, b.bytes());
+    let oldest = a.next_position().0.saturating_sub(a.rollback_limit().saturating_add(1));
+    prop_assert_eq!(look(setup, ca, a, oldest), look(setup, cb, b, oldest));
+    Ok(())
+}
+
+/// `a` takes chunks, then more tokens, and rolls those back; `b` takes the same tokens one by one and never the others.
+/// Then both go on. `picks` evict the same pages of both after each chunk.
+fn twins(
+    setup: &Setup,
+    chunks: &[u32],
+    picks: &[u32],
+    extra: &[u32],
+    back: u32,
+    rest: &[u32],
+) -> Result<(), TestCaseError> {
+    let (ca, cb) = (setup.cache(), setup.cache());
+    let (mut a, mut b) = (ca.sequence(), cb.sequence());
+    let mut machine = Machine { setup, cache: setup.cache(), live: Vec::new(), forked: false, nonce: 0 };
+    let mut draw = |n: u32| -> Vec<Token> { (0..n).map(|_| machine.token()).collect() };
+    let mut most = 0;
+    for (i, &n) in chunks.iter().enumerate() {
+        let tokens = draw(n);
+        let whole = feed(setup, &ca, &mut a, &tokens);
+        let parts: Vec<_> =
+            tokens.iter().map(|t| feed(setup, &cb, &mut b, std::slice::from_ref(t))).collect();
+        if n <= setup.ring {
+            // A row's bits do not depend on how tokens were cut into steps.
+            for (j, whole) in whole.iter().enumerate() {
+                let parts: Vec<u32> = parts.iter().flat_map(|part| part[j].clone()).collect();
+                prop_assert_eq!(whole, &parts);
+            }
+        }
+        most += n;
+        same(setup, (&ca, &a), (&cb, &b), most)?;
+        let Some(pick) = picks.get(i) else { continue };
+        let pages: Vec<_> = a.pages(0, 0).unwrap().filter(|page| page.id.place != Place::Ring).collect();
+        if !pages.is_empty() {
+            let page = pages[*pick as usize % pages.len()].id;
+            a.evict(0, 0, page).unwrap();
+            b.evict(0, 0, page).unwrap();
+        }
+    }
+    let (len, snapshot) = (most, look(setup, &ca, &a, most));
+    let mut budget = setup.rollback.max((setup.ring + setup.rollback).saturating_sub(len));
+    let mut kept = draw(extra.iter().sum());
+    let mut added = 0;
+    for &n in extra {
+        let n = n.min(budget) as usize;
+        if n > 0 {
+            feed(setup, &ca, &mut a, &kept[added..added + n]);
+        }
+        added += n;
+        budget -= n as u32;
+    }
+    kept.truncate(added);
+    most = most.max(len + added as u32);
+    // All of the extra tokens, or a few fewer, which `b` then gets too.
+    let stay = added - (back as usize).min(added);
+    let stay = if back.is_multiple_of(2) { 0 } else { stay };
+    a.rollback((added - stay) as u32).unwrap();
+    kept[..stay].iter().for_each(|t| drop(feed(setup, &cb, &mut b, std::slice::from_ref(t))));
+    if stay == 0 {
+        prop_assert_eq!(look(setup, &ca, &a, len), snapshot);
+    }
+    same(setup, (&ca, &a), (&cb, &b), most)?;
+    for &n in rest {
+        let tokens = draw(n);
+        prop_assert_eq!(feed(setup, &ca, &mut a, &tokens), feed(setup, &cb, &mut b, &tokens));
+        most = most.max(a.next_position().0);
+        same(setup, (&ca, &a), (&cb, &b), most)?;
+    }
+    Ok(())
+}
+
 fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() }
 }
@@ -914,5 +1082,19 @@ proptest! {
     #[test]
     fn tight_histories(setup in setup(5, true, true), ops in ops()) {
         history(&setup, &ops)?;
+    }
+
+    /// After a rollback, pages, bytes, tags and the bits of every output are those of a sequence that never had the tokens,
+    /// and a chunk leaves what its tokens one by one leave.
+    #[test]
+    fn rollback_leaves_no_trace(
+        setup in setup(4, true, false),
+        chunks in proptest::collection::vec(tokens(), 1..=4),
+        picks in proptest::collection::vec(any::<u32>(), 0..=2),
+        extra in proptest::collection::vec(1u32..=30, 1..=4),
+        back in 0u32..=40,
+        rest in proptest::collection::vec(1u32..=70, 0..=3),
+    ) {
+        twins(&setup, &chunks, &picks, &extra, back, &rest)?;
     }
 }

@@ -42,7 +42,7 @@ impl Dtype {
     }
 
     /// The stored bits of `x`, rounded to nearest even; `None` if `x` or its rounded form is not finite.
-    #[inline]
+    #[inline(always)]
     pub fn encode(self, x: f32) -> Option<u32> {
         let (bits, finite) = match self {
             Dtype::F32 => (x.to_bits(), x.is_finite()),

@@ -203,11 +203,11 @@ impl Layout {
 #[inline]
 fn pack(dtype: Dtype, row: &[f32], mut put: impl FnMut(usize, u32)) -> Result<(), (u32, f32)> {
     let n = dtype.per_word() as usize;
+    let encode = |channel: usize| dtype.encode(row[channel]).ok_or((channel as u32, row[channel]));
     for (i, group) in row.chunks(n).enumerate() {
-        let mut word = 0;
-        for (j, &value) in group.iter().enumerate() {
-            let bits = dtype.encode(value).ok_or(((i * n + j) as u32, value))?;
-            word |= bits << (j as u32 * dtype.bits());
+        let mut word = encode(i * n)?;
+        for j in 1..group.len() {
+            word |= encode(i * n + j)? << (j as u32 * dtype.bits());
         }
         put(i, word);
     }

@@ -32,7 +32,9 @@ const FUNCTIONS: [Function; 5] = [
         name: "exp2_nonpos",
         apply: |x| math::exp2_nonpos(Portable, x),
         // Above 0, and for NaN, nothing is promised.
-        want: |x| (x <= 0.0).then(|| if x < -126.0 { Want::Bits(0.0) } else { Want::Ulps(f64::from(x).exp2()) }),
+        want: |x| {
+            (x <= 0.0).then(|| if x < -126.0 { Want::Bits(0.0) } else { Want::Ulps(f64::from(x).exp2()) })
+        },
         bound: 1.0,
     },
     Function {
@@ -183,7 +185,7 @@ fn functions_keep_their_bounds_at_every_exponent_and_sign() {
     const MANTISSAS: u32 = 2048;
     for f in &FUNCTIONS {
         // Evenly spaced, not all of them even; subnormals, infinities and NaNs among them.
-        let x = (0..512u32).flat_map(|top| (0..MANTISSAS).map(move |i| top << 23 | i << 12 | i * i % 4096));
+        let x = (0..512u32).flat_map(|top| (0..MANTISSAS).map(move |i| top << 23 | i << 12 | (i * i % 4096)));
         f.report("all exponents", f.check(x.map(f32::from_bits)));
         f.check(SPECIAL.into_iter());
         // The least and the greatest of each binade.
@@ -219,7 +221,8 @@ fn functions_keep_their_bounds_over_the_reduced_range() {
 #[test]
 fn functions_keep_their_bounds_at_their_edges() {
     for f in &FUNCTIONS {
-        for x in [-126.0, -127.0, -128.0, -149.0, 127.0, 128.0, -87.336_54, 88.722_84, -103.97, 0.5, 1.0, 2.0] {
+        for x in [-126.0, -127.0, -128.0, -149.0, 127.0, 128.0, -87.336_54, 88.722_84, -103.97, 0.5, 1.0, 2.0]
+        {
             f.check(around(x));
         }
     }
@@ -261,7 +264,11 @@ fn lanes_do_not_mix() {
         let all = (f.apply)(row);
         for i in 0..LANES {
             let one = (f.apply)([row[i]; LANES])[0];
-            assert!(all[i].to_bits() == one.to_bits() || all[i].is_nan() && one.is_nan(), "{} lane {i}", f.name);
+            assert!(
+                all[i].to_bits() == one.to_bits() || all[i].is_nan() && one.is_nan(),
+                "{} lane {i}",
+                f.name
+            );
         }
     }
 }
@@ -273,7 +280,8 @@ fn functions_keep_their_bounds_everywhere() {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get()) as u64;
     for f in &FUNCTIONS {
         let worst = std::thread::scope(|s| {
-            let part = |i: u64| ((i << 32) / threads..((i + 1) << 32) / threads).map(|x| f32::from_bits(x as u32));
+            let part =
+                |i: u64| ((i << 32) / threads..((i + 1) << 32) / threads).map(|x| f32::from_bits(x as u32));
             let all: Vec<_> = (0..threads).map(|i| s.spawn(move || f.check(part(i)))).collect();
             all.into_iter().map(|t| t.join().unwrap()).fold((0.0, 0.0), |a, b| if b.0 > a.0 { b } else { a })
         });
@@ -289,7 +297,7 @@ fn ceil_is_the_least_integer_not_below() {
     };
     for top in 0..512u32 {
         for i in 0..2048u32 {
-            let x = f32::from_bits(top << 23 | i << 12 | i * i % 4096);
+            let x = f32::from_bits(top << 23 | i << 12 | (i * i % 4096));
             if x.abs() < 2_147_483_648.0 {
                 exact(x);
             }

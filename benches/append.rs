@@ -1,0 +1,106 @@
+//! What a token costs to append as its sequence grows: nothing may grow with it.
+//!
+//! `cargo bench --bench append`
+//!
+//! One token at a time through `begin`, `append`, `route` and `commit`, 8 experts, at lengths from 2^10 to 2^20. Fails if a
+//! token at the longest costs more than 1.2 times one at the shortest. What was appended is read back first.
+
+#[allow(dead_code, reason = "the other benches use the rest")]
+mod machine;
+
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Place, Sequence, ShardMap};
+use std::error::Error;
+use std::time::Instant;
+
+const DIM: usize = 64;
+const KV_HEADS: usize = 2;
+/// Tokens of a sample, of which the fastest counts: the others were disturbed.
+const SAMPLE: u32 = 64;
+const SAMPLES: u32 = 16;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let layer = LayerShape {
+        kv_heads: KV_HEADS as u32,
+        query_heads: KV_HEADS as u32,
+        layout,
+        window: None,
+        rope: None,
+    };
+    let config = CacheConfig::new(vec![layer], 2 << 30).experts(8, 2).shards(ShardMap::sum(4)?).rollback(8);
+    let noise: Vec<f32> = machine::noise(1).take(1 << 16).collect();
+    println!("{:>9} {:>12} {:>12}", "tokens", "ns a token", "to the first");
+    let mut first = None;
+    let mut last = 0.0;
+    let cache = Cache::new(config)?;
+    let mut sequence = cache.sequence();
+    for power in (10..=20).step_by(2) {
+        // The samples end at the length asked for.
+        let target = (1u32 << power) - SAMPLES * SAMPLE;
+        while sequence.next_position().0 < target {
+            let n = 256.min(target - sequence.next_position().0);
+            append(&cache, &mut sequence, n, &noise)?;
+        }
+        let mut best = f64::INFINITY;
+        for _ in 0..SAMPLES {
+            let start = Instant::now();
+            for _ in 0..SAMPLE {
+                append(&cache, &mut sequence, 1, &noise)?;
+            }
+            best = best.min(start.elapsed().as_secs_f64() * 1e9 / f64::from(SAMPLE));
+        }
+        last = best / *first.get_or_insert(best);
+        println!("{:>9} {best:>12.0} {last:>12.3}", sequence.next_position().0);
+    }
+    check(&sequence, &noise)?;
+    if last > 1.2 {
+        return Err(format!(
+            "a token costs {last:.3} times what it did at the start; at most 1.2 is allowed"
+        )
+        .into());
+    }
+    Ok(())
+}
+
+/// The row of a position, and the experts it goes to.
+fn row(position: u32, noise: &[f32]) -> (&[f32], [u16; 2]) {
+    let at = position as usize * 31 % (noise.len() - KV_HEADS * DIM);
+    let expert = (position.wrapping_mul(0x9e37_79b9) >> 29) as u16;
+    (&noise[at..at + KV_HEADS * DIM], [expert, (expert + 3) % 8])
+}
+
+fn append(cache: &Cache, sequence: &mut Sequence, n: u32, noise: &[f32]) -> Result<(), pikv::Error> {
+    let start = sequence.next_position().0;
+    let (mut rows, mut experts) = (Vec::new(), Vec::new());
+    for position in start..start + n {
+        let (row, chosen) = row(position, noise);
+        rows.extend_from_slice(row);
+        experts.extend(chosen);
+    }
+    let mut step = cache.begin([(sequence, n)])?;
+    step.append(0, &rows, &rows)?;
+    step.route(0, &experts)?;
+    step.commit()
+}
+
+/// Every token is there, under its expert, with its values.
+fn check(sequence: &Sequence, noise: &[f32]) -> Result<(), Box<dyn Error>> {
+    let (mut key, mut value) = ([0.0; DIM], [0.0; DIM]);
+    let mut seen = vec![false; sequence.next_position().0 as usize];
+    for page in sequence.pages(0, 1)? {
+        for lane in 0..page.tokens {
+            let position = sequence.read(0, 1, page.id, lane, &mut key, &mut value)?;
+            let (row, experts) = row(position.0, noise);
+            let stored = row[DIM..].iter().map(|x| half::bf16::from_f32(*x).to_f32());
+            let filed = page.id.place == Place::Ring || page.id.place == Place::Expert(experts[0]);
+            if !filed || !stored.eq(key) || key != value {
+                return Err(format!("position {} is not what was appended", position.0).into());
+            }
+            seen[position.0 as usize] = true;
+        }
+    }
+    match seen.iter().position(|seen| !seen) {
+        Some(position) => Err(format!("position {position} is missing").into()),
+        None => Ok(()),
+    }
+}

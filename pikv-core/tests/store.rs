@@ -1,0 +1,524 @@
+//! Where things lie: addresses of a page, the map to shards, the ring.
+
+use half::{bf16, f16};
+use pikv_core::dtype::Dtype;
+use pikv_core::page::{Layout, MAX_DIM, NO_POSITION, PAGE, Position, Resident, Slot, Unstorable};
+use pikv_core::ring::Ring;
+use pikv_core::shard::{Rule, ShardError, ShardMap};
+use std::collections::{BTreeSet, HashSet};
+
+// ---- Pages -----------------------------------------------------------------------------------------------------
+
+fn dtype_pairs() -> impl Iterator<Item = (Dtype, Dtype)> {
+    Dtype::ALL.into_iter().flat_map(|k| Dtype::ALL.map(|v| (k, v)))
+}
+
+/// Layouts with every width of K, and widths of V that differ from it.
+fn layouts() -> impl Iterator<Item = Layout> {
+    (1..=MAX_DIM).flat_map(|k_dim| {
+        dtype_pairs().map(move |(k, v)| Layout { k_dim, v_dim: (k_dim * 37 + 11) % MAX_DIM + 1, k, v })
+    })
+}
+
+/// Layouts at the widths where a word, a sector of 8 words or a group of 32 words fills up.
+fn corners() -> impl Iterator<Item = Layout> {
+    [(1, 1), (2, 3), (16, 15), (17, 64), (64, 65), (80, 96), (128, 128), (255, 129), (256, 256), (96, 33)]
+        .into_iter()
+        .flat_map(|(k_dim, v_dim)| dtype_pairs().map(move |(k, v)| Layout { k_dim, v_dim, k, v }))
+}
+
+/// The layout as the documentation draws it, in u128.
+struct Drawn {
+    k_per_word: u128,
+    v_per_word: u128,
+    v_base: u128,
+    v_stride: u128,
+    words: u128,
+}
+
+fn drawn(layout: &Layout) -> Drawn {
+    let per_word = |dtype| if dtype == Dtype::F32 { 1 } else { 2 };
+    let (k_per_word, v_per_word) = (per_word(layout.k), per_word(layout.v));
+    let k_rows = u128::from(layout.k_dim).div_ceil(k_per_word);
+    let v_stride = u128::from(layout.v_dim).div_ceil(v_per_word).div_ceil(8) * 8;
+    let v_base = 32 + 32 * k_rows;
+    Drawn { k_per_word, v_per_word, v_base, v_stride, words: v_base + 32 * v_stride }
+}
+
+#[test]
+fn addresses_are_exact_past_32_bits() {
+    for layout in layouts().chain(corners()) {
+        let Drawn { k_per_word, v_per_word, v_base, v_stride, words } = drawn(&layout);
+        assert_eq!(u128::from(layout.words()), words);
+        let around = [1u64 << 31, 1 << 32, 1 << 33].map(|n| n / words as u64);
+        let pages = [0, 1, 131_071, 131_072, 1_000_000_000, u64::from(u32::MAX) + 7];
+        for page in pages.into_iter().chain(around.into_iter().flat_map(|p| [p - 1, p, p + 1])) {
+            let first = u128::from(page) * words;
+            assert_eq!(u128::from(layout.page_word(page)), first);
+            for lane in [0, 1, 15, 31] {
+                for channel in [0, 1, 2, layout.k_dim / 2, layout.k_dim - 1] {
+                    let want = first + 32 + u128::from(channel) / k_per_word * 32 + u128::from(lane);
+                    assert_eq!(
+                        u128::from(layout.k_word(page, channel, lane)),
+                        want,
+                        "{layout:?} page {page}"
+                    );
+                }
+                for channel in [0, 1, 2, layout.v_dim / 2, layout.v_dim - 1] {
+                    let want =
+                        first + v_base + u128::from(lane) * v_stride + u128::from(channel) / v_per_word;
+                    assert_eq!(
+                        u128::from(layout.v_word(page, channel, lane)),
+                        want,
+                        "{layout:?} page {page}"
+                    );
+                }
+            }
+        }
+    }
+    // Where it would have gone wrong: elements and words past 2^31 and 2^32.
+    let layout = Layout { k_dim: 256, v_dim: 256, k: Dtype::F32, v: Dtype::F32 };
+    assert_eq!(layout.v_word(1_000_000_000, 255, 31), 1_000_000_000 * 16_416 + 16_415);
+}
+
+#[test]
+fn every_address_of_a_page_is_inside_it_and_its_own() {
+    for layout in corners() {
+        let words = u64::from(layout.words());
+        // Word and the part of it.
+        let mut seen: HashSet<(u64, u32)> = (0..PAGE).map(|lane| (u64::from(lane), 0)).collect();
+        let mut words_seen: HashSet<u64> = (0..u64::from(PAGE)).collect();
+        for lane in 0..PAGE {
+            for channel in 0..layout.k_dim {
+                let word = layout.k_word(0, channel, lane);
+                assert!(word < words && seen.insert((word, channel % layout.k.per_word())), "{layout:?}");
+                words_seen.insert(word);
+            }
+        }
+        let before_v = words_seen.len();
+        for lane in 0..PAGE {
+            for channel in 0..layout.v_dim {
+                let word = layout.v_word(0, channel, lane);
+                assert!(word < words && seen.insert((word, channel % layout.v.per_word())), "{layout:?}");
+                words_seen.insert(word);
+            }
+            // A row of V starts at a sector.
+            assert_eq!((layout.v_word(0, 0, lane) - u64::from(layout.v_base())) % 8, 0);
+        }
+        // K, V and positions share no word either, and only V has padding.
+        assert_eq!(before_v as u32, PAGE * (1 + layout.k_dim.div_ceil(layout.k.per_word())), "{layout:?}");
+        assert_eq!(words_seen.len() as u32, layout.words() - PAGE * (layout.v_stride() - layout.v_words()));
+        assert!(layout.v_stride() - layout.v_words() < 8);
+        // Lane = token: the channels of K of one row are next to each other for neighbouring tokens.
+        assert_eq!(layout.k_word(0, 0, 31) - layout.k_word(0, 0, 0), 31);
+    }
+}
+
+#[test]
+fn bytes_count_positions_and_padding() {
+    for layout in layouts().chain(corners()) {
+        assert_eq!(u128::from(layout.bytes()), 4 * drawn(&layout).words, "{layout:?}");
+        let raw = PAGE * (layout.k_dim * layout.k.bits() + layout.v_dim * layout.v.bits()) / 8;
+        assert!(layout.bytes() >= u64::from(raw + PAGE * 4));
+    }
+    let layout = |k_dim, v_dim, k, v| Layout { k_dim, v_dim, k, v }.bytes();
+    assert_eq!(layout(128, 128, Dtype::Bf16, Dtype::Bf16), 128 + 32 * 2 * 128 * 2);
+    // One channel: a word of K, a sector of V.
+    assert_eq!(layout(1, 1, Dtype::F32, Dtype::F32), 128 + 32 * 4 + 32 * 32);
+    assert_eq!(layout(1, 1, Dtype::F16, Dtype::F16), 128 + 32 * 4 + 32 * 32);
+    assert_eq!(layout(80, 80, Dtype::F16, Dtype::F32), 128 + 32 * 160 + 32 * 320);
+    assert_eq!(layout(3, 17, Dtype::Bf16, Dtype::Bf16), 128 + 32 * 8 + 32 * 64);
+}
+
+fn stored(dtype: Dtype, x: f32) -> f32 {
+    match dtype {
+        Dtype::F32 => x,
+        Dtype::F16 => f16::from_f32(x).to_f32(),
+        _ => bf16::from_f32(x).to_f32(),
+    }
+}
+
+/// A value for each token and channel; `key` and value differ.
+fn token(n: u32, key: bool, dim: u32) -> Vec<f32> {
+    let x = |c: u32| (n * 521 + c * 131 + u32::from(key) * 7919) % 9973;
+    (0..dim).map(|c| (x(c) as f32 - 5000.0) * 1.3e-3).collect()
+}
+
+const POISON: u32 = 0xdead_beef;
+
+/// The words that a token at `lane` takes, its padding included.
+fn own_words(layout: &Layout, lane: u32) -> BTreeSet<usize> {
+    let k = (0..layout.k_dim).map(|c| layout.k_word(0, c, lane) as usize);
+    let v = (0..layout.v_stride()).map(|i| (layout.v_base() + lane * layout.v_stride() + i) as usize);
+    k.chain(v).chain([lane as usize]).collect()
+}
+
+fn write(layout: &Layout, words: &mut [u32], lane: u32, n: u32) {
+    let (key, value) = (token(n, true, layout.k_dim), token(n, false, layout.v_dim));
+    layout.write(words, lane, Position(n), &key, &value).unwrap();
+}
+
+#[track_caller]
+fn holds(layout: &Layout, words: &[u32], lane: u32, n: u32) {
+    let (mut key, mut value) = (vec![f32::NAN; layout.k_dim as usize], vec![f32::NAN; layout.v_dim as usize]);
+    layout.read_key(words, lane, &mut key);
+    layout.read_value(words, lane, &mut value);
+    let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let want = |dtype, row: Vec<f32>| row.into_iter().map(|x| stored(dtype, x).to_bits()).collect::<Vec<_>>();
+    assert_eq!(layout.position(words, lane), Some(Position(n)));
+    assert_eq!(bits(&key), want(layout.k, token(n, true, layout.k_dim)), "key, {layout:?} lane {lane}");
+    assert_eq!(bits(&value), want(layout.v, token(n, false, layout.v_dim)), "value, {layout:?} lane {lane}");
+}
+
+#[test]
+fn what_is_written_is_read_back_rounded() {
+    for layout in layouts().chain(corners()) {
+        let mut words = vec![POISON; layout.words() as usize];
+        // Lanes in an order of their own; what is written later must not touch what is there.
+        let lanes = || (0..PAGE).map(|i| (i * 13 + 5) % PAGE);
+        for (n, lane) in lanes().enumerate() {
+            write(&layout, &mut words, lane, n as u32 * 1000);
+        }
+        for (n, lane) in lanes().enumerate() {
+            holds(&layout, &words, lane, n as u32 * 1000);
+        }
+        // Over what was there.
+        write(&layout, &mut words, 9, 77);
+        holds(&layout, &words, 9, 77);
+        holds(&layout, &words, 5, 0);
+    }
+}
+
+#[test]
+fn each_word_holds_the_channel_that_its_address_says() {
+    for layout in corners() {
+        let mut words = vec![POISON; layout.words() as usize];
+        write(&layout, &mut words, 6, 42);
+        let part = |word: u64, channel: u32, dtype: Dtype| {
+            let bits = words[word as usize] >> (channel % dtype.per_word() * dtype.bits());
+            dtype.decode(if dtype.per_word() == 1 { bits } else { bits & 0xffff })
+        };
+        for (c, x) in token(42, true, layout.k_dim).iter().enumerate() {
+            assert_eq!(part(layout.k_word(0, c as u32, 6), c as u32, layout.k), stored(layout.k, *x));
+        }
+        for (c, x) in token(42, false, layout.v_dim).iter().enumerate() {
+            assert_eq!(part(layout.v_word(0, c as u32, 6), c as u32, layout.v), stored(layout.v, *x));
+        }
+    }
+}
+
+#[test]
+fn a_write_touches_the_words_of_its_token_only() {
+    for layout in corners() {
+        for lane in [0, 1, 17, 31] {
+            let mut words = vec![POISON; layout.words() as usize];
+            write(&layout, &mut words, lane, 3);
+            let touched: BTreeSet<usize> = (0..words.len()).filter(|i| words[*i] != POISON).collect();
+            assert_eq!(touched, own_words(&layout, lane), "{layout:?} lane {lane}");
+            // Padding of a row, and of a last word, is 0: nothing of what was there before is left.
+            for i in layout.v_words()..layout.v_stride() {
+                assert_eq!(words[(layout.v_base() + lane * layout.v_stride() + i) as usize], 0);
+            }
+            if layout.k_dim % layout.k.per_word() != 0 {
+                assert_eq!(words[layout.k_word(0, layout.k_dim - 1, lane) as usize] >> 16, 0);
+            }
+            if layout.v_dim % layout.v.per_word() != 0 {
+                assert_eq!(words[layout.v_word(0, layout.v_dim - 1, lane) as usize] >> 16, 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_copy_is_the_token_and_nothing_else() {
+    for layout in corners() {
+        let mut source = vec![POISON; layout.words() as usize];
+        (0..PAGE).for_each(|lane| write(&layout, &mut source, lane, lane + 100));
+        for (from, to) in [(0, 0), (0, 31), (31, 0), (7, 8), (20, 3)] {
+            let mut target = vec![POISON; layout.words() as usize];
+            layout.copy(&source, from, &mut target, to);
+            holds(&layout, &target, to, from + 100);
+            let touched: BTreeSet<usize> = (0..target.len()).filter(|i| target[*i] != POISON).collect();
+            assert_eq!(touched, own_words(&layout, to), "{layout:?} {from} to {to}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_stored_is_named() {
+    for layout in corners() {
+        let mut words = vec![0; layout.words() as usize];
+        let (key, value) = (vec![1.0; layout.k_dim as usize], vec![1.0; layout.v_dim as usize]);
+        let mut bad = vec![f32::INFINITY, f32::NEG_INFINITY];
+        if layout.k == Dtype::F16 {
+            bad.push(-65_520.0);
+        }
+        for x in bad {
+            for channel in [0, layout.k_dim / 2, layout.k_dim - 1] {
+                let mut key = key.clone();
+                key[channel as usize] = x;
+                let mut value = value.clone();
+                value[0] = f32::NAN;
+                // K before V.
+                let got = layout.write(&mut words, 3, Position(1), &key, &value);
+                assert_eq!(got, Err(Unstorable { key: true, channel, value: x }));
+            }
+        }
+        for channel in [0, layout.v_dim / 2, layout.v_dim - 1] {
+            let mut value = value.clone();
+            value[channel as usize] = f32::INFINITY;
+            let got = layout.write(&mut words, 3, Position(1), &key, &value);
+            assert_eq!(got, Err(Unstorable { key: false, channel, value: f32::INFINITY }));
+        }
+    }
+}
+
+#[test]
+fn positions_and_slots() {
+    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
+    let mut words = vec![NO_POSITION; layout.words() as usize];
+    assert_eq!(layout.position(&words, 4), None);
+    for p in [Position(0), Position(1), Position::MAX] {
+        layout.write(&mut words, 4, p, &[1.0], &[2.0]).unwrap();
+        assert_eq!(layout.position(&words, 4), Some(p));
+        assert_eq!(layout.position(&words, 5), None);
+        assert_eq!(Slot::from(p), Slot { tile: p.0 / 32, lane: p.0 % 32 });
+    }
+    // Compared as signed words.
+    assert!((Position::MAX.0 + 1) as i32 > 0);
+}
+
+// ---- Shards ----------------------------------------------------------------------------------------------------
+
+/// How often each id comes up over all pairs of residues, the whole period; `None` if one lies outside `0..max`.
+fn ids(tokens: u32, experts: u32) -> Option<Vec<u32>> {
+    let mut count = vec![0; tokens.max(experts) as usize];
+    for t in 0..tokens {
+        for e in 0..experts {
+            *count.get_mut((t ^ e) as usize)? += 1;
+        }
+    }
+    Some(count)
+}
+
+fn uniform(count: &[u32]) -> bool {
+    count.iter().all(|n| *n == count[0])
+}
+
+#[test]
+fn the_papers_map_is_accepted_just_where_it_is_uniform() {
+    for tokens in 1..=40u32 {
+        for experts in 1..=40u32 {
+            let even = ids(tokens, experts).is_some_and(|count| uniform(&count));
+            let got = ShardMap::xor(tokens, experts, 1);
+            assert_eq!(got.is_ok(), even, "{tokens} & {experts}: {got:?}");
+            let Err(error) = got else { continue };
+            let ShardError::Skewed { tokens: t, experts: e, multiple, would_do } = error else {
+                panic!("{tokens} & {experts}: {error:?}")
+            };
+            assert_eq!((t, e), (tokens, experts));
+            let (small, large) = (tokens.min(experts), tokens.max(experts));
+            assert_eq!(multiple, small.next_power_of_two());
+            // What is said to do does, and nothing between would.
+            let with = |large: u32| {
+                if tokens < experts {
+                    ShardMap::xor(tokens, large, 1)
+                } else {
+                    ShardMap::xor(large, experts, 1)
+                }
+            };
+            let would_do = u32::try_from(would_do).unwrap();
+            assert!(would_do > large && with(would_do).is_ok(), "{error}");
+            assert!((large..would_do).all(|n| with(n).is_err()), "{error}");
+            let text = error.to_string();
+            assert!([tokens, experts, would_do].iter().all(|n| text.contains(&n.to_string())), "{text}");
+        }
+    }
+}
+
+#[test]
+fn shards_must_divide_the_ids() {
+    for tokens in 1..=40u32 {
+        for experts in 1..=40u32 {
+            if ShardMap::xor(tokens, experts, 1).is_err() {
+                continue;
+            }
+            let range = tokens.max(experts);
+            for shards in 1..=range + 3 {
+                let got = ShardMap::xor(tokens, experts, shards);
+                let mut count = vec![0u32; shards as usize];
+                for t in 0..tokens {
+                    (0..experts).for_each(|e| count[((t ^ e) % shards) as usize] += 1);
+                }
+                assert_eq!(got.is_ok(), uniform(&count), "{tokens} & {experts} on {shards}: {got:?}");
+                match got {
+                    Ok(map) => {
+                        assert_eq!((map.shards(), map.rule()), (shards, Rule::Xor { tokens, experts }));
+                        // Any t and expert, by their residues.
+                        for t in (0..3 * u64::from(tokens)).chain([u64::MAX, 1 << 33]) {
+                            for e in (0..experts + 3).chain([u32::MAX]) {
+                                let id = (t % u64::from(tokens)) as u32 ^ (e % experts);
+                                assert!(id < range);
+                                assert_eq!((map.id(t, e), map.shard(t, e)), (id, id % shards));
+                            }
+                        }
+                    }
+                    Err(error) => {
+                        let ShardError::Uneven { shards: s, range: r, would_do } = error else {
+                            panic!("{error:?}")
+                        };
+                        assert_eq!((s, r), (shards, range));
+                        assert!(ShardMap::xor(tokens, experts, would_do).is_ok(), "{error}");
+                        assert!((would_do + 1..=shards).all(|g| ShardMap::xor(tokens, experts, g).is_err()));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_moduli_of_the_specification() {
+    for (tokens, experts) in [(8, 8), (16, 8), (96, 16), (8, 16), (16, 96), (1, 7), (7, 1), (1, 1)] {
+        assert!(ids(tokens, experts).is_some_and(|count| uniform(&count)), "{tokens} & {experts}");
+        assert!(ShardMap::xor(tokens, experts, 1).is_ok(), "{tokens} & {experts}");
+    }
+    for (tokens, experts, next) in [(6, 6, 8), (7, 7, 8), (12, 10, 16), (100, 16, 112), (16, 100, 112)] {
+        assert!(!ids(tokens, experts).is_some_and(|count| uniform(&count)), "{tokens} & {experts}");
+        let got = ShardMap::xor(tokens, experts, 1);
+        assert!(matches!(got, Err(ShardError::Skewed { would_do, .. }) if would_do == next), "{got:?}");
+    }
+    for (tokens, experts, shards) in [(0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 0)] {
+        assert_eq!(ShardMap::xor(tokens, experts, shards), Err(ShardError::Zero));
+    }
+    assert_eq!(ShardMap::sum(0), Err(ShardError::Zero));
+}
+
+#[test]
+fn moduli_at_the_end_of_u32() {
+    assert!(ShardMap::xor(1 << 31, 1 << 31, 1 << 31).is_ok());
+    // As 7 & 7 and 7 & 6: the next that would do is 2^32.
+    for experts in [u32::MAX, u32::MAX - 1, (1 << 31) + 1] {
+        let got = ShardMap::xor(u32::MAX, experts, 1);
+        assert!(matches!(got, Err(ShardError::Skewed { would_do: 0x1_0000_0000, .. })), "{experts}: {got:?}");
+    }
+}
+
+#[test]
+fn the_sum_is_uniform_for_every_number_of_shards() {
+    for shards in 1..=70u32 {
+        let map = ShardMap::sum(shards).unwrap();
+        assert_eq!((map.shards(), map.rule()), (shards, Rule::Sum));
+        let mut count = vec![0u32; shards as usize];
+        for t in 0..u64::from(shards) {
+            for e in 0..shards {
+                assert_eq!(u64::from(map.shard(t, e)), (t + u64::from(e)) % u64::from(shards));
+                count[map.shard(t, e) as usize] += 1;
+            }
+        }
+        assert!(uniform(&count), "{shards} shards: {count:?}");
+        // Each expert alone goes over all shards, one after the other.
+        for e in [0, 1, shards, u32::MAX] {
+            let over: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(1 << 40 | t, e)).collect();
+            let first: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(t, e)).collect();
+            assert_eq!(first.len() as u32, shards);
+            assert!(over.len() as u32 <= shards && over.iter().all(|s| *s < shards));
+        }
+        for t in [u64::MAX, u64::MAX - 1, 1 << 63] {
+            let want = (u128::from(t) + u128::from(u32::MAX)) % u128::from(shards);
+            assert_eq!(u128::from(map.shard(t, u32::MAX)), want);
+        }
+    }
+    assert_eq!(ShardMap::ONE.shards(), 1);
+    assert_eq!(ShardMap::ONE.shard(u64::MAX, u32::MAX), 0);
+}
+
+/// Why t is a block of pages and not a token.
+#[test]
+fn by_token_one_expert_changes_shard_at_every_step() {
+    for (tokens, experts, shards) in [(8, 8, 8), (8, 8, 4), (8, 8, 2), (16, 8, 8), (96, 16, 8), (512, 16, 8)]
+    {
+        let map = ShardMap::xor(tokens, experts, shards).unwrap();
+        for expert in 0..experts {
+            let switches = |t: fn(u64) -> u64| {
+                (0..511u64).filter(|i| map.shard(t(*i), expert) != map.shard(t(i + 1), expert)).count()
+            };
+            assert_eq!(switches(|token| token), 511, "{tokens} & {experts} on {shards}");
+            assert_eq!(switches(|token| token / 32), 15);
+            assert_eq!(switches(|token| token / 256), 1);
+        }
+    }
+    // Pure expert sharding never does.
+    let map = ShardMap::xor(1, 8, 8).unwrap();
+    assert!((0..511u64).all(|t| map.shard(t, 5) == 5));
+}
+
+// ---- The ring --------------------------------------------------------------------------------------------------
+
+#[test]
+fn the_ring_is_what_a_queue_would_be() {
+    for window in 1..=70u32 {
+        for slack in 0..=40u32 {
+            let ring = Ring::new(window, slack).unwrap();
+            assert_eq!((ring.window(), ring.slack()), (window, slack));
+            // First position in the ring, and first one kept, as tokens come one by one.
+            let (mut left, mut kept) = (0, 0);
+            for len in 0..=300u32 {
+                if len > 0 {
+                    let token = len - 1;
+                    // A token sees `window` tokens in the ring, itself included; `slack` more are kept.
+                    while token - left + 1 > window {
+                        left += 1;
+                    }
+                    while token - kept + 1 > window + slack {
+                        kept += 1;
+                    }
+                }
+                assert_eq!(ring.left(len), left, "{ring:?} at {len}");
+                assert_eq!(ring.kept_from(len), kept, "{ring:?} at {len}");
+                assert_eq!(ring.resident(len), Resident(len - left), "{ring:?} at {len}");
+                let tiles: BTreeSet<u32> = (kept..len).map(|p| p / PAGE).collect();
+                let got = ring.tiles(len, len);
+                assert!(
+                    got.clone().eq(tiles.iter().copied()),
+                    "{ring:?} at {len}: {got:?}, expected {tiles:?}"
+                );
+                assert_eq!(ring.pages(len), tiles.len() as u32, "{ring:?} at {len}");
+                // Taken back by up to `slack`, every token of the shorter ring is still there.
+                for back in [0, slack / 2, slack] {
+                    assert!(kept <= ring.left(len.saturating_sub(back)), "{ring:?} at {len}, {back} back");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_ring_that_grows_keeps_all_of_its_tiles() {
+    for (window, slack) in [(1, 0), (1, 40), (31, 0), (32, 0), (33, 1), (48, 16), (64, 32)] {
+        let ring = Ring::new(window, slack).unwrap();
+        for from in 0..=150u32 {
+            for to in from..=from + 100 {
+                let tiles: BTreeSet<u32> = (ring.kept_from(from)..to).map(|p| p / PAGE).collect();
+                assert!(ring.tiles(from, to).eq(tiles), "{ring:?} from {from} to {to}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_ring_needs_a_token_and_ends_with_the_positions() {
+    let max = Position::MAX.0;
+    for (window, slack) in
+        [(0, 0), (0, 5), (max, 1), (1, max), (max + 1, 0), (u32::MAX, u32::MAX), (u32::MAX, 1)]
+    {
+        assert_eq!(Ring::new(window, slack), None, "{window} and {slack}");
+    }
+    for (window, slack) in [(1, 0), (max, 0), (1, max - 1)] {
+        let ring = Ring::new(window, slack).unwrap();
+        assert_eq!(ring.left(max), max - window);
+        assert_eq!(ring.kept_from(max), max - window - slack);
+        assert_eq!(ring.pages(max), max.div_ceil(32) - (max - window - slack) / 32);
+        assert_eq!(ring.pages(0), 0);
+    }
+}
