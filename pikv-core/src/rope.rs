@@ -62,7 +62,7 @@ impl Rotation<'_> {
         (pair[position as usize], pair[n + position as usize])
     }
 
-    /// Rotates one row in place, in the arithmetic of [`scores`].
+    /// Rotates one row in place, in the arithmetic that pages are read with.
     pub fn rotate(&self, row: &mut [f32], position: u32) {
         for i in 0..self.rope.rotary_dim as usize / 2 {
             let (a, b) = self.rope.pair(i);

@@ -1,0 +1,231 @@
+//! The lanes of a device: one thread each. Names follow cuda_std.
+
+use pikv_core::warp::{LANES, Warp};
+
+/// The thread's place in the launch.
+pub mod thread {
+    use core::arch::nvptx;
+
+    /// Index of the thread's warp in the launch; blocks are whole warps.
+    #[inline(always)]
+    pub fn warp_index() -> u32 {
+        // SAFETY: special registers, readable by any thread.
+        unsafe {
+            (nvptx::_block_idx_x() as u32 * nvptx::_block_dim_x() as u32 + nvptx::_thread_idx_x() as u32) / 32
+        }
+    }
+
+    /// Index of the thread in its warp.
+    #[inline(always)]
+    pub fn lane_index() -> u32 {
+        // SAFETY: a special register, readable by any thread.
+        unsafe { nvptx::_thread_idx_x() as u32 % 32 }
+    }
+}
+
+/// Operations of a whole warp. LLVM's own intrinsics, which it knows to be convergent; inline assembly is not marked so.
+pub mod warp {
+    /// All lanes.
+    const FULL: u32 = u32::MAX;
+
+    unsafe extern "C" {
+        #[link_name = "llvm.nvvm.shfl.sync.bfly.f32"]
+        fn bfly(mask: u32, x: f32, lanes: u32, clamp: u32) -> f32;
+        #[link_name = "llvm.nvvm.shfl.sync.idx.f32"]
+        fn idx(mask: u32, x: f32, lane: u32, clamp: u32) -> f32;
+        #[link_name = "llvm.nvvm.vote.ballot.sync"]
+        fn vote(mask: u32, p: bool) -> u32;
+    }
+
+    /// The value of lane `lane ^ mask`.
+    #[inline(always)]
+    pub fn shfl_xor(x: f32, mask: u32) -> f32 {
+        // SAFETY: pikv's control flow is uniform over a warp, so all 32 lanes arrive together.
+        unsafe { bfly(FULL, x, mask, 31) }
+    }
+
+    /// The value of lane `lane`.
+    #[inline(always)]
+    pub fn shfl_idx(x: f32, lane: u32) -> f32 {
+        // SAFETY: as in `shfl_xor`.
+        unsafe { idx(FULL, x, lane, 31) }
+    }
+
+    /// Bit `i` is lane `i`'s `p`.
+    #[inline(always)]
+    pub fn ballot(p: bool) -> u32 {
+        // SAFETY: as in `shfl_xor`.
+        unsafe { vote(FULL, p) }
+    }
+}
+
+/// The calling thread as a lane of its warp.
+#[derive(Clone, Copy)]
+pub struct Lane(u32);
+
+impl Lane {
+    /// # Safety
+    /// All 32 threads of the warp must call it together, and stay together: what they do with it has uniform control flow.
+    #[inline(always)]
+    pub unsafe fn new() -> Lane {
+        Lane(thread::lane_index())
+    }
+}
+
+impl Warp for Lane {
+    type F = f32;
+    type U = u32;
+    type M = bool;
+    type Slot = f32;
+
+    const NAME: &'static str = "ptx";
+    const ROWS: usize = 8;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> f32 {
+        x
+    }
+    #[inline(always)]
+    fn splat_u(self, x: u32) -> u32 {
+        x
+    }
+    #[inline(always)]
+    fn lane_id(self) -> u32 {
+        self.0
+    }
+    #[inline(always)]
+    fn load(self, row: &[u32; LANES]) -> u32 {
+        row[self.0 as usize % LANES]
+    }
+    #[inline(always)]
+    fn load_part(self, row: &[u32]) -> u32 {
+        match row.get(self.0 as usize) {
+            Some(word) => *word,
+            None => 0,
+        }
+    }
+    #[inline(always)]
+    fn load_f(self, row: &[f32; LANES]) -> f32 {
+        row[self.0 as usize % LANES]
+    }
+    #[inline(always)]
+    fn gather(self, table: &[f32], index: u32) -> f32 {
+        table[index as usize]
+    }
+    #[inline(always)]
+    fn store(self, x: f32, row: &mut [f32; LANES]) {
+        row[self.0 as usize % LANES] = x;
+    }
+    #[inline(always)]
+    fn add(self, a: f32, b: f32) -> f32 {
+        a + b
+    }
+    #[inline(always)]
+    fn sub(self, a: f32, b: f32) -> f32 {
+        a - b
+    }
+    #[inline(always)]
+    fn mul(self, a: f32, b: f32) -> f32 {
+        a * b
+    }
+    #[inline(always)]
+    fn div(self, a: f32, b: f32) -> f32 {
+        a / b
+    }
+    #[inline(always)]
+    fn fma(self, a: f32, b: f32, c: f32) -> f32 {
+        core::f32::math::mul_add(a, b, c)
+    }
+    #[inline(always)]
+    fn max(self, a: f32, b: f32) -> f32 {
+        if a > b { a } else { b }
+    }
+    #[inline(always)]
+    fn bits(self, a: f32) -> u32 {
+        a.to_bits()
+    }
+    #[inline(always)]
+    fn from_bits(self, a: u32) -> f32 {
+        f32::from_bits(a)
+    }
+    #[inline(always)]
+    fn and(self, a: u32, b: u32) -> u32 {
+        a & b
+    }
+    #[inline(always)]
+    fn or(self, a: u32, b: u32) -> u32 {
+        a | b
+    }
+    #[inline(always)]
+    fn add_u(self, a: u32, b: u32) -> u32 {
+        a.wrapping_add(b)
+    }
+    #[inline(always)]
+    fn sub_u(self, a: u32, b: u32) -> u32 {
+        a.wrapping_sub(b)
+    }
+    #[inline(always)]
+    fn shl<const N: u32>(self, a: u32) -> u32 {
+        a << N
+    }
+    #[inline(always)]
+    fn shr<const N: u32>(self, a: u32) -> u32 {
+        a >> N
+    }
+    #[inline(always)]
+    fn sra<const N: u32>(self, a: u32) -> u32 {
+        (a as i32 >> N) as u32
+    }
+    #[inline(always)]
+    fn to_f(self, a: u32) -> f32 {
+        a as i32 as f32
+    }
+    #[inline(always)]
+    fn lt(self, a: f32, b: f32) -> bool {
+        a < b
+    }
+    #[inline(always)]
+    fn ge_i(self, a: u32, b: u32) -> bool {
+        a as i32 >= b as i32
+    }
+    #[inline(always)]
+    fn and_m(self, a: bool, b: bool) -> bool {
+        a & b
+    }
+    #[inline(always)]
+    fn or_m(self, a: bool, b: bool) -> bool {
+        a | b
+    }
+    #[inline(always)]
+    fn select(self, m: bool, a: f32, b: f32) -> f32 {
+        if m { a } else { b }
+    }
+    #[inline(always)]
+    fn ballot(self, m: bool) -> u32 {
+        warp::ballot(m)
+    }
+    #[inline(always)]
+    fn mask(self, bits: u32) -> bool {
+        bits >> self.0 & 1 == 1
+    }
+    #[inline(always)]
+    fn shfl_xor(self, a: f32, mask: u32) -> f32 {
+        warp::shfl_xor(a, mask)
+    }
+    #[inline(always)]
+    fn lane(self, a: f32, i: usize) -> f32 {
+        warp::shfl_idx(a, i as u32)
+    }
+    #[inline(always)]
+    fn park(self, a: f32) -> f32 {
+        a
+    }
+    #[inline(always)]
+    fn unpark(self, s: &f32) -> f32 {
+        *s
+    }
+    #[inline(always)]
+    fn bcast(self, s: &f32, i: usize) -> f32 {
+        warp::shfl_idx(*s, i as u32)
+    }
+}
