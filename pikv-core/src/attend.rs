@@ -362,7 +362,10 @@ pub fn attend_block<W: Warp, const R: usize>(
         out_m[r] = m[r];
         out_l[r] = w.reduce_sum(l[r]);
     }
-    acc.fill([0.0; LANES]);
+    // By lanes, not by a fill: on a device each lane may run ahead with its own words.
+    for row in acc.iter_mut() {
+        w.store(w.splat(0.0), row);
+    }
     for (i, page) in pages.iter().enumerate() {
         let v = &page.words[layout.v_base() as usize..];
         let ahead = match pages.get(i + 1) {

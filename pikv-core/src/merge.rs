@@ -67,20 +67,25 @@ pub fn merge<W: Warp>(w: W, left: &mut Partial<'_>, right: &Partial<'_>) {
     }
     let stride = left.acc.len() / rows;
     for r in 0..rows {
-        if right.m[r] == f32::NEG_INFINITY {
+        // Every lane reads both before any lane writes.
+        let (ml, mr, ll, lr) = (left.m[r], right.m[r], left.l[r], right.l[r]);
+        w.sync();
+        if mr == f32::NEG_INFINITY {
             continue;
         }
         let (a, b) = (&mut left.acc[r * stride..][..stride], &right.acc[r * stride..][..stride]);
-        if left.m[r] == f32::NEG_INFINITY {
-            left.m[r] = right.m[r];
-            left.l[r] = right.l[r];
-            a.copy_from_slice(b);
+        if ml == f32::NEG_INFINITY {
+            left.m[r] = mr;
+            left.l[r] = lr;
+            for (a, b) in a.iter_mut().zip(b) {
+                w.store(w.load_f(b), a);
+            }
             continue;
         }
-        let m = if left.m[r] > right.m[r] { left.m[r] } else { right.m[r] };
-        let (x, y) = (math::exp2i(left.m[r] - m), math::exp2i(right.m[r] - m));
+        let m = if ml > mr { ml } else { mr };
+        let (x, y) = (math::exp2i(ml - m), math::exp2i(mr - m));
         left.m[r] = m;
-        left.l[r] = left.l[r] * x + right.l[r] * y;
+        left.l[r] = ll * x + lr * y;
         for (a, b) in a.iter_mut().zip(b) {
             let sum = w.add(w.mul(w.load_f(a), w.splat(x)), w.mul(w.load_f(b), w.splat(y)));
             w.store(sum, a);
@@ -92,20 +97,12 @@ pub fn merge<W: Warp>(w: W, left: &mut Partial<'_>, right: &Partial<'_>) {
 /// A row that saw nothing gets zeros and -inf.
 #[inline(always)]
 pub fn finish<W: Warp>(w: W, layout: &Layout, m: f32, l: f32, acc: &[[f32; LANES]], out: &mut [f32]) -> f32 {
-    if m == f32::NEG_INFINITY {
-        out.fill(0.0);
-        return f32::NEG_INFINITY;
-    }
+    let seen = m != f32::NEG_INFINITY;
     let per_word = layout.v.per_word() as usize;
     for (i, row) in acc.iter().enumerate() {
-        let mut y = [0.0; LANES];
-        w.store(w.div(w.load_f(row), w.splat(l)), &mut y);
         let (col, j) = (i / per_word, i % per_word);
-        for (lane, y) in y.iter().enumerate() {
-            if let Some(out) = out.get_mut((col * LANES + lane) * per_word + j) {
-                *out = *y;
-            }
-        }
+        let y = if seen { w.div(w.load_f(row), w.splat(l)) } else { w.splat(0.0) };
+        w.scatter(y, out, col * LANES * per_word + j, per_word);
     }
-    m * core::f32::consts::LN_2 + math::ln1(l)
+    if seen { m * core::f32::consts::LN_2 + w.lane(math::ln(w, w.splat(l)), 0) } else { f32::NEG_INFINITY }
 }

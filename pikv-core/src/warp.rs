@@ -116,6 +116,22 @@ pub trait Warp: Copy {
     /// Lane `i` of what was parked, in every lane.
     fn bcast(self, s: &Self::Slot, i: usize) -> Self::F;
 
+    /// Lane `i` writes `out[start + i * step]`, if there is one.
+    #[inline(always)]
+    fn scatter(self, x: Self::F, out: &mut [f32], start: usize, step: usize) {
+        let mut row = [0.0; LANES];
+        self.store(x, &mut row);
+        for (i, x) in row.iter().enumerate() {
+            if let Some(out) = out.get_mut(start + i * step) {
+                *out = *x;
+            }
+        }
+    }
+
+    /// Waits until all lanes are here: what one wrote before, the others see after. Lanes of a CPU always are.
+    #[inline(always)]
+    fn sync(self) {}
+
     /// Hints that `row` will be read soon.
     #[inline(always)]
     fn prefetch(self, row: &[u32; LANES]) {
@@ -125,21 +141,21 @@ pub trait Warp: Copy {
     /// Largest lane, by a butterfly of [`Warp::max`] over distances 16, 8, 4, 2, 1.
     #[inline(always)]
     fn reduce_max(self, a: Self::F) -> f32 {
-        let mut a = a;
-        for d in [16, 8, 4, 2, 1] {
-            a = self.max(a, self.shfl_xor(a, d));
-        }
-        self.lane(a, 0)
+        let a = self.max(a, self.shfl_xor(a, 16));
+        let a = self.max(a, self.shfl_xor(a, 8));
+        let a = self.max(a, self.shfl_xor(a, 4));
+        let a = self.max(a, self.shfl_xor(a, 2));
+        self.lane(self.max(a, self.shfl_xor(a, 1)), 0)
     }
 
     /// Sum of the lanes, by a butterfly of [`Warp::add`] over distances 16, 8, 4, 2, 1.
     #[inline(always)]
     fn reduce_sum(self, a: Self::F) -> f32 {
-        let mut a = a;
-        for d in [16, 8, 4, 2, 1] {
-            a = self.add(a, self.shfl_xor(a, d));
-        }
-        self.lane(a, 0)
+        let a = self.add(a, self.shfl_xor(a, 16));
+        let a = self.add(a, self.shfl_xor(a, 8));
+        let a = self.add(a, self.shfl_xor(a, 4));
+        let a = self.add(a, self.shfl_xor(a, 2));
+        self.lane(self.add(a, self.shfl_xor(a, 1)), 0)
     }
 }
 

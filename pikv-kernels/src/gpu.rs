@@ -35,6 +35,8 @@ pub mod warp {
         fn idx(mask: u32, x: f32, lane: u32, clamp: u32) -> f32;
         #[link_name = "llvm.nvvm.vote.ballot.sync"]
         fn vote(mask: u32, p: bool) -> u32;
+        #[link_name = "llvm.nvvm.bar.warp.sync"]
+        fn bar(mask: u32);
     }
 
     /// The value of lane `lane ^ mask`.
@@ -49,6 +51,13 @@ pub mod warp {
     pub fn shfl_idx(x: f32, lane: u32) -> f32 {
         // SAFETY: as in `shfl_xor`.
         unsafe { idx(FULL, x, lane, 31) }
+    }
+
+    /// Waits for all lanes, and makes their writes visible to each other.
+    #[inline(always)]
+    pub fn sync_warp() {
+        // SAFETY: as in `shfl_xor`.
+        unsafe { bar(FULL) }
     }
 
     /// Bit `i` is lane `i`'s `p`.
@@ -215,6 +224,16 @@ impl Warp for Lane {
     #[inline(always)]
     fn lane(self, a: f32, i: usize) -> f32 {
         warp::shfl_idx(a, i as u32)
+    }
+    #[inline(always)]
+    fn scatter(self, x: f32, out: &mut [f32], start: usize, step: usize) {
+        if let Some(out) = out.get_mut(start + self.0 as usize * step) {
+            *out = x;
+        }
+    }
+    #[inline(always)]
+    fn sync(self) {
+        warp::sync_warp();
     }
     #[inline(always)]
     fn park(self, a: f32) -> f32 {

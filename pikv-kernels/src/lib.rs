@@ -1,7 +1,7 @@
 //! Device entry points of pikv: a few lines each over [`pikv_core`], and the lanes of a device.
 //!
-//! For `nvptx64-nvidia-cuda` only; elsewhere the crate is empty. No arithmetic lives here. CI compiles it; nothing runs it
-//! yet.
+//! For `nvptx64-nvidia-cuda`; elsewhere the crate is only what kernels are given ([`args`]). No arithmetic lives here.
+//! `build-ptx.sh` compiles it to the files in `ptx`, which are committed.
 #![no_std]
 #![deny(missing_docs)]
 #![cfg_attr(
@@ -10,8 +10,9 @@
     allow(internal_features)
 )]
 
+pub mod args;
 #[cfg(target_arch = "nvptx64")]
-mod attend;
+pub mod attend;
 #[cfg(target_arch = "nvptx64")]
 pub mod gpu;
 
