@@ -278,6 +278,26 @@ fn page_weigh<W: Warp, const R: usize>(
     }
 }
 
+/// Whether a row sees a token. (Comparing arrays would call memcmp on a device.)
+#[inline(always)]
+fn any<const R: usize>(seen: &[u32; R]) -> bool {
+    let mut bits = 0;
+    for row in seen {
+        bits |= row;
+    }
+    bits != 0
+}
+
+/// Whether all rows see the same tokens.
+#[inline(always)]
+fn alike<const R: usize>(seen: &[u32; R]) -> bool {
+    let mut bits = 0;
+    for row in seen {
+        bits |= row ^ seen[0];
+    }
+    bits == 0
+}
+
 /// Attends `R` query rows over at most [`BLOCK`] pages and writes their partial results to rows `row..row + R` of `out`.
 ///
 /// `next` is the page that will be read after these, for the prefetch. With `raw`, `p` of each row, page and lane is
@@ -302,17 +322,17 @@ pub fn attend_block<W: Warp, const R: usize>(
     let mut slots = [[w.park(none); R]; BLOCK];
     let mut seen = [[0u32; R]; BLOCK];
     let mut top = [none; R];
-    let alike = query.sight.iter().all(|s| *s == query.sight[0]);
+    let one_sight = query.sight.iter().all(|s| *s == query.sight[0]);
     for (i, page) in pages.iter().enumerate() {
         let position = w.load_part(&page.words[..LANES]);
-        if alike {
+        if one_sight {
             seen[i] = [query.sight[0].mask(w, position, page.fill); R];
         } else {
             for (seen, sight) in seen[i].iter_mut().zip(&query.sight) {
                 *seen = sight.mask(w, position, page.fill);
             }
         }
-        if seen[i] == [0; R] {
+        if !any(&seen[i]) {
             continue;
         }
         let ahead = match pages.get(i + 1) {
@@ -372,7 +392,7 @@ pub fn attend_block<W: Warp, const R: usize>(
             Some(next) => &next.words[layout.v_base() as usize..],
             None => next.map_or(&[][..], |words| &words[Layout::K_BASE as usize..]),
         };
-        if seen[i] == [seen[i][0]; R] {
+        if alike(&seen[i]) {
             if seen[i][0] != 0 {
                 page_weigh(w, layout, v, seen[i][0], &slots[i], acc, stride, ahead);
             }
