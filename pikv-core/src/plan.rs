@@ -44,11 +44,16 @@ impl StoreShape {
         position < self.sinks || layer.window.is_none_or(|w| w > self.ring.window())
     }
 
+    /// Pages that `tokens` more tokens of a run take, where its last page has room for `room`.
+    pub const fn run_pages(tokens: u32, room: u32) -> u64 {
+        tokens.saturating_sub(room).div_ceil(PAGE) as u64
+    }
+
     /// Pages of one head of `layer` at `len` tokens, of which `filed[e]` lie in the pages of expert `e`.
     pub fn pages_at(&self, len: u32, filed: impl IntoIterator<Item = u32>) -> u64 {
         let sinks = self.ring.left(len).min(self.sinks);
-        let pool: u64 = filed.into_iter().map(|n| u64::from(n.div_ceil(PAGE))).sum();
-        u64::from(self.ring.pages(len)) + u64::from(sinks.div_ceil(PAGE)) + pool
+        let pool: u64 = filed.into_iter().map(|n| Self::run_pages(n, 0)).sum();
+        u64::from(self.ring.pages(len)) + Self::run_pages(sinks, 0) + pool
     }
 
     /// Bytes of one layer at `len` tokens: every page of every head, positions and padding included.
@@ -79,7 +84,7 @@ impl StoreShape {
         // A window leaves each expert at most one page whose first tokens are already out of sight.
         let straddling = if layer.window.is_some() { open } else { 0 };
         let pages = u64::from(self.ring.pages(len))
-            + u64::from(left.min(self.sinks).div_ceil(PAGE))
+            + Self::run_pages(left.min(self.sinks), 0)
             + u64::from(open)
             + u64::from((pool - open) / PAGE)
             + u64::from(straddling);

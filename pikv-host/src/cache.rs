@@ -1,9 +1,10 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
 use crate::arena::Arenas;
-use crate::attend::{Attend, Output, View, attend};
+use crate::attend::{Attend, Output, attend};
 use crate::config::CacheConfig;
 use crate::error::Error;
+use crate::job::View;
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
 use crate::step::Step;

@@ -6,9 +6,13 @@
 
 pub mod arena;
 pub mod attend;
+mod block;
 mod cache;
 pub mod config;
 pub mod error;
+mod filing;
+mod forest;
+mod job;
 pub mod lanes;
 mod reduce;
 mod rope;

@@ -1,12 +1,14 @@
 //! A step: tokens added to some sequences, layer by layer, all or nothing.
 
 use crate::arena::Reservation;
-use crate::attend::{Attend, Output, View, attend};
+use crate::attend::{Attend, Output, attend};
 use crate::cache::Inner;
 use crate::error::Error;
-use crate::sequence::{Layer, Sequence, own};
-use pikv_core::page::{PAGE, Position};
-use pikv_core::plan::LayerShape;
+use crate::filing::{Layer, own};
+use crate::job::View;
+use crate::sequence::Sequence;
+use pikv_core::page::{PAGE, Position, Slot};
+use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 
@@ -251,7 +253,7 @@ fn pages_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
     let filed = if store.files(shape, u32::MAX) { left - fresh - sinks } else { 0 };
     let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
     if sinks > 0 {
-        unknown += u64::from(sinks.div_ceil(PAGE)) + 1;
+        unknown += StoreShape::run_pages(sinks, 0) + 1;
     }
     let mut pages = 0;
     for head in &layer.heads {
@@ -263,7 +265,7 @@ fn pages_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
             let room = chain.room();
             let free = room.map_or(0, |entry| PAGE - entry.fill);
             let shared = room.and_then(|entry| entry.page.as_ref()).is_some_and(|page| page.is_shared());
-            pages += u64::from(n.saturating_sub(free).div_ceil(PAGE)) + u64::from(shared);
+            pages += StoreShape::run_pages(n, free) + u64::from(shared);
         }
     }
     pages
@@ -287,13 +289,13 @@ fn write(
     for (h, head) in state.heads.iter_mut().enumerate() {
         let mut position = old;
         while position < end {
-            let tile = position / PAGE;
+            let Slot { tile, lane } = Position(position).into();
             let at = (tile - state.first_tile) as usize;
             if at == head.ring.len() {
                 let shard = inner.shard_of(crate::Place::Ring, tile, h);
                 head.ring.push_back(pages.take(shard, layout.words())?);
             }
-            let words = own(&mut head.ring[at], layout, position % PAGE, pages)?;
+            let words = own(&mut head.ring[at], layout, lane, pages)?;
             for p in position..end.min((tile + 1) * PAGE) {
                 let row = (p - old) as usize;
                 let key = &k[(row * heads + h) * k_dim..][..k_dim];
