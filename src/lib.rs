@@ -10,5 +10,5 @@ pub use pikv_core::{
 };
 pub use pikv_host::{
     Attend, Cache, CacheConfig, ConfigError, Error, Output, PageId, PageInfo, PageMass, Place, Rows,
-    Sequence, Step, Usage, lanes,
+    Sequence, Step, Usage, lanes, router,
 };

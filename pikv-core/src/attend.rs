@@ -300,6 +300,9 @@ fn alike<const R: usize>(seen: &[u32; R]) -> bool {
 
 /// Attends `R` query rows over at most [`BLOCK`] pages and writes their partial results to rows `row..row + R` of `out`.
 ///
+/// Scores of 2^24 and more, of either sign, are not told apart from an overflow: a row whose scores are all -inf gets `m` =
+/// +inf, one with a NaN an `l` that is NaN, and the end of the reduction has to look.
+///
 /// `next` is the page that will be read after these, for the prefetch. With `raw`, `p` of each row, page and lane is
 /// written to `raw[row][page][lane]` (0 for tokens not seen), for the attention mass.
 ///
@@ -322,6 +325,7 @@ pub fn attend_block<W: Warp, const R: usize>(
     let mut slots = [[w.park(none); R]; BLOCK];
     let mut seen = [[0u32; R]; BLOCK];
     let mut top = [none; R];
+    let mut saw = [0; R];
     let one_sight = query.sight.iter().all(|s| *s == query.sight[0]);
     for (i, page) in pages.iter().enumerate() {
         let position = w.load_part(&page.words[..LANES]);
@@ -347,6 +351,7 @@ pub fn attend_block<W: Warp, const R: usize>(
             if seen[i][r] != u32::MAX {
                 s[r] = w.select(w.mask(seen[i][r]), s[r], none);
             }
+            saw[r] |= seen[i][r];
             top[r] = w.max(top[r], s[r]);
             slots[i][r] = w.park(s[r]);
         }
@@ -358,6 +363,8 @@ pub fn attend_block<W: Warp, const R: usize>(
         if x != f32::NEG_INFINITY {
             m[r] = math::ceil(x);
             base[r] = m[r];
+        } else if saw[r] != 0 {
+            m[r] = f32::INFINITY;
         }
     }
     let mut l = [w.splat(0.0); R];

@@ -14,6 +14,7 @@ extern crate std;
 
 pub mod attend;
 pub mod dtype;
+pub mod hash;
 pub mod math;
 pub mod merge;
 pub mod page;
@@ -21,6 +22,7 @@ pub mod plan;
 pub mod portable;
 pub mod ring;
 pub mod rope;
+pub mod score;
 pub mod shard;
 pub mod warp;
 

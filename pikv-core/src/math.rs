@@ -42,10 +42,11 @@ fn upper<W: Warp>(w: W, x: W::F, top: f32, y: W::F) -> W::F {
     w.select(below, y, rest)
 }
 
-/// 2^x for `x` <= 0 or -inf, the form of the softmax. At most 1 ulp off; 0 below -126. Not for NaN or `x` > 0.
+/// 2^x for `x` <= 0 or -inf, the form of the softmax. At most 1 ulp off; 0 below -126; NaN for NaN. Not for `x` > 0.
 #[inline(always)]
 pub fn exp2_nonpos<W: Warp>(w: W, x: W::F) -> W::F {
-    let y = w.max(x, w.splat(-127.0));
+    // In this order `max` keeps a NaN.
+    let y = w.max(w.splat(-127.0), x);
     let shifted = w.add(y, w.splat(MAGIC));
     let f = w.sub(y, w.sub(shifted, w.splat(MAGIC)));
     let y = scale(w, horner(w, &EXP2_POLY, f), shifted);

@@ -70,24 +70,24 @@ impl StoreShape {
         self.pages_at(len, filed) * u64::from(layer.kv_heads) * layer.layout.bytes()
     }
 
-    /// The most bytes that one layer takes at `len` tokens, whatever the router chose: each expert's last page holds one
-    /// token.
+    /// The most bytes that one layer holds at `len` tokens, whatever the router chose. A step needs more on its way there: the
+    /// pages it fills before it gives others back, and those it copies from forks.
     pub fn bytes_at_most(&self, layer: &LayerShape, len: u32) -> u64 {
         let left = self.ring.left(len);
-        let pool = if !self.files(layer, u32::MAX) {
-            0
+        let sinks = left.min(self.sinks);
+        let filed = if self.files(layer, u32::MAX) { left - sinks } else { 0 };
+        let gone = layer.window.map_or(0, |w| len.saturating_sub(w.saturating_add(self.ring.slack())));
+        let seen = filed.min(left.saturating_sub(gone.max(self.sinks)));
+        // Every expert has a last page, full or not, which stays even if all of it left the window: an expert may go quiet.
+        // With a window, another page of it may hold a single token that is still seen.
+        let open = filed.min(self.experts);
+        let pool = if seen == filed {
+            open + (filed - open) / PAGE
         } else {
-            let seen = layer.window.map_or(0, |w| len.saturating_sub(w.saturating_add(self.ring.slack())));
-            left.saturating_sub(seen.max(self.sinks))
+            let straddling = self.experts.min(seen / 2);
+            open + straddling + (seen - 2 * straddling) / PAGE
         };
-        let open = pool.min(self.experts);
-        // A window leaves each expert at most one page whose first tokens are already out of sight.
-        let straddling = if layer.window.is_some() { open } else { 0 };
-        let pages = u64::from(self.ring.pages(len))
-            + Self::run_pages(left.min(self.sinks), 0)
-            + u64::from(open)
-            + u64::from((pool - open) / PAGE)
-            + u64::from(straddling);
+        let pages = u64::from(self.ring.pages(len)) + Self::run_pages(sinks, 0) + u64::from(pool);
         pages * u64::from(layer.kv_heads) * layer.layout.bytes()
     }
 }

@@ -20,7 +20,7 @@ pub enum Pairs {
 /// Parameters of a rotation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies: pair `i` turns by `theta^(-2 i / rotary_dim)` a position.
+    /// Base of the frequencies, at least 1: pair `i` turns by `theta^(-2 i / rotary_dim)` a position.
     pub theta: f64,
     /// Channels that turn, the first of the head; the others pass. Even, at most `k_dim`.
     pub rotary_dim: u32,

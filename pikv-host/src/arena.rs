@@ -70,7 +70,7 @@ pub struct Page {
     arenas: Arc<Arenas>,
     words: NonNull<u32>,
     refs: NonNull<AtomicU32>,
-    shard: u16,
+    shard: u32,
     class: u16,
     chunk: u32,
     index: u32,
@@ -122,7 +122,7 @@ impl Arenas {
     }
 
     fn give_back(&self, page: &Page) {
-        let (shard, class) = (usize::from(page.shard), usize::from(page.class));
+        let (shard, class) = (page.shard as usize, usize::from(page.class));
         let words = self.classes[class] as usize;
         if self.poison {
             // SAFETY: the last handle is being dropped, so nobody else reads or writes these `words` words of the chunk.
@@ -211,15 +211,8 @@ impl Reservation {
         let (chunk, index, first, refs) = arenas.arena(shard as usize, class).take(words)?;
         self.bytes -= bytes;
         arenas.shards[shard as usize].fetch_add(bytes, Ordering::Relaxed);
-        let mut page = Page {
-            arenas: arenas.clone(),
-            words: first,
-            refs,
-            shard: shard as u16,
-            class: class as u16,
-            chunk,
-            index,
-        };
+        let mut page =
+            Page { arenas: arenas.clone(), words: first, refs, shard, class: class as u16, chunk, index };
         let poison = if arenas.poison { words as usize } else { pikv_core::LANES };
         if let Some(words) = page.words_mut() {
             words[..poison].fill(POISON);
@@ -258,7 +251,7 @@ impl Page {
 
     /// The shard that holds the page.
     pub fn shard(&self) -> u32 {
-        u32::from(self.shard)
+        self.shard
     }
 
     fn count(&self) -> &AtomicU32 {

@@ -20,7 +20,7 @@ use std::sync::atomic::AtomicUsize;
 pub struct Attend {
     /// Factor of `q . k`, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
-    /// Logits become `softcap * tanh(logit / softcap)`, as in Gemma 2.
+    /// Logits become `softcap * tanh(logit / softcap)`, as in Gemma 2; to within 1.2e-7 of the cap.
     pub softcap: Option<f32>,
     /// Blocks of 256 tokens that a task takes, a power of two. By default chosen from the work and the threads. It bears on
     /// speed only.
@@ -94,6 +94,9 @@ impl PageMass {
     }
 }
 
+/// Capped logits stay below what the scores can be.
+const MAX_SOFTCAP: f32 = 8_388_608.0;
+
 pub(crate) fn attend(
     inner: &Inner,
     layer: usize,
@@ -107,11 +110,15 @@ pub(crate) fn attend(
     if !(scale.is_finite() && scale > 0.0) {
         return Err(Error::Scale(scale));
     }
-    if let Some(cap) = softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+    if let Some(cap) = softcap.filter(|cap| !(*cap > 0.0 && *cap < MAX_SOFTCAP)) {
         return Err(Error::Softcap(cap));
     }
     if let Some(split) = split.filter(|split| !split.is_power_of_two()) {
         return Err(Error::Split(split));
+    }
+    let factor = softcap.map_or(scale * std::f32::consts::LOG2_E, |cap| scale / cap);
+    if !(factor.is_finite() && factor > 0.0) {
+        return Err(Error::Scale(scale));
     }
     let mut starts = Vec::with_capacity(views.len());
     let mut rows = 0;
@@ -137,7 +144,7 @@ pub(crate) fn attend(
         views,
         starts,
         q,
-        factor: softcap.map_or(scale * std::f32::consts::LOG2_E, |cap| scale / cap),
+        factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
         table,
         overflow: AtomicUsize::new(usize::MAX),

@@ -15,7 +15,7 @@ pub struct CacheConfig {
     pub layers: Vec<LayerShape>,
     /// Newest tokens that stay in the ring, in order of position.
     pub ring: u32,
-    /// First positions that are never evicted and are seen from every sliding window.
+    /// First positions, filed apart from the experts: seen from every sliding window, and not dropped when it moves on.
     pub sinks: u32,
     /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can always take back: draft length of speculative decoding.
     pub rollback: u32,
@@ -139,7 +139,7 @@ fn check_layer(layer: usize, shape: &LayerShape) -> Result<(), ConfigError> {
     if let Some(rope) = rope {
         let (theta, rotary_dim) = (rope.theta, rope.rotary_dim);
         let turns = rotary_dim >= 2 && rotary_dim <= k_dim && rotary_dim.is_multiple_of(2);
-        if !(theta.is_finite() && theta > 0.0 && turns) {
+        if !(theta.is_finite() && theta >= 1.0 && turns) {
             return Err(ConfigError::Rope { layer, theta, rotary_dim, k_dim });
         }
     }

@@ -43,7 +43,7 @@ pub enum ConfigError {
     },
     /// A rotation that is not one.
     #[error(
-        "layer {layer}: rope with theta {theta} over {rotary_dim} of {k_dim} channels; theta must be finite and above 0, \
+        "layer {layer}: rope with theta {theta} over {rotary_dim} of {k_dim} channels; theta must be finite and at least 1, \
          the channels even, at least 2 and at most k_dim"
     )]
     Rope {
@@ -106,8 +106,8 @@ pub enum Error {
         /// Bytes left.
         available: u64,
     },
-    /// The system has no memory for pages that the budget would allow.
-    #[error("the system refused {bytes} bytes for pages")]
+    /// The system has no memory for pages that the budget would allow, or for a table of rotations.
+    #[error("the system refused {bytes} bytes for pages or tables")]
     OutOfMemory {
         /// Bytes asked of the system.
         bytes: u64,
@@ -176,9 +176,10 @@ pub enum Error {
         /// The value.
         value: f32,
     },
-    /// Scores beyond 2^24: the products overflowed, or no softmax can tell them apart.
+    /// Scores beyond 2^24 (the products overflowed, or no softmax can tell them apart), or values whose sum overflows.
     #[error(
-        "layer {layer}, row {row}, query head {head}: scores reach 2^24 and more; is the scale {scale} right?"
+        "layer {layer}, row {row}, query head {head}: scores reach 2^24 and more, or the weighted values overflow; is the \
+         scale {scale} right?"
     )]
     ScoreOverflow {
         /// The layer.
@@ -191,10 +192,10 @@ pub enum Error {
         scale: f32,
     },
     /// A scale that is not a number above 0.
-    #[error("scale {0}: it must be finite and above 0, usually 1 / sqrt(head_dim)")]
+    #[error("scale {0}: it must be finite and above 0, over the softcap too; usually 1 / sqrt(head_dim)")]
     Scale(f32),
     /// A cap that is not a number above 0.
-    #[error("softcap {0}: it must be finite and above 0")]
+    #[error("softcap {0}: it must be above 0 and below 2^23")]
     Softcap(f32),
     /// A split that is no power of two.
     #[error("split of {0} blocks: it must be a power of two")]

@@ -44,6 +44,9 @@ pub(crate) struct Layer {
     /// Experts of positions `tags_from..`, `top_k` each.
     pub tags: VecDeque<u16>,
     pub tags_from: u32,
+    /// Pages that the step under way copied because they were shared: the head, the chain (or the ring), and the original, to
+    /// be put back if the step is dropped.
+    pub undo: Vec<(usize, Option<usize>, Page)>,
 }
 
 impl Chain {
@@ -80,6 +83,7 @@ impl Layer {
             filed: 0,
             tags: VecDeque::new(),
             tags_from: 0,
+            undo: Vec::new(),
         }
     }
 
@@ -115,7 +119,10 @@ impl Layer {
                 let tile = (tile - self.first_tile) as usize;
                 for h in 0..self.heads.len() {
                     // A head that runs out leaves the earlier ones with a token more: undone here, so that all agree.
-                    if let Err(error) = self.heads[h].file(inner, shape, c, tile, lane, h, pages) {
+                    let mut shared = None;
+                    let filed = self.heads[h].file(inner, shape, c, tile, lane, h, pages, &mut shared);
+                    self.undo.extend(shared.map(|page| (h, Some(c), page)));
+                    if let Err(error) = filed {
                         self.heads[..h].iter_mut().for_each(|head| head.chains[c].pop());
                         return Err(error);
                     }
@@ -143,6 +150,22 @@ impl Layer {
         }
     }
 
+    /// Undoes a step: back to `len` tokens, on the pages that were there.
+    pub fn abort(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+        self.truncate(inner, shape, len);
+        // What was copied was not full, so once the step's tokens are gone it is the last of its run again.
+        for (head, chain, original) in self.undo.drain(..) {
+            let head = &mut self.heads[head];
+            let page = match chain {
+                None => head.ring.back_mut(),
+                Some(c) => head.chains[c].entries.back_mut().and_then(|entry| entry.page.as_mut()),
+            };
+            if let Some(page) = page {
+                *page = original;
+            }
+        }
+    }
+
     /// Frees what nobody can see or take back at `len` tokens.
     pub fn release(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
         let ring = inner.store.ring;
@@ -155,11 +178,13 @@ impl Layer {
         // The oldest row that can still be asked for, one before `len - slack`, sees from here.
         let seen = len.saturating_sub(window.saturating_add(ring.slack()));
         for head in &mut self.heads {
-            // Only full pages: which page a token is filed in must not depend on when the window moved on.
+            // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
             for chain in &mut head.chains[1..] {
                 while let Some(front) = chain.entries.front()
-                    && front.fill == PAGE
-                    && front.page.as_ref().is_none_or(|page| page.words()[PAGE as usize - 1] < seen)
+                    && front
+                        .page
+                        .as_ref()
+                        .is_none_or(|page| front.fill == PAGE && page.words()[PAGE as usize - 1] < seen)
                 {
                     chain.entries.pop_front();
                     chain.first += 1;
@@ -188,6 +213,7 @@ impl Head {
         lane: u32,
         head: usize,
         pages: &mut Reservation,
+        shared: &mut Option<Page>,
     ) -> Result<(), Error> {
         let layout = &shape.layout;
         let chain = &mut self.chains[c];
@@ -200,19 +226,21 @@ impl Head {
         let Some(Entry { page: Some(page), fill }) = chain.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
-        let words = own(page, layout, *fill, pages)?;
+        let words = own(page, layout, *fill, pages, shared)?;
         layout.copy(self.ring[tile].words(), lane, words, *fill);
         *fill += 1;
         Ok(())
     }
 }
 
-/// The words of a page to be written, after it was copied if it is shared. Lanes from `fill` on are not copied as tokens.
+/// The words of a page to be written, after its first `fill` lanes were copied if it is shared; the original is then left
+/// in `shared`.
 pub(crate) fn own<'a>(
     page: &'a mut Page,
     layout: &Layout,
     fill: u32,
     pages: &mut Reservation,
+    shared: &mut Option<Page>,
 ) -> Result<&'a mut [u32], Error> {
     if page.is_shared() {
         let mut copy = pages.take(page.shard(), layout.words())?;
@@ -221,7 +249,7 @@ pub(crate) fn own<'a>(
                 layout.copy(page.words(), lane, words, lane);
             }
         }
-        *page = copy;
+        *shared = Some(std::mem::replace(page, copy));
     }
     match page.words_mut() {
         Some(words) => Ok(words),

@@ -316,14 +316,16 @@ impl<'a> Job<'a> {
         for r in 0..item.rows {
             let i = item.row + r;
             let at = self.row_of(item.forest.view, i / group, item.forest.head * group + i % group);
-            if m[r] >= TOP_SCORE || !l[r].is_finite() {
-                self.overflow.fetch_min(at, Ordering::Relaxed);
-            }
             // SAFETY: (row, query head) belongs to one item only, and an item is finished by one task.
             let (out, lse) = unsafe { (out.part(at * v_dim, v_dim), lse.part(at, 1)) };
             let acc = &acc.as_chunks().0[r * stride..][..stride];
-            let finish = Finish { layout: self.layout(), m: m[r], l: l[r], acc, out };
+            let finish = Finish { layout: self.layout(), m: m[r], l: l[r], acc, out: &mut *out };
             lse[0] = self.inner.config.lanes.run(finish);
+            let empty = m[r] == f32::NEG_INFINITY;
+            let sound = m[r].abs() < TOP_SCORE && l[r].is_finite() && out.iter().all(|x| x.is_finite());
+            if !empty && !sound {
+                self.overflow.fetch_min(at, Ordering::Relaxed);
+            }
         }
     }
 

@@ -16,6 +16,7 @@ mod job;
 pub mod lanes;
 mod reduce;
 mod rope;
+pub mod router;
 pub mod sequence;
 mod step;
 

@@ -1,5 +1,6 @@
 //! Tables of cosines and sines, one for each rotation in use, grown as sequences grow.
 
+use crate::error::Error;
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::{Rope, Rotation};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -20,24 +21,28 @@ impl Tables {
         let mut tables: Vec<(Rope, RwLock<Table>)> = Vec::new();
         for rope in layers.iter().filter_map(|l| l.rope) {
             if tables.iter().all(|(known, _)| *known != rope) {
-                tables.push((rope, RwLock::new(Table::new(&rope, 1))));
+                tables.push((rope, RwLock::new(Table::first(&rope))));
             }
         }
         Tables(tables)
     }
 
     /// Makes every table reach position `last`.
-    pub fn grow(&self, last: u32) {
+    ///
+    /// # Errors
+    /// No memory for it.
+    pub fn grow(&self, last: u32) -> Result<(), Error> {
         for (rope, table) in &self.0 {
             let capacity = table.read().unwrap_or_else(PoisonError::into_inner).capacity;
             if last >= capacity {
-                let grown = Table::new(rope, (last + 1).next_power_of_two().max(256));
+                let grown = Table::new(rope, (last + 1).next_power_of_two().max(256))?;
                 let mut table = table.write().unwrap_or_else(PoisonError::into_inner);
                 if table.capacity < grown.capacity {
                     *table = grown;
                 }
             }
         }
+        Ok(())
     }
 
     pub fn get(&self, rope: &Rope) -> Option<Table> {
@@ -47,16 +52,23 @@ impl Tables {
 }
 
 impl Table {
+    /// Position 0 alone: what an empty sequence is asked at.
+    fn first(rope: &Rope) -> Table {
+        Table { values: Arc::new([1.0, 0.0].repeat(rope.rotary_dim as usize / 2)), capacity: 1 }
+    }
+
     /// Angles in f64, so that they are right at any position; each value is rounded once.
-    fn new(rope: &Rope, capacity: u32) -> Table {
+    fn new(rope: &Rope, capacity: u32) -> Result<Table, Error> {
         let pairs = rope.rotary_dim / 2;
-        let mut values = Vec::with_capacity(2 * pairs as usize * capacity as usize);
+        let len = 2 * pairs as usize * capacity as usize;
+        let mut values = Vec::new();
+        values.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { bytes: 4 * len as u64 })?;
         for i in 0..pairs {
             let turn = rope.theta.powf(-2.0 * f64::from(i) / f64::from(rope.rotary_dim));
             values.extend((0..capacity).map(|p| (f64::from(p) * turn).cos() as f32));
             values.extend((0..capacity).map(|p| (f64::from(p) * turn).sin() as f32));
         }
-        Table { values: Arc::new(values), capacity }
+        Ok(Table { values: Arc::new(values), capacity })
     }
 
     pub fn rotation(&self, rope: Rope) -> Rotation<'_> {

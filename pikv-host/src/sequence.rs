@@ -98,7 +98,8 @@ impl Sequence {
         Ok(Resident(self.in_ring().0 + filed.sum::<u32>()))
     }
 
-    /// The experts that a token was filed by, first choice first, while they are remembered.
+    /// The experts that a token was filed by, first choice first; `None` once they are forgotten, and where the cache has one
+    /// expert.
     ///
     /// # Errors
     /// No such layer.
@@ -109,7 +110,7 @@ impl Sequence {
     ) -> Result<Option<impl Iterator<Item = u16>>, Error> {
         let top_k = self.inner.config.top_k as usize;
         let state = self.layer(layer)?;
-        let known = position.0 >= state.tags_from && position.0 < self.len;
+        let known = self.inner.config.experts > 1 && position.0 >= state.tags_from && position.0 < self.len;
         let at = position.0.saturating_sub(state.tags_from) as usize * top_k;
         let tags = known.then(|| state.tags.iter().skip(at).take(top_k).copied());
         Ok(tags)
@@ -184,8 +185,8 @@ impl Sequence {
         sum
     }
 
-    /// The most tokens that can be taken back now: at least the configured rollback, or all while nothing left the ring for
-    /// good.
+    /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
+    /// since), or all while nothing left the ring for good.
     pub fn rollback_limit(&self) -> u32 {
         let ring = self.inner.store.ring;
         match self.kept {
@@ -194,7 +195,8 @@ impl Sequence {
         }
     }
 
-    /// Takes the newest `n` tokens back. Every page, position and tag is then as if they had never been appended.
+    /// Takes the newest `n` tokens back. What is seen, filed, tagged and counted from then on is as if they had never been
+    /// appended; what they pushed out of the ring's slack or a window stays gone, which no row can tell.
     /// Takes no pages, so it cannot run out of budget. O(n) a layer and head.
     ///
     /// # Errors

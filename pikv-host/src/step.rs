@@ -67,7 +67,7 @@ impl<'a> Step<'a> {
         }
         let last = taken.iter().map(|part| part.len).max().ok_or(Error::NoSequences)?;
         let pages = inner.arenas.reserve(needed)?;
-        inner.tables.grow(last);
+        inner.tables.grow(last)?;
         let layers = vec![Done::default(); inner.config.layers.len()];
         Ok(Step { inner, parts: taken, pages, layers, rows, committed: false })
     }
@@ -202,6 +202,7 @@ impl<'a> Step<'a> {
         self.committed = true;
         for part in &mut self.parts {
             for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
+                layer.undo.clear();
                 layer.release(&inner, shape, part.len);
             }
             part.sequence.len = part.len;
@@ -219,7 +220,7 @@ impl Drop for Step<'_> {
         for part in &mut self.parts {
             let len = part.sequence.len;
             for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.config.layers) {
-                layer.truncate(&self.inner, shape, len);
+                layer.abort(&self.inner, shape, len);
             }
         }
     }
@@ -295,7 +296,9 @@ fn write(
                 let shard = inner.shard_of(crate::Place::Ring, tile, h);
                 head.ring.push_back(pages.take(shard, layout.words())?);
             }
-            let words = own(&mut head.ring[at], layout, lane, pages)?;
+            let mut shared = None;
+            let words = own(&mut head.ring[at], layout, lane, pages, &mut shared)?;
+            state.undo.extend(shared.map(|page| (h, None, page)));
             for p in position..end.min((tile + 1) * PAGE) {
                 let row = (p - old) as usize;
                 let key = &k[(row * heads + h) * k_dim..][..k_dim];

@@ -1,0 +1,25 @@
+//! A fixed mix of 64 bits, for what must be spread evenly and come out the same everywhere.
+
+/// The step between two states of [`next`]: 2^64 over the golden ratio.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// SplitMix64's output for state `x` (Steele, Lea, Flood 2014): a bijection in which every bit of `x` reaches every bit.
+///
+/// ```
+/// assert_eq!(pikv_core::hash::mix(0), 0xe220_a839_7b1d_cdaf);
+/// ```
+#[inline]
+pub const fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(STEP);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// SplitMix64: moves `state` on and gives the next 64 bits.
+#[inline]
+pub const fn next(state: &mut u64) -> u64 {
+    let bits = mix(*state);
+    *state = state.wrapping_add(STEP);
+    bits
+}

@@ -1,0 +1,260 @@
+//! The core that R_T, R_LB, R_P, R_E and R_H are options of, and that R_A steers.
+
+use super::{
+    Coefficients, Feedback, Misses, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient,
+    decay, positions,
+};
+use pikv_core::page::Position;
+use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
+use pikv_core::warp::{Kernel, LANES, Warp};
+
+/// What a router is made of.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Terms {
+    pub coefficients: Coefficients,
+    /// The router's own coefficient is named here: it must act.
+    pub acts: Option<&'static str>,
+    /// Load is kept, and so much of its average stays.
+    pub load: Option<f32>,
+    /// Misses are kept, and so.
+    pub miss: Option<(Misses, f32)>,
+    pub cap: Option<f32>,
+    pub groups: Option<Groups>,
+    pub model_choice: bool,
+}
+
+impl Terms {
+    fn check(&self, shape: &Shape) -> Result<(), RouteError> {
+        let Coefficients { alpha, lambda, beta } = self.coefficients;
+        for (name, value) in [("alpha", alpha), ("lambda", lambda), ("beta", beta)] {
+            coefficient(name, value, self.acts == Some(name))?;
+        }
+        for (name, value) in
+            [("load average", self.load), ("miss average", self.miss.map(|(_, decay)| decay))]
+        {
+            value.map_or(Ok(()), |value| decay(name, value))?;
+        }
+        if let Some(cap) = self.cap
+            && !(cap > 0.0 && cap.is_finite())
+        {
+            return Err(RouteError::Cap(cap));
+        }
+        let Shape { experts, top_k, .. } = *shape;
+        if let Some(Groups { count, kept, best }) = self.groups {
+            if count == 0 || count as usize > MAX_GROUPS || !experts.is_multiple_of(count) {
+                return Err(RouteError::Groups { groups: count, experts });
+            }
+            let size = experts / count;
+            if kept == 0 || kept > count || kept * size < top_k {
+                return Err(RouteError::Kept { kept, groups: count, size, top_k });
+            }
+            if best == 0 || best > size {
+                return Err(RouteError::Best { best, size });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A router that takes a bias from the logits and ranks what is left:
+/// `logit_e - alpha (mu_e - mean mu) - lambda ln(1 + m_e) - beta h_e`.
+///
+/// `mu` is the average of an expert's share of the choices times the number of experts, from 1 on; `m` the average of its
+/// pages' misses, from 0 on; `h = -p ln p` of the token's own softmax. Built by [`TopK`](super::TopK),
+/// [`LoadBalanced`](super::LoadBalanced), [`CacheAware`](super::CacheAware), [`EntropyPenalised`](super::EntropyPenalised) and
+/// [`Hierarchical`](super::Hierarchical).
+#[derive(Clone, Debug)]
+pub struct Biased {
+    kind: RouterKind,
+    shape: Shape,
+    terms: Terms,
+    /// `[experts]` where the load is kept, else empty; and so on.
+    load: Vec<f32>,
+    miss: Vec<f32>,
+    counts: Vec<u64>,
+    /// The part of the bias that all tokens share.
+    fixed: Vec<[f32; LANES]>,
+}
+
+impl Biased {
+    pub(super) fn new(kind: RouterKind, shape: Shape, terms: Terms) -> Result<Biased, RouteError> {
+        let shape = shape.check()?;
+        terms.check(&shape)?;
+        let biased = terms.acts.is_some() || terms.coefficients != Coefficients::default();
+        if terms.model_choice && biased && terms.cap.is_none() {
+            return Err(RouteError::Uncapped);
+        }
+        let experts = shape.experts as usize;
+        let (loads, misses) =
+            (if terms.load.is_some() { experts } else { 0 }, if terms.miss.is_some() { experts } else { 0 });
+        let mut new = Biased {
+            kind,
+            shape,
+            terms,
+            load: vec![1.0; loads],
+            miss: vec![0.0; misses],
+            counts: vec![0; loads],
+            fixed: vec![[0.0; LANES]; score::rows(experts)],
+        };
+        new.settle();
+        Ok(new)
+    }
+
+    /// Average of each expert's share of the choices, times the number of experts: `[experts]`, or empty if it is not kept.
+    pub fn load(&self) -> &[f32] {
+        &self.load
+    }
+
+    /// Average of each expert's misses: `[experts]`, or empty if it is not kept.
+    pub fn miss(&self) -> &[f32] {
+        &self.miss
+    }
+
+    /// `[experts]` choices since the last feedback.
+    pub(super) fn counts(&self) -> &[u64] {
+        &self.counts
+    }
+
+    /// Ranks with these from now on.
+    pub(super) fn steer(&mut self, coefficients: Coefficients) {
+        self.terms.coefficients = coefficients;
+        self.settle();
+    }
+
+    /// Computes `fixed` anew.
+    fn settle(&mut self) {
+        let Biased { shape, load, miss, fixed, terms: Terms { coefficients, .. }, .. } = self;
+        shape.lanes.run(Penalties { coefficients: *coefficients, experts: shape.experts, load, miss, fixed });
+    }
+
+    fn ranking(&self) -> Ranking<'_> {
+        let Terms { coefficients, cap, groups, .. } = self.terms;
+        let bias = Bias { fixed: &self.fixed, beta: coefficients.beta, cap };
+        Ranking { bias: (coefficients != Coefficients::default()).then_some(bias), groups }
+    }
+
+    /// [`Router::route`] where `fetch` of a row's experts are fetched.
+    pub(super) fn route_fetching(
+        &mut self,
+        first: Position,
+        logits: &[f32],
+        fetch: u32,
+        out: &mut Routes,
+    ) -> Result<(), RouteError> {
+        let rows = self.shape.rows(logits)?;
+        positions(first, rows)?;
+        let old = out.grow(rows, self.shape.top_k as usize, fetch as usize)?;
+        let ranking = self.ranking();
+        let same = self.terms.model_choice || (ranking.bias.is_none() && ranking.groups.is_none());
+        let (model, filing) = (&mut out.model, &mut out.filing);
+        self.shape.rank(logits, ranking, &mut filing.experts[old..], &mut filing.weights[old..]);
+        if same {
+            model.experts[old..].copy_from_slice(&filing.experts[old..]);
+            model.weights[old..].copy_from_slice(&filing.weights[old..]);
+        } else {
+            let plain = Ranking::default();
+            self.shape.rank(logits, plain, &mut model.experts[old..], &mut model.weights[old..]);
+        }
+        if !self.counts.is_empty() {
+            for expert in &filing.experts[old..] {
+                self.counts[usize::from(*expert)] += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// [`Router::observe`] of a feedback that was checked.
+    pub(super) fn learn(&mut self, feedback: &Feedback<'_>) {
+        let total: u64 = self.counts.iter().sum();
+        if let Some(keep) = self.terms.load
+            && total > 0
+        {
+            let scale = f64::from(self.shape.experts);
+            for (mu, n) in self.load.iter_mut().zip(&mut self.counts) {
+                *mu = keep * *mu + (1.0 - keep) * (scale * *n as f64 / total as f64) as f32;
+                *n = 0;
+            }
+        }
+        if let Some((measure, keep)) = self.terms.miss {
+            for (m, (wanted, missed)) in self.miss.iter_mut().zip(feedback.wanted.iter().zip(feedback.missed))
+            {
+                match measure {
+                    // An expert that nothing was wanted of keeps its rate.
+                    Misses::Rate if *wanted == 0 => {}
+                    Misses::Rate => {
+                        let rate = (f64::from(*missed) / f64::from(*wanted)) as f32;
+                        *m = keep * *m + (1.0 - keep) * rate;
+                    }
+                    Misses::Count => *m = keep * *m + *missed as f32,
+                }
+            }
+        }
+        self.settle();
+    }
+}
+
+impl Router for Biased {
+    fn kind(&self) -> RouterKind {
+        self.kind
+    }
+
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
+        self.route_fetching(first, logits, self.shape.top_k, out)
+    }
+
+    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+        feedback.check(&self.shape)?;
+        self.learn(feedback);
+        Ok(())
+    }
+
+    fn discard(&mut self) {
+        self.counts.fill(0);
+    }
+
+    fn state(&self) -> RouterState {
+        RouterState {
+            load: self.load.clone(),
+            miss: self.miss.clone(),
+            counts: self.counts.clone(),
+            ..RouterState::empty(self.kind, self.shape.experts)
+        }
+    }
+
+    fn restore(&mut self, state: &RouterState) -> Result<(), RouteError> {
+        state.check_as(&self.state())?;
+        self.adopt(state);
+        Ok(())
+    }
+}
+
+impl Biased {
+    /// Takes over a state that was checked.
+    pub(super) fn adopt(&mut self, state: &RouterState) {
+        self.load.copy_from_slice(&state.load);
+        self.miss.copy_from_slice(&state.miss);
+        self.counts.copy_from_slice(&state.counts);
+        self.settle();
+    }
+}
+
+struct Penalties<'a> {
+    coefficients: Coefficients,
+    experts: u32,
+    load: &'a [f32],
+    miss: &'a [f32],
+    fixed: &'a mut [[f32; LANES]],
+}
+
+impl Kernel for Penalties<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let Penalties { coefficients, experts, load, miss, fixed } = self;
+        score::penalties(w, coefficients, experts as usize, load, miss, fixed);
+    }
+}

@@ -1,0 +1,298 @@
+//! R_A: adaptive routing by a contextual bandit. The paper (arXiv 2508.06526, R_A) names reinforcement learning and its authors
+//! ship none: the design is ours.
+//!
+//! An *arm* is a set of coefficients (so one of R_T, R_LB, R_P, R_E, or a mix of them) and the number of experts whose pages are
+//! fetched. All arms share one load and one miss average, so a change of arm starts from what is known. An arm is
+//! in use from one feedback to the next. Its reward is
+//!
+//! `hit - c1 MiB - c2 imbalance`
+//!
+//! with `hit` the share of wanted pages that were there (1 if none was wanted), MiB those that came from elsewhere, and the
+//! imbalance `sum_e share_e mu_e - 1` over the shares of this feedback's choices: above 0 if they went to loaded experts. The
+//! context is `[1, mean m, v / (1 + v)]`, `v` being the mean of `mu^2` less 1.
+//!
+//! Arms are chosen by Thompson sampling on a ridge regression each (Agrawal and Goyal, arXiv 1209.3352), whose sums are
+//! discounted at each feedback (as Russac et al., arXiv 1909.09146), so that an arm which was given up is tried again. The
+//! arithmetic is f64 additions, products, divisions and square roots in one order, and the random numbers are SplitMix64: a
+//! seed gives the same run on every machine. A normal variate is 12 uniform ones less 6.
+
+use super::biased::Terms;
+use super::{
+    ArmState, BanditState, Biased, Coefficients, Feedback, Misses, RouteError, Router, RouterKind,
+    RouterState, Routes, Shape, coefficient, decay,
+};
+use pikv_core::hash;
+use pikv_core::page::Position;
+
+/// What the bandit chooses.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Arm {
+    /// Weights of the bias, each from 0; all 0 is R_T.
+    pub coefficients: Coefficients,
+    /// Experts of a row whose pages are fetched, 1..=top_k; see [`Routes::fetch`].
+    pub fetch: u32,
+}
+
+/// R_A: options of the bandit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adaptive {
+    /// The arms, at least 1. Default [`Adaptive::arms`].
+    pub arms: Vec<Arm>,
+    /// Seed of the random numbers.
+    pub seed: u64,
+    /// Reward that a MiB from elsewhere costs (c1), from 0. Default 0.01.
+    pub remote_cost: f32,
+    /// Reward that a unit of imbalance costs (c2), from 0. Default 0.1.
+    pub imbalance_cost: f32,
+    /// Standard deviation of the sampled reward where nothing is known, above 0: how much is explored. Default 0.25.
+    pub width: f32,
+    /// How much of what was learnt stays at each feedback. From 0, below 1; default 0.999.
+    pub memory: f32,
+    /// How much of the load's and of the misses' averages stays at each feedback. From 0, below 1; default 0.9.
+    pub ema: f32,
+    /// The bias is held within `±cap` logits. Default 1.
+    pub cap: Option<f32>,
+    /// The model follows the ranking; needs a cap. Default false.
+    pub model_choice: bool,
+}
+
+impl Adaptive {
+    /// The defaults, over [`Adaptive::arms`] of `top_k`.
+    pub fn new(top_k: u32, seed: u64) -> Adaptive {
+        Adaptive {
+            arms: Self::arms(top_k),
+            seed,
+            remote_cost: 0.01,
+            imbalance_cost: 0.1,
+            width: 0.25,
+            memory: 0.999,
+            ema: 0.9,
+            cap: Some(1.0),
+            model_choice: false,
+        }
+    }
+
+    /// R_T; R_LB with alpha 0.1; R_P with lambda 0.05 and 0.2; R_E with beta 0.1; and, if `top_k` is more than 1, R_T and R_P that
+    /// fetch half of the experts.
+    pub fn arms(top_k: u32) -> Vec<Arm> {
+        let none = Coefficients::default();
+        let cache_aware = Coefficients { lambda: 0.05, ..none };
+        let all = [
+            none,
+            Coefficients { alpha: 0.1, ..none },
+            cache_aware,
+            Coefficients { lambda: 0.2, ..none },
+            Coefficients { beta: 0.1, ..none },
+        ];
+        let mut arms = all.map(|coefficients| Arm { coefficients, fetch: top_k }).to_vec();
+        if top_k > 1 {
+            arms.extend([none, cache_aware].map(|coefficients| Arm { coefficients, fetch: top_k / 2 }));
+        }
+        arms
+    }
+
+    /// The router.
+    ///
+    /// # Errors
+    /// A shape that is none, no arms, options out of range, or `model_choice` without a cap.
+    pub fn router(self, shape: Shape) -> Result<Bandit, RouteError> {
+        let first = *self.arms.first().ok_or(RouteError::NoArms)?;
+        let terms = Terms {
+            coefficients: first.coefficients,
+            acts: None,
+            load: Some(self.ema),
+            miss: Some((Misses::Rate, self.ema)),
+            cap: self.cap,
+            groups: None,
+            model_choice: self.model_choice,
+        };
+        let core = Biased::new(RouterKind::Adaptive, shape, terms)?;
+        for (arm, &Arm { coefficients, fetch }) in self.arms.iter().enumerate() {
+            let Coefficients { alpha, lambda, beta } = coefficients;
+            for (name, value) in [("alpha", alpha), ("lambda", lambda), ("beta", beta)] {
+                coefficient(name, value, false)?;
+            }
+            if fetch == 0 || fetch > shape.top_k {
+                return Err(RouteError::Fetch { arm, fetch, top_k: shape.top_k });
+            }
+            if self.model_choice && self.cap.is_none() && coefficients != Coefficients::default() {
+                return Err(RouteError::Uncapped);
+            }
+        }
+        coefficient("remote_cost", self.remote_cost, false)?;
+        coefficient("imbalance_cost", self.imbalance_cost, false)?;
+        coefficient("width", self.width, true)?;
+        decay("memory", self.memory)?;
+        let learnt = BanditState { rng: self.seed, arm: 0, arms: vec![ArmState::default(); self.arms.len()] };
+        let mut bandit = Bandit { options: self, core, learnt };
+        bandit.choose();
+        Ok(bandit)
+    }
+}
+
+/// The router of [`Adaptive`].
+#[derive(Clone, Debug)]
+pub struct Bandit {
+    options: Adaptive,
+    core: Biased,
+    learnt: BanditState,
+}
+
+/// The matrix of an arm that was never played is the identity.
+const RIDGE: f64 = 1.0;
+
+/// Solves `(gram + RIDGE) y = x` by Cholesky; `gram` is a lower triangle. None if the matrix is not positive definite.
+pub(super) fn solve(gram: &[f64; 6], x: [f64; 3]) -> Option<[f64; 3]> {
+    let at = |i: usize, j: usize| i * (i + 1) / 2 + j;
+    let mut l = *gram;
+    for i in 0..3 {
+        l[at(i, i)] += RIDGE;
+        for j in 0..=i {
+            let mut s = l[at(i, j)];
+            for k in 0..j {
+                s -= l[at(i, k)] * l[at(j, k)];
+            }
+            if i > j {
+                l[at(i, j)] = s / l[at(j, j)];
+            } else if s > 0.0 && s.is_finite() {
+                l[at(i, i)] = s.sqrt();
+            } else {
+                return None;
+            }
+        }
+    }
+    let mut y = x;
+    for i in 0..3 {
+        for k in 0..i {
+            y[i] -= l[at(i, k)] * y[k];
+        }
+        y[i] /= l[at(i, i)];
+    }
+    for i in (0..3).rev() {
+        for k in i + 1..3 {
+            y[i] -= l[at(k, i)] * y[k];
+        }
+        y[i] /= l[at(i, i)];
+    }
+    Some(y)
+}
+
+/// Near enough to a normal variate of mean 0 and deviation 1.
+fn normal(rng: &mut u64) -> f64 {
+    let mut sum = -6.0;
+    for _ in 0..12 {
+        sum += (hash::next(rng) >> 11) as f64 / 9_007_199_254_740_992.0;
+    }
+    sum
+}
+
+fn dot(a: &[f64; 3], b: &[f64; 3]) -> f64 {
+    a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+}
+
+impl Bandit {
+    /// The arm in use, an index into [`Adaptive::arms`].
+    pub fn arm(&self) -> usize {
+        self.learnt.arm as usize
+    }
+
+    /// The load and the misses that all arms share.
+    pub fn averages(&self) -> &Biased {
+        &self.core
+    }
+
+    fn context(&self) -> [f64; 3] {
+        let experts = f64::from(self.core.shape().experts);
+        let miss: f64 = self.core.miss().iter().map(|m| f64::from(*m)).sum();
+        let load: f64 = self.core.load().iter().map(|mu| f64::from(*mu) * f64::from(*mu)).sum();
+        let uneven = (load / experts - 1.0).max(0.0);
+        [1.0, miss / experts, uneven / (1.0 + uneven)]
+    }
+
+    /// Draws a reward for each arm and puts the arm with the largest in use; equal ones: the lower.
+    fn choose(&mut self) {
+        let x = self.context();
+        let width = f64::from(self.options.width);
+        let mut best = f64::NEG_INFINITY;
+        for (arm, sums) in (0u32..).zip(&self.learnt.arms) {
+            let y = solve(&sums.gram, x).unwrap_or([0.0; 3]);
+            let deviation = dot(&x, &y).max(0.0).sqrt();
+            let drawn = dot(&sums.reward, &y) + width * deviation * normal(&mut self.learnt.rng);
+            if drawn > best {
+                best = drawn;
+                self.learnt.arm = arm;
+            }
+        }
+        self.core.steer(self.options.arms[self.arm()].coefficients);
+    }
+
+    /// Counts `reward` for the arm in use.
+    fn reward(&mut self, x: &[f64; 3], reward: f64) {
+        let memory = f64::from(self.options.memory);
+        for arm in &mut self.learnt.arms {
+            arm.gram = arm.gram.map(|g| memory * g);
+            arm.reward = arm.reward.map(|r| memory * r);
+        }
+        let arm = &mut self.learnt.arms[self.learnt.arm as usize];
+        for (i, (sum, xi)) in arm.reward.iter_mut().zip(x).enumerate() {
+            *sum += reward * xi;
+            for (j, xj) in x[..=i].iter().enumerate() {
+                arm.gram[i * (i + 1) / 2 + j] += xi * xj;
+            }
+        }
+    }
+}
+
+impl Router for Bandit {
+    fn kind(&self) -> RouterKind {
+        RouterKind::Adaptive
+    }
+
+    fn shape(&self) -> Shape {
+        self.core.shape()
+    }
+
+    fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
+        let fetch = self.options.arms[self.arm()].fetch;
+        self.core.route_fetching(first, logits, fetch, out)
+    }
+
+    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+        feedback.check(&self.shape())?;
+        let context = self.context();
+        let counts = self.core.counts().to_vec();
+        self.core.learn(feedback);
+        let total: u64 = counts.iter().sum();
+        if total > 0 {
+            let sum = |pages: &[u32]| pages.iter().map(|n| u64::from(*n)).sum::<u64>() as f64;
+            let (wanted, missed) = (sum(feedback.wanted), sum(feedback.missed));
+            let hit = if wanted == 0.0 { 1.0 } else { 1.0 - missed / wanted };
+            let met: f64 =
+                counts.iter().zip(self.core.load()).map(|(n, mu)| *n as f64 * f64::from(*mu)).sum();
+            let reward = hit
+                - f64::from(self.options.remote_cost) * feedback.remote_bytes as f64 / 1_048_576.0
+                - f64::from(self.options.imbalance_cost) * (met / total as f64 - 1.0);
+            self.reward(&context, reward);
+        }
+        self.choose();
+        Ok(())
+    }
+
+    fn discard(&mut self) {
+        self.core.discard();
+    }
+
+    fn state(&self) -> RouterState {
+        RouterState { bandit: Some(self.learnt.clone()), ..self.core.state() }
+    }
+
+    fn restore(&mut self, state: &RouterState) -> Result<(), RouteError> {
+        state.check_as(&self.state())?;
+        if let Some(learnt) = &state.bandit {
+            self.learnt.clone_from(learnt);
+        }
+        self.core.adopt(state);
+        self.core.steer(self.options.arms[self.arm()].coefficients);
+        Ok(())
+    }
+}

@@ -1,0 +1,144 @@
+//! R_B: hash and round-robin routing (arXiv 2508.06526, R_B; hash layers, Roller et al., arXiv 2106.04426).
+
+use super::{
+    Choice, Feedback, RouteError, Router, RouterKind, RouterState, Routes, RowKernel, Shape, positions,
+};
+use pikv_core::hash::mix;
+use pikv_core::page::Position;
+use pikv_core::score::{Ranking, load, weights};
+use pikv_core::warp::Warp;
+
+/// Where a token's experts start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Start {
+    /// At a hash of its position.
+    #[default]
+    Hash,
+    /// At its position.
+    RoundRobin,
+}
+
+/// R_B: the experts of the token at position t are `(start(t) + j stride) mod experts` for j below `top_k`, whatever its
+/// logits. It learns nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hashed {
+    /// Where the experts start. Default the hash.
+    pub start: Start,
+    /// From one expert of a token to its next. It must not come back within `top_k`: 1 never does. Default 1.
+    pub stride: u32,
+    /// The model follows, which suits models that were trained with it only. Default false.
+    pub model_choice: bool,
+}
+
+impl Default for Hashed {
+    fn default() -> Self {
+        Hashed { start: Start::Hash, stride: 1, model_choice: false }
+    }
+}
+
+impl Hashed {
+    /// The router.
+    ///
+    /// # Errors
+    /// A shape that is none, or a stride that gives a token the same expert twice.
+    pub fn router(self, shape: Shape) -> Result<HashRouter, RouteError> {
+        let shape = shape.check()?;
+        let Shape { experts, top_k, .. } = shape;
+        let (mut a, mut b) = (experts, self.stride % experts);
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        let distinct = experts / a;
+        if distinct < top_k {
+            return Err(RouteError::Stride { stride: self.stride, experts, distinct, top_k });
+        }
+        Ok(HashRouter { options: self, shape })
+    }
+}
+
+/// The router of [`Hashed`].
+#[derive(Clone, Debug)]
+pub struct HashRouter {
+    options: Hashed,
+    shape: Shape,
+}
+
+impl HashRouter {
+    /// Expert `j` of the token at `t`.
+    fn expert(&self, t: u32, j: u32) -> u16 {
+        let start = match self.options.start {
+            Start::Hash => mix(t.into()),
+            Start::RoundRobin => t.into(),
+        };
+        let experts = u64::from(self.shape.experts);
+        ((start % experts + u64::from(j) * u64::from(self.options.stride)) % experts) as u16
+    }
+}
+
+impl Router for HashRouter {
+    fn kind(&self) -> RouterKind {
+        RouterKind::Hash
+    }
+
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
+        let rows = self.shape.rows(logits)?;
+        positions(first, rows)?;
+        let top_k = self.shape.top_k;
+        let old = out.grow(rows, top_k as usize, top_k as usize)?;
+        let Choice { experts: chosen, weights } = &mut out.filing;
+        for (i, expert) in (0u32..).zip(&mut chosen[old..]) {
+            *expert = self.expert(first.0 + i / top_k, i % top_k);
+        }
+        let (experts, top_k) = (self.shape.experts as usize, top_k as usize);
+        let (chosen, out_weights) = (&chosen[old..], &mut weights[old..]);
+        self.shape.run(Weigh { logits, experts, top_k, chosen, weights: out_weights });
+        let (model, filing) = (&mut out.model, &out.filing);
+        if self.options.model_choice {
+            model.experts[old..].copy_from_slice(&filing.experts[old..]);
+            model.weights[old..].copy_from_slice(&filing.weights[old..]);
+        } else {
+            let plain = Ranking::default();
+            self.shape.rank(logits, plain, &mut model.experts[old..], &mut model.weights[old..]);
+        }
+        Ok(())
+    }
+
+    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+        feedback.check(&self.shape)
+    }
+
+    fn discard(&mut self) {}
+
+    fn state(&self) -> RouterState {
+        RouterState::empty(RouterKind::Hash, self.shape.experts)
+    }
+
+    fn restore(&mut self, state: &RouterState) -> Result<(), RouteError> {
+        Ok(state.check_as(&self.state())?)
+    }
+}
+
+/// The weights of experts that are chosen already.
+struct Weigh<'a> {
+    logits: &'a [f32],
+    experts: usize,
+    top_k: usize,
+    chosen: &'a [u16],
+    weights: &'a mut [f32],
+}
+
+impl RowKernel for Weigh<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp, const R: usize>(self, w: W) {
+        let rows = self.logits.chunks_exact(self.experts).zip(self.chosen.chunks_exact(self.top_k));
+        for ((logits, chosen), out) in rows.zip(self.weights.chunks_exact_mut(self.top_k)) {
+            weights(w, &load::<W, R>(w, logits), chosen, out);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! R_P: cache-aware routing (arXiv 2508.06526, R_P), with its miss count mended to a miss rate.
+
+use super::biased::Terms;
+use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
+
+/// What `m_e` is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Misses {
+    /// The moving average of the share of the expert's wanted pages that were missed, in [0, 1]. An expert of which nothing was
+    /// wanted keeps its average.
+    #[default]
+    Rate,
+    /// The paper's own: a count of missed pages that decays at each feedback. It grows with the length of the context, and an
+    /// expert that is used more pays more at the same rate.
+    Count,
+}
+
+/// R_P: an expert pays `lambda ln(1 + m_e)` for pages that were not there when they were fetched. `m_e` starts at 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CacheAware {
+    /// Logits that an expert pays for each unit of `ln(1 + m_e)`. Above 0; default 0.05.
+    pub lambda: f32,
+    /// What `m_e` is. Default the rate.
+    pub misses: Misses,
+    /// How much of `m_e` stays at each feedback. From 0, below 1; default 0.9.
+    pub ema: f32,
+    /// The bias is held within `±cap` logits. Default 1.
+    pub cap: Option<f32>,
+    /// The model follows the ranking; needs a cap. Default false.
+    pub model_choice: bool,
+}
+
+impl Default for CacheAware {
+    fn default() -> Self {
+        CacheAware { lambda: 0.05, misses: Misses::Rate, ema: 0.9, cap: Some(1.0), model_choice: false }
+    }
+}
+
+impl CacheAware {
+    /// The router.
+    ///
+    /// # Errors
+    /// A shape that is none, options out of range, or `model_choice` without a cap.
+    pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
+        let CacheAware { lambda, misses, ema, cap, model_choice } = self;
+        let coefficients = Coefficients { lambda, ..Default::default() };
+        let miss = Some((misses, ema));
+        let acts = Some("lambda");
+        let terms = Terms { coefficients, acts, miss, cap, model_choice, ..Default::default() };
+        Biased::new(RouterKind::CacheAware, shape, terms)
+    }
+}

@@ -1,0 +1,213 @@
+//! What a router has learnt, as plain data and as bytes.
+//!
+//! ```text
+//! "PKVR" u16 version, u16 router, u32 experts, u32 loads, u32 misses, u32 counts, u32 arms
+//! f32 loads, f32 misses, u64 counts; with arms: u64 rng, u32 arm, and for each arm f64 [6] gram, f64 [3] reward
+//! ```
+//! Little-endian, nothing between and nothing after.
+
+use super::{RouterKind, StateError};
+use pikv_core::score::MAX_EXPERTS;
+
+const MAGIC: [u8; 4] = *b"PKVR";
+pub(super) const VERSION: u16 = 1;
+const HEADER: usize = 28;
+
+/// What a router has learnt; fields that it has no use for are empty.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RouterState {
+    /// The router.
+    pub router: RouterKind,
+    /// Experts of the layer.
+    pub experts: u32,
+    /// `[experts]` average of an expert's share of the choices, times the number of experts: 1 is balanced.
+    pub load: Vec<f32>,
+    /// `[experts]` average of the rate, or decayed count, of an expert's missed pages.
+    pub miss: Vec<f32>,
+    /// `[experts]` choices since the last feedback.
+    pub counts: Vec<u64>,
+    /// Of R_A.
+    pub bandit: Option<BanditState>,
+}
+
+/// What a bandit has learnt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BanditState {
+    /// State of the random numbers.
+    pub rng: u64,
+    /// The arm in use.
+    pub arm: u32,
+    /// Each arm's statistics.
+    pub arms: Vec<ArmState>,
+}
+
+/// Discounted sums over the plays of an arm, x being the context.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ArmState {
+    /// Lower triangle of the sum of x x^T, row by row.
+    pub gram: [f64; 6],
+    /// Sum of reward times x.
+    pub reward: [f64; 3],
+}
+
+impl RouterState {
+    /// The state of a router that learns nothing.
+    pub(super) fn empty(router: RouterKind, experts: u32) -> RouterState {
+        RouterState { router, experts, load: vec![], miss: vec![], counts: vec![], bandit: None }
+    }
+
+    /// As bytes that [`RouterState::from_bytes`] reads, on any machine.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let arms = self.bandit.as_ref().map_or(&[][..], |b| &b.arms);
+        let mut out = Vec::new();
+        out.extend(MAGIC);
+        out.extend(VERSION.to_le_bytes());
+        out.extend((self.router as u16).to_le_bytes());
+        for n in [self.experts as usize, self.load.len(), self.miss.len(), self.counts.len(), arms.len()] {
+            out.extend((n as u32).to_le_bytes());
+        }
+        for x in self.load.iter().chain(&self.miss) {
+            out.extend(x.to_le_bytes());
+        }
+        for n in &self.counts {
+            out.extend(n.to_le_bytes());
+        }
+        if let Some(bandit) = &self.bandit {
+            out.extend(bandit.rng.to_le_bytes());
+            out.extend(bandit.arm.to_le_bytes());
+            for x in arms.iter().flat_map(|a| a.gram.iter().chain(&a.reward)) {
+                out.extend(x.to_le_bytes());
+            }
+        }
+        out
+    }
+
+    /// Reads what [`RouterState::to_bytes`] wrote.
+    ///
+    /// # Errors
+    /// Bytes of another kind, version or length, or values that no router comes to.
+    pub fn from_bytes(bytes: &[u8]) -> Result<RouterState, StateError> {
+        let got = bytes.len() as u64;
+        if bytes.len() < HEADER {
+            let is_one = bytes.get(..4).is_none_or(|m| m == MAGIC);
+            return Err(if is_one {
+                StateError::Bytes { got, expected: HEADER as u64 }
+            } else {
+                StateError::Magic
+            });
+        }
+        let mut from = Reader(bytes);
+        if from.take() != MAGIC {
+            return Err(StateError::Magic);
+        }
+        let version = u16::from_le_bytes(from.take());
+        if version != VERSION {
+            return Err(StateError::Version(version));
+        }
+        let kind = u16::from_le_bytes(from.take());
+        let router = RouterKind::ALL.into_iter().find(|k| *k as u16 == kind).ok_or(StateError::Kind(kind))?;
+        let [experts, loads, misses, counts, arms] = std::array::from_fn(|_| from.u32());
+        let bandit = if arms == 0 { 0 } else { 12 + 72 * u64::from(arms) };
+        let expected =
+            HEADER as u64 + 4 * (u64::from(loads) + u64::from(misses)) + 8 * u64::from(counts) + bandit;
+        if got != expected {
+            return Err(StateError::Bytes { got, expected });
+        }
+        let load = (0..loads).map(|_| f32::from_le_bytes(from.take())).collect();
+        let miss = (0..misses).map(|_| f32::from_le_bytes(from.take())).collect();
+        let counts = (0..counts).map(|_| u64::from_le_bytes(from.take())).collect();
+        let bandit = (arms > 0).then(|| {
+            let (rng, arm) = (u64::from_le_bytes(from.take()), from.u32());
+            let mut next = || f64::from_le_bytes(from.take());
+            let arms = (0..arms).map(|_| ArmState {
+                gram: std::array::from_fn(|_| next()),
+                reward: std::array::from_fn(|_| next()),
+            });
+            BanditState { rng, arm, arms: arms.collect() }
+        });
+        let state = RouterState { router, experts, load, miss, counts, bandit };
+        state.check()?;
+        Ok(state)
+    }
+
+    /// Refuses what no router comes to.
+    pub(super) fn check(&self) -> Result<(), StateError> {
+        let experts = self.experts as usize;
+        if !(1..=MAX_EXPERTS).contains(&experts) {
+            return Err(StateError::Value { what: "experts", index: 0, value: experts as f64 });
+        }
+        let lengths =
+            [("loads", self.load.len()), ("misses", self.miss.len()), ("counts", self.counts.len())];
+        for (what, got) in lengths {
+            if got != 0 && got != experts {
+                return Err(StateError::Shape { what, got, expected: experts });
+            }
+        }
+        // Rounding may carry an average a little past the number of experts; one expert alone has them all.
+        let most = 1.001 * experts as f32;
+        check("load", &self.load, most)?;
+        // The most that a decayed count of u32 comes to is 2^32 / (1 - decay), and a decay is at most 1 - 2^-24.
+        check("miss", &self.miss, 72_057_594_037_927_936.0)?;
+        // Their sum must not overflow.
+        if let Some(index) = self.counts.iter().position(|n| n >> 48 != 0) {
+            return Err(StateError::Value { what: "count", index, value: self.counts[index] as f64 });
+        }
+        let Some(bandit) = &self.bandit else { return Ok(()) };
+        if bandit.arm as usize >= bandit.arms.len() {
+            return Err(StateError::Value { what: "arm in use", index: 0, value: bandit.arm.into() });
+        }
+        for (index, arm) in bandit.arms.iter().enumerate() {
+            if let Some(value) = arm.gram.iter().chain(&arm.reward).find(|x| !x.is_finite()) {
+                return Err(StateError::Value { what: "sum of arm", index, value: *value });
+            }
+            if super::r_a::solve(&arm.gram, [1.0; 3]).is_none() {
+                return Err(StateError::Value { what: "gram matrix of arm", index, value: arm.gram[0] });
+            }
+        }
+        Ok(())
+    }
+
+    /// [`check`](RouterState::check), and that it is of `expected`'s kind and shape.
+    pub(super) fn check_as(&self, expected: &RouterState) -> Result<(), StateError> {
+        if self.router != expected.router {
+            return Err(StateError::Router { got: self.router, expected: expected.router });
+        }
+        let arms = |s: &RouterState| s.bandit.as_ref().map_or(0, |b| b.arms.len());
+        let shapes = [
+            ("experts", self.experts as usize, expected.experts as usize),
+            ("loads", self.load.len(), expected.load.len()),
+            ("misses", self.miss.len(), expected.miss.len()),
+            ("counts", self.counts.len(), expected.counts.len()),
+            ("arms", arms(self), arms(expected)),
+        ];
+        for (what, got, expected) in shapes {
+            if got != expected {
+                return Err(StateError::Shape { what, got, expected });
+            }
+        }
+        self.check()
+    }
+}
+
+/// All of `values` are numbers from 0 to `most`.
+fn check(what: &'static str, values: &[f32], most: f32) -> Result<(), StateError> {
+    match values.iter().position(|x| !(0.0..=most).contains(x)) {
+        Some(index) => Err(StateError::Value { what, index, value: values[index].into() }),
+        None => Ok(()),
+    }
+}
+
+/// Bytes whose number was checked.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let (head, rest) = self.0.split_first_chunk().expect("the length was checked");
+        self.0 = rest;
+        *head
+    }
+
+    fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.take())
+    }
+}

@@ -1,0 +1,81 @@
+//! R_A on toys whose better arm is known.
+
+use crate::{logits, mix};
+use pikv::Position;
+use pikv::router::{Adaptive, Arm, Coefficients, Feedback, Router, Routes, Shape};
+
+/// Two arms, of which `good` misses fewer pages; the arms that were in use.
+fn toy(seed: u64, steps: u64, memory: f32, good: impl Fn(u64) -> usize) -> Vec<usize> {
+    let lambda = Coefficients { lambda: 0.2, ..Default::default() };
+    let arms =
+        vec![Arm { coefficients: Coefficients::default(), fetch: 2 }, Arm { coefficients: lambda, fetch: 1 }];
+    let options = Adaptive { arms, memory, ..Adaptive::new(2, seed) };
+    let mut router = options.router(Shape::new(8, 2)).unwrap();
+    let mut used = vec![];
+    for step in 0..steps {
+        let arm = router.arm();
+        used.push(arm);
+        let mut routes = Routes::default();
+        router.route(Position(0), &logits(0, step, 4, 8), &mut routes).unwrap();
+        assert_eq!(routes.fetch(), [2, 1][arm]);
+        let noise = (mix(step) % 21) as u32;
+        let missed = if arm == good(step) { 10 + noise } else { 50 + noise };
+        router.observe(&Feedback::new(&[100; 8], &[missed; 8])).unwrap();
+    }
+    used
+}
+
+#[test]
+fn the_bandit_finds_the_better_arm() {
+    for good in [0, 1] {
+        for seed in 0..8 {
+            let used = toy(seed, 500, 0.999, |_| good);
+            let hits = used[200..].iter().filter(|arm| **arm == good).count();
+            assert!(hits >= 270, "seed {seed}: {hits} of 300");
+        }
+    }
+}
+
+#[test]
+fn the_bandit_changes_its_mind() {
+    for seed in 0..4 {
+        let used = toy(seed, 1200, 0.98, |step| usize::from(step >= 400));
+        let hits = used[900..].iter().filter(|arm| **arm == 1).count();
+        assert!(hits >= 240, "seed {seed}: {hits} of 300");
+    }
+}
+
+#[test]
+fn the_bandit_is_its_seeds() {
+    let run = |seed| toy(seed, 100, 0.999, |_| 1);
+    assert_eq!(run(3), run(3));
+    assert!((0..8).any(|seed| run(seed) != run(3)));
+}
+
+#[test]
+fn remote_bytes_and_imbalance_cost_reward() {
+    // The first arm fetches twice the bytes, or files all on one expert; all else is equal.
+    for (remote, alpha) in [(true, 0.0), (false, 2.0)] {
+        let second = Coefficients { alpha, ..Default::default() };
+        let arms = vec![
+            Arm { coefficients: Coefficients::default(), fetch: 2 },
+            Arm { coefficients: second, fetch: 2 },
+        ];
+        let options = Adaptive { arms, remote_cost: 0.05, imbalance_cost: 0.5, ..Adaptive::new(2, 1) };
+        let mut router = options.router(Shape::new(8, 2)).unwrap();
+        let mut used = vec![];
+        for step in 0..400 {
+            used.push(router.arm());
+            let x: Vec<f32> = logits(0, step, 16, 8)
+                .iter()
+                .enumerate()
+                .map(|(i, x)| x / 3.0 - (i % 8) as f32 / 8.0)
+                .collect();
+            router.route(Position(0), &x, &mut Routes::default()).unwrap();
+            let bytes = if remote { 10 - 8 * router.arm() as u64 } else { 0 };
+            router.observe(&Feedback::new(&[10; 8], &[1; 8]).remote_bytes(bytes << 20)).unwrap();
+        }
+        let hits = used[200..].iter().filter(|arm| **arm == 1).count();
+        assert!(hits >= 150, "{hits} of 200, remote {remote}");
+    }
+}

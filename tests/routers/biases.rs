@@ -1,0 +1,104 @@
+//! What each bias does, and that it does no more.
+
+use crate::{SHAPES, all};
+use pikv::Position;
+use pikv::router::{
+    CacheAware, EntropyPenalised, Feedback, LoadBalanced, Misses, Router, RouterKind, Routes, Shape,
+};
+
+fn one_row(router: &mut dyn Router, x: &[f32]) -> (Vec<u16>, Vec<u16>) {
+    let mut routes = Routes::default();
+    router.route(Position(0), x, &mut routes).unwrap();
+    (routes.filing().experts.clone(), routes.model().experts.clone())
+}
+
+#[test]
+fn a_missing_expert_is_ranked_lower_and_comes_back() {
+    let x = [1.0, 0.98, 0.97, 0.0];
+    for misses in [Misses::Rate, Misses::Count] {
+        let mut router = CacheAware { misses, ..Default::default() }.router(Shape::new(4, 2)).unwrap();
+        assert_eq!(one_row(&mut router, &x).0, [0, 1]);
+        for _ in 0..10 {
+            router.observe(&Feedback::new(&[4; 4], &[0, 4, 0, 0])).unwrap();
+        }
+        assert_eq!(one_row(&mut router, &x), (vec![0, 2], vec![0, 1]));
+        for _ in 0..100 {
+            router.observe(&Feedback::new(&[4; 4], &[0; 4])).unwrap();
+        }
+        assert_eq!(one_row(&mut router, &x).0, [0, 1]);
+    }
+    // The rate does not know how many pages there are, nor changes while nothing is wanted; the count does.
+    let run = |misses, wanted: [u32; 2], missed: [u32; 2]| {
+        let mut router = CacheAware { misses, ..Default::default() }.router(Shape::new(2, 1)).unwrap();
+        router.observe(&Feedback::new(&wanted, &missed)).unwrap();
+        router.observe(&Feedback::new(&[0, 0], &[0, 0])).unwrap();
+        router.miss().to_vec()
+    };
+    let rate = run(Misses::Rate, [1000, 10], [500, 5]);
+    assert!(rate[0] == rate[1] && (rate[0] - 0.05).abs() < 1e-6);
+    let count = run(Misses::Count, [1000, 10], [500, 5]);
+    assert!((count[0] - 450.0).abs() < 1e-3 && (count[1] - 4.5).abs() < 1e-5);
+}
+
+#[test]
+fn an_overloaded_expert_is_ranked_lower() {
+    let mut router = LoadBalanced::default().router(Shape::new(4, 1)).unwrap();
+    let x = [1.0, 0.98, 0.96, 0.94];
+    let mut chosen = vec![];
+    for _ in 0..400 {
+        chosen.extend(one_row(&mut router, &x).0);
+        router.observe(&Feedback::new(&[0; 4], &[0; 4])).unwrap();
+    }
+    assert_eq!(chosen[0], 0);
+    // At rest the biased scores are equal, so loads differ by the logits over alpha: 1.3, 1.1, 0.9, 0.7 times 50 of 200.
+    for (e, want) in [65, 55, 45, 35].into_iter().enumerate() {
+        let n = chosen[200..].iter().filter(|c| usize::from(**c) == e).count();
+        assert!(n.abs_diff(want) <= 10, "expert {e} chosen {n} times, expected {want}");
+    }
+    assert!((router.load().iter().sum::<f32>() - 4.0).abs() < 1e-3);
+}
+
+#[test]
+fn an_uncertain_expert_is_ranked_lower() {
+    // p is .5, .45, .05: h is .347, .359, .150, so a large beta lifts expert 2.
+    let x = [0.5f32.ln(), 0.45f32.ln(), 0.05f32.ln()];
+    let at = |beta| {
+        one_row(&mut EntropyPenalised { beta, ..Default::default() }.router(Shape::new(3, 1)).unwrap(), &x).0
+    };
+    assert_eq!((at(0.1), at(20.0)), (vec![0], vec![2]));
+}
+
+#[test]
+fn the_cap_holds_the_bias_and_the_weights_have_none() {
+    let x = [1.0, 0.6, 0.0];
+    let feedback = |cap| {
+        let mut router =
+            CacheAware { lambda: 100.0, cap, ..Default::default() }.router(Shape::new(3, 2)).unwrap();
+        for _ in 0..50 {
+            router.observe(&Feedback::new(&[9; 3], &[9, 0, 0])).unwrap();
+        }
+        let mut routes = Routes::default();
+        router.route(Position(0), &x, &mut routes).unwrap();
+        routes
+    };
+    assert_eq!(feedback(None).filing().experts, [1, 2]);
+    assert_eq!(feedback(Some(0.3)).filing().experts, [0, 1]);
+    let routes = feedback(Some(0.5));
+    assert_eq!((&routes.filing().experts[..], &routes.model().experts[..]), (&[1, 0][..], &[0, 1][..]));
+    let (f, m) = (&routes.filing().weights, &routes.model().weights);
+    assert_eq!([f[0].to_bits(), f[1].to_bits()], [m[1].to_bits(), m[0].to_bits()]);
+}
+
+#[test]
+fn equal_scores_go_to_the_lower_index() {
+    for (experts, top_k) in SHAPES {
+        let want: Vec<u16> = (0..top_k as u16).collect();
+        for mut router in all(Shape::new(experts, top_k)) {
+            let (filing, model) = one_row(&mut *router, &vec![-7.25; experts as usize]);
+            if router.kind() != RouterKind::Hash {
+                assert_eq!(filing, want, "{}", router.kind());
+            }
+            assert_eq!(model, want);
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! What is refused: rows, options, states. Nothing changes by it.
+
+use crate::{all, session};
+use pikv::Position;
+use pikv::router::{
+    Adaptive, Arm, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, RouteError,
+    Router, RouterState, Routes, Shape, StateError, TopK,
+};
+
+#[test]
+fn bad_rows_are_refused_and_change_nothing() {
+    for mut router in all(Shape::new(8, 2)) {
+        session(&mut *router, 0..2, 6);
+        let mut routes = Routes::default();
+        router.route(Position(0), &[0.5; 8], &mut routes).unwrap();
+        let before = (router.state(), routes.clone());
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = [0.0; 24];
+            x[13] = value;
+            let err = router.route(Position(0), &x, &mut routes).unwrap_err();
+            assert!(matches!(err, RouteError::Logit { row: 1, expert: 5, .. }), "{err}");
+        }
+        let err = router.route(Position(0), &[0.0; 23], &mut routes).unwrap_err();
+        assert!(matches!(err, RouteError::Length { what: "logits", got: 23, expected: 16, .. }));
+        let err = router.route(Position::MAX, &[0.0; 16], &mut routes).unwrap_err();
+        assert_eq!(err, RouteError::Position { position: u64::from(Position::MAX.0) + 1 });
+        let err = router.observe(&Feedback::new(&[0; 8], &[0; 7])).unwrap_err();
+        assert!(matches!(err, RouteError::Length { what: "missed", got: 7, expected: 8, .. }));
+        let err = router.observe(&Feedback::new(&[0; 9], &[0; 8])).unwrap_err();
+        assert!(matches!(err, RouteError::Length { what: "wanted", .. }));
+        let err = router.observe(&Feedback::new(&[2; 8], &[0, 0, 0, 3, 0, 0, 0, 0])).unwrap_err();
+        assert_eq!(err, RouteError::Feedback { expert: 3, missed: 3, wanted: 2 });
+        assert_eq!((router.state(), routes.clone()), before);
+        // Rows of another width go into other routes.
+        let mut other = TopK.router(Shape::new(8, 3)).unwrap();
+        let err = other.route(Position(0), &[0.0; 8], &mut routes).unwrap_err();
+        assert!(matches!(err, RouteError::Routes { held: 2, top_k: 3, .. }));
+        routes.clear();
+        other.route(Position(0), &[0.0; 8], &mut routes).unwrap();
+        assert_eq!(routes.rows(), 1);
+        // No rows are no rows.
+        router.route(Position::MAX, &[], &mut Routes::default()).unwrap();
+    }
+}
+
+#[test]
+fn bad_options_are_refused() {
+    use RouteError as E;
+    let s = Shape::new;
+    let shape = s(8, 2);
+    assert_eq!(TopK.router(s(0, 0)).unwrap_err(), E::Experts(0));
+    assert_eq!(TopK.router(s(1025, 2)).unwrap_err(), E::Experts(1025));
+    assert!(TopK.router(s(1024, 1024)).is_ok());
+    assert_eq!(TopK.router(s(8, 9)).unwrap_err(), E::TopK { top_k: 9, experts: 8 });
+    assert_eq!(TopK.router(s(8, 0)).unwrap_err(), E::TopK { top_k: 0, experts: 8 });
+    assert_eq!(Hashed::default().router(s(0, 1)).unwrap_err(), E::Experts(0));
+    let err = Hashed { stride: 4, ..Default::default() }.router(s(8, 3)).unwrap_err();
+    assert_eq!(err, E::Stride { stride: 4, experts: 8, distinct: 2, top_k: 3 });
+
+    for alpha in [0.0, -1.0, f32::NAN, f32::INFINITY, 2e6] {
+        let err = LoadBalanced { alpha, ..Default::default() }.router(shape).unwrap_err();
+        assert!(matches!(err, E::Coefficient { name: "alpha", .. }));
+        let err = CacheAware { lambda: alpha, ..Default::default() }.router(shape).unwrap_err();
+        assert!(matches!(err, E::Coefficient { name: "lambda", .. }));
+        let err = EntropyPenalised { beta: alpha, ..Default::default() }.router(shape).unwrap_err();
+        assert!(matches!(err, E::Coefficient { name: "beta", .. }));
+    }
+    for ema in [1.0, -0.1, f32::NAN] {
+        let err = LoadBalanced { ema, ..Default::default() }.router(shape).unwrap_err();
+        assert!(matches!(err, E::Decay { name: "load average", .. }));
+        let err = CacheAware { ema, ..Default::default() }.router(shape).unwrap_err();
+        assert!(matches!(err, E::Decay { name: "miss average", .. }));
+    }
+    for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let err = CacheAware { cap: Some(cap), ..Default::default() }.router(shape).unwrap_err();
+        assert!(matches!(err, E::Cap(_)));
+    }
+    let err = LoadBalanced { model_choice: true, ..Default::default() }.router(shape).unwrap_err();
+    assert_eq!(err, E::Uncapped);
+    assert!(LoadBalanced { model_choice: true, cap: Some(1.0), ..Default::default() }.router(shape).is_ok());
+
+    let groups = |groups, kept, best, shape| {
+        Hierarchical { groups, kept, best, model_choice: false }.router(shape).unwrap_err()
+    };
+    assert_eq!(groups(3, 1, 1, shape), E::Groups { groups: 3, experts: 8 });
+    assert_eq!(groups(0, 1, 1, shape), E::Groups { groups: 0, experts: 8 });
+    assert_eq!(groups(64, 1, 1, s(64, 1)), E::Groups { groups: 64, experts: 64 });
+    assert_eq!(groups(4, 5, 1, shape), E::Kept { kept: 5, groups: 4, size: 2, top_k: 2 });
+    assert_eq!(groups(8, 1, 1, shape), E::Kept { kept: 1, groups: 8, size: 1, top_k: 2 });
+    assert_eq!(groups(4, 2, 3, shape), E::Best { best: 3, size: 2 });
+    assert_eq!(groups(4, 2, 0, shape), E::Best { best: 0, size: 2 });
+
+    let adaptive = || Adaptive::new(2, 0);
+    assert_eq!(Adaptive { arms: vec![], ..adaptive() }.router(shape).unwrap_err(), E::NoArms);
+    let fetch =
+        |fetch| Adaptive { arms: vec![Arm { coefficients: Default::default(), fetch }], ..adaptive() };
+    for n in [0, 3] {
+        assert_eq!(fetch(n).router(shape).unwrap_err(), E::Fetch { arm: 0, fetch: n, top_k: 2 });
+    }
+    let err = Adaptive { width: 0.0, ..adaptive() }.router(shape).unwrap_err();
+    assert!(matches!(err, E::Coefficient { name: "width", .. }));
+    let err = Adaptive { memory: 1.0, ..adaptive() }.router(shape).unwrap_err();
+    assert!(matches!(err, E::Decay { name: "memory", .. }));
+    let err = Adaptive { model_choice: true, cap: None, ..adaptive() }.router(shape).unwrap_err();
+    assert_eq!(err, E::Uncapped);
+}
+
+#[test]
+fn bad_states_are_refused_and_change_nothing() {
+    let shape = Shape::new(8, 2);
+    let states: Vec<RouterState> = all(shape)
+        .into_iter()
+        .map(|mut router| {
+            session(&mut *router, 0..4, 6);
+            router.state()
+        })
+        .collect();
+    for (i, state) in states.iter().enumerate() {
+        let bytes = state.to_bytes();
+        for n in 0..bytes.len() {
+            let err = RouterState::from_bytes(&bytes[..n]).unwrap_err();
+            assert!(matches!(err, StateError::Bytes { .. }), "{n}: {err}");
+        }
+        let long = [&bytes[..], &[0]].concat();
+        assert!(matches!(RouterState::from_bytes(&long), Err(StateError::Bytes { .. })));
+        let at = |i: usize, x: u8| {
+            let mut bytes = bytes.clone();
+            bytes[i] = x;
+            RouterState::from_bytes(&bytes)
+        };
+        assert_eq!(at(0, b'X'), Err(StateError::Magic));
+        assert_eq!(at(4, 9), Err(StateError::Version(9)));
+        assert_eq!(at(7, 1), Err(StateError::Kind(state.router as u16 | 256)));
+        assert_eq!(RouterState::from_bytes(b"nonsense").unwrap_err(), StateError::Magic);
+
+        // Of another router or shape.
+        let mut router = all(shape).swap_remove(i);
+        let before = router.state();
+        for other in states.iter().filter(|s| s.router != state.router) {
+            let err = router.restore(other).unwrap_err();
+            assert!(matches!(err, RouteError::State(StateError::Router { .. })));
+        }
+        let wide = all(Shape::new(9, 2)).swap_remove(i).state();
+        let err = router.restore(&wide).unwrap_err();
+        assert!(matches!(err, RouteError::State(StateError::Shape { what: "experts", got: 9, expected: 8 })));
+        for value in [f32::NAN, -1.0, f32::INFINITY] {
+            for miss in [false, true] {
+                let mut bad = state.clone();
+                let Some(x) = (if miss { &mut bad.miss } else { &mut bad.load }).last_mut() else { continue };
+                *x = value;
+                let err = router.restore(&bad).unwrap_err();
+                assert!(matches!(err, RouteError::State(StateError::Value { index: 7, .. })));
+                assert!(matches!(RouterState::from_bytes(&bad.to_bytes()), Err(StateError::Value { .. })));
+            }
+        }
+        assert_eq!(router.state(), before);
+
+        // Whatever one byte is changed to: refused, or a router that still works.
+        for at in 0..bytes.len() {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 1 << (at % 8);
+            if let Ok(state) = RouterState::from_bytes(&bytes)
+                && router.restore(&state).is_ok()
+            {
+                session(&mut *router, 0..2, 6);
+            }
+        }
+    }
+    let mut bad = states.iter().find(|s| s.bandit.is_some()).unwrap().clone();
+    let mut router = Adaptive::new(2, 5).router(shape).unwrap();
+    let bandit = bad.bandit.as_mut().unwrap();
+    bandit.arms[1].gram[1] = 1e9;
+    let err = router.restore(&bad).unwrap_err();
+    assert!(matches!(err, RouteError::State(StateError::Value { what: "gram matrix of arm", index: 1, .. })));
+    bad.bandit.as_mut().unwrap().arms.pop();
+    let err = router.restore(&bad).unwrap_err();
+    assert!(matches!(err, RouteError::State(StateError::Shape { what: "arms", .. })));
+}
