@@ -415,7 +415,7 @@ fn matrix(dtype: Dtype, ring: u32, sinks: u32) {
 
 #[test]
 fn matrix_f32() {
-    matrix(Dtype::F32, 48, 4);
+    matrix(Dtype::F32, 40, 4);
 }
 
 #[test]
@@ -657,7 +657,7 @@ fn keys_and_values_may_differ_in_width_and_dtype() {
                     let layout = Layout { k_dim, v_dim, k, v };
                     let shape =
                         LayerShape { kv_heads: 2, query_heads: 2 * group, layout, window: None, rope: None };
-                    worst.add(everywhere(shape, 700, 4, Attend::new(scale(k_dim)), BOUND));
+                    worst.add(everywhere(shape, 704, 4, Attend::new(scale(k_dim)), BOUND));
                 }
             }
         }
@@ -665,7 +665,6 @@ fn keys_and_values_may_differ_in_width_and_dtype() {
     println!("widths: off f64 by {worst:?}");
 }
 
-/// A cap multiplies an error of the tanh (1.2e-7) and of the logit by the cap.
 #[test]
 fn softcap_is_cap_tanh_of_the_logit_over_cap() {
     for cap in [0.5, 2.0, 15.0, 50.0] {
@@ -673,7 +672,7 @@ fn softcap_is_cap_tanh_of_the_logit_over_cap() {
             for window in [None, Some(100)] {
                 let shape = shape(2, 4, (64, 64), dtype, window);
                 let options = Attend::new(2.0 * scale(64)).softcap(cap);
-                let worst = everywhere(shape, 700, 4, options, BOUND.max(f64::from(cap) * 4e-7));
+                let worst = everywhere(shape, 704, 4, options, BOUND);
                 println!("cap {cap}, {}: off f64 by {worst:?}", dtype.name());
             }
         }
@@ -748,7 +747,7 @@ fn rotated_as_read_is_rotated_in_f64() {
         for dtype in Dtype::ALL {
             for (window, group) in [(None, 1), (None, 7), (Some(100), 4)] {
                 let shape = LayerShape { rope: Some(rope), ..shape(2, group, (64, 48), dtype, window) };
-                worst.add(everywhere(shape, 900, 4, Attend::new(scale(64)), BOUND));
+                worst.add(everywhere(shape, 896, 4, Attend::new(scale(64)), BOUND));
             }
         }
     }
@@ -898,7 +897,7 @@ fn mass_is_the_softmax_weight_of_each_token() {
 
 #[test]
 fn an_evicted_page_takes_its_tokens_out_of_the_softmax() {
-    const TOKENS: u32 = 900;
+    const TOKENS: u32 = 912;
     let shape = shape(2, 3, (32, 32), Dtype::F16, None);
     let tape = Tape::new(1300, TOKENS, &shape);
     let stored = tape.stored(&shape.layout);
@@ -939,6 +938,38 @@ fn an_evicted_page_takes_its_tokens_out_of_the_softmax() {
     }
 }
 
+/// What was taken back still lies in the pages, past their fill, and a row at the next position must not find it there.
+#[test]
+fn a_rollback_gives_the_bits_of_a_sequence_that_never_grew() {
+    const TOKENS: u32 = 420;
+    let (layers, options) = assorted();
+    let tapes: Vec<Tape> = (0..layers.len()).map(|i| Tape::new(1350 + i as u64, TOKENS, &layers[i])).collect();
+    let tapes: Vec<&Tape> = tapes.iter().collect();
+    for lanes in all_lanes() {
+        let cache = Cache::new(config(layers.clone(), 48, 4).rollback(64).lanes(lanes)).unwrap();
+        let mut grown = cache.sequence();
+        extend(&cache, &mut grown, &tapes, 0..TOKENS, 48);
+        for back in [1, 3, 32, 63, 64] {
+            let len = TOKENS - back;
+            let mut sequence = grown.fork();
+            sequence.rollback(back).unwrap();
+            let mut fresh = cache.sequence();
+            extend(&cache, &mut fresh, &tapes, 0..len, 48);
+            for (layer, shape) in layers.iter().enumerate() {
+                let q = queries(1380, (2 * shape.query_heads * shape.layout.k_dim) as usize);
+                let at = |sequence| {
+                    let rows = [Rows { sequence, first: Position(len - 1), rows: 2 }];
+                    attend(&cache, layer, &rows, &q, &options[layer])
+                };
+                let want = at(&fresh);
+                at(&sequence).same_bits(&want, || format!("{}, {back} back, {shape:?}", lanes.name()));
+                let stored = tapes[layer].stored(&shape.layout);
+                Oracle::new(*shape, 4, options[layer], &stored).check(&q, len - 1, len, &want, BOUND);
+            }
+        }
+    }
+}
+
 // ---- Functions -------------------------------------------------------------------------------------------------
 
 struct Functions<'a>(&'a [f32; LANES]);
@@ -953,8 +984,8 @@ impl Kernel for Functions<'_> {
             w.store(y, &mut row);
             row.map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() })
         };
-        // |x| with the sign set: the domain of `exp2_nonpos`, which is not for NaN.
-        let below = self.0.map(|x| if x.is_nan() { -1.0 } else { -x.abs() });
+        // |x| with the sign set: the domain of `exp2_nonpos`.
+        let below = self.0.map(|x| -x.abs());
         [
             bits(math::exp2(w, x)),
             bits(math::exp(w, x)),

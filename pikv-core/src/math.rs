@@ -45,11 +45,12 @@ fn upper<W: Warp>(w: W, x: W::F, top: f32, y: W::F) -> W::F {
 /// 2^x for `x` <= 0 or -inf, the form of the softmax. At most 1 ulp off; 0 below -126; NaN for NaN. Not for `x` > 0.
 #[inline(always)]
 pub fn exp2_nonpos<W: Warp>(w: W, x: W::F) -> W::F {
-    // In this order `max` keeps a NaN.
-    let y = w.max(w.splat(-127.0), x);
+    let y = w.max(x, w.splat(-127.0));
     let shifted = w.add(y, w.splat(MAGIC));
     let f = w.sub(y, w.sub(shifted, w.splat(MAGIC)));
     let y = scale(w, horner(w, &EXP2_POLY, f), shifted);
+    // `scale` makes some number of a NaN, and not the same one of a device's NaN as of a CPU's.
+    let y = w.select(w.lt(x, w.splat(128.0)), y, x);
     w.select(w.lt(x, w.splat(-126.0)), w.splat(0.0), y)
 }
 

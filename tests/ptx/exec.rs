@@ -1,0 +1,345 @@
+//! Runs a module's kernels, warp after warp.
+
+use super::alu::{ALL, Failure, Registers};
+use super::memory::{Local, Memory, Who};
+use super::parse::{Entry, File, Module, Source};
+use super::{Cause, Data, Fault, Inst, LANES, Op, ParseError, R, Shfl, Space};
+use std::array::from_fn;
+
+/// A module, and memory that its kernels run on.
+#[derive(Debug)]
+pub struct Machine {
+    pub memory: Memory,
+    /// Instructions of warps that a launch may execute.
+    pub budget: u64,
+    /// Instructions of warps executed so far.
+    pub executed: u64,
+    module: Module,
+    /// Instructions of each entry that some lane executed.
+    hits: Vec<Vec<bool>>,
+    /// Addresses of the module's variables.
+    globals: Vec<u64>,
+    launches: u32,
+}
+
+impl Machine {
+    /// Reads the module and places its variables in a memory that is else empty.
+    pub fn new(text: &str) -> Result<Machine, ParseError> {
+        let module = Module::parse(text)?;
+        let mut memory = Memory::default();
+        let globals = module.globals.iter().map(|g| memory.put(&g.bytes)).collect();
+        let hits = module.entries.iter().map(|e| vec![false; e.code.len()]).collect();
+        Ok(Machine { memory, budget: 1 << 32, executed: 0, module, hits, globals, launches: 0 })
+    }
+
+    /// Lines of `entry` whose instruction no launch executed, and how many could have been: all but the `trap`s, the
+    /// `exit`s behind them and the branches there.
+    pub fn idle(&self, entry: &str) -> (Vec<u32>, usize) {
+        let Some(index) = self.module.entries.iter().position(|e| e.name == entry) else {
+            return (Vec::new(), 0);
+        };
+        let code = &self.module.entries[index].code;
+        let sane = |i: &Inst| match i.op {
+            Op::Bra(to) => !matches!(code[to as usize].op, Op::Trap),
+            Op::Trap => false,
+            _ => i.opcode != "exit",
+        };
+        let able: Vec<_> = code.iter().zip(&self.hits[index]).filter(|(i, _)| sane(i)).collect();
+        (able.iter().filter(|(_, hit)| !**hit).map(|(i, _)| i.line).collect(), able.len())
+    }
+
+    /// Runs `entry` over `grid` blocks of `block` threads; a parameter's bytes in each of `args`.
+    pub fn launch(&mut self, entry: &str, grid: u32, block: u32, args: &[&[u8]]) -> Result<(), Fault> {
+        let refuse = |what: &str| {
+            let cause = Cause::Launch(format!("{entry}: {what}"));
+            Err(Fault { line: 0, opcode: String::new(), warp: 0, lane: 0, cause })
+        };
+        let Some(index) = self.module.entries.iter().position(|e| e.name == entry) else {
+            return refuse("no such entry");
+        };
+        let (e, hits) = (&self.module.entries[index], &mut self.hits[index]);
+        if args.len() != e.params.len() || args.iter().zip(&e.params).any(|(a, p)| a.len() != p.size) {
+            return refuse("not the entry's parameters");
+        }
+        if block == 0 || !block.is_multiple_of(LANES as u32) {
+            return refuse("a block that is not whole warps");
+        }
+        let mut params = Vec::new();
+        for (arg, param) in args.iter().zip(&e.params) {
+            params.resize(param.at, 0);
+            params.extend_from_slice(arg);
+        }
+        self.launches += 1;
+        let mut warp = Warp {
+            memory: &mut self.memory,
+            params: &params,
+            regs: Registers::new(e.registers),
+            local: Local::new(e.local),
+            who: Who { launch: self.launches, warp: 0, epoch: 0, lanes: 0 },
+        };
+        let mut left = self.budget;
+        for index in 0..grid * (block / LANES as u32) {
+            warp.reset(e, &self.globals, index, grid, block);
+            let result = warp.run(e, hits, &mut left);
+            if let Err((pc, (lane, cause))) = result {
+                let Inst { line, opcode, .. } = &e.code[pc as usize];
+                self.executed += self.budget - left;
+                return Err(Fault { line: *line, opcode: opcode.clone(), warp: index, lane, cause });
+            }
+        }
+        self.executed += self.budget - left;
+        Ok(())
+    }
+}
+
+/// Lanes at the same instruction.
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    pc: u32,
+    lanes: u32,
+    /// Lanes that it waits for at a `.sync` operation.
+    waits: u32,
+}
+
+/// What follows an instruction.
+enum Next {
+    Step,
+    /// These lanes go there, the others step.
+    Jump(u32, u32),
+    Exit(u32),
+    /// For these lanes of the mask.
+    Wait(u32),
+}
+
+struct Warp<'a> {
+    memory: &'a mut Memory,
+    params: &'a [u8],
+    regs: Registers,
+    local: Local,
+    who: Who,
+}
+
+fn lanes(mask: u32) -> impl Iterator<Item = usize> {
+    (0..LANES).filter(move |i| mask >> i & 1 == 1)
+}
+
+impl Warp<'_> {
+    fn reset(&mut self, e: &Entry, globals: &[u64], index: u32, grid: u32, block: u32) {
+        self.regs.clear();
+        self.local.clear();
+        (self.who.warp, self.who.epoch) = (index, 0);
+        let per_block = block / LANES as u32;
+        for &(file, r, source) in &e.sources {
+            let value = from_fn(|lane| match source {
+                Source::Bits(x) => x,
+                Source::Global(g) => globals[g],
+                Source::Tid => u64::from(index % per_block * LANES as u32 + lane as u32),
+                Source::Ntid => block.into(),
+                Source::Ctaid => (index / per_block).into(),
+                Source::Nctaid => grid.into(),
+                Source::Lane => lane as u64,
+            });
+            match file {
+                File::B64 => self.regs.r64[r as usize] = value,
+                _ => self.regs.r32[r as usize] = value.map(|x| x as u32),
+            }
+        }
+    }
+
+    fn run(&mut self, e: &Entry, hits: &mut [bool], left: &mut u64) -> Result<(), (u32, Failure)> {
+        let mut now = Group { pc: 0, lanes: ALL, waits: 0 };
+        let mut others: Vec<Group> = Vec::new();
+        loop {
+            if !others.is_empty() || now.waits != 0 {
+                // The lowest instruction first, with everyone who is there.
+                others.push(now);
+                let Some(pc) = others.iter().filter(|g| g.waits == 0).map(|g| g.pc).min() else {
+                    let first = others.iter().min_by_key(|g| g.pc).unwrap_or(&now);
+                    let missing = first.waits;
+                    return Err((first.pc, (first.lanes.trailing_zeros(), Cause::Divergent { missing })));
+                };
+                now = Group { pc, lanes: 0, waits: 0 };
+                others.retain(|g| {
+                    now.lanes |= if g.pc == pc { g.lanes } else { 0 };
+                    g.pc != pc
+                });
+            }
+            let Some(inst) = e.code.get(now.pc as usize) else {
+                return Err((now.pc - 1, (0, Cause::OutOfBounds { address: now.pc.into() })));
+            };
+            let on = match inst.guard {
+                None => now.lanes,
+                Some((p, set)) => {
+                    now.lanes & if set { self.regs.p[p as usize] } else { !self.regs.p[p as usize] }
+                }
+            };
+            if *left == 0 {
+                return Err((now.pc, (now.lanes.trailing_zeros(), Cause::Budget)));
+            }
+            *left -= 1;
+            hits[now.pc as usize] |= on != 0;
+            let next = if on == 0 { Next::Step } else { self.step(&inst.op, on).map_err(|x| (now.pc, x))? };
+            match next {
+                Next::Step => now.pc += 1,
+                Next::Jump(lanes, pc) if lanes == now.lanes => now.pc = pc,
+                Next::Jump(lanes, pc) => {
+                    others.push(Group { pc, lanes, waits: 0 });
+                    now = Group { pc: now.pc + 1, lanes: now.lanes & !lanes, waits: 0 };
+                }
+                Next::Exit(lanes) => {
+                    now = Group { pc: now.pc + 1, lanes: now.lanes & !lanes, waits: 0 };
+                    if now.lanes == 0 {
+                        match others.pop() {
+                            Some(g) => now = g,
+                            None => return Ok(()),
+                        }
+                    }
+                }
+                Next::Wait(missing) => {
+                    now.waits = missing;
+                }
+            }
+        }
+    }
+
+    /// A load of each lane, or with `store` a store.
+    fn access(
+        &mut self,
+        store: bool,
+        space: Space,
+        data: &Data,
+        at: [u64; LANES],
+        on: u32,
+    ) -> Result<(), Failure> {
+        let (size, count) = (u64::from(data.size), usize::from(data.count));
+        let first = on.trailing_zeros() as usize;
+        // The same address in all lanes is read once.
+        let alike = !store && !Local::holds(at[first]) && lanes(on).all(|i| at[i] == at[first]);
+        for lane in lanes(if alike { 1 << first } else { on }) {
+            let (fail, address) = (|cause| (lane as u32, cause), at[lane]);
+            let local = Local::holds(address);
+            if local && space == Space::Global || !local && space == Space::Local {
+                return Err(fail(Cause::OutOfBounds { address }));
+            }
+            if !address.is_multiple_of(size * count as u64) {
+                return Err(fail(Cause::Misaligned { address }));
+            }
+            let who = Who { lanes: if alike { on } else { 1 << lane }, ..self.who };
+            for (j, &(r, wide)) in data.regs[..count].iter().enumerate() {
+                let (address, size) = (address + j as u64 * size, size as usize);
+                if store {
+                    let x = if wide {
+                        self.regs.r64[r as usize][lane]
+                    } else {
+                        self.regs.r32[r as usize][lane].into()
+                    };
+                    if local {
+                        self.local.store(address, size, x, lane).map_err(fail)?;
+                    } else {
+                        self.memory.store(address, size, x, who).map_err(fail)?;
+                    }
+                    continue;
+                }
+                let x = if local {
+                    self.local.load(address, size, lane).map_err(fail)?
+                } else {
+                    self.memory.load(address, size, who).map_err(fail)?
+                };
+                self.deliver((r, wide), x, who.lanes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what was loaded to a register of these lanes.
+    #[inline(always)]
+    fn deliver(&mut self, (r, wide): (R, bool), x: u64, to: u32) {
+        for lane in lanes(to) {
+            match wide {
+                true => self.regs.r64[r as usize][lane] = x,
+                false => self.regs.r32[r as usize][lane] = x as u32,
+            }
+        }
+    }
+
+    /// Lanes of the mask at `mask` that are not here.
+    fn absent(&self, on: u32, mask: R) -> Result<u32, Failure> {
+        let masks = &self.regs.r32[mask as usize];
+        let first = on.trailing_zeros() as usize;
+        for lane in lanes(on) {
+            if masks[lane] != masks[first] || masks[lane] >> lane & 1 == 0 {
+                return Err((lane as u32, Cause::Divergent { missing: masks[lane] & !on }));
+            }
+        }
+        Ok(masks[first] & !on)
+    }
+
+    /// `d` and `ok` of a shuffle in which exactly the lanes of its mask take part.
+    fn shfl(
+        &mut self,
+        kind: Shfl,
+        on: u32,
+        (d, ok): (R, Option<R>),
+        [a, b, c]: [R; 3],
+    ) -> Result<(), Failure> {
+        let [a, b, c] = [a, b, c].map(|r| self.regs.r32[r as usize]);
+        let mut inside = 0;
+        let mut v = a;
+        for lane in lanes(on) {
+            let (i, by) = (lane as u32, b[lane] & 31);
+            let (clamp, segment) = (c[lane] & 31, c[lane] >> 8 & 31);
+            let (low, high) = (i & segment, i & segment | clamp & !segment);
+            let (source, within) = match kind {
+                Shfl::Bfly => (i ^ by, i ^ by <= high),
+                Shfl::Idx => (low | by & !segment, low | by & !segment <= high),
+                Shfl::Up => (i.wrapping_sub(by), i as i32 - by as i32 >= high as i32),
+                Shfl::Down => (i + by, i + by <= high),
+            };
+            let source = if within { source } else { i };
+            if on >> source & 1 == 0 {
+                return Err((i, Cause::AbsentLane { source }));
+            }
+            v[lane] = a[source as usize];
+            inside |= u32::from(within) << lane;
+        }
+        self.regs.put32(on, d, v);
+        if let Some(p) = ok {
+            self.regs.put_p(on, p, inside);
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, op: &Op, on: u32) -> Result<Next, Failure> {
+        match *op {
+            Op::LdParam(ref data, at) => {
+                let size = usize::from(data.size);
+                for (bytes, &r) in
+                    self.params[at as usize..].chunks_exact(size).zip(&data.regs[..data.count.into()])
+                {
+                    self.deliver(r, bytes.iter().rev().fold(0, |x, &b| x << 8 | u64::from(b)), on);
+                }
+            }
+            Op::Ld(space, ref data, a, offset) | Op::St(space, ref data, a, offset) => {
+                let at = self.regs.r64[a as usize].map(|x| x.wrapping_add_signed(offset));
+                self.access(matches!(op, Op::St(..)), space, data, at, on)?;
+            }
+            Op::Shfl { kind, d, ok, a, b, c, mask } => match self.absent(on, mask)? {
+                0 => self.shfl(kind, on, (d, ok), [a, b, c])?,
+                missing => return Ok(Next::Wait(missing)),
+            },
+            Op::Ballot(d, p, mask) => match self.absent(on, mask)? {
+                0 => self.regs.put32(on, d, [self.regs.p[p as usize] & on; LANES]),
+                missing => return Ok(Next::Wait(missing)),
+            },
+            Op::SyncWarp(mask) => match self.absent(on, mask)? {
+                0 => self.who.epoch += 1,
+                missing => return Ok(Next::Wait(missing)),
+            },
+            Op::Bra(target) => return Ok(Next::Jump(on, target)),
+            Op::Ret => return Ok(Next::Exit(on)),
+            Op::Trap => return Err((on.trailing_zeros(), Cause::Trap)),
+            _ => self.regs.step(op, on)?,
+        }
+        Ok(Next::Step)
+    }
+}

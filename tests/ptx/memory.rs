@@ -1,0 +1,268 @@
+//! Global memory: allocations apart from each other, bytes that know if they were written, words that know by whom.
+
+use super::Cause;
+use bytemuck::Pod;
+
+/// Every allocation has its own 4 GiB of addresses, never given out again.
+const SHIFT: u32 = 32;
+/// [`Word::reader`] of a word that several warps read.
+const SEVERAL: u32 = u32::MAX;
+
+/// Who accesses memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Who {
+    /// Number of the launch.
+    pub launch: u32,
+    /// Index of the warp in the launch.
+    pub warp: u32,
+    /// Barriers that the warp passed.
+    pub epoch: u32,
+    /// Lanes that access the same address.
+    pub lanes: u32,
+}
+
+/// Accesses of one launch to a word.
+#[derive(Clone, Copy, Debug, Default)]
+struct Word {
+    launch: u32,
+    /// 1 + index of the warp; 0 for none.
+    writer: u32,
+    wrote: u32,
+    write_epoch: u32,
+    /// As `writer`, or [`SEVERAL`].
+    reader: u32,
+    read: u32,
+    read_epoch: u32,
+}
+
+impl Word {
+    #[inline(always)]
+    fn fresh(&mut self, who: Who) {
+        if self.launch != who.launch {
+            *self = Word { launch: who.launch, ..Word::default() };
+        }
+    }
+
+    #[inline(always)]
+    fn read(&mut self, address: u64, who: Who) -> Result<(), Cause> {
+        self.fresh(who);
+        let me = who.warp + 1;
+        if self.writer != 0 {
+            if self.writer != me {
+                return Err(Cause::WarpRace { address, other: self.writer - 1 });
+            }
+            if self.write_epoch == who.epoch && who.lanes & !self.wrote != 0 {
+                return Err(Cause::LaneRace { address, others: self.wrote });
+            }
+        }
+        if self.reader == me && self.read_epoch == who.epoch {
+            self.read |= who.lanes;
+        } else {
+            self.reader = if self.reader == 0 || self.reader == me { me } else { SEVERAL };
+            (self.read, self.read_epoch) = (who.lanes, who.epoch);
+        }
+        Ok(())
+    }
+
+    /// `changes` if the word had another value before.
+    #[inline(always)]
+    fn write(&mut self, address: u64, who: Who, changes: bool) -> Result<(), Cause> {
+        self.fresh(who);
+        let me = who.warp + 1;
+        for other in [self.writer, self.reader] {
+            if other != 0 && other != me {
+                let other = if other == SEVERAL { other } else { other - 1 };
+                return Err(Cause::WarpRace { address, other });
+            }
+        }
+        let here =
+            |warp: u32, epoch: u32, lanes: u32| if warp != 0 && epoch == who.epoch { lanes } else { 0 };
+        let wrote = here(self.writer, self.write_epoch, self.wrote);
+        let read = here(self.reader, self.read_epoch, self.read);
+        let all = who.lanes | wrote | read;
+        if changes && wrote | read != 0 && !all.is_power_of_two() {
+            return Err(Cause::LaneRace { address, others: (wrote | read) & !who.lanes });
+        }
+        (self.writer, self.wrote, self.write_epoch) = (me, wrote | who.lanes, who.epoch);
+        Ok(())
+    }
+}
+
+#[derive(Debug, Default)]
+struct Allocation {
+    bytes: Vec<u8>,
+    /// 1 for a byte that was written.
+    written: Vec<u8>,
+    words: Vec<Word>,
+    freed: bool,
+}
+
+/// Global memory.
+#[derive(Debug, Default)]
+pub struct Memory {
+    allocations: Vec<Allocation>,
+}
+
+impl Memory {
+    /// `bytes` bytes that nobody wrote. They start at a multiple of 4 GiB.
+    pub fn allocate(&mut self, bytes: usize) -> u64 {
+        self.allocations.push(Allocation {
+            bytes: vec![0xa5; bytes],
+            written: vec![0; bytes],
+            words: vec![Word::default(); bytes.div_ceil(4)],
+            freed: false,
+        });
+        (self.allocations.len() as u64) << SHIFT
+    }
+
+    /// An allocation that holds `data`.
+    pub fn put<T: Pod>(&mut self, data: &[T]) -> u64 {
+        let address = self.allocate(size_of_val(data));
+        self.write(address, data).expect("it was just allocated");
+        address
+    }
+
+    /// Frees the allocation at `address`; its addresses stay out of use.
+    pub fn free(&mut self, address: u64) -> Result<(), Cause> {
+        let (index, at) = self.find(address, 0)?;
+        if at != 0 {
+            return Err(Cause::OutOfBounds { address });
+        }
+        self.allocations[index] = Allocation { freed: true, ..Allocation::default() };
+        Ok(())
+    }
+
+    /// Copies from the host.
+    pub fn write<T: Pod>(&mut self, address: u64, data: &[T]) -> Result<(), Cause> {
+        let data: &[u8] = bytemuck::cast_slice(data);
+        let (index, at) = self.find(address, data.len())?;
+        let a = &mut self.allocations[index];
+        a.bytes[at..at + data.len()].copy_from_slice(data);
+        a.written[at..at + data.len()].fill(1);
+        Ok(())
+    }
+
+    /// Copies to the host.
+    pub fn read<T: Pod>(&self, address: u64, count: usize) -> Result<Vec<T>, Cause> {
+        let size = count * size_of::<T>();
+        let (index, at) = self.find(address, size)?;
+        let a = &self.allocations[index];
+        if let Some(i) = a.written[at..at + size].iter().position(|&w| w == 0) {
+            return Err(Cause::Uninitialised { address: address + i as u64 });
+        }
+        Ok(a.bytes[at..at + size].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
+    }
+
+    /// Makes bytes as if nobody had written them.
+    pub fn forget(&mut self, address: u64, bytes: usize) -> Result<(), Cause> {
+        let (index, at) = self.find(address, bytes)?;
+        self.allocations[index].written[at..at + bytes].fill(0);
+        Ok(())
+    }
+
+    /// Index of the allocation, and the offset in it, of `size` bytes at `address`.
+    #[inline(always)]
+    fn find(&self, address: u64, size: usize) -> Result<(usize, usize), Cause> {
+        let index = ((address >> SHIFT) as usize).wrapping_sub(1);
+        let Some(a) = self.allocations.get(index) else {
+            return Err(Cause::OutOfBounds { address });
+        };
+        let at = address as u32 as usize;
+        if a.freed {
+            return Err(Cause::Freed { address });
+        }
+        if at + size > a.bytes.len() {
+            return Err(Cause::OutOfBounds { address });
+        }
+        Ok((index, at))
+    }
+
+    /// A device's read of `size` bytes, which `address` is a multiple of.
+    #[inline(always)]
+    pub(super) fn load(&mut self, address: u64, size: usize, who: Who) -> Result<u64, Cause> {
+        let (index, at) = self.find(address, size)?;
+        let a = &mut self.allocations[index];
+        if a.written[at..at + size].contains(&0) {
+            return Err(Cause::Uninitialised { address });
+        }
+        for word in &mut a.words[at / 4..(at + size).div_ceil(4)] {
+            word.read(address, who)?;
+        }
+        Ok(gather(&a.bytes[at..at + size]))
+    }
+
+    /// A device's write of the low `size` bytes of `value`; `address` is a multiple of `size`.
+    #[inline(always)]
+    pub(super) fn store(&mut self, address: u64, size: usize, value: u64, who: Who) -> Result<(), Cause> {
+        let (index, at) = self.find(address, size)?;
+        let a = &mut self.allocations[index];
+        let (bytes, value) = (&mut a.bytes[at..at + size], &value.to_le_bytes()[..size]);
+        let changes = bytes != value || a.written[at..at + size].contains(&0);
+        for word in &mut a.words[at / 4..(at + size).div_ceil(4)] {
+            word.write(address, who, changes)?;
+        }
+        bytes.copy_from_slice(value);
+        a.written[at..at + size].fill(1);
+        Ok(())
+    }
+}
+
+/// At most 8 little-endian bytes.
+#[inline(always)]
+fn gather(bytes: &[u8]) -> u64 {
+    match *bytes {
+        [a, b, c, d] => u32::from_le_bytes([a, b, c, d]).into(),
+        _ => bytes.iter().rev().fold(0, |x, &b| x << 8 | u64::from(b)),
+    }
+}
+
+/// Local memory of the threads of a warp.
+#[derive(Debug)]
+pub struct Local {
+    size: usize,
+    /// A thread's bytes together.
+    bytes: Vec<u8>,
+    written: Vec<u8>,
+}
+
+impl Local {
+    pub(super) fn new(size: usize) -> Local {
+        Local { size, bytes: vec![0xa5; size * super::LANES], written: vec![0; size * super::LANES] }
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.written.fill(0);
+    }
+
+    /// Whether `address` is one of local memory.
+    #[inline(always)]
+    pub(super) fn holds(address: u64) -> bool {
+        address >> SHIFT == super::LOCAL >> SHIFT
+    }
+
+    #[inline(always)]
+    fn find(&self, address: u64, size: usize, lane: usize) -> Result<usize, Cause> {
+        let at = address as u32 as usize;
+        if !Self::holds(address) || at + size > self.size {
+            return Err(Cause::OutOfBounds { address });
+        }
+        Ok(lane * self.size + at)
+    }
+
+    #[inline(always)]
+    pub(super) fn load(&self, address: u64, size: usize, lane: usize) -> Result<u64, Cause> {
+        let at = self.find(address, size, lane)?;
+        if self.written[at..at + size].contains(&0) {
+            return Err(Cause::Uninitialised { address });
+        }
+        Ok(gather(&self.bytes[at..at + size]))
+    }
+
+    #[inline(always)]
+    pub(super) fn store(&mut self, address: u64, size: usize, value: u64, lane: usize) -> Result<(), Cause> {
+        let at = self.find(address, size, lane)?;
+        self.bytes[at..at + size].copy_from_slice(&value.to_le_bytes()[..size]);
+        self.written[at..at + size].fill(1);
+        Ok(())
+    }
+}

@@ -1,0 +1,289 @@
+//! A test-only interpreter of the PTX that LLVM emits: warps of 32 lanes in lock-step, on memory that checks every access.
+//!
+//! It fails on what a device would leave undefined: see [`Cause`]. Lanes of a warp that part run with the lowest
+//! instruction first; where a `.sync` operation finds lanes of its mask elsewhere it waits for them, and when nobody can
+//! go on any more that is [`Cause::Divergent`]. Registers hold junk until they are written; f32 results that are NaN are
+//! the device's canonical one.
+
+mod alu;
+mod decode;
+mod exec;
+mod memory;
+mod parse;
+
+pub use self::exec::Machine;
+pub use self::memory::Memory;
+
+use std::fmt;
+
+/// Lanes of a warp.
+pub const LANES: usize = 32;
+/// First address of every thread's own local memory.
+pub const LOCAL: u64 = 1 << 56;
+
+/// A text that is not a module that can be run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParseError {
+    /// Line of the text, counted from 1.
+    pub line: u32,
+    pub what: String,
+}
+
+impl fmt::Display for ParseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}: {}", self.line, self.what)
+    }
+}
+
+impl std::error::Error for ParseError {}
+
+/// A launch that could not go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Line of the text, counted from 1; 0 if no instruction is to blame.
+    pub line: u32,
+    pub opcode: String,
+    pub warp: u32,
+    pub lane: u32,
+    pub cause: Cause,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Fault { line, opcode, warp, lane, cause } = self;
+        write!(f, "line {line}, {opcode}, warp {warp}, lane {lane}: {cause:x?}")
+    }
+}
+
+impl std::error::Error for Fault {}
+
+/// What is wrong with an instruction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// A `.sync` operation that these lanes of its mask never reach, or whose lanes disagree on the mask.
+    Divergent { missing: u32 },
+    /// A shuffle that reads a lane outside its mask.
+    AbsentLane { source: u32 },
+    /// An address in no allocation, or in one of another state space.
+    OutOfBounds { address: u64 },
+    /// An address that is no multiple of the access's size.
+    Misaligned { address: u64 },
+    /// An address in an allocation that was freed.
+    Freed { address: u64 },
+    /// A read of bytes that nobody wrote.
+    Uninitialised { address: u64 },
+    /// A word that another warp of the launch wrote, or that it read and this one writes.
+    WarpRace { address: u64, other: u32 },
+    /// A word that other lanes of the warp wrote, or read before a write, with no barrier since.
+    LaneRace { address: u64, others: u32 },
+    /// An integer division by zero.
+    DivideByZero,
+    /// The instruction `trap`.
+    Trap,
+    /// More instructions than the launch may execute.
+    Budget,
+    /// Arguments that do not fit the entry; nothing was executed.
+    Launch(String),
+}
+
+/// Index into one of the three register files; immediates and special registers have places of their own there.
+pub type R = u32;
+
+/// An instruction, and whether lanes execute it.
+#[derive(Clone, Debug)]
+pub struct Inst {
+    pub op: Op,
+    /// Lanes execute it whose predicate register is, or is not (true), set.
+    pub guard: Option<(R, bool)>,
+    pub line: u32,
+    /// The operation as written.
+    pub opcode: String,
+}
+
+/// What an instruction does. The destination comes first.
+#[derive(Clone, Debug)]
+pub enum Op {
+    Un32(Un32, R, R),
+    Bin32(Bin32, R, R, R),
+    Tri32(Tri32, R, R, R, R),
+    Un64(Un64, R, R),
+    Bin64(Bin64, R, R, R),
+    /// `a * b + c`, low bits.
+    Mad64(R, R, R, R),
+    /// 64 bits shifted by a 32-bit register.
+    Shift64(Shift, R, R, R),
+    /// 32 bits to 64, signed or not.
+    Widen(bool, R, R),
+    /// 64 bits to 32.
+    Narrow(Narrow, R, R),
+    /// 32 times 32 bits to 64, signed or not, plus a 64-bit register.
+    MadWide(bool, R, R, R, R),
+    /// `{low, high}` to 64 bits.
+    Pack(R, R, R),
+    /// 64 bits to `{low, high}`.
+    Unpack(R, R, R),
+    /// A predicate of a comparison: signed or not, and of [`Order`]s those that make it true.
+    Set32(bool, u8, R, R, R),
+    Set64(bool, u8, R, R, R),
+    SetF(u8, R, R, R),
+    /// `p ? a : b`; the predicate comes last.
+    Sel32(R, R, R, R),
+    Sel64(R, R, R, R),
+    UnP(bool, R, R),
+    BinP(Logic, R, R, R),
+    LdParam(Data, u32),
+    Ld(Space, Data, R, i64),
+    St(Space, Data, R, i64),
+    Shfl {
+        kind: Shfl,
+        d: R,
+        ok: Option<R>,
+        a: R,
+        b: R,
+        c: R,
+        mask: R,
+    },
+    Ballot(R, R, R),
+    SyncWarp(R),
+    Bra(u32),
+    Ret,
+    Trap,
+}
+
+/// Bits of an [`Op::Set32`] and its siblings.
+pub struct Order;
+
+impl Order {
+    pub const LESS: u8 = 1;
+    pub const EQUAL: u8 = 2;
+    pub const GREATER: u8 = 4;
+    pub const UNORDERED: u8 = 8;
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Un32 {
+    Mov,
+    Not,
+    Neg,
+    Popc,
+    Clz,
+    Brev,
+    Low16,
+    FNeg,
+    FAbs,
+    FSqrt,
+    /// f32 to s32, toward zero.
+    Trunc,
+    /// f32 to u32, toward zero.
+    TruncU,
+    FromS32,
+    FromU32,
+    FromF16,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Bin32 {
+    Add,
+    Sub,
+    Mul,
+    MulHi,
+    DivU,
+    DivS,
+    RemU,
+    MinU,
+    MaxU,
+    MinS,
+    MaxS,
+    And,
+    Or,
+    Xor,
+    Shl,
+    ShrU,
+    ShrS,
+    FAdd,
+    FSub,
+    FMul,
+    FDiv,
+    FMin,
+    FMax,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Tri32 {
+    Mad,
+    Fma,
+    BfeU,
+    /// Funnel shifts of `{b, a}`, the amount modulo 32.
+    ShfL,
+    ShfR,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Un64 {
+    Mov,
+    Not,
+    Neg,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Bin64 {
+    Add,
+    Sub,
+    Mul,
+    MulHi,
+    DivU,
+    RemU,
+    MinU,
+    MaxU,
+    MinS,
+    MaxS,
+    And,
+    Or,
+    Xor,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Shift {
+    Left,
+    Right,
+    RightSigned,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Narrow {
+    Low,
+    Popc,
+    Clz,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Logic {
+    And,
+    Or,
+    Xor,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Shfl {
+    Bfly,
+    Idx,
+    Up,
+    Down,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Space {
+    Global,
+    Local,
+    Generic,
+}
+
+/// The registers of a load or a store.
+#[derive(Clone, Copy, Debug)]
+pub struct Data {
+    /// Bytes of an element.
+    pub size: u8,
+    pub count: u8,
+    /// Each register, and whether it is of the 64-bit file.
+    pub regs: [(R, bool); 4],
+}
