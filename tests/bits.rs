@@ -943,7 +943,8 @@ fn an_evicted_page_takes_its_tokens_out_of_the_softmax() {
 fn a_rollback_gives_the_bits_of_a_sequence_that_never_grew() {
     const TOKENS: u32 = 420;
     let (layers, options) = assorted();
-    let tapes: Vec<Tape> = (0..layers.len()).map(|i| Tape::new(1350 + i as u64, TOKENS, &layers[i])).collect();
+    let tapes: Vec<Tape> =
+        (0..layers.len()).map(|i| Tape::new(1350 + i as u64, TOKENS, &layers[i])).collect();
     let tapes: Vec<&Tape> = tapes.iter().collect();
     for lanes in all_lanes() {
         let cache = Cache::new(config(layers.clone(), 48, 4).rollback(64).lanes(lanes)).unwrap();

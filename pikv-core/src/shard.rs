@@ -41,7 +41,7 @@ pub enum ShardError {
         /// N_exp as given.
         experts: u32,
         /// The larger modulus has to be a multiple of this.
-        multiple: u32,
+        multiple: u64,
         /// The next larger value for the larger modulus that would do.
         would_do: u64,
     },
@@ -74,6 +74,23 @@ impl fmt::Display for ShardError {
 
 impl core::error::Error for ShardError {}
 
+/// The largest divisor of `n` that is at most `most`.
+const fn divisor(n: u32, most: u32) -> u32 {
+    let (mut best, mut i) = (1, 1);
+    while i as u64 * i as u64 <= n as u64 {
+        if n.is_multiple_of(i) {
+            if i <= most && i > best {
+                best = i;
+            }
+            if n / i <= most && n / i > best {
+                best = n / i;
+            }
+        }
+        i += 1;
+    }
+    best
+}
+
 impl ShardMap {
     /// One shard that holds everything.
     pub const ONE: ShardMap = ShardMap { shards: 1, rule: Rule::Sum };
@@ -87,20 +104,13 @@ impl ShardMap {
             return Err(ShardError::Zero);
         }
         let (small, large) = if tokens < experts { (tokens, experts) } else { (experts, tokens) };
-        let multiple = match small.checked_next_power_of_two() {
-            Some(multiple) => multiple,
-            None => u32::MAX,
-        };
-        if !large.is_multiple_of(multiple) {
-            let would_do = (large as u64).next_multiple_of(multiple as u64);
+        let multiple = (small as u64).next_power_of_two();
+        if !(large as u64).is_multiple_of(multiple) {
+            let would_do = (large as u64).next_multiple_of(multiple);
             return Err(ShardError::Skewed { tokens, experts, multiple, would_do });
         }
         if !large.is_multiple_of(shards) {
-            let mut would_do = if shards < large { shards } else { large };
-            while !large.is_multiple_of(would_do) {
-                would_do -= 1;
-            }
-            return Err(ShardError::Uneven { shards, range: large, would_do });
+            return Err(ShardError::Uneven { shards, range: large, would_do: divisor(large, shards) });
         }
         Ok(ShardMap { shards, rule: Rule::Xor { tokens, experts } })
     }
