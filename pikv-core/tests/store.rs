@@ -318,7 +318,7 @@ fn the_papers_map_is_accepted_just_where_it_is_uniform() {
             };
             assert_eq!((t, e), (tokens, experts));
             let (small, large) = (tokens.min(experts), tokens.max(experts));
-            assert_eq!(multiple, small.next_power_of_two());
+            assert_eq!(multiple, u64::from(small).next_power_of_two());
             // What is said to do does, and nothing between would.
             let with = |large: u32| {
                 if tokens < experts {
