@@ -1,4 +1,4 @@
-//! The main job: a real MoE that decodes through pikv, and what it loses by it (nothing, in f32).
+//! The main job: a real MoE that decodes through pikv, and what it loses by it (no bit in f32 while all is in the ring).
 //!
 //! `cargo run --release --example decode [-- --bytes 65536] [--quick]`
 //!

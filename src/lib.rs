@@ -2,11 +2,13 @@
 #![deny(missing_docs)]
 
 pub use pikv_core::{
+    LANES,
     dtype::Dtype,
-    page::{Layout, Position, Resident},
+    page::{Layout, PAGE, Position, Resident},
     plan::{LayerShape, StoreShape},
+    ring::Ring,
     rope::{Pairs, Rope},
-    shard::{ShardError, ShardMap},
+    shard::{Rule, ShardError, ShardMap},
 };
 pub use pikv_host::{
     Attend, Cache, CacheConfig, ConfigError, Error, Output, PageId, PageInfo, PageMass, Place, Rows,

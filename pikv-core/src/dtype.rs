@@ -19,6 +19,15 @@ impl Dtype {
     /// All forms.
     pub const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
+    /// Its index in [`Dtype::ALL`].
+    pub const fn index(self) -> u32 {
+        match self {
+            Dtype::F32 => 0,
+            Dtype::F16 => 1,
+            Dtype::Bf16 => 2,
+        }
+    }
+
     /// Channels in a word.
     pub const fn per_word(self) -> u32 {
         match self {

@@ -147,10 +147,10 @@ impl Layout {
         key: &[f32],
         value: &[f32],
     ) -> Result<(), Unstorable> {
-        let start = (Self::K_BASE + lane) as usize;
+        let start = self.k_word(0, 0, lane) as usize;
         pack(self.k, &key[..self.k_dim as usize], |i, word| words[start + i * LANES] = word)
             .map_err(|(channel, value)| Unstorable { key: true, channel, value })?;
-        let start = (self.v_base() + lane * self.v_stride()) as usize;
+        let start = self.v_word(0, 0, lane) as usize;
         let row = &mut words[start..start + self.v_stride() as usize];
         row.fill(0);
         pack(self.v, &value[..self.v_dim as usize], |i, word| row[i] = word)
@@ -184,7 +184,7 @@ impl Layout {
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
     pub fn read_key(&self, words: &[u32], lane: u32, key: &mut [f32]) {
-        let start = (Self::K_BASE + lane) as usize;
+        let start = self.k_word(0, 0, lane) as usize;
         unpack(self.k, &mut key[..self.k_dim as usize], |i| words[start + i * LANES]);
     }
 
@@ -193,7 +193,7 @@ impl Layout {
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
     pub fn read_value(&self, words: &[u32], lane: u32, value: &mut [f32]) {
-        let start = (self.v_base() + lane * self.v_stride()) as usize;
+        let start = self.v_word(0, 0, lane) as usize;
         unpack(self.v, &mut value[..self.v_dim as usize], |i| words[start + i]);
     }
 }

@@ -21,6 +21,9 @@ pub struct LayerShape {
 
 impl LayerShape {
     /// Query heads a KV head.
+    ///
+    /// # Panics
+    /// If there are no KV heads; a cache refuses those.
     pub const fn group(&self) -> u32 {
         self.query_heads / self.kv_heads
     }
@@ -31,7 +34,7 @@ impl LayerShape {
 pub struct StoreShape {
     /// The ring.
     pub ring: Ring,
-    /// First positions, never evicted and seen from every window.
+    /// First positions, filed apart: seen from every window, and not dropped when it moves on.
     pub sinks: u32,
     /// Experts that tokens are filed by.
     pub experts: u32,

@@ -1,7 +1,7 @@
 //! Which shard (device) a block of pages lives on.
 //!
-//! The paper's map is `id = (t mod N_tok) XOR (e mod N_exp)`, with `t` a page index and `e` an expert, folded to `id mod
-//! G`. Ids are uniform only where the larger modulus is a multiple of 2^ceil(log2(smaller)); other moduli are refused.
+//! The paper's map is `id = (t mod N_tok) XOR (e mod N_exp)`, with `e` an expert, folded to `id mod G`. Its `t` is a token,
+//! which would move one expert's consecutive tokens from shard to shard; here it counts blocks of an expert's pages. Ids are uniform only where the larger modulus is a multiple of 2^ceil(log2(smaller)); other moduli are refused.
 
 use core::fmt;
 
@@ -95,7 +95,7 @@ impl ShardMap {
     /// One shard that holds everything.
     pub const ONE: ShardMap = ShardMap { shards: 1, rule: Rule::Sum };
 
-    /// The paper's map onto `shards` shards.
+    /// The paper's map onto `shards` shards. Even if the experts are a multiple of N_exp.
     ///
     /// # Errors
     /// Moduli whose XOR is not uniform, shards that do not divide the ids, or a zero; with what would do.

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use memmap2::MmapMut;
+use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,7 +15,6 @@ const CHUNK: u64 = 2 << 20;
 const POISON: u32 = u32::MAX;
 
 /// All page memory of a cache.
-#[derive(Debug)]
 pub struct Arenas {
     /// Words of a page, for each size in use.
     classes: Vec<u32>,
@@ -65,7 +65,6 @@ impl Drop for Reservation {
 }
 
 /// A handle on a page. Clones share it; the page comes back with the last of them.
-#[derive(Debug)]
 pub struct Page {
     arenas: Arc<Arenas>,
     words: NonNull<u32>,
@@ -81,6 +80,21 @@ pub struct Page {
 unsafe impl Send for Page {}
 // SAFETY: as above; `&Page` gives `&[u32]` only.
 unsafe impl Sync for Page {}
+
+impl fmt::Debug for Arenas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arenas")
+            .field("taken", &self.taken)
+            .field("budget", &self.budget)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Page {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Page({}:{}:{}:{})", self.shard, self.class, self.chunk, self.index)
+    }
+}
 
 impl Arenas {
     pub(crate) fn new(shards: u32, mut classes: Vec<u32>, budget: u64, poison: bool) -> Arc<Arenas> {
@@ -207,9 +221,11 @@ impl Reservation {
         let Ok(class) = arenas.classes.binary_search(&words) else {
             unreachable!("the classes are those of the layers")
         };
-        debug_assert!(self.bytes >= bytes, "a step reserves the most that it can take");
+        // A step reserves the most that it can take; if that was ever wrong, it is this step that fails.
+        let left = self.bytes.checked_sub(bytes);
+        let left = left.ok_or(Error::OutOfBudget { needed: bytes, available: self.bytes })?;
         let (chunk, index, first, refs) = arenas.arena(shard as usize, class).take(words)?;
-        self.bytes -= bytes;
+        self.bytes = left;
         arenas.shards[shard as usize].fetch_add(bytes, Ordering::Relaxed);
         let mut page =
             Page { arenas: arenas.clone(), words: first, refs, shard, class: class as u16, chunk, index };
@@ -262,7 +278,10 @@ impl Page {
 
 impl Clone for Page {
     fn clone(&self) -> Page {
-        self.count().fetch_add(1, Ordering::Relaxed);
+        // As in `Arc`: forks that are forgotten by the billion must not bring the count round to 0.
+        if self.count().fetch_add(1, Ordering::Relaxed) > i32::MAX as u32 {
+            std::process::abort();
+        }
         Page { arenas: self.arenas.clone(), ..*self }
     }
 }

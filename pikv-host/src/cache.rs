@@ -123,7 +123,7 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, with no tokens to add, or
-    /// at the end of positions. Nothing changes then.
+    /// at the end of positions; no memory for a table of rotations. Nothing changes then.
     pub fn begin<'a>(
         &self,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
@@ -135,7 +135,7 @@ impl Cache {
     /// sequences one after the other.
     ///
     /// # Errors
-    /// As [`Step::attend`]; and rows at positions that a sequence has not reached, or that lie before its ring.
+    /// As [`Step::attend`]; a sequence of another cache; and rows at positions that a sequence has not reached, or that lie before its ring.
     pub fn attend(
         &self,
         layer: usize,

@@ -7,6 +7,9 @@ use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use pikv_core::shard::ShardMap;
 
+/// Shards of a cache at most. Each has an arena for every page size.
+pub(crate) const MAX_SHARDS: u32 = 1 << 16;
+
 /// Shape, policy and budget of a [`Cache`](crate::Cache). Checked when the cache is built.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -17,7 +20,8 @@ pub struct CacheConfig {
     pub ring: u32,
     /// First positions, filed apart from the experts: seen from every sliding window, and not dropped when it moves on.
     pub sinks: u32,
-    /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can always take back: draft length of speculative decoding.
+    /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can take back after any step: draft length of speculative
+    /// decoding.
     pub rollback: u32,
     /// Experts of the model; 1 for a dense one.
     pub experts: u32,
@@ -25,7 +29,9 @@ pub struct CacheConfig {
     pub top_k: u32,
     /// Which shard holds what.
     pub shards: ShardMap,
-    /// Bytes of pages that may be in use, over all shards.
+    /// Bytes of pages that may be in use, over all shards. Pages live in chunks of 2 MiB, one size and one shard to a chunk,
+    /// so what the process holds can be up to a chunk a size and shard more, and after evictions more by what shares a
+    /// chunk with pages that stay. Tables of rotations are apart.
     pub budget: u64,
     /// Fill pages with NaN when they are taken and given back, to find reads of what was never written.
     pub poison: bool,
@@ -63,7 +69,7 @@ impl CacheConfig {
         self
     }
 
-    /// Sets the tokens that can always be taken back.
+    /// Sets the tokens that can be taken back after any step.
     pub fn rollback(mut self, tokens: u32) -> Self {
         self.rollback = tokens;
         self
@@ -110,6 +116,9 @@ impl CacheConfig {
         let (experts, top_k) = (self.experts, self.top_k);
         if experts == 0 || experts > u32::from(u16::MAX) || top_k == 0 || top_k > experts {
             return Err(ConfigError::Experts { experts, top_k });
+        }
+        if self.shards.shards() > MAX_SHARDS {
+            return Err(ConfigError::Shards { shards: self.shards.shards() });
         }
         if self.sinks > Position::MAX.0 {
             return Err(ConfigError::Sinks { sinks: self.sinks });

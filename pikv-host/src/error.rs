@@ -72,6 +72,12 @@ pub enum ConfigError {
         /// Experts a token.
         top_k: u32,
     },
+    /// More shards than make sense.
+    #[error("{shards} shards; at most {max}", max = crate::config::MAX_SHARDS)]
+    Shards {
+        /// As given.
+        shards: u32,
+    },
     /// Sinks.
     #[error("{sinks} sinks; at most {max}", max = Position::MAX.0)]
     Sinks {

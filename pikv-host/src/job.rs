@@ -93,7 +93,7 @@ impl<'a> Shared<'a> {
     /// No two live parts may overlap.
     #[allow(clippy::mut_from_ref)]
     unsafe fn part(&self, at: usize, n: usize) -> &mut [f32] {
-        assert!(at + n <= self.len);
+        assert!(n <= self.len && at <= self.len - n);
         // SAFETY: within the slice by the assertion; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), n) }
     }

@@ -1,15 +1,15 @@
 //! Host runtime of pikv: lanes of x86-64, the page store, sequences and their transactions, attention over shards.
 //!
 //! Start at [`Cache`]. Everything is `Send + Sync`; nothing is global; threads are those of the rayon pool that
-//! the caller is in.
+//! the caller is in, or rayon's global one.
 #![deny(missing_docs)]
 
-pub mod arena;
-pub mod attend;
+mod arena;
+mod attend;
 mod block;
 mod cache;
-pub mod config;
-pub mod error;
+mod config;
+mod error;
 mod filing;
 mod forest;
 mod job;
@@ -17,7 +17,7 @@ pub mod lanes;
 mod reduce;
 mod rope;
 pub mod router;
-pub mod sequence;
+mod sequence;
 mod step;
 
 pub use attend::{Attend, Output, PageMass};

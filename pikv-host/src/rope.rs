@@ -3,6 +3,7 @@
 use crate::error::Error;
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::{Rope, Rotation};
+use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// The tables of a cache.
@@ -10,7 +11,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 pub(crate) struct Tables(Vec<(Rope, RwLock<Table>)>);
 
 /// A table and the positions in it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Table {
     values: Arc<Vec<f32>>,
     capacity: u32,
@@ -51,22 +52,29 @@ impl Tables {
     }
 }
 
+impl fmt::Debug for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Table").field("capacity", &self.capacity).finish_non_exhaustive()
+    }
+}
+
 impl Table {
     /// Position 0 alone: what an empty sequence is asked at.
     fn first(rope: &Rope) -> Table {
         Table { values: Arc::new([1.0, 0.0].repeat(rope.rotary_dim as usize / 2)), capacity: 1 }
     }
 
-    /// Angles in f64, so that they are right at any position; each value is rounded once.
+    /// Angles in f64, so that they are right at any position; each value is rounded once. libm's functions, not std's, whose
+    /// last bit differs from platform to platform.
     fn new(rope: &Rope, capacity: u32) -> Result<Table, Error> {
         let pairs = rope.rotary_dim / 2;
         let len = 2 * pairs as usize * capacity as usize;
         let mut values = Vec::new();
         values.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { bytes: 4 * len as u64 })?;
         for i in 0..pairs {
-            let turn = rope.theta.powf(-2.0 * f64::from(i) / f64::from(rope.rotary_dim));
-            values.extend((0..capacity).map(|p| (f64::from(p) * turn).cos() as f32));
-            values.extend((0..capacity).map(|p| (f64::from(p) * turn).sin() as f32));
+            let turn = libm::pow(rope.theta, -2.0 * f64::from(i) / f64::from(rope.rotary_dim));
+            values.extend((0..capacity).map(|p| libm::cos(f64::from(p) * turn) as f32));
+            values.extend((0..capacity).map(|p| libm::sin(f64::from(p) * turn) as f32));
         }
         Ok(Table { values: Arc::new(values), capacity })
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// A run of pages of one head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Place {
-    /// First positions, which stay.
+    /// First positions, which no window drops.
     Sinks,
     /// Older tokens whose first choice was this expert.
     Expert(u16),
@@ -118,6 +118,9 @@ impl Sequence {
 
     /// The resident pages of a layer's KV head: sinks, experts, ring, each in order.
     ///
+    /// The first pages of the ring also list tokens that left it and are kept for rollback: those below
+    /// `next_position - in_ring`, which attention reads from the pool (or not at all, if they were evicted there).
+    ///
     /// # Errors
     /// No such layer or KV head.
     pub fn pages(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
@@ -139,6 +142,22 @@ impl Sequence {
             (fill > 0).then(|| info(PageId { place: Place::Ring, ordinal: tile }, page, fill))
         });
         Ok(chains.chain(ring))
+    }
+
+    /// Positions of the tokens of a resident page, lane by lane: where [`PageMass`](crate::PageMass) has its weights. A token
+    /// changes its page once, when it leaves the ring.
+    ///
+    /// # Errors
+    /// No such layer, KV head or page.
+    pub fn positions(
+        &self,
+        layer: usize,
+        kv_head: usize,
+        page: PageId,
+    ) -> Result<impl Iterator<Item = Position>, Error> {
+        let missing = Error::NoPage { layer, kv_head, page };
+        let (page, fill) = self.find(layer, kv_head, page)?.ok_or(missing)?;
+        Ok(page.words()[..fill as usize].iter().map(|p| Position(*p)))
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32.
@@ -221,8 +240,8 @@ impl Sequence {
         Sequence { inner: self.inner.clone(), layers: self.layers.clone(), len: self.len, kept: self.kept }
     }
 
-    /// Frees one page of a layer's KV head. Its tokens are no longer attended to; positions go on as before.
-    /// The memory comes back unless a fork still reads the page.
+    /// Frees one page of a layer's KV head, between steps. Its tokens are no longer attended to; positions go on as before.
+    /// Its bytes are free for other pages unless a fork still reads it; the system gets memory back by whole chunks.
     ///
     /// # Errors
     /// No such layer, head or page, or a page of the ring.

@@ -59,7 +59,9 @@ impl<'a> Step<'a> {
                 return Err(Error::PositionOverflow { position: end });
             }
             let len = end as u32;
-            for (layer, shape) in sequence.layers.iter().zip(&inner.config.layers) {
+            for (layer, shape) in sequence.layers.iter_mut().zip(&inner.config.layers) {
+                // Nothing to do, unless a step was leaked instead of dropped.
+                layer.abort(&inner, shape, sequence.len);
                 needed += pages_needed(&inner, shape, layer, sequence.len, len) * shape.layout.bytes();
             }
             rows += n as usize;
@@ -81,8 +83,8 @@ impl<'a> Step<'a> {
     /// leave the ring by it are filed by their experts. O(rows) a head.
     ///
     /// # Errors
-    /// No such layer, one that was already written, slices of the wrong length, or a value that the layer's dtype cannot
-    /// hold; the layer may then be appended again.
+    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, or
+    /// no memory from the system; the layer may then be appended again.
     pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
         let inner = self.inner.clone();
         let shape = inner.layer(layer)?;
@@ -182,7 +184,8 @@ impl<'a> Step<'a> {
     /// Makes the tokens part of their sequences.
     ///
     /// # Errors
-    /// A layer that was not appended or not routed. The step is over, and the sequences are as before it.
+    /// A layer that was not appended or not routed, or no memory from the system. The step is over, and the sequences are as
+    /// before it.
     pub fn commit(mut self) -> Result<(), Error> {
         let inner = self.inner.clone();
         for (layer, done) in self.layers.iter().enumerate() {

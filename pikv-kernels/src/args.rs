@@ -46,17 +46,9 @@ pub struct SightArg {
     pub hi: i32,
 }
 
-fn index(dtype: Dtype) -> u32 {
-    match dtype {
-        Dtype::F32 => 0,
-        Dtype::F16 => 1,
-        _ => 2,
-    }
-}
-
 impl From<Layout> for LayoutArg {
     fn from(l: Layout) -> Self {
-        LayoutArg { k_dim: l.k_dim, v_dim: l.v_dim, k: index(l.k), v: index(l.v) }
+        LayoutArg { k_dim: l.k_dim, v_dim: l.v_dim, k: l.k.index(), v: l.v.index() }
     }
 }
 

@@ -1,4 +1,8 @@
 //! Attention over a forest of blocks: one warp a block, then the fixed tree level by level, then the end of it.
+//!
+//! The 32 threads of a warp each hold a `&mut` to the warp's part, of which each writes its own lane's words, and words that
+//! are the same in all lanes. Rust's rules have no word for that: what it comes to is held by running the PTX itself in
+//! `tests/ptx_bits.rs`, whose interpreter reports races between lanes and warps.
 
 use crate::args::{LayoutArg, RopeArg, SightArg};
 use crate::gpu::{Lane, thread};

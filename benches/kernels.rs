@@ -1,0 +1,202 @@
+//! The routines that run on lanes, one by one, on every lanes of the machine.
+//!
+//! `cargo bench --bench kernels [-- FILTER]`
+//!
+//! A block is 8 full pages (256 tokens) of 128 channels under 4 query rows. Each routine's result is compared with the
+//! portable lanes' before it is timed. Rates are KV bytes for attention, stored bytes for appending.
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use pikv::lanes::Lanes;
+use pikv::{Dtype, Layout, PAGE, Position};
+use pikv_core::attend::{BLOCK, PageRef, Query, Sight, attend_block};
+use pikv_core::merge::{Partial, merge};
+use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::{math, rope::Rotation};
+use std::hint::black_box;
+
+#[allow(dead_code, reason = "the other benches use the rest")]
+mod machine;
+
+const DIM: u32 = 128;
+const ROWS: usize = 4;
+
+/// `exp2` and `ln` of 32 lanes at a time.
+struct Functions<'a>(&'a mut [[f32; LANES]]);
+
+impl Kernel for Functions<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        for row in self.0 {
+            let x = w.load_f(row);
+            w.store(w.add(math::exp2_nonpos(w, w.mul(x, x)), math::ln(w, w.mul(x, x))), row);
+        }
+    }
+}
+
+struct Attend<'a> {
+    layout: &'a Layout,
+    pages: &'a [PageRef<'a>],
+    q: &'a [[f32; ROWS]],
+    rotation: Option<Rotation<'a>>,
+    out: &'a mut [f32],
+}
+
+impl Kernel for Attend<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let all = Sight { floor: 0, lo: 0, sinks: 0, hi: i32::MAX - 1 };
+        let query = Query {
+            q: self.q,
+            k_dim: DIM as usize,
+            sight: [all; ROWS],
+            softcap: None,
+            rotation: self.rotation,
+        };
+        let mut out = Partial::new(self.out, ROWS, self.layout);
+        attend_block::<W, ROWS>(w, self.layout, self.pages, None, &query, &mut out, 0, None);
+    }
+}
+
+struct Merge<'a>(&'a Layout, &'a mut [f32], &'a mut [f32]);
+
+impl Kernel for Merge<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        merge(w, &mut Partial::new(self.1, ROWS, self.0), &Partial::new(self.2, ROWS, self.0));
+    }
+}
+
+fn pages(layout: &Layout) -> Vec<Vec<u32>> {
+    let mut noise = machine::noise(5);
+    let mut row = || (&mut noise).take(DIM as usize).collect::<Vec<f32>>();
+    (0..BLOCK as u32)
+        .map(|page| {
+            let mut words = vec![0; layout.words() as usize];
+            for lane in 0..PAGE {
+                let position = Position(page * PAGE + lane);
+                layout.write(&mut words, lane, position, &row(), &row()).expect("noise is finite");
+            }
+            words
+        })
+        .collect()
+}
+
+fn same(name: &str, got: &[f32], want: &[f32]) {
+    assert!(
+        got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()),
+        "{name} differs from the portable lanes"
+    );
+}
+
+fn functions(c: &mut Criterion) {
+    let mut group = c.benchmark_group("exp2 and ln");
+    let data: Vec<[f32; LANES]> = machine::noise(2).collect_rows(64);
+    let mut want = data.clone();
+    Lanes::Portable.run(Functions(&mut want));
+    group.throughput(Throughput::Elements(data.len() as u64 * LANES as u64));
+    for lanes in Lanes::available() {
+        let mut got = data.clone();
+        lanes.run(Functions(&mut got));
+        same("exp2 and ln", got.as_flattened(), want.as_flattened());
+        group.bench_function(lanes.name(), |b| {
+            b.iter(|| {
+                got.copy_from_slice(&data);
+                lanes.run(Functions(black_box(&mut got)));
+            });
+        });
+    }
+}
+
+trait CollectRows {
+    fn collect_rows(self, n: usize) -> Vec<[f32; LANES]>;
+}
+
+impl<I: Iterator<Item = f32>> CollectRows for I {
+    fn collect_rows(mut self, n: usize) -> Vec<[f32; LANES]> {
+        (0..n).map(|_| std::array::from_fn(|_| self.next().unwrap_or(0.0))).collect()
+    }
+}
+
+fn attention(c: &mut Criterion) {
+    let q: Vec<[f32; ROWS]> =
+        (0..DIM).map(|i| std::array::from_fn(|r| ((i * 7 + r as u32) as f32).sin())).collect();
+    let rope = pikv::Rope { theta: 1e4, rotary_dim: DIM, pairs: pikv::Pairs::Halves };
+    let capacity = PAGE * BLOCK as u32;
+    let table: Vec<f32> = (0..DIM * capacity).map(|i| (i as f32).cos()).collect();
+    for (name, turned) in [("attend block", false), ("attend block, keys turned", true)] {
+        let mut group = c.benchmark_group(name);
+        for dtype in Dtype::ALL {
+            let layout = Layout { k_dim: DIM, v_dim: DIM, k: dtype, v: dtype };
+            let words = pages(&layout);
+            let pages: Vec<PageRef<'_>> = words.iter().map(|words| PageRef { words, fill: PAGE }).collect();
+            let rotation = turned.then_some(Rotation { rope, table: &table, capacity });
+            let run = |lanes: Lanes, out: &mut [f32]| {
+                lanes.run(Attend { layout: &layout, pages: &pages, q: &q, rotation, out });
+            };
+            let mut want = vec![0.0; Partial::len(ROWS, &layout)];
+            run(Lanes::Portable, &mut want);
+            group.throughput(Throughput::Bytes(BLOCK as u64 * layout.bytes()));
+            for lanes in Lanes::available() {
+                let mut got = vec![0.0; want.len()];
+                run(lanes, &mut got);
+                same(name, &got, &want);
+                group.bench_function(BenchmarkId::new(lanes.name(), dtype.name()), |b| {
+                    b.iter(|| run(lanes, black_box(&mut got)));
+                });
+            }
+        }
+    }
+}
+
+fn merging(c: &mut Criterion) {
+    let layout = Layout { k_dim: DIM, v_dim: DIM, k: Dtype::F32, v: Dtype::F32 };
+    let mut group = c.benchmark_group("merge");
+    let data: Vec<f32> =
+        machine::noise(3).map(|x| (x * 8.0).round()).take(Partial::len(ROWS, &layout)).collect();
+    let mut right = data.clone();
+    let mut run = |lanes: Lanes, left: &mut [f32]| lanes.run(Merge(&layout, left, &mut right));
+    let mut want = data.clone();
+    run(Lanes::Portable, &mut want);
+    for lanes in Lanes::available() {
+        let mut got = data.clone();
+        run(lanes, &mut got);
+        same("merge", &got, &want);
+        group.bench_function(lanes.name(), |b| {
+            b.iter(|| {
+                got.copy_from_slice(&data);
+                run(lanes, black_box(&mut got));
+            });
+        });
+    }
+}
+
+fn writing(c: &mut Criterion) {
+    let mut group = c.benchmark_group("write a token");
+    for dtype in Dtype::ALL {
+        let layout = Layout { k_dim: DIM, v_dim: DIM, k: dtype, v: dtype };
+        let (mut words, row) =
+            (vec![0; layout.words() as usize], machine::noise(1).take(DIM as usize).collect::<Vec<_>>());
+        layout.write(&mut words, 3, Position(3), &row, &row).expect("noise is finite");
+        let mut back = vec![0.0; DIM as usize];
+        layout.read_key(&words, 3, &mut back);
+        assert!(
+            back.iter()
+                .zip(&row)
+                .all(|(b, x)| Some(b.to_bits()) == dtype.encode(*x).map(|e| dtype.decode(e).to_bits()))
+        );
+        group.throughput(Throughput::Bytes(u64::from(2 * DIM * dtype.bits() / 8)));
+        let mut lane = 0;
+        group.bench_function(dtype.name(), |b| {
+            b.iter(|| {
+                lane = (lane + 1) % PAGE;
+                layout.write(black_box(&mut words), lane, Position(lane), &row, &row)
+            });
+        });
+    }
+}
+
+criterion_group!(kernels, functions, attention, merging, writing);
+criterion_main!(kernels);
