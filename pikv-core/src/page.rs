@@ -82,6 +82,11 @@ impl Layout {
         self.k_dim.div_ceil(self.k.per_word())
     }
 
+    /// Channels of those rows: `k_dim` and what fills its last word.
+    pub const fn k_channels(&self) -> u32 {
+        self.k_rows() * self.k.per_word()
+    }
+
     /// Words of a value that hold channels.
     pub const fn v_words(&self) -> u32 {
         self.v_dim.div_ceil(self.v.per_word())

@@ -37,7 +37,7 @@ pub struct Block<'a> {
 impl Block<'_> {
     #[inline(always)]
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize, at: usize) {
-        let channels = self.layout.k_rows() as usize * self.layout.k.per_word() as usize;
+        let channels = self.layout.k_channels() as usize;
         let mut sight = [Sight::NONE; R];
         for (r, sight) in sight.iter_mut().enumerate() {
             let (pool, ring) = self.sights[row + r];
@@ -59,7 +59,7 @@ impl Kernel for Block<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(mut self, w: W) {
-        let channels = self.layout.k_rows() as usize * self.layout.k.per_word() as usize;
+        let channels = self.layout.k_channels() as usize;
         for (row, width) in bundles(self.sights.len(), W::ROWS) {
             let at = row * channels;
             match width {

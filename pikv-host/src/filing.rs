@@ -50,9 +50,11 @@ pub(crate) struct Layer {
 }
 
 impl Chain {
-    /// Drops evicted pages from the front. Those at the end stay, so that a token that is filed next starts a page of its own.
-    pub fn trim(&mut self) {
-        while self.entries.front().is_some_and(|entry| entry.page.is_none()) {
+    /// Drops pages that were evicted, or whose full page is `gone`, from the front. Evicted ones further on stay, so that a
+    /// token that is filed next starts a page of its own.
+    pub fn trim(&mut self, gone: impl Fn(&Page) -> bool) {
+        let gone = |entry: &Entry| entry.page.as_ref().is_none_or(|page| entry.fill == PAGE && gone(page));
+        while self.entries.front().is_some_and(gone) {
             self.entries.pop_front();
             self.first += 1;
         }
@@ -88,7 +90,7 @@ impl Layer {
     }
 
     /// The chain that the token at `position` is filed in; `None` if nobody will see it again.
-    fn chain_of(&self, inner: &Inner, shape: &LayerShape, position: u32) -> Option<usize> {
+    pub fn chain_of(&self, inner: &Inner, shape: &LayerShape, position: u32) -> Option<usize> {
         if position < inner.store.sinks {
             return Some(0);
         }
@@ -96,7 +98,7 @@ impl Layer {
     }
 
     /// First choice of the token at `position`; expert 0 where there is just one.
-    pub fn home(&self, inner: &Inner, position: u32) -> u16 {
+    fn home(&self, inner: &Inner, position: u32) -> u16 {
         if inner.config.experts == 1 {
             return 0;
         }
@@ -180,15 +182,7 @@ impl Layer {
         for head in &mut self.heads {
             // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
             for chain in &mut head.chains[1..] {
-                while let Some(front) = chain.entries.front()
-                    && front
-                        .page
-                        .as_ref()
-                        .is_none_or(|page| front.fill == PAGE && page.words()[PAGE as usize - 1] < seen)
-                {
-                    chain.entries.pop_front();
-                    chain.first += 1;
-                }
+                chain.trim(|page| page.words()[PAGE as usize - 1] < seen);
             }
         }
         if inner.config.experts > 1 {

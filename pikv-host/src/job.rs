@@ -13,6 +13,7 @@ use pikv_core::math::exp2i;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
+use pikv_core::rope::Rotation;
 use pikv_core::warp::LANES;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -165,22 +166,22 @@ impl<'a> Job<'a> {
         }
         let blocks: usize = items.iter().map(|item| item.forest.blocks.len()).sum();
         let level = match split {
-            Some(blocks) => blocks.ilog2(),
+            Some(blocks) => Some(blocks.ilog2()),
             // Enough items to keep the threads busy, or too little work to cut: whole items.
-            None if threads() == 1 || items.len() >= 8 * threads() || blocks <= 2 * items.len() => 63,
-            None => (blocks / (8 * threads())).max(1).ilog2(),
+            None if threads() == 1 || items.len() >= 8 * threads() || blocks <= 2 * items.len() => None,
+            None => Some((blocks / (8 * threads())).max(1).ilog2()),
         };
-        if level == 63 {
+        let Some(level) = level else {
             each(&items, |item| {
                 self.with_scratch(item, |tree, scratch, leaf| {
                     let Scratch { part, spare, .. } = scratch;
                     part.resize(tree.len().max(part.len()), 0.0);
                     item.forest.reduce(&tree, leaf, part, spare);
-                    self.finish(item, &part[..tree.len()], out, lse);
+                    self.finish(item, &tree.partial(part), out, lse);
                 });
             });
             return;
-        }
+        };
         let tasks: Vec<(usize, usize, Range<usize>)> = items
             .iter()
             .enumerate()
@@ -215,7 +216,7 @@ impl<'a> Job<'a> {
             SCRATCH.with_borrow_mut(|Scratch { part, spare, .. }| {
                 part.resize(tree.len().max(part.len()), 0.0);
                 item.forest.join(&tree, level, tasks, offsets, buffer, part, spare);
-                self.finish(item, &part[..tree.len()], out, lse);
+                self.finish(item, &tree.partial(part), out, lse);
             });
         });
     }
@@ -251,11 +252,7 @@ impl<'a> Job<'a> {
         let forest = item.forest;
         let pages = forest.blocks[block].clone();
         let next = forest.pages.get(pages.end).map(|page| page.words);
-        let ring = forest.ids[pages.start].0 as usize == self.inner.config.experts as usize + 1;
-        let rotation = match (&self.table, self.shape.rope) {
-            (Some(table), Some(rope)) => Some(table.rotation(rope)),
-            _ => None,
-        };
+        let ring = self.place(forest.ids[pages.start].0) == Place::Ring;
         self.inner.config.lanes.run(Block {
             layout: self.layout(),
             pages: &forest.pages[pages],
@@ -264,7 +261,7 @@ impl<'a> Job<'a> {
             sights,
             ring,
             softcap: self.softcap,
-            rotation,
+            rotation: self.rotation(),
             out: Partial::new(part, item.rows, self.layout()),
             raw,
         });
@@ -272,7 +269,8 @@ impl<'a> Job<'a> {
 
     fn pack(&self, item: &Item<'_>, scratch: &mut Scratch) {
         let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
-        let channels = self.shape.layout.k_rows() as usize * self.shape.layout.k.per_word() as usize;
+        let channels = self.layout().k_channels() as usize;
+        let rotation = self.rotation();
         let View { layer, first, .. } = self.views[item.forest.view];
         let (ring, window) = (self.inner.store.ring.window(), self.shape.window);
         scratch.q.clear();
@@ -287,8 +285,8 @@ impl<'a> Job<'a> {
                 let source = &self.q[self.row_of(item.forest.view, i / group, head) * k_dim..][..k_dim];
                 scratch.row.clear();
                 scratch.row.extend_from_slice(source);
-                if let (Some(table), Some(rope)) = (&self.table, self.shape.rope) {
-                    table.rotation(rope).rotate(&mut scratch.row, position);
+                if let Some(rotation) = &rotation {
+                    rotation.rotate(&mut scratch.row, position);
                 }
                 for (c, x) in scratch.row.iter().enumerate() {
                     scratch.q[at + c * width + r] = x * self.factor;
@@ -303,26 +301,34 @@ impl<'a> Job<'a> {
         }
     }
 
+    fn rotation(&self) -> Option<Rotation<'_>> {
+        Some(self.table.as_ref()?.rotation(self.shape.rope?))
+    }
+
+    /// Which run of pages has this index in a forest: the chains, then the ring.
+    fn place(&self, run: u32) -> Place {
+        if run == self.inner.config.experts + 1 { Place::Ring } else { chain_place(run as usize) }
+    }
+
     /// Index of (row, query head) in the call.
     fn row_of(&self, view: usize, row: usize, head: usize) -> usize {
         (self.starts[view] + row) * self.shape.query_heads as usize + head
     }
 
-    fn finish(&self, item: &Item<'_>, part: &[f32], out: &Shared<'_>, lse: &Shared<'_>) {
+    fn finish(&self, item: &Item<'_>, part: &Partial<'_>, out: &Shared<'_>, lse: &Shared<'_>) {
         let (group, v_dim) = (self.group(), self.shape.layout.v_dim as usize);
         let stride = self.layout().acc_rows() as usize;
-        let (acc, rest) = part.split_at(item.rows * stride * LANES);
-        let (m, l) = rest.split_at(item.rows);
         for r in 0..item.rows {
+            let (m, l) = (part.m[r], part.l[r]);
             let i = item.row + r;
             let at = self.row_of(item.forest.view, i / group, item.forest.head * group + i % group);
             // SAFETY: (row, query head) belongs to one item only, and an item is finished by one task.
             let (out, lse) = unsafe { (out.part(at * v_dim, v_dim), lse.part(at, 1)) };
-            let acc = &acc.as_chunks().0[r * stride..][..stride];
-            let finish = Finish { layout: self.layout(), m: m[r], l: l[r], acc, out: &mut *out };
+            let acc = &part.acc[r * stride..][..stride];
+            let finish = Finish { layout: self.layout(), m, l, acc, out: &mut *out };
             lse[0] = self.inner.config.lanes.run(finish);
-            let empty = m[r] == f32::NEG_INFINITY;
-            let sound = m[r].abs() < TOP_SCORE && l[r].is_finite() && out.iter().all(|x| x.is_finite());
+            let empty = m == f32::NEG_INFINITY;
+            let sound = m.abs() < TOP_SCORE && l.is_finite() && out.iter().all(|x| x.is_finite());
             if !empty && !sound {
                 self.overflow.fetch_min(at, Ordering::Relaxed);
             }
@@ -334,17 +340,13 @@ impl<'a> Job<'a> {
         let group = self.group();
         let rows = self.views[forest.view].rows as usize * group;
         let step = (TILE / group).max(1) * group;
-        let experts = self.inner.config.experts as usize;
         let mut mass: Vec<PageMass> = forest
             .ids
             .iter()
             .map(|&(run, ordinal)| PageMass {
                 sequence: forest.view,
                 kv_head: forest.head,
-                page: PageId {
-                    place: if run as usize == experts + 1 { Place::Ring } else { chain_place(run as usize) },
-                    ordinal,
-                },
+                page: PageId { place: self.place(run), ordinal },
                 tokens: [0.0; LANES],
             })
             .collect();
@@ -367,8 +369,8 @@ impl<'a> Job<'a> {
                     tops[at..at + item.rows].copy_from_slice(tree.partial(part).m);
                 };
                 forest.reduce(&tree, &mut leaf, part, spare);
-                self.finish(&item, &part[..tree.len()], out, lse);
-                let total = tree.partial(&mut part[..]);
+                let total = tree.partial(part);
+                self.finish(&item, &total, out, lse);
                 for (block, pages) in forest.blocks.iter().enumerate() {
                     for query in (0..item.rows).step_by(group) {
                         for (i, page) in mass[pages.clone()].iter_mut().enumerate() {

@@ -258,7 +258,7 @@ impl Sequence {
         if entry.and_then(|entry| entry.page.take()).is_none() {
             return Err(missing);
         }
-        chain.trim();
+        chain.trim(|_| false);
         Ok(())
     }
 
@@ -266,7 +266,7 @@ impl Sequence {
     pub fn evict_all(&mut self) {
         for chain in self.layers.iter_mut().flat_map(|l| &mut l.heads).flat_map(|h| &mut h.chains) {
             chain.entries.iter_mut().for_each(|entry| entry.page = None);
-            chain.trim();
+            chain.trim(|_| false);
         }
     }
 

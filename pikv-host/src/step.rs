@@ -245,10 +245,8 @@ fn pages_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
     // Tokens that leave the ring and whose experts are known, counted by chain.
     let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];
     for position in layer.filed..left.min(old) {
-        if position < store.sinks {
-            known[0] += 1;
-        } else if store.files(shape, position) {
-            known[1 + usize::from(layer.home(inner, position))] += 1;
+        if let Some(chain) = layer.chain_of(inner, shape, position) {
+            known[chain] += 1;
         }
     }
     // Those of this step: each may go to an expert of its own, whose last page may be shared and full after one token.

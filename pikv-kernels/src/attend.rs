@@ -46,7 +46,7 @@ unsafe fn attend<const R: usize>(
         }
         to - from
     };
-    let channels = (layout.k_rows() * layout.k.per_word()) as usize;
+    let channels = layout.k_channels() as usize;
     let len = Partial::len(R, &layout);
     // SAFETY: by the caller's promise on `q`, `table` and `parts`; a warp has a part of its own, whose words its lanes share
     // out.
