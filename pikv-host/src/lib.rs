@@ -8,6 +8,7 @@ mod arena;
 mod attend;
 mod block;
 mod cache;
+pub mod codec;
 mod config;
 mod error;
 mod filing;

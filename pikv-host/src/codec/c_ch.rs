@@ -1,0 +1,74 @@
+//! C_Ch: whole chunks of tokens stay or go, ChunkKV (arXiv 2502.00299).
+
+use super::SelectError;
+
+/// Chunks of neighbouring tokens, which carry a meaning together, instead of single tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkKv {
+    /// Tokens a chunk, at least 1; the paper's choice is 10, a page of pikv is 32.
+    pub chunk: u32,
+    /// Tokens that stay at most.
+    pub budget: u32,
+}
+
+impl ChunkKv {
+    /// Which tokens stay, oldest first, by their `scores`. A chunk's score is the mean of its tokens', in f64; the last chunk may be
+    /// shorter. The best chunks are taken while they fit in the budget; of equal scores the older. A chunk that no longer fits is
+    /// passed over, so only a shorter last one can still follow. O(n log n).
+    ///
+    /// # Errors
+    /// Chunks of no tokens, a budget below one chunk though there are more tokens than the budget, scores that are not finite.
+    ///
+    /// ```
+    /// use pikv_host::codec::ChunkKv;
+    /// let keep = ChunkKv { chunk: 2, budget: 2 }.keep(&[0.9, 0.0, 0.5, 0.5, 0.1])?;
+    /// assert_eq!(keep, [false, false, true, true, false]);
+    /// # Ok::<(), pikv_host::codec::SelectError>(())
+    /// ```
+    pub fn keep(&self, scores: &[f32]) -> Result<Vec<bool>, SelectError> {
+        let (chunk, mut left) = (self.chunk as usize, self.budget as usize);
+        if chunk == 0 {
+            return Err(SelectError::Setting { name: "chunk", value: 0.0, range: "at least 1" });
+        }
+        if left < chunk.min(scores.len()) {
+            let range = "at least one chunk, or all tokens";
+            return Err(SelectError::Setting { name: "budget", value: left as f64, range });
+        }
+        check(scores)?;
+        let mean = |c: &[f32]| c.iter().map(|s| f64::from(*s)).sum::<f64>() / c.len() as f64;
+        let means: Vec<f64> = scores.chunks(chunk).map(mean).collect();
+        let mut order: Vec<usize> = (0..means.len()).collect();
+        order.sort_by(|a, b| rank(means[*b], means[*a]));
+        let mut keep = vec![false; scores.len()];
+        for at in order {
+            let tokens = at * chunk..scores.len().min((at + 1) * chunk);
+            if tokens.len() <= left {
+                left -= tokens.len();
+                keep[tokens].fill(true);
+            }
+        }
+        Ok(keep)
+    }
+}
+
+/// # Errors
+/// The first score that is not finite.
+pub(super) fn check(scores: &[f32]) -> Result<(), SelectError> {
+    match scores.iter().position(|s| !s.is_finite()) {
+        Some(token) => Err(SelectError::Score { token, value: scores[token] }),
+        None => Ok(()),
+    }
+}
+
+/// The tokens, the best first; of equal scores (0.0 and -0.0 are) the older.
+pub(super) fn falling(scores: &[f32]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|a, b| rank(scores[*b].into(), scores[*a].into()));
+    order
+}
+
+/// The order of two finite scores.
+fn rank(a: f64, b: f64) -> std::cmp::Ordering {
+    // Adding 0.0 makes -0.0 the same as 0.0.
+    (a + 0.0).total_cmp(&(b + 0.0))
+}

@@ -1,0 +1,102 @@
+//! C_Py: token budgets that fall from layer to layer, PyramidKV (arXiv 2406.02069).
+
+use super::SelectError;
+use super::c_ch::{check, falling};
+
+/// Tokens that each layer keeps: an arithmetic series from many in the first layer, where attention is spread, to few in the last.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PyramidKv {
+    /// `C`: tokens a layer on average, the window's among them. More than the window.
+    pub capacity: u32,
+    /// `w`: newest tokens, which every layer keeps. Default 8.
+    pub window: u32,
+    /// How steep: the last layer gets `(C - w) / beta` beside the window. At least 1, which is flat; default 20.
+    pub beta: f64,
+}
+
+impl PyramidKv {
+    /// `capacity` tokens a layer, with the defaults of the paper's code.
+    pub fn new(capacity: u32) -> PyramidKv {
+        PyramidKv { capacity, window: 8, beta: 20.0 }
+    }
+
+    /// The budget of each of `layers`, before it is rounded: `min = (C - w) / beta`, `max = 2 (C - w) - min`,
+    /// `step = (max - min) / (layers - 1)`, layer `l` gets `max - l step + w`. Their mean is `C`; a single layer gets `C`.
+    ///
+    /// # Errors
+    /// A capacity that is not above the window, a beta below 1, no layers.
+    pub fn shares(&self, layers: u32) -> Result<Vec<f64>, SelectError> {
+        let PyramidKv { capacity, window, beta } = *self;
+        if capacity <= window {
+            return Err(SelectError::Capacity { capacity, window });
+        }
+        if capacity > u32::MAX / 2 {
+            let range = "at most 2147483647: the first layers get nearly twice as much";
+            return Err(SelectError::Setting { name: "capacity", value: capacity.into(), range });
+        }
+        if !(beta.is_finite() && beta >= 1.0) {
+            return Err(SelectError::Setting { name: "beta", value: beta, range: "finite and at least 1" });
+        }
+        if layers == 0 {
+            return Err(SelectError::Setting { name: "layers", value: 0.0, range: "at least 1" });
+        }
+        if layers == 1 {
+            return Ok(vec![f64::from(capacity)]);
+        }
+        let spread = f64::from(capacity - window);
+        let least = spread / beta;
+        let most = 2.0 * spread - least;
+        let step = (most - least) / f64::from(layers - 1);
+        Ok((0..layers).map(|l| most - f64::from(l) * step + f64::from(window)).collect())
+    }
+
+    /// The budgets in whole tokens. Their sum is exactly `layers * capacity`: each share is rounded down, and the largest remainders
+    /// get what is left, of equal ones the lower layer. None is below the window.
+    ///
+    /// # Errors
+    /// Those of [`PyramidKv::shares`].
+    ///
+    /// ```
+    /// use pikv_host::codec::PyramidKv;
+    /// let budgets = PyramidKv { capacity: 108, window: 8, beta: 20.0 }.budgets(4)?;
+    /// assert_eq!(budgets, [203, 140, 76, 13]);
+    /// # Ok::<(), pikv_host::codec::SelectError>(())
+    /// ```
+    pub fn budgets(&self, layers: u32) -> Result<Vec<u32>, SelectError> {
+        let shares = self.shares(layers)?;
+        let mut budgets: Vec<u32> = shares.iter().map(|s| s.floor() as u32).collect();
+        let total = u64::from(layers) * u64::from(self.capacity);
+        let given: u64 = budgets.iter().map(|b| u64::from(*b)).sum();
+        let mut order: Vec<usize> = (0..budgets.len()).collect();
+        order.sort_by(|a, b| shares[*b].fract().total_cmp(&shares[*a].fract()));
+        // A share that rounding put a hair above a whole number may have been given too much: take that from the smallest remainders.
+        for at in order.iter().take(total.saturating_sub(given) as usize) {
+            budgets[*at] += 1;
+        }
+        for at in order.iter().rev().take(given.saturating_sub(total) as usize) {
+            budgets[*at] -= 1;
+        }
+        Ok(budgets)
+    }
+
+    /// Which of the tokens of `layer` stay, oldest first, by their `scores`: the newest `window`, and of the others the best up to the
+    /// layer's budget. Of equal scores the older stays. O(n log n).
+    ///
+    /// # Errors
+    /// Those of [`PyramidKv::shares`], a layer that is not there, scores that are not finite.
+    pub fn keep(&self, layer: u32, layers: u32, scores: &[f32]) -> Result<Vec<bool>, SelectError> {
+        let budgets = self.budgets(layers)?;
+        let Some(budget) = budgets.get(layer as usize) else {
+            return Err(SelectError::Layer { layer, layers });
+        };
+        check(scores)?;
+        let old = scores.len().saturating_sub(self.window as usize);
+        let mut keep = vec![true; scores.len()];
+        keep[..old].fill(false);
+        let order = falling(&scores[..old]);
+        for at in order.into_iter().take(budget.saturating_sub(self.window) as usize) {
+            keep[at] = true;
+        }
+        Ok(keep)
+    }
+}

@@ -1,0 +1,56 @@
+//! Eigenvectors of second moments, and the maps they make.
+
+use super::{FitError, Map};
+use faer::{Mat, MatRef, Side};
+
+/// The best map of its rank, and what it leaves out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LowRank {
+    /// Its encode matrix has orthonormal rows, and decode is its transpose, up to their rounding to f32.
+    pub map: Map,
+    /// The sum of the eigenvalues of the directions that were dropped: the squared error over the rows that were fitted.
+    pub tail: f64,
+    /// All eigenvalues, falling; their sum is the energy of the rows.
+    pub spectrum: Vec<f64>,
+}
+
+/// Eigenvalues of a symmetric matrix, `[dim][dim]`, falling, and its eigenvectors, a row each. Of a vector's two signs the one
+/// under which its largest entry is positive.
+pub(super) fn spectrum(dim: u32, matrix: &[f64]) -> Result<(Vec<f64>, Vec<f64>), FitError> {
+    let d = dim as usize;
+    let largest = matrix.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+    let found = MatRef::from_row_major_slice(matrix, d, d)
+        .self_adjoint_eigen(Side::Lower)
+        .map_err(|_| FitError::Eigen { dim, largest })?;
+    let (u, s): (MatRef<'_, f64>, _) = (found.U(), found.S().column_vector());
+    let mut vectors = Vec::with_capacity(d * d);
+    for c in (0..d).rev() {
+        let most = (0..d).map(|r| u[(r, c)]).fold(0.0f64, |m, x| if x.abs() > m.abs() { x } else { m });
+        let sign = if most < 0.0 { -1.0 } else { 1.0 };
+        vectors.extend((0..d).map(|r| sign * u[(r, c)]));
+    }
+    Ok(((0..d).rev().map(|c| s[c].max(0.0)).collect(), vectors))
+}
+
+/// The map to the top `rank` directions of a second moment, around `bias`.
+pub(super) fn low_rank(
+    dim: u32,
+    second: &[f64],
+    rank: u32,
+    bias: Option<Vec<f32>>,
+) -> Result<LowRank, FitError> {
+    if !(1..=dim).contains(&rank) {
+        return Err(FitError::Rank { rank, dim });
+    }
+    let (spectrum, vectors) = spectrum(dim, second)?;
+    let (d, r) = (dim as usize, rank as usize);
+    let encode: Vec<f32> = vectors[..r * d].iter().map(|x| *x as f32).collect();
+    let decode = (0..d).flat_map(|c| encode.iter().skip(c).step_by(d).copied()).collect();
+    let map = Map::new(dim, rank, encode, decode, bias)?;
+    Ok(LowRank { map, tail: spectrum[r..].iter().sum(), spectrum })
+}
+
+/// `values`, `[rows][cols]`, as a matrix.
+pub(super) fn matrix(values: &[f32], cols: usize) -> Mat<f64> {
+    Mat::from_fn(values.len() / cols, cols, |r, c| f64::from(values[r * cols + c]))
+}

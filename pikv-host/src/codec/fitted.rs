@@ -1,0 +1,364 @@
+//! Fitted maps in one safetensors file.
+
+use super::{FitShape, Map, MapError};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+use thiserror::Error;
+
+/// What `format` in a file's metadata says.
+const FORMAT: &str = "pikv fitted maps";
+/// The version that is written and read.
+const VERSION: &str = "1";
+
+/// Why fitted maps could not be made, written or read.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FittedError {
+    /// The file system.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The bytes are no safetensors file.
+    #[error("not a safetensors file, or a damaged one: {0}")]
+    File(#[from] safetensors::SafeTensorError),
+    /// Metadata that is not there, or says something else.
+    #[error("metadata {key:?} is {found:?}; {wanted:?} is needed")]
+    Metadata {
+        /// Its key.
+        key: String,
+        /// Its value, if it is there.
+        found: Option<String>,
+        /// What would have worked.
+        wanted: String,
+    },
+    /// The maps were fitted to another model.
+    #[error(
+        "fitted to the model with fingerprint {found:?}, not to {expected:?}: fit anew, or load that model"
+    )]
+    Fingerprint {
+        /// In the file.
+        found: String,
+        /// Of the model that is to use them.
+        expected: String,
+    },
+    /// What was read is not what was written.
+    #[error("the file says its digest is {found}, its contents have {actual}: it is damaged")]
+    Digest {
+        /// In the file.
+        found: String,
+        /// Of what was read.
+        actual: String,
+    },
+    /// A tensor that is not there.
+    #[error("no tensor {name:?}: every layer and head needs its maps")]
+    Missing {
+        /// Its name.
+        name: String,
+    },
+    /// A tensor that nothing reads.
+    #[error("tensor {name:?} belongs to no layer and head of the shape asked for")]
+    Unexpected {
+        /// Its name.
+        name: String,
+    },
+    /// A tensor of another type or shape.
+    #[error("tensor {name:?} is {found}; {wanted} is needed")]
+    Tensor {
+        /// Its name.
+        name: String,
+        /// As it is.
+        found: String,
+        /// What would have worked.
+        wanted: String,
+    },
+    /// A map that is none.
+    #[error("the maps of {head}: {source}")]
+    Map {
+        /// Whose.
+        head: String,
+        /// What is wrong.
+        source: MapError,
+    },
+    /// Neither keys nor values have maps.
+    #[error("maps for keys, for values, or for both are needed")]
+    Empty,
+    /// Not as many maps as heads.
+    #[error("{have} maps for {side}; {layers} layers of {kv_heads} KV heads need {wanted}", wanted = u64::from(*layers) * u64::from(*kv_heads))]
+    Maps {
+        /// `"k"` or `"v"`.
+        side: &'static str,
+        /// Maps given.
+        have: usize,
+        /// Layers.
+        layers: u32,
+        /// KV heads of a layer.
+        kv_heads: u32,
+    },
+    /// A map of another width than its head.
+    #[error("{head}: a map of {wide} channels; {wanted} are needed")]
+    Width {
+        /// Whose.
+        head: String,
+        /// As given.
+        wide: u32,
+        /// Channels of the head.
+        wanted: u32,
+    },
+}
+
+/// The maps of keys, or of values.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Side {
+    /// Which row made them, as `"C_SVD"`.
+    pub row: String,
+    /// `[layers][kv_heads]`.
+    pub maps: Vec<Map>,
+}
+
+/// Maps of every layer and KV head, and the model that they were fitted to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fitted {
+    shape: FitShape,
+    fingerprint: String,
+    k: Option<Side>,
+    v: Option<Side>,
+}
+
+/// BLAKE3 of `parts`, as 64 hexadecimal digits: 256 bits that tell one model from another. Each name and each run of bytes goes in
+/// after its length, in the order given, so that no two lists give the same bytes.
+///
+/// ```
+/// let a = pikv_host::codec::fingerprint(&[("config", b"{}"), ("wk", &[1, 2])]);
+/// assert_ne!(a, pikv_host::codec::fingerprint(&[("config", b"{}"), ("wk", &[2, 1])]));
+/// ```
+pub fn fingerprint(parts: &[(&str, &[u8])]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for part in parts.iter().flat_map(|(name, bytes)| [name.as_bytes(), bytes]) {
+        hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+impl Fitted {
+    /// Maps for a model of `shape` with that `fingerprint`, any string that its weights alone have ([`fingerprint`] makes one).
+    ///
+    /// # Errors
+    /// No maps at all, not one for each head, or of other widths.
+    pub fn new(
+        shape: FitShape,
+        fingerprint: &str,
+        k: Option<Side>,
+        v: Option<Side>,
+    ) -> Result<Fitted, FittedError> {
+        let fitted = Fitted { shape, fingerprint: fingerprint.to_owned(), k, v };
+        for (side, maps, wanted) in fitted.sides() {
+            let FitShape { layers, kv_heads, .. } = shape;
+            if maps.maps.len() as u64 != u64::from(layers) * u64::from(kv_heads) {
+                return Err(FittedError::Maps { side, have: maps.maps.len(), layers, kv_heads });
+            }
+            for (at, map) in maps.maps.iter().enumerate() {
+                if map.wide() != wanted {
+                    let head = head(at, kv_heads, side);
+                    return Err(FittedError::Width { head, wide: map.wide(), wanted });
+                }
+            }
+        }
+        if fitted.sides().next().is_none() { Err(FittedError::Empty) } else { Ok(fitted) }
+    }
+
+    /// The maps of the keys.
+    pub fn k(&self) -> Option<&Side> {
+        self.k.as_ref()
+    }
+
+    /// The maps of the values.
+    pub fn v(&self) -> Option<&Side> {
+        self.v.as_ref()
+    }
+
+    /// The layers and heads.
+    pub fn shape(&self) -> FitShape {
+        self.shape
+    }
+
+    /// The model's fingerprint.
+    pub fn fingerprint(&self) -> &str {
+        &self.fingerprint
+    }
+
+    /// The file's bytes: for each layer and head f32 tensors `layers.{l}.heads.{h}.{k|v}.{encode|decode|bias}`; in the metadata
+    /// `format`, `version`, `fingerprint`, `digest`, and for each side `{k|v}.row` and `{k|v}.ranks`, with commas in between.
+    ///
+    /// # Errors
+    /// What safetensors refuses.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, FittedError> {
+        let mut tensors = BTreeMap::new();
+        let mut metadata = BTreeMap::from(
+            [("format", FORMAT), ("version", VERSION), ("fingerprint", &self.fingerprint)]
+                .map(|(k, v)| (k.to_owned(), v.to_owned())),
+        );
+        for (side, maps, _) in self.sides() {
+            let ranks: Vec<String> = maps.maps.iter().map(|m| m.narrow().to_string()).collect();
+            metadata.insert(format!("{side}.row"), maps.row.clone());
+            metadata.insert(format!("{side}.ranks"), ranks.join(","));
+            for (at, map) in maps.maps.iter().enumerate() {
+                let head = head(at, self.shape.kv_heads, side);
+                let (wide, narrow) = (map.wide() as usize, map.narrow() as usize);
+                let bytes = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+                tensors.insert(format!("{head}.encode"), (vec![narrow, wide], bytes(&map.encode())));
+                tensors.insert(format!("{head}.decode"), (vec![wide, narrow], bytes(&map.decode())));
+                if let Some(bias) = map.bias() {
+                    tensors.insert(format!("{head}.bias"), (vec![wide], bytes(bias)));
+                }
+            }
+        }
+        let views = tensors
+            .iter()
+            .map(|(name, (shape, bytes))| {
+                Ok((name.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes)?))
+            })
+            .collect::<Result<BTreeMap<_, _>, FittedError>>()?;
+        metadata.insert("digest".to_owned(), digest(&metadata, &views));
+        Ok(safetensors::serialize(views, Some(metadata.into_iter().collect()))?)
+    }
+
+    /// Reads what [`Fitted::to_bytes`] made, and checks all of it.
+    ///
+    /// # Errors
+    /// Bytes that are no such file, of another version, damaged, fitted to a model that has not the fingerprint `expected`, or not of
+    /// `shape`: with layers or heads missing or left over.
+    pub fn from_bytes(bytes: &[u8], expected: &str, shape: FitShape) -> Result<Fitted, FittedError> {
+        let (_, header) = SafeTensors::read_metadata(bytes)?;
+        let file = SafeTensors::deserialize(bytes)?;
+        let metadata: BTreeMap<String, String> =
+            header.metadata().iter().flatten().map(|(k, v)| (k.clone(), v.clone())).collect();
+        let get = |key: &str, wanted: &str| {
+            let absent =
+                || FittedError::Metadata { key: key.to_owned(), found: None, wanted: wanted.to_owned() };
+            metadata.get(key).ok_or_else(absent)
+        };
+        for (key, wanted) in [("format", FORMAT), ("version", VERSION)] {
+            let found = get(key, wanted)?;
+            if found != wanted {
+                let (key, found, wanted) = (key.to_owned(), Some(found.clone()), wanted.to_owned());
+                return Err(FittedError::Metadata { key, found, wanted });
+            }
+        }
+        let found = get("fingerprint", expected)?;
+        if found != expected {
+            return Err(FittedError::Fingerprint { found: found.clone(), expected: expected.to_owned() });
+        }
+        let views: BTreeMap<&str, TensorView<'_>> = file.iter().collect();
+        let (found, actual) = (get("digest", "that of the contents")?, digest(&metadata, &views));
+        if *found != actual {
+            return Err(FittedError::Digest { found: found.clone(), actual });
+        }
+        let mut left = views;
+        let mut side = |side: &'static str, wide| -> Result<Option<Side>, FittedError> {
+            let Some(row) = metadata.get(&format!("{side}.row")) else { return Ok(None) };
+            let heads = shape.layers as usize * shape.kv_heads as usize;
+            let maps = (0..heads).map(|at| take(&mut left, head(at, shape.kv_heads, side), wide));
+            let maps: Vec<Map> = maps.collect::<Result<_, _>>()?;
+            let ranks: Vec<String> = maps.iter().map(|m| m.narrow().to_string()).collect();
+            let (key, wanted) = (format!("{side}.ranks"), ranks.join(","));
+            let found = get(&key, &wanted)?;
+            if *found != wanted {
+                return Err(FittedError::Metadata { key, found: Some(found.clone()), wanted });
+            }
+            Ok(Some(Side { row: row.clone(), maps }))
+        };
+        let (k, v) = (side("k", shape.k_dim)?, side("v", shape.v_dim)?);
+        if let Some(name) = left.into_keys().next() {
+            return Err(FittedError::Unexpected { name: name.to_owned() });
+        }
+        Fitted::new(shape, expected, k, v)
+    }
+
+    /// Writes the file in one piece: to a name beside `path`, which then takes its place. Whatever goes wrong, what was at `path`
+    /// stays as it was.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn save(&self, path: &Path) -> Result<(), FittedError> {
+        let bytes = self.to_bytes()?;
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(format!(".{}.part", std::process::id()));
+        let part = path.with_file_name(name);
+        let written = write_new(&part, &bytes).and_then(|()| fs::rename(&part, path));
+        written.map_err(|source| {
+            if source.kind() != io::ErrorKind::AlreadyExists {
+                let _ = fs::remove_file(&part);
+            }
+            FittedError::Io { path: path.to_owned(), source }
+        })
+    }
+
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// The file system's, and those of [`Fitted::from_bytes`].
+    pub fn load(path: &Path, expected: &str, shape: FitShape) -> Result<Fitted, FittedError> {
+        let bytes = fs::read(path).map_err(|source| FittedError::Io { path: path.to_owned(), source })?;
+        Fitted::from_bytes(&bytes, expected, shape)
+    }
+
+    /// The sides there are, with the channels of their heads.
+    fn sides<'a>(&'a self) -> impl Iterator<Item = (&'static str, &'a Side, u32)> {
+        let of = |name, side: &'a Option<Side>, wide| side.as_ref().map(move |s| (name, s, wide));
+        [of("k", &self.k, self.shape.k_dim), of("v", &self.v, self.shape.v_dim)].into_iter().flatten()
+    }
+}
+
+fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).open(path)?;
+    io::Write::write_all(&mut file, bytes)?;
+    file.sync_all()
+}
+
+/// Name of one side of a head, before the tensor's own.
+fn head(at: usize, kv_heads: u32, side: &str) -> String {
+    let (layer, head) = (at / kv_heads as usize, at % kv_heads as usize);
+    format!("layers.{layer}.heads.{head}.{side}")
+}
+
+/// Of everything in a file but the digest itself.
+fn digest(metadata: &BTreeMap<String, String>, tensors: &BTreeMap<&str, TensorView<'_>>) -> String {
+    let shapes: Vec<String> = tensors.values().map(|t| format!("{:?} {:?}", t.dtype(), t.shape())).collect();
+    let said = metadata.iter().filter(|(key, _)| *key != "digest");
+    let said = said.map(|(key, value)| (key.as_str(), value.as_bytes()));
+    let held = tensors
+        .iter()
+        .zip(&shapes)
+        .flat_map(|((name, view), shape)| [(*name, shape.as_bytes()), (*name, view.data())]);
+    fingerprint(&said.chain(held).collect::<Vec<_>>())
+}
+
+/// Takes the tensors of one map out of `tensors`.
+fn take(tensors: &mut BTreeMap<&str, TensorView<'_>>, head: String, wide: u32) -> Result<Map, FittedError> {
+    let width = wide as usize;
+    let mut tensor = |part: &str, fits: &dyn Fn(&[usize]) -> bool, wanted: String| {
+        let name = format!("{head}.{part}");
+        let Some(view) = tensors.remove(name.as_str()) else { return Err(FittedError::Missing { name }) };
+        if view.dtype() != Dtype::F32 || !fits(view.shape()) {
+            let found = format!("{:?} {:?}", view.dtype(), view.shape());
+            return Err(FittedError::Tensor { name, found, wanted });
+        }
+        let (words, _) = view.data().as_chunks::<4>();
+        Ok((view.shape()[0], words.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<f32>>()))
+    };
+    let down = |s: &[usize]| s.len() == 2 && s[1] == width && (1..=width).contains(&s[0]);
+    let (rank, encode) = tensor("encode", &down, format!("F32 [1..={wide}, {wide}]"))?;
+    let (_, decode) = tensor("decode", &|s| s == [width, rank], format!("F32 [{wide}, {rank}]"))?;
+    let bias = match tensor("bias", &|s| s == [width], format!("F32 [{wide}]")) {
+        Ok((_, bias)) => Some(bias),
+        Err(FittedError::Missing { .. }) => None,
+        Err(other) => return Err(other),
+    };
+    Map::new(wide, rank as u32, encode, decode, bias).map_err(|source| FittedError::Map { head, source })
+}

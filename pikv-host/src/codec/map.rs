@@ -1,0 +1,369 @@
+//! The linear half of a coding: from a row to what is stored, and back.
+
+use super::MapError;
+use super::product::{dot, product};
+use pikv_core::page::MAX_DIM;
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// An affine map between a head's row of `wide` channels and the `narrow` ones that are stored:
+/// `stored = encode (x - bias)`, `x ~ decode stored + bias`.
+///
+/// Every method does plain f32 in one order, named at each, so that it gives the same bits on every machine. None looks at the
+/// values: NaN and infinity go in and out as f32 has it, and the store refuses them before. A clone shares the matrices.
+///
+/// ```
+/// use pikv_host::codec::Map;
+/// let map = Map::new(3, 1, vec![0.5, 0.5, 0.0], vec![1.0, 1.0, 0.0], None)?;
+/// let (mut stored, mut row) = ([0.0], [0.0; 3]);
+/// map.encode_row(&[2.0, 4.0, 9.0], &mut stored);
+/// map.decode_row(&stored, &mut row);
+/// assert_eq!((stored, row), ([3.0], [3.0, 3.0, 0.0]));
+/// # Ok::<(), pikv_host::codec::MapError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Map {
+    wide: u32,
+    narrow: u32,
+    form: Form,
+    bias: Option<Arc<[f32]>>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Form {
+    /// Both matrices, each also transposed: `encode [narrow][wide]`, `decode [wide][narrow]`. Where one is the other's transpose,
+    /// as in a basis, two allocations serve for the four.
+    Dense { encode: Arc<[f32]>, encode_t: Arc<[f32]>, decode: Arc<[f32]>, decode_t: Arc<[f32]> },
+    /// Stored channel `i` is channel `[i]` of the row.
+    Select(Arc<[u32]>),
+    /// The Walsh-Hadamard transform, its own inverse.
+    Hadamard,
+}
+
+impl Map {
+    /// A map of `encode`, `[narrow][wide]`, `decode`, `[wide][narrow]`, and a `bias`, `[wide]`. Matrices that pick channels, or
+    /// are those of [`Map::hadamard`], and no bias, give the map that [`Map::identity_subset`] or [`Map::hadamard`] gives.
+    ///
+    /// # Errors
+    /// Widths that are not 1..=256 or grow, slices of the wrong length, values that are not finite.
+    pub fn new(
+        wide: u32,
+        narrow: u32,
+        encode: Vec<f32>,
+        decode: Vec<f32>,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Map, MapError> {
+        widths(wide, narrow)?;
+        let (w, n) = (wide as usize, narrow as usize);
+        check("encode", &encode, w * n)?;
+        check("decode", &decode, w * n)?;
+        if let Some(bias) = &bias {
+            check("bias", bias, w)?;
+        }
+        let (encode_t, decode_t) = (transpose(&encode, w), transpose(&decode, n));
+        let form = match special(&encode, w, n).filter(|_| bias.is_none() && encode_t == decode) {
+            Some(form) => form,
+            None if encode_t == decode => {
+                let (down, up): (Arc<[f32]>, Arc<[f32]>) = (encode.into(), decode.into());
+                Form::Dense { encode: down.clone(), encode_t: up.clone(), decode: up, decode_t: down }
+            }
+            None => {
+                let (encode, decode) = (encode.into(), decode.into());
+                Form::Dense { encode, encode_t: encode_t.into(), decode, decode_t: decode_t.into() }
+            }
+        };
+        Ok(Map { wide, narrow, form, bias: bias.map(Arc::from) })
+    }
+
+    /// Stores `channels` of `wide`, in the order given, as they are; the others decode to 0.
+    ///
+    /// # Errors
+    /// No channels, or more than 256; one that is not there, or named twice.
+    pub fn identity_subset(wide: u32, channels: &[u32]) -> Result<Map, MapError> {
+        let narrow = u32::try_from(channels.len()).unwrap_or(u32::MAX);
+        if let Some((_, &channel)) =
+            channels.iter().enumerate().find(|(i, c)| **c >= wide || channels[..*i].contains(c))
+        {
+            return Err(MapError::Channel { channel, wide });
+        }
+        widths(wide, narrow)?;
+        Ok(Map { wide, narrow, form: Form::Select(channels.into()), bias: None })
+    }
+
+    /// The orthonormal Walsh-Hadamard transform, which spreads an outlier of one channel over all, in blocks of the largest
+    /// power of two that divides `wide` (128: one of 128; 80: five of 16; odd widths are left as they are).
+    ///
+    /// It is its own inverse and transpose. In a block of `4^k` channels the scale is a power of two, so it takes integers there
+    /// and back to the bit as long as a block's sums of magnitudes stay below 2^24. O(wide log block).
+    ///
+    /// # Errors
+    /// A width that is not 1..=256.
+    pub fn hadamard(wide: u32) -> Result<Map, MapError> {
+        widths(wide, wide)?;
+        Ok(Map { wide, narrow: wide, form: Form::Hadamard, bias: None })
+    }
+
+    /// Channels of a row.
+    pub fn wide(&self) -> u32 {
+        self.wide
+    }
+
+    /// Channels that are stored.
+    pub fn narrow(&self) -> u32 {
+        self.narrow
+    }
+
+    /// The matrix from a row to what is stored, `[narrow][wide]`; made anew for a map that has no matrix.
+    pub fn encode(&self) -> Cow<'_, [f32]> {
+        match &self.form {
+            Form::Dense { encode, .. } => Cow::Borrowed(encode),
+            Form::Select(channels) => Cow::Owned(selection(channels, self.wide as usize)),
+            Form::Hadamard => Cow::Owned(hadamard_matrix(self.wide as usize)),
+        }
+    }
+
+    /// The matrix from what is stored to a row, `[wide][narrow]`; made anew for a map that has no matrix.
+    pub fn decode(&self) -> Cow<'_, [f32]> {
+        match &self.form {
+            Form::Dense { decode, .. } => Cow::Borrowed(decode),
+            Form::Select(_) => Cow::Owned(transpose(&self.encode(), self.wide as usize)),
+            Form::Hadamard => self.encode(),
+        }
+    }
+
+    /// What is taken from a row before and added after, `[wide]`.
+    pub fn bias(&self) -> Option<&[f32]> {
+        self.bias.as_deref()
+    }
+
+    /// The channels that are stored, where the map does nothing but pick them.
+    pub fn channels(&self) -> Option<&[u32]> {
+        match &self.form {
+            Form::Select(channels) => Some(channels),
+            _ => None,
+        }
+    }
+
+    /// Bytes that the map holds; its clones share them.
+    pub fn bytes(&self) -> u64 {
+        let values = match &self.form {
+            Form::Dense { encode, encode_t, decode, .. } => {
+                if Arc::ptr_eq(encode_t, decode) {
+                    2 * encode.len()
+                } else {
+                    4 * encode.len()
+                }
+            }
+            Form::Select(channels) => channels.len(),
+            Form::Hadamard => 0,
+        };
+        4 * (values + self.bias.as_ref().map_or(0, |b| b.len())) as u64
+    }
+
+    /// Writes what is stored for row `x`, `[wide]`, to `out`, `[narrow]`.
+    ///
+    /// `x[i] - bias[i]` first, where there is a bias; then each output is a chain of fused multiply-adds from 0.0 over the
+    /// channels in order. A selection copies. The transform adds and subtracts channels at distance 1, 2, 4, .. and multiplies by
+    /// the scale last.
+    ///
+    /// # Panics
+    /// If a slice has another length.
+    pub fn encode_row(&self, x: &[f32], out: &mut [f32]) {
+        self.lengths(x, out);
+        match (&self.form, &self.bias) {
+            (Form::Dense { encode_t, .. }, None) => product(encode_t, x, out),
+            (Form::Dense { encode_t, .. }, Some(bias)) => {
+                let mut row = [0.0; MAX_DIM as usize];
+                let row = &mut row[..x.len()];
+                for ((row, x), bias) in row.iter_mut().zip(x).zip(bias.iter()) {
+                    *row = x - bias;
+                }
+                product(encode_t, row, out);
+            }
+            (Form::Select(channels), _) => pick(channels, x, out),
+            (Form::Hadamard, _) => transform(x, out),
+        }
+    }
+
+    /// Writes the row, `[wide]`, that `stored`, `[narrow]`, stands for, to `out`.
+    ///
+    /// Each output is a chain of fused multiply-adds from 0.0 over the stored channels in order, plus the bias, rounded once
+    /// more, where there is one. A selection copies, and writes 0.0 to the channels it dropped; the transform is that of
+    /// [`Map::encode_row`].
+    ///
+    /// # Panics
+    /// If a slice has another length.
+    pub fn decode_row(&self, stored: &[f32], out: &mut [f32]) {
+        self.lengths(out, stored);
+        match &self.form {
+            Form::Dense { decode_t, .. } => product(decode_t, stored, out),
+            Form::Select(channels) => {
+                out.fill(0.0);
+                for (channel, stored) in channels.iter().zip(stored) {
+                    out[*channel as usize] = *stored;
+                }
+            }
+            Form::Hadamard => transform(stored, out),
+        }
+        if let Some(bias) = &self.bias {
+            for (out, bias) in out.iter_mut().zip(bias.iter()) {
+                *out += bias;
+            }
+        }
+    }
+
+    /// Writes `decode^T q` to `out`, `[narrow]`, so that `q . x` becomes `out . stored` [plus](Map::bias_dot) `q . bias`: attention
+    /// over what is stored, at its width. The order is that of [`Map::encode_row`], without a bias.
+    ///
+    /// # Panics
+    /// If a slice has another length.
+    pub fn fold(&self, q: &[f32], out: &mut [f32]) {
+        self.lengths(q, out);
+        match &self.form {
+            Form::Dense { decode, .. } => product(decode, q, out),
+            Form::Select(channels) => pick(channels, q, out),
+            Form::Hadamard => transform(q, out),
+        }
+    }
+
+    /// `q . bias`, a chain of fused multiply-adds from 0.0; 0 without a bias.
+    ///
+    /// # Panics
+    /// If `q` has another length than `wide`.
+    pub fn bias_dot(&self, q: &[f32]) -> f32 {
+        assert_eq!(q.len(), self.wide as usize, "a query has as many channels as the map is wide");
+        self.bias.as_ref().map_or(0.0, |bias| dot(q, bias))
+    }
+
+    /// The largest magnitude of a row's channels with which no stored channel can pass `top`, rounding included; 0 if the bias
+    /// alone could, [`f32::MAX`] if none ever can.
+    pub fn limit(&self, top: f32) -> f32 {
+        if top.is_nan() || top <= 0.0 {
+            return 0.0;
+        }
+        match &self.form {
+            Form::Select(_) => top.min(f32::MAX),
+            Form::Hadamard => {
+                let block = block(self.wide as usize);
+                floor(f64::from(top) * slack(block.ilog2() as usize + 2) / (block as f64).sqrt())
+            }
+            Form::Dense { encode, .. } => {
+                let wide = self.wide as usize;
+                let top = f64::from(top) * slack(wide + 2);
+                let row = |row: &[f32]| {
+                    let sum: f64 = row.iter().map(|e| f64::from(e.abs())).sum();
+                    let bias = self.bias.iter().flat_map(|b| b.iter());
+                    let taken: f64 =
+                        row.iter().zip(bias).map(|(e, b)| (f64::from(*e) * f64::from(*b)).abs()).sum();
+                    // Subnormal results lose whole ulps, not relative ones: leave them that.
+                    if sum == 0.0 { f64::MAX } else { (top - taken - wide as f64 * 1e-44) / sum }
+                };
+                floor(encode.chunks_exact(wide).map(row).fold(f64::MAX, f64::min))
+            }
+        }
+    }
+
+    fn lengths(&self, wide: &[f32], narrow: &[f32]) {
+        assert_eq!(
+            (wide.len(), narrow.len()),
+            (self.wide as usize, self.narrow as usize),
+            "a row and what is stored for it have as many channels as the map says"
+        );
+    }
+}
+
+fn widths(wide: u32, narrow: u32) -> Result<(), MapError> {
+    let ok = (1..=MAX_DIM).contains(&wide) && (1..=wide).contains(&narrow);
+    if ok { Ok(()) } else { Err(MapError::Width { wide, narrow }) }
+}
+
+fn check(what: &'static str, values: &[f32], wanted: usize) -> Result<(), MapError> {
+    if values.len() != wanted {
+        return Err(MapError::Length { what, len: values.len(), wanted });
+    }
+    match values.iter().position(|x| !x.is_finite()) {
+        Some(index) => Err(MapError::NotFinite { what, index, value: values[index] }),
+        None => Ok(()),
+    }
+}
+
+/// `matrix`, of rows of `width`, with rows and columns exchanged.
+fn transpose(matrix: &[f32], width: usize) -> Vec<f32> {
+    (0..width).flat_map(|c| matrix.iter().skip(c).step_by(width).copied()).collect()
+}
+
+/// The form without matrices that does what `encode` and its transpose do, if there is one.
+fn special(encode: &[f32], wide: usize, narrow: usize) -> Option<Form> {
+    let ones = encode.chunks_exact(wide).map(|row| row.iter().position(|x| *x == 1.0));
+    if let Some(channels) = ones.collect::<Option<Vec<usize>>>() {
+        let channels: Vec<u32> = channels.into_iter().map(|c| c as u32).collect();
+        if encode == selection(&channels, wide)
+            && (1..channels.len()).all(|i| !channels[..i].contains(&channels[i]))
+        {
+            return Some(Form::Select(channels.into()));
+        }
+    }
+    (wide == narrow && encode == hadamard_matrix(wide)).then_some(Form::Hadamard)
+}
+
+fn selection(channels: &[u32], wide: usize) -> Vec<f32> {
+    let mut matrix = vec![0.0; channels.len() * wide];
+    for (row, channel) in matrix.chunks_exact_mut(wide).zip(channels) {
+        row[*channel as usize] = 1.0;
+    }
+    matrix
+}
+
+fn pick(channels: &[u32], x: &[f32], out: &mut [f32]) {
+    for (out, channel) in out.iter_mut().zip(channels) {
+        *out = x[*channel as usize];
+    }
+}
+
+/// The largest power of two that divides `wide`.
+fn block(wide: usize) -> usize {
+    1 << wide.trailing_zeros()
+}
+
+fn transform(x: &[f32], out: &mut [f32]) {
+    out.copy_from_slice(x);
+    let block = block(out.len());
+    let scale = (1.0 / block as f32).sqrt();
+    for part in out.chunks_exact_mut(block) {
+        let mut half = 1;
+        while half < block {
+            for pair in part.chunks_exact_mut(2 * half) {
+                let (low, high) = pair.split_at_mut(half);
+                for (a, b) in low.iter_mut().zip(high) {
+                    (*a, *b) = (*a + *b, *a - *b);
+                }
+            }
+            half *= 2;
+        }
+        for x in part {
+            *x *= scale;
+        }
+    }
+}
+
+fn hadamard_matrix(wide: usize) -> Vec<f32> {
+    let mut matrix = vec![0.0; wide * wide];
+    let mut unit = [0.0; MAX_DIM as usize];
+    for (c, row) in matrix.chunks_exact_mut(wide).enumerate() {
+        unit[c] = 1.0;
+        transform(&unit[..wide], row);
+        unit[c] = 0.0;
+    }
+    matrix
+}
+
+/// What `roundings` in a row can take from a bound, at most.
+fn slack(roundings: usize) -> f64 {
+    1.0 - roundings as f64 * f64::from(f32::EPSILON)
+}
+
+/// The largest f32 that is not above `x`; 0 for what is negative.
+fn floor(x: f64) -> f32 {
+    let y = x.clamp(0.0, f64::from(f32::MAX)) as f32;
+    if f64::from(y) > x.max(0.0) { y.next_down() } else { y }
+}

@@ -1,0 +1,83 @@
+//! Compression: from rows of keys and values to what is stored in their place.
+//!
+//! A [`Map`] is the linear half of a coding: how a head's row of `wide` channels becomes the `narrow` ones that are stored.
+//! Attention reads the stored channels at their own width, since the query is folded ([`Map::fold`]) instead of the keys
+//! being widened. The other rows say which tokens stay, or which coding a head gets, as pure functions.
+//!
+//! | id | function | needs `fit` |
+//! |---|---|---|
+//! | C_SVD | `svd` | yes |
+//! | C_Lo | [`lora`] | no |
+//! | C_Lo+ | [`lora_plus`], `fit_lora_plus` | to fit |
+//! | C_Py | [`PyramidKv`] | no |
+//! | C_Py-lit | [`pyramid`] | no |
+//! | C_Ch | [`ChunkKv`] | no |
+//! | C_Ch-lit | `block_pca` | yes |
+//! | C_F | [`FastV`] | no |
+//! | C_F-lit | [`crop`] | no |
+//! | C_Pr | [`think`] | no |
+//! | C_Dis | `distil` | yes |
+//! | C_Hy | [`hybrid`] | no |
+//!
+//! Names and ids are those of arXiv 2508.06526; meanings are those of the methods' own papers, named in each file. With the
+//! feature `fit`, a `Fitter` gathers what the fits need from a model's own keys and values, and `Fitted` keeps their results in
+//! one safetensors file.
+
+mod c_ch;
+mod c_f;
+mod c_f_lit;
+mod c_hy;
+mod c_lo;
+mod c_lo_plus;
+mod c_pr;
+mod c_py;
+mod c_py_lit;
+mod error;
+mod map;
+mod moments;
+mod pairs;
+mod product;
+
+#[cfg(feature = "fit")]
+mod c_ch_lit;
+#[cfg(feature = "fit")]
+mod c_dis;
+#[cfg(feature = "fit")]
+mod c_svd;
+#[cfg(feature = "fit")]
+mod eigen;
+#[cfg(feature = "fit")]
+mod fit;
+#[cfg(feature = "fit")]
+mod fitted;
+#[cfg(feature = "fit")]
+mod student;
+
+pub use c_ch::ChunkKv;
+pub use c_f::FastV;
+pub use c_f_lit::{CropBy, crop};
+pub use c_hy::{Coding, HeadCodings, Hybrid, hybrid};
+pub use c_lo::lora;
+pub use c_lo_plus::lora_plus;
+pub use c_pr::think;
+pub use c_py::PyramidKv;
+pub use c_py_lit::{Pyramid, pyramid};
+pub use error::{FitError, MapError, SelectError};
+pub use map::Map;
+pub use moments::Moments;
+pub use pairs::Crop;
+
+#[cfg(feature = "fit")]
+pub use c_ch_lit::{BlockPca, block_pca};
+#[cfg(feature = "fit")]
+pub use c_dis::{Distil, Distilled, Measured, distil};
+#[cfg(feature = "fit")]
+pub use c_lo_plus::fit_lora_plus;
+#[cfg(feature = "fit")]
+pub use c_svd::svd;
+#[cfg(feature = "fit")]
+pub use eigen::LowRank;
+#[cfg(feature = "fit")]
+pub use fit::{FitShape, Fitter, Segment};
+#[cfg(feature = "fit")]
+pub use fitted::{Fitted, FittedError, Side, fingerprint};
