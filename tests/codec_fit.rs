@@ -230,11 +230,11 @@ fn a_block_loses_its_own_tail() {
         let want: f64 = jacobi(second(&x, d, &vec![0.0; d]), d)[r as usize..].iter().sum();
         let (r, mut lost, mut energy) = (r as usize, 0.0, 0.0);
         for (row, coefficients) in x.chunks(d).zip(block.coefficients.chunks(r)) {
-            for c in 0..d {
+            for (c, x) in row.iter().map(|x| f64::from(*x)).enumerate() {
                 let back: f64 =
                     (0..r).map(|k| f64::from(coefficients[k]) * f64::from(block.basis[k * d + c])).sum();
-                lost += (f64::from(row[c]) - back).powi(2);
-                energy += f64::from(row[c]).powi(2);
+                lost += (x - back).powi(2);
+                energy += x * x;
             }
         }
         assert!((block.tail - want).abs() <= 1e-12 * energy);

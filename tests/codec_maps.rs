@@ -143,7 +143,7 @@ fn hadamard_is_sylvesters_and_its_own_inverse() {
         assert!(x.iter().zip(&back).all(|(a, b)| (a - b).abs() < 2e-6), "{wide}");
 
         let block = 1u32 << wide.trailing_zeros();
-        if block.trailing_zeros() % 2 == 0 {
+        if block.trailing_zeros().is_multiple_of(2) {
             let whole: Vec<f32> = x.iter().map(|x| (x * 30_000.0).round()).collect();
             map.encode_row(&whole, &mut there);
             map.decode_row(&there, &mut back);

@@ -290,12 +290,12 @@ impl Fitted {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(format!(".{}.part", std::process::id()));
         let part = path.with_file_name(name);
-        let written = write_new(&part, &bytes).and_then(|()| fs::rename(&part, path));
-        written.map_err(|source| {
-            if source.kind() != io::ErrorKind::AlreadyExists {
-                let _ = fs::remove_file(&part);
-            }
-            FittedError::Io { path: path.to_owned(), source }
+        let failed = |path: &Path, source| FittedError::Io { path: path.to_owned(), source };
+        write_new(&part, &bytes).map_err(|source| failed(&part, source))?;
+        fs::rename(&part, path).map_err(|source| {
+            // What was said already is what matters; at worst the part stays.
+            let _ = fs::remove_file(&part);
+            failed(path, source)
         })
     }
 
@@ -315,10 +315,12 @@ impl Fitted {
     }
 }
 
+/// Writes a file that is not there yet, or leaves none.
 fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = fs::OpenOptions::new().write(true).create_new(true).open(path)?;
-    io::Write::write_all(&mut file, bytes)?;
-    file.sync_all()
+    io::Write::write_all(&mut file, bytes).and_then(|()| file.sync_all()).inspect_err(|_| {
+        let _ = fs::remove_file(path);
+    })
 }
 
 /// Name of one side of a head, before the tensor's own.

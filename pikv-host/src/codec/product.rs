@@ -68,3 +68,28 @@ fn part<W: Warp>(w: W, weights: &[f32], x: &[f32], at: usize, out: &mut [f32]) {
     }
     w.scatter(sum, out, at, 1);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pikv_core::hash;
+
+    #[test]
+    fn all_lanes_give_the_bits_of_the_chain() {
+        let mut state = 4;
+        let mut noise = |n: usize| -> Vec<f32> {
+            (0..n).map(|_| (hash::next(&mut state) >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
+        };
+        for (inputs, outputs) in [(1, 1), (5, 31), (33, 32), (128, 64), (80, 95), (256, 129), (7, 256)] {
+            let (weights, x) = (noise(inputs * outputs), noise(inputs));
+            let column = |j: usize| weights.iter().skip(j).step_by(outputs).copied().collect::<Vec<f32>>();
+            let want: Vec<u32> = (0..outputs).map(|j| dot(&x, &column(j)).to_bits()).collect();
+            for lanes in Lanes::available() {
+                let mut out = vec![f32::NAN; outputs];
+                lanes.run(Product { weights: &weights, x: &x, out: &mut out });
+                let found: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
+                assert_eq!(found, want, "{} {inputs} {outputs}", lanes.name());
+            }
+        }
+    }
+}

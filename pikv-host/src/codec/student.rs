@@ -35,6 +35,7 @@ pub(super) struct Student {
 /// Sums over rows and query heads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Loss {
+    /// Left at 0 where the gradient was asked for, which does not need it.
     pub kl: f64,
     pub skew_kl: f64,
     pub rows: u64,
@@ -88,7 +89,9 @@ impl Student {
                     if p > 0.0 {
                         let m = s.skew * p + (1.0 - s.skew) * w;
                         loss.skew_kl += p * (p / m).ln();
-                        loss.kl += p * (p / w.max(f64::MIN_POSITIVE)).ln();
+                        if !gradient {
+                            loss.kl += p * (p / w.max(f64::MIN_POSITIVE)).ln();
+                        }
                         mean -= w * (1.0 - s.skew) * p / m;
                     }
                 }
