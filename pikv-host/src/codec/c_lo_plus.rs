@@ -32,8 +32,8 @@ pub fn lora_plus(
 /// in it.
 ///
 /// `tail`, the sum of the dropped eigenvalues of `sum (x - mean)(x - mean)^T`, is exactly `||X - X~||_F^2`, and never above that of
-/// [`svd`](super::svd) at the same rank. (For K a bias adds the same to every logit of a query, so attention alone never sees it; it
-/// leaves the rank to what differs.) O(wide^3).
+/// [`svd`](super::svd) at the same rank. For keys that are read as they are stored the bias adds the same to every logit of a query,
+/// so attention never sees it, and a smaller tail need not mean a better one; keys that are turned on read do see it. O(wide^3).
 ///
 /// # Errors
 /// No rows, or a rank that is not 1..=wide.

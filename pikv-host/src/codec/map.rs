@@ -215,6 +215,9 @@ impl Map {
     /// Writes `decode^T q` to `out`, `[narrow]`, so that `q . x` becomes `out . stored` [plus](Map::bias_dot) `q . bias`: attention
     /// over what is stored, at its width. The order is that of [`Map::encode_row`], without a bias.
     ///
+    /// For keys that are turned as they are read this is of use only where the map picks whole pairs: else the rotation lies
+    /// between `decode` and `q`, and a row has to be decoded before it.
+    ///
     /// # Panics
     /// If a slice has another length.
     pub fn fold(&self, q: &[f32], out: &mut [f32]) {

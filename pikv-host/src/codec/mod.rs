@@ -1,8 +1,8 @@
 //! Compression: from rows of keys and values to what is stored in their place.
 //!
 //! A [`Map`] is the linear half of a coding: how a head's row of `wide` channels becomes the `narrow` ones that are stored.
-//! Attention reads the stored channels at their own width, since the query is folded ([`Map::fold`]) instead of the keys
-//! being widened. The other rows say which tokens stay, or which coding a head gets, as pure functions.
+//! Where keys are read as they are stored, attention stays at that width: the query is folded ([`Map::fold`]) instead of the
+//! keys being widened. The other rows say which tokens stay, or which coding a head gets, as pure functions.
 //!
 //! | id | function | needs `fit` |
 //! |---|---|---|
