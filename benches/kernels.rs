@@ -8,7 +8,8 @@
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use pikv::lanes::Lanes;
 use pikv::{Dtype, Layout, PAGE, Position};
-use pikv_core::attend::{BLOCK, PageRef, Query, Sight, attend_block};
+use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
+use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{Partial, merge};
 use pikv_core::warp::{Kernel, LANES, Warp};
 use pikv_core::{math, rope::Rotation};
@@ -47,15 +48,11 @@ impl Kernel for Attend<'_> {
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
         let all = Sight { floor: 0, lo: 0, sinks: 0, hi: i32::MAX - 1 };
-        let query = Query {
-            q: self.q,
-            k_dim: DIM as usize,
-            sight: [all; ROWS],
-            softcap: None,
-            rotation: self.rotation,
-        };
-        let mut out = Partial::new(self.out, ROWS, self.layout);
-        attend_block::<W, ROWS>(w, self.layout, self.pages, None, &query, &mut out, 0, None);
+        let query = Query { q: self.q, k_dim: DIM as usize, rotation: self.rotation };
+        let looks = Looks { sight: [all; ROWS], softcap: None };
+        let mut form = Full { layout: self.layout, pages: self.pages, next: None, query };
+        let mut out = Partial::new(self.out, ROWS, self.layout.acc_rows());
+        attend_block(w, &mut form, &looks, &mut out, 0, None);
     }
 }
 
@@ -65,7 +62,8 @@ impl Kernel for Merge<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        merge(w, &mut Partial::new(self.1, ROWS, self.0), &Partial::new(self.2, ROWS, self.0));
+        let acc_rows = self.0.acc_rows();
+        merge(w, &mut Partial::new(self.1, ROWS, acc_rows), &Partial::new(self.2, ROWS, acc_rows));
     }
 }
 
@@ -136,7 +134,7 @@ fn attention(c: &mut Criterion) {
             let run = |lanes: Lanes, out: &mut [f32]| {
                 lanes.run(Attend { layout: &layout, pages: &pages, q: &q, rotation, out });
             };
-            let mut want = vec![0.0; Partial::len(ROWS, &layout)];
+            let mut want = vec![0.0; Partial::len(ROWS, layout.acc_rows())];
             run(Lanes::Portable, &mut want);
             group.throughput(Throughput::Bytes(BLOCK as u64 * layout.bytes()));
             for lanes in Lanes::available() {
@@ -155,7 +153,7 @@ fn merging(c: &mut Criterion) {
     let layout = Layout { k_dim: DIM, v_dim: DIM, k: Dtype::F32, v: Dtype::F32 };
     let mut group = c.benchmark_group("merge");
     let data: Vec<f32> =
-        machine::noise(3).map(|x| (x * 8.0).round()).take(Partial::len(ROWS, &layout)).collect();
+        machine::noise(3).map(|x| (x * 8.0).round()).take(Partial::len(ROWS, layout.acc_rows())).collect();
     let mut right = data.clone();
     let mut run = |lanes: Lanes, left: &mut [f32]| lanes.run(Merge(&layout, left, &mut right));
     let mut want = data.clone();

@@ -5,12 +5,12 @@ pub use pikv_core::{
     LANES,
     dtype::Dtype,
     page::{Layout, PAGE, Position, Resident},
-    plan::{LayerShape, StoreShape},
+    plan::{Filed, LayerShape, StoreShape},
     ring::Ring,
     rope::{Pairs, Rope},
     shard::{Rule, ShardError, ShardMap},
 };
 pub use pikv_host::{
-    Attend, Cache, CacheConfig, ConfigError, Error, Output, PageId, PageInfo, PageMass, Place, Rows,
-    Sequence, Step, Usage, lanes, router,
+    Attend, Cache, CacheConfig, CodecRule, ConfigError, Error, Output, PageId, PageInfo, PageMass, Place,
+    Rows, Sequence, Step, Usage, codec, lanes, router,
 };

@@ -294,7 +294,7 @@ proptest! {
     ) {
         let heads: Vec<HeadCodings> = heads.into_iter().map(|(importance, codings)| HeadCodings {
             importance: f64::from(importance) / 2.0,
-            codings: codings.into_iter().map(|(bytes, error)| Coding { bytes, error: f64::from(error) }).collect(),
+            codings: codings.into_iter().map(|(bytes, error)| Cost { bytes, error: f64::from(error) }).collect(),
         }).collect();
         let best = every(&heads, budget);
         match hybrid(&heads, budget) {
@@ -317,10 +317,10 @@ proptest! {
         let heads: Vec<HeadCodings> = heads.into_iter().map(|(importance, mut gains)| {
             gains.sort_unstable();
             let mut error = 0.0;
-            let mut codings = vec![Coding { bytes: 3 * gains.len() as u64, error }];
+            let mut codings = vec![Cost { bytes: 3 * gains.len() as u64, error }];
             for (i, gain) in gains.iter().enumerate() {
                 error += f64::from(*gain);
-                codings.push(Coding { bytes: 3 * (gains.len() - 1 - i) as u64, error });
+                codings.push(Cost { bytes: 3 * (gains.len() - 1 - i) as u64, error });
             }
             HeadCodings { importance: f64::from(importance), codings }
         }).collect();
@@ -385,7 +385,7 @@ fn scores_that_are_no_numbers_are_refused() {
     // Zeros of both signs are one score.
     let keep = ChunkKv { chunk: 1, budget: 1 }.keep(&[-0.0, 0.0]).unwrap();
     assert_eq!(keep, [true, false]);
-    let head = |importance, error| [HeadCodings { importance, codings: vec![Coding { bytes: 1, error }] }];
+    let head = |importance, error| [HeadCodings { importance, codings: vec![Cost { bytes: 1, error }] }];
     for bad in [f64::NAN, f64::INFINITY, -1.0] {
         assert!(hybrid(&head(bad, 1.0), 9).is_err() && hybrid(&head(1.0, bad), 9).is_err());
     }

@@ -511,7 +511,7 @@ fn check(setup: &Setup, cache: &Cache, sequence: &Sequence, model: &Model) -> Re
         let (mut exact, mut most) = (0, 0);
         for (l, shape) in setup.layers.iter().enumerate() {
             let filed = model.chains[l][0][1..].iter();
-            let filed = filed.map(|c| c.pages.iter().map(|page| page.positions.len() as u32).sum());
+            let filed = filed.map(|c| c.pages.iter().map(|page| page.positions.len() as u32).sum::<u32>());
             exact += store.bytes_at(shape, len, filed);
             most += store.bytes_at_most(shape, len);
         }

@@ -10,8 +10,9 @@ mod args;
 
 use args::{LayoutArg, RopeArg, SightArg};
 use bytemuck::bytes_of;
-use pikv_core::attend::{BLOCK, PageRef, Query, Sight, attend_block};
+use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
 use pikv_core::dtype::Dtype;
+use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{self, Partial};
 use pikv_core::page::{Layout, Position};
 use pikv_core::rope::{Pairs, Rope, Rotation};
@@ -160,7 +161,7 @@ impl Case {
     }
 
     fn len(&self) -> usize {
-        Partial::len(self.rows, &self.layout)
+        Partial::len(self.rows, self.layout.acc_rows())
     }
 
     /// Parts of all blocks, on the CPU.
@@ -301,12 +302,12 @@ impl<const R: usize> Kernel for Attend<'_, R> {
         let query = Query::<R> {
             q: case.q.as_chunks().0,
             k_dim: case.layout.k_dim as usize,
-            sight: case.sights[block * R..].as_chunks().0[0],
-            softcap: case.softcap,
             rotation: case.rope.map(|rope| Rotation { rope, table: &case.table, capacity: CAPACITY }),
         };
-        let mut part = Partial::new(part, R, &case.layout);
-        attend_block(w, &case.layout, &pages, None, &query, &mut part, 0, None);
+        let mut part = Partial::new(part, R, case.layout.acc_rows());
+        let looks = Looks { sight: case.sights[block * R..].as_chunks().0[0], softcap: case.softcap };
+        let mut form = Full { layout: &case.layout, pages: &pages, next: None, query };
+        attend_block(w, &mut form, &looks, &mut part, 0, None);
     }
 }
 
@@ -388,8 +389,8 @@ fn attends_with_the_bits_of_the_cpu_sm_80() {
 
 /// A partial result of random rows; where a row is the identity its acc is NaN. Which rows are.
 fn part(rng: &mut Rng, rows: usize, layout: &Layout) -> (Vec<f32>, Vec<bool>) {
-    let mut buffer = vec![f32::NAN; Partial::len(rows, layout)];
-    let part = Partial::new(&mut buffer, rows, layout);
+    let mut buffer = vec![f32::NAN; Partial::len(rows, layout.acc_rows())];
+    let part = Partial::new(&mut buffer, rows, layout.acc_rows());
     let stride = layout.acc_rows() as usize;
     let identity: Vec<bool> = (0..rows).map(|_| rng.one_in(3)).collect();
     for (r, &none) in identity.iter().enumerate() {
@@ -433,8 +434,8 @@ impl Kernel for Merge<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        let mut left = Partial::new(self.left, self.rows, &self.layout);
-        merge::merge(w, &mut left, &Partial::new(self.right, self.rows, &self.layout));
+        let mut left = Partial::new(self.left, self.rows, self.layout.acc_rows());
+        merge::merge(w, &mut left, &Partial::new(self.right, self.rows, self.layout.acc_rows()));
     }
 }
 
@@ -525,7 +526,7 @@ fn finishes_with_the_bits_of_the_cpu() {
             let device: Vec<f32> = machine.memory.read(out, rows * width).unwrap();
             let device_lse: Vec<f32> = machine.memory.read(lse, rows).unwrap();
             let mut buffer = parts[0].0.clone();
-            let part = Partial::new(&mut buffer, rows, &layout);
+            let part = Partial::new(&mut buffer, rows, layout.acc_rows());
             for (lanes, r) in Lanes::available().flat_map(|l| (0..rows).map(move |r| (l, r))) {
                 let stride = layout.acc_rows() as usize;
                 let mut host = vec![f32::NAN; width];

@@ -13,7 +13,9 @@
 extern crate std;
 
 pub mod attend;
+pub mod codec;
 pub mod dtype;
+pub mod full;
 pub mod hash;
 pub mod math;
 pub mod merge;

@@ -10,7 +10,8 @@ use crate::warp::{LANES, Warp};
 
 /// Partial results of some query rows: for each row an exponent, a sum, and `acc_rows` rows of lanes.
 ///
-/// Lane `i` of acc row `col * PER_WORD + j` is channel `(col * 32 + i) * PER_WORD + j` of the output.
+/// Of full pages, lane `i` of acc row `col * PER_WORD + j` is channel `(col * 32 + i) * PER_WORD + j` of the output; of packed
+/// ones, [`Packed::acc_rows`](crate::codec::packed::Packed::acc_rows) says.
 #[derive(Debug)]
 pub struct Partial<'a> {
     /// Exponent of each row; -inf where nothing was seen.
@@ -22,17 +23,17 @@ pub struct Partial<'a> {
 }
 
 impl<'a> Partial<'a> {
-    /// f32 that a partial result of `rows` rows takes.
-    pub const fn len(rows: usize, layout: &Layout) -> usize {
-        rows * (2 + layout.acc_rows() as usize * LANES)
+    /// f32 that a partial result of `rows` rows takes, of `acc_rows` rows of lanes each.
+    pub const fn len(rows: usize, acc_rows: u32) -> usize {
+        rows * (2 + acc_rows as usize * LANES)
     }
 
     /// A partial result of `rows` rows in `buffer`, which has [`Partial::len`] f32.
     ///
     /// # Panics
     /// If the buffer is too short.
-    pub fn new(buffer: &'a mut [f32], rows: usize, layout: &Layout) -> Partial<'a> {
-        let (acc, rest) = buffer.split_at_mut(rows * layout.acc_rows() as usize * LANES);
+    pub fn new(buffer: &'a mut [f32], rows: usize, acc_rows: u32) -> Partial<'a> {
+        let (acc, rest) = buffer.split_at_mut(rows * acc_rows as usize * LANES);
         let (m, l) = rest.split_at_mut(rows);
         Partial { m, l: &mut l[..rows], acc: acc.as_chunks_mut().0 }
     }

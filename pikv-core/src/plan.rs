@@ -1,5 +1,6 @@
 //! Bytes of a cache, for the planner and the allocator alike.
 
+use crate::codec::packed::Packed;
 use crate::page::{Layout, PAGE};
 use crate::ring::Ring;
 use crate::rope::Rope;
@@ -69,13 +70,51 @@ impl StoreShape {
     /// // 1024 pages of 32 * (128 + 128) * 2 bytes and 128 bytes of positions, for each of 8 heads.
     /// assert_eq!(store.bytes_at(&layer, 32768, [32768 - 512]), 1024 * 8 * (16384 + 128));
     /// ```
-    pub fn bytes_at(&self, layer: &LayerShape, len: u32, filed: impl IntoIterator<Item = u32>) -> u64 {
-        self.pages_at(len, filed) * u64::from(layer.kv_heads) * layer.layout.bytes()
+    pub fn bytes_at(
+        &self,
+        layer: &LayerShape,
+        len: u32,
+        filed: impl IntoIterator<Item = impl Into<Filed>>,
+    ) -> u64 {
+        u64::from(layer.kv_heads) * self.head_bytes_at(layer, None, len, filed)
+    }
+
+    /// Bytes of one KV head of one layer at `len` tokens, whose codec packs pages as `packed` says.
+    ///
+    /// To the byte, as long as no 32 tokens of an expert span more than 65,536 positions; those that do take a packed page more.
+    pub fn head_bytes_at(
+        &self,
+        layer: &LayerShape,
+        packed: Option<&Packed>,
+        len: u32,
+        filed: impl IntoIterator<Item = impl Into<Filed>>,
+    ) -> u64 {
+        let full = layer.layout.bytes();
+        let sinks = Self::run_pages(self.ring.left(len).min(self.sinks), 0);
+        let mut bytes = (u64::from(self.ring.pages(len)) + sinks) * full;
+        for filed in filed {
+            let Filed { tokens, recent } = filed.into();
+            bytes += match packed {
+                None => Self::run_pages(tokens, 0) * full,
+                Some(packed) => {
+                    let closed = tokens / PAGE;
+                    let originals = closed - tokens.saturating_sub(recent) / PAGE;
+                    let open = u32::from(!tokens.is_multiple_of(PAGE));
+                    u64::from(closed) * packed.bytes() + u64::from(open + originals) * full
+                }
+            };
+        }
+        bytes
     }
 
     /// The most bytes that one layer holds at `len` tokens, whatever the router chose. A step needs more on its way there: the
     /// pages it fills before it gives others back, and those it copies from forks.
     pub fn bytes_at_most(&self, layer: &LayerShape, len: u32) -> u64 {
+        u64::from(layer.kv_heads) * self.head_bytes_at_most(layer, None, len)
+    }
+
+    /// The most bytes that one KV head of one layer holds at `len` tokens, whatever the router chose, with its codec's pages.
+    pub fn head_bytes_at_most(&self, layer: &LayerShape, packed: Option<&Packed>, len: u32) -> u64 {
         let left = self.ring.left(len);
         let sinks = left.min(self.sinks);
         let filed = if self.files(layer, u32::MAX) { left - sinks } else { 0 };
@@ -90,7 +129,35 @@ impl StoreShape {
             let straddling = self.experts.min(seen / 2);
             open + straddling + (seen - 2 * straddling) / PAGE
         };
-        let pages = u64::from(self.ring.pages(len)) + Self::run_pages(sinks, 0) + u64::from(pool);
-        pages * u64::from(layer.kv_heads) * layer.layout.bytes()
+        let full = layer.layout.bytes();
+        let fixed = (u64::from(self.ring.pages(len)) + Self::run_pages(sinks, 0)) * full;
+        fixed
+            + match packed {
+                None => u64::from(pool) * full,
+                Some(packed) => {
+                    // Pages that are packed and can still be opened again; those packed early.
+                    let originals = filed.min(self.ring.slack()).min(filed / PAGE + self.experts);
+                    let wide = u64::from(self.experts) * u64::from(left >> 16);
+                    u64::from(open) * full.max(packed.bytes())
+                        + (u64::from(pool - open) + wide) * packed.bytes()
+                        + u64::from(originals) * full
+                }
+            }
+    }
+}
+
+/// Tokens that lie in the pages of one expert.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Filed {
+    /// All of them.
+    pub tokens: u32,
+    /// Those among them that can still be taken back: of positions that the ring keeps for rollback.
+    pub recent: u32,
+}
+
+impl From<u32> for Filed {
+    /// Tokens that cannot be taken back, as in a cache without rollback.
+    fn from(tokens: u32) -> Filed {
+        Filed { tokens, recent: 0 }
     }
 }

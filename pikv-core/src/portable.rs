@@ -1,6 +1,6 @@
 //! Lanes as plain arrays: the form that runs everywhere and that the others are held against.
 
-use crate::warp::{LANES, Warp};
+use crate::warp::{LANES, Routine, Warp};
 use core::array::from_fn;
 
 /// 32 lanes as `[f32; 32]`.
@@ -118,6 +118,15 @@ impl Warp for Portable {
         a.map(|x| (x as i32 >> N) as u32)
     }
     #[inline(always)]
+    fn dot2(self, a: Self::U, b: Self::U, c: Self::U) -> Self::U {
+        let half = |x: u32| i32::from(x as i16);
+        from_fn(|i| {
+            let low = half(a[i]) * half(b[i]);
+            let high = half(a[i] >> 16) * half(b[i] >> 16);
+            c[i].wrapping_add(low as u32).wrapping_add(high as u32)
+        })
+    }
+    #[inline(always)]
     fn to_f(self, a: Self::U) -> Self::F {
         a.map(|x| x as i32 as f32)
     }
@@ -168,5 +177,17 @@ impl Warp for Portable {
     #[inline(always)]
     fn bcast(self, s: &Self::Slot, i: usize) -> Self::F {
         [s[i]; LANES]
+    }
+    #[inline(always)]
+    fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
+        from_fn(|i| s[first + i / width])
+    }
+    #[inline(always)]
+    fn store_halves(self, a: Self::U, row: &mut [u32; LANES / 2]) {
+        *row = from_fn(|i| a[2 * i] & 0xffff | a[2 * i + 1] << 16);
+    }
+    #[inline(never)]
+    fn call<K: Routine<Self>>(self, routine: K) -> K::Out {
+        routine.run(self)
     }
 }

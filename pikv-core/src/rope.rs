@@ -3,8 +3,8 @@
 //! A key that is stored as it left its projection can be read at any position; the rotation is done in the lanes
 //! while the page is read, from a table of cosines and sines that both sides share.
 
-use crate::attend::Query;
 use crate::dtype::Element;
+use crate::full::Query;
 use crate::warp::{LANES, Warp};
 
 /// Which channels a rotation turns together.

@@ -86,6 +86,8 @@ pub trait Warp: Copy {
     fn shr<const N: u32>(self, a: Self::U) -> Self::U;
     /// `a >> N`, the sign bit shifted in.
     fn sra<const N: u32>(self, a: Self::U) -> Self::U;
+    /// `a.low * b.low + a.high * b.high + c`, the halves as signed 16-bit integers, wrapping.
+    fn dot2(self, a: Self::U, b: Self::U, c: Self::U) -> Self::U;
     /// The signed integer `a` as f32, rounded to nearest even.
     fn to_f(self, a: Self::U) -> Self::F;
 
@@ -115,6 +117,12 @@ pub trait Warp: Copy {
     fn unpark(self, s: &Self::Slot) -> Self::F;
     /// Lane `i` of what was parked, in every lane.
     fn bcast(self, s: &Self::Slot, i: usize) -> Self::F;
+    /// Lane `i` gets lane `first + i / width` of what was parked; `width` is 4, 8, 16 or 32, and `first + 31 / width` is
+    /// below 32.
+    fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F;
+
+    /// Lane `i` writes the low 16 bits of its word: of word `i / 2` of `row` the low half if `i` is even, else the high one.
+    fn store_halves(self, a: Self::U, row: &mut [u32; LANES / 2]);
 
     /// Lane `i` writes `out[start + i * step]`, if there is one.
     #[inline(always)]
@@ -136,6 +144,13 @@ pub trait Warp: Copy {
     #[inline(always)]
     fn prefetch(self, row: &[u32; LANES]) {
         let _ = row;
+    }
+
+    /// Runs `routine` as a function of its own, with these lanes' instruction set: where a body is large, or is the same for many
+    /// callers, so that a compiler does not see all of them as one. A device inlines it.
+    #[inline(always)]
+    fn call<K: Routine<Self>>(self, routine: K) -> K::Out {
+        routine.run(self)
     }
 
     /// Largest lane, by a butterfly of [`Warp::max`] over distances 16, 8, 4, 2, 1.
@@ -167,4 +182,14 @@ pub trait Kernel {
     type Out;
     /// Runs over `w`.
     fn run<W: Warp>(self, w: W) -> Self::Out;
+}
+
+/// A routine over lanes that are known, for [`Warp::call`].
+///
+/// `run` must be `#[inline(always)]`, as that of a [`Kernel`].
+pub trait Routine<W: Warp> {
+    /// What the routine returns.
+    type Out;
+    /// Runs over `w`.
+    fn run(self, w: W) -> Self::Out;
 }

@@ -265,6 +265,11 @@ impl Page {
         self.count().load(Ordering::Acquire) != 1
     }
 
+    /// Bytes of the page.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.arenas.classes[usize::from(self.class)]) * 4
+    }
+
     /// The shard that holds the page.
     pub fn shard(&self) -> u32 {
         self.shard

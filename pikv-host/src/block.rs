@@ -1,6 +1,9 @@
 //! What runs on the lanes: a block of pages for some query rows, and the end of a row.
 
-use pikv_core::attend::{BLOCK, PageRef, Query, Sight, attend_block};
+use crate::codec::HeadCodec;
+use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
+use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
+use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{Partial, finish};
 use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
@@ -19,39 +22,87 @@ pub fn bundles(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)>
     })
 }
 
-/// One block of pages for all rows of an item.
-pub struct Block<'a> {
+/// Rows that are read together where pages are packed, at most: more would gain nothing, as unpacking is then shared enough.
+pub const PACKED_ROWS: usize = 4;
+
+/// What the rows of a block have in common.
+#[derive(Clone, Copy)]
+pub struct Common<'a> {
     pub layout: &'a Layout,
-    pub pages: &'a [PageRef<'a>],
-    pub next: Option<&'a [u32]>,
-    pub q: &'a [f32],
     /// Of each row, in the pool and in the ring.
     pub sights: &'a [(Sight, Sight)],
     pub ring: bool,
     pub softcap: Option<f32>,
+    /// Rows of a bundle at most: those of the lanes, and no more than [`PACKED_ROWS`] where pages are packed.
+    pub most: usize,
+    /// Queries in bundles: `[bundle][k_channels][width]`.
+    pub q: &'a [f32],
     pub rotation: Option<Rotation<'a>>,
-    pub out: Partial<'a>,
-    pub raw: Option<&'a mut [[[f32; LANES]; BLOCK]]>,
 }
 
-impl Block<'_> {
+impl<'a> Common<'a> {
     #[inline(always)]
-    fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize, at: usize) {
-        let channels = self.layout.k_channels() as usize;
+    fn looks<const R: usize>(&self, row: usize) -> Looks<R> {
         let mut sight = [Sight::NONE; R];
         for (r, sight) in sight.iter_mut().enumerate() {
             let (pool, ring) = self.sights[row + r];
             *sight = if self.ring { ring } else { pool };
         }
-        let query = Query {
-            q: self.q[at..at + channels * R].as_chunks().0,
+        Looks { sight, softcap: self.softcap }
+    }
+
+    #[inline(always)]
+    fn query<const R: usize>(&self, row: usize) -> Query<'a, R> {
+        let channels = self.layout.k_channels() as usize;
+        Query {
+            q: self.q[row * channels..][..channels * R].as_chunks().0,
             k_dim: self.layout.k_dim as usize,
-            sight,
-            softcap: self.softcap,
             rotation: self.rotation,
-        };
-        let raw = self.raw.as_deref_mut().map(|raw| &mut raw[row..row + R]);
-        attend_block::<W, R>(w, self.layout, self.pages, self.next, &query, &mut self.out, row, raw);
+        }
+    }
+}
+
+/// Where the weights of every row and page go, `[rows][pages]`.
+pub type Raw<'a> = Option<&'a mut [[f32; LANES]]>;
+
+/// Attends and copies the weights out.
+#[inline(always)]
+fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
+    w: W,
+    form: &mut P,
+    looks: &Looks<R>,
+    out: &mut Partial<'_>,
+    first: usize,
+    raw: Option<&mut [[f32; LANES]]>,
+) {
+    let mut weights = [[[0.0; LANES]; BLOCK]; R];
+    // One call for both cases: its body is large.
+    attend_block(w, form, looks, out, first, raw.is_some().then_some(&mut weights[..]));
+    if let Some(raw) = raw {
+        let pages = form.pages();
+        for (raw, weights) in raw.chunks_exact_mut(pages).zip(&weights) {
+            raw.copy_from_slice(&weights[..pages]);
+        }
+    }
+}
+
+/// One block of full pages for rows `first..` of an item.
+pub struct Block<'a> {
+    pub common: Common<'a>,
+    pub pages: &'a [PageRef<'a>],
+    pub next: Option<&'a [u32]>,
+    pub out: Partial<'a>,
+    pub first: usize,
+    pub raw: Raw<'a>,
+}
+
+impl Block<'_> {
+    #[inline(always)]
+    fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
+        let (common, pages, next) = (&self.common, self.pages, self.next);
+        let mut form = Full { layout: common.layout, pages, next, query: common.query::<R>(row) };
+        let raw = self.raw.as_deref_mut().map(|raw| &mut raw[row * pages.len()..][..R * pages.len()]);
+        attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
     }
 }
 
@@ -59,14 +110,62 @@ impl Kernel for Block<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(mut self, w: W) {
-        let channels = self.layout.k_channels() as usize;
-        for (row, width) in bundles(self.sights.len(), W::ROWS) {
-            let at = row * channels;
+        for (row, width) in bundles(self.common.sights.len(), self.common.most) {
             match width {
-                8 => self.rows::<W, 8>(w, row, at),
-                4 => self.rows::<W, 4>(w, row, at),
-                2 => self.rows::<W, 2>(w, row, at),
-                _ => self.rows::<W, 1>(w, row, at),
+                8 => self.rows::<W, 8>(w, row),
+                4 => self.rows::<W, 4>(w, row),
+                2 => self.rows::<W, 2>(w, row),
+                _ => self.rows::<W, 1>(w, row),
+            }
+        }
+    }
+}
+
+/// One block of packed pages for all rows of an item.
+pub struct PackedBlock<'a> {
+    pub common: Common<'a>,
+    pub codec: &'a HeadCodec,
+    pub pages: &'a [PackedRef<'a>],
+    pub next: Option<&'a [u32]>,
+    /// `[rows][k_cols]` rows of what the codec leaves of the queries.
+    pub folded: &'a [[f32; LANES]],
+    /// What each row's scores start from.
+    pub start: &'a [f32],
+    pub rebuilt: &'a mut [[f32; LANES]],
+    pub out: Partial<'a>,
+    pub raw: Raw<'a>,
+}
+
+impl PackedBlock<'_> {
+    #[inline(always)]
+    fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
+        let (common, packed, pages) = (&self.common, &self.codec.packed, self.pages);
+        let cols = packed.k_cols() as usize;
+        let mut start = [0.0; R];
+        start.copy_from_slice(&self.start[row..row + R]);
+        let back = self.codec.codec.k.mapped().map(|map| map.back());
+        let folded = Folded {
+            rows: &self.folded[row * cols..][..R * cols],
+            start,
+            whole: common.rotation.map(|_| (back, common.query::<R>(row))),
+        };
+        let mut scratch = Scratch::default();
+        let mut form =
+            PackedPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
+        let raw = self.raw.as_deref_mut().map(|raw| &mut raw[row * pages.len()..][..R * pages.len()]);
+        attend_rows(w, &mut form, &common.looks(row), &mut self.out, row, raw);
+    }
+}
+
+impl Kernel for PackedBlock<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(mut self, w: W) {
+        for (row, width) in bundles(self.common.sights.len(), self.common.most) {
+            match width {
+                4 if W::ROWS >= 4 => self.rows::<W, 4>(w, row),
+                2 if W::ROWS >= 2 => self.rows::<W, 2>(w, row),
+                _ => self.rows::<W, 1>(w, row),
             }
         }
     }

@@ -2,14 +2,14 @@
 
 use crate::arena::Arenas;
 use crate::attend::{Attend, Output, attend};
-use crate::config::CacheConfig;
+use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
 use crate::job::View;
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
 use crate::step::Step;
 use pikv_core::page::Position;
-use pikv_core::plan::{LayerShape, StoreShape};
+use pikv_core::plan::{Filed, LayerShape, StoreShape};
 use std::sync::Arc;
 
 /// What sequences of a cache share.
@@ -17,6 +17,8 @@ use std::sync::Arc;
 pub(crate) struct Inner {
     pub config: CacheConfig,
     pub store: StoreShape,
+    /// Of every layer.
+    pub codecs: Vec<HeadCodecs>,
     pub arenas: Arc<Arenas>,
     pub tables: Tables,
 }
@@ -92,10 +94,12 @@ impl Cache {
     /// What is wrong with the configuration.
     pub fn new(config: CacheConfig) -> Result<Cache, Error> {
         let store = config.store()?;
-        let classes = config.layers.iter().map(|l| l.layout.words()).collect();
+        let codecs = config.head_codecs()?;
+        let packed = codecs.iter().flat_map(|heads| heads.iter().flatten()).map(|codec| codec.packed.words());
+        let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
         let arenas = Arenas::new(config.shards.shards(), classes, config.budget, config.poison);
         let tables = Tables::new(&config.layers);
-        Ok(Cache { inner: Arc::new(Inner { config, store, arenas, tables }) })
+        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, arenas, tables }) })
     }
 
     /// The configuration.
@@ -106,6 +110,27 @@ impl Cache {
     /// The rules by which sequences take pages, to plan with.
     pub fn store(&self) -> &StoreShape {
         &self.inner.store
+    }
+
+    /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
+    /// each head.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
+        let (shape, store) = (self.inner.layer(layer)?, &self.inner.store);
+        let heads = self.inner.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed));
+        Ok(heads.map(|packed| store.head_bytes_at(shape, packed, len, filed.iter().copied())).sum())
+    }
+
+    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn bytes_at_most(&self, layer: usize, len: u32) -> Result<u64, Error> {
+        let (shape, store) = (self.inner.layer(layer)?, &self.inner.store);
+        let heads = self.inner.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed));
+        Ok(heads.map(|packed| store.head_bytes_at_most(shape, packed, len)).sum())
     }
 
     /// An empty sequence.

@@ -1,11 +1,13 @@
 //! What a cache is made of.
 
+use crate::codec::{Codec, HeadCodec};
 use crate::error::ConfigError;
 use crate::lanes::Lanes;
 use pikv_core::page::{MAX_DIM, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use pikv_core::shard::ShardMap;
+use std::sync::Arc;
 
 /// Shards of a cache at most. Each has an arena for every page size.
 pub(crate) const MAX_SHARDS: u32 = 1 << 16;
@@ -37,7 +39,24 @@ pub struct CacheConfig {
     pub poison: bool,
     /// Lanes to compute with.
     pub lanes: Lanes,
+    /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
+    pub codecs: Vec<CodecRule>,
 }
+
+/// A codec, and the heads that use it.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct CodecRule {
+    /// The layer; all of them if `None`.
+    pub layer: Option<usize>,
+    /// The KV head; all of them if `None`.
+    pub kv_head: Option<usize>,
+    /// The codec.
+    pub codec: Codec,
+}
+
+/// The codecs of a layer's KV heads.
+pub(crate) type HeadCodecs = Arc<[Option<HeadCodec>]>;
 
 impl CacheConfig {
     /// A cache of `budget` bytes over `layers`: a ring of 256 tokens, no sinks, no rollback, one expert, one shard,
@@ -54,6 +73,7 @@ impl CacheConfig {
             budget,
             poison: false,
             lanes: Lanes::detect(),
+            codecs: Vec::new(),
         }
     }
 
@@ -98,6 +118,56 @@ impl CacheConfig {
     pub fn lanes(mut self, lanes: Lanes) -> Self {
         self.lanes = lanes;
         self
+    }
+
+    /// Packs what leaves the ring, in every layer and head.
+    pub fn compress(mut self, codec: Codec) -> Self {
+        self.codecs.push(CodecRule { layer: None, kv_head: None, codec });
+        self
+    }
+
+    /// Packs what leaves the ring of one layer.
+    pub fn compress_layer(mut self, layer: usize, codec: Codec) -> Self {
+        self.codecs.push(CodecRule { layer: Some(layer), kv_head: None, codec });
+        self
+    }
+
+    /// Packs what leaves the ring of one KV head of one layer.
+    pub fn compress_head(mut self, layer: usize, kv_head: usize, codec: Codec) -> Self {
+        self.codecs.push(CodecRule { layer: Some(layer), kv_head: Some(kv_head), codec });
+        self
+    }
+
+    /// The codecs of every head.
+    ///
+    /// # Errors
+    /// A rule for a layer or head that is not there, or a map of another width than its head's.
+    pub(crate) fn head_codecs(&self) -> Result<Vec<HeadCodecs>, ConfigError> {
+        for CodecRule { layer, kv_head, .. } in &self.codecs {
+            let layers = layer.map_or(&self.layers[..], |l| self.layers.get(l..=l).unwrap_or_default());
+            let heads = layers.iter().map(|shape| shape.kv_heads).min().unwrap_or(0);
+            if layers.is_empty() || kv_head.is_some_and(|head| head >= heads as usize) {
+                let layers = self.layers.len();
+                return Err(ConfigError::CodecRule {
+                    layer: *layer,
+                    kv_head: *kv_head,
+                    layers,
+                    kv_heads: heads,
+                });
+            }
+        }
+        let layer = |(l, shape): (usize, &LayerShape)| {
+            (0..shape.kv_heads as usize)
+                .map(|h| {
+                    let mut rules = self.codecs.iter().rev();
+                    let rule = rules.find(|r| {
+                        r.layer.is_none_or(|layer| layer == l) && r.kv_head.is_none_or(|head| head == h)
+                    });
+                    rule.map(|rule| HeadCodec::new(l, &shape.layout, &rule.codec)).transpose()
+                })
+                .collect()
+        };
+        self.layers.iter().enumerate().map(layer).collect()
     }
 
     /// The rules by which sequences take pages; the planner's and the allocator's.

@@ -84,6 +84,32 @@ pub enum ConfigError {
         /// First positions that stay.
         sinks: u32,
     },
+    /// A map of a codec that does not fit the head.
+    #[error("layer {layer}: the map of {what} takes rows of {wide} channels, the head has {dim}")]
+    Map {
+        /// The layer.
+        layer: usize,
+        /// K or V.
+        what: &'static str,
+        /// Channels that the map takes.
+        wide: u32,
+        /// Channels of the head.
+        dim: u32,
+    },
+    /// A codec for a head that is not there.
+    #[error(
+        "a codec for layer {layer:?}, KV head {kv_head:?}; there are {layers} layers, and {kv_heads} KV heads at least"
+    )]
+    CodecRule {
+        /// The layer as given.
+        layer: Option<usize>,
+        /// The KV head as given.
+        kv_head: Option<usize>,
+        /// Layers of the cache.
+        layers: usize,
+        /// The fewest KV heads of the layers meant; 0 if there are none.
+        kv_heads: u32,
+    },
     /// Not even one token fits.
     #[error(
         "a budget of {budget} bytes; the first token alone takes {needed} (one page a layer and KV head)"
@@ -150,7 +176,8 @@ pub enum Error {
     },
     /// A value that the layer's dtype cannot hold.
     #[error(
-        "{what} of layer {layer}, KV head {kv_head}, row {row}, channel {channel}: {value} is not finite as {dtype}"
+        "{what} of layer {layer}, KV head {kv_head}, row {row}, channel {channel}: {value} is not finite as {dtype}, or past \
+         what the head's codec holds"
     )]
     Unstorable {
         /// K or V.

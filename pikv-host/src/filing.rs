@@ -2,18 +2,82 @@
 
 use crate::arena::{Page, Reservation};
 use crate::cache::Inner;
+use crate::codec::HeadCodec;
+use crate::config::HeadCodecs;
 use crate::error::Error;
+use crate::lanes::Lanes;
 use crate::sequence::chain_place;
+use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::LayerShape;
 use std::collections::VecDeque;
 
-/// A page of a run. `page` is `None` where it was evicted; its tokens are still counted, so that rollback knows them.
+/// A page of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
-    pub page: Option<Page>,
+    pub held: Held,
     /// Lanes written, from lane 0.
     pub fill: u32,
+}
+
+/// What is left of a page of a run.
+#[derive(Clone, Debug)]
+pub(crate) enum Held {
+    /// Nothing: it was evicted. Its tokens are still counted, so that rollback knows them.
+    Gone,
+    /// As its tokens came.
+    Open(Page),
+    /// Packed.
+    Closed(Closed),
+}
+
+/// A packed page. It was packed when the token at position `by` left the ring: its own last one, or, where its tokens would
+/// have spanned more positions than a packed page can, the next of its run.
+#[derive(Clone, Debug)]
+pub(crate) struct Closed {
+    pub packed: Page,
+    /// As its tokens came; kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
+    pub original: Option<Page>,
+    /// Position of the last token.
+    pub last: u32,
+    pub by: u32,
+}
+
+/// Where a packed page is whose original is still kept, and the position that packed it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Original {
+    head: usize,
+    chain: usize,
+    ordinal: u32,
+    by: u32,
+}
+
+impl Entry {
+    /// The page that newer rows read.
+    pub fn page(&self) -> Option<&Page> {
+        match &self.held {
+            Held::Gone => None,
+            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => Some(page),
+        }
+    }
+
+    /// Position of the last token.
+    pub fn last(&self) -> Option<u32> {
+        match &self.held {
+            Held::Gone => None,
+            Held::Open(page) => Some(page.words()[self.fill as usize - 1]),
+            Held::Closed(closed) => Some(closed.last),
+        }
+    }
+
+    /// Bytes that it holds.
+    pub fn bytes(&self) -> u64 {
+        match &self.held {
+            Held::Gone => 0,
+            Held::Open(page) => page.bytes(),
+            Held::Closed(closed) => closed.packed.bytes() + closed.original.as_ref().map_or(0, Page::bytes),
+        }
+    }
 }
 
 /// Pages of one expert (or the sinks) of one head, oldest first.
@@ -44,16 +108,23 @@ pub(crate) struct Layer {
     /// Experts of positions `tags_from..`, `top_k` each.
     pub tags: VecDeque<u16>,
     pub tags_from: u32,
+    /// Pages that were packed and whose original is still kept, by ascending `by`.
+    pub originals: VecDeque<Original>,
+    /// The heads' codecs.
+    pub codecs: HeadCodecs,
     /// Pages that the step under way copied because they were shared: the head, the chain (or the ring), and the original, to
     /// be put back if the step is dropped.
     pub undo: Vec<(usize, Option<usize>, Page)>,
 }
 
 impl Chain {
-    /// Drops pages that were evicted, or whose full page is `gone`, from the front. Evicted ones further on stay, so that a
-    /// token that is filed next starts a page of its own.
-    pub fn trim(&mut self, gone: impl Fn(&Page) -> bool) {
-        let gone = |entry: &Entry| entry.page.as_ref().is_none_or(|page| entry.fill == PAGE && gone(page));
+    /// Drops pages that were evicted, or take no more tokens and whose last position is `gone`, from the front. Evicted ones
+    /// further on stay, so that a token that is filed next starts a page of its own.
+    pub fn trim(&mut self, gone: impl Fn(u32) -> bool) {
+        let gone = |entry: &Entry| match (&entry.held, entry.last()) {
+            (Held::Open(_), _) if entry.fill < PAGE => false,
+            (_, last) => last.is_none_or(&gone),
+        };
         while self.entries.front().is_some_and(gone) {
             self.entries.pop_front();
             self.first += 1;
@@ -61,23 +132,54 @@ impl Chain {
     }
 
     /// Where the next token goes, if that is in the last page.
-    pub fn room(&self) -> Option<&Entry> {
-        self.entries.back().filter(|entry| entry.page.is_some() && entry.fill < PAGE)
+    pub fn room(&self) -> Option<(&Page, u32)> {
+        match self.entries.back()? {
+            Entry { held: Held::Open(page), fill } if *fill < PAGE => Some((page, *fill)),
+            _ => None,
+        }
     }
 
-    /// Takes back the token that was filed last. A run of pages that is empty already had it evicted.
-    fn pop(&mut self) {
+    /// The page at `ordinal`.
+    pub fn entry(&self, ordinal: u32) -> Option<&Entry> {
+        self.entries.get(ordinal.checked_sub(self.first)? as usize)
+    }
+
+    /// The page at `ordinal`.
+    pub fn entry_mut(&mut self, ordinal: u32) -> Option<&mut Entry> {
+        self.entries.get_mut(ordinal.checked_sub(self.first)? as usize)
+    }
+
+    /// Takes back the token at `position`, which was filed last. A run of pages that is empty already had it evicted.
+    fn pop(&mut self, position: u32) {
         if let Some(entry) = self.entries.back_mut() {
             entry.fill -= 1;
             if entry.fill == 0 {
                 self.entries.pop_back();
             }
         }
+        // What the token packed is open again.
+        if let Some(Entry { held, .. }) = self.entries.back_mut()
+            && let Held::Closed(closed) = held
+            && closed.by == position
+        {
+            *held = closed.original.take().map_or(Held::Gone, Held::Open);
+        }
+    }
+
+    /// The last page, packed by the token at `by`, into `packed`.
+    fn close(&mut self, codec: &HeadCodec, lanes: Lanes, layout: &Layout, by: u32, mut packed: Page) {
+        let Some(entry) = self.entries.back_mut() else { return };
+        let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
+        if let Some(out) = packed.words_mut() {
+            codec.pack(lanes, layout, page.words(), entry.fill, out);
+        }
+        let original = Some(page.clone());
+        entry.held = Held::Closed(Closed { packed, original, last, by });
     }
 }
 
 impl Layer {
-    pub fn new(shape: &LayerShape, experts: u32) -> Layer {
+    pub fn new(shape: &LayerShape, experts: u32, codecs: HeadCodecs) -> Layer {
         let head = Head { ring: VecDeque::new(), chains: vec![Chain::default(); experts as usize + 1] };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
@@ -85,6 +187,8 @@ impl Layer {
             filed: 0,
             tags: VecDeque::new(),
             tags_from: 0,
+            originals: VecDeque::new(),
+            codecs,
             undo: Vec::new(),
         }
     }
@@ -117,16 +221,30 @@ impl Layer {
         while self.filed < left {
             let position = self.filed;
             if let Some(c) = self.chain_of(inner, shape, position) {
-                let Slot { tile, lane } = Position(position).into();
-                let tile = (tile - self.first_tile) as usize;
                 for h in 0..self.heads.len() {
                     // A head that runs out leaves the earlier ones with a token more: undone here, so that all agree.
                     let mut shared = None;
-                    let filed = self.heads[h].file(inner, shape, c, tile, lane, h, pages, &mut shared);
+                    let token =
+                        Filed { inner, shape, chain: c, position, head: h, first_tile: self.first_tile };
+                    let codec = self.codecs[h].as_ref().filter(|_| c > 0);
+                    let filed = self.heads[h].file(&token, codec, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));
                     if let Err(error) = filed {
-                        self.heads[..h].iter_mut().for_each(|head| head.chains[c].pop());
+                        self.heads[..h].iter_mut().for_each(|head| head.chains[c].pop(position));
+                        while self.originals.back().is_some_and(|kept| kept.by == position) {
+                            self.originals.pop_back();
+                        }
                         return Err(error);
+                    }
+                    let chain = &self.heads[h].chains[c];
+                    // The token packed its own page, or the one before.
+                    for (i, entry) in chain.entries.iter().enumerate().rev().take(2) {
+                        if let Held::Closed(Closed { by, .. }) = entry.held
+                            && by == position
+                        {
+                            let ordinal = chain.first + i as u32;
+                            self.originals.push_back(Original { head: h, chain: c, ordinal, by });
+                        }
                     }
                 }
             }
@@ -141,8 +259,12 @@ impl Layer {
         while self.filed > left {
             self.filed -= 1;
             if let Some(c) = self.chain_of(inner, shape, self.filed) {
-                self.heads.iter_mut().for_each(|head| head.chains[c].pop());
+                let position = self.filed;
+                self.heads.iter_mut().for_each(|head| head.chains[c].pop(position));
             }
+        }
+        while self.originals.back().is_some_and(|kept| kept.by >= self.filed) {
+            self.originals.pop_back();
         }
         let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
         self.heads.iter_mut().for_each(|head| head.ring.truncate(tiles));
@@ -160,7 +282,10 @@ impl Layer {
             let head = &mut self.heads[head];
             let page = match chain {
                 None => head.ring.back_mut(),
-                Some(c) => head.chains[c].entries.back_mut().and_then(|entry| entry.page.as_mut()),
+                Some(c) => match head.chains[c].entries.back_mut() {
+                    Some(Entry { held: Held::Open(page), .. }) => Some(page),
+                    _ => None,
+                },
             };
             if let Some(page) = page {
                 *page = original;
@@ -176,13 +301,23 @@ impl Layer {
             self.heads.iter_mut().for_each(|head| drop(head.ring.pop_front()));
             self.first_tile += 1;
         }
+        let kept = ring.kept_from(len);
+        while let Some(&Original { head, chain, ordinal, .. }) =
+            self.originals.front().filter(|original| original.by < kept)
+        {
+            let entry = self.heads[head].chains[chain].entry_mut(ordinal);
+            if let Some(Entry { held: Held::Closed(closed), .. }) = entry {
+                closed.original = None;
+            }
+            self.originals.pop_front();
+        }
         let Some(window) = shape.window else { return };
         // The oldest row that can still be asked for, one before `len - slack`, sees from here.
         let seen = len.saturating_sub(window.saturating_add(ring.slack()));
         for head in &mut self.heads {
             // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
             for chain in &mut head.chains[1..] {
-                chain.trim(|page| page.words()[PAGE as usize - 1] < seen);
+                chain.trim(|last| last < seen);
             }
         }
         if inner.config.experts > 1 {
@@ -195,34 +330,61 @@ impl Layer {
     }
 }
 
+/// A token that leaves the ring.
+struct Filed<'a> {
+    inner: &'a Inner,
+    shape: &'a LayerShape,
+    chain: usize,
+    position: u32,
+    head: usize,
+    first_tile: u32,
+}
+
 impl Head {
-    /// Copies the token at `lane` of ring tile `tile` to the end of chain `c`.
-    #[allow(clippy::too_many_arguments)]
+    /// Copies a token to the end of its chain, and packs the page if that fills it.
     fn file(
         &mut self,
-        inner: &Inner,
-        shape: &LayerShape,
-        c: usize,
-        tile: usize,
-        lane: u32,
-        head: usize,
+        token: &Filed<'_>,
+        codec: Option<&HeadCodec>,
         pages: &mut Reservation,
         shared: &mut Option<Page>,
     ) -> Result<(), Error> {
+        let Filed { inner, shape, chain: c, position, head, first_tile } = *token;
         let layout = &shape.layout;
-        let chain = &mut self.chains[c];
-        if chain.room().is_none() {
+        let Slot { tile, lane } = Position(position).into();
+        let (chain, lanes) = (&mut self.chains[c], inner.config.lanes);
+        let open = chain.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
+        let wide = open.filter(|(first, ..)| codec.is_some() && !Packed::spans(*first, position));
+        // All that can fail comes before anything is counted.
+        let mut take = |codec: &HeadCodec, shard| pages.take(shard, codec.packed.words());
+        let (before, after) = match (codec, open) {
+            (Some(codec), Some((_, _, shard))) if wide.is_some() => {
+                (Some((codec, take(codec, shard)?)), None)
+            }
+            (Some(codec), Some((_, fill, shard))) if fill == PAGE - 1 => {
+                (None, Some((codec, take(codec, shard)?)))
+            }
+            _ => (None, None),
+        };
+        if open.is_none() || wide.is_some() {
             let ordinal = chain.first + chain.entries.len() as u32;
             let shard = inner.shard_of(chain_place(c), ordinal, head);
             let page = pages.take(shard, layout.words())?;
-            chain.entries.push_back(Entry { page: Some(page), fill: 0 });
+            if let Some((codec, packed)) = before {
+                chain.close(codec, lanes, layout, position, packed);
+            }
+            chain.entries.push_back(Entry { held: Held::Open(page), fill: 0 });
         }
-        let Some(Entry { page: Some(page), fill }) = chain.entries.back_mut() else {
+        let Some(Entry { held: Held::Open(page), fill }) = chain.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
         let words = own(page, layout, *fill, pages, shared)?;
-        layout.copy(self.ring[tile].words(), lane, words, *fill);
+        let ring = &self.ring[(tile - first_tile) as usize];
+        layout.copy(ring.words(), lane, words, *fill);
         *fill += 1;
+        if let Some((codec, packed)) = after {
+            chain.close(codec, lanes, layout, position, packed);
+        }
         Ok(())
     }
 }

@@ -1,34 +1,56 @@
 //! What one KV head of a sequence is read from: runs of pages, cut into blocks, over which the trees stand.
+//!
+//! Without a codec the runs are the sinks, each expert, and the ring, and one tree joins them. With one, an expert's packed pages
+//! and the page that is still open are read apart: a tree joins the packed runs of all experts, in the channels that are stored;
+//! the result is taken back to the head's channels once, and joined with the sinks, the open pages (page `e` that of expert `e`)
+//! and the ring, in that order.
 
-use crate::reduce::{Tree, levels};
-use crate::sequence::block_of;
-use pikv_core::attend::PageRef;
+use crate::reduce::{Leaf, Tree, Trees, levels};
+use crate::sequence::{PageId, block_of};
+use smallvec::SmallVec;
 use std::ops::Range;
+
+/// A page that is read.
+#[derive(Clone, Copy)]
+pub struct Listed<'a> {
+    pub words: &'a [u32],
+    /// Lanes written.
+    pub fill: u32,
+    /// Of a packed page: the position of its last token.
+    pub last: u32,
+    /// Of a packed page, and of the original of one: the position that packed it.
+    pub by: u32,
+    /// Whether it is the original of a packed page: read by rows that have `by` still in their ring.
+    pub original: bool,
+    pub id: PageId,
+}
 
 /// What one KV head of one sequence is read from.
 pub struct Forest<'a> {
     pub view: usize,
     pub head: usize,
-    pub pages: Vec<PageRef<'a>>,
-    /// Run and ordinal of each page.
-    pub ids: Vec<(u32, u32)>,
+    pub pages: Vec<Listed<'a>>,
     /// Blocks: a range of pages each.
     pub blocks: Vec<Range<usize>>,
     /// Index of each block in the tree of its run.
     pub index: Vec<u32>,
-    /// Runs: their index, and their blocks.
+    /// Runs: their index in the tree over runs, and their blocks. Packed runs come first.
     pub runs: Vec<u32>,
     pub run_blocks: Vec<Range<usize>>,
+    /// Runs that are packed; their indices are those of a tree of their own.
+    pub packed: usize,
 }
+
+/// Index of the packed runs' result in the tree over the other runs.
+pub const PACKED_RUN: u32 = 1;
 
 impl<'a> Forest<'a> {
     /// Adds a run of pages with ascending ordinals, cut into blocks.
-    pub fn push_run(&mut self, run: u32, pages: impl Iterator<Item = (u32, PageRef<'a>)>) {
+    pub fn push_run(&mut self, run: u32, pages: impl Iterator<Item = (u32, Listed<'a>)>) {
         let first_block = self.blocks.len();
         for (ordinal, page) in pages {
             let at = self.pages.len();
             self.pages.push(page);
-            self.ids.push((run, ordinal));
             let block = block_of(ordinal);
             if self.blocks.len() == first_block || self.index.last() != Some(&block) {
                 self.blocks.push(at..at);
@@ -44,37 +66,69 @@ impl<'a> Forest<'a> {
         }
     }
 
+    /// Whether a block's pages are packed.
+    pub fn is_packed(&self, block: usize) -> bool {
+        self.packed > 0 && block < self.run_blocks[self.packed - 1].end
+    }
+
     /// Levels of the tree over the blocks of run `i` of the list.
     pub fn levels(&self, i: usize) -> u32 {
         self.index[self.run_blocks[i].clone()].last().map_or(0, |last| levels(*last))
     }
 
-    /// Levels of the tree over the runs.
-    pub fn top(&self) -> u32 {
-        self.runs.last().map_or(0, |last| levels(*last))
+    /// The tree of run `i` of the list.
+    fn tree<'t>(&self, trees: &'t Trees<'_>, i: usize) -> &'t Tree {
+        trees.of(i < self.packed)
     }
 
     /// The whole forest into `out`; `leaf(i, ..)` computes block `i`.
     pub fn reduce(
         &self,
-        tree: &Tree<'_>,
+        trees: &Trees<'_>,
         leaf: &mut dyn FnMut(usize, &mut [f32]),
         out: &mut [f32],
         spare: &mut Vec<Vec<f32>>,
     ) {
-        let out = &mut out[..tree.len()];
         let mut run = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| {
             let blocks = self.run_blocks[i].clone();
-            self.reduce_blocks(tree, i, blocks, self.levels(i), leaf, out, spare);
+            self.reduce_blocks(self.tree(trees, i), i, blocks, self.levels(i), leaf, out, spare);
         };
-        tree.reduce(&self.runs, self.top(), 0, 0, &mut run, out, spare);
+        self.join_runs(trees, &mut run, out, spare);
+    }
+
+    /// Joins the runs' results.
+    fn join_runs(&self, trees: &Trees<'_>, run: &mut Leaf<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
+        let full = trees.of(false);
+        let (packed, rest) = self.runs.split_at(self.packed);
+        // The runs of the upper tree: their place in the list, `None` for the packed ones together.
+        let mut upper: SmallVec<[(u32, Option<usize>); 8]> =
+            rest.iter().enumerate().map(|(i, index)| (*index, Some(self.packed + i))).collect();
+        if !packed.is_empty() {
+            let at = upper.partition_point(|(index, _)| *index < PACKED_RUN);
+            upper.insert(at, (PACKED_RUN, None));
+        }
+        let index: SmallVec<[u32; 8]> = upper.iter().map(|(index, _)| *index).collect();
+        let mut leaf = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| match upper[i].1 {
+            Some(i) => run(i, out, spare),
+            None => {
+                let tree = trees.of(true);
+                let mut part = spare.pop().unwrap_or_default();
+                part.resize(tree.len().max(part.len()), 0.0);
+                let level = packed.last().map_or(0, |last| levels(*last));
+                tree.reduce(packed, level, 0, 0, run, &mut part[..tree.len()], spare);
+                trees.unpack(&mut part, out);
+                spare.push(part);
+            }
+        };
+        let level = index.last().map_or(0, |last| levels(*last));
+        full.reduce(&index, level, 0, 0, &mut leaf, &mut out[..full.len()], spare);
     }
 
     /// One aligned subtree of `2^level` leaves of run `run` of the list.
     #[allow(clippy::too_many_arguments)]
     pub fn reduce_blocks(
         &self,
-        tree: &Tree<'_>,
+        tree: &Tree,
         run: usize,
         blocks: Range<usize>,
         level: u32,
@@ -106,7 +160,7 @@ impl<'a> Forest<'a> {
     #[allow(clippy::too_many_arguments)]
     pub fn join(
         &self,
-        tree: &Tree<'_>,
+        trees: &Trees<'_>,
         level: u32,
         tasks: &[(usize, usize, Range<usize>)],
         offsets: &[usize],
@@ -122,8 +176,8 @@ impl<'a> Forest<'a> {
                 out.copy_from_slice(&parts[offsets[t]..][..out.len()]);
             };
             let above = self.levels(i).saturating_sub(level);
-            tree.reduce(&roots[from..to], above, 0, from, &mut leaf, out, spare);
+            self.tree(trees, i).reduce(&roots[from..to], above, 0, from, &mut leaf, out, spare);
         };
-        tree.reduce(&self.runs, self.top(), 0, 0, &mut run, &mut out[..tree.len()], spare);
+        self.join_runs(trees, &mut run, out, spare);
     }
 }

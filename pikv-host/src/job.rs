@@ -1,14 +1,17 @@
 //! Attention cut into tasks.
 
 use crate::attend::PageMass;
-use crate::block::{Block, Finish, bundles};
+use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
-use crate::filing::Layer;
-use crate::forest::Forest;
-use crate::reduce::Tree;
+use crate::codec::HeadCodec;
+use crate::filing::{Chain, Closed, Entry, Held, Layer};
+use crate::forest::{Forest, Listed, PACKED_RUN};
+use crate::reduce::Trees;
 use crate::rope::Table;
 use crate::sequence::{PageId, Place, chain_place};
-use pikv_core::attend::{BLOCK, PageRef, Sight};
+use pikv_core::attend::{BLOCK, Sight};
+use pikv_core::codec::read::{PackedRef, REBUILT};
+use pikv_core::full::PageRef;
 use pikv_core::math::exp2i;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, PAGE};
@@ -61,11 +64,21 @@ pub struct Job<'a> {
     pub overflow: AtomicUsize,
 }
 
+/// The queries of an item, as its blocks read them.
+#[derive(Default)]
+struct Packed {
+    q: Vec<f32>,
+    sights: Vec<(Sight, Sight)>,
+    /// What the head's codec leaves of the queries, and what their scores start from.
+    folded: Vec<[f32; LANES]>,
+    start: Vec<f32>,
+    rebuilt: Vec<[f32; LANES]>,
+}
+
 /// Buffers of a thread.
 #[derive(Default)]
 struct Scratch {
-    q: Vec<f32>,
-    sights: Vec<(Sight, Sight)>,
+    packed: Packed,
     part: Vec<f32>,
     spare: Vec<Vec<f32>>,
     row: Vec<f32>,
@@ -136,24 +149,60 @@ impl<'a> Job<'a> {
             view,
             head,
             pages: Vec::new(),
-            ids: Vec::new(),
             blocks: Vec::new(),
             index: Vec::new(),
             runs: Vec::new(),
             run_blocks: Vec::new(),
+            packed: 0,
         };
-        for (c, chain) in state.chains.iter().enumerate() {
-            let pages = chain.entries.iter().enumerate().filter_map(|(i, entry)| {
-                let page = entry.page.as_ref()?;
-                Some((chain.first + i as u32, PageRef { words: page.words(), fill: entry.fill }))
-            });
+        let (chains, experts) = (&state.chains, state.chains.len() as u32 - 1);
+        let codec = layer.codecs[head].is_some();
+        if codec {
+            for (c, chain) in chains.iter().enumerate().skip(1) {
+                let closed = entries(c, chain).filter_map(|(id, entry)| match &entry.held {
+                    Held::Closed(Closed { packed, last, by, .. }) => {
+                        let words = packed.words();
+                        let (fill, last, by) = (entry.fill, *last, *by);
+                        Some((id.ordinal, Listed { words, fill, last, by, original: false, id }))
+                    }
+                    _ => None,
+                });
+                forest.push_run(c as u32 - 1, closed);
+            }
+            forest.packed = forest.runs.len();
+        }
+        let plain = |words, fill, id: PageId| Listed { words, fill, last: 0, by: 0, original: false, id };
+        for (c, chain) in chains.iter().enumerate().take(if codec { 1 } else { chains.len() }) {
+            let pages = entries(c, chain)
+                .filter_map(|(id, entry)| Some((id.ordinal, plain(entry.page()?.words(), entry.fill, id))));
             forest.push_run(c as u32, pages);
+        }
+        if codec {
+            let open = chains.iter().enumerate().skip(1).flat_map(|(c, chain)| {
+                // What is not packed for good is at the end.
+                let packed = |entry: &Entry| matches!(&entry.held, Held::Closed(c) if c.original.is_none());
+                let from = chain.entries.iter().rposition(packed).map_or(0, |i| i + 1);
+                entries(c, chain).skip(from).filter_map(move |(id, entry)| {
+                    let listed = match &entry.held {
+                        Held::Gone => return None,
+                        Held::Open(page) => plain(page.words(), entry.fill, id),
+                        Held::Closed(Closed { original, by, .. }) => Listed {
+                            by: *by,
+                            original: true,
+                            ..plain(original.as_ref()?.words(), entry.fill, id)
+                        },
+                    };
+                    Some((c as u32 - 1, listed))
+                })
+            });
+            forest.push_run(PACKED_RUN + 1, open);
         }
         let tiles = state.ring.iter().enumerate().map(|(i, page)| {
             let tile = layer.first_tile + i as u32;
-            (tile, PageRef { words: page.words(), fill: len.saturating_sub(tile * PAGE).min(PAGE) })
+            let id = PageId { place: Place::Ring, ordinal: tile };
+            (tile, plain(page.words(), len.saturating_sub(tile * PAGE).min(PAGE), id))
         });
-        forest.push_run(state.chains.len() as u32, tiles);
+        forest.push_run(if codec { PACKED_RUN + 2 } else { experts + 1 }, tiles);
         forest
     }
 
@@ -173,11 +222,12 @@ impl<'a> Job<'a> {
         };
         let Some(level) = level else {
             each(&items, |item| {
-                self.with_scratch(item, |tree, scratch, leaf| {
+                self.with_scratch(item, |trees, scratch, leaf| {
                     let Scratch { part, spare, .. } = scratch;
-                    part.resize(tree.len().max(part.len()), 0.0);
-                    item.forest.reduce(&tree, leaf, part, spare);
-                    self.finish(item, &tree.partial(part), out, lse);
+                    let full = trees.of(false);
+                    part.resize(full.len().max(part.len()), 0.0);
+                    item.forest.reduce(&trees, leaf, part, spare);
+                    self.finish(item, &full.partial(part), out, lse);
                 });
             });
             return;
@@ -189,9 +239,10 @@ impl<'a> Job<'a> {
             .collect();
         let mut offsets = Vec::with_capacity(tasks.len());
         let mut total = 0;
-        for (item, ..) in &tasks {
+        for (item, run, _) in &tasks {
             offsets.push(total);
-            total += Partial::len(items[*item].rows, self.layout());
+            let item = &items[*item];
+            total += self.trees(item).of(*run < item.forest.packed).len();
         }
         let mut buffer = vec![0.0; total];
         let parts = Shared::new(&mut buffer);
@@ -199,72 +250,153 @@ impl<'a> Job<'a> {
         each(&numbered, |&t| {
             let (item, run, blocks) = &tasks[t];
             let item = &items[*item];
-            self.with_scratch(item, |tree, scratch, leaf| {
+            self.with_scratch(item, |trees, scratch, leaf| {
+                let tree = trees.of(*run < item.forest.packed);
                 // SAFETY: each task has a range of its own, as long as its partial result, and `offsets` are their prefix sums.
                 let part = unsafe { parts.part(offsets[t], tree.len()) };
-                item.forest.reduce_blocks(&tree, *run, blocks.clone(), level, leaf, part, &mut scratch.spare);
+                item.forest.reduce_blocks(tree, *run, blocks.clone(), level, leaf, part, &mut scratch.spare);
             });
         });
         let buffer = &buffer;
         let numbered: Vec<usize> = (0..items.len()).collect();
         each(&numbered, |&i| {
             let item = &items[i];
-            let tree = self.tree(item);
+            let trees = self.trees(item);
+            let full = trees.of(false);
             let from = tasks.partition_point(|(item, ..)| *item < i);
             let mine = from..tasks.partition_point(|(item, ..)| *item <= i);
             let (tasks, offsets) = (&tasks[mine.clone()], &offsets[mine]);
             SCRATCH.with_borrow_mut(|Scratch { part, spare, .. }| {
-                part.resize(tree.len().max(part.len()), 0.0);
-                item.forest.join(&tree, level, tasks, offsets, buffer, part, spare);
-                self.finish(item, &tree.partial(part), out, lse);
+                part.resize(full.len().max(part.len()), 0.0);
+                item.forest.join(&trees, level, tasks, offsets, buffer, part, spare);
+                self.finish(item, &full.partial(part), out, lse);
             });
         });
     }
 
-    fn tree<'t>(&'t self, item: &Item<'_>) -> Tree<'t> {
-        Tree { lanes: self.inner.config.lanes, layout: self.layout(), rows: item.rows }
+    fn codec(&self, forest: &Forest<'_>) -> Option<&'a HeadCodec> {
+        self.views[forest.view].layer.codecs[forest.head].as_ref()
+    }
+
+    /// Rows of a bundle at most.
+    fn most(&self, forest: &Forest<'_>) -> usize {
+        let rows = self.inner.config.lanes.rows();
+        if forest.packed > 0 { rows.min(PACKED_ROWS) } else { rows }
+    }
+
+    fn trees(&self, item: &Item<'_>) -> Trees<'_> {
+        Trees::new(self.inner.config.lanes, self.layout(), self.codec(item.forest), item.rows)
     }
 
     /// Scales, turns and packs the queries of an item, and calls `f` with the routine that computes a block of it.
     fn with_scratch(
         &self,
         item: &Item<'_>,
-        f: impl FnOnce(Tree<'_>, &mut Scratch, &mut dyn FnMut(usize, &mut [f32])),
+        f: impl FnOnce(Trees<'_>, &mut Scratch, &mut dyn FnMut(usize, &mut [f32])),
     ) {
         SCRATCH.with_borrow_mut(|scratch| {
             self.pack(item, scratch);
-            let (q, sights) = (std::mem::take(&mut scratch.q), std::mem::take(&mut scratch.sights));
-            let mut leaf = |block: usize, part: &mut [f32]| self.block(item, block, &q, &sights, part, None);
-            f(self.tree(item), scratch, &mut leaf);
-            (scratch.q, scratch.sights) = (q, sights);
+            let mut packed = std::mem::take(&mut scratch.packed);
+            let mut leaf = |block: usize, part: &mut [f32]| self.block(item, block, &mut packed, part, None);
+            f(self.trees(item), scratch, &mut leaf);
+            scratch.packed = packed;
         });
     }
 
-    fn block(
-        &self,
-        item: &Item<'_>,
-        block: usize,
-        q: &[f32],
-        sights: &[(Sight, Sight)],
-        part: &mut [f32],
-        raw: Option<&mut [[[f32; LANES]; BLOCK]]>,
-    ) {
-        let forest = item.forest;
+    /// One block of an item, by the form of its pages.
+    fn block(&self, item: &Item<'_>, block: usize, packed: &mut Packed, part: &mut [f32], raw: Raw<'_>) {
+        let (forest, lanes) = (item.forest, self.inner.config.lanes);
         let pages = forest.blocks[block].clone();
         let next = forest.pages.get(pages.end).map(|page| page.words);
-        let ring = self.place(forest.ids[pages.start].0) == Place::Ring;
-        self.inner.config.lanes.run(Block {
+        let pages = &forest.pages[pages];
+        let common = Common {
             layout: self.layout(),
-            pages: &forest.pages[pages],
-            next,
-            q,
-            sights,
-            ring,
+            sights: &packed.sights,
+            ring: pages[0].id.place == Place::Ring,
             softcap: self.softcap,
+            most: self.most(forest),
+            q: &packed.q,
             rotation: self.rotation(),
-            out: Partial::new(part, item.rows, self.layout()),
-            raw,
-        });
+        };
+        match self.codec(forest) {
+            Some(codec) if forest.is_packed(block) => {
+                let mut list = [PackedRef { words: &[], fill: 0, last: 0, by: 0 }; BLOCK];
+                for (to, from) in list.iter_mut().zip(pages) {
+                    let Listed { words, fill, last, by, .. } = *from;
+                    *to = PackedRef { words, fill, last, by };
+                }
+                lanes.run(PackedBlock {
+                    common,
+                    codec,
+                    pages: &list[..pages.len()],
+                    next,
+                    folded: &packed.folded,
+                    start: &packed.start,
+                    rebuilt: &mut packed.rebuilt,
+                    out: Partial::new(part, item.rows, codec.packed.acc_rows()),
+                    raw,
+                });
+            }
+            _ if pages.iter().any(|page| page.original) => self.mixed(item, pages, common, part, raw),
+            _ => {
+                let mut list = [PageRef { words: &[], fill: 0 }; BLOCK];
+                for (to, from) in list.iter_mut().zip(pages) {
+                    *to = PageRef { words: from.words, fill: from.fill };
+                }
+                let out = Partial::new(part, item.rows, self.layout().acc_rows());
+                lanes.run(Block { common, pages: &list[..pages.len()], next, out, first: 0, raw });
+            }
+        }
+    }
+
+    /// A block of open pages of which some are packed by now: each row reads the page that was open when it came, so that it
+    /// makes no difference whether later rows belong to the same step. Rare: a page is in between once.
+    fn mixed(
+        &self,
+        item: &Item<'_>,
+        pages: &[Listed<'_>],
+        common: Common<'_>,
+        part: &mut [f32],
+        mut raw: Raw<'_>,
+    ) {
+        let channels = self.layout().k_channels() as usize;
+        let mut single = vec![0.0; channels];
+        let mut weights = [[0.0; LANES]; BLOCK];
+        for (first, width) in bundles(item.rows, common.most) {
+            let bundle = &common.q[first * channels..][..width * channels];
+            for r in 0..width {
+                let hi = common.sights[first + r].0.hi;
+                for (single, rows) in single.iter_mut().zip(bundle.chunks_exact(width)) {
+                    *single = rows[r];
+                }
+                // Of the pages of one expert at most one was open, and had tokens, when the row came.
+                let open = |page: &&Listed<'_>| {
+                    let begun = page.words[0] as i32 <= hi;
+                    begun && (!page.original || page.by as i32 > hi)
+                };
+                let mut list = [PageRef { words: &[], fill: 0 }; BLOCK];
+                let mut at = [0; BLOCK];
+                let mut n = 0;
+                for (i, page) in pages.iter().enumerate().filter(|(_, page)| open(page)) {
+                    (list[n], at[n]) = (PageRef { words: page.words, fill: page.fill }, i);
+                    n += 1;
+                }
+                let row = first + r;
+                self.inner.config.lanes.run(Block {
+                    common: Common { sights: &common.sights[row..row + 1], q: &single, ..common },
+                    pages: &list[..n],
+                    next: None,
+                    out: Partial::new(part, item.rows, self.layout().acc_rows()),
+                    first: row,
+                    raw: raw.is_some().then_some(&mut weights[..n]),
+                });
+                if let Some(raw) = &mut raw {
+                    for (at, weights) in at[..n].iter().zip(&weights) {
+                        raw[row * pages.len() + at] = *weights;
+                    }
+                }
+            }
+        }
     }
 
     fn pack(&self, item: &Item<'_>, scratch: &mut Scratch) {
@@ -273,29 +405,41 @@ impl<'a> Job<'a> {
         let rotation = self.rotation();
         let View { layer, first, .. } = self.views[item.forest.view];
         let (ring, window) = (self.inner.store.ring.window(), self.shape.window);
-        scratch.q.clear();
-        scratch.q.resize(channels * item.rows, 0.0);
-        scratch.sights.clear();
+        let Scratch { packed, row: source, .. } = scratch;
+        packed.q.clear();
+        packed.q.resize(channels * item.rows, 0.0);
+        packed.sights.clear();
+        packed.start.clear();
+        let codec = self.codec(item.forest).filter(|_| item.forest.packed > 0);
+        let cols = codec.map_or(0, |codec| codec.packed.k_cols() as usize);
+        packed.folded.clear();
+        packed.folded.resize(cols * item.rows, [0.0; LANES]);
+        packed.rebuilt.resize(if codec.is_some() && rotation.is_some() { REBUILT } else { 0 }, [0.0; LANES]);
         let mut at = 0;
-        for (row, width) in bundles(item.rows, self.inner.config.lanes.rows()) {
+        for (row, width) in bundles(item.rows, self.most(item.forest)) {
             for r in 0..width {
                 let i = item.row + row + r;
                 let position = first + (i / group) as u32;
                 let head = item.forest.head * group + i % group;
-                let source = &self.q[self.row_of(item.forest.view, i / group, head) * k_dim..][..k_dim];
-                scratch.row.clear();
-                scratch.row.extend_from_slice(source);
+                source.clear();
+                source.extend_from_slice(
+                    &self.q[self.row_of(item.forest.view, i / group, head) * k_dim..][..k_dim],
+                );
                 if let Some(rotation) = &rotation {
-                    rotation.rotate(&mut scratch.row, position);
+                    rotation.rotate(source, position);
                 }
-                for (c, x) in scratch.row.iter().enumerate() {
-                    scratch.q[at + c * width + r] = x * self.factor;
+                for (c, x) in source.iter().enumerate() {
+                    packed.q[at + c * width + r] = x * self.factor;
+                }
+                if let Some(codec) = codec {
+                    let folded = packed.folded[(row + r) * cols..][..cols].as_flattened_mut();
+                    packed.start.push(codec.fold(source, self.factor, folded));
                 }
                 // In the ring a row finds its own token and the `ring - 1` before it, and whatever was not filed yet.
                 let floor = (position + 1).saturating_sub(ring).min(layer.filed);
                 let lo = window.map_or(0, |w| (position + 1).saturating_sub(w));
                 let sight = Sight { floor, lo, sinks: self.inner.store.sinks, hi: position as i32 };
-                scratch.sights.push((Sight { floor: 0, hi: floor as i32 - 1, ..sight }, sight));
+                packed.sights.push((Sight { floor: 0, hi: floor as i32 - 1, ..sight }, sight));
             }
             at += channels * width;
         }
@@ -303,11 +447,6 @@ impl<'a> Job<'a> {
 
     fn rotation(&self) -> Option<Rotation<'_>> {
         Some(self.table.as_ref()?.rotation(self.shape.rope?))
-    }
-
-    /// Which run of pages has this index in a forest: the chains, then the ring.
-    fn place(&self, run: u32) -> Place {
-        if run == self.inner.config.experts + 1 { Place::Ring } else { chain_place(run as usize) }
     }
 
     /// Index of (row, query head) in the call.
@@ -341,47 +480,51 @@ impl<'a> Job<'a> {
         let rows = self.views[forest.view].rows as usize * group;
         let step = (TILE / group).max(1) * group;
         let mut mass: Vec<PageMass> = forest
-            .ids
+            .pages
             .iter()
-            .map(|&(run, ordinal)| PageMass {
+            .map(|page| PageMass {
                 sequence: forest.view,
                 kv_head: forest.head,
-                page: PageId { place: self.place(run), ordinal },
+                page: page.id,
                 tokens: [0.0; LANES],
             })
             .collect();
-        let mut raw: Vec<[[f32; LANES]; BLOCK]> = Vec::new();
+        let mut raw: Vec<[f32; LANES]> = Vec::new();
         let mut tops: Vec<f32> = Vec::new();
         for row in (0..rows).step_by(step) {
             let item = Item { forest, row, rows: step.min(rows - row) };
             raw.clear();
-            raw.resize(forest.blocks.len() * item.rows, [[0.0; LANES]; BLOCK]);
+            raw.resize(forest.pages.len() * item.rows, [0.0; LANES]);
             tops.clear();
             tops.resize(forest.blocks.len() * item.rows, 0.0);
             SCRATCH.with_borrow_mut(|scratch| {
                 self.pack(&item, scratch);
-                let Scratch { q, sights, part, spare, .. } = scratch;
-                let tree = self.tree(&item);
-                part.resize(tree.len().max(part.len()), 0.0);
+                let Scratch { packed, part, spare, .. } = scratch;
+                let trees = self.trees(&item);
+                let full = trees.of(false);
+                part.resize(full.len().max(part.len()), 0.0);
                 let mut leaf = |block: usize, part: &mut [f32]| {
-                    let at = block * item.rows;
-                    self.block(&item, block, q, sights, part, Some(&mut raw[at..at + item.rows]));
-                    tops[at..at + item.rows].copy_from_slice(tree.partial(part).m);
+                    let pages = forest.blocks[block].clone();
+                    let raw = &mut raw[pages.start * item.rows..pages.end * item.rows];
+                    self.block(&item, block, packed, part, Some(raw));
+                    let tree = trees.of(forest.is_packed(block));
+                    tops[block * item.rows..][..item.rows].copy_from_slice(tree.partial(part).m);
                 };
-                forest.reduce(&tree, &mut leaf, part, spare);
-                let total = tree.partial(part);
+                forest.reduce(&trees, &mut leaf, part, spare);
+                let total = full.partial(part);
                 self.finish(&item, &total, out, lse);
                 for (block, pages) in forest.blocks.iter().enumerate() {
+                    let raw = &raw[pages.start * item.rows..pages.end * item.rows];
                     for query in (0..item.rows).step_by(group) {
                         for (i, page) in mass[pages.clone()].iter_mut().enumerate() {
                             let mut sum = [0.0; LANES];
                             for r in query..query + group {
-                                let at = block * item.rows + r;
-                                if tops[at] == f32::NEG_INFINITY {
+                                let top = tops[block * item.rows + r];
+                                if top == f32::NEG_INFINITY {
                                     continue;
                                 }
-                                let weight = exp2i(tops[at] - total.m[r]) / total.l[r];
-                                for (sum, p) in sum.iter_mut().zip(&raw[at][i]) {
+                                let weight = exp2i(top - total.m[r]) / total.l[r];
+                                for (sum, p) in sum.iter_mut().zip(&raw[r * pages.len() + i]) {
                                     *sum += p * weight;
                                 }
                             }
@@ -393,6 +536,19 @@ impl<'a> Job<'a> {
                 }
             });
         }
+        // A page that was packed in between is listed in both forms; each row read one.
+        for original in (0..mass.len()).rev().filter(|i| forest.pages[*i].original) {
+            let PageMass { page, tokens, .. } = mass.remove(original);
+            if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
+                packed.tokens.iter_mut().zip(&tokens).for_each(|(sum, x)| *sum += x);
+            }
+        }
         mass
     }
+}
+
+/// The entries of chain `c`, and their names.
+fn entries(c: usize, chain: &Chain) -> impl Iterator<Item = (PageId, &Entry)> {
+    let name = move |i: usize| PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
+    chain.entries.iter().enumerate().map(move |(i, entry)| (name(i), entry))
 }

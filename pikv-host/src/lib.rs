@@ -23,7 +23,7 @@ mod step;
 
 pub use attend::{Attend, Output, PageMass};
 pub use cache::{Cache, Rows, Usage};
-pub use config::CacheConfig;
+pub use config::{CacheConfig, CodecRule};
 pub use error::{ConfigError, Error};
 pub use sequence::{PageId, PageInfo, Place, Sequence};
 pub use step::Step;

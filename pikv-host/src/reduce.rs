@@ -1,16 +1,74 @@
 //! The canonical tree over sparse leaves.
 
+use crate::codec::HeadCodec;
 use crate::lanes::Lanes;
 use pikv_core::merge::{Partial, merge};
-use pikv_core::page::Layout;
-use pikv_core::warp::{Kernel, Warp};
+use pikv_core::page::{Layout, MAX_DIM, PAGE};
+use pikv_core::warp::{Kernel, LANES, Warp};
 
 /// Shape of the partial results of one reduction.
 #[derive(Clone, Copy)]
-pub(crate) struct Tree<'a> {
+pub(crate) struct Tree {
     pub lanes: Lanes,
-    pub layout: &'a Layout,
+    /// Rows of lanes that one query row's output takes.
+    pub acc_rows: u32,
     pub rows: usize,
+}
+
+/// The trees of a head: over full pages, and over packed ones.
+pub(crate) struct Trees<'a> {
+    full: Tree,
+    packed: Tree,
+    layout: &'a Layout,
+    codec: Option<&'a HeadCodec>,
+}
+
+impl<'a> Trees<'a> {
+    pub fn new(lanes: Lanes, layout: &'a Layout, codec: Option<&'a HeadCodec>, rows: usize) -> Trees<'a> {
+        let full = Tree { lanes, acc_rows: layout.acc_rows(), rows };
+        let packed = Tree { acc_rows: codec.map_or(0, |codec| codec.packed.acc_rows()), ..full };
+        Trees { full, packed, layout, codec }
+    }
+
+    /// The tree over packed pages, or over full ones.
+    pub fn of(&self, packed: bool) -> &Tree {
+        if packed { &self.packed } else { &self.full }
+    }
+
+    /// A partial result over packed pages taken back to the head's channels.
+    pub fn unpack(&self, part: &mut [f32], out: &mut [f32]) {
+        let Some(codec) = self.codec else { unreachable!("only a codec packs pages") };
+        let (from, to) = (self.packed.partial(part), self.full.partial(out));
+        let (from_rows, to_rows) = (self.packed.acc_rows as usize, self.full.acc_rows as usize);
+        let (layout, packed) = (self.layout, &codec.packed);
+        let (mut stored, mut whole) = ([0.0; MAX_DIM as usize], [0.0; MAX_DIM as usize]);
+        let (stored, whole) = (&mut stored[..packed.v_dim as usize], &mut whole[..layout.v_dim as usize]);
+        for r in 0..self.full.rows {
+            (to.m[r], to.l[r]) = (from.m[r], from.l[r]);
+            if from.m[r] == f32::NEG_INFINITY {
+                continue;
+            }
+            let acc = &from.acc[r * from_rows..][..from_rows];
+            for (c, x) in (0..).zip(stored.iter_mut()) {
+                let (row, lane) = packed.acc_place(c);
+                *x = acc[row as usize][lane as usize];
+            }
+            let whole: &[f32] = match codec.codec.v.mapped() {
+                None => stored,
+                Some(map) => {
+                    map.decode_sum(stored, from.l[r], whole);
+                    whole
+                }
+            };
+            let acc = &mut to.acc[r * to_rows..][..to_rows];
+            acc.fill([0.0; LANES]);
+            let per_word = layout.v.per_word();
+            for (c, x) in (0u32..).zip(whole) {
+                let (word, part) = (c / per_word, c % per_word);
+                acc[(word / PAGE * per_word + part) as usize][(word % PAGE) as usize] = *x;
+            }
+        }
+    }
 }
 
 /// Writes the partial result of a leaf of the list; the buffers are spare.
@@ -34,13 +92,13 @@ pub(crate) fn levels(last: u32) -> u32 {
     u32::BITS - last.leading_zeros()
 }
 
-impl Tree<'_> {
+impl Tree {
     pub fn len(&self) -> usize {
-        Partial::len(self.rows, self.layout)
+        Partial::len(self.rows, self.acc_rows)
     }
 
     pub fn partial<'b>(&self, buffer: &'b mut [f32]) -> Partial<'b> {
-        Partial::new(buffer, self.rows, self.layout)
+        Partial::new(buffer, self.rows, self.acc_rows)
     }
 
     /// Reduces the leaves whose indices in the tree are `index` (ascending) into `out`: the subtree of `2^level` leaves from

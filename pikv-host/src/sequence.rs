@@ -2,8 +2,9 @@
 
 use crate::arena::Page;
 use crate::cache::Inner;
+use crate::codec::HeadCodec;
 use crate::error::Error;
-use crate::filing::{Head, Layer};
+use crate::filing::{Entry, Head, Held, Layer};
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{PAGE, Position, Resident};
 use std::fmt;
@@ -47,6 +48,7 @@ impl fmt::Display for PageId {
 
 /// One resident page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PageInfo {
     /// Which one.
     pub id: PageId,
@@ -60,6 +62,10 @@ pub struct PageInfo {
     pub shard: u32,
     /// Whether another sequence reads it too.
     pub shared: bool,
+    /// Whether its tokens were packed by the head's codec.
+    pub packed: bool,
+    /// Bytes that it holds, with the original of a packed page while that can still be asked for.
+    pub bytes: u64,
 }
 
 /// The keys and values of one sequence. Its pages come back when it is dropped.
@@ -74,7 +80,8 @@ pub struct Sequence {
 
 impl Sequence {
     pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
-        let layers = inner.config.layers.iter().map(|shape| Layer::new(shape, inner.config.experts));
+        let shapes = inner.config.layers.iter().zip(&inner.codecs);
+        let layers = shapes.map(|(shape, codecs)| Layer::new(shape, inner.config.experts, codecs.clone()));
         Sequence { layers: layers.collect(), inner, len: 0, kept: 0 }
     }
 
@@ -94,7 +101,8 @@ impl Sequence {
     /// No such layer or KV head.
     pub fn resident(&self, layer: usize, kv_head: usize) -> Result<Resident, Error> {
         let head = self.head(layer, kv_head)?;
-        let filed = head.chains.iter().flat_map(|c| &c.entries).filter(|e| e.page.is_some()).map(|e| e.fill);
+        let filed =
+            head.chains.iter().flat_map(|c| &c.entries).filter(|e| e.page().is_some()).map(|e| e.fill);
         Ok(Resident(self.in_ring().0 + filed.sum::<u32>()))
     }
 
@@ -125,21 +133,19 @@ impl Sequence {
     /// No such layer or KV head.
     pub fn pages(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
         let head = self.head(layer, kv_head)?;
-        let first_tile = self.layers[layer].first_tile;
-        let chains = head.chains.iter().enumerate().flat_map(|(c, chain)| {
+        let state = &self.layers[layer];
+        let (first_tile, codec) = (state.first_tile, state.codecs[kv_head].as_ref());
+        let chains = head.chains.iter().enumerate().flat_map(move |(c, chain)| {
             chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
-                let page = entry.page.as_ref()?;
-                Some(info(
-                    PageId { place: chain_place(c), ordinal: chain.first + i as u32 },
-                    page,
-                    entry.fill,
-                ))
+                let id = PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
+                Some(Found::new(entry, codec)?.info(id))
             })
         });
         let ring = head.ring.iter().enumerate().filter_map(move |(i, page)| {
             let tile = first_tile + i as u32;
             let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
-            (fill > 0).then(|| info(PageId { place: Place::Ring, ordinal: tile }, page, fill))
+            let id = PageId { place: Place::Ring, ordinal: tile };
+            (fill > 0).then(|| Found { page, fill, packed: None, bytes: page.bytes() }.info(id))
         });
         Ok(chains.chain(ring))
     }
@@ -156,11 +162,12 @@ impl Sequence {
         page: PageId,
     ) -> Result<impl Iterator<Item = Position>, Error> {
         let missing = Error::NoPage { layer, kv_head, page };
-        let (page, fill) = self.find(layer, kv_head, page)?.ok_or(missing)?;
-        Ok(page.words()[..fill as usize].iter().map(|p| Position(*p)))
+        let found = self.find(layer, kv_head, page)?.ok_or(missing)?;
+        Ok((0..found.fill).map(move |lane| found.position(lane)))
     }
 
-    /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32.
+    /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
+    /// left of them).
     ///
     /// # Errors
     /// No such layer, KV head or page, or slices that do not have `k_dim` and `v_dim` elements.
@@ -183,25 +190,29 @@ impl Sequence {
             return Err(length("value", value.len(), layout.v_dim, "v_dim"));
         }
         let missing = Error::NoPage { layer, kv_head, page };
-        let (page, fill) = self.find(layer, kv_head, page)?.ok_or_else(|| missing.clone())?;
-        if lane >= fill {
+        let found = self.find(layer, kv_head, page)?.ok_or_else(|| missing.clone())?;
+        if lane >= found.fill {
             return Err(missing);
         }
-        layout.read_key(page.words(), lane, key);
-        layout.read_value(page.words(), lane, value);
-        layout.position(page.words(), lane).ok_or(missing)
+        let words = found.page.words();
+        match found.packed {
+            Some((codec, last)) => Ok(codec.read(words, lane, last, key, value)),
+            None => {
+                layout.read_key(words, lane, key);
+                layout.read_value(words, lane, value);
+                layout.position(words, lane).ok_or(missing)
+            }
+        }
     }
 
     /// Bytes of pages that the sequence refers to; shared ones count for each of their sequences.
     pub fn bytes(&self) -> u64 {
-        let mut sum = 0;
-        for (layer, shape) in self.layers.iter().zip(&self.inner.config.layers) {
-            for head in &layer.heads {
-                let filed = head.chains.iter().flat_map(|c| &c.entries).filter(|e| e.page.is_some()).count();
-                sum += (head.ring.len() + filed) as u64 * shape.layout.bytes();
-            }
-        }
-        sum
+        let heads = self.layers.iter().flat_map(|layer| &layer.heads);
+        let bytes = |head: &Head| {
+            let filed = head.chains.iter().flat_map(|c| &c.entries).map(Entry::bytes);
+            head.ring.iter().map(Page::bytes).chain(filed).sum::<u64>()
+        };
+        heads.map(bytes).sum()
     }
 
     /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
@@ -254,9 +265,9 @@ impl Sequence {
         };
         let missing = Error::NoPage { layer, kv_head, page };
         let chain = self.layers[layer].heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
-        let entry = page.ordinal.checked_sub(chain.first).and_then(|i| chain.entries.get_mut(i as usize));
-        if entry.and_then(|entry| entry.page.take()).is_none() {
-            return Err(missing);
+        match chain.entry_mut(page.ordinal) {
+            Some(entry) if entry.page().is_some() => entry.held = Held::Gone,
+            _ => return Err(missing),
         }
         chain.trim(|_| false);
         Ok(())
@@ -265,7 +276,7 @@ impl Sequence {
     /// Frees every page outside the ring, sinks included.
     pub fn evict_all(&mut self) {
         for chain in self.layers.iter_mut().flat_map(|l| &mut l.heads).flat_map(|h| &mut h.chains) {
-            chain.entries.iter_mut().for_each(|entry| entry.page = None);
+            chain.entries.iter_mut().for_each(|entry| entry.held = Held::Gone);
             chain.trim(|_| false);
         }
     }
@@ -284,20 +295,62 @@ impl Sequence {
         heads.get(kv_head).ok_or(Error::KvHead { layer, kv_head, kv_heads: heads.len() as u32 })
     }
 
-    fn find(&self, layer: usize, kv_head: usize, page: PageId) -> Result<Option<(&Page, u32)>, Error> {
+    fn find(&self, layer: usize, kv_head: usize, page: PageId) -> Result<Option<Found<'_>>, Error> {
         let head = self.head(layer, kv_head)?;
         let PageId { place, ordinal } = page;
+        let state = &self.layers[layer];
         let chain = match place {
             Place::Ring => {
-                let at = ordinal.checked_sub(self.layers[layer].first_tile);
+                let at = ordinal.checked_sub(state.first_tile);
                 let page = at.and_then(|at| head.ring.get(at as usize));
-                return Ok(page.map(|page| (page, self.len.saturating_sub(ordinal * PAGE).min(PAGE))));
+                let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
+                return Ok(page.map(|page| Found { page, fill, packed: None, bytes: page.bytes() }));
             }
             Place::Sinks => head.chains.first(),
             Place::Expert(e) => head.chains.get(usize::from(e) + 1),
         };
-        let entry = chain.and_then(|c| ordinal.checked_sub(c.first).and_then(|i| c.entries.get(i as usize)));
-        Ok(entry.and_then(|entry| entry.page.as_ref().map(|page| (page, entry.fill))))
+        let entry = chain.and_then(|chain| chain.entry(ordinal));
+        Ok(entry.and_then(|entry| Found::new(entry, state.codecs[kv_head].as_ref())))
+    }
+}
+
+/// A page that is there.
+struct Found<'a> {
+    page: &'a Page,
+    fill: u32,
+    /// Its codec and its last position, if it is packed.
+    packed: Option<(&'a HeadCodec, u32)>,
+    bytes: u64,
+}
+
+impl<'a> Found<'a> {
+    fn new(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Option<Found<'a>> {
+        let packed = match &entry.held {
+            Held::Closed(closed) => codec.map(|codec| (codec, closed.last)),
+            _ => None,
+        };
+        Some(Found { page: entry.page()?, fill: entry.fill, packed, bytes: entry.bytes() })
+    }
+
+    fn position(&self, lane: u32) -> Position {
+        let words = self.page.words();
+        match self.packed {
+            Some((codec, last)) => codec.packed.position(words, lane, last),
+            None => Position(words[lane as usize]),
+        }
+    }
+
+    fn info(&self, id: PageId) -> PageInfo {
+        PageInfo {
+            id,
+            tokens: self.fill,
+            first: self.position(0),
+            last: self.position(self.fill - 1),
+            shard: self.page.shard(),
+            shared: self.page.is_shared(),
+            packed: self.packed.is_some(),
+            bytes: self.bytes,
+        }
     }
 }
 
@@ -306,18 +359,6 @@ pub(crate) fn chain_place(c: usize) -> Place {
     match c.checked_sub(1) {
         None => Place::Sinks,
         Some(e) => Place::Expert(e as u16),
-    }
-}
-
-fn info(id: PageId, page: &Page, fill: u32) -> PageInfo {
-    let words = page.words();
-    PageInfo {
-        id,
-        tokens: fill,
-        first: Position(words[0]),
-        last: Position(words[fill as usize - 1]),
-        shard: page.shard(),
-        shared: page.is_shared(),
     }
 }
 

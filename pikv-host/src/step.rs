@@ -62,7 +62,7 @@ impl<'a> Step<'a> {
             for (layer, shape) in sequence.layers.iter_mut().zip(&inner.config.layers) {
                 // Nothing to do, unless a step was leaked instead of dropped.
                 layer.abort(&inner, shape, sequence.len);
-                needed += pages_needed(&inner, shape, layer, sequence.len, len) * shape.layout.bytes();
+                needed += bytes_needed(&inner, shape, layer, sequence.len, len);
             }
             rows += n as usize;
             taken.push(Part { sequence, len });
@@ -238,8 +238,8 @@ pub(crate) fn length(
     if got == expected { Ok(()) } else { Err(Error::Length { what, got, expected, shape }) }
 }
 
-/// The most pages that one layer of a sequence takes on the way from `old` to `new` tokens.
-fn pages_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new: u32) -> u64 {
+/// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
+fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new: u32) -> u64 {
     let (store, experts) = (&inner.store, inner.config.experts);
     let left = store.ring.left(new);
     // Tokens that leave the ring and whose experts are known, counted by chain.
@@ -254,23 +254,28 @@ fn pages_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
     let sinks = left.min(store.sinks).saturating_sub(fresh);
     let filed = if store.files(shape, u32::MAX) { left - fresh - sinks } else { 0 };
     let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
+    // Each page that may be full by then is packed besides.
+    let unknown_closed = u64::from(filed.min(experts)) + u64::from(filed / PAGE);
     if sinks > 0 {
         unknown += StoreShape::run_pages(sinks, 0) + 1;
     }
-    let mut pages = 0;
-    for head in &layer.heads {
+    let mut bytes = 0;
+    for (head, codec) in layer.heads.iter().zip(layer.codecs.iter()) {
         let tiles = layer.first_tile + head.ring.len() as u32;
-        pages += u64::from(new.div_ceil(PAGE) - tiles) + unknown;
+        let mut pages = u64::from(new.div_ceil(PAGE) - tiles) + unknown;
+        let mut closed = unknown_closed;
         let partial = !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| page.is_shared());
         pages += u64::from(partial);
         for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
-            let room = chain.room();
-            let free = room.map_or(0, |entry| PAGE - entry.fill);
-            let shared = room.and_then(|entry| entry.page.as_ref()).is_some_and(|page| page.is_shared());
-            pages += StoreShape::run_pages(n, free) + u64::from(shared);
+            let fill = chain.room().map_or(0, |(_, fill)| fill);
+            let shared = chain.room().is_some_and(|(page, _)| page.is_shared());
+            pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
+            closed += u64::from((fill + n) / PAGE);
         }
+        bytes += pages * shape.layout.bytes();
+        bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());
     }
-    pages
+    bytes
 }
 
 /// Writes `n` tokens from position `old` into the ring tiles of one layer.
@@ -289,6 +294,7 @@ fn write(
     let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
     let end = old + n as u32;
     for (h, head) in state.heads.iter_mut().enumerate() {
+        let codec = state.codecs[h].as_ref();
         let mut position = old;
         while position < end {
             let Slot { tile, lane } = Position(position).into();
@@ -304,7 +310,12 @@ fn write(
                 let row = (p - old) as usize;
                 let key = &k[(row * heads + h) * k_dim..][..k_dim];
                 let value = &v[(row * heads + h) * v_dim..][..v_dim];
-                layout.write(words, p % PAGE, Position(p), key, value).map_err(|bad| Error::Unstorable {
+                let written = layout.write(words, p % PAGE, Position(p), key, value);
+                let stored = written.and_then(|()| match &codec {
+                    Some(codec) => codec.check(key, value),
+                    None => Ok(()),
+                });
+                stored.map_err(|bad| Error::Unstorable {
                     what: if bad.key { "k" } else { "v" },
                     layer: 0,
                     kv_head: h,

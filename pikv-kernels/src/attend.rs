@@ -8,7 +8,8 @@ use crate::args::{LayoutArg, RopeArg, SightArg};
 use crate::gpu::{Lane, thread};
 use core::slice;
 use pikv_core::LANES;
-use pikv_core::attend::{BLOCK, PageRef, Query, Sight, attend_block};
+use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
+use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{Partial, finish, merge};
 use pikv_core::rope::Rotation;
 
@@ -47,7 +48,7 @@ unsafe fn attend<const R: usize>(
         to - from
     };
     let channels = layout.k_channels() as usize;
-    let len = Partial::len(R, &layout);
+    let len = Partial::len(R, layout.acc_rows());
     // SAFETY: by the caller's promise on `q`, `table` and `parts`; a warp has a part of its own, whose words its lanes share
     // out.
     let (q, table, part) = unsafe {
@@ -67,14 +68,14 @@ unsafe fn attend<const R: usize>(
     let query = Query {
         q: q.as_chunks().0,
         k_dim: layout.k_dim as usize,
-        sight,
-        softcap: (softcap > 0.0).then_some(softcap),
         rotation: rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity }),
     };
     // SAFETY: whole warps are launched, and what decides control flow is the warp's block.
     let lanes = unsafe { Lane::new() };
-    let mut part = Partial::new(part, R, &layout);
-    attend_block::<Lane, R>(lanes, &layout, &list[..count], None, &query, &mut part, 0, None);
+    let mut part = Partial::new(part, R, layout.acc_rows());
+    let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
+    let mut form = Full { layout: &layout, pages: &list[..count], next: None, query };
+    attend_block(lanes, &mut form, &looks, &mut part, 0, None);
 }
 
 macro_rules! attend {
@@ -130,7 +131,7 @@ pub unsafe extern "ptx-kernel" fn merge_pairs(
     if pair >= count as usize {
         return;
     }
-    let len = Partial::len(rows, &layout);
+    let len = Partial::len(rows, layout.acc_rows());
     // SAFETY: by the caller's promise on `pairs` and `parts`: the two are apart, and no other warp has either.
     let (left, right) = unsafe {
         let [left, right] = *pairs.add(pair);
@@ -141,7 +142,8 @@ pub unsafe extern "ptx-kernel" fn merge_pairs(
     };
     // SAFETY: whole warps are launched, and what decides control flow is the warp's pair.
     let lanes = unsafe { Lane::new() };
-    merge(lanes, &mut Partial::new(left, rows, &layout), &Partial::new(right, rows, &layout));
+    let acc_rows = layout.acc_rows();
+    merge(lanes, &mut Partial::new(left, rows, acc_rows), &Partial::new(right, rows, acc_rows));
 }
 
 /// Outputs and log-sum-exps of the `rows` rows of one partial result, a warp a row: `out` is `[rows][v_dim]`.

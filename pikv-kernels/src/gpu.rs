@@ -186,6 +186,12 @@ impl Warp for Lane {
         (a as i32 >> N) as u32
     }
     #[inline(always)]
+    fn dot2(self, a: u32, b: u32, c: u32) -> u32 {
+        let low = i32::from(a as i16) * i32::from(b as i16);
+        let high = (a as i32 >> 16) * (b as i32 >> 16);
+        c.wrapping_add(low as u32).wrapping_add(high as u32)
+    }
+    #[inline(always)]
     fn to_f(self, a: u32) -> f32 {
         a as i32 as f32
     }
@@ -246,5 +252,17 @@ impl Warp for Lane {
     #[inline(always)]
     fn bcast(self, s: &f32, i: usize) -> f32 {
         warp::shfl_idx(*s, i as u32)
+    }
+    #[inline(always)]
+    fn spread(self, s: &f32, first: usize, width: usize) -> f32 {
+        warp::shfl_idx(*s, first as u32 + self.0 / width as u32)
+    }
+    #[inline(always)]
+    fn store_halves(self, a: u32, row: &mut [u32; LANES / 2]) {
+        // A word is written by its even lane.
+        let other = warp::shfl_xor(f32::from_bits(a), 1).to_bits();
+        if self.0.is_multiple_of(2) {
+            row[self.0 as usize / 2] = a & 0xffff | other << 16;
+        }
     }
 }

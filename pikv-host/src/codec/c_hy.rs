@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 
 /// What one coding of a head costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Coding {
+pub struct Cost {
     /// Bytes that it takes.
     pub bytes: u64,
     /// What it loses, at least 0, in any measure that adds up over heads: a tail energy, a KL.
@@ -18,7 +18,7 @@ pub struct HeadCodings {
     /// What its errors are multiplied by, at least 0: its share of the attention mass, or of the output's energy.
     pub importance: f64,
     /// In any order.
-    pub codings: Vec<Coding>,
+    pub codings: Vec<Cost>,
 }
 
 /// A coding for each head.
@@ -107,7 +107,7 @@ fn check(head: usize, options: &HeadCodings) -> Result<(), SelectError> {
 }
 
 /// The codings on the lower convex hull, from the smallest to the least error; of equal ones the first.
-fn hull(codings: &[Coding]) -> Vec<usize> {
+fn hull(codings: &[Cost]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..codings.len()).collect();
     let key = |i: usize| (codings[i].bytes, codings[i].error);
     order.sort_by(|a, b| {

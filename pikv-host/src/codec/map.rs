@@ -2,6 +2,8 @@
 
 use super::MapError;
 use super::product::{dot, product};
+use pikv_core::codec::pack::Turn;
+use pikv_core::codec::read::Back;
 use pikv_core::page::MAX_DIM;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -194,6 +196,11 @@ impl Map {
     /// # Panics
     /// If a slice has another length.
     pub fn decode_row(&self, stored: &[f32], out: &mut [f32]) {
+        self.decode_sum(stored, 1.0, out);
+    }
+
+    /// [`Map::decode_row`] of a weighted sum of stored rows whose weights sum to `weight`: the bias counts that often.
+    pub(crate) fn decode_sum(&self, stored: &[f32], weight: f32, out: &mut [f32]) {
         self.lengths(out, stored);
         match &self.form {
             Form::Dense { decode_t, .. } => product(decode_t, stored, out),
@@ -207,8 +214,30 @@ impl Map {
         }
         if let Some(bias) = &self.bias {
             for (out, bias) in out.iter_mut().zip(bias.iter()) {
-                *out += bias;
+                *out = bias.mul_add(weight, *out);
             }
+        }
+    }
+
+    /// What the lanes do to encode 32 rows at once; the bits are those of [`Map::encode_row`].
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        match &self.form {
+            Form::Dense { encode, .. } => {
+                Turn::Dense { encode, bias: self.bias.as_deref().unwrap_or_default() }
+            }
+            Form::Select(channels) => Turn::Select { channels },
+            Form::Hadamard => Turn::Hadamard { block: block(self.wide as usize) },
+        }
+    }
+
+    /// What the lanes do to decode 32 rows at once; the bits are those of [`Map::decode_row`].
+    pub(crate) fn back(&self) -> Back<'_> {
+        match &self.form {
+            Form::Dense { decode, .. } => {
+                Back::Dense { decode, bias: self.bias.as_deref().unwrap_or_default() }
+            }
+            Form::Select(channels) => Back::Select { channels },
+            Form::Hadamard => Back::Hadamard { block: block(self.wide as usize) },
         }
     }
 

@@ -32,6 +32,7 @@ mod c_lo_plus;
 mod c_pr;
 mod c_py;
 mod c_py_lit;
+mod coding;
 mod error;
 mod map;
 mod moments;
@@ -56,16 +57,19 @@ mod student;
 pub use c_ch::ChunkKv;
 pub use c_f::FastV;
 pub use c_f_lit::{CropBy, crop};
-pub use c_hy::{Coding, HeadCodings, Hybrid, hybrid};
+pub use c_hy::{Cost, HeadCodings, Hybrid, hybrid};
 pub use c_lo::lora;
 pub use c_lo_plus::lora_plus;
 pub use c_pr::think;
 pub use c_py::PyramidKv;
 pub use c_py_lit::{Pyramid, pyramid};
+pub(crate) use coding::HeadCodec;
+pub use coding::{Codec, Coding};
 pub use error::{FitError, MapError, SelectError};
 pub use map::Map;
 pub use moments::Moments;
 pub use pairs::Crop;
+pub use pikv_core::codec::{code::Code, packed::Packed};
 
 #[cfg(feature = "fit")]
 pub use c_ch_lit::{BlockPca, block_pca};

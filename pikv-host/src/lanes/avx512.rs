@@ -5,12 +5,12 @@ use super::{
     gather_checked,
 };
 use core::arch::x86_64::*;
-use pikv_core::warp::{LANES, Warp};
+use pikv_core::warp::{LANES, Routine, Warp};
 
 /// 32 lanes as two 512-bit registers.
 ///
-/// A value is the proof that AVX-512 F, BW, DQ, VL and FMA are there. The methods use F, DQ (one extract), and of
-/// what F implies AVX and SSE3; BW and VL are the compiler's to use.
+/// A value is the proof that AVX-512 F, BW, DQ, VL and FMA are there. The methods use F, DQ (one extract), BW
+/// (16-bit products), and of what F implies AVX and SSE3; VL is the compiler's to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Avx512(());
 
@@ -35,7 +35,7 @@ pub struct Slot([f32; LANES]);
 /// `$e`, made of intrinsics that touch no memory, in a method of [`Avx512`].
 macro_rules! regs {
     ($e:expr) => {
-        // SAFETY: the intrinsics of `$e` touch no memory and need only their features, of AVX-512 F and DQ; those
+        // SAFETY: the intrinsics of `$e` touch no memory and need only their features, of AVX-512 F, BW and DQ; those
         // are there, as `self` exists only where `Avx512::new` detected them.
         unsafe { $e }
     };
@@ -189,6 +189,13 @@ impl Warp for Avx512 {
         both!(_mm512_srai_epi32::<N>; a)
     }
     #[inline(always)]
+    fn dot2(self, a: Self::U, b: Self::U, c: Self::U) -> Self::U {
+        // Products of codes and of quantised queries cannot reach -2^15 twice, the one case in which the pair's sum wraps;
+        // it wraps as the other lanes' does.
+        let sum: Self::U = both!(_mm512_madd_epi16; a, b);
+        self.add_u(sum, c)
+    }
+    #[inline(always)]
     fn to_f(self, a: Self::U) -> Self::F {
         both!(_mm512_cvtepi32_ps; a)
     }
@@ -245,6 +252,35 @@ impl Warp for Avx512 {
         self.splat(s.0[i])
     }
     #[inline(always)]
+    fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
+        match width {
+            32 => self.bcast(s, first),
+            16 => regs!([_mm512_set1_ps(s.0[first]), _mm512_set1_ps(s.0[first + 1])]),
+            _ => {
+                let at = regs!(_mm512_set1_epi32(first as i32));
+                let index = self.lane_id();
+                let index = if width == 8 { self.shr::<3>(index) } else { self.shr::<2>(index) };
+                let index: Self::U = both!(_mm512_add_epi32; index, [at, at]);
+                let x = self.unpark(s);
+                both!(_mm512_permutex2var_ps; [x[0], x[0]], index, [x[1], x[1]])
+            }
+        }
+    }
+    #[inline(always)]
+    fn store_halves(self, a: Self::U, row: &mut [u32; LANES / 2]) {
+        let p: *mut __m256i = row.as_mut_ptr().cast();
+        // SAFETY: `self` proves AVX-512 F; the two unaligned stores of 32 bytes write the 64 of `row`.
+        unsafe {
+            _mm256_storeu_si256(p, _mm512_cvtepi32_epi16(a[0]));
+            _mm256_storeu_si256(p.add(1), _mm512_cvtepi32_epi16(a[1]));
+        }
+    }
+    #[inline(always)]
+    fn call<K: Routine<Self>>(self, routine: K) -> K::Out {
+        // SAFETY: `self` exists only where `Avx512::new` detected every feature that `call` enables.
+        unsafe { call(self, routine) }
+    }
+    #[inline(always)]
     fn prefetch(self, row: &[u32; LANES]) {
         // Into the second cache: its misses are tracked apart, and hundreds of lines ahead would crowd the first. On
         // Zen 4 this reads 1.6 to 1.9 times what T0 or no hint does.
@@ -271,4 +307,10 @@ impl Warp for Avx512 {
             sum8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)))
         })
     }
+}
+
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma")]
+fn call<K: Routine<Avx512>>(w: Avx512, routine: K) -> K::Out {
+    routine.run(w)
 }

@@ -1,0 +1,11 @@
+//! Packed pages: tokens that left the ring, compressed 32 at a time and read as they lie.
+//!
+//! * [`code`]: how a channel is coded, from f32 to 4 bits;
+//! * [`packed`]: where everything lies in a packed page;
+//! * [`pack`]: 32 tokens of a full page into a packed one;
+//! * [`read`]: attention over packed pages.
+
+pub mod code;
+pub mod pack;
+pub mod packed;
+pub mod read;

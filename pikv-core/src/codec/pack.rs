@@ -1,0 +1,327 @@
+//! 32 tokens of a full page into a packed one: lane = token throughout.
+
+use super::code::{Code, Scale};
+use super::packed::{Packed, TAGS, V_GROUPS};
+use crate::attend::filled;
+use crate::dtype::{Bf16, Dtype, Element, F16, F32};
+use crate::page::Layout;
+use crate::warp::{LANES, Warp};
+use half::f16;
+
+/// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
+const ROUND: f32 = 12_582_912.0;
+
+/// A linear map of a row of channels, as the lanes apply it to 32 tokens at once.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Turn<'a> {
+    /// The orthonormal Walsh-Hadamard transform of every `block` channels, a power of two.
+    Hadamard {
+        /// Channels of a block.
+        block: usize,
+    },
+    /// The channels named, in that order.
+    Select {
+        /// Channels of the row, each below its width.
+        channels: &'a [u32],
+    },
+    /// `encode (x - bias)`, each output a chain of fused multiply-adds over the input channels in order, from 0.
+    Dense {
+        /// `[narrow][wide]`
+        encode: &'a [f32],
+        /// `[wide]`; empty for 0.
+        bias: &'a [f32],
+    },
+}
+
+/// Reads the first `fill` tokens of a full page: channel rows of K into `k` (`k_dim`), of V into `v` (`v_dim`). The lanes after
+/// them repeat the last.
+///
+/// # Panics
+/// If a slice is too short.
+#[inline(always)]
+pub fn unpack<W: Warp>(
+    w: W,
+    layout: &Layout,
+    page: &[u32],
+    fill: u32,
+    k: &mut [[f32; LANES]],
+    v: &mut [[f32; LANES]],
+) {
+    let keys: &[[u32; LANES]] = page[Layout::K_BASE as usize..layout.v_base() as usize].as_chunks().0;
+    let n = layout.k.per_word() as usize;
+    for (c, row) in k.iter_mut().enumerate() {
+        let x = channel(w, layout.k, w.load(&keys[c / n]), c % n);
+        w.store(repeated(w, x, fill), row);
+    }
+    let values: &[f32] = bytemuck::cast_slice(&page[layout.v_base() as usize..layout.words() as usize]);
+    let n = layout.v.per_word() as usize;
+    // The first word of each lane's token.
+    let mut starts = [0; LANES];
+    for (t, start) in (0u32..).zip(&mut starts) {
+        *start = (if t < fill { t } else { fill - 1 }) * layout.v_stride();
+    }
+    let starts = w.load(&starts);
+    for (c, row) in v.iter_mut().enumerate() {
+        let word = w.bits(w.gather(values, w.add_u(starts, w.splat_u((c / n) as u32))));
+        w.store(channel(w, layout.v, word, c % n), row);
+    }
+}
+
+/// Lane `fill - 1` in the lanes after it.
+#[inline(always)]
+fn repeated<W: Warp>(w: W, x: W::F, fill: u32) -> W::F {
+    if fill == LANES as u32 {
+        return x;
+    }
+    w.select(w.mask(filled(fill)), x, w.splat(w.lane(x, fill as usize - 1)))
+}
+
+/// `a << by`, `by` below 32.
+#[inline(always)]
+fn shifted_left<W: Warp>(w: W, mut a: W::U, by: u32) -> W::U {
+    for _ in 0..by {
+        a = w.shl::<1>(a);
+    }
+    a
+}
+
+#[inline(always)]
+fn channel<W: Warp>(w: W, dtype: Dtype, word: W::U, j: usize) -> W::F {
+    match dtype {
+        Dtype::F32 => F32::channel(w, word, j),
+        Dtype::F16 => F16::channel(w, word, j),
+        Dtype::Bf16 => Bf16::channel(w, word, j),
+    }
+}
+
+/// Maps 32 tokens: channel rows `x` to channel rows `out`.
+///
+/// # Panics
+/// If a slice is too short.
+#[inline(always)]
+pub fn turn<W: Warp>(w: W, turn: &Turn<'_>, x: &[[f32; LANES]], out: &mut [[f32; LANES]]) {
+    match *turn {
+        Turn::Hadamard { block } => {
+            for (x, out) in x.iter().zip(out.iter_mut()) {
+                w.store(w.load_f(x), out);
+            }
+            for rows in out[..x.len()].chunks_exact_mut(block) {
+                hadamard(w, rows);
+            }
+        }
+        Turn::Select { channels } => {
+            for (channel, out) in channels.iter().zip(out) {
+                w.store(w.load_f(&x[*channel as usize]), out);
+            }
+        }
+        Turn::Dense { encode, bias } => {
+            for (out, weights) in out.iter_mut().zip(encode.chunks_exact(x.len())) {
+                let mut sum = w.splat(0.0);
+                for (c, (x, weight)) in x.iter().zip(weights).enumerate() {
+                    let mut x = w.load_f(x);
+                    if let Some(b) = bias.get(c) {
+                        x = w.sub(x, w.splat(*b));
+                    }
+                    sum = w.fma(x, w.splat(*weight), sum);
+                }
+                w.store(sum, out);
+            }
+        }
+    }
+}
+
+/// The orthonormal transform of one block of rows: butterflies over distances 1, 2, 4, .., then one product by
+/// sqrt(1 / block).
+#[inline(always)]
+fn hadamard<W: Warp>(w: W, rows: &mut [[f32; LANES]]) {
+    let mut distance = 1;
+    while distance < rows.len() {
+        for pair in rows.chunks_exact_mut(2 * distance) {
+            let (a, b) = pair.split_at_mut(distance);
+            for (a, b) in a.iter_mut().zip(b) {
+                let (x, y) = (w.load_f(a), w.load_f(b));
+                w.store(w.add(x, y), a);
+                w.store(w.sub(x, y), b);
+            }
+        }
+        distance *= 2;
+    }
+    let scale = w.splat(libm::sqrtf(1.0 / rows.len() as f32));
+    for row in rows {
+        w.store(w.mul(w.load_f(row), scale), row);
+    }
+}
+
+/// Writes a packed page of the tokens at `positions` (1 to 32, ascending), from channel rows of K and V; lanes that have no token
+/// repeat the last.
+///
+/// Scales and minima are f16, the scale rounded up and the minimum down, so that every channel lies between the first code
+/// and the last and is at most half a scale from its own. Codes round half to even.
+///
+/// # Panics
+/// If a slice is too short.
+#[inline(always)]
+pub fn pack<W: Warp>(
+    w: W,
+    packed: &Packed,
+    positions: &[u32],
+    k: &[[f32; LANES]],
+    v: &[[f32; LANES]],
+    page: &mut [u32],
+) {
+    let last = positions.len() - 1;
+    for (i, word) in page[..TAGS as usize].iter_mut().enumerate() {
+        *word = positions[i.min(last)] & 0xffff | positions[(TAGS as usize + i).min(last)] << 16;
+    }
+    pack_keys(w, packed, k, &mut page[TAGS as usize..packed.v_scales() as usize]);
+    pack_values(w, packed, v, &mut page[packed.v_scales() as usize..packed.words() as usize]);
+}
+
+#[inline(always)]
+fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [u32]) {
+    let (scales, rows) = words.split_at_mut((packed.k_scale_rows() * LANES as u32) as usize);
+    scales.fill(0);
+    let n = packed.k.per_word();
+    let (rows, _) = rows.as_chunks_mut::<LANES>();
+    for (i, row) in (0u32..).zip(rows) {
+        let mut word = w.splat_u(0);
+        for j in 0..n.min(packed.k_dim - i * n) {
+            let c = (i * n + j) as usize;
+            let x = w.load_f(&k[c]);
+            let group = match packed.k.scale() {
+                Scale::None => (0.0, 0.0),
+                _ => {
+                    let (low, high) = (-w.reduce_max(w.sub(w.splat(-0.0), x)), w.reduce_max(x));
+                    let (word, scale, min) = group(packed.k, low, high);
+                    scales[c] = word;
+                    (scale, min)
+                }
+            };
+            let code = encode(w, packed.k, x, w.splat(group.0), w.splat(group.1));
+            word = w.or(word, shifted_left(w, code, packed.k.key_part(j) * packed.k.bits()));
+        }
+        w.store(w.from_bits(word), bytemuck::cast_mut(row));
+    }
+}
+
+#[inline(always)]
+fn pack_values<W: Warp>(w: W, packed: &Packed, v: &[[f32; LANES]], words: &mut [u32]) {
+    let (rows, values) = words.split_at_mut((packed.v_scale_rows() * LANES as u32) as usize);
+    let (rows, _) = rows.as_chunks_mut::<LANES>();
+    // Scale and minimum of each group, lane = token.
+    let mut scales = [[[0.0; LANES]; 2]; V_GROUPS];
+    if packed.v.scale() != Scale::None {
+        for (g, row) in (0u32..).zip(rows) {
+            let (mut low, mut high) = (w.splat(f32::INFINITY), w.splat(f32::NEG_INFINITY));
+            for c in (0..packed.v_dim).filter(|c| packed.v_group(*c) == g) {
+                let x = w.load_f(&v[c as usize]);
+                let minus = w.sub(w.splat(-0.0), x);
+                low = w.sub(w.splat(-0.0), w.max(w.sub(w.splat(-0.0), low), minus));
+                high = w.max(high, x);
+            }
+            let (mut lows, mut highs) = ([0.0; LANES], [0.0; LANES]);
+            w.store(low, &mut lows);
+            w.store(high, &mut highs);
+            for (t, word) in row.iter_mut().enumerate() {
+                // A group of padding alone has no values.
+                let (low, high) = if lows[t] > highs[t] { (0.0, 0.0) } else { (lows[t], highs[t]) };
+                let [scale, min] = &mut scales[g as usize];
+                (*word, scale[t], min[t]) = group(packed.v, low, high);
+            }
+        }
+    }
+    let stride = packed.v_stride();
+    let values: &mut [f32] = bytemuck::cast_slice_mut(values);
+    for i in 0..stride {
+        let mut word = w.splat_u(0);
+        for (part, c) in (i..packed.v_dim).step_by(stride as usize).enumerate() {
+            let [scale, min] = &scales[packed.v_group(c) as usize];
+            let code = encode(w, packed.v, w.load_f(&v[c as usize]), w.load_f(scale), w.load_f(min));
+            word = w.or(word, shifted_left(w, code, part as u32 * packed.v.bits()));
+        }
+        w.scatter(w.from_bits(word), values, i as usize, stride as usize);
+    }
+}
+
+/// The scale word of a group whose values lie in `low..=high`, its scale and its minimum.
+fn group(code: Code, low: f32, high: f32) -> (u32, f32, f32) {
+    if code.scale() == Scale::Float {
+        let top = if -low > high { -low } else { high };
+        let scale = top / code.top();
+        return (scale.to_bits(), scale, 0.0);
+    }
+    let min = below(low);
+    let scale = above((high - min.to_f32()) / code.top());
+    (u32::from(scale.to_bits()) | u32::from(min.to_bits()) << 16, scale.to_f32(), min.to_f32())
+}
+
+/// The largest f16 that is not above `x`.
+fn below(x: f32) -> f16 {
+    let h = f16::from_f32(x);
+    match h.to_bits() {
+        _ if h.to_f32() <= x => h,
+        // Not 0: that is not above a positive `x`, and a negative one rounds to -0.
+        bits if bits >> 15 == 0 => f16::from_bits(bits - 1),
+        bits => f16::from_bits(bits + 1),
+    }
+}
+
+/// The smallest f16 that is not below `x`, which is not negative.
+fn above(x: f32) -> f16 {
+    let h = f16::from_f32(x);
+    if h.to_f32() >= x { h } else { f16::from_bits(h.to_bits() + 1) }
+}
+
+/// The codes of `x` in the low bits.
+#[inline(always)]
+fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F) -> W::U {
+    match code {
+        Code::F32 => w.bits(x),
+        Code::F16 | Code::Bf16 => {
+            let dtype = if code == Code::F16 { Dtype::F16 } else { Dtype::Bf16 };
+            let mut row = [0.0; LANES];
+            w.store(x, &mut row);
+            // The border keeps values within the limit; what a map's rounding adds to it is cut off.
+            let limit = code.limit();
+            row = row.map(|x| f32::from_bits(dtype.encode(x.clamp(-limit, limit)).unwrap_or(0)));
+            w.bits(w.load_f(&row))
+        }
+        Code::Int8 | Code::Int4 => {
+            let steps = divided(w, w.sub(x, min), scale);
+            let steps = least(w, w.max(steps, w.splat(0.0)), w.splat(code.top()));
+            w.and(w.bits(w.add(steps, w.splat(ROUND))), w.splat_u(0xff))
+        }
+        // Rebias by 2^-120; the smallest normal is 2^-6.
+        Code::E4m3 => fp8::<W, 20>(w, divided(w, x, scale), 448.0, 120 << 3, 1.0 / 64.0, 512.0),
+        // By 2^-112; 2^-14.
+        Code::E5m2 => fp8::<W, 21>(w, divided(w, x, scale), 57344.0, 112 << 2, 1.0 / 16384.0, 65536.0),
+    }
+}
+
+/// `a / b`, 0 where `b` is 0.
+#[inline(always)]
+fn divided<W: Warp>(w: W, a: W::F, b: W::F) -> W::F {
+    w.select(w.lt(w.splat(0.0), b), w.div(a, b), w.splat(0.0))
+}
+
+/// The smaller one.
+#[inline(always)]
+fn least<W: Warp>(w: W, a: W::F, b: W::F) -> W::F {
+    w.select(w.lt(b, a), b, a)
+}
+
+/// FP8 codes of `x`: the magnitude's bits from `DROP` on, rounded to nearest even; `normal` is the smallest normal number, and
+/// subnormals count in steps of `1 / steps`.
+#[inline(always)]
+fn fp8<W: Warp, const DROP: u32>(w: W, x: W::F, top: f32, bias: u32, normal: f32, steps: f32) -> W::U {
+    let sign = w.and(w.shr::<24>(w.bits(x)), w.splat_u(0x80));
+    let magnitude = least(w, w.from_bits(w.and(w.bits(x), w.splat_u(0x7fff_ffff))), w.splat(top));
+    let bits = w.bits(magnitude);
+    let odd = w.and(w.shr::<DROP>(bits), w.splat_u(1));
+    let rounded = w.add_u(bits, w.add_u(odd, w.splat_u((1 << (DROP - 1)) - 1)));
+    let large = w.sub_u(w.shr::<DROP>(rounded), w.splat_u(bias));
+    let small = w.and(w.bits(w.add(w.mul(magnitude, w.splat(steps)), w.splat(ROUND))), w.splat_u(0x7f));
+    let is_small = w.lt(magnitude, w.splat(normal));
+    w.or(sign, w.bits(w.select(is_small, w.from_bits(small), w.from_bits(large))))
+}

@@ -1,0 +1,344 @@
+//! Full pages: token by token, in a [`Dtype`], as they come from the model.
+
+use crate::attend::{Form, Sight};
+use crate::dtype::{Bf16, Dtype, Element, F16, F32};
+use crate::page::Layout;
+use crate::rope::{self, Rotation};
+use crate::warp::{LANES, Routine, Warp};
+
+/// A page of the list, and how many of its lanes were written.
+#[derive(Clone, Copy, Debug)]
+pub struct PageRef<'a> {
+    /// The page's words.
+    pub words: &'a [u32],
+    /// Lanes written, from lane 0.
+    pub fill: u32,
+}
+
+/// `R` queries that are read together.
+#[derive(Clone, Copy, Debug)]
+pub struct Query<'a, const R: usize> {
+    /// Channel by channel the rows' queries, scaled to base 2; `k_rows * PER_WORD` channels, the padding 0.
+    pub q: &'a [[f32; R]],
+    /// Channels of a key.
+    pub k_dim: usize,
+    /// Keys are turned as they are read.
+    pub rotation: Option<Rotation<'a>>,
+}
+
+/// Full pages of a block, and what is read with them.
+#[derive(Clone, Copy, Debug)]
+pub struct Full<'a, const R: usize> {
+    /// Where everything lies.
+    pub layout: &'a Layout,
+    /// The pages, at most [`BLOCK`](crate::attend::BLOCK).
+    pub pages: &'a [PageRef<'a>],
+    /// The page that will be read after these, for the prefetch.
+    pub next: Option<&'a [u32]>,
+    /// The queries.
+    pub query: Query<'a, R>,
+}
+
+impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
+    #[inline(always)]
+    fn pages(&self) -> usize {
+        self.pages.len()
+    }
+
+    #[inline(always)]
+    fn acc_rows(&self) -> usize {
+        self.layout.acc_rows() as usize
+    }
+
+    #[inline(always)]
+    fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R] {
+        let page = &self.pages[i];
+        sights(w, w.load_part(&page.words[..LANES]), page.fill, sight)
+    }
+
+    #[inline(always)]
+    fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
+        w.call(Scores(self, i))
+    }
+
+    #[inline(always)]
+    fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+        if alike(seen) {
+            w.call(Weigh::<W, R, R> { full: self, i, seen: seen[0], p, acc });
+        } else {
+            let stride = self.layout.acc_rows() as usize;
+            for r in 0..R {
+                let acc = &mut acc[r * stride..];
+                w.call(Weigh::<W, R, 1> { full: self, i, seen: seen[r], p: &[p[r]], acc });
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn finish(&mut self, _: W, _: &mut [[f32; LANES]]) {}
+}
+
+/// The scores of a page.
+struct Scores<'a, 'b, const R: usize>(&'a Full<'b, R>, usize);
+
+impl<W: Warp, const R: usize> Routine<W> for Scores<'_, '_, R> {
+    type Out = [W::F; R];
+    #[inline(always)]
+    fn run(self, w: W) -> [W::F; R] {
+        let Scores(full, i) = self;
+        let (layout, words) = (full.layout, full.pages[i].words);
+        let ahead = match full.pages.get(i + 1) {
+            Some(next) => k_of(layout, next.words),
+            None => full.pages[0].words[layout.v_base() as usize..].as_chunks().0,
+        };
+        page_scores(w, layout, words, w.load_part(&words[..LANES]), &full.query, ahead)
+    }
+}
+
+/// The values of a page under the weights of `N` rows that see the same tokens.
+struct Weigh<'a, 'b, W: Warp, const R: usize, const N: usize> {
+    full: &'a Full<'b, R>,
+    i: usize,
+    seen: u32,
+    p: &'a [W::Slot; N],
+    acc: &'a mut [[f32; LANES]],
+}
+
+impl<W: Warp, const R: usize, const N: usize> Routine<W> for Weigh<'_, '_, W, R, N> {
+    type Out = ();
+    #[inline(always)]
+    fn run(self, w: W) {
+        let Weigh { full, i, seen, p, acc } = self;
+        let (layout, stride) = (full.layout, full.layout.acc_rows() as usize);
+        let v = &full.pages[i].words[layout.v_base() as usize..];
+        let ahead = match full.pages.get(i + 1) {
+            Some(next) => &next.words[layout.v_base() as usize..],
+            None => full.next.map_or(&[][..], |words| words),
+        };
+        page_weigh(w, layout, v, seen, p, acc, stride, ahead);
+    }
+}
+/// Which tokens at `position` each row sees, of the first `fill` lanes.
+#[inline(always)]
+pub(crate) fn sights<W: Warp, const R: usize>(
+    w: W,
+    position: W::U,
+    fill: u32,
+    sight: &[Sight; R],
+) -> [u32; R] {
+    let first = sight[0].mask(w, position, fill);
+    let mut seen = [first; R];
+    for r in 1..R {
+        if sight[r] != sight[0] {
+            seen[r] = sight[r].mask(w, position, fill);
+        }
+    }
+    seen
+}
+
+/// The scores of a page's 32 tokens against `R` queries.
+#[inline(always)]
+fn scores<W: Warp, K: Element, const R: usize>(
+    w: W,
+    k: &[[u32; LANES]],
+    query: &Query<'_, R>,
+    ahead: &[[u32; LANES]],
+) -> [W::F; R] {
+    let mut s = [w.splat(0.0); R];
+    for (i, (row, q)) in k.iter().zip(query.q.chunks_exact(K::PER_WORD)).enumerate() {
+        if let Some(next) = ahead.get(i) {
+            w.prefetch(next);
+        }
+        let word = w.load(row);
+        for (j, q) in q.iter().enumerate() {
+            let x = K::channel(w, word, j);
+            for r in 0..R {
+                s[r] = w.fma(x, w.splat(q[r]), s[r]);
+            }
+        }
+    }
+    s
+}
+
+/// One group of 32 words of every value of a page. (Not a closure: those do not inherit the instruction set of the
+/// function that they stand in, and this is read in the innermost loop.)
+#[derive(Clone, Copy)]
+struct Column<'a> {
+    v: &'a [u32],
+    /// Words from one value to the next.
+    row: usize,
+    /// First word of the group, and the end of the value's words.
+    first: usize,
+    end: usize,
+    ahead: &'a [u32],
+}
+
+impl Column<'_> {
+    /// The words of token `t`; `WHOLE` if there are 32.
+    #[inline(always)]
+    fn read<W: Warp, const WHOLE: bool>(&self, w: W, t: usize) -> W::U {
+        let at = t * self.row + self.first;
+        if WHOLE {
+            if let Some(Some(next)) = self.ahead.get(at..).map(<[u32]>::first_chunk) {
+                w.prefetch(next);
+            }
+            if let Some(row) = self.v[at..].first_chunk() {
+                return w.load(row);
+            }
+        }
+        w.load_part(&self.v[at..t * self.row + self.end])
+    }
+}
+
+/// The set bits of a word, lowest first.
+struct Bits(u32);
+
+impl Iterator for Bits {
+    type Item = usize;
+    #[inline(always)]
+    fn next(&mut self) -> Option<usize> {
+        let t = self.0.trailing_zeros();
+        self.0 &= self.0.wrapping_sub(1);
+        (t < u32::BITS).then_some(t as usize)
+    }
+}
+
+/// Adds `p v` of the tokens in `seen` to the sums of `R` rows; `acc` is `[R][stride]` rows of lanes.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn weigh<W: Warp, V: Element, const R: usize>(
+    w: W,
+    layout: &Layout,
+    v: &[u32],
+    seen: u32,
+    p: &[W::Slot; R],
+    acc: &mut [[f32; LANES]],
+    stride: usize,
+    ahead: &[u32],
+) {
+    let (end, row) = (layout.v_words() as usize, layout.v_stride() as usize);
+    for col in 0..layout.v_cols() as usize {
+        let first = col * LANES;
+        let column = Column { v, row, first, end, ahead };
+        let acc = &mut acc[col * V::PER_WORD..];
+        if end - first >= LANES {
+            weigh_column::<W, V, R, true>(w, column, seen, p, acc, stride);
+        } else {
+            weigh_column::<W, V, R, false>(w, column, seen, p, acc, stride);
+        }
+    }
+}
+
+/// [`weigh`] for one group of 32 words.
+#[inline(always)]
+fn weigh_column<W: Warp, V: Element, const R: usize, const WHOLE: bool>(
+    w: W,
+    column: Column<'_>,
+    seen: u32,
+    p: &[W::Slot; R],
+    acc: &mut [[f32; LANES]],
+    stride: usize,
+) {
+    // The channels of a word together while their sums fit the registers, else one after the other.
+    if R * V::PER_WORD <= W::ROWS && V::PER_WORD == 2 {
+        let mut a = [[w.splat(0.0); 2]; R];
+        for r in 0..R {
+            a[r] = [w.load_f(&acc[r * stride]), w.load_f(&acc[r * stride + 1])];
+        }
+        for t in Bits(seen) {
+            let word = column.read::<W, WHOLE>(w, t);
+            let (x, y) = (V::channel(w, word, 0), V::channel(w, word, 1));
+            for r in 0..R {
+                let p = w.bcast(&p[r], t);
+                a[r] = [w.fma(x, p, a[r][0]), w.fma(y, p, a[r][1])];
+            }
+        }
+        for r in 0..R {
+            w.store(a[r][0], &mut acc[r * stride]);
+            w.store(a[r][1], &mut acc[r * stride + 1]);
+        }
+    } else {
+        for j in 0..V::PER_WORD {
+            let mut a = [w.splat(0.0); R];
+            for r in 0..R {
+                a[r] = w.load_f(&acc[r * stride + j]);
+            }
+            for t in Bits(seen) {
+                let x = V::channel(w, column.read::<W, WHOLE>(w, t), j);
+                for r in 0..R {
+                    a[r] = w.fma(x, w.bcast(&p[r], t), a[r]);
+                }
+            }
+            for r in 0..R {
+                w.store(a[r], &mut acc[r * stride + j]);
+            }
+        }
+    }
+}
+
+/// K of a page, as rows of lanes.
+#[inline(always)]
+fn k_of<'a>(layout: &Layout, words: &'a [u32]) -> &'a [[u32; LANES]] {
+    words[Layout::K_BASE as usize..layout.v_base() as usize].as_chunks().0
+}
+
+/// Scores of one page of the list, K in its own dtype.
+#[inline(always)]
+fn page_scores<W: Warp, const R: usize>(
+    w: W,
+    layout: &Layout,
+    words: &[u32],
+    position: W::U,
+    query: &Query<'_, R>,
+    ahead: &[[u32; LANES]],
+) -> [W::F; R] {
+    #[inline(always)]
+    fn go<W: Warp, K: Element, const R: usize>(
+        w: W,
+        k: &[[u32; LANES]],
+        position: W::U,
+        query: &Query<'_, R>,
+        ahead: &[[u32; LANES]],
+    ) -> [W::F; R] {
+        match &query.rotation {
+            Some(rotation) => rope::scores::<W, K, R>(w, rotation, k, query, position),
+            None => scores::<W, K, R>(w, k, query, ahead),
+        }
+    }
+    let k = k_of(layout, words);
+    match layout.k {
+        Dtype::F32 => go::<W, F32, R>(w, k, position, query, ahead),
+        Dtype::F16 => go::<W, F16, R>(w, k, position, query, ahead),
+        Dtype::Bf16 => go::<W, Bf16, R>(w, k, position, query, ahead),
+    }
+}
+
+/// [`weigh`], V in its own dtype.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn page_weigh<W: Warp, const R: usize>(
+    w: W,
+    layout: &Layout,
+    v: &[u32],
+    seen: u32,
+    p: &[W::Slot; R],
+    acc: &mut [[f32; LANES]],
+    stride: usize,
+    ahead: &[u32],
+) {
+    match layout.v {
+        Dtype::F32 => weigh::<W, F32, R>(w, layout, v, seen, p, acc, stride, ahead),
+        Dtype::F16 => weigh::<W, F16, R>(w, layout, v, seen, p, acc, stride, ahead),
+        Dtype::Bf16 => weigh::<W, Bf16, R>(w, layout, v, seen, p, acc, stride, ahead),
+    }
+}
+
+/// Whether all rows see the same tokens.
+#[inline(always)]
+fn alike<const R: usize>(seen: &[u32; R]) -> bool {
+    let mut bits = 0;
+    for row in seen {
+        bits |= row ^ seen[0];
+    }
+    bits == 0
+}
