@@ -23,7 +23,7 @@ impl Warp for Portable {
     type Slot = [f32; LANES];
 
     const NAME: &'static str = "portable";
-    const ROWS: usize = 4;
+    const ROWS: usize = 2;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {

@@ -91,6 +91,33 @@ pub trait Warp: Copy {
     /// The signed integer `a` as f32, rounded to nearest even.
     fn to_f(self, a: Self::U) -> Self::F;
 
+    /// Byte `j` of each word, as a number; `j` is below 4.
+    #[inline(always)]
+    fn byte(self, a: Self::U, j: usize) -> Self::F {
+        let a = match j {
+            0 => a,
+            1 => self.shr::<8>(a),
+            2 => self.shr::<16>(a),
+            _ => self.shr::<24>(a),
+        };
+        self.to_f(self.and(a, self.splat_u(0xff)))
+    }
+    /// Bits `4 j..4 j + 4` of each word, as a number; `j` is below 8.
+    #[inline(always)]
+    fn nibble(self, a: Self::U, j: usize) -> Self::F {
+        let a = match j {
+            0 => a,
+            1 => self.shr::<4>(a),
+            2 => self.shr::<8>(a),
+            3 => self.shr::<12>(a),
+            4 => self.shr::<16>(a),
+            5 => self.shr::<20>(a),
+            6 => self.shr::<24>(a),
+            _ => self.shr::<28>(a),
+        };
+        self.to_f(self.and(a, self.splat_u(0xf)))
+    }
+
     /// `a < b`; false with a NaN.
     fn lt(self, a: Self::F, b: Self::F) -> Self::M;
     /// `a >= b` as signed integers.

@@ -40,6 +40,7 @@ impl Code {
         [Code::F32, Code::F16, Code::Bf16, Code::Int8, Code::Int4, Code::E4m3, Code::E5m2];
 
     /// Its index in [`Code::ALL`].
+    #[inline]
     pub const fn index(self) -> u32 {
         match self {
             Code::F32 => 0,
@@ -53,6 +54,7 @@ impl Code {
     }
 
     /// Channels in a word.
+    #[inline]
     pub const fn per_word(self) -> u32 {
         match self {
             Code::F32 => 1,
@@ -63,11 +65,13 @@ impl Code {
     }
 
     /// Bits of a channel.
+    #[inline]
     pub const fn bits(self) -> u32 {
         32 / self.per_word()
     }
 
     /// The form of its scales.
+    #[inline]
     pub const fn scale(self) -> Scale {
         match self {
             Code::F32 | Code::F16 | Code::Bf16 => Scale::None,
@@ -77,6 +81,7 @@ impl Code {
     }
 
     /// The largest magnitude that a channel may have, so that its code and its group's scale are finite.
+    #[inline]
     pub const fn limit(self) -> f32 {
         match self {
             Code::F32 | Code::E4m3 | Code::E5m2 => f32::MAX,
@@ -87,6 +92,7 @@ impl Code {
     }
 
     /// The largest code as a number: 15, 255, 448, 57344; 0 for codes without a scale.
+    #[inline]
     pub const fn top(self) -> f32 {
         match self {
             Code::F32 | Code::F16 | Code::Bf16 => 0.0,
@@ -193,21 +199,6 @@ impl Coded for Any {
     }
 }
 
-/// `word >> BITS * part`; a shift by a constant is one instruction.
-#[inline(always)]
-pub(crate) fn shifted<W: Warp, const BITS: u32>(w: W, word: W::U, part: usize) -> W::U {
-    match part as u32 * BITS {
-        0 => word,
-        4 => w.shr::<4>(word),
-        8 => w.shr::<8>(word),
-        12 => w.shr::<12>(word),
-        16 => w.shr::<16>(word),
-        20 => w.shr::<20>(word),
-        24 => w.shr::<24>(word),
-        _ => w.shr::<28>(word),
-    }
-}
-
 /// Byte `part` of the word moved to the top.
 #[inline(always)]
 fn topped<W: Warp>(w: W, word: W::U, part: usize) -> W::U {
@@ -226,8 +217,7 @@ impl Coded for Int8 {
     }
     #[inline(always)]
     fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
-        let x = shifted::<W, 8>(w, word, part);
-        w.to_f(if part == 3 { x } else { w.and(x, w.splat_u(0xff)) })
+        w.byte(word, part)
     }
 }
 
@@ -238,7 +228,6 @@ impl Coded for Int4 {
     }
     #[inline(always)]
     fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
-        let x = shifted::<W, 4>(w, word, part);
-        w.to_f(if part == 7 { x } else { w.and(x, w.splat_u(0xf)) })
+        w.nibble(word, part)
     }
 }

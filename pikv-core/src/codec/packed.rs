@@ -43,26 +43,31 @@ pub struct Packed {
 
 impl Packed {
     /// The layout of `k_dim` and `v_dim` stored channels.
+    #[inline]
     pub const fn new(k_dim: u32, v_dim: u32, k: Code, v: Code) -> Packed {
         Packed { k_dim, v_dim, k, v }
     }
 
     /// Whether 32 tokens from position `first` to `last` can share a packed page.
+    #[inline]
     pub const fn spans(first: u32, last: u32) -> bool {
         last - first <= u16::MAX as u32
     }
 
     /// Rows of 32 words that K takes.
+    #[inline]
     pub const fn k_rows(&self) -> u32 {
         self.k_dim.div_ceil(self.k.per_word())
     }
 
     /// Groups of 32 channels that a query is read in.
+    #[inline]
     pub const fn k_cols(&self) -> u32 {
         (self.k_rows() * self.k.per_word()).div_ceil(PAGE)
     }
 
     /// Rows of 32 words that K's scales take.
+    #[inline]
     pub const fn k_scale_rows(&self) -> u32 {
         match self.k.scale() {
             Scale::None => 0,
@@ -71,16 +76,19 @@ impl Packed {
     }
 
     /// First word of K's scales.
+    #[inline]
     pub const fn k_scales(&self) -> u32 {
         TAGS
     }
 
     /// First word of K.
+    #[inline]
     pub const fn k_base(&self) -> u32 {
         TAGS + self.k_scale_rows() * PAGE
     }
 
     /// Words from one token's value to the next: enough for its channels, and 4, 8, 16 or a multiple of 8.
+    #[inline]
     pub const fn v_stride(&self) -> u32 {
         match self.v_dim.div_ceil(self.v.per_word()) {
             0..=4 => 4,
@@ -90,6 +98,7 @@ impl Packed {
     }
 
     /// Words of a row of 32 that are one token's: the stride where several values share a row, else 32.
+    #[inline]
     pub const fn v_words(&self) -> u32 {
         match self.v_stride() {
             words @ 0..=16 => words,
@@ -98,16 +107,19 @@ impl Packed {
     }
 
     /// Groups of 32 words that a value is read in.
+    #[inline]
     pub const fn v_cols(&self) -> u32 {
         self.v_stride().div_ceil(PAGE)
     }
 
     /// Parts of a word of V that hold channels.
+    #[inline]
     pub const fn v_parts(&self) -> u32 {
         self.v_dim.div_ceil(self.v_stride())
     }
 
     /// Parts that share a scale: about 32 channels.
+    #[inline]
     pub const fn v_group_parts(&self) -> u32 {
         match self.v_stride() {
             words @ 0..=16 => PAGE / words,
@@ -116,11 +128,13 @@ impl Packed {
     }
 
     /// Scale groups of a value in one group of 32 words.
+    #[inline]
     pub const fn v_col_groups(&self) -> u32 {
         self.v_parts().div_ceil(self.v_group_parts())
     }
 
     /// Rows of 32 words that V's scales take.
+    #[inline]
     pub const fn v_scale_rows(&self) -> u32 {
         match self.v.scale() {
             Scale::None => 0,
@@ -129,38 +143,45 @@ impl Packed {
     }
 
     /// First word of V's scales.
+    #[inline]
     pub const fn v_scales(&self) -> u32 {
         self.k_base() + self.k_rows() * PAGE
     }
 
     /// First word of V.
+    #[inline]
     pub const fn v_base(&self) -> u32 {
         self.v_scales() + self.v_scale_rows() * PAGE
     }
 
     /// Words of a page.
+    #[inline]
     pub const fn words(&self) -> u32 {
         self.v_base() + self.v_stride() * PAGE
     }
 
     /// Bytes of a page: codes, scales, positions and padding.
+    #[inline]
     pub const fn bytes(&self) -> u64 {
         self.words() as u64 * 4
     }
 
     /// Rows of 32 f32 that hold one query row's output while it is summed: row `col * v_parts + j` has, in lane `i`, channel
     /// `j * v_stride + col * 32 + i`.
+    #[inline]
     pub const fn acc_rows(&self) -> u32 {
         self.v_cols() * self.v_parts()
     }
 
     /// Where channel `c` of V is summed: the acc row and the lane in it.
+    #[inline]
     pub const fn acc_place(&self, c: u32) -> (u32, u32) {
         let (part, word) = (c / self.v_stride(), c % self.v_stride());
         (word / PAGE * self.v_parts() + part, word % PAGE)
     }
 
     /// The scale group of channel `c` of V.
+    #[inline]
     pub const fn v_group(&self, c: u32) -> u32 {
         let (part, word) = (c / self.v_stride(), c % self.v_stride());
         word / PAGE * self.v_col_groups() + part / self.v_group_parts()

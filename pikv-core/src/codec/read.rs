@@ -9,7 +9,7 @@
 //!
 //! Keys that are stored before their rotation are rebuilt channel by channel, and turned, in the lanes.
 
-use super::code::{Any, Code, Coded, Int4, Int8, Scale, shifted};
+use super::code::{Any, Code, Coded, Int4, Int8, Scale};
 use super::pack::Turn;
 use super::packed::{K_COLS, Packed, TAGS, V_GROUPS};
 use crate::attend::{Form, Sight, filled};
@@ -81,6 +81,9 @@ impl<const R: usize> Default for Scratch<R> {
         Scratch { queries: [[[0.0; LANES]; K_COLS]; R], halves: [[[0; LANES / 2]; K_COLS]; R] }
     }
 }
+
+/// Words of 16-bit queries: two channels each.
+const QUERY_WORDS: usize = K_COLS * LANES / 2;
 
 /// Rows of 32 words that rebuilt keys take: the stored channels, then those of the head.
 pub const REBUILT: usize = 2 * MAX_DIM as usize;
@@ -293,11 +296,9 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
         for r in 0..R {
             s[r] = w.splat(self.query.start[r]);
         }
-        let ahead = self.ahead(i);
+        let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
         for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
-            if let Some(next) = ahead.get(at) {
-                w.prefetch(next);
-            }
+            ahead.step(w, 1);
             let word = w.load(row);
             for j in 0..n {
                 let x = code.part(w, word, j);
@@ -306,9 +307,6 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
                     s[r] = w.fma(x, w.splat(self.scratch.queries[r].as_flattened()[c]), s[r]);
                 }
             }
-        }
-        for row in ahead.iter().skip(packed.k_rows() as usize) {
-            w.prefetch(row);
         }
         w.sync();
         s
@@ -351,22 +349,20 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
         let mut sum = [w.splat_u(0); R];
         let pairs = 16 / BITS as usize;
         let mask = w.splat_u(((1 << BITS) - 1) * 0x1_0001);
-        let ahead = self.ahead(i);
+        let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
         for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
-            if let Some(next) = ahead.get(at) {
-                w.prefetch(next);
-            }
-            let word = w.load(row);
+            ahead.step(w, 1);
+            let mut word = w.load(row);
+            // The mask, which changes nothing, spares a check of every index.
+            let base = (at * pairs) & (QUERY_WORDS - pairs);
             for k in 0..pairs {
-                let x = w.and(shifted::<W, BITS>(w, word, k), mask);
+                let x = w.and(word, mask);
                 for r in 0..R {
-                    let q = self.scratch.halves[r].as_flattened()[at * pairs + k];
+                    let q = self.scratch.halves[r].as_flattened()[base + k];
                     sum[r] = w.dot2(x, w.splat_u(q), sum[r]);
                 }
+                word = w.shr::<BITS>(word);
             }
-        }
-        for row in ahead.iter().skip(packed.k_rows() as usize) {
-            w.prefetch(row);
         }
         w.sync();
         let mut s = [w.splat(0.0); R];
@@ -465,7 +461,7 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
             Some(page) => &page.words[from..],
             None => self.next.map_or(&[][..], |words| words),
         };
-        let mut lines = ahead.as_chunks::<LANES>().0.iter();
+        let mut ahead = Ahead::new(ahead.as_chunks().0, packed.v_cols() as usize * parts * width);
         for col in 0..packed.v_cols() as usize {
             let v = &words[packed.v_base() as usize..];
             let column = Column { v, stride: packed.v_stride() as usize, width, col };
@@ -487,22 +483,48 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
                 let end = (first + group_parts).min(parts);
                 let mut part = first;
                 while part < end {
-                    for line in lines.by_ref().take(group_parts.max(4)) {
-                        w.prefetch(line);
-                    }
                     let acc = &mut acc[col * parts + part..];
-                    if R * 2 <= W::ROWS && part + 2 <= end {
-                        column.weigh::<W, C, 2, R>(w, code, part, &weights, acc, stride);
-                        part += 2;
-                    } else {
-                        column.weigh::<W, C, 1, R>(w, code, part, &weights, acc, stride);
-                        part += 1;
-                    }
+                    // Known parts, so that unpacking needs no shift by a variable.
+                    part += match part {
+                        0 => column.weigh_at::<W, C, R>(w, code, 0, end, &weights, acc, stride, &mut ahead),
+                        1 => column.weigh_at::<W, C, R>(w, code, 1, end, &weights, acc, stride, &mut ahead),
+                        2 => column.weigh_at::<W, C, R>(w, code, 2, end, &weights, acc, stride, &mut ahead),
+                        3 => column.weigh_at::<W, C, R>(w, code, 3, end, &weights, acc, stride, &mut ahead),
+                        4 => column.weigh_at::<W, C, R>(w, code, 4, end, &weights, acc, stride, &mut ahead),
+                        5 => column.weigh_at::<W, C, R>(w, code, 5, end, &weights, acc, stride, &mut ahead),
+                        6 => column.weigh_at::<W, C, R>(w, code, 6, end, &weights, acc, stride, &mut ahead),
+                        _ => column.weigh_at::<W, C, R>(w, code, 7, end, &weights, acc, stride, &mut ahead),
+                    };
                 }
             }
         }
-        for line in lines {
-            w.prefetch(line);
+    }
+}
+
+/// Rows of words that will be read later, fetched evenly over a number of steps: a burst would fill the queue of misses and
+/// stall the products.
+struct Ahead<'a> {
+    rows: core::slice::Iter<'a, [u32; LANES]>,
+    each: usize,
+    steps: usize,
+    due: usize,
+}
+
+impl<'a> Ahead<'a> {
+    #[inline(always)]
+    fn new(rows: &'a [[u32; LANES]], steps: usize) -> Ahead<'a> {
+        Ahead { rows: rows.iter(), each: rows.len(), steps, due: 0 }
+    }
+
+    /// `n` steps are done.
+    #[inline(always)]
+    fn step<W: Warp>(&mut self, w: W, n: usize) {
+        self.due += n * self.each;
+        while self.due >= self.steps {
+            self.due -= self.steps;
+            if let Some(row) = self.rows.next() {
+                w.prefetch(row);
+            }
         }
     }
 }
@@ -517,8 +539,32 @@ struct Column<'a> {
 }
 
 impl Column<'_> {
+    /// Adds part `part`, and the next if the sums of both fit the registers; returns how many it added.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    fn weigh_at<W: Warp, C: Coded, const R: usize>(
+        &self,
+        w: W,
+        code: C,
+        part: usize,
+        end: usize,
+        weights: &[W::Slot; R],
+        acc: &mut [[f32; LANES]],
+        stride: usize,
+        ahead: &mut Ahead<'_>,
+    ) -> usize {
+        if R * 2 <= W::ROWS && code.code() == Code::Int4 && part.is_multiple_of(2) && part + 2 <= end {
+            self.weigh::<W, C, 2, R>(w, code, part, weights, acc, stride, ahead);
+            2
+        } else {
+            self.weigh::<W, C, 1, R>(w, code, part, weights, acc, stride, ahead);
+            1
+        }
+    }
+
     /// Adds `J` parts from `part` on of all tokens, times their weights.
     #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
     fn weigh<W: Warp, C: Coded, const J: usize, const R: usize>(
         &self,
         w: W,
@@ -527,6 +573,7 @@ impl Column<'_> {
         weights: &[W::Slot; R],
         acc: &mut [[f32; LANES]],
         stride: usize,
+        ahead: &mut Ahead<'_>,
     ) {
         let mut a = [[w.splat(0.0); J]; R];
         for r in 0..R {
@@ -537,6 +584,7 @@ impl Column<'_> {
         let whole = self.width < LANES || self.stride - self.col * LANES >= LANES;
         for t in (0..LANES).step_by(LANES / self.width) {
             let at = t * self.stride + self.col * LANES;
+            ahead.step(w, J);
             let word = match self.v[at..].first_chunk() {
                 Some(words) if whole => w.load(words),
                 _ => w.load_part(&self.v[at..(t + 1) * self.stride]),

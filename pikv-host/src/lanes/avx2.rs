@@ -223,6 +223,14 @@ impl Warp for Avx2 {
         four!(_mm256_cvtepi32_ps; a)
     }
     #[inline(always)]
+    fn byte(self, a: Self::U, j: usize) -> Self::F {
+        // One shuffle for shift and mask.
+        let at = (j as u32 & 3) | 0x8080_8000;
+        let (a0, a1, a2, a3) = (at as i32, (at + 0x04) as i32, (at + 0x08) as i32, (at + 0x0c) as i32);
+        let index = regs!(_mm256_setr_epi32(a0, a1, a2, a3, a0, a1, a2, a3));
+        self.to_f(four!(_mm256_shuffle_epi8; a, [index; 4]))
+    }
+    #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         four!(_mm256_cmp_ps::<_CMP_LT_OQ>; a, b)
     }

@@ -200,6 +200,30 @@ impl Warp for Avx512 {
         both!(_mm512_cvtepi32_ps; a)
     }
     #[inline(always)]
+    fn byte(self, a: Self::U, j: usize) -> Self::F {
+        // One shuffle for shift and mask, which leaves the shifter's port to the products.
+        let at = (j as u32 & 3) | 0x8080_8000;
+        let index =
+            regs!(_mm512_set4_epi32((at + 0x0c) as i32, (at + 0x08) as i32, (at + 0x04) as i32, at as i32));
+        self.to_f(both!(_mm512_shuffle_epi8; a, [index, index]))
+    }
+    #[inline(always)]
+    fn nibble(self, a: Self::U, j: usize) -> Self::F {
+        // A table of the 16 numbers is looked up by the low 4 bits, whatever the others are.
+        let a = match j {
+            0 => a,
+            1 => self.shr::<4>(a),
+            2 => self.shr::<8>(a),
+            3 => self.shr::<12>(a),
+            4 => self.shr::<16>(a),
+            5 => self.shr::<20>(a),
+            6 => self.shr::<24>(a),
+            _ => self.shr::<28>(a),
+        };
+        let table = regs!(_mm512_cvtepi32_ps(self.lane_id()[0]));
+        both!(_mm512_permutexvar_ps; a, [table, table])
+    }
+    #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         both!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>; a, b)
     }
