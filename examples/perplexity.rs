@@ -68,11 +68,14 @@ fn main() -> Result<(), Box<dyn Error>> {
             let reference = plain.0.forward(&model, inputs, targets, &mut plain.1)?;
             for (run, cache) in [&mut ring, &mut bf16] {
                 let logits = run.forward(&model, inputs, targets, cache)?;
-                run.differ +=
-                    logits.iter().zip(&reference).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                run.compare(&logits, &reference);
             }
             bar.inc(inputs.len() as u64);
             bar.set_message(format!("perplexity {:.3} so far", plain.0.perplexity()));
+        }
+        plain.0.bytes = plain.0.bytes.max(plain.1.bytes() as u64);
+        for (run, cache) in [&mut ring, &mut bf16] {
+            run.bytes = run.bytes.max(cache.sequence.bytes());
         }
     }
     bar.finish_and_clear();
@@ -82,13 +85,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         "{:28} {:>10} {:>11} {:>9} {:>11}  logits against the plain cache",
         "cache", "perplexity", "nats/token", "tokens/s", "bytes"
     );
-    plain.0.print(plain.1.bytes() as u64, "-");
-    for (run, cache) in [&ring, &bf16] {
+    plain.0.print("-");
+    for (run, _) in [&ring, &bf16] {
         let differ = match run.differ {
             0 => "every bit equal".into(),
-            n => format!("{n} differ"),
+            _ => format!("max |dlogit| {:.1e}", run.worst),
         };
-        run.print(cache.sequence.bytes(), &differ);
+        run.print(&differ);
     }
     match ring.0.differ {
         0 => Ok(()),
@@ -149,11 +152,15 @@ struct Run {
     time: Duration,
     /// Logits whose bits are not the plain cache's.
     differ: usize,
+    /// The largest difference from the plain cache's; NaN if there is one.
+    worst: f32,
+    /// The most at the end of a window.
+    bytes: u64,
 }
 
 impl Run {
     fn new(name: &'static str) -> Self {
-        Self { name, loss: 0.0, scored: 0, time: Duration::ZERO, differ: 0 }
+        Self { name, loss: 0.0, scored: 0, time: Duration::ZERO, differ: 0, worst: 0.0, bytes: 0 }
     }
 
     /// The logits after `inputs`, which are timed, and what `targets` cost under them, which is not.
@@ -175,17 +182,26 @@ impl Run {
         Ok(logits)
     }
 
+    fn compare(&mut self, logits: &[f32], reference: &[f32]) {
+        for (a, b) in logits.iter().zip(reference).filter(|(a, b)| a.to_bits() != b.to_bits()) {
+            let off = (a - b).abs();
+            self.differ += 1;
+            self.worst = if off > self.worst || off.is_nan() { off } else { self.worst };
+        }
+    }
+
     fn perplexity(&self) -> f64 {
         (self.loss / self.scored as f64).exp()
     }
 
-    fn print(&self, bytes: u64, against: &str) {
+    fn print(&self, against: &str) {
         println!(
-            "{:28} {:>10.4} {:>11.6} {:>9.0} {bytes:>11}  {against}",
+            "{:28} {:>10.4} {:>11.6} {:>9.0} {:>11}  {against}",
             self.name,
             self.perplexity(),
             self.loss / self.scored as f64,
             self.scored as f64 / self.time.as_secs_f64(),
+            self.bytes,
         );
     }
 }
