@@ -6,10 +6,13 @@
 //! cache and over pikv in several forms; prints one table.
 
 #[allow(dead_code, reason = "other examples use the rest")]
+mod common;
+#[allow(dead_code, reason = "other examples use the rest")]
 mod moe;
 
+use common::sample::{SplitMix, nats, sample};
 use indicatif::{ProgressBar, ProgressStyle};
-use moe::model::{Config, Model, SplitMix, VOCAB, nats, sample};
+use moe::model::{Config, Model, VOCAB};
 use moe::{paged::Paged, plain::PlainCache};
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Place, ShardMap};
 use std::error::Error;
@@ -179,7 +182,7 @@ fn generate(model: &Model) -> Result<(), Box<dyn Error>> {
     let mut text = b"It is a truth universally acknowledged, that ".to_vec();
     model.forward(&text, &mut paged, &mut logits)?;
     while text.len() < 400 {
-        let next = sample(&logits[logits.len() - VOCAB..], 0.7, &mut random);
+        let next = sample(&logits[logits.len() - VOCAB..], 0.7, &mut random) as u8;
         text.push(next);
         model.forward(&[next], &mut paged, &mut logits)?;
     }
@@ -194,7 +197,7 @@ struct Evaluation {
 }
 
 /// Loss over `text` but its first byte, each window of it from an empty cache.
-fn evaluate<C: moe::model::Cache>(
+fn evaluate<C: common::cache::Cache>(
     model: &Model,
     text: &[u8],
     cache: &mut C,
@@ -208,7 +211,11 @@ fn evaluate<C: moe::model::Cache>(
         for first in (window..window + WINDOW).step_by(CHUNK) {
             model.forward(&text[first..first + CHUNK], cache, &mut logits)?;
             let next = &text[first + 1..=first + CHUNK];
-            loss += logits.chunks_exact(VOCAB).zip(next).map(|(row, next)| nats(row, *next)).sum::<f64>();
+            loss += logits
+                .chunks_exact(VOCAB)
+                .zip(next)
+                .map(|(row, next)| nats(row, usize::from(*next)))
+                .sum::<f64>();
             all.extend_from_slice(&logits);
             bar.inc(CHUNK as u64);
         }

@@ -1,42 +1,11 @@
 //! The forward pass of a Mixtral-layout byte model in f32, generic over the cache that holds its keys and values.
 
+use crate::common::cache::{Cache, Keys, Step};
+use crate::common::layers::{Matrix, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
 use gemm::Parallelism;
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 use std::{error::Error, fs, path::Path};
-
-/// Where a model puts its keys and values, and reads attention from.
-pub trait Cache {
-    type Error: Error + 'static;
-    type Step<'a>: Step<Error = Self::Error>
-    where
-        Self: 'a;
-    /// `n` new tokens follow the ones already there.
-    fn begin(&mut self, n: usize) -> Result<Self::Step<'_>, Self::Error>;
-    /// Tokens so far: the next token's position.
-    fn len(&self) -> usize;
-    /// Forgets everything.
-    fn clear(&mut self);
-}
-
-/// New tokens on their way through the layers.
-pub trait Step {
-    type Error;
-    /// `q`: `[n][query_heads][head_dim]`, `k`, `v`: `[n][kv_heads][head_dim]`; keys and queries come rotated. Writes
-    /// `out`, shaped as `q`.
-    fn layer(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), Self::Error>;
-    /// The experts that the router chose, `[n][top_k]`, first choice first.
-    fn experts(&mut self, layer: usize, experts: &[u16]) -> Result<(), Self::Error>;
-    /// All layers are written.
-    fn commit(self) -> Result<(), Self::Error>;
-}
 
 /// The figures of `config.json`.
 #[derive(Clone, Debug)]
@@ -51,7 +20,7 @@ pub struct Config {
     pub top_k: usize,
     pub context: usize,
     pub rms_eps: f32,
-    pub rope_theta: f32,
+    pub rope_theta: f64,
 }
 
 impl Config {
@@ -73,7 +42,7 @@ impl Config {
             top_k: whole("num_experts_per_tok")?,
             context: whole("max_position_embeddings")?,
             rms_eps: real("rms_norm_eps")? as f32,
-            rope_theta: real("rope_theta")? as f32,
+            rope_theta: real("rope_theta")?,
         };
         if whole("vocab_size")? != VOCAB {
             return Err(format!("vocab_size: {}, must be {VOCAB} (bytes)", json["vocab_size"]).into());
@@ -90,47 +59,6 @@ impl Config {
 
 /// The vocabulary: bytes.
 pub const VOCAB: usize = 256;
-
-/// `[inputs][outputs]`: the transpose of a checkpoint's `[outputs][inputs]`, so that outputs are contiguous.
-struct Matrix {
-    inputs: usize,
-    outputs: usize,
-    weights: Vec<f32>,
-}
-
-impl Matrix {
-    /// The named matrices, of these numbers of outputs, side by side.
-    fn load(file: &SafeTensors, inputs: usize, parts: &[(String, usize)]) -> Result<Self, Box<dyn Error>> {
-        let outputs = parts.iter().map(|part| part.1).sum();
-        let mut weights = vec![0.0; inputs * outputs];
-        let mut first = 0;
-        for (name, rows) in parts {
-            for (o, row) in tensor(file, name, &[*rows, inputs])?.chunks_exact(inputs).enumerate() {
-                for (i, &w) in row.iter().enumerate() {
-                    weights[i * outputs + first + o] = w;
-                }
-            }
-            first += rows;
-        }
-        Ok(Self { inputs, outputs, weights })
-    }
-
-    /// `x`: `[n][inputs]`; returns `[n][outputs]`.
-    fn mul(&self, x: &[f32], threads: Parallelism) -> Vec<f32> {
-        let (k, m, n) = (self.inputs, self.outputs, x.len() / self.inputs);
-        assert!(x.len() == n * k && self.weights.len() == k * m);
-        let mut y = vec![0.0; n * m];
-        // gemm's column-major (m × k)(k × n) = (m × n): the weights, x and y as they lie.
-        let (w, x, y_ptr) = (self.weights.as_ptr(), x.as_ptr(), y.as_mut_ptr());
-        let (cols, k_cols) = (m as isize, k as isize);
-        // SAFETY: the asserted lengths are those that the dimensions and strides reach; y is borrowed alone.
-        unsafe {
-            let no = false;
-            gemm::gemm(m, n, k, y_ptr, cols, 1, no, w, cols, 1, x, k_cols, 1, 0.0, 1.0, no, no, no, threads);
-        }
-        y
-    }
-}
 
 struct Layer {
     attention_norm: Vec<f32>,
@@ -157,6 +85,8 @@ pub struct Model {
     head: Matrix,
     /// How a matrix product may use threads; the logits' bits do not depend on it.
     pub parallelism: Parallelism,
+    /// What the cache is given.
+    pub keys: Keys,
 }
 
 impl Model {
@@ -174,17 +104,17 @@ impl Model {
                 let w =
                     |part: &str, outputs| (name(&format!("block_sparse_moe.experts.{e}.{part}")), outputs);
                 Ok::<_, Box<dyn Error>>(Expert {
-                    gate_up: Matrix::load(&file, hidden, &[w("w1", ffn), w("w3", ffn)])?,
-                    down: Matrix::load(&file, ffn, &[w("w2", hidden)])?,
+                    gate_up: matrix(&file, hidden, &[w("w1", ffn), w("w3", ffn)])?,
+                    down: matrix(&file, ffn, &[w("w2", hidden)])?,
                 })
             };
             let qkv = [attention("q", q), attention("k", kv), attention("v", kv)];
             Ok(Layer {
                 attention_norm: tensor(&file, &name("input_layernorm"), &[hidden])?,
-                qkv: Matrix::load(&file, hidden, &qkv)?,
-                o: Matrix::load(&file, q, &[attention("o", hidden)])?,
+                qkv: matrix(&file, hidden, &qkv)?,
+                o: matrix(&file, q, &[attention("o", hidden)])?,
                 moe_norm: tensor(&file, &name("post_attention_layernorm"), &[hidden])?,
-                router: Matrix::load(&file, hidden, &[(name("block_sparse_moe.gate"), config.experts)])?,
+                router: matrix(&file, hidden, &[(name("block_sparse_moe.gate"), config.experts)])?,
                 experts: (0..config.experts).map(expert).collect::<Result<_, _>>()?,
             })
         };
@@ -192,8 +122,9 @@ impl Model {
             embed: tensor(&file, "model.embed_tokens.weight", &[VOCAB, hidden])?,
             layers: (0..config.layers).map(layer).collect::<Result<_, _>>()?,
             norm: tensor(&file, "model.norm.weight", &[hidden])?,
-            head: Matrix::load(&file, hidden, &[("lm_head.weight".into(), VOCAB)])?,
+            head: matrix(&file, hidden, &[("lm_head.weight".into(), VOCAB)])?,
             parallelism: Parallelism::None,
+            keys: Keys::Rotated,
             config,
         })
     }
@@ -213,19 +144,16 @@ impl Model {
         let (q, kv) = (c.query_heads * c.head_dim, c.kv_heads * c.head_dim);
         let embed = |&token: &u8| &self.embed[usize::from(token) * c.hidden..][..c.hidden];
         let mut x = tokens.iter().flat_map(embed).copied().collect::<Vec<f32>>();
-        let rope = rope(c, cache.len(), tokens.len());
+        let rotation = Rotation::new(&frequencies(c.rope_theta, c.head_dim), cache.len(), tokens.len());
         let mut out = vec![0.0; tokens.len() * q];
         let mut step = cache.begin(tokens.len())?;
         for (l, layer) in self.layers.iter().enumerate() {
             let h = rms_norm(&x, &layer.attention_norm, c.rms_eps);
-            let qkv = layer.qkv.mul(&h, threads);
-            let columns = |from: usize, to: usize| -> Vec<f32> {
-                qkv.chunks_exact(q + 2 * kv).flat_map(|row| &row[from..to]).copied().collect()
-            };
-            let (mut queries, mut keys) = (columns(0, q), columns(q, q + kv));
-            let values = columns(q + kv, q + 2 * kv);
-            rotate(&mut queries, c.query_heads, c, &rope);
-            rotate(&mut keys, c.kv_heads, c, &rope);
+            let [mut queries, mut keys, values] = split_qkv(&layer.qkv.mul(&h, threads), q, kv);
+            if self.keys == Keys::Rotated {
+                rotation.apply(&mut queries, c.query_heads, c.head_dim);
+                rotation.apply(&mut keys, c.kv_heads, c.head_dim);
+            }
             step.layer(l, &queries, &keys, &values, &mut out)?;
             add(&mut x, &layer.o.mul(&out, threads), 1.0);
 
@@ -266,45 +194,10 @@ fn tensor(file: &SafeTensors, name: &str, shape: &[usize]) -> Result<Vec<f32>, B
     }
 }
 
-fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
-    let mut out = Vec::with_capacity(x.len());
-    for row in x.chunks_exact(weight.len()) {
-        let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
-        let scale = 1.0 / (mean + eps).sqrt();
-        out.extend(row.iter().zip(weight).map(|(x, w)| x * scale * w));
-    }
-    out
-}
-
-/// cos and sin of `n` positions from `first`, `[n][head_dim / 2]`.
-fn rope(c: &Config, first: usize, n: usize) -> Vec<(f32, f32)> {
-    let exponents = (0..c.head_dim).step_by(2).map(|i| i as f32 / c.head_dim as f32);
-    let frequencies: Vec<f32> = exponents.map(|x| 1.0 / c.rope_theta.powf(x)).collect();
-    let angles = (first..first + n).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
-    angles.map(|angle| (angle.cos(), angle.sin())).collect()
-}
-
-/// Rotates `x`, `[n][heads][head_dim]`, channel `i` with `i + head_dim / 2`.
-fn rotate(x: &mut [f32], heads: usize, c: &Config, rope: &[(f32, f32)]) {
-    for (row, angles) in x.chunks_exact_mut(heads * c.head_dim).zip(rope.chunks_exact(c.head_dim / 2)) {
-        for head in row.chunks_exact_mut(c.head_dim) {
-            let (a, b) = head.split_at_mut(c.head_dim / 2);
-            for ((a, b), (cos, sin)) in a.iter_mut().zip(b).zip(angles) {
-                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-            }
-        }
-    }
-}
-
-/// `x += scale * y`
-fn add(x: &mut [f32], y: &[f32], scale: f32) {
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += scale * y);
-}
-
-/// `silu(gate) * up` of rows `[gate, up]`, `[n][2][ffn]`; `[n][ffn]`.
-fn swiglu(rows: &[f32], ffn: usize) -> Vec<f32> {
-    let halves = rows.chunks_exact(2 * ffn).map(|row| row.split_at(ffn));
-    halves.flat_map(|(g, u)| g.iter().zip(u)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect()
+/// The named matrices, of these numbers of outputs, side by side.
+fn matrix(file: &SafeTensors, inputs: usize, parts: &[(String, usize)]) -> Result<Matrix, Box<dyn Error>> {
+    let load = |(name, outputs): &(String, usize)| tensor(file, name, &[*outputs, inputs]);
+    Ok(Matrix::new(inputs, &parts.iter().map(load).collect::<Result<Vec<_>, _>>()?))
 }
 
 /// The `top_k` best of each row of `scores`, `[n][experts]`, and the softmax over them; both `[n][top_k]`.
@@ -319,47 +212,4 @@ fn choose(scores: &[f32], c: &Config) -> (Vec<u16>, Vec<f32>) {
         chosen.extend(order.iter().map(|&e| e as u16));
     }
     (chosen, weights)
-}
-
-/// What the next byte costs under a row of logits: its negative log-probability.
-pub fn nats(logits: &[f32], next: u8) -> f64 {
-    let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    let sum: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();
-    max + sum.ln() - f64::from(logits[usize::from(next)])
-}
-
-/// The most likely byte; the first of equals.
-pub fn greedy(logits: &[f32]) -> u8 {
-    (1..VOCAB).fold(0, |best, i| if logits[i] > logits[best] { i } else { best }) as u8
-}
-
-/// A byte drawn from the softmax of `logits / temperature`.
-pub fn sample(logits: &[f32], temperature: f32, random: &mut SplitMix) -> u8 {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weight = |x: f32| f64::from((x - max) / temperature).exp();
-    let mut left = random.unit() * logits.iter().map(|&x| weight(x)).sum::<f64>();
-    for (i, &x) in logits.iter().enumerate() {
-        left -= weight(x);
-        if left < 0.0 {
-            return i as u8;
-        }
-    }
-    greedy(logits)
-}
-
-/// SplitMix64.
-pub struct SplitMix(pub u64);
-
-impl SplitMix {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
-
-    /// In `0..1`.
-    pub fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
 }

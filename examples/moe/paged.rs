@@ -1,6 +1,6 @@
 //! The model over pikv: what an engine writes to use the library.
 
-use super::model;
+use crate::common::cache;
 use pikv::{Attend, Cache, Error, Output, Sequence};
 
 /// A cache and one sequence of it.
@@ -20,7 +20,7 @@ impl Paged {
 /// A step, and how it attends.
 pub struct Step<'a>(pikv::Step<'a>, Attend);
 
-impl model::Cache for Paged {
+impl cache::Cache for Paged {
     type Error = Error;
     type Step<'a> = Step<'a>;
 
@@ -37,7 +37,7 @@ impl model::Cache for Paged {
     }
 }
 
-impl model::Step for Step<'_> {
+impl cache::Step for Step<'_> {
     type Error = Error;
 
     fn layer(&mut self, layer: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) -> Result<(), Error> {

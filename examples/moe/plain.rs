@@ -1,7 +1,7 @@
 //! The plain cache: contiguous keys and values in f32, and nothing of pikv. It defines the canonical attention:
 //! every operation is rounded to f32 once, in this order, and any other implementation must give the same bits.
 
-use super::model::{Cache, Step};
+use crate::common::cache::{Cache, Step};
 use rayon::prelude::*;
 use std::convert::Infallible;
 

@@ -1,0 +1,6 @@
+//! Models of Llama's type from GGUF files.
+
+pub mod gguf;
+pub mod model;
+pub mod quant;
+pub mod tokenizer;

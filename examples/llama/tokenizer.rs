@@ -1,0 +1,197 @@
+//! The tokenizer that a GGUF file carries: byte-level BPE (`tokenizer.ggml.model` = `gpt2`).
+//!
+//! Text is cut into words by a pattern that belongs to the model, and the bytes of each word are merged pair by pair,
+//! the merge that was learnt first before all others. Nothing is put before the text, no space and no token, and control
+//! tokens in it are text like any other.
+
+use super::gguf::Gguf;
+use regex::Regex;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::error::Error;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Vocabulary, merges, and how text is cut.
+pub struct Tokenizer {
+    /// What each token stands for.
+    bytes: Vec<Vec<u8>>,
+    /// The token of each single byte; not every vocabulary has all.
+    byte_tokens: [Option<u32>; 256],
+    /// The whole vocabulary, if words that are in it are not merged but taken as they are.
+    whole_words: Option<HashMap<Vec<u8>, u32>>,
+    /// Rank and result of each pair.
+    merges: HashMap<(u32, u32), (u32, u32)>,
+    /// Its first group is a run of white space that a word may follow, whose last character then belongs to the word.
+    words: Regex,
+    /// Every numeric character is a word of its own, and no word follows white space before it.
+    digits_apart: bool,
+    bos: Option<u32>,
+}
+
+/// GPT-2's words.
+const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|(\s+)";
+/// Llama 3's: any one character may begin a word, line ends go with what is before them.
+const LLAMA_3: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"|\s*[\r\n]+|(\s+)"
+);
+/// SmolLM's: GPT-2's between digits.
+const SMOLLM: &str = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|(\s+)";
+
+impl Tokenizer {
+    pub fn new(gguf: &Gguf) -> Result<Self> {
+        let model = gguf.string("tokenizer.ggml.model")?;
+        if model != "gpt2" {
+            return Err(
+                format!("tokenizer.ggml.model: {model:?}; only \"gpt2\" (byte-level BPE) is read").into()
+            );
+        }
+        let (words, digits_apart, takes_whole_words) = match gguf.string("tokenizer.ggml.pre")? {
+            "gpt-2" => (GPT_2, false, false),
+            "smollm" => (SMOLLM, true, false),
+            "llama-bpe" => (LLAMA_3, false, true),
+            other => {
+                let known = "\"gpt-2\", \"smollm\" and \"llama-bpe\"";
+                return Err(format!("tokenizer.ggml.pre: {other:?}; {known} are read").into());
+            }
+        };
+        let tokens = gguf.strings("tokenizer.ggml.tokens")?;
+        let byte_of: HashMap<char, u8> = (0..=255).map(|byte| (stand_in(byte), byte)).collect();
+        let bytes_of = |token: &str| -> Vec<u8> {
+            // A control token may be spelt with characters that stand for no byte: it is its own text.
+            let bytes: Option<_> = token.chars().map(|c| byte_of.get(&c).copied()).collect();
+            bytes.unwrap_or_else(|| token.as_bytes().to_vec())
+        };
+        let mut ids = HashMap::new();
+        for (id, token) in tokens.iter().enumerate() {
+            if ids.insert(*token, u32::try_from(id)?).is_some() {
+                return Err(format!("tokenizer.ggml.tokens: {token:?} twice, the second at {id}").into());
+            }
+        }
+        let mut merges = HashMap::new();
+        for (rank, merge) in gguf.strings("tokenizer.ggml.merges")?.into_iter().enumerate() {
+            // The one space is between the parts: within them a space is spelt Ġ.
+            let parts = merge.split_once(' ');
+            let found =
+                parts.and_then(|(a, b)| Some(((*ids.get(a)?, *ids.get(b)?), *ids.get(&*format!("{a}{b}"))?)));
+            let (pair, merged) = found.ok_or_else(|| {
+                format!("tokenizer.ggml.merges: {merge:?} at {rank}: not two tokens which make a third")
+            })?;
+            merges.entry(pair).or_insert((u32::try_from(rank)?, merged));
+        }
+        let bos = match "tokenizer.ggml.add_bos_token" {
+            name if gguf.has(name) && gguf.bool(name)? => Some(gguf.whole("tokenizer.ggml.bos_token_id")?),
+            _ => None,
+        };
+        if let Some(bos) = bos.filter(|bos| *bos as usize >= tokens.len()) {
+            return Err(format!("tokenizer.ggml.bos_token_id: {bos} of {} tokens", tokens.len()).into());
+        }
+        let one_byte = |byte| ids.get(&*stand_in(byte).to_string()).copied();
+        let mut byte_tokens = [None; 256];
+        (0..=255).zip(&mut byte_tokens).for_each(|(byte, token)| *token = one_byte(byte));
+        let whole = || ids.iter().map(|(token, id)| (bytes_of(token), *id)).collect();
+        Ok(Self {
+            byte_tokens,
+            whole_words: takes_whole_words.then(whole),
+            bytes: tokens.iter().map(|token| bytes_of(token)).collect(),
+            merges,
+            words: Regex::new(words)?,
+            digits_apart,
+            bos,
+        })
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The token that the model expects before any text, if it does.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The tokens of a text.
+    ///
+    /// # Errors
+    /// A byte that has no token.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let (mut out, mut at) = (Vec::new(), 0);
+        while let Some(found) = self.words.captures_at(text, at) {
+            let mut end = at + found[0].len();
+            if let Some(space) = found.get(1) {
+                let next = text[end..].chars().next();
+                let follows = next.is_some_and(|c| !(self.digits_apart && c.is_numeric()));
+                let last = space.as_str().chars().next_back().map_or(0, char::len_utf8);
+                if follows && space.len() > last {
+                    end -= last;
+                }
+            }
+            let word = &text.as_bytes()[at..end];
+            match self.whole_words.as_ref().and_then(|whole| whole.get(word)) {
+                Some(id) => out.push(*id),
+                None => self.merge(word, at, &mut out)?,
+            }
+            at = end;
+        }
+        Ok(out)
+    }
+
+    /// Appends the tokens of one word, which begins at byte `at` of the text.
+    fn merge(&self, word: &[u8], at: usize, out: &mut Vec<u32>) -> Result<()> {
+        // Symbols are linked, and keep the place of their first byte: the heap holds (rank, place), smallest on top, and
+        // an entry whose pair is no more is passed over.
+        let mut symbols = Vec::with_capacity(word.len());
+        for (i, byte) in word.iter().enumerate() {
+            let missing = || format!("byte {} of the text: {byte:#04x} has no token", at + i);
+            symbols.push(Some(self.byte_tokens[usize::from(*byte)].ok_or_else(missing)?));
+        }
+        let mut next: Vec<usize> = (1..=word.len()).collect();
+        let mut before: Vec<Option<usize>> = (0..word.len()).map(|i| i.checked_sub(1)).collect();
+        let rank = |symbols: &[Option<u32>], next: &[usize], i: usize| {
+            let pair = (symbols[i]?, (*symbols.get(next[i])?)?);
+            self.merges.get(&pair).copied()
+        };
+        let mut heap = BinaryHeap::new();
+        heap.extend((0..word.len()).filter_map(|i| Some(Reverse((rank(&symbols, &next, i)?.0, i)))));
+        while let Some(Reverse((learnt, i))) = heap.pop() {
+            let Some((_, merged)) = rank(&symbols, &next, i).filter(|now| now.0 == learnt) else { continue };
+            symbols[next[i]] = None;
+            symbols[i] = Some(merged);
+            next[i] = next[next[i]];
+            if let Some(before) = before.get_mut(next[i]) {
+                *before = Some(i);
+            }
+            for i in [before[i], Some(i)].into_iter().flatten() {
+                heap.extend(rank(&symbols, &next, i).map(|(rank, _)| Reverse((rank, i))));
+            }
+        }
+        out.extend(symbols.into_iter().flatten());
+        Ok(())
+    }
+
+    /// The bytes that tokens stand for; a character may begin in one token and end in the next.
+    ///
+    /// # Errors
+    /// A number that is no token.
+    pub fn decode(&self, tokens: &[u32]) -> Result<Vec<u8>> {
+        let mut out = Vec::new();
+        for token in tokens {
+            let bytes = self.bytes.get(*token as usize);
+            out.extend(bytes.ok_or_else(|| format!("token {token}: the vocabulary has {}", self.len()))?);
+        }
+        Ok(out)
+    }
+}
+
+/// The character that spells a byte in the vocabulary: itself if it prints in Latin-1, else the next unused one from
+/// U+0100 on.
+fn stand_in(byte: u8) -> char {
+    let prints = |b: u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    if prints(byte) {
+        return byte.into();
+    }
+    let unused = (0..byte).filter(|b| !prints(*b)).count() as u32;
+    char::from_u32(0x100 + unused).unwrap_or(char::REPLACEMENT_CHARACTER)
+}
