@@ -1,0 +1,151 @@
+//! Keys, values and queries of a run of the model, for fits and for the error of what a codec stores.
+
+use crate::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
+use crate::moe::paged::Paged;
+use crate::rows::Row;
+use crate::subject::Subject;
+use pikv::codec::{FitShape, Fitter};
+use pikv::{Cache, CacheConfig, Dtype};
+use std::error::Error;
+
+/// Tokens whose keys and values are kept.
+const KEPT: usize = 1024;
+
+pub struct Capture {
+    pub fitter: Fitter,
+    keys: Keys,
+    /// Of each layer, `[token][kv_head][head_dim]`.
+    k: Vec<Vec<f32>>,
+    v: Vec<Vec<f32>>,
+}
+
+impl Capture {
+    /// Runs the model over `ids`, window by window.
+    pub fn run(subject: &mut Subject, keys: Keys, ids: &[u32]) -> Result<Capture, Box<dyn Error>> {
+        let shape = FitShape {
+            layers: subject.layers as u32,
+            query_heads: subject.query_heads as u32,
+            kv_heads: subject.kv_heads as u32,
+            k_dim: subject.head_dim as u32,
+            v_dim: subject.head_dim as u32,
+        };
+        let fitter = Fitter::new(shape)?.sample(8, 128, 1);
+        let none = vec![Vec::new(); subject.layers];
+        let mut capture = Capture { fitter, keys, k: none.clone(), v: none };
+        subject.keys(keys);
+        let layers = vec![subject.layer(Dtype::F32, keys); subject.layers];
+        let (experts, top_k) = subject.experts;
+        let config = CacheConfig::new(layers, 4 << 30).ring(subject.window() as u32).experts(experts, top_k);
+        let mut paged = Paged::new(Cache::new(config)?, subject.head_dim);
+        let mut logits = Vec::new();
+        for window in ids.chunks(subject.window()) {
+            paged.clear();
+            for ids in window.chunks(256) {
+                subject.forward(ids, &mut Watched(&mut paged, &mut capture), &mut logits)?;
+            }
+        }
+        Ok(capture)
+    }
+
+    /// Relative error, over all channels of all keys and values, of what a row's codecs leave of packed tokens.
+    pub fn error(&self, row: &Row, subject: &Subject) -> Result<f64, Box<dyn Error>> {
+        let errors = self.errors(row, subject)?;
+        let (wrong, all) = errors.iter().flatten().fold((0.0, 0.0), |(w, a), e| (w + e.0, a + e.1));
+        Ok((wrong / all).sqrt())
+    }
+
+    /// Of every layer and head, the energy of the error and of what was stored.
+    pub fn errors(&self, row: &Row, subject: &Subject) -> Result<Vec<Vec<(f64, f64)>>, Box<dyn Error>> {
+        let (heads, dim) = (subject.kv_heads, subject.head_dim);
+        let layers = vec![subject.layer(Dtype::F32, Keys::Rotated); subject.layers];
+        let cache = Cache::new(row.compress(CacheConfig::new(layers, 4 << 30).ring(32)))?;
+        let mut sequence = cache.sequence();
+        for at in (0..KEPT).step_by(32) {
+            let mut step = cache.begin([(&mut sequence, 32)])?;
+            for layer in 0..subject.layers {
+                let rows = at * heads * dim..(at + 32) * heads * dim;
+                step.append(layer, &self.k[layer][rows.clone()], &self.v[layer][rows])?;
+            }
+            step.commit()?;
+        }
+        let (mut key, mut value) = (vec![0.0; dim], vec![0.0; dim]);
+        let mut errors = vec![vec![(0.0, 0.0); heads]; subject.layers];
+        for layer in 0..subject.layers {
+            for head in 0..heads {
+                for page in sequence.pages(layer, head)?.filter(|page| page.id.place != pikv::Place::Ring) {
+                    for lane in 0..page.tokens {
+                        let p = sequence.read(layer, head, page.id, lane, &mut key, &mut value)?;
+                        let row = (p.0 as usize * heads + head) * dim;
+                        let (k, v) = (&self.k[layer][row..row + dim], &self.v[layer][row..row + dim]);
+                        for (was, is) in k.iter().zip(&key).chain(v.iter().zip(&value)) {
+                            let (was, is) = (f64::from(*was), f64::from(*is));
+                            errors[layer][head].0 += (was - is) * (was - is);
+                            errors[layer][head].1 += was * was;
+                        }
+                    }
+                }
+            }
+        }
+        Ok(errors)
+    }
+
+    pub fn keys(&self) -> Keys {
+        self.keys
+    }
+}
+
+/// A cache that shows a capture what it is given.
+struct Watched<'a>(&'a mut Paged, &'a mut Capture);
+
+struct WatchedStep<'a>(<Paged as AnyCache>::Step<'a>, &'a mut Capture);
+
+impl AnyCache for Watched<'_> {
+    type Error = pikv::Error;
+    type Step<'a>
+        = WatchedStep<'a>
+    where
+        Self: 'a;
+
+    fn begin(&mut self, n: usize) -> Result<WatchedStep<'_>, pikv::Error> {
+        Ok(WatchedStep(self.0.begin(n)?, self.1))
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl AnyStep for WatchedStep<'_> {
+    type Error = pikv::Error;
+
+    fn layer(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), pikv::Error> {
+        // The cache refuses what the fitter would refuse.
+        self.0.layer(layer, q, k, v, out)?;
+        let capture = &mut *self.1;
+        capture.fitter.observe(layer as u32, q, k, v).expect("finite rows of the fitter's shape");
+        if capture.k[layer].len() < KEPT * k.len() {
+            capture.k[layer].extend_from_slice(k);
+            capture.v[layer].extend_from_slice(v);
+        }
+        Ok(())
+    }
+
+    fn experts(&mut self, layer: usize, experts: &[u16]) -> Result<(), pikv::Error> {
+        self.0.experts(layer, experts)
+    }
+
+    fn commit(self) -> Result<(), pikv::Error> {
+        self.0.commit()
+    }
+}

@@ -1,0 +1,222 @@
+//! What every codec costs a real model: bytes, nats, KL of the logits, error of what is stored, time to attend.
+//!
+//! `cargo run --release --example quality [-- --gguf FILE] [--tokens N] [--row NAME]`
+//!
+//! Without `--gguf` it runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes; with it any
+//! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than is evaluated. Prints one table;
+//! a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF) and a plot beside it.
+
+#[allow(dead_code, reason = "other examples use the rest")]
+#[path = "../common/mod.rs"]
+mod common;
+#[allow(dead_code, reason = "other examples use the rest")]
+#[path = "../llama/mod.rs"]
+mod llama;
+#[allow(dead_code, reason = "other examples use the rest")]
+#[path = "../moe/mod.rs"]
+mod moe;
+
+mod capture;
+mod plot;
+mod rows;
+mod subject;
+
+use capture::Capture;
+use common::cache::Keys;
+use indicatif::{ProgressBar, ProgressStyle};
+use rayon::prelude::*;
+use rows::{Row, rows};
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use subject::{Subject, Timed};
+
+/// Tokens of a prefill step, and of the ring.
+const RING: usize = 128;
+const SINKS: u32 = 4;
+
+const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --row NAME";
+
+/// What one row came to.
+struct Outcome {
+    ratio: f64,
+    nats: f64,
+    kl: f64,
+    error: f64,
+    bytes: u64,
+    time: Duration,
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let Arguments { gguf, tokens, only } = arguments()?;
+    let mut subject = Subject::load(gguf.as_deref())?;
+    let ids = subject.tokens()?;
+    let window = subject.window();
+    let tokens = tokens.unwrap_or(if gguf.is_some() { 8 * window } else { 16 * window });
+    if !tokens.is_multiple_of(window) || tokens + 4 * window > ids.len() {
+        return Err(format!(
+            "--tokens {tokens}: must be a multiple of {window}, and leave {} of {} for the fits; {HELP}",
+            4 * window,
+            ids.len()
+        )
+        .into());
+    }
+    let calibration = &ids[ids.len() - 4 * window..];
+    let bar = ProgressBar::new_spinner();
+    bar.set_style(ProgressStyle::with_template("{msg}")?);
+    let mut capture = |keys, message| {
+        bar.set_message(message);
+        Capture::run(&mut subject, keys, calibration)
+    };
+    let rotated = capture(Keys::Rotated, "fitting: keys after their rotation")?;
+    let plain = capture(Keys::Unrotated, "fitting: keys before their rotation")?;
+    let all = rows(&subject, &rotated, &plain, &bar)?;
+    bar.finish_and_clear();
+
+    let chosen: Vec<&Row> = all.iter().filter(|row| only.as_ref().is_none_or(|o| *o == row.name)).collect();
+    if chosen.is_empty() {
+        let names: Vec<&str> = all.iter().map(|row| &*row.name).collect();
+        return Err(format!("--row: there are {}", names.join(", ")).into());
+    }
+    let bar = ProgressBar::new(((chosen.len() + 1) * tokens) as u64);
+    bar.set_style(ProgressStyle::with_template("{msg:32} {bar:36} {percent}% of all, {eta} left")?);
+    bar.set_message("f32, nothing packed");
+    let reference = evaluate(&mut subject, &all[0], &ids[..=tokens], &[], &bar)?;
+    let logits = reference.1;
+    println!("{}: {tokens} tokens in windows of {window}, ring {RING}, {SINKS} sinks\n", subject.name());
+    println!(
+        "{:10} {:34} {:>6} {:>7} {:>9} {:>10} {:>9} {:>8} {:>11} {:>8}",
+        "row", "what is stored", "budget", "ratio", "nats", "delta", "KL", "error", "bytes", "attend x"
+    );
+    let mut outcomes = Vec::new();
+    for row in chosen {
+        bar.set_message(row.name.clone());
+        let mut outcome = evaluate(&mut subject, row, &ids[..=tokens], &logits, &bar)?.0;
+        let of = if row.keys == Keys::Rotated { &rotated } else { &plain };
+        outcome.error = of.error(row, &subject)?;
+        outcomes.push((row, outcome));
+    }
+    bar.finish_and_clear();
+    let base = outcomes.iter().find(|(row, _)| row.name == "bf16").map(|(_, o)| o.time);
+    let attend = |o: &Outcome| base.map_or(f64::NAN, |base| base.as_secs_f64() / o.time.as_secs_f64());
+    let mut csv =
+        vec!["model,row,k_codec,v_codec,budget,ratio,nats,delta_nats,kl,rel_error,attend_ratio".to_owned()];
+    for (row, o) in &outcomes {
+        let delta = o.nats - reference.0.nats;
+        println!(
+            "{:10} {:34} {:>6} {:>7.3} {:>9.5} {:>+10.5} {:>9.2e} {:>8.4} {:>11} {:>8.2}",
+            row.id,
+            row.name,
+            row.budget,
+            o.ratio,
+            o.nats,
+            delta,
+            o.kl,
+            o.error,
+            o.bytes,
+            attend(o)
+        );
+        csv.push(format!(
+            "{},{},{},{},{},{:.4},{:.6},{delta:.6},{:.3e},{:.6},{:.3}",
+            subject.name(),
+            row.id,
+            row.k,
+            row.v,
+            row.budget,
+            o.ratio,
+            o.nats,
+            o.kl,
+            o.error,
+            attend(o)
+        ));
+    }
+    println!(
+        "\nratio: bf16 bytes over those of packed pages, scales and positions included; bytes: all pages at the end of the last \
+         window, ring and open pages in bf16; attend x: the time of append and attend of bf16 over the row's"
+    );
+    if only.is_none() {
+        let stem = if gguf.is_some() { "quality-llama" } else { "quality" };
+        let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+        std::fs::write(results.join(format!("{stem}.csv")), csv.join("\n") + "\n")?;
+        plot::write(&results.join(format!("{stem}.svg")), subject.name(), &outcomes, reference.0.nats)?;
+        println!("written to benches/results/{stem}.csv and .svg");
+    }
+    Ok(())
+}
+
+/// Nats a token, KL to `reference`, and the logits.
+fn evaluate(
+    subject: &mut Subject,
+    row: &Row,
+    ids: &[u32],
+    reference: &[f32],
+    bar: &ProgressBar,
+) -> Result<(Outcome, Vec<f32>), Box<dyn Error>> {
+    subject.keys(row.keys);
+    let mut cache = Timed::new(subject.paged(row, RING, SINKS)?);
+    let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
+    let (mut loss, mut kl, mut bytes, mut at) = (0.0, 0.0, 0, 0);
+    let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
+    for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
+        cache.clear();
+        for (inputs, targets) in inputs.chunks(RING).zip(targets.chunks(RING)) {
+            subject.forward(inputs, &mut cache, &mut logits)?;
+            let rows = logits.par_chunks_exact(vocab).zip(targets);
+            // Collected, so that the sums' order is fixed.
+            let nats: Vec<f64> = rows.map(|(row, next)| common::sample::nats(row, *next as usize)).collect();
+            loss += nats.iter().sum::<f64>();
+            match reference.get(at..at + logits.len()) {
+                Some(reference) => {
+                    let pairs = reference.par_chunks_exact(vocab).zip(logits.par_chunks_exact(vocab));
+                    kl += pairs.map(|(p, q)| divergence(p, q)).collect::<Vec<f64>>().iter().sum::<f64>();
+                }
+                None => all.extend_from_slice(&logits),
+            }
+            at += logits.len();
+            bar.inc(inputs.len() as u64);
+        }
+        bytes = cache.bytes();
+    }
+    let n = inputs.len() as f64;
+    let ratio = row.ratio(subject);
+    let outcome = Outcome { ratio, nats: loss / n, kl: kl / n, error: f64::NAN, bytes, time: cache.time() };
+    Ok((outcome, all))
+}
+
+/// KL(p || q) of two rows of logits.
+fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let log_sum = |x: &[f32]| {
+        let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        f64::from(top) + x.iter().map(|x| f64::from(x - top).exp()).sum::<f64>().ln()
+    };
+    let (lp, lq) = (log_sum(p), log_sum(q));
+    let terms = p.iter().zip(q).map(|(p, q)| {
+        let (p, q) = (f64::from(*p) - lp, f64::from(*q) - lq);
+        p.exp() * (p - q)
+    });
+    terms.sum()
+}
+
+struct Arguments {
+    gguf: Option<PathBuf>,
+    tokens: Option<usize>,
+    only: Option<String>,
+}
+
+fn arguments() -> Result<Arguments, Box<dyn Error>> {
+    let mut parsed = Arguments { gguf: None, tokens: None, only: None };
+    let mut arguments = std::env::args().skip(1);
+    while let Some(name) = arguments.next() {
+        let mut value = || arguments.next().ok_or_else(|| format!("{name}: without a value; {HELP}"));
+        match &*name {
+            "--gguf" => parsed.gguf = Some(PathBuf::from(value()?)),
+            "--row" => parsed.only = Some(value()?),
+            "--tokens" => {
+                let n = value()?;
+                parsed.tokens = Some(n.parse().map_err(|e| format!("--tokens {n}: {e}; {HELP}"))?);
+            }
+            _ => return Err(format!("{name}: unknown; {HELP}").into()),
+        }
+    }
+    Ok(parsed)
+}

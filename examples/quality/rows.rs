@@ -1,0 +1,184 @@
+//! The rows of the table: every way of packing that the store knows.
+
+use crate::capture::Capture;
+use crate::common::cache::Keys;
+use crate::subject::Subject;
+use indicatif::ProgressBar;
+use pikv::codec::{
+    Code, Codec, Coding, Cost, CropBy, Distil, HeadCodings, Map, crop, distil, fit_lora_plus, hybrid, lora,
+    svd, think,
+};
+use pikv::{CacheConfig, Dtype};
+use std::error::Error;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Heads of a distilled model at most: each takes seconds to fit.
+const DISTILLED: usize = 16;
+
+pub struct Row {
+    pub id: &'static str,
+    pub name: String,
+    /// What of a row's channels is stored.
+    pub budget: String,
+    pub k: String,
+    pub v: String,
+    pub dtype: Dtype,
+    pub keys: Keys,
+    /// `[layer][kv_head]`; empty where nothing is packed.
+    pub codecs: Vec<Vec<Codec>>,
+}
+
+impl Row {
+    fn new(
+        id: &'static str,
+        name: impl Into<String>,
+        budget: &str,
+        keys: Keys,
+        codecs: Vec<Vec<Codec>>,
+    ) -> Row {
+        let code = |pick: fn(&Codec) -> &Coding| match codecs.first().and_then(|heads| heads.first()) {
+            Some(codec) => pick(codec).code().name().to_owned(),
+            None => "bf16".to_owned(),
+        };
+        let (k, v) = (code(|c| &c.k), code(|c| &c.v));
+        Row { id, name: name.into(), budget: budget.into(), k, v, dtype: Dtype::Bf16, keys, codecs }
+    }
+
+    pub fn compress(&self, mut config: CacheConfig) -> CacheConfig {
+        for (layer, heads) in self.codecs.iter().enumerate() {
+            for (head, codec) in heads.iter().enumerate() {
+                config = config.compress_head(layer, head, codec.clone());
+            }
+        }
+        config
+    }
+
+    /// bf16 bytes over packed bytes.
+    pub fn ratio(&self, subject: &Subject) -> f64 {
+        let dim = subject.head_dim as u32;
+        let heads = self.codecs.iter().flatten();
+        let shares: Vec<f64> = heads.map(|codec| 1.0 / codec.ratio(dim, dim)).collect();
+        match shares.len() {
+            0 => 16.0 / f64::from(self.dtype.bits()),
+            n => n as f64 / shares.iter().sum::<f64>(),
+        }
+    }
+}
+
+/// A codec for every head.
+fn each(subject: &Subject, mut make: impl FnMut(u32, u32) -> Result<Codec>) -> Result<Vec<Vec<Codec>>> {
+    let layer = |l: u32| (0..subject.kv_heads as u32).map(|h| make(l, h)).collect();
+    (0..subject.layers as u32).map(layer).collect()
+}
+
+/// All rows; the first is f32 and nothing packed.
+pub fn rows(subject: &Subject, rotated: &Capture, plain: &Capture, bar: &ProgressBar) -> Result<Vec<Row>> {
+    let dim = subject.head_dim as u32;
+    let (half, most) = (dim / 2, dim / 4 * 3);
+    let code = |k, v| each(subject, |_, _| Ok(Codec::new(Coding::new(k), Coding::new(v))));
+    let turned = |code| Ok::<_, Box<dyn Error>>(Coding::new(code).map(Map::hadamard(dim)?));
+    let bf16 = || Coding::new(Code::Bf16);
+    let (after, before) = (Keys::Rotated, Keys::Unrotated);
+    let mut rows = vec![
+        Row {
+            dtype: Dtype::F32,
+            k: "f32".into(),
+            v: "f32".into(),
+            ..Row::new("-", "f32", "1", after, vec![])
+        },
+        Row::new("-", "bf16", "1", after, vec![]),
+        Row::new("C_Q", "int8", "1", after, code(Code::Int8, Code::Int8)?),
+        Row::new("C_Q", "int8 K before rotation", "1", before, code(Code::Int8, Code::Int8)?),
+        Row::new("C_Q", "int8 K int4 V", "1", after, code(Code::Int8, Code::Int4)?),
+        Row::new("C_Q", "int4", "1", after, code(Code::Int4, Code::Int4)?),
+        Row::new("C_Q", "int4 K before rotation", "1", before, code(Code::Int4, Code::Int4)?),
+    ];
+    let hadamard = each(subject, |_, _| Ok(Codec::new(turned(Code::Int4)?, Coding::new(Code::Int4))))?;
+    rows.push(Row::new("C_Q", "int4 Hadamard K", "1", after, hadamard.clone()));
+    let both = each(subject, |_, _| Ok(Codec::new(turned(Code::Int4)?, turned(Code::Int4)?)))?;
+    rows.push(Row::new("C_Q", "int4 Hadamard K and V", "1", after, both));
+    rows.push(Row::new("C_fp8", "e4m3", "1", after, code(Code::E4m3, Code::E4m3)?));
+    rows.push(Row::new("C_fp8", "e5m2", "1", after, code(Code::E5m2, Code::E5m2)?));
+
+    bar.set_message("fitting: low ranks");
+    let k = |of: &Capture, l, h, r| Ok::<_, Box<dyn Error>>(svd(of.fitter.k(l, h)?, r)?.map);
+    let v = |l, h, r| Ok::<_, Box<dyn Error>>(svd(rotated.fitter.v(l, h)?, r)?.map);
+    for (share, r) in [("1/2", half), ("3/4", most)] {
+        let low = each(subject, |l, h| Ok(Codec::new(bf16().map(k(plain, l, h, r)?), bf16())))?;
+        rows.push(Row::new("C_SVD", format!("SVD {share} of K before rotation"), share, before, low));
+    }
+    let low = each(subject, |l, h| Ok(Codec::new(bf16().map(k(rotated, l, h, most)?), bf16())))?;
+    rows.push(Row::new("C_SVD", "SVD 3/4 of rotated K", "3/4", after, low));
+    let low = each(subject, |l, h| Ok(Codec::new(bf16(), bf16().map(v(l, h, most)?))))?;
+    rows.push(Row::new("C_SVD", "SVD 3/4 of V", "3/4", after, low));
+    let low = each(subject, |l, h| {
+        let (k, v) = (k(plain, l, h, half)?, v(l, h, most)?);
+        Ok(Codec::new(Coding::new(Code::Int8).map(k), Coding::new(Code::Int8).map(v)))
+    })?;
+    rows.push(Row::new("C_SVD", "SVD 1/2 K 3/4 V in int8", "5/8", before, low));
+    let given = each(subject, |l, h| {
+        let map = k(plain, l, h, half)?;
+        let (down, up) = (map.encode().into_owned(), map.decode().into_owned());
+        Ok(Codec::new(bf16().map(lora(dim, half, down, up)?), bf16()))
+    })?;
+    rows.push(Row::new("C_Lo", "given projector, 1/2 of K", "1/2", before, given));
+    let plus = each(subject, |l, h| {
+        Ok(Codec::new(bf16().map(fit_lora_plus(plain.fitter.k(l, h)?, half)?.map), bf16()))
+    })?;
+    rows.push(Row::new("C_Lo+", "rank and bias, 1/2 of K", "1/2", before, plus));
+    for (name, by) in [("first", CropBy::First), ("by energy", CropBy::Energy)] {
+        let cut = each(subject, |l, h| {
+            let energy = rotated.fitter.k(l, h)?.mean_squares();
+            Ok(Codec::new(bf16().map(crop(&energy, Some(subject.rope), most, by)?.map), bf16()))
+        })?;
+        rows.push(Row::new("C_F-lit", format!("crop {name}, 3/4 of K"), "3/4", after, cut));
+    }
+    let pruned = each(subject, |l, h| {
+        let (q, k) = (rotated.fitter.q(l, h)?.mean_squares(), rotated.fitter.k(l, h)?.mean_squares());
+        Ok(Codec::new(bf16().map(think(&q, &k, Some(subject.rope), most)?.map), bf16()))
+    })?;
+    rows.push(Row::new("C_Pr", "ThinK, 3/4 of K", "3/4", after, pruned));
+
+    if subject.layers * subject.kv_heads <= DISTILLED {
+        let scale = 1.0 / (dim as f64).sqrt();
+        let distilled = each(subject, |l, h| {
+            bar.set_message(format!("distilling layer {l}, KV head {h}"));
+            bar.tick();
+            let fitter = &plain.fitter;
+            let start = fit_lora_plus(fitter.k(l, h)?, half)?.map;
+            let whole = Map::identity_subset(dim, &(0..dim).collect::<Vec<u32>>())?;
+            let options = Distil { steps: 150, scale: Some(scale), rope: Some(subject.rope), ..Distil::default() };
+            let found = distil(&fitter.segments(l, h)?, &start, &whole, &options, |_, _| ())?;
+            Ok(Codec::new(bf16().map(found.k), bf16()))
+        })?;
+        rows.push(Row::new("C_Dis", "distilled, 1/2 of K", "1/2", before, distilled));
+    }
+
+    // Between int4 and int8, head by head, in the bytes that lie half-way.
+    let options = [("int4", hadamard), ("int8", code(Code::Int8, Code::Int8)?)];
+    let mut heads: Vec<Vec<Cost>> = vec![Vec::new(); subject.layers * subject.kv_heads];
+    for (name, codecs) in &options {
+        let row = Row::new("C_Hy", *name, "1", after, codecs.clone());
+        let errors = rotated.errors(&row, subject)?;
+        for (i, (error, codec)) in errors.iter().flatten().zip(codecs.iter().flatten()).enumerate() {
+            heads[i].push(Cost { bytes: codec.packed(dim, dim).bytes(), error: error.0 / error.1 });
+        }
+    }
+    let bytes = |i: usize| heads.iter().map(|costs| costs[i].bytes).sum::<u64>();
+    let budget = (bytes(0) + bytes(1)) / 2;
+    let heads: Vec<HeadCodings> =
+        heads.iter().map(|codings| HeadCodings { importance: 1.0, codings: codings.clone() }).collect();
+    let chosen = hybrid(&heads, budget)?.chosen;
+    let mixed = each(subject, |l, h| {
+        let head = l as usize * subject.kv_heads + h as usize;
+        Ok(options[chosen[head]].1[l as usize][h as usize].clone())
+    })?;
+    rows.push(Row {
+        k: "mixed".into(),
+        v: "mixed".into(),
+        ..Row::new("C_Hy", "int8 or int4 by head", "1", after, mixed)
+    });
+    debug_assert!(rotated.keys() == after && plain.keys() == before);
+    Ok(rows)
+}
