@@ -3,11 +3,12 @@
 use crate::Outcome;
 use crate::rows::Row;
 use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::error::Error;
 use std::path::Path;
 
-/// Rows that lose more than this share a line at the top.
-const WORST: f64 = 0.5;
+/// Nats a token above the uncompressed line at which the plot ends; worse rows lie on that edge.
+const EDGE: f64 = 0.03;
 
 pub fn write(
     path: &Path,
@@ -15,42 +16,38 @@ pub fn write(
     outcomes: &[(&Row, Outcome)],
     uncompressed: f64,
 ) -> Result<(), Box<dyn Error>> {
-    let root = SVGBackend::new(path, (1100, 700)).into_drawing_area();
+    let root = SVGBackend::new(path, (1200, 720)).into_drawing_area();
     root.fill(&WHITE)?;
-    let shown: Vec<(&Row, f64, f64)> = outcomes
-        .iter()
-        .map(|(row, o)| (*row, 100.0 / o.ratio, (o.nats - uncompressed).clamp(1e-6, WORST)))
-        .collect();
-    let mut chart = ChartBuilder::on(&root)
-        .caption(format!("{model}: nats a token lost, against bytes"), ("sans-serif", 22))
-        .margin(16)
+    let (left, legend) = root.split_horizontally(760);
+    let least = outcomes.iter().map(|(_, o)| o.nats).fold(uncompressed, f64::min);
+    let (low, high) = (least - 0.002, uncompressed + EDGE);
+    let mut chart = ChartBuilder::on(&left)
+        .caption(format!("{model}: nats a token against bytes"), ("sans-serif", 22))
+        .margin(14)
         .x_label_area_size(44)
-        .y_label_area_size(80)
-        .build_cartesian_2d(20.0..210.0, (5e-7..WORST * 1.5).log_scale())?;
+        .y_label_area_size(70)
+        .build_cartesian_2d(20.0..110.0, low..high)?;
     chart
         .configure_mesh()
+        .light_line_style(WHITE)
         .x_desc("packed bytes, % of bf16")
-        .y_desc(format!("nats lost (1e-6: none or a gain; {WORST}: that or more)"))
-        .y_label_formatter(&|y| format!("{y:.0e}"))
+        .y_desc(format!("nats a token; the top edge is {EDGE} above the uncompressed line, or worse"))
         .draw()?;
-    chart
-        .draw_series(LineSeries::new([(20.0, 1e-6), (210.0, 1e-6)], BLACK.stroke_width(1)))?
-        .label("uncompressed");
-    chart.draw_series([Text::new(
-        format!("uncompressed: {uncompressed:.4}"),
-        (150.0, 1.2e-6),
-        ("sans-serif", 13),
-    )])?;
-    for (i, (row, x, y)) in shown.iter().enumerate() {
-        let color = Palette99::pick(i).to_rgba();
-        chart.draw_series([Circle::new((*x, *y), 4, color.filled())])?;
-        // Names to the right, every other one a little lower, so that neighbours can be told apart.
-        let shift = if i % 2 == 0 { 1.0 } else { 0.86 };
-        chart.draw_series([Text::new(
-            row.name.clone(),
-            (x + 1.0, y * shift),
-            ("sans-serif", 12).into_font().color(&color),
-        )])?;
+    chart.draw_series(LineSeries::new([(20.0, uncompressed), (110.0, uncompressed)], BLACK.stroke_width(2)))?;
+    chart.draw_series([Text::new("uncompressed (f32)", (21.0, uncompressed + 0.0008), ("sans-serif", 14))])?;
+    let centre = ("sans-serif", 10).into_font().color(&WHITE).pos(Pos::new(HPos::Center, VPos::Center));
+    // f32 itself is the line.
+    for (i, (row, o)) in outcomes.iter().enumerate().filter(|(_, (row, _))| row.name != "f32") {
+        // Few hues, so that all are dark enough for the number.
+        let color = HSLColor((i as f64 * 0.381_966).fract(), 0.75, 0.36);
+        let place = (100.0 / o.ratio, o.nats.min(high));
+        chart.draw_series([Circle::new(place, 9, color.filled())])?;
+        chart.draw_series([Text::new(i.to_string(), place, centre.clone())])?;
+        let y = 50 + 26 * i as i32;
+        legend.draw(&Circle::new((14, y), 9, color.filled()))?;
+        legend.draw(&Text::new(i.to_string(), (14, y), centre.clone()))?;
+        let line = format!("{} {} ({:+.4})", row.id, row.name, o.nats - uncompressed);
+        legend.draw(&Text::new(line, (30, y - 7), ("sans-serif", 14)))?;
     }
     root.present()?;
     Ok(())

@@ -30,7 +30,7 @@ pub enum Lanes {
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
-    /// AVX-512 F, BW, DQ, VL.
+    /// AVX-512 F, BW, DQ, VL and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
 }
@@ -124,7 +124,7 @@ fn run_avx2<K: Kernel>(w: Avx2, k: K) -> K::Out {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")]
 fn run_avx512<K: Kernel>(w: Avx512, k: K) -> K::Out {
     k.run(w)
 }
