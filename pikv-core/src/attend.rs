@@ -156,8 +156,9 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
             };
             if seen[i][r] != 0 {
                 l[r] = w.add(l[r], p);
-                slots[i][r] = w.park(p);
             }
+            // Also where this row sees nothing of the page: another row may, and they are weighed together.
+            slots[i][r] = w.park(p);
             if let Some(raw) = &mut raw {
                 w.store(p, &mut raw[r][i]);
             }

@@ -78,8 +78,8 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
     let mut weights = [[[0.0; LANES]; BLOCK]; R];
     // One call for both cases: its body is large.
     attend_block(w, form, looks, out, first, raw.is_some().then_some(&mut weights[..]));
-    if let Some(raw) = raw {
-        let pages = form.pages();
+    let pages = form.pages();
+    if let Some(raw) = raw.filter(|_| pages > 0) {
         for (raw, weights) in raw.chunks_exact_mut(pages).zip(&weights) {
             raw.copy_from_slice(&weights[..pages]);
         }

@@ -123,6 +123,8 @@ impl Chain {
     pub fn trim(&mut self, gone: impl Fn(u32) -> bool) {
         let gone = |entry: &Entry| match (&entry.held, entry.last()) {
             (Held::Open(_), _) if entry.fill < PAGE => false,
+            // Packed early, it may be the open page again.
+            (Held::Closed(closed), _) if closed.original.is_some() => false,
             (_, last) => last.is_none_or(&gone),
         };
         while self.entries.front().is_some_and(gone) {

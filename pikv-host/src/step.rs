@@ -7,6 +7,7 @@ use crate::error::Error;
 use crate::filing::{Layer, own};
 use crate::job::View;
 use crate::sequence::Sequence;
+use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::{SmallVec, smallvec};
@@ -256,6 +257,8 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
     let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
     // Each page that may be full by then is packed besides.
     let unknown_closed = u64::from(filed.min(experts)) + u64::from(filed / PAGE);
+    // Within this many positions each expert packs a page early at most, and starts another in its place.
+    let rounds = u64::from((left - layer.filed.min(left)) >> 16);
     if sinks > 0 {
         unknown += StoreShape::run_pages(sinks, 0) + 1;
     }
@@ -266,11 +269,17 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
         let mut closed = unknown_closed;
         let partial = !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| page.is_shared());
         pages += u64::from(partial);
+        let mut early = u64::from(experts) * rounds;
         for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
             let fill = chain.room().map_or(0, |(_, fill)| fill);
             let shared = chain.room().is_some_and(|(page, _)| page.is_shared());
             pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
             closed += u64::from((fill + n) / PAGE);
+            early += u64::from(chain.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));
+        }
+        if codec.is_some() {
+            pages += early;
+            closed += early;
         }
         bytes += pages * shape.layout.bytes();
         bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());

@@ -293,8 +293,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
         }
         w.sync();
         let mut s = [w.splat(0.0); R];
-        for r in 0..R {
-            s[r] = w.splat(self.query.start[r]);
+        for (s, start) in s.iter_mut().zip(&self.query.start) {
+            *s = w.splat(*start);
         }
         let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
         for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
@@ -303,8 +303,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
             for j in 0..n {
                 let x = code.part(w, word, j);
                 let c = at * n + j;
-                for r in 0..R {
-                    s[r] = w.fma(x, w.splat(self.scratch.queries[r].as_flattened()[c]), s[r]);
+                for (s, query) in s.iter_mut().zip(&self.scratch.queries) {
+                    *s = w.fma(x, w.splat(query.as_flattened()[c]), *s);
                 }
             }
         }
@@ -357,9 +357,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
             let base = (at * pairs) & (QUERY_WORDS - pairs);
             for k in 0..pairs {
                 let x = w.and(word, mask);
-                for r in 0..R {
-                    let q = self.scratch.halves[r].as_flattened()[base + k];
-                    sum[r] = w.dot2(x, w.splat_u(q), sum[r]);
+                for (sum, halves) in sum.iter_mut().zip(&self.scratch.halves) {
+                    *sum = w.dot2(x, w.splat_u(halves.as_flattened()[base + k]), *sum);
                 }
                 word = w.shr::<BITS>(word);
             }
@@ -590,8 +589,8 @@ impl Column<'_> {
                 _ => w.load_part(&self.v[at..(t + 1) * self.stride]),
             };
             let mut x = [w.splat(0.0); J];
-            for j in 0..J {
-                x[j] = code.part(w, word, part + j);
+            for (j, x) in x.iter_mut().enumerate() {
+                *x = code.part(w, word, part + j);
             }
             for r in 0..R {
                 let p = w.spread(&weights[r], t, self.width);

@@ -1,0 +1,263 @@
+//! Attention over packed pages against the f64 oracle.
+
+use crate::mix;
+use crate::model::Model;
+use crate::setup::{Setup, codec, feed_all, options, shape};
+use pikv::codec::{Code, Codec, Coding, Map, Packed};
+use pikv::lanes::Lanes;
+use pikv::{Attend, Dtype, LayerShape, Layout, Pairs, Rope};
+use pikv_core::attend::Form;
+use pikv_core::codec::pack::pack;
+use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
+use pikv_core::warp::{Kernel, LANES, Warp};
+
+/// Feeds `total` tokens in steps of several lengths and checks every `some`-th row; the largest share of the tolerance used.
+fn run(setup: &Setup, options: &Attend, total: u32, some: usize) -> f64 {
+    let cache = setup.cache();
+    let (mut sequence, mut model) = (cache.sequence(), Model::new(setup, 0));
+    let mut most = 0f64;
+    for step in 0.. {
+        let n = [1, 9, 2, setup.ring, 1, 13][step % 6].min(setup.ring).min(total - model.len());
+        if n == 0 {
+            break;
+        }
+        let ids: Vec<u64> = (0..n).map(|i| u64::from(model.len() + i)).collect();
+        let got =
+            feed_all(setup, &cache, &mut [(&mut sequence, ids.clone())], options, step % 3 == 0).remove(0);
+        let old = model.len();
+        model.push(setup, &ids);
+        most = most.max(model.check(setup, n, options, &got.out, &got.lse, some));
+        if !got.mass.is_empty() {
+            mass(setup, &model, options, old, &got);
+        }
+    }
+    assert!(model.chains.iter().flatten().flatten().any(|page| page.by.is_some()), "nothing was packed");
+    most
+}
+
+/// The mass of the rows from `old` on against the oracle's weights.
+fn mass(setup: &Setup, model: &Model, options: &Attend, old: u32, got: &crate::setup::Got) {
+    let placed = model.placed();
+    let n = model.len() as usize;
+    let mut want = vec![vec![0.0; n]; setup.layer.kv_heads as usize];
+    let mut off = 0.0;
+    for p in old..model.len() {
+        for row in model.row(setup, p, options) {
+            off += (2.0 * row.lse_off).exp_m1();
+            row.weights.iter().for_each(|(head, at, weight)| want[*head][*at as usize] += weight);
+        }
+    }
+    let mut sum = vec![vec![0.0; n]; setup.layer.kv_heads as usize];
+    for (i, page) in got.mass.iter().enumerate() {
+        let twice =
+            got.mass[..i].iter().any(|other| (other.kv_head, other.page) == (page.kv_head, page.page));
+        assert!(!twice, "{:?} is listed twice", page.page);
+        let chain = placed.get(&(page.kv_head, page.page.place, page.page.ordinal));
+        for (lane, weight) in page.tokens.iter().enumerate() {
+            let at = match chain {
+                Some(page) => page.positions.get(lane).copied(),
+                None => Some(page.page.ordinal * 32 + lane as u32).filter(|at| *at < model.len()),
+            };
+            match at {
+                Some(at) => sum[page.kv_head][at as usize] += f64::from(*weight),
+                None => assert_eq!(*weight, 0.0, "lane {lane} of {:?} has no token", page.page),
+            }
+        }
+    }
+    for (got, want) in sum.iter().flatten().zip(want.iter().flatten()) {
+        assert!((got - want).abs() <= off * want + 1e-6, "mass {got}, want {want} in {setup:?}");
+    }
+}
+
+#[test]
+fn every_code() {
+    for (i, k) in Code::ALL.into_iter().enumerate() {
+        for (j, v) in Code::ALL.into_iter().enumerate().filter(|(j, _)| (i + j) % 3 != 1 || i == *j) {
+            let dtype = Dtype::ALL[(i + j) % 3];
+            let lanes: Vec<Lanes> = Lanes::available().collect();
+            let setup = Setup {
+                lanes: lanes[(i + j) % lanes.len()],
+                ..Setup::new(shape(1, 4, 64, 64, dtype), 20, codec(k, v))
+            };
+            run(&setup, &options(&setup), 130, 5);
+        }
+    }
+}
+
+/// A basis that is not square, with a bias.
+fn dense(wide: u32, narrow: u32, bias: bool) -> Map {
+    let noise = |salt: u64, i: u32| (mix(&[salt, u64::from(i)]) >> 40) as f32 / 8_388_608.0 - 1.0;
+    let n = wide * narrow;
+    let scale = (wide as f32).powf(-0.5);
+    let encode = (0..n).map(|i| noise(1, i) * scale).collect();
+    let decode = (0..n).map(|i| noise(2, i) * scale).collect();
+    Map::new(wide, narrow, encode, decode, bias.then(|| (0..wide).map(|i| noise(3, i)).collect())).unwrap()
+}
+
+/// Every second pair of a rotation over the whole width.
+fn pairs(wide: u32, of: Pairs) -> Map {
+    let half = wide / 2;
+    let channels: Vec<u32> = (0..half)
+        .step_by(2)
+        .flat_map(|i| if of == Pairs::Halves { [i, i + half] } else { [2 * i, 2 * i + 1] })
+        .collect();
+    Map::identity_subset(wide, &channels).unwrap()
+}
+
+fn mapped(kind: u64, code: Code, wide: u32, of: Pairs) -> Coding {
+    let coding = Coding::new(code);
+    match kind {
+        _ if wide < 3 => coding,
+        0 => coding.map(Map::hadamard(wide).unwrap()),
+        1 => coding.map(pairs(wide, of)),
+        2 => coding.map(dense(wide, wide.div_ceil(3), true)),
+        3 => coding.map(dense(wide, wide.div_ceil(2), false)),
+        _ => coding,
+    }
+}
+
+/// A setup with every knob turned somewhere.
+fn any(i: u64) -> (Setup, Attend) {
+    let pick = |salt: u64, n: usize| (mix(&[i, salt]) % n as u64) as usize;
+    let (k_dim, v_dim) =
+        [(32, 32), (64, 80), (80, 64), (128, 128), (256, 96), (96, 256), (33, 20), (3, 1), (160, 129)]
+            [pick(0, 9)];
+    let group = [1, 3, 4, 8][pick(1, 4)];
+    let (k, v) = (Code::ALL[pick(2, 7)], Code::ALL[pick(3, 7)]);
+    let of = [Pairs::Halves, Pairs::Neighbours][pick(4, 2)];
+    let whole = k_dim - k_dim % 2;
+    let rotary_dim = [whole, (whole / 4).max(1) * 2][pick(5, 2)];
+    let rope = [None, Some(Rope { theta: 1000.0, rotary_dim, pairs: of })][pick(6, 2)];
+    let coding = Codec::new(mapped(pick(7, 6) as u64, k, k_dim, of), mapped(pick(8, 8) as u64, v, v_dim, of));
+    let layout = Layout { k_dim, v_dim, k: Dtype::ALL[pick(9, 3)], v: Dtype::ALL[pick(10, 3)] };
+    let window = [None, None, Some(5), Some(40), Some(70)][pick(11, 5)];
+    let layer = LayerShape { kv_heads: 2, query_heads: 2 * group, layout, window, rope };
+    let lanes: Vec<Lanes> = Lanes::available().collect();
+    // The second head is packed another way, or not at all.
+    let other = [None, Some(codec(v, k))][pick(12, 2)].clone();
+    let setup = Setup {
+        experts: [1, 4][pick(13, 2)],
+        sinks: [0, 3][pick(14, 2)],
+        rollback: [0, 40][pick(15, 2)],
+        codecs: vec![Some(coding.clone()), other],
+        lanes: lanes[pick(16, lanes.len())],
+        ..Setup::new(layer, [7, 20, 33][pick(17, 3)], coding)
+    };
+    let options = options(&setup);
+    (setup, [options, options.softcap(3.0), options.split(1)][pick(18, 3)])
+}
+
+#[test]
+fn every_knob() {
+    for i in 0..70 {
+        let (mut setup, options) = any(i);
+        // A window that is no longer than the ring files nothing.
+        if setup.layer.window.is_some_and(|w| w <= setup.ring) {
+            setup.layer.window = Some(setup.ring + 17);
+        }
+        run(&setup, &options, 140, 9);
+    }
+}
+
+#[test]
+fn wide_heads() {
+    for (k_dim, v_dim, k, v) in [
+        (256, 256, Code::Int8, Code::Int4),
+        (255, 256, Code::Int4, Code::Int8),
+        (256, 255, Code::E4m3, Code::E5m2),
+    ] {
+        for group in [1, 3, 8] {
+            let setup = Setup {
+                experts: 4,
+                ..Setup::new(shape(1, group, k_dim, v_dim, Dtype::F32), 16, codec(k, v))
+            };
+            run(&setup, &options(&setup), 150, 11);
+        }
+    }
+}
+
+/// The scores of one page of integer keys.
+struct Scores<'a>(&'a Packed, &'a [u32], &'a [[f32; LANES]]);
+
+impl Kernel for Scores<'_> {
+    type Out = [f32; LANES];
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) -> [f32; LANES] {
+        let Scores(packed, words, rows) = self;
+        let pages = [PackedRef { words, fill: 32, last: 31, by: 31 }];
+        let folded = Folded::<1> { rows, start: [0.0], whole: None };
+        let mut scratch = Scratch::default();
+        let mut form = PackedPages::new(w, packed, &pages, None, folded, &mut scratch, &mut []);
+        let mut out = [0.0; LANES];
+        let [scores] = form.scores(w, 0);
+        w.store(scores, &mut out);
+        out
+    }
+}
+
+struct Pack<'a>(&'a Packed, &'a [[f32; LANES]], &'a mut [u32]);
+
+impl Kernel for Pack<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let positions: Vec<u32> = (0..32).collect();
+        pack(w, self.0, &positions, self.1, &[[0.0; LANES]], self.2);
+    }
+}
+
+/// What rounding a query to 16 bits costs is below the bound that is stated, `2^-16 top sum_c max |q scale|`, and comes near it
+/// where all is as bad as can be: every channel half a step off, in one direction, under the largest code.
+#[test]
+fn the_bound_of_integer_scores_is_honest() {
+    for (code, top) in [(Code::Int8, 255.0), (Code::Int4, 15.0)] {
+        for k_dim in [2u32, 64, 200, 256] {
+            for kind in 0..4u64 {
+                let packed = Packed::new(k_dim, 1, code, Code::F32);
+                let n = k_dim as usize;
+                let x =
+                    |c: usize, t: usize| (mix(&[kind, c as u64, t as u64]) >> 40) as f32 / 8_388_608.0 - 1.0;
+                // Kind 0: scale 1, minimum 0, all tokens but the first at the top.
+                let k: Vec<[f32; LANES]> = (0..n)
+                    .map(|c| {
+                        std::array::from_fn(
+                            |t| if kind == 0 { if t == 0 { 0.0 } else { top } } else { x(c, t) },
+                        )
+                    })
+                    .collect();
+                let mut words = vec![0; packed.words() as usize];
+                let mut rows = vec![[0.0; LANES]; packed.k_cols() as usize];
+                for c in 0..n {
+                    let worst = if c == 0 { 32767.0 } else { (c % 100 * 2) as f32 + 0.5 };
+                    rows[c / 32][c % 32] = if kind == 0 { worst } else { x(c, 99) };
+                }
+                let shape = crate::oracle::Shape { k_dim: n, v_dim: 1, k: code, v: Code::F32 };
+                for lanes in Lanes::available() {
+                    lanes.run(Pack(&packed, &k, &mut words));
+                    let got = lanes.run(Scores(&packed, &words, &rows));
+                    let q = |c: usize| f64::from(rows[c / 32][c % 32]);
+                    let scale = |c: usize| shape.k_scale(&words, c).0;
+                    let largest = (0..n).fold(0f64, |m, c| m.max((q(c) * scale(c)).abs()));
+                    let bound = largest * n as f64 * f64::from(top) / 65536.0;
+                    let most: f64 = (0..n)
+                        .map(|c| {
+                            (q(c) * (shape.k_scale(&words, c).1.abs() + f64::from(top) * scale(c))).abs()
+                        })
+                        .sum();
+                    let worst = (0..32).fold(0f64, |m, t| {
+                        let want: f64 = (0..n).map(|c| q(c) * shape.key(&words, t, c)).sum();
+                        m.max((f64::from(got[t]) - want).abs())
+                    });
+                    assert!(
+                        worst <= bound + most * 4.0 / 16_777_216.0,
+                        "{} {k_dim} {kind}: off {worst}, bound {bound}",
+                        code.name()
+                    );
+                    if kind == 0 && k_dim > 2 {
+                        assert!(worst >= 0.9 * bound, "{} {k_dim}: off {worst}, bound {bound}", code.name());
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! The same bits, however packed pages are read and however their tokens came.
+
+use crate::mix;
+use crate::setup::{Got, Setup, bits, codec, feed_all, options, query, shape, snapshot};
+use pikv::codec::{Code, Codec, Coding, Map};
+use pikv::lanes::Lanes;
+use pikv::{
+    Attend, Cache, Dtype, LayerShape, Output, PageMass, Pairs, Position, Rope, Rows, Sequence, ShardMap,
+};
+
+const RING: u32 = 100;
+const TOTAL: u32 = 420;
+
+fn setups() -> Vec<Setup> {
+    let hadamard = |dim, code| Coding::new(code).map(Map::hadamard(dim).unwrap());
+    let rope = Rope { theta: 10_000.0, rotary_dim: 32, pairs: Pairs::Halves };
+    let many = |setup: Setup| Setup { experts: 5, sinks: 3, ..setup };
+    vec![
+        many(Setup::new(shape(1, 3, 64, 80, Dtype::Bf16), RING, codec(Code::Int8, Code::Int4))),
+        Setup {
+            codecs: vec![Some(codec(Code::E4m3, Code::Int8)), None],
+            ..many(Setup::new(shape(2, 4, 33, 20, Dtype::F32), RING, codec(Code::E4m3, Code::E4m3)))
+        },
+        many(Setup::new(
+            LayerShape { window: Some(230), ..shape(1, 1, 128, 128, Dtype::F16) },
+            RING,
+            Codec::new(hadamard(128, Code::Int4), hadamard(128, Code::Int8)),
+        )),
+        Setup::new(
+            LayerShape { rope: Some(rope), ..shape(1, 8, 48, 160, Dtype::F32) },
+            RING,
+            Codec::new(hadamard(48, Code::Int4), Coding::new(Code::E5m2)),
+        ),
+        Setup::new(shape(1, 2, 64, 32, Dtype::F32), RING, codec(Code::Bf16, Code::F16)),
+    ]
+}
+
+#[derive(Clone, Copy)]
+enum Cut {
+    Every(u32),
+    Mixed(u64),
+}
+
+impl Cut {
+    fn next(self, at: u32) -> u32 {
+        match self {
+            Cut::Every(n) => n,
+            Cut::Mixed(salt) => 1 + (mix(&[salt, u64::from(at)]) % u64::from(RING)) as u32,
+        }
+    }
+}
+
+/// Bits of all rows, `[row]` of one vector.
+type Bits = Vec<Vec<u32>>;
+
+fn split_rows(setup: &Setup, got: &Got, into: &mut Bits) {
+    let heads = setup.layer.query_heads as usize;
+    let v_dim = setup.layer.layout.v_dim as usize;
+    let rows = got.out.chunks(heads * v_dim).zip(got.lse.chunks(heads));
+    into.extend(rows.map(|(out, lse)| bits(&[out, lse].concat())));
+}
+
+fn run(setup: &Setup, cut: Cut, options: &Attend) -> (Bits, Sequence) {
+    let cache = setup.cache();
+    let (mut sequence, mut all) = (cache.sequence(), vec![]);
+    while sequence.next_position().0 < TOTAL {
+        let at = sequence.next_position().0;
+        let ids = (at..TOTAL.min(at + cut.next(at))).map(u64::from).collect();
+        let got = feed_all(setup, &cache, &mut [(&mut sequence, ids)], options, false);
+        split_rows(setup, &got[0], &mut all);
+    }
+    (all, sequence)
+}
+
+#[track_caller]
+fn same(want: &Bits, got: &Bits, what: &str) {
+    assert_eq!(want.len(), got.len());
+    for (p, (want, got)) in want.iter().zip(got).enumerate() {
+        assert_eq!(want, got, "{what}: row {p}");
+    }
+}
+
+fn lanes() -> Vec<Lanes> {
+    Lanes::available().collect()
+}
+
+#[test]
+fn however_tokens_are_cut_into_steps() {
+    for (s, setup) in setups().into_iter().enumerate() {
+        let options = options(&setup);
+        let (want, whole) = run(&setup, Cut::Every(1), &options);
+        let cuts = [Cut::Every(7), Cut::Every(32), Cut::Every(33), Cut::Every(RING), Cut::Mixed(5)];
+        for (i, cut) in cuts.into_iter().enumerate() {
+            for slack in [0, 1, 45] {
+                let lanes = lanes();
+                let lanes = lanes[(i + slack as usize) % lanes.len()];
+                let setup = Setup { rollback: slack, lanes, ..setup.clone() };
+                let (got, sequence) = run(&setup, cut, &options);
+                same(&want, &got, &format!("setup {s}, cut {i}, slack {slack}, {}", lanes.name()));
+                let read = |sequence: &Sequence| -> Vec<_> {
+                    let all = snapshot(&setup, sequence).into_iter();
+                    all.filter(|(page, _)| page.packed)
+                        .map(|(page, tokens)| (page.id, page.bytes, tokens))
+                        .collect()
+                };
+                if slack == 0 {
+                    assert_eq!(read(&whole), read(&sequence));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn lanes_threads_splits_and_shards() {
+    for (s, setup) in setups().into_iter().enumerate() {
+        let setup = Setup { lanes: Lanes::Portable, ..setup };
+        let plain = options(&setup);
+        let (want, _) = run(&setup, Cut::Mixed(1), &plain);
+        for (i, lanes) in lanes().into_iter().enumerate() {
+            for (j, shards) in [1, 2, 4, 8].into_iter().enumerate() {
+                let setup = Setup {
+                    lanes,
+                    shards: ShardMap::sum(shards).unwrap(),
+                    rollback: 20 * (j as u32 % 2),
+                    ..setup.clone()
+                };
+                let options = match (i + j) % 3 {
+                    0 => plain,
+                    split => plain.split(split as u32),
+                };
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(1 + j % 2).build().unwrap();
+                let (got, _) = pool.install(|| run(&setup, Cut::Mixed(2 + j as u64), &options));
+                same(&want, &got, &format!("setup {s}, {shards} shards, {}", lanes.name()));
+            }
+        }
+    }
+}
+
+#[test]
+fn batches_of_sequences() {
+    for setup in setups() {
+        let setup = Setup { rollback: 10, ..setup };
+        let (options, cache) = (options(&setup), setup.cache());
+        let (want, _) = run(&setup, Cut::Every(1), &options);
+        // The same tokens in three sequences at different speeds, one of them a fork.
+        let (mut a, mut b) = (cache.sequence(), cache.sequence());
+        let mut c: Option<Sequence> = None;
+        let mut rows: [Bits; 3] = Default::default();
+        for i in 0.. {
+            let ids = |s: &Sequence, n: u32| {
+                (s.next_position().0..TOTAL.min(s.next_position().0 + n)).map(u64::from).collect::<Vec<_>>()
+            };
+            let c_ids = c.as_ref().map(|c| ids(c, 61));
+            let mut parts = vec![(ids(&a, 13), 0, &mut a), (ids(&b, 1 + i % 70), 1, &mut b)];
+            if let (Some(c), Some(ids)) = (c.as_mut(), c_ids) {
+                parts.push((ids, 2, c));
+            }
+            parts.retain(|(ids, ..)| !ids.is_empty());
+            if parts.is_empty() {
+                break;
+            }
+            let order: Vec<(usize, usize)> = parts.iter().map(|(ids, i, _)| (ids.len(), *i)).collect();
+            let mut parts: Vec<_> = parts.into_iter().map(|(ids, _, s)| (s, ids)).collect();
+            let got = feed_all(&setup, &cache, &mut parts, &options, false);
+            let mut all = vec![];
+            split_rows(&setup, &got[0], &mut all);
+            for (n, i) in order {
+                rows[i].extend(all.drain(..n));
+            }
+            if c.is_none() && a.next_position().0 > 150 {
+                rows[2] = rows[0].clone();
+                c = Some(a.fork());
+            }
+        }
+        rows.iter().for_each(|rows| same(&want, rows, "a batch"));
+    }
+}
+
+/// Rows that are asked outside a step, back to the oldest that can be, have the bits that they had in it.
+#[test]
+fn older_rows_asked_again() {
+    for setup in setups() {
+        let setup = Setup { rollback: 50, ..setup };
+        let options = options(&setup);
+        let (want, _) = run(&setup, Cut::Every(33), &options);
+        let cache = setup.cache();
+        let (_, sequence) = run_in(&setup, &cache, &options);
+        let n = sequence.rollback_limit() + 1;
+        assert_eq!(n, 51);
+        let first = TOTAL - n;
+        let q: Vec<f32> = (first..TOTAL).flat_map(|p| query(&setup, 0, u64::from(p))).collect();
+        let heads = setup.layer.query_heads as usize;
+        let rows = n as usize * heads;
+        let mut got = Got {
+            out: vec![f32::NAN; rows * setup.layer.layout.v_dim as usize],
+            lse: vec![f32::NAN; rows],
+            mass: vec![],
+        };
+        let all = [Rows { sequence: &sequence, first: Position(first), rows: n }];
+        cache
+            .attend(0, &all, &q, &options, Output::new(&mut got.out).lse(&mut got.lse).mass(&mut got.mass))
+            .unwrap();
+        let mut bits = vec![];
+        split_rows(&setup, &got, &mut bits);
+        same(&want[first as usize..].to_vec(), &bits, "asked again");
+    }
+}
+
+/// Runs steps of several lengths: the mass of each, and the sequence.
+fn run_in(setup: &Setup, cache: &Cache, options: &Attend) -> (Vec<Vec<PageMass>>, Sequence) {
+    let (mut sequence, mut mass) = (cache.sequence(), vec![]);
+    while sequence.next_position().0 < TOTAL {
+        let at = sequence.next_position().0;
+        let ids = (at..TOTAL.min(at + Cut::Mixed(3).next(at))).map(u64::from).collect();
+        mass.push(feed_all(setup, cache, &mut [(&mut sequence, ids)], options, true).remove(0).mass);
+    }
+    (mass, sequence)
+}
+
+#[test]
+fn mass() {
+    for setup in setups() {
+        let bits = |mass: Vec<Vec<PageMass>>| -> Vec<_> {
+            let one = |m: PageMass| ((m.kv_head, m.page), bits(&m.tokens));
+            mass.into_iter().map(|step| step.into_iter().map(one).collect::<Vec<_>>()).collect()
+        };
+        let setup = Setup { lanes: Lanes::Portable, ..setup };
+        let options = options(&setup);
+        let want: Vec<Vec<_>> = bits(run_in(&setup, &setup.cache(), &options).0);
+        for (i, lanes) in lanes().into_iter().enumerate() {
+            // With slack the ring lists tokens that left it: their weight is 0.
+            let setup = Setup { lanes, shards: ShardMap::sum(1 << i).unwrap(), ..setup.clone() };
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(1 + i % 2).build().unwrap();
+            let got = pool.install(|| bits(run_in(&setup, &setup.cache(), &options.split(1)).0));
+            assert_eq!(want, got, "{}", lanes.name());
+            let slack = Setup { rollback: 37, ..setup };
+            let got = bits(run_in(&slack, &slack.cache(), &options).0);
+            for (want, got) in want.iter().zip(&got) {
+                for page in got {
+                    match want.iter().find(|w| w.0 == page.0) {
+                        Some(want) => assert_eq!(want, page),
+                        None => assert_eq!(page.1, [0; 32], "{:?}", page.0),
+                    }
+                }
+            }
+        }
+    }
+}

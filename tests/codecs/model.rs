@@ -1,0 +1,233 @@
+//! A sequence that keeps a copy of every token, and packs by the rule: a token that leaves the ring goes to the end of its
+//! expert's chain; the page is packed by the token that fills it, or by the one that would make it span more than 65,536 positions.
+//! A row reads a page packed if the token that packed it has left that row's ring, else as it came.
+
+use crate::oracle::{Shape, scaled, top};
+use crate::setup::{Setup, key, value};
+use pikv::codec::Coding;
+use pikv::{PAGE, Place};
+use std::cell::OnceCell;
+use std::collections::HashMap;
+
+/// The tokens of a packed page, decoded.
+#[derive(Clone, Debug)]
+pub struct Decoded {
+    pub words: Vec<u32>,
+    pub stored: Shape,
+    pub keys: Vec<Vec<f64>>,
+    pub values: Vec<Vec<f64>>,
+    /// Of each stored channel of a key: the scale, and the largest magnitude on the way to a product.
+    pub k_scales: Vec<f64>,
+    pub k_most: Vec<f64>,
+    pub v_most: f64,
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Page {
+    pub positions: Vec<u32>,
+    /// The position that packed it.
+    pub by: Option<u32>,
+    /// Evicted.
+    pub gone: bool,
+    /// Out of every window that can still be asked for, so freed.
+    pub passed: bool,
+    pub decoded: OnceCell<Decoded>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Model {
+    pub layer: usize,
+    pub ids: Vec<u64>,
+    pub filed: u32,
+    /// First position that no rollback takes away.
+    pub kept: u32,
+    /// `[head]`, the sinks and each expert.
+    pub chains: Vec<Vec<Vec<Page>>>,
+}
+
+impl Page {
+    pub fn held(&self) -> bool {
+        !self.gone && !self.passed
+    }
+}
+
+impl Model {
+    pub fn new(setup: &Setup, layer: usize) -> Model {
+        let chains = vec![vec![vec![]; setup.experts as usize + 1]; setup.layer.kv_heads as usize];
+        Model { layer, ids: vec![], filed: 0, kept: 0, chains }
+    }
+
+    pub fn len(&self) -> u32 {
+        self.ids.len() as u32
+    }
+
+    pub fn limit(&self, setup: &Setup) -> u32 {
+        if self.kept == 0 { self.len() } else { self.len().saturating_sub(self.kept + setup.ring) }
+    }
+
+    /// The tokens of a step.
+    pub fn push(&mut self, setup: &Setup, ids: &[u64]) {
+        self.ids.extend(ids);
+        let left = self.len().saturating_sub(setup.ring);
+        let files = setup.layer.window.is_none_or(|w| w > setup.ring);
+        while self.filed < left {
+            let p = self.filed;
+            self.filed += 1;
+            let c = if p < setup.sinks {
+                0
+            } else {
+                1 + usize::from(setup.home(self.layer, self.ids[p as usize]))
+            };
+            if c > 0 && !files {
+                continue;
+            }
+            for (h, head) in self.chains.iter_mut().enumerate() {
+                let packs = c > 0 && setup.codec(h).is_some();
+                let chain = &mut head[c];
+                let open = |page: &&mut Page| !page.gone && page.by.is_none() && page.positions.len() < 32;
+                match chain.last_mut().filter(open) {
+                    Some(page) if packs && p - page.positions[0] > 65_535 => {
+                        page.by = Some(p);
+                        chain.push(Page { positions: vec![p], ..Page::default() });
+                    }
+                    Some(page) => page.positions.push(p),
+                    None => chain.push(Page { positions: vec![p], ..Page::default() }),
+                }
+                let page = chain.last_mut().unwrap();
+                if packs && page.positions.len() == 32 {
+                    page.by = Some(p);
+                }
+            }
+        }
+        self.kept = self.kept.max(self.len().saturating_sub(setup.ring + setup.rollback));
+        let Some(window) = setup.layer.window else { return };
+        let (seen, kept) = (self.len().saturating_sub(window + setup.rollback), self.kept);
+        for chain in self.chains.iter_mut().flat_map(|head| &mut head[1..]) {
+            for page in chain.iter_mut().filter(|page| page.held()) {
+                // Packed early, it may be opened again although nobody sees it.
+                let done = page.positions.len() == 32 || page.by.is_some_and(|by| by < kept);
+                if !done || page.positions[page.positions.len() - 1] >= seen {
+                    break;
+                }
+                page.passed = true;
+            }
+        }
+    }
+
+    pub fn rollback(&mut self, setup: &Setup, n: u32) {
+        self.ids.truncate((self.len() - n) as usize);
+        let left = self.len().saturating_sub(setup.ring);
+        self.filed = self.filed.min(left);
+        for chain in self.chains.iter_mut().flatten() {
+            for page in chain.iter_mut() {
+                page.positions.retain(|p| *p < left);
+                if page.by.is_some_and(|by| by >= left) {
+                    (page.by, page.decoded) = (None, OnceCell::new());
+                }
+            }
+            while chain.last().is_some_and(|page| page.positions.is_empty()) {
+                chain.pop();
+            }
+        }
+    }
+
+    /// Bytes that this layer holds.
+    pub fn bytes(&self, setup: &Setup) -> u64 {
+        let full = setup.layer.layout.bytes();
+        let tiles = u64::from(self.len().div_ceil(PAGE) - if self.len() == 0 { 0 } else { self.kept / PAGE });
+        let page = |h: usize, page: &Page| match page.by {
+            _ if !page.held() => 0,
+            None => full,
+            Some(by) => setup.packed_bytes(h) + if by >= self.kept { full } else { 0 },
+        };
+        let head = |(h, head): (usize, &Vec<Vec<Page>>)| {
+            tiles * full + head.iter().flatten().map(|p| page(h, p)).sum::<u64>()
+        };
+        self.chains.iter().enumerate().map(head).sum()
+    }
+
+    pub fn decoded<'a>(&'a self, setup: &Setup, head: usize, page: &'a Page) -> &'a Decoded {
+        page.decoded.get_or_init(|| {
+            let codec = setup.codec(head).unwrap();
+            let (k_dim, v_dim) = (setup.layer.layout.k_dim, setup.layer.layout.v_dim);
+            let stored = Shape {
+                k_dim: codec.k.stored(k_dim) as usize,
+                v_dim: codec.v.stored(v_dim) as usize,
+                k: codec.k.code(),
+                v: codec.v.code(),
+            };
+            let rows = |row: fn(&Setup, usize, u64, usize) -> Vec<f32>, coding: &Coding| -> Vec<Vec<f32>> {
+                let ids = page.positions.iter().map(|p| self.ids[*p as usize]);
+                ids.map(|id| encode(coding, &row(setup, self.layer, id, head))).collect()
+            };
+            let (k, v) = (rows(key, &codec.k), rows(value, &codec.v));
+            let words = stored.pack(&page.positions, &k, &v);
+            let all = |n, read: &dyn Fn(usize, usize) -> f64, coding, dim| -> Vec<Vec<f64>> {
+                let row = |t| decode(coding, &(0..n).map(|c| read(t, c)).collect::<Vec<_>>(), dim);
+                (0..page.positions.len()).map(row).collect()
+            };
+            let keys = all(stored.k_dim, &|t, c| stored.key(&words, t, c), &codec.k, k_dim as usize);
+            let values = all(stored.v_dim, &|t, c| stored.value(&words, t, c), &codec.v, v_dim as usize);
+            let most = |code, (scale, min): (f64, f64), x: f64| {
+                if scaled(code) { f64::abs(min) + scale * f64::from(top(code)) } else { x.abs() }
+            };
+            let fill = page.positions.len();
+            let k_most = |c: usize| {
+                let x = k.iter().fold(0f64, |m, row: &Vec<f32>| m.max(f64::from(row[c].abs())));
+                most(stored.k, stored.k_scale(&words, c), x)
+            };
+            let v_most = (0..fill * stored.v_dim).map(|i| {
+                let (t, c) = (i / stored.v_dim, i % stored.v_dim);
+                most(stored.v, stored.v_scale(&words, t, c), f64::from(v[t][c]))
+            });
+            // A map back adds up what its rows weigh.
+            let gain = codec.v.mapped().map_or(1.0, |map| {
+                let narrow = map.narrow() as usize;
+                let rows = map
+                    .decode()
+                    .chunks(narrow)
+                    .map(|row| row.iter().map(|x| f64::from(x.abs())).sum())
+                    .fold(1.0, f64::max);
+                rows + map.bias().map_or(0.0, |b| b.iter().fold(0.0, |m: f64, x| m.max(f64::from(x.abs()))))
+            });
+            Decoded {
+                k_scales: (0..stored.k_dim).map(|c| stored.k_scale(&words, c).0).collect(),
+                k_most: (0..stored.k_dim).map(k_most).collect(),
+                v_most: v_most.fold(0.0, f64::max) * gain,
+                keys,
+                values,
+                words,
+                stored,
+            }
+        })
+    }
+
+    /// Positions of the tokens of the pages outside the ring, by head and page.
+    pub fn placed(&self) -> HashMap<(usize, Place, u32), &Page> {
+        let mut all = HashMap::new();
+        for (h, head) in self.chains.iter().enumerate() {
+            for (c, chain) in head.iter().enumerate() {
+                let place = if c == 0 { Place::Sinks } else { Place::Expert(c as u16 - 1) };
+                all.extend(chain.iter().enumerate().map(|(i, page)| ((h, place, i as u32), page)));
+            }
+        }
+        all
+    }
+}
+
+fn encode(coding: &Coding, row: &[f32]) -> Vec<f32> {
+    let Some(map) = coding.mapped() else { return row.to_vec() };
+    let mut out = vec![0.0; map.narrow() as usize];
+    map.encode_row(row, &mut out);
+    out
+}
+
+fn decode(coding: &Coding, stored: &[f64], dim: usize) -> Vec<f64> {
+    let Some(map) = coding.mapped() else { return stored.to_vec() };
+    let (matrix, bias) = (map.decode(), map.bias().unwrap_or_default());
+    let row = |w: usize| {
+        let terms = matrix[w * stored.len()..].iter().zip(stored).map(|(m, x)| f64::from(*m) * x);
+        terms.sum::<f64>() + bias.get(w).map_or(0.0, |b| f64::from(*b))
+    };
+    (0..dim).map(row).collect()
+}

@@ -1,0 +1,188 @@
+//! Attention over a [`Model`], in f64.
+//!
+//! *What attention may be off by.* Integer keys: the query times the scales is rounded to 16 bits, so a logit moves by at most
+//! half a step of `max_c |q_c scale_c| / 32767` for each channel, times the largest code. The rest is f32: chains of fused
+//! multiply-adds, each rounding 2^-24 of a partial sum that is below `sum_c |q_c| |k_c|` (for packed keys with |minimum| +
+//! scale * top in the place of |k_c|); 8 of them are allowed, since roundings do not add up in one direction, and twice as many
+//! where keys are turned. If no logit is off by more than d, the log-sum-exp is off by d at most, and an output by `(e^2d - 1)` of
+//! the largest value.
+
+use crate::model::{Decoded, Model};
+use crate::oracle::{integer, top};
+use crate::setup::{Setup, key, query, value};
+use pikv::{Attend, Pairs, Rope};
+
+const ULP: f64 = 1.0 / 16_777_216.0;
+
+/// What a row of one query head should be, and how far off it may be.
+pub struct Row {
+    pub out: Vec<f64>,
+    pub lse: f64,
+    pub out_off: f64,
+    pub lse_off: f64,
+    /// Weights by KV head and position.
+    pub weights: Vec<(usize, u32, f64)>,
+}
+
+impl Model {
+    /// The row of the token at position `p`, whose ring has the newest tokens up to itself; all query heads.
+    pub fn row(&self, setup: &Setup, p: u32, options: &Attend) -> Vec<Row> {
+        let layer = &setup.layer;
+        let (k_dim, v_dim) = (layer.layout.k_dim as usize, layer.layout.v_dim as usize);
+        let q = query(setup, self.layer, self.ids[p as usize]);
+        let lo = layer.window.map_or(0, |w| (p + 1).saturating_sub(w));
+        let (ring, group) = ((p + 1).saturating_sub(setup.ring), layer.group() as usize);
+        let scale = f64::from(options.scale);
+        let mut rows = vec![];
+        for h in 0..layer.query_heads as usize {
+            let head = h / group;
+            let q = &q[h * k_dim..][..k_dim];
+            let turned = turn(layer.rope, &q.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), p);
+            let (mut off, mut v_most) = (0f64, 0f64);
+            // Positions, logits and values of all that is seen.
+            let mut seen: Vec<(u32, f64, Vec<f64>)> = vec![];
+            let logit = |k: &[f64], at: u32| scale * dot(&turn(layer.rope, k, at), &turned);
+            let plain = |at: u32| {
+                let id = self.ids[at as usize];
+                let wide = |row: Vec<f32>| row.into_iter().map(f64::from).collect::<Vec<_>>();
+                (wide(key(setup, self.layer, id, head)), wide(value(setup, self.layer, id, head)))
+            };
+            for at in (ring..=p).filter(|at| *at >= lo || *at < setup.sinks) {
+                let (k, v) = plain(at);
+                off = off.max(8.0 * ULP * scale * sum_abs(&k, &turned));
+                seen.push((at, logit(&k, at), v));
+            }
+            for (c, page) in
+                self.chains[head].iter().enumerate().flat_map(|(c, chain)| chain.iter().map(move |p| (c, p)))
+            {
+                let in_sight = |at: &u32| *at < ring && (*at >= lo || c == 0);
+                if page.gone || !page.positions.iter().any(in_sight) {
+                    continue;
+                }
+                let decoded = page.by.filter(|by| *by < ring).map(|_| self.decoded(setup, head, page));
+                if let Some(decoded) = decoded {
+                    off = off.max(scale * decoded.logit_off(setup, head, &turned));
+                    v_most = v_most.max(decoded.v_most);
+                }
+                for (t, at) in page.positions.iter().enumerate().filter(|(_, at)| in_sight(at)) {
+                    let (k, v) = match decoded {
+                        Some(decoded) => (decoded.keys[t].clone(), decoded.values[t].clone()),
+                        None => plain(*at),
+                    };
+                    off = off.max(8.0 * ULP * scale * sum_abs(&k, &turned));
+                    seen.push((*at, logit(&k, *at), v));
+                }
+            }
+            if let Some(cap) = options.softcap.map(f64::from) {
+                seen.iter_mut().for_each(|(_, x, _)| *x = cap * (*x / cap).tanh());
+                off += 2.5e-7 * cap;
+            }
+            let top = seen.iter().fold(f64::MIN, |m, x| m.max(x.1));
+            let sum: f64 = seen.iter().map(|x| (x.1 - top).exp()).sum();
+            let lse = top + sum.ln();
+            let mut out = vec![0.0; v_dim];
+            let mut weights = vec![];
+            for (at, x, v) in &seen {
+                let weight = (x - lse).exp();
+                weights.push((head, *at, weight));
+                out.iter_mut().zip(v).for_each(|(out, v)| *out += weight * v);
+                v_most = v.iter().fold(v_most, |m, v| m.max(v.abs()));
+            }
+            let lse_off = off + 4.0 * ULP * (lse.abs() + 1.0);
+            let out_off = ((2.0 * off).exp_m1() + 16.0 * ULP) * v_most;
+            rows.push(Row { out, lse, out_off, lse_off, weights });
+        }
+        rows
+    }
+
+    /// Checks the newest `n` rows; returns the largest share of the tolerance that was used.
+    #[track_caller]
+    pub fn check(
+        &self,
+        setup: &Setup,
+        n: u32,
+        options: &Attend,
+        out: &[f32],
+        lse: &[f32],
+        some: usize,
+    ) -> f64 {
+        let (heads, v_dim) = (setup.layer.query_heads as usize, setup.layer.layout.v_dim as usize);
+        let mut most = 0f64;
+        for i in (0..n as usize).filter(|i| i % some == 0 || *i + 1 == n as usize) {
+            let p = self.len() - n + i as u32;
+            for (h, row) in self.row(setup, p, options).iter().enumerate() {
+                let at = i * heads + h;
+                let off = (f64::from(lse[at]) - row.lse).abs();
+                assert!(
+                    off <= row.lse_off,
+                    "row {p} head {h}: lse {}, want {}, off {off} > {} in {setup:?}",
+                    lse[at],
+                    row.lse,
+                    row.lse_off
+                );
+                most = most.max(off / row.lse_off);
+                for (c, (got, want)) in out[at * v_dim..].iter().zip(&row.out).enumerate() {
+                    let off = (f64::from(*got) - want).abs();
+                    assert!(
+                        off <= row.out_off,
+                        "row {p} head {h} channel {c}: {got}, want {want}, off {off} > {} in {setup:?}",
+                        row.out_off
+                    );
+                    most = most.max(off / row.out_off);
+                }
+            }
+        }
+        most
+    }
+}
+
+impl Decoded {
+    /// What a logit may be off by, before the factor.
+    fn logit_off(&self, setup: &Setup, head: usize, q: &[f64]) -> f64 {
+        let map = setup.codec(head).and_then(|codec| codec.k.mapped());
+        let n = self.stored.k_dim;
+        // What the map leaves of the query, and of its magnitudes.
+        let (mut folded, mut most, mut bias) =
+            (q.to_vec(), q.iter().map(|x| x.abs()).collect::<Vec<_>>(), 0.0);
+        if let Some(map) = map {
+            let decode = map.decode();
+            let fold = |abs: bool| -> Vec<f64> {
+                let abs = |x: f64| if abs { x.abs() } else { x };
+                (0..n)
+                    .map(|c| q.iter().enumerate().map(|(w, q)| abs(f64::from(decode[w * n + c]) * q)).sum())
+                    .collect()
+            };
+            (folded, most) = (fold(false), fold(true));
+            bias = map.bias().map_or(0.0, |b| b.iter().zip(q).map(|(b, q)| (f64::from(*b) * q).abs()).sum());
+        }
+        let float = 8.0 * ULP * (dot(&most, &self.k_most) + bias);
+        if setup.layer.rope.is_some() || !integer(self.stored.k) {
+            return 2.0 * float;
+        }
+        let largest = folded.iter().zip(&self.k_scales).fold(0f64, |m, (q, s)| m.max((q * s).abs()));
+        float + largest / 65534.0 * f64::from(top(self.stored.k)) * n as f64
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn sum_abs(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a * b).abs()).sum()
+}
+
+pub fn turn(rope: Option<Rope>, row: &[f64], position: u32) -> Vec<f64> {
+    let mut row = row.to_vec();
+    let Some(rope) = rope else { return row };
+    for i in 0..rope.rotary_dim as usize / 2 {
+        let angle = f64::from(position) * rope.theta.powf(-2.0 * i as f64 / f64::from(rope.rotary_dim));
+        let (a, b) = match rope.pairs {
+            Pairs::Halves => (i, i + rope.rotary_dim as usize / 2),
+            _ => (2 * i, 2 * i + 1),
+        };
+        let (x, y) = (row[a], row[b]);
+        (row[a], row[b]) = (x * angle.cos() - y * angle.sin(), y * angle.cos() + x * angle.sin());
+    }
+    row
+}

@@ -1,0 +1,407 @@
+//! Rollback, abort, fork, eviction and bytes of packed pages; what is refused.
+
+use crate::model::Model;
+use crate::setup::{Setup, Stored, codec, feed, fill, key, options, shape, snapshot, value};
+use pikv::codec::{Code, Codec, Coding, Map};
+use pikv::{Cache, ConfigError, Dtype, Error, Filed, LayerShape, PAGE, PageId, Place, Sequence};
+
+fn ids(range: std::ops::Range<u32>) -> Vec<u64> {
+    range.map(u64::from).collect()
+}
+
+/// Two layers of two heads, one head packed in 4 bits, the other in 8, which close pages together unless one is evicted from.
+fn setup() -> Setup {
+    let both = [Some(codec(Code::Int4, Code::Int8)), Some(codec(Code::E4m3, Code::Bf16))];
+    Setup {
+        layers: 2,
+        rollback: 70,
+        sinks: 3,
+        experts: 3,
+        codecs: both.to_vec(),
+        ..Setup::new(shape(2, 2, 20, 33, Dtype::F16), 10, codec(Code::Int4, Code::Int8))
+    }
+}
+
+/// What must be equal of two sequences that hold the same tokens: all but which pages are shared.
+fn essence(setup: &Setup, sequence: &Sequence) -> Vec<Stored> {
+    let mut all = snapshot(setup, sequence);
+    all.iter_mut().for_each(|(page, _)| page.shared = false);
+    all
+}
+
+/// As [`essence`], without what rollback leaves behind: tiles of the ring and originals that are not needed any more.
+fn filed(setup: &Setup, sequence: &Sequence) -> Vec<Stored> {
+    let mut all = essence(setup, sequence);
+    all.retain(|(page, _)| page.id.place != Place::Ring);
+    all.iter_mut().filter(|(page, _)| page.packed).for_each(|(page, _)| page.bytes = 0);
+    all
+}
+
+#[track_caller]
+fn feed_both(setup: &Setup, cache: &Cache, a: &mut Sequence, b: &mut Sequence, ids: &[u64]) {
+    let rows = |sequence: &mut Sequence| -> Vec<_> {
+        feed(setup, cache, sequence, ids.to_vec()).iter().map(|got| got.bits()).collect()
+    };
+    assert_eq!(rows(a), rows(b));
+}
+
+#[test]
+fn rollback_is_never_having_appended() {
+    let setup = setup();
+    let cache = setup.cache();
+    for len in [40u32, 75, 101, 140, 171] {
+        for (n, at_once) in
+            [(1, true), (2, true), (10, false), (31, true), (32, false), (33, false), (70, false)]
+        {
+            let (mut never, mut back) = (cache.sequence(), cache.sequence());
+            (0..len).for_each(|p| drop(feed(&setup, &cache, &mut never, [u64::from(p)])));
+            (0..len).for_each(|p| drop(feed(&setup, &cache, &mut back, [u64::from(p)])));
+            let wrong: Vec<u64> = (0..n).map(|i| 10_000 + i).collect();
+            if at_once && n <= 10 {
+                feed(&setup, &cache, &mut back, wrong);
+            } else {
+                wrong.into_iter().for_each(|id| drop(feed(&setup, &cache, &mut back, [id])));
+            }
+            back.rollback(n as u32).unwrap();
+            assert_eq!(filed(&setup, &never), filed(&setup, &back), "{len} + {n} - {n}");
+            // In two goes, other tokens, and on.
+            let (mut a, mut b) = (never.fork(), back.fork());
+            for step in 0..12 {
+                let next = (0..10).map(|i| 20_000 + step * 10 + i).collect::<Vec<_>>();
+                feed_both(&setup, &cache, &mut a, &mut b, &next);
+                assert_eq!(filed(&setup, &a), filed(&setup, &b));
+            }
+            drop((never, back));
+            assert_eq!(essence(&setup, &a), essence(&setup, &b));
+            assert_eq!(a.bytes(), b.bytes());
+            drop((a, b));
+            assert_eq!(cache.usage().taken, 0);
+        }
+    }
+}
+
+#[test]
+fn repeated_rollback_over_one_boundary() {
+    let setup = Setup { experts: 1, layers: 1, sinks: 0, ..setup() };
+    let cache = setup.cache();
+    let mut never = cache.sequence();
+    feed(&setup, &cache, &mut never, ids(0..41));
+    let mut back = never.fork();
+    for round in 0..40u64 {
+        // The page of 32 is packed by the next token, each time with other last tokens.
+        let wrong: Vec<u64> = (0..1 + round % 5).map(|i| 500 + 10 * round + i).collect();
+        feed(&setup, &cache, &mut back, wrong.clone());
+        assert!(back.pages(0, 0).unwrap().any(|page| page.packed));
+        back.rollback(wrong.len() as u32).unwrap();
+        assert!(!back.pages(0, 0).unwrap().any(|page| page.packed));
+        assert_eq!(filed(&setup, &never), filed(&setup, &back), "round {round}");
+    }
+    feed_both(&setup, &cache, &mut never, &mut back, &ids(41..51));
+    assert_eq!(essence(&setup, &never), essence(&setup, &back));
+}
+
+#[test]
+fn a_dropped_step_never_happened() {
+    for rollback in [0, 25] {
+        let setup = Setup { rollback, ..setup() };
+        let cache = setup.cache();
+        let mut sequence = cache.sequence();
+        for len in 0..170u32 {
+            if len % 13 == 0 || (100..140).contains(&len) {
+                let (before, usage) = (snapshot(&setup, &sequence), cache.usage());
+                // As it is, and with pages shared by a fork.
+                for fork in [false, true] {
+                    let fork = fork.then(|| sequence.fork());
+                    for (n, layers) in [(1, 1), (10, 2), (40, 2), (90, 1)] {
+                        let wrong: Vec<u64> = (0..n).map(|i| 5000 + i).collect();
+                        let mut step = cache.begin([(&mut sequence, n as u32)]).unwrap();
+                        for layer in 0..layers {
+                            fill(&setup, &mut step, layer, &wrong, &options(&setup), false).unwrap();
+                        }
+                        drop(step);
+                        assert_eq!(cache.usage(), usage);
+                        if fork.is_none() {
+                            assert_eq!(before, snapshot(&setup, &sequence), "{n} tokens after {len}");
+                        } else {
+                            assert_eq!(
+                                sequence.bytes(),
+                                before.iter().map(|(page, _)| page.bytes).sum::<u64>()
+                            );
+                        }
+                    }
+                }
+                assert_eq!(before, snapshot(&setup, &sequence));
+            }
+            feed(&setup, &cache, &mut sequence, [u64::from(len)]);
+        }
+        let mut never = cache.sequence();
+        (0..170).for_each(|p| drop(feed(&setup, &cache, &mut never, [p])));
+        assert_eq!(snapshot(&setup, &never), snapshot(&setup, &sequence));
+    }
+}
+
+#[test]
+fn forks_share_packed_pages_and_stay_apart() {
+    let setup = Setup { rollback: 20, ..setup() };
+    let cache = setup.cache();
+    for len in [100u32, 117, 150, 300] {
+        let mut a = cache.sequence();
+        (0..len).for_each(|p| drop(feed(&setup, &cache, &mut a, [u64::from(p)])));
+        let usage = cache.usage();
+        let mut b = a.fork();
+        assert_eq!(cache.usage(), usage);
+        assert!(b.pages(0, 0).unwrap().filter(|page| page.packed).count() > 1);
+        assert!(b.pages(0, 1).unwrap().all(|page| page.shared));
+        // One goes on, the other goes back over a boundary and elsewhere.
+        let mut fresh = [cache.sequence(), cache.sequence()];
+        let histories = [
+            (0..len + 60).map(u64::from).collect::<Vec<_>>(),
+            ids(0..len - 20).into_iter().chain(7000..7080).collect(),
+        ];
+        for p in len..len + 60 {
+            feed(&setup, &cache, &mut a, [u64::from(p)]);
+        }
+        b.rollback(20).unwrap();
+        (7000..7080).for_each(|id| drop(feed(&setup, &cache, &mut b, [id])));
+        for (fresh, history) in fresh.iter_mut().zip(&histories) {
+            history.iter().for_each(|id| drop(feed(&setup, &cache, fresh, [*id])));
+        }
+        assert_eq!(essence(&setup, &a), essence(&setup, &fresh[0]));
+        assert_eq!(essence(&setup, &b), essence(&setup, &fresh[1]));
+        drop(a);
+        assert_eq!(essence(&setup, &b), essence(&setup, &fresh[1]));
+        drop((b, fresh));
+        assert_eq!(cache.usage().taken, 0);
+    }
+}
+
+/// Bytes of a sequence are what the planner says, after every token, also while originals are kept; never more than the most.
+#[test]
+fn bytes_are_the_planners() {
+    let layers = [shape(2, 1, 64, 64, Dtype::Bf16), shape(1, 1, 3, 200, Dtype::F32)];
+    for (layer, rollback, experts, sinks) in [(0, 0, 1, 0), (0, 50, 4, 5), (1, 9, 3, 40), (1, 100, 7, 0)] {
+        let setup = Setup {
+            rollback,
+            experts,
+            sinks,
+            codecs: vec![Some(codec(Code::Int4, Code::Int8)), None],
+            ..Setup::new(layers[layer], 33, codec(Code::Int4, Code::Int4))
+        };
+        let cache = setup.cache();
+        let (mut sequence, mut model) = (cache.sequence(), Model::new(&setup, 0));
+        let mut kept = 0;
+        for p in 0..400u32 {
+            feed(&setup, &cache, &mut sequence, [u64::from(p)]);
+            model.push(&setup, &[u64::from(p)]);
+            let filed: Vec<Filed> = model.chains[0][1..]
+                .iter()
+                .map(|chain| {
+                    let all: Vec<u32> = chain.iter().flat_map(|page| page.positions.clone()).collect();
+                    let recent = all.iter().filter(|at| **at >= model.kept).count() as u32;
+                    Filed { tokens: all.len() as u32, recent }
+                })
+                .collect();
+            let bytes = sequence.bytes();
+            assert_eq!(bytes, cache.bytes_at(0, p + 1, &filed).unwrap(), "{} tokens", p + 1);
+            assert_eq!(bytes, model.bytes(&setup));
+            assert_eq!(bytes, cache.usage().taken);
+            assert!(bytes <= cache.bytes_at_most(0, p + 1).unwrap(), "{} tokens", p + 1);
+            let page = |page: pikv::PageInfo| page.packed && page.bytes > setup.packed_bytes(0);
+            kept += sequence.pages(0, 0).unwrap().filter(|p| page(*p)).count();
+        }
+        assert_eq!(kept > 0, rollback > 0, "originals are kept for rollback, and for nothing else");
+    }
+}
+
+#[test]
+fn no_full_copy_is_kept() {
+    let setup = Setup {
+        rollback: 8,
+        ..Setup::new(shape(1, 1, 128, 128, Dtype::Bf16), 64, codec(Code::Int4, Code::Int4))
+    };
+    let cache = setup.cache();
+    let mut sequence = cache.sequence();
+    let total = 8064u32;
+    (0..total / 64).for_each(|i| drop(feed(&setup, &cache, &mut sequence, ids(i * 64..(i + 1) * 64))));
+    // 8000 tokens left the ring: 250 pages of 64 channel rows of 4 bits, scales and positions; one of them with its original,
+    // and the tiles of 72 tokens.
+    let packed = 2 * (32 * 128 / 2) + 128 * 4 + 32 * 4 * 4 + 64;
+    let full = 2 * 32 * 128 * 2 + 128;
+    assert_eq!(sequence.bytes(), 250 * packed + (1 + 3) * full);
+    assert!(3.0 * (sequence.bytes() as f64) < f64::from(total) * 512.0);
+}
+
+#[test]
+fn evicting_from_one_head() {
+    let setup = Setup { rollback: 40, layers: 1, sinks: 0, ..setup() };
+    let cache = setup.cache();
+    let (mut sequence, mut model) = (cache.sequence(), Model::new(&setup, 0));
+    let options = options(&setup);
+    let mut evictions = vec![];
+    for p in 0..400u32 {
+        // A packed page, an open one, twice one whose original is kept: of head 1 only, each at the first chance.
+        let pages: Vec<_> =
+            sequence.pages(0, 1).unwrap().filter(|page| page.id.place == Place::Expert(0)).collect();
+        let kept = |page: &&pikv::PageInfo| page.packed && page.bytes > setup.packed_bytes(1);
+        let page = match evictions.len() {
+            0 if p >= 99 => pages.iter().find(|page| page.packed),
+            1 if p >= 125 => pages.iter().find(|page| !page.packed),
+            2 if p >= 151 => pages.iter().find(kept),
+            3 if p >= 205 => pages.iter().find(kept),
+            _ => None,
+        };
+        if let Some(page) = page {
+            evictions.push(p);
+            sequence.evict(0, 1, page.id).unwrap();
+            let mut evicted = 0;
+            for own in
+                model.chains[1][1].iter_mut().filter(|own| own.positions[0] == page.first.0 && !own.gone)
+            {
+                own.gone = true;
+                evicted += 1;
+            }
+            assert_eq!(evicted, 1);
+            assert!(matches!(sequence.evict(0, 1, page.id), Err(Error::NoPage { .. })));
+        }
+        if [100, 155, 230].contains(&p)
+            || [2, 3, 4].iter().any(|n| evictions.get(n - 1).is_some_and(|at| at + 9 == p))
+        {
+            let n = sequence.rollback_limit().min(38);
+            sequence.rollback(n).unwrap();
+            model.rollback(&setup, n);
+        }
+        let id = u64::from(p);
+        let got = feed(&setup, &cache, &mut sequence, [id]).remove(0);
+        model.push(&setup, &[id]);
+        model.check(&setup, 1, &options, &got.out, &got.lse, 1);
+        assert_eq!(sequence.bytes(), model.bytes(&setup), "token {p}");
+    }
+    assert_eq!(evictions.len(), 4);
+    let fills = |h: usize| model.chains[h][1].iter().map(|page| page.positions.clone()).collect::<Vec<_>>();
+    assert_ne!(fills(0), fills(1), "the heads close pages at different times");
+    sequence.evict_all();
+    assert!(sequence.pages(0, 1).unwrap().all(|page| page.id.place == Place::Ring));
+}
+
+#[test]
+fn values_past_a_codec_are_refused() {
+    for (layer, k, v) in [(0, Code::Int8, Code::F16), (1, Code::F16, Code::Int4), (0, Code::F32, Code::Int8)]
+    {
+        let mut setup = Setup { layers: 2, ..Setup::new(shape(2, 1, 8, 8, Dtype::F32), 4, codec(k, v)) };
+        // Only the second head has the codec.
+        setup.codecs = vec![None, Some(codec(k, v))];
+        let cache = setup.cache();
+        let mut sequence = cache.sequence();
+        (0..50).for_each(|p| drop(feed(&setup, &cache, &mut sequence, [p])));
+        let mut never = cache.sequence();
+        (0..50).for_each(|p| drop(feed(&setup, &cache, &mut never, [p])));
+        let rows = |row: fn(&Setup, usize, u64, usize) -> Vec<f32>, layer| -> Vec<f32> {
+            (50..52).flat_map(|id| [row(&setup, layer, id, 0), row(&setup, layer, id, 1)].concat()).collect()
+        };
+        let mut step = cache.begin([(&mut sequence, 2)]).unwrap();
+        (0..layer).for_each(|l| step.append(l, &rows(key, l), &rows(value, l)).unwrap());
+        let wrong =
+            [("k", 24 + 5), ("v", 24 + 7)].into_iter().filter(|(what, _)| *what == "v" || k != Code::F32);
+        for (what, at) in wrong {
+            for x in [65_000.0, -65_500.0, 1e30] {
+                let (mut key, mut value) = (rows(key, layer), rows(value, layer));
+                let row = if what == "k" { &mut key } else { &mut value };
+                row[at] = x;
+                let channel = at as u32 - 24;
+                let want =
+                    Error::Unstorable { what, layer, kv_head: 1, row: 1, channel, value: x, dtype: "f32" };
+                assert_eq!(step.append(layer, &key, &value), Err(want));
+            }
+        }
+        // Nothing is lost: the layer is appended again, and all goes on.
+        for l in layer..2 {
+            step.append(l, &rows(key, l), &rows(value, l)).unwrap();
+        }
+        step.commit().unwrap();
+        feed(&setup, &cache, &mut never, [50, 51]);
+        assert_eq!(snapshot(&setup, &sequence), snapshot(&setup, &never));
+        // Just below the limit it is stored, and what the head without a codec holds has none.
+        let mut step = cache.begin([(&mut sequence, 2)]).unwrap();
+        let (key, mut value) = (rows(key, 0), rows(value, 0));
+        (value[16], value[24]) = (1e30, 0.989 * 65504.0);
+        step.append(0, &key, &value).unwrap();
+    }
+}
+
+#[test]
+fn a_map_lowers_the_limit() {
+    let map = Map::hadamard(16).unwrap();
+    let setup = Setup::new(
+        shape(1, 1, 16, 16, Dtype::F32),
+        4,
+        Codec::new(Coding::new(Code::Int8).map(map), Coding::new(Code::F32)),
+    );
+    let cache = setup.cache();
+    let mut sequence = cache.sequence();
+    let v = [0.5; 16];
+    for (x, fits) in [(60_000.0, false), (17_000.0, false), (16_000.0, true)] {
+        let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
+        let refused = step.append(0, &[x; 16], &v);
+        assert_eq!(refused.is_ok(), fits, "{x}: {refused:?}");
+    }
+    // All at the limit, through a page: what comes back is within half a step, and finite.
+    let x = setup.codec(0).unwrap().k.limit();
+    for p in 0..40 {
+        let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
+        step.append(0, &[if p % 2 == 0 { x } else { -x }; 16], &v).unwrap();
+        step.commit().unwrap();
+    }
+    let (mut k, mut v) = ([0.0; 16], [0.0; 16]);
+    let id = PageId { place: Place::Expert(0), ordinal: 0 };
+    for lane in 0..PAGE {
+        sequence.read(0, 0, id, lane, &mut k, &mut v).unwrap();
+        let want = if lane % 2 == 0 { x } else { -x };
+        assert!(k.iter().all(|k| (k - want).abs() < 8.0 * x / 255.0), "{k:?} for {want}");
+    }
+}
+
+#[test]
+fn rules_that_name_nothing_are_refused() {
+    let int8 = || codec(Code::Int8, Code::Int8);
+    let layers: Vec<LayerShape> = vec![shape(2, 1, 8, 16, Dtype::F32), shape(1, 1, 8, 16, Dtype::F32)];
+    let base = || pikv::CacheConfig::new(layers.clone(), 1 << 24);
+    let refused = |config: pikv::CacheConfig| match Cache::new(config) {
+        Err(Error::Config(error)) => error,
+        other => panic!("{other:?}"),
+    };
+    let rule = |layer, kv_head, kv_heads| ConfigError::CodecRule { layer, kv_head, layers: 2, kv_heads };
+    assert_eq!(refused(base().compress_layer(2, int8())), rule(Some(2), None, 0));
+    assert_eq!(refused(base().compress_head(1, 1, int8())), rule(Some(1), Some(1), 1));
+    assert_eq!(refused(base().compress_head(usize::MAX, 0, int8())), rule(Some(usize::MAX), Some(0), 0));
+    let mut every = base();
+    every = every.compress_head(0, 1, int8());
+    every.codecs[0].layer = None;
+    assert_eq!(refused(every), rule(None, Some(1), 1));
+    let wide = |k: u32, v: u32| {
+        let coding = |n| Coding::new(Code::Int8).map(Map::hadamard(n).unwrap());
+        Codec::new(coding(k), coding(v))
+    };
+    assert_eq!(
+        refused(base().compress(wide(16, 16))),
+        ConfigError::Map { layer: 0, what: "k", wide: 16, dim: 8 }
+    );
+    assert_eq!(
+        refused(base().compress_layer(1, wide(8, 8))),
+        ConfigError::Map { layer: 1, what: "v", wide: 8, dim: 16 }
+    );
+    // Of two rules the later holds.
+    let config = base().compress(codec(Code::F32, Code::F32)).compress_layer(0, int8()).compress_head(
+        0,
+        1,
+        codec(Code::Int4, Code::E5m2),
+    );
+    let cache = Cache::new(config).unwrap();
+    let of = |layer, codec: Codec| {
+        cache.store().head_bytes_at(&layers[layer], Some(&codec.packed(8, 16)), 800, [512])
+    };
+    assert_eq!(
+        cache.bytes_at(0, 800, &[512.into()]).unwrap(),
+        of(0, int8()) + of(0, codec(Code::Int4, Code::E5m2))
+    );
+    assert_eq!(cache.bytes_at(1, 800, &[512.into()]).unwrap(), of(1, codec(Code::F32, Code::F32)));
+}
