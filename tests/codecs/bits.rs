@@ -185,26 +185,39 @@ fn older_rows_asked_again() {
         let options = options(&setup);
         let (want, _) = run(&setup, Cut::Every(33), &options);
         let cache = setup.cache();
-        let (_, sequence) = run_in(&setup, &cache, &options);
-        let n = sequence.rollback_limit() + 1;
-        assert_eq!(n, 51);
-        let first = TOTAL - n;
-        let q: Vec<f32> = (first..TOTAL).flat_map(|p| query(&setup, 0, u64::from(p))).collect();
-        let heads = setup.layer.query_heads as usize;
-        let rows = n as usize * heads;
-        let mut got = Got {
-            out: vec![f32::NAN; rows * setup.layer.layout.v_dim as usize],
-            lse: vec![f32::NAN; rows],
-            mass: vec![],
-        };
-        let all = [Rows { sequence: &sequence, first: Position(first), rows: n }];
-        cache
-            .attend(0, &all, &q, &options, Output::new(&mut got.out).lse(&mut got.lse).mass(&mut got.mass))
-            .unwrap();
-        let mut bits = vec![];
-        split_rows(&setup, &got, &mut bits);
-        same(&want[first as usize..].to_vec(), &bits, "asked again");
+        let mut sequence = cache.sequence();
+        while sequence.next_position().0 < TOTAL {
+            // One by one where the oldest row may be the first that reads a page packed.
+            let at = sequence.next_position().0;
+            let n = if at < 150 { 50 } else { 1 };
+            feed_all(
+                &setup,
+                &cache,
+                &mut [(&mut sequence, (at..at + n).map(u64::from).collect())],
+                &options,
+                false,
+            );
+            let (len, limit) = (at + n, sequence.rollback_limit());
+            let first = (len - 1).saturating_sub(limit);
+            assert!(limit == 50 || len <= 150);
+            let rows = if len == TOTAL { len - first } else { 2 };
+            let got = ask(&setup, &cache, &sequence, first, rows, &options);
+            same(&want[first as usize..(first + rows) as usize].to_vec(), &got, &format!("asked at {len}"));
+        }
     }
+}
+
+fn ask(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32, n: u32, options: &Attend) -> Bits {
+    let q: Vec<f32> = (first..first + n).flat_map(|p| query(setup, 0, u64::from(p))).collect();
+    let rows = (n * setup.layer.query_heads) as usize;
+    let v_dim = setup.layer.layout.v_dim as usize;
+    let mut got = Got { out: vec![f32::NAN; rows * v_dim], lse: vec![f32::NAN; rows], mass: vec![] };
+    let all = [Rows { sequence, first: Position(first), rows: n }];
+    let output = Output::new(&mut got.out).lse(&mut got.lse).mass(&mut got.mass);
+    cache.attend(0, &all, &q, options, output).unwrap();
+    let mut bits = vec![];
+    split_rows(setup, &got, &mut bits);
+    bits
 }
 
 /// Runs steps of several lengths: the mass of each, and the sequence.

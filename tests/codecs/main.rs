@@ -3,10 +3,12 @@
 
 mod attend;
 mod bits;
+mod bytes;
 mod exact;
 mod machine;
 mod model;
 mod oracle;
+mod refused;
 mod row;
 mod setup;
 mod state;

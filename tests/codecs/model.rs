@@ -39,6 +39,8 @@ pub struct Model {
     pub layer: usize,
     pub ids: Vec<u64>,
     pub filed: u32,
+    /// Tokens before the newest step: those of a step have no experts yet.
+    pub known: u32,
     /// First position that no rollback takes away.
     pub kept: u32,
     /// `[head]`, the sinks and each expert.
@@ -54,7 +56,7 @@ impl Page {
 impl Model {
     pub fn new(setup: &Setup, layer: usize) -> Model {
         let chains = vec![vec![vec![]; setup.experts as usize + 1]; setup.layer.kv_heads as usize];
-        Model { layer, ids: vec![], filed: 0, kept: 0, chains }
+        Model { layer, ids: vec![], filed: 0, known: 0, kept: 0, chains }
     }
 
     pub fn len(&self) -> u32 {
@@ -67,6 +69,7 @@ impl Model {
 
     /// The tokens of a step.
     pub fn push(&mut self, setup: &Setup, ids: &[u64]) {
+        self.known = self.len();
         self.ids.extend(ids);
         let left = self.len().saturating_sub(setup.ring);
         let files = setup.layer.window.is_none_or(|w| w > setup.ring);

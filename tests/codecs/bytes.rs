@@ -1,0 +1,111 @@
+//! What sequences of packed pages take, and what happens where that is too much.
+
+use crate::model::Model;
+use crate::setup::{Setup, codec, feed, shape, snapshot};
+use pikv::codec::Code;
+use pikv::{Cache, Dtype, Error, Filed, Sequence};
+
+/// Bytes of a sequence are what the planner says, after every token, also while originals are kept; never more than the most.
+#[test]
+fn bytes_are_the_planners() {
+    let layers = [shape(2, 1, 64, 64, Dtype::Bf16), shape(1, 1, 3, 200, Dtype::F32)];
+    for (layer, rollback, experts, sinks) in [(0, 0, 1, 0), (0, 50, 4, 5), (1, 9, 3, 40), (1, 100, 7, 0)] {
+        let setup = Setup {
+            rollback,
+            experts,
+            sinks,
+            codecs: vec![Some(codec(Code::Int4, Code::Int8)), None],
+            ..Setup::new(layers[layer], 33, codec(Code::Int4, Code::Int4))
+        };
+        let cache = setup.cache();
+        let (mut sequence, mut model) = (cache.sequence(), Model::new(&setup, 0));
+        let mut kept = 0;
+        for p in 0..400u32 {
+            feed(&setup, &cache, &mut sequence, [u64::from(p)]);
+            model.push(&setup, &[u64::from(p)]);
+            let filed: Vec<Filed> = model.chains[0][1..]
+                .iter()
+                .map(|chain| {
+                    let all: Vec<u32> = chain.iter().flat_map(|page| page.positions.clone()).collect();
+                    let recent = all.iter().filter(|at| **at >= model.kept).count() as u32;
+                    Filed { tokens: all.len() as u32, recent }
+                })
+                .collect();
+            let bytes = sequence.bytes();
+            assert_eq!(bytes, cache.bytes_at(0, p + 1, &filed).unwrap(), "{} tokens", p + 1);
+            assert_eq!(bytes, model.bytes(&setup));
+            assert_eq!(bytes, cache.usage().taken);
+            assert!(bytes <= cache.bytes_at_most(0, p + 1).unwrap(), "{} tokens", p + 1);
+            let page = |page: pikv::PageInfo| page.packed && page.bytes > setup.packed_bytes(0);
+            kept += sequence.pages(0, 0).unwrap().filter(|p| page(*p)).count();
+        }
+        assert_eq!(kept > 0, rollback > 0, "originals are kept for rollback, and for nothing else");
+    }
+}
+
+#[test]
+fn no_full_copy_is_kept() {
+    let setup = Setup {
+        rollback: 8,
+        ..Setup::new(shape(1, 1, 128, 128, Dtype::Bf16), 64, codec(Code::Int4, Code::Int4))
+    };
+    let cache = setup.cache();
+    let mut sequence = cache.sequence();
+    let total = 8064u32;
+    let steps = (0..u64::from(total / 64)).map(|i| i * 64..(i + 1) * 64);
+    steps.for_each(|ids| drop(feed(&setup, &cache, &mut sequence, ids)));
+    // 8000 tokens left the ring: 250 pages of 64 channel rows of 4 bits, scales and positions; one of them with its original,
+    // and the tiles of 72 tokens.
+    let packed = 2 * (32 * 128 / 2) + 128 * 4 + 32 * 4 * 4 + 64;
+    let full = 2 * 32 * 128 * 2 + 128;
+    assert_eq!(sequence.bytes(), 250 * packed + (1 + 3) * full);
+    assert!(3.0 * (sequence.bytes() as f64) < f64::from(total) * 512.0);
+}
+
+/// A step that needs one byte more than there is changes nothing; with that byte it packs what it has to.
+#[test]
+fn out_of_budget_before_anything_is_packed() {
+    let base = Setup {
+        layers: 2,
+        experts: 3,
+        codecs: vec![Some(codec(Code::Int4, Code::Int8)), Some(codec(Code::E5m2, Code::F16))],
+        ..Setup::new(shape(2, 2, 20, 33, Dtype::F16), 40, codec(Code::Int4, Code::Int4))
+    };
+    let packed = |sequence: &Sequence| sequence.pages(0, 0).unwrap().filter(|page| page.packed).count();
+    for (len, n) in [(100u32, 40u32), (111, 33), (150, 40), (133, 90)] {
+        let history = |setup: &Setup, cache: &Cache| {
+            let mut sequence = cache.sequence();
+            (0..len).for_each(|p| drop(feed(setup, cache, &mut sequence, [u64::from(p)])));
+            sequence
+        };
+        // What the step sets aside.
+        let cache = base.cache();
+        let mut sequence = history(&base, &cache);
+        let (taken, before) = (cache.usage().taken, packed(&sequence));
+        let next: Vec<u64> = (0..u64::from(n)).map(|i| 900 + i).collect();
+        let step = cache.begin([(&mut sequence, n)]).unwrap();
+        let needed = cache.usage().taken - taken;
+        drop(step);
+        assert_eq!(cache.usage().taken, taken);
+        feed(&base, &cache, &mut sequence, next.clone());
+        let after = snapshot(&base, &sequence);
+        assert!(packed(&sequence) > before, "{len} + {n} packs nothing");
+        for missing in [0, 1] {
+            let setup = Setup { budget: taken + needed - missing, ..base.clone() };
+            let cache = setup.cache();
+            let mut sequence = history(&setup, &cache);
+            let old = (snapshot(&setup, &sequence), cache.usage());
+            if missing == 0 {
+                feed(&setup, &cache, &mut sequence, next.clone());
+                assert_eq!(snapshot(&setup, &sequence), after);
+                continue;
+            }
+            let error = cache.begin([(&mut sequence, n)]).unwrap_err();
+            assert_eq!(error, Error::OutOfBudget { needed, available: needed - 1 });
+            assert_eq!((snapshot(&setup, &sequence), cache.usage()), old);
+            // In pieces it fits.
+            next.chunks(5).for_each(|ids| drop(feed(&setup, &cache, &mut sequence, ids.to_vec())));
+            assert_eq!(snapshot(&setup, &sequence), after);
+        }
+    }
+}
