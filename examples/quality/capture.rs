@@ -11,6 +11,9 @@ use std::error::Error;
 /// Tokens whose keys and values are kept.
 const KEPT: usize = 1024;
 
+/// Of each KV head, the energy of the error and of what was stored.
+type Energies = Vec<(f64, f64)>;
+
 pub struct Capture {
     pub fitter: Fitter,
     keys: Keys,
@@ -55,9 +58,9 @@ impl Capture {
     }
 
     /// Of every layer and head, the energy of the error and of what was stored.
-    pub fn errors(&self, row: &Row, subject: &Subject) -> Result<Vec<Vec<(f64, f64)>>, Box<dyn Error>> {
+    pub fn errors(&self, row: &Row, subject: &Subject) -> Result<Vec<Energies>, Box<dyn Error>> {
         let (heads, dim) = (subject.kv_heads, subject.head_dim);
-        let layers = vec![subject.layer(Dtype::F32, Keys::Rotated); subject.layers];
+        let layers = vec![subject.layer(row.dtype, Keys::Rotated); subject.layers];
         let cache = Cache::new(row.compress(CacheConfig::new(layers, 4 << 30).ring(32)))?;
         let mut sequence = cache.sequence();
         for at in (0..KEPT).step_by(32) {
@@ -70,8 +73,8 @@ impl Capture {
         }
         let (mut key, mut value) = (vec![0.0; dim], vec![0.0; dim]);
         let mut errors = vec![vec![(0.0, 0.0); heads]; subject.layers];
-        for layer in 0..subject.layers {
-            for head in 0..heads {
+        for (layer, errors) in errors.iter_mut().enumerate() {
+            for (head, (wrong, all)) in errors.iter_mut().enumerate() {
                 for page in sequence.pages(layer, head)?.filter(|page| page.id.place != pikv::Place::Ring) {
                     for lane in 0..page.tokens {
                         let p = sequence.read(layer, head, page.id, lane, &mut key, &mut value)?;
@@ -79,8 +82,8 @@ impl Capture {
                         let (k, v) = (&self.k[layer][row..row + dim], &self.v[layer][row..row + dim]);
                         for (was, is) in k.iter().zip(&key).chain(v.iter().zip(&value)) {
                             let (was, is) = (f64::from(*was), f64::from(*is));
-                            errors[layer][head].0 += (was - is) * (was - is);
-                            errors[layer][head].1 += was * was;
+                            *wrong += (was - is) * (was - is);
+                            *all += was * was;
                         }
                     }
                 }

@@ -104,7 +104,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (row, o) in &outcomes {
         let delta = o.nats - reference.0.nats;
         println!(
-            "{:10} {:34} {:>6} {:>7.3} {:>9.5} {:>+10.5} {:>9.2e} {:>8.4} {:>11} {:>8.2}",
+            "{:10} {:34} {:>6} {:>7.3} {:>9.5} {:>+10.5} {:>9.2e} {:>8.4} {:>11} {:>8}",
             row.id,
             row.name,
             row.budget,
@@ -114,7 +114,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             o.kl,
             o.error,
             o.bytes,
-            attend(o)
+            if base.is_some() { format!("{:.2}", attend(o)) } else { "-".into() }
         );
         csv.push(format!(
             "{},{},{},{},{},{:.4},{:.6},{delta:.6},{:.3e},{:.6},{:.3}",

@@ -33,8 +33,13 @@ pub fn write(
         .x_desc("packed bytes, % of bf16")
         .y_desc(format!("nats a token; the top edge is {EDGE} above the uncompressed line, or worse"))
         .draw()?;
-    chart.draw_series(LineSeries::new([(20.0, uncompressed), (110.0, uncompressed)], BLACK.stroke_width(2)))?;
-    chart.draw_series([Text::new("uncompressed (f32)", (21.0, uncompressed + 0.0008), ("sans-serif", 14))])?;
+    chart
+        .draw_series(LineSeries::new([(20.0, uncompressed), (110.0, uncompressed)], BLACK.stroke_width(2)))?;
+    chart.draw_series([Text::new(
+        "uncompressed (f32)",
+        (21.0, uncompressed + 0.0008),
+        ("sans-serif", 14),
+    )])?;
     let centre = ("sans-serif", 10).into_font().color(&WHITE).pos(Pos::new(HPos::Center, VPos::Center));
     // f32 itself is the line.
     for (i, (row, o)) in outcomes.iter().enumerate().filter(|(_, (row, _))| row.name != "f32") {

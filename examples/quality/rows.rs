@@ -148,7 +148,8 @@ pub fn rows(subject: &Subject, rotated: &Capture, plain: &Capture, bar: &Progres
             let fitter = &plain.fitter;
             let start = fit_lora_plus(fitter.k(l, h)?, half)?.map;
             let whole = Map::identity_subset(dim, &(0..dim).collect::<Vec<u32>>())?;
-            let options = Distil { steps: 150, scale: Some(scale), rope: Some(subject.rope), ..Distil::default() };
+            let options =
+                Distil { steps: 150, scale: Some(scale), rope: Some(subject.rope), ..Distil::default() };
             let found = distil(&fitter.segments(l, h)?, &start, &whole, &options, |_, _| ())?;
             Ok(Codec::new(bf16().map(found.k), bf16()))
         })?;

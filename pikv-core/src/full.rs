@@ -113,7 +113,9 @@ impl<W: Warp, const R: usize, const N: usize> Routine<W> for Weigh<'_, '_, W, R,
         let v = &full.pages[i].words[layout.v_base() as usize..];
         let ahead = match full.pages.get(i + 1) {
             Some(next) => &next.words[layout.v_base() as usize..],
-            None => full.next.map_or(&[][..], |words| words),
+            None => {
+                full.next.map_or(&[][..], |words| words.get(Layout::K_BASE as usize..).unwrap_or_default())
+            }
         };
         page_weigh(w, layout, v, seen, p, acc, stride, ahead);
     }

@@ -267,12 +267,13 @@ impl<W: Warp, C: Coded, const R: usize, const WIDTH: usize> Routine<W> for Weigh
 }
 
 impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
-    /// The page after `i`, from its first word.
+    /// What is read after the keys of page `i`: those of the next, or the values of the first.
     #[inline(always)]
     fn ahead(&self, i: usize) -> &[[u32; LANES]] {
+        let (keys, values) = (TAGS as usize, self.packed.v_scales() as usize);
         let next = match self.pages.get(i + 1) {
-            Some(page) => &page.words[..self.packed.v_scales() as usize],
-            None => &self.pages[0].words[self.packed.v_scales() as usize..],
+            Some(page) => &page.words[keys..values],
+            None => &self.pages[0].words[values..],
         };
         next.as_chunks().0
     }
@@ -458,7 +459,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
         let from = packed.v_scales() as usize;
         let ahead: &[u32] = match self.pages.get(i + 1) {
             Some(page) => &page.words[from..],
-            None => self.next.map_or(&[][..], |words| words),
+            // Its keys, if it is packed too; else as many of its words.
+            None => self.next.map_or(&[][..], |words| &words[TAGS as usize..from.min(words.len())]),
         };
         let mut ahead = Ahead::new(ahead.as_chunks().0, packed.v_cols() as usize * parts * width);
         for col in 0..packed.v_cols() as usize {
