@@ -1,6 +1,5 @@
 //! Attention cut into tasks.
 
-use crate::attend::PageMass;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
 use crate::codec::HeadCodec;
@@ -12,7 +11,6 @@ use crate::sequence::{PageId, Place, chain_place};
 use pikv_core::attend::{BLOCK, Sight};
 use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;
-use pikv_core::math::exp2i;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
@@ -24,7 +22,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
-const TILE: usize = 64;
+pub const TILE: usize = 64;
 
 /// Scores from here on differ by less than f32 resolves, or have overflowed.
 const TOP_SCORE: f32 = 16_777_216.0;
@@ -42,11 +40,11 @@ pub(crate) struct View<'a> {
 
 /// Some rows of one forest.
 #[derive(Clone, Copy)]
-struct Item<'a> {
-    forest: &'a Forest<'a>,
+pub struct Item<'a> {
+    pub forest: &'a Forest<'a>,
     /// First row of the KV head, `position offset * group + query head in the group`.
-    row: usize,
-    rows: usize,
+    pub row: usize,
+    pub rows: usize,
 }
 
 /// Everything that a task reads.
@@ -66,7 +64,7 @@ pub struct Job<'a> {
 
 /// The queries of an item, as its blocks read them.
 #[derive(Default)]
-struct Packed {
+pub struct Packed {
     q: Vec<f32>,
     sights: Vec<(Sight, Sight)>,
     /// What the head's codec leaves of the queries, and what their scores start from.
@@ -77,15 +75,15 @@ struct Packed {
 
 /// Buffers of a thread.
 #[derive(Default)]
-struct Scratch {
-    packed: Packed,
-    part: Vec<f32>,
-    spare: Vec<Vec<f32>>,
+pub struct Scratch {
+    pub packed: Packed,
+    pub part: Vec<f32>,
+    pub spare: Vec<Vec<f32>>,
     row: Vec<f32>,
 }
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    pub static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 /// A slice that tasks write disjoint parts of.
@@ -133,7 +131,7 @@ fn threads() -> usize {
 }
 
 impl<'a> Job<'a> {
-    fn group(&self) -> usize {
+    pub fn group(&self) -> usize {
         self.shape.group() as usize
     }
 
@@ -284,7 +282,7 @@ impl<'a> Job<'a> {
         if forest.packed > 0 { rows.min(PACKED_ROWS) } else { rows }
     }
 
-    fn trees(&self, item: &Item<'_>) -> Trees<'_> {
+    pub fn trees(&self, item: &Item<'_>) -> Trees<'_> {
         Trees::new(self.inner.config.lanes, self.layout(), self.codec(item.forest), item.rows)
     }
 
@@ -304,7 +302,7 @@ impl<'a> Job<'a> {
     }
 
     /// One block of an item, by the form of its pages.
-    fn block(&self, item: &Item<'_>, block: usize, packed: &mut Packed, part: &mut [f32], raw: Raw<'_>) {
+    pub fn block(&self, item: &Item<'_>, block: usize, packed: &mut Packed, part: &mut [f32], raw: Raw<'_>) {
         let (forest, lanes) = (item.forest, self.inner.config.lanes);
         let pages = forest.blocks[block].clone();
         let next = forest.pages.get(pages.end).map(|page| page.words);
@@ -399,7 +397,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn pack(&self, item: &Item<'_>, scratch: &mut Scratch) {
+    pub fn pack(&self, item: &Item<'_>, scratch: &mut Scratch) {
         let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
         let channels = self.layout().k_channels() as usize;
         let rotation = self.rotation();
@@ -454,7 +452,7 @@ impl<'a> Job<'a> {
         (self.starts[view] + row) * self.shape.query_heads as usize + head
     }
 
-    fn finish(&self, item: &Item<'_>, part: &Partial<'_>, out: &Shared<'_>, lse: &Shared<'_>) {
+    pub fn finish(&self, item: &Item<'_>, part: &Partial<'_>, out: &Shared<'_>, lse: &Shared<'_>) {
         let (group, v_dim) = (self.group(), self.shape.layout.v_dim as usize);
         let stride = self.layout().acc_rows() as usize;
         for r in 0..item.rows {
@@ -472,78 +470,6 @@ impl<'a> Job<'a> {
                 self.overflow.fetch_min(at, Ordering::Relaxed);
             }
         }
-    }
-
-    /// As [`Job::run`] for one forest, and the mass of its pages.
-    pub fn with_mass(&self, forest: &Forest<'_>, out: &Shared<'_>, lse: &Shared<'_>) -> Vec<PageMass> {
-        let group = self.group();
-        let rows = self.views[forest.view].rows as usize * group;
-        let step = (TILE / group).max(1) * group;
-        let mut mass: Vec<PageMass> = forest
-            .pages
-            .iter()
-            .map(|page| PageMass {
-                sequence: forest.view,
-                kv_head: forest.head,
-                page: page.id,
-                tokens: [0.0; LANES],
-            })
-            .collect();
-        let mut raw: Vec<[f32; LANES]> = Vec::new();
-        let mut tops: Vec<f32> = Vec::new();
-        for row in (0..rows).step_by(step) {
-            let item = Item { forest, row, rows: step.min(rows - row) };
-            raw.clear();
-            raw.resize(forest.pages.len() * item.rows, [0.0; LANES]);
-            tops.clear();
-            tops.resize(forest.blocks.len() * item.rows, 0.0);
-            SCRATCH.with_borrow_mut(|scratch| {
-                self.pack(&item, scratch);
-                let Scratch { packed, part, spare, .. } = scratch;
-                let trees = self.trees(&item);
-                let full = trees.of(false);
-                part.resize(full.len().max(part.len()), 0.0);
-                let mut leaf = |block: usize, part: &mut [f32]| {
-                    let pages = forest.blocks[block].clone();
-                    let raw = &mut raw[pages.start * item.rows..pages.end * item.rows];
-                    self.block(&item, block, packed, part, Some(raw));
-                    let tree = trees.of(forest.is_packed(block));
-                    tops[block * item.rows..][..item.rows].copy_from_slice(tree.partial(part).m);
-                };
-                forest.reduce(&trees, &mut leaf, part, spare);
-                let total = full.partial(part);
-                self.finish(&item, &total, out, lse);
-                for (block, pages) in forest.blocks.iter().enumerate() {
-                    let raw = &raw[pages.start * item.rows..pages.end * item.rows];
-                    for query in (0..item.rows).step_by(group) {
-                        for (i, page) in mass[pages.clone()].iter_mut().enumerate() {
-                            let mut sum = [0.0; LANES];
-                            for r in query..query + group {
-                                let top = tops[block * item.rows + r];
-                                if top == f32::NEG_INFINITY {
-                                    continue;
-                                }
-                                let weight = exp2i(top - total.m[r]) / total.l[r];
-                                for (sum, p) in sum.iter_mut().zip(&raw[r * pages.len() + i]) {
-                                    *sum += p * weight;
-                                }
-                            }
-                            for (token, sum) in page.tokens.iter_mut().zip(&sum) {
-                                *token += sum;
-                            }
-                        }
-                    }
-                }
-            });
-        }
-        // A page that was packed in between is listed in both forms; each row read one.
-        for original in (0..mass.len()).rev().filter(|i| forest.pages[*i].original) {
-            let PageMass { page, tokens, .. } = mass.remove(original);
-            if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
-                packed.tokens.iter_mut().zip(&tokens).for_each(|(sum, x)| *sum += x);
-            }
-        }
-        mass
     }
 }
 

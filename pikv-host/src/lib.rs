@@ -15,6 +15,7 @@ mod filing;
 mod forest;
 mod job;
 pub mod lanes;
+mod mass;
 mod reduce;
 mod rope;
 pub mod router;

@@ -9,3 +9,5 @@ pub mod code;
 pub mod pack;
 pub mod packed;
 pub mod read;
+mod scores;
+mod values;

@@ -1,0 +1,228 @@
+//! Scores of a packed page.
+
+use super::code::{Any, Coded, Scale};
+use super::pack::{Turn, turn};
+use super::packed::{K_COLS, TAGS};
+use super::read::{Ahead, Back, PackedPages, positions, rows};
+use crate::dtype::{Element, F16, F32};
+use crate::page::MAX_DIM;
+use crate::rope;
+use crate::warp::{LANES, Routine, Warp};
+
+/// Words of 16-bit queries: two channels each.
+const QUERY_WORDS: usize = K_COLS * LANES / 2;
+
+/// Scores by integer products.
+pub(super) struct IntegerScores<'a, 'b, W: Warp, const R: usize, const BITS: u32>(
+    pub &'a mut PackedPages<'b, W, R>,
+    pub usize,
+);
+
+impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for IntegerScores<'_, '_, W, R, BITS> {
+    type Out = [W::F; R];
+    #[inline(always)]
+    fn run(self, w: W) -> [W::F; R] {
+        self.0.integer_scores::<BITS>(w, self.1)
+    }
+}
+
+/// Scores by products of f32.
+pub(super) struct FloatScores<'a, 'b, W: Warp, const R: usize>(pub &'a mut PackedPages<'b, W, R>, pub usize);
+
+impl<W: Warp, const R: usize> Routine<W> for FloatScores<'_, '_, W, R> {
+    type Out = [W::F; R];
+    #[inline(always)]
+    fn run(self, w: W) -> [W::F; R] {
+        self.0.float_scores(w, self.1)
+    }
+}
+
+/// Scores of keys that are rebuilt and turned.
+pub(super) struct RebuiltScores<'a, 'b, W: Warp, const R: usize>(
+    pub &'a mut PackedPages<'b, W, R>,
+    pub usize,
+);
+
+impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, W, R> {
+    type Out = [W::F; R];
+    #[inline(always)]
+    fn run(self, w: W) -> [W::F; R] {
+        self.0.rebuilt_scores(w, self.1)
+    }
+}
+
+impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
+    /// What is read after the keys of page `i`: those of the next, or the values of the first.
+    #[inline(always)]
+    fn ahead(&self, i: usize) -> &[[u32; LANES]] {
+        let (keys, values) = (TAGS as usize, self.packed.v_scales() as usize);
+        let next = match self.pages.get(i + 1) {
+            Some(page) => &page.words[keys..values],
+            None => &self.pages[0].words[values..],
+        };
+        next.as_chunks().0
+    }
+
+    #[inline(always)]
+    fn float_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+        let (packed, words) = (self.packed, self.pages[i].words);
+        let (cols, code) = (packed.k_cols() as usize, Any(packed.k));
+        let n = packed.k.per_word() as usize;
+        for r in 0..R {
+            for c in 0..cols {
+                let mut x = w.load_f(&self.query.rows[r * cols + c]);
+                if packed.k.scale() != Scale::None {
+                    x = w.mul(x, w.from_bits(w.load(&rows(words, packed.k_scales(), cols as u32)[c])));
+                }
+                w.store(x, &mut self.scratch.queries[r][c]);
+            }
+        }
+        w.sync();
+        let mut s = [w.splat(0.0); R];
+        for (s, start) in s.iter_mut().zip(&self.query.start) {
+            *s = w.splat(*start);
+        }
+        let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
+        for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
+            ahead.step(w, 1);
+            let word = w.load(row);
+            for j in 0..n {
+                let x = code.part(w, word, j);
+                let c = at * n + j;
+                for (s, query) in s.iter_mut().zip(&self.scratch.queries) {
+                    *s = w.fma(x, w.splat(query.as_flattened()[c]), *s);
+                }
+            }
+        }
+        w.sync();
+        s
+    }
+
+    #[inline(always)]
+    fn integer_scores<const BITS: u32>(&mut self, w: W, i: usize) -> [W::F; R] {
+        /// Below this the largest `q_c scale_c` counts as 0: its inverse could overflow.
+        const TINY: f32 = f32::from_bits((127 - 100) << 23);
+        const ROUND: f32 = 12_582_912.0;
+        let (packed, words) = (self.packed, self.pages[i].words);
+        let cols = packed.k_cols() as usize;
+        let (mut top, mut base) = ([w.splat(0.0); R], [w.splat(0.0); R]);
+        for (c, row) in rows(words, packed.k_scales(), cols as u32).iter().enumerate() {
+            let word = w.load(row);
+            let (scale, min) = (F16::channel(w, word, 0), F16::channel(w, word, 1));
+            for r in 0..R {
+                let q = w.load_f(&self.query.rows[r * cols + c]);
+                let x = w.mul(q, scale);
+                w.store(x, &mut self.scratch.queries[r][c]);
+                top[r] = w.max(top[r], w.from_bits(w.and(w.bits(x), w.splat_u(0x7fff_ffff))));
+                base[r] = w.fma(q, min, base[r]);
+            }
+        }
+        let mut step = [w.splat(0.0); R];
+        for r in 0..R {
+            let top = w.reduce_max(top[r]);
+            let mut inverse = 0.0;
+            if top > TINY {
+                inverse = 32767.0 / top;
+                step[r] = w.splat(if top < f32::INFINITY { top / 32767.0 } else { f32::NAN });
+            }
+            base[r] = w.splat(w.reduce_sum(base[r]) + self.query.start[r]);
+            for c in 0..cols {
+                let x = w.mul(w.load_f(&self.scratch.queries[r][c]), w.splat(inverse));
+                w.store_halves(w.bits(w.add(x, w.splat(ROUND))), &mut self.scratch.halves[r][c]);
+            }
+        }
+        w.sync();
+        let mut sum = [w.splat_u(0); R];
+        let pairs = 16 / BITS as usize;
+        let mask = w.splat_u(((1 << BITS) - 1) * 0x1_0001);
+        let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
+        for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
+            ahead.step(w, 1);
+            let mut word = w.load(row);
+            // The mask, which changes nothing, spares a check of every index.
+            let base = (at * pairs) & (QUERY_WORDS - pairs);
+            for k in 0..pairs {
+                let x = w.and(word, mask);
+                for (sum, halves) in sum.iter_mut().zip(&self.scratch.halves) {
+                    *sum = w.dot2(x, w.splat_u(halves.as_flattened()[base + k]), *sum);
+                }
+                word = w.shr::<BITS>(word);
+            }
+        }
+        w.sync();
+        let mut s = [w.splat(0.0); R];
+        for r in 0..R {
+            s[r] = w.fma(w.to_f(sum[r]), step[r], base[r]);
+        }
+        s
+    }
+
+    /// Stored channels, scales applied; the map taken back; the rotation.
+    #[inline(always)]
+    fn rebuilt_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+        let (packed, page) = (self.packed, self.pages[i]);
+        let Some((back, query)) = self.query.whole else { return [w.splat(0.0); R] };
+        let (stored, whole) = self.rebuilt.split_at_mut(MAX_DIM as usize);
+        let stored = &mut stored[..packed.k_dim as usize];
+        let keys = rows(page.words, packed.k_base(), packed.k_rows());
+        let n = packed.k.per_word() as usize;
+        for (c, out) in stored.iter_mut().enumerate() {
+            let word = w.load(&keys[c / n]);
+            let part = packed.k.key_part((c % n) as u32) as usize;
+            let x = Any(packed.k).part(w, word, part);
+            let x = match packed.k.scale() {
+                Scale::None => x,
+                scale => {
+                    let word = w.splat_u(page.words[packed.k_scales() as usize + c]);
+                    match scale {
+                        Scale::Float => w.mul(x, w.from_bits(word)),
+                        _ => w.fma(x, F16::channel(w, word, 0), F16::channel(w, word, 1)),
+                    }
+                }
+            };
+            w.store(x, out);
+        }
+        let whole = &mut whole[..query.k_dim];
+        let rows: &[[f32; LANES]] = match back {
+            None => stored,
+            Some(Back::Hadamard { block }) => {
+                turn(w, &Turn::Hadamard { block }, stored, whole);
+                whole
+            }
+            Some(Back::Select { channels }) => {
+                for out in whole.iter_mut() {
+                    w.store(w.splat(0.0), out);
+                }
+                for (x, channel) in stored.iter().zip(channels) {
+                    w.store(w.load_f(x), &mut whole[*channel as usize]);
+                }
+                whole
+            }
+            Some(Back::Dense { decode, bias }) => {
+                for (c, (out, weights)) in whole.iter_mut().zip(decode.chunks_exact(stored.len())).enumerate()
+                {
+                    let mut sum = w.splat(0.0);
+                    for (x, weight) in stored.iter().zip(weights) {
+                        sum = w.fma(w.load_f(x), w.splat(*weight), sum);
+                    }
+                    if let Some(bias) = bias.get(c) {
+                        sum = w.add(sum, w.splat(*bias));
+                    }
+                    w.store(sum, out);
+                }
+                whole
+            }
+        };
+        let position = positions(w, &page);
+        match &query.rotation {
+            Some(rotation) => rope::scores::<W, F32, R>(
+                w,
+                rotation,
+                bytemuck::cast_slice::<[f32; LANES], [u32; LANES]>(rows),
+                &query,
+                position,
+            ),
+            None => [w.splat(0.0); R],
+        }
+    }
+}
