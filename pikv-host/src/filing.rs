@@ -36,8 +36,8 @@ pub(crate) enum Held {
 #[derive(Clone, Debug)]
 pub(crate) struct Closed {
     pub packed: Page,
-    /// As its tokens came; kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
-    pub original: Option<Page>,
+    /// As its tokens came (in a box, as most have none); kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
+    pub original: Option<Box<Page>>,
     /// Position of the last token.
     pub last: u32,
     pub by: u32,
@@ -75,7 +75,9 @@ impl Entry {
         match &self.held {
             Held::Gone => 0,
             Held::Open(page) => page.bytes(),
-            Held::Closed(closed) => closed.packed.bytes() + closed.original.as_ref().map_or(0, Page::bytes),
+            Held::Closed(closed) => {
+                closed.packed.bytes() + closed.original.as_ref().map_or(0, |page| page.bytes())
+            }
         }
     }
 }
@@ -164,7 +166,7 @@ impl Chain {
             && let Held::Closed(closed) = held
             && closed.by == position
         {
-            *held = closed.original.take().map_or(Held::Gone, Held::Open);
+            *held = closed.original.take().map_or(Held::Gone, |page| Held::Open(*page));
         }
     }
 
@@ -175,7 +177,7 @@ impl Chain {
         if let Some(out) = packed.words_mut() {
             codec.pack(lanes, layout, page.words(), entry.fill, out);
         }
-        let original = Some(page.clone());
+        let original = Some(Box::new(page.clone()));
         entry.held = Held::Closed(Closed { packed, original, last, by });
     }
 }
@@ -414,3 +416,6 @@ pub(crate) fn own<'a>(
         None => unreachable!("the page was just taken, and its sequence is borrowed mutably"),
     }
 }
+
+/// What the README says of host tables.
+const _: () = assert!(size_of::<Entry>() <= 72);
