@@ -1,6 +1,6 @@
 //! Every operation of every lanes of this machine, against the portable lanes, by bits.
 
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::{Kernel, LANES, Routine, Warp};
 use pikv_host::lanes::{Lanes, LanesError};
 use proptest::{array::uniform32, prelude::*};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -127,10 +127,76 @@ impl Kernel for EveryOp<'_> {
         log.words("reduce_max", &[one_nan(w.reduce_max(a))]);
         log.words("reduce_sum", &[one_nan(w.reduce_sum(a))]);
 
+        for (width, last) in [(4, 24), (8, 28), (16, 30), (32, 31)] {
+            for first in 0..=last {
+                log.exact(format!("spread {first} {width}"), w.spread(&s, first, width));
+            }
+        }
+        log.u("dot2", w.dot2(ua, ub, w.load(self.c)));
+        for j in 0..4 {
+            log.exact(format!("byte {j}"), w.byte(ua, j));
+        }
+        for j in 0..8 {
+            log.exact(format!("nibble {j}"), w.nibble(ua, j));
+        }
+        let mut halves = [0; LANES / 2];
+        w.store_halves(ua, &mut halves);
+        log.words("store_halves", &halves);
+        log.exact("call", w.call(Twice(a)));
+
         let index = self.b.map(|i| i % self.table.len() as u32);
         log.exact("gather", w.gather(self.table, w.load(&index)));
         log.out
     }
+}
+
+/// For `call`.
+struct Twice<F>(F);
+
+impl<W: Warp> Routine<W> for Twice<W::F> {
+    type Out = W::F;
+    #[inline(always)]
+    fn run(self, w: W) -> W::F {
+        w.select(w.mask(0x0f0f_3355), self.0, w.shfl_xor(self.0, 5))
+    }
+}
+
+/// What the portable lanes' own operations on parts of words say, by plain arithmetic.
+#[test]
+fn parts_of_words_are_what_their_names_say() {
+    struct Parts;
+    impl Kernel for Parts {
+        type Out = ();
+        #[inline(always)]
+        fn run<W: Warp>(self, w: W) {
+            let words: Words = std::array::from_fn(|i| 0x9e37_79b9u32.wrapping_mul(i as u32 + 1));
+            let x = w.load(&words);
+            let mut row = [0.0; LANES];
+            for j in 0..8u32 {
+                w.store(w.nibble(x, j as usize), &mut row);
+                assert!(row.iter().zip(words).all(|(x, word)| *x == (word >> (4 * j) & 15) as f32));
+            }
+            for j in 0..4u32 {
+                w.store(w.byte(x, j as usize), &mut row);
+                assert!(row.iter().zip(words).all(|(x, word)| *x == (word >> (8 * j) & 255) as f32));
+            }
+            let other = words.map(|word| word.rotate_left(7));
+            w.store(w.from_bits(w.dot2(x, w.load(&other), w.splat_u(5))), &mut row);
+            for i in 0..LANES {
+                let half = |x: u32| i64::from(x as u16 as i16);
+                let (a, b) = (words[i], other[i]);
+                let sum = half(a) * half(b) + half(a >> 16) * half(b >> 16) + 5;
+                assert_eq!(row[i].to_bits(), sum as u32);
+            }
+            let s = w.park(w.from_bits(x));
+            w.store(w.spread(&s, 3, 8), &mut row);
+            assert!(row.iter().enumerate().all(|(i, x)| x.to_bits() == words[3 + i / 8]));
+            let mut halves = [0; LANES / 2];
+            w.store_halves(x, &mut halves);
+            assert!(halves.iter().zip(words.chunks(2)).all(|(h, w)| *h == w[0] & 0xffff | w[1] << 16));
+        }
+    }
+    Lanes::available().for_each(|lanes| lanes.run(Parts));
 }
 
 /// The default butterflies, spelled out.
