@@ -48,7 +48,7 @@ pub struct Folded<'a, const R: usize> {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Back<'a> {
-    /// The transform of [`Turn::Hadamard`], which is its own inverse.
+    /// The transform of [`Turn::Hadamard`](super::pack::Turn::Hadamard), which is its own inverse.
     Hadamard {
         /// Channels of a block.
         block: usize,
