@@ -94,18 +94,17 @@ pub trait Warp: Copy {
     /// Byte `j` of each word, as a number; `j` is below 4.
     #[inline(always)]
     fn byte(self, a: Self::U, j: usize) -> Self::F {
-        let a = match j {
-            0 => a,
-            1 => self.shr::<8>(a),
-            2 => self.shr::<16>(a),
-            _ => self.shr::<24>(a),
-        };
-        self.to_f(self.and(a, self.splat_u(0xff)))
+        self.to_f(self.and(self.shr_nibbles(a, 2 * j), self.splat_u(0xff)))
     }
     /// Bits `4 j..4 j + 4` of each word, as a number; `j` is below 8.
     #[inline(always)]
     fn nibble(self, a: Self::U, j: usize) -> Self::F {
-        let a = match j {
+        self.to_f(self.and(self.shr_nibbles(a, j), self.splat_u(0xf)))
+    }
+    /// `a >> 4 n`, `n` below 8: each a shift by a constant, where `n` is known when the routine is compiled.
+    #[inline(always)]
+    fn shr_nibbles(self, a: Self::U, n: usize) -> Self::U {
+        match n {
             0 => a,
             1 => self.shr::<4>(a),
             2 => self.shr::<8>(a),
@@ -114,8 +113,7 @@ pub trait Warp: Copy {
             5 => self.shr::<20>(a),
             6 => self.shr::<24>(a),
             _ => self.shr::<28>(a),
-        };
-        self.to_f(self.and(a, self.splat_u(0xf)))
+        }
     }
 
     /// `a < b`; false with a NaN.

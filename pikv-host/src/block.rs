@@ -75,12 +75,13 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
     first: usize,
     raw: Option<&mut [[f32; LANES]]>,
 ) {
-    let mut weights = [[[0.0; LANES]; BLOCK]; R];
+    // Cleared only where they are asked for: this is run for every block.
+    let mut weights = if raw.is_some() { Some([[[0.0; LANES]; BLOCK]; R]) } else { None };
     // One call for both cases: its body is large.
-    attend_block(w, form, looks, out, first, raw.is_some().then_some(&mut weights[..]));
+    attend_block(w, form, looks, out, first, weights.as_mut().map(|weights| &mut weights[..]));
     let pages = form.pages();
-    if let Some(raw) = raw.filter(|_| pages > 0) {
-        for (raw, weights) in raw.chunks_exact_mut(pages).zip(&weights) {
+    if let (Some(raw), Some(weights)) = (raw.filter(|_| pages > 0), &weights) {
+        for (raw, weights) in raw.chunks_exact_mut(pages).zip(weights) {
             raw.copy_from_slice(&weights[..pages]);
         }
     }

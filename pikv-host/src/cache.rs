@@ -8,6 +8,7 @@ use crate::job::View;
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
 use crate::step::Step;
+use pikv_core::codec::packed::Packed;
 use pikv_core::page::Position;
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
 use std::sync::Arc;
@@ -26,6 +27,11 @@ pub(crate) struct Inner {
 impl Inner {
     pub fn layer(&self, layer: usize) -> Result<&LayerShape, Error> {
         self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
+    }
+
+    /// The layout of packed pages of each KV head of a layer that exists.
+    fn packed(&self, layer: usize) -> impl Iterator<Item = Option<&Packed>> {
+        self.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed))
     }
 
     /// Where a page goes. An expert's pages follow the map, a block of them together; sinks and ring, which belong to no
@@ -119,8 +125,11 @@ impl Cache {
     /// No such layer.
     pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
         let (shape, store) = (self.inner.layer(layer)?, &self.inner.store);
-        let heads = self.inner.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed));
-        Ok(heads.map(|packed| store.head_bytes_at(shape, packed, len, filed.iter().copied())).sum())
+        Ok(self
+            .inner
+            .packed(layer)
+            .map(|packed| store.head_bytes_at(shape, packed, len, filed.iter().copied()))
+            .sum())
     }
 
     /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head.
@@ -129,8 +138,7 @@ impl Cache {
     /// No such layer.
     pub fn bytes_at_most(&self, layer: usize, len: u32) -> Result<u64, Error> {
         let (shape, store) = (self.inner.layer(layer)?, &self.inner.store);
-        let heads = self.inner.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed));
-        Ok(heads.map(|packed| store.head_bytes_at_most(shape, packed, len)).sum())
+        Ok(self.inner.packed(layer).map(|packed| store.head_bytes_at_most(shape, packed, len)).sum())
     }
 
     /// An empty sequence.

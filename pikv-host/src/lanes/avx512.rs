@@ -208,16 +208,7 @@ impl Warp for Avx512 {
     #[inline(always)]
     fn nibble(self, a: Self::U, j: usize) -> Self::F {
         // A table of the 16 numbers is looked up by the low 4 bits, whatever the others are.
-        let a = match j {
-            0 => a,
-            1 => self.shr::<4>(a),
-            2 => self.shr::<8>(a),
-            3 => self.shr::<12>(a),
-            4 => self.shr::<16>(a),
-            5 => self.shr::<20>(a),
-            6 => self.shr::<24>(a),
-            _ => self.shr::<28>(a),
-        };
+        let a = self.shr_nibbles(a, j);
         let table = regs!(_mm512_cvtepi32_ps(self.lane_id()[0]));
         both!(_mm512_permutexvar_ps; a, [table, table])
     }
