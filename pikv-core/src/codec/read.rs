@@ -9,10 +9,10 @@
 //!
 //! Keys that are stored before their rotation are rebuilt channel by channel, and turned, in the lanes.
 
-use super::code::{Any, Code, Int4, Int8, Scale};
+use super::code::{Code, Scale};
 use super::packed::{K_COLS, Packed, TAGS, V_GROUPS};
 use super::scores::{FloatScores, IntegerScores, RebuiltScores};
-use super::values::Weigh;
+use super::values::{Weigh, WeighIntegers};
 use crate::attend::{Form, Sight, filled};
 use crate::full::Query;
 use crate::page::MAX_DIM;
@@ -67,19 +67,31 @@ pub enum Back<'a> {
     },
 }
 
-/// What reading needs beside the pages: queries under a page's scales, and rebuilt keys.
+/// Queries and weights become integers of at most this magnitude, the most that [`Warp::dot4`] takes.
+pub(super) const INTEGERS: f32 = 32639.0;
+/// What is largest among queries or weights counts as 0 below this: its inverse could overflow.
+pub(super) const TINY: f32 = f32::from_bits((127 - 100) << 23);
+/// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
+pub(super) const ROUND: f32 = 12_582_912.0;
+
+/// Rows of 32 integers at most: those of a query, or the weights for all groups of a value.
+pub(super) const ROWS: usize = if K_COLS > V_GROUPS { K_COLS } else { V_GROUPS };
+
+/// What reading needs beside the pages: queries and weights under a page's scales.
 #[derive(Clone, Debug)]
 pub struct Scratch<const R: usize> {
     pub(super) queries: [[[f32; LANES]; K_COLS]; R],
-    pub(super) halves: [[[u32; LANES / 2]; K_COLS]; R],
+    /// Queries, then weights, as [`Warp::store_quads`] leaves them: a row of 32 channels, or of the weights for a group.
+    pub(super) quads: [[[u32; LANES]; ROWS]; R],
 }
 
 impl<const R: usize> Default for Scratch<R> {
     #[inline(always)]
     fn default() -> Self {
-        Scratch { queries: [[[0.0; LANES]; K_COLS]; R], halves: [[[0; LANES / 2]; K_COLS]; R] }
+        Scratch { queries: [[[0.0; LANES]; K_COLS]; R], quads: [[[0; LANES]; ROWS]; R] }
     }
 }
+
 /// Rows of 32 words that rebuilt keys take: the stored channels, then those of the head.
 pub const REBUILT: usize = 2 * MAX_DIM as usize;
 
@@ -172,11 +184,10 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
 
     #[inline(always)]
     fn weigh(&mut self, w: W, i: usize, _: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
-        // The widths of 128 channels have routines of their own.
-        match (self.packed.v, self.packed.v_words()) {
-            (Code::Int8, 32) => w.call(Weigh::<W, Int8, R, 32> { pages: self, code: Int8, i, p, acc }),
-            (Code::Int4, 16) => w.call(Weigh::<W, Int4, R, 16> { pages: self, code: Int4, i, p, acc }),
-            (code, _) => w.call(Weigh::<W, Any, R, 0> { pages: self, code: Any(code), i, p, acc }),
+        match self.packed.v {
+            Code::Int8 => w.call(WeighIntegers::<W, R, 8> { pages: self, i, p, acc }),
+            Code::Int4 => w.call(WeighIntegers::<W, R, 4> { pages: self, i, p, acc }),
+            _ => w.call(Weigh { pages: self, i, p, acc }),
         }
     }
 
@@ -198,7 +209,7 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
                     let row = &mut acc[r * stride + (col * parts + part) as usize];
                     let mut x = w.load_f(row);
                     let mut distance = LANES as u32 / 2;
-                    while distance >= packed.v_stride() {
+                    while distance >= packed.v_words() {
                         x = w.add(x, w.shfl_xor(x, distance));
                         distance /= 2;
                     }
@@ -209,6 +220,17 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
         }
     }
 }
+
+/// Codes that [`Warp::dot4`] takes at once, the `k`-th four of a word, as bytes.
+#[inline(always)]
+pub(super) fn quad_codes<W: Warp, const BITS: u32>(w: W, word: W::U, k: usize) -> W::U {
+    match (BITS, k) {
+        (8, _) => word,
+        (_, 0) => w.and(word, w.splat_u(0x0f0f_0f0f)),
+        _ => w.and(w.shr::<4>(word), w.splat_u(0x0f0f_0f0f)),
+    }
+}
+
 /// Rows of words that will be read later, fetched evenly over a number of steps: a burst would fill the queue of misses and
 /// stall the products.
 pub(super) struct Ahead<'a> {
