@@ -98,6 +98,9 @@ pub const REBUILT: usize = 2 * MAX_DIM as usize;
 /// Packed pages of a block, and what is read with them.
 pub struct PackedPages<'a, W: Warp, const R: usize> {
     pub(super) packed: &'a Packed,
+    /// Of `packed`, worked out once.
+    pub(super) v_scales: u32,
+    pub(super) v_groups: usize,
     pub(super) pages: &'a [PackedRef<'a>],
     pub(super) next: Option<&'a [u32]>,
     pub(super) query: Folded<'a, R>,
@@ -121,7 +124,8 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         rebuilt: &'a mut [[f32; LANES]],
     ) -> Self {
         let zero = [[w.splat(0.0); R]; V_GROUPS];
-        PackedPages { packed, pages, next, query, scratch, rebuilt, zero }
+        let (v_scales, v_groups) = (packed.v_scales(), packed.v_scale_rows() as usize);
+        PackedPages { packed, v_scales, v_groups, pages, next, query, scratch, rebuilt, zero }
     }
 }
 

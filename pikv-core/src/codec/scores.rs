@@ -9,6 +9,9 @@ use crate::page::MAX_DIM;
 use crate::rope;
 use crate::warp::{LANES, Routine, Warp};
 
+/// Folding the scales of 32 channels takes as long as this many products of a word.
+const FOLD: usize = 2;
+
 /// Scores by integer products.
 pub(super) struct IntegerScores<'a, 'b, W: Warp, const R: usize, const BITS: u32>(
     pub &'a mut PackedPages<'b, W, R>,
@@ -48,11 +51,11 @@ impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, W, R> {
     }
 }
 
-impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
+impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     /// What is read after the keys of page `i`: those of the next, or the values of the first.
     #[inline(always)]
-    fn ahead(&self, i: usize) -> &[[u32; LANES]] {
-        let (keys, values) = (TAGS as usize, self.packed.v_scales() as usize);
+    fn ahead(&self, i: usize) -> &'a [[u32; LANES]] {
+        let (keys, values) = (TAGS as usize, self.v_scales as usize);
         let next = match self.pages.get(i + 1) {
             Some(page) => &page.words[keys..values],
             None => &self.pages[0].words[values..],
@@ -99,8 +102,11 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
     fn integer_scores<const BITS: u32>(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, words) = (self.packed, self.pages[i].words);
         let cols = packed.k_cols() as usize;
+        let k_rows = packed.k_rows() as usize;
+        let mut ahead = Ahead::new(self.ahead(i), (FOLD + R) * cols + k_rows * (8 / BITS as usize));
         let (mut top, mut base) = ([w.splat(0.0); R], [w.splat(0.0); R]);
         for (c, row) in rows(words, packed.k_scales(), cols as u32).iter().enumerate() {
+            ahead.step(w, FOLD);
             let word = w.load(row);
             let (scale, min) = (F16::channel(w, word, 0), F16::channel(w, word, 1));
             for r in 0..R {
@@ -120,6 +126,7 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
                 step[r] = w.splat(if top < f32::INFINITY { top / INTEGERS } else { f32::NAN });
             }
             base[r] = w.splat(w.reduce_sum(base[r]) + self.query.start[r]);
+            ahead.step(w, cols);
             for c in 0..cols {
                 let x = w.load_f(&self.scratch.queries[r][c]);
                 let x = w.fma(x, w.splat(inverse), w.splat(ROUND));
@@ -129,9 +136,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
         w.sync();
         let mut sum = [w.no_sum(); R];
         let quads = 8 / BITS as usize;
-        let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
         for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
-            ahead.step(w, 1);
+            ahead.step(w, quads);
             let word = w.load(row);
             for k in 0..quads {
                 let quad = at * quads + k;

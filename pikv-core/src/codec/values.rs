@@ -38,12 +38,15 @@ impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for WeighIntegers<'_, 
     }
 }
 
-impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
+/// Folding a group's scales takes as long as this many rows of products.
+const FOLD: usize = 3;
+
+impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     /// What is read after the values of page `i`: those of the next, or what comes after the block.
     #[inline(always)]
-    fn after(&self, i: usize) -> &[[u32; LANES]] {
-        let from = self.packed.v_scales() as usize;
-        let next: &[u32] = match self.pages.get(i + 1) {
+    fn after(&self, i: usize) -> &'a [[u32; LANES]] {
+        let from = self.v_scales as usize;
+        let next: &'a [u32] = match self.pages.get(i + 1) {
             Some(page) => &page.words[from..],
             // Its keys, if it is packed too; else as many of its words.
             None => self.next.map_or(&[][..], |words| &words[TAGS as usize..from.min(words.len())]),
@@ -61,7 +64,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
         acc: &mut [[f32; LANES]],
     ) {
         let (packed, words) = (self.packed, self.pages[i].words);
-        let groups = packed.v_scale_rows() as usize;
+        let groups = self.v_groups;
+        let mut ahead = Ahead::new(self.after(i), groups * (BITS as usize + FOLD));
         let (mut share, mut unit) = ([w.splat(0.0); R], [0.0; R]);
         for r in 0..R {
             let x = w.unpark(&p[r]);
@@ -72,7 +76,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
             }
         }
         let mut tops = [0.0; V_GROUPS];
-        for (g, row) in rows(words, packed.v_scales(), groups as u32).iter().enumerate() {
+        for (g, row) in rows(words, self.v_scales, groups as u32).iter().enumerate() {
+            ahead.step(w, FOLD);
             let word = w.load(row);
             let (scale, min) = (F16::channel(w, word, 0), F16::channel(w, word, 1));
             let top = w.reduce_max(scale);
@@ -85,8 +90,7 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
             }
         }
         w.sync();
-        let (v, stride) = (&words[packed.v_base() as usize..], packed.v_stride() as usize);
-        let mut ahead = Ahead::new(self.after(i), groups * BITS as usize);
+        let (v, stride) = (&words[self.v_scales as usize + groups * LANES..], packed.v_stride() as usize);
         for g in 0..groups {
             let mut sum = [w.no_sum(); R];
             let (first, end) = (g * LANES, stride.min((g + 1) * LANES));
