@@ -78,7 +78,9 @@ pub(super) const ROUND: f32 = 12_582_912.0;
 pub(super) const ROWS: usize = if K_COLS > V_GROUPS { K_COLS } else { V_GROUPS };
 
 /// What reading needs beside the pages: queries and weights under a page's scales.
+/// Rows lie on lines of the cache: those of 64 bytes that straddle two are slow.
 #[derive(Clone, Debug)]
+#[repr(align(128))]
 pub struct Scratch<const R: usize> {
     pub(super) queries: [[[f32; LANES]; K_COLS]; R],
     /// Queries, then weights, as [`Warp::store_quads`] leaves them: a row of 32 channels, or of the weights for a group.
