@@ -42,7 +42,7 @@ impl<W: Warp> Log<W> {
 
 /// A word whose low half is a number that `store_quads` takes.
 fn integer(word: u32) -> u32 {
-    if word as i16 > 32639 { word & 0xffff_7fff } else { word }
+    if word as i16 > 32639 { word & 0xffff_bfff } else { word }
 }
 
 fn one_nan(x: f32) -> u32 {
