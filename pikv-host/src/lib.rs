@@ -16,6 +16,8 @@ mod forest;
 mod job;
 pub mod lanes;
 mod mass;
+pub mod metrics;
+pub mod planner;
 mod reduce;
 mod rope;
 pub mod router;
