@@ -12,5 +12,5 @@ pub use pikv_core::{
 };
 pub use pikv_host::{
     Attend, Cache, CacheConfig, CodecRule, ConfigError, Error, Output, PageId, PageInfo, PageMass, Place,
-    Rows, Sequence, Step, Usage, codec, lanes, metrics, planner, router,
+    Rows, Sequence, Step, Usage, codec, lanes, metrics, planner, router, trace,
 };

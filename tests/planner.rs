@@ -440,7 +440,7 @@ fn a_small_calibration() {
     };
     assert_eq!(refused(|p| p.repeats = 0), PlanError::Zero { name: "repeats" });
     assert_eq!(refused(|p| p.working_set = 0), PlanError::Zero { name: "working_set" });
-    assert_eq!(refused(|p| p.contexts[1] = 0), PlanError::Zero { name: "a context" });
+    assert_eq!(refused(|p| p.contexts[1] = 0), PlanError::Zero { name: "context" });
     assert_eq!(refused(|p| p.contexts.clear()), PlanError::Samples { got: 0 });
     assert!(matches!(
         refused(|p| p.groups[0] = 0),

@@ -23,6 +23,7 @@ mod rope;
 pub mod router;
 mod sequence;
 mod step;
+pub mod trace;
 
 pub use attend::{Attend, Output, PageMass};
 pub use cache::{Cache, Rows, Usage};

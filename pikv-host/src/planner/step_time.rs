@@ -144,7 +144,7 @@ pub struct Probe {
 }
 
 impl Default for Probe {
-    /// 8 KV heads of 128 channels in bf16, 1024, 8192 and 32768 tokens, 1 and 8 query heads a KV head, 128 MiB, 5 runs.
+    /// 8 KV heads of 128 channels in bf16, 1024, 8192 and 32768 tokens, 1, 4 and 8 query heads a KV head, 128 MiB, 5 runs.
     fn default() -> Probe {
         Probe {
             dtype: Dtype::Bf16,
@@ -152,7 +152,7 @@ impl Default for Probe {
             kv_heads: 8,
             head_dim: 128,
             contexts: vec![1024, 8192, 32768],
-            groups: vec![1, 8],
+            groups: vec![1, 4, 8],
             working_set: 128 << 20,
             repeats: 5,
             lanes: Lanes::detect(),
@@ -172,22 +172,16 @@ pub struct Calibration {
     pub threads: usize,
 }
 
-/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if it were called from here.
-///
-/// Fills caches with noise that is the same every time, attends one row over all of their layers, as a decode step does, and fits
-/// [`StepTime`] to the middle times. Takes about `working_set` bytes and some seconds, most of them to fill the caches.
+/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if it were called from here: fits [`StepTime`]
+/// to [`Probe::measure`] of every context and group.
 ///
 /// # Errors
-/// A probe of nothing, or of heads that no cache takes; no memory.
+/// Those of [`Probe::measure`]; fewer than 3 contexts and groups together.
 pub fn calibrate(probe: &Probe) -> Result<Calibration, PlanError> {
-    let zero = |name, empty: bool| if empty { Err(PlanError::Zero { name }) } else { Ok(()) };
-    zero("repeats", probe.repeats == 0)?;
-    zero("working_set", probe.working_set == 0)?;
-    zero("a context", probe.contexts.contains(&0))?;
     let mut samples = Vec::new();
     for &context in &probe.contexts {
         for &group in &probe.groups {
-            samples.push(measure(probe, context, group)?);
+            samples.push(probe.measure(context, group)?);
         }
     }
     #[cfg(feature = "rayon")]
@@ -197,53 +191,64 @@ pub fn calibrate(probe: &Probe) -> Result<Calibration, PlanError> {
     Ok(Calibration { time: StepTime::fit(&samples)?, samples, threads })
 }
 
-fn measure(probe: &Probe, context: u32, group: u32) -> Result<Sample, PlanError> {
-    let Probe { dtype, kv_heads, head_dim, .. } = *probe;
-    let layout = Layout { k_dim: head_dim, v_dim: head_dim, k: dtype, v: dtype };
-    let query_heads = kv_heads.saturating_mul(group);
-    let shape = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
-    let planner = |layers: usize| {
-        let config = CacheConfig::new(vec![shape; layers], u64::MAX).ring(PAGE).lanes(probe.lanes);
-        Planner::new(match &probe.codec {
-            Some(codec) => config.compress(codec.clone()),
-            None => config,
-        })
-    };
-    let load = Load::new(context);
-    let one = planner(1)?.forecast(&load)?.bytes;
-    let layers = probe.working_set.div_ceil(one) as usize;
-    let planner = planner(layers)?;
-    let work = planner.forecast(&load)?.work;
-    let cache = planner.cache();
-    let mut state = 1;
-    let mut noise = || (next(&mut state) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-    const CHUNK: u32 = 256;
-    let width = (kv_heads * head_dim) as usize;
-    let (k, v): (Vec<f32>, Vec<f32>) = (0..CHUNK as usize * width).map(|_| (noise(), noise())).unzip();
-    let q: Vec<f32> = (0..width * group as usize).map(|_| noise()).collect();
-    let mut sequence = cache.sequence();
-    for first in (0..context).step_by(CHUNK as usize) {
-        let n = CHUNK.min(context - first);
-        let mut step = cache.begin([(&mut sequence, n)])?;
-        for layer in 0..layers {
-            step.append(layer, &k[..n as usize * width], &v[..n as usize * width])?;
+impl Probe {
+    /// Fills a cache with noise that is the same every time, and attends one row of `context` tokens over all of its layers, as a
+    /// decode step does, with `group` query heads a KV head. Takes about `working_set` bytes, and most of its time to fill them.
+    ///
+    /// # Errors
+    /// A probe of nothing, or of heads that no cache takes; no memory.
+    pub fn measure(&self, context: u32, group: u32) -> Result<Sample, PlanError> {
+        let zero = |name, empty: bool| if empty { Err(PlanError::Zero { name }) } else { Ok(()) };
+        zero("repeats", self.repeats == 0)?;
+        zero("working_set", self.working_set == 0)?;
+        zero("context", context == 0)?;
+        let Probe { dtype, kv_heads, head_dim, .. } = *self;
+        let layout = Layout { k_dim: head_dim, v_dim: head_dim, k: dtype, v: dtype };
+        let query_heads = kv_heads.saturating_mul(group);
+        let shape = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
+        let planner = |layers: usize| {
+            let config = CacheConfig::new(vec![shape; layers], u64::MAX).ring(PAGE).lanes(self.lanes);
+            Planner::new(match &self.codec {
+                Some(codec) => config.compress(codec.clone()),
+                None => config,
+            })
+        };
+        let load = Load::new(context);
+        let one = planner(1)?.forecast(&load)?.bytes;
+        let layers = self.working_set.div_ceil(one) as usize;
+        let planner = planner(layers)?;
+        let work = planner.forecast(&load)?.work;
+        let cache = planner.cache();
+        let mut state = 1;
+        let mut noise = || (next(&mut state) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        const CHUNK: u32 = 256;
+        let width = (kv_heads * head_dim) as usize;
+        let (k, v): (Vec<f32>, Vec<f32>) = (0..CHUNK as usize * width).map(|_| (noise(), noise())).unzip();
+        let q: Vec<f32> = (0..width * group as usize).map(|_| noise()).collect();
+        let mut sequence = cache.sequence();
+        for first in (0..context).step_by(CHUNK as usize) {
+            let n = CHUNK.min(context - first);
+            let mut step = cache.begin([(&mut sequence, n)])?;
+            for layer in 0..layers {
+                step.append(layer, &k[..n as usize * width], &v[..n as usize * width])?;
+            }
+            step.commit()?;
         }
-        step.commit()?;
+        let rows = [Rows { sequence: &sequence, first: Position(context - 1), rows: 1 }];
+        let options = Attend::new((head_dim as f32).sqrt().recip());
+        let mut out = vec![0.0; q.len()];
+        let mut times = Vec::new();
+        // The first run counts for nothing: it finds pages and scratch as the writes left them.
+        for run in 0..=self.repeats {
+            let start = Instant::now();
+            for layer in 0..layers {
+                cache.attend(layer, &rows, &q, &options, Output::new(&mut out))?;
+            }
+            if run > 0 {
+                times.push(start.elapsed().as_secs_f64());
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(Sample { work, seconds: times[times.len() / 2] })
     }
-    let rows = [Rows { sequence: &sequence, first: Position(context - 1), rows: 1 }];
-    let options = Attend::new((head_dim as f32).sqrt().recip());
-    let mut out = vec![0.0; q.len()];
-    let mut times = Vec::new();
-    // The first run counts for nothing: it finds pages and scratch as the writes left them.
-    for run in 0..=probe.repeats {
-        let start = Instant::now();
-        for layer in 0..layers {
-            cache.attend(layer, &rows, &q, &options, Output::new(&mut out))?;
-        }
-        if run > 0 {
-            times.push(start.elapsed().as_secs_f64());
-        }
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(Sample { work, seconds: times[times.len() / 2] })
 }
