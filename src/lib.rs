@@ -12,5 +12,6 @@ pub use pikv_core::{
 };
 pub use pikv_host::{
     Attend, Cache, CacheConfig, CodecRule, ConfigError, Error, EvictionRule, Output, PageId, PageInfo,
-    PageMass, Place, Read, Rows, Sequence, Step, Usage, codec, lanes, policy, router,
+    PageMass, Place, Read, Rows, Sequence, Step, Usage, codec, lanes, metrics, planner, policy, router,
+    trace,
 };

@@ -19,7 +19,9 @@ mod forest;
 mod job;
 pub mod lanes;
 mod mass;
+pub mod metrics;
 mod observe;
+pub mod planner;
 pub mod policy;
 mod reduce;
 mod rope;
@@ -27,6 +29,7 @@ pub mod router;
 mod select;
 mod sequence;
 mod step;
+pub mod trace;
 
 pub use attend::{Attend, Output, PageMass, Read};
 pub use cache::{Cache, Rows, Usage};
