@@ -11,6 +11,7 @@ pub use pikv_core::{
     shard::{Rule, ShardError, ShardMap},
 };
 pub use pikv_host::{
-    Attend, Cache, CacheConfig, CodecRule, ConfigError, Error, Output, PageId, PageInfo, PageMass, Place,
-    Rows, Sequence, Step, Usage, codec, lanes, router,
+    Attend, Cache, CacheConfig, CodecRule, ConfigError, Error, EvictionRule, Output, PageId, PageInfo,
+    PageMass, Place, Read, Rows, Sequence, Step, Usage, codec, lanes, metrics, planner, policy, router,
+    trace,
 };

@@ -3,6 +3,8 @@
 use crate::codec::{Codec, HeadCodec};
 use crate::error::ConfigError;
 use crate::lanes::Lanes;
+use crate::observe::Rule;
+use crate::policy::Eviction;
 use pikv_core::page::{MAX_DIM, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
@@ -37,10 +39,25 @@ pub struct CacheConfig {
     pub budget: u64,
     /// Fill pages with NaN when they are taken and given back, to find reads of what was never written.
     pub poison: bool,
+    /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::Read::Quest) selects by: 8 bytes a channel of K
+    /// and page.
+    pub bounds: bool,
     /// Lanes to compute with.
     pub lanes: Lanes,
     /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
     pub codecs: Vec<CodecRule>,
+    /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
+    pub evictions: Vec<EvictionRule>,
+}
+
+/// How some layers evict.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EvictionRule {
+    /// The layer; all of them if `None`.
+    pub layer: Option<usize>,
+    /// How.
+    pub eviction: Eviction,
 }
 
 /// A codec, and the heads that use it.
@@ -72,8 +89,10 @@ impl CacheConfig {
             shards: ShardMap::ONE,
             budget,
             poison: false,
+            bounds: false,
             lanes: Lanes::detect(),
             codecs: Vec::new(),
+            evictions: Vec::new(),
         }
     }
 
@@ -114,6 +133,12 @@ impl CacheConfig {
         self
     }
 
+    /// Sets whether the extremes of keys are kept.
+    pub fn bounds(mut self, on: bool) -> Self {
+        self.bounds = on;
+        self
+    }
+
     /// Sets the lanes.
     pub fn lanes(mut self, lanes: Lanes) -> Self {
         self.lanes = lanes;
@@ -136,6 +161,39 @@ impl CacheConfig {
     pub fn compress_head(mut self, layer: usize, kv_head: usize, codec: Codec) -> Self {
         self.codecs.push(CodecRule { layer: Some(layer), kv_head: Some(kv_head), codec });
         self
+    }
+
+    /// Evicts tokens that left the ring, in every layer.
+    pub fn evict(mut self, eviction: Eviction) -> Self {
+        self.evictions.push(EvictionRule { layer: None, eviction });
+        self
+    }
+
+    /// Evicts tokens that left the ring of one layer.
+    pub fn evict_layer(mut self, layer: usize, eviction: Eviction) -> Self {
+        self.evictions.push(EvictionRule { layer: Some(layer), eviction });
+        self
+    }
+
+    /// The rule of each layer.
+    ///
+    /// # Errors
+    /// A rule for a layer that is not there, or a budget that does not fit its layer.
+    pub(crate) fn rules(&self) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
+        let layers = self.layers.len();
+        if let Some(layer) =
+            self.evictions.iter().filter_map(|rule| rule.layer).find(|layer| *layer >= layers)
+        {
+            return Err(ConfigError::PolicyLayer { layer, layers });
+        }
+        let rule = |(l, shape): (usize, &LayerShape)| {
+            let mut rules = self.evictions.iter().rev();
+            let Some(rule) = rules.find(|rule| rule.layer.is_none_or(|layer| layer == l)) else {
+                return Ok(None);
+            };
+            Ok(Some(Arc::new(Rule::new(l, shape, &rule.eviction, self.rollback)?)))
+        };
+        self.layers.iter().enumerate().map(rule).collect()
     }
 
     /// The codecs of every head.

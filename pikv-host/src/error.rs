@@ -110,6 +110,22 @@ pub enum ConfigError {
         /// The fewest KV heads of the layers meant; 0 if there are none.
         kv_heads: u32,
     },
+    /// A budget of tokens that is none.
+    #[error("layer {layer}: the budget of its policy: {why}")]
+    TokenBudget {
+        /// The layer.
+        layer: usize,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// A rule of eviction for a layer that is not there.
+    #[error("a policy for layer {layer}; there are {layers} layers")]
+    PolicyLayer {
+        /// As given.
+        layer: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
     /// Not even one token fits.
     #[error(
         "a budget of {budget} bytes; the first token alone takes {needed} (one page a layer and KV head)"
@@ -265,6 +281,27 @@ pub enum Error {
         oldest: u32,
         /// Tokens of the sequence.
         len: u32,
+    },
+    /// Pages chosen by their bounds, in a cache that keeps none.
+    #[error("Read::Quest in a cache without bounds; set CacheConfig::bounds")]
+    NoBounds,
+    /// Gaps closed where keys come rotated.
+    #[error(
+        "closed gaps in layer {layer}, whose keys come rotated; set LayerShape::rope and append them unrotated"
+    )]
+    NoRotation {
+        /// The layer.
+        layer: usize,
+    },
+    /// Rows that are to read the pages of their experts, which are not known.
+    #[error(
+        "row {row} of layer {layer} reads the pages of its experts before it was routed; call Step::route first"
+    )]
+    NotRouted {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
     },
     /// A layer was written twice in a step.
     #[error("layer {layer} was already {what} in this step")]

@@ -14,8 +14,8 @@ use std::ops::Range;
 #[derive(Clone, Copy)]
 pub struct Listed<'a> {
     pub words: &'a [u32],
-    /// Lanes written.
-    pub fill: u32,
+    /// Lanes that are read, a bit each.
+    pub live: u32,
     /// Of a packed page: the position of its last token.
     pub last: u32,
     /// Of a packed page, and of the original of one: the position that packed it.

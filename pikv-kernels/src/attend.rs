@@ -21,7 +21,7 @@ unsafe fn attend<const R: usize>(
     layout: &LayoutArg,
     q: *const f32,
     pages: *const *const u32,
-    fill: *const u32,
+    live: *const u32,
     first: *const u32,
     blocks: u32,
     sights: *const SightArg,
@@ -35,14 +35,14 @@ unsafe fn attend<const R: usize>(
     if block >= blocks as usize {
         return;
     }
-    let mut list = [PageRef { words: &[], fill: 0 }; BLOCK];
-    // SAFETY: by the caller's promise on `first`, `pages` and `fill`: the block's pages, at most BLOCK of them.
+    let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
+    // SAFETY: by the caller's promise on `first`, `pages` and `live`: the block's pages, at most BLOCK of them.
     let count = unsafe {
         let (from, to) = (*first.add(block) as usize, *first.add(block + 1) as usize);
         for (i, page) in list.iter_mut().enumerate() {
             if from + i < to {
                 page.words = slice::from_raw_parts(*pages.add(from + i), layout.words() as usize);
-                page.fill = *fill.add(from + i);
+                page.live = *live.add(from + i);
             }
         }
         to - from
@@ -82,8 +82,8 @@ macro_rules! attend {
     ($($name:ident $rows:literal),*) => {$(
         #[doc = concat!("Attends ", $rows, " query rows over blocks of pages, a warp a block.")]
         ///
-        /// `q`: `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `fill`: every page's address and
-        /// the lanes written. `first`: `[blocks + 1]`, where each block's pages begin. `sights`: `[blocks][rows]`. `softcap`:
+        /// `q`: `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `live`: every page's address and
+        /// the lanes that are read, a bit each. `first`: `[blocks + 1]`, where each block's pages begin. `sights`: `[blocks][rows]`. `softcap`:
         /// in base 2, 0 for none. `table`: of the rotation, `[rotary_dim / 2][2][capacity]`. The partial result of block `b`
         /// goes to `parts[b]`, [`Partial::len`] f32 long.
         ///
@@ -94,7 +94,7 @@ macro_rules! attend {
             layout: LayoutArg,
             q: *const f32,
             pages: *const *const u32,
-            fill: *const u32,
+            live: *const u32,
             first: *const u32,
             blocks: u32,
             sights: *const SightArg,
@@ -105,7 +105,7 @@ macro_rules! attend {
         ) {
             // SAFETY: the caller's own promise.
             unsafe {
-                attend::<$rows>(&layout, q, pages, fill, first, blocks, sights, softcap, &rope, table, parts);
+                attend::<$rows>(&layout, q, pages, live, first, blocks, sights, softcap, &rope, table, parts);
             }
         }
     )*};

@@ -2,10 +2,14 @@
 //!
 //! *Integer K.* A score is `sum_c q_c (scale_c code_c + min_c)`. The scales go into the query, once a page: `q_c scale_c`, rounded
 //! to 16 bits against the largest of them, is multiplied with the codes as integers, exactly, and the minima make one number
-//! for the page. What the rounding adds to a logit is at most `2^-16` of `255 sum_c max_c |q_c scale_c|` (`15` for 4 bits), far
+//! for the page. What the rounding adds to a logit is at most `255 / 65278 sum_c max_c |q_c scale_c|` (`15` for 4 bits), far
 //! below what the codes themselves lose.
 //! *FP8 K.* The scales go into the query as f32.
-//! *V.* A group's scales go into the softmax weights of the page's tokens, and `sum_t p_t min_t` is one number a group.
+//! *V.* A group's scales go into the softmax weights of the page's tokens.
+//! *Integer V.* Weights under their scales, `p_t scale_t`, are rounded to 16 bits against the largest weight of the page times the
+//! largest scale of the group; their sum with the codes is exact, and becomes f32 once a page. What the rounding adds to
+//! `sum_t p_t v_t` is at most `255 / 65278 max_t p_t max_t scale_t` (`15` for 4 bits) for each token of the page: relative to the
+//! page's own weight, however little that is beside other pages'. `sum_t p_t min_t` is one number a group, in f32.
 //!
 //! Keys that are stored before their rotation are rebuilt channel by channel, and turned, in the lanes.
 
@@ -13,7 +17,7 @@ use super::code::{Code, Scale};
 use super::packed::{K_COLS, Packed, TAGS, V_GROUPS};
 use super::scores::{FloatScores, IntegerScores, RebuiltScores};
 use super::values::{Weigh, WeighIntegers};
-use crate::attend::{Form, Sight, filled};
+use crate::attend::{Form, Sight};
 use crate::full::Query;
 use crate::page::MAX_DIM;
 use crate::warp::{LANES, Warp};
@@ -23,8 +27,8 @@ use crate::warp::{LANES, Warp};
 pub struct PackedRef<'a> {
     /// The page's words.
     pub words: &'a [u32],
-    /// Lanes that hold a token, from lane 0.
-    pub fill: u32,
+    /// Bit `t` is set if there is a token to be read at lane `t`.
+    pub live: u32,
     /// Position of the last token.
     pub last: u32,
     /// Position of the token that packed the page when it left the ring: `last` or a later one. Rows that still have it in the
@@ -167,9 +171,9 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
         for (seen, sight) in seen.iter_mut().zip(sight) {
             if page.by as i32 <= sight.hi {
                 *seen = if sight.lo == 0 && sight.floor == 0 {
-                    filled(page.fill)
+                    page.live
                 } else {
-                    sight.mask(w, positions(w, page), page.fill)
+                    sight.mask(w, positions(w, page), page.live)
                 };
             }
         }
