@@ -1,6 +1,6 @@
 //! Lanes as plain arrays: the form that runs everywhere and that the others are held against.
 
-use crate::warp::{LANES, Routine, Warp};
+use crate::warp::{LANES, ROUND, Routine, Warp};
 use core::array::from_fn;
 
 /// 32 lanes as `[f32; 32]`.
@@ -119,8 +119,8 @@ impl Warp for Portable {
         a.map(|x| (x as i32 >> N) as u32)
     }
     #[inline(always)]
-    fn store_quads(self, a: Self::U, row: &mut [u32; LANES]) {
-        *row = a;
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
+        *row = self.bits(self.fma(a, b, [ROUND; LANES]));
     }
     #[inline(always)]
     fn no_sum(self) -> Self::Sum {

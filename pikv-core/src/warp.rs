@@ -88,9 +88,9 @@ pub trait Warp: Copy {
     fn shr<const N: u32>(self, a: Self::U) -> Self::U;
     /// `a >> N`, the sign bit shifted in.
     fn sra<const N: u32>(self, a: Self::U) -> Self::U;
-    /// Parks for [`Warp::dot4`] the signed integers that the low 16 bits of the lanes are, each at most 32,639. What the words of
-    /// `row` then are is these lanes' own affair.
-    fn store_quads(self, a: Self::U, row: &mut [u32; LANES]);
+    /// Parks for [`Warp::dot4`] the integers nearest to `a * b`, half to even: products must lie from -32,768 to 32,639. What the
+    /// words of `row` then are is these lanes' own affair.
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]);
     /// Sums of 0.
     fn no_sum(self) -> Self::Sum;
     /// Adds to each lane its word's four bytes (0 to 255) times integers `4 quad..4 quad + 4` of the 32 that were parked in `row`, the
@@ -205,6 +205,9 @@ pub trait Warp: Copy {
         self.lane(self.add(a, self.shfl_xor(a, 1)), 0)
     }
 }
+
+/// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
+pub const ROUND: f32 = 12_582_912.0;
 
 /// A routine over lanes that are not known yet; a runtime picks the lanes once and calls [`Kernel::run`].
 ///

@@ -40,9 +40,9 @@ impl<W: Warp> Log<W> {
     }
 }
 
-/// A word whose low half is a number that `store_quads` takes.
-fn integer(word: u32) -> u32 {
-    if word as i16 > 32639 { word & 0xffff_bfff } else { word }
+/// An integer that `store_quads` takes, of the low half of a word.
+fn integer(word: u32) -> f32 {
+    f32::from((word as i16).min(32639))
 }
 
 fn one_nan(x: f32) -> u32 {
@@ -138,7 +138,12 @@ impl Kernel for EveryOp<'_> {
             }
         }
         let mut quads = [0; LANES];
-        w.store_quads(w.load(&self.b.map(integer)), &mut quads);
+        let integers = w.load_f(&self.b.map(integer));
+        w.store_quads(integers, w.splat(0.627), &mut quads);
+        log.u("dot4 of rounded", w.total(w.dot4(ua, &quads, 3, w.no_sum())));
+        w.store_quads(integers, w.splat(0.5), &mut quads);
+        log.u("dot4 of halves", w.total(w.dot4(ua, &quads, 5, w.no_sum())));
+        w.store_quads(integers, w.splat(1.0), &mut quads);
         let (mut all, mut twice) = (w.no_sum(), w.no_sum());
         log.u("no_sum", w.total(all));
         for quad in 0..8 {
@@ -192,18 +197,18 @@ fn parts_of_words_are_what_their_names_say() {
                 w.store(w.byte(x, j as usize), &mut row);
                 assert!(row.iter().zip(words).all(|(x, word)| *x == (word >> (8 * j) & 255) as f32));
             }
-            // The ends of what may be parked, where the bytes of a number are all there are, and whatever is above 16 bits.
-            let other: Words = std::array::from_fn(|i| match i {
-                0 | 5 => 32639,
-                1 | 6 => -32768i32 as u32,
-                2 => 127,
-                3 => 128,
-                4 => -129i32 as u32,
-                7 => 0xabcd_0001,
+            // The ends of what may be parked, and of what a byte holds.
+            let other: [f32; LANES] = std::array::from_fn(|i| match i {
+                0 | 5 => 32639.0,
+                1 | 6 => -32768.0,
+                2 => 127.0,
+                3 => 128.0,
+                4 => -129.0,
+                7 => -128.0,
                 _ => integer(words[i].rotate_left(7)),
             });
             let mut quads = [0; LANES];
-            w.store_quads(w.load(&other), &mut quads);
+            w.store_quads(w.load_f(&other), w.splat(1.0), &mut quads);
             let full = w.splat_u(u32::MAX);
             for (word, lanes) in
                 [(words, x), ([u32::MAX; LANES], full), ([0x0102_0304; LANES], w.splat_u(0x0102_0304))]
@@ -213,8 +218,7 @@ fn parts_of_words_are_what_their_names_say() {
                     sum = w.dot4(lanes, &quads, quad, sum);
                     w.store(w.from_bits(w.total(sum)), &mut row);
                     for i in 0..LANES {
-                        let product =
-                            |t: usize| i64::from(word[i] >> (t % 4 * 8) & 255) * i64::from(other[t] as i16);
+                        let product = |t: usize| i64::from(word[i] >> (t % 4 * 8) & 255) * other[t] as i64;
                         assert_eq!(
                             row[i].to_bits() as i32,
                             (0..4 * quad + 4).map(product).sum::<i64>() as i32

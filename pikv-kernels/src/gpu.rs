@@ -1,6 +1,6 @@
 //! The lanes of a device: one thread each. Names follow cuda_std.
 
-use pikv_core::warp::{LANES, Warp};
+use pikv_core::warp::{LANES, ROUND, Warp};
 
 /// The thread's place in the launch.
 pub mod thread {
@@ -187,8 +187,8 @@ impl Warp for Lane {
         (a as i32 >> N) as u32
     }
     #[inline(always)]
-    fn store_quads(self, a: u32, row: &mut [u32; LANES]) {
-        row[self.0 as usize % LANES] = i32::from(a as i16) as u32;
+    fn store_quads(self, a: f32, b: f32, row: &mut [u32; LANES]) {
+        row[self.0 as usize % LANES] = self.bits(self.fma(a, b, ROUND)).wrapping_sub(self.bits(ROUND));
     }
     #[inline(always)]
     fn no_sum(self) -> u32 {

@@ -5,11 +5,8 @@ use super::packed::{Packed, TAGS, V_GROUPS};
 use crate::attend::filled;
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::Layout;
-use crate::warp::{LANES, Warp};
+use crate::warp::{LANES, ROUND, Warp};
 use half::f16;
-
-/// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
-const ROUND: f32 = 12_582_912.0;
 
 /// A linear map of a row of channels, as the lanes apply it to 32 tokens at once.
 #[derive(Clone, Copy, Debug)]

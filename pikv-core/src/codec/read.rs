@@ -75,8 +75,6 @@ pub enum Back<'a> {
 pub(super) const INTEGERS: f32 = 32639.0;
 /// What is largest among queries or weights counts as 0 below this: its inverse could overflow.
 pub(super) const TINY: f32 = f32::from_bits((127 - 100) << 23);
-/// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
-pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// Rows of 32 integers at most: those of a query, or the weights for all groups of a value.
 pub(super) const ROWS: usize = if K_COLS > V_GROUPS { K_COLS } else { V_GROUPS };
@@ -201,31 +199,28 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
         }
     }
 
-    /// Joins the tokens of a row of words, and adds what the minima make.
+    /// Integers: adds what the minima make. Float codes: joins the tokens of a row of words.
     #[inline(always)]
     fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]) {
-        let packed = self.packed;
-        let (parts, stride) = (packed.v_parts(), packed.acc_rows() as usize);
-        for r in 0..R {
-            for col in 0..packed.v_cols() {
-                let mut least = [0.0; V_GROUPS];
-                if packed.v.scale() == Scale::Affine {
-                    for (g, least) in least.iter_mut().take(packed.v_col_groups() as usize).enumerate() {
-                        let g = (col * packed.v_col_groups()) as usize + g;
-                        *least = w.reduce_sum(self.zero[g][r]);
-                    }
+        if self.packed.v.scale() == Scale::Affine {
+            for (r, rows) in acc.chunks_exact_mut(self.v_groups).enumerate() {
+                for (g, row) in rows.iter_mut().enumerate() {
+                    let least = w.splat(w.reduce_sum(self.zero[g][r]));
+                    w.store(w.add(w.load_f(row), least), row);
                 }
-                for part in 0..parts {
-                    let row = &mut acc[r * stride + (col * parts + part) as usize];
-                    let mut x = w.load_f(row);
-                    let mut distance = LANES as u32 / 2;
-                    while distance >= packed.v_words() {
-                        x = w.add(x, w.shfl_xor(x, distance));
-                        distance /= 2;
-                    }
-                    let least = least[(part / packed.v_group_parts()) as usize % V_GROUPS];
-                    w.store(w.add(x, w.splat(least)), row);
+            }
+            return;
+        }
+        let width = self.packed.v_words();
+        if width < LANES as u32 {
+            for row in acc {
+                let mut x = w.load_f(row);
+                let mut distance = LANES as u32 / 2;
+                while distance >= width {
+                    x = w.add(x, w.shfl_xor(x, distance));
+                    distance /= 2;
                 }
+                w.store(x, row);
             }
         }
     }

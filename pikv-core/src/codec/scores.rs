@@ -3,7 +3,7 @@
 use super::code::Scale;
 use super::pack::{Turn, turn};
 use super::packed::TAGS;
-use super::read::{Ahead, Back, INTEGERS, PackedPages, ROUND, ROWS, TINY, positions, quad_codes, rows};
+use super::read::{Ahead, Back, INTEGERS, PackedPages, ROWS, TINY, positions, quad_codes, rows};
 use crate::dtype::{Element, F16, F32};
 use crate::page::MAX_DIM;
 use crate::rope;
@@ -129,8 +129,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
             ahead.step(w, cols);
             for c in 0..cols {
                 let x = w.load_f(&self.scratch.queries[r][c]);
-                let x = w.fma(x, w.splat(inverse), w.splat(ROUND));
-                w.store_quads(w.bits(x), &mut self.scratch.quads[r][c]);
+                w.store_quads(x, w.splat(inverse), &mut self.scratch.quads[r][c]);
             }
         }
         w.sync();

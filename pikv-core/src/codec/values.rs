@@ -2,7 +2,7 @@
 
 use super::code::{Code, Scale};
 use super::packed::{TAGS, V_GROUPS};
-use super::read::{Ahead, INTEGERS, PackedPages, ROUND, TINY, quad_codes, rows};
+use super::read::{Ahead, INTEGERS, PackedPages, TINY, quad_codes, rows};
 use crate::dtype::{Element, F16};
 use crate::warp::{LANES, Routine, Warp};
 
@@ -84,8 +84,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
             let scale = w.mul(scale, w.splat(if top > 0.0 { INTEGERS / top } else { 0.0 }));
             tops[g] = top;
             for r in 0..R {
-                let integers = w.fma(share[r], scale, w.splat(ROUND));
-                w.store_quads(w.bits(integers), &mut self.scratch.quads[r][g]);
+                w.store_quads(share[r], scale, &mut self.scratch.quads[r][g]);
                 self.zero[g][r] = w.fma(w.unpark(&p[r]), min, self.zero[g][r]);
             }
         }

@@ -2,7 +2,7 @@
 
 use super::gather_checked;
 use core::arch::x86_64::*;
-use pikv_core::warp::{LANES, Routine, Warp};
+use pikv_core::warp::{LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as four 256-bit registers; a mask is four registers of all-ones and all-zeros lanes.
 ///
@@ -215,7 +215,8 @@ impl Warp for Avx2 {
         shift!(_mm256_sra_epi32, N; a)
     }
     #[inline(always)]
-    fn store_quads(self, a: Self::U, row: &mut [u32; LANES]) {
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
+        let a = self.bits(self.fma(a, b, self.splat(ROUND)));
         // Of each four integers the first and the third in a word, the second and the fourth in the next, as `dot4` takes them apart.
         let index = regs!(_mm256_broadcastsi128_si256(_mm_setr_epi8(
             0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13

@@ -5,7 +5,7 @@ use super::{
     gather_checked,
 };
 use core::arch::x86_64::*;
-use pikv_core::warp::{LANES, Routine, Warp};
+use pikv_core::warp::{LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as two 512-bit registers.
 ///
@@ -192,12 +192,13 @@ impl Warp for Avx512 {
         both!(_mm512_srai_epi32::<N>; a)
     }
     #[inline(always)]
-    fn store_quads(self, a: Self::U, row: &mut [u32; LANES]) {
-        // An integer is 256 high + low, both signed bytes. The low bytes of each four in a word, the high ones in the next: the
-        // product of bytes takes four as they lie, where one of halves would have to take the codes apart.
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
+        // An integer is 256 high + low, both signed bytes; 128 more is 256 high + (low + 128), whose last byte is low but for its top
+        // bit. The low bytes of each four in a word, the high ones in the next: the product of bytes takes four as they lie, where
+        // one of halves would have to take the codes apart.
         let index = regs!(_mm512_set4_epi32(0, 0, 0x0d09_0501, 0x0c08_0400));
         let sign = regs!(_mm512_set4_epi32(0, 0, 0, 0x8080_8080_u32 as i32));
-        let up = self.add_u(a, self.splat_u(128));
+        let up = self.bits(self.fma(a, b, self.splat(ROUND + 128.0)));
         let bytes: Self::U = both!(_mm512_shuffle_epi8; up, [index, index]);
         let bytes: Self::U = both!(_mm512_xor_si512; bytes, [sign, sign]);
         self.store(self.from_bits(bytes), bytemuck::cast_mut(row));
