@@ -9,6 +9,7 @@ mod attend;
 mod block;
 mod cache;
 mod chain;
+mod closed_loop;
 pub mod codec;
 mod compact;
 mod config;
@@ -33,7 +34,8 @@ pub mod trace;
 
 pub use attend::{Attend, Output, PageMass, Read};
 pub use cache::{Cache, Rows, Usage};
+pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
 pub use config::{CacheConfig, CodecRule, EvictionRule};
 pub use error::{ConfigError, Error};
 pub use sequence::{PageId, PageInfo, Place, Sequence};
-pub use step::Step;
+pub use step::{Step, StepReport};
