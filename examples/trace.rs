@@ -1,10 +1,10 @@
-//! A study of eviction without a model: a stream of tokens is replayed into a cache that keeps a part of them, and its numbers are
-//! collected.
+//! A study of eviction without a model: a stream of tokens is replayed into a cache that keeps a part of them, and its numbers
+//! are collected.
 //!
 //! `cargo run --release --example trace [-- --read FILE] [--write FILE] [--tokens N] [--resident N]`
 //!
-//! The stream is read from a trace, or made up: 2 of 16 experts by Zipf's law, a hot set that drifts. Two policies are compared on it: the
-//! page whose first token is oldest goes, or the page that was wanted longest ago.
+//! The stream is read from a trace, or made up: 2 of 16 experts by Zipf's law, a hot set that drifts. Two policies are compared
+//! on it: the page whose first token is oldest goes, or the page that was wanted longest ago.
 
 use pikv::metrics::{Collector, Evicted, Reused, Sink, StepMetrics};
 use pikv::trace::{Reader, Row, Skewed, Writer};

@@ -38,8 +38,9 @@ pub struct StepTime {
 }
 
 impl StepTime {
-    /// Least squares of the relative error, over constants that are not negative: of all choices of terms, solved exactly, the best
-    /// whose constants are. Samples in which bytes and flops are proportional cannot tell one from the other, and leave one out.
+    /// Least squares of the relative error, over constants that are not negative: of all choices of terms, solved exactly, the
+    /// best whose constants are. Samples in which bytes and flops are proportional cannot tell one from the other, and leave one
+    /// out.
     ///
     /// # Errors
     /// Fewer than 3 samples; one without calls or with a time that is not finite and above 0.
@@ -134,8 +135,8 @@ pub struct Probe {
     pub contexts: Vec<u32>,
     /// Query heads a KV head: they change the work without changing the bytes.
     pub groups: Vec<u32>,
-    /// Bytes that are read between two reads of a page, at least: as many layers as that takes. More than what the CPU's caches hold, if
-    /// the model's cache is.
+    /// Bytes that are read between two reads of a page, at least: as many layers as that takes. More than what the CPU's caches
+    /// hold, if the model's cache is.
     pub working_set: u64,
     /// Runs of each, of which the middle one counts.
     pub repeats: u32,
@@ -172,8 +173,8 @@ pub struct Calibration {
     pub threads: usize,
 }
 
-/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if it were called from here: fits [`StepTime`]
-/// to [`Probe::measure`] of every context and group.
+/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if it were called from here: fits
+/// [`StepTime`] to [`Probe::measure`] of every context and group.
 ///
 /// # Errors
 /// Those of [`Probe::measure`]; fewer than 3 contexts and groups together.
