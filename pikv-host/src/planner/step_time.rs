@@ -138,7 +138,7 @@ pub struct Probe {
     /// Bytes that are read between two reads of a page, at least: as many layers as that takes. More than what the CPU's caches
     /// hold, if the model's cache is.
     pub working_set: u64,
-    /// Runs of each, of which the middle one counts.
+    /// Runs of each, of which the fastest counts: what else the machine does only adds.
     pub repeats: u32,
     /// Lanes to compute with.
     pub lanes: Lanes,
@@ -238,7 +238,7 @@ impl Probe {
         let rows = [Rows { sequence: &sequence, first: Position(context - 1), rows: 1 }];
         let options = Attend::new((head_dim as f32).sqrt().recip());
         let mut out = vec![0.0; q.len()];
-        let mut times = Vec::new();
+        let mut seconds = f64::INFINITY;
         // The first run counts for nothing: it finds pages and scratch as the writes left them.
         for run in 0..=self.repeats {
             let start = Instant::now();
@@ -246,10 +246,9 @@ impl Probe {
                 cache.attend(layer, &rows, &q, &options, Output::new(&mut out))?;
             }
             if run > 0 {
-                times.push(start.elapsed().as_secs_f64());
+                seconds = start.elapsed().as_secs_f64().min(seconds);
             }
         }
-        times.sort_by(f64::total_cmp);
-        Ok(Sample { work, seconds: times[times.len() / 2] })
+        Ok(Sample { work, seconds })
     }
 }
