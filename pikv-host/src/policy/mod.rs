@@ -47,6 +47,11 @@ use pikv_core::warp::LANES;
 use std::fmt;
 use std::sync::Arc;
 
+/// A utility as it is compared: what is not a number is worth less than anything, and 0 is 0 whatever its sign.
+pub(crate) fn worth(utility: f32) -> f32 {
+    if utility.is_nan() { f32::NEG_INFINITY } else { utility + 0.0 }
+}
+
 /// Rows of 32 that a policy keeps of a page's tokens: [`Policy::words`] of them for each length that can be gone back to.
 pub(crate) type State = Option<Box<[[f32; LANES]]>>;
 
@@ -57,7 +62,8 @@ pub enum Feedback {
     None,
     /// The attention mass of every token, from all rows.
     Mass,
-    /// The attention mass of every token, from the last so many rows of a step.
+    /// The attention mass of every token, from the last so many rows of a step, and from each row that can be taken back (which
+    /// may turn out to be the last).
     LastMass(u32),
 }
 
@@ -188,9 +194,9 @@ pub struct HeadSeen<'a> {
     /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless something is kept of heads.
     pub queries: &'a [f32],
     /// Tokens that the rows' experts hold, and those that they would had none been evicted.
-    pub hits: u32,
+    pub hits: u64,
     /// Of those, the ones that are gone.
-    pub misses: u32,
+    pub misses: u64,
 }
 
 /// How a layer evicts. Set by [`CacheConfig::evict`](crate::CacheConfig::evict).
@@ -201,7 +207,8 @@ pub struct Eviction {
     pub policy: Arc<dyn Policy>,
     /// What a head may hold.
     pub budget: Budget,
-    /// Evicts once so many tokens are over the budget, down to the budget: the ranking is then done once for so many.
+    /// How many tokens go at once, at least 1: as soon as a head is over its budget, so many go that it is this less one below,
+    /// and the next ranking is due only once they have come again. A batch above the budget leaves sinks and ring.
     pub batch: Option<u32>,
     /// Whole pages go, the one with the lowest mean utility first.
     pub by_page: bool,
