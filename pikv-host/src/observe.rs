@@ -59,7 +59,8 @@ impl Rule {
             return Err(ConfigError::TokenBudget { layer, why });
         }
         let policy = &eviction.policy;
-        let (words, head_words) = (policy.words(), policy.head_words(shape.layout.k_dim as usize));
+        let (words, k_dim) = (policy.words(), shape.layout.k_dim as usize);
+        let head_words = policy.head_words(k_dim, shape.group() as usize);
         Ok(Rule { layer, eviction: eviction.clone(), words, head_words, versions: rollback as usize + 1 })
     }
 
@@ -149,6 +150,7 @@ impl Layer {
                 let seen = HeadSeen {
                     layer: rule.layer,
                     kv_head: h,
+                    group,
                     first: Position(rows.start),
                     rows: rows.len() as u32,
                     queries: feed.queries.get(at).unwrap_or_default(),

@@ -74,33 +74,34 @@ fn drafts_leave_no_trace() {
                 e.by_page = by_page;
                 e
             });
-            let (mut plain, mut drafted) = (cache.sequence(), cache.sequence());
-            let prompt = rows(cache.config(), 0, 70, 1);
-            assert_eq!(feed(&cache, &mut plain, &prompt), feed(&cache, &mut drafted, &prompt));
-            for turn in 0..40 {
-                let len = plain.next_position().0;
-                let kept = (mix(turn) % u64::from(slack + 1)) as u32;
-                // Of a draft some tokens are taken back, and of some drafts all.
-                let draft = rows(cache.config(), len, slack, 2 + turn);
-                feed(&cache, &mut drafted, &draft);
-                drafted.rollback(slack - kept).unwrap();
-                if kept > 0 {
-                    feed(&cache, &mut plain, &draft[..kept as usize]);
-                }
-                for (l, h) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-                    assert_eq!(
-                        held(&plain, l, h),
-                        held(&drafted, l, h),
-                        "{def:?}, slack {slack}, turn {turn}"
-                    );
-                }
-                // Pages are put together when a step begins, so they are compared after one.
-                let next = rows(cache.config(), len + kept, 1, 100 + turn);
-                let (a, b) = (feed(&cache, &mut plain, &next), feed(&cache, &mut drafted, &next));
-                assert_eq!(a, b, "{def:?}, slack {slack}, turn {turn}");
-                assert_eq!(seen(&plain), seen(&drafted), "{def:?}, slack {slack}, turn {turn}");
-            }
+            no_trace(&cache, slack, &format!("{def:?}"));
         }
+    }
+}
+
+/// Drafts of `slack` tokens, of which some or all are taken back, against a sequence that never had those.
+pub fn no_trace(cache: &Cache, slack: u32, of: &str) {
+    let (mut plain, mut drafted) = (cache.sequence(), cache.sequence());
+    let prompt = rows(cache.config(), 0, 70, 1);
+    assert_eq!(feed(cache, &mut plain, &prompt), feed(cache, &mut drafted, &prompt));
+    for turn in 0..40 {
+        let len = plain.next_position().0;
+        let kept = (mix(turn) % u64::from(slack + 1)) as u32;
+        // Of a draft some tokens are taken back, and of some drafts all.
+        let draft = rows(cache.config(), len, slack, 2 + turn);
+        feed(cache, &mut drafted, &draft);
+        drafted.rollback(slack - kept).unwrap();
+        if kept > 0 {
+            feed(cache, &mut plain, &draft[..kept as usize]);
+        }
+        for (l, h) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            assert_eq!(held(&plain, l, h), held(&drafted, l, h), "{of}, slack {slack}, turn {turn}");
+        }
+        // Pages are put together when a step begins, so they are compared after one.
+        let next = rows(cache.config(), len + kept, 1, 100 + turn);
+        let (a, b) = (feed(cache, &mut plain, &next), feed(cache, &mut drafted, &next));
+        assert_eq!(a, b, "{of}, slack {slack}, turn {turn}");
+        assert_eq!(seen(&plain), seen(&drafted), "{of}, slack {slack}, turn {turn}");
     }
 }
 

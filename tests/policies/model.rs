@@ -297,7 +297,7 @@ impl Model {
         let mut cuts: Vec<(Range<u32>, bool)> = Vec::new();
         cuts.extend((!many.is_empty()).then_some((many, false)));
         cuts.extend((new - slack..new).map(|row| (row..row + 1, true)));
-        let mut from = 0;
+        let (mut from, mut heads) = (0, 0);
         let told: Vec<&Event> = events.iter().filter(|e| matches!(e, Event::Seen { .. })).collect();
         for (cut, single) in cuts {
             // Of many rows the last that the policy asks for; of single ones each.
@@ -318,6 +318,7 @@ impl Model {
                         })
                         .collect();
                     from += pages.len();
+                    heads += usize::from(self.check_hits(l, h, &cut, events));
                     if !rows.is_empty() {
                         self.check_told(l, h, &rows, cut.end, &pages);
                     }
@@ -341,7 +342,40 @@ impl Model {
             self.past.insert(cut.end, then);
         }
         assert_eq!(from, told.len(), "the policy was told of other rows");
+        let words = self.def.policy().words();
+        assert_eq!(
+            heads,
+            events.iter().filter(|e| matches!(e, Event::Head { .. })).count() * usize::from(words > 0)
+        );
         self.past.retain(|len, _| *len >= new.saturating_sub(config.rollback));
+    }
+
+    /// What the experts of some rows hold of a head's pages, and what they would, as of the last of the rows; whether it was told.
+    fn check_hits(&self, l: usize, h: usize, rows: &Range<u32>, events: &[Event]) -> bool {
+        let config = self.cache.config();
+        let told = events.iter().find_map(|e| match e {
+            Event::Head { layer, head, first, rows: n, queries, hits, misses }
+                if (*layer, *head, *first, *n) == (l, h, rows.start, rows.len() as u32) =>
+            {
+                assert!(queries.is_empty());
+                Some((*hits, *misses))
+            }
+            _ => None,
+        });
+        let Some(told) = told else { return false };
+        let (mut hits, mut misses) = (0, 0);
+        for row in rows.clone() {
+            for expert in &self.rows[row as usize].experts[l] {
+                for p in config.sinks..rows.end.saturating_sub(config.ring) {
+                    if self.rows[p as usize].experts[l][0] == *expert {
+                        let held = self.now.held[l][h].contains(&p);
+                        (hits, misses) = (hits + u64::from(held), misses + u64::from(!held));
+                    }
+                }
+            }
+        }
+        assert_eq!(told, (hits, misses), "hits and misses of rows {rows:?}");
+        true
     }
 
     /// Every token held is told of once, with its weight in f64, and in the page where it lies at that length.

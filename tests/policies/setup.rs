@@ -202,8 +202,8 @@ impl Policy for Spy {
     fn words(&self) -> usize {
         self.of.words()
     }
-    fn head_words(&self, k_dim: usize) -> usize {
-        self.of.head_words(k_dim)
+    fn head_words(&self, k_dim: usize, group: usize) -> usize {
+        self.of.head_words(k_dim, group)
     }
     fn scope(&self) -> Scope {
         self.of.scope()
@@ -227,7 +227,7 @@ impl Policy for Spy {
         self.of.observe(seen, state);
     }
     fn observe_head(&self, seen: &HeadSeen<'_>, state: &mut [f32]) {
-        let HeadSeen { layer, kv_head: head, first, rows, queries, hits, misses } = *seen;
+        let HeadSeen { layer, kv_head: head, first, rows, queries, hits, misses, .. } = *seen;
         let queries = queries.to_vec();
         self.log.lock().unwrap().push(Event::Head {
             layer,

@@ -12,31 +12,37 @@
 //! too. Positions never change. Rollback brings back what a step evicted, and every score, as if the step had never been.
 
 pub(crate) mod ada_kv;
+mod ada_kv_lit;
 mod budget;
 mod candidates;
 mod chunks;
 mod duo;
 mod duo_lit;
+mod expected_attention;
 mod fast_v;
 mod h2o;
 mod key_norm;
 mod lru;
 mod lru_plus;
+mod quest_lit;
 mod snap_kv;
 mod streaming_llm;
 mod tova;
 
+pub use ada_kv_lit::AdaKvLit;
 pub use budget::Budget;
 pub(crate) use candidates::Candidate;
 pub use candidates::Candidates;
 pub use chunks::Chunks;
 pub use duo::Duo;
 pub use duo_lit::DuoLit;
+pub use expected_attention::ExpectedAttention;
 pub use fast_v::FastVReceived;
 pub use h2o::H2o;
 pub use key_norm::KeyNorm;
 pub use lru::Lru;
 pub use lru_plus::LruPlus;
+pub use quest_lit::{Dense, QuestLit, QuestLitError};
 pub use snap_kv::SnapKv;
 pub use streaming_llm::StreamingLlm;
 pub use tova::Tova;
@@ -86,13 +92,13 @@ pub trait Policy: fmt::Debug + Send + Sync {
         0
     }
 
-    /// f32 kept of a KV head whose keys have `k_dim` channels.
-    fn head_words(&self, _k_dim: usize) -> usize {
+    /// f32 kept of a KV head whose keys have `k_dim` channels and that `group` query heads read; they start as 0.
+    fn head_words(&self, _k_dim: usize, _group: usize) -> usize {
         0
     }
 
-    /// Whether [`rank`](Policy::rank) should see utilities of the other heads: those that it returns are then added over
-    /// all heads of a layer, or of all layers, by position.
+    /// Whether heads agree on who goes: the utilities that [`rank`](Policy::rank) returns are then added over all heads of a
+    /// layer, or of all layers whose policies have this name, by position.
     fn scope(&self) -> Scope {
         Scope::Head
     }
@@ -100,8 +106,8 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// A token was appended: `state` is its [`words`](Policy::words).
     fn born(&self, _token: &Token<'_>, _state: &mut [f32]) {}
 
-    /// Some rows were attended. Called for each page that they read, after the step was committed; `state` is
-    /// [`words`](Policy::words) rows of 32.
+    /// Some rows were attended. Called for each page that they read, sinks apart, after the step was committed; `state` is
+    /// [`words`](Policy::words) rows of 32. Rows that can be taken back come one by one.
     fn observe(&self, _seen: &Seen<'_>, _state: &mut [[f32; LANES]]) {}
 
     /// The same, once a head: `state` is [`head_words`](Policy::head_words) long.
@@ -110,7 +116,7 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// The utilities of the tokens that may be evicted, into `utility`. Not a number is worth less than anything.
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]);
 
-    /// Tokens below this utility go even where the budget would hold them.
+    /// Tokens below this utility go even where the budget would hold them; `head` is what is kept of the head.
     fn threshold(&self, _head: &[f32]) -> Option<f32> {
         None
     }
@@ -187,6 +193,8 @@ pub struct HeadSeen<'a> {
     pub layer: usize,
     /// The KV head.
     pub kv_head: usize,
+    /// Query heads of the KV head.
+    pub group: u32,
     /// Position of the first of the rows.
     pub first: Position,
     /// How many rows.
