@@ -44,7 +44,7 @@ const TOKENS: u32 = 600;
 const NEEDLES: u32 = 12;
 
 fn noise(seed: u32) -> Vec<f32> {
-    let mut x = u64::from(seed) * 0x9e37_79b9_7f4a_7c15 + 1;
+    let mut x = u64::from(seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
         (x ^= x << 13, x ^= x >> 7, x ^= x << 17);
         (x >> 40) as f32 / 8_388_608.0 - 1.0
