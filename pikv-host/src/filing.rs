@@ -212,7 +212,10 @@ impl Layer {
             }
             self.originals.pop_front();
         }
-        self.settle(inner, shape, len);
+        // With a rollback this waits for the next step: what a step that is taken back would settle must not show.
+        if ring.slack() == 0 {
+            self.settle(inner, shape, len);
+        }
         let Some(window) = shape.window else { return };
         // The oldest row that can still be asked for, one before `len - slack`, sees from here.
         let seen = len.saturating_sub(window.saturating_add(ring.slack()));

@@ -1,7 +1,7 @@
 //! What a cache does, in plain numbers: once a step, and for every page that leaves or comes back into use.
 //!
-//! A [`Sink`] takes them. Whoever runs the loop of steps calls it; nothing here reads a cache. What sinks keep is bounded, however
-//! long they listen.
+//! A [`Sink`] takes them. Whoever runs the loop of steps calls it; nothing here reads a cache. What sinks keep is bounded,
+//! however long they listen.
 //!
 //! | sink | file | what it does |
 //! |---|---|---|
