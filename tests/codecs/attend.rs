@@ -350,7 +350,7 @@ fn the_bound_of_integer_weights_is_honest() {
                         let got = lanes.run(Weighed(&packed, &words, &p));
                         let largest = p.iter().fold(0f64, |m, p| m.max(f64::from(*p)));
                         let mut worst = 0f64;
-                        for c in 0..n {
+                        for (c, got) in got.iter().enumerate() {
                             let all = || (0..32).map(|t| (f64::from(p[t]), shape.v_scale(&words, t, c)));
                             let scale = all().fold(0f64, |m, (_, (scale, _))| m.max(scale));
                             let bound = largest * scale * 32.0 * f64::from(top) / 65278.0;
@@ -358,7 +358,7 @@ fn the_bound_of_integer_weights_is_honest() {
                                 all().map(|(p, (scale, min))| p * (min.abs() + f64::from(top) * scale)).sum();
                             let want: f64 =
                                 (0..32).map(|t| f64::from(p[t]) * shape.value(&words, t, c)).sum();
-                            let off = (f64::from(got[c]) - want).abs();
+                            let off = (f64::from(*got) - want).abs();
                             assert!(
                                 off <= bound + most * 4.0 / 16_777_216.0,
                                 "{} {v_dim} {kind}: off {off}, bound {bound}",
