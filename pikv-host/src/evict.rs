@@ -357,5 +357,11 @@ fn rank<'a>(e: &Excess<'a>, h: usize, len: u32, pins: &[Range<u32>]) -> Ranked<'
     ranked.utility.resize(ranked.tokens.len(), 0.0);
     let Ranked { tokens, utility } = &mut ranked;
     e.rule.eviction.policy.rank(tokens, utility);
+    // What left the window is in the way until its whole page has.
+    if let Some(window) = e.shape.window.filter(|_| !e.rule.eviction.by_page) {
+        let first = (len + 1).saturating_sub(window);
+        let unseen = tokens.tokens.partition_point(|token| token.position < first);
+        utility[..unseen].fill(f32::NEG_INFINITY);
+    }
     ranked
 }

@@ -177,7 +177,7 @@ impl Layer {
                     let sinks = |left: u32| left.min(inner.store.sinks);
                     let late = late.len() as u32 + sinks(self.filed) - sinks(left);
                     let resident = ring.resident(rows.end).0 + filed - late;
-                    for page in &feed.pages {
+                    for page in feed.pages.iter().filter(|page| page.read[cut]) {
                         let base = Seen {
                             layer: rule.layer,
                             kv_head: h,
@@ -351,13 +351,15 @@ impl Feed {
             let Some(&from) = index.get(&ring) else { continue };
             let page = PageId { place: chain_place(token.chain), ordinal: token.ordinal };
             let to = *index.entry(page).or_insert_with(|| {
-                let cuts = vec![[0.0; LANES]; self.pages[from].cuts.len()];
-                self.pages.push(Weighed { page, all: [0.0; LANES], cuts });
+                let n = self.pages[from].cuts.len();
+                let (cuts, read) = (vec![[0.0; LANES]; n], vec![false; n]);
+                self.pages.push(Weighed { page, all: [0.0; LANES], cuts, read });
                 self.pages.len() - 1
             });
             let lane = (token.position % PAGE) as usize;
             let mass = std::mem::take(&mut self.pages[from].cuts[cut][lane]);
             self.pages[to].cuts[cut][token.lane as usize] += mass;
+            self.pages[to].read[cut] = true;
         }
     }
 }

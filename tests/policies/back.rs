@@ -4,7 +4,7 @@ use crate::model::{ALL, Def};
 use crate::setup::{Kind, Log, Row, Spy, bits, config, eviction, held, mix, row, run};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction};
-use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Output, Read, Sequence};
 use proptest::prelude::*;
 
 /// Appends and attends rows; the bits of all outputs.
@@ -12,7 +12,8 @@ fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) -> Vec<u32> {
     let mut outs = Vec::new();
     run(cache, sequence, rows, |step, l, q, size| {
         let (mut out, mut lse) = (vec![0.0; size], vec![0.0; size / 3]);
-        step.attend(l, q, &Attend::new(0.5), Output::new(&mut out).lse(&mut lse)).unwrap();
+        let read = if cache.config().bounds { Read::Quest { pages: 1 } } else { Read::All };
+        step.attend(l, q, &Attend::new(0.5).read(read), Output::new(&mut out).lse(&mut lse)).unwrap();
         outs.extend(bits(&out));
         outs.extend(bits(&lse));
     });
@@ -53,7 +54,8 @@ fn cache(
     code: Option<Code>,
     rule: impl Fn(Eviction) -> Eviction,
 ) -> Cache {
-    let mut config = config(2).experts(2, 1).rollback(slack);
+    let mut config = config(2).experts(2, 1).rollback(slack).bounds(slack == 8);
+    config.layers[1].window = (budget == 60).then_some(45);
     if let Some(code) = code {
         config = config.compress(Codec::new(Coding::new(code), Coding::new(code)));
     }
@@ -102,6 +104,51 @@ pub fn no_trace(cache: &Cache, slack: u32, of: &str) {
         let (a, b) = (feed(cache, &mut plain, &next), feed(cache, &mut drafted, &next));
         assert_eq!(a, b, "{of}, slack {slack}, turn {turn}");
         assert_eq!(seen(&plain), seen(&drafted), "{of}, slack {slack}, turn {turn}");
+    }
+}
+
+#[test]
+fn sequences_of_a_step_do_not_mix() {
+    for (def, slack) in [(Def::H2o, 0), (Def::H2o, 8), (Def::Lru, 4), (Def::Tova, 1), (Def::DuoLit, 8)] {
+        let cache = cache(def, slack, 40, None, |e| e);
+        let mut together = [cache.sequence(), cache.sequence(), cache.sequence()];
+        let mut apart = [cache.sequence(), cache.sequence(), cache.sequence()];
+        for turn in 0..25u64 {
+            let new: Vec<Vec<Row>> = (0..3u64)
+                .map(|s| {
+                    let n = if turn == 0 { 30 * (s as u32 + 1) } else { 1 + (mix(turn * 3 + s) % 4) as u32 };
+                    rows(cache.config(), apart[s as usize].next_position().0, n, 10 + s)
+                })
+                .collect();
+            let mut want = [Vec::new(), Vec::new()];
+            for (sequence, rows) in apart.iter_mut().zip(&new) {
+                let mut layers = 0..2;
+                run(&cache, sequence, rows, |step, l, q, size| {
+                    let mut out = vec![0.0; size];
+                    step.attend(l, q, &Attend::new(0.5), Output::new(&mut out)).unwrap();
+                    want[layers.next().unwrap()].extend(bits(&out));
+                });
+            }
+            let all = |of: &dyn Fn(&Row) -> Vec<f32>| new.iter().flatten().flat_map(of).collect::<Vec<f32>>();
+            let parts = together.iter_mut().zip(&new).map(|(sequence, rows)| (sequence, rows.len() as u32));
+            let mut step = cache.begin(parts).unwrap();
+            for (l, want) in want.iter().enumerate() {
+                step.append(l, &all(&|r| r.k[l].clone()), &all(&|r| r.v[l].clone())).unwrap();
+                let experts: Vec<u16> = new.iter().flatten().flat_map(|r| r.experts[l].clone()).collect();
+                step.route(l, &experts).unwrap();
+                let q = all(&|r| r.q[l].clone());
+                let mut out = vec![0.0; step.rows() * 12];
+                // Of two calls the last counts.
+                let other: Vec<f32> = q.iter().map(|x| -3.0 * x).collect();
+                step.attend(l, &other, &Attend::new(2.0), Output::new(&mut out)).unwrap();
+                step.attend(l, &q, &Attend::new(0.5), Output::new(&mut out)).unwrap();
+                assert_eq!(&bits(&out), want);
+            }
+            step.commit().unwrap();
+            for (a, b) in together.iter().zip(&apart) {
+                assert_eq!(seen(a), seen(b), "{def:?}, turn {turn}");
+            }
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::model::{ALL, Def, Model};
 use crate::setup::{Kind, config};
 use pikv::policy::Budget;
-use pikv::{PAGE, ShardMap};
+use pikv::{Dtype, Layout, PAGE, ShardMap};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -73,7 +73,10 @@ fn long_runs_are_put_together_and_read_back() {
     for (def, experts) in
         [(Def::H2o, 1), (Def::H2o, 3), (Def::KeyNorm, 4), (Def::Streaming, 2), (Def::Lru, 3)]
     {
-        let config = config(1).experts(experts, experts.min(2)).shards(ShardMap::sum(2).unwrap());
+        let mut config = config(1).experts(experts, experts.min(2)).shards(ShardMap::sum(2).unwrap());
+        if experts > 1 {
+            config.layers[0].layout = Layout { k_dim: 5, v_dim: 3, k: Dtype::Bf16, v: Dtype::F16 };
+        }
         let mut model = Model::new(config, def, Budget::Tokens(100), |e| e);
         for i in 0..30 {
             model.step(1 + i * 7 % 19, Kind::Noise, 3);

@@ -485,12 +485,17 @@ impl Model {
                 let stay = target(total);
                 let n = (held - stay) as usize;
                 let mut rest: Vec<(f32, u32, usize)> = Vec::new();
+                // Pins may leave less than the floors: the budget holds, and the first heads have what there is.
+                let pins: usize = heads.clone().map(|h| filed(l, h) as usize - ranked[&(l, h)].0.len()).sum();
+                let mut left = (stay as usize).saturating_sub(pins);
                 for h in heads {
                     let order = order(h);
                     let pinned = filed(l, h) as usize - order.len();
                     let share = stay as f64 / total.max(1) as f64;
                     let sure = (quotas[h] as f64 * f64::from(floor) * share) as usize;
-                    let free = order.len() - sure.saturating_sub(pinned).min(order.len());
+                    let sure = sure.saturating_sub(pinned).min(order.len()).min(left);
+                    left -= sure;
+                    let free = order.len() - sure;
                     rest.extend(order[..free].iter().map(|(u, p)| (*u, *p, h)));
                 }
                 // Of equals the older goes, then that of the higher head.

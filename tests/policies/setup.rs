@@ -74,7 +74,22 @@ pub fn row(config: &CacheConfig, kind: Kind, id: u64) -> Row {
     };
     let experts =
         (0..config.layers.len()).map(|l| (0..u64::from(config.top_k)).map(|i| expert(l, i)).collect());
-    Row { k, v: each(1, &|s| s.kv_heads * s.layout.v_dim), q, experts: experts.collect() }
+    let mut v = each(1, &|s| s.kv_heads * s.layout.v_dim);
+    for (shape, (k, v)) in config.layers.iter().zip(k.iter_mut().zip(&mut v)) {
+        k.iter_mut().for_each(|x| *x = stored(shape.layout.k, *x));
+        v.iter_mut().for_each(|x| *x = stored(shape.layout.v, *x));
+    }
+    Row { k, v, q, experts: experts.collect() }
+}
+
+/// What a dtype leaves of a number.
+fn stored(dtype: Dtype, x: f32) -> f32 {
+    match dtype {
+        Dtype::F32 => x,
+        Dtype::F16 => half::f16::from_f32(x).to_f32(),
+        Dtype::Bf16 => half::bf16::from_f32(x).to_f32(),
+        other => panic!("{} is not used here", other.name()),
+    }
 }
 
 /// Appends rows in one step; `read` attends layer by layer.
