@@ -26,6 +26,7 @@ pub mod ring;
 pub mod rope;
 pub mod score;
 pub mod shard;
+pub mod store;
 pub mod warp;
 
 pub use warp::{LANES, Warp};

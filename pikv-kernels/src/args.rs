@@ -46,6 +46,82 @@ pub struct SightArg {
     pub hi: i32,
 }
 
+/// One block of pages for one bundle of query rows, which a warp attends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct TaskArg {
+    /// Where the partial result goes, in f32 from the start of all.
+    pub part: u64,
+    /// The bundle's queries, in f32 from the start of all.
+    pub q: u32,
+    /// The block's first page in the list.
+    pub pages: u32,
+    /// Its pages, at most 8.
+    pub count: u32,
+    /// The bundle's first sight in the list.
+    pub sights: u32,
+}
+
+/// Two partial results that are joined in the left one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct PairArg {
+    /// The lower leaves, in f32 from the start of all partial results.
+    pub left: u64,
+    /// The higher ones.
+    pub right: u64,
+    /// Rows of each.
+    pub rows: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// One row of a partial result that is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct RowArg {
+    /// The partial result, in f32 from the start of all.
+    pub part: u64,
+    /// Its rows.
+    pub rows: u32,
+    /// Which of them.
+    pub row: u32,
+    /// Row of the output.
+    pub out: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// A token to be written into a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct WriteArg {
+    /// Address of the page.
+    pub page: u64,
+    /// Lane in the page.
+    pub lane: u32,
+    /// Position of the token.
+    pub position: u32,
+    /// Which row of the keys and values it is.
+    pub row: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// A token to be copied from page to page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct CopyArg {
+    /// Address of the page that has it.
+    pub source: u64,
+    /// Address of the page that gets it.
+    pub target: u64,
+    /// Lane in the first.
+    pub from: u32,
+    /// Lane in the second.
+    pub to: u32,
+}
+
 impl From<Layout> for LayoutArg {
     fn from(l: Layout) -> Self {
         LayoutArg { k_dim: l.k_dim, v_dim: l.v_dim, k: l.k.index(), v: l.v.index() }
