@@ -11,6 +11,6 @@ pub use pikv_core::{
     shard::{Rule, ShardError, ShardMap},
 };
 pub use pikv_host::{
-    Attend, Cache, CacheConfig, CodecRule, ConfigError, Error, Output, PageId, PageInfo, PageMass, Place,
-    Rows, Sequence, Step, Usage, codec, lanes, router,
+    Attend, Backend, Cache, CacheConfig, CodecRule, ConfigError, CudaError, Error, Output, PageId, PageInfo,
+    PageMass, Place, Rows, Sequence, Step, Usage, codec, lanes, router,
 };

@@ -4,6 +4,7 @@
 //! fixed tree over the runs. A block is a leaf; which thread computes it, and how leaves are grouped into tasks, does not
 //! show in the result.
 
+use crate::backend::Kind;
 use crate::cache::Inner;
 use crate::error::Error;
 use crate::forest::Forest;
@@ -159,15 +160,21 @@ pub(crate) fn attend(
         no_lse.resize(rows * heads, 0.0);
         &mut no_lse
     });
-    let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-    match output.mass {
-        Some(mass) => {
+    match (&inner.config.backend.0, output.mass) {
+        (Kind::Cpu, Some(mass)) => {
+            let (out, lse) = (Shared::new(output.out), Shared::new(lse));
             mass.clear();
             for pages in each(&forests, |forest| job.with_mass(forest, &out, &lse)) {
                 mass.extend(pages);
             }
         }
-        None => job.run(&forests, split, &out, &lse),
+        (Kind::Cpu, None) => job.run(&forests, split, &Shared::new(output.out), &Shared::new(lse)),
+        #[cfg(feature = "cuda")]
+        (Kind::Cuda(device), None) => crate::cuda::attend(device, &job, &forests, output.out, lse)?,
+        #[cfg(feature = "cuda")]
+        (Kind::Cuda(_), Some(_)) => {
+            return Err(Error::Backend { backend: inner.config.backend.name(), what: "attention mass" });
+        }
     }
     match job.overflow.into_inner() {
         usize::MAX => Ok(()),

@@ -1,5 +1,6 @@
 //! What a cache is made of.
 
+use crate::backend::Backend;
 use crate::codec::{Codec, HeadCodec};
 use crate::error::ConfigError;
 use crate::lanes::Lanes;
@@ -39,6 +40,8 @@ pub struct CacheConfig {
     pub poison: bool,
     /// Lanes to compute with.
     pub lanes: Lanes,
+    /// Where pages lie, and what attends.
+    pub backend: Backend,
     /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
     pub codecs: Vec<CodecRule>,
 }
@@ -73,6 +76,7 @@ impl CacheConfig {
             budget,
             poison: false,
             lanes: Lanes::detect(),
+            backend: Backend::CPU,
             codecs: Vec::new(),
         }
     }
@@ -120,6 +124,12 @@ impl CacheConfig {
         self
     }
 
+    /// Sets the back end.
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
     /// Packs what leaves the ring, in every layer and head.
     pub fn compress(mut self, codec: Codec) -> Self {
         self.codecs.push(CodecRule { layer: None, kv_head: None, codec });
@@ -141,7 +151,7 @@ impl CacheConfig {
     /// The codecs of every head.
     ///
     /// # Errors
-    /// A rule for a layer or head that is not there, or a map of another width than its head's.
+    /// A rule for a layer or head that is not there, a map of another width than its head's, or a back end without codecs.
     pub(crate) fn head_codecs(&self) -> Result<Vec<HeadCodecs>, ConfigError> {
         for CodecRule { layer, kv_head, .. } in &self.codecs {
             let layers = layer.map_or(&self.layers[..], |l| self.layers.get(l..=l).unwrap_or_default());
@@ -167,7 +177,20 @@ impl CacheConfig {
                 })
                 .collect()
         };
-        self.layers.iter().enumerate().map(layer).collect()
+        let codecs: Vec<HeadCodecs> = self.layers.iter().enumerate().map(layer).collect::<Result<_, _>>()?;
+        let packed = |heads: &HeadCodecs| heads.iter().position(Option::is_some);
+        if !self.backend.is_cpu()
+            && let Some((layer, kv_head)) =
+                codecs.iter().enumerate().find_map(|(l, heads)| Some((l, packed(heads)?)))
+        {
+            return Err(ConfigError::Backend {
+                backend: self.backend.name(),
+                what: "a codec",
+                layer,
+                kv_head,
+            });
+        }
+        Ok(codecs)
     }
 
     /// The rules by which sequences take pages; the planner's and the allocator's.

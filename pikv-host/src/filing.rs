@@ -382,9 +382,8 @@ impl Head {
         let Some(Entry { held: Held::Open(page), fill }) = chain.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
-        let words = own(page, layout, *fill, pages, shared)?;
-        let ring = &self.ring[(tile - first_tile) as usize];
-        layout.copy(ring.words(), lane, words, *fill);
+        own(page, layout, *fill, pages, shared)?;
+        pages.copy(layout, &self.ring[(tile - first_tile) as usize], lane, page, *fill);
         *fill += 1;
         if let Some((codec, packed)) = after {
             chain.close(codec, lanes, layout, position, packed);
@@ -393,28 +392,23 @@ impl Head {
     }
 }
 
-/// The words of a page to be written, after its first `fill` lanes were copied if it is shared; the original is then left
-/// in `shared`.
-pub(crate) fn own<'a>(
-    page: &'a mut Page,
+/// Makes a page one that may be written: if it is shared, a copy of its first `fill` lanes takes its place, and the original is
+/// left in `shared`.
+pub(crate) fn own(
+    page: &mut Page,
     layout: &Layout,
     fill: u32,
     pages: &mut Reservation,
     shared: &mut Option<Page>,
-) -> Result<&'a mut [u32], Error> {
+) -> Result<(), Error> {
     if page.is_shared() {
         let mut copy = pages.take(page.shard(), layout.words())?;
-        if let Some(words) = copy.words_mut() {
-            for lane in 0..fill {
-                layout.copy(page.words(), lane, words, lane);
-            }
+        for lane in 0..fill {
+            pages.copy(layout, page, lane, &mut copy, lane);
         }
         *shared = Some(std::mem::replace(page, copy));
     }
-    match page.words_mut() {
-        Some(words) => Ok(words),
-        None => unreachable!("the page was just taken, and its sequence is borrowed mutably"),
-    }
+    Ok(())
 }
 
 /// What the README says of host tables.

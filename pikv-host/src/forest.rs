@@ -13,7 +13,10 @@ use std::ops::Range;
 /// A page that is read.
 #[derive(Clone, Copy)]
 pub struct Listed<'a> {
+    /// Its words; of a page on a device the positions.
     pub words: &'a [u32],
+    /// Where it lies on a device.
+    pub address: u64,
     /// Lanes written.
     pub fill: u32,
     /// Of a packed page: the position of its last token.

@@ -6,10 +6,13 @@
 
 mod arena;
 mod attend;
+mod backend;
 mod block;
 mod cache;
 pub mod codec;
 mod config;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod error;
 mod filing;
 mod forest;
@@ -21,8 +24,10 @@ mod rope;
 pub mod router;
 mod sequence;
 mod step;
+mod writes;
 
 pub use attend::{Attend, Output, PageMass};
+pub use backend::{Backend, CudaError};
 pub use cache::{Cache, Rows, Usage};
 pub use config::{CacheConfig, CodecRule};
 pub use error::{ConfigError, Error};

@@ -170,7 +170,7 @@ impl Sequence {
     /// left of them).
     ///
     /// # Errors
-    /// No such layer, KV head or page, or slices that do not have `k_dim` and `v_dim` elements.
+    /// No such layer, KV head or page, slices that do not have `k_dim` and `v_dim` elements, or a device that fails.
     pub fn read(
         &self,
         layer: usize,
@@ -194,7 +194,7 @@ impl Sequence {
         if lane >= found.fill {
             return Err(missing);
         }
-        let words = found.page.words();
+        let words = &*found.page.fetch()?;
         match found.packed {
             Some((codec, last)) => Ok(codec.read(words, lane, last, key, value)),
             None => {

@@ -7,6 +7,7 @@ use crate::error::Error;
 use crate::filing::{Layer, own};
 use crate::job::View;
 use crate::sequence::Sequence;
+use crate::writes::Token;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
@@ -84,8 +85,8 @@ impl<'a> Step<'a> {
     /// leave the ring by it are filed by their experts. O(rows) a head.
     ///
     /// # Errors
-    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, or
-    /// no memory from the system; the layer may then be appended again.
+    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, no
+    /// memory from the system, or a device that fails; the layer may then be appended again.
     pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
         let inner = self.inner.clone();
         let shape = inner.layer(layer)?;
@@ -101,21 +102,25 @@ impl<'a> Step<'a> {
             let n = (part.len - part.sequence.len) as usize;
             let (k, v) = (&k[row * heads * k_dim..], &v[row * heads * v_dim..]);
             let state = &mut part.sequence.layers[layer];
-            write(&inner, shape, state, part.sequence.len, n, k, v, &mut self.pages).map_err(
-                |e| match e {
+            let written = write(&inner, shape, state, part.sequence.len, n, row, k, v, &mut self.pages);
+            written.map_err(|e| {
+                self.pages.forget_writes();
+                match e {
                     Error::Unstorable { what, kv_head, row: at, channel, value, dtype, .. } => {
                         Error::Unstorable { what, layer, kv_head, row: row + at, channel, value, dtype }
                     }
                     other => other,
-                },
-            )?;
+                }
+            })?;
             row += n;
         }
+        self.pages.flush_writes(&shape.layout, k, v)?;
         for part in &mut self.parts {
             // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
             let left = inner.store.ring.left(part.len).min(part.sequence.len);
             part.sequence.layers[layer].file(&inner, shape, left, &mut self.pages)?;
         }
+        self.pages.flush_copies()?;
         self.layers[layer].appended = true;
         Ok(())
     }
@@ -203,6 +208,7 @@ impl<'a> Step<'a> {
                 layer.file(&inner, shape, left, &mut self.pages)?;
             }
         }
+        self.pages.flush_copies()?;
         self.committed = true;
         for part in &mut self.parts {
             for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
@@ -287,7 +293,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
     bytes
 }
 
-/// Writes `n` tokens from position `old` into the ring tiles of one layer.
+/// Writes `n` tokens from position `old` into the ring tiles of one layer; the first is row `first_row` of the call.
 #[allow(clippy::too_many_arguments)]
 fn write(
     inner: &Inner,
@@ -295,6 +301,7 @@ fn write(
     state: &mut Layer,
     old: u32,
     n: usize,
+    first_row: usize,
     k: &[f32],
     v: &[f32],
     pages: &mut Reservation,
@@ -313,13 +320,16 @@ fn write(
                 head.ring.push_back(pages.take(shard, layout.words())?);
             }
             let mut shared = None;
-            let words = own(&mut head.ring[at], layout, lane, pages, &mut shared)?;
+            let page = &mut head.ring[at];
+            own(page, layout, lane, pages, &mut shared)?;
             state.undo.extend(shared.map(|page| (h, None, page)));
             for p in position..end.min((tile + 1) * PAGE) {
                 let row = (p - old) as usize;
                 let key = &k[(row * heads + h) * k_dim..][..k_dim];
                 let value = &v[(row * heads + h) * v_dim..][..v_dim];
-                let written = layout.write(words, p % PAGE, Position(p), key, value);
+                let token =
+                    Token { lane: p % PAGE, position: p, row: (first_row + row) * heads + h, key, value };
+                let written = pages.write(layout, page, &token);
                 let stored = written.and_then(|()| match &codec {
                     Some(codec) => codec.check(key, value),
                     None => Ok(()),

@@ -8,6 +8,7 @@ use pikv_core::rope::{Pairs, Rope};
 
 /// A [`Layout`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct LayoutArg {
     /// Channels of a key.
@@ -22,6 +23,7 @@ pub struct LayoutArg {
 
 /// A rotation of keys as they are read; `rotary_dim` 0 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct RopeArg {
     /// Channels that turn.
@@ -34,6 +36,7 @@ pub struct RopeArg {
 
 /// A [`Sight`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct SightArg {
     /// [`Sight::floor`]
@@ -48,6 +51,7 @@ pub struct SightArg {
 
 /// One block of pages for one bundle of query rows, which a warp attends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct TaskArg {
     /// Where the partial result goes, in f32 from the start of all.
@@ -64,6 +68,7 @@ pub struct TaskArg {
 
 /// Two partial results that are joined in the left one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct PairArg {
     /// The lower leaves, in f32 from the start of all partial results.
@@ -78,6 +83,7 @@ pub struct PairArg {
 
 /// One row of a partial result that is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct RowArg {
     /// The partial result, in f32 from the start of all.
@@ -94,6 +100,7 @@ pub struct RowArg {
 
 /// A token to be written into a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct WriteArg {
     /// Address of the page.
@@ -110,6 +117,7 @@ pub struct WriteArg {
 
 /// A token to be copied from page to page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct CopyArg {
     /// Address of the page that has it.
