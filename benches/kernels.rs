@@ -129,7 +129,8 @@ fn attention(c: &mut Criterion) {
         for dtype in Dtype::ALL {
             let layout = Layout { k_dim: DIM, v_dim: DIM, k: dtype, v: dtype };
             let words = pages(&layout);
-            let pages: Vec<PageRef<'_>> = words.iter().map(|words| PageRef { words, fill: PAGE }).collect();
+            let pages: Vec<PageRef<'_>> =
+                words.iter().map(|words| PageRef { words, live: u32::MAX }).collect();
             let rotation = turned.then_some(Rotation { rope, table: &table, capacity });
             let run = |lanes: Lanes, out: &mut [f32]| {
                 lanes.run(Attend { layout: &layout, pages: &pages, q: &q, rotation, out });

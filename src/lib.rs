@@ -11,6 +11,7 @@ pub use pikv_core::{
     shard::{Rule, ShardError, ShardMap},
 };
 pub use pikv_host::{
-    Attend, Backend, Cache, CacheConfig, CodecRule, ConfigError, CudaError, Error, Output, PageId, PageInfo,
-    PageMass, Place, Rows, Sequence, Step, Usage, codec, lanes, router,
+    Attend, Backend, Cache, CacheConfig, CodecRule, ConfigError, CudaError, Error, EvictionRule, Output,
+    PageId, PageInfo, PageMass, Place, Read, Rows, Sequence, Step, Usage, codec, lanes, metrics, planner,
+    policy, router, trace,
 };

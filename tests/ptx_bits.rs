@@ -4,13 +4,8 @@
 #[allow(dead_code, unused_imports, reason = "shared by tests that each use a part")]
 mod ptx;
 
-#[allow(dead_code, reason = "the kernels' own, of which this needs a part")]
-#[path = "../pikv-kernels/src/args.rs"]
-mod args;
-
-use args::{CopyArg, LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
 use bytemuck::bytes_of;
-use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
+use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
 use pikv_core::dtype::Dtype;
 use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{self, Partial};
@@ -18,6 +13,7 @@ use pikv_core::page::{Layout, Position};
 use pikv_core::rope::{Pairs, Rope, Rotation};
 use pikv_core::warp::{Kernel, LANES, Warp};
 use pikv_host::lanes::Lanes;
+use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
 use ptx::{Cause, Fault, Machine, Memory};
 use std::time::{Duration, Instant};
 
@@ -71,7 +67,7 @@ impl Rng {
 
 struct Page {
     words: Vec<u32>,
-    fill: u32,
+    live: u32,
 }
 
 /// What one launch of `attend_r*` is given.
@@ -100,7 +96,9 @@ fn page(rng: &mut Rng, layout: &Layout, start: u32, fill: u32) -> Page {
         let value = rng.values(layout.v_dim as usize, scale);
         layout.write(&mut words, lane, Position(start + lane), &key, &value).expect("finite");
     }
-    Page { words, fill }
+    // Tokens in between may have been dropped.
+    let live = if rng.one_in(3) { rng.next() as u32 } else { u32::MAX };
+    Page { words, live: filled(fill) & live }
 }
 
 fn sight(rng: &mut Rng, last: u32) -> Sight {
@@ -192,7 +190,7 @@ impl Case {
     ) -> Result<Vec<f32>, Fault> {
         let memory = &mut machine.memory;
         let l = self.layout;
-        let (mut pages, mut fills, mut tasks) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut pages, mut lives, mut tasks) = (Vec::new(), Vec::new(), Vec::new());
         for (i, block) in (0u32..).zip(&self.blocks) {
             let (first, sights) = (pages.len() as u32, i * self.rows as u32);
             let part = u64::from(i) * self.len() as u64;
@@ -202,22 +200,22 @@ impl Case {
                 // Nothing of a value that was not written may be touched, nor the padding of one that was.
                 for lane in 0..LANES as u32 {
                     let row = at + u64::from(l.v_base() + lane * l.v_stride()) * 4;
-                    let written = if lane < page.fill { l.v_words() } else { 0 };
+                    let written = if page.live >> lane & 1 == 1 { l.v_words() } else { 0 };
                     let rest = (l.v_stride() - written) as usize * 4;
                     if rest > 0 {
                         memory.forget(row + u64::from(written) * 4, rest).expect("in the page");
                     }
                 }
                 pages.push(at);
-                fills.push(page.fill);
+                lives.push(page.live);
             }
         }
         let count = self.blocks.len() as u32;
         let sights: Vec<SightArg> = self.sights.iter().map(|&s| s.into()).collect();
         let rope = self.rope.map_or(RopeArg::NONE, |r| RopeArg::new(&r, CAPACITY));
         let table = if self.table.is_empty() { 0 } else { memory.put(&self.table) };
-        let (q, page_list, fill, tasks) =
-            (memory.put(&self.q), memory.put(&pages), memory.put(&fills), memory.put(&tasks));
+        let (q, page_list, live, tasks) =
+            (memory.put(&self.q), memory.put(&pages), memory.put(&lives), memory.put(&tasks));
         let (sights, parts) = (memory.put(&sights), memory.allocate(self.len() * self.blocks.len() * 4));
         spoil(memory, &pages);
         machine.launch(
@@ -228,7 +226,7 @@ impl Case {
                 bytes_of(&LayoutArg::from(self.layout)),
                 bytes_of(&q),
                 bytes_of(&page_list),
-                bytes_of(&fill),
+                bytes_of(&live),
                 bytes_of(&tasks),
                 bytes_of(&count),
                 bytes_of(&sights),
@@ -240,7 +238,7 @@ impl Case {
         )?;
         let memory = &mut machine.memory;
         let out = memory.read(parts, self.len() * self.blocks.len()).expect("all was written");
-        for address in pages.into_iter().chain([q, page_list, fill, tasks, sights, parts]) {
+        for address in pages.into_iter().chain([q, page_list, live, tasks, sights, parts]) {
             memory.free(address).expect("allocated above");
         }
         if table != 0 {
@@ -262,8 +260,8 @@ impl Case {
 impl std::fmt::Debug for Case {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Case { layout, rows, blocks, sights, softcap, rope, .. } = self;
-        let fills: Vec<Vec<u32>> = blocks.iter().map(|b| b.iter().map(|p| p.fill).collect()).collect();
-        write!(f, "{layout:?}, {rows} rows, fills {fills:?}, {sights:?}, softcap {softcap:?}, {rope:?}")
+        let lives: Vec<Vec<u32>> = blocks.iter().map(|b| b.iter().map(|p| p.live).collect()).collect();
+        write!(f, "{layout:?}, {rows} rows, live {lives:x?}, {sights:?}, softcap {softcap:?}, {rope:?}")
     }
 }
 
@@ -300,7 +298,7 @@ impl<const R: usize> Kernel for Attend<'_, R> {
     fn run<W: Warp>(self, w: W) {
         let Attend { case, block, part } = self;
         let pages: Vec<_> =
-            case.blocks[block].iter().map(|p| PageRef { words: &p.words, fill: p.fill }).collect();
+            case.blocks[block].iter().map(|p| PageRef { words: &p.words, live: p.live }).collect();
         let query = Query::<R> {
             q: case.q.as_chunks().0,
             k_dim: case.layout.k_dim as usize,

@@ -38,16 +38,16 @@ impl Sight {
     /// Sees nothing.
     pub const NONE: Sight = Sight { floor: 0, lo: 0, sinks: 0, hi: -1 };
 
-    /// Bit `i` is set if the token at lane `i` is seen; `fill` lanes of the page were written.
+    /// Bit `i` is set if the token at lane `i` is seen; `live` are the lanes of the page that are read.
     #[inline(always)]
-    pub fn mask<W: Warp>(&self, w: W, position: W::U, fill: u32) -> u32 {
+    pub fn mask<W: Warp>(&self, w: W, position: W::U, live: u32) -> u32 {
         let from =
             w.and_m(w.ge_i(position, w.splat_u(self.floor)), w.ge_i(w.splat_u(self.hi as u32), position));
         let window = w.or_m(
             w.ge_i(position, w.splat_u(self.lo)),
             w.ge_i(w.splat_u(self.sinks.wrapping_sub(1)), position),
         );
-        w.ballot(w.and_m(from, window)) & filled(fill)
+        w.ballot(w.and_m(from, window)) & live
     }
 }
 

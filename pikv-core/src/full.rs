@@ -6,13 +6,13 @@ use crate::page::Layout;
 use crate::rope::{self, Rotation};
 use crate::warp::{LANES, Routine, Warp};
 
-/// A page of the list, and how many of its lanes were written.
+/// A page of the list, and which of its lanes are read.
 #[derive(Clone, Copy, Debug)]
 pub struct PageRef<'a> {
     /// The page's words.
     pub words: &'a [u32],
-    /// Lanes written, from lane 0.
-    pub fill: u32,
+    /// Bit `t` is set if there is a token to be read at lane `t`.
+    pub live: u32,
 }
 
 /// `R` queries that are read together.
@@ -53,7 +53,7 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
     #[inline(always)]
     fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R] {
         let page = &self.pages[i];
-        sights(w, w.load_part(&page.words[..LANES]), page.fill, sight)
+        sights(w, w.load_part(&page.words[..LANES]), page.live, sight)
     }
 
     #[inline(always)]
@@ -120,19 +120,19 @@ impl<W: Warp, const R: usize, const N: usize> Routine<W> for Weigh<'_, '_, W, R,
         page_weigh(w, layout, v, seen, p, acc, stride, ahead);
     }
 }
-/// Which tokens at `position` each row sees, of the first `fill` lanes.
+/// Which tokens at `position` each row sees, of the lanes in `live`.
 #[inline(always)]
 pub(crate) fn sights<W: Warp, const R: usize>(
     w: W,
     position: W::U,
-    fill: u32,
+    live: u32,
     sight: &[Sight; R],
 ) -> [u32; R] {
-    let first = sight[0].mask(w, position, fill);
+    let first = sight[0].mask(w, position, live);
     let mut seen = [first; R];
     for r in 1..R {
         if sight[r] != sight[0] {
-            seen[r] = sight[r].mask(w, position, fill);
+            seen[r] = sight[r].mask(w, position, live);
         }
     }
     seen

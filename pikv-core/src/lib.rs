@@ -13,6 +13,7 @@
 extern crate std;
 
 pub mod attend;
+pub mod bound;
 pub mod codec;
 pub mod dtype;
 pub mod full;

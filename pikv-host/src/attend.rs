@@ -9,11 +9,14 @@ use crate::cache::Inner;
 use crate::error::Error;
 use crate::forest::Forest;
 use crate::job::{Job, Shared, View, each};
+use crate::mass::{Wanted, Weighed, together};
+use crate::observe::Feed;
 use crate::sequence::PageId;
 use crate::step::length;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
-use std::sync::atomic::AtomicUsize;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Options of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,17 +29,54 @@ pub struct Attend {
     /// Blocks of 256 tokens that a task takes, a power of two. By default chosen from the work and the threads. It bears on
     /// speed only.
     pub split: Option<u32>,
+    /// Which of the pages that left the ring a row reads.
+    pub read: Read,
+    /// Sinks are seen as near as they would be if the tokens between them and the oldest one that is still held had never been:
+    /// StreamingLLM's positions inside the cache (arXiv 2309.17453). Needs keys stored before their rotation.
+    pub closed_gaps: bool,
+}
+
+/// Which of the pages that left the ring a row reads. Sinks and ring are always read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Read {
+    /// All: the result is that of attention over everything that is held.
+    #[default]
+    All,
+    /// Those of the experts that the row was routed to, by their home expert. The row's [`route`](crate::Step::route) must
+    /// come first. Each row is then attended for itself.
+    Experts,
+    /// So many full pages of each KV head, those whose scores could be highest (Quest, arXiv 2406.10774), and each expert's
+    /// newest page. Needs [`CacheConfig::bounds`](crate::CacheConfig::bounds). The paper reads everything in the first two
+    /// layers. Of a KV head the query heads read the same pages; each row is attended for itself. Where a codec packed a page, the
+    /// bounds are those of the keys before.
+    Quest {
+        /// Full pages.
+        pages: u32,
+    },
 }
 
 impl Attend {
     /// Attention with factor `scale`.
     pub const fn new(scale: f32) -> Attend {
-        Attend { scale, softcap: None, split: None }
+        Attend { scale, softcap: None, split: None, read: Read::All, closed_gaps: false }
     }
 
     /// Sets the cap of the logits.
     pub const fn softcap(mut self, cap: f32) -> Attend {
         self.softcap = Some(cap);
+        self
+    }
+
+    /// Sets which pages are read.
+    pub const fn read(mut self, read: Read) -> Attend {
+        self.read = read;
+        self
+    }
+
+    /// Sets whether sinks are seen across what was evicted.
+    pub const fn closed_gaps(mut self, on: bool) -> Attend {
+        self.closed_gaps = on;
         self
     }
 
@@ -106,8 +146,9 @@ pub(crate) fn attend(
     q: &[f32],
     options: &Attend,
     output: Output<'_>,
+    feeds: Option<&mut Vec<(usize, Feed)>>,
 ) -> Result<(), Error> {
-    let Attend { scale, softcap, split } = *options;
+    let Attend { scale, softcap, split, read, closed_gaps } = *options;
     if !(scale.is_finite() && scale > 0.0) {
         return Err(Error::Scale(scale));
     }
@@ -120,6 +161,31 @@ pub(crate) fn attend(
     let factor = softcap.map_or(scale * std::f32::consts::LOG2_E, |cap| scale / cap);
     if !(factor.is_finite() && factor > 0.0) {
         return Err(Error::Scale(scale));
+    }
+    if matches!(read, Read::Quest { .. }) && !inner.config.bounds {
+        return Err(Error::NoBounds);
+    }
+    if closed_gaps && shape.rope.is_none() {
+        return Err(Error::NoRotation { layer });
+    }
+    let sequences = views;
+    let single: Vec<View<'_>>;
+    let views = match read {
+        Read::All => views,
+        // What is read differs from row to row.
+        Read::Experts | Read::Quest { .. } => {
+            single = views.iter().flat_map(View::rows).collect();
+            &single[..]
+        }
+    };
+    if read == Read::Experts {
+        let mut row = 0;
+        for view in views {
+            if !view.routed(inner) {
+                return Err(Error::NotRouted { layer, row });
+            }
+            row += 1;
+        }
     }
     let mut starts = Vec::with_capacity(views.len());
     let mut rows = 0;
@@ -148,6 +214,8 @@ pub(crate) fn attend(
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
         table,
+        read,
+        closed_gaps,
         overflow: AtomicUsize::new(usize::MAX),
     };
     let kv_heads = shape.kv_heads as usize;
@@ -160,24 +228,76 @@ pub(crate) fn attend(
         no_lse.resize(rows * heads, 0.0);
         &mut no_lse
     });
-    match (&inner.config.backend.0, output.mass) {
-        (Kind::Cpu, Some(mass)) => {
+    let rule = inner.rules[layer].as_deref().filter(|_| feeds.is_some());
+    let all = output.mass.is_some();
+    let cuts: Vec<Vec<Range<u32>>> = sequences.iter().map(|view| view.cuts(rule)).collect();
+    let wanted: Vec<Wanted> = views
+        .iter()
+        .map(|view| {
+            let rows = |cut: &Range<u32>| {
+                let at = |row: u32| row.saturating_sub(view.row).min(view.rows);
+                at(cut.start)..at(cut.end)
+            };
+            Wanted { all, cuts: cuts[view.sequence].iter().map(rows).collect() }
+        })
+        .collect();
+    let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
+    let weighed = match (&inner.config.backend.0, some) {
+        (Kind::Cpu, true) => {
             let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-            mass.clear();
-            for pages in each(&forests, |forest| job.with_mass(forest, &out, &lse)) {
-                mass.extend(pages);
-            }
+            each(&forests, |forest| job.with_mass(forest, &wanted[forest.view], &out, &lse))
         }
-        (Kind::Cpu, None) => job.run(&forests, split, &Shared::new(output.out), &Shared::new(lse)),
+        (Kind::Cpu, false) => {
+            job.run(&forests, split, &Shared::new(output.out), &Shared::new(lse));
+            Vec::new()
+        }
         #[cfg(feature = "cuda")]
-        (Kind::Cuda(device), None) => crate::cuda::attend(device, &job, &forests, output.out, lse)?,
+        (Kind::Cuda(device), false) => {
+            crate::cuda::attend(device, &job, &forests, output.out, lse)?;
+            Vec::new()
+        }
         #[cfg(feature = "cuda")]
-        (Kind::Cuda(_), Some(_)) => {
+        (Kind::Cuda(_), true) => {
             return Err(Error::Backend { backend: inner.config.backend.name(), what: "attention mass" });
         }
+    };
+    if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
+        return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
-    match job.overflow.into_inner() {
-        usize::MAX => Ok(()),
-        at => Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale }),
+    // Rows that were attended one by one are one call all the same.
+    let at = |forest: &Forest<'_>| (views[forest.view].sequence, forest.head);
+    let mut order: Vec<usize> = (0..forests.len()).collect();
+    order.sort_by_key(|i| at(&forests[*i]));
+    let mut weighed: Vec<Option<Vec<Weighed>>> = weighed.into_iter().map(Some).collect();
+    let mut take = |i: &usize| weighed.get_mut(*i).and_then(Option::take).unwrap_or_default();
+    let heads_seen: Vec<(&Forest<'_>, Vec<Weighed>)> = order
+        .chunk_by(|a, b| at(&forests[*a]) == at(&forests[*b]))
+        .map(|rows| (&forests[rows[0]], together(rows.iter().map(&mut take))))
+        .collect();
+    if let Some(mass) = output.mass {
+        mass.clear();
+        for (forest, pages) in &heads_seen {
+            let (sequence, kv_head) = at(forest);
+            let of = |Weighed { page, all, .. }: &Weighed| PageMass {
+                sequence,
+                kv_head,
+                page: *page,
+                tokens: *all,
+            };
+            mass.extend(pages.iter().map(of));
+        }
     }
+    if let (Some(rule), Some(feeds)) = (rule, feeds) {
+        feeds.clear();
+        feeds.extend(heads_seen.into_iter().map(|(forest, pages)| {
+            let (sequence, head) = at(forest);
+            let queries = if rule.head_words > 0 {
+                job.queries(sequence, head, &sequences[sequence])
+            } else {
+                Vec::new()
+            };
+            (sequence, Feed { head, filed: sequences[sequence].layer.filed, pages, queries })
+        }));
+    }
+    Ok(())
 }

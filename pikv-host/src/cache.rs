@@ -5,6 +5,7 @@ use crate::attend::{Attend, Output, attend};
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
 use crate::job::View;
+use crate::observe::Rule;
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
 use crate::step::Step;
@@ -20,6 +21,8 @@ pub(crate) struct Inner {
     pub store: StoreShape,
     /// Of every layer.
     pub codecs: Vec<HeadCodecs>,
+    /// How each layer evicts.
+    pub rules: Vec<Option<Arc<Rule>>>,
     pub arenas: Arc<Arenas>,
     pub tables: Tables,
 }
@@ -110,11 +113,12 @@ impl Cache {
     pub fn new(config: CacheConfig) -> Result<Cache, Error> {
         let store = config.store()?;
         let codecs = config.head_codecs()?;
+        let rules = config.rules()?;
         let packed = codecs.iter().flat_map(|heads| heads.iter().flatten()).map(|codec| codec.packed.words());
         let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
         let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
-        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, arenas, tables }) })
+        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables }) })
     }
 
     /// The configuration.
@@ -201,13 +205,16 @@ impl Cache {
         let shape = self.inner.layer(layer)?;
         let views: Vec<View<'_>> = rows
             .iter()
-            .map(|part| View {
+            .enumerate()
+            .map(|(sequence, part)| View {
+                sequence,
+                row: 0,
                 layer: &part.sequence.layers[layer],
                 first: part.first.0,
                 rows: part.rows,
                 len: part.sequence.len,
             })
             .collect();
-        attend(&self.inner, layer, shape, &views, q, options, out)
+        attend(&self.inner, layer, shape, &views, q, options, out, None)
     }
 }

@@ -4,6 +4,8 @@ use crate::backend::Backend;
 use crate::codec::{Codec, HeadCodec};
 use crate::error::ConfigError;
 use crate::lanes::Lanes;
+use crate::observe::Rule;
+use crate::policy::Eviction;
 use pikv_core::page::{MAX_DIM, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
@@ -38,12 +40,27 @@ pub struct CacheConfig {
     pub budget: u64,
     /// Fill pages with NaN when they are taken and given back, to find reads of what was never written.
     pub poison: bool,
+    /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::Read::Quest) selects by: 8 bytes a channel of K
+    /// and page.
+    pub bounds: bool,
     /// Lanes to compute with.
     pub lanes: Lanes,
     /// Where pages lie, and what attends.
     pub backend: Backend,
     /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
     pub codecs: Vec<CodecRule>,
+    /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
+    pub evictions: Vec<EvictionRule>,
+}
+
+/// How some layers evict.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EvictionRule {
+    /// The layer; all of them if `None`.
+    pub layer: Option<usize>,
+    /// How.
+    pub eviction: Eviction,
 }
 
 /// A codec, and the heads that use it.
@@ -75,9 +92,11 @@ impl CacheConfig {
             shards: ShardMap::ONE,
             budget,
             poison: false,
+            bounds: false,
             lanes: Lanes::detect(),
             backend: Backend::CPU,
             codecs: Vec::new(),
+            evictions: Vec::new(),
         }
     }
 
@@ -118,6 +137,12 @@ impl CacheConfig {
         self
     }
 
+    /// Sets whether the extremes of keys are kept.
+    pub fn bounds(mut self, on: bool) -> Self {
+        self.bounds = on;
+        self
+    }
+
     /// Sets the lanes.
     pub fn lanes(mut self, lanes: Lanes) -> Self {
         self.lanes = lanes;
@@ -146,6 +171,53 @@ impl CacheConfig {
     pub fn compress_head(mut self, layer: usize, kv_head: usize, codec: Codec) -> Self {
         self.codecs.push(CodecRule { layer: Some(layer), kv_head: Some(kv_head), codec });
         self
+    }
+
+    /// Evicts tokens that left the ring, in every layer.
+    pub fn evict(mut self, eviction: Eviction) -> Self {
+        self.evictions.push(EvictionRule { layer: None, eviction });
+        self
+    }
+
+    /// Evicts tokens that left the ring of one layer.
+    pub fn evict_layer(mut self, layer: usize, eviction: Eviction) -> Self {
+        self.evictions.push(EvictionRule { layer: Some(layer), eviction });
+        self
+    }
+
+    /// The rule of each layer.
+    ///
+    /// # Errors
+    /// A rule for a layer that is not there, a budget that does not fit its layer, or a back end without policies or bounds.
+    pub(crate) fn rules(&self) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
+        let layers = self.layers.len();
+        if self.bounds && !self.backend.is_cpu() {
+            return Err(ConfigError::Backend {
+                backend: self.backend.name(),
+                what: "bounds of keys",
+                layer: 0,
+            });
+        }
+        if let Some(layer) =
+            self.evictions.iter().filter_map(|rule| rule.layer).find(|layer| *layer >= layers)
+        {
+            return Err(ConfigError::PolicyLayer { layer, layers });
+        }
+        let rule = |(l, shape): (usize, &LayerShape)| {
+            let mut rules = self.evictions.iter().rev();
+            let Some(rule) = rules.find(|rule| rule.layer.is_none_or(|layer| layer == l)) else {
+                return Ok(None);
+            };
+            if !self.backend.is_cpu() {
+                return Err(ConfigError::Backend {
+                    backend: self.backend.name(),
+                    what: "a policy",
+                    layer: l,
+                });
+            }
+            Ok(Some(Arc::new(Rule::new(l, shape, &rule.eviction, self.rollback)?)))
+        };
+        self.layers.iter().enumerate().map(rule).collect()
     }
 
     /// The codecs of every head.
@@ -178,17 +250,9 @@ impl CacheConfig {
                 .collect()
         };
         let codecs: Vec<HeadCodecs> = self.layers.iter().enumerate().map(layer).collect::<Result<_, _>>()?;
-        let packed = |heads: &HeadCodecs| heads.iter().position(Option::is_some);
-        if !self.backend.is_cpu()
-            && let Some((layer, kv_head)) =
-                codecs.iter().enumerate().find_map(|(l, heads)| Some((l, packed(heads)?)))
-        {
-            return Err(ConfigError::Backend {
-                backend: self.backend.name(),
-                what: "a codec",
-                layer,
-                kv_head,
-            });
+        let packed = |heads: &HeadCodecs| heads.iter().any(Option::is_some);
+        if let Some(layer) = codecs.iter().position(packed).filter(|_| !self.backend.is_cpu()) {
+            return Err(ConfigError::Backend { backend: self.backend.name(), what: "a codec", layer });
         }
         Ok(codecs)
     }

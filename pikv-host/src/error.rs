@@ -112,18 +112,30 @@ pub enum ConfigError {
         kv_heads: u32,
     },
     /// Something that the cache's back end does not do.
-    #[error(
-        "{what} of layer {layer}, KV head {kv_head}: the back end {backend:?} has none yet; Backend::CPU has"
-    )]
+    #[error("layer {layer} asks for {what}: the back end {backend:?} has none yet; Backend::CPU has")]
     Backend {
         /// The back end.
         backend: &'static str,
         /// What it lacks.
         what: &'static str,
-        /// The layer that asks for it.
+        /// The first layer that asks for it.
         layer: usize,
-        /// The KV head that asks for it.
-        kv_head: usize,
+    },
+    /// A budget of tokens that is none.
+    #[error("layer {layer}: the budget of its policy: {why}")]
+    TokenBudget {
+        /// The layer.
+        layer: usize,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// A rule of eviction for a layer that is not there.
+    #[error("a policy for layer {layer}; there are {layers} layers")]
+    PolicyLayer {
+        /// As given.
+        layer: usize,
+        /// Layers of the cache.
+        layers: usize,
     },
     /// Not even one token fits.
     #[error(
@@ -291,6 +303,27 @@ pub enum Error {
         oldest: u32,
         /// Tokens of the sequence.
         len: u32,
+    },
+    /// Pages chosen by their bounds, in a cache that keeps none.
+    #[error("Read::Quest in a cache without bounds; set CacheConfig::bounds")]
+    NoBounds,
+    /// Gaps closed where keys come rotated.
+    #[error(
+        "closed gaps in layer {layer}, whose keys come rotated; set LayerShape::rope and append them unrotated"
+    )]
+    NoRotation {
+        /// The layer.
+        layer: usize,
+    },
+    /// Rows that are to read the pages of their experts, which are not known.
+    #[error(
+        "row {row} of layer {layer} reads the pages of its experts before it was routed; call Step::route first"
+    )]
+    NotRouted {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
     },
     /// A layer was written twice in a step.
     #[error("layer {layer} was already {what} in this step")]

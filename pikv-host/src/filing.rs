@@ -2,46 +2,19 @@
 
 use crate::arena::{Page, Reservation};
 use crate::cache::Inner;
+use crate::chain::{Chain, Closed, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
 use crate::error::Error;
-use crate::lanes::Lanes;
+use crate::evict::Killed;
+use crate::observe::Rule;
 use crate::sequence::chain_place;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
 use std::collections::VecDeque;
-
-/// A page of a run.
-#[derive(Clone, Debug)]
-pub(crate) struct Entry {
-    pub held: Held,
-    /// Lanes written, from lane 0.
-    pub fill: u32,
-}
-
-/// What is left of a page of a run.
-#[derive(Clone, Debug)]
-pub(crate) enum Held {
-    /// Nothing: it was evicted. Its tokens are still counted, so that rollback knows them.
-    Gone,
-    /// As its tokens came.
-    Open(Page),
-    /// Packed.
-    Closed(Closed),
-}
-
-/// A packed page. It was packed when the token at position `by` left the ring: its own last one, or, where its tokens would
-/// have spanned more positions than a packed page can, the next of its run.
-#[derive(Clone, Debug)]
-pub(crate) struct Closed {
-    pub packed: Page,
-    /// As its tokens came (in a box, as most have none); kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
-    pub original: Option<Box<Page>>,
-    /// Position of the last token.
-    pub last: u32,
-    pub by: u32,
-}
+use std::sync::Arc;
 
 /// Where a packed page is whose original is still kept, and the position that packed it.
 #[derive(Clone, Copy, Debug)]
@@ -52,44 +25,6 @@ pub(crate) struct Original {
     by: u32,
 }
 
-impl Entry {
-    /// The page that newer rows read.
-    pub fn page(&self) -> Option<&Page> {
-        match &self.held {
-            Held::Gone => None,
-            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => Some(page),
-        }
-    }
-
-    /// Position of the last token.
-    pub fn last(&self) -> Option<u32> {
-        match &self.held {
-            Held::Gone => None,
-            Held::Open(page) => Some(page.words()[self.fill as usize - 1]),
-            Held::Closed(closed) => Some(closed.last),
-        }
-    }
-
-    /// Bytes that it holds.
-    pub fn bytes(&self) -> u64 {
-        match &self.held {
-            Held::Gone => 0,
-            Held::Open(page) => page.bytes(),
-            Held::Closed(closed) => {
-                closed.packed.bytes() + closed.original.as_ref().map_or(0, |page| page.bytes())
-            }
-        }
-    }
-}
-
-/// Pages of one expert (or the sinks) of one head, oldest first.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Chain {
-    /// Ordinal of the first entry.
-    pub first: u32,
-    pub entries: VecDeque<Entry>,
-}
-
 /// One KV head of one layer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Head {
@@ -97,6 +32,10 @@ pub(crate) struct Head {
     pub ring: VecDeque<Page>,
     /// The sinks, then each expert.
     pub chains: Vec<Chain>,
+    /// What the policy keeps of the tokens of each tile of the ring; empty without.
+    pub states: VecDeque<Box<[[f32; LANES]]>>,
+    /// What the policy keeps of the head, a version for each length that can be gone back to.
+    pub own: Vec<f32>,
 }
 
 /// One layer of a sequence.
@@ -117,74 +56,17 @@ pub(crate) struct Layer {
     /// Pages that the step under way copied because they were shared: the head, the chain (or the ring), and the original, to
     /// be put back if the step is dropped.
     pub undo: Vec<(usize, Option<usize>, Page)>,
-}
-
-impl Chain {
-    /// Drops pages that were evicted, or take no more tokens and whose last position is `gone`, from the front. Evicted ones
-    /// further on stay, so that a token that is filed next starts a page of its own.
-    pub fn trim(&mut self, gone: impl Fn(u32) -> bool) {
-        let gone = |entry: &Entry| match (&entry.held, entry.last()) {
-            (Held::Open(_), _) if entry.fill < PAGE => false,
-            // Packed early, it may be the open page again.
-            (Held::Closed(closed), _) if closed.original.is_some() => false,
-            (_, last) => last.is_none_or(&gone),
-        };
-        while self.entries.front().is_some_and(gone) {
-            self.entries.pop_front();
-            self.first += 1;
-        }
-    }
-
-    /// Where the next token goes, if that is in the last page.
-    pub fn room(&self) -> Option<(&Page, u32)> {
-        match self.entries.back()? {
-            Entry { held: Held::Open(page), fill } if *fill < PAGE => Some((page, *fill)),
-            _ => None,
-        }
-    }
-
-    /// The page at `ordinal`.
-    pub fn entry(&self, ordinal: u32) -> Option<&Entry> {
-        self.entries.get(ordinal.checked_sub(self.first)? as usize)
-    }
-
-    /// The page at `ordinal`.
-    pub fn entry_mut(&mut self, ordinal: u32) -> Option<&mut Entry> {
-        self.entries.get_mut(ordinal.checked_sub(self.first)? as usize)
-    }
-
-    /// Takes back the token at `position`, which was filed last. A run of pages that is empty already had it evicted.
-    fn pop(&mut self, position: u32) {
-        if let Some(entry) = self.entries.back_mut() {
-            entry.fill -= 1;
-            if entry.fill == 0 {
-                self.entries.pop_back();
-            }
-        }
-        // What the token packed is open again.
-        if let Some(Entry { held, .. }) = self.entries.back_mut()
-            && let Held::Closed(closed) = held
-            && closed.by == position
-        {
-            *held = closed.original.take().map_or(Held::Gone, |page| Held::Open(*page));
-        }
-    }
-
-    /// The last page, packed by the token at `by`, into `packed`.
-    fn close(&mut self, codec: &HeadCodec, lanes: Lanes, layout: &Layout, by: u32, mut packed: Page) {
-        let Some(entry) = self.entries.back_mut() else { return };
-        let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
-        if let Some(out) = packed.words_mut() {
-            codec.pack(lanes, layout, page.words(), entry.fill, out);
-        }
-        let original = Some(Box::new(page.clone()));
-        entry.held = Held::Closed(Closed { packed, original, last, by });
-    }
+    /// How it evicts.
+    pub rule: Option<Arc<Rule>>,
+    /// What was evicted and can still come back, by ascending length of the sequence.
+    pub killed: VecDeque<Killed>,
 }
 
 impl Layer {
-    pub fn new(shape: &LayerShape, experts: u32, codecs: HeadCodecs) -> Layer {
-        let head = Head { ring: VecDeque::new(), chains: vec![Chain::default(); experts as usize + 1] };
+    pub fn new(shape: &LayerShape, experts: u32, codecs: HeadCodecs, rule: Option<Arc<Rule>>) -> Layer {
+        let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
+        let chains = vec![Chain::default(); experts as usize + 1];
+        let head = Head { ring: VecDeque::new(), chains, states: VecDeque::new(), own: vec![0.0; own] };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
             first_tile: 0,
@@ -194,6 +76,8 @@ impl Layer {
             originals: VecDeque::new(),
             codecs,
             undo: Vec::new(),
+            rule,
+            killed: VecDeque::new(),
         }
     }
 
@@ -231,7 +115,8 @@ impl Layer {
                     let token =
                         Filed { inner, shape, chain: c, position, head: h, first_tile: self.first_tile };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);
-                    let filed = self.heads[h].file(&token, codec, pages, &mut shared);
+                    let rule = self.rule.as_deref().filter(|_| c > 0);
+                    let filed = self.heads[h].file(&token, codec, rule, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));
                     if let Err(error) = filed {
                         self.heads[..h].iter_mut().for_each(|head| head.chains[c].pop(position));
@@ -259,6 +144,12 @@ impl Layer {
 
     /// Undoes what was written past `len` tokens.
     pub fn truncate(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+        // What was evicted meanwhile comes back first.
+        while let Some(Killed { head, chain, ordinal, lanes, .. }) =
+            self.killed.pop_back_if(|killed| killed.by > len)
+        {
+            self.heads[head].chains[chain].revive(ordinal, lanes);
+        }
         let left = inner.store.ring.left(len);
         while self.filed > left {
             self.filed -= 1;
@@ -271,7 +162,10 @@ impl Layer {
             self.originals.pop_back();
         }
         let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
-        self.heads.iter_mut().for_each(|head| head.ring.truncate(tiles));
+        for head in &mut self.heads {
+            head.ring.truncate(tiles);
+            head.states.truncate(tiles);
+        }
         if inner.config.experts > 1 {
             let tags = len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
             self.tags.truncate(tags);
@@ -302,7 +196,10 @@ impl Layer {
         let ring = inner.store.ring;
         let first = ring.tiles(len, len).start;
         while self.first_tile < first {
-            self.heads.iter_mut().for_each(|head| drop(head.ring.pop_front()));
+            for head in &mut self.heads {
+                head.ring.pop_front();
+                head.states.pop_front();
+            }
             self.first_tile += 1;
         }
         let kept = ring.kept_from(len);
@@ -315,6 +212,7 @@ impl Layer {
             }
             self.originals.pop_front();
         }
+        self.settle(inner, shape, len);
         let Some(window) = shape.window else { return };
         // The oldest row that can still be asked for, one before `len - slack`, sees from here.
         let seen = len.saturating_sub(window.saturating_add(ring.slack()));
@@ -350,6 +248,7 @@ impl Head {
         &mut self,
         token: &Filed<'_>,
         codec: Option<&HeadCodec>,
+        rule: Option<&Rule>,
         pages: &mut Reservation,
         shared: &mut Option<Page>,
     ) -> Result<(), Error> {
@@ -377,14 +276,25 @@ impl Head {
             if let Some((codec, packed)) = before {
                 chain.close(codec, lanes, layout, position, packed);
             }
-            chain.entries.push_back(Entry { held: Held::Open(page), fill: 0 });
+            chain.entries.push_back(Entry::open(page, rule.and_then(Rule::state)));
         }
-        let Some(Entry { held: Held::Open(page), fill }) = chain.entries.back_mut() else {
+        let Some(Entry { held: Held::Open(page), fill, state, .. }) = chain.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
         own(page, layout, *fill, pages, shared)?;
         pages.copy(layout, &self.ring[(tile - first_tile) as usize], lane, page, *fill);
-        *fill += 1;
+        if let Some(state) = state {
+            for (to, from) in state.iter_mut().zip(&self.states[(tile - first_tile) as usize]) {
+                to[*fill as usize] = from[lane as usize];
+            }
+        }
+        chain.wrote();
+        if c > 0
+            && inner.config.bounds
+            && let Some(entry) = chain.entries.back_mut().filter(|entry| entry.fill == PAGE)
+        {
+            entry.bound(layout, shape.rope.as_ref());
+        }
         if let Some((codec, packed)) = after {
             chain.close(codec, lanes, layout, position, packed);
         }
@@ -410,6 +320,3 @@ pub(crate) fn own(
     }
     Ok(())
 }
-
-/// What the README says of host tables.
-const _: () = assert!(size_of::<Entry>() <= 72);

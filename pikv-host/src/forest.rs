@@ -17,8 +17,8 @@ pub struct Listed<'a> {
     pub words: &'a [u32],
     /// Where it lies on a device.
     pub address: u64,
-    /// Lanes written.
-    pub fill: u32,
+    /// Lanes that are read, a bit each.
+    pub live: u32,
     /// Of a packed page: the position of its last token.
     pub last: u32,
     /// Of a packed page, and of the original of one: the position that packed it.

@@ -1,15 +1,21 @@
 //! Attention cut into tasks.
 
 use crate::arena::Page;
+use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
+use crate::chain::{Chain, Closed, Entry, Held};
 use crate::codec::HeadCodec;
-use crate::filing::{Chain, Closed, Entry, Held, Layer};
+use crate::filing::Layer;
 use crate::forest::{Forest, Listed, PACKED_RUN};
+use crate::observe::Rule;
+use crate::policy::Feedback;
 use crate::reduce::Trees;
 use crate::rope::Table;
+use crate::select::{self, Selection};
 use crate::sequence::{PageId, Place, chain_place};
-use pikv_core::attend::{BLOCK, Sight};
+use pikv_core::attend::{BLOCK, Sight, filled};
+use pikv_core::bound;
 use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
@@ -32,11 +38,50 @@ const TOP_SCORE: f32 = 16_777_216.0;
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a> {
     pub layer: &'a Layer,
+    /// Index of the sequence in the call, and the first row's among its rows.
+    pub sequence: usize,
+    pub row: u32,
     /// Position of the first row.
     pub first: u32,
     pub rows: u32,
     /// Tokens written to the ring.
     pub len: u32,
+}
+
+impl<'a> View<'a> {
+    /// Row by row.
+    pub fn rows(&self) -> impl Iterator<Item = View<'a>> + use<'a> {
+        let view = *self;
+        let row = move |i| View { row: view.row + i, first: view.first + i, rows: 1, ..view };
+        (0..view.rows).map(row)
+    }
+
+    /// Whether the experts of all rows are known.
+    pub fn routed(&self, inner: &Inner) -> bool {
+        let known = self.layer.tags.len() / inner.config.top_k as usize;
+        let from = self.layer.tags_from;
+        let end = u64::from(self.first) + u64::from(self.rows);
+        inner.config.experts == 1 || (self.first >= from && end <= u64::from(from) + known as u64)
+    }
+
+    /// The experts of the first row.
+    fn experts(&self, inner: &Inner) -> Vec<u16> {
+        if inner.config.experts == 1 {
+            return vec![0];
+        }
+        let top_k = inner.config.top_k as usize;
+        let at = (self.first - self.layer.tags_from) as usize * top_k;
+        self.layer.tags.range(at..at + top_k).copied().collect()
+    }
+
+    /// The rows that the layer's policy wants to be told of, apart.
+    pub fn cuts(&self, rule: Option<&Rule>) -> Vec<Range<u32>> {
+        let Some(rule) = rule.filter(|rule| rule.eviction.policy.feedback() != Feedback::None) else {
+            return Vec::new();
+        };
+        let first = self.first;
+        rule.cuts(first, first + self.rows).map(|(_, told)| told.start - first..told.end - first).collect()
+    }
 }
 
 /// Some rows of one forest.
@@ -60,6 +105,8 @@ pub struct Job<'a> {
     pub factor: f32,
     pub softcap: Option<f32>,
     pub table: Option<Table>,
+    pub read: Read,
+    pub closed_gaps: bool,
     pub overflow: AtomicUsize,
 }
 
@@ -67,6 +114,8 @@ pub struct Job<'a> {
 #[derive(Default)]
 pub struct Packed {
     pub q: Vec<f32>,
+    /// The same for the sinks, where gaps are closed.
+    pub sinks: Vec<f32>,
     /// Of each row, in the pool and in the ring.
     pub sights: Vec<(Sight, Sight)>,
     /// What the head's codec leaves of the queries, and what their scores start from.
@@ -157,13 +206,15 @@ impl<'a> Job<'a> {
         };
         let (chains, experts) = (&state.chains, state.chains.len() as u32 - 1);
         let codec = layer.codecs[head].is_some();
+        let selection = self.selection(view, head);
+        let entries = |c, chain| entries(c, chain, selection.as_ref());
         if codec {
             for (c, chain) in chains.iter().enumerate().skip(1) {
                 let closed = entries(c, chain).filter_map(|(id, entry)| match &entry.held {
                     Held::Closed(Closed { packed, last, by, .. }) => {
                         let (words, address) = (packed.words(), packed.address());
-                        let (fill, last, by) = (entry.fill, *last, *by);
-                        Some((id.ordinal, Listed { words, address, fill, last, by, original: false, id }))
+                        let (live, last, by) = (entry.live, *last, *by);
+                        Some((id.ordinal, Listed { words, address, live, last, by, original: false, id }))
                     }
                     _ => None,
                 });
@@ -171,40 +222,62 @@ impl<'a> Job<'a> {
             }
             forest.packed = forest.runs.len();
         }
-        let plain = |page: &'a Page, fill, id: PageId| {
+        let plain = |page: &'a Page, live, id: PageId| {
             let (words, address) = (page.words(), page.address());
-            Listed { words, address, fill, last: 0, by: 0, original: false, id }
+            Listed { words, address, live, last: 0, by: 0, original: false, id }
         };
         for (c, chain) in chains.iter().enumerate().take(if codec { 1 } else { chains.len() }) {
             let pages = entries(c, chain)
-                .filter_map(|(id, entry)| Some((id.ordinal, plain(entry.page()?, entry.fill, id))));
+                .filter_map(|(id, entry)| Some((id.ordinal, plain(entry.page()?, entry.live, id))));
             forest.push_run(c as u32, pages);
         }
         if codec {
             let open = chains.iter().enumerate().skip(1).flat_map(|(c, chain)| {
                 // What is not packed for good is at the end.
                 let packed = |entry: &Entry| matches!(&entry.held, Held::Closed(c) if c.original.is_none());
-                let from = chain.entries.iter().rposition(packed).map_or(0, |i| i + 1);
-                entries(c, chain).skip(from).filter_map(move |(id, entry)| {
-                    let listed = match &entry.held {
-                        Held::Gone => return None,
-                        Held::Open(page) => plain(page, entry.fill, id),
-                        Held::Closed(Closed { original, by, .. }) => {
-                            Listed { by: *by, original: true, ..plain(original.as_ref()?, entry.fill, id) }
-                        }
-                    };
-                    Some((c as u32 - 1, listed))
-                })
+                let from = chain.entries.iter().rposition(packed).map_or(0, |i| i as u32 + 1) + chain.first;
+                entries(c, chain).skip_while(move |(id, _)| id.ordinal < from).filter_map(
+                    move |(id, entry)| {
+                        let listed = match &entry.held {
+                            Held::Gone => return None,
+                            Held::Open(page) => plain(page, entry.live, id),
+                            Held::Closed(Closed { original, by, .. }) => Listed {
+                                by: *by,
+                                original: true,
+                                ..plain(original.as_ref()?, entry.live, id)
+                            },
+                        };
+                        Some((c as u32 - 1, listed))
+                    },
+                )
             });
             forest.push_run(PACKED_RUN + 1, open);
         }
         let tiles = state.ring.iter().enumerate().map(|(i, page)| {
             let tile = layer.first_tile + i as u32;
             let id = PageId { place: Place::Ring, ordinal: tile };
-            (tile, plain(page, len.saturating_sub(tile * PAGE).min(PAGE), id))
+            (tile, plain(page, filled(len.saturating_sub(tile * PAGE).min(PAGE)), id))
         });
         forest.push_run(if codec { PACKED_RUN + 2 } else { experts + 1 }, tiles);
         forest
+    }
+
+    /// What a row reads of a head's expert pages, unless it is everything.
+    fn selection(&self, view: usize, head: usize) -> Option<Selection> {
+        let of = &self.views[view];
+        let pages = match self.read {
+            Read::All => return None,
+            Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
+            Read::Quest { pages } => pages as usize,
+        };
+        let (k_dim, rope) = (self.shape.layout.k_dim, self.shape.rope.as_ref());
+        let rows = bound::rows(k_dim);
+        let mut queries = vec![[0.0; LANES]; rows * self.group()];
+        for (h, folded) in queries.chunks_exact_mut(rows).enumerate() {
+            let query = &self.q[self.row_of(view, 0, head * self.group() + h) * k_dim as usize..];
+            bound::fold(&query[..k_dim as usize], rope, folded);
+        }
+        Some(select::highest(&of.layer.heads[head], self.inner.config.lanes, &queries, rows, pages))
     }
 
     /// Rows cut into tiles.
@@ -322,15 +395,18 @@ impl<'a> Job<'a> {
             ring: pages[0].id.place == Place::Ring,
             softcap: self.softcap,
             most: self.most(forest),
-            q: &packed.q,
+            q: match pages[0].id.place {
+                Place::Sinks if self.closed_gaps => &packed.sinks,
+                _ => &packed.q,
+            },
             rotation: self.rotation(),
         };
         match self.codec(forest) {
             Some(codec) if forest.is_packed(block) => {
-                let mut list = [PackedRef { words: &[], fill: 0, last: 0, by: 0 }; BLOCK];
+                let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
                 for (to, from) in list.iter_mut().zip(pages) {
-                    let Listed { words, fill, last, by, .. } = *from;
-                    *to = PackedRef { words, fill, last, by };
+                    let Listed { words, live, last, by, .. } = *from;
+                    *to = PackedRef { words, live, last, by };
                 }
                 lanes.run(PackedBlock {
                     common,
@@ -346,9 +422,9 @@ impl<'a> Job<'a> {
             }
             _ if pages.iter().any(|page| page.original) => self.mixed(item, pages, common, part, raw),
             _ => {
-                let mut list = [PageRef { words: &[], fill: 0 }; BLOCK];
+                let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
                 for (to, from) in list.iter_mut().zip(pages) {
-                    *to = PageRef { words: from.words, fill: from.fill };
+                    *to = PageRef { words: from.words, live: from.live };
                 }
                 let out = Partial::new(part, item.rows, self.layout().acc_rows());
                 lanes.run(Block { common, pages: &list[..pages.len()], next, out, first: 0, raw });
@@ -381,11 +457,11 @@ impl<'a> Job<'a> {
                     let begun = page.words[0] as i32 <= hi;
                     begun && (!page.original || page.by as i32 > hi)
                 };
-                let mut list = [PageRef { words: &[], fill: 0 }; BLOCK];
+                let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
                 let mut at = [0; BLOCK];
                 let mut n = 0;
                 for (i, page) in pages.iter().enumerate().filter(|(_, page)| open(page)) {
-                    (list[n], at[n]) = (PageRef { words: page.words, fill: page.fill }, i);
+                    (list[n], at[n]) = (PageRef { words: page.words, live: page.live }, i);
                     n += 1;
                 }
                 let row = first + r;
@@ -415,6 +491,9 @@ impl<'a> Job<'a> {
         let Scratch { packed, row: source, .. } = scratch;
         packed.q.clear();
         packed.q.resize(channels * item.rows, 0.0);
+        packed.sinks.clear();
+        packed.sinks.resize(if self.closed_gaps { packed.q.len() } else { 0 }, 0.0);
+        let oldest = if self.closed_gaps { self.oldest(item.forest) } else { 0 };
         packed.sights.clear();
         packed.start.clear();
         let codec = self.codec(item.forest).filter(|_| item.forest.packed > 0);
@@ -432,6 +511,17 @@ impl<'a> Job<'a> {
                 source.extend_from_slice(
                     &self.q[self.row_of(item.forest.view, i / group, head) * k_dim..][..k_dim],
                 );
+                let lo = window.map_or(0, |w| (position + 1).saturating_sub(w));
+                if let (Some(rotation), true) = (&rotation, self.closed_gaps) {
+                    let gap = oldest.max(lo).saturating_sub(self.inner.store.sinks);
+                    rotation.rotate(source, position - gap.min(position));
+                    for (c, x) in source.iter().enumerate() {
+                        packed.sinks[at + c * width + r] = x * self.factor;
+                    }
+                    source.copy_from_slice(
+                        &self.q[self.row_of(item.forest.view, i / group, head) * k_dim..][..k_dim],
+                    );
+                }
                 if let Some(rotation) = &rotation {
                     rotation.rotate(source, position);
                 }
@@ -444,7 +534,6 @@ impl<'a> Job<'a> {
                 }
                 // In the ring a row finds its own token and the `ring - 1` before it, and whatever was not filed yet.
                 let floor = (position + 1).saturating_sub(ring).min(layer.filed);
-                let lo = window.map_or(0, |w| (position + 1).saturating_sub(w));
                 let sight = Sight { floor, lo, sinks: self.inner.store.sinks, hi: position as i32 };
                 packed.sights.push((Sight { floor: 0, hi: floor as i32 - 1, ..sight }, sight));
             }
@@ -452,8 +541,30 @@ impl<'a> Job<'a> {
         }
     }
 
+    /// Position of the oldest token that a head holds, sinks apart.
+    fn oldest(&self, forest: &Forest<'_>) -> u32 {
+        let View { layer, .. } = self.views[forest.view];
+        let codec = self.codec(forest);
+        let first = |chain: &Chain| {
+            let entry = chain.entries.iter().find(|entry| entry.live != 0)?;
+            entry.position(codec, entry.live.trailing_zeros())
+        };
+        let filed = layer.heads[forest.head].chains[1..].iter().filter_map(first).min();
+        filed.unwrap_or(layer.filed)
+    }
+
     fn rotation(&self) -> Option<Rotation<'_>> {
         Some(self.table.as_ref()?.rotation(self.shape.rope?))
+    }
+
+    /// The queries of a head of a sequence, `[rows][group][k_dim]`.
+    pub fn queries(&self, sequence: usize, head: usize, of: &View<'_>) -> Vec<f32> {
+        let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
+        let first = self.views.iter().position(|view| view.sequence == sequence).unwrap_or(0);
+        let rows = 0..of.rows as usize;
+        rows.flat_map(|row| &self.q[self.row_of(first, row, head * group) * k_dim..][..group * k_dim])
+            .copied()
+            .collect()
     }
 
     /// Index of (row, query head) in the call.
@@ -492,8 +603,19 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The entries of chain `c`, and their names.
-fn entries(c: usize, chain: &Chain) -> impl Iterator<Item = (PageId, &Entry)> {
+/// The entries of chain `c` that are read, and their names.
+fn entries<'a>(
+    c: usize,
+    chain: &'a Chain,
+    selection: Option<&Selection>,
+) -> impl Iterator<Item = (PageId, &'a Entry)> {
     let name = move |i: usize| PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
-    chain.entries.iter().enumerate().map(move |(i, entry)| (name(i), entry))
+    let selected = move |i: usize, entry: &Entry| {
+        let ordinal = chain.first + i as u32;
+        c == 0 || selection.is_none_or(|s| s.reads(c, ordinal, entry.bounds.is_some()))
+    };
+    let entries = chain.entries.iter().enumerate();
+    entries
+        .filter(move |(i, entry)| entry.live != 0 && selected(*i, entry))
+        .map(move |(i, entry)| (name(i), entry))
 }

@@ -1,33 +1,62 @@
 //! The attention mass of pages.
 
-use crate::attend::PageMass;
 use crate::forest::Forest;
 use crate::job::{Item, Job, SCRATCH, Scratch, Shared, TILE};
+use crate::sequence::PageId;
 use pikv_core::math::exp2i;
 use pikv_core::warp::LANES;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ops::Range;
+
+/// The softmax weight that the tokens of a page received.
+#[derive(Clone, Debug)]
+pub(crate) struct Weighed {
+    pub page: PageId,
+    /// From all rows, if asked for.
+    pub all: [f32; LANES],
+    /// From some rows each.
+    pub cuts: Vec<[f32; LANES]>,
+}
+
+/// Whose weights are wanted.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    pub all: bool,
+    /// Rows of the sequence, apart, ascending.
+    pub cuts: Vec<Range<u32>>,
+}
+
+impl Wanted {
+    /// Whether some of the rows are wanted.
+    fn any(&self, rows: &Range<u32>) -> bool {
+        self.all || self.cuts.iter().any(|cut| cut.start < rows.end && rows.start < cut.end)
+    }
+}
 
 impl Job<'_> {
     /// As [`Job::run`] for one forest, and the mass of its pages.
-    pub fn with_mass(&self, forest: &Forest<'_>, out: &Shared<'_>, lse: &Shared<'_>) -> Vec<PageMass> {
+    pub fn with_mass(
+        &self,
+        forest: &Forest<'_>,
+        wanted: &Wanted,
+        out: &Shared<'_>,
+        lse: &Shared<'_>,
+    ) -> Vec<Weighed> {
         let group = self.group();
         let rows = self.views[forest.view].rows as usize * group;
         let step = (TILE / group).max(1) * group;
-        let mut mass: Vec<PageMass> = forest
-            .pages
-            .iter()
-            .map(|page| PageMass {
-                sequence: forest.view,
-                kv_head: forest.head,
-                page: page.id,
-                tokens: [0.0; LANES],
-            })
-            .collect();
+        let blank =
+            |page: PageId| Weighed { page, all: [0.0; LANES], cuts: vec![[0.0; LANES]; wanted.cuts.len()] };
+        let mut mass: Vec<Weighed> = forest.pages.iter().map(|page| blank(page.id)).collect();
         let mut raw: Vec<[f32; LANES]> = Vec::new();
         let mut tops: Vec<f32> = Vec::new();
         for row in (0..rows).step_by(step) {
             let item = Item { forest, row, rows: step.min(rows - row) };
+            let tokens = (row / group) as u32..((row + item.rows) / group) as u32;
+            let counts = wanted.any(&tokens);
             raw.clear();
-            raw.resize(forest.pages.len() * item.rows, [0.0; LANES]);
+            raw.resize(if counts { forest.pages.len() * item.rows } else { 0 }, [0.0; LANES]);
             tops.clear();
             tops.resize(forest.blocks.len() * item.rows, 0.0);
             SCRATCH.with_borrow_mut(|scratch| {
@@ -38,17 +67,25 @@ impl Job<'_> {
                 part.resize(full.len().max(part.len()), 0.0);
                 let mut leaf = |block: usize, part: &mut [f32]| {
                     let pages = forest.blocks[block].clone();
-                    let raw = &mut raw[pages.start * item.rows..pages.end * item.rows];
-                    self.block(&item, block, packed, part, Some(raw));
+                    let raw = raw.get_mut(pages.start * item.rows..pages.end * item.rows);
+                    self.block(&item, block, packed, part, raw.filter(|_| counts));
                     let tree = trees.of(forest.is_packed(block));
                     tops[block * item.rows..][..item.rows].copy_from_slice(tree.partial(part).m);
                 };
                 forest.reduce(&trees, &mut leaf, part, spare);
                 let total = full.partial(part);
                 self.finish(&item, &total, out, lse);
+                if !counts {
+                    return;
+                }
                 for (block, pages) in forest.blocks.iter().enumerate() {
                     let raw = &raw[pages.start * item.rows..pages.end * item.rows];
                     for query in (0..item.rows).step_by(group) {
+                        let token = ((row + query) / group) as u32;
+                        let cut = wanted.cuts.iter().position(|cut| cut.contains(&token));
+                        if !wanted.all && cut.is_none() {
+                            continue;
+                        }
                         for (i, page) in mass[pages.clone()].iter_mut().enumerate() {
                             let mut sum = [0.0; LANES];
                             for r in query..query + group {
@@ -61,8 +98,9 @@ impl Job<'_> {
                                     *sum += p * weight;
                                 }
                             }
-                            for (token, sum) in page.tokens.iter_mut().zip(&sum) {
-                                *token += sum;
+                            add(&mut page.all, &sum);
+                            if let Some(cut) = cut {
+                                add(&mut page.cuts[cut], &sum);
                             }
                         }
                     }
@@ -71,11 +109,43 @@ impl Job<'_> {
         }
         // A page that was packed in between is listed in both forms; each row read one.
         for original in (0..mass.len()).rev().filter(|i| forest.pages[*i].original) {
-            let PageMass { page, tokens, .. } = mass.remove(original);
+            let Weighed { page, all, cuts } = mass.remove(original);
             if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
-                packed.tokens.iter_mut().zip(&tokens).for_each(|(sum, x)| *sum += x);
+                add(&mut packed.all, &all);
+                packed.cuts.iter_mut().zip(&cuts).for_each(|(sum, x)| add(sum, x));
             }
         }
         mass
     }
+}
+
+/// The masses of several rows of a head that were attended apart, page by page.
+pub(crate) fn together(rows: impl Iterator<Item = Vec<Weighed>>) -> Vec<Weighed> {
+    let mut all: Vec<Weighed> = Vec::new();
+    let mut index: HashMap<PageId, usize> = HashMap::new();
+    for (row, pages) in rows.enumerate() {
+        if row == 0 {
+            index.extend(pages.iter().enumerate().map(|(i, page)| (page.page, i)));
+            all = pages;
+            continue;
+        }
+        for page in pages {
+            match index.entry(page.page) {
+                Entry::Occupied(at) => {
+                    let sum = &mut all[*at.get()];
+                    add(&mut sum.all, &page.all);
+                    sum.cuts.iter_mut().zip(&page.cuts).for_each(|(sum, x)| add(sum, x));
+                }
+                Entry::Vacant(at) => {
+                    at.insert(all.len());
+                    all.push(page);
+                }
+            }
+        }
+    }
+    all
+}
+
+fn add(sums: &mut [f32; LANES], x: &[f32; LANES]) {
+    sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
 }

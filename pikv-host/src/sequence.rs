@@ -2,12 +2,14 @@
 
 use crate::arena::Page;
 use crate::cache::Inner;
+use crate::chain::{Entry, Held};
 use crate::codec::HeadCodec;
 use crate::error::Error;
-use crate::filing::{Entry, Head, Held, Layer};
-use pikv_core::attend::BLOCK;
+use crate::filing::{Head, Layer};
+use pikv_core::attend::{BLOCK, filled};
 use pikv_core::page::{PAGE, Position, Resident};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A run of pages of one head.
@@ -76,13 +78,17 @@ pub struct Sequence {
     pub(crate) len: u32,
     /// First position that every ring still holds.
     pub(crate) kept: u32,
+    /// Positions that no policy evicts.
+    pub(crate) pins: Vec<Range<u32>>,
 }
 
 impl Sequence {
     pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
-        let shapes = inner.config.layers.iter().zip(&inner.codecs);
-        let layers = shapes.map(|(shape, codecs)| Layer::new(shape, inner.config.experts, codecs.clone()));
-        Sequence { layers: layers.collect(), inner, len: 0, kept: 0 }
+        let shapes = inner.config.layers.iter().zip(&inner.codecs).zip(&inner.rules);
+        let layers = shapes.map(|((shape, codecs), rule)| {
+            Layer::new(shape, inner.config.experts, codecs.clone(), rule.clone())
+        });
+        Sequence { layers: layers.collect(), inner, len: 0, kept: 0, pins: Vec::new() }
     }
 
     /// Tokens appended so far, which is the next token's position, whatever was evicted.
@@ -101,9 +107,7 @@ impl Sequence {
     /// No such layer or KV head.
     pub fn resident(&self, layer: usize, kv_head: usize) -> Result<Resident, Error> {
         let head = self.head(layer, kv_head)?;
-        let filed =
-            head.chains.iter().flat_map(|c| &c.entries).filter(|e| e.page().is_some()).map(|e| e.fill);
-        Ok(Resident(self.in_ring().0 + filed.sum::<u32>()))
+        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|chain| chain.live).sum::<u32>()))
     }
 
     /// The experts that a token was filed by, first choice first; `None` once they are forgotten, and where the cache has one
@@ -145,13 +149,14 @@ impl Sequence {
             let tile = first_tile + i as u32;
             let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
             let id = PageId { place: Place::Ring, ordinal: tile };
-            (fill > 0).then(|| Found { page, fill, packed: None, bytes: page.bytes() }.info(id))
+            let live = filled(fill);
+            (fill > 0).then(|| Found { page, live, packed: None, bytes: page.bytes() }.info(id))
         });
         Ok(chains.chain(ring))
     }
 
-    /// Positions of the tokens of a resident page, lane by lane: where [`PageMass`](crate::PageMass) has its weights. A token
-    /// changes its page once, when it leaves the ring.
+    /// The tokens of a resident page: the lane, where [`PageMass`](crate::PageMass) has its weight, and the position. A token
+    /// changes its page when it leaves the ring, and when pages that a policy has thinned out are put together.
     ///
     /// # Errors
     /// No such layer, KV head or page.
@@ -160,10 +165,12 @@ impl Sequence {
         layer: usize,
         kv_head: usize,
         page: PageId,
-    ) -> Result<impl Iterator<Item = Position>, Error> {
+    ) -> Result<impl Iterator<Item = (u32, Position)>, Error> {
         let missing = Error::NoPage { layer, kv_head, page };
         let found = self.find(layer, kv_head, page)?.ok_or(missing)?;
-        Ok((0..found.fill).map(move |lane| found.position(lane)))
+        Ok((0..PAGE)
+            .filter(move |lane| found.live >> lane & 1 == 1)
+            .map(move |lane| (lane, found.position(lane))))
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
@@ -191,7 +198,7 @@ impl Sequence {
         }
         let missing = Error::NoPage { layer, kv_head, page };
         let found = self.find(layer, kv_head, page)?.ok_or_else(|| missing.clone())?;
-        if lane >= found.fill {
+        if lane >= PAGE || found.live >> lane & 1 == 0 {
             return Err(missing);
         }
         let words = &*found.page.fetch()?;
@@ -220,6 +227,8 @@ impl Sequence {
     pub fn rollback_limit(&self) -> u32 {
         let ring = self.inner.store.ring;
         match self.kept {
+            // What policies keep of tokens has no more versions.
+            0 if self.inner.rules.iter().any(Option::is_some) => self.len.min(ring.slack()),
             0 => self.len,
             kept => self.len.saturating_sub(kept + ring.window()),
         }
@@ -248,7 +257,7 @@ impl Sequence {
     /// A second sequence with the same tokens. It shares all pages; whoever writes to a shared page first copies it.
     /// O(pages), no page is taken.
     pub fn fork(&self) -> Sequence {
-        Sequence { inner: self.inner.clone(), layers: self.layers.clone(), len: self.len, kept: self.kept }
+        Sequence { inner: self.inner.clone(), layers: self.layers.clone(), pins: self.pins.clone(), ..*self }
     }
 
     /// Frees one page of a layer's KV head, between steps. Its tokens are no longer attended to; positions go on as before.
@@ -265,20 +274,27 @@ impl Sequence {
         };
         let missing = Error::NoPage { layer, kv_head, page };
         let chain = self.layers[layer].heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
-        match chain.entry_mut(page.ordinal) {
-            Some(entry) if entry.page().is_some() => entry.held = Held::Gone,
-            _ => return Err(missing),
-        }
-        chain.trim(|_| false);
-        Ok(())
+        if chain.evict(page.ordinal) { Ok(()) } else { Err(missing) }
     }
 
     /// Frees every page outside the ring, sinks included.
     pub fn evict_all(&mut self) {
         for chain in self.layers.iter_mut().flat_map(|l| &mut l.heads).flat_map(|h| &mut h.chains) {
-            chain.entries.iter_mut().for_each(|entry| entry.held = Held::Gone);
-            chain.trim(|_| false);
+            chain.evict_all();
         }
+    }
+
+    /// Keeps the tokens at `positions` from being evicted by a policy, whatever it thinks of them: a system prompt, say. They
+    /// may be yet to come. They count in the budget.
+    pub fn pin(&mut self, positions: Range<u32>) {
+        if !positions.is_empty() {
+            self.pins.push(positions);
+        }
+    }
+
+    /// Undoes every [`Sequence::pin`].
+    pub fn unpin(&mut self) {
+        self.pins.clear();
     }
 
     /// Forgets everything; the next position is 0 again.
@@ -304,7 +320,8 @@ impl Sequence {
                 let at = ordinal.checked_sub(state.first_tile);
                 let page = at.and_then(|at| head.ring.get(at as usize));
                 let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
-                return Ok(page.map(|page| Found { page, fill, packed: None, bytes: page.bytes() }));
+                let live = filled(fill);
+                return Ok(page.map(|page| Found { page, live, packed: None, bytes: page.bytes() }));
             }
             Place::Sinks => head.chains.first(),
             Place::Expert(e) => head.chains.get(usize::from(e) + 1),
@@ -317,7 +334,7 @@ impl Sequence {
 /// A page that is there.
 struct Found<'a> {
     page: &'a Page,
-    fill: u32,
+    live: u32,
     /// Its codec and its last position, if it is packed.
     packed: Option<(&'a HeadCodec, u32)>,
     bytes: u64,
@@ -329,7 +346,7 @@ impl<'a> Found<'a> {
             Held::Closed(closed) => codec.map(|codec| (codec, closed.last)),
             _ => None,
         };
-        Some(Found { page: entry.page()?, fill: entry.fill, packed, bytes: entry.bytes() })
+        Some(Found { page: entry.page()?, live: entry.live, packed, bytes: entry.bytes() })
     }
 
     fn position(&self, lane: u32) -> Position {
@@ -343,9 +360,9 @@ impl<'a> Found<'a> {
     fn info(&self, id: PageId) -> PageInfo {
         PageInfo {
             id,
-            tokens: self.fill,
-            first: self.position(0),
-            last: self.position(self.fill - 1),
+            tokens: self.live.count_ones(),
+            first: self.position(self.live.trailing_zeros().min(PAGE - 1)),
+            last: self.position(self.live.checked_ilog2().unwrap_or(0)),
             shard: self.page.shard(),
             shared: self.page.is_shared(),
             packed: self.packed.is_some(),

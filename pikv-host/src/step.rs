@@ -4,10 +4,13 @@ use crate::arena::Reservation;
 use crate::attend::{Attend, Output, attend};
 use crate::cache::Inner;
 use crate::error::Error;
+use crate::evict::enforce;
 use crate::filing::{Layer, own};
 use crate::job::View;
+use crate::observe::{Feed, Rule};
+use crate::policy::Token;
 use crate::sequence::Sequence;
-use crate::writes::Token;
+use crate::writes::Write;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
@@ -36,10 +39,12 @@ struct Part<'a> {
     len: u32,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 struct Done {
     appended: bool,
     routed: bool,
+    /// What the layer's policy will be told: the part, and what a head of it saw.
+    feeds: Vec<(usize, Feed)>,
 }
 
 impl<'a> Step<'a> {
@@ -72,7 +77,7 @@ impl<'a> Step<'a> {
         let last = taken.iter().map(|part| part.len).max().ok_or(Error::NoSequences)?;
         let pages = inner.arenas.reserve(needed)?;
         inner.tables.grow(last)?;
-        let layers = vec![Done::default(); inner.config.layers.len()];
+        let layers = inner.config.layers.iter().map(|_| Done::default()).collect();
         Ok(Step { inner, parts: taken, pages, layers, rows, committed: false })
     }
 
@@ -102,11 +107,12 @@ impl<'a> Step<'a> {
             let n = (part.len - part.sequence.len) as usize;
             let (k, v) = (&k[row * heads * k_dim..], &v[row * heads * v_dim..]);
             let state = &mut part.sequence.layers[layer];
-            let written = write(&inner, shape, state, part.sequence.len, n, row, k, v, &mut self.pages);
+            let written =
+                write(&inner, layer, shape, state, part.sequence.len, n, row, k, v, &mut self.pages);
             written.map_err(|e| {
                 self.pages.forget_writes();
                 match e {
-                    Error::Unstorable { what, kv_head, row: at, channel, value, dtype, .. } => {
+                    Error::Unstorable { what, kv_head, row: at, channel, value, dtype, layer } => {
                         Error::Unstorable { what, layer, kv_head, row: row + at, channel, value, dtype }
                     }
                     other => other,
@@ -129,12 +135,21 @@ impl<'a> Step<'a> {
     /// tokens up to its own position, through the layer's window.
     ///
     /// A row's result does not depend on how the tokens were cut into steps, as long as no step is longer than the ring
-    /// (tokens that leave the ring in the step that brings them are read before they are filed, in another order).
+    /// (tokens that leave the ring in the step that brings them are read before they are filed, in another order), and nothing is
+    /// evicted in between.
+    ///
+    /// What a layer's policy wants to know is noted; of several calls for a layer, the last counts.
     ///
     /// # Errors
     /// No such layer, one that was not yet appended, slices of the wrong length, a query that is not finite, options out of
     /// range, or scores that overflow; `out` is then undefined.
-    pub fn attend(&self, layer: usize, q: &[f32], options: &Attend, out: Output<'_>) -> Result<(), Error> {
+    pub fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        options: &Attend,
+        out: Output<'_>,
+    ) -> Result<(), Error> {
         let shape = self.inner.layer(layer)?;
         if !self.layers[layer].appended {
             return Err(Error::NotAppended { layer });
@@ -142,14 +157,18 @@ impl<'a> Step<'a> {
         let views: Vec<View<'_>> = self
             .parts
             .iter()
-            .map(|part| View {
+            .enumerate()
+            .map(|(sequence, part)| View {
+                sequence,
+                row: 0,
                 layer: &part.sequence.layers[layer],
                 first: part.sequence.len,
                 rows: part.len - part.sequence.len,
                 len: part.len,
             })
             .collect();
-        attend(&self.inner, layer, shape, &views, q, options, out)
+        let feeds = Some(&mut self.layers[layer].feeds);
+        attend(&self.inner, layer, shape, &views, q, options, out, feeds)
     }
 
     /// The experts that the layer's router chose: `[rows][top_k]`, first choice first. A token is filed by its first choice.
@@ -210,8 +229,18 @@ impl<'a> Step<'a> {
         }
         self.pages.flush_copies()?;
         self.committed = true;
+        for (l, done) in self.layers.iter_mut().enumerate() {
+            let mut feeds: Vec<Vec<Feed>> = self.parts.iter().map(|_| Vec::new()).collect();
+            done.feeds.drain(..).for_each(|(part, feed)| feeds[part].push(feed));
+            for (part, feeds) in self.parts.iter_mut().zip(feeds) {
+                let Sequence { layers, len, .. } = &mut *part.sequence;
+                layers[l].observe(&inner, &inner.config.layers[l], *len, part.len, feeds);
+            }
+        }
         for part in &mut self.parts {
-            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
+            let Sequence { layers, pins, .. } = &mut *part.sequence;
+            enforce(layers, &inner, part.len, pins);
+            for (layer, shape) in layers.iter_mut().zip(&inner.config.layers) {
                 layer.undo.clear();
                 layer.release(&inner, shape, part.len);
             }
@@ -297,6 +326,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
 #[allow(clippy::too_many_arguments)]
 fn write(
     inner: &Inner,
+    layer: usize,
     shape: &LayerShape,
     state: &mut Layer,
     old: u32,
@@ -318,6 +348,7 @@ fn write(
             if at == head.ring.len() {
                 let shard = inner.shard_of(crate::Place::Ring, tile, h);
                 head.ring.push_back(pages.take(shard, layout.words())?);
+                head.states.extend(state.rule.as_deref().and_then(Rule::state));
             }
             let mut shared = None;
             let page = &mut head.ring[at];
@@ -328,7 +359,7 @@ fn write(
                 let key = &k[(row * heads + h) * k_dim..][..k_dim];
                 let value = &v[(row * heads + h) * v_dim..][..v_dim];
                 let token =
-                    Token { lane: p % PAGE, position: p, row: (first_row + row) * heads + h, key, value };
+                    Write { lane: p % PAGE, position: p, row: (first_row + row) * heads + h, key, value };
                 let written = pages.write(layout, page, &token);
                 let stored = written.and_then(|()| match &codec {
                     Some(codec) => codec.check(key, value),
@@ -336,13 +367,17 @@ fn write(
                 });
                 stored.map_err(|bad| Error::Unstorable {
                     what: if bad.key { "k" } else { "v" },
-                    layer: 0,
+                    layer,
                     kv_head: h,
                     row,
                     channel: bad.channel,
                     value: bad.value,
                     dtype: if bad.key { layout.k.name() } else { layout.v.name() },
                 })?;
+                if let (Some(rule), Some(states)) = (&state.rule, head.states.get_mut(at)) {
+                    let token = Token { layer, kv_head: h, position: Position(p), key, value };
+                    rule.born(&token, states, (p % PAGE) as usize);
+                }
             }
             position = end.min((tile + 1) * PAGE);
         }

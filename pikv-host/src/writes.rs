@@ -7,7 +7,7 @@ use pikv_core::page::{Layout, Position, Unstorable};
 use pikv_kernels::args::{CopyArg, WriteArg};
 
 /// A token to be written.
-pub(crate) struct Token<'a> {
+pub(crate) struct Write<'a> {
     pub lane: u32,
     pub position: u32,
     /// Which row of the call's keys and values it is.
@@ -18,8 +18,8 @@ pub(crate) struct Token<'a> {
 
 impl Reservation {
     /// Writes a token; on a device once [`Reservation::flush_writes`] is called. The page must have no other handle.
-    pub fn write(&mut self, layout: &Layout, page: &mut Page, token: &Token<'_>) -> Result<(), Unstorable> {
-        let Token { lane, position, key, value, .. } = *token;
+    pub fn write(&mut self, layout: &Layout, page: &mut Page, token: &Write<'_>) -> Result<(), Unstorable> {
+        let Write { lane, position, key, value, .. } = *token;
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             layout.check(key, value)?;

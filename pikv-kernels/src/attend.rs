@@ -21,7 +21,7 @@ unsafe fn attend<const R: usize>(
     layout: &LayoutArg,
     q: *const f32,
     pages: *const *const u32,
-    fill: *const u32,
+    live: *const u32,
     tasks: *const TaskArg,
     count: u32,
     sights: *const SightArg,
@@ -37,14 +37,14 @@ unsafe fn attend<const R: usize>(
     }
     // SAFETY: by the caller's promise on `tasks`.
     let task = unsafe { *tasks.add(index as usize) };
-    let mut list = [PageRef { words: &[], fill: 0 }; BLOCK];
+    let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
     for (i, page) in list.iter_mut().enumerate() {
         if i < task.count as usize {
-            // SAFETY: by the caller's promise on `pages` and `fill`: the block's pages, at most BLOCK of them.
+            // SAFETY: by the caller's promise on `pages` and `live`: the block's pages, at most BLOCK of them.
             unsafe {
                 let at = task.pages as usize + i;
                 page.words = slice::from_raw_parts(*pages.add(at), layout.words() as usize);
-                page.fill = *fill.add(at);
+                page.live = *live.add(at);
             }
         }
     }
@@ -83,8 +83,8 @@ macro_rules! attend {
     ($($name:ident $rows:literal),*) => {$(
         #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of pages, a warp a task.")]
         ///
-        /// `q`: bundles of `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `fill`: every page's
-        /// address and the lanes written. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of the
+        /// `q`: bundles of `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `live`: every page's
+        /// address and the lanes that are read, a bit each. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of the
         /// rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`.
         ///
         /// # Safety
@@ -95,7 +95,7 @@ macro_rules! attend {
             layout: LayoutArg,
             q: *const f32,
             pages: *const *const u32,
-            fill: *const u32,
+            live: *const u32,
             tasks: *const TaskArg,
             count: u32,
             sights: *const SightArg,
@@ -106,7 +106,7 @@ macro_rules! attend {
         ) {
             // SAFETY: the caller's own promise.
             unsafe {
-                attend::<$rows>(&layout, q, pages, fill, tasks, count, sights, softcap, &rope, table, parts);
+                attend::<$rows>(&layout, q, pages, live, tasks, count, sights, softcap, &rope, table, parts);
             }
         }
     )*};

@@ -196,7 +196,7 @@ impl Kernel for Scores<'_> {
     #[inline(always)]
     fn run<W: Warp>(self, w: W) -> [f32; LANES] {
         let Scores(packed, words, rows) = self;
-        let pages = [PackedRef { words, fill: 32, last: 31, by: 31 }];
+        let pages = [PackedRef { words, live: u32::MAX, last: 31, by: 31 }];
         let folded = Folded::<1> { rows, start: [0.0], whole: None };
         let mut scratch = Scratch::default();
         let mut form = PackedPages::new(w, packed, &pages, None, folded, &mut scratch, &mut []);

@@ -217,7 +217,7 @@ pub fn snapshot(setup: &Setup, sequence: &Sequence) -> Vec<Stored> {
                     (p.0, bits(&k), bits(&v))
                 };
                 let tokens: Vec<_> = (0..page.tokens).map(&mut read).collect();
-                let positions = sequence.positions(layer, head, page.id).unwrap().map(|p| p.0);
+                let positions = sequence.positions(layer, head, page.id).unwrap().map(|(_, p)| p.0);
                 assert!(positions.eq(tokens.iter().map(|t| t.0)));
                 all.push((page, tokens));
             }

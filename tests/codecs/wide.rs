@@ -51,7 +51,7 @@ fn agree(setup: &Setup, sequence: &Sequence, model: &Model) {
     let got = pages(sequence);
     assert_eq!(got.len(), want.len(), "{got:?}, want {want:?}");
     for (page, (ordinal, want)) in got.iter().zip(want) {
-        let positions: Vec<u32> = sequence.positions(0, 0, page.id).unwrap().map(|p| p.0).collect();
+        let positions: Vec<u32> = sequence.positions(0, 0, page.id).unwrap().map(|(_, p)| p.0).collect();
         assert_eq!((page.id.ordinal as usize, page.packed), (ordinal, want.by.is_some()));
         assert_eq!(positions, want.positions);
         assert_eq!((page.first.0, page.last.0), (positions[0], positions[positions.len() - 1]));

@@ -1,7 +1,7 @@
 //! What a device can do to a cache: refuse memory, refuse a launch, be lost. Each is a typed error; the cache goes on as if the
 //! call had not been made, or fails for good; and nothing is leaked.
 
-use crate::script::{Op, Run};
+use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};
 use crate::suite::{config, shape};
 use pikv::codec::{Code, Codec, Coding};
@@ -29,7 +29,7 @@ fn ops() -> Vec<Op> {
 }
 
 fn reference() -> Vec<u32> {
-    let mut run = Run::new(setup(), None).unwrap();
+    let mut run = Run::new(setup(), Options::default()).unwrap();
     ops().iter().for_each(|op| run.act(op).unwrap());
     run.look().unwrap();
     run.record
@@ -43,7 +43,7 @@ fn recovers(fault: Set, expected: impl Fn(&Error) -> bool) -> u64 {
     for n in 0.. {
         let backend = standin.backend();
         standin.set(fault, n);
-        let mut run = Run::new(setup().backend(backend), None).unwrap();
+        let mut run = Run::new(setup().backend(backend), Options::default()).unwrap();
         let mut failed = 0;
         for op in &ops() {
             let used = run.cache.usage();
@@ -94,11 +94,11 @@ fn a_device_that_is_lost() {
     let standin = Standin::new();
     let live = standin.get(Get::Live);
     for n in [0, 1, 2, 5, 11, 23] {
-        let mut run = Run::new(setup().backend(standin.backend()), None).unwrap();
+        let mut run = Run::new(setup().backend(standin.backend()), Options::default()).unwrap();
         standin.set(Set::Lose, n);
         let lost = |e: &Error| matches!(e, Error::Device(CudaError::Driver { code: 719, .. }));
         let ops = ops();
-        let at = ops.iter().position(|op| run.act(op).is_err_and(|e| lost(&e))).expect("it shows");
+        assert!(ops.iter().any(|op| run.act(op).is_err_and(|e| lost(&e))), "{n}: it shows");
         let len = run.sequences[0].next_position();
         // For good, and the host's tables stay as they were.
         for op in [Op::Feed(vec![(0, 1)]), Op::Ask(0, 1), Op::Feed(vec![(0, 30)])] {
@@ -115,7 +115,7 @@ fn a_device_that_is_lost() {
         assert_eq!(standin.get(Get::Live), live, "{n}: something was not given back");
     }
     // Another back end is another device.
-    let mut run = Run::new(setup().backend(standin.backend()), None).unwrap();
+    let mut run = Run::new(setup().backend(standin.backend()), Options::default()).unwrap();
     ops().iter().for_each(|op| run.act(op).unwrap());
     run.look().unwrap();
     assert!(run.record == reference());
@@ -163,12 +163,7 @@ fn what_the_device_does_not_do_is_refused() {
     let layers = vec![shape(2, 1, 32, 32, Dtype::Bf16, Dtype::Bf16); 2];
     let packed = config(layers.clone(), 8, 0).compress_head(1, 1, codec).backend(standin.backend());
     match Cache::new(packed) {
-        Err(Error::Config(ConfigError::Backend {
-            backend: "cuda",
-            what: "a codec",
-            layer: 1,
-            kv_head: 1,
-        })) => {}
+        Err(Error::Config(ConfigError::Backend { backend: "cuda", what: "a codec", layer: 1 })) => {}
         other => panic!("{other:?}"),
     }
     let cache = Cache::new(config(layers, 8, 0).backend(standin.backend())).unwrap();
@@ -186,7 +181,7 @@ fn what_the_device_does_not_do_is_refused() {
 #[test]
 fn steps_of_a_known_size_allocate_nothing_and_wait_once_a_layer() {
     let standin = Standin::new();
-    let mut run = Run::new(setup().backend(standin.backend()), None).unwrap();
+    let mut run = Run::new(setup().backend(standin.backend()), Options::default()).unwrap();
     for _ in 0..3 {
         run.act(&Op::Feed(vec![(0, 1)])).unwrap();
     }

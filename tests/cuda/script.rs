@@ -1,6 +1,6 @@
 //! What is done to a cache, on whatever back end, and what comes out of it.
 
-use pikv::{Attend, Cache, CacheConfig, Error, LayerShape, Output, Place, Rows, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Error, LayerShape, Output, Place, Read, Rows, Sequence};
 
 pub fn mix(parts: &[u64]) -> u64 {
     parts.iter().fold(1, |h, &part| {
@@ -21,6 +21,8 @@ pub fn noise(parts: &[u64], n: usize) -> Vec<f32> {
 pub enum Op {
     /// A step: tokens for sequences.
     Feed(Vec<(usize, u32)>),
+    /// The same, without attention.
+    Fill(Vec<(usize, u32)>),
     /// The same, dropped after that many layers.
     Abandon(Vec<(usize, u32)>, usize),
     Fork(usize),
@@ -32,32 +34,44 @@ pub enum Op {
     Drop(usize),
 }
 
+/// How is attended.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    pub softcap: Option<f32>,
+    pub closed_gaps: bool,
+    /// Rows read their own experts' pages alone.
+    pub own_experts: bool,
+}
+
 /// A cache, its sequences, and all that came out of them, as bits.
 pub struct Run {
     pub cache: Cache,
     pub sequences: Vec<Sequence>,
-    pub softcap: Option<f32>,
+    pub options: Options,
     pub record: Vec<u32>,
     tokens: u64,
 }
 
 impl Run {
-    pub fn new(config: CacheConfig, softcap: Option<f32>) -> Result<Run, Error> {
+    pub fn new(config: CacheConfig, options: Options) -> Result<Run, Error> {
         let cache = Cache::new(config)?;
         let sequences = vec![cache.sequence()];
-        Ok(Run { cache, sequences, softcap, record: Vec::new(), tokens: 0 })
+        Ok(Run { cache, sequences, options, record: Vec::new(), tokens: 0 })
     }
 
     fn attend(&self, shape: &LayerShape) -> Attend {
         let attend = Attend::new((shape.layout.k_dim as f32).powf(-0.5));
-        self.softcap.map_or(attend, |cap| attend.softcap(cap))
+        let attend = if self.options.own_experts { attend.read(Read::Experts) } else { attend };
+        let attend = attend.closed_gaps(self.options.closed_gaps && shape.rope.is_some());
+        self.options.softcap.map_or(attend, |cap| attend.softcap(cap))
     }
 
     /// Does one thing. What failed leaves no trace in the record, and may be done again.
     pub fn act(&mut self, op: &Op) -> Result<(), Error> {
         match op {
-            Op::Feed(parts) => self.step(parts, usize::MAX)?,
-            Op::Abandon(parts, layers) => self.step(parts, *layers)?,
+            Op::Feed(parts) => self.step(parts, usize::MAX, true)?,
+            Op::Fill(parts) => self.step(parts, usize::MAX, false)?,
+            Op::Abandon(parts, layers) => self.step(parts, *layers, true)?,
             Op::Fork(at) => self.sequences.push(self.sequences[*at].fork()),
             Op::Rollback(at, n) => {
                 let sequence = &mut self.sequences[*at];
@@ -93,7 +107,7 @@ impl Run {
         Ok(())
     }
 
-    fn step(&mut self, parts: &[(usize, u32)], layers: usize) -> Result<(), Error> {
+    fn step(&mut self, parts: &[(usize, u32)], layers: usize, attends: bool) -> Result<(), Error> {
         let (cache, id) = (self.cache.clone(), self.tokens);
         let config = cache.config();
         let mut results = Vec::new();
@@ -103,6 +117,7 @@ impl Run {
             .iter_mut()
             .enumerate()
             .filter_map(|(i, s)| parts.iter().find(|(at, _)| *at == i).map(|(_, n)| (s, *n)));
+        let own_experts = self.options.own_experts;
         let mut step = cache.begin(chosen)?;
         let rows = step.rows();
         for (layer, shape) in config.layers.iter().enumerate().take(layers) {
@@ -110,10 +125,6 @@ impl Run {
             let (kv, heads) = (rows * shape.kv_heads as usize, rows * shape.query_heads as usize);
             let row = |kind| [id, layer as u64, kind];
             step.append(layer, &noise(&row(0), kv * k_dim), &noise(&row(1), kv * v_dim))?;
-            let (mut out, mut lse) = (vec![f32::NAN; heads * v_dim], vec![f32::NAN; heads]);
-            let output = Output::new(&mut out).lse(&mut lse);
-            step.attend(layer, &noise(&row(2), heads * k_dim), &options[layer], output)?;
-            results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
             let chosen: Vec<u16> = (0..rows as u64)
                 .flat_map(|r| {
                     let first = mix(&[id, r, layer as u64, 3]) % u64::from(config.experts);
@@ -121,7 +132,19 @@ impl Run {
                         .map(move |i| ((first + i) % u64::from(config.experts)) as u16)
                 })
                 .collect();
-            step.route(layer, &chosen)?;
+            // Where rows ask for their experts those must be known.
+            if own_experts {
+                step.route(layer, &chosen)?;
+            }
+            if attends {
+                let (mut out, mut lse) = (vec![f32::NAN; heads * v_dim], vec![f32::NAN; heads]);
+                let output = Output::new(&mut out).lse(&mut lse);
+                step.attend(layer, &noise(&row(2), heads * k_dim), &options[layer], output)?;
+                results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
+            }
+            if !own_experts {
+                step.route(layer, &chosen)?;
+            }
         }
         if layers == usize::MAX {
             step.commit()?;

@@ -1,13 +1,13 @@
 //! The same on the CPU and on the stand-in, to the bit.
 
-use crate::script::{Op, Run, mix};
+use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};
 use pikv::{Backend, CacheConfig, CudaError, Dtype, LayerShape, Layout, Pairs, Rope, ShardMap};
 
 /// A cache and what is done to it.
 pub struct Case {
     pub config: CacheConfig,
-    pub softcap: Option<f32>,
+    pub options: Options,
     pub ops: Vec<Op>,
 }
 
@@ -27,7 +27,7 @@ pub fn decode(n: usize) -> Vec<Op> {
 
 /// Runs a case, and what it left.
 fn record(case: &Case, backend: &Backend) -> Vec<u32> {
-    let mut run = Run::new(case.config.clone().backend(backend.clone()), case.softcap).unwrap();
+    let mut run = Run::new(case.config.clone().backend(backend.clone()), case.options).unwrap();
     for (i, op) in case.ops.iter().enumerate() {
         run.act(op).unwrap_or_else(|e| panic!("{}, {i}, {op:?}: {e}", backend.name()));
     }
@@ -52,7 +52,7 @@ fn same(name: &str, standin: &Standin, case: &Case) {
 }
 
 fn check(name: &str, config: CacheConfig, ops: Vec<Op>) {
-    same(name, &Standin::new(), &Case { config, softcap: None, ops });
+    same(name, &Standin::new(), &Case { config, options: Options::default(), ops });
 }
 
 use Dtype::{Bf16, F16, F32};
@@ -116,8 +116,8 @@ fn experts_over_shards() {
 fn long_runs_of_blocks() {
     // Three blocks of 8 pages filed, and as many in the ring of another layer.
     let layers = vec![shape(1, 1, 4, 4, F32, F32), shape(1, 9, 4, 4, F16, F16)];
-    check("blocks", config(layers.clone(), 32, 0), vec![Op::Feed(vec![(0, 800)]), Op::Feed(vec![(0, 1)])]);
-    check("ring", config(layers, 1024, 0), vec![Op::Feed(vec![(0, 800)]), Op::Feed(vec![(0, 1)])]);
+    check("blocks", config(layers.clone(), 32, 0), vec![Op::Fill(vec![(0, 800)]), Op::Feed(vec![(0, 1)])]);
+    check("ring", config(layers, 1024, 0), vec![Op::Fill(vec![(0, 800)]), Op::Feed(vec![(0, 1)])]);
 }
 
 #[test]
@@ -183,7 +183,11 @@ fn keys_before_their_rotation() {
 fn soft_caps() {
     let ops = vec![Op::Feed(vec![(0, 40)]), Op::Feed(vec![(0, 1)])];
     let config = config(vec![shape(2, 2, 16, 16, Bf16, Bf16)], 16, 0);
-    same("softcap", &Standin::new(), &Case { config, softcap: Some(5.0), ops });
+    same(
+        "softcap",
+        &Standin::new(),
+        &Case { config, options: Options { softcap: Some(5.0), ..Options::default() }, ops },
+    );
 }
 
 #[test]
@@ -194,11 +198,28 @@ fn poisoned_pages_on_the_older_kernels() {
     ops.extend(decode(5));
     ops.extend([Op::Drop(1), Op::Feed(vec![(0, 40), (1, 40)])]);
     let config = config(vec![shape(2, 2, 16, 16, Bf16, F16)], 16, 0).poison(true).experts(2, 1);
-    same("sm_70", &standin, &Case { config, softcap: None, ops });
+    same("sm_70", &standin, &Case { config, options: Options::default(), ops });
     standin.set(Set::Capability, 61);
     match Backend::cuda() {
         Err(CudaError::Capability { major: 6, minor: 1, .. }) => {}
         other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn closed_gaps_and_chosen_experts() {
+    let rope = Some(Rope { theta: 10_000.0, rotary_dim: 8, pairs: Pairs::Halves });
+    let layers = vec![LayerShape { rope, window: Some(40), ..shape(1, 2, 8, 8, Bf16, Bf16) }];
+    let config = config(layers, 16, 0).sinks(4).experts(3, 2);
+    let mut ops = vec![Op::Feed(vec![(0, 70)])];
+    ops.extend(decode(4));
+    for (closed_gaps, own_experts) in [(true, false), (false, true), (true, true)] {
+        let options = Options { closed_gaps, own_experts, softcap: None };
+        same(
+            "gaps and experts",
+            &Standin::new(),
+            &Case { config: config.clone(), options, ops: ops.clone() },
+        );
     }
 }
 
@@ -255,8 +276,12 @@ fn whatever_is_done() {
                 }
             });
         }
-        let softcap = (below(4) == 0).then_some(3.0);
-        same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, softcap, ops });
+        let options = Options {
+            softcap: (below(4) == 0).then_some(3.0),
+            closed_gaps: below(4) == 0,
+            own_experts: below(4) == 0,
+        };
+        same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, options, ops });
     }
     let (launched, executed) = (standin.get(Get::Launched), standin.get(Get::Executed));
     println!("{launched} launches, {executed} instructions");

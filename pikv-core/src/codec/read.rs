@@ -13,7 +13,7 @@ use super::code::{Any, Code, Int4, Int8, Scale};
 use super::packed::{K_COLS, Packed, TAGS, V_GROUPS};
 use super::scores::{FloatScores, IntegerScores, RebuiltScores};
 use super::values::Weigh;
-use crate::attend::{Form, Sight, filled};
+use crate::attend::{Form, Sight};
 use crate::full::Query;
 use crate::page::MAX_DIM;
 use crate::warp::{LANES, Warp};
@@ -23,8 +23,8 @@ use crate::warp::{LANES, Warp};
 pub struct PackedRef<'a> {
     /// The page's words.
     pub words: &'a [u32],
-    /// Lanes that hold a token, from lane 0.
-    pub fill: u32,
+    /// Bit `t` is set if there is a token to be read at lane `t`.
+    pub live: u32,
     /// Position of the last token.
     pub last: u32,
     /// Position of the token that packed the page when it left the ring: `last` or a later one. Rows that still have it in the
@@ -149,9 +149,9 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
         for (seen, sight) in seen.iter_mut().zip(sight) {
             if page.by as i32 <= sight.hi {
                 *seen = if sight.lo == 0 && sight.floor == 0 {
-                    filled(page.fill)
+                    page.live
                 } else {
-                    sight.mask(w, positions(w, page), page.fill)
+                    sight.mask(w, positions(w, page), page.live)
                 };
             }
         }

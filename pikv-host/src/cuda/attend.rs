@@ -23,7 +23,7 @@ pub(crate) const ROWS: usize = 8;
 struct Wave {
     q: Vec<f32>,
     pages: Vec<u64>,
-    fill: Vec<u32>,
+    live: Vec<u32>,
     sights: Vec<SightArg>,
     /// For 1, 2, 4 and 8 rows.
     tasks: [Vec<TaskArg>; 4],
@@ -53,7 +53,7 @@ impl Wave {
             _ => {
                 let first = self.pages.len() as u32;
                 self.pages.extend(forest.pages.iter().map(|page| page.address));
-                self.fill.extend(forest.pages.iter().map(|page| page.fill));
+                self.live.extend(forest.pages.iter().map(|page| page.live));
                 self.last = Some((key, first));
                 first
             }
@@ -63,6 +63,9 @@ impl Wave {
             job.pack(item, scratch);
             let first_q = self.q.len();
             self.q.extend(&scratch.packed.q);
+            // Where gaps are closed the sinks are read by queries of their own.
+            let first_sink_q = if job.closed_gaps { self.q.len() } else { first_q };
+            self.q.extend(&scratch.packed.sinks);
             for (row, width) in bundles(item.rows, ROWS) {
                 let looks = &scratch.packed.sights[row..row + width];
                 let sights = self.sights.len() as u32;
@@ -70,10 +73,12 @@ impl Wave {
                 self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
                 let (first_part, len) = (self.parts, Partial::len(width, acc_rows) as u64);
                 for pages in &forest.blocks {
-                    let ring = forest.pages[pages.start].id.place == Place::Ring;
+                    let place = forest.pages[pages.start].id.place;
+                    let ring = place == Place::Ring;
+                    let q = if place == Place::Sinks { first_sink_q } else { first_q };
                     self.tasks[width.ilog2() as usize].push(TaskArg {
                         part: self.parts,
-                        q: (first_q + row * channels) as u32,
+                        q: (q + row * channels) as u32,
                         pages: first_page + pages.start as u32,
                         count: pages.len() as u32,
                         sights: sights + if ring { width as u32 } else { 0 },
@@ -127,14 +132,14 @@ impl Wave {
         };
         let parts = work.parts(stream, self.parts)?;
         let mut upload = Upload::new();
-        let (q, pages, fill) = (upload.add(&self.q), upload.add(&self.pages), upload.add(&self.fill));
+        let (q, pages, live) = (upload.add(&self.q), upload.add(&self.pages), upload.add(&self.live));
         let sights = upload.add(&self.sights);
         let tasks = self.tasks.each_ref().map(|tasks| upload.add(tasks));
         let pairs: Vec<u64> = self.pairs.iter().map(|pairs| upload.add(pairs)).collect();
         let rows = upload.add(&self.rows);
         let base = work.send(stream, &upload)?;
-        let (q, pages, fill, sights, rows) =
-            (base + q, base + pages, base + fill, base + sights, base + rows);
+        let (q, pages, live, sights, rows) =
+            (base + q, base + pages, base + live, base + sights, base + rows);
         let softcap = job.softcap.unwrap_or(0.0);
         for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(tasks) {
             if tasks.is_empty() {
@@ -145,7 +150,7 @@ impl Wave {
             // task's part is its own, within `parts`.
             unsafe {
                 let arguments =
-                    arguments!(layout, q, pages, fill, list, count, sights, softcap, rope, table, parts);
+                    arguments!(layout, q, pages, live, list, count, sights, softcap, rope, table, parts);
                 device.launch(*kernel, tasks.len(), arguments)?;
             }
         }

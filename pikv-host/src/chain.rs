@@ -1,0 +1,286 @@
+//! A run of pages of one head: sinks, or what one expert's tokens were filed in.
+
+use crate::arena::Page;
+use crate::codec::HeadCodec;
+use crate::lanes::Lanes;
+use crate::policy::State;
+use pikv_core::attend::filled;
+use pikv_core::bound;
+use pikv_core::page::{Layout, MAX_DIM, PAGE};
+use pikv_core::rope::Rope;
+use pikv_core::warp::LANES;
+use std::collections::VecDeque;
+
+/// A page of a run.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub held: Held,
+    /// Lanes written, from lane 0.
+    pub fill: u32,
+    /// Bit `t` is set if the token at lane `t` is read: it was written, and not evicted.
+    pub live: u32,
+    /// Evicted lanes that a rollback would bring back; the page is kept for them.
+    pub pending: u32,
+    /// What the layer's policy keeps of each lane.
+    pub state: State,
+    /// The extremes of the keys of a page that takes no more tokens, if the cache keeps them.
+    pub bounds: Option<Box<[[f32; LANES]]>>,
+}
+
+/// What is left of a page of a run.
+#[derive(Clone, Debug)]
+pub(crate) enum Held {
+    /// Nothing: it was evicted. Its tokens are still counted, so that rollback knows them.
+    Gone,
+    /// As its tokens came.
+    Open(Page),
+    /// Packed.
+    Closed(Closed),
+}
+
+/// A packed page. It was packed when the token at position `by` left the ring: its own last one, or, where its tokens would
+/// have spanned more positions than a packed page can, the next of its run.
+#[derive(Clone, Debug)]
+pub(crate) struct Closed {
+    pub packed: Page,
+    /// As its tokens came (in a box, as most have none); kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
+    pub original: Option<Box<Page>>,
+    /// Position of the last token.
+    pub last: u32,
+    pub by: u32,
+}
+
+impl Entry {
+    /// A page that no token was written to.
+    pub fn open(page: Page, state: State) -> Entry {
+        Entry { held: Held::Open(page), fill: 0, live: 0, pending: 0, state, bounds: None }
+    }
+
+    /// Frees the page. Its tokens are still counted.
+    pub fn free(&mut self) {
+        (self.held, self.live, self.pending) = (Held::Gone, 0, 0);
+        (self.state, self.bounds) = (None, None);
+    }
+
+    /// Takes the extremes of the keys of a page as they came.
+    pub fn bound(&mut self, layout: &Layout, rope: Option<&Rope>) {
+        let Held::Open(page) = &self.held else { return };
+        let mut bounds = vec![[f32::INFINITY; LANES]; 2 * bound::rows(layout.k_dim)].into_boxed_slice();
+        bounds.iter_mut().skip(1).step_by(2).for_each(|most| most.fill(f32::NEG_INFINITY));
+        let mut key = [0.0; MAX_DIM as usize];
+        let key = &mut key[..layout.k_dim as usize];
+        for lane in (0..PAGE).filter(|lane| self.live >> lane & 1 == 1) {
+            layout.read_key(page.words(), lane, key);
+            bound::widen(&mut bounds, key, rope);
+        }
+        // The padding of the last row.
+        let pad = layout.k_dim as usize % LANES;
+        if let (1.., [.., least, most]) = (pad, &mut bounds[..]) {
+            least[pad..].fill(0.0);
+            most[pad..].fill(0.0);
+        }
+        self.bounds = Some(bounds);
+    }
+
+    /// The position at each lane that was written.
+    pub fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
+        match (&self.held, codec) {
+            (Held::Open(page), _) => Some(page.words()[lane as usize]),
+            (Held::Closed(closed), Some(codec)) => {
+                Some(codec.packed.position(closed.packed.words(), lane, closed.last).0)
+            }
+            _ => None,
+        }
+    }
+
+    /// The page that newer rows read.
+    pub fn page(&self) -> Option<&Page> {
+        match &self.held {
+            Held::Gone => None,
+            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => Some(page),
+        }
+    }
+
+    /// Position of the last token.
+    pub fn last(&self) -> Option<u32> {
+        match &self.held {
+            Held::Gone => None,
+            Held::Open(page) => Some(page.words()[self.fill as usize - 1]),
+            Held::Closed(closed) => Some(closed.last),
+        }
+    }
+
+    /// Bytes that it holds.
+    pub fn bytes(&self) -> u64 {
+        match &self.held {
+            Held::Gone => 0,
+            Held::Open(page) => page.bytes(),
+            Held::Closed(closed) => {
+                closed.packed.bytes() + closed.original.as_ref().map_or(0, |page| page.bytes())
+            }
+        }
+    }
+}
+
+/// Pages of one expert (or the sinks) of one head, oldest first.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Chain {
+    /// Ordinal of the first entry.
+    pub first: u32,
+    pub entries: VecDeque<Entry>,
+    /// Tokens that are read.
+    pub live: u32,
+    /// Tokens that would be, had none been evicted.
+    pub filed: u32,
+}
+
+impl Chain {
+    /// Drops pages that were evicted, or take no more tokens and whose last position is `gone`, from the front. Evicted ones
+    /// further on stay, so that a token that is filed next starts a page of its own.
+    pub fn trim(&mut self, gone: impl Fn(u32) -> bool) {
+        let gone = |entry: &Entry| match (&entry.held, entry.last()) {
+            (Held::Open(_), _) if entry.fill < PAGE => false,
+            // Packed early, it may be the open page again.
+            (Held::Closed(closed), _) if closed.original.is_some() => false,
+            (_, last) => last.is_none_or(&gone),
+        };
+        while let Some(entry) = self.entries.front().filter(|entry| gone(entry)) {
+            // Of evicted pages nobody knows which tokens have left a window since: they count as evicted for good.
+            if entry.page().is_some() {
+                self.filed -= entry.fill;
+            }
+            self.live -= entry.live.count_ones();
+            self.entries.pop_front();
+            self.first += 1;
+        }
+    }
+
+    /// Where the next token goes, if that is in the last page.
+    pub fn room(&self) -> Option<(&Page, u32)> {
+        match self.entries.back()? {
+            Entry { held: Held::Open(page), fill, .. } if *fill < PAGE => Some((page, *fill)),
+            _ => None,
+        }
+    }
+
+    /// The page at `ordinal`.
+    pub fn entry(&self, ordinal: u32) -> Option<&Entry> {
+        self.entries.get(ordinal.checked_sub(self.first)? as usize)
+    }
+
+    /// The page at `ordinal`.
+    pub fn entry_mut(&mut self, ordinal: u32) -> Option<&mut Entry> {
+        self.entries.get_mut(ordinal.checked_sub(self.first)? as usize)
+    }
+
+    /// Counts the token that was just written to the last page's next lane.
+    pub fn wrote(&mut self) {
+        if let Some(entry) = self.entries.back_mut() {
+            entry.live |= 1 << entry.fill;
+            entry.fill += 1;
+            self.live += 1;
+            self.filed += 1;
+        }
+    }
+
+    /// The page, by ordinal, and the lane that hold the token at `position`; the newest pages are looked at first.
+    pub fn find(&self, codec: Option<&HeadCodec>, position: u32) -> Option<(u32, u32)> {
+        for (i, entry) in self.entries.iter().enumerate().rev() {
+            let lane = (0..entry.fill).find(|lane| entry.position(codec, *lane) == Some(position));
+            if let Some(lane) = lane {
+                return Some((self.first + i as u32, lane));
+            }
+            if entry.last().is_some_and(|last| last < position) {
+                break;
+            }
+        }
+        None
+    }
+
+    /// Takes back the token at `position`, which was filed last. A run of pages that is empty already had it evicted.
+    pub fn pop(&mut self, position: u32) {
+        self.filed -= 1;
+        if let Some(entry) = self.entries.back_mut() {
+            entry.fill -= 1;
+            let written = filled(entry.fill);
+            self.live -= (entry.live & !written).count_ones();
+            entry.live &= written;
+            entry.pending &= written;
+            entry.bounds = None;
+            if entry.fill == 0 {
+                self.entries.pop_back();
+            }
+        }
+        // What the token packed is open again.
+        if let Some(Entry { held, .. }) = self.entries.back_mut()
+            && let Held::Closed(closed) = held
+            && closed.by == position
+        {
+            *held = closed.original.take().map_or(Held::Gone, |page| Held::Open(*page));
+        }
+    }
+
+    /// Frees the page at `ordinal`; `false` if there is none.
+    pub fn evict(&mut self, ordinal: u32) -> bool {
+        let Some(entry) = self.entry_mut(ordinal).filter(|entry| entry.page().is_some()) else {
+            return false;
+        };
+        let live = entry.live.count_ones();
+        entry.free();
+        self.live -= live;
+        self.trim(|_| false);
+        true
+    }
+
+    /// Frees all pages.
+    pub fn evict_all(&mut self) {
+        self.entries.iter_mut().for_each(Entry::free);
+        self.live = 0;
+        self.trim(|_| false);
+    }
+
+    /// Has the lanes in `lanes` of a page read no more; its bytes are kept until [`Chain::settle`].
+    pub fn kill(&mut self, ordinal: u32, lanes: u32) {
+        if let Some(entry) = self.entry_mut(ordinal) {
+            let killed = entry.live & lanes;
+            entry.live &= !killed;
+            entry.pending |= killed;
+            self.live -= killed.count_ones();
+        }
+    }
+
+    /// Undoes [`Chain::kill`].
+    pub fn revive(&mut self, ordinal: u32, lanes: u32) {
+        if let Some(entry) = self.entry_mut(ordinal) {
+            let back = entry.pending & lanes;
+            entry.pending &= !back;
+            entry.live |= back;
+            self.live += back.count_ones();
+        }
+    }
+
+    /// Makes [`Chain::kill`] final, and frees the page if nothing of it is read any more.
+    pub fn settle(&mut self, ordinal: u32, lanes: u32) {
+        if let Some(entry) = self.entry_mut(ordinal) {
+            entry.pending &= !lanes;
+            if entry.live | entry.pending == 0 {
+                entry.free();
+                self.trim(|_| false);
+            }
+        }
+    }
+
+    /// The last page, packed by the token at `by`, into `packed`.
+    pub fn close(&mut self, codec: &HeadCodec, lanes: Lanes, layout: &Layout, by: u32, mut packed: Page) {
+        let Some(entry) = self.entries.back_mut() else { return };
+        let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
+        if let Some(out) = packed.words_mut() {
+            codec.pack(lanes, layout, page.words(), entry.fill, out);
+        }
+        let original = Some(Box::new(page.clone()));
+        entry.held = Held::Closed(Closed { packed, original, last, by });
+    }
+}
+
+/// What the README says of host tables.
+const _: () = assert!(size_of::<Entry>() <= 112);

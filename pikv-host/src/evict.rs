@@ -1,0 +1,321 @@
+//! Eviction of tokens from the pages of a sequence, by the rankings of its layers' policies.
+
+use crate::cache::Inner;
+use crate::compact::Whose;
+use crate::filing::Layer;
+use crate::observe::Rule;
+use crate::policy::{Budget, Candidate, Candidates, Scope, ada_kv};
+use pikv_core::page::PAGE;
+use pikv_core::plan::{LayerShape, StoreShape};
+use smallvec::SmallVec;
+use std::ops::Range;
+
+/// Tokens of a page that were evicted and can still come back.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Killed {
+    /// Tokens of the sequence then.
+    pub by: u32,
+    pub head: usize,
+    pub chain: usize,
+    pub ordinal: u32,
+    pub lanes: u32,
+}
+
+impl Layer {
+    /// Makes final what no rollback brings back any more, and puts the pages together that lost tokens.
+    pub fn settle(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+        let Some(rule) = self.rule.clone() else { return };
+        let slack = inner.store.ring.slack();
+        let mut thinned: SmallVec<[(usize, usize); 8]> = SmallVec::new();
+        while let Some(Killed { head, chain, ordinal, lanes, .. }) =
+            self.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
+        {
+            self.heads[head].chains[chain].settle(ordinal, lanes);
+            if !thinned.contains(&(head, chain)) {
+                thinned.push((head, chain));
+            }
+        }
+        for (head, chain) in thinned {
+            let whose = Whose { inner, shape, rule: &rule, head, chain };
+            self.heads[head].chains[chain].compact(&whose, inner.store.ring.kept_from(len));
+        }
+    }
+
+    /// How many tokens of its pages (sinks apart) a head may keep at `len`.
+    fn quota(&self, inner: &Inner, shape: &LayerShape, rule: &Rule, head: usize, len: u32) -> u32 {
+        let ring = inner.store.ring;
+        let fixed = ring.resident(len).0 + self.heads[head].chains[0].live;
+        match rule.eviction.budget.tokens(rule.layer, head, len) {
+            Some(tokens) => tokens.saturating_sub(fixed),
+            None => {
+                let Budget::Bytes(bytes) = rule.eviction.budget else { return u32::MAX };
+                let full = shape.layout.bytes();
+                let experts = u64::from(inner.config.experts);
+                let sinks = StoreShape::run_pages(inner.store.sinks, 0);
+                let ring = u64::from(ring.window() + ring.slack()).div_ceil(u64::from(PAGE)) + 1;
+                let heads = u64::from(shape.kv_heads);
+                let fixed = heads * full * (ring + sinks + experts);
+                let page: u64 =
+                    self.codecs.iter().map(|c| c.as_ref().map_or(full, |c| c.packed.bytes())).sum();
+                // A chain is put together once a fifth of its lanes are empty.
+                let pages = bytes.saturating_sub(fixed) / page * 4 / 5;
+                u32::try_from(pages * u64::from(PAGE)).unwrap_or(u32::MAX)
+            }
+        }
+    }
+}
+
+/// What goes from a head.
+struct Ranked<'a> {
+    tokens: Candidates<'a>,
+    utility: Vec<f32>,
+}
+
+impl<'a> Ranked<'a> {
+    /// A head without tokens that may go.
+    fn none(e: &Excess<'a>, h: usize, len: u32) -> Ranked<'a> {
+        let (rule, layer) = (e.rule, e.layer);
+        let tokens = Candidates {
+            layer: rule.layer,
+            kv_head: h,
+            now: len,
+            layout: &e.shape.layout,
+            codec: layer.codecs[h].as_ref(),
+            tokens: Vec::new(),
+            words: rule.words,
+            version: rule.version(len),
+            head: layer.own(rule, h, len),
+            group: e.shape.group(),
+        };
+        Ranked { tokens, utility: Vec::new() }
+    }
+
+    /// Orders tokens by worth, of equals the older first.
+    fn order(&self, i: usize, j: usize) -> std::cmp::Ordering {
+        let worth = |i: usize| if self.utility[i].is_nan() { f32::NEG_INFINITY } else { self.utility[i] };
+        worth(i).total_cmp(&worth(j)).then(i.cmp(&j))
+    }
+
+    /// The `n` worst tokens.
+    fn worst(&self, n: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.utility.len()).collect();
+        if n < order.len() && n > 0 {
+            order.select_nth_unstable_by(n - 1, |i, j| self.order(*i, *j));
+        }
+        order.truncate(n);
+        order
+    }
+
+    /// Whole pages, the worst first, until at least `n` tokens go.
+    fn worst_pages(&self, n: usize) -> Vec<usize> {
+        let mut by_page: Vec<usize> = (0..self.utility.len()).collect();
+        by_page.sort_by_key(|i| (self.tokens.page(*i), *i));
+        let mut pages: Vec<(f32, u32, Vec<usize>)> = Vec::new();
+        for run in by_page.chunk_by(|i, j| self.tokens.page(*i) == self.tokens.page(*j)) {
+            let mean = run.iter().map(|i| self.utility[*i]).sum::<f32>() / run.len() as f32;
+            let worth = if mean.is_nan() { f32::NEG_INFINITY } else { mean };
+            pages.push((worth, self.tokens.position(run[0]), run.to_vec()));
+        }
+        pages.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let mut gone = Vec::new();
+        for (_, _, page) in pages {
+            if gone.len() >= n {
+                break;
+            }
+            gone.extend(page);
+        }
+        gone
+    }
+}
+
+/// What a layer holds too much of.
+struct Excess<'a> {
+    layer: &'a Layer,
+    shape: &'a LayerShape,
+    rule: &'a Rule,
+    /// Of each head: tokens of its pages that may stay, and that are there.
+    quota: Vec<u32>,
+    held: Vec<u32>,
+    /// Tokens below this utility go in any case.
+    limit: Vec<Option<f32>>,
+}
+
+impl<'a> Excess<'a> {
+    fn new(layer: &'a Layer, shape: &'a LayerShape, inner: &Inner, len: u32) -> Option<Excess<'a>> {
+        let rule = layer.rule.as_deref()?;
+        let heads = 0..layer.heads.len();
+        let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, len)).collect();
+        let held = layer.heads.iter().map(|head| head.chains[1..].iter().map(|c| c.live).sum()).collect();
+        let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len))).collect();
+        Some(Excess { layer, shape, rule, quota, held, limit })
+    }
+
+    /// Whether anything of a head may have to go.
+    fn over(&self, head: usize) -> bool {
+        let over = match self.rule.eviction.adaptive {
+            Some(_) => total(&self.held) > total(&self.quota),
+            None => self.held[head] > self.quota[head],
+        };
+        over || self.limit[head].is_some()
+    }
+
+    /// Tokens that stay of a quota, so that the next ranking is not due at once.
+    fn target(&self, quota: u64) -> u64 {
+        let batch = self.rule.eviction.batch.map_or((quota / 16).clamp(1, 256), u64::from);
+        (quota + 1).saturating_sub(batch)
+    }
+
+    /// Who goes, of every head.
+    fn victims(&self, ranked: &[Ranked<'_>]) -> Vec<Vec<usize>> {
+        let eviction = &self.rule.eviction;
+        let mut victims: Vec<Vec<usize>> = match eviction.adaptive {
+            Some(floor) if total(&self.held) > total(&self.quota) => {
+                let utilities: Vec<&[f32]> = ranked.iter().map(|ranked| &ranked.utility[..]).collect();
+                ada_kv::victims(&utilities, &self.quota, floor, self.target(total(&self.quota)))
+            }
+            Some(_) => vec![Vec::new(); ranked.len()],
+            None => {
+                let head = |(h, ranked): (usize, &Ranked<'_>)| {
+                    let (held, quota) = (self.held[h], self.quota[h]);
+                    if held <= quota {
+                        return Vec::new();
+                    }
+                    let n = (u64::from(held) - self.target(u64::from(quota))) as usize;
+                    if eviction.by_page { ranked.worst_pages(n) } else { ranked.worst(n) }
+                };
+                ranked.iter().enumerate().map(head).collect()
+            }
+        };
+        for (h, (victims, ranked)) in victims.iter_mut().zip(ranked).enumerate() {
+            if let Some(limit) = self.limit[h] {
+                victims.extend((0..ranked.utility.len()).filter(|i| ranked.utility[*i] < limit));
+            }
+        }
+        victims
+    }
+}
+
+fn total(of: &[u32]) -> u64 {
+    of.iter().map(|n| u64::from(*n)).sum()
+}
+
+/// Tokens of one page that go: the layer and the head, the chain, the page's ordinal, its lanes.
+type Gone = (usize, usize, usize, u32, u32);
+
+/// Evicts from the layers of a sequence of `len` tokens what is over their budgets. Returns how many tokens went.
+pub(crate) fn enforce(layers: &mut [Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> u64 {
+    let gone = choose(layers, inner, len, pins);
+    let mut tokens = 0;
+    for (layer, head, chain, ordinal, lanes) in gone {
+        tokens += u64::from(lanes.count_ones());
+        layers[layer].heads[head].chains[chain].kill(ordinal, lanes);
+        layers[layer].killed.push_back(Killed { by: len, head, chain, ordinal, lanes });
+    }
+    tokens
+}
+
+/// What is to go.
+fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec<Gone> {
+    let shapes = &inner.config.layers;
+    let excess: Vec<Option<Excess<'_>>> =
+        layers.iter().zip(shapes).map(|(layer, shape)| Excess::new(layer, shape, inner, len)).collect();
+    let over = |e: &Excess<'_>| (0..e.held.len()).any(|head| e.over(head));
+    let peers = |a: &Rule, b: &Rule| a.eviction.policy.name() == b.eviction.policy.name();
+    let due = |e: &Excess<'_>| match e.rule.eviction.policy.scope() {
+        Scope::Sequence => excess.iter().flatten().any(|other| peers(e.rule, other.rule) && over(other)),
+        Scope::Head | Scope::Layer => over(e),
+    };
+    let mut ranked: Vec<Vec<Ranked<'_>>> = excess
+        .iter()
+        .map(|e| match e.as_ref().filter(|e| due(e)) {
+            None => Vec::new(),
+            Some(e) => {
+                // A head that keeps all it has is ranked only if others ask it.
+                let alone = e.rule.eviction.policy.scope() == Scope::Head;
+                let heads = 0..e.held.len();
+                heads
+                    .map(
+                        |h| if alone && !e.over(h) { Ranked::none(e, h, len) } else { rank(e, h, len, pins) },
+                    )
+                    .collect()
+            }
+        })
+        .collect();
+    for l in 0..layers.len() {
+        let Some(e) = &excess[l] else { continue };
+        match e.rule.eviction.policy.scope() {
+            Scope::Head => {}
+            Scope::Layer => agree(&mut ranked[l..=l], len),
+            Scope::Sequence => {
+                // The first of its kind stands for all.
+                let same: Vec<usize> = (0..layers.len())
+                    .filter(|other| excess[*other].as_ref().is_some_and(|o| peers(e.rule, o.rule)))
+                    .collect();
+                if same.first() == Some(&l) {
+                    let mut group: Vec<Vec<Ranked<'_>>> =
+                        same.iter().map(|l| std::mem::take(&mut ranked[*l])).collect();
+                    agree(&mut group, len);
+                    same.iter().zip(group).for_each(|(l, of)| ranked[*l] = of);
+                }
+            }
+        }
+    }
+    let mut gone = Vec::new();
+    for (l, (e, ranked)) in excess.iter().zip(&ranked).enumerate() {
+        let Some(e) = e.as_ref().filter(|_| !ranked.is_empty()) else { continue };
+        for (h, victims) in e.victims(ranked).into_iter().enumerate() {
+            let first = gone.len();
+            gone.extend(victims.into_iter().map(|i| {
+                let Candidate { chain, ordinal, lane, .. } = ranked[h].tokens.tokens[i];
+                (l, h, chain, ordinal, 1u32 << lane)
+            }));
+            gone[first..].sort_unstable();
+        }
+    }
+    gone.dedup_by(|next, kept| {
+        let same = (next.0, next.1, next.2, next.3) == (kept.0, kept.1, kept.2, kept.3);
+        if same {
+            kept.4 |= next.4;
+        }
+        same
+    });
+    gone
+}
+
+/// Replaces utilities by their sums over all heads, by position.
+fn agree(ranked: &mut [Vec<Ranked<'_>>], len: u32) {
+    let mut sums = vec![0.0f32; len as usize];
+    for ranked in ranked.iter().flatten() {
+        for (token, utility) in ranked.tokens.tokens.iter().zip(&ranked.utility) {
+            sums[token.position as usize] += utility;
+        }
+    }
+    for ranked in ranked.iter_mut().flatten() {
+        for (token, utility) in ranked.tokens.tokens.iter().zip(&mut ranked.utility) {
+            *utility = sums[token.position as usize];
+        }
+    }
+}
+
+/// The tokens of a head that may go, and what they are worth.
+fn rank<'a>(e: &Excess<'a>, h: usize, len: u32, pins: &[Range<u32>]) -> Ranked<'a> {
+    let (head, codec) = (&e.layer.heads[h], e.layer.codecs[h].as_ref());
+    let mut tokens = Vec::new();
+    for (c, chain) in head.chains.iter().enumerate().skip(1) {
+        for (ordinal, entry) in (chain.first..).zip(&chain.entries) {
+            let lanes = (0..entry.fill).filter(|lane| entry.live >> lane & 1 == 1);
+            tokens.extend(lanes.filter_map(|lane| {
+                let position = entry.position(codec, lane)?;
+                let pinned = pins.iter().any(|pin| pin.contains(&position));
+                (!pinned).then_some(Candidate { position, chain: c, ordinal, lane, entry })
+            }));
+        }
+    }
+    tokens.sort_unstable_by_key(|token| token.position);
+    let mut ranked = Ranked::none(e, h, len);
+    ranked.tokens.tokens = tokens;
+    ranked.utility.resize(ranked.tokens.len(), 0.0);
+    let Ranked { tokens, utility } = &mut ranked;
+    e.rule.eviction.policy.rank(tokens, utility);
+    ranked
+}

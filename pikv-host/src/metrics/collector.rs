@@ -1,0 +1,121 @@
+//! A sink that adds up.
+
+use super::{Evicted, Histogram, Reused, Sink, StepMetrics};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What a [`Collector`] has heard. Sums stop at their largest value.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Totals {
+    /// Steps.
+    pub steps: u64,
+    /// Tokens that they added.
+    pub rows: u64,
+    /// Bytes of pages after the last step.
+    pub resident_bytes: u64,
+    /// The most that they were after a step.
+    pub peak_resident_bytes: u64,
+    /// Bytes that the same tokens would take, after the last step.
+    pub logical_bytes: u64,
+    /// Hits of each expert.
+    pub hits: Vec<u64>,
+    /// Misses of each expert.
+    pub misses: Vec<u64>,
+    /// Pages evicted.
+    pub evicted_pages: u64,
+    /// Tokens in them.
+    pub evicted_tokens: u64,
+    /// Bytes of them.
+    pub evicted_bytes: u64,
+    /// Tokens by which an evicted page was older than the newest.
+    pub age: Histogram,
+    /// Steps between two uses of a page.
+    pub gap: Histogram,
+}
+
+impl Totals {
+    /// Hits over all wanted pages, of one expert; `None` if none was wanted, or there is no such expert.
+    pub fn hit_rate(&self, expert: usize) -> Option<f64> {
+        let (hits, misses) = (*self.hits.get(expert)?, *self.misses.get(expert)?);
+        let wanted = hits as f64 + misses as f64;
+        (wanted > 0.0).then(|| hits as f64 / wanted)
+    }
+}
+
+/// Adds up what it hears, in memory that does not grow: two histograms and two counts an expert.
+///
+/// ```
+/// use pikv_host::metrics::{Collector, Evicted, Sink, StepMetrics};
+/// let sink = Collector::new(2);
+/// sink.step(&StepMetrics { resident_bytes: 4096, hits: &[3, 0], misses: &[1, 2], ..StepMetrics::default() });
+/// sink.evicted(&Evicted { layer: 0, kv_head: 1, tokens: 32, bytes: 2048, age: 700 });
+/// let totals = sink.totals();
+/// assert_eq!((totals.hit_rate(0), totals.hit_rate(1)), (Some(0.75), Some(0.0)));
+/// assert_eq!(totals.age.max(), Some(700));
+/// ```
+#[derive(Debug)]
+pub struct Collector {
+    totals: Mutex<Totals>,
+}
+
+impl Collector {
+    /// A collector for a cache of `experts` experts. Counts of experts past these are dropped.
+    pub fn new(experts: usize) -> Collector {
+        let counts = vec![0; experts];
+        Collector { totals: Mutex::new(Totals { hits: counts.clone(), misses: counts, ..Totals::default() }) }
+    }
+
+    /// What it has heard so far.
+    pub fn totals(&self) -> Totals {
+        self.lock().clone()
+    }
+
+    /// What it has heard so far, and forgets it; bytes after the last step stay, and are the peak to begin with.
+    pub fn take(&self) -> Totals {
+        let mut totals = self.lock();
+        let counts = vec![0; totals.hits.len()];
+        let fresh = Totals {
+            resident_bytes: totals.resident_bytes,
+            peak_resident_bytes: totals.resident_bytes,
+            logical_bytes: totals.logical_bytes,
+            hits: counts.clone(),
+            misses: counts,
+            ..Totals::default()
+        };
+        std::mem::replace(&mut totals, fresh)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Totals> {
+        // A thread that panicked while it added leaves sums that are sums all the same.
+        self.totals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn add(sum: &mut u64, n: u64) {
+    *sum = sum.saturating_add(n);
+}
+
+impl Sink for Collector {
+    fn step(&self, step: &StepMetrics<'_>) {
+        let mut totals = self.lock();
+        add(&mut totals.steps, 1);
+        add(&mut totals.rows, step.rows);
+        totals.resident_bytes = step.resident_bytes;
+        totals.peak_resident_bytes = totals.peak_resident_bytes.max(step.resident_bytes);
+        totals.logical_bytes = step.logical_bytes;
+        totals.hits.iter_mut().zip(step.hits).for_each(|(sum, n)| add(sum, *n));
+        totals.misses.iter_mut().zip(step.misses).for_each(|(sum, n)| add(sum, *n));
+    }
+
+    fn evicted(&self, page: &Evicted) {
+        let mut totals = self.lock();
+        add(&mut totals.evicted_pages, 1);
+        add(&mut totals.evicted_tokens, page.tokens.into());
+        add(&mut totals.evicted_bytes, page.bytes);
+        totals.age.record(page.age.into());
+    }
+
+    fn reused(&self, page: &Reused) {
+        self.lock().gap.record(page.gap.into());
+    }
+}

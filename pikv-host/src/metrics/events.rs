@@ -1,0 +1,27 @@
+//! A sink for the `tracing` crate.
+
+use super::{Evicted, Reused, Sink, StepMetrics};
+use tracing::{debug, trace};
+
+/// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level trace. Hits
+/// and misses are summed over the experts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TracingSink;
+
+impl Sink for TracingSink {
+    fn step(&self, step: &StepMetrics<'_>) {
+        let StepMetrics { rows, resident_bytes, logical_bytes, hits, misses } = *step;
+        let (hits, misses): (u64, u64) = (hits.iter().sum(), misses.iter().sum());
+        debug!(target: "pikv", rows, resident_bytes, logical_bytes, hits, misses, "step");
+    }
+
+    fn evicted(&self, page: &Evicted) {
+        let Evicted { layer, kv_head, tokens, bytes, age } = *page;
+        trace!(target: "pikv", layer, kv_head, tokens, bytes, age, "evicted");
+    }
+
+    fn reused(&self, page: &Reused) {
+        let Reused { layer, kv_head, gap } = *page;
+        trace!(target: "pikv", layer, kv_head, gap, "reused");
+    }
+}

@@ -1,0 +1,93 @@
+//! Counts by powers of two.
+
+/// Bits of a value, and one bucket for 0.
+const BUCKETS: usize = 65;
+
+/// How often values of each magnitude came, in constant memory. Bucket 0 is the value 0, bucket `i` the values from `2^(i-1)` to
+/// `2^i - 1`. Counts and the sum stop at their largest value.
+///
+/// ```
+/// use pikv_host::metrics::Histogram;
+/// let mut ages = Histogram::default();
+/// [0, 1, 2, 3, 900].iter().for_each(|age| ages.record(*age));
+/// assert_eq!(ages.buckets().collect::<Vec<_>>(), [(0, 0, 1), (1, 1, 1), (2, 3, 2), (512, 1023, 1)]);
+/// assert_eq!((ages.count(), ages.min(), ages.max(), ages.mean()), (5, Some(0), Some(900), Some(181.2)));
+/// assert_eq!(ages.quantile(0.5), Some(3));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Histogram {
+    counts: [u64; BUCKETS],
+    sum: u128,
+    min: u64,
+    max: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Histogram {
+        Histogram { counts: [0; BUCKETS], sum: 0, min: u64::MAX, max: 0 }
+    }
+}
+
+impl Histogram {
+    /// Counts a value.
+    pub fn record(&mut self, value: u64) {
+        let count = &mut self.counts[(u64::BITS - value.leading_zeros()) as usize];
+        *count = count.saturating_add(1);
+        self.sum = self.sum.saturating_add(value.into());
+        self.min = self.min.min(value);
+        self.max = self.max.max(value);
+    }
+
+    /// Counts what `other` counted.
+    pub fn merge(&mut self, other: &Histogram) {
+        self.counts.iter_mut().zip(other.counts).for_each(|(a, b)| *a = a.saturating_add(b));
+        self.sum = self.sum.saturating_add(other.sum);
+        self.min = self.min.min(other.min);
+        self.max = self.max.max(other.max);
+    }
+
+    /// Values counted.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().fold(0, |sum, n| sum.saturating_add(*n))
+    }
+
+    /// The least value.
+    pub fn min(&self) -> Option<u64> {
+        (self.count() > 0).then_some(self.min)
+    }
+
+    /// The largest value.
+    pub fn max(&self) -> Option<u64> {
+        (self.count() > 0).then_some(self.max)
+    }
+
+    /// The mean.
+    pub fn mean(&self) -> Option<f64> {
+        (self.count() > 0).then(|| self.sum as f64 / self.count() as f64)
+    }
+
+    /// A value that a share `q` of the values do not pass: the end of the bucket in which that share is reached, or the largest value if that is less. Below
+    /// twice the true one. `None` without values, or for a `q` outside 0..=1.
+    pub fn quantile(&self, q: f64) -> Option<u64> {
+        let count = self.count();
+        if count == 0 || !(0.0..=1.0).contains(&q) {
+            return None;
+        }
+        let rank = (q * count as f64).ceil().max(1.0) as u64;
+        let mut below = 0u64;
+        self.buckets()
+            .find(|(.., n)| {
+                below = below.saturating_add(*n);
+                below >= rank
+            })
+            .map(|(_, last, _)| last.min(self.max))
+    }
+
+    /// Buckets that are not empty: their least and largest possible value, and the count.
+    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64, u64)> {
+        self.counts.iter().enumerate().filter(|(_, n)| **n > 0).map(|(i, n)| match i {
+            0 => (0, 0, *n),
+            i => (1 << (i - 1), u64::MAX >> (BUCKETS - 1 - i), *n),
+        })
+    }
+}

@@ -1,0 +1,99 @@
+//! What a cache does, in plain numbers: once a step, and for every page that leaves or comes back into use.
+//!
+//! A [`Sink`] takes them. Whoever runs the loop of steps calls it; nothing here reads a cache. What sinks keep is bounded, however
+//! long they listen.
+//!
+//! | sink | file | what it does |
+//! |---|---|---|
+//! | `()` | `mod.rs` | nothing |
+//! | [`Collector`] | `collector.rs` | sums and histograms, to be read at any time |
+//! | `TracingSink` | `events.rs` | events for the `tracing` crate (feature `tracing`) |
+//! | `MetricsSink` | `recorder.rs` | gauges, counters and histograms for the `metrics` crate (feature `metrics`) |
+
+mod collector;
+#[cfg(feature = "tracing")]
+mod events;
+mod histogram;
+#[cfg(feature = "metrics")]
+mod recorder;
+
+pub use collector::{Collector, Totals};
+pub use histogram::Histogram;
+
+#[cfg(feature = "tracing")]
+pub use events::TracingSink;
+#[cfg(feature = "metrics")]
+pub use recorder::MetricsSink;
+
+/// One step of a cache, once it is committed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepMetrics<'a> {
+    /// Tokens that the step added, over all its sequences.
+    pub rows: u64,
+    /// Bytes of pages in use after it, those that several sequences share once.
+    pub resident_bytes: u64,
+    /// Bytes that the same tokens would take with nothing evicted, packed or shared.
+    pub logical_bytes: u64,
+    /// Of each expert, wanted pages that were resident in the fastest tier.
+    pub hits: &'a [u64],
+    /// Of each expert, wanted pages that were evicted, remote or in a lower tier.
+    pub misses: &'a [u64],
+}
+
+/// A page that left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Evicted {
+    /// Its layer.
+    pub layer: u32,
+    /// Its KV head.
+    pub kv_head: u32,
+    /// Tokens in it.
+    pub tokens: u32,
+    /// Bytes that came free.
+    pub bytes: u64,
+    /// Tokens of its sequence that are newer than its last one.
+    pub age: u32,
+}
+
+/// A page that was used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reused {
+    /// Its layer.
+    pub layer: u32,
+    /// Its KV head.
+    pub kv_head: u32,
+    /// Steps since it was last used; 1 if that was the step before.
+    pub gap: u32,
+}
+
+/// Takes the numbers. Every method does nothing unless it is written, and must not block for long: the loop waits for it.
+///
+/// ```
+/// use pikv_host::metrics::{Sink, StepMetrics};
+/// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+/// #[derive(Default)]
+/// struct Peak(AtomicU64);
+/// impl Sink for Peak {
+///     fn step(&self, step: &StepMetrics<'_>) {
+///         self.0.fetch_max(step.resident_bytes, Relaxed);
+///     }
+/// }
+/// let peak = Peak::default();
+/// for resident_bytes in [10, 30, 20] {
+///     peak.step(&StepMetrics { resident_bytes, ..StepMetrics::default() });
+/// }
+/// assert_eq!(peak.0.into_inner(), 30);
+/// ```
+pub trait Sink: Send + Sync {
+    /// A step was committed.
+    fn step(&self, _step: &StepMetrics<'_>) {}
+
+    /// A page left.
+    fn evicted(&self, _page: &Evicted) {}
+
+    /// A page was used again.
+    fn reused(&self, _page: &Reused) {}
+}
+
+/// Takes no notice.
+impl Sink for () {}

@@ -1,0 +1,78 @@
+//! A sink for the `metrics` crate.
+
+use super::{Evicted, Reused, Sink, StepMetrics};
+use ::metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
+use std::fmt;
+
+/// Gives every number to the recorder.
+///
+/// | name | kind | of |
+/// |---|---|---|
+/// | `pikv_steps_total`, `pikv_rows_total` | counter | steps, and tokens that they added |
+/// | `pikv_resident_bytes`, `pikv_logical_bytes` | gauge | the last step |
+/// | `pikv_hits_total`, `pikv_misses_total` | counter | wanted pages, label `expert` |
+/// | `pikv_evicted_pages_total`, `pikv_evicted_tokens_total`, `pikv_evicted_bytes_total` | counter | pages that left |
+/// | `pikv_eviction_age_tokens` | histogram | pages that left |
+/// | `pikv_reuse_gap_steps` | histogram | pages used again |
+pub struct MetricsSink {
+    steps: Counter,
+    rows: Counter,
+    resident_bytes: Gauge,
+    logical_bytes: Gauge,
+    hits: Vec<Counter>,
+    misses: Vec<Counter>,
+    evicted_pages: Counter,
+    evicted_tokens: Counter,
+    evicted_bytes: Counter,
+    age: Histogram,
+    gap: Histogram,
+}
+
+impl MetricsSink {
+    /// A sink for a cache of `experts` experts, with the recorder that is installed by now; counts of experts past these are dropped.
+    pub fn new(experts: usize) -> MetricsSink {
+        let each =
+            |name: &'static str| (0..experts).map(|e| counter!(name, "expert" => e.to_string())).collect();
+        MetricsSink {
+            steps: counter!("pikv_steps_total"),
+            rows: counter!("pikv_rows_total"),
+            resident_bytes: gauge!("pikv_resident_bytes"),
+            logical_bytes: gauge!("pikv_logical_bytes"),
+            hits: each("pikv_hits_total"),
+            misses: each("pikv_misses_total"),
+            evicted_pages: counter!("pikv_evicted_pages_total"),
+            evicted_tokens: counter!("pikv_evicted_tokens_total"),
+            evicted_bytes: counter!("pikv_evicted_bytes_total"),
+            age: histogram!("pikv_eviction_age_tokens"),
+            gap: histogram!("pikv_reuse_gap_steps"),
+        }
+    }
+}
+
+impl Sink for MetricsSink {
+    fn step(&self, step: &StepMetrics<'_>) {
+        self.steps.increment(1);
+        self.rows.increment(step.rows);
+        self.resident_bytes.set(step.resident_bytes as f64);
+        self.logical_bytes.set(step.logical_bytes as f64);
+        self.hits.iter().zip(step.hits).for_each(|(counter, n)| counter.increment(*n));
+        self.misses.iter().zip(step.misses).for_each(|(counter, n)| counter.increment(*n));
+    }
+
+    fn evicted(&self, page: &Evicted) {
+        self.evicted_pages.increment(1);
+        self.evicted_tokens.increment(page.tokens.into());
+        self.evicted_bytes.increment(page.bytes);
+        self.age.record(page.age);
+    }
+
+    fn reused(&self, page: &Reused) {
+        self.gap.record(page.gap);
+    }
+}
+
+impl fmt::Debug for MetricsSink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MetricsSink").field("experts", &self.hits.len()).finish_non_exhaustive()
+    }
+}

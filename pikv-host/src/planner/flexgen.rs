@@ -1,0 +1,309 @@
+//! FlexGen: which share of the pages lies in which tier (arXiv 2303.06865, its cost model and policy search), by a linear program.
+//!
+//! A decode step is over when its slowest stream is: compute, and for each link the pages that come up and those that go down, all
+//! at the same time. So `T = max(compute, up_1, down_1, up_2, ..)`, each of which is linear in the shares, and so is what a tier holds.
+//! FlexGen searches the shares of weights, activations and cache, and where attention is computed; here only pages move, and they
+//! are attended in the first tier. What fits there, and the constants of the links, must be measured: a plan is as good as they are.
+
+use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
+use thiserror::Error;
+
+/// A tier below the first one, and the link by which its pages go up.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tier {
+    /// For messages: host, file.
+    pub name: String,
+    /// Bytes of pages that it may hold.
+    pub capacity: u64,
+    /// Bytes a second that the link brings up.
+    pub read: f64,
+    /// Bytes a second that the link takes down, at the same time.
+    pub write: f64,
+    /// Whether the link ends in the first tier; else its pages also take the links of the tier before, as those of a file go
+    /// through host memory.
+    pub direct: bool,
+}
+
+/// Pages that are alike: of one layer, one codec, one kind of head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Class {
+    /// For messages.
+    pub name: String,
+    /// Pages.
+    pub pages: u64,
+    /// Bytes of each.
+    pub page_bytes: u64,
+    /// Share of them that a step reads: 1 where attention is exact.
+    pub read: f64,
+    /// Share of them that a step writes.
+    pub write: f64,
+}
+
+/// What to place, and where it may go.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Machine {
+    /// Bytes of pages that the first tier may hold: device memory, or host memory where there is no device.
+    pub fast: u64,
+    /// The other tiers, fastest first.
+    pub tiers: Vec<Tier>,
+    /// Seconds of a step whose pages are all in the first tier: what the other streams overlap with.
+    pub compute: f64,
+}
+
+/// Where pages lie.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Placement {
+    /// Pages of each class in each tier, `[class][tier]`, the first tier first.
+    pub pages: Vec<Vec<u64>>,
+    /// Seconds of a step.
+    pub seconds: f64,
+    /// No placement, not even of parts of pages, is faster than this (to the solver's tolerance, 1e-7 of the slowest stream).
+    pub bound: f64,
+    /// Seconds of each link, pages that come up and pages that go down.
+    pub links: Vec<(f64, f64)>,
+}
+
+/// Why there is no placement.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum PlacementError {
+    /// The tiers together are too small.
+    #[error("{needed} bytes of pages, {capacity} in all tiers: whole pages fit if {tier} has {would} bytes")]
+    Capacity {
+        /// Bytes of all pages.
+        needed: u64,
+        /// Bytes of all tiers.
+        capacity: u64,
+        /// The last tier.
+        tier: String,
+        /// Bytes of the last tier with which all pages fit, the other tiers as they are.
+        would: u64,
+    },
+    /// A number out of range.
+    #[error("{what} of {name}: {value}; it must be {range}")]
+    Value {
+        /// Which number.
+        what: &'static str,
+        /// Of what.
+        name: String,
+        /// As given.
+        value: f64,
+        /// What would do.
+        range: &'static str,
+    },
+    /// The solver gave up.
+    #[error("the linear program was not solved: {0}")]
+    Solver(String),
+}
+
+impl Machine {
+    fn capacity(&self, tier: usize) -> u64 {
+        tier.checked_sub(1).map_or(self.fast, |below| self.tiers[below].capacity)
+    }
+
+    /// Links that pages of a tier take, as indices into `tiers`.
+    fn path(&self, tier: usize) -> impl Iterator<Item = usize> {
+        (0..tier).rev().scan(true, |more, link| {
+            let take = *more;
+            *more = take && !self.tiers[link].direct;
+            take.then_some(link)
+        })
+    }
+
+    /// Seconds of each link, up and down, with `pages[class][tier]`.
+    fn links(&self, classes: &[Class], pages: &[Vec<u64>]) -> Vec<(f64, f64)> {
+        let mut seconds = vec![(0.0, 0.0); self.tiers.len()];
+        for (class, pages) in classes.iter().zip(pages) {
+            for (tier, n) in pages.iter().enumerate() {
+                for link in self.path(tier) {
+                    let (up, down) = self.stream(class, link);
+                    seconds[link].0 += *n as f64 * up;
+                    seconds[link].1 += *n as f64 * down;
+                }
+            }
+        }
+        seconds
+    }
+
+    /// Seconds that one page of a class keeps a link busy in a step.
+    fn stream(&self, class: &Class, link: usize) -> (f64, f64) {
+        let Tier { read, write, .. } = self.tiers[link];
+        let bytes = class.page_bytes as f64;
+        (bytes * class.read / read, bytes * class.write / write)
+    }
+
+    fn slowest(&self, links: &[(f64, f64)]) -> f64 {
+        links.iter().fold(self.compute, |slowest, (up, down)| slowest.max(*up).max(*down))
+    }
+
+    fn check(&self, classes: &[Class]) -> Result<(), PlacementError> {
+        let value = |what, name: &str, value: f64, fine: bool, range| {
+            if fine {
+                Ok(())
+            } else {
+                Err(PlacementError::Value { what, name: name.to_owned(), value, range })
+            }
+        };
+        let share =
+            |what, name, x: f64| value(what, name, x, x.is_finite() && x >= 0.0, "finite and at least 0");
+        share("seconds", "compute", self.compute)?;
+        for Tier { name, read, write, .. } in &self.tiers {
+            for (what, rate) in [("read rate", *read), ("write rate", *write)] {
+                value(what, name, rate, rate.is_finite() && rate > 0.0, "finite and above 0")?;
+            }
+        }
+        for Class { name, page_bytes, read, write, .. } in classes {
+            value("bytes of a page", name, *page_bytes as f64, *page_bytes > 0, "at least 1")?;
+            share("share read", name, *read)?;
+            share("share written", name, *write)?;
+        }
+        Ok(())
+    }
+
+    /// Places the pages of `classes` so that a decode step is as short as can be; of equally short placements, the one that keeps most
+    /// bytes in fast tiers.
+    ///
+    /// The linear program is solved over shares, and its shares are then rounded to whole pages within the capacities: a step is
+    /// longer than [`Placement::bound`] by at most what a page a class and tier takes.
+    ///
+    /// # Errors
+    /// [`PlacementError::Capacity`] with the capacity that would do; rates, shares or a time that are out of range; a solver that
+    /// gave up.
+    ///
+    /// ```
+    /// use pikv_host::planner::flexgen::{Class, Machine, Tier};
+    /// let tier = |name: &str, capacity, rate, direct| {
+    ///     Tier { name: name.into(), capacity, read: rate, write: rate, direct }
+    /// };
+    /// // 1 MB fits on the device. A disk with a link of its own brings up a third of what the host does: so it gets a quarter of the rest.
+    /// let machine =
+    ///     Machine { fast: 1_000_000, tiers: vec![tier("host", 1 << 40, 3e9, true), tier("file", 1 << 40, 1e9, true)], compute: 0.0 };
+    /// let pages = Class { name: "pool".into(), pages: 5000, page_bytes: 1000, read: 1.0, write: 0.0 };
+    /// let placement = machine.place(&[pages])?;
+    /// assert_eq!(placement.pages, [[1000, 3000, 1000]]);
+    /// assert!((placement.seconds - 0.001).abs() < 1e-9);
+    /// # Ok::<(), pikv_host::planner::flexgen::PlacementError>(())
+    /// ```
+    pub fn place(&self, classes: &[Class]) -> Result<Placement, PlacementError> {
+        self.check(classes)?;
+        let tiers = self.tiers.len() + 1;
+        let needed: u64 =
+            classes.iter().fold(0, |sum, c| sum.saturating_add(c.pages.saturating_mul(c.page_bytes)));
+        let capacity = (0..tiers).fold(0u64, |sum, tier| sum.saturating_add(self.capacity(tier)));
+        if needed > capacity {
+            return Err(self.too_small(classes, needed, capacity));
+        }
+        let (shares, bound) = self.shares(classes, needed)?;
+        let pages = self.round(classes, &shares).ok_or_else(|| self.too_small(classes, needed, capacity))?;
+        let links = self.links(classes, &pages);
+        Ok(Placement { seconds: self.slowest(&links), pages, bound, links })
+    }
+
+    /// Of each class its share in each tier, and the seconds of a step.
+    fn shares(&self, classes: &[Class], needed: u64) -> Result<(Vec<Vec<f64>>, f64), PlacementError> {
+        let tiers = self.tiers.len() + 1;
+        // Times in units of the longest that any stream can take, bytes in units of all: coefficients of about 1.
+        let everywhere: Vec<Vec<u64>> =
+            classes.iter().map(|c| (0..tiers).map(|_| c.pages).collect()).collect();
+        let unit = match self.slowest(&self.links(classes, &everywhere)) {
+            0.0 => 1.0,
+            unit => unit,
+        };
+        let all = needed.max(1) as f64;
+        let solve = |limit: Option<f64>| -> Result<(Vec<Vec<f64>>, f64), PlacementError> {
+            let mut lp = Problem::new(OptimizationDirection::Minimize);
+            let weight = |slow: f64| if limit.is_some() { slow } else { 0.0 };
+            let x: Vec<Vec<Variable>> = classes
+                .iter()
+                .map(|c| {
+                    let bytes = c.pages as f64 * c.page_bytes as f64 / all;
+                    (0..tiers).map(|tier| lp.add_var(weight(tier as f64 * bytes), (0.0, 1.0))).collect()
+                })
+                .collect();
+            let top = limit.map_or(f64::INFINITY, |limit| limit.max(self.compute / unit));
+            let time = lp.add_var(if limit.is_some() { 0.0 } else { 1.0 }, (self.compute / unit, top));
+            for x in &x {
+                lp.add_constraint(x.iter().map(|x| (*x, 1.0)).collect::<Vec<_>>(), ComparisonOp::Eq, 1.0);
+            }
+            for tier in 0..tiers {
+                let held: Vec<(Variable, f64)> = classes
+                    .iter()
+                    .zip(&x)
+                    .map(|(c, x)| (x[tier], c.pages as f64 * c.page_bytes as f64 / all))
+                    .collect();
+                lp.add_constraint(held, ComparisonOp::Le, self.capacity(tier) as f64 / all);
+            }
+            for link in 0..self.tiers.len() {
+                for up in [true, false] {
+                    let mut busy = vec![(time, -1.0)];
+                    for (class, x) in classes.iter().zip(&x) {
+                        let (read, write) = self.stream(class, link);
+                        let all = class.pages as f64 * if up { read } else { write } / unit;
+                        let on = (0..tiers).filter(|tier| self.path(*tier).any(|l| l == link));
+                        busy.extend(on.map(|tier| (x[tier], all)));
+                    }
+                    lp.add_constraint(busy, ComparisonOp::Le, 0.0);
+                }
+            }
+            let solver = |error: microlp::Error| PlacementError::Solver(error.to_string());
+            let stopped = || PlacementError::Solver("it stopped before the optimum".to_owned());
+            let solution = lp.solve().map_err(solver)?.into_solution().map_err(|_| stopped())?;
+            let shares = x.iter().map(|x| x.iter().map(|x| solution.var_value(*x).clamp(0.0, 1.0)).collect());
+            Ok((shares.collect(), solution.var_value(time)))
+        };
+        let (_, time) = solve(None)?;
+        let (shares, _) = solve(Some(time * (1.0 + 1e-9) + 1e-9))?;
+        Ok((shares, time * unit))
+    }
+
+    /// Whole pages near `shares`; `None` if what is left over by rounding finds no room.
+    fn round(&self, classes: &[Class], shares: &[Vec<f64>]) -> Option<Vec<Vec<u64>>> {
+        let tiers = self.tiers.len() + 1;
+        let mut room: Vec<u64> = (0..tiers).map(|tier| self.capacity(tier)).collect();
+        let mut pages: Vec<Vec<u64>> = Vec::new();
+        for (class, shares) in classes.iter().zip(shares) {
+            let mut left = class.pages;
+            let fill = room.iter_mut().zip(shares).map(|(room, share)| {
+                // The solver's shares are off by up to 1e-7.
+                let wanted = (share * class.pages as f64 * (1.0 + 1e-7) + 1e-6).floor() as u64;
+                let n = wanted.min(left).min(*room / class.page_bytes);
+                left -= n;
+                *room -= n * class.page_bytes;
+                n
+            });
+            pages.push(fill.collect());
+        }
+        for (c, class) in classes.iter().enumerate() {
+            for _ in pages[c].iter().sum::<u64>()..class.pages {
+                let fits = (0..tiers).filter(|tier| room[*tier] >= class.page_bytes);
+                let mut seconds = |tier: usize| {
+                    pages[c][tier] += 1;
+                    let seconds = self.slowest(&self.links(classes, &pages));
+                    pages[c][tier] -= 1;
+                    seconds
+                };
+                let best = fits.map(|tier| (seconds(tier), tier)).min_by(|a, b| a.0.total_cmp(&b.0))?.1;
+                pages[c][best] += 1;
+                room[best] -= class.page_bytes;
+            }
+        }
+        Some(pages)
+    }
+
+    fn too_small(&self, classes: &[Class], needed: u64, capacity: u64) -> PlacementError {
+        let sizes = || classes.iter().map(|c| c.page_bytes);
+        let (largest, smallest) = (sizes().max().unwrap_or(0), sizes().min().unwrap_or(0));
+        // What a tier holds whatever the order: whole pages where all are alike, else all but the largest.
+        let usable = |bytes: u64| {
+            if largest == smallest { bytes - bytes % largest } else { bytes.saturating_sub(largest) }
+        };
+        let others: u64 = (0..self.tiers.len()).map(|tier| usable(self.capacity(tier))).sum();
+        let margin = if largest == smallest { 0 } else { largest };
+        PlacementError::Capacity {
+            needed,
+            capacity,
+            tier: self.tiers.last().map_or_else(|| "the first tier".to_owned(), |tier| tier.name.clone()),
+            would: (needed - others.min(needed)).saturating_add(margin),
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! Bytes of a cache before there is one.
+
+use super::error::PlanError;
+use crate::cache::Cache;
+use crate::codec::HeadCodec;
+use crate::config::CacheConfig;
+use crate::sequence::Place;
+use pikv_core::page::{PAGE, Position};
+use pikv_core::plan::{Filed, LayerShape, StoreShape};
+
+/// What a cache is to hold: sequences that are all alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Sequences.
+    pub sequences: u32,
+    /// Tokens of each.
+    pub len: u32,
+    /// Tokens of each that stay resident in every KV head, the ring's and the sinks' among them; all that a window does not drop if
+    /// `None`. Whole pages leave, so a few tokens less may stay.
+    pub resident: Option<u32>,
+}
+
+impl Load {
+    /// One sequence of `len` tokens, all of which stay.
+    pub const fn new(len: u32) -> Load {
+        Load { sequences: 1, len, resident: None }
+    }
+
+    /// Sets the sequences.
+    pub const fn sequences(mut self, sequences: u32) -> Load {
+        self.sequences = sequences;
+        self
+    }
+
+    /// Sets the tokens that stay.
+    pub const fn resident(mut self, tokens: u32) -> Load {
+        self.resident = Some(tokens);
+        self
+    }
+}
+
+/// What a decode step touches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Calls of attend: one a layer.
+    pub calls: u64,
+    /// Bytes of pages read, whole pages.
+    pub bytes: u64,
+    /// Floating-point operations of `q . k` and of the weighted sum, a multiply-add counted as 2, whole pages; folding a query and
+    /// taking an output back, which do not grow with the tokens, are not in it.
+    pub flops: u64,
+}
+
+/// What a load takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Forecast {
+    /// Bytes of pages, over all shards: what [`Usage::taken`](crate::Usage::taken) will be between two steps.
+    pub bytes: u64,
+    /// Bytes on each shard, as in [`Usage::shards`](crate::Usage::shards).
+    pub shards: Vec<u64>,
+    /// Tokens that stay of each sequence, in the layer that keeps most.
+    pub resident: u32,
+    /// A decode step of all sequences that reads everything resident.
+    pub work: Work,
+}
+
+/// Foretells what a cache takes, by the functions by which the cache itself takes it.
+///
+/// Experts are taken to be even: the token at position `p` is filed by expert `p % experts`. Where a budget leaves fewer tokens
+/// resident, the oldest pages go first, in turns over the experts. To the byte under these two, as long as there are no more than
+/// 2048 experts (32 tokens of one then span more than 65,536 positions, and packed pages may close early). For other spreads there
+/// are [`Cache::bytes_at`] and [`Cache::bytes_at_most`].
+///
+/// ```
+/// use pikv_host::planner::{Load, MIXTRAL_8X7B, Planner};
+/// use pikv_core::dtype::Dtype::Bf16;
+/// let planner = Planner::new(MIXTRAL_8X7B.config(Bf16, Bf16, 8 << 30))?;
+/// let all = planner.forecast(&Load::new(32768))?;
+/// // 4 GiB of keys and values; the rest is positions, and the 8 experts' last pages.
+/// assert_eq!(MIXTRAL_8X7B.raw_bytes(32768, 16), 4 << 30);
+/// assert!(all.bytes > 4 << 30 && all.bytes < (4 << 30) * 102 / 100);
+/// // Two of them do not fit beside their positions, and the error says what does.
+/// let error = planner.check(&Load::new(32768).sequences(2)).unwrap_err();
+/// assert_eq!(error.to_string(), "2 sequences of 32768 tokens take 8694792192 bytes, the budget is 8589934592: 32368 tokens each fit");
+/// # Ok::<(), pikv_host::planner::PlanError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Planner {
+    cache: Cache,
+}
+
+/// How the tokens of one layer lie, the same in all its KV heads.
+struct Lie {
+    /// Of each expert.
+    runs: Vec<Run>,
+    sinks: u32,
+    resident: u32,
+}
+
+/// An expert's pages.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    /// Position of its first token.
+    first: u32,
+    /// Tokens ever filed.
+    tokens: u32,
+    /// Pages that left, from the front.
+    gone: u32,
+    /// Tokens that can still be taken back.
+    recent: u32,
+}
+
+impl Run {
+    fn pages(&self) -> u32 {
+        self.tokens.div_ceil(PAGE)
+    }
+
+    fn fill(&self, page: u32) -> u32 {
+        PAGE.min(self.tokens - page * PAGE)
+    }
+
+    /// Position of the last token of a page.
+    fn last(&self, page: u32, experts: u32) -> u32 {
+        self.first + (page * PAGE + self.fill(page) - 1) * experts
+    }
+
+    fn held(&self) -> u32 {
+        self.tokens - (self.gone * PAGE).min(self.tokens)
+    }
+
+    fn filed(&self) -> Filed {
+        Filed { tokens: self.held(), recent: self.recent.min(self.held()) }
+    }
+}
+
+impl Planner {
+    /// Plans for caches of `config`. Takes no page memory.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration.
+    pub fn new(config: CacheConfig) -> Result<Planner, PlanError> {
+        Ok(Planner { cache: Cache::new(config)? })
+    }
+
+    /// The cache that is planned for, without a page.
+    pub fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// Bytes and work of `load`, whatever the budget. O(pages).
+    ///
+    /// # Errors
+    /// A sequence longer than there are positions; fewer resident tokens than the ring and the sinks hold.
+    pub fn forecast(&self, load: &Load) -> Result<Forecast, PlanError> {
+        if load.len > Position::MAX.0 {
+            return Err(PlanError::Length { len: load.len });
+        }
+        let inner = &self.cache.inner;
+        let (ring, len) = (inner.store.ring, load.len);
+        let mut all = Forecast {
+            bytes: 0,
+            shards: vec![0; inner.config.shards.shards() as usize],
+            resident: 0,
+            work: Work::default(),
+        };
+        for (layer, shape) in inner.config.layers.iter().enumerate() {
+            let lie = self.lie(shape, load)?;
+            let filed: Vec<Filed> = lie.runs.iter().map(Run::filed).collect();
+            all.bytes += self.cache.bytes_at(layer, len, &filed)?;
+            all.resident = all.resident.max(lie.resident);
+            all.work.calls += 1;
+            let seen = shape.window.map_or(0, |window| len.saturating_sub(window));
+            for (head, codec) in inner.codecs[layer].iter().enumerate() {
+                let mut tally = Tally { shape, codec: codec.as_ref(), all: &mut all };
+                for page in 0..StoreShape::run_pages(lie.sinks, 0) as u32 {
+                    tally.add(inner.shard_of(Place::Sinks, page, head), Held::Open, true);
+                }
+                let in_ring = seen.max(ring.left(len));
+                for tile in ring.tiles(len, len) {
+                    let read = (tile + 1) * PAGE > in_ring;
+                    tally.add(inner.shard_of(Place::Ring, tile, head), Held::Open, read);
+                }
+                for (expert, run) in (0u16..).zip(&lie.runs) {
+                    for page in run.gone..run.pages() {
+                        let last = run.last(page, inner.config.experts);
+                        let held = match (run.fill(page) == PAGE, last >= ring.kept_from(len)) {
+                            (false, _) => Held::Open,
+                            (true, kept) => Held::Closed { original: kept },
+                        };
+                        tally.add(inner.shard_of(Place::Expert(expert), page, head), held, last >= seen);
+                    }
+                }
+            }
+        }
+        let sequences = u64::from(load.sequences);
+        all.shards.iter_mut().for_each(|bytes| *bytes *= sequences);
+        all.bytes *= sequences;
+        all.work.bytes *= sequences;
+        all.work.flops *= sequences;
+        Ok(all)
+    }
+
+    /// [`Planner::forecast`], if it is within the cache's budget. A step takes more on its way than what stays after it: the pages that it
+    /// fills before others go, up to [`Cache::bytes_at_most`].
+    ///
+    /// # Errors
+    /// Those of [`Planner::forecast`]; [`PlanError::Budget`] with a length that fits, everything else being equal.
+    pub fn check(&self, load: &Load) -> Result<Forecast, PlanError> {
+        let budget = self.cache.inner.config.budget;
+        let forecast = self.forecast(load)?;
+        if forecast.bytes <= budget {
+            return Ok(forecast);
+        }
+        // Bytes do not rise with every token (32 that are packed take less than as they came), so the length found is the last
+        // of some that fit, if not the last of all.
+        let (mut fits, mut over) = (0, load.len);
+        while over - fits > 1 {
+            let len = fits + (over - fits) / 2;
+            if self.forecast(&Load { len, ..*load })?.bytes <= budget { fits = len } else { over = len }
+        }
+        let Load { sequences, len, .. } = *load;
+        Err(PlanError::Budget { sequences, len, needed: forecast.bytes, budget, fits })
+    }
+
+    fn lie(&self, shape: &LayerShape, load: &Load) -> Result<Lie, PlanError> {
+        let store = &self.cache.inner.store;
+        let (ring, experts) = (store.ring, store.experts);
+        let left = ring.left(load.len);
+        let sinks = left.min(store.sinks);
+        let filed = if store.files(shape, u32::MAX) { sinks..left } else { sinks..sinks };
+        let kept = ring.kept_from(load.len).max(sinks);
+        // Positions of an expert below some one.
+        let below = |expert: u32, end: u32| end / experts + u32::from(end % experts > expert);
+        let mut runs: Vec<Run> = (0..experts)
+            .map(|expert| {
+                let tokens = below(expert, filed.end) - below(expert, filed.start);
+                let recent = below(expert, filed.end) - below(expert, kept.min(filed.end));
+                let first = expert + below(expert, filed.start) * experts;
+                let mut run = Run { first, tokens, gone: 0, recent };
+                if let Some(window) = shape.window {
+                    let seen = load.len.saturating_sub(window.saturating_add(ring.slack()));
+                    while run.gone < tokens / PAGE && run.last(run.gone, experts) < seen {
+                        run.gone += 1;
+                    }
+                }
+                run
+            })
+            .collect();
+        let fixed = ring.resident(load.len).0 + sinks;
+        let mut resident = fixed + runs.iter().map(Run::held).sum::<u32>();
+        if let Some(asked) = load.resident {
+            if asked < fixed {
+                return Err(PlanError::Resident { asked, least: fixed });
+            }
+            let mut page = 0;
+            while resident > asked {
+                for run in runs.iter_mut().filter(|run| run.gone == page && page < run.pages()) {
+                    if resident <= asked {
+                        break;
+                    }
+                    run.gone += 1;
+                    resident -= run.fill(page);
+                }
+                page += 1;
+            }
+        }
+        Ok(Lie { runs, sinks, resident })
+    }
+}
+
+/// Of one page.
+enum Held {
+    Open,
+    Closed { original: bool },
+}
+
+/// Adds up the pages of one KV head.
+struct Tally<'a> {
+    shape: &'a LayerShape,
+    codec: Option<&'a HeadCodec>,
+    all: &'a mut Forecast,
+}
+
+impl Tally<'_> {
+    fn add(&mut self, shard: u32, held: Held, read: bool) {
+        let layout = &self.shape.layout;
+        let full = (layout.bytes(), layout.k_dim + layout.v_dim);
+        let ((bytes, channels), beside) = match (held, self.codec) {
+            (Held::Closed { original }, Some(HeadCodec { packed, .. })) => {
+                let beside = if original { full.0 } else { 0 };
+                ((packed.bytes(), packed.k_dim + packed.v_dim), beside)
+            }
+            _ => (full, 0),
+        };
+        self.all.shards[shard as usize] += bytes + beside;
+        if read {
+            self.all.work.bytes += bytes;
+            self.all.work.flops += u64::from(2 * PAGE * self.shape.group()) * u64::from(channels);
+        }
+    }
+}
+
+/// Of the past, the share whose experts meet those of a query, where routing is uniform: `1 - C(E-k, k) / C(E, k)`; what a read by
+/// experts looks at, token by token. A page of 32 tokens meets a query far more often.
+///
+/// # Errors
+/// `top_k` that is not in `1..=experts`.
+///
+/// ```
+/// use pikv_host::planner::shared_experts;
+/// assert_eq!(shared_experts(8, 2)?, 13.0 / 28.0);     // 46.4 %
+/// # Ok::<(), pikv_host::planner::PlanError>(())
+/// ```
+pub fn shared_experts(experts: u32, top_k: u32) -> Result<f64, PlanError> {
+    if top_k == 0 || top_k > experts {
+        return Err(PlanError::TopK { top_k, experts });
+    }
+    // C(E-k, k) / C(E, k), factor by factor; 0 as soon as k of E-k cannot be had.
+    let miss: f64 =
+        (0..top_k).map(|i| f64::from((experts - top_k).saturating_sub(i)) / f64::from(experts - i)).product();
+    Ok(1.0 - miss)
+}

@@ -1,0 +1,121 @@
+//! What models have to be cached.
+
+use crate::config::CacheConfig;
+use pikv_core::dtype::Dtype;
+use pikv_core::page::Layout;
+use pikv_core::plan::LayerShape;
+
+/// The attention of a Mixture-of-Experts model, as far as a cache sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// The model.
+    pub name: &'static str,
+    /// Attention layers, those with a dense FFN among them.
+    pub layers: u32,
+    /// Query heads of a layer.
+    pub query_heads: u32,
+    /// KV heads of a layer.
+    pub kv_heads: u32,
+    /// Channels of a head, of K and of V.
+    pub head_dim: u32,
+    /// Routed experts of a layer.
+    pub experts: u32,
+    /// Routed experts a token.
+    pub top_k: u32,
+    /// Tokens that the model was made for.
+    pub max_context: u32,
+}
+
+/// Mixtral 8x7B: `config.json` of mistralai/Mixtral-8x7B-Instruct-v0.1; arXiv 2401.04088, table 1.
+pub const MIXTRAL_8X7B: Geometry = Geometry {
+    name: "Mixtral-8x7B",
+    layers: 32,
+    query_heads: 32,
+    kv_heads: 8,
+    head_dim: 128,
+    experts: 8,
+    top_k: 2,
+    max_context: 32768,
+};
+
+/// Qwen1.5-MoE-A2.7B: `config.json` of Qwen/Qwen1.5-MoE-A2.7B-Chat; the base model's positions end at 8192. Beside the routed experts
+/// it has one that is always used.
+pub const QWEN1_5_MOE_A2_7B: Geometry = Geometry {
+    name: "Qwen1.5-MoE-A2.7B",
+    layers: 24,
+    query_heads: 16,
+    kv_heads: 16,
+    head_dim: 128,
+    experts: 60,
+    top_k: 4,
+    max_context: 32768,
+};
+
+/// OLMoE-1B-7B: `config.json` of allenai/OLMoE-1B-7B-0924; arXiv 2409.02060, table 1.
+pub const OLMOE_1B_7B: Geometry = Geometry {
+    name: "OLMoE-1B-7B",
+    layers: 16,
+    query_heads: 16,
+    kv_heads: 16,
+    head_dim: 128,
+    experts: 64,
+    top_k: 8,
+    max_context: 4096,
+};
+
+/// DeepSeekMoE 16B: `config.json` of deepseek-ai/deepseek-moe-16b-chat; arXiv 2401.06066. Its first layer's FFN is dense, and two more
+/// experts are always used.
+pub const DEEPSEEK_MOE_16B: Geometry = Geometry {
+    name: "DeepSeekMoE-16B",
+    layers: 28,
+    query_heads: 16,
+    kv_heads: 16,
+    head_dim: 128,
+    experts: 64,
+    top_k: 6,
+    max_context: 4096,
+};
+
+/// Qwen3-30B-A3B: `config.json` of Qwen/Qwen3-30B-A3B; arXiv 2505.09388. Without the scaling of positions that it also allows.
+pub const QWEN3_30B_A3B: Geometry = Geometry {
+    name: "Qwen3-30B-A3B",
+    layers: 48,
+    query_heads: 32,
+    kv_heads: 4,
+    head_dim: 128,
+    experts: 128,
+    top_k: 8,
+    max_context: 40960,
+};
+
+impl Geometry {
+    /// The models above.
+    pub const ALL: [Geometry; 5] =
+        [MIXTRAL_8X7B, QWEN1_5_MOE_A2_7B, OLMOE_1B_7B, DEEPSEEK_MOE_16B, QWEN3_30B_A3B];
+
+    /// One layer, K and V stored as `k` and `v`.
+    pub const fn layer(&self, k: Dtype, v: Dtype) -> LayerShape {
+        let Geometry { query_heads, kv_heads, head_dim, .. } = *self;
+        let layout = Layout { k_dim: head_dim, v_dim: head_dim, k, v };
+        LayerShape { kv_heads, query_heads, layout, window: None, rope: None }
+    }
+
+    /// A cache of `budget` bytes for the model, with its experts; the rest as [`CacheConfig::new`] has it.
+    pub fn config(&self, k: Dtype, v: Dtype, budget: u64) -> CacheConfig {
+        CacheConfig::new(vec![self.layer(k, v); self.layers as usize], budget)
+            .experts(self.experts, self.top_k)
+    }
+
+    /// Bytes of the keys and values of `tokens` tokens alone, each channel `bits` wide: no pages, no padding, no positions.
+    ///
+    /// ```
+    /// use pikv_host::planner::Geometry;
+    /// // The paper's "> 24 GB": 24 layers of 16 KV heads of 128 channels in fp16, 128K tokens. The experts do not show.
+    /// let model = Geometry { layers: 24, ..pikv_host::planner::QWEN1_5_MOE_A2_7B };
+    /// assert_eq!(model.raw_bytes(131072, 16), 24 << 30);
+    /// ```
+    pub const fn raw_bytes(&self, tokens: u32, bits: u32) -> u64 {
+        let channels = 2 * self.layers as u64 * self.kv_heads as u64 * self.head_dim as u64;
+        channels * tokens as u64 * bits as u64 / 8
+    }
+}

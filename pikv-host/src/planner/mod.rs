@@ -1,0 +1,20 @@
+//! Planning: what a cache takes, how long a step takes, and where pages should lie, before anything is allocated.
+//!
+//! * [`Planner`]: the true bytes of a configuration, shard by shard, by the functions by which the allocator takes them.
+//! * [`StepTime`]: the time of a decode step, with constants that [`calibrate`] measures on the machine it runs on.
+//! * [`paper`]: the formulas of arXiv 2508.06526 to the letter, beside which to read the above.
+//! * [`Geometry`]: models to plan for.
+//! * `flexgen` (feature `plan`): which share of pages goes to which tier, by a linear program.
+
+mod error;
+#[cfg(feature = "plan")]
+pub mod flexgen;
+mod forecast;
+mod geometry;
+pub mod paper;
+mod step_time;
+
+pub use error::PlanError;
+pub use forecast::{Forecast, Load, Planner, Work, shared_experts};
+pub use geometry::{DEEPSEEK_MOE_16B, Geometry, MIXTRAL_8X7B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B, QWEN3_30B_A3B};
+pub use step_time::{Calibration, Probe, Sample, StepTime, calibrate};

@@ -1,0 +1,55 @@
+//! How many tokens a head may hold.
+
+use crate::error::ConfigError;
+use std::sync::Arc;
+
+/// How many tokens each KV head of a sequence may hold: sinks, ring and pages together. Sinks and ring stay even if they are
+/// more.
+///
+/// See [`Eviction`](super::Eviction).
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Budget {
+    /// So many.
+    Tokens(u32),
+    /// So many in each layer, as PyramidKV gives ([`PyramidKv::budgets`](crate::codec::PyramidKv::budgets)).
+    Layers(Arc<[u32]>),
+    /// So many in each KV head of each layer; [`Budget::ALL`] for a head that keeps everything (DuoAttention's retrieval heads).
+    Heads(Arc<[Vec<u32>]>),
+    /// This share of the tokens appended, above 0 and at most 1.
+    Share(f32),
+    /// As many as fit this many bytes of pages of each layer, the same number in each head: ring, sinks, a page for each
+    /// expert's newest, and a fifth of the rest for pages that have lost tokens. Pages that a fork shares, and those that a
+    /// rollback could bring back, come on top; so do packed pages unless whole pages are evicted.
+    Bytes(u64),
+}
+
+impl Budget {
+    /// For a head that keeps everything.
+    pub const ALL: u32 = u32::MAX;
+
+    pub(crate) fn check(&self, layer: usize, kv_heads: u32) -> Result<(), ConfigError> {
+        let bad = |why| Err(ConfigError::TokenBudget { layer, why });
+        match self {
+            Budget::Layers(layers) if layers.len() <= layer => bad("the list has no number for the layer"),
+            Budget::Heads(heads) if heads.get(layer).is_none_or(|l| l.len() != kv_heads as usize) => {
+                bad("the list needs a number for each KV head of the layer")
+            }
+            Budget::Share(share) if !(*share > 0.0 && *share <= 1.0) => {
+                bad("a share must be above 0 and at most 1")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Tokens of a head in a sequence of `len`; `None` for bytes, which need the page sizes.
+    pub(crate) fn tokens(&self, layer: usize, kv_head: usize, len: u32) -> Option<u32> {
+        match self {
+            Budget::Tokens(n) => Some(*n),
+            Budget::Layers(layers) => Some(layers[layer]),
+            Budget::Heads(heads) => Some(heads[layer][kv_head]),
+            Budget::Share(share) => Some((f64::from(len) * f64::from(*share)).ceil() as u32),
+            Budget::Bytes(_) => None,
+        }
+    }
+}

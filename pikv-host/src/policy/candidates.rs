@@ -1,0 +1,120 @@
+//! The tokens that a policy ranks.
+
+use super::State;
+use crate::chain::{Closed, Entry, Held};
+use crate::codec::HeadCodec;
+use pikv_core::page::Layout;
+use pikv_core::warp::LANES;
+
+/// The tokens of a head that may be evicted, by ascending position.
+#[derive(Debug)]
+pub struct Candidates<'a> {
+    pub(crate) layer: usize,
+    pub(crate) kv_head: usize,
+    pub(crate) now: u32,
+    pub(crate) layout: &'a Layout,
+    pub(crate) codec: Option<&'a HeadCodec>,
+    pub(crate) tokens: Vec<Candidate<'a>>,
+    /// Words of a token, and the version that holds.
+    pub(crate) words: usize,
+    pub(crate) version: usize,
+    pub(crate) head: &'a [f32],
+    pub(crate) group: u32,
+}
+
+/// One of them, and where it lies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Candidate<'a> {
+    pub position: u32,
+    pub chain: usize,
+    pub ordinal: u32,
+    pub lane: u32,
+    pub entry: &'a Entry,
+}
+
+impl Candidates<'_> {
+    /// The layer.
+    pub fn layer(&self) -> usize {
+        self.layer
+    }
+
+    /// The KV head.
+    pub fn kv_head(&self) -> usize {
+        self.kv_head
+    }
+
+    /// Query heads of the KV head.
+    pub fn group(&self) -> u32 {
+        self.group
+    }
+
+    /// Tokens appended so far.
+    pub fn now(&self) -> u32 {
+        self.now
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// The position of token `i`.
+    ///
+    /// # Panics
+    /// If there is no such token; so do the others.
+    pub fn position(&self, i: usize) -> u32 {
+        self.tokens[i].position
+    }
+
+    /// Word `word` of what the policy keeps of token `i`.
+    pub fn state(&self, i: usize, word: usize) -> f32 {
+        let Candidate { entry, lane, .. } = self.tokens[i];
+        rows(&entry.state, self.words, self.version)[word][lane as usize]
+    }
+
+    /// What the policy keeps of the head.
+    pub fn head(&self) -> &[f32] {
+        self.head
+    }
+
+    /// A number that is the same for tokens of one page, and for no others.
+    pub fn page(&self, i: usize) -> u64 {
+        let Candidate { chain, ordinal, .. } = self.tokens[i];
+        (chain as u64) << 32 | u64::from(ordinal)
+    }
+
+    /// Channels of a key.
+    pub fn k_dim(&self) -> usize {
+        self.layout.k_dim as usize
+    }
+
+    /// Channels of a value.
+    pub fn v_dim(&self) -> usize {
+        self.layout.v_dim as usize
+    }
+
+    /// Key and value of token `i` as stored, decoded to f32: `k_dim` and `v_dim` channels. O(k_dim + v_dim).
+    pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
+        let Candidate { entry, lane, .. } = self.tokens[i];
+        match (&entry.held, self.codec) {
+            (Held::Closed(Closed { packed, last, .. }), Some(codec)) => {
+                codec.read(packed.words(), lane, *last, key, value);
+            }
+            (Held::Open(page), _) => {
+                self.layout.read_key(page.words(), lane, key);
+                self.layout.read_value(page.words(), lane, value);
+            }
+            _ => unreachable!("candidates are held"),
+        }
+    }
+}
+
+/// The rows of a version of a state.
+pub(crate) fn rows(state: &State, words: usize, version: usize) -> &[[f32; LANES]] {
+    state.as_ref().map_or(&[][..], |rows| &rows[version * words..][..words])
+}

@@ -1,0 +1,69 @@
+//! C_Ch: whole chunks of neighbouring tokens stay or go, ChunkKV (arXiv 2502.00299).
+
+use super::{Candidates, Feedback, HeadSeen, Policy, Scope, Seen, Token};
+use pikv_core::warp::LANES;
+
+/// Another policy whose utilities are averaged over chunks: positions `0..size`, `size..2 size` and so on. A chunk that the
+/// budget cuts through loses its older tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunks<P> {
+    of: P,
+    size: u32,
+}
+
+impl<P: Policy> Chunks<P> {
+    /// Chunks of `size` positions, ranked by `of`; the paper takes 10 with SnapKV's scores. A size of 0 is taken as 1.
+    pub fn new(of: P, size: u32) -> Chunks<P> {
+        Chunks { of, size: size.max(1) }
+    }
+}
+
+impl<P: Policy> Policy for Chunks<P> {
+    fn name(&self) -> &str {
+        "ChunkKV"
+    }
+
+    fn feedback(&self) -> Feedback {
+        self.of.feedback()
+    }
+
+    fn words(&self) -> usize {
+        self.of.words()
+    }
+
+    fn head_words(&self, k_dim: usize) -> usize {
+        self.of.head_words(k_dim)
+    }
+
+    fn scope(&self) -> Scope {
+        self.of.scope()
+    }
+
+    fn born(&self, token: &Token<'_>, state: &mut [f32]) {
+        self.of.born(token, state);
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        self.of.observe(seen, state);
+    }
+
+    fn observe_head(&self, seen: &HeadSeen<'_>, state: &mut [f32]) {
+        self.of.observe_head(seen, state);
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        self.of.rank(tokens, utility);
+        let chunk = |i: usize| tokens.position(i) / self.size;
+        let mut first = 0;
+        while first < utility.len() {
+            let end = (first..utility.len()).find(|i| chunk(*i) != chunk(first)).unwrap_or(utility.len());
+            let mean = utility[first..end].iter().sum::<f32>() / (end - first) as f32;
+            utility[first..end].fill(mean);
+            first = end;
+        }
+    }
+
+    fn threshold(&self, head: &[f32]) -> Option<f32> {
+        self.of.threshold(head)
+    }
+}

@@ -1,0 +1,36 @@
+//! Duo-lit: the paper's form of DuoAttention, attention added over the layers.
+
+use super::{Candidates, Feedback, Policy, Scope, Seen};
+use pikv_core::warp::LANES;
+
+/// `u` = sum over the layers of the attention that a token received so far, all heads together: every layer and head lets go
+/// of the same tokens. (PiKV, arXiv 2508.06526. The method that it is named after, arXiv 2410.10819, gates heads instead: that is
+/// [`Budget::Heads`](super::Budget::Heads).)
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DuoLit;
+
+impl Policy for DuoLit {
+    fn name(&self) -> &str {
+        "Duo-lit"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::Mass
+    }
+
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Sequence
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        seen.lanes().for_each(|t| state[0][t] += seen.mass[t]);
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        (0..).zip(utility).for_each(|(i, u)| *u = tokens.state(i, 0));
+    }
+}

@@ -1,0 +1,37 @@
+//! C_F: tokens that get little attention go after an early layer, FastV (arXiv 2403.06764).
+
+use super::{Candidates, Feedback, Policy, Seen};
+use pikv_core::warp::LANES;
+
+/// `u` = mean attention received: the mass so far over the rows that could see the token. FastV drops a share of the tokens
+/// from layer 2 on: give those layers [`Budget::Share`](super::Budget::Share), and the first two no policy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FastVReceived;
+
+impl Policy for FastVReceived {
+    fn name(&self) -> &str {
+        "FastV"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::Mass
+    }
+
+    fn words(&self) -> usize {
+        2
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        for t in seen.lanes() {
+            state[0][t] += seen.mass[t];
+            state[1][t] += (seen.rows_after(seen.positions[t]) * seen.group) as f32;
+        }
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        for (i, u) in utility.iter_mut().enumerate() {
+            let rows = tokens.state(i, 1);
+            *u = if rows > 0.0 { tokens.state(i, 0) / rows } else { 0.0 };
+        }
+    }
+}

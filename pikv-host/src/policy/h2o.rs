@@ -1,0 +1,31 @@
+//! H2O: heavy hitters stay (arXiv 2306.14048).
+
+use super::{Candidates, Feedback, Policy, Seen};
+use pikv_core::warp::LANES;
+
+/// `u` = attention mass since the token came, over all rows and the query heads of its KV head. The recent tokens that H2O
+/// exempts are those of the ring; the paper halves the budget between both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct H2o;
+
+impl Policy for H2o {
+    fn name(&self) -> &str {
+        "H2O"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::Mass
+    }
+
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        seen.lanes().for_each(|t| state[0][t] += seen.mass[t]);
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        (0..).zip(utility).for_each(|(i, u)| *u = tokens.state(i, 0));
+    }
+}

@@ -1,0 +1,26 @@
+//! Key norm: keys of small norm stay (arXiv 2406.11430).
+
+use super::{Candidates, Policy, Token};
+
+/// `u = -||k||`, of the key as appended. Needs no attention, only the key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeyNorm;
+
+impl Policy for KeyNorm {
+    fn name(&self) -> &str {
+        "key norm"
+    }
+
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn born(&self, token: &Token<'_>, state: &mut [f32]) {
+        let square: f64 = token.key.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+        state[0] = square.sqrt() as f32;
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        (0..).zip(utility).for_each(|(i, u)| *u = -tokens.state(i, 0));
+    }
+}

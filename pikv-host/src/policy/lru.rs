@@ -1,0 +1,57 @@
+//! LRU: the token whose page was used longest ago goes first.
+
+use super::{Candidates, Feedback, Policy, Seen};
+use pikv_core::warp::LANES;
+
+/// `u = -(now - last use)`. A page is used by rows that give it at least `share` of what an equal spread over all tokens
+/// would; attention reads every page, so reading alone would tell nothing. A token counts as used when it is appended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lru {
+    /// 1 by default: a page that gets its fair share is used. With 0 one that gets any weight is.
+    pub share: f32,
+}
+
+impl Default for Lru {
+    fn default() -> Lru {
+        Lru { share: 1.0 }
+    }
+}
+
+/// Whether the rows of `seen` used its page.
+pub(super) fn used(seen: &Seen<'_>, share: f32) -> bool {
+    let mass: f32 = seen.lanes().map(|t| seen.mass[t]).sum();
+    let all = (seen.rows * seen.group) as f32;
+    let fair = all * seen.live.count_ones() as f32 / seen.resident as f32;
+    mass > 0.0 && mass >= share * fair
+}
+
+impl Policy for Lru {
+    fn name(&self) -> &str {
+        "LRU"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::Mass
+    }
+
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn born(&self, token: &super::Token<'_>, state: &mut [f32]) {
+        state[0] = token.position.0 as f32;
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        if used(seen, self.share) {
+            let now = (seen.first.0 + seen.rows - 1) as f32;
+            seen.lanes().for_each(|t| state[0][t] = now);
+        }
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        for (i, u) in utility.iter_mut().enumerate() {
+            *u = tokens.state(i, 0) - tokens.now() as f32;
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! LRU+: recency and decayed frequency.
+
+use super::lru::used;
+use super::{Candidates, Feedback, Policy, Seen};
+use pikv_core::warp::LANES;
+
+/// `u = -(now - last use) + lambda * frequency`; the frequency is the number of uses, each worth `decay` times as much with every
+/// token since, as of the last use. What a use is, [`Lru`](super::Lru) says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LruPlus {
+    /// Tokens of age that one use makes up for; 16 by default.
+    pub lambda: f32,
+    /// Above 0 and at most 1; 0.99 by default.
+    pub decay: f32,
+    /// As in [`Lru`](super::Lru).
+    pub share: f32,
+}
+
+impl Default for LruPlus {
+    fn default() -> LruPlus {
+        LruPlus { lambda: 16.0, decay: 0.99, share: 1.0 }
+    }
+}
+
+impl Policy for LruPlus {
+    fn name(&self) -> &str {
+        "LRU+"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::Mass
+    }
+
+    fn words(&self) -> usize {
+        2
+    }
+
+    fn born(&self, token: &super::Token<'_>, state: &mut [f32]) {
+        state[0] = token.position.0 as f32;
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        if used(seen, self.share) {
+            let now = (seen.first.0 + seen.rows - 1) as f32;
+            for t in seen.lanes() {
+                let faded = libm::powf(self.decay, now - state[0][t]);
+                (state[0][t], state[1][t]) = (now, state[1][t] * faded + 1.0);
+            }
+        }
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        for (i, u) in utility.iter_mut().enumerate() {
+            *u = tokens.state(i, 0) - tokens.now() as f32 + self.lambda * tokens.state(i, 1);
+        }
+    }
+}

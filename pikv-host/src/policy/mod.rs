@@ -1,0 +1,235 @@
+//! Eviction: which tokens a KV head goes on holding (PiKV, arXiv 2508.06526, section "scheduling").
+//!
+//! Three choices that are made apart:
+//!
+//! * a [`Policy`] says what a token is worth: its *utility*;
+//! * a [`Budget`] says how many tokens a head may hold, and [`Eviction::adaptive`] lets the heads of a layer share theirs (AdaKV);
+//! * [`Eviction::by_page`] evicts whole pages instead of tokens, which is what frees memory where a codec packs them.
+//!
+//! After every step, the tokens of lowest utility that have left the ring are evicted until the head is within its budget;
+//! of equals the older goes first. The ring, the sinks and what was pinned ([`Sequence::pin`](crate::Sequence::pin)) stay.
+//! Tokens that went are read no more; pages of the same expert that lost some are put together, so the budget bounds bytes
+//! too. Positions never change. Rollback brings back what a step evicted, and every score, as if the step had never been.
+
+pub(crate) mod ada_kv;
+mod budget;
+mod candidates;
+mod chunks;
+mod duo;
+mod duo_lit;
+mod fast_v;
+mod h2o;
+mod key_norm;
+mod lru;
+mod lru_plus;
+mod snap_kv;
+mod streaming_llm;
+mod tova;
+
+pub use budget::Budget;
+pub(crate) use candidates::Candidate;
+pub use candidates::Candidates;
+pub use chunks::Chunks;
+pub use duo::Duo;
+pub use duo_lit::DuoLit;
+pub use fast_v::FastVReceived;
+pub use h2o::H2o;
+pub use key_norm::KeyNorm;
+pub use lru::Lru;
+pub use lru_plus::LruPlus;
+pub use snap_kv::SnapKv;
+pub use streaming_llm::StreamingLlm;
+pub use tova::Tova;
+
+use crate::sequence::PageId;
+use pikv_core::page::Position;
+use pikv_core::warp::LANES;
+use std::fmt;
+use std::sync::Arc;
+
+/// Rows of 32 that a policy keeps of a page's tokens: [`Policy::words`] of them for each length that can be gone back to.
+pub(crate) type State = Option<Box<[[f32; LANES]]>>;
+
+/// What a policy is told after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feedback {
+    /// Nothing: attention runs as fast as without a policy.
+    None,
+    /// The attention mass of every token, from all rows.
+    Mass,
+    /// The attention mass of every token, from the last so many rows of a step.
+    LastMass(u32),
+}
+
+/// What a token is worth. One value serves all layers and heads: what is kept of a token or a head is kept for it.
+///
+/// Only [`rank`](Policy::rank) has to be written. A policy whose state is a function of what it is told forks and rolls back
+/// by itself.
+pub trait Policy: fmt::Debug + Send + Sync {
+    /// Its name in reports.
+    fn name(&self) -> &str;
+
+    /// What it wants to be told. Mass costs a second pass over the scores and 4 bytes a row, head and token meanwhile.
+    fn feedback(&self) -> Feedback {
+        Feedback::None
+    }
+
+    /// f32 kept of a token; they start as 0. Each takes 4 bytes a token and KV head, times the tokens that can be rolled back
+    /// and one.
+    fn words(&self) -> usize {
+        0
+    }
+
+    /// f32 kept of a KV head whose keys have `k_dim` channels.
+    fn head_words(&self, _k_dim: usize) -> usize {
+        0
+    }
+
+    /// Whether [`rank`](Policy::rank) should see utilities of the other heads: those that it returns are then added over
+    /// all heads of a layer, or of all layers, by position.
+    fn scope(&self) -> Scope {
+        Scope::Head
+    }
+
+    /// A token was appended: `state` is its [`words`](Policy::words).
+    fn born(&self, _token: &Token<'_>, _state: &mut [f32]) {}
+
+    /// Some rows were attended. Called for each page that they read, after the step was committed; `state` is
+    /// [`words`](Policy::words) rows of 32.
+    fn observe(&self, _seen: &Seen<'_>, _state: &mut [[f32; LANES]]) {}
+
+    /// The same, once a head: `state` is [`head_words`](Policy::head_words) long.
+    fn observe_head(&self, _seen: &HeadSeen<'_>, _state: &mut [f32]) {}
+
+    /// The utilities of the tokens that may be evicted, into `utility`. Not a number is worth less than anything.
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]);
+
+    /// Tokens below this utility go even where the budget would hold them.
+    fn threshold(&self, _head: &[f32]) -> Option<f32> {
+        None
+    }
+}
+
+/// Over what utilities are added before tokens are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Every head for itself.
+    Head,
+    /// The heads of a layer agree.
+    Layer,
+    /// All layers that have the policy agree.
+    Sequence,
+}
+
+/// A token that was appended.
+#[derive(Clone, Copy, Debug)]
+pub struct Token<'a> {
+    /// The layer.
+    pub layer: usize,
+    /// The KV head.
+    pub kv_head: usize,
+    /// Its position.
+    pub position: Position,
+    /// Its key, `k_dim` channels, as appended.
+    pub key: &'a [f32],
+    /// Its value, `v_dim` channels.
+    pub value: &'a [f32],
+}
+
+/// What some rows of attention saw of a page.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen<'a> {
+    /// The layer.
+    pub layer: usize,
+    /// The KV head.
+    pub kv_head: usize,
+    /// Query heads of the KV head.
+    pub group: u32,
+    /// Position of the first of the rows.
+    pub first: Position,
+    /// How many rows.
+    pub rows: u32,
+    /// The page, where it is now.
+    pub page: PageId,
+    /// Bit `t` is set if the token at lane `t` is held.
+    pub live: u32,
+    /// The position of each lane; of those not live, any.
+    pub positions: &'a [u32; LANES],
+    /// Softmax weight of each lane, summed over the rows and the group.
+    pub mass: &'a [f32; LANES],
+    /// Tokens that the head holds.
+    pub resident: u32,
+}
+
+impl Seen<'_> {
+    /// The lanes that are held.
+    pub fn lanes(&self) -> impl Iterator<Item = usize> + use<> {
+        let live = self.live;
+        (0..LANES).filter(move |t| live >> t & 1 == 1)
+    }
+
+    /// How many of the rows are at or after `position`.
+    pub fn rows_after(&self, position: u32) -> u32 {
+        (self.first.0 + self.rows).saturating_sub(position.max(self.first.0))
+    }
+}
+
+/// What some rows of attention saw of a head.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadSeen<'a> {
+    /// The layer.
+    pub layer: usize,
+    /// The KV head.
+    pub kv_head: usize,
+    /// Position of the first of the rows.
+    pub first: Position,
+    /// How many rows.
+    pub rows: u32,
+    /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless something is kept of heads.
+    pub queries: &'a [f32],
+    /// Tokens that the rows' experts hold, and those that they would had none been evicted.
+    pub hits: u32,
+    /// Of those, the ones that are gone.
+    pub misses: u32,
+}
+
+/// How a layer evicts. Set by [`CacheConfig::evict`](crate::CacheConfig::evict).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Eviction {
+    /// What a token is worth.
+    pub policy: Arc<dyn Policy>,
+    /// What a head may hold.
+    pub budget: Budget,
+    /// Evicts once so many tokens are over the budget, down to the budget: the ranking is then done once for so many.
+    pub batch: Option<u32>,
+    /// Whole pages go, the one with the lowest mean utility first.
+    pub by_page: bool,
+    /// Heads of a layer share their budgets: the best tokens of all stay, but each head keeps this share of its own (AdaKV).
+    pub adaptive: Option<f32>,
+}
+
+impl Eviction {
+    /// Keeps the tokens that `policy` ranks highest, as many as `budget` says.
+    pub fn new(policy: impl Policy + 'static, budget: Budget) -> Eviction {
+        Eviction { policy: Arc::new(policy), budget, batch: None, by_page: false, adaptive: None }
+    }
+
+    /// Sets how many tokens go at once; by default a 16th of the budget, from 1 to 256.
+    pub fn batch(mut self, tokens: u32) -> Eviction {
+        self.batch = Some(tokens);
+        self
+    }
+
+    /// Evicts whole pages.
+    pub fn by_page(mut self) -> Eviction {
+        self.by_page = true;
+        self
+    }
+
+    /// Lets the heads of a layer share their budgets, each keeping at least the share `floor` of its own.
+    pub fn adaptive(mut self, floor: f32) -> Eviction {
+        self.adaptive = Some(floor);
+        self
+    }
+}

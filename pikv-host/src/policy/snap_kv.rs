@@ -1,0 +1,51 @@
+//! SnapKV: what the last queries look at stays (arXiv 2404.14469).
+
+use super::{Candidates, Feedback, Policy, Seen};
+use pikv_core::warp::LANES;
+
+/// `u` = mean attention from the last `window` rows, averaged over `pool` neighbours by position, so that what stands beside an
+/// important token stays with it (at the ends fewer neighbours count, over the same divisor, as the paper's code has it).
+///
+/// A step of at least `window` rows, as a prompt is, starts the mean anew. Shorter ones replace their share of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SnapKv {
+    /// Rows; 32 by default.
+    pub window: u32,
+    /// Odd; 5 by default, 1 for no pooling.
+    pub pool: u32,
+}
+
+impl Default for SnapKv {
+    fn default() -> SnapKv {
+        SnapKv { window: 32, pool: 5 }
+    }
+}
+
+impl Policy for SnapKv {
+    fn name(&self) -> &str {
+        "SnapKV"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::LastMass(self.window)
+    }
+
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        let share = seen.rows.min(self.window) as f32 / self.window as f32;
+        for t in seen.lanes() {
+            state[0][t] = state[0][t] * (1.0 - share) + seen.mass[t] / self.window as f32;
+        }
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        let reach = self.pool as usize / 2;
+        for (i, u) in utility.iter_mut().enumerate() {
+            let near = i.saturating_sub(reach)..tokens.len().min(i + reach + 1);
+            *u = near.map(|i| tokens.state(i, 0)).sum::<f32>() / (2 * reach + 1) as f32;
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! SL: sinks and the newest tokens, StreamingLLM (arXiv 2309.17453).
+
+use super::{Candidates, Policy};
+
+/// `u` = position: the oldest goes first; the sinks are those of the cache. The newest tokens are kept one by one here,
+/// whatever their expert, while a sliding window of a layer needs no policy.
+///
+/// The paper gives tokens new positions inside the cache; [`Attend::closed_gaps`](crate::Attend::closed_gaps) does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamingLlm;
+
+impl Policy for StreamingLlm {
+    fn name(&self) -> &str {
+        "StreamingLLM"
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        // Equal utilities already go by position.
+        debug_assert!(utility.len() == tokens.len());
+        utility.fill(0.0);
+    }
+}

@@ -1,0 +1,34 @@
+//! TOVA: the token that the newest query weighs least goes (arXiv 2401.06104).
+
+use super::{Candidates, Feedback, Policy, Scope, Seen};
+use pikv_core::warp::LANES;
+
+/// `u` = attention of the last row, added over the heads of the layer, which let go of the same tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tova;
+
+impl Policy for Tova {
+    fn name(&self) -> &str {
+        "TOVA"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::LastMass(1)
+    }
+
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Layer
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        seen.lanes().for_each(|t| state[0][t] = seen.mass[t]);
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        (0..).zip(utility).for_each(|(i, u)| *u = tokens.state(i, 0));
+    }
+}

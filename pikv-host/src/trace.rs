@@ -1,0 +1,339 @@
+//! Streams of tokens, their experts, and what their queries look at: recorded, replayed, or made up. For studies of caches without a
+//! model.
+//!
+//! A trace is a CSV file, a line a token after the header, lists separated by blanks:
+//!
+//! ```text
+//! token,experts of 16,wanted
+//! 17,3 5,
+//! 4,3 0,0
+//! ```
+//! `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded run, or
+//! draws from a distribution.
+
+use pikv_core::hash::next;
+use std::io::{self, BufRead, Write};
+use thiserror::Error;
+
+/// One token of a stream. Its position is its index.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Row {
+    /// The token.
+    pub token: u32,
+    /// Its experts, first choice first.
+    pub experts: Vec<u16>,
+    /// Positions that its query looks at, all before its own.
+    pub wanted: Vec<u32>,
+}
+
+/// Why a trace cannot be read or made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TraceError {
+    /// The file.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// A first line that is no header.
+    #[error("the first line is {found:?}; a trace begins with \"token,experts of N,wanted\", N in 1..=65535")]
+    Header {
+        /// As found, or as it would have been written.
+        found: String,
+    },
+    /// A line that is no row.
+    #[error("line {line}: {what} {found:?}; it must be {expected}")]
+    Row {
+        /// The line, from 1.
+        line: usize,
+        /// Which part.
+        what: &'static str,
+        /// As found.
+        found: String,
+        /// What would do.
+        expected: String,
+    },
+    /// A stream that cannot be made.
+    #[error("{name} {value}; it must be {range}")]
+    Value {
+        /// Which number.
+        name: &'static str,
+        /// As given.
+        value: f64,
+        /// What would do.
+        range: &'static str,
+    },
+}
+
+/// Writes a trace row by row.
+#[derive(Debug)]
+pub struct Writer<W> {
+    out: W,
+    experts: u32,
+    line: usize,
+}
+
+impl<W: Write> Writer<W> {
+    /// Begins a trace of a model with `experts` experts.
+    ///
+    /// # Errors
+    /// Experts that are not 1..=65535; the file's.
+    pub fn new(mut out: W, experts: u32) -> Result<Writer<W>, TraceError> {
+        let header = header(experts);
+        if experts == 0 || experts > u32::from(u16::MAX) {
+            return Err(TraceError::Header { found: header });
+        }
+        writeln!(out, "{header}")?;
+        Ok(Writer { out, experts, line: 1 })
+    }
+
+    /// Adds a row.
+    ///
+    /// # Errors
+    /// A row that could not be read again; nothing is written then. The file's.
+    pub fn write(&mut self, row: &Row) -> Result<(), TraceError> {
+        check(row, self.experts, self.line + 1)?;
+        self.line += 1;
+        let Row { token, experts, wanted } = row;
+        writeln!(self.out, "{token},{},{}", list(experts), list(wanted))?;
+        Ok(())
+    }
+
+    /// Ends the trace.
+    ///
+    /// # Errors
+    /// The file's.
+    pub fn finish(mut self) -> Result<W, TraceError> {
+        self.out.flush()?;
+        Ok(self.out)
+    }
+}
+
+/// Reads a trace row by row.
+///
+/// ```
+/// use pikv_host::trace::{Reader, Row};
+/// let trace = "token,experts of 16,wanted\n17,3 5,\n4,3 0,0\n";
+/// let reader = Reader::new(trace.as_bytes())?;
+/// assert_eq!(reader.experts(), 16);
+/// let rows = reader.collect::<Result<Vec<Row>, _>>()?;
+/// assert_eq!(rows[1], Row { token: 4, experts: vec![3, 0], wanted: vec![0] });
+/// # Ok::<(), pikv_host::trace::TraceError>(())
+/// ```
+#[derive(Debug)]
+pub struct Reader<R> {
+    lines: io::Lines<R>,
+    experts: u32,
+    line: usize,
+}
+
+impl<R: BufRead> Reader<R> {
+    /// Begins to read.
+    ///
+    /// # Errors
+    /// No header; the file's.
+    pub fn new(file: R) -> Result<Reader<R>, TraceError> {
+        let mut lines = file.lines();
+        let found = lines.next().transpose()?.unwrap_or_default();
+        let experts = found.strip_prefix("token,experts of ").and_then(|rest| rest.strip_suffix(",wanted"));
+        match experts.and_then(|n| n.parse::<u16>().ok()).filter(|n| *n > 0) {
+            Some(n) => Ok(Reader { lines, experts: n.into(), line: 1 }),
+            None => Err(TraceError::Header { found }),
+        }
+    }
+
+    /// Experts of the model.
+    pub fn experts(&self) -> u32 {
+        self.experts
+    }
+
+    fn row(&self, text: &str) -> Result<Row, TraceError> {
+        let bad = |what, found: &str, expected: &str| TraceError::Row {
+            line: self.line,
+            what,
+            found: found.to_owned(),
+            expected: expected.to_owned(),
+        };
+        let parts: Vec<&str> = text.split(',').collect();
+        let [token, experts, wanted] = parts[..] else {
+            return Err(bad("the row", text, "token,experts,wanted"));
+        };
+        let row = Row {
+            token: token.parse().map_err(|_| bad("token", token, "a number below 2^32"))?,
+            experts: numbers(experts)
+                .ok_or_else(|| bad("experts", experts, "numbers separated by blanks"))?,
+            wanted: numbers(wanted).ok_or_else(|| bad("wanted", wanted, "numbers separated by blanks"))?,
+        };
+        check(&row, self.experts, self.line)?;
+        Ok(row)
+    }
+}
+
+impl<R: BufRead> Iterator for Reader<R> {
+    type Item = Result<Row, TraceError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let text = self.lines.next()?;
+        self.line += 1;
+        Some(text.map_err(TraceError::from).and_then(|text| self.row(&text)))
+    }
+}
+
+fn header(experts: u32) -> String {
+    format!("token,experts of {experts},wanted")
+}
+
+fn list(numbers: &[impl ToString]) -> String {
+    numbers.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
+}
+
+fn numbers<T: std::str::FromStr>(text: &str) -> Option<Vec<T>> {
+    text.split_ascii_whitespace().map(|n| n.parse().ok()).collect()
+}
+
+/// Experts there are, each once; positions that came before.
+fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
+    let bad = |what, found: String, expected: String| Err(TraceError::Row { line, what, found, expected });
+    let twice = (1..row.experts.len()).any(|i| row.experts[..i].contains(&row.experts[i]));
+    if row.experts.is_empty() || twice || row.experts.iter().any(|e| u32::from(*e) >= experts) {
+        return bad("experts", list(&row.experts), format!("at least 1, each below {experts}, none twice"));
+    }
+    let position = line - 2;
+    match row.wanted.iter().find(|p| **p as usize >= position) {
+        Some(p) => bad("wanted", p.to_string(), format!("positions before the token's own, {position}")),
+        None => Ok(()),
+    }
+}
+
+/// A stream whose experts are used unevenly, and not always the same ones; endless, and the same for the same numbers.
+///
+/// Expert of rank `r` (from 1) is drawn with weight `r^-skew`, a token's experts without putting back. Every `drift` tokens a rank is
+/// drawn the same way and trades places with another, drawn evenly: so it is mostly the hot ones that cool down. A query looks `d`
+/// tokens back with weight `1/d`, `wants` times (fewer where draws meet).
+///
+/// ```
+/// use pikv_host::trace::Skewed;
+/// let rows: Vec<_> = Skewed { experts: 8, top_k: 2, ..Skewed::default() }.rows()?.take(100).collect();
+/// assert_eq!(rows[99].experts.len(), 2);
+/// assert!(rows[99].wanted.iter().all(|p| *p < 99));
+/// # Ok::<(), pikv_host::trace::TraceError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Skewed {
+    /// Experts, 1..=65535.
+    pub experts: u32,
+    /// Experts a token, 1..=experts.
+    pub top_k: u32,
+    /// 0 is even; Zipf's law is 1.
+    pub skew: f64,
+    /// Tokens from one trade of ranks to the next; never if 0.
+    pub drift: u32,
+    /// Looks back of a query.
+    pub wants: u32,
+    /// Different tokens, drawn evenly; at least 1.
+    pub vocabulary: u32,
+    /// Of the draws.
+    pub seed: u64,
+}
+
+impl Default for Skewed {
+    /// 2 of 16 experts by Zipf's law, a trade every 64 tokens, 4 looks back, 32000 tokens, seed 0.
+    fn default() -> Skewed {
+        Skewed { experts: 16, top_k: 2, skew: 1.0, drift: 64, wants: 4, vocabulary: 32000, seed: 0 }
+    }
+}
+
+impl Skewed {
+    /// The stream, from its beginning.
+    ///
+    /// # Errors
+    /// A number out of range.
+    pub fn rows(self) -> Result<Rows, TraceError> {
+        let value = |name, value: f64, fine: bool, range| {
+            if fine { Ok(()) } else { Err(TraceError::Value { name, value, range }) }
+        };
+        let Skewed { experts, top_k, skew, vocabulary, .. } = self;
+        let some = (1..=u32::from(u16::MAX)).contains(&experts);
+        value("experts", experts.into(), some, "1..=65535")?;
+        value("top_k", top_k.into(), (1..=experts).contains(&top_k), "1..=experts")?;
+        value("skew", skew, (0.0..=16.0).contains(&skew), "0 to 16")?;
+        value("vocabulary", vocabulary.into(), vocabulary > 0, "at least 1")?;
+        let weights = (1..=experts).map(|rank| f64::from(rank).powf(-skew)).collect();
+        let by_rank = (0..experts).map(|e| e as u16).collect();
+        Ok(Rows { options: self, weights, by_rank, position: 0, state: self.seed })
+    }
+}
+
+/// The rows of a [`Skewed`] stream.
+#[derive(Clone, Debug)]
+pub struct Rows {
+    options: Skewed,
+    weights: Vec<f64>,
+    by_rank: Vec<u16>,
+    position: u32,
+    state: u64,
+}
+
+impl Rows {
+    /// The expert of each rank at the next token, the most used first.
+    pub fn by_rank(&self) -> &[u16] {
+        &self.by_rank
+    }
+
+    /// In 0..1.
+    fn unit(&mut self) -> f64 {
+        (next(&mut self.state) >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// In 0..n, evenly.
+    fn below(&mut self, n: u32) -> u32 {
+        ((u128::from(next(&mut self.state)) * u128::from(n)) >> 64) as u32
+    }
+
+    /// A rank, by its weight, that is not in `without`.
+    fn rank(&mut self, without: &[usize]) -> usize {
+        let free = |rank: &usize| !without.contains(rank);
+        let all = 0..self.weights.len();
+        let sum: f64 = all.clone().filter(free).map(|rank| self.weights[rank]).sum();
+        let mut left = self.unit() * sum;
+        let mut last = 0;
+        for rank in all.filter(free) {
+            last = rank;
+            left -= self.weights[rank];
+            if left < 0.0 {
+                break;
+            }
+        }
+        last
+    }
+}
+
+impl Iterator for Rows {
+    type Item = Row;
+
+    fn next(&mut self) -> Option<Row> {
+        let Skewed { experts, top_k, drift, wants, vocabulary, .. } = self.options;
+        if drift > 0 && self.position > 0 && self.position.is_multiple_of(drift) {
+            let (hot, other) = (self.rank(&[]), self.below(experts) as usize);
+            self.by_rank.swap(hot, other);
+        }
+        let token = self.below(vocabulary);
+        let mut ranks = Vec::new();
+        for _ in 0..top_k {
+            let rank = self.rank(&ranks);
+            ranks.push(rank);
+        }
+        let mut wanted = Vec::new();
+        if self.position > 0 {
+            for _ in 0..wants {
+                // The power of an even draw is a distance whose logarithm is even: weight 1/d.
+                let back = f64::from(self.position).powf(self.unit()).floor() as u32;
+                let position = self.position - back.clamp(1, self.position);
+                if !wanted.contains(&position) {
+                    wanted.push(position);
+                }
+            }
+        }
+        self.position = self.position.checked_add(1)?;
+        let experts = ranks.iter().map(|rank| self.by_rank[*rank]).collect();
+        Some(Row { token, experts, wanted })
+    }
+}
