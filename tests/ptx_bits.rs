@@ -8,6 +8,7 @@ use bytemuck::bytes_of;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
 use pikv_core::dtype::Dtype;
 use pikv_core::full::{Full, PageRef, Query};
+use pikv_core::mass::ROW;
 use pikv_core::merge::{self, Partial};
 use pikv_core::page::{Layout, Position};
 use pikv_core::rope::{Pairs, Rope, Rotation};
@@ -81,6 +82,8 @@ struct Case {
     softcap: Option<f32>,
     rope: Option<Rope>,
     table: Vec<f32>,
+    /// Whether the weights are kept.
+    weights: bool,
 }
 
 /// A page whose unwritten lanes and padding are NaN, in every dtype.
@@ -155,7 +158,8 @@ impl Case {
         if let Some(cap) = softcap {
             q.iter_mut().for_each(|q| *q /= cap);
         }
-        Case { layout, rows, blocks, q, sights, softcap, rope, table }
+        let weights = rng.one_in(3);
+        Case { layout, rows, blocks, q, sights, softcap, rope, table, weights }
     }
 
     fn len(&self) -> usize {
@@ -167,13 +171,45 @@ impl Case {
         let mut parts = vec![f32::NAN; self.len() * self.blocks.len()];
         for (block, part) in parts.chunks_mut(self.len()).enumerate() {
             match self.rows {
-                1 => lanes.run(Attend::<1> { case: self, block, part }),
-                2 => lanes.run(Attend::<2> { case: self, block, part }),
-                4 => lanes.run(Attend::<4> { case: self, block, part }),
-                _ => lanes.run(Attend::<8> { case: self, block, part }),
+                1 => lanes.run(Attend::<1> { case: self, block, part, raw: None }),
+                2 => lanes.run(Attend::<2> { case: self, block, part, raw: None }),
+                4 => lanes.run(Attend::<4> { case: self, block, part, raw: None }),
+                _ => lanes.run(Attend::<8> { case: self, block, part, raw: None }),
             }
         }
         parts
+    }
+
+    /// Weights of a block, `[rows][BLOCK]` rows of lanes, and its part, on the CPU.
+    fn weights(&self, block: usize) -> (Vec<[[f32; LANES]; BLOCK]>, Vec<f32>) {
+        let mut part = vec![f32::NAN; self.len()];
+        let mut weights = vec![[[f32::NAN; LANES]; BLOCK]; self.rows];
+        let (lanes, raw) = (Lanes::detect(), Some(&mut weights[..]));
+        match self.rows {
+            1 => lanes.run(Attend::<1> { case: self, block, part: &mut part, raw }),
+            2 => lanes.run(Attend::<2> { case: self, block, part: &mut part, raw }),
+            4 => lanes.run(Attend::<4> { case: self, block, part: &mut part, raw }),
+            _ => lanes.run(Attend::<8> { case: self, block, part: &mut part, raw }),
+        }
+        (weights, part)
+    }
+
+    /// Compares the weights that the PTX left at `raw` with the CPU's.
+    fn same_weights(&self, memory: &Memory, raw: u64) {
+        for (block, pages) in self.blocks.iter().enumerate() {
+            let at = |float: usize| raw + 4 * (block * self.rows * ROW + float) as u64;
+            let (weights, part) = self.weights(block);
+            let width = self.rows * self.layout.acc_rows() as usize * LANES;
+            let m: Vec<f32> = memory.read(at(self.rows * (ROW - 1)), self.rows).expect("written");
+            for r in 0..self.rows {
+                assert_eq!(bits(m[r]), bits(part[width + r]), "m of row {r}, {self:?}");
+                for (i, want) in weights[r][..pages.len()].iter().enumerate() {
+                    let got: Vec<f32> = memory.read(at((r * BLOCK + i) * LANES), LANES).expect("written");
+                    let same = got.iter().zip(want).all(|(a, b)| bits(*a) == bits(*b));
+                    assert!(same, "weights of row {r}, page {i}: {got:?}, {want:?}, {self:?}");
+                }
+            }
+        }
     }
 
     /// Parts of all blocks, by the PTX.
@@ -194,7 +230,8 @@ impl Case {
         for (i, block) in (0u32..).zip(&self.blocks) {
             let (first, sights) = (pages.len() as u32, i * self.rows as u32);
             let part = u64::from(i) * self.len() as u64;
-            tasks.push(TaskArg { part, q: 0, pages: first, count: block.len() as u32, sights });
+            let raw = u64::from(i) * (self.rows * ROW) as u64;
+            tasks.push(TaskArg { part, raw, q: 0, pages: first, count: block.len() as u32, sights });
             for page in block {
                 let at = memory.put(&page.words);
                 // Nothing of a value that was not written may be touched, nor the padding of one that was.
@@ -217,6 +254,7 @@ impl Case {
         let (q, page_list, live, tasks) =
             (memory.put(&self.q), memory.put(&pages), memory.put(&lives), memory.put(&tasks));
         let (sights, parts) = (memory.put(&sights), memory.allocate(self.len() * self.blocks.len() * 4));
+        let raw = if self.weights { memory.allocate(self.blocks.len() * self.rows * ROW * 4) } else { 0 };
         spoil(memory, &pages);
         machine.launch(
             &format!("attend_r{}", self.rows),
@@ -234,6 +272,7 @@ impl Case {
                 bytes_of(&rope),
                 bytes_of(&table),
                 bytes_of(&parts),
+                bytes_of(&raw),
             ],
         )?;
         let memory = &mut machine.memory;
@@ -241,8 +280,11 @@ impl Case {
         for address in pages.into_iter().chain([q, page_list, live, tasks, sights, parts]) {
             memory.free(address).expect("allocated above");
         }
-        if table != 0 {
-            memory.free(table).expect("allocated above");
+        if self.weights {
+            self.same_weights(memory, raw);
+        }
+        for address in [table, raw].into_iter().filter(|address| *address != 0) {
+            memory.free(address).expect("allocated above");
         }
         Ok(out)
     }
@@ -278,6 +320,7 @@ fn a_score_that_is_nan_reaches_the_end() {
         softcap: None,
         rope: None,
         table: Vec::new(),
+        weights: false,
     };
     for file in FILES {
         let device = case.device(&mut Machine::new(&text(file)).unwrap(), 32).unwrap();
@@ -290,13 +333,14 @@ struct Attend<'a, const R: usize> {
     case: &'a Case,
     block: usize,
     part: &'a mut [f32],
+    raw: Option<&'a mut [[[f32; LANES]; BLOCK]]>,
 }
 
 impl<const R: usize> Kernel for Attend<'_, R> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        let Attend { case, block, part } = self;
+        let Attend { case, block, part, raw } = self;
         let pages: Vec<_> =
             case.blocks[block].iter().map(|p| PageRef { words: &p.words, live: p.live }).collect();
         let query = Query::<R> {
@@ -307,7 +351,7 @@ impl<const R: usize> Kernel for Attend<'_, R> {
         let mut part = Partial::new(part, R, case.layout.acc_rows());
         let looks = Looks { sight: case.sights[block * R..].as_chunks().0[0], softcap: case.softcap };
         let mut form = Full { layout: &case.layout, pages: &pages, next: None, query };
-        attend_block(w, &mut form, &looks, &mut part, 0, None);
+        attend_block(w, &mut form, &looks, &mut part, 0, raw);
     }
 }
 

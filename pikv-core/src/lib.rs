@@ -18,6 +18,7 @@ pub mod codec;
 pub mod dtype;
 pub mod full;
 pub mod hash;
+pub mod mass;
 pub mod math;
 pub mod merge;
 pub mod page;

@@ -252,13 +252,8 @@ pub(crate) fn attend(
             Vec::new()
         }
         #[cfg(feature = "cuda")]
-        (Kind::Cuda(device), false) => {
-            crate::cuda::attend(device, &job, &forests, output.out, lse)?;
-            Vec::new()
-        }
-        #[cfg(feature = "cuda")]
-        (Kind::Cuda(_), true) => {
-            return Err(Error::Backend { backend: inner.config.backend.name(), what: "attention mass" });
+        (Kind::Cuda(device), some) => {
+            crate::cuda::attend(device, &job, &forests, some.then_some(&wanted[..]), output.out, lse)?
         }
     };
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {

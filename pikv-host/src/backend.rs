@@ -29,7 +29,7 @@ impl Backend {
     /// The driver's library is opened at run time: `libcuda.so.1`, or what the environment variable `PIKV_LIBCUDA` names when the
     /// first call of a process is made. With the feature `cuda` a program needs no driver until it calls this.
     ///
-    /// A cache on a device keeps full pages (no codecs) and gives no attention mass yet. All shards lie on the one device.
+    /// A cache on a device keeps full pages: no codecs, policies or bounds of keys yet. All shards lie on the one device.
     ///
     /// # Errors
     /// Why there is none.

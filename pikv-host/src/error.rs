@@ -174,14 +174,6 @@ pub enum Error {
     /// The device, or its driver. What was appended in a step that is under way may be lost then: drop the step.
     #[error(transparent)]
     Device(#[from] CudaError),
-    /// Something that the cache's back end does not do.
-    #[error("the back end {backend:?} gives no {what} yet; Backend::CPU does")]
-    Backend {
-        /// The back end.
-        backend: &'static str,
-        /// What it lacks.
-        what: &'static str,
-    },
     /// A slice of the wrong length.
     #[error("{what}: {got} elements, expected {expected} ({shape})")]
     Length {

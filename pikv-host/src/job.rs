@@ -280,19 +280,18 @@ impl<'a> Job<'a> {
         Some(select::highest(&of.layer.heads[head], self.inner.config.lanes, &queries, rows, pages))
     }
 
-    /// Rows cut into tiles.
-    pub fn items<'f>(&self, forests: &'f [Forest<'f>]) -> Vec<Item<'f>> {
-        let mut items = Vec::new();
-        for forest in forests {
-            let rows = self.views[forest.view].rows as usize * self.group();
-            items.extend((0..rows).step_by(TILE).map(|row| Item { forest, row, rows: TILE.min(rows - row) }));
-        }
-        items
+    /// The rows of a forest, `step` at a time.
+    pub fn items<'f>(&self, forest: &'f Forest<'f>, step: usize) -> impl Iterator<Item = Item<'f>> + use<'f> {
+        let rows = self.views[forest.view].rows as usize * self.group();
+        (0..rows).step_by(step).map(move |row| Item { forest, row, rows: step.min(rows - row) })
     }
 
     /// Rows cut into tiles, whole subtrees into tasks, tasks to threads.
     pub fn run(&self, forests: &[Forest<'_>], split: Option<u32>, out: &Shared<'_>, lse: &Shared<'_>) {
-        let items = self.items(forests);
+        let mut items = Vec::new();
+        for forest in forests {
+            items.extend(self.items(forest, TILE));
+        }
         let blocks: usize = items.iter().map(|item| item.forest.blocks.len()).sum();
         let level = match split {
             Some(blocks) => Some(blocks.ilog2()),

@@ -56,6 +56,8 @@ pub struct SightArg {
 pub struct TaskArg {
     /// Where the partial result goes, in f32 from the start of all.
     pub part: u64,
+    /// Where the weights go, if they are kept.
+    pub raw: u64,
     /// The bundle's queries, in f32 from the start of all.
     pub q: u32,
     /// The block's first page in the list.
@@ -96,6 +98,44 @@ pub struct RowArg {
     pub out: u32,
     /// Nothing.
     pub pad: u32,
+}
+
+/// Rows whose weights lie together, in all blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct WeighedArg {
+    /// Where they begin, in f32 from the start of all weights.
+    pub raw: u64,
+    /// The rows' whole result, in f32 from the start of all partial results.
+    pub part: u64,
+    /// Rows.
+    pub width: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// The mass of one page from some rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct MassArg {
+    /// Block of the page.
+    pub block: u32,
+    /// Place in the block.
+    pub page: u32,
+    /// First of the rows in the list.
+    pub first: u32,
+    /// Entries of the list.
+    pub count: u32,
+    /// Token of the first row.
+    pub token: u32,
+    /// Tokens that count.
+    pub from: u32,
+    /// Past the last of them.
+    pub to: u32,
+    /// Row of the output, of 32 lanes.
+    pub out: u32,
 }
 
 /// A token to be written into a page.

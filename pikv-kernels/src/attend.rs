@@ -4,14 +4,16 @@
 //! are the same in all lanes. Rust's rules have no word for that: what it comes to is held by running the PTX itself in
 //! `tests/ptx_bits.rs`, whose interpreter reports races between lanes and warps.
 
-use crate::args::{LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg};
+use crate::args::{LayoutArg, MassArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WeighedArg};
 use crate::gpu::{Lane, thread};
 use core::slice;
 use pikv_core::LANES;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
 use pikv_core::full::{Full, PageRef, Query};
+use pikv_core::mass::{PageSum, ROW, Rows};
 use pikv_core::merge::{Partial, finish, merge};
 use pikv_core::rope::Rotation;
+use pikv_core::warp::Warp;
 
 /// # Safety
 /// As [`attend_r1`] and its siblings.
@@ -29,6 +31,7 @@ unsafe fn attend<const R: usize>(
     rope: &RopeArg,
     table: *const f32,
     parts: *mut f32,
+    raw: *mut f32,
 ) {
     let layout = layout.layout();
     let index = thread::warp_index();
@@ -76,7 +79,14 @@ unsafe fn attend<const R: usize>(
     let mut part = Partial::new(part, R, layout.acc_rows());
     let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
     let mut form = Full { layout: &layout, pages: &list[..task.count as usize], next: None, query };
-    attend_block(lanes, &mut form, &looks, &mut part, 0, None);
+    // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
+    let mut raw =
+        (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });
+    let weights = raw.as_mut().map(|raw| raw.as_chunks_mut().0.as_chunks_mut().0);
+    attend_block(lanes, &mut form, &looks, &mut part, 0, weights);
+    if let Some(raw) = raw {
+        raw[R * (ROW - 1)..].copy_from_slice(part.m);
+    }
 }
 
 macro_rules! attend {
@@ -85,7 +95,8 @@ macro_rules! attend {
         ///
         /// `q`: bundles of `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `live`: every page's
         /// address and the lanes that are read, a bit each. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of the
-        /// rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`.
+        /// rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`,
+        /// and unless `raw` is null its weights, [`ROW`] f32 a row, to `raw`.
         ///
         /// # Safety
         /// The pointers must reach what is described, no task may have more than 8 pages, their partial results must lie apart,
@@ -103,10 +114,11 @@ macro_rules! attend {
             rope: RopeArg,
             table: *const f32,
             parts: *mut f32,
+            raw: *mut f32,
         ) {
             // SAFETY: the caller's own promise.
             unsafe {
-                attend::<$rows>(&layout, q, pages, live, tasks, count, sights, softcap, &rope, table, parts);
+                attend::<$rows>(&layout, q, pages, live, tasks, count, sights, softcap, &rope, table, parts, raw);
             }
         }
     )*};
@@ -176,5 +188,46 @@ pub unsafe extern "ptx-kernel" fn finish_rows(
         // Whole warps are launched, and what decides control flow is the warp's row.
         let lse = finish(Lane::new(), &layout, m, l, acc.as_chunks().0, out);
         *ends.add(to) = [lse, m, l];
+    }
+}
+
+/// Adds the weights of pages up, over rows and their tokens, a warp a page: those of `masses[i]` to row `out` of `mass`, rows of 32.
+///
+/// # Safety
+/// The pointers must reach what is described, no output may stand twice in `masses`, and whole warps must be launched.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "ptx-kernel" fn mass_pages(
+    layout: LayoutArg,
+    group: u32,
+    masses: *const MassArg,
+    count: u32,
+    weighed: *const WeighedArg,
+    raw: *const f32,
+    parts: *const f32,
+    mass: *mut [f32; LANES],
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    let stride = layout.acc_rows() as usize * LANES;
+    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's page.
+    unsafe {
+        let lanes = Lane::new();
+        let page = *masses.add(index as usize);
+        let out = &mut *mass.add(page.out as usize);
+        let mut sum = PageSum::new(lanes, lanes.load_f(out), page.token);
+        for i in 0..page.count {
+            let WeighedArg { raw: at, part, width, .. } = *weighed.add((page.first + i) as usize);
+            let width = width as usize;
+            let ends = slice::from_raw_parts(parts.add(part as usize + width * stride), 2 * width);
+            let (m, l) = ends.split_at(width);
+            let at = at as usize + page.block as usize * width * ROW;
+            let rows = Rows { width, raw: slice::from_raw_parts(raw.add(at), width * ROW), m, l };
+            sum.take(lanes, &rows, page.page as usize, group, page.from, page.to);
+        }
+        lanes.store(sum.all(), out);
     }
 }

@@ -5,6 +5,7 @@ use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};
 use crate::suite::{config, shape};
 use pikv::codec::{Code, Codec, Coding};
+use pikv::policy::{Budget, Eviction, StreamingLlm};
 use pikv::{Attend, Backend, Cache, CacheConfig, ConfigError, CudaError, Dtype, Error, Output};
 
 fn setup() -> CacheConfig {
@@ -166,14 +167,13 @@ fn what_the_device_does_not_do_is_refused() {
         Err(Error::Config(ConfigError::Backend { backend: "cuda", what: "a codec", layer: 1 })) => {}
         other => panic!("{other:?}"),
     }
-    let cache = Cache::new(config(layers, 8, 0).backend(standin.backend())).unwrap();
-    let mut sequence = cache.sequence();
-    let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
-    step.append(0, &[0.0; 64], &[0.0; 64]).unwrap();
-    let (mut out, mut mass) = ([0.0; 64], Vec::new());
-    let output = Output::new(&mut out).mass(&mut mass);
-    match step.attend(0, &[0.0; 64], &Attend::new(1.0), output) {
-        Err(Error::Backend { backend: "cuda", what: "attention mass" }) => {}
+    let policy = Eviction::new(StreamingLlm, Budget::Tokens(64));
+    match Cache::new(config(layers.clone(), 8, 0).evict_layer(1, policy).backend(standin.backend())) {
+        Err(Error::Config(ConfigError::Backend { backend: "cuda", what: "a policy", layer: 1 })) => {}
+        other => panic!("{other:?}"),
+    }
+    match Cache::new(config(layers, 8, 0).bounds(true).backend(standin.backend())) {
+        Err(Error::Config(ConfigError::Backend { backend: "cuda", what: "bounds of keys", layer: 0 })) => {}
         other => panic!("{other:?}"),
     }
 }

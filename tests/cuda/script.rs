@@ -41,6 +41,8 @@ pub struct Options {
     pub closed_gaps: bool,
     /// Rows read their own experts' pages alone.
     pub own_experts: bool,
+    /// The mass of every page is recorded.
+    pub mass: bool,
 }
 
 /// A cache, its sequences, and all that came out of them, as bits.
@@ -117,7 +119,7 @@ impl Run {
             .iter_mut()
             .enumerate()
             .filter_map(|(i, s)| parts.iter().find(|(at, _)| *at == i).map(|(_, n)| (s, *n)));
-        let own_experts = self.options.own_experts;
+        let Options { own_experts, mass: mass_too, .. } = self.options;
         let mut step = cache.begin(chosen)?;
         let rows = step.rows();
         for (layer, shape) in config.layers.iter().enumerate().take(layers) {
@@ -138,9 +140,12 @@ impl Run {
             }
             if attends {
                 let (mut out, mut lse) = (vec![f32::NAN; heads * v_dim], vec![f32::NAN; heads]);
+                let mut mass = Vec::new();
                 let output = Output::new(&mut out).lse(&mut lse);
+                let output = if mass_too { output.mass(&mut mass) } else { output };
                 step.attend(layer, &noise(&row(2), heads * k_dim), &options[layer], output)?;
                 results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
+                results.extend(mass.iter().flat_map(|page| page.tokens).map(f32::to_bits));
             }
             if !own_experts {
                 step.route(layer, &chosen)?;

@@ -191,6 +191,19 @@ fn soft_caps() {
 }
 
 #[test]
+fn attention_mass() {
+    // Groups that bundles cut across, rows of more than one item, blocks of more than one page.
+    for group in [1, 3, 12] {
+        let layers = vec![shape(2, group, 8, 8, Bf16, F32)];
+        let config = config(layers, 16, 0).experts(2, 1).sinks(3);
+        let ops = vec![Op::Feed(vec![(0, 30)]), Op::Feed(vec![(0, 1)]), Op::Feed(vec![(0, 70)]), Op::Fork(0)];
+        let ops = [ops, vec![Op::Feed(vec![(0, 2), (1, 1)])]].concat();
+        let options = Options { mass: true, ..Options::default() };
+        same("mass", &Standin::new(), &Case { config, options, ops });
+    }
+}
+
+#[test]
 fn poisoned_pages_on_the_older_kernels() {
     let standin = Standin::new();
     standin.set(Set::Capability, 75);
@@ -214,7 +227,7 @@ fn closed_gaps_and_chosen_experts() {
     let mut ops = vec![Op::Feed(vec![(0, 70)])];
     ops.extend(decode(4));
     for (closed_gaps, own_experts) in [(true, false), (false, true), (true, true)] {
-        let options = Options { closed_gaps, own_experts, softcap: None };
+        let options = Options { closed_gaps, own_experts, ..Options::default() };
         same(
             "gaps and experts",
             &Standin::new(),
@@ -280,6 +293,7 @@ fn whatever_is_done() {
             softcap: (below(4) == 0).then_some(3.0),
             closed_gaps: below(4) == 0,
             own_experts: below(4) == 0,
+            mass: below(3) == 0,
         };
         same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, options, ops });
     }

@@ -1,18 +1,23 @@
-//! Attention on the device: all blocks of all rows in one launch a width of bundle, the tree level by level, the end in one.
+//! Attention on the device: all blocks of all rows in one launch a width of bundle, the tree level by level, the end in one; where
+//! the mass of pages is wanted, that in one more.
 
 use super::work::{Upload, Work};
 use super::{Device, arguments};
 use crate::block::bundles;
 use crate::error::Error;
-use crate::forest::Forest;
-use crate::job::{Item, Job, SCRATCH};
+use crate::forest::{Forest, Listed};
+use crate::job::{Item, Job, SCRATCH, TILE};
+use crate::mass::{Wanted, Weighed};
 use crate::reduce::levels;
 use crate::sequence::Place;
+use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
-use pikv_kernels::args::{LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg};
-use std::ptr;
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{LayoutArg, MassArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WeighedArg};
+use std::mem;
+use std::ops::Range;
 
-/// f32 of partial results that a wave of items takes, unless it is a single item: 64 MiB.
+/// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
 const WAVE: u64 = 16 << 20;
 
 /// Rows of a bundle at most.
@@ -32,8 +37,30 @@ struct Wave {
     rows: Vec<RowArg>,
     /// f32 of the partial results.
     parts: u64,
-    /// The forest whose pages came last, and the first of them.
-    last: Option<(*const (), u32)>,
+    /// f32 of the weights, where they are kept, and whose they are.
+    raw: u64,
+    weighed: Vec<WeighedArg>,
+    forests: Vec<Part>,
+}
+
+/// What a wave has of a forest.
+struct Part {
+    /// Index of the forest in the call.
+    forest: usize,
+    /// Its first page in the list.
+    page: u32,
+    /// The first token of the rows, and past the last one.
+    tokens: Range<u32>,
+    /// Its entries of `weighed`.
+    weighed: Range<u32>,
+}
+
+/// Addresses of results.
+#[derive(Clone, Copy)]
+struct To {
+    out: u64,
+    ends: u64,
+    mass: u64,
 }
 
 /// A partial result of the tree.
@@ -45,19 +72,22 @@ struct Node {
 }
 
 impl Wave {
-    fn push(&mut self, job: &Job<'_>, item: &Item<'_>) {
+    /// Adds an item of forest `index` of the call; its weights are kept if they are `wanted`.
+    fn push(&mut self, job: &Job<'_>, index: usize, item: &Item<'_>, wanted: bool) {
         let forest = item.forest;
-        let key = ptr::from_ref(forest).cast();
-        let first_page = match self.last {
-            Some((last, first)) if last == key => first,
-            _ => {
-                let first = self.pages.len() as u32;
-                self.pages.extend(forest.pages.iter().map(|page| page.address));
-                self.live.extend(forest.pages.iter().map(|page| page.live));
-                self.last = Some((key, first));
-                first
-            }
-        };
+        let (first, end) = (item.row / job.group(), (item.row + item.rows).div_ceil(job.group()));
+        if self.forests.last().is_none_or(|part| part.forest != index) {
+            let none = self.weighed.len() as u32;
+            self.forests.push(Part {
+                forest: index,
+                page: self.pages.len() as u32,
+                tokens: first as u32..first as u32,
+                weighed: none..none,
+            });
+            self.pages.extend(forest.pages.iter().map(|page| page.address));
+            self.live.extend(forest.pages.iter().map(|page| page.live));
+        }
+        let first_page = self.forests.last().map_or(0, |part| part.page);
         let (channels, acc_rows) = (job.shape.layout.k_channels() as usize, job.shape.layout.acc_rows());
         SCRATCH.with_borrow_mut(|scratch| {
             job.pack(item, scratch);
@@ -71,31 +101,37 @@ impl Wave {
                 let sights = self.sights.len() as u32;
                 self.sights.extend(looks.iter().map(|(pool, _)| SightArg::from(*pool)));
                 self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
-                let (first_part, len) = (self.parts, Partial::len(width, acc_rows) as u64);
+                let (first_part, first_raw) = (self.parts, self.raw);
+                let len = Partial::len(width, acc_rows) as u64;
                 for pages in &forest.blocks {
                     let place = forest.pages[pages.start].id.place;
-                    let ring = place == Place::Ring;
                     let q = if place == Place::Sinks { first_sink_q } else { first_q };
                     self.tasks[width.ilog2() as usize].push(TaskArg {
                         part: self.parts,
+                        raw: self.raw,
                         q: (q + row * channels) as u32,
                         pages: first_page + pages.start as u32,
                         count: pages.len() as u32,
-                        sights: sights + if ring { width as u32 } else { 0 },
+                        sights: sights + if place == Place::Ring { width as u32 } else { 0 },
                     });
                     self.parts += len;
+                    self.raw += if wanted { (width * ROW) as u64 } else { 0 };
                 }
-                if let Some(root) = self.join(forest, first_part, len, width as u32) {
-                    self.rows.extend((0..width).map(|r| RowArg {
-                        part: root.part,
-                        rows: width as u32,
-                        row: r as u32,
-                        out: job.output_row(item, row + r) as u32,
-                        pad: 0,
-                    }));
-                }
+                let Some(root) = self.join(forest, first_part, len, width as u32) else { continue };
+                let rows = width as u32;
+                self.weighed.push(WeighedArg { raw: first_raw, part: root.part, width: rows, pad: 0 });
+                self.rows.extend((0..width).map(|r| RowArg {
+                    part: root.part,
+                    rows,
+                    row: r as u32,
+                    out: job.output_row(item, row + r) as u32,
+                    pad: 0,
+                }));
             }
         });
+        if let Some(part) = self.forests.last_mut() {
+            (part.weighed.end, part.tokens.end) = (self.weighed.len() as u32, end as u32);
+        }
     }
 
     /// The tree of [`Forest::reduce`] over blocks whose partial results begin at `first`, `len` f32 each.
@@ -113,14 +149,41 @@ impl Wave {
         subtree(&forest.runs, level, 0, 0, &mut run, rows, pairs)
     }
 
+    /// What is to be added up for each page and each set of rows that is wanted. Output rows of forest `f` begin at `firsts[f]`.
+    fn masses(&self, forests: &[Forest<'_>], wanted: &[Wanted], firsts: &[usize]) -> Vec<MassArg> {
+        let mut masses = Vec::new();
+        for part in &self.forests {
+            let forest = &forests[part.forest];
+            let mut out = firsts[part.forest] as u32;
+            for set in sets(&wanted[forest.view]) {
+                let meets = set.start < part.tokens.end && part.tokens.start < set.end;
+                for (block, pages) in (0..).zip(forest.blocks.iter().filter(|_| meets)) {
+                    masses.extend(pages.clone().map(|page| MassArg {
+                        block,
+                        page: (page - pages.start) as u32,
+                        first: part.weighed.start,
+                        count: part.weighed.len() as u32,
+                        token: part.tokens.start,
+                        from: set.start,
+                        to: set.end,
+                        out: out + page as u32,
+                    }));
+                }
+                out += forest.pages.len() as u32;
+            }
+        }
+        masses
+    }
+
     fn launch(
         &self,
         device: &Device,
         work: &mut Work,
         job: &Job<'_>,
-        out: u64,
-        ends: u64,
+        to: To,
+        masses: &[MassArg],
     ) -> Result<(), Error> {
+        let To { out, ends, mass } = to;
         let layout = LayoutArg::from(job.shape.layout);
         let stream = &device.stream;
         let (rope, table) = match (&job.shape.rope, &job.table) {
@@ -131,12 +194,13 @@ impl Wave {
             _ => (RopeArg::NONE, 0),
         };
         let parts = work.parts(stream, self.parts)?;
+        let raw = if self.raw > 0 { work.raw(stream, self.raw)? } else { 0 };
         let mut upload = Upload::new();
         let (q, pages, live) = (upload.add(&self.q), upload.add(&self.pages), upload.add(&self.live));
         let sights = upload.add(&self.sights);
         let tasks = self.tasks.each_ref().map(|tasks| upload.add(tasks));
         let pairs: Vec<u64> = self.pairs.iter().map(|pairs| upload.add(pairs)).collect();
-        let rows = upload.add(&self.rows);
+        let (rows, weighed, sums) = (upload.add(&self.rows), upload.add(&self.weighed), upload.add(masses));
         let base = work.send(stream, &upload)?;
         let (q, pages, live, sights, rows) =
             (base + q, base + pages, base + live, base + sights, base + rows);
@@ -147,10 +211,10 @@ impl Wave {
             }
             let (list, count) = (base + list, tasks.len() as u32);
             // SAFETY: the parameters of `attend_r*`. The lists are on the device, and the pages held by the views' sequences; each
-            // task's part is its own, within `parts`.
+            // task's part is its own, within `parts`, and so are its weights within `raw`.
             unsafe {
                 let arguments =
-                    arguments!(layout, q, pages, live, list, count, sights, softcap, rope, table, parts);
+                    arguments!(layout, q, pages, live, list, count, sights, softcap, rope, table, parts, raw);
                 device.launch(*kernel, tasks.len(), arguments)?;
             }
         }
@@ -167,6 +231,16 @@ impl Wave {
         unsafe {
             let arguments = arguments!(layout, rows, count, parts, out, ends);
             device.launch(device.kernels.finish_rows, self.rows.len(), arguments)?;
+        }
+        if masses.is_empty() {
+            return Ok(());
+        }
+        let (weighed, sums) = (base + weighed, base + sums);
+        let (group, count) = (job.group() as u32, masses.len() as u32);
+        // SAFETY: the parameters of `mass_pages`; a page and a set of rows have one output, and stand once in a wave.
+        unsafe {
+            let arguments = arguments!(layout, group, sums, count, weighed, raw, parts, mass);
+            device.launch(device.kernels.mass_pages, masses.len(), arguments)?;
         }
         Ok(())
     }
@@ -204,52 +278,93 @@ fn subtree(
     Some(Node { part: l.part, height: height + 1 })
 }
 
-/// Attends the items of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`.
+/// The sets of tokens of a view whose weights are wanted apart.
+fn sets(wanted: &Wanted) -> impl Iterator<Item = Range<u32>> {
+    wanted.all.then_some(0..u32::MAX).into_iter().chain(wanted.cuts.iter().cloned())
+}
+
+/// Attends the forests of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`. With `wanted`, of each view,
+/// the masses of each forest's pages too.
 pub(crate) fn attend(
     device: &Device,
     job: &Job<'_>,
     forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
     out: &mut [f32],
     lse: &mut [f32],
-) -> Result<(), Error> {
+) -> Result<Vec<Vec<Weighed>>, Error> {
     if lse.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let mut work = device.work()?;
     let stream = &device.stream;
-    let to = work.out(stream, (out.len() + 3 * lse.len()) as u64)?;
-    let ends = to + 4 * out.len() as u64;
-    let empty = |forest: &&Forest<'_>| forest.blocks.is_empty();
-    if forests.iter().any(|forest| empty(&forest)) {
-        // Rows that nothing is there for.
-        device.fill(to, 0, (out.len() + 3 * lse.len()) as u32)?;
+    // Rows of masses, forest by forest.
+    let (mut firsts, mut masses) = (Vec::new(), 0);
+    for forest in forests {
+        firsts.push(masses);
+        masses += wanted.map_or(0, |wanted| sets(&wanted[forest.view]).count()) * forest.pages.len();
     }
+    let floats = out.len() + 3 * lse.len() + LANES * masses;
+    let first = work.out(stream, floats as u64)?;
+    let ends = first + 4 * out.len() as u64;
+    let to = To { out: first, ends, mass: ends + 12 * lse.len() as u64 };
+    let (blank, full): (Vec<_>, Vec<_>) =
+        forests.iter().enumerate().partition(|(_, forest)| forest.blocks.is_empty());
+    if masses > 0 || !blank.is_empty() {
+        // Sums go on from wave to wave; and of rows that nothing is there for nobody else writes the output.
+        device.fill(first, 0, floats as u32)?;
+    }
+    let step = if wanted.is_some() { job.whole() } else { TILE };
+    let width = Partial::len(1, job.shape.layout.acc_rows()) + if wanted.is_some() { ROW } else { 0 };
     let mut wave = Wave::default();
-    for item in job.items(forests) {
-        let len = Partial::len(item.rows, job.shape.layout.acc_rows()) * item.forest.blocks.len();
-        if wave.parts > 0 && wave.parts + len as u64 > WAVE {
-            wave.launch(device, &mut work, job, to, ends)?;
-            wave = Wave::default();
+    let go = |wave: &mut Wave, work: &mut Work| {
+        let wave = mem::take(wave);
+        let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(forests, wanted, &firsts));
+        wave.launch(device, work, job, to, &masses)
+    };
+    for (index, forest) in full {
+        for item in job.items(forest, step) {
+            let more = (width * item.rows * forest.blocks.len()) as u64;
+            if wave.parts > 0 && wave.parts + wave.raw + more > WAVE {
+                go(&mut wave, &mut work)?;
+            }
+            wave.push(job, index, &item, wanted.is_some());
         }
-        wave.push(job, &item);
     }
     if wave.parts > 0 {
-        wave.launch(device, &mut work, job, to, ends)?;
+        go(&mut wave, &mut work)?;
     }
-    work.fetch(stream, to, out.len() + 3 * lse.len(), |words| {
+    let weighed = work.fetch(stream, first, floats, |words| {
         let floats: &[f32] = bytemuck::cast_slice(words);
-        let (from, ends) = floats.split_at(out.len());
+        let (from, rest) = floats.split_at(out.len());
+        let (ends, mass) = rest.split_at(3 * lse.len());
         out.copy_from_slice(from);
         let width = out.len() / lse.len();
         for (at, ([end, m, l], lse)) in ends.as_chunks().0.iter().zip(lse.iter_mut()).enumerate() {
             *lse = *end;
             job.judge(at, *m, *l, &out[at * width..][..width]);
         }
+        let Some(wanted) = wanted else { return Vec::new() };
+        let of = |(forest, first): (&Forest<'_>, &usize)| {
+            let wanted = &wanted[forest.view];
+            let row = |set: usize, page: usize| mass.as_chunks().0[first + set * forest.pages.len() + page];
+            let page = |(i, page): (usize, &Listed<'_>)| {
+                let mut weighed = wanted.blank(page.id);
+                let before = usize::from(wanted.all);
+                if wanted.all {
+                    weighed.all = row(0, i);
+                }
+                weighed.cuts.iter_mut().enumerate().for_each(|(cut, to)| *to = row(before + cut, i));
+                weighed
+            };
+            forest.pages.iter().enumerate().map(page).collect()
+        };
+        forests.iter().zip(&firsts).map(of).collect()
     })?;
-    for item in job.items(forests).iter().filter(|item| empty(&item.forest)) {
-        for r in 0..item.rows {
-            lse[job.output_row(item, r)] = f32::NEG_INFINITY;
+    for (_, forest) in blank {
+        for item in job.items(forest, step) {
+            (0..item.rows).for_each(|r| lse[job.output_row(&item, r)] = f32::NEG_INFINITY);
         }
     }
-    Ok(())
+    Ok(weighed)
 }

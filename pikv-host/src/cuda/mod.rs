@@ -36,6 +36,7 @@ struct Kernels {
     attend: [Kernel; 4],
     merge_pairs: Kernel,
     finish_rows: Kernel,
+    mass_pages: Kernel,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -115,6 +116,7 @@ impl Device {
             attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
             merge_pairs: kernel("merge_pairs")?,
             finish_rows: kernel("finish_rows")?,
+            mass_pages: kernel("mass_pages")?,
         };
         let work = Mutex::new(Work::new()?);
         Ok(Device { work, kernels, _module: module, stream, context, name })

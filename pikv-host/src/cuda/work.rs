@@ -95,6 +95,7 @@ pub(super) struct Work {
     stages: [Stage; 2],
     next: usize,
     parts: Memory,
+    raw: Memory,
     out: Memory,
     back: Pinned,
     /// Tables of rotations, and the positions in them.
@@ -128,8 +129,9 @@ impl Work {
             let sent = answer("cuEventCreate", Event::new(EventFlags::DISABLE_TIMING))?;
             Ok(Stage { host: Pinned::default(), device: Memory::default(), sent })
         };
-        let (parts, out, back) = (Memory::default(), Memory::default(), Pinned::default());
-        Ok(Work { stages: [stage()?, stage()?], next: 0, parts, out, back, tables: Vec::new() })
+        let (parts, raw, out) = (Memory::default(), Memory::default(), Memory::default());
+        let back = Pinned::default();
+        Ok(Work { stages: [stage()?, stage()?], next: 0, parts, raw, out, back, tables: Vec::new() })
     }
 
     /// Sends lists up; the address of the first.
@@ -158,6 +160,11 @@ impl Work {
     /// Room for the partial results of a wave.
     pub fn parts(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
         self.parts.reserve(floats * 4, stream)
+    }
+
+    /// Room for the weights of a wave.
+    pub fn raw(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
+        self.raw.reserve(floats * 4, stream)
     }
 
     /// Room for results.
