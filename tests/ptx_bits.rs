@@ -314,7 +314,7 @@ fn a_score_that_is_nan_reaches_the_end() {
     let case = Case {
         layout,
         rows: 1,
-        blocks: vec![vec![page(&mut Rng(1), &layout, 0, 1)]],
+        blocks: vec![vec![Page { live: 1, ..page(&mut Rng(1), &layout, 0, 1) }]],
         q: vec![f32::NAN],
         sights: vec![Sight { floor: 0, lo: 0, sinks: 0, hi: 0 }],
         softcap: None,

@@ -104,6 +104,8 @@ forward! {
     cuMemFree_v2(address: u64);
     cuMemAllocHost_v2(address: P, bytes: usize);
     cuMemFreeHost(address: P);
+    cuMemcpyHtoD_v2(to: u64, from: P, bytes: usize);
+    cuMemcpyDtoH_v2(to: P, from: u64, bytes: usize);
     cuMemcpyHtoDAsync_v2(to: u64, from: P, bytes: usize, stream: P);
     cuMemcpyDtoHAsync_v2(to: P, from: u64, bytes: usize, stream: P);
     cuMemsetD32Async(to: u64, value: u32, count: usize, stream: P);

@@ -16,6 +16,7 @@ pub struct Listed<'a> {
     /// Its words; of a page on a device the positions.
     pub words: &'a [u32],
     /// Where it lies on a device.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub address: u64,
     /// Lanes that are read, a bit each.
     pub live: u32,

@@ -11,6 +11,7 @@ pub(crate) struct Write<'a> {
     pub lane: u32,
     pub position: u32,
     /// Which row of the call's keys and values it is.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub row: usize,
     pub key: &'a [f32],
     pub value: &'a [f32],

@@ -469,6 +469,22 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usi
     })
 }
 
+/// # Safety
+/// As the driver's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize) -> u32 {
+    // SAFETY: the caller's promise.
+    unsafe { cuMemcpyHtoDAsync_v2(to, from, bytes, 0) }
+}
+
+/// # Safety
+/// As the driver's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut u8, from: u64, bytes: usize) -> u32 {
+    // SAFETY: the caller's promise.
+    unsafe { cuMemcpyDtoHAsync_v2(to, from, bytes, 0) }
+}
+
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, _stream: u64) -> u32 {
