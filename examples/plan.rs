@@ -2,10 +2,10 @@
 //!
 //! `cargo run --release --example plan [-- --model NAME] [--device-mib N]`
 //!
-//! Bytes are those that the allocator takes, on the fullest of 1 and of 8 devices; with `--device-mib`, what does not fit on each of
-//! 8 devices is marked, and what would fit is said. Step times come from constants that are measured first, here: attention alone,
-//! everything on this machine, none of the model's other work. The paper's figures stand beside them as its formulas give them, which
-//! know no budget of tokens: that row has the figures of the whole.
+//! Bytes are those that the allocator takes, on the fullest of 1 and of 8 devices; with `--device-mib`, what does not fit on
+//! each of 8 devices is marked, and what would fit is said. Step times come from constants that are measured first, here:
+//! attention alone, everything on this machine, none of the model's other work. The paper's figures stand beside them as its
+//! formulas give them, which know no budget of tokens: that row has the figures of the whole.
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::planner::paper::{self, Latency, Memory};
@@ -96,22 +96,19 @@ fn main() -> Result<(), Box<dyn Error>> {
         table(geometry, &forms, &times, device)?;
     }
     println!(
-        "\nstep: attention of one token over all layers, on this machine, by the constants above; not of any other machine."
+        "\nstep: attention of one token over all layers, on this machine, by the constants above; not of any other machine.\n\
+         M*: the paper's least memory on a device with {PAGES} resident pages, times layers, KV heads and 2 bytes; it leaves\n\
+         out where the other tokens are. S*: the page size at which that is. T_step: the paper's formula, with beta and F of\n\
+         this machine and 2 operations an element; it has no length in it."
     );
-    println!(
-        "M*: the paper's least memory on a device with {PAGES} resident pages, times layers, KV heads and 2 bytes; it leaves out where"
-    );
-    println!(
-        "the other tokens are. S*: the page size at which that is. T_step: the paper's formula, with beta and F of this machine and 2"
-    );
-    println!("operations an element; it has no length in it.");
     Ok(())
 }
 
 fn table(geometry: &Geometry, forms: &[Form], times: &[StepTime], device: u64) -> Result<(), Box<dyn Error>> {
     let Geometry { name, layers, query_heads, kv_heads, head_dim, experts, top_k, max_context } = *geometry;
     println!(
-        "\n{name}: {layers} layers, {query_heads}/{kv_heads} heads of {head_dim}, {top_k} of {experts} experts, {max_context} tokens"
+        "\n{name}: {layers} layers, {query_heads}/{kv_heads} heads of {head_dim}, {top_k} of {experts} experts, \
+         {max_context} tokens"
     );
     println!(
         "{:>7}  {:21} {:>10} {:>10} {:>9}   {:>10} {:>10} {:>11} {:>9}",

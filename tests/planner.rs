@@ -309,7 +309,7 @@ fn what_does_not_fit() {
     assert!(fits > 0);
     planner.check(&Load { len: fits, ..load }).unwrap();
     assert!(planner.forecast(&Load { len: fits + 1, ..load }).unwrap().bytes > budget);
-    assert!(error.to_string().contains(&format!("{fits} tokens each fit")), "{error}");
+    assert!(error.to_string().contains(&format!("2 x {fits} tokens fit")), "{error}");
     // And it does fit in a cache, with room for what steps take on their way.
     let mut roomy = config;
     roomy.budget += 16 << 20;

@@ -29,6 +29,13 @@ pub trait Step {
         v: &[f32],
         out: &mut [f32],
     ) -> Result<(), Self::Error>;
+    /// Whether [`gates`](Step::gates) is of use.
+    const GATES: bool = false;
+    /// What the layer's gate says of the tokens before they have attended, `[n][experts]`: a guess at its router's logits, made in
+    /// time to fetch by.
+    fn gates(&mut self, _layer: usize, _logits: &[f32]) -> Result<(), Self::Error> {
+        Ok(())
+    }
     /// The experts that the router chose, `[n][top_k]`, first choice first. A dense model has none to name.
     fn experts(&mut self, layer: usize, experts: &[u16]) -> Result<(), Self::Error>;
     /// All layers are written.

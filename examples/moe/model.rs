@@ -154,6 +154,10 @@ impl Model {
                 rotation.apply(&mut queries, c.query_heads, c.head_dim);
                 rotation.apply(&mut keys, c.kv_heads, c.head_dim);
             }
+            if C::Step::GATES {
+                let h = rms_norm(&x, &layer.moe_norm, c.rms_eps);
+                step.gates(l, &layer.router.mul(&h, threads))?;
+            }
             step.layer(l, &queries, &keys, &values, &mut out)?;
             add(&mut x, &layer.o.mul(&out, threads), 1.0);
 

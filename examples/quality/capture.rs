@@ -1,9 +1,9 @@
 //! Keys, values and queries of a run of the model, for fits and for the error of what a codec stores.
 
 use crate::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
+use crate::measure::subject::Subject;
 use crate::moe::paged::Paged;
 use crate::rows::Row;
-use crate::subject::Subject;
 use pikv::codec::{FitShape, Fitter};
 use pikv::{Cache, CacheConfig, Dtype};
 use std::error::Error;

@@ -12,6 +12,8 @@ mod common;
 #[allow(dead_code, reason = "other examples use the rest")]
 #[path = "../llama/mod.rs"]
 mod llama;
+#[path = "../measure/mod.rs"]
+mod measure;
 #[allow(dead_code, reason = "other examples use the rest")]
 #[path = "../moe/mod.rs"]
 mod moe;
@@ -19,17 +21,18 @@ mod moe;
 mod capture;
 mod plot;
 mod rows;
-mod subject;
+mod timed;
 
 use capture::Capture;
 use common::cache::Keys;
 use indicatif::{ProgressBar, ProgressStyle};
+use measure::subject::Subject;
 use rayon::prelude::*;
 use rows::{Row, rows};
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use subject::{Subject, Timed};
+use timed::Timed;
 
 /// Tokens of a prefill step, and of the ring.
 const RING: usize = 128;
@@ -131,7 +134,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ));
     }
     println!(
-        "\nratio: bf16 bytes over those of packed pages, scales and positions included; bytes: all pages at the end of the last \
+        "\nratio: bf16 bytes of what left the ring over those that are left of it, scales and positions included; bytes: all pages at the end of the last \
          window, ring and open pages in bf16; attend x: the time of append and attend of bf16 over the row's"
     );
     if only.is_none() {
@@ -155,7 +158,7 @@ fn evaluate(
     subject.keys(row.keys);
     let mut cache = Timed::new(subject.paged(row, RING, SINKS)?);
     let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
-    let (mut loss, mut kl, mut bytes, mut at) = (0.0, 0.0, 0, 0);
+    let (mut loss, mut kl, mut bytes, mut kept, mut at) = (0.0, 0.0, 0, 1.0, 0);
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
     for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
         cache.clear();
@@ -175,10 +178,10 @@ fn evaluate(
             at += logits.len();
             bar.inc(inputs.len() as u64);
         }
-        bytes = cache.bytes();
+        (bytes, kept) = (cache.bytes(), cache.kept()?);
     }
     let n = inputs.len() as f64;
-    let ratio = row.ratio(subject);
+    let ratio = row.ratio(subject) / kept;
     let outcome = Outcome { ratio, nats: loss / n, kl: kl / n, error: f64::NAN, bytes, time: cache.time() };
     Ok((outcome, all))
 }

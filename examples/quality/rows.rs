@@ -2,12 +2,13 @@
 
 use crate::capture::Capture;
 use crate::common::cache::Keys;
-use crate::subject::Subject;
+use crate::measure::subject::Subject;
 use indicatif::ProgressBar;
 use pikv::codec::{
-    Code, Codec, Coding, Cost, CropBy, Distil, HeadCodings, Map, crop, distil, fit_lora_plus, hybrid, lora,
-    svd, think,
+    Code, Codec, Coding, Cost, CropBy, Distil, HeadCodings, Map, PyramidKv, crop, distil, fit_lora_plus,
+    hybrid, lora, svd, think,
 };
+use pikv::policy::{Budget, Chunks, Eviction, FastVReceived, SnapKv};
 use pikv::{CacheConfig, Dtype};
 use std::error::Error;
 
@@ -27,6 +28,8 @@ pub struct Row {
     pub keys: Keys,
     /// `[layer][kv_head]`; empty where nothing is packed.
     pub codecs: Vec<Vec<Codec>>,
+    /// How the layers drop tokens, of each that does.
+    pub drops: Vec<(usize, Eviction)>,
 }
 
 impl Row {
@@ -42,7 +45,17 @@ impl Row {
             None => "bf16".to_owned(),
         };
         let (k, v) = (code(|c| &c.k), code(|c| &c.v));
-        Row { id, name: name.into(), budget: budget.into(), k, v, dtype: Dtype::Bf16, keys, codecs }
+        Row {
+            id,
+            name: name.into(),
+            budget: budget.into(),
+            k,
+            v,
+            dtype: Dtype::Bf16,
+            keys,
+            codecs,
+            drops: vec![],
+        }
     }
 
     pub fn compress(&self, mut config: CacheConfig) -> CacheConfig {
@@ -51,10 +64,10 @@ impl Row {
                 config = config.compress_head(layer, head, codec.clone());
             }
         }
-        config
+        self.drops.iter().fold(config, |config, (layer, how)| config.evict_layer(*layer, how.clone()))
     }
 
-    /// bf16 bytes over packed bytes.
+    /// bf16 bytes over packed bytes of a token.
     pub fn ratio(&self, subject: &Subject) -> f64 {
         let dim = subject.head_dim as u32;
         let heads = self.codecs.iter().flatten();
@@ -180,6 +193,26 @@ pub fn rows(subject: &Subject, rotated: &Capture, plain: &Capture, bar: &Progres
         v: "mixed".into(),
         ..Row::new("C_Hy", "int8 or int4 by head", "1", after, mixed)
     });
+    let sparse = |id, name: &str, code: Option<Code>, drops: &[(usize, Eviction)]| -> Result<Row> {
+        let codec = |code| each(subject, |_, _| Ok(Codec::new(Coding::new(code), Coding::new(code))));
+        let codecs = code.map_or(Ok(vec![]), codec)?;
+        Ok(Row { drops: drops.to_vec(), ..Row::new(id, name, "1/2", after, codecs) })
+    };
+    let half = (subject.window() / 2) as u32;
+    let pyramid = PyramidKv { window: crate::RING as u32 + crate::SINKS, ..PyramidKv::new(half) };
+    let pyramid =
+        Eviction::new(SnapKv::default(), Budget::Layers(pyramid.budgets(subject.layers as u32)?.into()));
+    let chunks = Eviction::new(Chunks::new(SnapKv::default(), 10), Budget::Tokens(half));
+    let fast = Eviction::new(FastVReceived, Budget::Share(0.5));
+    let from = |first: usize, how: Eviction| -> Vec<(usize, Eviction)> {
+        (first..subject.layers).map(|layer| (layer, how.clone())).collect()
+    };
+    rows.push(sparse("C_Py", "PyramidKV, 1/2 of the tokens", None, &from(0, pyramid.clone()))?);
+    rows.push(sparse("C_Py", "PyramidKV by pages, int8", Some(Code::Int8), &from(0, pyramid.by_page()))?);
+    rows.push(sparse("C_Ch", "ChunkKV, 1/2 of the tokens", None, &from(0, chunks.clone()))?);
+    rows.push(sparse("C_Ch", "ChunkKV by pages, int4", Some(Code::Int4), &from(0, chunks.by_page()))?);
+    rows.push(sparse("C_F", "FastV, 1/2 from layer 2", None, &from(2, fast.clone()))?);
+    rows.push(sparse("C_F", "FastV by pages, int8", Some(Code::Int8), &from(2, fast.by_page()))?);
     debug_assert!(rotated.keys() == after && plain.keys() == before);
     Ok(rows)
 }

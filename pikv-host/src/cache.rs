@@ -213,6 +213,7 @@ impl Cache {
                 first: part.first.0,
                 rows: part.rows,
                 len: part.sequence.len,
+                fetch: 0,
             })
             .collect();
         attend(&self.inner, layer, shape, &views, q, options, out, None)

@@ -25,6 +25,8 @@ pub(crate) struct Entry {
     pub state: State,
     /// The extremes of the keys of a page that takes no more tokens, if the cache keeps them.
     pub bounds: Option<Box<[[f32; LANES]]>>,
+    /// Tokens of the sequence when the page was last used, as far as somebody asked; 0 if it never was.
+    pub used: u32,
 }
 
 /// What is left of a page of a run.
@@ -53,7 +55,7 @@ pub(crate) struct Closed {
 impl Entry {
     /// A page that no token was written to.
     pub fn open(page: Page, state: State) -> Entry {
-        Entry { held: Held::Open(page), fill: 0, live: 0, pending: 0, state, bounds: None }
+        Entry { held: Held::Open(page), fill: 0, live: 0, pending: 0, state, bounds: None, used: 0 }
     }
 
     /// Frees the page. Its tokens are still counted.

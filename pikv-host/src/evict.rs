@@ -3,6 +3,7 @@
 use crate::cache::Inner;
 use crate::compact::Whose;
 use crate::filing::Layer;
+use crate::metrics::Evicted;
 use crate::observe::Rule;
 use crate::policy::{Budget, Candidate, Candidates, Scope, ada_kv};
 use pikv_core::page::PAGE;
@@ -202,16 +203,30 @@ fn total(of: &[u32]) -> u64 {
 /// Tokens of one page that go: the layer and the head, the chain, the page's ordinal, its lanes.
 type Gone = (usize, usize, usize, u32, u32);
 
-/// Evicts from the layers of a sequence of `len` tokens what is over their budgets. Returns how many tokens went.
-pub(crate) fn enforce(layers: &mut [Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> u64 {
-    let gone = choose(layers, inner, len, pins);
-    let mut tokens = 0;
-    for (layer, head, chain, ordinal, lanes) in gone {
-        tokens += u64::from(lanes.count_ones());
-        layers[layer].heads[head].chains[chain].kill(ordinal, lanes);
-        layers[layer].killed.push_back(Killed { by: len, head, chain, ordinal, lanes });
+/// Evicts from the layers of a sequence of `len` tokens what is over their budgets.
+pub(crate) fn enforce(
+    layers: &mut [Layer],
+    inner: &Inner,
+    len: u32,
+    pins: &[Range<u32>],
+    mut report: Option<&mut Vec<Evicted>>,
+) {
+    for (layer, h, c, ordinal, lanes) in choose(layers, inner, len, pins) {
+        let state = &mut layers[layer];
+        let chain = &mut state.heads[h].chains[c];
+        if let (Some(report), Some(entry)) = (&mut report, chain.entry(ordinal)) {
+            let newest = entry.position(state.codecs[h].as_ref(), lanes.ilog2());
+            report.push(Evicted {
+                layer: layer as u32,
+                kv_head: h as u32,
+                tokens: lanes.count_ones(),
+                bytes: if entry.live & !lanes == 0 { entry.bytes() } else { 0 },
+                age: newest.map_or(0, |newest| len - 1 - newest),
+            });
+        }
+        chain.kill(ordinal, lanes);
+        state.killed.push_back(Killed { by: len, head: h, chain: c, ordinal, lanes });
     }
-    tokens
 }
 
 /// What is to go.

@@ -46,6 +46,8 @@ pub(crate) struct View<'a> {
     pub rows: u32,
     /// Tokens written to the ring.
     pub len: u32,
+    /// Experts of a row whose pages it wants, from the first on; 0 for all.
+    pub fetch: u32,
 }
 
 impl<'a> View<'a> {
@@ -71,7 +73,8 @@ impl<'a> View<'a> {
         }
         let top_k = inner.config.top_k as usize;
         let at = (self.first - self.layer.tags_from) as usize * top_k;
-        self.layer.tags.range(at..at + top_k).copied().collect()
+        let wanted = if self.fetch == 0 { top_k } else { top_k.min(self.fetch as usize) };
+        self.layer.tags.range(at..at + wanted).copied().collect()
     }
 
     /// The rows that the layer's policy wants to be told of, apart.

@@ -5,6 +5,8 @@ use crate::chain::Chain;
 use crate::error::ConfigError;
 use crate::filing::Layer;
 use crate::mass::Weighed;
+use crate::metrics::Reused;
+use crate::policy::lru::used;
 use crate::policy::{Eviction, Feedback, HeadSeen, Seen, State, Token};
 use crate::sequence::{PageId, Place, chain_place};
 use pikv_core::page::{PAGE, Position};
@@ -106,7 +108,15 @@ impl Rule {
 
 impl Layer {
     /// Tells the policy what the rows of a step saw, once the tokens that left the ring are filed.
-    pub fn observe(&mut self, inner: &Inner, shape: &LayerShape, old: u32, new: u32, feeds: Vec<Feed>) {
+    pub fn observe(
+        &mut self,
+        inner: &Inner,
+        shape: &LayerShape,
+        old: u32,
+        new: u32,
+        feeds: Vec<Feed>,
+        mut reused: Option<&mut Vec<Reused>>,
+    ) {
         let Some(rule) = self.rule.clone() else { return };
         if rule.words == 0 && rule.head_words == 0 {
             return;
@@ -166,7 +176,7 @@ impl Layer {
                             mass: &page.cuts[cut],
                             resident,
                         };
-                        self.observe_page(&rule, base, rows.end);
+                        self.observe_page(&rule, base, rows.end, reused.as_deref_mut());
                     }
                 }
             }
@@ -175,7 +185,7 @@ impl Layer {
     }
 
     /// Tells the policy of one page.
-    fn observe_page(&mut self, rule: &Rule, seen: Seen<'_>, len: u32) {
+    fn observe_page(&mut self, rule: &Rule, seen: Seen<'_>, len: u32, reused: Option<&mut Vec<Reused>>) {
         let PageId { place, ordinal } = seen.page;
         let codec = self.codecs[seen.kv_head].as_ref();
         let head = &mut self.heads[seen.kv_head];
@@ -194,6 +204,15 @@ impl Layer {
                 let Some(entry) = entry.filter(|entry| entry.live != 0) else { return };
                 for (lane, position) in (0..entry.fill).zip(&mut positions) {
                     *position = entry.position(codec, lane).unwrap_or_default();
+                }
+                let seen = Seen { live: entry.live, ..seen };
+                if let Some(reused) = reused.filter(|_| used(&seen, 1.0)) {
+                    // A page that was never used before was there with its last token.
+                    let before =
+                        if entry.used == 0 { positions[entry.fill as usize - 1] + 1 } else { entry.used };
+                    let (layer, kv_head) = (seen.layer as u32, seen.kv_head as u32);
+                    reused.push(Reused { layer, kv_head, gap: len.saturating_sub(before) });
+                    entry.used = len;
                 }
                 (entry.state.as_mut(), entry.live)
             }
@@ -236,6 +255,28 @@ impl Layer {
     fn live(&self, inner: &Inner, head: usize, len: u32) -> u32 {
         let filed: u32 = self.heads[head].chains.iter().map(|chain| chain.live).sum();
         inner.store.ring.resident(len).0 + filed
+    }
+
+    /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that are held, and those
+    /// that were evicted.
+    pub fn count(&self, inner: &Inner, rows: Range<u32>, fetch: u32, hits: &mut [u64], misses: &mut [u64]) {
+        let top_k = inner.config.top_k as usize;
+        let wanted = if fetch == 0 { top_k } else { top_k.min(fetch as usize) };
+        let mut times = vec![0u64; hits.len()];
+        if inner.config.experts == 1 {
+            times[0] = rows.len() as u64;
+        } else {
+            for row in rows {
+                let at = row.saturating_sub(self.tags_from) as usize * top_k;
+                self.tags.iter().skip(at).take(wanted).for_each(|e| times[usize::from(*e)] += 1);
+            }
+        }
+        for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
+            for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
+                hits[e] += times * u64::from(chain.live);
+                misses[e] += times * u64::from(chain.filed - chain.live);
+            }
+        }
     }
 
     /// Over some rows, the tokens that their experts hold in a head's pages, and those that were evicted.

@@ -7,12 +7,13 @@ use crate::error::Error;
 use crate::evict::enforce;
 use crate::filing::{Layer, own};
 use crate::job::View;
+use crate::metrics::{Evicted, Reused};
 use crate::observe::{Feed, Rule};
 use crate::policy::Token;
 use crate::sequence::Sequence;
 use crate::writes::Write;
 use pikv_core::codec::packed::Packed;
-use pikv_core::page::{PAGE, Position, Slot};
+use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
@@ -43,8 +44,48 @@ struct Part<'a> {
 struct Done {
     appended: bool,
     routed: bool,
+    /// Experts of a row whose pages it wants, from the first on; 0 for all.
+    fetch: u32,
     /// What the layer's policy will be told: the part, and what a head of it saw.
     feeds: Vec<(usize, Feed)>,
+}
+
+/// What a step met, once it is committed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepReport {
+    experts: usize,
+    hits: Vec<u64>,
+    misses: Vec<u64>,
+    /// Bytes that the tokens of the step's sequences would take with nothing evicted, packed, shared or padded.
+    pub logical_bytes: u64,
+    /// Tokens that policies let go of, page by page.
+    pub evicted: Vec<Evicted>,
+    /// Pages that were used again, where a policy is told what attention sees: used means that a page got its fair share.
+    pub reused: Vec<Reused>,
+}
+
+impl StepReport {
+    /// Of each expert, tokens in its pages that rows of the step wanted, and found. A row wants, in every KV head, what its own
+    /// experts hold.
+    pub fn hits(&self, layer: usize) -> &[u64] {
+        self.hits.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
+    }
+
+    /// Of each expert, tokens that rows wanted and that were evicted.
+    pub fn misses(&self, layer: usize) -> &[u64] {
+        self.misses.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
+    }
+
+    fn clear(&mut self, layers: usize, experts: usize) {
+        self.experts = experts;
+        for counts in [&mut self.hits, &mut self.misses] {
+            counts.clear();
+            counts.resize(layers * experts, 0);
+        }
+        self.logical_bytes = 0;
+        self.evicted.clear();
+        self.reused.clear();
+    }
 }
 
 impl<'a> Step<'a> {
@@ -165,6 +206,7 @@ impl<'a> Step<'a> {
                 first: part.sequence.len,
                 rows: part.len - part.sequence.len,
                 len: part.len,
+                fetch: self.layers[layer].fetch,
             })
             .collect();
         let feeds = Some(&mut self.layers[layer].feeds);
@@ -206,12 +248,39 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Makes the tokens part of their sequences.
+    /// The sequences' first positions and rows.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = (Position, usize)> {
+        self.parts.iter().map(|part| (Position(part.sequence.len), (part.len - part.sequence.len) as usize))
+    }
+
+    pub(crate) fn routed(&self, layer: usize) -> bool {
+        self.layers.get(layer).is_some_and(|done| done.routed)
+    }
+
+    /// How many of a row's experts are wanted, the first ones.
+    pub(crate) fn fetch(&mut self, layer: usize, experts: u32) {
+        self.layers[layer].fetch = experts;
+    }
+
+    /// Makes the tokens part of their sequences, and evicts what is over the budgets.
     ///
     /// # Errors
-    /// A layer that was not appended or not routed, or no memory from the system. The step is over, and the sequences are as
-    /// before it.
-    pub fn commit(mut self) -> Result<(), Error> {
+    /// A layer that was not appended or not routed, no memory from the system, or a device that fails. The step is over, and the
+    /// sequences are as before it.
+    pub fn commit(self) -> Result<(), Error> {
+        self.finish(None)
+    }
+
+    /// As [`Step::commit`], and says what the step met.
+    ///
+    /// # Errors
+    /// Those of [`Step::commit`].
+    pub fn commit_with(self, report: &mut StepReport) -> Result<(), Error> {
+        report.clear(self.layers.len(), self.inner.config.experts as usize);
+        self.finish(Some(report))
+    }
+
+    fn finish(mut self, mut report: Option<&mut StepReport>) -> Result<(), Error> {
         let inner = self.inner.clone();
         for (layer, done) in self.layers.iter().enumerate() {
             if !done.appended {
@@ -234,12 +303,25 @@ impl<'a> Step<'a> {
             done.feeds.drain(..).for_each(|(part, feed)| feeds[part].push(feed));
             for (part, feeds) in self.parts.iter_mut().zip(feeds) {
                 let Sequence { layers, len, .. } = &mut *part.sequence;
-                layers[l].observe(&inner, &inner.config.layers[l], *len, part.len, feeds);
+                let layer = &mut layers[l];
+                let reused = report.as_deref_mut().map(|report| &mut report.reused);
+                layer.observe(&inner, &inner.config.layers[l], *len, part.len, feeds, reused);
+                if let Some(report) = &mut report {
+                    let StepReport { experts, hits, misses, .. } = &mut **report;
+                    let of = l * *experts..(l + 1) * *experts;
+                    let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
+                    layer.count(&inner, *len..part.len, done.fetch, hits, misses);
+                }
             }
         }
         for part in &mut self.parts {
             let Sequence { layers, pins, .. } = &mut *part.sequence;
-            enforce(layers, &inner, part.len, pins);
+            let evicted = report.as_deref_mut().map(|report| &mut report.evicted);
+            enforce(layers, &inner, part.len, pins, evicted);
+            if let Some(report) = &mut report {
+                let bits: u64 = inner.config.layers.iter().map(logical_bits).sum();
+                report.logical_bytes += bits * u64::from(part.len) / 8;
+            }
             for (layer, shape) in layers.iter_mut().zip(&inner.config.layers) {
                 layer.undo.clear();
                 layer.release(&inner, shape, part.len);
@@ -263,6 +345,13 @@ impl Drop for Step<'_> {
             }
         }
     }
+}
+
+/// Bits of a token's keys and values in one layer, as they came.
+fn logical_bits(shape: &LayerShape) -> u64 {
+    let Layout { k_dim, v_dim, k, v } = shape.layout;
+    let head = u64::from(k_dim) * u64::from(k.bits()) + u64::from(v_dim) * u64::from(v.bits());
+    u64::from(shape.kv_heads) * head
 }
 
 pub(crate) fn length(

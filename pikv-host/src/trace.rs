@@ -1,5 +1,5 @@
-//! Streams of tokens, their experts, and what their queries look at: recorded, replayed, or made up. For studies of caches without a
-//! model.
+//! Streams of tokens, their experts, and what their queries look at: recorded, replayed, or made up. For studies of caches
+//! without a model.
 //!
 //! A trace is a CSV file, a line a token after the header, lists separated by blanks:
 //!
@@ -8,8 +8,8 @@
 //! 17,3 5,
 //! 4,3 0,0
 //! ```
-//! `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded run, or
-//! draws from a distribution.
+//! `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded
+//! run, or draws from a distribution.
 
 use pikv_core::hash::next;
 use std::io::{self, BufRead, Write};
@@ -205,9 +205,9 @@ fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
 
 /// A stream whose experts are used unevenly, and not always the same ones; endless, and the same for the same numbers.
 ///
-/// Expert of rank `r` (from 1) is drawn with weight `r^-skew`, a token's experts without putting back. Every `drift` tokens a rank is
-/// drawn the same way and trades places with another, drawn evenly: so it is mostly the hot ones that cool down. A query looks `d`
-/// tokens back with weight `1/d`, `wants` times (fewer where draws meet).
+/// Expert of rank `r` (from 1) is drawn with weight `r^-skew`, a token's experts without putting back. Every `drift` tokens a
+/// rank is drawn the same way and trades places with another, drawn evenly: so it is mostly the hot ones that cool down. A query
+/// looks `d` tokens back with weight `1/d`, `wants` times (fewer where draws meet).
 ///
 /// ```
 /// use pikv_host::trace::Skewed;

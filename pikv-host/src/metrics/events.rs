@@ -3,8 +3,8 @@
 use super::{Evicted, Reused, Sink, StepMetrics};
 use tracing::{debug, trace};
 
-/// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level trace. Hits
-/// and misses are summed over the experts.
+/// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level
+/// trace. Hits and misses are summed over the experts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TracingSink;
 

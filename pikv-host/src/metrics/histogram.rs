@@ -66,8 +66,8 @@ impl Histogram {
         (self.count() > 0).then(|| self.sum as f64 / self.count() as f64)
     }
 
-    /// A value that a share `q` of the values do not pass: the end of the bucket in which that share is reached, or the largest value if that is less. Below
-    /// twice the true one. `None` without values, or for a `q` outside 0..=1.
+    /// A value that a share `q` of the values do not pass: the end of the bucket in which that share is reached, or the largest
+    /// value if that is less. Below twice the true one. `None` without values, or for a `q` outside 0..=1.
     pub fn quantile(&self, q: f64) -> Option<u64> {
         let count = self.count();
         if count == 0 || !(0.0..=1.0).contains(&q) {

@@ -1,7 +1,7 @@
 //! What a cache does, in plain numbers: once a step, and for every page that leaves or comes back into use.
 //!
-//! A [`Sink`] takes them. Whoever runs the loop of steps calls it; nothing here reads a cache. What sinks keep is bounded, however
-//! long they listen.
+//! A [`Sink`] takes them. Whoever runs the loop of steps calls it; nothing here reads a cache. What sinks keep is bounded,
+//! however long they listen.
 //!
 //! | sink | file | what it does |
 //! |---|---|---|
@@ -40,18 +40,18 @@ pub struct StepMetrics<'a> {
     pub misses: &'a [u64],
 }
 
-/// A page that left.
+/// Tokens of a page that left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Evicted {
     /// Its layer.
     pub layer: u32,
     /// Its KV head.
     pub kv_head: u32,
-    /// Tokens in it.
+    /// Tokens that left.
     pub tokens: u32,
-    /// Bytes that came free.
+    /// Bytes that came free with the last of the page's tokens; 0 if some stay.
     pub bytes: u64,
-    /// Tokens of its sequence that are newer than its last one.
+    /// Tokens of its sequence that are newer than the newest of them.
     pub age: u32,
 }
 
@@ -62,7 +62,7 @@ pub struct Reused {
     pub layer: u32,
     /// Its KV head.
     pub kv_head: u32,
-    /// Steps since it was last used; 1 if that was the step before.
+    /// Tokens of its sequence since it was last used, or filled; 1 if that was by the token before.
     pub gap: u32,
 }
 

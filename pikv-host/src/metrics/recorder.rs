@@ -29,7 +29,8 @@ pub struct MetricsSink {
 }
 
 impl MetricsSink {
-    /// A sink for a cache of `experts` experts, with the recorder that is installed by now; counts of experts past these are dropped.
+    /// A sink for a cache of `experts` experts, with the recorder that is installed by now; counts of experts past these are
+    /// dropped.
     pub fn new(experts: usize) -> MetricsSink {
         let each =
             |name: &'static str| (0..experts).map(|e| counter!(name, "expert" => e.to_string())).collect();

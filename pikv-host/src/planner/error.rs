@@ -26,7 +26,7 @@ pub enum PlanError {
     },
     /// It does not fit.
     #[error(
-        "{sequences} sequences of {len} tokens take {needed} bytes, the budget is {budget}: {fits} tokens each fit"
+        "{sequences} x {len} tokens take {needed} bytes, the budget is {budget}: {sequences} x {fits} tokens fit"
     )]
     Budget {
         /// Sequences.

@@ -1,9 +1,11 @@
-//! FlexGen: which share of the pages lies in which tier (arXiv 2303.06865, its cost model and policy search), by a linear program.
+//! FlexGen: which share of the pages lies in which tier (arXiv 2303.06865, its cost model and policy search), by a linear
+//! program.
 //!
-//! A decode step is over when its slowest stream is: compute, and for each link the pages that come up and those that go down, all
-//! at the same time. So `T = max(compute, up_1, down_1, up_2, ..)`, each of which is linear in the shares, and so is what a tier holds.
-//! FlexGen searches the shares of weights, activations and cache, and where attention is computed; here only pages move, and they
-//! are attended in the first tier. What fits there, and the constants of the links, must be measured: a plan is as good as they are.
+//! A decode step is over when its slowest stream is: compute, and for each link the pages that come up and those that go down,
+//! all at the same time. So `T = max(compute, up_1, down_1, up_2, ..)`, each of which is linear in the shares, and so is what a
+//! tier holds. FlexGen searches the shares of weights, activations and cache, and where attention is computed; here only pages
+//! move, and they are attended in the first tier. What fits there, and the constants of the links, must be measured: a plan is
+//! as good as they are.
 
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 use thiserror::Error;
@@ -160,8 +162,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Places the pages of `classes` so that a decode step is as short as can be; of equally short placements, the one that keeps most
-    /// bytes in fast tiers.
+    /// Places the pages of `classes` so that a decode step is as short as can be; of equally short placements, the one that
+    /// keeps most bytes in fast tiers.
     ///
     /// The linear program is solved over shares, and its shares are then rounded to whole pages within the capacities: a step is
     /// longer than [`Placement::bound`] by at most what a page a class and tier takes.
@@ -175,9 +177,9 @@ impl Machine {
     /// let tier = |name: &str, capacity, rate, direct| {
     ///     Tier { name: name.into(), capacity, read: rate, write: rate, direct }
     /// };
-    /// // 1 MB fits on the device. A disk with a link of its own brings up a third of what the host does: so it gets a quarter of the rest.
-    /// let machine =
-    ///     Machine { fast: 1_000_000, tiers: vec![tier("host", 1 << 40, 3e9, true), tier("file", 1 << 40, 1e9, true)], compute: 0.0 };
+    /// // 1 MB fits on the device. A disk with a link of its own brings up a third of what the host does: a quarter of the rest.
+    /// let tiers = vec![tier("host", 1 << 40, 3e9, true), tier("file", 1 << 40, 1e9, true)];
+    /// let machine = Machine { fast: 1_000_000, tiers, compute: 0.0 };
     /// let pages = Class { name: "pool".into(), pages: 5000, page_bytes: 1000, read: 1.0, write: 0.0 };
     /// let placement = machine.place(&[pages])?;
     /// assert_eq!(placement.pages, [[1000, 3000, 1000]]);

@@ -38,8 +38,8 @@ pub const MIXTRAL_8X7B: Geometry = Geometry {
     max_context: 32768,
 };
 
-/// Qwen1.5-MoE-A2.7B: `config.json` of Qwen/Qwen1.5-MoE-A2.7B-Chat; the base model's positions end at 8192. Beside the routed experts
-/// it has one that is always used.
+/// Qwen1.5-MoE-A2.7B: `config.json` of Qwen/Qwen1.5-MoE-A2.7B-Chat; the base model's positions end at 8192. Beside the routed
+/// experts it has a shared one, always used.
 pub const QWEN1_5_MOE_A2_7B: Geometry = Geometry {
     name: "Qwen1.5-MoE-A2.7B",
     layers: 24,
@@ -51,7 +51,7 @@ pub const QWEN1_5_MOE_A2_7B: Geometry = Geometry {
     max_context: 32768,
 };
 
-/// OLMoE-1B-7B: `config.json` of allenai/OLMoE-1B-7B-0924; arXiv 2409.02060, table 1.
+/// OLMoE-1B-7B: `config.json` of allenai/OLMoE-1B-7B-0924; arXiv 2409.02060.
 pub const OLMOE_1B_7B: Geometry = Geometry {
     name: "OLMoE-1B-7B",
     layers: 16,
@@ -63,8 +63,8 @@ pub const OLMOE_1B_7B: Geometry = Geometry {
     max_context: 4096,
 };
 
-/// DeepSeekMoE 16B: `config.json` of deepseek-ai/deepseek-moe-16b-chat; arXiv 2401.06066. Its first layer's FFN is dense, and two more
-/// experts are always used.
+/// DeepSeekMoE 16B: `config.json` of deepseek-ai/deepseek-moe-16b-chat; arXiv 2401.06066. Its first layer's FFN is dense, and
+/// two more experts are always used.
 pub const DEEPSEEK_MOE_16B: Geometry = Geometry {
     name: "DeepSeekMoE-16B",
     layers: 28,

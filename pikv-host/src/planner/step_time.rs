@@ -38,8 +38,9 @@ pub struct StepTime {
 }
 
 impl StepTime {
-    /// Least squares of the relative error, over constants that are not negative: of all choices of terms, solved exactly, the best
-    /// whose constants are. Samples in which bytes and flops are proportional cannot tell one from the other, and leave one out.
+    /// Least squares of the relative error, over constants that are not negative: of all choices of terms, solved exactly, the
+    /// best whose constants are. Samples in which bytes and flops are proportional cannot tell one from the other, and leave one
+    /// out.
     ///
     /// # Errors
     /// Fewer than 3 samples; one without calls or with a time that is not finite and above 0.
@@ -134,10 +135,10 @@ pub struct Probe {
     pub contexts: Vec<u32>,
     /// Query heads a KV head: they change the work without changing the bytes.
     pub groups: Vec<u32>,
-    /// Bytes that are read between two reads of a page, at least: as many layers as that takes. More than what the CPU's caches hold, if
-    /// the model's cache is.
+    /// Bytes that are read between two reads of a page, at least: as many layers as that takes. More than what the CPU's caches
+    /// hold, if the model's cache is.
     pub working_set: u64,
-    /// Runs of each, of which the middle one counts.
+    /// Runs of each, of which the fastest counts: what else the machine does only adds.
     pub repeats: u32,
     /// Lanes to compute with.
     pub lanes: Lanes,
@@ -172,8 +173,8 @@ pub struct Calibration {
     pub threads: usize,
 }
 
-/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if it were called from here: fits [`StepTime`]
-/// to [`Probe::measure`] of every context and group.
+/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if it were called from here: fits
+/// [`StepTime`] to [`Probe::measure`] of every context and group.
 ///
 /// # Errors
 /// Those of [`Probe::measure`]; fewer than 3 contexts and groups together.
@@ -237,7 +238,7 @@ impl Probe {
         let rows = [Rows { sequence: &sequence, first: Position(context - 1), rows: 1 }];
         let options = Attend::new((head_dim as f32).sqrt().recip());
         let mut out = vec![0.0; q.len()];
-        let mut times = Vec::new();
+        let mut seconds = f64::INFINITY;
         // The first run counts for nothing: it finds pages and scratch as the writes left them.
         for run in 0..=self.repeats {
             let start = Instant::now();
@@ -245,10 +246,9 @@ impl Probe {
                 cache.attend(layer, &rows, &q, &options, Output::new(&mut out))?;
             }
             if run > 0 {
-                times.push(start.elapsed().as_secs_f64());
+                seconds = start.elapsed().as_secs_f64().min(seconds);
             }
         }
-        times.sort_by(f64::total_cmp);
-        Ok(Sample { work, seconds: times[times.len() / 2] })
+        Ok(Sample { work, seconds })
     }
 }

@@ -18,7 +18,7 @@ impl Default for Lru {
 }
 
 /// Whether the rows of `seen` used its page.
-pub(super) fn used(seen: &Seen<'_>, share: f32) -> bool {
+pub(crate) fn used(seen: &Seen<'_>, share: f32) -> bool {
     let mass: f32 = seen.lanes().map(|t| seen.mass[t]).sum();
     let all = (seen.rows * seen.group) as f32;
     let fair = all * seen.live.count_ones() as f32 / seen.resident as f32;

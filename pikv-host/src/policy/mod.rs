@@ -20,7 +20,7 @@ mod duo_lit;
 mod fast_v;
 mod h2o;
 mod key_norm;
-mod lru;
+pub(crate) mod lru;
 mod lru_plus;
 mod snap_kv;
 mod streaming_llm;

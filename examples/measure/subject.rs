@@ -1,14 +1,11 @@
 //! A model to measure: the MoE of this repository, or a Llama from a GGUF file, seen alike.
 
-use crate::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
+use crate::common::cache::{Cache as AnyCache, Keys};
 use crate::llama::{gguf::Gguf, model::Model as Llama, tokenizer::Tokenizer};
 use crate::moe::model::Model as Moe;
-use crate::moe::paged::Paged;
-use crate::rows::Row;
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Pairs, Rope};
+use pikv::{Dtype, LayerShape, Layout, Pairs, Rope};
 use std::error::Error;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -119,81 +116,5 @@ impl Subject {
             window: None,
             rope: (keys == Keys::Unrotated).then_some(self.rope),
         }
-    }
-
-    /// pikv for a row.
-    pub fn paged(&self, row: &Row, ring: usize, sinks: u32) -> Result<Paged> {
-        let layers = vec![self.layer(row.dtype, row.keys); self.layers];
-        let config = CacheConfig::new(layers, 4 << 30)
-            .ring(ring as u32)
-            .sinks(sinks)
-            .experts(self.experts.0, self.experts.1);
-        Ok(Paged::new(Cache::new(row.compress(config))?, self.head_dim))
-    }
-}
-
-/// A cache that counts the time in which tokens are appended and attended to.
-pub struct Timed(Paged, Duration);
-
-impl Timed {
-    pub fn new(paged: Paged) -> Timed {
-        Timed(paged, Duration::ZERO)
-    }
-
-    pub fn time(&self) -> Duration {
-        self.1
-    }
-
-    pub fn bytes(&self) -> u64 {
-        self.0.sequence.bytes()
-    }
-
-    pub fn clear(&mut self) {
-        self.0.sequence.clear();
-    }
-}
-
-pub struct TimedStep<'a>(<Paged as AnyCache>::Step<'a>, &'a mut Duration);
-
-impl AnyCache for Timed {
-    type Error = pikv::Error;
-    type Step<'a> = TimedStep<'a>;
-
-    fn begin(&mut self, n: usize) -> std::result::Result<TimedStep<'_>, pikv::Error> {
-        Ok(TimedStep(self.0.begin(n)?, &mut self.1))
-    }
-
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn clear(&mut self) {
-        Timed::clear(self);
-    }
-}
-
-impl AnyStep for TimedStep<'_> {
-    type Error = pikv::Error;
-
-    fn layer(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> std::result::Result<(), pikv::Error> {
-        let start = Instant::now();
-        let result = self.0.layer(layer, q, k, v, out);
-        *self.1 += start.elapsed();
-        result
-    }
-
-    fn experts(&mut self, layer: usize, experts: &[u16]) -> std::result::Result<(), pikv::Error> {
-        self.0.experts(layer, experts)
-    }
-
-    fn commit(self) -> std::result::Result<(), pikv::Error> {
-        self.0.commit()
     }
 }

@@ -1,0 +1,285 @@
+//! The closed loop on a real model: every router with every policy, at several budgets.
+//!
+//! `cargo run --release --example loop [-- --tokens N] [--router ID] [--policy NAME]`
+//! `cargo run --release --example loop -- --gguf FILE [--tokens N] [--policy NAME]`
+//! `cargo run --release --example loop -- --trace FILE|skewed [--tokens N]`
+//! `cargo run --release --example loop -- --record FILE [--tokens N]`
+//!
+//! The first runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes: rows are routed by
+//! what the layer's gate makes of them before they attend, and read the pages of the experts that their router names; the model's own
+//! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens, where only policies matter. With `--trace` no
+//! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
+//! MoE. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map.
+
+#[allow(dead_code, reason = "other examples use the rest")]
+#[path = "../common/mod.rs"]
+mod common;
+#[allow(dead_code, reason = "other examples use the rest")]
+#[path = "../llama/mod.rs"]
+mod llama;
+#[path = "../measure/mod.rs"]
+mod measure;
+#[allow(dead_code, reason = "other examples use the rest")]
+#[path = "../moe/mod.rs"]
+mod moe;
+
+mod far;
+mod heat;
+mod looped;
+mod policies;
+mod replay;
+mod routers;
+
+use common::cache::Keys;
+use indicatif::{ProgressBar, ProgressStyle};
+use looped::Looped;
+use measure::subject::Subject;
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Read};
+use policies::{Row, Setup};
+use rayon::prelude::*;
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const SINKS: u32 = 4;
+
+const HELP: &str =
+    "options: --gguf FILE | --trace FILE (or skewed) | --record FILE, --tokens N, --router ID, --policy NAME";
+
+/// What one cell of the table came to.
+struct Outcome {
+    router: String,
+    policy: String,
+    /// Tokens a KV head.
+    budget: u32,
+    nats: f64,
+    /// Bytes of pages at the end of the last window.
+    bytes: u64,
+    hit_rate: f64,
+    /// Of each expert.
+    misses: Vec<u64>,
+    balance: f64,
+    time: Duration,
+}
+
+fn main() -> Result<()> {
+    let arguments = arguments()?;
+    if let Some(trace) = &arguments.trace {
+        return replay::run(trace, arguments.tokens.unwrap_or(8192));
+    }
+    let mut subject = Subject::load(arguments.gguf.as_deref())?;
+    subject.keys(Keys::Rotated);
+    let ids = subject.tokens()?;
+    let window = subject.window();
+    let tokens = arguments.tokens.unwrap_or(if arguments.gguf.is_some() { 4 * window } else { 2 * window });
+    if tokens == 0 || !tokens.is_multiple_of(window) || tokens + window > ids.len() {
+        let most = (ids.len() - window) / window * window;
+        return Err(
+            format!("--tokens {tokens}: must be a multiple of {window}, at most {most}; {HELP}").into()
+        );
+    }
+    if let Some(file) = &arguments.record {
+        return replay::record(&subject, &ids[..tokens], file);
+    }
+    let far = far::far(&subject, &ids[ids.len() - window..])?;
+    let budgets: Vec<u32> = match arguments.gguf {
+        Some(_) => vec![128, 256, 512],
+        None => [8, 4, 2].map(|part| (window / part) as u32).to_vec(),
+    };
+    let routers: Vec<&str> = if subject.experts.0 > 1 { routers::NAMES.to_vec() } else { vec!["-"] };
+    let routers: Vec<&str> =
+        routers.into_iter().filter(|id| arguments.router.as_ref().is_none_or(|only| only == id)).collect();
+    if routers.is_empty() {
+        return Err(format!("--router: there are {}", routers::NAMES.join(", ")).into());
+    }
+    let mut cells: Vec<(&str, u32, Row)> = Vec::new();
+    for &budget in &budgets {
+        for &router in &routers {
+            let fixed = ring(budget) + SINKS;
+            let setup = Setup { layers: subject.layers, budget, fixed, window: window as u32, far: &far };
+            let rows = policies::rows(&setup)?;
+            let names: Vec<&str> = rows.iter().map(|row| row.name).collect();
+            if let Some(only) = arguments.policy.as_ref().filter(|only| !names.contains(&&***only)) {
+                return Err(format!("--policy {only}: there are {}", names.join(", ")).into());
+            }
+            let wanted = |row: &Row| arguments.policy.as_ref().is_none_or(|only| only == row.name);
+            cells.extend(rows.into_iter().filter(wanted).map(|row| (router, budget, row)));
+        }
+    }
+    // What holds everything does so at every budget.
+    cells.retain(|(_, budget, row)| row.name != "none" || *budget == budgets[0]);
+    let bar = ProgressBar::new(((cells.len() + 1) * tokens) as u64);
+    bar.set_style(ProgressStyle::with_template("{msg:28} {bar:36} {percent}% of all, {eta} left")?);
+    bar.set_message("everything read");
+    let all = Row::everything();
+    let reference = evaluate(&subject, "-", budgets[0], &all, Read::All, &ids[..=tokens], &bar)?;
+    println!(
+        "{}: {tokens} tokens in windows of {window}, {SINKS} sinks, ring a quarter of the budget; everything held and read: {:.5} nats a \
+         token, {} bytes\n",
+        subject.name(),
+        reference.nats,
+        reference.bytes
+    );
+    let fetched = if subject.experts.0 > 1 { Read::Experts } else { Read::All };
+    let mut outcomes = Vec::new();
+    for (router, budget, row) in &cells {
+        bar.set_message(format!("{router} {} {budget}", row.name));
+        outcomes.push(evaluate(&subject, router, *budget, row, fetched, &ids[..=tokens], &bar)?);
+    }
+    bar.finish_and_clear();
+    table(&subject, &outcomes, &reference);
+    if arguments.router.is_none() && arguments.policy.is_none() {
+        let stem = if arguments.gguf.is_some() { "loop-llama" } else { "loop" };
+        let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+        std::fs::write(results.join(format!("{stem}.csv")), csv(&subject, &outcomes, &reference, window))?;
+        heat::write(&results.join(format!("{stem}.svg")), subject.name(), &outcomes, reference.nats)?;
+        println!("written to benches/results/{stem}.csv and .svg");
+    }
+    Ok(())
+}
+
+/// Newest tokens that are always held.
+fn ring(budget: u32) -> u32 {
+    budget / 4
+}
+
+/// Nats a token, and what the cache says of it.
+fn evaluate(
+    subject: &Subject,
+    router: &str,
+    budget: u32,
+    row: &Row,
+    fetched: Read,
+    ids: &[u32],
+    bar: &ProgressBar,
+) -> Result<Outcome> {
+    let layers = vec![subject.layer(Dtype::Bf16, Keys::Rotated); subject.layers];
+    let (experts, top_k) = subject.experts;
+    let config = CacheConfig::new(layers, 4 << 30).ring(ring(budget)).sinks(SINKS).experts(experts, top_k);
+    let cache = Cache::new(row.config(config))?;
+    let routers = routers::routers(router, experts, top_k, subject.layers)?;
+    let attend = row.attend(Attend::new(1.0 / (subject.head_dim as f32).sqrt()), fetched);
+    let mut looped = Looped::new(ClosedLoop::new(cache, routers)?, attend);
+    let (vocab, mut logits) = (subject.vocab(), Vec::new());
+    let (mut loss, mut bytes) = (0.0, 0);
+    let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
+    // Steps no longer than the ring, so that every row reads the pool as it is by then.
+    let step = ring(budget).min(64) as usize;
+    for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
+        common::cache::Cache::clear(&mut looped);
+        for (inputs, targets) in inputs.chunks(step).zip(targets.chunks(step)) {
+            subject.forward(inputs, &mut looped, &mut logits)?;
+            let rows = logits.par_chunks_exact(vocab).zip(targets);
+            // Collected, so that the sum's order is fixed.
+            let nats: Vec<f64> = rows.map(|(row, next)| common::sample::nats(row, *next as usize)).collect();
+            loss += nats.iter().sum::<f64>();
+            bar.inc(inputs.len() as u64);
+        }
+        bytes = looped.sequence.bytes();
+    }
+    let totals = looped.sink.totals();
+    let sum = |of: &[u64]| of.iter().sum::<u64>();
+    let (hits, misses) = (sum(&totals.hits), sum(&totals.misses));
+    Ok(Outcome {
+        router: router.to_owned(),
+        policy: row.name.to_owned(),
+        budget: if row.bounded || row.read.is_some() { budget } else { subject.window() as u32 },
+        nats: loss / inputs.len() as f64,
+        bytes,
+        hit_rate: if hits + misses == 0 { 1.0 } else { hits as f64 / (hits + misses) as f64 },
+        misses: totals.misses,
+        balance: looped.balance(),
+        time: looped.time(),
+    })
+}
+
+fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
+    println!(
+        "{:6} {:17} {:>7} {:>9} {:>9} {:>11} {:>6} {:>8} {:>9}  misses of each expert",
+        "router", "policy", "budget", "nats", "delta", "bytes", "hits", "balance", "overhead"
+    );
+    for o in outcomes {
+        let most = o.misses.iter().max().copied().unwrap_or(0).max(1);
+        let share = |n: &u64| format!("{:3}", n * 100 / most);
+        let misses: Vec<String> =
+            if o.misses.len() > 1 { o.misses.iter().map(share).collect() } else { vec![] };
+        println!(
+            "{:6} {:17} {:>7} {:>9.5} {:>+9.5} {:>11} {:>5.1}% {:>8.3} {:>8.2}x  {}",
+            o.router,
+            o.policy,
+            o.budget,
+            o.nats,
+            o.nats - reference.nats,
+            o.bytes,
+            100.0 * o.hit_rate,
+            o.balance,
+            o.time.as_secs_f64() / reference.time.as_secs_f64(),
+            misses.join(" ")
+        );
+    }
+    println!(
+        "\nbudget: tokens a KV head; hits: of the tokens that rows' experts were given, those still held; balance: tokens of the \
+         least over those of the most used expert; overhead: time in the cache over that of the first line's run; misses: in hundredths of \
+         the largest"
+    );
+    if subject.experts.0 > 1 {
+        println!(
+            "rows read the pages of the {} experts that their router names, sinks and ring",
+            subject.experts.1
+        );
+    }
+}
+
+fn csv(subject: &Subject, outcomes: &[Outcome], reference: &Outcome, window: usize) -> String {
+    let mut csv = vec!["model,router,policy,budget,seed,nats,bytes,hit_rate,balance,overhead".to_owned()];
+    let everything = std::iter::once(reference);
+    for (i, o) in everything.chain(outcomes).enumerate() {
+        let policy = if i == 0 { "everything read" } else { &o.policy };
+        csv.push(format!(
+            "{},{},{policy},{:.4},{},{:.6},{},{:.5},{:.4},{:.3}",
+            subject.name(),
+            o.router,
+            f64::from(o.budget) / window as f64,
+            routers::SEED,
+            o.nats,
+            o.bytes,
+            o.hit_rate,
+            o.balance,
+            o.time.as_secs_f64() / reference.time.as_secs_f64()
+        ));
+    }
+    csv.join("\n") + "\n"
+}
+
+struct Arguments {
+    gguf: Option<PathBuf>,
+    trace: Option<String>,
+    record: Option<PathBuf>,
+    tokens: Option<usize>,
+    router: Option<String>,
+    policy: Option<String>,
+}
+
+fn arguments() -> Result<Arguments> {
+    let mut parsed =
+        Arguments { gguf: None, trace: None, record: None, tokens: None, router: None, policy: None };
+    let mut arguments = std::env::args().skip(1);
+    while let Some(name) = arguments.next() {
+        let mut value = || arguments.next().ok_or_else(|| format!("{name}: without a value; {HELP}"));
+        match &*name {
+            "--gguf" => parsed.gguf = Some(PathBuf::from(value()?)),
+            "--trace" => parsed.trace = Some(value()?),
+            "--record" => parsed.record = Some(PathBuf::from(value()?)),
+            "--router" => parsed.router = Some(value()?),
+            "--policy" => parsed.policy = Some(value()?),
+            "--tokens" => {
+                let n = value()?;
+                parsed.tokens = Some(n.parse().map_err(|e| format!("--tokens {n}: {e}; {HELP}"))?);
+            }
+            _ => return Err(format!("{name}: unknown; {HELP}").into()),
+        }
+    }
+    Ok(parsed)
+}

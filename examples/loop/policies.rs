@@ -1,0 +1,111 @@
+//! The policies of the table, each at a budget of tokens a KV head.
+
+use pikv::codec::PyramidKv;
+use pikv::policy::{
+    Budget, Chunks, Duo, DuoLit, Eviction, FastVReceived, H2o, KeyNorm, Lru, LruPlus, SnapKv, StreamingLlm,
+    Tova,
+};
+use pikv::{Attend, CacheConfig, Read};
+use std::error::Error;
+
+/// What a row of the table runs with.
+pub struct Row {
+    pub name: &'static str,
+    /// A row without one holds everything, whatever the budget.
+    pub bounded: bool,
+    configure: Box<dyn Fn(CacheConfig) -> CacheConfig>,
+    /// What attention reads of the pages, if it is not what the router fetches.
+    pub read: Option<Read>,
+}
+
+impl Row {
+    pub fn config(&self, config: CacheConfig) -> CacheConfig {
+        (self.configure)(config)
+    }
+
+    pub fn attend(&self, attend: Attend, fetched: Read) -> Attend {
+        attend.read(self.read.unwrap_or(fetched))
+    }
+}
+
+/// A model and what it may hold.
+pub struct Setup<'a> {
+    pub layers: usize,
+    /// Tokens a KV head.
+    pub budget: u32,
+    /// Of which ring and sinks.
+    pub fixed: u32,
+    pub window: u32,
+    /// `[layers][kv_heads]`, how much of its attention a head pays to what is far.
+    pub far: &'a [Vec<f32>],
+}
+
+pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
+    let Setup { layers, budget, fixed, window, far } = *setup;
+    let tokens = Budget::Tokens(budget);
+    let mut rows = Vec::new();
+    let mut row = |name, configure: Box<dyn Fn(CacheConfig) -> CacheConfig>| {
+        rows.push(Row { name, bounded: name != "none", configure, read: None });
+    };
+    let all = |eviction: Eviction| -> Box<dyn Fn(CacheConfig) -> CacheConfig> {
+        Box::new(move |config| config.evict(eviction.clone()))
+    };
+    row("none", Box::new(|config| config));
+    row("LRU", all(Eviction::new(Lru::default(), tokens.clone())));
+    row("LRU+", all(Eviction::new(LruPlus::default(), tokens.clone())));
+    row("H2O", all(Eviction::new(H2o, tokens.clone())));
+    row("SL", all(Eviction::new(StreamingLlm, tokens.clone())));
+    let newest = all(Eviction::new(StreamingLlm, tokens.clone()));
+    row("newest, no sinks", Box::new(move |config| newest(config.sinks(0))));
+    row("SnapKV", all(Eviction::new(SnapKv::default(), tokens.clone())));
+    row("TOVA", all(Eviction::new(Tova, tokens.clone())));
+    row("key norm", all(Eviction::new(KeyNorm, tokens.clone())));
+    row("AdaKV", all(Eviction::new(SnapKv::default(), tokens.clone()).adaptive(0.2)));
+    let duo = duo(far, budget, fixed, window);
+    row("Duo", all(duo.eviction()));
+    row("Duo-lit", all(Eviction::new(DuoLit, tokens.clone())));
+    let pyramid = PyramidKv { capacity: budget, window: fixed, ..PyramidKv::new(budget) };
+    let budgets = pyramid.budgets(layers as u32)?;
+    row("C_Py", all(Eviction::new(SnapKv::default(), Budget::Layers(budgets.into()))));
+    row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), 10), tokens.clone())));
+    // What the first two layers hold too much the others do without.
+    let share = (u64::from(budget) * layers as u64).saturating_sub(2 * u64::from(window));
+    let rest = u32::try_from(share / (layers as u64).saturating_sub(2).max(1))?.max(fixed + 1);
+    let fast = Eviction::new(FastVReceived, Budget::Tokens(rest));
+    row(
+        "C_F",
+        Box::new(move |config| (2..layers).fold(config, |config, l| config.evict_layer(l, fast.clone()))),
+    );
+    let pages = (budget.saturating_sub(fixed) / pikv::PAGE).max(1);
+    rows.push(Row {
+        name: "QUEST",
+        bounded: false,
+        configure: Box::new(|config| config.bounds(true)),
+        read: Some(Read::Quest { pages }),
+    });
+    Ok(rows)
+}
+
+/// As many retrieval heads, those that look farthest, as the budget allows beside streaming ones of twice what is fixed.
+fn duo(far: &[Vec<f32>], budget: u32, fixed: u32, window: u32) -> Duo {
+    let streaming = (2 * fixed).min(budget);
+    let mut order: Vec<(f32, usize, usize)> = Vec::new();
+    for (l, heads) in far.iter().enumerate() {
+        order.extend(heads.iter().enumerate().map(|(h, far)| (*far, l, h)));
+    }
+    order.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let spare = u64::from(budget - streaming) * order.len() as u64;
+    let open = (spare / u64::from((window - streaming).max(1))) as usize;
+    let mut gates: Vec<Vec<f32>> = far.iter().map(|heads| vec![0.0; heads.len()]).collect();
+    for (_, l, h) in order.into_iter().take(open) {
+        gates[l][h] = 1.0;
+    }
+    Duo::new(gates, streaming)
+}
+
+impl Row {
+    /// Everything is held and read.
+    pub fn everything() -> Row {
+        Row { name: "none", bounded: false, configure: Box::new(|config| config), read: Some(Read::All) }
+    }
+}

@@ -1,0 +1,217 @@
+//! A stream of experts and of what queries look for, without a model: what is found of it under each policy.
+
+use crate::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
+use crate::common::sample::SplitMix;
+use crate::measure::subject::Subject;
+use crate::policies::{self, Setup};
+use crate::{Result, SINKS, ring};
+use indicatif::ProgressBar;
+use pikv::trace::{Reader, Row, Skewed, Writer};
+use pikv::{
+    Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, PageMass, Place, Position, Sequence,
+};
+use std::fs::File;
+use std::io::{BufReader, BufWriter};
+use std::path::Path;
+
+/// Width of the made-up keys.
+const DIM: usize = 64;
+
+/// Replays a trace under every policy at three budgets, and prints how much of what was wanted was still held.
+pub fn run(trace: &str, tokens: usize) -> Result<()> {
+    let (experts, rows): (u32, Vec<Row>) = if trace == "skewed" {
+        let skewed = Skewed::default();
+        (skewed.experts, skewed.rows()?.take(tokens).collect())
+    } else {
+        let reader = Reader::new(BufReader::new(File::open(trace).map_err(|e| format!("{trace}: {e}"))?))?;
+        (reader.experts(), reader.take(tokens).collect::<std::result::Result<_, _>>()?)
+    };
+    let window = rows.len() as u32;
+    let Some(top_k) = rows.first().map(|row| row.experts.len() as u32) else {
+        return Err(format!("{trace}: no rows").into());
+    };
+    let budgets = [8, 4, 2].map(|part| window / part);
+    let far = vec![vec![0.0]];
+    println!(
+        "{trace}: {window} tokens, {top_k} of {experts} experts a token; wanted tokens that are held, by budget\n"
+    );
+    println!("{:17} {}", "policy", budgets.map(|budget| format!("{budget:>9}")).join(" "));
+    let names: Vec<&str> = rows_of(budgets[0], window, &far)?.iter().map(|row| row.name).collect();
+    let bar = ProgressBar::new((names.len() * budgets.len()) as u64);
+    // Budgets by layer, retrieval heads and pages chosen for a query say nothing of one layer with one head of made-up keys.
+    let told = |name: &&str| !["Duo", "C_Py", "C_F", "QUEST", "key norm"].contains(name);
+    for name in names.iter().filter(|name| told(name)) {
+        let mut cells = Vec::new();
+        for budget in budgets {
+            let rows_of = rows_of(budget, window, &far)?;
+            let Some(row) = rows_of.into_iter().find(|row| row.name == *name) else { continue };
+            let layout = Layout { k_dim: DIM as u32, v_dim: 1, k: Dtype::Bf16, v: Dtype::Bf16 };
+            let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+            let config = CacheConfig::new(vec![layer], 1 << 30).ring(ring(budget)).sinks(SINKS);
+            let cache = Cache::new(row.config(config.experts(experts, top_k)))?;
+            cells.push(format!("{:>8.2}%", 100.0 * replay(&cache, &rows)?));
+            bar.inc(1);
+        }
+        bar.suspend(|| println!("{name:17} {}", cells.join(" ")));
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+fn rows_of(budget: u32, window: u32, far: &[Vec<f32>]) -> Result<Vec<policies::Row>> {
+    policies::rows(&Setup { layers: 1, budget, fixed: ring(budget) + SINKS, window, far })
+}
+
+/// The share of the wanted tokens that were held when their query came.
+fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
+    let mut sequence = cache.sequence();
+    let (mut wanted, mut found) = (0u64, 0u64);
+    let mut held = vec![false; rows.len()];
+    for (position, row) in rows.iter().enumerate() {
+        hold(&sequence, &mut held)?;
+        wanted += row.wanted.len() as u64;
+        found += row.wanted.iter().filter(|p| held[**p as usize]).count() as u64;
+        let mut query = vec![0.0; DIM];
+        for p in &row.wanted {
+            query.iter_mut().zip(key(*p as usize)).for_each(|(q, k)| *q += k);
+        }
+        let mut step = cache.begin([(&mut sequence, 1)])?;
+        step.append(0, &key(position), &[0.0])?;
+        // What is wanted stands out of what is not by some nats.
+        step.attend(0, &query, &Attend::new(8.0), Output::new(&mut [0.0]))?;
+        step.route(0, &row.experts)?;
+        step.commit()?;
+    }
+    Ok(if wanted == 0 { 1.0 } else { found as f64 / wanted as f64 })
+}
+
+/// A direction of its own for each position.
+fn key(position: usize) -> Vec<f32> {
+    let mut random = SplitMix(position as u64);
+    let mut key: Vec<f32> = (0..DIM).map(|_| random.unit() as f32 - 0.5).collect();
+    let norm = key.iter().map(|x| x * x).sum::<f32>().sqrt();
+    key.iter_mut().for_each(|x| *x /= norm);
+    key
+}
+
+fn hold(sequence: &Sequence, held: &mut [bool]) -> Result<()> {
+    held.fill(false);
+    let ring = sequence.next_position().0 - sequence.in_ring().0;
+    for page in sequence.pages(0, 0)?.filter(|page| page.id.place != Place::Ring) {
+        for (_, Position(p)) in sequence.positions(0, 0, page.id)? {
+            held[p as usize] = true;
+        }
+    }
+    held[ring as usize..sequence.next_position().0 as usize].fill(true);
+    Ok(())
+}
+
+/// Positions of a row that are written down.
+const WANTED: usize = 8;
+
+/// Runs the MoE, and writes its tokens, the experts of its first layer, and what KV head 0 of its middle layer looks at most.
+pub fn record(subject: &Subject, ids: &[u32], file: &Path) -> Result<()> {
+    let (experts, top_k) = subject.experts;
+    let layers = vec![subject.layer(Dtype::F32, Keys::Rotated); subject.layers];
+    let cache = Cache::new(CacheConfig::new(layers, 4 << 30).ring(ids.len() as u32).experts(experts, top_k))?;
+    let mut recorder = Recorder {
+        sequence: cache.sequence(),
+        cache,
+        attend: Attend::new(1.0 / (subject.head_dim as f32).sqrt()),
+        layer: subject.layers / 2,
+        experts: Vec::new(),
+        wanted: Vec::new(),
+    };
+    let out = File::create(file).map_err(|e| format!("{}: {e}", file.display()))?;
+    let mut writer = Writer::new(BufWriter::new(out), experts)?;
+    let (bar, mut logits) = (ProgressBar::new(ids.len() as u64), Vec::new());
+    for id in ids {
+        subject.forward(&[*id], &mut recorder, &mut logits)?;
+        let (experts, wanted) = (std::mem::take(&mut recorder.experts), std::mem::take(&mut recorder.wanted));
+        writer.write(&Row { token: *id, experts, wanted })?;
+        bar.inc(1);
+    }
+    writer.finish()?;
+    bar.finish_and_clear();
+    println!("{} rows written to {}", ids.len(), file.display());
+    Ok(())
+}
+
+struct Recorder {
+    cache: Cache,
+    sequence: Sequence,
+    attend: Attend,
+    layer: usize,
+    experts: Vec<u16>,
+    wanted: Vec<u32>,
+}
+
+struct Step<'a> {
+    step: pikv::Step<'a>,
+    attend: Attend,
+    layer: usize,
+    experts: &'a mut Vec<u16>,
+    wanted: &'a mut Vec<u32>,
+    position: u32,
+}
+
+impl AnyCache for Recorder {
+    type Error = pikv::Error;
+    type Step<'a> = Step<'a>;
+
+    fn begin(&mut self, n: usize) -> std::result::Result<Step<'_>, pikv::Error> {
+        let position = self.sequence.next_position().0;
+        let Recorder { attend, layer, .. } = *self;
+        let step = self.cache.begin([(&mut self.sequence, n as u32)])?;
+        Ok(Step { step, attend, layer, experts: &mut self.experts, wanted: &mut self.wanted, position })
+    }
+
+    fn len(&self) -> usize {
+        self.sequence.next_position().0 as usize
+    }
+
+    fn clear(&mut self) {
+        self.sequence.clear();
+    }
+}
+
+impl AnyStep for Step<'_> {
+    type Error = pikv::Error;
+
+    fn layer(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> std::result::Result<(), pikv::Error> {
+        self.step.append(layer, k, v)?;
+        if layer != self.layer {
+            return self.step.attend(layer, q, &self.attend, Output::new(out));
+        }
+        let mut mass: Vec<PageMass> = Vec::new();
+        self.step.attend(layer, q, &self.attend, Output::new(out).mass(&mut mass))?;
+        // Everything is in the ring: lane `t` of tile `i` is position `32 i + t`.
+        let mut seen: Vec<(f32, u32)> = Vec::new();
+        for page in mass.iter().filter(|page| page.kv_head == 0) {
+            let first = page.page.ordinal * pikv::PAGE;
+            seen.extend((first..).zip(page.tokens).filter(|(p, _)| *p < self.position).map(|(p, m)| (m, p)));
+        }
+        seen.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        *self.wanted =
+            seen.into_iter().take(WANTED).filter(|(mass, _)| *mass > 0.0).map(|(_, p)| p).collect();
+        Ok(())
+    }
+
+    fn experts(&mut self, layer: usize, experts: &[u16]) -> std::result::Result<(), pikv::Error> {
+        if layer == 0 {
+            *self.experts = experts.to_vec();
+        }
+        self.step.route(layer, experts)
+    }
+
+    fn commit(self) -> std::result::Result<(), pikv::Error> {
+        self.step.commit()
+    }
+}

@@ -1,0 +1,3 @@
+//! What is measured, for the examples that do.
+
+pub mod subject;

@@ -1,0 +1,302 @@
+//! The closed loop (arXiv 2508.06526, algorithm 1, its order mended): what attention finds missing and what policies let go of bears
+//! on how the next tokens are routed.
+//!
+//! A step goes, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), as a model
+//! runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::Read::Experts)), `route` comes before
+//! `attend`, from logits that the engine has by then. At the end [`commit`](LoopStep::commit): tokens that left the ring are
+//! filed, policies are told what was attended, hits and misses of each expert are counted, what is over the budgets goes, and the
+//! routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
+//!
+//! ```
+//! use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape};
+//! use pikv_host::policy::{Budget, Eviction, H2o};
+//! use pikv_host::router::{CacheAware, Shape};
+//! use pikv_host::{Attend, Cache, CacheConfig, ClosedLoop, Output};
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+//! let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+//! let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2);
+//! let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(12)).batch(1)))?;
+//! let router = CacheAware::default().router(Shape::new(4, 2))?;
+//! let mut pikv = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;
+//! let mut sequence = cache.sequence();
+//! for i in 0..40 {
+//!     let x = (i as f32).sin();
+//!     let mut out = [0.0; 8];
+//!     let mut step = pikv.begin([(&mut sequence, 1)])?;
+//!     step.append(0, &[x; 4], &[1.0; 4])?;
+//!     step.attend(0, &[x; 8], &Attend::new(0.5), Output::new(&mut out))?;
+//!     let routes = step.route(0, &[x, -x, 0.5, 0.0])?;
+//!     assert_eq!(routes.model().experts.len(), 2);     // what the model mixes
+//!     step.commit()?;
+//! }
+//! assert_eq!(sequence.resident(0, 0)?.0, 12);
+//! let report = pikv.report();
+//! assert!(report.misses(0).iter().sum::<u64>() > 0);   // experts' tokens that are gone
+//! # Ok(())
+//! # }
+//! ```
+
+use crate::attend::{Attend, Output};
+use crate::cache::Cache;
+use crate::error::Error;
+use crate::metrics::{Sink, StepMetrics};
+use crate::router::{Feedback, RouteError, Router, Routes};
+use crate::sequence::Sequence;
+use crate::step::{Step, StepReport};
+use pikv_core::page::Position;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Why the loop stopped. The sequences are as before the step, and so are the routers.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum LoopError {
+    /// The cache refused.
+    #[error(transparent)]
+    Cache(#[from] Error),
+    /// A router refused.
+    #[error("layer {layer}: {source}")]
+    Route {
+        /// The layer.
+        layer: usize,
+        /// Why.
+        source: RouteError,
+    },
+    /// Not a router for each layer.
+    #[error("{got} routers for {layers} layers; one for each is needed")]
+    Routers {
+        /// Routers given.
+        got: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// A router of other experts than the cache's.
+    #[error(
+        "the router of layer {layer} takes {top_k} of {experts} experts, the cache {cache_top_k} of {cache_experts}"
+    )]
+    Shape {
+        /// The layer.
+        layer: usize,
+        /// The router's.
+        experts: u32,
+        /// The router's.
+        top_k: u32,
+        /// The cache's.
+        cache_experts: u32,
+        /// The cache's.
+        cache_top_k: u32,
+    },
+}
+
+/// A cache, its routers and its metrics.
+pub struct ClosedLoop {
+    cache: Cache,
+    routers: Vec<Box<dyn Router>>,
+    sink: Arc<dyn Sink>,
+    routes: Vec<Routes>,
+    report: StepReport,
+}
+
+impl std::fmt::Debug for ClosedLoop {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClosedLoop").field("cache", &self.cache).field("routers", &self.routers).finish()
+    }
+}
+
+impl ClosedLoop {
+    /// A loop over `cache`, with a router for each layer.
+    ///
+    /// # Errors
+    /// Not as many routers as layers, or one of other experts than the cache's.
+    pub fn new(cache: Cache, routers: Vec<Box<dyn Router>>) -> Result<ClosedLoop, LoopError> {
+        let config = cache.config();
+        let layers = config.layers.len();
+        if routers.len() != layers {
+            return Err(LoopError::Routers { got: routers.len(), layers });
+        }
+        let (cache_experts, cache_top_k) = (config.experts, config.top_k);
+        for (layer, router) in routers.iter().enumerate() {
+            let shape = router.shape();
+            let (experts, top_k) = (shape.experts, shape.top_k);
+            if (experts, top_k) != (cache_experts, cache_top_k) {
+                return Err(LoopError::Shape { layer, experts, top_k, cache_experts, cache_top_k });
+            }
+        }
+        let routes = (0..layers).map(|_| Routes::default()).collect();
+        Ok(ClosedLoop { cache, routers, sink: Arc::new(()), routes, report: StepReport::default() })
+    }
+
+    /// Tells `sink` of every step.
+    pub fn sink(mut self, sink: Arc<dyn Sink>) -> ClosedLoop {
+        self.sink = sink;
+        self
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// The routers, to save their states.
+    pub fn routers(&self) -> &[Box<dyn Router>] {
+        &self.routers
+    }
+
+    /// The routers, to restore their states.
+    pub fn routers_mut(&mut self) -> &mut [Box<dyn Router>] {
+        &mut self.routers
+    }
+
+    /// What the last step that was committed met.
+    pub fn report(&self) -> &StepReport {
+        &self.report
+    }
+
+    /// Starts a step, as [`Cache::begin`].
+    ///
+    /// # Errors
+    /// Those of [`Cache::begin`].
+    pub fn begin<'a>(
+        &'a mut self,
+        parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
+    ) -> Result<LoopStep<'a>, LoopError> {
+        let step = self.cache.begin(parts)?;
+        self.routes.iter_mut().for_each(Routes::clear);
+        Ok(LoopStep { step: Some(step), of: self })
+    }
+}
+
+/// A step of a [`ClosedLoop`]. Dropped without a commit it never happened, for the routers either.
+#[derive(Debug)]
+pub struct LoopStep<'a> {
+    /// `None` once it was committed.
+    step: Option<Step<'a>>,
+    of: &'a mut ClosedLoop,
+}
+
+impl<'a> LoopStep<'a> {
+    fn step(&mut self) -> &mut Step<'a> {
+        match &mut self.step {
+            Some(step) => step,
+            None => unreachable!("a commit takes the whole"),
+        }
+    }
+
+    /// As [`Step::append`].
+    ///
+    /// # Errors
+    /// Those of [`Step::append`].
+    pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), LoopError> {
+        Ok(self.step().append(layer, k, v)?)
+    }
+
+    /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]`, and files the rows by them. The model's own
+    /// choice and its weights are in [`Routes::model`].
+    ///
+    /// # Errors
+    /// No such layer, one that was already routed, or what the router refuses.
+    pub fn route(&mut self, layer: usize, logits: &[f32]) -> Result<&Routes, LoopError> {
+        let starts: Vec<(Position, usize)> = self.step().parts().collect();
+        let Some(router) = self.of.routers.get_mut(layer) else {
+            return Err(LoopError::Cache(Error::Layer { layer, layers: self.of.routes.len() }));
+        };
+        if self.step.as_ref().is_some_and(|step| step.routed(layer)) {
+            return Err(LoopError::Cache(Error::Twice { layer, what: "routed" }));
+        }
+        let refused = |source| LoopError::Route { layer, source };
+        let experts = router.shape().experts as usize;
+        let rows: usize = starts.iter().map(|(_, rows)| rows).sum();
+        let (got, expected) = (logits.len(), rows * experts);
+        if got != expected {
+            let what = "logits";
+            return Err(LoopError::Cache(Error::Length { what, got, expected, shape: "rows * experts" }));
+        }
+        let routes = &mut self.of.routes[layer];
+        routes.clear();
+        let mut rest = logits;
+        for (first, rows) in starts {
+            let (own, others) = rest.split_at(rows * experts);
+            rest = others;
+            if let Err(source) = router.route(first, own, routes) {
+                router.discard();
+                return Err(refused(source));
+            }
+        }
+        let (filing, fetch) = (&routes.filing().experts, routes.fetch() as u32);
+        if let Some(step) = &mut self.step {
+            step.route(layer, filing)?;
+            step.fetch(layer, fetch);
+        }
+        Ok(&self.of.routes[layer])
+    }
+
+    /// As [`Step::attend`]. Where rows read the pages of their experts only, they read those of as many as the router would fetch.
+    ///
+    /// # Errors
+    /// Those of [`Step::attend`].
+    pub fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        options: &Attend,
+        out: Output<'_>,
+    ) -> Result<(), LoopError> {
+        Ok(self.step().attend(layer, q, options, out)?)
+    }
+
+    /// Makes the tokens part of their sequences, evicts what is over the budgets, and lets the routers learn.
+    ///
+    /// # Errors
+    /// Those of [`Step::commit`].
+    pub fn commit(mut self) -> Result<(), LoopError> {
+        let Some(step) = self.step.take() else { return Ok(()) };
+        let rows = step.rows() as u64;
+        if let Err(error) = step.commit_with(&mut self.of.report) {
+            self.of.discard();
+            return Err(error.into());
+        }
+        let ClosedLoop { cache, routers, sink, routes, report } = &mut *self.of;
+        let mut all = (Vec::new(), Vec::new());
+        for (layer, router) in routers.iter_mut().enumerate() {
+            let (hits, misses) = (report.hits(layer), report.misses(layer));
+            let wanted: Vec<u64> = hits.iter().zip(misses).map(|(hit, miss)| hit + miss).collect();
+            // Routers count in 32 bits; only the rates matter.
+            let most = wanted.iter().max().copied().unwrap_or(0);
+            let shift = (64 - most.leading_zeros()).saturating_sub(32);
+            let narrow = |of: &[u64]| -> Vec<u32> { of.iter().map(|n| (n >> shift) as u32).collect() };
+            let (wanted, missed) = (narrow(&wanted), narrow(misses));
+            // A layer without rows has nothing to tell.
+            if routes[layer].rows() > 0 {
+                let told = router.observe(&Feedback::new(&wanted, &missed));
+                told.map_err(|source| LoopError::Route { layer, source })?;
+            }
+            all.0.resize(hits.len(), 0);
+            all.1.resize(hits.len(), 0);
+            all.0.iter_mut().zip(hits).for_each(|(sum, n): (&mut u64, _)| *sum += n);
+            all.1.iter_mut().zip(misses).for_each(|(sum, n): (&mut u64, _)| *sum += n);
+        }
+        let resident_bytes = cache.usage().shards.iter().sum();
+        let logical_bytes = report.logical_bytes;
+        sink.step(&StepMetrics { rows, resident_bytes, logical_bytes, hits: &all.0, misses: &all.1 });
+        report.evicted.iter().for_each(|page| sink.evicted(page));
+        report.reused.iter().for_each(|page| sink.reused(page));
+        Ok(())
+    }
+}
+
+impl ClosedLoop {
+    /// Forgets the choices of a step that did not happen.
+    fn discard(&mut self) {
+        self.routers.iter_mut().for_each(|router| router.discard());
+    }
+}
+
+impl Drop for LoopStep<'_> {
+    fn drop(&mut self) {
+        // The step itself undoes what it did to the sequences.
+        if self.step.take().is_some() {
+            self.of.discard();
+        }
+    }
+}
