@@ -119,7 +119,12 @@ impl Layer {
                     let filed = self.heads[h].file(&token, codec, rule, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));
                     if let Err(error) = filed {
-                        self.heads[..h].iter_mut().for_each(|head| head.chains[c].pop(position));
+                        for head in &mut self.heads[..h] {
+                            if let Some((page, lane)) = head.chains[c].newest() {
+                                pages.forget_copy(page, lane);
+                            }
+                            head.chains[c].pop(position);
+                        }
                         while self.originals.back().is_some_and(|kept| kept.by == position) {
                             self.originals.pop_back();
                         }

@@ -42,6 +42,15 @@ impl Reservation {
         layout.copy(source.words(), from, only(target), to);
     }
 
+    /// Forgets the copy to a lane, which was asked for last of those to its page and not flushed: the page may be given back.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, clippy::unused_self))]
+    pub fn forget_copy(&mut self, target: &Page, to: u32) {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.forget_copy(target.address(), to);
+        }
+    }
+
     /// Forgets writes that were not flushed.
     pub fn forget_writes(&mut self) {
         #[cfg(feature = "cuda")]

@@ -69,8 +69,20 @@ impl fmt::Debug for Device {
 }
 
 /// cust's error with the call that it answers.
+fn failure(call: &'static str, error: Answer) -> CudaError {
+    CudaError::Driver { call, code: error as u32, name: format!("{error:?}") }
+}
+
 fn answer<T>(call: &'static str, result: Result<T, Answer>) -> Result<T, CudaError> {
-    result.map_err(|e| CudaError::Driver { call, code: e as u32, name: format!("{e:?}") })
+    result.map_err(|error| failure(call, error))
+}
+
+/// Memory that was asked for; that there is none has an error of its own.
+fn granted<T>(call: &'static str, bytes: u64, result: Result<T, Answer>) -> Result<T, Error> {
+    result.map_err(|error| match error {
+        Answer::OutOfMemory => Error::OutOfMemory { bytes },
+        other => failure(call, other).into(),
+    })
 }
 
 /// As [`answer`] for calls that cust leaves bare.
@@ -87,13 +99,14 @@ impl Device {
             name: pikv_cuda_lazy::name().to_string_lossy().into_owned(),
             reason: reason.to_owned(),
         })?;
-        let found = |result: Result<_, Answer>, call| match result {
-            Err(Answer::NoDevice | Answer::InvalidDevice) => Err(CudaError::NoDevice),
-            other => answer(call, other),
+        let none = |call| {
+            move |error| match error {
+                Answer::NoDevice | Answer::InvalidDevice => CudaError::NoDevice,
+                other => failure(call, other),
+            }
         };
-        found(cust::init(cust::CudaFlags::empty()).map(|()| None), "cuInit")?;
-        let device = found(cust::device::Device::get_device(0).map(Some), "cuDeviceGet")?;
-        let Some(device) = device else { return Err(CudaError::NoDevice) };
+        cust::init(cust::CudaFlags::empty()).map_err(none("cuInit"))?;
+        let device = cust::device::Device::get_device(0).map_err(none("cuDeviceGet"))?;
         let name = answer("cuDeviceGetName", device.name())?;
         let attribute = |which| answer("cuDeviceGetAttribute", device.get_attribute(which));
         let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;

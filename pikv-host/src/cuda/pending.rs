@@ -50,6 +50,16 @@ impl Pending {
         self.copies.push(Copies { layout: *layout, list: vec![copy], read, written });
     }
 
+    /// Forgets the last copy to a lane.
+    pub fn forget_copy(&mut self, target: u64, to: u32) {
+        for copies in self.copies.iter_mut().rev() {
+            if let Some(at) = copies.list.iter().rposition(|copy| (copy.target, copy.to) == (target, to)) {
+                copies.list.remove(at);
+                return;
+            }
+        }
+    }
+
     /// Forgets what was to be written. Copies stay: pages that were copied for these writes are in their places already.
     pub fn forget_writes(&mut self) {
         self.writes.clear();
@@ -81,6 +91,10 @@ impl Pending {
         let device = &self.device;
         let mut work = device.work()?;
         while let Some(copies) = self.copies.first() {
+            if copies.list.is_empty() {
+                self.copies.remove(0);
+                continue;
+            }
             let mut upload = Upload::new();
             upload.add(&copies.list);
             let list = work.send(&device.stream, &upload)?;

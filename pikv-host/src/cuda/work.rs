@@ -1,9 +1,8 @@
 //! Memory that launches work in: lists on their way up, partial results, and results on their way back.
 
-use super::{answer, bare};
+use super::{answer, bare, granted};
 use crate::backend::CudaError;
 use crate::error::Error;
-use cust::error::CudaError as Answer;
 use cust::event::{Event, EventFlags};
 use cust::memory::{DevicePointer, LockedBuffer, cuda_free, cuda_malloc};
 use cust::stream::Stream;
@@ -23,12 +22,8 @@ pub(crate) struct Memory {
 impl Memory {
     pub fn new(bytes: u64) -> Result<Memory, Error> {
         // SAFETY: given back on drop; nobody reads what was not written.
-        match unsafe { cuda_malloc::<u8>(bytes as usize) } {
-            Ok(address) => Ok(Memory { address: address.as_raw(), bytes }),
-            Err(Answer::OutOfMemory) => Err(Error::OutOfMemory { bytes }),
-            Err(other) => Err(answer("cuMemAlloc", Err::<(), _>(other))
-                .map_or_else(Error::Device, |()| Error::OutOfMemory { bytes })),
-        }
+        let address = granted("cuMemAlloc", bytes, unsafe { cuda_malloc::<u8>(bytes as usize) })?;
+        Ok(Memory { address: address.as_raw(), bytes })
     }
 
     pub fn address(&self) -> u64 {
@@ -67,14 +62,7 @@ impl Pinned {
             self.0 = None;
             let words = words.next_power_of_two();
             let buffer = LockedBuffer::new(&0, words);
-            self.0 = Some(buffer.map_err(|e| {
-                match e {
-                    Answer::OutOfMemory => Error::OutOfMemory { bytes: words as u64 * 4 },
-                    other => answer("cuMemAllocHost", Err::<(), _>(other))
-                        .err()
-                        .map_or(Error::OutOfMemory { bytes: 0 }, Error::Device),
-                }
-            })?);
+            self.0 = Some(granted("cuMemAllocHost", words as u64 * 4, buffer)?);
         }
         Ok(self.0.as_deref_mut().unwrap_or_default())
     }
