@@ -49,6 +49,7 @@ impl<F: Copy> PageSum<F> {
     #[inline(always)]
     pub fn take<W: Warp<F = F>>(&mut self, w: W, of: &Rows<'_>, page: usize, group: u32, from: u32, to: u32) {
         let tops = &of.raw[of.width * BLOCK * LANES..];
+        #[allow(clippy::needless_range_loop, reason = "a row is more than its exponent")]
         for r in 0..of.width {
             let top = tops[r];
             if top != f32::NEG_INFINITY {

@@ -43,7 +43,7 @@ impl Reservation {
     }
 
     /// Forgets the copy to a lane, which was asked for last of those to its page and not flushed: the page may be given back.
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, clippy::unused_self))]
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn forget_copy(&mut self, target: &Page, to: u32) {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
@@ -63,7 +63,7 @@ impl Reservation {
     ///
     /// # Errors
     /// No memory, or the device. Nothing was written then.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn flush_writes(&mut self, layout: &Layout, k: &[f32], v: &[f32]) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
@@ -78,7 +78,6 @@ impl Reservation {
     ///
     /// # Errors
     /// No memory, or the device. What was not done then is done by the next call.
-    #[cfg_attr(not(feature = "cuda"), allow(clippy::unnecessary_wraps))]
     pub fn flush_copies(&mut self) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
