@@ -1,6 +1,6 @@
 //! The main job: a real MoE that decodes through pikv, and what it loses by it (no bit in f32 while all is in the ring).
 //!
-//! `cargo run --release --example decode [-- --bytes 65536] [--quick]`
+//! `cargo run --release --example decode [-- --bytes 65536] [--quick] [--backend cuda] [--tokens 64]`
 //!
 //! Generates some text, then evaluates a novel that the model never saw, window by window, over a plain contiguous f32
 //! cache and over pikv in several forms; prints one table.
@@ -14,7 +14,7 @@ use common::sample::{SplitMix, nats, sample};
 use indicatif::{ProgressBar, ProgressStyle};
 use moe::model::{Config, Model, VOCAB};
 use moe::{paged::Paged, plain::PlainCache};
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Place, ShardMap};
+use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Layout, Place, ShardMap};
 use std::error::Error;
 use std::path::Path;
 use std::time::Instant;
@@ -30,11 +30,18 @@ const DEFAULT_BYTES: usize = 65536;
 /// What the model's trainer found on as much text, in nats/byte.
 const TRAINED: f64 = 1.2103;
 
-const HELP: &str =
-    "options: --bytes N (default 65536, a multiple of 2048), --quick (the same as --bytes 4096)";
+const HELP: &str = "options: --bytes N (default 65536, a multiple of 2048), --quick (the same as --bytes 4096), --backend cpu or \
+                    cuda, --tokens N (write that many and stop)";
+
+/// Tokens that are written before the evaluation.
+const WRITTEN: usize = 355;
+
+/// Of the hash FNV-1a, over words.
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let bytes = arguments()?;
+    let Arguments { bytes, backend, tokens } = arguments()?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
     let mut model = Model::load(&root.join("models/austen-moe"))?;
     model.parallelism = gemm::Parallelism::Rayon(0);
@@ -43,7 +50,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err(format!("--bytes {bytes}: the text has {}; {HELP}", text.len()).into());
     }
 
-    generate(&model)?;
+    generate(&model, &backend, tokens.unwrap_or(WRITTEN))?;
+    if tokens.is_some() {
+        return Ok(());
+    }
 
     let variants = variants();
     let bar = ProgressBar::new((variants.len() + 1) as u64 * bytes as u64);
@@ -70,7 +80,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut same: Option<(Dtype, u32, Vec<f32>)> = None;
     for v in &variants {
         bar.set_message(format!("pikv {} G={}", v.dtype.name(), v.shards));
-        let mut paged = Paged::new(Cache::new(v.config(&c)?)?, c.head_dim);
+        let mut paged = Paged::new(Cache::new(v.config(&c, &backend)?)?, c.head_dim);
         let result = evaluate(&model, &text[..=bytes], &mut paged, &bar)?;
         let differ = count_different(&result.logits, &reference.logits);
         let worst = largest_difference(&result.logits, &reference.logits);
@@ -122,23 +132,38 @@ fn main() -> Result<(), Box<dyn Error>> {
     if failures.is_empty() { Ok(()) } else { Err(failures.join("; ").into()) }
 }
 
-fn arguments() -> Result<usize, Box<dyn Error>> {
-    let mut bytes = DEFAULT_BYTES;
+struct Arguments {
+    bytes: usize,
+    backend: Backend,
+    /// Tokens to write, and nothing to evaluate.
+    tokens: Option<usize>,
+}
+
+fn arguments() -> Result<Arguments, Box<dyn Error>> {
+    let mut parsed = Arguments { bytes: DEFAULT_BYTES, backend: Backend::CPU, tokens: None };
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().ok_or(format!("{argument}: of what? {HELP}"));
+        let number = |n: String| n.parse().map_err(|e| format!("{argument} {n}: {e}; {HELP}"));
         match argument.as_str() {
-            "--quick" => bytes = 4096,
-            "--bytes" => {
-                let n = arguments.next().ok_or(HELP)?;
-                bytes = n.parse().map_err(|e| format!("--bytes {n}: {e}; {HELP}"))?;
+            "--quick" => parsed.bytes = 4096,
+            "--bytes" => parsed.bytes = number(value()?)?,
+            "--tokens" => parsed.tokens = Some(number(value()?)?),
+            "--backend" => {
+                parsed.backend = match value()?.as_str() {
+                    "cpu" => Backend::CPU,
+                    "cuda" => Backend::cuda()?,
+                    other => return Err(format!("--backend {other}: cpu or cuda; {HELP}").into()),
+                }
             }
             other => return Err(format!("{other}: unknown; {HELP}").into()),
         }
     }
+    let bytes = parsed.bytes;
     if bytes == 0 || !bytes.is_multiple_of(WINDOW) {
         return Err(format!("--bytes {bytes}: not a multiple of {WINDOW}; {HELP}").into());
     }
-    Ok(bytes)
+    Ok(parsed)
 }
 
 /// One form of the cache.
@@ -149,7 +174,7 @@ struct Variant {
 }
 
 impl Variant {
-    fn config(&self, c: &Config) -> Result<CacheConfig, Box<dyn Error>> {
+    fn config(&self, c: &Config, backend: &Backend) -> Result<CacheConfig, Box<dyn Error>> {
         let dim = c.head_dim as u32;
         let layout = Layout { k_dim: dim, v_dim: dim, k: self.dtype, v: self.dtype };
         let layer = LayerShape {
@@ -160,6 +185,7 @@ impl Variant {
             rope: None,
         };
         Ok(CacheConfig::new(vec![layer; c.layers], 64 << 20)
+            .backend(backend.clone())
             .ring(self.ring)
             .experts(c.experts as u32, c.top_k as u32)
             .shards(ShardMap::xor(8, c.experts as u32, self.shards)?))
@@ -174,19 +200,22 @@ fn variants() -> Vec<Variant> {
     variants
 }
 
-fn generate(model: &Model) -> Result<(), Box<dyn Error>> {
+/// Writes `tokens` bytes after the novel's first words, and the hash of every logit on the way: equal bits, equal hash.
+fn generate(model: &Model, backend: &Backend, tokens: usize) -> Result<(), Box<dyn Error>> {
     let c = model.config();
     let form = Variant { dtype: Dtype::Bf16, shards: 4, ring: RING };
-    let mut paged = Paged::new(Cache::new(form.config(c)?)?, c.head_dim);
-    let (mut logits, mut random) = (Vec::new(), SplitMix(1));
+    let mut paged = Paged::new(Cache::new(form.config(c, backend)?)?, c.head_dim);
+    let (mut logits, mut random, mut hash) = (Vec::new(), SplitMix(1), FNV_OFFSET);
     let mut text = b"It is a truth universally acknowledged, that ".to_vec();
+    let end = text.len() + tokens;
     model.forward(&text, &mut paged, &mut logits)?;
-    while text.len() < 400 {
+    while text.len() < end {
+        hash = logits.iter().fold(hash, |hash, x| (hash ^ u64::from(x.to_bits())).wrapping_mul(FNV_PRIME));
         let next = sample(&logits[logits.len() - VOCAB..], 0.7, &mut random) as u8;
         text.push(next);
         model.forward(&[next], &mut paged, &mut logits)?;
     }
-    println!("{}\n", String::from_utf8_lossy(&text));
+    println!("{}\n\nlogits {hash:016x}\n", String::from_utf8_lossy(&text));
     Ok(())
 }
 

@@ -1,23 +1,20 @@
 //! The committed PTX returns the bits of the CPU, and touches nothing that it should not: run warp by warp by the
 //! interpreter in `ptx`, whose own checks are tried here as well.
 
-#[allow(dead_code, reason = "shared by tests that each use a part")]
+#[allow(dead_code, unused_imports, reason = "shared by tests that each use a part")]
 mod ptx;
 
-#[allow(dead_code, reason = "the kernels' own, of which this needs a part")]
-#[path = "../pikv-kernels/src/args.rs"]
-mod args;
-
-use args::{LayoutArg, RopeArg, SightArg};
 use bytemuck::bytes_of;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
 use pikv_core::dtype::Dtype;
 use pikv_core::full::{Full, PageRef, Query};
+use pikv_core::mass::ROW;
 use pikv_core::merge::{self, Partial};
 use pikv_core::page::{Layout, Position};
 use pikv_core::rope::{Pairs, Rope, Rotation};
 use pikv_core::warp::{Kernel, LANES, Warp};
 use pikv_host::lanes::Lanes;
+use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
 use ptx::{Cause, Fault, Machine, Memory};
 use std::time::{Duration, Instant};
 
@@ -85,6 +82,8 @@ struct Case {
     softcap: Option<f32>,
     rope: Option<Rope>,
     table: Vec<f32>,
+    /// Whether the weights are kept.
+    weights: bool,
 }
 
 /// A page whose unwritten lanes and padding are NaN, in every dtype.
@@ -159,7 +158,8 @@ impl Case {
         if let Some(cap) = softcap {
             q.iter_mut().for_each(|q| *q /= cap);
         }
-        Case { layout, rows, blocks, q, sights, softcap, rope, table }
+        let weights = rng.one_in(3);
+        Case { layout, rows, blocks, q, sights, softcap, rope, table, weights }
     }
 
     fn len(&self) -> usize {
@@ -171,13 +171,45 @@ impl Case {
         let mut parts = vec![f32::NAN; self.len() * self.blocks.len()];
         for (block, part) in parts.chunks_mut(self.len()).enumerate() {
             match self.rows {
-                1 => lanes.run(Attend::<1> { case: self, block, part }),
-                2 => lanes.run(Attend::<2> { case: self, block, part }),
-                4 => lanes.run(Attend::<4> { case: self, block, part }),
-                _ => lanes.run(Attend::<8> { case: self, block, part }),
+                1 => lanes.run(Attend::<1> { case: self, block, part, raw: None }),
+                2 => lanes.run(Attend::<2> { case: self, block, part, raw: None }),
+                4 => lanes.run(Attend::<4> { case: self, block, part, raw: None }),
+                _ => lanes.run(Attend::<8> { case: self, block, part, raw: None }),
             }
         }
         parts
+    }
+
+    /// Weights of a block, `[rows][BLOCK]` rows of lanes, and its part, on the CPU.
+    fn weights(&self, block: usize) -> (Vec<[[f32; LANES]; BLOCK]>, Vec<f32>) {
+        let mut part = vec![f32::NAN; self.len()];
+        let mut weights = vec![[[f32::NAN; LANES]; BLOCK]; self.rows];
+        let (lanes, raw) = (Lanes::detect(), Some(&mut weights[..]));
+        match self.rows {
+            1 => lanes.run(Attend::<1> { case: self, block, part: &mut part, raw }),
+            2 => lanes.run(Attend::<2> { case: self, block, part: &mut part, raw }),
+            4 => lanes.run(Attend::<4> { case: self, block, part: &mut part, raw }),
+            _ => lanes.run(Attend::<8> { case: self, block, part: &mut part, raw }),
+        }
+        (weights, part)
+    }
+
+    /// Compares the weights that the PTX left at `raw` with the CPU's.
+    fn same_weights(&self, memory: &Memory, raw: u64) {
+        for (block, pages) in self.blocks.iter().enumerate() {
+            let at = |float: usize| raw + 4 * (block * self.rows * ROW + float) as u64;
+            let (weights, part) = self.weights(block);
+            let width = self.rows * self.layout.acc_rows() as usize * LANES;
+            let m: Vec<f32> = memory.read(at(self.rows * (ROW - 1)), self.rows).expect("written");
+            for r in 0..self.rows {
+                assert_eq!(bits(m[r]), bits(part[width + r]), "m of row {r}, {self:?}");
+                for (i, want) in weights[r][..pages.len()].iter().enumerate() {
+                    let got: Vec<f32> = memory.read(at((r * BLOCK + i) * LANES), LANES).expect("written");
+                    let same = got.iter().zip(want).all(|(a, b)| bits(*a) == bits(*b));
+                    assert!(same, "weights of row {r}, page {i}: {got:?}, {want:?}, {self:?}");
+                }
+            }
+        }
     }
 
     /// Parts of all blocks, by the PTX.
@@ -194,8 +226,12 @@ impl Case {
     ) -> Result<Vec<f32>, Fault> {
         let memory = &mut machine.memory;
         let l = self.layout;
-        let (mut pages, mut lives, mut first) = (Vec::new(), Vec::new(), vec![0u32]);
-        for block in &self.blocks {
+        let (mut pages, mut lives, mut tasks) = (Vec::new(), Vec::new(), Vec::new());
+        for (i, block) in (0u32..).zip(&self.blocks) {
+            let (first, sights) = (pages.len() as u32, i * self.rows as u32);
+            let part = u64::from(i) * self.len() as u64;
+            let raw = u64::from(i) * (self.rows * ROW) as u64;
+            tasks.push(TaskArg { part, raw, q: 0, pages: first, count: block.len() as u32, sights });
             for page in block {
                 let at = memory.put(&page.words);
                 // Nothing of a value that was not written may be touched, nor the padding of one that was.
@@ -210,15 +246,15 @@ impl Case {
                 pages.push(at);
                 lives.push(page.live);
             }
-            first.push(pages.len() as u32);
         }
         let count = self.blocks.len() as u32;
         let sights: Vec<SightArg> = self.sights.iter().map(|&s| s.into()).collect();
         let rope = self.rope.map_or(RopeArg::NONE, |r| RopeArg::new(&r, CAPACITY));
         let table = if self.table.is_empty() { 0 } else { memory.put(&self.table) };
-        let (q, page_list, live, first) =
-            (memory.put(&self.q), memory.put(&pages), memory.put(&lives), memory.put(&first));
+        let (q, page_list, live, tasks) =
+            (memory.put(&self.q), memory.put(&pages), memory.put(&lives), memory.put(&tasks));
         let (sights, parts) = (memory.put(&sights), memory.allocate(self.len() * self.blocks.len() * 4));
+        let raw = if self.weights { memory.allocate(self.blocks.len() * self.rows * ROW * 4) } else { 0 };
         spoil(memory, &pages);
         machine.launch(
             &format!("attend_r{}", self.rows),
@@ -229,22 +265,26 @@ impl Case {
                 bytes_of(&q),
                 bytes_of(&page_list),
                 bytes_of(&live),
-                bytes_of(&first),
+                bytes_of(&tasks),
                 bytes_of(&count),
                 bytes_of(&sights),
                 bytes_of(&self.softcap.unwrap_or(0.0)),
                 bytes_of(&rope),
                 bytes_of(&table),
                 bytes_of(&parts),
+                bytes_of(&raw),
             ],
         )?;
         let memory = &mut machine.memory;
         let out = memory.read(parts, self.len() * self.blocks.len()).expect("all was written");
-        for address in pages.into_iter().chain([q, page_list, live, first, sights, parts]) {
+        for address in pages.into_iter().chain([q, page_list, live, tasks, sights, parts]) {
             memory.free(address).expect("allocated above");
         }
-        if table != 0 {
-            memory.free(table).expect("allocated above");
+        if self.weights {
+            self.same_weights(memory, raw);
+        }
+        for address in [table, raw].into_iter().filter(|address| *address != 0) {
+            memory.free(address).expect("allocated above");
         }
         Ok(out)
     }
@@ -274,12 +314,13 @@ fn a_score_that_is_nan_reaches_the_end() {
     let case = Case {
         layout,
         rows: 1,
-        blocks: vec![vec![page(&mut Rng(1), &layout, 0, 1)]],
+        blocks: vec![vec![Page { live: 1, ..page(&mut Rng(1), &layout, 0, 1) }]],
         q: vec![f32::NAN],
         sights: vec![Sight { floor: 0, lo: 0, sinks: 0, hi: 0 }],
         softcap: None,
         rope: None,
         table: Vec::new(),
+        weights: false,
     };
     for file in FILES {
         let device = case.device(&mut Machine::new(&text(file)).unwrap(), 32).unwrap();
@@ -292,13 +333,14 @@ struct Attend<'a, const R: usize> {
     case: &'a Case,
     block: usize,
     part: &'a mut [f32],
+    raw: Option<&'a mut [[[f32; LANES]; BLOCK]]>,
 }
 
 impl<const R: usize> Kernel for Attend<'_, R> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        let Attend { case, block, part } = self;
+        let Attend { case, block, part, raw } = self;
         let pages: Vec<_> =
             case.blocks[block].iter().map(|p| PageRef { words: &p.words, live: p.live }).collect();
         let query = Query::<R> {
@@ -309,7 +351,7 @@ impl<const R: usize> Kernel for Attend<'_, R> {
         let mut part = Partial::new(part, R, case.layout.acc_rows());
         let looks = Looks { sight: case.sights[block * R..].as_chunks().0[0], softcap: case.softcap };
         let mut form = Full { layout: &case.layout, pages: &pages, next: None, query };
-        attend_block(w, &mut form, &looks, &mut part, 0, None);
+        attend_block(w, &mut form, &looks, &mut part, 0, raw);
     }
 }
 
@@ -370,10 +412,10 @@ fn attend(file: &str, rows: usize) {
             }
         }
     }
-    let (idle, of) = machine.idle(&format!("attend_r{rows}"));
+    let (idle, of) = machine.program.idle(&format!("attend_r{rows}"));
     // The rest are branches of checks that hold; for one row also a ninth page, which LLVM does not know to be impossible.
     assert!(idle.len() * 6 < of, "{file}, {rows} rows: of {of} instructions nothing ran {idle:?}");
-    let (n, busy) = (machine.executed as f64, busy.as_secs_f64());
+    let (n, busy) = (machine.program.executed as f64, busy.as_secs_f64());
     println!("{file}, {rows} rows: {n} instructions, {:.1e} a second; {} of {of} idle", n / busy, idle.len());
 }
 
@@ -450,15 +492,16 @@ fn merges_with_the_bits_of_the_cpu() {
             let parts: Vec<_> = (0..7).map(|_| part(&mut rng, rows, &layout)).collect();
             let pairs = [[0u32, 1], [5, 2], [3, 6]];
             let address = put_parts(&mut machine, &parts, &layout);
-            let list = machine.memory.put(&pairs);
-            let (layout_arg, row_arg) = (LayoutArg::from(layout), rows as u32);
-            let args: &[&[u8]] = &[
-                bytes_of(&layout_arg),
-                bytes_of(&row_arg),
-                bytes_of(&list),
-                bytes_of(&3u32),
-                bytes_of(&address),
-            ];
+            let at = |part: u32| u64::from(part) * parts[0].0.len() as u64;
+            let list = machine.memory.put(&pairs.map(|[left, right]| PairArg {
+                left: at(left),
+                right: at(right),
+                rows: rows as u32,
+                pad: 0,
+            }));
+            let layout_arg = LayoutArg::from(layout);
+            let args: &[&[u8]] =
+                &[bytes_of(&layout_arg), bytes_of(&list), bytes_of(&3u32), bytes_of(&address)];
             machine.launch("merge_pairs", 2, 64, args).unwrap_or_else(|e| panic!("{file}: {e}, {layout:?}"));
             for lanes in Lanes::available() {
                 let mut host: Vec<_> = parts.iter().map(|p| p.0.clone()).collect();
@@ -513,20 +556,27 @@ fn finishes_with_the_bits_of_the_cpu() {
             let parts = [part(&mut rng, rows, &layout)];
             let address = put_parts(&mut machine, &parts, &layout);
             let width = layout.v_dim as usize;
-            let (out, lse) = (machine.memory.allocate(rows * width * 4), machine.memory.allocate(rows * 4));
+            let (out, ends) = (machine.memory.allocate(rows * width * 4), machine.memory.allocate(rows * 12));
+            // Row by row backwards, each to its own place.
+            let order: Vec<RowArg> = (0..rows as u32)
+                .rev()
+                .map(|row| RowArg { part: 0, rows: rows as u32, row, out: row, pad: 0 })
+                .collect();
+            let list = machine.memory.put(&order);
             let (layout_arg, row_arg) = (LayoutArg::from(layout), rows as u32);
             let args: &[&[u8]] = &[
                 bytes_of(&layout_arg),
+                bytes_of(&list),
                 bytes_of(&row_arg),
                 bytes_of(&address),
                 bytes_of(&out),
-                bytes_of(&lse),
+                bytes_of(&ends),
             ];
             machine
                 .launch("finish_rows", (rows as u32).div_ceil(2), 64, args)
                 .unwrap_or_else(|e| panic!("{file}: {e}, {layout:?}"));
             let device: Vec<f32> = machine.memory.read(out, rows * width).unwrap();
-            let device_lse: Vec<f32> = machine.memory.read(lse, rows).unwrap();
+            let device_ends: Vec<[f32; 3]> = machine.memory.read(ends, rows).unwrap();
             let mut buffer = parts[0].0.clone();
             let part = Partial::new(&mut buffer, rows, layout.acc_rows());
             for (lanes, r) in Lanes::available().flat_map(|l| (0..rows).map(move |r| (l, r))) {
@@ -535,7 +585,8 @@ fn finishes_with_the_bits_of_the_cpu() {
                 let acc = &part.acc[r * stride..][..stride];
                 let host_lse = lanes.run(Finish { layout, m: part.m[r], l: part.l[r], acc, out: &mut host });
                 let what = format!("{} lanes and {file}, row {r}, {layout:?}", lanes.name());
-                assert_eq!(bits(host_lse), bits(device_lse[r]), "lse, {what}");
+                let ends = [host_lse, part.m[r], part.l[r]];
+                assert_eq!(ends.map(bits), device_ends[r].map(bits), "lse, m and l, {what}");
                 for (i, (a, b)) in host.iter().zip(&device[r * width..]).enumerate() {
                     assert_eq!(bits(*a), bits(*b), "channel {i}, {what}");
                 }
@@ -544,9 +595,90 @@ fn finishes_with_the_bits_of_the_cpu() {
                     assert!(host.iter().all(|x| x.to_bits() == 0));
                 }
             }
-            for address in [address, out, lse] {
+            for address in [address, out, ends, list] {
                 machine.memory.free(address).unwrap();
             }
+        }
+    }
+}
+
+// ---- Tokens into pages -----------------------------------------------------------------------------------------
+
+/// A page that nobody wrote, and the same on the device.
+fn blank(machine: &mut Machine, layout: &Layout) -> (Vec<u32>, u64) {
+    (vec![0xa5a5_a5a5; layout.words() as usize], machine.memory.allocate(layout.bytes() as usize))
+}
+
+/// Compares a page, of which only the given lanes were written.
+fn same_page(
+    machine: &Machine,
+    layout: &Layout,
+    host: &[u32],
+    device: u64,
+    lanes: &[u32],
+) -> Result<(), String> {
+    let word = |at: usize| machine.memory.read::<u32>(device + at as u64 * 4, 1);
+    for at in 0..host.len() {
+        let v = at.checked_sub(layout.v_base() as usize);
+        let lane = v.map_or(at % LANES, |v| v / layout.v_stride() as usize) as u32;
+        match (lanes.contains(&lane), word(at)) {
+            (true, Ok(got)) if got[0] == host[at] => {}
+            (false, Err(Cause::Uninitialised { .. })) => {}
+            (_, got) => return Err(format!("word {at} of lane {lane} is {got:?}, not {:#x}", host[at])),
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn appends_and_copies_with_the_bits_of_the_cpu() {
+    for file in FILES {
+        let mut machine = Machine::new(&text(file)).unwrap();
+        let mut rng = Rng(0x57043);
+        for layout in (0..2).flat_map(|_| layouts(&mut rng)).collect::<Vec<_>>() {
+            let what = format!("{file}, {layout:?}");
+            let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
+            let (k, v) = (rng.values(9 * k_dim, 2.0), rng.values(9 * v_dim, 1e-6));
+            let mut pages = [blank(&mut machine, &layout), blank(&mut machine, &layout)];
+            let mut writes = Vec::new();
+            let lanes: [Vec<u32>; 2] = [vec![0, 1, 2, 31], vec![7, 8, 30]];
+            for (page, lanes) in pages.iter_mut().zip(&lanes) {
+                for &lane in lanes {
+                    let row = rng.below(9);
+                    let (key, value) = (&k[row as usize * k_dim..], &v[row as usize * v_dim..]);
+                    layout.write(&mut page.0, lane, Position(900 + lane), key, value).expect("finite");
+                    writes.push(WriteArg { page: page.1, lane, position: 900 + lane, row, pad: 0 });
+                }
+            }
+            let layout_arg = LayoutArg::from(layout);
+            let (k, v, list) = (machine.memory.put(&k), machine.memory.put(&v), machine.memory.put(&writes));
+            let count = writes.len() as u32;
+            let args: &[&[u8]] =
+                &[bytes_of(&layout_arg), bytes_of(&k), bytes_of(&v), bytes_of(&list), bytes_of(&count)];
+            machine.launch("append", 2, 128, args).unwrap_or_else(|e| panic!("{what}: {e}"));
+            for (page, lanes) in pages.iter().zip(&lanes) {
+                same_page(&machine, &layout, &page.0, page.1, lanes)
+                    .unwrap_or_else(|e| panic!("{what}: {e}"));
+            }
+            // Lanes of both pages to one, in other places.
+            let mut target = blank(&mut machine, &layout);
+            let mut copies = Vec::new();
+            for (page, from, to) in [(0, 31, 0), (1, 7, 1), (0, 1, 2), (1, 30, 19)] {
+                layout.copy(&pages[page].0, from, &mut target.0, to);
+                copies.push(CopyArg { source: pages[page].1, target: target.1, from, to });
+            }
+            let copies = machine.memory.put(&copies);
+            let args: &[&[u8]] = &[bytes_of(&layout_arg), bytes_of(&copies), bytes_of(&4u32)];
+            machine.launch("copy_tokens", 1, 128, args).unwrap_or_else(|e| panic!("{what}: {e}"));
+            same_page(&machine, &layout, &target.0, target.1, &[0, 1, 2, 19])
+                .unwrap_or_else(|e| panic!("{what}: {e}"));
+            for address in [k, v, list, copies, pages[0].1, pages[1].1, target.1] {
+                machine.memory.free(address).unwrap();
+            }
+        }
+        for entry in ["append", "copy_tokens"] {
+            let (idle, of) = machine.program.idle(entry);
+            assert!(idle.len() * 6 < of, "{file}, {entry}: of {of} instructions nothing ran {idle:?}");
         }
     }
 }
@@ -565,7 +697,7 @@ fn tiny(body: &str) -> String {
 /// Runs `body` on `words`, with that many threads.
 fn run_tiny(body: &str, words: &[u32], threads: u32) -> Result<Vec<u32>, Fault> {
     let mut machine = Machine::new(&tiny(body)).unwrap();
-    machine.budget = 10_000;
+    machine.program.budget = 10_000;
     let address = machine.memory.put(words);
     machine.launch("k", 1, threads, &[bytes_of(&address)])?;
     Ok(machine.memory.read(address, words.len()).unwrap())
@@ -827,9 +959,10 @@ fn a_merge_without_its_barrier_races() {
     let layout = Layout { k_dim: 32, v_dim: 32, k: Dtype::F32, v: Dtype::F32 };
     let mut parts = [[1.0f32; 34]; 2];
     (parts[0][32], parts[1][32]) = (3.0, 4.0);
-    let (address, pairs) = (machine.memory.put(parts.as_flattened()), machine.memory.put(&[0u32, 1]));
+    let pair = PairArg { left: 0, right: 34, rows: 1, pad: 0 };
+    let (address, pairs) = (machine.memory.put(parts.as_flattened()), machine.memory.put(&[pair]));
     let layout = LayoutArg::from(layout);
-    let args = [bytes_of(&layout), bytes_of(&1u32), bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
+    let args = [bytes_of(&layout), bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
     let fault = machine.launch("merge_pairs", 1, 32, &args).unwrap_err();
     assert_eq!(fault.opcode, "st.global.b32");
     assert!(matches!(fault.cause, Cause::LaneRace { .. }));

@@ -18,6 +18,7 @@ pub mod codec;
 pub mod dtype;
 pub mod full;
 pub mod hash;
+pub mod mass;
 pub mod math;
 pub mod merge;
 pub mod page;
@@ -27,6 +28,7 @@ pub mod ring;
 pub mod rope;
 pub mod score;
 pub mod shard;
+pub mod store;
 pub mod warp;
 
 pub use warp::{LANES, Warp};

@@ -164,6 +164,26 @@ impl Layout {
         Ok(())
     }
 
+    /// Whether [`Layout::write`] would take the values.
+    ///
+    /// # Errors
+    /// The first value that its dtype cannot hold, K before V.
+    ///
+    /// # Panics
+    /// If a slice is too short.
+    pub fn check(&self, key: &[f32], value: &[f32]) -> Result<(), Unstorable> {
+        pack(self.k, &key[..self.k_dim as usize], |_, _| {}).map_err(|(channel, value)| Unstorable {
+            key: true,
+            channel,
+            value,
+        })?;
+        pack(self.v, &value[..self.v_dim as usize], |_, _| {}).map_err(|(channel, value)| Unstorable {
+            key: false,
+            channel,
+            value,
+        })
+    }
+
     /// Copies the token at lane `from` of `source` to lane `to` of `target`, position included.
     ///
     /// # Panics

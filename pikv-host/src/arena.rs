@@ -1,7 +1,15 @@
 //! Page memory: one arena a shard and page size, pages that come back on drop, one budget over all.
+//!
+//! Of a page on a device the host has a header: the positions of its tokens, which say what a sequence holds, and its address.
 
+use crate::backend::{Backend, Kind};
+use crate::config::CacheConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::{PageMemory, Pending};
 use crate::error::Error;
 use memmap2::MmapMut;
+use pikv_core::LANES;
+use std::borrow::Cow;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -14,6 +22,10 @@ const CHUNK: u64 = 2 << 20;
 /// What poisoned pages hold: NaN as f32, f16 and bf16, and no position.
 const POISON: u32 = u32::MAX;
 
+/// Words of the header of a page on a device: positions, then the address.
+#[cfg(feature = "cuda")]
+const HEADER: usize = LANES + 2;
+
 /// All page memory of a cache.
 pub struct Arenas {
     /// Words of a page, for each size in use.
@@ -22,6 +34,7 @@ pub struct Arenas {
     arenas: Vec<Mutex<Arena>>,
     /// Bytes in use on each shard.
     shards: Vec<AtomicU64>,
+    backend: Backend,
     budget: u64,
     /// Bytes in use or reserved.
     taken: AtomicU64,
@@ -41,10 +54,21 @@ struct Arena {
 #[derive(Debug)]
 struct Chunk {
     base: NonNull<u32>,
-    /// What `base` points into, given back on drop. All zero at first.
-    _memory: MmapMut,
+    /// What `base` points into, given back on drop.
+    _memory: Memory,
     refs: Box<[AtomicU32]>,
     free: Vec<u32>,
+}
+
+/// Memory of a chunk. `allow`: held for its drop.
+#[derive(Debug)]
+#[allow(dead_code)]
+enum Memory {
+    /// All zero at first.
+    Host(MmapMut),
+    /// Headers, and the pages themselves.
+    #[cfg(feature = "cuda")]
+    Device(Vec<u32>, PageMemory),
 }
 
 // SAFETY: a chunk owns its memory; the words are reached through `Page` only, which hands out `&mut` where it is the only
@@ -56,6 +80,8 @@ unsafe impl Send for Chunk {}
 pub struct Reservation {
     arenas: Arc<Arenas>,
     bytes: u64,
+    #[cfg(feature = "cuda")]
+    pub(crate) pending: Option<Pending>,
 }
 
 impl Drop for Reservation {
@@ -97,12 +123,14 @@ impl fmt::Debug for Page {
 }
 
 impl Arenas {
-    pub(crate) fn new(shards: u32, mut classes: Vec<u32>, budget: u64, poison: bool) -> Arc<Arenas> {
+    pub(crate) fn new(config: &CacheConfig, mut classes: Vec<u32>) -> Arc<Arenas> {
+        let (shards, budget, poison) = (config.shards.shards(), config.budget, config.poison);
+        let backend = config.backend.clone();
         classes.sort_unstable();
         classes.dedup();
         let arenas = (0..shards as usize * classes.len()).map(|_| Mutex::default()).collect();
         let shards = (0..shards).map(|_| AtomicU64::new(0)).collect();
-        Arc::new(Arenas { classes, arenas, shards, budget, taken: AtomicU64::new(0), poison })
+        Arc::new(Arenas { classes, arenas, shards, backend, budget, taken: AtomicU64::new(0), poison })
     }
 
     /// Bytes of pages in use, on each shard.
@@ -126,7 +154,12 @@ impl Arenas {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |taken| {
                 taken.checked_add(needed).filter(|sum| *sum <= self.budget)
             })
-            .map(|_| Reservation { arenas: self.clone(), bytes: needed })
+            .map(|_| Reservation {
+                arenas: self.clone(),
+                bytes: needed,
+                #[cfg(feature = "cuda")]
+                pending: self.backend.device().cloned().map(Pending::new),
+            })
             .map_err(|taken| Error::OutOfBudget { needed, available: self.budget.saturating_sub(taken) })
     }
 
@@ -135,12 +168,21 @@ impl Arenas {
         self.arenas[shard * self.classes.len() + class].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Words of a page of a class that the host has.
+    fn near(&self, class: u16) -> usize {
+        match self.backend.is_cpu() {
+            true => self.classes[usize::from(class)] as usize,
+            false => LANES,
+        }
+    }
+
     fn give_back(&self, page: &Page) {
         let (shard, class) = (page.shard as usize, usize::from(page.class));
         let words = self.classes[class] as usize;
         if self.poison {
-            // SAFETY: the last handle is being dropped, so nobody else reads or writes these `words` words of the chunk.
-            unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), words) }.fill(POISON);
+            let near = self.near(page.class);
+            // SAFETY: the last handle is being dropped, so nobody else reads or writes these `near` words of the chunk.
+            unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), near) }.fill(POISON);
         }
         self.arena(shard, class).give_back(page.chunk, page.index);
         self.shards[shard].fetch_sub(words as u64 * 4, Ordering::Relaxed);
@@ -150,10 +192,14 @@ impl Arenas {
 
 impl Arena {
     /// A free page: its chunk, its index, its first word and its count, which is now 1.
-    fn take(&mut self, words: u32) -> Result<(u32, u32, NonNull<u32>, NonNull<AtomicU32>), Error> {
+    fn take(
+        &mut self,
+        backend: &Backend,
+        words: u32,
+    ) -> Result<(u32, u32, NonNull<u32>, NonNull<AtomicU32>), Error> {
         let at = match self.open.last() {
             Some(&at) => at,
-            None => self.grow(words)?,
+            None => self.grow(backend, words)?,
         };
         let Some(chunk) = self.chunks[at as usize].as_mut() else { unreachable!("open chunks exist") };
         let Some(index) = chunk.free.pop() else { unreachable!("open chunks have a free page") };
@@ -162,26 +208,35 @@ impl Arena {
         }
         let refs = &chunk.refs[index as usize];
         refs.store(1, Ordering::Relaxed);
-        // SAFETY: `index` is below the pages of the chunk, each `words` words long.
-        let first = unsafe { chunk.base.add(index as usize * words as usize) };
+        let stride = match &chunk._memory {
+            Memory::Host(_) => words as usize,
+            #[cfg(feature = "cuda")]
+            Memory::Device(..) => HEADER,
+        };
+        // SAFETY: `index` is below the pages of the chunk, each `stride` words long.
+        let first = unsafe { chunk.base.add(index as usize * stride) };
         Ok((at, index, first, NonNull::from(refs)))
     }
 
-    fn grow(&mut self, words: u32) -> Result<u32, Error> {
+    fn grow(&mut self, backend: &Backend, words: u32) -> Result<u32, Error> {
         let page = u64::from(words) * 4;
         let pages = (CHUNK / page).max(1);
-        // Mappings are aligned to small pages only: twice the length holds an aligned chunk. What is not touched takes no memory.
         let bytes = pages * page;
-        let align = CHUNK as usize;
-        let refused = |_| Error::OutOfMemory { bytes };
-        let mut memory = MmapMut::map_anon(bytes as usize + align).map_err(refused)?;
-        #[cfg(target_os = "linux")]
-        // A hint: without huge pages everything works, slower.
-        let _ = memory.advise(memmap2::Advice::HugePage);
-        let start = memory.as_ptr().align_offset(align).min(align);
-        let aligned = &mut memory[start..start + bytes as usize];
+        let (base, memory) = match &backend.0 {
+            Kind::Cpu => mapped(bytes)?,
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(device) => {
+                let memory = device.allocate(bytes)?;
+                let address = |page_index| memory.address() + page_index * page;
+                let header = |i| {
+                    [[POISON; LANES].as_slice(), &[address(i) as u32, (address(i) >> 32) as u32]].concat()
+                };
+                let mut headers: Vec<u32> = (0..pages).flat_map(header).collect();
+                (NonNull::from(&mut headers[..]).cast(), Memory::Device(headers, memory))
+            }
+        };
         let chunk = Chunk {
-            base: NonNull::from(aligned).cast(),
+            base,
             _memory: memory,
             refs: (0..pages).map(|_| AtomicU32::new(0)).collect(),
             free: (0..pages as u32).rev().collect(),
@@ -213,6 +268,20 @@ impl Arena {
     }
 }
 
+/// Memory of the system for a chunk, and its first word.
+fn mapped(bytes: u64) -> Result<(NonNull<u32>, Memory), Error> {
+    // Mappings are aligned to small pages only: twice the length holds an aligned chunk. What is not touched takes no memory.
+    let align = CHUNK as usize;
+    let refused = |_| Error::OutOfMemory { bytes };
+    let mut memory = MmapMut::map_anon(bytes as usize + align).map_err(refused)?;
+    #[cfg(target_os = "linux")]
+    // A hint: without huge pages everything works, slower.
+    let _ = memory.advise(memmap2::Advice::HugePage);
+    let start = memory.as_ptr().align_offset(align).min(align);
+    let aligned = &mut memory[start..start + bytes as usize];
+    Ok((NonNull::from(aligned).cast(), Memory::Host(memory)))
+}
+
 impl Reservation {
     /// A page of `words` words on `shard`, out of what was reserved: without positions, its words undefined.
     pub(crate) fn take(&mut self, shard: u32, words: u32) -> Result<Page, Error> {
@@ -224,36 +293,66 @@ impl Reservation {
         // A step reserves the most that it can take; if that was ever wrong, it is this step that fails.
         let left = self.bytes.checked_sub(bytes);
         let left = left.ok_or(Error::OutOfBudget { needed: bytes, available: self.bytes })?;
-        let (chunk, index, first, refs) = arenas.arena(shard as usize, class).take(words)?;
+        let (chunk, index, first, refs) = arenas.arena(shard as usize, class).take(&arenas.backend, words)?;
         self.bytes = left;
         arenas.shards[shard as usize].fetch_add(bytes, Ordering::Relaxed);
         let mut page =
             Page { arenas: arenas.clone(), words: first, refs, shard, class: class as u16, chunk, index };
-        let poison = if arenas.poison { words as usize } else { pikv_core::LANES };
+        let all = arenas.poison;
         if let Some(words) = page.words_mut() {
-            words[..poison].fill(POISON);
+            let n = if all { words.len() } else { LANES };
+            words[..n].fill(POISON);
+        }
+        // The whole of it: a device reads the keys of all lanes, whether they were written or not.
+        #[cfg(feature = "cuda")]
+        if let Some(device) = page.arenas.backend.device() {
+            device.fill(page.address(), POISON, words)?;
         }
         Ok(page)
     }
 }
 
 impl Page {
-    /// The page's words.
+    /// The page's words; of a page on a device the positions.
     #[inline]
     pub fn words(&self) -> &[u32] {
-        let words = self.arenas.classes[usize::from(self.class)] as usize;
+        let words = self.arenas.near(self.class);
         // SAFETY: the chunk lives as long as the arenas hold it, which is at least while this handle counts, and holds `words`
         // initialised words from here; they are written only through an only handle borrowed mutably, which `self` is not.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), words) }
     }
 
-    /// The page's words to be written, if this is the only handle.
+    /// All of the page's words, wherever they lie.
+    ///
+    /// # Errors
+    /// The device.
+    pub fn fetch(&self) -> Result<Cow<'_, [u32]>, Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.arenas.backend.device() {
+            let words = self.arenas.classes[usize::from(self.class)];
+            return Ok(Cow::Owned(device.read(self.address(), words)?));
+        }
+        Ok(Cow::Borrowed(self.words()))
+    }
+
+    /// Where the page lies on a device; 0 in the host's memory.
+    pub fn address(&self) -> u64 {
+        #[cfg(feature = "cuda")]
+        if !self.arenas.backend.is_cpu() {
+            // SAFETY: a header has HEADER words, which live as the positions do; the last two are never written again.
+            let [low, high] = unsafe { self.words.add(LANES).cast::<[u32; 2]>().read() };
+            return u64::from(low) | u64::from(high) << 32;
+        }
+        0
+    }
+
+    /// What [`Page::words`] gives, to be written, if this is the only handle.
     #[inline]
     pub fn words_mut(&mut self) -> Option<&mut [u32]> {
         if self.is_shared() {
             return None;
         }
-        let words = self.arenas.classes[usize::from(self.class)] as usize;
+        let words = self.arenas.near(self.class);
         // SAFETY: as in `words`; this is the only handle and it is borrowed mutably, so it cannot be cloned meanwhile.
         Some(unsafe { std::slice::from_raw_parts_mut(self.words.as_ptr(), words) })
     }

@@ -4,6 +4,7 @@
 //! fixed tree over the runs. A block is a leaf; which thread computes it, and how leaves are grouped into tasks, does not
 //! show in the result.
 
+use crate::backend::Kind;
 use crate::cache::Inner;
 use crate::error::Error;
 use crate::forest::Forest;
@@ -224,7 +225,6 @@ pub(crate) fn attend(
         no_lse.resize(rows * heads, 0.0);
         &mut no_lse
     });
-    let (out, lse) = (Shared::new(output.out), Shared::new(lse));
     let rule = inner.rules[layer].as_deref().filter(|_| feeds.is_some());
     let all = output.mass.is_some();
     let cuts: Vec<Vec<Range<u32>>> = sequences.iter().map(|view| view.cuts(rule)).collect();
@@ -238,11 +238,20 @@ pub(crate) fn attend(
             Wanted { all, cuts: cuts[view.sequence].iter().map(rows).collect() }
         })
         .collect();
-    let weighed = if wanted.iter().any(|wanted| all || !wanted.cuts.is_empty()) {
-        each(&forests, |forest| job.with_mass(forest, &wanted[forest.view], &out, &lse))
-    } else {
-        job.run(&forests, split, &out, &lse);
-        Vec::new()
+    let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
+    let weighed = match (&inner.config.backend.0, some) {
+        (Kind::Cpu, true) => {
+            let (out, lse) = (Shared::new(output.out), Shared::new(lse));
+            each(&forests, |forest| job.with_mass(forest, &wanted[forest.view], &out, &lse))
+        }
+        (Kind::Cpu, false) => {
+            job.run(&forests, split, &Shared::new(output.out), &Shared::new(lse));
+            Vec::new()
+        }
+        #[cfg(feature = "cuda")]
+        (Kind::Cuda(device), some) => {
+            crate::cuda::attend(device, &job, &forests, some.then_some(&wanted[..]), output.out, lse)?
+        }
     };
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });

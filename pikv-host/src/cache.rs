@@ -28,6 +28,15 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
+    /// Rows that are read together at most.
+    pub fn bundle(&self) -> usize {
+        #[cfg(feature = "cuda")]
+        if self.config.backend.device().is_some() {
+            return crate::cuda::ROWS;
+        }
+        self.config.lanes.rows()
+    }
+
     pub fn layer(&self, layer: usize) -> Result<&LayerShape, Error> {
         self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
     }
@@ -107,7 +116,7 @@ impl Cache {
         let rules = config.rules()?;
         let packed = codecs.iter().flat_map(|heads| heads.iter().flatten()).map(|codec| codec.packed.words());
         let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
-        let arenas = Arenas::new(config.shards.shards(), classes, config.budget, config.poison);
+        let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
         Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables }) })
     }

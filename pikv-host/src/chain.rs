@@ -165,6 +165,14 @@ impl Chain {
         }
     }
 
+    /// The token that was filed last, if its page is as it came: the page, and the lane.
+    pub fn newest(&self) -> Option<(&Page, u32)> {
+        match self.entries.back()? {
+            Entry { held: Held::Open(page), fill, .. } => Some((page, fill.checked_sub(1)?)),
+            _ => None,
+        }
+    }
+
     /// The page at `ordinal`.
     pub fn entry(&self, ordinal: u32) -> Option<&Entry> {
         self.entries.get(ordinal.checked_sub(self.first)? as usize)

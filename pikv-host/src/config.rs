@@ -1,5 +1,6 @@
 //! What a cache is made of.
 
+use crate::backend::Backend;
 use crate::codec::{Codec, HeadCodec};
 use crate::error::ConfigError;
 use crate::lanes::Lanes;
@@ -44,6 +45,8 @@ pub struct CacheConfig {
     pub bounds: bool,
     /// Lanes to compute with.
     pub lanes: Lanes,
+    /// Where pages lie, and what attends.
+    pub backend: Backend,
     /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
     pub codecs: Vec<CodecRule>,
     /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
@@ -91,6 +94,7 @@ impl CacheConfig {
             poison: false,
             bounds: false,
             lanes: Lanes::detect(),
+            backend: Backend::CPU,
             codecs: Vec::new(),
             evictions: Vec::new(),
         }
@@ -145,6 +149,12 @@ impl CacheConfig {
         self
     }
 
+    /// Sets the back end.
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
     /// Packs what leaves the ring, in every layer and head.
     pub fn compress(mut self, codec: Codec) -> Self {
         self.codecs.push(CodecRule { layer: None, kv_head: None, codec });
@@ -178,9 +188,16 @@ impl CacheConfig {
     /// The rule of each layer.
     ///
     /// # Errors
-    /// A rule for a layer that is not there, or a budget that does not fit its layer.
+    /// A rule for a layer that is not there, a budget that does not fit its layer, or a back end without policies or bounds.
     pub(crate) fn rules(&self) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
         let layers = self.layers.len();
+        if self.bounds && !self.backend.is_cpu() {
+            return Err(ConfigError::Backend {
+                backend: self.backend.name(),
+                what: "bounds of keys",
+                layer: 0,
+            });
+        }
         if let Some(layer) =
             self.evictions.iter().filter_map(|rule| rule.layer).find(|layer| *layer >= layers)
         {
@@ -191,6 +208,13 @@ impl CacheConfig {
             let Some(rule) = rules.find(|rule| rule.layer.is_none_or(|layer| layer == l)) else {
                 return Ok(None);
             };
+            if !self.backend.is_cpu() {
+                return Err(ConfigError::Backend {
+                    backend: self.backend.name(),
+                    what: "a policy",
+                    layer: l,
+                });
+            }
             Ok(Some(Arc::new(Rule::new(l, shape, &rule.eviction, self.rollback)?)))
         };
         self.layers.iter().enumerate().map(rule).collect()
@@ -199,7 +223,7 @@ impl CacheConfig {
     /// The codecs of every head.
     ///
     /// # Errors
-    /// A rule for a layer or head that is not there, or a map of another width than its head's.
+    /// A rule for a layer or head that is not there, a map of another width than its head's, or a back end without codecs.
     pub(crate) fn head_codecs(&self) -> Result<Vec<HeadCodecs>, ConfigError> {
         for CodecRule { layer, kv_head, .. } in &self.codecs {
             let layers = layer.map_or(&self.layers[..], |l| self.layers.get(l..=l).unwrap_or_default());
@@ -225,7 +249,12 @@ impl CacheConfig {
                 })
                 .collect()
         };
-        self.layers.iter().enumerate().map(layer).collect()
+        let codecs: Vec<HeadCodecs> = self.layers.iter().enumerate().map(layer).collect::<Result<_, _>>()?;
+        let packed = |heads: &HeadCodecs| heads.iter().any(Option::is_some);
+        if let Some(layer) = codecs.iter().position(packed).filter(|_| !self.backend.is_cpu()) {
+            return Err(ConfigError::Backend { backend: self.backend.name(), what: "a codec", layer });
+        }
+        Ok(codecs)
     }
 
     /// The rules by which sequences take pages; the planner's and the allocator's.

@@ -1,5 +1,6 @@
 //! What can go wrong, with the value that was wrong.
 
+use crate::backend::CudaError;
 use pikv_core::page::{MAX_DIM, Position};
 use thiserror::Error;
 
@@ -110,6 +111,16 @@ pub enum ConfigError {
         /// The fewest KV heads of the layers meant; 0 if there are none.
         kv_heads: u32,
     },
+    /// Something that the cache's back end does not do.
+    #[error("layer {layer} asks for {what}: the back end {backend:?} has none yet; Backend::CPU has")]
+    Backend {
+        /// The back end.
+        backend: &'static str,
+        /// What it lacks.
+        what: &'static str,
+        /// The first layer that asks for it.
+        layer: usize,
+    },
     /// A budget of tokens that is none.
     #[error("layer {layer}: the budget of its policy: {why}")]
     TokenBudget {
@@ -154,12 +165,15 @@ pub enum Error {
         /// Bytes left.
         available: u64,
     },
-    /// The system has no memory for pages that the budget would allow, or for a table of rotations.
+    /// The system (or the device) has no memory for pages that the budget would allow, or for a table of rotations.
     #[error("the system refused {bytes} bytes for pages or tables")]
     OutOfMemory {
         /// Bytes asked of the system.
         bytes: u64,
     },
+    /// The device, or its driver. What was appended in a step that is under way may be lost then: drop the step.
+    #[error(transparent)]
+    Device(#[from] CudaError),
     /// A slice of the wrong length.
     #[error("{what}: {got} elements, expected {expected} ({shape})")]
     Length {

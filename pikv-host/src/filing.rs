@@ -119,7 +119,12 @@ impl Layer {
                     let filed = self.heads[h].file(&token, codec, rule, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));
                     if let Err(error) = filed {
-                        self.heads[..h].iter_mut().for_each(|head| head.chains[c].pop(position));
+                        for head in &mut self.heads[..h] {
+                            if let Some((page, lane)) = head.chains[c].newest() {
+                                pages.forget_copy(page, lane);
+                            }
+                            head.chains[c].pop(position);
+                        }
                         while self.originals.back().is_some_and(|kept| kept.by == position) {
                             self.originals.pop_back();
                         }
@@ -297,9 +302,8 @@ impl Head {
         let Some(Entry { held: Held::Open(page), fill, state, .. }) = chain.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
-        let words = own(page, layout, *fill, pages, shared)?;
-        let ring = &self.ring[(tile - first_tile) as usize];
-        layout.copy(ring.words(), lane, words, *fill);
+        own(page, layout, *fill, pages, shared)?;
+        pages.copy(layout, &self.ring[(tile - first_tile) as usize], lane, page, *fill);
         if let Some(state) = state {
             for (to, from) in state.iter_mut().zip(&self.states[(tile - first_tile) as usize]) {
                 to[*fill as usize] = from[lane as usize];
@@ -319,26 +323,21 @@ impl Head {
     }
 }
 
-/// The words of a page to be written, after its first `fill` lanes were copied if it is shared; the original is then left
-/// in `shared`.
-pub(crate) fn own<'a>(
-    page: &'a mut Page,
+/// Makes a page one that may be written: if it is shared, a copy of its first `fill` lanes takes its place, and the original is
+/// left in `shared`.
+pub(crate) fn own(
+    page: &mut Page,
     layout: &Layout,
     fill: u32,
     pages: &mut Reservation,
     shared: &mut Option<Page>,
-) -> Result<&'a mut [u32], Error> {
+) -> Result<(), Error> {
     if page.is_shared() {
         let mut copy = pages.take(page.shard(), layout.words())?;
-        if let Some(words) = copy.words_mut() {
-            for lane in 0..fill {
-                layout.copy(page.words(), lane, words, lane);
-            }
+        for lane in 0..fill {
+            pages.copy(layout, page, lane, &mut copy, lane);
         }
         *shared = Some(std::mem::replace(page, copy));
     }
-    match page.words_mut() {
-        Some(words) => Ok(words),
-        None => unreachable!("the page was just taken, and its sequence is borrowed mutably"),
-    }
+    Ok(())
 }

@@ -13,7 +13,11 @@ use std::ops::Range;
 /// A page that is read.
 #[derive(Clone, Copy)]
 pub struct Listed<'a> {
+    /// Its words; of a page on a device the positions.
     pub words: &'a [u32],
+    /// Where it lies on a device.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
+    pub address: u64,
     /// Lanes that are read, a bit each.
     pub live: u32,
     /// Of a packed page: the position of its last token.

@@ -1,5 +1,6 @@
 //! Attention cut into tasks.
 
+use crate::arena::Page;
 use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
@@ -115,10 +116,11 @@ pub struct Job<'a> {
 /// The queries of an item, as its blocks read them.
 #[derive(Default)]
 pub struct Packed {
-    q: Vec<f32>,
+    pub q: Vec<f32>,
     /// The same for the sinks, where gaps are closed.
-    sinks: Vec<f32>,
-    sights: Vec<(Sight, Sight)>,
+    pub sinks: Vec<f32>,
+    /// Of each row, in the pool and in the ring.
+    pub sights: Vec<(Sight, Sight)>,
     /// What the head's codec leaves of the queries, and what their scores start from.
     folded: Vec<[f32; LANES]>,
     start: Vec<f32>,
@@ -213,9 +215,9 @@ impl<'a> Job<'a> {
             for (c, chain) in chains.iter().enumerate().skip(1) {
                 let closed = entries(c, chain).filter_map(|(id, entry)| match &entry.held {
                     Held::Closed(Closed { packed, last, by, .. }) => {
-                        let words = packed.words();
+                        let (words, address) = (packed.words(), packed.address());
                         let (live, last, by) = (entry.live, *last, *by);
-                        Some((id.ordinal, Listed { words, live, last, by, original: false, id }))
+                        Some((id.ordinal, Listed { words, address, live, last, by, original: false, id }))
                     }
                     _ => None,
                 });
@@ -223,10 +225,13 @@ impl<'a> Job<'a> {
             }
             forest.packed = forest.runs.len();
         }
-        let plain = |words, live, id: PageId| Listed { words, live, last: 0, by: 0, original: false, id };
+        let plain = |page: &'a Page, live, id: PageId| {
+            let (words, address) = (page.words(), page.address());
+            Listed { words, address, live, last: 0, by: 0, original: false, id }
+        };
         for (c, chain) in chains.iter().enumerate().take(if codec { 1 } else { chains.len() }) {
             let pages = entries(c, chain)
-                .filter_map(|(id, entry)| Some((id.ordinal, plain(entry.page()?.words(), entry.live, id))));
+                .filter_map(|(id, entry)| Some((id.ordinal, plain(entry.page()?, entry.live, id))));
             forest.push_run(c as u32, pages);
         }
         if codec {
@@ -238,11 +243,11 @@ impl<'a> Job<'a> {
                     move |(id, entry)| {
                         let listed = match &entry.held {
                             Held::Gone => return None,
-                            Held::Open(page) => plain(page.words(), entry.live, id),
+                            Held::Open(page) => plain(page, entry.live, id),
                             Held::Closed(Closed { original, by, .. }) => Listed {
                                 by: *by,
                                 original: true,
-                                ..plain(original.as_ref()?.words(), entry.live, id)
+                                ..plain(original.as_ref()?, entry.live, id)
                             },
                         };
                         Some((c as u32 - 1, listed))
@@ -254,7 +259,7 @@ impl<'a> Job<'a> {
         let tiles = state.ring.iter().enumerate().map(|(i, page)| {
             let tile = layer.first_tile + i as u32;
             let id = PageId { place: Place::Ring, ordinal: tile };
-            (tile, plain(page.words(), filled(len.saturating_sub(tile * PAGE).min(PAGE)), id))
+            (tile, plain(page, filled(len.saturating_sub(tile * PAGE).min(PAGE)), id))
         });
         forest.push_run(if codec { PACKED_RUN + 2 } else { experts + 1 }, tiles);
         forest
@@ -280,12 +285,17 @@ impl<'a> Job<'a> {
         Some(select::highest(head, floor, self.inner.config.lanes, &queries, rows, pages))
     }
 
+    /// The rows of a forest, `step` at a time.
+    pub fn items<'f>(&self, forest: &'f Forest<'f>, step: usize) -> impl Iterator<Item = Item<'f>> + use<'f> {
+        let rows = self.views[forest.view].rows as usize * self.group();
+        (0..rows).step_by(step).map(move |row| Item { forest, row, rows: step.min(rows - row) })
+    }
+
     /// Rows cut into tiles, whole subtrees into tasks, tasks to threads.
     pub fn run(&self, forests: &[Forest<'_>], split: Option<u32>, out: &Shared<'_>, lse: &Shared<'_>) {
         let mut items = Vec::new();
         for forest in forests {
-            let rows = self.views[forest.view].rows as usize * self.group();
-            items.extend((0..rows).step_by(TILE).map(|row| Item { forest, row, rows: TILE.min(rows - row) }));
+            items.extend(self.items(forest, TILE));
         }
         let blocks: usize = items.iter().map(|item| item.forest.blocks.len()).sum();
         let level = match split {
@@ -354,7 +364,7 @@ impl<'a> Job<'a> {
 
     /// Rows of a bundle at most.
     fn most(&self, forest: &Forest<'_>) -> usize {
-        let rows = self.inner.config.lanes.rows();
+        let rows = self.inner.bundle();
         if forest.packed > 0 { rows.min(PACKED_ROWS) } else { rows }
     }
 
@@ -567,22 +577,32 @@ impl<'a> Job<'a> {
     }
 
     pub fn finish(&self, item: &Item<'_>, part: &Partial<'_>, out: &Shared<'_>, lse: &Shared<'_>) {
-        let (group, v_dim) = (self.group(), self.shape.layout.v_dim as usize);
+        let v_dim = self.shape.layout.v_dim as usize;
         let stride = self.layout().acc_rows() as usize;
         for r in 0..item.rows {
             let (m, l) = (part.m[r], part.l[r]);
-            let i = item.row + r;
-            let at = self.row_of(item.forest.view, i / group, item.forest.head * group + i % group);
+            let at = self.output_row(item, r);
             // SAFETY: (row, query head) belongs to one item only, and an item is finished by one task.
             let (out, lse) = unsafe { (out.part(at * v_dim, v_dim), lse.part(at, 1)) };
             let acc = &part.acc[r * stride..][..stride];
             let finish = Finish { layout: self.layout(), m, l, acc, out: &mut *out };
             lse[0] = self.inner.config.lanes.run(finish);
-            let empty = m == f32::NEG_INFINITY;
-            let sound = m.abs() < TOP_SCORE && l.is_finite() && out.iter().all(|x| x.is_finite());
-            if !empty && !sound {
-                self.overflow.fetch_min(at, Ordering::Relaxed);
-            }
+            self.judge(at, m, l, out);
+        }
+    }
+
+    /// Where row `r` of an item goes.
+    pub fn output_row(&self, item: &Item<'_>, r: usize) -> usize {
+        let (group, i) = (self.group(), item.row + r);
+        self.row_of(item.forest.view, i / group, item.forest.head * group + i % group)
+    }
+
+    /// Whether exponent, sum and output of row `at` of the call are those of scores that f32 holds.
+    pub fn judge(&self, at: usize, m: f32, l: f32, out: &[f32]) {
+        let empty = m == f32::NEG_INFINITY;
+        let sound = m.abs() < TOP_SCORE && l.is_finite() && out.iter().all(|x| x.is_finite());
+        if !empty && !sound {
+            self.overflow.fetch_min(at, Ordering::Relaxed);
         }
     }
 }

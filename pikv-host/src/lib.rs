@@ -6,6 +6,7 @@
 
 mod arena;
 mod attend;
+mod backend;
 mod block;
 mod cache;
 mod chain;
@@ -13,6 +14,8 @@ mod closed_loop;
 pub mod codec;
 mod compact;
 mod config;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod error;
 mod evict;
 mod filing;
@@ -31,8 +34,10 @@ mod select;
 mod sequence;
 mod step;
 pub mod trace;
+mod writes;
 
 pub use attend::{Attend, Output, PageMass, Read};
+pub use backend::{Backend, CudaError};
 pub use cache::{Cache, Rows, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
 pub use config::{CacheConfig, CodecRule, EvictionRule};

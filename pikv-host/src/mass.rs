@@ -1,7 +1,7 @@
 //! The attention mass of pages.
 
 use crate::forest::Forest;
-use crate::job::{Item, Job, SCRATCH, Scratch, Shared, TILE};
+use crate::job::{Job, SCRATCH, Scratch, Shared, TILE};
 use crate::sequence::PageId;
 use pikv_core::math::exp2i;
 use pikv_core::warp::LANES;
@@ -30,13 +30,24 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
+    /// Nothing, of a page.
+    pub fn blank(&self, page: PageId) -> Weighed {
+        let read = self.cuts.iter().map(|cut| !cut.is_empty()).collect();
+        Weighed { page, all: [0.0; LANES], cuts: vec![[0.0; LANES]; self.cuts.len()], read }
+    }
+
     /// Whether some of the rows are wanted.
-    fn any(&self, rows: &Range<u32>) -> bool {
+    pub fn any(&self, rows: &Range<u32>) -> bool {
         self.all || self.cuts.iter().any(|cut| cut.start < rows.end && rows.start < cut.end)
     }
 }
 
 impl Job<'_> {
+    /// Rows of an item that holds whole tokens.
+    pub fn whole(&self) -> usize {
+        (TILE / self.group()).max(1) * self.group()
+    }
+
     /// As [`Job::run`] for one forest, and the mass of its pages.
     pub fn with_mass(
         &self,
@@ -46,17 +57,11 @@ impl Job<'_> {
         lse: &Shared<'_>,
     ) -> Vec<Weighed> {
         let group = self.group();
-        let rows = self.views[forest.view].rows as usize * group;
-        let step = (TILE / group).max(1) * group;
-        let read: Vec<bool> = wanted.cuts.iter().map(|cut| !cut.is_empty()).collect();
-        let cuts = vec![[0.0; LANES]; wanted.cuts.len()];
-        let blank =
-            |page: PageId| Weighed { page, all: [0.0; LANES], cuts: cuts.clone(), read: read.clone() };
-        let mut mass: Vec<Weighed> = forest.pages.iter().map(|page| blank(page.id)).collect();
+        let mut mass: Vec<Weighed> = forest.pages.iter().map(|page| wanted.blank(page.id)).collect();
         let mut raw: Vec<[f32; LANES]> = Vec::new();
         let mut tops: Vec<f32> = Vec::new();
-        for row in (0..rows).step_by(step) {
-            let item = Item { forest, row, rows: step.min(rows - row) };
+        for item in self.items(forest, self.whole()) {
+            let row = item.row;
             let tokens = (row / group) as u32..((row + item.rows) / group) as u32;
             let counts = wanted.any(&tokens);
             raw.clear();

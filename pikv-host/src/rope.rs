@@ -79,6 +79,16 @@ impl Table {
         Ok(Table { values: Arc::new(values), capacity })
     }
 
+    #[cfg(feature = "cuda")]
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
     pub fn rotation(&self, rope: Rope) -> Rotation<'_> {
         Rotation { rope, table: &self.values, capacity: self.capacity }
     }

@@ -178,7 +178,7 @@ impl Sequence {
     /// left of them).
     ///
     /// # Errors
-    /// No such layer, KV head or page, or slices that do not have `k_dim` and `v_dim` elements.
+    /// No such layer, KV head or page, slices that do not have `k_dim` and `v_dim` elements, or a device that fails.
     pub fn read(
         &self,
         layer: usize,
@@ -202,7 +202,7 @@ impl Sequence {
         if lane >= PAGE || found.live >> lane & 1 == 0 {
             return Err(missing);
         }
-        let words = found.page.words();
+        let words = &*found.page.fetch()?;
         match found.packed {
             Some((codec, last)) => Ok(codec.read(words, lane, last, key, value)),
             None => {

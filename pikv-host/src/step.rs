@@ -11,6 +11,7 @@ use crate::metrics::{Evicted, Reused};
 use crate::observe::{Feed, Rule};
 use crate::policy::Token;
 use crate::sequence::Sequence;
+use crate::writes::Write;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
@@ -133,8 +134,8 @@ impl<'a> Step<'a> {
     /// leave the ring by it are filed by their experts. O(rows) a head.
     ///
     /// # Errors
-    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, or
-    /// no memory from the system; the layer may then be appended again.
+    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, no
+    /// memory from the system, or a device that fails; the layer may then be appended again.
     pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
         let inner = self.inner.clone();
         let shape = inner.layer(layer)?;
@@ -150,20 +151,26 @@ impl<'a> Step<'a> {
             let n = (part.len - part.sequence.len) as usize;
             let (k, v) = (&k[row * heads * k_dim..], &v[row * heads * v_dim..]);
             let state = &mut part.sequence.layers[layer];
-            let written = write(&inner, layer, shape, state, part.sequence.len, n, k, v, &mut self.pages);
-            written.map_err(|e| match e {
-                Error::Unstorable { what, kv_head, row: at, channel, value, dtype, layer } => {
-                    Error::Unstorable { what, layer, kv_head, row: row + at, channel, value, dtype }
+            let written =
+                write(&inner, layer, shape, state, part.sequence.len, n, row, k, v, &mut self.pages);
+            written.map_err(|e| {
+                self.pages.forget_writes();
+                match e {
+                    Error::Unstorable { what, kv_head, row: at, channel, value, dtype, layer } => {
+                        Error::Unstorable { what, layer, kv_head, row: row + at, channel, value, dtype }
+                    }
+                    other => other,
                 }
-                other => other,
             })?;
             row += n;
         }
+        self.pages.flush_writes(&shape.layout, k, v)?;
         for part in &mut self.parts {
             // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
             let left = inner.store.ring.left(part.len).min(part.sequence.len);
             part.sequence.layers[layer].file(&inner, shape, left, &mut self.pages)?;
         }
+        self.pages.flush_copies()?;
         self.layers[layer].appended = true;
         Ok(())
     }
@@ -261,8 +268,8 @@ impl<'a> Step<'a> {
     /// Makes the tokens part of their sequences, and evicts what is over the budgets.
     ///
     /// # Errors
-    /// A layer that was not appended or not routed, or no memory from the system. The step is over, and the sequences are as
-    /// before it.
+    /// A layer that was not appended or not routed, no memory from the system, or a device that fails. The step is over, and the
+    /// sequences are as before it.
     pub fn commit(self) -> Result<(), Error> {
         self.finish(None)
     }
@@ -292,6 +299,7 @@ impl<'a> Step<'a> {
                 layer.file(&inner, shape, left, &mut self.pages)?;
             }
         }
+        self.pages.flush_copies()?;
         self.committed = true;
         for (l, done) in self.layers.iter_mut().enumerate() {
             let mut feeds: Vec<Vec<Feed>> = self.parts.iter().map(|_| Vec::new()).collect();
@@ -406,7 +414,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
     bytes
 }
 
-/// Writes `n` tokens from position `old` into the ring tiles of one layer.
+/// Writes `n` tokens from position `old` into the ring tiles of one layer; the first is row `first_row` of the call.
 #[allow(clippy::too_many_arguments)]
 fn write(
     inner: &Inner,
@@ -415,6 +423,7 @@ fn write(
     state: &mut Layer,
     old: u32,
     n: usize,
+    first_row: usize,
     k: &[f32],
     v: &[f32],
     pages: &mut Reservation,
@@ -434,13 +443,16 @@ fn write(
                 head.states.extend(state.rule.as_deref().and_then(Rule::state));
             }
             let mut shared = None;
-            let words = own(&mut head.ring[at], layout, lane, pages, &mut shared)?;
+            let page = &mut head.ring[at];
+            own(page, layout, lane, pages, &mut shared)?;
             state.undo.extend(shared.map(|page| (h, None, page)));
             for p in position..end.min((tile + 1) * PAGE) {
                 let row = (p - old) as usize;
                 let key = &k[(row * heads + h) * k_dim..][..k_dim];
                 let value = &v[(row * heads + h) * v_dim..][..v_dim];
-                let written = layout.write(words, p % PAGE, Position(p), key, value);
+                let token =
+                    Write { lane: p % PAGE, position: p, row: (first_row + row) * heads + h, key, value };
+                let written = pages.write(layout, page, &token);
                 let stored = written.and_then(|()| match &codec {
                     Some(codec) => codec.check(key, value),
                     None => Ok(()),

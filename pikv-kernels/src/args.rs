@@ -8,6 +8,7 @@ use pikv_core::rope::{Pairs, Rope};
 
 /// A [`Layout`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct LayoutArg {
     /// Channels of a key.
@@ -22,6 +23,7 @@ pub struct LayoutArg {
 
 /// A rotation of keys as they are read; `rotary_dim` 0 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct RopeArg {
     /// Channels that turn.
@@ -34,6 +36,7 @@ pub struct RopeArg {
 
 /// A [`Sight`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct SightArg {
     /// [`Sight::floor`]
@@ -44,6 +47,127 @@ pub struct SightArg {
     pub sinks: u32,
     /// [`Sight::hi`]
     pub hi: i32,
+}
+
+/// One block of pages for one bundle of query rows, which a warp attends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct TaskArg {
+    /// Where the partial result goes, in f32 from the start of all.
+    pub part: u64,
+    /// Where the weights go, if they are kept.
+    pub raw: u64,
+    /// The bundle's queries, in f32 from the start of all.
+    pub q: u32,
+    /// The block's first page in the list.
+    pub pages: u32,
+    /// Its pages, at most 8.
+    pub count: u32,
+    /// The bundle's first sight in the list.
+    pub sights: u32,
+}
+
+/// Two partial results that are joined in the left one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct PairArg {
+    /// The lower leaves, in f32 from the start of all partial results.
+    pub left: u64,
+    /// The higher ones.
+    pub right: u64,
+    /// Rows of each.
+    pub rows: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// One row of a partial result that is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct RowArg {
+    /// The partial result, in f32 from the start of all.
+    pub part: u64,
+    /// Its rows.
+    pub rows: u32,
+    /// Which of them.
+    pub row: u32,
+    /// Row of the output.
+    pub out: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// Rows whose weights lie together, in all blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct WeighedArg {
+    /// Where they begin, in f32 from the start of all weights.
+    pub raw: u64,
+    /// The rows' whole result, in f32 from the start of all partial results.
+    pub part: u64,
+    /// Rows.
+    pub width: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// The mass of one page from some rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct MassArg {
+    /// Block of the page.
+    pub block: u32,
+    /// Place in the block.
+    pub page: u32,
+    /// First of the rows in the list.
+    pub first: u32,
+    /// Entries of the list.
+    pub count: u32,
+    /// Token of the first row.
+    pub token: u32,
+    /// Tokens that count.
+    pub from: u32,
+    /// Past the last of them.
+    pub to: u32,
+    /// Row of the output, of 32 lanes.
+    pub out: u32,
+}
+
+/// A token to be written into a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct WriteArg {
+    /// Address of the page.
+    pub page: u64,
+    /// Lane in the page.
+    pub lane: u32,
+    /// Position of the token.
+    pub position: u32,
+    /// Which row of the keys and values it is.
+    pub row: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+/// A token to be copied from page to page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct CopyArg {
+    /// Address of the page that has it.
+    pub source: u64,
+    /// Address of the page that gets it.
+    pub target: u64,
+    /// Lane in the first.
+    pub from: u32,
+    /// Lane in the second.
+    pub to: u32,
 }
 
 impl From<Layout> for LayoutArg {

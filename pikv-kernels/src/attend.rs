@@ -4,14 +4,16 @@
 //! are the same in all lanes. Rust's rules have no word for that: what it comes to is held by running the PTX itself in
 //! `tests/ptx_bits.rs`, whose interpreter reports races between lanes and warps.
 
-use crate::args::{LayoutArg, RopeArg, SightArg};
+use crate::args::{LayoutArg, MassArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WeighedArg};
 use crate::gpu::{Lane, thread};
 use core::slice;
 use pikv_core::LANES;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
 use pikv_core::full::{Full, PageRef, Query};
+use pikv_core::mass::{PageSum, ROW, Rows};
 use pikv_core::merge::{Partial, finish, merge};
 use pikv_core::rope::Rotation;
+use pikv_core::warp::Warp;
 
 /// # Safety
 /// As [`attend_r1`] and its siblings.
@@ -22,31 +24,33 @@ unsafe fn attend<const R: usize>(
     q: *const f32,
     pages: *const *const u32,
     live: *const u32,
-    first: *const u32,
-    blocks: u32,
+    tasks: *const TaskArg,
+    count: u32,
     sights: *const SightArg,
     softcap: f32,
     rope: &RopeArg,
     table: *const f32,
     parts: *mut f32,
+    raw: *mut f32,
 ) {
     let layout = layout.layout();
-    let block = thread::warp_index() as usize;
-    if block >= blocks as usize {
+    let index = thread::warp_index();
+    if index >= count {
         return;
     }
+    // SAFETY: by the caller's promise on `tasks`.
+    let task = unsafe { *tasks.add(index as usize) };
     let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
-    // SAFETY: by the caller's promise on `first`, `pages` and `live`: the block's pages, at most BLOCK of them.
-    let count = unsafe {
-        let (from, to) = (*first.add(block) as usize, *first.add(block + 1) as usize);
-        for (i, page) in list.iter_mut().enumerate() {
-            if from + i < to {
-                page.words = slice::from_raw_parts(*pages.add(from + i), layout.words() as usize);
-                page.live = *live.add(from + i);
+    for (i, page) in list.iter_mut().enumerate() {
+        if i < task.count as usize {
+            // SAFETY: by the caller's promise on `pages` and `live`: the block's pages, at most BLOCK of them.
+            unsafe {
+                let at = task.pages as usize + i;
+                page.words = slice::from_raw_parts(*pages.add(at), layout.words() as usize);
+                page.live = *live.add(at);
             }
         }
-        to - from
-    };
+    }
     let channels = layout.k_channels() as usize;
     let len = Partial::len(R, layout.acc_rows());
     // SAFETY: by the caller's promise on `q`, `table` and `parts`; a warp has a part of its own, whose words its lanes share
@@ -55,57 +59,66 @@ unsafe fn attend<const R: usize>(
         let turned = rope.rotary_dim as usize * rope.capacity as usize;
         let table = if turned == 0 { &[][..] } else { slice::from_raw_parts(table, turned) };
         (
-            slice::from_raw_parts(q, channels * R),
+            slice::from_raw_parts(q.add(task.q as usize), channels * R),
             table,
-            slice::from_raw_parts_mut(parts.add(block * len), len),
+            slice::from_raw_parts_mut(parts.add(task.part as usize), len),
         )
     };
     let mut sight = [Sight::NONE; R];
     for (r, sight) in sight.iter_mut().enumerate() {
         // SAFETY: by the caller's promise on `sights`.
-        *sight = unsafe { (*sights.add(block * R + r)).sight() };
+        *sight = unsafe { (*sights.add(task.sights as usize + r)).sight() };
     }
     let query = Query {
         q: q.as_chunks().0,
         k_dim: layout.k_dim as usize,
         rotation: rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity }),
     };
-    // SAFETY: whole warps are launched, and what decides control flow is the warp's block.
+    // SAFETY: whole warps are launched, and what decides control flow is the warp's task.
     let lanes = unsafe { Lane::new() };
     let mut part = Partial::new(part, R, layout.acc_rows());
     let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
-    let mut form = Full { layout: &layout, pages: &list[..count], next: None, query };
-    attend_block(lanes, &mut form, &looks, &mut part, 0, None);
+    let mut form = Full { layout: &layout, pages: &list[..task.count as usize], next: None, query };
+    // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
+    let mut raw =
+        (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });
+    let weights = raw.as_mut().map(|raw| raw.as_chunks_mut().0.as_chunks_mut().0);
+    attend_block(lanes, &mut form, &looks, &mut part, 0, weights);
+    if let Some(raw) = raw {
+        raw[R * (ROW - 1)..].copy_from_slice(part.m);
+    }
 }
 
 macro_rules! attend {
     ($($name:ident $rows:literal),*) => {$(
-        #[doc = concat!("Attends ", $rows, " query rows over blocks of pages, a warp a block.")]
+        #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of pages, a warp a task.")]
         ///
-        /// `q`: `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `live`: every page's address and
-        /// the lanes that are read, a bit each. `first`: `[blocks + 1]`, where each block's pages begin. `sights`: `[blocks][rows]`. `softcap`:
-        /// in base 2, 0 for none. `table`: of the rotation, `[rotary_dim / 2][2][capacity]`. The partial result of block `b`
-        /// goes to `parts[b]`, [`Partial::len`] f32 long.
+        /// `q`: bundles of `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `live`: every page's
+        /// address and the lanes that are read, a bit each. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of the
+        /// rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`,
+        /// and unless `raw` is null its weights, [`ROW`] f32 a row, to `raw`.
         ///
         /// # Safety
-        /// The pointers must reach what is described, no block may have more than 8 pages, and whole warps must be launched.
+        /// The pointers must reach what is described, no task may have more than 8 pages, their partial results must lie apart,
+        /// and whole warps must be launched.
         #[unsafe(no_mangle)]
         pub unsafe extern "ptx-kernel" fn $name(
             layout: LayoutArg,
             q: *const f32,
             pages: *const *const u32,
             live: *const u32,
-            first: *const u32,
-            blocks: u32,
+            tasks: *const TaskArg,
+            count: u32,
             sights: *const SightArg,
             softcap: f32,
             rope: RopeArg,
             table: *const f32,
             parts: *mut f32,
+            raw: *mut f32,
         ) {
             // SAFETY: the caller's own promise.
             unsafe {
-                attend::<$rows>(&layout, q, pages, live, first, blocks, sights, softcap, &rope, table, parts);
+                attend::<$rows>(&layout, q, pages, live, tasks, count, sights, softcap, &rope, table, parts, raw);
             }
         }
     )*};
@@ -113,64 +126,108 @@ macro_rules! attend {
 
 attend!(attend_r1 1, attend_r2 2, attend_r4 4, attend_r8 8);
 
-/// Joins `count` pairs of partial results of `rows` rows, a warp a pair: `parts[left] += parts[right]`, with the indices
-/// of `pairs`, `[count][2]`.
+/// Joins `count` pairs of partial results, a warp a pair.
 ///
 /// # Safety
-/// The pointers must reach what is described, no index may stand twice in `pairs`, and whole warps must be launched.
+/// The pointers must reach what is described, no partial result may stand twice in `pairs`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn merge_pairs(
     layout: LayoutArg,
-    rows: u32,
-    pairs: *const [u32; 2],
+    pairs: *const PairArg,
     count: u32,
     parts: *mut f32,
 ) {
-    let (layout, rows) = (layout.layout(), rows as usize);
-    let pair = thread::warp_index() as usize;
-    if pair >= count as usize {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
         return;
     }
-    let len = Partial::len(rows, layout.acc_rows());
+    let acc_rows = layout.acc_rows();
     // SAFETY: by the caller's promise on `pairs` and `parts`: the two are apart, and no other warp has either.
-    let (left, right) = unsafe {
-        let [left, right] = *pairs.add(pair);
+    let (left, right, rows) = unsafe {
+        let PairArg { left, right, rows, .. } = *pairs.add(index as usize);
+        let len = Partial::len(rows as usize, acc_rows);
         (
-            slice::from_raw_parts_mut(parts.add(left as usize * len), len),
-            slice::from_raw_parts_mut(parts.add(right as usize * len), len),
+            slice::from_raw_parts_mut(parts.add(left as usize), len),
+            slice::from_raw_parts_mut(parts.add(right as usize), len),
+            rows as usize,
         )
     };
     // SAFETY: whole warps are launched, and what decides control flow is the warp's pair.
     let lanes = unsafe { Lane::new() };
-    let acc_rows = layout.acc_rows();
     merge(lanes, &mut Partial::new(left, rows, acc_rows), &Partial::new(right, rows, acc_rows));
 }
 
-/// Outputs and log-sum-exps of the `rows` rows of one partial result, a warp a row: `out` is `[rows][v_dim]`.
+/// What a query gets of `count` rows of partial results, a warp a row: output `i` goes to `out[i]`, `v_dim` f32 long, and its
+/// log-sum-exp to `ends[i][0]`, followed by the row's exponent and sum, by which an overflow shows.
 ///
 /// # Safety
-/// The pointers must reach what is described, and whole warps must be launched.
+/// The pointers must reach what is described, no output may stand twice in `rows`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn finish_rows(
     layout: LayoutArg,
-    rows: u32,
-    part: *const f32,
+    rows: *const RowArg,
+    count: u32,
+    parts: *const f32,
     out: *mut f32,
-    lse: *mut f32,
+    ends: *mut [f32; 3],
 ) {
-    let (layout, rows) = (layout.layout(), rows as usize);
-    let (row, stride) = (thread::warp_index() as usize, layout.acc_rows() as usize);
-    if row >= rows {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
         return;
     }
-    // SAFETY: by the caller's promise on `part`, `out` and `lse`; a row is one warp's.
+    let (stride, width) = (layout.acc_rows() as usize * LANES, layout.v_dim as usize);
+    // SAFETY: by the caller's promise on `rows`, `parts`, `out` and `ends`; an output is one warp's.
     unsafe {
-        let acc = slice::from_raw_parts(part.add(row * stride * LANES), stride * LANES);
-        let m = *part.add(rows * stride * LANES + row);
-        let l = *part.add(rows * stride * LANES + rows + row);
-        let width = layout.v_dim as usize;
-        let out = slice::from_raw_parts_mut(out.add(row * width), width);
+        let RowArg { part, rows, row, out: to, .. } = *rows.add(index as usize);
+        let (part, rows, row, to) = (parts.add(part as usize), rows as usize, row as usize, to as usize);
+        let acc = slice::from_raw_parts(part.add(row * stride), stride);
+        let (m, l) = (*part.add(rows * stride + row), *part.add(rows * stride + rows + row));
+        let out = slice::from_raw_parts_mut(out.add(to * width), width);
         // Whole warps are launched, and what decides control flow is the warp's row.
-        *lse.add(row) = finish(Lane::new(), &layout, m, l, acc.as_chunks().0, out);
+        let lse = finish(Lane::new(), &layout, m, l, acc.as_chunks().0, out);
+        *ends.add(to) = [lse, m, l];
+    }
+}
+
+/// Adds the weights of pages up, over rows and their tokens, a warp a page: those of `masses[i]` to row `out` of `mass`, rows of 32.
+///
+/// # Safety
+/// The pointers must reach what is described, no output may stand twice in `masses`, and whole warps must be launched.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "ptx-kernel" fn mass_pages(
+    layout: LayoutArg,
+    group: u32,
+    masses: *const MassArg,
+    count: u32,
+    weighed: *const WeighedArg,
+    raw: *const f32,
+    parts: *const f32,
+    mass: *mut [f32; LANES],
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    let stride = layout.acc_rows() as usize * LANES;
+    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's page.
+    unsafe {
+        let lanes = Lane::new();
+        let page = *masses.add(index as usize);
+        let out = &mut *mass.add(page.out as usize);
+        let mut sum = PageSum::new(lanes, lanes.load_f(out), page.token);
+        for i in 0..page.count {
+            let WeighedArg { raw: at, part, width, .. } = *weighed.add((page.first + i) as usize);
+            let width = width as usize;
+            let ends = slice::from_raw_parts(parts.add(part as usize + width * stride), 2 * width);
+            let (m, l) = ends.split_at(width);
+            let at = at as usize + page.block as usize * width * ROW;
+            let rows = Rows { width, raw: slice::from_raw_parts(raw.add(at), width * ROW), m, l };
+            sum.take(lanes, &rows, page.page as usize, group, page.from, page.to);
+        }
+        lanes.store(sum.all(), out);
     }
 }

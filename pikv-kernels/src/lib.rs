@@ -1,6 +1,6 @@
 //! Device entry points of pikv: a few lines each over [`pikv_core`], and the lanes of a device.
 //!
-//! For `nvptx64-nvidia-cuda`; elsewhere the crate is only what kernels are given ([`args`]). No arithmetic lives here.
+//! For `nvptx64-nvidia-cuda`; elsewhere the crate is what kernels are given ([`args`]) and their PTX. No arithmetic lives here.
 //! `build-ptx.sh` compiles it to the files in `ptx`, which are committed.
 #![no_std]
 #![deny(missing_docs)]
@@ -15,6 +15,10 @@ pub mod args;
 pub mod attend;
 #[cfg(target_arch = "nvptx64")]
 pub mod gpu;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod ptx;
+#[cfg(target_arch = "nvptx64")]
+pub mod store;
 
 /// A bound or an index that does not hold ends the kernel.
 #[cfg(target_arch = "nvptx64")]

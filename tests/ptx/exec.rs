@@ -6,10 +6,9 @@ use super::parse::{Entry, File, Module, Source};
 use super::{Cause, Data, Fault, Inst, LANES, Op, ParseError, R, Shfl, Space};
 use std::array::from_fn;
 
-/// A module, and memory that its kernels run on.
+/// A module that lies in a memory.
 #[derive(Debug)]
-pub struct Machine {
-    pub memory: Memory,
+pub struct Program {
     /// Instructions of warps that a launch may execute.
     pub budget: u64,
     /// Instructions of warps executed so far.
@@ -19,17 +18,28 @@ pub struct Machine {
     hits: Vec<Vec<bool>>,
     /// Addresses of the module's variables.
     globals: Vec<u64>,
-    launches: u32,
 }
 
-impl Machine {
-    /// Reads the module and places its variables in a memory that is else empty.
-    pub fn new(text: &str) -> Result<Machine, ParseError> {
+impl Program {
+    /// Reads the module and places its variables in `memory`.
+    pub fn load(text: &str, memory: &mut Memory) -> Result<Program, ParseError> {
         let module = Module::parse(text)?;
-        let mut memory = Memory::default();
         let globals = module.globals.iter().map(|g| memory.put(&g.bytes)).collect();
         let hits = module.entries.iter().map(|e| vec![false; e.code.len()]).collect();
-        Ok(Machine { memory, budget: 1 << 32, executed: 0, module, hits, globals, launches: 0 })
+        Ok(Program { budget: 1 << 32, executed: 0, module, hits, globals })
+    }
+
+    /// Frees the module's variables.
+    pub fn unload(self, memory: &mut Memory) {
+        for address in self.globals {
+            memory.free(address).expect("placed when the module was loaded");
+        }
+    }
+
+    /// Bytes of each parameter of an entry.
+    pub fn parameters(&self, entry: &str) -> Option<Vec<usize>> {
+        let entry = self.module.entries.iter().find(|e| e.name == entry)?;
+        Some(entry.params.iter().map(|p| p.size).collect())
     }
 
     /// Lines of `entry` whose instruction no launch executed, and how many could have been: all but the `trap`s, the
@@ -49,7 +59,14 @@ impl Machine {
     }
 
     /// Runs `entry` over `grid` blocks of `block` threads; a parameter's bytes in each of `args`.
-    pub fn launch(&mut self, entry: &str, grid: u32, block: u32, args: &[&[u8]]) -> Result<(), Fault> {
+    pub fn launch(
+        &mut self,
+        memory: &mut Memory,
+        entry: &str,
+        grid: u32,
+        block: u32,
+        args: &[&[u8]],
+    ) -> Result<(), Fault> {
         let refuse = |what: &str| {
             let cause = Cause::Launch(format!("{entry}: {what}"));
             Err(Fault { line: 0, opcode: String::new(), warp: 0, lane: 0, cause })
@@ -69,13 +86,13 @@ impl Machine {
             params.resize(param.at, 0);
             params.extend_from_slice(arg);
         }
-        self.launches += 1;
+        let launch = memory.next_launch();
         let mut warp = Warp {
-            memory: &mut self.memory,
+            memory,
             params: &params,
             regs: Registers::new(e.registers),
             local: Local::new(e.local),
-            who: Who { launch: self.launches, warp: 0, epoch: 0, lanes: 0 },
+            who: Who { launch, warp: 0, epoch: 0, lanes: 0 },
         };
         let mut left = self.budget;
         for index in 0..grid * (block / LANES as u32) {
@@ -89,6 +106,27 @@ impl Machine {
         }
         self.executed += self.budget - left;
         Ok(())
+    }
+}
+
+/// A module, and memory that its kernels run on.
+#[derive(Debug)]
+pub struct Machine {
+    pub memory: Memory,
+    pub program: Program,
+}
+
+impl Machine {
+    /// Reads the module and places its variables in a memory that is else empty.
+    pub fn new(text: &str) -> Result<Machine, ParseError> {
+        let mut memory = Memory::default();
+        let program = Program::load(text, &mut memory)?;
+        Ok(Machine { memory, program })
+    }
+
+    /// [`Program::launch`]
+    pub fn launch(&mut self, entry: &str, grid: u32, block: u32, args: &[&[u8]]) -> Result<(), Fault> {
+        self.program.launch(&mut self.memory, entry, grid, block, args)
     }
 }
 

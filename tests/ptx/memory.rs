@@ -101,9 +101,21 @@ struct Allocation {
 #[derive(Debug, Default)]
 pub struct Memory {
     allocations: Vec<Allocation>,
+    launches: u32,
 }
 
 impl Memory {
+    /// Number of the next launch.
+    pub(super) fn next_launch(&mut self) -> u32 {
+        self.launches += 1;
+        self.launches
+    }
+
+    /// Allocations that were not freed.
+    pub fn live(&self) -> usize {
+        self.allocations.iter().filter(|a| !a.freed).count()
+    }
+
     /// `bytes` bytes that nobody wrote. They start at a multiple of 4 GiB.
     pub fn allocate(&mut self, bytes: usize) -> u64 {
         self.allocations.push(Allocation {

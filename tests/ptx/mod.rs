@@ -11,7 +11,7 @@ mod exec;
 mod memory;
 mod parse;
 
-pub use self::exec::Machine;
+pub use self::exec::{Machine, Program};
 pub use self::memory::Memory;
 
 use std::fmt;

@@ -1,0 +1,105 @@
+//! Tokens into pages, by lanes: what [`Layout::write`] and [`Layout::copy`] do on one thread, for a device that does not hold
+//! a page's words in the host's memory. The bits are the same.
+//!
+//! Pages are given as f32 of the bits of their words, which is what lanes gather and scatter.
+
+use crate::dtype::Dtype;
+use crate::page::Layout;
+use crate::warp::{LANES, Warp};
+
+/// [`Dtype::encode`] of values that are known to fit.
+#[inline(always)]
+fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
+    let bits = w.bits(x);
+    // Half a unit in the last place that stays, less one if that place is even.
+    let even = |bits, half, odd| w.add_u(w.add_u(bits, w.splat_u(half)), w.and(odd, w.splat_u(1)));
+    match dtype {
+        Dtype::F32 => bits,
+        Dtype::Bf16 => w.shr::<16>(even(bits, 0x7fff, w.shr::<16>(bits))),
+        Dtype::F16 => {
+            let sign = w.and(w.shr::<16>(bits), w.splat_u(0x8000));
+            let size = w.and(bits, w.splat_u(0x7fff_ffff));
+            let rounded = even(size, 0xfff, w.shr::<13>(size));
+            let normal = w.shr::<13>(w.sub_u(rounded, w.splat_u(112 << 23)));
+            // The unit of 0.5 is that of f16's subnormals, so the sum rounds as they do.
+            let sum = w.add(w.from_bits(size), w.splat(0.5));
+            let subnormal = w.sub_u(w.bits(sum), w.splat_u(0.5f32.to_bits()));
+            let large = w.ge_i(size, w.splat_u((127 - 14) << 23));
+            w.or(sign, w.bits(w.select(large, w.from_bits(normal), w.from_bits(subnormal))))
+        }
+    }
+}
+
+/// Words `first..first + 32` of a row of channels; 0 past its end.
+#[inline(always)]
+fn words<W: Warp>(w: W, dtype: Dtype, row: &[f32], first: usize) -> W::U {
+    let per_word = dtype.per_word();
+    let mut word = w.splat_u(0);
+    for j in 0..per_word {
+        let lane = if per_word == 1 { w.lane_id() } else { w.shl::<1>(w.lane_id()) };
+        let channel = w.add_u(lane, w.splat_u(first as u32 * per_word + j));
+        let inside = w.ge_i(w.splat_u(row.len() as u32 - 1), channel);
+        let at = w.bits(w.select(inside, w.from_bits(channel), w.splat(0.0)));
+        let x = w.select(inside, w.gather(row, at), w.splat(0.0));
+        let bits = encode(w, dtype, x);
+        word = w.or(word, if j == 0 { bits } else { w.shl::<16>(bits) });
+    }
+    word
+}
+
+/// [`Layout::write`] of values that are known to fit their dtypes.
+///
+/// # Panics
+/// If a slice is too short or `lane` is not below 32.
+#[inline(always)]
+pub fn append<W: Warp>(
+    w: W,
+    layout: &Layout,
+    page: &mut [f32],
+    lane: u32,
+    position: u32,
+    key: &[f32],
+    value: &[f32],
+) {
+    let (key, value) = (&key[..layout.k_dim as usize], &value[..layout.v_dim as usize]);
+    let end = layout.v_base() as usize;
+    for first in (0..layout.k_rows() as usize).step_by(LANES) {
+        let word = w.from_bits(words(w, layout.k, key, first));
+        let start = layout.k_word(0, 0, lane) as usize + first * LANES;
+        w.scatter(word, &mut page[..end], start, LANES);
+    }
+    let start = layout.v_word(0, 0, lane) as usize;
+    let end = start + layout.v_stride() as usize;
+    for first in (0..layout.v_stride() as usize).step_by(LANES) {
+        let word = w.from_bits(words(w, layout.v, value, first));
+        w.scatter(word, &mut page[..end], start + first, 1);
+    }
+    page[lane as usize] = f32::from_bits(position);
+}
+
+/// [`Layout::copy`].
+///
+/// # Panics
+/// If a page is too short or a lane is not below 32.
+#[inline(always)]
+pub fn copy<W: Warp>(w: W, layout: &Layout, source: &[f32], from: u32, target: &mut [f32], to: u32) {
+    let rows = layout.v_base() as usize;
+    let stride = layout.v_stride() as usize;
+    let (from, to) = (from as usize, to as usize);
+    // Every 32nd word of the positions and K, and a row of V.
+    strided::<W, LANES>(w, &source[..rows], from, &mut target[..rows], to);
+    let (from, to) = (rows + from * stride, rows + to * stride);
+    strided::<W, 1>(w, &source[..from + stride], from, &mut target[..to + stride], to);
+}
+
+/// Copies every `STEP`th word from `from` to `to`, to the end of the slices.
+#[inline(always)]
+fn strided<W: Warp, const STEP: usize>(w: W, source: &[f32], from: usize, target: &mut [f32], to: usize) {
+    for first in (0..source.len() - from).step_by(LANES * STEP) {
+        let lane = if STEP == 1 { w.lane_id() } else { w.shl::<5>(w.lane_id()) };
+        let word = w.add_u(lane, w.splat_u((from + first) as u32));
+        let inside = w.ge_i(w.splat_u(source.len() as u32 - 1), word);
+        let at = w.bits(w.select(inside, w.from_bits(word), w.splat(0.0)));
+        w.scatter(w.gather(source, at), target, to + first, STEP);
+    }
+}

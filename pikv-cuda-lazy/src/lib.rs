@@ -1,0 +1,120 @@
+//! Defines the symbols of the CUDA driver that `cust` links, and forwards each to the driver's own library, which is opened at
+//! the first call. So one binary runs with a driver and without; without one every call returns `CUDA_ERROR_NO_DEVICE`.
+//!
+//! The library is `libcuda.so.1` (`nvcuda.dll` on Windows), or what the environment variable `PIKV_LIBCUDA` names when it is
+//! opened: a driver elsewhere, or a stand-in.
+#![allow(non_snake_case, reason = "the driver's names")]
+
+use std::env;
+use std::ffi::{OsString, c_char, c_void};
+use std::hint::black_box;
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+/// The environment variable that names another library.
+pub const VARIABLE: &str = "PIKV_LIBCUDA";
+
+const NO_DEVICE: u32 = 100;
+const NOT_FOUND: u32 = 500;
+const UNKNOWN: u32 = 999;
+
+static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+
+/// The library's name.
+pub fn name() -> OsString {
+    let usual = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
+    env::var_os(VARIABLE).unwrap_or_else(|| usual.into())
+}
+
+fn library() -> Result<&'static Library, &'static str> {
+    // SAFETY: the initialisers of the driver's library are what any program that links it runs.
+    let open = || unsafe { Library::new(name()) }.map_err(|e| e.to_string());
+    LIBRARY.get_or_init(open).as_ref().map_err(String::as_str)
+}
+
+/// Opens the library, unless it was opened before.
+///
+/// # Errors
+/// What the system says of a library that it cannot open.
+pub fn open() -> Result<(), &'static str> {
+    // Whoever asks gets all symbols, in whatever order the linker reads.
+    black_box(&SYMBOLS);
+    library().map(|_| ())
+}
+
+/// `code` if the enumeration that cust was written with has it: it takes codes as such, and drivers get new ones.
+fn known(code: u32) -> u32 {
+    match code {
+        0..=8 | 34 | 100..=102 | 200..=202 | 205..=224 | 300..=304 | 400 | 401 | 500 | 600 => code,
+        700..=705 | 708..=720 | 800..=809 | 900..=911 => code,
+        _ => UNKNOWN,
+    }
+}
+
+macro_rules! forward {
+    ($($name:ident($($argument:ident: $kind:ty),*);)*) => {
+        $(
+            /// # Safety
+            /// The driver's own function says.
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
+                type Function = unsafe extern "C" fn($($kind),*) -> u32;
+                static FOUND: OnceLock<Result<Function, u32>> = OnceLock::new();
+                let found = FOUND.get_or_init(|| {
+                    let library = library().map_err(|_| NO_DEVICE)?;
+                    // SAFETY: the signature is that of the driver's function of this name.
+                    let symbol = unsafe { library.get::<Function>(concat!(stringify!($name), "\0").as_bytes()) };
+                    symbol.map(|symbol| *symbol).map_err(|_| NOT_FOUND)
+                });
+                match found {
+                    // SAFETY: the caller's own promise.
+                    Ok(function) => known(unsafe { function($($argument),*) }),
+                    Err(code) => *code,
+                }
+            }
+        )*
+
+        struct Symbol(#[allow(dead_code, reason = "keeps the symbol")] *const c_void);
+        // SAFETY: the address of a function; nobody reads through it.
+        unsafe impl Sync for Symbol {}
+        static SYMBOLS: &[Symbol] = &[$(Symbol($name as *const c_void)),*];
+    };
+}
+
+type P = *mut c_void;
+
+forward! {
+    cuInit(flags: u32);
+    cuDriverGetVersion(version: P);
+    cuGetErrorString(code: u32, text: *mut *const c_char);
+    cuDeviceGet(device: P, ordinal: i32);
+    cuDeviceGetCount(count: P);
+    cuDeviceGetName(name: *mut c_char, len: i32, device: i32);
+    cuDeviceGetAttribute(value: P, attribute: u32, device: i32);
+    cuDeviceTotalMem_v2(bytes: P, device: i32);
+    cuDevicePrimaryCtxRetain(context: P, device: i32);
+    cuDevicePrimaryCtxRelease_v2(device: i32);
+    cuCtxSetCurrent(context: P);
+    cuModuleLoadDataEx(module: P, image: P, count: u32, options: P, values: P);
+    cuModuleUnload(module: P);
+    cuModuleGetFunction(function: P, module: P, name: *const c_char);
+    cuLaunchKernel(function: P, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: P, arguments: P, extra: P);
+    cuMemAlloc_v2(address: P, bytes: usize);
+    cuMemFree_v2(address: u64);
+    cuMemAllocHost_v2(address: P, bytes: usize);
+    cuMemFreeHost(address: P);
+    cuMemcpyHtoD_v2(to: u64, from: P, bytes: usize);
+    cuMemcpyDtoH_v2(to: P, from: u64, bytes: usize);
+    cuMemcpyHtoDAsync_v2(to: u64, from: P, bytes: usize, stream: P);
+    cuMemcpyDtoHAsync_v2(to: P, from: u64, bytes: usize, stream: P);
+    cuMemsetD32Async(to: u64, value: u32, count: usize, stream: P);
+    cuStreamCreateWithPriority(stream: P, flags: u32, priority: i32);
+    cuStreamDestroy_v2(stream: P);
+    cuStreamSynchronize(stream: P);
+    cuEventCreate(event: P, flags: u32);
+    cuEventDestroy_v2(event: P);
+    cuEventRecord(event: P, stream: P);
+    cuEventSynchronize(event: P);
+    cuEventElapsedTime(milliseconds: P, from: P, to: P);
+}

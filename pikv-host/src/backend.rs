@@ -1,0 +1,104 @@
+//! Where pages lie and are read: in the host's memory by its lanes, or on a CUDA device by its kernels.
+
+#[cfg(feature = "cuda")]
+use crate::cuda::Device;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Where a cache keeps its pages and attends. Results have the same bits.
+///
+/// A clone is the same device: caches built on it share its memory and its stream.
+#[derive(Clone, Debug, Default)]
+pub struct Backend(pub(crate) Kind);
+
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Kind {
+    #[default]
+    Cpu,
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Device>),
+}
+
+impl Backend {
+    /// The host: [`Lanes`](crate::lanes::Lanes) and its memory.
+    pub const CPU: Backend = Backend(Kind::Cpu);
+
+    /// The first CUDA device. Loads the kernels, for its compute capability.
+    ///
+    /// The driver's library is opened at run time: `libcuda.so.1`, or what the environment variable `PIKV_LIBCUDA` names when the
+    /// first call of a process is made. With the feature `cuda` a program needs no driver until it calls this.
+    ///
+    /// A cache on a device keeps full pages: no codecs, policies or bounds of keys yet. All shards lie on the one device.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn cuda() -> Result<Backend, CudaError> {
+        #[cfg(feature = "cuda")]
+        return Ok(Backend(Kind::Cuda(Arc::new(Device::open()?))));
+        #[cfg(not(feature = "cuda"))]
+        return Err(CudaError::NotBuilt);
+    }
+
+    /// `"cpu"` or `"cuda"`.
+    pub fn name(&self) -> &'static str {
+        match self.0 {
+            Kind::Cpu => "cpu",
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(_) => "cuda",
+        }
+    }
+
+    pub(crate) fn is_cpu(&self) -> bool {
+        matches!(self.0, Kind::Cpu)
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device(&self) -> Option<&Arc<Device>> {
+        match &self.0 {
+            Kind::Cpu => None,
+            Kind::Cuda(device) => Some(device),
+        }
+    }
+}
+
+/// Why a CUDA device cannot be used, or what it answered.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// pikv was compiled without its CUDA back end.
+    #[error("pikv was built without its feature `cuda`")]
+    NotBuilt,
+    /// The driver's library cannot be opened.
+    #[error("no CUDA driver, {name} cannot be opened: {reason}; PIKV_LIBCUDA names another library")]
+    NoLibrary {
+        /// The library.
+        name: String,
+        /// What the system says.
+        reason: String,
+    },
+    /// The driver has no device.
+    #[error("the CUDA driver finds no device")]
+    NoDevice,
+    /// The device is too old.
+    #[error("{device} has compute capability {major}.{minor}; the kernels need 7.0 or later")]
+    Capability {
+        /// Its name.
+        device: String,
+        /// Its compute capability.
+        major: i32,
+        /// Its compute capability.
+        minor: i32,
+    },
+    /// The driver's answer to a call. Work of earlier calls may be what failed; a device that answers so once its work has
+    /// failed answers so ever after, and what it held is lost.
+    #[error("{call}: the CUDA driver answers {name} ({code})")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// Its `CUresult`.
+        code: u32,
+        /// The code's name.
+        name: String,
+    },
+}

@@ -1,0 +1,232 @@
+//! The CUDA back end: one context, one stream, the kernels, and the memory that they work in.
+//!
+//! Whatever a cache asks for is put on the one stream, in order; the host waits only where it is given results. Lists that
+//! kernels read go up through one of two pinned buffers in turn, whose last copy is waited for by its event. Buffers only grow, so
+//! that steps of a size that was seen before allocate nothing.
+
+mod attend;
+mod pending;
+mod work;
+
+pub(crate) use self::attend::{ROWS, attend};
+pub(crate) use self::pending::Pending;
+
+use self::work::{Memory, Work};
+use crate::backend::CudaError;
+use crate::error::Error;
+use cust::context::{Context, CurrentContext};
+use cust::device::DeviceAttribute;
+use cust::error::CudaError as Answer;
+use cust::module::Module;
+use cust::stream::{Stream, StreamFlags};
+use cust::sys;
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Threads of a block of a launch: whole warps.
+const THREADS: u32 = 128;
+
+/// The kernels.
+#[derive(Debug)]
+struct Kernels {
+    append: Kernel,
+    copy_tokens: Kernel,
+    /// For 1, 2, 4 and 8 rows.
+    attend: [Kernel; 4],
+    merge_pairs: Kernel,
+    finish_rows: Kernel,
+    mass_pages: Kernel,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Kernel(sys::CUfunction);
+
+// SAFETY: a handle on a function of a module, which any thread may launch.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+/// A device with what pikv holds of it. Fields are given back in their order.
+pub(crate) struct Device {
+    work: Mutex<Work>,
+    kernels: Kernels,
+    _module: Module,
+    stream: Stream,
+    context: Context,
+    name: String,
+}
+
+// SAFETY: of a stream's handle, which the driver takes from any thread; the rest is `Send` and `Sync` by itself.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// cust's error with the call that it answers.
+fn failure(call: &'static str, error: Answer) -> CudaError {
+    CudaError::Driver { call, code: error as u32, name: format!("{error:?}") }
+}
+
+fn answer<T>(call: &'static str, result: Result<T, Answer>) -> Result<T, CudaError> {
+    result.map_err(|error| failure(call, error))
+}
+
+/// Memory that was asked for; that there is none has an error of its own.
+fn granted<T>(call: &'static str, bytes: u64, result: Result<T, Answer>) -> Result<T, Error> {
+    result.map_err(|error| match error {
+        Answer::OutOfMemory => Error::OutOfMemory { bytes },
+        other => failure(call, other).into(),
+    })
+}
+
+/// As [`answer`] for calls that cust leaves bare.
+fn bare(call: &'static str, code: sys::cudaError_enum) -> Result<(), CudaError> {
+    match code {
+        sys::cudaError_enum::CUDA_SUCCESS => Ok(()),
+        other => Err(CudaError::Driver { call, code: other as u32, name: format!("{other:?}") }),
+    }
+}
+
+impl Device {
+    pub fn open() -> Result<Device, CudaError> {
+        pikv_cuda_lazy::open().map_err(|reason| CudaError::NoLibrary {
+            name: pikv_cuda_lazy::name().to_string_lossy().into_owned(),
+            reason: reason.to_owned(),
+        })?;
+        let none = |call| {
+            move |error| match error {
+                Answer::NoDevice | Answer::InvalidDevice => CudaError::NoDevice,
+                other => failure(call, other),
+            }
+        };
+        cust::init(cust::CudaFlags::empty()).map_err(none("cuInit"))?;
+        let device = cust::device::Device::get_device(0).map_err(none("cuDeviceGet"))?;
+        let name = answer("cuDeviceGetName", device.name())?;
+        let attribute = |which| answer("cuDeviceGetAttribute", device.get_attribute(which));
+        let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;
+        let minor = attribute(DeviceAttribute::ComputeCapabilityMinor)?;
+        let ptx = match major {
+            8.. => pikv_kernels::ptx::SM_80,
+            7 => pikv_kernels::ptx::SM_70,
+            _ => return Err(CudaError::Capability { device: name, major, minor }),
+        };
+        let context = answer("cuDevicePrimaryCtxRetain", Context::new(device))?;
+        answer("cuCtxSetCurrent", CurrentContext::set_current(&context))?;
+        let stream = answer("cuStreamCreateWithPriority", Stream::new(StreamFlags::NON_BLOCKING, None))?;
+        let module = answer("cuModuleLoadDataEx", Module::from_ptx(ptx, &[]))?;
+        let kernel = |name: &str| {
+            answer("cuModuleGetFunction", module.get_function(name)).map(|function| Kernel(function.to_raw()))
+        };
+        let kernels = Kernels {
+            append: kernel("append")?,
+            copy_tokens: kernel("copy_tokens")?,
+            attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
+            merge_pairs: kernel("merge_pairs")?,
+            finish_rows: kernel("finish_rows")?,
+            mass_pages: kernel("mass_pages")?,
+        };
+        let work = Mutex::new(Work::new()?);
+        Ok(Device { work, kernels, _module: module, stream, context, name })
+    }
+
+    /// Makes the device's context that of the calling thread.
+    fn enter(&self) -> Result<(), CudaError> {
+        answer("cuCtxSetCurrent", CurrentContext::set_current(&self.context))
+    }
+
+    /// The right to put work on the stream.
+    fn work(&self) -> Result<MutexGuard<'_, Work>, CudaError> {
+        self.enter()?;
+        // A thread that panicked left at most a buffer whose content nobody reads again.
+        Ok(self.work.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Memory for pages, whose content is undefined.
+    pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<PageMemory, Error> {
+        self.enter()?;
+        Ok(PageMemory { memory: Memory::new(bytes)?, device: self.clone() })
+    }
+
+    /// Fills `words` words from `address` on.
+    pub fn fill(&self, address: u64, word: u32, words: u32) -> Result<(), CudaError> {
+        self.enter()?;
+        // SAFETY: page memory and its extent, which the caller holds; a fill has no other requirement.
+        let code = unsafe { sys::cuMemsetD32Async(address, word, words as usize, self.stream.as_inner()) };
+        bare("cuMemsetD32Async", code)
+    }
+
+    /// What lies at `address`, once all that was asked for is done.
+    pub fn read(&self, address: u64, words: u32) -> Result<Vec<u32>, Error> {
+        let mut work = self.work()?;
+        work.fetch(&self.stream, address, words as usize, |words| words.to_vec())
+    }
+
+    /// Launches a kernel over `warps` warps.
+    ///
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, and what it is promised holds.
+    unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        warps: usize,
+        arguments: &[*const c_void],
+    ) -> Result<(), CudaError> {
+        let grid = (warps as u64 * 32).div_ceil(u64::from(THREADS)) as u32;
+        // SAFETY: the caller's promise; the driver copies the parameters before it returns.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                kernel.0,
+                grid,
+                1,
+                1,
+                THREADS,
+                1,
+                1,
+                0,
+                self.stream.as_inner(),
+                arguments.as_ptr().cast_mut().cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        bare("cuLaunchKernel", code)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // What follows gives everything back; a device that is lost has nothing more to give.
+        let _ = self.enter();
+    }
+}
+
+/// Memory of a chunk of pages.
+#[derive(Debug)]
+pub(crate) struct PageMemory {
+    memory: Memory,
+    device: Arc<Device>,
+}
+
+impl PageMemory {
+    pub fn address(&self) -> u64 {
+        self.memory.address()
+    }
+}
+
+impl Drop for PageMemory {
+    fn drop(&mut self) {
+        // The memory itself is given back next.
+        let _ = self.device.enter();
+    }
+}
+
+/// Pointers to a kernel's parameters.
+macro_rules! arguments {
+    ($($x:expr),* $(,)?) => { &[$(std::ptr::from_ref(&$x).cast::<std::ffi::c_void>()),*] };
+}
+use arguments;

@@ -1,0 +1,96 @@
+//! Tokens written into pages and copied between them: at once in the host's memory, by a device when it is told.
+
+use crate::arena::{Page, Reservation};
+use crate::error::Error;
+use pikv_core::page::{Layout, Position, Unstorable};
+#[cfg(feature = "cuda")]
+use pikv_kernels::args::{CopyArg, WriteArg};
+
+/// A token to be written.
+pub(crate) struct Write<'a> {
+    pub lane: u32,
+    pub position: u32,
+    /// Which row of the call's keys and values it is.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
+    pub row: usize,
+    pub key: &'a [f32],
+    pub value: &'a [f32],
+}
+
+impl Reservation {
+    /// Writes a token; on a device once [`Reservation::flush_writes`] is called. The page must have no other handle.
+    pub fn write(&mut self, layout: &Layout, page: &mut Page, token: &Write<'_>) -> Result<(), Unstorable> {
+        let Write { lane, position, key, value, .. } = *token;
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            layout.check(key, value)?;
+            pending.write(WriteArg { page: page.address(), lane, position, row: token.row as u32, pad: 0 });
+            only(page)[lane as usize] = position;
+            return Ok(());
+        }
+        layout.write(only(page), lane, Position(position), key, value)
+    }
+
+    /// Copies a token; on a device once [`Reservation::flush_copies`] is called. The target must have no other handle.
+    pub fn copy(&mut self, layout: &Layout, source: &Page, from: u32, target: &mut Page, to: u32) {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.copy(layout, CopyArg { source: source.address(), target: target.address(), from, to });
+            only(target)[to as usize] = source.words()[from as usize];
+            return;
+        }
+        layout.copy(source.words(), from, only(target), to);
+    }
+
+    /// Forgets the copy to a lane, which was asked for last of those to its page and not flushed: the page may be given back.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn forget_copy(&mut self, target: &Page, to: u32) {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.forget_copy(target.address(), to);
+        }
+    }
+
+    /// Forgets writes that were not flushed.
+    pub fn forget_writes(&mut self) {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.forget_writes();
+        }
+    }
+
+    /// Has a device do the writes; their rows are those of `k` and `v`.
+    ///
+    /// # Errors
+    /// No memory, or the device. Nothing was written then.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn flush_writes(&mut self, layout: &Layout, k: &[f32], v: &[f32]) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            let done = pending.launch_writes(layout, k, v);
+            pending.forget_writes();
+            return done;
+        }
+        Ok(())
+    }
+
+    /// Has a device do the copies.
+    ///
+    /// # Errors
+    /// No memory, or the device. What was not done then is done by the next call.
+    pub fn flush_copies(&mut self) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.launch_copies()?;
+        }
+        Ok(())
+    }
+}
+
+/// The words of a page that the host has, to be written.
+fn only(page: &mut Page) -> &mut [u32] {
+    match page.words_mut() {
+        Some(words) => words,
+        None => unreachable!("the page was made the sequence's own, which is borrowed mutably"),
+    }
+}

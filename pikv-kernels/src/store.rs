@@ -1,0 +1,59 @@
+//! Tokens into pages: one warp a token.
+//!
+//! Several warps write to one page, each words of its own token, as in [`crate::attend`].
+
+use crate::args::{CopyArg, LayoutArg, WriteArg};
+use crate::gpu::{Lane, thread};
+use core::slice;
+use pikv_core::store;
+
+/// Writes `count` tokens into pages, from f32 rows: `k` is `[rows][k_dim]`, `v` `[rows][v_dim]`. The values must fit the
+/// layout's dtypes.
+///
+/// # Safety
+/// The pointers must reach what is described, no lane of a page may stand twice in `writes`, and whole warps must be launched.
+#[unsafe(no_mangle)]
+pub unsafe extern "ptx-kernel" fn append(
+    layout: LayoutArg,
+    k: *const f32,
+    v: *const f32,
+    writes: *const WriteArg,
+    count: u32,
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
+    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
+    unsafe {
+        let WriteArg { page, lane, position, row, .. } = *writes.add(index as usize);
+        let page = slice::from_raw_parts_mut(page as *mut f32, layout.words() as usize);
+        let key = slice::from_raw_parts(k.add(row as usize * k_dim), k_dim);
+        let value = slice::from_raw_parts(v.add(row as usize * v_dim), v_dim);
+        store::append(Lane::new(), &layout, page, lane, position, key, value);
+    }
+}
+
+/// Copies `count` tokens from page to page.
+///
+/// # Safety
+/// The pointers must reach what is described, no page may be both read and written, no lane of a page may be written twice,
+/// and whole warps must be launched.
+#[unsafe(no_mangle)]
+pub unsafe extern "ptx-kernel" fn copy_tokens(layout: LayoutArg, copies: *const CopyArg, count: u32) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    let words = layout.words() as usize;
+    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
+    unsafe {
+        let CopyArg { source, target, from, to } = *copies.add(index as usize);
+        let source = slice::from_raw_parts(source as *const f32, words);
+        let target = slice::from_raw_parts_mut(target as *mut f32, words);
+        store::copy(Lane::new(), &layout, source, from, target, to);
+    }
+}

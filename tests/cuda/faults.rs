@@ -1,0 +1,200 @@
+//! What a device can do to a cache: refuse memory, refuse a launch, be lost. Each is a typed error; the cache goes on as if the
+//! call had not been made, or fails for good; and nothing is leaked.
+
+use crate::script::{Op, Options, Run};
+use crate::standin::{Get, Set, Standin};
+use crate::suite::{config, shape};
+use pikv::codec::{Code, Codec, Coding};
+use pikv::policy::{Budget, Eviction, StreamingLlm};
+use pikv::{Attend, Backend, Cache, CacheConfig, ConfigError, CudaError, Dtype, Error, Output};
+
+fn setup() -> CacheConfig {
+    config(
+        vec![shape(1, 2, 8, 8, Dtype::Bf16, Dtype::F16), shape(2, 1, 12, 4, Dtype::F32, Dtype::F32)],
+        20,
+        4,
+    )
+    .experts(2, 1)
+}
+
+fn ops() -> Vec<Op> {
+    vec![
+        Op::Feed(vec![(0, 45)]),
+        Op::Fork(0),
+        Op::Feed(vec![(0, 1), (1, 3)]),
+        Op::Ask(1, 2),
+        Op::Abandon(vec![(0, 20)], 1),
+        Op::Feed(vec![(0, 50)]),
+        Op::Feed(vec![(1, 1)]),
+    ]
+}
+
+fn reference(setup: &CacheConfig, ops: &[Op]) -> Vec<u32> {
+    let mut run = Run::new(setup.clone(), Options::default()).unwrap();
+    ops.iter().for_each(|op| run.act(op).unwrap());
+    run.look().unwrap();
+    run.record
+}
+
+/// One fault at a time, the `n`th time that it can happen: it must show, and what failed must succeed when done again.
+fn recovers(setup: &CacheConfig, ops: &[Op], fault: Set, expected: impl Fn(&Error) -> bool) -> u64 {
+    let standin = Standin::new();
+    let want = reference(setup, ops);
+    let live = standin.get(Get::Live);
+    for n in 0.. {
+        let backend = standin.backend();
+        standin.set(fault, n);
+        let mut run = Run::new(setup.clone().backend(backend), Options::default()).unwrap();
+        let mut failed = 0;
+        for op in ops {
+            let used = run.cache.usage();
+            if let Err(e) = run.act(op) {
+                assert!(expected(&e), "{n}, {op:?}: {e:?}");
+                assert_eq!(run.cache.usage(), used, "{n}, {op:?}: pages of a step that failed are kept");
+                failed += 1;
+                run.act(op).unwrap_or_else(|e| panic!("{n}, {op:?} again: {e}"));
+            }
+        }
+        // Looking reads through a buffer, which may need its memory here.
+        let before = run.record.len();
+        if let Err(e) = run.look() {
+            assert!(expected(&e), "{n}: {e:?}");
+            failed += 1;
+            run.record.truncate(before);
+            run.look().unwrap();
+        }
+        assert!(run.record == want, "{n}: what came out after the fault differs from the CPU");
+        drop(run);
+        assert_eq!(standin.get(Get::Live), live, "{n}: something was not given back");
+        standin.set(Set::Reset, 0);
+        if failed == 0 {
+            return n;
+        }
+        assert_eq!(failed, 1);
+    }
+    unreachable!("a number of faults that does not end")
+}
+
+#[test]
+fn memory_that_is_refused() {
+    let refused = |e: &Error| matches!(e, Error::OutOfMemory { bytes: 1.. });
+    let n = recovers(&setup(), &ops(), Set::Allocations, refused);
+    // Chunks of two page sizes, and every buffer.
+    assert!(n > 6, "{n} allocations");
+    // Pages so large that chunks begin at any head: a token is then filed for some heads and not for others.
+    let large = config(vec![shape(3, 1, 256, 256, Dtype::F32, Dtype::F32)], 1, 0);
+    let n = recovers(&large, &vec![Op::Fill(vec![(0, 31)]); 14], Set::Allocations, refused);
+    assert!(n > 6, "{n} allocations");
+}
+
+#[test]
+fn launches_that_are_refused() {
+    let refused =
+        |e: &Error| matches!(e, Error::Device(CudaError::Driver { call: "cuLaunchKernel", code: 701, .. }));
+    let n = recovers(&setup(), &ops(), Set::Launches, refused);
+    assert!(n > 40, "{n} launches");
+}
+
+#[test]
+fn a_device_that_is_lost() {
+    let standin = Standin::new();
+    let live = standin.get(Get::Live);
+    for n in [0, 1, 2, 5, 11, 23] {
+        let mut run = Run::new(setup().backend(standin.backend()), Options::default()).unwrap();
+        standin.set(Set::Lose, n);
+        let lost = |e: &Error| matches!(e, Error::Device(CudaError::Driver { code: 719, .. }));
+        let ops = ops();
+        assert!(ops.iter().any(|op| run.act(op).is_err_and(|e| lost(&e))), "{n}: it shows");
+        let len = run.sequences[0].next_position();
+        // For good, and the host's tables stay as they were.
+        for op in [Op::Feed(vec![(0, 1)]), Op::Ask(0, 1), Op::Feed(vec![(0, 30)])] {
+            match run.act(&op) {
+                Err(e) => assert!(lost(&e), "{n}, {op:?}: {e:?}"),
+                // There is nothing to ask an empty sequence for.
+                Ok(()) => assert!(matches!(op, Op::Ask(..)) && len.0 == 0, "{n}, {op:?}"),
+            }
+        }
+        assert_eq!(run.sequences[0].next_position(), len);
+        assert!(matches!(run.look(), Err(e) if lost(&e)) || len.0 == 0);
+        drop(run);
+        standin.set(Set::Reset, 0);
+        assert_eq!(standin.get(Get::Live), live, "{n}: something was not given back");
+    }
+    // Another back end is another device.
+    let mut run = Run::new(setup().backend(standin.backend()), Options::default()).unwrap();
+    ops().iter().for_each(|op| run.act(op).unwrap());
+    run.look().unwrap();
+    assert!(run.record == reference(&setup(), &ops()));
+}
+
+#[test]
+fn a_back_end_that_cannot_be_built_leaves_nothing() {
+    let standin = Standin::new();
+    let live = standin.get(Get::Live);
+    standin.set(Set::Capability, 50);
+    let error = Backend::cuda().unwrap_err();
+    let expected = CudaError::Capability { device: "PTX interpreter".into(), major: 5, minor: 0 };
+    assert_eq!(error, expected);
+    assert_eq!(standin.get(Get::Live), live);
+}
+
+#[test]
+fn values_that_do_not_fit_are_named_as_on_the_cpu() {
+    let standin = Standin::new();
+    let mut errors = Vec::new();
+    for backend in [Backend::CPU, standin.backend()] {
+        let config = config(vec![shape(2, 1, 3, 2, Dtype::F16, Dtype::F16)], 8, 0).backend(backend);
+        let cache = Cache::new(config).unwrap();
+        let mut sequence = cache.sequence();
+        let mut step = cache.begin([(&mut sequence, 2)]).unwrap();
+        let (mut k, mut v) = (vec![0.5; 12], vec![0.25; 8]);
+        (k[10], v[1]) = (7e4, f32::NAN);
+        errors.push(step.append(0, &k, &v).map_err(|e| e.to_string()).unwrap_err());
+        (k[10], v[1]) = (1.0, 1.0);
+        step.append(0, &k, &v).unwrap();
+        let mut out = [0.0; 8];
+        step.attend(0, &[0.0; 12], &Attend::new(1.0), Output::new(&mut out)).unwrap();
+        errors.push(format!("{out:?}"));
+        let overflow = step.attend(0, &[3e38; 12], &Attend::new(1.0), Output::new(&mut out)).unwrap_err();
+        errors.push(overflow.to_string());
+    }
+    let (cpu, cuda) = errors.split_at(3);
+    assert_eq!(cpu, cuda);
+}
+
+#[test]
+fn what_the_device_does_not_do_is_refused() {
+    let standin = Standin::new();
+    let codec = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8));
+    let layers = vec![shape(2, 1, 32, 32, Dtype::Bf16, Dtype::Bf16); 2];
+    let packed = config(layers.clone(), 8, 0).compress_head(1, 1, codec).backend(standin.backend());
+    match Cache::new(packed) {
+        Err(Error::Config(ConfigError::Backend { backend: "cuda", what: "a codec", layer: 1 })) => {}
+        other => panic!("{other:?}"),
+    }
+    let policy = Eviction::new(StreamingLlm, Budget::Tokens(64));
+    match Cache::new(config(layers.clone(), 8, 0).evict_layer(1, policy).backend(standin.backend())) {
+        Err(Error::Config(ConfigError::Backend { backend: "cuda", what: "a policy", layer: 1 })) => {}
+        other => panic!("{other:?}"),
+    }
+    match Cache::new(config(layers, 8, 0).bounds(true).backend(standin.backend())) {
+        Err(Error::Config(ConfigError::Backend { backend: "cuda", what: "bounds of keys", layer: 0 })) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn steps_of_a_known_size_allocate_nothing_and_wait_once_a_layer() {
+    let standin = Standin::new();
+    let mut run = Run::new(setup().backend(standin.backend()), Options::default()).unwrap();
+    for _ in 0..3 {
+        run.act(&Op::Feed(vec![(0, 1)])).unwrap();
+    }
+    let (allocated, waited) = (standin.get(Get::Allocated), standin.get(Get::Waited));
+    for _ in 0..5 {
+        run.act(&Op::Feed(vec![(0, 1)])).unwrap();
+    }
+    assert_eq!(standin.get(Get::Allocated), allocated);
+    // Where attention is handed out, and nowhere else: 2 layers.
+    assert_eq!(standin.get(Get::Waited) - waited, 5 * 2);
+}

@@ -1,0 +1,7 @@
+//! The CUDA back end, run by a stand-in for the driver over the interpreter of `tests/ptx`: one machine has no device, and an
+//! interpreter finds what a device would not.
+
+mod faults;
+mod script;
+mod standin;
+mod suite;

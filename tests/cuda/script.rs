@@ -1,0 +1,188 @@
+//! What is done to a cache, on whatever back end, and what comes out of it.
+
+use pikv::{Attend, Cache, CacheConfig, Error, LayerShape, Output, Place, Read, Rows, Sequence};
+
+pub fn mix(parts: &[u64]) -> u64 {
+    parts.iter().fold(1, |h, &part| {
+        let z = (h ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let z = (z ^ (z >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z ^ (z >> 32)
+    })
+}
+
+/// In [-1, 1).
+pub fn noise(parts: &[u64], n: usize) -> Vec<f32> {
+    let h = mix(parts);
+    (0..n as u64).map(|i| (mix(&[h, i]) >> 40) as f32 / (1u64 << 23) as f32 - 1.0).collect()
+}
+
+/// One thing done.
+#[derive(Clone, Debug)]
+pub enum Op {
+    /// A step: tokens for sequences.
+    Feed(Vec<(usize, u32)>),
+    /// The same, without attention.
+    Fill(Vec<(usize, u32)>),
+    /// The same, dropped after that many layers.
+    Abandon(Vec<(usize, u32)>, usize),
+    Fork(usize),
+    Rollback(usize, u32),
+    /// Frees the page of that index, of those outside the ring.
+    Evict(usize, usize),
+    /// The last rows again, outside a step.
+    Ask(usize, u32),
+    Drop(usize),
+}
+
+/// How is attended.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    pub softcap: Option<f32>,
+    pub closed_gaps: bool,
+    /// Rows read their own experts' pages alone.
+    pub own_experts: bool,
+    /// The mass of every page is recorded.
+    pub mass: bool,
+}
+
+/// A cache, its sequences, and all that came out of them, as bits.
+pub struct Run {
+    pub cache: Cache,
+    pub sequences: Vec<Sequence>,
+    pub options: Options,
+    pub record: Vec<u32>,
+    tokens: u64,
+}
+
+impl Run {
+    pub fn new(config: CacheConfig, options: Options) -> Result<Run, Error> {
+        let cache = Cache::new(config)?;
+        let sequences = vec![cache.sequence()];
+        Ok(Run { cache, sequences, options, record: Vec::new(), tokens: 0 })
+    }
+
+    fn attend(&self, shape: &LayerShape) -> Attend {
+        let attend = Attend::new((shape.layout.k_dim as f32).powf(-0.5));
+        let attend = if self.options.own_experts { attend.read(Read::Experts) } else { attend };
+        let attend = attend.closed_gaps(self.options.closed_gaps && shape.rope.is_some());
+        self.options.softcap.map_or(attend, |cap| attend.softcap(cap))
+    }
+
+    /// Does one thing. What failed leaves no trace in the record, and may be done again.
+    pub fn act(&mut self, op: &Op) -> Result<(), Error> {
+        match op {
+            Op::Feed(parts) => self.step(parts, usize::MAX, true)?,
+            Op::Fill(parts) => self.step(parts, usize::MAX, false)?,
+            Op::Abandon(parts, layers) => self.step(parts, *layers, true)?,
+            Op::Fork(at) => self.sequences.push(self.sequences[*at].fork()),
+            Op::Rollback(at, n) => {
+                let sequence = &mut self.sequences[*at];
+                let n = (*n).min(sequence.rollback_limit());
+                sequence.rollback(n)?;
+            }
+            Op::Evict(at, page) => {
+                let sequence = &mut self.sequences[*at];
+                let pages: Vec<_> = sequence.pages(0, 0)?.filter(|p| p.id.place != Place::Ring).collect();
+                if !pages.is_empty() {
+                    sequence.evict(0, 0, pages[page % pages.len()].id)?;
+                }
+            }
+            Op::Ask(at, rows) => {
+                let sequence = &self.sequences[*at];
+                let len = sequence.next_position().0;
+                let rows = (*rows).min(sequence.rollback_limit() + 1).min(len);
+                let mut results = Vec::new();
+                for (layer, shape) in self.cache.config().layers.iter().enumerate() {
+                    let heads = rows as usize * shape.query_heads as usize;
+                    let q = noise(&[u64::from(len), layer as u64, 7], heads * shape.layout.k_dim as usize);
+                    let (mut out, mut lse) =
+                        (vec![f32::NAN; heads * shape.layout.v_dim as usize], vec![f32::NAN; heads]);
+                    let asked = [Rows { sequence, first: pikv::Position(len - rows), rows }];
+                    let output = Output::new(&mut out).lse(&mut lse);
+                    self.cache.attend(layer, &asked, &q, &self.attend(shape), output)?;
+                    results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
+                }
+                self.record.extend(results);
+            }
+            Op::Drop(at) => self.sequences[*at] = self.cache.sequence(),
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, parts: &[(usize, u32)], layers: usize, attends: bool) -> Result<(), Error> {
+        let (cache, id) = (self.cache.clone(), self.tokens);
+        let config = cache.config();
+        let mut results = Vec::new();
+        let options: Vec<Attend> = config.layers.iter().map(|shape| self.attend(shape)).collect();
+        let chosen = self
+            .sequences
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(i, s)| parts.iter().find(|(at, _)| *at == i).map(|(_, n)| (s, *n)));
+        let Options { own_experts, mass: mass_too, .. } = self.options;
+        let mut step = cache.begin(chosen)?;
+        let rows = step.rows();
+        for (layer, shape) in config.layers.iter().enumerate().take(layers) {
+            let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
+            let (kv, heads) = (rows * shape.kv_heads as usize, rows * shape.query_heads as usize);
+            let row = |kind| [id, layer as u64, kind];
+            step.append(layer, &noise(&row(0), kv * k_dim), &noise(&row(1), kv * v_dim))?;
+            let chosen: Vec<u16> = (0..rows as u64)
+                .flat_map(|r| {
+                    let first = mix(&[id, r, layer as u64, 3]) % u64::from(config.experts);
+                    (0..u64::from(config.top_k))
+                        .map(move |i| ((first + i) % u64::from(config.experts)) as u16)
+                })
+                .collect();
+            // Where rows ask for their experts those must be known.
+            if own_experts {
+                step.route(layer, &chosen)?;
+            }
+            if attends {
+                let (mut out, mut lse) = (vec![f32::NAN; heads * v_dim], vec![f32::NAN; heads]);
+                let mut mass = Vec::new();
+                let output = Output::new(&mut out).lse(&mut lse);
+                let output = if mass_too { output.mass(&mut mass) } else { output };
+                step.attend(layer, &noise(&row(2), heads * k_dim), &options[layer], output)?;
+                results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
+                results.extend(mass.iter().flat_map(|page| page.tokens).map(f32::to_bits));
+            }
+            if !own_experts {
+                step.route(layer, &chosen)?;
+            }
+        }
+        if layers == usize::MAX {
+            step.commit()?;
+        }
+        self.tokens += 1;
+        self.record.extend(results);
+        Ok(())
+    }
+
+    /// Every page and every token that is stored.
+    pub fn look(&mut self) -> Result<(), Error> {
+        for sequence in &self.sequences {
+            for (layer, shape) in self.cache.config().layers.iter().enumerate() {
+                for head in 0..shape.kv_heads as usize {
+                    for page in sequence.pages(layer, head)? {
+                        self.record.extend([
+                            page.id.ordinal,
+                            page.tokens,
+                            page.first.0,
+                            page.last.0,
+                            page.shard,
+                        ]);
+                        let (mut key, mut value) =
+                            (vec![0.0; shape.layout.k_dim as usize], vec![0.0; shape.layout.v_dim as usize]);
+                        for lane in 0..page.tokens {
+                            let position = sequence.read(layer, head, page.id, lane, &mut key, &mut value)?;
+                            self.record.push(position.0);
+                            self.record.extend(key.iter().chain(&value).map(|x| x.to_bits()));
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

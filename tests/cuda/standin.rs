@@ -1,0 +1,74 @@
+//! The stand-in for the driver, found beside the test and opened in its place.
+
+use libloading::Library;
+use pikv::Backend;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// What can be set; the stand-in has the same numbers.
+#[derive(Clone, Copy)]
+pub enum Set {
+    Allocations = 0,
+    Launches = 1,
+    Lose = 2,
+    Capability = 3,
+    Reset = 4,
+}
+
+/// What can be asked.
+#[derive(Clone, Copy)]
+pub enum Get {
+    Live = 0,
+    Launched = 1,
+    Allocated = 2,
+    Executed = 3,
+    Waited = 4,
+}
+
+/// The stand-in, for one test at a time.
+pub struct Standin {
+    library: &'static Library,
+    _turn: MutexGuard<'static, ()>,
+}
+
+fn path() -> PathBuf {
+    let test = std::env::current_exe().expect("a test has a path");
+    let file = format!("{}pikv_standin{}", std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX);
+    test.with_file_name(file)
+}
+
+impl Standin {
+    /// Waits for the test's turn.
+    pub fn new() -> Standin {
+        static TURN: Mutex<()> = Mutex::new(());
+        static LIBRARY: OnceLock<Library> = OnceLock::new();
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let library = LIBRARY.get_or_init(|| {
+            let path = path();
+            // SAFETY: under the lock, and every test of this binary comes here before anything else reads the environment.
+            unsafe { std::env::set_var("PIKV_LIBCUDA", &path) };
+            // SAFETY: its initialisers do nothing.
+            unsafe { Library::new(&path) }.unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+        });
+        let standin = Standin { library, _turn: turn };
+        standin.set(Set::Reset, 0);
+        standin.set(Set::Capability, 80);
+        standin
+    }
+
+    pub fn set(&self, what: Set, value: u64) {
+        // SAFETY: the function's signature.
+        let set = unsafe { self.library.get::<extern "C" fn(u32, u64)>(b"standin_set\0") };
+        set.expect("the stand-in has it")(what as u32, value);
+    }
+
+    pub fn get(&self, what: Get) -> u64 {
+        // SAFETY: the function's signature.
+        let get = unsafe { self.library.get::<extern "C" fn(u32) -> u64>(b"standin_get\0") };
+        get.expect("the stand-in has it")(what as u32)
+    }
+
+    pub fn backend(&self) -> Backend {
+        Backend::cuda().unwrap_or_else(|e| panic!("{e}"))
+    }
+}
