@@ -179,10 +179,10 @@ pub(crate) fn attend(
             &single[..]
         }
     };
-    if read == Read::Experts {
-        if let Some(row) = views.iter().position(|view| !view.routed(inner)) {
-            return Err(Error::NotRouted { layer, row });
-        }
+    if read == Read::Experts
+        && let Some(row) = views.iter().position(|view| !view.routed(inner))
+    {
+        return Err(Error::NotRouted { layer, row });
     }
     let mut starts = Vec::with_capacity(views.len());
     let mut rows = 0;
