@@ -170,7 +170,7 @@ fn check((cache, sequence): &(Cache, Sequence), q: &[f32]) -> Result<(), Box<dyn
         }
         for (out, sum) in out[head * DIM..].iter().zip(&sum) {
             let off = (f64::from(*out) - sum / total).abs();
-            // Queries are rounded to 16 bits against integer keys.
+            // Queries and weights are rounded to 16 bits against integers.
             if off.is_nan() || off > 5e-5 {
                 return Err(format!("head {head}: {out} where float64 gives {}", sum / total).into());
             }

@@ -136,9 +136,10 @@ fn the_loop_is_its_stages_one_after_the_other() {
                 let evicted = &pikv.report().evicted;
                 for layer in 0..LAYERS {
                     let left = homes[layer].len().saturating_sub(8);
-                    let from = first.saturating_sub(8).max(2).min(left.max(2));
-                    for home in &homes[layer][from..left.max(from)] {
-                        filed[layer][usize::from(*home)] += HEADS as u64;
+                    // The first two are sinks.
+                    let filing = first.saturating_sub(8)..left;
+                    for position in filing.filter(|position| *position >= 2) {
+                        filed[layer][usize::from(homes[layer][position])] += HEADS as u64;
                     }
                     let fetch = routes[layer].fetch();
                     let mut times = [0u64; EXPERTS];

@@ -12,18 +12,19 @@ pub(crate) fn write(
     outcomes: &[Outcome],
     reference: f64,
 ) -> Result<(), Box<dyn Error>> {
-    let unique = |of: &dyn Fn(&Outcome) -> String| {
+    // What holds everything does so at every budget, and was run once.
+    let bounded = |o: &&Outcome| o.policy != "none";
+    let unique = |of: &dyn Fn(&Outcome) -> String, all: bool| {
         let mut names: Vec<String> = Vec::new();
-        outcomes.iter().map(of).for_each(|name| {
+        outcomes.iter().filter(|o| all || bounded(o)).map(of).for_each(|name| {
             if !names.contains(&name) {
                 names.push(name);
             }
         });
         names
     };
-    let policies = unique(&|o| o.policy.clone());
-    // "none" is there at one budget only, and is shown once, before the others.
-    let columns = unique(&|o| format!("{} {}", o.budget, o.router));
+    let policies = unique(&|o| o.policy.clone(), true);
+    let columns = unique(&|o| format!("{} {}", o.budget, o.router), false);
     let (left, top, width, height) = (150, 110, 46, 26);
     let size = (left + width * columns.len() as u32 + 40, top + height * policies.len() as u32 + 60);
     let root = SVGBackend::new(path, size).into_drawing_area();
@@ -49,7 +50,10 @@ pub(crate) fn write(
         let y = (top + height * r as u32) as i32;
         root.draw(&Text::new(policy.clone(), (14, y + 6), ("sans-serif", 14)))?;
         for (c, column) in columns.iter().enumerate() {
-            let of = |o: &&Outcome| o.policy == *policy && format!("{} {}", o.budget, o.router) == *column;
+            let of = |o: &&Outcome| {
+                let there = format!("{} {}", o.budget, o.router) == *column;
+                o.policy == *policy && (there || !bounded(o) && column.ends_with(&format!(" {}", o.router)))
+            };
             let Some(o) = outcomes.iter().find(of) else { continue };
             let x = (left + width * c as u32) as i32;
             let (delta, s) = (o.nats - reference, shade(o.nats - reference));

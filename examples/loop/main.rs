@@ -98,7 +98,8 @@ fn main() -> Result<()> {
     for &budget in &budgets {
         for &router in &routers {
             let fixed = ring(budget) + SINKS;
-            let setup = Setup { layers: subject.layers, budget, fixed, window: window as u32, far: &far };
+            let (layers, window, rope) = (subject.layers, window as u32, Some(subject.rope));
+            let setup = Setup { layers, budget, fixed, window, far: &far, rope };
             let rows = policies::rows(&setup)?;
             let names: Vec<&str> = rows.iter().map(|row| row.name).collect();
             if let Some(only) = arguments.policy.as_ref().filter(|only| !names.contains(&&***only)) {

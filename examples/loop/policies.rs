@@ -2,10 +2,10 @@
 
 use pikv::codec::PyramidKv;
 use pikv::policy::{
-    Budget, Chunks, Duo, DuoLit, Eviction, FastVReceived, H2o, KeyNorm, Lru, LruPlus, SnapKv, StreamingLlm,
-    Tova,
+    AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm, Lru,
+    LruPlus, SnapKv, StreamingLlm, Tova,
 };
-use pikv::{Attend, CacheConfig, Read};
+use pikv::{Attend, CacheConfig, Read, Rope};
 use std::error::Error;
 
 /// What a row of the table runs with.
@@ -38,10 +38,12 @@ pub struct Setup<'a> {
     pub window: u32,
     /// `[layers][kv_heads]`, how much of its attention a head pays to what is far.
     pub far: &'a [Vec<f32>],
+    /// How keys are turned before they come.
+    pub rope: Option<Rope>,
 }
 
 pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
-    let Setup { layers, budget, fixed, window, far } = *setup;
+    let Setup { layers, budget, fixed, window, far, rope } = *setup;
     let tokens = Budget::Tokens(budget);
     let mut rows = Vec::new();
     let mut row = |name, configure: Box<dyn Fn(CacheConfig) -> CacheConfig>| {
@@ -60,6 +62,9 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     row("SnapKV", all(Eviction::new(SnapKv::default(), tokens.clone())));
     row("TOVA", all(Eviction::new(Tova, tokens.clone())));
     row("key norm", all(Eviction::new(KeyNorm, tokens.clone())));
+    let expected = ExpectedAttention::new(rope, rope.is_some());
+    row("expected", all(Eviction::new(expected, tokens.clone())));
+    row("AdaKV-lit", all(Eviction::new(AdaKvLit::default(), tokens.clone())));
     row("AdaKV", all(Eviction::new(SnapKv::default(), tokens.clone()).adaptive(0.2)));
     let duo = duo(far, budget, fixed, window);
     row("Duo", all(duo.eviction()));

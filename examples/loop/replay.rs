@@ -59,7 +59,7 @@ pub fn run(trace: &str, tokens: usize) -> Result<()> {
 }
 
 fn rows_of(budget: u32, window: u32, far: &[Vec<f32>]) -> Result<Vec<policies::Row>> {
-    policies::rows(&Setup { layers: 1, budget, fixed: ring(budget) + SINKS, window, far })
+    policies::rows(&Setup { layers: 1, budget, fixed: ring(budget) + SINKS, window, far, rope: None })
 }
 
 /// The share of the wanted tokens that were held when their query came.

@@ -1,6 +1,6 @@
 //! Lanes as plain arrays: the form that runs everywhere and that the others are held against.
 
-use crate::warp::{LANES, Routine, Warp};
+use crate::warp::{LANES, ROUND, Routine, Warp};
 use core::array::from_fn;
 
 /// 32 lanes as `[f32; 32]`.
@@ -21,6 +21,7 @@ impl Warp for Portable {
     type U = [u32; LANES];
     type M = u32;
     type Slot = [f32; LANES];
+    type Sum = [u32; LANES];
 
     const NAME: &'static str = "portable";
     const ROWS: usize = 2;
@@ -118,13 +119,24 @@ impl Warp for Portable {
         a.map(|x| (x as i32 >> N) as u32)
     }
     #[inline(always)]
-    fn dot2(self, a: Self::U, b: Self::U, c: Self::U) -> Self::U {
-        let half = |x: u32| i32::from(x as i16);
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
+        *row = self.bits(self.fma(a, b, [ROUND; LANES]));
+    }
+    #[inline(always)]
+    fn no_sum(self) -> Self::Sum {
+        [0; LANES]
+    }
+    #[inline(always)]
+    fn dot4(self, a: Self::U, row: &[u32; LANES], quad: usize, c: Self::Sum) -> Self::Sum {
+        let b: [i32; 4] = from_fn(|j| i32::from(row[4 * quad + j] as i16));
         from_fn(|i| {
-            let low = half(a[i]) * half(b[i]);
-            let high = half(a[i] >> 16) * half(b[i] >> 16);
-            c[i].wrapping_add(low as u32).wrapping_add(high as u32)
+            let product = |j: usize| ((a[i] >> (8 * j) & 0xff) as i32 * b[j]) as u32;
+            (0..4).fold(c[i], |sum, j| sum.wrapping_add(product(j)))
         })
+    }
+    #[inline(always)]
+    fn total(self, c: Self::Sum) -> Self::U {
+        c
     }
     #[inline(always)]
     fn to_f(self, a: Self::U) -> Self::F {
@@ -181,10 +193,6 @@ impl Warp for Portable {
     #[inline(always)]
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
         from_fn(|i| s[first + i / width])
-    }
-    #[inline(always)]
-    fn store_halves(self, a: Self::U, row: &mut [u32; LANES / 2]) {
-        *row = from_fn(|i| a[2 * i] & 0xffff | a[2 * i + 1] << 16);
     }
     #[inline(never)]
     fn call<K: Routine<Self>>(self, routine: K) -> K::Out {

@@ -27,6 +27,8 @@ pub trait Warp: Copy {
     type M: Copy;
     /// A parked [`Warp::F`] from which any lane can be broadcast: memory on a CPU, a register on a device.
     type Slot: Copy;
+    /// 32 lanes of sums of [`Warp::dot4`], in the form that these lanes add to fastest.
+    type Sum: Copy;
 
     /// Name by which tests and reports choose these lanes.
     const NAME: &'static str;
@@ -86,8 +88,16 @@ pub trait Warp: Copy {
     fn shr<const N: u32>(self, a: Self::U) -> Self::U;
     /// `a >> N`, the sign bit shifted in.
     fn sra<const N: u32>(self, a: Self::U) -> Self::U;
-    /// `a.low * b.low + a.high * b.high + c`, the halves as signed 16-bit integers, wrapping.
-    fn dot2(self, a: Self::U, b: Self::U, c: Self::U) -> Self::U;
+    /// Parks for [`Warp::dot4`] the integers nearest to `a * b`, half to even: products must lie from -32,768 to 32,639. What the
+    /// words of `row` then are is these lanes' own affair.
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]);
+    /// Sums of 0.
+    fn no_sum(self) -> Self::Sum;
+    /// Adds to each lane its word's four bytes (0 to 255) times integers `4 quad..4 quad + 4` of the 32 that were parked in `row`, the
+    /// low byte times the first; `quad` is below 8. Exact, wrapping.
+    fn dot4(self, a: Self::U, row: &[u32; LANES], quad: usize, c: Self::Sum) -> Self::Sum;
+    /// What the sums have come to, wrapping.
+    fn total(self, c: Self::Sum) -> Self::U;
     /// The signed integer `a` as f32, rounded to nearest even.
     fn to_f(self, a: Self::U) -> Self::F;
 
@@ -146,9 +156,6 @@ pub trait Warp: Copy {
     /// below 32.
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F;
 
-    /// Lane `i` writes the low 16 bits of its word: of word `i / 2` of `row` the low half if `i` is even, else the high one.
-    fn store_halves(self, a: Self::U, row: &mut [u32; LANES / 2]);
-
     /// Lane `i` writes `out[start + i * step]`, if there is one.
     #[inline(always)]
     fn scatter(self, x: Self::F, out: &mut [f32], start: usize, step: usize) {
@@ -198,6 +205,9 @@ pub trait Warp: Copy {
         self.lane(self.add(a, self.shfl_xor(a, 1)), 0)
     }
 }
+
+/// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
+pub const ROUND: f32 = 12_582_912.0;
 
 /// A routine over lanes that are not known yet; a runtime picks the lanes once and calls [`Kernel::run`].
 ///

@@ -138,6 +138,7 @@ impl PageMass {
 /// Capped logits stay below what the scores can be.
 const MAX_SOFTCAP: f32 = 8_388_608.0;
 
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn attend(
     inner: &Inner,
     layer: usize,
@@ -179,12 +180,8 @@ pub(crate) fn attend(
         }
     };
     if read == Read::Experts {
-        let mut row = 0;
-        for view in views {
-            if !view.routed(inner) {
-                return Err(Error::NotRouted { layer, row });
-            }
-            row += 1;
+        if let Some(row) = views.iter().position(|view| !view.routed(inner)) {
+            return Err(Error::NotRouted { layer, row });
         }
     }
     let mut starts = Vec::with_capacity(views.len());

@@ -193,20 +193,6 @@ impl Chain {
         }
     }
 
-    /// The page, by ordinal, and the lane that hold the token at `position`; the newest pages are looked at first.
-    pub fn find(&self, codec: Option<&HeadCodec>, position: u32) -> Option<(u32, u32)> {
-        for (i, entry) in self.entries.iter().enumerate().rev() {
-            let lane = (0..entry.fill).find(|lane| entry.position(codec, *lane) == Some(position));
-            if let Some(lane) = lane {
-                return Some((self.first + i as u32, lane));
-            }
-            if entry.last().is_some_and(|last| last < position) {
-                break;
-            }
-        }
-        None
-    }
-
     /// Takes back the token at `position`, which was filed last. A run of pages that is empty already had it evicted.
     pub fn pop(&mut self, position: u32) {
         self.filed -= 1;

@@ -5,7 +5,7 @@ use crate::compact::Whose;
 use crate::filing::Layer;
 use crate::metrics::Evicted;
 use crate::observe::Rule;
-use crate::policy::{Budget, Candidate, Candidates, Scope, ada_kv};
+use crate::policy::{Budget, Candidate, Candidates, Scope, ada_kv, worth};
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::SmallVec;
@@ -55,7 +55,8 @@ impl Layer {
                 let sinks = StoreShape::run_pages(inner.store.sinks, 0);
                 let ring = u64::from(ring.window() + ring.slack()).div_ceil(u64::from(PAGE)) + 1;
                 let heads = u64::from(shape.kv_heads);
-                let fixed = heads * full * (ring + sinks + experts);
+                // Of each expert the newest page, and one that is not worth putting together.
+                let fixed = heads * full * (ring + sinks + 2 * experts);
                 let page: u64 =
                     self.codecs.iter().map(|c| c.as_ref().map_or(full, |c| c.packed.bytes())).sum();
                 // A chain is put together once a fifth of its lanes are empty.
@@ -91,10 +92,14 @@ impl<'a> Ranked<'a> {
         Ranked { tokens, utility: Vec::new() }
     }
 
+    /// Utility of a token; that of one without a number is the least.
+    fn worth(&self, i: usize) -> f32 {
+        worth(self.utility[i])
+    }
+
     /// Orders tokens by worth, of equals the older first.
     fn order(&self, i: usize, j: usize) -> std::cmp::Ordering {
-        let worth = |i: usize| if self.utility[i].is_nan() { f32::NEG_INFINITY } else { self.utility[i] };
-        worth(i).total_cmp(&worth(j)).then(i.cmp(&j))
+        self.worth(i).total_cmp(&self.worth(j)).then(i.cmp(&j))
     }
 
     /// The `n` worst tokens.
@@ -114,8 +119,7 @@ impl<'a> Ranked<'a> {
         let mut pages: Vec<(f32, u32, Vec<usize>)> = Vec::new();
         for run in by_page.chunk_by(|i, j| self.tokens.page(*i) == self.tokens.page(*j)) {
             let mean = run.iter().map(|i| self.utility[*i]).sum::<f32>() / run.len() as f32;
-            let worth = if mean.is_nan() { f32::NEG_INFINITY } else { mean };
-            pages.push((worth, self.tokens.position(run[0]), run.to_vec()));
+            pages.push((worth(mean), self.tokens.position(run[0]), run.to_vec()));
         }
         pages.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         let mut gone = Vec::new();
@@ -147,7 +151,8 @@ impl<'a> Excess<'a> {
         let heads = 0..layer.heads.len();
         let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, len)).collect();
         let held = layer.heads.iter().map(|head| head.chains[1..].iter().map(|c| c.live).sum()).collect();
-        let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len))).collect();
+        let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len)));
+        let limit = limit.map(|limit| limit.filter(|limit| !limit.is_nan())).collect();
         Some(Excess { layer, shape, rule, quota, held, limit })
     }
 
@@ -170,10 +175,7 @@ impl<'a> Excess<'a> {
     fn victims(&self, ranked: &[Ranked<'_>]) -> Vec<Vec<usize>> {
         let eviction = &self.rule.eviction;
         let mut victims: Vec<Vec<usize>> = match eviction.adaptive {
-            Some(floor) if total(&self.held) > total(&self.quota) => {
-                let utilities: Vec<&[f32]> = ranked.iter().map(|ranked| &ranked.utility[..]).collect();
-                ada_kv::victims(&utilities, &self.quota, floor, self.target(total(&self.quota)))
-            }
+            Some(floor) if total(&self.held) > total(&self.quota) => self.shared(ranked, floor),
             Some(_) => vec![Vec::new(); ranked.len()],
             None => {
                 let head = |(h, ranked): (usize, &Ranked<'_>)| {
@@ -189,10 +191,33 @@ impl<'a> Excess<'a> {
         };
         for (h, (victims, ranked)) in victims.iter_mut().zip(ranked).enumerate() {
             if let Some(limit) = self.limit[h] {
-                victims.extend((0..ranked.utility.len()).filter(|i| ranked.utility[*i] < limit));
+                victims.extend((0..ranked.utility.len()).filter(|i| ranked.worth(*i) < limit));
             }
         }
         victims
+    }
+}
+
+impl Excess<'_> {
+    /// Who goes where the heads share their budgets.
+    fn shared(&self, ranked: &[Ranked<'_>], floor: f32) -> Vec<Vec<usize>> {
+        let quota = total(&self.quota);
+        let target = self.target(quota);
+        let mut pinned_of_all = 0;
+        let heads: Vec<ada_kv::Head<'_>> = ranked
+            .iter()
+            .enumerate()
+            .map(|(h, ranked)| {
+                let pinned = self.held[h] as usize - ranked.utility.len();
+                pinned_of_all += pinned as u64;
+                // Of what stays in all, so that a large batch is not at the expense of the last heads.
+                let share = target as f64 / quota.max(1) as f64;
+                let sure = (f64::from(self.quota[h]) * f64::from(floor) * share) as usize;
+                let positions = ranked.tokens.tokens.iter().map(|token| token.position).collect();
+                ada_kv::Head { utility: &ranked.utility, positions, sure: sure.saturating_sub(pinned) }
+            })
+            .collect();
+        ada_kv::victims(&heads, target.saturating_sub(pinned_of_all))
     }
 }
 
@@ -332,5 +357,11 @@ fn rank<'a>(e: &Excess<'a>, h: usize, len: u32, pins: &[Range<u32>]) -> Ranked<'
     ranked.utility.resize(ranked.tokens.len(), 0.0);
     let Ranked { tokens, utility } = &mut ranked;
     e.rule.eviction.policy.rank(tokens, utility);
+    // What left the window is in the way until its whole page has.
+    if let Some(window) = e.shape.window.filter(|_| !e.rule.eviction.by_page) {
+        let first = (len + 1).saturating_sub(window);
+        let unseen = tokens.tokens.partition_point(|token| token.position < first);
+        utility[..unseen].fill(f32::NEG_INFINITY);
+    }
     ranked
 }

@@ -221,8 +221,24 @@ impl Layer {
             }
             self.originals.pop_front();
         }
+        // Which tokens are there to be ranked, and how they lie, must not show a step that is taken back: where a policy evicts, a
+        // step that follows tidies up.
+        if self.rule.is_none() || ring.slack() == 0 {
+            self.tidy(inner, shape, len);
+        }
+    }
+
+    /// Frees what left the window, and settles what was evicted, as of `len` tokens.
+    pub fn tidy(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+        if let Some(window) = shape.window {
+            self.slide(inner, window, len);
+        }
         self.settle(inner, shape, len);
-        let Some(window) = shape.window else { return };
+    }
+
+    /// Frees pages whose tokens no row sees any more.
+    fn slide(&mut self, inner: &Inner, window: u32, len: u32) {
+        let ring = inner.store.ring;
         // The oldest row that can still be asked for, one before `len - slack`, sees from here.
         let seen = len.saturating_sub(window.saturating_add(ring.slack()));
         for head in &mut self.heads {

@@ -280,7 +280,9 @@ impl<'a> Job<'a> {
             let query = &self.q[self.row_of(view, 0, head * self.group() + h) * k_dim as usize..];
             bound::fold(&query[..k_dim as usize], rope, folded);
         }
-        Some(select::highest(&of.layer.heads[head], self.inner.config.lanes, &queries, rows, pages))
+        let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
+        let head = &of.layer.heads[head];
+        Some(select::highest(head, floor, self.inner.config.lanes, &queries, rows, pages))
     }
 
     /// The rows of a forest, `step` at a time.
@@ -614,7 +616,7 @@ fn entries<'a>(
     let name = move |i: usize| PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
     let selected = move |i: usize, entry: &Entry| {
         let ordinal = chain.first + i as u32;
-        c == 0 || selection.is_none_or(|s| s.reads(c, ordinal, entry.bounds.is_some()))
+        c == 0 || selection.is_none_or(|s| s.reads(c, ordinal, entry))
     };
     let entries = chain.entries.iter().enumerate();
     entries

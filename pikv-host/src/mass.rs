@@ -17,6 +17,8 @@ pub(crate) struct Weighed {
     pub all: [f32; LANES],
     /// From some rows each.
     pub cuts: Vec<[f32; LANES]>,
+    /// Whether those rows read the page at all.
+    pub read: Vec<bool>,
 }
 
 /// Whose weights are wanted.
@@ -30,7 +32,8 @@ pub(crate) struct Wanted {
 impl Wanted {
     /// Nothing, of a page.
     pub fn blank(&self, page: PageId) -> Weighed {
-        Weighed { page, all: [0.0; LANES], cuts: vec![[0.0; LANES]; self.cuts.len()] }
+        let read = self.cuts.iter().map(|cut| !cut.is_empty()).collect();
+        Weighed { page, all: [0.0; LANES], cuts: vec![[0.0; LANES]; self.cuts.len()], read }
     }
 
     /// Whether some of the rows are wanted.
@@ -115,7 +118,7 @@ impl Job<'_> {
         }
         // A page that was packed in between is listed in both forms; each row read one.
         for original in (0..mass.len()).rev().filter(|i| forest.pages[*i].original) {
-            let Weighed { page, all, cuts } = mass.remove(original);
+            let Weighed { page, all, cuts, .. } = mass.remove(original);
             if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
                 add(&mut packed.all, &all);
                 packed.cuts.iter_mut().zip(&cuts).for_each(|(sum, x)| add(sum, x));
@@ -141,6 +144,7 @@ pub(crate) fn together(rows: impl Iterator<Item = Vec<Weighed>>) -> Vec<Weighed>
                     let sum = &mut all[*at.get()];
                     add(&mut sum.all, &page.all);
                     sum.cuts.iter_mut().zip(&page.cuts).for_each(|(sum, x)| add(sum, x));
+                    sum.read.iter_mut().zip(&page.read).for_each(|(read, x)| *read |= x);
                 }
                 Entry::Vacant(at) => {
                     at.insert(all.len());

@@ -3,7 +3,7 @@
 use crate::cache::Inner;
 use crate::chain::Chain;
 use crate::error::ConfigError;
-use crate::filing::Layer;
+use crate::filing::{Head, Layer};
 use crate::mass::Weighed;
 use crate::metrics::Reused;
 use crate::policy::lru::used;
@@ -13,6 +13,7 @@ use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
+use std::collections::HashMap;
 use std::ops::Range;
 
 /// How a layer evicts.
@@ -60,7 +61,8 @@ impl Rule {
             return Err(ConfigError::TokenBudget { layer, why });
         }
         let policy = &eviction.policy;
-        let (words, head_words) = (policy.words(), policy.head_words(shape.layout.k_dim as usize));
+        let (words, k_dim) = (policy.words(), shape.layout.k_dim as usize);
+        let head_words = policy.head_words(k_dim, shape.group() as usize);
         Ok(Rule { layer, eviction: eviction.clone(), words, head_words, versions: rollback as usize + 1 })
     }
 
@@ -75,18 +77,21 @@ impl Rule {
     }
 
     /// The rows of a step from `old` to `new` tokens, cut where the policy is told of them apart: those that can be taken back
-    /// are single. Beside each cut the rows whose attention it wants to know of.
+    /// are single. Beside each cut the rows whose attention it wants to know of: of single ones each, as it may turn out to
+    /// be the last.
     pub fn cuts(&self, old: u32, new: u32) -> impl Iterator<Item = (Range<u32>, Range<u32>)> + use<> {
-        let single = (self.versions as u32 - 1).min(new - old);
-        let from = match self.eviction.policy.feedback() {
-            Feedback::None => new,
-            Feedback::Mass => old,
-            Feedback::LastMass(rows) => new.saturating_sub(rows),
+        let single = new - (self.versions as u32 - 1).min(new - old);
+        let (from, told) = match self.eviction.policy.feedback() {
+            Feedback::None => (single, false),
+            Feedback::Mass => (old, true),
+            Feedback::LastMass(rows) => (new.saturating_sub(rows), true),
         };
-        let many = old..new - single;
-        let first = (!many.is_empty()).then_some(many);
-        let cuts = first.into_iter().chain((new - single..new).map(|row| row..row + 1));
-        cuts.map(move |cut| (cut.clone(), cut.start.max(from).min(cut.end)..cut.end))
+        let many = old..single;
+        let first = (!many.is_empty()).then(|| (many, from.clamp(old, single)..single));
+        first.into_iter().chain((single..new).map(move |row| {
+            let start = if told { row } else { row + 1 };
+            (row..row + 1, start..row + 1)
+        }))
     }
 
     /// Writes what is kept of a new token into lane `lane` of its tile.
@@ -106,8 +111,18 @@ impl Rule {
     }
 }
 
+/// A token that a step moved from the ring to a page.
+#[derive(Clone, Copy, Debug)]
+struct Moved {
+    position: u32,
+    chain: usize,
+    ordinal: u32,
+    lane: u32,
+}
+
 impl Layer {
-    /// Tells the policy what the rows of a step saw, once the tokens that left the ring are filed.
+    /// Tells the policy what the rows of a step saw, once the tokens that left the ring are filed. It is told of each row as if
+    /// the step had ended with it: which tokens lie in the ring, and in which page, is what it would have been then.
     pub fn observe(
         &mut self,
         inner: &Inner,
@@ -121,49 +136,48 @@ impl Layer {
         if rule.words == 0 && rule.head_words == 0 {
             return;
         }
-        let mut feeds: Vec<Option<Feed>> = {
-            let mut by_head: Vec<Option<Feed>> = (0..self.heads.len()).map(|_| None).collect();
-            for feed in feeds {
-                let head = feed.head;
-                by_head[head] = Some(feed);
-            }
-            by_head
-        };
-        for feed in feeds.iter_mut().flatten() {
-            self.follow(inner, shape, feed);
+        let mut by_head: Vec<Option<Feed>> = (0..self.heads.len()).map(|_| None).collect();
+        for feed in feeds {
+            let head = feed.head;
+            by_head[head] = Some(feed);
         }
-        let mut before = old;
-        for (cut, (rows, told)) in rule.cuts(old, new).enumerate() {
-            for (h, feed) in feeds.iter().enumerate() {
-                let (hits, misses) = self.residency(inner, h, rows.clone());
-                let head = &mut self.heads[h];
-                if rule.versions > 1 {
-                    let states = head.chains.iter_mut().flat_map(|chain| &mut chain.entries);
-                    let states = states.filter_map(|entry| entry.state.as_mut());
-                    states.chain(&mut head.states).for_each(|state| rule.turn(state, before, rows.end));
-                    let (from, to) = (rule.version(before), rule.version(rows.end));
-                    let words = rule.head_words;
-                    head.own.copy_within(from * words..(from + 1) * words, to * words);
-                }
-                let Some(feed) = feed else { continue };
-                let version = rule.version(rows.end);
+        let ring = inner.store.ring;
+        for (h, mut feed) in by_head.into_iter().enumerate() {
+            let moved = self.moved(h, ring.left(old));
+            let mut before = old;
+            for (cut, (rows, told)) in rule.cuts(old, new).enumerate() {
+                self.turn(&rule, h, before, rows.end);
+                let left = ring.left(rows.end);
+                let (done, late) = moved.split_at(moved.partition_point(|token| token.position < left));
+                let since = done.partition_point(|token| token.position < ring.left(before));
+                self.carry(&rule, h, &done[since..], rows.end);
+                before = rows.end;
+                let Some(feed) = &mut feed else { continue };
+                let (hits, misses) = self.residency(inner, h, rows.clone(), late);
                 let group = shape.group();
                 let width = group as usize * shape.layout.k_dim as usize;
                 let at = (rows.start - old) as usize * width..(rows.end - old) as usize * width;
                 let seen = HeadSeen {
                     layer: rule.layer,
                     kv_head: h,
+                    group,
                     first: Position(rows.start),
                     rows: rows.len() as u32,
                     queries: feed.queries.get(at).unwrap_or_default(),
                     hits,
                     misses,
                 };
-                let own = &mut head.own[version * rule.head_words..][..rule.head_words];
-                rule.eviction.policy.observe_head(&seen, own);
+                let own = &mut self.heads[h].own[rule.version(rows.end) * rule.head_words..];
+                rule.eviction.policy.observe_head(&seen, &mut own[..rule.head_words]);
                 if rule.words > 0 && !told.is_empty() {
-                    let resident = self.live(inner, h, rows.end);
-                    for page in &feed.pages {
+                    // From here on the first of the rows found tokens in the ring.
+                    let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
+                    feed.follow(cut, &done[done.partition_point(|token| token.position < floor)..]);
+                    let filed: u32 = self.heads[h].chains.iter().map(|chain| chain.live).sum();
+                    let sinks = |left: u32| left.min(inner.store.sinks);
+                    let late = late.len() as u32 + sinks(self.filed) - sinks(left);
+                    let resident = ring.resident(rows.end).0 + filed - late;
+                    for page in feed.pages.iter().filter(|page| page.read[cut]) {
                         let base = Seen {
                             layer: rule.layer,
                             kv_head: h,
@@ -176,16 +190,67 @@ impl Layer {
                             mass: &page.cuts[cut],
                             resident,
                         };
-                        self.observe_page(&rule, base, rows.end, reused.as_deref_mut());
+                        self.observe_page(&rule, base, left, rows.end, reused.as_deref_mut());
                     }
                 }
             }
-            before = rows.end;
         }
     }
 
-    /// Tells the policy of one page.
-    fn observe_page(&mut self, rule: &Rule, seen: Seen<'_>, len: u32, reused: Option<&mut Vec<Reused>>) {
+    /// The tokens from position `from` on that lie in pages of experts by now, by position.
+    fn moved(&self, head: usize, from: u32) -> Vec<Moved> {
+        let codec = self.codecs[head].as_ref();
+        let mut moved = Vec::new();
+        for (c, chain) in self.heads[head].chains.iter().enumerate().skip(1) {
+            let lanes = chain.entries.iter().enumerate().rev().flat_map(|(i, entry)| {
+                (0..entry.fill).rev().map(move |lane| (chain.first + i as u32, lane, entry))
+            });
+            let tokens = lanes.map_while(|(ordinal, lane, entry)| {
+                let position = entry.position(codec, lane).filter(|position| *position >= from)?;
+                Some(Moved { position, chain: c, ordinal, lane })
+            });
+            moved.extend(tokens);
+        }
+        moved.sort_unstable_by_key(|token| token.position);
+        moved
+    }
+
+    /// Starts the version of `to` tokens from that of `from`.
+    fn turn(&mut self, rule: &Rule, head: usize, from: u32, to: u32) {
+        if rule.versions == 1 {
+            return;
+        }
+        let head = &mut self.heads[head];
+        let states = head.chains.iter_mut().flat_map(|chain| &mut chain.entries);
+        let states = states.filter_map(|entry| entry.state.as_mut());
+        states.chain(&mut head.states).for_each(|state| rule.turn(state, from, to));
+        let (from, to, words) = (rule.version(from), rule.version(to), rule.head_words);
+        head.own.copy_within(from * words..(from + 1) * words, to * words);
+    }
+
+    /// Takes what is kept of tokens of the ring along to their pages, as of `len` tokens.
+    fn carry(&mut self, rule: &Rule, head: usize, moved: &[Moved], len: u32) {
+        let Head { chains, states, .. } = &mut self.heads[head];
+        let rows = rule.version(len) * rule.words..(rule.version(len) + 1) * rule.words;
+        for token in moved {
+            let from = states.get((token.position / PAGE - self.first_tile) as usize);
+            let to = chains[token.chain].entry_mut(token.ordinal).and_then(|entry| entry.state.as_mut());
+            let (Some(from), Some(to)) = (from, to) else { continue };
+            for (to, from) in to[rows.clone()].iter_mut().zip(&from[rows.clone()]) {
+                to[token.lane as usize] = from[(token.position % PAGE) as usize];
+            }
+        }
+    }
+
+    /// Tells the policy of one page, at `len` tokens of which `left` had left the ring.
+    fn observe_page(
+        &mut self,
+        rule: &Rule,
+        seen: Seen<'_>,
+        left: u32,
+        len: u32,
+        reused: Option<&mut Vec<Reused>>,
+    ) {
         let PageId { place, ordinal } = seen.page;
         let codec = self.codecs[seen.kv_head].as_ref();
         let head = &mut self.heads[seen.kv_head];
@@ -195,18 +260,20 @@ impl Layer {
             Place::Ring => {
                 let first = ordinal * PAGE;
                 (0..).zip(&mut positions).for_each(|(lane, p)| *p = first + lane);
-                let held = |lane: u32| (self.filed..len).contains(&(first + lane));
+                let held = |lane: u32| (left..len).contains(&(first + lane));
                 let live = (0..PAGE).filter(|lane| held(*lane)).fold(0, |live, lane| live | 1 << lane);
                 (head.states.get_mut(ordinal.wrapping_sub(self.first_tile) as usize), live)
             }
             Place::Expert(e) => {
-                let entry = head.chains[usize::from(e) + 1].entry_mut(ordinal);
-                let Some(entry) = entry.filter(|entry| entry.live != 0) else { return };
+                let Some(entry) = head.chains[usize::from(e) + 1].entry_mut(ordinal) else { return };
                 for (lane, position) in (0..entry.fill).zip(&mut positions) {
                     *position = entry.position(codec, lane).unwrap_or_default();
                 }
-                let seen = Seen { live: entry.live, ..seen };
-                if let Some(reused) = reused.filter(|_| used(&seen, 1.0)) {
+                let filed = (0..).zip(&positions).filter(|(_, position)| **position < left);
+                let filed = filed.fold(0u32, |filed, (lane, _)| filed | 1 << lane);
+                let live = entry.live & filed;
+                let seen = Seen { live, ..seen };
+                if let Some(reused) = reused.filter(|_| live != 0 && used(&seen, 1.0)) {
                     // A page that was never used before was there with its last token.
                     let before =
                         if entry.used == 0 { positions[entry.fill as usize - 1] + 1 } else { entry.used };
@@ -214,47 +281,21 @@ impl Layer {
                     reused.push(Reused { layer, kv_head, gap: len.saturating_sub(before) });
                     entry.used = len;
                 }
-                (entry.state.as_mut(), entry.live)
+                (entry.state.as_mut(), live)
             }
         };
+        if live == 0 {
+            return;
+        }
         if let Some(state) = state {
             let rows = &mut state[rule.version(len) * rule.words..][..rule.words];
             rule.eviction.policy.observe(&Seen { live, positions: &positions, ..seen }, rows);
         }
     }
 
-    /// Moves what tokens of the ring received to where they were filed since.
-    fn follow(&self, inner: &Inner, shape: &LayerShape, feed: &mut Feed) {
-        for position in feed.filed..self.filed {
-            let (ordinal, lane) = (position / PAGE, (position % PAGE) as usize);
-            let ring = PageId { place: Place::Ring, ordinal };
-            let Some(from) = feed.pages.iter().position(|page| page.page == ring) else { continue };
-            let Some(c) = self.chain_of(inner, shape, position) else { continue };
-            let codec = self.codecs[feed.head].as_ref();
-            let found = self.heads[feed.head].chains[c].find(codec, position);
-            let Some((ordinal, to_lane)) = found else { continue };
-            let page = PageId { place: chain_place(c), ordinal };
-            let to = feed.pages.iter().rposition(|at| at.page == page).unwrap_or_else(|| {
-                let cuts = vec![[0.0; LANES]; feed.pages[from].cuts.len()];
-                feed.pages.push(Weighed { page, all: [0.0; LANES], cuts });
-                feed.pages.len() - 1
-            });
-            for cut in 0..feed.pages[from].cuts.len() {
-                let mass = std::mem::take(&mut feed.pages[from].cuts[cut][lane]);
-                feed.pages[to].cuts[cut][to_lane as usize] = mass;
-            }
-        }
-    }
-
     /// What the policy keeps of a head at `len`.
     pub fn own(&self, rule: &Rule, head: usize, len: u32) -> &[f32] {
         &self.heads[head].own[rule.version(len) * rule.head_words..][..rule.head_words]
-    }
-
-    /// Tokens that a head holds at `len`.
-    fn live(&self, inner: &Inner, head: usize, len: u32) -> u32 {
-        let filed: u32 = self.heads[head].chains.iter().map(|chain| chain.live).sum();
-        inner.store.ring.resident(len).0 + filed
     }
 
     /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that are held, and those
@@ -279,18 +320,46 @@ impl Layer {
         }
     }
 
-    /// Over some rows, the tokens that their experts hold in a head's pages, and those that were evicted.
-    pub fn residency(&self, inner: &Inner, head: usize, rows: Range<u32>) -> (u32, u32) {
+    /// Over some rows, the tokens that their experts hold in a head's pages, and those that were evicted; without the `late`
+    /// ones, which were in the ring then.
+    fn residency(&self, inner: &Inner, head: usize, rows: Range<u32>, late: &[Moved]) -> (u64, u64) {
         let chains = &self.heads[head].chains;
-        let count = |chain: &Chain| (chain.live, chain.filed - chain.live);
+        let count = |c: usize| {
+            let Chain { live, filed, .. } = chains[c];
+            let late = late.iter().filter(|token| token.chain == c).count() as u64;
+            (u64::from(live) - late, u64::from(filed - live))
+        };
         if inner.config.experts == 1 {
-            let (live, gone) = count(&chains[1]);
-            return (live * rows.len() as u32, gone * rows.len() as u32);
+            let (live, gone) = count(1);
+            return (live * rows.len() as u64, gone * rows.len() as u64);
         }
         let top_k = inner.config.top_k as usize;
         let at = |row: u32| row.saturating_sub(self.tags_from) as usize * top_k;
         let end = at(rows.end).min(self.tags.len());
         let experts = self.tags.range(at(rows.start).min(end)..end);
-        experts.map(|e| count(&chains[usize::from(*e) + 1])).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
+        experts.map(|e| count(usize::from(*e) + 1)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
+    }
+}
+
+impl Feed {
+    /// Moves what tokens received in the ring to the pages where they lie by now.
+    fn follow(&mut self, cut: usize, moved: &[Moved]) {
+        let mut index: HashMap<PageId, usize> =
+            self.pages.iter().enumerate().map(|(i, page)| (page.page, i)).collect();
+        for token in moved {
+            let ring = PageId { place: Place::Ring, ordinal: token.position / PAGE };
+            let Some(&from) = index.get(&ring) else { continue };
+            let page = PageId { place: chain_place(token.chain), ordinal: token.ordinal };
+            let to = *index.entry(page).or_insert_with(|| {
+                let n = self.pages[from].cuts.len();
+                let (cuts, read) = (vec![[0.0; LANES]; n], vec![false; n]);
+                self.pages.push(Weighed { page, all: [0.0; LANES], cuts, read });
+                self.pages.len() - 1
+            });
+            let lane = (token.position % PAGE) as usize;
+            let mass = std::mem::take(&mut self.pages[from].cuts[cut][lane]);
+            self.pages[to].cuts[cut][token.lane as usize] += mass;
+            self.pages[to].read[cut] = true;
+        }
     }
 }

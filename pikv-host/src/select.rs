@@ -1,5 +1,6 @@
 //! Which pages of the pool a row reads.
 
+use crate::chain::Entry;
 use crate::filing::Head;
 use crate::lanes::Lanes;
 use pikv_core::bound::bound;
@@ -10,18 +11,28 @@ use pikv_core::warp::{Kernel, LANES, Warp};
 pub(crate) enum Selection {
     /// The chains of these experts.
     Experts(Vec<u16>),
-    /// Of the full pages these, by chain and ordinal, ascending; the others all.
-    Pages(Vec<(usize, u32)>),
+    /// Of the pages that were full when the row came these, by chain and ordinal, ascending; the others all. Tokens from
+    /// `floor` on were in the ring then.
+    Pages { chosen: Vec<(usize, u32)>, floor: u32 },
 }
 
 impl Selection {
-    /// Whether the page at `ordinal` of chain `c` is read; `full` if it takes no more tokens.
-    pub fn reads(&self, c: usize, ordinal: u32, full: bool) -> bool {
+    /// Whether the page at `ordinal` of chain `c` is read.
+    pub fn reads(&self, c: usize, ordinal: u32, entry: &Entry) -> bool {
         match self {
             Selection::Experts(experts) => experts.iter().any(|e| usize::from(*e) + 1 == c),
-            Selection::Pages(pages) => !full || pages.binary_search(&(c, ordinal)).is_ok(),
+            Selection::Pages { chosen, floor } => {
+                bounds(entry, *floor).is_none() || chosen.binary_search(&(c, ordinal)).is_ok()
+            }
         }
     }
+}
+
+/// The extremes of a page that was full when all tokens before `floor` were filed: what a row reads does not depend on how many
+/// tokens its step filed after it.
+fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
+    let bounds = entry.bounds.as_deref()?;
+    entry.last().is_some_and(|last| last < floor).then_some(bounds)
 }
 
 /// The bounds of pages under some queries, the largest of the queries' for each page.
@@ -50,9 +61,11 @@ impl Kernel for Bounds<'_> {
     }
 }
 
-/// The `n` full pages of a head with the highest bounds under `queries`, `[queries][rows]`; of equals the lower in order.
+/// The `n` full pages of a head, as of `floor`, with the highest bounds under `queries`, `[queries][rows]`; of equals the lower in
+/// order.
 pub(crate) fn highest(
     head: &Head,
+    floor: u32,
     lanes: Lanes,
     queries: &[[f32; LANES]],
     rows: usize,
@@ -61,22 +74,22 @@ pub(crate) fn highest(
     let (mut ids, mut pages) = (Vec::new(), Vec::new());
     for (c, chain) in head.chains.iter().enumerate().skip(1) {
         for (ordinal, entry) in (chain.first..).zip(&chain.entries) {
-            if let Some(bounds) = entry.bounds.as_deref().filter(|_| entry.live != 0) {
+            if let Some(bounds) = bounds(entry, floor).filter(|_| entry.live != 0) {
                 ids.push((c, ordinal));
                 pages.push(bounds);
             }
         }
     }
-    let mut bounds = vec![0.0; pages.len()];
-    lanes.run(Bounds { queries, rows, pages: &pages, out: &mut bounds });
+    let mut most = vec![0.0; pages.len()];
+    lanes.run(Bounds { queries, rows, pages: &pages, out: &mut most });
     let mut order: Vec<usize> = (0..ids.len()).collect();
     if n < order.len() {
         if n > 0 {
-            order.select_nth_unstable_by(n - 1, |a, b| bounds[*b].total_cmp(&bounds[*a]).then(a.cmp(b)));
+            order.select_nth_unstable_by(n - 1, |a, b| most[*b].total_cmp(&most[*a]).then(a.cmp(b)));
         }
         order.truncate(n);
     }
     let mut chosen: Vec<(usize, u32)> = order.into_iter().map(|i| ids[i]).collect();
     chosen.sort_unstable();
-    Selection::Pages(chosen)
+    Selection::Pages { chosen, floor }
 }

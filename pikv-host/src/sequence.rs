@@ -5,6 +5,7 @@ use crate::cache::Inner;
 use crate::chain::{Entry, Held};
 use crate::codec::HeadCodec;
 use crate::error::Error;
+use crate::evict::enforce;
 use crate::filing::{Head, Layer};
 use pikv_core::attend::{BLOCK, filled};
 use pikv_core::page::{PAGE, Position, Resident};
@@ -235,7 +236,8 @@ impl Sequence {
     }
 
     /// Takes the newest `n` tokens back. What is seen, filed, tagged and counted from then on is as if they had never been
-    /// appended; what they pushed out of the ring's slack or a window stays gone, which no row can tell.
+    /// appended; what they pushed out of the ring's slack or a window stays gone, which no row can tell. Where policies evict, back
+    /// inside a step is as if the step had ended there (to the bit if it was no longer than the configured rollback).
     /// Takes no pages, so it cannot run out of budget. O(n) a layer and head.
     ///
     /// # Errors
@@ -251,6 +253,8 @@ impl Sequence {
             layer.truncate(&inner, shape, len);
         }
         self.len = len;
+        // A step that had ended here would have evicted here.
+        enforce(&mut self.layers, &inner, len, &self.pins, None);
         Ok(())
     }
 

@@ -110,6 +110,9 @@ impl<'a> Step<'a> {
             for (layer, shape) in sequence.layers.iter_mut().zip(&inner.config.layers) {
                 // Nothing to do, unless a step was leaked instead of dropped.
                 layer.abort(&inner, shape, sequence.len);
+                if layer.rule.is_some() {
+                    layer.tidy(&inner, shape, sequence.len);
+                }
                 needed += bytes_needed(&inner, shape, layer, sequence.len, len);
             }
             rows += n as usize;

@@ -40,6 +40,11 @@ impl<W: Warp> Log<W> {
     }
 }
 
+/// An integer that `store_quads` takes, of the low half of a word.
+fn integer(word: u32) -> f32 {
+    f32::from((word as i16).min(32639))
+}
+
 fn one_nan(x: f32) -> u32 {
     if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }
 }
@@ -132,16 +137,28 @@ impl Kernel for EveryOp<'_> {
                 log.exact(format!("spread {first} {width}"), w.spread(&s, first, width));
             }
         }
-        log.u("dot2", w.dot2(ua, ub, w.load(self.c)));
+        let mut quads = [0; LANES];
+        let integers = w.load_f(&self.b.map(integer));
+        w.store_quads(integers, w.splat(0.627), &mut quads);
+        log.u("dot4 of rounded", w.total(w.dot4(ua, &quads, 3, w.no_sum())));
+        w.store_quads(integers, w.splat(0.5), &mut quads);
+        log.u("dot4 of halves", w.total(w.dot4(ua, &quads, 5, w.no_sum())));
+        w.store_quads(integers, w.splat(1.0), &mut quads);
+        let (mut all, mut twice) = (w.no_sum(), w.no_sum());
+        log.u("no_sum", w.total(all));
+        for quad in 0..8 {
+            log.u(format!("dot4 {quad}"), w.total(w.dot4(ua, &quads, quad, w.no_sum())));
+            all = w.dot4(ua, &quads, quad, all);
+            twice = w.dot4(ub, &quads, quad, w.dot4(ua, &quads, quad, twice));
+        }
+        log.u("dot4 of all", w.total(all));
+        log.u("dot4 of all, twice", w.total(twice));
         for j in 0..4 {
             log.exact(format!("byte {j}"), w.byte(ua, j));
         }
         for j in 0..8 {
             log.exact(format!("nibble {j}"), w.nibble(ua, j));
         }
-        let mut halves = [0; LANES / 2];
-        w.store_halves(ua, &mut halves);
-        log.words("store_halves", &halves);
         log.exact("call", w.call(Twice(a)));
 
         let index = self.b.map(|i| i % self.table.len() as u32);
@@ -180,20 +197,38 @@ fn parts_of_words_are_what_their_names_say() {
                 w.store(w.byte(x, j as usize), &mut row);
                 assert!(row.iter().zip(words).all(|(x, word)| *x == (word >> (8 * j) & 255) as f32));
             }
-            let other = words.map(|word| word.rotate_left(7));
-            w.store(w.from_bits(w.dot2(x, w.load(&other), w.splat_u(5))), &mut row);
-            for i in 0..LANES {
-                let half = |x: u32| i64::from(x as u16 as i16);
-                let (a, b) = (words[i], other[i]);
-                let sum = half(a) * half(b) + half(a >> 16) * half(b >> 16) + 5;
-                assert_eq!(row[i].to_bits(), sum as u32);
+            // The ends of what may be parked, and of what a byte holds.
+            let other: [f32; LANES] = std::array::from_fn(|i| match i {
+                0 | 5 => 32639.0,
+                1 | 6 => -32768.0,
+                2 => 127.0,
+                3 => 128.0,
+                4 => -129.0,
+                7 => -128.0,
+                _ => integer(words[i].rotate_left(7)),
+            });
+            let mut quads = [0; LANES];
+            w.store_quads(w.load_f(&other), w.splat(1.0), &mut quads);
+            let full = w.splat_u(u32::MAX);
+            for (word, lanes) in
+                [(words, x), ([u32::MAX; LANES], full), ([0x0102_0304; LANES], w.splat_u(0x0102_0304))]
+            {
+                let mut sum = w.no_sum();
+                for quad in 0..8 {
+                    sum = w.dot4(lanes, &quads, quad, sum);
+                    w.store(w.from_bits(w.total(sum)), &mut row);
+                    for i in 0..LANES {
+                        let product = |t: usize| i64::from(word[i] >> (t % 4 * 8) & 255) * other[t] as i64;
+                        assert_eq!(
+                            row[i].to_bits() as i32,
+                            (0..4 * quad + 4).map(product).sum::<i64>() as i32
+                        );
+                    }
+                }
             }
             let s = w.park(w.from_bits(x));
             w.store(w.spread(&s, 3, 8), &mut row);
             assert!(row.iter().enumerate().all(|(i, x)| x.to_bits() == words[3 + i / 8]));
-            let mut halves = [0; LANES / 2];
-            w.store_halves(x, &mut halves);
-            assert!(halves.iter().zip(words.chunks(2)).all(|(h, w)| *h == w[0] & 0xffff | w[1] << 16));
         }
     }
     Lanes::available().for_each(|lanes| lanes.run(Parts));

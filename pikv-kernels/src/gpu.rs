@@ -1,6 +1,6 @@
 //! The lanes of a device: one thread each. Names follow cuda_std.
 
-use pikv_core::warp::{LANES, Warp};
+use pikv_core::warp::{LANES, ROUND, Warp};
 
 /// The thread's place in the launch.
 pub mod thread {
@@ -86,6 +86,7 @@ impl Warp for Lane {
     type U = u32;
     type M = bool;
     type Slot = f32;
+    type Sum = u32;
 
     const NAME: &'static str = "ptx";
     const ROWS: usize = 8;
@@ -186,10 +187,24 @@ impl Warp for Lane {
         (a as i32 >> N) as u32
     }
     #[inline(always)]
-    fn dot2(self, a: u32, b: u32, c: u32) -> u32 {
-        let low = i32::from(a as i16) * i32::from(b as i16);
-        let high = (a as i32 >> 16) * (b as i32 >> 16);
-        c.wrapping_add(low as u32).wrapping_add(high as u32)
+    fn store_quads(self, a: f32, b: f32, row: &mut [u32; LANES]) {
+        row[self.0 as usize % LANES] = self.bits(self.fma(a, b, ROUND)).wrapping_sub(self.bits(ROUND));
+    }
+    #[inline(always)]
+    fn no_sum(self) -> u32 {
+        0
+    }
+    #[inline(always)]
+    fn dot4(self, a: u32, row: &[u32; LANES], quad: usize, mut c: u32) -> u32 {
+        let first = 4 * quad % LANES;
+        for j in 0..4 {
+            c = c.wrapping_add((a >> (8 * j) & 0xff).wrapping_mul(row[first + j]));
+        }
+        c
+    }
+    #[inline(always)]
+    fn total(self, c: u32) -> u32 {
+        c
     }
     #[inline(always)]
     fn to_f(self, a: u32) -> f32 {
@@ -256,13 +271,5 @@ impl Warp for Lane {
     #[inline(always)]
     fn spread(self, s: &f32, first: usize, width: usize) -> f32 {
         warp::shfl_idx(*s, first as u32 + self.0 / width as u32)
-    }
-    #[inline(always)]
-    fn store_halves(self, a: u32, row: &mut [u32; LANES / 2]) {
-        // A word is written by its even lane.
-        let other = warp::shfl_xor(f32::from_bits(a), 1).to_bits();
-        if self.0.is_multiple_of(2) {
-            row[self.0 as usize / 2] = a & 0xffff | other << 16;
-        }
     }
 }

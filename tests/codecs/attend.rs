@@ -218,7 +218,7 @@ impl Kernel for Pack<'_> {
     }
 }
 
-/// What rounding a query to 16 bits costs is below the bound that is stated, `2^-16 top sum_c max |q scale|`, and comes near it
+/// What rounding a query to 16 bits costs is below the bound that is stated, `top / 65278 sum_c max |q scale|`, and comes near it
 /// where all is as bad as can be: every channel half a step off, in one direction, under the largest code.
 #[test]
 fn the_bound_of_integer_scores_is_honest() {
@@ -240,7 +240,7 @@ fn the_bound_of_integer_scores_is_honest() {
                 let mut words = vec![0; packed.words() as usize];
                 let mut rows = vec![[0.0; LANES]; packed.k_cols() as usize];
                 for c in 0..n {
-                    let worst = if c == 0 { 32767.0 } else { (c % 100 * 2) as f32 + 0.5 };
+                    let worst = if c == 0 { 32639.0 } else { (c % 100 * 2) as f32 + 0.5 };
                     rows[c / 32][c % 32] = if kind == 0 { worst } else { x(c, 99) };
                 }
                 let shape = crate::oracle::Shape { k_dim: n, v_dim: 1, k: code, v: Code::F32 };
@@ -250,7 +250,7 @@ fn the_bound_of_integer_scores_is_honest() {
                     let q = |c: usize| f64::from(rows[c / 32][c % 32]);
                     let scale = |c: usize| shape.k_scale(&words, c).0;
                     let largest = (0..n).fold(0f64, |m, c| m.max((q(c) * scale(c)).abs()));
-                    let bound = largest * n as f64 * f64::from(top) / 65536.0;
+                    let bound = largest * n as f64 * f64::from(top) / 65278.0;
                     let most: f64 = (0..n)
                         .map(|c| {
                             (q(c) * (shape.k_scale(&words, c).1.abs() + f64::from(top) * scale(c))).abs()
@@ -267,6 +267,112 @@ fn the_bound_of_integer_scores_is_honest() {
                     );
                     if kind == 0 && k_dim > 2 {
                         assert!(worst >= 0.9 * bound, "{} {k_dim}: off {worst}, bound {bound}", code.name());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The values of one page of integers under weights.
+struct Weighed<'a>(&'a Packed, &'a [u32], &'a [f32; LANES]);
+
+impl Kernel for Weighed<'_> {
+    type Out = Vec<f32>;
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) -> Vec<f32> {
+        let Weighed(packed, words, p) = self;
+        let pages = [PackedRef { words, live: u32::MAX, last: 31, by: 31 }];
+        let folded = Folded::<1> { rows: &[], start: [0.0], whole: None };
+        let mut scratch = Scratch::default();
+        let mut form = PackedPages::new(w, packed, &pages, None, folded, &mut scratch, &mut []);
+        let mut acc = vec![[0.0; LANES]; packed.acc_rows() as usize];
+        form.weigh(w, 0, &[u32::MAX], &[w.park(w.load_f(p))], &mut acc);
+        form.finish(w, &mut acc);
+        (0..packed.v_dim)
+            .map(|c| {
+                let (row, lane) = packed.acc_place(c);
+                acc[row as usize][lane as usize]
+            })
+            .collect()
+    }
+}
+
+struct PackValues<'a>(&'a Packed, &'a [[f32; LANES]], &'a mut [u32]);
+
+impl Kernel for PackValues<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let positions: Vec<u32> = (0..32).collect();
+        pack(w, self.0, &positions, &[[0.0; LANES]], self.1, self.2);
+    }
+}
+
+/// The same of the weights: below `32 top / 65278 max p max scale` for a page, and near it where 31 weights are half a step
+/// above an integer, under the largest code. Weights that are far below those of other pages lose no more than others.
+#[test]
+fn the_bound_of_integer_weights_is_honest() {
+    for (code, top) in [(Code::Int8, 255.0), (Code::Int4, 15.0)] {
+        for v_dim in [2u32, 20, 64, 200, 256] {
+            for kind in 0..4u64 {
+                for least in [1.0, 2f32.powi(-40), 2f32.powi(-99)] {
+                    let packed = Packed::new(1, v_dim, Code::F32, code);
+                    let n = v_dim as usize;
+                    let x = |c: usize, t: usize| {
+                        (mix(&[kind, c as u64, t as u64]) >> 40) as f32 / 8_388_608.0 - 1.0
+                    };
+                    // Kind 0: scale 1, minimum 0, all channels but the first of each group at the top.
+                    let v: Vec<[f32; LANES]> = (0..n)
+                        .map(|c| {
+                            std::array::from_fn(|t| match (kind, c % 32) {
+                                (0, 0) => 0.0,
+                                (0, _) => top,
+                                _ => x(c, t),
+                            })
+                        })
+                        .collect();
+                    let p: [f32; LANES] = std::array::from_fn(|t| {
+                        least
+                            * match kind {
+                                0 if t == 7 => 1.0,
+                                0 => ((t * 977) as f32 + 0.49) / 32639.0,
+                                // Not all are seen.
+                                1 if t % 3 == 0 => 0.0,
+                                _ => x(99, t).abs(),
+                            }
+                    });
+                    let shape = crate::oracle::Shape { k_dim: 1, v_dim: n, k: Code::F32, v: code };
+                    let mut first: Option<Vec<f32>> = None;
+                    for lanes in Lanes::available() {
+                        let mut words = vec![0; packed.words() as usize];
+                        lanes.run(PackValues(&packed, &v, &mut words));
+                        let got = lanes.run(Weighed(&packed, &words, &p));
+                        let largest = p.iter().fold(0f64, |m, p| m.max(f64::from(*p)));
+                        let mut worst = 0f64;
+                        for (c, got) in got.iter().enumerate() {
+                            let all = || (0..32).map(|t| (f64::from(p[t]), shape.v_scale(&words, t, c)));
+                            let scale = all().fold(0f64, |m, (_, (scale, _))| m.max(scale));
+                            let bound = largest * scale * 32.0 * f64::from(top) / 65278.0;
+                            let most: f64 =
+                                all().map(|(p, (scale, min))| p * (min.abs() + f64::from(top) * scale)).sum();
+                            let want: f64 =
+                                (0..32).map(|t| f64::from(p[t]) * shape.value(&words, t, c)).sum();
+                            let off = (f64::from(*got) - want).abs();
+                            assert!(
+                                off <= bound + most * 4.0 / 16_777_216.0,
+                                "{} {v_dim} {kind}: off {off}, bound {bound}",
+                                code.name()
+                            );
+                            worst = worst.max(if scale > 0.0 { off / bound } else { 0.0 });
+                        }
+                        assert!(kind > 0 || worst >= 0.9, "{} {v_dim}: {worst} of the bound", code.name());
+                        let same = first.get_or_insert_with(|| got.clone());
+                        assert!(
+                            same.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits()),
+                            "{}",
+                            lanes.name()
+                        );
                     }
                 }
             }

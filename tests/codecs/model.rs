@@ -2,7 +2,7 @@
 //! expert's chain; the page is packed by the token that fills it, or by the one that would make it span more than 65,536 positions.
 //! A row reads a page packed if the token that packed it has left that row's ring, else as it came.
 
-use crate::oracle::{Shape, scaled, top};
+use crate::oracle::{Shape, integer, scaled, top};
 use crate::setup::{Setup, key, value};
 use pikv::codec::Coding;
 use pikv::{PAGE, Place};
@@ -20,6 +20,8 @@ pub struct Decoded {
     pub k_scales: Vec<f64>,
     pub k_most: Vec<f64>,
     pub v_most: f64,
+    /// What half a step of a weight makes at most, if the largest is 1.
+    pub v_step: f64,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -193,7 +195,12 @@ impl Model {
                     .fold(1.0, f64::max);
                 rows + map.bias().map_or(0.0, |b| b.iter().fold(0.0, |m: f64, x| m.max(f64::from(x.abs()))))
             });
+            let v_scale = (0..fill * stored.v_dim)
+                .map(|i| stored.v_scale(&words, i / stored.v_dim, i % stored.v_dim).0)
+                .fold(0.0, f64::max);
+            let step = if integer(stored.v) { f64::from(top(stored.v)) / 65278.0 } else { 0.0 };
             Decoded {
+                v_step: step * v_scale * gain,
                 k_scales: (0..stored.k_dim).map(|c| stored.k_scale(&words, c).0).collect(),
                 k_most: (0..stored.k_dim).map(k_most).collect(),
                 v_most: v_most.fold(0.0, f64::max) * gain,

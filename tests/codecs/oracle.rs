@@ -141,15 +141,16 @@ impl Shape {
         16 + if scaled(self.k) { scales } else { 0 }
     }
 
-    /// Word and shift of channel `c` of the key at lane `t`. Of integers each two channels lie 16 bits apart.
+    /// Word and shift of channel `c` of the key at lane `t`.
     pub fn k_at(&self, t: usize, c: usize) -> (usize, usize) {
         let n = 32 / bits(self.k);
-        let j = c % n;
-        let shift = if integer(self.k) { j / 2 * bits(self.k) + j % 2 * 16 } else { j * bits(self.k) };
-        (self.k_base() + c / n * 32 + t, shift)
+        (self.k_base() + c / n * 32 + t, shift(self.k, c % n))
     }
 
     fn v_stride(&self) -> usize {
+        if integer(self.v) {
+            return self.v_dim.div_ceil(8) * 8;
+        }
         let words = self.v_dim.div_ceil(32 / bits(self.v));
         [4, 8, 16].into_iter().find(|n| words <= *n).unwrap_or(words.div_ceil(8) * 8)
     }
@@ -157,7 +158,7 @@ impl Shape {
     /// Groups of parts in 32 words of a value, and parts in a group.
     fn v_parts(&self) -> (usize, usize) {
         let stride = self.v_stride();
-        let together = if stride <= 16 { 32 / stride } else { 1 };
+        let together = if stride <= 16 && !integer(self.v) { 32 / stride } else { 1 };
         (self.v_dim.div_ceil(stride).div_ceil(together), together)
     }
 
@@ -175,9 +176,14 @@ impl Shape {
         self.k_base() + self.k_rows() * 32
     }
 
+    /// Word and shift of channel `c` of the value at lane `t`. A word of integers is as many tokens of one channel.
     pub fn v_at(&self, t: usize, c: usize) -> (usize, usize) {
         let stride = self.v_stride();
         let base = self.v_scales() + if scaled(self.v) { self.v_groups() * 32 } else { 0 };
+        if integer(self.v) {
+            let n = 32 / bits(self.v);
+            return (base + t / n * stride + c, shift(self.v, t % n));
+        }
         (base + t * stride + c % stride, c / stride * bits(self.v))
     }
 
@@ -252,6 +258,14 @@ impl Shape {
             words[i] &= 0xffff;
         }
         words
+    }
+}
+
+/// Where code `j` of a word starts. Of 4-bit codes the first four are the low halves of the bytes, then come the high ones.
+fn shift(code: Code, j: usize) -> usize {
+    match code {
+        Code::Int4 => j % 4 * 8 + j / 4 * 4,
+        _ => j * bits(code),
     }
 }
 

@@ -1,7 +1,9 @@
 //! Attention over a [`Model`], in f64.
 //!
 //! *What attention may be off by.* Integer keys: the query times the scales is rounded to 16 bits, so a logit moves by at most
-//! half a step of `max_c |q_c scale_c| / 32767` for each channel, times the largest code. The rest is f32: chains of fused
+//! half a step of `max_c |q_c scale_c| / 32639` for each channel, times the largest code. Integer values: the weight times the scale
+//! of each token is, so an output moves by half a step of `max_t p_t max_t scale_t / 32639` for each token of each page, times the
+//! largest code. The rest is f32: chains of fused
 //! multiply-adds, each rounding 2^-24 of a partial sum that is below `sum_c |q_c| |k_c|` (for packed keys with |minimum| +
 //! scale * top in the place of |k_c|); 8 of them are allowed, since roundings do not add up in one direction, and twice as many
 //! where keys are turned. If no logit is off by more than d, the log-sum-exp is off by d at most, and an output by `(e^2d - 1)` of
@@ -43,6 +45,8 @@ impl Model {
             let (mut off, mut v_most) = (0f64, 0f64);
             // Positions, logits and values of all that is seen.
             let mut seen: Vec<(u32, f64, Vec<f64>)> = vec![];
+            // Of each packed page, the tokens of it that are seen, and what its rounding costs at weight 1.
+            let mut rounded = vec![];
             let logit = |k: &[f64], at: u32| scale * dot(&turn(layer.rope, k, at), &turned);
             let plain = |at: u32| {
                 let id = self.ids[at as usize];
@@ -66,6 +70,7 @@ impl Model {
                     off = off.max(scale * decoded.logit_off(setup, head, &turned));
                     v_most = v_most.max(decoded.v_most);
                 }
+                let first = seen.len();
                 for (t, at) in page.positions.iter().enumerate().filter(|(_, at)| in_sight(at)) {
                     let (k, v) = match decoded {
                         Some(decoded) => (decoded.keys[t].clone(), decoded.values[t].clone()),
@@ -74,6 +79,7 @@ impl Model {
                     off = off.max(8.0 * ULP * scale * sum_abs(&k, &turned));
                     seen.push((*at, logit(&k, *at), v));
                 }
+                rounded.extend(decoded.map(|decoded| (first..seen.len(), decoded.v_step)));
             }
             if let Some(cap) = options.softcap.map(f64::from) {
                 seen.iter_mut().for_each(|(_, x, _)| *x = cap * (*x / cap).tanh());
@@ -91,7 +97,14 @@ impl Model {
                 v_most = v.iter().fold(v_most, |m, v| m.max(v.abs()));
             }
             let lse_off = off + 4.0 * ULP * (lse.abs() + 1.0);
-            let out_off = ((2.0 * off).exp_m1() + 16.0 * ULP) * v_most;
+            let rounding: f64 = rounded
+                .into_iter()
+                .map(|(tokens, step)| {
+                    step * tokens.len() as f64 * weights[tokens].iter().fold(0.0, |m, x| x.2.max(m))
+                })
+                .sum();
+            let float = ((2.0 * off).exp_m1() + 16.0 * ULP) * v_most;
+            let out_off = float + (2.0 * off).exp() * rounding;
             rows.push(Row { out, lse, out_off, lse_off, weights });
         }
         rows
@@ -150,7 +163,7 @@ impl Decoded {
             return 2.0 * float;
         }
         let largest = folded.iter().zip(&self.k_scales).fold(0f64, |m, (q, s)| m.max((q * s).abs()));
-        float + largest / 65534.0 * f64::from(top(self.stored.k)) * n as f64
+        float + largest / 65278.0 * f64::from(top(self.stored.k)) * n as f64
     }
 }
 

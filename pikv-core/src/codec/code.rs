@@ -116,12 +116,12 @@ impl Code {
         }
     }
 
-    /// Which part of a key's word holds channel `j` of it, counted in codes from the low bits. Integers lie so that a channel
-    /// and the next are the two halves of what `(word >> shift) & mask` leaves: the operands of an integer product.
+    /// Where code `j` of a word lies, counted in codes from the low bits. Of 4-bit codes the first four are the low halves of the
+    /// bytes, the others the high halves: masked, they are bytes as 8-bit codes are.
     #[inline(always)]
-    pub const fn key_part(self, j: u32) -> u32 {
+    pub const fn place(self, j: u32) -> u32 {
         match self {
-            Code::Int8 | Code::Int4 => j / 2 + j % 2 * (self.per_word() / 2),
+            Code::Int4 => j % 4 * 2 + j / 4,
             _ => j,
         }
     }
@@ -142,49 +142,16 @@ impl Code {
             }
         }
     }
-}
 
-impl From<Dtype> for Code {
-    fn from(dtype: Dtype) -> Code {
-        match dtype {
-            Dtype::F32 => Code::F32,
-            Dtype::F16 => Code::F16,
-            Dtype::Bf16 => Code::Bf16,
-        }
-    }
-}
-
-/// A [`Code`] as the lanes read it: known when the routine is compiled where speed asks for it, else any.
-pub trait Coded: Copy {
-    /// The same, as a value.
-    fn code(self) -> Code;
     /// The number that part `part` of each lane's word codes, exactly, before any scale.
-    fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F;
-}
-
-/// [`Code::Int8`]
-#[derive(Clone, Copy, Debug)]
-pub struct Int8;
-/// [`Code::Int4`]
-#[derive(Clone, Copy, Debug)]
-pub struct Int4;
-/// Any code, asked at each word: a routine for each of them would multiply the code that is compiled by seven.
-#[derive(Clone, Copy, Debug)]
-pub struct Any(pub Code);
-
-impl Coded for Any {
     #[inline(always)]
-    fn code(self) -> Code {
-        self.0
-    }
-    #[inline(always)]
-    fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
-        match self.0 {
+    pub fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
+        match self {
             Code::F32 => F32::channel(w, word, part),
             Code::F16 => F16::channel(w, word, part),
             Code::Bf16 => Bf16::channel(w, word, part),
-            Code::Int8 => Int8.part(w, word, part),
-            Code::Int4 => Int4.part(w, word, part),
+            Code::Int8 => w.byte(word, part),
+            Code::Int4 => w.nibble(word, part),
             // Sign, exponent and mantissa moved to their places in an f32 have the value times a power of two, subnormals
             // included.
             Code::E4m3 => {
@@ -199,6 +166,16 @@ impl Coded for Any {
     }
 }
 
+impl From<Dtype> for Code {
+    fn from(dtype: Dtype) -> Code {
+        match dtype {
+            Dtype::F32 => Code::F32,
+            Dtype::F16 => Code::F16,
+            Dtype::Bf16 => Code::Bf16,
+        }
+    }
+}
+
 /// Byte `part` of the word moved to the top.
 #[inline(always)]
 fn topped<W: Warp>(w: W, word: W::U, part: usize) -> W::U {
@@ -207,27 +184,5 @@ fn topped<W: Warp>(w: W, word: W::U, part: usize) -> W::U {
         1 => w.shl::<16>(word),
         2 => w.shl::<8>(word),
         _ => word,
-    }
-}
-
-impl Coded for Int8 {
-    #[inline(always)]
-    fn code(self) -> Code {
-        Code::Int8
-    }
-    #[inline(always)]
-    fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
-        w.byte(word, part)
-    }
-}
-
-impl Coded for Int4 {
-    #[inline(always)]
-    fn code(self) -> Code {
-        Code::Int4
-    }
-    #[inline(always)]
-    fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
-        w.nibble(word, part)
     }
 }

@@ -5,11 +5,8 @@ use super::packed::{Packed, TAGS, V_GROUPS};
 use crate::attend::filled;
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::Layout;
-use crate::warp::{LANES, Warp};
+use crate::warp::{LANES, ROUND, Warp};
 use half::f16;
-
-/// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
-const ROUND: f32 = 12_582_912.0;
 
 /// A linear map of a row of channels, as the lanes apply it to 32 tokens at once.
 #[derive(Clone, Copy, Debug)]
@@ -199,7 +196,7 @@ fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [u3
                 }
             };
             let code = encode(w, packed.k, x, w.splat(group.0), w.splat(group.1));
-            word = w.or(word, shifted_left(w, code, packed.k.key_part(j) * packed.k.bits()));
+            word = w.or(word, shifted_left(w, code, packed.k.place(j) * packed.k.bits()));
         }
         w.store(w.from_bits(word), bytemuck::cast_mut(row));
     }
@@ -232,6 +229,20 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &[[f32; LANES]], words: &mut [
         }
     }
     let stride = packed.v_stride();
+    if packed.v_tokens() > 1 {
+        values.fill(0);
+        for c in 0..packed.v_dim {
+            let [scale, min] = &scales[packed.v_group(c) as usize];
+            let code = encode(w, packed.v, w.load_f(&v[c as usize]), w.load_f(scale), w.load_f(min));
+            let mut codes = [0.0; LANES];
+            w.store(w.from_bits(code), &mut codes);
+            for (t, code) in (0u32..).zip(codes) {
+                let (row, part) = (t / packed.v_tokens(), packed.v.place(t % packed.v_tokens()));
+                values[(row * stride + c) as usize] |= code.to_bits() << (part * packed.v.bits());
+            }
+        }
+        return;
+    }
     let values: &mut [f32] = bytemuck::cast_slice_mut(values);
     for i in 0..stride {
         let mut word = w.splat_u(0);

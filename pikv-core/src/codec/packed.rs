@@ -5,11 +5,15 @@
 //! [k_cols][32] words          K scales, one a channel (none if the code has none)
 //! [k_rows][32] words          K: lane = token, as in a full page
 //! [v_groups][32] words        V scales: lane = token, a row a group of channels (none if the code has none)
-//! [32][v_stride] words        V: token-major; part j of word w is channel j * v_stride + w
+//! [v_rows][v_stride] words    V, float codes: a row a token; part j of word w is channel j * v_stride + w
+//!                             V, integers: a row 4 tokens (int4: 8); code j of word w is channel w of token j of them
 //! ```
-//! A K group is a channel of the 32 tokens, a V group about 32 channels of a token (KIVI, arXiv 2402.02750). Parts of a word
-//! of V lie `v_stride` channels apart, so that a group is whole parts: its scale is multiplied into the softmax weight of
-//! the token, once for the group, and no code is scaled one by one.
+//! A K group is a channel of the 32 tokens, a V group about 32 channels of a token (KIVI, arXiv 2402.02750). A group's scale is
+//! multiplied into the softmax weight of the token, once for the group, and no code is scaled one by one. So parts of a float word
+//! of V lie `v_stride` channels apart: a group is whole parts. A word of integers is codes of one channel, as many tokens as a
+//! product of bytes adds at once ([`Warp::dot4`](crate::warp::Warp::dot4)), and a group 32 words.
+//!
+//! Codes of a word lie in order from the low bits, of int4 as [`Code::place`] says.
 //!
 //! Positions are whole again with the last of them, which is kept beside the page; a page whose tokens span more than
 //! 65,536 positions cannot be packed ([`Packed::spans`]).
@@ -87,26 +91,36 @@ impl Packed {
         TAGS + self.k_scale_rows() * PAGE
     }
 
-    /// Words from one token's value to the next: enough for its channels, and 4, 8, 16 or a multiple of 8.
+    /// Tokens whose codes share a word of V.
+    #[inline]
+    pub const fn v_tokens(&self) -> u32 {
+        match self.v.scale() {
+            Scale::Affine => self.v.per_word(),
+            _ => 1,
+        }
+    }
+
+    /// Words from one row of V to the next: enough for a value's channels, and 4, 8, 16 or a multiple of 8.
     #[inline]
     pub const fn v_stride(&self) -> u32 {
-        match self.v_dim.div_ceil(self.v.per_word()) {
+        match self.v_dim.div_ceil(self.v.per_word() / self.v_tokens()) {
+            words if self.v_tokens() > 1 => words.next_multiple_of(8),
             0..=4 => 4,
             words @ 5..=16 => words.next_power_of_two(),
             words => words.next_multiple_of(8),
         }
     }
 
-    /// Words of a row of 32 that are one token's: the stride where several values share a row, else 32.
+    /// Words of 32 that are one row's: the stride where the lanes read several rows at once, else 32.
     #[inline]
     pub const fn v_words(&self) -> u32 {
         match self.v_stride() {
-            words @ 0..=16 => words,
+            words @ 0..=16 if self.v_tokens() == 1 => words,
             _ => PAGE,
         }
     }
 
-    /// Groups of 32 words that a value is read in.
+    /// Groups of 32 words that a row of V is read in.
     #[inline]
     pub const fn v_cols(&self) -> u32 {
         self.v_stride().div_ceil(PAGE)
@@ -157,7 +171,7 @@ impl Packed {
     /// Words of a page.
     #[inline]
     pub const fn words(&self) -> u32 {
-        self.v_base() + self.v_stride() * PAGE
+        self.v_base() + self.v_stride() * (PAGE / self.v_tokens())
     }
 
     /// Bytes of a page: codes, scales, positions and padding.
@@ -201,7 +215,7 @@ impl Packed {
         let n = self.k.per_word();
         for (c, x) in (0u32..).zip(&mut key[..self.k_dim as usize]) {
             let word = words[(self.k_base() + c / n * PAGE + lane) as usize];
-            let bits = word >> (self.k.key_part(c % n) * self.k.bits());
+            let bits = word >> (self.k.place(c % n) * self.k.bits());
             *x = self.k.value(bits, || words[(self.k_scales() + c) as usize]);
         }
     }
@@ -211,10 +225,11 @@ impl Packed {
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
     pub fn read_value(&self, words: &[u32], lane: u32, value: &mut [f32]) {
-        let stride = self.v_stride();
+        let (stride, tokens) = (self.v_stride(), self.v_tokens());
         for (c, x) in (0u32..).zip(&mut value[..self.v_dim as usize]) {
-            let word = words[(self.v_base() + lane * stride + c % stride) as usize];
-            let bits = word.checked_shr(c / stride * self.v.bits()).unwrap_or(0);
+            let word = words[(self.v_base() + lane / tokens * stride + c % stride) as usize];
+            let part = if tokens > 1 { self.v.place(lane % tokens) } else { c / stride };
+            let bits = word >> (part * self.v.bits());
             *x = self
                 .v
                 .value(bits, || words[(self.v_scales() + self.v_group(c) * LANES as u32 + lane) as usize]);

@@ -2,17 +2,21 @@
 //!
 //! *Integer K.* A score is `sum_c q_c (scale_c code_c + min_c)`. The scales go into the query, once a page: `q_c scale_c`, rounded
 //! to 16 bits against the largest of them, is multiplied with the codes as integers, exactly, and the minima make one number
-//! for the page. What the rounding adds to a logit is at most `2^-16` of `255 sum_c max_c |q_c scale_c|` (`15` for 4 bits), far
+//! for the page. What the rounding adds to a logit is at most `255 / 65278 sum_c max_c |q_c scale_c|` (`15` for 4 bits), far
 //! below what the codes themselves lose.
 //! *FP8 K.* The scales go into the query as f32.
-//! *V.* A group's scales go into the softmax weights of the page's tokens, and `sum_t p_t min_t` is one number a group.
+//! *V.* A group's scales go into the softmax weights of the page's tokens.
+//! *Integer V.* Weights under their scales, `p_t scale_t`, are rounded to 16 bits against the largest weight of the page times the
+//! largest scale of the group; their sum with the codes is exact, and becomes f32 once a page. What the rounding adds to
+//! `sum_t p_t v_t` is at most `255 / 65278 max_t p_t max_t scale_t` (`15` for 4 bits) for each token of the page: relative to the
+//! page's own weight, however little that is beside other pages'. `sum_t p_t min_t` is one number a group, in f32.
 //!
 //! Keys that are stored before their rotation are rebuilt channel by channel, and turned, in the lanes.
 
-use super::code::{Any, Code, Int4, Int8, Scale};
+use super::code::{Code, Scale};
 use super::packed::{K_COLS, Packed, TAGS, V_GROUPS};
 use super::scores::{FloatScores, IntegerScores, RebuiltScores};
-use super::values::Weigh;
+use super::values::{Weigh, WeighIntegers};
 use crate::attend::{Form, Sight};
 use crate::full::Query;
 use crate::page::MAX_DIM;
@@ -67,25 +71,40 @@ pub enum Back<'a> {
     },
 }
 
-/// What reading needs beside the pages: queries under a page's scales, and rebuilt keys.
+/// Queries and weights become integers of at most this magnitude, the most that [`Warp::dot4`] takes.
+pub(super) const INTEGERS: f32 = 32639.0;
+/// What is largest among queries or weights counts as 0 below this: its inverse could overflow.
+pub(super) const TINY: f32 = f32::from_bits((127 - 100) << 23);
+
+/// Rows of 32 integers at most: those of a query, or the weights for all groups of a value.
+pub(super) const ROWS: usize = if K_COLS > V_GROUPS { K_COLS } else { V_GROUPS };
+
+/// What reading needs beside the pages: queries and weights under a page's scales.
+/// Rows lie on lines of the cache: those of 64 bytes that straddle two are slow.
 #[derive(Clone, Debug)]
+#[repr(align(128))]
 pub struct Scratch<const R: usize> {
     pub(super) queries: [[[f32; LANES]; K_COLS]; R],
-    pub(super) halves: [[[u32; LANES / 2]; K_COLS]; R],
+    /// Queries, then weights, as [`Warp::store_quads`] leaves them: a row of 32 channels, or of the weights for a group.
+    pub(super) quads: [[[u32; LANES]; ROWS]; R],
 }
 
 impl<const R: usize> Default for Scratch<R> {
     #[inline(always)]
     fn default() -> Self {
-        Scratch { queries: [[[0.0; LANES]; K_COLS]; R], halves: [[[0; LANES / 2]; K_COLS]; R] }
+        Scratch { queries: [[[0.0; LANES]; K_COLS]; R], quads: [[[0; LANES]; ROWS]; R] }
     }
 }
+
 /// Rows of 32 words that rebuilt keys take: the stored channels, then those of the head.
 pub const REBUILT: usize = 2 * MAX_DIM as usize;
 
 /// Packed pages of a block, and what is read with them.
 pub struct PackedPages<'a, W: Warp, const R: usize> {
     pub(super) packed: &'a Packed,
+    /// Of `packed`, worked out once.
+    pub(super) v_scales: u32,
+    pub(super) v_groups: usize,
     pub(super) pages: &'a [PackedRef<'a>],
     pub(super) next: Option<&'a [u32]>,
     pub(super) query: Folded<'a, R>,
@@ -109,7 +128,8 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         rebuilt: &'a mut [[f32; LANES]],
     ) -> Self {
         let zero = [[w.splat(0.0); R]; V_GROUPS];
-        PackedPages { packed, pages, next, query, scratch, rebuilt, zero }
+        let (v_scales, v_groups) = (packed.v_scales(), packed.v_scale_rows() as usize);
+        PackedPages { packed, v_scales, v_groups, pages, next, query, scratch, rebuilt, zero }
     }
 }
 
@@ -172,43 +192,50 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
 
     #[inline(always)]
     fn weigh(&mut self, w: W, i: usize, _: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
-        // The widths of 128 channels have routines of their own.
-        match (self.packed.v, self.packed.v_words()) {
-            (Code::Int8, 32) => w.call(Weigh::<W, Int8, R, 32> { pages: self, code: Int8, i, p, acc }),
-            (Code::Int4, 16) => w.call(Weigh::<W, Int4, R, 16> { pages: self, code: Int4, i, p, acc }),
-            (code, _) => w.call(Weigh::<W, Any, R, 0> { pages: self, code: Any(code), i, p, acc }),
+        match self.packed.v {
+            Code::Int8 => w.call(WeighIntegers::<W, R, 8> { pages: self, i, p, acc }),
+            Code::Int4 => w.call(WeighIntegers::<W, R, 4> { pages: self, i, p, acc }),
+            _ => w.call(Weigh { pages: self, i, p, acc }),
         }
     }
 
-    /// Joins the tokens of a row of words, and adds what the minima make.
+    /// Integers: adds what the minima make. Float codes: joins the tokens of a row of words.
     #[inline(always)]
     fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]) {
-        let packed = self.packed;
-        let (parts, stride) = (packed.v_parts(), packed.acc_rows() as usize);
-        for r in 0..R {
-            for col in 0..packed.v_cols() {
-                let mut least = [0.0; V_GROUPS];
-                if packed.v.scale() == Scale::Affine {
-                    for (g, least) in least.iter_mut().take(packed.v_col_groups() as usize).enumerate() {
-                        let g = (col * packed.v_col_groups()) as usize + g;
-                        *least = w.reduce_sum(self.zero[g][r]);
-                    }
+        if self.packed.v.scale() == Scale::Affine {
+            for (r, rows) in acc.chunks_exact_mut(self.v_groups).enumerate() {
+                for (g, row) in rows.iter_mut().enumerate() {
+                    let least = w.splat(w.reduce_sum(self.zero[g][r]));
+                    w.store(w.add(w.load_f(row), least), row);
                 }
-                for part in 0..parts {
-                    let row = &mut acc[r * stride + (col * parts + part) as usize];
-                    let mut x = w.load_f(row);
-                    let mut distance = LANES as u32 / 2;
-                    while distance >= packed.v_stride() {
-                        x = w.add(x, w.shfl_xor(x, distance));
-                        distance /= 2;
-                    }
-                    let least = least[(part / packed.v_group_parts()) as usize % V_GROUPS];
-                    w.store(w.add(x, w.splat(least)), row);
+            }
+            return;
+        }
+        let width = self.packed.v_words();
+        if width < LANES as u32 {
+            for row in acc {
+                let mut x = w.load_f(row);
+                let mut distance = LANES as u32 / 2;
+                while distance >= width {
+                    x = w.add(x, w.shfl_xor(x, distance));
+                    distance /= 2;
                 }
+                w.store(x, row);
             }
         }
     }
 }
+
+/// Codes that [`Warp::dot4`] takes at once, the `k`-th four of a word, as bytes.
+#[inline(always)]
+pub(super) fn quad_codes<W: Warp, const BITS: u32>(w: W, word: W::U, k: usize) -> W::U {
+    match (BITS, k) {
+        (8, _) => word,
+        (_, 0) => w.and(word, w.splat_u(0x0f0f_0f0f)),
+        _ => w.and(w.shr::<4>(word), w.splat_u(0x0f0f_0f0f)),
+    }
+}
+
 /// Rows of words that will be read later, fetched evenly over a number of steps: a burst would fill the queue of misses and
 /// stall the products.
 pub(super) struct Ahead<'a> {

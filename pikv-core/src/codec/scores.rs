@@ -1,16 +1,16 @@
 //! Scores of a packed page.
 
-use super::code::{Any, Coded, Scale};
+use super::code::Scale;
 use super::pack::{Turn, turn};
-use super::packed::{K_COLS, TAGS};
-use super::read::{Ahead, Back, PackedPages, positions, rows};
+use super::packed::TAGS;
+use super::read::{Ahead, Back, INTEGERS, PackedPages, ROWS, TINY, positions, quad_codes, rows};
 use crate::dtype::{Element, F16, F32};
 use crate::page::MAX_DIM;
 use crate::rope;
 use crate::warp::{LANES, Routine, Warp};
 
-/// Words of 16-bit queries: two channels each.
-const QUERY_WORDS: usize = K_COLS * LANES / 2;
+/// Folding the scales of 32 channels takes as long as this many products of a word.
+const FOLD: usize = 2;
 
 /// Scores by integer products.
 pub(super) struct IntegerScores<'a, 'b, W: Warp, const R: usize, const BITS: u32>(
@@ -51,11 +51,11 @@ impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, W, R> {
     }
 }
 
-impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
+impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     /// What is read after the keys of page `i`: those of the next, or the values of the first.
     #[inline(always)]
-    fn ahead(&self, i: usize) -> &[[u32; LANES]] {
-        let (keys, values) = (TAGS as usize, self.packed.v_scales() as usize);
+    fn ahead(&self, i: usize) -> &'a [[u32; LANES]] {
+        let (keys, values) = (TAGS as usize, self.v_scales as usize);
         let next = match self.pages.get(i + 1) {
             Some(page) => &page.words[keys..values],
             None => &self.pages[0].words[values..],
@@ -66,7 +66,7 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
     #[inline(always)]
     fn float_scores(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, words) = (self.packed, self.pages[i].words);
-        let (cols, code) = (packed.k_cols() as usize, Any(packed.k));
+        let cols = packed.k_cols() as usize;
         let n = packed.k.per_word() as usize;
         for r in 0..R {
             for c in 0..cols {
@@ -87,7 +87,7 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
             ahead.step(w, 1);
             let word = w.load(row);
             for j in 0..n {
-                let x = code.part(w, word, j);
+                let x = packed.k.part(w, word, j);
                 let c = at * n + j;
                 for (s, query) in s.iter_mut().zip(&self.scratch.queries) {
                     *s = w.fma(x, w.splat(query.as_flattened()[c]), *s);
@@ -100,13 +100,13 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
 
     #[inline(always)]
     fn integer_scores<const BITS: u32>(&mut self, w: W, i: usize) -> [W::F; R] {
-        /// Below this the largest `q_c scale_c` counts as 0: its inverse could overflow.
-        const TINY: f32 = f32::from_bits((127 - 100) << 23);
-        const ROUND: f32 = 12_582_912.0;
         let (packed, words) = (self.packed, self.pages[i].words);
         let cols = packed.k_cols() as usize;
+        let k_rows = packed.k_rows() as usize;
+        let mut ahead = Ahead::new(self.ahead(i), (FOLD + R) * cols + k_rows * (8 / BITS as usize));
         let (mut top, mut base) = ([w.splat(0.0); R], [w.splat(0.0); R]);
         for (c, row) in rows(words, packed.k_scales(), cols as u32).iter().enumerate() {
+            ahead.step(w, FOLD);
             let word = w.load(row);
             let (scale, min) = (F16::channel(w, word, 0), F16::channel(w, word, 1));
             for r in 0..R {
@@ -122,37 +122,35 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
             let top = w.reduce_max(top[r]);
             let mut inverse = 0.0;
             if top > TINY {
-                inverse = 32767.0 / top;
-                step[r] = w.splat(if top < f32::INFINITY { top / 32767.0 } else { f32::NAN });
+                inverse = INTEGERS / top;
+                step[r] = w.splat(if top < f32::INFINITY { top / INTEGERS } else { f32::NAN });
             }
             base[r] = w.splat(w.reduce_sum(base[r]) + self.query.start[r]);
+            ahead.step(w, cols);
             for c in 0..cols {
-                let x = w.mul(w.load_f(&self.scratch.queries[r][c]), w.splat(inverse));
-                w.store_halves(w.bits(w.add(x, w.splat(ROUND))), &mut self.scratch.halves[r][c]);
+                let x = w.load_f(&self.scratch.queries[r][c]);
+                w.store_quads(x, w.splat(inverse), &mut self.scratch.quads[r][c]);
             }
         }
         w.sync();
-        let mut sum = [w.splat_u(0); R];
-        let pairs = 16 / BITS as usize;
-        let mask = w.splat_u(((1 << BITS) - 1) * 0x1_0001);
-        let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
+        let mut sum = [w.no_sum(); R];
+        let quads = 8 / BITS as usize;
         for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
-            ahead.step(w, 1);
-            let mut word = w.load(row);
-            // The mask, which changes nothing, spares a check of every index.
-            let base = (at * pairs) & (QUERY_WORDS - pairs);
-            for k in 0..pairs {
-                let x = w.and(word, mask);
-                for (sum, halves) in sum.iter_mut().zip(&self.scratch.halves) {
-                    *sum = w.dot2(x, w.splat_u(halves.as_flattened()[base + k]), *sum);
+            ahead.step(w, quads);
+            let word = w.load(row);
+            for k in 0..quads {
+                let quad = at * quads + k;
+                let x = quad_codes::<W, BITS>(w, word, k);
+                for (sum, row) in sum.iter_mut().zip(&self.scratch.quads) {
+                    // The remainder, which changes nothing, spares a check of the index.
+                    *sum = w.dot4(x, &row[quad / 8 % ROWS], quad % 8, *sum);
                 }
-                word = w.shr::<BITS>(word);
             }
         }
         w.sync();
         let mut s = [w.splat(0.0); R];
         for r in 0..R {
-            s[r] = w.fma(w.to_f(sum[r]), step[r], base[r]);
+            s[r] = w.fma(w.to_f(w.total(sum[r])), step[r], base[r]);
         }
         s
     }
@@ -168,8 +166,8 @@ impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
         let n = packed.k.per_word() as usize;
         for (c, out) in stored.iter_mut().enumerate() {
             let word = w.load(&keys[c / n]);
-            let part = packed.k.key_part((c % n) as u32) as usize;
-            let x = Any(packed.k).part(w, word, part);
+            let part = packed.k.place((c % n) as u32) as usize;
+            let x = packed.k.part(w, word, part);
             let x = match packed.k.scale() {
                 Scale::None => x,
                 scale => {

@@ -1,85 +1,148 @@
 //! Values of a packed page under their weights.
 
-use super::code::{Code, Coded, Scale};
-use super::packed::TAGS;
-use super::read::{Ahead, PackedPages, rows};
+use super::code::{Code, Scale};
+use super::packed::{TAGS, V_GROUPS};
+use super::read::{Ahead, INTEGERS, PackedPages, TINY, quad_codes, rows};
 use crate::dtype::{Element, F16};
 use crate::warp::{LANES, Routine, Warp};
 
-/// The weighted values of page `i`; `WIDTH` is that of [`PackedPages::weigh_values`] where it is known.
-pub(super) struct Weigh<'a, 'b, W: Warp, C, const R: usize, const WIDTH: usize> {
+/// The weighted values of page `i`, of a float code.
+pub(super) struct Weigh<'a, 'b, W: Warp, const R: usize> {
     pub pages: &'a mut PackedPages<'b, W, R>,
-    pub code: C,
     pub i: usize,
     pub p: &'a [W::Slot; R],
     pub acc: &'a mut [[f32; LANES]],
 }
 
-impl<W: Warp, C: Coded, const R: usize, const WIDTH: usize> Routine<W> for Weigh<'_, '_, W, C, R, WIDTH> {
+impl<W: Warp, const R: usize> Routine<W> for Weigh<'_, '_, W, R> {
     type Out = ();
     #[inline(always)]
     fn run(self, w: W) {
-        let width = if WIDTH > 0 { WIDTH } else { self.pages.packed.v_words() as usize };
-        self.pages.weigh_values(w, self.code, width, self.i, self.p, self.acc);
+        self.pages.weigh_values(w, self.i, self.p, self.acc);
     }
 }
 
-impl<W: Warp, const R: usize> PackedPages<'_, W, R> {
-    /// `width` words of a row of 32 are one token's.
+/// The weighted values of page `i`, of an integer code of `BITS` bits.
+pub(super) struct WeighIntegers<'a, 'b, W: Warp, const R: usize, const BITS: u32> {
+    pub pages: &'a mut PackedPages<'b, W, R>,
+    pub i: usize,
+    pub p: &'a [W::Slot; R],
+    pub acc: &'a mut [[f32; LANES]],
+}
+
+impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for WeighIntegers<'_, '_, W, R, BITS> {
+    type Out = ();
     #[inline(always)]
-    fn weigh_values<C: Coded>(
+    fn run(self, w: W) {
+        self.pages.weigh_integers::<BITS>(w, self.i, self.p, self.acc);
+    }
+}
+
+/// Folding a group's scales takes as long as this many rows of products.
+const FOLD: usize = 3;
+
+impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
+    /// What is read after the values of page `i`: those of the next, or what comes after the block.
+    #[inline(always)]
+    fn after(&self, i: usize) -> &'a [[u32; LANES]] {
+        let from = self.v_scales as usize;
+        let next: &'a [u32] = match self.pages.get(i + 1) {
+            Some(page) => &page.words[from..],
+            // Its keys, if it is packed too; else as many of its words.
+            None => self.next.map_or(&[][..], |words| &words[TAGS as usize..from.min(words.len())]),
+        };
+        next.as_chunks().0
+    }
+
+    /// A group's weights `p scale` as integers, in units of `max p max scale / 32639`; their exact sums with the codes as f32.
+    #[inline(always)]
+    fn weigh_integers<const BITS: u32>(
         &mut self,
         w: W,
-        code: C,
-        width: usize,
         i: usize,
         p: &[W::Slot; R],
         acc: &mut [[f32; LANES]],
     ) {
         let (packed, words) = (self.packed, self.pages[i].words);
+        let groups = self.v_groups;
+        let mut ahead = Ahead::new(self.after(i), groups * (BITS as usize + FOLD));
+        let (mut share, mut unit) = ([w.splat(0.0); R], [0.0; R]);
+        for r in 0..R {
+            let x = w.unpark(&p[r]);
+            let top = w.reduce_max(x);
+            if top > TINY {
+                share[r] = w.mul(x, w.splat(1.0 / top));
+                unit[r] = top / INTEGERS;
+            }
+        }
+        let mut tops = [0.0; V_GROUPS];
+        for (g, row) in rows(words, self.v_scales, groups as u32).iter().enumerate() {
+            ahead.step(w, FOLD);
+            let word = w.load(row);
+            let (scale, min) = (F16::channel(w, word, 0), F16::channel(w, word, 1));
+            let top = w.reduce_max(scale);
+            let scale = w.mul(scale, w.splat(if top > 0.0 { INTEGERS / top } else { 0.0 }));
+            tops[g] = top;
+            for r in 0..R {
+                w.store_quads(share[r], scale, &mut self.scratch.quads[r][g]);
+                self.zero[g][r] = w.fma(w.unpark(&p[r]), min, self.zero[g][r]);
+            }
+        }
+        w.sync();
+        let (v, stride) = (&words[self.v_scales as usize + groups * LANES..], packed.v_stride() as usize);
+        for g in 0..groups {
+            let mut sum = [w.no_sum(); R];
+            let (first, end) = (g * LANES, stride.min((g + 1) * LANES));
+            for t in 0..BITS as usize {
+                ahead.step(w, 1);
+                let row = &v[t * stride + first..t * stride + end];
+                let word = w.load_part(row);
+                for k in 0..8 / BITS as usize {
+                    let codes = quad_codes::<W, BITS>(w, word, k);
+                    for (sum, quads) in sum.iter_mut().zip(&self.scratch.quads) {
+                        *sum = w.dot4(codes, &quads[g], t * (8 / BITS as usize) + k, *sum);
+                    }
+                }
+            }
+            for r in 0..R {
+                let row = &mut acc[r * groups + g];
+                let x = w.fma(w.to_f(w.total(sum[r])), w.splat(unit[r] * tops[g]), w.load_f(row));
+                w.store(x, row);
+            }
+        }
+        w.sync();
+    }
+
+    /// Float codes: the group's scales go into the weights as f32.
+    #[inline(always)]
+    fn weigh_values(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+        let width = self.packed.v_words() as usize;
+        let (packed, words) = (self.packed, self.pages[i].words);
         let (parts, group_parts) = (packed.v_parts() as usize, packed.v_group_parts() as usize);
         let stride = packed.acc_rows() as usize;
         let scales = rows(words, packed.v_scales(), packed.v_scale_rows());
-        let from = packed.v_scales() as usize;
-        let ahead: &[u32] = match self.pages.get(i + 1) {
-            Some(page) => &page.words[from..],
-            // Its keys, if it is packed too; else as many of its words.
-            None => self.next.map_or(&[][..], |words| &words[TAGS as usize..from.min(words.len())]),
-        };
-        let mut ahead = Ahead::new(ahead.as_chunks().0, packed.v_cols() as usize * parts * width);
+        let mut ahead = Ahead::new(self.after(i), packed.v_cols() as usize * parts * width);
         for col in 0..packed.v_cols() as usize {
             let v = &words[packed.v_base() as usize..];
             let column = Column { v, stride: packed.v_stride() as usize, width, col };
             for first in (0..parts).step_by(group_parts) {
                 let mut weights = *p;
-                if code.code().scale() != Scale::None {
+                if packed.v.scale() == Scale::Float {
                     let g = col * packed.v_col_groups() as usize + first / group_parts;
-                    let word = w.load(&scales[g]);
-                    for r in 0..R {
-                        let p = w.unpark(&p[r]);
-                        if code.code().scale() == Scale::Affine {
-                            weights[r] = w.park(w.mul(p, F16::channel(w, word, 0)));
-                            self.zero[g][r] = w.fma(p, F16::channel(w, word, 1), self.zero[g][r]);
-                        } else {
-                            weights[r] = w.park(w.mul(p, w.from_bits(word)));
-                        }
+                    let scale = w.from_bits(w.load(&scales[g]));
+                    for weights in &mut weights {
+                        *weights = w.park(w.mul(w.unpark(weights), scale));
                     }
                 }
-                let end = (first + group_parts).min(parts);
-                let mut part = first;
-                while part < end {
+                for part in first..(first + group_parts).min(parts) {
                     let acc = &mut acc[col * parts + part..];
                     // Known parts, so that unpacking needs no shift by a variable.
-                    part += match part {
-                        0 => column.weigh_at::<W, C, R>(w, code, 0, end, &weights, acc, stride, &mut ahead),
-                        1 => column.weigh_at::<W, C, R>(w, code, 1, end, &weights, acc, stride, &mut ahead),
-                        2 => column.weigh_at::<W, C, R>(w, code, 2, end, &weights, acc, stride, &mut ahead),
-                        3 => column.weigh_at::<W, C, R>(w, code, 3, end, &weights, acc, stride, &mut ahead),
-                        4 => column.weigh_at::<W, C, R>(w, code, 4, end, &weights, acc, stride, &mut ahead),
-                        5 => column.weigh_at::<W, C, R>(w, code, 5, end, &weights, acc, stride, &mut ahead),
-                        6 => column.weigh_at::<W, C, R>(w, code, 6, end, &weights, acc, stride, &mut ahead),
-                        _ => column.weigh_at::<W, C, R>(w, code, 7, end, &weights, acc, stride, &mut ahead),
-                    };
+                    match part {
+                        0 => column.weigh::<W, R>(w, packed.v, 0, &weights, acc, stride, &mut ahead),
+                        1 => column.weigh::<W, R>(w, packed.v, 1, &weights, acc, stride, &mut ahead),
+                        2 => column.weigh::<W, R>(w, packed.v, 2, &weights, acc, stride, &mut ahead),
+                        _ => column.weigh::<W, R>(w, packed.v, 3, &weights, acc, stride, &mut ahead),
+                    }
                 }
             }
         }
@@ -96,71 +159,38 @@ struct Column<'a> {
 }
 
 impl Column<'_> {
-    /// Adds part `part`, and the next if the sums of both fit the registers; returns how many it added.
+    /// Adds part `part` of all tokens, times their weights.
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
-    fn weigh_at<W: Warp, C: Coded, const R: usize>(
+    fn weigh<W: Warp, const R: usize>(
         &self,
         w: W,
-        code: C,
-        part: usize,
-        end: usize,
-        weights: &[W::Slot; R],
-        acc: &mut [[f32; LANES]],
-        stride: usize,
-        ahead: &mut Ahead<'_>,
-    ) -> usize {
-        if R * 2 <= W::ROWS && code.code() == Code::Int4 && part.is_multiple_of(2) && part + 2 <= end {
-            self.weigh::<W, C, 2, R>(w, code, part, weights, acc, stride, ahead);
-            2
-        } else {
-            self.weigh::<W, C, 1, R>(w, code, part, weights, acc, stride, ahead);
-            1
-        }
-    }
-
-    /// Adds `J` parts from `part` on of all tokens, times their weights.
-    #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
-    fn weigh<W: Warp, C: Coded, const J: usize, const R: usize>(
-        &self,
-        w: W,
-        code: C,
+        code: Code,
         part: usize,
         weights: &[W::Slot; R],
         acc: &mut [[f32; LANES]],
         stride: usize,
         ahead: &mut Ahead<'_>,
     ) {
-        let mut a = [[w.splat(0.0); J]; R];
+        let mut a = [w.splat(0.0); R];
         for r in 0..R {
-            for j in 0..J {
-                a[r][j] = w.load_f(&acc[r * stride + j]);
-            }
+            a[r] = w.load_f(&acc[r * stride]);
         }
         let whole = self.width < LANES || self.stride - self.col * LANES >= LANES;
         for t in (0..LANES).step_by(LANES / self.width) {
             let at = t * self.stride + self.col * LANES;
-            ahead.step(w, J);
+            ahead.step(w, 1);
             let word = match self.v[at..].first_chunk() {
                 Some(words) if whole => w.load(words),
                 _ => w.load_part(&self.v[at..(t + 1) * self.stride]),
             };
-            let mut x = [w.splat(0.0); J];
-            for (j, x) in x.iter_mut().enumerate() {
-                *x = code.part(w, word, part + j);
-            }
+            let x = code.part(w, word, part);
             for r in 0..R {
-                let p = w.spread(&weights[r], t, self.width);
-                for j in 0..J {
-                    a[r][j] = w.fma(x[j], p, a[r][j]);
-                }
+                a[r] = w.fma(x, w.spread(&weights[r], t, self.width), a[r]);
             }
         }
         for r in 0..R {
-            for j in 0..J {
-                w.store(a[r][j], &mut acc[r * stride + j]);
-            }
+            w.store(a[r], &mut acc[r * stride]);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::gather_checked;
 use core::arch::x86_64::*;
-use pikv_core::warp::{LANES, Routine, Warp};
+use pikv_core::warp::{LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as four 256-bit registers; a mask is four registers of all-ones and all-zeros lanes.
 ///
@@ -52,6 +52,7 @@ impl Warp for Avx2 {
     type U = [__m256i; 4];
     type M = [__m256; 4];
     type Slot = Slot;
+    type Sum = [__m256i; 4];
 
     const NAME: &'static str = "avx2";
     const ROWS: usize = 2;
@@ -214,9 +215,36 @@ impl Warp for Avx2 {
         shift!(_mm256_sra_epi32, N; a)
     }
     #[inline(always)]
-    fn dot2(self, a: Self::U, b: Self::U, c: Self::U) -> Self::U {
-        let sum: Self::U = four!(_mm256_madd_epi16; a, b);
-        self.add_u(sum, c)
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
+        let a = self.bits(self.fma(a, b, self.splat(ROUND)));
+        // Of each four integers the first and the third in a word, the second and the fourth in the next, as `dot4` takes them apart.
+        let index = regs!(_mm256_broadcastsi128_si256(_mm_setr_epi8(
+            0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13
+        )));
+        let pairs: Self::U = four!(_mm256_shuffle_epi8; a, [index; 4]);
+        self.store(self.from_bits(pairs), bytemuck::cast_mut(row));
+    }
+    #[inline(always)]
+    fn no_sum(self) -> Self::Sum {
+        self.splat_u(0)
+    }
+    #[inline(always)]
+    fn dot4(self, a: Self::U, row: &[u32; LANES], quad: usize, c: Self::Sum) -> Self::Sum {
+        let at = 4 * quad % LANES;
+        let (even, odd) = (self.splat_u(row[at]), self.splat_u(row[at + 1]));
+        let even: Self::U = four!(_mm256_madd_epi16; self.and(a, self.splat_u(0x00ff_00ff)), even);
+        let high: Self::U = regs!([
+            _mm256_srli_epi16::<8>(a[0]),
+            _mm256_srli_epi16::<8>(a[1]),
+            _mm256_srli_epi16::<8>(a[2]),
+            _mm256_srli_epi16::<8>(a[3]),
+        ]);
+        let odd: Self::U = four!(_mm256_madd_epi16; high, odd);
+        self.add_u(self.add_u(c, even), odd)
+    }
+    #[inline(always)]
+    fn total(self, c: Self::Sum) -> Self::U {
+        c
     }
     #[inline(always)]
     fn to_f(self, a: Self::U) -> Self::F {
@@ -312,18 +340,6 @@ impl Warp for Avx2 {
                     _mm256_set_m128(_mm_set1_ps(s[7]), _mm_set1_ps(s[6])),
                 ])
             }
-        }
-    }
-    #[inline(always)]
-    fn store_halves(self, a: Self::U, row: &mut [u32; LANES / 2]) {
-        let low = self.and(a, self.splat_u(0xffff));
-        let p: *mut __m256i = row.as_mut_ptr().cast();
-        // SAFETY: `self` proves AVX2; the two unaligned stores of 32 bytes write the 64 of `row`. The packing takes quarters of
-        // its operands in turn, hence the permutation.
-        unsafe {
-            let (x, y) = (_mm256_packus_epi32(low[0], low[1]), _mm256_packus_epi32(low[2], low[3]));
-            _mm256_storeu_si256(p, _mm256_permute4x64_epi64::<0b11_01_10_00>(x));
-            _mm256_storeu_si256(p.add(1), _mm256_permute4x64_epi64::<0b11_01_10_00>(y));
         }
     }
     #[inline(always)]

@@ -5,12 +5,12 @@ use super::{
     gather_checked,
 };
 use core::arch::x86_64::*;
-use pikv_core::warp::{LANES, Routine, Warp};
+use pikv_core::warp::{LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as two 512-bit registers.
 ///
 /// A value is the proof that AVX-512 F, BW, DQ, VL, VNNI and FMA are there. (Machines without VNNI, of 2017 and 2018, run AVX2.) The methods use F, DQ (one extract), BW
-/// (shuffles of bytes), VNNI (16-bit products), and of what F implies AVX and SSE3; VL is the compiler's to use.
+/// (shuffles of bytes), VNNI (products of bytes), and of what F implies AVX and SSE3; VL is the compiler's to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Avx512(());
 
@@ -52,6 +52,8 @@ impl Warp for Avx512 {
     type U = [__m512i; 2];
     type M = [__mmask16; 2];
     type Slot = Slot;
+    /// Of the integers' low bytes, signed, and of what is then left, in units of 256.
+    type Sum = [[__m512i; 2]; 2];
 
     const NAME: &'static str = "avx512";
     const ROWS: usize = 8;
@@ -190,8 +192,30 @@ impl Warp for Avx512 {
         both!(_mm512_srai_epi32::<N>; a)
     }
     #[inline(always)]
-    fn dot2(self, a: Self::U, b: Self::U, c: Self::U) -> Self::U {
-        both!(_mm512_dpwssd_epi32; c, a, b)
+    fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
+        // An integer is 256 high + low, both signed bytes; 128 more is 256 high + (low + 128), whose last byte is low but for its top
+        // bit. The low bytes of each four in a word, the high ones in the next: the product of bytes takes four as they lie, where
+        // one of halves would have to take the codes apart.
+        let index = regs!(_mm512_set4_epi32(0, 0, 0x0d09_0501, 0x0c08_0400));
+        let sign = regs!(_mm512_set4_epi32(0, 0, 0, 0x8080_8080_u32 as i32));
+        let up = self.bits(self.fma(a, b, self.splat(ROUND + 128.0)));
+        let bytes: Self::U = both!(_mm512_shuffle_epi8; up, [index, index]);
+        let bytes: Self::U = both!(_mm512_xor_si512; bytes, [sign, sign]);
+        self.store(self.from_bits(bytes), bytemuck::cast_mut(row));
+    }
+    #[inline(always)]
+    fn no_sum(self) -> Self::Sum {
+        [self.splat_u(0); 2]
+    }
+    #[inline(always)]
+    fn dot4(self, a: Self::U, row: &[u32; LANES], quad: usize, c: Self::Sum) -> Self::Sum {
+        let at = 4 * quad % LANES;
+        let (low, high) = (self.splat_u(row[at]), self.splat_u(row[at + 1]));
+        [both!(_mm512_dpbusd_epi32; c[0], a, low), both!(_mm512_dpbusd_epi32; c[1], a, high)]
+    }
+    #[inline(always)]
+    fn total(self, c: Self::Sum) -> Self::U {
+        self.add_u(c[0], self.shl::<8>(c[1]))
     }
     #[inline(always)]
     fn to_f(self, a: Self::U) -> Self::F {
@@ -277,15 +301,6 @@ impl Warp for Avx512 {
                 let x = self.unpark(s);
                 both!(_mm512_permutex2var_ps; [x[0], x[0]], index, [x[1], x[1]])
             }
-        }
-    }
-    #[inline(always)]
-    fn store_halves(self, a: Self::U, row: &mut [u32; LANES / 2]) {
-        let p: *mut __m256i = row.as_mut_ptr().cast();
-        // SAFETY: `self` proves AVX-512 F; the two unaligned stores of 32 bytes write the 64 of `row`.
-        unsafe {
-            _mm256_storeu_si256(p, _mm512_cvtepi32_epi16(a[0]));
-            _mm256_storeu_si256(p.add(1), _mm512_cvtepi32_epi16(a[1]));
         }
     }
     #[inline(always)]

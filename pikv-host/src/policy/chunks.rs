@@ -31,8 +31,8 @@ impl<P: Policy> Policy for Chunks<P> {
         self.of.words()
     }
 
-    fn head_words(&self, k_dim: usize) -> usize {
-        self.of.head_words(k_dim)
+    fn head_words(&self, k_dim: usize, group: usize) -> usize {
+        self.of.head_words(k_dim, group)
     }
 
     fn scope(&self) -> Scope {

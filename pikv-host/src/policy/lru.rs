@@ -17,6 +17,16 @@ impl Default for Lru {
     }
 }
 
+/// A position in a word of state, as its bits: as a number it would be exact up to 2^24 only.
+pub(super) fn stored(position: u32) -> f32 {
+    f32::from_bits(position)
+}
+
+/// How many tokens ago that was.
+pub(super) fn age(now: u32, stored: f32) -> f32 {
+    (now - stored.to_bits()) as f32
+}
+
 /// Whether the rows of `seen` used its page.
 pub(crate) fn used(seen: &Seen<'_>, share: f32) -> bool {
     let mass: f32 = seen.lanes().map(|t| seen.mass[t]).sum();
@@ -39,19 +49,19 @@ impl Policy for Lru {
     }
 
     fn born(&self, token: &super::Token<'_>, state: &mut [f32]) {
-        state[0] = token.position.0 as f32;
+        state[0] = stored(token.position.0);
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
         if used(seen, self.share) {
-            let now = (seen.first.0 + seen.rows - 1) as f32;
+            let now = stored(seen.first.0 + seen.rows - 1);
             seen.lanes().for_each(|t| state[0][t] = now);
         }
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
         for (i, u) in utility.iter_mut().enumerate() {
-            *u = tokens.state(i, 0) - tokens.now() as f32;
+            *u = -age(tokens.now(), tokens.state(i, 0));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! LRU+: recency and decayed frequency.
 
-use super::lru::used;
+use super::lru::{age, stored, used};
 use super::{Candidates, Feedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
@@ -36,22 +36,22 @@ impl Policy for LruPlus {
     }
 
     fn born(&self, token: &super::Token<'_>, state: &mut [f32]) {
-        state[0] = token.position.0 as f32;
+        state[0] = stored(token.position.0);
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
         if used(seen, self.share) {
-            let now = (seen.first.0 + seen.rows - 1) as f32;
+            let now = seen.first.0 + seen.rows - 1;
             for t in seen.lanes() {
-                let faded = libm::powf(self.decay, now - state[0][t]);
-                (state[0][t], state[1][t]) = (now, state[1][t] * faded + 1.0);
+                let faded = libm::powf(self.decay, age(now, state[0][t]));
+                (state[0][t], state[1][t]) = (stored(now), state[1][t] * faded + 1.0);
             }
         }
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
         for (i, u) in utility.iter_mut().enumerate() {
-            *u = tokens.state(i, 0) - tokens.now() as f32 + self.lambda * tokens.state(i, 1);
+            *u = -age(tokens.now(), tokens.state(i, 0)) + self.lambda * tokens.state(i, 1);
         }
     }
 }

@@ -7,36 +7,45 @@
 //! * [`Eviction::by_page`] evicts whole pages instead of tokens, which is what frees memory where a codec packs them.
 //!
 //! After every step, the tokens of lowest utility that have left the ring are evicted until the head is within its budget;
-//! of equals the older goes first. The ring, the sinks and what was pinned ([`Sequence::pin`](crate::Sequence::pin)) stay.
-//! Tokens that went are read no more; pages of the same expert that lost some are put together, so the budget bounds bytes
-//! too. Positions never change. Rollback brings back what a step evicted, and every score, as if the step had never been.
+//! of equals the older goes first, and before all others what a sliding window no longer shows. The ring, the sinks and what was
+//! pinned ([`Sequence::pin`](crate::Sequence::pin)) stay. Tokens that went are read no more; pages of the same expert that lost some
+//! are put together, so the budget bounds bytes too. Positions never change.
+//!
+//! Rollback brings back what a step evicted, and every score, as if the step had never been; back inside a step, as if it had ended
+//! there. So what was evicted keeps its bytes until it can no longer come back, and is settled when the step after that begins.
 
 pub(crate) mod ada_kv;
+mod ada_kv_lit;
 mod budget;
 mod candidates;
 mod chunks;
 mod duo;
 mod duo_lit;
+mod expected_attention;
 mod fast_v;
 mod h2o;
 mod key_norm;
 pub(crate) mod lru;
 mod lru_plus;
+mod quest_lit;
 mod snap_kv;
 mod streaming_llm;
 mod tova;
 
+pub use ada_kv_lit::AdaKvLit;
 pub use budget::Budget;
 pub(crate) use candidates::Candidate;
 pub use candidates::Candidates;
 pub use chunks::Chunks;
 pub use duo::Duo;
 pub use duo_lit::DuoLit;
+pub use expected_attention::ExpectedAttention;
 pub use fast_v::FastVReceived;
 pub use h2o::H2o;
 pub use key_norm::KeyNorm;
 pub use lru::Lru;
 pub use lru_plus::LruPlus;
+pub use quest_lit::{Dense, QuestLit, QuestLitError};
 pub use snap_kv::SnapKv;
 pub use streaming_llm::StreamingLlm;
 pub use tova::Tova;
@@ -46,6 +55,11 @@ use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 use std::fmt;
 use std::sync::Arc;
+
+/// A utility as it is compared: what is not a number is worth less than anything, and 0 is 0 whatever its sign.
+pub(crate) fn worth(utility: f32) -> f32 {
+    if utility.is_nan() { f32::NEG_INFINITY } else { utility + 0.0 }
+}
 
 /// Rows of 32 that a policy keeps of a page's tokens: [`Policy::words`] of them for each length that can be gone back to.
 pub(crate) type State = Option<Box<[[f32; LANES]]>>;
@@ -57,7 +71,8 @@ pub enum Feedback {
     None,
     /// The attention mass of every token, from all rows.
     Mass,
-    /// The attention mass of every token, from the last so many rows of a step.
+    /// The attention mass of every token, from the last so many rows of a step, and from each row that can be taken back (which
+    /// may turn out to be the last).
     LastMass(u32),
 }
 
@@ -80,13 +95,13 @@ pub trait Policy: fmt::Debug + Send + Sync {
         0
     }
 
-    /// f32 kept of a KV head whose keys have `k_dim` channels.
-    fn head_words(&self, _k_dim: usize) -> usize {
+    /// f32 kept of a KV head whose keys have `k_dim` channels and that `group` query heads read; they start as 0.
+    fn head_words(&self, _k_dim: usize, _group: usize) -> usize {
         0
     }
 
-    /// Whether [`rank`](Policy::rank) should see utilities of the other heads: those that it returns are then added over
-    /// all heads of a layer, or of all layers, by position.
+    /// Whether heads agree on who goes: the utilities that [`rank`](Policy::rank) returns are then added over all heads of a
+    /// layer, or of all layers whose policies have this name, by position.
     fn scope(&self) -> Scope {
         Scope::Head
     }
@@ -94,8 +109,8 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// A token was appended: `state` is its [`words`](Policy::words).
     fn born(&self, _token: &Token<'_>, _state: &mut [f32]) {}
 
-    /// Some rows were attended. Called for each page that they read, after the step was committed; `state` is
-    /// [`words`](Policy::words) rows of 32.
+    /// Some rows were attended. Called for each page that they read, sinks apart, after the step was committed; `state` is
+    /// [`words`](Policy::words) rows of 32. Rows that can be taken back come one by one.
     fn observe(&self, _seen: &Seen<'_>, _state: &mut [[f32; LANES]]) {}
 
     /// The same, once a head: `state` is [`head_words`](Policy::head_words) long.
@@ -104,7 +119,7 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// The utilities of the tokens that may be evicted, into `utility`. Not a number is worth less than anything.
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]);
 
-    /// Tokens below this utility go even where the budget would hold them.
+    /// Tokens below this utility go even where the budget would hold them; `head` is what is kept of the head.
     fn threshold(&self, _head: &[f32]) -> Option<f32> {
         None
     }
@@ -181,6 +196,8 @@ pub struct HeadSeen<'a> {
     pub layer: usize,
     /// The KV head.
     pub kv_head: usize,
+    /// Query heads of the KV head.
+    pub group: u32,
     /// Position of the first of the rows.
     pub first: Position,
     /// How many rows.
@@ -188,9 +205,9 @@ pub struct HeadSeen<'a> {
     /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless something is kept of heads.
     pub queries: &'a [f32],
     /// Tokens that the rows' experts hold, and those that they would had none been evicted.
-    pub hits: u32,
+    pub hits: u64,
     /// Of those, the ones that are gone.
-    pub misses: u32,
+    pub misses: u64,
 }
 
 /// How a layer evicts. Set by [`CacheConfig::evict`](crate::CacheConfig::evict).
@@ -201,7 +218,8 @@ pub struct Eviction {
     pub policy: Arc<dyn Policy>,
     /// What a head may hold.
     pub budget: Budget,
-    /// Evicts once so many tokens are over the budget, down to the budget: the ranking is then done once for so many.
+    /// How many tokens go at once, at least 1: as soon as a head is over its budget, so many go that it is this less one below,
+    /// and the next ranking is due only once they have come again. A batch above the budget leaves sinks and ring.
     pub batch: Option<u32>,
     /// Whole pages go, the one with the lowest mean utility first.
     pub by_page: bool,

@@ -6,7 +6,9 @@ use pikv_core::warp::LANES;
 /// `u` = mean attention from the last `window` rows, averaged over `pool` neighbours by position, so that what stands beside an
 /// important token stays with it (at the ends fewer neighbours count, over the same divisor, as the paper's code has it).
 ///
-/// A step of at least `window` rows, as a prompt is, starts the mean anew. Shorter ones replace their share of it.
+/// Rows that come together replace their share of the mean, so a step of at least `window` rows, as a prompt is, starts it anew.
+/// Rows that can be taken back come one by one, each replacing `1 / window`: with a rollback a prompt's mean weighs its last rows
+/// by up to `(1 - 1 / window)^rollback` less, and keeps as little of what was before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SnapKv {
     /// Rows; 32 by default.

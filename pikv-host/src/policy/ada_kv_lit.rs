@@ -1,0 +1,115 @@
+//! AdaKV-lit: an adaptive threshold over a weighted sum of features (PiKV, arXiv 2508.06526).
+
+use super::lru::{age, stored};
+use super::{Candidates, Feedback, HeadSeen, Policy, Seen, Token};
+use pikv_core::warp::LANES;
+
+/// `u = sum alpha_j phi_j` of three features in 0..=1, and tokens of `u < theta` go even where the budget would hold them:
+///
+/// * recency, `2^(-age / half_life)`;
+/// * mass, `m / (1 + m)`, `m` the mean attention received so far over an equal share of all tokens;
+/// * frequency, `f / (1 + f)`, `f` the number of times that it received at least such a share, halved every `half_life` tokens.
+///
+/// After every row, `theta <- clamp(theta - gamma (target - eta), 0, sum alpha)` for each KV head, `eta` the moving mean of its
+/// hit rate: of the tokens that the row's experts were given, those still held. So a head that misses lets fewer tokens go; those
+/// that went do not come back, and `eta` recovers as new ones come. The paper has the other sign, with which a head that misses
+/// evicts more, misses more, and ends with nothing, while one that does not miss never evicts: a `gamma` below 0 shows it.
+///
+/// (The method that it is named after, arXiv 2407.11550, is [`Eviction::adaptive`](super::Eviction::adaptive).)
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdaKvLit {
+    /// Weights of recency, mass and frequency, 1/3 each by default; at least 0.
+    pub alpha: [f32; 3],
+    /// The hit rate to reach, in 0..=1; 0.9 by default.
+    pub target: f32,
+    /// Step of the threshold, above 0; 0.01 by default.
+    pub gamma: f32,
+    /// What the newest row counts in the mean hit rate, above 0 and at most 1; 0.1 by default.
+    pub rate: f32,
+    /// Tokens; 64 by default.
+    pub half_life: f32,
+}
+
+impl Default for AdaKvLit {
+    fn default() -> AdaKvLit {
+        AdaKvLit { alpha: [1.0 / 3.0; 3], target: 0.9, gamma: 0.01, rate: 0.1, half_life: 64.0 }
+    }
+}
+
+/// Words of a head: the threshold, the mean hit rate, and whether there was one yet.
+const THETA: usize = 0;
+const ETA: usize = 1;
+const STARTED: usize = 2;
+
+impl AdaKvLit {
+    fn faded(&self, age: f32) -> f32 {
+        libm::exp2f(-age / self.half_life)
+    }
+}
+
+impl Policy for AdaKvLit {
+    fn name(&self) -> &str {
+        "AdaKV-lit"
+    }
+
+    fn feedback(&self) -> Feedback {
+        Feedback::Mass
+    }
+
+    /// Shares received and the rows that gave them, uses, and the position of the last.
+    fn words(&self) -> usize {
+        4
+    }
+
+    fn head_words(&self, _k_dim: usize, _group: usize) -> usize {
+        3
+    }
+
+    fn born(&self, token: &Token<'_>, state: &mut [f32]) {
+        state[3] = stored(token.position.0);
+    }
+
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        let now = seen.first.0 + seen.rows - 1;
+        for t in seen.lanes() {
+            let share = seen.mass[t] * seen.resident as f32;
+            let rows = (seen.rows_after(seen.positions[t]) * seen.group) as f32;
+            state[0][t] += share;
+            state[1][t] += rows;
+            if rows > 0.0 && share >= rows {
+                state[2][t] = state[2][t] * self.faded(age(now, state[3][t])) + 1.0;
+                state[3][t] = stored(now);
+            }
+        }
+    }
+
+    fn observe_head(&self, seen: &HeadSeen<'_>, state: &mut [f32]) {
+        let wanted = seen.hits + seen.misses;
+        if wanted == 0 {
+            return;
+        }
+        let hit = seen.hits as f32 / wanted as f32;
+        for _ in 0..seen.rows {
+            let rate = if state[STARTED] == 0.0 { 1.0 } else { self.rate };
+            state[STARTED] = 1.0;
+            state[ETA] += rate * (hit - state[ETA]);
+            let most: f32 = self.alpha.iter().sum();
+            state[THETA] = (state[THETA] - self.gamma * (self.target - state[ETA])).max(0.0).min(most);
+        }
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        for (i, u) in utility.iter_mut().enumerate() {
+            let of = |word| tokens.state(i, word);
+            let recency = self.faded((tokens.now() - tokens.position(i)) as f32);
+            let share = if of(1) > 0.0 { of(0) / of(1) } else { 0.0 };
+            let uses = of(2) * self.faded(age(tokens.now(), of(3)));
+            let features = [recency, share / (1.0 + share), uses / (1.0 + uses)];
+            *u = self.alpha.iter().zip(features).map(|(alpha, phi)| alpha * phi).sum();
+        }
+    }
+
+    fn threshold(&self, head: &[f32]) -> Option<f32> {
+        Some(head[THETA])
+    }
+}

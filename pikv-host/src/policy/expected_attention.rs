@@ -1,0 +1,157 @@
+//! Expected attention: what queries to come will look at stays (arXiv 2510.00636).
+
+use super::{Candidates, HeadSeen, Policy};
+use pikv_core::rope::Rope;
+
+/// `u = (p + epsilon) ||v||`, `p` the attention that queries of the next positions can be expected to give a token.
+///
+/// Queries before their rotation are taken to be normal, with the mean and the variances of those seen so far; the paper's
+/// covariance matrix is reduced to its diagonal here, which takes `k_dim` numbers a query head instead of its square. With `R` the
+/// mean rotation over the next positions, the expected logit of a key is `scale k.R mu + scale^2 / 2 k.R S R'.k`. `p` is the
+/// softmax of those over the tokens that may be evicted, and the mean over the query heads of the KV head.
+///
+/// Nothing is read of attention itself, so this can rank tokens that no query has seen. O(tokens * (group * k_dim + v_dim)) a
+/// ranking, reading every key and value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpectedAttention {
+    /// How queries and keys are rotated; `None` where they are not.
+    pub rope: Option<Rope>,
+    /// Whether they come rotated: `false` where [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) is set.
+    pub rotated: bool,
+    /// Positions to look ahead, at least 1; 512 by default.
+    pub ahead: u32,
+    /// Queries of the first positions do not count, as they differ from all others; 4 by default.
+    pub skip: u32,
+    /// Queries that mean and variance are taken over; from there on the older ones fade. 512 by default.
+    pub memory: u32,
+    /// Added to `p`; 0 by default.
+    pub epsilon: f32,
+    /// Factor of the logits; `1 / sqrt(k_dim)` by default.
+    pub scale: Option<f32>,
+}
+
+impl ExpectedAttention {
+    /// For queries and keys that are turned by `rope`, `rotated` already when they come or not.
+    pub fn new(rope: Option<Rope>, rotated: bool) -> ExpectedAttention {
+        ExpectedAttention { rope, rotated, ahead: 512, skip: 4, memory: 512, epsilon: 0.0, scale: None }
+    }
+
+    /// Turns pair by pair: `turn(i)` is cosine and sine of pair `i`.
+    fn turn(&self, row: &mut [f64], turn: impl Fn(usize) -> (f64, f64)) {
+        let Some(rope) = &self.rope else { return };
+        for i in 0..(rope.rotary_dim as usize).min(row.len()) / 2 {
+            let (a, b) = rope.pair(i);
+            let ((cos, sin), (x, y)) = (turn(i), (row[a], row[b]));
+            (row[a], row[b]) = (x * cos - y * sin, y * cos + x * sin);
+        }
+    }
+
+    /// Angle of pair `i` a position.
+    fn angle(&self, i: usize) -> f64 {
+        self.rope.map_or(0.0, |rope| libm::pow(rope.theta, -2.0 * i as f64 / f64::from(rope.rotary_dim)))
+    }
+
+    fn turn_by(&self, row: &mut [f64], positions: f64) {
+        self.turn(row, |i| {
+            let angle = positions * self.angle(i);
+            (libm::cos(angle), libm::sin(angle))
+        });
+    }
+
+    /// Means of cosine and sine of each pair over positions `now..now + ahead`.
+    fn mean_turns(&self, now: u32) -> Vec<(f64, f64)> {
+        let (pairs, n) =
+            (self.rope.map_or(0, |rope| rope.rotary_dim as usize / 2), f64::from(self.ahead.max(1)));
+        (0..pairs)
+            .map(|i| {
+                // A geometric sum of unit vectors: that of the middle, shortened.
+                let angle = self.angle(i);
+                let part = libm::sin(0.5 * angle);
+                let length = if part == 0.0 { 1.0 } else { libm::sin(0.5 * n * angle) / (n * part) };
+                let middle = (f64::from(now) + 0.5 * (n - 1.0)) * angle;
+                (length * libm::cos(middle), length * libm::sin(middle))
+            })
+            .collect()
+    }
+}
+
+impl Policy for ExpectedAttention {
+    fn name(&self) -> &str {
+        "expected attention"
+    }
+
+    /// How many queries there were, and of each query head the means and the variances.
+    fn head_words(&self, k_dim: usize, group: usize) -> usize {
+        1 + 2 * k_dim * group
+    }
+
+    fn observe_head(&self, seen: &HeadSeen<'_>, state: &mut [f32]) {
+        let Some((count, heads)) = state.split_first_mut() else { return };
+        let width = heads.len() / 2;
+        if width == 0 || seen.queries.is_empty() {
+            return;
+        }
+        let k_dim = width / seen.group as usize;
+        let mut row = vec![0.0; k_dim];
+        for (position, queries) in (seen.first.0..).zip(seen.queries.chunks_exact(width)) {
+            if position < self.skip {
+                continue;
+            }
+            *count = (*count + 1.0).min(self.memory.max(1) as f32);
+            let rate = 1.0 / f64::from(*count);
+            for (query, head) in queries.chunks_exact(k_dim).zip(heads.chunks_exact_mut(2 * k_dim)) {
+                row.iter_mut().zip(query).for_each(|(row, x)| *row = f64::from(*x));
+                if self.rotated {
+                    self.turn_by(&mut row, -f64::from(position));
+                }
+                let (means, variances) = head.split_at_mut(k_dim);
+                for ((x, mean), variance) in row.iter().zip(means).zip(variances) {
+                    let off = x - f64::from(*mean);
+                    *mean = (f64::from(*mean) + rate * off) as f32;
+                    *variance = ((1.0 - rate) * (f64::from(*variance) + rate * off * off)) as f32;
+                }
+            }
+        }
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        let (k_dim, group) = (tokens.k_dim(), tokens.group() as usize);
+        let Some(heads) = tokens.head().get(1..) else { return };
+        let scale = self.scale.map_or(1.0 / libm::sqrt(k_dim as f64), f64::from);
+        let turns = self.mean_turns(tokens.now());
+        let (mut key, mut value) = (vec![0.0; k_dim], vec![0.0; tokens.v_dim()]);
+        let mut row = vec![0.0; k_dim];
+        // [group][tokens]
+        let mut logits = vec![0.0; group * tokens.len()];
+        let mut norms = Vec::with_capacity(tokens.len());
+        for i in 0..tokens.len() {
+            tokens.read(i, &mut key, &mut value);
+            row.iter_mut().zip(&key).for_each(|(row, x)| *row = f64::from(*x));
+            if !self.rotated {
+                self.turn_by(&mut row, f64::from(tokens.position(i)));
+            }
+            // k.R mu = R'k.mu, and R' turns back.
+            self.turn(&mut row, |pair| (turns[pair].0, -turns[pair].1));
+            for (h, head) in heads.chunks_exact(2 * k_dim).enumerate() {
+                let (means, variances) = head.split_at(k_dim);
+                let (mut mean, mut variance) = (0.0, 0.0);
+                for ((x, mu), s) in row.iter().zip(means).zip(variances) {
+                    mean += x * f64::from(*mu);
+                    variance += x * x * f64::from(*s);
+                }
+                logits[h * tokens.len() + i] = scale * mean + 0.5 * scale * scale * variance;
+            }
+            norms.push(libm::sqrt(value.iter().map(|x| f64::from(*x) * f64::from(*x)).sum()));
+        }
+        let mut mean = vec![0.0; tokens.len()];
+        for logits in logits.chunks_exact(tokens.len().max(1)) {
+            let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = logits.iter().map(|x| libm::exp(x - top)).collect();
+            let total: f64 = weights.iter().sum();
+            mean.iter_mut().zip(&weights).for_each(|(mean, w)| *mean += w / (total * group as f64));
+        }
+        for ((u, p), norm) in utility.iter_mut().zip(&mean).zip(&norms) {
+            *u = ((p + f64::from(self.epsilon)) * norm) as f32;
+        }
+    }
+}

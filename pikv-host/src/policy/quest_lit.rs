@@ -1,0 +1,183 @@
+//! QUEST-lit: a small network ranks tokens by statistics of their key and value (PiKV, arXiv 2508.06526).
+
+use super::{Candidates, Policy, Token};
+use std::sync::Arc;
+use thiserror::Error;
+
+/// `u = MLP([K, V] statistics)`, of the token as it was appended (a key rotated if keys come rotated): [`QuestLit::STATISTICS`] go
+/// in, one number comes out, with a ReLU between layers. With [`Eviction::by_page`](super::Eviction::by_page) a page is worth the mean of
+/// its tokens. One network serves all layers and heads.
+///
+/// The paper names no weights; whoever trained some loads them here. (The method that it is named after, arXiv 2406.10774, selects
+/// pages and evicts none: [`Read::Quest`](crate::Read::Quest).)
+#[derive(Clone, Debug, PartialEq)]
+pub struct QuestLit {
+    layers: Arc<[Dense]>,
+}
+
+/// A layer of the network: `y = weight x + bias`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dense {
+    /// `[out][in]`
+    pub weight: Vec<f32>,
+    /// `[out]`
+    pub bias: Vec<f32>,
+}
+
+/// Weights that are none.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum QuestLitError {
+    /// No layers.
+    #[error("a network needs at least 1 layer")]
+    Empty,
+    /// A layer that does not fit the one before.
+    #[error(
+        "layer {layer}: {weight} weights and {bias} biases over {wide} inputs; it needs {wide} weights for each bias"
+    )]
+    Shape {
+        /// The layer.
+        layer: usize,
+        /// Weights given.
+        weight: usize,
+        /// Biases given.
+        bias: usize,
+        /// What the layer before gives; the statistics for the first.
+        wide: usize,
+    },
+    /// The last layer gives more than one number, or none.
+    #[error("the network gives {outputs} numbers; a utility is 1")]
+    Outputs {
+        /// Its biases.
+        outputs: usize,
+    },
+    /// A value that is not finite.
+    #[error("layer {layer}: {value} is not finite")]
+    NotFinite {
+        /// The layer.
+        layer: usize,
+        /// The value.
+        value: f32,
+    },
+    /// The bytes are no safetensors file.
+    #[cfg(feature = "fit")]
+    #[error("not a safetensors file, or a damaged one: {0}")]
+    File(#[from] safetensors::SafeTensorError),
+    /// A tensor of another type or shape.
+    #[cfg(feature = "fit")]
+    #[error("tensor {name:?} is {found}; an F32 tensor of {dimensions} dimensions is needed")]
+    Tensor {
+        /// Its name.
+        name: String,
+        /// As it is.
+        found: String,
+        /// Dimensions that would have done.
+        dimensions: usize,
+    },
+}
+
+impl QuestLit {
+    /// Numbers that the network is given of a token: mean, least, most and Euclidean norm of its key, then of its value.
+    pub const STATISTICS: usize = 8;
+
+    /// A network of these layers, from the statistics on.
+    ///
+    /// # Errors
+    /// No layers, one that does not fit the one before, more than one output, values that are not finite.
+    ///
+    /// ```
+    /// use pikv_host::policy::{Dense, QuestLit};
+    /// // Keys of small norm are worth most, as `KeyNorm` has it.
+    /// let weight = vec![0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0];
+    /// QuestLit::new(vec![Dense { weight, bias: vec![0.0] }])?;
+    /// # Ok::<(), pikv_host::policy::QuestLitError>(())
+    /// ```
+    pub fn new(layers: Vec<Dense>) -> Result<QuestLit, QuestLitError> {
+        let mut wide = QuestLit::STATISTICS;
+        for (layer, Dense { weight, bias }) in layers.iter().enumerate() {
+            if bias.is_empty() || weight.len() != bias.len() * wide {
+                let (weight, bias) = (weight.len(), bias.len());
+                return Err(QuestLitError::Shape { layer, weight, bias, wide });
+            }
+            if let Some(&value) = weight.iter().chain(bias).find(|x| !x.is_finite()) {
+                return Err(QuestLitError::NotFinite { layer, value });
+            }
+            wide = bias.len();
+        }
+        match layers.last() {
+            None => Err(QuestLitError::Empty),
+            Some(_) if wide != 1 => Err(QuestLitError::Outputs { outputs: wide }),
+            Some(_) => Ok(QuestLit { layers: layers.into() }),
+        }
+    }
+
+    /// Reads a safetensors file: `layers.0.weight` of shape `[out, in]`, `layers.0.bias` of shape `[out]`, `layers.1.weight` and so
+    /// on, all F32.
+    ///
+    /// # Errors
+    /// Bytes that are no such file, tensors that are missing or of another type or shape, and the errors of [`QuestLit::new`].
+    #[cfg(feature = "fit")]
+    pub fn from_safetensors(bytes: &[u8]) -> Result<QuestLit, QuestLitError> {
+        let file = safetensors::SafeTensors::deserialize(bytes)?;
+        let read = |name: String, dimensions: usize| {
+            let tensor = file.tensor(&name)?;
+            if tensor.dtype() != safetensors::Dtype::F32 || tensor.shape().len() != dimensions {
+                let found = format!("{:?} of shape {:?}", tensor.dtype(), tensor.shape());
+                return Err(QuestLitError::Tensor { name, found, dimensions });
+            }
+            let values = tensor.data().as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+            Ok(values.collect::<Vec<f32>>())
+        };
+        let count = file.names().iter().filter(|name| name.ends_with(".weight")).count();
+        let layer = |l: usize| {
+            let (weight, bias) =
+                (read(format!("layers.{l}.weight"), 2)?, read(format!("layers.{l}.bias"), 1)?);
+            Ok(Dense { weight, bias })
+        };
+        QuestLit::new((0..count).map(layer).collect::<Result<_, QuestLitError>>()?)
+    }
+
+    /// The utility of a token. Sums run in the order of the inputs, in f32.
+    pub fn utility(&self, key: &[f32], value: &[f32]) -> f32 {
+        let mut x: Vec<f32> = [key, value].into_iter().flat_map(statistics).collect();
+        for (l, Dense { weight, bias }) in self.layers.iter().enumerate() {
+            let rows = weight.chunks_exact(x.len()).zip(bias);
+            let row =
+                |(row, bias): (&[f32], &f32)| bias + row.iter().zip(&x).map(|(w, x)| w * x).sum::<f32>();
+            let last = l + 1 == self.layers.len();
+            x = rows.map(row).map(|y| if last { y } else { y.max(0.0) }).collect();
+        }
+        x[0]
+    }
+}
+
+/// Mean, least, most and norm.
+fn statistics(row: &[f32]) -> [f32; QuestLit::STATISTICS / 2] {
+    let (mut sum, mut square) = (0.0, 0.0);
+    let (mut least, mut most) = (f32::INFINITY, f32::NEG_INFINITY);
+    for x in row {
+        sum += f64::from(*x);
+        square += f64::from(*x) * f64::from(*x);
+        (least, most) = (least.min(*x), most.max(*x));
+    }
+    [(sum / row.len() as f64) as f32, least, most, square.sqrt() as f32]
+}
+
+impl Policy for QuestLit {
+    fn name(&self) -> &str {
+        "QUEST-lit"
+    }
+
+    /// The utility, found when the token comes.
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn born(&self, token: &Token<'_>, state: &mut [f32]) {
+        state[0] = self.utility(token.key, token.value);
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        (0..).zip(utility).for_each(|(i, u)| *u = tokens.state(i, 0));
+    }
+}
