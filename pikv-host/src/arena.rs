@@ -283,6 +283,13 @@ fn mapped(bytes: u64) -> Result<(NonNull<u32>, Memory), Error> {
 }
 
 impl Reservation {
+    /// Sets bytes aside again that this step took and has just given back, unless others were quicker.
+    pub(crate) fn regain(&mut self, bytes: u64) {
+        if let Ok(mut again) = self.arenas.reserve(bytes) {
+            self.bytes += std::mem::take(&mut again.bytes);
+        }
+    }
+
     /// A page of `words` words on `shard`, out of what was reserved: without positions, its words undefined.
     pub(crate) fn take(&mut self, shard: u32, words: u32) -> Result<Page, Error> {
         let bytes = u64::from(words) * 4;

@@ -123,7 +123,11 @@ impl Layer {
                             if let Some((page, lane)) = head.chains[c].newest() {
                                 pages.forget_copy(page, lane);
                             }
+                            let held = |chain: &Chain| chain.entries.iter().map(Entry::bytes).sum::<u64>();
+                            let before = held(&head.chains[c]);
                             head.chains[c].pop(position);
+                            // The append may be made again, and needs them then.
+                            pages.regain(before - held(&head.chains[c]));
                         }
                         while self.originals.back().is_some_and(|kept| kept.by == position) {
                             self.originals.pop_back();

@@ -37,14 +37,22 @@ fn reference(setup: &CacheConfig, ops: &[Op]) -> Vec<u32> {
 }
 
 /// One fault at a time, the `n`th time that it can happen: it must show, and what failed must succeed when done again.
-fn recovers(setup: &CacheConfig, ops: &[Op], fault: Set, expected: impl Fn(&Error) -> bool) -> u64 {
+/// With `again` an append is tried anew in its step, else the step.
+fn recovers(
+    setup: &CacheConfig,
+    ops: &[Op],
+    fault: Set,
+    again: bool,
+    expected: impl Fn(&Error) -> bool,
+) -> u64 {
     let standin = Standin::new();
     let want = reference(setup, ops);
     let live = standin.get(Get::Live);
     for n in 0.. {
         let backend = standin.backend();
         standin.set(fault, n);
-        let mut run = Run::new(setup.clone().backend(backend), Options::default()).unwrap();
+        let options = Options { again, ..Options::default() };
+        let mut run = Run::new(setup.clone().backend(backend), options).unwrap();
         let mut failed = 0;
         for op in ops {
             let used = run.cache.usage();
@@ -55,6 +63,8 @@ fn recovers(setup: &CacheConfig, ops: &[Op], fault: Set, expected: impl Fn(&Erro
                 run.act(op).unwrap_or_else(|e| panic!("{n}, {op:?} again: {e}"));
             }
         }
+        assert!(run.failed.iter().all(&expected), "{n}: {:?}", run.failed);
+        failed += run.failed.len();
         // Looking reads through a buffer, which may need its memory here.
         let before = run.record.len();
         if let Err(e) = run.look() {
@@ -78,21 +88,26 @@ fn recovers(setup: &CacheConfig, ops: &[Op], fault: Set, expected: impl Fn(&Erro
 #[test]
 fn memory_that_is_refused() {
     let refused = |e: &Error| matches!(e, Error::OutOfMemory { bytes: 1.. });
-    let n = recovers(&setup(), &ops(), Set::Allocations, refused);
+    let n = recovers(&setup(), &ops(), Set::Allocations, false, refused);
     // Chunks of two page sizes, and every buffer.
     assert!(n > 6, "{n} allocations");
     // Pages so large that chunks begin at any head: a token is then filed for some heads and not for others.
-    let large = config(vec![shape(3, 1, 256, 256, Dtype::F32, Dtype::F32)], 1, 0);
-    let n = recovers(&large, &vec![Op::Fill(vec![(0, 31)]); 14], Set::Allocations, refused);
-    assert!(n > 6, "{n} allocations");
+    let layers = vec![shape(3, 1, 256, 256, Dtype::F32, Dtype::F32)];
+    for ring in [20, 31] {
+        let large = config(layers.clone(), ring, 0);
+        let n = recovers(&large, &vec![Op::Fill(vec![(0, 31)]); 14], Set::Allocations, true, refused);
+        assert!(n > 6, "{n} allocations");
+    }
 }
 
 #[test]
 fn launches_that_are_refused() {
     let refused =
         |e: &Error| matches!(e, Error::Device(CudaError::Driver { call: "cuLaunchKernel", code: 701, .. }));
-    let n = recovers(&setup(), &ops(), Set::Launches, refused);
-    assert!(n > 40, "{n} launches");
+    for again in [false, true] {
+        let n = recovers(&setup(), &ops(), Set::Launches, again, refused);
+        assert!(n > 40, "{n} launches");
+    }
 }
 
 #[test]

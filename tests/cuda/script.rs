@@ -43,6 +43,8 @@ pub struct Options {
     pub own_experts: bool,
     /// The mass of every page is recorded.
     pub mass: bool,
+    /// An append that fails is tried once more, in the same step.
+    pub again: bool,
 }
 
 /// A cache, its sequences, and all that came out of them, as bits.
@@ -51,6 +53,8 @@ pub struct Run {
     pub sequences: Vec<Sequence>,
     pub options: Options,
     pub record: Vec<u32>,
+    /// What appends failed of that were tried once more.
+    pub failed: Vec<Error>,
     tokens: u64,
 }
 
@@ -58,7 +62,7 @@ impl Run {
     pub fn new(config: CacheConfig, options: Options) -> Result<Run, Error> {
         let cache = Cache::new(config)?;
         let sequences = vec![cache.sequence()];
-        Ok(Run { cache, sequences, options, record: Vec::new(), tokens: 0 })
+        Ok(Run { cache, sequences, options, record: Vec::new(), failed: Vec::new(), tokens: 0 })
     }
 
     fn attend(&self, shape: &LayerShape) -> Attend {
@@ -114,19 +118,27 @@ impl Run {
         let config = cache.config();
         let mut results = Vec::new();
         let options: Vec<Attend> = config.layers.iter().map(|shape| self.attend(shape)).collect();
+        let failed = &mut self.failed;
         let chosen = self
             .sequences
             .iter_mut()
             .enumerate()
             .filter_map(|(i, s)| parts.iter().find(|(at, _)| *at == i).map(|(_, n)| (s, *n)));
-        let Options { own_experts, mass: mass_too, .. } = self.options;
+        let Options { own_experts, mass: mass_too, again, .. } = self.options;
         let mut step = cache.begin(chosen)?;
         let rows = step.rows();
         for (layer, shape) in config.layers.iter().enumerate().take(layers) {
             let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
             let (kv, heads) = (rows * shape.kv_heads as usize, rows * shape.query_heads as usize);
             let row = |kind| [id, layer as u64, kind];
-            step.append(layer, &noise(&row(0), kv * k_dim), &noise(&row(1), kv * v_dim))?;
+            let (k, v) = (noise(&row(0), kv * k_dim), noise(&row(1), kv * v_dim));
+            match step.append(layer, &k, &v) {
+                Err(e) if again => {
+                    failed.push(e);
+                    step.append(layer, &k, &v)?;
+                }
+                done => done?,
+            }
             let chosen: Vec<u16> = (0..rows as u64)
                 .flat_map(|r| {
                     let first = mix(&[id, r, layer as u64, 3]) % u64::from(config.experts);

@@ -294,6 +294,7 @@ fn whatever_is_done() {
             closed_gaps: below(4) == 0,
             own_experts: below(4) == 0,
             mass: below(3) == 0,
+            again: false,
         };
         same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, options, ops });
     }
