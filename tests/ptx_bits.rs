@@ -618,13 +618,13 @@ fn same_page(
     lanes: &[u32],
 ) -> Result<(), String> {
     let word = |at: usize| machine.memory.read::<u32>(device + at as u64 * 4, 1);
-    for at in 0..host.len() {
+    for (at, want) in host.iter().enumerate() {
         let v = at.checked_sub(layout.v_base() as usize);
         let lane = v.map_or(at % LANES, |v| v / layout.v_stride() as usize) as u32;
         match (lanes.contains(&lane), word(at)) {
-            (true, Ok(got)) if got[0] == host[at] => {}
+            (true, Ok(got)) if got[0] == *want => {}
             (false, Err(Cause::Uninitialised { .. })) => {}
-            (_, got) => return Err(format!("word {at} of lane {lane} is {got:?}, not {:#x}", host[at])),
+            (_, got) => return Err(format!("word {at} of lane {lane} is {got:?}, not {want:#x}")),
         }
     }
     Ok(())
