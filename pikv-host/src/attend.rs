@@ -178,10 +178,9 @@ pub(crate) fn attend(
             &single[..]
         }
     };
-    if read == Read::Experts {
-        if let Some(row) = views.iter().position(|view| !view.routed(inner)) {
-            return Err(Error::NotRouted { layer, row });
-        }
+    let unrouted = || views.iter().position(|view| !view.routed(inner));
+    if let Some(row) = (read == Read::Experts).then(unrouted).flatten() {
+        return Err(Error::NotRouted { layer, row });
     }
     let mut starts = Vec::with_capacity(views.len());
     let mut rows = 0;
