@@ -178,8 +178,9 @@ pub(crate) fn attend(
             &single[..]
         }
     };
-    let unrouted = || views.iter().position(|view| !view.routed(inner));
-    if let Some(row) = (read == Read::Experts).then(unrouted).flatten() {
+    if read == Read::Experts
+        && let Some(row) = views.iter().position(|view| !view.routed(inner))
+    {
         return Err(Error::NotRouted { layer, row });
     }
     let mut starts = Vec::with_capacity(views.len());

@@ -19,8 +19,9 @@ pub enum Budget {
     /// This share of the tokens appended, rounded up; above 0 and at most 1.
     Share(f32),
     /// As many as fit this many bytes of pages of each layer, the same number in each head: ring, sinks, two pages for each
-    /// expert (its newest, and one not worth putting together), and a fifth of the rest for pages that have lost tokens. Pages that a fork shares, and those that a
-    /// rollback could bring back, come on top; so do packed pages unless whole pages are evicted.
+    /// expert (its newest, and one not worth putting together), and a fifth of the rest for pages that have lost tokens. Pages
+    /// that a fork shares, and those that a rollback could bring back, come on top; so do packed pages unless whole pages are
+    /// evicted.
     Bytes(u64),
 }
 
