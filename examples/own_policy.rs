@@ -46,7 +46,9 @@ const NEEDLES: u32 = 12;
 fn noise(seed: u32) -> Vec<f32> {
     let mut x = u64::from(seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
-        (x ^= x << 13, x ^= x >> 7, x ^= x << 17);
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
         (x >> 40) as f32 / 8_388_608.0 - 1.0
     };
     (0..8).for_each(|_| _ = next());
@@ -56,7 +58,7 @@ fn noise(seed: u32) -> Vec<f32> {
 /// The token that the row at `p` looks for: a needle first 30 tokens after it came, then every 60 or so.
 fn sought(p: u32) -> Option<u32> {
     let needle = |n: u32| n * 20 + 10;
-    (0..NEEDLES).map(needle).find(|at| p > *at + 29 && (p - at - 30) % 61 == 0)
+    (0..NEEDLES).map(needle).find(|at| p > *at + 29 && (p - at - 30).is_multiple_of(61))
 }
 
 /// Outputs of every row that looks for a needle.

@@ -20,8 +20,11 @@ fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) -> Vec<u32> {
     outs
 }
 
+/// A page: its name, its tokens' lanes and positions, and the bits of their keys and values.
+type Page = (String, Vec<(u32, u32)>, Vec<u32>);
+
 /// Everything that can be seen of a sequence: the pages, where each token lies in them, and its bytes.
-fn seen(sequence: &Sequence) -> Vec<(String, Vec<(u32, u32)>, Vec<u32>)> {
+fn seen(sequence: &Sequence) -> Vec<Page> {
     let mut all = Vec::new();
     let first = sequence.next_position().0 - sequence.in_ring().0;
     for (l, h) in [(0, 0), (0, 1), (1, 0), (1, 1)] {

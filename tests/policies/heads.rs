@@ -202,4 +202,10 @@ fn layers_with_rules_of_their_own() {
     assert_eq!(held(&sequence, 0, 0), (0..2).chain(72..100).collect());
     assert_eq!(held(&sequence, 0, 0), held(&sequence, 2, 1));
     assert_eq!(sequence.resident(1, 0).unwrap().0, 50);
+    // A tenth of 100 is 10, although 0.1 in f32 is more than a tenth.
+    let rule = Eviction::new(KeyNorm, Budget::Share(0.1)).batch(1);
+    let cache = Cache::new(crate::setup::config(1).evict(rule)).unwrap();
+    let mut sequence = cache.sequence();
+    feed(&cache, &mut sequence, &rows(cache.config(), 0, 100));
+    assert_eq!(sequence.resident(0, 0).unwrap().0, 10);
 }

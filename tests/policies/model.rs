@@ -456,7 +456,8 @@ impl Model {
             Budget::Layers(layers) => u64::from(layers[l]).saturating_sub(fixed),
             Budget::Heads(heads) => u64::from(heads[l][h]).saturating_sub(fixed),
             Budget::Share(share) => {
-                ((f64::from(len) * f64::from(*share)).ceil() as u64).saturating_sub(fixed)
+                let enough = |n: &u32| *n as f32 / len as f32 >= *share;
+                u64::from((0..len).find(enough).unwrap_or(len)).saturating_sub(fixed)
             }
             _ => unreachable!(),
         };

@@ -16,11 +16,12 @@ pub enum Budget {
     Layers(Arc<[u32]>),
     /// So many in each KV head of each layer; [`Budget::ALL`] for a head that keeps everything (DuoAttention's retrieval heads).
     Heads(Arc<[Vec<u32>]>),
-    /// This share of the tokens appended, above 0 and at most 1.
+    /// This share of the tokens appended, rounded up; above 0 and at most 1.
     Share(f32),
     /// As many as fit this many bytes of pages of each layer, the same number in each head: ring, sinks, two pages for each
-    /// expert (its newest, and one not worth putting together), and a fifth of the rest for pages that have lost tokens. Pages that a fork shares, and those that a
-    /// rollback could bring back, come on top; so do packed pages unless whole pages are evicted.
+    /// expert (its newest, and one not worth putting together), and a fifth of the rest for pages that have lost tokens. Pages
+    /// that a fork shares, and those that a rollback could bring back, come on top; so do packed pages unless whole pages are
+    /// evicted.
     Bytes(u64),
 }
 
@@ -48,7 +49,10 @@ impl Budget {
             Budget::Tokens(n) => Some(*n),
             Budget::Layers(layers) => Some(layers[layer]),
             Budget::Heads(heads) => Some(heads[layer][kv_head]),
-            Budget::Share(share) => Some((f64::from(len) * f64::from(*share)).ceil() as u32),
+            // A hair less, as 0.1 in f32 is a hair more: a tenth of 10 is 1.
+            Budget::Share(share) => {
+                Some((f64::from(len) * f64::from(*share) * (1.0 - f64::from(f32::EPSILON))).ceil() as u32)
+            }
             Budget::Bytes(_) => None,
         }
     }

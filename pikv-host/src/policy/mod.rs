@@ -8,8 +8,8 @@
 //!
 //! After every step, the tokens of lowest utility that have left the ring are evicted until the head is within its budget;
 //! of equals the older goes first, and before all others what a sliding window no longer shows. The ring, the sinks and what was
-//! pinned ([`Sequence::pin`](crate::Sequence::pin)) stay. Tokens that went are read no more; pages of the same expert that lost some
-//! are put together, so the budget bounds bytes too. Positions never change.
+//! pinned ([`Sequence::pin`](crate::Sequence::pin)) stay. Tokens that went are read no more; pages of the same expert that lost
+//! some are put together, so the budget bounds bytes too. Positions never change.
 //!
 //! Rollback brings back what a step evicted, and every score, as if the step had never been; back inside a step, as if it had ended
 //! there. So what was evicted keeps its bytes until it can no longer come back, and is settled when the step after that begins.

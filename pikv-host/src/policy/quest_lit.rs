@@ -5,8 +5,8 @@ use std::sync::Arc;
 use thiserror::Error;
 
 /// `u = MLP([K, V] statistics)`, of the token as it was appended (a key rotated if keys come rotated): [`QuestLit::STATISTICS`] go
-/// in, one number comes out, with a ReLU between layers. With [`Eviction::by_page`](super::Eviction::by_page) a page is worth the mean of
-/// its tokens. One network serves all layers and heads.
+/// in, one number comes out, with a ReLU between layers. With [`Eviction::by_page`](super::Eviction::by_page) a page is worth the
+/// mean of its tokens. One network serves all layers and heads.
 ///
 /// The paper names no weights; whoever trained some loads them here. (The method that it is named after, arXiv 2406.10774, selects
 /// pages and evicts none: [`Read::Quest`](crate::Read::Quest).)
