@@ -38,8 +38,9 @@ pub fn run(trace: &str, tokens: usize) -> Result<()> {
     println!("{:17} {}", "policy", budgets.map(|budget| format!("{budget:>9}")).join(" "));
     let names: Vec<&str> = rows_of(budgets[0], window, &far)?.iter().map(|row| row.name).collect();
     let bar = ProgressBar::new((names.len() * budgets.len()) as u64);
-    // Budgets by layer, retrieval heads and pages chosen for a query say nothing of one layer with one head of made-up keys.
-    let told = |name: &&str| !["Duo", "C_Py", "C_F", "QUEST", "key norm"].contains(name);
+    // Budgets by layer or head, pages chosen for a query and norms say nothing of one layer with one head of made-up keys.
+    let silent = ["AdaKV", "Duo", "Duo-lit", "C_Py", "C_F", "QUEST", "key norm"];
+    let told = |name: &&str| !silent.contains(name);
     for name in names.iter().filter(|name| told(name)) {
         let mut cells = Vec::new();
         for budget in budgets {
