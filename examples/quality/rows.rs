@@ -64,6 +64,11 @@ impl Row {
                 config = config.compress_head(layer, head, codec.clone());
             }
         }
+        config
+    }
+
+    /// Has layers drop tokens.
+    pub fn drop(&self, config: CacheConfig) -> CacheConfig {
         self.drops.iter().fold(config, |config, (layer, how)| config.evict_layer(*layer, how.clone()))
     }
 

@@ -16,7 +16,7 @@ impl Subject {
             .ring(ring as u32)
             .sinks(sinks)
             .experts(self.experts.0, self.experts.1);
-        Ok(Paged::new(Cache::new(row.compress(config))?, self.head_dim))
+        Ok(Paged::new(Cache::new(row.drop(row.compress(config)))?, self.head_dim))
     }
 }
 
