@@ -12,6 +12,6 @@ pub use pikv_core::{
 };
 pub use pikv_host::{
     Attend, Cache, CacheConfig, ClosedLoop, CodecRule, ConfigError, Error, EvictionRule, LoopError, LoopStep,
-    Output, PageId, PageInfo, PageMass, Place, Read, Rows, Sequence, Step, StepReport, Usage, codec, lanes,
-    metrics, planner, policy, router, trace,
+    Output, PageId, PageInfo, PageMass, Place, Read, Rows, Sequence, Step, StepReport, TierOperation, Usage,
+    codec, lanes, metrics, planner, policy, router, tiers, trace,
 };

@@ -33,7 +33,7 @@ impl Chain {
             Held::Open(_) => {
                 entry.fill == PAGE && entry.pending == 0 && entry.last().is_some_and(|last| last < kept)
             }
-            Held::Closed(_) => false,
+            Held::Closed(_) | Held::Away(_) => false,
         };
         let end = self.entries.iter().take_while(still).count();
         let live: u32 = self.entries.range(..end).map(|entry| entry.live.count_ones()).sum();

@@ -5,6 +5,7 @@ use crate::error::ConfigError;
 use crate::lanes::Lanes;
 use crate::observe::Rule;
 use crate::policy::Eviction;
+use crate::tiers::Tiers;
 use pikv_core::page::{MAX_DIM, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
@@ -48,6 +49,8 @@ pub struct CacheConfig {
     pub codecs: Vec<CodecRule>,
     /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
     pub evictions: Vec<EvictionRule>,
+    /// Where pages go that the budget does not hold.
+    pub tiers: Tiers,
 }
 
 /// How some layers evict.
@@ -93,6 +96,7 @@ impl CacheConfig {
             lanes: Lanes::detect(),
             codecs: Vec::new(),
             evictions: Vec::new(),
+            tiers: Tiers::new(),
         }
     }
 
@@ -172,6 +176,12 @@ impl CacheConfig {
     /// Evicts tokens that left the ring of one layer.
     pub fn evict_layer(mut self, layer: usize, eviction: Eviction) -> Self {
         self.evictions.push(EvictionRule { layer: Some(layer), eviction });
+        self
+    }
+
+    /// Sets the tiers beneath the budget.
+    pub fn tiers(mut self, tiers: Tiers) -> Self {
+        self.tiers = tiers;
         self
     }
 

@@ -3,7 +3,7 @@
 use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
-use crate::chain::{Chain, Closed, Entry, Held};
+use crate::chain::{Away, Chain, Closed, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::filing::Layer;
 use crate::forest::{Forest, Listed, PACKED_RUN};
@@ -215,7 +215,12 @@ impl<'a> Job<'a> {
                     Held::Closed(Closed { packed, last, by, .. }) => {
                         let words = packed.words();
                         let (live, last, by) = (entry.live, *last, *by);
-                        Some((id.ordinal, Listed { words, live, last, by, original: false, id }))
+                        Some((id.ordinal, Listed { words, slot: None, live, last, by, original: false, id }))
+                    }
+                    Held::Away(Away { slot, by: Some(by) }) => {
+                        let (words, last) = (slot.in_place().unwrap_or_default(), entry.last()?);
+                        let (live, by, slot) = (entry.live, *by, Some(slot));
+                        Some((id.ordinal, Listed { words, slot, live, last, by, original: false, id }))
                     }
                     _ => None,
                 });
@@ -223,21 +228,34 @@ impl<'a> Job<'a> {
             }
             forest.packed = forest.runs.len();
         }
-        let plain = |words, live, id: PageId| Listed { words, live, last: 0, by: 0, original: false, id };
+        let plain =
+            |words, live, id: PageId| Listed { words, slot: None, live, last: 0, by: 0, original: false, id };
         for (c, chain) in chains.iter().enumerate().take(if codec { 1 } else { chains.len() }) {
-            let pages = entries(c, chain)
-                .filter_map(|(id, entry)| Some((id.ordinal, plain(entry.page()?.words(), entry.live, id))));
+            let pages = entries(c, chain).filter_map(|(id, entry)| {
+                let listed = match &entry.held {
+                    Held::Away(Away { slot, .. }) => Listed {
+                        slot: Some(slot),
+                        ..plain(slot.in_place().unwrap_or_default(), entry.live, id)
+                    },
+                    _ => plain(entry.page()?.words(), entry.live, id),
+                };
+                Some((id.ordinal, listed))
+            });
             forest.push_run(c as u32, pages);
         }
         if codec {
             let open = chains.iter().enumerate().skip(1).flat_map(|(c, chain)| {
                 // What is not packed for good is at the end.
-                let packed = |entry: &Entry| matches!(&entry.held, Held::Closed(c) if c.original.is_none());
+                let packed = |entry: &Entry| match &entry.held {
+                    Held::Closed(closed) => closed.original.is_none(),
+                    Held::Away(_) => true,
+                    _ => false,
+                };
                 let from = chain.entries.iter().rposition(packed).map_or(0, |i| i as u32 + 1) + chain.first;
                 entries(c, chain).skip_while(move |(id, _)| id.ordinal < from).filter_map(
                     move |(id, entry)| {
                         let listed = match &entry.held {
-                            Held::Gone => return None,
+                            Held::Gone | Held::Away(_) => return None,
                             Held::Open(page) => plain(page.words(), entry.live, id),
                             Held::Closed(Closed { original, by, .. }) => Listed {
                                 by: *by,

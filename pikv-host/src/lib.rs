@@ -30,12 +30,13 @@ pub mod router;
 mod select;
 mod sequence;
 mod step;
+pub mod tiers;
 pub mod trace;
 
 pub use attend::{Attend, Output, PageMass, Read};
 pub use cache::{Cache, Rows, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
 pub use config::{CacheConfig, CodecRule, EvictionRule};
-pub use error::{ConfigError, Error};
+pub use error::{ConfigError, Error, TierOperation};
 pub use sequence::{PageId, PageInfo, Place, Sequence};
 pub use step::{Step, StepReport};
