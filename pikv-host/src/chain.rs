@@ -79,12 +79,17 @@ impl Entry {
     /// Takes the extremes of the keys of a page as they came.
     pub fn bound(&mut self, layout: &Layout, rope: Option<&Rope>) {
         let Held::Open(page) = &self.held else { return };
+        self.bounds = Some(self.bounds_of(page.words(), layout, rope));
+    }
+
+    /// The extremes of the keys in `words`, of lanes that are read.
+    pub fn bounds_of(&self, words: &[u32], layout: &Layout, rope: Option<&Rope>) -> Box<[[f32; LANES]]> {
         let mut bounds = vec![[f32::INFINITY; LANES]; 2 * bound::rows(layout.k_dim)].into_boxed_slice();
         bounds.iter_mut().skip(1).step_by(2).for_each(|most| most.fill(f32::NEG_INFINITY));
         let mut key = [0.0; MAX_DIM as usize];
         let key = &mut key[..layout.k_dim as usize];
         for lane in (0..PAGE).filter(|lane| self.live >> lane & 1 == 1) {
-            layout.read_key(page.words(), lane, key);
+            layout.read_key(words, lane, key);
             bound::widen(&mut bounds, key, rope);
         }
         // The padding of the last row.
@@ -93,7 +98,7 @@ impl Entry {
             least[pad..].fill(0.0);
             most[pad..].fill(0.0);
         }
-        self.bounds = Some(bounds);
+        bounds
     }
 
     /// The position at each lane that was written.

@@ -1,9 +1,9 @@
 //! Stores that fail.
 
 use crate::setup::{Control, PAGE_BYTES, append, attend, bits, bytes, config, fake, feed};
-use pikv::policy::{Budget, Candidates, Eviction, Policy};
+use pikv::policy::{Budget, Candidates, Eviction, H2o, Policy};
 use pikv::tiers::{Store, Tiers};
-use pikv::{Attend, Cache, Error, Sequence, TierOperation};
+use pikv::{Attend, Cache, Error, Sequence, StepReport, TierOperation};
 use std::fs::File;
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -191,6 +191,54 @@ fn a_ranking_that_cannot_read_evicts_nothing() {
     control.unreadable.store(false, SeqCst);
     feed(&cache, &mut sequence, 1, 16).unwrap();
     assert!(sequence.resident(0, 0).unwrap().0 <= 96);
+}
+
+/// Pages that lost tokens are put together wherever they lie, or stay as they are while the tier fails.
+#[test]
+fn thinned_pages_wait_for_a_tier_that_fails() {
+    let control = Arc::new(Control::default());
+    let base = || config(1, 1 << 20).evict(Eviction::new(H2o, Budget::Tokens(96)).batch(1));
+    let cache = Cache::new(base().tiers(fake(Tiers::new(), 1 << 20, &control))).unwrap();
+    let plain = Cache::new(base()).unwrap();
+    let (mut sequence, mut other) = (cache.sequence(), plain.sequence());
+    for i in 0..11 {
+        feed(&cache, &mut sequence, 8, i).unwrap();
+        feed(&plain, &mut other, 8, i).unwrap();
+    }
+    assert_eq!(sequence.demote(u64::MAX), Ok(4 * PAGE_BYTES));
+    for i in 11..40 {
+        let mut outs = Vec::new();
+        for (cache, sequence) in [(&cache, &mut sequence), (&plain, &mut other)] {
+            let mut step = cache.begin([(sequence, 2)]).unwrap();
+            append(&mut step, 0, 2, i);
+            outs.push(attend(&mut step, 0, 2, i, &Attend::new(1.0)).unwrap());
+            // While a step is committed pages are put together.
+            control.unreadable.store(true, SeqCst);
+            step.commit().unwrap();
+            control.unreadable.store(false, SeqCst);
+        }
+        // In other places, so in another order.
+        let near = |a: &f32, b: &f32| (a - b).abs() <= 1e-6;
+        assert!(outs[0].iter().zip(&outs[1]).all(|(a, b)| near(a, b)));
+        let all = |sequence: &Sequence| {
+            let mut rows = rows(sequence);
+            rows.sort();
+            rows
+        };
+        assert_eq!(all(&sequence), all(&other));
+    }
+    let pages = |sequence: &Sequence| sequence.pages(0, 0).unwrap().count();
+    assert!(pages(&sequence) > pages(&other));
+    let mut report = StepReport::default();
+    for i in 40..60 {
+        let mut step = cache.begin([(&mut sequence, 2)]).unwrap();
+        append(&mut step, 0, 2, i);
+        attend(&mut step, 0, 2, i, &Attend::new(1.0)).unwrap();
+        step.commit_with(&mut report).unwrap();
+        feed(&plain, &mut other, 2, i).unwrap();
+    }
+    assert_eq!(pages(&sequence), pages(&other));
+    assert!(bytes(&cache)[1] <= 2 * PAGE_BYTES * pages(&sequence) as u64);
 }
 
 #[test]

@@ -28,8 +28,8 @@ struct Setup {
     experts: u32,
     /// Packs the first head, or all.
     codec: Option<(Code, bool)>,
-    /// Evicts whole pages, by this policy and down to so many tokens.
-    policy: Option<(u8, u32)>,
+    /// Evicts tokens, or whole pages, by this policy and down to so many tokens.
+    policy: Option<(u8, bool, u32)>,
     shards: u32,
     /// Pages of every layer and head in the first tier, and in the tiers beneath.
     budget: u64,
@@ -69,7 +69,7 @@ impl Setup {
                 }
             }
         }
-        if let Some((policy, tokens)) = self.policy {
+        if let Some((policy, by_page, tokens)) = self.policy {
             let budget = Budget::Tokens(tokens);
             let eviction = match policy % 4 {
                 0 => Eviction::new(H2o, budget),
@@ -77,7 +77,7 @@ impl Setup {
                 2 => Eviction::new(LruPlus::default(), budget),
                 _ => Eviction::new(StreamingLlm, budget),
             };
-            config = config.evict(eviction.by_page());
+            config = config.evict(if by_page { eviction.by_page() } else { eviction });
         }
         config
     }
@@ -86,7 +86,9 @@ impl Setup {
         let shape = self.shape();
         let page = self.layers as u64 * u64::from(self.kv_heads) * shape.layout.bytes();
         let tiers = Tiers::new().host(self.host * page).staging(1 << 30);
-        let tiers = fake(tiers, self.store * page, control);
+        // Pages that lost tokens are put together where there is room: with none, they would be in one cache only.
+        let store = if self.policy.is_some() { 1 << 20 } else { self.store };
+        let tiers = fake(tiers, store * page, control);
         [self.config(1 << 20), self.config(self.budget).tiers(tiers)]
             .map(|config| Cache::new(config).unwrap())
     }
@@ -97,7 +99,7 @@ fn setup() -> impl Strategy<Value = Setup> {
     let window = prop_oneof![2 => Just(None), 1 => (60u32..200).prop_map(Some)];
     let code = prop_oneof![Just(Code::Int8), Just(Code::Int4)];
     let codec = prop_oneof![1 => Just(None), 1 => (code, any::<bool>()).prop_map(Some)];
-    let policy = prop_oneof![2 => Just(None), 1 => (any::<u8>(), 60u32..200).prop_map(Some)];
+    let policy = prop_oneof![1 => Just(None), 1 => (any::<u8>(), any::<bool>(), 60u32..200).prop_map(Some)];
     (
         (1usize..=3, 1u32..=2, 2u32..=6, 1u32..=6, dtype, window, any::<bool>()),
         (1u32..=40, 0u32..=12, 0u32..=4, prop_oneof![Just(1u32), 2u32..=4]),

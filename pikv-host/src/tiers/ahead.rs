@@ -4,6 +4,7 @@ use super::level::{Level, Stored};
 use super::{Fetches, TierUsage, Tiers};
 use crate::error::Error;
 use crate::job::each;
+use pikv_core::warp::LANES;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -87,6 +88,21 @@ impl Levels {
     pub fn fetches(&self) -> Fetches {
         let [in_place, ahead, awaited, late] = [0, 1, 2, 3].map(|i| self.fetches[i].load(Ordering::Relaxed));
         Fetches { in_place, ahead, awaited, late }
+    }
+
+    /// Writes a page to the first tier that takes it.
+    ///
+    /// # Errors
+    /// Of the last one that did not.
+    pub fn put(&self, words: &[u32], positions: [u32; LANES]) -> Result<Stored, Error> {
+        let mut refused = Error::NoTiers;
+        for level in &self.levels {
+            match level.put(words, positions) {
+                Ok(slot) => return Ok(slot),
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
     }
 
     fn count(&self, counted: Fetches) {
