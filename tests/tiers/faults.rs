@@ -1,7 +1,7 @@
 //! Stores that fail.
 
 use crate::setup::{Control, PAGE_BYTES, append, attend, bits, bytes, config, fake, feed};
-use pikv::policy::{Budget, Candidates, Eviction, H2o, Policy};
+use pikv::policy::{Budget, Candidates, Eviction, KeyNorm, Policy};
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, Error, Sequence, StepReport, TierOperation};
 use std::fs::File;
@@ -197,7 +197,7 @@ fn a_ranking_that_cannot_read_evicts_nothing() {
 #[test]
 fn thinned_pages_wait_for_a_tier_that_fails() {
     let control = Arc::new(Control::default());
-    let base = || config(1, 1 << 20).evict(Eviction::new(H2o, Budget::Tokens(96)).batch(1));
+    let base = || config(1, 1 << 20).evict(Eviction::new(KeyNorm, Budget::Tokens(96)).batch(1));
     let cache = Cache::new(base().tiers(fake(Tiers::new(), 1 << 20, &control))).unwrap();
     let plain = Cache::new(base()).unwrap();
     let (mut sequence, mut other) = (cache.sequence(), plain.sequence());
