@@ -131,7 +131,9 @@ impl<'a> Step<'a> {
         let last = taken.iter().map(|part| part.len).max().ok_or(Error::NoSequences)?;
         let pages = loop {
             match inner.arenas.reserve(needed) {
-                Err(Error::OutOfBudget { needed, available }) if inner.tiers.is_some() => {
+                Err(Error::OutOfBudget { needed, available })
+                    if inner.tiers.is_some() && needed <= inner.arenas.budget() =>
+                {
                     let mut sequences: Vec<&mut Sequence> =
                         taken.iter_mut().map(|part: &mut Part<'_>| &mut *part.sequence).collect();
                     // Again, as others may have taken what came free.

@@ -174,3 +174,30 @@ fn rates_are_measured() {
     assert_eq!(bytes(&cache), [0, 0, 0]);
     assert!(matches!(cache.tier_rates(4096, 300), Err(Error::TierFull { .. })));
 }
+
+/// Threads with sequences of their own, in one cache that holds none of them.
+#[test]
+fn threads_take_turns_with_the_tiers() {
+    let control = Arc::new(Control::default());
+    let tiers = fake(Tiers::new().host(20 * PAGE_BYTES), 1 << 22, &control);
+    let tight = Cache::new(config(2, 160 * PAGE_BYTES).tiers(tiers)).unwrap();
+    let roomy = Cache::new(config(2, 1 << 26)).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let (tight, roomy) = (&tight, &roomy);
+            scope.spawn(move || {
+                let (mut a, mut b) = (tight.sequence(), roomy.sequence());
+                for i in 0..60 {
+                    let n = if i % 3 == 0 { 17 } else { 1 };
+                    let seed = thread << 20 | i;
+                    let outs = [feed(tight, &mut a, n, seed).unwrap(), feed(roomy, &mut b, n, seed).unwrap()];
+                    assert_eq!(outs[0], outs[1]);
+                }
+                assert!(a.bytes_in_tier(1) + a.bytes_in_tier(2) > 0);
+            });
+        }
+    });
+    let usage = tight.usage();
+    assert_eq!((usage.taken, bytes(&tight)), (0, vec![0; 3]));
+    assert!(tight.fetches().ahead > 0);
+}

@@ -1,10 +1,8 @@
 //! Where a tier keeps bytes.
 
 use std::fmt;
-use std::fs::File;
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A store of bytes by position. The cache sees to it that what it writes at the same time does not overlap, and that it reads only
 /// what it wrote; calls come from several threads.
@@ -23,7 +21,7 @@ pub trait Store: fmt::Debug + Send + Sync {
 }
 
 #[cfg(unix)]
-impl Store for File {
+impl Store for std::fs::File {
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         std::os::unix::fs::FileExt::write_all_at(self, bytes, at)
     }
@@ -36,12 +34,13 @@ impl Store for File {
 /// A file without a name in `dir`.
 #[cfg(unix)]
 pub(super) fn open(dir: &Path) -> io::Result<Box<dyn Store>> {
+    use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(0);
     loop {
         // The counter only spares attempts: a name that is taken is left alone.
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = dir.join(format!(".pikv-{}-{n}", std::process::id()));
-        match File::options().read(true).write(true).create_new(true).open(&path) {
+        match std::fs::File::options().read(true).write(true).create_new(true).open(&path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
             Ok(file) => {
