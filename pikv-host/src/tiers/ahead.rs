@@ -17,7 +17,7 @@ use std::thread::{self, JoinHandle};
 #[derive(Debug)]
 pub(crate) struct Levels {
     pub levels: Vec<Arc<Level>>,
-    staging: u64,
+    spare: Arc<Spare>,
     thread: Mutex<Option<Thread>>,
     /// Whether the last call read all pages, so that the next one is likely to.
     pub reads_all: AtomicBool,
@@ -43,6 +43,46 @@ pub(crate) struct Ahead {
 struct Batch {
     pages: Mutex<Vec<Coming>>,
     changed: Condvar,
+    spare: Arc<Spare>,
+}
+
+/// Buffers that pages were staged in, to be used again: memory that is new from the system costs more than reading into it.
+#[derive(Debug)]
+struct Spare {
+    /// Bytes that a call may stage, and that are kept.
+    staging: u64,
+    /// By their words; and the bytes of all.
+    buffers: Mutex<(HashMap<usize, Vec<Box<[u32]>>>, u64)>,
+}
+
+impl Spare {
+    fn buffers(&self) -> MutexGuard<'_, (HashMap<usize, Vec<Box<[u32]>>>, u64)> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A page, read.
+    fn read(&self, slot: &Stored) -> Result<Box<[u32]>, Error> {
+        let spare = {
+            let (buffers, bytes) = &mut *self.buffers();
+            let buffer = buffers.get_mut(&slot.words()).and_then(Vec::pop);
+            *bytes -= buffer.as_ref().map_or(0, |_| slot.bytes());
+            buffer
+        };
+        let mut words = spare.unwrap_or_else(|| vec![0; slot.words()].into_boxed_slice());
+        slot.read_into(&mut words)?;
+        Ok(words)
+    }
+
+    fn give_back(&self, read: impl Iterator<Item = Box<[u32]>>) {
+        let (buffers, bytes) = &mut *self.buffers();
+        for words in read {
+            let more = *bytes + size_of_val(&words[..]) as u64;
+            if more <= self.staging {
+                *bytes = more;
+                buffers.entry(words.len()).or_default().push(words);
+            }
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -55,8 +95,11 @@ enum Coming {
 }
 
 /// Pages that a call reads, by [`key`].
-#[derive(Debug, Default)]
-pub(crate) struct Staged(HashMap<usize, Box<[u32]>>);
+#[derive(Debug)]
+pub(crate) struct Staged {
+    pages: HashMap<usize, Box<[u32]>>,
+    spare: Arc<Spare>,
+}
 
 /// Slots are told apart by where they lie, as long as somebody holds them.
 fn key(slot: &Arc<Stored>) -> usize {
@@ -66,7 +109,13 @@ fn key(slot: &Arc<Stored>) -> usize {
 impl Staged {
     /// The words of a page that was gathered.
     pub fn words(&self, slot: &Arc<Stored>) -> &[u32] {
-        self.0.get(&key(slot)).map_or(&[], |words| words)
+        self.pages.get(&key(slot)).map_or(&[], |words| words)
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        self.spare.give_back(self.pages.drain().map(|(_, words)| words));
     }
 }
 
@@ -78,7 +127,8 @@ impl Levels {
         let (thread, reads_all) = (Mutex::default(), AtomicBool::new(false));
         let some = !levels.is_empty();
         let fetches = Default::default();
-        Ok(some.then_some(Levels { levels, staging: tiers.staging, thread, reads_all, fetches }))
+        let spare = Arc::new(Spare { staging: tiers.staging, buffers: Mutex::default() });
+        Ok(some.then_some(Levels { levels, spare, thread, reads_all, fetches }))
     }
 
     pub fn usage(&self) -> Vec<TierUsage> {
@@ -119,7 +169,7 @@ impl Levels {
         slots: impl Iterator<Item = &'s Arc<Stored>>,
         used: u64,
     ) -> Option<Ahead> {
-        let mut room = self.staging.saturating_sub(used);
+        let mut room = self.spare.staging.saturating_sub(used);
         let (mut index, mut pages) = (HashMap::new(), Vec::new());
         for slot in slots.filter(|slot| slot.level.staged()) {
             if let Entry::Vacant(at) = index.entry(key(slot)) {
@@ -132,7 +182,8 @@ impl Levels {
         if pages.is_empty() {
             return None;
         }
-        let batch = Arc::new(Batch { pages: Mutex::new(pages), changed: Condvar::new() });
+        let spare = self.spare.clone();
+        let batch = Arc::new(Batch { pages: Mutex::new(pages), changed: Condvar::new(), spare });
         self.send(Arc::downgrade(&batch));
         Some(Ahead { layer, index, batch })
     }
@@ -176,17 +227,19 @@ impl Levels {
                 }
             }
         }
-        if needed > self.staging {
-            return Err(Error::Staging { layer, needed, staging: self.staging });
+        let staging = self.spare.staging;
+        if needed > staging {
+            return Err(Error::Staging { layer, needed, staging });
         }
-        let (mut staged, mut late, mut awaited) = (HashMap::new(), Vec::new(), Vec::new());
+        let (mut late, mut awaited) = (Vec::new(), Vec::new());
+        let mut staged = Staged { pages: HashMap::new(), spare: self.spare.clone() };
         if let Some(Ahead { index, batch, .. }) = &ahead {
             let mut pages = batch.pages();
             for slot in order {
                 match index.get(&key(slot)) {
                     Some(at) => match std::mem::replace(&mut pages[*at], Coming::Gone) {
                         Coming::Here(words) => {
-                            staged.insert(key(slot), words);
+                            staged.pages.insert(key(slot), words);
                         }
                         Coming::Reading => {
                             pages[*at] = Coming::Reading;
@@ -200,21 +253,21 @@ impl Levels {
         } else {
             late = order;
         }
-        counted.ahead = staged.len() as u64;
+        counted.ahead = staged.pages.len() as u64;
         (counted.awaited, counted.late) = (awaited.len() as u64, late.len() as u64);
-        for (slot, words) in late.iter().zip(each(&late, |slot| slot.read())) {
-            staged.insert(key(slot), words?);
+        for (slot, words) in late.iter().zip(each(&late, |slot| self.spare.read(slot))) {
+            staged.pages.insert(key(slot), words?);
         }
         for (at, slot) in awaited {
             let words = match ahead.as_ref().and_then(|ahead| ahead.batch.wait(at)) {
                 Some(words) => words,
                 // It failed on the way; perhaps it does not now.
-                None => slot.read()?,
+                None => self.spare.read(slot)?,
             };
-            staged.insert(key(slot), words);
+            staged.pages.insert(key(slot), words);
         }
         self.count(counted);
-        Ok((Staged(staged), remote))
+        Ok((staged, remote))
     }
 }
 
@@ -257,7 +310,7 @@ impl Batch {
             Some(_) => return true,
         };
         // A store of the user's may panic; whoever waits must hear of it.
-        let read = catch_unwind(AssertUnwindSafe(|| slot.read()));
+        let read = catch_unwind(AssertUnwindSafe(|| self.spare.read(&slot)));
         drop(slot);
         self.pages()[at] = match read {
             Ok(Ok(words)) => Coming::Here(words),
@@ -271,10 +324,11 @@ impl Batch {
 impl Drop for Ahead {
     fn drop(&mut self) {
         let mut pages = self.batch.pages();
-        pages
-            .iter_mut()
-            .filter(|page| !matches!(page, Coming::Reading))
-            .for_each(|page| *page = Coming::Gone);
+        let given_up = pages.iter_mut().filter(|page| !matches!(page, Coming::Reading));
+        self.batch.spare.give_back(given_up.filter_map(|page| match std::mem::replace(page, Coming::Gone) {
+            Coming::Here(words) => Some(words),
+            _ => None,
+        }));
         while pages.iter().any(|page| matches!(page, Coming::Reading)) {
             pages = self.batch.changed.wait(pages).unwrap_or_else(PoisonError::into_inner);
         }

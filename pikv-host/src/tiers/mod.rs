@@ -111,7 +111,8 @@ impl Tiers {
 
     /// Sets the bytes of memory that a call's pages of files come up into: each step under way and each call of
     /// [`Cache::attend`](crate::Cache::attend) takes as many at most, apart from the budget. A call must find room there for what it
-    /// reads of one layer; the next layer's pages come up early as far as there is room beside it.
+    /// reads of one layer; the next layer's pages come up early as far as there is room beside it. The cache keeps as many bytes of buffers
+    /// between calls.
     pub fn staging(mut self, bytes: u64) -> Tiers {
         self.staging = bytes;
         self

@@ -29,7 +29,7 @@ impl From<TierRate> for crate::planner::flexgen::Tier {
 
 impl Cache {
     /// Writes `pages` pages of `page_bytes` (rounded up to a word) to each tier beneath the first, reads them back, three times, and
-    /// gives the median rates. What the system's page cache holds of a file is part of the rate, so take as many pages as will lie
+    /// gives the median rates. Takes as many bytes of memory meanwhile. What the system's page cache holds of a file is part of the rate, so take as many pages as will lie
     /// there.
     ///
     /// # Errors
@@ -39,7 +39,8 @@ impl Cache {
         let words: Vec<u32> = (1..=page_bytes.div_ceil(4).max(1) as u32).collect();
         let pages = pages.max(1);
         let bytes = (words.len() * 4 * pages) as f64;
-        let mut back = words.clone();
+        // As attention has them: in a buffer each, which were there before.
+        let mut back = vec![words.clone(); pages];
         let median = |mut rates: [f64; 3]| {
             rates.sort_by(f64::total_cmp);
             rates[1]
@@ -53,8 +54,8 @@ impl Cache {
                 let slots = slots.collect::<Result<Vec<_>, _>>()?;
                 *write = bytes / from.elapsed().as_secs_f64().max(1e-9);
                 let from = Instant::now();
-                for slot in &slots {
-                    slot.read_into(&mut back)?;
+                for (slot, back) in slots.iter().zip(&mut back) {
+                    slot.read_into(back)?;
                 }
                 *read = bytes / from.elapsed().as_secs_f64().max(1e-9);
             }
