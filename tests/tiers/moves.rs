@@ -172,7 +172,11 @@ fn rates_are_measured() {
     }
     assert_eq!(Tier::from(rates[0].clone()).name, "host");
     assert_eq!(bytes(&cache), [0, 0, 0]);
-    assert!(matches!(cache.tier_rates(4096, 300), Err(Error::TierFull { .. })));
+    for (page, pages) in [(4096, 300), (u64::MAX, 1), (4096, usize::MAX), (u64::MAX, usize::MAX)] {
+        let available = 1 << 20;
+        let full = Error::TierFull { tier: "host".into(), needed: page, available };
+        assert_eq!(cache.tier_rates(page, pages), Err(full));
+    }
 }
 
 /// Threads with sequences of their own, in one cache that holds none of them.

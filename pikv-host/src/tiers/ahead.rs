@@ -51,20 +51,26 @@ struct Batch {
 struct Spare {
     /// Bytes that a call may stage, and that are kept.
     staging: u64,
-    /// By their words; and the bytes of all.
-    buffers: Mutex<(HashMap<usize, Vec<Box<[u32]>>>, u64)>,
+    buffers: Mutex<Buffers>,
+}
+
+#[derive(Debug, Default)]
+struct Buffers {
+    by_words: HashMap<usize, Vec<Box<[u32]>>>,
+    /// Of all.
+    bytes: u64,
 }
 
 impl Spare {
-    fn buffers(&self) -> MutexGuard<'_, (HashMap<usize, Vec<Box<[u32]>>>, u64)> {
+    fn buffers(&self) -> MutexGuard<'_, Buffers> {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A page, read.
     fn read(&self, slot: &Stored) -> Result<Box<[u32]>, Error> {
         let spare = {
-            let (buffers, bytes) = &mut *self.buffers();
-            let buffer = buffers.get_mut(&slot.words()).and_then(Vec::pop);
+            let Buffers { by_words, bytes } = &mut *self.buffers();
+            let buffer = by_words.get_mut(&slot.words()).and_then(Vec::pop);
             *bytes -= buffer.as_ref().map_or(0, |_| slot.bytes());
             buffer
         };
@@ -74,12 +80,12 @@ impl Spare {
     }
 
     fn give_back(&self, read: impl Iterator<Item = Box<[u32]>>) {
-        let (buffers, bytes) = &mut *self.buffers();
+        let Buffers { by_words, bytes } = &mut *self.buffers();
         for words in read {
             let more = *bytes + size_of_val(&words[..]) as u64;
             if more <= self.staging {
                 *bytes = more;
-                buffers.entry(words.len()).or_default().push(words);
+                by_words.entry(words.len()).or_default().push(words);
             }
         }
     }

@@ -92,6 +92,11 @@ impl Level {
         TierUsage { name: self.name.clone(), bytes: self.room().used, capacity: self.capacity }
     }
 
+    /// Bytes that are free.
+    pub fn available(&self) -> u64 {
+        self.capacity - self.room().used
+    }
+
     /// Whether pages must be staged before they are read.
     pub fn staged(&self) -> bool {
         self.store.is_some()

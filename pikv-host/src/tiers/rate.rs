@@ -29,16 +29,24 @@ impl From<TierRate> for crate::planner::flexgen::Tier {
 
 impl Cache {
     /// Writes `pages` pages of `page_bytes` (rounded up to a word) to each tier beneath the first, reads them back, three times, and
-    /// gives the median rates. Takes as many bytes of memory meanwhile. What the system's page cache holds of a file is part of the rate, so take as many pages as will lie
-    /// there.
+    /// gives the median rates. Takes as many bytes of memory meanwhile. What the system's page cache holds of a file is part of the
+    /// rate, so take as many pages as will lie there.
     ///
     /// # Errors
     /// A cache without tiers, [`Error::TierFull`] if a tier has no room for them beside what is there, [`Error::Tier`].
     pub fn tier_rates(&self, page_bytes: u64, pages: usize) -> Result<Vec<TierRate>, Error> {
         let levels = self.inner.tiers.as_ref().ok_or(Error::NoTiers)?;
-        let words: Vec<u32> = (1..=page_bytes.div_ceil(4).max(1) as u32).collect();
-        let pages = pages.max(1);
-        let bytes = (words.len() * 4 * pages) as f64;
+        let (page, pages) = (page_bytes.div_ceil(4).max(1), pages.max(1));
+        let bytes = page as f64 * 4.0 * pages as f64;
+        // Before any memory is taken: a slip of the units should not end the process.
+        for level in &levels.levels {
+            let available = level.available();
+            if bytes > available as f64 {
+                let tier = level.name().to_owned();
+                return Err(Error::TierFull { tier, needed: page_bytes, available });
+            }
+        }
+        let words: Vec<u32> = (0..page).map(|i| i as u32).collect();
         // As attention has them: in a buffer each, which were there before.
         let mut back = vec![words.clone(); pages];
         let median = |mut rates: [f64; 3]| {
