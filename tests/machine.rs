@@ -844,7 +844,7 @@ impl Machine<'_> {
         for (sequence, model) in &self.live {
             check(self.setup, &self.cache, sequence, model)?;
         }
-        let Usage { shards, taken, budget } = self.cache.usage();
+        let Usage { shards, taken, budget, .. } = self.cache.usage();
         let sum: u64 = self.live.iter().map(|(sequence, _)| sequence.bytes()).sum();
         prop_assert_eq!(shards.iter().sum::<u64>(), taken);
         prop_assert!(taken <= budget);

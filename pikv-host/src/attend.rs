@@ -13,6 +13,7 @@ use crate::mass::{Wanted, Weighed, together};
 use crate::observe::Feed;
 use crate::sequence::PageId;
 use crate::step::length;
+use crate::tiers::{Ahead, Staged};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use std::ops::Range;
@@ -138,6 +139,7 @@ impl PageMass {
 /// Capped logits stay below what the scores can be.
 const MAX_SOFTCAP: f32 = 8_388_608.0;
 
+/// Returns the bytes of pages that were read from lower tiers, of which those in `ahead` were asked for before.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn attend(
     inner: &Inner,
@@ -148,7 +150,8 @@ pub(crate) fn attend(
     options: &Attend,
     output: Output<'_>,
     feeds: Option<&mut Vec<(usize, Feed)>>,
-) -> Result<(), Error> {
+    ahead: Option<Ahead>,
+) -> Result<u64, Error> {
     let Attend { scale, softcap, split, read, closed_gaps } = *options;
     if !(scale.is_finite() && scale > 0.0) {
         return Err(Error::Scale(scale));
@@ -216,10 +219,16 @@ pub(crate) fn attend(
         overflow: AtomicUsize::new(usize::MAX),
     };
     let kv_heads = shape.kv_heads as usize;
-    let forests: Vec<Forest<'_>> = (0..views.len() * kv_heads)
+    let staged: Staged;
+    let mut remote = 0;
+    let mut forests: Vec<Forest<'_>> = (0..views.len() * kv_heads)
         .filter(|i| views[i / kv_heads].rows > 0)
         .map(|i| job.forest(i / kv_heads, i % kv_heads))
         .collect();
+    if let Some(tiers) = &inner.tiers {
+        (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), ahead)?;
+        forests.iter_mut().for_each(|forest| forest.stage(&staged));
+    }
     let mut no_lse = Vec::new();
     let lse = output.lse.unwrap_or_else(|| {
         no_lse.resize(rows * heads, 0.0);
@@ -291,5 +300,5 @@ pub(crate) fn attend(
             (sequence, Feed { head, filed: sequences[sequence].layer.filed, pages, queries })
         }));
     }
-    Ok(())
+    Ok(remote)
 }

@@ -9,6 +9,7 @@ use crate::observe::Rule;
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
 use crate::step::Step;
+use crate::tiers::{Fetches, Levels, TierUsage};
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::Position;
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
@@ -25,6 +26,7 @@ pub(crate) struct Inner {
     pub rules: Vec<Option<Arc<Rule>>>,
     pub arenas: Arc<Arenas>,
     pub tables: Tables,
+    pub tiers: Option<Levels>,
 }
 
 impl Inner {
@@ -66,6 +68,8 @@ pub struct Usage {
     pub taken: u64,
     /// The budget.
     pub budget: u64,
+    /// Pages in the tiers beneath it; bytes of sequences that share a page count once.
+    pub tiers: Vec<TierUsage>,
 }
 
 /// Query rows of one sequence, at consecutive positions from `first`.
@@ -109,7 +113,7 @@ impl Cache {
     /// Builds a cache. No page memory is taken before a step needs it.
     ///
     /// # Errors
-    /// What is wrong with the configuration.
+    /// What is wrong with the configuration; [`Error::Tier`] for a tier that could not be opened.
     pub fn new(config: CacheConfig) -> Result<Cache, Error> {
         let store = config.store()?;
         let codecs = config.head_codecs()?;
@@ -118,7 +122,8 @@ impl Cache {
         let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
         let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
-        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables }) })
+        let tiers = Levels::new(&config.tiers)?;
+        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables, tiers }) })
     }
 
     /// The configuration.
@@ -162,14 +167,23 @@ impl Cache {
     /// Bytes of pages in use.
     pub fn usage(&self) -> Usage {
         let arenas = &self.inner.arenas;
-        Usage { shards: arenas.bytes_by_shard().collect(), taken: arenas.taken(), budget: arenas.budget() }
+        let tiers = self.inner.tiers.as_ref().map_or_else(Vec::new, Levels::usage);
+        let shards = arenas.bytes_by_shard().collect();
+        Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers }
     }
 
-    /// Starts a step that adds tokens to sequences: the number beside each. Pages are set aside for all layers, or none.
+    /// Pages that attention read from lower tiers so far.
+    pub fn fetches(&self) -> Fetches {
+        self.inner.tiers.as_ref().map_or_else(Fetches::default, Levels::fetches)
+    }
+
+    /// Starts a step that adds tokens to sequences: the number beside each. Pages are set aside for all layers, or none. In a cache
+    /// with [tiers](crate::tiers), older pages of these sequences go down if the step would else pass the budget.
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, with no tokens to add, or
-    /// at the end of positions; no memory for a table of rotations. Nothing changes then.
+    /// at the end of positions; no memory for a table of rotations; [`Error::Tier`] if pages could not go down. Nothing changes
+    /// then, but that pages which went down stay there.
     pub fn begin<'a>(
         &self,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
@@ -216,6 +230,6 @@ impl Cache {
                 fetch: 0,
             })
             .collect();
-        attend(&self.inner, layer, shape, &views, q, options, out, None)
+        attend(&self.inner, layer, shape, &views, q, options, out, None, None).map(|_| ())
     }
 }

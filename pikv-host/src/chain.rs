@@ -4,12 +4,14 @@ use crate::arena::Page;
 use crate::codec::HeadCodec;
 use crate::lanes::Lanes;
 use crate::policy::State;
+use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::bound;
 use pikv_core::page::{Layout, MAX_DIM, PAGE};
 use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// A page of a run.
 #[derive(Clone, Debug)]
@@ -38,6 +40,16 @@ pub(crate) enum Held {
     Open(Page),
     /// Packed.
     Closed(Closed),
+    /// In a lower tier. No rollback reaches it.
+    Away(Away),
+}
+
+/// A page in a lower tier; forks share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Away {
+    pub slot: Arc<Stored>,
+    /// The position that packed it, if it is packed.
+    pub by: Option<u32>,
 }
 
 /// A packed page. It was packed when the token at position `by` left the ring: its own last one, or, where its tokens would
@@ -67,12 +79,17 @@ impl Entry {
     /// Takes the extremes of the keys of a page as they came.
     pub fn bound(&mut self, layout: &Layout, rope: Option<&Rope>) {
         let Held::Open(page) = &self.held else { return };
+        self.bounds = Some(self.bounds_of(page.words(), layout, rope));
+    }
+
+    /// The extremes of the keys in `words`, of lanes that are read.
+    pub fn bounds_of(&self, words: &[u32], layout: &Layout, rope: Option<&Rope>) -> Box<[[f32; LANES]]> {
         let mut bounds = vec![[f32::INFINITY; LANES]; 2 * bound::rows(layout.k_dim)].into_boxed_slice();
         bounds.iter_mut().skip(1).step_by(2).for_each(|most| most.fill(f32::NEG_INFINITY));
         let mut key = [0.0; MAX_DIM as usize];
         let key = &mut key[..layout.k_dim as usize];
         for lane in (0..PAGE).filter(|lane| self.live >> lane & 1 == 1) {
-            layout.read_key(page.words(), lane, key);
+            layout.read_key(words, lane, key);
             bound::widen(&mut bounds, key, rope);
         }
         // The padding of the last row.
@@ -81,7 +98,7 @@ impl Entry {
             least[pad..].fill(0.0);
             most[pad..].fill(0.0);
         }
-        self.bounds = Some(bounds);
+        bounds
     }
 
     /// The position at each lane that was written.
@@ -91,16 +108,22 @@ impl Entry {
             (Held::Closed(closed), Some(codec)) => {
                 Some(codec.packed.position(closed.packed.words(), lane, closed.last).0)
             }
+            (Held::Away(away), _) => Some(away.slot.positions[lane as usize]),
             _ => None,
         }
     }
 
-    /// The page that newer rows read.
+    /// The page that newer rows read, in the first tier.
     pub fn page(&self) -> Option<&Page> {
         match &self.held {
-            Held::Gone => None,
+            Held::Gone | Held::Away(_) => None,
             Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => Some(page),
         }
+    }
+
+    /// Whether nothing is left of it.
+    pub fn is_gone(&self) -> bool {
+        matches!(self.held, Held::Gone)
     }
 
     /// Position of the last token.
@@ -109,13 +132,14 @@ impl Entry {
             Held::Gone => None,
             Held::Open(page) => Some(page.words()[self.fill as usize - 1]),
             Held::Closed(closed) => Some(closed.last),
+            Held::Away(away) => Some(away.slot.positions[self.fill as usize - 1]),
         }
     }
 
-    /// Bytes that it holds.
+    /// Bytes that it holds in the first tier.
     pub fn bytes(&self) -> u64 {
         match &self.held {
-            Held::Gone => 0,
+            Held::Gone | Held::Away(_) => 0,
             Held::Open(page) => page.bytes(),
             Held::Closed(closed) => {
                 closed.packed.bytes() + closed.original.as_ref().map_or(0, |page| page.bytes())
@@ -148,13 +172,19 @@ impl Chain {
         };
         while let Some(entry) = self.entries.front().filter(|entry| gone(entry)) {
             // Of evicted pages nobody knows which tokens have left a window since: they count as evicted for good.
-            if entry.page().is_some() {
+            if !entry.is_gone() {
                 self.filed -= entry.fill;
             }
             self.live -= entry.live.count_ones();
             self.entries.pop_front();
             self.first += 1;
         }
+    }
+
+    /// Tokens that are read, in lower tiers. O(pages).
+    pub fn away(&self) -> u32 {
+        let away = self.entries.iter().filter(|entry| matches!(entry.held, Held::Away(_)));
+        away.map(|entry| entry.live.count_ones()).sum()
     }
 
     /// Where the next token goes, if that is in the last page.
@@ -218,7 +248,7 @@ impl Chain {
 
     /// Frees the page at `ordinal`; `false` if there is none.
     pub fn evict(&mut self, ordinal: u32) -> bool {
-        let Some(entry) = self.entry_mut(ordinal).filter(|entry| entry.page().is_some()) else {
+        let Some(entry) = self.entry_mut(ordinal).filter(|entry| !entry.is_gone()) else {
             return false;
         };
         let live = entry.live.count_ones();

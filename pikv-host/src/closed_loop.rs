@@ -268,7 +268,8 @@ impl<'a> LoopStep<'a> {
             let (wanted, missed) = (narrow(&wanted), narrow(misses));
             // A layer without rows has nothing to tell.
             if routes[layer].rows() > 0 {
-                let told = router.observe(&Feedback::new(&wanted, &missed));
+                let told =
+                    router.observe(&Feedback::new(&wanted, &missed).remote_bytes(report.remote_bytes(layer)));
                 told.map_err(|source| LoopError::Route { layer, source })?;
             }
             all.0.resize(hits.len(), 0);

@@ -1,13 +1,17 @@
 //! Pages of a chain that lost tokens, put together.
 
-use crate::arena::{Page, Reservation};
+use crate::arena::Page;
 use crate::cache::Inner;
-use crate::chain::{Chain, Entry, Held};
+use crate::chain::{Away, Chain, Entry, Held};
+use crate::error::Error;
 use crate::observe::Rule;
 use crate::sequence::chain_place;
+use crate::tiers::Stored;
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// Whose pages they are.
 #[derive(Clone, Copy)]
@@ -20,98 +24,168 @@ pub(crate) struct Whose<'a> {
     pub chain: usize,
 }
 
+/// Where tokens are put together.
+enum Target {
+    /// Where the page is.
+    There,
+    /// On a page that takes its place.
+    Fresh(Page),
+    /// In a lower tier, once they are put together.
+    Lower,
+}
+
+/// A token, and where it goes: from the newest one back.
+struct Move {
+    from: usize,
+    lane: u32,
+    /// Index of the target.
+    at: usize,
+    to_lane: u32,
+}
+
 impl Chain {
     /// Moves the tokens of pages towards the newest of them, and frees those that are left empty, once a fifth of all lanes
     /// are. What a rollback could still touch, which lies at or after `kept`, and packed pages stay as they are; so does
-    /// everything where a page is shared and no memory is left for a copy.
+    /// everything where a page is shared and no memory is left for a copy, and where a lower tier fails.
     ///
     /// Blocks are cut by ordinals, and shards hold blocks, so tokens move to pages of the shard that their new ordinal says.
-    /// O(tokens) of the chain, which is little for each that was evicted.
+    /// Pages in lower tiers are put together as if they were here: where pages lie must not show. O(tokens) of the chain, which
+    /// is little for each that was evicted.
     pub fn compact(&mut self, whose: &Whose<'_>, kept: u32) {
         let still = |entry: &&Entry| match &entry.held {
             Held::Gone => true,
-            Held::Open(_) => {
+            Held::Open(_) | Held::Away(Away { by: None, .. }) => {
                 entry.fill == PAGE && entry.pending == 0 && entry.last().is_some_and(|last| last < kept)
             }
-            Held::Closed(_) => false,
+            Held::Closed(_) | Held::Away(_) => false,
         };
         let end = self.entries.iter().take_while(still).count();
         let live: u32 = self.entries.range(..end).map(|entry| entry.live.count_ones()).sum();
-        let pages = self.entries.range(..end).filter(|entry| entry.page().is_some()).count();
+        let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
         let dead = pages as u32 * PAGE - live;
         if dead < PAGE || dead * 4 < live {
             return;
         }
         let Some(mut targets) = self.targets(whose, end, live.div_ceil(PAGE) as usize) else { return };
-        let layout = &whose.shape.layout;
-        let mut token = vec![0; layout.words() as usize];
+        let away = self.entries.range(..end).map(|entry| match &entry.held {
+            Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
+            _ => Ok(None),
+        });
+        let Ok(away) = away.collect::<Result<Vec<_>, _>>() else { return };
         // From the newest token back: its place is never before its own, so nothing is overwritten that is still to move.
-        let (mut at, mut to_lane) = (0, PAGE);
-        let mut filled = vec![0u32; targets.len()];
+        let mut moves = Vec::with_capacity(live as usize);
         for from in (0..end).rev() {
             let live = self.entries[from].live;
             for lane in (0..PAGE).rev().filter(|lane| live >> lane & 1 == 1) {
-                if to_lane == 0 {
-                    (at, to_lane) = (at + 1, PAGE);
-                }
-                to_lane -= 1;
-                filled[at] |= 1 << to_lane;
-                let (to, fresh) = &mut targets[at];
-                if (from, lane) == (*to, to_lane) && fresh.is_none() {
-                    continue;
-                }
-                if let Held::Open(page) = &self.entries[from].held {
-                    layout.copy(page.words(), lane, &mut token, 0);
-                }
-                let column: Vec<f32> = self.entries[from]
-                    .state
-                    .iter()
-                    .flat_map(|s| s.iter().map(|row| row[lane as usize]))
-                    .collect();
-                let entry = &mut self.entries[*to];
-                let words = match (fresh, &mut entry.held) {
-                    (Some(fresh), _) => fresh.words_mut(),
-                    (None, Held::Open(page)) => page.words_mut(),
-                    _ => None,
-                };
-                let Some(words) = words else { unreachable!("targets are pages that nobody shares") };
-                layout.copy(&token, 0, words, to_lane);
-                if entry.state.is_none() {
-                    entry.state = whose.rule.state();
-                }
-                for (row, x) in entry.state.iter_mut().flat_map(|state| state.iter_mut()).zip(&column) {
-                    row[to_lane as usize] = *x;
-                }
+                let n = moves.len() as u32;
+                moves.push(Move { from, lane, at: (n / PAGE) as usize, to_lane: PAGE - 1 - n % PAGE });
             }
         }
-        let mut kept: VecDeque<(usize, Option<Page>, u32)> =
-            targets.into_iter().zip(filled).map(|((to, fresh), live)| (to, fresh, live)).collect();
+        let mut filled = vec![0u32; targets.len()];
+        moves.iter().for_each(|to| filled[to.at] |= 1 << to.to_lane);
+        // All that can fail comes before anything is changed.
+        let Ok(mut lower) = self.lower(whose, &targets, &moves, &away) else { return };
+        let layout = &whose.shape.layout;
+        let mut token = vec![0; layout.words() as usize];
+        for Move { from, lane, at, to_lane } in moves {
+            let (to, target) = &mut targets[at];
+            if (from, lane) == (*to, to_lane) && matches!(target, Target::There) {
+                continue;
+            }
+            let column: Vec<f32> = self.entries[from]
+                .state
+                .iter()
+                .flat_map(|s| s.iter().map(|row| row[lane as usize]))
+                .collect();
+            if !matches!(target, Target::Lower)
+                && let Some(words) = self.source(from, &away)
+            {
+                layout.copy(words, lane, &mut token, 0);
+            }
+            let entry = &mut self.entries[*to];
+            match (target, &mut entry.held) {
+                (Target::Lower, _) => {}
+                (Target::Fresh(page), _) | (Target::There, Held::Open(page)) => {
+                    let Some(words) = page.words_mut() else { unreachable!("nobody shares targets") };
+                    layout.copy(&token, 0, words, to_lane);
+                }
+                _ => unreachable!("what is there is open"),
+            }
+            if entry.state.is_none() {
+                entry.state = whose.rule.state();
+            }
+            for (row, x) in entry.state.iter_mut().flat_map(|state| state.iter_mut()).zip(&column) {
+                row[to_lane as usize] = *x;
+            }
+        }
+        let mut kept: VecDeque<(usize, Target, u32)> =
+            targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
         for i in (0..end).rev() {
             let entry = &mut self.entries[i];
-            if let Some((_, fresh, live)) = kept.pop_front_if(|(to, ..)| *to == i) {
-                if let Some(page) = fresh {
-                    entry.held = Held::Open(page);
-                }
-                (entry.live, entry.fill) = (live, PAGE);
-                if whose.inner.config.bounds {
-                    entry.bound(layout, whose.shape.rope.as_ref());
-                }
-            } else {
+            let Some((_, target, live)) = kept.pop_front_if(|(to, ..)| *to == i) else {
                 entry.free();
+                continue;
+            };
+            (entry.live, entry.fill) = (live, PAGE);
+            match target {
+                Target::There => {}
+                Target::Fresh(page) => entry.held = Held::Open(page),
+                Target::Lower => {
+                    let Some((words, slot)) = lower.pop_front() else { unreachable!("one for each target") };
+                    entry.held = Held::Away(Away { slot: Arc::new(slot), by: None });
+                    if whose.inner.config.bounds {
+                        entry.bounds = Some(entry.bounds_of(&words, layout, whose.shape.rope.as_ref()));
+                    }
+                }
+            }
+            if whose.inner.config.bounds {
+                entry.bound(layout, whose.shape.rope.as_ref());
             }
         }
         self.trim(|_| false);
     }
 
-    /// The newest `n` of the first `end` pages that tokens can be moved to, from the newest on, each with the page that takes its
-    /// place if it cannot be written.
-    fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Option<Vec<(usize, Option<Page>)>> {
+    /// The words of page `i`, those of pages in lower tiers out of `away`.
+    fn source<'a>(&'a self, i: usize, away: &'a [Option<Box<[u32]>>]) -> Option<&'a [u32]> {
+        away[i].as_deref().or_else(|| self.entries[i].page().map(Page::words))
+    }
+
+    /// The pages that go to lower tiers, in the order of `targets`.
+    fn lower(
+        &self,
+        whose: &Whose<'_>,
+        targets: &[(usize, Target)],
+        moves: &[Move],
+        away: &[Option<Box<[u32]>>],
+    ) -> Result<VecDeque<(Vec<u32>, Stored)>, Error> {
+        let layout = &whose.shape.layout;
+        let mut lower = VecDeque::new();
+        for (tokens, (_, target)) in moves.chunk_by(|a, b| a.at == b.at).zip(targets) {
+            if let (Target::Lower, Some(tiers)) = (target, &whose.inner.tiers) {
+                let mut words = vec![0; layout.words() as usize];
+                words[..LANES].fill(u32::MAX);
+                for Move { from, lane, to_lane, .. } in tokens {
+                    if let Some(source) = self.source(*from, away) {
+                        layout.copy(source, *lane, &mut words, *to_lane);
+                    }
+                }
+                let positions = std::array::from_fn(|lane| words[lane]);
+                let slot = tiers.put(&words, positions)?;
+                lower.push_back((words, slot));
+            }
+        }
+        Ok(lower)
+    }
+
+    /// The newest `n` of the first `end` pages that tokens can be moved to, from the newest on.
+    fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Option<Vec<(usize, Target)>> {
         let words = whose.shape.layout.words();
+        let lower = || whose.inner.tiers.is_some().then_some(Target::Lower);
         let fresh = |i: usize| {
-            let mut pages: Reservation = whose.inner.arenas.reserve(u64::from(words) * 4).ok()?;
+            let pages = whose.inner.arenas.reserve(u64::from(words) * 4);
             let place = chain_place(whose.chain);
             let shard = whose.inner.shard_of(place, self.first + i as u32, whose.head);
-            pages.take(shard, words).ok()
+            pages.and_then(|mut pages| pages.take(shard, words)).ok().map(Target::Fresh).or_else(lower)
         };
         let mut targets = Vec::new();
         for i in (0..end).rev() {
@@ -119,11 +193,12 @@ impl Chain {
                 break;
             }
             match &self.entries[i].held {
-                Held::Open(page) if !page.is_shared() => targets.push((i, None)),
+                Held::Open(page) if !page.is_shared() => targets.push((i, Target::There)),
                 // Tokens of older pages cannot pass it by: they would come to lie before older ones.
-                Held::Open(_) => targets.push((i, Some(fresh(i)?))),
+                Held::Open(_) => targets.push((i, fresh(i)?)),
+                Held::Away(_) => targets.push((i, Target::Lower)),
                 // A gap is filled if there is memory, and else left.
-                _ => targets.extend(fresh(i).map(|page| (i, Some(page)))),
+                _ => targets.extend(fresh(i).map(|target| (i, target))),
             }
         }
         Some(targets)

@@ -6,6 +6,7 @@ use crate::error::ConfigError;
 use crate::lanes::Lanes;
 use crate::observe::Rule;
 use crate::policy::Eviction;
+use crate::tiers::Tiers;
 use pikv_core::page::{MAX_DIM, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
@@ -51,6 +52,8 @@ pub struct CacheConfig {
     pub codecs: Vec<CodecRule>,
     /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
     pub evictions: Vec<EvictionRule>,
+    /// Where pages go that the budget does not hold.
+    pub tiers: Tiers,
 }
 
 /// How some layers evict.
@@ -97,6 +100,7 @@ impl CacheConfig {
             backend: Backend::CPU,
             codecs: Vec::new(),
             evictions: Vec::new(),
+            tiers: Tiers::new(),
         }
     }
 
@@ -185,18 +189,21 @@ impl CacheConfig {
         self
     }
 
+    /// Sets the tiers beneath the budget.
+    pub fn tiers(mut self, tiers: Tiers) -> Self {
+        self.tiers = tiers;
+        self
+    }
+
     /// The rule of each layer.
     ///
     /// # Errors
     /// A rule for a layer that is not there, a budget that does not fit its layer, or a back end without policies or bounds.
     pub(crate) fn rules(&self) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
         let layers = self.layers.len();
-        if self.bounds && !self.backend.is_cpu() {
-            return Err(ConfigError::Backend {
-                backend: self.backend.name(),
-                what: "bounds of keys",
-                layer: 0,
-            });
+        let asked = [(self.bounds, "bounds of keys"), (!self.tiers.specs.is_empty(), "tiers")];
+        if let Some((_, what)) = asked.into_iter().find(|(on, _)| *on && !self.backend.is_cpu()) {
+            return Err(ConfigError::Backend { backend: self.backend.name(), what, layer: 0 });
         }
         if let Some(layer) =
             self.evictions.iter().filter_map(|rule| rule.layer).find(|layer| *layer >= layers)

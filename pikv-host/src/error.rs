@@ -149,6 +149,27 @@ pub enum ConfigError {
     },
 }
 
+/// What a tier was asked to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierOperation {
+    /// Make a store.
+    Open,
+    /// Take a page.
+    Write,
+    /// Give a page.
+    Read,
+}
+
+impl std::fmt::Display for TierOperation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            TierOperation::Open => "opening",
+            TierOperation::Write => "writing",
+            TierOperation::Read => "reading",
+        })
+    }
+}
+
 /// Why a call was refused. Whatever the cause, the cache and every sequence are as they were before the call, or, inside a
 /// step, as they are once the step is dropped.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -174,6 +195,56 @@ pub enum Error {
     /// The device, or its driver. What was appended in a step that is under way may be lost then: drop the step.
     #[error(transparent)]
     Device(#[from] CudaError),
+    /// A tier beneath the first failed. Its pages, and those that were to go there, are where they were; the call can be made again.
+    #[error("{operation} of {bytes} bytes, tier {tier}: {kind}")]
+    Tier {
+        /// What was tried.
+        operation: TierOperation,
+        /// The tier's name.
+        tier: String,
+        /// Bytes of the page; of the whole tier, where it could not be opened.
+        bytes: u64,
+        /// What the system says.
+        kind: std::io::ErrorKind,
+    },
+    /// A tier that has no room for a page, or none in one piece.
+    #[error("tier {tier} has no room for a page of {needed} bytes; {available} are free")]
+    TierFull {
+        /// The tier's name.
+        tier: String,
+        /// Bytes of the page.
+        needed: u64,
+        /// Bytes that are free, perhaps not next to each other.
+        available: u64,
+    },
+    /// More pages to be read from files by one call than can be staged.
+    #[error(
+        "layer {layer}: the call reads {needed} bytes of pages from files, and stages {staging}; set Tiers::staging to that, attend \
+         fewer sequences at a time, or promote pages"
+    )]
+    Staging {
+        /// The layer.
+        layer: usize,
+        /// Bytes of pages.
+        needed: u64,
+        /// Bytes of the staging area.
+        staging: u64,
+    },
+    /// Moving pages in a cache without tiers.
+    #[error("the cache has no tiers; set CacheConfig::tiers")]
+    NoTiers,
+    /// Shares that are none.
+    #[error(
+        "{got} shares for {tiers} tiers, which add up to {sum}; each tier needs one in 0..=1, and the sum must be 1"
+    )]
+    Shares {
+        /// Shares given.
+        got: usize,
+        /// Tiers of the cache, the first counted.
+        tiers: usize,
+        /// Their sum.
+        sum: f64,
+    },
     /// A slice of the wrong length.
     #[error("{what}: {got} elements, expected {expected} ({shape})")]
     Length {

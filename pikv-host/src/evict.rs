@@ -88,6 +88,7 @@ impl<'a> Ranked<'a> {
             version: rule.version(len),
             head: layer.own(rule, h, len),
             group: e.shape.group(),
+            away: Default::default(),
         };
         Ranked { tokens, utility: Vec::new() }
     }
@@ -281,6 +282,10 @@ fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec
             }
         })
         .collect();
+    // A ranking in ignorance is none: the next step tries again.
+    if ranked.iter().flatten().any(|ranked| ranked.tokens.failed()) {
+        return Vec::new();
+    }
     for l in 0..layers.len() {
         let Some(e) = &excess[l] else { continue };
         match e.rule.eviction.policy.scope() {

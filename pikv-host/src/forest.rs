@@ -7,17 +7,21 @@
 
 use crate::reduce::{Leaf, Tree, Trees, levels};
 use crate::sequence::{PageId, block_of};
+use crate::tiers::{Staged, Stored};
 use smallvec::SmallVec;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A page that is read.
 #[derive(Clone, Copy)]
 pub struct Listed<'a> {
-    /// Its words; of a page on a device the positions.
+    /// Its words; of a page on a device the positions, and nothing where the page is still to be staged.
     pub words: &'a [u32],
     /// Where it lies on a device.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub address: u64,
+    /// Where it lies, in a lower tier.
+    pub slot: Option<&'a Arc<Stored>>,
     /// Lanes that are read, a bit each.
     pub live: u32,
     /// Of a packed page: the position of its last token.
@@ -67,6 +71,18 @@ impl<'a> Forest<'a> {
         if self.blocks.len() > first_block {
             self.runs.push(run);
             self.run_blocks.push(first_block..self.blocks.len());
+        }
+    }
+
+    /// Pages of lower tiers.
+    pub fn away(&self) -> impl Iterator<Item = &'a Arc<Stored>> {
+        self.pages.iter().filter_map(|page| page.slot)
+    }
+
+    /// Has staged pages read from where they are now.
+    pub fn stage(&mut self, staged: &'a Staged) {
+        for page in self.pages.iter_mut().filter(|page| page.words.is_empty()) {
+            page.words = page.slot.map_or(&[], |slot| staged.words(slot));
         }
     }
 

@@ -4,7 +4,7 @@ use crate::arena::Page;
 use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
-use crate::chain::{Chain, Closed, Entry, Held};
+use crate::chain::{Away, Chain, Closed, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::filing::Layer;
 use crate::forest::{Forest, Listed, PACKED_RUN};
@@ -14,6 +14,7 @@ use crate::reduce::Trees;
 use crate::rope::Table;
 use crate::select::{self, Selection};
 use crate::sequence::{PageId, Place, chain_place};
+use crate::tiers::Stored;
 use pikv_core::attend::{BLOCK, Sight, filled};
 use pikv_core::bound;
 use pikv_core::codec::read::{PackedRef, REBUILT};
@@ -25,6 +26,7 @@ use pikv_core::rope::Rotation;
 use pikv_core::warp::LANES;
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
@@ -208,6 +210,14 @@ impl<'a> Job<'a> {
             packed: 0,
         };
         let (chains, experts) = (&state.chains, state.chains.len() as u32 - 1);
+        let plain = |page: &'a Page, live, id: PageId| {
+            let (words, address) = (page.words(), page.address());
+            Listed { words, address, slot: None, live, last: 0, by: 0, original: false, id }
+        };
+        let away = |slot: &'a Arc<Stored>, live, id: PageId| {
+            let words = slot.in_place().unwrap_or_default();
+            Listed { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, id }
+        };
         let codec = layer.codecs[head].is_some();
         let selection = self.selection(view, head);
         let entries = |c, chain| entries(c, chain, selection.as_ref());
@@ -217,7 +227,15 @@ impl<'a> Job<'a> {
                     Held::Closed(Closed { packed, last, by, .. }) => {
                         let (words, address) = (packed.words(), packed.address());
                         let (live, last, by) = (entry.live, *last, *by);
-                        Some((id.ordinal, Listed { words, address, live, last, by, original: false, id }))
+                        let slot = None;
+                        Some((
+                            id.ordinal,
+                            Listed { words, address, slot, live, last, by, original: false, id },
+                        ))
+                    }
+                    Held::Away(Away { slot, by: Some(by) }) => {
+                        let listed = away(slot, entry.live, id);
+                        Some((id.ordinal, Listed { last: entry.last()?, by: *by, ..listed }))
                     }
                     _ => None,
                 });
@@ -225,24 +243,29 @@ impl<'a> Job<'a> {
             }
             forest.packed = forest.runs.len();
         }
-        let plain = |page: &'a Page, live, id: PageId| {
-            let (words, address) = (page.words(), page.address());
-            Listed { words, address, live, last: 0, by: 0, original: false, id }
-        };
         for (c, chain) in chains.iter().enumerate().take(if codec { 1 } else { chains.len() }) {
-            let pages = entries(c, chain)
-                .filter_map(|(id, entry)| Some((id.ordinal, plain(entry.page()?, entry.live, id))));
+            let pages = entries(c, chain).filter_map(|(id, entry)| {
+                let listed = match &entry.held {
+                    Held::Away(Away { slot, .. }) => away(slot, entry.live, id),
+                    _ => plain(entry.page()?, entry.live, id),
+                };
+                Some((id.ordinal, listed))
+            });
             forest.push_run(c as u32, pages);
         }
         if codec {
             let open = chains.iter().enumerate().skip(1).flat_map(|(c, chain)| {
                 // What is not packed for good is at the end.
-                let packed = |entry: &Entry| matches!(&entry.held, Held::Closed(c) if c.original.is_none());
+                let packed = |entry: &Entry| match &entry.held {
+                    Held::Closed(closed) => closed.original.is_none(),
+                    Held::Away(_) => true,
+                    _ => false,
+                };
                 let from = chain.entries.iter().rposition(packed).map_or(0, |i| i as u32 + 1) + chain.first;
                 entries(c, chain).skip_while(move |(id, _)| id.ordinal < from).filter_map(
                     move |(id, entry)| {
                         let listed = match &entry.held {
-                            Held::Gone => return None,
+                            Held::Gone | Held::Away(_) => return None,
                             Held::Open(page) => plain(page, entry.live, id),
                             Held::Closed(Closed { original, by, .. }) => Listed {
                                 by: *by,

@@ -33,6 +33,7 @@ pub mod router;
 mod select;
 mod sequence;
 mod step;
+pub mod tiers;
 pub mod trace;
 mod writes;
 
@@ -41,6 +42,6 @@ pub use backend::{Backend, CudaError};
 pub use cache::{Cache, Rows, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
 pub use config::{CacheConfig, CodecRule, EvictionRule};
-pub use error::{ConfigError, Error};
+pub use error::{ConfigError, Error, TierOperation};
 pub use sequence::{PageId, PageInfo, Place, Sequence};
 pub use step::{Step, StepReport};

@@ -298,8 +298,8 @@ impl Layer {
         &self.heads[head].own[rule.version(len) * rule.head_words..][..rule.head_words]
     }
 
-    /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that are held, and those
-    /// that were evicted.
+    /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that the first
+    /// tier holds, and the others.
     pub fn count(&self, inner: &Inner, rows: Range<u32>, fetch: u32, hits: &mut [u64], misses: &mut [u64]) {
         let top_k = inner.config.top_k as usize;
         let wanted = if fetch == 0 { top_k } else { top_k.min(fetch as usize) };
@@ -314,8 +314,9 @@ impl Layer {
         }
         for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
             for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
-                hits[e] += times * u64::from(chain.live);
-                misses[e] += times * u64::from(chain.filed - chain.live);
+                let near = chain.live - if inner.tiers.is_some() { chain.away() } else { 0 };
+                hits[e] += times * u64::from(near);
+                misses[e] += times * u64::from(chain.filed - near);
             }
         }
     }

@@ -2,11 +2,12 @@
 
 use crate::arena::Page;
 use crate::cache::Inner;
-use crate::chain::{Entry, Held};
+use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::error::Error;
 use crate::evict::enforce;
 use crate::filing::{Head, Layer};
+use crate::tiers::Stored;
 use pikv_core::attend::{BLOCK, filled};
 use pikv_core::page::{PAGE, Position, Resident};
 use std::fmt;
@@ -49,7 +50,7 @@ impl fmt::Display for PageId {
     }
 }
 
-/// One resident page.
+/// One page that is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageInfo {
@@ -61,7 +62,9 @@ pub struct PageInfo {
     pub first: Position,
     /// Position of the last of them.
     pub last: Position,
-    /// The shard that holds it.
+    /// The tier that it lies in: 0 is the first, which the budget bounds.
+    pub tier: usize,
+    /// The shard that holds it, or would in the first tier.
     pub shard: u32,
     /// Whether another sequence reads it too.
     pub shared: bool,
@@ -129,7 +132,7 @@ impl Sequence {
         Ok(tags)
     }
 
-    /// The resident pages of a layer's KV head: sinks, experts, ring, each in order.
+    /// The pages of a layer's KV head that are held, in whatever tier: sinks, experts, ring, each in order.
     ///
     /// The first pages of the ring also list tokens that left it and are kept for rollback: those below
     /// `next_position - in_ring`, which attention reads from the pool (or not at all, if they were evicted there).
@@ -143,7 +146,8 @@ impl Sequence {
         let chains = head.chains.iter().enumerate().flat_map(move |(c, chain)| {
             chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
                 let id = PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
-                Some(Found::new(entry, codec)?.info(id))
+                let shard = self.inner.shard_of(id.place, id.ordinal, kv_head);
+                Some(Found::new(entry, codec)?.info(id, shard))
             })
         });
         let ring = head.ring.iter().enumerate().filter_map(move |(i, page)| {
@@ -151,7 +155,8 @@ impl Sequence {
             let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
             let id = PageId { place: Place::Ring, ordinal: tile };
             let live = filled(fill);
-            (fill > 0).then(|| Found { page, live, packed: None, bytes: page.bytes() }.info(id))
+            let found = || Found { at: At::Page(page), live, packed: None, bytes: page.bytes() };
+            (fill > 0).then(|| found().info(id, page.shard()))
         });
         Ok(chains.chain(ring))
     }
@@ -175,10 +180,11 @@ impl Sequence {
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
-    /// left of them).
+    /// left of them). Of a page in a lower tier, the whole is read for it.
     ///
     /// # Errors
-    /// No such layer, KV head or page, slices that do not have `k_dim` and `v_dim` elements, or a device that fails.
+    /// No such layer, KV head or page, slices that do not have `k_dim` and `v_dim` elements, a device that fails, or
+    /// [`Error::Tier`].
     pub fn read(
         &self,
         layer: usize,
@@ -202,7 +208,20 @@ impl Sequence {
         if lane >= PAGE || found.live >> lane & 1 == 0 {
             return Err(missing);
         }
-        let words = &*found.page.fetch()?;
+        let (fetched, away);
+        let words: &[u32] = match found.at {
+            At::Page(page) => {
+                fetched = page.fetch()?;
+                &fetched
+            }
+            At::Slot(slot) => match slot.in_place() {
+                Some(words) => words,
+                None => {
+                    away = slot.read()?;
+                    &away
+                }
+            },
+        };
         match found.packed {
             Some((codec, last)) => Ok(codec.read(words, lane, last, key, value)),
             None => {
@@ -213,7 +232,7 @@ impl Sequence {
         }
     }
 
-    /// Bytes of pages that the sequence refers to; shared ones count for each of their sequences.
+    /// Bytes of pages of the first tier that the sequence refers to ([`Sequence::bytes_in_tier`] for others); shared ones count for each of their sequences.
     pub fn bytes(&self) -> u64 {
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
         let bytes = |head: &Head| {
@@ -325,7 +344,8 @@ impl Sequence {
                 let page = at.and_then(|at| head.ring.get(at as usize));
                 let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
                 let live = filled(fill);
-                return Ok(page.map(|page| Found { page, live, packed: None, bytes: page.bytes() }));
+                let found = |page| Found { at: At::Page(page), live, packed: None, bytes: Page::bytes(page) };
+                return Ok(page.map(found));
             }
             Place::Sinks => head.chains.first(),
             Place::Expert(e) => head.chains.get(usize::from(e) + 1),
@@ -335,9 +355,16 @@ impl Sequence {
     }
 }
 
+/// Where a page lies.
+#[derive(Clone, Copy)]
+enum At<'a> {
+    Page(&'a Page),
+    Slot(&'a Arc<Stored>),
+}
+
 /// A page that is there.
 struct Found<'a> {
-    page: &'a Page,
+    at: At<'a>,
     live: u32,
     /// Its codec and its last position, if it is packed.
     packed: Option<(&'a HeadCodec, u32)>,
@@ -348,27 +375,37 @@ impl<'a> Found<'a> {
     fn new(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Option<Found<'a>> {
         let packed = match &entry.held {
             Held::Closed(closed) => codec.map(|codec| (codec, closed.last)),
+            Held::Away(Away { by: Some(_), .. }) => codec.zip(entry.last()),
             _ => None,
         };
-        Some(Found { page: entry.page()?, live: entry.live, packed, bytes: entry.bytes() })
+        let (at, bytes) = match &entry.held {
+            Held::Away(Away { slot, .. }) => (At::Slot(slot), slot.bytes()),
+            _ => (At::Page(entry.page()?), entry.bytes()),
+        };
+        Some(Found { at, live: entry.live, packed, bytes })
     }
 
     fn position(&self, lane: u32) -> Position {
-        let words = self.page.words();
-        match self.packed {
-            Some((codec, last)) => codec.packed.position(words, lane, last),
-            None => Position(words[lane as usize]),
+        match (self.at, self.packed) {
+            (At::Slot(slot), _) => Position(slot.positions[lane as usize]),
+            (At::Page(page), Some((codec, last))) => codec.packed.position(page.words(), lane, last),
+            (At::Page(page), None) => Position(page.words()[lane as usize]),
         }
     }
 
-    fn info(&self, id: PageId) -> PageInfo {
+    fn info(&self, id: PageId, shard: u32) -> PageInfo {
+        let (tier, shard, shared) = match self.at {
+            At::Page(page) => (0, page.shard(), page.is_shared()),
+            At::Slot(slot) => (slot.level.index, shard, Arc::strong_count(slot) > 1),
+        };
         PageInfo {
             id,
             tokens: self.live.count_ones(),
             first: self.position(self.live.trailing_zeros().min(PAGE - 1)),
             last: self.position(self.live.checked_ilog2().unwrap_or(0)),
-            shard: self.page.shard(),
-            shared: self.page.is_shared(),
+            tier,
+            shard,
+            shared,
             packed: self.packed.is_some(),
             bytes: self.bytes,
         }

@@ -1,8 +1,9 @@
 //! A step: tokens added to some sequences, layer by layer, all or nothing.
 
 use crate::arena::Reservation;
-use crate::attend::{Attend, Output, attend};
+use crate::attend::{Attend, Output, Read, attend};
 use crate::cache::Inner;
+use crate::chain::{Away, Held};
 use crate::error::Error;
 use crate::evict::enforce;
 use crate::filing::{Layer, own};
@@ -11,12 +12,14 @@ use crate::metrics::{Evicted, Reused};
 use crate::observe::{Feed, Rule};
 use crate::policy::Token;
 use crate::sequence::Sequence;
+use crate::tiers::{Ahead, Stored, make_room};
 use crate::writes::Write;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Adds tokens to sequences, as a model runs: for each layer [`append`](Step::append), [`attend`](Step::attend) and, once
 /// its router has spoken, [`route`](Step::route); at the end [`commit`](Step::commit).
@@ -31,6 +34,8 @@ pub struct Step<'a> {
     layers: Vec<Done>,
     rows: usize,
     committed: bool,
+    /// Pages of the layer that is likely to be attended next, on their way up.
+    ahead: Option<Ahead>,
 }
 
 #[derive(Debug)]
@@ -48,6 +53,8 @@ struct Done {
     fetch: u32,
     /// What the layer's policy will be told: the part, and what a head of it saw.
     feeds: Vec<(usize, Feed)>,
+    /// Bytes that were read from lower tiers.
+    remote: u64,
 }
 
 /// What a step met, once it is committed.
@@ -56,6 +63,7 @@ pub struct StepReport {
     experts: usize,
     hits: Vec<u64>,
     misses: Vec<u64>,
+    remote: Vec<u64>,
     /// Bytes that the tokens of the step's sequences would take with nothing evicted, packed, shared or padded.
     pub logical_bytes: u64,
     /// Tokens that policies let go of, page by page.
@@ -65,15 +73,20 @@ pub struct StepReport {
 }
 
 impl StepReport {
-    /// Of each expert, tokens in its pages that rows of the step wanted, and found. A row wants, in every KV head, what its own
+    /// Of each expert, tokens in its pages that rows of the step wanted, and found in the first tier. A row wants, in every KV head, what its own
     /// experts hold.
     pub fn hits(&self, layer: usize) -> &[u64] {
         self.hits.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
     }
 
-    /// Of each expert, tokens that rows wanted and that were evicted.
+    /// Of each expert, tokens that rows wanted and that were evicted, or lay in a lower tier.
     pub fn misses(&self, layer: usize) -> &[u64] {
         self.misses.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
+    }
+
+    /// Bytes of pages that attention in a layer read from lower tiers.
+    pub fn remote_bytes(&self, layer: usize) -> u64 {
+        self.remote.get(layer).copied().unwrap_or(0)
     }
 
     fn clear(&mut self, layers: usize, experts: usize) {
@@ -82,6 +95,7 @@ impl StepReport {
             counts.clear();
             counts.resize(layers * experts, 0);
         }
+        self.remote.clear();
         self.logical_bytes = 0;
         self.evicted.clear();
         self.reused.clear();
@@ -119,10 +133,52 @@ impl<'a> Step<'a> {
             taken.push(Part { sequence, len });
         }
         let last = taken.iter().map(|part| part.len).max().ok_or(Error::NoSequences)?;
-        let pages = inner.arenas.reserve(needed)?;
+        let pages = loop {
+            match inner.arenas.reserve(needed) {
+                Err(Error::OutOfBudget { needed, available })
+                    if inner.tiers.is_some() && needed <= inner.arenas.budget() =>
+                {
+                    let mut sequences: Vec<&mut Sequence> =
+                        taken.iter_mut().map(|part: &mut Part<'_>| &mut *part.sequence).collect();
+                    // Again, as others may have taken what came free.
+                    if !make_room(&inner, &mut sequences, needed - available)? {
+                        return Err(Error::OutOfBudget { needed, available });
+                    }
+                }
+                reserved => break reserved?,
+            }
+        };
         inner.tables.grow(last)?;
         let layers = inner.config.layers.iter().map(|_| Done::default()).collect();
-        Ok(Step { inner, parts: taken, pages, layers, rows, committed: false })
+        let mut step = Step { inner, parts: taken, pages, layers, rows, committed: false, ahead: None };
+        if step.inner.tiers.is_some() {
+            step.look_ahead(0, 0);
+        }
+        Ok(step)
+    }
+
+    /// Has the pages of a layer brought up that will be read, if the calls so far read all, beside `used` bytes of staged ones.
+    fn look_ahead(&mut self, layer: usize, used: u64) {
+        if self.ahead.as_ref().is_some_and(|ahead| ahead.layer == layer) {
+            return;
+        }
+        // What nobody asked for makes room first.
+        self.ahead = None;
+        let inner = self.inner.clone();
+        let tiers = inner.tiers.as_ref().filter(|tiers| tiers.reads_all.load(Ordering::Relaxed));
+        if let Some(tiers) = tiers.filter(|_| layer < self.layers.len()) {
+            self.ahead = tiers.ahead(layer, self.staged(layer), used);
+        }
+    }
+
+    /// Pages of a layer that are read from a store.
+    fn staged(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
+        let heads = self.parts.iter().flat_map(move |part| &part.sequence.layers[layer].heads);
+        let entries = heads.flat_map(|head| &head.chains).flat_map(|chain| &chain.entries);
+        entries.filter(|entry| entry.live != 0).filter_map(|entry| match &entry.held {
+            Held::Away(Away { slot, .. }) if slot.level.staged() => Some(slot),
+            _ => None,
+        })
     }
 
     /// Rows of the step, over all its sequences.
@@ -194,9 +250,17 @@ impl<'a> Step<'a> {
         options: &Attend,
         out: Output<'_>,
     ) -> Result<(), Error> {
-        let shape = self.inner.layer(layer)?;
+        let inner = self.inner.clone();
+        let shape = inner.layer(layer)?;
         if !self.layers[layer].appended {
             return Err(Error::NotAppended { layer });
+        }
+        let ahead = self.ahead.take_if(|ahead| ahead.layer == layer);
+        if let Some(tiers) = &inner.tiers {
+            let all = options.read == Read::All;
+            tiers.reads_all.store(all, Ordering::Relaxed);
+            let used = if all { self.staged(layer).map(|slot| slot.bytes()).sum() } else { 0 };
+            self.look_ahead(layer + 1, used);
         }
         let views: Vec<View<'_>> = self
             .parts
@@ -213,7 +277,9 @@ impl<'a> Step<'a> {
             })
             .collect();
         let feeds = Some(&mut self.layers[layer].feeds);
-        attend(&self.inner, layer, shape, &views, q, options, out, feeds)
+        let remote = attend(&inner, layer, shape, &views, q, options, out, feeds, ahead)?;
+        self.layers[layer].remote += remote;
+        Ok(())
     }
 
     /// The experts that the layer's router chose: `[rows][top_k]`, first choice first. A token is filed by its first choice.
@@ -304,6 +370,9 @@ impl<'a> Step<'a> {
         for (l, done) in self.layers.iter_mut().enumerate() {
             let mut feeds: Vec<Vec<Feed>> = self.parts.iter().map(|_| Vec::new()).collect();
             done.feeds.drain(..).for_each(|(part, feed)| feeds[part].push(feed));
+            if let Some(report) = &mut report {
+                report.remote.push(done.remote);
+            }
             for (part, feeds) in self.parts.iter_mut().zip(feeds) {
                 let Sequence { layers, len, .. } = &mut *part.sequence;
                 let layer = &mut layers[l];

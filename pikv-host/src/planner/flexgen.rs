@@ -98,6 +98,20 @@ pub enum PlacementError {
     Solver(String),
 }
 
+impl Placement {
+    /// The share of a class in each tier, for [`Sequence::arrange`](crate::Sequence::arrange); all in the first tier if there is no such
+    /// class, or nothing of it.
+    pub fn shares(&self, class: usize) -> Vec<f64> {
+        let tiers = self.links.len() + 1;
+        let pages = self.pages.get(class).filter(|pages| pages.iter().any(|n| *n > 0));
+        let Some(pages) = pages else {
+            return (0..tiers).map(|tier| f64::from(u8::from(tier == 0))).collect();
+        };
+        let all: u64 = pages.iter().sum();
+        pages.iter().map(|n| *n as f64 / all as f64).collect()
+    }
+}
+
 impl Machine {
     fn capacity(&self, tier: usize) -> u64 {
         tier.checked_sub(1).map_or(self.fast, |below| self.tiers[below].capacity)

@@ -1,10 +1,12 @@
 //! The tokens that a policy ranks.
 
 use super::State;
-use crate::chain::{Closed, Entry, Held};
+use crate::chain::{Away, Closed, Entry, Held};
 use crate::codec::HeadCodec;
 use pikv_core::page::Layout;
 use pikv_core::warp::LANES;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The tokens of a head that may be evicted, by ascending position.
 #[derive(Debug)]
@@ -20,6 +22,8 @@ pub struct Candidates<'a> {
     pub(crate) version: usize,
     pub(crate) head: &'a [f32],
     pub(crate) group: u32,
+    /// Pages of lower tiers that were looked into; `None` where that failed.
+    pub(crate) away: Mutex<HashMap<u64, Option<Arc<[u32]>>>>,
 }
 
 /// One of them, and where it lies.
@@ -98,7 +102,9 @@ impl Candidates<'_> {
         self.layout.v_dim as usize
     }
 
-    /// Key and value of token `i` as stored, decoded to f32: `k_dim` and `v_dim` channels. O(k_dim + v_dim).
+    /// Key and value of token `i` as stored, decoded to f32: `k_dim` and `v_dim` channels. O(k_dim + v_dim), but that a page in a
+    /// lower tier is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
+    /// evicted by this ranking.
     pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
         let Candidate { entry, lane, .. } = self.tokens[i];
         match (&entry.held, self.codec) {
@@ -109,8 +115,36 @@ impl Candidates<'_> {
                 self.layout.read_key(page.words(), lane, key);
                 self.layout.read_value(page.words(), lane, value);
             }
+            (Held::Away(Away { slot, by }), codec) => {
+                let read = || slot.read().ok().map(Arc::from);
+                let Some(words) = self.away().entry(self.page(i)).or_insert_with(read).clone() else {
+                    key.fill(f32::NAN);
+                    value.fill(f32::NAN);
+                    return;
+                };
+                match codec.filter(|_| by.is_some()).zip(entry.last()) {
+                    Some((codec, last)) => {
+                        codec.read(&words, lane, last, key, value);
+                    }
+                    None => {
+                        self.layout.read_key(&words, lane, key);
+                        self.layout.read_value(&words, lane, value);
+                    }
+                }
+            }
             _ => unreachable!("candidates are held"),
         }
+    }
+}
+
+impl Candidates<'_> {
+    fn away(&self) -> MutexGuard<'_, HashMap<u64, Option<Arc<[u32]>>>> {
+        self.away.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a page could not be looked into.
+    pub(crate) fn failed(&self) -> bool {
+        self.away().values().any(Option::is_none)
     }
 }
 

@@ -1,0 +1,353 @@
+//! Pages on their way up: read before they are asked for, by a thread of the cache.
+
+use super::level::{Level, Stored};
+use super::{Fetches, TierUsage, Tiers};
+use crate::error::Error;
+use crate::job::each;
+use pikv_core::warp::LANES;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+
+/// The tiers of a cache beneath the first.
+#[derive(Debug)]
+pub(crate) struct Levels {
+    pub levels: Vec<Arc<Level>>,
+    spare: Arc<Spare>,
+    thread: Mutex<Option<Thread>>,
+    /// Whether the last call read all pages, so that the next one is likely to.
+    pub reads_all: AtomicBool,
+    fetches: [AtomicU64; 4],
+}
+
+/// The thread, and where it hears of pages to read.
+#[derive(Debug)]
+struct Thread {
+    queue: Sender<Weak<Batch>>,
+    handle: JoinHandle<()>,
+}
+
+/// Pages of a layer that were asked for ahead. Dropped, it leaves none of them on its way.
+#[derive(Debug)]
+pub(crate) struct Ahead {
+    pub layer: usize,
+    index: HashMap<usize, usize>,
+    batch: Arc<Batch>,
+}
+
+#[derive(Debug)]
+struct Batch {
+    pages: Mutex<Vec<Coming>>,
+    changed: Condvar,
+    spare: Arc<Spare>,
+}
+
+/// Buffers that pages were staged in, to be used again: memory that is new from the system costs more than reading into it.
+#[derive(Debug)]
+struct Spare {
+    /// Bytes that a call may stage, and that are kept.
+    staging: u64,
+    buffers: Mutex<Buffers>,
+}
+
+#[derive(Debug, Default)]
+struct Buffers {
+    by_words: HashMap<usize, Vec<Box<[u32]>>>,
+    /// Of all.
+    bytes: u64,
+}
+
+impl Spare {
+    fn buffers(&self) -> MutexGuard<'_, Buffers> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A page, read.
+    fn read(&self, slot: &Stored) -> Result<Box<[u32]>, Error> {
+        let spare = {
+            let Buffers { by_words, bytes } = &mut *self.buffers();
+            let buffer = by_words.get_mut(&slot.words()).and_then(Vec::pop);
+            *bytes -= buffer.as_ref().map_or(0, |_| slot.bytes());
+            buffer
+        };
+        let mut words = spare.unwrap_or_else(|| vec![0; slot.words()].into_boxed_slice());
+        slot.read_into(&mut words)?;
+        Ok(words)
+    }
+
+    fn give_back(&self, read: impl Iterator<Item = Box<[u32]>>) {
+        let Buffers { by_words, bytes } = &mut *self.buffers();
+        for words in read {
+            let more = *bytes + size_of_val(&words[..]) as u64;
+            if more <= self.staging {
+                *bytes = more;
+                by_words.entry(words.len()).or_default().push(words);
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Coming {
+    Waiting(Arc<Stored>),
+    Reading,
+    Here(Box<[u32]>),
+    /// Taken, given up, or failed: whoever wants it reads it.
+    Gone,
+}
+
+/// Pages that a call reads, by [`key`].
+#[derive(Debug)]
+pub(crate) struct Staged {
+    pages: HashMap<usize, Box<[u32]>>,
+    spare: Arc<Spare>,
+}
+
+/// Slots are told apart by where they lie, as long as somebody holds them.
+fn key(slot: &Arc<Stored>) -> usize {
+    Arc::as_ptr(slot) as usize
+}
+
+impl Staged {
+    /// The words of a page that was gathered.
+    pub fn words(&self, slot: &Arc<Stored>) -> &[u32] {
+        self.pages.get(&key(slot)).map_or(&[], |words| words)
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        self.spare.give_back(self.pages.drain().map(|(_, words)| words));
+    }
+}
+
+impl Levels {
+    /// `None` without tiers.
+    pub fn new(tiers: &Tiers) -> Result<Option<Levels>, Error> {
+        let level = |(i, spec)| Level::new(i + 1, spec).map(Arc::new);
+        let levels = tiers.specs.iter().enumerate().map(level).collect::<Result<Vec<_>, _>>()?;
+        let (thread, reads_all) = (Mutex::default(), AtomicBool::new(false));
+        let some = !levels.is_empty();
+        let fetches = Default::default();
+        let spare = Arc::new(Spare { staging: tiers.staging, buffers: Mutex::default() });
+        Ok(some.then_some(Levels { levels, spare, thread, reads_all, fetches }))
+    }
+
+    pub fn usage(&self) -> Vec<TierUsage> {
+        self.levels.iter().map(|level| level.usage()).collect()
+    }
+
+    pub fn fetches(&self) -> Fetches {
+        let [in_place, ahead, awaited, late] = [0, 1, 2, 3].map(|i| self.fetches[i].load(Ordering::Relaxed));
+        Fetches { in_place, ahead, awaited, late }
+    }
+
+    /// Writes a page to the first tier that takes it.
+    ///
+    /// # Errors
+    /// Of the last one that did not.
+    pub fn put(&self, words: &[u32], positions: [u32; LANES]) -> Result<Stored, Error> {
+        let mut refused = Error::NoTiers;
+        for level in &self.levels {
+            match level.put(words, positions) {
+                Ok(slot) => return Ok(slot),
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
+    }
+
+    fn count(&self, counted: Fetches) {
+        let Fetches { in_place, ahead, awaited, late } = counted;
+        for (sum, n) in self.fetches.iter().zip([in_place, ahead, awaited, late]) {
+            sum.fetch_add(n, Ordering::Relaxed);
+        }
+    }
+
+    /// Asks for pages of a layer that will be read, as far as the staging area has room beside `used` bytes.
+    pub fn ahead<'s>(
+        &self,
+        layer: usize,
+        slots: impl Iterator<Item = &'s Arc<Stored>>,
+        used: u64,
+    ) -> Option<Ahead> {
+        let mut room = self.spare.staging.saturating_sub(used);
+        let (mut index, mut pages) = (HashMap::new(), Vec::new());
+        for slot in slots.filter(|slot| slot.level.staged()) {
+            if let Entry::Vacant(at) = index.entry(key(slot)) {
+                let Some(left) = room.checked_sub(slot.bytes()) else { break };
+                room = left;
+                at.insert(pages.len());
+                pages.push(Coming::Waiting(slot.clone()));
+            }
+        }
+        if pages.is_empty() {
+            return None;
+        }
+        let spare = self.spare.clone();
+        let batch = Arc::new(Batch { pages: Mutex::new(pages), changed: Condvar::new(), spare });
+        self.send(Arc::downgrade(&batch));
+        Some(Ahead { layer, index, batch })
+    }
+
+    /// Tells the thread, which starts with the first batch. Where there can be none, pages are read when they are asked for.
+    fn send(&self, batch: Weak<Batch>) {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.is_none() {
+            let (queue, batches) = channel();
+            let handle =
+                thread::Builder::new().name("pikv-tiers".to_owned()).spawn(move || bring_up(&batches));
+            *thread = handle.ok().map(|handle| Thread { queue, handle });
+        }
+        if let Some(Thread { queue, .. }) = &*thread {
+            // The thread ends only when the queue is dropped.
+            let _ = queue.send(batch);
+        }
+    }
+
+    /// Reads what a call wants of tiers beneath the first, and says how many bytes that were. Pages in memory stay where they are.
+    ///
+    /// # Errors
+    /// [`Error::Staging`], or [`Error::Tier`] of the first page that could not be read.
+    pub fn gather<'s>(
+        &self,
+        layer: usize,
+        slots: impl Iterator<Item = &'s Arc<Stored>>,
+        ahead: Option<Ahead>,
+    ) -> Result<(Staged, u64), Error> {
+        let (mut counted, mut remote, mut needed) = (Fetches::default(), 0, 0);
+        let mut wanted: HashMap<usize, &Arc<Stored>> = HashMap::new();
+        let mut order = Vec::new();
+        for slot in slots {
+            if wanted.insert(key(slot), slot).is_none() {
+                remote += slot.bytes();
+                if slot.level.staged() {
+                    needed += slot.bytes();
+                    order.push(slot);
+                } else {
+                    counted.in_place += 1;
+                }
+            }
+        }
+        let staging = self.spare.staging;
+        if needed > staging {
+            return Err(Error::Staging { layer, needed, staging });
+        }
+        let (mut late, mut awaited) = (Vec::new(), Vec::new());
+        let mut staged = Staged { pages: HashMap::new(), spare: self.spare.clone() };
+        if let Some(Ahead { index, batch, .. }) = &ahead {
+            let mut pages = batch.pages();
+            for slot in order {
+                match index.get(&key(slot)) {
+                    Some(at) => match std::mem::replace(&mut pages[*at], Coming::Gone) {
+                        Coming::Here(words) => {
+                            staged.pages.insert(key(slot), words);
+                        }
+                        Coming::Reading => {
+                            pages[*at] = Coming::Reading;
+                            awaited.push((*at, slot));
+                        }
+                        Coming::Waiting(_) | Coming::Gone => late.push(slot),
+                    },
+                    None => late.push(slot),
+                }
+            }
+        } else {
+            late = order;
+        }
+        counted.ahead = staged.pages.len() as u64;
+        (counted.awaited, counted.late) = (awaited.len() as u64, late.len() as u64);
+        for (slot, words) in late.iter().zip(each(&late, |slot| self.spare.read(slot))) {
+            staged.pages.insert(key(slot), words?);
+        }
+        for (at, slot) in awaited {
+            let words = match ahead.as_ref().and_then(|ahead| ahead.batch.wait(at)) {
+                Some(words) => words,
+                // It failed on the way; perhaps it does not now.
+                None => self.spare.read(slot)?,
+            };
+            staged.pages.insert(key(slot), words);
+        }
+        self.count(counted);
+        Ok((staged, remote))
+    }
+}
+
+impl Drop for Levels {
+    fn drop(&mut self) {
+        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(Thread { queue, handle }) = thread {
+            drop(queue);
+            // It catches what a store may panic with.
+            let _ = handle.join();
+        }
+    }
+}
+
+impl Batch {
+    fn pages(&self) -> MutexGuard<'_, Vec<Coming>> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The page at `at`, which is being read; `None` if that fails.
+    fn wait(&self, at: usize) -> Option<Box<[u32]>> {
+        let mut pages = self.pages();
+        while matches!(pages[at], Coming::Reading) {
+            pages = self.changed.wait(pages).unwrap_or_else(PoisonError::into_inner);
+        }
+        match std::mem::replace(&mut pages[at], Coming::Gone) {
+            Coming::Here(words) => Some(words),
+            _ => None,
+        }
+    }
+
+    /// Reads the page at `at` if nobody else did; `false` past the last one.
+    fn bring(&self, at: usize) -> bool {
+        let slot = match self.pages().get_mut(at) {
+            None => return false,
+            Some(page @ Coming::Waiting(_)) => match std::mem::replace(page, Coming::Reading) {
+                Coming::Waiting(slot) => slot,
+                _ => return true,
+            },
+            Some(_) => return true,
+        };
+        // A store of the user's may panic; whoever waits must hear of it.
+        let read = catch_unwind(AssertUnwindSafe(|| self.spare.read(&slot)));
+        drop(slot);
+        self.pages()[at] = match read {
+            Ok(Ok(words)) => Coming::Here(words),
+            _ => Coming::Gone,
+        };
+        self.changed.notify_all();
+        true
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        let mut pages = self.batch.pages();
+        let given_up = pages.iter_mut().filter(|page| !matches!(page, Coming::Reading));
+        self.batch.spare.give_back(given_up.filter_map(|page| match std::mem::replace(page, Coming::Gone) {
+            Coming::Here(words) => Some(words),
+            _ => None,
+        }));
+        while pages.iter().any(|page| matches!(page, Coming::Reading)) {
+            pages = self.batch.changed.wait(pages).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// What the thread does.
+fn bring_up(batches: &Receiver<Weak<Batch>>) {
+    for batch in batches {
+        let mut at = 0;
+        // Whoever drops a batch waits for no page but the one that is being read.
+        while batch.upgrade().is_some_and(|batch| batch.bring(at)) {
+            at += 1;
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! One tier: its room, and the pages in it.
+
+use super::{Spec, Store, TierUsage};
+use crate::error::{Error, TierOperation};
+use pikv_core::warp::LANES;
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A tier beneath the first.
+#[derive(Debug)]
+pub(crate) struct Level {
+    name: String,
+    capacity: u64,
+    /// Its place among the tiers; the first, which is no level, is 0.
+    pub index: usize,
+    /// `None` where pages lie in memory.
+    store: Option<Box<dyn Store>>,
+    room: Mutex<Room>,
+}
+
+/// What of a tier is free.
+#[derive(Debug)]
+struct Room {
+    used: u64,
+    /// Of a store: stretches by their starts, none next to another.
+    free: BTreeMap<u64, u64>,
+}
+
+impl Room {
+    /// The lowest `bytes` in a row.
+    fn take(&mut self, bytes: u64) -> Option<u64> {
+        let (&start, &len) = self.free.iter().find(|(_, len)| **len >= bytes)?;
+        self.free.remove(&start);
+        if len > bytes {
+            self.free.insert(start + bytes, len - bytes);
+        }
+        self.used += bytes;
+        Some(start)
+    }
+
+    fn give_back(&mut self, mut start: u64, bytes: u64) {
+        self.used -= bytes;
+        let mut len = bytes;
+        if let Some(after) = self.free.remove(&(start + len)) {
+            len += after;
+        }
+        if let Some((&before, &of)) = self.free.range(..start).next_back().filter(|(s, l)| *s + *l == start) {
+            (start, len) = (before, of + len);
+        }
+        self.free.insert(start, len);
+    }
+}
+
+/// A page in a tier; its room comes back on drop.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    pub level: Arc<Level>,
+    data: Data,
+    words: usize,
+    sum: u64,
+    /// Of each lane that was written.
+    pub positions: [u32; LANES],
+}
+
+#[derive(Debug)]
+enum Data {
+    Memory(Box<[u32]>),
+    At(u64),
+}
+
+impl Level {
+    pub fn new(index: usize, spec: &Spec) -> Result<Level, Error> {
+        let Spec { name, capacity, open } = spec;
+        let failed = |error: io::Error| Error::Tier {
+            operation: TierOperation::Open,
+            tier: name.clone(),
+            bytes: *capacity,
+            kind: error.kind(),
+        };
+        let store = open.as_ref().map(|open| open()).transpose().map_err(failed)?;
+        let free = (*capacity > 0).then_some((0, *capacity)).into_iter().collect();
+        let room = Mutex::new(Room { used: 0, free });
+        Ok(Level { name: name.clone(), capacity: *capacity, index, store, room })
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn usage(&self) -> TierUsage {
+        TierUsage { name: self.name.clone(), bytes: self.room().used, capacity: self.capacity }
+    }
+
+    /// Bytes that are free.
+    pub fn available(&self) -> u64 {
+        self.capacity - self.room().used
+    }
+
+    /// Whether pages must be staged before they are read.
+    pub fn staged(&self) -> bool {
+        self.store.is_some()
+    }
+
+    fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failed(&self, operation: TierOperation, bytes: u64, error: &io::Error) -> Error {
+        Error::Tier { operation, tier: self.name.clone(), bytes, kind: error.kind() }
+    }
+
+    /// Writes a page.
+    ///
+    /// # Errors
+    /// [`Error::TierFull`], or [`Error::Tier`] from the store; no room is taken then.
+    pub fn put(self: &Arc<Self>, words: &[u32], positions: [u32; LANES]) -> Result<Stored, Error> {
+        let bytes = size_of_val(words) as u64;
+        let full = |used: u64| Error::TierFull {
+            tier: self.name.clone(),
+            needed: bytes,
+            available: self.capacity - used,
+        };
+        // Room first: a slot that is dropped on the way gives it back.
+        let mut room = self.room();
+        let used = room.used;
+        let data = match &self.store {
+            Some(_) => Data::At(room.take(bytes).ok_or_else(|| full(used))?),
+            None if bytes > self.capacity - used => return Err(full(used)),
+            None => {
+                room.used += bytes;
+                Data::Memory(Box::default())
+            }
+        };
+        drop(room);
+        let mut slot = Stored { level: self.clone(), data, words: words.len(), sum: sum(words), positions };
+        match (&self.store, &mut slot.data) {
+            (Some(store), Data::At(at)) => store
+                .write(*at, bytemuck::cast_slice(words))
+                .map_err(|error| self.failed(TierOperation::Write, bytes, &error))?,
+            (_, Data::Memory(memory)) => {
+                let mut copy = Vec::new();
+                let refused =
+                    |_| self.failed(TierOperation::Write, bytes, &io::ErrorKind::OutOfMemory.into());
+                copy.try_reserve_exact(words.len()).map_err(refused)?;
+                copy.extend_from_slice(words);
+                *memory = copy.into_boxed_slice();
+            }
+            (None, Data::At(_)) => unreachable!("positions are those of a store"),
+        }
+        Ok(slot)
+    }
+}
+
+impl Stored {
+    /// Its words, if they lie in memory.
+    pub fn in_place(&self) -> Option<&[u32]> {
+        match &self.data {
+            Data::Memory(words) => Some(words),
+            Data::At(_) => None,
+        }
+    }
+
+    pub fn words(&self) -> usize {
+        self.words
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.words as u64 * 4
+    }
+
+    /// Fills `words`, as many as the page has.
+    ///
+    /// # Errors
+    /// [`Error::Tier`], also if the bytes are not those that were written.
+    pub fn read_into(&self, words: &mut [u32]) -> Result<(), Error> {
+        match (&self.data, &self.level.store) {
+            (Data::At(at), Some(store)) => {
+                let failed = |error| self.level.failed(TierOperation::Read, self.bytes(), &error);
+                store.read(*at, bytemuck::cast_slice_mut(words)).map_err(failed)?;
+                if sum(words) != self.sum {
+                    return Err(failed(io::ErrorKind::InvalidData.into()));
+                }
+            }
+            (Data::Memory(memory), _) => words.copy_from_slice(memory),
+            (Data::At(_), None) => unreachable!("positions are those of a store"),
+        }
+        Ok(())
+    }
+
+    /// A copy of the page.
+    ///
+    /// # Errors
+    /// As [`Stored::read_into`].
+    pub fn read(&self) -> Result<Box<[u32]>, Error> {
+        let mut words = vec![0; self.words].into_boxed_slice();
+        self.read_into(&mut words)?;
+        Ok(words)
+    }
+}
+
+impl Drop for Stored {
+    fn drop(&mut self) {
+        let bytes = self.bytes();
+        let mut room = self.level.room();
+        match self.data {
+            Data::At(at) => room.give_back(at, bytes),
+            Data::Memory(_) => room.used -= bytes,
+        }
+    }
+}
+
+/// Of the words in order. Each step is a bijection of what came before, so that one word that changed always shows; other
+/// changes go unseen with a chance of about 2^-64.
+fn sum(words: &[u32]) -> u64 {
+    const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+    let mut lanes = [1, 2, 3, 4].map(|i: u64| i.wrapping_mul(ODD));
+    let step = |lane: &mut u64, x: u64| *lane = (*lane ^ x).wrapping_mul(ODD).rotate_left(29);
+    let (rows, rest) = words.as_chunks::<8>();
+    for row in rows {
+        for (lane, pair) in lanes.iter_mut().zip(row.as_chunks::<2>().0) {
+            step(lane, u64::from(pair[0]) | u64::from(pair[1]) << 32);
+        }
+    }
+    rest.iter().for_each(|word| step(&mut lanes[0], u64::from(*word)));
+    let mut all = words.len() as u64;
+    lanes.iter().for_each(|lane| step(&mut all, *lane));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Room against a map of bytes.
+    #[test]
+    fn first_fit_and_joined_again() {
+        let mut room = Room { used: 0, free: [(0, 100)].into() };
+        let mut taken = [false; 100];
+        let mut held: Vec<(u64, u64)> = Vec::new();
+        let mut x = 1u32;
+        for _ in 0..5000 {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let n = u64::from(x >> 8) % 17 + 1;
+            if x >> 31 == 0 {
+                let fits = (0..=100 - n as usize).find(|at| !taken[*at..*at + n as usize].contains(&true));
+                let at = room.take(n);
+                assert_eq!(at, fits.map(|at| at as u64));
+                if let Some(at) = at {
+                    taken[at as usize..(at + n) as usize].fill(true);
+                    held.push((at, n));
+                }
+            } else if !held.is_empty() {
+                let (at, n) = held.swap_remove(x as usize % held.len());
+                taken[at as usize..(at + n) as usize].fill(false);
+                room.give_back(at, n);
+            }
+            assert_eq!(room.used, taken.iter().filter(|t| **t).count() as u64);
+        }
+        held.into_iter().for_each(|(at, n)| room.give_back(at, n));
+        assert_eq!(room.free, [(0, 100)].into());
+    }
+
+    #[test]
+    fn a_sum_sees_every_bit_and_the_order() {
+        let words: Vec<u32> = (0..45u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
+        let right = sum(&words);
+        for i in 0..words.len() {
+            for bit in 0..32 {
+                let mut other = words.clone();
+                other[i] ^= 1 << bit;
+                assert_ne!(sum(&other), right);
+            }
+            let mut other = words.clone();
+            other.swap(i, (i + 8) % 45);
+            assert_ne!(sum(&other), right);
+        }
+        assert_ne!(sum(&words[..44]), right);
+        assert_ne!(sum(&[0; 8]), sum(&[0; 9]));
+    }
+}

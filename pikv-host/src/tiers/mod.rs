@@ -1,0 +1,144 @@
+//! Tiers: memory and files beneath the budget, where older pages of a sequence wait until attention reads them.
+//!
+//! The first tier is [`CacheConfig::budget`](crate::CacheConfig::budget). What lies beneath is named by [`Tiers`], fastest first:
+//! memory of the host, files, or a [`Store`] of your own. A page goes down when a step would pass the budget
+//! ([`Cache::begin`](crate::Cache::begin)), or when [`Sequence::demote`](crate::Sequence::demote) or
+//! [`Sequence::arrange`](crate::Sequence::arrange) say so, and comes back bit for bit: where pages lie never shows in a result.
+//! Only full pages go that no rollback reaches and no fork reads; sinks, ring, pages that still fill up, what policies keep of tokens,
+//! and the extremes of keys stay in the first tier.
+//!
+//! Attention reads pages of host memory where they lie. Those of files come up into a *staging* area first, as many as one call
+//! reads: while a step attends a layer with [`Read::All`](crate::Read::All), a thread of the cache brings up the next one's. With
+//! [`Read::Experts`](crate::Read::Experts) and [`Read::Quest`](crate::Read::Quest), where nobody knows what will be read, selected pages are
+//! read when they are asked for, and no others.
+//!
+//! A store that fails is an [`Error::Tier`](crate::Error::Tier): a page that could not be written stays where it was, a page that could
+//! not be read fails the call, which can be made again. What comes back is checked against a sum, so that a store that returns other
+//! bytes is an error too.
+//!
+//! How many pages should lie where says `planner::flexgen`, from rates that
+//! [`Cache::tier_rates`](crate::Cache::tier_rates) measures.
+
+mod ahead;
+mod level;
+mod moving;
+mod rate;
+mod store;
+
+pub(crate) use ahead::{Ahead, Levels, Staged};
+pub(crate) use level::Stored;
+pub(crate) use moving::make_room;
+pub use rate::TierRate;
+pub use store::Store;
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Opens a store.
+type Open = dyn Fn() -> io::Result<Box<dyn Store>> + Send + Sync;
+
+/// The tiers of a cache beneath its budget, fastest first.
+///
+/// ```
+/// use pikv_host::tiers::Tiers;
+/// let tiers = Tiers::new().host(1 << 30).file(std::env::temp_dir(), 16 << 30).staging(256 << 20);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Tiers {
+    pub(crate) specs: Vec<Spec>,
+    pub(crate) staging: u64,
+}
+
+/// One of them.
+#[derive(Clone)]
+pub(crate) struct Spec {
+    pub name: String,
+    pub capacity: u64,
+    /// Pages lie in memory where there is none.
+    pub open: Option<Arc<Open>>,
+}
+
+impl fmt::Debug for Spec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Spec")
+            .field("name", &self.name)
+            .field("capacity", &self.capacity)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Default for Tiers {
+    fn default() -> Tiers {
+        Tiers::new()
+    }
+}
+
+impl Tiers {
+    /// No tiers yet, and a staging area of 64 MiB.
+    pub fn new() -> Tiers {
+        Tiers { specs: Vec::new(), staging: 64 << 20 }
+    }
+
+    fn push(mut self, name: String, capacity: u64, open: Option<Arc<Open>>) -> Tiers {
+        self.specs.push(Spec { name, capacity, open });
+        self
+    }
+
+    /// `bytes` of pages in memory of the host, named `host`. Attention reads them where they lie.
+    pub fn host(self, bytes: u64) -> Tiers {
+        self.push("host".to_owned(), bytes, None)
+    }
+
+    /// `bytes` of pages in a file of its own in the directory `dir`, named by it. The file has no name once it is open, so nothing is
+    /// left of it when the process ends, however it does. It is read and written through the system's page cache.
+    pub fn file(self, dir: impl Into<PathBuf>, bytes: u64) -> Tiers {
+        let dir = dir.into();
+        let name = format!("file in {}", dir.display());
+        self.push(name, bytes, Some(Arc::new(move || store::open(&dir))))
+    }
+
+    /// `bytes` of pages in a store that `open` makes, once for each cache that is built.
+    pub fn store(
+        self,
+        name: impl Into<String>,
+        bytes: u64,
+        open: impl Fn() -> io::Result<Box<dyn Store>> + Send + Sync + 'static,
+    ) -> Tiers {
+        self.push(name.into(), bytes, Some(Arc::new(open)))
+    }
+
+    /// Sets the bytes of memory that a call's pages of files come up into: each step under way and each call of
+    /// [`Cache::attend`](crate::Cache::attend) takes as many at most, apart from the budget. A call must find room there for what it
+    /// reads of one layer; the next layer's pages come up early as far as there is room beside it. The cache keeps as many bytes of buffers
+    /// between calls.
+    pub fn staging(mut self, bytes: u64) -> Tiers {
+        self.staging = bytes;
+        self
+    }
+}
+
+/// Pages in a tier beneath the first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TierUsage {
+    /// Its name.
+    pub name: String,
+    /// Bytes of pages in it; those that forks share count once.
+    pub bytes: u64,
+    /// Bytes that it may hold.
+    pub capacity: u64,
+}
+
+/// Pages that attention read from tiers beneath the first, since the cache was built.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fetches {
+    /// Where they lay, in memory of the host.
+    pub in_place: u64,
+    /// Brought up before they were asked for.
+    pub ahead: u64,
+    /// On their way when they were asked for.
+    pub awaited: u64,
+    /// Not yet on their way.
+    pub late: u64,
+}

@@ -1,0 +1,7 @@
+//! Pages in lower tiers: the same bits as without, and nothing lost when a store fails.
+
+mod ahead;
+mod faults;
+mod moves;
+mod same;
+mod setup;

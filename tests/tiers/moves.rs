@@ -1,0 +1,207 @@
+//! Which pages move, when, and where to.
+
+use crate::setup::{Control, PAGE_BYTES, attend, bytes, config, fake, feed};
+use pikv::planner::flexgen::{Class, Machine, Tier};
+use pikv::tiers::{Fetches, Tiers};
+use pikv::{Attend, Cache, Error, PageInfo, Place, Read, Sequence, StepReport};
+use std::sync::Arc;
+
+fn filled(cache: &Cache, tokens: u32) -> Sequence {
+    let mut sequence = cache.sequence();
+    (0..tokens / 8).for_each(|i| drop(feed(cache, &mut sequence, 8, u64::from(i)).unwrap()));
+    sequence
+}
+
+fn pool(sequence: &Sequence, layer: usize, head: usize) -> Vec<PageInfo> {
+    sequence.pages(layer, head).unwrap().filter(|page| page.id.place != Place::Ring).collect()
+}
+
+/// Tiers of the pages of a head, the oldest page first.
+fn tiers(sequence: &Sequence, layer: usize, head: usize) -> Vec<usize> {
+    pool(sequence, layer, head).iter().map(|page| page.tier).collect()
+}
+
+#[test]
+fn the_oldest_pages_go_first_and_come_last() {
+    let cache = Cache::new(config(1, 1 << 20).tiers(Tiers::new().host(3 * PAGE_BYTES).file("/tmp", 1 << 20)))
+        .unwrap();
+    let mut sequence = filled(&cache, 8 + 32 * 5 + 8);
+    let before: Vec<PageInfo> = pool(&sequence, 0, 0);
+    assert_eq!(tiers(&sequence, 0, 0), [0; 6]);
+    // One page of each head and half of another: two pages each, three to the host, one to the file.
+    assert_eq!(sequence.demote(PAGE_BYTES * 3 + 1), Ok(PAGE_BYTES * 4));
+    assert_eq!(tiers(&sequence, 0, 0), [1, 1, 0, 0, 0, 0]);
+    assert_eq!(tiers(&sequence, 0, 1), [1, 2, 0, 0, 0, 0]);
+    assert_eq!((sequence.bytes_in_tier(1), sequence.bytes_in_tier(2)), (3 * PAGE_BYTES, PAGE_BYTES));
+    assert_eq!(bytes(&cache), [sequence.bytes(), 3 * PAGE_BYTES, PAGE_BYTES]);
+    // All that can: the last page is not full.
+    assert_eq!(sequence.demote(u64::MAX), Ok(PAGE_BYTES * 6));
+    assert_eq!(tiers(&sequence, 0, 0), [1, 1, 2, 2, 2, 0]);
+    assert_eq!(sequence.promote(1), Ok(PAGE_BYTES));
+    assert_eq!(tiers(&sequence, 0, 1), [1, 2, 2, 2, 0, 0]);
+    assert_eq!(sequence.promote(u64::MAX), Ok(PAGE_BYTES * 9));
+    assert_eq!(pool(&sequence, 0, 0), before);
+    assert_eq!(bytes(&cache), [sequence.bytes(), 0, 0]);
+}
+
+#[test]
+fn what_rollback_or_a_fork_needs_stays() {
+    let cache = Cache::new(config(1, 1 << 20).rollback(40).tiers(Tiers::new().host(1 << 20))).unwrap();
+    let mut sequence = filled(&cache, 8 + 40 + 64);
+    // 104 tokens left the ring, of which 64 for good: two full pages.
+    assert_eq!(tiers(&sequence, 0, 0), [0; 4]);
+    let mut fork = sequence.fork();
+    assert_eq!(sequence.demote(u64::MAX), Ok(0));
+    drop(fork);
+    assert_eq!(sequence.demote(u64::MAX), Ok(4 * PAGE_BYTES));
+    assert_eq!(tiers(&sequence, 0, 0), [1, 1, 0, 0]);
+    // Forks share what is away, and each brings up its own.
+    fork = sequence.fork();
+    assert!(pool(&fork, 0, 0)[0].shared);
+    assert_eq!(bytes(&cache)[1], 4 * PAGE_BYTES);
+    assert_eq!(fork.promote(u64::MAX), Ok(4 * PAGE_BYTES));
+    assert_eq!(bytes(&cache)[1], 4 * PAGE_BYTES);
+    drop(sequence);
+    assert_eq!(bytes(&cache), [fork.bytes(), 0]);
+    fork.rollback(40).unwrap();
+}
+
+/// A step makes room by itself, and only as much as it needs.
+#[test]
+fn a_step_that_lacks_bytes_moves_the_oldest_pages() {
+    let cache = Cache::new(config(2, 24 * PAGE_BYTES).tiers(Tiers::new().host(30 * PAGE_BYTES))).unwrap();
+    let mut sequence = cache.sequence();
+    let mut most = 0;
+    let refused = loop {
+        let seed = u64::from(sequence.next_position().0);
+        match feed(&cache, &mut sequence, 8, seed) {
+            Ok(_) => {
+                let usage = cache.usage();
+                assert!(usage.taken <= usage.budget && usage.tiers[0].bytes <= usage.tiers[0].capacity);
+                most = most.max(usage.taken);
+            }
+            Err(error) => break error,
+        }
+    };
+    // Both tiers are as good as full: of the first all but what a step sets aside.
+    assert_eq!(cache.usage().tiers[0].bytes, 30 * PAGE_BYTES);
+    assert_eq!(most, 24 * PAGE_BYTES);
+    let Error::OutOfBudget { needed, available } = refused else { panic!("{refused}") };
+    assert!(needed > available);
+    assert_eq!(tiers(&sequence, 1, 1), [vec![1; 7], vec![0; tiers(&sequence, 1, 1).len() - 7]].concat());
+    // Nothing was lost, and nothing moved in vain.
+    assert_eq!(sequence.resident(0, 0).unwrap().0, sequence.next_position().0);
+    sequence.clear();
+    assert_eq!(bytes(&cache), [0, 0]);
+}
+
+#[test]
+fn hits_are_in_the_first_tier() {
+    let control = Arc::new(Control::default());
+    let cache =
+        Cache::new(config(1, 1 << 20).bounds(true).tiers(fake(Tiers::new(), 1 << 20, &control))).unwrap();
+    let mut sequence = filled(&cache, 8 + 32 * 4);
+    sequence.demote(2 * PAGE_BYTES).unwrap();
+    let mut report = StepReport::default();
+    let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
+    crate::setup::append(&mut step, 0, 1, 99);
+    attend(&mut step, 0, 1, 99, &Attend::new(1.0)).unwrap();
+    step.commit_with(&mut report).unwrap();
+    // Of each head 129 tokens left the ring, 32 of them are away.
+    assert_eq!((report.hits(0), report.misses(0)), (&[2 * 97][..], &[2 * 32][..]));
+    assert_eq!(report.remote_bytes(0), 2 * PAGE_BYTES);
+    assert_eq!(cache.fetches(), Fetches { late: 2, ..Fetches::default() });
+    // Of Quest's pages those are read that are chosen.
+    let before = cache.fetches();
+    let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
+    crate::setup::append(&mut step, 0, 1, 100);
+    attend(&mut step, 0, 1, 100, &Attend::new(1.0).read(Read::Quest { pages: 0 })).unwrap();
+    step.commit_with(&mut report).unwrap();
+    assert_eq!(report.remote_bytes(0), 0);
+    // What the step had asked for, as the step before read all, was for nothing.
+    assert_eq!(cache.fetches(), before);
+}
+
+#[test]
+fn a_plan_is_followed() {
+    let tiers_of = Tiers::new().host(1 << 20).file("/tmp", 1 << 20);
+    let cache = Cache::new(config(2, 1 << 20).tiers(tiers_of)).unwrap();
+    let mut sequence = filled(&cache, 8 + 32 * 10);
+    let tier =
+        |name: &str, read| Tier { name: name.into(), capacity: 1 << 20, read, write: 1e9, direct: true };
+    let machine =
+        Machine { fast: 20 * PAGE_BYTES, tiers: vec![tier("host", 3e9), tier("file", 1e9)], compute: 0.0 };
+    let class = Class { name: "pool".into(), pages: 40, page_bytes: PAGE_BYTES, read: 1.0, write: 0.0 };
+    let placement = machine.place(&[class]).unwrap();
+    assert_eq!(placement.pages, [[20, 15, 5]]);
+    sequence.arrange(0..2, &placement.shares(0)).unwrap();
+    assert_eq!((sequence.bytes_in_tier(1), sequence.bytes_in_tier(2)), (15 * PAGE_BYTES, 5 * PAGE_BYTES));
+    assert_eq!(tiers(&sequence, 0, 0), [2, 2, 1, 1, 1, 0, 0, 0, 0, 0]);
+    assert_eq!(tiers(&sequence, 1, 1), [2, 1, 1, 1, 1, 0, 0, 0, 0, 0]);
+    // And back, and another way.
+    sequence.arrange(1..2, &[0.0, 0.0, 1.0]).unwrap();
+    assert_eq!(tiers(&sequence, 1, 1), [2; 10]);
+    sequence.arrange(0..2, &[1.0, 0.0, 0.0]).unwrap();
+    assert_eq!(bytes(&cache)[1..], [0, 0]);
+
+    let shares = |shares: &[f64], sequence: &mut Sequence| sequence.arrange(0..2, shares).unwrap_err();
+    assert_eq!(shares(&[1.0], &mut sequence), Error::Shares { got: 1, tiers: 3, sum: 1.0 });
+    assert_eq!(shares(&[0.5, 0.25, 0.5], &mut sequence), Error::Shares { got: 3, tiers: 3, sum: 1.25 });
+    assert!(matches!(shares(&[f64::NAN, 0.0, 1.0], &mut sequence), Error::Shares { .. }));
+    assert_eq!(sequence.arrange(1..3, &[1.0, 0.0, 0.0]), Err(Error::Layer { layer: 3, layers: 2 }));
+    let none = Cache::new(config(1, 1 << 20)).unwrap();
+    let mut sequence = none.sequence();
+    assert_eq!(sequence.demote(1), Err(Error::NoTiers));
+    assert_eq!(sequence.promote(1), Err(Error::NoTiers));
+    assert_eq!(sequence.arrange(0..1, &[1.0]), Err(Error::NoTiers));
+    assert_eq!(none.tier_rates(4096, 1), Err(Error::NoTiers));
+}
+
+#[test]
+fn rates_are_measured() {
+    let cache =
+        Cache::new(config(1, 1 << 20).tiers(Tiers::new().host(1 << 20).file("/tmp", 1 << 20))).unwrap();
+    let rates = cache.tier_rates(4096, 64).unwrap();
+    assert_eq!(rates.len(), 2);
+    for rate in &rates {
+        assert!(
+            rate.read > 1e5 && rate.write > 1e5 && rate.read.is_finite() && rate.write.is_finite(),
+            "{rate:?}"
+        );
+        assert_eq!(rate.capacity, 1 << 20);
+    }
+    assert_eq!(Tier::from(rates[0].clone()).name, "host");
+    assert_eq!(bytes(&cache), [0, 0, 0]);
+    for (page, pages) in [(4096, 300), (u64::MAX, 1), (4096, usize::MAX), (u64::MAX, usize::MAX)] {
+        let available = 1 << 20;
+        let full = Error::TierFull { tier: "host".into(), needed: page, available };
+        assert_eq!(cache.tier_rates(page, pages), Err(full));
+    }
+}
+
+/// Threads with sequences of their own, in one cache that holds none of them.
+#[test]
+fn threads_take_turns_with_the_tiers() {
+    let control = Arc::new(Control::default());
+    let tiers = fake(Tiers::new().host(20 * PAGE_BYTES), 1 << 22, &control);
+    let tight = Cache::new(config(2, 160 * PAGE_BYTES).tiers(tiers)).unwrap();
+    let roomy = Cache::new(config(2, 1 << 26)).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let (tight, roomy) = (&tight, &roomy);
+            scope.spawn(move || {
+                let (mut a, mut b) = (tight.sequence(), roomy.sequence());
+                for i in 0..60 {
+                    let n = if i % 3 == 0 { 17 } else { 1 };
+                    let seed = thread << 20 | i;
+                    let outs = [feed(tight, &mut a, n, seed).unwrap(), feed(roomy, &mut b, n, seed).unwrap()];
+                    assert_eq!(outs[0], outs[1]);
+                }
+                assert!(a.bytes_in_tier(1) + a.bytes_in_tier(2) > 0);
+            });
+        }
+    });
+    let usage = tight.usage();
+    assert_eq!((usage.taken, bytes(&tight)), (0, vec![0; 3]));
+    assert!(tight.fetches().ahead > 0);
+}

@@ -1,0 +1,162 @@
+//! A store that fails on demand, and tokens.
+
+use pikv::tiers::{Store, Tiers};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence, Step};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex};
+
+/// What a store is to do, and what it did.
+#[derive(Debug, Default)]
+pub struct Control {
+    /// Writes that are refused, as by a full disk.
+    pub full: AtomicBool,
+    /// Reads that are refused.
+    pub unreadable: AtomicBool,
+    /// Reads that return a bit that was not written.
+    pub corrupt: AtomicBool,
+    /// Reads that panic.
+    pub panics: AtomicBool,
+    pub written: AtomicU64,
+    pub read: AtomicU64,
+    /// Of the reads, those by the cache's thread.
+    pub early: AtomicU64,
+    /// While shut, the cache's thread waits before it reads.
+    shut: Mutex<bool>,
+    opened: Condvar,
+    /// Reads that wait.
+    pub waiting: AtomicU64,
+}
+
+impl Control {
+    pub fn shut(&self, on: bool) {
+        *self.shut.lock().unwrap() = on;
+        self.opened.notify_all();
+    }
+
+    /// Until `there`, for twenty seconds at most.
+    pub fn until(&self, there: impl Fn(&Control) -> bool) {
+        let from = std::time::Instant::now();
+        while !there(self) {
+            assert!(from.elapsed().as_secs() < 20, "{self:?}");
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Fake {
+    bytes: Mutex<Vec<u8>>,
+    control: Arc<Control>,
+}
+
+impl Store for Fake {
+    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut all = self.bytes.lock().unwrap();
+        let end = at as usize + bytes.len();
+        if all.len() < end {
+            all.resize(end, 0xee);
+        }
+        if self.control.full.load(SeqCst) {
+            // As a disk does, after a part of it.
+            all[at as usize..end - bytes.len() / 2].copy_from_slice(&bytes[..bytes.len() - bytes.len() / 2]);
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        all[at as usize..end].copy_from_slice(bytes);
+        self.control.written.fetch_add(1, SeqCst);
+        Ok(())
+    }
+
+    fn read(&self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+        let early = std::thread::current().name() == Some("pikv-tiers");
+        if early {
+            let mut shut = self.control.shut.lock().unwrap();
+            self.control.waiting.fetch_add(1, SeqCst);
+            while *shut {
+                shut = self.control.opened.wait(shut).unwrap();
+            }
+            self.control.waiting.fetch_sub(1, SeqCst);
+        }
+        assert!(!self.control.panics.load(SeqCst), "a store that panics");
+        if self.control.unreadable.load(SeqCst) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        bytes.copy_from_slice(&self.bytes.lock().unwrap()[at as usize..][..bytes.len()]);
+        if self.control.corrupt.load(SeqCst) {
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 0x10;
+        }
+        self.control.read.fetch_add(1, SeqCst);
+        self.control.early.fetch_add(u64::from(early), SeqCst);
+        Ok(())
+    }
+}
+
+/// `tiers`, and beneath them a store of `bytes` that does as `control` says.
+pub fn fake(tiers: Tiers, bytes: u64, control: &Arc<Control>) -> Tiers {
+    let control = control.clone();
+    let open = move || {
+        let fake = Fake { bytes: Mutex::default(), control: control.clone() };
+        Ok(Box::new(fake) as Box<dyn Store>)
+    };
+    tiers.store("fake", bytes, open)
+}
+
+pub fn noise(seed: u64, n: usize) -> Vec<f32> {
+    let mut x = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+pub fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Two KV heads of two query heads each, 4 channels of f32: a page has 1664 bytes.
+pub fn shape() -> LayerShape {
+    let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+    LayerShape { kv_heads: 2, query_heads: 4, layout, window: None, rope: None }
+}
+
+pub const PAGE_BYTES: u64 = 1664;
+
+/// Layers of `shape`, a ring of 8 tokens.
+pub fn config(layers: usize, budget: u64) -> CacheConfig {
+    CacheConfig::new(vec![shape(); layers], budget).ring(8).poison(true)
+}
+
+pub fn append(step: &mut Step<'_>, layer: usize, n: u32, seed: u64) {
+    let (n, seed) = (n as usize, seed * 1000 + layer as u64 * 3);
+    step.append(layer, &noise(seed, n * 8), &noise(seed + 1, n * 8)).unwrap();
+}
+
+pub fn attend(step: &mut Step<'_>, layer: usize, n: u32, seed: u64, how: &Attend) -> Result<Vec<f32>, Error> {
+    let mut out = vec![0.0; n as usize * 16];
+    let q = noise(seed * 1000 + layer as u64 * 3 + 2, n as usize * 16);
+    step.attend(layer, &q, how, Output::new(&mut out))?;
+    Ok(out)
+}
+
+/// A step of `n` tokens, and what its layers gave.
+pub fn feed(cache: &Cache, sequence: &mut Sequence, n: u32, seed: u64) -> Result<Vec<Vec<f32>>, Error> {
+    let layers = cache.config().layers.len();
+    let mut step = cache.begin([(&mut *sequence, n)])?;
+    let mut outs = Vec::new();
+    for layer in 0..layers {
+        append(&mut step, layer, n, seed);
+        outs.push(attend(&mut step, layer, n, seed, &Attend::new(1.0))?);
+    }
+    step.commit()?;
+    Ok(outs)
+}
+
+/// Bytes of pages in each tier of a cache, the first one first.
+pub fn bytes(cache: &Cache) -> Vec<u64> {
+    let usage = cache.usage();
+    std::iter::once(usage.shards.iter().sum()).chain(usage.tiers.iter().map(|tier| tier.bytes)).collect()
+}
