@@ -321,6 +321,8 @@ impl Twins<'_> {
                 right.push((b, *n));
             }
         }
+        // Where a policy evicts, what it thinned out is put together when a step begins, and pages that cannot be written wait.
+        let fails = if self.setup.policy.is_some() { fails & !1 } else { fails };
         self.control.full.store(fails & 1 == 1, SeqCst);
         let begun = tight.begin(right);
         self.control.full.store(false, SeqCst);
@@ -329,11 +331,13 @@ impl Twins<'_> {
             Err(Error::Tier { operation: TierOperation::Write, .. }) => {
                 assert!(fails & 1 == 1);
                 self.seen.writes += 1;
+                drop(roomy.begin(left).unwrap());
                 return;
             }
             Err(Error::OutOfBudget { needed, available }) => {
                 assert!(needed > available);
                 self.seen.refused += 1;
+                drop(roomy.begin(left).unwrap());
                 return;
             }
             Err(other) => panic!("{other}"),
