@@ -1,32 +1,24 @@
 //! Attention cut into tasks.
 
-use crate::arena::Page;
 use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
-use crate::chain::{Away, Chain, Closed, Entry, Held};
 use crate::codec::HeadCodec;
-use crate::filing::Layer;
-use crate::forest::{Forest, Listed, PACKED_RUN};
-use crate::observe::Rule;
-use crate::policy::Feedback;
+use crate::forest::{Forest, Listed};
 use crate::reduce::Trees;
 use crate::rope::Table;
-use crate::select::{self, Selection};
-use crate::sequence::{PageId, Place, chain_place};
-use crate::tiers::Stored;
-use pikv_core::attend::{BLOCK, Sight, filled};
-use pikv_core::bound;
+use crate::sequence::Place;
+use crate::view::View;
+use pikv_core::attend::{BLOCK, Sight};
 use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
-use pikv_core::page::{Layout, PAGE};
+use pikv_core::page::Layout;
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::Rotation;
 use pikv_core::warp::LANES;
 use std::cell::RefCell;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
@@ -35,59 +27,6 @@ pub const TILE: usize = 64;
 
 /// Scores from here on differ by less than f32 resolves, or have overflowed.
 const TOP_SCORE: f32 = 16_777_216.0;
-
-/// Rows of one sequence in one layer.
-#[derive(Clone, Copy)]
-pub(crate) struct View<'a> {
-    pub layer: &'a Layer,
-    /// Index of the sequence in the call, and the first row's among its rows.
-    pub sequence: usize,
-    pub row: u32,
-    /// Position of the first row.
-    pub first: u32,
-    pub rows: u32,
-    /// Tokens written to the ring.
-    pub len: u32,
-    /// Experts of a row whose pages it wants, from the first on; 0 for all.
-    pub fetch: u32,
-}
-
-impl<'a> View<'a> {
-    /// Row by row.
-    pub fn rows(&self) -> impl Iterator<Item = View<'a>> + use<'a> {
-        let view = *self;
-        let row = move |i| View { row: view.row + i, first: view.first + i, rows: 1, ..view };
-        (0..view.rows).map(row)
-    }
-
-    /// Whether the experts of all rows are known.
-    pub fn routed(&self, inner: &Inner) -> bool {
-        let known = self.layer.tags.len() / inner.config.top_k as usize;
-        let from = self.layer.tags_from;
-        let end = u64::from(self.first) + u64::from(self.rows);
-        inner.config.experts == 1 || (self.first >= from && end <= u64::from(from) + known as u64)
-    }
-
-    /// The experts of the first row.
-    fn experts(&self, inner: &Inner) -> Vec<u16> {
-        if inner.config.experts == 1 {
-            return vec![0];
-        }
-        let top_k = inner.config.top_k as usize;
-        let at = (self.first - self.layer.tags_from) as usize * top_k;
-        let wanted = if self.fetch == 0 { top_k } else { top_k.min(self.fetch as usize) };
-        self.layer.tags.range(at..at + wanted).copied().collect()
-    }
-
-    /// The rows that the layer's policy wants to be told of, apart.
-    pub fn cuts(&self, rule: Option<&Rule>) -> Vec<Range<u32>> {
-        let Some(rule) = rule.filter(|rule| rule.eviction.policy.feedback() != Feedback::None) else {
-            return Vec::new();
-        };
-        let first = self.first;
-        rule.cuts(first, first + self.rows).map(|(_, told)| told.start - first..told.end - first).collect()
-    }
-}
 
 /// Some rows of one forest.
 #[derive(Clone, Copy)]
@@ -195,119 +134,6 @@ impl<'a> Job<'a> {
         &self.shape.layout
     }
 
-    /// The pages of one KV head, in the order of the reduction.
-    pub fn forest(&self, view: usize, head: usize) -> Forest<'a> {
-        let View { layer, len, .. } = self.views[view];
-        let state = &layer.heads[head];
-        let mut forest = Forest {
-            view,
-            head,
-            pages: Vec::new(),
-            blocks: Vec::new(),
-            index: Vec::new(),
-            runs: Vec::new(),
-            run_blocks: Vec::new(),
-            packed: 0,
-        };
-        let (chains, experts) = (&state.chains, state.chains.len() as u32 - 1);
-        let plain = |page: &'a Page, live, id: PageId| {
-            let (words, address) = (page.words(), page.address());
-            Listed { words, address, slot: None, live, last: 0, by: 0, original: false, id }
-        };
-        let away = |slot: &'a Arc<Stored>, live, id: PageId| {
-            let words = slot.in_place().unwrap_or_default();
-            Listed { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, id }
-        };
-        let codec = layer.codecs[head].is_some();
-        let selection = self.selection(view, head);
-        let entries = |c, chain| entries(c, chain, selection.as_ref());
-        if codec {
-            for (c, chain) in chains.iter().enumerate().skip(1) {
-                let closed = entries(c, chain).filter_map(|(id, entry)| match &entry.held {
-                    Held::Closed(Closed { packed, last, by, .. }) => {
-                        let (words, address) = (packed.words(), packed.address());
-                        let (live, last, by) = (entry.live, *last, *by);
-                        let slot = None;
-                        Some((
-                            id.ordinal,
-                            Listed { words, address, slot, live, last, by, original: false, id },
-                        ))
-                    }
-                    Held::Away(Away { slot, by: Some(by) }) => {
-                        let listed = away(slot, entry.live, id);
-                        Some((id.ordinal, Listed { last: entry.last()?, by: *by, ..listed }))
-                    }
-                    _ => None,
-                });
-                forest.push_run(c as u32 - 1, closed);
-            }
-            forest.packed = forest.runs.len();
-        }
-        for (c, chain) in chains.iter().enumerate().take(if codec { 1 } else { chains.len() }) {
-            let pages = entries(c, chain).filter_map(|(id, entry)| {
-                let listed = match &entry.held {
-                    Held::Away(Away { slot, .. }) => away(slot, entry.live, id),
-                    _ => plain(entry.page()?, entry.live, id),
-                };
-                Some((id.ordinal, listed))
-            });
-            forest.push_run(c as u32, pages);
-        }
-        if codec {
-            let open = chains.iter().enumerate().skip(1).flat_map(|(c, chain)| {
-                // What is not packed for good is at the end.
-                let packed = |entry: &Entry| match &entry.held {
-                    Held::Closed(closed) => closed.original.is_none(),
-                    Held::Away(_) => true,
-                    _ => false,
-                };
-                let from = chain.entries.iter().rposition(packed).map_or(0, |i| i as u32 + 1) + chain.first;
-                entries(c, chain).skip_while(move |(id, _)| id.ordinal < from).filter_map(
-                    move |(id, entry)| {
-                        let listed = match &entry.held {
-                            Held::Gone | Held::Away(_) => return None,
-                            Held::Open(page) => plain(page, entry.live, id),
-                            Held::Closed(Closed { original, by, .. }) => Listed {
-                                by: *by,
-                                original: true,
-                                ..plain(original.as_ref()?, entry.live, id)
-                            },
-                        };
-                        Some((c as u32 - 1, listed))
-                    },
-                )
-            });
-            forest.push_run(PACKED_RUN + 1, open);
-        }
-        let tiles = state.ring.iter().enumerate().map(|(i, page)| {
-            let tile = layer.first_tile + i as u32;
-            let id = PageId { place: Place::Ring, ordinal: tile };
-            (tile, plain(page, filled(len.saturating_sub(tile * PAGE).min(PAGE)), id))
-        });
-        forest.push_run(if codec { PACKED_RUN + 2 } else { experts + 1 }, tiles);
-        forest
-    }
-
-    /// What a row reads of a head's expert pages, unless it is everything.
-    fn selection(&self, view: usize, head: usize) -> Option<Selection> {
-        let of = &self.views[view];
-        let pages = match self.read {
-            Read::All => return None,
-            Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
-            Read::Quest { pages } => pages as usize,
-        };
-        let (k_dim, rope) = (self.shape.layout.k_dim, self.shape.rope.as_ref());
-        let rows = bound::rows(k_dim);
-        let mut queries = vec![[0.0; LANES]; rows * self.group()];
-        for (h, folded) in queries.chunks_exact_mut(rows).enumerate() {
-            let query = &self.q[self.row_of(view, 0, head * self.group() + h) * k_dim as usize..];
-            bound::fold(&query[..k_dim as usize], rope, folded);
-        }
-        let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
-        let head = &of.layer.heads[head];
-        Some(select::highest(head, floor, self.inner.config.lanes, &queries, rows, pages))
-    }
-
     /// The rows of a forest, `step` at a time.
     pub fn items<'f>(&self, forest: &'f Forest<'f>, step: usize) -> impl Iterator<Item = Item<'f>> + use<'f> {
         let rows = self.views[forest.view].rows as usize * self.group();
@@ -381,7 +207,7 @@ impl<'a> Job<'a> {
         });
     }
 
-    fn codec(&self, forest: &Forest<'_>) -> Option<&'a HeadCodec> {
+    pub fn codec(&self, forest: &Forest<'_>) -> Option<&'a HeadCodec> {
         self.views[forest.view].layer.codecs[forest.head].as_ref()
     }
 
@@ -568,18 +394,6 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Position of the oldest token that a head holds, sinks apart.
-    fn oldest(&self, forest: &Forest<'_>) -> u32 {
-        let View { layer, .. } = self.views[forest.view];
-        let codec = self.codec(forest);
-        let first = |chain: &Chain| {
-            let entry = chain.entries.iter().find(|entry| entry.live != 0)?;
-            entry.position(codec, entry.live.trailing_zeros())
-        };
-        let filed = layer.heads[forest.head].chains[1..].iter().filter_map(first).min();
-        filed.unwrap_or(layer.filed)
-    }
-
     fn rotation(&self) -> Option<Rotation<'_>> {
         Some(self.table.as_ref()?.rotation(self.shape.rope?))
     }
@@ -595,7 +409,7 @@ impl<'a> Job<'a> {
     }
 
     /// Index of (row, query head) in the call.
-    fn row_of(&self, view: usize, row: usize, head: usize) -> usize {
+    pub fn row_of(&self, view: usize, row: usize, head: usize) -> usize {
         (self.starts[view] + row) * self.shape.query_heads as usize + head
     }
 
@@ -628,21 +442,4 @@ impl<'a> Job<'a> {
             self.overflow.fetch_min(at, Ordering::Relaxed);
         }
     }
-}
-
-/// The entries of chain `c` that are read, and their names.
-fn entries<'a>(
-    c: usize,
-    chain: &'a Chain,
-    selection: Option<&Selection>,
-) -> impl Iterator<Item = (PageId, &'a Entry)> {
-    let name = move |i: usize| PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
-    let selected = move |i: usize, entry: &Entry| {
-        let ordinal = chain.first + i as u32;
-        c == 0 || selection.is_none_or(|s| s.reads(c, ordinal, entry))
-    };
-    let entries = chain.entries.iter().enumerate();
-    entries
-        .filter(move |(i, entry)| entry.live != 0 && selected(*i, entry))
-        .map(move |(i, entry)| (name(i), entry))
 }
