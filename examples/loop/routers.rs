@@ -26,7 +26,7 @@ pub fn routers(
             "R_E" => Box::new(EntropyPenalised::default().router(shape)?),
             "R_A" => Box::new(Adaptive::new(top_k, SEED + layer as u64).router(shape)?),
             "R_H" => Box::new(Hierarchical::default().router(shape)?),
-            _ => Box::new(TopK::default().router(shape)?),
+            _ => Box::new(TopK.router(shape)?),
         })
     };
     (0..layers).map(router).collect()
