@@ -75,12 +75,12 @@ unsafe fn attend<const R: usize>(
     let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
     let folded = Folded { rows: q, start: starts, whole: None };
     let pages = &list[..task.count as usize];
-    let mut form = FoldedPages(PackedPages::new(lanes, &packed, pages, None, folded, scratch, &mut []));
+    let mut form = PackedPages::new(lanes, &packed, pages, None, folded, scratch, &mut []);
     // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
     let mut raw =
         (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });
     let weights = raw.as_mut().map(|raw| raw.as_chunks_mut().0.as_chunks_mut().0);
-    attend_block(lanes, &mut form, &looks, &mut part, 0, weights);
+    attend_block(lanes, &mut FoldedPages(&mut form), &looks, &mut part, 0, weights);
     if let Some(raw) = raw {
         raw[R * (ROW - 1)..].copy_from_slice(part.m);
     }

@@ -144,9 +144,9 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
 
 /// Packed pages whose [`Folded::whole`] is `None`, without the code for the other ones: a device compiles all that it is given
 /// into one kernel.
-pub struct FoldedPages<'a, W: Warp, const R: usize>(pub PackedPages<'a, W, R>);
+pub struct FoldedPages<'a, 'b, W: Warp, const R: usize>(pub &'a mut PackedPages<'b, W, R>);
 
-impl<W: Warp, const R: usize> Form<W, R> for FoldedPages<'_, W, R> {
+impl<W: Warp, const R: usize> Form<W, R> for FoldedPages<'_, '_, W, R> {
     #[inline(always)]
     fn pages(&self) -> usize {
         self.0.pages()
