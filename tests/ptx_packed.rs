@@ -272,14 +272,18 @@ impl Case {
             let (part, raw) = self.host(lanes, block);
             for (i, (a, b)) in part.iter().zip(got).enumerate() {
                 let row = i / width;
-                // Of rows that see nothing only the exponent and the sum are specified, and of those whose sum is NaN, which
-                // the end of the reduction reports: a weight that is NaN makes any integer.
+                // Of rows that see nothing only the exponent and the sum are specified, and of those whose scores overflowed,
+                // which shows in the sum: a weight that is infinite or NaN makes any integer.
                 let none = row < self.rows
                     && (part[self.rows * width + row] == f32::NEG_INFINITY
-                        || part[self.rows * (width + 1) + row].is_nan()
+                        || !part[self.rows * (width + 1) + row].is_finite()
                             && self.packed.v.scale() == Scale::Affine);
                 if !none && bits(*a) != bits(*b) {
-                    return Err(format!("block {block}, word {i} of {}: {a:e} and {b:e}", part.len()));
+                    let ends = &part[self.rows * width..];
+                    return Err(format!(
+                        "block {block}, word {i} of {}: {a:e} and {b:e}; exponents and sums {ends:?}",
+                        part.len()
+                    ));
                 }
             }
             for row in raw.iter().filter(|_| self.weights) {
