@@ -7,7 +7,8 @@ out=$(realpath -m "${1:-ptx}")
 mkdir -p "$out"
 export RUSTC=${RUSTC:-/usr/bin/rustc} RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-../target}/ptx
 # JumpThreading copies convergent calls into divergent branches (rust-lang/rust#137086). Loops over register arrays must unroll.
-flags="-C linker=/bin/true -Zunstable-options -Cpanic=immediate-abort -Zmir-enable-passes=-JumpThreading -C llvm-args=-unroll-threshold=5000"
+# A chain of comparisons, the same in all lanes, beats a jump through a table.
+flags="-C linker=/bin/true -Zunstable-options -Cpanic=immediate-abort -Zmir-enable-passes=-JumpThreading -C llvm-args=-unroll-threshold=5000 -Cjump-tables=no"
 profile=(--config 'profile.release.lto="fat"' --config profile.release.codegen-units=1
   --config 'profile.release.panic="abort"' --config profile.release.debug=false)
 for sm in 70 80; do

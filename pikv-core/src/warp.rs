@@ -34,6 +34,8 @@ pub trait Warp: Copy {
     const NAME: &'static str;
     /// Query rows whose scores fit the registers together. It bears on speed, never on a bit.
     const ROWS: usize;
+    /// Whether [`Warp::prefetch`] does anything, so that working out what to fetch is worth it.
+    const FETCHES: bool = false;
 
     /// The same value in every lane.
     fn splat(self, x: f32) -> Self::F;

@@ -2,6 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 use pikv_core::attend::Sight;
+use pikv_core::codec::code::Code;
+use pikv_core::codec::packed::Packed;
 use pikv_core::dtype::Dtype;
 use pikv_core::page::Layout;
 use pikv_core::rope::{Pairs, Rope};
@@ -18,6 +20,21 @@ pub struct LayoutArg {
     /// Index of K's dtype in [`Dtype::ALL`].
     pub k: u32,
     /// Index of V's dtype in [`Dtype::ALL`].
+    pub v: u32,
+}
+
+/// A [`Packed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct PackedArg {
+    /// Stored channels of a key.
+    pub k_dim: u32,
+    /// Stored channels of a value.
+    pub v_dim: u32,
+    /// Index of K's code in [`Code::ALL`].
+    pub k: u32,
+    /// Index of V's code in [`Code::ALL`].
     pub v: u32,
 }
 
@@ -186,6 +203,20 @@ impl LayoutArg {
             k: Dtype::ALL[self.k as usize],
             v: Dtype::ALL[self.v as usize],
         }
+    }
+}
+
+impl From<Packed> for PackedArg {
+    fn from(p: Packed) -> Self {
+        PackedArg { k_dim: p.k_dim, v_dim: p.v_dim, k: p.k.index(), v: p.v.index() }
+    }
+}
+
+impl PackedArg {
+    /// The layout.
+    #[inline(always)]
+    pub fn packed(&self) -> Packed {
+        Packed::new(self.k_dim, self.v_dim, Code::ALL[self.k as usize], Code::ALL[self.v as usize])
     }
 }
 

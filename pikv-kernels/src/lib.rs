@@ -15,6 +15,8 @@ pub mod args;
 pub mod attend;
 #[cfg(target_arch = "nvptx64")]
 pub mod gpu;
+#[cfg(target_arch = "nvptx64")]
+pub mod packed;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod ptx;
 #[cfg(target_arch = "nvptx64")]

@@ -123,6 +123,7 @@ impl Registers {
             Un32::FNeg => self.map32(on, d, a, |a| canon(-f(a))),
             Un32::FAbs => self.map32(on, d, a, |a| canon(f(a).abs())),
             Un32::FSqrt => self.map32(on, d, a, |a| canon(f(a).sqrt())),
+            Un32::FRcp => self.map32(on, d, a, |a| canon(1.0 / f(a))),
             Un32::Trunc => self.map32(on, d, a, |a| f(a) as i32 as u32),
             Un32::TruncU => self.map32(on, d, a, |a| f(a) as u32),
             Un32::FromS32 => self.map32(on, d, a, |a| (a as i32 as f32).to_bits()),
@@ -140,6 +141,9 @@ impl Registers {
         }
         match op {
             Bin32::Add => self.zip32(on, d, a, b, u32::wrapping_add),
+            Bin32::Add16 => self.zip32(on, d, a, b, |a, b| a.wrapping_add(b) & 0xffff),
+            Bin32::Mul16 => self.zip32(on, d, a, b, |a, b| a.wrapping_mul(b) & 0xffff),
+            Bin32::Shl16 => self.zip32(on, d, a, b, |a, b| a.checked_shl(b).unwrap_or(0) & 0xffff),
             Bin32::Sub => self.zip32(on, d, a, b, u32::wrapping_sub),
             Bin32::Mul => self.zip32(on, d, a, b, u32::wrapping_mul),
             Bin32::MulHi => self.zip32(on, d, a, b, |a, b| ((u64::from(a) * u64::from(b)) >> 32) as u32),
@@ -251,6 +255,7 @@ impl Registers {
                 let a = self.r64[a as usize];
                 let v = match op {
                     Narrow::Low => a.map(|x| x as u32),
+                    Narrow::Low16 => a.map(|x| x as u32 & 0xffff),
                     Narrow::Popc => a.map(u64::count_ones),
                     Narrow::Clz => a.map(u64::leading_zeros),
                 };
@@ -272,8 +277,8 @@ impl Registers {
                 self.put32(on, lo, a.map(|x| x as u32));
                 self.put32(on, hi, a.map(|x| (x >> 32) as u32));
             }
-            Op::Set32(signed, orders, p, a, b) => {
-                let (a, b, flip) = (&self.r32[a as usize], &self.r32[b as usize], u32::from(signed) << 31);
+            Op::Set32(flip, orders, p, a, b) => {
+                let (a, b) = (&self.r32[a as usize], &self.r32[b as usize]);
                 let v = bits(|i| orders & order((a[i] ^ flip).partial_cmp(&(b[i] ^ flip))) != 0);
                 self.put_p(on, p, v);
             }
@@ -297,6 +302,7 @@ impl Registers {
                 let v = from_fn(|i| if p >> i & 1 == 1 { a[i] } else { b[i] });
                 self.put64(on, d, v);
             }
+            Op::SetP(d, set) => self.put_p(on, d, if set { ALL } else { 0 }),
             Op::UnP(not, d, a) => self.put_p(on, d, self.p[a as usize] ^ if not { ALL } else { 0 }),
             Op::BinP(op, d, a, b) => {
                 let (a, b) = (self.p[a as usize], self.p[b as usize]);

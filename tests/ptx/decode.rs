@@ -37,6 +37,12 @@ impl Body<'_> {
         Ok(Op::Bin32(op, self.reg(d, File::B32)?, self.value(a, bits)?, self.value(b, bits)?))
     }
 
+    /// 16 bits shifted by a 32-bit register.
+    fn shift16(&mut self, op: Bin32, a: &[&str]) -> Result<Op> {
+        let &[d, a, b] = a else { return Err("not 3 operands".into()) };
+        Ok(Op::Bin32(op, self.reg(d, File::B32)?, self.value(a, 16)?, self.value(b, 32)?))
+    }
+
     fn tri32(&mut self, op: Tri32, a: &[&str]) -> Result<Op> {
         let &[d, a, b, c] = a else { return Err("not 4 operands".into()) };
         let d = self.reg(d, File::B32)?;
@@ -76,6 +82,7 @@ impl Body<'_> {
     fn mov(&mut self, kind: &str, a: &[&str]) -> Result<Op> {
         let &[d, s] = a else { return Err("not 2 operands".into()) };
         match kind {
+            "pred" if s == "0" || s == "-1" => Ok(Op::SetP(self.reg(d, File::Pred)?, s == "-1")),
             "pred" => Ok(Op::UnP(false, self.reg(d, File::Pred)?, self.reg(s, File::Pred)?)),
             "b16" | "u16" | "s16" => self.un32(Un32::Mov, 16, a),
             "b32" | "u32" | "s32" | "f32" if !a.concat().contains('{') => self.un32(Un32::Mov, 32, a),
@@ -101,7 +108,7 @@ impl Body<'_> {
         let (p, float) = (self.reg(p, File::Pred)?, kind == "f32");
         let mask = orders(order, float)?;
         let bits = match kind {
-            "b16" | "u16" => 16,
+            "b16" | "u16" | "s16" => 16,
             "b32" | "u32" | "s32" | "f32" => 32,
             "b64" | "u64" | "s64" => 64,
             _ => return Err("unknown operation".into()),
@@ -110,7 +117,7 @@ impl Body<'_> {
         Ok(match (float, bits) {
             (true, _) => Op::SetF(mask, p, a, b),
             (false, 64) => Op::Set64(kind == "s64", mask, p, a, b),
-            (false, _) => Op::Set32(kind == "s32", mask, p, a, b),
+            (false, _) => Op::Set32(u32::from(kind.starts_with('s')) << (bits - 1), mask, p, a, b),
         })
     }
 
@@ -131,6 +138,7 @@ impl Body<'_> {
                 Ok(Op::Widen(*from == "s32", self.reg(d, File::B64)?, self.value(s, bits)?))
             }
             ["u32" | "s32", "u64" | "s64"] => self.narrow(Narrow::Low, a),
+            ["u16" | "s16", "u64" | "s64"] => self.narrow(Narrow::Low16, a),
             ["u32" | "s32", "u16"] => self.un32(Un32::Mov, 16, a),
             ["u16" | "s16", "u32" | "s32"] => self.un32(Un32::Low16, 32, a),
             ["rzi", "s32", "f32"] => self.un32(Un32::Trunc, 32, a),
@@ -208,9 +216,15 @@ impl Body<'_> {
             ["fma", "rn", "f32"] => self.tri32(Tri32::Fma, a),
             ["neg", "f32"] => self.un32(Un32::FNeg, 32, a),
             ["abs", "f32"] => self.un32(Un32::FAbs, 32, a),
+            ["rcp", "rn", "f32"] => self.un32(Un32::FRcp, 32, a),
             ["sqrt", "rn", "f32"] => self.un32(Un32::FSqrt, 32, a),
 
             ["add", "s32" | "u32"] => self.bin32(Bin32::Add, 32, a),
+            ["add", "s16" | "u16"] => self.bin32(Bin32::Add16, 16, a),
+            ["mul", "lo", "s16" | "u16"] => self.bin32(Bin32::Mul16, 16, a),
+            ["shl", "b16"] => self.shift16(Bin32::Shl16, a),
+            ["shr", "u16" | "b16"] => self.shift16(Bin32::ShrU, a),
+            ["div", "u16"] => self.bin32(Bin32::DivU, 16, a),
             ["sub", "s32" | "u32"] => self.bin32(Bin32::Sub, 32, a),
             ["mul", "lo", "s32" | "u32"] => self.bin32(Bin32::Mul, 32, a),
             ["mul", "hi", "u32"] => self.bin32(Bin32::MulHi, 32, a),

@@ -122,14 +122,16 @@ pub enum Op {
     Pack(R, R, R),
     /// 64 bits to `{low, high}`.
     Unpack(R, R, R),
-    /// A predicate of a comparison: signed or not, and of [`Order`]s those that make it true.
-    Set32(bool, u8, R, R, R),
+    /// A predicate of a comparison: the sign bit, 0 for unsigned, and of [`Order`]s those that make it true.
+    Set32(u32, u8, R, R, R),
+    /// The same, signed or not.
     Set64(bool, u8, R, R, R),
     SetF(u8, R, R, R),
     /// `p ? a : b`; the predicate comes last.
     Sel32(R, R, R, R),
     Sel64(R, R, R, R),
     UnP(bool, R, R),
+    SetP(R, bool),
     BinP(Logic, R, R, R),
     LdParam(Data, u32),
     Ld(Space, Data, R, i64),
@@ -172,6 +174,7 @@ pub enum Un32 {
     FNeg,
     FAbs,
     FSqrt,
+    FRcp,
     /// f32 to s32, toward zero.
     Trunc,
     /// f32 to u32, toward zero.
@@ -184,6 +187,10 @@ pub enum Un32 {
 #[derive(Clone, Copy, Debug)]
 pub enum Bin32 {
     Add,
+    /// The low 16 bits of the sum, of the product, and of what was shifted.
+    Add16,
+    Mul16,
+    Shl16,
     Sub,
     Mul,
     MulHi,
@@ -252,6 +259,7 @@ pub enum Shift {
 #[derive(Clone, Copy, Debug)]
 pub enum Narrow {
     Low,
+    Low16,
     Popc,
     Clz,
 }

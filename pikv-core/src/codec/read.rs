@@ -131,6 +131,51 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         let (v_scales, v_groups) = (packed.v_scales(), packed.v_scale_rows() as usize);
         PackedPages { packed, v_scales, v_groups, pages, next, query, scratch, rebuilt, zero }
     }
+
+    #[inline(always)]
+    fn folded_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+        match self.packed.k {
+            Code::Int8 => w.call(IntegerScores::<W, R, 8>(self, i)),
+            Code::Int4 => w.call(IntegerScores::<W, R, 4>(self, i)),
+            _ => w.call(FloatScores(self, i)),
+        }
+    }
+}
+
+/// Packed pages whose [`Folded::whole`] is `None`, without the code for the other ones: a device compiles all that it is given
+/// into one kernel.
+pub struct FoldedPages<'a, 'b, W: Warp, const R: usize>(pub &'a mut PackedPages<'b, W, R>);
+
+impl<W: Warp, const R: usize> Form<W, R> for FoldedPages<'_, '_, W, R> {
+    #[inline(always)]
+    fn pages(&self) -> usize {
+        self.0.pages()
+    }
+
+    #[inline(always)]
+    fn acc_rows(&self) -> usize {
+        self.0.acc_rows()
+    }
+
+    #[inline(always)]
+    fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R] {
+        self.0.seen(w, i, sight)
+    }
+
+    #[inline(always)]
+    fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
+        self.0.folded_scores(w, i)
+    }
+
+    #[inline(always)]
+    fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+        self.0.weigh(w, i, seen, p, acc);
+    }
+
+    #[inline(always)]
+    fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]) {
+        self.0.finish(w, acc);
+    }
 }
 
 /// Rows of 32 words from word `first`.
@@ -183,11 +228,7 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
         if self.query.whole.is_some() {
             return w.call(RebuiltScores(self, i));
         }
-        match self.packed.k {
-            Code::Int8 => w.call(IntegerScores::<W, R, 8>(self, i)),
-            Code::Int4 => w.call(IntegerScores::<W, R, 4>(self, i)),
-            _ => w.call(FloatScores(self, i)),
-        }
+        self.folded_scores(w, i)
     }
 
     #[inline(always)]
@@ -254,6 +295,9 @@ impl<'a> Ahead<'a> {
     /// `n` steps are done.
     #[inline(always)]
     pub fn step<W: Warp>(&mut self, w: W, n: usize) {
+        if !W::FETCHES {
+            return;
+        }
         self.due += n * self.each;
         while self.due >= self.steps {
             self.due -= self.steps;

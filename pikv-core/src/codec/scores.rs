@@ -55,6 +55,9 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     /// What is read after the keys of page `i`: those of the next, or the values of the first.
     #[inline(always)]
     fn ahead(&self, i: usize) -> &'a [[u32; LANES]] {
+        if !W::FETCHES {
+            return &[];
+        }
         let (keys, values) = (TAGS as usize, self.v_scales as usize);
         let next = match self.pages.get(i + 1) {
             Some(page) => &page.words[keys..values],

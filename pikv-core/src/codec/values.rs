@@ -45,6 +45,9 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     /// What is read after the values of page `i`: those of the next, or what comes after the block.
     #[inline(always)]
     fn after(&self, i: usize) -> &'a [[u32; LANES]] {
+        if !W::FETCHES {
+            return &[];
+        }
         let from = self.v_scales as usize;
         let next: &'a [u32] = match self.pages.get(i + 1) {
             Some(page) => &page.words[from..],

@@ -56,6 +56,7 @@ impl Warp for Avx2 {
 
     const NAME: &'static str = "avx2";
     const ROWS: usize = 2;
+    const FETCHES: bool = true;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {

@@ -57,6 +57,7 @@ impl Warp for Avx512 {
 
     const NAME: &'static str = "avx512";
     const ROWS: usize = 8;
+    const FETCHES: bool = true;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {

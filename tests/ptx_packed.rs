@@ -1,0 +1,422 @@
+//! The committed PTX reads packed pages with the bits of the CPU, whatever their codes, run by the interpreter in `ptx`.
+
+#[allow(dead_code, unused_imports, reason = "shared by tests that each use a part")]
+mod ptx;
+
+use bytemuck::bytes_of;
+use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
+use pikv_core::codec::code::{Code, Scale};
+use pikv_core::codec::pack::pack;
+use pikv_core::codec::packed::Packed;
+use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
+use pikv_core::mass::ROW;
+use pikv_core::merge::Partial;
+use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_host::lanes::Lanes;
+use pikv_kernels::args::{PackedArg, SightArg, TaskArg};
+use ptx::{Cause, Fault, Machine};
+
+const DIMS: [u32; 11] = [1, 3, 20, 32, 33, 64, 80, 96, 128, 129, 256];
+const FILES: [&str; 2] = ["pikv_sm_70.ptx", "pikv_sm_80.ptx"];
+
+fn machine(file: &str) -> Machine {
+    let path = format!("{}/pikv-kernels/ptx/{file}", env!("CARGO_MANIFEST_DIR"));
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
+    Machine::new(&text).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// Random numbers, the same for the same seed.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
+    }
+
+    fn one_in(&mut self, n: u32) -> bool {
+        self.below(n) == 0
+    }
+
+    fn of<T: Copy>(&mut self, list: &[T]) -> T {
+        list[self.below(list.len() as u32) as usize]
+    }
+
+    /// In [-scale, scale).
+    fn value(&mut self, scale: f32) -> f32 {
+        ((self.next() >> 40) as f32 / 8_388_608.0 - 1.0) * scale
+    }
+
+    fn row(&mut self, scale: f32) -> [f32; LANES] {
+        std::array::from_fn(|_| self.value(scale))
+    }
+}
+
+struct Page {
+    words: Vec<u32>,
+    live: u32,
+    last: u32,
+    by: u32,
+}
+
+struct Pack<'a> {
+    packed: &'a Packed,
+    positions: &'a [u32],
+    k: &'a [[f32; LANES]],
+    v: &'a [[f32; LANES]],
+    page: &'a mut [u32],
+}
+
+impl Kernel for Pack<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        pack(w, self.packed, self.positions, self.k, self.v, self.page);
+    }
+}
+
+/// A page of ascending positions from `start` on, with gaps; of constant groups, wide and narrow ones.
+fn page(rng: &mut Rng, packed: &Packed, start: u32) -> Page {
+    let fill = if rng.one_in(3) { 1 + rng.below(32) } else { 32 };
+    let gap = rng.of(&[1, 1, 3, 1500]);
+    let mut at = start;
+    let positions = Vec::from_iter((0..fill).map(|_| {
+        at += 1 + rng.below(gap);
+        at - 1
+    }));
+    let scale = rng.of(&[1.0, 1.0, 1e-6, 100.0]);
+    let mut channels = |n: u32, scale: f32| {
+        Vec::from_iter((0..n).map(|_| match rng.below(8) {
+            0 => [rng.value(scale); LANES],
+            1 => rng.row(scale * 1e-3),
+            _ => rng.row(scale),
+        }))
+    };
+    let (mut k, mut v) = (channels(packed.k_dim, 1.0), channels(packed.v_dim, scale));
+    for row in k.iter_mut().chain(&mut v) {
+        let last = row[fill as usize - 1];
+        row[fill as usize..].fill(last);
+    }
+    let mut words = vec![0; packed.words() as usize];
+    Lanes::Portable.run(Pack { packed, positions: &positions, k: &k, v: &v, page: &mut words });
+    let last = at - 1;
+    let live = filled(fill) & if rng.one_in(3) { rng.next() as u32 } else { u32::MAX };
+    Page { words, live, last, by: last + rng.of(&[0, 0, 2, 60]) }
+}
+
+/// What one launch of `attend_packed_r*` is given.
+struct Case {
+    packed: Packed,
+    rows: usize,
+    blocks: Vec<Vec<Page>>,
+    /// Of each block, `[rows][k_cols]` rows.
+    q: Vec<Vec<[f32; LANES]>>,
+    /// `[blocks][rows]`
+    start: Vec<f32>,
+    /// `[blocks][rows]`
+    sights: Vec<Sight>,
+    softcap: Option<f32>,
+    /// Whether the weights are kept.
+    weights: bool,
+}
+
+impl std::fmt::Debug for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Case { packed, rows, blocks, sights, softcap, .. } = self;
+        let pages = Vec::from_iter(blocks.iter().flatten().map(|p| (p.live, p.last, p.by)));
+        write!(f, "{packed:?}, {rows} rows, (live, last, by) {pages:x?}, {sights:?}, softcap {softcap:?}")
+    }
+}
+
+impl Case {
+    fn new(rng: &mut Rng, rows: usize, packed: Packed) -> Case {
+        let (mut blocks, mut q, mut start, mut sights) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..1 + rng.below(2) {
+            let mut at = rng.of(&[0, 17, 70_000]);
+            let block = Vec::from_iter((0..rng.of(&[1, 2, 3, BLOCK as u32])).map(|_| {
+                let page = page(rng, &packed, at);
+                at = page.last + 1;
+                page
+            }));
+            let scale = rng.of(&[0.3, 3.0, 60.0]);
+            let mut row = |c: u32| {
+                let mut row = rng.row(scale);
+                let used = packed.k_dim.saturating_sub(c * LANES as u32).min(LANES as u32);
+                row[used as usize..].fill(0.0);
+                row
+            };
+            let mut queries: Vec<_> = (0..rows).flat_map(|_| 0..packed.k_cols()).map(&mut row).collect();
+            match rng.below(24) {
+                0 => queries[0][0] = rng.of(&[f32::NAN, f32::INFINITY, 3e38]),
+                1 => queries.iter_mut().flatten().for_each(|q| *q *= 1e-38),
+                2 => queries[0].fill(0.0),
+                _ => {}
+            }
+            q.push(queries);
+            start.extend((0..rows).map(|_| rng.value(2.0)));
+            sights.extend((0..rows).map(|_| {
+                let hi = at + rng.below(80);
+                match rng.below(8) {
+                    0 => Sight::NONE,
+                    1 => Sight { floor: 0, lo: rng.below(hi), sinks: rng.below(40), hi: hi as i32 },
+                    2 => Sight { floor: rng.below(hi), lo: 0, sinks: 0, hi: rng.below(hi) as i32 },
+                    _ => Sight { floor: 0, lo: 0, sinks: 0, hi: hi as i32 },
+                }
+            }));
+            blocks.push(block);
+        }
+        let softcap = rng.one_in(4).then_some(5.0);
+        let weights = rng.one_in(3);
+        Case { packed, rows, blocks, q, start, sights, softcap, weights }
+    }
+
+    fn len(&self) -> usize {
+        Partial::len(self.rows, self.packed.acc_rows())
+    }
+
+    /// The partial result of a block and its weights, `[rows][BLOCK]` rows of lanes, on the CPU.
+    fn host(&self, lanes: Lanes, block: usize) -> (Vec<f32>, Vec<[[f32; LANES]; BLOCK]>) {
+        let mut part = vec![f32::NAN; self.len()];
+        let mut raw = vec![[[f32::NAN; LANES]; BLOCK]; self.rows];
+        match self.rows {
+            1 => lanes.run(Attend::<1> { case: self, block, part: &mut part, raw: &mut raw }),
+            _ => lanes.run(Attend::<4> { case: self, block, part: &mut part, raw: &mut raw }),
+        }
+        (part, raw)
+    }
+
+    /// Parts of all blocks by the PTX, and the weights, if they are kept. Leaves memory as it is if that fails.
+    fn device(&self, machine: &mut Machine, threads: u32) -> Result<(Vec<f32>, Vec<f32>), Fault> {
+        let memory = &mut machine.memory;
+        let (mut tasks, mut pages) = (Vec::new(), Vec::new());
+        let bundle = self.q[0].len() * LANES;
+        for (i, block) in (0u32..).zip(&self.blocks) {
+            tasks.push(TaskArg {
+                part: u64::from(i) * self.len() as u64,
+                raw: u64::from(i) * (self.rows * ROW) as u64,
+                q: i * bundle as u32,
+                pages: pages.len() as u32,
+                count: block.len() as u32,
+                sights: i * self.rows as u32,
+            });
+            pages.extend(block.iter().map(|page| memory.put(&page.words)));
+        }
+        let of = |f: fn(&Page) -> u32| Vec::from_iter(self.blocks.iter().flatten().map(f));
+        let count = tasks.len();
+        let scratch = if self.rows == 1 { size_of::<Scratch<1>>() } else { size_of::<Scratch<4>>() };
+        let raw = if self.weights { memory.allocate(count * self.rows * ROW * 4) } else { 0 };
+        let addresses = [
+            memory.put(self.q.concat().as_flattened()),
+            memory.put(&self.start),
+            memory.put(&pages),
+            memory.put(&of(|page| page.live)),
+            memory.put(&of(|page| page.last)),
+            memory.put(&of(|page| page.by)),
+            memory.put(&tasks),
+            memory.put(&self.sights.iter().map(|s| SightArg::from(*s)).collect::<Vec<_>>()),
+            memory.allocate(count * scratch),
+            memory.allocate(count * self.len() * 4),
+        ];
+        let [q, start, list, live, last, by, tasks, sights, scratch, parts] = addresses;
+        machine.launch(
+            &format!("attend_packed_r{}", self.rows),
+            (count as u32 * 32).div_ceil(threads),
+            threads,
+            &[
+                bytes_of(&PackedArg::from(self.packed)),
+                bytes_of(&q),
+                bytes_of(&start),
+                bytes_of(&list),
+                bytes_of(&live),
+                bytes_of(&last),
+                bytes_of(&by),
+                bytes_of(&tasks),
+                bytes_of(&(count as u32)),
+                bytes_of(&sights),
+                bytes_of(&self.softcap.unwrap_or(0.0)),
+                bytes_of(&scratch),
+                bytes_of(&parts),
+                bytes_of(&raw),
+            ],
+        )?;
+        let memory = &mut machine.memory;
+        let out = memory.read(parts, count * self.len()).expect("all was written");
+        let mut weights = Vec::new();
+        if self.weights {
+            // Pages that are not there have no weights.
+            for (i, block) in self.blocks.iter().enumerate() {
+                for row in (0..self.rows).map(|r| i * self.rows * ROW + r * BLOCK * LANES) {
+                    let at = raw + 4 * row as u64;
+                    weights.extend(memory.read::<f32>(at, block.len() * LANES).expect("written"));
+                }
+            }
+            memory.free(raw).expect("allocated above");
+        }
+        for address in pages.into_iter().chain(addresses) {
+            memory.free(address).expect("allocated above");
+        }
+        Ok((out, weights))
+    }
+
+    /// Whether the PTX and these lanes agree.
+    fn check(&self, lanes: Lanes, device: &(Vec<f32>, Vec<f32>)) -> Result<(), String> {
+        let width = self.packed.acc_rows() as usize * LANES;
+        let mut weights = device.1.chunks(LANES);
+        for (block, got) in device.0.chunks(self.len()).enumerate() {
+            let (part, raw) = self.host(lanes, block);
+            for (i, (a, b)) in part.iter().zip(got).enumerate() {
+                let row = i / width;
+                // Of rows that see nothing only the exponent and the sum are specified, and of those whose scores overflowed,
+                // which shows in the sum: a weight that is infinite or NaN makes any integer.
+                let none = row < self.rows
+                    && (part[self.rows * width + row] == f32::NEG_INFINITY
+                        || !part[self.rows * (width + 1) + row].is_finite()
+                            && self.packed.v.scale() == Scale::Affine);
+                if !none && bits(*a) != bits(*b) {
+                    let ends = &part[self.rows * width..];
+                    return Err(format!(
+                        "block {block}, word {i} of {}: {a:e} and {b:e}; exponents and sums {ends:?}",
+                        part.len()
+                    ));
+                }
+            }
+            for row in raw.iter().filter(|_| self.weights) {
+                for want in &row[..self.blocks[block].len()] {
+                    let got = weights.next().expect("as many");
+                    if want.map(bits) != *got.iter().map(|x| bits(*x)).collect::<Vec<_>>() {
+                        return Err(format!("weights of block {block}: {got:?} and {want:?}"));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The bits of `x`; those of a NaN are nobody's promise.
+fn bits(x: f32) -> u32 {
+    if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
+}
+
+struct Attend<'a, const R: usize> {
+    case: &'a Case,
+    block: usize,
+    part: &'a mut [f32],
+    raw: &'a mut [[[f32; LANES]; BLOCK]],
+}
+
+impl<const R: usize> Kernel for Attend<'_, R> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let Attend { case, block, part, raw } = self;
+        let pages = Vec::from_iter(case.blocks[block].iter().map(|p| PackedRef {
+            words: &p.words,
+            live: p.live,
+            last: p.last,
+            by: p.by,
+        }));
+        let start = case.start.as_chunks().0[block];
+        let folded = Folded::<R> { rows: &case.q[block], start, whole: None };
+        let mut scratch = Scratch::default();
+        let mut form = PackedPages::new(w, &case.packed, &pages, None, folded, &mut scratch, &mut []);
+        let looks = Looks { sight: case.sights.as_chunks().0[block], softcap: case.softcap };
+        let mut part = Partial::new(part, R, case.packed.acc_rows());
+        attend_block(w, &mut form, &looks, &mut part, 0, Some(raw));
+    }
+}
+
+fn attends(file: &str) {
+    let mut machine = machine(file);
+    let mut rng = Rng(0xc0dec);
+    for rows in [1, 4] {
+        for i in 0..7 * 7 * DIMS.len() {
+            let (k, v) = (Code::ALL[i % 7], Code::ALL[i / 7 % 7]);
+            let packed = Packed::new(rng.of(&DIMS), rng.of(&DIMS), k, v);
+            let case = Case::new(&mut rng, rows, packed);
+            let threads = rng.of(&[32, 64]);
+            let device =
+                case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{file}: {e}: {case:?}"));
+            for lanes in Lanes::available() {
+                let name = lanes.name();
+                case.check(lanes, &device).unwrap_or_else(|e| panic!("{name} and {file}: {e}: {case:?}"));
+            }
+        }
+        let (idle, of) = machine.program.idle(&format!("attend_packed_r{rows}"));
+        println!("{file}, {rows} rows: {} of {of} instructions idle", idle.len());
+        // The rest are branches of checks that hold.
+        assert!(idle.len() * 6 < of, "{file}, {rows} rows: of {of} instructions nothing ran {idle:?}");
+    }
+}
+
+#[test]
+fn reads_packed_pages_with_the_bits_of_the_cpu_sm_70() {
+    attends(FILES[0]);
+}
+
+#[test]
+fn reads_packed_pages_with_the_bits_of_the_cpu_sm_80() {
+    attends(FILES[1]);
+}
+
+/// Integers at the ends of their range: every product of a code and a rounded query or weight, with sums near the ends of i32.
+#[test]
+fn integer_products_at_their_ends() {
+    let mut machine = machine(FILES[1]);
+    for code in [Code::Int8, Code::Int4] {
+        for (rows, sign) in [(1, 1.0), (4, 1.0), (1, -1.0), (4, -1.0)] {
+            let packed = Packed::new(256, 256, code, code);
+            let mut rng = Rng(7);
+            let mut case = Case::new(&mut rng, rows, packed);
+            // Every channel takes the first code and the last, and every query is the largest.
+            let top = code.top();
+            let x: Vec<_> = (0..256)
+                .map(|c| std::array::from_fn(|t| if (c + t) % 16 == 0 { 0.0 } else { top }))
+                .collect();
+            let positions: Vec<u32> = (0..32).collect();
+            let mut words = vec![0; packed.words() as usize];
+            Lanes::Portable.run(Pack {
+                packed: &packed,
+                positions: &positions,
+                k: &x,
+                v: &x,
+                page: &mut words,
+            });
+            case.blocks = vec![vec![Page { words, live: u32::MAX, last: 31, by: 31 }]];
+            case.q = vec![vec![[sign / 1024.0; LANES]; rows * 8]];
+            case.start = vec![0.0; rows];
+            case.sights = vec![Sight { floor: 0, lo: 0, sinks: 0, hi: 31 }; rows];
+            (case.softcap, case.weights) = (None, true);
+            let device = case.device(&mut machine, 32).unwrap_or_else(|e| panic!("{e}: {case:?}"));
+            for lanes in Lanes::available() {
+                case.check(lanes, &device).unwrap_or_else(|e| panic!("{}: {e}: {case:?}", lanes.name()));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_word_past_the_page_is_found() {
+    let mut machine = machine(FILES[1]);
+    let mut rng = Rng(3);
+    for code in Code::ALL {
+        let packed = Packed::new(64, 256, code, code);
+        let mut case = Case::new(&mut rng, 1, packed);
+        let mut page = page(&mut rng, &packed, 0);
+        // The last word is read, and not there.
+        page.live = u32::MAX;
+        page.words.pop();
+        let last = page.last as i32;
+        case.blocks = vec![vec![Page { by: page.last, ..page }]];
+        case.q.truncate(1);
+        case.sights = vec![Sight { floor: 0, lo: 0, sinks: 0, hi: last }];
+        let fault = case.device(&mut machine, 32).expect_err("a page that is too short");
+        assert!(matches!(fault.cause, Cause::OutOfBounds { .. }), "{}: {fault}", code.name());
+    }
+}
