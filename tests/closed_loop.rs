@@ -39,7 +39,7 @@ fn routers(id: usize, top_k: u32) -> Vec<Box<dyn Router>> {
     let make = |layer: usize| -> Box<dyn Router> {
         match id {
             0 => Box::new(Hashed::default().router(shape).unwrap()),
-            1 => Box::new(TopK::default().router(shape).unwrap()),
+            1 => Box::new(TopK.router(shape).unwrap()),
             2 => Box::new(LoadBalanced::default().router(shape).unwrap()),
             3 => Box::new(CacheAware::default().router(shape).unwrap()),
             4 => Box::new(EntropyPenalised::default().router(shape).unwrap()),
