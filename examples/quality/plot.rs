@@ -16,7 +16,7 @@ pub fn write(
     outcomes: &[(&Row, Outcome)],
     uncompressed: f64,
 ) -> Result<(), Box<dyn Error>> {
-    let root = SVGBackend::new(path, (1200, 720)).into_drawing_area();
+    let root = SVGBackend::new(path, (1200, 80 + 26 * outcomes.len() as u32)).into_drawing_area();
     root.fill(&WHITE)?;
     let (left, legend) = root.split_horizontally(760);
     let least = outcomes.iter().map(|(_, o)| o.nats).fold(uncompressed, f64::min);
@@ -26,7 +26,7 @@ pub fn write(
         .margin(14)
         .x_label_area_size(44)
         .y_label_area_size(70)
-        .build_cartesian_2d(20.0..110.0, low..high)?;
+        .build_cartesian_2d(10.0..110.0, low..high)?;
     chart
         .configure_mesh()
         .light_line_style(WHITE)
@@ -34,10 +34,10 @@ pub fn write(
         .y_desc(format!("nats a token; the top edge is {EDGE} above the uncompressed line, or worse"))
         .draw()?;
     chart
-        .draw_series(LineSeries::new([(20.0, uncompressed), (110.0, uncompressed)], BLACK.stroke_width(2)))?;
+        .draw_series(LineSeries::new([(10.0, uncompressed), (110.0, uncompressed)], BLACK.stroke_width(2)))?;
     chart.draw_series([Text::new(
         "uncompressed (f32)",
-        (21.0, uncompressed + 0.0008),
+        (11.0, uncompressed + 0.0008),
         ("sans-serif", 14),
     )])?;
     let centre = ("sans-serif", 10).into_font().color(&WHITE).pos(Pos::new(HPos::Center, VPos::Center));
