@@ -26,13 +26,14 @@ pub(crate) fn write(
     let policies = unique(&|o| o.policy.clone(), true);
     let columns = unique(&|o| format!("{} {}", o.budget, o.router), false);
     let (left, top, width, height) = (150, 110, 46, 26);
-    let size = (left + width * columns.len() as u32 + 40, top + height * policies.len() as u32 + 60);
+    let size =
+        ((left + width * columns.len() as u32 + 40).max(560), top + height * policies.len() as u32 + 40);
     let root = SVGBackend::new(path, size).into_drawing_area();
     root.fill(&WHITE)?;
-    let title = format!(
-        "{model}: nats a token more than with everything held and read ({reference:.4}), in thousandths"
-    );
-    root.draw(&Text::new(title, (14, 14), ("sans-serif", 18)))?;
+    root.draw(&Text::new(model.to_owned(), (14, 12), ("sans-serif", 18)))?;
+    let told =
+        format!("nats a token more than with everything held and read ({reference:.4}), in thousandths");
+    root.draw(&Text::new(told, (14, 36), ("sans-serif", 13)))?;
     let centre = |color: RGBColor| {
         ("sans-serif", 11).into_font().color(&color).pos(Pos::new(HPos::Center, VPos::Center))
     };
