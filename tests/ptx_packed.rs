@@ -1,9 +1,12 @@
 //! The committed PTX reads packed pages with the bits of the CPU, whatever their codes, run by the interpreter in `ptx`.
 
+#[allow(dead_code, reason = "shared by tests that each use a part")]
+mod numbers;
 #[allow(dead_code, unused_imports, reason = "shared by tests that each use a part")]
 mod ptx;
 
 use bytemuck::bytes_of;
+use numbers::Rng;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
 use pikv_core::codec::code::{Code, Scale};
 use pikv_core::codec::pack::pack;
@@ -23,39 +26,6 @@ fn machine(file: &str) -> Machine {
     let path = format!("{}/pikv-kernels/ptx/{file}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
     Machine::new(&text).unwrap_or_else(|e| panic!("{path}: {e}"))
-}
-
-/// Random numbers, the same for the same seed.
-struct Rng(u64);
-
-impl Rng {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
-
-    fn below(&mut self, n: u32) -> u32 {
-        (self.next() % u64::from(n)) as u32
-    }
-
-    fn one_in(&mut self, n: u32) -> bool {
-        self.below(n) == 0
-    }
-
-    fn of<T: Copy>(&mut self, list: &[T]) -> T {
-        list[self.below(list.len() as u32) as usize]
-    }
-
-    /// In [-scale, scale).
-    fn value(&mut self, scale: f32) -> f32 {
-        ((self.next() >> 40) as f32 / 8_388_608.0 - 1.0) * scale
-    }
-
-    fn row(&mut self, scale: f32) -> [f32; LANES] {
-        std::array::from_fn(|_| self.value(scale))
-    }
 }
 
 struct Page {
