@@ -82,6 +82,8 @@ pub struct Sequence {
     pub(crate) len: u32,
     /// First position that every ring still holds.
     pub(crate) kept: u32,
+    /// The fewest tokens that it can be taken back to under a policy, whose versions reach no farther.
+    pub(crate) floor: u32,
     /// Positions that no policy evicts.
     pub(crate) pins: Vec<Range<u32>>,
 }
@@ -92,7 +94,7 @@ impl Sequence {
         let layers = shapes.map(|((shape, codecs), rule)| {
             Layer::new(shape, inner.config.experts, codecs.clone(), rule.clone())
         });
-        Sequence { layers: layers.collect(), inner, len: 0, kept: 0, pins: Vec::new() }
+        Sequence { layers: layers.collect(), inner, len: 0, kept: 0, floor: 0, pins: Vec::new() }
     }
 
     /// Tokens appended so far, which is the next token's position, whatever was evicted.
@@ -247,8 +249,7 @@ impl Sequence {
     pub fn rollback_limit(&self) -> u32 {
         let ring = self.inner.store.ring;
         match self.kept {
-            // What policies keep of tokens has no more versions.
-            0 if self.inner.rules.iter().any(Option::is_some) => self.len.min(ring.slack()),
+            0 if self.inner.rules.iter().any(Option::is_some) => self.len.saturating_sub(self.floor),
             0 => self.len,
             kept => self.len.saturating_sub(kept + ring.window()),
         }

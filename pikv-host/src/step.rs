@@ -354,6 +354,8 @@ impl<'a> Step<'a> {
                 layer.release(&inner, shape, part.len);
             }
             part.sequence.len = part.len;
+            let floor = part.len.saturating_sub(inner.store.ring.slack());
+            part.sequence.floor = part.sequence.floor.max(floor);
             part.sequence.kept = part.sequence.kept.max(inner.store.ring.kept_from(part.len));
         }
         Ok(())

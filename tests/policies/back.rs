@@ -3,8 +3,8 @@
 use crate::model::{ALL, Def};
 use crate::setup::{Kind, Log, Row, Spy, bits, config, eviction, held, mix, row, run};
 use pikv::codec::{Code, Codec, Coding};
-use pikv::policy::{Budget, Eviction};
-use pikv::{Attend, Cache, CacheConfig, Output, Read, Sequence};
+use pikv::policy::{Budget, Eviction, LruPlus};
+use pikv::{Attend, Cache, CacheConfig, Error, Output, Read, Sequence};
 use proptest::prelude::*;
 
 /// Appends and attends rows; the bits of all outputs.
@@ -322,4 +322,22 @@ proptest! {
             prop_assert_eq!(&heard, &hear(&log));
         }
     }
+}
+
+/// Rollbacks in a row reach no farther than one: what a policy keeps of tokens has no older versions.
+#[test]
+fn rollbacks_add_up() {
+    let config = config(1).ring(28).rollback(12);
+    let cache = Cache::new(config.evict(Eviction::new(LruPlus::default(), Budget::Tokens(60)))).unwrap();
+    let rows = |from: u64, n: u64| -> Vec<Row> {
+        (from..from + n).map(|id| row(cache.config(), Kind::Noise, id)).collect()
+    };
+    let mut sequence = cache.sequence();
+    feed(&cache, &mut sequence, &rows(0, 22));
+    sequence.rollback(2).unwrap();
+    assert_eq!(sequence.rollback(11), Err(Error::RollbackTooFar { asked: 11, limit: 10 }));
+    sequence.rollback(10).unwrap();
+    assert_eq!(sequence.rollback_limit(), 0);
+    feed(&cache, &mut sequence, &rows(50, 2));
+    assert_eq!((sequence.next_position().0, sequence.rollback_limit()), (12, 2));
 }
