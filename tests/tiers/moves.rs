@@ -191,8 +191,16 @@ fn threads_take_turns_with_the_tiers() {
         for i in 0..60 {
             let n = if i % 3 == 0 { 17 } else { 1 };
             let seed = thread << 20 | i;
-            let outs = [feed(&tight, &mut a, n, seed).unwrap(), feed(&roomy, &mut b, n, seed).unwrap()];
-            assert_eq!(outs[0], outs[1]);
+            // The others may hold what is left of the budget for a step of theirs.
+            let mut out = feed(&tight, &mut a, n, seed);
+            for _ in 0..100_000 {
+                if !matches!(out, Err(Error::OutOfBudget { .. })) {
+                    break;
+                }
+                std::thread::yield_now();
+                out = feed(&tight, &mut a, n, seed);
+            }
+            assert_eq!(out.unwrap(), feed(&roomy, &mut b, n, seed).unwrap());
         }
         a
     };
