@@ -1,8 +1,9 @@
 //! A stream of experts and of what queries look for, without a model: what is found of it under each policy.
 
-use crate::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
+use crate::common::cache::Keys;
 use crate::common::sample::SplitMix;
 use crate::measure::subject::Subject;
+use crate::measure::watched::{Watch, Watched};
 use crate::policies::{self, Setup};
 use crate::{Result, SINKS, ring};
 use indicatif::ProgressBar;
@@ -115,19 +116,14 @@ pub fn record(subject: &Subject, ids: &[u32], file: &Path) -> Result<()> {
     let (experts, top_k) = subject.experts;
     let layers = vec![subject.layer(Dtype::F32, Keys::Rotated); subject.layers];
     let cache = Cache::new(CacheConfig::new(layers, 4 << 30).ring(ids.len() as u32).experts(experts, top_k))?;
-    let mut recorder = Recorder {
-        sequence: cache.sequence(),
-        cache,
-        attend: Attend::new(1.0 / (subject.head_dim as f32).sqrt()),
-        layer: subject.layers / 2,
-        experts: Vec::new(),
-        wanted: Vec::new(),
-    };
+    let recorder = Recorder { layer: subject.layers / 2, experts: Vec::new(), wanted: Vec::new() };
+    let mut watched = Watched::new(cache, subject.head_dim, recorder);
     let out = File::create(file).map_err(|e| format!("{}: {e}", file.display()))?;
     let mut writer = Writer::new(BufWriter::new(out), experts)?;
     let (bar, mut logits) = (ProgressBar::new(ids.len() as u64), Vec::new());
     for id in ids {
-        subject.forward(&[*id], &mut recorder, &mut logits)?;
+        subject.forward(&[*id], &mut watched, &mut logits)?;
+        let recorder = &mut watched.watch;
         let (experts, wanted) = (std::mem::take(&mut recorder.experts), std::mem::take(&mut recorder.wanted));
         writer.write(&Row { token: *id, experts, wanted })?;
         bar.inc(1);
@@ -138,81 +134,32 @@ pub fn record(subject: &Subject, ids: &[u32], file: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The experts of a token, and what it looks at.
 struct Recorder {
-    cache: Cache,
-    sequence: Sequence,
-    attend: Attend,
     layer: usize,
     experts: Vec<u16>,
     wanted: Vec<u32>,
 }
 
-struct Step<'a> {
-    step: pikv::Step<'a>,
-    attend: Attend,
-    layer: usize,
-    experts: &'a mut Vec<u16>,
-    wanted: &'a mut Vec<u32>,
-    position: u32,
-}
-
-impl AnyCache for Recorder {
-    type Error = pikv::Error;
-    type Step<'a> = Step<'a>;
-
-    fn begin(&mut self, n: usize) -> std::result::Result<Step<'_>, pikv::Error> {
-        let position = self.sequence.next_position().0;
-        let Recorder { attend, layer, .. } = *self;
-        let step = self.cache.begin([(&mut self.sequence, n as u32)])?;
-        Ok(Step { step, attend, layer, experts: &mut self.experts, wanted: &mut self.wanted, position })
+impl Watch for Recorder {
+    fn layer(&self, layer: usize) -> bool {
+        layer == self.layer
     }
 
-    fn len(&self) -> usize {
-        self.sequence.next_position().0 as usize
-    }
-
-    fn clear(&mut self) {
-        self.sequence.clear();
-    }
-}
-
-impl AnyStep for Step<'_> {
-    type Error = pikv::Error;
-
-    fn layer(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> std::result::Result<(), pikv::Error> {
-        self.step.append(layer, k, v)?;
-        if layer != self.layer {
-            return self.step.attend(layer, q, &self.attend, Output::new(out));
-        }
-        let mut mass: Vec<PageMass> = Vec::new();
-        self.step.attend(layer, q, &self.attend, Output::new(out).mass(&mut mass))?;
+    fn mass(&mut self, _: usize, first: u32, mass: &[PageMass]) {
         // Everything is in the ring: lane `t` of tile `i` is position `32 i + t`.
         let mut seen: Vec<(f32, u32)> = Vec::new();
         for page in mass.iter().filter(|page| page.kv_head == 0) {
-            let first = page.page.ordinal * pikv::PAGE;
-            seen.extend((first..).zip(page.tokens).filter(|(p, _)| *p < self.position).map(|(p, m)| (m, p)));
+            let tile = page.page.ordinal * pikv::PAGE;
+            seen.extend((tile..).zip(page.tokens).filter(|(p, _)| *p < first).map(|(p, m)| (m, p)));
         }
         seen.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-        *self.wanted =
-            seen.into_iter().take(WANTED).filter(|(mass, _)| *mass > 0.0).map(|(_, p)| p).collect();
-        Ok(())
+        self.wanted = seen.into_iter().take(WANTED).filter(|(mass, _)| *mass > 0.0).map(|(_, p)| p).collect();
     }
 
-    fn experts(&mut self, layer: usize, experts: &[u16]) -> std::result::Result<(), pikv::Error> {
+    fn experts(&mut self, layer: usize, experts: &[u16]) {
         if layer == 0 {
-            *self.experts = experts.to_vec();
+            self.experts = experts.to_vec();
         }
-        self.step.route(layer, experts)
-    }
-
-    fn commit(self) -> std::result::Result<(), pikv::Error> {
-        self.step.commit()
     }
 }

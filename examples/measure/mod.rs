@@ -1,3 +1,5 @@
 //! What is measured, for the examples that do.
 
 pub mod subject;
+#[allow(dead_code, reason = "other examples use it")]
+pub mod watched;
