@@ -266,6 +266,9 @@ pub(crate) fn attend(
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
+    if output.mass.is_none() && rule.is_none() {
+        return Ok(remote);
+    }
     // Rows that were attended one by one are one call all the same.
     let at = |forest: &Forest<'_>| (views[forest.view].sequence, forest.head);
     let mut order: Vec<usize> = (0..forests.len()).collect();

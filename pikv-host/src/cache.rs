@@ -227,7 +227,7 @@ impl Cache {
                 first: part.first.0,
                 rows: part.rows,
                 len: part.sequence.len,
-                fetch: 0,
+                fetch: None,
             })
             .collect();
         attend(&self.inner, layer, shape, &views, q, options, out, None, None).map(|_| ())

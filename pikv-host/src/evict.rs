@@ -237,6 +237,9 @@ pub(crate) fn enforce(
     pins: &[Range<u32>],
     mut report: Option<&mut Vec<Evicted>>,
 ) {
+    if layers.iter().all(|layer| layer.rule.is_none()) {
+        return;
+    }
     for (layer, h, c, ordinal, lanes) in choose(layers, inner, len, pins) {
         let state = &mut layers[layer];
         let chain = &mut state.heads[h].chains[c];

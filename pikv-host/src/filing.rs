@@ -89,6 +89,15 @@ impl Layer {
         inner.store.files(shape, position).then(|| 1 + usize::from(self.home(inner, position)))
     }
 
+    /// The experts of the token at `position`, first choice first; none where they are not known yet or forgotten. Where
+    /// there is just one expert, that one.
+    pub fn experts(&self, inner: &Inner, position: u32) -> impl Iterator<Item = u16> + use<'_> {
+        let (top_k, end) = (inner.config.top_k as usize, self.tags.len());
+        let at = position.checked_sub(self.tags_from).map_or(end, |row| (row as usize * top_k).min(end));
+        let only = (inner.config.experts == 1).then_some(0);
+        only.into_iter().chain(self.tags.range(at..(at + top_k).min(end)).copied())
+    }
+
     /// First choice of the token at `position`; expert 0 where there is just one.
     fn home(&self, inner: &Inner, position: u32) -> u16 {
         if inner.config.experts == 1 {

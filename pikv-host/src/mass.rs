@@ -129,15 +129,11 @@ impl Job<'_> {
 }
 
 /// The masses of several rows of a head that were attended apart, page by page.
-pub(crate) fn together(rows: impl Iterator<Item = Vec<Weighed>>) -> Vec<Weighed> {
-    let mut all: Vec<Weighed> = Vec::new();
-    let mut index: HashMap<PageId, usize> = HashMap::new();
-    for (row, pages) in rows.enumerate() {
-        if row == 0 {
-            index.extend(pages.iter().enumerate().map(|(i, page)| (page.page, i)));
-            all = pages;
-            continue;
-        }
+pub(crate) fn together(mut rows: impl Iterator<Item = Vec<Weighed>>) -> Vec<Weighed> {
+    let mut all = rows.next().unwrap_or_default();
+    let Some(second) = rows.next() else { return all };
+    let mut index: HashMap<PageId, usize> = all.iter().enumerate().map(|(i, page)| (page.page, i)).collect();
+    for pages in std::iter::once(second).chain(rows) {
         for page in pages {
             match index.entry(page.page) {
                 Entry::Occupied(at) => {

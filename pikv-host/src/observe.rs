@@ -300,17 +300,18 @@ impl Layer {
 
     /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that the first
     /// tier holds, and the others.
-    pub fn count(&self, inner: &Inner, rows: Range<u32>, fetch: u32, hits: &mut [u64], misses: &mut [u64]) {
-        let top_k = inner.config.top_k as usize;
-        let wanted = if fetch == 0 { top_k } else { top_k.min(fetch as usize) };
+    pub fn count(
+        &self,
+        inner: &Inner,
+        rows: Range<u32>,
+        fetch: Option<u32>,
+        hits: &mut [u64],
+        misses: &mut [u64],
+    ) {
+        let wanted = fetch.map_or(usize::MAX, |n| n as usize);
         let mut times = vec![0u64; hits.len()];
-        if inner.config.experts == 1 {
-            times[0] = rows.len() as u64;
-        } else {
-            for row in rows {
-                let at = row.saturating_sub(self.tags_from) as usize * top_k;
-                self.tags.iter().skip(at).take(wanted).for_each(|e| times[usize::from(*e)] += 1);
-            }
+        for row in rows {
+            self.experts(inner, row).take(wanted).for_each(|e| times[usize::from(e)] += 1);
         }
         for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
             for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
@@ -330,15 +331,8 @@ impl Layer {
             let late = late.iter().filter(|token| token.chain == c).count() as u64;
             (u64::from(live) - late, u64::from(filed - live))
         };
-        if inner.config.experts == 1 {
-            let (live, gone) = count(1);
-            return (live * rows.len() as u64, gone * rows.len() as u64);
-        }
-        let top_k = inner.config.top_k as usize;
-        let at = |row: u32| row.saturating_sub(self.tags_from) as usize * top_k;
-        let end = at(rows.end).min(self.tags.len());
-        let experts = self.tags.range(at(rows.start).min(end)..end);
-        experts.map(|e| count(usize::from(*e) + 1)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
+        let experts = rows.flat_map(|row| self.experts(inner, row));
+        experts.map(|e| count(usize::from(e) + 1)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
     }
 }
 

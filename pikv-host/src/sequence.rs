@@ -126,12 +126,9 @@ impl Sequence {
         layer: usize,
         position: Position,
     ) -> Result<Option<impl Iterator<Item = u16>>, Error> {
-        let top_k = self.inner.config.top_k as usize;
         let state = self.layer(layer)?;
         let known = self.inner.config.experts > 1 && position.0 >= state.tags_from && position.0 < self.len;
-        let at = position.0.saturating_sub(state.tags_from) as usize * top_k;
-        let tags = known.then(|| state.tags.iter().skip(at).take(top_k).copied());
-        Ok(tags)
+        Ok(known.then(|| state.experts(&self.inner, position.0)))
     }
 
     /// The pages of a layer's KV head that are held, in whatever tier: sinks, experts, ring, each in order.

@@ -49,8 +49,8 @@ struct Part<'a> {
 struct Done {
     appended: bool,
     routed: bool,
-    /// Experts of a row whose pages it wants, from the first on; 0 for all.
-    fetch: u32,
+    /// Experts of a row whose pages it wants, from the first on; all if `None`.
+    fetch: Option<u32>,
     /// What the layer's policy will be told: the part, and what a head of it saw.
     feeds: Vec<(usize, Feed)>,
     /// Bytes that were read from lower tiers.
@@ -283,7 +283,7 @@ impl<'a> Step<'a> {
 
     /// How many of a row's experts are wanted, the first ones.
     pub(crate) fn fetch(&mut self, layer: usize, experts: u32) {
-        self.layers[layer].fetch = experts;
+        self.layers[layer].fetch = Some(experts);
     }
 
     /// Makes the tokens part of their sequences, and evicts what is over the budgets.
@@ -323,6 +323,9 @@ impl<'a> Step<'a> {
         self.pages.flush_copies()?;
         self.committed = true;
         for (l, done) in self.layers.iter_mut().enumerate() {
+            if inner.rules[l].is_none() && report.is_none() {
+                continue;
+            }
             let mut feeds: Vec<Vec<Feed>> = self.parts.iter().map(|_| Vec::new()).collect();
             done.feeds.drain(..).for_each(|(part, feed)| feeds[part].push(feed));
             if let Some(report) = &mut report {

@@ -31,8 +31,8 @@ pub(crate) struct View<'a> {
     pub rows: u32,
     /// Tokens written to the ring.
     pub len: u32,
-    /// Experts of a row whose pages it wants, from the first on; 0 for all.
-    pub fetch: u32,
+    /// Experts of a row whose pages it wants, from the first on; all if `None`.
+    pub fetch: Option<u32>,
 }
 
 impl<'a> View<'a> {
@@ -53,13 +53,8 @@ impl<'a> View<'a> {
 
     /// The experts of the first row.
     fn experts(&self, inner: &Inner) -> Vec<u16> {
-        if inner.config.experts == 1 {
-            return vec![0];
-        }
-        let top_k = inner.config.top_k as usize;
-        let at = (self.first - self.layer.tags_from) as usize * top_k;
-        let wanted = if self.fetch == 0 { top_k } else { top_k.min(self.fetch as usize) };
-        self.layer.tags.range(at..at + wanted).copied().collect()
+        let wanted = self.fetch.map_or(usize::MAX, |n| n as usize);
+        self.layer.experts(inner, self.first).take(wanted).collect()
     }
 
     /// The rows that the layer's policy wants to be told of, apart.
