@@ -56,9 +56,9 @@ impl fmt::Display for PageId {
 pub struct PageInfo {
     /// Which one.
     pub id: PageId,
-    /// Tokens in it that belong to the sequence.
+    /// Tokens in it that belong to the sequence; 0 if all were evicted, and it is kept as a rollback would bring them back.
     pub tokens: u32,
-    /// Position of the first of them.
+    /// Position of the first of them, or of those that would come back.
     pub first: Position,
     /// Position of the last of them.
     pub last: Position,
@@ -154,7 +154,7 @@ impl Sequence {
             let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
             let id = PageId { place: Place::Ring, ordinal: tile };
             let live = filled(fill);
-            let found = || Found { at: At::Page(page), live, packed: None, bytes: page.bytes() };
+            let found = || Found { at: At::Page(page), live, spans: live, packed: None, bytes: page.bytes() };
             (fill > 0).then(|| found().info(id, page.shard()))
         });
         Ok(chains.chain(ring))
@@ -342,7 +342,13 @@ impl Sequence {
                 let page = at.and_then(|at| head.ring.get(at as usize));
                 let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
                 let live = filled(fill);
-                let found = |page| Found { at: At::Page(page), live, packed: None, bytes: Page::bytes(page) };
+                let found = |page| Found {
+                    at: At::Page(page),
+                    live,
+                    spans: live,
+                    packed: None,
+                    bytes: Page::bytes(page),
+                };
                 return Ok(page.map(found));
             }
             Place::Sinks => head.chains.first(),
@@ -364,6 +370,8 @@ enum At<'a> {
 struct Found<'a> {
     at: At<'a>,
     live: u32,
+    /// The lanes from the first to the last of which it reaches.
+    spans: u32,
     /// Its codec and its last position, if it is packed.
     packed: Option<(&'a HeadCodec, u32)>,
     bytes: u64,
@@ -380,7 +388,13 @@ impl<'a> Found<'a> {
             Held::Away(Away { slot, .. }) => (At::Slot(slot), slot.bytes()),
             _ => (At::Page(entry.page()?), entry.bytes()),
         };
-        Some(Found { at, live: entry.live, packed, bytes })
+        // Lanes that lost their token for good may hold another one's position by now; the last one written never does.
+        let spans = match (entry.live, entry.pending) {
+            (0, 0) => 1 << (entry.fill.max(1) - 1),
+            (0, pending) => pending,
+            (live, _) => live,
+        };
+        Some(Found { at, live: entry.live, spans, packed, bytes })
     }
 
     fn position(&self, lane: u32) -> Position {
@@ -399,8 +413,8 @@ impl<'a> Found<'a> {
         PageInfo {
             id,
             tokens: self.live.count_ones(),
-            first: self.position(self.live.trailing_zeros().min(PAGE - 1)),
-            last: self.position(self.live.checked_ilog2().unwrap_or(0)),
+            first: self.position(self.spans.trailing_zeros().min(PAGE - 1)),
+            last: self.position(self.spans.checked_ilog2().unwrap_or(0)),
             tier,
             shard,
             shared,
