@@ -318,7 +318,7 @@ impl<const R: usize> Kernel for Attend<'_, R> {
         };
         let mut part = Partial::new(part, R, case.layout.acc_rows());
         let looks = Looks { sight: case.sights[block * R..].as_chunks().0[0], softcap: case.softcap };
-        let mut form = Full { layout: &case.layout, pages: &pages, next: None, query };
+        let mut form = Full { layout: &case.layout, pages: &pages, next: [&[]; 2], query };
         attend_block(w, &mut form, &looks, &mut part, 0, raw);
     }
 }

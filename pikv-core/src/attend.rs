@@ -65,8 +65,15 @@ pub trait Form<W: Warp, const R: usize> {
     fn acc_rows(&self) -> usize;
     /// Which tokens of page `i` each row sees: bit `t` for the token at lane `t`.
     fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R];
+    /// Whether the lanes have registers for the scores of two pages at once.
+    const PAIRS: bool = false;
     /// Scores in base 2 of page `i`'s 32 tokens; those of tokens not seen are any value.
     fn scores(&mut self, w: W, i: usize) -> [W::F; R];
+    /// The scores of page `i` and of the next.
+    #[inline(always)]
+    fn pair(&mut self, w: W, i: usize) -> [[W::F; R]; 2] {
+        [self.scores(w, i), self.scores(w, i + 1)]
+    }
     /// Adds `p v` of page `i` to the sums: `acc` is `[R][acc_rows]`. `p` is 0 for tokens not seen.
     fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]);
     /// After the last page: what is left to do for the sums.
@@ -90,6 +97,35 @@ fn any<const R: usize>(seen: &[u32; R]) -> bool {
         bits |= row;
     }
     bits != 0
+}
+
+/// What the scores of a block come to, row by row.
+struct Tops<W: Warp, const R: usize> {
+    /// The highest of each lane.
+    top: [W::F; R],
+    /// Tokens that were seen, of any page.
+    saw: [u32; R],
+}
+
+impl<W: Warp, const R: usize> Tops<W, R> {
+    /// Takes a page's scores in, and gives what is kept of them.
+    #[inline(always)]
+    fn take(&mut self, w: W, looks: &Looks<R>, seen: &[u32; R], mut s: [W::F; R]) -> [W::Slot; R] {
+        let none = w.splat(f32::NEG_INFINITY);
+        let mut slots = [w.park(none); R];
+        for r in 0..R {
+            if let Some(cap) = looks.softcap {
+                s[r] = w.mul(math::tanh(w, s[r]), w.splat(cap));
+            }
+            if seen[r] != u32::MAX {
+                s[r] = w.select(w.mask(seen[r]), s[r], none);
+            }
+            self.saw[r] |= seen[r];
+            self.top[r] = w.max(self.top[r], s[r]);
+            slots[r] = w.park(s[r]);
+        }
+        slots
+    }
 }
 
 /// Attends `R` query rows over the pages of a block and writes their partial results to rows `row..row + R` of `out`.
@@ -116,26 +152,26 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
     let none = w.splat(f32::NEG_INFINITY);
     let mut slots = [[w.park(none); R]; BLOCK];
     let mut seen = [[0u32; R]; BLOCK];
-    let mut top = [none; R];
-    let mut saw = [0; R];
-    for i in 0..pages {
+    let mut tops = Tops { top: [none; R], saw: [0; R] };
+    let mut i = 0;
+    while i < pages {
         seen[i] = form.seen(w, i, &looks.sight);
-        if !any(&seen[i]) {
-            continue;
-        }
-        let mut s = form.scores(w, i);
-        for r in 0..R {
-            if let Some(cap) = looks.softcap {
-                s[r] = w.mul(math::tanh(w, s[r]), w.splat(cap));
+        if any(&seen[i]) {
+            if P::PAIRS && i + 1 < pages {
+                seen[i + 1] = form.seen(w, i + 1, &looks.sight);
+                if any(&seen[i + 1]) {
+                    let [s, next] = form.pair(w, i);
+                    slots[i] = tops.take(w, looks, &seen[i], s);
+                    slots[i + 1] = tops.take(w, looks, &seen[i + 1], next);
+                    i += 2;
+                    continue;
+                }
             }
-            if seen[i][r] != u32::MAX {
-                s[r] = w.select(w.mask(seen[i][r]), s[r], none);
-            }
-            saw[r] |= seen[i][r];
-            top[r] = w.max(top[r], s[r]);
-            slots[i][r] = w.park(s[r]);
+            slots[i] = tops.take(w, looks, &seen[i], form.scores(w, i));
         }
+        i += 1;
     }
+    let Tops { top, saw } = tops;
     let mut m = [f32::NEG_INFINITY; R];
     let mut base = [0.0; R];
     for r in 0..R {

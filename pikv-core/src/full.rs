@@ -33,8 +33,8 @@ pub struct Full<'a, const R: usize> {
     pub layout: &'a Layout,
     /// The pages, at most [`BLOCK`](crate::attend::BLOCK).
     pub pages: &'a [PageRef<'a>],
-    /// The page that will be read after these, for the prefetch.
-    pub next: Option<&'a [u32]>,
+    /// The pages that will be read after these, for the prefetch; empty if there are none.
+    pub next: [&'a [u32]; 2],
     /// The queries.
     pub query: Query<'a, R>,
 }
@@ -56,9 +56,17 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
         sights(w, w.load_part(&page.words[..LANES]), page.live, sight)
     }
 
+    // Lanes that fetch ahead wait for memory, and two pages are two streams of it; a device has other warps for that.
+    const PAIRS: bool = W::FETCHES && 2 * R <= W::ROWS;
+
     #[inline(always)]
     fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
         w.call(Scores(self, i))
+    }
+
+    #[inline(always)]
+    fn pair(&mut self, w: W, i: usize) -> [[W::F; R]; 2] {
+        w.call(Pair(self, i))
     }
 
     #[inline(always)]
@@ -78,6 +86,39 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
     fn finish(&mut self, _: W, _: &mut [[f32; LANES]]) {}
 }
 
+/// How many half pages (keys, then values) ahead of the one that is read are fetched: enough where two are read together.
+const LEAD: usize = 2;
+
+impl<const R: usize> Full<'_, R> {
+    #[inline(always)]
+    fn keys(&self, i: usize) -> &[[u32; LANES]] {
+        k_of(self.layout, self.pages[i].words)
+    }
+
+    /// What is fetched while the keys of page `i` are read.
+    #[inline(always)]
+    fn after_keys(&self, i: usize) -> &[[u32; LANES]] {
+        match (self.pages.get(i + LEAD), self.pages.get((i + LEAD).wrapping_sub(self.pages.len()))) {
+            (Some(page), _) => k_of(self.layout, page.words),
+            (None, Some(page)) => page.words[self.layout.v_base() as usize..].as_chunks().0,
+            (None, None) => &[],
+        }
+    }
+
+    /// What is fetched while the values of page `i` are read.
+    #[inline(always)]
+    fn after_values(&self, i: usize) -> &[u32] {
+        match self.pages.get(i + LEAD) {
+            Some(page) => &page.words[self.layout.v_base() as usize..],
+            // With fewer pages than the lead, those after the next two: not worth telling apart.
+            None => {
+                let next = self.next[(i + LEAD - self.pages.len()).min(1)];
+                next.get(Layout::K_BASE as usize..).unwrap_or_default()
+            }
+        }
+    }
+}
+
 /// The scores of a page.
 struct Scores<'a, 'b, const R: usize>(&'a Full<'b, R>, usize);
 
@@ -87,11 +128,28 @@ impl<W: Warp, const R: usize> Routine<W> for Scores<'_, '_, R> {
     fn run(self, w: W) -> [W::F; R] {
         let Scores(full, i) = self;
         let (layout, words) = (full.layout, full.pages[i].words);
-        let ahead = match full.pages.get(i + 1) {
-            Some(next) => k_of(layout, next.words),
-            None => full.pages[0].words[layout.v_base() as usize..].as_chunks().0,
-        };
-        page_scores(w, layout, words, w.load_part(&words[..LANES]), &full.query, ahead)
+        page_scores(w, layout, words, w.load_part(&words[..LANES]), &full.query, full.after_keys(i))
+    }
+}
+
+/// The scores of a page and the next.
+struct Pair<'a, 'b, const R: usize>(&'a Full<'b, R>, usize);
+
+impl<W: Warp, const R: usize> Routine<W> for Pair<'_, '_, R> {
+    type Out = [[W::F; R]; 2];
+    #[inline(always)]
+    fn run(self, w: W) -> [[W::F; R]; 2] {
+        let Pair(full, i) = self;
+        if full.query.rotation.is_some() {
+            return [Scores(full, i).run(w), Scores(full, i + 1).run(w)];
+        }
+        let keys = [full.keys(i), full.keys(i + 1)];
+        let ahead = [full.after_keys(i), full.after_keys(i + 1)];
+        match full.layout.k {
+            Dtype::F32 => scores_of_two::<W, F32, R>(w, keys, &full.query, ahead),
+            Dtype::F16 => scores_of_two::<W, F16, R>(w, keys, &full.query, ahead),
+            Dtype::Bf16 => scores_of_two::<W, Bf16, R>(w, keys, &full.query, ahead),
+        }
     }
 }
 
@@ -111,13 +169,7 @@ impl<W: Warp, const R: usize, const N: usize> Routine<W> for Weigh<'_, '_, W, R,
         let Weigh { full, i, seen, p, acc } = self;
         let (layout, stride) = (full.layout, full.layout.acc_rows() as usize);
         let v = &full.pages[i].words[layout.v_base() as usize..];
-        let ahead = match full.pages.get(i + 1) {
-            Some(next) => &next.words[layout.v_base() as usize..],
-            None => {
-                full.next.map_or(&[][..], |words| words.get(Layout::K_BASE as usize..).unwrap_or_default())
-            }
-        };
-        page_weigh(w, layout, v, seen, p, acc, stride, ahead);
+        page_weigh(w, layout, v, seen, p, acc, stride, full.after_values(i));
     }
 }
 /// Which tokens at `position` each row sees, of the lanes in `live`.
@@ -156,6 +208,35 @@ fn scores<W: Warp, K: Element, const R: usize>(
             let x = K::channel(w, word, j);
             for r in 0..R {
                 s[r] = w.fma(x, w.splat(q[r]), s[r]);
+            }
+        }
+    }
+    s
+}
+
+/// The scores of two pages: each as [`scores`] gives them, but a query is read once for both.
+#[inline(always)]
+fn scores_of_two<W: Warp, K: Element, const R: usize>(
+    w: W,
+    k: [&[[u32; LANES]]; 2],
+    query: &Query<'_, R>,
+    ahead: [&[[u32; LANES]]; 2],
+) -> [[W::F; R]; 2] {
+    let mut s = [[w.splat(0.0); R]; 2];
+    for (i, ((first, second), q)) in k[0].iter().zip(k[1]).zip(query.q.chunks_exact(K::PER_WORD)).enumerate()
+    {
+        for ahead in ahead {
+            if let Some(next) = ahead.get(i) {
+                w.prefetch(next);
+            }
+        }
+        let words = [w.load(first), w.load(second)];
+        for (j, q) in q.iter().enumerate() {
+            let x = [K::channel(w, words[0], j), K::channel(w, words[1], j)];
+            for r in 0..R {
+                let q = w.splat(q[r]);
+                s[0][r] = w.fma(x[0], q, s[0][r]);
+                s[1][r] = w.fma(x[1], q, s[1][r]);
             }
         }
     }
@@ -219,7 +300,30 @@ fn weigh<W: Warp, V: Element, const R: usize>(
     ahead: &[u32],
 ) {
     let (end, row) = (layout.v_words() as usize, layout.v_stride() as usize);
-    for col in 0..layout.v_cols() as usize {
+    let mut col = 0;
+    if W::FETCHES && seen == u32::MAX && row.is_multiple_of(LANES) {
+        let rows = Rows { v: v.as_chunks().0, row: row / LANES, ahead: ahead.as_chunks().0 };
+        // As many groups together as the registers hold sums of: a value's words are then read in one go, as they lie.
+        if 4 * R * V::PER_WORD <= W::ROWS {
+            while (col + 4) * LANES <= end {
+                weigh_all::<W, V, R, 4>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
+                col += 4;
+            }
+        }
+        if 2 * R * V::PER_WORD <= W::ROWS {
+            while (col + 2) * LANES <= end {
+                weigh_all::<W, V, R, 2>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
+                col += 2;
+            }
+        }
+        if R * V::PER_WORD <= W::ROWS {
+            while (col + 1) * LANES <= end {
+                weigh_all::<W, V, R, 1>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
+                col += 1;
+            }
+        }
+    }
+    for col in col..layout.v_cols() as usize {
         let first = col * LANES;
         let column = Column { v, row, first, end, ahead };
         let acc = &mut acc[col * V::PER_WORD..];
@@ -227,6 +331,57 @@ fn weigh<W: Warp, V: Element, const R: usize>(
             weigh_column::<W, V, R, true>(w, column, seen, p, acc, stride);
         } else {
             weigh_column::<W, V, R, false>(w, column, seen, p, acc, stride);
+        }
+    }
+}
+
+/// Values whose words fill rows of lanes.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    v: &'a [[u32; LANES]],
+    /// Rows of a value.
+    row: usize,
+    ahead: &'a [[u32; LANES]],
+}
+
+/// [`weigh`] for `C` whole groups of words from `col` on, of a page whose tokens are all seen: a loop of its own, as whatever else
+/// it did would be instructions that the loads of later tokens wait behind.
+#[inline(always)]
+fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
+    w: W,
+    rows: Rows<'_>,
+    col: usize,
+    p: &[W::Slot; R],
+    acc: &mut [[f32; LANES]],
+    stride: usize,
+) {
+    let mut a = [[[w.splat(0.0); 2]; R]; C];
+    for c in 0..C {
+        for r in 0..R {
+            for j in 0..V::PER_WORD {
+                a[c][r][j] = w.load_f(&acc[r * stride + c * V::PER_WORD + j]);
+            }
+        }
+    }
+    for (t, value) in (0..LANES).zip(rows.v.chunks_exact(rows.row)) {
+        for c in 0..C {
+            if let Some(next) = rows.ahead.get(t * rows.row + col + c) {
+                w.prefetch(next);
+            }
+            let word = w.load(&value[col + c]);
+            for j in 0..V::PER_WORD {
+                let x = V::channel(w, word, j);
+                for r in 0..R {
+                    a[c][r][j] = w.fma(x, w.bcast(&p[r], t), a[c][r][j]);
+                }
+            }
+        }
+    }
+    for c in 0..C {
+        for r in 0..R {
+            for j in 0..V::PER_WORD {
+                w.store(a[c][r][j], &mut acc[r * stride + c * V::PER_WORD + j]);
+            }
         }
     }
 }

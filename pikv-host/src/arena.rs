@@ -57,7 +57,51 @@ struct Chunk {
     /// What `base` points into, given back on drop.
     _memory: Memory,
     refs: Box<[AtomicU32]>,
-    free: Vec<u32>,
+    free: Free,
+}
+
+/// Pages of a chunk that nobody has. They are given out in the order of their addresses, going round: what a step takes is then read
+/// in that order too, and the processor's own prefetchers follow.
+#[derive(Debug)]
+struct Free {
+    /// Bit `i % 64` of word `i / 64` is set if page `i` is free.
+    bits: Box<[u64]>,
+    pages: u32,
+    count: u32,
+    /// The page after the last one given out.
+    from: u32,
+}
+
+impl Free {
+    fn all(pages: u32) -> Free {
+        let left = |word: u32| pages - word * 64;
+        let bits = (0..pages.div_ceil(64)).map(|word| u64::MAX >> (64 - left(word).min(64)));
+        Free { bits: bits.collect(), pages, count: pages, from: 0 }
+    }
+
+    fn take(&mut self) -> Option<u32> {
+        let (first, words) = (self.from as usize / 64, self.bits.len());
+        // The first word is looked at twice: from where the search starts, and up to there.
+        let after = u64::MAX << (self.from % 64);
+        let looks = (0..=words).map(|i| match i {
+            0 => (first, after),
+            i if i == words => (first, !after),
+            i => ((first + i) % words, u64::MAX),
+        });
+        let (word, bits) =
+            looks.map(|(word, of)| (word, self.bits[word] & of)).find(|(_, bits)| *bits != 0)?;
+        let bit = bits.trailing_zeros();
+        let index = word as u32 * 64 + bit;
+        self.bits[word] &= !(1 << bit);
+        self.count -= 1;
+        self.from = (index + 1) % self.pages;
+        Some(index)
+    }
+
+    fn give_back(&mut self, index: u32) {
+        self.bits[index as usize / 64] |= 1 << (index % 64);
+        self.count += 1;
+    }
 }
 
 /// Memory of a chunk. `allow`: held for its drop.
@@ -202,8 +246,8 @@ impl Arena {
             None => self.grow(backend, words)?,
         };
         let Some(chunk) = self.chunks[at as usize].as_mut() else { unreachable!("open chunks exist") };
-        let Some(index) = chunk.free.pop() else { unreachable!("open chunks have a free page") };
-        if chunk.free.is_empty() {
+        let Some(index) = chunk.free.take() else { unreachable!("open chunks have a free page") };
+        if chunk.free.count == 0 {
             self.open.pop();
         }
         let refs = &chunk.refs[index as usize];
@@ -239,7 +283,7 @@ impl Arena {
             base,
             _memory: memory,
             refs: (0..pages).map(|_| AtomicU32::new(0)).collect(),
-            free: (0..pages as u32).rev().collect(),
+            free: Free::all(pages as u32),
         };
         let at = match self.holes.pop() {
             Some(at) => at,
@@ -255,12 +299,12 @@ impl Arena {
 
     fn give_back(&mut self, at: u32, index: u32) {
         let Some(chunk) = self.chunks[at as usize].as_mut() else { unreachable!("a page's chunk exists") };
-        chunk.free.push(index);
-        if chunk.free.len() == 1 {
+        chunk.free.give_back(index);
+        if chunk.free.count == 1 {
             self.open.push(at);
         }
         // One wholly free chunk is kept, so that a page that comes and goes does not ask the system each time.
-        if chunk.free.len() == chunk.refs.len() && self.open.len() > 1 {
+        if chunk.free.count == chunk.free.pages && self.open.len() > 1 {
             self.chunks[at as usize] = None;
             self.holes.push(at);
             self.open.retain(|open| *open != at);
@@ -402,6 +446,39 @@ impl Drop for Page {
         if self.count().fetch_sub(1, Ordering::Release) == 1 {
             fence(Ordering::Acquire);
             self.arenas.give_back(self);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Free;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn pages_are_given_out_round_and_round() {
+        for pages in [1, 2, 63, 64, 65, 127, 128, 200] {
+            let mut free = Free::all(pages);
+            let mut held = BTreeSet::new();
+            let (mut from, mut x) = (0, 1u64);
+            for _ in 0..4000 {
+                x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                if x >> 63 == 0 || held.len() as u32 == pages {
+                    let Some(&back) = held.iter().nth((x >> 33) as usize % held.len().max(1)) else {
+                        continue;
+                    };
+                    held.remove(&back);
+                    free.give_back(back);
+                } else {
+                    let next = (0..pages).map(|i| (from + i) % pages).find(|i| !held.contains(i)).unwrap();
+                    assert_eq!(free.take(), Some(next));
+                    held.insert(next);
+                    from = (next + 1) % pages;
+                }
+                assert_eq!(free.count, pages - held.len() as u32);
+            }
+            while free.take().is_some() {}
+            assert_eq!(free.count, 0);
         }
     }
 }

@@ -91,7 +91,8 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
 pub struct Block<'a> {
     pub common: Common<'a>,
     pub pages: &'a [PageRef<'a>],
-    pub next: Option<&'a [u32]>,
+    /// The pages that are read after these, empty if there are none.
+    pub next: [&'a [u32]; 2],
     pub out: Partial<'a>,
     pub first: usize,
     pub raw: Raw<'a>,

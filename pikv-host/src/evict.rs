@@ -168,7 +168,7 @@ impl<'a> Excess<'a> {
 
     /// Tokens that stay of a quota, so that the next ranking is not due at once.
     fn target(&self, quota: u64) -> u64 {
-        let batch = self.rule.eviction.batch.map_or((quota / 16).clamp(1, 256), u64::from);
+        let batch = self.rule.eviction.batch.map_or((quota / 16).max(1), u64::from);
         (quota + 1).saturating_sub(batch)
     }
 

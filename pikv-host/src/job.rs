@@ -240,7 +240,7 @@ impl<'a> Job<'a> {
     pub fn block(&self, item: &Item<'_>, block: usize, packed: &mut Packed, part: &mut [f32], raw: Raw<'_>) {
         let (forest, lanes) = (item.forest, self.inner.config.lanes);
         let pages = forest.blocks[block].clone();
-        let next = forest.pages.get(pages.end).map(|page| page.words);
+        let next = [0, 1].map(|i| forest.pages.get(pages.end + i).map_or(&[][..], |page| page.words));
         let pages = &forest.pages[pages];
         let common = Common {
             layout: self.layout(),
@@ -265,7 +265,7 @@ impl<'a> Job<'a> {
                     common,
                     codec,
                     pages: &list[..pages.len()],
-                    next,
+                    next: Some(next[0]).filter(|words| !words.is_empty()),
                     folded: &packed.folded,
                     start: &packed.start,
                     rebuilt: &mut packed.rebuilt,
@@ -321,7 +321,7 @@ impl<'a> Job<'a> {
                 self.inner.config.lanes.run(Block {
                     common: Common { sights: &common.sights[row..row + 1], q: &single, ..common },
                     pages: &list[..n],
-                    next: None,
+                    next: [&[]; 2],
                     out: Partial::new(part, item.rows, self.layout().acc_rows()),
                     first: row,
                     raw: raw.is_some().then_some(&mut weights[..n]),

@@ -78,7 +78,7 @@ unsafe fn attend<const R: usize>(
     let lanes = unsafe { Lane::new() };
     let mut part = Partial::new(part, R, layout.acc_rows());
     let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
-    let mut form = Full { layout: &layout, pages: &list[..task.count as usize], next: None, query };
+    let mut form = Full { layout: &layout, pages: &list[..task.count as usize], next: [&[]; 2], query };
     // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
     let mut raw =
         (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });

@@ -233,7 +233,8 @@ impl Eviction {
         Eviction { policy: Arc::new(policy), budget, batch: None, by_page: false, adaptive: None }
     }
 
-    /// Sets how many tokens go at once; by default a 16th of the budget, from 1 to 256.
+    /// Sets how many tokens go at once; by default a 16th of the budget, and at least 1. A ranking takes
+    /// time in proportion to what is held, so that a batch in proportion makes an evicted token cost the same in caches of any size.
     pub fn batch(mut self, tokens: u32) -> Eviction {
         self.batch = Some(tokens);
         self

@@ -1,0 +1,269 @@
+//! What the closed loop costs beside attention, and what an eviction costs among few pages and among many.
+//!
+//! `cargo bench --bench schedule [-- --quick]`
+//!
+//! *The loop*: one layer, 32 query heads over 8 KV heads of 128 channels in bf16, 8 experts, 32,768 tokens held. A step of one token
+//! with a router and a policy is timed in turn with one of a cache that has neither, stage by stage. `stages` is what all but
+//! attention takes more, `evict` what ranking and dropping tokens takes, spread over the steps from one eviction to the next,
+//! both as a part of attention's time without a policy; `attend` is attention's own time beside that, as some policies have the
+//! weights of every token noted.
+//!
+//! *Eviction*: one head that holds 10^3 pages, and 10^6. Pages are appended and evicted over a whole period of evictions, and what the same
+//! appends take in a cache that evicts nothing is subtracted.
+//!
+//! Every cache is checked to hold what its budget says. The results of a whole run go to `benches/results/schedule.csv`.
+
+#[allow(dead_code, reason = "the limits are for other benches")]
+mod machine;
+
+use machine::median;
+use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
+use pikv::router::{CacheAware, LoadBalanced, Router, Shape, TopK};
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Sequence};
+use std::error::Error;
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const HEAD_DIM: usize = 128;
+const KV_HEADS: usize = 8;
+const QUERY_HEADS: usize = 32;
+const EXPERTS: usize = 8;
+const TOP_K: usize = 2;
+/// Tokens of a step while a cache is filled.
+const STEP: u32 = 512;
+
+fn main() -> Result<()> {
+    let quick = std::env::args().any(|argument| argument == "--quick");
+    let name = machine::name();
+    println!("{name}\n");
+    let mut csv = vec!["machine,what,case,tokens,attend_ratio,stages,evict,ratio".to_owned()];
+    let (context, samples) = if quick { (4096, 5) } else { (32_768, 41) };
+    println!("{:28} {:>8} {:>8} {:>8} {:>8}", "the loop", "tokens", "attend", "stages", "evict");
+    for case in cases(context)? {
+        let label = case.name;
+        let Costs { attend, stages, evict } = costs(case, context, samples)?;
+        println!("{label:28} {context:>8} {attend:>8.3} {:>6.2} % {:>6.2} %", stages * 100.0, evict * 100.0);
+        csv.push(format!("{name},loop,{label},{context},{attend:.4},{stages:.5},{evict:.5},"));
+    }
+    let sizes = if quick { [1_000u32, 30_000] } else { [1_000, 1_000_000] };
+    println!("\n{:28} {:>10} {:>10}  us a page", "eviction", "pages", "ratio");
+    for (label, eviction) in [
+        ("StreamingLLM", Eviction::new(StreamingLlm, Budget::Tokens(0))),
+        ("LRU", Eviction::new(Lru::default(), Budget::Tokens(0))),
+        ("LRU, whole pages", Eviction::new(Lru::default(), Budget::Tokens(0)).by_page()),
+    ] {
+        let mut first = None;
+        for pages in sizes {
+            let cost = eviction_cost(&eviction, pages)?;
+            let ratio = cost / *first.get_or_insert(cost);
+            println!("{label:28} {pages:>10} {ratio:>10.2}  {:.2}", cost * 1e6);
+            csv.push(format!("{name},eviction,{label},{},,,,{ratio:.3}", u64::from(pages) * 32));
+        }
+    }
+    if !quick {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/schedule.csv");
+        writeln!(std::fs::File::create(path)?, "{}", csv.join("\n"))?;
+        println!("\nwritten to benches/results/schedule.csv");
+    }
+    Ok(())
+}
+
+struct Case {
+    name: &'static str,
+    router: Box<dyn Router>,
+    eviction: Option<Eviction>,
+}
+
+fn cases(context: u32) -> Result<Vec<Case>> {
+    let shape = Shape::new(EXPERTS as u32, TOP_K as u32);
+    let budget = Budget::Tokens(context);
+    let aware = || -> Result<Box<dyn Router>> { Ok(Box::new(CacheAware::default().router(shape)?)) };
+    let balanced = Box::new(LoadBalanced::default().router(shape)?);
+    let evicting = |name, router, eviction| Case { name, router, eviction: Some(eviction) };
+    Ok(vec![
+        Case { name: "R_T + none", router: Box::new(TopK.router(shape)?), eviction: None },
+        evicting("R_LB + SL", balanced, Eviction::new(StreamingLlm, budget.clone())),
+        evicting("R_P + LRU", aware()?, Eviction::new(Lru::default(), budget.clone())),
+        evicting("R_P + H2O", aware()?, Eviction::new(H2o, budget.clone())),
+        evicting("R_P + SnapKV", aware()?, Eviction::new(SnapKv::default(), budget)),
+    ])
+}
+
+/// Keys, values and queries of the bench, and the experts of its tokens.
+struct Rows {
+    k: Vec<f32>,
+    v: Vec<f32>,
+    q: Vec<f32>,
+    logits: Vec<f32>,
+}
+
+impl Rows {
+    fn new(seed: u64, rows: usize) -> Rows {
+        let mut noise = machine::noise(seed);
+        let mut take = |n: usize, factor: f32| noise.by_ref().take(n).map(|x| factor * x).collect();
+        let kv = rows * KV_HEADS * HEAD_DIM;
+        Rows {
+            k: take(kv, 1.0),
+            v: take(kv, 1.0),
+            q: take(rows * QUERY_HEADS * HEAD_DIM, 4.0),
+            logits: take(rows * EXPERTS, 4.0),
+        }
+    }
+
+    /// The experts with the highest logits of each row.
+    fn routes(&self) -> Vec<u16> {
+        let top = |row: &[f32]| {
+            let mut order: Vec<u16> = (0..EXPERTS as u16).collect();
+            order.sort_by(|a, b| row[usize::from(*b)].total_cmp(&row[usize::from(*a)]));
+            order.truncate(TOP_K);
+            order
+        };
+        self.logits.chunks_exact(EXPERTS).flat_map(top).collect()
+    }
+}
+
+fn config() -> CacheConfig {
+    let dim = HEAD_DIM as u32;
+    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let layer = LayerShape {
+        kv_heads: KV_HEADS as u32,
+        query_heads: QUERY_HEADS as u32,
+        layout,
+        window: None,
+        rope: None,
+    };
+    CacheConfig::new(vec![layer], 1 << 30).ring(STEP).experts(EXPERTS as u32, TOP_K as u32)
+}
+
+/// Adds `tokens` tokens without attention.
+fn fill(cache: &Cache, sequence: &mut Sequence, tokens: u32, rows: &Rows) -> Result<()> {
+    let routes = rows.routes();
+    let mut left = tokens;
+    while left > 0 {
+        let n = left.min(STEP);
+        let kv = n as usize * KV_HEADS * HEAD_DIM;
+        let mut step = cache.begin([(&mut *sequence, n)])?;
+        step.append(0, &rows.k[..kv], &rows.v[..kv])?;
+        step.route(0, &routes[..n as usize * TOP_K])?;
+        step.commit()?;
+        left -= n;
+    }
+    Ok(())
+}
+
+const OPTIONS: Attend = Attend::new(0.088_388_35);
+
+struct Costs {
+    attend: f64,
+    stages: f64,
+    evict: f64,
+}
+
+fn costs(case: Case, context: u32, samples: usize) -> Result<Costs> {
+    let many = Rows::new(1, STEP as usize);
+    let evicts = case.eviction.is_some();
+    let plain = Cache::new(config())?;
+    let watched = Cache::new(match case.eviction {
+        Some(eviction) => config().evict(eviction),
+        None => config(),
+    })?;
+    let (mut a, mut b) = (plain.sequence(), watched.sequence());
+    fill(&plain, &mut a, context, &many)?;
+    fill(&watched, &mut b, context, &many)?;
+    let mut pikv = ClosedLoop::new(watched.clone(), vec![case.router])?;
+    let mut out = vec![0.0; QUERY_HEADS * HEAD_DIM];
+    let (mut attend, mut attend_with, mut rest, mut rest_with) = (vec![], vec![], vec![], vec![]);
+    for i in 0..samples {
+        let Rows { k, v, q, logits } = Rows::new(2 + i as u64, 1);
+        let routes = Rows { k: vec![], v: vec![], q: vec![], logits: logits.clone() }.routes();
+        let start = Instant::now();
+        let mut step = plain.begin([(&mut a, 1)])?;
+        step.append(0, &k, &v)?;
+        let before = Instant::now();
+        step.attend(0, &q, &OPTIONS, Output::new(&mut out))?;
+        let took = before.elapsed();
+        step.route(0, &routes)?;
+        step.commit()?;
+        rest.push((start.elapsed() - took).as_secs_f64());
+        attend.push(took.as_secs_f64());
+        let start = Instant::now();
+        let mut step = pikv.begin([(&mut b, 1)])?;
+        step.append(0, &k, &v)?;
+        let before = Instant::now();
+        step.attend(0, &q, &OPTIONS, Output::new(&mut out))?;
+        let took = before.elapsed();
+        step.route(0, &logits)?;
+        step.commit()?;
+        rest_with.push((start.elapsed() - took).as_secs_f64());
+        attend_with.push(took.as_secs_f64());
+    }
+    let base = median(&attend);
+    // From one eviction to the next, in both caches, without attention.
+    let period = context / 16;
+    let one = Rows::new(9, 1);
+    let routes = one.routes();
+    let steps = |cache: &Cache, sequence: &mut Sequence| -> Result<Duration> {
+        let start = Instant::now();
+        for _ in 0..period {
+            let mut step = cache.begin([(&mut *sequence, 1)])?;
+            step.append(0, &one.k, &one.v)?;
+            step.route(0, &routes)?;
+            step.commit()?;
+        }
+        Ok(start.elapsed())
+    };
+    let without = steps(&plain, &mut a)?.as_secs_f64();
+    let with = steps(&watched, &mut b)?.as_secs_f64();
+    let held = b.resident(0, 0)?.0;
+    let sound =
+        if evicts { (context - period..=context).contains(&held) } else { held == b.next_position().0 };
+    if !sound {
+        return Err(format!("{}: {held} tokens held of a budget of {context}", case.name).into());
+    }
+    Ok(Costs {
+        attend: median(&attend_with) / base,
+        stages: (median(&rest_with) - median(&rest)) / base,
+        evict: (with - without) / f64::from(period) / base,
+    })
+}
+
+/// Seconds that evicting a page takes, among `pages`.
+fn eviction_cost(eviction: &Eviction, pages: u32) -> Result<f64> {
+    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let config = || CacheConfig::new(vec![layer], 8 << 30).ring(STEP);
+    let budget = pages * 32;
+    let mut evicting = eviction.clone();
+    evicting.budget = Budget::Tokens(budget);
+    let values: Vec<f32> = machine::noise(5).take(STEP as usize).collect();
+    // Whole periods, long enough to be timed.
+    let period = budget / 16;
+    let tokens = period * (1u32 << 18).div_ceil(period);
+    let run = |config: CacheConfig| -> Result<(f64, u32)> {
+        let cache = Cache::new(config)?;
+        let mut sequence = cache.sequence();
+        let append = |sequence: &mut Sequence, tokens: u32| -> Result<()> {
+            let mut left = tokens;
+            while left > 0 {
+                let n = left.min(STEP);
+                let mut step = cache.begin([(&mut *sequence, n)])?;
+                step.append(0, &values[..n as usize], &values[..n as usize])?;
+                step.commit()?;
+                left -= n;
+            }
+            Ok(())
+        };
+        append(&mut sequence, budget + period)?;
+        let start = Instant::now();
+        append(&mut sequence, tokens)?;
+        Ok((start.elapsed().as_secs_f64(), sequence.resident(0, 0)?.0))
+    };
+    let (without, _) = run(config())?;
+    let (with, held) = run(config().evict(evicting))?;
+    if !(budget - period - 32..=budget).contains(&held) {
+        return Err(format!("{held} tokens held of a budget of {budget}").into());
+    }
+    Ok((with - without) / f64::from(tokens / 32))
+}
