@@ -350,7 +350,7 @@ impl<'a> Job<'a> {
         packed.sights.clear();
         packed.start.clear();
         let codec = self.codec(item.forest).filter(|_| item.forest.packed > 0);
-        let cols = codec.map_or(0, |codec| codec.packed.k_cols() as usize);
+        let cols = codec.map_or(0, |codec| codec.packed.query_cols() as usize);
         packed.folded.clear();
         packed.folded.resize(cols * item.rows, [0.0; LANES]);
         packed.rebuilt.resize(if codec.is_some() && rotation.is_some() { REBUILT } else { 0 }, [0.0; LANES]);

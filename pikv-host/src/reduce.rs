@@ -42,7 +42,7 @@ impl<'a> Trees<'a> {
         let (from_rows, to_rows) = (self.packed.acc_rows as usize, self.full.acc_rows as usize);
         let (layout, packed) = (self.layout, &codec.packed);
         let (mut stored, mut whole) = ([0.0; MAX_DIM as usize], [0.0; MAX_DIM as usize]);
-        let (stored, whole) = (&mut stored[..packed.v_dim as usize], &mut whole[..layout.v_dim as usize]);
+        let (stored, whole) = (&mut stored[..packed.out_dim() as usize], &mut whole[..layout.v_dim as usize]);
         for r in 0..self.full.rows {
             (to.m[r], to.l[r]) = (from.m[r], from.l[r]);
             if from.m[r] == f32::NEG_INFINITY {

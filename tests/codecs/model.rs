@@ -4,7 +4,7 @@
 
 use crate::oracle::{Shape, integer, scaled, top};
 use crate::setup::{Setup, key, value};
-use pikv::codec::Coding;
+use pikv::codec::{BlockBasis, Coding, Map, block_basis, pyramid};
 use pikv::{PAGE, Place};
 use std::cell::OnceCell;
 use std::collections::HashMap;
@@ -14,6 +14,8 @@ use std::collections::HashMap;
 pub struct Decoded {
     pub words: Vec<u32>,
     pub stored: Shape,
+    /// How stored channels of a key become those of the head: the map of the codec, or one that the page brings along.
+    pub k_map: Option<Map>,
     pub keys: Vec<Vec<f64>>,
     pub values: Vec<Vec<f64>>,
     /// Of each stored channel of a key: the scale, and the largest magnitude on the way to a product.
@@ -161,18 +163,21 @@ impl Model {
                 k: codec.k.code(),
                 v: codec.v.code(),
             };
-            let rows = |row: fn(&Setup, usize, u64, usize) -> Vec<f32>, coding: &Coding| -> Vec<Vec<f32>> {
+            let rows = |row: fn(&Setup, usize, u64, usize) -> Vec<f32>| -> Vec<Vec<f32>> {
                 let ids = page.positions.iter().map(|p| self.ids[*p as usize]);
-                ids.map(|id| encode(coding, &row(setup, self.layer, id, head))).collect()
+                ids.map(|id| row(setup, self.layer, id, head)).collect()
             };
-            let (k, v) = (rows(key, &codec.k), rows(value, &codec.v));
+            let (k_map, k) = factored(&codec.k, rows(key));
+            let (v_map, v) = factored(&codec.v, rows(value));
+            let (k, v) = (encode(k_map.as_ref(), k), encode(v_map.as_ref(), v));
             let words = stored.pack(&page.positions, &k, &v);
-            let all = |n, read: &dyn Fn(usize, usize) -> f64, coding, dim| -> Vec<Vec<f64>> {
-                let row = |t| decode(coding, &(0..n).map(|c| read(t, c)).collect::<Vec<_>>(), dim);
+            let all = |n, read: &dyn Fn(usize, usize) -> f64, map, dim| -> Vec<Vec<f64>> {
+                let row = |t| decode(map, &(0..n).map(|c| read(t, c)).collect::<Vec<_>>(), dim);
                 (0..page.positions.len()).map(row).collect()
             };
-            let keys = all(stored.k_dim, &|t, c| stored.key(&words, t, c), &codec.k, k_dim as usize);
-            let values = all(stored.v_dim, &|t, c| stored.value(&words, t, c), &codec.v, v_dim as usize);
+            let keys = all(stored.k_dim, &|t, c| stored.key(&words, t, c), k_map.as_ref(), k_dim as usize);
+            let values =
+                all(stored.v_dim, &|t, c| stored.value(&words, t, c), v_map.as_ref(), v_dim as usize);
             let most = |code, (scale, min): (f64, f64), x: f64| {
                 if scaled(code) { f64::abs(min) + scale * f64::from(top(code)) } else { x.abs() }
             };
@@ -186,7 +191,7 @@ impl Model {
                 most(stored.v, stored.v_scale(&words, t, c), f64::from(v[t][c]))
             });
             // A map back adds up what its rows weigh.
-            let gain = codec.v.mapped().map_or(1.0, |map| {
+            let gain = v_map.as_ref().map_or(1.0, |map| {
                 let narrow = map.narrow() as usize;
                 let rows = map
                     .decode()
@@ -206,6 +211,7 @@ impl Model {
                 v_most: v_most.fold(0.0, f64::max) * gain,
                 keys,
                 values,
+                k_map,
                 words,
                 stored,
             }
@@ -225,15 +231,35 @@ impl Model {
     }
 }
 
-fn encode(coding: &Coding, row: &[f32]) -> Vec<f32> {
-    let Some(map) = coding.mapped() else { return row.to_vec() };
-    let mut out = vec![0.0; map.narrow() as usize];
-    map.encode_row(row, &mut out);
-    out
+/// What of a page's rows is coded, and by which map: the codec's own, or that of the page's own basis. Means take the places of
+/// their tokens.
+fn factored(coding: &Coding, rows: Vec<Vec<f32>>) -> (Option<Map>, Vec<Vec<f32>>) {
+    let dim = rows[0].len();
+    if let Some(level) = coding.level() {
+        let means = pyramid(&rows.concat(), dim, level).unwrap().reconstruct(level - 1).unwrap();
+        return (None, means.chunks(dim).map(<[f32]>::to_vec).collect());
+    }
+    let Some(rank) = coding.rank() else { return (coding.mapped().cloned(), rows) };
+    let (wide, n) = (dim as u32, rank as usize);
+    let BlockBasis { mean, mut basis, .. } = block_basis(&rows.concat(), wide, rank.min(wide)).unwrap();
+    basis.resize(n * dim, 0.0);
+    let down = basis.clone();
+    let up = (0..dim * n).map(|i| basis[i % n * dim + i / n]).collect();
+    (Some(Map::new(wide, rank, down, up, Some(mean)).unwrap()), rows)
 }
 
-fn decode(coding: &Coding, stored: &[f64], dim: usize) -> Vec<f64> {
-    let Some(map) = coding.mapped() else { return stored.to_vec() };
+fn encode(map: Option<&Map>, rows: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+    let Some(map) = map else { return rows };
+    let mut out = vec![0.0; map.narrow() as usize];
+    let mut row = |row: &Vec<f32>| {
+        map.encode_row(row, &mut out);
+        out.clone()
+    };
+    rows.iter().map(&mut row).collect()
+}
+
+fn decode(map: Option<&Map>, stored: &[f64], dim: usize) -> Vec<f64> {
+    let Some(map) = map else { return stored.to_vec() };
     let (matrix, bias) = (map.decode(), map.bias().unwrap_or_default());
     let row = |w: usize| {
         let terms = matrix[w * stored.len()..].iter().zip(stored).map(|(m, x)| f64::from(*m) * x);
