@@ -248,6 +248,50 @@ fn a_block_loses_its_own_tail() {
     assert!(block_pca(&[f32::NAN; 6], 3, 1).is_err());
 }
 
+#[test]
+fn a_page_in_its_own_basis_loses_its_tail_around_its_mean() {
+    for (n, d, r) in [(32, 24, 6), (5, 16, 4), (32, 64, 7), (32, 32, 31), (7, 40, 31), (1, 8, 3)] {
+        let x = rows(n as u64, n, d, 2.0);
+        let found = block_basis(&x, d as u32, r).unwrap();
+        let center: Vec<f64> = found.mean.iter().map(|x| f64::from(*x)).collect();
+        for (c, mean) in center.iter().enumerate() {
+            let want = x.iter().skip(c).step_by(d).map(|x| f64::from(*x)).sum::<f64>() / n as f64;
+            assert!((mean - want).abs() <= want.abs() / 2048.0 + 1e-7);
+        }
+        let moment = second(&x, d, &center);
+        let energy: f64 = (0..d).map(|c| moment[c * d + c]).sum();
+        let want: f64 = jacobi(moment, d)[r as usize..].iter().sum();
+        assert!((found.tail - want).abs() <= 1e-10 * energy, "{n} {d}: {} {want}", found.tail);
+        let basis: Vec<&[f32]> = found.basis.chunks(d).collect();
+        let dot =
+            |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        for (i, a) in basis.iter().enumerate() {
+            // No more directions than the block has.
+            let unit = if i < n.min(d) && dot(a, a) > 0.0 { 1.0 } else { 0.0 };
+            assert!((dot(a, a) - unit).abs() < 2e-3, "{n} {d}: row {i} has length {}", dot(a, a));
+            assert!(basis[..i].iter().all(|b| dot(a, b).abs() < 2e-3));
+        }
+        let mut lost = 0.0;
+        for row in x.chunks(d) {
+            let row: Vec<f32> = row.iter().zip(&found.mean).map(|(x, mean)| x - mean).collect();
+            let stored: Vec<f64> = basis.iter().map(|vector| dot(&row, vector)).collect();
+            for (c, x) in row.iter().enumerate() {
+                let back: f64 = stored.iter().zip(&basis).map(|(s, vector)| s * f64::from(vector[c])).sum();
+                lost += (f64::from(*x) - back).powi(2);
+            }
+        }
+        assert!(lost >= want * (1.0 - 1e-6) - 1e-6 * energy && lost <= want * (1.0 + 1e-3) + 1e-5 * energy);
+    }
+    // Nothing to be told apart: the mean is all.
+    let found = block_basis(&[0.5; 32 * 4], 4, 2).unwrap();
+    assert_eq!((found.mean, found.basis, found.tail), (vec![0.5; 4], vec![0.0; 8], 0.0));
+    for (rows, wide, rank) in
+        [(&[1.0; 7][..], 3, 1), (&[], 3, 1), (&[f32::NAN; 6], 3, 1), (&[1.0; 6], 3, 4), (&[1.0; 6], 3, 0)]
+    {
+        assert!(block_basis(rows, wide, rank).is_err(), "{rows:?} {wide} {rank}");
+    }
+}
+
 const GROUP: usize = 2;
 
 /// Segments whose keys are strongest where no query looks, so that the best basis for attention is not that of energy.

@@ -158,7 +158,8 @@ fn evaluate(
     subject.keys(row.keys);
     let mut cache = Timed::new(subject.paged(row, RING, SINKS)?);
     let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
-    let (mut loss, mut kl, mut bytes, mut kept, mut at) = (0.0, 0.0, 0, 1.0, 0);
+    let (mut loss, mut kl, mut at) = (0.0, 0.0, 0);
+    let (mut bytes, mut kept, mut packed) = (0, 1.0, f64::NAN);
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
     for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
         cache.clear();
@@ -178,10 +179,11 @@ fn evaluate(
             at += logits.len();
             bar.inc(inputs.len() as u64);
         }
-        (bytes, kept) = (cache.bytes(), cache.kept()?);
+        (bytes, kept, packed) = (cache.bytes(), cache.kept()?, cache.packed()?);
     }
     let n = inputs.len() as f64;
-    let ratio = row.ratio(subject) / kept;
+    // Of pages of two ages, what they came to at the end.
+    let ratio = if row.age.is_some() { packed } else { row.ratio(subject) / kept };
     let outcome = Outcome { ratio, nats: loss / n, kl: kl / n, error: f64::NAN, bytes, time: cache.time() };
     Ok((outcome, all))
 }

@@ -136,6 +136,8 @@ pub struct PackedBlock<'a> {
     pub start: &'a [f32],
     pub rebuilt: &'a mut [[f32; LANES]],
     pub out: Partial<'a>,
+    /// Row of `out` that the first row goes to.
+    pub first: usize,
     pub raw: Raw<'a>,
 }
 
@@ -157,11 +159,11 @@ impl PackedBlock<'_> {
         if packed.factored() {
             let mut form =
                 FactorPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
-            return attend_rows(w, &mut form, &common.looks(row), &mut self.out, row, raw);
+            return attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
         }
         let mut form =
             PackedPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
-        attend_rows(w, &mut form, &common.looks(row), &mut self.out, row, raw);
+        attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
     }
 }
 

@@ -149,6 +149,12 @@ fn any(i: u64) -> (Setup, Attend) {
         lanes: lanes[pick(16, lanes.len())],
         ..Setup::new(layer, [7, 20, 33][pick(17, 3)], coding)
     };
+    let second =
+        Codec::new(mapped(pick(20, 9) as u64, v, k_dim, of), mapped(pick(21, 11) as u64, k, v_dim, of));
+    let bytes = |codec: &Codec| codec.packed(k_dim, v_dim).bytes();
+    let least = setup.codecs.iter().flatten().map(bytes).min();
+    let age = (least > Some(bytes(&second)) && pick(19, 3) > 0).then_some((1 + pick(22, 70) as u32, second));
+    let setup = Setup { age, ..setup };
     let options = options(&setup);
     (setup, [options, options.softcap(3.0), options.split(1)][pick(18, 3)])
 }

@@ -54,6 +54,18 @@ fn setups() -> Vec<Setup> {
             RING,
             Codec::new(means(Code::Bf16, 2), means(Code::Bf16, 1)),
         ),
+        Setup {
+            age: Some((60, Codec::new(hadamard(64, Code::Int4), pca(Code::Int8, 7)))),
+            ..many(Setup::new(shape(1, 4, 64, 80, Dtype::Bf16), RING, codec(Code::Int8, Code::Int8)))
+        },
+        Setup {
+            age: Some((33, codec(Code::Int4, Code::Int4))),
+            ..many(Setup::new(
+                LayerShape { rope: Some(rope), window: Some(250), ..shape(1, 3, 48, 20, Dtype::F32) },
+                RING,
+                codec(Code::Int8, Code::E4m3),
+            ))
+        },
     ]
 }
 

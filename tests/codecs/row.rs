@@ -65,7 +65,7 @@ impl Model {
                 if page.gone || !page.positions.iter().any(in_sight) {
                     continue;
                 }
-                let decoded = page.by.filter(|by| *by < ring).map(|_| self.decoded(setup, head, page));
+                let decoded = page.by.filter(|by| *by < ring).map(|_| self.decoded(setup, head, page, ring));
                 if let Some(decoded) = decoded {
                     off = off.max(scale * decoded.logit_off(setup, &turned));
                     v_most = v_most.max(decoded.v_most);

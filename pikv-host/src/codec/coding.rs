@@ -193,6 +193,16 @@ pub(crate) struct HeadCodec {
     pub packed: Packed,
     pub k_limit: f32,
     pub v_limit: f32,
+    /// How its pages are packed once more.
+    pub aged: Option<Box<Aged>>,
+}
+
+/// The second codec of a head.
+#[derive(Clone, Debug)]
+pub(crate) struct Aged {
+    /// Tokens that leave the ring between the two.
+    pub after: u32,
+    pub codec: HeadCodec,
 }
 
 impl HeadCodec {
@@ -210,7 +220,25 @@ impl HeadCodec {
             k_limit: codec.k.limit(),
             v_limit: codec.v.limit(),
             codec: codec.clone(),
+            aged: None,
         })
+    }
+
+    /// Packs pages once more when `after` more tokens have left the ring.
+    pub fn age(&mut self, after: u32, codec: HeadCodec) {
+        (self.k_limit, self.v_limit) = (self.k_limit.min(codec.k_limit), self.v_limit.min(codec.v_limit));
+        self.aged = Some(Box::new(Aged { after, codec }));
+    }
+
+    /// Whether means stand for single tokens, in pages of whatever age.
+    pub fn has_means(&self) -> bool {
+        let old = self.aged.as_ref().is_some_and(|aged| aged.codec.has_means());
+        old || [&self.codec.k, &self.codec.v].into_iter().any(|coding| coding.level().is_some())
+    }
+
+    /// The position from which on rows read the page that `by` packed as the second codec left it; none without one.
+    pub fn ages_at(&self, by: u32) -> Option<u32> {
+        Some(by.saturating_add(self.aged.as_ref()?.after))
     }
 
     /// Whether a token can be stored, however its dtype rounds it.
@@ -228,7 +256,32 @@ impl HeadCodec {
 
     /// Packs the first `fill` tokens of `page`.
     pub fn pack(&self, lanes: Lanes, layout: &Layout, page: &[u32], fill: u32, out: &mut [u32]) {
-        ROWS.with_borrow_mut(|rows| lanes.run(Close { head: self, layout, page, fill, out, rows }));
+        let positions = &page[..fill as usize];
+        ROWS.with_borrow_mut(|rows| {
+            self.clear(layout, rows);
+            lanes.run(Close { head: self, layout, positions, page: Some(page), out, rows });
+        });
+    }
+
+    /// Packs the `fill` tokens of a page that `first` packed, whose last position is `last`.
+    pub fn repack(&self, lanes: Lanes, layout: &Layout, first: &HeadCodec, page: Old<'_>, out: &mut [u32]) {
+        let Old { words, fill, last } = page;
+        let positions: Vec<u32> = (0..fill).map(|lane| first.packed.position(words, lane, last).0).collect();
+        let (mut key, mut value) = (vec![0.0; layout.k_dim as usize], vec![0.0; layout.v_dim as usize]);
+        ROWS.with_borrow_mut(|rows| {
+            self.clear(layout, rows);
+            for lane in 0..LANES {
+                first.read(words, (lane as u32).min(fill - 1), last, &mut key, &mut value);
+                rows.iter_mut().zip(key.iter().chain(&value)).for_each(|(row, x)| row[lane] = *x);
+            }
+            lanes.run(Close { head: self, layout, positions: &positions, page: None, out, rows });
+        });
+    }
+
+    fn clear(&self, layout: &Layout, rows: &mut Vec<[f32; LANES]>) {
+        let all = layout.k_dim + layout.v_dim + self.packed.k_dim + self.packed.v_dim;
+        rows.clear();
+        rows.resize(all as usize, [0.0; LANES]);
     }
 
     /// What is left of query `q`, times `factor`, in `out`; returns what its scores start from.
@@ -271,33 +324,44 @@ thread_local! {
     static ROWS: RefCell<Vec<[f32; LANES]>> = const { RefCell::new(Vec::new()) };
 }
 
+/// A packed page that is packed again.
+#[derive(Clone, Copy)]
+pub(crate) struct Old<'a> {
+    pub words: &'a [u32],
+    pub fill: u32,
+    pub last: u32,
+}
+
 /// Packs one page on the lanes.
 struct Close<'a> {
     head: &'a HeadCodec,
     layout: &'a Layout,
-    page: &'a [u32],
-    fill: u32,
+    positions: &'a [u32],
+    /// The page as its tokens came; else `rows` begins with their channels.
+    page: Option<&'a [u32]>,
     out: &'a mut [u32],
-    rows: &'a mut Vec<[f32; LANES]>,
+    /// Channels of K, of V, and room for those that are stored.
+    rows: &'a mut [[f32; LANES]],
 }
 
 impl Kernel for Close<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        let Close { head, layout, page, fill, out, rows } = self;
+        let Close { head, layout, positions, page, out, rows } = self;
+        let fill = positions.len() as u32;
         let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
-        let (k_stored, v_stored) = (head.packed.k_dim as usize, head.packed.v_dim as usize);
-        rows.clear();
-        rows.resize(k_dim + v_dim + k_stored + v_stored, [0.0; LANES]);
+        let k_stored = head.packed.k_dim as usize;
         let (k, rest) = rows.split_at_mut(k_dim);
         let (v, rest) = rest.split_at_mut(v_dim);
         let (k_mapped, v_mapped) = rest.split_at_mut(k_stored);
-        unpack(w, layout, page, fill, k, v);
+        if let Some(page) = page {
+            unpack(w, layout, page, fill, k, v);
+        }
         let (k_table, v_table) = (table(&head.codec.k, k, fill), table(&head.codec.v, v, fill));
         let k = mapped(w, &head.codec.k, &k_table, k, k_mapped);
         let v = mapped(w, &head.codec.v, &v_table, v, v_mapped);
-        pack(w, &head.packed, &page[..fill as usize], k, v, out);
+        pack(w, &head.packed, positions, k, v, out);
         if head.packed.factored() {
             pack_tables(&head.packed, &k_table, &v_table, out);
         }
