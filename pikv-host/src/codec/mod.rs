@@ -17,7 +17,7 @@
 //! | C_F-lit | [`crop`] | no |
 //! | C_Pr | [`think`] | no |
 //! | C_Dis | `distil` | yes |
-//! | C_Hy | [`hybrid`] | no |
+//! | C_Hy | [`hybrid`]; by age [`CacheConfig::age`](crate::CacheConfig::age) | no |
 //!
 //! Names and ids are those of arXiv 2508.06526; meanings are those of the methods' own papers, named in each file. With the
 //! feature `fit`, a `Fitter` gathers what the fits need from a model's own keys and values, and `Fitted` keeps their results in
