@@ -29,6 +29,7 @@ type Row = (&'static str, Option<Codec>);
 
 fn rows() -> Result<Vec<Row>, Box<dyn Error>> {
     let both = |code| Some(Codec::new(Coding::new(code), Coding::new(code)));
+    let factors = |coding: Coding| Some(Codec::new(coding.clone(), coding));
     let turned = Coding::new(Code::Int4).map(Map::hadamard(DIM as u32)?);
     let half: Vec<u32> = (0..DIM as u32 / 2).collect();
     let crop = Coding::new(Code::Bf16).map(Map::identity_subset(DIM as u32, &half)?);
@@ -41,6 +42,10 @@ fn rows() -> Result<Vec<Row>, Box<dyn Error>> {
         ("e4m3", both(Code::E4m3)),
         ("e5m2", both(Code::E5m2)),
         ("64 of 128 channels bf16", Some(Codec::new(crop.clone(), crop))),
+        ("means of 2", factors(Coding::means(Code::Bf16, 1)?)),
+        ("means of 4", factors(Coding::means(Code::Bf16, 2)?)),
+        ("block PCA 7 int8", factors(Coding::block_pca(Code::Int8, 7)?)),
+        ("block PCA 15 int8", factors(Coding::block_pca(Code::Int8, 15)?)),
     ])
 }
 

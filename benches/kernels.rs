@@ -54,7 +54,7 @@ impl Kernel for Attend<'_> {
         let all = Sight { floor: 0, lo: 0, sinks: 0, hi: i32::MAX - 1 };
         let query = Query { q: self.q, k_dim: DIM as usize, rotation: self.rotation };
         let looks = Looks { sight: [all; ROWS], softcap: None };
-        let mut form = Full { layout: self.layout, pages: self.pages, next: None, query };
+        let mut form = Full { layout: self.layout, pages: self.pages, next: [&[]; 2], query };
         let mut out = Partial::new(self.out, ROWS, self.layout.acc_rows());
         attend_block(w, &mut form, &looks, &mut out, 0, None);
     }

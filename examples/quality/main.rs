@@ -88,26 +88,25 @@ fn main() -> Result<(), Box<dyn Error>> {
     let logits = reference.1;
     println!("{}: {tokens} tokens in windows of {window}, ring {RING}, {SINKS} sinks\n", subject.name());
     println!(
-        "{:10} {:34} {:>6} {:>7} {:>9} {:>10} {:>9} {:>8} {:>11} {:>8}",
+        "{:10} {:52} {:>7} {:>7} {:>9} {:>10} {:>9} {:>8} {:>11} {:>8}",
         "row", "what is stored", "budget", "ratio", "nats", "delta", "KL", "error", "bytes", "attend x"
     );
-    let mut outcomes = Vec::new();
+    let stem = if gguf.is_some() { "quality-llama" } else { "quality" };
+    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+    let (mut outcomes, mut base) = (Vec::new(), None);
     for row in chosen {
         bar.set_message(row.name.clone());
-        let mut outcome = evaluate(&mut subject, row, &ids[..=tokens], &logits, &bar)?.0;
+        let mut o = evaluate(&mut subject, row, &ids[..=tokens], &logits, &bar)?.0;
         let of = if row.keys == Keys::Rotated { &rotated } else { &plain };
-        outcome.error = of.error(row, &subject)?;
-        outcomes.push((row, outcome));
-    }
-    bar.finish_and_clear();
-    let base = outcomes.iter().find(|(row, _)| row.name == "bf16").map(|(_, o)| o.time);
-    let attend = |o: &Outcome| base.map_or(f64::NAN, |base| base.as_secs_f64() / o.time.as_secs_f64());
-    let mut csv =
-        vec!["model,row,k_codec,v_codec,budget,ratio,nats,delta_nats,kl,rel_error,attend_ratio".to_owned()];
-    for (row, o) in &outcomes {
+        o.error = of.error(row, &subject)?;
+        // f32 comes first, and bf16 second.
+        if row.name == "bf16" {
+            base = Some(o.time.as_secs_f64());
+        }
+        let attend = base.map(|base| base / o.time.as_secs_f64());
         let delta = o.nats - reference.0.nats;
-        println!(
-            "{:10} {:34} {:>6} {:>7.3} {:>9.5} {:>+10.5} {:>9.2e} {:>8.4} {:>11} {:>8}",
+        let line = format!(
+            "{:10} {:52} {:>7} {:>7.3} {:>9.5} {:>+10.5} {:>9.2e} {:>8.4} {:>11} {:>8}",
             row.id,
             row.name,
             row.budget,
@@ -117,34 +116,40 @@ fn main() -> Result<(), Box<dyn Error>> {
             o.kl,
             o.error,
             o.bytes,
-            if base.is_some() { format!("{:.2}", attend(o)) } else { "-".into() }
+            attend.map_or("-".into(), |attend| format!("{attend:.2}"))
         );
-        csv.push(format!(
-            "{},{},{},{},{},{:.4},{:.6},{delta:.6},{:.3e},{:.6},{:.3}",
-            subject.name(),
-            row.id,
-            row.k,
-            row.v,
-            row.budget,
-            o.ratio,
-            o.nats,
-            o.kl,
-            o.error,
-            attend(o)
-        ));
+        bar.suspend(|| println!("{line}"));
+        outcomes.push((row, o));
+        if only.is_none() {
+            let csv = csv(subject.name(), &outcomes, reference.0.nats, base);
+            std::fs::write(results.join(format!("{stem}.csv")), csv)?;
+        }
     }
+    bar.finish_and_clear();
     println!(
         "\nratio: bf16 bytes of what left the ring over those that are left of it, scales and positions included; bytes: all pages at the end of the last \
          window, ring and open pages in bf16; attend x: the time of append and attend of bf16 over the row's"
     );
     if only.is_none() {
-        let stem = if gguf.is_some() { "quality-llama" } else { "quality" };
-        let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
-        std::fs::write(results.join(format!("{stem}.csv")), csv.join("\n") + "\n")?;
         plot::write(&results.join(format!("{stem}.svg")), subject.name(), &outcomes, reference.0.nats)?;
         println!("written to benches/results/{stem}.csv and .svg");
     }
     Ok(())
+}
+
+/// What is known by now, as the file has it.
+fn csv(model: &str, outcomes: &[(&Row, Outcome)], uncompressed: f64, base: Option<f64>) -> String {
+    let mut csv =
+        "model,row,k_codec,v_codec,budget,ratio,nats,delta_nats,kl,rel_error,attend_ratio\n".to_owned();
+    for (row, o) in outcomes {
+        let Row { id, k, v, budget, .. } = row;
+        let (delta, attend) = (o.nats - uncompressed, base.unwrap_or(f64::NAN) / o.time.as_secs_f64());
+        csv += &format!(
+            "{model},{id},{k},{v},{budget},{:.4},{:.6},{delta:.6},{:.3e},{:.6},{attend:.3}\n",
+            o.ratio, o.nats, o.kl, o.error
+        );
+    }
+    csv
 }
 
 /// Nats a token, KL to `reference`, and the logits.
@@ -158,7 +163,8 @@ fn evaluate(
     subject.keys(row.keys);
     let mut cache = Timed::new(subject.paged(row, RING, SINKS)?);
     let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
-    let (mut loss, mut kl, mut bytes, mut kept, mut at) = (0.0, 0.0, 0, 1.0, 0);
+    let (mut loss, mut kl, mut at) = (0.0, 0.0, 0);
+    let (mut bytes, mut kept, mut packed) = (0, 1.0, f64::NAN);
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
     for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
         cache.clear();
@@ -178,10 +184,11 @@ fn evaluate(
             at += logits.len();
             bar.inc(inputs.len() as u64);
         }
-        (bytes, kept) = (cache.bytes(), cache.kept()?);
+        (bytes, kept, packed) = (cache.bytes(), cache.kept()?, cache.packed()?);
     }
     let n = inputs.len() as f64;
-    let ratio = row.ratio(subject) / kept;
+    // Of pages of two ages, what they came to at the end.
+    let ratio = if row.age.is_some() { packed } else { row.ratio(subject) / kept };
     let outcome = Outcome { ratio, nats: loss / n, kl: kl / n, error: f64::NAN, bytes, time: cache.time() };
     Ok((outcome, all))
 }

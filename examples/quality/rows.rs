@@ -28,6 +28,8 @@ pub struct Row {
     pub keys: Keys,
     /// `[layer][kv_head]`; empty where nothing is packed.
     pub codecs: Vec<Vec<Codec>>,
+    /// How every head's pages are packed again, and after how many tokens.
+    pub age: Option<(u32, Codec)>,
     /// How the layers drop tokens, of each that does.
     pub drops: Vec<(usize, Eviction)>,
 }
@@ -54,6 +56,7 @@ impl Row {
             dtype: Dtype::Bf16,
             keys,
             codecs,
+            age: None,
             drops: vec![],
         }
     }
@@ -64,6 +67,9 @@ impl Row {
                 config = config.compress_head(layer, head, codec.clone());
             }
         }
+        if let Some((after, codec)) = &self.age {
+            config = config.age(*after, codec.clone());
+        }
         config
     }
 
@@ -72,7 +78,7 @@ impl Row {
         self.drops.iter().fold(config, |config, (layer, how)| config.evict_layer(*layer, how.clone()))
     }
 
-    /// bf16 bytes over packed bytes of a token.
+    /// bf16 bytes over packed bytes of a token, of any age.
     pub fn ratio(&self, subject: &Subject) -> f64 {
         let dim = subject.head_dim as u32;
         let heads = self.codecs.iter().flatten();
@@ -197,6 +203,37 @@ pub fn rows(subject: &Subject, rotated: &Capture, plain: &Capture, bar: &Progres
         k: "mixed".into(),
         v: "mixed".into(),
         ..Row::new("C_Hy", "int8 or int4 by head", "1", after, mixed)
+    });
+    let both = |coding: Coding| each(subject, |_, _| Ok(Codec::new(coding.clone(), coding.clone())));
+    let (shares, name) = ([7u32, 15], |r: u32, rest: &str| format!("block PCA, {r} a page, int8{rest}"));
+    for r in shares {
+        let pca = both(Coding::block_pca(Code::Int8, r)?)?;
+        rows.push(Row::new("C_Ch-lit", name(r, ", K before rotation"), &format!("{r}/{dim}"), before, pca));
+    }
+    let pca = both(Coding::block_pca(Code::Int8, 7)?)?;
+    rows.push(Row::new("C_Ch-lit", name(7, ""), &format!("7/{dim}"), after, pca));
+    for (level, share) in [(1, "1/2"), (2, "1/4")] {
+        let name = format!("means of {}, K before rotation", 1 << level);
+        rows.push(Row::new("C_Py-lit", name, share, before, both(Coding::means(Code::Bf16, level)?)?));
+    }
+    rows.push(Row::new("C_Py-lit", "means of 2", "1/2", after, both(Coding::means(Code::Bf16, 1)?)?));
+    let values = each(subject, |_, _| Ok(Codec::new(bf16(), Coding::means(Code::Bf16, 1)?)))?;
+    rows.push(Row::new("C_Py-lit", "means of 2, V alone", "3/4", after, values));
+    let old = (subject.window() / 4) as u32;
+    let four = Coding::means(Code::Bf16, 2)?;
+    rows.push(Row {
+        age: Some((old, Codec::new(four.clone(), four))),
+        ..Row::new(
+            "C_Py-lit",
+            format!("means of 2, of 4 after {old}, K before rotation"),
+            "1/2 1/4",
+            before,
+            both(Coding::means(Code::Bf16, 1)?)?,
+        )
+    });
+    rows.push(Row {
+        age: Some((old, Codec::new(Coding::new(Code::Int4), Coding::new(Code::Int4)))),
+        ..Row::new("C_Hy", format!("int8, int4 after {old}"), "1", after, code(Code::Int8, Code::Int8)?)
     });
     let sparse = |id, name: &str, code: Option<Code>, drops: &[(usize, Eviction)]| -> Result<Row> {
         let codec = |code| each(subject, |_, _| Ok(Codec::new(Coding::new(code), Coding::new(code))));

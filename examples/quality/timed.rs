@@ -51,6 +51,21 @@ impl Timed {
         Ok(if left == 0 { 1.0 } else { held as f64 / (f64::from(left) * f64::from(heads)) })
     }
 
+    /// bf16 bytes of the tokens of packed pages over the bytes of those pages.
+    pub fn packed(&self) -> Result<f64, pikv::Error> {
+        let (mut raw, mut packed) = (0, 0);
+        for (layer, shape) in self.0.cache.config().layers.iter().enumerate() {
+            let token = 2 * u64::from(shape.layout.k_dim + shape.layout.v_dim);
+            for head in 0..shape.kv_heads as usize {
+                for page in self.0.sequence.pages(layer, head)?.filter(|page| page.packed) {
+                    raw += token * u64::from(page.tokens);
+                    packed += page.bytes;
+                }
+            }
+        }
+        Ok(raw as f64 / packed as f64)
+    }
+
     pub fn clear(&mut self) {
         self.0.sequence.clear();
     }

@@ -2,6 +2,7 @@
 
 use crate::codec::HeadCodec;
 use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
+use pikv_core::codec::factors::FactorPages;
 use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
 use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{Partial, finish};
@@ -136,6 +137,8 @@ pub struct PackedBlock<'a> {
     pub start: &'a [f32],
     pub rebuilt: &'a mut [[f32; LANES]],
     pub out: Partial<'a>,
+    /// Row of `out` that the first row goes to.
+    pub first: usize,
     pub raw: Raw<'a>,
 }
 
@@ -143,7 +146,7 @@ impl PackedBlock<'_> {
     #[inline(always)]
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
         let (common, packed, pages) = (&self.common, &self.codec.packed, self.pages);
-        let cols = packed.k_cols() as usize;
+        let cols = packed.query_cols() as usize;
         let mut start = [0.0; R];
         start.copy_from_slice(&self.start[row..row + R]);
         let back = self.codec.codec.k.mapped().map(|map| map.back());
@@ -153,10 +156,15 @@ impl PackedBlock<'_> {
             whole: common.rotation.map(|_| (back, common.query::<R>(row))),
         };
         let mut scratch = Scratch::default();
+        let raw = self.raw.as_deref_mut().map(|raw| &mut raw[row * pages.len()..][..R * pages.len()]);
+        if packed.factored() {
+            let mut form =
+                FactorPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
+            return attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
+        }
         let mut form =
             PackedPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
-        let raw = self.raw.as_deref_mut().map(|raw| &mut raw[row * pages.len()..][..R * pages.len()]);
-        attend_rows(w, &mut form, &common.looks(row), &mut self.out, row, raw);
+        attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
     }
 }
 

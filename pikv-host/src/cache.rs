@@ -2,6 +2,7 @@
 
 use crate::arena::Arenas;
 use crate::attend::{Attend, Output, attend};
+use crate::codec::HeadCodec;
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
 use crate::observe::Rule;
@@ -11,7 +12,7 @@ use crate::step::Step;
 use crate::tiers::{Fetches, Levels, TierUsage};
 use crate::view::View;
 use pikv_core::codec::packed::Packed;
-use pikv_core::page::Position;
+use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
 use std::sync::Arc;
 
@@ -118,7 +119,10 @@ impl Cache {
         let store = config.store()?;
         let codecs = config.head_codecs()?;
         let rules = config.rules()?;
-        let packed = codecs.iter().flat_map(|heads| heads.iter().flatten()).map(|codec| codec.packed.words());
+        let heads = codecs.iter().flat_map(|heads| heads.iter().flatten());
+        let aged =
+            heads.clone().filter_map(|codec| codec.aged.as_ref()).map(|aged| aged.codec.packed.words());
+        let packed = heads.map(|codec| codec.packed.words()).chain(aged);
         let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
         let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
@@ -137,7 +141,7 @@ impl Cache {
     }
 
     /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
-    /// each head.
+    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them.
     ///
     /// # Errors
     /// No such layer.
@@ -150,13 +154,22 @@ impl Cache {
             .sum())
     }
 
-    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head.
+    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head, and
+    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either.
     ///
     /// # Errors
     /// No such layer.
     pub fn bytes_at_most(&self, layer: usize, len: u32) -> Result<u64, Error> {
         let (shape, store) = (self.inner.layer(layer)?, &self.inner.store);
-        Ok(self.inner.packed(layer).map(|packed| store.head_bytes_at_most(shape, packed, len)).sum())
+        let slack = store.ring.slack();
+        let twice = u64::from(slack.min(len / PAGE + slack.min(store.experts)));
+        let head = |codec: &Option<HeadCodec>| {
+            let aged = codec.as_ref().and_then(|codec| codec.aged.as_ref());
+            let packed = codec.as_ref().map(|codec| &codec.packed);
+            store.head_bytes_at_most(shape, packed, len)
+                + aged.map_or(0, |aged| twice * aged.codec.packed.bytes())
+        };
+        Ok(self.inner.codecs[layer].iter().map(head).sum())
     }
 
     /// An empty sequence.

@@ -1,7 +1,8 @@
 //! A run of pages of one head: sinks, or what one expert's tokens were filed in.
 
 use crate::arena::Page;
-use crate::codec::HeadCodec;
+use crate::codec::{HeadCodec, Old};
+use crate::error::Error;
 use crate::lanes::Lanes;
 use crate::policy::State;
 use crate::tiers::Stored;
@@ -62,6 +63,38 @@ pub(crate) struct Closed {
     /// Position of the last token.
     pub last: u32,
     pub by: u32,
+    /// Whether `packed` is what the head's second codec left of it; `by` is then the position that it was packed at again.
+    pub old: bool,
+    /// The same, while rows (or a rollback to where there are such) still read `packed`.
+    pub next: Option<Box<Page>>,
+}
+
+impl Closed {
+    /// As the first or the second codec packed it, if it is held so: the page, from which position on rows read it, and from which
+    /// on they read the other.
+    pub fn form(&self, codec: &HeadCodec, old: bool) -> Option<(&Page, u32, Option<u32>)> {
+        match (&self.next, old) {
+            (None, _) => (self.old == old).then_some((&self.packed, self.by, None)),
+            (Some(_), false) => Some((&self.packed, self.by, codec.ages_at(self.by))),
+            (Some(next), true) => Some((next, codec.ages_at(self.by)?, None)),
+        }
+    }
+
+    /// The page that newer rows read, and its codec.
+    pub fn newest<'a>(&'a self, codec: &'a HeadCodec) -> (&'a Page, &'a HeadCodec) {
+        match (&codec.aged, &self.next) {
+            (Some(aged), Some(next)) => (next, &aged.codec),
+            (Some(aged), None) if self.old => (&self.packed, &aged.codec),
+            _ => (&self.packed, codec),
+        }
+    }
+
+    /// Nobody reads it as the first codec left it any more.
+    pub fn settle(&mut self, codec: &HeadCodec) {
+        if let (Some(next), Some(by)) = (self.next.take(), codec.ages_at(self.by)) {
+            *self = Closed { packed: *next, original: None, last: self.last, by, old: true, next: None };
+        }
+    }
 }
 
 impl Entry {
@@ -117,7 +150,8 @@ impl Entry {
     pub fn page(&self) -> Option<&Page> {
         match &self.held {
             Held::Gone | Held::Away(_) => None,
-            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => Some(page),
+            Held::Open(page) | Held::Closed(Closed { packed: page, next: None, .. }) => Some(page),
+            Held::Closed(Closed { next: Some(page), .. }) => Some(page),
         }
     }
 
@@ -142,7 +176,8 @@ impl Entry {
             Held::Gone | Held::Away(_) => 0,
             Held::Open(page) => page.bytes(),
             Held::Closed(closed) => {
-                closed.packed.bytes() + closed.original.as_ref().map_or(0, |page| page.bytes())
+                let beside = closed.original.iter().chain(&closed.next).map(|page| page.bytes());
+                closed.packed.bytes() + beside.sum::<u64>()
             }
         }
     }
@@ -153,6 +188,8 @@ impl Entry {
 pub(crate) struct Chain {
     /// Ordinal of the first entry.
     pub first: u32,
+    /// Ordinal of the first entry that the head's second codec has still to come to.
+    pub aged: u32,
     pub entries: VecDeque<Entry>,
     /// Tokens that are read.
     pub live: u32,
@@ -304,9 +341,70 @@ impl Chain {
             codec.pack(lanes, layout, page.words(), entry.fill, out);
         }
         let original = Some(Box::new(page.clone()));
-        entry.held = Held::Closed(Closed { packed, original, last, by });
+        entry.held = Held::Closed(Closed { packed, original, last, by, old: false, next: None });
+    }
+
+    /// Packs pages again whose time has come at `filed` tokens filed; tells the ordinal of each, and the position that did it.
+    pub fn age(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        filed: u32,
+        mut take: impl FnMut(u32, u32) -> Result<Page, Error>,
+        mut told: impl FnMut(u32, u32),
+    ) -> Result<(), Error> {
+        let Some(aged) = &codec.aged else { return Ok(()) };
+        self.aged = self.aged.max(self.first);
+        while let Some(entry) = self.entry_mut(self.aged) {
+            let fill = entry.fill;
+            match &mut entry.held {
+                Held::Closed(closed) if !closed.old && closed.next.is_none() => {
+                    let by = closed.by.saturating_add(aged.after);
+                    if by >= filed {
+                        break;
+                    }
+                    let mut page = take(closed.packed.shard(), aged.codec.packed.words())?;
+                    if let Some(out) = page.words_mut() {
+                        let old = Old { words: closed.packed.words(), fill, last: closed.last };
+                        aged.codec.repack(lanes, layout, codec, old, out);
+                    }
+                    closed.next = Some(Box::new(page));
+                    let ordinal = self.aged;
+                    told(ordinal, by);
+                }
+                Held::Open(_) => break,
+                _ => {}
+            }
+            self.aged += 1;
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Chain::age`] as far as it would not have come at `filed` tokens filed.
+    pub fn rejuvenate(&mut self, codec: &HeadCodec, filed: u32) {
+        while self.aged > self.first {
+            if let Some(Entry { held: Held::Closed(closed), .. }) = self.entry_mut(self.aged - 1) {
+                if closed.old || codec.ages_at(closed.by).is_none_or(|by| by < filed) {
+                    break;
+                }
+                closed.next = None;
+            }
+            self.aged -= 1;
+        }
+    }
+
+    /// Pages that [`Chain::age`] will pack again by `filed` tokens filed. O(those).
+    pub fn due(&self, codec: &HeadCodec, filed: u32) -> u64 {
+        let from = self.aged.saturating_sub(self.first) as usize;
+        let closed = self.entries.iter().skip(from).take_while(|entry| match &entry.held {
+            Held::Closed(closed) => codec.ages_at(closed.by).is_some_and(|by| by < filed),
+            Held::Open(_) => false,
+            _ => true,
+        });
+        closed.count() as u64
     }
 }
 
 /// What the README says of host tables.
-const _: () = assert!(size_of::<Entry>() <= 112);
+const _: () = assert!(size_of::<Entry>() <= 128);

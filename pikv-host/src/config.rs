@@ -50,6 +50,8 @@ pub struct CacheConfig {
     pub backend: Backend,
     /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
     pub codecs: Vec<CodecRule>,
+    /// How packed pages are packed again, and when; of two rules for a head, the later holds.
+    pub ages: Vec<AgeRule>,
     /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
     pub evictions: Vec<EvictionRule>,
     /// Where pages go that the budget does not hold.
@@ -78,6 +80,20 @@ pub struct CodecRule {
     pub codec: Codec,
 }
 
+/// A second codec, and the heads that use it.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct AgeRule {
+    /// The layer; all of them if `None`.
+    pub layer: Option<usize>,
+    /// The KV head; all of them if `None`.
+    pub kv_head: Option<usize>,
+    /// Tokens that leave the ring between the two.
+    pub after: u32,
+    /// The codec.
+    pub codec: Codec,
+}
+
 /// The codecs of a layer's KV heads.
 pub(crate) type HeadCodecs = Arc<[Option<HeadCodec>]>;
 
@@ -99,6 +115,7 @@ impl CacheConfig {
             lanes: Lanes::detect(),
             backend: Backend::CPU,
             codecs: Vec::new(),
+            ages: Vec::new(),
             evictions: Vec::new(),
             tiers: Tiers::new(),
         }
@@ -177,6 +194,26 @@ impl CacheConfig {
         self
     }
 
+    /// Packs pages again, by `codec`, when `after` more tokens have left the ring than when they were packed first: int8, then int4,
+    /// say. What the first codec left of a page is what the second one packs. A rollback makes pages young again, to the bit:
+    /// what it could ask for is held both ways until then.
+    pub fn age(mut self, after: u32, codec: Codec) -> Self {
+        self.ages.push(AgeRule { layer: None, kv_head: None, after, codec });
+        self
+    }
+
+    /// [`CacheConfig::age`] in one layer.
+    pub fn age_layer(mut self, layer: usize, after: u32, codec: Codec) -> Self {
+        self.ages.push(AgeRule { layer: Some(layer), kv_head: None, after, codec });
+        self
+    }
+
+    /// [`CacheConfig::age`] in one KV head of one layer.
+    pub fn age_head(mut self, layer: usize, kv_head: usize, after: u32, codec: Codec) -> Self {
+        self.ages.push(AgeRule { layer: Some(layer), kv_head: Some(kv_head), after, codec });
+        self
+    }
+
     /// Evicts tokens that left the ring, in every layer.
     pub fn evict(mut self, eviction: Eviction) -> Self {
         self.evictions.push(EvictionRule { layer: None, eviction });
@@ -232,7 +269,8 @@ impl CacheConfig {
     /// # Errors
     /// A rule for a layer or head that is not there, a map of another width than its head's, or a back end without codecs.
     pub(crate) fn head_codecs(&self) -> Result<Vec<HeadCodecs>, ConfigError> {
-        for CodecRule { layer, kv_head, .. } in &self.codecs {
+        let rules = self.codecs.iter().map(|rule| (&rule.layer, &rule.kv_head));
+        for (layer, kv_head) in rules.chain(self.ages.iter().map(|rule| (&rule.layer, &rule.kv_head))) {
             let layers = layer.map_or(&self.layers[..], |l| self.layers.get(l..=l).unwrap_or_default());
             let heads = layers.iter().map(|shape| shape.kv_heads).min().unwrap_or(0);
             if layers.is_empty() || kv_head.is_some_and(|head| head >= heads as usize) {
@@ -252,7 +290,15 @@ impl CacheConfig {
                     let rule = rules.find(|r| {
                         r.layer.is_none_or(|layer| layer == l) && r.kv_head.is_none_or(|head| head == h)
                     });
-                    rule.map(|rule| HeadCodec::new(l, &shape.layout, &rule.codec)).transpose()
+                    let first = rule.map(|rule| HeadCodec::new(l, &shape.layout, &rule.codec)).transpose()?;
+                    let mut rules = self.ages.iter().rev();
+                    let age = rules.find(|r| {
+                        r.layer.is_none_or(|layer| layer == l) && r.kv_head.is_none_or(|head| head == h)
+                    });
+                    match age {
+                        Some(age) => self.aged(l, h, first, age).map(Some),
+                        None => Ok(first),
+                    }
                 })
                 .collect()
         };
@@ -261,7 +307,41 @@ impl CacheConfig {
         if let Some(layer) = codecs.iter().position(packed).filter(|_| !self.backend.is_cpu()) {
             return Err(ConfigError::Backend { backend: self.backend.name(), what: "a codec", layer });
         }
+        let means = |heads: &HeadCodecs| heads.iter().flatten().any(HeadCodec::has_means);
+        for (layer, _) in codecs.iter().enumerate().filter(|(_, heads)| means(heads)) {
+            let mut rules = self.evictions.iter().rev();
+            let rule = rules.find(|rule| rule.layer.is_none_or(|l| l == layer));
+            if rule.is_some_and(|rule| !rule.eviction.by_page) {
+                return Err(ConfigError::MeansEvicted { layer });
+            }
+        }
         Ok(codecs)
+    }
+
+    /// A head's codec with the second one of `rule`.
+    fn aged(
+        &self,
+        layer: usize,
+        kv_head: usize,
+        first: Option<HeadCodec>,
+        rule: &AgeRule,
+    ) -> Result<HeadCodec, ConfigError> {
+        let refused = |why| ConfigError::Age { layer, kv_head, after: rule.after, why };
+        let Some(mut first) = first else {
+            return Err(refused("they are not packed at all; set CacheConfig::compress"));
+        };
+        let second = HeadCodec::new(layer, &self.layers[layer].layout, &rule.codec)?;
+        if rule.after == 0 {
+            return Err(refused("it must be at least 1; for 0, set the codec itself"));
+        }
+        if second.packed.bytes() >= first.packed.bytes() {
+            return Err(refused("the second codec must take fewer bytes than the first"));
+        }
+        if !self.tiers.specs.is_empty() {
+            return Err(refused("pages in lower tiers are not packed again; use one of the two"));
+        }
+        first.age(rule.after, second);
+        Ok(first)
     }
 
     /// The rules by which sequences take pages; the planner's and the allocator's.

@@ -111,6 +111,24 @@ pub enum ConfigError {
         /// The fewest KV heads of the layers meant; 0 if there are none.
         kv_heads: u32,
     },
+    /// A second codec that cannot act.
+    #[error("layer {layer}, KV head {kv_head}: pages that are packed again after {after} tokens: {why}")]
+    Age {
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Tokens as given.
+        after: u32,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// Single tokens that are evicted out of means, which would go on to hold them.
+    #[error("layer {layer} stores means of tokens and evicts single ones; set Eviction::by_page")]
+    MeansEvicted {
+        /// The layer.
+        layer: usize,
+    },
     /// Something that the cache's back end does not do.
     #[error("layer {layer} asks for {what}: the back end {backend:?} has none yet; Backend::CPU has")]
     Backend {

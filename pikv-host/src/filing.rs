@@ -16,7 +16,7 @@ use pikv_core::warp::LANES;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Where a packed page is whose original is still kept, and the position that packed it.
+/// Where a packed page is that is still kept as it was before, and the position that packed it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Original {
     head: usize,
@@ -51,6 +51,8 @@ pub(crate) struct Layer {
     pub tags_from: u32,
     /// Pages that were packed and whose original is still kept, by ascending `by`.
     pub originals: VecDeque<Original>,
+    /// Pages that were packed again and are still kept as they were, by ascending `by`.
+    pub aging: VecDeque<Original>,
     /// The heads' codecs.
     pub codecs: HeadCodecs,
     /// Pages that the step under way copied because they were shared: the head, the chain (or the ring), and the original, to
@@ -74,6 +76,7 @@ impl Layer {
             tags: VecDeque::new(),
             tags_from: 0,
             originals: VecDeque::new(),
+            aging: VecDeque::new(),
             codecs,
             undo: Vec::new(),
             rule,
@@ -157,6 +160,23 @@ impl Layer {
             }
             self.filed += 1;
         }
+        self.age(inner, shape, pages)
+    }
+
+    /// Packs pages again that are old enough now.
+    fn age(&mut self, inner: &Inner, shape: &LayerShape, pages: &mut Reservation) -> Result<(), Error> {
+        let known = self.aging.len();
+        for (head, state) in self.heads.iter_mut().enumerate() {
+            let Some(codec) = self.codecs[head].as_ref().filter(|codec| codec.aged.is_some()) else {
+                continue;
+            };
+            for (chain, run) in state.chains.iter_mut().enumerate().skip(1) {
+                let told = |ordinal, by| self.aging.push_back(Original { head, chain, ordinal, by });
+                let take = |shard, words| pages.take(shard, words);
+                run.age(codec, inner.config.lanes, &shape.layout, self.filed, take, told)?;
+            }
+        }
+        self.aging.make_contiguous()[known..].sort_by_key(|page| page.by);
         Ok(())
     }
 
@@ -178,6 +198,13 @@ impl Layer {
         }
         while self.originals.back().is_some_and(|kept| kept.by >= self.filed) {
             self.originals.pop_back();
+        }
+        while self.aging.back().is_some_and(|page| page.by >= self.filed) {
+            self.aging.pop_back();
+        }
+        for (head, codec) in self.heads.iter_mut().zip(self.codecs.iter()) {
+            let Some(codec) = codec.as_ref().filter(|codec| codec.aged.is_some()) else { continue };
+            head.chains[1..].iter_mut().for_each(|chain| chain.rejuvenate(codec, self.filed));
         }
         let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
         for head in &mut self.heads {
@@ -229,6 +256,14 @@ impl Layer {
                 closed.original = None;
             }
             self.originals.pop_front();
+        }
+        while let Some(Original { head, chain, ordinal, .. }) = self.aging.pop_front_if(|page| page.by < kept)
+        {
+            let entry = self.heads[head].chains[chain].entry_mut(ordinal);
+            if let (Some(Entry { held: Held::Closed(closed), .. }), Some(codec)) = (entry, &self.codecs[head])
+            {
+                closed.settle(codec);
+            }
         }
         // Which tokens are there to be ranked, and how they lie, must not show a step that is taken back: where a policy evicts, a
         // step that follows tidies up.

@@ -3,7 +3,7 @@
 //! Without a codec the runs are the sinks, each expert, and the ring, and one tree joins them. With one, an expert's packed pages
 //! and the page that is still open are read apart: a tree joins the packed runs of all experts, in the channels that are stored;
 //! the result is taken back to the head's channels once, and joined with the sinks, the open pages (page `e` that of expert `e`)
-//! and the ring, in that order.
+//! and the ring, in that order. What a second codec packed again is a third kind of run, joined last.
 
 use crate::reduce::{Leaf, Tree, Trees, levels};
 use crate::sequence::{PageId, block_of};
@@ -30,6 +30,8 @@ pub struct Listed<'a> {
     pub by: u32,
     /// Whether it is the original of a packed page: read by rows that have `by` still in their ring.
     pub original: bool,
+    /// Of a packed page that was packed again, the position that did: read by rows that have it still in their ring.
+    pub until: Option<u32>,
     pub id: PageId,
 }
 
@@ -45,12 +47,12 @@ pub struct Forest<'a> {
     /// Runs: their index in the tree over runs, and their blocks. Packed runs come first.
     pub runs: Vec<u32>,
     pub run_blocks: Vec<Range<usize>>,
-    /// Runs that are packed; their indices are those of a tree of their own.
-    pub packed: usize,
+    /// Runs that the first codec packed, then those of the second; their indices are those of trees of their own.
+    pub packed: [usize; 2],
 }
 
-/// Index of the packed runs' result in the tree over the other runs.
-pub const PACKED_RUN: u32 = 1;
+/// Index of the packed runs' result in the tree over the other runs, of either codec.
+pub const PACKED_RUN: [u32; 2] = [1, 4];
 
 impl<'a> Forest<'a> {
     /// Adds a run of pages with ascending ordinals, cut into blocks.
@@ -86,9 +88,20 @@ impl<'a> Forest<'a> {
         }
     }
 
-    /// Whether a block's pages are packed.
-    pub fn is_packed(&self, block: usize) -> bool {
-        self.packed > 0 && block < self.run_blocks[self.packed - 1].end
+    /// Which codec packed a block's pages, if one did.
+    pub fn codec(&self, block: usize) -> Option<usize> {
+        self.codec_of_run(self.run_blocks.partition_point(|blocks| blocks.end <= block))
+    }
+
+    /// Which codec packed the pages of run `i` of the list, if one did.
+    pub fn codec_of_run(&self, i: usize) -> Option<usize> {
+        let [first, second] = self.packed;
+        (i < first + second).then_some(usize::from(i >= first))
+    }
+
+    /// Whether there are packed pages.
+    pub fn has_packed(&self) -> bool {
+        self.packed != [0, 0]
     }
 
     /// Levels of the tree over the blocks of run `i` of the list.
@@ -98,7 +111,7 @@ impl<'a> Forest<'a> {
 
     /// The tree of run `i` of the list.
     fn tree<'t>(&self, trees: &'t Trees<'_>, i: usize) -> &'t Tree {
-        trees.of(i < self.packed)
+        trees.of(self.codec_of_run(i))
     }
 
     /// The whole forest into `out`; `leaf(i, ..)` computes block `i`.
@@ -118,27 +131,28 @@ impl<'a> Forest<'a> {
 
     /// Joins the runs' results.
     fn join_runs(&self, trees: &Trees<'_>, run: &mut Leaf<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
-        let full = trees.of(false);
-        let (packed, rest) = self.runs.split_at(self.packed);
-        // The runs of the upper tree: their place in the list, `None` for the packed ones together.
-        let mut upper: SmallVec<[(u32, Option<usize>); 8]> =
-            rest.iter().enumerate().map(|(i, index)| (*index, Some(self.packed + i))).collect();
-        if !packed.is_empty() {
-            let at = upper.partition_point(|(index, _)| *index < PACKED_RUN);
-            upper.insert(at, (PACKED_RUN, None));
+        let full = trees.of(None);
+        let [first, second] = self.packed;
+        // The runs of the upper tree: their places in the list, those of one codec together.
+        let of_codec = [0..first, first..first + second];
+        let rest = first + second..self.runs.len();
+        let mut upper: SmallVec<[(u32, Range<usize>); 8]> = rest.map(|i| (self.runs[i], i..i + 1)).collect();
+        for (index, runs) in PACKED_RUN.into_iter().zip(of_codec).filter(|(_, runs)| !runs.is_empty()) {
+            let at = upper.partition_point(|(other, _)| *other < index);
+            upper.insert(at, (index, runs));
         }
         let index: SmallVec<[u32; 8]> = upper.iter().map(|(index, _)| *index).collect();
-        let mut leaf = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| match upper[i].1 {
-            Some(i) => run(i, out, spare),
-            None => {
-                let tree = trees.of(true);
-                let mut part = spare.pop().unwrap_or_default();
-                part.resize(tree.len().max(part.len()), 0.0);
-                let level = packed.last().map_or(0, |last| levels(*last));
-                tree.reduce(packed, level, 0, 0, run, &mut part[..tree.len()], spare);
-                trees.unpack(&mut part, out);
-                spare.push(part);
-            }
+        let mut leaf = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| {
+            let runs = upper[i].1.clone();
+            let Some(codec) = self.codec_of_run(runs.start) else { return run(runs.start, out, spare) };
+            let tree = trees.of(Some(codec));
+            let mut part = spare.pop().unwrap_or_default();
+            part.resize(tree.len().max(part.len()), 0.0);
+            let packed = &self.runs[runs.clone()];
+            let level = packed.last().map_or(0, |last| levels(*last));
+            tree.reduce(packed, level, 0, runs.start, run, &mut part[..tree.len()], spare);
+            trees.unpack(codec, &mut part, out);
+            spare.push(part);
         };
         let level = index.last().map_or(0, |last| levels(*last));
         full.reduce(&index, level, 0, 0, &mut leaf, &mut out[..full.len()], spare);

@@ -28,6 +28,11 @@ pub const TILE: usize = 64;
 /// Scores from here on differ by less than f32 resolves, or have overflowed.
 const TOP_SCORE: f32 = 16_777_216.0;
 
+fn reference<'a>(page: &Listed<'a>) -> PackedRef<'a> {
+    let Listed { words, live, last, by, .. } = *page;
+    PackedRef { words, live, last, by }
+}
+
 /// Some rows of one forest.
 #[derive(Clone, Copy)]
 pub struct Item<'a> {
@@ -62,9 +67,9 @@ pub struct Packed {
     pub sinks: Vec<f32>,
     /// Of each row, in the pool and in the ring.
     pub sights: Vec<(Sight, Sight)>,
-    /// What the head's codec leaves of the queries, and what their scores start from.
-    folded: Vec<[f32; LANES]>,
-    start: Vec<f32>,
+    /// What either of the head's codecs leaves of the queries, and what their scores start from.
+    folded: [Vec<[f32; LANES]>; 2],
+    start: [Vec<f32>; 2],
     rebuilt: Vec<[f32; LANES]>,
 }
 
@@ -157,7 +162,7 @@ impl<'a> Job<'a> {
             each(&items, |item| {
                 self.with_scratch(item, |trees, scratch, leaf| {
                     let Scratch { part, spare, .. } = scratch;
-                    let full = trees.of(false);
+                    let full = trees.of(None);
                     part.resize(full.len().max(part.len()), 0.0);
                     item.forest.reduce(&trees, leaf, part, spare);
                     self.finish(item, &full.partial(part), out, lse);
@@ -175,7 +180,7 @@ impl<'a> Job<'a> {
         for (item, run, _) in &tasks {
             offsets.push(total);
             let item = &items[*item];
-            total += self.trees(item).of(*run < item.forest.packed).len();
+            total += self.trees(item).of(item.forest.codec_of_run(*run)).len();
         }
         let mut buffer = vec![0.0; total];
         let parts = Shared::new(&mut buffer);
@@ -184,7 +189,7 @@ impl<'a> Job<'a> {
             let (item, run, blocks) = &tasks[t];
             let item = &items[*item];
             self.with_scratch(item, |trees, scratch, leaf| {
-                let tree = trees.of(*run < item.forest.packed);
+                let tree = trees.of(item.forest.codec_of_run(*run));
                 // SAFETY: each task has a range of its own, as long as its partial result, and `offsets` are their prefix sums.
                 let part = unsafe { parts.part(offsets[t], tree.len()) };
                 item.forest.reduce_blocks(tree, *run, blocks.clone(), level, leaf, part, &mut scratch.spare);
@@ -195,7 +200,7 @@ impl<'a> Job<'a> {
         each(&numbered, |&i| {
             let item = &items[i];
             let trees = self.trees(item);
-            let full = trees.of(false);
+            let full = trees.of(None);
             let from = tasks.partition_point(|(item, ..)| *item < i);
             let mine = from..tasks.partition_point(|(item, ..)| *item <= i);
             let (tasks, offsets) = (&tasks[mine.clone()], &offsets[mine]);
@@ -211,14 +216,21 @@ impl<'a> Job<'a> {
         self.views[forest.view].layer.codecs[forest.head].as_ref()
     }
 
+    /// Those that have packed pages, in turn.
+    fn codecs(&self, forest: &Forest<'_>) -> [Option<&'a HeadCodec>; 2] {
+        let first = self.codec(forest);
+        let second = first.and_then(|codec| Some(&codec.aged.as_ref()?.codec));
+        [first.filter(|_| forest.packed[0] > 0), second.filter(|_| forest.packed[1] > 0)]
+    }
+
     /// Rows of a bundle at most.
     fn most(&self, forest: &Forest<'_>) -> usize {
         let rows = self.inner.bundle();
-        if forest.packed > 0 { rows.min(PACKED_ROWS) } else { rows }
+        if forest.has_packed() { rows.min(PACKED_ROWS) } else { rows }
     }
 
     pub fn trees(&self, item: &Item<'_>) -> Trees<'_> {
-        Trees::new(self.inner.config.lanes, self.layout(), self.codec(item.forest), item.rows)
+        Trees::new(self.inner.config.lanes, self.layout(), self.codecs(item.forest), item.rows)
     }
 
     /// Scales, turns and packs the queries of an item, and calls `f` with the routine that computes a block of it.
@@ -254,24 +266,22 @@ impl<'a> Job<'a> {
             },
             rotation: self.rotation(),
         };
-        match self.codec(forest) {
-            Some(codec) if forest.is_packed(block) => {
-                let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
-                for (to, from) in list.iter_mut().zip(pages) {
-                    let Listed { words, live, last, by, .. } = *from;
-                    *to = PackedRef { words, live, last, by };
-                }
-                lanes.run(PackedBlock {
+        let at = forest.codec(block);
+        match at.and_then(|at| Some((at, self.codecs(forest)[at]?))) {
+            Some((at, codec)) => {
+                let all = PackedBlock {
                     common,
                     codec,
-                    pages: &list[..pages.len()],
+                    pages: &[],
                     next: Some(next[0]).filter(|words| !words.is_empty()),
-                    folded: &packed.folded,
-                    start: &packed.start,
+                    folded: &packed.folded[at],
+                    start: &packed.start[at],
                     rebuilt: &mut packed.rebuilt,
                     out: Partial::new(part, item.rows, codec.packed.acc_rows()),
-                    raw,
-                });
+                    first: 0,
+                    raw: None,
+                };
+                self.packed(pages, all, raw);
             }
             _ if pages.iter().any(|page| page.original) => self.mixed(item, pages, common, part, raw),
             _ => {
@@ -281,6 +291,56 @@ impl<'a> Job<'a> {
                 }
                 let out = Partial::new(part, item.rows, self.layout().acc_rows());
                 lanes.run(Block { common, pages: &list[..pages.len()], next, out, first: 0, raw });
+            }
+        }
+    }
+
+    /// A block of packed pages. Where some were packed again meanwhile, each row is attended for itself, over those that it reads. Rare,
+    /// but while a rollback could make them young again.
+    fn packed(&self, pages: &[Listed<'_>], mut all: PackedBlock<'_>, mut raw: Raw<'_>) {
+        let lanes = self.inner.config.lanes;
+        let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
+        if pages.iter().all(|page| page.until.is_none()) {
+            list.iter_mut().zip(pages).for_each(|(to, from)| *to = reference(from));
+            lanes.run(PackedBlock { pages: &list[..pages.len()], raw, ..all });
+            return;
+        }
+        let (common, cols) = (all.common, all.codec.packed.query_cols() as usize);
+        let channels = self.layout().k_channels() as usize;
+        let mut single = vec![0.0; channels];
+        let mut weights = [[0.0; LANES]; BLOCK];
+        for (first, width) in bundles(common.sights.len(), common.most) {
+            let bundle = &common.q[first * channels..][..width * channels];
+            for row in first..first + width {
+                for (single, rows) in single.iter_mut().zip(bundle.chunks_exact(width)) {
+                    *single = rows[row - first];
+                }
+                let hi = common.sights[row].0.hi;
+                let (mut at, mut n) = ([0; BLOCK], 0);
+                for (i, page) in pages.iter().enumerate() {
+                    if page.until.is_none_or(|until| hi < until as i32) {
+                        (list[n], at[n]) = (reference(page), i);
+                        n += 1;
+                    }
+                }
+                let Partial { m, l, acc } = &mut all.out;
+                lanes.run(PackedBlock {
+                    common: Common { sights: &common.sights[row..row + 1], q: &single, ..common },
+                    codec: all.codec,
+                    pages: &list[..n],
+                    next: None,
+                    folded: &all.folded[row * cols..(row + 1) * cols],
+                    start: &all.start[row..row + 1],
+                    rebuilt: &mut *all.rebuilt,
+                    out: Partial { m, l, acc },
+                    first: row,
+                    raw: raw.is_some().then_some(&mut weights[..n]),
+                });
+                if let Some(raw) = &mut raw {
+                    for (at, weights) in at[..n].iter().zip(&weights) {
+                        raw[row * pages.len() + at] = *weights;
+                    }
+                }
             }
         }
     }
@@ -348,12 +408,15 @@ impl<'a> Job<'a> {
         packed.sinks.resize(if self.closed_gaps { packed.q.len() } else { 0 }, 0.0);
         let oldest = if self.closed_gaps { self.oldest(item.forest) } else { 0 };
         packed.sights.clear();
-        packed.start.clear();
-        let codec = self.codec(item.forest).filter(|_| item.forest.packed > 0);
-        let cols = codec.map_or(0, |codec| codec.packed.k_cols() as usize);
-        packed.folded.clear();
-        packed.folded.resize(cols * item.rows, [0.0; LANES]);
-        packed.rebuilt.resize(if codec.is_some() && rotation.is_some() { REBUILT } else { 0 }, [0.0; LANES]);
+        let codecs = self.codecs(item.forest);
+        let cols = codecs.map(|codec| codec.map_or(0, |codec| codec.packed.query_cols() as usize));
+        for (i, cols) in cols.iter().enumerate() {
+            packed.start[i].clear();
+            packed.folded[i].clear();
+            packed.folded[i].resize(cols * item.rows, [0.0; LANES]);
+        }
+        let rebuilt = item.forest.has_packed() && rotation.is_some();
+        packed.rebuilt.resize(if rebuilt { REBUILT } else { 0 }, [0.0; LANES]);
         let mut at = 0;
         for (row, width) in bundles(item.rows, self.most(item.forest)) {
             for r in 0..width {
@@ -381,9 +444,10 @@ impl<'a> Job<'a> {
                 for (c, x) in source.iter().enumerate() {
                     packed.q[at + c * width + r] = x * self.factor;
                 }
-                if let Some(codec) = codec {
-                    let folded = packed.folded[(row + r) * cols..][..cols].as_flattened_mut();
-                    packed.start.push(codec.fold(source, self.factor, folded));
+                for (i, codec) in codecs.iter().enumerate() {
+                    let Some(codec) = codec else { continue };
+                    let folded = packed.folded[i][(row + r) * cols[i]..][..cols[i]].as_flattened_mut();
+                    packed.start[i].push(codec.fold(source, self.factor, folded));
                 }
                 // In the ring a row finds its own token and the `ring - 1` before it, and whatever was not filed yet.
                 let floor = (position + 1).saturating_sub(ring).min(layer.filed);

@@ -43,7 +43,7 @@ pub use attend::{Attend, Output, PageMass, Read};
 pub use backend::{Backend, CudaError};
 pub use cache::{Cache, Rows, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
-pub use config::{CacheConfig, CodecRule, EvictionRule};
+pub use config::{AgeRule, CacheConfig, CodecRule, EvictionRule};
 pub use error::{ConfigError, Error, TierOperation};
 pub use report::StepReport;
 pub use sequence::{PageId, PageInfo, Place, Sequence};

@@ -72,13 +72,13 @@ impl Job<'_> {
                 self.pack(&item, scratch);
                 let Scratch { packed, part, spare, .. } = scratch;
                 let trees = self.trees(&item);
-                let full = trees.of(false);
+                let full = trees.of(None);
                 part.resize(full.len().max(part.len()), 0.0);
                 let mut leaf = |block: usize, part: &mut [f32]| {
                     let pages = forest.blocks[block].clone();
                     let raw = raw.get_mut(pages.start * item.rows..pages.end * item.rows);
                     self.block(&item, block, packed, part, raw.filter(|_| counts));
-                    let tree = trees.of(forest.is_packed(block));
+                    let tree = trees.of(forest.codec(block));
                     tops[block * item.rows..][..item.rows].copy_from_slice(tree.partial(part).m);
                 };
                 forest.reduce(&trees, &mut leaf, part, spare);
@@ -116,8 +116,9 @@ impl Job<'_> {
                 }
             });
         }
-        // A page that was packed in between is listed in both forms; each row read one.
-        for original in (0..mass.len()).rev().filter(|i| forest.pages[*i].original) {
+        // A page that was packed in between is listed in two forms, or three; each row read one.
+        let passes = |i: &usize| forest.pages[*i].original || forest.pages[*i].until.is_some();
+        for original in (0..mass.len()).rev().filter(passes) {
             let Weighed { page, all, cuts, .. } = mass.remove(original);
             if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
                 add(&mut packed.all, &all);

@@ -15,34 +15,41 @@ pub(crate) struct Tree {
     pub rows: usize,
 }
 
-/// The trees of a head: over full pages, and over packed ones.
+/// The trees of a head: over full pages, and over those that either codec packed.
 pub(crate) struct Trees<'a> {
     full: Tree,
-    packed: Tree,
+    packed: [Tree; 2],
     layout: &'a Layout,
-    codec: Option<&'a HeadCodec>,
+    codecs: [Option<&'a HeadCodec>; 2],
 }
 
 impl<'a> Trees<'a> {
-    pub fn new(lanes: Lanes, layout: &'a Layout, codec: Option<&'a HeadCodec>, rows: usize) -> Trees<'a> {
+    pub fn new(
+        lanes: Lanes,
+        layout: &'a Layout,
+        codecs: [Option<&'a HeadCodec>; 2],
+        rows: usize,
+    ) -> Trees<'a> {
         let full = Tree { lanes, acc_rows: layout.acc_rows(), rows };
-        let packed = Tree { acc_rows: codec.map_or(0, |codec| codec.packed.acc_rows()), ..full };
-        Trees { full, packed, layout, codec }
+        let packed =
+            codecs.map(|codec| Tree { acc_rows: codec.map_or(0, |codec| codec.packed.acc_rows()), ..full });
+        Trees { full, packed, layout, codecs }
     }
 
-    /// The tree over packed pages, or over full ones.
-    pub fn of(&self, packed: bool) -> &Tree {
-        if packed { &self.packed } else { &self.full }
+    /// The tree over the pages that a codec packed, or over full ones.
+    pub fn of(&self, codec: Option<usize>) -> &Tree {
+        codec.map_or(&self.full, |codec| &self.packed[codec])
     }
 
     /// A partial result over packed pages taken back to the head's channels.
-    pub fn unpack(&self, part: &mut [f32], out: &mut [f32]) {
-        let Some(codec) = self.codec else { unreachable!("only a codec packs pages") };
-        let (from, to) = (self.packed.partial(part), self.full.partial(out));
-        let (from_rows, to_rows) = (self.packed.acc_rows as usize, self.full.acc_rows as usize);
+    pub fn unpack(&self, codec: usize, part: &mut [f32], out: &mut [f32]) {
+        let tree = &self.packed[codec];
+        let Some(codec) = self.codecs[codec] else { unreachable!("only a codec packs pages") };
+        let (from, to) = (tree.partial(part), self.full.partial(out));
+        let (from_rows, to_rows) = (tree.acc_rows as usize, self.full.acc_rows as usize);
         let (layout, packed) = (self.layout, &codec.packed);
         let (mut stored, mut whole) = ([0.0; MAX_DIM as usize], [0.0; MAX_DIM as usize]);
-        let (stored, whole) = (&mut stored[..packed.v_dim as usize], &mut whole[..layout.v_dim as usize]);
+        let (stored, whole) = (&mut stored[..packed.out_dim() as usize], &mut whole[..layout.v_dim as usize]);
         for r in 0..self.full.rows {
             (to.m[r], to.l[r]) = (from.m[r], from.l[r]);
             if from.m[r] == f32::NEG_INFINITY {

@@ -380,7 +380,7 @@ struct Found<'a> {
 impl<'a> Found<'a> {
     fn new(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Option<Found<'a>> {
         let packed = match &entry.held {
-            Held::Closed(closed) => codec.map(|codec| (codec, closed.last)),
+            Held::Closed(closed) => codec.map(|codec| (closed.newest(codec).1, closed.last)),
             Held::Away(Away { by: Some(_), .. }) => codec.zip(entry.last()),
             _ => None,
         };

@@ -439,6 +439,12 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
         }
         bytes += pages * shape.layout.bytes();
         bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());
+        if let Some((codec, aged)) = codec.as_ref().and_then(|codec| Some((codec, codec.aged.as_ref()?))) {
+            let due: u64 = head.chains[1..].iter().map(|chain| chain.due(codec, left)).sum();
+            // Those that the step itself packs, if it is that long.
+            let within = if left.saturating_sub(layer.filed) > aged.after { closed } else { 0 };
+            bytes += (due + within) * aged.codec.packed.bytes();
+        }
     }
     bytes
 }

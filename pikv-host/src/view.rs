@@ -80,42 +80,46 @@ impl<'a> Job<'a> {
             index: Vec::new(),
             runs: Vec::new(),
             run_blocks: Vec::new(),
-            packed: 0,
+            packed: [0, 0],
         };
         let (chains, experts) = (&state.chains, state.chains.len() as u32 - 1);
         let plain = |page: &'a Page, live, id: PageId| {
             let (words, address) = (page.words(), page.address());
-            Listed { words, address, slot: None, live, last: 0, by: 0, original: false, id }
+            Listed { words, address, slot: None, live, last: 0, by: 0, original: false, until: None, id }
         };
         let away = |slot: &'a Arc<Stored>, live, id: PageId| {
             let words = slot.in_place().unwrap_or_default();
-            Listed { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, id }
+            let slot = Some(slot);
+            Listed { words, address: 0, slot, live, last: 0, by: 0, original: false, until: None, id }
         };
-        let codec = layer.codecs[head].is_some();
+        let codec = layer.codecs[head].as_ref();
         let selection = self.selection(view, head);
         let entries = |c, chain| entries(c, chain, selection.as_ref());
-        if codec {
-            for (c, chain) in chains.iter().enumerate().skip(1) {
-                let closed = entries(c, chain).filter_map(|(id, entry)| match &entry.held {
-                    Held::Closed(Closed { packed, last, by, .. }) => {
-                        let (words, address) = (packed.words(), packed.address());
-                        let (live, last, by) = (entry.live, *last, *by);
-                        let slot = None;
-                        Some((
-                            id.ordinal,
-                            Listed { words, address, slot, live, last, by, original: false, id },
-                        ))
-                    }
-                    Held::Away(Away { slot, by: Some(by) }) => {
-                        let listed = away(slot, entry.live, id);
-                        Some((id.ordinal, Listed { last: entry.last()?, by: *by, ..listed }))
-                    }
-                    _ => None,
-                });
-                forest.push_run(c as u32 - 1, closed);
+        if let Some(codec) = codec {
+            for old in [false, true] {
+                let before = forest.runs.len();
+                for (c, chain) in chains.iter().enumerate().skip(1) {
+                    let closed = entries(c, chain).filter_map(|(id, entry)| match &entry.held {
+                        Held::Closed(closed) => {
+                            let (page, by, until) = closed.form(codec, old)?;
+                            let listed = plain(page, entry.live, id);
+                            Some((id.ordinal, Listed { last: closed.last, by, until, ..listed }))
+                        }
+                        Held::Away(Away { slot, by: Some(by) }) if !old => {
+                            let listed = away(slot, entry.live, id);
+                            Some((id.ordinal, Listed { last: entry.last()?, by: *by, ..listed }))
+                        }
+                        _ => None,
+                    });
+                    forest.push_run(c as u32 - 1, closed);
+                }
+                forest.packed[usize::from(old)] = forest.runs.len() - before;
+                if codec.aged.is_none() {
+                    break;
+                }
             }
-            forest.packed = forest.runs.len();
         }
+        let codec = codec.is_some();
         for (c, chain) in chains.iter().enumerate().take(if codec { 1 } else { chains.len() }) {
             let pages = entries(c, chain).filter_map(|(id, entry)| {
                 let listed = match &entry.held {
@@ -150,14 +154,14 @@ impl<'a> Job<'a> {
                     },
                 )
             });
-            forest.push_run(PACKED_RUN + 1, open);
+            forest.push_run(PACKED_RUN[0] + 1, open);
         }
         let tiles = state.ring.iter().enumerate().map(|(i, page)| {
             let tile = layer.first_tile + i as u32;
             let id = PageId { place: Place::Ring, ordinal: tile };
             (tile, plain(page, filled(len.saturating_sub(tile * PAGE).min(PAGE)), id))
         });
-        forest.push_run(if codec { PACKED_RUN + 2 } else { experts + 1 }, tiles);
+        forest.push_run(if codec { PACKED_RUN[0] + 2 } else { experts + 1 }, tiles);
         forest
     }
 

@@ -115,6 +115,8 @@ fn mapped(kind: u64, code: Code, wide: u32, of: Pairs) -> Coding {
         1 => coding.map(pairs(wide, of)),
         2 => coding.map(dense(wide, wide.div_ceil(3), true)),
         3 => coding.map(dense(wide, wide.div_ceil(2), false)),
+        4 | 5 => Coding::block_pca(code, (1 + wide / 7).min(31)).unwrap(),
+        6 => Coding::means(Code::ALL[code.index() as usize % 3], 1 + wide % 3).unwrap(),
         _ => coding,
     }
 }
@@ -131,7 +133,8 @@ fn any(i: u64) -> (Setup, Attend) {
     let whole = k_dim - k_dim % 2;
     let rotary_dim = [whole, (whole / 4).max(1) * 2][pick(5, 2)];
     let rope = [None, Some(Rope { theta: 1000.0, rotary_dim, pairs: of })][pick(6, 2)];
-    let coding = Codec::new(mapped(pick(7, 6) as u64, k, k_dim, of), mapped(pick(8, 8) as u64, v, v_dim, of));
+    let coding =
+        Codec::new(mapped(pick(7, 9) as u64, k, k_dim, of), mapped(pick(8, 11) as u64, v, v_dim, of));
     let layout = Layout { k_dim, v_dim, k: Dtype::ALL[pick(9, 3)], v: Dtype::ALL[pick(10, 3)] };
     let window = [None, None, Some(5), Some(40), Some(70)][pick(11, 5)];
     let layer = LayerShape { kv_heads: 2, query_heads: 2 * group, layout, window, rope };
@@ -146,13 +149,19 @@ fn any(i: u64) -> (Setup, Attend) {
         lanes: lanes[pick(16, lanes.len())],
         ..Setup::new(layer, [7, 20, 33][pick(17, 3)], coding)
     };
+    let second =
+        Codec::new(mapped(pick(20, 9) as u64, v, k_dim, of), mapped(pick(21, 11) as u64, k, v_dim, of));
+    let bytes = |codec: &Codec| codec.packed(k_dim, v_dim).bytes();
+    let least = setup.codecs.iter().flatten().map(bytes).min();
+    let age = (least > Some(bytes(&second)) && pick(19, 3) > 0).then_some((1 + pick(22, 70) as u32, second));
+    let setup = Setup { age, ..setup };
     let options = options(&setup);
     (setup, [options, options.softcap(3.0), options.split(1)][pick(18, 3)])
 }
 
 #[test]
 fn every_knob() {
-    for i in 0..70 {
+    for i in 0..120 {
         let (mut setup, options) = any(i);
         // A window that is no longer than the ring files nothing.
         if setup.layer.window.is_some_and(|w| w <= setup.ring) {

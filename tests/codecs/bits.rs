@@ -12,6 +12,8 @@ const RING: u32 = 100;
 const TOTAL: u32 = 420;
 
 fn setups() -> Vec<Setup> {
+    let pca = |code, rank| Coding::block_pca(code, rank).unwrap();
+    let means = |code, level| Coding::means(code, level).unwrap();
     let hadamard = |dim, code| Coding::new(code).map(Map::hadamard(dim).unwrap());
     let rope = Rope { theta: 10_000.0, rotary_dim: 32, pairs: Pairs::Halves };
     let many = |setup: Setup| Setup { experts: 5, sinks: 3, ..setup };
@@ -32,6 +34,38 @@ fn setups() -> Vec<Setup> {
             Codec::new(hadamard(48, Code::Int4), Coding::new(Code::E5m2)),
         ),
         Setup::new(shape(1, 2, 64, 32, Dtype::F32), RING, codec(Code::Bf16, Code::F16)),
+        many(Setup::new(
+            shape(1, 4, 64, 80, Dtype::Bf16),
+            RING,
+            Codec::new(pca(Code::Int8, 7), pca(Code::F16, 5)),
+        )),
+        many(Setup::new(
+            LayerShape { rope: Some(rope), ..shape(1, 3, 48, 20, Dtype::F32) },
+            RING,
+            Codec::new(pca(Code::E4m3, 12), pca(Code::Int4, 9)),
+        )),
+        many(Setup::new(
+            LayerShape { window: Some(230), ..shape(1, 4, 64, 33, Dtype::F16) },
+            RING,
+            Codec::new(means(Code::F16, 1), means(Code::F32, 3)),
+        )),
+        Setup::new(
+            LayerShape { rope: Some(rope), ..shape(1, 1, 33, 128, Dtype::F32) },
+            RING,
+            Codec::new(means(Code::Bf16, 2), means(Code::Bf16, 1)),
+        ),
+        Setup {
+            age: Some((60, Codec::new(hadamard(64, Code::Int4), pca(Code::Int8, 7)))),
+            ..many(Setup::new(shape(1, 4, 64, 80, Dtype::Bf16), RING, codec(Code::Int8, Code::Int8)))
+        },
+        Setup {
+            age: Some((33, codec(Code::Int4, Code::Int4))),
+            ..many(Setup::new(
+                LayerShape { rope: Some(rope), window: Some(250), ..shape(1, 3, 48, 20, Dtype::F32) },
+                RING,
+                codec(Code::Int8, Code::E4m3),
+            ))
+        },
     ]
 }
 

@@ -2,7 +2,7 @@
 
 use crate::model::Model;
 use crate::setup::{Setup, codec, feed, shape, snapshot};
-use pikv::codec::Code;
+use pikv::codec::{Code, Codec, Coding};
 use pikv::{Cache, Dtype, Error, Filed, Sequence};
 
 /// Bytes of a sequence are what the planner says, after every token, also while originals are kept; never more than the most.
@@ -107,5 +107,42 @@ fn out_of_budget_before_anything_is_packed() {
             next.chunks(5).for_each(|ids| drop(feed(&setup, &cache, &mut sequence, ids.to_vec())));
             assert_eq!(snapshot(&setup, &sequence), after);
         }
+    }
+}
+
+/// A page is held in one form: means, coefficients, or, once it is old, as the second codec left it. Forks share that.
+#[test]
+fn factors_and_old_pages_are_all_that_is_held() {
+    let full = 2 * 32 * 128 * 2 + 128;
+    let means = Coding::means(Code::Bf16, 2).unwrap();
+    let pca = Coding::block_pca(Code::Int8, 7).unwrap();
+    // 8 means of 128 channels; 2 rows of codes with a row of scales for 7 coefficients, and 8 vectors, of K; the same of V, whose
+    // coefficients take 8 rows of 8 words.
+    let (means_bytes, pca_bytes) =
+        (2 * 8 * 128 * 2 + 64, (2 + 1 + 16) * 128 + (8 * 8 + 32 + 8 * 64) * 4 + 64);
+    let (int8, int4) = (codec(Code::Int8, Code::Int8), codec(Code::Int4, Code::Int4));
+    let packed = |codec: &Codec| codec.packed(128, 128).bytes();
+    // 8000 tokens leave the ring: 250 pages, of which those are old whose last token is more than 1024 behind.
+    let cases = [
+        (Codec::new(means.clone(), means), None, 250 * means_bytes),
+        (Codec::new(pca.clone(), pca), None, 250 * pca_bytes),
+        (int8.clone(), Some((1024, int4.clone())), 218 * packed(&int4) + 32 * packed(&int8)),
+    ];
+    for (codec, age, bytes) in cases {
+        let setup = Setup { age, ..Setup::new(shape(1, 1, 128, 128, Dtype::Bf16), 64, codec) };
+        let cache = setup.cache();
+        let mut sequence = cache.sequence();
+        let steps = (0..126).map(|i| i * 64..(i + 1) * 64);
+        steps.for_each(|ids| drop(feed(&setup, &cache, &mut sequence, ids)));
+        assert_eq!(sequence.bytes(), bytes + 2 * full);
+        let mut fork = sequence.fork();
+        feed(&setup, &cache, &mut fork, 0..64);
+        // The fork's own ring, and two pages more, of whatever age.
+        let more = cache.usage().taken - sequence.bytes();
+        assert!(more <= 2 * full + 4 * packed(setup.codec(0).unwrap()), "{more}");
+        assert_eq!(
+            fork.pages(0, 0).unwrap().filter(|page| page.packed && page.shared).count() as u64,
+            250 - if setup.age.is_some() { 2 } else { 0 }
+        );
     }
 }

@@ -39,25 +39,39 @@ fn setup() -> impl Strategy<Value = Setup> {
     let dims = prop_oneof![Just((8u32, 16u32)), Just((5, 3)), Just((16, 33))];
     let window = prop_oneof![2 => Just(None), 1 => (20u32..=90).prop_map(Some)];
     let ring = prop_oneof![Just(64u32), Just(1), 2u32..=40];
-    let codes = (0usize..7, 0usize..7, 0usize..3);
+    let codes = (0usize..7, 0usize..7, 0usize..4);
     let rest = (
         prop_oneof![Just(0u32), 1u32..=40],
         0u32..=3,
         1u32..=4,
         0usize..3,
         prop_oneof![2 => Just(None), 1 => (6u64..60).prop_map(Some)],
+        prop_oneof![2 => Just(None), 3 => (1u32..=90, 0usize..3).prop_map(Some)],
     );
     (dims, window, ring, codes, rest).prop_map(
-        |((k_dim, v_dim), window, ring, (k, v, kind), (rollback, sinks, experts, lanes, pages))| {
+        |((k_dim, v_dim), window, ring, (k, v, kind), (rollback, sinks, experts, lanes, pages, age))| {
             let layer = LayerShape { window, ..shape(2, 2, k_dim, v_dim, Dtype::ALL[(k + v) % 3]) };
             let plain = codec(Code::ALL[k], Code::ALL[v]);
             let turned = Codec::new(
                 Coding::new(Code::ALL[k]).map(Map::hadamard(k_dim).unwrap()),
                 Coding::new(Code::ALL[v]),
             );
+            let factored = Codec::new(
+                Coding::block_pca(Code::ALL[k], 3).unwrap(),
+                Coding::means(Code::ALL[v % 3], 1 + v as u32 % 3).unwrap(),
+            );
+            let second = [
+                codec(Code::Int4, Code::Int4),
+                codec(Code::Int8, Code::Int4),
+                Codec::new(Coding::means(Code::F16, 3).unwrap(), Coding::block_pca(Code::Int8, 2).unwrap()),
+            ];
+            let bytes = |codec: &Codec| codec.packed(k_dim, v_dim).bytes();
+            let least = if kind == 3 { bytes(&factored) } else { bytes(&plain) };
+            let age = age.map(|(after, i)| (after, second[i].clone()));
             let all: Vec<Lanes> = Lanes::available().collect();
             Setup {
                 layers: 2,
+                age: age.filter(|(_, codec)| bytes(codec) < least),
                 rollback,
                 sinks,
                 experts,
@@ -65,6 +79,7 @@ fn setup() -> impl Strategy<Value = Setup> {
                     vec![Some(plain.clone())],
                     vec![Some(turned), None],
                     vec![None, Some(plain.clone())],
+                    vec![Some(factored)],
                 ][kind]
                     .clone(),
                 lanes: all[lanes % all.len()],
@@ -122,21 +137,13 @@ fn read(
     head: usize,
     page: &Page,
 ) -> Vec<(u32, Vec<u32>, Vec<u32>)> {
-    let packed = page.by.map(|_| model.decoded(setup, head, page));
+    let packed = page.by.map(|_| model.decoded(setup, head, page, model.filed));
     let row = |(t, at): (usize, &u32)| {
         let id = model.ids[*at as usize];
-        let Some(decoded) = packed else {
-            return (*at, bits(&key(setup, layer, id, head)), bits(&value(setup, layer, id, head)));
+        let (k, v) = match packed {
+            Some(decoded) => decoded.read[t].clone(),
+            None => (key(setup, layer, id, head), value(setup, layer, id, head)),
         };
-        let (stored, words) = (decoded.stored, &decoded.words);
-        // Scale times code plus minimum is exact in f64, so this rounds once, as a fused multiply-add does.
-        let mut k: Vec<f32> = (0..stored.k_dim).map(|c| stored.key(words, t, c) as f32).collect();
-        let v: Vec<f32> = (0..stored.v_dim).map(|c| stored.value(words, t, c) as f32).collect();
-        if let Some(map) = setup.codec(head).unwrap().k.mapped() {
-            let mut whole = vec![0.0; map.wide() as usize];
-            map.decode_row(&k, &mut whole);
-            k = whole;
-        }
         (*at, bits(&k), bits(&v))
     };
     page.positions.iter().enumerate().map(row).collect()

@@ -1,10 +1,11 @@
 //! A sequence that keeps a copy of every token, and packs by the rule: a token that leaves the ring goes to the end of its
 //! expert's chain; the page is packed by the token that fills it, or by the one that would make it span more than 65,536 positions.
-//! A row reads a page packed if the token that packed it has left that row's ring, else as it came.
+//! A row reads a page packed if the token that packed it has left that row's ring, else as it came. With a second codec, what the
+//! first left of a page is packed again by the token so many positions further on, and read so by rows whose ring that has left.
 
 use crate::oracle::{Shape, integer, scaled, top};
 use crate::setup::{Setup, key, value};
-use pikv::codec::Coding;
+use pikv::codec::{BlockBasis, Coding, Map, block_basis, pyramid};
 use pikv::{PAGE, Place};
 use std::cell::OnceCell;
 use std::collections::HashMap;
@@ -12,10 +13,13 @@ use std::collections::HashMap;
 /// The tokens of a packed page, decoded.
 #[derive(Clone, Debug)]
 pub struct Decoded {
-    pub words: Vec<u32>,
     pub stored: Shape,
+    /// How stored channels of a key become those of the head: the map of the codec, or one that the page brings along.
+    pub k_map: Option<Map>,
     pub keys: Vec<Vec<f64>>,
     pub values: Vec<Vec<f64>>,
+    /// Key and value of each token as they are read, to the bit.
+    pub read: Vec<(Vec<f32>, Vec<f32>)>,
     /// Of each stored channel of a key: the scale, and the largest magnitude on the way to a product.
     pub k_scales: Vec<f64>,
     pub k_most: Vec<f64>,
@@ -33,7 +37,8 @@ pub struct Page {
     pub gone: bool,
     /// Out of every window that can still be asked for, so freed.
     pub passed: bool,
-    pub decoded: OnceCell<Decoded>,
+    /// As the first codec left it, and the second.
+    pub decoded: [OnceCell<Decoded>; 2],
 }
 
 #[derive(Clone, Debug)]
@@ -127,7 +132,7 @@ impl Model {
             for page in chain.iter_mut() {
                 page.positions.retain(|p| *p < left);
                 if page.by.is_some_and(|by| by >= left) {
-                    (page.by, page.decoded) = (None, OnceCell::new());
+                    (page.by, page.decoded) = (None, Default::default());
                 }
             }
             while chain.last().is_some_and(|page| page.positions.is_empty()) {
@@ -143,7 +148,15 @@ impl Model {
         let page = |h: usize, page: &Page| match page.by {
             _ if !page.held() => 0,
             None => full,
-            Some(by) => setup.packed_bytes(h) + if by >= self.kept { full } else { 0 },
+            Some(by) => match setup.ages_at(by) {
+                Some(at) if at < self.kept => setup.aged_bytes(),
+                at => {
+                    let aged = at.is_some_and(|at| at < self.filed);
+                    setup.packed_bytes(h)
+                        + if by >= self.kept { full } else { 0 }
+                        + if aged { setup.aged_bytes() } else { 0 }
+                }
+            },
         };
         let head = |(h, head): (usize, &Vec<Vec<Page>>)| {
             tiles * full + head.iter().flatten().map(|p| page(h, p)).sum::<u64>()
@@ -151,9 +164,12 @@ impl Model {
         self.chains.iter().enumerate().map(head).sum()
     }
 
-    pub fn decoded<'a>(&'a self, setup: &Setup, head: usize, page: &'a Page) -> &'a Decoded {
-        page.decoded.get_or_init(|| {
-            let codec = setup.codec(head).unwrap();
+    /// A packed page as a row reads it whose ring starts at position `ring`.
+    pub fn decoded<'a>(&'a self, setup: &Setup, head: usize, page: &'a Page, ring: u32) -> &'a Decoded {
+        let old = page.by.and_then(|by| setup.ages_at(by)).is_some_and(|at| at < ring);
+        page.decoded[usize::from(old)].get_or_init(|| {
+            let first = setup.codec(head).unwrap();
+            let codec = setup.age.as_ref().filter(|_| old).map_or(first, |(_, second)| second);
             let (k_dim, v_dim) = (setup.layer.layout.k_dim, setup.layer.layout.v_dim);
             let stored = Shape {
                 k_dim: codec.k.stored(k_dim) as usize,
@@ -161,18 +177,39 @@ impl Model {
                 k: codec.k.code(),
                 v: codec.v.code(),
             };
-            let rows = |row: fn(&Setup, usize, u64, usize) -> Vec<f32>, coding: &Coding| -> Vec<Vec<f32>> {
+            let rows = |row: fn(&Setup, usize, u64, usize) -> Vec<f32>| -> Vec<Vec<f32>> {
                 let ids = page.positions.iter().map(|p| self.ids[*p as usize]);
-                ids.map(|id| encode(coding, &row(setup, self.layer, id, head))).collect()
+                ids.map(|id| row(setup, self.layer, id, head)).collect()
             };
-            let (k, v) = (rows(key, &codec.k), rows(value, &codec.v));
+            let (k, v) = if old {
+                self.decoded(setup, head, page, 0).read.iter().cloned().unzip()
+            } else {
+                (rows(key), rows(value))
+            };
+            let (k_map, k) = factored(&codec.k, k);
+            let (v_map, v) = factored(&codec.v, v);
+            let (k, v) = (encode(k_map.as_ref(), k), encode(v_map.as_ref(), v));
             let words = stored.pack(&page.positions, &k, &v);
-            let all = |n, read: &dyn Fn(usize, usize) -> f64, coding, dim| -> Vec<Vec<f64>> {
-                let row = |t| decode(coding, &(0..n).map(|c| read(t, c)).collect::<Vec<_>>(), dim);
+            let all = |n, read: &dyn Fn(usize, usize) -> f64, map, dim| -> Vec<Vec<f64>> {
+                let row = |t| decode(map, &(0..n).map(|c| read(t, c)).collect::<Vec<_>>(), dim);
                 (0..page.positions.len()).map(row).collect()
             };
-            let keys = all(stored.k_dim, &|t, c| stored.key(&words, t, c), &codec.k, k_dim as usize);
-            let values = all(stored.v_dim, &|t, c| stored.value(&words, t, c), &codec.v, v_dim as usize);
+            let keys = all(stored.k_dim, &|t, c| stored.key(&words, t, c), k_map.as_ref(), k_dim as usize);
+            let values =
+                all(stored.v_dim, &|t, c| stored.value(&words, t, c), v_map.as_ref(), v_dim as usize);
+            // Scale times code plus minimum is exact in f64, so this rounds once, as a fused multiply-add does.
+            let exact = |map: Option<&Map>, n, read: &dyn Fn(usize) -> f64| -> Vec<f32> {
+                let stored: Vec<f32> = (0..n).map(|c| read(c) as f32).collect();
+                let Some(map) = map else { return stored };
+                let mut whole = vec![0.0; map.wide() as usize];
+                map.decode_row(&stored, &mut whole);
+                whole
+            };
+            let token = |t: usize| {
+                let k = exact(k_map.as_ref(), stored.k_dim, &|c| stored.key(&words, t, c));
+                (k, exact(v_map.as_ref(), stored.v_dim, &|c| stored.value(&words, t, c)))
+            };
+            let read = (0..page.positions.len()).map(token).collect();
             let most = |code, (scale, min): (f64, f64), x: f64| {
                 if scaled(code) { f64::abs(min) + scale * f64::from(top(code)) } else { x.abs() }
             };
@@ -186,7 +223,7 @@ impl Model {
                 most(stored.v, stored.v_scale(&words, t, c), f64::from(v[t][c]))
             });
             // A map back adds up what its rows weigh.
-            let gain = codec.v.mapped().map_or(1.0, |map| {
+            let gain = v_map.as_ref().map_or(1.0, |map| {
                 let narrow = map.narrow() as usize;
                 let rows = map
                     .decode()
@@ -206,7 +243,8 @@ impl Model {
                 v_most: v_most.fold(0.0, f64::max) * gain,
                 keys,
                 values,
-                words,
+                read,
+                k_map,
                 stored,
             }
         })
@@ -225,15 +263,35 @@ impl Model {
     }
 }
 
-fn encode(coding: &Coding, row: &[f32]) -> Vec<f32> {
-    let Some(map) = coding.mapped() else { return row.to_vec() };
-    let mut out = vec![0.0; map.narrow() as usize];
-    map.encode_row(row, &mut out);
-    out
+/// What of a page's rows is coded, and by which map: the codec's own, or that of the page's own basis. Means take the places of
+/// their tokens.
+fn factored(coding: &Coding, rows: Vec<Vec<f32>>) -> (Option<Map>, Vec<Vec<f32>>) {
+    let dim = rows[0].len();
+    if let Some(level) = coding.level() {
+        let means = pyramid(&rows.concat(), dim, level).unwrap().reconstruct(level - 1).unwrap();
+        return (None, means.chunks(dim).map(<[f32]>::to_vec).collect());
+    }
+    let Some(rank) = coding.rank() else { return (coding.mapped().cloned(), rows) };
+    let (wide, n) = (dim as u32, rank as usize);
+    let BlockBasis { mean, mut basis, .. } = block_basis(&rows.concat(), wide, rank.min(wide)).unwrap();
+    basis.resize(n * dim, 0.0);
+    let down = basis.clone();
+    let up = (0..dim * n).map(|i| basis[i % n * dim + i / n]).collect();
+    (Some(Map::new(wide, rank, down, up, Some(mean)).unwrap()), rows)
 }
 
-fn decode(coding: &Coding, stored: &[f64], dim: usize) -> Vec<f64> {
-    let Some(map) = coding.mapped() else { return stored.to_vec() };
+fn encode(map: Option<&Map>, rows: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+    let Some(map) = map else { return rows };
+    let mut out = vec![0.0; map.narrow() as usize];
+    let mut row = |row: &Vec<f32>| {
+        map.encode_row(row, &mut out);
+        out.clone()
+    };
+    rows.iter().map(&mut row).collect()
+}
+
+fn decode(map: Option<&Map>, stored: &[f64], dim: usize) -> Vec<f64> {
+    let Some(map) = map else { return stored.to_vec() };
     let (matrix, bias) = (map.decode(), map.bias().unwrap_or_default());
     let row = |w: usize| {
         let terms = matrix[w * stored.len()..].iter().zip(stored).map(|(m, x)| f64::from(*m) * x);

@@ -1,7 +1,8 @@
 //! Values, rules and maps that a codec cannot take.
 
 use crate::setup::{Setup, codec, feed, key, shape, snapshot, value};
-use pikv::codec::{Code, Codec, Coding, Map};
+use pikv::codec::{Code, Codec, Coding, Map, MapError};
+use pikv::policy::{Budget, Eviction, Lru};
 use pikv::{Cache, ConfigError, Dtype, Error, LayerShape, PAGE, PageId, Place};
 
 #[test]
@@ -79,6 +80,54 @@ fn a_map_lowers_the_limit() {
         let want = if lane % 2 == 0 { x } else { -x };
         assert!(k.iter().all(|k| (k - want).abs() < 8.0 * x / 255.0), "{k:?} for {want}");
     }
+}
+
+#[test]
+fn factors_that_are_none() {
+    for level in [0, 4, u32::MAX] {
+        assert_eq!(Coding::means(Code::F16, level).unwrap_err(), MapError::Level { level });
+    }
+    for code in [Code::Int8, Code::Int4, Code::E4m3, Code::E5m2] {
+        assert_eq!(Coding::means(code, 1).unwrap_err(), MapError::Scaled { code: code.name() });
+    }
+    for rank in [0, 32, u32::MAX] {
+        assert_eq!(Coding::block_pca(Code::Int8, rank).unwrap_err(), MapError::Rank { rank });
+    }
+}
+
+#[test]
+fn rules_of_age_that_cannot_act() {
+    let (int8, int4) = (codec(Code::Int8, Code::Int8), codec(Code::Int4, Code::Int4));
+    let base = || pikv::CacheConfig::new(vec![shape(2, 1, 8, 16, Dtype::F32); 2], 1 << 24);
+    let refused = |config: pikv::CacheConfig| match Cache::new(config) {
+        Err(Error::Config(ConfigError::Age { layer, kv_head, after, .. })) => (layer, kv_head, after),
+        other => panic!("{other:?}"),
+    };
+    // No first codec; at once; no bytes to be won; tiers.
+    assert_eq!(refused(base().compress_head(1, 0, int8.clone()).age_layer(1, 9, int4.clone())), (1, 1, 9));
+    assert_eq!(refused(base().compress(int8.clone()).age(0, int4.clone())), (0, 0, 0));
+    assert_eq!(refused(base().compress(int4.clone()).age_head(1, 1, 5, int8.clone())), (1, 1, 5));
+    assert_eq!(refused(base().compress(int8.clone()).age(7, int8.clone())), (0, 0, 7));
+    let tiers = pikv::tiers::Tiers::new().host(1 << 20);
+    assert_eq!(refused(base().compress(int8.clone()).age(7, int4.clone()).tiers(tiers)), (0, 0, 7));
+    let error = Cache::new(base().compress(int8.clone()).age_layer(2, 7, int4.clone())).unwrap_err();
+    let none = ConfigError::CodecRule { layer: Some(2), kv_head: None, layers: 2, kv_heads: 0 };
+    assert_eq!(error, Error::Config(none));
+    Cache::new(base().compress(int8).age(7, int4)).unwrap();
+}
+
+#[test]
+fn single_tokens_are_not_evicted_out_of_means() {
+    let means = |code| Coding::means(code, 1).unwrap();
+    let base =
+        |codec| pikv::CacheConfig::new(vec![shape(2, 1, 8, 16, Dtype::F32); 2], 1 << 24).compress(codec);
+    let one = Codec::new(Coding::new(Code::F32), means(Code::F16));
+    let lru = || Eviction::new(Lru::default(), Budget::Tokens(100));
+    let error = Cache::new(base(one.clone()).evict_layer(1, lru())).unwrap_err();
+    assert_eq!(error, Error::Config(ConfigError::MeansEvicted { layer: 1 }));
+    Cache::new(base(one.clone()).evict(lru().by_page())).unwrap();
+    let old = base(codec(Code::F32, Code::F32)).age(50, one).evict(lru());
+    assert_eq!(Cache::new(old).unwrap_err(), Error::Config(ConfigError::MeansEvicted { layer: 0 }));
 }
 
 #[test]

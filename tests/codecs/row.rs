@@ -65,9 +65,9 @@ impl Model {
                 if page.gone || !page.positions.iter().any(in_sight) {
                     continue;
                 }
-                let decoded = page.by.filter(|by| *by < ring).map(|_| self.decoded(setup, head, page));
+                let decoded = page.by.filter(|by| *by < ring).map(|_| self.decoded(setup, head, page, ring));
                 if let Some(decoded) = decoded {
-                    off = off.max(scale * decoded.logit_off(setup, head, &turned));
+                    off = off.max(scale * decoded.logit_off(setup, &turned));
                     v_most = v_most.max(decoded.v_most);
                 }
                 let first = seen.len();
@@ -141,8 +141,8 @@ impl Model {
 
 impl Decoded {
     /// What a logit may be off by, before the factor.
-    fn logit_off(&self, setup: &Setup, head: usize, q: &[f64]) -> f64 {
-        let map = setup.codec(head).and_then(|codec| codec.k.mapped());
+    fn logit_off(&self, setup: &Setup, q: &[f64]) -> f64 {
+        let map = self.k_map.as_ref();
         let n = self.stored.k_dim;
         // What the map leaves of the query, and of its magnitudes.
         let (mut folded, mut most, mut bias) =

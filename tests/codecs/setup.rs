@@ -19,6 +19,8 @@ pub struct Setup {
     pub experts: u32,
     /// Of the KV heads, in turn.
     pub codecs: Vec<Option<Codec>>,
+    /// The second codec of every head that has a first, and after how many tokens.
+    pub age: Option<(u32, Codec)>,
     pub shards: ShardMap,
     pub lanes: Lanes,
     pub budget: u64,
@@ -43,6 +45,7 @@ impl Setup {
             sinks: 0,
             experts: 1,
             codecs: vec![Some(codec)],
+            age: None,
             shards: ShardMap::ONE,
             lanes: Lanes::detect(),
             budget: 1 << 28,
@@ -66,6 +69,9 @@ impl Setup {
             for layer in 0..self.layers {
                 if let Some(codec) = self.codec(head) {
                     config = config.compress_head(layer, head, codec.clone());
+                    if let Some((after, codec)) = &self.age {
+                        config = config.age_head(layer, head, *after, codec.clone());
+                    }
                 }
             }
         }
@@ -81,6 +87,17 @@ impl Setup {
         let h = mix(&[id, layer as u64, 77]);
         let all = h >> 8 & 0xffff;
         (all % u64::from(if h & 3 == 0 { self.experts } else { self.experts.div_ceil(2) })) as u16
+    }
+
+    /// The position from which on a page that `by` packed is read as the second codec left it.
+    pub fn ages_at(&self, by: u32) -> Option<u32> {
+        self.age.as_ref().map(|(after, _)| by + after)
+    }
+
+    /// Bytes of a page that was packed again.
+    pub fn aged_bytes(&self) -> u64 {
+        let Layout { k_dim, v_dim, .. } = self.layer.layout;
+        self.age.as_ref().map_or(0, |(_, codec)| codec.packed(k_dim, v_dim).bytes())
     }
 
     /// Bytes of a packed page of a head.

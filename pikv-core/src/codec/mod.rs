@@ -3,9 +3,11 @@
 //! * [`code`]: how a channel is coded, from f32 to 4 bits;
 //! * [`packed`]: where everything lies in a packed page;
 //! * [`pack`]: 32 tokens of a full page into a packed one;
-//! * [`read`]: attention over packed pages.
+//! * [`read`]: attention over packed pages;
+//! * [`factors`]: attention over those that are means, or coefficients in a basis of their own.
 
 pub mod code;
+pub mod factors;
 pub mod pack;
 pub mod packed;
 pub mod read;

@@ -1,10 +1,10 @@
 //! 32 tokens of a full page into a packed one: lane = token throughout.
 
 use super::code::{Code, Scale};
-use super::packed::{Packed, TAGS, V_GROUPS};
+use super::packed::{Packed, Side, TAGS, V_GROUPS};
 use crate::attend::filled;
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
-use crate::page::Layout;
+use crate::page::{Layout, PAGE};
 use crate::warp::{LANES, ROUND, Warp};
 use half::f16;
 
@@ -156,6 +156,8 @@ fn hadamard<W: Warp>(w: W, rows: &mut [[f32; LANES]]) {
 /// Scales and minima are f16, the scale rounded up and the minimum down, so that every channel lies between the first code
 /// and the last and is at most half a scale from its own. Codes round half to even.
 ///
+/// Of a [`Side`] with a basis, the rows are of coefficients; of means there are none. Either then needs [`pack_tables`].
+///
 /// # Panics
 /// If a slice is too short.
 #[inline(always)]
@@ -171,8 +173,50 @@ pub fn pack<W: Warp>(
     for (i, word) in page[..TAGS as usize].iter_mut().enumerate() {
         *word = positions[i.min(last)] & 0xffff | positions[(TAGS as usize + i).min(last)] << 16;
     }
-    pack_keys(w, packed, k, &mut page[TAGS as usize..packed.v_scales() as usize]);
-    pack_values(w, packed, v, &mut page[packed.v_scales() as usize..packed.words() as usize]);
+    if !matches!(packed.k_side, Side::Means { .. }) {
+        let end = packed.k_base() + packed.k_rows() * PAGE;
+        pack_keys(w, packed, k, &mut page[TAGS as usize..end as usize]);
+    }
+    if !matches!(packed.v_side, Side::Means { .. }) {
+        let end = packed.v_base() + packed.v_stride() * packed.v_rows();
+        pack_values(w, packed, v, &mut page[packed.v_scales() as usize..end as usize]);
+    }
+}
+
+/// Writes the tables of a packed page that has them: rows of means, or of a basis and, after them, its mean, one after the other.
+///
+/// # Panics
+/// If a slice is too short.
+pub fn pack_tables(packed: &Packed, k: &[f32], v: &[f32], page: &mut [u32]) {
+    let coded = |code: Code, x: f32| {
+        let dtype = match code {
+            Code::F16 => Dtype::F16,
+            Code::Bf16 => Dtype::Bf16,
+            _ => Dtype::F32,
+        };
+        dtype.encode(x.clamp(-code.limit(), code.limit())).unwrap_or(0)
+    };
+    if packed.k_side != Side::Tokens {
+        let code = packed.k_table_code();
+        page[packed.k_table() as usize..packed.v_scales() as usize].fill(0);
+        for (slot, row) in (0..).zip(k.chunks_exact(packed.query_dim() as usize)) {
+            for (c, x) in (0..).zip(row) {
+                let (word, part) = packed.k_table_at(slot, c);
+                page[word as usize] |= coded(code, *x) << (part * code.bits());
+            }
+        }
+    }
+    if packed.v_side != Side::Tokens {
+        let out = packed.v_out();
+        let words = &mut page[packed.v_table() as usize..packed.words() as usize];
+        words.fill(0);
+        for (i, row) in (0..).zip(v.chunks_exact(packed.out_dim() as usize)) {
+            for (c, x) in (0..).zip(row) {
+                let (word, part) = out.row_at(i, c);
+                words[word as usize] |= coded(out.v, *x) << (part * out.v.bits());
+            }
+        }
+    }
 }
 
 #[inline(always)]

@@ -15,6 +15,15 @@
 //!
 //! Codes of a word lie in order from the low bits, of int4 as [`Code::place`] says.
 //!
+//! K or V can be two [factors](Side) instead: [`factors`](super::factors) says how they are read.
+//!
+//! ```text
+//! means:  K is [k_rows][32] words of the means' channels, as a table (below) of `PAGE >> level` slots; V is a row a mean
+//! basis:  K and V as above, of coefficients; after each the basis in f16 and the mean as its last row: K's as a table of k_slots
+//!         slots, V's as [v_table_rows][v_table stride] words, as V of an f16 code lies
+//! table:  lane j * slots + i of row w is word w * (32 / slots) + j of slot i's channels
+//! ```
+//!
 //! Positions are whole again with the last of them, which is kept beside the page; a page whose tokens span more than
 //! 65,536 positions cannot be packed ([`Packed::spans`]).
 
@@ -31,6 +40,24 @@ pub const V_GROUPS: usize = 8;
 /// Groups of 32 channels of a key at most.
 pub const K_COLS: usize = MAX_DIM as usize / LANES;
 
+/// What the rows of K or V in a packed page stand for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Side {
+    /// A token each.
+    Tokens,
+    /// The mean of a run of `2^level` tokens each, level 1..=3, in a code without a scale. Every token of a run is read as its mean.
+    Means {
+        /// Halvings of the rows.
+        level: u32,
+    },
+    /// A token each, as coefficients (at most 31) in a basis of the page's own.
+    Basis {
+        /// Channels of a basis vector and of the mean, 1..=256.
+        wide: u32,
+    },
+}
+
 /// Widths and codes of one head's packed pages, from which every address follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -43,13 +70,30 @@ pub struct Packed {
     pub k: Code,
     /// Code of V.
     pub v: Code,
+    /// What rows of K are.
+    pub k_side: Side,
+    /// What rows of V are.
+    pub v_side: Side,
 }
 
 impl Packed {
-    /// The layout of `k_dim` and `v_dim` stored channels.
+    /// The layout of `k_dim` and `v_dim` stored channels of every token.
     #[inline]
     pub const fn new(k_dim: u32, v_dim: u32, k: Code, v: Code) -> Packed {
-        Packed { k_dim, v_dim, k, v }
+        Packed { k_dim, v_dim, k, v, k_side: Side::Tokens, v_side: Side::Tokens }
+    }
+
+    /// With rows that stand for something else.
+    #[inline]
+    pub const fn sides(mut self, k: Side, v: Side) -> Packed {
+        (self.k_side, self.v_side) = (k, v);
+        self
+    }
+
+    /// Whether K or V is two factors.
+    #[inline]
+    pub const fn factored(&self) -> bool {
+        !matches!((self.k_side, self.v_side), (Side::Tokens, Side::Tokens))
     }
 
     /// Whether 32 tokens from position `first` to `last` can share a packed page.
@@ -58,16 +102,91 @@ impl Packed {
         last - first <= u16::MAX as u32
     }
 
-    /// Rows of 32 words that K takes.
+    /// Words of a row of K.
+    #[inline]
+    const fn k_words(&self) -> u32 {
+        self.k_dim.div_ceil(self.k.per_word())
+    }
+
+    /// Rows of 32 words that K takes, its basis apart.
     #[inline]
     pub const fn k_rows(&self) -> u32 {
-        self.k_dim.div_ceil(self.k.per_word())
+        match self.k_side {
+            Side::Means { level } => self.k_words().div_ceil(1 << level),
+            _ => self.k_words(),
+        }
+    }
+
+    /// Groups of 32 stored channels of a key.
+    #[inline]
+    pub const fn k_cols(&self) -> u32 {
+        (self.k_words() * self.k.per_word()).div_ceil(PAGE)
+    }
+
+    /// Channels that a query is read with.
+    #[inline]
+    pub const fn query_dim(&self) -> u32 {
+        match self.k_side {
+            Side::Basis { wide } => wide,
+            _ => self.k_dim,
+        }
     }
 
     /// Groups of 32 channels that a query is read in.
     #[inline]
-    pub const fn k_cols(&self) -> u32 {
-        (self.k_rows() * self.k.per_word()).div_ceil(PAGE)
+    pub const fn query_cols(&self) -> u32 {
+        match self.k_side {
+            Side::Basis { wide } => wide.div_ceil(PAGE),
+            _ => self.k_cols(),
+        }
+    }
+
+    /// Slots of K's table: means, or basis vectors and the mean after them.
+    #[inline]
+    pub const fn k_slots(&self) -> u32 {
+        match self.k_side {
+            Side::Tokens => PAGE,
+            Side::Means { level } => PAGE >> level,
+            Side::Basis { .. } => match (self.k_dim + 1).next_power_of_two() {
+                0..=4 => 4,
+                slots => slots,
+            },
+        }
+    }
+
+    /// Code of K's table.
+    #[inline]
+    pub const fn k_table_code(&self) -> Code {
+        match self.k_side {
+            Side::Basis { .. } => Code::F16,
+            _ => self.k,
+        }
+    }
+
+    /// First word of K's table.
+    #[inline]
+    pub const fn k_table(&self) -> u32 {
+        match self.k_side {
+            Side::Basis { .. } => self.k_base() + self.k_rows() * PAGE,
+            _ => self.k_base(),
+        }
+    }
+
+    /// Rows of 32 words of K's table.
+    #[inline]
+    pub const fn k_table_rows(&self) -> u32 {
+        match self.k_side {
+            Side::Basis { wide } => wide.div_ceil(Code::F16.per_word()).div_ceil(PAGE / self.k_slots()),
+            _ => self.k_rows(),
+        }
+    }
+
+    /// Word and part in it of channel `c` of slot `slot` of K's table.
+    #[inline]
+    pub const fn k_table_at(&self, slot: u32, c: u32) -> (u32, u32) {
+        let (n, together) = (self.k_table_code().per_word(), PAGE / self.k_slots());
+        let (word, part) = (c / n, c % n);
+        (self.k_table() + word / together * PAGE + word % together * self.k_slots() + slot, part)
     }
 
     /// Rows of 32 words that K's scales take.
@@ -159,7 +278,7 @@ impl Packed {
     /// First word of V's scales.
     #[inline]
     pub const fn v_scales(&self) -> u32 {
-        self.k_base() + self.k_rows() * PAGE
+        self.k_table() + self.k_table_rows() * PAGE
     }
 
     /// First word of V.
@@ -168,10 +287,49 @@ impl Packed {
         self.v_scales() + self.v_scale_rows() * PAGE
     }
 
+    /// Rows of V, its basis apart: means, or as many as the tokens take; as many as the lanes read at once, or a multiple of that.
+    #[inline]
+    pub const fn v_rows(&self) -> u32 {
+        match self.v_side {
+            Side::Means { level } => (PAGE >> level).next_multiple_of(PAGE / self.v_words()),
+            _ => PAGE / self.v_tokens(),
+        }
+    }
+
+    /// How V's table lies and what is summed: as V of this layout. V itself but where it has a basis.
+    #[inline]
+    pub const fn v_out(&self) -> Packed {
+        match self.v_side {
+            Side::Basis { wide } => Packed::new(1, wide, Code::F32, Code::F16),
+            _ => Packed::new(1, self.v_dim, Code::F32, self.v),
+        }
+    }
+
+    /// First word of V's table: rows of [`Packed::v_out`]'s stride.
+    #[inline]
+    pub const fn v_table(&self) -> u32 {
+        match self.v_side {
+            Side::Basis { .. } => self.v_base() + self.v_stride() * self.v_rows(),
+            _ => self.v_base(),
+        }
+    }
+
+    /// Rows of V's table.
+    #[inline]
+    pub const fn v_table_rows(&self) -> u32 {
+        match self.v_side {
+            Side::Basis { .. } => (self.v_dim + 1).next_multiple_of(PAGE / self.v_out().v_words()),
+            _ => self.v_rows(),
+        }
+    }
+
     /// Words of a page.
     #[inline]
     pub const fn words(&self) -> u32 {
-        self.v_base() + self.v_stride() * (PAGE / self.v_tokens())
+        match self.v_side {
+            Side::Basis { .. } => self.v_table() + self.v_out().v_stride() * self.v_table_rows(),
+            _ => self.v_base() + self.v_stride() * self.v_rows(),
+        }
     }
 
     /// Bytes of a page: codes, scales, positions and padding.
@@ -180,16 +338,57 @@ impl Packed {
         self.words() as u64 * 4
     }
 
+    /// Multiply-adds of a query row with a token's key and value, on average over a page.
+    pub const fn products(&self) -> u32 {
+        let k = match self.k_side {
+            Side::Tokens => self.k_dim,
+            Side::Means { level } => self.k_dim >> level,
+            Side::Basis { wide } => self.k_dim + self.k_slots() * wide / PAGE,
+        };
+        k + match self.v_side {
+            Side::Tokens => self.v_dim,
+            Side::Means { level } => self.v_dim >> level,
+            Side::Basis { wide } => self.v_dim + self.v_table_rows() * wide / PAGE,
+        }
+    }
+
     /// Rows of 32 f32 that hold one query row's output while it is summed: row `col * v_parts + j` has, in lane `i`, channel
     /// `j * v_stride + col * 32 + i`.
     #[inline]
     pub const fn acc_rows(&self) -> u32 {
+        match self.v_side {
+            Side::Basis { .. } => self.v_out().stored_acc_rows(),
+            _ => self.stored_acc_rows(),
+        }
+    }
+
+    /// The same while stored channels are summed.
+    #[inline]
+    pub const fn stored_acc_rows(&self) -> u32 {
         self.v_cols() * self.v_parts()
     }
 
-    /// Where channel `c` of V is summed: the acc row and the lane in it.
+    /// Channels of an output row.
+    #[inline]
+    pub const fn out_dim(&self) -> u32 {
+        match self.v_side {
+            Side::Basis { wide } => wide,
+            _ => self.v_dim,
+        }
+    }
+
+    /// Where channel `c` of an output row is summed: the acc row and the lane in it.
     #[inline]
     pub const fn acc_place(&self, c: u32) -> (u32, u32) {
+        match self.v_side {
+            Side::Basis { .. } => self.v_out().stored_acc_place(c),
+            _ => self.stored_acc_place(c),
+        }
+    }
+
+    /// The same of stored channel `c`.
+    #[inline]
+    pub const fn stored_acc_place(&self, c: u32) -> (u32, u32) {
         let (part, word) = (c / self.v_stride(), c % self.v_stride());
         (word / PAGE * self.v_parts() + part, word % PAGE)
     }
@@ -207,11 +406,30 @@ impl Packed {
         Position(last - (last.wrapping_sub(low) & 0xffff))
     }
 
-    /// Reads the stored channels of the key at `lane`, scales applied, `k_dim` of them.
+    /// Reads the key at `lane`, scales applied: the stored channels, or those that a mean or a basis makes.
     ///
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
     pub fn read_key(&self, words: &[u32], lane: u32, key: &mut [f32]) {
+        let row = |slot, c| {
+            let (word, part) = self.k_table_at(slot, c);
+            let code = self.k_table_code();
+            code.decode(words[word as usize] >> (part * code.bits()))
+        };
+        match self.k_side {
+            Side::Tokens => self.read_stored_key(words, lane, key),
+            Side::Means { level } => {
+                (0..).zip(&mut key[..self.k_dim as usize]).for_each(|(c, x)| *x = row(lane >> level, c));
+            }
+            Side::Basis { wide } => {
+                let mut stored = [0.0; PAGE as usize];
+                self.read_stored_key(words, lane, &mut stored);
+                widened(&stored[..self.k_dim as usize], row, &mut key[..wide as usize]);
+            }
+        }
+    }
+
+    fn read_stored_key(&self, words: &[u32], lane: u32, key: &mut [f32]) {
         let n = self.k.per_word();
         for (c, x) in (0u32..).zip(&mut key[..self.k_dim as usize]) {
             let word = words[(self.k_base() + c / n * PAGE + lane) as usize];
@@ -220,11 +438,35 @@ impl Packed {
         }
     }
 
-    /// Reads the stored channels of the value at `lane`, scales applied, `v_dim` of them.
+    /// Reads the value at `lane`, scales applied: the stored channels, or those that a mean or a basis makes.
     ///
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
     pub fn read_value(&self, words: &[u32], lane: u32, value: &mut [f32]) {
+        let out = self.v_out();
+        let row = |row, c| {
+            let (word, part) = out.row_at(row, c);
+            out.v.decode(words[(self.v_table() + word) as usize] >> (part * out.v.bits()))
+        };
+        match self.v_side {
+            Side::Tokens => self.read_stored_value(words, lane, value),
+            Side::Means { level } => {
+                (0..).zip(&mut value[..self.v_dim as usize]).for_each(|(c, x)| *x = row(lane >> level, c));
+            }
+            Side::Basis { wide } => {
+                let mut stored = [0.0; PAGE as usize];
+                self.read_stored_value(words, lane, &mut stored);
+                widened(&stored[..self.v_dim as usize], row, &mut value[..wide as usize]);
+            }
+        }
+    }
+
+    /// Word, from the first row on, and part in it of channel `c` of row `row` of V, of a code without a scale.
+    pub(super) const fn row_at(&self, row: u32, c: u32) -> (u32, u32) {
+        (row * self.v_stride() + c % self.v_stride(), c / self.v_stride())
+    }
+
+    fn read_stored_value(&self, words: &[u32], lane: u32, value: &mut [f32]) {
         let (stride, tokens) = (self.v_stride(), self.v_tokens());
         for (c, x) in (0u32..).zip(&mut value[..self.v_dim as usize]) {
             let word = words[(self.v_base() + lane / tokens * stride + c % stride) as usize];
@@ -234,6 +476,16 @@ impl Packed {
                 .v
                 .value(bits, || words[(self.v_scales() + self.v_group(c) * LANES as u32 + lane) as usize]);
         }
+    }
+}
+
+/// Coefficients times their basis, of which `row(k, c)` is channel `c` of vector `k`, and the mean, which is the row after them:
+/// each channel a chain of fused multiply-adds from 0, then a sum.
+fn widened(stored: &[f32], row: impl Fn(u32, u32) -> f32, out: &mut [f32]) {
+    for (c, out) in (0..).zip(out) {
+        let terms = (0..).zip(stored);
+        let sum = terms.fold(0.0, |sum, (k, x)| crate::portable::fma(*x, row(k, c), sum));
+        *out = sum + row(stored.len() as u32, c);
     }
 }
 

@@ -2,9 +2,10 @@
 
 use super::code::Scale;
 use super::pack::{Turn, turn};
-use super::packed::TAGS;
-use super::read::{Ahead, Back, INTEGERS, PackedPages, ROWS, TINY, positions, quad_codes, rows};
+use super::packed::{Packed, TAGS};
+use super::read::{Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, positions, quad_codes, rows};
 use crate::dtype::{Element, F16, F32};
+use crate::full::Query;
 use crate::page::MAX_DIM;
 use crate::rope;
 use crate::warp::{LANES, Routine, Warp};
@@ -165,24 +166,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         let Some((back, query)) = self.query.whole else { return [w.splat(0.0); R] };
         let (stored, whole) = self.rebuilt.split_at_mut(MAX_DIM as usize);
         let stored = &mut stored[..packed.k_dim as usize];
-        let keys = rows(page.words, packed.k_base(), packed.k_rows());
-        let n = packed.k.per_word() as usize;
-        for (c, out) in stored.iter_mut().enumerate() {
-            let word = w.load(&keys[c / n]);
-            let part = packed.k.place((c % n) as u32) as usize;
-            let x = packed.k.part(w, word, part);
-            let x = match packed.k.scale() {
-                Scale::None => x,
-                scale => {
-                    let word = w.splat_u(page.words[packed.k_scales() as usize + c]);
-                    match scale {
-                        Scale::Float => w.mul(x, w.from_bits(word)),
-                        _ => w.fma(x, F16::channel(w, word, 0), F16::channel(w, word, 1)),
-                    }
-                }
-            };
-            w.store(x, out);
-        }
+        stored_keys(w, packed, page.words, stored);
         let whole = &mut whole[..query.k_dim];
         let rows: &[[f32; LANES]] = match back {
             None => stored,
@@ -214,16 +198,50 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
                 whole
             }
         };
-        let position = positions(w, &page);
-        match &query.rotation {
-            Some(rotation) => rope::scores::<W, F32, R>(
-                w,
-                rotation,
-                bytemuck::cast_slice::<[f32; LANES], [u32; LANES]>(rows),
-                &query,
-                position,
-            ),
-            None => [w.splat(0.0); R],
-        }
+        turned_scores(w, &page, rows, &query)
+    }
+}
+
+/// Stored channels of a page's keys, scales applied, a row each.
+#[inline(always)]
+pub(super) fn stored_keys<W: Warp>(w: W, packed: &Packed, words: &[u32], stored: &mut [[f32; LANES]]) {
+    let keys = rows(words, packed.k_base(), packed.k_rows());
+    let n = packed.k.per_word() as usize;
+    for (c, out) in stored.iter_mut().enumerate() {
+        let word = w.load(&keys[c / n]);
+        let part = packed.k.place((c % n) as u32) as usize;
+        let x = packed.k.part(w, word, part);
+        let x = match packed.k.scale() {
+            Scale::None => x,
+            scale => {
+                let word = w.splat_u(words[packed.k_scales() as usize + c]);
+                match scale {
+                    Scale::Float => w.mul(x, w.from_bits(word)),
+                    _ => w.fma(x, F16::channel(w, word, 0), F16::channel(w, word, 1)),
+                }
+            }
+        };
+        w.store(x, out);
+    }
+}
+
+/// Scores of rebuilt keys, turned to their positions.
+#[inline(always)]
+pub(super) fn turned_scores<W: Warp, const R: usize>(
+    w: W,
+    page: &PackedRef<'_>,
+    keys: &[[f32; LANES]],
+    query: &Query<'_, R>,
+) -> [W::F; R] {
+    let position = positions(w, page);
+    match &query.rotation {
+        Some(rotation) => rope::scores::<W, F32, R>(
+            w,
+            rotation,
+            bytemuck::cast_slice::<[f32; LANES], [u32; LANES]>(keys),
+            query,
+            position,
+        ),
+        None => [w.splat(0.0); R],
     }
 }

@@ -122,7 +122,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         let width = self.packed.v_words() as usize;
         let (packed, words) = (self.packed, self.pages[i].words);
         let (parts, group_parts) = (packed.v_parts() as usize, packed.v_group_parts() as usize);
-        let stride = packed.acc_rows() as usize;
+        let stride = packed.stored_acc_rows() as usize;
         let scales = rows(words, packed.v_scales(), packed.v_scale_rows());
         let mut ahead = Ahead::new(self.after(i), packed.v_cols() as usize * parts * width);
         for col in 0..packed.v_cols() as usize {

@@ -1,10 +1,16 @@
 //! C_Ch-lit: chunks in the letter of arXiv 2508.06526, a principal component analysis of each block of tokens.
+//!
+//! [`Coding::block_pca`](super::Coding::block_pca) stores pages that way, a page being a block: around its own mean, which takes
+//! the room of one vector more and none of the tokens' coefficients.
 
+#[cfg(feature = "fit")]
 use super::eigen::low_rank;
-use super::{FitError, Moments};
+use super::{FitError, Moments, jacobi};
+use half::f16;
 
 /// A block of rows in a basis of its own.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg(feature = "fit")]
 pub struct BlockPca {
     /// `[rank][wide]`, orthonormal rows.
     pub basis: Vec<f32>,
@@ -14,6 +20,7 @@ pub struct BlockPca {
     pub tail: f64,
 }
 
+#[cfg(feature = "fit")]
 impl BlockPca {
     /// Bytes of the two factors at `bytes` a value; they are fewer than the block's own only where
     /// `rank < rows wide / (rows + wide)`.
@@ -29,6 +36,7 @@ impl BlockPca {
 ///
 /// # Errors
 /// No rows, or a part of one; values that are not finite; a rank that is not 1..=wide.
+#[cfg(feature = "fit")]
 pub fn block_pca(rows: &[f32], wide: u32, rank: u32) -> Result<BlockPca, FitError> {
     let mut moments = Moments::new(wide)?;
     moments.observe(rows)?;
@@ -39,4 +47,73 @@ pub fn block_pca(rows: &[f32], wide: u32, rank: u32) -> Result<BlockPca, FitErro
         found.map.encode_row(row, out);
     }
     Ok(BlockPca { basis: found.map.encode().into_owned(), coefficients, tail: found.tail })
+}
+
+/// Mean and basis of a block, in numbers that a page holds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockBasis {
+    /// `[wide]`, of f16.
+    pub mean: Vec<f32>,
+    /// `[rank][wide]`, orthonormal rows rounded to f16. Rows past the block's own rank are 0.
+    pub basis: Vec<f32>,
+    /// The sum of the dropped `sigma^2` of the rows around the mean, were nothing rounded.
+    pub tail: f64,
+}
+
+/// The best `rank` directions for one block, `[rows][wide]`, around its mean. The same bits on every machine.
+///
+/// The Gram matrix of the rows, in f64, is turned to its diagonal by Jacobi's rotations in a fixed order, so it is for blocks of
+/// few rows: O(rows^2 wide + rows^3).
+///
+/// # Errors
+/// No rows, or a part of one; values that are not finite; a rank that is not 1..=wide.
+pub fn block_basis(rows: &[f32], wide: u32, rank: u32) -> Result<BlockBasis, FitError> {
+    // Checks what it is given.
+    Moments::new(wide)?.observe(rows)?;
+    if rows.is_empty() {
+        return Err(FitError::TooFew { what: "rows", have: 0, least: 1 });
+    }
+    if !(1..=wide).contains(&rank) {
+        return Err(FitError::Rank { rank, dim: wide });
+    }
+    Ok(basis(rows, wide as usize, rank as usize))
+}
+
+/// [`block_basis`] of what is known to be right.
+pub(super) fn basis(rows: &[f32], wide: usize, rank: usize) -> BlockBasis {
+    let n = rows.len() / wide;
+    let rounded = |x: f64| f16::from_f32((x as f32).clamp(-65504.0, 65504.0)).to_f32();
+    let mean: Vec<f32> = (0..wide)
+        .map(|c| rounded(rows.iter().skip(c).step_by(wide).map(|x| f64::from(*x)).sum::<f64>() / n as f64))
+        .collect();
+    let centred: Vec<f64> =
+        rows.iter().enumerate().map(|(i, x)| f64::from(*x) - f64::from(mean[i % wide])).collect();
+    let row = |i: usize| &centred[i * wide..(i + 1) * wide];
+    let mut gram = vec![0.0; n * n];
+    for i in 0..n {
+        for j in 0..=i {
+            let dot: f64 = row(i).iter().zip(row(j)).map(|(a, b)| a * b).sum();
+            (gram[i * n + j], gram[j * n + i]) = (dot, dot);
+        }
+    }
+    let vectors = jacobi::diagonal(&mut gram, n);
+    let value = |i: usize| gram[i * n + i].max(0.0);
+    let mut order: Vec<usize> = (0..n).collect();
+    order.sort_by(|a, b| value(*b).total_cmp(&value(*a)));
+    let least = value(order[0]) * 1e-12;
+    let mut basis = vec![0.0; rank * wide];
+    for (out, &k) in basis.chunks_exact_mut(wide).zip(&order) {
+        // What is so far below the largest is rounding, in no direction of its own.
+        if value(k) <= least {
+            break;
+        }
+        let mut sum = vec![0.0; wide];
+        for (i, weight) in vectors[k * n..(k + 1) * n].iter().enumerate() {
+            sum.iter_mut().zip(row(i)).for_each(|(sum, x)| *sum += *weight * x);
+        }
+        let norm = value(k).sqrt();
+        out.iter_mut().zip(&sum).for_each(|(out, x)| *out = rounded(x / norm));
+    }
+    let tail = order.iter().skip(rank).map(|k| value(*k)).sum();
+    BlockBasis { mean, basis, tail }
 }

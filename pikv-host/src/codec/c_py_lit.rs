@@ -1,4 +1,7 @@
 //! C_Py-lit: the pyramid in the letter of arXiv 2508.06526, averages over longer and longer runs of tokens.
+//!
+//! [`Coding::means`](super::Coding::means) stores pages that way: at one level, every token read as the mean of its run, which is the
+//! paper's `P_l K`. Levels that rise with age are two such codecs, the second by [`CacheConfig::age`](crate::CacheConfig::age).
 
 use super::SelectError;
 use pikv_core::page::MAX_DIM;
@@ -34,16 +37,8 @@ pub fn pyramid(rows: &[f32], dim: usize, levels: u32) -> Result<Pyramid, SelectE
     }
     let mut out = Pyramid { levels: Vec::new(), lost: Vec::new(), dim, tokens: rows.len() / dim };
     for level in 0..levels {
-        let (mut means, mut lost) = (Vec::new(), 0.0);
-        for run in rows.chunks(run(level).saturating_mul(dim)) {
-            let n = (run.len() / dim) as f64;
-            for c in 0..dim {
-                let channel = || run.iter().skip(c).step_by(dim).map(|x| f64::from(*x));
-                let mean = channel().sum::<f64>() / n;
-                lost += channel().map(|x| (x - mean) * (x - mean)).sum::<f64>();
-                means.push(mean as f32);
-            }
-        }
+        let mut lost = 0.0;
+        let means = means(rows, dim, run(level), |x, mean| lost += (x - mean) * (x - mean));
         out.levels.push(means);
         out.lost.push(lost);
     }
@@ -70,6 +65,21 @@ impl Pyramid {
         let run_of = |token: usize| token / run(level) * self.dim;
         Ok((0..self.tokens).flat_map(|t| &means[run_of(t)..][..self.dim]).copied().collect())
     }
+}
+
+/// The means of runs of `run` rows, `[runs][dim]`; `each` is told every value and its run's mean.
+pub(super) fn means(rows: &[f32], dim: usize, run: usize, mut each: impl FnMut(f64, f64)) -> Vec<f32> {
+    let mut means = Vec::new();
+    for run in rows.chunks(run.saturating_mul(dim)) {
+        let n = (run.len() / dim) as f64;
+        for c in 0..dim {
+            let channel = || run.iter().skip(c).step_by(dim).map(|x| f64::from(*x));
+            let mean = channel().sum::<f64>() / n;
+            channel().for_each(|x| each(x, mean));
+            means.push(mean as f32);
+        }
+    }
+    means
 }
 
 /// Tokens of a run.

@@ -1,32 +1,90 @@
 //! What becomes of a head's tokens once they left the ring.
 
 use super::map::Map;
+use super::{MapError, c_ch_lit, c_py_lit};
 use crate::error::ConfigError;
 use crate::lanes::Lanes;
-use pikv_core::codec::code::Code;
-use pikv_core::codec::pack::{Turn, pack, turn, unpack};
-use pikv_core::codec::packed::Packed;
+use pikv_core::codec::code::{Code, Scale};
+use pikv_core::codec::pack::{Turn, pack, pack_tables, turn, unpack};
+use pikv_core::codec::packed::{Packed, Side};
 use pikv_core::page::{Layout, Position, Unstorable};
 use pikv_core::warp::{Kernel, LANES, Warp};
 use std::cell::RefCell;
 
-/// How K or V is stored in packed pages: a code, of the channels themselves or of what a map makes of them.
+/// How K or V is stored in packed pages: a code, of the channels themselves or of what a map makes of them, of means, or of
+/// coefficients.
 #[derive(Clone, Debug)]
 pub struct Coding {
     code: Code,
-    map: Option<Map>,
+    form: Form,
+}
+
+#[derive(Clone, Debug)]
+enum Form {
+    Plain,
+    Map(Map),
+    /// Of a level.
+    Means(u32),
+    /// Of a rank.
+    Basis(u32),
 }
 
 impl Coding {
     /// The channels as they are, in `code`.
     pub const fn new(code: Code) -> Coding {
-        Coding { code, map: None }
+        Coding { code, form: Form::Plain }
     }
 
     /// What `map` makes of a row is coded instead.
     pub fn map(mut self, map: Map) -> Coding {
-        self.map = Some(map);
+        self.form = Form::Map(map);
         self
+    }
+
+    /// C_Py-lit: runs of `2^level` tokens of a page, in the order in which they were filed, are stored as their mean, in `code`, and
+    /// every token of a run is read as that: `1 / 2^level` of the bytes. A token that was evicted or has left a window is read no
+    /// more, but stays in its run's mean.
+    ///
+    /// # Errors
+    /// A level that is not 1..=3, or a code with scales.
+    ///
+    /// ```
+    /// use pikv_host::codec::{Code, Codec, Coding};
+    /// let quarter = Coding::means(Code::Bf16, 2)?;
+    /// let page = Codec::new(quarter.clone(), quarter).packed(128, 128);
+    /// assert_eq!(page.bytes(), 2 * 8 * 128 * 2 + 64);
+    /// # Ok::<(), pikv_host::codec::MapError>(())
+    /// ```
+    pub fn means(code: Code, level: u32) -> Result<Coding, MapError> {
+        if !(1..=3).contains(&level) {
+            return Err(MapError::Level { level });
+        }
+        if code.scale() != Scale::None {
+            return Err(MapError::Scaled { code: code.name() });
+        }
+        Ok(Coding { code, form: Form::Means(level) })
+    }
+
+    /// C_Ch-lit: each page as coefficients, in `code`, in a basis of its own of `rank` vectors around its own mean, both in f16 and in
+    /// the page. K's basis is stored with a power of two of vectors, the mean among them, so 3, 7 and 15 waste nothing. Packing
+    /// takes O(32^3 + 32^2 head_dim) a page.
+    ///
+    /// # Errors
+    /// A rank that is not 1..=31.
+    ///
+    /// ```
+    /// use pikv_host::codec::{Code, Codec, Coding};
+    /// let seven = Coding::block_pca(Code::F16, 7)?;
+    /// let page = Codec::new(seven, Coding::new(Code::Bf16)).packed(128, 128);
+    /// // 4 words of coefficients for 32 keys, 8 vectors of 64 words, values as they are.
+    /// assert_eq!(page.bytes(), 4 * (4 * 32 + 8 * 64) + 32 * 128 * 2 + 64);
+    /// # Ok::<(), pikv_host::codec::MapError>(())
+    /// ```
+    pub fn block_pca(code: Code, rank: u32) -> Result<Coding, MapError> {
+        if !(1..=31).contains(&rank) {
+            return Err(MapError::Rank { rank });
+        }
+        Ok(Coding { code, form: Form::Basis(rank) })
     }
 
     /// The code.
@@ -36,19 +94,55 @@ impl Coding {
 
     /// The map, if there is one.
     pub const fn mapped(&self) -> Option<&Map> {
-        self.map.as_ref()
+        match &self.form {
+            Form::Map(map) => Some(map),
+            _ => None,
+        }
+    }
+
+    /// The level of the means that are stored, if they are.
+    pub const fn level(&self) -> Option<u32> {
+        match self.form {
+            Form::Means(level) => Some(level),
+            _ => None,
+        }
+    }
+
+    /// The vectors of a page's own basis, if it has one.
+    pub const fn rank(&self) -> Option<u32> {
+        match self.form {
+            Form::Basis(rank) => Some(rank),
+            _ => None,
+        }
     }
 
     /// Stored channels of a row of `dim`.
     pub fn stored(&self, dim: u32) -> u32 {
-        self.map.as_ref().map_or(dim, Map::narrow)
+        match &self.form {
+            Form::Plain | Form::Means(_) => dim,
+            Form::Map(map) => map.narrow(),
+            Form::Basis(rank) => *rank,
+        }
+    }
+
+    fn side(&self, dim: u32) -> Side {
+        match self.form {
+            Form::Plain | Form::Map(_) => Side::Tokens,
+            Form::Means(level) => Side::Means { level },
+            Form::Basis(_) => Side::Basis { wide: dim },
+        }
     }
 
     /// The largest magnitude of a channel that this can store, with a hundredth of room for the roundings of the head's dtype
     /// and of the map.
     pub fn limit(&self) -> f32 {
         let top = 0.99 * self.code.limit();
-        self.map.as_ref().map_or(top, |map| map.limit(top))
+        match &self.form {
+            Form::Plain | Form::Means(_) => top,
+            Form::Map(map) => map.limit(top),
+            // A mean is an f16; a coefficient is no longer than a row from its mean, of 256 channels.
+            Form::Basis(_) => (0.99 * Code::F16.limit()).min(top / 32.0),
+        }
     }
 }
 
@@ -82,6 +176,7 @@ impl Codec {
     /// The layout of packed pages of a head with these widths.
     pub fn packed(&self, k_dim: u32, v_dim: u32) -> Packed {
         Packed::new(self.k.stored(k_dim), self.v.stored(v_dim), self.k.code, self.v.code)
+            .sides(self.k.side(k_dim), self.v.side(v_dim))
     }
 
     /// Raw bytes in bf16 over packed bytes, scales and positions included: the paper's rho.
@@ -98,6 +193,16 @@ pub(crate) struct HeadCodec {
     pub packed: Packed,
     pub k_limit: f32,
     pub v_limit: f32,
+    /// How its pages are packed once more.
+    pub aged: Option<Box<Aged>>,
+}
+
+/// The second codec of a head.
+#[derive(Clone, Debug)]
+pub(crate) struct Aged {
+    /// Tokens that leave the ring between the two.
+    pub after: u32,
+    pub codec: HeadCodec,
 }
 
 impl HeadCodec {
@@ -106,7 +211,7 @@ impl HeadCodec {
     pub fn new(layer: usize, layout: &Layout, codec: &Codec) -> Result<HeadCodec, ConfigError> {
         let widths = [("k", &codec.k, layout.k_dim), ("v", &codec.v, layout.v_dim)];
         for (what, coding, dim) in widths {
-            if let Some(wide) = coding.map.as_ref().map(Map::wide).filter(|wide| *wide != dim) {
+            if let Some(wide) = coding.mapped().map(Map::wide).filter(|wide| *wide != dim) {
                 return Err(ConfigError::Map { layer, what, wide, dim });
             }
         }
@@ -115,7 +220,25 @@ impl HeadCodec {
             k_limit: codec.k.limit(),
             v_limit: codec.v.limit(),
             codec: codec.clone(),
+            aged: None,
         })
+    }
+
+    /// Packs pages once more when `after` more tokens have left the ring.
+    pub fn age(&mut self, after: u32, codec: HeadCodec) {
+        (self.k_limit, self.v_limit) = (self.k_limit.min(codec.k_limit), self.v_limit.min(codec.v_limit));
+        self.aged = Some(Box::new(Aged { after, codec }));
+    }
+
+    /// Whether means stand for single tokens, in pages of whatever age.
+    pub fn has_means(&self) -> bool {
+        let old = self.aged.as_ref().is_some_and(|aged| aged.codec.has_means());
+        old || [&self.codec.k, &self.codec.v].into_iter().any(|coding| coding.level().is_some())
+    }
+
+    /// The position from which on rows read the page that `by` packed as the second codec left it; none without one.
+    pub fn ages_at(&self, by: u32) -> Option<u32> {
+        Some(by.saturating_add(self.aged.as_ref()?.after))
     }
 
     /// Whether a token can be stored, however its dtype rounds it.
@@ -133,13 +256,38 @@ impl HeadCodec {
 
     /// Packs the first `fill` tokens of `page`.
     pub fn pack(&self, lanes: Lanes, layout: &Layout, page: &[u32], fill: u32, out: &mut [u32]) {
-        ROWS.with_borrow_mut(|rows| lanes.run(Close { head: self, layout, page, fill, out, rows }));
+        let positions = &page[..fill as usize];
+        ROWS.with_borrow_mut(|rows| {
+            self.clear(layout, rows);
+            lanes.run(Close { head: self, layout, positions, page: Some(page), out, rows });
+        });
+    }
+
+    /// Packs the `fill` tokens of a page that `first` packed, whose last position is `last`.
+    pub fn repack(&self, lanes: Lanes, layout: &Layout, first: &HeadCodec, page: Old<'_>, out: &mut [u32]) {
+        let Old { words, fill, last } = page;
+        let positions: Vec<u32> = (0..fill).map(|lane| first.packed.position(words, lane, last).0).collect();
+        let (mut key, mut value) = (vec![0.0; layout.k_dim as usize], vec![0.0; layout.v_dim as usize]);
+        ROWS.with_borrow_mut(|rows| {
+            self.clear(layout, rows);
+            for lane in 0..LANES {
+                first.read(words, (lane as u32).min(fill - 1), last, &mut key, &mut value);
+                rows.iter_mut().zip(key.iter().chain(&value)).for_each(|(row, x)| row[lane] = *x);
+            }
+            lanes.run(Close { head: self, layout, positions: &positions, page: None, out, rows });
+        });
+    }
+
+    fn clear(&self, layout: &Layout, rows: &mut Vec<[f32; LANES]>) {
+        let all = layout.k_dim + layout.v_dim + self.packed.k_dim + self.packed.v_dim;
+        rows.clear();
+        rows.resize(all as usize, [0.0; LANES]);
     }
 
     /// What is left of query `q`, times `factor`, in `out`; returns what its scores start from.
     pub fn fold(&self, q: &[f32], factor: f32, out: &mut [f32]) -> f32 {
-        let out = &mut out[..self.packed.k_dim as usize];
-        let start = match &self.codec.k.map {
+        let out = &mut out[..self.packed.query_dim() as usize];
+        let start = match self.codec.k.mapped() {
             None => {
                 out.copy_from_slice(q);
                 0.0
@@ -156,7 +304,7 @@ impl HeadCodec {
     /// Key and value of the token at `lane`, decoded to the head's channels.
     pub fn read(&self, words: &[u32], lane: u32, last: u32, key: &mut [f32], value: &mut [f32]) -> Position {
         fn whole(coding: &Coding, out: &mut [f32], read: impl FnOnce(&mut [f32])) {
-            match &coding.map {
+            match coding.mapped() {
                 None => read(out),
                 Some(map) => {
                     let mut stored = vec![0.0; map.narrow() as usize];
@@ -176,32 +324,61 @@ thread_local! {
     static ROWS: RefCell<Vec<[f32; LANES]>> = const { RefCell::new(Vec::new()) };
 }
 
+/// A packed page that is packed again.
+#[derive(Clone, Copy)]
+pub(crate) struct Old<'a> {
+    pub words: &'a [u32],
+    pub fill: u32,
+    pub last: u32,
+}
+
 /// Packs one page on the lanes.
 struct Close<'a> {
     head: &'a HeadCodec,
     layout: &'a Layout,
-    page: &'a [u32],
-    fill: u32,
+    positions: &'a [u32],
+    /// The page as its tokens came; else `rows` begins with their channels.
+    page: Option<&'a [u32]>,
     out: &'a mut [u32],
-    rows: &'a mut Vec<[f32; LANES]>,
+    /// Channels of K, of V, and room for those that are stored.
+    rows: &'a mut [[f32; LANES]],
 }
 
 impl Kernel for Close<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        let Close { head, layout, page, fill, out, rows } = self;
+        let Close { head, layout, positions, page, out, rows } = self;
+        let fill = positions.len() as u32;
         let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
-        let (k_stored, v_stored) = (head.packed.k_dim as usize, head.packed.v_dim as usize);
-        rows.clear();
-        rows.resize(k_dim + v_dim + k_stored + v_stored, [0.0; LANES]);
+        let k_stored = head.packed.k_dim as usize;
         let (k, rest) = rows.split_at_mut(k_dim);
         let (v, rest) = rest.split_at_mut(v_dim);
         let (k_mapped, v_mapped) = rest.split_at_mut(k_stored);
-        unpack(w, layout, page, fill, k, v);
-        let k = mapped(w, &head.codec.k, k, k_mapped);
-        let v = mapped(w, &head.codec.v, v, v_mapped);
-        pack(w, &head.packed, &page[..fill as usize], k, v, out);
+        if let Some(page) = page {
+            unpack(w, layout, page, fill, k, v);
+        }
+        let (k_table, v_table) = (table(&head.codec.k, k, fill), table(&head.codec.v, v, fill));
+        let k = mapped(w, &head.codec.k, &k_table, k, k_mapped);
+        let v = mapped(w, &head.codec.v, &v_table, v, v_mapped);
+        pack(w, &head.packed, positions, k, v, out);
+        if head.packed.factored() {
+            pack_tables(&head.packed, &k_table, &v_table, out);
+        }
+    }
+}
+
+/// The rows beside a page's tokens, `[rows][channels]`: means, or a basis and its mean. None for other codings.
+#[inline(never)]
+fn table(coding: &Coding, x: &[[f32; LANES]], fill: u32) -> Vec<f32> {
+    let rows = || -> Vec<f32> { (0..fill as usize).flat_map(|t| x.iter().map(move |row| row[t])).collect() };
+    match coding.form {
+        Form::Plain | Form::Map(_) => Vec::new(),
+        Form::Means(level) => c_py_lit::means(&rows(), x.len(), 1 << level, |_, _| ()),
+        Form::Basis(rank) => {
+            let found = c_ch_lit::basis(&rows(), x.len(), rank as usize);
+            [found.basis, found.mean].concat()
+        }
     }
 }
 
@@ -209,15 +386,18 @@ impl Kernel for Close<'_> {
 fn mapped<'a, W: Warp>(
     w: W,
     coding: &Coding,
+    table: &[f32],
     x: &'a [[f32; LANES]],
     out: &'a mut [[f32; LANES]],
 ) -> &'a [[f32; LANES]] {
-    match coding.map.as_ref().map(Map::turn) {
-        None => x,
-        Some(form) => {
-            let form: Turn<'_> = form;
-            turn(w, &form, x, out);
-            out
+    let form: Turn<'_> = match &coding.form {
+        Form::Plain | Form::Means(_) => return x,
+        Form::Map(map) => map.turn(),
+        Form::Basis(rank) => {
+            let (encode, bias) = table.split_at(*rank as usize * x.len());
+            Turn::Dense { encode, bias }
         }
-    }
+    };
+    turn(w, &form, x, out);
+    out
 }

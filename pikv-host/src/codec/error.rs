@@ -45,6 +45,24 @@ pub enum MapError {
         /// Channels of a row.
         wide: u32,
     },
+    /// A level of means.
+    #[error("means of level {level}; it must be 1..=3, for runs of 2, 4 or 8 tokens")]
+    Level {
+        /// As given.
+        level: u32,
+    },
+    /// Means in a code that has scales.
+    #[error("means in {code}; a code without scales is needed: f32, f16 or bf16")]
+    Scaled {
+        /// The code's name.
+        code: &'static str,
+    },
+    /// Vectors of a page's own basis.
+    #[error("a page of 32 tokens in {rank} vectors of its own; they must be 1..=31")]
+    Rank {
+        /// As given.
+        rank: u32,
+    },
     /// The scale of a low-rank update.
     #[error("alpha {0}: it must be finite and not 0")]
     Alpha(f32),

@@ -10,20 +10,21 @@
 //! | C_Lo | [`lora`] | no |
 //! | C_Lo+ | [`lora_plus`], `fit_lora_plus` | to fit |
 //! | C_Py | [`PyramidKv`] | no |
-//! | C_Py-lit | [`pyramid`] | no |
+//! | C_Py-lit | [`Coding::means`]; [`pyramid`] | no |
 //! | C_Ch | [`ChunkKv`] | no |
-//! | C_Ch-lit | `block_pca` | yes |
+//! | C_Ch-lit | [`Coding::block_pca`], [`block_basis`]; `block_pca` | the last |
 //! | C_F | [`FastV`] | no |
 //! | C_F-lit | [`crop`] | no |
 //! | C_Pr | [`think`] | no |
 //! | C_Dis | `distil` | yes |
-//! | C_Hy | [`hybrid`] | no |
+//! | C_Hy | [`hybrid`]; by age [`CacheConfig::age`](crate::CacheConfig::age) | no |
 //!
 //! Names and ids are those of arXiv 2508.06526; meanings are those of the methods' own papers, named in each file. With the
 //! feature `fit`, a `Fitter` gathers what the fits need from a model's own keys and values, and `Fitted` keeps their results in
 //! one safetensors file.
 
 mod c_ch;
+mod c_ch_lit;
 mod c_f;
 mod c_f_lit;
 mod c_hy;
@@ -34,13 +35,12 @@ mod c_py;
 mod c_py_lit;
 mod coding;
 mod error;
+mod jacobi;
 mod map;
 mod moments;
 mod pairs;
 mod product;
 
-#[cfg(feature = "fit")]
-mod c_ch_lit;
 #[cfg(feature = "fit")]
 mod c_dis;
 #[cfg(feature = "fit")]
@@ -55,6 +55,7 @@ mod fitted;
 mod student;
 
 pub use c_ch::ChunkKv;
+pub use c_ch_lit::{BlockBasis, block_basis};
 pub use c_f::FastV;
 pub use c_f_lit::{CropBy, crop};
 pub use c_hy::{Cost, HeadCodings, Hybrid, hybrid};
@@ -63,13 +64,16 @@ pub use c_lo_plus::lora_plus;
 pub use c_pr::think;
 pub use c_py::PyramidKv;
 pub use c_py_lit::{Pyramid, pyramid};
-pub(crate) use coding::HeadCodec;
 pub use coding::{Codec, Coding};
+pub(crate) use coding::{HeadCodec, Old};
 pub use error::{FitError, MapError, SelectError};
 pub use map::Map;
 pub use moments::Moments;
 pub use pairs::Crop;
-pub use pikv_core::codec::{code::Code, packed::Packed};
+pub use pikv_core::codec::{
+    code::Code,
+    packed::{Packed, Side as PackedSide},
+};
 
 #[cfg(feature = "fit")]
 pub use c_ch_lit::{BlockPca, block_pca};

@@ -291,7 +291,7 @@ impl Tally<'_> {
         let ((bytes, channels), beside) = match (held, self.codec) {
             (Held::Closed { original }, Some(HeadCodec { packed, .. })) => {
                 let beside = if original { full.0 } else { 0 };
-                ((packed.bytes(), packed.k_dim + packed.v_dim), beside)
+                ((packed.bytes(), packed.products()), beside)
             }
             _ => (full, 0),
         };

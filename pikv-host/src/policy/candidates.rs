@@ -1,7 +1,7 @@
 //! The tokens that a policy ranks.
 
 use super::State;
-use crate::chain::{Away, Closed, Entry, Held};
+use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
 use pikv_core::page::Layout;
 use pikv_core::warp::LANES;
@@ -108,8 +108,9 @@ impl Candidates<'_> {
     pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
         let Candidate { entry, lane, .. } = self.tokens[i];
         match (&entry.held, self.codec) {
-            (Held::Closed(Closed { packed, last, .. }), Some(codec)) => {
-                codec.read(packed.words(), lane, *last, key, value);
+            (Held::Closed(closed), Some(codec)) => {
+                let (page, codec) = closed.newest(codec);
+                codec.read(page.words(), lane, closed.last, key, value);
             }
             (Held::Open(page), _) => {
                 self.layout.read_key(page.words(), lane, key);

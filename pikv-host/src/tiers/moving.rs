@@ -112,7 +112,9 @@ impl Sequence {
             slot.read_into(words)?;
         }
         entry.held = match *by {
-            Some(by) => Held::Closed(Closed { packed: fresh, original: None, last, by }),
+            Some(by) => {
+                Held::Closed(Closed { packed: fresh, original: None, last, by, old: false, next: None })
+            }
             None => Held::Open(fresh),
         };
         Ok(())
