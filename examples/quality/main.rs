@@ -1,10 +1,11 @@
 //! What every codec costs a real model: bytes, nats, KL of the logits, error of what is stored, time to attend.
 //!
-//! `cargo run --release --example quality [-- --gguf FILE] [--tokens N] [--row NAME]`
+//! `cargo run --release --example quality [-- --gguf FILE] [--tokens N] [--row NAME]... [--csv FILE]`
 //!
 //! Without `--gguf` it runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes; with it any
-//! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than is evaluated. Prints one table;
-//! a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF) and a plot beside it.
+//! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than is evaluated. Prints one table, of all rows
+//! or of those with the names or ids given; a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF)
+//! and a plot beside it.
 
 #[allow(dead_code, reason = "other examples use the rest")]
 #[path = "../common/mod.rs"]
@@ -38,7 +39,7 @@ use timed::Timed;
 const RING: usize = 128;
 const SINKS: u32 = 4;
 
-const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --row NAME";
+const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --row NAME or id (as often as you like), --csv FILE";
 
 /// What one row came to.
 struct Outcome {
@@ -51,7 +52,7 @@ struct Outcome {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let Arguments { gguf, tokens, only } = arguments()?;
+    let Arguments { gguf, tokens, only, csv } = arguments()?;
     let mut subject = Subject::load(gguf.as_deref())?;
     let ids = subject.tokens()?;
     let window = subject.window();
@@ -73,10 +74,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let rotated = capture(Keys::Rotated, "fitting: keys after their rotation")?;
     let plain = capture(Keys::Unrotated, "fitting: keys before their rotation")?;
-    let all = rows(&subject, &rotated, &plain, &bar)?;
+    let wanted = |id: &str, name: &str| only.is_empty() || only.iter().any(|o| o == id || o == name);
+    let all = rows(&subject, &rotated, &plain, wanted("C_Dis", ""), &bar)?;
     bar.finish_and_clear();
 
-    let chosen: Vec<&Row> = all.iter().filter(|row| only.as_ref().is_none_or(|o| *o == row.name)).collect();
+    let chosen: Vec<&Row> = all.iter().filter(|row| wanted(row.id, &row.name)).collect();
     if chosen.is_empty() {
         let names: Vec<&str> = all.iter().map(|row| &*row.name).collect();
         return Err(format!("--row: there are {}", names.join(", ")).into());
@@ -93,6 +95,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     let stem = if gguf.is_some() { "quality-llama" } else { "quality" };
     let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+    let csv = csv.or_else(|| only.is_empty().then(|| results.join(format!("{stem}.csv"))));
     let (mut outcomes, mut base) = (Vec::new(), None);
     for row in chosen {
         bar.set_message(row.name.clone());
@@ -120,9 +123,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         );
         bar.suspend(|| println!("{line}"));
         outcomes.push((row, o));
-        if only.is_none() {
-            let csv = csv(subject.name(), &outcomes, reference.0.nats, base);
-            std::fs::write(results.join(format!("{stem}.csv")), csv)?;
+        if let Some(path) = &csv {
+            std::fs::write(path, table(subject.name(), &outcomes, reference.0.nats, base))?;
         }
     }
     bar.finish_and_clear();
@@ -130,7 +132,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "\nratio: bf16 bytes of what left the ring over those that are left of it, scales and positions included; bytes: all pages at the end of the last \
          window, ring and open pages in bf16; attend x: the time of append and attend of bf16 over the row's"
     );
-    if only.is_none() {
+    if only.is_empty() {
         plot::write(&results.join(format!("{stem}.svg")), subject.name(), &outcomes, reference.0.nats)?;
         println!("written to benches/results/{stem}.csv and .svg");
     }
@@ -138,7 +140,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// What is known by now, as the file has it.
-fn csv(model: &str, outcomes: &[(&Row, Outcome)], uncompressed: f64, base: Option<f64>) -> String {
+fn table(model: &str, outcomes: &[(&Row, Outcome)], uncompressed: f64, base: Option<f64>) -> String {
     let mut csv =
         "model,row,k_codec,v_codec,budget,ratio,nats,delta_nats,kl,rel_error,attend_ratio\n".to_owned();
     for (row, o) in outcomes {
@@ -210,17 +212,19 @@ fn divergence(p: &[f32], q: &[f32]) -> f64 {
 struct Arguments {
     gguf: Option<PathBuf>,
     tokens: Option<usize>,
-    only: Option<String>,
+    only: Vec<String>,
+    csv: Option<PathBuf>,
 }
 
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
-    let mut parsed = Arguments { gguf: None, tokens: None, only: None };
+    let mut parsed = Arguments { gguf: None, tokens: None, only: Vec::new(), csv: None };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{name}: without a value; {HELP}"));
         match &*name {
             "--gguf" => parsed.gguf = Some(PathBuf::from(value()?)),
-            "--row" => parsed.only = Some(value()?),
+            "--row" => parsed.only.push(value()?),
+            "--csv" => parsed.csv = Some(PathBuf::from(value()?)),
             "--tokens" => {
                 let n = value()?;
                 parsed.tokens = Some(n.parse().map_err(|e| format!("--tokens {n}: {e}; {HELP}"))?);

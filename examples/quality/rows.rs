@@ -96,8 +96,14 @@ fn each(subject: &Subject, mut make: impl FnMut(u32, u32) -> Result<Codec>) -> R
     (0..subject.layers as u32).map(layer).collect()
 }
 
-/// All rows; the first is f32 and nothing packed.
-pub fn rows(subject: &Subject, rotated: &Capture, plain: &Capture, bar: &ProgressBar) -> Result<Vec<Row>> {
+/// All rows; the first is f32 and nothing packed. Fits a distilled one if `distils`, as that takes longest.
+pub fn rows(
+    subject: &Subject,
+    rotated: &Capture,
+    plain: &Capture,
+    distils: bool,
+    bar: &ProgressBar,
+) -> Result<Vec<Row>> {
     let dim = subject.head_dim as u32;
     let (half, most) = (dim / 2, dim / 4 * 3);
     let code = |k, v| each(subject, |_, _| Ok(Codec::new(Coding::new(k), Coding::new(v))));
@@ -164,7 +170,7 @@ pub fn rows(subject: &Subject, rotated: &Capture, plain: &Capture, bar: &Progres
     })?;
     rows.push(Row::new("C_Pr", "ThinK, 3/4 of K", "3/4", after, pruned));
 
-    if subject.layers * subject.kv_heads <= DISTILLED {
+    if distils && subject.layers * subject.kv_heads <= DISTILLED {
         let scale = 1.0 / (dim as f64).sqrt();
         let distilled = each(subject, |l, h| {
             bar.set_message(format!("distilling layer {l}, KV head {h}"));
