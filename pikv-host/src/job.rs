@@ -4,6 +4,7 @@ use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
 use crate::codec::HeadCodec;
+use crate::fabric::Remote;
 use crate::forest::{Forest, Listed};
 use crate::reduce::Trees;
 use crate::rope::Table;
@@ -20,6 +21,7 @@ use pikv_core::warp::LANES;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{PoisonError, RwLock};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
@@ -51,6 +53,8 @@ pub struct Job<'a> {
     pub table: Option<Table>,
     pub read: Read,
     pub closed_gaps: bool,
+    /// What other ranks worked out.
+    pub remote: Option<RwLock<Remote>>,
     pub overflow: AtomicUsize,
 }
 
@@ -66,6 +70,16 @@ pub struct Packed {
     folded: Vec<[f32; LANES]>,
     start: Vec<f32>,
     rebuilt: Vec<[f32; LANES]>,
+}
+
+impl Packed {
+    pub fn folded(&self) -> &[[f32; LANES]] {
+        &self.folded
+    }
+
+    pub fn start(&self) -> &[f32] {
+        &self.start
+    }
 }
 
 /// Buffers of a thread.
@@ -212,7 +226,7 @@ impl<'a> Job<'a> {
     }
 
     /// Rows of a bundle at most.
-    fn most(&self, forest: &Forest<'_>) -> usize {
+    pub fn most(&self, forest: &Forest<'_>) -> usize {
         let rows = self.inner.bundle();
         if forest.packed > 0 { rows.min(PACKED_ROWS) } else { rows }
     }
@@ -222,7 +236,7 @@ impl<'a> Job<'a> {
     }
 
     /// Scales, turns and packs the queries of an item, and calls `f` with the routine that computes a block of it.
-    fn with_scratch(
+    pub fn with_scratch(
         &self,
         item: &Item<'_>,
         f: impl FnOnce(Trees<'_>, &mut Scratch, &mut dyn FnMut(usize, &mut [f32])),
@@ -237,10 +251,23 @@ impl<'a> Job<'a> {
     }
 
     /// One block of an item, by the form of its pages.
-    pub fn block(&self, item: &Item<'_>, block: usize, packed: &mut Packed, part: &mut [f32], raw: Raw<'_>) {
+    pub fn block(
+        &self,
+        item: &Item<'_>,
+        block: usize,
+        packed: &mut Packed,
+        part: &mut [f32],
+        mut raw: Raw<'_>,
+    ) {
+        if let Some(remote) = &self.remote {
+            let remote = remote.read().unwrap_or_else(PoisonError::into_inner);
+            if remote.place(item, block, part, raw.as_deref_mut()) {
+                return;
+            }
+        }
         let (forest, lanes) = (item.forest, self.inner.config.lanes);
         let pages = forest.blocks[block].clone();
-        let next = forest.pages.get(pages.end).map(|page| page.words);
+        let next = forest.pages.get(pages.end).map(|page| page.words).filter(|words| !words.is_empty());
         let pages = &forest.pages[pages];
         let common = Common {
             layout: self.layout(),

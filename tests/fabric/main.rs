@@ -1,0 +1,4 @@
+//! Shards that live apart: the bits of one process, and what failing ranks do to the others.
+
+mod same;
+mod setup;
