@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::{Arc, RwLock};
 
 /// Words of answers that a wave of items takes at most, unless it is a single item: 64 MiB.
-const WAVE: usize = 16 << 20;
+pub(super) const WAVE: usize = 16 << 20;
 
 /// A row of the call and a block of its forest.
 type Key = (usize, usize, usize, usize);

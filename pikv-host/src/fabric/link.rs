@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// What went over a fabric since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes of messages to ranks.
+    /// Bytes of messages to ranks of other processes, or threads.
     pub sent: u64,
     /// Bytes of their answers.
     pub received: u64,
@@ -17,6 +17,8 @@ pub struct Traffic {
     pub rounds: u64,
     /// Time in rounds, from the first message sent to the last answer received, in which ranks compute too.
     pub waited: Duration,
+    /// Of that time, what the rank that took longest in each round computed; the rest is the wire's, and the front's own.
+    pub computed: Duration,
     /// Pages that were moved to another rank.
     pub moved: u64,
     /// Pages that were copied to a further rank.
@@ -157,7 +159,7 @@ impl Link {
             messages.push((rank, message));
         }
         let answers = self.round(kind::WORK, messages)?;
-        let mut first = Ok(());
+        let (mut first, mut longest) = (Ok(()), 0);
         let mut done = Vec::with_capacity(answers.len());
         for (rank, words) in answers {
             let mut reader = Reader::new(&words);
@@ -165,7 +167,8 @@ impl Link {
                 reader.header();
                 reader.status(rank)?;
                 let cut = FabricError::Malformed { rank, what: "an answer is cut off" };
-                let held = (reader.u64().ok_or(cut.clone())?, reader.u64().ok_or(cut)?);
+                let held = (reader.u64().ok_or(cut.clone())?, reader.u64().ok_or(cut.clone())?);
+                longest = longest.max(reader.u64().ok_or(cut)?);
                 Ok((held, reader.at()))
             })();
             match read {
@@ -176,6 +179,7 @@ impl Link {
                 Err(error) => first = first.and(Err(error)),
             }
         }
+        self.traffic.computed += Duration::from_nanos(longest);
         first.map(|()| done)
     }
 
@@ -193,8 +197,10 @@ impl Link {
         self.traffic.rounds += 1;
         for (rank, mut message) in messages {
             (message[HEADER - 2], message[HEADER - 1]) = (call as u32, (call >> 32) as u32);
-            self.traffic.messages += 1;
-            self.traffic.sent += 4 * message.len() as u64;
+            if self.fabric.is_wired(rank) {
+                self.traffic.messages += 1;
+                self.traffic.sent += 4 * message.len() as u64;
+            }
             if let Err(error) = self.fabric.send(rank, message) {
                 self.lose(rank, error, &mut first);
             }
@@ -244,7 +250,9 @@ impl Link {
             match refused {
                 Some(error) => self.lose(rank, error, &mut first),
                 None => {
-                    self.traffic.received += 4 * words.len() as u64;
+                    if self.fabric.is_wired(rank) {
+                        self.traffic.received += 4 * words.len() as u64;
+                    }
                     answers[at] = Some(words);
                     until = Instant::now() + self.timeout;
                 }

@@ -20,6 +20,7 @@ mod link;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 mod rebalance;
+mod schedule;
 mod store;
 mod wire;
 mod workers;
@@ -32,6 +33,7 @@ pub use front::RankUsage;
 pub(crate) use front::{Front, Kept};
 pub use link::Traffic;
 pub use rebalance::{Moves, Skew};
+pub use schedule::{RankPlan, Schedule, Wire};
 pub use store::Store;
 pub use workers::InProcess;
 
@@ -56,6 +58,11 @@ pub trait Fabric: Send {
     /// # Errors
     /// If there will never be one again.
     fn receive(&mut self, until: Instant) -> Result<Option<(u32, Vec<u32>)>, FabricError>;
+
+    /// Whether messages to a rank leave the process, and count as [`Traffic`].
+    fn is_wired(&self, _rank: u32) -> bool {
+        true
+    }
 
     /// Told once of a rank that was given up.
     fn lost(&mut self, _rank: u32) {}

@@ -332,6 +332,10 @@ impl Fabric for Processes {
         self.mail.receive(until)
     }
 
+    fn is_wired(&self, rank: u32) -> bool {
+        rank != 0
+    }
+
     fn lost(&mut self, rank: u32) {
         self.mail.world.broken.store(true, Ordering::Relaxed);
         self.mail.from.retain(|from| *from != rank);

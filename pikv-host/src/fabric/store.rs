@@ -19,6 +19,7 @@ use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The pages of one rank, in an arena and under a budget of its own, and the routines that read them.
 ///
@@ -148,6 +149,7 @@ impl Store {
 
     fn work(&mut self, reader: &mut Reader<'_>, out: &mut Vec<u32>) -> Result<(), Refusal> {
         const CUT: Refusal = Refusal::Malformed;
+        let begun = Instant::now();
         for _ in 0..reader.word().ok_or(CUT)? {
             let id = reader.u64().ok_or(CUT)?;
             self.pages.remove(&id);
@@ -190,11 +192,18 @@ impl Store {
         wire::done(out);
         wire::push_u64(out, self.bytes());
         wire::push_u64(out, self.pages.len() as u64);
+        let clock = out.len();
+        wire::push_u64(out, 0);
         for _ in 0..reader.word().ok_or(CUT)? {
             out.extend_from_slice(self.held(reader.u64().ok_or(CUT)?)?);
         }
         let n = reader.word().ok_or(CUT)?;
+        let stop = |out: &mut Vec<u32>| {
+            let nanos = begun.elapsed().as_nanos() as u64;
+            (out[clock], out[clock + 1]) = (nanos as u32, (nanos >> 32) as u32);
+        };
         if n == 0 {
+            stop(out);
             return Ok(());
         }
         let reach = reader.word().ok_or(CUT)?;
@@ -204,6 +213,7 @@ impl Store {
         let compute = |ask: &Ask<'_>| self.compute(ask);
         let answers = if self.parallel { each(&asks, compute) } else { asks.iter().map(compute).collect() };
         answers.iter().for_each(|answer| out.extend_from_slice(bytemuck::cast_slice(answer)));
+        stop(out);
         Ok(())
     }
 

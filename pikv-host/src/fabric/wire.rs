@@ -4,7 +4,7 @@
 //! magic, version, kind, session (2), call (2), then by kind
 //! hello    fingerprint (2)                    -> status, fingerprint (2)
 //! work     freed pages, tokens, whole pages, pages that must be there, pages that are wanted, questions
-//!                                             -> status, bytes (2), pages (2), the pages wanted, the partial results
+//!                                             -> status, bytes (2), pages (2), nanoseconds (2), the pages wanted, the partial results
 //! bye      whether a rank was lost            -> no answer
 //! ```
 //! Lists begin with their length. An answer has the kind, the session and the call of what it answers; one that has others is no answer.
