@@ -3,8 +3,10 @@
 //! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the others do;
 //! they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over the wire.
 //!
-//! For the others to outlive a process that dies, the launcher must let them: `mpiexec -disable-auto-cleanup` of MPICH. After that
-//! nobody calls `MPI_Finalize`, which would wait for the dead.
+//! For the others to outlive a process that dies, launcher and library must let them. MPICH 4.0's launcher kills all when one ends
+//! (with `-disable-auto-cleanup` too), unless it does not see it: let it start a shell that starts the rank and stays. Its UCX aborts
+//! whoever shares memory with the dead by system calls: `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine. `tests/mpi.rs` does both. After a
+//! loss nobody calls `MPI_Finalize`, which would wait for the dead.
 
 use super::{Fabric, FabricError, Store, wire};
 use crate::config::CacheConfig;
@@ -105,18 +107,19 @@ impl Mpi {
     }
 
     /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it is dropped; then gives the store back, for
-    /// [`Store::check`]. `timeout` is that of the front's [`Options`](super::Options), which has every rank hear of it four times as often.
+    /// [`Store::check`]. `timeout` is that of the front's [`Options`](super::Options), which lets every rank hear of it four times as often.
     ///
     /// # Errors
-    /// What is wrong with the configuration; [`FabricError::Lost`] if the front is not heard of for `timeout`.
+    /// What is wrong with the configuration; [`FabricError::Lost`] if the front is not heard of for three times `timeout`.
     pub fn serve(&self, config: &CacheConfig, budget: u64, timeout: Duration) -> Result<Store, Error> {
         let mut store = Store::new(config, budget)?.parallel(true);
         let mut mail = Mail::new(self.world.clone(), vec![0]);
-        let lost = |waited| FabricError::Lost { rank: 0, waited };
+        // The front may wait for another rank meanwhile.
+        let patience = 3 * timeout;
         loop {
-            let Some((_, message)) = mail.receive(Instant::now() + timeout)? else {
+            let Some((_, message)) = mail.receive(Instant::now() + patience)? else {
                 self.world.broken.store(true, Ordering::Relaxed);
-                return Err(lost(timeout).into());
+                return Err(FabricError::Lost { rank: 0, waited: patience }.into());
             };
             if Store::is_last(&message) {
                 if wire::lost(&message) {
@@ -145,7 +148,8 @@ struct Mail {
     /// Where to look next, so that nobody is passed by.
     next: usize,
     leaving: Vec<Flight>,
-    coming: Option<Flight>,
+    /// One from a rank at most: who dies in the middle of a message holds up nobody else's.
+    coming: Vec<Flight>,
 }
 
 // SAFETY: what makes a request or a communicator other than `Send` is a pointer of the MPI library, which takes calls from any thread as long
@@ -160,7 +164,7 @@ impl Drop for Mail {
             self.progress();
             thread::yield_now();
         }
-        for flight in self.leaving.drain(..).chain(self.coming.take()) {
+        for flight in self.leaving.drain(..).chain(self.coming.drain(..)) {
             self.world.broken.store(true, Ordering::Relaxed);
             forget(flight.words);
         }
@@ -178,7 +182,7 @@ fn test(flight: &mut Flight) -> Result<bool, ()> {
 
 impl Mail {
     fn new(world: Arc<World>, from: Vec<u32>) -> Mail {
-        Mail { world, from, next: 0, leaving: Vec::new(), coming: None }
+        Mail { world, from, next: 0, leaving: Vec::new(), coming: Vec::new() }
     }
 
     /// Lets MPI work on what leaves.
@@ -217,11 +221,14 @@ impl Mail {
         Ok(())
     }
 
-    /// A message that is there, whole or on its way.
+    /// Begins to take a message that is there.
     fn probe(&mut self) -> Result<(), FabricError> {
         for i in 0..self.from.len() {
             let at = (self.next + i) % self.from.len();
             let rank = self.from[at];
+            if self.coming.iter().any(|flight| flight.rank == rank) {
+                continue;
+            }
             let lost = FabricError::Lost { rank, waited: Duration::ZERO };
             let (mut found, mut count) = (0, 0);
             let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
@@ -261,7 +268,7 @@ impl Mail {
             }
             // SAFETY: MPI has written it.
             let request = unsafe { request.assume_init() };
-            self.coming = Some(Flight { rank, words, request });
+            self.coming.push(Flight { rank, words, request });
             self.next = (at + 1) % self.from.len();
             return Ok(());
         }
@@ -273,16 +280,17 @@ impl Mail {
         let mut turns = 0u32;
         loop {
             self.progress();
-            if self.coming.is_none() {
-                self.probe()?;
-            }
-            if let Some(mut flight) = self.coming.take() {
-                match test(&mut flight) {
-                    Ok(true) => return Ok(Some((flight.rank, flight.words))),
-                    Ok(false) => self.coming = Some(flight),
+            self.probe()?;
+            for at in 0..self.coming.len() {
+                match test(&mut self.coming[at]) {
+                    Ok(false) => {}
+                    Ok(true) => {
+                        let Flight { rank, words, .. } = self.coming.swap_remove(at);
+                        return Ok(Some((rank, words)));
+                    }
                     Err(()) => {
-                        let rank = flight.rank;
-                        forget(flight.words);
+                        let Flight { rank, words, .. } = self.coming.swap_remove(at);
+                        forget(words);
                         return Err(FabricError::Lost { rank, waited: Duration::ZERO });
                     }
                 }
