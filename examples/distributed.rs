@@ -77,7 +77,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Model::load(&root.join("models/austen-moe"))?;
     let world = world(ranks)?;
     let forms: Vec<CacheConfig> = std::iter::once(text_form(&model, world.ranks()))
-        .chain(if stream > 0 { streams(world.ranks())?.into_iter().map(|s| s.config).collect() } else { vec![] })
+        .chain(if stream > 0 {
+            streams(world.ranks())?.into_iter().map(|s| s.config).collect()
+        } else {
+            vec![]
+        })
         .collect();
     #[cfg(feature = "mpi")]
     if let World::Processes(mpi) = &world
@@ -125,7 +129,12 @@ struct Written {
     logits: Vec<u32>,
 }
 
-fn generate(model: &Model, prompt: &[u8], tokens: usize, paged: &mut Paged) -> Result<Written, Box<dyn Error>> {
+fn generate(
+    model: &Model,
+    prompt: &[u8],
+    tokens: usize,
+    paged: &mut Paged,
+) -> Result<Written, Box<dyn Error>> {
     let (mut logits, mut random, mut all) = (Vec::new(), SplitMix(1), Vec::new());
     let mut text = prompt.to_vec();
     for chunk in prompt.chunks(CHUNK) {
@@ -165,7 +174,11 @@ fn write(
         #[cfg(feature = "mpi")]
         World::Processes(_) => "processes over MPI",
     };
-    println!("{} ranks, {names}: {differ} of {} logits differ from one process's", world.ranks(), many.logits.len());
+    println!(
+        "{} ranks, {names}: {differ} of {} logits differ from one process's",
+        world.ranks(),
+        many.logits.len()
+    );
     let usage = paged.cache.ranks()?;
     let mean = usage.iter().map(|rank| rank.bytes).sum::<u64>() as f64 / usage.len() as f64;
     println!("\n{:>5} {:>10} {:>6} {:>8}", "rank", "bytes", "pages", "of mean");
@@ -189,11 +202,15 @@ fn write(
 
 /// The first layer's experts for each byte of a novel, as the model chooses them.
 fn experts(model: &Model, novel: &[u8], n: usize) -> Result<Vec<u16>, Box<dyn Error>> {
-    let mut cache = Chosen { inner: moe::plain::PlainCache::new(
-        model.config().layers,
-        model.config().kv_heads,
-        model.config().head_dim,
-    ), first: Vec::new(), top_k: model.config().top_k };
+    let mut cache = Chosen {
+        inner: moe::plain::PlainCache::new(
+            model.config().layers,
+            model.config().kv_heads,
+            model.config().head_dim,
+        ),
+        first: Vec::new(),
+        top_k: model.config().top_k,
+    };
     let mut logits = Vec::new();
     // Windows of as many tokens as a step, so that it takes no more time than it has to.
     while cache.first.len() < n {
@@ -238,7 +255,14 @@ impl common::cache::Cache for Chosen {
 impl common::cache::Step for ChosenStep<'_> {
     type Error = <moe::plain::PlainCache as common::cache::Cache>::Error;
 
-    fn layer(&mut self, layer: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) -> Result<(), Self::Error> {
+    fn layer(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), Self::Error> {
         self.0.layer(layer, q, k, v, out)
     }
 
@@ -307,7 +331,15 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
     println!(
         "\n{n} tokens of a layer, 32/8 heads of 128 channels in bf16, {ranks} ranks; bytes of the fullest rank over the mean, and with the front's \
          pages on rank 0\n\n{:30} {:30} {:>13} {:>13} {:>8} {:>8} {:>7} {:>11} {:>11}",
-        "experts", "map", "bytes in all", "fullest rank", "of mean", "w. front", "moved", "bytes/step", "by formula"
+        "experts",
+        "map",
+        "bytes in all",
+        "fullest rank",
+        "of mean",
+        "w. front",
+        "moved",
+        "bytes/step",
+        "by formula"
     );
     let (k, v) = (vec![0.25; 512 * 1024], vec![0.5; 512 * 1024]);
     for Stream { name, map, kind, experts, eplb, config } in streams(ranks)? {
@@ -371,8 +403,13 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
             World::Processes(_) => rank > 0,
         };
         let of = |plan: &RankPlan| plan.exact.sent + plan.exact.received;
-        let said: f64 =
-            schedule.ranks.iter().enumerate().filter(|(rank, _)| wired(*rank)).map(|(_, plan)| of(plan)).sum();
+        let said: f64 = schedule
+            .ranks
+            .iter()
+            .enumerate()
+            .filter(|(rank, _)| wired(*rank))
+            .map(|(_, plan)| of(plan))
+            .sum();
         println!(
             "{name:30} {map:30} {:>13} {:>13} {:>8.3} {:>8.3} {:>7} {measured:>11.0} {said:>11.0}",
             bytes.iter().sum::<u64>(),

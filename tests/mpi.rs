@@ -310,9 +310,8 @@ fn world(ranks: u32, case: &str, gone: &[u32]) {
         "{missing:?} after {took:?}: {said}{}",
         String::from_utf8_lossy(&output.stderr)
     );
-    said.lines()
-        .filter(|line| line.contains(": ") && !line.contains("test "))
-        .for_each(|line| println!("{line}"));
+    let told = said.lines().filter_map(|line| line.rsplit("test rank ... ").next());
+    told.filter(|line| line.contains(" rank") && line.contains(": ")).for_each(|line| println!("{line}"));
     std::fs::remove_dir_all(&dir).unwrap();
 }
 

@@ -292,6 +292,11 @@ impl Front {
         Ok(link.held.iter().zip(&link.lost).enumerate().map(of).collect())
     }
 
+    /// Bytes on all ranks, as they last said.
+    pub fn held(&self) -> u64 {
+        self.link().held.iter().map(|(bytes, _)| bytes).sum()
+    }
+
     pub fn traffic(&self) -> Traffic {
         self.link().traffic
     }
