@@ -3,10 +3,10 @@
 //! `cargo run --release --example distributed [-- --ranks 8] [--tokens 128] [--stream 131072]` runs a thread for each rank.
 //! `mpiexec -n 4 target/release/examples/distributed`, built with `--features mpi`, runs a process for each.
 //!
-//! First the text, written once in one process and once over the ranks: it fails if a logit differs in a bit. Then a table of the ranks. Then
-//! layers of 32 query heads over 8 KV heads of 128 channels in bf16 that hold `--stream` tokens: the experts of the tokens are drawn
-//! evenly, are those of the MoE on a novel, or are mostly one; under the paper's map, two others, and after EPLB has moved pages. Bytes are those
-//! that the allocators count. `--stream 0` leaves that out.
+//! First the text, written once in one process and once over the ranks: it fails if a logit differs in a bit. Then a table of
+//! the ranks. Then layers of 32 query heads over 8 KV heads of 128 channels in bf16 that hold `--stream` tokens: the experts of
+//! the tokens are drawn evenly, are those of the MoE on a novel, or are mostly one; under the paper's map, two others, and
+//! after EPLB has moved pages. Bytes are those that the allocators count. `--stream 0` leaves that out.
 
 #[allow(dead_code, reason = "other examples use the rest")]
 mod common;

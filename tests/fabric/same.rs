@@ -1,5 +1,5 @@
-//! Random histories of two caches: one in one process, and one whose pages lie on ranks, move between them and are replicated. They may not
-//! differ in a bit.
+//! Random histories of two caches: one in one process, and one whose pages lie on ranks, move between them and are replicated.
+//! They may not differ in a bit.
 
 use crate::setup::{bits, noise, over};
 use pikv::codec::{Code, Codec, Coding};
@@ -101,7 +101,8 @@ fn setup() -> impl Strategy<Value = Setup> {
             let (layers, kv_heads, k_dim, v_dim, dtype, window, rope) = shape;
             let (ring, rollback, sinks, experts) = tokens;
             let (codec, policy, shards, ranks, tight) = store;
-            // As for tiers: with a policy and rollback, rare histories leave pages without tokens in one cache that the other has freed.
+            // As for tiers: with a policy and rollback, rare histories leave pages without tokens in one cache that the other
+            // has freed.
             let rollback = if policy.is_some() { 0 } else { rollback };
             Setup {
                 layers,

@@ -316,8 +316,9 @@ impl Drop for Front {
 }
 
 impl Cache {
-    /// A cache whose full pages lie on the ranks of a fabric, those of shard `s` of the map on rank `s % ranks`. The budget of the
-    /// configuration is that of the front: ring, sinks, and pages that fill up, or that a fork shares or a rollback could reach; every rank has its own.
+    /// A cache whose full pages lie on the ranks of a fabric, those of shard `s` of the map on rank `s % ranks`. The budget of
+    /// the configuration is that of the front: ring, sinks, and pages that fill up, or that a fork shares or a rollback could
+    /// reach; every rank has its own.
     ///
     /// Everything works as in a cache of one process and returns its bits ([`Options::fast`] apart). A page that a policy looks into,
     /// [`Sequence::read`](crate::Sequence::read) and pages that are put together after an eviction are brought here for it.

@@ -97,12 +97,12 @@ impl Options {
         self
     }
 
-    /// Has each rank answer with one partial result a row, head and form of page in place of one a block: a hundredth of the bytes where
-    /// contexts are long, and other bits. With `n` blocks read in all and `r` ranks, every term of the two sums behind an output goes
-    /// through at most `ceil(log2 n) + runs + r` additions more than none, so, with `u = 2^-24` and `d` that number, an output is
-    /// off by at most `4 d u / (1 - d u)` times the largest |value| of its channel from what one process returns, and the log-sum-exp by
-    /// `2 d u / (1 - d u)`. (After a codec with a map of V, times the sum of |entries| of the map's row.) Calls whose attention mass is
-    /// wanted, by their caller or by a policy, are exact all the same.
+    /// Has each rank answer with one partial result a row, head and form of page in place of one a block: a hundredth of the
+    /// bytes where contexts are long, and other bits. With `n` blocks read in all and `r` ranks, every term of the two sums
+    /// behind an output goes through at most `ceil(log2 n) + runs + r` additions more than none, so, with `u = 2^-24` and `d`
+    /// that number, an output is off by at most `4 d u / (1 - d u)` times the largest |value| of its channel from what one
+    /// process returns, and the log-sum-exp by `2 d u / (1 - d u)`. (After a codec with a map of V, times the sum of |entries|
+    /// of the map's row.) Calls whose attention mass is wanted, by their caller or by a policy, are exact all the same.
     pub fn fast(mut self, on: bool) -> Options {
         self.fast = on;
         self

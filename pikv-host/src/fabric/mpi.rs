@@ -1,12 +1,13 @@
 //! Ranks that are processes, over MPI: the `mpi` crate, over MPICH or Open MPI.
 //!
-//! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the others do;
-//! they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over the wire.
+//! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the
+//! others do; they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over
+//! the wire.
 //!
-//! For the others to outlive a process that dies, launcher and library must let them. MPICH 4.0's launcher kills all when one ends
-//! (with `-disable-auto-cleanup` too), unless it does not see it: let it start a shell that starts the rank and stays. Its UCX aborts
-//! whoever shares memory with the dead by system calls: `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine. `tests/mpi.rs` does both. After a
-//! loss nobody calls `MPI_Finalize`, which would wait for the dead.
+//! For the others to outlive a process that dies, launcher and library must let them. MPICH 4.0's launcher kills all when one
+//! ends (with `-disable-auto-cleanup` too), unless it does not see it: let it start a shell that starts the rank and stays. Its
+//! UCX aborts whoever shares memory with the dead by system calls: `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine.
+//! `tests/mpi.rs` does both. After a loss nobody calls `MPI_Finalize`, which would wait for the dead.
 
 use super::{Fabric, FabricError, Store, wire};
 use crate::config::CacheConfig;
@@ -92,8 +93,8 @@ impl Mpi {
         self.world.ranks
     }
 
-    /// The fabric of a front, for [`Cache::over`](crate::Cache::over). It is a rank too, with at most `budget` bytes of pages besides the
-    /// cache's own.
+    /// The fabric of a front, for [`Cache::over`](crate::Cache::over). It is a rank too, with at most `budget` bytes of pages
+    /// besides the cache's own.
     ///
     /// # Errors
     /// What is wrong with the configuration; a rank other than 0.
@@ -106,8 +107,9 @@ impl Mpi {
         Ok(Box::new(Processes { mail, near, queue: VecDeque::new() }))
     }
 
-    /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it is dropped; then gives the store back, for
-    /// [`Store::check`]. `timeout` is that of the front's [`Options`](super::Options), which lets every rank hear of it four times as often.
+    /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it is dropped; then gives the
+    /// store back, for [`Store::check`]. `timeout` is that of the front's [`Options`](super::Options), which lets every rank
+    /// hear of it four times as often.
     ///
     /// # Errors
     /// What is wrong with the configuration; [`FabricError::Lost`] if the front is not heard of for three times `timeout`.
@@ -152,8 +154,8 @@ struct Mail {
     coming: Vec<Flight>,
 }
 
-// SAFETY: what makes a request or a communicator other than `Send` is a pointer of the MPI library, which takes calls from any thread as long
-// as it is one at a time; `&mut self` and the lock of the link see to that.
+// SAFETY: what makes a request or a communicator other than `Send` is a pointer of the MPI library, which takes calls from any
+// thread as long as it is one at a time; `&mut self` and the lock of the link see to that.
 unsafe impl Send for Mail {}
 
 impl Drop for Mail {
@@ -198,7 +200,8 @@ impl Mail {
 
     fn send(&mut self, rank: u32, words: Vec<u32>) -> Result<(), FabricError> {
         let mut request = MaybeUninit::uninit();
-        // SAFETY: `words` has as many, and is neither moved on the heap nor freed before the request is done (or ever, if it never is).
+        // SAFETY: `words` has as many, and is neither moved on the heap nor freed before the request is done (or ever, if it
+        // never is).
         let code = unsafe {
             ffi::MPI_Isend(
                 words.as_ptr().cast(),

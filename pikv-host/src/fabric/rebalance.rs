@@ -141,9 +141,10 @@ impl Cache {
         Ok(Skew { fullest: if sum == 0 { 1.0 } else { most.bytes as f64 / mean }, rank: most.rank })
     }
 
-    /// Places the experts of a layer anew by DeepSeek's EPLB, and moves their pages: block `t` of an expert goes to the rank of its
-    /// replica `t mod replicas`, so that an expert with more load has its pages on more ranks. Without `loads` (of each expert, in any
-    /// unit), those are the bytes that attention read of it since it was last placed. Blocks that come later follow. O(pages of the layer).
+    /// Places the experts of a layer anew by DeepSeek's EPLB, and moves their pages: block `t` of an expert goes to the rank of
+    /// its replica `t mod replicas`, so that an expert with more load has its pages on more ranks. Without `loads` (of each
+    /// expert, in any unit), those are the bytes that attention read of it since it was last placed. Blocks that come later
+    /// follow. O(pages of the layer).
     ///
     /// Other threads may attend meanwhile: a block is copied before it leaves, and one that is being read stays until it was read.
     ///
@@ -188,12 +189,13 @@ impl Cache {
         Ok(all)
     }
 
-    /// Has each page of an expert lie on `copies` ranks: those that read them take turns by what they have to do, and a rank that is lost
-    /// takes none of them along. Blocks that come later are replicated by the next call. 1 leaves one copy of each.
+    /// Has each page of an expert lie on `copies` ranks: those that read them take turns by what they have to do, and a rank
+    /// that is lost takes none of them along. Blocks that come later are replicated by the next call. 1 leaves one copy of
+    /// each.
     ///
     /// # Errors
-    /// A cache that is over no fabric, no such layer or expert, [`FabricError::Count`] for no copies or more than there are ranks; a rank that is lost, or has no
-    /// room. What was copied before stays; no page is lost by it.
+    /// A cache that is over no fabric, no such layer or expert, [`FabricError::Count`] for no copies or more than there are
+    /// ranks; a rank that is lost, or has no room. What was copied before stays; no page is lost by it.
     pub fn replicate(&self, layer: usize, expert: u16, copies: u32) -> Result<Moves, Error> {
         self.inner.layer(layer)?;
         let front = self.front()?;

@@ -36,8 +36,8 @@ pub struct RankPlan {
     pub fast: Wire,
 }
 
-/// What the ranks of a fabric hold of one sequence, and what a decode step of one row that reads all of it sends: the messages as they are
-/// built, averaged over the 256 steps in which a block fills up.
+/// What the ranks of a fabric hold of one sequence, and what a decode step of one row that reads all of it sends: the messages
+/// as they are built, averaged over the 256 steps in which a block fills up.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     /// Of each rank.
@@ -47,8 +47,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Of a sequence that filed `filed[e]` tokens under expert `e`, in each layer, and of whose pages block `t` of expert `e` lies on rank
-    /// `of(t, e)`. O(layers * blocks of a layer).
+    /// Of a sequence that filed `filed[e]` tokens under expert `e`, in each layer, and of whose pages block `t` of expert `e`
+    /// lies on rank `of(t, e)`. O(layers * blocks of a layer).
     ///
     /// # Errors
     /// What is wrong with the configuration; one with codecs, whose messages are other ones.

@@ -72,7 +72,8 @@ pub(crate) fn fingerprint(inner: &Inner) -> u64 {
 }
 
 impl Store {
-    /// A store for the pages of a cache of this configuration, of which it has `budget` bytes at most. No memory is taken before there are pages.
+    /// A store for the pages of a cache of this configuration, of which it has `budget` bytes at most. No memory is taken
+    /// before there are pages.
     ///
     /// # Errors
     /// What is wrong with the configuration.

@@ -7,7 +7,8 @@
 //!                                             -> status, bytes (2), pages (2), nanoseconds (2), the pages wanted, the partial results
 //! bye      whether a rank was lost            -> no answer
 //! ```
-//! Lists begin with their length. An answer has the kind, the session and the call of what it answers; one that has others is no answer.
+//! Lists begin with their length. An answer has the kind, the session and the call of what it answers; one that has others is
+//! no answer.
 
 use crate::fabric::FabricError;
 use pikv_core::page::{Layout, PAGE};
