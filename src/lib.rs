@@ -13,5 +13,5 @@ pub use pikv_core::{
 pub use pikv_host::{
     AgeRule, Attend, Backend, Cache, CacheConfig, ClosedLoop, CodecRule, ConfigError, CudaError, Error,
     EvictionRule, LoopError, LoopStep, Output, PageId, PageInfo, PageMass, Place, Read, Rows, Sequence, Step,
-    StepReport, TierOperation, Usage, codec, lanes, metrics, planner, policy, router, tiers, trace,
+    StepReport, TierOperation, Usage, codec, fabric, lanes, metrics, planner, policy, router, tiers, trace,
 };

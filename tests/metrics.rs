@@ -1,6 +1,7 @@
 //! Sinks of the cache's numbers.
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+use pikv::fabric::Traffic;
 use pikv::metrics::{Collector, Evicted, Histogram, MetricsSink, Reused, Sink, StepMetrics, TracingSink};
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -21,6 +22,10 @@ fn play(sink: &dyn Sink) {
         hits: &[1, 1, 1],
         misses: &[],
     });
+    let traffic = Traffic { sent: 700, received: 900, messages: 3, ..Traffic::default() };
+    sink.traffic(&traffic);
+    // Sums: the later holds.
+    sink.traffic(&Traffic { sent: 1700, rounds: 2, moved: 8, replicated: 16, ..traffic });
 }
 
 #[test]
@@ -29,6 +34,7 @@ fn a_collector_adds_up() {
     play(&sink);
     let totals = sink.totals();
     assert_eq!((totals.steps, totals.rows), (2, 5));
+    assert_eq!((totals.traffic.sent, totals.traffic.received, totals.traffic.moved), (1700, 900, 8));
     assert_eq!((totals.resident_bytes, totals.peak_resident_bytes, totals.logical_bytes), (100, 900, 1250));
     assert_eq!((&totals.hits[..], &totals.misses[..]), (&[6, 1, 2][..], &[0, 2, 1][..]));
     assert_eq!((totals.evicted_pages, totals.evicted_tokens, totals.evicted_bytes), (2, 41, 800));
@@ -152,6 +158,11 @@ fn the_metrics_crate() {
         ("pikv_evicted_pages_total ", 2),
         ("pikv_evicted_tokens_total ", 41),
         ("pikv_evicted_bytes_total ", 800),
+        ("pikv_wire_sent_bytes_total ", 1700),
+        ("pikv_wire_received_bytes_total ", 900),
+        ("pikv_wire_messages_total ", 3),
+        ("pikv_moved_pages_total ", 8),
+        ("pikv_replicated_pages_total ", 16),
     ];
     for (name, n) in counters {
         assert_eq!(seen.remove(name), Some(DebugValue::Counter(n)), "{name}");
@@ -194,6 +205,8 @@ fn the_tracing_crate() {
         "TRACE pikv: evicted layer=0 kv_head=0 tokens=9 bytes=160 age=3",
         "TRACE pikv: reused layer=0 kv_head=1 gap=6",
         "DEBUG pikv: step rows=1 resident_bytes=100 logical_bytes=1250 hits=3 misses=0",
+        "DEBUG pikv: traffic sent=700 received=900 messages=3 rounds=0 moved=0 replicated=0",
+        "DEBUG pikv: traffic sent=1700 received=900 messages=3 rounds=2 moved=8 replicated=16",
     ];
     assert_eq!(lines, expected);
 }

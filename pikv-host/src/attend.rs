@@ -7,6 +7,7 @@
 use crate::backend::Kind;
 use crate::cache::Inner;
 use crate::error::Error;
+use crate::fabric;
 use crate::forest::Forest;
 use crate::job::{Job, Shared, each};
 use crate::mass::{Wanted, Weighed, together};
@@ -206,7 +207,7 @@ pub(crate) fn attend(
         return Err(Error::Query { layer, row, head, channel, value: q[at] });
     }
     let table = shape.rope.and_then(|rope| inner.tables.get(&rope));
-    let job = Job {
+    let mut job = Job {
         inner,
         shape,
         views,
@@ -217,6 +218,7 @@ pub(crate) fn attend(
         table,
         read,
         closed_gaps,
+        remote: None,
         overflow: AtomicUsize::new(usize::MAX),
     };
     let kv_heads = shape.kv_heads as usize;
@@ -249,7 +251,12 @@ pub(crate) fn attend(
         })
         .collect();
     let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
+    let far = forests.iter().any(|forest| forest.away().next().is_some());
     let weighed = match (&inner.config.backend.0, some) {
+        (Kind::Cpu, some) if let Some(front) = inner.fabric.as_ref().filter(|_| far) => {
+            let (out, lse) = (Shared::new(output.out), Shared::new(lse));
+            fabric::attend(front, &mut job, layer, &forests, some.then_some(&wanted[..]), &out, &lse)?
+        }
         (Kind::Cpu, true) => {
             let (out, lse) = (Shared::new(output.out), Shared::new(lse));
             each(&forests, |forest| job.with_mass(forest, &wanted[forest.view], &out, &lse))

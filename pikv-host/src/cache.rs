@@ -5,6 +5,7 @@ use crate::attend::{Attend, Output, attend};
 use crate::codec::HeadCodec;
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
+use crate::fabric::Front;
 use crate::observe::Rule;
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
@@ -28,6 +29,8 @@ pub(crate) struct Inner {
     pub arenas: Arc<Arenas>,
     pub tables: Tables,
     pub tiers: Option<Levels>,
+    /// The ranks that keep full pages.
+    pub fabric: Option<Arc<Front>>,
 }
 
 impl Inner {
@@ -52,6 +55,10 @@ impl Inner {
     /// Where a page goes. An expert's pages follow the map, a block of them together; sinks and ring, which belong to no
     /// expert, take turns.
     pub fn shard_of(&self, place: Place, ordinal: u32, head: usize) -> u32 {
+        if self.fabric.is_some() {
+            // What is here has one arena.
+            return 0;
+        }
         let (map, block) = (&self.config.shards, u64::from(block_of(ordinal)));
         match place {
             Place::Expert(e) => map.shard(block, u32::from(e)),
@@ -116,6 +123,10 @@ impl Cache {
     /// # Errors
     /// What is wrong with the configuration; [`Error::Tier`] for a tier that could not be opened.
     pub fn new(config: CacheConfig) -> Result<Cache, Error> {
+        Cache::with(config, None)
+    }
+
+    pub(crate) fn with(config: CacheConfig, fabric: Option<Arc<Front>>) -> Result<Cache, Error> {
         let store = config.store()?;
         let codecs = config.head_codecs()?;
         let rules = config.rules()?;
@@ -127,7 +138,7 @@ impl Cache {
         let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
         let tiers = Levels::new(&config.tiers)?;
-        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables, tiers }) })
+        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables, tiers, fabric }) })
     }
 
     /// The configuration.

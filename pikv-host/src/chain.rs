@@ -3,6 +3,7 @@
 use crate::arena::Page;
 use crate::codec::{HeadCodec, Old};
 use crate::error::Error;
+use crate::fabric::Mirrors;
 use crate::lanes::Lanes;
 use crate::policy::State;
 use crate::tiers::Stored;
@@ -195,6 +196,10 @@ pub(crate) struct Chain {
     pub live: u32,
     /// Tokens that would be, had none been evicted.
     pub filed: u32,
+    /// Over a fabric: pages before this ordinal are with their ranks, or gone.
+    pub settled: u32,
+    /// Over a fabric: what ranks know of pages that are here.
+    pub mirrors: Mirrors,
 }
 
 impl Chain {
@@ -220,7 +225,8 @@ impl Chain {
 
     /// Tokens that are read, in lower tiers. O(pages).
     pub fn away(&self) -> u32 {
-        let away = self.entries.iter().filter(|entry| matches!(entry.held, Held::Away(_)));
+        let lower = |entry: &&Entry| matches!(&entry.held, Held::Away(away) if away.slot.kept().is_none());
+        let away = self.entries.iter().filter(lower);
         away.map(|entry| entry.live.count_ones()).sum()
     }
 
@@ -281,6 +287,11 @@ impl Chain {
         {
             *held = closed.original.take().map_or(Held::Gone, |page| Held::Open(*page));
         }
+        let fill = self
+            .entries
+            .back()
+            .map_or(0, |entry| if entry.page().is_some() { entry.fill.min(PAGE - 1) } else { 0 });
+        self.mirrors.cut((self.first + self.entries.len() as u32).saturating_sub(1), fill);
     }
 
     /// Frees the page at `ordinal`; `false` if there is none.

@@ -278,11 +278,15 @@ impl<'a> LoopStep<'a> {
             all.0.iter_mut().zip(hits).for_each(|(sum, n): (&mut u64, _)| *sum += n);
             all.1.iter_mut().zip(misses).for_each(|(sum, n): (&mut u64, _)| *sum += n);
         }
-        let resident_bytes = cache.usage().shards.iter().sum();
+        let near: u64 = cache.usage().shards.iter().sum();
+        let resident_bytes = near + cache.inner.fabric.as_ref().map_or(0, |front| front.held());
         let logical_bytes = report.logical_bytes;
         sink.step(&StepMetrics { rows, resident_bytes, logical_bytes, hits: &all.0, misses: &all.1 });
         report.evicted.iter().for_each(|page| sink.evicted(page));
         report.reused.iter().for_each(|page| sink.reused(page));
+        if let Some(front) = &cache.inner.fabric {
+            sink.traffic(&front.traffic());
+        }
         Ok(())
     }
 }

@@ -142,6 +142,8 @@ impl Chain {
                 entry.bound(layout, whose.shape.rope.as_ref());
             }
         }
+        self.settled = 0;
+        self.mirrors.clear();
         self.trim(|_| false);
     }
 
@@ -196,6 +198,7 @@ impl Chain {
                 Held::Open(page) if !page.is_shared() => targets.push((i, Target::There)),
                 // Tokens of older pages cannot pass it by: they would come to lie before older ones.
                 Held::Open(_) => targets.push((i, fresh(i)?)),
+                Held::Away(away) if away.slot.kept().is_some() => targets.push((i, fresh(i)?)),
                 Held::Away(_) => targets.push((i, Target::Lower)),
                 // A gap is filled if there is memory, and else left.
                 _ => targets.extend(fresh(i).map(|target| (i, target))),

@@ -1,6 +1,7 @@
 //! What can go wrong, with the value that was wrong.
 
 use crate::backend::CudaError;
+use crate::fabric::FabricError;
 use pikv_core::page::{MAX_DIM, Position};
 use thiserror::Error;
 
@@ -139,6 +140,14 @@ pub enum ConfigError {
         /// The first layer that asks for it.
         layer: usize,
     },
+    /// Something that a cache over a fabric does not do.
+    #[error("a cache over a fabric has no {what} yet; {instead} would do")]
+    Fabric {
+        /// What it lacks.
+        what: &'static str,
+        /// What would do.
+        instead: &'static str,
+    },
     /// A budget of tokens that is none.
     #[error("layer {layer}: the budget of its policy: {why}")]
     TokenBudget {
@@ -213,6 +222,9 @@ pub enum Error {
     /// The device, or its driver. What was appended in a step that is under way may be lost then: drop the step.
     #[error(transparent)]
     Device(#[from] CudaError),
+    /// Another rank of the cache's fabric. The call can be made again; what lay on a rank that is lost is gone.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
     /// A tier beneath the first failed. Its pages, and those that were to go there, are where they were; the call can be made again.
     #[error("{operation} of {bytes} bytes, tier {tier}: {kind}")]
     Tier {

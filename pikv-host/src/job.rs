@@ -4,6 +4,7 @@ use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
 use crate::codec::HeadCodec;
+use crate::fabric::Remote;
 use crate::forest::{Forest, Listed};
 use crate::reduce::Trees;
 use crate::rope::Table;
@@ -20,6 +21,7 @@ use pikv_core::warp::LANES;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{PoisonError, RwLock};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
@@ -56,6 +58,8 @@ pub struct Job<'a> {
     pub table: Option<Table>,
     pub read: Read,
     pub closed_gaps: bool,
+    /// What other ranks worked out.
+    pub remote: Option<RwLock<Remote>>,
     pub overflow: AtomicUsize,
 }
 
@@ -71,6 +75,17 @@ pub struct Packed {
     folded: [Vec<[f32; LANES]>; 2],
     start: [Vec<f32>; 2],
     rebuilt: Vec<[f32; LANES]>,
+}
+
+impl Packed {
+    /// Of the head's first codec.
+    pub fn folded(&self) -> &[[f32; LANES]] {
+        &self.folded[0]
+    }
+
+    pub fn start(&self) -> &[f32] {
+        &self.start[0]
+    }
 }
 
 /// Buffers of a thread.
@@ -224,7 +239,7 @@ impl<'a> Job<'a> {
     }
 
     /// Rows of a bundle at most.
-    fn most(&self, forest: &Forest<'_>) -> usize {
+    pub fn most(&self, forest: &Forest<'_>) -> usize {
         let rows = self.inner.bundle();
         if forest.has_packed() { rows.min(PACKED_ROWS) } else { rows }
     }
@@ -234,7 +249,7 @@ impl<'a> Job<'a> {
     }
 
     /// Scales, turns and packs the queries of an item, and calls `f` with the routine that computes a block of it.
-    fn with_scratch(
+    pub fn with_scratch(
         &self,
         item: &Item<'_>,
         f: impl FnOnce(Trees<'_>, &mut Scratch, &mut dyn FnMut(usize, &mut [f32])),
@@ -249,7 +264,20 @@ impl<'a> Job<'a> {
     }
 
     /// One block of an item, by the form of its pages.
-    pub fn block(&self, item: &Item<'_>, block: usize, packed: &mut Packed, part: &mut [f32], raw: Raw<'_>) {
+    pub fn block(
+        &self,
+        item: &Item<'_>,
+        block: usize,
+        packed: &mut Packed,
+        part: &mut [f32],
+        mut raw: Raw<'_>,
+    ) {
+        if let Some(remote) = &self.remote {
+            let remote = remote.read().unwrap_or_else(PoisonError::into_inner);
+            if remote.place(item, block, part, raw.as_deref_mut()) {
+                return;
+            }
+        }
         let (forest, lanes) = (item.forest, self.inner.config.lanes);
         let pages = forest.blocks[block].clone();
         let next = [0, 1].map(|i| forest.pages.get(pages.end + i).map_or(&[][..], |page| page.words));

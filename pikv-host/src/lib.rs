@@ -18,6 +18,7 @@ mod config;
 mod cuda;
 mod error;
 mod evict;
+pub mod fabric;
 mod filing;
 mod forest;
 mod job;

@@ -108,6 +108,11 @@ impl Tree {
         Partial::new(buffer, self.rows, self.acc_rows)
     }
 
+    /// Adds a partial result of its shape to another, `left` being the lower leaves.
+    pub fn join(&self, left: &mut [f32], right: &mut [f32]) {
+        self.lanes.run(Merge { left: self.partial(left), right: self.partial(right) });
+    }
+
     /// Reduces the leaves whose indices in the tree are `index` (ascending) into `out`: the subtree of `2^level` leaves from
     /// `base`. `leaf(i, ..)` writes the partial result of `index[i]`, `first` being that of `index[0]` in the whole list.
     /// `spare` holds buffers between calls.

@@ -84,7 +84,6 @@ impl Table {
         &self.values
     }
 
-    #[cfg(feature = "cuda")]
     pub fn capacity(&self) -> u32 {
         self.capacity
     }

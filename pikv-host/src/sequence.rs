@@ -145,7 +145,11 @@ impl Sequence {
         let chains = head.chains.iter().enumerate().flat_map(move |(c, chain)| {
             chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
                 let id = PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
-                let shard = self.inner.shard_of(id.place, id.ordinal, kv_head);
+                let away = match &entry.held {
+                    Held::Away(away) => away.slot.kept().map(|kept| kept.rank()),
+                    _ => None,
+                };
+                let shard = away.unwrap_or_else(|| self.inner.shard_of(id.place, id.ordinal, kv_head));
                 Some(Found::new(entry, codec)?.info(id, shard))
             })
         });

@@ -321,6 +321,13 @@ impl<'a> Step<'a> {
             }
         }
         self.pages.flush_copies()?;
+        let mut sent = match &inner.fabric {
+            Some(front) => {
+                let kept = |part: &Part<'_>| part.sequence.kept.max(inner.store.ring.kept_from(part.len));
+                front.send(&inner, self.parts.iter().map(|p| (&p.sequence.layers[..], kept(p))))?.into_iter()
+            }
+            None => Vec::new().into_iter(),
+        };
         self.committed = true;
         for (l, done) in self.layers.iter_mut().enumerate() {
             if inner.rules[l].is_none() && report.is_none() {
@@ -360,6 +367,10 @@ impl<'a> Step<'a> {
             let floor = part.len.saturating_sub(inner.store.ring.slack());
             part.sequence.floor = part.sequence.floor.max(floor);
             part.sequence.kept = part.sequence.kept.max(inner.store.ring.kept_from(part.len));
+            if let (Some(front), Some(sent)) = (&inner.fabric, sent.next()) {
+                let Sequence { layers, kept, .. } = &mut *part.sequence;
+                front.place(layers, sent, *kept);
+            }
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! A sink that adds up.
 
 use super::{Evicted, Histogram, Reused, Sink, StepMetrics};
+use crate::fabric::Traffic;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// What a [`Collector`] has heard. Sums stop at their largest value.
@@ -31,6 +32,8 @@ pub struct Totals {
     pub age: Histogram,
     /// Steps between two uses of a page.
     pub gap: Histogram,
+    /// What went over the cache's fabric, as it was last told.
+    pub traffic: Traffic,
 }
 
 impl Totals {
@@ -78,6 +81,7 @@ impl Collector {
             resident_bytes: totals.resident_bytes,
             peak_resident_bytes: totals.resident_bytes,
             logical_bytes: totals.logical_bytes,
+            traffic: totals.traffic,
             hits: counts.clone(),
             misses: counts,
             ..Totals::default()
@@ -117,5 +121,9 @@ impl Sink for Collector {
 
     fn reused(&self, page: &Reused) {
         self.lock().gap.record(page.gap.into());
+    }
+
+    fn traffic(&self, sums: &Traffic) {
+        self.lock().traffic = *sums;
     }
 }

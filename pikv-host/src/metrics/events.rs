@@ -1,6 +1,7 @@
 //! A sink for the `tracing` crate.
 
 use super::{Evicted, Reused, Sink, StepMetrics};
+use crate::fabric::Traffic;
 use tracing::{debug, trace};
 
 /// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level
@@ -23,5 +24,10 @@ impl Sink for TracingSink {
     fn reused(&self, page: &Reused) {
         let Reused { layer, kv_head, gap } = *page;
         trace!(target: "pikv", layer, kv_head, gap, "reused");
+    }
+
+    fn traffic(&self, sums: &Traffic) {
+        let Traffic { sent, received, messages, rounds, moved, replicated, .. } = *sums;
+        debug!(target: "pikv", sent, received, messages, rounds, moved, replicated, "traffic");
     }
 }

@@ -10,6 +10,8 @@
 //! | `TracingSink` | `events.rs` | events for the `tracing` crate (feature `tracing`) |
 //! | `MetricsSink` | `recorder.rs` | gauges, counters and histograms for the `metrics` crate (feature `metrics`) |
 
+use crate::fabric::Traffic;
+
 mod collector;
 #[cfg(feature = "tracing")]
 mod events;
@@ -93,6 +95,9 @@ pub trait Sink: Send + Sync {
 
     /// A page was used again.
     fn reused(&self, _page: &Reused) {}
+
+    /// What went over the cache's fabric since it was built, as of a step that was committed. Sums, not differences.
+    fn traffic(&self, _sums: &Traffic) {}
 }
 
 /// Takes no notice.

@@ -1,6 +1,7 @@
 //! A sink for the `metrics` crate.
 
 use super::{Evicted, Reused, Sink, StepMetrics};
+use crate::fabric::Traffic;
 use ::metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use std::fmt;
 
@@ -14,6 +15,8 @@ use std::fmt;
 /// | `pikv_evicted_pages_total`, `pikv_evicted_tokens_total`, `pikv_evicted_bytes_total` | counter | pages that left |
 /// | `pikv_eviction_age_tokens` | histogram | pages that left |
 /// | `pikv_reuse_gap_steps` | histogram | pages used again |
+/// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
+/// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that went to other ranks |
 pub struct MetricsSink {
     steps: Counter,
     rows: Counter,
@@ -26,6 +29,8 @@ pub struct MetricsSink {
     evicted_bytes: Counter,
     age: Histogram,
     gap: Histogram,
+    /// Bytes sent and received, messages, pages moved and replicated.
+    traffic: [Counter; 5],
 }
 
 impl MetricsSink {
@@ -46,6 +51,13 @@ impl MetricsSink {
             evicted_bytes: counter!("pikv_evicted_bytes_total"),
             age: histogram!("pikv_eviction_age_tokens"),
             gap: histogram!("pikv_reuse_gap_steps"),
+            traffic: [
+                counter!("pikv_wire_sent_bytes_total"),
+                counter!("pikv_wire_received_bytes_total"),
+                counter!("pikv_wire_messages_total"),
+                counter!("pikv_moved_pages_total"),
+                counter!("pikv_replicated_pages_total"),
+            ],
         }
     }
 }
@@ -69,6 +81,12 @@ impl Sink for MetricsSink {
 
     fn reused(&self, page: &Reused) {
         self.gap.record(page.gap);
+    }
+
+    fn traffic(&self, sums: &Traffic) {
+        let Traffic { sent, received, messages, moved, replicated, .. } = *sums;
+        let sums = [sent, received, messages, moved, replicated];
+        self.traffic.iter().zip(sums).for_each(|(counter, sum)| counter.absolute(sum));
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{Spec, Store, TierUsage};
 use crate::error::{Error, TierOperation};
+use crate::fabric::{FabricError, Kept};
 use pikv_core::warp::LANES;
 use std::collections::BTreeMap;
 use std::io;
@@ -67,6 +68,8 @@ pub(crate) struct Stored {
 enum Data {
     Memory(Box<[u32]>),
     At(u64),
+    /// On other ranks.
+    Kept(Kept),
 }
 
 impl Level {
@@ -82,6 +85,12 @@ impl Level {
         let free = (*capacity > 0).then_some((0, *capacity)).into_iter().collect();
         let room = Mutex::new(Room { used: 0, free });
         Ok(Level { name: name.clone(), capacity: *capacity, index, store, room })
+    }
+
+    /// Where pages are that the ranks of a fabric keep.
+    pub fn fabric() -> Level {
+        let room = Mutex::new(Room { used: 0, free: BTreeMap::new() });
+        Level { name: "fabric".to_owned(), capacity: u64::MAX, index: 0, store: None, room }
     }
 
     pub fn name(&self) -> &str {
@@ -146,18 +155,31 @@ impl Level {
                 copy.extend_from_slice(words);
                 *memory = copy.into_boxed_slice();
             }
-            (None, Data::At(_)) => unreachable!("positions are those of a store"),
+            (None, Data::At(_)) | (_, Data::Kept(_)) => unreachable!("positions are those of a store"),
         }
         Ok(slot)
     }
 }
 
 impl Stored {
+    /// A page of these words that ranks have.
+    pub fn kept_by(level: Arc<Level>, kept: Kept, words: &[u32], positions: [u32; LANES]) -> Stored {
+        Stored { level, data: Data::Kept(kept), words: words.len(), sum: sum(words), positions }
+    }
+
+    /// Who has it, if it is on other ranks.
+    pub fn kept(&self) -> Option<&Kept> {
+        match &self.data {
+            Data::Kept(kept) => Some(kept),
+            _ => None,
+        }
+    }
+
     /// Its words, if they lie in memory.
     pub fn in_place(&self) -> Option<&[u32]> {
         match &self.data {
             Data::Memory(words) => Some(words),
-            Data::At(_) => None,
+            Data::At(_) | Data::Kept(_) => None,
         }
     }
 
@@ -183,6 +205,14 @@ impl Stored {
                 }
             }
             (Data::Memory(memory), _) => words.copy_from_slice(memory),
+            (Data::Kept(kept), _) => {
+                kept.fetch(words)?;
+                if sum(words) != self.sum {
+                    return Err(
+                        FabricError::Malformed { rank: kept.rank(), what: "a page of other bytes" }.into()
+                    );
+                }
+            }
             (Data::At(_), None) => unreachable!("positions are those of a store"),
         }
         Ok(())
@@ -206,6 +236,7 @@ impl Drop for Stored {
         match self.data {
             Data::At(at) => room.give_back(at, bytes),
             Data::Memory(_) => room.used -= bytes,
+            Data::Kept(_) => {}
         }
     }
 }

@@ -26,7 +26,7 @@ mod rate;
 mod store;
 
 pub(crate) use ahead::{Ahead, Levels, Staged};
-pub(crate) use level::Stored;
+pub(crate) use level::{Level, Stored};
 pub(crate) use moving::make_room;
 pub use rate::TierRate;
 pub use store::Store;

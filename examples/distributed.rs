@@ -1,0 +1,423 @@
+//! Shards that live apart: the shipped MoE writes over them, and what lies where and goes over the wire.
+//!
+//! `cargo run --release --example distributed [-- --ranks 8] [--tokens 128] [--stream 131072]` runs a thread for each rank.
+//! `mpiexec -n 4 target/release/examples/distributed`, built with `--features mpi`, runs a process for each.
+//!
+//! First the text, written once in one process and once over the ranks: it fails if a logit differs in a bit. Then a table of
+//! the ranks. Then layers of 32 query heads over 8 KV heads of 128 channels in bf16 that hold `--stream` tokens: the experts of
+//! the tokens are drawn evenly, are those of the MoE on a novel, or are mostly one; under the paper's map, two others, and
+//! after EPLB has moved pages. Bytes are those that the allocators count. `--stream 0` leaves that out.
+
+#[allow(dead_code, reason = "other examples use the rest")]
+mod common;
+#[allow(dead_code, reason = "other examples use the rest")]
+mod moe;
+
+use common::cache::{Cache as _, Step as _};
+use common::sample::{SplitMix, sample};
+use moe::model::{Model, VOCAB};
+use moe::paged::Paged;
+use pikv::fabric::{Fabric, InProcess, Options, RankPlan, Schedule, Traffic};
+use pikv::router::Eplb;
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Place, ShardMap};
+use std::error::Error;
+use std::path::Path;
+use std::time::Instant;
+
+const HELP: &str = "options: --ranks N (default 8; mpiexec says otherwise), --tokens N (default 128), --stream N (default 131072)";
+/// Bytes of the novel that the text goes on from.
+const PROMPT: usize = 1500;
+const BUDGET: u64 = 2 << 30;
+/// Tokens of a prefill step.
+const CHUNK: usize = 256;
+
+/// Where the ranks are.
+enum World {
+    Threads(u32),
+    #[cfg(feature = "mpi")]
+    Processes(pikv::fabric::mpi::Mpi),
+}
+
+impl World {
+    fn ranks(&self) -> u32 {
+        match self {
+            World::Threads(ranks) => *ranks,
+            #[cfg(feature = "mpi")]
+            World::Processes(mpi) => mpi.ranks(),
+        }
+    }
+
+    fn fabric(&self, config: &CacheConfig) -> Result<Box<dyn Fabric>, pikv::Error> {
+        match self {
+            World::Threads(ranks) => Ok(Box::new(InProcess::new(config, *ranks, BUDGET)?)),
+            #[cfg(feature = "mpi")]
+            World::Processes(mpi) => mpi.front(config, BUDGET),
+        }
+    }
+
+    fn cache(&self, config: CacheConfig) -> Result<Cache, pikv::Error> {
+        Cache::over(config.clone(), self.fabric(&config)?, Options::default())
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let (mut ranks, mut tokens, mut stream) = (8, 128, 131_072);
+    let mut arguments = std::env::args().skip(1);
+    while let Some(name) = arguments.next() {
+        let value = arguments.next().ok_or(format!("{name}: of what? {HELP}"))?;
+        let number: usize = value.parse().map_err(|e| format!("{name} {value}: {e}; {HELP}"))?;
+        match name.as_str() {
+            "--ranks" => ranks = number as u32,
+            "--tokens" => tokens = number,
+            "--stream" => stream = number,
+            _ => return Err(format!("{name}: unknown; {HELP}").into()),
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let model = Model::load(&root.join("models/austen-moe"))?;
+    let world = world(ranks)?;
+    let forms: Vec<CacheConfig> = std::iter::once(text_form(&model, world.ranks()))
+        .chain(if stream > 0 {
+            streams(world.ranks())?.into_iter().map(|s| s.config).collect()
+        } else {
+            vec![]
+        })
+        .collect();
+    #[cfg(feature = "mpi")]
+    if let World::Processes(mpi) = &world
+        && mpi.rank() > 0
+    {
+        for form in &forms {
+            mpi.serve(form, BUDGET, Options::default().timeout)?.check()?;
+        }
+        return Ok(());
+    }
+    let novel = std::fs::read(root.join("text/northangerabbey.txt"))?;
+    write(&model, &novel[..PROMPT], tokens, &world, &forms[0])?;
+    if stream > 0 {
+        let routes = experts(&model, &novel, stream)?;
+        spread(&world, stream, &routes)?;
+    }
+    Ok(())
+}
+
+#[cfg(feature = "mpi")]
+fn world(ranks: u32) -> Result<World, Box<dyn Error>> {
+    // What the launchers of MPICH and Open MPI tell their processes.
+    let launched = ["PMI_RANK", "OMPI_COMM_WORLD_RANK"].iter().any(|name| std::env::var_os(name).is_some());
+    Ok(if launched { World::Processes(pikv::fabric::mpi::Mpi::init()?) } else { World::Threads(ranks) })
+}
+
+#[cfg(not(feature = "mpi"))]
+fn world(ranks: u32) -> Result<World, Box<dyn Error>> {
+    Ok(World::Threads(ranks))
+}
+
+fn text_form(model: &Model, ranks: u32) -> CacheConfig {
+    let c = model.config();
+    let dim = c.head_dim as u32;
+    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let (kv_heads, query_heads) = (c.kv_heads as u32, c.query_heads as u32);
+    let layer = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
+    let config = CacheConfig::new(vec![layer; c.layers], 256 << 20).ring(CHUNK as u32);
+    config.experts(c.experts as u32, c.top_k as u32).shards(ShardMap::sum(ranks.max(1)).expect("a rank"))
+}
+
+/// What came of a text.
+struct Written {
+    text: Vec<u8>,
+    logits: Vec<u32>,
+}
+
+fn generate(
+    model: &Model,
+    prompt: &[u8],
+    tokens: usize,
+    paged: &mut Paged,
+) -> Result<Written, Box<dyn Error>> {
+    let (mut logits, mut random, mut all) = (Vec::new(), SplitMix(1), Vec::new());
+    let mut text = prompt.to_vec();
+    for chunk in prompt.chunks(CHUNK) {
+        model.forward(chunk, paged, &mut logits)?;
+    }
+    for _ in 0..tokens {
+        all.extend(logits.iter().map(|x| x.to_bits()));
+        let next = sample(&logits[logits.len() - VOCAB..], 0.7, &mut random) as u8;
+        text.push(next);
+        model.forward(&[next], paged, &mut logits)?;
+    }
+    Ok(Written { text, logits: all })
+}
+
+/// Writes over one process and over the ranks, and says what lies and goes where.
+fn write(
+    model: &Model,
+    prompt: &[u8],
+    tokens: usize,
+    world: &World,
+    form: &CacheConfig,
+) -> Result<(), Box<dyn Error>> {
+    let dim = model.config().head_dim;
+    let one = generate(model, prompt, tokens, &mut Paged::new(Cache::new(form.clone())?, dim))?;
+    let mut paged = Paged::new(world.cache(form.clone())?, dim);
+    // The prompt apart, so that a decode step is measured.
+    let many = generate(model, prompt, 0, &mut paged)?;
+    let (after, from) = (Instant::now(), paged.cache.traffic()?);
+    paged.clear();
+    drop(many);
+    let many = generate(model, prompt, tokens, &mut paged)?;
+    let to = paged.cache.traffic()?;
+    println!("{}\n", String::from_utf8_lossy(&many.text[PROMPT..]));
+    let differ = one.logits.iter().zip(&many.logits).filter(|(a, b)| a != b).count();
+    let names = match world {
+        World::Threads(_) => "threads",
+        #[cfg(feature = "mpi")]
+        World::Processes(_) => "processes over MPI",
+    };
+    println!(
+        "{} ranks, {names}: {differ} of {} logits differ from one process's",
+        world.ranks(),
+        many.logits.len()
+    );
+    let usage = paged.cache.ranks()?;
+    let mean = usage.iter().map(|rank| rank.bytes).sum::<u64>() as f64 / usage.len() as f64;
+    println!("\n{:>5} {:>10} {:>6} {:>8}", "rank", "bytes", "pages", "of mean");
+    for rank in &usage {
+        println!("{:>5} {:>10} {:>6} {:>8.3}", rank.rank, rank.bytes, rank.pages, rank.bytes as f64 / mean);
+    }
+    println!("front {:>10}  ring, and pages that fill up", paged.cache.usage().taken);
+    let prefill = (from.sent + from.received) as f64;
+    let decode = ((to.sent + to.received) as f64 - 2.0 * prefill) / tokens.max(1) as f64;
+    println!("\na decode step: {decode:.0} bytes on the wire; the prompt: {prefill:.0}");
+    let share = |t: &Traffic| t.waited.saturating_sub(t.computed).as_secs_f64();
+    let wire = share(&to) - share(&from);
+    println!(
+        "of {:.2} s, {:.1} % on the way there and back ({:.1} % in waiting for ranks in all)",
+        after.elapsed().as_secs_f64(),
+        100.0 * wire / after.elapsed().as_secs_f64(),
+        100.0 * (to.waited - from.waited).as_secs_f64() / after.elapsed().as_secs_f64(),
+    );
+    if differ > 0 || one.text != many.text { Err("the ranks change a bit".into()) } else { Ok(()) }
+}
+
+/// The first layer's experts for each byte of a novel, as the model chooses them.
+fn experts(model: &Model, novel: &[u8], n: usize) -> Result<Vec<u16>, Box<dyn Error>> {
+    let mut cache = Chosen {
+        inner: moe::plain::PlainCache::new(
+            model.config().layers,
+            model.config().kv_heads,
+            model.config().head_dim,
+        ),
+        first: Vec::new(),
+        top_k: model.config().top_k,
+    };
+    let mut logits = Vec::new();
+    // Windows of as many tokens as a step, so that it takes no more time than it has to.
+    while cache.first.len() < n {
+        for window in novel.chunks_exact(CHUNK) {
+            if cache.first.len() >= n {
+                break;
+            }
+            cache.clear();
+            model.forward(window, &mut cache, &mut logits)?;
+        }
+    }
+    cache.first.truncate(n);
+    Ok(cache.first)
+}
+
+/// A cache that notes what the router chose.
+struct Chosen {
+    inner: moe::plain::PlainCache,
+    first: Vec<u16>,
+    top_k: usize,
+}
+
+struct ChosenStep<'a>(<moe::plain::PlainCache as common::cache::Cache>::Step<'a>, &'a mut Vec<u16>, usize);
+
+impl common::cache::Cache for Chosen {
+    type Error = <moe::plain::PlainCache as common::cache::Cache>::Error;
+    type Step<'a> = ChosenStep<'a>;
+
+    fn begin(&mut self, n: usize) -> Result<ChosenStep<'_>, Self::Error> {
+        Ok(ChosenStep(self.inner.begin(n)?, &mut self.first, self.top_k))
+    }
+
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+
+    fn clear(&mut self) {
+        self.inner.clear();
+    }
+}
+
+impl common::cache::Step for ChosenStep<'_> {
+    type Error = <moe::plain::PlainCache as common::cache::Cache>::Error;
+
+    fn layer(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), Self::Error> {
+        self.0.layer(layer, q, k, v, out)
+    }
+
+    fn experts(&mut self, layer: usize, experts: &[u16]) -> Result<(), Self::Error> {
+        if layer == 0 {
+            self.1.extend(experts.iter().step_by(self.2));
+        }
+        self.0.experts(layer, experts)
+    }
+
+    fn commit(self) -> Result<(), Self::Error> {
+        self.0.commit()
+    }
+}
+
+/// A stream of tokens and the map that they are filed by.
+struct Stream {
+    name: &'static str,
+    map: &'static str,
+    kind: Kind,
+    experts: u32,
+    eplb: bool,
+    config: CacheConfig,
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Even,
+    Moe,
+    Skewed,
+}
+
+fn streams(ranks: u32) -> Result<Vec<Stream>, Box<dyn Error>> {
+    let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: None };
+    // The paper's map asks that the ranks divide the experts.
+    let paper = |tokens, experts: u32| ShardMap::xor(tokens, experts, ranks);
+    let mut all = Vec::new();
+    for (name, kind, experts) in [
+        ("16 experts, evenly", Kind::Even, 16),
+        ("the MoE on a novel, 8 experts", Kind::Moe, 8),
+        ("16 experts, 60 % to one", Kind::Skewed, 16),
+    ] {
+        let maps = [
+            ("paper: block XOR expert", paper(8, experts), false),
+            ("(block + expert) mod ranks", ShardMap::sum(ranks), false),
+            ("paper, whole experts (N_tok 1)", paper(1, experts), false),
+            ("the same, then EPLB", paper(1, experts), true),
+        ];
+        for (map, made, eplb) in maps {
+            let Ok(made) = made else { continue };
+            let config = CacheConfig::new(vec![layer], BUDGET).ring(64).experts(experts, 1).shards(made);
+            all.push(Stream { name, map, kind, experts, eplb, config });
+        }
+    }
+    Ok(all)
+}
+
+/// Fills a cache with each stream, and says how even the ranks are and what a step sends.
+fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>> {
+    let ranks = world.ranks();
+    let mut random = SplitMix(7);
+    let even: Vec<u16> = (0..n).map(|_| (random.next() % 16) as u16).collect();
+    let skewed: Vec<u16> =
+        (0..n).map(|_| if random.unit() < 0.6 { 5 } else { (random.next() % 16) as u16 }).collect();
+    println!(
+        "\n{n} tokens of a layer, 32/8 heads of 128 channels in bf16, {ranks} ranks; bytes of the fullest rank over the mean, and with the front's \
+         pages on rank 0\n\n{:30} {:30} {:>13} {:>13} {:>8} {:>8} {:>7} {:>11} {:>11}",
+        "experts",
+        "map",
+        "bytes in all",
+        "fullest rank",
+        "of mean",
+        "w. front",
+        "moved",
+        "bytes/step",
+        "by formula"
+    );
+    let (k, v) = (vec![0.25; 512 * 1024], vec![0.5; 512 * 1024]);
+    for Stream { name, map, kind, experts, eplb, config } in streams(ranks)? {
+        let chosen: &[u16] = match kind {
+            Kind::Even => &even,
+            Kind::Moe => routes,
+            Kind::Skewed => &skewed,
+        };
+        let cache = world.cache(config.clone())?;
+        let mut sequence = cache.sequence();
+        for part in chosen.chunks(512) {
+            let mut step = cache.begin([(&mut sequence, part.len() as u32)])?;
+            step.append(0, &k[..part.len() * 1024], &v[..part.len() * 1024])?;
+            step.route(0, part)?;
+            step.commit()?;
+        }
+        let moves = match eplb {
+            false => None,
+            true => {
+                let loads = (0..experts as u16).map(|e| chosen.iter().filter(|c| **c == e).count() as f64);
+                let replicas = (4 * experts).next_multiple_of(ranks);
+                Some(cache.rebalance(0, &Eplb::global(replicas, ranks), Some(&loads.collect::<Vec<_>>()))?)
+            }
+        };
+        let bytes: Vec<u64> = cache.ranks()?.iter().map(|rank| rank.bytes).collect();
+        let of_mean = |bytes: &[u64]| {
+            let sum: u64 = bytes.iter().sum();
+            bytes.iter().copied().max().unwrap_or(0) as f64 * bytes.len() as f64 / sum as f64
+        };
+        let mut with_front = bytes.clone();
+        with_front[0] += cache.usage().taken;
+        let q = vec![0.01; 4096];
+        let mut out = vec![0.0; 4096];
+        let mut from = Traffic::default();
+        let steps = 33;
+        for t in 0..steps {
+            // The first one brings what fills up to its blocks.
+            if t == 1 {
+                from = cache.traffic()?;
+            }
+            let mut step = cache.begin([(&mut sequence, 1)])?;
+            step.append(0, &k[..1024], &v[..1024])?;
+            step.attend(0, &q, &Attend::new(0.088), Output::new(&mut out))?;
+            step.route(0, &chosen[t..t + 1])?;
+            step.commit()?;
+        }
+        let to = cache.traffic()?;
+        let measured = (to.sent + to.received - from.sent - from.received) as f64 / (steps - 1) as f64;
+        let mut filed = vec![0; experts as usize];
+        let mut at = std::collections::HashMap::new();
+        for page in sequence.pages(0, 0)? {
+            if let Place::Expert(e) = page.id.place {
+                filed[usize::from(e)] += page.tokens;
+                at.entry((page.id.ordinal / 8, e)).or_insert(page.shard);
+            }
+        }
+        let schedule = Schedule::new(&config, ranks, &filed, |t, e| at.get(&(t, e)).copied().unwrap_or(0))?;
+        let wired = |rank: usize| match world {
+            World::Threads(_) => true,
+            #[cfg(feature = "mpi")]
+            World::Processes(_) => rank > 0,
+        };
+        let of = |plan: &RankPlan| plan.exact.sent + plan.exact.received;
+        let said: f64 = schedule
+            .ranks
+            .iter()
+            .enumerate()
+            .filter(|(rank, _)| wired(*rank))
+            .map(|(_, plan)| of(plan))
+            .sum();
+        println!(
+            "{name:30} {map:30} {:>13} {:>13} {:>8.3} {:>8.3} {:>7} {measured:>11.0} {said:>11.0}",
+            bytes.iter().sum::<u64>(),
+            bytes.iter().max().unwrap_or(&0),
+            of_mean(&bytes),
+            of_mean(&with_front),
+            moves.map_or("-".to_owned(), |moves| moves.moved.to_string()),
+        );
+    }
+    Ok(())
+}

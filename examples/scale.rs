@@ -1,0 +1,171 @@
+//! Fabrics that nobody here has: the page map and the messages of a decode step replayed, without data, for 8 to 1024 devices.
+//!
+//! `cargo run --release --example scale` writes `benches/results/scale.csv` and `scale.svg`, and prints the rows of one model.
+//!
+//! For each model of the planner, context and number of devices: bytes of pages on the fullest device and at the front, bytes
+//! and messages of a decode step of one row that reads everything, with the bits of one process and merged on the ranks, and
+//! the time that the front's link needs for them at its stated rate, both ways at once, if nothing else takes any: 450 GB/s
+//! each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G. Experts are even, K and V bf16, the map
+//! `(block + expert) mod devices`. That messages have these sizes is tested on 2, 4 and 8 ranks (`tests/fabric`,
+//! `tests/mpi.rs`: within 5 %, measured within 0.3 %); the times are no measurement.
+
+use pikv::fabric::{RankPlan, Schedule, Wire};
+use pikv::planner::Geometry;
+use pikv::{Dtype, ShardMap};
+use plotters::prelude::*;
+use std::error::Error;
+use std::fmt::Write as _;
+use std::path::Path;
+
+const DEVICES: [u32; 8] = [8, 16, 32, 64, 128, 256, 512, 1024];
+const CONTEXTS: [(u32, &str); 4] =
+    [(128 << 10, "128K"), (512 << 10, "512K"), (1 << 20, "1M"), (10_000_000, "10M")];
+/// Links, and bytes a second each way.
+const LINKS: [(&str, f64); 2] = [("NVLink", 450e9), ("400G", 50e9)];
+const RING: u32 = 256;
+
+struct Row {
+    model: &'static str,
+    context: u32,
+    devices: u32,
+    fullest: u64,
+    of_mean: f64,
+    front: u64,
+    exact: Wire,
+    fast: Wire,
+}
+
+/// Seconds that a link needs for what goes both ways at once.
+fn seconds(wire: &Wire, rate: f64) -> f64 {
+    wire.sent.max(wire.received) / rate
+}
+
+fn row(geometry: &Geometry, context: u32, devices: u32) -> Result<Row, Box<dyn Error>> {
+    let map = ShardMap::sum(devices)?;
+    let config = geometry.config(Dtype::Bf16, Dtype::Bf16, 1 << 40).ring(RING).sinks(4).shards(map);
+    let filed = context - RING - 4;
+    let even = |e: u32| filed / geometry.experts + u32::from(e < filed % geometry.experts);
+    let filed: Vec<u32> = (0..geometry.experts).map(even).collect();
+    let schedule = Schedule::new(&config, devices, &filed, |t, e| map.shard(u64::from(t), u32::from(e)))?;
+    let sum = |of: fn(&RankPlan) -> Wire| {
+        schedule.ranks.iter().map(of).fold(Wire::default(), |sum, wire| Wire {
+            sent: sum.sent + wire.sent,
+            received: sum.received + wire.received,
+            messages: sum.messages + wire.messages,
+        })
+    };
+    let fullest = schedule.ranks.iter().map(|rank| rank.bytes).max().unwrap_or(0);
+    let all: u64 = schedule.ranks.iter().map(|rank| rank.bytes).sum();
+    Ok(Row {
+        model: geometry.name,
+        context,
+        devices,
+        fullest,
+        of_mean: fullest as f64 * f64::from(devices) / all.max(1) as f64,
+        front: schedule.front,
+        exact: sum(|rank| rank.exact),
+        fast: sum(|rank| rank.fast),
+    })
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut rows = Vec::new();
+    for geometry in Geometry::ALL {
+        for (context, _) in CONTEXTS {
+            for devices in DEVICES {
+                rows.push(row(&geometry, context, devices)?);
+            }
+        }
+    }
+    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+    let mut csv = "model,context,devices,bytes_fullest,of_mean,bytes_front,exact_sent,exact_received,exact_messages,fast_sent,\
+                   fast_received,fast_messages,exact_ms_nvlink,exact_ms_400g,fast_ms_nvlink,fast_ms_400g\n"
+        .to_owned();
+    for row in &rows {
+        let Row { model, context, devices, fullest, of_mean, front, exact, fast } = row;
+        write!(csv, "{model},{context},{devices},{fullest},{of_mean:.4},{front}")?;
+        for wire in [exact, fast] {
+            write!(csv, ",{:.0},{:.0},{:.1}", wire.sent, wire.received, wire.messages)?;
+        }
+        for wire in [exact, fast] {
+            for (_, rate) in LINKS {
+                write!(csv, ",{:.4}", 1e3 * seconds(wire, rate))?;
+            }
+        }
+        writeln!(csv)?;
+    }
+    std::fs::write(results.join("scale.csv"), csv)?;
+    plot(&results.join("scale.svg"), &rows)?;
+    println!(
+        "{:>8} {:>8} {:>12} {:>8} {:>10} {:>10} {:>12} {:>12} {:>10}",
+        "context",
+        "devices",
+        "GB fullest",
+        "of mean",
+        "MB exact",
+        "MB fast",
+        "ms, NVLink",
+        "ms, 400G",
+        "fast, 400G"
+    );
+    for row in rows.iter().filter(|row| row.model == Geometry::ALL[0].name) {
+        println!(
+            "{:>8} {:>8} {:>12.3} {:>8.3} {:>10.2} {:>10.2} {:>12.3} {:>12.3} {:>10.3}",
+            row.context,
+            row.devices,
+            row.fullest as f64 / 1e9,
+            row.of_mean,
+            (row.exact.sent + row.exact.received) / 1e6,
+            (row.fast.sent + row.fast.received) / 1e6,
+            1e3 * seconds(&row.exact, LINKS[0].1),
+            1e3 * seconds(&row.exact, LINKS[1].1),
+            1e3 * seconds(&row.fast, LINKS[1].1),
+        );
+    }
+    println!(
+        "\n{} (one of {} models; all in benches/results/scale.csv)",
+        Geometry::ALL[0].name,
+        Geometry::ALL.len()
+    );
+    Ok(())
+}
+
+/// Milliseconds of the front's 400G link against devices, for one model.
+fn plot(path: &Path, rows: &[Row]) -> Result<(), Box<dyn Error>> {
+    let model = Geometry::ALL[0].name;
+    let root = SVGBackend::new(path, (900, 560)).into_drawing_area();
+    root.fill(&WHITE)?;
+    let mut chart = ChartBuilder::on(&root)
+        .caption(format!("{model}: a decode step on the front's 400G link"), ("sans-serif", 22))
+        .margin(14)
+        .x_label_area_size(44)
+        .y_label_area_size(70)
+        .build_cartesian_2d((7f64..1200f64).log_scale(), (0.01f64..2000f64).log_scale())?;
+    chart
+        .configure_mesh()
+        .light_line_style(WHITE)
+        .x_desc("devices")
+        .y_desc("ms, if the link alone counts")
+        .draw()?;
+    for (i, (context, name)) in CONTEXTS.iter().enumerate() {
+        let colour = HSLColor(i as f64 * 0.22, 0.75, 0.4);
+        let of = |wire: fn(&Row) -> &Wire| {
+            let rows = rows.iter().filter(move |row| row.model == model && row.context == *context);
+            rows.map(move |row| (f64::from(row.devices), 1e3 * seconds(wire(row), LINKS[1].1)))
+                .collect::<Vec<_>>()
+        };
+        let exact = of(|row| &row.exact);
+        chart
+            .draw_series(LineSeries::new(exact, colour.stroke_width(2)))?
+            .label(format!("{name}, bits of one process"))
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+        let fast = of(|row| &row.fast);
+        chart
+            .draw_series(fast.iter().map(|at| Circle::new(*at, 4, colour.filled())))?
+            .label(format!("{name}, merged on the ranks"))
+            .legend(move |(x, y)| Circle::new((x + 9, y), 4, colour.filled()));
+    }
+    chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;
+    root.present()?;
+    Ok(())
+}

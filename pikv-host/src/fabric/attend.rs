@@ -1,0 +1,428 @@
+//! Queries on their way to the ranks, and what comes back at its place in the tree.
+
+use super::FabricError;
+use super::file::ByRank;
+use super::front::{Copies, Copy, Front, first_alive};
+use super::link::Link;
+use super::wire::{self, flag};
+use crate::error::Error;
+use crate::forest::Forest;
+use crate::job::{Item, Job, SCRATCH, Scratch, Shared, TILE, each};
+use crate::mass::{Wanted, Weighed};
+use crate::sequence::Place;
+use pikv_core::warp::LANES;
+use smallvec::SmallVec;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, RwLock};
+
+/// Words of answers that a wave of items takes at most, unless it is a single item: 64 MiB.
+pub(super) const WAVE: usize = 16 << 20;
+
+/// A row of the call and a block of its forest.
+type Key = (usize, usize, usize, usize);
+
+/// Where ranks' results lie.
+#[derive(Clone, Copy)]
+struct At {
+    answer: usize,
+    word: usize,
+    part: usize,
+    raw: usize,
+}
+
+/// What the ranks answered to the items of a wave.
+#[derive(Default)]
+pub(crate) struct Remote {
+    answers: Vec<Vec<u32>>,
+    blocks: HashMap<Key, At>,
+    /// One for each rank and form of page, where ranks merge: `true` for packed pages.
+    merged: HashMap<(usize, usize, usize), Vec<(bool, At)>>,
+}
+
+impl Remote {
+    fn words(&self, at: &At, from: usize, n: usize) -> &[f32] {
+        bytemuck::cast_slice(&self.answers[at.answer][at.word + from..][..n])
+    }
+
+    /// The partial result of a block, and the weights behind it, if a rank worked it out.
+    pub fn place(
+        &self,
+        item: &Item<'_>,
+        block: usize,
+        part: &mut [f32],
+        raw: Option<&mut [[f32; LANES]]>,
+    ) -> bool {
+        let Some(at) = self.blocks.get(&(item.forest.view, item.forest.head, item.row, block)) else {
+            return false;
+        };
+        part[..at.part].copy_from_slice(self.words(at, 0, at.part));
+        if let Some(raw) = raw {
+            raw.as_flattened_mut().copy_from_slice(self.words(at, at.part, at.raw));
+        }
+        true
+    }
+}
+
+/// A block that a rank reads.
+struct Asked {
+    rank: u32,
+    block: usize,
+    packed: bool,
+    /// Held until the answer is here, so that a page that moves meanwhile stays.
+    pages: SmallVec<[Arc<Copy>; 8]>,
+}
+
+/// One question: whose answer it will be.
+enum For {
+    Block(Key, At),
+    Merged((usize, usize, usize), bool, At),
+}
+
+/// How blocks are asked for.
+#[derive(Clone, Copy)]
+struct Manner {
+    raw: bool,
+    fast: bool,
+}
+
+/// Whether a block of a forest is read by a rank.
+fn is_remote(forest: &Forest<'_>, block: usize) -> bool {
+    forest.pages[forest.blocks[block].clone()].iter().any(|page| page.slot.is_some())
+}
+
+impl Front {
+    /// Who reads which block of a forest.
+    fn plan(
+        &self,
+        link: &mut Link,
+        job: &Job<'_>,
+        layer: usize,
+        forest: &Forest<'_>,
+        work: &mut ByRank,
+        loads: &mut [u64],
+    ) -> Result<Vec<Asked>, FabricError> {
+        let mut asked = Vec::new();
+        for block in (0..forest.blocks.len()).filter(|block| is_remote(forest, *block)) {
+            let pages = &forest.pages[forest.blocks[block].clone()];
+            let packed = forest.codec(block).is_some();
+            let Place::Expert(expert) = pages[0].id.place else {
+                unreachable!("sinks and ring stay at the front")
+            };
+            let chain = &job.views[forest.view].layer.heads[forest.head].chains[usize::from(expert) + 1];
+            let held: SmallVec<[Option<Copies>; 8]> = pages
+                .iter()
+                .map(|page| page.slot.and_then(|slot| slot.kept()).map(|kept| kept.copies()))
+                .collect();
+            // Of the ranks that have all pages that are away: the one that has the others too, or has the least to do.
+            let mut ranks: SmallVec<[u32; 4]> = SmallVec::new();
+            let mut first = true;
+            for copies in held.iter().flatten() {
+                let alive = |copy: &&Arc<Copy>| link.lost[copy.rank as usize].is_none();
+                if first {
+                    ranks = copies.iter().filter(alive).map(|copy| copy.rank).collect();
+                    first = false;
+                } else {
+                    ranks.retain(|rank| copies.iter().filter(alive).any(|copy| copy.rank == *rank));
+                }
+                first_alive(link, copies)?;
+            }
+            let mirrored = pages.iter().filter(|page| page.slot.is_none());
+            let mirrored = mirrored.filter_map(|page| chain.mirrors.rank(page.id.ordinal)).next();
+            let rank = match mirrored.filter(|rank| ranks.contains(rank)) {
+                Some(rank) => rank,
+                None => match ranks.iter().min_by_key(|rank| (loads[**rank as usize], **rank)) {
+                    Some(rank) => *rank,
+                    // A page came while the others moved: they are brought together.
+                    None => self.unite(link, pages.iter().filter_map(|page| page.slot))?,
+                },
+            };
+            let mut bytes = 0;
+            let mut ids = SmallVec::new();
+            for page in pages {
+                let copy = match page.slot.and_then(|slot| slot.kept()) {
+                    Some(kept) => kept.copies().into_iter().find(|copy| copy.rank == rank),
+                    None => chain.mirror(
+                        self,
+                        (layer, &job.shape.layout, packed),
+                        page.id.ordinal,
+                        (rank, link.epoch),
+                        work.of(rank),
+                    ),
+                };
+                bytes += page.slot.map_or(4 * page.words.len() as u64, |slot| slot.bytes());
+                ids.push(copy.ok_or(FabricError::Malformed { rank, what: "a page has no copy there" })?);
+            }
+            loads[rank as usize] += bytes;
+            self.count_read(layer, expert, bytes);
+            asked.push(Asked { rank, block, packed, pages: ids });
+        }
+        Ok(asked)
+    }
+
+    /// Has the ranks work out what items read there.
+    fn ask(
+        &self,
+        job: &Job<'_>,
+        layer: usize,
+        items: &[(&Forest<'_>, Range<usize>)],
+        manner: Manner,
+    ) -> Result<Remote, Error> {
+        let mut link = self.link();
+        let result = self.ask_through(&mut link, job, layer, items, manner);
+        if result.is_err() {
+            link.epoch += 1;
+        }
+        Ok(result?)
+    }
+
+    fn ask_through(
+        &self,
+        link: &mut Link,
+        job: &Job<'_>,
+        layer: usize,
+        items: &[(&Forest<'_>, Range<usize>)],
+        manner: Manner,
+    ) -> Result<Remote, FabricError> {
+        let mut work = ByRank::default();
+        let mut loads = vec![0; link.lost.len()];
+        let mut asked: Vec<(*const Forest<'_>, Vec<Asked>)> = Vec::new();
+        // In the order of each rank's answer.
+        let mut order: HashMap<u32, Vec<For>> = HashMap::new();
+        let reach = job.table.as_ref().map_or(0, |table| table.capacity().saturating_sub(1));
+        for (forest, rows) in items {
+            let at = std::ptr::from_ref(*forest);
+            if asked.last().is_none_or(|(of, _)| !std::ptr::eq(*of, at)) {
+                asked.push((at, self.plan(link, job, layer, forest, &mut work, &mut loads)?));
+            }
+            let Some((_, blocks)) = asked.last() else { continue };
+            let item = Item { forest, row: rows.start, rows: rows.len() };
+            SCRATCH.with_borrow_mut(|scratch| {
+                job.pack(&item, scratch);
+                for rank in 0..loads.len() as u32 {
+                    for packed in [true, false] {
+                        let mine = |asked: &&Asked| (asked.rank, asked.packed) == (rank, packed);
+                        if blocks.iter().any(|asked| mine(&asked)) {
+                            let work = work.of(rank);
+                            work.reach = reach;
+                            work.asks.items += 1;
+                            let mine = blocks.iter().filter(mine);
+                            write(job, layer, &item, scratch, packed, manner, mine, &mut work.asks.words);
+                            let to = order.entry(rank).or_default();
+                            expect(
+                                job,
+                                &item,
+                                packed,
+                                manner,
+                                blocks.iter().filter(|a| (a.rank, a.packed) == (rank, packed)),
+                                to,
+                            );
+                        }
+                    }
+                }
+            });
+        }
+        let mut remote = Remote::default();
+        for answer in self.work(link, work.into_list())? {
+            let mut word = answer.at;
+            let index = remote.answers.len();
+            for of in order.remove(&answer.rank).unwrap_or_default() {
+                let (For::Block(_, at) | For::Merged(.., at)) = &of;
+                let at = At { answer: index, word, ..*at };
+                word += at.part + at.raw;
+                match of {
+                    For::Block(key, _) => _ = remote.blocks.insert(key, at),
+                    For::Merged(key, packed, _) => remote.merged.entry(key).or_default().push((packed, at)),
+                }
+            }
+            if word != answer.words.len() {
+                return Err(FabricError::Malformed {
+                    rank: answer.rank,
+                    what: "an answer of another length",
+                });
+            }
+            remote.answers.push(answer.words);
+        }
+        Ok(remote)
+    }
+}
+
+/// Adds a question.
+#[allow(clippy::too_many_arguments)]
+fn write<'a>(
+    job: &Job<'_>,
+    layer: usize,
+    item: &Item<'_>,
+    scratch: &Scratch,
+    packed: bool,
+    manner: Manner,
+    blocks: impl Iterator<Item = &'a Asked>,
+    out: &mut Vec<u32>,
+) {
+    let set = |on: bool, bit| if on { bit } else { 0 };
+    let flags = set(manner.raw, flag::RAW)
+        | set(packed, flag::PACKED)
+        | set(manner.fast, flag::FAST)
+        | set(job.softcap.is_some(), flag::CAPPED);
+    let cap = job.softcap.unwrap_or(0.0).to_bits();
+    let most = job.most(item.forest) as u32;
+    out.extend([layer as u32, item.forest.head as u32, item.rows as u32, most, flags, cap]);
+    out.extend_from_slice(bytemuck::cast_slice(&scratch.packed.q));
+    for (pool, _) in &scratch.packed.sights {
+        out.extend([pool.floor, pool.lo, pool.sinks, pool.hi as u32]);
+    }
+    if packed {
+        out.extend_from_slice(bytemuck::cast_slice(scratch.packed.folded().as_flattened()));
+        out.extend_from_slice(bytemuck::cast_slice(scratch.packed.start()));
+    }
+    let count = out.len();
+    out.push(0);
+    for Asked { block, pages, .. } in blocks {
+        out[count] += 1;
+        out.push(pages.len() as u32);
+        let listed = &item.forest.pages[item.forest.blocks[*block].clone()];
+        for (copy, page) in pages.iter().zip(listed) {
+            wire::push_u64(out, copy.id);
+            out.push(page.live);
+            if packed {
+                out.extend([page.last, page.by]);
+            }
+        }
+    }
+}
+
+/// Notes what the answer to a question will be.
+fn expect<'a>(
+    job: &Job<'_>,
+    item: &Item<'_>,
+    packed: bool,
+    manner: Manner,
+    blocks: impl Iterator<Item = &'a Asked>,
+    to: &mut Vec<For>,
+) {
+    let part = job.trees(item).of(packed.then_some(0)).len();
+    let (view, head, row) = (item.forest.view, item.forest.head, item.row);
+    let at = |raw| At { answer: 0, word: 0, part, raw };
+    if manner.fast {
+        return to.push(For::Merged((view, head, row), packed, at(0)));
+    }
+    to.extend(blocks.map(|Asked { block, pages, .. }| {
+        let raw = if manner.raw { item.rows * pages.len() * LANES } else { 0 };
+        For::Block((view, head, row, *block), at(raw))
+    }));
+}
+
+/// Words of the answers to an item.
+fn size(job: &Job<'_>, item: &Item<'_>, manner: Manner) -> usize {
+    let trees = job.trees(item);
+    let raw = if manner.raw { 8 * item.rows * LANES } else { 0 };
+    let of = |block: usize| trees.of(item.forest.codec(block)).len() + raw;
+    (0..item.forest.blocks.len()).filter(|block| is_remote(item.forest, *block)).map(of).sum()
+}
+
+/// What is read here of a forest.
+fn near<'a>(forest: &Forest<'a>) -> Forest<'a> {
+    let mut near = Forest {
+        view: forest.view,
+        head: forest.head,
+        pages: forest.pages.clone(),
+        blocks: Vec::new(),
+        index: Vec::new(),
+        runs: Vec::new(),
+        run_blocks: Vec::new(),
+        packed: [0, 0],
+    };
+    for (run, (index, blocks)) in forest.runs.iter().zip(&forest.run_blocks).enumerate() {
+        let first = near.blocks.len();
+        for block in blocks.clone().filter(|block| !is_remote(forest, *block)) {
+            near.blocks.push(forest.blocks[block].clone());
+            near.index.push(forest.index[block]);
+        }
+        if near.blocks.len() > first {
+            near.runs.push(*index);
+            near.run_blocks.push(first..near.blocks.len());
+            near.packed[0] += usize::from(forest.codec_of_run(run).is_some());
+        }
+    }
+    near
+}
+
+/// As [`Job::run`] and [`Job::with_mass`], of pages here and on the ranks.
+pub(crate) fn attend(
+    front: &Front,
+    job: &mut Job<'_>,
+    layer: usize,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    out: &Shared<'_>,
+    lse: &Shared<'_>,
+) -> Result<Vec<Vec<Weighed>>, Error> {
+    let manner = Manner { raw: wanted.is_some(), fast: front.fast && wanted.is_none() };
+    let step = if manner.raw { job.whole() } else { TILE };
+    let mut weighed = Vec::new();
+    let mut next = 0;
+    let mut rest: Vec<Item<'_>> = Vec::new();
+    // With masses, a wave has whole forests.
+    while next < forests.len() || !rest.is_empty() {
+        let (mut words, mut items, from) = (0, Vec::new(), next);
+        loop {
+            if rest.is_empty() {
+                let Some(forest) = forests.get(next) else { break };
+                let more: usize = job.items(forest, step).map(|item| size(job, &item, manner)).sum();
+                if manner.raw && words > 0 && words + more > WAVE {
+                    break;
+                }
+                rest = job.items(forest, step).collect();
+                rest.reverse();
+                next += 1;
+            }
+            let Some(item) = rest.pop() else { continue };
+            let more = size(job, &item, manner);
+            if !manner.raw && words > 0 && words + more > WAVE {
+                rest.push(item);
+                break;
+            }
+            words += more;
+            items.push(item);
+        }
+        let questions: Vec<_> =
+            items.iter().map(|item| (item.forest, item.row..item.row + item.rows)).collect();
+        let some = words > 0;
+        job.remote = if some { Some(RwLock::new(front.ask(job, layer, &questions, manner)?)) } else { None };
+        let job = &*job;
+        match wanted {
+            Some(wanted) => weighed.extend(each(&forests[from..next], |forest| {
+                job.with_mass(forest, &wanted[forest.view], out, lse)
+            })),
+            None => _ = each(&items, |item| one(job, item, manner, out, lse)),
+        }
+    }
+    job.remote = None;
+    Ok(weighed)
+}
+
+/// The whole of an item.
+fn one(job: &Job<'_>, item: &Item<'_>, manner: Manner, out: &Shared<'_>, lse: &Shared<'_>) {
+    let here = manner.fast.then(|| near(item.forest));
+    let read = Item { forest: here.as_ref().unwrap_or(item.forest), ..*item };
+    job.with_scratch(&read, |trees, scratch, leaf| {
+        let Scratch { part, spare, .. } = scratch;
+        let full = trees.of(None);
+        part.resize(full.len().max(part.len()), 0.0);
+        read.forest.reduce(&trees, leaf, part, spare);
+        if let Some(remote) = job.remote.as_ref().filter(|_| manner.fast) {
+            let remote = remote.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let key = (item.forest.view, item.forest.head, item.row);
+            for (packed, at) in remote.merged.get(&key).into_iter().flatten() {
+                let mut theirs = remote.words(at, 0, at.part).to_vec();
+                if *packed {
+                    let mut whole = vec![0.0; full.len()];
+                    trees.unpack(0, &mut theirs, &mut whole);
+                    theirs = whole;
+                }
+                full.join(&mut part[..full.len()], &mut theirs);
+            }
+        }
+        job.finish(item, &full.partial(part), out, lse);
+    });
+}

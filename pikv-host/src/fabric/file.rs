@@ -1,0 +1,349 @@
+//! Pages on their way to the ranks.
+
+use super::FabricError;
+use super::front::{Block, Copies, Copy, Front, Kept};
+use super::link::{Link, List, Work};
+use super::wire;
+use crate::cache::Inner;
+use crate::chain::{Chain, Closed, Entry, Held};
+use crate::codec::HeadCodec;
+use crate::error::Error;
+use crate::filing::Layer;
+use crate::sequence::block_of;
+use crate::tiers::Stored;
+use pikv_core::attend::BLOCK;
+use pikv_core::page::{Layout, PAGE};
+use pikv_core::warp::LANES;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Pages of a chain that are still here, and of which a rank has a copy, because the rest of their block is there.
+#[derive(Debug, Default)]
+pub(crate) struct Mirrors(Mutex<Vec<Mirror>>);
+
+#[derive(Debug)]
+struct Mirror {
+    ordinal: u32,
+    copy: Arc<Copy>,
+    /// Lanes that the rank has as they are here.
+    synced: u32,
+    /// Of the link when it was made.
+    epoch: u64,
+}
+
+/// A fork's pages will differ: it has none at first.
+impl Clone for Mirrors {
+    fn clone(&self) -> Mirrors {
+        Mirrors::default()
+    }
+}
+
+impl Mirrors {
+    fn list(&self) -> MutexGuard<'_, Vec<Mirror>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes back what the rank has past `fill` lanes of the last page, which is at `ordinal`.
+    pub fn cut(&mut self, ordinal: u32, fill: u32) {
+        let list = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|mirror| mirror.ordinal <= ordinal);
+        for mirror in list.iter_mut().filter(|mirror| mirror.ordinal == ordinal) {
+            mirror.synced = mirror.synced.min(fill);
+        }
+    }
+
+    /// Forgets all.
+    pub fn clear(&mut self) {
+        self.0.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    /// The rank that has a copy of the page at `ordinal`.
+    pub fn rank(&self, ordinal: u32) -> Option<u32> {
+        self.list().iter().find(|mirror| mirror.ordinal == ordinal).map(|mirror| mirror.copy.rank)
+    }
+}
+
+/// Work by rank.
+#[derive(Default)]
+pub(super) struct ByRank(Vec<(u32, Work)>);
+
+impl ByRank {
+    pub fn of(&mut self, rank: u32) -> &mut Work {
+        let at = match self.0.iter().position(|(of, _)| *of == rank) {
+            Some(at) => at,
+            None => {
+                self.0.push((rank, Work::default()));
+                self.0.len() - 1
+            }
+        };
+        &mut self.0[at].1
+    }
+
+    pub fn into_list(self) -> Vec<(u32, Work)> {
+        self.0.into_iter().filter(|(_, work)| !work.is_empty()).collect()
+    }
+}
+
+impl List {
+    pub fn id(&mut self, id: u64) {
+        self.items += 1;
+        wire::push_u64(&mut self.words, id);
+    }
+
+    /// A whole page.
+    pub fn page(&mut self, id: u64, words: &[u32]) {
+        self.id(id);
+        self.words.push(words.len() as u32);
+        self.words.extend_from_slice(words);
+    }
+
+    /// Tokens of a page as they came.
+    fn tokens(&mut self, id: u64, layer: usize, layout: &Layout, words: &[u32], lanes: std::ops::Range<u32>) {
+        self.id(id);
+        self.words.extend([layer as u32, lanes.start, lanes.len() as u32]);
+        lanes.for_each(|lane| wire::push_token(layout, words, lane, &mut self.words));
+    }
+}
+
+/// A page that a rank has by now, to take the place of the one that is here.
+#[derive(Debug)]
+pub(crate) struct Sent {
+    layer: usize,
+    head: usize,
+    chain: usize,
+    ordinal: u32,
+    slot: Arc<Stored>,
+}
+
+/// Whether a page that is here may go once positions below `kept` cannot be taken back: it takes no more tokens, and nobody else
+/// holds it.
+fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
+    let page = match &entry.held {
+        Held::Gone | Held::Away(_) => return false,
+        Held::Open(_) if codec || entry.fill < PAGE => return false,
+        Held::Open(page) => entry.last().filter(|last| *last < kept).map(|_| page),
+        Held::Closed(Closed { packed, by, .. }) => (*by < kept).then_some(packed),
+    };
+    entry.pending == 0 && page.is_some_and(|page| !page.is_shared())
+}
+
+impl Chain {
+    /// Pages that are here and were not looked at, or had to stay.
+    fn unsent(&self) -> impl Iterator<Item = (u32, &Entry)> {
+        let from = self.settled.max(self.first);
+        (from..).zip(self.entries.range((from - self.first) as usize..))
+    }
+
+    /// The ranks that have all pages of a block that are away; `None` if none is.
+    fn ranks_of(&self, link: &Link, block: u32) -> Option<Result<Vec<u32>, FabricError>> {
+        let from = (block * BLOCK as u32).saturating_sub(self.first).min(self.entries.len() as u32) as usize;
+        let to =
+            ((block + 1) * BLOCK as u32).saturating_sub(self.first).min(self.entries.len() as u32) as usize;
+        let mut common: Option<Result<Vec<u32>, FabricError>> = None;
+        for entry in self.entries.range(from..to) {
+            let Held::Away(away) = &entry.held else { continue };
+            let Some(kept) = away.slot.kept() else { continue };
+            let copies = kept.copies();
+            let alive = copies.iter().map(|copy| copy.rank).filter(|rank| link.check(*rank).is_ok());
+            common = Some(match common {
+                None => Ok(alive.collect()),
+                Some(Ok(ranks)) => Ok(alive.filter(|rank| ranks.contains(rank)).collect()),
+                Some(lost) => lost,
+            });
+            if common.as_ref().is_some_and(|common| common.as_ref().is_ok_and(Vec::is_empty)) {
+                // Moves leave a page on one rank at least; one that has none lost it.
+                match super::front::first_alive(link, &copies) {
+                    Ok(copy) => common = Some(Ok(vec![copy.rank])),
+                    Err(error) => common = Some(Err(error)),
+                }
+            }
+        }
+        common
+    }
+
+    /// Looks no more at pages that went.
+    fn settle_sent(&mut self) {
+        let from = self.settled.max(self.first);
+        let mut at = from;
+        for (ordinal, entry) in (from..).zip(self.entries.range((from - self.first) as usize..)) {
+            match entry.held {
+                Held::Away(_) => at = ordinal + 1,
+                Held::Gone => {}
+                _ => break,
+            }
+        }
+        self.settled = at;
+        let mirrors = std::mem::take(&mut self.mirrors);
+        mirrors
+            .list()
+            .retain(|mirror| self.entry(mirror.ordinal).is_some_and(|entry| entry.page().is_some()));
+        self.mirrors = mirrors;
+    }
+
+    /// Has `rank` have the page at `ordinal`, which is here, as it is now, and gives its copy there.
+    pub(super) fn mirror(
+        &self,
+        front: &Front,
+        (layer, layout, codec): (usize, &Layout, bool),
+        ordinal: u32,
+        (rank, epoch): (u32, u64),
+        work: &mut Work,
+    ) -> Option<Arc<Copy>> {
+        let entry = self.entry(ordinal)?;
+        let words = entry.page()?.words();
+        let mut list = self.mirrors.list();
+        let at = match list.iter().position(|mirror| mirror.ordinal == ordinal) {
+            Some(at) if (list[at].copy.rank, list[at].epoch) == (rank, epoch) => at,
+            other => {
+                if let Some(at) = other {
+                    list.swap_remove(at);
+                }
+                list.push(Mirror { ordinal, copy: front.copy(rank), synced: 0, epoch });
+                list.len() - 1
+            }
+        };
+        let mirror = &mut list[at];
+        if codec {
+            // Packed once and for all, unless a rollback opened it.
+            if mirror.synced < PAGE {
+                work.puts.page(mirror.copy.id, words);
+                mirror.synced = PAGE;
+            }
+        } else if mirror.synced < entry.fill {
+            work.writes.tokens(mirror.copy.id, layer, layout, words, mirror.synced..entry.fill);
+            mirror.synced = entry.fill;
+        }
+        Some(mirror.copy.clone())
+    }
+}
+
+impl Front {
+    /// Sends pages that may go once parts have so many tokens, of which those before `kept` cannot be taken back, and waits until
+    /// the ranks have them.
+    pub fn send<'a>(
+        self: &Arc<Self>,
+        inner: &Inner,
+        parts: impl Iterator<Item = (&'a [Layer], u32)>,
+    ) -> Result<Vec<Vec<Sent>>, Error> {
+        let mut link = self.link();
+        let sent = self.send_through(&mut link, inner, parts);
+        if sent.is_err() {
+            link.epoch += 1;
+        }
+        Ok(sent?)
+    }
+
+    fn send_through<'a>(
+        self: &Arc<Self>,
+        link: &mut Link,
+        inner: &Inner,
+        parts: impl Iterator<Item = (&'a [Layer], u32)>,
+    ) -> Result<Vec<Vec<Sent>>, FabricError> {
+        let mut work = ByRank::default();
+        let mut all = Vec::new();
+        for (layers, kept) in parts {
+            let mut sent = Vec::new();
+            for (l, layer) in layers.iter().enumerate() {
+                for (h, head) in layer.heads.iter().enumerate() {
+                    let codec = layer.codecs[h].as_ref();
+                    for (c, chain) in head.chains.iter().enumerate().skip(1) {
+                        for (ordinal, entry) in
+                            chain.unsent().filter(|(_, e)| may_go(e, codec.is_some(), kept))
+                        {
+                            let at = At { layer: l, head: h, chain: c, ordinal };
+                            let slot = self.send_page(inner, link, chain, entry, codec, at, &mut work)?;
+                            sent.push(Sent { layer: l, head: h, chain: c, ordinal, slot });
+                        }
+                    }
+                }
+            }
+            all.push(sent);
+        }
+        let work = work.into_list();
+        if !work.is_empty() {
+            self.work(link, work)?;
+        }
+        Ok(all)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn send_page(
+        self: &Arc<Self>,
+        inner: &Inner,
+        link: &Link,
+        chain: &Chain,
+        entry: &Entry,
+        codec: Option<&HeadCodec>,
+        at: At,
+        work: &mut ByRank,
+    ) -> Result<Arc<Stored>, FabricError> {
+        let At { layer, head, chain: c, ordinal } = at;
+        let layout = &inner.config.layers[layer].layout;
+        let block =
+            Block { layer: layer as u32, head: head as u32, expert: c as u16 - 1, block: block_of(ordinal) };
+        let ranks = match chain.ranks_of(link, block.block) {
+            Some(ranks) => ranks?,
+            None => vec![self.rank_of(link, &block)?],
+        };
+        let mirrored = chain.mirrors.rank(ordinal).filter(|rank| ranks.contains(rank));
+        let words = entry.page().map_or(&[][..], |page| page.words());
+        let mut copies = Copies::new();
+        for rank in ranks {
+            let work = work.of(rank);
+            let mirror = mirrored.filter(|mirrored| *mirrored == rank);
+            let mirror = mirror.and_then(|_| {
+                chain.mirror(self, (layer, layout, codec.is_some()), ordinal, (rank, link.epoch), work)
+            });
+            match mirror {
+                Some(copy) => {
+                    work.keeps.id(copy.id);
+                    copies.push(copy);
+                }
+                None => {
+                    let copy = self.copy(rank);
+                    work.puts.page(copy.id, words);
+                    copies.push(copy);
+                }
+            }
+        }
+        let mut positions = [u32::MAX; LANES];
+        for (lane, to) in (0..entry.fill).zip(&mut positions) {
+            *to = entry.position(codec, lane).unwrap_or(u32::MAX);
+        }
+        let kept = Kept::new(self.clone(), block, copies);
+        let slot = Arc::new(Stored::kept_by(self.level.clone(), kept, words, positions));
+        self.note(block, &slot);
+        Ok(slot)
+    }
+
+    /// Has the pages that ranks have take the place of those here.
+    pub fn place(&self, layers: &mut [Layer], sent: Vec<Sent>, kept: u32) {
+        for Sent { layer, head, chain, ordinal, slot } in sent {
+            let codecs = layers[layer].codecs.clone();
+            let codec = codecs[head].as_ref();
+            let chain = &mut layers[layer].heads[head].chains[chain];
+            // What a policy did to it meanwhile, or that it has other tokens now, may keep it here until the next step.
+            let same = |entry: &Entry| {
+                let mut lanes = (0..entry.fill).filter(|lane| entry.live >> lane & 1 == 1);
+                lanes.all(|lane| entry.position(codec, lane) == Some(slot.positions[lane as usize]))
+            };
+            let entry = chain.entry_mut(ordinal);
+            if let Some(entry) = entry.filter(|entry| may_go(entry, codec.is_some(), kept) && same(entry)) {
+                let by = match &entry.held {
+                    Held::Closed(closed) => Some(closed.by),
+                    _ => None,
+                };
+                entry.held = Held::Away(crate::chain::Away { slot, by });
+            }
+            chain.settle_sent();
+        }
+    }
+}
+
+/// Which page.
+#[derive(Clone, Copy)]
+struct At {
+    layer: usize,
+    head: usize,
+    chain: usize,
+    ordinal: u32,
+}

@@ -1,0 +1,392 @@
+//! What a cache holds of its fabric: the link, where pages are, and which rank gets a new block.
+
+use super::link::{Answer, Link, Work};
+use super::{Fabric, FabricError, Options, Traffic};
+use crate::cache::Cache;
+use crate::config::CacheConfig;
+use crate::error::{ConfigError, Error};
+use crate::tiers::{Level, Stored};
+use pikv_core::shard::ShardMap;
+use smallvec::SmallVec;
+use std::collections::HashMap;
+use std::collections::hash_map::RandomState;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::thread::{self, JoinHandle};
+
+/// A block of 8 pages of one expert, of whatever sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Block {
+    pub layer: u32,
+    pub head: u32,
+    pub expert: u16,
+    pub block: u32,
+}
+
+pub(crate) struct Front {
+    link: Mutex<Link>,
+    freed: Arc<Freed>,
+    next: AtomicU64,
+    map: ShardMap,
+    experts: usize,
+    pub(super) level: Arc<Level>,
+    pub(super) fast: bool,
+    /// Of each layer: the ranks of an expert's slots, where the experts were placed by load.
+    pub(super) placed: RwLock<Vec<Option<Vec<Vec<u32>>>>>,
+    /// The pages of every block, for those that move.
+    pub(super) book: Mutex<HashMap<Block, Vec<Weak<Stored>>>>,
+    /// `[layer][expert]` bytes that attention read since the experts were placed.
+    reads: Vec<AtomicU64>,
+    beat: Mutex<Option<Beat>>,
+}
+
+/// A thread that has ranks hear of the front.
+struct Beat {
+    stop: Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+/// Pages that nobody holds any more, by rank, which learns of it with the next message.
+#[derive(Debug, Default)]
+pub(super) struct Freed(Mutex<Vec<Vec<u64>>>);
+
+/// A page on a rank. Dropped, it is freed there.
+#[derive(Debug)]
+pub(super) struct Copy {
+    pub rank: u32,
+    pub id: u64,
+    freed: Arc<Freed>,
+}
+
+impl Drop for Copy {
+    fn drop(&mut self) {
+        let mut freed = self.freed.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(freed) = freed.get_mut(self.rank as usize) {
+            freed.push(self.id);
+        }
+    }
+}
+
+/// Copies of a page.
+pub(super) type Copies = SmallVec<[Arc<Copy>; 1]>;
+
+/// A page that ranks keep.
+pub(crate) struct Kept {
+    pub(super) copies: RwLock<Copies>,
+    pub(super) block: Block,
+    front: Arc<Front>,
+}
+
+impl fmt::Debug for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kept")
+            .field("block", &self.block)
+            .field("copies", &self.copies)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Front {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Front").field("map", &self.map).field("fast", &self.fast).finish_non_exhaustive()
+    }
+}
+
+impl Kept {
+    pub(super) fn new(front: Arc<Front>, block: Block, copies: Copies) -> Kept {
+        Kept { copies: RwLock::new(copies), block, front }
+    }
+
+    /// The copies as they are now; as long as they are held, so are the pages.
+    pub(super) fn copies(&self) -> Copies {
+        self.copies.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The rank that is asked first.
+    pub fn rank(&self) -> u32 {
+        self.copies().first().map_or(0, |copy| copy.rank)
+    }
+
+    /// Brings a copy of the page here.
+    pub fn fetch(&self, words: &mut [u32]) -> Result<(), Error> {
+        let mut link = self.front.link();
+        let copies = self.copies();
+        let copy = first_alive(&link, &copies)?;
+        let mut work = Work::default();
+        work.fetches.id(copy.id);
+        let answers = self.front.work(&mut link, vec![(copy.rank, work)])?;
+        words.copy_from_slice(fetched(&answers[0], 0, words.len())?);
+        Ok(())
+    }
+}
+
+/// What was fetched, `words` words from `at` on.
+pub(super) fn fetched(answer: &Answer, at: usize, words: usize) -> Result<&[u32], FabricError> {
+    let cut = FabricError::Malformed { rank: answer.rank, what: "an answer is cut off" };
+    answer.words.get(answer.at + at..answer.at + at + words).ok_or(cut)
+}
+
+/// A copy on a rank that is there.
+pub(super) fn first_alive<'a>(link: &Link, copies: &'a [Arc<Copy>]) -> Result<&'a Arc<Copy>, FabricError> {
+    let mut lost = Err(FabricError::Nobody);
+    for copy in copies {
+        match link.check(copy.rank) {
+            Ok(()) => return Ok(copy),
+            Err(error) => lost = Err(error),
+        }
+    }
+    lost
+}
+
+/// What a rank holds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankUsage {
+    /// The rank.
+    pub rank: u32,
+    /// Bytes of pages that its arena counts.
+    pub bytes: u64,
+    /// Pages.
+    pub pages: u64,
+    /// Why it is asked nothing any more.
+    pub lost: Option<FabricError>,
+}
+
+impl Front {
+    fn new(
+        config: &CacheConfig,
+        fabric: Box<dyn Fabric>,
+        options: &Options,
+        fingerprint: u64,
+    ) -> Result<Arc<Front>, Error> {
+        let ranks = fabric.ranks() as usize;
+        let session = RandomState::new().build_hasher().finish();
+        let link = Link::new(fabric, options.timeout, session, fingerprint)?;
+        let (layers, experts) = (config.layers.len(), config.experts as usize);
+        let beats = link.wants_beat();
+        let front = Arc::new(Front {
+            link: Mutex::new(link),
+            freed: Arc::new(Freed(Mutex::new(vec![Vec::new(); ranks]))),
+            next: AtomicU64::new(0),
+            map: config.shards,
+            experts,
+            level: Arc::new(Level::fabric()),
+            fast: options.fast,
+            placed: RwLock::new(vec![None; layers]),
+            book: Mutex::default(),
+            reads: (0..layers * experts).map(|_| AtomicU64::new(0)).collect(),
+            beat: Mutex::default(),
+        });
+        if beats {
+            let (stop, stopped) = channel();
+            let (weak, every) = (Arc::downgrade(&front), options.timeout / 4);
+            let beat = move || {
+                while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(every) {
+                    let Some(front) = Weak::upgrade(&weak) else { return };
+                    front.beat(every);
+                }
+            };
+            let thread = thread::Builder::new()
+                .name("pikv-beat".to_owned())
+                .spawn(beat)
+                .map_err(|error| FabricError::Transport(error.to_string()))?;
+            *front.beat.lock().unwrap_or_else(PoisonError::into_inner) = Some(Beat { stop, thread });
+        }
+        Ok(front)
+    }
+
+    /// Has every rank hear of the front, if none did for so long.
+    fn beat(&self, every: std::time::Duration) {
+        let mut link = match self.link.try_lock() {
+            Ok(link) => link,
+            Err(TryLockError::Poisoned(link)) => link.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        if link.last.elapsed() >= every {
+            let all = link.alive().map(|rank| (rank, Work::default())).collect();
+            // A rank that is lost by it is told to whoever asks it next.
+            let _ = self.work(&mut link, all);
+        }
+    }
+
+    pub(super) fn link(&self) -> MutexGuard<'_, Link> {
+        // A round that panicked left an answer that the next one drops as too late.
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has ranks work; answers in the same order.
+    pub(super) fn work(&self, link: &mut Link, work: Vec<(u32, Work)>) -> Result<Vec<Answer>, FabricError> {
+        let mut freed = |rank: u32| {
+            let mut freed = self.freed.0.lock().unwrap_or_else(PoisonError::into_inner);
+            freed.get_mut(rank as usize).map(std::mem::take).unwrap_or_default()
+        };
+        link.work(&mut freed, work)
+    }
+
+    /// A page to be on a rank.
+    pub(super) fn copy(&self, rank: u32) -> Arc<Copy> {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Copy { rank, id, freed: self.freed.clone() })
+    }
+
+    /// The rank that a new block belongs to.
+    pub(super) fn rank_of(&self, link: &Link, of: &Block) -> Result<u32, FabricError> {
+        let placed = self.placed.read().unwrap_or_else(PoisonError::into_inner);
+        let slots = placed[of.layer as usize].as_ref().map(|experts| &experts[usize::from(of.expert)]);
+        let shard = match slots {
+            Some(slots) => slots[of.block as usize % slots.len()],
+            None => self.map.shard(u64::from(of.block), u32::from(of.expert)),
+        };
+        let rank = shard % link.lost.len() as u32;
+        if link.check(rank).is_ok() {
+            return Ok(rank);
+        }
+        // Blocks of a rank that is lost are shared out among the others.
+        let alive: Vec<u32> = link.alive().collect();
+        let index = of.block as usize + usize::from(of.expert);
+        alive.get(index % alive.len().max(1)).copied().ok_or(FabricError::Nobody)
+    }
+
+    /// Notes a page of a block.
+    pub(super) fn note(&self, block: Block, slot: &Arc<Stored>) {
+        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        let pages = book.entry(block).or_default();
+        // What was freed goes when there is as much of it as can be.
+        if pages.len() == pages.capacity() {
+            pages.retain(|page| page.strong_count() > 0);
+        }
+        pages.push(Arc::downgrade(slot));
+    }
+
+    pub(super) fn count_read(&self, layer: usize, expert: u16, bytes: u64) {
+        if let Some(sum) = self.reads.get(layer * self.experts + usize::from(expert)) {
+            sum.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Bytes read of each expert of a layer.
+    pub(super) fn reads(&self, layer: usize) -> Vec<f64> {
+        let of = &self.reads[layer * self.experts..(layer + 1) * self.experts];
+        of.iter().map(|bytes| bytes.load(Ordering::Relaxed) as f64).collect()
+    }
+
+    /// Begins to count anew.
+    pub(super) fn forget_reads(&self, layer: usize) {
+        let of = &self.reads[layer * self.experts..(layer + 1) * self.experts];
+        of.iter().for_each(|bytes| bytes.store(0, Ordering::Relaxed));
+    }
+
+    /// What every rank that is there holds, once it has freed what it may.
+    pub fn usage(&self) -> Result<Vec<RankUsage>, FabricError> {
+        let mut link = self.link();
+        let all = link.alive().map(|rank| (rank, Work::default())).collect();
+        self.work(&mut link, all)?;
+        let of = |(rank, ((bytes, pages), lost)): (usize, (&(u64, u64), &Option<FabricError>))| RankUsage {
+            rank: rank as u32,
+            bytes: *bytes,
+            pages: *pages,
+            lost: lost.clone(),
+        };
+        Ok(link.held.iter().zip(&link.lost).enumerate().map(of).collect())
+    }
+
+    /// Bytes on all ranks, as they last said.
+    pub fn held(&self) -> u64 {
+        self.link().held.iter().map(|(bytes, _)| bytes).sum()
+    }
+
+    pub fn traffic(&self) -> Traffic {
+        self.link().traffic
+    }
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        let beat = self.beat.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(Beat { stop, thread }) = beat {
+            drop(stop);
+            // It may be the last to hold the front.
+            if thread.thread().id() != thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Cache {
+    /// A cache whose full pages lie on the ranks of a fabric, those of shard `s` of the map on rank `s % ranks`. The budget of
+    /// the configuration is that of the front: ring, sinks, and pages that fill up, or that a fork shares or a rollback could
+    /// reach; every rank has its own.
+    ///
+    /// Everything works as in a cache of one process and returns its bits ([`Options::fast`] apart). A page that a policy looks into,
+    /// [`Sequence::read`](crate::Sequence::read) and pages that are put together after an eviction are brought here for it.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration, [`ConfigError::Fabric`] for what does not go together;
+    /// [`Error::Fabric`] if a rank does not answer, has another version, or was built from another configuration.
+    ///
+    /// ```
+    /// use pikv_host::fabric::{InProcess, Options};
+    /// use pikv_host::{Cache, CacheConfig};
+    /// use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, shard::ShardMap};
+    /// let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
+    /// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+    /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32).shards(ShardMap::sum(4)?);
+    /// let ranks = InProcess::new(&config, 4, 16 << 20)?;      // 4 threads with 16 MiB each
+    /// let cache = Cache::over(config, Box::new(ranks), Options::default())?;
+    /// let mut sequence = cache.sequence();
+    /// for _ in 0..64 {
+    ///     let mut step = cache.begin([(&mut sequence, 32)])?;
+    ///     step.append(0, &[0.5; 32 * 64], &[0.25; 32 * 64])?;
+    ///     step.commit()?;
+    /// }
+    /// let pages: Vec<u64> = cache.ranks()?.iter().map(|rank| rank.pages).collect();
+    /// assert_eq!(pages, [16, 16, 16, 15]);                    // of 64; the last one is the ring
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn over(config: CacheConfig, fabric: Box<dyn Fabric>, options: Options) -> Result<Cache, Error> {
+        let refused = [
+            (!config.backend.is_cpu(), "a device", "Backend::CPU"),
+            (
+                !config.tiers.specs.is_empty(),
+                "tiers",
+                "CacheConfig::tiers with none, and a larger budget of the ranks",
+            ),
+        ];
+        if let Some((_, what, instead)) = refused.into_iter().find(|(on, ..)| *on) {
+            return Err(ConfigError::Fabric { what, instead }.into());
+        }
+        let near = Cache::new(config.clone())?;
+        if near.inner.codecs.iter().flat_map(|heads| heads.iter().flatten()).any(|codec| codec.aged.is_some())
+        {
+            let instead = "one codec for pages of every age";
+            return Err(ConfigError::Fabric { what: "pages that are packed again by age", instead }.into());
+        }
+        let fingerprint = super::store::fingerprint(&near.inner);
+        let front = Front::new(&config, fabric, &options, fingerprint)?;
+        drop(near);
+        Cache::with(config, Some(front))
+    }
+
+    pub(super) fn front(&self) -> Result<&Arc<Front>, FabricError> {
+        self.inner.fabric.as_ref().ok_or(FabricError::None)
+    }
+
+    /// What each rank of the fabric holds. Asks them all.
+    ///
+    /// # Errors
+    /// A cache that is over none, or a rank that is lost by it.
+    pub fn ranks(&self) -> Result<Vec<RankUsage>, Error> {
+        Ok(self.front()?.usage()?)
+    }
+
+    /// What went over the fabric so far.
+    ///
+    /// # Errors
+    /// A cache that is over none.
+    pub fn traffic(&self) -> Result<Traffic, Error> {
+        Ok(self.front()?.traffic())
+    }
+}

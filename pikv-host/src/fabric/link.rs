@@ -1,0 +1,293 @@
+//! Questions and answers, with deadlines.
+
+use super::wire::{self, HEADER, Reader, VERSION, kind};
+use super::{Fabric, FabricError};
+use std::time::{Duration, Instant};
+
+/// What went over a fabric since the cache was built.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes of messages to ranks of other processes, or threads.
+    pub sent: u64,
+    /// Bytes of their answers.
+    pub received: u64,
+    /// Messages to ranks; as many answers come back.
+    pub messages: u64,
+    /// Rounds: one message to some ranks, and their answers.
+    pub rounds: u64,
+    /// Time in rounds, from the first message sent to the last answer received, in which ranks compute too.
+    pub waited: Duration,
+    /// Of that time, what the rank that took longest in each round computed; the rest is the wire's, and the front's own.
+    pub computed: Duration,
+    /// Pages that were moved to another rank.
+    pub moved: u64,
+    /// Pages that were copied to a further rank.
+    pub replicated: u64,
+}
+
+/// The ranks as the front knows them. Behind a lock: one round at a time.
+pub(super) struct Link {
+    fabric: Box<dyn Fabric>,
+    session: u64,
+    call: u64,
+    timeout: Duration,
+    /// Why ranks are asked nothing any more.
+    pub lost: Vec<Option<FabricError>>,
+    /// Bytes and pages as each rank last said.
+    pub held: Vec<(u64, u64)>,
+    pub traffic: Traffic,
+    /// When the last round ended.
+    pub last: Instant,
+    /// Raised when a round failed: what ranks were sent before, of pages that are here, is not relied on.
+    pub epoch: u64,
+}
+
+/// What a rank is to do, section by section.
+#[derive(Default)]
+pub(super) struct Work {
+    pub writes: List,
+    pub puts: List,
+    pub keeps: List,
+    pub fetches: List,
+    pub asks: List,
+    /// Positions that tables of rotations must reach, where something is asked.
+    pub reach: u32,
+}
+
+/// Items that were written one after the other.
+#[derive(Default)]
+pub(super) struct List {
+    pub items: u32,
+    pub words: Vec<u32>,
+}
+
+impl Work {
+    pub fn is_empty(&self) -> bool {
+        let Work { writes, puts, keeps, fetches, asks, .. } = self;
+        [writes, puts, keeps, fetches, asks].iter().all(|list| list.items == 0)
+    }
+}
+
+/// The answer of a rank, past what every answer has.
+pub(super) struct Answer {
+    pub rank: u32,
+    pub words: Vec<u32>,
+    /// Where what was fetched or asked begins.
+    pub at: usize,
+}
+
+impl Link {
+    /// Greets all ranks.
+    pub fn new(
+        fabric: Box<dyn Fabric>,
+        timeout: Duration,
+        session: u64,
+        fingerprint: u64,
+    ) -> Result<Link, FabricError> {
+        let ranks = fabric.ranks() as usize;
+        if ranks == 0 {
+            return Err(FabricError::Nobody);
+        }
+        let mut link = Link {
+            fabric,
+            session,
+            call: 0,
+            timeout,
+            lost: vec![None; ranks],
+            held: vec![(0, 0); ranks],
+            traffic: Traffic::default(),
+            last: Instant::now(),
+            epoch: 0,
+        };
+        let hello = |_| {
+            let mut message = wire::message(kind::HELLO, session, 0);
+            wire::push_u64(&mut message, fingerprint);
+            message
+        };
+        let greetings = (0..ranks as u32).map(|rank| (rank, hello(rank))).collect();
+        for (rank, words) in link.round(kind::HELLO, greetings)? {
+            let mut reader = Reader::new(&words[HEADER..]);
+            reader.status(rank)?;
+            let theirs = reader.u64().unwrap_or(0);
+            if theirs != fingerprint {
+                return Err(FabricError::Configuration { rank, theirs, ours: fingerprint });
+            }
+        }
+        Ok(link)
+    }
+
+    /// Ranks that were not lost.
+    pub fn alive(&self) -> impl Iterator<Item = u32> {
+        self.lost.iter().enumerate().filter(|(_, lost)| lost.is_none()).map(|(rank, _)| rank as u32)
+    }
+
+    /// An error if a rank is lost.
+    pub fn check(&self, rank: u32) -> Result<(), FabricError> {
+        match self.lost.get(rank as usize) {
+            Some(None) => Ok(()),
+            Some(Some(error)) => Err(error.clone()),
+            None => Err(FabricError::Malformed { rank, what: "there is no such rank" }),
+        }
+    }
+
+    /// Has ranks work, each after it gave back the pages in `freed`; answers in the order of `work`.
+    ///
+    /// # Errors
+    /// The first of a rank that is lost or refuses; the others have done their part.
+    pub fn work(
+        &mut self,
+        freed: &mut dyn FnMut(u32) -> Vec<u64>,
+        work: Vec<(u32, Work)>,
+    ) -> Result<Vec<Answer>, FabricError> {
+        let mut messages = Vec::with_capacity(work.len());
+        for (rank, work) in work {
+            self.check(rank)?;
+            let mut message = wire::message(kind::WORK, self.session, 0);
+            let gone = freed(rank);
+            message.push(gone.len() as u32);
+            gone.iter().for_each(|id| wire::push_u64(&mut message, *id));
+            let Work { writes, puts, keeps, fetches, asks, reach } = work;
+            for list in [writes, puts, keeps, fetches] {
+                message.push(list.items);
+                message.extend_from_slice(&list.words);
+            }
+            message.push(asks.items);
+            if asks.items > 0 {
+                message.push(reach);
+                message.extend_from_slice(&asks.words);
+            }
+            messages.push((rank, message));
+        }
+        let answers = self.round(kind::WORK, messages)?;
+        let (mut first, mut longest) = (Ok(()), 0);
+        let mut done = Vec::with_capacity(answers.len());
+        for (rank, words) in answers {
+            let mut reader = Reader::new(&words);
+            let read = (|| {
+                reader.header();
+                reader.status(rank)?;
+                let cut = FabricError::Malformed { rank, what: "an answer is cut off" };
+                let held = (reader.u64().ok_or(cut.clone())?, reader.u64().ok_or(cut.clone())?);
+                longest = longest.max(reader.u64().ok_or(cut)?);
+                Ok((held, reader.at()))
+            })();
+            match read {
+                Ok((held, at)) => {
+                    self.held[rank as usize] = held;
+                    done.push(Answer { rank, words, at });
+                }
+                Err(error) => first = first.and(Err(error)),
+            }
+        }
+        self.traffic.computed += Duration::from_nanos(longest);
+        first.map(|()| done)
+    }
+
+    /// Sends messages and waits for their answers.
+    fn round(
+        &mut self,
+        kind: u32,
+        messages: Vec<(u32, Vec<u32>)>,
+    ) -> Result<Vec<(u32, Vec<u32>)>, FabricError> {
+        self.call += 1;
+        let (begun, call) = (Instant::now(), self.call);
+        let ranks: Vec<u32> = messages.iter().map(|(rank, _)| *rank).collect();
+        let mut answers: Vec<Option<Vec<u32>>> = ranks.iter().map(|_| None).collect();
+        let mut first = Ok(());
+        self.traffic.rounds += 1;
+        for (rank, mut message) in messages {
+            (message[HEADER - 2], message[HEADER - 1]) = (call as u32, (call >> 32) as u32);
+            if self.fabric.is_wired(rank) {
+                self.traffic.messages += 1;
+                self.traffic.sent += 4 * message.len() as u64;
+            }
+            if let Err(error) = self.fabric.send(rank, message) {
+                self.lose(rank, error, &mut first);
+            }
+        }
+        let mut until = begun + self.timeout;
+        while let Some(next) = ranks
+            .iter()
+            .zip(&answers)
+            .position(|(rank, a)| a.is_none() && self.lost[*rank as usize].is_none())
+        {
+            let (rank, words) = match self.fabric.receive(until) {
+                Ok(Some(answer)) => answer,
+                Ok(None) => {
+                    let waited = self.timeout;
+                    for at in next..ranks.len() {
+                        if answers[at].is_none() && self.lost[ranks[at] as usize].is_none() {
+                            let rank = ranks[at];
+                            self.lose(rank, FabricError::Lost { rank, waited }, &mut first);
+                        }
+                    }
+                    break;
+                }
+                Err(FabricError::Lost { rank, waited }) => {
+                    self.lose(rank, FabricError::Lost { rank, waited }, &mut first);
+                    continue;
+                }
+                Err(error) => {
+                    for at in next..ranks.len() {
+                        if answers[at].is_none() {
+                            self.lose(ranks[at], error.clone(), &mut first);
+                        }
+                    }
+                    break;
+                }
+            };
+            let Some(at) = ranks.iter().position(|r| *r == rank) else { continue };
+            let header = Reader::new(&words).header();
+            let refused = match header {
+                Some(header) if header.version != VERSION => {
+                    Some(FabricError::Version { rank, theirs: header.version, ours: VERSION })
+                }
+                // An answer that comes too late, to a call that was given up.
+                Some(header) if (header.session, header.call) != (self.session, call) => continue,
+                Some(header) if header.kind == kind => None,
+                _ => Some(FabricError::Malformed { rank, what: "an answer to something else" }),
+            };
+            match refused {
+                Some(error) => self.lose(rank, error, &mut first),
+                None => {
+                    if self.fabric.is_wired(rank) {
+                        self.traffic.received += 4 * words.len() as u64;
+                    }
+                    answers[at] = Some(words);
+                    until = Instant::now() + self.timeout;
+                }
+            }
+        }
+        self.last = Instant::now();
+        self.traffic.waited += self.last - begun;
+        first?;
+        Ok(ranks.into_iter().zip(answers).filter_map(|(rank, answer)| Some((rank, answer?))).collect())
+    }
+
+    fn lose(&mut self, rank: u32, error: FabricError, first: &mut Result<(), FabricError>) {
+        if let Some(lost) = self.lost.get_mut(rank as usize).filter(|lost| lost.is_none()) {
+            *lost = Some(error.clone());
+            self.held[rank as usize] = (0, 0);
+            self.fabric.lost(rank);
+        }
+        if first.is_ok() {
+            *first = Err(error);
+        }
+    }
+
+    pub fn wants_beat(&self) -> bool {
+        self.fabric.wants_beat()
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let alive: Vec<u32> = self.alive().collect();
+        for rank in alive {
+            // Whoever does not hear of it finds out by itself.
+            let mut bye = wire::message(kind::BYE, self.session, self.call + 1);
+            bye.push(u32::from(self.lost.iter().any(Option::is_some)));
+            let _ = self.fabric.send(rank, bye);
+        }
+    }
+}

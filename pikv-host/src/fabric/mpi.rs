@@ -1,0 +1,359 @@
+//! Ranks that are processes, over MPI: the `mpi` crate, over MPICH or Open MPI.
+//!
+//! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the
+//! others do; they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over
+//! the wire.
+//!
+//! For the others to outlive a process that dies, launcher and library must let them. MPICH 4.0's launcher kills all when one
+//! ends (with `-disable-auto-cleanup` too), unless it does not see it: let it start a shell that starts the rank and stays. Its
+//! UCX aborts whoever shares memory with the dead by system calls: `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine.
+//! `tests/mpi.rs` does both. After a loss nobody calls `MPI_Finalize`, which would wait for the dead.
+
+use super::{Fabric, FabricError, Store, wire};
+use crate::config::CacheConfig;
+use crate::error::Error;
+use ::mpi::environment::Universe;
+use ::mpi::ffi;
+use std::collections::VecDeque;
+use std::ffi::c_int;
+use std::fmt;
+use std::mem::{MaybeUninit, forget};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Of all messages.
+const TAG: c_int = 0;
+
+/// The MPI of this process, which there can be one of.
+#[derive(Clone)]
+pub struct Mpi {
+    world: Arc<World>,
+}
+
+struct World {
+    universe: Mutex<Option<Universe>>,
+    /// A process is lost: whoever finalises waits for it.
+    broken: AtomicBool,
+    rank: u32,
+    ranks: u32,
+}
+
+impl fmt::Debug for Mpi {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mpi").field("rank", &self.world.rank).field("ranks", &self.world.ranks).finish()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if self.broken.load(Ordering::Relaxed) {
+            forget(self.universe.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+}
+
+impl Mpi {
+    /// Initialises MPI, for calls from one thread at a time.
+    ///
+    /// # Errors
+    /// [`FabricError::Transport`] if it was initialised before, or does not take calls from several threads in turn.
+    pub fn init() -> Result<Mpi, FabricError> {
+        let failed = |what: &str| FabricError::Transport(what.to_owned());
+        let (universe, threading) = ::mpi::initialize_with_threading(::mpi::Threading::Serialized)
+            .ok_or_else(|| failed("MPI was initialised before"))?;
+        if threading < ::mpi::Threading::Serialized {
+            return Err(failed("this MPI takes calls from one thread only"));
+        }
+        let (mut rank, mut ranks) = (0, 0);
+        // SAFETY: MPI is initialised, and the world exists until it is finalised.
+        let codes = unsafe {
+            [
+                ffi::MPI_Comm_set_errhandler(ffi::RSMPI_COMM_WORLD, ffi::RSMPI_ERRORS_RETURN),
+                ffi::MPI_Comm_rank(ffi::RSMPI_COMM_WORLD, &mut rank),
+                ffi::MPI_Comm_size(ffi::RSMPI_COMM_WORLD, &mut ranks),
+            ]
+        };
+        if codes.iter().any(|code| *code != 0) {
+            return Err(failed("MPI does not say how many ranks there are"));
+        }
+        let broken = AtomicBool::new(false);
+        let (rank, ranks) = (rank as u32, ranks as u32);
+        Ok(Mpi { world: Arc::new(World { universe: Mutex::new(Some(universe)), broken, rank, ranks }) })
+    }
+
+    /// The rank of this process.
+    pub fn rank(&self) -> u32 {
+        self.world.rank
+    }
+
+    /// Processes of the world.
+    pub fn ranks(&self) -> u32 {
+        self.world.ranks
+    }
+
+    /// The fabric of a front, for [`Cache::over`](crate::Cache::over). It is a rank too, with at most `budget` bytes of pages
+    /// besides the cache's own.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration; a rank other than 0.
+    pub fn front(&self, config: &CacheConfig, budget: u64) -> Result<Box<dyn Fabric>, Error> {
+        if self.world.rank != 0 {
+            return Err(FabricError::Malformed { rank: self.world.rank, what: "the front is rank 0" }.into());
+        }
+        let near = Store::new(config, budget)?.parallel(true);
+        let mail = Mail::new(self.world.clone(), (1..self.world.ranks).collect());
+        Ok(Box::new(Processes { mail, near, queue: VecDeque::new() }))
+    }
+
+    /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it is dropped; then gives the
+    /// store back, for [`Store::check`]. `timeout` is that of the front's [`Options`](super::Options), which lets every rank
+    /// hear of it four times as often.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration; [`FabricError::Lost`] if the front is not heard of for three times `timeout`.
+    pub fn serve(&self, config: &CacheConfig, budget: u64, timeout: Duration) -> Result<Store, Error> {
+        let mut store = Store::new(config, budget)?.parallel(true);
+        let mut mail = Mail::new(self.world.clone(), vec![0]);
+        // The front may wait for another rank meanwhile.
+        let patience = 3 * timeout;
+        loop {
+            let Some((_, message)) = mail.receive(Instant::now() + patience)? else {
+                self.world.broken.store(true, Ordering::Relaxed);
+                return Err(FabricError::Lost { rank: 0, waited: patience }.into());
+            };
+            if Store::is_last(&message) {
+                if wire::lost(&message) {
+                    self.world.broken.store(true, Ordering::Relaxed);
+                }
+                return Ok(store);
+            }
+            if let Some(answer) = store.answer(&message) {
+                mail.send(0, answer)?;
+            }
+        }
+    }
+}
+
+/// A message on its way, with the memory that MPI reads or writes.
+struct Flight {
+    rank: u32,
+    words: Vec<u32>,
+    request: ffi::MPI_Request,
+}
+
+/// Messages to and from some ranks.
+struct Mail {
+    world: Arc<World>,
+    from: Vec<u32>,
+    /// Where to look next, so that nobody is passed by.
+    next: usize,
+    leaving: Vec<Flight>,
+    /// One from a rank at most: who dies in the middle of a message holds up nobody else's.
+    coming: Vec<Flight>,
+}
+
+// SAFETY: what makes a request or a communicator other than `Send` is a pointer of the MPI library, which takes calls from any
+// thread as long as it is one at a time; `&mut self` and the lock of the link see to that.
+unsafe impl Send for Mail {}
+
+impl Drop for Mail {
+    fn drop(&mut self) {
+        // The last messages are given a moment; MPI may still read what is under way then, so that memory stays.
+        let until = Instant::now() + Duration::from_millis(500);
+        while !self.leaving.is_empty() && Instant::now() < until {
+            self.progress();
+            thread::yield_now();
+        }
+        for flight in self.leaving.drain(..).chain(self.coming.drain(..)) {
+            self.world.broken.store(true, Ordering::Relaxed);
+            forget(flight.words);
+        }
+    }
+}
+
+/// Whether a request is done; `Err` if it never will be.
+fn test(flight: &mut Flight) -> Result<bool, ()> {
+    let mut done = 0;
+    let mut status = MaybeUninit::uninit();
+    // SAFETY: the request is live until it is done, when nobody asks again.
+    let code = unsafe { ffi::MPI_Test(&mut flight.request, &mut done, status.as_mut_ptr()) };
+    if code == 0 { Ok(done != 0) } else { Err(()) }
+}
+
+impl Mail {
+    fn new(world: Arc<World>, from: Vec<u32>) -> Mail {
+        Mail { world, from, next: 0, leaving: Vec::new(), coming: Vec::new() }
+    }
+
+    /// Lets MPI work on what leaves.
+    fn progress(&mut self) {
+        self.leaving.retain_mut(|flight| match test(flight) {
+            Ok(done) => !done,
+            Err(()) => {
+                forget(std::mem::take(&mut flight.words));
+                false
+            }
+        });
+    }
+
+    fn send(&mut self, rank: u32, words: Vec<u32>) -> Result<(), FabricError> {
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: `words` has as many, and is neither moved on the heap nor freed before the request is done (or ever, if it
+        // never is).
+        let code = unsafe {
+            ffi::MPI_Isend(
+                words.as_ptr().cast(),
+                words.len() as c_int,
+                ffi::RSMPI_UINT32_T,
+                rank as c_int,
+                TAG,
+                ffi::RSMPI_COMM_WORLD,
+                request.as_mut_ptr(),
+            )
+        };
+        if code != 0 {
+            forget(words);
+            return Err(FabricError::Lost { rank, waited: Duration::ZERO });
+        }
+        // SAFETY: MPI has written it.
+        let request = unsafe { request.assume_init() };
+        self.leaving.push(Flight { rank, words, request });
+        self.progress();
+        Ok(())
+    }
+
+    /// Begins to take a message that is there.
+    fn probe(&mut self) -> Result<(), FabricError> {
+        for i in 0..self.from.len() {
+            let at = (self.next + i) % self.from.len();
+            let rank = self.from[at];
+            if self.coming.iter().any(|flight| flight.rank == rank) {
+                continue;
+            }
+            let lost = FabricError::Lost { rank, waited: Duration::ZERO };
+            let (mut found, mut count) = (0, 0);
+            let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+            // SAFETY: all pointers are to places for what is written.
+            let code = unsafe {
+                ffi::MPI_Improbe(
+                    rank as c_int,
+                    TAG,
+                    ffi::RSMPI_COMM_WORLD,
+                    &mut found,
+                    message.as_mut_ptr(),
+                    status.as_mut_ptr(),
+                )
+            };
+            if code != 0 {
+                return Err(lost);
+            }
+            if found == 0 {
+                continue;
+            }
+            // SAFETY: a message was found, so the status says how long it is.
+            let code = unsafe { ffi::MPI_Get_count(status.as_ptr(), ffi::RSMPI_UINT32_T, &mut count) };
+            let mut words = vec![0u32; if code == 0 { count.max(0) as usize } else { 0 }];
+            let mut request = MaybeUninit::uninit();
+            // SAFETY: as many words as the message has; they stay until the request is done, or for ever.
+            let code = unsafe {
+                ffi::MPI_Imrecv(
+                    words.as_mut_ptr().cast(),
+                    words.len() as c_int,
+                    ffi::RSMPI_UINT32_T,
+                    message.as_mut_ptr(),
+                    request.as_mut_ptr(),
+                )
+            };
+            if code != 0 {
+                return Err(lost);
+            }
+            // SAFETY: MPI has written it.
+            let request = unsafe { request.assume_init() };
+            self.coming.push(Flight { rank, words, request });
+            self.next = (at + 1) % self.from.len();
+            return Ok(());
+        }
+        Ok(())
+    }
+
+    /// The next message.
+    fn receive(&mut self, until: Instant) -> Result<Option<(u32, Vec<u32>)>, FabricError> {
+        let mut turns = 0u32;
+        loop {
+            self.progress();
+            self.probe()?;
+            for at in 0..self.coming.len() {
+                match test(&mut self.coming[at]) {
+                    Ok(false) => {}
+                    Ok(true) => {
+                        let Flight { rank, words, .. } = self.coming.swap_remove(at);
+                        return Ok(Some((rank, words)));
+                    }
+                    Err(()) => {
+                        let Flight { rank, words, .. } = self.coming.swap_remove(at);
+                        forget(words);
+                        return Err(FabricError::Lost { rank, waited: Duration::ZERO });
+                    }
+                }
+            }
+            if Instant::now() >= until {
+                return Ok(None);
+            }
+            turns += 1;
+            // Answers come within microseconds, or somebody computes.
+            match turns {
+                0..200 => thread::yield_now(),
+                200..2000 => thread::sleep(Duration::from_micros(20)),
+                _ => thread::sleep(Duration::from_micros(500)),
+            }
+        }
+    }
+}
+
+/// The ranks of a world as the front sees them, itself included.
+struct Processes {
+    mail: Mail,
+    near: Store,
+    queue: VecDeque<Vec<u32>>,
+}
+
+impl Fabric for Processes {
+    fn ranks(&self) -> u32 {
+        self.mail.world.ranks
+    }
+
+    fn send(&mut self, rank: u32, message: Vec<u32>) -> Result<(), FabricError> {
+        if rank == 0 {
+            self.queue.push_back(message);
+            return Ok(());
+        }
+        self.mail.send(rank, message)
+    }
+
+    fn receive(&mut self, until: Instant) -> Result<Option<(u32, Vec<u32>)>, FabricError> {
+        // The others are at work meanwhile.
+        while let Some(message) = self.queue.pop_front() {
+            self.mail.progress();
+            if let Some(answer) = self.near.answer(&message) {
+                return Ok(Some((0, answer)));
+            }
+        }
+        self.mail.receive(until)
+    }
+
+    fn is_wired(&self, rank: u32) -> bool {
+        rank != 0
+    }
+
+    fn lost(&mut self, rank: u32) {
+        self.mail.world.broken.store(true, Ordering::Relaxed);
+        self.mail.from.retain(|from| *from != rank);
+        self.mail.next = 0;
+    }
+
+    fn wants_beat(&self) -> bool {
+        self.mail.world.ranks > 1
+    }
+}

@@ -1,0 +1,238 @@
+//! Pages that move to other ranks, or are copied there, while they are read.
+
+use super::FabricError;
+use super::file::ByRank;
+use super::front::{Block, Copies, Front, fetched, first_alive};
+use super::link::{Link, Work};
+use crate::cache::Cache;
+use crate::error::Error;
+use crate::router::Eplb;
+use crate::tiers::Stored;
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError};
+
+/// What was moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moves {
+    /// Pages that went to another rank.
+    pub moved: u64,
+    /// Pages that a further rank has a copy of.
+    pub replicated: u64,
+    /// Their bytes, over both ways: each page is read from one rank and written to another.
+    pub bytes: u64,
+}
+
+/// How even the ranks are loaded.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Skew {
+    /// Bytes on the fullest rank over those on the mean one; 1 is even.
+    pub fullest: f64,
+    /// The fullest rank.
+    pub rank: u32,
+}
+
+impl Front {
+    /// Brings pages of a block together on the rank of the first.
+    pub(super) fn unite<'a>(
+        &self,
+        link: &mut Link,
+        pages: impl Iterator<Item = &'a Arc<Stored>>,
+    ) -> Result<u32, FabricError> {
+        let pages: Vec<&Arc<Stored>> = pages.collect();
+        let Some(first) = pages.first().and_then(|slot| slot.kept()) else { return Err(FabricError::Nobody) };
+        let rank = first_alive(link, &first.copies())?.rank;
+        self.copy_to(link, &pages, rank)?;
+        Ok(rank)
+    }
+
+    /// Has `rank` have copies of pages; returns their number.
+    fn copy_to(&self, link: &mut Link, pages: &[&Arc<Stored>], rank: u32) -> Result<u64, FabricError> {
+        let (mut fetch, mut missing) = (ByRank::default(), Vec::new());
+        for slot in pages {
+            let Some(kept) = slot.kept() else { continue };
+            let copies = kept.copies();
+            if copies.iter().any(|copy| copy.rank == rank) {
+                continue;
+            }
+            let copy = first_alive(link, &copies)?.clone();
+            fetch.of(copy.rank).fetches.id(copy.id);
+            missing.push((copy, kept, slot.words()));
+        }
+        if missing.is_empty() {
+            return Ok(0);
+        }
+        let answers = self.work(link, fetch.into_list())?;
+        let mut work = Work::default();
+        let mut at = vec![0; answers.len()];
+        let mut copies = Vec::new();
+        for (from, kept, words) in &missing {
+            let Some(i) = answers.iter().position(|answer| answer.rank == from.rank) else { continue };
+            let copy = self.copy(rank);
+            work.puts.page(copy.id, fetched(&answers[i], at[i], *words)?);
+            at[i] += words;
+            copies.push((kept, copy));
+        }
+        self.work(link, vec![(rank, work)])?;
+        for (kept, copy) in copies {
+            kept.copies.write().unwrap_or_else(PoisonError::into_inner).push(copy);
+        }
+        Ok(missing.len() as u64)
+    }
+
+    /// Blocks of a layer and the pages in them.
+    fn blocks(&self, layer: usize) -> BTreeMap<Block, Vec<Arc<Stored>>> {
+        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        book.retain(|_, pages| {
+            pages.retain(|page| page.strong_count() > 0);
+            !pages.is_empty()
+        });
+        let of = |(block, pages): (&Block, &Vec<std::sync::Weak<Stored>>)| {
+            (*block, pages.iter().filter_map(std::sync::Weak::upgrade).collect())
+        };
+        book.iter().filter(|(block, _)| block.layer as usize == layer).map(of).collect()
+    }
+
+    /// Has a block lie on `rank`, and no other ranks but those in `also`.
+    fn settle_block(
+        &self,
+        link: &mut Link,
+        pages: &[Arc<Stored>],
+        ranks: &[u32],
+    ) -> Result<Moves, FabricError> {
+        let mut moves = Moves::default();
+        let all: Vec<&Arc<Stored>> = pages.iter().collect();
+        // Pages of a rank that is lost have nowhere to come from.
+        let all: Vec<&Arc<Stored>> = all
+            .into_iter()
+            .filter(|slot| slot.kept().is_some_and(|kept| first_alive(link, &kept.copies()).is_ok()))
+            .collect();
+        let mut came = 0;
+        for rank in ranks {
+            came += self.copy_to(link, &all, *rank)?;
+        }
+        let mut left = 0;
+        for kept in all.iter().filter_map(|slot| slot.kept()) {
+            let mut copies = kept.copies.write().unwrap_or_else(PoisonError::into_inner);
+            let before = copies.len();
+            // Whoever reads one of these now holds it until it has read.
+            copies.retain(|copy| ranks.contains(&copy.rank));
+            left += (before - copies.len()) as u64;
+            let order = |rank: u32| ranks.iter().position(|r| *r == rank);
+            let sorted: &mut Copies = &mut copies;
+            sorted.sort_by_key(|copy| order(copy.rank));
+        }
+        moves.moved = came.min(left);
+        moves.replicated = came - moves.moved;
+        moves.bytes = all.first().map_or(0, |slot| 2 * came * slot.bytes());
+        Ok(moves)
+    }
+}
+
+impl Cache {
+    /// How even the pages are spread over the ranks that are there. Asks them.
+    ///
+    /// # Errors
+    /// A cache that is over no fabric, or a rank that is lost by it.
+    pub fn skew(&self) -> Result<Skew, Error> {
+        let alive: Vec<_> = self.ranks()?.into_iter().filter(|rank| rank.lost.is_none()).collect();
+        let sum: u64 = alive.iter().map(|rank| rank.bytes).sum();
+        let most = alive.iter().max_by_key(|rank| rank.bytes).ok_or(FabricError::Nobody)?;
+        let mean = sum as f64 / alive.len() as f64;
+        Ok(Skew { fullest: if sum == 0 { 1.0 } else { most.bytes as f64 / mean }, rank: most.rank })
+    }
+
+    /// Places the experts of a layer anew by DeepSeek's EPLB, and moves their pages: block `t` of an expert goes to the rank of
+    /// its replica `t mod replicas`, so that an expert with more load has its pages on more ranks. Without `loads` (of each
+    /// expert, in any unit), those are the bytes that attention read of it since it was last placed. Blocks that come later
+    /// follow. O(pages of the layer).
+    ///
+    /// Other threads may attend meanwhile: a block is copied before it leaves, and one that is being read stays until it was read.
+    ///
+    /// # Errors
+    /// A cache that is over no fabric; [`FabricError::Placement`]; [`FabricError::Count`] if the devices are not the ranks; a rank
+    /// that is lost, or has no room. What moved before stays moved; no page is lost by it.
+    pub fn rebalance(&self, layer: usize, eplb: &Eplb, loads: Option<&[f64]>) -> Result<Moves, Error> {
+        self.inner.layer(layer)?;
+        let front = self.front()?;
+        let read;
+        let loads = match loads {
+            Some(loads) => loads,
+            None => {
+                read = front.reads(layer);
+                &read
+            }
+        };
+        let experts = self.config().experts as usize;
+        if loads.len() != experts {
+            return Err(FabricError::Count { what: "loads", got: loads.len(), wanted: experts }.into());
+        }
+        let ranks = front.link().lost.len();
+        if eplb.devices as usize != ranks {
+            let got = eplb.devices as usize;
+            return Err(FabricError::Count { what: "devices", got, wanted: ranks }.into());
+        }
+        let placement = eplb.place(loads).map_err(FabricError::from)?;
+        let slots = eplb.replicas / eplb.devices;
+        let ranks_of: Vec<Vec<u32>> =
+            placement.slots_of.iter().map(|of| of.iter().map(|slot| slot / slots).collect()).collect();
+        front.placed.write().unwrap_or_else(PoisonError::into_inner)[layer] = Some(ranks_of);
+        front.forget_reads(layer);
+        let mut all = Moves::default();
+        for (block, pages) in front.blocks(layer) {
+            // One block at a time, so that whoever attends is not kept waiting.
+            let mut link = front.link();
+            let rank = front.rank_of(&link, &block)?;
+            let moves = front.settle_block(&mut link, &pages, &[rank])?;
+            all.add(&moves);
+            link.traffic.moved += moves.moved;
+        }
+        Ok(all)
+    }
+
+    /// Has each page of an expert lie on `copies` ranks: those that read them take turns by what they have to do, and a rank
+    /// that is lost takes none of them along. Blocks that come later are replicated by the next call. 1 leaves one copy of
+    /// each.
+    ///
+    /// # Errors
+    /// A cache that is over no fabric, no such layer or expert, [`FabricError::Count`] for no copies or more than there are
+    /// ranks; a rank that is lost, or has no room. What was copied before stays; no page is lost by it.
+    pub fn replicate(&self, layer: usize, expert: u16, copies: u32) -> Result<Moves, Error> {
+        self.inner.layer(layer)?;
+        let front = self.front()?;
+        if u32::from(expert) >= self.config().experts {
+            let experts = self.config().experts;
+            return Err(Error::Expert { layer, row: 0, expert, experts });
+        }
+        let alive: Vec<u32> = front.link().alive().collect();
+        if copies == 0 || copies as usize > alive.len() {
+            return Err(
+                FabricError::Count { what: "copies", got: copies as usize, wanted: alive.len() }.into()
+            );
+        }
+        let mut all = Moves::default();
+        for (block, pages) in front.blocks(layer).into_iter().filter(|(block, _)| block.expert == expert) {
+            let mut link = front.link();
+            let Some(kept) = pages.first().and_then(|slot| slot.kept()) else { continue };
+            let Ok(first) = first_alive(&link, &kept.copies()).map(|copy| copy.rank) else { continue };
+            let at = alive.iter().position(|rank| *rank == first).unwrap_or(0) + block.block as usize % 2;
+            // The first stays; the others follow it, so that copies of many blocks are spread.
+            let mut ranks = vec![first];
+            let others =
+                (0..alive.len()).map(|i| alive[(at + i) % alive.len()]).filter(|rank| *rank != first);
+            ranks.extend(others.take(copies as usize - 1));
+            let moves = front.settle_block(&mut link, &pages, &ranks)?;
+            all.add(&moves);
+            link.traffic.moved += moves.moved;
+            link.traffic.replicated += moves.replicated;
+        }
+        Ok(all)
+    }
+}
+
+impl Moves {
+    fn add(&mut self, other: &Moves) {
+        self.moved += other.moved;
+        self.replicated += other.replicated;
+        self.bytes += other.bytes;
+    }
+}

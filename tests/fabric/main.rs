@@ -1,0 +1,6 @@
+//! Shards that live apart: the bits of one process, and what failing ranks do to the others.
+
+mod bytes;
+mod failures;
+mod same;
+mod setup;
