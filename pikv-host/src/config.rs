@@ -198,13 +198,9 @@ impl CacheConfig {
     /// The rule of each layer.
     ///
     /// # Errors
-    /// A rule for a layer that is not there, a budget that does not fit its layer, or a back end without policies or bounds.
+    /// A rule for a layer that is not there, or a budget that does not fit its layer.
     pub(crate) fn rules(&self) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
         let layers = self.layers.len();
-        let asked = [(self.bounds, "bounds of keys"), (!self.tiers.specs.is_empty(), "tiers")];
-        if let Some((_, what)) = asked.into_iter().find(|(on, _)| *on && !self.backend.is_cpu()) {
-            return Err(ConfigError::Backend { backend: self.backend.name(), what, layer: 0 });
-        }
         if let Some(layer) =
             self.evictions.iter().filter_map(|rule| rule.layer).find(|layer| *layer >= layers)
         {
@@ -215,13 +211,6 @@ impl CacheConfig {
             let Some(rule) = rules.find(|rule| rule.layer.is_none_or(|layer| layer == l)) else {
                 return Ok(None);
             };
-            if !self.backend.is_cpu() {
-                return Err(ConfigError::Backend {
-                    backend: self.backend.name(),
-                    what: "a policy",
-                    layer: l,
-                });
-            }
             Ok(Some(Arc::new(Rule::new(l, shape, &rule.eviction, self.rollback)?)))
         };
         self.layers.iter().enumerate().map(rule).collect()
@@ -230,7 +219,7 @@ impl CacheConfig {
     /// The codecs of every head.
     ///
     /// # Errors
-    /// A rule for a layer or head that is not there, a map of another width than its head's, or a back end without codecs.
+    /// A rule for a layer or head that is not there, or a map of another width than its head's.
     pub(crate) fn head_codecs(&self) -> Result<Vec<HeadCodecs>, ConfigError> {
         for CodecRule { layer, kv_head, .. } in &self.codecs {
             let layers = layer.map_or(&self.layers[..], |l| self.layers.get(l..=l).unwrap_or_default());
@@ -256,12 +245,7 @@ impl CacheConfig {
                 })
                 .collect()
         };
-        let codecs: Vec<HeadCodecs> = self.layers.iter().enumerate().map(layer).collect::<Result<_, _>>()?;
-        let packed = |heads: &HeadCodecs| heads.iter().any(Option::is_some);
-        if let Some(layer) = codecs.iter().position(packed).filter(|_| !self.backend.is_cpu()) {
-            return Err(ConfigError::Backend { backend: self.backend.name(), what: "a codec", layer });
-        }
-        Ok(codecs)
+        self.layers.iter().enumerate().map(layer).collect()
     }
 
     /// The rules by which sequences take pages; the planner's and the allocator's.

@@ -111,16 +111,6 @@ pub enum ConfigError {
         /// The fewest KV heads of the layers meant; 0 if there are none.
         kv_heads: u32,
     },
-    /// Something that the cache's back end does not do.
-    #[error("layer {layer} asks for {what}: the back end {backend:?} has none yet; Backend::CPU has")]
-    Backend {
-        /// The back end.
-        backend: &'static str,
-        /// What it lacks.
-        what: &'static str,
-        /// The first layer that asks for it.
-        layer: usize,
-    },
     /// A budget of tokens that is none.
     #[error("layer {layer}: the budget of its policy: {why}")]
     TokenBudget {

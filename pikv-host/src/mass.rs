@@ -116,15 +116,19 @@ impl Job<'_> {
                 }
             });
         }
-        // A page that was packed in between is listed in both forms; each row read one.
-        for original in (0..mass.len()).rev().filter(|i| forest.pages[*i].original) {
-            let Weighed { page, all, cuts, .. } = mass.remove(original);
-            if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
-                add(&mut packed.all, &all);
-                packed.cuts.iter_mut().zip(&cuts).for_each(|(sum, x)| add(sum, x));
-            }
-        }
+        one_form(&mut mass, forest);
         mass
+    }
+}
+
+/// A page that was packed in between is listed in both forms, of which each row read one: puts their masses together.
+pub(crate) fn one_form(mass: &mut Vec<Weighed>, forest: &Forest<'_>) {
+    for original in (0..mass.len()).rev().filter(|i| forest.pages[*i].original) {
+        let Weighed { page, all, cuts, .. } = mass.remove(original);
+        if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
+            add(&mut packed.all, &all);
+            packed.cuts.iter_mut().zip(&cuts).for_each(|(sum, x)| add(sum, x));
+        }
     }
 }
 

@@ -3,8 +3,10 @@
 //! * [`code`]: how a channel is coded, from f32 to 4 bits;
 //! * [`packed`]: where everything lies in a packed page;
 //! * [`pack`]: 32 tokens of a full page into a packed one;
-//! * [`read`]: attention over packed pages.
+//! * [`read`]: attention over packed pages;
+//! * [`back`]: its result in the head's channels.
 
+pub mod back;
 pub mod code;
 pub mod pack;
 pub mod packed;

@@ -198,10 +198,10 @@ impl Kernel for Close<'_> {
         let (k, rest) = rows.split_at_mut(k_dim);
         let (v, rest) = rest.split_at_mut(v_dim);
         let (k_mapped, v_mapped) = rest.split_at_mut(k_stored);
-        unpack(w, layout, page, fill, k, v);
+        unpack(w, layout, bytemuck::cast_slice(page), fill, k, v);
         let k = mapped(w, &head.codec.k, k, k_mapped);
         let v = mapped(w, &head.codec.v, v, v_mapped);
-        pack(w, &head.packed, &page[..fill as usize], k, v, out);
+        pack(w, &head.packed, &page[..fill as usize], k, v, bytemuck::cast_slice_mut(out));
     }
 }
 
@@ -209,9 +209,9 @@ impl Kernel for Close<'_> {
 fn mapped<'a, W: Warp>(
     w: W,
     coding: &Coding,
-    x: &'a [[f32; LANES]],
+    x: &'a mut [[f32; LANES]],
     out: &'a mut [[f32; LANES]],
-) -> &'a [[f32; LANES]] {
+) -> &'a mut [[f32; LANES]] {
     match coding.map.as_ref().map(Map::turn) {
         None => x,
         Some(form) => {

@@ -1,6 +1,7 @@
 //! The tokens that a policy ranks.
 
 use super::State;
+use crate::arena::Page;
 use crate::chain::{Away, Closed, Entry, Held};
 use crate::codec::HeadCodec;
 use pikv_core::page::Layout;
@@ -22,7 +23,7 @@ pub struct Candidates<'a> {
     pub(crate) version: usize,
     pub(crate) head: &'a [f32],
     pub(crate) group: u32,
-    /// Pages of lower tiers that were looked into; `None` where that failed.
+    /// Pages of lower tiers, or on a device, that were looked into; `None` where that failed.
     pub(crate) away: Mutex<HashMap<u64, Option<Arc<[u32]>>>>,
 }
 
@@ -103,36 +104,38 @@ impl Candidates<'_> {
     }
 
     /// Key and value of token `i` as stored, decoded to f32: `k_dim` and `v_dim` channels. O(k_dim + v_dim), but that a page in a
-    /// lower tier is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
+    /// lower tier, or on a device, is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
     /// evicted by this ranking.
     pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
         let Candidate { entry, lane, .. } = self.tokens[i];
-        match (&entry.held, self.codec) {
-            (Held::Closed(Closed { packed, last, .. }), Some(codec)) => {
-                codec.read(packed.words(), lane, *last, key, value);
-            }
-            (Held::Open(page), _) => {
-                self.layout.read_key(page.words(), lane, key);
-                self.layout.read_value(page.words(), lane, value);
-            }
-            (Held::Away(Away { slot, by }), codec) => {
-                let read = || slot.read().ok().map(Arc::from);
-                let Some(words) = self.away().entry(self.page(i)).or_insert_with(read).clone() else {
+        let fetched;
+        let fetch = |page: &Page| page.fetch().ok().map(|words| Arc::from(words.into_owned()));
+        let words = match &entry.held {
+            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) if page.is_near() => page.words(),
+            held => {
+                let read = || match held {
+                    Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => fetch(page),
+                    Held::Away(Away { slot, .. }) => slot.read().ok().map(Arc::from),
+                    Held::Gone => None,
+                };
+                fetched = self.away().entry(self.page(i)).or_insert_with(read).clone();
+                let Some(words) = &fetched else {
                     key.fill(f32::NAN);
                     value.fill(f32::NAN);
                     return;
                 };
-                match codec.filter(|_| by.is_some()).zip(entry.last()) {
-                    Some((codec, last)) => {
-                        codec.read(&words, lane, last, key, value);
-                    }
-                    None => {
-                        self.layout.read_key(&words, lane, key);
-                        self.layout.read_value(&words, lane, value);
-                    }
-                }
+                words
             }
-            _ => unreachable!("candidates are held"),
+        };
+        let packed = matches!(&entry.held, Held::Closed(_) | Held::Away(Away { by: Some(_), .. }));
+        match self.codec.filter(|_| packed).zip(entry.last()) {
+            Some((codec, last)) => {
+                codec.read(words, lane, last, key, value);
+            }
+            None => {
+                self.layout.read_key(words, lane, key);
+                self.layout.read_value(words, lane, value);
+            }
         }
     }
 }
