@@ -34,6 +34,8 @@ struct Moment(sys::CUevent);
 
 // SAFETY: a handle, which the driver takes from any thread.
 unsafe impl Send for Moment {}
+// SAFETY: as above.
+unsafe impl Sync for Moment {}
 
 impl Moment {
     fn new() -> Result<Moment, CudaError> {
