@@ -72,7 +72,7 @@ pub fn take_back<W: Warp>(
         w.scatter(w.load_f(row), &mut flat[..end], start, 1);
     }
     w.sync();
-    let stored = &*stored.as_flattened();
+    let stored = stored.as_flattened();
     let whole: &[f32] = match *form {
         Stored::Same => stored,
         Stored::Hadamard { block } => {
