@@ -269,11 +269,11 @@ fn on_the_device(c: &mut Criterion) {
             left: (2 * i * len) as u64,
             right: ((2 * i + 1) * len) as u64,
             rows: ROWS as u32,
-            pad: 0,
+            acc_rows: layout.acc_rows(),
         };
         let pairs = gpu.put(&(0..blocks / 2).map(pair).collect::<Vec<_>>());
         let (pairs_at, count) = (at(&pairs), (blocks / 2) as u32);
-        let arguments = arguments!(arg, pairs_at, count, parts_at);
+        let arguments = arguments!(pairs_at, count, parts_at);
         let mut host = gpu.floats(&parts, 2 * len);
         let (left, right) = host.split_at_mut(len);
         Lanes::Portable.run(Merge(&layout, left, right));

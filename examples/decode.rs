@@ -1,6 +1,6 @@
 //! The main job: a real MoE that decodes through pikv, and what it loses by it (no bit in f32 while all is in the ring).
 //!
-//! `cargo run --release --example decode [-- --bytes 65536] [--quick] [--backend cuda] [--tokens 64]`
+//! `cargo run --release --example decode [-- --bytes 65536] [--quick] [--backend cuda] [--tokens 64] [--code int8]`
 //!
 //! Generates some text, then evaluates a novel that the model never saw, window by window, over a plain contiguous f32
 //! cache and over pikv in several forms; prints one table.
@@ -14,6 +14,7 @@ use common::sample::{SplitMix, nats, sample};
 use indicatif::{ProgressBar, ProgressStyle};
 use moe::model::{Config, Model, VOCAB};
 use moe::{paged::Paged, plain::PlainCache};
+use pikv::codec::{Code, Codec, Coding};
 use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Layout, Place, ShardMap};
 use std::error::Error;
 use std::path::Path;
@@ -31,7 +32,10 @@ const DEFAULT_BYTES: usize = 65536;
 const TRAINED: f64 = 1.2103;
 
 const HELP: &str = "options: --bytes N (default 65536, a multiple of 2048), --quick (the same as --bytes 4096), --backend cpu or \
-                    cuda, --tokens N (write that many and stop)";
+                    cuda, --tokens N (write that many and stop), --code NAME (write with packed pages and a short ring)";
+
+/// Newest tokens that the ring keeps where what left it is packed, so that little text fills pages.
+const SHORT: u32 = 32;
 
 /// Tokens that are written before the evaluation.
 const WRITTEN: usize = 355;
@@ -41,7 +45,7 @@ const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let Arguments { bytes, backend, tokens } = arguments()?;
+    let Arguments { bytes, backend, tokens, code } = arguments()?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
     let mut model = Model::load(&root.join("models/austen-moe"))?;
     model.parallelism = gemm::Parallelism::Rayon(0);
@@ -50,7 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err(format!("--bytes {bytes}: the text has {}; {HELP}", text.len()).into());
     }
 
-    generate(&model, &backend, tokens.unwrap_or(WRITTEN))?;
+    generate(&model, &backend, code, tokens.unwrap_or(WRITTEN))?;
     if tokens.is_some() {
         return Ok(());
     }
@@ -137,10 +141,12 @@ struct Arguments {
     backend: Backend,
     /// Tokens to write, and nothing to evaluate.
     tokens: Option<usize>,
+    /// What pages are packed in meanwhile.
+    code: Option<Code>,
 }
 
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
-    let mut parsed = Arguments { bytes: DEFAULT_BYTES, backend: Backend::CPU, tokens: None };
+    let mut parsed = Arguments { bytes: DEFAULT_BYTES, backend: Backend::CPU, tokens: None, code: None };
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let mut value = || arguments.next().ok_or(format!("{argument}: of what? {HELP}"));
@@ -149,6 +155,12 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
             "--quick" => parsed.bytes = 4096,
             "--bytes" => parsed.bytes = number(value()?)?,
             "--tokens" => parsed.tokens = Some(number(value()?)?),
+            "--code" => {
+                let name = value()?;
+                let code = Code::ALL.into_iter().find(|code| code.name() == name);
+                let names = Code::ALL.map(Code::name).join(", ");
+                parsed.code = Some(code.ok_or(format!("--code {name}: one of {names}; {HELP}"))?);
+            }
             "--backend" => {
                 parsed.backend = match value()?.as_str() {
                     "cpu" => Backend::CPU,
@@ -201,10 +213,17 @@ fn variants() -> Vec<Variant> {
 }
 
 /// Writes `tokens` bytes after the novel's first words, and the hash of every logit on the way: equal bits, equal hash.
-fn generate(model: &Model, backend: &Backend, tokens: usize) -> Result<(), Box<dyn Error>> {
+fn generate(
+    model: &Model,
+    backend: &Backend,
+    code: Option<Code>,
+    tokens: usize,
+) -> Result<(), Box<dyn Error>> {
     let c = model.config();
-    let form = Variant { dtype: Dtype::Bf16, shards: 4, ring: RING };
-    let mut paged = Paged::new(Cache::new(form.config(c, backend)?)?, c.head_dim);
+    let form = Variant { dtype: Dtype::Bf16, shards: 4, ring: if code.is_some() { SHORT } else { RING } };
+    let codec = code.map(|code| Codec::new(Coding::new(code), Coding::new(code)));
+    let config = codec.into_iter().fold(form.config(c, backend)?, CacheConfig::compress);
+    let mut paged = Paged::new(Cache::new(config)?, c.head_dim);
     let (mut logits, mut random, mut hash) = (Vec::new(), SplitMix(1), FNV_OFFSET);
     let mut text = b"It is a truth universally acknowledged, that ".to_vec();
     let end = text.len() + tokens;

@@ -1,5 +1,7 @@
 //! The closed loop against its stages called one by one, and every value that goes round in it.
 
+mod backend;
+
 use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, H2o, StreamingLlm};
 use pikv::router::{
@@ -31,7 +33,8 @@ fn noise(seed: u64, n: usize) -> Vec<f32> {
 fn config(top_k: u32) -> CacheConfig {
     let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
     let layer = LayerShape { kv_heads: HEADS as u32, query_heads: 4, layout, window: None, rope: None };
-    CacheConfig::new(vec![layer; LAYERS], 8 << 20).ring(8).sinks(2).experts(EXPERTS as u32, top_k)
+    let config = CacheConfig::new(vec![layer; LAYERS], 8 << 20).backend(backend::backend());
+    config.ring(8).sinks(2).experts(EXPERTS as u32, top_k)
 }
 
 fn routers(id: usize, top_k: u32) -> Vec<Box<dyn Router>> {

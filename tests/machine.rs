@@ -7,6 +7,8 @@
 //! in [-4, 4]), |lse - want| <= 5e-6. Of at most 700 tokens each has a weight above 4e-7 of the most that one can have, and
 //! most far more; a token too many or too few is seen in the log-sum-exp unless it has the least of them.
 
+mod backend;
+
 use half::{bf16, f16};
 use pikv::lanes::Lanes;
 use pikv::{
@@ -86,7 +88,8 @@ impl Setup {
             .experts(self.experts, self.top_k)
             .shards(self.shards)
             .lanes(lanes[self.lanes % lanes.len()])
-            .poison(true);
+            .poison(true)
+            .backend(backend::backend());
         Cache::new(config).unwrap()
     }
 }

@@ -465,11 +465,9 @@ fn merges_with_the_bits_of_the_cpu() {
                 left: at(left),
                 right: at(right),
                 rows: rows as u32,
-                pad: 0,
+                acc_rows: layout.acc_rows(),
             }));
-            let layout_arg = LayoutArg::from(layout);
-            let args: &[&[u8]] =
-                &[bytes_of(&layout_arg), bytes_of(&list), bytes_of(&3u32), bytes_of(&address)];
+            let args: &[&[u8]] = &[bytes_of(&list), bytes_of(&3u32), bytes_of(&address)];
             machine.launch("merge_pairs", 2, 64, args).unwrap_or_else(|e| panic!("{file}: {e}, {layout:?}"));
             for lanes in Lanes::available() {
                 let mut host: Vec<_> = parts.iter().map(|p| p.0.clone()).collect();
@@ -963,13 +961,11 @@ fn finds_pages_that_are_not_as_promised() {
 fn a_merge_without_its_barrier_races() {
     let text = text(FILES[1]).replace("bar.warp.sync", "// bar.warp.sync");
     let mut machine = Machine::new(&text).unwrap();
-    let layout = Layout { k_dim: 32, v_dim: 32, k: Dtype::F32, v: Dtype::F32 };
     let mut parts = [[1.0f32; 34]; 2];
     (parts[0][32], parts[1][32]) = (3.0, 4.0);
-    let pair = PairArg { left: 0, right: 34, rows: 1, pad: 0 };
+    let pair = PairArg { left: 0, right: 34, rows: 1, acc_rows: 1 };
     let (address, pairs) = (machine.memory.put(parts.as_flattened()), machine.memory.put(&[pair]));
-    let layout = LayoutArg::from(layout);
-    let args = [bytes_of(&layout), bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
+    let args = [bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
     let fault = machine.launch("merge_pairs", 1, 32, &args).unwrap_err();
     assert_eq!(fault.opcode, "st.global.b32");
     assert!(matches!(fault.cause, Cause::LaneRace { .. }));

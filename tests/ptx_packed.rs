@@ -9,15 +9,17 @@ use bytemuck::bytes_of;
 use numbers::Rng;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
 use pikv_core::codec::code::{Code, Scale};
-use pikv_core::codec::pack::pack;
+use pikv_core::codec::pack::{Turn, pack, turn, unpack};
 use pikv_core::codec::packed::Packed;
 use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
+use pikv_core::dtype::Dtype;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
+use pikv_core::page::{Layout, Position};
 use pikv_core::warp::{Kernel, LANES, Warp};
 use pikv_host::lanes::Lanes;
-use pikv_kernels::args::{PackedArg, SightArg, TaskArg};
-use ptx::{Cause, Fault, Machine};
+use pikv_kernels::args::{CodecArg, LayoutArg, MapArg, PackArg, PackedArg, SightArg, TaskArg};
+use ptx::{Cause, Fault, Machine, Memory};
 
 const DIMS: [u32; 11] = [1, 3, 20, 32, 33, 64, 80, 96, 128, 129, 256];
 const FILES: [&str; 2] = ["pikv_sm_70.ptx", "pikv_sm_80.ptx"];
@@ -47,7 +49,8 @@ impl Kernel for Pack<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        pack(w, self.packed, self.positions, self.k, self.v, self.page);
+        let mut v = self.v.to_vec();
+        pack(w, self.packed, self.positions, self.k, &mut v, bytemuck::cast_slice_mut(self.page));
     }
 }
 
@@ -333,6 +336,153 @@ fn reads_packed_pages_with_the_bits_of_the_cpu_sm_70() {
 #[test]
 fn reads_packed_pages_with_the_bits_of_the_cpu_sm_80() {
     attends(FILES[1]);
+}
+
+/// Pages packed by the PTX: every word of them, with every map.
+fn packs(file: &str) {
+    let mut machine = machine(file);
+    let mut rng = Rng(0x9ac4);
+    for i in 0..7 * 7 * 2 {
+        let (k, v) = (Code::ALL[i % 7], Code::ALL[i / 7 % 7]);
+        let dtypes = [(); 2].map(|()| rng.of(&Dtype::ALL));
+        let layout = Layout { k_dim: rng.of(&DIMS), v_dim: rng.of(&DIMS), k: dtypes[0], v: dtypes[1] };
+        let fill = if rng.one_in(3) { 1 + rng.below(32) } else { 32 };
+        let mut page = vec![u32::MAX; layout.words() as usize];
+        let scale = rng.of(&[1.0, 1e-6, 100.0]);
+        for lane in 0..fill {
+            let row = |n: u32, rng: &mut Rng| Vec::from_iter((0..n).map(|_| rng.value(scale)));
+            let (key, value) = (row(layout.k_dim, &mut rng), row(layout.v_dim, &mut rng));
+            layout.write(&mut page, lane, Position(70_000 + 3 * lane), &key, &value).expect("they fit");
+        }
+        let maps = [layout.k_dim, layout.v_dim].map(|dim| Form::draw(&mut rng, dim));
+        let packed = Packed::new(maps[0].narrow(layout.k_dim), maps[1].narrow(layout.v_dim), k, v);
+        let what = format!("{file}: {layout:?}, {packed:?}, {fill} tokens, {maps:?}");
+        let memory = &mut machine.memory;
+        let arguments = [maps[0].put(layout.k_dim, memory), maps[1].put(layout.v_dim, memory)];
+        let [k, v] = [0, 1].map(|i| arguments[i].0);
+        let codec = memory.put(&[CodecArg { packed: PackedArg::from(packed), k, v }]);
+        let (from, to) = (memory.put(&page), memory.allocate(packed.bytes() as usize));
+        let work = memory.allocate(4 * 256 * LANES * 4);
+        let list = memory.put(&[PackArg { page: from, packed: to, fill, codec: 0 }]);
+        let arg = LayoutArg::from(layout);
+        let args: &[&[u8]] =
+            &[bytes_of(&arg), bytes_of(&codec), bytes_of(&list), bytes_of(&1u32), bytes_of(&work)];
+        machine.launch("pack_pages", 1, 32, args).unwrap_or_else(|e| panic!("{e}, {what}"));
+        let got: Vec<u32> = machine.memory.read(to, packed.words() as usize).expect("all was written");
+        for lanes in Lanes::available() {
+            let mut want = vec![0; packed.words() as usize];
+            lanes.run(Close {
+                layout: &layout,
+                packed: &packed,
+                maps: &maps,
+                page: &page,
+                fill,
+                out: &mut want,
+            });
+            assert!(got == want, "{} lanes, {what}", lanes.name());
+        }
+        let put = arguments.iter().flat_map(|(_, put)| put.iter().copied());
+        for address in put.chain([codec, from, to, work, list]) {
+            machine.memory.free(address).expect("allocated above");
+        }
+    }
+    let (idle, of) = machine.program.idle("pack_pages");
+    println!("{file}: {} of {of} instructions idle", idle.len());
+}
+
+/// A map as the kernels are given it.
+#[derive(Debug)]
+enum Form {
+    None,
+    Hadamard,
+    Select(Vec<u32>),
+    Dense(Vec<f32>, Vec<f32>),
+}
+
+impl Form {
+    fn draw(rng: &mut Rng, dim: u32) -> Form {
+        let mut row = |n: u32| Vec::from_iter((0..n).map(|_| rng.value(1.0)));
+        let dense = (row(dim * dim.div_ceil(2)), row(dim));
+        match rng.below(5) {
+            0 => Form::None,
+            1 => Form::Hadamard,
+            2 => Form::Select((0..dim).step_by(2).collect()),
+            3 => Form::Dense(dense.0, Vec::new()),
+            _ => Form::Dense(dense.0, dense.1),
+        }
+    }
+
+    fn narrow(&self, dim: u32) -> u32 {
+        if matches!(self, Form::None | Form::Hadamard) { dim } else { dim.div_ceil(2) }
+    }
+
+    fn turn(&self, dim: usize) -> Option<Turn<'_>> {
+        match self {
+            Form::None => None,
+            Form::Hadamard => Some(Turn::Hadamard { block: 1 << dim.trailing_zeros() }),
+            Form::Select(channels) => Some(Turn::Select { channels }),
+            Form::Dense(encode, bias) => Some(Turn::Dense { encode, bias }),
+        }
+    }
+
+    /// The argument, and what it points to.
+    fn put(&self, dim: u32, memory: &mut Memory) -> (MapArg, Vec<u64>) {
+        let none = MapArg { wide: dim, narrow: self.narrow(dim), ..MapArg::NONE };
+        match self {
+            Form::None => (MapArg::NONE, vec![]),
+            Form::Hadamard => {
+                (MapArg { form: MapArg::HADAMARD, block: 1 << dim.trailing_zeros(), ..none }, vec![])
+            }
+            Form::Select(channels) => {
+                let table = memory.put(channels);
+                (MapArg { form: MapArg::SELECT, table, ..none }, vec![table])
+            }
+            Form::Dense(encode, bias) => {
+                let table = memory.put(encode);
+                let at = if bias.is_empty() { 0 } else { memory.put(bias) };
+                let map = MapArg { form: MapArg::DENSE, table, bias: at, ..none };
+                (map, [table, at].into_iter().filter(|at| *at > 0).collect())
+            }
+        }
+    }
+}
+
+struct Close<'a> {
+    layout: &'a Layout,
+    packed: &'a Packed,
+    maps: &'a [Form; 2],
+    page: &'a [u32],
+    fill: u32,
+    out: &'a mut [u32],
+}
+
+impl Kernel for Close<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let Close { layout, packed, maps, page, fill, out } = self;
+        let rows = |n: u32| vec![[0.0; LANES]; n as usize];
+        let (mut k, mut v) = (rows(layout.k_dim), rows(layout.v_dim));
+        unpack(w, layout, bytemuck::cast_slice(page), fill, &mut k, &mut v);
+        for (map, x, narrow) in [(&maps[0], &mut k, packed.k_dim), (&maps[1], &mut v, packed.v_dim)] {
+            if let Some(form) = map.turn(x.len()) {
+                let mut out = rows(narrow);
+                turn(w, &form, x, &mut out);
+                *x = out;
+            }
+        }
+        pack(w, packed, &page[..fill as usize], &k, &mut v, bytemuck::cast_slice_mut(out));
+    }
+}
+
+#[test]
+fn packs_pages_with_the_words_of_the_cpu_sm_70() {
+    packs(FILES[0]);
+}
+
+#[test]
+fn packs_pages_with_the_words_of_the_cpu_sm_80() {
+    packs(FILES[1]);
 }
 
 /// Integers at the ends of their range: every product of a code and a rounded query or weight, with sums near the ends of i32.

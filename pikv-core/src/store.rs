@@ -9,7 +9,7 @@ use crate::warp::{LANES, Warp};
 
 /// [`Dtype::encode`] of values that are known to fit.
 #[inline(always)]
-fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
+pub(crate) fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
     let bits = w.bits(x);
     // Half a unit in the last place that stays, less one if that place is even.
     let even = |bits, half, odd| w.add_u(w.add_u(bits, w.splat_u(half)), w.and(odd, w.splat_u(1)));

@@ -112,6 +112,7 @@ forward! {
     cuStreamCreateWithPriority(stream: P, flags: u32, priority: i32);
     cuStreamDestroy_v2(stream: P);
     cuStreamSynchronize(stream: P);
+    cuStreamWaitEvent(stream: P, event: P, flags: u32);
     cuEventCreate(event: P, flags: u32);
     cuEventDestroy_v2(event: P);
     cuEventRecord(event: P, stream: P);

@@ -386,6 +386,27 @@ impl Page {
         Ok(Cow::Borrowed(self.words()))
     }
 
+    /// Fills the page, of which this is the only handle, with `words`.
+    ///
+    /// # Errors
+    /// The device.
+    pub fn put(&mut self, words: &[u32]) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.arenas.backend.device() {
+            device.write(self.address(), words)?;
+        }
+        if let Some(near) = self.words_mut() {
+            let n = near.len();
+            near.copy_from_slice(&words[..n]);
+        }
+        Ok(())
+    }
+
+    /// Whether [`Page::words`] are all of its words.
+    pub fn is_near(&self) -> bool {
+        self.arenas.backend.is_cpu()
+    }
+
     /// Where the page lies on a device; 0 in the host's memory.
     pub fn address(&self) -> u64 {
         #[cfg(feature = "cuda")]

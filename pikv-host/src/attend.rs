@@ -14,10 +14,13 @@ use crate::mass::{Wanted, Weighed, together};
 use crate::observe::Feed;
 use crate::sequence::PageId;
 use crate::step::length;
-use crate::tiers::{Ahead, Staged};
+use crate::tiers::{Early, Staged};
 use crate::view::View;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
+#[cfg(feature = "cuda")]
+use {crate::cuda::Lifted, crate::tiers::Stored, smallvec::SmallVec, std::sync::Arc};
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -152,7 +155,7 @@ pub(crate) fn attend(
     options: &Attend,
     output: Output<'_>,
     feeds: Option<&mut Vec<(usize, Feed)>>,
-    ahead: Option<Ahead>,
+    ahead: Option<Early>,
 ) -> Result<u64, Error> {
     let Attend { scale, softcap, split, read, closed_gaps } = *options;
     if !(scale.is_finite() && scale > 0.0) {
@@ -223,14 +226,34 @@ pub(crate) fn attend(
     };
     let kv_heads = shape.kv_heads as usize;
     let staged: Staged;
+    #[cfg(feature = "cuda")]
+    let mut lifted: SmallVec<[Lifted; 2]> = SmallVec::new();
     let mut remote = 0;
     let mut forests: Vec<Forest<'_>> = (0..views.len() * kv_heads)
         .filter(|i| views[i / kv_heads].rows > 0)
         .map(|i| job.forest(i / kv_heads, i % kv_heads))
         .collect();
     if let Some(tiers) = &inner.tiers {
+        let early = ahead.unwrap_or_default();
+        #[cfg(feature = "cuda")]
+        let (ahead, early) = (early.ahead, early.lifted);
+        #[cfg(not(feature = "cuda"))]
+        let ahead = early.ahead;
         (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), ahead)?;
         forests.iter_mut().for_each(|forest| forest.stage(&staged));
+        #[cfg(feature = "cuda")]
+        if let Some(device) = inner.config.backend.device() {
+            lifted.extend(early);
+            let known = |slot: &Arc<Stored>| lifted.iter().find_map(|lifted| lifted.address(slot));
+            let all = forests.iter().flat_map(Forest::away_words);
+            let late = device.lift(all.filter(|(slot, _)| known(slot).is_none()))?;
+            tiers.count_lifted(&forests, &late);
+            lifted.push(late);
+            for pages in &lifted {
+                pages.before()?;
+                forests.iter_mut().for_each(|forest| forest.lift(|slot| pages.address(slot)));
+            }
+        }
     }
     let mut no_lse = Vec::new();
     let lse = output.lse.unwrap_or_else(|| {

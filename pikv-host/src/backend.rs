@@ -29,7 +29,8 @@ impl Backend {
     /// The driver's library is opened at run time: `libcuda.so.1`, or what the environment variable `PIKV_LIBCUDA` names when the
     /// first call of a process is made. With the feature `cuda` a program needs no driver until it calls this.
     ///
-    /// A cache on a device keeps full pages: no codecs, policies or bounds of keys yet. All shards lie on the one device.
+    /// All shards lie on the one device. Policies run on the host, from the masses that attention hands out; those that read keys and values
+    /// to rank tokens copy pages from the device for it.
     ///
     /// # Errors
     /// Why there is none.

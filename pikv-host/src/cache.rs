@@ -137,7 +137,7 @@ impl Cache {
         let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
         let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
-        let tiers = Levels::new(&config.tiers)?;
+        let tiers = Levels::new(&config.tiers, config.backend.is_cpu())?;
         Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables, tiers, fabric }) })
     }
 

@@ -1,6 +1,6 @@
 //! A run of pages of one head: sinks, or what one expert's tokens were filed in.
 
-use crate::arena::Page;
+use crate::arena::{Page, Reservation};
 use crate::codec::{HeadCodec, Old};
 use crate::error::Error;
 use crate::fabric::Mirrors;
@@ -110,19 +110,33 @@ impl Entry {
         (self.state, self.bounds) = (None, None);
     }
 
-    /// Takes the extremes of the keys of a page as they came.
+    /// Takes the extremes of the keys of a page as they came, if the host has them.
     pub fn bound(&mut self, layout: &Layout, rope: Option<&Rope>) {
-        let Held::Open(page) = &self.held else { return };
-        self.bounds = Some(self.bounds_of(page.words(), layout, rope));
+        if let Held::Open(page) = &self.held
+            && page.is_near()
+        {
+            self.bounds = Some(Entry::bounds_of(self.live, page.words(), layout, rope));
+        }
     }
 
-    /// The extremes of the keys in `words`, of lanes that are read.
-    pub fn bounds_of(&self, words: &[u32], layout: &Layout, rope: Option<&Rope>) -> Box<[[f32; LANES]]> {
+    /// A full page on a device whose extremes are not known yet, as its tokens came.
+    #[cfg(feature = "cuda")]
+    pub fn unbounded(&self) -> Option<&Page> {
+        let page = match &self.held {
+            Held::Open(page) => Some(page),
+            Held::Closed(closed) => closed.original.as_deref(),
+            Held::Gone | Held::Away(_) => None,
+        };
+        page.filter(|_| self.fill == PAGE && self.bounds.is_none())
+    }
+
+    /// The extremes of the keys in `words`, of the lanes in `live`.
+    pub fn bounds_of(live: u32, words: &[u32], layout: &Layout, rope: Option<&Rope>) -> Box<[[f32; LANES]]> {
         let mut bounds = vec![[f32::INFINITY; LANES]; 2 * bound::rows(layout.k_dim)].into_boxed_slice();
         bounds.iter_mut().skip(1).step_by(2).for_each(|most| most.fill(f32::NEG_INFINITY));
         let mut key = [0.0; MAX_DIM as usize];
         let key = &mut key[..layout.k_dim as usize];
-        for lane in (0..PAGE).filter(|lane| self.live >> lane & 1 == 1) {
+        for lane in (0..PAGE).filter(|lane| live >> lane & 1 == 1) {
             layout.read_key(words, lane, key);
             bound::widen(&mut bounds, key, rope);
         }
@@ -238,12 +252,24 @@ impl Chain {
         }
     }
 
-    /// The token that was filed last, if its page is as it came: the page, and the lane.
+    /// The token that was filed last, as it came: its page, and the lane.
     pub fn newest(&self) -> Option<(&Page, u32)> {
-        match self.entries.back()? {
-            Entry { held: Held::Open(page), fill, .. } => Some((page, fill.checked_sub(1)?)),
+        let entry = self.entries.back()?;
+        let page = match &entry.held {
+            Held::Open(page) => page,
+            Held::Closed(closed) => closed.original.as_deref()?,
+            Held::Gone | Held::Away(_) => return None,
+        };
+        Some((page, entry.fill.checked_sub(1)?))
+    }
+
+    /// The pages that the token at `by` packed: its own, or the one before.
+    pub fn packed_by(&self, by: u32) -> impl Iterator<Item = (u32, &Page)> {
+        let last = self.entries.iter().enumerate().rev().take(2);
+        last.filter_map(move |(i, entry)| match &entry.held {
+            Held::Closed(closed) if closed.by == by => Some((self.first + i as u32, &closed.packed)),
             _ => None,
-        }
+        })
     }
 
     /// The page at `ordinal`.
@@ -345,12 +371,18 @@ impl Chain {
     }
 
     /// The last page, packed by the token at `by`, into `packed`.
-    pub fn close(&mut self, codec: &HeadCodec, lanes: Lanes, layout: &Layout, by: u32, mut packed: Page) {
+    pub fn close(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        by: u32,
+        mut packed: Page,
+        pages: &mut Reservation,
+    ) {
         let Some(entry) = self.entries.back_mut() else { return };
         let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
-        if let Some(out) = packed.words_mut() {
-            codec.pack(lanes, layout, page.words(), entry.fill, out);
-        }
+        pages.pack(codec, lanes, layout, page, entry.fill, &mut packed);
         let original = Some(Box::new(page.clone()));
         entry.held = Held::Closed(Closed { packed, original, last, by, old: false, next: None });
     }

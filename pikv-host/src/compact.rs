@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::observe::Rule;
 use crate::sequence::chain_place;
 use crate::tiers::Stored;
-use pikv_core::page::PAGE;
+use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use std::collections::VecDeque;
@@ -34,6 +34,18 @@ enum Target {
     Lower,
 }
 
+impl Target {
+    /// Whether the page is in the first tier.
+    fn is_here(&self) -> bool {
+        !matches!(self, Target::Lower)
+    }
+
+    /// Whether a token would be moved to where it is.
+    fn is_at(&self, to: usize, moved: &Move) -> bool {
+        matches!(self, Target::There) && (moved.from, moved.lane) == (to, moved.to_lane)
+    }
+}
+
 /// A token, and where it goes: from the newest one back.
 struct Move {
     from: usize,
@@ -46,7 +58,7 @@ struct Move {
 impl Chain {
     /// Moves the tokens of pages towards the newest of them, and frees those that are left empty, once a fifth of all lanes
     /// are. What a rollback could still touch, which lies at or after `kept`, and packed pages stay as they are; so does
-    /// everything where a page is shared and no memory is left for a copy, and where a lower tier fails.
+    /// everything where a page is shared and no memory is left for a copy, and where a lower tier or a device fails.
     ///
     /// Blocks are cut by ordinals, and shards hold blocks, so tokens move to pages of the shard that their new ordinal says.
     /// Pages in lower tiers are put together as if they were here: where pages lie must not show. O(tokens) of the chain, which
@@ -67,8 +79,16 @@ impl Chain {
             return;
         }
         let Some(mut targets) = self.targets(whose, end, live.div_ceil(PAGE) as usize) else { return };
+        // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
+        let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
+        let far = !whose.inner.config.backend.is_cpu();
+        let fetches =
+            far && (whose.inner.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
         let away = self.entries.range(..end).map(|entry| match &entry.held {
             Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
+            Held::Open(page) if fetches && entry.live != 0 => {
+                page.fetch().map(|words| Some(words.into_owned().into_boxed_slice()))
+            }
             _ => Ok(None),
         });
         let Ok(away) = away.collect::<Result<Vec<_>, _>>() else { return };
@@ -86,10 +106,23 @@ impl Chain {
         // All that can fail comes before anything is changed.
         let Ok(mut lower) = self.lower(whose, &targets, &moves, &away) else { return };
         let layout = &whose.shape.layout;
-        let mut token = vec![0; layout.words() as usize];
-        for Move { from, lane, at, to_lane } in moves {
+        let mut bounds: VecDeque<Option<Box<[[f32; LANES]]>>> = VecDeque::new();
+        if far {
+            let assembled = fetches.then(|| self.assembled(layout, targets.len(), &moves, &away));
+            if self.move_far(whose, &targets, &moves, assembled.as_deref()).is_err() {
+                return;
+            }
+            let whole = filled.iter().zip(assembled.iter().flatten());
+            let of = |(live, words): (&u32, &Vec<u32>)| {
+                Some(Entry::bounds_of(*live, words, layout, whose.shape.rope.as_ref()))
+            };
+            bounds.extend(whole.filter(|_| whose.inner.config.bounds).map(of));
+        }
+        let mut token = vec![0; if far { 1 } else { layout.words() as usize }];
+        for moved in moves {
+            let Move { from, lane, at, to_lane } = moved;
             let (to, target) = &mut targets[at];
-            if (from, lane) == (*to, to_lane) && matches!(target, Target::There) {
+            if target.is_at(*to, &moved) {
                 continue;
             }
             let column: Vec<f32> = self.entries[from]
@@ -100,14 +133,20 @@ impl Chain {
             if !matches!(target, Target::Lower)
                 && let Some(words) = self.source(from, &away)
             {
-                layout.copy(words, lane, &mut token, 0);
+                match far {
+                    true => token[0] = words[lane as usize],
+                    false => layout.copy(words, lane, &mut token, 0),
+                }
             }
             let entry = &mut self.entries[*to];
             match (target, &mut entry.held) {
                 (Target::Lower, _) => {}
                 (Target::Fresh(page), _) | (Target::There, Held::Open(page)) => {
                     let Some(words) = page.words_mut() else { unreachable!("nobody shares targets") };
-                    layout.copy(&token, 0, words, to_lane);
+                    match far {
+                        true => words[to_lane as usize] = token[0],
+                        false => layout.copy(&token, 0, words, to_lane),
+                    }
                 }
                 _ => unreachable!("what is there is open"),
             }
@@ -127,6 +166,7 @@ impl Chain {
                 continue;
             };
             (entry.live, entry.fill) = (live, PAGE);
+            let known = bounds.pop_front().flatten();
             match target {
                 Target::There => {}
                 Target::Fresh(page) => entry.held = Held::Open(page),
@@ -134,12 +174,16 @@ impl Chain {
                     let Some((words, slot)) = lower.pop_front() else { unreachable!("one for each target") };
                     entry.held = Held::Away(Away { slot: Arc::new(slot), by: None });
                     if whose.inner.config.bounds {
-                        entry.bounds = Some(entry.bounds_of(&words, layout, whose.shape.rope.as_ref()));
+                        entry.bounds =
+                            Some(Entry::bounds_of(live, &words, layout, whose.shape.rope.as_ref()));
                     }
                 }
             }
             if whose.inner.config.bounds {
                 entry.bound(layout, whose.shape.rope.as_ref());
+            }
+            if known.is_some() {
+                entry.bounds = known;
             }
         }
         self.settled = 0;
@@ -150,6 +194,52 @@ impl Chain {
     /// The words of page `i`, those of pages in lower tiers out of `away`.
     fn source<'a>(&'a self, i: usize, away: &'a [Option<Box<[u32]>>]) -> Option<&'a [u32]> {
         away[i].as_deref().or_else(|| self.entries[i].page().map(Page::words))
+    }
+
+    /// The pages that targets will be, put together here.
+    fn assembled(
+        &self,
+        layout: &Layout,
+        targets: usize,
+        moves: &[Move],
+        away: &[Option<Box<[u32]>>],
+    ) -> Vec<Vec<u32>> {
+        let mut pages = vec![vec![u32::MAX; layout.words() as usize]; targets];
+        for Move { from, lane, at, to_lane } in moves {
+            if let Some(words) = self.source(*from, away) {
+                layout.copy(words, *lane, &mut pages[*at], *to_lane);
+            }
+        }
+        pages
+    }
+
+    /// Has a device move the tokens, out of pages that were put together here if there are any. All or nothing, unless the device
+    /// is lost.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn move_far(
+        &self,
+        whose: &Whose<'_>,
+        targets: &[(usize, Target)],
+        moves: &[Move],
+        assembled: Option<&[Vec<u32>]>,
+    ) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = whose.inner.config.backend.device() {
+            let address = |i: usize| self.entries[i].page().map_or(0, Page::address);
+            let moved = moves.iter().filter(|moved| {
+                let (to, target) = &targets[moved.at];
+                !target.is_at(*to, moved) && !matches!(target, Target::Lower)
+            });
+            let moved = moved.map(|Move { from, lane, at, to_lane }| {
+                let target = match &targets[*at] {
+                    (_, Target::Fresh(page)) => page.address(),
+                    (to, _) => address(*to),
+                };
+                crate::cuda::Moved { source: address(*from), from: *lane, at: *at, to: *to_lane, target }
+            });
+            return device.compact(&whose.shape.layout, &moved.collect::<Vec<_>>(), targets.len(), assembled);
+        }
+        Ok(())
     }
 
     /// The pages that go to lower tiers, in the order of `targets`.

@@ -235,13 +235,9 @@ impl CacheConfig {
     /// The rule of each layer.
     ///
     /// # Errors
-    /// A rule for a layer that is not there, a budget that does not fit its layer, or a back end without policies or bounds.
+    /// A rule for a layer that is not there, or a budget that does not fit its layer.
     pub(crate) fn rules(&self) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
         let layers = self.layers.len();
-        let asked = [(self.bounds, "bounds of keys"), (!self.tiers.specs.is_empty(), "tiers")];
-        if let Some((_, what)) = asked.into_iter().find(|(on, _)| *on && !self.backend.is_cpu()) {
-            return Err(ConfigError::Backend { backend: self.backend.name(), what, layer: 0 });
-        }
         if let Some(layer) =
             self.evictions.iter().filter_map(|rule| rule.layer).find(|layer| *layer >= layers)
         {
@@ -252,13 +248,6 @@ impl CacheConfig {
             let Some(rule) = rules.find(|rule| rule.layer.is_none_or(|layer| layer == l)) else {
                 return Ok(None);
             };
-            if !self.backend.is_cpu() {
-                return Err(ConfigError::Backend {
-                    backend: self.backend.name(),
-                    what: "a policy",
-                    layer: l,
-                });
-            }
             Ok(Some(Arc::new(Rule::new(l, shape, &rule.eviction, self.rollback)?)))
         };
         self.layers.iter().enumerate().map(rule).collect()
@@ -267,7 +256,7 @@ impl CacheConfig {
     /// The codecs of every head.
     ///
     /// # Errors
-    /// A rule for a layer or head that is not there, a map of another width than its head's, or a back end without codecs.
+    /// A rule for a layer or head that is not there, or a map of another width than its head's.
     pub(crate) fn head_codecs(&self) -> Result<Vec<HeadCodecs>, ConfigError> {
         let rules = self.codecs.iter().map(|rule| (&rule.layer, &rule.kv_head));
         for (layer, kv_head) in rules.chain(self.ages.iter().map(|rule| (&rule.layer, &rule.kv_head))) {
@@ -303,9 +292,15 @@ impl CacheConfig {
                 .collect()
         };
         let codecs: Vec<HeadCodecs> = self.layers.iter().enumerate().map(layer).collect::<Result<_, _>>()?;
-        let packed = |heads: &HeadCodecs| heads.iter().any(Option::is_some);
-        if let Some(layer) = codecs.iter().position(packed).filter(|_| !self.backend.is_cpu()) {
-            return Err(ConfigError::Backend { backend: self.backend.name(), what: "a codec", layer });
+        if !self.backend.is_cpu() {
+            let wants =
+                |of: fn(&HeadCodec) -> bool| codecs.iter().position(|heads| heads.iter().flatten().any(of));
+            let factored =
+                wants(|codec| codec.packed.factored()).map(|layer| (layer, "means or a basis a page"));
+            let aged = wants(|codec| codec.aged.is_some()).map(|layer| (layer, "pages packed again by age"));
+            if let Some((layer, what)) = factored.or(aged) {
+                return Err(ConfigError::Backend { backend: self.backend.name(), what, layer });
+            }
         }
         let means = |heads: &HeadCodecs| heads.iter().flatten().any(HeadCodec::has_means);
         for (layer, _) in codecs.iter().enumerate().filter(|(_, heads)| means(heads)) {

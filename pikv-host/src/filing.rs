@@ -2,7 +2,7 @@
 
 use crate::arena::{Page, Reservation};
 use crate::cache::Inner;
-use crate::chain::{Chain, Closed, Entry, Held};
+use crate::chain::{Chain, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
 use crate::error::Error;
@@ -135,6 +135,9 @@ impl Layer {
                             if let Some((page, lane)) = head.chains[c].newest() {
                                 pages.forget_copy(page, lane);
                             }
+                            head.chains[c]
+                                .packed_by(position)
+                                .for_each(|(_, packed)| pages.forget_pack(packed));
                             let held = |chain: &Chain| chain.entries.iter().map(Entry::bytes).sum::<u64>();
                             let before = held(&head.chains[c]);
                             head.chains[c].pop(position);
@@ -146,16 +149,9 @@ impl Layer {
                         }
                         return Err(error);
                     }
-                    let chain = &self.heads[h].chains[c];
-                    // The token packed its own page, or the one before.
-                    for (i, entry) in chain.entries.iter().enumerate().rev().take(2) {
-                        if let Held::Closed(Closed { by, .. }) = entry.held
-                            && by == position
-                        {
-                            let ordinal = chain.first + i as u32;
-                            self.originals.push_back(Original { head: h, chain: c, ordinal, by });
-                        }
-                    }
+                    let packed = self.heads[h].chains[c].packed_by(position);
+                    let original = |(ordinal, _)| Original { head: h, chain: c, ordinal, by: position };
+                    self.originals.extend(packed.map(original));
                 }
             }
             self.filed += 1;
@@ -177,6 +173,36 @@ impl Layer {
             }
         }
         self.aging.make_contiguous()[known..].sort_by_key(|page| page.by);
+        Ok(())
+    }
+
+    /// Takes the extremes of the keys of pages on a device that are full by now, if the cache keeps them.
+    ///
+    /// # Errors
+    /// The device. What was not done then is done by the next call.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn bound(&mut self, inner: &Inner, shape: &LayerShape) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = inner.config.backend.device().filter(|_| inner.config.bounds) {
+            let chains = self.heads.iter_mut().flat_map(|head| &mut head.chains[1..]);
+            let newest = chains
+                .flat_map(|chain| chain.entries.iter_mut().rev().take_while(|entry| entry.bounds.is_none()));
+            let (mut due, mut places) = (Vec::new(), Vec::new());
+            // Positions and keys.
+            let words = shape.layout.v_base() as usize;
+            for entry in newest {
+                if let Some(address) = entry.unbounded().map(Page::address) {
+                    places.push((address, words));
+                    due.push(entry);
+                }
+            }
+            device.read_all(&places, |read| {
+                for (entry, words) in due.into_iter().zip(read.chunks_exact(words)) {
+                    let bounds = Entry::bounds_of(entry.live, words, &shape.layout, shape.rope.as_ref());
+                    entry.bounds = Some(bounds);
+                }
+            })?;
+        }
         Ok(())
     }
 
@@ -343,7 +369,7 @@ impl Head {
             let shard = inner.shard_of(chain_place(c), ordinal, head);
             let page = pages.take(shard, layout.words())?;
             if let Some((codec, packed)) = before {
-                chain.close(codec, lanes, layout, position, packed);
+                chain.close(codec, lanes, layout, position, packed, pages);
             }
             chain.entries.push_back(Entry::open(page, rule.and_then(Rule::state)));
         }
@@ -365,7 +391,7 @@ impl Head {
             entry.bound(layout, shape.rope.as_ref());
         }
         if let Some((codec, packed)) = after {
-            chain.close(codec, lanes, layout, position, packed);
+            chain.close(codec, lanes, layout, position, packed, pages);
         }
         Ok(())
     }

@@ -81,6 +81,12 @@ impl<'a> Forest<'a> {
         self.pages.iter().filter_map(|page| page.slot)
     }
 
+    /// Pages of lower tiers with their words, once they are staged.
+    #[cfg(feature = "cuda")]
+    pub fn away_words(&self) -> impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])> {
+        self.pages.iter().filter_map(|page| Some((page.slot?, page.words)))
+    }
+
     /// Has staged pages read from where they are now.
     pub fn stage(&mut self, staged: &'a Staged) {
         for page in self.pages.iter_mut().filter(|page| page.words.is_empty()) {
@@ -102,6 +108,14 @@ impl<'a> Forest<'a> {
     /// Whether there are packed pages.
     pub fn has_packed(&self) -> bool {
         self.packed != [0, 0]
+    }
+
+    /// Has pages of lower tiers read from where they are on a device.
+    #[cfg(feature = "cuda")]
+    pub fn lift(&mut self, address: impl Fn(&Arc<Stored>) -> Option<u64>) {
+        for page in &mut self.pages {
+            page.address = page.slot.and_then(&address).unwrap_or(page.address);
+        }
     }
 
     /// Levels of the tree over the blocks of run `i` of the list.

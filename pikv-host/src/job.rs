@@ -427,8 +427,8 @@ impl<'a> Job<'a> {
         let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
         let channels = self.layout().k_channels() as usize;
         let rotation = self.rotation();
-        let View { layer, first, .. } = self.views[item.forest.view];
-        let (ring, window) = (self.inner.store.ring.window(), self.shape.window);
+        let view = &self.views[item.forest.view];
+        let (first, window) = (view.first, self.shape.window);
         let Scratch { packed, row: source, .. } = scratch;
         packed.q.clear();
         packed.q.resize(channels * item.rows, 0.0);
@@ -477,13 +477,18 @@ impl<'a> Job<'a> {
                     let folded = packed.folded[i][(row + r) * cols[i]..][..cols[i]].as_flattened_mut();
                     packed.start[i].push(codec.fold(source, self.factor, folded));
                 }
-                // In the ring a row finds its own token and the `ring - 1` before it, and whatever was not filed yet.
-                let floor = (position + 1).saturating_sub(ring).min(layer.filed);
+                let floor = self.floor(view, position);
                 let sight = Sight { floor, lo, sinks: self.inner.store.sinks, hi: position as i32 };
                 packed.sights.push((Sight { floor: 0, hi: floor as i32 - 1, ..sight }, sight));
             }
             at += channels * width;
         }
+    }
+
+    /// The first position that the row at `position` finds in the ring: its own token and the `ring - 1` before it, and whatever
+    /// was not filed yet.
+    pub fn floor(&self, view: &View<'_>, position: u32) -> u32 {
+        (position + 1).saturating_sub(self.inner.store.ring.window()).min(view.layer.filed)
     }
 
     fn rotation(&self) -> Option<Rotation<'_>> {

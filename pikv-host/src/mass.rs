@@ -116,16 +116,20 @@ impl Job<'_> {
                 }
             });
         }
-        // A page that was packed in between is listed in two forms, or three; each row read one.
-        let passes = |i: &usize| forest.pages[*i].original || forest.pages[*i].until.is_some();
-        for original in (0..mass.len()).rev().filter(passes) {
-            let Weighed { page, all, cuts, .. } = mass.remove(original);
-            if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
-                add(&mut packed.all, &all);
-                packed.cuts.iter_mut().zip(&cuts).for_each(|(sum, x)| add(sum, x));
-            }
-        }
+        one_form(&mut mass, forest);
         mass
+    }
+}
+
+/// A page that was packed in between is listed in both forms, of which each row read one: puts their masses together.
+pub(crate) fn one_form(mass: &mut Vec<Weighed>, forest: &Forest<'_>) {
+    let passes = |i: &usize| forest.pages[*i].original || forest.pages[*i].until.is_some();
+    for original in (0..mass.len()).rev().filter(passes) {
+        let Weighed { page, all, cuts, .. } = mass.remove(original);
+        if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
+            add(&mut packed.all, &all);
+            packed.cuts.iter_mut().zip(&cuts).for_each(|(sum, x)| add(sum, x));
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use crate::observe::{Feed, Rule};
 use crate::policy::Token;
 use crate::report::StepReport;
 use crate::sequence::Sequence;
-use crate::tiers::{Ahead, Stored, make_room};
+use crate::tiers::{Early, Stored, make_room};
 use crate::view::View;
 use crate::writes::Write;
 use pikv_core::codec::packed::Packed;
@@ -35,7 +35,7 @@ pub struct Step<'a> {
     rows: usize,
     committed: bool,
     /// Pages of the layer that is likely to be attended next, on their way up.
-    ahead: Option<Ahead>,
+    ahead: Option<Early>,
 }
 
 #[derive(Debug)]
@@ -122,16 +122,27 @@ impl<'a> Step<'a> {
         let inner = self.inner.clone();
         let tiers = inner.tiers.as_ref().filter(|tiers| tiers.reads_all.load(Ordering::Relaxed));
         if let Some(tiers) = tiers.filter(|_| layer < self.layers.len()) {
-            self.ahead = tiers.ahead(layer, self.staged(layer), used);
+            let ahead = tiers.ahead(self.away(layer), used);
+            #[cfg(feature = "cuda")]
+            let lifted = inner.config.backend.device().and_then(|device| {
+                let files = self.away(layer).filter(|slot| slot.level.staged()).map(|slot| slot.bytes());
+                tiers.lift(device, self.away(layer), used + files.sum::<u64>())
+            });
+            self.ahead = Some(Early {
+                layer,
+                ahead,
+                #[cfg(feature = "cuda")]
+                lifted,
+            });
         }
     }
 
-    /// Pages of a layer that are read from a store.
-    fn staged(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
+    /// Pages of a layer that are read from lower tiers.
+    fn away(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
         let heads = self.parts.iter().flat_map(move |part| &part.sequence.layers[layer].heads);
         let entries = heads.flat_map(|head| &head.chains).flat_map(|chain| &chain.entries);
         entries.filter(|entry| entry.live != 0).filter_map(|entry| match &entry.held {
-            Held::Away(Away { slot, .. }) if slot.level.staged() => Some(slot),
+            Held::Away(Away { slot, .. }) => Some(slot),
             _ => None,
         })
     }
@@ -182,6 +193,9 @@ impl<'a> Step<'a> {
             part.sequence.layers[layer].file(&inner, shape, left, &mut self.pages)?;
         }
         self.pages.flush_copies()?;
+        for part in &mut self.parts {
+            part.sequence.layers[layer].bound(&inner, shape)?;
+        }
         self.layers[layer].appended = true;
         Ok(())
     }
@@ -214,7 +228,7 @@ impl<'a> Step<'a> {
         if let Some(tiers) = &inner.tiers {
             let all = options.read == Read::All;
             tiers.reads_all.store(all, Ordering::Relaxed);
-            let used = if all { self.staged(layer).map(|slot| slot.bytes()).sum() } else { 0 };
+            let used = if all { self.away(layer).map(|slot| tiers.staged(slot)).sum() } else { 0 };
             self.look_ahead(layer + 1, used);
         }
         let views: Vec<View<'_>> = self
@@ -321,6 +335,11 @@ impl<'a> Step<'a> {
             }
         }
         self.pages.flush_copies()?;
+        for part in &mut self.parts {
+            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
+                layer.bound(&inner, shape)?;
+            }
+        }
         let mut sent = match &inner.fabric {
             Some(front) => {
                 let kept = |part: &Part<'_>| part.sequence.kept.max(inner.store.ring.kept_from(part.len));

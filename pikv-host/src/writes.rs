@@ -1,7 +1,11 @@
 //! Tokens written into pages and copied between them: at once in the host's memory, by a device when it is told.
 
 use crate::arena::{Page, Reservation};
+use crate::codec::HeadCodec;
 use crate::error::Error;
+use crate::lanes::Lanes;
+#[cfg(feature = "cuda")]
+use pikv_core::codec::packed::{Packed, TAGS};
 use pikv_core::page::{Layout, Position, Unstorable};
 #[cfg(feature = "cuda")]
 use pikv_kernels::args::{CopyArg, WriteArg};
@@ -42,6 +46,37 @@ impl Reservation {
         layout.copy(source.words(), from, only(target), to);
     }
 
+    /// Packs the first `fill` tokens of a page; on a device once [`Reservation::flush_copies`] is called. The target must have no other
+    /// handle, and the page keep its tokens until then.
+    pub fn pack(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        page: &Page,
+        fill: u32,
+        packed: &mut Page,
+    ) {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.pack(codec, layout, page.address(), fill, packed.address());
+            let positions = &page.words()[..fill as usize];
+            let tags = only(packed)[..TAGS as usize].iter_mut().enumerate();
+            tags.for_each(|(i, tag)| *tag = Packed::tag(positions, i));
+            return;
+        }
+        codec.pack(lanes, layout, page.words(), fill, only(packed));
+    }
+
+    /// Forgets that a page was to be packed, which was not flushed.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn forget_pack(&mut self, packed: &Page) {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.forget_pack(packed.address());
+        }
+    }
+
     /// Forgets the copy to a lane, which was asked for last of those to its page and not flushed: the page may be given back.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn forget_copy(&mut self, target: &Page, to: u32) {
@@ -74,7 +109,7 @@ impl Reservation {
         Ok(())
     }
 
-    /// Has a device do the copies.
+    /// Has a device do the copies, and then pack.
     ///
     /// # Errors
     /// No memory, or the device. What was not done then is done by the next call.
@@ -82,6 +117,7 @@ impl Reservation {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             pending.launch_copies()?;
+            pending.launch_packs()?;
         }
         Ok(())
     }

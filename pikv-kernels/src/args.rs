@@ -96,6 +96,83 @@ pub struct PairArg {
     pub right: u64,
     /// Rows of each.
     pub rows: u32,
+    /// Rows of lanes that one of them takes.
+    pub acc_rows: u32,
+}
+
+/// A map of channels, one way; `form` 0 where channels are stored as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct MapArg {
+    /// 1 for the Walsh-Hadamard transform, 2 for a selection of channels, 3 for a matrix.
+    pub form: u32,
+    /// Channels of the head.
+    pub wide: u32,
+    /// Channels that are stored.
+    pub narrow: u32,
+    /// Channels of a block of the transform.
+    pub block: u32,
+    /// Address of the matrix, or of the channels' numbers.
+    pub table: u64,
+    /// Address of the bias, 0 for none.
+    pub bias: u64,
+}
+
+/// How the values of a head are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct HeadArg {
+    /// Its packed pages.
+    pub packed: PackedArg,
+    /// The map of its values.
+    pub map: MapArg,
+}
+
+/// How a head's tokens are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct CodecArg {
+    /// Its packed pages.
+    pub packed: PackedArg,
+    /// The map of its keys, from the head's channels to what is stored: its matrix is `[narrow][wide]`.
+    pub k: MapArg,
+    /// That of its values.
+    pub v: MapArg,
+}
+
+/// A page to be packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct PackArg {
+    /// Address of the page.
+    pub page: u64,
+    /// Address of the page that gets its tokens.
+    pub packed: u64,
+    /// Tokens, from lane 0.
+    pub fill: u32,
+    /// The codec's place in the list.
+    pub codec: u32,
+}
+
+/// One row of a partial result over packed pages, to be taken back to the head's channels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct BackArg {
+    /// The partial result over packed pages, in f32 from the start of all partial results.
+    pub from: u64,
+    /// Where it goes.
+    pub to: u64,
+    /// Rows of each.
+    pub rows: u32,
+    /// Which of them.
+    pub row: u32,
+    /// The head's place in the list.
+    pub head: u32,
     /// Nothing.
     pub pad: u32,
 }
@@ -232,6 +309,17 @@ impl SightArg {
     pub fn sight(&self) -> Sight {
         Sight { floor: self.floor, lo: self.lo, sinks: self.sinks, hi: self.hi }
     }
+}
+
+impl MapArg {
+    /// No map.
+    pub const NONE: MapArg = MapArg { form: 0, wide: 0, narrow: 0, block: 0, table: 0, bias: 0 };
+    /// [`MapArg::form`] of the transform.
+    pub const HADAMARD: u32 = 1;
+    /// [`MapArg::form`] of a selection.
+    pub const SELECT: u32 = 2;
+    /// [`MapArg::form`] of a matrix.
+    pub const DENSE: u32 = 3;
 }
 
 impl RopeArg {

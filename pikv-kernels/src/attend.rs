@@ -131,26 +131,20 @@ attend!(attend_r1 1, attend_r2 2, attend_r4 4, attend_r8 8);
 /// # Safety
 /// The pointers must reach what is described, no partial result may stand twice in `pairs`, and whole warps must be launched.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn merge_pairs(
-    layout: LayoutArg,
-    pairs: *const PairArg,
-    count: u32,
-    parts: *mut f32,
-) {
-    let layout = layout.layout();
+pub unsafe extern "ptx-kernel" fn merge_pairs(pairs: *const PairArg, count: u32, parts: *mut f32) {
     let index = thread::warp_index();
     if index >= count {
         return;
     }
-    let acc_rows = layout.acc_rows();
     // SAFETY: by the caller's promise on `pairs` and `parts`: the two are apart, and no other warp has either.
-    let (left, right, rows) = unsafe {
-        let PairArg { left, right, rows, .. } = *pairs.add(index as usize);
+    let (left, right, rows, acc_rows) = unsafe {
+        let PairArg { left, right, rows, acc_rows } = *pairs.add(index as usize);
         let len = Partial::len(rows as usize, acc_rows);
         (
             slice::from_raw_parts_mut(parts.add(left as usize), len),
             slice::from_raw_parts_mut(parts.add(right as usize), len),
             rows as usize,
+            acc_rows,
         )
     };
     // SAFETY: whole warps are launched, and what decides control flow is the warp's pair.

@@ -16,6 +16,8 @@ pub mod attend;
 #[cfg(target_arch = "nvptx64")]
 pub mod gpu;
 #[cfg(target_arch = "nvptx64")]
+pub mod pack;
+#[cfg(target_arch = "nvptx64")]
 pub mod packed;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod ptx;

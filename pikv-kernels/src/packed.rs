@@ -1,24 +1,24 @@
-//! Attention over packed pages, as they lie: [`crate::attend`] for pages that a codec wrote.
-//!
-//! Keys that are turned as they are read are not for these kernels: their queries cannot be folded.
+//! Attention over packed pages, as they lie: [`crate::attend`] for pages that a codec wrote. And the way back to the head's channels.
 
-use crate::args::{PackedArg, SightArg, TaskArg};
+use crate::args::{BackArg, HeadArg, LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
 use crate::gpu::{Lane, thread};
 use core::slice;
 use pikv_core::LANES;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
-use pikv_core::codec::read::{Folded, FoldedPages, PackedPages, PackedRef, Scratch};
+use pikv_core::codec::back::{Stored, WORK, take_back};
+use pikv_core::codec::read::{
+    Back, Folded, FoldedPages, PackedPages, PackedRef, REBUILT, RebuiltPages, Scratch,
+};
+use pikv_core::full::Query;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
+use pikv_core::rope::Rotation;
 
-/// # Safety
-/// As [`attend_packed_r1`] and its sibling.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn attend<const R: usize>(
-    packed: &PackedArg,
+/// What all of these kernels are given.
+#[derive(Clone, Copy)]
+struct Given<const R: usize> {
+    packed: PackedArg,
     q: *const f32,
-    start: *const f32,
     pages: *const *const u32,
     live: *const u32,
     last: *const u32,
@@ -30,8 +30,77 @@ unsafe fn attend<const R: usize>(
     scratch: *mut Scratch<R>,
     parts: *mut f32,
     raw: *mut f32,
-) {
-    let packed = packed.packed();
+}
+
+/// What those for keys before their rotation are given besides.
+#[derive(Clone, Copy)]
+struct Turned {
+    layout: LayoutArg,
+    map: MapArg,
+    rope: RopeArg,
+    table: *const f32,
+    rebuilt: *mut [f32; LANES],
+}
+
+impl MapArg {
+    /// # Safety
+    /// The addresses must be those of slices as long as the widths say.
+    #[inline(always)]
+    unsafe fn back<'a>(&self) -> Option<Back<'a>> {
+        let (wide, narrow) = (self.wide as usize, self.narrow as usize);
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.form {
+                0 => None,
+                MapArg::HADAMARD => Some(Back::Hadamard { block: self.block as usize }),
+                MapArg::SELECT => {
+                    Some(Back::Select { channels: slice::from_raw_parts(self.table as *const u32, narrow) })
+                }
+                _ => Some(Back::Dense {
+                    decode: slice::from_raw_parts(self.table as *const f32, wide * narrow),
+                    bias: self.bias(),
+                }),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`MapArg::back`].
+    #[inline(always)]
+    unsafe fn stored<'a>(&self) -> Stored<'a> {
+        let (wide, narrow) = (self.wide as usize, self.narrow as usize);
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.form {
+                0 => Stored::Same,
+                MapArg::HADAMARD => Stored::Hadamard { block: self.block as usize },
+                MapArg::SELECT => {
+                    Stored::Select { channels: slice::from_raw_parts(self.table as *const u32, narrow) }
+                }
+                _ => Stored::Dense {
+                    decode_t: slice::from_raw_parts(self.table as *const f32, wide * narrow),
+                    bias: self.bias(),
+                },
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`MapArg::back`].
+    #[inline(always)]
+    pub(crate) unsafe fn bias<'a>(&self) -> &'a [f32] {
+        // SAFETY: the caller's promise.
+        let whole = || unsafe { slice::from_raw_parts(self.bias as *const f32, self.wide as usize) };
+        if self.bias == 0 { &[] } else { whole() }
+    }
+}
+
+/// # Safety
+/// As [`attend_packed_r1`] and its siblings; `start` counts where `turned` is `None`.
+#[inline(always)]
+unsafe fn attend<const R: usize>(given: Given<R>, start: *const f32, turned: Option<Turned>) {
+    let Given { q, pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw, .. } = given;
+    let packed = given.packed.packed();
     let index = thread::warp_index();
     if index >= count {
         return;
@@ -49,45 +118,70 @@ unsafe fn attend<const R: usize>(
             }
         }
     }
-    let rows = R * packed.k_cols() as usize;
-    let len = Partial::len(R, packed.acc_rows());
-    let (mut starts, mut sight) = ([0.0; R], [Sight::NONE; R]);
-    let bundle = task.q as usize / (rows * LANES);
-    for r in 0..R {
-        // SAFETY: by the caller's promise on `start` and `sights`.
-        unsafe {
-            starts[r] = *start.add(bundle * R + r);
-            sight[r] = (*sights.add(task.sights as usize + r)).sight();
-        }
+    let mut sight = [Sight::NONE; R];
+    for (r, sight) in sight.iter_mut().enumerate() {
+        // SAFETY: by the caller's promise on `sights`.
+        *sight = unsafe { (*sights.add(task.sights as usize + r)).sight() };
     }
-    // SAFETY: by the caller's promise on `q`, `scratch` and `parts`; a warp has a scratch and a part of its own, whose words
-    // its lanes share out.
-    let (q, scratch, part) = unsafe {
-        (
-            slice::from_raw_parts(q.add(task.q as usize).cast::<[f32; LANES]>(), rows),
-            &mut *scratch.add(index as usize),
-            slice::from_raw_parts_mut(parts.add(task.part as usize), len),
-        )
+    let len = Partial::len(R, packed.acc_rows());
+    // SAFETY: by the caller's promise on `scratch` and `parts`; a warp has a scratch and a part of its own, whose words its
+    // lanes share out.
+    let (scratch, part) = unsafe {
+        (&mut *scratch.add(index as usize), slice::from_raw_parts_mut(parts.add(task.part as usize), len))
     };
     // SAFETY: whole warps are launched, and what decides control flow is the warp's task.
     let lanes = unsafe { Lane::new() };
     let mut part = Partial::new(part, R, packed.acc_rows());
     let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
-    let folded = Folded { rows: q, start: starts, whole: None };
     let pages = &list[..task.count as usize];
-    let mut form = PackedPages::new(lanes, &packed, pages, None, folded, scratch, &mut []);
     // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
     let mut raw =
         (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });
     let weights = raw.as_mut().map(|raw| raw.as_chunks_mut().0.as_chunks_mut().0);
-    attend_block(lanes, &mut FoldedPages(&mut form), &looks, &mut part, 0, weights);
+    match turned {
+        None => {
+            let rows = R * packed.k_cols() as usize;
+            let bundle = task.q as usize / (rows * LANES);
+            let mut starts = [0.0; R];
+            for (r, to) in starts.iter_mut().enumerate() {
+                // SAFETY: by the caller's promise on `start`.
+                *to = unsafe { *start.add(bundle * R + r) };
+            }
+            // SAFETY: by the caller's promise on `q`.
+            let q = unsafe { slice::from_raw_parts(q.add(task.q as usize).cast::<[f32; LANES]>(), rows) };
+            let folded = Folded { rows: q, start: starts, whole: None };
+            let mut form = PackedPages::new(lanes, &packed, pages, None, folded, scratch, &mut []);
+            attend_block(lanes, &mut FoldedPages(&mut form), &looks, &mut part, 0, weights);
+        }
+        Some(Turned { layout, map, rope, table, rebuilt }) => {
+            let layout = layout.layout();
+            let channels = layout.k_channels() as usize;
+            // SAFETY: by the caller's promise on `q`, `map`, `table` and `rebuilt`; the last is the warp's own.
+            let (q, back, table, rebuilt) = unsafe {
+                (
+                    slice::from_raw_parts(q.add(task.q as usize), channels * R),
+                    map.back(),
+                    slice::from_raw_parts(table, rope.rotary_dim as usize * rope.capacity as usize),
+                    slice::from_raw_parts_mut(rebuilt.add(index as usize * REBUILT), REBUILT),
+                )
+            };
+            let query = Query {
+                q: q.as_chunks().0,
+                k_dim: layout.k_dim as usize,
+                rotation: rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity }),
+            };
+            let folded = Folded { rows: &[], start: [0.0; R], whole: Some((back, query)) };
+            let mut form = PackedPages::new(lanes, &packed, pages, None, folded, scratch, rebuilt);
+            attend_block(lanes, &mut RebuiltPages(&mut form), &looks, &mut part, 0, weights);
+        }
+    }
     if let Some(raw) = raw {
         raw[R * (ROW - 1)..].copy_from_slice(part.m);
     }
 }
 
 macro_rules! attend {
-    ($($name:ident $rows:literal),*) => {$(
+    ($($name:ident $turned:ident $rows:literal),*) => {$(
         #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of packed pages, a warp a task.")]
         ///
         /// `q`: bundles of `[rows][k_cols][32]`, as [`Folded`] has them. `start`: what their scores start from, bundles of
@@ -116,14 +210,95 @@ macro_rules! attend {
             parts: *mut f32,
             raw: *mut f32,
         ) {
+            let given =
+                Given { packed, q, pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw };
             // SAFETY: the caller's own promise.
-            unsafe {
-                attend::<$rows>(
-                    &packed, q, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw,
-                );
-            }
+            unsafe { attend(given, start, None) }
+        }
+
+        #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of packed pages whose keys are turned as they are")]
+        /// read, a warp a task.
+        ///
+        /// `q`: bundles of `[channels][rows]`, scaled and turned, the channels padded to whole words of `layout`. `map`: that of the
+        /// keys. `table`: of the rotation. `rebuilt`: [`REBUILT`] rows for each warp, of any content. Otherwise as
+        #[doc = concat!("[`", stringify!($name), "`].")]
+        ///
+        /// # Safety
+        #[doc = concat!("As [`", stringify!($name), "`].")]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "ptx-kernel" fn $turned(
+            packed: PackedArg,
+            layout: LayoutArg,
+            map: MapArg,
+            q: *const f32,
+            rope: RopeArg,
+            table: *const f32,
+            pages: *const *const u32,
+            live: *const u32,
+            last: *const u32,
+            by: *const u32,
+            tasks: *const TaskArg,
+            count: u32,
+            sights: *const SightArg,
+            softcap: f32,
+            scratch: *mut Scratch<$rows>,
+            rebuilt: *mut [f32; LANES],
+            parts: *mut f32,
+            raw: *mut f32,
+        ) {
+            let given =
+                Given { packed, q, pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw };
+            let turned = Turned { layout, map, rope, table, rebuilt };
+            // SAFETY: the caller's own promise.
+            unsafe { attend(given, core::ptr::null(), Some(turned)) }
         }
     )*};
 }
 
-attend!(attend_packed_r1 1, attend_packed_r4 4);
+attend!(
+    attend_packed_r1 attend_rebuilt_r1 1,
+    attend_packed_r2 attend_rebuilt_r2 2,
+    attend_packed_r4 attend_rebuilt_r4 4
+);
+
+/// Takes `count` rows of partial results over packed pages back to the channels of their heads, a warp a row. `work`: [`WORK`] rows
+/// for each warp, of any content.
+///
+/// # Safety
+/// The pointers must reach what is described, no row may stand twice as an output in `list`, and whole warps must be launched.
+#[unsafe(no_mangle)]
+pub unsafe extern "ptx-kernel" fn back_rows(
+    layout: LayoutArg,
+    heads: *const HeadArg,
+    list: *const BackArg,
+    count: u32,
+    work: *mut [[f32; LANES]; WORK],
+    parts: *mut f32,
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    // SAFETY: by the caller's promise: an output and its work are the warp's, and nobody writes its input; whole warps are
+    // launched, and what decides control flow is the warp's row.
+    unsafe {
+        let BackArg { from, to, rows, row, head, .. } = *list.add(index as usize);
+        let (rows, row) = (rows as usize, row as usize);
+        let HeadArg { packed, map } = *heads.add(head as usize);
+        let packed = packed.packed();
+        let ends = |acc_rows: u32| rows * acc_rows as usize * LANES + row;
+        let (from_acc, to_acc) = (packed.acc_rows() as usize, layout.acc_rows() as usize);
+        let (from, to) = (parts.add(from as usize), parts.add(to as usize));
+        let (m, l) = (*from.add(ends(packed.acc_rows())), *from.add(ends(packed.acc_rows()) + rows));
+        *to.add(ends(layout.acc_rows())) = m;
+        *to.add(ends(layout.acc_rows()) + rows) = l;
+        if m == f32::NEG_INFINITY {
+            return;
+        }
+        let acc = slice::from_raw_parts(from.cast::<[f32; LANES]>().add(row * from_acc), from_acc);
+        let out = slice::from_raw_parts_mut(to.cast::<[f32; LANES]>().add(row * to_acc), to_acc);
+        let work = &mut *work.add(index as usize);
+        take_back(Lane::new(), &packed, &layout, &map.stored(), l, acc, out, work);
+    }
+}

@@ -223,7 +223,7 @@ impl Kernel for Pack<'_> {
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
         let positions: Vec<u32> = (0..32).collect();
-        pack(w, self.0, &positions, self.1, &[[0.0; LANES]], self.2);
+        pack(w, self.0, &positions, self.1, &mut [[0.0; LANES]], bytemuck::cast_slice_mut(self.2));
     }
 }
 
@@ -314,7 +314,7 @@ impl Kernel for PackValues<'_> {
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
         let positions: Vec<u32> = (0..32).collect();
-        pack(w, self.0, &positions, &[[0.0; LANES]], self.1, self.2);
+        pack(w, self.0, &positions, &[[0.0; LANES]], &mut self.1.to_vec(), bytemuck::cast_slice_mut(self.2));
     }
 }
 

@@ -29,9 +29,9 @@ impl Kernel for Close<'_> {
         let Close { layout, packed, page, fill } = self;
         let mut k = vec![[f32::NAN; LANES]; layout.k_dim as usize];
         let mut v = vec![[f32::NAN; LANES]; layout.v_dim as usize];
-        unpack(w, layout, page, fill, &mut k, &mut v);
+        unpack(w, layout, bytemuck::cast_slice(page), fill, &mut k, &mut v);
         let mut out = vec![u32::MAX; packed.words() as usize];
-        pack(w, packed, &page[..fill as usize], &k, &v, &mut out);
+        pack(w, packed, &page[..fill as usize], &k, &mut v, bytemuck::cast_slice_mut(&mut out));
         out
     }
 }

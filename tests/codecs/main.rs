@@ -2,6 +2,8 @@
 //! read, and what sequences do with them.
 
 mod attend;
+#[path = "../backend/mod.rs"]
+mod backend;
 mod bits;
 mod bytes;
 mod exact;

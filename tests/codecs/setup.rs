@@ -1,5 +1,6 @@
 //! A cache to test, the tokens that it is fed, and what it gives back.
 
+use crate::backend::backend;
 use crate::mix;
 use half::{bf16, f16};
 use pikv::codec::{Code, Codec, Coding};
@@ -64,7 +65,8 @@ impl Setup {
             .experts(self.experts, 1)
             .shards(self.shards)
             .lanes(self.lanes)
-            .poison(true);
+            .poison(true)
+            .backend(backend());
         for head in 0..self.layer.kv_heads as usize {
             for layer in 0..self.layers {
                 if let Some(codec) = self.codec(head) {

@@ -1,7 +1,11 @@
 //! The CUDA back end, run by a stand-in for the driver over the interpreter of `tests/ptx`: one machine has no device, and an
 //! interpreter finds what a device would not.
 
+mod closed_loop;
+mod codecs;
 mod faults;
+mod policies;
 mod script;
 mod standin;
 mod suite;
+mod tiers;

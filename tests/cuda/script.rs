@@ -32,6 +32,11 @@ pub enum Op {
     /// The last rows again, outside a step.
     Ask(usize, u32),
     Drop(usize),
+    /// Pins positions.
+    Pin(usize, u32, u32),
+    /// Moves so many bytes to the tiers beneath, or back.
+    Demote(usize, u64),
+    Promote(usize, u64),
 }
 
 /// How is attended.
@@ -41,8 +46,12 @@ pub struct Options {
     pub closed_gaps: bool,
     /// Rows read their own experts' pages alone.
     pub own_experts: bool,
+    /// Rows read so many pages, if it is not 0, chosen by their bounds.
+    pub quest: u32,
     /// The mass of every page is recorded.
     pub mass: bool,
+    /// Nothing of where pages lie is recorded.
+    pub anywhere: bool,
     /// An append that fails is tried once more, in the same step.
     pub again: bool,
 }
@@ -68,6 +77,10 @@ impl Run {
     fn attend(&self, shape: &LayerShape) -> Attend {
         let attend = Attend::new((shape.layout.k_dim as f32).powf(-0.5));
         let attend = if self.options.own_experts { attend.read(Read::Experts) } else { attend };
+        let attend = match self.options.quest {
+            0 => attend,
+            pages => attend.read(Read::Quest { pages }),
+        };
         let attend = attend.closed_gaps(self.options.closed_gaps && shape.rope.is_some());
         self.options.softcap.map_or(attend, |cap| attend.softcap(cap))
     }
@@ -107,6 +120,15 @@ impl Run {
                     results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
                 }
                 self.record.extend(results);
+            }
+            Op::Pin(at, from, to) => self.sequences[*at].pin(*from..*to),
+            Op::Demote(at, bytes) => {
+                let moved = self.sequences[*at].demote(*bytes)?;
+                self.record.push(if self.options.anywhere { 0 } else { moved as u32 });
+            }
+            Op::Promote(at, bytes) => {
+                let moved = self.sequences[*at].promote(*bytes)?;
+                self.record.push(if self.options.anywhere { 0 } else { moved as u32 });
             }
             Op::Drop(at) => self.sequences[*at] = self.cache.sequence(),
         }
@@ -173,6 +195,10 @@ impl Run {
 
     /// Every page and every token that is stored.
     pub fn look(&mut self) -> Result<(), Error> {
+        let usage = self.cache.usage();
+        let bytes = usage.shards.iter().copied().chain(usage.tiers.iter().map(|tier| tier.bytes));
+        let anywhere = self.options.anywhere;
+        self.record.extend(bytes.filter(|_| !anywhere).map(|bytes| bytes as u32));
         for sequence in &self.sequences {
             for (layer, shape) in self.cache.config().layers.iter().enumerate() {
                 for head in 0..shape.kv_heads as usize {
@@ -183,10 +209,15 @@ impl Run {
                             page.first.0,
                             page.last.0,
                             page.shard,
+                            u32::from(page.packed),
+                            if anywhere { 0 } else { page.tier as u32 },
+                            page.bytes as u32,
                         ]);
                         let (mut key, mut value) =
                             (vec![0.0; shape.layout.k_dim as usize], vec![0.0; shape.layout.v_dim as usize]);
-                        for lane in 0..page.tokens {
+                        let lanes: Vec<u32> =
+                            sequence.positions(layer, head, page.id)?.map(|(lane, _)| lane).collect();
+                        for lane in lanes {
                             let position = sequence.read(layer, head, page.id, lane, &mut key, &mut value)?;
                             self.record.push(position.0);
                             self.record.extend(key.iter().chain(&value).map(|x| x.to_bits()));

@@ -23,6 +23,7 @@ pub enum Get {
     Allocated = 2,
     Executed = 3,
     Waited = 4,
+    Due = 5,
 }
 
 /// The stand-in, for one test at a time.

@@ -36,7 +36,7 @@ fn record(case: &Case, backend: &Backend) -> Vec<u32> {
 }
 
 /// Runs a case on both back ends.
-fn same(name: &str, standin: &Standin, case: &Case) {
+pub fn same(name: &str, standin: &Standin, case: &Case) {
     let live = standin.get(Get::Live);
     let (cpu, cuda) = (record(case, &Backend::CPU), record(case, &standin.backend()));
     assert_eq!(cpu.len(), cuda.len(), "{name}");
@@ -51,7 +51,7 @@ fn same(name: &str, standin: &Standin, case: &Case) {
     assert_eq!(standin.get(Get::Live), live, "{name}: something was not given back");
 }
 
-fn check(name: &str, config: CacheConfig, ops: Vec<Op>) {
+pub fn check(name: &str, config: CacheConfig, ops: Vec<Op>) {
     same(name, &Standin::new(), &Case { config, options: Options::default(), ops });
 }
 
@@ -294,7 +294,7 @@ fn whatever_is_done() {
             closed_gaps: below(4) == 0,
             own_experts: below(4) == 0,
             mass: below(3) == 0,
-            again: false,
+            ..Options::default()
         };
         same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, options, ops });
     }

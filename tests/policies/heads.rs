@@ -145,7 +145,9 @@ fn prompt(config: &CacheConfig, n: u32) -> (Vec<Row>, Vec<f32>) {
 #[test]
 fn whole_chunks_go_as_chunk_kv_has_it() {
     // 60 tokens, none of them sinks, the ring's 5 exempt: 11 chunks of 5, of which 6 fit.
-    let config = CacheConfig::new(vec![crate::setup::shape(1, 2, 4, 3)], 1 << 20).ring(5);
+    let config = CacheConfig::new(vec![crate::setup::shape(1, 2, 4, 3)], 1 << 20)
+        .backend(crate::backend::backend())
+        .ring(5);
     let (all, scores) = prompt(&config, 60);
     let keep = ChunkKv { chunk: 5, budget: 30 }.keep(&scores[..55]).unwrap();
     let want = (0..55).filter(|p| keep[*p as usize]).chain(55..60).collect();
@@ -158,7 +160,9 @@ fn whole_chunks_go_as_chunk_kv_has_it() {
 
 #[test]
 fn the_least_attended_go_as_fast_v_has_it() {
-    let mut config = CacheConfig::new(vec![crate::setup::shape(1, 2, 4, 3); 4], 1 << 20).ring(8);
+    let mut config = CacheConfig::new(vec![crate::setup::shape(1, 2, 4, 3); 4], 1 << 20)
+        .backend(crate::backend::backend())
+        .ring(8);
     config.sinks = 4;
     let (all, scores) = prompt(&config, 60);
     // Mean over the rows that could see a token, and the two query heads.

@@ -34,7 +34,8 @@ fn heavy_hitters_by_hand() {
     use crate::setup::{Row, attention, held, run, shape};
     use pikv::policy::{Eviction, H2o};
     use pikv::{Attend, Cache, CacheConfig, Output};
-    let config = CacheConfig::new(vec![shape(1, 1, 2, 2)], 1 << 20).ring(2);
+    let config =
+        CacheConfig::new(vec![shape(1, 1, 2, 2)], 1 << 20).backend(crate::backend::backend()).ring(2);
     let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(5)).batch(1))).unwrap();
     let mut sequence = cache.sequence();
     let (mut mass, mut kept) = ([0.0f64; 40], Vec::<u32>::new());

@@ -1,5 +1,6 @@
 //! Small caches, made-up tokens, and attention in f64.
 
+use crate::backend::backend;
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, HeadSeen, Policy, Scope, Seen, Token};
 use pikv::{Cache, CacheConfig, Dtype, LANES, LayerShape, Layout, PageId, Pairs, Place, Rope, Sequence};
 use std::collections::BTreeSet;
@@ -16,7 +17,11 @@ pub fn rope(rotary_dim: u32) -> Rope {
 
 /// A small cache: `layers` layers of 2 KV heads, 2 query heads each, a ring of 4, 2 sinks, freed pages full of NaN.
 pub fn config(layers: usize) -> CacheConfig {
-    CacheConfig::new(vec![shape(2, 2, 4, 3); layers], 4 << 20).ring(4).sinks(2).poison(true)
+    CacheConfig::new(vec![shape(2, 2, 4, 3); layers], 4 << 20)
+        .ring(4)
+        .sinks(2)
+        .poison(true)
+        .backend(backend())
 }
 
 pub fn mix(x: u64) -> u64 {

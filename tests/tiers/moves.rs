@@ -110,7 +110,9 @@ fn hits_are_in_the_first_tier() {
     // Of each head 129 tokens left the ring, 32 of them are away.
     assert_eq!((report.hits(0), report.misses(0)), (&[2 * 97][..], &[2 * 32][..]));
     assert_eq!(report.remote_bytes(0), 2 * PAGE_BYTES);
-    assert_eq!(cache.fetches(), Fetches { late: 2, ..Fetches::default() });
+    // Whether the thread was there first is a matter of time.
+    let Fetches { in_place, ahead, awaited, late } = cache.fetches();
+    assert_eq!((in_place, ahead + awaited + late), (0, 2));
     // Of Quest's pages those are read that are chosen.
     let before = cache.fetches();
     let mut step = cache.begin([(&mut sequence, 1)]).unwrap();

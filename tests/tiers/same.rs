@@ -60,7 +60,8 @@ impl Setup {
             .experts(self.experts, self.experts.min(2))
             .shards(ShardMap::sum(self.shards).unwrap())
             .bounds(true)
-            .poison(true);
+            .poison(true)
+            .backend(crate::backend::backend());
         if let Some((code, all)) = self.codec {
             let codec = Codec::new(Coding::new(code), Coding::new(code));
             for layer in 0..self.layers {

@@ -1,5 +1,6 @@
 //! A store that fails on demand, and tokens.
 
+use crate::backend::backend;
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence, Step};
 use std::io;
@@ -127,7 +128,7 @@ pub const PAGE_BYTES: u64 = 1664;
 
 /// Layers of `shape`, a ring of 8 tokens.
 pub fn config(layers: usize, budget: u64) -> CacheConfig {
-    CacheConfig::new(vec![shape(); layers], budget).ring(8).poison(true)
+    CacheConfig::new(vec![shape(); layers], budget).ring(8).poison(true).backend(backend())
 }
 
 pub fn append(step: &mut Step<'_>, layer: usize, n: u32, seed: u64) {

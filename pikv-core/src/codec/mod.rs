@@ -4,8 +4,10 @@
 //! * [`packed`]: where everything lies in a packed page;
 //! * [`pack`]: 32 tokens of a full page into a packed one;
 //! * [`read`]: attention over packed pages;
-//! * [`factors`]: attention over those that are means, or coefficients in a basis of their own.
+//! * [`factors`]: attention over those that are means, or coefficients in a basis of their own;
+//! * [`back`]: its result in the head's channels.
 
+pub mod back;
 pub mod code;
 pub mod factors;
 pub mod pack;

@@ -5,8 +5,8 @@ use super::packed::{Packed, Side, TAGS, V_GROUPS};
 use crate::attend::filled;
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::{Layout, PAGE};
+use crate::store;
 use crate::warp::{LANES, ROUND, Warp};
-use half::f16;
 
 /// A linear map of a row of channels, as the lanes apply it to 32 tokens at once.
 #[derive(Clone, Copy, Debug)]
@@ -31,8 +31,8 @@ pub enum Turn<'a> {
     },
 }
 
-/// Reads the first `fill` tokens of a full page: channel rows of K into `k` (`k_dim`), of V into `v` (`v_dim`). The lanes after
-/// them repeat the last.
+/// Reads the first `fill` tokens of a full page, given as f32 of the bits of its words: channel rows of K into `k` (`k_dim`), of V into
+/// `v` (`v_dim`). The lanes after them repeat the last.
 ///
 /// # Panics
 /// If a slice is too short.
@@ -40,18 +40,18 @@ pub enum Turn<'a> {
 pub fn unpack<W: Warp>(
     w: W,
     layout: &Layout,
-    page: &[u32],
+    page: &[f32],
     fill: u32,
     k: &mut [[f32; LANES]],
     v: &mut [[f32; LANES]],
 ) {
-    let keys: &[[u32; LANES]] = page[Layout::K_BASE as usize..layout.v_base() as usize].as_chunks().0;
+    let keys: &[[f32; LANES]] = page[Layout::K_BASE as usize..layout.v_base() as usize].as_chunks().0;
     let n = layout.k.per_word() as usize;
     for (c, row) in k.iter_mut().enumerate() {
-        let x = channel(w, layout.k, w.load(&keys[c / n]), c % n);
+        let x = channel(w, layout.k, w.bits(w.load_f(&keys[c / n])), c % n);
         w.store(repeated(w, x, fill), row);
     }
-    let values: &[f32] = bytemuck::cast_slice(&page[layout.v_base() as usize..layout.words() as usize]);
+    let values = &page[layout.v_base() as usize..layout.words() as usize];
     let n = layout.v.per_word() as usize;
     // The first word of each lane's token.
     let mut starts = [0; LANES];
@@ -144,14 +144,23 @@ fn hadamard<W: Warp>(w: W, rows: &mut [[f32; LANES]]) {
         }
         distance *= 2;
     }
-    let scale = w.splat(libm::sqrtf(1.0 / rows.len() as f32));
+    let scale = w.splat(orthonormal(rows.len()));
     for row in rows {
         w.store(w.mul(w.load_f(row), scale), row);
     }
 }
 
+/// The square root of `1 / block`, rounded to nearest; `block` is a power of two. (A root of a library would be a routine of its own
+/// on a device.)
+#[inline(always)]
+pub(super) fn orthonormal(block: usize) -> f32 {
+    let power = block.trailing_zeros();
+    let half = f32::from_bits((127 - power / 2) << 23);
+    if power.is_multiple_of(2) { half } else { half * core::f32::consts::FRAC_1_SQRT_2 }
+}
+
 /// Writes a packed page of the tokens at `positions` (1 to 32, ascending), from channel rows of K and V; lanes that have no token
-/// repeat the last.
+/// repeat the last. The page is given as f32 of the bits of its words, which is what lanes scatter; `v` is worked in.
 ///
 /// Scales and minima are f16, the scale rounded up and the minimum down, so that every channel lies between the first code
 /// and the last and is at most half a scale from its own. Codes round half to even.
@@ -166,16 +175,15 @@ pub fn pack<W: Warp>(
     packed: &Packed,
     positions: &[u32],
     k: &[[f32; LANES]],
-    v: &[[f32; LANES]],
-    page: &mut [u32],
+    v: &mut [[f32; LANES]],
+    page: &mut [f32],
 ) {
-    let last = positions.len() - 1;
     for (i, word) in page[..TAGS as usize].iter_mut().enumerate() {
-        *word = positions[i.min(last)] & 0xffff | positions[(TAGS as usize + i).min(last)] << 16;
+        *word = f32::from_bits(Packed::tag(positions, i));
     }
     if !matches!(packed.k_side, Side::Means { .. }) {
         let end = packed.k_base() + packed.k_rows() * PAGE;
-        pack_keys(w, packed, k, &mut page[TAGS as usize..end as usize]);
+        pack_keys(w, packed, &k[..packed.k_dim as usize], &mut page[TAGS as usize..end as usize]);
     }
     if !matches!(packed.v_side, Side::Means { .. }) {
         let end = packed.v_base() + packed.v_stride() * packed.v_rows();
@@ -220,38 +228,43 @@ pub fn pack_tables(packed: &Packed, k: &[f32], v: &[f32], page: &mut [u32]) {
 }
 
 #[inline(always)]
-fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [u32]) {
+fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [f32]) {
     let (scales, rows) = words.split_at_mut((packed.k_scale_rows() * LANES as u32) as usize);
-    scales.fill(0);
-    let n = packed.k.per_word();
-    let (rows, _) = rows.as_chunks_mut::<LANES>();
-    for (i, row) in (0u32..).zip(rows) {
-        let mut word = w.splat_u(0);
-        for j in 0..n.min(packed.k_dim - i * n) {
-            let c = (i * n + j) as usize;
-            let x = w.load_f(&k[c]);
-            let group = match packed.k.scale() {
-                Scale::None => (0.0, 0.0),
-                _ => {
-                    let (low, high) = (-w.reduce_max(w.sub(w.splat(-0.0), x)), w.reduce_max(x));
-                    let (word, scale, min) = group(packed.k, low, high);
-                    scales[c] = word;
-                    (scale, min)
-                }
-            };
-            let code = encode(w, packed.k, x, w.splat(group.0), w.splat(group.1));
-            word = w.or(word, shifted_left(w, code, packed.k.place(j) * packed.k.bits()));
+    let (scales, rows) = (scales.as_chunks_mut::<LANES>().0, rows.as_chunks_mut::<LANES>().0);
+    let n = packed.k.per_word() as usize;
+    // 32 channels at a time, a group a lane where scales are made of extremes.
+    for (col, (k, rows)) in k.chunks(LANES).zip(rows.chunks_mut(LANES / n)).enumerate() {
+        let (mut scale, mut min) = (w.park(w.splat(0.0)), w.park(w.splat(0.0)));
+        if packed.k.scale() != Scale::None {
+            let (mut low, mut high) = (w.splat(0.0), w.splat(0.0));
+            for (c, x) in k.iter().enumerate() {
+                let x = w.load_f(x);
+                let (least, most) = (-w.reduce_max(w.sub(w.splat(-0.0), x)), w.reduce_max(x));
+                low = w.select(w.mask(1 << c), w.splat(least), low);
+                high = w.select(w.mask(1 << c), w.splat(most), high);
+            }
+            let group = Group::of(w, packed.k, low, high);
+            (scale, min) = (w.park(group.scale), w.park(group.min));
+            w.store(w.from_bits(group.word), &mut scales[col]);
         }
-        w.store(w.from_bits(word), bytemuck::cast_mut(row));
+        for ((i, x), row) in k.chunks(n).enumerate().zip(rows) {
+            let mut word = w.splat_u(0);
+            for (j, x) in x.iter().enumerate() {
+                let c = i * n + j;
+                let code = encode(w, packed.k, w.load_f(x), w.bcast(&scale, c), w.bcast(&min, c));
+                word = w.or(word, shifted_left(w, code, packed.k.place(j as u32) * packed.k.bits()));
+            }
+            w.store(w.from_bits(word), row);
+        }
     }
 }
 
 #[inline(always)]
-fn pack_values<W: Warp>(w: W, packed: &Packed, v: &[[f32; LANES]], words: &mut [u32]) {
+fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &mut [f32]) {
     let (rows, values) = words.split_at_mut((packed.v_scale_rows() * LANES as u32) as usize);
     let (rows, _) = rows.as_chunks_mut::<LANES>();
     // Scale and minimum of each group, lane = token.
-    let mut scales = [[[0.0; LANES]; 2]; V_GROUPS];
+    let mut scales = [(w.splat(0.0), w.splat(0.0)); V_GROUPS];
     if packed.v.scale() != Scale::None {
         for (g, row) in (0u32..).zip(rows) {
             let (mut low, mut high) = (w.splat(f32::INFINITY), w.splat(f32::NEG_INFINITY));
@@ -261,71 +274,94 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &[[f32; LANES]], words: &mut [
                 low = w.sub(w.splat(-0.0), w.max(w.sub(w.splat(-0.0), low), minus));
                 high = w.max(high, x);
             }
-            let (mut lows, mut highs) = ([0.0; LANES], [0.0; LANES]);
-            w.store(low, &mut lows);
-            w.store(high, &mut highs);
-            for (t, word) in row.iter_mut().enumerate() {
-                // A group of padding alone has no values.
-                let (low, high) = if lows[t] > highs[t] { (0.0, 0.0) } else { (lows[t], highs[t]) };
-                let [scale, min] = &mut scales[g as usize];
-                (*word, scale[t], min[t]) = group(packed.v, low, high);
-            }
+            // A group of padding alone has no values.
+            let none = w.lt(high, low);
+            let (low, high) = (w.select(none, w.splat(0.0), low), w.select(none, w.splat(0.0), high));
+            let group = Group::of(w, packed.v, low, high);
+            scales[g as usize] = (group.scale, group.min);
+            w.store(w.from_bits(group.word), row);
         }
     }
     let stride = packed.v_stride();
-    if packed.v_tokens() > 1 {
-        values.fill(0);
-        for c in 0..packed.v_dim {
-            let [scale, min] = &scales[packed.v_group(c) as usize];
-            let code = encode(w, packed.v, w.load_f(&v[c as usize]), w.load_f(scale), w.load_f(min));
-            let mut codes = [0.0; LANES];
-            w.store(w.from_bits(code), &mut codes);
-            for (t, code) in (0u32..).zip(codes) {
-                let (row, part) = (t / packed.v_tokens(), packed.v.place(t % packed.v_tokens()));
-                values[(row * stride + c) as usize] |= code.to_bits() << (part * packed.v.bits());
+    let tokens = packed.v_tokens();
+    if tokens > 1 {
+        for (c, row) in (0u32..).zip(v[..packed.v_dim as usize].iter_mut()) {
+            let (scale, min) = scales[packed.v_group(c) as usize];
+            let code = encode(w, packed.v, w.load_f(row), scale, min);
+            w.store(w.from_bits(code), row);
+        }
+        w.sync();
+        // From here on lane = channel.
+        let codes = v.as_flattened();
+        for row in 0..LANES as u32 / tokens {
+            for first in (0..stride).step_by(LANES) {
+                let channel = w.add_u(w.lane_id(), w.splat_u(first));
+                let inside = w.ge_i(w.splat_u(packed.v_dim - 1), channel);
+                let at = w.bits(w.select(inside, w.from_bits(w.shl::<5>(channel)), w.splat(0.0)));
+                let mut word = w.splat_u(0);
+                for t in 0..tokens {
+                    let code = w.bits(w.gather(codes, w.add_u(at, w.splat_u(row * tokens + t))));
+                    word = w.or(word, shifted_left(w, code, packed.v.place(t) * packed.v.bits()));
+                }
+                let word = w.select(inside, w.from_bits(word), w.splat(0.0));
+                let (start, end) = ((row * stride + first) as usize, ((row + 1) * stride) as usize);
+                w.scatter(word, &mut values[..end], start, 1);
             }
         }
         return;
     }
-    let values: &mut [f32] = bytemuck::cast_slice_mut(values);
     for i in 0..stride {
         let mut word = w.splat_u(0);
         for (part, c) in (i..packed.v_dim).step_by(stride as usize).enumerate() {
-            let [scale, min] = &scales[packed.v_group(c) as usize];
-            let code = encode(w, packed.v, w.load_f(&v[c as usize]), w.load_f(scale), w.load_f(min));
+            let (scale, min) = scales[packed.v_group(c) as usize];
+            let code = encode(w, packed.v, w.load_f(&v[c as usize]), scale, min);
             word = w.or(word, shifted_left(w, code, part as u32 * packed.v.bits()));
         }
         w.scatter(w.from_bits(word), values, i as usize, stride as usize);
     }
 }
 
-/// The scale word of a group whose values lie in `low..=high`, its scale and its minimum.
-fn group(code: Code, low: f32, high: f32) -> (u32, f32, f32) {
-    if code.scale() == Scale::Float {
-        let top = if -low > high { -low } else { high };
-        let scale = top / code.top();
-        return (scale.to_bits(), scale, 0.0);
+/// What groups of values are coded with, a group a lane.
+struct Group<W: Warp> {
+    word: W::U,
+    scale: W::F,
+    min: W::F,
+}
+
+impl<W: Warp> Group<W> {
+    /// Of values that lie in `low..=high`.
+    #[inline(always)]
+    fn of(w: W, code: Code, low: W::F, high: W::F) -> Self {
+        if code.scale() == Scale::Float {
+            let minus = w.sub(w.splat(-0.0), low);
+            let scale = w.div(w.select(w.lt(high, minus), minus, high), w.splat(code.top()));
+            return Group { word: w.bits(scale), scale, min: w.splat(0.0) };
+        }
+        let min = below(w, low);
+        let least = F16::channel(w, min, 0);
+        let scale = above(w, w.div(w.sub(high, least), w.splat(code.top())));
+        let word = w.or(scale, w.shl::<16>(min));
+        Group { word, scale: F16::channel(w, scale, 0), min: least }
     }
-    let min = below(low);
-    let scale = above((high - min.to_f32()) / code.top());
-    (u32::from(scale.to_bits()) | u32::from(min.to_bits()) << 16, scale.to_f32(), min.to_f32())
 }
 
 /// The largest f16 that is not above `x`.
-fn below(x: f32) -> f16 {
-    let h = f16::from_f32(x);
-    match h.to_bits() {
-        _ if h.to_f32() <= x => h,
-        // Not 0: that is not above a positive `x`, and a negative one rounds to -0.
-        bits if bits >> 15 == 0 => f16::from_bits(bits - 1),
-        bits => f16::from_bits(bits + 1),
-    }
+#[inline(always)]
+fn below<W: Warp>(w: W, x: W::F) -> W::U {
+    let h = store::encode(w, Dtype::F16, x);
+    // Not 0: that is not above a positive `x`, and a negative one rounds to -0.
+    let (less, more) = (w.sub_u(h, w.splat_u(1)), w.add_u(h, w.splat_u(1)));
+    let negative = w.ge_i(h, w.splat_u(0x8000));
+    let next = w.select(negative, w.from_bits(more), w.from_bits(less));
+    w.bits(w.select(w.lt(x, F16::channel(w, h, 0)), next, w.from_bits(h)))
 }
 
 /// The smallest f16 that is not below `x`, which is not negative.
-fn above(x: f32) -> f16 {
-    let h = f16::from_f32(x);
-    if h.to_f32() >= x { h } else { f16::from_bits(h.to_bits() + 1) }
+#[inline(always)]
+fn above<W: Warp>(w: W, x: W::F) -> W::U {
+    let h = store::encode(w, Dtype::F16, x);
+    let next = w.add_u(h, w.splat_u(1));
+    w.bits(w.select(w.lt(F16::channel(w, h, 0), x), w.from_bits(next), w.from_bits(h)))
 }
 
 /// The codes of `x` in the low bits.
@@ -335,12 +371,9 @@ fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F) -> W::U {
         Code::F32 => w.bits(x),
         Code::F16 | Code::Bf16 => {
             let dtype = if code == Code::F16 { Dtype::F16 } else { Dtype::Bf16 };
-            let mut row = [0.0; LANES];
-            w.store(x, &mut row);
             // The border keeps values within the limit; what a map's rounding adds to it is cut off.
-            let limit = code.limit();
-            row = row.map(|x| f32::from_bits(dtype.encode(x.clamp(-limit, limit)).unwrap_or(0)));
-            w.bits(w.load_f(&row))
+            let limit = w.splat(code.limit());
+            store::encode(w, dtype, least(w, w.max(x, w.sub(w.splat(-0.0), limit)), limit))
         }
         Code::Int8 | Code::Int4 => {
             let steps = divided(w, w.sub(x, min), scale);

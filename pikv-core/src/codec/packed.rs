@@ -400,6 +400,16 @@ impl Packed {
         word / PAGE * self.v_col_groups() + part / self.v_group_parts()
     }
 
+    /// Word `i` of the [`TAGS`] of the tokens at `positions`, 1 to 32; lanes that have no token repeat the last.
+    ///
+    /// # Panics
+    /// If there are no positions.
+    #[inline(always)]
+    pub fn tag(positions: &[u32], i: usize) -> u32 {
+        let last = positions.len() - 1;
+        positions[i.min(last)] & 0xffff | positions[(TAGS as usize + i).min(last)] << 16
+    }
+
     /// Position of the token at `lane`; `last` is the page's last.
     pub fn position(&self, words: &[u32], lane: u32, last: u32) -> Position {
         let low = words[lane as usize % TAGS as usize] >> (lane / TAGS * 16) & 0xffff;

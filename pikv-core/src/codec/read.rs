@@ -178,6 +178,41 @@ impl<W: Warp, const R: usize> Form<W, R> for FoldedPages<'_, '_, W, R> {
     }
 }
 
+/// Packed pages whose [`Folded::whole`] is set, without the code for the other ones.
+pub struct RebuiltPages<'a, 'b, W: Warp, const R: usize>(pub &'a mut PackedPages<'b, W, R>);
+
+impl<W: Warp, const R: usize> Form<W, R> for RebuiltPages<'_, '_, W, R> {
+    #[inline(always)]
+    fn pages(&self) -> usize {
+        self.0.pages()
+    }
+
+    #[inline(always)]
+    fn acc_rows(&self) -> usize {
+        self.0.acc_rows()
+    }
+
+    #[inline(always)]
+    fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R] {
+        self.0.seen(w, i, sight)
+    }
+
+    #[inline(always)]
+    fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
+        w.call(RebuiltScores(self.0, i))
+    }
+
+    #[inline(always)]
+    fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+        self.0.weigh(w, i, seen, p, acc);
+    }
+
+    #[inline(always)]
+    fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]) {
+        self.0.finish(w, acc);
+    }
+}
+
 /// Rows of 32 words from word `first`.
 #[inline(always)]
 pub(super) fn rows(words: &[u32], first: u32, count: u32) -> &[[u32; LANES]] {

@@ -356,12 +356,12 @@ impl Kernel for Close<'_> {
         let (v, rest) = rest.split_at_mut(v_dim);
         let (k_mapped, v_mapped) = rest.split_at_mut(k_stored);
         if let Some(page) = page {
-            unpack(w, layout, page, fill, k, v);
+            unpack(w, layout, bytemuck::cast_slice(page), fill, k, v);
         }
         let (k_table, v_table) = (table(&head.codec.k, k, fill), table(&head.codec.v, v, fill));
         let k = mapped(w, &head.codec.k, &k_table, k, k_mapped);
         let v = mapped(w, &head.codec.v, &v_table, v, v_mapped);
-        pack(w, &head.packed, positions, k, v, out);
+        pack(w, &head.packed, positions, k, v, bytemuck::cast_slice_mut(out));
         if head.packed.factored() {
             pack_tables(&head.packed, &k_table, &v_table, out);
         }
@@ -387,9 +387,9 @@ fn mapped<'a, W: Warp>(
     w: W,
     coding: &Coding,
     table: &[f32],
-    x: &'a [[f32; LANES]],
+    x: &'a mut [[f32; LANES]],
     out: &'a mut [[f32; LANES]],
-) -> &'a [[f32; LANES]] {
+) -> &'a mut [[f32; LANES]] {
     let form: Turn<'_> = match &coding.form {
         Form::Plain | Form::Means(_) => return x,
         Form::Map(map) => map.turn(),

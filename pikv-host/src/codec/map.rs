@@ -162,6 +162,32 @@ impl Map {
         4 * (values + self.bias.as_ref().map_or(0, |b| b.len())) as u64
     }
 
+    /// Whether the two share what they hold.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is(&self, other: &Map) -> bool {
+        match (&self.form, &other.form) {
+            (Form::Dense { decode: a, .. }, Form::Dense { decode: b, .. }) => {
+                let bias = (self.bias.as_ref().map(Arc::as_ptr), other.bias.as_ref().map(Arc::as_ptr));
+                Arc::ptr_eq(a, b)
+                    && bias.0.map(<*const [f32]>::cast::<f32>) == bias.1.map(<*const [f32]>::cast)
+            }
+            (Form::Select(a), Form::Select(b)) => Arc::ptr_eq(a, b) && self.wide == other.wide,
+            _ => false,
+        }
+    }
+
+    /// Whether nobody else shares what it holds.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_last(&self) -> bool {
+        match &self.form {
+            Form::Dense { decode, encode_t, .. } => {
+                Arc::strong_count(decode) == 1 + usize::from(Arc::ptr_eq(decode, encode_t))
+            }
+            Form::Select(channels) => Arc::strong_count(channels) == 1,
+            Form::Hadamard => true,
+        }
+    }
+
     /// Writes what is stored for row `x`, `[wide]`, to `out`, `[narrow]`.
     ///
     /// `x[i] - bias[i]` first, where there is a bias; then each output is a chain of fused multiply-adds from 0.0 over the

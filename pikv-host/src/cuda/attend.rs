@@ -1,59 +1,21 @@
-//! Attention on the device: all blocks of all rows in one launch a width of bundle, the tree level by level, the end in one; where
-//! the mass of pages is wanted, that in one more.
+//! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
+//! level, the end in one; where the mass of pages is wanted, that in one more.
 
-use super::work::{Upload, Work};
+use super::wave::{Packed, Wave, sets};
+use super::work::{Upload, Way, Work};
 use super::{Device, arguments};
-use crate::block::bundles;
 use crate::error::Error;
 use crate::forest::{Forest, Listed};
-use crate::job::{Item, Job, SCRATCH, TILE};
-use crate::mass::{Wanted, Weighed};
-use crate::reduce::levels;
-use crate::sequence::Place;
-use pikv_core::mass::ROW;
-use pikv_core::merge::Partial;
+use crate::job::{Job, TILE};
+use crate::mass::{Wanted, Weighed, one_form};
+use pikv_core::codec::back;
+use pikv_core::codec::read::{REBUILT, Scratch};
 use pikv_core::warp::LANES;
-use pikv_kernels::args::{LayoutArg, MassArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WeighedArg};
+use pikv_kernels::args::{HeadArg, LayoutArg, MassArg, PackedArg, RopeArg};
 use std::mem;
-use std::ops::Range;
 
 /// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
 const WAVE: u64 = 16 << 20;
-
-/// Rows of a bundle at most.
-pub(crate) const ROWS: usize = 8;
-
-/// Items whose partial results are on the device together.
-#[derive(Default)]
-struct Wave {
-    q: Vec<f32>,
-    pages: Vec<u64>,
-    live: Vec<u32>,
-    sights: Vec<SightArg>,
-    /// For 1, 2, 4 and 8 rows.
-    tasks: [Vec<TaskArg>; 4],
-    /// By their height in the tree.
-    pairs: Vec<Vec<PairArg>>,
-    rows: Vec<RowArg>,
-    /// f32 of the partial results.
-    parts: u64,
-    /// f32 of the weights, where they are kept, and whose they are.
-    raw: u64,
-    weighed: Vec<WeighedArg>,
-    forests: Vec<Part>,
-}
-
-/// What a wave has of a forest.
-struct Part {
-    /// Index of the forest in the call.
-    forest: usize,
-    /// Its first page in the list.
-    page: u32,
-    /// The first token of the rows, and past the last one.
-    tokens: Range<u32>,
-    /// Its entries of `weighed`.
-    weighed: Range<u32>,
-}
 
 /// Addresses of results.
 #[derive(Clone, Copy)]
@@ -63,118 +25,20 @@ struct To {
     mass: u64,
 }
 
-/// A partial result of the tree.
+/// Addresses of what all kernels of a wave read.
 #[derive(Clone, Copy)]
-struct Node {
-    part: u64,
-    /// Launches that must have been before.
-    height: usize,
+struct Lists {
+    q: u64,
+    pages: u64,
+    live: u64,
+    last: u64,
+    by: u64,
+    sights: u64,
+    parts: u64,
+    raw: u64,
 }
 
-impl Wave {
-    /// Adds an item of forest `index` of the call; its weights are kept if they are `wanted`.
-    fn push(&mut self, job: &Job<'_>, index: usize, item: &Item<'_>, wanted: bool) {
-        let forest = item.forest;
-        let (first, end) = (item.row / job.group(), (item.row + item.rows).div_ceil(job.group()));
-        if self.forests.last().is_none_or(|part| part.forest != index) {
-            let none = self.weighed.len() as u32;
-            self.forests.push(Part {
-                forest: index,
-                page: self.pages.len() as u32,
-                tokens: first as u32..first as u32,
-                weighed: none..none,
-            });
-            self.pages.extend(forest.pages.iter().map(|page| page.address));
-            self.live.extend(forest.pages.iter().map(|page| page.live));
-        }
-        let first_page = self.forests.last().map_or(0, |part| part.page);
-        let (channels, acc_rows) = (job.shape.layout.k_channels() as usize, job.shape.layout.acc_rows());
-        SCRATCH.with_borrow_mut(|scratch| {
-            job.pack(item, scratch);
-            let first_q = self.q.len();
-            self.q.extend(&scratch.packed.q);
-            // Where gaps are closed the sinks are read by queries of their own.
-            let first_sink_q = if job.closed_gaps { self.q.len() } else { first_q };
-            self.q.extend(&scratch.packed.sinks);
-            for (row, width) in bundles(item.rows, ROWS) {
-                let looks = &scratch.packed.sights[row..row + width];
-                let sights = self.sights.len() as u32;
-                self.sights.extend(looks.iter().map(|(pool, _)| SightArg::from(*pool)));
-                self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
-                let (first_part, first_raw) = (self.parts, self.raw);
-                let len = Partial::len(width, acc_rows) as u64;
-                for pages in &forest.blocks {
-                    let place = forest.pages[pages.start].id.place;
-                    let q = if place == Place::Sinks { first_sink_q } else { first_q };
-                    self.tasks[width.ilog2() as usize].push(TaskArg {
-                        part: self.parts,
-                        raw: self.raw,
-                        q: (q + row * channels) as u32,
-                        pages: first_page + pages.start as u32,
-                        count: pages.len() as u32,
-                        sights: sights + if place == Place::Ring { width as u32 } else { 0 },
-                    });
-                    self.parts += len;
-                    self.raw += if wanted { (width * ROW) as u64 } else { 0 };
-                }
-                let Some(root) = self.join(forest, first_part, len, width as u32) else { continue };
-                let rows = width as u32;
-                self.weighed.push(WeighedArg { raw: first_raw, part: root.part, width: rows, pad: 0 });
-                self.rows.extend((0..width).map(|r| RowArg {
-                    part: root.part,
-                    rows,
-                    row: r as u32,
-                    out: job.output_row(item, row + r) as u32,
-                    pad: 0,
-                }));
-            }
-        });
-        if let Some(part) = self.forests.last_mut() {
-            (part.weighed.end, part.tokens.end) = (self.weighed.len() as u32, end as u32);
-        }
-    }
-
-    /// The tree of [`Forest::reduce`] over blocks whose partial results begin at `first`, `len` f32 each.
-    fn join(&mut self, forest: &Forest<'_>, first: u64, len: u64, rows: u32) -> Option<Node> {
-        let pairs = &mut self.pairs;
-        let mut run = |i: usize, pairs: &mut Vec<Vec<PairArg>>| {
-            let blocks = forest.run_blocks[i].clone();
-            let mut leaf = |block: usize, _: &mut Vec<Vec<PairArg>>| {
-                Some(Node { part: first + block as u64 * len, height: 0 })
-            };
-            let index = &forest.index[blocks.clone()];
-            subtree(index, forest.levels(i), 0, blocks.start, &mut leaf, rows, pairs)
-        };
-        let level = forest.runs.last().map_or(0, |last| levels(*last));
-        subtree(&forest.runs, level, 0, 0, &mut run, rows, pairs)
-    }
-
-    /// What is to be added up for each page and each set of rows that is wanted. Output rows of forest `f` begin at `firsts[f]`.
-    fn masses(&self, forests: &[Forest<'_>], wanted: &[Wanted], firsts: &[usize]) -> Vec<MassArg> {
-        let mut masses = Vec::new();
-        for part in &self.forests {
-            let forest = &forests[part.forest];
-            let mut out = firsts[part.forest] as u32;
-            for set in sets(&wanted[forest.view]) {
-                let meets = set.start < part.tokens.end && part.tokens.start < set.end;
-                for (block, pages) in (0..).zip(forest.blocks.iter().filter(|_| meets)) {
-                    masses.extend(pages.clone().map(|page| MassArg {
-                        block,
-                        page: (page - pages.start) as u32,
-                        first: part.weighed.start,
-                        count: part.weighed.len() as u32,
-                        token: part.tokens.start,
-                        from: set.start,
-                        to: set.end,
-                        out: out + page as u32,
-                    }));
-                }
-                out += forest.pages.len() as u32;
-            }
-        }
-        masses
-    }
-
+impl Wave<'_> {
     fn launch(
         &self,
         device: &Device,
@@ -197,13 +61,23 @@ impl Wave {
         let raw = if self.raw > 0 { work.raw(stream, self.raw)? } else { 0 };
         let mut upload = Upload::new();
         let (q, pages, live) = (upload.add(&self.q), upload.add(&self.pages), upload.add(&self.live));
+        let (last, by) =
+            if self.packed.is_empty() { (0, 0) } else { (upload.add(&self.last), upload.add(&self.by)) };
         let sights = upload.add(&self.sights);
         let tasks = self.tasks.each_ref().map(|tasks| upload.add(tasks));
-        let pairs: Vec<u64> = self.pairs.iter().map(|pairs| upload.add(pairs)).collect();
+        let packed: Vec<[u64; 3]> = self
+            .packed
+            .iter()
+            .map(|of| [upload.add(&of.q), upload.add(&of.start), upload.add(&of.tasks)])
+            .collect();
+        let pairs: Vec<u64> = self.joins.pairs.iter().map(|pairs| upload.add(pairs)).collect();
+        let backs: Vec<u64> = self.joins.backs.iter().map(|backs| upload.add(backs)).collect();
+        let heads = self.heads(work, device)?;
+        let head_list = upload.add(&heads);
         let (rows, weighed, sums) = (upload.add(&self.rows), upload.add(&self.weighed), upload.add(masses));
         let base = work.send(stream, &upload)?;
-        let (q, pages, live, sights, rows) =
-            (base + q, base + pages, base + live, base + sights, base + rows);
+        let (q, pages, live, sights) = (base + q, base + pages, base + live, base + sights);
+        let lists = Lists { q, pages, live, last: base + last, by: base + by, sights, parts, raw };
         let softcap = job.softcap.unwrap_or(0.0);
         for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(tasks) {
             if tasks.is_empty() {
@@ -218,15 +92,26 @@ impl Wave {
                 device.launch(*kernel, tasks.len(), arguments)?;
             }
         }
-        for (pairs, list) in self.pairs.iter().zip(pairs) {
-            let (list, count) = (base + list, pairs.len() as u32);
-            // SAFETY: the parameters of `merge_pairs`; at one height of a tree no part stands twice.
-            unsafe {
-                let arguments = arguments!(layout, list, count, parts);
-                device.launch(device.kernels.merge_pairs, pairs.len(), arguments)?;
+        for (of, at) in self.packed.iter().zip(packed) {
+            of.launch(device, work, job, (rope, table), &lists, at.map(|at| base + at))?;
+        }
+        for height in 0..self.joins.pairs.len().max(self.joins.backs.len()) {
+            if let Some(count) = self.joins.pairs.get(height).map(Vec::len).filter(|n| *n > 0) {
+                let (list, n) = (base + pairs[height], count as u32);
+                // SAFETY: the parameters of `merge_pairs`; at one height of a tree no part stands twice.
+                unsafe { device.launch(device.kernels.merge_pairs, count, arguments!(list, n, parts))? };
+            }
+            if let Some(count) = self.joins.backs.get(height).map(Vec::len).filter(|n| *n > 0) {
+                let (list, n, heads) = (base + backs[height], count as u32, base + head_list);
+                let room = work.scratch(stream, (count * back::WORK * LANES * 4) as u64)?;
+                // SAFETY: the parameters of `back_rows`; each row has an output and room of its own, and its input is done.
+                unsafe {
+                    let arguments = arguments!(layout, heads, list, n, room, parts);
+                    device.launch(device.kernels.back_rows, count, arguments)?;
+                }
             }
         }
-        let count = self.rows.len() as u32;
+        let (rows, count) = (base + rows, self.rows.len() as u32);
         // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
         unsafe {
             let arguments = arguments!(layout, rows, count, parts, out, ends);
@@ -244,48 +129,86 @@ impl Wave {
         }
         Ok(())
     }
+
+    /// How the values of each codec's heads come back, the maps on the device.
+    fn heads(&self, work: &mut Work, device: &Device) -> Result<Vec<HeadArg>, Error> {
+        let head = |codec: &&crate::codec::HeadCodec| {
+            let map = work.map(&device.stream, codec.codec.v.mapped(), Way::Sum)?;
+            Ok(HeadArg { packed: PackedArg::from(codec.packed), map })
+        };
+        self.heads.iter().map(head).collect()
+    }
 }
 
-/// Partial results of a leaf of the list, or of what stands in its place.
-type Leaf<'a> = dyn FnMut(usize, &mut Vec<Vec<PairArg>>) -> Option<Node> + 'a;
-
-/// [`Tree::reduce`](crate::reduce::Tree::reduce) as a list of joins.
-fn subtree(
-    index: &[u32],
-    level: u32,
-    base: u64,
-    first: usize,
-    leaf: &mut Leaf<'_>,
-    rows: u32,
-    pairs: &mut Vec<Vec<PairArg>>,
-) -> Option<Node> {
-    if index.is_empty() {
-        return None;
+impl Packed<'_> {
+    /// `at`: queries, what scores start from, and tasks.
+    fn launch(
+        &self,
+        device: &Device,
+        work: &mut Work,
+        job: &Job<'_>,
+        (rope, table): (RopeArg, u64),
+        lists: &Lists,
+        [folded, start, tasks]: [u64; 3],
+    ) -> Result<(), Error> {
+        let stream = &device.stream;
+        let (packed, count) = (PackedArg::from(self.codec.packed), self.tasks.len() as u32);
+        let of = match self.width {
+            1 => size_of::<Scratch<1>>(),
+            2 => size_of::<Scratch<2>>(),
+            _ => size_of::<Scratch<4>>(),
+        };
+        let Lists { q, pages, live, last, by, sights, parts, raw } = *lists;
+        let (softcap, width) = (job.softcap.unwrap_or(0.0), self.width.ilog2() as usize);
+        let whole = if job.shape.rope.is_some() { REBUILT * LANES * 4 } else { 0 };
+        let rebuilt = work.scratch(stream, (self.tasks.len() * (whole + of)) as u64)?;
+        let scratch = rebuilt + (self.tasks.len() * whole) as u64;
+        if whole > 0 {
+            let layout = LayoutArg::from(job.shape.layout);
+            let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
+            // SAFETY: the parameters of `attend_rebuilt_r*`, as those of `attend_packed_r*`.
+            unsafe {
+                let arguments = arguments!(
+                    packed, layout, map, q, rope, table, pages, live, last, by, tasks, count, sights,
+                    softcap, scratch, rebuilt, parts, raw
+                );
+                device.launch(device.kernels.attend_rebuilt[width], self.tasks.len(), arguments)?;
+            }
+            return Ok(());
+        }
+        // SAFETY: the parameters of `attend_packed_r*`. The lists are on the device, and the pages held by the views' sequences; each
+        // task's part is its own, within `parts`, and so are its weights within `raw` and its scratch.
+        unsafe {
+            let arguments = arguments!(
+                packed, folded, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,
+                raw
+            );
+            device.launch(device.kernels.attend_packed[width], self.tasks.len(), arguments)?;
+        }
+        Ok(())
     }
-    if level == 0 {
-        return leaf(first, pairs);
-    }
-    let half = base + (1 << (level - 1));
-    let cut = index.partition_point(|i| u64::from(*i) < half);
-    let left = subtree(&index[..cut], level - 1, base, first, leaf, rows, pairs);
-    let right = subtree(&index[cut..], level - 1, half, first + cut, leaf, rows, pairs);
-    let (Some(l), Some(r)) = (left, right) else { return left.or(right) };
-    let height = l.height.max(r.height);
-    if pairs.len() <= height {
-        pairs.push(Vec::new());
-    }
-    pairs[height].push(PairArg { left: l.part, right: r.part, rows, pad: 0 });
-    Some(Node { part: l.part, height: height + 1 })
 }
 
-/// The sets of tokens of a view whose weights are wanted apart.
-fn sets(wanted: &Wanted) -> impl Iterator<Item = Range<u32>> {
-    wanted.all.then_some(0..u32::MAX).into_iter().chain(wanted.cuts.iter().cloned())
+/// As [`attend_all`]. If that fails what was asked for is over all the same, so that nobody still reads pages that were brought up
+/// for it.
+pub(crate) fn attend(
+    device: &Device,
+    job: &Job<'_>,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    out: &mut [f32],
+    lse: &mut [f32],
+) -> Result<Vec<Vec<Weighed>>, Error> {
+    let done = attend_all(device, job, forests, wanted, out, lse);
+    if done.is_err() {
+        let _ = device.stream.synchronize();
+    }
+    done
 }
 
 /// Attends the forests of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`. With `wanted`, of each view,
 /// the masses of each forest's pages too.
-pub(crate) fn attend(
+fn attend_all(
     device: &Device,
     job: &Job<'_>,
     forests: &[Forest<'_>],
@@ -314,24 +237,22 @@ pub(crate) fn attend(
         // Sums go on from wave to wave; and of rows that nothing is there for nobody else writes the output.
         device.fill(first, 0, floats as u32)?;
     }
-    let step = if wanted.is_some() { job.whole() } else { TILE };
-    let width = Partial::len(1, job.shape.layout.acc_rows()) + if wanted.is_some() { ROW } else { 0 };
+    let most = if wanted.is_some() { job.whole() } else { TILE };
     let mut wave = Wave::default();
-    let go = |wave: &mut Wave, work: &mut Work| {
+    let go = |wave: &mut Wave<'_>, work: &mut Work| {
         let wave = mem::take(wave);
-        let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(forests, wanted, &firsts));
+        let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(job, forests, wanted, &firsts));
         wave.launch(device, work, job, to, &masses)
     };
     for (index, forest) in full {
-        for item in job.items(forest, step) {
-            let more = (width * item.rows * forest.blocks.len()) as u64;
-            if wave.parts > 0 && wave.parts + wave.raw + more > WAVE {
+        for item in job.items(forest, Wave::step(job, forest, most)) {
+            if wave.size > 0 && wave.size + Wave::cost(job, &item, wanted.is_some()) > WAVE {
                 go(&mut wave, &mut work)?;
             }
             wave.push(job, index, &item, wanted.is_some());
         }
     }
-    if wave.parts > 0 {
+    if wave.size > 0 {
         go(&mut wave, &mut work)?;
     }
     let weighed = work.fetch(stream, first, floats, |words| {
@@ -357,12 +278,14 @@ pub(crate) fn attend(
                 weighed.cuts.iter_mut().enumerate().for_each(|(cut, to)| *to = row(before + cut, i));
                 weighed
             };
-            forest.pages.iter().enumerate().map(page).collect()
+            let mut weighed = forest.pages.iter().enumerate().map(page).collect();
+            one_form(&mut weighed, forest);
+            weighed
         };
         forests.iter().zip(&firsts).map(of).collect()
     })?;
     for (_, forest) in blank {
-        for item in job.items(forest, step) {
+        for item in job.items(forest, most) {
             (0..item.rows).for_each(|r| lse[job.output_row(&item, r)] = f32::NEG_INFINITY);
         }
     }

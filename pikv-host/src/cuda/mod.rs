@@ -1,16 +1,24 @@
-//! The CUDA back end: one context, one stream, the kernels, and the memory that they work in.
+//! The CUDA back end: one context, the kernels, and the memory that they work in.
 //!
-//! Whatever a cache asks for is put on the one stream, in order; the host waits only where it is given results. Lists that
+//! Whatever a cache asks for is put on the one stream, in order, but that pages of lower tiers come up on another; the host waits
+//! only where it is given results. Lists that
 //! kernels read go up through one of two pinned buffers in turn, whose last copy is waited for by its event. Buffers only grow, so
 //! that steps of a size that was seen before allocate nothing.
 
 mod attend;
+mod compact;
+mod lift;
 mod pending;
+mod wave;
 mod work;
 
-pub(crate) use self::attend::{ROWS, attend};
+pub(crate) use self::attend::attend;
+pub(crate) use self::compact::Moved;
+pub(crate) use self::lift::Lifted;
 pub(crate) use self::pending::Pending;
+pub(crate) use self::wave::ROWS;
 
+use self::lift::Lifts;
 use self::work::{Memory, Work};
 use crate::backend::CudaError;
 use crate::error::Error;
@@ -34,6 +42,11 @@ struct Kernels {
     copy_tokens: Kernel,
     /// For 1, 2, 4 and 8 rows.
     attend: [Kernel; 4],
+    /// For 1, 2 and 4 rows; the second where keys are turned as they are read.
+    attend_packed: [Kernel; 3],
+    attend_rebuilt: [Kernel; 3],
+    back_rows: Kernel,
+    pack_pages: Kernel,
     merge_pairs: Kernel,
     finish_rows: Kernel,
     mass_pages: Kernel,
@@ -50,6 +63,7 @@ unsafe impl Sync for Kernel {}
 /// A device with what pikv holds of it. Fields are given back in their order.
 pub(crate) struct Device {
     work: Mutex<Work>,
+    lifts: Lifts,
     kernels: Kernels,
     _module: Module,
     stream: Stream,
@@ -123,16 +137,24 @@ impl Device {
         let kernel = |name: &str| {
             answer("cuModuleGetFunction", module.get_function(name)).map(|function| Kernel(function.to_raw()))
         };
+        let packed = |name: &str| -> Result<[Kernel; 3], CudaError> {
+            let of = |rows| kernel(&format!("{name}_r{rows}"));
+            Ok([of(1)?, of(2)?, of(4)?])
+        };
         let kernels = Kernels {
             append: kernel("append")?,
             copy_tokens: kernel("copy_tokens")?,
             attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
+            attend_packed: packed("attend_packed")?,
+            attend_rebuilt: packed("attend_rebuilt")?,
+            back_rows: kernel("back_rows")?,
+            pack_pages: kernel("pack_pages")?,
             merge_pairs: kernel("merge_pairs")?,
             finish_rows: kernel("finish_rows")?,
             mass_pages: kernel("mass_pages")?,
         };
-        let work = Mutex::new(Work::new()?);
-        Ok(Device { work, kernels, _module: module, stream, context, name })
+        let (work, lifts) = (Mutex::new(Work::new()?), Lifts::new()?);
+        Ok(Device { work, lifts, kernels, _module: module, stream, context, name })
     }
 
     /// Makes the device's context that of the calling thread.
@@ -161,10 +183,23 @@ impl Device {
         bare("cuMemsetD32Async", code)
     }
 
+    /// Writes words from `address` on.
+    pub fn write(&self, address: u64, words: &[u32]) -> Result<(), Error> {
+        self.work()?.write(&self.stream, &[(address, words)])
+    }
+
     /// What lies at `address`, once all that was asked for is done.
     pub fn read(&self, address: u64, words: u32) -> Result<Vec<u32>, Error> {
         let mut work = self.work()?;
         work.fetch(&self.stream, address, words as usize, |words| words.to_vec())
+    }
+
+    /// As [`Device::read`] of several places, one after the other, given to `f`; of none it waits for nothing.
+    pub fn read_all(&self, places: &[(u64, usize)], f: impl FnOnce(&[u32])) -> Result<(), Error> {
+        if places.is_empty() {
+            return Ok(());
+        }
+        self.work()?.fetch_all(&self.stream, places, f)
     }
 
     /// Launches a kernel over `warps` warps.

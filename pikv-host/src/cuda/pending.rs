@@ -1,12 +1,19 @@
 //! Tokens that are to be written and copied, in as few launches as their order allows.
 
-use super::work::Upload;
+use super::work::{Upload, Way};
 use super::{Device, arguments};
+use crate::codec::{Codec, HeadCodec};
 use crate::error::Error;
-use pikv_core::page::Layout;
-use pikv_kernels::args::{CopyArg, LayoutArg, WriteArg};
+use pikv_core::page::{Layout, MAX_DIM};
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{CodecArg, CopyArg, LayoutArg, PackArg, PackedArg, WriteArg};
 use std::collections::HashSet;
 use std::sync::Arc;
+
+/// Rows of lanes that the packing of a page works in.
+const WORK: usize = 4 * MAX_DIM as usize;
+/// Pages that are packed by one launch at most: what they work in takes 32 MiB.
+const PACKED: usize = 256;
 
 /// What a step has asked of its pages and the device was not told yet.
 #[derive(Debug)]
@@ -14,6 +21,17 @@ pub(crate) struct Pending {
     device: Arc<Device>,
     writes: Vec<WriteArg>,
     copies: Vec<Copies>,
+    packs: Vec<Pack>,
+}
+
+/// A page to be packed, once its tokens are there.
+#[derive(Debug)]
+struct Pack {
+    codec: HeadCodec,
+    layout: Layout,
+    page: u64,
+    fill: u32,
+    packed: u64,
 }
 
 /// Copies that do not depend on each other.
@@ -27,7 +45,7 @@ struct Copies {
 
 impl Pending {
     pub fn new(device: Arc<Device>) -> Pending {
-        Pending { device, writes: Vec::new(), copies: Vec::new() }
+        Pending { device, writes: Vec::new(), copies: Vec::new(), packs: Vec::new() }
     }
 
     pub fn write(&mut self, write: WriteArg) {
@@ -48,6 +66,14 @@ impl Pending {
         }
         let (read, written) = (HashSet::from([copy.source]), HashSet::from([copy.target]));
         self.copies.push(Copies { layout: *layout, list: vec![copy], read, written });
+    }
+
+    pub fn pack(&mut self, codec: &HeadCodec, layout: &Layout, page: u64, fill: u32, packed: u64) {
+        self.packs.push(Pack { codec: codec.clone(), layout: *layout, page, fill, packed });
+    }
+
+    pub fn forget_pack(&mut self, packed: u64) {
+        self.packs.retain(|pack| pack.packed != packed);
     }
 
     /// Forgets the last copy to a lane.
@@ -109,6 +135,46 @@ impl Pending {
                 )?;
             }
             self.copies.remove(0);
+        }
+        Ok(())
+    }
+
+    /// Packs pages, once their tokens are there. What could not be packed stays.
+    pub fn launch_packs(&mut self) -> Result<(), Error> {
+        let device = &self.device;
+        while let Some(first) = self.packs.first() {
+            let layout = first.layout;
+            let same = self.packs.iter().take_while(|pack| pack.layout == layout).count().min(PACKED);
+            let mut work = device.work()?;
+            let stream = &device.stream;
+            let (mut codecs, mut list) = (Vec::new(), Vec::new());
+            for Pack { codec, page, fill, packed, .. } in &self.packs[..same] {
+                let HeadCodec { codec: Codec { k, v }, packed: form, .. } = codec;
+                let (k, v) =
+                    (work.map(stream, k.mapped(), Way::Store)?, work.map(stream, v.mapped(), Way::Store)?);
+                let codec = CodecArg { packed: PackedArg::from(*form), k, v };
+                let at = codecs.iter().position(|known| *known == codec).unwrap_or_else(|| {
+                    codecs.push(codec);
+                    codecs.len() - 1
+                });
+                list.push(PackArg { page: *page, packed: *packed, fill: *fill, codec: at as u32 });
+            }
+            let room = work.scratch(stream, (same * WORK * LANES * 4) as u64)?;
+            let mut upload = Upload::new();
+            let (codecs, list) = (upload.add(&codecs), upload.add(&list));
+            let base = work.send(stream, &upload)?;
+            let (layout, codecs, list, count) =
+                (LayoutArg::from(layout), base + codecs, base + list, same as u32);
+            // SAFETY: the parameters of `pack_pages`. The pages are held by the step's sequences; one that is packed takes no more
+            // tokens, and gets one page of its own.
+            unsafe {
+                device.launch(
+                    device.kernels.pack_pages,
+                    same,
+                    arguments!(layout, codecs, list, count, room),
+                )?;
+            }
+            self.packs.drain(..same);
         }
         Ok(())
     }

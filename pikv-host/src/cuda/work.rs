@@ -2,12 +2,15 @@
 
 use super::{answer, bare, granted};
 use crate::backend::CudaError;
+use crate::codec::Map;
 use crate::error::Error;
 use cust::event::{Event, EventFlags};
 use cust::memory::{DevicePointer, LockedBuffer, cuda_free, cuda_malloc};
 use cust::stream::Stream;
 use cust::sys;
+use pikv_core::codec::read::Back;
 use pikv_core::rope::Rope;
+use pikv_kernels::args::MapArg;
 
 /// Bytes that a section of an upload is aligned to.
 const ALIGN: usize = 16;
@@ -31,7 +34,7 @@ impl Memory {
     }
 
     /// Makes room for `bytes` bytes; what was there is gone.
-    fn reserve(&mut self, bytes: u64, stream: &Stream) -> Result<u64, Error> {
+    pub fn reserve(&mut self, bytes: u64, stream: &Stream) -> Result<u64, Error> {
         if self.bytes < bytes {
             // Work under way still reads the old one.
             answer("cuStreamSynchronize", stream.synchronize())?;
@@ -53,11 +56,11 @@ impl Drop for Memory {
 
 /// Pinned words of the host.
 #[derive(Debug, Default)]
-struct Pinned(Option<LockedBuffer<u32>>);
+pub(super) struct Pinned(Option<LockedBuffer<u32>>);
 
 impl Pinned {
     /// At least `words` words; nothing may be copied to or from them.
-    fn reserve(&mut self, words: usize) -> Result<&mut [u32], Error> {
+    pub fn reserve(&mut self, words: usize) -> Result<&mut [u32], Error> {
         if self.0.as_ref().is_none_or(|buffer| buffer.len() < words) {
             self.0 = None;
             let words = words.next_power_of_two();
@@ -85,9 +88,23 @@ pub(super) struct Work {
     parts: Memory,
     raw: Memory,
     out: Memory,
+    scratch: Memory,
     back: Pinned,
     /// Tables of rotations, and the positions in them.
     tables: Vec<(Rope, u32, Memory)>,
+    /// Maps of codecs.
+    maps: Vec<(Map, Way, MapArg, Memory)>,
+}
+
+/// What a map is for, and so which of its matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// To what is stored.
+    Store,
+    /// Back, for 32 tokens.
+    Back,
+    /// Back, for a sum of tokens: the matrix is transposed.
+    Sum,
 }
 
 /// Lists that are sent together.
@@ -117,17 +134,50 @@ impl Work {
             let sent = answer("cuEventCreate", Event::new(EventFlags::DISABLE_TIMING))?;
             Ok(Stage { host: Pinned::default(), device: Memory::default(), sent })
         };
-        let (parts, raw, out) = (Memory::default(), Memory::default(), Memory::default());
-        let back = Pinned::default();
-        Ok(Work { stages: [stage()?, stage()?], next: 0, parts, raw, out, back, tables: Vec::new() })
+        Ok(Work {
+            stages: [stage()?, stage()?],
+            next: 0,
+            parts: Memory::default(),
+            raw: Memory::default(),
+            out: Memory::default(),
+            scratch: Memory::default(),
+            back: Pinned::default(),
+            tables: Vec::new(),
+            maps: Vec::new(),
+        })
     }
 
-    /// Sends lists up; the address of the first.
-    pub fn send(&mut self, stream: &Stream, upload: &Upload<'_>) -> Result<u64, Error> {
+    /// The next way up, which nothing is on.
+    fn stage(&mut self) -> Result<&mut Stage, CudaError> {
         let stage = &mut self.stages[self.next];
         self.next = (self.next + 1) % 2;
         // The copy before the last has left the buffer.
         answer("cuEventSynchronize", stage.sent.synchronize())?;
+        Ok(stage)
+    }
+
+    /// Writes words to where they belong.
+    pub fn write(&mut self, stream: &Stream, targets: &[(u64, &[u32])]) -> Result<(), Error> {
+        let stage = self.stage()?;
+        let host = stage.host.reserve(targets.iter().map(|(_, words)| words.len()).sum())?;
+        let mut at = 0;
+        for (to, words) in targets {
+            let host = &mut host[at..at + words.len()];
+            host.copy_from_slice(words);
+            at += words.len();
+            // SAFETY: as long as the words, by the caller; the pinned words are not touched again before `sent`.
+            let code = unsafe {
+                sys::cuMemcpyHtoDAsync_v2(*to, host.as_ptr().cast(), size_of_val(host), stream.as_inner())
+            };
+            bare("cuMemcpyHtoDAsync", code)?;
+        }
+        answer("cuEventRecord", stage.sent.record(stream))?;
+        Ok(())
+    }
+
+    /// Sends lists up; the address of the first.
+    pub fn send(&mut self, stream: &Stream, upload: &Upload<'_>) -> Result<u64, Error> {
+        let stage = self.stage()?;
         let words = upload.words.max(1);
         let to = stage.device.reserve(words as u64 * 4, stream)?;
         let host = stage.host.reserve(words)?;
@@ -158,6 +208,51 @@ impl Work {
     /// Room for results.
     pub fn out(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
         self.out.reserve(floats * 4, stream)
+    }
+
+    /// Room that kernels work in, until the next launch that asks for some.
+    pub fn scratch(&mut self, stream: &Stream, bytes: u64) -> Result<u64, Error> {
+        self.scratch.reserve(bytes, stream)
+    }
+
+    /// A map, one of its ways.
+    pub fn map(&mut self, stream: &Stream, map: Option<&Map>, way: Way) -> Result<MapArg, Error> {
+        let Some(map) = map else { return Ok(MapArg::NONE) };
+        let known = |of: &&(Map, Way, MapArg, Memory)| of.1 == way && of.0.is(map);
+        if let Some((_, _, known, _)) = self.maps.iter().find(known) {
+            return Ok(*known);
+        }
+        let (wide, narrow) = (map.wide(), map.narrow());
+        let none = MapArg { wide, narrow, ..MapArg::NONE };
+        let (form, table, bias) = match map.back() {
+            Back::Hadamard { block } => {
+                return Ok(MapArg { form: MapArg::HADAMARD, block: block as u32, ..none });
+            }
+            Back::Select { channels } => (MapArg::SELECT, channels.to_vec(), &[][..]),
+            Back::Dense { decode, bias } => {
+                let column = |c: usize| decode.iter().skip(c).step_by(narrow as usize);
+                let table: Vec<f32> = match way {
+                    Way::Store => map.encode().into_owned(),
+                    Way::Back => decode.to_vec(),
+                    Way::Sum => (0..narrow as usize).flat_map(column).copied().collect(),
+                };
+                (MapArg::DENSE, bytemuck::cast_slice(&table).to_vec(), bias)
+            }
+            _ => unreachable!("the forms of a map"),
+        };
+        let words = [&table, bytemuck::cast_slice::<f32, u32>(bias)].concat();
+        let memory = Memory::new(size_of_val(&words[..]) as u64)?;
+        self.write(stream, &[(memory.address(), &words)])?;
+        let (at, bytes) = (memory.address(), size_of_val(&table[..]) as u64);
+        let bias = if bias.is_empty() { 0 } else { at + bytes };
+        let argument = MapArg { form, table: at, bias, ..none };
+        // Those that no codec has any more have no readers once all work is done.
+        if self.maps.iter().any(|(map, ..)| map.is_last()) {
+            answer("cuStreamSynchronize", stream.synchronize())?;
+            self.maps.retain(|(map, ..)| !map.is_last());
+        }
+        self.maps.push((map.clone(), way, argument, memory));
+        Ok(argument)
     }
 
     /// The table of a rotation.
@@ -198,13 +293,29 @@ impl Work {
         words: usize,
         f: impl FnOnce(&[u32]) -> T,
     ) -> Result<T, Error> {
-        let host = self.back.reserve(words)?;
-        // SAFETY: both are that long, and the stream is waited for before anyone reads.
-        let code = unsafe {
-            sys::cuMemcpyDtoHAsync_v2(host.as_mut_ptr().cast(), address, words * 4, stream.as_inner())
-        };
-        bare("cuMemcpyDtoHAsync", code)?;
+        self.fetch_all(stream, &[(address, words)], f)
+    }
+
+    /// As [`Work::fetch`] of several places, one after the other.
+    pub fn fetch_all<T>(
+        &mut self,
+        stream: &Stream,
+        places: &[(u64, usize)],
+        f: impl FnOnce(&[u32]) -> T,
+    ) -> Result<T, Error> {
+        let all = places.iter().map(|(_, words)| words).sum();
+        let host = self.back.reserve(all)?;
+        let mut at = 0;
+        for (address, words) in places {
+            let to = &mut host[at..at + words];
+            at += words;
+            // SAFETY: both are that long, and the stream is waited for before anyone reads.
+            let code = unsafe {
+                sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), *address, words * 4, stream.as_inner())
+            };
+            bare("cuMemcpyDtoHAsync", code)?;
+        }
         answer("cuStreamSynchronize", stream.synchronize())?;
-        Ok(f(&host[..words]))
+        Ok(f(&host[..all]))
     }
 }

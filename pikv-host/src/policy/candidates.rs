@@ -1,6 +1,7 @@
 //! The tokens that a policy ranks.
 
 use super::State;
+use crate::arena::Page;
 use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
 use pikv_core::page::Layout;
@@ -22,7 +23,7 @@ pub struct Candidates<'a> {
     pub(crate) version: usize,
     pub(crate) head: &'a [f32],
     pub(crate) group: u32,
-    /// Pages of lower tiers that were looked into; `None` where that failed.
+    /// Pages of lower tiers, or on a device, that were looked into; `None` where that failed.
     pub(crate) away: Mutex<HashMap<u64, Option<Arc<[u32]>>>>,
 }
 
@@ -103,37 +104,46 @@ impl Candidates<'_> {
     }
 
     /// Key and value of token `i` as stored, decoded to f32: `k_dim` and `v_dim` channels. O(k_dim + v_dim), but that a page in a
-    /// lower tier is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
+    /// lower tier, or on a device, is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
     /// evicted by this ranking.
     pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
         let Candidate { entry, lane, .. } = self.tokens[i];
-        match (&entry.held, self.codec) {
+        let (page, codec) = match (&entry.held, self.codec) {
+            (Held::Open(page), _) => (Some(page), None),
             (Held::Closed(closed), Some(codec)) => {
                 let (page, codec) = closed.newest(codec);
-                codec.read(page.words(), lane, closed.last, key, value);
+                (Some(page), Some(codec))
             }
-            (Held::Open(page), _) => {
-                self.layout.read_key(page.words(), lane, key);
-                self.layout.read_value(page.words(), lane, value);
-            }
-            (Held::Away(Away { slot, by }), codec) => {
-                let read = || slot.read().ok().map(Arc::from);
-                let Some(words) = self.away().entry(self.page(i)).or_insert_with(read).clone() else {
+            (Held::Away(Away { by: Some(_), .. }), codec) => (None, codec),
+            _ => (None, None),
+        };
+        let fetched;
+        let fetch = |page: &Page| page.fetch().ok().map(|words| Arc::from(words.into_owned()));
+        let words = match page.filter(|page| page.is_near()) {
+            Some(page) => page.words(),
+            None => {
+                let read = || match (page, &entry.held) {
+                    (Some(page), _) => fetch(page),
+                    (None, Held::Away(Away { slot, .. })) => slot.read().ok().map(Arc::from),
+                    _ => None,
+                };
+                fetched = self.away().entry(self.page(i)).or_insert_with(read).clone();
+                let Some(words) = &fetched else {
                     key.fill(f32::NAN);
                     value.fill(f32::NAN);
                     return;
                 };
-                match codec.filter(|_| by.is_some()).zip(entry.last()) {
-                    Some((codec, last)) => {
-                        codec.read(&words, lane, last, key, value);
-                    }
-                    None => {
-                        self.layout.read_key(&words, lane, key);
-                        self.layout.read_value(&words, lane, value);
-                    }
-                }
+                words
             }
-            _ => unreachable!("candidates are held"),
+        };
+        match codec.zip(entry.last()) {
+            Some((codec, last)) => {
+                codec.read(words, lane, last, key, value);
+            }
+            None => {
+                self.layout.read_key(words, lane, key);
+                self.layout.read_value(words, lane, value);
+            }
         }
     }
 }

@@ -21,7 +21,20 @@ pub(crate) struct Levels {
     thread: Mutex<Option<Thread>>,
     /// Whether the last call read all pages, so that the next one is likely to.
     pub reads_all: AtomicBool,
+    /// Whether pages in memory are read where they lie.
+    in_place: bool,
     fetches: [AtomicU64; 4],
+}
+
+/// Pages of a layer that a step asked for before they are read.
+#[derive(Debug, Default)]
+pub(crate) struct Early {
+    pub layer: usize,
+    /// Of files.
+    pub ahead: Option<Ahead>,
+    /// Of memory, on their way to a device.
+    #[cfg(feature = "cuda")]
+    pub lifted: Option<crate::cuda::Lifted>,
 }
 
 /// The thread, and where it hears of pages to read.
@@ -34,7 +47,6 @@ struct Thread {
 /// Pages of a layer that were asked for ahead. Dropped, it leaves none of them on its way.
 #[derive(Debug)]
 pub(crate) struct Ahead {
-    pub layer: usize,
     index: HashMap<usize, usize>,
     batch: Arc<Batch>,
 }
@@ -127,14 +139,19 @@ impl Drop for Staged {
 
 impl Levels {
     /// `None` without tiers.
-    pub fn new(tiers: &Tiers) -> Result<Option<Levels>, Error> {
+    pub fn new(tiers: &Tiers, in_place: bool) -> Result<Option<Levels>, Error> {
         let level = |(i, spec)| Level::new(i + 1, spec).map(Arc::new);
         let levels = tiers.specs.iter().enumerate().map(level).collect::<Result<Vec<_>, _>>()?;
         let (thread, reads_all) = (Mutex::default(), AtomicBool::new(false));
         let some = !levels.is_empty();
         let fetches = Default::default();
         let spare = Arc::new(Spare { staging: tiers.staging, buffers: Mutex::default() });
-        Ok(some.then_some(Levels { levels, spare, thread, reads_all, fetches }))
+        Ok(some.then_some(Levels { levels, spare, thread, reads_all, in_place, fetches }))
+    }
+
+    /// Bytes that a page takes of the staging area when it is read.
+    pub fn staged(&self, slot: &Stored) -> u64 {
+        if slot.level.staged() || !self.in_place { slot.bytes() } else { 0 }
     }
 
     pub fn usage(&self) -> Vec<TierUsage> {
@@ -169,12 +186,7 @@ impl Levels {
     }
 
     /// Asks for pages of a layer that will be read, as far as the staging area has room beside `used` bytes.
-    pub fn ahead<'s>(
-        &self,
-        layer: usize,
-        slots: impl Iterator<Item = &'s Arc<Stored>>,
-        used: u64,
-    ) -> Option<Ahead> {
+    pub fn ahead<'s>(&self, slots: impl Iterator<Item = &'s Arc<Stored>>, used: u64) -> Option<Ahead> {
         let mut room = self.spare.staging.saturating_sub(used);
         let (mut index, mut pages) = (HashMap::new(), Vec::new());
         for slot in slots.filter(|slot| slot.level.staged()) {
@@ -191,7 +203,7 @@ impl Levels {
         let spare = self.spare.clone();
         let batch = Arc::new(Batch { pages: Mutex::new(pages), changed: Condvar::new(), spare });
         self.send(Arc::downgrade(&batch));
-        Some(Ahead { layer, index, batch })
+        Some(Ahead { index, batch })
     }
 
     /// Tells the thread, which starts with the first batch. Where there can be none, pages are read when they are asked for.
@@ -225,10 +237,10 @@ impl Levels {
         for slot in slots {
             if wanted.insert(key(slot), slot).is_none() {
                 remote += slot.bytes();
+                needed += self.staged(slot);
                 if slot.level.staged() {
-                    needed += slot.bytes();
                     order.push(slot);
-                } else {
+                } else if self.in_place {
                     counted.in_place += 1;
                 }
             }
@@ -274,6 +286,37 @@ impl Levels {
         }
         self.count(counted);
         Ok((staged, remote))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Levels {
+    /// Starts to bring up pages of memory to a device, as far as the staging area has room beside `used` bytes. What fails is read
+    /// when it is asked for.
+    pub fn lift<'s>(
+        &self,
+        device: &Arc<crate::cuda::Device>,
+        slots: impl Iterator<Item = &'s Arc<Stored>>,
+        used: u64,
+    ) -> Option<crate::cuda::Lifted> {
+        let mut room = self.spare.staging.saturating_sub(used);
+        let fits = |slot: &(&Arc<Stored>, &[u32])| match room.checked_sub(slot.0.bytes()) {
+            Some(left) => {
+                room = left;
+                true
+            }
+            None => false,
+        };
+        let near = slots.filter_map(|slot| Some((slot, slot.in_place()?)));
+        device.lift(near.take_while(fits)).ok()
+    }
+
+    /// Counts pages of memory that a device reads, all but the `late` ones brought up before.
+    pub fn count_lifted(&self, forests: &[crate::forest::Forest<'_>], late: &crate::cuda::Lifted) {
+        let all = forests.iter().flat_map(crate::forest::Forest::away).filter(|slot| !slot.level.staged());
+        let all: HashMap<usize, bool> = all.map(|slot| (key(slot), late.address(slot).is_some())).collect();
+        let late = all.values().filter(|late| **late).count() as u64;
+        self.count(Fetches { ahead: all.len() as u64 - late, late, ..Fetches::default() });
     }
 }
 

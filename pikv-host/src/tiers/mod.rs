@@ -7,10 +7,13 @@
 //! Only full pages go that no rollback reaches and no fork reads; sinks, ring, pages that still fill up, what policies keep of tokens,
 //! and the extremes of keys stay in the first tier.
 //!
-//! Attention reads pages of host memory where they lie. Those of files come up into a *staging* area first, as many as one call
+//! Attention reads pages of host memory where they lie, on a CPU. Those of files come up into a *staging* area first, as many as one call
 //! reads: while a step attends a layer with [`Read::All`](crate::Read::All), a thread of the cache brings up the next one's. With
 //! [`Read::Experts`](crate::Read::Experts) and [`Read::Quest`](crate::Read::Quest), where nobody knows what will be read, selected pages are
 //! read when they are asked for, and no others.
+//!
+//! On a CUDA device all of them must come up, also those of host memory: into memory of the device apart from the budget, as large as
+//! the staging area at most. Those of host memory do so while the layer before is attended, those of files once they are in the host's.
 //!
 //! A store that fails is an [`Error::Tier`](crate::Error::Tier): a page that could not be written stays where it was, a page that could
 //! not be read fails the call, which can be made again. What comes back is checked against a sum, so that a store that returns other
@@ -25,7 +28,7 @@ mod moving;
 mod rate;
 mod store;
 
-pub(crate) use ahead::{Ahead, Levels, Staged};
+pub(crate) use ahead::{Early, Levels, Staged};
 pub(crate) use level::{Level, Stored};
 pub(crate) use moving::make_room;
 pub use rate::TierRate;
@@ -86,7 +89,7 @@ impl Tiers {
         self
     }
 
-    /// `bytes` of pages in memory of the host, named `host`. Attention reads them where they lie.
+    /// `bytes` of pages in memory of the host, named `host`. Attention on a CPU reads them where they lie.
     pub fn host(self, bytes: u64) -> Tiers {
         self.push("host".to_owned(), bytes, None)
     }
@@ -109,7 +112,7 @@ impl Tiers {
         self.push(name.into(), bytes, Some(Arc::new(open)))
     }
 
-    /// Sets the bytes of memory that a call's pages of files come up into: each step under way and each call of
+    /// Sets the bytes of memory that a call's pages of files (on a device all pages of lower tiers) come up into: each step under way and each call of
     /// [`Cache::attend`](crate::Cache::attend) takes as many at most, apart from the budget. A call must find room there for what it
     /// reads of one layer; the next layer's pages come up early as far as there is room beside it. The cache keeps as many bytes of buffers
     /// between calls.
@@ -133,7 +136,7 @@ pub struct TierUsage {
 /// Pages that attention read from tiers beneath the first, since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fetches {
-    /// Where they lay, in memory of the host.
+    /// Where they lay, in memory of the host; none on a device.
     pub in_place: u64,
     /// Brought up before they were asked for.
     pub ahead: u64,

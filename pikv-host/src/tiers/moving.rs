@@ -57,7 +57,7 @@ impl Entry {
         let slot = match &self.held {
             Held::Gone => return Ok(()),
             Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => {
-                level.put(page.words(), positions)?
+                level.put(&page.fetch()?, positions)?
             }
             Held::Away(Away { slot, .. }) => match slot.in_place() {
                 Some(words) => level.put(words, positions)?,
@@ -108,8 +108,9 @@ impl Sequence {
         let (Held::Away(Away { slot, by }), Some(last)) = (&entry.held, entry.last()) else { return Ok(()) };
         let shard = inner.shard_of(chain_place(page.chain), page.ordinal, page.head);
         let mut fresh = inner.arenas.reserve(slot.bytes())?.take(shard, slot.words() as u32)?;
-        if let Some(words) = fresh.words_mut() {
-            slot.read_into(words)?;
+        match fresh.words_mut() {
+            Some(words) if inner.config.backend.is_cpu() => slot.read_into(words)?,
+            _ => fresh.put(&slot.read()?)?,
         }
         entry.held = match *by {
             Some(by) => {

@@ -1,7 +1,9 @@
 //! A stand-in for the CUDA driver's library: the functions that pikv's back end calls, over the interpreter of `tests/ptx`.
 //!
 //! Work is done when it is asked for, but what goes wrong in it shows only later, as on a device: a launch that fails returns
-//! success, and every call after it the error. What the interpreter finds (reads out of bounds, misaligned, of freed or unwritten
+//! success, and every call after it the error. Copies up are done as late as may be: when something else is asked of their stream,
+//! or somebody waits for it, or for an event after them; so that a kernel of another stream that does not wait finds nothing, and
+//! one that waits for memory of the host that was used again finds what came later. What the interpreter finds (reads out of bounds, misaligned, of freed or unwritten
 //! memory, races) is written to stderr besides.
 //!
 //! Two more functions are for tests: [`standin_set`] and [`standin_get`].
@@ -48,6 +50,8 @@ pub const ALLOCATED: u32 = 2;
 pub const EXECUTED: u32 = 3;
 /// [`standin_get`]: how often the host has waited for the stream.
 pub const WAITED: u32 = 4;
+/// [`standin_get`]: faults that were set and are still to come.
+pub const DUE: u32 = 5;
 
 #[derive(Default)]
 struct Driver {
@@ -57,6 +61,12 @@ struct Driver {
     functions: HashMap<u64, (u64, String)>,
     /// Streams and events.
     handles: HashSet<u64>,
+    /// Copies up that were not done yet, in order.
+    queue: Vec<Up>,
+    /// Copies up so far.
+    asked: u64,
+    /// The stream of an event, and the copies that had been asked for before it.
+    events: HashMap<u64, (u64, u64)>,
     pinned: HashMap<u64, Box<[u64]>>,
     contexts: u64,
     next: u64,
@@ -70,6 +80,15 @@ struct Driver {
     capability: u64,
     /// The answer to every call, once work has failed.
     lost: Option<u32>,
+}
+
+/// A copy up.
+struct Up {
+    stream: u64,
+    number: u64,
+    to: u64,
+    from: usize,
+    bytes: usize,
 }
 
 static DRIVER: Mutex<Option<Driver>> = Mutex::new(None);
@@ -112,6 +131,27 @@ impl Driver {
         self.next
     }
 
+    /// Does the copies of `stream` up to number `last`; of all streams if there is none.
+    fn catch_up(&mut self, stream: Option<u64>, last: u64) {
+        let due = |up: &mut Up| stream.is_none_or(|stream| up.stream == stream) && up.number <= last;
+        let due: Vec<Up> = self.queue.extract_if(.., due).collect();
+        for Up { to, from, bytes, .. } in due {
+            if self.lost.is_some() {
+                return;
+            }
+            // SAFETY: the caller of the copy promised that the bytes stay until it is done.
+            let from = unsafe { slice::from_raw_parts(from as *const u8, bytes) };
+            if let Err(cause) = self.memory.write(to, from) {
+                self.fail("copy up", &cause);
+            }
+        }
+    }
+
+    /// As a stream that has to do something else.
+    fn catch_up_all(&mut self, stream: u64) {
+        self.catch_up(Some(stream), u64::MAX);
+    }
+
     fn fail(&mut self, what: &str, cause: &dyn std::fmt::Debug) -> u32 {
         eprintln!("stand-in: {what}: {cause:x?}");
         self.lost = Some(ILLEGAL_ADDRESS);
@@ -135,6 +175,7 @@ pub extern "C" fn standin_set(what: u32, value: u64) {
             LOSE => driver.lose_in = Some(value),
             CAPABILITY => driver.capability = value,
             RESET => {
+                driver.queue.clear();
                 (driver.lost, driver.allocations_left, driver.launches_left, driver.lose_in) =
                     (None, None, None, None);
             }
@@ -155,6 +196,10 @@ pub extern "C" fn standin_get(what: u32) -> u64 {
             ALLOCATED => driver.allocated,
             EXECUTED => driver.executed + driver.programs.values().map(|p| p.executed).sum::<u64>(),
             WAITED => driver.waited,
+            DUE => [driver.allocations_left, driver.launches_left, driver.lose_in]
+                .iter()
+                .filter(|left| left.is_some())
+                .count() as u64,
             _ => 0,
         };
         SUCCESS
@@ -366,23 +411,24 @@ pub unsafe extern "C" fn cuLaunchKernel(
         if (grid_y, grid_z, block_y, block_z, shared) != (1, 1, 1, 1, 0) || grid == 0 || block > 1024 {
             return INVALID_VALUE;
         }
+        let (module, name) = (*module, name.clone());
         if due(&mut driver.launches_left) {
             return OUT_OF_RESOURCES;
         }
+        driver.catch_up_all(stream);
         driver.launched += 1;
         if due(&mut driver.lose_in) {
             driver.lost = Some(LAUNCH_FAILED);
             return SUCCESS;
         }
-        let Some(program) = driver.programs.get_mut(module) else { return INVALID_HANDLE };
-        let sizes = program.parameters(name).unwrap_or_default();
+        let Some(program) = driver.programs.get_mut(&module) else { return INVALID_HANDLE };
+        let sizes = program.parameters(&name).unwrap_or_default();
         // SAFETY: the caller's promise: a pointer for each parameter, to as many bytes as it has.
         let arguments: Vec<&[u8]> = unsafe {
             let pointers = slice::from_raw_parts(arguments, sizes.len());
             pointers.iter().zip(&sizes).map(|(at, size)| slice::from_raw_parts(*at, *size)).collect()
         };
-        if let Err(fault) = program.launch(&mut driver.memory, name, grid, block, &arguments) {
-            let name = name.clone();
+        if let Err(fault) = program.launch(&mut driver.memory, &name, grid, block, &arguments) {
             driver.fail(&name, &fault);
         }
         SUCCESS
@@ -407,10 +453,13 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
-    with(|driver| match (CURRENT.get(), driver.memory.free(address)) {
-        (false, _) => INVALID_CONTEXT,
-        (true, Ok(())) => driver.lost.unwrap_or(SUCCESS),
-        (true, Err(cause)) => driver.fail("free", &cause),
+    with(|driver| {
+        driver.catch_up(None, u64::MAX);
+        match (CURRENT.get(), driver.memory.free(address)) {
+            (false, _) => INVALID_CONTEXT,
+            (true, Ok(())) => driver.lost.unwrap_or(SUCCESS),
+            (true, Err(cause)) => driver.fail("free", &cause),
+        }
     })
 }
 
@@ -435,17 +484,52 @@ pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut u64, bytes: usize) -> u
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFreeHost(address: u64) -> u32 {
-    with(|driver| match driver.pinned.remove(&address) {
-        Some(_) => driver.lost.unwrap_or(SUCCESS),
-        None => INVALID_VALUE,
+    with(|driver| {
+        driver.catch_up(None, u64::MAX);
+        match driver.pinned.remove(&address) {
+            Some(_) => driver.lost.unwrap_or(SUCCESS),
+            None => INVALID_VALUE,
+        }
     })
 }
 
 /// # Safety
 /// As the driver's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, _stream: u64) -> u32 {
+pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, stream: u64) -> u32 {
     alive(|driver| {
+        if !driver.handles.contains(&stream) {
+            return INVALID_HANDLE;
+        }
+        driver.asked += 1;
+        driver.queue.push(Up { stream, number: driver.asked, to, from: from as usize, bytes });
+        SUCCESS
+    })
+}
+
+/// # Safety
+/// As the driver's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, stream: u64) -> u32 {
+    alive(|driver| {
+        driver.catch_up_all(stream);
+        match driver.memory.read::<u8>(from, bytes) {
+            Ok(found) => {
+                // SAFETY: the caller's promise.
+                unsafe { to.copy_from(found.as_ptr(), bytes) };
+                SUCCESS
+            }
+            Err(cause) => driver.fail("copy down", &cause),
+        }
+    })
+}
+
+/// # Safety
+/// As the driver's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize) -> u32 {
+    alive(|driver| {
+        driver.catch_up(None, u64::MAX);
         // SAFETY: the caller's promise.
         let from = unsafe { slice::from_raw_parts(from, bytes) };
         match driver.memory.write(to, from) {
@@ -458,39 +542,24 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: u
 /// # Safety
 /// As the driver's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, _stream: u64) -> u32 {
-    alive(|driver| match driver.memory.read::<u8>(from, bytes) {
-        Ok(found) => {
-            // SAFETY: the caller's promise.
-            unsafe { to.copy_from(found.as_ptr(), bytes) };
-            SUCCESS
-        }
-        Err(cause) => driver.fail("copy down", &cause),
-    })
-}
-
-/// # Safety
-/// As the driver's.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize) -> u32 {
-    // SAFETY: the caller's promise.
-    unsafe { cuMemcpyHtoDAsync_v2(to, from, bytes, 0) }
-}
-
-/// # Safety
-/// As the driver's.
-#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut u8, from: u64, bytes: usize) -> u32 {
+    with(|driver| {
+        driver.catch_up(None, u64::MAX);
+        SUCCESS
+    });
     // SAFETY: the caller's promise.
     unsafe { cuMemcpyDtoHAsync_v2(to, from, bytes, 0) }
 }
 
 /// The driver's function.
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, _stream: u64) -> u32 {
-    alive(|driver| match driver.memory.write(to, &vec![value; count]) {
-        Ok(()) => SUCCESS,
-        Err(cause) => driver.fail("fill", &cause),
+pub extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, stream: u64) -> u32 {
+    alive(|driver| {
+        driver.catch_up_all(stream);
+        match driver.memory.write(to, &vec![value; count]) {
+            Ok(()) => SUCCESS,
+            Err(cause) => driver.fail("fill", &cause),
+        }
     })
 }
 
@@ -515,7 +584,11 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> u32 {
     with(|driver| match driver.handles.remove(&stream) {
-        true => driver.lost.unwrap_or(SUCCESS),
+        true => {
+            driver.catch_up_all(stream);
+            driver.events.remove(&stream);
+            driver.lost.unwrap_or(SUCCESS)
+        }
         false => INVALID_HANDLE,
     })
 }
@@ -525,6 +598,7 @@ pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> u32 {
 pub extern "C" fn cuStreamSynchronize(stream: u64) -> u32 {
     alive(|driver| {
         driver.waited += 1;
+        driver.catch_up_all(stream);
         if driver.handles.contains(&stream) { SUCCESS } else { INVALID_HANDLE }
     })
 }
@@ -547,7 +621,19 @@ pub extern "C" fn cuEventDestroy_v2(event: u64) -> u32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
     alive(|driver| match driver.handles.contains(&event) && driver.handles.contains(&stream) {
-        true => SUCCESS,
+        true => {
+            driver.events.insert(event, (stream, driver.asked));
+            SUCCESS
+        }
+        false => INVALID_HANDLE,
+    })
+}
+
+/// The driver's function. The stream waits here and now: what is asked of it later cannot be before.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> u32 {
+    alive(|driver| match driver.handles.contains(&stream) {
+        true => reached(driver, event),
         false => INVALID_HANDLE,
     })
 }
@@ -555,7 +641,15 @@ pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
-    alive(|driver| if driver.handles.contains(&event) { SUCCESS } else { INVALID_HANDLE })
+    alive(|driver| reached(driver, event))
+}
+
+/// Does what was asked for before an event.
+fn reached(driver: &mut Driver, event: u64) -> u32 {
+    if let Some((stream, last)) = driver.events.get(&event).copied() {
+        driver.catch_up(Some(stream), last);
+    }
+    if driver.handles.contains(&event) { SUCCESS } else { INVALID_HANDLE }
 }
 
 /// # Safety

@@ -1,0 +1,159 @@
+//! Pages of lower tiers on their way up to the device: on a stream of their own, beside the work that is under way.
+
+use super::work::{Memory, Pinned};
+use super::{Device, answer, bare};
+use crate::backend::CudaError;
+use crate::error::Error;
+use crate::tiers::Stored;
+use cust::stream::{Stream, StreamFlags};
+use cust::sys;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ptr::null_mut;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The stream, and what was brought up in and may be used again.
+#[derive(Debug)]
+pub(super) struct Lifts {
+    spare: Mutex<Vec<Lift>>,
+    stream: Stream,
+}
+
+/// A batch of pages in memory of the device, and in the pinned memory that they come from.
+#[derive(Debug)]
+struct Lift {
+    host: Pinned,
+    memory: Memory,
+    /// After the copy.
+    done: Moment,
+}
+
+/// An event without times. (cust's own is consumed by the stream that waits for it.)
+#[derive(Debug)]
+struct Moment(sys::CUevent);
+
+// SAFETY: a handle, which the driver takes from any thread.
+unsafe impl Send for Moment {}
+// SAFETY: as above.
+unsafe impl Sync for Moment {}
+
+impl Moment {
+    fn new() -> Result<Moment, CudaError> {
+        let mut event = null_mut();
+        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: a place for a handle.
+        bare("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
+        Ok(Moment(event))
+    }
+
+    fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: handles that live.
+        bare("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream.as_inner()) })
+    }
+
+    fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: as above.
+        bare("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
+    }
+
+    /// Has what is put on `stream` from here on wait for it.
+    fn before(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: as above.
+        bare("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.as_inner(), self.0, 0) })
+    }
+}
+
+impl Drop for Moment {
+    fn drop(&mut self) {
+        // SAFETY: from `cuEventCreate`, once. A lost device refuses, and has lost it with everything else.
+        let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
+    }
+}
+
+/// Pages on the device, or on their way there. Dropped, its memory takes the next ones.
+#[derive(Debug)]
+pub(crate) struct Lifted {
+    /// Emptied on drop.
+    lift: Option<Lift>,
+    /// Each page where it lies, by where its slot does; the slots are held, so that no other takes the place of one.
+    at: HashMap<usize, (Arc<Stored>, u64)>,
+    device: Arc<Device>,
+}
+
+impl Lifts {
+    pub fn new() -> Result<Lifts, CudaError> {
+        let stream = answer("cuStreamCreateWithPriority", Stream::new(StreamFlags::NON_BLOCKING, None))?;
+        Ok(Lifts { spare: Mutex::default(), stream })
+    }
+}
+
+impl Device {
+    /// Starts to bring up pages, each once.
+    pub fn lift<'a>(
+        self: &Arc<Self>,
+        pages: impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])>,
+    ) -> Result<Lifted, Error> {
+        self.enter()?;
+        let (mut at, mut order, mut words) = (HashMap::new(), Vec::new(), 0);
+        for (slot, page) in pages {
+            if let Entry::Vacant(place) = at.entry(Arc::as_ptr(slot) as usize) {
+                place.insert((slot.clone(), 4 * words as u64));
+                words += page.len();
+                order.push(page);
+            }
+        }
+        let mut lifted = Lifted { lift: None, at, device: self.clone() };
+        if words == 0 {
+            return Ok(lifted);
+        }
+        let spare = self.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let lift = match spare {
+            Some(lift) => lift,
+            None => Lift { host: Pinned::default(), memory: Memory::default(), done: Moment::new()? },
+        };
+        let Lift { host, memory, done } = lifted.lift.insert(lift);
+        // Nobody waited for what was not wanted in the end.
+        done.wait()?;
+        let to = memory.reserve(4 * words as u64, &self.lifts.stream)?;
+        let host = host.reserve(words)?;
+        let mut rest = &mut host[..words];
+        for page in order {
+            let (place, after) = rest.split_at_mut(page.len());
+            place.copy_from_slice(page);
+            rest = after;
+        }
+        // SAFETY: both are that long; the pinned words are not touched again before `done`.
+        let code = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, self.lifts.stream.as_inner())
+        };
+        bare("cuMemcpyHtoDAsync", code)?;
+        done.record(&self.lifts.stream)?;
+        lifted.at.values_mut().for_each(|(_, at)| *at += to);
+        Ok(lifted)
+    }
+}
+
+impl Lifted {
+    /// Where a page lies, if it is among them.
+    pub fn address(&self, slot: &Arc<Stored>) -> Option<u64> {
+        self.at.get(&(Arc::as_ptr(slot) as usize)).map(|(_, at)| *at)
+    }
+
+    /// Has what is asked of the device from here on wait until they are there.
+    pub fn before(&self) -> Result<(), Error> {
+        self.device.enter()?;
+        if let Some(Lift { done, .. }) = &self.lift {
+            done.before(&self.device.stream)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Lifted {
+    fn drop(&mut self) {
+        let _ = self.device.enter();
+        if let Some(lift) = self.lift.take() {
+            self.device.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner).push(lift);
+        }
+    }
+}

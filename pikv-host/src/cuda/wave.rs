@@ -1,0 +1,426 @@
+//! Items of a call whose partial results are on the device together, as lists that kernels read.
+
+use crate::block::bundles;
+use crate::codec::HeadCodec;
+use crate::forest::{Forest, Listed, PACKED_RUN};
+use crate::job::{Item, Job, SCRATCH};
+use crate::mass::Wanted;
+use crate::reduce::levels;
+use crate::sequence::Place;
+use pikv_core::attend::BLOCK;
+use pikv_core::codec::read::{REBUILT, Scratch};
+use pikv_core::mass::ROW;
+use pikv_core::merge::Partial;
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{BackArg, MassArg, PairArg, RowArg, SightArg, TaskArg, WeighedArg};
+use std::ops::Range;
+
+/// Rows of a bundle at most.
+pub(crate) const ROWS: usize = 8;
+
+/// Items whose partial results are on the device together.
+#[derive(Default)]
+pub(super) struct Wave<'a> {
+    pub q: Vec<f32>,
+    /// Of every page that is read: its address, the lanes that are read, and of a packed one the last position and the one that
+    /// packed it.
+    pub pages: Vec<u64>,
+    pub live: Vec<u32>,
+    pub last: Vec<u32>,
+    pub by: Vec<u32>,
+    pub sights: Vec<SightArg>,
+    /// For 1, 2, 4 and 8 rows.
+    pub tasks: [Vec<TaskArg>; 4],
+    pub packed: Vec<Packed<'a>>,
+    /// The codecs that packed what is read.
+    pub heads: Vec<&'a HeadCodec>,
+    pub joins: Joins,
+    pub rows: Vec<RowArg>,
+    /// f32 of the partial results.
+    pub parts: u64,
+    /// f32 of the weights, where they are kept, and whose they are.
+    pub raw: u64,
+    pub weighed: Vec<WeighedArg>,
+    /// f32 that all of it takes on the device, with what kernels work in.
+    pub size: u64,
+    forests: Vec<Part>,
+}
+
+/// Blocks of packed pages that bundles of one width read.
+pub(super) struct Packed<'a> {
+    pub codec: &'a HeadCodec,
+    pub width: usize,
+    /// What the codec left of the queries, `[bundle][width][k_cols]` rows of lanes, and what their scores start from. Empty where keys
+    /// are turned as they are read.
+    pub q: Vec<[f32; LANES]>,
+    pub start: Vec<f32>,
+    pub tasks: Vec<TaskArg>,
+}
+
+/// What joins partial results, by its height in the tree.
+#[derive(Default)]
+pub(super) struct Joins {
+    pub pairs: Vec<Vec<PairArg>>,
+    /// Rows that are taken back to the head's channels.
+    pub backs: Vec<Vec<BackArg>>,
+}
+
+/// What a wave has of a forest.
+struct Part {
+    /// Index of the forest in the call.
+    forest: usize,
+    /// Its first page in the list.
+    page: u32,
+    /// The first token of the rows, and past the last one.
+    tokens: Range<u32>,
+    /// Its entries of `weighed`.
+    weighed: Range<u32>,
+}
+
+/// A partial result of the tree.
+#[derive(Clone, Copy)]
+struct Node {
+    part: u64,
+    /// Launches that must have been before.
+    height: usize,
+}
+
+/// Entry `at` of a list that is as long as it has to be.
+fn at<T>(lists: &mut Vec<Vec<T>>, at: usize) -> &mut Vec<T> {
+    while lists.len() <= at {
+        lists.push(Vec::new());
+    }
+    &mut lists[at]
+}
+
+/// The pages of a block of which some are packed by now: at most one of an expert was open when a row came, and takes the
+/// expert's place.
+fn place_of(page: &Listed<'_>) -> usize {
+    match page.id.place {
+        Place::Expert(e) => usize::from(e) % BLOCK,
+        Place::Sinks | Place::Ring => 0,
+    }
+}
+
+/// Whether a block has originals of packed pages.
+fn mixed(forest: &Forest<'_>, pages: &Range<usize>) -> bool {
+    forest.pages[pages.clone()].iter().any(|page| page.original)
+}
+
+/// Whether a row that reads tokens up to `hi` in pages finds the page open.
+fn open(page: &Listed<'_>, hi: i32) -> bool {
+    page.words[0] as i32 <= hi && (!page.original || page.by as i32 > hi)
+}
+
+impl<'a> Wave<'a> {
+    /// Rows of an item of a forest, of which `whole` tokens' are wanted at most.
+    pub fn step(job: &Job<'_>, forest: &Forest<'_>, most: usize) -> usize {
+        // Which pages were open differs from token to token.
+        if forest.pages.iter().any(|page| page.original) { job.group() } else { most }
+    }
+
+    /// f32 that an item will take.
+    pub fn cost(job: &Job<'_>, item: &Item<'_>, wanted: bool) -> u64 {
+        let forest = item.forest;
+        let row = Partial::len(1, job.shape.layout.acc_rows()) + if wanted { ROW } else { 0 };
+        let packed = (0..forest.blocks.len()).filter(|block| forest.codec(*block).is_some()).count();
+        // The widest partial result over packed pages has as many rows of lanes as a value has groups, at most.
+        let mut more = size_of::<Scratch<1>>() / 4 + 8 * LANES;
+        if job.shape.rope.is_some() {
+            more += REBUILT * LANES;
+        }
+        (item.rows * (row * forest.blocks.len() + more * packed)) as u64
+    }
+
+    /// Adds an item of forest `index` of the call; its weights are kept if they are `wanted`.
+    pub fn push(&mut self, job: &Job<'a>, index: usize, item: &Item<'_>, wanted: bool) {
+        self.size += Wave::cost(job, item, wanted);
+        let forest = item.forest;
+        let (first, end) = (item.row / job.group(), (item.row + item.rows).div_ceil(job.group()));
+        if self.forests.last().is_none_or(|part| part.forest != index) {
+            let none = self.weighed.len() as u32;
+            self.forests.push(Part {
+                forest: index,
+                page: self.pages.len() as u32,
+                tokens: first as u32..first as u32,
+                weighed: none..none,
+            });
+            forest.pages.iter().for_each(|page| self.list(page, page.live));
+        }
+        let first_page = self.forests.last().map_or(0, |part| part.page);
+        let codec = job.codec(forest).filter(|_| forest.has_packed());
+        let head = codec.map_or(0, |codec| self.head(codec));
+        SCRATCH.with_borrow_mut(|scratch| {
+            job.pack(item, scratch);
+            let packed = &scratch.packed;
+            let channels = job.shape.layout.k_channels() as usize;
+            let first_q = self.q.len();
+            self.q.extend(&packed.q);
+            // Where gaps are closed the sinks are read by queries of their own.
+            let first_sink_q = if job.closed_gaps { self.q.len() } else { first_q };
+            self.q.extend(&packed.sinks);
+            // Where the block's pages are in the list, and how many.
+            let blocks: Vec<(u32, u32)> = forest
+                .blocks
+                .iter()
+                .map(|pages| match mixed(forest, pages) {
+                    true => self.list_open(&forest.pages[pages.clone()], packed.sights[0].0.hi),
+                    false => (first_page + pages.start as u32, pages.len() as u32),
+                })
+                .collect();
+            for (row, width) in bundles(item.rows, job.most(forest)) {
+                let looks = &packed.sights[row..row + width];
+                let sights = self.sights.len() as u32;
+                self.sights.extend(looks.iter().map(|(pool, _)| SightArg::from(*pool)));
+                self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
+                let first_raw = self.raw;
+                let q = first_q + row * channels;
+                let bundle = codec.map(|codec| self.bundle(job, codec, packed, row, width, q as u32));
+                let mut parts = Vec::with_capacity(blocks.len());
+                for (block, (pages, count)) in blocks.iter().copied().enumerate() {
+                    let place = forest.pages[forest.blocks[block].start].id.place;
+                    let packed = bundle.filter(|_| forest.codec(block).is_some());
+                    let q = if place == Place::Sinks { first_sink_q + row * channels } else { q };
+                    let task = TaskArg {
+                        part: self.parts,
+                        raw: self.raw,
+                        q: packed.map_or(q as u32, |(_, q)| q),
+                        pages,
+                        count,
+                        sights: sights + if place == Place::Ring { width as u32 } else { 0 },
+                    };
+                    parts.push(self.parts);
+                    self.parts += match (packed, codec) {
+                        (Some(_), Some(codec)) => Partial::len(width, codec.packed.acc_rows()),
+                        _ => Partial::len(width, job.shape.layout.acc_rows()),
+                    } as u64;
+                    self.raw += if wanted { (width * ROW) as u64 } else { 0 };
+                    match packed {
+                        Some((of, _)) => self.packed[of].tasks.push(task),
+                        None => self.tasks[width.ilog2() as usize].push(task),
+                    }
+                }
+                let tree = Tree {
+                    forest,
+                    parts: &parts,
+                    rows: width as u32,
+                    full: job.shape.layout.acc_rows(),
+                    packed: codec.map_or(0, |codec| codec.packed.acc_rows()),
+                    head,
+                };
+                let Some(root) = tree.join(&mut self.joins, &mut self.parts) else { continue };
+                let rows = width as u32;
+                self.weighed.push(WeighedArg { raw: first_raw, part: root.part, width: rows, pad: 0 });
+                self.rows.extend((0..width).map(|r| RowArg {
+                    part: root.part,
+                    rows,
+                    row: r as u32,
+                    out: job.output_row(item, row + r) as u32,
+                    pad: 0,
+                }));
+            }
+        });
+        if let Some(part) = self.forests.last_mut() {
+            (part.weighed.end, part.tokens.end) = (self.weighed.len() as u32, end as u32);
+        }
+    }
+
+    fn list(&mut self, page: &Listed<'_>, live: u32) {
+        self.pages.push(page.address);
+        self.live.push(live);
+        self.last.push(page.last);
+        self.by.push(page.by);
+    }
+
+    /// Lists the pages of a block that rows which read up to `hi` find open, each in its expert's place; nothing is read of
+    /// what fills the other places.
+    fn list_open(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
+        let first = self.pages.len() as u32;
+        let count = pages.iter().map(place_of).max().map_or(0, |last| last + 1);
+        for place in 0..count {
+            match pages.iter().find(|page| place_of(page) == place && open(page, hi)) {
+                Some(page) => self.list(page, page.live),
+                None => self.list(&pages[0], 0),
+            }
+        }
+        (first, count as u32)
+    }
+
+    /// The codec's place in the list.
+    fn head(&mut self, codec: &'a HeadCodec) -> u32 {
+        let known = self.heads.iter().position(|known| std::ptr::eq(*known, codec));
+        known.unwrap_or_else(|| {
+            self.heads.push(codec);
+            self.heads.len() - 1
+        }) as u32
+    }
+
+    /// Adds a bundle's queries to those that read packed pages; where, and what tasks are told of it. `q` is where its whole queries
+    /// lie.
+    fn bundle(
+        &mut self,
+        job: &Job<'_>,
+        codec: &'a HeadCodec,
+        packed: &crate::job::Packed,
+        row: usize,
+        width: usize,
+        q: u32,
+    ) -> (usize, u32) {
+        let same = |of: &Packed<'_>| std::ptr::eq(of.codec, codec) && of.width == width;
+        let of = self.packed.iter().position(same).unwrap_or_else(|| {
+            self.packed.push(Packed { codec, width, q: Vec::new(), start: Vec::new(), tasks: Vec::new() });
+            self.packed.len() - 1
+        });
+        if job.shape.rope.is_some() {
+            return (of, q);
+        }
+        let Packed { q, start, .. } = &mut self.packed[of];
+        let (first, cols) = (q.len() * LANES, codec.packed.k_cols() as usize);
+        q.extend(&packed.folded()[row * cols..][..width * cols]);
+        start.extend(&packed.start()[row..row + width]);
+        (of, first as u32)
+    }
+
+    /// What is to be added up for each page and each set of rows that is wanted. Output rows of forest `f` begin at `firsts[f]`.
+    pub fn masses(
+        &self,
+        job: &Job<'_>,
+        forests: &[Forest<'_>],
+        wanted: &[Wanted],
+        firsts: &[usize],
+    ) -> Vec<MassArg> {
+        let mut masses = Vec::new();
+        for part in &self.forests {
+            let forest = &forests[part.forest];
+            let mut out = firsts[part.forest] as u32;
+            for set in sets(&wanted[forest.view]) {
+                let meets = set.start < part.tokens.end && part.tokens.start < set.end;
+                for (block, pages) in (0..).zip(forest.blocks.iter().filter(|_| meets)) {
+                    let mixed = mixed(forest, pages);
+                    masses.extend(pages.clone().map(|page| {
+                        let listed = &forest.pages[page];
+                        let (place, tokens) = match mixed {
+                            true => (place_of(listed), opened(job, forest, listed, &part.tokens)),
+                            false => (page - pages.start, set.clone()),
+                        };
+                        MassArg {
+                            block,
+                            page: place as u32,
+                            first: part.weighed.start,
+                            count: part.weighed.len() as u32,
+                            token: part.tokens.start,
+                            from: set.start.max(tokens.start),
+                            to: set.end.min(tokens.end),
+                            out: out + page as u32,
+                        }
+                    }));
+                }
+                out += forest.pages.len() as u32;
+            }
+        }
+        masses
+    }
+}
+
+/// The tokens among `tokens` whose rows find the page open.
+fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &Listed<'_>, tokens: &Range<u32>) -> Range<u32> {
+    let view = &job.views[forest.view];
+    let finds = |token: &u32| open(page, job.floor(view, view.first + token) as i32 - 1);
+    let start = tokens.clone().find(finds).unwrap_or(tokens.end);
+    let end = (start..tokens.end).find(|token| !finds(token)).unwrap_or(tokens.end);
+    start..end
+}
+
+/// The sets of tokens of a view whose weights are wanted apart.
+pub(super) fn sets(wanted: &Wanted) -> impl Iterator<Item = Range<u32>> {
+    wanted.all.then_some(0..u32::MAX).into_iter().chain(wanted.cuts.iter().cloned())
+}
+
+/// The tree of [`Forest::reduce`] as lists of joins.
+struct Tree<'a> {
+    forest: &'a Forest<'a>,
+    /// Of each block.
+    parts: &'a [u64],
+    rows: u32,
+    /// Rows of lanes of one row's result over full pages, and over packed ones.
+    full: u32,
+    packed: u32,
+    /// The codec's place in the list.
+    head: u32,
+}
+
+impl Tree<'_> {
+    /// The root; what takes room of its own goes after `end`.
+    fn join(&self, joins: &mut Joins, end: &mut u64) -> Option<Node> {
+        let forest = self.forest;
+        let (packed, rest) = forest.runs.split_at(forest.packed[0]);
+        let mut upper: Vec<(u32, Option<usize>)> =
+            rest.iter().enumerate().map(|(i, index)| (*index, Some(forest.packed[0] + i))).collect();
+        if !packed.is_empty() {
+            let at = upper.partition_point(|(index, _)| *index < PACKED_RUN[0]);
+            upper.insert(at, (PACKED_RUN[0], None));
+        }
+        let index: Vec<u32> = upper.iter().map(|(index, _)| *index).collect();
+        let mut leaf = |i: usize, joins: &mut Joins| match upper[i].1 {
+            Some(run) => self.run(run, self.full, joins),
+            None => {
+                let level = packed.last().map_or(0, |last| levels(*last));
+                let mut run = |i: usize, joins: &mut Joins| self.run(i, self.packed, joins);
+                let root = self.subtree(packed, level, 0, 0, &mut run, self.packed, joins)?;
+                Some(self.back(root, joins, end))
+            }
+        };
+        let level = index.last().map_or(0, |last| levels(*last));
+        self.subtree(&index, level, 0, 0, &mut leaf, self.full, joins)
+    }
+
+    fn run(&self, run: usize, acc_rows: u32, joins: &mut Joins) -> Option<Node> {
+        let blocks = self.forest.run_blocks[run].clone();
+        let mut leaf = |block: usize, _: &mut Joins| Some(Node { part: self.parts[block], height: 0 });
+        let index = &self.forest.index[blocks.clone()];
+        self.subtree(index, self.forest.levels(run), 0, blocks.start, &mut leaf, acc_rows, joins)
+    }
+
+    /// Takes the packed runs' result back to the head's channels.
+    fn back(&self, root: Node, joins: &mut Joins, end: &mut u64) -> Node {
+        let (from, to, rows, head) = (root.part, *end, self.rows, self.head);
+        *end += Partial::len(rows as usize, self.full) as u64;
+        at(&mut joins.backs, root.height).extend((0..rows).map(|row| BackArg {
+            from,
+            to,
+            rows,
+            row,
+            head,
+            pad: 0,
+        }));
+        Node { part: to, height: root.height + 1 }
+    }
+
+    /// [`Tree::reduce`](crate::reduce::Tree::reduce) as a list of joins.
+    #[allow(clippy::too_many_arguments)]
+    fn subtree(
+        &self,
+        index: &[u32],
+        level: u32,
+        base: u64,
+        first: usize,
+        leaf: &mut dyn FnMut(usize, &mut Joins) -> Option<Node>,
+        acc_rows: u32,
+        joins: &mut Joins,
+    ) -> Option<Node> {
+        if index.is_empty() {
+            return None;
+        }
+        if level == 0 {
+            return leaf(first, joins);
+        }
+        let half = base + (1 << (level - 1));
+        let cut = index.partition_point(|i| u64::from(*i) < half);
+        let left = self.subtree(&index[..cut], level - 1, base, first, leaf, acc_rows, joins);
+        let right = self.subtree(&index[cut..], level - 1, half, first + cut, leaf, acc_rows, joins);
+        let (Some(l), Some(r)) = (left, right) else { return left.or(right) };
+        let height = l.height.max(r.height);
+        at(&mut joins.pairs, height).push(PairArg { left: l.part, right: r.part, rows: self.rows, acc_rows });
+        Some(Node { part: l.part, height: height + 1 })
+    }
+}

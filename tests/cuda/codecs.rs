@@ -1,0 +1,157 @@
+//! Codecs: packed on one back end as on the other, read with the same bits.
+
+use crate::script::{Op, Options, mix, noise};
+use crate::standin::Standin;
+use crate::suite::{Case, check, config, decode, same, shape};
+use pikv::codec::{Code, Codec, Coding, Map};
+use pikv::{CacheConfig, Dtype, LayerShape, Pairs, Rope};
+
+/// Some map of a width, by its number: none, the transform, a selection, a matrix, one with a bias.
+fn map(kind: u64, wide: u32) -> Option<Map> {
+    let narrow = (wide / 2).max(1);
+    let matrix = |seed| noise(&[seed, u64::from(wide)], (wide * narrow) as usize);
+    match kind % 5 {
+        0 => None,
+        1 => Map::hadamard(wide).ok(),
+        2 => Map::identity_subset(wide, &(0..narrow).map(|c| (c * 7 + 1) % wide).collect::<Vec<_>>())
+            .or_else(|_| Map::identity_subset(wide, &[wide - 1]))
+            .ok(),
+        3 => Map::new(wide, narrow, matrix(1), matrix(2), None).ok(),
+        _ => Map::new(wide, narrow, matrix(3), matrix(4), Some(noise(&[5], wide as usize))).ok(),
+    }
+}
+
+fn coding(code: Code, map: Option<Map>) -> Coding {
+    map.into_iter().fold(Coding::new(code), Coding::map)
+}
+
+/// A codec drawn for a head.
+fn codec(draw: u64, k_dim: u32, v_dim: u32) -> Codec {
+    let of = |i: u64, n: u64| mix(&[draw, i]) % n;
+    let code = |i| Code::ALL[of(i, 7) as usize];
+    Codec::new(coding(code(0), map(of(2, 5), k_dim)), coding(code(1), map(of(3, 5), v_dim)))
+}
+
+#[test]
+fn every_code() {
+    for (i, code) in Code::ALL.into_iter().enumerate() {
+        let other = Code::ALL[(i + 3) % 7];
+        let layers = vec![shape(1, 3, 40, 24, Dtype::Bf16, Dtype::F16)];
+        let codec = Codec::new(Coding::new(code), Coding::new(other));
+        let mut ops = vec![Op::Fill(vec![(0, 70)]), Op::Feed(vec![(0, 40)])];
+        ops.extend(decode(3));
+        check(code.name(), config(layers, 16, 0).compress(codec), ops);
+    }
+}
+
+#[test]
+fn every_map() {
+    for rope in [None, Some(Rope { theta: 100.0, rotary_dim: 12, pairs: Pairs::Halves })] {
+        for kind in 0..5 {
+            let layers = vec![LayerShape { rope, ..shape(2, 2, 24, 48, Dtype::F32, Dtype::Bf16) }];
+            let k = coding(Code::Int8, map(kind, 24));
+            let codec = Codec::new(k, coding(Code::F16, map(kind + 1, 48)));
+            let ops = vec![Op::Fill(vec![(0, 40)]), Op::Feed(vec![(0, 41)]), Op::Feed(vec![(0, 1)])];
+            check("map", config(layers, 8, 3).compress(codec).sinks(2).experts(2, 1), ops);
+        }
+    }
+}
+
+#[test]
+fn wide_heads_and_long_runs() {
+    // Several groups of 32 channels, three blocks of packed pages of one expert.
+    let layers = vec![shape(1, 1, 256, 160, Dtype::F32, Dtype::F32)];
+    let codec = Codec::new(Coding::new(Code::Int4), coding(Code::Int4, Map::hadamard(160).ok()));
+    let ops = vec![Op::Fill(vec![(0, 600)]), Op::Feed(vec![(0, 1)])];
+    check("wide", config(layers, 8, 0).compress(codec), ops);
+}
+
+#[test]
+fn forks_rollbacks_and_abandoned_steps_of_packed_pages() {
+    let ops = vec![
+        Op::Feed(vec![(0, 70)]),
+        Op::Fork(0),
+        Op::Feed(vec![(0, 9), (1, 30)]),
+        Op::Rollback(0, 8),
+        Op::Abandon(vec![(0, 40), (1, 1)], 1),
+        Op::Rollback(1, 20),
+        Op::Feed(vec![(0, 5), (1, 25)]),
+        Op::Ask(1, 6),
+        Op::Drop(0),
+        Op::Feed(vec![(1, 1)]),
+    ];
+    let layers = vec![shape(2, 2, 16, 32, Dtype::F16, Dtype::F16); 2];
+    let int8 = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8));
+    let config =
+        config(layers, 10, 20).experts(2, 1).compress_head(0, 1, int8.clone()).compress_layer(1, int8);
+    check("back", config, ops);
+}
+
+#[test]
+fn the_mass_of_packed_pages() {
+    // Steps in which pages are packed, so that some rows read them packed and others as they came.
+    for (group, experts) in [(1, 1), (3, 9), (12, 2)] {
+        let layers = vec![shape(1, group, 16, 16, Dtype::Bf16, Dtype::Bf16)];
+        let int4 = Codec::new(Coding::new(Code::Int4), Coding::new(Code::Int8));
+        let config = config(layers, 6, 4).experts(experts, 1).compress(int4);
+        let ops = vec![Op::Feed(vec![(0, 90)]), Op::Feed(vec![(0, 66)]), Op::Feed(vec![(0, 1)])];
+        let options = Options { mass: true, ..Options::default() };
+        same("mass", &Standin::new(), &Case { config, options, ops });
+    }
+}
+
+/// Random caches and random acts.
+#[test]
+fn whatever_is_packed() {
+    let standin = Standin::new();
+    for seed in 0..24u64 {
+        let mut n = 0;
+        let mut below = |m: u64| {
+            n += 1;
+            mix(&[seed, n, 99]) % m
+        };
+        let dtypes = [below(3), below(3)].map(|i| Dtype::ALL[i as usize]);
+        let (k_dim, v_dim) = (2 + below(40) as u32, 1 + below(60) as u32);
+        let rope = (below(3) == 0).then(|| Rope {
+            theta: 100.0,
+            rotary_dim: 2 * (1 + below(u64::from(k_dim / 2)) as u32),
+            pairs: [Pairs::Halves, Pairs::Neighbours][below(2) as usize],
+        });
+        let window = (below(4) == 0).then(|| 1 + below(90) as u32);
+        let layer = shape(1 + below(2) as u32, 1 + below(4) as u32, k_dim, v_dim, dtypes[0], dtypes[1]);
+        let mut config: CacheConfig =
+            config(vec![LayerShape { rope, window, ..layer }], 1 + below(40) as u32, below(20) as u32)
+                .sinks(below(4) as u32)
+                .experts(1 + below(3) as u32, 1)
+                .poison(below(2) == 0);
+        for head in 0..layer.kv_heads as usize {
+            if below(5) > 0 {
+                config = config.compress_head(0, head, codec(below(1 << 30), k_dim, v_dim));
+            }
+        }
+        let mut sequences = 1;
+        let mut ops = vec![Op::Feed(vec![(0, 30 + below(60) as u32)])];
+        for _ in 0..7 {
+            let at = below(sequences) as usize;
+            ops.push(match below(9) {
+                0 if sequences < 3 => {
+                    sequences += 1;
+                    Op::Fork(at)
+                }
+                1 => Op::Rollback(at, below(20) as u32),
+                2 => Op::Evict(at, below(5) as usize),
+                3 => Op::Ask(at, 1 + below(3) as u32),
+                4 => Op::Abandon(vec![(at, 1 + below(40) as u32)], below(2) as usize),
+                _ => Op::Feed(vec![(at, 1 + below(45) as u32)]),
+            });
+        }
+        let options = Options {
+            softcap: (below(4) == 0).then_some(3.0),
+            closed_gaps: below(4) == 0,
+            own_experts: below(4) == 0,
+            mass: below(3) == 0,
+            ..Options::default()
+        };
+        same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, options, ops });
+    }
+}
