@@ -13,7 +13,7 @@ mod common;
 #[allow(dead_code, reason = "other examples use the rest")]
 mod moe;
 
-use common::cache::{Cache as _, Step as _};
+use common::cache::Cache as _;
 use common::sample::{SplitMix, sample};
 use moe::model::{Model, VOCAB};
 use moe::paged::Paged;

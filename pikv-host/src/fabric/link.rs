@@ -139,9 +139,12 @@ impl Link {
         freed: &mut dyn FnMut(u32) -> Vec<u64>,
         work: Vec<(u32, Work)>,
     ) -> Result<Vec<Answer>, FabricError> {
+        // Before anything is taken that a message would carry.
+        for (rank, _) in &work {
+            self.check(*rank)?;
+        }
         let mut messages = Vec::with_capacity(work.len());
         for (rank, work) in work {
-            self.check(rank)?;
             let mut message = wire::message(kind::WORK, self.session, 0);
             let gone = freed(rank);
             message.push(gone.len() as u32);
