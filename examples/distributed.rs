@@ -397,17 +397,14 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
             }
         }
         let schedule = Schedule::new(&config, ranks, &filed, |t, e| at.get(&(t, e)).copied().unwrap_or(0))?;
-        let wired = |rank: usize| match world {
-            World::Threads(_) => true,
-            #[cfg(feature = "mpi")]
-            World::Processes(_) => rank > 0,
-        };
+        // A process has its own pages without a wire; threads are all reached by one.
+        let threads = matches!(world, World::Threads(_));
         let of = |plan: &RankPlan| plan.exact.sent + plan.exact.received;
         let said: f64 = schedule
             .ranks
             .iter()
             .enumerate()
-            .filter(|(rank, _)| wired(*rank))
+            .filter(|(rank, _)| threads || *rank > 0)
             .map(|(_, plan)| of(plan))
             .sum();
         println!(

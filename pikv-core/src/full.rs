@@ -356,10 +356,10 @@ fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
     stride: usize,
 ) {
     let mut a = [[[w.splat(0.0); 2]; R]; C];
-    for c in 0..C {
-        for r in 0..R {
-            for j in 0..V::PER_WORD {
-                a[c][r][j] = w.load_f(&acc[r * stride + c * V::PER_WORD + j]);
+    for (c, a) in a.iter_mut().enumerate() {
+        for (r, a) in a.iter_mut().enumerate() {
+            for (j, a) in a[..V::PER_WORD].iter_mut().enumerate() {
+                *a = w.load_f(&acc[r * stride + c * V::PER_WORD + j]);
             }
         }
     }
@@ -369,18 +369,19 @@ fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
                 w.prefetch(next);
             }
             let word = w.load(&value[col + c]);
-            for j in 0..V::PER_WORD {
-                let x = V::channel(w, word, j);
-                for r in 0..R {
-                    a[c][r][j] = w.fma(x, w.bcast(&p[r], t), a[c][r][j]);
+            let x = [V::channel(w, word, 0), V::channel(w, word, V::PER_WORD - 1)];
+            for (a, p) in a[c].iter_mut().zip(p) {
+                let p = w.bcast(p, t);
+                for (a, x) in a[..V::PER_WORD].iter_mut().zip(x) {
+                    *a = w.fma(x, p, *a);
                 }
             }
         }
     }
-    for c in 0..C {
-        for r in 0..R {
-            for j in 0..V::PER_WORD {
-                w.store(a[c][r][j], &mut acc[r * stride + c * V::PER_WORD + j]);
+    for (c, a) in a.iter().enumerate() {
+        for (r, a) in a.iter().enumerate() {
+            for (j, a) in a[..V::PER_WORD].iter().enumerate() {
+                w.store(*a, &mut acc[r * stride + c * V::PER_WORD + j]);
             }
         }
     }
