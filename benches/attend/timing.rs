@@ -7,8 +7,10 @@ use pikv::{Cache, Output, Rows};
 use std::error::Error;
 use std::time::Instant;
 
-/// Samples of a configuration.
+/// Samples of a configuration; fewer, if they took so many seconds.
 const SAMPLES: usize = 9;
+const FEWEST: usize = 5;
+const PATIENCE: f64 = 4.0;
 /// KV bytes of a sample, of all rows: a few milliseconds or more.
 const SAMPLE_BYTES: f64 = 3e8;
 
@@ -39,8 +41,9 @@ impl Timing {
         let repeat = (SAMPLE_BYTES / bytes) as usize + 1;
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
         let (mut times, mut limits, mut over) = (Vec::new(), Vec::new(), Vec::new());
+        let start = Instant::now();
         pool.install(|| -> Result<(), pikv::Error> {
-            for _ in 0..SAMPLES {
+            while times.len() < FEWEST || times.len() < SAMPLES && start.elapsed().as_secs_f64() < PATIENCE {
                 let time = seconds(repeat, &call)?;
                 let mut rest = 0.0;
                 for other in others {

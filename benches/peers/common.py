@@ -14,9 +14,11 @@ import numpy as np
 QUERY_HEADS, KV_HEADS, DIM = 32, 8, 128
 GROUP = QUERY_HEADS // KV_HEADS
 SCALE = DIM**-0.5
-# Largest error over the largest output. Peers round queries, weights or sums to 16 or 8 bits; one that keeps its logits in bf16
-# has those near 8 off by 1/64.
-TOLERANCE = {"f32": 1e-4, "f16": 2e-2, "bf16": 6e-2, "q8_0": 2e-2, "q4_0": 2e-2}
+# The query heads of the first and of the last KV head.
+CHECKED = [*range(GROUP), *range(QUERY_HEADS - GROUP, QUERY_HEADS)]
+# Largest error over the largest output. Peers round queries, weights or sums to 16 or 8 bits: llama.cpp adds f16 values up in f16,
+# token by token, and PyTorch's matmul leaves logits in bf16, where those near 8 are off by 1/64.
+TOLERANCE = {"f32": 1e-4, "f16": 6e-2, "bf16": 6e-2, "q8_0": 3e-2, "q4_0": 3e-2}
 SAMPLE_SECONDS = 0.03
 
 
@@ -50,14 +52,14 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 
 def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Softmax attention in float64: q [QUERY_HEADS, DIM], k and v [tokens, KV_HEADS, DIM]."""
-    out = np.empty((QUERY_HEADS, DIM))
-    for head in range(KV_HEADS):
+    """Softmax attention in float64 of the query heads in CHECKED: q [QUERY_HEADS, DIM], k and v [tokens, KV_HEADS, DIM]."""
+    out = []
+    for head in (0, KV_HEADS - 1):
         rows = slice(head * GROUP, (head + 1) * GROUP)
         logits = q[rows].astype(np.float64) @ k[:, head].astype(np.float64).T * SCALE
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        out[rows] = weights / weights.sum(axis=1, keepdims=True) @ v[:, head].astype(np.float64)
-    return out
+        out.append(weights / weights.sum(axis=1, keepdims=True) @ v[:, head].astype(np.float64))
+    return np.concatenate(out)
 
 
 def serve(version: str, build: Callable[[str, np.ndarray, np.ndarray, np.ndarray], Built]) -> None:
@@ -80,7 +82,9 @@ def serve(version: str, build: Callable[[str, np.ndarray, np.ndarray, np.ndarray
 
 def setup(dtype: str, context: int, build) -> tuple[Built, float]:
     rng = np.random.default_rng(1)
-    k, v = (rounded(rng.standard_normal((context, KV_HEADS, DIM), np.float32), dtype) for _ in range(2))
+    # A prime number of values over and over: no two heads or tokens are alike.
+    noise = [rounded(rng.standard_normal(1_000_003, np.float32), dtype) for _ in range(2)]
+    k, v = (np.resize(x, (context, KV_HEADS, DIM)) for x in noise)
     q = rounded(2 * rng.standard_normal((QUERY_HEADS, DIM), np.float32), dtype)
     built = build(dtype, q, k, v)
     expected = oracle(q, *(built.stored or (k, v)))
@@ -88,7 +92,7 @@ def setup(dtype: str, context: int, build) -> tuple[Built, float]:
     worst = 0.0
     for threads in (1, 2):
         built.call(threads)
-        worst = max(worst, np.abs(built.output() - expected).max() / np.abs(expected).max())
+        worst = max(worst, np.abs(built.output()[CHECKED] - expected).max() / np.abs(expected).max())
         if not worst <= TOLERANCE[dtype]:
             raise ValueError(f"{dtype}, {context} tokens, {threads} threads: off by {worst:.1e} of the largest output")
     return built, worst

@@ -1,7 +1,7 @@
 //! candle-nn on the CPU, as `benches/peers/common.py` describes a peer. The argument says how: `matmul` (its `KvCache`, the
 //! group as rows of one head, matmul-softmax-matmul) or `flash` (its CPU flash attention, tokens first).
 
-use candle_core::{D, DType, Device, Result, Tensor, WithDType, bail};
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use candle_nn::attention::{AttnMask, cpu_flash::flash_attn};
 use candle_nn::kv_cache::KvCache;
 use std::collections::HashMap;
