@@ -40,7 +40,7 @@ impl Form {
         if let Some(codec) = &self.codec {
             config = config.compress(codec.clone());
         }
-        Ok(Cache::new(config)?)
+        Cache::new(config)
     }
 
     /// KV bytes that a row reads: of its tokens, or of the pages where those are packed.
