@@ -115,6 +115,7 @@ impl Registers {
         match op {
             Un32::Mov => self.map32(on, d, a, |a| a),
             Un32::Not => self.map32(on, d, a, |a| !a),
+            Un32::Not16 => self.map32(on, d, a, |a| !a & 0xffff),
             Un32::Neg => self.map32(on, d, a, u32::wrapping_neg),
             Un32::Popc => self.map32(on, d, a, u32::count_ones),
             Un32::Clz => self.map32(on, d, a, u32::leading_zeros),
@@ -142,6 +143,7 @@ impl Registers {
         match op {
             Bin32::Add => self.zip32(on, d, a, b, u32::wrapping_add),
             Bin32::Add16 => self.zip32(on, d, a, b, |a, b| a.wrapping_add(b) & 0xffff),
+            Bin32::Sub16 => self.zip32(on, d, a, b, |a, b| a.wrapping_sub(b) & 0xffff),
             Bin32::Mul16 => self.zip32(on, d, a, b, |a, b| a.wrapping_mul(b) & 0xffff),
             Bin32::Shl16 => self.zip32(on, d, a, b, |a, b| a.checked_shl(b).unwrap_or(0) & 0xffff),
             Bin32::Sub => self.zip32(on, d, a, b, u32::wrapping_sub),

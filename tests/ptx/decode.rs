@@ -221,6 +221,7 @@ impl Body<'_> {
 
             ["add", "s32" | "u32"] => self.bin32(Bin32::Add, 32, a),
             ["add", "s16" | "u16"] => self.bin32(Bin32::Add16, 16, a),
+            ["sub", "s16" | "u16"] => self.bin32(Bin32::Sub16, 16, a),
             ["mul", "lo", "s16" | "u16"] => self.bin32(Bin32::Mul16, 16, a),
             ["shl", "b16"] => self.shift16(Bin32::Shl16, a),
             ["shr", "u16" | "b16"] => self.shift16(Bin32::ShrU, a),
@@ -244,6 +245,7 @@ impl Body<'_> {
             ["shl", "b32"] => self.bin32(Bin32::Shl, 32, a),
             ["shr", "u32" | "b32"] => self.bin32(Bin32::ShrU, 32, a),
             ["shr", "s32"] => self.bin32(Bin32::ShrS, 32, a),
+            ["not", "b16"] => self.un32(Un32::Not16, 16, a),
             ["not", "b32"] => self.un32(Un32::Not, 32, a),
             ["neg", "s32"] => self.un32(Un32::Neg, 32, a),
             ["popc", "b32"] => self.un32(Un32::Popc, 32, a),

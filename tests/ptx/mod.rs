@@ -166,6 +166,7 @@ impl Order {
 pub enum Un32 {
     Mov,
     Not,
+    Not16,
     Neg,
     Popc,
     Clz,
@@ -189,6 +190,7 @@ pub enum Bin32 {
     Add,
     /// The low 16 bits of the sum, of the product, and of what was shifted.
     Add16,
+    Sub16,
     Mul16,
     Shl16,
     Sub,
