@@ -1,4 +1,5 @@
-//! Nats against bytes, all rows on one plot. A circle that would hide another stands to the right of its place.
+//! Nats against bytes, all rows on one plot. A circle that would hide another stands above its place (below it at the edge), on a line from
+//! there.
 
 use crate::Outcome;
 use crate::rows::Row;
@@ -51,12 +52,18 @@ pub fn write(
     for (i, (row, o)) in outcomes.iter().enumerate().filter(|(_, (row, _))| row.name != "f32") {
         // Few hues, so that all are dark enough for the number.
         let color = HSLColor((i as f64 * 0.381_966).fract(), 0.75, 0.36);
-        let mut place = (100.0 / o.ratio, o.nats.min(high));
+        let at = (100.0 / o.ratio, o.nats.min(high));
+        let mut place = at;
         let hides = |other: &(f64, f64), place: (f64, f64)| {
             ((other.0 - place.0) / width).powi(2) + ((other.1 - place.1) / height).powi(2) < 1.0
         };
         while placed.iter().any(|other| hides(other, place)) {
-            place.0 += width / 4.0;
+            // From the edge down.
+            place.1 += if at.1 < high { height / 4.0 } else { -height / 4.0 };
+        }
+        if place != at {
+            chart.draw_series([PathElement::new([at, place], color.stroke_width(1))])?;
+            chart.draw_series([Circle::new(at, 2, color.filled())])?;
         }
         placed.push(place);
         chart.draw_series([Circle::new(place, 9, color.filled())])?;
