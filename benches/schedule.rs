@@ -111,17 +111,17 @@ impl Rows {
             logits: take(rows * EXPERTS, 4.0),
         }
     }
+}
 
-    /// The experts with the highest logits of each row.
-    fn routes(&self) -> Vec<u16> {
-        let top = |row: &[f32]| {
-            let mut order: Vec<u16> = (0..EXPERTS as u16).collect();
-            order.sort_by(|a, b| row[usize::from(*b)].total_cmp(&row[usize::from(*a)]));
-            order.truncate(TOP_K);
-            order
-        };
-        self.logits.chunks_exact(EXPERTS).flat_map(top).collect()
-    }
+/// The experts with the highest logits of each row.
+fn routes(logits: &[f32]) -> Vec<u16> {
+    let top = |row: &[f32]| {
+        let mut order: Vec<u16> = (0..EXPERTS as u16).collect();
+        order.sort_by(|a, b| row[usize::from(*b)].total_cmp(&row[usize::from(*a)]));
+        order.truncate(TOP_K);
+        order
+    };
+    logits.chunks_exact(EXPERTS).flat_map(top).collect()
 }
 
 fn config() -> CacheConfig {
@@ -139,7 +139,7 @@ fn config() -> CacheConfig {
 
 /// Adds `tokens` tokens without attention.
 fn fill(cache: &Cache, sequence: &mut Sequence, tokens: u32, rows: &Rows) -> Result<()> {
-    let routes = rows.routes();
+    let routes = routes(&rows.logits);
     let mut left = tokens;
     while left > 0 {
         let n = left.min(STEP);
@@ -177,14 +177,14 @@ fn costs(case: Case, context: u32, samples: usize) -> Result<Costs> {
     let (mut attend, mut attend_with, mut rest, mut rest_with) = (vec![], vec![], vec![], vec![]);
     for i in 0..samples {
         let Rows { k, v, q, logits } = Rows::new(2 + i as u64, 1);
-        let routes = Rows { k: vec![], v: vec![], q: vec![], logits: logits.clone() }.routes();
+        let chosen = routes(&logits);
         let start = Instant::now();
         let mut step = plain.begin([(&mut a, 1)])?;
         step.append(0, &k, &v)?;
         let before = Instant::now();
         step.attend(0, &q, &OPTIONS, Output::new(&mut out))?;
         let took = before.elapsed();
-        step.route(0, &routes)?;
+        step.route(0, &chosen)?;
         step.commit()?;
         rest.push((start.elapsed() - took).as_secs_f64());
         attend.push(took.as_secs_f64());
@@ -203,13 +203,13 @@ fn costs(case: Case, context: u32, samples: usize) -> Result<Costs> {
     // From one eviction to the next, in both caches, without attention.
     let period = context / 16;
     let one = Rows::new(9, 1);
-    let routes = one.routes();
+    let chosen = routes(&one.logits);
     let steps = |cache: &Cache, sequence: &mut Sequence| -> Result<Duration> {
         let start = Instant::now();
         for _ in 0..period {
             let mut step = cache.begin([(&mut *sequence, 1)])?;
             step.append(0, &one.k, &one.v)?;
-            step.route(0, &routes)?;
+            step.route(0, &chosen)?;
             step.commit()?;
         }
         Ok(start.elapsed())

@@ -298,7 +298,7 @@ impl<const R: usize> Kernel for Attend<'_, R> {
         let start = case.start.as_chunks().0[block];
         let folded = Folded::<R> { rows: &case.q[block], start, whole: None };
         let mut scratch = Scratch::default();
-        let mut form = PackedPages::new(w, &case.packed, &pages, None, folded, &mut scratch, &mut []);
+        let mut form = PackedPages::new(w, &case.packed, &pages, &[], folded, &mut scratch, &mut []);
         let looks = Looks { sight: case.sights.as_chunks().0[block], softcap: case.softcap };
         let mut part = Partial::new(part, R, case.packed.acc_rows());
         attend_block(w, &mut form, &looks, &mut part, 0, Some(raw));

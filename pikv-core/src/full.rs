@@ -302,26 +302,12 @@ fn weigh<W: Warp, V: Element, const R: usize>(
     let (end, row) = (layout.v_words() as usize, layout.v_stride() as usize);
     let mut col = 0;
     if W::FETCHES && seen == u32::MAX && row.is_multiple_of(LANES) {
-        let rows = Rows { v: v.as_chunks().0, row: row / LANES, ahead: ahead.as_chunks().0 };
+        let rows =
+            Rows { v: v.as_chunks().0, row: row / LANES, whole: end / LANES, ahead: ahead.as_chunks().0 };
         // As many groups together as the registers hold sums of: a value's words are then read in one go, as they lie.
-        if 4 * R * V::PER_WORD <= W::ROWS {
-            while (col + 4) * LANES <= end {
-                weigh_all::<W, V, R, 4>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
-                col += 4;
-            }
-        }
-        if 2 * R * V::PER_WORD <= W::ROWS {
-            while (col + 2) * LANES <= end {
-                weigh_all::<W, V, R, 2>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
-                col += 2;
-            }
-        }
-        if R * V::PER_WORD <= W::ROWS {
-            while (col + 1) * LANES <= end {
-                weigh_all::<W, V, R, 1>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
-                col += 1;
-            }
-        }
+        col = weigh_all::<W, V, R, 4>(w, rows, col, p, acc, stride);
+        col = weigh_all::<W, V, R, 2>(w, rows, col, p, acc, stride);
+        col = weigh_all::<W, V, R, 1>(w, rows, col, p, acc, stride);
     }
     for col in col..layout.v_cols() as usize {
         let first = col * LANES;
@@ -339,15 +325,35 @@ fn weigh<W: Warp, V: Element, const R: usize>(
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     v: &'a [[u32; LANES]],
-    /// Rows of a value.
+    /// Rows of a value, and those of them that are whole groups of words.
     row: usize,
+    whole: usize,
     ahead: &'a [[u32; LANES]],
+}
+
+/// [`weigh_groups`] for the groups from `col` on, as long as there are `C`, if the registers hold their sums; the group after them.
+#[inline(always)]
+fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
+    w: W,
+    rows: Rows<'_>,
+    mut col: usize,
+    p: &[W::Slot; R],
+    acc: &mut [[f32; LANES]],
+    stride: usize,
+) -> usize {
+    if C * R * V::PER_WORD <= W::ROWS {
+        while col + C <= rows.whole {
+            weigh_groups::<W, V, R, C>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
+            col += C;
+        }
+    }
+    col
 }
 
 /// [`weigh`] for `C` whole groups of words from `col` on, of a page whose tokens are all seen: a loop of its own, as whatever else
 /// it did would be instructions that the loads of later tokens wait behind.
 #[inline(always)]
-fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
+fn weigh_groups<W: Warp, V: Element, const R: usize, const C: usize>(
     w: W,
     rows: Rows<'_>,
     col: usize,

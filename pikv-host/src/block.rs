@@ -130,7 +130,8 @@ pub struct PackedBlock<'a> {
     pub common: Common<'a>,
     pub codec: &'a HeadCodec,
     pub pages: &'a [PackedRef<'a>],
-    pub next: Option<&'a [u32]>,
+    /// The page that is read after these, empty if there is none.
+    pub next: &'a [u32],
     /// `[rows][k_cols]` rows of what the codec leaves of the queries.
     pub folded: &'a [[f32; LANES]],
     /// What each row's scores start from.

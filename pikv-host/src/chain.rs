@@ -403,10 +403,7 @@ impl Chain {
             let fill = entry.fill;
             match &mut entry.held {
                 Held::Closed(closed) if !closed.old && closed.next.is_none() => {
-                    let by = closed.by.saturating_add(aged.after);
-                    if by >= filed {
-                        break;
-                    }
+                    let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
                     let mut page = take(closed.packed.shard(), aged.codec.packed.words())?;
                     if let Some(out) = page.words_mut() {
                         let old = Old { words: closed.packed.words(), fill, last: closed.last };

@@ -6,9 +6,7 @@ use core::slice;
 use pikv_core::LANES;
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
 use pikv_core::codec::back::{Stored, WORK, take_back};
-use pikv_core::codec::read::{
-    Back, Folded, FoldedPages, PackedPages, PackedRef, REBUILT, RebuiltPages, Scratch,
-};
+use pikv_core::codec::read::{Back, Folded, Only, PackedPages, PackedRef, REBUILT, Scratch};
 use pikv_core::full::Query;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
@@ -150,8 +148,8 @@ unsafe fn attend<const R: usize>(given: Given<R>, start: *const f32, turned: Opt
             // SAFETY: by the caller's promise on `q`.
             let q = unsafe { slice::from_raw_parts(q.add(task.q as usize).cast::<[f32; LANES]>(), rows) };
             let folded = Folded { rows: q, start: starts, whole: None };
-            let mut form = PackedPages::new(lanes, &packed, pages, None, folded, scratch, &mut []);
-            attend_block(lanes, &mut FoldedPages(&mut form), &looks, &mut part, 0, weights);
+            let mut form = PackedPages::new(lanes, &packed, pages, &[], folded, scratch, &mut []);
+            attend_block(lanes, &mut Only::<_, R, false>(&mut form), &looks, &mut part, 0, weights);
         }
         Some(Turned { layout, map, rope, table, rebuilt }) => {
             let layout = layout.layout();
@@ -171,8 +169,8 @@ unsafe fn attend<const R: usize>(given: Given<R>, start: *const f32, turned: Opt
                 rotation: rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity }),
             };
             let folded = Folded { rows: &[], start: [0.0; R], whole: Some((back, query)) };
-            let mut form = PackedPages::new(lanes, &packed, pages, None, folded, scratch, rebuilt);
-            attend_block(lanes, &mut RebuiltPages(&mut form), &looks, &mut part, 0, weights);
+            let mut form = PackedPages::new(lanes, &packed, pages, &[], folded, scratch, rebuilt);
+            attend_block(lanes, &mut Only::<_, R, true>(&mut form), &looks, &mut part, 0, weights);
         }
     }
     if let Some(raw) = raw {

@@ -23,7 +23,6 @@ pub struct FactorPages<'a, W: Warp, const R: usize> {
     inner: PackedPages<'a, W, R>,
     /// Of each row, the query's channels by their part in a word: `[part][32 words]`.
     queries: [[W::Slot; K_COLS]; R],
-    next: Option<&'a [u32]>,
 }
 
 impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
@@ -33,7 +32,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
         w: W,
         packed: &'a Packed,
         pages: &'a [PackedRef<'a>],
-        next: Option<&'a [u32]>,
+        next: &'a [u32],
         query: Folded<'a, R>,
         scratch: &'a mut Scratch<R>,
         rebuilt: &'a mut [[f32; LANES]],
@@ -55,11 +54,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
                 }
             }
         }
-        FactorPages {
-            inner: PackedPages::new(w, packed, pages, next, query, scratch, rebuilt),
-            queries,
-            next,
-        }
+        FactorPages { inner: PackedPages::new(w, packed, pages, next, query, scratch, rebuilt), queries }
     }
 
     /// Products of the queries with the slots of a page's table: lane `i` has those of slot `i % slots`.
@@ -113,9 +108,9 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
         if let Side::Means { .. } = self.inner.packed.k_side {
             return products;
         }
-        let PackedPages { packed, pages, .. } = self.inner;
+        let PackedPages { packed, pages, next, .. } = self.inner;
         let query = Folded { rows: &rows, start, whole: None };
-        PackedPages::new(w, packed, pages, self.next, query, &mut *self.inner.scratch, &mut []).scores(w, i)
+        PackedPages::new(w, packed, pages, next, query, &mut *self.inner.scratch, &mut []).scores(w, i)
     }
 
     /// Keys rebuilt from their factors, and turned.
@@ -154,7 +149,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
 
     #[inline(always)]
     fn weigh_factors(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
-        let PackedPages { packed, pages, .. } = self.inner;
+        let PackedPages { packed, pages, next, .. } = self.inner;
         let mut weights = *p;
         if let Side::Means { level } = packed.v_side {
             for weights in &mut weights {
@@ -172,7 +167,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
             let sums = &mut sums.as_flattened_mut()[..R * stored];
             let query = Folded { rows: &[], start: [0.0; R], whole: None };
             let scratch = &mut *self.inner.scratch;
-            let mut inner = PackedPages::new(w, packed, pages, self.next, query, scratch, &mut []);
+            let mut inner = PackedPages::new(w, packed, pages, next, query, scratch, &mut []);
             inner.weigh(w, i, &[0; R], p, sums);
             inner.finish(w, sums);
             for (weights, sums) in weights.iter_mut().zip(sums.chunks_exact(stored)) {

@@ -106,7 +106,7 @@ pub struct PackedPages<'a, W: Warp, const R: usize> {
     pub(super) v_scales: u32,
     pub(super) v_groups: usize,
     pub(super) pages: &'a [PackedRef<'a>],
-    pub(super) next: Option<&'a [u32]>,
+    pub(super) next: &'a [u32],
     pub(super) query: Folded<'a, R>,
     pub(super) scratch: &'a mut Scratch<R>,
     pub(super) rebuilt: &'a mut [[f32; LANES]],
@@ -115,14 +115,14 @@ pub struct PackedPages<'a, W: Warp, const R: usize> {
 }
 
 impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
-    /// `pages` has at most [`BLOCK`](crate::attend::BLOCK); `next` is the page that will be read after them. `rebuilt` has
-    /// [`REBUILT`] rows where keys are turned as they are read, else none.
+    /// `pages` has at most [`BLOCK`](crate::attend::BLOCK); `next` is the page that will be read after them, empty if there is
+    /// none. `rebuilt` has [`REBUILT`] rows where keys are turned as they are read, else none.
     #[inline(always)]
     pub fn new(
         w: W,
         packed: &'a Packed,
         pages: &'a [PackedRef<'a>],
-        next: Option<&'a [u32]>,
+        next: &'a [u32],
         query: Folded<'a, R>,
         scratch: &'a mut Scratch<R>,
         rebuilt: &'a mut [[f32; LANES]],
@@ -142,11 +142,11 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     }
 }
 
-/// Packed pages whose [`Folded::whole`] is `None`, without the code for the other ones: a device compiles all that it is given
-/// into one kernel.
-pub struct FoldedPages<'a, 'b, W: Warp, const R: usize>(pub &'a mut PackedPages<'b, W, R>);
+/// Packed pages whose [`Folded::whole`] is set if `WHOLE`, and else is not, without the code for the other ones: a device compiles
+/// all that it is given into one kernel.
+pub struct Only<'a, 'b, W: Warp, const R: usize, const WHOLE: bool>(pub &'a mut PackedPages<'b, W, R>);
 
-impl<W: Warp, const R: usize> Form<W, R> for FoldedPages<'_, '_, W, R> {
+impl<W: Warp, const R: usize, const WHOLE: bool> Form<W, R> for Only<'_, '_, W, R, WHOLE> {
     #[inline(always)]
     fn pages(&self) -> usize {
         self.0.pages()
@@ -164,42 +164,7 @@ impl<W: Warp, const R: usize> Form<W, R> for FoldedPages<'_, '_, W, R> {
 
     #[inline(always)]
     fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
-        self.0.folded_scores(w, i)
-    }
-
-    #[inline(always)]
-    fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
-        self.0.weigh(w, i, seen, p, acc);
-    }
-
-    #[inline(always)]
-    fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]) {
-        self.0.finish(w, acc);
-    }
-}
-
-/// Packed pages whose [`Folded::whole`] is set, without the code for the other ones.
-pub struct RebuiltPages<'a, 'b, W: Warp, const R: usize>(pub &'a mut PackedPages<'b, W, R>);
-
-impl<W: Warp, const R: usize> Form<W, R> for RebuiltPages<'_, '_, W, R> {
-    #[inline(always)]
-    fn pages(&self) -> usize {
-        self.0.pages()
-    }
-
-    #[inline(always)]
-    fn acc_rows(&self) -> usize {
-        self.0.acc_rows()
-    }
-
-    #[inline(always)]
-    fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R] {
-        self.0.seen(w, i, sight)
-    }
-
-    #[inline(always)]
-    fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
-        w.call(RebuiltScores(self.0, i))
+        if WHOLE { w.call(RebuiltScores(self.0, i)) } else { self.0.folded_scores(w, i) }
     }
 
     #[inline(always)]

@@ -52,7 +52,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         let next: &'a [u32] = match self.pages.get(i + 1) {
             Some(page) => &page.words[from..],
             // Its keys, if it is packed too; else as many of its words.
-            None => self.next.map_or(&[][..], |words| &words[TAGS as usize..from.min(words.len())]),
+            None => self.next.get(TAGS as usize..from.min(self.next.len())).unwrap_or_default(),
         };
         next.as_chunks().0
     }

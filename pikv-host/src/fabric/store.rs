@@ -342,7 +342,7 @@ impl Store {
                         common,
                         codec,
                         pages: &list,
-                        next: Some(next[0]).filter(|words| !words.is_empty()),
+                        next: next[0],
                         folded: ask.folded,
                         start: ask.start,
                         rebuilt: &mut rebuilt,
