@@ -4,6 +4,10 @@
 //! every rank. The launcher starts each rank by a shell that outlives it, so that it does not end the others when one dies, and
 //! UCX, which Debian's MPICH is built over, may only use what does not abort them.
 
+#[allow(dead_code, reason = "shared by tests that each use a part")]
+mod numbers;
+
+use numbers::{bits, noise};
 use pikv::fabric::mpi::Mpi;
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
 use pikv::{
@@ -19,21 +23,6 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 /// What a machine with more ranks than cores may take besides.
 const SLACK: Duration = Duration::from_secs(12);
 const BUDGET: u64 = 256 << 20;
-
-fn noise(seed: u64, n: usize) -> Vec<f32> {
-    let mut x = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
-
-fn bits(x: &[f32]) -> Vec<u32> {
-    x.iter().map(|x| x.to_bits()).collect()
-}
 
 /// Two layers of 2 KV heads of 4 query heads, 64 channels of bf16, 8 experts.
 fn config(ranks: u32) -> CacheConfig {

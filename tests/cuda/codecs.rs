@@ -145,13 +145,7 @@ fn whatever_is_packed() {
                 _ => Op::Feed(vec![(at, 1 + below(45) as u32)]),
             });
         }
-        let options = Options {
-            softcap: (below(4) == 0).then_some(3.0),
-            closed_gaps: below(4) == 0,
-            own_experts: below(4) == 0,
-            mass: below(3) == 0,
-            ..Options::default()
-        };
+        let options = Options::drawn(&mut below);
         same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, options, ops });
     }
 }

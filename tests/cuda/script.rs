@@ -56,6 +56,19 @@ pub struct Options {
     pub again: bool,
 }
 
+impl Options {
+    /// Some of them, by numbers below what is asked for.
+    pub fn drawn(below: &mut impl FnMut(u64) -> u64) -> Options {
+        Options {
+            softcap: (below(4) == 0).then_some(3.0),
+            closed_gaps: below(4) == 0,
+            own_experts: below(4) == 0,
+            mass: below(3) == 0,
+            ..Options::default()
+        }
+    }
+}
+
 /// A cache, its sequences, and all that came out of them, as bits.
 pub struct Run {
     pub cache: Cache,

@@ -289,13 +289,7 @@ fn whatever_is_done() {
                 }
             });
         }
-        let options = Options {
-            softcap: (below(4) == 0).then_some(3.0),
-            closed_gaps: below(4) == 0,
-            own_experts: below(4) == 0,
-            mass: below(3) == 0,
-            ..Options::default()
-        };
+        let options = Options::drawn(&mut below);
         same(&format!("seed {seed}, {ops:?}, {config:?}"), &standin, &Case { config, options, ops });
     }
     let (launched, executed) = (standin.get(Get::Launched), standin.get(Get::Executed));

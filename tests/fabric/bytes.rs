@@ -1,6 +1,7 @@
 //! What lies where, as the allocators count it; what goes over the wire, and what merging on the ranks costs.
 
-use crate::setup::{noise, over};
+use crate::numbers::{bits, noise};
+use crate::setup::over;
 use pikv::fabric::{Options, Schedule};
 use pikv::router::Eplb;
 use pikv::{
@@ -102,7 +103,7 @@ fn eplb_moves_a_skewed_stream() {
     let after = cache.skew().unwrap();
     println!("{before:?} {after:?} {moves:?}");
     assert!(after.fullest < 1.1 && moves.moved > 1000, "{after:?} {moves:?}");
-    assert_eq!(crate::setup::bits(&read(&cache)), crate::setup::bits(&first));
+    assert_eq!(bits(&read(&cache)), bits(&first));
     assert_eq!(cache.traffic().unwrap().moved, moves.moved);
 }
 

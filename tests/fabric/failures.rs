@@ -1,6 +1,6 @@
 //! Ranks that die, hang, or answer what they should not: the others hear of it in time, and go on.
 
-use crate::setup::{bits, noise};
+use crate::numbers::{bits, noise};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options};
 use pikv::{
     Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, Position, Read, Rows,

@@ -1,4 +1,4 @@
-//! Random numbers for the tests of the PTX.
+//! Random numbers for tests.
 
 /// Random numbers, the same for the same seed.
 pub struct Rng(pub u64);
@@ -35,4 +35,20 @@ impl Rng {
     pub fn row(&mut self, scale: f32) -> [f32; 32] {
         std::array::from_fn(|_| self.value(scale))
     }
+}
+
+/// In [-1, 1), the same for the same seed.
+pub fn noise(seed: u64, n: usize) -> Vec<f32> {
+    let mut x = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+pub fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
 }

@@ -1,6 +1,7 @@
 //! Reading ahead overlaps attention.
 
-use crate::setup::{Control, PAGE_BYTES, append, attend, bits, bytes, config, fake, feed};
+use crate::numbers::bits;
+use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::tiers::{Fetches, Tiers};
 use pikv::{Attend, Cache, Error, Sequence};
 use std::sync::Arc;

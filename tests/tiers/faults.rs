@@ -1,6 +1,7 @@
 //! Stores that fail.
 
-use crate::setup::{Control, PAGE_BYTES, append, attend, bits, bytes, config, fake, feed};
+use crate::numbers::bits;
+use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::policy::{Budget, Candidates, Eviction, KeyNorm, Policy};
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, Error, Sequence, StepReport, TierOperation};

@@ -5,5 +5,10 @@ mod ahead;
 mod backend;
 mod faults;
 mod moves;
+#[allow(dead_code, reason = "shared by tests that each use a part")]
+#[path = "../numbers/mod.rs"]
+mod numbers;
 mod same;
 mod setup;
+#[path = "../twins/mod.rs"]
+mod twins;

@@ -1,13 +1,10 @@
 //! Random histories of two caches: one that holds everything, and one whose pages come and go. They may not differ in a bit.
 
-use crate::setup::{Control, bits, bytes, fake, noise};
-use pikv::codec::{Code, Codec, Coding};
-use pikv::policy::{Budget, Eviction, H2o, KeyNorm, LruPlus, StreamingLlm};
+use crate::numbers::bits;
+use crate::setup::{Control, bytes, fake};
+use crate::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
 use pikv::tiers::Tiers;
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageId, PageInfo, PageMass, Pairs,
-    Position, Read, Rope, Rows, Sequence, ShardMap, Step, StepReport, TierOperation,
-};
+use pikv::{Cache, Error, Output, PageInfo, PageMass, Position, Rows, Step, StepReport, TierOperation};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use std::sync::Arc;
@@ -15,22 +12,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 #[derive(Clone, Debug)]
 struct Setup {
-    layers: usize,
-    kv_heads: u32,
-    k_dim: u32,
-    v_dim: u32,
-    dtype: Dtype,
-    window: Option<u32>,
-    rope: bool,
-    ring: u32,
-    rollback: u32,
-    sinks: u32,
-    experts: u32,
-    /// Packs the first head, or all.
-    codec: Option<(Code, bool)>,
-    /// Evicts tokens, or whole pages, by this policy and down to so many tokens.
-    policy: Option<(u8, bool, u32)>,
-    shards: u32,
+    model: Model,
     /// Pages of every layer and head in the first tier, and in the tiers beneath.
     budget: u64,
     host: u64,
@@ -38,98 +20,26 @@ struct Setup {
 }
 
 impl Setup {
-    fn shape(&self) -> LayerShape {
-        let layout = Layout { k_dim: self.k_dim, v_dim: self.v_dim, k: self.dtype, v: self.dtype };
-        let rope = Rope { theta: 1000.0, rotary_dim: 2, pairs: Pairs::Halves };
-        LayerShape {
-            kv_heads: self.kv_heads,
-            query_heads: 2 * self.kv_heads,
-            layout,
-            window: self.window,
-            rope: self.rope.then_some(rope),
-        }
-    }
-
-    fn config(&self, pages: u64) -> CacheConfig {
-        let shape = self.shape();
-        let page = self.layers as u64 * u64::from(self.kv_heads) * shape.layout.bytes();
-        let mut config = CacheConfig::new(vec![shape; self.layers], page * pages)
-            .ring(self.ring)
-            .rollback(self.rollback)
-            .sinks(self.sinks)
-            .experts(self.experts, self.experts.min(2))
-            .shards(ShardMap::sum(self.shards).unwrap())
-            .bounds(true)
-            .poison(true)
-            .backend(crate::backend::backend());
-        if let Some((code, all)) = self.codec {
-            let codec = Codec::new(Coding::new(code), Coding::new(code));
-            for layer in 0..self.layers {
-                for head in 0..if all { self.kv_heads as usize } else { 1 } {
-                    config = config.compress_head(layer, head, codec.clone());
-                }
-            }
-        }
-        if let Some((policy, by_page, tokens)) = self.policy {
-            let budget = Budget::Tokens(tokens);
-            let eviction = match policy % 4 {
-                0 => Eviction::new(H2o, budget),
-                1 => Eviction::new(KeyNorm, budget),
-                2 => Eviction::new(LruPlus::default(), budget),
-                _ => Eviction::new(StreamingLlm, budget),
-            };
-            config = config.evict(if by_page { eviction.by_page() } else { eviction });
-        }
-        config
-    }
-
     fn caches(&self, control: &Arc<Control>) -> [Cache; 2] {
-        let shape = self.shape();
-        let page = self.layers as u64 * u64::from(self.kv_heads) * shape.layout.bytes();
-        let tiers = Tiers::new().host(self.host * page).staging(1 << 30);
+        let Setup { model, host, .. } = self;
+        let page = model.page();
+        let tiers = Tiers::new().host(host * page).staging(1 << 30);
         // Pages that lost tokens are put together where there is room: with none, they would be in one cache only.
         let (budget, store) =
-            if self.policy.is_some() { (self.budget + 400, 1 << 20) } else { (self.budget, self.store) };
+            if model.policy.is_some() { (self.budget + 400, 1 << 20) } else { (self.budget, self.store) };
         let tiers = fake(tiers, store * page, control);
-        [self.config(1 << 20), self.config(budget).tiers(tiers)].map(|config| Cache::new(config).unwrap())
+        [model.config(page << 20), model.config(page * budget).tiers(tiers)]
+            .map(|config| Cache::new(config).unwrap())
     }
 }
 
 fn setup() -> impl Strategy<Value = Setup> {
-    let dtype = prop_oneof![Just(Dtype::F32), Just(Dtype::Bf16)];
-    let window = prop_oneof![2 => Just(None), 1 => (60u32..200).prop_map(Some)];
-    let code = prop_oneof![Just(Code::Int8), Just(Code::Int4)];
-    let codec = prop_oneof![1 => Just(None), 1 => (code, any::<bool>()).prop_map(Some)];
-    let policy = prop_oneof![1 => Just(None), 1 => (any::<u8>(), any::<bool>(), 60u32..200).prop_map(Some)];
-    (
-        (1usize..=3, 1u32..=2, 2u32..=6, 1u32..=6, dtype, window, any::<bool>()),
-        (1u32..=40, 0u32..=12, 0u32..=4, prop_oneof![Just(1u32), 2u32..=4]),
-        (codec, policy, 1u32..=3, 8u64..40, 0u64..8, 0u64..40),
-    )
-        .prop_map(|(shape, tokens, store)| {
-            let (layers, kv_heads, k_dim, v_dim, dtype, window, rope) = shape;
-            let (ring, rollback, sinks, experts) = tokens;
-            let (codec, policy, shards, budget, host, store) = store;
-            Setup {
-                layers,
-                kv_heads,
-                k_dim,
-                v_dim,
-                dtype,
-                window,
-                rope,
-                ring,
-                rollback,
-                sinks,
-                experts,
-                codec,
-                policy,
-                shards,
-                budget,
-                host,
-                store,
-            }
-        })
+    (twins::model(1..=3), 8u64..40, 0u64..8, 0u64..40).prop_map(|(model, budget, host, store)| Setup {
+        model,
+        budget,
+        host,
+        store,
+    })
 }
 
 #[derive(Clone, Debug)]
@@ -163,26 +73,7 @@ enum Op {
         layer: usize,
         shares: (f64, f64),
     },
-    Rollback {
-        sequence: u8,
-        n: u32,
-    },
-    Fork {
-        sequence: u8,
-    },
-    Drop {
-        sequence: u8,
-    },
-    Evict {
-        sequence: u8,
-        pick: usize,
-    },
-    EvictAll {
-        sequence: u8,
-    },
-    Clear {
-        sequence: u8,
-    },
+    Change(Change),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -202,24 +93,16 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (sequence(), share(), any::<bool>()).prop_map(|(sequence, share, f)| Op::Promote { sequence, share, fails: f }),
         3 => (sequence(), 0usize..3, (0.0..1.0f64, 0.0..1.0f64))
             .prop_map(|(sequence, layer, shares)| Op::Arrange { sequence, layer, shares }),
-        3 => (sequence(), 0u32..=13).prop_map(|(sequence, n)| Op::Rollback { sequence, n }),
-        2 => sequence().prop_map(|sequence| Op::Fork { sequence }),
-        1 => sequence().prop_map(|sequence| Op::Drop { sequence }),
-        2 => (sequence(), any::<usize>()).prop_map(|(sequence, pick)| Op::Evict { sequence, pick }),
-        1 => sequence().prop_map(|sequence| Op::EvictAll { sequence }),
-        1 => sequence().prop_map(|sequence| Op::Clear { sequence }),
+        CHANGES => twins::change().prop_map(Op::Change),
     ]
 }
-
-/// The same sequence in both caches.
-type Pair = [Sequence; 2];
 
 struct Twins<'a> {
     setup: &'a Setup,
     control: Arc<Control>,
     caches: [Cache; 2],
     pairs: Vec<Pair>,
-    seed: u64,
+    values: Values,
     /// What was seen, so that a test of nothing does not pass.
     seen: Seen,
 }
@@ -232,15 +115,6 @@ struct Seen {
     writes: u32,
     reads: u32,
     away: u32,
-}
-
-fn how(setup: &Setup, read: u8) -> Attend {
-    let read = match read % 4 {
-        0 | 1 => Read::All,
-        2 => Read::Experts,
-        _ => Read::Quest { pages: u32::from(read / 4 % 4) },
-    };
-    Attend::new(0.5).read(read).closed_gaps(setup.rope && read != Read::Experts)
 }
 
 /// What both caches are asked, and what they say: an error that the second one's store was told to make is cleared, and the call made
@@ -269,61 +143,16 @@ fn both(
 }
 
 impl Twins<'_> {
-    fn at(&self, sequence: u8) -> usize {
-        usize::from(sequence) % self.pairs.len()
-    }
-
-    fn noise(&mut self, n: usize) -> Vec<f32> {
-        self.seed += 1;
-        noise(self.seed, n)
-    }
-
-    fn queries(&mut self, rows: usize) -> Vec<f32> {
-        self.noise(rows * (2 * self.setup.kv_heads * self.setup.k_dim) as usize)
-    }
-
-    fn outs(&self, rows: usize) -> (usize, usize) {
-        let heads = 2 * self.setup.kv_heads as usize;
-        (rows * heads * self.setup.v_dim as usize, rows * heads)
-    }
-
     fn step(&mut self, parts: &[(u8, u32)], read: u8, fails: u8, abort: Option<usize>) {
-        let mut chosen: Vec<(usize, u32)> = Vec::new();
-        for (sequence, n) in parts {
-            let at = self.at(*sequence);
-            if chosen.iter().all(|(i, _)| *i != at) {
-                chosen.push((at, *n));
-            }
-        }
-        chosen.sort_unstable();
+        let model = &self.setup.model;
+        let chosen = twins::chosen(&self.pairs, parts);
         let rows: usize = chosen.iter().map(|(_, n)| *n as usize).sum();
-        let Setup { layers, kv_heads, k_dim, v_dim, experts, .. } = *self.setup;
-        let mut tokens = Vec::new();
-        for _ in 0..layers {
-            let top_k = experts.min(2) as usize;
-            let routes: Vec<u16> = self
-                .noise(rows)
-                .iter()
-                .flat_map(|x| {
-                    let first = ((x + 1.0) * 0.5 * experts as f32) as u16 % experts as u16;
-                    [first, (first + 1) % experts as u16].into_iter().take(top_k)
-                })
-                .collect();
-            let k = self.noise(rows * (kv_heads * k_dim) as usize);
-            let v = self.noise(rows * (kv_heads * v_dim) as usize);
-            tokens.push((k, v, self.queries(rows), routes));
-        }
-        let (options, outs) = (how(self.setup, read), self.outs(rows));
+        let given = self.values.step(model, rows);
+        let (options, outs) = (model.how(read), model.outs(rows));
         let [roomy, tight] = &self.caches;
-        let (mut left, mut right) = (Vec::new(), Vec::new());
-        for (i, [a, b]) in self.pairs.iter_mut().enumerate() {
-            if let Some((_, n)) = chosen.iter().find(|(at, _)| *at == i) {
-                left.push((a, *n));
-                right.push((b, *n));
-            }
-        }
+        let [left, right] = twins::parts(&mut self.pairs, &chosen);
         // Where a policy evicts, what it thinned out is put together when a step begins, and pages that cannot be written wait.
-        let fails = if self.setup.policy.is_some() { fails & !1 } else { fails };
+        let fails = if model.policy.is_some() { fails & !1 } else { fails };
         self.control.full.store(fails & 1 == 1, SeqCst);
         let begun = tight.begin(right);
         self.control.full.store(false, SeqCst);
@@ -344,7 +173,7 @@ impl Twins<'_> {
             Err(other) => panic!("{other}"),
         };
         let mut steps: [Step<'_>; 2] = [roomy.begin(left).unwrap(), second];
-        for (layer, (k, v, q, routes)) in tokens.iter().enumerate() {
+        for (layer, Given { k, v, q, routes }) in given.iter().enumerate() {
             if abort == Some(layer) {
                 return;
             }
@@ -364,7 +193,7 @@ impl Twins<'_> {
         for (step, report) in steps.into_iter().zip(&mut reports) {
             step.commit_with(report).unwrap();
         }
-        for layer in 0..layers {
+        for layer in 0..model.layers {
             let wanted = |report: &StepReport| -> Vec<u64> {
                 report
                     .hits(layer)
@@ -385,10 +214,11 @@ impl Twins<'_> {
             Op::New => self.pairs.push(self.caches.each_ref().map(Cache::sequence)),
             Op::Step { parts, read, fails, abort } => self.step(parts, *read, *fails, *abort),
             Op::Attend { sequence, back, read, fails } => {
-                let at = self.at(*sequence);
-                let (q, outs, options) = (self.queries(1), self.outs(1), how(self.setup, *read));
+                let at = at(&self.pairs, *sequence);
+                let model = &self.setup.model;
+                let (q, outs, options) = (self.values.queries(model, 1), model.outs(1), model.how(*read));
                 let first = Position(self.pairs[at][0].next_position().0.saturating_sub(*back));
-                for layer in 0..self.setup.layers {
+                for layer in 0..model.layers {
                     let Twins { control, seen, caches, pairs, .. } = self;
                     both(control, seen, *fails, outs, |cache, out| {
                         let rows = [Rows { sequence: &pairs[at][cache], first, rows: 1 }];
@@ -397,7 +227,7 @@ impl Twins<'_> {
                 }
             }
             Op::Demote { sequence, share, fails } => {
-                let at = self.at(*sequence);
+                let at = at(&self.pairs, *sequence);
                 let sequence = &mut self.pairs[at][1];
                 let (before, bytes) = (sequence.bytes(), (sequence.bytes() as f64 * share) as u64);
                 self.control.full.store(*fails, SeqCst);
@@ -412,7 +242,7 @@ impl Twins<'_> {
                 self.control.full.store(false, SeqCst);
             }
             Op::Promote { sequence, share, fails } => {
-                let at = self.at(*sequence);
+                let at = at(&self.pairs, *sequence);
                 let sequence = &mut self.pairs[at][1];
                 let before = sequence.bytes();
                 let away = sequence.bytes_in_tier(1) + sequence.bytes_in_tier(2);
@@ -428,49 +258,15 @@ impl Twins<'_> {
                 self.control.unreadable.store(false, SeqCst);
             }
             Op::Arrange { sequence, layer, shares: (fast, host) } => {
-                let at = self.at(*sequence);
-                let layers = layer % self.setup.layers..self.setup.layers;
+                let at = at(&self.pairs, *sequence);
+                let layers = layer % self.setup.model.layers..self.setup.model.layers;
                 let host = (1.0 - fast) * host;
                 match self.pairs[at][1].arrange(layers, &[*fast, host, 1.0 - fast - host]) {
                     Ok(()) | Err(Error::TierFull { .. } | Error::OutOfBudget { .. }) => {}
                     Err(other) => panic!("{other}"),
                 }
             }
-            Op::Rollback { sequence, n } => {
-                let at = self.at(*sequence);
-                let [a, b] = self.pairs[at].each_mut().map(|sequence| sequence.rollback(*n));
-                assert_eq!(a, b);
-            }
-            Op::Fork { sequence } if self.pairs.len() < 4 => {
-                let at = self.at(*sequence);
-                let forks = self.pairs[at].each_ref().map(Sequence::fork);
-                self.pairs.push(forks);
-            }
-            Op::Fork { .. } => {}
-            Op::Drop { sequence } => {
-                let at = self.at(*sequence);
-                if self.pairs.len() > 1 {
-                    self.pairs.swap_remove(at);
-                }
-            }
-            Op::Evict { sequence, pick } => {
-                let at = self.at(*sequence);
-                let (layer, head) = (pick % self.setup.layers, pick / 8 % self.setup.kv_heads as usize);
-                let pages: Vec<PageInfo> = self.pairs[at][0].pages(layer, head).unwrap().collect();
-                if !pages.is_empty() {
-                    let page = pages[pick / 64 % pages.len()].id;
-                    let [a, b] = self.pairs[at].each_mut().map(|sequence| sequence.evict(layer, head, page));
-                    assert_eq!(a, b);
-                }
-            }
-            Op::EvictAll { sequence } => {
-                let at = self.at(*sequence);
-                self.pairs[at].iter_mut().for_each(Sequence::evict_all);
-            }
-            Op::Clear { sequence } => {
-                let at = self.at(*sequence);
-                self.pairs[at].iter_mut().for_each(Sequence::clear);
-            }
+            Op::Change(change) => change.apply(&self.setup.model, &mut self.pairs),
         }
     }
 
@@ -483,31 +279,12 @@ impl Twins<'_> {
             for (tier, away) in away.iter_mut().enumerate() {
                 *away += pair[1].bytes_in_tier(tier + 1);
             }
-            let [a, b] = pair
-                .each_ref()
-                .map(|sequence| (sequence.next_position(), sequence.in_ring(), sequence.rollback_limit()));
-            assert_eq!(a, b);
-            for (layer, head) in
-                (0..self.setup.layers).flat_map(|l| (0..self.setup.kv_heads).map(move |h| (l, h)))
-            {
-                let head = head as usize;
-                let [a, b] = pair.each_ref().map(|sequence| {
-                    let pages = sequence.pages(layer, head).unwrap();
-                    let pages: Vec<PageInfo> = pages.collect();
-                    let rows: Vec<_> =
-                        pages.iter().map(|page| rows(self.setup, sequence, layer, head, page.id)).collect();
-                    (pages, rows, sequence.resident(layer, head).unwrap())
-                });
-                self.seen.away += b.0.iter().filter(|page| page.tier > 0).count() as u32;
-                let plain = |pages: Vec<PageInfo>| -> Vec<PageInfo> {
-                    let plain = |mut page: PageInfo| {
-                        (page.tier, page.shared) = (0, false);
-                        page
-                    };
-                    pages.into_iter().map(plain).collect()
-                };
-                assert_eq!((plain(a.0), a.1, a.2), (plain(b.0), b.1, b.2));
+            let Setup { model, .. } = self.setup;
+            for head in (0..model.layers).flat_map(|l| (0..model.kv_heads as usize).map(move |h| (l, h))) {
+                let pages = pair[1].pages(head.0, head.1).unwrap();
+                self.seen.away += pages.filter(|page| page.tier > 0).count() as u32;
             }
+            twins::check(model, pair, |page: &mut PageInfo| (page.tier, page.shared) = (0, false));
         }
         let [_, tight] = &self.caches;
         let usage = tight.usage();
@@ -520,29 +297,11 @@ impl Twins<'_> {
     }
 }
 
-/// Positions of a page, and its first and last row.
-fn rows(
-    setup: &Setup,
-    sequence: &Sequence,
-    layer: usize,
-    head: usize,
-    page: PageId,
-) -> (Vec<(u32, Position)>, Vec<u32>) {
-    let all: Vec<(u32, Position)> = sequence.positions(layer, head, page).unwrap().collect();
-    let mut read = Vec::new();
-    for (lane, position) in all.first().into_iter().chain(all.last()) {
-        let (mut k, mut v) = (vec![0.0; setup.k_dim as usize], vec![0.0; setup.v_dim as usize]);
-        assert_eq!(sequence.read(layer, head, page, *lane, &mut k, &mut v), Ok(*position));
-        read.extend(bits(&[k, v].concat()));
-    }
-    (all, read)
-}
-
 fn run(setup: &Setup, ops: &[Op]) -> Seen {
     let control = Arc::new(Control::default());
     let caches = setup.caches(&control);
     let pairs = vec![caches.each_ref().map(Cache::sequence)];
-    let mut twins = Twins { setup, control, caches, pairs, seed: 0, seen: Seen::default() };
+    let mut twins = Twins { setup, control, caches, pairs, values: Values::default(), seen: Seen::default() };
     for op in ops {
         twins.apply(op);
         twins.check();

@@ -1,6 +1,7 @@
 //! A store that fails on demand, and tokens.
 
 use crate::backend::backend;
+use crate::numbers::noise;
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence, Step};
 use std::io;
@@ -101,21 +102,6 @@ pub fn fake(tiers: Tiers, bytes: u64, control: &Arc<Control>) -> Tiers {
         Ok(Box::new(fake) as Box<dyn Store>)
     };
     tiers.store("fake", bytes, open)
-}
-
-pub fn noise(seed: u64, n: usize) -> Vec<f32> {
-    let mut x = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
-
-pub fn bits(x: &[f32]) -> Vec<u32> {
-    x.iter().map(|x| x.to_bits()).collect()
 }
 
 /// Two KV heads of two query heads each, 4 channels of f32: a page has 1664 bytes.
