@@ -130,7 +130,7 @@ impl Chain {
                 .iter()
                 .flat_map(|s| s.iter().map(|row| row[lane as usize]))
                 .collect();
-            if !matches!(target, Target::Lower)
+            if target.is_here()
                 && let Some(words) = self.source(from, &away)
             {
                 match far {
@@ -228,7 +228,7 @@ impl Chain {
             let address = |i: usize| self.entries[i].page().map_or(0, Page::address);
             let moved = moves.iter().filter(|moved| {
                 let (to, target) = &targets[moved.at];
-                !target.is_at(*to, moved) && !matches!(target, Target::Lower)
+                !target.is_at(*to, moved) && target.is_here()
             });
             let moved = moved.map(|Move { from, lane, at, to_lane }| {
                 let target = match &targets[*at] {

@@ -121,7 +121,7 @@ impl Job<'_> {
     }
 }
 
-/// A page that was packed in between is listed in both forms, of which each row read one: puts their masses together.
+/// A page that was packed in between is listed in two forms or three, of which each row read one: puts their masses together.
 pub(crate) fn one_form(mass: &mut Vec<Weighed>, forest: &Forest<'_>) {
     let passes = |i: &usize| forest.pages[*i].original || forest.pages[*i].until.is_some();
     for original in (0..mass.len()).rev().filter(passes) {

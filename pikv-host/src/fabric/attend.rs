@@ -202,22 +202,15 @@ impl Front {
                 for rank in 0..loads.len() as u32 {
                     for packed in [true, false] {
                         let mine = |asked: &&Asked| (asked.rank, asked.packed) == (rank, packed);
-                        if blocks.iter().any(|asked| mine(&asked)) {
-                            let work = work.of(rank);
-                            work.reach = reach;
-                            work.asks.items += 1;
-                            let mine = blocks.iter().filter(mine);
-                            write(job, layer, &item, scratch, packed, manner, mine, &mut work.asks.words);
-                            let to = order.entry(rank).or_default();
-                            expect(
-                                job,
-                                &item,
-                                packed,
-                                manner,
-                                blocks.iter().filter(|a| (a.rank, a.packed) == (rank, packed)),
-                                to,
-                            );
+                        let mine: SmallVec<[&Asked; 8]> = blocks.iter().filter(mine).collect();
+                        if mine.is_empty() {
+                            continue;
                         }
+                        let work = work.of(rank);
+                        work.reach = reach;
+                        work.asks.items += 1;
+                        write(job, layer, &item, scratch, packed, manner, &mine, &mut work.asks.words);
+                        expect(job, &item, packed, manner, &mine, order.entry(rank).or_default());
                     }
                 }
             });
@@ -249,14 +242,14 @@ impl Front {
 
 /// Adds a question.
 #[allow(clippy::too_many_arguments)]
-fn write<'a>(
+fn write(
     job: &Job<'_>,
     layer: usize,
     item: &Item<'_>,
     scratch: &Scratch,
     packed: bool,
     manner: Manner,
-    blocks: impl Iterator<Item = &'a Asked>,
+    blocks: &[&Asked],
     out: &mut Vec<u32>,
 ) {
     let set = |on: bool, bit| if on { bit } else { 0 };
@@ -292,12 +285,12 @@ fn write<'a>(
 }
 
 /// Notes what the answer to a question will be.
-fn expect<'a>(
+fn expect(
     job: &Job<'_>,
     item: &Item<'_>,
     packed: bool,
     manner: Manner,
-    blocks: impl Iterator<Item = &'a Asked>,
+    blocks: &[&Asked],
     to: &mut Vec<For>,
 ) {
     let part = job.trees(item).of(packed.then_some(0)).len();
@@ -306,7 +299,7 @@ fn expect<'a>(
     if manner.fast {
         return to.push(For::Merged((view, head, row), packed, at(0)));
     }
-    to.extend(blocks.map(|Asked { block, pages, .. }| {
+    to.extend(blocks.iter().map(|Asked { block, pages, .. }| {
         let raw = if manner.raw { item.rows * pages.len() * LANES } else { 0 };
         For::Block((view, head, row, *block), at(raw))
     }));
