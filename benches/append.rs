@@ -1,15 +1,22 @@
-//! What a token costs to append as its sequence grows: nothing may grow with it.
+//! What a token costs to append: as its sequence grows, and beside a copy of its bytes.
 //!
 //! `cargo bench --bench append`
 //!
-//! One token at a time through `begin`, `append`, `route` and `commit`, 8 experts, from lengths of 2^10 to 2^20, all past the ring. Fails if a
-//! token at the longest costs more than 1.2 times one at the shortest. What was appended is read back first.
+//! *Growth*: one token at a time through `begin`, `append`, `route` and `commit`, 8 experts, from lengths of 2^10 to 2^20, all past the
+//! ring. Fails if a token at the longest costs more than 1.2 times one at the shortest. What was appended is read back.
+//!
+//! *Beside a copy*: a token of a layer of 8 heads of 128 channels, which comes in f32 and is kept in bf16, or packed to int8 or int4
+//! 32 tokens at a time once it has left the ring; over that, what it takes to write the same 4 KiB, rounded already, to the end of a buffer
+//! (`row`), and to the places where they lie in a page (`places`), once for the ring and once for the page of the expert.
 
 #[allow(dead_code, reason = "the other benches use the rest")]
 mod machine;
 
+use machine::median;
+use pikv::codec::{Code, Codec, Coding};
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Place, Sequence, ShardMap};
 use std::error::Error;
+use std::io::Write;
 use std::time::Instant;
 
 const DIM: usize = 64;
@@ -48,6 +55,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{target:>9} {long:>12.0} {short:>15.0} {ratio:>7.3}");
     }
     check(&sequence, &noise)?;
+    drop(sequence);
+    beside_copies(&noise)?;
     if ratio > 1.2 {
         return Err(format!(
             "a token costs {ratio:.3} times what it did at the start; at most 1.2 is allowed"
@@ -62,6 +71,94 @@ fn grow(cache: &Cache, sequence: &mut Sequence, len: u32, noise: &[f32]) -> Resu
         append(cache, sequence, 256.min(len - sequence.next_position().0), noise)?;
     }
     Ok(())
+}
+
+/// Channels and heads of the layer whose tokens are set beside copies, and the tokens of a sample.
+const WIDE: usize = 128;
+const MANY: usize = 8;
+const TOKENS: usize = 4096;
+/// bf16 in pairs: words of a token, and of a page.
+const WORDS: usize = MANY * WIDE;
+const PAGE_WORDS: usize = 32 * WIDE;
+
+fn beside_copies(noise: &[f32]) -> Result<(), Box<dyn Error>> {
+    let dim = WIDE as u32;
+    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let heads = MANY as u32;
+    let layer = LayerShape { kv_heads: heads, query_heads: heads, layout, window: None, rope: None };
+    let config = || CacheConfig::new(vec![layer], 1 << 30);
+    let plain = |code| Codec::new(Coding::new(code), Coding::new(code));
+    let forms = [
+        ("bf16", config()),
+        ("int8", config().compress(plain(Code::Int8))),
+        ("int4", config().compress(plain(Code::Int4))),
+    ];
+    let name = machine::name();
+    println!("\n{:>6} {:>12} {:>8} {:>8}", "form", "ns a token", "row", "places");
+    let mut csv = vec!["machine,form,row_ratio,places_ratio".to_owned()];
+    for (form, config) in forms {
+        let (mut appended, mut rows, mut places) = (vec![], vec![], vec![]);
+        for _ in 0..9 {
+            let cache = Cache::new(config.clone())?;
+            let mut sequence = cache.sequence();
+            let mut take = |tokens: usize| -> Result<f64, pikv::Error> {
+                let start = Instant::now();
+                for i in 0..tokens {
+                    let row = &noise[i * 37 % (noise.len() - WORDS)..][..WORDS];
+                    let mut step = cache.begin([(&mut sequence, 1)])?;
+                    step.append(0, row, row)?;
+                    step.commit()?;
+                }
+                Ok(start.elapsed().as_secs_f64() / tokens as f64)
+            };
+            // Past the ring, and over pages that the system has given.
+            take(TOKENS)?;
+            appended.push(take(TOKENS)?);
+            rows.push(copies(Copied::Row));
+            places.push(copies(Copied::Places));
+        }
+        let [appended, rows, places] = [appended, rows, places].map(|of| median(&of));
+        let (row, place) = (appended / rows, appended / places);
+        println!("{form:>6} {:>12.0} {row:>8.2} {place:>8.2}", appended * 1e9);
+        csv.push(format!("{name},{form},{row:.3},{place:.3}"));
+    }
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/append.csv");
+    writeln!(std::fs::File::create(path)?, "{}", csv.join("\n"))?;
+    println!("\nwritten to benches/results/append.csv");
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+enum Copied {
+    Row,
+    Places,
+}
+
+/// Seconds a token.
+fn copies(to: Copied) -> f64 {
+    let token: Vec<u32> = (0..WORDS as u32).map(|i| i.wrapping_mul(0x9e37_79b9)).collect();
+    let mut buffer = vec![1u32; 2 * TOKENS * WORDS];
+    let (ring, pool) = buffer.split_at_mut(TOKENS * WORDS);
+    let start = Instant::now();
+    for i in 0..TOKENS {
+        match to {
+            Copied::Row => ring[i * WORDS..][..WORDS].copy_from_slice(&token),
+            Copied::Places => {
+                for part in [&mut *ring, &mut *pool] {
+                    let pages = &mut part[i / 32 * MANY * PAGE_WORDS..][..MANY * PAGE_WORDS];
+                    for (page, words) in pages.chunks_exact_mut(PAGE_WORDS).zip(token.chunks_exact(WIDE)) {
+                        let (keys, values) = page.split_at_mut(PAGE_WORDS / 2);
+                        let (key, value) = words.split_at(WIDE / 2);
+                        keys.iter_mut().skip(i % 32).step_by(32).zip(key).for_each(|(to, from)| *to = *from);
+                        values[i % 32 * WIDE / 2..][..WIDE / 2].copy_from_slice(value);
+                    }
+                }
+            }
+        }
+    }
+    let took = start.elapsed().as_secs_f64() / TOKENS as f64;
+    std::hint::black_box(&buffer);
+    took
 }
 
 /// Nanoseconds a token.

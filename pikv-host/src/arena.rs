@@ -47,6 +47,11 @@ struct Arena {
     chunks: Vec<Option<Chunk>>,
     /// Chunks with a free page.
     open: Vec<u32>,
+    /// Chunks that had an eight of free pages when they were last looked at.
+    roomy: Vec<u32>,
+    /// Pages that somebody has, and that nobody has.
+    used: u64,
+    free: u64,
     /// Places in `chunks` that were given back to the system.
     holes: Vec<u32>,
 }
@@ -56,30 +61,80 @@ struct Chunk {
     base: NonNull<u32>,
     /// What `base` points into, given back on drop.
     _memory: Memory,
-    refs: Box<[AtomicU32]>,
+    pages: Box<[Counted]>,
     free: Free,
+    /// Whether it is listed as roomy.
+    roomy: bool,
+}
+
+/// Where a page lies, and how many handles there are on it. Beside the pages, so that a handle is three words.
+#[derive(Debug)]
+struct Counted {
+    refs: AtomicU32,
+    shard: u32,
+    class: u16,
+    chunk: u32,
+    index: u32,
 }
 
 /// Pages of a chunk that nobody has. They are given out in the order of their addresses, going round: what a step takes is then read
 /// in that order too, and the processor's own prefetchers follow.
+///
+/// A run of pages that are read one after the other is better off with neighbours: a page asks for the one after it, and the first of a
+/// run for the first of eight that are all free, which leaves room behind it.
 #[derive(Debug)]
 struct Free {
     /// Bit `i % 64` of word `i / 64` is set if page `i` is free.
     bits: Box<[u64]>,
     pages: u32,
     count: u32,
+    /// Eights (of the last, what there is) whose pages are all free.
+    whole: u32,
     /// The page after the last one given out.
     from: u32,
 }
+
+/// Pages that a run is given room for.
+const EIGHT: u32 = 8;
 
 impl Free {
     fn all(pages: u32) -> Free {
         let left = |word: u32| pages - word * 64;
         let bits = (0..pages.div_ceil(64)).map(|word| u64::MAX >> (64 - left(word).min(64)));
-        Free { bits: bits.collect(), pages, count: pages, from: 0 }
+        Free { bits: bits.collect(), pages, count: pages, whole: pages.div_ceil(EIGHT), from: 0 }
     }
 
-    fn take(&mut self) -> Option<u32> {
+    /// The first free page from the last one on.
+    fn any(&mut self) -> Option<u32> {
+        let bit = self.find(|bits| bits)?;
+        Some(self.remove(bit))
+    }
+
+    /// The first of an eight of which all are free.
+    fn first_of_eight(&mut self) -> Option<u32> {
+        let last = self.pages.next_multiple_of(EIGHT) - EIGHT;
+        let bit = (self.whole > 0).then(|| self.find(whole_eights)).flatten();
+        let last_is_free = || (self.whole > 0 && self.is_whole(last)).then_some(last);
+        let bit = bit.or_else(last_is_free)?;
+        Some(self.remove(bit))
+    }
+
+    /// Page `index`, if it is free and does not open an eight that others have begun.
+    fn at(&mut self, index: u32) -> Option<u32> {
+        let free = index < self.pages && self.bits[index as usize / 64] >> (index % 64) & 1 == 1;
+        let fits = free && (!index.is_multiple_of(EIGHT) || self.is_whole(index));
+        fits.then(|| self.remove(index))
+    }
+
+    /// Whether all pages of the eight that page `index` is in are free.
+    fn is_whole(&self, index: u32) -> bool {
+        let first = index - index % EIGHT;
+        let all = u64::MAX >> (64 - (self.pages - first).min(EIGHT));
+        self.bits[first as usize / 64] >> (first % 64) & all == all
+    }
+
+    /// The first page, from the last one given out on and round, whose bit `of` leaves.
+    fn find(&self, of: impl Fn(u64) -> u64) -> Option<u32> {
         let (first, words) = (self.from as usize / 64, self.bits.len());
         // The first word is looked at twice: from where the search starts, and up to there.
         let after = u64::MAX << (self.from % 64);
@@ -88,20 +143,32 @@ impl Free {
             i if i == words => (first, !after),
             i => ((first + i) % words, u64::MAX),
         });
-        let (word, bits) =
-            looks.map(|(word, of)| (word, self.bits[word] & of)).find(|(_, bits)| *bits != 0)?;
-        let bit = bits.trailing_zeros();
-        let index = word as u32 * 64 + bit;
-        self.bits[word] &= !(1 << bit);
+        let mut found = looks.map(|(word, mask)| (word, of(self.bits[word]) & mask));
+        let (word, bits) = found.find(|(_, bits)| *bits != 0)?;
+        Some(word as u32 * 64 + bits.trailing_zeros())
+    }
+
+    fn remove(&mut self, index: u32) -> u32 {
+        self.whole -= u32::from(self.is_whole(index));
+        self.bits[index as usize / 64] &= !(1 << (index % 64));
         self.count -= 1;
         self.from = (index + 1) % self.pages;
-        Some(index)
+        index
     }
 
     fn give_back(&mut self, index: u32) {
         self.bits[index as usize / 64] |= 1 << (index % 64);
         self.count += 1;
+        self.whole += u32::from(self.is_whole(index));
     }
+}
+
+/// Of each byte whose bits are all set, the first.
+fn whole_eights(mut bits: u64) -> u64 {
+    for shift in [1, 2, 4] {
+        bits &= bits >> shift;
+    }
+    bits & 0x0101_0101_0101_0101
 }
 
 /// Memory of a chunk. `allow`: held for its drop.
@@ -118,6 +185,24 @@ enum Memory {
 // SAFETY: a chunk owns its memory; the words are reached through `Page` only, which hands out `&mut` where it is the only
 // handle, and the arena itself touches them only while a page has no handle.
 unsafe impl Send for Chunk {}
+
+/// Where a page would best lie.
+#[derive(Clone, Copy)]
+pub(crate) enum Near<'a> {
+    /// It comes and goes.
+    Any,
+    /// It starts a run of pages that are read together.
+    Run,
+    /// Behind this one, with which it is read.
+    After(&'a Page),
+}
+
+impl<'a> Near<'a> {
+    /// The next of a run that ends with `last`.
+    pub fn next(last: Option<&'a Page>) -> Near<'a> {
+        last.map_or(Near::Run, Near::After)
+    }
+}
 
 /// Bytes set aside for pages that will be taken. What is not used comes back on drop.
 #[derive(Debug)]
@@ -138,11 +223,7 @@ impl Drop for Reservation {
 pub struct Page {
     arenas: Arc<Arenas>,
     words: NonNull<u32>,
-    refs: NonNull<AtomicU32>,
-    shard: u32,
-    class: u16,
-    chunk: u32,
-    index: u32,
+    counted: NonNull<Counted>,
 }
 
 // SAFETY: shared handles only read the words; they are written through `Page::words_mut`, which needs the only handle, and
@@ -162,7 +243,8 @@ impl fmt::Debug for Arenas {
 
 impl fmt::Debug for Page {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Page({}:{}:{}:{})", self.shard, self.class, self.chunk, self.index)
+        let Counted { shard, class, chunk, index, .. } = self.counted();
+        write!(f, "Page({shard}:{class}:{chunk}:{index})")
     }
 }
 
@@ -221,37 +303,57 @@ impl Arenas {
     }
 
     fn give_back(&self, page: &Page) {
-        let (shard, class) = (page.shard as usize, usize::from(page.class));
+        let &Counted { shard, class, chunk, index, .. } = page.counted();
+        let near = self.near(class);
+        let (shard, class) = (shard as usize, usize::from(class));
         let words = self.classes[class] as usize;
         if self.poison {
-            let near = self.near(page.class);
             // SAFETY: the last handle is being dropped, so nobody else reads or writes these `near` words of the chunk.
             unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), near) }.fill(POISON);
         }
-        self.arena(shard, class).give_back(page.chunk, page.index);
+        self.arena(shard, class).give_back(chunk, index);
         self.shards[shard].fetch_sub(words as u64 * 4, Ordering::Relaxed);
         self.taken.fetch_sub(words as u64 * 4, Ordering::Relaxed);
     }
 }
 
 impl Arena {
-    /// A free page: its chunk, its index, its first word and its count, which is now 1.
+    /// A free page: its first word and its count, which is now 1.
     fn take(
         &mut self,
         backend: &Backend,
+        (shard, class): (u32, u16),
         words: u32,
-    ) -> Result<(u32, u32, NonNull<u32>, NonNull<AtomicU32>), Error> {
-        let at = match self.open.last() {
-            Some(&at) => at,
-            None => self.grow(backend, words)?,
+        near: Near<'_>,
+    ) -> Result<(NonNull<u32>, NonNull<Counted>), Error> {
+        let neighbour = match near {
+            Near::After(page) => {
+                let Counted { chunk, index, .. } = *page.counted();
+                self.chunk(chunk).free.at(index + 1).map(|index| (chunk, index))
+            }
+            _ => None,
         };
-        let Some(chunk) = self.chunks[at as usize].as_mut() else { unreachable!("open chunks exist") };
-        let Some(index) = chunk.free.take() else { unreachable!("open chunks have a free page") };
+        let (at, index) = match neighbour {
+            Some(found) => found,
+            None if matches!(near, Near::Any) => self.any(backend, (shard, class), words)?,
+            None => match self.eight() {
+                Some(found) => found,
+                // Room for runs may not cost memory to speak of.
+                None if self.used / 8 > self.free => {
+                    self.grow(backend, (shard, class), words)?;
+                    self.eight().unwrap_or_else(|| unreachable!("a new chunk is all free"))
+                }
+                None => self.any(backend, (shard, class), words)?,
+            },
+        };
+        (self.used, self.free) = (self.used + 1, self.free - 1);
+        let chunk = self.chunk(at);
         if chunk.free.count == 0 {
-            self.open.pop();
+            self.open.retain(|open| *open != at);
         }
-        let refs = &chunk.refs[index as usize];
-        refs.store(1, Ordering::Relaxed);
+        let chunk = self.chunk(at);
+        let counted = &chunk.pages[index as usize];
+        counted.refs.store(1, Ordering::Relaxed);
         let stride = match &chunk._memory {
             Memory::Host(_) => words as usize,
             #[cfg(feature = "cuda")]
@@ -259,10 +361,40 @@ impl Arena {
         };
         // SAFETY: `index` is below the pages of the chunk, each `stride` words long.
         let first = unsafe { chunk.base.add(index as usize * stride) };
-        Ok((at, index, first, NonNull::from(refs)))
+        Ok((first, NonNull::from(counted)))
     }
 
-    fn grow(&mut self, backend: &Backend, words: u32) -> Result<u32, Error> {
+    fn chunk(&mut self, at: u32) -> &mut Chunk {
+        match &mut self.chunks[at as usize] {
+            Some(chunk) => chunk,
+            None => unreachable!("listed chunks exist, and those of pages"),
+        }
+    }
+
+    /// Any free page.
+    fn any(&mut self, backend: &Backend, place: (u32, u16), words: u32) -> Result<(u32, u32), Error> {
+        let at = match self.open.last() {
+            Some(&at) => at,
+            None => self.grow(backend, place, words)?,
+        };
+        let index = self.chunk(at).free.any();
+        Ok((at, index.unwrap_or_else(|| unreachable!("open chunks have a free page"))))
+    }
+
+    /// The first page of a free eight, if there is one.
+    fn eight(&mut self) -> Option<(u32, u32)> {
+        while let Some(&at) = self.roomy.last() {
+            let chunk = self.chunk(at);
+            if let Some(index) = chunk.free.first_of_eight() {
+                return Some((at, index));
+            }
+            chunk.roomy = false;
+            self.roomy.pop();
+        }
+        None
+    }
+
+    fn grow(&mut self, backend: &Backend, (shard, class): (u32, u16), words: u32) -> Result<u32, Error> {
         let page = u64::from(words) * 4;
         let pages = (CHUNK / page).max(1);
         let bytes = pages * page;
@@ -279,12 +411,6 @@ impl Arena {
                 (NonNull::from(&mut headers[..]).cast(), Memory::Device(headers, memory))
             }
         };
-        let chunk = Chunk {
-            base,
-            _memory: memory,
-            refs: (0..pages).map(|_| AtomicU32::new(0)).collect(),
-            free: Free::all(pages as u32),
-        };
         let at = match self.holes.pop() {
             Some(at) => at,
             None => {
@@ -292,22 +418,39 @@ impl Arena {
                 self.chunks.len() as u32 - 1
             }
         };
+        let counted = |index| Counted { refs: AtomicU32::new(0), shard, class, chunk: at, index };
+        let chunk = Chunk {
+            base,
+            _memory: memory,
+            pages: (0..pages as u32).map(counted).collect(),
+            free: Free::all(pages as u32),
+            roomy: true,
+        };
         self.chunks[at as usize] = Some(chunk);
         self.open.push(at);
+        self.roomy.push(at);
+        self.free += pages;
         Ok(at)
     }
 
     fn give_back(&mut self, at: u32, index: u32) {
-        let Some(chunk) = self.chunks[at as usize].as_mut() else { unreachable!("a page's chunk exists") };
+        (self.used, self.free) = (self.used - 1, self.free + 1);
+        let chunk = self.chunk(at);
         chunk.free.give_back(index);
-        if chunk.free.count == 1 {
+        let Free { count, pages, whole, .. } = chunk.free;
+        if whole > 0 && !std::mem::replace(&mut chunk.roomy, true) {
+            self.roomy.push(at);
+        }
+        if count == 1 {
             self.open.push(at);
         }
         // One wholly free chunk is kept, so that a page that comes and goes does not ask the system each time.
-        if chunk.free.count == chunk.free.pages && self.open.len() > 1 {
+        if count == pages && self.open.len() > 1 {
             self.chunks[at as usize] = None;
             self.holes.push(at);
             self.open.retain(|open| *open != at);
+            self.roomy.retain(|roomy| *roomy != at);
+            self.free -= u64::from(pages);
         }
     }
 }
@@ -335,7 +478,7 @@ impl Reservation {
     }
 
     /// A page of `words` words on `shard`, out of what was reserved: without positions, its words undefined.
-    pub(crate) fn take(&mut self, shard: u32, words: u32) -> Result<Page, Error> {
+    pub(crate) fn take(&mut self, shard: u32, words: u32, near: Near<'_>) -> Result<Page, Error> {
         let bytes = u64::from(words) * 4;
         let arenas = &self.arenas;
         let Ok(class) = arenas.classes.binary_search(&words) else {
@@ -344,11 +487,20 @@ impl Reservation {
         // A step reserves the most that it can take; if that was ever wrong, it is this step that fails.
         let left = self.bytes.checked_sub(bytes);
         let left = left.ok_or(Error::OutOfBudget { needed: bytes, available: self.bytes })?;
-        let (chunk, index, first, refs) = arenas.arena(shard as usize, class).take(&arenas.backend, words)?;
+        let place = (shard, class as u16);
+        // Of other pages the neighbours are of no use.
+        let near = match near {
+            Near::After(page) if (page.shard(), usize::from(page.counted().class)) != (shard, class) => {
+                Near::Run
+            }
+            near => near,
+        };
+        let mut arena = arenas.arena(shard as usize, class);
+        let (first, counted) = arena.take(&arenas.backend, place, words, near)?;
+        drop(arena);
         self.bytes = left;
         arenas.shards[shard as usize].fetch_add(bytes, Ordering::Relaxed);
-        let mut page =
-            Page { arenas: arenas.clone(), words: first, refs, shard, class: class as u16, chunk, index };
+        let mut page = Page { arenas: arenas.clone(), words: first, counted };
         let all = arenas.poison;
         if let Some(words) = page.words_mut() {
             let n = if all { words.len() } else { LANES };
@@ -367,7 +519,7 @@ impl Page {
     /// The page's words; of a page on a device the positions.
     #[inline]
     pub fn words(&self) -> &[u32] {
-        let words = self.arenas.near(self.class);
+        let words = self.arenas.near(self.counted().class);
         // SAFETY: the chunk lives as long as the arenas hold it, which is at least while this handle counts, and holds `words`
         // initialised words from here; they are written only through an only handle borrowed mutably, which `self` is not.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), words) }
@@ -380,7 +532,7 @@ impl Page {
     pub fn fetch(&self) -> Result<Cow<'_, [u32]>, Error> {
         #[cfg(feature = "cuda")]
         if let Some(device) = self.arenas.backend.device() {
-            let words = self.arenas.classes[usize::from(self.class)];
+            let words = self.arenas.classes[usize::from(self.counted().class)];
             return Ok(Cow::Owned(device.read(self.address(), words)?));
         }
         Ok(Cow::Borrowed(self.words()))
@@ -424,7 +576,7 @@ impl Page {
         if self.is_shared() {
             return None;
         }
-        let words = self.arenas.near(self.class);
+        let words = self.arenas.near(self.counted().class);
         // SAFETY: as in `words`; this is the only handle and it is borrowed mutably, so it cannot be cloned meanwhile.
         Some(unsafe { std::slice::from_raw_parts_mut(self.words.as_ptr(), words) })
     }
@@ -438,17 +590,21 @@ impl Page {
 
     /// Bytes of the page.
     pub fn bytes(&self) -> u64 {
-        u64::from(self.arenas.classes[usize::from(self.class)]) * 4
+        u64::from(self.arenas.classes[usize::from(self.counted().class)]) * 4
     }
 
     /// The shard that holds the page.
     pub fn shard(&self) -> u32 {
-        self.shard
+        self.counted().shard
     }
 
     fn count(&self) -> &AtomicU32 {
-        // SAFETY: the count lies in the chunk, which outlives its pages' handles.
-        unsafe { self.refs.as_ref() }
+        &self.counted().refs
+    }
+
+    fn counted(&self) -> &Counted {
+        // SAFETY: it lies in the chunk, which outlives its pages' handles, and only its count is ever written.
+        unsafe { self.counted.as_ref() }
     }
 }
 
@@ -477,29 +633,51 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn pages_are_given_out_round_and_round() {
-        for pages in [1, 2, 63, 64, 65, 127, 128, 200] {
+    fn pages_are_given_out_round_and_round_and_runs_side_by_side() {
+        for pages in [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 200] {
             let mut free = Free::all(pages);
             let mut held = BTreeSet::new();
             let (mut from, mut x) = (0, 1u64);
-            for _ in 0..4000 {
+            let mut draw = |n: u32| {
                 x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                if x >> 63 == 0 || held.len() as u32 == pages {
-                    let Some(&back) = held.iter().nth((x >> 33) as usize % held.len().max(1)) else {
+                (x >> 33) as u32 % n.max(1)
+            };
+            let eight = |first: u32| first..(first + 8).min(pages);
+            for _ in 0..4000 {
+                let whole = |held: &BTreeSet<u32>, first: u32| eight(first).all(|i| !held.contains(&i));
+                let round = (0..pages).map(|i| (from + i) % pages);
+                let (got, wanted) = match draw(6) {
+                    0 => (free.any(), round.clone().find(|i| !held.contains(i))),
+                    1 => {
+                        let mut firsts = round.filter(|i| i % 8 == 0);
+                        // Of a short eight at the end nobody asks before there is no other.
+                        let full = firsts.clone().find(|i| i + 8 <= pages && whole(&held, *i));
+                        (free.first_of_eight(), full.or_else(|| firsts.find(|i| whole(&held, *i))))
+                    }
+                    2 => {
+                        let at = draw(pages + 1);
+                        let fits = at < pages && !held.contains(&at) && (at % 8 != 0 || whole(&held, at));
+                        (free.at(at), fits.then_some(at))
+                    }
+                    _ => {
+                        if let Some(&back) = held.iter().nth(draw(held.len() as u32) as usize) {
+                            held.remove(&back);
+                            free.give_back(back);
+                        }
                         continue;
-                    };
-                    held.remove(&back);
-                    free.give_back(back);
-                } else {
-                    let next = (0..pages).map(|i| (from + i) % pages).find(|i| !held.contains(i)).unwrap();
-                    assert_eq!(free.take(), Some(next));
-                    held.insert(next);
-                    from = (next + 1) % pages;
+                    }
+                };
+                assert_eq!(got, wanted);
+                if let Some(index) = got {
+                    held.insert(index);
+                    from = (index + 1) % pages;
                 }
                 assert_eq!(free.count, pages - held.len() as u32);
+                let firsts = (0..pages).step_by(8);
+                assert_eq!(free.whole as usize, firsts.filter(|i| whole(&held, *i)).count());
             }
-            while free.take().is_some() {}
-            assert_eq!(free.count, 0);
+            while free.any().is_some() {}
+            assert_eq!((free.count, free.whole), (0, 0));
         }
     }
 }

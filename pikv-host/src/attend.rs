@@ -10,8 +10,9 @@ use crate::error::Error;
 use crate::fabric;
 use crate::forest::Forest;
 use crate::job::{Job, Shared, each};
+use crate::lists::{LISTS, Lists, emptied};
 use crate::mass::{Wanted, Weighed, together};
-use crate::observe::Feed;
+use crate::observe::{Feed, Rule};
 use crate::sequence::PageId;
 use crate::step::length;
 use crate::tiers::{Early, Staged};
@@ -21,6 +22,7 @@ use pikv_core::warp::LANES;
 #[cfg(feature = "cuda")]
 use {crate::cuda::Lifted, crate::tiers::Stored, smallvec::SmallVec, std::sync::Arc};
 
+use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -146,16 +148,38 @@ const MAX_SOFTCAP: f32 = 8_388_608.0;
 
 /// Returns the bytes of pages that were read from lower tiers, of which those in `ahead` were asked for before.
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn attend(
+pub(crate) fn attend<'v>(
     inner: &Inner,
     layer: usize,
     shape: &LayerShape,
-    views: &[View<'_>],
+    sequences: impl Iterator<Item = View<'v>>,
     q: &[f32],
     options: &Attend,
     output: Output<'_>,
     feeds: Option<&mut Vec<(usize, Feed)>>,
     ahead: Option<Early>,
+) -> Result<u64, Error> {
+    let mut lists = LISTS.take();
+    let mut views: Vec<View<'_>> = emptied(mem::take(&mut lists.views));
+    views.extend(sequences);
+    let done = attend_views(inner, layer, shape, &views, q, options, output, feeds, ahead, &mut lists);
+    lists.views = emptied(views);
+    LISTS.set(lists);
+    done
+}
+
+#[allow(clippy::too_many_arguments)]
+fn attend_views(
+    inner: &Inner,
+    layer: usize,
+    shape: &LayerShape,
+    sequences: &[View<'_>],
+    q: &[f32],
+    options: &Attend,
+    output: Output<'_>,
+    feeds: Option<&mut Vec<(usize, Feed)>>,
+    ahead: Option<Early>,
+    lists: &mut Lists,
 ) -> Result<u64, Error> {
     let Attend { scale, softcap, split, read, closed_gaps } = *options;
     if !(scale.is_finite() && scale > 0.0) {
@@ -177,13 +201,12 @@ pub(crate) fn attend(
     if closed_gaps && shape.rope.is_none() {
         return Err(Error::NoRotation { layer });
     }
-    let sequences = views;
-    let single: Vec<View<'_>>;
+    let mut single: Vec<View<'_>> = emptied(mem::take(&mut lists.single));
     let views = match read {
-        Read::All => views,
+        Read::All => sequences,
         // What is read differs from row to row.
         Read::Experts | Read::Quest { .. } => {
-            single = views.iter().flat_map(View::rows).collect();
+            single.extend(sequences.iter().flat_map(View::rows));
             &single[..]
         }
     };
@@ -192,7 +215,8 @@ pub(crate) fn attend(
     {
         return Err(Error::NotRouted { layer, row });
     }
-    let mut starts = Vec::with_capacity(views.len());
+    let mut starts = mem::take(&mut lists.starts);
+    starts.clear();
     let mut rows = 0;
     for view in views {
         starts.push(rows);
@@ -214,7 +238,7 @@ pub(crate) fn attend(
         inner,
         shape,
         views,
-        starts,
+        starts: &starts,
         q,
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
@@ -229,10 +253,12 @@ pub(crate) fn attend(
     #[cfg(feature = "cuda")]
     let mut lifted: SmallVec<[Lifted; 2]> = SmallVec::new();
     let mut remote = 0;
-    let mut forests: Vec<Forest<'_>> = (0..views.len() * kv_heads)
-        .filter(|i| views[i / kv_heads].rows > 0)
-        .map(|i| job.forest(i / kv_heads, i % kv_heads))
-        .collect();
+    let mut forests: Vec<Forest<'_>> = emptied(mem::take(&mut lists.forests));
+    for (view, head) in (0..views.len()).flat_map(|view| (0..kv_heads).map(move |head| (view, head))) {
+        if views[view].rows > 0 {
+            forests.push(job.forest(view, head, lists.felled.pop().unwrap_or_default()));
+        }
+    }
     if let Some(tiers) = &inner.tiers {
         let early = ahead.unwrap_or_default();
         #[cfg(feature = "cuda")]
@@ -255,24 +281,22 @@ pub(crate) fn attend(
             }
         }
     }
-    let mut no_lse = Vec::new();
+    let mut no_lse = mem::take(&mut lists.lse);
     let lse = output.lse.unwrap_or_else(|| {
-        no_lse.resize(rows * heads, 0.0);
-        &mut no_lse
+        no_lse.resize(no_lse.len().max(rows * heads), 0.0);
+        &mut no_lse[..rows * heads]
     });
     let rule = inner.rules[layer].as_deref().filter(|_| feeds.is_some());
     let all = output.mass.is_some();
-    let cuts: Vec<Vec<Range<u32>>> = sequences.iter().map(|view| view.cuts(rule)).collect();
-    let wanted: Vec<Wanted> = views
-        .iter()
-        .map(|view| {
-            let rows = |cut: &Range<u32>| {
-                let at = |row: u32| row.saturating_sub(view.row).min(view.rows);
-                at(cut.start)..at(cut.end)
-            };
-            Wanted { all, cuts: cuts[view.sequence].iter().map(rows).collect() }
-        })
-        .collect();
+    let mut wanted = mem::take(&mut lists.wanted);
+    wanted.clear();
+    wanted.extend(views.iter().map(|view| {
+        let rows = |cut: Range<u32>| {
+            let at = |row: u32| row.saturating_sub(view.row).min(view.rows);
+            at(cut.start)..at(cut.end)
+        };
+        Wanted { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
+    }));
     let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
     let far = forests.iter().any(|forest| forest.away().next().is_some());
     let weighed = match (&inner.config.backend.0, some) {
@@ -285,7 +309,7 @@ pub(crate) fn attend(
             each(&forests, |forest| job.with_mass(forest, &wanted[forest.view], &out, &lse))
         }
         (Kind::Cpu, false) => {
-            job.run(&forests, split, &Shared::new(output.out), &Shared::new(lse));
+            job.run(&forests, split, &mut lists.cut, &Shared::new(output.out), &Shared::new(lse));
             Vec::new()
         }
         #[cfg(feature = "cuda")]
@@ -296,11 +320,27 @@ pub(crate) fn attend(
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
-    if output.mass.is_none() && rule.is_none() {
-        return Ok(remote);
+    if output.mass.is_some() || rule.is_some() {
+        tell(&job, sequences, &forests, weighed, output.mass, rule.zip(feeds));
     }
+    lists.felled.extend(forests.drain(..).map(Forest::felled));
+    lists.forests = emptied(forests);
+    (lists.single, lists.starts) = (emptied(single), starts);
+    (lists.wanted, lists.lse) = (wanted, no_lse);
+    Ok(remote)
+}
+
+/// Gives the masses of pages to who asked for them.
+fn tell(
+    job: &Job<'_>,
+    sequences: &[View<'_>],
+    forests: &[Forest<'_>],
+    weighed: Vec<Vec<Weighed>>,
+    mass: Option<&mut Vec<PageMass>>,
+    feeds: Option<(&Rule, &mut Vec<(usize, Feed)>)>,
+) {
     // Rows that were attended one by one are one call all the same.
-    let at = |forest: &Forest<'_>| (views[forest.view].sequence, forest.head);
+    let at = |forest: &Forest<'_>| (job.views[forest.view].sequence, forest.head);
     let mut order: Vec<usize> = (0..forests.len()).collect();
     order.sort_by_key(|i| at(&forests[*i]));
     let mut weighed: Vec<Option<Vec<Weighed>>> = weighed.into_iter().map(Some).collect();
@@ -309,7 +349,7 @@ pub(crate) fn attend(
         .chunk_by(|a, b| at(&forests[*a]) == at(&forests[*b]))
         .map(|rows| (&forests[rows[0]], together(rows.iter().map(&mut take))))
         .collect();
-    if let Some(mass) = output.mass {
+    if let Some(mass) = mass {
         mass.clear();
         for (forest, pages) in &heads_seen {
             let (sequence, kv_head) = at(forest);
@@ -322,7 +362,7 @@ pub(crate) fn attend(
             mass.extend(pages.iter().map(of));
         }
     }
-    if let (Some(rule), Some(feeds)) = (rule, feeds) {
+    if let Some((rule, feeds)) = feeds {
         feeds.clear();
         feeds.extend(heads_seen.into_iter().map(|(forest, pages)| {
             let (sequence, head) = at(forest);
@@ -334,5 +374,4 @@ pub(crate) fn attend(
             (sequence, Feed { head, filed: sequences[sequence].layer.filed, pages, queries })
         }));
     }
-    Ok(remote)
 }

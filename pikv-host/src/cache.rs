@@ -241,19 +241,15 @@ impl Cache {
             }
         }
         let shape = self.inner.layer(layer)?;
-        let views: Vec<View<'_>> = rows
-            .iter()
-            .enumerate()
-            .map(|(sequence, part)| View {
-                sequence,
-                row: 0,
-                layer: &part.sequence.layers[layer],
-                first: part.first.0,
-                rows: part.rows,
-                len: part.sequence.len,
-                fetch: None,
-            })
-            .collect();
-        attend(&self.inner, layer, shape, &views, q, options, out, None, None).map(|_| ())
+        let views = rows.iter().enumerate().map(|(sequence, part)| View {
+            sequence,
+            row: 0,
+            layer: &part.sequence.layers[layer],
+            first: part.first.0,
+            rows: part.rows,
+            len: part.sequence.len,
+            fetch: None,
+        });
+        attend(&self.inner, layer, shape, views, q, options, out, None, None).map(|_| ())
     }
 }

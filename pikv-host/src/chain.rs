@@ -1,6 +1,6 @@
 //! A run of pages of one head: sinks, or what one expert's tokens were filed in.
 
-use crate::arena::{Page, Reservation};
+use crate::arena::{Near, Page, Reservation};
 use crate::codec::{HeadCodec, Old};
 use crate::error::Error;
 use crate::fabric::Mirrors;
@@ -59,8 +59,8 @@ pub(crate) struct Away {
 #[derive(Clone, Debug)]
 pub(crate) struct Closed {
     pub packed: Page,
-    /// As its tokens came (in a box, as most have none); kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
-    pub original: Option<Box<Page>>,
+    /// As its tokens came; kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
+    pub original: Option<Page>,
     /// Position of the last token.
     pub last: u32,
     pub by: u32,
@@ -124,7 +124,7 @@ impl Entry {
     pub fn unbounded(&self) -> Option<&Page> {
         let page = match &self.held {
             Held::Open(page) => Some(page),
-            Held::Closed(closed) => closed.original.as_deref(),
+            Held::Closed(closed) => closed.original.as_ref(),
             Held::Gone | Held::Away(_) => None,
         };
         page.filter(|_| self.fill == PAGE && self.bounds.is_none())
@@ -191,7 +191,7 @@ impl Entry {
             Held::Gone | Held::Away(_) => 0,
             Held::Open(page) => page.bytes(),
             Held::Closed(closed) => {
-                let beside = closed.original.iter().chain(&closed.next).map(|page| page.bytes());
+                let beside = closed.original.iter().chain(closed.next.as_deref()).map(|page| page.bytes());
                 closed.packed.bytes() + beside.sum::<u64>()
             }
         }
@@ -257,7 +257,7 @@ impl Chain {
         let entry = self.entries.back()?;
         let page = match &entry.held {
             Held::Open(page) => page,
-            Held::Closed(closed) => closed.original.as_deref()?,
+            Held::Closed(closed) => closed.original.as_ref()?,
             Held::Gone | Held::Away(_) => return None,
         };
         Some((page, entry.fill.checked_sub(1)?))
@@ -311,7 +311,7 @@ impl Chain {
             && let Held::Closed(closed) = held
             && closed.by == position
         {
-            *held = closed.original.take().map_or(Held::Gone, |page| Held::Open(*page));
+            *held = closed.original.take().map_or(Held::Gone, Held::Open);
         }
         let fill = self
             .entries
@@ -383,7 +383,7 @@ impl Chain {
         let Some(entry) = self.entries.back_mut() else { return };
         let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
         pages.pack(codec, lanes, layout, page, entry.fill, &mut packed);
-        let original = Some(Box::new(page.clone()));
+        let original = Some(page.clone());
         entry.held = Held::Closed(Closed { packed, original, last, by, old: false, next: None });
     }
 
@@ -394,21 +394,24 @@ impl Chain {
         lanes: Lanes,
         layout: &Layout,
         filed: u32,
-        mut take: impl FnMut(u32, u32) -> Result<Page, Error>,
+        mut take: impl FnMut(u32, u32, Near<'_>) -> Result<Page, Error>,
         mut told: impl FnMut(u32, u32),
     ) -> Result<(), Error> {
         let Some(aged) = &codec.aged else { return Ok(()) };
         self.aged = self.aged.max(self.first);
+        let mut last = self.aged.checked_sub(1).and_then(|i| self.entry(i)?.page()).cloned();
         while let Some(entry) = self.entry_mut(self.aged) {
             let fill = entry.fill;
             match &mut entry.held {
                 Held::Closed(closed) if !closed.old && closed.next.is_none() => {
                     let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
-                    let mut page = take(closed.packed.shard(), aged.codec.packed.words())?;
+                    let near = Near::next(last.as_ref());
+                    let mut page = take(closed.packed.shard(), aged.codec.packed.words(), near)?;
                     if let Some(out) = page.words_mut() {
                         let old = Old { words: closed.packed.words(), fill, last: closed.last };
                         aged.codec.repack(lanes, layout, codec, old, out);
                     }
+                    last = Some(page.clone());
                     closed.next = Some(Box::new(page));
                     let ordinal = self.aged;
                     told(ordinal, by);

@@ -1,6 +1,6 @@
 //! Pages of a chain that lost tokens, put together.
 
-use crate::arena::Page;
+use crate::arena::{Near, Page};
 use crate::cache::Inner;
 use crate::chain::{Away, Chain, Entry, Held};
 use crate::error::Error;
@@ -277,7 +277,11 @@ impl Chain {
             let pages = whose.inner.arenas.reserve(u64::from(words) * 4);
             let place = chain_place(whose.chain);
             let shard = whose.inner.shard_of(place, self.first + i as u32, whose.head);
-            pages.and_then(|mut pages| pages.take(shard, words)).ok().map(Target::Fresh).or_else(lower)
+            pages
+                .and_then(|mut pages| pages.take(shard, words, Near::Any))
+                .ok()
+                .map(Target::Fresh)
+                .or_else(lower)
         };
         let mut targets = Vec::new();
         for i in (0..end).rev() {

@@ -1,6 +1,6 @@
 //! What a sequence is made of: layers, heads, runs of pages; and how tokens get there and leave again.
 
-use crate::arena::{Page, Reservation};
+use crate::arena::{Near, Page, Reservation};
 use crate::cache::Inner;
 use crate::chain::{Chain, Entry, Held};
 use crate::codec::HeadCodec;
@@ -168,7 +168,7 @@ impl Layer {
             };
             for (chain, run) in state.chains.iter_mut().enumerate().skip(1) {
                 let told = |ordinal, by| self.aging.push_back(Original { head, chain, ordinal, by });
-                let take = |shard, words| pages.take(shard, words);
+                let take = |shard, words, near: Near<'_>| pages.take(shard, words, near);
                 run.age(codec, inner.config.lanes, &shape.layout, self.filed, take, told)?;
             }
         }
@@ -354,7 +354,13 @@ impl Head {
         let open = chain.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
         let wide = open.filter(|(first, ..)| codec.is_some() && !Packed::spans(*first, position));
         // All that can fail comes before anything is counted.
-        let mut take = |codec: &HeadCodec, shard| pages.take(shard, codec.packed.words());
+        let mut take = |codec: &HeadCodec, shard| {
+            let last = chain.entries.iter().rev().find_map(|entry| match &entry.held {
+                Held::Closed(closed) => Some(&closed.packed),
+                _ => None,
+            });
+            pages.take(shard, codec.packed.words(), Near::next(last))
+        };
         let (before, after) = match (codec, open) {
             (Some(codec), Some((_, _, shard))) if wide.is_some() => {
                 (Some((codec, take(codec, shard)?)), None)
@@ -367,7 +373,10 @@ impl Head {
         if open.is_none() || wide.is_some() {
             let ordinal = chain.first + chain.entries.len() as u32;
             let shard = inner.shard_of(chain_place(c), ordinal, head);
-            let page = pages.take(shard, layout.words())?;
+            let last = chain.entries.back().and_then(Entry::page);
+            // One that will be packed makes way then.
+            let near = if codec.is_some() { Near::Any } else { Near::next(last) };
+            let page = pages.take(shard, layout.words(), near)?;
             if let Some((codec, packed)) = before {
                 chain.close(codec, lanes, layout, position, packed, pages);
             }
@@ -407,7 +416,7 @@ pub(crate) fn own(
     shared: &mut Option<Page>,
 ) -> Result<(), Error> {
     if page.is_shared() {
-        let mut copy = pages.take(page.shard(), layout.words())?;
+        let mut copy = pages.take(page.shard(), layout.words(), Near::Any)?;
         for lane in 0..fill {
             pages.copy(layout, page, lane, &mut copy, lane);
         }

@@ -5,6 +5,8 @@
 //! the result is taken back to the head's channels once, and joined with the sinks, the open pages (page `e` that of expert `e`)
 //! and the ring, in that order. What a second codec packed again is a third kind of run, joined last.
 
+use crate::job::Task;
+use crate::lists::emptied;
 use crate::reduce::{Leaf, Tree, Trees, levels};
 use crate::sequence::{PageId, block_of};
 use crate::tiers::{Staged, Stored};
@@ -36,6 +38,7 @@ pub struct Listed<'a> {
 }
 
 /// What one KV head of one sequence is read from.
+#[derive(Default)]
 pub struct Forest<'a> {
     pub view: usize,
     pub head: usize,
@@ -55,6 +58,16 @@ pub struct Forest<'a> {
 pub const PACKED_RUN: [u32; 2] = [1, 4];
 
 impl<'a> Forest<'a> {
+    /// No pages, with the room of this one's lists.
+    pub fn felled(self) -> Forest<'static> {
+        let Forest { pages, mut blocks, mut index, mut runs, mut run_blocks, .. } = self;
+        blocks.clear();
+        index.clear();
+        runs.clear();
+        run_blocks.clear();
+        Forest { view: 0, head: 0, pages: emptied(pages), blocks, index, runs, run_blocks, packed: [0, 0] }
+    }
+
     /// Adds a run of pages with ascending ordinals, cut into blocks.
     pub fn push_run(&mut self, run: u32, pages: impl Iterator<Item = (u32, Listed<'a>)>) {
         let first_block = self.blocks.len();
@@ -204,22 +217,23 @@ impl<'a> Forest<'a> {
         })
     }
 
-    /// Joins the subtrees of [`Forest::subtrees`], whose results lie in `parts` at `offsets`, into `out`.
+    /// Joins the subtrees of [`Forest::subtrees`], of which `roots` are the indices and whose results lie in `parts` at `offsets`, into
+    /// `out`.
     #[allow(clippy::too_many_arguments)]
     pub fn join(
         &self,
         trees: &Trees<'_>,
         level: u32,
-        tasks: &[(usize, usize, Range<usize>)],
+        tasks: &[Task],
+        roots: &[u32],
         offsets: &[usize],
         parts: &[f32],
         out: &mut [f32],
         spare: &mut Vec<Vec<f32>>,
     ) {
-        let roots: Vec<u32> = tasks.iter().map(|(.., blocks)| self.index[blocks.start] >> level).collect();
         let mut run = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| {
-            let from = tasks.partition_point(|(_, run, _)| *run < i);
-            let to = tasks.partition_point(|(_, run, _)| *run <= i);
+            let from = tasks.partition_point(|task| task.run < i);
+            let to = tasks.partition_point(|task| task.run <= i);
             let mut leaf = |t: usize, out: &mut [f32], _: &mut Vec<Vec<f32>>| {
                 out.copy_from_slice(&parts[offsets[t]..][..out.len()]);
             };

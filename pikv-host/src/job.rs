@@ -6,6 +6,7 @@ use crate::cache::Inner;
 use crate::codec::HeadCodec;
 use crate::fabric::Remote;
 use crate::forest::{Forest, Listed};
+use crate::lists::{Cut, emptied};
 use crate::reduce::Trees;
 use crate::rope::Table;
 use crate::sequence::Place;
@@ -14,14 +15,14 @@ use pikv_core::attend::{BLOCK, Sight};
 use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
-use pikv_core::page::Layout;
+use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::Rotation;
 use pikv_core::warp::LANES;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
@@ -44,18 +45,26 @@ pub struct Item<'a> {
     pub rows: usize,
 }
 
+/// An aligned subtree of a run of an item.
+pub struct Task {
+    pub item: usize,
+    /// The run's place in the forest's list.
+    pub run: usize,
+    pub blocks: Range<usize>,
+}
+
 /// Everything that a task reads.
 pub struct Job<'a> {
     pub inner: &'a Inner,
     pub shape: &'a LayerShape,
     pub views: &'a [View<'a>],
     /// Row of the call at which each view starts.
-    pub starts: Vec<usize>,
+    pub starts: &'a [usize],
     pub q: &'a [f32],
     /// Factor of q, in base 2 unless there is a cap.
     pub factor: f32,
     pub softcap: Option<f32>,
-    pub table: Option<Table>,
+    pub table: Option<Arc<Table>>,
     pub read: Read,
     pub closed_gaps: bool,
     /// What other ranks worked out.
@@ -138,6 +147,18 @@ pub fn each<I: Sync, O: Send>(items: &[I], f: impl Fn(&I) -> O + Sync + Send) ->
     items.iter().map(f).collect()
 }
 
+/// Calls `f` on every number below `n`, in whatever order.
+pub fn each_index(n: usize, f: impl Fn(usize) + Sync + Send) {
+    #[cfg(feature = "rayon")]
+    {
+        use rayon::prelude::*;
+        if n > 1 && threads() > 1 {
+            return (0..n).into_par_iter().with_max_len(1).for_each(f);
+        }
+    }
+    (0..n).for_each(f);
+}
+
 fn threads() -> usize {
     #[cfg(feature = "rayon")]
     return rayon::current_num_threads();
@@ -161,8 +182,15 @@ impl<'a> Job<'a> {
     }
 
     /// Rows cut into tiles, whole subtrees into tasks, tasks to threads.
-    pub fn run(&self, forests: &[Forest<'_>], split: Option<u32>, out: &Shared<'_>, lse: &Shared<'_>) {
-        let mut items = Vec::new();
+    pub fn run(
+        &self,
+        forests: &[Forest<'_>],
+        split: Option<u32>,
+        lists: &mut Cut,
+        out: &Shared<'_>,
+        lse: &Shared<'_>,
+    ) {
+        let mut items: Vec<Item<'_>> = emptied(std::mem::take(&mut lists.items));
         for forest in forests {
             items.extend(self.items(forest, TILE));
         }
@@ -173,8 +201,10 @@ impl<'a> Job<'a> {
             None if threads() == 1 || items.len() >= 8 * threads() || blocks <= 2 * items.len() => None,
             None => Some((blocks / (8 * threads())).max(1).ilog2()),
         };
-        let Some(level) = level else {
-            each(&items, |item| {
+        match level {
+            Some(level) => self.in_tasks(&items, level, lists, out, lse),
+            None => each_index(items.len(), |i| {
+                let item = &items[i];
                 self.with_scratch(item, |trees, scratch, leaf| {
                     let Scratch { part, spare, .. } = scratch;
                     let full = trees.of(None);
@@ -182,26 +212,32 @@ impl<'a> Job<'a> {
                     item.forest.reduce(&trees, leaf, part, spare);
                     self.finish(item, &full.partial(part), out, lse);
                 });
-            });
-            return;
-        };
-        let tasks: Vec<(usize, usize, Range<usize>)> = items
-            .iter()
-            .enumerate()
-            .flat_map(|(i, item)| item.forest.subtrees(level).map(move |(run, blocks)| (i, run, blocks)))
-            .collect();
-        let mut offsets = Vec::with_capacity(tasks.len());
-        let mut total = 0;
-        for (item, run, _) in &tasks {
-            offsets.push(total);
-            let item = &items[*item];
-            total += self.trees(item).of(item.forest.codec_of_run(*run)).len();
+            }),
         }
-        let mut buffer = vec![0.0; total];
-        let parts = Shared::new(&mut buffer);
-        let numbered: Vec<usize> = (0..tasks.len()).collect();
-        each(&numbered, |&t| {
-            let (item, run, blocks) = &tasks[t];
+        lists.items = emptied(items);
+    }
+
+    /// A task a subtree of `2^level` blocks, then an item's tasks joined.
+    fn in_tasks(&self, items: &[Item<'_>], level: u32, lists: &mut Cut, out: &Shared<'_>, lse: &Shared<'_>) {
+        let Cut { tasks, roots, offsets, parts: buffer, .. } = lists;
+        tasks.clear();
+        roots.clear();
+        offsets.clear();
+        let mut total = 0;
+        for (i, item) in items.iter().enumerate() {
+            let trees = self.trees(item);
+            for (run, blocks) in item.forest.subtrees(level) {
+                offsets.push(total);
+                total += trees.of(item.forest.codec_of_run(run)).len();
+                roots.push(item.forest.index[blocks.start] >> level);
+                tasks.push(Task { item: i, run, blocks });
+            }
+        }
+        // Each part is written whole.
+        buffer.resize(total.max(buffer.len()), 0.0);
+        let parts = Shared::new(buffer);
+        each_index(tasks.len(), |t| {
+            let Task { item, run, blocks } = &tasks[t];
             let item = &items[*item];
             self.with_scratch(item, |trees, scratch, leaf| {
                 let tree = trees.of(item.forest.codec_of_run(*run));
@@ -210,18 +246,17 @@ impl<'a> Job<'a> {
                 item.forest.reduce_blocks(tree, *run, blocks.clone(), level, leaf, part, &mut scratch.spare);
             });
         });
-        let buffer = &buffer;
-        let numbered: Vec<usize> = (0..items.len()).collect();
-        each(&numbered, |&i| {
+        let buffer = &buffer[..];
+        each_index(items.len(), |i| {
             let item = &items[i];
             let trees = self.trees(item);
             let full = trees.of(None);
-            let from = tasks.partition_point(|(item, ..)| *item < i);
-            let mine = from..tasks.partition_point(|(item, ..)| *item <= i);
-            let (tasks, offsets) = (&tasks[mine.clone()], &offsets[mine]);
+            let from = tasks.partition_point(|task| task.item < i);
+            let mine = from..tasks.partition_point(|task| task.item <= i);
+            let (tasks, roots, offsets) = (&tasks[mine.clone()], &roots[mine.clone()], &offsets[mine]);
             SCRATCH.with_borrow_mut(|Scratch { part, spare, .. }| {
                 part.resize(full.len().max(part.len()), 0.0);
-                item.forest.join(&trees, level, tasks, offsets, buffer, part, spare);
+                item.forest.join(&trees, level, tasks, roots, offsets, buffer, part, spare);
                 self.finish(item, &full.partial(part), out, lse);
             });
         });
@@ -335,7 +370,8 @@ impl<'a> Job<'a> {
         }
         let (common, cols) = (all.common, all.codec.packed.query_cols() as usize);
         let channels = self.layout().k_channels() as usize;
-        let mut single = vec![0.0; channels];
+        let mut single = [0.0; MAX_DIM as usize];
+        let single = &mut single[..channels];
         let mut weights = [[0.0; LANES]; BLOCK];
         for (first, width) in bundles(common.sights.len(), common.most) {
             let bundle = &common.q[first * channels..][..width * channels];
@@ -353,7 +389,7 @@ impl<'a> Job<'a> {
                 }
                 let Partial { m, l, acc } = &mut all.out;
                 lanes.run(PackedBlock {
-                    common: Common { sights: &common.sights[row..row + 1], q: &single, ..common },
+                    common: Common { sights: &common.sights[row..row + 1], q: single, ..common },
                     codec: all.codec,
                     pages: &list[..n],
                     next: &[],
@@ -384,7 +420,8 @@ impl<'a> Job<'a> {
         mut raw: Raw<'_>,
     ) {
         let channels = self.layout().k_channels() as usize;
-        let mut single = vec![0.0; channels];
+        let mut single = [0.0; MAX_DIM as usize];
+        let single = &mut single[..channels];
         let mut weights = [[0.0; LANES]; BLOCK];
         for (first, width) in bundles(item.rows, common.most) {
             let bundle = &common.q[first * channels..][..width * channels];
@@ -407,7 +444,7 @@ impl<'a> Job<'a> {
                 }
                 let row = first + r;
                 self.inner.config.lanes.run(Block {
-                    common: Common { sights: &common.sights[row..row + 1], q: &single, ..common },
+                    common: Common { sights: &common.sights[row..row + 1], q: single, ..common },
                     pages: &list[..n],
                     next: [&[]; 2],
                     out: Partial::new(part, item.rows, self.layout().acc_rows()),

@@ -23,6 +23,7 @@ mod filing;
 mod forest;
 mod job;
 pub mod lanes;
+mod lists;
 mod mass;
 pub mod metrics;
 mod observe;

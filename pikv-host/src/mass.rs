@@ -5,6 +5,7 @@ use crate::job::{Job, SCRATCH, Scratch, Shared, TILE};
 use crate::sequence::PageId;
 use pikv_core::math::exp2i;
 use pikv_core::warp::LANES;
+use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
@@ -26,7 +27,7 @@ pub(crate) struct Weighed {
 pub(crate) struct Wanted {
     pub all: bool,
     /// Rows of the sequence, apart, ascending.
-    pub cuts: Vec<Range<u32>>,
+    pub cuts: SmallVec<[Range<u32>; 2]>,
 }
 
 impl Wanted {

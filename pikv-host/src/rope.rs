@@ -1,28 +1,28 @@
 //! Tables of cosines and sines, one for each rotation in use, grown as sequences grow.
 
 use crate::error::Error;
+use arc_swap::ArcSwap;
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::{Rope, Rotation};
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 /// The tables of a cache.
 #[derive(Debug)]
-pub(crate) struct Tables(Vec<(Rope, RwLock<Table>)>);
+pub(crate) struct Tables(Vec<(Rope, ArcSwap<Table>)>);
 
 /// A table and the positions in it.
-#[derive(Clone)]
 pub(crate) struct Table {
-    values: Arc<Vec<f32>>,
+    values: Vec<f32>,
     capacity: u32,
 }
 
 impl Tables {
     pub fn new(layers: &[LayerShape]) -> Tables {
-        let mut tables: Vec<(Rope, RwLock<Table>)> = Vec::new();
+        let mut tables: Vec<(Rope, ArcSwap<Table>)> = Vec::new();
         for rope in layers.iter().filter_map(|l| l.rope) {
             if tables.iter().all(|(known, _)| *known != rope) {
-                tables.push((rope, RwLock::new(Table::first(&rope))));
+                tables.push((rope, ArcSwap::from_pointee(Table::first(&rope))));
             }
         }
         Tables(tables)
@@ -34,21 +34,19 @@ impl Tables {
     /// No memory for it.
     pub fn grow(&self, last: u32) -> Result<(), Error> {
         for (rope, table) in &self.0 {
-            let capacity = table.read().unwrap_or_else(PoisonError::into_inner).capacity;
-            if last >= capacity {
-                let grown = Table::new(rope, (last + 1).next_power_of_two().max(256))?;
-                let mut table = table.write().unwrap_or_else(PoisonError::into_inner);
-                if table.capacity < grown.capacity {
-                    *table = grown;
-                }
+            if last >= table.load().capacity {
+                let grown = Arc::new(Table::new(rope, (last + 1).next_power_of_two().max(256))?);
+                // Another step may have come further meanwhile.
+                table.rcu(|table| if table.capacity < grown.capacity { &grown } else { table }.clone());
             }
         }
         Ok(())
     }
 
-    pub fn get(&self, rope: &Rope) -> Option<Table> {
+    /// Without a lock: a reader keeps the table that it found.
+    pub fn get(&self, rope: &Rope) -> Option<Arc<Table>> {
         let (_, table) = self.0.iter().find(|(known, _)| known == rope)?;
-        Some(table.read().unwrap_or_else(PoisonError::into_inner).clone())
+        Some(table.load_full())
     }
 }
 
@@ -61,7 +59,7 @@ impl fmt::Debug for Table {
 impl Table {
     /// Position 0 alone: what an empty sequence is asked at.
     fn first(rope: &Rope) -> Table {
-        Table { values: Arc::new([1.0, 0.0].repeat(rope.rotary_dim as usize / 2)), capacity: 1 }
+        Table { values: [1.0, 0.0].repeat(rope.rotary_dim as usize / 2), capacity: 1 }
     }
 
     /// Angles in f64, so that they are right at any position; each value is rounded once. libm's functions, not std's, whose
@@ -76,7 +74,7 @@ impl Table {
             values.extend((0..capacity).map(|p| libm::cos(f64::from(p) * turn) as f32));
             values.extend((0..capacity).map(|p| libm::sin(f64::from(p) * turn) as f32));
         }
-        Ok(Table { values: Arc::new(values), capacity })
+        Ok(Table { values, capacity })
     }
 
     #[cfg(feature = "cuda")]

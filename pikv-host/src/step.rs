@@ -1,12 +1,13 @@
 //! A step: tokens added to some sequences, layer by layer, all or nothing.
 
-use crate::arena::Reservation;
+use crate::arena::{Near, Reservation};
 use crate::attend::{Attend, Output, Read, attend};
 use crate::cache::Inner;
 use crate::chain::{Away, Held};
 use crate::error::Error;
 use crate::evict::enforce;
 use crate::filing::{Layer, own};
+use crate::lists::{STEP, StepLists, emptied};
 use crate::observe::{Feed, Rule};
 use crate::policy::Token;
 use crate::report::StepReport;
@@ -18,6 +19,7 @@ use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::{SmallVec, smallvec};
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -39,14 +41,14 @@ pub struct Step<'a> {
 }
 
 #[derive(Debug)]
-struct Part<'a> {
+pub(crate) struct Part<'a> {
     sequence: &'a mut Sequence,
     /// Tokens once the step is committed; `sequence.len` is still the old number.
     len: u32,
 }
 
 #[derive(Debug, Default)]
-struct Done {
+pub(crate) struct Done {
     appended: bool,
     routed: bool,
     /// Experts of a row whose pages it wants, from the first on; all if `None`.
@@ -57,12 +59,22 @@ struct Done {
     remote: u64,
 }
 
+impl Done {
+    /// As before the step, with the room of its lists.
+    fn clear(&mut self) {
+        let mut feeds = mem::take(&mut self.feeds);
+        feeds.clear();
+        *self = Done { feeds, ..Done::default() };
+    }
+}
+
 impl<'a> Step<'a> {
     pub(crate) fn begin(
         inner: Arc<Inner>,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<Step<'a>, Error> {
-        let mut taken = Vec::new();
+        let StepLists { parts: taken, mut layers } = STEP.take();
+        let mut taken: Vec<Part<'a>> = emptied(taken);
         let (mut rows, mut needed) = (0, 0);
         for (index, (sequence, n)) in parts.into_iter().enumerate() {
             if !Arc::ptr_eq(&sequence.inner, &inner) {
@@ -104,7 +116,7 @@ impl<'a> Step<'a> {
             }
         };
         inner.tables.grow(last)?;
-        let layers = inner.config.layers.iter().map(|_| Done::default()).collect();
+        layers.resize_with(inner.config.layers.len(), Done::default);
         let mut step = Step { inner, parts: taken, pages, layers, rows, committed: false, ahead: None };
         if step.inner.tiers.is_some() {
             step.look_ahead(0, 0);
@@ -231,22 +243,18 @@ impl<'a> Step<'a> {
             let used = if all { self.away(layer).map(|slot| tiers.staged(slot)).sum() } else { 0 };
             self.look_ahead(layer + 1, used);
         }
-        let views: Vec<View<'_>> = self
-            .parts
-            .iter()
-            .enumerate()
-            .map(|(sequence, part)| View {
-                sequence,
-                row: 0,
-                layer: &part.sequence.layers[layer],
-                first: part.sequence.len,
-                rows: part.len - part.sequence.len,
-                len: part.len,
-                fetch: self.layers[layer].fetch,
-            })
-            .collect();
+        let fetch = self.layers[layer].fetch;
+        let views = self.parts.iter().enumerate().map(|(sequence, part)| View {
+            sequence,
+            row: 0,
+            layer: &part.sequence.layers[layer],
+            first: part.sequence.len,
+            rows: part.len - part.sequence.len,
+            len: part.len,
+            fetch,
+        });
         let feeds = Some(&mut self.layers[layer].feeds);
-        let remote = attend(&inner, layer, shape, &views, q, options, out, feeds, ahead)?;
+        let remote = attend(&inner, layer, shape, views, q, options, out, feeds, ahead)?;
         self.layers[layer].remote += remote;
         Ok(())
     }
@@ -397,15 +405,17 @@ impl<'a> Step<'a> {
 
 impl Drop for Step<'_> {
     fn drop(&mut self) {
-        if self.committed {
-            return;
-        }
-        for part in &mut self.parts {
-            let len = part.sequence.len;
-            for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.config.layers) {
-                layer.abort(&self.inner, shape, len);
+        if !self.committed {
+            for part in &mut self.parts {
+                let len = part.sequence.len;
+                for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.config.layers) {
+                    layer.abort(&self.inner, shape, len);
+                }
             }
         }
+        self.layers.iter_mut().for_each(Done::clear);
+        let (parts, layers) = (mem::take(&mut self.parts), mem::take(&mut self.layers));
+        STEP.set(StepLists { parts: emptied(parts), layers });
     }
 }
 
@@ -504,7 +514,8 @@ fn write(
             let at = (tile - state.first_tile) as usize;
             if at == head.ring.len() {
                 let shard = inner.shard_of(crate::Place::Ring, tile, h);
-                head.ring.push_back(pages.take(shard, layout.words())?);
+                let near = Near::next(head.ring.back());
+                head.ring.push_back(pages.take(shard, layout.words(), near)?);
                 head.states.extend(state.rule.as_deref().and_then(Rule::state));
             }
             let mut shared = None;

@@ -58,30 +58,20 @@ impl<'a> View<'a> {
     }
 
     /// The rows that the layer's policy wants to be told of, apart.
-    pub fn cuts(&self, rule: Option<&Rule>) -> Vec<Range<u32>> {
-        let Some(rule) = rule.filter(|rule| rule.eviction.policy.feedback() != Feedback::None) else {
-            return Vec::new();
-        };
-        let first = self.first;
-        rule.cuts(first, first + self.rows).map(|(_, told)| told.start - first..told.end - first).collect()
+    pub fn cuts(&self, rule: Option<&Rule>) -> impl Iterator<Item = Range<u32>> + use<> {
+        let rule = rule.filter(|rule| rule.eviction.policy.feedback() != Feedback::None);
+        let (first, end) = (self.first, self.first + self.rows);
+        let cuts = rule.map(|rule| rule.cuts(first, end)).into_iter().flatten();
+        cuts.map(move |(_, told)| told.start - first..told.end - first)
     }
 }
 
 impl<'a> Job<'a> {
-    /// The pages of one KV head, in the order of the reduction.
-    pub fn forest(&self, view: usize, head: usize) -> Forest<'a> {
+    /// The pages of one KV head, in the order of the reduction, in the lists of `felled`.
+    pub fn forest(&self, view: usize, head: usize, felled: Forest<'static>) -> Forest<'a> {
         let View { layer, len, .. } = self.views[view];
         let state = &layer.heads[head];
-        let mut forest = Forest {
-            view,
-            head,
-            pages: Vec::new(),
-            blocks: Vec::new(),
-            index: Vec::new(),
-            runs: Vec::new(),
-            run_blocks: Vec::new(),
-            packed: [0, 0],
-        };
+        let mut forest = Forest { view, head, ..felled };
         let (chains, experts) = (&state.chains, state.chains.len() as u32 - 1);
         let plain = |page: &'a Page, live, id: PageId| {
             let (words, address) = (page.words(), page.address());

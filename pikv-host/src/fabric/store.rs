@@ -1,6 +1,6 @@
 //! What a rank keeps: pages, by their numbers; and what it does when it is asked.
 
-use crate::arena::Page;
+use crate::arena::{Near, Page};
 use crate::block::{Block, Common, PackedBlock};
 use crate::cache::{Cache, Inner};
 use crate::config::CacheConfig;
@@ -227,11 +227,12 @@ impl Store {
                 return Err(Refusal::Malformed);
             }
             let pages = self.inner.arenas.reserve(u64::from(words) * 4);
-            let taken = pages.and_then(|mut pages| pages.take(0, words)).map_err(|error| match error {
-                Error::OutOfBudget { needed, available } => Refusal::Budget { needed, available },
-                Error::OutOfMemory { bytes } => Refusal::Memory { bytes },
-                _ => Refusal::Malformed,
-            })?;
+            let taken =
+                pages.and_then(|mut pages| pages.take(0, words, Near::Any)).map_err(|error| match error {
+                    Error::OutOfBudget { needed, available } => Refusal::Budget { needed, available },
+                    Error::OutOfMemory { bytes } => Refusal::Memory { bytes },
+                    _ => Refusal::Malformed,
+                })?;
             self.pages.insert(id, taken);
         }
         let page = self.pages.get_mut(&id).and_then(Page::words_mut);

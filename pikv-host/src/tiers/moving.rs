@@ -2,6 +2,7 @@
 
 use super::ahead::Levels;
 use super::level::Level;
+use crate::arena::Near;
 use crate::cache::Inner;
 use crate::chain::{Away, Closed, Entry, Held};
 use crate::codec::HeadCodec;
@@ -104,10 +105,12 @@ impl Sequence {
     fn raise(&mut self, page: &Movable) -> Result<(), Error> {
         let inner = self.inner.clone();
         let chain = &mut self.layers[page.layer].heads[page.head].chains[page.chain];
+        let before = page.ordinal.checked_sub(1).and_then(|i| chain.entry(i)?.page()).cloned();
         let Some(entry) = chain.entry_mut(page.ordinal) else { return Ok(()) };
         let (Held::Away(Away { slot, by }), Some(last)) = (&entry.held, entry.last()) else { return Ok(()) };
         let shard = inner.shard_of(chain_place(page.chain), page.ordinal, page.head);
-        let mut fresh = inner.arenas.reserve(slot.bytes())?.take(shard, slot.words() as u32)?;
+        let (mut pages, near) = (inner.arenas.reserve(slot.bytes())?, Near::next(before.as_ref()));
+        let mut fresh = pages.take(shard, slot.words() as u32, near)?;
         match fresh.words_mut() {
             Some(words) if inner.config.backend.is_cpu() => slot.read_into(words)?,
             _ => fresh.put(&slot.read()?)?,
