@@ -9,6 +9,8 @@
 //! device, a vector of a CPU); the padding is counted by every figure of bytes.
 
 use crate::dtype::Dtype;
+use crate::portable::Portable;
+use crate::store;
 use crate::warp::LANES;
 
 /// Tokens of a page.
@@ -152,14 +154,18 @@ impl Layout {
         key: &[f32],
         value: &[f32],
     ) -> Result<(), Unstorable> {
-        let start = self.k_word(0, 0, lane) as usize;
-        pack(self.k, &key[..self.k_dim as usize], |i, word| words[start + i * LANES] = word)
-            .map_err(|(channel, value)| Unstorable { key: true, channel, value })?;
+        let (key, value) = (&key[..self.k_dim as usize], &value[..self.v_dim as usize]);
+        self.check(key, value)?;
+        let at = lane as usize;
+        assert!(at < LANES);
+        let (rows, _) = words[Self::K_BASE as usize..self.v_base() as usize].as_chunks_mut::<LANES>();
+        pack(self.k, key, |first, packed| {
+            rows[first..].iter_mut().zip(packed).for_each(|(row, word)| row[at] = *word);
+        });
         let start = self.v_word(0, 0, lane) as usize;
         let row = &mut words[start..start + self.v_stride() as usize];
         row.fill(0);
-        pack(self.v, &value[..self.v_dim as usize], |i, word| row[i] = word)
-            .map_err(|(channel, value)| Unstorable { key: false, channel, value })?;
+        pack(self.v, value, |first, packed| row[first..][..packed.len()].copy_from_slice(packed));
         words[lane as usize] = position.0;
         Ok(())
     }
@@ -172,16 +178,9 @@ impl Layout {
     /// # Panics
     /// If a slice is too short.
     pub fn check(&self, key: &[f32], value: &[f32]) -> Result<(), Unstorable> {
-        pack(self.k, &key[..self.k_dim as usize], |_, _| {}).map_err(|(channel, value)| Unstorable {
-            key: true,
-            channel,
-            value,
-        })?;
-        pack(self.v, &value[..self.v_dim as usize], |_, _| {}).map_err(|(channel, value)| Unstorable {
-            key: false,
-            channel,
-            value,
-        })
+        let unstorable = |key| move |(channel, value)| Unstorable { key, channel, value };
+        fits(self.k, &key[..self.k_dim as usize]).map_err(unstorable(true))?;
+        fits(self.v, &value[..self.v_dim as usize]).map_err(unstorable(false))
     }
 
     /// Copies the token at lane `from` of `source` to lane `to` of `target`, position included.
@@ -190,10 +189,11 @@ impl Layout {
     /// If a page is too short or a lane is not below 32.
     pub fn copy(&self, source: &[u32], from: u32, target: &mut [u32], to: u32) {
         let (from, to) = (from as usize, to as usize);
+        assert!(from < LANES && to < LANES);
         let rows = self.v_base() as usize;
-        for (s, t) in source[..rows].chunks_exact(LANES).zip(target[..rows].chunks_exact_mut(LANES)) {
-            t[to] = s[from];
-        }
+        let (lanes, _) = source[..rows].as_chunks::<LANES>();
+        let (target_lanes, _) = target[..rows].as_chunks_mut::<LANES>();
+        target_lanes.iter_mut().zip(lanes).for_each(|(to_row, row)| to_row[to] = row[from]);
         let stride = self.v_stride() as usize;
         target[rows + to * stride..][..stride].copy_from_slice(&source[rows + from * stride..][..stride]);
     }
@@ -223,20 +223,39 @@ impl Layout {
     }
 }
 
-/// Channels to words, the first channel in the low bits; a last word that is not full has zeros. Fails with the channel
-/// and the value that cannot be stored.
-#[inline]
-fn pack(dtype: Dtype, row: &[f32], mut put: impl FnMut(usize, u32)) -> Result<(), (u32, f32)> {
-    let n = dtype.per_word() as usize;
-    let encode = |channel: usize| dtype.encode(row[channel]).ok_or((channel as u32, row[channel]));
-    for (i, group) in row.chunks(n).enumerate() {
-        let mut word = encode(i * n)?;
-        for j in 1..group.len() {
-            word |= encode(i * n + j)? << (j as u32 * dtype.bits());
-        }
-        put(i, word);
+/// Whether a dtype holds every value of a row; if not, the first channel that it does not, and its value.
+fn fits(dtype: Dtype, row: &[f32]) -> Result<(), (u32, f32)> {
+    // Rounding keeps order, and what is not finite is the largest: if the dtype holds that one, it holds all.
+    let size = |x: &f32| x.to_bits() & 0x7fff_ffff;
+    let most = row.iter().map(size).fold(0, u32::max);
+    if dtype.encode(f32::from_bits(most)).is_some() {
+        return Ok(());
     }
-    Ok(())
+    let beyond = (0..).zip(row).find(|(_, x)| dtype.encode(**x).is_none());
+    beyond.map_or(Ok(()), |(channel, x)| Err((channel, *x)))
+}
+
+/// Channels that a dtype holds to words, the first channel in the low bits; a last word that is not full has zeros. `put` gets 32 words
+/// at a time, or what is left, and the index of the first.
+#[inline]
+fn pack(dtype: Dtype, row: &[f32], mut put: impl FnMut(usize, &[u32])) {
+    let n = dtype.per_word() as usize;
+    for (i, channels) in row.chunks(LANES * n).enumerate() {
+        let mut words = [0; LANES];
+        for j in 0..n {
+            let mut lanes = [0.0; LANES];
+            lanes
+                .iter_mut()
+                .zip(channels[j.min(channels.len())..].iter().step_by(n))
+                .for_each(|(to, x)| *to = *x);
+            let bits = store::encode(Portable, dtype, lanes);
+            words
+                .iter_mut()
+                .zip(bits)
+                .for_each(|(word, bits)| *word |= bits << (j as u32 * dtype.bits() % 32));
+        }
+        put(i * LANES, &words[..channels.len().div_ceil(n)]);
+    }
 }
 
 fn unpack(dtype: Dtype, row: &mut [f32], get: impl Fn(usize) -> u32) {
