@@ -3,8 +3,9 @@
 use crate::attend::{Form, Sight};
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::Layout;
-use crate::rope::{self, Rotation};
+use crate::rope::{self, Rotation, Words};
 use crate::warp::{LANES, Routine, Warp};
+use core::marker::PhantomData;
 
 /// A page of the list, and which of its lanes are read.
 #[derive(Clone, Copy, Debug)]
@@ -465,7 +466,7 @@ fn page_scores<W: Warp, const R: usize>(
         ahead: &[[u32; LANES]],
     ) -> [W::F; R] {
         match &query.rotation {
-            Some(rotation) => rope::scores::<W, K, R>(w, rotation, k, query, position),
+            Some(rotation) => rope::scores(w, rotation, &Words(k, PhantomData::<K>), query, position),
             None => scores::<W, K, R>(w, k, query, ahead),
         }
     }

@@ -6,6 +6,7 @@
 use crate::dtype::Element;
 use crate::full::Query;
 use crate::warp::{LANES, Warp};
+use core::marker::PhantomData;
 
 /// Which channels a rotation turns together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -74,19 +75,37 @@ impl Rotation<'_> {
     }
 }
 
-/// Channel `c` of the 32 keys.
-#[inline(always)]
-fn channel<W: Warp, K: Element>(w: W, k: &[[u32; LANES]], c: usize) -> W::F {
-    K::channel(w, w.load(&k[c / K::PER_WORD]), c % K::PER_WORD)
+/// Keys of a page before their rotation.
+pub(crate) trait Keys<W: Warp> {
+    /// Channel `c` of the 32 keys.
+    fn channel(&self, w: W, c: usize) -> W::F;
+}
+
+/// Those of a full page, of dtype `K`.
+pub(crate) struct Words<'a, K>(pub &'a [[u32; LANES]], pub PhantomData<K>);
+
+impl<W: Warp, K: Element> Keys<W> for Words<'_, K> {
+    #[inline(always)]
+    fn channel(&self, w: W, c: usize) -> W::F {
+        K::channel(w, w.load(&self.0[c / K::PER_WORD]), c % K::PER_WORD)
+    }
+}
+
+/// Those of a packed page, rebuilt, a channel a row.
+impl<W: Warp> Keys<W> for [[f32; LANES]] {
+    #[inline(always)]
+    fn channel(&self, w: W, c: usize) -> W::F {
+        w.load_f(&self[c])
+    }
 }
 
 /// Scores of the 32 tokens of a page against `R` queries, K rotated to `position` as it is read. The chain of each
 /// query takes the pairs in order, first channel then second, then the channels that do not turn.
 #[inline(always)]
-pub(crate) fn scores<W: Warp, K: Element, const R: usize>(
+pub(crate) fn scores<W: Warp, K: Keys<W> + ?Sized, const R: usize>(
     w: W,
     rotation: &Rotation<'_>,
-    k: &[[u32; LANES]],
+    keys: &K,
     query: &Query<'_, R>,
     position: W::U,
 ) -> [W::F; R] {
@@ -98,7 +117,7 @@ pub(crate) fn scores<W: Warp, K: Element, const R: usize>(
         let (a, b) = rotation.rope.pair(i);
         let pair = &rotation.table[i * 2 * n..(i + 1) * 2 * n];
         let (cos, sin) = (w.gather(&pair[..n], at), w.gather(&pair[n..], at));
-        let (x, y) = (channel::<W, K>(w, k, a), channel::<W, K>(w, k, b));
+        let (x, y) = (keys.channel(w, a), keys.channel(w, b));
         let p = w.fma(x, cos, w.sub(w.splat(-0.0), w.mul(y, sin)));
         let q = w.fma(y, cos, w.mul(x, sin));
         for (r, s) in s.iter_mut().enumerate() {
@@ -107,7 +126,7 @@ pub(crate) fn scores<W: Warp, K: Element, const R: usize>(
         }
     }
     for c in rotation.rope.rotary_dim as usize..query.k_dim {
-        let x = channel::<W, K>(w, k, c);
+        let x = keys.channel(w, c);
         for (r, s) in s.iter_mut().enumerate() {
             *s = w.fma(x, w.splat(query.q[c][r]), *s);
         }

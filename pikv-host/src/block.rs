@@ -2,7 +2,7 @@
 
 use crate::codec::HeadCodec;
 use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
-use pikv_core::codec::factors::FactorPages;
+use pikv_core::codec::factors::{FactorPages, FactorScratch};
 use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
 use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{Partial, finish};
@@ -156,13 +156,14 @@ impl PackedBlock<'_> {
             start,
             whole: common.rotation.map(|_| (back, common.query::<R>(row))),
         };
-        let mut scratch = Scratch::default();
         let raw = self.raw.as_deref_mut().map(|raw| &mut raw[row * pages.len()..][..R * pages.len()]);
         if packed.factored() {
+            let mut scratch = FactorScratch::default();
             let mut form =
                 FactorPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
             return attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
         }
+        let mut scratch = Scratch::default();
         let mut form =
             PackedPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
         attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);

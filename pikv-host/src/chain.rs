@@ -1,7 +1,7 @@
 //! A run of pages of one head: sinks, or what one expert's tokens were filed in.
 
 use crate::arena::{Near, Page, Reservation};
-use crate::codec::{HeadCodec, Old};
+use crate::codec::HeadCodec;
 use crate::error::Error;
 use crate::fabric::Mirrors;
 use crate::lanes::Lanes;
@@ -394,7 +394,7 @@ impl Chain {
         lanes: Lanes,
         layout: &Layout,
         filed: u32,
-        mut take: impl FnMut(u32, u32, Near<'_>) -> Result<Page, Error>,
+        pages: &mut Reservation,
         mut told: impl FnMut(u32, u32),
     ) -> Result<(), Error> {
         let Some(aged) = &codec.aged else { return Ok(()) };
@@ -406,11 +406,8 @@ impl Chain {
                 Held::Closed(closed) if !closed.old && closed.next.is_none() => {
                     let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
                     let near = Near::next(last.as_ref());
-                    let mut page = take(closed.packed.shard(), aged.codec.packed.words(), near)?;
-                    if let Some(out) = page.words_mut() {
-                        let old = Old { words: closed.packed.words(), fill, last: closed.last };
-                        aged.codec.repack(lanes, layout, codec, old, out);
-                    }
+                    let mut page = pages.take(closed.packed.shard(), aged.codec.packed.words(), near)?;
+                    pages.repack(codec, lanes, layout, &closed.packed, fill, closed.last, &mut page);
                     last = Some(page.clone());
                     closed.next = Some(Box::new(page));
                     let ordinal = self.aged;

@@ -292,16 +292,6 @@ impl CacheConfig {
                 .collect()
         };
         let codecs: Vec<HeadCodecs> = self.layers.iter().enumerate().map(layer).collect::<Result<_, _>>()?;
-        if !self.backend.is_cpu() {
-            let wants =
-                |of: fn(&HeadCodec) -> bool| codecs.iter().position(|heads| heads.iter().flatten().any(of));
-            let factored =
-                wants(|codec| codec.packed.factored()).map(|layer| (layer, "means or a basis a page"));
-            let aged = wants(|codec| codec.aged.is_some()).map(|layer| (layer, "pages packed again by age"));
-            if let Some((layer, what)) = factored.or(aged) {
-                return Err(ConfigError::Backend { backend: self.backend.name(), what, layer });
-            }
-        }
         let means = |heads: &HeadCodecs| heads.iter().flatten().any(HeadCodec::has_means);
         for (layer, _) in codecs.iter().enumerate().filter(|(_, heads)| means(heads)) {
             let mut rules = self.evictions.iter().rev();

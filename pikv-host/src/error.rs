@@ -130,16 +130,6 @@ pub enum ConfigError {
         /// The layer.
         layer: usize,
     },
-    /// Something that the cache's back end does not do.
-    #[error("layer {layer} asks for {what}: the back end {backend:?} has none yet; Backend::CPU has")]
-    Backend {
-        /// The back end.
-        backend: &'static str,
-        /// What it lacks.
-        what: &'static str,
-        /// The first layer that asks for it.
-        layer: usize,
-    },
     /// Something that a cache over a fabric does not do.
     #[error("a cache over a fabric has no {what} yet; {instead} would do")]
     Fabric {

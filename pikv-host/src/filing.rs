@@ -168,8 +168,7 @@ impl Layer {
             };
             for (chain, run) in state.chains.iter_mut().enumerate().skip(1) {
                 let told = |ordinal, by| self.aging.push_back(Original { head, chain, ordinal, by });
-                let take = |shard, words, near: Near<'_>| pages.take(shard, words, near);
-                run.age(codec, inner.config.lanes, &shape.layout, self.filed, take, told)?;
+                run.age(codec, inner.config.lanes, &shape.layout, self.filed, pages, told)?;
             }
         }
         self.aging.make_contiguous()[known..].sort_by_key(|page| page.by);

@@ -87,13 +87,13 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Of the head's first codec.
-    pub fn folded(&self) -> &[[f32; LANES]] {
-        &self.folded[0]
+    /// Of the head's codec `at`.
+    pub fn folded(&self, at: usize) -> &[[f32; LANES]] {
+        &self.folded[at]
     }
 
-    pub fn start(&self) -> &[f32] {
-        &self.start[0]
+    pub fn start(&self, at: usize) -> &[f32] {
+        &self.start[at]
     }
 }
 
@@ -267,7 +267,7 @@ impl<'a> Job<'a> {
     }
 
     /// Those that have packed pages, in turn.
-    fn codecs(&self, forest: &Forest<'_>) -> [Option<&'a HeadCodec>; 2] {
+    pub fn codecs(&self, forest: &Forest<'_>) -> [Option<&'a HeadCodec>; 2] {
         let first = self.codec(forest);
         let second = first.and_then(|codec| Some(&codec.aged.as_ref()?.codec));
         [first.filter(|_| forest.packed[0] > 0), second.filter(|_| forest.packed[1] > 0)]

@@ -1,7 +1,7 @@
 //! Tokens written into pages and copied between them: at once in the host's memory, by a device when it is told.
 
 use crate::arena::{Page, Reservation};
-use crate::codec::HeadCodec;
+use crate::codec::{HeadCodec, Old};
 use crate::error::Error;
 use crate::lanes::Lanes;
 #[cfg(feature = "cuda")]
@@ -59,13 +59,36 @@ impl Reservation {
     ) {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
-            pending.pack(codec, layout, page.address(), fill, packed.address());
+            pending.pack(codec, lanes, layout, page.address(), fill, packed.address());
             let positions = &page.words()[..fill as usize];
             let tags = only(packed)[..TAGS as usize].iter_mut().enumerate();
             tags.for_each(|(i, tag)| *tag = Packed::tag(positions, i));
             return;
         }
         codec.pack(lanes, layout, page.words(), fill, only(packed));
+    }
+
+    /// Packs the `fill` tokens of a page that `codec` packed, whose last position is `last`, by its second codec; as
+    /// [`Reservation::pack`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn repack(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        page: &Page,
+        fill: u32,
+        last: u32,
+        packed: &mut Page,
+    ) {
+        #[cfg(feature = "cuda")]
+        if let Some(pending) = &mut self.pending {
+            pending.repack(codec, lanes, layout, (page.address(), fill, last), packed.address());
+            // The tokens are the same.
+            only(packed)[..TAGS as usize].copy_from_slice(&page.words()[..TAGS as usize]);
+            return;
+        }
+        codec.repack(lanes, layout, Old { words: page.words(), fill, last }, only(packed));
     }
 
     /// Forgets that a page was to be packed, which was not flushed.

@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 use pikv_core::attend::Sight;
 use pikv_core::codec::code::Code;
-use pikv_core::codec::packed::Packed;
+use pikv_core::codec::packed::{Packed, Side};
 use pikv_core::dtype::Dtype;
 use pikv_core::page::Layout;
 use pikv_core::rope::{Pairs, Rope};
@@ -36,6 +36,21 @@ pub struct PackedArg {
     pub k: u32,
     /// Index of V's code in [`Code::ALL`].
     pub v: u32,
+    /// What rows of K are.
+    pub k_side: SideArg,
+    /// What rows of V are.
+    pub v_side: SideArg,
+}
+
+/// A [`Side`]; both 0 for tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct SideArg {
+    /// Level of means.
+    pub level: u32,
+    /// Channels of a basis vector.
+    pub wide: u32,
 }
 
 /// A rotation of keys as they are read; `rotary_dim` 0 for none.
@@ -285,15 +300,43 @@ impl LayoutArg {
 
 impl From<Packed> for PackedArg {
     fn from(p: Packed) -> Self {
-        PackedArg { k_dim: p.k_dim, v_dim: p.v_dim, k: p.k.index(), v: p.v.index() }
+        let (k_side, v_side) = (SideArg::from(p.k_side), SideArg::from(p.v_side));
+        PackedArg { k_dim: p.k_dim, v_dim: p.v_dim, k: p.k.index(), v: p.v.index(), k_side, v_side }
     }
 }
 
 impl PackedArg {
-    /// The layout.
+    /// The layout, where rows are of tokens.
     #[inline(always)]
     pub fn packed(&self) -> Packed {
         Packed::new(self.k_dim, self.v_dim, Code::ALL[self.k as usize], Code::ALL[self.v as usize])
+    }
+
+    /// The layout, whatever rows are.
+    #[inline(always)]
+    pub fn factored(&self) -> Packed {
+        self.packed().sides(self.k_side.side(), self.v_side.side())
+    }
+}
+
+impl From<Side> for SideArg {
+    fn from(side: Side) -> Self {
+        match side {
+            Side::Means { level } => SideArg { level, wide: 0 },
+            Side::Basis { wide } => SideArg { level: 0, wide },
+            _ => SideArg { level: 0, wide: 0 },
+        }
+    }
+}
+
+impl SideArg {
+    #[inline(always)]
+    fn side(&self) -> Side {
+        match *self {
+            SideArg { level: 0, wide: 0 } => Side::Tokens,
+            SideArg { level: 0, wide } => Side::Basis { wide },
+            SideArg { level, .. } => Side::Means { level },
+        }
     }
 }
 

@@ -14,6 +14,8 @@ pub mod args;
 #[cfg(target_arch = "nvptx64")]
 pub mod attend;
 #[cfg(target_arch = "nvptx64")]
+pub mod factors;
+#[cfg(target_arch = "nvptx64")]
 pub mod gpu;
 #[cfg(target_arch = "nvptx64")]
 pub mod pack;

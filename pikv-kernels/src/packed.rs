@@ -1,43 +1,155 @@
-//! Attention over packed pages, as they lie: [`crate::attend`] for pages that a codec wrote. And the way back to the head's channels.
+//! Attention over packed pages, as they lie: [`crate::attend`] for pages that a codec wrote; [`crate::factors`] for those that it wrote as
+//! factors. And the way back to the head's channels.
 
 use crate::args::{BackArg, HeadArg, LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
 use crate::gpu::{Lane, thread};
 use core::slice;
 use pikv_core::LANES;
-use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
+use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
 use pikv_core::codec::back::{Stored, WORK, take_back};
+use pikv_core::codec::packed::Packed;
 use pikv_core::codec::read::{Back, Folded, Only, PackedPages, PackedRef, REBUILT, Scratch};
 use pikv_core::full::Query;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::rope::Rotation;
 
-/// What all of these kernels are given.
-#[derive(Clone, Copy)]
-struct Given<const R: usize> {
-    packed: PackedArg,
-    q: *const f32,
-    pages: *const *const u32,
-    live: *const u32,
-    last: *const u32,
-    by: *const u32,
-    tasks: *const TaskArg,
-    count: u32,
-    sights: *const SightArg,
-    softcap: f32,
-    scratch: *mut Scratch<R>,
-    parts: *mut f32,
-    raw: *mut f32,
+/// What all kernels that attend over packed pages are given; `S` is what a warp works in.
+pub(crate) struct Given<S> {
+    pub packed: PackedArg,
+    pub q: *const f32,
+    pub pages: *const *const u32,
+    pub live: *const u32,
+    pub last: *const u32,
+    pub by: *const u32,
+    pub tasks: *const TaskArg,
+    pub count: u32,
+    pub sights: *const SightArg,
+    pub softcap: f32,
+    pub scratch: *mut S,
+    pub parts: *mut f32,
+    pub raw: *mut f32,
 }
 
 /// What those for keys before their rotation are given besides.
 #[derive(Clone, Copy)]
-struct Turned {
-    layout: LayoutArg,
-    map: MapArg,
-    rope: RopeArg,
-    table: *const f32,
-    rebuilt: *mut [f32; LANES],
+pub(crate) struct Turned {
+    pub layout: LayoutArg,
+    pub map: MapArg,
+    pub rope: RopeArg,
+    pub table: *const f32,
+    pub rebuilt: *mut [f32; LANES],
+}
+
+/// A warp's task.
+pub(crate) struct Task<'a, S, const R: usize> {
+    pub index: usize,
+    pub lanes: Lane,
+    /// First word of the queries.
+    q: usize,
+    pub list: [PackedRef<'a>; BLOCK],
+    pub count: usize,
+    pub looks: Looks<R>,
+    pub scratch: &'a mut S,
+    pub part: &'a mut [f32],
+    pub raw: Option<&'a mut [f32]>,
+}
+
+impl<S> Given<S> {
+    /// The warp's task, over pages of this layout; none for warps past the last.
+    ///
+    /// # Safety
+    /// As [`attend_packed_r1`].
+    #[inline(always)]
+    pub unsafe fn task<'a, const R: usize>(self, packed: &Packed) -> Option<Task<'a, S, R>> {
+        let Given { pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw, .. } = self;
+        let index = thread::warp_index();
+        if index >= count {
+            return None;
+        }
+        // SAFETY: by the caller's promise on `tasks`.
+        let task = unsafe { *tasks.add(index as usize) };
+        let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
+        for (i, page) in list.iter_mut().enumerate() {
+            if i < task.count as usize {
+                // SAFETY: by the caller's promise on the lists of pages: the block's pages, at most BLOCK of them.
+                unsafe {
+                    let at = task.pages as usize + i;
+                    page.words = slice::from_raw_parts(*pages.add(at), packed.words() as usize);
+                    (page.live, page.last, page.by) = (*live.add(at), *last.add(at), *by.add(at));
+                }
+            }
+        }
+        let mut sight = [Sight::NONE; R];
+        for (r, sight) in sight.iter_mut().enumerate() {
+            // SAFETY: by the caller's promise on `sights`.
+            *sight = unsafe { (*sights.add(task.sights as usize + r)).sight() };
+        }
+        let len = Partial::len(R, packed.acc_rows());
+        // SAFETY: by the caller's promise on `scratch`, `parts` and `raw`, of which each has [`ROW`] f32 a row: a warp has its own,
+        // whose words its lanes share out. Whole warps are launched, and what decides control flow is the warp's task.
+        unsafe {
+            let raw =
+                (!raw.is_null()).then(|| slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW));
+            Some(Task {
+                index: index as usize,
+                lanes: Lane::new(),
+                q: task.q as usize,
+                list,
+                count: task.count as usize,
+                looks: Looks { sight, softcap: (softcap > 0.0).then_some(softcap) },
+                scratch: &mut *scratch.add(index as usize),
+                part: slice::from_raw_parts_mut(parts.add(task.part as usize), len),
+                raw,
+            })
+        }
+    }
+}
+
+impl<'a, S, const R: usize> Task<'a, S, R> {
+    /// Its queries as the codec left them, and what their scores start from.
+    ///
+    /// # Safety
+    /// As [`attend_packed_r1`].
+    #[inline(always)]
+    pub unsafe fn folded(&self, packed: &Packed, q: *const f32, start: *const f32) -> Folded<'a, R> {
+        let rows = R * packed.query_cols() as usize;
+        let bundle = self.q / (rows * LANES);
+        let mut starts = [0.0; R];
+        for (r, to) in starts.iter_mut().enumerate() {
+            // SAFETY: by the caller's promise on `start`.
+            *to = unsafe { *start.add(bundle * R + r) };
+        }
+        // SAFETY: by the caller's promise on `q`.
+        let q = unsafe { slice::from_raw_parts(q.add(self.q).cast::<[f32; LANES]>(), rows) };
+        Folded { rows: q, start: starts, whole: None }
+    }
+
+    /// Its whole queries, for keys that are turned as they are read; and where those are rebuilt.
+    ///
+    /// # Safety
+    /// As [`attend_rebuilt_r1`].
+    #[inline(always)]
+    pub unsafe fn whole(&self, turned: Turned, q: *const f32) -> (Folded<'a, R>, &'a mut [[f32; LANES]]) {
+        let Turned { layout, map, rope, table, rebuilt } = turned;
+        let layout = layout.layout();
+        let channels = layout.k_channels() as usize;
+        // SAFETY: by the caller's promise on `q`, `map`, `table` and `rebuilt`; the last is the warp's own.
+        let (q, back, table, rebuilt) = unsafe {
+            (
+                slice::from_raw_parts(q.add(self.q), channels * R),
+                map.back(),
+                slice::from_raw_parts(table, rope.rotary_dim as usize * rope.capacity as usize),
+                slice::from_raw_parts_mut(rebuilt.add(self.index * REBUILT), REBUILT),
+            )
+        };
+        let query = Query {
+            q: q.as_chunks().0,
+            k_dim: layout.k_dim as usize,
+            rotation: rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity }),
+        };
+        (Folded { rows: &[], start: [0.0; R], whole: Some((back, query)) }, rebuilt)
+    }
 }
 
 impl MapArg {
@@ -96,83 +208,40 @@ impl MapArg {
 /// # Safety
 /// As [`attend_packed_r1`] and its siblings; `start` counts where `turned` is `None`.
 #[inline(always)]
-unsafe fn attend<const R: usize>(given: Given<R>, start: *const f32, turned: Option<Turned>) {
-    let Given { q, pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw, .. } = given;
-    let packed = given.packed.packed();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    // SAFETY: by the caller's promise on `tasks`.
-    let task = unsafe { *tasks.add(index as usize) };
-    let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
-    for (i, page) in list.iter_mut().enumerate() {
-        if i < task.count as usize {
-            // SAFETY: by the caller's promise on the lists of pages: the block's pages, at most BLOCK of them.
-            unsafe {
-                let at = task.pages as usize + i;
-                page.words = slice::from_raw_parts(*pages.add(at), packed.words() as usize);
-                (page.live, page.last, page.by) = (*live.add(at), *last.add(at), *by.add(at));
-            }
-        }
-    }
-    let mut sight = [Sight::NONE; R];
-    for (r, sight) in sight.iter_mut().enumerate() {
-        // SAFETY: by the caller's promise on `sights`.
-        *sight = unsafe { (*sights.add(task.sights as usize + r)).sight() };
-    }
-    let len = Partial::len(R, packed.acc_rows());
-    // SAFETY: by the caller's promise on `scratch` and `parts`; a warp has a scratch and a part of its own, whose words its
-    // lanes share out.
-    let (scratch, part) = unsafe {
-        (&mut *scratch.add(index as usize), slice::from_raw_parts_mut(parts.add(task.part as usize), len))
-    };
-    // SAFETY: whole warps are launched, and what decides control flow is the warp's task.
-    let lanes = unsafe { Lane::new() };
-    let mut part = Partial::new(part, R, packed.acc_rows());
-    let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
-    let pages = &list[..task.count as usize];
-    // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
-    let mut raw =
-        (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });
-    let weights = raw.as_mut().map(|raw| raw.as_chunks_mut().0.as_chunks_mut().0);
+unsafe fn attend<const R: usize>(given: Given<Scratch<R>>, start: *const f32, turned: Option<Turned>) {
+    let (packed, q) = (given.packed.packed(), given.q);
+    // SAFETY: the caller's own promise.
+    let Some(task) = (unsafe { given.task::<R>(&packed) }) else { return };
     match turned {
         None => {
-            let rows = R * packed.k_cols() as usize;
-            let bundle = task.q as usize / (rows * LANES);
-            let mut starts = [0.0; R];
-            for (r, to) in starts.iter_mut().enumerate() {
-                // SAFETY: by the caller's promise on `start`.
-                *to = unsafe { *start.add(bundle * R + r) };
-            }
-            // SAFETY: by the caller's promise on `q`.
-            let q = unsafe { slice::from_raw_parts(q.add(task.q as usize).cast::<[f32; LANES]>(), rows) };
-            let folded = Folded { rows: q, start: starts, whole: None };
-            let mut form = PackedPages::new(lanes, &packed, pages, &[], folded, scratch, &mut []);
-            attend_block(lanes, &mut Only::<_, R, false>(&mut form), &looks, &mut part, 0, weights);
+            // SAFETY: the caller's own promise.
+            let folded = unsafe { task.folded(&packed, q, start) };
+            let Task { lanes, list, count, looks, scratch, part, raw, .. } = task;
+            let mut form = PackedPages::new(lanes, &packed, &list[..count], &[], folded, scratch, &mut []);
+            run(lanes, &mut Only::<_, R, false>(&mut form), &looks, part, raw);
         }
-        Some(Turned { layout, map, rope, table, rebuilt }) => {
-            let layout = layout.layout();
-            let channels = layout.k_channels() as usize;
-            // SAFETY: by the caller's promise on `q`, `map`, `table` and `rebuilt`; the last is the warp's own.
-            let (q, back, table, rebuilt) = unsafe {
-                (
-                    slice::from_raw_parts(q.add(task.q as usize), channels * R),
-                    map.back(),
-                    slice::from_raw_parts(table, rope.rotary_dim as usize * rope.capacity as usize),
-                    slice::from_raw_parts_mut(rebuilt.add(index as usize * REBUILT), REBUILT),
-                )
-            };
-            let query = Query {
-                q: q.as_chunks().0,
-                k_dim: layout.k_dim as usize,
-                rotation: rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity }),
-            };
-            let folded = Folded { rows: &[], start: [0.0; R], whole: Some((back, query)) };
-            let mut form = PackedPages::new(lanes, &packed, pages, &[], folded, scratch, rebuilt);
-            attend_block(lanes, &mut Only::<_, R, true>(&mut form), &looks, &mut part, 0, weights);
+        Some(turned) => {
+            // SAFETY: the caller's own promise.
+            let (folded, rebuilt) = unsafe { task.whole(turned, q) };
+            let Task { lanes, list, count, looks, scratch, part, raw, .. } = task;
+            let mut form = PackedPages::new(lanes, &packed, &list[..count], &[], folded, scratch, rebuilt);
+            run(lanes, &mut Only::<_, R, true>(&mut form), &looks, part, raw);
         }
     }
+}
+
+/// Attends, and writes the exponents behind the weights, if these are kept.
+#[inline(always)]
+pub(crate) fn run<P: Form<Lane, R>, const R: usize>(
+    lanes: Lane,
+    form: &mut P,
+    looks: &Looks<R>,
+    part: &mut [f32],
+    mut raw: Option<&mut [f32]>,
+) {
+    let mut part = Partial::new(part, R, form.acc_rows() as u32);
+    let weights = raw.as_mut().map(|raw| raw.as_chunks_mut().0.as_chunks_mut().0);
+    attend_block(lanes, form, looks, &mut part, 0, weights);
     if let Some(raw) = raw {
         raw[R * (ROW - 1)..].copy_from_slice(part.m);
     }

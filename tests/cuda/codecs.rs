@@ -32,6 +32,26 @@ fn codec(draw: u64, k_dim: u32, v_dim: u32) -> Codec {
     Codec::new(coding(code(0), map(of(2, 5), k_dim)), coding(code(1), map(of(3, 5), v_dim)))
 }
 
+fn means(code: Code, level: u32) -> Coding {
+    Coding::means(code, level).unwrap()
+}
+
+fn pca(code: Code, rank: u32) -> Coding {
+    Coding::block_pca(code, rank).unwrap()
+}
+
+/// The same, of which K or V may be means or in a basis of its page's own.
+fn factored(draw: u64, k_dim: u32, v_dim: u32) -> Codec {
+    let of = |i: u64, n: u64| mix(&[draw, i, 5]) % n;
+    let factors = |i: u64, other: Coding| match of(i, 5) {
+        0 | 1 => means(Code::ALL[of(i + 1, 3) as usize], 1 + of(i + 2, 3) as u32),
+        2 | 3 => pca(Code::ALL[of(i + 1, 7) as usize], 1 + of(i + 2, 31) as u32),
+        _ => other,
+    };
+    let Codec { k, v, .. } = codec(draw, k_dim, v_dim);
+    Codec::new(factors(0, k), factors(3, v))
+}
+
 #[test]
 fn every_code() {
     for (i, code) in Code::ALL.into_iter().enumerate() {
@@ -100,15 +120,106 @@ fn the_mass_of_packed_pages() {
     }
 }
 
+#[test]
+fn means_and_bases_of_every_code() {
+    for (i, code) in Code::ALL.into_iter().enumerate() {
+        let other = Code::ALL[(i + 2) % 7];
+        let plain = Code::ALL[i % 3];
+        let layers = vec![shape(1, [3, 4][i % 2], 40, 24, Dtype::Bf16, Dtype::F16)];
+        let mut ops = vec![Op::Fill(vec![(0, 70)]), Op::Feed(vec![(0, 40)])];
+        ops.extend(decode(2));
+        for codec in [
+            Codec::new(pca(code, 7), pca(other, 5)),
+            Codec::new(pca(code, 3 + 4 * i as u32), Coding::new(other)),
+            Codec::new(means(plain, 1 + i as u32 % 3), pca(other, 1 + 5 * i as u32)),
+            Codec::new(Coding::new(code), means(plain, 1 + i as u32 % 3)),
+        ] {
+            check(code.name(), config(layers.clone(), 16, 0).compress(codec), ops.clone());
+        }
+    }
+}
+
+#[test]
+fn means_and_bases_of_wide_heads_and_of_keys_before_their_rotation() {
+    let rope = Some(Rope { theta: 100.0, rotary_dim: 12, pairs: Pairs::Halves });
+    let ops = vec![Op::Fill(vec![(0, 90)]), Op::Feed(vec![(0, 20)]), Op::Feed(vec![(0, 1)])];
+    for (k_dim, v_dim, rope) in [(256, 160, None), (24, 256, rope), (48, 33, rope)] {
+        let layers = vec![LayerShape { rope, ..shape(1, 2, k_dim, v_dim, Dtype::F32, Dtype::Bf16) }];
+        for codec in [
+            Codec::new(pca(Code::Int8, 31), pca(Code::E5m2, 31)),
+            Codec::new(means(Code::F16, 1), means(Code::F32, 3)),
+            Codec::new(means(Code::Bf16, 3), means(Code::Bf16, 1)),
+            Codec::new(coding(Code::Int4, map(4, k_dim)), means(Code::F16, 2)),
+        ] {
+            check("wide", config(layers.clone(), 8, 3).compress(codec).sinks(2), ops.clone());
+        }
+    }
+}
+
+/// Second codecs that take less than the first ones.
+fn ages(k_dim: u32, v_dim: u32) -> Vec<[Codec; 2]> {
+    let both = |coding: Coding| Codec::new(coding.clone(), coding);
+    let matrix = Codec::new(coding(Code::F16, map(4, k_dim)), coding(Code::Int8, map(3, v_dim)));
+    vec![
+        [both(Coding::new(Code::Int8)), both(Coding::new(Code::Int4))],
+        [both(Coding::new(Code::F32)), matrix.clone()],
+        [matrix, both(means(Code::Bf16, 3))],
+        [both(means(Code::F16, 1)), both(means(Code::F16, 3))],
+        [both(Coding::new(Code::Bf16)), Codec::new(Coding::new(Code::Int8), pca(Code::Int8, 3))],
+        [
+            Codec::new(pca(Code::F16, 7), Coding::new(Code::F32)),
+            Codec::new(pca(Code::Int8, 3), means(Code::F16, 2)),
+        ],
+    ]
+}
+
+#[test]
+fn pages_packed_again_by_age() {
+    for rope in [None, Some(Rope { theta: 100.0, rotary_dim: 12, pairs: Pairs::Neighbours })] {
+        for [first, second] in ages(32, 48) {
+            let layers = vec![LayerShape { rope, ..shape(2, 3, 32, 48, Dtype::F32, Dtype::Bf16) }];
+            // Pages of both ages in one block, some packed twice by one step, some young again after a rollback, forks apart.
+            let mut ops = vec![Op::Feed(vec![(0, 70)]), Op::Feed(vec![(0, 75)]), Op::Fork(0)];
+            ops.extend([Op::Rollback(0, 8), Op::Feed(vec![(0, 1), (1, 3)]), Op::Feed(vec![(0, 10)])]);
+            ops.extend([Op::Abandon(vec![(0, 40), (1, 9)], 1), Op::Rollback(1, 5), Op::Ask(1, 4)]);
+            ops.extend([Op::Feed(vec![(1, 30)]), Op::Drop(0), Op::Feed(vec![(1, 1)])]);
+            let config = config(layers, 10, 9).experts(2, 1).poison(true).compress(first).age(20, second);
+            check("ages", config, ops);
+        }
+    }
+}
+
+#[test]
+fn the_mass_of_pages_packed_again() {
+    for (group, experts) in [(1, 1), (3, 2)] {
+        let layers = vec![shape(1, group, 16, 16, Dtype::Bf16, Dtype::Bf16)];
+        for [first, second] in ages(16, 16) {
+            let config = config(layers.clone(), 6, 12).experts(experts, 1).compress(first).age(30, second);
+            let ops = vec![Op::Feed(vec![(0, 90)]), Op::Feed(vec![(0, 66)]), Op::Feed(vec![(0, 1)])];
+            let options = Options { mass: true, ..Options::default() };
+            same("mass", &Standin::new(), &Case { config, options, ops });
+        }
+    }
+}
+
 /// Random caches and random acts.
 #[test]
 fn whatever_is_packed() {
+    whatever(24, 99, codec, false);
+}
+
+#[test]
+fn whatever_is_factored_or_old() {
+    whatever(24, 98, factored, true);
+}
+
+fn whatever(seeds: u64, salt: u64, codec: fn(u64, u32, u32) -> Codec, ages: bool) {
     let standin = Standin::new();
-    for seed in 0..24u64 {
+    for seed in 0..seeds {
         let mut n = 0;
         let mut below = |m: u64| {
             n += 1;
-            mix(&[seed, n, 99]) % m
+            mix(&[seed, n, salt]) % m
         };
         let dtypes = [below(3), below(3)].map(|i| Dtype::ALL[i as usize]);
         let (k_dim, v_dim) = (2 + below(40) as u32, 1 + below(60) as u32);
@@ -126,7 +237,15 @@ fn whatever_is_packed() {
                 .poison(below(2) == 0);
         for head in 0..layer.kv_heads as usize {
             if below(5) > 0 {
-                config = config.compress_head(0, head, codec(below(1 << 30), k_dim, v_dim));
+                let first = codec(below(1 << 30), k_dim, v_dim);
+                config = config.compress_head(0, head, first.clone());
+                if ages && below(3) > 0 {
+                    let second = codec(below(1 << 30), k_dim, v_dim);
+                    let bytes = |codec: &Codec| codec.packed(k_dim, v_dim).bytes();
+                    if bytes(&second) < bytes(&first) {
+                        config = config.age_head(0, head, 1 + below(50) as u32, second);
+                    }
+                }
             }
         }
         let mut sequences = 1;

@@ -92,6 +92,41 @@ fn pages_chosen_by_their_bounds() {
     }
 }
 
+#[test]
+fn policies_over_factors_and_old_pages() {
+    let plain = |code| Codec::new(Coding::new(code), Coding::new(code));
+    let pca = || Coding::block_pca(Code::Int8, 3).unwrap();
+    let means = |level| Coding::means(Code::F16, level).unwrap();
+    let codecs = [
+        (true, plain(Code::F32), Codec::new(Coding::new(Code::Int8), pca())),
+        (true, plain(Code::Int8), plain(Code::Int4)),
+        (false, Codec::new(means(1), means(1)), Codec::new(means(2), means(3))),
+    ];
+    for (single, first, second) in codecs {
+        for (name, rule) in rules(&Budget::Tokens(60)) {
+            // Those that read what they rank, those that are told masses, and whole pages.
+            let all = ["key norm", "expected attention", "H2O", "by page"].contains(&name);
+            if !all || !single && name != "by page" {
+                continue;
+            }
+            let config = config(vec![shape(2, 2, 16, 24, Dtype::Bf16, Dtype::F32)], 8, 5)
+                .experts(2, 1)
+                .poison(true)
+                .compress(first.clone())
+                .age(24, second.clone())
+                .evict(rule.batch(3));
+            let ops = vec![
+                Op::Feed(vec![(0, 90)]),
+                Op::Feed(vec![(0, 40)]),
+                Op::Rollback(0, 5),
+                Op::Feed(vec![(0, 30)]),
+                Op::Feed(vec![(0, 1)]),
+            ];
+            check(name, config, ops);
+        }
+    }
+}
+
 /// Random rules over random caches.
 #[test]
 fn whatever_goes() {

@@ -226,6 +226,7 @@ impl Body<'_> {
             ["shl", "b16"] => self.shift16(Bin32::Shl16, a),
             ["shr", "u16" | "b16"] => self.shift16(Bin32::ShrU, a),
             ["div", "u16"] => self.bin32(Bin32::DivU, 16, a),
+            ["rem", "u16"] => self.bin32(Bin32::RemU, 16, a),
             ["sub", "s32" | "u32"] => self.bin32(Bin32::Sub, 32, a),
             ["mul", "lo", "s32" | "u32"] => self.bin32(Bin32::Mul, 32, a),
             ["mul", "hi", "u32"] => self.bin32(Bin32::MulHi, 32, a),

@@ -11,18 +11,39 @@
 use super::packed::{K_COLS, Packed, Side};
 use super::read::{Folded, PackedPages, PackedRef, Scratch, rows};
 use super::scores::{stored_keys, turned_scores};
-use crate::attend::{Form, Sight};
+use crate::attend::{Form, Sight, filled};
 use crate::page::MAX_DIM;
 use crate::warp::{LANES, Routine, Warp};
 
 /// Rows in which coefficients of at most 31 channels are summed: four of a word of an 8-bit code.
 const COEFFICIENT_ROWS: usize = 4;
 
+/// What reading factored pages needs beside them.
+#[derive(Clone, Debug)]
+#[repr(align(128))]
+pub struct FactorScratch<const R: usize> {
+    inner: Scratch<R>,
+    /// What the queries make with the slots of a page's table, then what its rows are weighed with.
+    rows: [[f32; LANES]; R],
+    /// Weighted coefficients.
+    sums: [[[f32; LANES]; COEFFICIENT_ROWS]; R],
+}
+
+impl<const R: usize> Default for FactorScratch<R> {
+    #[inline(always)]
+    fn default() -> Self {
+        let (rows, sums) = ([[0.0; LANES]; R], [[[0.0; LANES]; COEFFICIENT_ROWS]; R]);
+        FactorScratch { inner: Scratch::default(), rows, sums }
+    }
+}
+
 /// Factored pages of a block, and what is read with them.
 pub struct FactorPages<'a, W: Warp, const R: usize> {
     inner: PackedPages<'a, W, R>,
     /// Of each row, the query's channels by their part in a word: `[part][32 words]`.
     queries: [[W::Slot; K_COLS]; R],
+    rows: &'a mut [[f32; LANES]; R],
+    sums: &'a mut [[[f32; LANES]; COEFFICIENT_ROWS]; R],
 }
 
 impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
@@ -34,7 +55,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
         pages: &'a [PackedRef<'a>],
         next: &'a [u32],
         query: Folded<'a, R>,
-        scratch: &'a mut Scratch<R>,
+        scratch: &'a mut FactorScratch<R>,
         rebuilt: &'a mut [[f32; LANES]],
     ) -> Self {
         let mut queries = [[w.park(w.splat(0.0)); K_COLS]; R];
@@ -45,16 +66,17 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
                 let row = query.rows[r * cols..(r + 1) * cols].as_flattened();
                 for (i, slot) in slots.iter_mut().take(parked(dim, n) * n).enumerate() {
                     let (part, first) = (i / parked(dim, n), i % parked(dim, n) * LANES);
-                    let mut lanes = [0.0; LANES];
-                    for (lane, x) in lanes.iter_mut().enumerate() {
-                        let c = (first + lane) * n + part;
-                        *x = if c < dim { row[c] } else { 0.0 };
-                    }
-                    *slot = w.park(w.load_f(&lanes));
+                    let lane = if n == 1 { w.lane_id() } else { w.shl::<1>(w.lane_id()) };
+                    let channel = w.add_u(lane, w.splat_u((first * n + part) as u32));
+                    let inside = w.ge_i(w.splat_u(dim as u32 - 1), channel);
+                    let at = w.bits(w.select(inside, w.from_bits(channel), w.splat(0.0)));
+                    *slot = w.park(w.select(inside, w.gather(row, at), w.splat(0.0)));
                 }
             }
         }
-        FactorPages { inner: PackedPages::new(w, packed, pages, next, query, scratch, rebuilt), queries }
+        let FactorScratch { inner, rows, sums } = scratch;
+        let inner = PackedPages::new(w, packed, pages, next, query, inner, rebuilt);
+        FactorPages { inner, queries, rows, sums }
     }
 
     /// Products of the queries with the slots of a page's table: lane `i` has those of slot `i % slots`.
@@ -89,28 +111,31 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
 
     #[inline(always)]
     fn factor_scores(&mut self, w: W, i: usize) -> [W::F; R] {
-        if self.inner.query.whole.is_some() {
-            return self.rebuilt_scores(w, i);
-        }
-        let mut products = self.products(w, i);
-        let rank = self.inner.packed.k_dim as usize;
-        let mut rows = [[0.0; LANES]; R];
-        let mut start = self.inner.query.start;
-        for r in 0..R {
-            w.store(products[r], &mut rows[r]);
-            if let Side::Means { level } = self.inner.packed.k_side {
-                products[r] = w.gather(&rows[r], run_of(w, level));
-            } else {
-                start[r] += rows[r][rank];
-                rows[r][rank..].fill(0.0);
+        let PackedPages { packed, pages, next, query, .. } = self.inner;
+        let mut folded = Folded { whole: None, ..query };
+        if packed.k_side != Side::Tokens {
+            let mut products = self.products(w, i);
+            if let Side::Means { level } = packed.k_side {
+                for (row, products) in self.rows.iter_mut().zip(&products) {
+                    w.store(*products, row);
+                }
+                w.sync();
+                for (row, products) in self.rows.iter().zip(&mut products) {
+                    *products = w.gather(row, run_of(w, level));
+                }
+                w.sync();
+                return products;
             }
+            let coefficients = w.mask(filled(packed.k_dim));
+            for (r, row) in self.rows.iter_mut().enumerate() {
+                folded.start[r] += w.lane(products[r], packed.k_dim as usize);
+                w.store(w.select(coefficients, products[r], w.splat(0.0)), row);
+            }
+            folded.rows = &self.rows[..];
         }
-        if let Side::Means { .. } = self.inner.packed.k_side {
-            return products;
-        }
-        let PackedPages { packed, pages, next, .. } = self.inner;
-        let query = Folded { rows: &rows, start, whole: None };
-        PackedPages::new(w, packed, pages, next, query, &mut *self.inner.scratch, &mut []).scores(w, i)
+        // One call for single tokens and coefficients: its body is large.
+        PackedPages::new(w, packed, pages, next, folded, &mut *self.inner.scratch, &mut [])
+            .folded_scores(w, i)
     }
 
     /// Keys rebuilt from their factors, and turned.
@@ -118,68 +143,70 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
     fn rebuilt_scores(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, page) = (self.inner.packed, self.inner.pages[i]);
         let Some((_, query)) = self.inner.query.whole else { return [w.splat(0.0); R] };
-        let (stored, whole) = self.inner.rebuilt.split_at_mut(MAX_DIM as usize);
-        let whole = &mut whole[..query.k_dim];
-        let code = packed.k_table_code();
-        if let Side::Means { level } = packed.k_side {
-            let mut row = [0.0; LANES];
-            for (c, out) in (0..).zip(whole.iter_mut()) {
-                let (word, part) = packed.k_table_at(0, c);
-                let words: &[u32] = &page.words[word as usize..(word + packed.k_slots()) as usize];
-                w.store(code.part(w, w.load_part(words), part as usize), &mut row);
-                w.store(w.gather(&row, run_of(w, level)), out);
-            }
-        } else {
-            let stored = &mut stored[..packed.k_dim as usize];
-            stored_keys(w, packed, page.words, stored);
-            let basis = |k: usize, c: u32| {
-                let (word, part) = packed.k_table_at(k as u32, c);
-                code.decode(page.words[word as usize] >> (part * code.bits()))
-            };
-            for (c, out) in (0..).zip(whole.iter_mut()) {
-                let mut sum = w.splat(0.0);
-                for (k, x) in stored.iter().enumerate() {
-                    sum = w.fma(w.load_f(x), w.splat(basis(k, c)), sum);
+        let keys: &[[f32; LANES]] = match packed.k_side {
+            Side::Tokens => self.inner.rebuilt_keys(w, i),
+            side => {
+                let (stored, whole) = self.inner.rebuilt.split_at_mut(MAX_DIM as usize);
+                let whole = &mut whole[..query.k_dim];
+                match side {
+                    Side::Means { level } => mean_keys(w, packed, page.words, level, whole),
+                    _ => basis_keys(w, packed, page.words, &mut stored[..packed.k_dim as usize], whole),
                 }
-                w.store(w.add(sum, w.splat(basis(stored.len(), c))), out);
+                whole
             }
-        }
-        turned_scores(w, &page, whole, &query)
+        };
+        turned_scores(w, &page, keys, &query)
     }
 
     #[inline(always)]
     fn weigh_factors(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
-        let PackedPages { packed, pages, next, .. } = self.inner;
+        let packed = self.inner.packed;
         let mut weights = *p;
         if let Side::Means { level } = packed.v_side {
-            for weights in &mut weights {
+            for (row, weights) in self.rows.iter_mut().zip(&weights) {
                 let mut sum = w.unpark(weights);
                 for l in 0..level {
                     sum = w.add(sum, w.shfl_xor(sum, 1 << l));
                 }
-                let mut row = [0.0; LANES];
-                w.store(sum, &mut row);
-                *weights = w.park(w.gather(&row, first_of(w, level)));
+                w.store(sum, row);
+            }
+            w.sync();
+            for (row, weights) in self.rows.iter().zip(&mut weights) {
+                *weights = w.park(w.gather(row, first_of(w, level)));
             }
         } else {
-            let mut sums = [[[0.0; LANES]; COEFFICIENT_ROWS]; R];
-            let stored = packed.stored_acc_rows() as usize;
-            let sums = &mut sums.as_flattened_mut()[..R * stored];
-            let query = Folded { rows: &[], start: [0.0; R], whole: None };
-            let scratch = &mut *self.inner.scratch;
-            let mut inner = PackedPages::new(w, packed, pages, next, query, scratch, &mut []);
-            inner.weigh(w, i, &[0; R], p, sums);
-            inner.finish(w, sums);
-            for (weights, sums) in weights.iter_mut().zip(sums.chunks_exact(stored)) {
-                let mut row = [0.0; LANES];
-                for (c, x) in (0..packed.v_dim).zip(&mut row) {
-                    let (at, lane) = packed.stored_acc_place(c);
-                    *x = sums[at as usize][lane as usize];
+            let (stored, stride) = (packed.stored_acc_rows() as usize, packed.v_stride() as usize);
+            let single = packed.v_side == Side::Tokens;
+            let sums = &mut self.sums.as_flattened_mut()[..if single { 0 } else { R * stored }];
+            for row in sums.iter_mut() {
+                w.store(w.splat(0.0), row);
+            }
+            if !single {
+                self.inner.zero[0] = [w.splat(0.0); R];
+            }
+            // One call, as for the scores.
+            self.inner.weigh(w, i, &[0; R], p, if single { acc } else { sums });
+            if single {
+                return;
+            }
+            self.inner.finish(w, sums);
+            for row in self.rows.iter_mut() {
+                w.store(w.splat(0.0), row);
+            }
+            w.sync();
+            for (row, sums) in self.rows.iter_mut().zip(sums.chunks_exact(stored)) {
+                for (part, sum) in sums.iter().enumerate() {
+                    let end = (packed.v_dim as usize).min((part + 1) * stride);
+                    w.scatter(w.load_f(sum), &mut row[..end], part * stride, 1);
                 }
-                row[packed.v_dim as usize] = w.reduce_sum(w.unpark(weights));
-                *weights = w.park(w.load_f(&row));
+            }
+            w.sync();
+            for (row, weights) in self.rows.iter().zip(&mut weights) {
+                let all = w.splat(w.reduce_sum(w.unpark(weights)));
+                *weights = w.park(w.select(w.mask(1 << packed.v_dim), all, w.load_f(row)));
             }
         }
+        w.sync();
         self.weigh_table(w, i, &weights, acc);
     }
 
@@ -223,6 +250,40 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
     }
 }
 
+/// Channel rows of keys that are means of runs of `2^level` tokens.
+#[inline(always)]
+fn mean_keys<W: Warp>(w: W, packed: &Packed, words: &[u32], level: u32, out: &mut [[f32; LANES]]) {
+    for (c, out) in (0..).zip(out) {
+        let (word, part) = packed.k_table_at(0, c);
+        let means = &words[word as usize..(word + packed.k_slots()) as usize];
+        let word = w.bits(w.gather(bytemuck::cast_slice(means), run_of(w, level)));
+        w.store(packed.k_table_code().part(w, word, part as usize), out);
+    }
+}
+
+/// Channel rows of keys in a basis of their page's own; `stored` gets their coefficients.
+#[inline(always)]
+fn basis_keys<W: Warp>(
+    w: W,
+    packed: &Packed,
+    words: &[u32],
+    stored: &mut [[f32; LANES]],
+    out: &mut [[f32; LANES]],
+) {
+    stored_keys(w, packed, words, stored);
+    let basis = |k: usize, c: u32| {
+        let (word, part) = packed.k_table_at(k as u32, c);
+        packed.k_table_code().part(w, w.splat_u(words[word as usize]), part as usize)
+    };
+    for (c, out) in (0..).zip(out) {
+        let mut sum = w.splat(0.0);
+        for (k, x) in stored.iter().enumerate() {
+            sum = w.fma(w.load_f(x), basis(k, c), sum);
+        }
+        w.store(w.add(sum, basis(stored.len(), c)), out);
+    }
+}
+
 /// Groups of 32 words that a row of `dim` channels takes, `n` to a word.
 #[inline(always)]
 const fn parked(dim: usize, n: usize) -> usize {
@@ -261,6 +322,17 @@ impl<W: Warp, const R: usize> Routine<W> for FactorScores<'_, '_, W, R> {
     }
 }
 
+/// Scores of page `.1`, whose keys are rebuilt and turned.
+struct TurnedScores<'a, 'b, W: Warp, const R: usize>(&'a mut FactorPages<'b, W, R>, usize);
+
+impl<W: Warp, const R: usize> Routine<W> for TurnedScores<'_, '_, W, R> {
+    type Out = [W::F; R];
+    #[inline(always)]
+    fn run(self, w: W) -> [W::F; R] {
+        self.0.rebuilt_scores(w, self.1)
+    }
+}
+
 /// The weighted values of page `i`.
 struct WeighFactors<'a, 'b, W: Warp, const R: usize> {
     pages: &'a mut FactorPages<'b, W, R>,
@@ -295,18 +367,15 @@ impl<W: Warp, const R: usize> Form<W, R> for FactorPages<'_, W, R> {
 
     #[inline(always)]
     fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
-        match self.inner.packed.k_side {
-            Side::Tokens => self.inner.scores(w, i),
-            _ => w.call(FactorScores(self, i)),
+        match self.inner.query.whole {
+            None => w.call(FactorScores(self, i)),
+            Some(_) => w.call(TurnedScores(self, i)),
         }
     }
 
     #[inline(always)]
-    fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
-        match self.inner.packed.v_side {
-            Side::Tokens => self.inner.weigh(w, i, seen, p, acc),
-            _ => w.call(WeighFactors { pages: self, i, p, acc }),
-        }
+    fn weigh(&mut self, w: W, i: usize, _: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+        w.call(WeighFactors { pages: self, i, p, acc });
     }
 
     /// Where there is a table, joins the rows that the lanes read at once.

@@ -133,7 +133,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     }
 
     #[inline(always)]
-    fn folded_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+    pub(super) fn folded_scores(&mut self, w: W, i: usize) -> [W::F; R] {
         match self.packed.k {
             Code::Int8 => w.call(IntegerScores::<W, R, 8>(self, i)),
             Code::Int4 => w.call(IntegerScores::<W, R, 4>(self, i)),

@@ -4,7 +4,7 @@ use super::code::Scale;
 use super::pack::{Turn, turn};
 use super::packed::{Packed, TAGS};
 use super::read::{Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, positions, quad_codes, rows};
-use crate::dtype::{Element, F16, F32};
+use crate::dtype::{Element, F16};
 use crate::full::Query;
 use crate::page::MAX_DIM;
 use crate::rope;
@@ -159,16 +159,24 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         s
     }
 
-    /// Stored channels, scales applied; the map taken back; the rotation.
+    /// Keys rebuilt, and turned.
     #[inline(always)]
     fn rebuilt_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+        let Some((_, query)) = self.query.whole else { return [w.splat(0.0); R] };
+        let page = self.pages[i];
+        turned_scores(w, &page, self.rebuilt_keys(w, i), &query)
+    }
+
+    /// Stored channels, scales applied; the map taken back.
+    #[inline(always)]
+    pub(super) fn rebuilt_keys(&mut self, w: W, i: usize) -> &[[f32; LANES]] {
         let (packed, page) = (self.packed, self.pages[i]);
-        let Some((back, query)) = self.query.whole else { return [w.splat(0.0); R] };
+        let Some((back, query)) = self.query.whole else { return &[] };
         let (stored, whole) = self.rebuilt.split_at_mut(MAX_DIM as usize);
         let stored = &mut stored[..packed.k_dim as usize];
         stored_keys(w, packed, page.words, stored);
         let whole = &mut whole[..query.k_dim];
-        let rows: &[[f32; LANES]] = match back {
+        match back {
             None => stored,
             Some(Back::Hadamard { block }) => {
                 turn(w, &Turn::Hadamard { block }, stored, whole);
@@ -197,8 +205,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
                 }
                 whole
             }
-        };
-        turned_scores(w, &page, rows, &query)
+        }
     }
 }
 
@@ -235,13 +242,7 @@ pub(super) fn turned_scores<W: Warp, const R: usize>(
 ) -> [W::F; R] {
     let position = positions(w, page);
     match &query.rotation {
-        Some(rotation) => rope::scores::<W, F32, R>(
-            w,
-            rotation,
-            bytemuck::cast_slice::<[f32; LANES], [u32; LANES]>(keys),
-            query,
-            position,
-        ),
+        Some(rotation) => rope::scores(w, rotation, keys, query, position),
         None => [w.splat(0.0); R],
     }
 }

@@ -263,18 +263,19 @@ impl HeadCodec {
         });
     }
 
-    /// Packs the `fill` tokens of a page that `first` packed, whose last position is `last`.
-    pub fn repack(&self, lanes: Lanes, layout: &Layout, first: &HeadCodec, page: Old<'_>, out: &mut [u32]) {
+    /// Packs the tokens of a page that this packed by the second codec, if there is one.
+    pub fn repack(&self, lanes: Lanes, layout: &Layout, page: Old<'_>, out: &mut [u32]) {
+        let Some(second) = self.aged.as_ref().map(|aged| &aged.codec) else { return };
         let Old { words, fill, last } = page;
-        let positions: Vec<u32> = (0..fill).map(|lane| first.packed.position(words, lane, last).0).collect();
+        let positions: Vec<u32> = (0..fill).map(|lane| self.packed.position(words, lane, last).0).collect();
         let (mut key, mut value) = (vec![0.0; layout.k_dim as usize], vec![0.0; layout.v_dim as usize]);
         ROWS.with_borrow_mut(|rows| {
-            self.clear(layout, rows);
+            second.clear(layout, rows);
             for lane in 0..LANES {
-                first.read(words, (lane as u32).min(fill - 1), last, &mut key, &mut value);
+                self.read(words, (lane as u32).min(fill - 1), last, &mut key, &mut value);
                 rows.iter_mut().zip(key.iter().chain(&value)).for_each(|(row, x)| row[lane] = *x);
             }
-            lanes.run(Close { head: self, layout, positions: &positions, page: None, out, rows });
+            lanes.run(Close { head: second, layout, positions: &positions, page: None, out, rows });
         });
     }
 

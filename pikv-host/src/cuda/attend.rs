@@ -9,6 +9,7 @@ use crate::forest::{Forest, Listed};
 use crate::job::{Job, TILE};
 use crate::mass::{Wanted, Weighed, one_form};
 use pikv_core::codec::back;
+use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{HeadArg, LayoutArg, MassArg, PackedArg, RopeArg};
@@ -134,7 +135,7 @@ impl Wave<'_> {
     fn heads(&self, work: &mut Work, device: &Device) -> Result<Vec<HeadArg>, Error> {
         let head = |codec: &&crate::codec::HeadCodec| {
             let map = work.map(&device.stream, codec.codec.v.mapped(), Way::Sum)?;
-            Ok(HeadArg { packed: PackedArg::from(codec.packed), map })
+            Ok(HeadArg { packed: PackedArg::from(codec.packed.v_out()), map })
         };
         self.heads.iter().map(head).collect()
     }
@@ -153,18 +154,35 @@ impl Packed<'_> {
     ) -> Result<(), Error> {
         let stream = &device.stream;
         let (packed, count) = (PackedArg::from(self.codec.packed), self.tasks.len() as u32);
-        let of = match self.width {
-            1 => size_of::<Scratch<1>>(),
-            2 => size_of::<Scratch<2>>(),
-            _ => size_of::<Scratch<4>>(),
+        let factored = self.codec.packed.factored();
+        let of = match (self.width, factored) {
+            (1, false) => size_of::<Scratch<1>>(),
+            (2, false) => size_of::<Scratch<2>>(),
+            (_, false) => size_of::<Scratch<4>>(),
+            (1, true) => size_of::<FactorScratch<1>>(),
+            (2, true) => size_of::<FactorScratch<2>>(),
+            (_, true) => size_of::<FactorScratch<4>>(),
         };
         let Lists { q, pages, live, last, by, sights, parts, raw } = *lists;
         let (softcap, width) = (job.softcap.unwrap_or(0.0), self.width.ilog2() as usize);
         let whole = if job.shape.rope.is_some() { REBUILT * LANES * 4 } else { 0 };
         let rebuilt = work.scratch(stream, (self.tasks.len() * (whole + of)) as u64)?;
         let scratch = rebuilt + (self.tasks.len() * whole) as u64;
+        let layout = LayoutArg::from(job.shape.layout);
+        if factored {
+            let q = if whole > 0 { q } else { folded };
+            let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
+            // SAFETY: the parameters of `attend_factors_r*`, as those of `attend_packed_r*` and `attend_rebuilt_r*`.
+            unsafe {
+                let arguments = arguments!(
+                    packed, q, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,
+                    raw, rope, layout, map, table, rebuilt
+                );
+                device.launch(device.kernels.attend_factors[width], self.tasks.len(), arguments)?;
+            }
+            return Ok(());
+        }
         if whole > 0 {
-            let layout = LayoutArg::from(job.shape.layout);
             let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
             // SAFETY: the parameters of `attend_rebuilt_r*`, as those of `attend_packed_r*`.
             unsafe {

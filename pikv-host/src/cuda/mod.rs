@@ -45,6 +45,7 @@ struct Kernels {
     /// For 1, 2 and 4 rows; the second where keys are turned as they are read.
     attend_packed: [Kernel; 3],
     attend_rebuilt: [Kernel; 3],
+    attend_factors: [Kernel; 3],
     back_rows: Kernel,
     pack_pages: Kernel,
     merge_pairs: Kernel,
@@ -147,6 +148,7 @@ impl Device {
             attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
             attend_packed: packed("attend_packed")?,
             attend_rebuilt: packed("attend_rebuilt")?,
+            attend_factors: packed("attend_factors")?,
             back_rows: kernel("back_rows")?,
             pack_pages: kernel("pack_pages")?,
             merge_pairs: kernel("merge_pairs")?,

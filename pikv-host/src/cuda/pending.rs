@@ -2,8 +2,9 @@
 
 use super::work::{Upload, Way};
 use super::{Device, arguments};
-use crate::codec::{Codec, HeadCodec};
+use crate::codec::{Codec, HeadCodec, Old};
 use crate::error::Error;
+use crate::lanes::Lanes;
 use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{CodecArg, CopyArg, LayoutArg, PackArg, PackedArg, WriteArg};
@@ -28,10 +29,61 @@ pub(crate) struct Pending {
 #[derive(Debug)]
 struct Pack {
     codec: HeadCodec,
+    lanes: Lanes,
     layout: Layout,
     page: u64,
     fill: u32,
     packed: u64,
+    way: Packing,
+}
+
+/// What packs a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Packing {
+    /// A kernel.
+    Device,
+    /// The host, which reads the page, and writes means or coefficients and a basis of it. Both are worked out in f64, of which most
+    /// devices have little, and a basis by rotations that follow each other, 500 a sweep, in which a warp has little to share out. The host
+    /// waits for it once in 32 tokens.
+    Host,
+    /// The host, by the second codec, from what the first one made, whose last position this is: once in the life of a page.
+    Again { last: u32 },
+}
+
+impl Packing {
+    /// Whether pages that are packed so wait for each other.
+    fn follows(self, other: Packing) -> bool {
+        matches!(self, Packing::Again { .. }) == matches!(other, Packing::Again { .. })
+            && (self == Packing::Device) == (other == Packing::Device)
+    }
+}
+
+impl Pack {
+    /// Words that it is packed from.
+    fn words(&self) -> usize {
+        match self.way {
+            Packing::Again { .. } => self.codec.packed.words() as usize,
+            _ => self.layout.words() as usize,
+        }
+    }
+
+    /// Packs on the host.
+    fn pack(&self, words: &[u32]) -> Vec<u32> {
+        let Pack { codec, lanes, layout, fill, way, .. } = self;
+        let room = |codec: &HeadCodec| vec![0; codec.packed.words() as usize];
+        match (*way, &codec.aged) {
+            (Packing::Again { last }, Some(aged)) => {
+                let mut out = room(&aged.codec);
+                codec.repack(*lanes, layout, Old { words, fill: *fill, last }, &mut out);
+                out
+            }
+            _ => {
+                let mut out = room(codec);
+                codec.pack(*lanes, layout, words, *fill, &mut out);
+                out
+            }
+        }
+    }
 }
 
 /// Copies that do not depend on each other.
@@ -68,8 +120,31 @@ impl Pending {
         self.copies.push(Copies { layout: *layout, list: vec![copy], read, written });
     }
 
-    pub fn pack(&mut self, codec: &HeadCodec, layout: &Layout, page: u64, fill: u32, packed: u64) {
-        self.packs.push(Pack { codec: codec.clone(), layout: *layout, page, fill, packed });
+    pub fn pack(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        page: u64,
+        fill: u32,
+        packed: u64,
+    ) {
+        let way = if codec.packed.factored() { Packing::Host } else { Packing::Device };
+        let (codec, layout) = (codec.clone(), *layout);
+        self.packs.push(Pack { codec, lanes, layout, page, fill, packed, way });
+    }
+
+    /// `page`: where the page is that the codec packed, its tokens, and the last position.
+    pub fn repack(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        (page, fill, last): (u64, u32, u32),
+        packed: u64,
+    ) {
+        let (codec, layout, way) = (codec.clone(), *layout, Packing::Again { last });
+        self.packs.push(Pack { codec, lanes, layout, page, fill, packed, way });
     }
 
     pub fn forget_pack(&mut self, packed: u64) {
@@ -139,14 +214,28 @@ impl Pending {
         Ok(())
     }
 
-    /// Packs pages, once their tokens are there. What could not be packed stays.
+    /// Packs pages, in their order, once their tokens are there. What could not be packed stays.
     pub fn launch_packs(&mut self) -> Result<(), Error> {
         let device = &self.device;
         while let Some(first) = self.packs.first() {
-            let layout = first.layout;
-            let same = self.packs.iter().take_while(|pack| pack.layout == layout).count().min(PACKED);
+            let (layout, way) = (first.layout, first.way);
+            let alike = |pack: &&Pack| pack.layout == layout && pack.way.follows(way);
+            let same = self.packs.iter().take_while(alike).count().min(PACKED);
             let mut work = device.work()?;
             let stream = &device.stream;
+            if way != Packing::Device {
+                let packs = &self.packs[..same];
+                let places: Vec<_> = packs.iter().map(|pack| (pack.page, pack.words())).collect();
+                let packed: Vec<Vec<u32>> = work.fetch_all(stream, &places, |mut words| {
+                    let next = |pack: &Pack| pack.pack(words.split_off(..pack.words()).unwrap_or_default());
+                    packs.iter().map(next).collect()
+                })?;
+                let targets: Vec<_> =
+                    packs.iter().zip(&packed).map(|(pack, words)| (pack.packed, &words[..])).collect();
+                work.write(stream, &targets)?;
+                self.packs.drain(..same);
+                continue;
+            }
             let (mut codecs, mut list) = (Vec::new(), Vec::new());
             for Pack { codec, page, fill, packed, .. } in &self.packs[..same] {
                 let HeadCodec { codec: Codec { k, v }, packed: form, .. } = codec;

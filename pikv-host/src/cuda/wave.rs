@@ -8,7 +8,8 @@ use crate::mass::Wanted;
 use crate::reduce::levels;
 use crate::sequence::Place;
 use pikv_core::attend::BLOCK;
-use pikv_core::codec::read::{REBUILT, Scratch};
+use pikv_core::codec::factors::FactorScratch;
+use pikv_core::codec::read::REBUILT;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::warp::LANES;
@@ -50,7 +51,7 @@ pub(super) struct Wave<'a> {
 pub(super) struct Packed<'a> {
     pub codec: &'a HeadCodec,
     pub width: usize,
-    /// What the codec left of the queries, `[bundle][width][k_cols]` rows of lanes, and what their scores start from. Empty where keys
+    /// What the codec left of the queries, `[bundle][width][query_cols]` rows of lanes, and what their scores start from. Empty where keys
     /// are turned as they are read.
     pub q: Vec<[f32; LANES]>,
     pub start: Vec<f32>,
@@ -112,11 +113,17 @@ fn open(page: &Listed<'_>, hi: i32) -> bool {
     page.words[0] as i32 <= hi && (!page.original || page.by as i32 > hi)
 }
 
+/// Whether a block has pages that were packed again.
+fn aged(forest: &Forest<'_>, pages: &Range<usize>) -> bool {
+    forest.pages[pages.clone()].iter().any(|page| page.until.is_some())
+}
+
 impl<'a> Wave<'a> {
     /// Rows of an item of a forest, of which `whole` tokens' are wanted at most.
     pub fn step(job: &Job<'_>, forest: &Forest<'_>, most: usize) -> usize {
-        // Which pages were open differs from token to token.
-        if forest.pages.iter().any(|page| page.original) { job.group() } else { most }
+        // Which pages were open, or not packed again yet, differs from token to token.
+        let differs = forest.pages.iter().any(|page| page.original || page.until.is_some());
+        if differs { job.group() } else { most }
     }
 
     /// f32 that an item will take.
@@ -125,7 +132,7 @@ impl<'a> Wave<'a> {
         let row = Partial::len(1, job.shape.layout.acc_rows()) + if wanted { ROW } else { 0 };
         let packed = (0..forest.blocks.len()).filter(|block| forest.codec(*block).is_some()).count();
         // The widest partial result over packed pages has as many rows of lanes as a value has groups, at most.
-        let mut more = size_of::<Scratch<1>>() / 4 + 8 * LANES;
+        let mut more = size_of::<FactorScratch<1>>() / 4 + 8 * LANES;
         if job.shape.rope.is_some() {
             more += REBUILT * LANES;
         }
@@ -148,8 +155,8 @@ impl<'a> Wave<'a> {
             forest.pages.iter().for_each(|page| self.list(page, page.live));
         }
         let first_page = self.forests.last().map_or(0, |part| part.page);
-        let codec = job.codec(forest).filter(|_| forest.has_packed());
-        let head = codec.map_or(0, |codec| self.head(codec));
+        let codecs = job.codecs(forest);
+        let heads = codecs.map(|codec| codec.map_or(0, |codec| self.head(codec)));
         SCRATCH.with_borrow_mut(|scratch| {
             job.pack(item, scratch);
             let packed = &scratch.packed;
@@ -163,9 +170,10 @@ impl<'a> Wave<'a> {
             let blocks: Vec<(u32, u32)> = forest
                 .blocks
                 .iter()
-                .map(|pages| match mixed(forest, pages) {
-                    true => self.list_open(&forest.pages[pages.clone()], packed.sights[0].0.hi),
-                    false => (first_page + pages.start as u32, pages.len() as u32),
+                .map(|pages| match (mixed(forest, pages), aged(forest, pages)) {
+                    (true, _) => self.list_open(&forest.pages[pages.clone()], packed.sights[0].0.hi),
+                    (_, true) => self.list_young(&forest.pages[pages.clone()], packed.sights[0].0.hi),
+                    _ => (first_page + pages.start as u32, pages.len() as u32),
                 })
                 .collect();
             for (row, width) in bundles(item.rows, job.most(forest)) {
@@ -175,11 +183,14 @@ impl<'a> Wave<'a> {
                 self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
                 let first_raw = self.raw;
                 let q = first_q + row * channels;
-                let bundle = codec.map(|codec| self.bundle(job, codec, packed, row, width, q as u32));
+                let bundles = [0, 1].map(|at| {
+                    codecs[at].map(|codec| self.bundle(job, (at, codec), packed, row, width, q as u32))
+                });
                 let mut parts = Vec::with_capacity(blocks.len());
                 for (block, (pages, count)) in blocks.iter().copied().enumerate() {
                     let place = forest.pages[forest.blocks[block].start].id.place;
-                    let packed = bundle.filter(|_| forest.codec(block).is_some());
+                    let at = forest.codec(block);
+                    let (packed, codec) = (at.and_then(|at| bundles[at]), at.and_then(|at| codecs[at]));
                     let q = if place == Place::Sinks { first_sink_q + row * channels } else { q };
                     let task = TaskArg {
                         part: self.parts,
@@ -190,10 +201,8 @@ impl<'a> Wave<'a> {
                         sights: sights + if place == Place::Ring { width as u32 } else { 0 },
                     };
                     parts.push(self.parts);
-                    self.parts += match (packed, codec) {
-                        (Some(_), Some(codec)) => Partial::len(width, codec.packed.acc_rows()),
-                        _ => Partial::len(width, job.shape.layout.acc_rows()),
-                    } as u64;
+                    let acc_rows = codec.map_or(job.shape.layout.acc_rows(), |codec| codec.packed.acc_rows());
+                    self.parts += Partial::len(width, acc_rows) as u64;
                     self.raw += if wanted { (width * ROW) as u64 } else { 0 };
                     match packed {
                         Some((of, _)) => self.packed[of].tasks.push(task),
@@ -205,8 +214,8 @@ impl<'a> Wave<'a> {
                     parts: &parts,
                     rows: width as u32,
                     full: job.shape.layout.acc_rows(),
-                    packed: codec.map_or(0, |codec| codec.packed.acc_rows()),
-                    head,
+                    packed: codecs.map(|codec| codec.map_or(0, |codec| codec.packed.acc_rows())),
+                    heads,
                 };
                 let Some(root) = tree.join(&mut self.joins, &mut self.parts) else { continue };
                 let rows = width as u32;
@@ -246,6 +255,16 @@ impl<'a> Wave<'a> {
         (first, count as u32)
     }
 
+    /// Lists the pages of a block of packed ones; nothing is read of those that rows which read up to `hi` find packed again.
+    fn list_young(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
+        let first = self.pages.len() as u32;
+        for page in pages {
+            let young = page.until.is_none_or(|until| hi < until as i32);
+            self.list(page, if young { page.live } else { 0 });
+        }
+        (first, pages.len() as u32)
+    }
+
     /// The codec's place in the list.
     fn head(&mut self, codec: &'a HeadCodec) -> u32 {
         let known = self.heads.iter().position(|known| std::ptr::eq(*known, codec));
@@ -255,12 +274,12 @@ impl<'a> Wave<'a> {
         }) as u32
     }
 
-    /// Adds a bundle's queries to those that read packed pages; where, and what tasks are told of it. `q` is where its whole queries
-    /// lie.
+    /// Adds a bundle's queries to those that read pages which the head's codec `at` packed; where, and what tasks are told of it. `q` is
+    /// where its whole queries lie.
     fn bundle(
         &mut self,
         job: &Job<'_>,
-        codec: &'a HeadCodec,
+        (at, codec): (usize, &'a HeadCodec),
         packed: &crate::job::Packed,
         row: usize,
         width: usize,
@@ -275,9 +294,9 @@ impl<'a> Wave<'a> {
             return (of, q);
         }
         let Packed { q, start, .. } = &mut self.packed[of];
-        let (first, cols) = (q.len() * LANES, codec.packed.k_cols() as usize);
-        q.extend(&packed.folded()[row * cols..][..width * cols]);
-        start.extend(&packed.start()[row..row + width]);
+        let (first, cols) = (q.len() * LANES, codec.packed.query_cols() as usize);
+        q.extend(&packed.folded(at)[row * cols..][..width * cols]);
+        start.extend(&packed.start(at)[row..row + width]);
         (of, first as u32)
     }
 
@@ -342,33 +361,37 @@ struct Tree<'a> {
     /// Of each block.
     parts: &'a [u64],
     rows: u32,
-    /// Rows of lanes of one row's result over full pages, and over packed ones.
+    /// Rows of lanes of one row's result over full pages, and over those that either codec packed.
     full: u32,
-    packed: u32,
-    /// The codec's place in the list.
-    head: u32,
+    packed: [u32; 2],
+    /// The codecs' places in the list.
+    heads: [u32; 2],
 }
 
 impl Tree<'_> {
     /// The root; what takes room of its own goes after `end`.
     fn join(&self, joins: &mut Joins, end: &mut u64) -> Option<Node> {
         let forest = self.forest;
-        let (packed, rest) = forest.runs.split_at(forest.packed[0]);
-        let mut upper: Vec<(u32, Option<usize>)> =
-            rest.iter().enumerate().map(|(i, index)| (*index, Some(forest.packed[0] + i))).collect();
-        if !packed.is_empty() {
-            let at = upper.partition_point(|(index, _)| *index < PACKED_RUN[0]);
-            upper.insert(at, (PACKED_RUN[0], None));
+        let [first, second] = forest.packed;
+        let of_codec = [0..first, first..first + second];
+        let rest = first + second..forest.runs.len();
+        let mut upper: Vec<(u32, Range<usize>)> = rest.map(|i| (forest.runs[i], i..i + 1)).collect();
+        for (index, runs) in PACKED_RUN.into_iter().zip(of_codec).filter(|(_, runs)| !runs.is_empty()) {
+            let at = upper.partition_point(|(other, _)| *other < index);
+            upper.insert(at, (index, runs));
         }
         let index: Vec<u32> = upper.iter().map(|(index, _)| *index).collect();
-        let mut leaf = |i: usize, joins: &mut Joins| match upper[i].1 {
-            Some(run) => self.run(run, self.full, joins),
-            None => {
-                let level = packed.last().map_or(0, |last| levels(*last));
-                let mut run = |i: usize, joins: &mut Joins| self.run(i, self.packed, joins);
-                let root = self.subtree(packed, level, 0, 0, &mut run, self.packed, joins)?;
-                Some(self.back(root, joins, end))
-            }
+        let mut leaf = |i: usize, joins: &mut Joins| {
+            let runs = upper[i].1.clone();
+            let Some(codec) = forest.codec_of_run(runs.start) else {
+                return self.run(runs.start, self.full, joins);
+            };
+            let packed = &forest.runs[runs.clone()];
+            let level = packed.last().map_or(0, |last| levels(*last));
+            let acc_rows = self.packed[codec];
+            let mut run = |i: usize, joins: &mut Joins| self.run(i, acc_rows, joins);
+            let root = self.subtree(packed, level, 0, runs.start, &mut run, acc_rows, joins)?;
+            Some(self.back(root, codec, joins, end))
         };
         let level = index.last().map_or(0, |last| levels(*last));
         self.subtree(&index, level, 0, 0, &mut leaf, self.full, joins)
@@ -381,9 +404,9 @@ impl Tree<'_> {
         self.subtree(index, self.forest.levels(run), 0, blocks.start, &mut leaf, acc_rows, joins)
     }
 
-    /// Takes the packed runs' result back to the head's channels.
-    fn back(&self, root: Node, joins: &mut Joins, end: &mut u64) -> Node {
-        let (from, to, rows, head) = (root.part, *end, self.rows, self.head);
+    /// Takes the result of the runs that a codec packed back to the head's channels.
+    fn back(&self, root: Node, codec: usize, joins: &mut Joins, end: &mut u64) -> Node {
+        let (from, to, rows, head) = (root.part, *end, self.rows, self.heads[codec]);
         *end += Partial::len(rows as usize, self.full) as u64;
         at(&mut joins.backs, root.height).extend((0..rows).map(|row| BackArg {
             from,
