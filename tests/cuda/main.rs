@@ -3,6 +3,7 @@
 
 mod closed_loop;
 mod codecs;
+mod devices;
 mod faults;
 mod policies;
 mod script;
