@@ -39,7 +39,7 @@ impl Backend {
     /// The driver's library is opened at run time: `libcuda.so.1`, or what the environment variable `PIKV_LIBCUDA` names when the
     /// first call of a process is made. With the feature `cuda` a program needs no driver until it calls this.
     ///
-    /// All shards of a cache lie on the one device. Policies
+    /// All shards of a cache lie on the one device; [`InProcess::on`](crate::fabric::InProcess::on) spreads them over several. Policies
     /// run on the host, from the masses that attention hands out; those that read keys and values to rank tokens copy pages from the
     /// device for it.
     ///

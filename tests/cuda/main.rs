@@ -6,6 +6,7 @@ mod codecs;
 mod devices;
 mod faults;
 mod policies;
+mod ranks;
 mod script;
 mod standin;
 mod suite;

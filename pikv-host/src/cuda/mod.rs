@@ -9,6 +9,7 @@ mod attend;
 mod compact;
 mod lift;
 mod pending;
+mod rank;
 mod wave;
 mod work;
 
