@@ -1,7 +1,8 @@
 //! Shards that live apart: the shipped MoE writes over them, and what lies where and goes over the wire.
 //!
 //! `cargo run --release --example distributed [-- --ranks 8] [--tokens 128] [--stream 131072]` runs a thread for each rank.
-//! `mpiexec -n 4 target/release/examples/distributed`, built with `--features mpi`, runs a process for each.
+//! `mpiexec -n 4 target/release/examples/distributed`, built with `--features mpi`, runs a process for each. `--backend cuda` has a
+//! rank on every CUDA device of this host (built with the feature `cuda`, as examples are in this workspace).
 //!
 //! First the text, written once in one process and once over the ranks: it fails if a logit differs in a bit. Then a table of
 //! the ranks. Then layers of 32 query heads over 8 KV heads of 128 channels in bf16 that hold `--stream` tokens: the experts of
@@ -19,12 +20,13 @@ use moe::model::{Model, VOCAB};
 use moe::paged::Paged;
 use pikv::fabric::{Fabric, InProcess, Options, RankPlan, Schedule, Traffic};
 use pikv::router::Eplb;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Place, ShardMap};
+use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Place, ShardMap};
 use std::error::Error;
 use std::path::Path;
 use std::time::Instant;
 
-const HELP: &str = "options: --ranks N (default 8; mpiexec says otherwise), --tokens N (default 128), --stream N (default 131072)";
+const HELP: &str = "options: --ranks N (default 8; mpiexec and devices say otherwise), --backend cpu|cuda, --tokens N (default 128), \
+                    --stream N (default 131072)";
 /// Bytes of the novel that the text goes on from.
 const PROMPT: usize = 1500;
 const BUDGET: u64 = 2 << 30;
@@ -34,6 +36,7 @@ const CHUNK: usize = 256;
 /// Where the ranks are.
 enum World {
     Threads(u32),
+    Devices(Vec<Backend>),
     #[cfg(feature = "mpi")]
     Processes(pikv::fabric::mpi::Mpi),
 }
@@ -42,6 +45,7 @@ impl World {
     fn ranks(&self) -> u32 {
         match self {
             World::Threads(ranks) => *ranks,
+            World::Devices(backends) => backends.len() as u32,
             #[cfg(feature = "mpi")]
             World::Processes(mpi) => mpi.ranks(),
         }
@@ -50,6 +54,7 @@ impl World {
     fn fabric(&self, config: &CacheConfig) -> Result<Box<dyn Fabric>, pikv::Error> {
         match self {
             World::Threads(ranks) => Ok(Box::new(InProcess::new(config, *ranks, BUDGET)?)),
+            World::Devices(backends) => Ok(Box::new(InProcess::on(config, backends, BUDGET)?)),
             #[cfg(feature = "mpi")]
             World::Processes(mpi) => mpi.front(config, BUDGET),
         }
@@ -61,10 +66,18 @@ impl World {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let (mut ranks, mut tokens, mut stream) = (8, 128, 131_072);
+    let (mut ranks, mut tokens, mut stream, mut devices) = (8, 128, 131_072, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let value = arguments.next().ok_or(format!("{name}: of what? {HELP}"))?;
+        if name == "--backend" {
+            devices = match value.as_str() {
+                "cpu" => false,
+                "cuda" => true,
+                _ => return Err(format!("no back end {value:?}; {HELP}").into()),
+            };
+            continue;
+        }
         let number: usize = value.parse().map_err(|e| format!("{name} {value}: {e}; {HELP}"))?;
         match name.as_str() {
             "--ranks" => ranks = number as u32,
@@ -75,7 +88,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
     let model = Model::load(&root.join("models/austen-moe"))?;
-    let world = world(ranks)?;
+    let world = match devices {
+        true => {
+            let all = (0..Backend::cuda_devices()?).map(Backend::cuda_device);
+            World::Devices(all.collect::<Result<Vec<_>, _>>()?)
+        }
+        false => world(ranks)?,
+    };
     let forms: Vec<CacheConfig> = std::iter::once(text_form(&model, world.ranks()))
         .chain(if stream > 0 {
             streams(world.ranks())?.into_iter().map(|s| s.config).collect()
@@ -171,6 +190,7 @@ fn write(
     let differ = one.logits.iter().zip(&many.logits).filter(|(a, b)| a != b).count();
     let names = match world {
         World::Threads(_) => "threads",
+        World::Devices(_) => "CUDA devices",
         #[cfg(feature = "mpi")]
         World::Processes(_) => "processes over MPI",
     };
@@ -398,7 +418,7 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
         }
         let schedule = Schedule::new(&config, ranks, &filed, |t, e| at.get(&(t, e)).copied().unwrap_or(0))?;
         // A process has its own pages without a wire; threads are all reached by one.
-        let threads = matches!(world, World::Threads(_));
+        let threads = matches!(world, World::Threads(_) | World::Devices(_));
         let of = |plan: &RankPlan| plan.exact.sent + plan.exact.received;
         let said: f64 = schedule
             .ranks

@@ -11,8 +11,8 @@ use numbers::{bits, noise};
 use pikv::fabric::mpi::Mpi;
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageMass, Position, Read, Rows,
-    Sequence, ShardMap,
+    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageMass, Position, Read,
+    Rows, Sequence, ShardMap,
 };
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -63,6 +63,16 @@ impl Run<'_> {
         }
         step.commit()
     }
+}
+
+/// Adds 64 tokens that nobody attends.
+fn fill(cache: &Cache, sequence: &mut Sequence) -> Result<(), Error> {
+    let mut step = cache.begin([(&mut *sequence, 64)])?;
+    for layer in 0..2 {
+        step.append(layer, &noise(1, 64 * 128), &noise(2, 64 * 128))?;
+        step.route(layer, &(0..64).flat_map(|t| [t % 8, (t + 1) % 8]).collect::<Vec<u16>>())?;
+    }
+    step.commit()
 }
 
 /// Prefill in chunks, decode, rollback, fork, masses: every output on the way.
@@ -134,6 +144,25 @@ fn same_bits(cache: &Cache, ranks: u32) {
     assert!(ranks == 1 && measured == 0.0 || (measured / said - 1.0).abs() < 0.05, "{measured} {said}");
 }
 
+/// As [`same_bits`], for ranks whose devices are interpreted: little attention.
+fn on_devices(cache: &Cache, ranks: u32) {
+    let few = |cache: &Cache| {
+        let mut run = Run { cache, seed: 0, outs: Vec::new() };
+        let mut sequence = cache.sequence();
+        (0..12).for_each(|_| fill(cache, &mut sequence).unwrap());
+        for n in [1, 3, 1] {
+            run.step(&mut sequence, n, Read::All).unwrap();
+        }
+        (run.outs, sequence)
+    };
+    let (want, _) = few(&Cache::new(config(ranks)).unwrap());
+    let (got, sequence) = few(cache);
+    assert!(want == got, "other bits than in one process");
+    assert!(cache.ranks().unwrap().iter().all(|rank| rank.pages > 0));
+    drop(sequence);
+    assert!(cache.ranks().unwrap().iter().all(|rank| rank.bytes == 0));
+}
+
 /// Sends a signal to a rank, whose process wrote its number down.
 fn signal(dir: &Path, rank: u32, signal: &str) {
     let pid = std::fs::read_to_string(dir.join(rank.to_string())).unwrap();
@@ -168,14 +197,7 @@ fn failure(cache: &Cache, dir: &Path, how: &str, append: bool) {
         loop {
             let done = if append {
                 // Nothing but tokens on their way to the ranks.
-                (|| {
-                    let mut step = cache.begin([(&mut sequence, 64)])?;
-                    for layer in 0..2 {
-                        step.append(layer, &noise(1, 64 * 128), &noise(2, 64 * 128))?;
-                        step.route(layer, &(0..64).flat_map(|t| [t % 8, (t + 1) % 8]).collect::<Vec<u16>>())?;
-                    }
-                    step.commit()
-                })()
+                fill(cache, &mut sequence)
             } else {
                 seen(&sequence).map(|_| ())
             };
@@ -217,11 +239,17 @@ fn rank() {
     let (rank, ranks) = (mpi.rank(), mpi.ranks());
     std::fs::write(dir.join(rank.to_string()), std::process::id().to_string()).unwrap();
     let config = config(ranks);
+    let backend = match case.as_str() {
+        "devices" => Backend::cuda_device(rank).unwrap(),
+        _ => Backend::CPU,
+    };
+    let kept = config.clone().backend(backend);
     if rank == 0 {
-        let fabric = mpi.front(&config, BUDGET).unwrap();
+        let fabric = mpi.front(&kept, BUDGET).unwrap();
         let cache = Cache::over(config, fabric, Options::default().timeout(TIMEOUT)).unwrap();
         match case.as_str() {
             "bits" => same_bits(&cache, ranks),
+            "devices" => on_devices(&cache, ranks),
             "front" => std::process::abort(),
             other => {
                 let (how, what) = other.split_once(' ').unwrap();
@@ -231,7 +259,7 @@ fn rank() {
         std::fs::write(dir.join("done"), "").unwrap();
         return;
     }
-    let served = mpi.serve(&config, BUDGET, TIMEOUT);
+    let served = mpi.serve(&kept, BUDGET, TIMEOUT);
     match case.as_str() {
         "front" => {
             let lost = matches!(served, Err(Error::Fabric(FabricError::Lost { rank: 0, .. })));
@@ -264,11 +292,13 @@ fn world(ranks: u32, case: &str, gone: &[u32]) {
     let me = std::env::current_exe().unwrap();
     launcher
         .args(["-n", &ranks.to_string(), "sh", "-c", SHELL])
-        .arg(me)
+        .arg(&me)
         .envs([("UCX_TLS", "posix,self"), ("UCX_ERROR_SIGNALS", ""), ("UCX_HANDLE_ERRORS", "none")])
         .args(["--exact", "rank", "--ignored", "--nocapture", "--test-threads=1"])
         .env("PIKV_RANKS", &dir)
         .env("PIKV_CASE", case)
+        .env("PIKV_LIBCUDA", me.with_file_name("libpikv_standin.so"))
+        .env("PIKV_STANDIN_DEVICES", ranks.to_string())
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -317,6 +347,13 @@ fn ranks_return_the_bits_of_one_process() {
     for ranks in 1..=4 {
         world(ranks, "bits", &[]);
     }
+}
+
+/// Each process keeps its pages on a device of its own, over the stand-in for the driver.
+#[test]
+fn processes_with_a_device_each() {
+    let _turn = turn();
+    world(3, "devices", &[]);
 }
 
 #[test]

@@ -24,19 +24,44 @@ impl Backend {
     /// The host: [`Lanes`](crate::lanes::Lanes) and its memory.
     pub const CPU: Backend = Backend(Kind::Cpu);
 
-    /// The first CUDA device. Loads the kernels, for its compute capability.
-    ///
-    /// The driver's library is opened at run time: `libcuda.so.1`, or what the environment variable `PIKV_LIBCUDA` names when the
-    /// first call of a process is made. With the feature `cuda` a program needs no driver until it calls this.
-    ///
-    /// All shards lie on the one device. Policies run on the host, from the masses that attention hands out; those that read keys and values
-    /// to rank tokens copy pages from the device for it.
+    /// The first CUDA device: [`Backend::cuda_device`] of 0.
     ///
     /// # Errors
     /// Why there is none.
     pub fn cuda() -> Result<Backend, CudaError> {
+        Backend::cuda_device(0)
+    }
+
+    /// A CUDA device, by its number as the driver counts (`CUDA_VISIBLE_DEVICES` says which it counts). Loads the kernels, for its
+    /// compute capability, into its primary context, which every call makes that of the calling thread: several devices can be used
+    /// from one thread in turn, and from many.
+    ///
+    /// The driver's library is opened at run time: `libcuda.so.1`, or what the environment variable `PIKV_LIBCUDA` names when the
+    /// first call of a process is made. With the feature `cuda` a program needs no driver until it calls this.
+    ///
+    /// All shards of a cache lie on the one device; [`InProcess::on`](crate::fabric::InProcess::on) spreads them over several. Policies
+    /// run on the host, from the masses that attention hands out; those that read keys and values to rank tokens copy pages from the
+    /// device for it.
+    ///
+    /// # Errors
+    /// Why there is none; [`CudaError::Ordinal`] says how many there are.
+    pub fn cuda_device(ordinal: u32) -> Result<Backend, CudaError> {
         #[cfg(feature = "cuda")]
-        return Ok(Backend(Kind::Cuda(Arc::new(Device::open()?))));
+        return Ok(Backend(Kind::Cuda(Arc::new(Device::open(ordinal)?))));
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = ordinal;
+            Err(CudaError::NotBuilt)
+        }
+    }
+
+    /// CUDA devices that the driver counts, numbered from 0.
+    ///
+    /// # Errors
+    /// Why there is none, as [`Backend::cuda_device`].
+    pub fn cuda_devices() -> Result<u32, CudaError> {
+        #[cfg(feature = "cuda")]
+        return Device::count();
         #[cfg(not(feature = "cuda"))]
         return Err(CudaError::NotBuilt);
     }
@@ -81,6 +106,14 @@ pub enum CudaError {
     /// The driver has no device.
     #[error("the CUDA driver finds no device")]
     NoDevice,
+    /// The driver has devices, but none of that number.
+    #[error("no CUDA device {ordinal}: the driver counts {devices}, from 0")]
+    Ordinal {
+        /// As given.
+        ordinal: u32,
+        /// How many there are.
+        devices: u32,
+    },
     /// The device is too old.
     #[error("{device} has compute capability {major}.{minor}; the kernels need 7.0 or later")]
     Capability {

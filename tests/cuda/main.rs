@@ -3,8 +3,10 @@
 
 mod closed_loop;
 mod codecs;
+mod devices;
 mod faults;
 mod policies;
+mod ranks;
 mod script;
 mod standin;
 mod suite;

@@ -1,5 +1,6 @@
 //! What is done to a cache, on whatever back end, and what comes out of it.
 
+use pikv::router::Eplb;
 use pikv::{Attend, Cache, CacheConfig, Error, LayerShape, Output, Place, Read, Rows, Sequence};
 
 pub fn mix(parts: &[u64]) -> u64 {
@@ -37,6 +38,10 @@ pub enum Op {
     /// Moves so many bytes to the tiers beneath, or back.
     Demote(usize, u64),
     Promote(usize, u64),
+    /// Over ranks: places a layer's experts anew by loads that the number draws.
+    Rebalance(usize, u64),
+    /// Over ranks: has an expert's pages lie on so many, or all.
+    Replicate(usize, u16, u32),
 }
 
 /// How is attended.
@@ -82,9 +87,12 @@ pub struct Run {
 
 impl Run {
     pub fn new(config: CacheConfig, options: Options) -> Result<Run, Error> {
-        let cache = Cache::new(config)?;
+        Ok(Run::of(Cache::new(config)?, options))
+    }
+
+    pub fn of(cache: Cache, options: Options) -> Run {
         let sequences = vec![cache.sequence()];
-        Ok(Run { cache, sequences, options, record: Vec::new(), failed: Vec::new(), tokens: 0 })
+        Run { cache, sequences, options, record: Vec::new(), failed: Vec::new(), tokens: 0 }
     }
 
     fn attend(&self, shape: &LayerShape) -> Attend {
@@ -144,6 +152,20 @@ impl Run {
                 self.record.push(if self.options.anywhere { 0 } else { moved as u32 });
             }
             Op::Drop(at) => self.sequences[*at] = self.cache.sequence(),
+            Op::Rebalance(layer, seed) => {
+                if let Ok(ranks) = self.cache.ranks() {
+                    let (ranks, experts) = (ranks.len() as u32, self.cache.config().experts);
+                    let loads: Vec<f64> =
+                        (0..u64::from(experts)).map(|e| 1.0 + (mix(&[*seed, e]) % 9) as f64).collect();
+                    let eplb = Eplb::global((experts + ranks).next_multiple_of(ranks), ranks);
+                    self.cache.rebalance(*layer, &eplb, Some(&loads))?;
+                }
+            }
+            Op::Replicate(layer, expert, copies) => {
+                if let Ok(ranks) = self.cache.ranks() {
+                    self.cache.replicate(*layer, *expert, (*copies).min(ranks.len() as u32))?;
+                }
+            }
         }
         Ok(())
     }
@@ -221,7 +243,7 @@ impl Run {
                             page.tokens,
                             page.first.0,
                             page.last.0,
-                            page.shard,
+                            if anywhere { 0 } else { page.shard },
                             u32::from(page.packed),
                             if anywhere { 0 } else { page.tier as u32 },
                             page.bytes as u32,

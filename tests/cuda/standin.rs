@@ -13,6 +13,7 @@ pub enum Set {
     Lose = 2,
     Capability = 3,
     Reset = 4,
+    Devices = 5,
 }
 
 /// What can be asked.
@@ -24,11 +25,12 @@ pub enum Get {
     Executed = 3,
     Waited = 4,
     Due = 5,
+    Bytes = 6,
 }
 
 /// The stand-in, for one test at a time.
 pub struct Standin {
-    library: &'static Library,
+    pub library: &'static Library,
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -39,7 +41,7 @@ fn path() -> PathBuf {
 }
 
 impl Standin {
-    /// Waits for the test's turn.
+    /// Waits for the test's turn. There is one device.
     pub fn new() -> Standin {
         static TURN: Mutex<()> = Mutex::new(());
         static LIBRARY: OnceLock<Library> = OnceLock::new();
@@ -52,24 +54,53 @@ impl Standin {
             unsafe { Library::new(&path) }.unwrap_or_else(|e| panic!("{}: {e}", path.display()))
         });
         let standin = Standin { library, _turn: turn };
+        standin.set(Set::Devices, 1);
         standin.set(Set::Reset, 0);
         standin.set(Set::Capability, 80);
         standin
     }
 
+    /// As [`Standin::new`], with several devices.
+    pub fn with_devices(n: u32) -> Standin {
+        let standin = Standin::new();
+        standin.set(Set::Devices, u64::from(n));
+        standin
+    }
+
+    /// Faults are those of the first device.
     pub fn set(&self, what: Set, value: u64) {
         // SAFETY: the function's signature.
         let set = unsafe { self.library.get::<extern "C" fn(u32, u64)>(b"standin_set\0") };
         set.expect("the stand-in has it")(what as u32, value);
     }
 
+    pub fn set_on(&self, device: u32, what: Set, value: u64) {
+        // SAFETY: the function's signature.
+        let set = unsafe { self.library.get::<extern "C" fn(i32, u32, u64)>(b"standin_set_on\0") };
+        set.expect("the stand-in has it")(device as i32, what as u32, value);
+    }
+
+    /// Over all devices.
     pub fn get(&self, what: Get) -> u64 {
         // SAFETY: the function's signature.
         let get = unsafe { self.library.get::<extern "C" fn(u32) -> u64>(b"standin_get\0") };
         get.expect("the stand-in has it")(what as u32)
     }
 
+    pub fn get_on(&self, device: u32, what: Get) -> u64 {
+        // SAFETY: the function's signature.
+        let get = unsafe { self.library.get::<extern "C" fn(i32, u32) -> u64>(b"standin_get_on\0") };
+        get.expect("the stand-in has it")(device as i32, what as u32)
+    }
+
+    /// The first device.
     pub fn backend(&self) -> Backend {
         Backend::cuda().unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    /// All devices.
+    pub fn backends(&self) -> Vec<Backend> {
+        let devices = Backend::cuda_devices().unwrap_or_else(|e| panic!("{e}"));
+        (0..devices).map(|i| Backend::cuda_device(i).unwrap_or_else(|e| panic!("{e}"))).collect()
     }
 }

@@ -1,12 +1,16 @@
 //! Random histories of two caches: one in one process, and one whose pages lie on ranks, move between them and are replicated.
 //! They may not differ in a bit.
 
-use crate::numbers::bits;
+use crate::numbers::{bits, noise};
 use crate::setup::over;
 use crate::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
+use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, Options};
 use pikv::router::Eplb;
-use pikv::{Cache, Error, Output, PageInfo, PageMass, Position, Rows, Step, StepReport};
+use pikv::{
+    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageInfo, PageMass, Pairs,
+    Position, Rope, Rows, ShardMap, Step, StepReport,
+};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 
@@ -260,4 +264,38 @@ fn histories_reach_what_they_are_for() {
     }
     let Seen { steps, refused, moved, replicated, away } = sum;
     assert!(steps > 300 && refused > 5 && moved > 20 && replicated > 50 && away > 400, "{sum:?}");
+}
+
+/// Codecs whose queries have another width than what they store, and those that store tokens together.
+#[test]
+fn pages_in_bases_and_means() {
+    let layout = Layout { k_dim: 80, v_dim: 70, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let rope = Rope { theta: 1000.0, rotary_dim: 32, pairs: Pairs::Halves };
+    let pca = |n| Coding::block_pca(Code::Int8, n).unwrap();
+    for (rope, codec) in [
+        (None, Codec::new(pca(5), pca(7))),
+        (Some(rope), Codec::new(pca(5), Coding::new(Code::Int4))),
+        (None, Codec::new(Coding::means(Code::Bf16, 2).unwrap(), Coding::means(Code::Bf16, 1).unwrap())),
+    ] {
+        let layer = LayerShape { kv_heads: 1, query_heads: 3, layout, window: None, rope };
+        let config = CacheConfig::new(vec![layer], 1 << 26).ring(20).experts(2, 1).compress(codec);
+        let config = config.shards(ShardMap::sum(3).unwrap());
+        let outs = [Cache::new(config.clone()).unwrap(), over(config, 3, 1 << 26, Options::default())].map(
+            |cache| {
+                let (mut sequence, mut all) = (cache.sequence(), Vec::new());
+                for (i, n) in [(0, 400usize), (1, 150), (2, 1)] {
+                    let mut out = vec![0.0; n * 3 * 70];
+                    let mut step = cache.begin([(&mut sequence, n as u32)]).unwrap();
+                    step.append(0, &noise(3 * i, n * 80), &noise(3 * i + 1, n * 70)).unwrap();
+                    step.attend(0, &noise(3 * i + 2, n * 240), &Attend::new(0.3), Output::new(&mut out))
+                        .unwrap();
+                    step.route(0, &[0, 1, 1, 1].repeat(n)[..n]).unwrap();
+                    step.commit().unwrap();
+                    all.extend(bits(&out));
+                }
+                all
+            },
+        );
+        assert!(outs[0] == outs[1]);
+    }
 }

@@ -5,6 +5,8 @@ use bytemuck::Pod;
 
 /// Every allocation has its own 4 GiB of addresses, never given out again.
 const SHIFT: u32 = 32;
+/// Allocations of a device, in bits of their number.
+const DEVICE: u32 = 20;
 /// [`Word::reader`] of a word that several warps read.
 const SEVERAL: u32 = u32::MAX;
 
@@ -97,14 +99,21 @@ struct Allocation {
     freed: bool,
 }
 
-/// Global memory.
+/// Global memory of a device.
 #[derive(Debug, Default)]
 pub struct Memory {
+    /// Numbers of allocations before this device's own.
+    first: usize,
     allocations: Vec<Allocation>,
     launches: u32,
 }
 
 impl Memory {
+    /// That of the device of a number: addresses of one are out of bounds on every other.
+    pub fn of(device: u32) -> Memory {
+        Memory { first: (device as usize) << DEVICE, ..Memory::default() }
+    }
+
     /// Number of the next launch.
     pub(super) fn next_launch(&mut self) -> u32 {
         self.launches += 1;
@@ -116,6 +125,11 @@ impl Memory {
         self.allocations.iter().filter(|a| !a.freed).count()
     }
 
+    /// Their bytes.
+    pub fn bytes(&self) -> usize {
+        self.allocations.iter().map(|a| a.bytes.len()).sum()
+    }
+
     /// `bytes` bytes that nobody wrote. They start at a multiple of 4 GiB.
     pub fn allocate(&mut self, bytes: usize) -> u64 {
         self.allocations.push(Allocation {
@@ -124,7 +138,8 @@ impl Memory {
             words: vec![Word::default(); bytes.div_ceil(4)],
             freed: false,
         });
-        (self.allocations.len() as u64) << SHIFT
+        assert!(self.allocations.len() < 1 << DEVICE, "addresses of one device end here");
+        ((self.first + self.allocations.len()) as u64) << SHIFT
     }
 
     /// An allocation that holds `data`.
@@ -175,7 +190,7 @@ impl Memory {
     /// Index of the allocation, and the offset in it, of `size` bytes at `address`.
     #[inline(always)]
     fn find(&self, address: u64, size: usize) -> Result<(usize, usize), Cause> {
-        let index = ((address >> SHIFT) as usize).wrapping_sub(1);
+        let index = ((address >> SHIFT) as usize).wrapping_sub(self.first + 1);
         let Some(a) = self.allocations.get(index) else {
             return Err(Cause::OutOfBounds { address });
         };

@@ -8,9 +8,11 @@ use crate::error::Error;
 use crate::forest::{Forest, Listed};
 use crate::job::{Job, TILE};
 use crate::mass::{Wanted, Weighed, one_form};
+use crate::rope::Table;
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
+use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{HeadArg, LayoutArg, MassArg, PackedArg, RopeArg};
 use std::mem;
@@ -20,10 +22,24 @@ const WAVE: u64 = 16 << 20;
 
 /// Addresses of results.
 #[derive(Clone, Copy)]
-struct To {
+pub(super) struct To {
     out: u64,
     ends: u64,
     mass: u64,
+}
+
+/// What all launches of a call have in common.
+#[derive(Clone, Copy)]
+pub(super) struct Shape<'a> {
+    pub of: &'a LayerShape,
+    pub table: Option<&'a Table>,
+    pub softcap: Option<f32>,
+}
+
+impl<'a> Shape<'a> {
+    fn of(job: &'a Job<'_>) -> Shape<'a> {
+        Shape { of: job.shape, table: job.table.as_deref(), softcap: job.softcap }
+    }
 }
 
 /// Addresses of what all kernels of a wave read.
@@ -40,18 +56,17 @@ struct Lists {
 }
 
 impl Wave<'_> {
-    fn launch(
+    /// `to`: where rows that are done go, and the masses that are wanted; without it partial results are all.
+    pub fn launch(
         &self,
         device: &Device,
         work: &mut Work,
-        job: &Job<'_>,
-        to: To,
-        masses: &[MassArg],
+        shape: &Shape<'_>,
+        to: Option<(To, &[MassArg])>,
     ) -> Result<(), Error> {
-        let To { out, ends, mass } = to;
-        let layout = LayoutArg::from(job.shape.layout);
+        let layout = LayoutArg::from(shape.of.layout);
         let stream = &device.stream;
-        let (rope, table) = match (&job.shape.rope, &job.table) {
+        let (rope, table) = match (&shape.of.rope, shape.table) {
             (Some(rope), Some(table)) => {
                 let at = work.table(stream, rope, table.values(), table.capacity())?;
                 (RopeArg::new(rope, table.capacity()), at)
@@ -75,11 +90,12 @@ impl Wave<'_> {
         let backs: Vec<u64> = self.joins.backs.iter().map(|backs| upload.add(backs)).collect();
         let heads = self.heads(work, device)?;
         let head_list = upload.add(&heads);
+        let masses = to.map_or(&[][..], |(_, masses)| masses);
         let (rows, weighed, sums) = (upload.add(&self.rows), upload.add(&self.weighed), upload.add(masses));
         let base = work.send(stream, &upload)?;
         let (q, pages, live, sights) = (base + q, base + pages, base + live, base + sights);
         let lists = Lists { q, pages, live, last: base + last, by: base + by, sights, parts, raw };
-        let softcap = job.softcap.unwrap_or(0.0);
+        let softcap = shape.softcap.unwrap_or(0.0);
         for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(tasks) {
             if tasks.is_empty() {
                 continue;
@@ -94,7 +110,7 @@ impl Wave<'_> {
             }
         }
         for (of, at) in self.packed.iter().zip(packed) {
-            of.launch(device, work, job, (rope, table), &lists, at.map(|at| base + at))?;
+            of.launch(device, work, shape, (rope, table), &lists, at.map(|at| base + at))?;
         }
         for height in 0..self.joins.pairs.len().max(self.joins.backs.len()) {
             if let Some(count) = self.joins.pairs.get(height).map(Vec::len).filter(|n| *n > 0) {
@@ -112,6 +128,7 @@ impl Wave<'_> {
                 }
             }
         }
+        let Some((To { out, ends, mass }, _)) = to else { return Ok(()) };
         let (rows, count) = (base + rows, self.rows.len() as u32);
         // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
         unsafe {
@@ -122,7 +139,7 @@ impl Wave<'_> {
             return Ok(());
         }
         let (weighed, sums) = (base + weighed, base + sums);
-        let (group, count) = (job.group() as u32, masses.len() as u32);
+        let (group, count) = (shape.of.group(), masses.len() as u32);
         // SAFETY: the parameters of `mass_pages`; a page and a set of rows have one output, and stand once in a wave.
         unsafe {
             let arguments = arguments!(layout, group, sums, count, weighed, raw, parts, mass);
@@ -147,7 +164,7 @@ impl Packed<'_> {
         &self,
         device: &Device,
         work: &mut Work,
-        job: &Job<'_>,
+        shape: &Shape<'_>,
         (rope, table): (RopeArg, u64),
         lists: &Lists,
         [folded, start, tasks]: [u64; 3],
@@ -164,11 +181,11 @@ impl Packed<'_> {
             (_, true) => size_of::<FactorScratch<4>>(),
         };
         let Lists { q, pages, live, last, by, sights, parts, raw } = *lists;
-        let (softcap, width) = (job.softcap.unwrap_or(0.0), self.width.ilog2() as usize);
-        let whole = if job.shape.rope.is_some() { REBUILT * LANES * 4 } else { 0 };
+        let (softcap, width) = (shape.softcap.unwrap_or(0.0), self.width.ilog2() as usize);
+        let whole = if shape.of.rope.is_some() { REBUILT * LANES * 4 } else { 0 };
         let rebuilt = work.scratch(stream, (self.tasks.len() * (whole + of)) as u64)?;
         let scratch = rebuilt + (self.tasks.len() * whole) as u64;
-        let layout = LayoutArg::from(job.shape.layout);
+        let layout = LayoutArg::from(shape.of.layout);
         if factored {
             let q = if whole > 0 { q } else { folded };
             let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
@@ -260,7 +277,7 @@ fn attend_all(
     let go = |wave: &mut Wave<'_>, work: &mut Work| {
         let wave = mem::take(wave);
         let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(job, forests, wanted, &firsts));
-        wave.launch(device, work, job, to, &masses)
+        wave.launch(device, work, &Shape::of(job), Some((to, &masses)))
     };
     for (index, forest) in full {
         for item in job.items(forest, Wave::step(job, forest, most)) {

@@ -1,4 +1,4 @@
-//! The CUDA back end: one context, the kernels, and the memory that they work in.
+//! The CUDA back end: of each device its primary context, the kernels, and the memory that they work in.
 //!
 //! Whatever a cache asks for is put on the one stream, in order, but that pages of lower tiers come up on another; the host waits
 //! only where it is given results. Lists that
@@ -9,6 +9,7 @@ mod attend;
 mod compact;
 mod lift;
 mod pending;
+mod rank;
 mod wave;
 mod work;
 
@@ -109,7 +110,8 @@ fn bare(call: &'static str, code: sys::cudaError_enum) -> Result<(), CudaError> 
 }
 
 impl Device {
-    pub fn open() -> Result<Device, CudaError> {
+    /// The devices that the driver has; one at least.
+    pub fn count() -> Result<u32, CudaError> {
         pikv_cuda_lazy::open().map_err(|reason| CudaError::NoLibrary {
             name: pikv_cuda_lazy::name().to_string_lossy().into_owned(),
             reason: reason.to_owned(),
@@ -121,7 +123,16 @@ impl Device {
             }
         };
         cust::init(cust::CudaFlags::empty()).map_err(none("cuInit"))?;
-        let device = cust::device::Device::get_device(0).map_err(none("cuDeviceGet"))?;
+        let devices = cust::device::Device::num_devices().map_err(none("cuDeviceGetCount"))?;
+        if devices == 0 { Err(CudaError::NoDevice) } else { Ok(devices) }
+    }
+
+    pub fn open(ordinal: u32) -> Result<Device, CudaError> {
+        let devices = Device::count()?;
+        if ordinal >= devices {
+            return Err(CudaError::Ordinal { ordinal, devices });
+        }
+        let device = answer("cuDeviceGet", cust::device::Device::get_device(ordinal))?;
         let name = answer("cuDeviceGetName", device.name())?;
         let attribute = |which| answer("cuDeviceGetAttribute", device.get_attribute(which));
         let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;

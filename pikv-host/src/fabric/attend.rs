@@ -406,11 +406,13 @@ fn one(job: &Job<'_>, item: &Item<'_>, manner: Manner, out: &Shared<'_>, lse: &S
         if let Some(remote) = job.remote.as_ref().filter(|_| manner.fast) {
             let remote = remote.read().unwrap_or_else(std::sync::PoisonError::into_inner);
             let key = (item.forest.view, item.forest.head, item.row);
+            // Those of what is read here do not know a codec whose pages are all away.
+            let all = job.trees(item);
             for (packed, at) in remote.merged.get(&key).into_iter().flatten() {
                 let mut theirs = remote.words(at, 0, at.part).to_vec();
                 if *packed {
                     let mut whole = vec![0.0; full.len()];
-                    trees.unpack(0, &mut theirs, &mut whole);
+                    all.unpack(0, &mut theirs, &mut whole);
                     theirs = whole;
                 }
                 full.join(&mut part[..full.len()], &mut theirs);

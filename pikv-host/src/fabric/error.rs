@@ -67,6 +67,17 @@ pub enum FabricError {
         /// Bytes asked for.
         bytes: u64,
     },
+    /// The driver of a rank's device refused. One that is lost is asked nothing any more, and what it held is gone; of another the call
+    /// can be made again.
+    #[error("rank {rank}: its CUDA driver answers {code}{}", if *lost { "; the device is lost, with the pages that it held" } else { "" })]
+    Device {
+        /// The rank.
+        rank: u32,
+        /// Its `CUresult`.
+        code: u32,
+        /// Whether it answers so to every call.
+        lost: bool,
+    },
     /// A rank does not hold a page that it should. No other page is given in its place.
     #[error("rank {rank} does not hold page {page}")]
     Missing {

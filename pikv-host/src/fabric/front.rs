@@ -348,7 +348,11 @@ impl Cache {
     /// ```
     pub fn over(config: CacheConfig, fabric: Box<dyn Fabric>, options: Options) -> Result<Cache, Error> {
         let refused = [
-            (!config.backend.is_cpu(), "a device", "Backend::CPU"),
+            (
+                !config.backend.is_cpu(),
+                "a front on a device",
+                "Backend::CPU, with ranks on devices (InProcess::on),",
+            ),
             (
                 !config.tiers.specs.is_empty(),
                 "tiers",

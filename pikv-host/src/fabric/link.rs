@@ -179,6 +179,7 @@ impl Link {
                     self.held[rank as usize] = held;
                     done.push(Answer { rank, words, at });
                 }
+                Err(error @ FabricError::Device { lost: true, .. }) => self.lose(rank, error, &mut first),
                 Err(error) => first = first.and(Err(error)),
             }
         }

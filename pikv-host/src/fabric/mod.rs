@@ -7,11 +7,12 @@
 //! enter the same tree at their places, so that results have the bits of one process. Tokens of a page that still fills up are sent
 //! once the block has full pages, so that a block is read in one place.
 //!
-//! Forms: [`InProcess`], a thread and an arena for each shard, and `mpi` (feature `mpi`), a process each. [`Fabric`] is the
-//! trait to add one; there is none for several devices of one host yet.
+//! Forms: [`InProcess`], a thread for each shard with its pages in the host's memory or on a CUDA device ([`InProcess::on`]), and `mpi`
+//! (feature `mpi`), a process each. [`Fabric`] is the trait to add one.
 //!
 //! What a rank that fails does to the others is in [`FabricError`]: every wait ends after [`Options::timeout`] without an answer.
 
+mod ask;
 mod attend;
 mod error;
 mod file;
@@ -25,6 +26,8 @@ mod store;
 mod wire;
 mod workers;
 
+#[cfg(feature = "cuda")]
+pub(crate) use ask::Ask;
 pub(crate) use attend::Remote;
 pub(crate) use attend::attend;
 pub use error::FabricError;

@@ -2,7 +2,8 @@
 //!
 //! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the
 //! others do; they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over
-//! the wire.
+//! the wire. A rank keeps its pages on the back end of the configuration that it gives to [`serve`](Mpi::serve), and rank 0 on that
+//! given to [`front`](Mpi::front): a CUDA device each, for one.
 //!
 //! For the others to outlive a process that dies, launcher and library must let them. MPICH 4.0's launcher kills all when one
 //! ends (with `-disable-auto-cleanup` too), unless it does not see it: let it start a shell that starts the rank and stays. Its

@@ -1,27 +1,26 @@
 //! What a rank keeps: pages, by their numbers; and what it does when it is asked.
 
+use super::ask::{Ask, Listed};
 use crate::arena::{Near, Page};
-use crate::block::{Block, Common, PackedBlock};
+use crate::backend::CudaError;
 use crate::cache::{Cache, Inner};
 use crate::config::CacheConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::Device;
 use crate::error::Error;
-use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, flag, kind};
+use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, kind};
 use crate::job::each;
-use crate::reduce::{Tree, levels};
 use crate::tiers::Tiers;
-use pikv_core::attend::{BLOCK, Sight};
-use pikv_core::codec::read::{PackedRef, REBUILT};
-use pikv_core::full::PageRef;
-use pikv_core::merge::Partial;
-use pikv_core::page::PAGE;
+use pikv_core::attend::BLOCK;
+use pikv_core::page::{Layout, PAGE};
 use pikv_core::shard::ShardMap;
-use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The pages of one rank, in an arena and under a budget of its own, and the routines that read them.
+/// The pages of one rank, in an arena and under a budget of its own, and the routines that read them: on the back end of its
+/// configuration, which need not be that of the other ranks.
 ///
 /// A [`Fabric`](super::Fabric) brings it messages, and takes its answers back. It knows nothing of sequences: a page has a
 /// number that is used once in a session, and what is asked for and is not there is an error, never another page.
@@ -37,34 +36,20 @@ pub struct Store {
     parallel: bool,
 }
 
-/// A question: rows of one KV head, and the blocks that they read.
-struct Ask<'a> {
-    layer: usize,
-    head: usize,
-    rows: usize,
-    most: usize,
-    flags: u32,
-    softcap: Option<f32>,
-    q: &'a [f32],
-    sights: Vec<(Sight, Sight)>,
-    folded: &'a [[f32; LANES]],
-    start: &'a [f32],
-    blocks: Vec<SmallVec<[Listed<'a>; BLOCK]>>,
-}
-
-/// A page of a question.
-struct Listed<'a> {
-    words: &'a [u32],
-    live: u32,
-    last: u32,
-    by: u32,
+/// What a message brings to pages: in the host's memory it is written at once, on a device all together.
+#[derive(Default)]
+struct Came<'m> {
+    /// Tokens: their layer, the page's address, the lane, and the words.
+    tokens: Vec<(usize, u64, u32, &'m [u32])>,
+    /// Pages: their address, and the words.
+    pages: Vec<(u64, &'m [u32])>,
 }
 
 /// What two ranks must have in common.
 pub(crate) fn fingerprint(inner: &Inner) -> u64 {
     let config = &inner.config;
     let codecs: Vec<_> = config.codecs.iter().map(|rule| (rule.layer, rule.kv_head, &rule.codec)).collect();
-    let text = format!("{VERSION} {:?} {codecs:?} {}", config.layers, inner.bundle());
+    let text = format!("{VERSION} {:?} {codecs:?} {}", config.layers, config.lanes.rows());
     // FNV-1a: it tells mistakes apart, not attacks.
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -72,8 +57,8 @@ pub(crate) fn fingerprint(inner: &Inner) -> u64 {
 }
 
 impl Store {
-    /// A store for the pages of a cache of this configuration, of which it has `budget` bytes at most. No memory is taken
-    /// before there are pages.
+    /// A store for the pages of a cache of this configuration, of which it has `budget` bytes at most, in the memory of the
+    /// configuration's back end. No memory is taken before there are pages.
     ///
     /// # Errors
     /// What is wrong with the configuration.
@@ -157,7 +142,7 @@ impl Store {
             self.refused.remove(&id);
         }
         // A token or page that cannot be kept is told when the page is asked for, or at the end where it came whole.
-        let mut first = Ok(());
+        let (mut first, mut came) = (Ok(()), Came::default());
         for _ in 0..reader.word().ok_or(CUT)? {
             let id = reader.u64().ok_or(CUT)?;
             let layer = reader.word().ok_or(CUT)? as usize;
@@ -165,14 +150,13 @@ impl Store {
             let layout = self.inner.config.layers.get(layer).ok_or(CUT)?.layout;
             let width = wire::token_words(&layout);
             let tokens = reader.words(width * count as usize).ok_or(CUT)?;
-            if lane + count > PAGE {
+            if lane.checked_add(count).is_none_or(|end| end > PAGE) {
                 return Err(CUT);
             }
             match self.page(id, layout.words()) {
-                Ok(words) => {
-                    for (lane, token) in (lane..).zip(tokens.chunks_exact(width)) {
-                        wire::place_token(&layout, token, words, lane);
-                    }
+                Ok(page) => {
+                    let tokens = (lane..).zip(tokens.chunks_exact(width));
+                    tokens.for_each(|(lane, token)| came.token(page, (layer, &layout), lane, token));
                 }
                 Err(refusal) => _ = self.refused.insert(id, refusal),
             }
@@ -180,12 +164,13 @@ impl Store {
         for _ in 0..reader.word().ok_or(CUT)? {
             let id = reader.u64().ok_or(CUT)?;
             let n = reader.word().ok_or(CUT)?;
-            let from = reader.words(n as usize).ok_or(CUT)?;
+            let words = reader.words(n as usize).ok_or(CUT)?;
             match self.page(id, n) {
-                Ok(words) => words.copy_from_slice(from),
+                Ok(page) => came.page(page, words),
                 Err(refusal) => first = first.and(Err(refusal)),
             }
         }
+        self.place(came)?;
         first?;
         for _ in 0..reader.word().ok_or(CUT)? {
             self.held(reader.u64().ok_or(CUT)?)?;
@@ -195,9 +180,11 @@ impl Store {
         wire::push_u64(out, self.pages.len() as u64);
         let clock = out.len();
         wire::push_u64(out, 0);
+        let mut fetched = Vec::new();
         for _ in 0..reader.word().ok_or(CUT)? {
-            out.extend_from_slice(self.held(reader.u64().ok_or(CUT)?)?);
+            fetched.push(self.held(reader.u64().ok_or(CUT)?)?);
         }
+        self.fetch(&fetched, out)?;
         let n = reader.word().ok_or(CUT)?;
         let stop = |out: &mut Vec<u32>| {
             let nanos = begun.elapsed().as_nanos() as u64;
@@ -211,15 +198,13 @@ impl Store {
         self.inner.tables.grow(reach).map_err(|_| Refusal::Memory { bytes: u64::from(reach) * 4 })?;
         let mut reader = reader.clone();
         let asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
-        let compute = |ask: &Ask<'_>| self.compute(ask);
-        let answers = if self.parallel { each(&asks, compute) } else { asks.iter().map(compute).collect() };
-        answers.iter().for_each(|answer| out.extend_from_slice(bytemuck::cast_slice(answer)));
+        self.compute(&asks, out)?;
         stop(out);
         Ok(())
     }
 
-    /// The words of a page to be written, which is taken if it is not there.
-    fn page(&mut self, id: u64, words: u32) -> Result<&mut [u32], Refusal> {
+    /// A page to be written, which is taken if it is not there.
+    fn page(&mut self, id: u64, words: u32) -> Result<&mut Page, Refusal> {
         if !self.pages.contains_key(&id) {
             let shapes = self.inner.config.layers.iter().map(|shape| shape.layout.words());
             let packed = self.inner.codecs.iter().flat_map(|heads| heads.iter().flatten());
@@ -227,159 +212,138 @@ impl Store {
                 return Err(Refusal::Malformed);
             }
             let pages = self.inner.arenas.reserve(u64::from(words) * 4);
-            let taken =
-                pages.and_then(|mut pages| pages.take(0, words, Near::Any)).map_err(|error| match error {
-                    Error::OutOfBudget { needed, available } => Refusal::Budget { needed, available },
-                    Error::OutOfMemory { bytes } => Refusal::Memory { bytes },
-                    _ => Refusal::Malformed,
-                })?;
+            let taken = pages
+                .and_then(|mut pages| pages.take(0, words, Near::Any))
+                .map_err(|error| self.refusal(error))?;
             self.pages.insert(id, taken);
         }
-        let page = self.pages.get_mut(&id).and_then(Page::words_mut);
-        page.filter(|page| page.len() == words as usize).ok_or(Refusal::Malformed)
+        let page = self.pages.get_mut(&id).filter(|page| page.bytes() == u64::from(words) * 4);
+        page.filter(|page| !page.is_shared()).ok_or(Refusal::Malformed)
     }
 
-    fn held(&self, id: u64) -> Result<&[u32], Refusal> {
+    fn held(&self, id: u64) -> Result<&Page, Refusal> {
         if let Some(refusal) = self.refused.get(&id) {
             return Err(*refusal);
         }
-        self.pages.get(&id).map(Page::words).ok_or(Refusal::Missing { page: id })
+        self.pages.get(&id).ok_or(Refusal::Missing { page: id })
+    }
+
+    fn refusal(&self, error: Error) -> Refusal {
+        match error {
+            Error::OutOfBudget { needed, available } => Refusal::Budget { needed, available },
+            Error::OutOfMemory { bytes } => Refusal::Memory { bytes },
+            Error::Device(CudaError::Driver { code, .. }) => Refusal::Device { code, lost: self.is_lost() },
+            _ => Refusal::Malformed,
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device(&self) -> Option<&Arc<Device>> {
+        self.inner.config.backend.device()
+    }
+
+    /// Whether its device answers nothing but errors.
+    fn is_lost(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.device().is_some_and(|device| device.is_lost());
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
+    /// Has a device write what came for its pages.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_mut, unused_variables))]
+    fn place(&self, came: Came<'_>) -> Result<(), Refusal> {
+        let Came { mut tokens, pages } = came;
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.device() {
+            let refusal = |error| self.refusal(error);
+            tokens.sort_by_key(|(layer, ..)| *layer);
+            for tokens in tokens.chunk_by(|(a, ..), (b, ..)| a == b) {
+                let layout = &self.inner.config.layers[tokens[0].0].layout;
+                device
+                    .place(layout, tokens.len(), |i, page, lane| {
+                        let (_, address, to, words) = tokens[i];
+                        wire::place_token(layout, words, page, lane);
+                        (address, to)
+                    })
+                    .map_err(refusal)?;
+            }
+            device.write_all(&pages).map_err(refusal)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the words of pages.
+    fn fetch(&self, pages: &[&Page], out: &mut Vec<u32>) -> Result<(), Refusal> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.device() {
+            let places: Vec<_> =
+                pages.iter().map(|page| (page.address(), page.bytes() as usize / 4)).collect();
+            return device
+                .read_all(&places, |words| out.extend_from_slice(words))
+                .map_err(|e| self.refusal(e));
+        }
+        pages.iter().for_each(|page| out.extend_from_slice(page.words()));
+        Ok(())
     }
 
     fn ask<'a>(&'a self, reader: &mut Reader<'a>) -> Result<Ask<'a>, Refusal> {
-        let read = |reader: &mut Reader<'a>| {
-            let (layer, head) = (reader.word()? as usize, reader.word()? as usize);
-            let (rows, most, flags) = (reader.word()? as usize, reader.word()? as usize, reader.word()?);
-            let cap = f32::from_bits(reader.word()?);
-            let layout = &self.inner.config.layers.get(layer)?.layout;
-            let q = bytemuck::cast_slice(reader.words(layout.k_channels() as usize * rows)?);
-            let mut sights = Vec::with_capacity(rows);
-            for sight in reader.words(4 * rows)?.as_chunks::<4>().0 {
-                let [floor, lo, sinks, hi] = *sight;
-                sights.push((Sight { floor, lo, sinks, hi: hi as i32 }, Sight::NONE));
-            }
-            let (mut folded, mut start): (&[[f32; LANES]], &[f32]) = (&[], &[]);
-            let packed = flags & flag::PACKED != 0;
-            if packed {
-                let codec = self.inner.codecs[layer].get(head)?.as_ref()?;
-                let cols = codec.packed.k_cols() as usize;
-                folded = bytemuck::cast_slice::<_, f32>(reader.words(cols * rows * LANES)?).as_chunks().0;
-                start = bytemuck::cast_slice(reader.words(rows)?);
-            }
-            let softcap = (flags & flag::CAPPED != 0).then_some(cap);
-            Some(Ask {
-                layer,
-                head,
-                rows,
-                most,
-                flags,
-                softcap,
-                q,
-                sights,
-                folded,
-                start,
-                blocks: Vec::new(),
-            })
-        };
-        let mut ask = read(reader).ok_or(Refusal::Malformed)?;
-        let layout = &self.inner.config.layers[ask.layer].layout;
-        let words = match &self.inner.codecs[ask.layer].get(ask.head).ok_or(Refusal::Malformed)? {
-            Some(codec) if ask.flags & flag::PACKED != 0 => codec.packed.words(),
-            _ => layout.words(),
-        };
-        for _ in 0..reader.word().ok_or(Refusal::Malformed)? {
+        const CUT: Refusal = Refusal::Malformed;
+        let mut ask = Ask::read(&self.inner, reader).ok_or(CUT)?;
+        let bytes = u64::from(ask.words()) * 4;
+        for _ in 0..reader.word().filter(|n| *n > 0).ok_or(CUT)? {
             let mut block = SmallVec::new();
-            for _ in 0..reader.word().filter(|n| *n as usize <= BLOCK).ok_or(Refusal::Malformed)? {
-                let listed = |reader: &mut Reader<'_>| {
-                    let (id, live) = (reader.u64()?, reader.word()?);
-                    let packed = ask.flags & flag::PACKED != 0;
-                    let (last, by) = if packed { (reader.word()?, reader.word()?) } else { (0, 0) };
-                    Some((id, live, last, by))
-                };
-                let (id, live, last, by) = listed(reader).ok_or(Refusal::Malformed)?;
-                let page = self.held(id)?;
-                if page.len() != words as usize {
-                    return Err(Refusal::Malformed);
+            let pages = reader.word().filter(|n| (1..=BLOCK).contains(&(*n as usize))).ok_or(CUT)?;
+            for _ in 0..pages {
+                let (id, live) = (reader.u64().ok_or(CUT)?, reader.word().ok_or(CUT)?);
+                let (mut last, mut by) = (0, 0);
+                if ask.codec.is_some() {
+                    (last, by) = (reader.word().ok_or(CUT)?, reader.word().ok_or(CUT)?);
                 }
-                block.push(Listed { words: page, live, last, by });
+                let page = self.held(id)?;
+                if page.bytes() != bytes {
+                    return Err(CUT);
+                }
+                block.push(Listed { page, live, last, by });
             }
             ask.blocks.push(block);
         }
         Ok(ask)
     }
 
-    /// The partial results of a question's blocks, each with the weights behind it if they are wanted.
-    fn compute(&self, ask: &Ask<'_>) -> Vec<f32> {
-        let shape = &self.inner.config.layers[ask.layer];
-        let (lanes, layout) = (self.inner.config.lanes, &shape.layout);
-        let codec = self.inner.codecs[ask.layer][ask.head].as_ref().filter(|_| ask.flags & flag::PACKED != 0);
-        let table = shape.rope.and_then(|rope| self.inner.tables.get(&rope));
-        let rotation = table.as_ref().zip(shape.rope).map(|(table, rope)| table.rotation(rope));
-        let acc_rows = codec.map_or(layout.acc_rows(), |codec| codec.packed.acc_rows());
-        let len = Partial::len(ask.rows, acc_rows);
-        let mut rebuilt = vec![[0.0; LANES]; if codec.is_some() && rotation.is_some() { REBUILT } else { 0 }];
-        let common = Common {
-            layout,
-            sights: &ask.sights,
-            ring: false,
-            softcap: ask.softcap,
-            most: ask.most,
-            q: ask.q,
-            rotation,
-        };
-        let mut block = |i: usize, part: &mut [f32], raw: Option<&mut [[f32; LANES]]>| {
-            let pages = &ask.blocks[i];
-            let after = ask.blocks.get(i + 1).map_or(&[][..], |pages| pages);
-            let next = [0, 1].map(|i| after.get(i).map_or(&[][..], |page| page.words));
-            let out = Partial::new(part, ask.rows, acc_rows);
-            match codec {
-                Some(codec) => {
-                    let refs = pages.iter().map(|page| {
-                        let Listed { words, live, last, by } = *page;
-                        PackedRef { words, live, last, by }
-                    });
-                    let list: SmallVec<[PackedRef<'_>; BLOCK]> = refs.collect();
-                    lanes.run(PackedBlock {
-                        common,
-                        codec,
-                        pages: &list,
-                        next: next[0],
-                        folded: ask.folded,
-                        start: ask.start,
-                        rebuilt: &mut rebuilt,
-                        out,
-                        first: 0,
-                        raw,
-                    });
-                }
-                None => {
-                    let refs = pages.iter().map(|page| PageRef { words: page.words, live: page.live });
-                    let list: SmallVec<[PageRef<'_>; BLOCK]> = refs.collect();
-                    lanes.run(Block { common, pages: &list, next, out, first: 0, raw });
-                }
-            }
-        };
-        if ask.flags & flag::FAST != 0 {
-            let mut all = vec![0.0; len];
-            let tree = Tree { lanes, acc_rows, rows: ask.rows };
-            let index: Vec<u32> = (0..ask.blocks.len() as u32).collect();
-            let level = index.last().map_or(0, |last| levels(*last));
-            let mut leaf = |i: usize, part: &mut [f32], _: &mut Vec<Vec<f32>>| block(i, part, None);
-            tree.reduce(&index, level, 0, 0, &mut leaf, &mut all, &mut Vec::new());
-            return all;
+    /// Adds the answers to questions, one after the other.
+    fn compute(&self, asks: &[Ask<'_>], out: &mut Vec<u32>) -> Result<(), Refusal> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.device() {
+            return device.partials(asks, out).map_err(|error| self.refusal(error));
         }
-        let mut all = Vec::new();
-        for (i, pages) in ask.blocks.iter().enumerate() {
-            let at = all.len();
-            all.resize(at + len, 0.0);
-            if ask.flags & flag::RAW == 0 {
-                block(i, &mut all[at..], None);
-                continue;
+        let compute = |ask: &Ask<'_>| ask.compute(&self.inner);
+        let answers = if self.parallel { each(asks, compute) } else { asks.iter().map(compute).collect() };
+        answers.iter().for_each(|answer| out.extend_from_slice(bytemuck::cast_slice(answer)));
+        Ok(())
+    }
+}
+
+impl<'m> Came<'m> {
+    fn token(&mut self, page: &mut Page, of: (usize, &Layout), lane: u32, token: &'m [u32]) {
+        let (near, address) = (page.is_near(), page.address());
+        let Some(words) = page.words_mut() else { return };
+        match near {
+            true => wire::place_token(of.1, token, words, lane),
+            false => {
+                words[lane as usize] = token[0];
+                self.tokens.push((of.0, address, lane, token));
             }
-            let mut raw = vec![[0.0; LANES]; ask.rows * pages.len()];
-            block(i, &mut all[at..], Some(&mut raw));
-            all.extend_from_slice(raw.as_flattened());
         }
-        all
+    }
+
+    fn page(&mut self, page: &mut Page, from: &'m [u32]) {
+        let (near, address) = (page.is_near(), page.address());
+        let Some(words) = page.words_mut() else { return };
+        let n = words.len();
+        words.copy_from_slice(&from[..n]);
+        if !near {
+            self.pages.push((address, from));
+        }
     }
 }

@@ -17,7 +17,7 @@ use pikv_core::page::{Layout, PAGE};
 pub const MAGIC: u32 = u32::from_le_bytes(*b"pikv");
 
 /// Raised whenever a message changes.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Words before what a kind adds.
 pub const HEADER: usize = 7;
@@ -37,6 +37,7 @@ mod status {
     pub const MISSING: u32 = 3;
     pub const MALFORMED: u32 = 4;
     pub const VERSION: u32 = 5;
+    pub const DEVICE: u32 = 6;
 }
 
 /// What a question wants, a bit each.
@@ -59,6 +60,7 @@ pub enum Refusal {
     Missing { page: u64 },
     Malformed,
     Version,
+    Device { code: u32, lost: bool },
 }
 
 impl Refusal {
@@ -69,6 +71,7 @@ impl Refusal {
             Refusal::Missing { page } => (status::MISSING, page, 0),
             Refusal::Malformed => (status::MALFORMED, 0, 0),
             Refusal::Version => (status::VERSION, u64::from(VERSION), 0),
+            Refusal::Device { code, lost } => (status::DEVICE, u64::from(code), u64::from(lost)),
         };
         out.push(status);
         push_u64(out, a);
@@ -156,6 +159,7 @@ impl<'a> Reader<'a> {
             status::MEMORY => FabricError::Memory { rank, bytes: a },
             status::MISSING => FabricError::Missing { rank, page: a },
             status::VERSION => FabricError::Version { rank, theirs: a as u32, ours: VERSION },
+            status::DEVICE => FabricError::Device { rank, code: a as u32, lost: b != 0 },
             _ => FabricError::Malformed { rank, what: "what it was sent" },
         })
     }

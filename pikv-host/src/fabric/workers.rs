@@ -1,6 +1,7 @@
-//! Ranks in one process: a thread and an arena for each.
+//! Ranks in one process: a thread and an arena for each, in the host's memory or on a device.
 
 use super::{Fabric, FabricError, Store};
+use crate::backend::Backend;
 use crate::config::CacheConfig;
 use crate::error::Error;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -28,13 +29,43 @@ impl InProcess {
     /// What is wrong with the configuration; [`FabricError::Nobody`] for no ranks, [`FabricError::Transport`] if the system starts no
     /// thread.
     pub fn new(config: &CacheConfig, ranks: u32, budget: u64) -> Result<InProcess, Error> {
-        if ranks == 0 {
+        let backends = vec![config.backend.clone(); ranks as usize];
+        InProcess::on(config, &backends, budget)
+    }
+
+    /// A thread for each back end, whose pages lie there and are read there, with at most `budget` bytes each: one for every CUDA
+    /// device of this host, or any mixture. The cache itself ([`Cache::over`](crate::Cache::over)) is of the CPU.
+    ///
+    /// What goes to a device and comes from it passes through pinned memory of the host: queries and tokens up, partial results of
+    /// blocks down, as much as the traffic says, and pages that move, down and up again. So a device never reads another's memory,
+    /// and devices need not be able to. One row of 32 query heads of 128 channels over 128K tokens has
+    /// 8.5 MB of partial results a layer, which a bus may take longer for than the devices for the pages; with
+    /// [`Options::fast`](super::Options::fast) it is 17 KB a device.
+    ///
+    /// A device that is lost is [`FabricError::Device`], once, and then a rank that is lost.
+    ///
+    /// # Errors
+    /// As [`InProcess::new`].
+    ///
+    /// ```no_run
+    /// use pikv_host::Backend;
+    /// # use pikv_host::fabric::{InProcess, Options};
+    /// # use pikv_host::{Cache, CacheConfig};
+    /// # fn devices(config: CacheConfig) -> Result<(), Box<dyn std::error::Error>> {
+    /// let backends = (0..Backend::cuda_devices()?).map(Backend::cuda_device).collect::<Result<Vec<_>, _>>()?;
+    /// let ranks = InProcess::on(&config, &backends, 40 << 30)?;
+    /// let cache = Cache::over(config, Box::new(ranks), Options::default())?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn on(config: &CacheConfig, backends: &[Backend], budget: u64) -> Result<InProcess, Error> {
+        if backends.is_empty() {
             return Err(FabricError::Nobody.into());
         }
         let (back, answers) = channel();
         let mut workers = Vec::new();
-        for rank in 0..ranks {
-            let mut store = Store::new(config, budget)?;
+        for (rank, backend) in (0..).zip(backends) {
+            let mut store = Store::new(&config.clone().backend(backend.clone()), budget)?;
             let (queue, messages) = channel::<Vec<u32>>();
             let back = back.clone();
             let work = move || {

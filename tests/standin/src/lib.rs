@@ -1,12 +1,15 @@
 //! A stand-in for the CUDA driver's library: the functions that pikv's back end calls, over the interpreter of `tests/ptx`.
 //!
+//! It has as many devices as the environment variable `PIKV_STANDIN_DEVICES` says when it is first called, or [`DEVICES`] sets; one by
+//! default. Each has memory, streams and faults of its own: what belongs to one is no handle and no address on another.
+//!
 //! Work is done when it is asked for, but what goes wrong in it shows only later, as on a device: a launch that fails returns
 //! success, and every call after it the error. Copies up are done as late as may be: when something else is asked of their stream,
 //! or somebody waits for it, or for an event after them; so that a kernel of another stream that does not wait finds nothing, and
 //! one that waits for memory of the host that was used again finds what came later. What the interpreter finds (reads out of bounds, misaligned, of freed or unwritten
 //! memory, races) is written to stderr besides.
 //!
-//! Two more functions are for tests: [`standin_set`] and [`standin_get`].
+//! A few more functions are for tests: [`standin_set`] and [`standin_get`], and those of one device.
 #![allow(non_snake_case, reason = "the driver's names")]
 
 #[allow(dead_code, unused_imports, reason = "shared by tests that each use a part")]
@@ -22,6 +25,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 const SUCCESS: u32 = 0;
 const INVALID_VALUE: u32 = 1;
 const OUT_OF_MEMORY: u32 = 2;
+const INVALID_DEVICE: u32 = 101;
 const INVALID_CONTEXT: u32 = 201;
 const INVALID_PTX: u32 = 218;
 const INVALID_HANDLE: u32 = 400;
@@ -38,8 +42,10 @@ pub const LAUNCHES: u32 = 1;
 pub const LOSE: u32 = 2;
 /// [`standin_set`]: the compute capability, times 10.
 pub const CAPABILITY: u32 = 3;
-/// [`standin_set`]: brings a lost device back, and forgets what was to fail.
+/// [`standin_set`]: brings lost devices back, and forgets what was to fail.
 pub const RESET: u32 = 4;
+/// [`standin_set`]: how many devices there are. Those that are no more must not be in use.
+pub const DEVICES: u32 = 5;
 /// [`standin_get`]: what was taken and not given back: memory, pinned memory, streams, events, modules, contexts.
 pub const LIVE: u32 = 0;
 /// [`standin_get`]: launches so far.
@@ -52,9 +58,17 @@ pub const EXECUTED: u32 = 3;
 pub const WAITED: u32 = 4;
 /// [`standin_get`]: faults that were set and are still to come.
 pub const DUE: u32 = 5;
+/// [`standin_get`]: bytes of memory that was taken and not given back.
+pub const BYTES: u32 = 6;
+
+/// All devices. Handles and addresses differ over them.
+struct Driver {
+    devices: Vec<Device>,
+    next: u64,
+}
 
 #[derive(Default)]
-struct Driver {
+struct Device {
     memory: Memory,
     programs: HashMap<u64, Program>,
     /// Functions: their module, and the entry's name.
@@ -69,7 +83,6 @@ struct Driver {
     events: HashMap<u64, (u64, u64)>,
     pinned: HashMap<u64, Box<[u64]>>,
     contexts: u64,
-    next: u64,
     launched: u64,
     allocated: u64,
     executed: u64,
@@ -93,7 +106,8 @@ struct Up {
 
 static DRIVER: Mutex<Option<Driver>> = Mutex::new(None);
 thread_local! {
-    static CURRENT: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    /// The context of the thread: 1 + its device, 0 for none.
+    static CURRENT: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
 /// Counts down; true once it was at 0.
@@ -111,26 +125,53 @@ fn due(left: &mut Option<u64>) -> bool {
     }
 }
 
-fn with(f: impl FnOnce(&mut Driver) -> u32) -> u32 {
-    let mut guard: MutexGuard<'_, Option<Driver>> = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
-    f(guard.get_or_insert_with(|| Driver { capability: 80, ..Driver::default() }))
+/// [`Driver::devices`] of so many.
+fn devices(n: u64) -> Vec<Device> {
+    (0..n as u32).map(|i| Device { memory: Memory::of(i), capability: 80, ..Device::default() }).collect()
 }
 
-/// As [`with`], for what needs a context and a device that is there.
-fn alive(f: impl FnOnce(&mut Driver) -> u32) -> u32 {
-    with(|driver| match driver.lost {
-        Some(code) => code,
-        None if !CURRENT.get() || driver.contexts == 0 => INVALID_CONTEXT,
-        None => f(driver),
+fn with(f: impl FnOnce(&mut Driver) -> u32) -> u32 {
+    let mut guard: MutexGuard<'_, Option<Driver>> = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
+    f(guard.get_or_insert_with(|| {
+        let named = std::env::var("PIKV_STANDIN_DEVICES").ok();
+        Driver { devices: devices(named.and_then(|n| n.parse().ok()).unwrap_or(1)), next: 0 }
+    }))
+}
+
+/// The device of that number, if there is one.
+fn on(device: c_int, f: impl FnOnce(&mut Device) -> u32) -> u32 {
+    with(|driver| match driver.devices.get_mut(device as usize) {
+        Some(device) => f(device),
+        None => INVALID_DEVICE,
     })
 }
 
-impl Driver {
-    fn handle(&mut self) -> u64 {
-        self.next += 1;
-        self.next
-    }
+/// The device of the thread's context, lost or not, and the next handle.
+fn current(f: impl FnOnce(&mut Device, u64) -> u32) -> u32 {
+    with(|driver| {
+        driver.next += 1;
+        let device = (CURRENT.get() as usize).checked_sub(1).and_then(|i| driver.devices.get_mut(i));
+        match device {
+            Some(device) if device.contexts > 0 => f(device, driver.next),
+            _ => INVALID_CONTEXT,
+        }
+    })
+}
 
+/// As [`current`], for what needs a device that is there.
+fn alive_with(f: impl FnOnce(&mut Device, u64) -> u32) -> u32 {
+    current(|device, handle| match device.lost {
+        Some(code) => code,
+        None => f(device, handle),
+    })
+}
+
+/// As [`alive_with`], without a handle.
+fn alive(f: impl FnOnce(&mut Device) -> u32) -> u32 {
+    alive_with(|device, _| f(device))
+}
+
+impl Device {
     /// Does the copies of `stream` up to number `last`; of all streams if there is none.
     fn catch_up(&mut self, stream: Option<u64>, last: u64) {
         let due = |up: &mut Up| stream.is_none_or(|stream| up.stream == stream) && up.number <= last;
@@ -158,6 +199,21 @@ impl Driver {
         ILLEGAL_ADDRESS
     }
 
+    /// Copies down.
+    ///
+    /// # Safety
+    /// `to` is that long.
+    unsafe fn down(&mut self, to: *mut u8, from: u64, bytes: usize) -> u32 {
+        match self.memory.read::<u8>(from, bytes) {
+            Ok(found) => {
+                // SAFETY: the caller's promise.
+                unsafe { to.copy_from(found.as_ptr(), bytes) };
+                SUCCESS
+            }
+            Err(cause) => self.fail("copy down", &cause),
+        }
+    }
+
     fn live(&self) -> u64 {
         self.memory.live() as u64
             + (self.programs.len() + self.handles.len() + self.pinned.len()) as u64
@@ -165,43 +221,83 @@ impl Driver {
     }
 }
 
-/// Sets one of the constants; without effect for others.
+impl Device {
+    fn set(&mut self, what: u32, value: u64) {
+        match what {
+            ALLOCATIONS => self.allocations_left = Some(value),
+            LAUNCHES => self.launches_left = Some(value),
+            LOSE => self.lose_in = Some(value),
+            CAPABILITY => self.capability = value,
+            RESET => {
+                self.queue.clear();
+                (self.lost, self.allocations_left, self.launches_left, self.lose_in) =
+                    (None, None, None, None);
+            }
+            _ => {}
+        }
+    }
+
+    fn get(&self, what: u32) -> u64 {
+        match what {
+            LIVE => self.live(),
+            LAUNCHED => self.launched,
+            ALLOCATED => self.allocated,
+            EXECUTED => self.executed + self.programs.values().map(|p| p.executed).sum::<u64>(),
+            WAITED => self.waited,
+            DUE => {
+                let due = [self.allocations_left, self.launches_left, self.lose_in];
+                due.iter().filter(|left| left.is_some()).count() as u64
+            }
+            BYTES => self.memory.bytes() as u64,
+            _ => 0,
+        }
+    }
+}
+
+/// Sets one of the constants: faults of the first device, all else of all. Without effect for others.
 #[unsafe(no_mangle)]
 pub extern "C" fn standin_set(what: u32, value: u64) {
     with(|driver| {
         match what {
-            ALLOCATIONS => driver.allocations_left = Some(value),
-            LAUNCHES => driver.launches_left = Some(value),
-            LOSE => driver.lose_in = Some(value),
-            CAPABILITY => driver.capability = value,
-            RESET => {
-                driver.queue.clear();
-                (driver.lost, driver.allocations_left, driver.launches_left, driver.lose_in) =
-                    (None, None, None, None);
+            DEVICES => {
+                let kept = driver.devices.len().min(value as usize);
+                let more = devices(value).into_iter().skip(kept);
+                driver.devices.truncate(kept);
+                driver.devices.extend(more);
             }
-            _ => {}
+            ALLOCATIONS | LAUNCHES | LOSE => driver.devices[0].set(what, value),
+            _ => driver.devices.iter_mut().for_each(|device| device.set(what, value)),
         }
         SUCCESS
     });
 }
 
-/// One of the counts.
+/// As [`standin_set`], of one device.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_set_on(device: c_int, what: u32, value: u64) {
+    on(device, |device| {
+        device.set(what, value);
+        SUCCESS
+    });
+}
+
+/// One of the counts, over all devices.
 #[unsafe(no_mangle)]
 pub extern "C" fn standin_get(what: u32) -> u64 {
     let mut value = 0;
     with(|driver| {
-        value = match what {
-            LIVE => driver.live(),
-            LAUNCHED => driver.launched,
-            ALLOCATED => driver.allocated,
-            EXECUTED => driver.executed + driver.programs.values().map(|p| p.executed).sum::<u64>(),
-            WAITED => driver.waited,
-            DUE => [driver.allocations_left, driver.launches_left, driver.lose_in]
-                .iter()
-                .filter(|left| left.is_some())
-                .count() as u64,
-            _ => 0,
-        };
+        value = driver.devices.iter().map(|device| device.get(what)).sum();
+        SUCCESS
+    });
+    value
+}
+
+/// As [`standin_get`], of one device.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_get_on(device: c_int, what: u32) -> u64 {
+    let mut value = 0;
+    on(device, |device| {
+        value = device.get(what);
         SUCCESS
     });
     value
@@ -235,18 +331,22 @@ pub unsafe extern "C" fn cuGetErrorString(_code: u32, text: *mut *const c_char) 
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
-    // SAFETY: the caller's promise.
-    unsafe { *count = 1 };
-    SUCCESS
+    with(|driver| {
+        // SAFETY: the caller's promise.
+        unsafe { *count = driver.devices.len() as c_int };
+        SUCCESS
+    })
 }
 
 /// # Safety
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> u32 {
-    // SAFETY: the caller's promise.
-    unsafe { *device = ordinal };
-    if ordinal == 0 { SUCCESS } else { 101 }
+    on(ordinal, |_| {
+        // SAFETY: the caller's promise.
+        unsafe { *device = ordinal };
+        SUCCESS
+    })
 }
 
 /// # Safety
@@ -265,11 +365,11 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, _device:
 /// # Safety
 /// As the driver's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: u32, _device: c_int) -> u32 {
-    with(|driver| {
+pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: u32, device: c_int) -> u32 {
+    on(device, |of| {
         let found = match attribute {
-            75 => driver.capability / 10,
-            76 => driver.capability % 10,
+            75 => of.capability / 10,
+            76 => of.capability % 10,
             _ => return INVALID_VALUE,
         };
         // SAFETY: the caller's promise.
@@ -290,20 +390,20 @@ pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) 
 /// # Safety
 /// As the driver's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut u64, _device: c_int) -> u32 {
-    with(|driver| {
-        driver.contexts += 1;
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) -> u32 {
+    on(device, |of| {
+        of.contexts += 1;
         // SAFETY: the caller's promise.
-        unsafe { *context = 1 };
+        unsafe { *context = 1 + device as u64 };
         SUCCESS
     })
 }
 
 /// The driver's function.
 #[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> u32 {
-    with(|driver| {
-        driver.contexts -= 1;
+pub extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> u32 {
+    on(device, |device| {
+        device.contexts -= 1;
         SUCCESS
     })
 }
@@ -311,10 +411,11 @@ pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> u32 {
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSetCurrent(context: u64) -> u32 {
-    with(|driver| {
-        CURRENT.set(context == 1);
-        driver.lost.unwrap_or(SUCCESS)
-    })
+    CURRENT.set(context);
+    match context {
+        0 => SUCCESS,
+        _ => current(|device, _| device.lost.unwrap_or(SUCCESS)),
+    }
 }
 
 /// # Safety
@@ -327,20 +428,19 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
     _options: *mut c_void,
     _values: *mut c_void,
 ) -> u32 {
-    alive(|driver| {
+    alive_with(|device, handle| {
         // SAFETY: the caller's promise: the image is text that ends in a 0.
         let text = unsafe { CStr::from_ptr(image) }.to_string_lossy();
         let target: u64 = text
             .split_once(".target sm_")
             .and_then(|(_, rest)| rest.get(..2)?.parse().ok())
             .unwrap_or(u64::MAX);
-        if target > driver.capability {
+        if target > device.capability {
             return 209;
         }
-        match Program::load(&text, &mut driver.memory) {
+        match Program::load(&text, &mut device.memory) {
             Ok(program) => {
-                let handle = driver.handle();
-                driver.programs.insert(handle, program);
+                device.programs.insert(handle, program);
                 // SAFETY: the caller's promise.
                 unsafe { *module = handle };
                 SUCCESS
@@ -356,12 +456,12 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuModuleUnload(module: u64) -> u32 {
-    with(|driver| match driver.programs.remove(&module) {
+    current(|device, _| match device.programs.remove(&module) {
         Some(program) => {
-            driver.executed += program.executed;
-            program.unload(&mut driver.memory);
-            driver.functions.retain(|_, (of, _)| *of != module);
-            driver.lost.unwrap_or(SUCCESS)
+            device.executed += program.executed;
+            program.unload(&mut device.memory);
+            device.functions.retain(|_, (of, _)| *of != module);
+            device.lost.unwrap_or(SUCCESS)
         }
         None => INVALID_HANDLE,
     })
@@ -371,15 +471,14 @@ pub extern "C" fn cuModuleUnload(module: u64) -> u32 {
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char) -> u32 {
-    alive(|driver| {
+    alive_with(|device, handle| {
         // SAFETY: the caller's promise.
         let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
-        let Some(program) = driver.programs.get(&module) else { return INVALID_HANDLE };
+        let Some(program) = device.programs.get(&module) else { return INVALID_HANDLE };
         if program.parameters(&name).is_none() {
             return NOT_FOUND;
         }
-        let handle = driver.handle();
-        driver.functions.insert(handle, (module, name));
+        device.functions.insert(handle, (module, name));
         // SAFETY: the caller's promise.
         unsafe { *function = handle };
         SUCCESS
@@ -403,33 +502,33 @@ pub unsafe extern "C" fn cuLaunchKernel(
     arguments: *const *const u8,
     _extra: *mut c_void,
 ) -> u32 {
-    alive(|driver| {
-        let Some((module, name)) = driver.functions.get(&function) else { return INVALID_HANDLE };
-        if !driver.handles.contains(&stream) {
+    alive(|device| {
+        let Some((module, name)) = device.functions.get(&function) else { return INVALID_HANDLE };
+        if !device.handles.contains(&stream) {
             return INVALID_HANDLE;
         }
         if (grid_y, grid_z, block_y, block_z, shared) != (1, 1, 1, 1, 0) || grid == 0 || block > 1024 {
             return INVALID_VALUE;
         }
         let (module, name) = (*module, name.clone());
-        if due(&mut driver.launches_left) {
+        if due(&mut device.launches_left) {
             return OUT_OF_RESOURCES;
         }
-        driver.catch_up_all(stream);
-        driver.launched += 1;
-        if due(&mut driver.lose_in) {
-            driver.lost = Some(LAUNCH_FAILED);
+        device.catch_up_all(stream);
+        device.launched += 1;
+        if due(&mut device.lose_in) {
+            device.lost = Some(LAUNCH_FAILED);
             return SUCCESS;
         }
-        let Some(program) = driver.programs.get_mut(&module) else { return INVALID_HANDLE };
+        let Some(program) = device.programs.get_mut(&module) else { return INVALID_HANDLE };
         let sizes = program.parameters(&name).unwrap_or_default();
         // SAFETY: the caller's promise: a pointer for each parameter, to as many bytes as it has.
         let arguments: Vec<&[u8]> = unsafe {
             let pointers = slice::from_raw_parts(arguments, sizes.len());
             pointers.iter().zip(&sizes).map(|(at, size)| slice::from_raw_parts(*at, *size)).collect()
         };
-        if let Err(fault) = program.launch(&mut driver.memory, &name, grid, block, &arguments) {
-            driver.fail(&name, &fault);
+        if let Err(fault) = program.launch(&mut device.memory, &name, grid, block, &arguments) {
+            device.fail(&name, &fault);
         }
         SUCCESS
     })
@@ -439,13 +538,13 @@ pub unsafe extern "C" fn cuLaunchKernel(
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
-    alive(|driver| {
-        driver.allocated += 1;
-        if due(&mut driver.allocations_left) {
+    alive(|device| {
+        device.allocated += 1;
+        if due(&mut device.allocations_left) {
             return OUT_OF_MEMORY;
         }
         // SAFETY: the caller's promise.
-        unsafe { *address = driver.memory.allocate(bytes) };
+        unsafe { *address = device.memory.allocate(bytes) };
         SUCCESS
     })
 }
@@ -453,12 +552,11 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
-    with(|driver| {
-        driver.catch_up(None, u64::MAX);
-        match (CURRENT.get(), driver.memory.free(address)) {
-            (false, _) => INVALID_CONTEXT,
-            (true, Ok(())) => driver.lost.unwrap_or(SUCCESS),
-            (true, Err(cause)) => driver.fail("free", &cause),
+    current(|device, _| {
+        device.catch_up(None, u64::MAX);
+        match device.memory.free(address) {
+            Ok(()) => device.lost.unwrap_or(SUCCESS),
+            Err(cause) => device.fail("free", &cause),
         }
     })
 }
@@ -467,14 +565,14 @@ pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut u64, bytes: usize) -> u32 {
-    alive(|driver| {
-        driver.allocated += 1;
-        if due(&mut driver.allocations_left) {
+    alive(|device| {
+        device.allocated += 1;
+        if due(&mut device.allocations_left) {
             return OUT_OF_MEMORY;
         }
         let mut memory = vec![0xa5a5_a5a5_a5a5_a5a5u64; bytes.div_ceil(8)].into_boxed_slice();
         let at = memory.as_mut_ptr() as u64;
-        driver.pinned.insert(at, memory);
+        device.pinned.insert(at, memory);
         // SAFETY: the caller's promise.
         unsafe { *address = at };
         SUCCESS
@@ -484,10 +582,10 @@ pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut u64, bytes: usize) -> u
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFreeHost(address: u64) -> u32 {
-    with(|driver| {
-        driver.catch_up(None, u64::MAX);
-        match driver.pinned.remove(&address) {
-            Some(_) => driver.lost.unwrap_or(SUCCESS),
+    current(|device, _| {
+        device.catch_up(None, u64::MAX);
+        match device.pinned.remove(&address) {
+            Some(_) => device.lost.unwrap_or(SUCCESS),
             None => INVALID_VALUE,
         }
     })
@@ -497,12 +595,12 @@ pub extern "C" fn cuMemFreeHost(address: u64) -> u32 {
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, stream: u64) -> u32 {
-    alive(|driver| {
-        if !driver.handles.contains(&stream) {
+    alive(|device| {
+        if !device.handles.contains(&stream) {
             return INVALID_HANDLE;
         }
-        driver.asked += 1;
-        driver.queue.push(Up { stream, number: driver.asked, to, from: from as usize, bytes });
+        device.asked += 1;
+        device.queue.push(Up { stream, number: device.asked, to, from: from as usize, bytes });
         SUCCESS
     })
 }
@@ -511,16 +609,13 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: u
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, stream: u64) -> u32 {
-    alive(|driver| {
-        driver.catch_up_all(stream);
-        match driver.memory.read::<u8>(from, bytes) {
-            Ok(found) => {
-                // SAFETY: the caller's promise.
-                unsafe { to.copy_from(found.as_ptr(), bytes) };
-                SUCCESS
-            }
-            Err(cause) => driver.fail("copy down", &cause),
+    alive(|device| match device.handles.contains(&stream) {
+        true => {
+            device.catch_up_all(stream);
+            // SAFETY: the caller's promise.
+            unsafe { device.down(to, from, bytes) }
         }
+        false => INVALID_HANDLE,
     })
 }
 
@@ -528,13 +623,13 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usi
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize) -> u32 {
-    alive(|driver| {
-        driver.catch_up(None, u64::MAX);
+    alive(|device| {
+        device.catch_up(None, u64::MAX);
         // SAFETY: the caller's promise.
         let from = unsafe { slice::from_raw_parts(from, bytes) };
-        match driver.memory.write(to, from) {
+        match device.memory.write(to, from) {
             Ok(()) => SUCCESS,
-            Err(cause) => driver.fail("copy up", &cause),
+            Err(cause) => device.fail("copy up", &cause),
         }
     })
 }
@@ -543,22 +638,24 @@ pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize)
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut u8, from: u64, bytes: usize) -> u32 {
-    with(|driver| {
-        driver.catch_up(None, u64::MAX);
-        SUCCESS
-    });
-    // SAFETY: the caller's promise.
-    unsafe { cuMemcpyDtoHAsync_v2(to, from, bytes, 0) }
+    alive(|device| {
+        device.catch_up(None, u64::MAX);
+        // SAFETY: the caller's promise.
+        unsafe { device.down(to, from, bytes) }
+    })
 }
 
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, stream: u64) -> u32 {
-    alive(|driver| {
-        driver.catch_up_all(stream);
-        match driver.memory.write(to, &vec![value; count]) {
+    alive(|device| {
+        if !device.handles.contains(&stream) {
+            return INVALID_HANDLE;
+        }
+        device.catch_up_all(stream);
+        match device.memory.write(to, &vec![value; count]) {
             Ok(()) => SUCCESS,
-            Err(cause) => driver.fail("fill", &cause),
+            Err(cause) => device.fail("fill", &cause),
         }
     })
 }
@@ -571,9 +668,8 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
     _flags: c_uint,
     _priority: c_int,
 ) -> u32 {
-    alive(|driver| {
-        let handle = driver.handle();
-        driver.handles.insert(handle);
+    alive_with(|device, handle| {
+        device.handles.insert(handle);
         // SAFETY: the caller's promise.
         unsafe { *stream = handle };
         SUCCESS
@@ -583,11 +679,11 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> u32 {
-    with(|driver| match driver.handles.remove(&stream) {
+    current(|device, _| match device.handles.remove(&stream) {
         true => {
-            driver.catch_up_all(stream);
-            driver.events.remove(&stream);
-            driver.lost.unwrap_or(SUCCESS)
+            device.catch_up_all(stream);
+            device.events.remove(&stream);
+            device.lost.unwrap_or(SUCCESS)
         }
         false => INVALID_HANDLE,
     })
@@ -596,10 +692,10 @@ pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> u32 {
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: u64) -> u32 {
-    alive(|driver| {
-        driver.waited += 1;
-        driver.catch_up_all(stream);
-        if driver.handles.contains(&stream) { SUCCESS } else { INVALID_HANDLE }
+    alive(|device| {
+        device.waited += 1;
+        device.catch_up_all(stream);
+        if device.handles.contains(&stream) { SUCCESS } else { INVALID_HANDLE }
     })
 }
 
@@ -620,9 +716,9 @@ pub extern "C" fn cuEventDestroy_v2(event: u64) -> u32 {
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
-    alive(|driver| match driver.handles.contains(&event) && driver.handles.contains(&stream) {
+    alive(|device| match device.handles.contains(&event) && device.handles.contains(&stream) {
         true => {
-            driver.events.insert(event, (stream, driver.asked));
+            device.events.insert(event, (stream, device.asked));
             SUCCESS
         }
         false => INVALID_HANDLE,
@@ -632,8 +728,8 @@ pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
 /// The driver's function. The stream waits here and now: what is asked of it later cannot be before.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> u32 {
-    alive(|driver| match driver.handles.contains(&stream) {
-        true => reached(driver, event),
+    alive(|device| match device.handles.contains(&stream) {
+        true => reached(device, event),
         false => INVALID_HANDLE,
     })
 }
@@ -641,15 +737,15 @@ pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> 
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
-    alive(|driver| reached(driver, event))
+    alive(|device| reached(device, event))
 }
 
 /// Does what was asked for before an event.
-fn reached(driver: &mut Driver, event: u64) -> u32 {
-    if let Some((stream, last)) = driver.events.get(&event).copied() {
-        driver.catch_up(Some(stream), last);
+fn reached(device: &mut Device, event: u64) -> u32 {
+    if let Some((stream, last)) = device.events.get(&event).copied() {
+        device.catch_up(Some(stream), last);
     }
-    if driver.handles.contains(&event) { SUCCESS } else { INVALID_HANDLE }
+    if device.handles.contains(&event) { SUCCESS } else { INVALID_HANDLE }
 }
 
 /// # Safety
