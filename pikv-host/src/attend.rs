@@ -9,8 +9,8 @@ use crate::cache::Inner;
 use crate::error::Error;
 use crate::fabric;
 use crate::forest::Forest;
-use crate::job::{Job, Shared, each};
-use crate::mass::{Wanted, Weighed, together};
+use crate::job::{Job, Shared, each_mut};
+use crate::mass::{Wanted, together};
 use crate::observe::Feed;
 use crate::sequence::PageId;
 use crate::step::length;
@@ -18,8 +18,9 @@ use crate::tiers::{Early, Staged};
 use crate::view::View;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
+use smallvec::SmallVec;
 #[cfg(feature = "cuda")]
-use {crate::cuda::Lifted, crate::tiers::Stored, smallvec::SmallVec, std::sync::Arc};
+use {crate::cuda::Lifted, crate::tiers::Stored, std::sync::Arc};
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -154,7 +155,7 @@ pub(crate) fn attend(
     q: &[f32],
     options: &Attend,
     output: Output<'_>,
-    feeds: Option<&mut Vec<(usize, Feed)>>,
+    feeds: Option<&mut Vec<Feed>>,
     ahead: Option<Early>,
 ) -> Result<u64, Error> {
     let Attend { scale, softcap, split, read, closed_gaps } = *options;
@@ -260,79 +261,77 @@ pub(crate) fn attend(
         no_lse.resize(rows * heads, 0.0);
         &mut no_lse
     });
-    let rule = inner.rules[layer].as_deref().filter(|_| feeds.is_some());
+    let rule = inner.rules[layer].as_deref().filter(|rule| feeds.is_some() && rule.keeps());
     let all = output.mass.is_some();
-    let cuts: Vec<Vec<Range<u32>>> = sequences.iter().map(|view| view.cuts(rule)).collect();
-    let wanted: Vec<Wanted> = views
+    let wanted: SmallVec<[Wanted; 4]> = views
         .iter()
         .map(|view| {
-            let rows = |cut: &Range<u32>| {
+            let rows = |cut: Range<u32>| {
                 let at = |row: u32| row.saturating_sub(view.row).min(view.rows);
                 at(cut.start)..at(cut.end)
             };
-            Wanted { all, cuts: cuts[view.sequence].iter().map(rows).collect() }
+            Wanted { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
         })
         .collect();
     let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
+    let mut seen = Vec::new();
+    if some || rule.is_some() {
+        seen = inner.feeds.take();
+        seen.resize_with(forests.len(), Feed::default);
+        for (feed, forest) in seen.iter_mut().zip(&forests) {
+            feed.start(views[forest.view].sequence, forest.head);
+        }
+    }
     let far = forests.iter().any(|forest| forest.away().next().is_some());
-    let weighed = match (&inner.config.backend.0, some) {
+    match (&inner.config.backend.0, some) {
         (Kind::Cpu, some) if let Some(front) = inner.fabric.as_ref().filter(|_| far) => {
             let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-            fabric::attend(front, &mut job, layer, &forests, some.then_some(&wanted[..]), &out, &lse)?
+            let wanted = some.then_some(&wanted[..]);
+            fabric::attend(front, &mut job, layer, &forests, wanted, &out, &lse, &mut seen)?;
         }
         (Kind::Cpu, true) => {
             let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-            each(&forests, |forest| job.with_mass(forest, &wanted[forest.view], &out, &lse))
+            each_mut(&mut seen, |i, feed| {
+                let forest = &forests[i];
+                job.with_mass(forest, &wanted[forest.view], &out, &lse, &mut feed.weighed);
+            });
         }
         (Kind::Cpu, false) => {
             job.run(&forests, split, &Shared::new(output.out), &Shared::new(lse));
-            Vec::new()
         }
         #[cfg(feature = "cuda")]
         (Kind::Cuda(device), some) => {
-            crate::cuda::attend(device, &job, &forests, some.then_some(&wanted[..]), output.out, lse)?
+            let wanted = some.then_some(&wanted[..]);
+            crate::cuda::attend(device, &job, &forests, wanted, output.out, lse, &mut seen)?;
         }
-    };
+    }
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
-    if output.mass.is_none() && rule.is_none() {
-        return Ok(remote);
+    if read != Read::All {
+        // Rows that were attended one by one are one call all the same.
+        together(&mut seen);
     }
-    // Rows that were attended one by one are one call all the same.
-    let at = |forest: &Forest<'_>| (views[forest.view].sequence, forest.head);
-    let mut order: Vec<usize> = (0..forests.len()).collect();
-    order.sort_by_key(|i| at(&forests[*i]));
-    let mut weighed: Vec<Option<Vec<Weighed>>> = weighed.into_iter().map(Some).collect();
-    let mut take = |i: &usize| weighed.get_mut(*i).and_then(Option::take).unwrap_or_default();
-    let heads_seen: Vec<(&Forest<'_>, Vec<Weighed>)> = order
-        .chunk_by(|a, b| at(&forests[*a]) == at(&forests[*b]))
-        .map(|rows| (&forests[rows[0]], together(rows.iter().map(&mut take))))
-        .collect();
     if let Some(mass) = output.mass {
         mass.clear();
-        for (forest, pages) in &heads_seen {
-            let (sequence, kv_head) = at(forest);
-            let of = |Weighed { page, all, .. }: &Weighed| PageMass {
-                sequence,
-                kv_head,
-                page: *page,
-                tokens: *all,
-            };
-            mass.extend(pages.iter().map(of));
+        for Feed { sequence, head, weighed, .. } in &seen {
+            let (sequence, kv_head) = (*sequence, *head);
+            let of = |(i, &(page, _))| PageMass { sequence, kv_head, page, tokens: *weighed.all(i) };
+            mass.extend(weighed.pages.iter().enumerate().map(of));
         }
     }
-    if let (Some(rule), Some(feeds)) = (rule, feeds) {
-        feeds.clear();
-        feeds.extend(heads_seen.into_iter().map(|(forest, pages)| {
-            let (sequence, head) = at(forest);
-            let queries = if rule.head_words > 0 {
-                job.queries(sequence, head, &sequences[sequence])
-            } else {
-                Vec::new()
-            };
-            (sequence, Feed { head, filed: sequences[sequence].layer.filed, pages, queries })
-        }));
+    if let Some(rule) = rule {
+        for feed in &mut seen {
+            let view = &sequences[feed.sequence];
+            feed.filed = view.layer.filed;
+            if rule.head_words > 0 {
+                feed.queries.extend(job.queries(feed.sequence, feed.head, view));
+            }
+        }
+        if let Some(feeds) = feeds {
+            std::mem::swap(feeds, &mut seen);
+        }
     }
+    inner.feeds.put(seen);
     Ok(remote)
 }

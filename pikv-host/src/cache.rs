@@ -6,7 +6,7 @@ use crate::codec::HeadCodec;
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
 use crate::fabric::Front;
-use crate::observe::Rule;
+use crate::observe::{Feeds, Rule};
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
 use crate::step::Step;
@@ -31,6 +31,8 @@ pub(crate) struct Inner {
     pub tiers: Option<Levels>,
     /// The ranks that keep full pages.
     pub fabric: Option<Arc<Front>>,
+    /// What calls with masses left to be used again.
+    pub feeds: Feeds,
 }
 
 impl Inner {
@@ -138,7 +140,10 @@ impl Cache {
         let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
         let tiers = Levels::new(&config.tiers, config.backend.is_cpu())?;
-        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables, tiers, fabric }) })
+        let feeds = Feeds::default();
+        Ok(Cache {
+            inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables, tiers, fabric, feeds }),
+        })
     }
 
     /// The configuration.

@@ -22,6 +22,7 @@ pub mod fabric;
 mod filing;
 mod forest;
 mod job;
+mod kept;
 pub mod lanes;
 mod mass;
 pub mod metrics;

@@ -7,7 +7,7 @@ use crate::chain::{Away, Held};
 use crate::error::Error;
 use crate::evict::enforce;
 use crate::filing::{Layer, own};
-use crate::observe::{Feed, Rule};
+use crate::observe::Feed;
 use crate::policy::Token;
 use crate::report::StepReport;
 use crate::sequence::Sequence;
@@ -51,8 +51,8 @@ struct Done {
     routed: bool,
     /// Experts of a row whose pages it wants, from the first on; all if `None`.
     fetch: Option<u32>,
-    /// What the layer's policy will be told: the part, and what a head of it saw.
-    feeds: Vec<(usize, Feed)>,
+    /// What the layer's policy will be told, head by head.
+    feeds: Vec<Feed>,
     /// Bytes that were read from lower tiers.
     remote: u64,
 }
@@ -352,16 +352,17 @@ impl<'a> Step<'a> {
             if inner.rules[l].is_none() && report.is_none() {
                 continue;
             }
-            let mut feeds: Vec<Vec<Feed>> = self.parts.iter().map(|_| Vec::new()).collect();
-            done.feeds.drain(..).for_each(|(part, feed)| feeds[part].push(feed));
             if let Some(report) = &mut report {
                 report.remote.push(done.remote);
             }
-            for (part, feeds) in self.parts.iter_mut().zip(feeds) {
+            let mut feeds = std::mem::take(&mut done.feeds);
+            for (i, part) in self.parts.iter_mut().enumerate() {
+                let own = feeds.partition_point(|feed| feed.sequence < i);
+                let own = own..feeds.partition_point(|feed| feed.sequence <= i);
                 let Sequence { layers, len, .. } = &mut *part.sequence;
                 let layer = &mut layers[l];
                 let reused = report.as_deref_mut().map(|report| &mut report.reused);
-                layer.observe(&inner, &inner.config.layers[l], *len, part.len, feeds, reused);
+                layer.observe(&inner, &inner.config.layers[l], *len, part.len, &mut feeds[own], reused);
                 if let Some(report) = &mut report {
                     let StepReport { experts, hits, misses, .. } = &mut **report;
                     let of = l * *experts..(l + 1) * *experts;
@@ -369,6 +370,7 @@ impl<'a> Step<'a> {
                     layer.count(&inner, *len..part.len, done.fetch, hits, misses);
                 }
             }
+            inner.feeds.put(feeds);
         }
         for part in &mut self.parts {
             let Sequence { layers, pins, .. } = &mut *part.sequence;
@@ -505,7 +507,7 @@ fn write(
             if at == head.ring.len() {
                 let shard = inner.shard_of(crate::Place::Ring, tile, h);
                 head.ring.push_back(pages.take(shard, layout.words())?);
-                head.states.extend(state.rule.as_deref().and_then(Rule::state));
+                head.states.push_back();
             }
             let mut shared = None;
             let page = &mut head.ring[at];
@@ -531,9 +533,9 @@ fn write(
                     value: bad.value,
                     dtype: if bad.key { layout.k.name() } else { layout.v.name() },
                 })?;
-                if let (Some(rule), Some(states)) = (&state.rule, head.states.get_mut(at)) {
+                if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
                     let token = Token { layer, kv_head: h, position: Position(p), key, value };
-                    rule.born(&token, states, (p % PAGE) as usize);
+                    rule.born(&token, &mut head.states, at);
                 }
             }
             position = end.min((tile + 1) * PAGE);

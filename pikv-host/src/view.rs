@@ -58,12 +58,11 @@ impl<'a> View<'a> {
     }
 
     /// The rows that the layer's policy wants to be told of, apart.
-    pub fn cuts(&self, rule: Option<&Rule>) -> Vec<Range<u32>> {
-        let Some(rule) = rule.filter(|rule| rule.eviction.policy.feedback() != Feedback::None) else {
-            return Vec::new();
-        };
+    pub fn cuts(&self, rule: Option<&Rule>) -> impl Iterator<Item = Range<u32>> + use<> {
         let first = self.first;
-        rule.cuts(first, first + self.rows).map(|(_, told)| told.start - first..told.end - first).collect()
+        let rule = rule.filter(|rule| rule.eviction.policy.feedback() != Feedback::None);
+        let cuts = rule.map(|rule| rule.cuts(first, first + self.rows));
+        cuts.into_iter().flatten().map(move |(_, told)| told.start - first..told.end - first)
     }
 }
 
