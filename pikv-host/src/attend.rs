@@ -9,10 +9,10 @@ use crate::cache::Inner;
 use crate::error::Error;
 use crate::fabric;
 use crate::forest::Forest;
-use crate::job::{Job, Shared, each};
+use crate::job::{Job, Shared, each_mut};
 use crate::lists::{LISTS, Lists, emptied};
-use crate::mass::{Wanted, Weighed, together};
-use crate::observe::{Feed, Rule};
+use crate::mass::{Wanted, together};
+use crate::observe::Feed;
 use crate::sequence::PageId;
 use crate::step::length;
 use crate::tiers::{Early, Staged};
@@ -156,7 +156,7 @@ pub(crate) fn attend<'v>(
     q: &[f32],
     options: &Attend,
     output: Output<'_>,
-    feeds: Option<&mut Vec<(usize, Feed)>>,
+    feeds: Option<&mut Vec<Feed>>,
     ahead: Option<Early>,
 ) -> Result<u64, Error> {
     let mut lists = LISTS.take();
@@ -177,7 +177,7 @@ fn attend_views(
     q: &[f32],
     options: &Attend,
     output: Output<'_>,
-    feeds: Option<&mut Vec<(usize, Feed)>>,
+    feeds: Option<&mut Vec<Feed>>,
     ahead: Option<Early>,
     lists: &mut Lists,
 ) -> Result<u64, Error> {
@@ -286,7 +286,7 @@ fn attend_views(
         no_lse.resize(no_lse.len().max(rows * heads), 0.0);
         &mut no_lse[..rows * heads]
     });
-    let rule = inner.rules[layer].as_deref().filter(|_| feeds.is_some());
+    let rule = inner.rules[layer].as_deref().filter(|rule| feeds.is_some() && rule.keeps());
     let all = output.mass.is_some();
     let mut wanted = mem::take(&mut lists.wanted);
     wanted.clear();
@@ -298,80 +298,71 @@ fn attend_views(
         Wanted { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
     }));
     let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
+    let kept = match (rule, feeds) {
+        (Some(_), Some(feeds)) => feeds,
+        _ => &mut lists.seen,
+    };
+    let mut seen = Vec::new();
+    if some || rule.is_some() {
+        seen = mem::take(kept);
+        seen.resize_with(forests.len(), Feed::default);
+        for (feed, forest) in seen.iter_mut().zip(&forests) {
+            feed.start(views[forest.view].sequence, forest.head);
+        }
+    }
     let far = forests.iter().any(|forest| forest.away().next().is_some());
-    let weighed = match (&inner.config.backend.0, some) {
+    match (&inner.config.backend.0, some) {
         (Kind::Cpu, some) if let Some(front) = inner.fabric.as_ref().filter(|_| far) => {
             let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-            fabric::attend(front, &mut job, layer, &forests, some.then_some(&wanted[..]), &out, &lse)?
+            let wanted = some.then_some(&wanted[..]);
+            fabric::attend(front, &mut job, layer, &forests, wanted, &out, &lse, &mut seen)?;
         }
         (Kind::Cpu, true) => {
             let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-            each(&forests, |forest| job.with_mass(forest, &wanted[forest.view], &out, &lse))
+            each_mut(&mut seen, |i, feed| {
+                let forest = &forests[i];
+                job.with_mass(forest, &wanted[forest.view], &out, &lse, &mut feed.weighed);
+            });
         }
         (Kind::Cpu, false) => {
             job.run(&forests, split, &mut lists.cut, &Shared::new(output.out), &Shared::new(lse));
-            Vec::new()
         }
         #[cfg(feature = "cuda")]
         (Kind::Cuda(device), some) => {
-            crate::cuda::attend(device, &job, &forests, some.then_some(&wanted[..]), output.out, lse)?
+            let wanted = some.then_some(&wanted[..]);
+            crate::cuda::attend(device, &job, &forests, wanted, output.out, lse, &mut seen)?;
         }
-    };
+    }
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
-    if output.mass.is_some() || rule.is_some() {
-        tell(&job, sequences, &forests, weighed, output.mass, rule.zip(feeds));
+    if read != Read::All {
+        // Rows that were attended one by one are one call all the same.
+        together(&mut seen);
+    }
+    if let Some(mass) = output.mass {
+        mass.clear();
+        for Feed { sequence, head, weighed, .. } in &seen {
+            let (sequence, kv_head) = (*sequence, *head);
+            let of = |(i, &(page, _))| PageMass { sequence, kv_head, page, tokens: *weighed.all(i) };
+            mass.extend(weighed.pages.iter().enumerate().map(of));
+        }
+    }
+    if let Some(rule) = rule {
+        for feed in &mut seen {
+            let view = &sequences[feed.sequence];
+            feed.filed = view.layer.filed;
+            if rule.head_words > 0 {
+                feed.queries.extend(job.queries(feed.sequence, feed.head, view));
+            }
+        }
+    }
+    if some || rule.is_some() {
+        *kept = seen;
     }
     lists.felled.extend(forests.drain(..).map(Forest::felled));
     lists.forests = emptied(forests);
     (lists.single, lists.starts) = (emptied(single), starts);
     (lists.wanted, lists.lse) = (wanted, no_lse);
     Ok(remote)
-}
-
-/// Gives the masses of pages to who asked for them.
-fn tell(
-    job: &Job<'_>,
-    sequences: &[View<'_>],
-    forests: &[Forest<'_>],
-    weighed: Vec<Vec<Weighed>>,
-    mass: Option<&mut Vec<PageMass>>,
-    feeds: Option<(&Rule, &mut Vec<(usize, Feed)>)>,
-) {
-    // Rows that were attended one by one are one call all the same.
-    let at = |forest: &Forest<'_>| (job.views[forest.view].sequence, forest.head);
-    let mut order: Vec<usize> = (0..forests.len()).collect();
-    order.sort_by_key(|i| at(&forests[*i]));
-    let mut weighed: Vec<Option<Vec<Weighed>>> = weighed.into_iter().map(Some).collect();
-    let mut take = |i: &usize| weighed.get_mut(*i).and_then(Option::take).unwrap_or_default();
-    let heads_seen: Vec<(&Forest<'_>, Vec<Weighed>)> = order
-        .chunk_by(|a, b| at(&forests[*a]) == at(&forests[*b]))
-        .map(|rows| (&forests[rows[0]], together(rows.iter().map(&mut take))))
-        .collect();
-    if let Some(mass) = mass {
-        mass.clear();
-        for (forest, pages) in &heads_seen {
-            let (sequence, kv_head) = at(forest);
-            let of = |Weighed { page, all, .. }: &Weighed| PageMass {
-                sequence,
-                kv_head,
-                page: *page,
-                tokens: *all,
-            };
-            mass.extend(pages.iter().map(of));
-        }
-    }
-    if let Some((rule, feeds)) = feeds {
-        feeds.clear();
-        feeds.extend(heads_seen.into_iter().map(|(forest, pages)| {
-            let (sequence, head) = at(forest);
-            let queries = if rule.head_words > 0 {
-                job.queries(sequence, head, &sequences[sequence])
-            } else {
-                Vec::new()
-            };
-            (sequence, Feed { head, filed: sequences[sequence].layer.filed, pages, queries })
-        }));
-    }
 }

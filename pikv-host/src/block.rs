@@ -76,11 +76,17 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
     first: usize,
     raw: Option<&mut [[f32; LANES]]>,
 ) {
-    // Cleared only where they are asked for: this is run for every block.
-    let mut weights = if raw.is_some() { Some([[[0.0; LANES]; BLOCK]; R]) } else { None };
-    // One call for both cases: its body is large.
-    attend_block(w, form, looks, out, first, weights.as_mut().map(|weights| &mut weights[..]));
     let pages = form.pages();
+    // Where the block is whole they go to their place; and they are cleared only where they are asked for: this is run for
+    // every block.
+    let (place, raw) = match raw {
+        Some(raw) if pages == BLOCK => (Some(raw.as_chunks_mut().0), None),
+        raw => (None, raw),
+    };
+    let mut weights = if raw.is_some() { Some([[[0.0; LANES]; BLOCK]; R]) } else { None };
+    // One call for all cases: its body is large.
+    let to = place.or(weights.as_mut().map(|weights| &mut weights[..]));
+    attend_block(w, form, looks, out, first, to);
     if let (Some(raw), Some(weights)) = (raw.filter(|_| pages > 0), &weights) {
         for (raw, weights) in raw.chunks_exact_mut(pages).zip(weights) {
             raw.copy_from_slice(&weights[..pages]);

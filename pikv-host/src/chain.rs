@@ -4,8 +4,8 @@ use crate::arena::{Near, Page, Reservation};
 use crate::codec::HeadCodec;
 use crate::error::Error;
 use crate::fabric::Mirrors;
+use crate::kept::Kept;
 use crate::lanes::Lanes;
-use crate::policy::State;
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::bound;
@@ -25,12 +25,8 @@ pub(crate) struct Entry {
     pub live: u32,
     /// Evicted lanes that a rollback would bring back; the page is kept for them.
     pub pending: u32,
-    /// What the layer's policy keeps of each lane.
-    pub state: State,
     /// The extremes of the keys of a page that takes no more tokens, if the cache keeps them.
     pub bounds: Option<Box<[[f32; LANES]]>>,
-    /// Tokens of the sequence when the page was last used, as far as somebody asked; 0 if it never was.
-    pub used: u32,
 }
 
 /// What is left of a page of a run.
@@ -67,7 +63,7 @@ pub(crate) struct Closed {
     /// Whether `packed` is what the head's second codec left of it; `by` is then the position that it was packed at again.
     pub old: bool,
     /// The same, while rows (or a rollback to where there are such) still read `packed`.
-    pub next: Option<Box<Page>>,
+    pub next: Option<Page>,
 }
 
 impl Closed {
@@ -93,21 +89,20 @@ impl Closed {
     /// Nobody reads it as the first codec left it any more.
     pub fn settle(&mut self, codec: &HeadCodec) {
         if let (Some(next), Some(by)) = (self.next.take(), codec.ages_at(self.by)) {
-            *self = Closed { packed: *next, original: None, last: self.last, by, old: true, next: None };
+            *self = Closed { packed: next, original: None, last: self.last, by, old: true, next: None };
         }
     }
 }
 
 impl Entry {
     /// A page that no token was written to.
-    pub fn open(page: Page, state: State) -> Entry {
-        Entry { held: Held::Open(page), fill: 0, live: 0, pending: 0, state, bounds: None, used: 0 }
+    pub fn open(page: Page) -> Entry {
+        Entry { held: Held::Open(page), fill: 0, live: 0, pending: 0, bounds: None }
     }
 
     /// Frees the page. Its tokens are still counted.
-    pub fn free(&mut self) {
-        (self.held, self.live, self.pending) = (Held::Gone, 0, 0);
-        (self.state, self.bounds) = (None, None);
+    fn free(&mut self) {
+        (self.held, self.live, self.pending, self.bounds) = (Held::Gone, 0, 0, None);
     }
 
     /// Takes the extremes of the keys of a page as they came, if the host has them.
@@ -191,7 +186,7 @@ impl Entry {
             Held::Gone | Held::Away(_) => 0,
             Held::Open(page) => page.bytes(),
             Held::Closed(closed) => {
-                let beside = closed.original.iter().chain(closed.next.as_deref()).map(|page| page.bytes());
+                let beside = closed.original.iter().chain(&closed.next).map(|page| page.bytes());
                 closed.packed.bytes() + beside.sum::<u64>()
             }
         }
@@ -206,6 +201,8 @@ pub(crate) struct Chain {
     /// Ordinal of the first entry that the head's second codec has still to come to.
     pub aged: u32,
     pub entries: VecDeque<Entry>,
+    /// What the layer's policy keeps of the tokens of each entry.
+    pub kept: Kept,
     /// Tokens that are read.
     pub live: u32,
     /// Tokens that would be, had none been evicted.
@@ -233,6 +230,7 @@ impl Chain {
             }
             self.live -= entry.live.count_ones();
             self.entries.pop_front();
+            self.kept.pop_front();
             self.first += 1;
         }
     }
@@ -304,6 +302,7 @@ impl Chain {
             entry.bounds = None;
             if entry.fill == 0 {
                 self.entries.pop_back();
+                self.kept.pop_back();
             }
         }
         // What the token packed is open again.
@@ -320,13 +319,25 @@ impl Chain {
         self.mirrors.cut((self.first + self.entries.len() as u32).saturating_sub(1), fill);
     }
 
+    /// Adds a page that no token was written to.
+    pub fn push(&mut self, page: Page) {
+        self.entries.push_back(Entry::open(page));
+        self.kept.push_back();
+    }
+
+    /// Frees page `i` of those that are left. Its tokens are still counted.
+    pub fn free(&mut self, i: usize) {
+        self.entries[i].free();
+        self.kept.free(i);
+    }
+
     /// Frees the page at `ordinal`; `false` if there is none.
     pub fn evict(&mut self, ordinal: u32) -> bool {
-        let Some(entry) = self.entry_mut(ordinal).filter(|entry| !entry.is_gone()) else {
+        let Some(entry) = self.entry(ordinal).filter(|entry| !entry.is_gone()) else {
             return false;
         };
         let live = entry.live.count_ones();
-        entry.free();
+        self.free((ordinal - self.first) as usize);
         self.live -= live;
         self.trim(|_| false);
         true
@@ -334,7 +345,7 @@ impl Chain {
 
     /// Frees all pages.
     pub fn evict_all(&mut self) {
-        self.entries.iter_mut().for_each(Entry::free);
+        (0..self.entries.len()).for_each(|i| self.free(i));
         self.live = 0;
         self.trim(|_| false);
     }
@@ -364,7 +375,7 @@ impl Chain {
         if let Some(entry) = self.entry_mut(ordinal) {
             entry.pending &= !lanes;
             if entry.live | entry.pending == 0 {
-                entry.free();
+                self.free((ordinal - self.first) as usize);
                 self.trim(|_| false);
             }
         }
@@ -409,7 +420,7 @@ impl Chain {
                     let mut page = pages.take(closed.packed.shard(), aged.codec.packed.words(), near)?;
                     pages.repack(codec, lanes, layout, &closed.packed, fill, closed.last, &mut page);
                     last = Some(page.clone());
-                    closed.next = Some(Box::new(page));
+                    closed.next = Some(page);
                     let ordinal = self.aged;
                     told(ordinal, by);
                 }

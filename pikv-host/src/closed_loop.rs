@@ -97,6 +97,20 @@ pub struct ClosedLoop {
     sink: Arc<dyn Sink>,
     routes: Vec<Routes>,
     report: StepReport,
+    scratch: Scratch,
+}
+
+/// What a step needs meanwhile, kept for the next.
+#[derive(Default)]
+struct Scratch {
+    /// First positions and rows of a step's sequences.
+    starts: Vec<(Position, usize)>,
+    /// Of each expert, over all layers.
+    hits: Vec<u64>,
+    misses: Vec<u64>,
+    /// Of each expert of a layer.
+    wanted: Vec<u32>,
+    missed: Vec<u32>,
 }
 
 impl std::fmt::Debug for ClosedLoop {
@@ -125,7 +139,8 @@ impl ClosedLoop {
             }
         }
         let routes = (0..layers).map(|_| Routes::default()).collect();
-        Ok(ClosedLoop { cache, routers, sink: Arc::new(()), routes, report: StepReport::default() })
+        let (sink, report, scratch) = (Arc::new(()), StepReport::default(), Scratch::default());
+        Ok(ClosedLoop { cache, routers, sink, routes, report, scratch })
     }
 
     /// Tells `sink` of every step.
@@ -198,11 +213,15 @@ impl<'a> LoopStep<'a> {
     /// # Errors
     /// No such layer, one that was already routed, or what the router refuses.
     pub fn route(&mut self, layer: usize, logits: &[f32]) -> Result<&Routes, LoopError> {
-        let starts: Vec<(Position, usize)> = self.step().parts().collect();
-        let Some(router) = self.of.routers.get_mut(layer) else {
-            return Err(LoopError::Cache(Error::Layer { layer, layers: self.of.routes.len() }));
+        let Some(step) = &self.step else { unreachable!("a commit takes the whole") };
+        let ClosedLoop { routers, routes, scratch, .. } = &mut *self.of;
+        let Some(router) = routers.get_mut(layer) else {
+            return Err(LoopError::Cache(Error::Layer { layer, layers: routes.len() }));
         };
-        if self.step.as_ref().is_some_and(|step| step.routed(layer)) {
+        let starts = &mut scratch.starts;
+        starts.clear();
+        starts.extend(step.parts());
+        if step.routed(layer) {
             return Err(LoopError::Cache(Error::Twice { layer, what: "routed" }));
         }
         let refused = |source| LoopError::Route { layer, source };
@@ -213,10 +232,10 @@ impl<'a> LoopStep<'a> {
             let what = "logits";
             return Err(LoopError::Cache(Error::Length { what, got, expected, shape: "rows * experts" }));
         }
-        let routes = &mut self.of.routes[layer];
+        let routes = &mut routes[layer];
         routes.clear();
         let mut rest = logits;
-        for (first, rows) in starts {
+        for &(first, rows) in &*starts {
             let (own, others) = rest.split_at(rows * experts);
             rest = others;
             if let Err(source) = router.route(first, own, routes) {
@@ -257,31 +276,36 @@ impl<'a> LoopStep<'a> {
             self.of.discard();
             return Err(error.into());
         }
-        let ClosedLoop { cache, routers, sink, routes, report } = &mut *self.of;
-        let mut all = (Vec::new(), Vec::new());
+        let ClosedLoop { cache, routers, sink, routes, report, scratch } = &mut *self.of;
+        let Scratch { hits: all_hits, misses: all_misses, wanted: asked, missed, .. } = scratch;
+        for sums in [&mut *all_hits, &mut *all_misses] {
+            sums.clear();
+            sums.resize(report.experts, 0);
+        }
         for (layer, router) in routers.iter_mut().enumerate() {
             let (hits, misses) = (report.hits(layer), report.misses(layer));
-            let wanted: Vec<u64> = hits.iter().zip(misses).map(|(hit, miss)| hit + miss).collect();
+            let wanted = || hits.iter().zip(misses).map(|(hit, miss)| hit + miss);
             // Routers count in 32 bits; only the rates matter.
-            let most = wanted.iter().max().copied().unwrap_or(0);
+            let most = wanted().max().unwrap_or(0);
             let shift = (64 - most.leading_zeros()).saturating_sub(32);
-            let narrow = |of: &[u64]| -> Vec<u32> { of.iter().map(|n| (n >> shift) as u32).collect() };
-            let (wanted, missed) = (narrow(&wanted), narrow(misses));
+            let narrow = |n: u64| (n >> shift) as u32;
+            asked.clear();
+            asked.extend(wanted().map(narrow));
+            missed.clear();
+            missed.extend(misses.iter().copied().map(narrow));
             // A layer without rows has nothing to tell.
             if routes[layer].rows() > 0 {
                 let told =
-                    router.observe(&Feedback::new(&wanted, &missed).remote_bytes(report.remote_bytes(layer)));
+                    router.observe(&Feedback::new(asked, missed).remote_bytes(report.remote_bytes(layer)));
                 told.map_err(|source| LoopError::Route { layer, source })?;
             }
-            all.0.resize(hits.len(), 0);
-            all.1.resize(hits.len(), 0);
-            all.0.iter_mut().zip(hits).for_each(|(sum, n): (&mut u64, _)| *sum += n);
-            all.1.iter_mut().zip(misses).for_each(|(sum, n): (&mut u64, _)| *sum += n);
+            all_hits.iter_mut().zip(hits).for_each(|(sum, n)| *sum += n);
+            all_misses.iter_mut().zip(misses).for_each(|(sum, n)| *sum += n);
         }
-        let near: u64 = cache.usage().shards.iter().sum();
+        let near: u64 = cache.inner.arenas.bytes_by_shard().sum();
         let resident_bytes = near + cache.inner.fabric.as_ref().map_or(0, |front| front.held());
         let logical_bytes = report.logical_bytes;
-        sink.step(&StepMetrics { rows, resident_bytes, logical_bytes, hits: &all.0, misses: &all.1 });
+        sink.step(&StepMetrics { rows, resident_bytes, logical_bytes, hits: all_hits, misses: all_misses });
         report.evicted.iter().for_each(|page| sink.evicted(page));
         report.reused.iter().for_each(|page| sink.reused(page));
         if let Some(front) = &cache.inner.fabric {

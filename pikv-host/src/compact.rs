@@ -4,7 +4,6 @@ use crate::arena::{Near, Page};
 use crate::cache::Inner;
 use crate::chain::{Away, Chain, Entry, Held};
 use crate::error::Error;
-use crate::observe::Rule;
 use crate::sequence::chain_place;
 use crate::tiers::Stored;
 use pikv_core::page::{Layout, PAGE};
@@ -18,7 +17,6 @@ use std::sync::Arc;
 pub(crate) struct Whose<'a> {
     pub inner: &'a Inner,
     pub shape: &'a LayerShape,
-    pub rule: &'a Rule,
     pub head: usize,
     /// Index of the chain.
     pub chain: usize,
@@ -125,11 +123,6 @@ impl Chain {
             if target.is_at(*to, &moved) {
                 continue;
             }
-            let column: Vec<f32> = self.entries[from]
-                .state
-                .iter()
-                .flat_map(|s| s.iter().map(|row| row[lane as usize]))
-                .collect();
             if target.is_here()
                 && let Some(words) = self.source(from, &away)
             {
@@ -150,21 +143,17 @@ impl Chain {
                 }
                 _ => unreachable!("what is there is open"),
             }
-            if entry.state.is_none() {
-                entry.state = whose.rule.state();
-            }
-            for (row, x) in entry.state.iter_mut().flat_map(|state| state.iter_mut()).zip(&column) {
-                row[to_lane as usize] = *x;
-            }
+            self.kept.renew(*to);
+            self.kept.shift((from, lane), (*to, to_lane));
         }
         let mut kept: VecDeque<(usize, Target, u32)> =
             targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
         for i in (0..end).rev() {
-            let entry = &mut self.entries[i];
             let Some((_, target, live)) = kept.pop_front_if(|(to, ..)| *to == i) else {
-                entry.free();
+                self.free(i);
                 continue;
             };
+            let entry = &mut self.entries[i];
             (entry.live, entry.fill) = (live, PAGE);
             let known = bounds.pop_front().flatten();
             match target {

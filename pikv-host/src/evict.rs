@@ -25,7 +25,9 @@ pub(crate) struct Killed {
 impl Layer {
     /// Makes final what no rollback brings back any more, and puts the pages together that lost tokens.
     pub fn settle(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
-        let Some(rule) = self.rule.clone() else { return };
+        if self.rule.is_none() {
+            return;
+        }
         let slack = inner.store.ring.slack();
         let mut thinned: SmallVec<[(usize, usize); 8]> = SmallVec::new();
         while let Some(Killed { head, chain, ordinal, lanes, .. }) =
@@ -37,7 +39,7 @@ impl Layer {
             }
         }
         for (head, chain) in thinned {
-            let whose = Whose { inner, shape, rule: &rule, head, chain };
+            let whose = Whose { inner, shape, head, chain };
             self.heads[head].chains[chain].compact(&whose, inner.store.ring.kept_from(len));
         }
     }
@@ -84,8 +86,6 @@ impl<'a> Ranked<'a> {
             layout: &e.shape.layout,
             codec: layer.codecs[h].as_ref(),
             tokens: Vec::new(),
-            words: rule.words,
-            version: rule.version(len),
             head: layer.own(rule, h, len),
             group: e.shape.group(),
             away: Default::default(),
@@ -348,14 +348,17 @@ fn agree(ranked: &mut [Vec<Ranked<'_>>], len: u32) {
 /// The tokens of a head that may go, and what they are worth.
 fn rank<'a>(e: &Excess<'a>, h: usize, len: u32, pins: &[Range<u32>]) -> Ranked<'a> {
     let (head, codec) = (&e.layer.heads[h], e.layer.codecs[h].as_ref());
+    let version = e.rule.version(len);
     let mut tokens = Vec::new();
     for (c, chain) in head.chains.iter().enumerate().skip(1) {
-        for (ordinal, entry) in (chain.first..).zip(&chain.entries) {
+        for (i, entry) in chain.entries.iter().enumerate() {
+            let ordinal = chain.first + i as u32;
+            let rows = chain.kept.rows(i, version).unwrap_or_default();
             let lanes = (0..entry.fill).filter(|lane| entry.live >> lane & 1 == 1);
             tokens.extend(lanes.filter_map(|lane| {
                 let position = entry.position(codec, lane)?;
                 let pinned = pins.iter().any(|pin| pin.contains(&position));
-                (!pinned).then_some(Candidate { position, chain: c, ordinal, lane, entry })
+                (!pinned).then_some(Candidate { position, chain: c, ordinal, lane, entry, rows })
             }));
         }
     }

@@ -7,12 +7,12 @@ use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
 use crate::error::Error;
 use crate::evict::Killed;
+use crate::kept::Kept;
 use crate::observe::Rule;
 use crate::sequence::chain_place;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::LayerShape;
-use pikv_core::warp::LANES;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -32,8 +32,8 @@ pub(crate) struct Head {
     pub ring: VecDeque<Page>,
     /// The sinks, then each expert.
     pub chains: Vec<Chain>,
-    /// What the policy keeps of the tokens of each tile of the ring; empty without.
-    pub states: VecDeque<Box<[[f32; LANES]]>>,
+    /// What the policy keeps of the tokens of each tile of the ring.
+    pub states: Kept,
     /// What the policy keeps of the head, a version for each length that can be gone back to.
     pub own: Vec<f32>,
 }
@@ -67,8 +67,11 @@ pub(crate) struct Layer {
 impl Layer {
     pub fn new(shape: &LayerShape, experts: u32, codecs: HeadCodecs, rule: Option<Arc<Rule>>) -> Layer {
         let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
-        let chains = vec![Chain::default(); experts as usize + 1];
-        let head = Head { ring: VecDeque::new(), chains, states: VecDeque::new(), own: vec![0.0; own] };
+        let states = rule.as_deref().map_or_else(Kept::default, Rule::kept);
+        let run = Chain { kept: states.clone(), ..Chain::default() };
+        // No policy looks at the sinks.
+        let chains = [vec![Chain::default()], vec![run; experts as usize]].concat();
+        let head = Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own] };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
             first_tile: 0,
@@ -95,10 +98,7 @@ impl Layer {
     /// The experts of the token at `position`, first choice first; none where they are not known yet or forgotten. Where
     /// there is just one expert, that one.
     pub fn experts(&self, inner: &Inner, position: u32) -> impl Iterator<Item = u16> + use<'_> {
-        let (top_k, end) = (inner.config.top_k as usize, self.tags.len());
-        let at = position.checked_sub(self.tags_from).map_or(end, |row| (row as usize * top_k).min(end));
-        let only = (inner.config.experts == 1).then_some(0);
-        only.into_iter().chain(self.tags.range(at..(at + top_k).min(end)).copied())
+        experts(inner, &self.tags, self.tags_from, position)
     }
 
     /// First choice of the token at `position`; expert 0 where there is just one.
@@ -127,8 +127,7 @@ impl Layer {
                     let token =
                         Filed { inner, shape, chain: c, position, head: h, first_tile: self.first_tile };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);
-                    let rule = self.rule.as_deref().filter(|_| c > 0);
-                    let filed = self.heads[h].file(&token, codec, rule, pages, &mut shared);
+                    let filed = self.heads[h].file(&token, codec, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));
                     if let Err(error) = filed {
                         for head in &mut self.heads[..h] {
@@ -326,6 +325,19 @@ impl Layer {
     }
 }
 
+/// The experts of the token at `position`, where `tags` are those of the tokens from position `from` on.
+pub(crate) fn experts<'a>(
+    inner: &Inner,
+    tags: &'a VecDeque<u16>,
+    from: u32,
+    position: u32,
+) -> impl Iterator<Item = u16> + use<'a> {
+    let (top_k, end) = (inner.config.top_k as usize, tags.len());
+    let at = position.checked_sub(from).map_or(end, |row| (row as usize * top_k).min(end));
+    let only = (inner.config.experts == 1).then_some(0);
+    only.into_iter().chain(tags.range(at..(at + top_k).min(end)).copied())
+}
+
 /// A token that leaves the ring.
 struct Filed<'a> {
     inner: &'a Inner,
@@ -342,7 +354,6 @@ impl Head {
         &mut self,
         token: &Filed<'_>,
         codec: Option<&HeadCodec>,
-        rule: Option<&Rule>,
         pages: &mut Reservation,
         shared: &mut Option<Page>,
     ) -> Result<(), Error> {
@@ -379,18 +390,16 @@ impl Head {
             if let Some((codec, packed)) = before {
                 chain.close(codec, lanes, layout, position, packed, pages);
             }
-            chain.entries.push_back(Entry::open(page, rule.and_then(Rule::state)));
+            chain.push(page);
         }
-        let Some(Entry { held: Held::Open(page), fill, state, .. }) = chain.entries.back_mut() else {
+        let Some(Entry { held: Held::Open(page), fill, .. }) = chain.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
         own(page, layout, *fill, pages, shared)?;
         pages.copy(layout, &self.ring[(tile - first_tile) as usize], lane, page, *fill);
-        if let Some(state) = state {
-            for (to, from) in state.iter_mut().zip(&self.states[(tile - first_tile) as usize]) {
-                to[*fill as usize] = from[lane as usize];
-            }
-        }
+        let (from, to) = ((tile - first_tile) as usize, *fill);
+        let to = (chain.entries.len() - 1, to);
+        chain.kept.copy(0..chain.kept.versions(), &self.states, (from, lane), to);
         chain.wrote();
         if c > 0
             && inner.config.bounds

@@ -104,6 +104,9 @@ pub struct Scratch {
     pub part: Vec<f32>,
     pub spare: Vec<Vec<f32>>,
     row: Vec<f32>,
+    /// Where masses are wanted: the weights of a forest's pages in each row, and each block's exponents.
+    pub raw: Vec<[f32; LANES]>,
+    pub tops: Vec<f32>,
 }
 
 thread_local! {
@@ -157,6 +160,18 @@ pub fn each_index(n: usize, f: impl Fn(usize) + Sync + Send) {
         }
     }
     (0..n).for_each(f);
+}
+
+/// Calls `f` on every item and its index, in whatever order.
+pub fn each_mut<I: Send>(items: &mut [I], f: impl Fn(usize, &mut I) + Sync + Send) {
+    #[cfg(feature = "rayon")]
+    {
+        use rayon::prelude::*;
+        if items.len() > 1 && threads() > 1 {
+            return items.par_iter_mut().enumerate().with_max_len(1).for_each(|(i, item)| f(i, item));
+        }
+    }
+    items.iter_mut().enumerate().for_each(|(i, item)| f(i, item));
 }
 
 fn threads() -> usize {
@@ -368,6 +383,8 @@ impl<'a> Job<'a> {
             lanes.run(PackedBlock { pages: &list[..pages.len()], raw, ..all });
             return;
         }
+        // What a row does not read weighs nothing in it.
+        raw.iter_mut().for_each(|raw| raw.fill([0.0; LANES]));
         let (common, cols) = (all.common, all.codec.packed.query_cols() as usize);
         let channels = self.layout().k_channels() as usize;
         let mut single = [0.0; MAX_DIM as usize];
@@ -419,6 +436,8 @@ impl<'a> Job<'a> {
         part: &mut [f32],
         mut raw: Raw<'_>,
     ) {
+        // What a row does not read weighs nothing in it.
+        raw.iter_mut().for_each(|raw| raw.fill([0.0; LANES]));
         let channels = self.layout().k_channels() as usize;
         let mut single = [0.0; MAX_DIM as usize];
         let single = &mut single[..channels];
@@ -533,13 +552,12 @@ impl<'a> Job<'a> {
     }
 
     /// The queries of a head of a sequence, `[rows][group][k_dim]`.
-    pub fn queries(&self, sequence: usize, head: usize, of: &View<'_>) -> Vec<f32> {
+    pub fn queries(&self, sequence: usize, head: usize, of: &View<'_>) -> impl Iterator<Item = f32> {
         let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
         let first = self.views.iter().position(|view| view.sequence == sequence).unwrap_or(0);
         let rows = 0..of.rows as usize;
-        rows.flat_map(|row| &self.q[self.row_of(first, row, head * group) * k_dim..][..group * k_dim])
+        rows.flat_map(move |row| &self.q[self.row_of(first, row, head * group) * k_dim..][..group * k_dim])
             .copied()
-            .collect()
     }
 
     /// Index of (row, query head) in the call.

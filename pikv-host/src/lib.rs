@@ -22,6 +22,7 @@ pub mod fabric;
 mod filing;
 mod forest;
 mod job;
+mod kept;
 pub mod lanes;
 mod lists;
 mod mass;

@@ -3,6 +3,7 @@
 use crate::forest::Forest;
 use crate::job::{Item, Task};
 use crate::mass::Wanted;
+use crate::observe::Feed;
 use crate::step::{Done, Part};
 use crate::view::View;
 use std::cell::Cell;
@@ -27,6 +28,8 @@ pub struct Lists {
     pub felled: Vec<Forest<'static>>,
     pub wanted: Vec<Wanted>,
     pub lse: Vec<f32>,
+    /// Masses that no policy is told.
+    pub seen: Vec<Feed>,
     pub cut: Cut,
 }
 

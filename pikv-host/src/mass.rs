@@ -2,24 +2,28 @@
 
 use crate::forest::Forest;
 use crate::job::{Job, SCRATCH, Scratch, Shared, TILE};
+use crate::observe::Feed;
 use crate::sequence::PageId;
 use pikv_core::math::exp2i;
-use pikv_core::warp::LANES;
+use pikv_core::warp::{Kernel, LANES, Warp};
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
 
-/// The softmax weight that the tokens of a page received.
-#[derive(Clone, Debug)]
+/// The softmax weights that the tokens of pages received, from several sets of rows each: from all, if asked for, then from each
+/// cut.
+#[derive(Debug, Default)]
 pub(crate) struct Weighed {
-    pub page: PageId,
-    /// From all rows, if asked for.
-    pub all: [f32; LANES],
-    /// From some rows each.
-    pub cuts: Vec<[f32; LANES]>,
-    /// Whether those rows read the page at all.
-    pub read: Vec<bool>,
+    /// The pages, and their lanes that were read, a bit each.
+    pub pages: Vec<(PageId, u32)>,
+    sets: usize,
+    /// Whether the first set is that of all rows.
+    all: bool,
+    /// `[pages][sets]`
+    mass: Vec<[f32; LANES]>,
+    /// `[pages][sets]`: whether rows of the set read the page at all.
+    read: Vec<bool>,
 }
 
 /// Whose weights are wanted.
@@ -31,15 +35,142 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// Nothing, of a page.
-    pub fn blank(&self, page: PageId) -> Weighed {
-        let read = self.cuts.iter().map(|cut| !cut.is_empty()).collect();
-        Weighed { page, all: [0.0; LANES], cuts: vec![[0.0; LANES]; self.cuts.len()], read }
+    /// The sets of rows whose weights are wanted apart.
+    pub fn sets(&self) -> impl Iterator<Item = Range<u32>> {
+        self.all.then_some(0..u32::MAX).into_iter().chain(self.cuts.iter().cloned())
     }
 
     /// Whether some of the rows are wanted.
-    pub fn any(&self, rows: &Range<u32>) -> bool {
+    fn any(&self, rows: &Range<u32>) -> bool {
         self.all || self.cuts.iter().any(|cut| cut.start < rows.end && rows.start < cut.end)
+    }
+
+    /// The sets that a row belongs to.
+    fn of(&self, row: u32) -> SmallVec<[usize; 2]> {
+        let cut = self.cuts.iter().position(|cut| cut.contains(&row));
+        let cut = cut.map(|cut| usize::from(self.all) + cut);
+        self.all.then_some(0).into_iter().chain(cut).collect()
+    }
+}
+
+impl Weighed {
+    /// Of the pages of a forest. What they weigh is left over from what was there before, and still to be written.
+    pub fn start(&mut self, forest: &Forest<'_>, wanted: &Wanted) {
+        self.pages.clear();
+        self.pages.extend(forest.pages.iter().map(|page| (page.id, page.live)));
+        (self.sets, self.all) = (wanted.sets().count(), wanted.all);
+        self.mass.resize(self.pages.len() * self.sets, [0.0; LANES]);
+        self.read.clear();
+        for _ in &self.pages {
+            self.read.extend(wanted.sets().map(|rows| !rows.is_empty()));
+        }
+    }
+
+    /// Nothing was weighed.
+    pub fn clear(&mut self) {
+        self.pages.clear();
+        self.mass.clear();
+        self.read.clear();
+        self.sets = 0;
+    }
+
+    /// The weights of page `i` from set `set`.
+    pub fn mass_mut(&mut self, i: usize, set: usize) -> &mut [f32; LANES] {
+        &mut self.mass[i * self.sets + set]
+    }
+
+    /// The weights of page `i` from all rows, if they were asked for.
+    pub fn all(&self, i: usize) -> &[f32; LANES] {
+        &self.mass[i * self.sets]
+    }
+
+    /// The weights of page `i` from the rows of a cut, if one of them read it.
+    pub fn cut(&self, i: usize, cut: usize) -> Option<&[f32; LANES]> {
+        let at = i * self.sets + usize::from(self.all) + cut;
+        self.read[at].then_some(&self.mass[at])
+    }
+
+    /// Adds a page that weighs nothing; returns its index.
+    fn push(&mut self, page: PageId, live: u32) -> usize {
+        self.pages.push((page, live));
+        self.mass.resize(self.pages.len() * self.sets, [0.0; LANES]);
+        self.read.resize(self.pages.len() * self.sets, false);
+        self.pages.len() - 1
+    }
+
+    /// Takes a token's weight in a cut along to where it lies now: from page `from` to lane `lane` of `to`, which is added if it is
+    /// missing.
+    pub fn carry(
+        &mut self,
+        index: &mut HashMap<PageId, usize>,
+        cut: usize,
+        (from, from_lane): (PageId, usize),
+        (to, to_lane): (PageId, usize),
+    ) {
+        let Some(&from) = index.get(&from) else { return };
+        let to = *index.entry(to).or_insert_with(|| self.push(to, 0));
+        let set = usize::from(self.all) + cut;
+        let mass = std::mem::take(&mut self.mass_mut(from, set)[from_lane]);
+        self.mass_mut(to, set)[to_lane] += mass;
+        self.read[to * self.sets + set] = true;
+    }
+
+    /// Index of each page.
+    pub fn index(&self) -> HashMap<PageId, usize> {
+        self.pages.iter().enumerate().map(|(i, (page, _))| (*page, i)).collect()
+    }
+
+    /// Adds what page `from` of `other` weighs, to page `to`.
+    fn add(&mut self, to: usize, other: &[[f32; LANES]]) {
+        for (sum, x) in self.mass[to * self.sets..].iter_mut().zip(other) {
+            sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+        }
+    }
+
+    /// A page that was packed in between is listed in two forms or three, of which each row read one: puts their masses
+    /// together.
+    pub fn one_form(&mut self, forest: &Forest<'_>) {
+        let passes = |i: &usize| forest.pages[*i].original || forest.pages[*i].until.is_some();
+        for original in (0..self.pages.len()).rev().filter(passes) {
+            let (page, _) = self.pages.remove(original);
+            let of = original * self.sets..(original + 1) * self.sets;
+            let mass: SmallVec<[[f32; LANES]; 2]> = self.mass.drain(of.clone()).collect();
+            self.read.drain(of);
+            if let Some(packed) = self.pages.iter().position(|(other, _)| *other == page) {
+                self.add(packed, &mass);
+            }
+        }
+    }
+}
+
+/// The weights of some pages in the rows of one token, added up.
+struct Sum<'a> {
+    /// `[rows][pages]`
+    raw: &'a [[f32; LANES]],
+    /// What the weights of a row count.
+    factors: &'a [f32],
+    /// `[pages][sets]`
+    mass: &'a mut [[f32; LANES]],
+    sets: usize,
+    /// Sets that the token is of, and whether it is the first.
+    to: &'a [(usize, bool)],
+}
+
+impl Kernel for Sum<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let pages = self.mass.len() / self.sets;
+        for (i, mass) in self.mass.chunks_exact_mut(self.sets).enumerate() {
+            let mut sum = w.splat(0.0);
+            for (row, factor) in self.raw.chunks_exact(pages).zip(self.factors) {
+                sum = w.add(sum, w.mul(w.load_f(&row[i]), w.splat(*factor)));
+            }
+            for (set, first) in self.to {
+                let before = if *first { w.splat(0.0) } else { w.load_f(&mass[*set]) };
+                w.store(w.add(before, sum), &mut mass[*set]);
+            }
+        }
     }
 }
 
@@ -56,22 +187,23 @@ impl Job<'_> {
         wanted: &Wanted,
         out: &Shared<'_>,
         lse: &Shared<'_>,
-    ) -> Vec<Weighed> {
+        weighed: &mut Weighed,
+    ) {
         let group = self.group();
-        let mut mass: Vec<Weighed> = forest.pages.iter().map(|page| wanted.blank(page.id)).collect();
-        let mut raw: Vec<[f32; LANES]> = Vec::new();
-        let mut tops: Vec<f32> = Vec::new();
+        weighed.start(forest, wanted);
+        let sets = weighed.sets;
+        let mut begun: SmallVec<[bool; 4]> = SmallVec::from_elem(false, sets);
+        let mut factors: SmallVec<[f32; TILE]> = SmallVec::from_elem(0.0, group);
         for item in self.items(forest, self.whole()) {
             let row = item.row;
             let tokens = (row / group) as u32..((row + item.rows) / group) as u32;
             let counts = wanted.any(&tokens);
-            raw.clear();
-            raw.resize(if counts { forest.pages.len() * item.rows } else { 0 }, [0.0; LANES]);
-            tops.clear();
-            tops.resize(forest.blocks.len() * item.rows, 0.0);
             SCRATCH.with_borrow_mut(|scratch| {
                 self.pack(&item, scratch);
-                let Scratch { packed, part, spare, .. } = scratch;
+                let Scratch { packed, part, spare, raw, tops, .. } = scratch;
+                // Every block writes all of its own.
+                raw.resize(if counts { forest.pages.len() * item.rows } else { 0 }, [0.0; LANES]);
+                tops.resize(forest.blocks.len() * item.rows, 0.0);
                 let trees = self.trees(&item);
                 let full = trees.of(None);
                 part.resize(full.len().max(part.len()), 0.0);
@@ -88,76 +220,61 @@ impl Job<'_> {
                 if !counts {
                     return;
                 }
-                for (block, pages) in forest.blocks.iter().enumerate() {
-                    let raw = &raw[pages.start * item.rows..pages.end * item.rows];
-                    for query in (0..item.rows).step_by(group) {
-                        let token = ((row + query) / group) as u32;
-                        let cut = wanted.cuts.iter().position(|cut| cut.contains(&token));
-                        if !wanted.all && cut.is_none() {
-                            continue;
+                for query in (0..item.rows).step_by(group) {
+                    let of = wanted.of(((row + query) / group) as u32);
+                    if of.is_empty() {
+                        continue;
+                    }
+                    let to: SmallVec<[(usize, bool); 2]> =
+                        of.iter().map(|set| (*set, !std::mem::replace(&mut begun[*set], true))).collect();
+                    for (block, pages) in forest.blocks.iter().enumerate() {
+                        for (r, factor) in (query..).zip(&mut factors) {
+                            let top = tops[block * item.rows + r];
+                            let blind = top == f32::NEG_INFINITY;
+                            *factor = if blind { 0.0 } else { exp2i(top - total.m[r]) / total.l[r] };
                         }
-                        for (i, page) in mass[pages.clone()].iter_mut().enumerate() {
-                            let mut sum = [0.0; LANES];
-                            for r in query..query + group {
-                                let top = tops[block * item.rows + r];
-                                if top == f32::NEG_INFINITY {
-                                    continue;
-                                }
-                                let weight = exp2i(top - total.m[r]) / total.l[r];
-                                for (sum, p) in sum.iter_mut().zip(&raw[r * pages.len() + i]) {
-                                    *sum += p * weight;
-                                }
-                            }
-                            add(&mut page.all, &sum);
-                            if let Some(cut) = cut {
-                                add(&mut page.cuts[cut], &sum);
-                            }
-                        }
+                        let raw = &raw[pages.start * item.rows..pages.end * item.rows];
+                        self.inner.config.lanes.run(Sum {
+                            raw: &raw[query * pages.len()..],
+                            factors: &factors,
+                            mass: &mut weighed.mass[pages.start * sets..pages.end * sets],
+                            sets,
+                            to: &to,
+                        });
                     }
                 }
             });
         }
-        one_form(&mut mass, forest);
-        mass
-    }
-}
-
-/// A page that was packed in between is listed in two forms or three, of which each row read one: puts their masses together.
-pub(crate) fn one_form(mass: &mut Vec<Weighed>, forest: &Forest<'_>) {
-    let passes = |i: &usize| forest.pages[*i].original || forest.pages[*i].until.is_some();
-    for original in (0..mass.len()).rev().filter(passes) {
-        let Weighed { page, all, cuts, .. } = mass.remove(original);
-        if let Some(packed) = mass.iter_mut().find(|mass| mass.page == page) {
-            add(&mut packed.all, &all);
-            packed.cuts.iter_mut().zip(&cuts).for_each(|(sum, x)| add(sum, x));
+        for set in (0..sets).filter(|set| !begun[*set]) {
+            weighed.mass.iter_mut().skip(set).step_by(sets).for_each(|mass| mass.fill(0.0));
         }
+        weighed.one_form(forest);
     }
 }
 
-/// The masses of several rows of a head that were attended apart, page by page.
-pub(crate) fn together(mut rows: impl Iterator<Item = Vec<Weighed>>) -> Vec<Weighed> {
-    let mut all = rows.next().unwrap_or_default();
-    let Some(second) = rows.next() else { return all };
-    let mut index: HashMap<PageId, usize> = all.iter().enumerate().map(|(i, page)| (page.page, i)).collect();
-    for pages in std::iter::once(second).chain(rows) {
-        for page in pages {
-            match index.entry(page.page) {
-                Entry::Occupied(at) => {
-                    let sum = &mut all[*at.get()];
-                    add(&mut sum.all, &page.all);
-                    sum.cuts.iter_mut().zip(&page.cuts).for_each(|(sum, x)| add(sum, x));
-                    sum.read.iter_mut().zip(&page.read).for_each(|(read, x)| *read |= x);
-                }
-                Entry::Vacant(at) => {
-                    at.insert(all.len());
-                    all.push(page);
-                }
-            }
+/// Puts together what rows of a head saw that were attended apart, page by page, and orders by sequence and head.
+pub(crate) fn together(feeds: &mut Vec<Feed>) {
+    feeds.sort_by_key(Feed::of);
+    let mut index = HashMap::new();
+    feeds.dedup_by(|next, kept| {
+        if next.of() != kept.of() {
+            index.clear();
+            return false;
         }
-    }
-    all
-}
-
-fn add(sums: &mut [f32; LANES], x: &[f32; LANES]) {
-    sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+        let (next, kept) = (&next.weighed, &mut kept.weighed);
+        if index.is_empty() {
+            index = kept.index();
+        }
+        for (i, &(page, live)) in next.pages.iter().enumerate() {
+            let own = i * next.sets..(i + 1) * next.sets;
+            let to = match index.entry(page) {
+                Entry::Occupied(at) => *at.get(),
+                Entry::Vacant(at) => *at.insert(kept.push(page, live)),
+            };
+            kept.add(to, &next.mass[own.clone()]);
+            let read = &mut kept.read[to * kept.sets..];
+            read.iter_mut().zip(&next.read[own]).for_each(|(read, x)| *read |= x);
+        }
+        true
+    });
 }

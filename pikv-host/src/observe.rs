@@ -2,18 +2,21 @@
 
 use crate::cache::Inner;
 use crate::chain::Chain;
+use crate::config::HeadCodecs;
 use crate::error::ConfigError;
-use crate::filing::{Head, Layer};
+use crate::filing::{Head, Layer, experts};
+use crate::job::each_mut;
+use crate::kept::Kept;
 use crate::mass::Weighed;
 use crate::metrics::Reused;
-use crate::policy::lru::used;
-use crate::policy::{Eviction, Feedback, HeadSeen, Seen, State, Token};
+use crate::policy::{Eviction, Feedback, HeadSeen, Positions, Seen, Token};
 use crate::sequence::{PageId, Place, chain_place};
+use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
-use std::collections::HashMap;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// How a layer evicts.
@@ -29,14 +32,33 @@ pub(crate) struct Rule {
 }
 
 /// What attention over a head saw in a step.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Feed {
+    /// Index of the sequence in the call.
+    pub sequence: usize,
     pub head: usize,
     /// Tokens that had been filed then.
     pub filed: u32,
-    pub pages: Vec<Weighed>,
+    pub weighed: Weighed,
     /// `[rows][group][k_dim]`, if something is kept of heads.
     pub queries: Vec<f32>,
+    /// Pages that the policy was told of and that were used again.
+    reused: Vec<Reused>,
+}
+
+impl Feed {
+    /// Nothing was seen yet of a head.
+    pub fn start(&mut self, sequence: usize, head: usize) {
+        (self.sequence, self.head, self.filed) = (sequence, head, 0);
+        self.weighed.clear();
+        self.queries.clear();
+        self.reused.clear();
+    }
+
+    /// Whose it is.
+    pub fn of(&self) -> (usize, usize) {
+        (self.sequence, self.head)
+    }
 }
 
 impl Rule {
@@ -66,9 +88,14 @@ impl Rule {
         Ok(Rule { layer, eviction: eviction.clone(), words, head_words, versions: rollback as usize + 1 })
     }
 
-    /// What is kept of a page without tokens.
-    pub fn state(&self) -> State {
-        (self.words > 0).then(|| vec![[0.0; LANES]; self.words * self.versions].into())
+    /// Whether something is kept, of tokens or of heads: else there is nothing to be told for.
+    pub fn keeps(&self) -> bool {
+        self.words > 0 || self.head_words > 0
+    }
+
+    /// What is kept of a run without pages.
+    pub fn kept(&self) -> Kept {
+        Kept::new(self.words, self.versions)
     }
 
     /// Which version holds at `len` tokens.
@@ -94,20 +121,11 @@ impl Rule {
         }))
     }
 
-    /// Writes what is kept of a new token into lane `lane` of its tile.
-    pub fn born(&self, token: &Token<'_>, state: &mut [[f32; LANES]], lane: usize) {
+    /// Writes what is kept of a new token into its lane of tile `tile`.
+    pub fn born(&self, token: &Token<'_>, kept: &mut Kept, tile: usize) {
         let mut words: SmallVec<[f32; 8]> = SmallVec::from_elem(0.0, self.words);
         self.eviction.policy.born(token, &mut words);
-        for version in state.chunks_exact_mut(self.words) {
-            for (row, word) in version.iter_mut().zip(&words) {
-                row[lane] = *word;
-            }
-        }
-    }
-
-    fn turn(&self, state: &mut [[f32; LANES]], from: u32, to: u32) {
-        let (from, to) = (self.version(from) * self.words, self.version(to) * self.words);
-        state.copy_within(from..from + self.words, to);
+        kept.set(tile, token.position.0 % PAGE, &words);
     }
 }
 
@@ -120,176 +138,54 @@ struct Moved {
     lane: u32,
 }
 
+/// Pages from which on heads are told in parallel: fewer take less time than waking a thread.
+const MANY: usize = 2048;
+
 impl Layer {
     /// Tells the policy what the rows of a step saw, once the tokens that left the ring are filed. It is told of each row as if
     /// the step had ended with it: which tokens lie in the ring, and in which page, is what it would have been then.
+    ///
+    /// `feeds` are those of the heads in their order, or none if nothing was attended. Heads are told each for itself, in
+    /// whatever order; of a head, pages come as attention read them.
     pub fn observe(
         &mut self,
         inner: &Inner,
         shape: &LayerShape,
         old: u32,
         new: u32,
-        feeds: Vec<Feed>,
-        mut reused: Option<&mut Vec<Reused>>,
-    ) {
-        let Some(rule) = self.rule.clone() else { return };
-        if rule.words == 0 && rule.head_words == 0 {
-            return;
-        }
-        let mut by_head: Vec<Option<Feed>> = (0..self.heads.len()).map(|_| None).collect();
-        for feed in feeds {
-            let head = feed.head;
-            by_head[head] = Some(feed);
-        }
-        let ring = inner.store.ring;
-        for (h, mut feed) in by_head.into_iter().enumerate() {
-            let moved = self.moved(h, ring.left(old));
-            let mut before = old;
-            for (cut, (rows, told)) in rule.cuts(old, new).enumerate() {
-                self.turn(&rule, h, before, rows.end);
-                let left = ring.left(rows.end);
-                let (done, late) = moved.split_at(moved.partition_point(|token| token.position < left));
-                let since = done.partition_point(|token| token.position < ring.left(before));
-                self.carry(&rule, h, &done[since..], rows.end);
-                before = rows.end;
-                let Some(feed) = &mut feed else { continue };
-                let (hits, misses) = self.residency(inner, h, rows.clone(), late);
-                let group = shape.group();
-                let width = group as usize * shape.layout.k_dim as usize;
-                let at = (rows.start - old) as usize * width..(rows.end - old) as usize * width;
-                let seen = HeadSeen {
-                    layer: rule.layer,
-                    kv_head: h,
-                    group,
-                    first: Position(rows.start),
-                    rows: rows.len() as u32,
-                    queries: feed.queries.get(at).unwrap_or_default(),
-                    hits,
-                    misses,
-                };
-                let own = &mut self.heads[h].own[rule.version(rows.end) * rule.head_words..];
-                rule.eviction.policy.observe_head(&seen, &mut own[..rule.head_words]);
-                if rule.words > 0 && !told.is_empty() {
-                    // From here on the first of the rows found tokens in the ring.
-                    let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
-                    feed.follow(cut, &done[done.partition_point(|token| token.position < floor)..]);
-                    let filed: u32 = self.heads[h].chains.iter().map(|chain| chain.live).sum();
-                    let sinks = |left: u32| left.min(inner.store.sinks);
-                    let late = late.len() as u32 + sinks(self.filed) - sinks(left);
-                    let resident = ring.resident(rows.end).0 + filed - late;
-                    for page in feed.pages.iter().filter(|page| page.read[cut]) {
-                        let base = Seen {
-                            layer: rule.layer,
-                            kv_head: h,
-                            group,
-                            first: Position(told.start),
-                            rows: told.len() as u32,
-                            page: page.page,
-                            live: 0,
-                            positions: &[0; LANES],
-                            mass: &page.cuts[cut],
-                            resident,
-                        };
-                        self.observe_page(&rule, base, left, rows.end, reused.as_deref_mut());
-                    }
-                }
-            }
-        }
-    }
-
-    /// The tokens from position `from` on that lie in pages of experts by now, by position.
-    fn moved(&self, head: usize, from: u32) -> Vec<Moved> {
-        let codec = self.codecs[head].as_ref();
-        let mut moved = Vec::new();
-        for (c, chain) in self.heads[head].chains.iter().enumerate().skip(1) {
-            let lanes = chain.entries.iter().enumerate().rev().flat_map(|(i, entry)| {
-                (0..entry.fill).rev().map(move |lane| (chain.first + i as u32, lane, entry))
-            });
-            let tokens = lanes.map_while(|(ordinal, lane, entry)| {
-                let position = entry.position(codec, lane).filter(|position| *position >= from)?;
-                Some(Moved { position, chain: c, ordinal, lane })
-            });
-            moved.extend(tokens);
-        }
-        moved.sort_unstable_by_key(|token| token.position);
-        moved
-    }
-
-    /// Starts the version of `to` tokens from that of `from`.
-    fn turn(&mut self, rule: &Rule, head: usize, from: u32, to: u32) {
-        if rule.versions == 1 {
-            return;
-        }
-        let head = &mut self.heads[head];
-        let states = head.chains.iter_mut().flat_map(|chain| &mut chain.entries);
-        let states = states.filter_map(|entry| entry.state.as_mut());
-        states.chain(&mut head.states).for_each(|state| rule.turn(state, from, to));
-        let (from, to, words) = (rule.version(from), rule.version(to), rule.head_words);
-        head.own.copy_within(from * words..(from + 1) * words, to * words);
-    }
-
-    /// Takes what is kept of tokens of the ring along to their pages, as of `len` tokens.
-    fn carry(&mut self, rule: &Rule, head: usize, moved: &[Moved], len: u32) {
-        let Head { chains, states, .. } = &mut self.heads[head];
-        let rows = rule.version(len) * rule.words..(rule.version(len) + 1) * rule.words;
-        for token in moved {
-            let from = states.get((token.position / PAGE - self.first_tile) as usize);
-            let to = chains[token.chain].entry_mut(token.ordinal).and_then(|entry| entry.state.as_mut());
-            let (Some(from), Some(to)) = (from, to) else { continue };
-            for (to, from) in to[rows.clone()].iter_mut().zip(&from[rows.clone()]) {
-                to[token.lane as usize] = from[(token.position % PAGE) as usize];
-            }
-        }
-    }
-
-    /// Tells the policy of one page, at `len` tokens of which `left` had left the ring.
-    fn observe_page(
-        &mut self,
-        rule: &Rule,
-        seen: Seen<'_>,
-        left: u32,
-        len: u32,
+        feeds: &mut [Feed],
         reused: Option<&mut Vec<Reused>>,
     ) {
-        let PageId { place, ordinal } = seen.page;
-        let codec = self.codecs[seen.kv_head].as_ref();
-        let head = &mut self.heads[seen.kv_head];
-        let mut positions = [0; LANES];
-        let (state, live) = match place {
-            Place::Sinks => return,
-            Place::Ring => {
-                let first = ordinal * PAGE;
-                (0..).zip(&mut positions).for_each(|(lane, p)| *p = first + lane);
-                let held = |lane: u32| (left..len).contains(&(first + lane));
-                let live = (0..PAGE).filter(|lane| held(*lane)).fold(0, |live, lane| live | 1 << lane);
-                (head.states.get_mut(ordinal.wrapping_sub(self.first_tile) as usize), live)
-            }
-            Place::Expert(e) => {
-                let Some(entry) = head.chains[usize::from(e) + 1].entry_mut(ordinal) else { return };
-                for (lane, position) in (0..entry.fill).zip(&mut positions) {
-                    *position = entry.position(codec, lane).unwrap_or_default();
-                }
-                let filed = (0..).zip(&positions).filter(|(_, position)| **position < left);
-                let filed = filed.fold(0u32, |filed, (lane, _)| filed | 1 << lane);
-                let live = entry.live & filed;
-                let seen = Seen { live, ..seen };
-                if let Some(reused) = reused.filter(|_| live != 0 && used(&seen, 1.0)) {
-                    // A page that was never used before was there with its last token.
-                    let before =
-                        if entry.used == 0 { positions[entry.fill as usize - 1] + 1 } else { entry.used };
-                    let (layer, kv_head) = (seen.layer as u32, seen.kv_head as u32);
-                    reused.push(Reused { layer, kv_head, gap: len.saturating_sub(before) });
-                    entry.used = len;
-                }
-                (entry.state.as_mut(), live)
-            }
+        let Layer { heads, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
+        let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
+        let telling = Telling {
+            rule,
+            inner,
+            shape,
+            codecs,
+            tags,
+            tags_from: *tags_from,
+            first_tile: *first_tile,
+            filed: *filed,
+            old,
+            new,
+            reused: reused.is_some(),
         };
-        if live == 0 {
-            return;
+        let pages: usize = feeds.iter().map(|feed| feed.weighed.pages.len()).sum();
+        let mut told = feeds.iter_mut();
+        let mut heads: SmallVec<[(&mut Head, Option<&mut Feed>); 16]> =
+            heads.iter_mut().map(|head| (head, told.next())).collect();
+        let tell = |h: usize, (head, feed): &mut (&mut Head, Option<&mut Feed>)| {
+            telling.tell(h, head, feed.as_deref_mut());
+        };
+        if pages >= MANY {
+            each_mut(&mut heads, tell);
+        } else {
+            heads.iter_mut().enumerate().for_each(|(h, head)| tell(h, head));
         }
-        if let Some(state) = state {
-            let rows = &mut state[rule.version(len) * rule.words..][..rule.words];
-            rule.eviction.policy.observe(&Seen { live, positions: &positions, ..seen }, rows);
+        drop(heads);
+        if let Some(reused) = reused {
+            feeds.iter_mut().for_each(|feed| reused.append(&mut feed.reused));
         }
     }
 
@@ -309,7 +205,7 @@ impl Layer {
         misses: &mut [u64],
     ) {
         let wanted = fetch.map_or(usize::MAX, |n| n as usize);
-        let mut times = vec![0u64; hits.len()];
+        let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, hits.len());
         for row in rows {
             self.experts(inner, row).take(wanted).for_each(|e| times[usize::from(e)] += 1);
         }
@@ -321,40 +217,255 @@ impl Layer {
             }
         }
     }
+}
+
+/// What the heads of a layer have in common when their policy is told of a step.
+struct Telling<'a> {
+    rule: &'a Rule,
+    inner: &'a Inner,
+    shape: &'a LayerShape,
+    codecs: &'a HeadCodecs,
+    tags: &'a VecDeque<u16>,
+    tags_from: u32,
+    first_tile: u32,
+    filed: u32,
+    old: u32,
+    new: u32,
+    /// Whether pages that are used again are asked for.
+    reused: bool,
+}
+
+/// Some rows that are told of at once.
+struct Cut<'a> {
+    index: usize,
+    /// Rows that the policy wants to know of.
+    told: Range<u32>,
+    /// Tokens at the end of the last of the rows, and of these those that had left the ring.
+    len: u32,
+    left: u32,
+    /// Tokens that the step moved to pages.
+    moved: &'a [Moved],
+    /// Tokens that the head held.
+    resident: u32,
+}
+
+impl Telling<'_> {
+    /// Tells of one head.
+    fn tell(&self, h: usize, head: &mut Head, mut feed: Option<&mut Feed>) {
+        let Telling { rule, inner, shape, old, .. } = *self;
+        let ring = inner.store.ring;
+        let moved = self.moved(h, head, ring.left(old));
+        let mut before = old;
+        for (index, (rows, told)) in rule.cuts(old, self.new).enumerate() {
+            self.turn(head, before, rows.end);
+            let left = ring.left(rows.end);
+            let (done, late) = moved.split_at(moved.partition_point(|token| token.position < left));
+            let since = done.partition_point(|token| token.position < ring.left(before));
+            self.carry(head, &done[since..], rows.end);
+            before = rows.end;
+            let Some(feed) = feed.as_deref_mut() else { continue };
+            let (hits, misses) = self.residency(head, rows.clone(), late);
+            let group = shape.group();
+            let width = group as usize * shape.layout.k_dim as usize;
+            let at = (rows.start - old) as usize * width..(rows.end - old) as usize * width;
+            let seen = HeadSeen {
+                layer: rule.layer,
+                kv_head: h,
+                group,
+                first: Position(rows.start),
+                rows: rows.len() as u32,
+                queries: feed.queries.get(at).unwrap_or_default(),
+                hits,
+                misses,
+            };
+            let own = &mut head.own[rule.version(rows.end) * rule.head_words..];
+            rule.eviction.policy.observe_head(&seen, &mut own[..rule.head_words]);
+            if rule.words > 0 && !told.is_empty() {
+                // From here on the first of the rows found tokens in the ring.
+                let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
+                let from = done.partition_point(|token| token.position < floor);
+                follow(&mut feed.weighed, index, &done[from..]);
+                let filed: u32 = head.chains.iter().map(|chain| chain.live).sum();
+                let sinks = |left: u32| left.min(inner.store.sinks);
+                let late = late.len() as u32 + sinks(self.filed) - sinks(left);
+                let resident = ring.resident(rows.end).0 + filed - late;
+                self.pages(h, head, feed, &Cut { index, told, len: rows.end, left, moved: &moved, resident });
+            }
+        }
+    }
+
+    /// Tells of the pages of a head, one by one.
+    fn pages(&self, h: usize, head: &mut Head, feed: &mut Feed, cut: &Cut<'_>) {
+        let Feed { weighed, reused, .. } = feed;
+        let mut at = 0;
+        while let Some((PageId { place, .. }, _)) = weighed.pages.get(at) {
+            let (from, place) = (at, *place);
+            at += weighed.pages[at..].iter().take_while(|(page, _)| page.place == place).count();
+            match place {
+                Place::Sinks => {}
+                Place::Ring => self.ring(h, head, weighed, from..at, cut),
+                Place::Expert(e) => {
+                    self.run(h, &mut head.chains[usize::from(e) + 1], weighed, from..at, cut, reused);
+                }
+            }
+        }
+    }
+
+    /// What all pages are told of alike.
+    fn seen<'a>(
+        &self,
+        h: usize,
+        cut: &Cut<'_>,
+        page: PageId,
+        live: u32,
+        positions: Positions<'a>,
+        mass: &'a [f32; LANES],
+    ) -> Seen<'a> {
+        let Cut { ref told, resident, .. } = *cut;
+        Seen {
+            layer: self.rule.layer,
+            kv_head: h,
+            group: self.shape.group(),
+            first: Position(told.start),
+            rows: told.len() as u32,
+            page,
+            live,
+            positions,
+            mass,
+            resident,
+        }
+    }
+
+    /// Tells of pages of the ring.
+    fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, pages: Range<usize>, cut: &Cut<'_>) {
+        for i in pages {
+            let (page, _) = weighed.pages[i];
+            let Some(mass) = weighed.cut(i, cut.index) else { continue };
+            let first = page.ordinal * PAGE;
+            let below = |end: u32| filled(end.saturating_sub(first).min(PAGE));
+            let live = below(cut.len) & !below(cut.left);
+            let tile = page.ordinal.wrapping_sub(self.first_tile) as usize;
+            let kept = head.states.page_mut(tile, self.rule.version(cut.len));
+            if let Some((rows, _)) = kept.filter(|_| live != 0) {
+                let seen = self.seen(h, cut, page, live, Positions::first(first), mass);
+                self.rule.eviction.policy.observe(&seen, rows);
+            }
+        }
+    }
+
+    /// Tells of pages of an expert.
+    fn run(
+        &self,
+        h: usize,
+        chain: &mut Chain,
+        weighed: &Weighed,
+        pages: Range<usize>,
+        cut: &Cut<'_>,
+        reused: &mut Vec<Reused>,
+    ) {
+        let Some((PageId { place: Place::Expert(e), .. }, _)) = weighed.pages.get(pages.start) else {
+            return;
+        };
+        // From this page on there are tokens that were filed by the step: not all had been when attention looked, and not all
+        // are told of already.
+        let new = cut.moved.iter().filter(|token| token.chain == usize::from(*e) + 1);
+        let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
+        let codec = self.codecs[h].as_ref();
+        let version = self.rule.version(cut.len);
+        let Chain { first, entries, kept, .. } = chain;
+        for i in pages {
+            let (page, mut live) = weighed.pages[i];
+            let Some(mass) = weighed.cut(i, cut.index) else { continue };
+            let Some(at) = page.ordinal.checked_sub(*first).map(|at| at as usize) else { continue };
+            let (Some(entry), Some((rows, used))) = (entries.get(at), kept.page_mut(at, version)) else {
+                continue;
+            };
+            if page.ordinal >= new {
+                let filed = |lane: &u32| entry.position(codec, *lane).is_some_and(|p| p < cut.left);
+                let filed = (0..entry.fill).filter(filed).fold(0, |filed, lane| filed | 1 << lane);
+                live = entry.live & filed;
+            }
+            if live == 0 {
+                continue;
+            }
+            let seen = self.seen(h, cut, page, live, Positions::page(entry, codec), mass);
+            if self.reused && seen.used(1.0) {
+                // A page that was never used before was there with its last token.
+                let before = if *used == 0 { entry.last().unwrap_or_default() + 1 } else { *used };
+                let (layer, kv_head) = (seen.layer as u32, h as u32);
+                reused.push(Reused { layer, kv_head, gap: cut.len.saturating_sub(before) });
+                *used = cut.len;
+            }
+            self.rule.eviction.policy.observe(&seen, rows);
+        }
+    }
+
+    /// The tokens from position `from` on that lie in pages of experts by now, by position.
+    fn moved(&self, h: usize, head: &Head, from: u32) -> SmallVec<[Moved; 4]> {
+        let codec = self.codecs[h].as_ref();
+        let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
+        for (c, chain) in head.chains.iter().enumerate().skip(1) {
+            let lanes = chain.entries.iter().enumerate().rev().flat_map(|(i, entry)| {
+                (0..entry.fill).rev().map(move |lane| (chain.first + i as u32, lane, entry))
+            });
+            let tokens = lanes.map_while(|(ordinal, lane, entry)| {
+                let position = entry.position(codec, lane).filter(|position| *position >= from)?;
+                Some(Moved { position, chain: c, ordinal, lane })
+            });
+            moved.extend(tokens);
+        }
+        moved.sort_unstable_by_key(|token| token.position);
+        moved
+    }
+
+    /// Starts the version of `to` tokens from that of `from`.
+    fn turn(&self, head: &mut Head, from: u32, to: u32) {
+        let rule = self.rule;
+        if rule.versions == 1 {
+            return;
+        }
+        let (from, to) = (rule.version(from), rule.version(to));
+        let runs = head.chains.iter_mut().map(|chain| &mut chain.kept);
+        runs.chain([&mut head.states]).for_each(|kept| kept.turn(from, to));
+        let words = rule.head_words;
+        head.own.copy_within(from * words..(from + 1) * words, to * words);
+    }
+
+    /// Takes what is kept of tokens of the ring along to their pages, as of `len` tokens.
+    fn carry(&self, head: &mut Head, moved: &[Moved], len: u32) {
+        let Head { chains, states, .. } = head;
+        let version = self.rule.version(len);
+        for token in moved {
+            let tile = (token.position / PAGE).wrapping_sub(self.first_tile) as usize;
+            let Chain { first, kept, .. } = &mut chains[token.chain];
+            let to = ((token.ordinal - *first) as usize, token.lane);
+            kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
+        }
+    }
 
     /// Over some rows, the tokens that their experts hold in a head's pages, and those that were evicted; without the `late`
     /// ones, which were in the ring then.
-    fn residency(&self, inner: &Inner, head: usize, rows: Range<u32>, late: &[Moved]) -> (u64, u64) {
-        let chains = &self.heads[head].chains;
+    fn residency(&self, head: &Head, rows: Range<u32>, late: &[Moved]) -> (u64, u64) {
         let count = |c: usize| {
-            let Chain { live, filed, .. } = chains[c];
+            let Chain { live, filed, .. } = head.chains[c];
             let late = late.iter().filter(|token| token.chain == c).count() as u64;
             (u64::from(live) - late, u64::from(filed - live))
         };
-        let experts = rows.flat_map(|row| self.experts(inner, row));
+        let experts = rows.flat_map(|row| experts(self.inner, self.tags, self.tags_from, row));
         experts.map(|e| count(usize::from(e) + 1)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
     }
 }
 
-impl Feed {
-    /// Moves what tokens received in the ring to the pages where they lie by now.
-    fn follow(&mut self, cut: usize, moved: &[Moved]) {
-        let mut index: HashMap<PageId, usize> =
-            self.pages.iter().enumerate().map(|(i, page)| (page.page, i)).collect();
-        for token in moved {
-            let ring = PageId { place: Place::Ring, ordinal: token.position / PAGE };
-            let Some(&from) = index.get(&ring) else { continue };
-            let page = PageId { place: chain_place(token.chain), ordinal: token.ordinal };
-            let to = *index.entry(page).or_insert_with(|| {
-                let n = self.pages[from].cuts.len();
-                let (cuts, read) = (vec![[0.0; LANES]; n], vec![false; n]);
-                self.pages.push(Weighed { page, all: [0.0; LANES], cuts, read });
-                self.pages.len() - 1
-            });
-            let lane = (token.position % PAGE) as usize;
-            let mass = std::mem::take(&mut self.pages[from].cuts[cut][lane]);
-            self.pages[to].cuts[cut][token.lane as usize] += mass;
-            self.pages[to].read[cut] = true;
-        }
+/// Moves what tokens received in the ring to the pages where they lie by now.
+fn follow(weighed: &mut Weighed, cut: usize, moved: &[Moved]) {
+    if moved.is_empty() {
+        return;
+    }
+    let mut index = weighed.index();
+    for token in moved {
+        let ring = PageId { place: Place::Ring, ordinal: token.position / PAGE };
+        let page = PageId { place: chain_place(token.chain), ordinal: token.ordinal };
+        let (from, to) = ((ring, (token.position % PAGE) as usize), (page, token.lane as usize));
+        weighed.carry(&mut index, cut, from, to);
     }
 }

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::evict::enforce;
 use crate::filing::{Layer, own};
 use crate::lists::{STEP, StepLists, emptied};
-use crate::observe::{Feed, Rule};
+use crate::observe::Feed;
 use crate::policy::Token;
 use crate::report::StepReport;
 use crate::sequence::Sequence;
@@ -53,8 +53,9 @@ pub(crate) struct Done {
     routed: bool,
     /// Experts of a row whose pages it wants, from the first on; all if `None`.
     fetch: Option<u32>,
-    /// What the layer's policy will be told: the part, and what a head of it saw.
-    feeds: Vec<(usize, Feed)>,
+    /// What the layer's policy will be told, head by head: what the last call left, if it was in this step.
+    feeds: Vec<Feed>,
+    told: bool,
     /// Bytes that were read from lower tiers.
     remote: u64,
 }
@@ -62,9 +63,7 @@ pub(crate) struct Done {
 impl Done {
     /// As before the step, with the room of its lists.
     fn clear(&mut self) {
-        let mut feeds = mem::take(&mut self.feeds);
-        feeds.clear();
-        *self = Done { feeds, ..Done::default() };
+        *self = Done { feeds: mem::take(&mut self.feeds), ..Done::default() };
     }
 }
 
@@ -253,9 +252,11 @@ impl<'a> Step<'a> {
             len: part.len,
             fetch,
         });
-        let feeds = Some(&mut self.layers[layer].feeds);
-        let remote = attend(&inner, layer, shape, views, q, options, out, feeds, ahead)?;
-        self.layers[layer].remote += remote;
+        let done = &mut self.layers[layer];
+        done.told = false;
+        let remote = attend(&inner, layer, shape, views, q, options, out, Some(&mut done.feeds), ahead)?;
+        done.told = true;
+        done.remote += remote;
         Ok(())
     }
 
@@ -360,16 +361,17 @@ impl<'a> Step<'a> {
             if inner.rules[l].is_none() && report.is_none() {
                 continue;
             }
-            let mut feeds: Vec<Vec<Feed>> = self.parts.iter().map(|_| Vec::new()).collect();
-            done.feeds.drain(..).for_each(|(part, feed)| feeds[part].push(feed));
             if let Some(report) = &mut report {
                 report.remote.push(done.remote);
             }
-            for (part, feeds) in self.parts.iter_mut().zip(feeds) {
+            let feeds = if done.told { &mut done.feeds[..] } else { &mut [] };
+            for (i, part) in self.parts.iter_mut().enumerate() {
+                let own = feeds.partition_point(|feed| feed.sequence < i);
+                let own = own..feeds.partition_point(|feed| feed.sequence <= i);
                 let Sequence { layers, len, .. } = &mut *part.sequence;
                 let layer = &mut layers[l];
                 let reused = report.as_deref_mut().map(|report| &mut report.reused);
-                layer.observe(&inner, &inner.config.layers[l], *len, part.len, feeds, reused);
+                layer.observe(&inner, &inner.config.layers[l], *len, part.len, &mut feeds[own], reused);
                 if let Some(report) = &mut report {
                     let StepReport { experts, hits, misses, .. } = &mut **report;
                     let of = l * *experts..(l + 1) * *experts;
@@ -516,7 +518,7 @@ fn write(
                 let shard = inner.shard_of(crate::Place::Ring, tile, h);
                 let near = Near::next(head.ring.back());
                 head.ring.push_back(pages.take(shard, layout.words(), near)?);
-                head.states.extend(state.rule.as_deref().and_then(Rule::state));
+                head.states.push_back();
             }
             let mut shared = None;
             let page = &mut head.ring[at];
@@ -542,9 +544,9 @@ fn write(
                     value: bad.value,
                     dtype: if bad.key { layout.k.name() } else { layout.v.name() },
                 })?;
-                if let (Some(rule), Some(states)) = (&state.rule, head.states.get_mut(at)) {
+                if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
                     let token = Token { layer, kv_head: h, position: Position(p), key, value };
-                    rule.born(&token, states, (p % PAGE) as usize);
+                    rule.born(&token, &mut head.states, at);
                 }
             }
             position = end.min((tile + 1) * PAGE);

@@ -87,8 +87,15 @@ impl Def {
 
     /// A page was seen.
     fn seen(self, page: &Told, words: &mut BTreeMap<(usize, usize, u32), [f64; 2]>, (l, h): (usize, usize)) {
-        let Told { first, rows, group, resident, ref tokens } = *page;
-        let sum: f32 = tokens.iter().map(|(_, mass)| *mass).sum();
+        let Told { first, rows, group, live, resident, ref tokens } = *page;
+        let mut lanes: Vec<f32> = vec![0.0; 32];
+        let held = (0..32).filter(|lane| live >> lane & 1 == 1);
+        held.zip(tokens).for_each(|(lane, (_, mass))| lanes[lane] = *mass);
+        while lanes.len() > 1 {
+            let upper = lanes.split_off(lanes.len() / 2);
+            lanes.iter_mut().zip(upper).for_each(|(sum, mass)| *sum += mass);
+        }
+        let sum = lanes[0];
         let fair = (rows * group) as f32 * tokens.len() as f32 / resident as f32;
         let used = sum > 0.0 && sum >= fair;
         let now = f64::from(first + rows - 1);
@@ -159,6 +166,7 @@ struct Told {
     first: u32,
     rows: u32,
     group: u32,
+    live: u32,
     resident: u32,
     tokens: Vec<(u32, f32)>,
 }
@@ -323,13 +331,14 @@ impl Model {
                         self.check_told(l, h, &rows, cut.end, &pages);
                     }
                     for page in pages {
-                        let Event::Seen { group, first, rows, resident, tokens, .. } = page else {
+                        let Event::Seen { group, first, rows, live, resident, tokens, .. } = page else {
                             unreachable!()
                         };
                         let told = Told {
                             first: *first,
                             rows: *rows,
                             group: *group,
+                            live: *live,
                             resident: *resident,
                             tokens: tokens.clone(),
                         };

@@ -158,7 +158,7 @@ impl Policy for Count {
         1
     }
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        seen.lanes().for_each(|t| state[0][t] += seen.rows_after(seen.positions[t]) as f32);
+        seen.lanes().for_each(|t| state[0][t] += seen.rows_after(seen.position(t)) as f32);
     }
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
         for (i, u) in utility.iter_mut().enumerate() {

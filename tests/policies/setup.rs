@@ -183,7 +183,9 @@ pub enum Event {
         first: u32,
         rows: u32,
         page: PageId,
+        live: u32,
         resident: u32,
+        /// Positions and masses of the lanes in `live`.
         tokens: Vec<(u32, f32)>,
     },
     Head {
@@ -232,8 +234,8 @@ impl Policy for Spy {
         self.of.born(token, state);
     }
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        let tokens = seen.lanes().map(|t| (seen.positions[t], seen.mass[t])).collect();
-        let Seen { layer, kv_head: head, group, first, rows, page, resident, .. } = *seen;
+        let tokens = seen.lanes().map(|t| (seen.position(t), seen.mass[t])).collect();
+        let Seen { layer, kv_head: head, group, first, rows, page, live, resident, .. } = *seen;
         self.log.lock().unwrap().push(Event::Seen {
             layer,
             head,
@@ -241,6 +243,7 @@ impl Policy for Spy {
             first: first.0,
             rows,
             page,
+            live,
             resident,
             tokens,
         });

@@ -1,13 +1,14 @@
 //! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
 //! level, the end in one; where the mass of pages is wanted, that in one more.
 
-use super::wave::{Packed, Wave, sets};
+use super::wave::{Packed, Wave};
 use super::work::{Upload, Way, Work};
 use super::{Device, arguments};
 use crate::error::Error;
-use crate::forest::{Forest, Listed};
+use crate::forest::Forest;
 use crate::job::{Job, TILE};
-use crate::mass::{Wanted, Weighed, one_form};
+use crate::mass::Wanted;
+use crate::observe::Feed;
 use crate::rope::Table;
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
@@ -233,8 +234,9 @@ pub(crate) fn attend(
     wanted: Option<&[Wanted]>,
     out: &mut [f32],
     lse: &mut [f32],
-) -> Result<Vec<Vec<Weighed>>, Error> {
-    let done = attend_all(device, job, forests, wanted, out, lse);
+    feeds: &mut [Feed],
+) -> Result<(), Error> {
+    let done = attend_all(device, job, forests, wanted, out, lse, feeds);
     if done.is_err() {
         let _ = device.stream.synchronize();
     }
@@ -250,9 +252,10 @@ fn attend_all(
     wanted: Option<&[Wanted]>,
     out: &mut [f32],
     lse: &mut [f32],
-) -> Result<Vec<Vec<Weighed>>, Error> {
+    feeds: &mut [Feed],
+) -> Result<(), Error> {
     if lse.is_empty() {
-        return Ok(Vec::new());
+        return Ok(());
     }
     let mut work = device.work()?;
     let stream = &device.stream;
@@ -260,7 +263,7 @@ fn attend_all(
     let (mut firsts, mut masses) = (Vec::new(), 0);
     for forest in forests {
         firsts.push(masses);
-        masses += wanted.map_or(0, |wanted| sets(&wanted[forest.view]).count()) * forest.pages.len();
+        masses += wanted.map_or(0, |wanted| wanted[forest.view].sets().count()) * forest.pages.len();
     }
     let floats = out.len() + 3 * lse.len() + LANES * masses;
     let first = work.out(stream, floats as u64)?;
@@ -290,7 +293,7 @@ fn attend_all(
     if wave.size > 0 {
         go(&mut wave, &mut work)?;
     }
-    let weighed = work.fetch(stream, first, floats, |words| {
+    work.fetch(stream, first, floats, |words| {
         let floats: &[f32] = bytemuck::cast_slice(words);
         let (from, rest) = floats.split_at(out.len());
         let (ends, mass) = rest.split_at(3 * lse.len());
@@ -300,29 +303,22 @@ fn attend_all(
             *lse = *end;
             job.judge(at, *m, *l, &out[at * width..][..width]);
         }
-        let Some(wanted) = wanted else { return Vec::new() };
-        let of = |(forest, first): (&Forest<'_>, &usize)| {
-            let wanted = &wanted[forest.view];
-            let row = |set: usize, page: usize| mass.as_chunks().0[first + set * forest.pages.len() + page];
-            let page = |(i, page): (usize, &Listed<'_>)| {
-                let mut weighed = wanted.blank(page.id);
-                let before = usize::from(wanted.all);
-                if wanted.all {
-                    weighed.all = row(0, i);
+        let Some(wanted) = wanted else { return };
+        for ((forest, first), feed) in forests.iter().zip(&firsts).zip(feeds) {
+            let (wanted, weighed, pages) = (&wanted[forest.view], &mut feed.weighed, forest.pages.len());
+            weighed.start(forest, wanted);
+            for (set, _) in wanted.sets().enumerate() {
+                for i in 0..pages {
+                    *weighed.mass_mut(i, set) = mass.as_chunks().0[first + set * pages + i];
                 }
-                weighed.cuts.iter_mut().enumerate().for_each(|(cut, to)| *to = row(before + cut, i));
-                weighed
-            };
-            let mut weighed = forest.pages.iter().enumerate().map(page).collect();
-            one_form(&mut weighed, forest);
-            weighed
-        };
-        forests.iter().zip(&firsts).map(of).collect()
+            }
+            weighed.one_form(forest);
+        }
     })?;
     for (_, forest) in blank {
         for item in job.items(forest, most) {
             (0..item.rows).for_each(|r| lse[job.output_row(&item, r)] = f32::NEG_INFINITY);
         }
     }
-    Ok(weighed)
+    Ok(())
 }

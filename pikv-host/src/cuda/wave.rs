@@ -312,7 +312,7 @@ impl<'a> Wave<'a> {
         for part in &self.forests {
             let forest = &forests[part.forest];
             let mut out = firsts[part.forest] as u32;
-            for set in sets(&wanted[forest.view]) {
+            for set in wanted[forest.view].sets() {
                 let meets = set.start < part.tokens.end && part.tokens.start < set.end;
                 for (block, pages) in (0..).zip(forest.blocks.iter().filter(|_| meets)) {
                     let mixed = mixed(forest, pages);
@@ -348,11 +348,6 @@ fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &Listed<'_>, tokens: &Range<
     let start = tokens.clone().find(finds).unwrap_or(tokens.end);
     let end = (start..tokens.end).find(|token| !finds(token)).unwrap_or(tokens.end);
     start..end
-}
-
-/// The sets of tokens of a view whose weights are wanted apart.
-pub(super) fn sets(wanted: &Wanted) -> impl Iterator<Item = Range<u32>> {
-    wanted.all.then_some(0..u32::MAX).into_iter().chain(wanted.cuts.iter().cloned())
 }
 
 /// The tree of [`Forest::reduce`] as lists of joins.

@@ -7,8 +7,9 @@ use super::link::Link;
 use super::wire::{self, flag};
 use crate::error::Error;
 use crate::forest::Forest;
-use crate::job::{Item, Job, SCRATCH, Scratch, Shared, TILE, each};
-use crate::mass::{Wanted, Weighed};
+use crate::job::{Item, Job, SCRATCH, Scratch, Shared, TILE, each, each_mut};
+use crate::mass::Wanted;
+use crate::observe::Feed;
 use crate::sequence::Place;
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
@@ -349,10 +350,10 @@ pub(crate) fn attend(
     wanted: Option<&[Wanted]>,
     out: &Shared<'_>,
     lse: &Shared<'_>,
-) -> Result<Vec<Vec<Weighed>>, Error> {
+    feeds: &mut [Feed],
+) -> Result<(), Error> {
     let manner = Manner { raw: wanted.is_some(), fast: front.fast && wanted.is_none() };
     let step = if manner.raw { job.whole() } else { TILE };
-    let mut weighed = Vec::new();
     let mut next = 0;
     let mut rest: Vec<Item<'_>> = Vec::new();
     // With masses, a wave has whole forests.
@@ -384,14 +385,15 @@ pub(crate) fn attend(
         job.remote = if some { Some(RwLock::new(front.ask(job, layer, &questions, manner)?)) } else { None };
         let job = &*job;
         match wanted {
-            Some(wanted) => weighed.extend(each(&forests[from..next], |forest| {
-                job.with_mass(forest, &wanted[forest.view], out, lse)
-            })),
+            Some(wanted) => each_mut(&mut feeds[from..next], |i, feed| {
+                let forest = &forests[from + i];
+                job.with_mass(forest, &wanted[forest.view], out, lse, &mut feed.weighed);
+            }),
             None => _ = each(&items, |item| one(job, item, manner, out, lse)),
         }
     }
     job.remote = None;
-    Ok(weighed)
+    Ok(())
 }
 
 /// The whole of an item.

@@ -73,7 +73,7 @@ impl Policy for AdaKvLit {
         let now = seen.first.0 + seen.rows - 1;
         for t in seen.lanes() {
             let share = seen.mass[t] * seen.resident as f32;
-            let rows = (seen.rows_after(seen.positions[t]) * seen.group) as f32;
+            let rows = (seen.rows_of(t) * seen.group) as f32;
             state[0][t] += share;
             state[1][t] += rows;
             if rows > 0.0 && share >= rows {

@@ -1,6 +1,5 @@
 //! The tokens that a policy ranks.
 
-use super::State;
 use crate::arena::Page;
 use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
@@ -18,9 +17,6 @@ pub struct Candidates<'a> {
     pub(crate) layout: &'a Layout,
     pub(crate) codec: Option<&'a HeadCodec>,
     pub(crate) tokens: Vec<Candidate<'a>>,
-    /// Words of a token, and the version that holds.
-    pub(crate) words: usize,
-    pub(crate) version: usize,
     pub(crate) head: &'a [f32],
     pub(crate) group: u32,
     /// Pages of lower tiers, or on a device, that were looked into; `None` where that failed.
@@ -35,6 +31,8 @@ pub(crate) struct Candidate<'a> {
     pub ordinal: u32,
     pub lane: u32,
     pub entry: &'a Entry,
+    /// What is kept of the page.
+    pub rows: &'a [[f32; LANES]],
 }
 
 impl Candidates<'_> {
@@ -78,8 +76,8 @@ impl Candidates<'_> {
 
     /// Word `word` of what the policy keeps of token `i`.
     pub fn state(&self, i: usize, word: usize) -> f32 {
-        let Candidate { entry, lane, .. } = self.tokens[i];
-        rows(&entry.state, self.words, self.version)[word][lane as usize]
+        let Candidate { rows, lane, .. } = self.tokens[i];
+        rows[word][lane as usize]
     }
 
     /// What the policy keeps of the head.
@@ -157,9 +155,4 @@ impl Candidates<'_> {
     pub(crate) fn failed(&self) -> bool {
         self.away().values().any(Option::is_none)
     }
-}
-
-/// The rows of a version of a state.
-pub(crate) fn rows(state: &State, words: usize, version: usize) -> &[[f32; LANES]] {
-    state.as_ref().map_or(&[][..], |rows| &rows[version * words..][..words])
 }

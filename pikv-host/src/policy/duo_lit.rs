@@ -27,7 +27,7 @@ impl Policy for DuoLit {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        seen.lanes().for_each(|t| state[0][t] += seen.mass[t]);
+        seen.update(&mut state[0], |sum, mass| sum + mass);
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {

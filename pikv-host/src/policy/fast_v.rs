@@ -22,9 +22,9 @@ impl Policy for FastVReceived {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        seen.update(&mut state[0], |sum, mass| sum + mass);
         for t in seen.lanes() {
-            state[0][t] += seen.mass[t];
-            state[1][t] += (seen.rows_after(seen.positions[t]) * seen.group) as f32;
+            state[1][t] += (seen.rows_of(t) * seen.group) as f32;
         }
     }
 

@@ -27,14 +27,6 @@ pub(super) fn age(now: u32, stored: f32) -> f32 {
     (now - stored.to_bits()) as f32
 }
 
-/// Whether the rows of `seen` used its page.
-pub(crate) fn used(seen: &Seen<'_>, share: f32) -> bool {
-    let mass: f32 = seen.lanes().map(|t| seen.mass[t]).sum();
-    let all = (seen.rows * seen.group) as f32;
-    let fair = all * seen.live.count_ones() as f32 / seen.resident as f32;
-    mass > 0.0 && mass >= share * fair
-}
-
 impl Policy for Lru {
     fn name(&self) -> &str {
         "LRU"
@@ -53,9 +45,9 @@ impl Policy for Lru {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        if used(seen, self.share) {
+        if seen.used(self.share) {
             let now = stored(seen.first.0 + seen.rows - 1);
-            seen.lanes().for_each(|t| state[0][t] = now);
+            seen.update(&mut state[0], |_, _| now);
         }
     }
 

@@ -1,6 +1,6 @@
 //! LRU+: recency and decayed frequency.
 
-use super::lru::{age, stored, used};
+use super::lru::{age, stored};
 use super::{Candidates, Feedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
@@ -40,10 +40,16 @@ impl Policy for LruPlus {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        if used(seen, self.share) {
+        if seen.used(self.share) {
             let now = seen.first.0 + seen.rows - 1;
+            // Most tokens of a page were used last by the same rows.
+            let mut known = (0.0, 1.0);
             for t in seen.lanes() {
-                let faded = libm::powf(self.decay, age(now, state[0][t]));
+                let age = age(now, state[0][t]);
+                if age != known.0 {
+                    known = (age, libm::powf(self.decay, age));
+                }
+                let faded = known.1;
                 (state[0][t], state[1][t]) = (stored(now), state[1][t] * faded + 1.0);
             }
         }

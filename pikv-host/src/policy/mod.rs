@@ -28,6 +28,7 @@ mod key_norm;
 pub(crate) mod lru;
 mod lru_plus;
 mod quest_lit;
+mod seen;
 mod snap_kv;
 mod streaming_llm;
 mod tova;
@@ -46,11 +47,11 @@ pub use key_norm::KeyNorm;
 pub use lru::Lru;
 pub use lru_plus::LruPlus;
 pub use quest_lit::{Dense, QuestLit, QuestLitError};
+pub use seen::{HeadSeen, Positions, Seen};
 pub use snap_kv::SnapKv;
 pub use streaming_llm::StreamingLlm;
 pub use tova::Tova;
 
-use crate::sequence::PageId;
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 use std::fmt;
@@ -60,9 +61,6 @@ use std::sync::Arc;
 pub(crate) fn worth(utility: f32) -> f32 {
     if utility.is_nan() { f32::NEG_INFINITY } else { utility + 0.0 }
 }
-
-/// Rows of 32 that a policy keeps of a page's tokens: [`Policy::words`] of them for each length that can be gone back to.
-pub(crate) type State = Option<Box<[[f32; LANES]]>>;
 
 /// What a policy is told after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +82,9 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// Its name in reports.
     fn name(&self) -> &str;
 
-    /// What it wants to be told. Mass costs a second pass over the scores and 4 bytes a row, head and token meanwhile.
+    /// What it wants to be told. Mass costs a second pass over the scores, which are kept meanwhile: 4 bytes a row, head and token;
+    /// and from one step to the next 4 bytes a layer, KV head and token, once for a step's rows and once for each that can be
+    /// taken back.
     fn feedback(&self) -> Feedback {
         Feedback::None
     }
@@ -110,7 +110,8 @@ pub trait Policy: fmt::Debug + Send + Sync {
     fn born(&self, _token: &Token<'_>, _state: &mut [f32]) {}
 
     /// Some rows were attended. Called for each page that they read, sinks apart, after the step was committed; `state` is
-    /// [`words`](Policy::words) rows of 32. Rows that can be taken back come one by one.
+    /// [`words`](Policy::words) rows of 32. Rows that can be taken back come one by one. Heads may be told in parallel; of one
+    /// head, pages come in a fixed order.
     fn observe(&self, _seen: &Seen<'_>, _state: &mut [[f32; LANES]]) {}
 
     /// The same, once a head: `state` is [`head_words`](Policy::head_words) long.
@@ -149,65 +150,6 @@ pub struct Token<'a> {
     pub key: &'a [f32],
     /// Its value, `v_dim` channels.
     pub value: &'a [f32],
-}
-
-/// What some rows of attention saw of a page.
-#[derive(Clone, Copy, Debug)]
-pub struct Seen<'a> {
-    /// The layer.
-    pub layer: usize,
-    /// The KV head.
-    pub kv_head: usize,
-    /// Query heads of the KV head.
-    pub group: u32,
-    /// Position of the first of the rows.
-    pub first: Position,
-    /// How many rows.
-    pub rows: u32,
-    /// The page, where it is now.
-    pub page: PageId,
-    /// Bit `t` is set if the token at lane `t` is held.
-    pub live: u32,
-    /// The position of each lane; of those not live, any.
-    pub positions: &'a [u32; LANES],
-    /// Softmax weight of each lane, summed over the rows and the group.
-    pub mass: &'a [f32; LANES],
-    /// Tokens that the head holds.
-    pub resident: u32,
-}
-
-impl Seen<'_> {
-    /// The lanes that are held.
-    pub fn lanes(&self) -> impl Iterator<Item = usize> + use<> {
-        let live = self.live;
-        (0..LANES).filter(move |t| live >> t & 1 == 1)
-    }
-
-    /// How many of the rows are at or after `position`.
-    pub fn rows_after(&self, position: u32) -> u32 {
-        (self.first.0 + self.rows).saturating_sub(position.max(self.first.0))
-    }
-}
-
-/// What some rows of attention saw of a head.
-#[derive(Clone, Copy, Debug)]
-pub struct HeadSeen<'a> {
-    /// The layer.
-    pub layer: usize,
-    /// The KV head.
-    pub kv_head: usize,
-    /// Query heads of the KV head.
-    pub group: u32,
-    /// Position of the first of the rows.
-    pub first: Position,
-    /// How many rows.
-    pub rows: u32,
-    /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless something is kept of heads.
-    pub queries: &'a [f32],
-    /// Tokens that the rows' experts hold, and those that they would had none been evicted.
-    pub hits: u64,
-    /// Of those, the ones that are gone.
-    pub misses: u64,
 }
 
 /// How a layer evicts. Set by [`CacheConfig::evict`](crate::CacheConfig::evict).

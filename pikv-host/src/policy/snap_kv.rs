@@ -38,9 +38,8 @@ impl Policy for SnapKv {
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
         let share = seen.rows.min(self.window) as f32 / self.window as f32;
-        for t in seen.lanes() {
-            state[0][t] = state[0][t] * (1.0 - share) + seen.mass[t] / self.window as f32;
-        }
+        let (stays, window) = (1.0 - share, self.window as f32);
+        seen.update(&mut state[0], |mean, mass| mean * stays + mass / window);
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {

@@ -25,7 +25,7 @@ impl Policy for Tova {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        seen.lanes().for_each(|t| state[0][t] = seen.mass[t]);
+        seen.update(&mut state[0], |_, mass| mass);
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
