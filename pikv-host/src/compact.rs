@@ -64,12 +64,18 @@ impl Chain {
     pub fn compact(&mut self, whose: &Whose<'_>, kept: u32) {
         let still = |entry: &&Entry| match &entry.held {
             Held::Gone => true,
-            Held::Open(_) | Held::Away(Away { by: None, .. }) => {
-                entry.fill == PAGE && entry.pending == 0 && entry.last().is_some_and(|last| last < kept)
-            }
+            Held::Open(_) | Held::Away(Away { by: None, .. }) => entry.fill == PAGE && entry.pending == 0,
             Held::Closed(_) | Held::Away(_) => false,
         };
-        let end = self.entries.iter().take_while(still).count();
+        let mut end = self.entries.iter().take_while(still).count();
+        // Positions ascend: what a rollback could still touch is at the end. Looking there only spares a look into every page.
+        for i in (0..end).rev() {
+            match self.entries[i].last() {
+                None => {}
+                Some(last) if last < kept => break,
+                Some(_) => end = i,
+            }
+        }
         let live: u32 = self.entries.range(..end).map(|entry| entry.live.count_ones()).sum();
         let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
         let dead = pages as u32 * PAGE - live;

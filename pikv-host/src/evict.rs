@@ -3,9 +3,10 @@
 use crate::cache::Inner;
 use crate::compact::Whose;
 use crate::filing::Layer;
+use crate::job::each;
 use crate::metrics::Evicted;
 use crate::observe::Rule;
-use crate::policy::{Budget, Candidate, Candidates, Scope, ada_kv, worth};
+use crate::policy::{Budget, Candidate, Candidates, Scope, Source, ada_kv, order_bits, worst, worth};
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::SmallVec;
@@ -69,7 +70,7 @@ impl Layer {
     }
 }
 
-/// What goes from a head.
+/// What may go from a head.
 struct Ranked<'a> {
     tokens: Candidates<'a>,
     utility: Vec<f32>,
@@ -85,6 +86,7 @@ impl<'a> Ranked<'a> {
             now: len,
             layout: &e.shape.layout,
             codec: layer.codecs[h].as_ref(),
+            pages: Vec::new(),
             tokens: Vec::new(),
             head: layer.own(rule, h, len),
             group: e.shape.group(),
@@ -93,45 +95,44 @@ impl<'a> Ranked<'a> {
         Ranked { tokens, utility: Vec::new() }
     }
 
-    /// Utility of a token; that of one without a number is the least.
-    fn worth(&self, i: usize) -> f32 {
-        worth(self.utility[i])
+    /// Marks the `n` worst tokens, of equals the older.
+    fn worst(&self, n: usize, lanes: &mut [u32]) {
+        worst(&self.utility, n, |i| mark(lanes, self.tokens.tokens[i]));
     }
 
-    /// Orders tokens by worth, of equals the older first.
-    fn order(&self, i: usize, j: usize) -> std::cmp::Ordering {
-        self.worth(i).total_cmp(&self.worth(j)).then(i.cmp(&j))
-    }
-
-    /// The `n` worst tokens.
-    fn worst(&self, n: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.utility.len()).collect();
-        if n < order.len() && n > 0 {
-            order.select_nth_unstable_by(n - 1, |i, j| self.order(*i, *j));
+    /// Marks whole pages, the worst first (of equals the one with the oldest token), until at least `n` tokens go.
+    fn worst_pages(&self, n: usize, lanes: &mut [u32]) {
+        let mut sums: Vec<(f32, u32, u32)> = vec![(0.0, 0, 0); self.tokens.pages.len()];
+        for (token, utility) in self.tokens.tokens.iter().zip(&self.utility) {
+            let (sum, count, oldest) = &mut sums[token.page()];
+            if *count == 0 {
+                *oldest = token.position;
+            }
+            (*sum, *count) = (*sum + utility, *count + 1);
         }
-        order.truncate(n);
-        order
-    }
-
-    /// Whole pages, the worst first, until at least `n` tokens go.
-    fn worst_pages(&self, n: usize) -> Vec<usize> {
-        let mut by_page: Vec<usize> = (0..self.utility.len()).collect();
-        by_page.sort_by_key(|i| (self.tokens.page(*i), *i));
-        let mut pages: Vec<(f32, u32, Vec<usize>)> = Vec::new();
-        for run in by_page.chunk_by(|i, j| self.tokens.page(*i) == self.tokens.page(*j)) {
-            let mean = run.iter().map(|i| self.utility[*i]).sum::<f32>() / run.len() as f32;
-            pages.push((worth(mean), self.tokens.position(run[0]), run.to_vec()));
-        }
-        pages.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        let mut gone = Vec::new();
-        for (_, _, page) in pages {
-            if gone.len() >= n {
+        let order = |(i, (sum, count, oldest)): (usize, &(f32, u32, u32))| {
+            let mean = order_bits(*sum / *count as f32);
+            (u64::from(mean) << 32 | u64::from(*oldest), i as u32)
+        };
+        let mut pages: Vec<(u64, u32)> = sums.iter().enumerate().map(order).collect();
+        pages.sort_unstable();
+        let mut left = n;
+        for (_, page) in pages {
+            if left == 0 {
                 break;
             }
-            gone.extend(page);
+            // None of its tokens is left to count.
+            let count = std::mem::take(&mut sums[page as usize].1);
+            left = left.saturating_sub(count as usize);
         }
-        gone
+        let tokens = self.tokens.tokens.iter().filter(|token| sums[token.page()].1 == 0);
+        tokens.for_each(|token| mark(lanes, *token));
     }
+}
+
+/// Marks a token in the lanes of its page.
+fn mark(lanes: &mut [u32], token: Candidate) {
+    lanes[token.page()] |= 1 << token.lane();
 }
 
 /// What a layer holds too much of.
@@ -147,6 +148,21 @@ struct Excess<'a> {
 }
 
 impl<'a> Excess<'a> {
+    /// Whether anything of a layer may have to go: what most steps ask, and nothing more.
+    fn any(layer: &Layer, shape: &LayerShape, inner: &Inner, len: u32) -> bool {
+        let Some(rule) = layer.rule.as_deref() else { return false };
+        let held =
+            |h: usize| layer.heads[h].chains[1..].iter().map(|chain| u64::from(chain.live)).sum::<u64>();
+        let quota = |h: usize| u64::from(layer.quota(inner, shape, rule, h, len));
+        let limit = |h: usize| rule.eviction.policy.threshold(layer.own(rule, h, len));
+        let mut heads = 0..layer.heads.len();
+        let over = match rule.eviction.adaptive {
+            Some(_) => heads.clone().map(held).sum::<u64>() > heads.clone().map(quota).sum(),
+            None => heads.clone().any(|h| held(h) > quota(h)),
+        };
+        over || heads.any(|h| limit(h).is_some_and(|limit| !limit.is_nan()))
+    }
+
     fn new(layer: &'a Layer, shape: &'a LayerShape, inner: &Inner, len: u32) -> Option<Excess<'a>> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
@@ -172,30 +188,37 @@ impl<'a> Excess<'a> {
         (quota + 1).saturating_sub(batch)
     }
 
-    /// Who goes, of every head.
-    fn victims(&self, ranked: &[Ranked<'_>]) -> Vec<Vec<usize>> {
-        let eviction = &self.rule.eviction;
-        let mut victims: Vec<Vec<usize>> = match eviction.adaptive {
-            Some(floor) if total(&self.held) > total(&self.quota) => self.shared(ranked, floor),
-            Some(_) => vec![Vec::new(); ranked.len()],
-            None => {
-                let head = |(h, ranked): (usize, &Ranked<'_>)| {
-                    let (held, quota) = (self.held[h], self.quota[h]);
-                    if held <= quota {
-                        return Vec::new();
-                    }
-                    let n = (u64::from(held) - self.target(u64::from(quota))) as usize;
-                    if eviction.by_page { ranked.worst_pages(n) } else { ranked.worst(n) }
-                };
-                ranked.iter().enumerate().map(head).collect()
-            }
-        };
-        for (h, (victims, ranked)) in victims.iter_mut().zip(ranked).enumerate() {
-            if let Some(limit) = self.limit[h] {
-                victims.extend((0..ranked.utility.len()).filter(|i| ranked.worth(*i) < limit));
+    /// Who goes, of every head: lanes of each of its pages.
+    fn victims(&self, ranked: &[Ranked<'_>]) -> Vec<Vec<u32>> {
+        let heads: Vec<usize> = (0..ranked.len()).collect();
+        let mut victims = each(&heads, |h| self.of_head(*h, &ranked[*h]));
+        let floor = self.rule.eviction.adaptive.filter(|_| total(&self.held) > total(&self.quota));
+        if let Some(floor) = floor {
+            for ((lanes, ranked), gone) in victims.iter_mut().zip(ranked).zip(self.shared(ranked, floor)) {
+                gone.into_iter().for_each(|i| mark(lanes, ranked.tokens.tokens[i]));
             }
         }
         victims
+    }
+
+    /// Who goes of a head whatever the others have.
+    fn of_head(&self, h: usize, ranked: &Ranked<'_>) -> Vec<u32> {
+        let eviction = &self.rule.eviction;
+        let mut lanes = vec![0; ranked.tokens.pages.len()];
+        let (held, quota) = (self.held[h], self.quota[h]);
+        if eviction.adaptive.is_none() && held > quota {
+            let n = (u64::from(held) - self.target(u64::from(quota))) as usize;
+            match eviction.by_page {
+                true => ranked.worst_pages(n, &mut lanes),
+                false => ranked.worst(n, &mut lanes),
+            }
+        }
+        if let Some(limit) = self.limit[h] {
+            let tokens = ranked.tokens.tokens.iter().zip(&ranked.utility);
+            let below = tokens.filter(|(_, utility)| worth(**utility) < limit);
+            below.for_each(|(token, _)| mark(&mut lanes, *token));
+        }
+        lanes
     }
 }
 
@@ -237,7 +260,8 @@ pub(crate) fn enforce(
     pins: &[Range<u32>],
     mut report: Option<&mut Vec<Evicted>>,
 ) {
-    if layers.iter().all(|layer| layer.rule.is_none()) {
+    let shapes = &inner.config.layers;
+    if !layers.iter().zip(shapes).any(|(layer, shape)| Excess::any(layer, shape, inner, len)) {
         return;
     }
     for (layer, h, c, ordinal, lanes) in choose(layers, inner, len, pins) {
@@ -276,12 +300,11 @@ fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec
             Some(e) => {
                 // A head that keeps all it has is ranked only if others ask it.
                 let alone = e.rule.eviction.policy.scope() == Scope::Head;
-                let heads = 0..e.held.len();
-                heads
-                    .map(
-                        |h| if alone && !e.over(h) { Ranked::none(e, h, len) } else { rank(e, h, len, pins) },
-                    )
-                    .collect()
+                let heads: Vec<usize> = (0..e.held.len()).collect();
+                each(&heads, |&h| match alone && !e.over(h) {
+                    true => Ranked::none(e, h, len),
+                    false => rank(e, h, len, pins),
+                })
             }
         })
         .collect();
@@ -312,21 +335,11 @@ fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec
     for (l, (e, ranked)) in excess.iter().zip(&ranked).enumerate() {
         let Some(e) = e.as_ref().filter(|_| !ranked.is_empty()) else { continue };
         for (h, victims) in e.victims(ranked).into_iter().enumerate() {
-            let first = gone.len();
-            gone.extend(victims.into_iter().map(|i| {
-                let Candidate { chain, ordinal, lane, .. } = ranked[h].tokens.tokens[i];
-                (l, h, chain, ordinal, 1u32 << lane)
-            }));
-            gone[first..].sort_unstable();
+            let pages = ranked[h].tokens.pages.iter().zip(victims).filter(|(_, lanes)| *lanes != 0);
+            let of = |(page, lanes): (&Source<'_>, u32)| (l, h, page.chain as usize, page.ordinal, lanes);
+            gone.extend(pages.map(of));
         }
     }
-    gone.dedup_by(|next, kept| {
-        let same = (next.0, next.1, next.2, next.3) == (kept.0, kept.1, kept.2, kept.3);
-        if same {
-            kept.4 |= next.4;
-        }
-        same
-    });
     gone
 }
 
@@ -347,26 +360,27 @@ fn agree(ranked: &mut [Vec<Ranked<'_>>], len: u32) {
 
 /// The tokens of a head that may go, and what they are worth.
 fn rank<'a>(e: &Excess<'a>, h: usize, len: u32, pins: &[Range<u32>]) -> Ranked<'a> {
-    let (head, codec) = (&e.layer.heads[h], e.layer.codecs[h].as_ref());
+    let head = &e.layer.heads[h];
     let version = e.rule.version(len);
-    let mut tokens = Vec::new();
+    let mut ranked = Ranked::none(e, h, len);
+    let Ranked { tokens, utility } = &mut ranked;
+    let held = e.held[h] as usize;
+    tokens.tokens.reserve_exact(held);
+    let pinned = |position: u32| pins.iter().any(|pin| pin.contains(&position));
+    let mut runs = 0;
     for (c, chain) in head.chains.iter().enumerate().skip(1) {
-        for (i, entry) in chain.entries.iter().enumerate() {
-            let ordinal = chain.first + i as u32;
+        runs += usize::from(chain.live > 0);
+        for (i, entry) in chain.entries.iter().enumerate().filter(|(_, entry)| entry.live != 0) {
             let rows = chain.kept.rows(i, version).unwrap_or_default();
-            let lanes = (0..entry.fill).filter(|lane| entry.live >> lane & 1 == 1);
-            tokens.extend(lanes.filter_map(|lane| {
-                let position = entry.position(codec, lane)?;
-                let pinned = pins.iter().any(|pin| pin.contains(&position));
-                (!pinned).then_some(Candidate { position, chain: c, ordinal, lane, entry, rows })
-            }));
+            let page = Source { chain: c as u32, ordinal: chain.first + i as u32, entry, rows };
+            tokens.push(page, entry.live, pinned);
         }
     }
-    tokens.sort_unstable_by_key(|token| token.position);
-    let mut ranked = Ranked::none(e, h, len);
-    ranked.tokens.tokens = tokens;
-    ranked.utility.resize(ranked.tokens.len(), 0.0);
-    let Ranked { tokens, utility } = &mut ranked;
+    if runs > 1 {
+        // The runs ascend already, which this sort makes use of.
+        tokens.tokens.sort_by_key(|token| token.position);
+    }
+    utility.resize(tokens.len(), 0.0);
     e.rule.eviction.policy.rank(tokens, utility);
     // What left the window is in the way until its whole page has.
     if let Some(window) = e.shape.window.filter(|_| !e.rule.eviction.by_page) {

@@ -342,6 +342,7 @@ fn near<'a>(forest: &Forest<'a>) -> Forest<'a> {
 }
 
 /// As [`Job::run`] and [`Job::with_mass`], of pages here and on the ranks.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn attend(
     front: &Front,
     job: &mut Job<'_>,

@@ -3,7 +3,7 @@
 use crate::arena::Page;
 use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
-use pikv_core::page::Layout;
+use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,26 +16,78 @@ pub struct Candidates<'a> {
     pub(crate) now: u32,
     pub(crate) layout: &'a Layout,
     pub(crate) codec: Option<&'a HeadCodec>,
-    pub(crate) tokens: Vec<Candidate<'a>>,
+    /// Pages by chain and ordinal.
+    pub(crate) pages: Vec<Source<'a>>,
+    pub(crate) tokens: Vec<Candidate>,
     pub(crate) head: &'a [f32],
     pub(crate) group: u32,
     /// Pages of lower tiers, or on a device, that were looked into; `None` where that failed.
     pub(crate) away: Mutex<HashMap<u64, Option<Arc<[u32]>>>>,
 }
 
-/// One of them, and where it lies.
+/// One of them. There are as many as tokens, so it is small.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Candidate<'a> {
+pub(crate) struct Candidate {
     pub position: u32,
-    pub chain: usize,
+    /// Index of the page, times 32, and the lane.
+    pub at: u32,
+}
+
+/// A page of theirs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Source<'a> {
+    pub chain: u32,
     pub ordinal: u32,
-    pub lane: u32,
     pub entry: &'a Entry,
-    /// What is kept of the page.
+    /// What the policy keeps of it.
     pub rows: &'a [[f32; LANES]],
 }
 
-impl Candidates<'_> {
+impl Candidate {
+    /// Index of the page.
+    pub fn page(self) -> usize {
+        (self.at / PAGE) as usize
+    }
+
+    pub fn lane(self) -> u32 {
+        self.at % PAGE
+    }
+}
+
+impl<'a> Candidates<'a> {
+    /// Adds a page whose tokens in `lanes` may go; positions of a run ascend.
+    pub(crate) fn push(&mut self, page: Source<'a>, lanes: u32, pinned: impl Fn(u32) -> bool) {
+        let first = self.pages.len() as u32 * PAGE;
+        let before = self.tokens.len();
+        if let (Held::Open(held), u32::MAX) = (&page.entry.held, lanes) {
+            let all = (first..).zip(&held.words()[..LANES]);
+            self.tokens.extend(all.map(|(at, position)| Candidate { position: *position, at }));
+        } else {
+            let held = (0..PAGE).filter(|lane| lanes >> lane & 1 == 1);
+            let token = |lane| {
+                let position = page.entry.position(self.codec, lane)?;
+                Some(Candidate { position, at: first + lane })
+            };
+            self.tokens.extend(held.filter_map(token));
+        }
+        let mut kept = before;
+        for i in before..self.tokens.len() {
+            if !pinned(self.tokens[i].position) {
+                self.tokens[kept] = self.tokens[i];
+                kept += 1;
+            }
+        }
+        self.tokens.truncate(kept);
+        if kept > before {
+            self.pages.push(page);
+        }
+    }
+
+    fn source(&self, i: usize) -> (&Source<'a>, usize) {
+        let at = self.tokens[i];
+        (&self.pages[at.page()], at.lane() as usize)
+    }
+
     /// The layer.
     pub fn layer(&self) -> usize {
         self.layer
@@ -76,8 +128,13 @@ impl Candidates<'_> {
 
     /// Word `word` of what the policy keeps of token `i`.
     pub fn state(&self, i: usize, word: usize) -> f32 {
-        let Candidate { rows, lane, .. } = self.tokens[i];
-        rows[word][lane as usize]
+        let (page, lane) = self.source(i);
+        page.rows[word][lane]
+    }
+
+    /// Word `word` of what the policy keeps of each token, from the first on.
+    pub fn states(&self, word: usize) -> impl Iterator<Item = f32> {
+        self.tokens.iter().map(move |at| self.pages[at.page()].rows[word][at.lane() as usize])
     }
 
     /// What the policy keeps of the head.
@@ -87,8 +144,8 @@ impl Candidates<'_> {
 
     /// A number that is the same for tokens of one page, and for no others.
     pub fn page(&self, i: usize) -> u64 {
-        let Candidate { chain, ordinal, .. } = self.tokens[i];
-        (chain as u64) << 32 | u64::from(ordinal)
+        let Source { chain, ordinal, .. } = *self.source(i).0;
+        u64::from(chain) << 32 | u64::from(ordinal)
     }
 
     /// Channels of a key.
@@ -105,7 +162,8 @@ impl Candidates<'_> {
     /// lower tier, or on a device, is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
     /// evicted by this ranking.
     pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
-        let Candidate { entry, lane, .. } = self.tokens[i];
+        let (Source { entry, .. }, lane) = self.source(i);
+        let lane = lane as u32;
         let (page, codec) = match (&entry.held, self.codec) {
             (Held::Open(page), _) => (Some(page), None),
             (Held::Closed(closed), Some(codec)) => {

@@ -31,6 +31,6 @@ impl Policy for DuoLit {
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
-        (0..).zip(utility).for_each(|(i, u)| *u = tokens.state(i, 0));
+        utility.iter_mut().zip(tokens.states(0)).for_each(|(u, x)| *u = x);
     }
 }

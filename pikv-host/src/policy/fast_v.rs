@@ -29,9 +29,8 @@ impl Policy for FastVReceived {
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
-        for (i, u) in utility.iter_mut().enumerate() {
-            let rows = tokens.state(i, 1);
-            *u = if rows > 0.0 { tokens.state(i, 0) / rows } else { 0.0 };
+        for ((u, sum), rows) in utility.iter_mut().zip(tokens.states(0)).zip(tokens.states(1)) {
+            *u = if rows > 0.0 { sum / rows } else { 0.0 };
         }
     }
 }

@@ -52,8 +52,8 @@ impl Policy for Lru {
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
-        for (i, u) in utility.iter_mut().enumerate() {
-            *u = -age(tokens.now(), tokens.state(i, 0));
+        for (u, last) in utility.iter_mut().zip(tokens.states(0)) {
+            *u = -age(tokens.now(), last);
         }
     }
 }

@@ -56,8 +56,8 @@ impl Policy for LruPlus {
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
-        for (i, u) in utility.iter_mut().enumerate() {
-            *u = -age(tokens.now(), tokens.state(i, 0)) + self.lambda * tokens.state(i, 1);
+        for ((u, last), uses) in utility.iter_mut().zip(tokens.states(0)).zip(tokens.states(1)) {
+            *u = -age(tokens.now(), last) + self.lambda * uses;
         }
     }
 }

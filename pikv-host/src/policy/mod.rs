@@ -32,11 +32,12 @@ mod seen;
 mod snap_kv;
 mod streaming_llm;
 mod tova;
+mod worst;
 
 pub use ada_kv_lit::AdaKvLit;
 pub use budget::Budget;
-pub(crate) use candidates::Candidate;
 pub use candidates::Candidates;
+pub(crate) use candidates::{Candidate, Source};
 pub use chunks::Chunks;
 pub use duo::Duo;
 pub use duo_lit::DuoLit;
@@ -51,6 +52,7 @@ pub use seen::{HeadSeen, Positions, Seen};
 pub use snap_kv::SnapKv;
 pub use streaming_llm::StreamingLlm;
 pub use tova::Tova;
+pub(crate) use worst::{order_bits, worst};
 
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;

@@ -178,6 +178,6 @@ impl Policy for QuestLit {
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
-        (0..).zip(utility).for_each(|(i, u)| *u = tokens.state(i, 0));
+        utility.iter_mut().zip(tokens.states(0)).for_each(|(u, x)| *u = x);
     }
 }

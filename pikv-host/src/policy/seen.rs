@@ -34,10 +34,10 @@ pub struct Seen<'a> {
 /// Where the tokens of a page stand in their sequence. They lie with the page, of which nothing is read before they are asked for:
 /// a policy that does without them is told faster.
 #[derive(Clone, Copy, Debug)]
-pub struct Positions<'a>(From<'a>);
+pub struct Positions<'a>(At<'a>);
 
 #[derive(Clone, Copy, Debug)]
-enum From<'a> {
+enum At<'a> {
     List(&'a [u32; LANES]),
     First(u32),
     Page(&'a Entry, Option<&'a HeadCodec>),
@@ -46,25 +46,25 @@ enum From<'a> {
 impl<'a> Positions<'a> {
     /// That of each lane, as a policy's own tests have them.
     pub fn new(positions: &'a [u32; LANES]) -> Positions<'a> {
-        Positions(From::List(positions))
+        Positions(At::List(positions))
     }
 
     /// One after the other.
     pub(crate) fn first(first: u32) -> Positions<'a> {
-        Positions(From::First(first))
+        Positions(At::First(first))
     }
 
     /// Those of a page of a run.
     pub(crate) fn page(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Positions<'a> {
-        Positions(From::Page(entry, codec))
+        Positions(At::Page(entry, codec))
     }
 
     /// The position of the token at `lane`; of a lane without one, any.
     pub fn get(&self, lane: usize) -> u32 {
         match self.0 {
-            From::List(positions) => positions[lane],
-            From::First(first) => first + lane as u32,
-            From::Page(entry, codec) => entry.position(codec, lane as u32).unwrap_or_default(),
+            At::List(positions) => positions[lane],
+            At::First(first) => first + lane as u32,
+            At::Page(entry, codec) => entry.position(codec, lane as u32).unwrap_or_default(),
         }
     }
 }

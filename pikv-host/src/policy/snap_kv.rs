@@ -44,9 +44,10 @@ impl Policy for SnapKv {
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
         let reach = self.pool as usize / 2;
+        let means: Vec<f32> = tokens.states(0).collect();
         for (i, u) in utility.iter_mut().enumerate() {
-            let near = i.saturating_sub(reach)..tokens.len().min(i + reach + 1);
-            *u = near.map(|i| tokens.state(i, 0)).sum::<f32>() / (2 * reach + 1) as f32;
+            let near = &means[i.saturating_sub(reach)..means.len().min(i + reach + 1)];
+            *u = near.iter().sum::<f32>() / (2 * reach + 1) as f32;
         }
     }
 }
