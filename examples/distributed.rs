@@ -25,10 +25,8 @@ use std::error::Error;
 use std::path::Path;
 use std::time::Instant;
 
-const HELP: &str = "options: --ranks N (default 8; mpiexec and devices say otherwise), --backend cpu|cuda, --tokens N (default 128), \
-                    --stream N (default 131072)";
-/// Bytes of the novel that the text goes on from.
-const PROMPT: usize = 1500;
+const HELP: &str = "options: --ranks N (default 8; mpiexec and devices say otherwise), --backend cpu|cuda, --prompt N (bytes of the \
+                    novel, default 1500), --tokens N (default 128), --stream N (default 131072)";
 const BUDGET: u64 = 2 << 30;
 /// Tokens of a prefill step.
 const CHUNK: usize = 256;
@@ -66,7 +64,7 @@ impl World {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let (mut ranks, mut tokens, mut stream, mut devices) = (8, 128, 131_072, false);
+    let (mut ranks, mut prompt, mut tokens, mut stream, mut devices) = (8, 1500, 128, 131_072, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let value = arguments.next().ok_or(format!("{name}: of what? {HELP}"))?;
@@ -81,6 +79,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let number: usize = value.parse().map_err(|e| format!("{name} {value}: {e}; {HELP}"))?;
         match name.as_str() {
             "--ranks" => ranks = number as u32,
+            "--prompt" => prompt = number,
             "--tokens" => tokens = number,
             "--stream" => stream = number,
             _ => return Err(format!("{name}: unknown; {HELP}").into()),
@@ -112,7 +111,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     let novel = std::fs::read(root.join("text/northangerabbey.txt"))?;
-    write(&model, &novel[..PROMPT], tokens, &world, &forms[0])?;
+    write(&model, &novel[..prompt.clamp(1, novel.len())], tokens, &world, &forms[0])?;
     if stream > 0 {
         let routes = experts(&model, &novel, stream)?;
         spread(&world, stream, &routes)?;
@@ -186,7 +185,7 @@ fn write(
     drop(many);
     let many = generate(model, prompt, tokens, &mut paged)?;
     let to = paged.cache.traffic()?;
-    println!("{}\n", String::from_utf8_lossy(&many.text[PROMPT..]));
+    println!("{}\n", String::from_utf8_lossy(&many.text[prompt.len()..]));
     let differ = one.logits.iter().zip(&many.logits).filter(|(a, b)| a != b).count();
     let names = match world {
         World::Threads(_) => "threads",

@@ -2,6 +2,7 @@
 
 use crate::numbers::{bits, noise};
 use crate::setup::over;
+use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::fabric::{Options, Schedule};
 use pikv::router::Eplb;
 use pikv::{
@@ -107,12 +108,21 @@ fn eplb_moves_a_skewed_stream() {
     assert_eq!(cache.traffic().unwrap().moved, moves.moved);
 }
 
-/// Decode steps over 2, 4 and 8 ranks against the messages that [`Schedule`] counts.
+/// Decode steps over 2, 4 and 8 ranks against the messages that [`Schedule`] counts, of pages as they came and packed.
 #[test]
 fn a_step_sends_what_the_schedule_says() {
-    for ranks in [2, 4, 8] {
+    let int4 = Codec::new(Coding::new(Code::Int4), Coding::new(Code::Int4));
+    let map = Coding::new(Code::Int8).map(Map::identity_subset(128, &(0..40).collect::<Vec<_>>()).unwrap());
+    let mapped = Codec::new(map.clone(), map);
+    for (ranks, codecs) in
+        [(2, vec![]), (4, vec![]), (8, vec![]), (2, vec![(0..8, int4.clone())]), (4, vec![(1..6, mapped)])]
+    {
         for fast in [false, true] {
-            let config = config(128, ShardMap::sum(ranks).unwrap());
+            let mut config = config(128, ShardMap::sum(ranks).unwrap());
+            for (heads, codec) in &codecs {
+                config =
+                    heads.clone().fold(config, |config, head| config.compress_head(0, head, codec.clone()));
+            }
             let cache = over(config.clone(), ranks, 1 << 30, Options::default().fast(fast));
             let mut sequence = cache.sequence();
             feed(&cache, &mut sequence, 12_000, uniform);
@@ -139,8 +149,15 @@ fn a_step_sends_what_the_schedule_says() {
                 Schedule::new(&config, ranks, &filed, |t, e| map.shard(u64::from(t), u32::from(e))).unwrap();
             let of = |plan: &pikv::fabric::RankPlan| if fast { plan.fast } else { plan.exact };
             let said: f64 = schedule.ranks.iter().map(|plan| of(plan).sent + of(plan).received).sum();
-            println!("{ranks} ranks, fast {fast}: {measured:.0} bytes a step, {said:.0} said");
-            assert!((measured / said - 1.0).abs() < 0.05, "{ranks} {fast}: {measured} {said}");
+            let packed: usize = codecs.iter().map(|(heads, _)| heads.len()).sum();
+            println!(
+                "{ranks} ranks, {packed} heads packed, fast {fast}: {measured:.0} bytes a step, {said:.0} said"
+            );
+            assert!((measured / said - 1.0).abs() < 0.05, "{ranks} {packed} {fast}: {measured} {said}");
+            // What lies there: the pages that were full in the middle of these steps, give or take those that came since.
+            let bytes: u64 = schedule.ranks.iter().map(|rank| rank.bytes).sum();
+            let held: u64 = cache.ranks().unwrap().iter().map(|rank| rank.bytes).sum();
+            assert!((held as f64 / bytes as f64 - 1.0).abs() < 0.05, "{ranks} {packed}: {held} {bytes}");
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::link::{Answer, Link, Work};
 use super::{Fabric, FabricError, Options, Traffic};
-use crate::cache::Cache;
+use crate::cache::{Cache, Inner};
 use crate::config::CacheConfig;
 use crate::error::{ConfigError, Error};
 use crate::tiers::{Level, Stored};
@@ -315,6 +315,16 @@ impl Drop for Front {
     }
 }
 
+/// Refuses what is not there for ranks yet.
+pub(super) fn no_ages(inner: &Inner) -> Result<(), ConfigError> {
+    let mut codecs = inner.codecs.iter().flat_map(|heads| heads.iter().flatten());
+    if codecs.any(|codec| codec.aged.is_some()) {
+        let instead = "one codec for pages of every age";
+        return Err(ConfigError::Fabric { what: "pages that are packed again by age", instead });
+    }
+    Ok(())
+}
+
 impl Cache {
     /// A cache whose full pages lie on the ranks of a fabric, those of shard `s` of the map on rank `s % ranks`. The budget of
     /// the configuration is that of the front: ring, sinks, and pages that fill up, or that a fork shares or a rollback could
@@ -363,11 +373,7 @@ impl Cache {
             return Err(ConfigError::Fabric { what, instead }.into());
         }
         let near = Cache::new(config.clone())?;
-        if near.inner.codecs.iter().flat_map(|heads| heads.iter().flatten()).any(|codec| codec.aged.is_some())
-        {
-            let instead = "one codec for pages of every age";
-            return Err(ConfigError::Fabric { what: "pages that are packed again by age", instead }.into());
-        }
+        no_ages(&near.inner)?;
         let fingerprint = super::store::fingerprint(&near.inner);
         let front = Front::new(&config, fabric, &options, fingerprint)?;
         drop(near);

@@ -1,9 +1,11 @@
 //! What a fabric would hold and send, from the page map and the messages alone, without data.
 
+use super::front::no_ages;
 use super::wire;
 use crate::cache::Cache;
+use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
-use crate::error::{ConfigError, Error};
+use crate::error::Error;
 use pikv_core::attend::BLOCK;
 use pikv_core::merge::Partial;
 use pikv_core::page::PAGE;
@@ -51,7 +53,7 @@ impl Schedule {
     /// lies on rank `of(t, e)`. O(layers * blocks of a layer).
     ///
     /// # Errors
-    /// What is wrong with the configuration; one with codecs, whose messages are other ones.
+    /// What is wrong with the configuration; pages that a second codec packs again, as [`Cache::over`].
     ///
     /// # Panics
     /// If `of` names a rank past `ranks`.
@@ -61,43 +63,52 @@ impl Schedule {
         filed: &[u32],
         of: impl Fn(u32, u16) -> u32,
     ) -> Result<Schedule, Error> {
-        if !config.codecs.is_empty() {
-            return Err(ConfigError::Fabric { what: "schedule of packed pages", instead: "no codec" }.into());
-        }
-        let store = Cache::new(config.clone())?.inner.store;
+        let inner = Cache::new(config.clone())?.inner;
+        no_ages(&inner)?;
+        let store = &inner.store;
         let (mut all, mut front) = (vec![RankPlan::default(); ranks as usize], 0);
-        for shape in &config.layers {
-            let (page, heads) = (shape.layout.bytes(), u64::from(shape.kv_heads));
-            // Blocks and pages that a row reads on each rank, and full pages.
-            let mut read = vec![(0u64, 0u64, 0u64); ranks as usize];
+        for (shape, codecs) in config.layers.iter().zip(&inner.codecs) {
+            let page = shape.layout.bytes();
+            // What a row reads on each rank.
+            let mut read = vec![Held::default(); ranks as usize];
             for (expert, tokens) in (0u16..).zip(filed) {
                 let (full, open) = (tokens / PAGE, u64::from(tokens % PAGE > 0));
-                front += open * page * heads;
+                front += open * page * u64::from(shape.kv_heads);
                 for block in 0..full.div_ceil(BLOCK as u32) {
                     let here = u64::from((full - block * BLOCK as u32).min(BLOCK as u32));
-                    let fills = if here < BLOCK as u64 { open } else { 0 };
-                    let (blocks, pages, whole) = &mut read[of(block, expert) as usize];
-                    *blocks += 1;
-                    *pages += here + fills;
-                    *whole += here;
+                    let of = &mut read[of(block, expert) as usize];
+                    of.blocks += 1;
+                    of.pages += here;
+                    of.fills += if here < BLOCK as u64 { open } else { 0 };
                 }
             }
+            let heads = u64::from(shape.kv_heads);
             front += page * heads * u64::from((store.ring.window() + store.ring.slack()).div_ceil(PAGE) + 1);
             front += page * heads * u64::from(store.sinks.div_ceil(PAGE));
-            let sum: u64 = read.iter().map(|(blocks, ..)| blocks).sum();
-            for (plan, (blocks, pages, whole)) in all.iter_mut().zip(read) {
-                plan.pages += whole * heads;
-                plan.bytes += whole * heads * page;
-                let share = if sum > 0 { blocks as f64 / sum as f64 } else { 0.0 };
-                plan.exact.add(&reads(shape, blocks, pages, sum, false));
-                plan.fast.add(&reads(shape, blocks, pages, sum, true));
-                let filed = files(shape, share);
+            let sum: u64 = read.iter().map(|held| held.blocks).sum();
+            for (plan, held) in all.iter_mut().zip(read) {
+                let bytes =
+                    |codec: &Option<HeadCodec>| codec.as_ref().map_or(page, |codec| codec.packed.bytes());
+                plan.pages += held.pages * heads;
+                plan.bytes += held.pages * codecs.iter().map(bytes).sum::<u64>();
+                let share = if sum > 0 { held.blocks as f64 / sum as f64 } else { 0.0 };
+                plan.exact.add(&reads(shape, codecs, &held, sum, false));
+                plan.fast.add(&reads(shape, codecs, &held, sum, true));
+                let filed = files(shape, codecs, share);
                 plan.exact.add(&filed);
                 plan.fast.add(&filed);
             }
         }
         Ok(Schedule { ranks: all, front })
     }
+}
+
+/// Of each head: blocks on a rank, the full pages in them, and pages that fill up, which belong to one of them unless they will be packed.
+#[derive(Clone, Copy, Default)]
+struct Held {
+    blocks: u64,
+    pages: u64,
+    fills: u64,
 }
 
 impl Wire {
@@ -109,34 +120,50 @@ impl Wire {
 }
 
 /// A layer's questions to a rank, and its answers.
-fn reads(shape: &LayerShape, blocks: u64, pages: u64, all: u64, fast: bool) -> Wire {
+fn reads(shape: &LayerShape, codecs: &[Option<HeadCodec>], held: &Held, all: u64, fast: bool) -> Wire {
+    let Held { blocks, pages, fills } = *held;
     if blocks == 0 {
         return Wire::default();
     }
-    let (layout, group, heads) = (&shape.layout, u64::from(shape.group()), u64::from(shape.kv_heads));
-    let part = Partial::len(group as usize, layout.acc_rows()) as u64;
+    let group = u64::from(shape.group());
+    let (mut asked, mut answered, mut parts) = (0, 0, 0);
+    for codec in codecs {
+        let acc_rows = codec.as_ref().map_or(shape.layout.acc_rows(), |codec| codec.packed.acc_rows());
+        let part = Partial::len(group as usize, acc_rows) as u64;
+        let folded = codec.as_ref().map_or(0, |codec| u64::from(codec.packed.query_cols() * PAGE) + 1);
+        asked += 6 + group * (u64::from(shape.layout.k_channels()) + 4 + folded) + 1 + blocks;
+        asked += if codec.is_some() { 5 * pages } else { 3 * (pages + fills) };
+        answered += if fast { part } else { blocks * part };
+        parts += all * part;
+    }
     // What all ranks answer is cut into waves.
-    let waves = (heads * all * part).div_ceil(super::attend::WAVE as u64).clamp(1, heads);
-    let asked = 6 + group * (u64::from(layout.k_channels()) + 4) + 1 + blocks + 3 * pages;
-    let answered = if fast { part } else { blocks * part };
-    let waves = if fast { 1 } else { waves };
+    let most = parts.div_ceil(super::attend::WAVE as u64).clamp(1, codecs.len() as u64);
+    let waves = if fast { 1 } else { most };
     Wire {
-        sent: 4.0 * (waves * (AROUND.0 + 1) + heads * asked) as f64,
-        received: 4.0 * (waves * AROUND.1 + heads * answered) as f64,
+        sent: 4.0 * (waves * (AROUND.0 + 1) + asked) as f64,
+        received: 4.0 * (waves * AROUND.1 + answered) as f64,
         messages: waves as f64,
     }
 }
 
-/// A layer's token on its way: seven of eight pages go token by token, the first of a block whole.
-fn files(shape: &LayerShape, share: f64) -> Wire {
-    let (layout, heads) = (&shape.layout, f64::from(shape.kv_heads));
-    let (blocks, page) = (BLOCK as f64, f64::from(PAGE));
-    let token = 5.0 + wire::token_words(layout) as f64;
-    let whole = (3.0 + f64::from(layout.words())) / page;
-    let kept = 2.0 / page;
-    let words = ((blocks - 1.0) * (token + kept) + whole) / blocks;
+/// A layer's token on its way. Pages as they came go token by token, but for the first of a block; packed ones whole. A page whose block
+/// is there before it is told to be kept in the end.
+fn files(shape: &LayerShape, codecs: &[Option<HeadCodec>], share: f64) -> Wire {
+    let (layout, blocks, page) = (&shape.layout, BLOCK as f64, f64::from(PAGE));
+    let kept = 2.0 / page * (blocks - 1.0) / blocks;
+    let head = |codec: &Option<HeadCodec>| {
+        let whole = |words: u32| (3.0 + f64::from(words)) / page;
+        kept + match codec {
+            Some(codec) => whole(codec.packed.words()),
+            None => {
+                let token = 5.0 + wire::token_words(layout) as f64;
+                ((blocks - 1.0) * token + whole(layout.words())) / blocks
+            }
+        }
+    };
+    let words: f64 = codecs.iter().map(head).sum();
     Wire {
-        sent: 4.0 * share * (heads * words + AROUND.0 as f64 / page),
+        sent: 4.0 * share * (words + AROUND.0 as f64 / page),
         received: 4.0 * share * AROUND.1 as f64 / page,
         messages: share / page,
     }
