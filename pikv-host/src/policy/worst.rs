@@ -77,7 +77,7 @@ mod tests {
             seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             seed
         };
-        for len in [0, 1, 2, 5, 40, 700] {
+        for len in [0usize, 1, 2, 5, 40, 700] {
             for kind in 0..5 {
                 let draw = |x: u32| match kind {
                     // Any bits: infinities and what is not a number among them.

@@ -1,0 +1,207 @@
+//! A step of a size that was seen before asks the allocator for nothing: append, pack, attend, route, tell policies, commit. Only when
+//! a policy ranks its tokens, which is due once in a sixteenth of its budget, are there lists for it.
+
+use pikv::codec::{Code, Codec, Coding};
+use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
+use pikv::router::{CacheAware, LoadBalanced, Router, Shape};
+use pikv::{
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Pairs, Rope, Sequence,
+};
+use std::alloc::{GlobalAlloc, Layout as Memory, System};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// The system's allocator, which counts what it is asked for while it is told to.
+struct Counting;
+
+static COUNTS: AtomicBool = AtomicBool::new(false);
+static ASKED: AtomicU64 = AtomicU64::new(0);
+
+fn asked() {
+    if COUNTS.load(Ordering::Relaxed) {
+        ASKED.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+// SAFETY: every call goes to the system's allocator as it came; counting touches none of the memory.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
+        asked();
+        // SAFETY: by the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Memory) -> *mut u8 {
+        asked();
+        // SAFETY: by the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Memory, size: usize) -> *mut u8 {
+        asked();
+        // SAFETY: by the caller's promise.
+        unsafe { System.realloc(at, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Memory) {
+        // SAFETY: by the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const DIM: usize = 32;
+const HEADS: usize = 2;
+const QUERY_HEADS: usize = 4;
+const EXPERTS: usize = 4;
+const TOP_K: usize = 2;
+const LAYERS: usize = 2;
+const OPTIONS: Attend = Attend::new(0.17);
+
+fn config(window: Option<u32>, rope: Option<Rope>) -> CacheConfig {
+    let dim = DIM as u32;
+    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let (kv_heads, query_heads) = (HEADS as u32, QUERY_HEADS as u32);
+    let layer = LayerShape { kv_heads, query_heads, layout, window, rope };
+    CacheConfig::new(vec![layer; LAYERS], 256 << 20).ring(64).sinks(4).experts(EXPERTS as u32, TOP_K as u32)
+}
+
+fn noise(seed: &mut u64) -> f32 {
+    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
+
+/// Three sequences in a loop, with room for a step's rows.
+struct Decoding {
+    of: ClosedLoop,
+    sequences: Vec<Sequence>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    q: Vec<f32>,
+    logits: Vec<f32>,
+    out: Vec<f32>,
+    seed: u64,
+}
+
+impl Decoding {
+    fn new(config: CacheConfig, balanced: bool) -> Decoding {
+        let cache = Cache::new(config).unwrap();
+        let shape = Shape::new(EXPERTS as u32, TOP_K as u32);
+        let router = || -> Box<dyn Router> {
+            match balanced {
+                true => Box::new(LoadBalanced::default().router(shape).unwrap()),
+                false => Box::new(CacheAware::default().router(shape).unwrap()),
+            }
+        };
+        let sequences: Vec<Sequence> = (0..3).map(|_| cache.sequence()).collect();
+        let rows = sequences.len();
+        Decoding {
+            of: ClosedLoop::new(cache, (0..LAYERS).map(|_| router()).collect()).unwrap(),
+            sequences,
+            k: vec![0.0; rows * HEADS * DIM],
+            v: vec![0.0; rows * HEADS * DIM],
+            q: vec![0.0; rows * QUERY_HEADS * DIM],
+            logits: vec![0.0; rows * EXPERTS],
+            out: vec![0.0; rows * QUERY_HEADS * DIM],
+            seed: 7,
+        }
+    }
+
+    /// A token of each sequence.
+    fn step(&mut self) {
+        let mut step = self.of.begin(self.sequences.iter_mut().map(|sequence| (sequence, 1))).unwrap();
+        for layer in 0..LAYERS {
+            for x in [&mut self.k, &mut self.v, &mut self.q, &mut self.logits] {
+                x.iter_mut().for_each(|x| *x = noise(&mut self.seed));
+            }
+            step.append(layer, &self.k, &self.v).unwrap();
+            step.attend(layer, &self.q, &OPTIONS, Output::new(&mut self.out)).unwrap();
+            step.route(layer, &self.logits).unwrap();
+        }
+        step.commit().unwrap();
+        assert!(self.out.iter().all(|x| x.is_finite()));
+    }
+
+    /// What a step asks of the allocator, in the calling thread and in those of its pool; `None` if tokens were ranked in it.
+    fn ask(&mut self) -> Option<u64> {
+        let before = ASKED.load(Ordering::Relaxed);
+        COUNTS.store(true, Ordering::Relaxed);
+        self.step();
+        COUNTS.store(false, Ordering::Relaxed);
+        let asked = ASKED.load(Ordering::Relaxed) - before;
+        self.of.report().evicted.is_empty().then_some(asked)
+    }
+
+    /// What `steps` steps ask for, and in how many of them tokens were ranked.
+    fn asks(&mut self, steps: usize) -> (u64, usize) {
+        let asked: Vec<Option<u64>> = (0..steps).map(|_| self.ask()).collect();
+        (asked.iter().flatten().sum(), asked.iter().filter(|asked| asked.is_none()).count())
+    }
+}
+
+/// Nothing else may run meanwhile, or it would be counted.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Has `config` settle over `warm` steps, and counts over as many again, with one thread and with two. Each thread has lists of its
+/// own, and which meets the largest tasks is chance: so they get some more rounds.
+fn settles(name: &str, config: &CacheConfig, warm: usize) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    for threads in [1, 2] {
+        // Inside a pool: to be let in from outside, a call puts itself in a queue that grows.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        for balanced in [true, false] {
+            let asked = pool.install(|| {
+                let mut decoding = Decoding::new(config.clone(), balanced);
+                (0..warm).for_each(|_| decoding.step());
+                (0..8).map(|_| decoding.asks(warm)).min()
+            });
+            let (asked, rankings) = asked.unwrap();
+            assert!(rankings <= warm / 20, "{name}: {rankings} rankings in {warm} steps");
+            assert_eq!(asked, 0, "{name}, {threads} threads, balanced: {balanced}");
+        }
+    }
+}
+
+#[test]
+fn what_is_counted_is_seen() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = ASKED.load(Ordering::Relaxed);
+    COUNTS.store(true, Ordering::Relaxed);
+    drop(std::hint::black_box(Box::new(1)));
+    rayon::join(|| drop(std::hint::black_box(vec![0u8; 9])), || ());
+    COUNTS.store(false, Ordering::Relaxed);
+    assert!(ASKED.load(Ordering::Relaxed) - before >= 2);
+}
+
+#[test]
+fn behind_a_window_nothing_is_asked_for() {
+    settles("window", &config(Some(500), None), 1500);
+    let rope = Rope { theta: 10_000.0, rotary_dim: DIM as u32, pairs: Pairs::Halves };
+    settles("window, rotated", &config(Some(500), Some(rope)), 1500);
+    let codec = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4));
+    settles("window, packed", &config(Some(500), None).compress(codec), 1500);
+}
+
+#[test]
+fn within_a_budget_nothing_is_asked_for() {
+    let budget = || Budget::Tokens(400);
+    settles("StreamingLLM", &config(None, None).evict(Eviction::new(StreamingLlm, budget())), 1500);
+    settles("LRU", &config(None, None).evict(Eviction::new(Lru::default(), budget())), 1500);
+    settles("H2O", &config(None, None).evict(Eviction::new(H2o, budget())), 1500);
+    settles("SnapKV", &config(None, None).evict(Eviction::new(SnapKv::default(), budget())), 1500);
+}
+
+#[test]
+fn growth_is_asked_for_page_by_page() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    pool.install(|| {
+        let mut decoding = Decoding::new(config(None, None), true);
+        (0..1000).for_each(|_| decoding.step());
+        let asked: Vec<Option<u64>> = (0..500).map(|_| decoding.ask()).collect();
+        let quiet = asked.iter().filter(|asked| **asked == Some(0)).count();
+        assert!(quiet >= 400, "{asked:?}");
+    });
+}
