@@ -158,6 +158,8 @@ fn packed_pages() {
         Codec::new(code(Code::Int8), code(Code::Int4)),
         Codec::new(code(Code::Int4).map(Map::hadamard(8).unwrap()), code(Code::E4m3)),
         Codec::new(code(Code::F16).map(Map::identity_subset(8, &[1, 2, 5]).unwrap()), code(Code::Int8)),
+        Codec::new(Coding::block_pca(Code::Int8, 3).unwrap(), code(Code::Int4)),
+        Codec::new(Coding::means(Code::Bf16, 2).unwrap(), Coding::means(Code::F16, 1).unwrap()),
     ];
     for (i, codec) in codecs.into_iter().enumerate() {
         for rope in [None, rope] {

@@ -9,7 +9,8 @@ use crate::block::{PACKED_ROWS, bundles};
 use crate::error::Error;
 use crate::fabric::Ask;
 use pikv_core::attend::BLOCK;
-use pikv_core::codec::read::{REBUILT, Scratch};
+use pikv_core::codec::factors::FactorScratch;
+use pikv_core::codec::read::REBUILT;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, PAGE};
@@ -149,7 +150,7 @@ fn widths(ask: &Ask<'_>) -> impl Iterator<Item = (usize, usize)> {
 fn cost(ask: &Ask<'_>) -> usize {
     let mut row = part(ask) / ask.rows + if ask.raw { ROW } else { 0 };
     if ask.codec.is_some() {
-        row += size_of::<Scratch<1>>() / 4 + if ask.table().is_some() { REBUILT * LANES } else { 0 };
+        row += size_of::<FactorScratch<1>>() / 4 + if ask.table().is_some() { REBUILT * LANES } else { 0 };
     }
     ask.rows * ask.blocks.len() * row
 }
