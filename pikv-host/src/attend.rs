@@ -298,13 +298,8 @@ fn attend_views(
         Wanted { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
     }));
     let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
-    let kept = match (rule, feeds) {
-        (Some(_), Some(feeds)) => feeds,
-        _ => &mut lists.seen,
-    };
-    let mut seen = Vec::new();
+    let mut seen = mem::take(&mut lists.seen);
     if some || rule.is_some() {
-        seen = mem::take(kept);
         seen.resize_with(forests.len(), Feed::default);
         for (feed, forest) in seen.iter_mut().zip(&forests) {
             feed.start(views[forest.view].sequence, forest.head);
@@ -336,13 +331,14 @@ fn attend_views(
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
-    if read != Read::All {
+    if read != Read::All && (some || rule.is_some()) {
         // Rows that were attended one by one are one call all the same.
         together(&mut seen);
     }
     if let Some(mass) = output.mass {
         mass.clear();
-        for Feed { sequence, head, weighed, .. } in &seen {
+        // Without rows nothing was seen, and the list is an older call's.
+        for Feed { sequence, head, weighed, .. } in seen.iter().filter(|_| some) {
             let (sequence, kv_head) = (*sequence, *head);
             let of = |(i, &(page, _))| PageMass { sequence, kv_head, page, tokens: *weighed.all(i) };
             mass.extend(weighed.pages.iter().enumerate().map(of));
@@ -356,10 +352,11 @@ fn attend_views(
                 feed.queries.extend(job.queries(feed.sequence, feed.head, view));
             }
         }
+        if let Some(feeds) = feeds {
+            mem::swap(feeds, &mut seen);
+        }
     }
-    if some || rule.is_some() {
-        *kept = seen;
-    }
+    lists.seen = seen;
     lists.felled.extend(forests.drain(..).map(Forest::felled));
     lists.forests = emptied(forests);
     (lists.single, lists.starts) = (emptied(single), starts);

@@ -28,7 +28,7 @@ pub struct Lists {
     pub felled: Vec<Forest<'static>>,
     pub wanted: Vec<Wanted>,
     pub lse: Vec<f32>,
-    /// Masses that no policy is told.
+    /// What calls saw that no policy is told of, or was: the lists of the next one.
     pub seen: Vec<Feed>,
     pub cut: Cut,
 }

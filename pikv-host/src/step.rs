@@ -253,7 +253,6 @@ impl<'a> Step<'a> {
             fetch,
         });
         let done = &mut self.layers[layer];
-        done.told = false;
         let remote = attend(&inner, layer, shape, views, q, options, out, Some(&mut done.feeds), ahead)?;
         done.told = true;
         done.remote += remote;
