@@ -338,9 +338,8 @@ impl Arena {
             None if matches!(near, Near::Any) => self.any(backend, (shard, class), words)?,
             None => match self.eight() {
                 Some(found) => found,
-                // Room for runs may not cost memory to speak of.
-                None if self.used / 8 > self.free => {
-                    self.grow(backend, (shard, class), words)?;
+                // Room for runs may not cost memory to speak of, nor fail where there are free pages.
+                None if self.used / 8 > self.free && self.grow(backend, (shard, class), words).is_ok() => {
                     self.eight().unwrap_or_else(|| unreachable!("a new chunk is all free"))
                 }
                 None => self.any(backend, (shard, class), words)?,
