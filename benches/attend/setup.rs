@@ -3,7 +3,7 @@
 use crate::{HEAD_DIM, KV_HEADS, QUERY_HEADS, machine};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rows, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Place, Position, Rows, Sequence};
 use std::error::Error;
 
 pub const OPTIONS: Attend = Attend::new(0.088_388_35);
@@ -119,12 +119,12 @@ fn softmax(part: &Rows<'_>, row: usize, head: usize, q: &[f32]) -> Result<Vec<f6
     let last = part.first.0 as usize + row;
     let (mut sum, mut total) = (vec![0.0; HEAD_DIM], 0.0);
     let (mut key, mut value) = (vec![0.0; HEAD_DIM], vec![0.0; HEAD_DIM]);
-    // A token that is filed is still in the ring's oldest page: each position once.
-    let mut seen = vec![false; sequence.next_position().0 as usize];
     for page in sequence.pages(0, kv_head)? {
         for lane in 0..page.tokens {
             let p = sequence.read(0, kv_head, page.id, lane, &mut key, &mut value)?.0 as usize;
-            if p > last || std::mem::replace(&mut seen[p], true) {
+            // The row finds the newest tokens up to its own in the ring, as they came, even where they are filed and packed by now.
+            let newest = p + RING as usize > last;
+            if p > last || newest != (page.id.place == Place::Ring) {
                 continue;
             }
             let dot: f64 = q.iter().zip(&key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
