@@ -19,7 +19,7 @@ use pikv_kernels::args::{HeadArg, LayoutArg, MassArg, PackedArg, RopeArg};
 use std::mem;
 
 /// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
-const WAVE: u64 = 16 << 20;
+pub(super) const WAVE: u64 = 16 << 20;
 
 /// Addresses of results.
 #[derive(Clone, Copy)]

@@ -1,28 +1,23 @@
 //! What a rank of a fabric does on its device: pages and tokens written as they came, and blocks read up to their partial results,
 //! which go back to the front.
 
-use super::attend::Shape;
-use super::wave::{Packed, ROWS, Wave};
+use super::attend::{Shape, WAVE};
+use super::wave::{ROWS, Wave, packed_room};
 use super::work::Upload;
 use super::{Device, arguments};
 use crate::block::{PACKED_ROWS, bundles};
 use crate::error::Error;
 use crate::fabric::Ask;
 use pikv_core::attend::BLOCK;
-use pikv_core::codec::factors::FactorScratch;
-use pikv_core::codec::read::REBUILT;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, SightArg, TaskArg};
-use std::mem::size_of;
 use std::ptr;
 
 /// Words that are copied up by way of pinned memory at a time: 16 MiB, or one page.
 const ONCE: usize = 4 << 20;
-/// f32 that the questions of a wave take on the device, unless it is a single one: 64 MiB.
-const WAVE: usize = 16 << 20;
 
 impl Device {
     /// Whether it answers nothing but errors, as work that was asked of it failed.
@@ -89,7 +84,7 @@ impl Device {
             let fits = |ask: &&Ask<'_>| {
                 size += cost(ask);
                 let same = ptr::eq(ask.shape, first.shape) && ask.raw == first.raw;
-                same && ask.softcap == first.softcap && size <= WAVE
+                same && ask.softcap == first.softcap && size as u64 <= WAVE
             };
             let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
             self.wave(now, out)?;
@@ -150,7 +145,7 @@ fn widths(ask: &Ask<'_>) -> impl Iterator<Item = (usize, usize)> {
 fn cost(ask: &Ask<'_>) -> usize {
     let mut row = part(ask) / ask.rows + if ask.raw { ROW } else { 0 };
     if ask.codec.is_some() {
-        row += size_of::<FactorScratch<1>>() / 4 + if ask.table().is_some() { REBUILT * LANES } else { 0 };
+        row += packed_room(ask.table().is_some());
     }
     ask.rows * ask.blocks.len() * row
 }
@@ -203,7 +198,9 @@ impl<'a> Wave<'a> {
             }
             let sights = self.sights.len() as u32;
             self.sights.extend(ask.sights[row..row + width].iter().map(|(pool, _)| SightArg::from(*pool)));
-            let packed = self.packed_bundle(ask, row, width);
+            let whole = ask.table().map(|_| q);
+            let packed =
+                ask.codec.map(|codec| self.bundle(codec, (row, width), whole, (ask.folded, ask.start)));
             let len = Partial::len(width, ask.acc_rows()) as u64;
             let mut pages = first_page;
             let mut parts = Vec::with_capacity(ask.blocks.len());
@@ -220,14 +217,7 @@ impl<'a> Wave<'a> {
                 parts.push(part);
                 let count = block.len() as u32;
                 let raw = if ask.raw { self.raw + ((i * ask.rows + row) * ROW) as u64 } else { 0 };
-                let task = TaskArg {
-                    part,
-                    raw,
-                    q: packed.map_or(q, |(_, folded)| folded.unwrap_or(q)),
-                    pages,
-                    count,
-                    sights,
-                };
+                let task = TaskArg { part, raw, q: packed.map_or(q, |(_, q)| q), pages, count, sights };
                 pages += count;
                 match packed {
                     Some((of, _)) => self.packed[of].tasks.push(task),
@@ -240,25 +230,6 @@ impl<'a> Wave<'a> {
         }
         *to += (part(ask) * if ask.merged { 1 } else { ask.blocks.len() }) as u64;
         self.raw += if ask.raw { (ask.blocks.len() * ask.rows * ROW) as u64 } else { 0 };
-    }
-
-    /// Adds rows to those of their codec and width, if their pages are packed: which these are, and where what the codec left of the
-    /// queries lies, unless keys are turned as they are read.
-    fn packed_bundle(&mut self, ask: &Ask<'a>, row: usize, width: usize) -> Option<(usize, Option<u32>)> {
-        let codec = ask.codec?;
-        let same = |of: &Packed<'_>| ptr::eq(of.codec, codec) && of.width == width;
-        let of = self.packed.iter().position(same).unwrap_or_else(|| {
-            self.packed.push(Packed { codec, width, q: Vec::new(), start: Vec::new(), tasks: Vec::new() });
-            self.packed.len() - 1
-        });
-        if ask.table().is_some() {
-            return Some((of, None));
-        }
-        let Packed { q, start, .. } = &mut self.packed[of];
-        let (at, cols) = (q.len() * LANES, codec.packed.query_cols() as usize);
-        q.extend(&ask.folded[row * cols..][..width * cols]);
-        start.extend(&ask.start[row..row + width]);
-        Some((of, Some(at as u32)))
     }
 
     /// The tree over partial results that stand one after the other.

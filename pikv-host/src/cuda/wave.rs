@@ -118,6 +118,11 @@ fn aged(forest: &Forest<'_>, pages: &Range<usize>) -> bool {
     forest.pages[pages.clone()].iter().any(|page| page.until.is_some())
 }
 
+/// f32 that a row of a block of packed pages is read with, beside its partial result.
+pub(super) fn packed_room(turned: bool) -> usize {
+    size_of::<FactorScratch<1>>() / 4 + if turned { REBUILT * LANES } else { 0 }
+}
+
 impl<'a> Wave<'a> {
     /// Rows of an item of a forest, of which `whole` tokens' are wanted at most.
     pub fn step(job: &Job<'_>, forest: &Forest<'_>, most: usize) -> usize {
@@ -132,10 +137,7 @@ impl<'a> Wave<'a> {
         let row = Partial::len(1, job.shape.layout.acc_rows()) + if wanted { ROW } else { 0 };
         let packed = (0..forest.blocks.len()).filter(|block| forest.codec(*block).is_some()).count();
         // The widest partial result over packed pages has as many rows of lanes as a value has groups, at most.
-        let mut more = size_of::<FactorScratch<1>>() / 4 + 8 * LANES;
-        if job.shape.rope.is_some() {
-            more += REBUILT * LANES;
-        }
+        let more = packed_room(job.shape.rope.is_some()) + 8 * LANES;
         (item.rows * (row * forest.blocks.len() + more * packed)) as u64
     }
 
@@ -184,7 +186,9 @@ impl<'a> Wave<'a> {
                 let first_raw = self.raw;
                 let q = first_q + row * channels;
                 let bundles = [0, 1].map(|at| {
-                    codecs[at].map(|codec| self.bundle(job, (at, codec), packed, row, width, q as u32))
+                    let whole = job.shape.rope.map(|_| q as u32);
+                    let left = (packed.folded(at), packed.start(at));
+                    codecs[at].map(|codec| self.bundle(codec, (row, width), whole, left))
                 });
                 let mut parts = Vec::with_capacity(blocks.len());
                 for (block, (pages, count)) in blocks.iter().copied().enumerate() {
@@ -274,29 +278,28 @@ impl<'a> Wave<'a> {
         }) as u32
     }
 
-    /// Adds a bundle's queries to those that read pages which the head's codec `at` packed; where, and what tasks are told of it. `q` is
-    /// where its whole queries lie.
-    fn bundle(
+    /// Adds the rows `row..row + width` to the bundles of this width that read pages which `codec` packed: which these are, and what
+    /// tasks are told of where the queries lie. That is `whole` where keys are turned as they are read; else what the codec left of them,
+    /// of all rows in `folded` and `start`, is added too.
+    pub fn bundle(
         &mut self,
-        job: &Job<'_>,
-        (at, codec): (usize, &'a HeadCodec),
-        packed: &crate::job::Packed,
-        row: usize,
-        width: usize,
-        q: u32,
+        codec: &'a HeadCodec,
+        (row, width): (usize, usize),
+        whole: Option<u32>,
+        (folded, starts): (&[[f32; LANES]], &[f32]),
     ) -> (usize, u32) {
         let same = |of: &Packed<'_>| std::ptr::eq(of.codec, codec) && of.width == width;
         let of = self.packed.iter().position(same).unwrap_or_else(|| {
             self.packed.push(Packed { codec, width, q: Vec::new(), start: Vec::new(), tasks: Vec::new() });
             self.packed.len() - 1
         });
-        if job.shape.rope.is_some() {
-            return (of, q);
+        if let Some(whole) = whole {
+            return (of, whole);
         }
         let Packed { q, start, .. } = &mut self.packed[of];
         let (first, cols) = (q.len() * LANES, codec.packed.query_cols() as usize);
-        q.extend(&packed.folded(at)[row * cols..][..width * cols]);
-        start.extend(&packed.start(at)[row..row + width]);
+        q.extend(&folded[row * cols..][..width * cols]);
+        start.extend(&starts[row..row + width]);
         (of, first as u32)
     }
 
