@@ -1,7 +1,10 @@
 //! The closed loop against its stages called one by one, and every value that goes round in it.
 
 mod backend;
+#[allow(dead_code, reason = "shared by tests that each use a part")]
+mod numbers;
 
+use numbers::noise;
 use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, H2o, StreamingLlm};
 use pikv::router::{
@@ -18,17 +21,6 @@ const EXPERTS: usize = 8;
 const LAYERS: usize = 2;
 const HEADS: usize = 2;
 const DIM: usize = 8;
-
-fn noise(seed: u64, n: usize) -> Vec<f32> {
-    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
 
 fn config(top_k: u32) -> CacheConfig {
     let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };

@@ -326,28 +326,18 @@ impl Arena {
         words: u32,
         near: Near<'_>,
     ) -> Result<(NonNull<u32>, NonNull<Counted>), Error> {
-        let neighbour = match near {
-            Near::After(page) => {
-                let Counted { chunk, index, .. } = *page.counted();
-                self.chunk(chunk).free.at(index + 1).map(|index| (chunk, index))
-            }
-            _ => None,
+        let place = (shard, class);
+        let found = match near {
+            Near::Any => None,
+            Near::Run => self.eight(backend, place, words),
+            Near::After(page) => self.behind(page).or_else(|| self.eight(backend, place, words)),
         };
-        let (at, index) = match neighbour {
+        let (at, index) = match found {
             Some(found) => found,
-            None if matches!(near, Near::Any) => self.any(backend, (shard, class), words)?,
-            None => match self.eight() {
-                Some(found) => found,
-                // Room for runs may not cost memory to speak of, nor fail where there are free pages.
-                None if self.used / 8 > self.free && self.grow(backend, (shard, class), words).is_ok() => {
-                    self.eight().unwrap_or_else(|| unreachable!("a new chunk is all free"))
-                }
-                None => self.any(backend, (shard, class), words)?,
-            },
+            None => self.any(backend, place, words)?,
         };
         (self.used, self.free) = (self.used + 1, self.free - 1);
-        let chunk = self.chunk(at);
-        if chunk.free.count == 0 {
+        if self.chunk(at).free.count == 0 {
             self.open.retain(|open| *open != at);
         }
         let chunk = self.chunk(at);
@@ -380,8 +370,25 @@ impl Arena {
         Ok((at, index.unwrap_or_else(|| unreachable!("open chunks have a free page"))))
     }
 
+    /// The page behind this one, if it is free for it.
+    fn behind(&mut self, page: &Page) -> Option<(u32, u32)> {
+        let Counted { chunk, index, .. } = *page.counted();
+        Some((chunk, self.chunk(chunk).free.at(index + 1)?))
+    }
+
+    /// The first page of a free eight, if there is one, or room for one costs no memory to speak of.
+    fn eight(&mut self, backend: &Backend, place: (u32, u16), words: u32) -> Option<(u32, u32)> {
+        let found = self.whole();
+        if found.is_some() || self.used / 8 <= self.free {
+            return found;
+        }
+        // Without memory for it, any page will do.
+        self.grow(backend, place, words).ok()?;
+        self.whole()
+    }
+
     /// The first page of a free eight, if there is one.
-    fn eight(&mut self) -> Option<(u32, u32)> {
+    fn whole(&mut self) -> Option<(u32, u32)> {
         while let Some(&at) = self.roomy.last() {
             let chunk = self.chunk(at);
             if let Some(index) = chunk.free.first_of_eight() {

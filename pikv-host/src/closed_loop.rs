@@ -213,7 +213,7 @@ impl<'a> LoopStep<'a> {
     /// # Errors
     /// No such layer, one that was already routed, or what the router refuses.
     pub fn route(&mut self, layer: usize, logits: &[f32]) -> Result<&Routes, LoopError> {
-        let Some(step) = &self.step else { unreachable!("a commit takes the whole") };
+        let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
         let ClosedLoop { routers, routes, scratch, .. } = &mut *self.of;
         let Some(router) = routers.get_mut(layer) else {
             return Err(LoopError::Cache(Error::Layer { layer, layers: routes.len() }));
@@ -244,11 +244,9 @@ impl<'a> LoopStep<'a> {
             }
         }
         let (filing, fetch) = (&routes.filing().experts, routes.fetch() as u32);
-        if let Some(step) = &mut self.step {
-            step.route(layer, filing)?;
-            step.fetch(layer, fetch);
-        }
-        Ok(&self.of.routes[layer])
+        step.route(layer, filing)?;
+        step.fetch(layer, fetch);
+        Ok(routes)
     }
 
     /// As [`Step::attend`]. Where rows read the pages of their experts only, they read those of as many as the router would fetch.

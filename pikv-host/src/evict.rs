@@ -141,28 +141,13 @@ struct Excess<'a> {
     shape: &'a LayerShape,
     rule: &'a Rule,
     /// Of each head: tokens of its pages that may stay, and that are there.
-    quota: Vec<u32>,
-    held: Vec<u32>,
+    quota: SmallVec<[u32; 16]>,
+    held: SmallVec<[u32; 16]>,
     /// Tokens below this utility go in any case.
-    limit: Vec<Option<f32>>,
+    limit: SmallVec<[Option<f32>; 16]>,
 }
 
 impl<'a> Excess<'a> {
-    /// Whether anything of a layer may have to go: what most steps ask, and nothing more.
-    fn any(layer: &Layer, shape: &LayerShape, inner: &Inner, len: u32) -> bool {
-        let Some(rule) = layer.rule.as_deref() else { return false };
-        let held =
-            |h: usize| layer.heads[h].chains[1..].iter().map(|chain| u64::from(chain.live)).sum::<u64>();
-        let quota = |h: usize| u64::from(layer.quota(inner, shape, rule, h, len));
-        let limit = |h: usize| rule.eviction.policy.threshold(layer.own(rule, h, len));
-        let mut heads = 0..layer.heads.len();
-        let over = match rule.eviction.adaptive {
-            Some(_) => heads.clone().map(held).sum::<u64>() > heads.clone().map(quota).sum(),
-            None => heads.clone().any(|h| held(h) > quota(h)),
-        };
-        over || heads.any(|h| limit(h).is_some_and(|limit| !limit.is_nan()))
-    }
-
     fn new(layer: &'a Layer, shape: &'a LayerShape, inner: &Inner, len: u32) -> Option<Excess<'a>> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
@@ -180,6 +165,11 @@ impl<'a> Excess<'a> {
             None => self.held[head] > self.quota[head],
         };
         over || self.limit[head].is_some()
+    }
+
+    /// Whether anything may have to go: what most steps ask, and nothing more.
+    fn any(&self) -> bool {
+        (0..self.held.len()).any(|head| self.over(head))
     }
 
     /// Tokens that stay of a quota, so that the next ranking is not due at once.
@@ -261,7 +251,8 @@ pub(crate) fn enforce(
     mut report: Option<&mut Vec<Evicted>>,
 ) {
     let shapes = &inner.config.layers;
-    if !layers.iter().zip(shapes).any(|(layer, shape)| Excess::any(layer, shape, inner, len)) {
+    let excess = |(layer, shape)| Excess::new(layer, shape, inner, len);
+    if !layers.iter().zip(shapes).filter_map(excess).any(|e| e.any()) {
         return;
     }
     for (layer, h, c, ordinal, lanes) in choose(layers, inner, len, pins) {
@@ -287,11 +278,10 @@ fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec
     let shapes = &inner.config.layers;
     let excess: Vec<Option<Excess<'_>>> =
         layers.iter().zip(shapes).map(|(layer, shape)| Excess::new(layer, shape, inner, len)).collect();
-    let over = |e: &Excess<'_>| (0..e.held.len()).any(|head| e.over(head));
     let peers = |a: &Rule, b: &Rule| a.eviction.policy.name() == b.eviction.policy.name();
     let due = |e: &Excess<'_>| match e.rule.eviction.policy.scope() {
-        Scope::Sequence => excess.iter().flatten().any(|other| peers(e.rule, other.rule) && over(other)),
-        Scope::Head | Scope::Layer => over(e),
+        Scope::Sequence => excess.iter().flatten().any(|other| peers(e.rule, other.rule) && other.any()),
+        Scope::Head | Scope::Layer => e.any(),
     };
     let mut ranked: Vec<Vec<Ranked<'_>>> = excess
         .iter()

@@ -51,7 +51,7 @@ pub struct StepLists {
 }
 
 thread_local! {
-    /// Taken for the time of a call, and put back unless it failed.
+    /// Taken for the time of a call, and put back; of a call that failed, without the lists that it had in use.
     pub static LISTS: Cell<Lists> = Cell::default();
     pub static STEP: Cell<StepLists> = Cell::default();
 }
