@@ -531,6 +531,14 @@ impl Page {
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), words) }
     }
 
+    /// Its first words: of a page of single tokens the positions.
+    #[inline]
+    pub fn positions(&self) -> &[u32; LANES] {
+        // SAFETY: as in `words`; no page has fewer, and those of a device have these here. (How many there are stands elsewhere, and is
+        // not worth fetching for these.)
+        unsafe { &*self.words.as_ptr().cast() }
+    }
+
     /// All of the page's words, wherever they lie.
     ///
     /// # Errors

@@ -256,9 +256,10 @@ fn attend_views(
     let mut forests: Vec<Forest<'_>> = emptied(mem::take(&mut lists.forests));
     for (view, head) in (0..views.len()).flat_map(|view| (0..kv_heads).map(move |head| (view, head))) {
         if views[view].rows > 0 {
-            forests.push(job.forest(view, head, lists.felled.pop().unwrap_or_default()));
+            forests.push(Forest { view, head, ..lists.felled.pop().unwrap_or_default() });
         }
     }
+    job.grow(&mut forests);
     if let Some(tiers) = &inner.tiers {
         let early = ahead.unwrap_or_default();
         #[cfg(feature = "cuda")]

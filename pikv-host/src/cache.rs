@@ -7,6 +7,7 @@ use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
 use crate::fabric::Front;
 use crate::observe::Rule;
+use crate::ranked::Rooms;
 use crate::rope::Tables;
 use crate::sequence::{Place, Sequence, block_of};
 use crate::step::Step;
@@ -28,6 +29,8 @@ pub(crate) struct Inner {
     pub rules: Vec<Option<Arc<Rule>>>,
     pub arenas: Arc<Arenas>,
     pub tables: Tables,
+    /// Where rankings are done.
+    pub rooms: Rooms,
     pub tiers: Option<Levels>,
     /// The ranks that keep full pages.
     pub fabric: Option<Arc<Front>>,
@@ -138,7 +141,9 @@ impl Cache {
         let arenas = Arenas::new(&config, classes);
         let tables = Tables::new(&config.layers);
         let tiers = Levels::new(&config.tiers, config.backend.is_cpu())?;
-        Ok(Cache { inner: Arc::new(Inner { config, store, codecs, rules, arenas, tables, tiers, fabric }) })
+        let rooms = Rooms::default();
+        let inner = Inner { config, store, codecs, rules, arenas, tables, rooms, tiers, fabric };
+        Ok(Cache { inner: Arc::new(inner) })
     }
 
     /// The configuration.

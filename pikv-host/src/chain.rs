@@ -4,6 +4,7 @@ use crate::arena::{Near, Page, Reservation};
 use crate::codec::HeadCodec;
 use crate::error::Error;
 use crate::fabric::Mirrors;
+use crate::huge;
 use crate::kept::Kept;
 use crate::lanes::Lanes;
 use crate::tiers::Stored;
@@ -147,7 +148,7 @@ impl Entry {
     /// The position at each lane that was written.
     pub fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
         match (&self.held, codec) {
-            (Held::Open(page), _) => Some(page.words()[lane as usize]),
+            (Held::Open(page), _) => Some(page.positions()[lane as usize]),
             (Held::Closed(closed), Some(codec)) => {
                 Some(codec.packed.position(closed.packed.words(), lane, closed.last).0)
             }
@@ -174,7 +175,7 @@ impl Entry {
     pub fn last(&self) -> Option<u32> {
         match &self.held {
             Held::Gone => None,
-            Held::Open(page) => Some(page.words()[self.fill as usize - 1]),
+            Held::Open(page) => Some(page.positions()[self.fill as usize - 1]),
             Held::Closed(closed) => Some(closed.last),
             Held::Away(away) => Some(away.slot.positions[self.fill as usize - 1]),
         }
@@ -207,6 +208,8 @@ pub(crate) struct Chain {
     pub live: u32,
     /// Tokens that would be, had none been evicted.
     pub filed: u32,
+    /// Evicted lanes of pages that are left: at most so many.
+    pub dead: u32,
     /// Over a fabric: pages before this ordinal are with their ranks, or gone.
     pub settled: u32,
     /// Over a fabric: what ranks know of pages that are here.
@@ -321,7 +324,7 @@ impl Chain {
 
     /// Adds a page that no token was written to.
     pub fn push(&mut self, page: Page) {
-        self.entries.push_back(Entry::open(page));
+        huge::push_back(&mut self.entries, Entry::open(page));
         self.kept.push_back();
     }
 
@@ -377,6 +380,8 @@ impl Chain {
             if entry.live | entry.pending == 0 {
                 self.free((ordinal - self.first) as usize);
                 self.trim(|_| false);
+            } else {
+                self.dead += lanes.count_ones();
             }
         }
     }

@@ -6,6 +6,7 @@ use crate::chain::{Away, Chain, Entry, Held};
 use crate::error::Error;
 use crate::sequence::chain_place;
 use crate::tiers::Stored;
+use pikv_core::attend::filled;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -62,6 +63,10 @@ impl Chain {
     /// Pages in lower tiers are put together as if they were here: where pages lie must not show. O(tokens) of the chain, which
     /// is little for each that was evicted.
     pub fn compact(&mut self, whose: &Whose<'_>, kept: u32) {
+        if self.dead < PAGE || self.dead * 4 < self.live {
+            return;
+        }
+        self.dead = self.count_dead();
         let still = |entry: &&Entry| match &entry.held {
             Held::Gone => true,
             Held::Open(_) | Held::Away(Away { by: None, .. }) => entry.fill == PAGE && entry.pending == 0,
@@ -79,7 +84,7 @@ impl Chain {
         let live: u32 = self.entries.range(..end).map(|entry| entry.live.count_ones()).sum();
         let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
         let dead = pages as u32 * PAGE - live;
-        if dead < PAGE || dead * 4 < live {
+        if dead < PAGE || dead * 4 < self.live {
             return;
         }
         let Some(mut targets) = self.targets(whose, end, live.div_ceil(PAGE) as usize) else { return };
@@ -182,8 +187,15 @@ impl Chain {
             }
         }
         self.settled = 0;
+        self.dead = self.count_dead();
         self.mirrors.clear();
         self.trim(|_| false);
+    }
+
+    /// Evicted lanes of pages that are left.
+    fn count_dead(&self) -> u32 {
+        let left = self.entries.iter().filter(|entry| !entry.is_gone());
+        left.map(|entry| (filled(entry.fill) & !(entry.live | entry.pending)).count_ones()).sum()
     }
 
     /// The words of page `i`, those of pages in lower tiers out of `away`.

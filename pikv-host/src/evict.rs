@@ -3,10 +3,12 @@
 use crate::cache::Inner;
 use crate::compact::Whose;
 use crate::filing::Layer;
-use crate::job::each;
+use crate::job::each_mut;
 use crate::metrics::Evicted;
 use crate::observe::Rule;
-use crate::policy::{Budget, Candidate, Candidates, Scope, Source, ada_kv, order_bits, worst, worth};
+use crate::oldest::oldest;
+use crate::policy::{Budget, Eviction, Scope, ada_kv};
+use crate::ranked::{Gone, Ranked, Room};
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::SmallVec;
@@ -70,79 +72,14 @@ impl Layer {
     }
 }
 
-/// What may go from a head.
-struct Ranked<'a> {
-    tokens: Candidates<'a>,
-    utility: Vec<f32>,
-}
-
-impl<'a> Ranked<'a> {
-    /// A head without tokens that may go.
-    fn none(e: &Excess<'a>, h: usize, len: u32) -> Ranked<'a> {
-        let (rule, layer) = (e.rule, e.layer);
-        let tokens = Candidates {
-            layer: rule.layer,
-            kv_head: h,
-            now: len,
-            layout: &e.shape.layout,
-            codec: layer.codecs[h].as_ref(),
-            pages: Vec::new(),
-            tokens: Vec::new(),
-            head: layer.own(rule, h, len),
-            group: e.shape.group(),
-            away: Default::default(),
-        };
-        Ranked { tokens, utility: Vec::new() }
-    }
-
-    /// Marks the `n` worst tokens, of equals the older.
-    fn worst(&self, n: usize, lanes: &mut [u32]) {
-        worst(&self.utility, n, |i| mark(lanes, self.tokens.tokens[i]));
-    }
-
-    /// Marks whole pages, the worst first (of equals the one with the oldest token), until at least `n` tokens go.
-    fn worst_pages(&self, n: usize, lanes: &mut [u32]) {
-        let mut sums: Vec<(f32, u32, u32)> = vec![(0.0, 0, 0); self.tokens.pages.len()];
-        for (token, utility) in self.tokens.tokens.iter().zip(&self.utility) {
-            let (sum, count, oldest) = &mut sums[token.page()];
-            if *count == 0 {
-                *oldest = token.position;
-            }
-            (*sum, *count) = (*sum + utility, *count + 1);
-        }
-        let order = |(i, (sum, count, oldest)): (usize, &(f32, u32, u32))| {
-            let mean = order_bits(*sum / *count as f32);
-            (u64::from(mean) << 32 | u64::from(*oldest), i as u32)
-        };
-        let mut pages: Vec<(u64, u32)> = sums.iter().enumerate().map(order).collect();
-        pages.sort_unstable();
-        let mut left = n;
-        for (_, page) in pages {
-            if left == 0 {
-                break;
-            }
-            // None of its tokens is left to count.
-            let count = std::mem::take(&mut sums[page as usize].1);
-            left = left.saturating_sub(count as usize);
-        }
-        let tokens = self.tokens.tokens.iter().filter(|token| sums[token.page()].1 == 0);
-        tokens.for_each(|token| mark(lanes, *token));
-    }
-}
-
-/// Marks a token in the lanes of its page.
-fn mark(lanes: &mut [u32], token: Candidate) {
-    lanes[token.page()] |= 1 << token.lane();
-}
-
 /// What a layer holds too much of.
-struct Excess<'a> {
-    layer: &'a Layer,
-    shape: &'a LayerShape,
-    rule: &'a Rule,
+pub(crate) struct Excess<'a> {
+    pub layer: &'a Layer,
+    pub shape: &'a LayerShape,
+    pub rule: &'a Rule,
     /// Of each head: tokens of its pages that may stay, and that are there.
     quota: SmallVec<[u32; 16]>,
-    held: SmallVec<[u32; 16]>,
+    pub held: SmallVec<[u32; 16]>,
     /// Tokens below this utility go in any case.
     limit: SmallVec<[Option<f32>; 16]>,
 }
@@ -178,37 +115,40 @@ impl<'a> Excess<'a> {
         (quota + 1).saturating_sub(batch)
     }
 
-    /// Who goes, of every head: lanes of each of its pages.
-    fn victims(&self, ranked: &[Ranked<'_>]) -> Vec<Vec<u32>> {
-        let heads: Vec<usize> = (0..ranked.len()).collect();
-        let mut victims = each(&heads, |h| self.of_head(*h, &ranked[*h]));
-        let floor = self.rule.eviction.adaptive.filter(|_| total(&self.held) > total(&self.quota));
-        if let Some(floor) = floor {
-            for ((lanes, ranked), gone) in victims.iter_mut().zip(ranked).zip(self.shared(ranked, floor)) {
-                gone.into_iter().for_each(|i| mark(lanes, ranked.tokens.tokens[i]));
-            }
-        }
-        victims
+    /// Whether the oldest go whatever a ranking would say.
+    fn by_age(&self) -> bool {
+        let Eviction { policy, by_page, adaptive, .. } = &self.rule.eviction;
+        policy.oldest_first() && !by_page && adaptive.is_none() && policy.scope() == Scope::Head
     }
 
-    /// Who goes of a head whatever the others have.
-    fn of_head(&self, h: usize, ranked: &Ranked<'_>) -> Vec<u32> {
-        let eviction = &self.rule.eviction;
-        let mut lanes = vec![0; ranked.tokens.pages.len()];
+    /// Tokens that have to go from a head, whatever the others have.
+    fn surplus(&self, h: usize) -> usize {
         let (held, quota) = (self.held[h], self.quota[h]);
-        if eviction.adaptive.is_none() && held > quota {
-            let n = (u64::from(held) - self.target(u64::from(quota))) as usize;
-            match eviction.by_page {
-                true => ranked.worst_pages(n, &mut lanes),
-                false => ranked.worst(n, &mut lanes),
+        let over = self.rule.eviction.adaptive.is_none() && held > quota;
+        if over { (u64::from(held) - self.target(u64::from(quota))) as usize } else { 0 }
+    }
+
+    /// Marks who goes of the layer's heads.
+    fn victims(&self, ranked: &mut [Ranked<'_>]) {
+        each_mut(ranked, |h, ranked| {
+            let n = self.surplus(h);
+            if n > 0 {
+                match self.rule.eviction.by_page {
+                    true => ranked.worst_pages(n),
+                    false => ranked.worst(n),
+                }
+            }
+            if let Some(limit) = self.limit[h] {
+                ranked.below(limit);
+            }
+        });
+        let floor = self.rule.eviction.adaptive.filter(|_| total(&self.held) > total(&self.quota));
+        if let Some(floor) = floor {
+            let gone = self.shared(ranked, floor);
+            for (ranked, gone) in ranked.iter_mut().zip(gone) {
+                gone.into_iter().for_each(|i| ranked.mark(i));
             }
         }
-        if let Some(limit) = self.limit[h] {
-            let tokens = ranked.tokens.tokens.iter().zip(&ranked.utility);
-            let below = tokens.filter(|(_, utility)| worth(**utility) < limit);
-            below.for_each(|(token, _)| mark(&mut lanes, *token));
-        }
-        lanes
     }
 }
 
@@ -239,9 +179,6 @@ fn total(of: &[u32]) -> u64 {
     of.iter().map(|n| u64::from(*n)).sum()
 }
 
-/// Tokens of one page that go: the layer and the head, the chain, the page's ordinal, its lanes.
-type Gone = (usize, usize, usize, u32, u32);
-
 /// Evicts from the layers of a sequence of `len` tokens what is over their budgets.
 pub(crate) fn enforce(
     layers: &mut [Layer],
@@ -255,7 +192,7 @@ pub(crate) fn enforce(
     if !layers.iter().zip(shapes).filter_map(excess).any(|e| e.any()) {
         return;
     }
-    for (layer, h, c, ordinal, lanes) in choose(layers, inner, len, pins) {
+    for (layer, h, (c, ordinal, lanes)) in choose(layers, inner, len, pins) {
         let state = &mut layers[layer];
         let chain = &mut state.heads[h].chains[c];
         if let (Some(report), Some(entry)) = (&mut report, chain.entry(ordinal)) {
@@ -273,110 +210,94 @@ pub(crate) fn enforce(
     }
 }
 
-/// What is to go.
-fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec<Gone> {
+/// What is to go, of which layer and head. A ranking in ignorance is none: if there is one nothing goes, and the next step tries again.
+fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec<(usize, usize, Gone)> {
     let shapes = &inner.config.layers;
     let excess: Vec<Option<Excess<'_>>> =
         layers.iter().zip(shapes).map(|(layer, shape)| Excess::new(layer, shape, inner, len)).collect();
-    let peers = |a: &Rule, b: &Rule| a.eviction.policy.name() == b.eviction.policy.name();
-    let due = |e: &Excess<'_>| match e.rule.eviction.policy.scope() {
-        Scope::Sequence => excess.iter().flatten().any(|other| peers(e.rule, other.rule) && other.any()),
-        Scope::Head | Scope::Layer => e.any(),
-    };
-    let mut ranked: Vec<Vec<Ranked<'_>>> = excess
-        .iter()
-        .map(|e| match e.as_ref().filter(|e| due(e)) {
-            None => Vec::new(),
-            Some(e) => {
-                // A head that keeps all it has is ranked only if others ask it.
-                let alone = e.rule.eviction.policy.scope() == Scope::Head;
-                let heads: Vec<usize> = (0..e.held.len()).collect();
-                each(&heads, |&h| match alone && !e.over(h) {
-                    true => Ranked::none(e, h, len),
-                    false => rank(e, h, len, pins),
-                })
-            }
-        })
-        .collect();
-    // A ranking in ignorance is none: the next step tries again.
-    if ranked.iter().flatten().any(|ranked| ranked.tokens.failed()) {
+    let mut rooms = inner.rooms.take();
+    let mut gone = Vec::new();
+    let sound = (0..layers.len()).all(|l| choose_of(&excess, l, len, pins, &mut rooms, &mut gone));
+    inner.rooms.give(rooms);
+    if !sound {
         return Vec::new();
     }
-    for l in 0..layers.len() {
-        let Some(e) = &excess[l] else { continue };
-        match e.rule.eviction.policy.scope() {
-            Scope::Head => {}
-            Scope::Layer => agree(&mut ranked[l..=l], len),
-            Scope::Sequence => {
-                // The first of its kind stands for all.
-                let same: Vec<usize> = (0..layers.len())
-                    .filter(|other| excess[*other].as_ref().is_some_and(|o| peers(e.rule, o.rule)))
-                    .collect();
-                if same.first() == Some(&l) {
-                    let mut group: Vec<Vec<Ranked<'_>>> =
-                        same.iter().map(|l| std::mem::take(&mut ranked[*l])).collect();
-                    agree(&mut group, len);
-                    same.iter().zip(group).for_each(|(l, of)| ranked[*l] = of);
-                }
-            }
-        }
-    }
-    let mut gone = Vec::new();
-    for (l, (e, ranked)) in excess.iter().zip(&ranked).enumerate() {
-        let Some(e) = e.as_ref().filter(|_| !ranked.is_empty()) else { continue };
-        for (h, victims) in e.victims(ranked).into_iter().enumerate() {
-            let pages = ranked[h].tokens.pages.iter().zip(victims).filter(|(_, lanes)| *lanes != 0);
-            let of = |(page, lanes): (&Source<'_>, u32)| (l, h, page.chain as usize, page.ordinal, lanes);
-            gone.extend(pages.map(of));
-        }
-    }
+    // Layers that agree were gone through together.
+    gone.sort_by_key(|(layer, ..)| *layer);
     gone
 }
 
+/// Adds to `gone` what is to go of layer `l`, and of the later ones that decide together with it; `false` if a page could not be looked
+/// into.
+fn choose_of(
+    excess: &[Option<Excess<'_>>],
+    l: usize,
+    len: u32,
+    pins: &[Range<u32>],
+    rooms: &mut Vec<Room>,
+    gone: &mut Vec<(usize, usize, Gone)>,
+) -> bool {
+    let Some(e) = &excess[l] else { return true };
+    let policy = &e.rule.eviction.policy;
+    let scope = policy.scope();
+    let peer = |e: &Excess<'_>| e.rule.eviction.policy.name() == policy.name();
+    let same: SmallVec<[(usize, &Excess<'_>); 1]> = match scope {
+        Scope::Head | Scope::Layer => [(l, e)].into_iter().collect(),
+        Scope::Sequence => {
+            let known = excess.iter().enumerate().filter_map(|(l, e)| Some((l, e.as_ref()?)));
+            known.filter(|(_, e)| peer(e)).collect()
+        }
+    };
+    // The first of its kind stands for all.
+    if same[0].0 != l || !same.iter().any(|(_, e)| e.any()) {
+        return true;
+    }
+    let heads = same.iter().flat_map(|(_, e)| (0..e.held.len()).map(move |h| (*e, h)));
+    let mut ranked: Vec<Ranked<'_>> =
+        heads.map(|(e, h)| Ranked::new(e, h, len, rooms.pop().unwrap_or_default())).collect();
+    each_mut(&mut ranked, |_, ranked| {
+        let (e, h) = (ranked.excess, ranked.head);
+        // A head that keeps all it has is ranked only if others ask it.
+        if scope == Scope::Head && !e.over(h) {
+            return;
+        }
+        match e.by_age() && e.limit[h].is_none() {
+            true => {
+                let pinned = |position: u32| pins.iter().any(|pin| pin.contains(&position));
+                let head = &e.layer.heads[h].chains;
+                oldest(head, e.layer.codecs[h].as_ref(), e.surplus(h), pinned, &mut ranked.unranked);
+            }
+            false => ranked.rank(pins),
+        }
+    });
+    let sound = !ranked.iter().any(|ranked| ranked.tokens.failed());
+    if sound {
+        if scope != Scope::Head {
+            agree(&mut ranked, len);
+        }
+        let mut rest = &mut ranked[..];
+        for (l, e) in &same {
+            let (own, others) = rest.split_at_mut(e.held.len());
+            e.victims(own);
+            gone.extend(own.iter().flat_map(|of| of.gone().map(|gone| (*l, of.head, gone))));
+            rest = others;
+        }
+    }
+    rooms.extend(ranked.into_iter().map(Ranked::room));
+    sound
+}
+
 /// Replaces utilities by their sums over all heads, by position.
-fn agree(ranked: &mut [Vec<Ranked<'_>>], len: u32) {
+fn agree(ranked: &mut [Ranked<'_>], len: u32) {
     let mut sums = vec![0.0f32; len as usize];
-    for ranked in ranked.iter().flatten() {
+    for ranked in ranked.iter() {
         for (token, utility) in ranked.tokens.tokens.iter().zip(&ranked.utility) {
             sums[token.position as usize] += utility;
         }
     }
-    for ranked in ranked.iter_mut().flatten() {
-        for (token, utility) in ranked.tokens.tokens.iter().zip(&mut ranked.utility) {
+    for Ranked { tokens, utility, .. } in ranked {
+        for (token, utility) in tokens.tokens.iter().zip(utility) {
             *utility = sums[token.position as usize];
         }
     }
-}
-
-/// The tokens of a head that may go, and what they are worth.
-fn rank<'a>(e: &Excess<'a>, h: usize, len: u32, pins: &[Range<u32>]) -> Ranked<'a> {
-    let head = &e.layer.heads[h];
-    let version = e.rule.version(len);
-    let mut ranked = Ranked::none(e, h, len);
-    let Ranked { tokens, utility } = &mut ranked;
-    let held = e.held[h] as usize;
-    tokens.tokens.reserve_exact(held);
-    let pinned = |position: u32| pins.iter().any(|pin| pin.contains(&position));
-    let mut runs = 0;
-    for (c, chain) in head.chains.iter().enumerate().skip(1) {
-        runs += usize::from(chain.live > 0);
-        for (i, entry) in chain.entries.iter().enumerate().filter(|(_, entry)| entry.live != 0) {
-            let rows = chain.kept.rows(i, version).unwrap_or_default();
-            let page = Source { chain: c as u32, ordinal: chain.first + i as u32, entry, rows };
-            tokens.push(page, entry.live, pinned);
-        }
-    }
-    if runs > 1 {
-        // The runs ascend already, which this sort makes use of.
-        tokens.tokens.sort_by_key(|token| token.position);
-    }
-    utility.resize(tokens.len(), 0.0);
-    e.rule.eviction.policy.rank(tokens, utility);
-    // What left the window is in the way until its whole page has.
-    if let Some(window) = e.shape.window.filter(|_| !e.rule.eviction.by_page) {
-        let first = (len + 1).saturating_sub(window);
-        let unseen = tokens.tokens.partition_point(|token| token.position < first);
-        utility[..unseen].fill(f32::NEG_INFINITY);
-    }
-    ranked
 }

@@ -1,5 +1,6 @@
 //! What a policy keeps of the tokens of a run of pages.
 
+use crate::huge;
 use pikv_core::warp::LANES;
 use std::collections::VecDeque;
 
@@ -44,7 +45,7 @@ impl Kept {
         }
         let slots = self.versions[0].len() / self.words;
         for rows in &mut self.versions {
-            rows.resize((slots + 1) * self.words, [0.0; LANES]);
+            huge::resize(rows, (slots + 1) * self.words, [0.0; LANES]);
         }
         slots as u32
     }
@@ -64,7 +65,7 @@ impl Kept {
     pub fn push_back(&mut self) {
         if !self.versions.is_empty() {
             let slot = self.take();
-            self.pages.push_back(Mark { slot, used: 0 });
+            huge::push_back(&mut self.pages, Mark { slot, used: 0 });
         }
     }
 

@@ -66,10 +66,9 @@ impl Weighed {
         }
     }
 
-    /// Nothing was weighed.
+    /// Nothing was weighed. What is left over of masses is nobody's: clearing it would have [`start`](Self::start) write it all anew.
     pub fn clear(&mut self) {
         self.pages.clear();
-        self.mass.clear();
         self.read.clear();
         self.sets = 0;
     }

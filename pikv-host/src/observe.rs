@@ -138,8 +138,8 @@ struct Moved {
     lane: u32,
 }
 
-/// Pages from which on heads are told in parallel: fewer take less time than waking a thread.
-const MANY: usize = 2048;
+/// Pages from which on heads are gone through in parallel: fewer take less time than waking a thread.
+pub(crate) const MANY: usize = 2048;
 
 impl Layer {
     /// Tells the policy what the rows of a step saw, once the tokens that left the ring are filed. It is told of each row as if
@@ -404,7 +404,13 @@ impl Telling<'_> {
     fn moved(&self, h: usize, head: &Head, from: u32) -> SmallVec<[Moved; 4]> {
         let codec = self.codecs[h].as_ref();
         let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
-        for (c, chain) in head.chains.iter().enumerate().skip(1) {
+        // Mostly one token: the runs of other experts are not looked into, as that would fetch each from memory.
+        let home = |position| experts(self.inner, self.tags, self.tags_from, position).next();
+        let mut homes: SmallVec<[usize; 4]> =
+            (from..self.filed).filter_map(home).map(|e| usize::from(e) + 1).collect();
+        homes.sort_unstable();
+        homes.dedup();
+        for (c, chain) in homes.into_iter().map(|c| (c, &head.chains[c])) {
             let lanes = chain.entries.iter().enumerate().rev().flat_map(|(i, entry)| {
                 (0..entry.fill).rev().map(move |lane| (chain.first + i as u32, lane, entry))
             });

@@ -6,8 +6,8 @@ use crate::cache::Inner;
 use crate::chain::{Away, Chain, Closed, Entry, Held};
 use crate::filing::Layer;
 use crate::forest::{Forest, Listed, PACKED_RUN};
-use crate::job::Job;
-use crate::observe::Rule;
+use crate::job::{Job, each_mut};
+use crate::observe::{MANY, Rule};
 use crate::policy::Feedback;
 use crate::select::{self, Selection};
 use crate::sequence::{PageId, Place, chain_place};
@@ -67,11 +67,24 @@ impl<'a> View<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// The pages of one KV head, in the order of the reduction, in the lists of `felled`.
-    pub fn forest(&self, view: usize, head: usize, felled: Forest<'static>) -> Forest<'a> {
+    /// Lists the pages of each forest's KV head.
+    pub fn grow(&self, forests: &mut [Forest<'a>]) {
+        let pages = |forest: &Forest<'_>| -> usize {
+            let View { layer, .. } = self.views[forest.view];
+            layer.heads[forest.head].chains.iter().map(|chain| chain.entries.len()).sum()
+        };
+        if forests.iter().map(pages).sum::<usize>() >= MANY {
+            each_mut(forests, |_, forest| self.list(forest));
+        } else {
+            forests.iter_mut().for_each(|forest| self.list(forest));
+        }
+    }
+
+    /// Lists the pages of a forest's KV head, in the order of the reduction.
+    fn list(&self, forest: &mut Forest<'a>) {
+        let (view, head) = (forest.view, forest.head);
         let View { layer, len, .. } = self.views[view];
         let state = &layer.heads[head];
-        let mut forest = Forest { view, head, ..felled };
         let (chains, experts) = (&state.chains, state.chains.len() as u32 - 1);
         let plain = |page: &'a Page, live, id: PageId| {
             let (words, address) = (page.words(), page.address());
@@ -152,7 +165,6 @@ impl<'a> Job<'a> {
             (tile, plain(page, filled(len.saturating_sub(tile * PAGE).min(PAGE)), id))
         });
         forest.push_run(if codec { PACKED_RUN[0] + 2 } else { experts + 1 }, tiles);
-        forest
     }
 
     /// What a row reads of a head's expert pages, unless it is everything.

@@ -10,7 +10,7 @@ pub use self::{avx2::Avx2, avx512::Avx512};
 
 use pikv_core::{
     portable::Portable,
-    warp::{Kernel, Warp},
+    warp::{Kernel, LANES, Warp},
 };
 
 /// Lanes that this machine can run.
@@ -47,6 +47,23 @@ pub enum LanesError {
         /// The names that this machine has, fastest first.
         available: Vec<&'static str>,
     },
+}
+
+/// Has the processor fetch `words`, where there is a word for that.
+#[inline(always)]
+pub(crate) fn fetch(words: &[u32; LANES]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let p: *const i8 = words.as_ptr().cast();
+        // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; byte 64 is within the 128 of `words`.
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(p);
+            _mm_prefetch::<_MM_HINT_T0>(p.add(64));
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = words;
 }
 
 impl Lanes {

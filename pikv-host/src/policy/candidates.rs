@@ -6,6 +6,7 @@ use crate::codec::HeadCodec;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The tokens of a head that may be evicted, by ascending position.
@@ -56,11 +57,11 @@ impl Candidate {
 
 impl<'a> Candidates<'a> {
     /// Adds a page whose tokens in `lanes` may go; positions of a run ascend.
-    pub(crate) fn push(&mut self, page: Source<'a>, lanes: u32, pinned: impl Fn(u32) -> bool) {
+    pub(crate) fn push(&mut self, page: Source<'a>, lanes: u32, pins: &[Range<u32>]) {
         let first = self.pages.len() as u32 * PAGE;
         let before = self.tokens.len();
         if let (Held::Open(held), u32::MAX) = (&page.entry.held, lanes) {
-            let all = (first..).zip(&held.words()[..LANES]);
+            let all = (first..).zip(held.positions());
             self.tokens.extend(all.map(|(at, position)| Candidate { position: *position, at }));
         } else {
             let held = (0..PAGE).filter(|lane| lanes >> lane & 1 == 1);
@@ -70,15 +71,18 @@ impl<'a> Candidates<'a> {
             };
             self.tokens.extend(held.filter_map(token));
         }
-        let mut kept = before;
-        for i in before..self.tokens.len() {
-            if !pinned(self.tokens[i].position) {
-                self.tokens[kept] = self.tokens[i];
-                kept += 1;
+        if !pins.is_empty() {
+            let mut kept = before;
+            for i in before..self.tokens.len() {
+                let position = self.tokens[i].position;
+                if !pins.iter().any(|pin| pin.contains(&position)) {
+                    self.tokens[kept] = self.tokens[i];
+                    kept += 1;
+                }
             }
+            self.tokens.truncate(kept);
         }
-        self.tokens.truncate(kept);
-        if kept > before {
+        if self.tokens.len() > before {
             self.pages.push(page);
         }
     }

@@ -122,6 +122,12 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// The utilities of the tokens that may be evicted, into `utility`. Not a number is worth less than anything.
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]);
 
+    /// Whether of any tokens the older are worth less, so that a head's oldest go without a [`rank`](Policy::rank): what that takes
+    /// does not depend on how many are held. (Where whole pages go or heads share their budgets there is a ranking all the same.)
+    fn oldest_first(&self) -> bool {
+        false
+    }
+
     /// Tokens below this utility go even where the budget would hold them; `head` is what is kept of the head.
     fn threshold(&self, _head: &[f32]) -> Option<f32> {
         None

@@ -112,24 +112,36 @@ impl Seen<'_> {
     /// It may be called for lanes that are not held as well; what it returns for them is dropped.
     #[inline]
     pub fn update(&self, kept: &mut [f32; LANES], f: impl Fn(f32, f32) -> f32) {
-        for ((kept, mass), bit) in kept.iter_mut().zip(self.mass).zip(BITS) {
-            let new = f(*kept, *mass);
-            *kept = if self.live & bit == 0 { *kept } else { new };
+        if self.live == u32::MAX {
+            // Most pages: nothing to be picked out, so that this is a few instructions of many lanes each.
+            kept.iter_mut().zip(self.mass).for_each(|(kept, mass)| *kept = f(*kept, *mass));
+            return;
+        }
+        for ((kept, mass), held) in kept.iter_mut().zip(self.mass).zip(self.held()) {
+            let new = f(*kept, *mass).to_bits();
+            *kept = f32::from_bits(new & held | kept.to_bits() & !held);
         }
     }
 
     /// Softmax weight of the tokens that are held. Halves are added lane by lane until one is left, whatever is held.
     #[inline]
     pub fn weight(&self) -> f32 {
-        let mut held = [0.0; LANES];
-        for ((held, mass), bit) in held.iter_mut().zip(self.mass).zip(BITS) {
-            *held = if self.live & bit == 0 { 0.0 } else { *mass };
+        let mut masses = *self.mass;
+        if self.live != u32::MAX {
+            for (mass, held) in masses.iter_mut().zip(self.held()) {
+                *mass = f32::from_bits(mass.to_bits() & held);
+            }
         }
-        let sixteen: [f32; 16] = halves(&held);
+        let sixteen: [f32; 16] = halves(&masses);
         let eight: [f32; 8] = halves(&sixteen);
         let four: [f32; 4] = halves(&eight);
         let two: [f32; 2] = halves(&four);
         two[0] + two[1]
+    }
+
+    /// All bits of each lane that is held, none of the others.
+    fn held(&self) -> [u32; LANES] {
+        BITS.map(|bit| if self.live & bit == bit { u32::MAX } else { 0 })
     }
 
     /// Whether the rows used the page: whether they gave it at least `share` of what an equal spread over all tokens would, and

@@ -14,6 +14,10 @@ impl Policy for StreamingLlm {
         "StreamingLLM"
     }
 
+    fn oldest_first(&self) -> bool {
+        true
+    }
+
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
         // Equal utilities already go by position.
         debug_assert!(utility.len() == tokens.len());

@@ -1,20 +1,25 @@
 //! The least of many utilities.
 
-use super::worth;
+use smallvec::SmallVec;
 
 /// Bits that order as the worths of utilities do.
 pub(crate) fn order_bits(utility: f32) -> u32 {
-    let bits = worth(utility).to_bits();
-    if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
+    // Without branches, so that many are worked out together.
+    let bits = (utility + 0.0).to_bits();
+    let bits = if bits << 1 > f32::INFINITY.to_bits() << 1 { f32::NEG_INFINITY.to_bits() } else { bits };
+    bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)
 }
 
-/// Bits that are counted at once: their counts fit the first cache.
-const DIGITS: [(u32, u32); 3] = [(21, 11), (10, 11), (0, 10)];
+/// Parts that a range of [`order_bits`] is cut into: their counts fit the first cache.
+const PARTS: u32 = 11;
 
-/// Calls `take` with the indices of the `n` least, ascending; of equals the first go.
+/// So many are sorted.
+const FEW: usize = 512;
+
+/// Calls `take` with the indices of the `n` least; of equals the first go.
 ///
-/// Counts digits instead of moving indices about: a few walks through `utility`, and nothing beside it, so that many cost each
-/// what few do.
+/// Nothing is moved about: once the least and the greatest are known, the range between is cut into parts, and the one cut again in
+/// which the `n`th lies, until few are left in it. Each round is one walk through `utility`, mostly of the first alone.
 pub(crate) fn worst(utility: &[f32], n: usize, mut take: impl FnMut(usize)) {
     if n >= utility.len() {
         return (0..utility.len()).for_each(take);
@@ -22,39 +27,60 @@ pub(crate) fn worst(utility: &[f32], n: usize, mut take: impl FnMut(usize)) {
     if n == 0 {
         return;
     }
-    let (limit, mut equals) = nth(utility, n);
+    let bits = utility.iter().map(|u| order_bits(*u));
+    let (mut least, mut most) = (bits.clone().fold(u32::MAX, u32::min), bits.fold(0, u32::max));
+    // Of those between `least` and `most` so many go, and so many there are.
+    let (mut left, mut among) = (n, utility.len());
+    while least < most && among > FEW {
+        let shift = (32 - (most - least).leading_zeros()).saturating_sub(PARTS);
+        let counts = counted(utility, least, most, shift);
+        let mut part = 0;
+        while (counts[part] as usize) < left {
+            left -= counts[part] as usize;
+            part += 1;
+        }
+        among = counts[part] as usize;
+        least += (part as u32) << shift;
+        most = most.min(least + ((1 << shift) - 1));
+    }
+    let mut edge: SmallVec<[(u32, u32); FEW]> = SmallVec::new();
     for (i, u) in utility.iter().enumerate() {
         let bits = order_bits(*u);
-        if bits < limit {
+        if bits > most {
+            continue;
+        }
+        if bits < least {
             take(i);
-        } else if bits == limit && equals > 0 {
-            equals -= 1;
+        } else if least < most {
+            edge.push((bits, i as u32));
+        } else if left > 0 {
+            left -= 1;
             take(i);
         }
     }
+    edge.sort_unstable();
+    edge.iter().take(left).for_each(|(_, i)| take(*i as usize));
 }
 
-/// The `n`th least, as its [`order_bits`], and how many such are among the `n`; there are at least `n`, and `n` is not 0.
-fn nth(utility: &[f32], n: usize) -> (u32, usize) {
-    let bits = || utility.iter().map(|u| order_bits(*u));
-    let (least, most) = bits().fold((u32::MAX, 0), |(least, most), x| (least.min(x), most.max(x)));
-    if least == most {
-        return (least, n);
-    }
-    let (mut known, mut left) = (0, n as u64);
-    for (shift, width) in DIGITS {
-        let mut counts = [0u64; 1 << 11];
-        for x in bits().filter(|x| u64::from(*x) >> (shift + width) == known) {
-            counts[(x >> shift & ((1 << width) - 1)) as usize] += 1;
+/// How many lie in each part of `least..=most`, parts of `2^shift`.
+fn counted(utility: &[f32], least: u32, most: u32, shift: u32) -> [u32; 1 << PARTS] {
+    // Neighbours are often alike, and a count that was just written is slow to read: so they are counted apart.
+    let mut counts = [[0u32; 1 << PARTS]; 2];
+    let mut count = |u: &f32, to: usize| {
+        let part = order_bits(*u).wrapping_sub(least);
+        if part <= most - least {
+            counts[to][(part >> shift) as usize] += 1;
         }
-        let mut digit = 0;
-        while counts[digit] < left {
-            left -= counts[digit];
-            digit += 1;
-        }
-        known = known << width | digit as u64;
+    };
+    let (pairs, rest) = utility.as_chunks::<2>();
+    for [a, b] in pairs {
+        count(a, 0);
+        count(b, 1);
     }
-    (known as u32, left as usize)
+    rest.iter().for_each(|u| count(u, 0));
+    let [mut all, others] = counts;
+    all.iter_mut().zip(others).for_each(|(all, other)| *all += other);
+    all
 }
 
 #[cfg(test)]
@@ -77,7 +103,7 @@ mod tests {
             seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             seed
         };
-        for len in [0usize, 1, 2, 5, 40, 700] {
+        for len in [0usize, 1, 2, 5, 40, 700, 5000] {
             for kind in 0..5 {
                 let draw = |x: u32| match kind {
                     // Any bits: infinities and what is not a number among them.
@@ -91,6 +117,7 @@ mod tests {
                 for n in [0, 1, 2, len / 3, len.saturating_sub(1), len, len + 1] {
                     let mut got = Vec::new();
                     worst(&utility, n, |i| got.push(i));
+                    got.sort_unstable();
                     assert_eq!(got, slow(&utility, n), "{n} of {utility:?}");
                 }
             }
