@@ -1,15 +1,14 @@
 //! Pages of lower tiers on their way up to the device: on a stream of their own, beside the work that is under way.
 
+use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
-use super::{Device, answer, bare};
+use super::{Device, bare};
 use crate::backend::CudaError;
 use crate::error::Error;
 use crate::tiers::Stored;
-use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The stream, and what was brought up in and may be used again.
@@ -28,48 +27,6 @@ struct Lift {
     done: Moment,
 }
 
-/// An event without times. (cust's own is consumed by the stream that waits for it.)
-#[derive(Debug)]
-struct Moment(sys::CUevent);
-
-// SAFETY: a handle, which the driver takes from any thread.
-unsafe impl Send for Moment {}
-// SAFETY: as above.
-unsafe impl Sync for Moment {}
-
-impl Moment {
-    fn new() -> Result<Moment, CudaError> {
-        let mut event = null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: a place for a handle.
-        bare("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
-        Ok(Moment(event))
-    }
-
-    fn record(&self, stream: &Stream) -> Result<(), CudaError> {
-        // SAFETY: handles that live.
-        bare("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream.as_inner()) })
-    }
-
-    fn wait(&self) -> Result<(), CudaError> {
-        // SAFETY: as above.
-        bare("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
-    }
-
-    /// Has what is put on `stream` from here on wait for it.
-    fn before(&self, stream: &Stream) -> Result<(), CudaError> {
-        // SAFETY: as above.
-        bare("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.as_inner(), self.0, 0) })
-    }
-}
-
-impl Drop for Moment {
-    fn drop(&mut self) {
-        // SAFETY: from `cuEventCreate`, once. A lost device refuses, and has lost it with everything else.
-        let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
-    }
-}
-
 /// Pages on the device, or on their way there. Dropped, its memory takes the next ones.
 #[derive(Debug)]
 pub(crate) struct Lifted {
@@ -82,8 +39,7 @@ pub(crate) struct Lifted {
 
 impl Lifts {
     pub fn new() -> Result<Lifts, CudaError> {
-        let stream = answer("cuStreamCreateWithPriority", Stream::new(StreamFlags::NON_BLOCKING, None))?;
-        Ok(Lifts { spare: Mutex::default(), stream })
+        Ok(Lifts { spare: Mutex::default(), stream: Stream::new()? })
     }
 }
 
@@ -124,7 +80,7 @@ impl Device {
         }
         // SAFETY: both are that long; the pinned words are not touched again before `done`.
         let code = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, self.lifts.stream.as_inner())
+            sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, self.lifts.stream.handle())
         };
         bare("cuMemcpyHtoDAsync", code)?;
         done.record(&self.lifts.stream)?;
