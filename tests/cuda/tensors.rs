@@ -6,8 +6,7 @@ use crate::script::{Op, Options, Run, noise};
 use crate::standin::{Get, Set, Standin};
 use crate::suite::{check, config, decode, shape};
 use pikv::codec::{Code, Codec, Coding, Map};
-use pikv::policy::{Budget, Eviction, H2o, KeyNorm, StreamingLlm};
-use pikv::tiers::Tiers;
+use pikv::policy::{Budget, Candidates, Eviction, H2o, KeyNorm, Policy, StreamingLlm, Token};
 use pikv::{
     Attend, Backend, Cache, CacheConfig, CudaError, DeviceOutput, DeviceSlice, Dtype, Error, LayerShape,
     Output, Pairs, Read, Rope, Sequence, Step,
@@ -230,11 +229,7 @@ fn tensors_that_are_refused() {
     step.check().unwrap();
     step.commit().unwrap();
     drop(foreign);
-    for (config, why) in [
-        (setup(), "CPU"),
-        (setup().backend(backends[0].clone()).bounds(true), "bounds"),
-        (setup().backend(backends[0].clone()).tiers(Tiers::new().host(1 << 20)), "tiers"),
-    ] {
+    for (config, why) in [(setup(), "CPU"), (setup().backend(backends[0].clone()).bounds(true), "bounds")] {
         let cache = Cache::new(config).unwrap();
         let mut sequence = cache.sequence();
         let mut step = cache.begin([(&mut sequence, 2)]).unwrap();
@@ -392,6 +387,41 @@ fn launches_that_are_refused_and_devices_that_are_lost() {
         drop(run);
         standin.set(Set::Reset, 0);
         assert_eq!(standin.get(Get::Live), live, "{n}: something was not given back");
+    }
+}
+
+/// Keeps what it makes of a token's position, and wants to be told nothing.
+#[derive(Debug)]
+struct Scattered;
+
+impl Policy for Scattered {
+    fn name(&self) -> &str {
+        "scattered"
+    }
+
+    fn words(&self) -> usize {
+        1
+    }
+
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
+    fn born(&self, token: &Token<'_>, state: &mut [f32]) {
+        state[0] = (token.position.0 * 37 % 101) as f32;
+    }
+
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        utility.iter_mut().zip(tokens.states(0)).for_each(|(utility, state)| *utility = state);
+    }
+}
+
+#[test]
+fn policies_that_are_told_nothing() {
+    let ops: Vec<Op> = [30, 1, 40, 1, 1, 9, 1, 1].map(|n| Op::Feed(vec![(0, n)])).to_vec();
+    // One that is told leaves its lists to the next.
+    for rule in [Eviction::new(H2o, Budget::Tokens(50)), Eviction::new(Scattered, Budget::Tokens(50))] {
+        check("told nothing", setup().evict(rule.batch(3)), ops.clone());
     }
 }
 

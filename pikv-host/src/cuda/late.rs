@@ -80,7 +80,7 @@ impl Down {
         // Nobody waited for what was not wanted in the end.
         self.done.wait()?;
         let mut rest = &mut self.host.reserve(all)?[..all];
-        for (address, words) in places {
+        for (address, words) in places.iter().filter(|(_, words)| *words > 0) {
             let (to, after) = rest.split_at_mut(*words);
             rest = after;
             // SAFETY: both are that long, and nobody reads or writes there before `done`.

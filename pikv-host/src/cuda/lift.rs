@@ -25,6 +25,15 @@ struct Lift {
     memory: Memory,
     /// After the copy.
     done: Moment,
+    /// After what read it last, on the device's own stream.
+    read: Option<Moment>,
+}
+
+impl Lift {
+    /// Whether nothing reads it any more, so that it need not be waited for.
+    fn is_over(&self) -> bool {
+        self.read.as_ref().is_none_or(|read| read.passed().is_ok_and(|passed| passed))
+    }
 }
 
 /// Pages on the device, or on their way there. Dropped, its memory takes the next ones.
@@ -62,14 +71,27 @@ impl Device {
         if words == 0 {
             return Ok(lifted);
         }
-        let spare = self.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let spare = {
+            let mut spare = self.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            // Else the one that was used longest ago.
+            let at = spare.iter().position(Lift::is_over).unwrap_or(0);
+            (at < spare.len()).then(|| spare.remove(at))
+        };
         let lift = match spare {
             Some(lift) => lift,
-            None => Lift { host: Pinned::default(), memory: Memory::default(), done: Moment::new()? },
+            None => {
+                Lift { host: Pinned::default(), memory: Memory::default(), done: Moment::new()?, read: None }
+            }
         };
-        let Lift { host, memory, done } = lifted.lift.insert(lift);
+        let Lift { host, memory, done, read } = lifted.lift.insert(lift);
         // Nobody waited for what was not wanted in the end.
         done.wait()?;
+        if let Some(read) = read {
+            if memory.bytes() < 4 * words as u64 {
+                read.wait()?;
+            }
+            read.before(&self.lifts.stream)?;
+        }
         let to = memory.reserve(4 * words as u64, &self.lifts.stream)?;
         let host = host.reserve(words)?;
         let mut rest = &mut host[..words];
@@ -108,7 +130,11 @@ impl Lifted {
 impl Drop for Lifted {
     fn drop(&mut self) {
         let _ = self.device.enter();
-        if let Some(lift) = self.lift.take() {
+        let Some(mut lift) = self.lift.take() else { return };
+        // Whatever reads it was asked for by now. If that cannot be noted it goes, and the driver waits for its readers.
+        let read = lift.read.take().map_or_else(Moment::new, Ok);
+        if let Ok(read) = read.and_then(|read| read.record(&self.device.stream).map(|()| read)) {
+            lift.read = Some(read);
             self.device.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner).push(lift);
         }
     }

@@ -16,28 +16,33 @@ use {
 };
 
 /// Tensors of the device: for each layer [`append_device`](Step::append_device) and [`attend_device`](Step::attend_device), of a
-/// cache on a CUDA back end. All of it is put on the back end's stream, in the order of the calls; the host waits for nothing, and steps
-/// of a size that was seen before allocate nothing, but for a chunk of pages once all are taken. Bits are those of the host's forms, which
-/// can be called in the same step.
+/// cache on a CUDA back end. All of it is put on the back end's stream, in the order of the calls; the host waits for nothing, and
+/// steps of a size that was seen before allocate nothing, but for a chunk of pages once all are taken. The bits are those of the
+/// host's forms, which can be called in the same step.
 ///
 /// What a host form refuses at once the device finds later: values and queries that are not finite, values that the dtype or the codec
-/// cannot hold, scores that overflow. The results of such rows, and of rows that read such tokens, mean nothing. [`check`](Step::check)
-/// waits for all that the step asked for so far and says what was wrong; so does [`commit`](Step::commit) where a policy wants to be told
-/// of attention, or of keys and values, as it has to wait for those anyway: once a step. Without such a policy a commit does not wait, and does not
-/// look: a step that nobody checked is committed as it is.
+/// cannot hold, scores that overflow. The results of such rows, and of rows that read such tokens, mean nothing.
+/// [`check`](Step::check) waits for all that the step asked for so far and says what was wrong; so does [`commit`](Step::commit) where a
+/// policy wants to be told of attention, or of keys and values, as it has to wait for those anyway: once a step. Without such a
+/// policy a commit does not wait, and does not look: a step that nobody checked is committed as it is.
 ///
-/// The host waits besides where pages are packed that only the host can pack (means, block PCA, and what
-/// [`CacheConfig::age`](crate::CacheConfig::age) packs again), where a policy reads keys or values to rank tokens, at commit, and where lists
-/// go up faster than the device takes them: there is room for 64 of the largest size that was seen, in up to 64 MiB.
+/// The host waits besides
 ///
-/// What is put on the stream are copies, fills, launches and events of this step's own lists: pages, positions and how many there are
+/// * at commit, where a policy reads pages to rank tokens;
+/// * where pages are packed that only the host can pack: means, block PCA, and what
+///   [`CacheConfig::age`](crate::CacheConfig::age) packs again;
+/// * where pages of [tiers](crate::tiers) are still to be read from files, or many are on their way up;
+/// * where lists go up faster than the device takes them: there is room for 64 of the largest size that was seen, from 64 KiB
+///   to 64 MiB.
+///
+/// What is put on the stream are copies, fills, launches and events with this step's own lists: pages, positions and how many there are
 /// differ from step to step. So a graph captured of one step is not that of the next; capture what lies between these calls instead.
 impl Step<'_> {
     /// As [`append`](Step::append), of keys and values on the device, in f32.
     ///
     /// # Errors
     /// Those of `append` but for what the values are; [`Error::DeviceTensor`] for an address that is null, not aligned, unknown to the
-    /// driver, or of another device; [`Error::HostTensors`] for a cache on the CPU, with tiers, or with
+    /// driver, or of another device; [`Error::HostTensors`] for a cache on the CPU, or with
     /// [`bounds`](crate::CacheConfig::bounds), whose extremes of keys the host takes. The layer may then be appended again, but what was
     /// noted of values stays.
     pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), Error> {
@@ -46,30 +51,11 @@ impl Step<'_> {
         return Err(Error::HostTensors { layer, what: "a cache on the CPU" });
         #[cfg(feature = "cuda")]
         {
-            let inner = self.inner.clone();
-            let shape = inner.layer(layer)?;
-            if inner.config.bounds {
+            if self.inner.config.bounds {
                 return Err(Error::HostTensors { layer, what: "bounds of pages (CacheConfig::bounds)" });
             }
             let mut late = self.late(layer)?;
-            let appended =
-                late.device().check("k", k).and_then(|()| late.device().check("v", v)).and_then(|()| {
-                    let (k_most, v_most) = (shape.layout.k.limit(), shape.layout.v.limit());
-                    let limits: SmallVec<[[f32; 2]; 16]> = inner.codecs[layer]
-                        .iter()
-                        .map(|codec| match codec {
-                            Some(codec) => [codec.k_limit.min(k_most), codec.v_limit.min(v_most)],
-                            None => [k_most, v_most],
-                        })
-                        .collect();
-                    let faults = late.fault(layer, 0);
-                    self.append_tokens(layer, &Tokens::Device { k, v, limits: &limits, faults })?;
-                    let reads = |rule: &Rule| rule.words > 0 && rule.eviction.policy.reads_tokens();
-                    if inner.rules[layer].as_deref().is_some_and(reads) {
-                        late.bring_tokens(layer, [(k.address(), k.len()), (v.address(), v.len())])?;
-                    }
-                    Ok(())
-                });
+            let appended = self.append_in_place(layer, k, v, &mut late);
             self.late = Some(late);
             appended
         }
@@ -100,13 +86,7 @@ impl Step<'_> {
                 return Err(Error::HostTensors { layer, what: "pages chosen by the queries (Read::Quest)" });
             }
             let mut late = self.late(layer)?;
-            let device = late.device().clone();
-            let checked = device.check("q", q).and_then(|()| device.check("out", out.out));
-            let checked = checked.and_then(|()| out.lse.map_or(Ok(()), |lse| device.check("lse", lse)));
-            let attended = checked.and_then(|()| {
-                let queries = Queries { q, output: out, late: &mut late };
-                self.attend_tensors(layer, options, Tensors::Device(queries))
-            });
+            let attended = self.attend_in_place(layer, q, options, out, &mut late);
             self.late = Some(late);
             attended
         }
@@ -133,20 +113,56 @@ impl Step<'_> {
         let Some(device) = self.inner.config.backend.device() else {
             return Err(Error::HostTensors { layer, what: "a cache on the CPU" });
         };
-        if self.inner.tiers.is_some() {
-            return Err(Error::HostTensors { layer, what: "tiers, whose pages the host brings up" });
-        }
         match self.late.take() {
             Some(late) => Ok(late),
             None => Ok(Box::new(Late::new(device, self.layers.len())?)),
         }
     }
 
+    fn append_in_place(
+        &mut self,
+        layer: usize,
+        k: DeviceSlice,
+        v: DeviceSlice,
+        late: &mut Late,
+    ) -> Result<(), Error> {
+        late.device().check("k", k)?;
+        late.device().check("v", v)?;
+        let inner = self.inner.clone();
+        let layout = inner.layer(layer)?.layout;
+        let reads = |rule: &Rule| rule.words > 0 && rule.eviction.policy.reads_tokens();
+        if inner.rules[layer].as_deref().is_some_and(reads) {
+            late.bring_tokens(layer, [(k.address(), k.len()), (v.address(), v.len())])?;
+        }
+        let limits = inner.codecs[layer].iter().map(|codec| {
+            let [k, v] = codec.as_ref().map_or([f32::MAX; 2], |codec| [codec.k_limit, codec.v_limit]);
+            [k.min(layout.k.limit()), v.min(layout.v.limit())]
+        });
+        let limits: SmallVec<[[f32; 2]; 16]> = limits.collect();
+        self.append_tokens(layer, &Tokens::Device { k, v, limits: &limits, faults: late.fault(layer, 0) })
+    }
+
+    fn attend_in_place(
+        &mut self,
+        layer: usize,
+        q: DeviceSlice,
+        options: &Attend,
+        out: DeviceOutput,
+        late: &mut Late,
+    ) -> Result<(), Error> {
+        late.device().check("q", q)?;
+        late.device().check("out", out.out)?;
+        out.lse.map_or(Ok(()), |lse| late.device().check("lse", lse))?;
+        self.attend_tensors(layer, options, Tensors::Device(Queries { q, output: out, late }))
+    }
+
     /// Waits for what policies want to know, if they do, and tells them of the tokens; what attention saw is theirs later.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
-        let Some(late) = self.late.as_mut().filter(|late| late.owes()) else { return Ok(()) };
+        let Some(late) = &mut self.late else { return Ok(()) };
         let shapes = &self.inner.config.layers;
-        late.judge(shapes)?;
+        if late.owes() {
+            late.judge(shapes)?;
+        }
         for (layer, (shape, done)) in shapes.iter().zip(&mut self.layers).enumerate() {
             if let Some(tokens) = late.tokens(layer) {
                 let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
