@@ -158,7 +158,8 @@ fn an_engine_and_its_cache_on_one_stream() {
         let waited = standin.get(Get::Waited);
         let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
         // What is written is behind in the stream; nobody waits.
-        (engine.write(k, noise(&[1], 8)), engine.write(v, noise(&[2], 8)));
+        engine.write(k, noise(&[1], 8));
+        engine.write(v, noise(&[2], 8));
         step.append_device(0, k, v).unwrap();
         engine.write(q, noise(&[3], 16));
         step.attend_device(0, q, &Attend::new(0.3), DeviceOutput::new(out)).unwrap();
@@ -187,6 +188,7 @@ fn tensors_that_are_refused() {
     let Loop { cache, sequence, .. } = &mut run;
     // SAFETY: nobody reads or writes there: each is refused.
     let at = |address, like: DeviceSlice| unsafe { DeviceSlice::new(address, like.len()) };
+    // SAFETY: as above.
     let short = |of: DeviceSlice| unsafe { DeviceSlice::new(of.address(), of.len() - 1) };
     let mut step = cache.begin([(sequence, 2)]).unwrap();
     let length = |what| move |e: &Error| matches!(e, Error::Length { what: w, .. } if *w == what);

@@ -48,7 +48,9 @@ impl Step<'_> {
     pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
         #[cfg(not(feature = "cuda"))]
-        return Err(Error::HostTensors { layer, what: "a cache on the CPU" });
+        {
+            Err(Error::HostTensors { layer, what: "a cache on the CPU" })
+        }
         #[cfg(feature = "cuda")]
         {
             if self.inner.config.bounds {
@@ -78,7 +80,7 @@ impl Step<'_> {
         #[cfg(not(feature = "cuda"))]
         {
             let _ = (q, options, out);
-            return Err(Error::HostTensors { layer, what: "a cache on the CPU" });
+            Err(Error::HostTensors { layer, what: "a cache on the CPU" })
         }
         #[cfg(feature = "cuda")]
         {
