@@ -352,7 +352,10 @@ fn attend_views(
         }
         #[cfg(feature = "cuda")]
         Tensors::Device(given) => {
-            attend_in_place(&job, layer, scale, &forests, wanted_some, given, &mut seen, queries)?;
+            // Lists of an older call are nobody's.
+            let (mut none, told) = (Vec::new(), some || rule.is_some());
+            let seen = if told { &mut seen } else { &mut none };
+            attend_in_place(&job, layer, scale, &forests, wanted_some, given, seen, queries)?;
             // What is said of each sequence once the host has its masses.
             let of = |(i, view): (usize, &View<'_>)| {
                 let first = views.iter().position(|view| view.sequence == i).unwrap_or(0);

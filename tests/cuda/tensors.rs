@@ -421,10 +421,13 @@ impl Policy for Scattered {
 #[test]
 fn policies_that_are_told_nothing() {
     let ops: Vec<Op> = [30, 1, 40, 1, 1, 9, 1, 1].map(|n| Op::Feed(vec![(0, n)])).to_vec();
-    // One that is told leaves its lists to the next.
-    for rule in [Eviction::new(H2o, Budget::Tokens(50)), Eviction::new(Scattered, Budget::Tokens(50))] {
-        check("told nothing", setup().evict(rule.batch(3)), ops.clone());
-    }
+    // One that is told, of two sequences, leaves its lists to the next.
+    let two = [&ops[..], &[Op::Fork(0), Op::Feed(vec![(0, 1), (1, 2)])]].concat();
+    let told = || setup().evict(Eviction::new(H2o, Budget::Tokens(50)).batch(3));
+    check("told", told(), two.clone());
+    check("told nothing", setup().evict(Eviction::new(Scattered, Budget::Tokens(50)).batch(3)), ops.clone());
+    check("told", told(), two);
+    check("no policy", setup(), ops);
 }
 
 /// Tokens of the host and of the device in one cache, call by call.
