@@ -11,7 +11,8 @@ pub use pikv_core::{
     shard::{Rule, ShardError, ShardMap},
 };
 pub use pikv_host::{
-    AgeRule, Attend, Backend, Cache, CacheConfig, ClosedLoop, CodecRule, ConfigError, CudaError, Error,
-    EvictionRule, LoopError, LoopStep, Output, PageId, PageInfo, PageMass, Place, Read, Rows, Sequence, Step,
-    StepReport, TierOperation, Usage, codec, fabric, lanes, metrics, planner, policy, router, tiers, trace,
+    AgeRule, Attend, Backend, Cache, CacheConfig, ClosedLoop, CodecRule, ConfigError, CudaError,
+    DeviceOutput, DeviceSlice, Error, EvictionRule, LoopError, LoopStep, Output, PageId, PageInfo, PageMass,
+    Place, Read, Rows, Sequence, Step, StepReport, TierOperation, Usage, codec, fabric, lanes, metrics,
+    planner, policy, router, tiers, trace,
 };

@@ -785,6 +785,22 @@ fn finds_races() {
 }
 
 #[test]
+fn atomic_minima_meet_each_other_and_nobody_else() {
+    let least = "sub.s32 %r2, 40, %r1;\n cvt.u64.u32 %rd4, %r2;\n atom.global.min.u64 %rd5, [%rd1], %rd4;";
+    // 32 lanes, and the lanes of two warps, of which some numbers wrap round to large ones.
+    assert_eq!(run_tiny(least, &[u32::MAX; 2], 32).unwrap(), [9, 0]);
+    let from_63 = least.replace("40", "70");
+    assert_eq!(run_tiny(&from_63, &[u32::MAX; 2], 64).unwrap(), [7, 0]);
+    for plain in ["st.global.b32 [%rd1], 3;", "ld.global.b32 %r3, [%rd1];"] {
+        for both in [format!("{least}\n {plain}"), format!("{plain}\n bar.warp.sync -1;\n {least}")] {
+            assert!(matches!(cause(&both, &[u32::MAX; 2], 32).2, Cause::WarpRace { .. }), "{both}");
+        }
+    }
+    let (_, _, apart) = cause(&least.replace("[%rd1]", "[%rd1+4]"), &[u32::MAX; 4], 32);
+    assert!(matches!(apart, Cause::Misaligned { .. }));
+}
+
+#[test]
 fn finds_traps_hangs_and_what_it_does_not_know() {
     assert_eq!(cause("setp.eq.s32 %p1, %r1, 9;\n @%p1 trap;", &[0], 32).1, 9);
     assert_eq!(cause("L:\n bra.uni L;", &[0], 32), ("bra.uni".into(), 0, Cause::Budget));

@@ -50,6 +50,16 @@ impl Dtype {
         }
     }
 
+    /// The largest magnitude that [`Dtype::encode`] takes.
+    pub const fn limit(self) -> f32 {
+        f32::from_bits(match self {
+            Dtype::F32 => 0x7f7f_ffff,
+            // The last before 65520, which is as near to 65536 as to 65504.
+            Dtype::F16 => 0x477f_efff,
+            Dtype::Bf16 => 0x7f7f_7fff,
+        })
+    }
+
     /// The stored bits of `x`, rounded to nearest even; `None` if `x` or its rounded form is not finite.
     #[inline(always)]
     pub fn encode(self, x: f32) -> Option<u32> {

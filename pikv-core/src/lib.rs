@@ -26,6 +26,7 @@ pub mod plan;
 pub mod portable;
 pub mod ring;
 pub mod rope;
+pub mod rows;
 pub mod score;
 pub mod shard;
 pub mod store;

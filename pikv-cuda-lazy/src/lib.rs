@@ -108,6 +108,7 @@ forward! {
     cuMemcpyDtoH_v2(to: P, from: u64, bytes: usize);
     cuMemcpyHtoDAsync_v2(to: u64, from: P, bytes: usize, stream: P);
     cuMemcpyDtoHAsync_v2(to: P, from: u64, bytes: usize, stream: P);
+    cuPointerGetAttribute(data: P, attribute: u32, address: u64);
     cuMemsetD32Async(to: u64, value: u32, count: usize, stream: P);
     cuStreamCreateWithPriority(stream: P, flags: u32, priority: i32);
     cuStreamDestroy_v2(stream: P);
@@ -117,5 +118,6 @@ forward! {
     cuEventDestroy_v2(event: P);
     cuEventRecord(event: P, stream: P);
     cuEventSynchronize(event: P);
+    cuEventQuery(event: P);
     cuEventElapsedTime(milliseconds: P, from: P, to: P);
 }

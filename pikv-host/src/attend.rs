@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::fabric;
 use crate::forest::Forest;
 use crate::job::{Job, Shared, each_mut};
-use crate::lists::{LISTS, Lists, emptied};
+use crate::lists::{Cut, LISTS, Lists, emptied};
 use crate::mass::{Wanted, together};
 use crate::observe::Feed;
 use crate::sequence::PageId;
@@ -20,7 +20,12 @@ use crate::view::View;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 #[cfg(feature = "cuda")]
-use {crate::cuda::Lifted, crate::tiers::Stored, smallvec::SmallVec, std::sync::Arc};
+use {
+    crate::cuda::{Asked, Lifted, Of, OnDevice, Queries, attend_in_place},
+    crate::tiers::Stored,
+    smallvec::SmallVec,
+    std::sync::Arc,
+};
 
 use std::mem;
 use std::ops::Range;
@@ -143,6 +148,26 @@ impl PageMass {
     }
 }
 
+/// Queries, and where results go.
+pub(crate) enum Tensors<'a> {
+    Host(&'a [f32], Output<'a>),
+    #[cfg(feature = "cuda")]
+    Device(Queries<'a>),
+}
+
+impl Tensors<'_> {
+    /// Elements of the queries, the output and the log-sum-exps.
+    fn lens(&self) -> (usize, usize, Option<usize>) {
+        match self {
+            Tensors::Host(q, to) => (q.len(), to.out.len(), to.lse.as_ref().map(|lse| lse.len())),
+            #[cfg(feature = "cuda")]
+            Tensors::Device(Queries { q, output: to, .. }) => {
+                (q.len(), to.out.len(), to.lse.map(|lse| lse.len()))
+            }
+        }
+    }
+}
+
 /// Capped logits stay below what the scores can be.
 const MAX_SOFTCAP: f32 = 8_388_608.0;
 
@@ -153,16 +178,15 @@ pub(crate) fn attend<'v>(
     layer: usize,
     shape: &LayerShape,
     sequences: impl Iterator<Item = View<'v>>,
-    q: &[f32],
+    tensors: Tensors<'_>,
     options: &Attend,
-    output: Output<'_>,
     feeds: Option<&mut Vec<Feed>>,
     ahead: Option<Early>,
 ) -> Result<u64, Error> {
     let mut lists = LISTS.take();
     let mut views: Vec<View<'_>> = emptied(mem::take(&mut lists.views));
     views.extend(sequences);
-    let done = attend_views(inner, layer, shape, &views, q, options, output, feeds, ahead, &mut lists);
+    let done = attend_views(inner, layer, shape, &views, tensors, options, feeds, ahead, &mut lists);
     lists.views = emptied(views);
     LISTS.set(lists);
     done
@@ -174,9 +198,8 @@ fn attend_views(
     layer: usize,
     shape: &LayerShape,
     sequences: &[View<'_>],
-    q: &[f32],
+    mut tensors: Tensors<'_>,
     options: &Attend,
-    output: Output<'_>,
     feeds: Option<&mut Vec<Feed>>,
     ahead: Option<Early>,
     lists: &mut Lists,
@@ -224,11 +247,17 @@ fn attend_views(
     }
     let heads = shape.query_heads as usize;
     let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
-    length("q", q.len(), rows * heads * k_dim, "rows * query_heads * k_dim")?;
-    length("out", output.out.len(), rows * heads * v_dim, "rows * query_heads * v_dim")?;
-    if let Some(lse) = &output.lse {
-        length("lse", lse.len(), rows * heads, "rows * query_heads")?;
+    let (q_len, out_len, lse_len) = tensors.lens();
+    length("q", q_len, rows * heads * k_dim, "rows * query_heads * k_dim")?;
+    length("out", out_len, rows * heads * v_dim, "rows * query_heads * v_dim")?;
+    if let Some(lse_len) = lse_len {
+        length("lse", lse_len, rows * heads, "rows * query_heads")?;
     }
+    let q = match &tensors {
+        Tensors::Host(q, _) => *q,
+        #[cfg(feature = "cuda")]
+        Tensors::Device(_) => &[],
+    };
     if let Some(at) = q.iter().position(|x| !x.is_finite()) {
         let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
         return Err(Error::Query { layer, row, head, channel, value: q[at] });
@@ -240,6 +269,13 @@ fn attend_views(
         views,
         starts: &starts,
         q,
+        #[cfg(feature = "cuda")]
+        on_device: match &tensors {
+            Tensors::Host(..) => None,
+            Tensors::Device(Queries { q, late, .. }) => {
+                Some(OnDevice { q: q.address(), fault: late.fault(layer, 2) })
+            }
+        },
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
         table,
@@ -282,13 +318,8 @@ fn attend_views(
             }
         }
     }
-    let mut no_lse = mem::take(&mut lists.lse);
-    let lse = output.lse.unwrap_or_else(|| {
-        no_lse.resize(no_lse.len().max(rows * heads), 0.0);
-        &mut no_lse[..rows * heads]
-    });
     let rule = inner.rules[layer].as_deref().filter(|rule| feeds.is_some() && rule.keeps());
-    let all = output.mass.is_some();
+    let all = matches!(&tensors, Tensors::Host(_, to) if to.mass.is_some());
     let mut wanted = mem::take(&mut lists.wanted);
     wanted.clear();
     wanted.extend(views.iter().map(|view| {
@@ -306,37 +337,45 @@ fn attend_views(
             feed.start(views[forest.view].sequence, forest.head);
         }
     }
-    let far = forests.iter().any(|forest| forest.away().next().is_some());
-    match (&inner.config.backend.0, some) {
-        (Kind::Cpu, some) if let Some(front) = inner.fabric.as_ref().filter(|_| far) => {
-            let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-            let wanted = some.then_some(&wanted[..]);
-            fabric::attend(front, &mut job, layer, &forests, wanted, &out, &lse, &mut seen)?;
-        }
-        (Kind::Cpu, true) => {
-            let (out, lse) = (Shared::new(output.out), Shared::new(lse));
-            each_mut(&mut seen, |i, feed| {
-                let forest = &forests[i];
-                job.with_mass(forest, &wanted[forest.view], &out, &lse, &mut feed.weighed);
-            });
-        }
-        (Kind::Cpu, false) => {
-            job.run(&forests, split, &mut lists.cut, &Shared::new(output.out), &Shared::new(lse));
+    let (wanted_some, queries) = (some.then_some(&wanted[..]), rule.is_some_and(|rule| rule.head_words > 0));
+    let mut no_lse = mem::take(&mut lists.lse);
+    let mass = match &mut tensors {
+        Tensors::Host(_, Output { out, lse, mass }) => {
+            let lse = match lse {
+                Some(lse) => &mut **lse,
+                None => {
+                    no_lse.resize(no_lse.len().max(rows * heads), 0.0);
+                    &mut no_lse[..rows * heads]
+                }
+            };
+            run(&mut job, layer, &forests, wanted_some, split, &mut lists.cut, out, lse, &mut seen)?;
+            mass.take()
         }
         #[cfg(feature = "cuda")]
-        (Kind::Cuda(device), some) => {
-            let wanted = some.then_some(&wanted[..]);
-            crate::cuda::attend(device, &job, &forests, wanted, output.out, lse, &mut seen)?;
+        Tensors::Device(given) => {
+            // Lists of an older call are nobody's.
+            let (mut none, told) = (Vec::new(), some || rule.is_some());
+            let seen = if told { &mut seen } else { &mut none };
+            attend_in_place(&job, layer, scale, &forests, wanted_some, given, seen, queries)?;
+            // What is said of each sequence once the host has its masses.
+            let of = |(i, view): (usize, &View<'_>)| {
+                let first = views.iter().position(|view| view.sequence == i).unwrap_or(0);
+                Of { filed: view.layer.filed, first: starts[first], rows: view.rows as usize }
+            };
+            let sequences = sequences.iter().enumerate().map(of).collect();
+            given.late.asked(layer, Asked { sequences, apart: read != Read::All, queries });
+            None
         }
-    }
+    };
     if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
-    if read != Read::All && (some || rule.is_some()) {
+    let here = matches!(tensors, Tensors::Host(..));
+    if here && read != Read::All && (some || rule.is_some()) {
         // Rows that were attended one by one are one call all the same.
         together(&mut seen);
     }
-    if let Some(mass) = output.mass {
+    if let Some(mass) = mass {
         mass.clear();
         // Without rows nothing was seen, and the list is an older call's.
         for Feed { sequence, head, weighed, .. } in seen.iter().filter(|_| some) {
@@ -345,11 +384,11 @@ fn attend_views(
             mass.extend(weighed.pages.iter().enumerate().map(of));
         }
     }
-    if let Some(rule) = rule {
+    if here && rule.is_some() {
         for feed in &mut seen {
             let view = &sequences[feed.sequence];
             feed.filed = view.layer.filed;
-            if rule.head_words > 0 {
+            if queries {
                 feed.queries.extend(job.queries(feed.sequence, feed.head, view));
             }
         }
@@ -363,4 +402,38 @@ fn attend_views(
     (lists.single, lists.starts) = (emptied(single), starts);
     (lists.wanted, lists.lse) = (wanted, no_lse);
     Ok(remote)
+}
+
+/// Attends on the cache's back end, on host slices. With `wanted` the masses of pages go to `seen`.
+#[allow(clippy::too_many_arguments)]
+fn run(
+    job: &mut Job<'_>,
+    layer: usize,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    split: Option<u32>,
+    cut: &mut Cut,
+    out: &mut [f32],
+    lse: &mut [f32],
+    seen: &mut [Feed],
+) -> Result<(), Error> {
+    let inner = job.inner;
+    let far = forests.iter().any(|forest| forest.away().next().is_some());
+    match (&inner.config.backend.0, wanted) {
+        (Kind::Cpu, wanted) if let Some(front) = inner.fabric.as_ref().filter(|_| far) => {
+            let (out, lse) = (Shared::new(out), Shared::new(lse));
+            fabric::attend(front, job, layer, forests, wanted, &out, &lse, seen)?;
+        }
+        (Kind::Cpu, Some(wanted)) => {
+            let (out, lse) = (Shared::new(out), Shared::new(lse));
+            each_mut(seen, |i, feed| {
+                let forest = &forests[i];
+                job.with_mass(forest, &wanted[forest.view], &out, &lse, &mut feed.weighed);
+            });
+        }
+        (Kind::Cpu, None) => job.run(forests, split, cut, &Shared::new(out), &Shared::new(lse)),
+        #[cfg(feature = "cuda")]
+        (Kind::Cuda(device), wanted) => crate::cuda::attend(device, job, forests, wanted, out, lse, seen)?,
+    }
+    Ok(())
 }

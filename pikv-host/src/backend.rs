@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use crate::cuda::Device;
+use std::ffi::c_void;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 use thiserror::Error;
@@ -52,6 +53,38 @@ impl Backend {
         {
             let _ = ordinal;
             Err(CudaError::NotBuilt)
+        }
+    }
+
+    /// As [`Backend::cuda_device`], with all work put on a stream of yours, in the order of the calls: what you put on it before a call
+    /// is done before what the call puts there, and that before what you put on it later. This is how an engine whose tensors lie on
+    /// the device ([`Step::append_device`](crate::Step::append_device)) orders its work against the cache's, without an event
+    /// or a wait. `stream` is a `CUstream`, as `cudarc`'s `CudaStream::cu_stream` and others give it; null is the default stream.
+    ///
+    /// # Errors
+    /// Those of [`Backend::cuda_device`].
+    ///
+    /// # Safety
+    /// `stream` is a stream of the device's primary context, and outlives every clone of the back end and every cache built on one. It
+    /// is not being captured into a graph while a call is made.
+    pub unsafe fn cuda_stream(ordinal: u32, stream: *mut c_void) -> Result<Backend, CudaError> {
+        #[cfg(feature = "cuda")]
+        // SAFETY: the caller's promise.
+        return Ok(Backend(Kind::Cuda(Arc::new(unsafe { Device::open_on(ordinal, stream)? }))));
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (ordinal, stream);
+            Err(CudaError::NotBuilt)
+        }
+    }
+
+    /// The stream that work is put on, a `CUstream`; `None` on the CPU. Whoever has another stream orders the two by events of the
+    /// driver: `cuEventRecord` on one, `cuStreamWaitEvent` on the other. It lives as long as the back end.
+    pub fn stream(&self) -> Option<*mut c_void> {
+        match &self.0 {
+            Kind::Cpu => None,
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(device) => Some(device.stream()),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
 use crate::arena::Arenas;
-use crate::attend::{Attend, Output, attend};
+use crate::attend::{Attend, Output, Tensors, attend};
 use crate::codec::HeadCodec;
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
@@ -255,6 +255,6 @@ impl Cache {
             len: part.sequence.len,
             fetch: None,
         });
-        attend(&self.inner, layer, shape, views, q, options, out, None, None).map(|_| ())
+        attend(&self.inner, layer, shape, views, Tensors::Host(q, out), options, None, None).map(|_| ())
     }
 }

@@ -277,6 +277,26 @@ pub enum Error {
         /// What the length is made of.
         shape: &'static str,
     },
+    /// A tensor of the device that kernels cannot read or write.
+    #[error("{what} on the device, at {address:#x}: {why}")]
+    DeviceTensor {
+        /// Which argument.
+        what: &'static str,
+        /// Its address.
+        address: u64,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// Tensors of the device where the host has to see them.
+    #[error(
+        "layer {layer}: tensors of the device do not go with {what}; append and attend with slices of the host"
+    )]
+    HostTensors {
+        /// The layer.
+        layer: usize,
+        /// What they do not go with.
+        what: &'static str,
+    },
     /// No such layer.
     #[error("layer {layer}: there are {layers}")]
     Layer {

@@ -89,6 +89,11 @@ impl<'a> Forest<'a> {
         }
     }
 
+    /// Pages of which some rows read another form, which is listed too.
+    pub fn passes(&self) -> impl DoubleEndedIterator<Item = usize> + use<'_> {
+        (0..self.pages.len()).filter(|i| self.pages[*i].original || self.pages[*i].until.is_some())
+    }
+
     /// Pages of lower tiers.
     pub fn away(&self) -> impl Iterator<Item = &'a Arc<Stored>> {
         self.pages.iter().filter_map(|page| page.slot)

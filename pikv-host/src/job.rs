@@ -4,20 +4,24 @@ use crate::attend::Read;
 use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
 use crate::codec::HeadCodec;
+#[cfg(feature = "cuda")]
+use crate::cuda::OnDevice;
 use crate::fabric::Remote;
 use crate::forest::{Forest, Listed};
 use crate::lists::{Cut, emptied};
+use crate::queries::Packed;
 use crate::reduce::Trees;
 use crate::rope::Table;
 use crate::sequence::Place;
 use crate::view::View;
-use pikv_core::attend::{BLOCK, Sight};
-use pikv_core::codec::read::{PackedRef, REBUILT};
+use pikv_core::attend::BLOCK;
+use pikv_core::codec::read::PackedRef;
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::Rotation;
+use pikv_core::rows::TOP_SCORE;
 use pikv_core::warp::LANES;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -27,9 +31,6 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
 pub const TILE: usize = 64;
-
-/// Scores from here on differ by less than f32 resolves, or have overflowed.
-const TOP_SCORE: f32 = 16_777_216.0;
 
 fn reference<'a>(page: &Listed<'a>) -> PackedRef<'a> {
     let Listed { words, live, last, by, .. } = *page;
@@ -60,7 +61,10 @@ pub struct Job<'a> {
     pub views: &'a [View<'a>],
     /// Row of the call at which each view starts.
     pub starts: &'a [usize],
+    /// `[rows][query_heads][k_dim]`, if the host has them.
     pub q: &'a [f32],
+    #[cfg(feature = "cuda")]
+    pub on_device: Option<OnDevice>,
     /// Factor of q, in base 2 unless there is a cap.
     pub factor: f32,
     pub softcap: Option<f32>,
@@ -72,38 +76,13 @@ pub struct Job<'a> {
     pub overflow: AtomicUsize,
 }
 
-/// The queries of an item, as its blocks read them.
-#[derive(Default)]
-pub struct Packed {
-    pub q: Vec<f32>,
-    /// The same for the sinks, where gaps are closed.
-    pub sinks: Vec<f32>,
-    /// Of each row, in the pool and in the ring.
-    pub sights: Vec<(Sight, Sight)>,
-    /// What either of the head's codecs leaves of the queries, and what their scores start from.
-    folded: [Vec<[f32; LANES]>; 2],
-    start: [Vec<f32>; 2],
-    rebuilt: Vec<[f32; LANES]>,
-}
-
-impl Packed {
-    /// Of the head's codec `at`.
-    pub fn folded(&self, at: usize) -> &[[f32; LANES]] {
-        &self.folded[at]
-    }
-
-    pub fn start(&self, at: usize) -> &[f32] {
-        &self.start[at]
-    }
-}
-
 /// Buffers of a thread.
 #[derive(Default)]
 pub struct Scratch {
     pub packed: Packed,
     pub part: Vec<f32>,
     pub spare: Vec<Vec<f32>>,
-    row: Vec<f32>,
+    pub row: Vec<f32>,
     /// Where masses are wanted: the weights of a forest's pages in each row, and each block's exponents.
     pub raw: Vec<[f32; LANES]>,
     pub tops: Vec<f32>,
@@ -186,7 +165,7 @@ impl<'a> Job<'a> {
         self.shape.group() as usize
     }
 
-    fn layout(&self) -> &Layout {
+    pub fn layout(&self) -> &Layout {
         &self.shape.layout
     }
 
@@ -479,85 +458,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    pub fn pack(&self, item: &Item<'_>, scratch: &mut Scratch) {
-        let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
-        let channels = self.layout().k_channels() as usize;
-        let rotation = self.rotation();
-        let view = &self.views[item.forest.view];
-        let (first, window) = (view.first, self.shape.window);
-        let Scratch { packed, row: source, .. } = scratch;
-        packed.q.clear();
-        packed.q.resize(channels * item.rows, 0.0);
-        packed.sinks.clear();
-        packed.sinks.resize(if self.closed_gaps { packed.q.len() } else { 0 }, 0.0);
-        let oldest = if self.closed_gaps { self.oldest(item.forest) } else { 0 };
-        packed.sights.clear();
-        let codecs = self.codecs(item.forest);
-        let cols = codecs.map(|codec| codec.map_or(0, |codec| codec.packed.query_cols() as usize));
-        for (i, cols) in cols.iter().enumerate() {
-            packed.start[i].clear();
-            packed.folded[i].clear();
-            packed.folded[i].resize(cols * item.rows, [0.0; LANES]);
-        }
-        let rebuilt = item.forest.has_packed() && rotation.is_some();
-        packed.rebuilt.resize(if rebuilt { REBUILT } else { 0 }, [0.0; LANES]);
-        let mut at = 0;
-        for (row, width) in bundles(item.rows, self.most(item.forest)) {
-            for r in 0..width {
-                let i = item.row + row + r;
-                let position = first + (i / group) as u32;
-                let head = item.forest.head * group + i % group;
-                source.clear();
-                source.extend_from_slice(
-                    &self.q[self.row_of(item.forest.view, i / group, head) * k_dim..][..k_dim],
-                );
-                let lo = window.map_or(0, |w| (position + 1).saturating_sub(w));
-                if let (Some(rotation), true) = (&rotation, self.closed_gaps) {
-                    let gap = oldest.max(lo).saturating_sub(self.inner.store.sinks);
-                    rotation.rotate(source, position - gap.min(position));
-                    for (c, x) in source.iter().enumerate() {
-                        packed.sinks[at + c * width + r] = x * self.factor;
-                    }
-                    source.copy_from_slice(
-                        &self.q[self.row_of(item.forest.view, i / group, head) * k_dim..][..k_dim],
-                    );
-                }
-                if let Some(rotation) = &rotation {
-                    rotation.rotate(source, position);
-                }
-                for (c, x) in source.iter().enumerate() {
-                    packed.q[at + c * width + r] = x * self.factor;
-                }
-                for (i, codec) in codecs.iter().enumerate() {
-                    let Some(codec) = codec else { continue };
-                    let folded = packed.folded[i][(row + r) * cols[i]..][..cols[i]].as_flattened_mut();
-                    packed.start[i].push(codec.fold(source, self.factor, folded));
-                }
-                let floor = self.floor(view, position);
-                let sight = Sight { floor, lo, sinks: self.inner.store.sinks, hi: position as i32 };
-                packed.sights.push((Sight { floor: 0, hi: floor as i32 - 1, ..sight }, sight));
-            }
-            at += channels * width;
-        }
-    }
-
-    /// The first position that the row at `position` finds in the ring: its own token and the `ring - 1` before it, and whatever
-    /// was not filed yet.
-    pub fn floor(&self, view: &View<'_>, position: u32) -> u32 {
-        (position + 1).saturating_sub(self.inner.store.ring.window()).min(view.layer.filed)
-    }
-
-    fn rotation(&self) -> Option<Rotation<'_>> {
+    pub fn rotation(&self) -> Option<Rotation<'_>> {
         Some(self.table.as_ref()?.rotation(self.shape.rope?))
-    }
-
-    /// The queries of a head of a sequence, `[rows][group][k_dim]`.
-    pub fn queries(&self, sequence: usize, head: usize, of: &View<'_>) -> impl Iterator<Item = f32> {
-        let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
-        let first = self.views.iter().position(|view| view.sequence == sequence).unwrap_or(0);
-        let rows = 0..of.rows as usize;
-        rows.flat_map(move |row| &self.q[self.row_of(first, row, head * group) * k_dim..][..group * k_dim])
-            .copied()
     }
 
     /// Index of (row, query head) in the call.

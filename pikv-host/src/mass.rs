@@ -126,11 +126,19 @@ impl Weighed {
         }
     }
 
+    /// Writes what was weighed, `[sets][pages]`.
+    #[cfg(feature = "cuda")]
+    pub fn fill(&mut self, mass: &[[f32; LANES]]) {
+        let pages = self.pages.len();
+        for (at, to) in self.mass.iter_mut().enumerate() {
+            *to = mass[at % self.sets * pages + at / self.sets];
+        }
+    }
+
     /// A page that was packed in between is listed in two forms or three, of which each row read one: puts their masses
-    /// together.
-    pub fn one_form(&mut self, forest: &Forest<'_>) {
-        let passes = |i: &usize| forest.pages[*i].original || forest.pages[*i].until.is_some();
-        for original in (0..self.pages.len()).rev().filter(passes) {
+    /// together. `passes`: those of the forest.
+    pub fn one_form(&mut self, passes: impl DoubleEndedIterator<Item = usize>) {
+        for original in passes.rev() {
             let (page, _) = self.pages.remove(original);
             let of = original * self.sets..(original + 1) * self.sets;
             let mass: SmallVec<[[f32; LANES]; 2]> = self.mass.drain(of.clone()).collect();
@@ -247,7 +255,7 @@ impl Job<'_> {
         for set in (0..sets).filter(|set| !begun[*set]) {
             weighed.mass.iter_mut().skip(set).step_by(sets).for_each(|mass| mass.fill(0.0));
         }
-        weighed.one_form(forest);
+        weighed.one_form(forest.passes());
     }
 }
 

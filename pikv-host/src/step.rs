@@ -1,22 +1,25 @@
 //! A step: tokens added to some sequences, layer by layer, all or nothing.
 
-use crate::arena::{Near, Reservation};
-use crate::attend::{Attend, Output, Read, attend};
+mod append;
+mod device;
+
+use crate::arena::Reservation;
+use crate::attend::{Attend, Output, Read, Tensors, attend};
 use crate::cache::Inner;
 use crate::chain::{Away, Held};
+#[cfg(feature = "cuda")]
+use crate::cuda::Late;
 use crate::error::Error;
 use crate::evict::enforce;
-use crate::filing::{Layer, own};
+use crate::filing::Layer;
 use crate::lists::{STEP, StepLists, emptied};
 use crate::observe::Feed;
-use crate::policy::Token;
 use crate::report::StepReport;
 use crate::sequence::Sequence;
 use crate::tiers::{Early, Stored, make_room};
 use crate::view::View;
-use crate::writes::Write;
 use pikv_core::codec::packed::Packed;
-use pikv_core::page::{Layout, PAGE, Position, Slot};
+use pikv_core::page::{Layout, PAGE, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::{SmallVec, smallvec};
 use std::mem;
@@ -38,6 +41,9 @@ pub struct Step<'a> {
     committed: bool,
     /// Pages of the layer that is likely to be attended next, on their way up.
     ahead: Option<Early>,
+    /// What the host is told later of tensors that lie on the device.
+    #[cfg(feature = "cuda")]
+    late: Option<Box<Late>>,
 }
 
 #[derive(Debug)]
@@ -116,7 +122,17 @@ impl<'a> Step<'a> {
         };
         inner.tables.grow(last)?;
         layers.resize_with(inner.config.layers.len(), Done::default);
-        let mut step = Step { inner, parts: taken, pages, layers, rows, committed: false, ahead: None };
+        let mut step = Step {
+            inner,
+            parts: taken,
+            pages,
+            layers,
+            rows,
+            committed: false,
+            ahead: None,
+            #[cfg(feature = "cuda")]
+            late: None,
+        };
         if step.inner.tiers.is_some() {
             step.look_ahead(0, 0);
         }
@@ -163,54 +179,6 @@ impl<'a> Step<'a> {
         self.rows
     }
 
-    /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`. Tokens that
-    /// leave the ring by it are filed by their experts. O(rows) a head.
-    ///
-    /// # Errors
-    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, no
-    /// memory from the system, or a device that fails; the layer may then be appended again.
-    pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
-        let inner = self.inner.clone();
-        let shape = inner.layer(layer)?;
-        if self.layers[layer].appended {
-            return Err(Error::Twice { layer, what: "appended" });
-        }
-        let heads = shape.kv_heads as usize;
-        let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
-        length("k", k.len(), self.rows * heads * k_dim, "rows * kv_heads * k_dim")?;
-        length("v", v.len(), self.rows * heads * v_dim, "rows * kv_heads * v_dim")?;
-        let mut row = 0;
-        for part in &mut self.parts {
-            let n = (part.len - part.sequence.len) as usize;
-            let (k, v) = (&k[row * heads * k_dim..], &v[row * heads * v_dim..]);
-            let state = &mut part.sequence.layers[layer];
-            let written =
-                write(&inner, layer, shape, state, part.sequence.len, n, row, k, v, &mut self.pages);
-            written.map_err(|e| {
-                self.pages.forget_writes();
-                match e {
-                    Error::Unstorable { what, kv_head, row: at, channel, value, dtype, layer } => {
-                        Error::Unstorable { what, layer, kv_head, row: row + at, channel, value, dtype }
-                    }
-                    other => other,
-                }
-            })?;
-            row += n;
-        }
-        self.pages.flush_writes(&shape.layout, k, v)?;
-        for part in &mut self.parts {
-            // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
-            let left = inner.store.ring.left(part.len).min(part.sequence.len);
-            part.sequence.layers[layer].file(&inner, shape, left, &mut self.pages)?;
-        }
-        self.pages.flush_copies()?;
-        for part in &mut self.parts {
-            part.sequence.layers[layer].bound(&inner, shape)?;
-        }
-        self.layers[layer].appended = true;
-        Ok(())
-    }
-
     /// Attends the step's rows over their sequences: `q` is `[rows][query_heads][k_dim]`. Row `i` of a sequence sees the
     /// tokens up to its own position, through the layer's window.
     ///
@@ -230,6 +198,10 @@ impl<'a> Step<'a> {
         options: &Attend,
         out: Output<'_>,
     ) -> Result<(), Error> {
+        self.attend_tensors(layer, options, Tensors::Host(q, out))
+    }
+
+    fn attend_tensors(&mut self, layer: usize, options: &Attend, tensors: Tensors<'_>) -> Result<(), Error> {
         let inner = self.inner.clone();
         let shape = inner.layer(layer)?;
         if !self.layers[layer].appended {
@@ -252,8 +224,12 @@ impl<'a> Step<'a> {
             len: part.len,
             fetch,
         });
+        #[cfg(feature = "cuda")]
+        if let (Tensors::Host(..), Some(late)) = (&tensors, &mut self.late) {
+            late.forget(layer);
+        }
         let done = &mut self.layers[layer];
-        let remote = attend(&inner, layer, shape, views, q, options, out, Some(&mut done.feeds), ahead)?;
+        let remote = attend(&inner, layer, shape, views, tensors, options, Some(&mut done.feeds), ahead)?;
         done.told = true;
         done.remote += remote;
         Ok(())
@@ -311,8 +287,8 @@ impl<'a> Step<'a> {
     /// Makes the tokens part of their sequences, and evicts what is over the budgets.
     ///
     /// # Errors
-    /// A layer that was not appended or not routed, no memory from the system, or a device that fails. The step is over, and the
-    /// sequences are as before it.
+    /// A layer that was not appended or not routed, no memory from the system, or a device that fails; what [`Step::check`] finds, if a
+    /// policy has to be told of tensors of the device. The step is over, and the sequences are as before it.
     pub fn commit(self) -> Result<(), Error> {
         self.finish(None)
     }
@@ -336,6 +312,8 @@ impl<'a> Step<'a> {
                 return Err(Error::Incomplete { layer, what: "routed" });
             }
         }
+        #[cfg(feature = "cuda")]
+        self.settle()?;
         for part in &mut self.parts {
             let left = inner.store.ring.left(part.len);
             for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
@@ -488,68 +466,4 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
         }
     }
     bytes
-}
-
-/// Writes `n` tokens from position `old` into the ring tiles of one layer; the first is row `first_row` of the call.
-#[allow(clippy::too_many_arguments)]
-fn write(
-    inner: &Inner,
-    layer: usize,
-    shape: &LayerShape,
-    state: &mut Layer,
-    old: u32,
-    n: usize,
-    first_row: usize,
-    k: &[f32],
-    v: &[f32],
-    pages: &mut Reservation,
-) -> Result<(), Error> {
-    let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
-    let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
-    let end = old + n as u32;
-    for (h, head) in state.heads.iter_mut().enumerate() {
-        let codec = state.codecs[h].as_ref();
-        let mut position = old;
-        while position < end {
-            let Slot { tile, lane } = Position(position).into();
-            let at = (tile - state.first_tile) as usize;
-            if at == head.ring.len() {
-                let shard = inner.shard_of(crate::Place::Ring, tile, h);
-                let near = Near::next(head.ring.back());
-                head.ring.push_back(pages.take(shard, layout.words(), near)?);
-                head.states.push_back();
-            }
-            let mut shared = None;
-            let page = &mut head.ring[at];
-            own(page, layout, lane, pages, &mut shared)?;
-            state.undo.extend(shared.map(|page| (h, None, page)));
-            for p in position..end.min((tile + 1) * PAGE) {
-                let row = (p - old) as usize;
-                let key = &k[(row * heads + h) * k_dim..][..k_dim];
-                let value = &v[(row * heads + h) * v_dim..][..v_dim];
-                let token =
-                    Write { lane: p % PAGE, position: p, row: (first_row + row) * heads + h, key, value };
-                let written = pages.write(layout, page, &token);
-                let stored = written.and_then(|()| match &codec {
-                    Some(codec) => codec.check(key, value),
-                    None => Ok(()),
-                });
-                stored.map_err(|bad| Error::Unstorable {
-                    what: if bad.key { "k" } else { "v" },
-                    layer,
-                    kv_head: h,
-                    row,
-                    channel: bad.channel,
-                    value: bad.value,
-                    dtype: if bad.key { layout.k.name() } else { layout.v.name() },
-                })?;
-                if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
-                    let token = Token { layer, kv_head: h, position: Position(p), key, value };
-                    rule.born(&token, &mut head.states, at);
-                }
-            }
-            position = end.min((tile + 1) * PAGE);
-        }
-    }
-    Ok(())
 }

@@ -2,6 +2,8 @@
 
 use crate::arena::{Page, Reservation};
 use crate::codec::{HeadCodec, Old};
+#[cfg(feature = "cuda")]
+use crate::device::DeviceSlice;
 use crate::error::Error;
 use crate::lanes::Lanes;
 #[cfg(feature = "cuda")]
@@ -10,6 +12,35 @@ use pikv_core::page::{Layout, Position, Unstorable};
 #[cfg(feature = "cuda")]
 use pikv_kernels::args::{CopyArg, WriteArg};
 
+/// Keys and values of a call, `[rows][kv_heads][dim]`.
+#[derive(Clone, Copy)]
+pub(crate) enum Tokens<'a> {
+    Host {
+        k: &'a [f32],
+        v: &'a [f32],
+    },
+    /// On the device of the cache; `limits` are what each head takes of a key and a value, and what is beyond is noted at `faults`.
+    #[cfg(feature = "cuda")]
+    Device {
+        k: DeviceSlice,
+        v: DeviceSlice,
+        limits: &'a [[f32; 2]],
+        faults: u64,
+    },
+}
+
+impl<'a> Tokens<'a> {
+    /// Key and value of a row, if the host has them.
+    pub fn row(&self, layout: &Layout, row: usize) -> Option<(&'a [f32], &'a [f32])> {
+        let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
+        match *self {
+            Tokens::Host { k, v } => Some((&k[row * k_dim..][..k_dim], &v[row * v_dim..][..v_dim])),
+            #[cfg(feature = "cuda")]
+            Tokens::Device { .. } => None,
+        }
+    }
+}
+
 /// A token to be written.
 pub(crate) struct Write<'a> {
     pub lane: u32,
@@ -17,21 +48,24 @@ pub(crate) struct Write<'a> {
     /// Which row of the call's keys and values it is.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub row: usize,
-    pub key: &'a [f32],
-    pub value: &'a [f32],
+    /// Key and value, unless they are on the device that writes them.
+    pub token: Option<(&'a [f32], &'a [f32])>,
 }
 
 impl Reservation {
     /// Writes a token; on a device once [`Reservation::flush_writes`] is called. The page must have no other handle.
     pub fn write(&mut self, layout: &Layout, page: &mut Page, token: &Write<'_>) -> Result<(), Unstorable> {
-        let Write { lane, position, key, value, .. } = *token;
+        let Write { lane, position, token: of, .. } = *token;
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
-            layout.check(key, value)?;
+            of.map_or(Ok(()), |(key, value)| layout.check(key, value))?;
             pending.write(WriteArg { page: page.address(), lane, position, row: token.row as u32, pad: 0 });
             only(page)[lane as usize] = position;
             return Ok(());
         }
+        let Some((key, value)) = of else {
+            unreachable!("tensors of a device are refused by a cache without one")
+        };
         layout.write(only(page), lane, Position(position), key, value)
     }
 
@@ -117,15 +151,15 @@ impl Reservation {
         }
     }
 
-    /// Has a device do the writes; their rows are those of `k` and `v`.
+    /// Has a device do the writes; their rows are those of `tokens`.
     ///
     /// # Errors
     /// No memory, or the device. Nothing was written then.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub fn flush_writes(&mut self, layout: &Layout, k: &[f32], v: &[f32]) -> Result<(), Error> {
+    pub fn flush_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
-            let done = pending.launch_writes(layout, k, v);
+            let done = pending.launch_writes(layout, tokens);
             pending.forget_writes();
             return done;
         }

@@ -264,6 +264,51 @@ pub struct WriteArg {
     pub pad: u32,
 }
 
+/// A query that is put into a bundle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct QueryArg {
+    /// Where the bundle begins, in f32 from the start of all.
+    pub bundle: u64,
+    /// Which row of the queries it is.
+    pub query: u32,
+    /// The position that it is turned to.
+    pub position: u32,
+    /// Its row of the bundle.
+    pub row: u32,
+    /// Rows of the bundle.
+    pub width: u32,
+}
+
+/// A query that is folded through the map of a codec's keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct FoldArg {
+    /// Where it goes, in f32 from the start of all.
+    pub to: u64,
+    /// Where that goes which its scores start from.
+    pub start: u64,
+    /// Which row of the queries it is.
+    pub query: u32,
+    /// The map's place in the list.
+    pub map: u32,
+}
+
+/// A map of keys that queries are folded through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct FoldMapArg {
+    /// The map back: its matrix is `[wide][narrow]`.
+    pub map: MapArg,
+    /// Channels that are left.
+    pub narrow: u32,
+    /// Rows of lanes that they take.
+    pub cols: u32,
+}
+
 /// A token to be copied from page to page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]

@@ -24,6 +24,8 @@ pub mod packed;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod ptx;
 #[cfg(target_arch = "nvptx64")]
+pub mod rows;
+#[cfg(target_arch = "nvptx64")]
 pub mod store;
 
 /// A bound or an index that does not hold ends the kernel.

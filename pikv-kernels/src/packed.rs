@@ -156,7 +156,7 @@ impl MapArg {
     /// # Safety
     /// The addresses must be those of slices as long as the widths say.
     #[inline(always)]
-    unsafe fn back<'a>(&self) -> Option<Back<'a>> {
+    pub(crate) unsafe fn back<'a>(&self) -> Option<Back<'a>> {
         let (wide, narrow) = (self.wide as usize, self.narrow as usize);
         // SAFETY: the caller's promise.
         unsafe {

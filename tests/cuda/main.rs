@@ -4,10 +4,12 @@
 mod closed_loop;
 mod codecs;
 mod devices;
+mod engine;
 mod faults;
 mod policies;
 mod ranks;
 mod script;
 mod standin;
 mod suite;
+mod tensors;
 mod tiers;

@@ -1,7 +1,10 @@
 //! What is done to a cache, on whatever back end, and what comes out of it.
 
+use crate::engine::Engine;
 use pikv::router::Eplb;
-use pikv::{Attend, Cache, CacheConfig, Error, LayerShape, Output, Place, Read, Rows, Sequence};
+use pikv::{
+    Attend, Cache, CacheConfig, DeviceOutput, Error, LayerShape, Output, Place, Read, Rows, Sequence,
+};
 
 pub fn mix(parts: &[u64]) -> u64 {
     parts.iter().fold(1, |h, &part| {
@@ -59,6 +62,8 @@ pub struct Options {
     pub anywhere: bool,
     /// An append that fails is tried once more, in the same step.
     pub again: bool,
+    /// Tensors of steps lie on the device of the cache.
+    pub in_place: bool,
 }
 
 impl Options {
@@ -181,7 +186,9 @@ impl Run {
             .iter_mut()
             .enumerate()
             .filter_map(|(i, s)| parts.iter().find(|(at, _)| *at == i).map(|(_, n)| (s, *n)));
-        let Options { own_experts, mass: mass_too, again, .. } = self.options;
+        let Options { own_experts, mass: mass_too, again, in_place, .. } = self.options;
+        let mut engine = in_place.then(|| Engine::new(&config.backend));
+        let mut waiting = Vec::new();
         let mut step = cache.begin(chosen)?;
         let rows = step.rows();
         for (layer, shape) in config.layers.iter().enumerate().take(layers) {
@@ -189,10 +196,15 @@ impl Run {
             let (kv, heads) = (rows * shape.kv_heads as usize, rows * shape.query_heads as usize);
             let row = |kind| [id, layer as u64, kind];
             let (k, v) = (noise(&row(0), kv * k_dim), noise(&row(1), kv * v_dim));
-            match step.append(layer, &k, &v) {
+            let tensors = engine.as_mut().map(|engine| (engine.put(k.clone()), engine.put(v.clone())));
+            let mut append = || match tensors {
+                Some((k, v)) => step.append_device(layer, k, v),
+                None => step.append(layer, &k, &v),
+            };
+            match append() {
                 Err(e) if again => {
                     failed.push(e);
-                    step.append(layer, &k, &v)?;
+                    append()?;
                 }
                 done => done?,
             }
@@ -207,7 +219,12 @@ impl Run {
             if own_experts {
                 step.route(layer, &chosen)?;
             }
-            if attends {
+            if let Some(engine) = engine.as_mut().filter(|_| attends) {
+                let q = engine.put(noise(&row(2), heads * k_dim));
+                let (out, lse) = (engine.room(heads * v_dim), engine.room(heads));
+                step.attend_device(layer, q, &options[layer], DeviceOutput::new(out).lse(lse))?;
+                waiting.extend([out, lse]);
+            } else if attends {
                 let (mut out, mut lse) = (vec![f32::NAN; heads * v_dim], vec![f32::NAN; heads]);
                 let mut mass = Vec::new();
                 let output = Output::new(&mut out).lse(&mut lse);
@@ -221,7 +238,15 @@ impl Run {
             }
         }
         if layers == usize::MAX {
+            if in_place {
+                step.check()?;
+            }
             step.commit()?;
+        } else {
+            drop(step);
+        }
+        if let Some(engine) = &mut engine {
+            results.extend(waiting.into_iter().flat_map(|of| engine.read(of)).map(f32::to_bits));
         }
         self.tokens += 1;
         self.record.extend(results);

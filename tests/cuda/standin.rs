@@ -14,6 +14,7 @@ pub enum Set {
     Capability = 3,
     Reset = 4,
     Devices = 5,
+    Slow = 6,
 }
 
 /// What can be asked.
@@ -40,20 +41,24 @@ fn path() -> PathBuf {
     test.with_file_name(file)
 }
 
+/// The stand-in's library.
+pub fn library() -> &'static Library {
+    static LIBRARY: OnceLock<Library> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        let path = path();
+        // SAFETY: once, and every test of this binary comes here before anything else reads the environment.
+        unsafe { std::env::set_var("PIKV_LIBCUDA", &path) };
+        // SAFETY: its initialisers do nothing.
+        unsafe { Library::new(&path) }.unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    })
+}
+
 impl Standin {
     /// Waits for the test's turn. There is one device.
     pub fn new() -> Standin {
         static TURN: Mutex<()> = Mutex::new(());
-        static LIBRARY: OnceLock<Library> = OnceLock::new();
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let library = LIBRARY.get_or_init(|| {
-            let path = path();
-            // SAFETY: under the lock, and every test of this binary comes here before anything else reads the environment.
-            unsafe { std::env::set_var("PIKV_LIBCUDA", &path) };
-            // SAFETY: its initialisers do nothing.
-            unsafe { Library::new(&path) }.unwrap_or_else(|e| panic!("{}: {e}", path.display()))
-        });
-        let standin = Standin { library, _turn: turn };
+        let standin = Standin { library: library(), _turn: turn };
         standin.set(Set::Devices, 1);
         standin.set(Set::Reset, 0);
         standin.set(Set::Capability, 80);

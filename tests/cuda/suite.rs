@@ -26,8 +26,8 @@ pub fn decode(n: usize) -> Vec<Op> {
 }
 
 /// Runs a case, and what it left.
-fn record(case: &Case, backend: &Backend) -> Vec<u32> {
-    let mut run = Run::new(case.config.clone().backend(backend.clone()), case.options).unwrap();
+fn record(case: &Case, backend: &Backend, options: Options) -> Vec<u32> {
+    let mut run = Run::new(case.config.clone().backend(backend.clone()), options).unwrap();
     for (i, op) in case.ops.iter().enumerate() {
         run.act(op).unwrap_or_else(|e| panic!("{}, {i}, {op:?}: {e}", backend.name()));
     }
@@ -35,20 +35,25 @@ fn record(case: &Case, backend: &Backend) -> Vec<u32> {
     run.record
 }
 
-/// Runs a case on both back ends.
+/// Runs a case on both back ends; on the device with tensors of the host and, where that goes, of its own.
 pub fn same(name: &str, standin: &Standin, case: &Case) {
     let live = standin.get(Get::Live);
-    let (cpu, cuda) = (record(case, &Backend::CPU), record(case, &standin.backend()));
-    assert_eq!(cpu.len(), cuda.len(), "{name}");
-    if let Some(at) = cpu.iter().zip(&cuda).position(|(a, b)| a != b) {
-        panic!(
-            "{name}: value {at} of {} is {:#x} on the CPU and {:#x} on CUDA",
-            cpu.len(),
-            cpu[at],
-            cuda[at]
-        );
+    let cpu = record(case, &Backend::CPU, case.options);
+    let Options { mass, quest, .. } = case.options;
+    let goes = !mass && quest == 0 && !case.config.bounds;
+    for in_place in [false, true].into_iter().take(1 + usize::from(goes)) {
+        let cuda = record(case, &standin.backend(), Options { in_place, ..case.options });
+        assert_eq!(cpu.len(), cuda.len(), "{name}");
+        if let Some(at) = cpu.iter().zip(&cuda).position(|(a, b)| a != b) {
+            panic!(
+                "{name}: value {at} of {} is {:#x} on the CPU and {:#x} on CUDA, its tensors there: {in_place}",
+                cpu.len(),
+                cpu[at],
+                cuda[at]
+            );
+        }
+        assert_eq!(standin.get(Get::Live), live, "{name}: something was not given back");
     }
-    assert_eq!(standin.get(Get::Live), live, "{name}: something was not given back");
 }
 
 pub fn check(name: &str, config: CacheConfig, ops: Vec<Op>) {

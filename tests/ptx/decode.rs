@@ -311,6 +311,11 @@ impl Body<'_> {
                 let &[mask] = a else { return Err("not 1 operand".into()) };
                 Ok(Op::SyncWarp(self.value(mask, 32)?))
             }
+            ["atom", "global", "min", "u64"] => {
+                let &[d, at, x] = a else { return Err("not 3 operands".into()) };
+                let (d, (base, offset)) = (self.reg(d, File::B64)?, self.address(at)?);
+                Ok(Op::AtomMin64(d, base, offset, self.value(x, 64)?))
+            }
             ["bra"] | ["bra", "uni"] => {
                 let &[label] = a else { return Err("not 1 operand".into()) };
                 self.jumps.push((self.entry.code.len(), label.to_owned()));

@@ -9,6 +9,8 @@ const SHIFT: u32 = 32;
 const DEVICE: u32 = 20;
 /// [`Word::reader`] of a word that several warps read.
 const SEVERAL: u32 = u32::MAX;
+/// [`Word::writer`] of a word that atomic operations change.
+const ATOMIC: u32 = u32::MAX;
 
 /// Who accesses memory.
 #[derive(Clone, Copy, Debug)]
@@ -90,6 +92,22 @@ impl Word {
     }
 }
 
+impl Word {
+    /// An atomic operation, which may meet others but no plain access.
+    fn atomic(&mut self, address: u64, launch: u32) -> Result<(), Cause> {
+        self.fresh(Who { launch, warp: 0, epoch: 0, lanes: 0 });
+        let plain = [self.writer, self.reader].into_iter().find(|who| *who != 0 && *who != ATOMIC);
+        match (plain, self.reader) {
+            (Some(other), _) => Err(Cause::WarpRace { address, other: other - 1 }),
+            (None, SEVERAL) => Err(Cause::WarpRace { address, other: SEVERAL }),
+            (None, _) => {
+                self.writer = ATOMIC;
+                Ok(())
+            }
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct Allocation {
     bytes: Vec<u8>,
@@ -112,6 +130,11 @@ impl Memory {
     /// That of the device of a number: addresses of one are out of bounds on every other.
     pub fn of(device: u32) -> Memory {
         Memory { first: (device as usize) << DEVICE, ..Memory::default() }
+    }
+
+    /// Whether an address lies in memory that was not freed.
+    pub fn holds(&self, address: u64) -> bool {
+        self.find(address, 1).is_ok()
     }
 
     /// Number of the next launch.
@@ -216,6 +239,24 @@ impl Memory {
             word.read(address, who)?;
         }
         Ok(gather(&a.bytes[at..at + size]))
+    }
+
+    /// A device's atomic minimum of 64 bits; what was there before.
+    pub(super) fn atomic_min(&mut self, address: u64, value: u64, launch: u32) -> Result<u64, Cause> {
+        if !address.is_multiple_of(8) {
+            return Err(Cause::Misaligned { address });
+        }
+        let (index, at) = self.find(address, 8)?;
+        let a = &mut self.allocations[index];
+        if a.written[at..at + 8].contains(&0) {
+            return Err(Cause::Uninitialised { address });
+        }
+        for word in &mut a.words[at / 4..at / 4 + 2] {
+            word.atomic(address, launch)?;
+        }
+        let before = gather(&a.bytes[at..at + 8]);
+        a.bytes[at..at + 8].copy_from_slice(&before.min(value).to_le_bytes());
+        Ok(before)
     }
 
     /// A device's write of the low `size` bytes of `value`; `address` is a multiple of `size`.

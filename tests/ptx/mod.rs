@@ -136,6 +136,8 @@ pub enum Op {
     LdParam(Data, u32),
     Ld(Space, Data, R, i64),
     St(Space, Data, R, i64),
+    /// The lesser of 64 bits in global memory and a register, in memory; what was there before.
+    AtomMin64(R, R, i64, R),
     Shfl {
         kind: Shfl,
         d: R,

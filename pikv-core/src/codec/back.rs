@@ -119,7 +119,7 @@ pub fn take_back<W: Warp>(
 
 /// 1 to 32 numbers, 0 in the lanes after them.
 #[inline(always)]
-fn part_of<W: Warp>(w: W, row: &[f32]) -> W::F {
+pub(super) fn part_of<W: Warp>(w: W, row: &[f32]) -> W::F {
     let inside = w.ge_i(w.splat_u(row.len() as u32 - 1), w.lane_id());
     let at = w.bits(w.select(inside, w.from_bits(w.lane_id()), w.splat(0.0)));
     w.select(inside, w.gather(row, at), w.splat(0.0))
@@ -127,7 +127,7 @@ fn part_of<W: Warp>(w: W, row: &[f32]) -> W::F {
 
 /// The transform of channels that lie across the lanes: butterflies over distances 1, 2, 4, .., then one product by sqrt(1 / block).
 #[inline(always)]
-fn hadamard<W: Warp>(w: W, x: &[f32], out: &mut [[f32; LANES]], block: usize) {
+pub(super) fn hadamard<W: Warp>(w: W, x: &[f32], out: &mut [[f32; LANES]], block: usize) {
     let rows = x.len().div_ceil(LANES);
     for (x, out) in x.chunks(LANES).zip(out.iter_mut()) {
         let mut x = part_of(w, x);

@@ -5,11 +5,13 @@
 //! * [`pack`]: 32 tokens of a full page into a packed one;
 //! * [`read`]: attention over packed pages;
 //! * [`factors`]: attention over those that are means, or coefficients in a basis of their own;
-//! * [`back`]: its result in the head's channels.
+//! * [`back`]: its result in the head's channels;
+//! * [`fold`](mod@fold): what it leaves of a query.
 
 pub mod back;
 pub mod code;
 pub mod factors;
+pub mod fold;
 pub mod pack;
 pub mod packed;
 pub mod read;

@@ -76,7 +76,7 @@ fn repeated<W: Warp>(w: W, x: W::F, fill: u32) -> W::F {
 
 /// `a << by`, `by` below 32.
 #[inline(always)]
-fn shifted_left<W: Warp>(w: W, mut a: W::U, by: u32) -> W::U {
+pub(crate) fn shifted_left<W: Warp>(w: W, mut a: W::U, by: u32) -> W::U {
     for _ in 0..by {
         a = w.shl::<1>(a);
     }

@@ -1,8 +1,11 @@
 //! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
 //! level, the end in one; where the mass of pages is wanted, that in one more.
 
+use super::late::Saw;
+use super::ring::Upload;
+use super::tensors::{OnDevice, Queries};
 use super::wave::{Packed, Wave};
-use super::work::{Upload, Way, Work};
+use super::work::{Way, Work};
 use super::{Device, arguments};
 use crate::error::Error;
 use crate::forest::Forest;
@@ -15,7 +18,7 @@ use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
-use pikv_kernels::args::{HeadArg, LayoutArg, MassArg, PackedArg, RopeArg};
+use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg};
 use std::mem;
 
 /// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
@@ -25,8 +28,17 @@ pub(super) const WAVE: u64 = 16 << 20;
 #[derive(Clone, Copy)]
 pub(super) struct To {
     out: u64,
-    ends: u64,
+    ends: Ends,
     mass: u64,
+}
+
+/// Where the ends of rows go.
+#[derive(Clone, Copy)]
+enum Ends {
+    /// Log-sum-exp, exponent and sum, which the host judges.
+    Host(u64),
+    /// The log-sum-exp, or null, and where rows that overflow are noted.
+    Device { lse: u64, fault: u64 },
 }
 
 /// What all launches of a call have in common.
@@ -35,11 +47,14 @@ pub(super) struct Shape<'a> {
     pub of: &'a LayerShape,
     pub table: Option<&'a Table>,
     pub softcap: Option<f32>,
+    /// Queries that are gathered on the device, and their factor.
+    pub on_device: Option<(OnDevice, f32)>,
 }
 
 impl<'a> Shape<'a> {
     fn of(job: &'a Job<'_>) -> Shape<'a> {
-        Shape { of: job.shape, table: job.table.as_deref(), softcap: job.softcap }
+        let on_device = job.on_device.map(|on_device| (on_device, job.factor));
+        Shape { of: job.shape, table: job.table.as_deref(), softcap: job.softcap, on_device }
     }
 }
 
@@ -76,8 +91,13 @@ impl Wave<'_> {
         };
         let parts = work.parts(stream, self.parts)?;
         let raw = if self.raw > 0 { work.raw(stream, self.raw)? } else { 0 };
+        let gathered = self.gathered(shape.on_device.is_some());
+        let bundles = if gathered.floats > 0 { work.queries(stream, gathered.floats)? } else { 0 };
+        let fold_maps = self.fold_maps(work, device, !gathered.folds.is_empty())?;
         let mut upload = Upload::new();
         let (q, pages, live) = (upload.add(&self.q), upload.add(&self.pages), upload.add(&self.live));
+        let gathers = upload.add(&self.gathers);
+        let (folds, fold_maps) = (upload.add(&gathered.folds), upload.add(&fold_maps));
         let (last, by) =
             if self.packed.is_empty() { (0, 0) } else { (upload.add(&self.last), upload.add(&self.by)) };
         let sights = upload.add(&self.sights);
@@ -94,7 +114,25 @@ impl Wave<'_> {
         let masses = to.map_or(&[][..], |(_, masses)| masses);
         let (rows, weighed, sums) = (upload.add(&self.rows), upload.add(&self.weighed), upload.add(masses));
         let base = work.send(stream, &upload)?;
-        let (q, pages, live, sights) = (base + q, base + pages, base + live, base + sights);
+        let (mut q, pages, live, sights) = (base + q, base + pages, base + live, base + sights);
+        if let Some((OnDevice { q: from, fault }, factor)) = shape.on_device {
+            q = bundles;
+            let (list, count) = (base + gathers, self.gathers.len() as u32);
+            // SAFETY: the parameters of `gather_queries`: the caller's queries, `[rows][query_heads][k_dim]`, which stay until the stream
+            // has passed, and bundles that have room for all; of a bundle each row stands once.
+            unsafe {
+                let arguments = arguments!(layout, from, factor, rope, table, list, count, bundles, fault);
+                device.launch(device.kernels.gather_queries, self.gathers.len(), arguments)?;
+            }
+            let (list, maps, count) = (base + folds, base + fold_maps, gathered.folds.len() as u32);
+            if count > 0 {
+                // SAFETY: the parameters of `fold_queries`, as above; the maps are on the device.
+                unsafe {
+                    let arguments = arguments!(layout, from, factor, maps, list, count, bundles);
+                    device.launch(device.kernels.fold_queries, count as usize, arguments)?;
+                }
+            }
+        }
         let lists = Lists { q, pages, live, last: base + last, by: base + by, sights, parts, raw };
         let softcap = shape.softcap.unwrap_or(0.0);
         for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(tasks) {
@@ -110,8 +148,12 @@ impl Wave<'_> {
                 device.launch(*kernel, tasks.len(), arguments)?;
             }
         }
-        for (of, at) in self.packed.iter().zip(packed) {
-            of.launch(device, work, shape, (rope, table), &lists, at.map(|at| base + at))?;
+        for (i, (of, at)) in self.packed.iter().zip(packed).enumerate() {
+            let [mut folded, mut start, tasks] = at.map(|at| base + at);
+            if let Some(at) = gathered.packed.get(i) {
+                [folded, start] = at.map(|at| bundles + 4 * at);
+            }
+            of.launch(device, work, shape, (rope, table), &lists, [folded, start, tasks])?;
         }
         for height in 0..self.joins.pairs.len().max(self.joins.backs.len()) {
             if let Some(count) = self.joins.pairs.get(height).map(Vec::len).filter(|n| *n > 0) {
@@ -131,10 +173,17 @@ impl Wave<'_> {
         }
         let Some((To { out, ends, mass }, _)) = to else { return Ok(()) };
         let (rows, count) = (base + rows, self.rows.len() as u32);
-        // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
-        unsafe {
-            let arguments = arguments!(layout, rows, count, parts, out, ends);
-            device.launch(device.kernels.finish_rows, self.rows.len(), arguments)?;
+        match ends {
+            // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
+            Ends::Host(ends) => unsafe {
+                let arguments = arguments!(layout, rows, count, parts, out, ends);
+                device.launch(device.kernels.finish_rows, self.rows.len(), arguments)?;
+            },
+            // SAFETY: as above; the caller's tensors stay until the stream has passed, and nobody else touches them.
+            Ends::Device { lse, fault } => unsafe {
+                let arguments = arguments!(layout, rows, count, parts, out, lse, fault);
+                device.launch(device.kernels.finish_in_place, self.rows.len(), arguments)?;
+            },
         }
         if masses.is_empty() {
             return Ok(());
@@ -147,6 +196,16 @@ impl Wave<'_> {
             device.launch(device.kernels.mass_pages, masses.len(), arguments)?;
         }
         Ok(())
+    }
+
+    /// Of the codecs of [`Wave::packed`] the maps that queries are folded through, if any are.
+    fn fold_maps(&self, work: &mut Work, device: &Device, any: bool) -> Result<Vec<FoldMapArg>, Error> {
+        let of = |of: &Packed<'_>| {
+            let map = work.map(&device.stream, of.codec.codec.k.mapped(), Way::Back)?;
+            let (narrow, cols) = (of.codec.packed.query_dim(), of.codec.packed.query_cols());
+            Ok(FoldMapArg { map, narrow, cols })
+        };
+        self.packed.iter().filter(|_| any).map(of).collect()
     }
 
     /// How the values of each codec's heads come back, the maps on the device.
@@ -259,40 +318,17 @@ fn attend_all(
     }
     let mut work = device.work()?;
     let stream = &device.stream;
-    // Rows of masses, forest by forest.
-    let (mut firsts, mut masses) = (Vec::new(), 0);
-    for forest in forests {
-        firsts.push(masses);
-        masses += wanted.map_or(0, |wanted| wanted[forest.view].sets().count()) * forest.pages.len();
-    }
+    let (firsts, masses) = rows_of_masses(forests, wanted);
     let floats = out.len() + 3 * lse.len() + LANES * masses;
     let first = work.out(stream, floats as u64)?;
     let ends = first + 4 * out.len() as u64;
-    let to = To { out: first, ends, mass: ends + 12 * lse.len() as u64 };
-    let (blank, full): (Vec<_>, Vec<_>) =
-        forests.iter().enumerate().partition(|(_, forest)| forest.blocks.is_empty());
-    if masses > 0 || !blank.is_empty() {
+    let to = To { out: first, ends: Ends::Host(ends), mass: ends + 12 * lse.len() as u64 };
+    let blank = forests.iter().any(|forest| forest.blocks.is_empty());
+    if masses > 0 || blank {
         // Sums go on from wave to wave; and of rows that nothing is there for nobody else writes the output.
         device.fill(first, 0, floats as u32)?;
     }
-    let most = if wanted.is_some() { job.whole() } else { TILE };
-    let mut wave = Wave::default();
-    let go = |wave: &mut Wave<'_>, work: &mut Work| {
-        let wave = mem::take(wave);
-        let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(job, forests, wanted, &firsts));
-        wave.launch(device, work, &Shape::of(job), Some((to, &masses)))
-    };
-    for (index, forest) in full {
-        for item in job.items(forest, Wave::step(job, forest, most)) {
-            if wave.size > 0 && wave.size + Wave::cost(job, &item, wanted.is_some()) > WAVE {
-                go(&mut wave, &mut work)?;
-            }
-            wave.push(job, index, &item, wanted.is_some());
-        }
-    }
-    if wave.size > 0 {
-        go(&mut wave, &mut work)?;
-    }
+    waves(device, &mut work, job, forests, wanted, to, &firsts)?;
     work.fetch(stream, first, floats, |words| {
         let floats: &[f32] = bytemuck::cast_slice(words);
         let (from, rest) = floats.split_at(out.len());
@@ -312,13 +348,102 @@ fn attend_all(
                     *weighed.mass_mut(i, set) = mass.as_chunks().0[first + set * pages + i];
                 }
             }
-            weighed.one_form(forest);
+            weighed.one_form(forest.passes());
         }
     })?;
-    for (_, forest) in blank {
-        for item in job.items(forest, most) {
+    for forest in forests.iter().filter(|forest| forest.blocks.is_empty()) {
+        for item in job.items(forest, TILE) {
             (0..item.rows).for_each(|r| lse[job.output_row(&item, r)] = f32::NEG_INFINITY);
         }
     }
+    Ok(())
+}
+
+/// Of each forest its first row of masses, and the rows of all.
+fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[Wanted]>) -> (Vec<usize>, usize) {
+    let (mut firsts, mut masses) = (Vec::with_capacity(forests.len()), 0);
+    for forest in forests {
+        firsts.push(masses);
+        masses += wanted.map_or(0, |wanted| wanted[forest.view].sets().count()) * forest.pages.len();
+    }
+    (firsts, masses)
+}
+
+/// Launches all rows of forests that have pages, as many at a time as there is room for.
+fn waves(
+    device: &Device,
+    work: &mut Work,
+    job: &Job<'_>,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    to: To,
+    firsts: &[usize],
+) -> Result<(), Error> {
+    let most = if wanted.is_some() { job.whole() } else { TILE };
+    let mut wave = Wave::default();
+    let go = |wave: &mut Wave<'_>, work: &mut Work| {
+        let wave = mem::take(wave);
+        let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(job, forests, wanted, firsts));
+        wave.launch(device, work, &Shape::of(job), Some((to, &masses)))
+    };
+    for (index, forest) in forests.iter().enumerate().filter(|(_, forest)| !forest.blocks.is_empty()) {
+        for item in job.items(forest, Wave::step(job, forest, most)) {
+            if wave.size > 0 && wave.size + Wave::cost(job, &item, wanted.is_some()) > WAVE {
+                go(&mut wave, work)?;
+            }
+            wave.push(job, index, &item, wanted.is_some());
+        }
+    }
+    if wave.size > 0 {
+        go(&mut wave, work)?;
+    }
+    Ok(())
+}
+
+/// As [`attend`], of queries and to results on the device. Nothing is waited for; masses, and queries if they are asked for, are on
+/// their way down, and what `given` is told of them is how they lie.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn attend_in_place(
+    job: &Job<'_>,
+    layer: usize,
+    scale: f32,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    given: &mut Queries<'_>,
+    feeds: &mut Vec<Feed>,
+    queries: bool,
+) -> Result<(), Error> {
+    let Queries { q, output, late } = given;
+    let device = late.device().clone();
+    let mut work = device.work()?;
+    let stream = &device.stream;
+    let (firsts, rows) = rows_of_masses(forests, wanted);
+    let floats = LANES * rows;
+    let mass = if rows > 0 { work.out(stream, floats as u64)? } else { 0 };
+    if rows > 0 {
+        device.fill(mass, 0, floats as u32)?;
+    }
+    let (out, lse) = (output.out, output.lse);
+    if forests.iter().any(|forest| forest.blocks.is_empty()) {
+        device.fill(out.address(), 0, out.len() as u32)?;
+        if let Some(lse) = lse {
+            device.fill(lse.address(), f32::NEG_INFINITY.to_bits(), lse.len() as u32)?;
+        }
+    }
+    let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), fault: late.fault(layer, 3) };
+    waves(&device, &mut work, job, forests, wanted, To { out: out.address(), ends, mass }, &firsts)?;
+    let mut saw = Saw { rows, ..Saw::default() };
+    let places = [(mass, floats), (q.address(), if queries { q.len() } else { 0 })];
+    if places.iter().any(|(_, words)| *words > 0) {
+        saw.down = Some(device.downs.bring(stream, &places)?);
+    }
+    if let Some(wanted) = wanted {
+        for ((forest, first), feed) in forests.iter().zip(firsts).zip(feeds.iter_mut()) {
+            feed.weighed.start(forest, &wanted[forest.view]);
+            saw.masses.push((first, forest.passes().collect()));
+        }
+    }
+    saw.feeds = mem::take(feeds);
+    late.saw(layer, saw, scale);
     Ok(())
 }

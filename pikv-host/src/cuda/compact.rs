@@ -1,6 +1,6 @@
 //! Tokens moved together, in pages that are read and written.
 
-use super::work::Upload;
+use super::ring::Upload;
 use super::{Device, arguments};
 use crate::error::Error;
 use pikv_core::page::Layout;

@@ -1,15 +1,14 @@
 //! Pages of lower tiers on their way up to the device: on a stream of their own, beside the work that is under way.
 
+use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
-use super::{Device, answer, bare};
+use super::{Device, bare};
 use crate::backend::CudaError;
 use crate::error::Error;
 use crate::tiers::Stored;
-use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The stream, and what was brought up in and may be used again.
@@ -26,47 +25,14 @@ struct Lift {
     memory: Memory,
     /// After the copy.
     done: Moment,
+    /// After what read it last, on the device's own stream.
+    read: Option<Moment>,
 }
 
-/// An event without times. (cust's own is consumed by the stream that waits for it.)
-#[derive(Debug)]
-struct Moment(sys::CUevent);
-
-// SAFETY: a handle, which the driver takes from any thread.
-unsafe impl Send for Moment {}
-// SAFETY: as above.
-unsafe impl Sync for Moment {}
-
-impl Moment {
-    fn new() -> Result<Moment, CudaError> {
-        let mut event = null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: a place for a handle.
-        bare("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
-        Ok(Moment(event))
-    }
-
-    fn record(&self, stream: &Stream) -> Result<(), CudaError> {
-        // SAFETY: handles that live.
-        bare("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream.as_inner()) })
-    }
-
-    fn wait(&self) -> Result<(), CudaError> {
-        // SAFETY: as above.
-        bare("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
-    }
-
-    /// Has what is put on `stream` from here on wait for it.
-    fn before(&self, stream: &Stream) -> Result<(), CudaError> {
-        // SAFETY: as above.
-        bare("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.as_inner(), self.0, 0) })
-    }
-}
-
-impl Drop for Moment {
-    fn drop(&mut self) {
-        // SAFETY: from `cuEventCreate`, once. A lost device refuses, and has lost it with everything else.
-        let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
+impl Lift {
+    /// Whether nothing reads it any more, so that it need not be waited for.
+    fn is_over(&self) -> bool {
+        self.read.as_ref().is_none_or(|read| read.passed().is_ok_and(|passed| passed))
     }
 }
 
@@ -82,8 +48,7 @@ pub(crate) struct Lifted {
 
 impl Lifts {
     pub fn new() -> Result<Lifts, CudaError> {
-        let stream = answer("cuStreamCreateWithPriority", Stream::new(StreamFlags::NON_BLOCKING, None))?;
-        Ok(Lifts { spare: Mutex::default(), stream })
+        Ok(Lifts { spare: Mutex::default(), stream: Stream::new()? })
     }
 }
 
@@ -106,14 +71,27 @@ impl Device {
         if words == 0 {
             return Ok(lifted);
         }
-        let spare = self.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let spare = {
+            let mut spare = self.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            // Else the one that was used longest ago.
+            let at = spare.iter().position(Lift::is_over).unwrap_or(0);
+            (at < spare.len()).then(|| spare.remove(at))
+        };
         let lift = match spare {
             Some(lift) => lift,
-            None => Lift { host: Pinned::default(), memory: Memory::default(), done: Moment::new()? },
+            None => {
+                Lift { host: Pinned::default(), memory: Memory::default(), done: Moment::new()?, read: None }
+            }
         };
-        let Lift { host, memory, done } = lifted.lift.insert(lift);
+        let Lift { host, memory, done, read } = lifted.lift.insert(lift);
         // Nobody waited for what was not wanted in the end.
         done.wait()?;
+        if let Some(read) = read {
+            if memory.bytes() < 4 * words as u64 {
+                read.wait()?;
+            }
+            read.before(&self.lifts.stream)?;
+        }
         let to = memory.reserve(4 * words as u64, &self.lifts.stream)?;
         let host = host.reserve(words)?;
         let mut rest = &mut host[..words];
@@ -124,7 +102,7 @@ impl Device {
         }
         // SAFETY: both are that long; the pinned words are not touched again before `done`.
         let code = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, self.lifts.stream.as_inner())
+            sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, self.lifts.stream.handle())
         };
         bare("cuMemcpyHtoDAsync", code)?;
         done.record(&self.lifts.stream)?;
@@ -152,7 +130,11 @@ impl Lifted {
 impl Drop for Lifted {
     fn drop(&mut self) {
         let _ = self.device.enter();
-        if let Some(lift) = self.lift.take() {
+        let Some(mut lift) = self.lift.take() else { return };
+        // Whatever reads it was asked for by now. If that cannot be noted it goes, and the driver waits for its readers.
+        let read = lift.read.take().map_or_else(Moment::new, Ok);
+        if let Ok(read) = read.and_then(|read| read.record(&self.device.stream).map(|()| read)) {
+            lift.read = Some(read);
             self.device.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner).push(lift);
         }
     }

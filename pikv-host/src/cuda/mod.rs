@@ -1,25 +1,33 @@
 //! The CUDA back end: of each device its primary context, the kernels, and the memory that they work in.
 //!
 //! Whatever a cache asks for is put on the one stream, in order, but that pages of lower tiers come up on another; the host waits
-//! only where it is given results. Lists that
-//! kernels read go up through one of two pinned buffers in turn, whose last copy is waited for by its event. Buffers only grow, so
-//! that steps of a size that was seen before allocate nothing.
+//! only where it is given results. Lists that kernels read go up through a ring of pinned memory, guarded by events. Buffers only
+//! grow, so that steps of a size that was seen before allocate nothing.
 
 mod attend;
 mod compact;
+mod late;
 mod lift;
 mod pending;
 mod rank;
+mod ring;
+mod stream;
+mod tensors;
+mod tree;
 mod wave;
 mod work;
 
-pub(crate) use self::attend::attend;
+pub(crate) use self::attend::{attend, attend_in_place};
 pub(crate) use self::compact::Moved;
+pub(crate) use self::late::{Asked, Late, Of};
 pub(crate) use self::lift::Lifted;
 pub(crate) use self::pending::Pending;
+pub(crate) use self::tensors::{OnDevice, Queries};
 pub(crate) use self::wave::ROWS;
 
+use self::late::Downs;
 use self::lift::Lifts;
+use self::stream::Stream;
 use self::work::{Memory, Work};
 use crate::backend::CudaError;
 use crate::error::Error;
@@ -27,7 +35,6 @@ use cust::context::{Context, CurrentContext};
 use cust::device::DeviceAttribute;
 use cust::error::CudaError as Answer;
 use cust::module::Module;
-use cust::stream::{Stream, StreamFlags};
 use cust::sys;
 use std::ffi::c_void;
 use std::fmt;
@@ -47,6 +54,10 @@ struct Kernels {
     attend_packed: [Kernel; 3],
     attend_rebuilt: [Kernel; 3],
     attend_factors: [Kernel; 3],
+    append_rows: Kernel,
+    gather_queries: Kernel,
+    fold_queries: Kernel,
+    finish_in_place: Kernel,
     back_rows: Kernel,
     pack_pages: Kernel,
     merge_pairs: Kernel,
@@ -66,17 +77,14 @@ unsafe impl Sync for Kernel {}
 pub(crate) struct Device {
     work: Mutex<Work>,
     lifts: Lifts,
+    downs: Downs,
     kernels: Kernels,
     _module: Module,
     stream: Stream,
     context: Context,
     name: String,
+    ordinal: u32,
 }
-
-// SAFETY: of a stream's handle, which the driver takes from any thread; the rest is `Send` and `Sync` by itself.
-unsafe impl Send for Device {}
-// SAFETY: as above.
-unsafe impl Sync for Device {}
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -127,7 +135,26 @@ impl Device {
         if devices == 0 { Err(CudaError::NoDevice) } else { Ok(devices) }
     }
 
+    /// Puts work on a stream of its own.
     pub fn open(ordinal: u32) -> Result<Device, CudaError> {
+        Device::with(ordinal, Stream::new)
+    }
+
+    /// Puts work on somebody else's stream.
+    ///
+    /// # Safety
+    /// It is a stream of the device's primary context, or null, and outlives the device.
+    pub unsafe fn open_on(ordinal: u32, stream: *mut c_void) -> Result<Device, CudaError> {
+        // SAFETY: the caller's promise.
+        Device::with(ordinal, || Ok(unsafe { Stream::of(stream) }))
+    }
+
+    /// The stream that work is put on.
+    pub fn stream(&self) -> *mut c_void {
+        self.stream.handle().cast()
+    }
+
+    fn with(ordinal: u32, stream: impl FnOnce() -> Result<Stream, CudaError>) -> Result<Device, CudaError> {
         let devices = Device::count()?;
         if ordinal >= devices {
             return Err(CudaError::Ordinal { ordinal, devices });
@@ -144,7 +171,7 @@ impl Device {
         };
         let context = answer("cuDevicePrimaryCtxRetain", Context::new(device))?;
         answer("cuCtxSetCurrent", CurrentContext::set_current(&context))?;
-        let stream = answer("cuStreamCreateWithPriority", Stream::new(StreamFlags::NON_BLOCKING, None))?;
+        let stream = stream()?;
         let module = answer("cuModuleLoadDataEx", Module::from_ptx(ptx, &[]))?;
         let kernel = |name: &str| {
             answer("cuModuleGetFunction", module.get_function(name)).map(|function| Kernel(function.to_raw()))
@@ -160,14 +187,18 @@ impl Device {
             attend_packed: packed("attend_packed")?,
             attend_rebuilt: packed("attend_rebuilt")?,
             attend_factors: packed("attend_factors")?,
+            append_rows: kernel("append_rows")?,
+            gather_queries: kernel("gather_queries")?,
+            fold_queries: kernel("fold_queries")?,
+            finish_in_place: kernel("finish_in_place")?,
             back_rows: kernel("back_rows")?,
             pack_pages: kernel("pack_pages")?,
             merge_pairs: kernel("merge_pairs")?,
             finish_rows: kernel("finish_rows")?,
             mass_pages: kernel("mass_pages")?,
         };
-        let (work, lifts) = (Mutex::new(Work::new()?), Lifts::new()?);
-        Ok(Device { work, lifts, kernels, _module: module, stream, context, name })
+        let (work, lifts, downs) = (Mutex::default(), Lifts::new()?, Downs::default());
+        Ok(Device { work, lifts, downs, kernels, _module: module, stream, context, name, ordinal })
     }
 
     /// Makes the device's context that of the calling thread.
@@ -192,7 +223,7 @@ impl Device {
     pub fn fill(&self, address: u64, word: u32, words: u32) -> Result<(), CudaError> {
         self.enter()?;
         // SAFETY: page memory and its extent, which the caller holds; a fill has no other requirement.
-        let code = unsafe { sys::cuMemsetD32Async(address, word, words as usize, self.stream.as_inner()) };
+        let code = unsafe { sys::cuMemsetD32Async(address, word, words as usize, self.stream.handle()) };
         bare("cuMemsetD32Async", code)
     }
 
@@ -237,7 +268,7 @@ impl Device {
                 1,
                 1,
                 0,
-                self.stream.as_inner(),
+                self.stream.handle(),
                 arguments.as_ptr().cast_mut().cast(),
                 std::ptr::null_mut(),
             )
@@ -248,8 +279,9 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // What follows gives everything back; a device that is lost has nothing more to give.
+        // What follows gives everything back, once nothing is copied there any more; a device that is lost has nothing more to give.
         let _ = self.enter();
+        let _ = self.stream.synchronize();
     }
 }
 

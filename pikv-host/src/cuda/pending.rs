@@ -1,10 +1,12 @@
 //! Tokens that are to be written and copied, in as few launches as their order allows.
 
-use super::work::{Upload, Way};
+use super::ring::Upload;
+use super::work::Way;
 use super::{Device, arguments};
 use crate::codec::{Codec, HeadCodec, Old};
 use crate::error::Error;
 use crate::lanes::Lanes;
+use crate::writes::Tokens;
 use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{CodecArg, CopyArg, LayoutArg, PackArg, PackedArg, WriteArg};
@@ -166,19 +168,35 @@ impl Pending {
         self.writes.clear();
     }
 
-    /// Launches the writes, whose rows are those of `k` and `v`.
-    pub fn launch_writes(&mut self, layout: &Layout, k: &[f32], v: &[f32]) -> Result<(), Error> {
+    /// Launches the writes, whose rows are those of `tokens`.
+    pub fn launch_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
         let device = &self.device;
         let mut work = device.work()?;
         let mut upload = Upload::new();
-        let (at_k, at_v, at_list) = (upload.add(k), upload.add(v), upload.add(&self.writes));
-        let base = work.send(&device.stream, &upload)?;
+        let at_list = upload.add(&self.writes);
         let (layout, count) = (LayoutArg::from(*layout), self.writes.len() as u32);
-        let (k, v, list) = (base + at_k, base + at_v, base + at_list);
-        // SAFETY: the parameters of `append`. Rows and pages are those of the call and of the step, which holds the pages; a step
-        // writes a lane once.
-        unsafe {
-            device.launch(device.kernels.append, self.writes.len(), arguments!(layout, k, v, list, count))?;
+        match *tokens {
+            Tokens::Host { k, v } => {
+                let (at_k, at_v) = (upload.add(k), upload.add(v));
+                let base = work.send(&device.stream, &upload)?;
+                let (k, v, list) = (base + at_k, base + at_v, base + at_list);
+                // SAFETY: the parameters of `append`. Rows and pages are those of the call and of the step, which holds the pages; a
+                // step writes a lane once.
+                unsafe {
+                    let arguments = arguments!(layout, k, v, list, count);
+                    device.launch(device.kernels.append, self.writes.len(), arguments)?;
+                }
+            }
+            Tokens::Device { k, v, limits, faults } => {
+                let (at_limits, heads) = (upload.add(limits), limits.len() as u32);
+                let base = work.send(&device.stream, &upload)?;
+                let (k, v, list, limits) = (k.address(), v.address(), base + at_list, base + at_limits);
+                // SAFETY: the parameters of `append_rows`, as those of `append`; the caller's tensors stay until the stream has passed.
+                unsafe {
+                    let arguments = arguments!(layout, k, v, list, count, heads, limits, faults);
+                    device.launch(device.kernels.append_rows, self.writes.len(), arguments)?;
+                }
+            }
         }
         self.writes.clear();
         Ok(())

@@ -2,8 +2,8 @@
 //! which go back to the front.
 
 use super::attend::{Shape, WAVE};
-use super::wave::{ROWS, Wave, packed_room};
-use super::work::Upload;
+use super::ring::Upload;
+use super::wave::{Left, ROWS, Wave, packed_room};
 use super::{Device, arguments};
 use crate::block::{PACKED_ROWS, bundles};
 use crate::error::Error;
@@ -115,7 +115,7 @@ impl Device {
             self.fill(raw, 0, wave.raw as u32)?;
             places.push((raw, wave.raw as usize));
         }
-        let shape = Shape { of: first.shape, table: first.table(), softcap: first.softcap };
+        let shape = Shape { of: first.shape, table: first.table(), softcap: first.softcap, on_device: None };
         wave.launch(self, &mut work, &shape, None)?;
         work.fetch_all(stream, &places, |words| {
             let (mut parts, mut raw) = words.split_at(kept);
@@ -199,8 +199,9 @@ impl<'a> Wave<'a> {
             let sights = self.sights.len() as u32;
             self.sights.extend(ask.sights[row..row + width].iter().map(|(pool, _)| SightArg::from(*pool)));
             let whole = ask.table().map(|_| q);
-            let packed =
-                ask.codec.map(|codec| self.bundle(codec, (row, width), whole, (ask.folded, ask.start)));
+            let packed = ask
+                .codec
+                .map(|codec| self.bundle(codec, (row, width), whole, Left::Host(ask.folded, ask.start)));
             let len = Partial::len(width, ask.acc_rows()) as u64;
             let mut pages = first_page;
             let mut parts = Vec::with_capacity(ask.blocks.len());

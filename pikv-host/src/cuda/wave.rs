@@ -1,11 +1,11 @@
 //! Items of a call whose partial results are on the device together, as lists that kernels read.
 
+use super::tree::{Joins, Tree};
 use crate::block::bundles;
 use crate::codec::HeadCodec;
-use crate::forest::{Forest, Listed, PACKED_RUN};
-use crate::job::{Item, Job, SCRATCH};
+use crate::forest::{Forest, Listed};
+use crate::job::{Item, Job, SCRATCH, Scratch};
 use crate::mass::Wanted;
-use crate::reduce::levels;
 use crate::sequence::Place;
 use pikv_core::attend::BLOCK;
 use pikv_core::codec::factors::FactorScratch;
@@ -13,7 +13,7 @@ use pikv_core::codec::read::REBUILT;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::warp::LANES;
-use pikv_kernels::args::{BackArg, MassArg, PairArg, RowArg, SightArg, TaskArg, WeighedArg};
+use pikv_kernels::args::{FoldArg, MassArg, QueryArg, RowArg, SightArg, TaskArg, WeighedArg};
 use std::ops::Range;
 
 /// Rows of a bundle at most.
@@ -23,6 +23,9 @@ pub(crate) const ROWS: usize = 8;
 #[derive(Default)]
 pub(super) struct Wave<'a> {
     pub q: Vec<f32>,
+    /// Queries that are on the device, and f32 of the bundles that they are gathered in. There are those or `q`.
+    pub gathers: Vec<QueryArg>,
+    bundles: u64,
     /// Of every page that is read: its address, the lanes that are read, and of a packed one the last position and the one that
     /// packed it.
     pub pages: Vec<u64>,
@@ -55,15 +58,26 @@ pub(super) struct Packed<'a> {
     /// are turned as they are read.
     pub q: Vec<[f32; LANES]>,
     pub start: Vec<f32>,
+    /// The same of queries that are on the device: which they are.
+    folds: Vec<u32>,
     pub tasks: Vec<TaskArg>,
 }
 
-/// What joins partial results, by its height in the tree.
+/// What the codec left of the queries of an item, and what their scores start from; or which queries they are, on the device.
+#[derive(Clone, Copy)]
+pub(super) enum Left<'l> {
+    Host(&'l [[f32; LANES]], &'l [f32]),
+    Device(&'l [u32]),
+}
+
+/// Where a wave's queries go that are gathered and folded on the device, in f32 from the start of all.
 #[derive(Default)]
-pub(super) struct Joins {
-    pub pairs: Vec<Vec<PairArg>>,
-    /// Rows that are taken back to the head's channels.
-    pub backs: Vec<Vec<BackArg>>,
+pub(super) struct Gathered {
+    pub folds: Vec<FoldArg>,
+    /// Of each of [`Wave::packed`], what is left of its queries, and what their scores start from.
+    pub packed: Vec<[u64; 2]>,
+    /// All of it.
+    pub floats: u64,
 }
 
 /// What a wave has of a forest.
@@ -76,22 +90,6 @@ struct Part {
     tokens: Range<u32>,
     /// Its entries of `weighed`.
     weighed: Range<u32>,
-}
-
-/// A partial result of the tree.
-#[derive(Clone, Copy)]
-struct Node {
-    part: u64,
-    /// Launches that must have been before.
-    height: usize,
-}
-
-/// Entry `at` of a list that is as long as it has to be.
-fn at<T>(lists: &mut Vec<Vec<T>>, at: usize) -> &mut Vec<T> {
-    while lists.len() <= at {
-        lists.push(Vec::new());
-    }
-    &mut lists[at]
 }
 
 /// The pages of a block of which some are packed by now: at most one of an expert was open when a row came, and takes the
@@ -160,14 +158,24 @@ impl<'a> Wave<'a> {
         let codecs = job.codecs(forest);
         let heads = codecs.map(|codec| codec.map_or(0, |codec| self.head(codec)));
         SCRATCH.with_borrow_mut(|scratch| {
-            job.pack(item, scratch);
+            let (first_q, first_sink_q) = match job.on_device {
+                Some(_) => self.gather(job, item, scratch),
+                None => {
+                    job.pack(item, scratch);
+                    let (first, packed) = (self.q.len(), &scratch.packed);
+                    self.q.extend(&packed.q);
+                    // Where gaps are closed the sinks are read by queries of their own.
+                    let sinks = if job.closed_gaps { self.q.len() } else { first };
+                    self.q.extend(&packed.sinks);
+                    (first, sinks)
+                }
+            };
             let packed = &scratch.packed;
             let channels = job.shape.layout.k_channels() as usize;
-            let first_q = self.q.len();
-            self.q.extend(&packed.q);
-            // Where gaps are closed the sinks are read by queries of their own.
-            let first_sink_q = if job.closed_gaps { self.q.len() } else { first_q };
-            self.q.extend(&packed.sinks);
+            let queries: Vec<u32> = match job.on_device {
+                Some(_) => (0..item.rows).map(|r| job.output_row(item, r) as u32).collect(),
+                None => Vec::new(),
+            };
             // Where the block's pages are in the list, and how many.
             let blocks: Vec<(u32, u32)> = forest
                 .blocks
@@ -187,7 +195,10 @@ impl<'a> Wave<'a> {
                 let q = first_q + row * channels;
                 let bundles = [0, 1].map(|at| {
                     let whole = job.shape.rope.map(|_| q as u32);
-                    let left = (packed.folded(at), packed.start(at));
+                    let left = match job.on_device {
+                        Some(_) => Left::Device(&queries),
+                        None => Left::Host(&packed.folded[at], &packed.start[at]),
+                    };
                     codecs[at].map(|codec| self.bundle(codec, (row, width), whole, left))
                 });
                 let mut parts = Vec::with_capacity(blocks.len());
@@ -286,21 +297,74 @@ impl<'a> Wave<'a> {
         codec: &'a HeadCodec,
         (row, width): (usize, usize),
         whole: Option<u32>,
-        (folded, starts): (&[[f32; LANES]], &[f32]),
+        left: Left<'_>,
     ) -> (usize, u32) {
         let same = |of: &Packed<'_>| std::ptr::eq(of.codec, codec) && of.width == width;
         let of = self.packed.iter().position(same).unwrap_or_else(|| {
-            self.packed.push(Packed { codec, width, q: Vec::new(), start: Vec::new(), tasks: Vec::new() });
+            let (q, start, folds, tasks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+            self.packed.push(Packed { codec, width, q, start, folds, tasks });
             self.packed.len() - 1
         });
         if let Some(whole) = whole {
             return (of, whole);
         }
-        let Packed { q, start, .. } = &mut self.packed[of];
-        let (first, cols) = (q.len() * LANES, codec.packed.query_cols() as usize);
-        q.extend(&folded[row * cols..][..width * cols]);
-        start.extend(&starts[row..row + width]);
+        let Packed { q, start, folds, .. } = &mut self.packed[of];
+        let cols = codec.packed.query_cols() as usize;
+        let first = (q.len() + folds.len() * cols) * LANES;
+        match left {
+            Left::Host(folded, starts) => {
+                q.extend(&folded[row * cols..][..width * cols]);
+                start.extend(&starts[row..row + width]);
+            }
+            Left::Device(queries) => folds.extend(&queries[row..row + width]),
+        }
         (of, first as u32)
+    }
+
+    /// Adds the queries of an item, which are on the device: where their bundles begin, and where those of the sinks do.
+    fn gather(&mut self, job: &Job<'_>, item: &Item<'_>, scratch: &mut Scratch) -> (usize, usize) {
+        job.sights(item, &mut scratch.packed.sights);
+        let channels = u64::from(job.shape.layout.k_channels());
+        let oldest = if job.closed_gaps { job.oldest(item.forest) } else { 0 };
+        let mut add = |sinks: bool| {
+            let first = self.bundles;
+            for (row, width) in bundles(item.rows, job.most(item.forest)) {
+                for r in 0..width {
+                    let position = job.position(item, row + r);
+                    self.gathers.push(QueryArg {
+                        bundle: self.bundles,
+                        query: job.output_row(item, row + r) as u32,
+                        position: if sinks { job.closed(position, oldest) } else { position },
+                        row: r as u32,
+                        width: width as u32,
+                    });
+                }
+                self.bundles += channels * width as u64;
+            }
+            first as usize
+        };
+        let first = add(false);
+        (first, if job.closed_gaps { add(true) } else { first })
+    }
+
+    /// Where it all goes, if the queries are on the device.
+    pub fn gathered(&self, on_device: bool) -> Gathered {
+        let mut gathered = Gathered { floats: self.bundles, ..Gathered::default() };
+        for (map, of) in (0..).zip(self.packed.iter().filter(|_| on_device)) {
+            let (width, rows) =
+                (u64::from(of.codec.packed.query_cols()) * LANES as u64, of.folds.len() as u64);
+            let first = gathered.floats.next_multiple_of(LANES as u64);
+            let start = first + rows * width;
+            gathered.packed.push([first, start]);
+            gathered.floats = start + rows;
+            gathered.folds.extend((0..).zip(&of.folds).map(|(i, query)| FoldArg {
+                to: first + i * width,
+                start: start + i,
+                query: *query,
+                map,
+            }));
+        }
+        gathered
     }
 
     /// What is to be added up for each page and each set of rows that is wanted. Output rows of forest `f` begin at `firsts[f]`.
@@ -351,97 +415,4 @@ fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &Listed<'_>, tokens: &Range<
     let start = tokens.clone().find(finds).unwrap_or(tokens.end);
     let end = (start..tokens.end).find(|token| !finds(token)).unwrap_or(tokens.end);
     start..end
-}
-
-/// The tree of [`Forest::reduce`] as lists of joins.
-struct Tree<'a> {
-    forest: &'a Forest<'a>,
-    /// Of each block.
-    parts: &'a [u64],
-    rows: u32,
-    /// Rows of lanes of one row's result over full pages, and over those that either codec packed.
-    full: u32,
-    packed: [u32; 2],
-    /// The codecs' places in the list.
-    heads: [u32; 2],
-}
-
-impl Tree<'_> {
-    /// The root; what takes room of its own goes after `end`.
-    fn join(&self, joins: &mut Joins, end: &mut u64) -> Option<Node> {
-        let forest = self.forest;
-        let [first, second] = forest.packed;
-        let of_codec = [0..first, first..first + second];
-        let rest = first + second..forest.runs.len();
-        let mut upper: Vec<(u32, Range<usize>)> = rest.map(|i| (forest.runs[i], i..i + 1)).collect();
-        for (index, runs) in PACKED_RUN.into_iter().zip(of_codec).filter(|(_, runs)| !runs.is_empty()) {
-            let at = upper.partition_point(|(other, _)| *other < index);
-            upper.insert(at, (index, runs));
-        }
-        let index: Vec<u32> = upper.iter().map(|(index, _)| *index).collect();
-        let mut leaf = |i: usize, joins: &mut Joins| {
-            let runs = upper[i].1.clone();
-            let Some(codec) = forest.codec_of_run(runs.start) else {
-                return self.run(runs.start, self.full, joins);
-            };
-            let packed = &forest.runs[runs.clone()];
-            let level = packed.last().map_or(0, |last| levels(*last));
-            let acc_rows = self.packed[codec];
-            let mut run = |i: usize, joins: &mut Joins| self.run(i, acc_rows, joins);
-            let root = self.subtree(packed, level, 0, runs.start, &mut run, acc_rows, joins)?;
-            Some(self.back(root, codec, joins, end))
-        };
-        let level = index.last().map_or(0, |last| levels(*last));
-        self.subtree(&index, level, 0, 0, &mut leaf, self.full, joins)
-    }
-
-    fn run(&self, run: usize, acc_rows: u32, joins: &mut Joins) -> Option<Node> {
-        let blocks = self.forest.run_blocks[run].clone();
-        let mut leaf = |block: usize, _: &mut Joins| Some(Node { part: self.parts[block], height: 0 });
-        let index = &self.forest.index[blocks.clone()];
-        self.subtree(index, self.forest.levels(run), 0, blocks.start, &mut leaf, acc_rows, joins)
-    }
-
-    /// Takes the result of the runs that a codec packed back to the head's channels.
-    fn back(&self, root: Node, codec: usize, joins: &mut Joins, end: &mut u64) -> Node {
-        let (from, to, rows, head) = (root.part, *end, self.rows, self.heads[codec]);
-        *end += Partial::len(rows as usize, self.full) as u64;
-        at(&mut joins.backs, root.height).extend((0..rows).map(|row| BackArg {
-            from,
-            to,
-            rows,
-            row,
-            head,
-            pad: 0,
-        }));
-        Node { part: to, height: root.height + 1 }
-    }
-
-    /// [`Tree::reduce`](crate::reduce::Tree::reduce) as a list of joins.
-    #[allow(clippy::too_many_arguments)]
-    fn subtree(
-        &self,
-        index: &[u32],
-        level: u32,
-        base: u64,
-        first: usize,
-        leaf: &mut dyn FnMut(usize, &mut Joins) -> Option<Node>,
-        acc_rows: u32,
-        joins: &mut Joins,
-    ) -> Option<Node> {
-        if index.is_empty() {
-            return None;
-        }
-        if level == 0 {
-            return leaf(first, joins);
-        }
-        let half = base + (1 << (level - 1));
-        let cut = index.partition_point(|i| u64::from(*i) < half);
-        let left = self.subtree(&index[..cut], level - 1, base, first, leaf, acc_rows, joins);
-        let right = self.subtree(&index[cut..], level - 1, half, first + cut, leaf, acc_rows, joins);
-        let (Some(l), Some(r)) = (left, right) else { return left.or(right) };
-        let height = l.height.max(r.height);
-        at(&mut joins.pairs, height).push(PairArg { left: l.part, right: r.part, rows: self.rows, acc_rows });
-        Some(Node { part: l.part, height: height + 1 })
-    }
 }

@@ -1,19 +1,15 @@
 //! Memory that launches work in: lists on their way up, partial results, and results on their way back.
 
-use super::{answer, bare, granted};
-use crate::backend::CudaError;
+use super::ring::{Ring, Upload};
+use super::stream::Stream;
+use super::{bare, granted};
 use crate::codec::Map;
 use crate::error::Error;
-use cust::event::{Event, EventFlags};
 use cust::memory::{DevicePointer, LockedBuffer, cuda_free, cuda_malloc};
-use cust::stream::Stream;
 use cust::sys;
 use pikv_core::codec::read::Back;
 use pikv_core::rope::Rope;
 use pikv_kernels::args::MapArg;
-
-/// Bytes that a section of an upload is aligned to.
-const ALIGN: usize = 16;
 
 /// Device memory, given back on drop. The context must be current.
 #[derive(Debug, Default)]
@@ -33,11 +29,15 @@ impl Memory {
         self.address
     }
 
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Makes room for `bytes` bytes; what was there is gone.
     pub fn reserve(&mut self, bytes: u64, stream: &Stream) -> Result<u64, Error> {
         if self.bytes < bytes {
             // Work under way still reads the old one.
-            answer("cuStreamSynchronize", stream.synchronize())?;
+            stream.synchronize()?;
             *self = Memory::default();
             *self = Memory::new(bytes.next_power_of_two())?;
         }
@@ -69,22 +69,23 @@ impl Pinned {
         }
         Ok(self.0.as_deref_mut().unwrap_or_default())
     }
-}
 
-/// One of the ways up.
-#[derive(Debug)]
-struct Stage {
-    host: Pinned,
-    device: Memory,
-    /// After its last copy.
-    sent: Event,
+    /// All of them.
+    pub fn words(&self) -> &[u32] {
+        self.0.as_deref().unwrap_or_default()
+    }
+
+    /// How many there are.
+    pub fn room(&self) -> usize {
+        self.words().len()
+    }
 }
 
 /// What launches work in.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Work {
-    stages: [Stage; 2],
-    next: usize,
+    ring: Ring,
+    queries: Memory,
     parts: Memory,
     raw: Memory,
     out: Memory,
@@ -107,92 +108,20 @@ pub(super) enum Way {
     Sum,
 }
 
-/// Lists that are sent together.
-pub(super) struct Upload<'a> {
-    sections: Vec<&'a [u8]>,
-    words: usize,
-}
-
-impl<'a> Upload<'a> {
-    pub fn new() -> Upload<'a> {
-        Upload { sections: Vec::new(), words: 0 }
-    }
-
-    /// Adds a list; where it will lie, from the start of all.
-    pub fn add<T: bytemuck::NoUninit>(&mut self, list: &'a [T]) -> u64 {
-        let at = self.words as u64 * 4;
-        let bytes: &[u8] = bytemuck::cast_slice(list);
-        self.sections.push(bytes);
-        self.words += bytes.len().next_multiple_of(ALIGN) / 4;
-        at
-    }
-}
-
 impl Work {
-    pub fn new() -> Result<Work, CudaError> {
-        let stage = || {
-            let sent = answer("cuEventCreate", Event::new(EventFlags::DISABLE_TIMING))?;
-            Ok(Stage { host: Pinned::default(), device: Memory::default(), sent })
-        };
-        Ok(Work {
-            stages: [stage()?, stage()?],
-            next: 0,
-            parts: Memory::default(),
-            raw: Memory::default(),
-            out: Memory::default(),
-            scratch: Memory::default(),
-            back: Pinned::default(),
-            tables: Vec::new(),
-            maps: Vec::new(),
-        })
-    }
-
-    /// The next way up, which nothing is on.
-    fn stage(&mut self) -> Result<&mut Stage, CudaError> {
-        let stage = &mut self.stages[self.next];
-        self.next = (self.next + 1) % 2;
-        // The copy before the last has left the buffer.
-        answer("cuEventSynchronize", stage.sent.synchronize())?;
-        Ok(stage)
-    }
-
     /// Writes words to where they belong.
     pub fn write(&mut self, stream: &Stream, targets: &[(u64, &[u32])]) -> Result<(), Error> {
-        let stage = self.stage()?;
-        let host = stage.host.reserve(targets.iter().map(|(_, words)| words.len()).sum())?;
-        let mut at = 0;
-        for (to, words) in targets {
-            let host = &mut host[at..at + words.len()];
-            host.copy_from_slice(words);
-            at += words.len();
-            // SAFETY: as long as the words, by the caller; the pinned words are not touched again before `sent`.
-            let code = unsafe {
-                sys::cuMemcpyHtoDAsync_v2(*to, host.as_ptr().cast(), size_of_val(host), stream.as_inner())
-            };
-            bare("cuMemcpyHtoDAsync", code)?;
-        }
-        answer("cuEventRecord", stage.sent.record(stream))?;
-        Ok(())
+        self.ring.write(stream, targets)
     }
 
     /// Sends lists up; the address of the first.
     pub fn send(&mut self, stream: &Stream, upload: &Upload<'_>) -> Result<u64, Error> {
-        let stage = self.stage()?;
-        let words = upload.words.max(1);
-        let to = stage.device.reserve(words as u64 * 4, stream)?;
-        let host = stage.host.reserve(words)?;
-        let mut rest = &mut host[..words];
-        for section in &upload.sections {
-            let (to, after) = rest.split_at_mut(section.len().next_multiple_of(ALIGN) / 4);
-            bytemuck::cast_slice_mut::<u32, u8>(to)[..section.len()].copy_from_slice(section);
-            rest = after;
-        }
-        // SAFETY: both are that long; the pinned words are not touched again before `sent`.
-        let code =
-            unsafe { sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, stream.as_inner()) };
-        bare("cuMemcpyHtoDAsync", code)?;
-        answer("cuEventRecord", stage.sent.record(stream))?;
-        Ok(to)
+        self.ring.send(stream, upload)
+    }
+
+    /// Room for the queries of a wave, where kernels gather them.
+    pub fn queries(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
+        self.queries.reserve(floats * 4, stream)
     }
 
     /// Room for the partial results of a wave.
@@ -248,7 +177,7 @@ impl Work {
         let argument = MapArg { form, table: at, bias, ..none };
         // Those that no codec has any more have no readers once all work is done.
         if self.maps.iter().any(|(map, ..)| map.is_last()) {
-            answer("cuStreamSynchronize", stream.synchronize())?;
+            stream.synchronize()?;
             self.maps.retain(|(map, ..)| !map.is_last());
         }
         self.maps.push((map.clone(), way, argument, memory));
@@ -273,11 +202,11 @@ impl Work {
                 memory.address(),
                 values.as_ptr().cast(),
                 size_of_val(values),
-                stream.as_inner(),
+                stream.handle(),
             )
         };
         bare("cuMemcpyHtoDAsync", code)?;
-        answer("cuStreamSynchronize", stream.synchronize())?;
+        stream.synchronize()?;
         // A shorter one has no more readers, all work being done.
         self.tables.retain(|(known, ..)| known != rope);
         let address = memory.address();
@@ -311,11 +240,11 @@ impl Work {
             at += words;
             // SAFETY: both are that long, and the stream is waited for before anyone reads.
             let code = unsafe {
-                sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), *address, words * 4, stream.as_inner())
+                sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), *address, words * 4, stream.handle())
             };
             bare("cuMemcpyDtoHAsync", code)?;
         }
-        answer("cuStreamSynchronize", stream.synchronize())?;
+        stream.synchronize()?;
         Ok(f(&host[..all]))
     }
 }

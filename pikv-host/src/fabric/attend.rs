@@ -266,8 +266,8 @@ fn write(
         out.extend([pool.floor, pool.lo, pool.sinks, pool.hi as u32]);
     }
     if packed {
-        out.extend_from_slice(bytemuck::cast_slice(scratch.packed.folded(0).as_flattened()));
-        out.extend_from_slice(bytemuck::cast_slice(scratch.packed.start(0)));
+        out.extend_from_slice(bytemuck::cast_slice(scratch.packed.folded[0].as_flattened()));
+        out.extend_from_slice(bytemuck::cast_slice(&scratch.packed.start[0]));
     }
     let count = out.len();
     out.push(0);

@@ -61,6 +61,10 @@ impl Policy for AdaKvLit {
         4
     }
 
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
     fn head_words(&self, _k_dim: usize, _group: usize) -> usize {
         3
     }

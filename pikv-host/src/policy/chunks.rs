@@ -39,6 +39,10 @@ impl<P: Policy> Policy for Chunks<P> {
         self.of.scope()
     }
 
+    fn reads_tokens(&self) -> bool {
+        self.of.reads_tokens()
+    }
+
     fn born(&self, token: &Token<'_>, state: &mut [f32]) {
         self.of.born(token, state);
     }

@@ -22,6 +22,10 @@ impl Policy for DuoLit {
         1
     }
 
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
     fn scope(&self) -> Scope {
         Scope::Sequence
     }

@@ -21,6 +21,10 @@ impl Policy for FastVReceived {
         2
     }
 
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
         seen.update(&mut state[0], |sum, mass| sum + mass);
         for t in seen.lanes() {

@@ -40,6 +40,10 @@ impl Policy for Lru {
         1
     }
 
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
     fn born(&self, token: &super::Token<'_>, state: &mut [f32]) {
         state[0] = stored(token.position.0);
     }

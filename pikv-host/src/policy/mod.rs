@@ -108,6 +108,13 @@ pub trait Policy: fmt::Debug + Send + Sync {
         Scope::Head
     }
 
+    /// Whether [`born`](Policy::born) looks at keys or values. If not, those of tensors that lie on a device
+    /// ([`Step::append_device`](crate::Step::append_device)) stay there, and `born` is given none; else they are copied to the host, and `born` is
+    /// called when the step is committed.
+    fn reads_tokens(&self) -> bool {
+        true
+    }
+
     /// A token was appended: `state` is its [`words`](Policy::words).
     fn born(&self, _token: &Token<'_>, _state: &mut [f32]) {}
 
@@ -154,9 +161,9 @@ pub struct Token<'a> {
     pub kv_head: usize,
     /// Its position.
     pub position: Position,
-    /// Its key, `k_dim` channels, as appended.
+    /// Its key, `k_dim` channels, as appended; empty where [`Policy::reads_tokens`] is not so and it lies on a device.
     pub key: &'a [f32],
-    /// Its value, `v_dim` channels.
+    /// Its value, `v_dim` channels; empty likewise.
     pub value: &'a [f32],
 }
 

@@ -36,6 +36,10 @@ impl Policy for SnapKv {
         1
     }
 
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
         let share = seen.rows.min(self.window) as f32 / self.window as f32;
         let (stays, window) = (1.0 - share, self.window as f32);

@@ -20,6 +20,10 @@ impl Policy for Tova {
         1
     }
 
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
     fn scope(&self) -> Scope {
         Scope::Layer
     }

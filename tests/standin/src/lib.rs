@@ -6,7 +6,9 @@
 //! Work is done when it is asked for, but what goes wrong in it shows only later, as on a device: a launch that fails returns
 //! success, and every call after it the error. Copies up are done as late as may be: when something else is asked of their stream,
 //! or somebody waits for it, or for an event after them; so that a kernel of another stream that does not wait finds nothing, and
-//! one that waits for memory of the host that was used again finds what came later. What the interpreter finds (reads out of bounds, misaligned, of freed or unwritten
+//! one that waits for memory of the host that was used again finds what came later. Copies down take what is there when they are
+//! asked for, but bring it only when somebody waits, so that a host that does not finds what was there before. A stream that waits for
+//! an event that was never recorded gets an error, which a driver would not say. What the interpreter finds (reads out of bounds, misaligned, of freed or unwritten
 //! memory, races) is written to stderr besides.
 //!
 //! A few more functions are for tests: [`standin_set`] and [`standin_get`], and those of one device.
@@ -30,6 +32,7 @@ const INVALID_CONTEXT: u32 = 201;
 const INVALID_PTX: u32 = 218;
 const INVALID_HANDLE: u32 = 400;
 const NOT_FOUND: u32 = 500;
+const NOT_READY: u32 = 600;
 const ILLEGAL_ADDRESS: u32 = 700;
 const OUT_OF_RESOURCES: u32 = 701;
 const LAUNCH_FAILED: u32 = 719;
@@ -46,6 +49,8 @@ pub const CAPABILITY: u32 = 3;
 pub const RESET: u32 = 4;
 /// [`standin_set`]: how many devices there are. Those that are no more must not be in use.
 pub const DEVICES: u32 = 5;
+/// [`standin_set`]: whether no event has passed before somebody waited for it, or for something after it.
+pub const SLOW: u32 = 6;
 /// [`standin_get`]: what was taken and not given back: memory, pinned memory, streams, events, modules, contexts.
 pub const LIVE: u32 = 0;
 /// [`standin_get`]: launches so far.
@@ -54,7 +59,7 @@ pub const LAUNCHED: u32 = 1;
 pub const ALLOCATED: u32 = 2;
 /// [`standin_get`]: instructions of warps so far.
 pub const EXECUTED: u32 = 3;
-/// [`standin_get`]: how often the host has waited for the stream.
+/// [`standin_get`]: how often the host has waited: for a stream, or for an event that had not passed.
 pub const WAITED: u32 = 4;
 /// [`standin_get`]: faults that were set and are still to come.
 pub const DUE: u32 = 5;
@@ -77,10 +82,15 @@ struct Device {
     handles: HashSet<u64>,
     /// Copies up that were not done yet, in order.
     queue: Vec<Up>,
-    /// Copies up so far.
+    /// Copies down that were not brought yet.
+    landing: Vec<Down>,
+    /// What was asked of streams so far.
     asked: u64,
-    /// The stream of an event, and the copies that had been asked for before it.
+    /// The stream of an event, and what had been asked for before it.
     events: HashMap<u64, (u64, u64)>,
+    /// Of each stream, up to where somebody waited.
+    passed: HashMap<u64, u64>,
+    slow: bool,
     pinned: HashMap<u64, Box<[u64]>>,
     contexts: u64,
     launched: u64,
@@ -102,6 +112,14 @@ struct Up {
     to: u64,
     from: usize,
     bytes: usize,
+}
+
+/// A copy down.
+struct Down {
+    stream: u64,
+    number: u64,
+    to: usize,
+    bytes: Vec<u8>,
 }
 
 static DRIVER: Mutex<Option<Driver>> = Mutex::new(None);
@@ -188,6 +206,27 @@ impl Device {
         }
     }
 
+    /// Brings the copies down of `stream` up to number `last`; of all streams if there is none.
+    fn land(&mut self, stream: Option<u64>, last: u64) {
+        let due = |down: &mut Down| stream.is_none_or(|stream| down.stream == stream) && down.number <= last;
+        for Down { to, bytes, .. } in self.landing.extract_if(.., due) {
+            // SAFETY: the caller of the copy promised that the memory stays until it is done.
+            unsafe { (to as *mut u8).copy_from(bytes.as_ptr(), bytes.len()) };
+        }
+        if let Some(stream) = stream {
+            let passed = self.passed.entry(stream).or_default();
+            *passed = last.min(self.asked).max(*passed);
+        }
+    }
+
+    /// Whether somebody has to wait for an event.
+    fn under_way(&self, event: u64) -> bool {
+        let Some((stream, last)) = self.events.get(&event).copied() else { return false };
+        let ups = self.queue.iter().any(|up| up.stream == stream && up.number <= last);
+        let downs = self.landing.iter().any(|down| down.stream == stream && down.number <= last);
+        ups || downs || self.slow && self.passed.get(&stream).is_none_or(|passed| *passed < last)
+    }
+
     /// As a stream that has to do something else.
     fn catch_up_all(&mut self, stream: u64) {
         self.catch_up(Some(stream), u64::MAX);
@@ -199,7 +238,7 @@ impl Device {
         ILLEGAL_ADDRESS
     }
 
-    /// Copies down.
+    /// Copies down, at once.
     ///
     /// # Safety
     /// `to` is that long.
@@ -212,6 +251,11 @@ impl Device {
             }
             Err(cause) => self.fail("copy down", &cause),
         }
+    }
+
+    /// Whether there is such a stream; the default one always is.
+    fn streams(&self, stream: u64) -> bool {
+        stream == 0 || self.handles.contains(&stream)
     }
 
     fn live(&self) -> u64 {
@@ -228,8 +272,11 @@ impl Device {
             LAUNCHES => self.launches_left = Some(value),
             LOSE => self.lose_in = Some(value),
             CAPABILITY => self.capability = value,
+            SLOW => self.slow = value != 0,
             RESET => {
                 self.queue.clear();
+                self.landing.clear();
+                self.slow = false;
                 (self.lost, self.allocations_left, self.launches_left, self.lose_in) =
                     (None, None, None, None);
             }
@@ -504,7 +551,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
 ) -> u32 {
     alive(|device| {
         let Some((module, name)) = device.functions.get(&function) else { return INVALID_HANDLE };
-        if !device.handles.contains(&stream) {
+        if !device.streams(stream) {
             return INVALID_HANDLE;
         }
         if (grid_y, grid_z, block_y, block_z, shared) != (1, 1, 1, 1, 0) || grid == 0 || block > 1024 {
@@ -516,6 +563,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
         }
         device.catch_up_all(stream);
         device.launched += 1;
+        device.asked += 1;
         if due(&mut device.lose_in) {
             device.lost = Some(LAUNCH_FAILED);
             return SUCCESS;
@@ -554,6 +602,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
 pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
     current(|device, _| {
         device.catch_up(None, u64::MAX);
+        device.land(None, u64::MAX);
         match device.memory.free(address) {
             Ok(()) => device.lost.unwrap_or(SUCCESS),
             Err(cause) => device.fail("free", &cause),
@@ -584,6 +633,7 @@ pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut u64, bytes: usize) -> u
 pub extern "C" fn cuMemFreeHost(address: u64) -> u32 {
     current(|device, _| {
         device.catch_up(None, u64::MAX);
+        device.land(None, u64::MAX);
         match device.pinned.remove(&address) {
             Some(_) => device.lost.unwrap_or(SUCCESS),
             None => INVALID_VALUE,
@@ -596,7 +646,7 @@ pub extern "C" fn cuMemFreeHost(address: u64) -> u32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, stream: u64) -> u32 {
     alive(|device| {
-        if !device.handles.contains(&stream) {
+        if !device.streams(stream) {
             return INVALID_HANDLE;
         }
         device.asked += 1;
@@ -609,11 +659,17 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: u
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, stream: u64) -> u32 {
-    alive(|device| match device.handles.contains(&stream) {
+    alive(|device| match device.streams(stream) {
         true => {
             device.catch_up_all(stream);
-            // SAFETY: the caller's promise.
-            unsafe { device.down(to, from, bytes) }
+            device.asked += 1;
+            match device.memory.read::<u8>(from, bytes) {
+                Ok(bytes) => {
+                    device.landing.push(Down { stream, number: device.asked, to: to as usize, bytes });
+                    SUCCESS
+                }
+                Err(cause) => device.fail("copy down", &cause),
+            }
         }
         false => INVALID_HANDLE,
     })
@@ -649,7 +705,7 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut u8, from: u64, bytes: usize) -
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, stream: u64) -> u32 {
     alive(|device| {
-        if !device.handles.contains(&stream) {
+        if !device.streams(stream) {
             return INVALID_HANDLE;
         }
         device.catch_up_all(stream);
@@ -682,7 +738,9 @@ pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> u32 {
     current(|device, _| match device.handles.remove(&stream) {
         true => {
             device.catch_up_all(stream);
+            device.land(Some(stream), u64::MAX);
             device.events.remove(&stream);
+            device.passed.remove(&stream);
             device.lost.unwrap_or(SUCCESS)
         }
         false => INVALID_HANDLE,
@@ -695,7 +753,8 @@ pub extern "C" fn cuStreamSynchronize(stream: u64) -> u32 {
     alive(|device| {
         device.waited += 1;
         device.catch_up_all(stream);
-        if device.handles.contains(&stream) { SUCCESS } else { INVALID_HANDLE }
+        device.land(Some(stream), u64::MAX);
+        if device.streams(stream) { SUCCESS } else { INVALID_HANDLE }
     })
 }
 
@@ -716,7 +775,7 @@ pub extern "C" fn cuEventDestroy_v2(event: u64) -> u32 {
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
-    alive(|device| match device.handles.contains(&event) && device.handles.contains(&stream) {
+    alive(|device| match device.handles.contains(&event) && device.streams(stream) {
         true => {
             device.events.insert(event, (stream, device.asked));
             SUCCESS
@@ -728,8 +787,25 @@ pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
 /// The driver's function. The stream waits here and now: what is asked of it later cannot be before.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> u32 {
-    alive(|device| match device.handles.contains(&stream) {
-        true => reached(device, event),
+    alive(|device| {
+        if !device.streams(stream) || !device.handles.contains(&event) {
+            return INVALID_HANDLE;
+        }
+        let Some((of, last)) = device.events.get(&event).copied() else {
+            eprintln!("stand-in: a stream waits for an event that was never recorded");
+            return INVALID_VALUE;
+        };
+        device.catch_up(Some(of), last);
+        SUCCESS
+    })
+}
+
+/// The driver's function.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventQuery(event: u64) -> u32 {
+    alive(|device| match device.handles.contains(&event) {
+        true if device.under_way(event) => NOT_READY,
+        true => SUCCESS,
         false => INVALID_HANDLE,
     })
 }
@@ -737,15 +813,31 @@ pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> 
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
-    alive(|device| reached(device, event))
+    alive(|device| {
+        device.waited += u64::from(device.under_way(event));
+        if let Some((stream, last)) = device.events.get(&event).copied() {
+            device.catch_up(Some(stream), last);
+            device.land(Some(stream), last);
+        }
+        if device.handles.contains(&event) { SUCCESS } else { INVALID_HANDLE }
+    })
 }
 
-/// Does what was asked for before an event.
-fn reached(device: &mut Device, event: u64) -> u32 {
-    if let Some((stream, last)) = device.events.get(&event).copied() {
-        device.catch_up(Some(stream), last);
-    }
-    if device.handles.contains(&event) { SUCCESS } else { INVALID_HANDLE }
+/// # Safety
+/// As the driver's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut u32, attribute: u32, address: u64) -> u32 {
+    with(|driver| {
+        let found = driver.devices.iter().position(|device| device.memory.holds(address));
+        match (attribute, found) {
+            (9, Some(ordinal)) => {
+                // SAFETY: the caller's promise.
+                unsafe { *value = ordinal as u32 };
+                SUCCESS
+            }
+            _ => INVALID_VALUE,
+        }
+    })
 }
 
 /// # Safety

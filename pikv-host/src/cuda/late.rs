@@ -1,0 +1,311 @@
+//! What the host is told of a step whose tensors lie on the device, once it waits: what was wrong with them, and what policies want to
+//! know.
+
+use super::Device;
+use super::bare;
+use super::stream::{Moment, Stream};
+use super::work::{Memory, Pinned};
+use crate::error::Error;
+use crate::mass::together;
+use crate::observe::Feed;
+use cust::sys;
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use std::fmt;
+use std::mem;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Words of 64 bits a layer, in which kernels note faults: of k, v, q and scores. The element is in the upper half.
+const CAUSES: usize = 4;
+/// No fault.
+const NONE: u64 = u64::MAX;
+
+/// Words on their way down to pinned memory.
+#[derive(Debug)]
+pub(super) struct Down {
+    host: Pinned,
+    words: usize,
+    /// After the copy.
+    done: Moment,
+}
+
+impl Down {
+    /// Once it has passed.
+    fn words(&self) -> &[u32] {
+        &self.host.words()[..self.words]
+    }
+
+    fn floats(&self) -> &[f32] {
+        bytemuck::cast_slice(self.words())
+    }
+}
+
+/// What may be used again.
+#[derive(Debug, Default)]
+pub(super) struct Downs {
+    spare: Mutex<Vec<Down>>,
+    faults: Mutex<Vec<Memory>>,
+}
+
+impl Downs {
+    /// Starts to bring words down from several places, one after the other.
+    pub fn bring(&self, stream: &Stream, places: &[(u64, usize)]) -> Result<Down, Error> {
+        let all = places.iter().map(|(_, words)| words).sum();
+        let taken = {
+            let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            let fits = (0..spare.len()).filter(|i| spare[*i].host.room() >= all);
+            let best = fits.min_by_key(|i| spare[*i].host.room());
+            let best = best.or_else(|| (0..spare.len()).max_by_key(|i| spare[*i].host.room()));
+            best.map(|i| spare.swap_remove(i))
+        };
+        let mut down = match taken {
+            Some(down) => down,
+            None => Down { host: Pinned::default(), words: 0, done: Moment::new()? },
+        };
+        let brought = down.bring(stream, places, all);
+        if let Err(error) = brought {
+            self.put_back(down);
+            return Err(error);
+        }
+        Ok(down)
+    }
+
+    fn put_back(&self, down: Down) {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner).push(down);
+    }
+}
+
+impl Down {
+    fn bring(&mut self, stream: &Stream, places: &[(u64, usize)], all: usize) -> Result<(), Error> {
+        // Nobody waited for what was not wanted in the end.
+        self.done.wait()?;
+        let mut rest = &mut self.host.reserve(all)?[..all];
+        for (address, words) in places.iter().filter(|(_, words)| *words > 0) {
+            let (to, after) = rest.split_at_mut(*words);
+            rest = after;
+            // SAFETY: both are that long, and nobody reads or writes there before `done`.
+            let code = unsafe {
+                sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), *address, words * 4, stream.handle())
+            };
+            bare("cuMemcpyDtoHAsync", code)?;
+        }
+        self.words = all;
+        Ok(self.done.record(stream)?)
+    }
+}
+
+/// What attention over a layer saw.
+#[derive(Debug, Default)]
+pub(super) struct Saw {
+    pub feeds: Vec<Feed>,
+    /// Of each feed its first row of masses, and pages that are listed in several forms; none where no mass is wanted.
+    pub masses: Vec<(usize, Vec<usize>)>,
+    /// The masses, then the queries, if either is wanted.
+    pub down: Option<Down>,
+    /// Rows of masses.
+    pub rows: usize,
+}
+
+/// What is known of a sequence of the call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Of {
+    /// Tokens that had been filed.
+    pub filed: u32,
+    /// Its first row, and how many.
+    pub first: usize,
+    pub rows: usize,
+}
+
+#[derive(Debug, Default)]
+struct Layer {
+    /// Keys and values of all rows.
+    tokens: Option<Down>,
+    saw: Option<Saw>,
+    sequences: Vec<Of>,
+    /// Whether rows were attended one by one.
+    apart: bool,
+    /// Whether the policy wants queries.
+    queries: bool,
+    scale: f32,
+}
+
+/// What the host is told later.
+pub(crate) struct Late {
+    device: Arc<Device>,
+    /// `[layers][CAUSES]`
+    faults: Memory,
+    layers: Vec<Layer>,
+}
+
+impl fmt::Debug for Late {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Late").field("layers", &self.layers).finish_non_exhaustive()
+    }
+}
+
+/// What a policy wants to know of queries, and of whom.
+pub(crate) struct Asked {
+    pub sequences: Vec<Of>,
+    pub apart: bool,
+    pub queries: bool,
+}
+
+impl Late {
+    pub fn new(device: &Arc<Device>, layers: usize) -> Result<Late, Error> {
+        device.enter()?;
+        let bytes = (layers * CAUSES * 8) as u64;
+        let known = {
+            let mut faults = device.downs.faults.lock().unwrap_or_else(PoisonError::into_inner);
+            let fits = faults.iter().position(|memory| memory.bytes() >= bytes);
+            fits.map(|i| faults.swap_remove(i))
+        };
+        let faults = known.map_or_else(|| Memory::new(bytes), Ok)?;
+        device.fill(faults.address(), u32::MAX, (bytes / 4) as u32)?;
+        let layers = (0..layers).map(|_| Layer::default()).collect();
+        Ok(Late { device: device.clone(), faults, layers })
+    }
+
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Where a fault is noted: of k and the words after it, or of q and the word after it.
+    pub fn fault(&self, layer: usize, cause: usize) -> u64 {
+        self.faults.address() + (8 * (layer * CAUSES + cause)) as u64
+    }
+
+    /// Starts to bring keys and values down, for a policy that looks at them.
+    pub fn bring_tokens(&mut self, layer: usize, places: [(u64, usize); 2]) -> Result<(), Error> {
+        let _work = self.device.work()?;
+        let tokens = self.device.downs.bring(&self.device.stream, &places)?;
+        if let Some(old) = self.layers[layer].tokens.replace(tokens) {
+            self.device.downs.put_back(old);
+        }
+        Ok(())
+    }
+
+    /// Notes what attention over a layer saw; of several calls the last counts.
+    pub(super) fn saw(&mut self, layer: usize, saw: Saw, scale: f32) {
+        self.layers[layer].scale = scale;
+        if let Some(Saw { down: Some(old), .. }) = self.layers[layer].saw.replace(saw) {
+            self.device.downs.put_back(old);
+        }
+    }
+
+    /// Notes what is asked of what it saw.
+    pub fn asked(&mut self, layer: usize, asked: Asked) {
+        let Asked { sequences, apart, queries } = asked;
+        let layer = &mut self.layers[layer];
+        (layer.sequences, layer.apart, layer.queries) = (sequences, apart, queries);
+    }
+
+    /// Forgets what attention saw of a layer: a later call counts.
+    pub fn forget(&mut self, layer: usize) {
+        if let Some(Saw { down: Some(old), .. }) = self.layers[layer].saw.take() {
+            self.device.downs.put_back(old);
+        }
+    }
+
+    /// Whether a policy wants to know something.
+    pub fn owes(&self) -> bool {
+        let told = |layer: &Layer| {
+            layer.tokens.is_some() || layer.saw.as_ref().is_some_and(|saw| saw.down.is_some())
+        };
+        self.layers.iter().any(told)
+    }
+
+    /// Waits for all that was asked for, and says what was wrong first: by layers, of each k, v, q, then scores.
+    pub fn judge(&self, shapes: &[LayerShape]) -> Result<(), Error> {
+        let device = &self.device;
+        let down = {
+            let _work = device.work()?;
+            let words = self.layers.len() * CAUSES * 2;
+            device.downs.bring(&device.stream, &[(self.faults.address(), words)])?
+        };
+        let found = down.done.wait().map(|()| {
+            let (layers, _) = down.words().as_chunks::<{ 2 * CAUSES }>();
+            let word = |[low, high]: &[u32; 2]| u64::from(*low) | u64::from(*high) << 32;
+            layers.iter().enumerate().find_map(|(layer, causes)| {
+                let mut causes = causes.as_chunks().0.iter().map(word).enumerate();
+                let (cause, fault) = causes.find(|(_, fault)| *fault != NONE)?;
+                Some((layer, cause, fault))
+            })
+        });
+        device.downs.put_back(down);
+        match found? {
+            Some((layer, cause, fault)) => Err(self.error(layer, &shapes[layer], cause, fault)),
+            None => Ok(()),
+        }
+    }
+
+    fn error(&self, layer: usize, shape: &LayerShape, cause: usize, fault: u64) -> Error {
+        let (at, value) = ((fault >> 32) as usize, f32::from_bits(fault as u32));
+        let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
+        let unstorable = |what, dim: u32, dtype| Error::Unstorable {
+            what,
+            layer,
+            kv_head: at / dim as usize % heads,
+            row: at / (dim as usize * heads),
+            channel: at as u32 % dim,
+            value,
+            dtype,
+        };
+        let (heads, k_dim) = (shape.query_heads as usize, layout.k_dim as usize);
+        match cause {
+            0 => unstorable("k", layout.k_dim, layout.k.name()),
+            1 => unstorable("v", layout.v_dim, layout.v.name()),
+            2 => {
+                let (row, head) = (at / (heads * k_dim), at / k_dim % heads);
+                Error::Query { layer, row, head, channel: at % k_dim, value }
+            }
+            _ => {
+                let scale = self.layers[layer].scale;
+                Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale }
+            }
+        }
+    }
+
+    /// Keys and values of a layer, if a policy wants them; they were waited for.
+    pub fn tokens(&self, layer: usize) -> Option<&[f32]> {
+        self.layers[layer].tokens.as_ref().map(Down::floats)
+    }
+
+    /// What a layer's policy is told, if attention was given tensors of the device last; it was waited for.
+    pub fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
+        let Layer { saw, sequences, apart, queries, .. } = &mut self.layers[layer];
+        let Saw { mut feeds, masses, down, rows } = saw.take()?;
+        let floats = down.as_ref().map_or(&[][..], Down::floats);
+        let (mass, q) = floats.split_at(rows * LANES);
+        for (feed, (first, passes)) in feeds.iter_mut().zip(masses) {
+            feed.weighed.fill(&mass.as_chunks().0[first..]);
+            feed.weighed.one_form(passes.into_iter());
+        }
+        if *apart {
+            together(&mut feeds);
+        }
+        let (heads, k_dim) = (shape.query_heads as usize, shape.layout.k_dim as usize);
+        let group = shape.group() as usize;
+        for feed in &mut feeds {
+            let Of { filed, first, rows } = sequences[feed.sequence];
+            feed.filed = filed;
+            for row in (first..first + rows).filter(|_| *queries) {
+                let at = (row * heads + feed.head * group) * k_dim;
+                feed.queries.extend_from_slice(&q[at..][..group * k_dim]);
+            }
+        }
+        down.into_iter().for_each(|down| self.device.downs.put_back(down));
+        Some(feeds)
+    }
+}
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        for Layer { tokens, saw, .. } in mem::take(&mut self.layers) {
+            let downs = tokens.into_iter().chain(saw.and_then(|saw| saw.down));
+            downs.for_each(|down| self.device.downs.put_back(down));
+        }
+        // Whoever takes it next is behind in the stream.
+        let faults = mem::take(&mut self.faults);
+        self.device.downs.faults.lock().unwrap_or_else(PoisonError::into_inner).push(faults);
+    }
+}

@@ -1,0 +1,55 @@
+//! Tensors of the device that a call is given.
+
+use super::late::Late;
+use super::{Device, bare};
+use crate::device::{DeviceOutput, DeviceSlice};
+use crate::error::Error;
+use cust::sys;
+
+/// Queries, where results go, and what is told of them later.
+pub(crate) struct Queries<'a> {
+    pub q: DeviceSlice,
+    pub output: DeviceOutput,
+    pub late: &'a mut Late,
+}
+
+/// Queries of a job that lie on the device.
+#[derive(Clone, Copy)]
+pub(crate) struct OnDevice {
+    /// `[rows][query_heads][k_dim]`
+    pub q: u64,
+    /// Where one that is not finite is noted.
+    pub fault: u64,
+}
+
+impl Device {
+    /// Whether kernels can read and write there, as far as the driver knows.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check(&self, what: &'static str, slice: DeviceSlice) -> Result<(), Error> {
+        let address = slice.address();
+        let refused = |why| Err(Error::DeviceTensor { what, address, why });
+        if address == 0 {
+            return refused("the address is null");
+        }
+        if !address.is_multiple_of(4) {
+            return refused("f32 lie at multiples of 4");
+        }
+        if slice.len() > u32::MAX as usize {
+            return refused("a tensor of 2^32 elements or more; make the step shorter");
+        }
+        let mut ordinal = 0u32;
+        let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+        // SAFETY: a place for the attribute's value; the driver looks the address up, and reads nothing there.
+        let code = unsafe { sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address) };
+        match code {
+            sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE => refused("the driver knows no memory there"),
+            code => match bare("cuPointerGetAttribute", code) {
+                Ok(()) if ordinal == self.ordinal => Ok(()),
+                Ok(()) => refused("memory of another device than the cache's"),
+                Err(error) => Err(error.into()),
+            },
+        }
+    }
+}

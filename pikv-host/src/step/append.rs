@@ -1,0 +1,128 @@
+//! Keys and values of a layer into the ring.
+
+use super::{Step, length};
+use crate::arena::{Near, Reservation};
+use crate::cache::Inner;
+use crate::error::Error;
+use crate::filing::{Layer, own};
+use crate::policy::Token;
+use crate::writes::{Tokens, Write};
+use pikv_core::page::{PAGE, Position, Slot};
+use pikv_core::plan::LayerShape;
+
+impl Step<'_> {
+    /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`. Tokens that
+    /// leave the ring by it are filed by their experts. O(rows) a head.
+    ///
+    /// # Errors
+    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, no
+    /// memory from the system, or a device that fails; the layer may then be appended again.
+    pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
+        self.appendable(layer, k.len(), v.len())?;
+        self.append_tokens(layer, &Tokens::Host { k, v })
+    }
+
+    /// Whether a layer can be appended, with so many elements.
+    pub(super) fn appendable(&self, layer: usize, k: usize, v: usize) -> Result<(), Error> {
+        let shape = self.inner.layer(layer)?;
+        if self.layers[layer].appended {
+            return Err(Error::Twice { layer, what: "appended" });
+        }
+        let rows = self.rows * shape.kv_heads as usize;
+        length("k", k, rows * shape.layout.k_dim as usize, "rows * kv_heads * k_dim")?;
+        length("v", v, rows * shape.layout.v_dim as usize, "rows * kv_heads * v_dim")
+    }
+
+    pub(super) fn append_tokens(&mut self, layer: usize, tokens: &Tokens<'_>) -> Result<(), Error> {
+        let inner = self.inner.clone();
+        let shape = inner.layer(layer)?;
+        let mut row = 0;
+        for part in &mut self.parts {
+            let (old, new) = (part.sequence.len, part.len);
+            let to = Target { inner: &inner, layer, shape, old, new, first_row: row };
+            let written = to.write(&mut part.sequence.layers[layer], tokens, &mut self.pages);
+            if written.is_err() {
+                self.pages.forget_writes();
+                return written;
+            }
+            row += (new - old) as usize;
+        }
+        self.pages.flush_writes(&shape.layout, tokens)?;
+        for part in &mut self.parts {
+            // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
+            let left = inner.store.ring.left(part.len).min(part.sequence.len);
+            part.sequence.layers[layer].file(&inner, shape, left, &mut self.pages)?;
+        }
+        self.pages.flush_copies()?;
+        for part in &mut self.parts {
+            part.sequence.layers[layer].bound(&inner, shape)?;
+        }
+        self.layers[layer].appended = true;
+        Ok(())
+    }
+}
+
+/// The tokens of a sequence from position `old` to `new` in one layer; the first is row `first_row` of the call.
+struct Target<'a> {
+    inner: &'a Inner,
+    layer: usize,
+    shape: &'a LayerShape,
+    old: u32,
+    new: u32,
+    first_row: usize,
+}
+
+impl Target<'_> {
+    /// Writes them into the ring tiles.
+    fn write(&self, state: &mut Layer, tokens: &Tokens<'_>, pages: &mut Reservation) -> Result<(), Error> {
+        let Target { inner, layer, shape, old, new, first_row } = *self;
+        let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
+        for (h, head) in state.heads.iter_mut().enumerate() {
+            let codec = state.codecs[h].as_ref();
+            let mut position = old;
+            while position < new {
+                let Slot { tile, lane } = Position(position).into();
+                let at = (tile - state.first_tile) as usize;
+                if at == head.ring.len() {
+                    let shard = inner.shard_of(crate::Place::Ring, tile, h);
+                    let near = Near::next(head.ring.back());
+                    head.ring.push_back(pages.take(shard, layout.words(), near)?);
+                    head.states.push_back();
+                }
+                let mut shared = None;
+                let page = &mut head.ring[at];
+                own(page, layout, lane, pages, &mut shared)?;
+                state.undo.extend(shared.map(|page| (h, None, page)));
+                for p in position..new.min((tile + 1) * PAGE) {
+                    let row = first_row + (p - old) as usize;
+                    let token = tokens.row(layout, row * heads + h);
+                    let write = Write { lane: p % PAGE, position: p, row: row * heads + h, token };
+                    let written = pages.write(layout, page, &write);
+                    let stored = written.and_then(|()| match (codec, token) {
+                        (Some(codec), Some((key, value))) => codec.check(key, value),
+                        _ => Ok(()),
+                    });
+                    stored.map_err(|bad| Error::Unstorable {
+                        what: if bad.key { "k" } else { "v" },
+                        layer,
+                        kv_head: h,
+                        row,
+                        channel: bad.channel,
+                        value: bad.value,
+                        dtype: if bad.key { layout.k.name() } else { layout.v.name() },
+                    })?;
+                    if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
+                        // What lies on the device is told of once the host has it, to those that look.
+                        let seen = token.or((!rule.eviction.policy.reads_tokens()).then_some((&[], &[])));
+                        if let Some((key, value)) = seen {
+                            let token = Token { layer, kv_head: h, position: Position(p), key, value };
+                            rule.born(&token, &mut head.states, at);
+                        }
+                    }
+                }
+                position = new.min((tile + 1) * PAGE);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,180 @@
+//! Rows of a call that the device holds already: queries that are gathered, keys and values that are judged as they are written, and
+//! results that go where they are wanted. One warp a row.
+//!
+//! Several warps write to one bundle, each words of its own row, as in [`crate::attend`]. What a host would have refused is noted in
+//! a word of its own for each cause: the row in the upper half, and the bits of the value in the lower; of several the first row stays.
+
+use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, WriteArg};
+use crate::gpu::{Lane, thread};
+use core::slice;
+use core::sync::atomic::{AtomicU64, Ordering};
+use pikv_core::codec::fold::fold;
+use pikv_core::merge::finish;
+use pikv_core::rope::Rotation;
+use pikv_core::rows::{beyond, bundle, sound};
+use pikv_core::{LANES, Warp, store};
+
+/// Notes that element `index` is at fault.
+///
+/// # Safety
+/// `fault` is a word that nobody accesses otherwise while the kernel runs.
+#[inline(always)]
+unsafe fn note(fault: *mut u64, index: u32, value: f32) {
+    // SAFETY: the caller's promise.
+    let fault = unsafe { AtomicU64::from_ptr(fault) };
+    fault.fetch_min(u64::from(index) << 32 | u64::from(value.to_bits()), Ordering::Relaxed);
+}
+
+/// Puts `count` queries, rows of `q`, `[rows][k_dim]`, into bundles of `[channels][rows]`, the channels padded to whole words: turned to
+/// their positions, if there is a rotation, and times `factor`. One that is not finite is noted in `fault`: its element of `q`.
+///
+/// # Safety
+/// The pointers must reach what is described, no row of a bundle may stand twice in `list`, and whole warps must be launched.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "ptx-kernel" fn gather_queries(
+    layout: LayoutArg,
+    q: *const f32,
+    factor: f32,
+    rope: RopeArg,
+    table: *const f32,
+    list: *const QueryArg,
+    count: u32,
+    bundles: *mut f32,
+    fault: *mut u64,
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's query.
+    unsafe {
+        let QueryArg { bundle: to, query, position, row, width } = *list.add(index as usize);
+        let (k_dim, width) = (layout.k_dim as usize, width as usize);
+        let lanes = Lane::new();
+        let q = slice::from_raw_parts(q.add(query as usize * k_dim), k_dim);
+        let turned = rope.rotary_dim as usize * rope.capacity as usize;
+        let table = if turned == 0 { &[][..] } else { slice::from_raw_parts(table, turned) };
+        let rotation = rope.rope().map(|rope_of| Rotation { rope: rope_of, table, capacity: rope.capacity });
+        let out = slice::from_raw_parts_mut(bundles.add(to as usize), layout.k_channels() as usize * width);
+        if let Some((channel, value)) = beyond(lanes, q, f32::MAX) {
+            note(fault, query * layout.k_dim + channel, value);
+        }
+        bundle(lanes, q, rotation.as_ref().map(|r| (r, position)), factor, (row as usize, width), out);
+    }
+}
+
+/// Folds `count` queries, rows of `q`, `[rows][k_dim]`, through the maps of codecs, times `factor`. What is left of each goes to
+/// `folded`, and what its scores start from.
+///
+/// # Safety
+/// The pointers must reach what is described, the places in `list` must lie apart, and whole warps must be launched.
+#[unsafe(no_mangle)]
+pub unsafe extern "ptx-kernel" fn fold_queries(
+    layout: LayoutArg,
+    q: *const f32,
+    factor: f32,
+    maps: *const FoldMapArg,
+    list: *const FoldArg,
+    count: u32,
+    folded: *mut f32,
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's query.
+    unsafe {
+        let FoldArg { to, start, query, map } = *list.add(index as usize);
+        let FoldMapArg { map, narrow, cols } = *maps.add(map as usize);
+        let k_dim = layout.k_dim as usize;
+        let q = slice::from_raw_parts(q.add(query as usize * k_dim), k_dim);
+        let out = slice::from_raw_parts_mut(folded.add(to as usize).cast::<[f32; LANES]>(), cols as usize);
+        let from = fold(Lane::new(), map.back().as_ref(), q, factor, narrow as usize, out);
+        *folded.add(start as usize) = from;
+    }
+}
+
+/// As [`append`](crate::store::append), of rows that nobody has looked at: `limits` are the largest magnitudes that each of `heads` heads
+/// takes of a key and of a value. The first element of `k` and of `v` that is beyond is noted in one of the two `faults`.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "ptx-kernel" fn append_rows(
+    layout: LayoutArg,
+    k: *const f32,
+    v: *const f32,
+    writes: *const WriteArg,
+    count: u32,
+    heads: u32,
+    limits: *const [f32; 2],
+    faults: *mut u64,
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
+    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
+    unsafe {
+        let WriteArg { page, lane, position, row, .. } = *writes.add(index as usize);
+        let lanes = Lane::new();
+        let page = slice::from_raw_parts_mut(page as *mut f32, layout.words() as usize);
+        let key = slice::from_raw_parts(k.add(row as usize * k_dim), k_dim);
+        let value = slice::from_raw_parts(v.add(row as usize * v_dim), v_dim);
+        let [k_limit, v_limit] = *limits.add((row % heads) as usize);
+        if let Some((channel, x)) = beyond(lanes, key, k_limit) {
+            note(faults, row * layout.k_dim + channel, x);
+        }
+        if let Some((channel, x)) = beyond(lanes, value, v_limit) {
+            note(faults.add(1), row * layout.v_dim + channel, x);
+        }
+        store::append(lanes, &layout, page, lane, position, key, value);
+    }
+}
+
+/// As [`finish_rows`](crate::attend::finish_rows), for results that stay on the device: the log-sum-exp of output `i` goes to `lse[i]`,
+/// unless that is null, and a row whose scores or values overflow is noted in `fault`.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "ptx-kernel" fn finish_in_place(
+    layout: LayoutArg,
+    rows: *const RowArg,
+    count: u32,
+    parts: *const f32,
+    out: *mut f32,
+    lse: *mut f32,
+    fault: *mut u64,
+) {
+    let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
+    let (stride, width) = (layout.acc_rows() as usize * LANES, layout.v_dim as usize);
+    // SAFETY: by the caller's promise on `rows`, `parts`, `out` and `lse`; an output is one warp's, and what decides control flow too.
+    unsafe {
+        let RowArg { part, rows, row, out: to, .. } = *rows.add(index as usize);
+        let (part, rows, row) = (parts.add(part as usize), rows as usize, row as usize);
+        let lanes = Lane::new();
+        let acc = slice::from_raw_parts(part.add(row * stride), stride);
+        let (m, l) = (*part.add(rows * stride + row), *part.add(rows * stride + rows + row));
+        let out = slice::from_raw_parts_mut(out.add(to as usize * width), width);
+        let end = finish(lanes, &layout, m, l, acc.as_chunks().0, out);
+        if !lse.is_null() {
+            *lse.add(to as usize) = end;
+        }
+        lanes.sync();
+        if !sound(lanes, m, l, out) {
+            note(fault, to, 0.0);
+        }
+    }
+}
