@@ -17,7 +17,7 @@ pub(crate) use self::attend::attend;
 pub(crate) use self::compact::Moved;
 pub(crate) use self::lift::Lifted;
 pub(crate) use self::pending::Pending;
-pub(crate) use self::wave::ROWS;
+pub(crate) use self::wave::{FACTORED_ROWS, ROWS};
 
 use self::lift::Lifts;
 use self::work::{Memory, Work};
@@ -34,7 +34,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Threads of a block of a launch: whole warps.
-const THREADS: u32 = 128;
+const THREADS: u32 = 32 * pikv_kernels::WARPS as u32;
 
 /// The kernels.
 #[derive(Debug)]
@@ -46,7 +46,8 @@ struct Kernels {
     /// For 1, 2 and 4 rows; the second where keys are turned as they are read.
     attend_packed: [Kernel; 3],
     attend_rebuilt: [Kernel; 3],
-    attend_factors: [Kernel; 3],
+    /// For single rows.
+    attend_factors: Kernel,
     back_rows: Kernel,
     pack_pages: Kernel,
     merge_pairs: Kernel,
@@ -159,7 +160,7 @@ impl Device {
             attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
             attend_packed: packed("attend_packed")?,
             attend_rebuilt: packed("attend_rebuilt")?,
-            attend_factors: packed("attend_factors")?,
+            attend_factors: kernel("attend_factors")?,
             back_rows: kernel("back_rows")?,
             pack_pages: kernel("pack_pages")?,
             merge_pairs: kernel("merge_pairs")?,

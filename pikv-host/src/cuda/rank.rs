@@ -2,7 +2,7 @@
 //! which go back to the front.
 
 use super::attend::{Shape, WAVE};
-use super::wave::{ROWS, Wave, packed_room};
+use super::wave::{FACTORED_ROWS, ROWS, Wave, packed_room};
 use super::work::Upload;
 use super::{Device, arguments};
 use crate::block::{PACKED_ROWS, bundles};
@@ -138,7 +138,12 @@ fn part(ask: &Ask<'_>) -> usize {
 
 /// Rows that are read together.
 fn widths(ask: &Ask<'_>) -> impl Iterator<Item = (usize, usize)> {
-    bundles(ask.rows, if ask.codec.is_some() { PACKED_ROWS } else { ROWS })
+    let most = match ask.codec {
+        Some(codec) if codec.packed.factored() => FACTORED_ROWS,
+        Some(_) => PACKED_ROWS,
+        None => ROWS,
+    };
+    bundles(ask.rows, most)
 }
 
 /// f32 that a question takes on the device.
