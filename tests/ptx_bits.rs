@@ -801,6 +801,38 @@ fn atomic_minima_meet_each_other_and_nobody_else() {
 }
 
 #[test]
+fn checks_shared_memory() {
+    // Each thread its own word, and the address by either name.
+    let own = ".shared .align 8 .b8 s[256];\n cvta.shared.u64 %rd4, s;\n add.s64 %rd5, %rd4, %rd2;\n";
+    let (store, load) = ("st.b32 [%rd5], %r1;", "ld.shared.b32 %r2, [%rd5];\n st.global.b32 [%rd3], %r2;");
+    let out = run_tiny(&format!("{own} {store}\n {load}"), &[0; 64], 64).unwrap();
+    assert_eq!(out, Vec::from_iter(0..64));
+    // Nobody wrote it; it ends; it is not global memory, nor is that shared.
+    let (_, lane, c) =
+        cause(&format!("{own} setp.ne.u32 %p1, %r1, 3;\n @%p1 {store}\n {load}"), &[0; 64], 64);
+    assert!(matches!(c, Cause::Uninitialised { .. }) && lane == 3, "{lane}, {c:?}");
+    for beyond in ["st.b32 [%rd5+128], 0;", "st.global.b32 [%rd5], 0;", "st.shared.b32 [%rd3], 0;"] {
+        let (_, _, c) = cause(&format!("{own} {beyond}"), &[0; 64], 64);
+        assert!(matches!(c, Cause::OutOfBounds { .. }), "{beyond}: {c:?}");
+    }
+    // Lanes of a warp, and the warps of a block.
+    let (_, _, c) = cause(&format!("{own} st.shared.b32 [%rd4], %r1;"), &[0; 32], 32);
+    assert!(matches!(c, Cause::LaneRace { .. }));
+    let (_, _, c) = cause(&format!("{own} st.shared.b32 [%rd4], 7;"), &[0; 64], 64);
+    assert!(matches!(c, Cause::WarpRace { other: 0, .. }));
+    // Another block has its own, of which it knows nothing.
+    let text =
+        tiny(&format!("{own} mov.u32 %r3, %ctaid.x;\n setp.eq.u32 %p1, %r3, 0;\n @%p1 {store}\n {load}"));
+    let mut machine = Machine::new(&text).unwrap();
+    let at = machine.memory.put(&[0u32; 64]);
+    machine.launch("k", 1, 32, &[bytes_of(&at)]).unwrap();
+    let fault = machine.launch("k", 2, 32, &[bytes_of(&at)]).unwrap_err();
+    assert!(fault.warp == 1 && matches!(fault.cause, Cause::Uninitialised { .. }), "{fault}");
+    let error = Machine::new(&tiny(".shared .align 8 .b8 s[49153];")).unwrap_err();
+    assert!(error.what.contains("49152"), "{error}");
+}
+
+#[test]
 fn finds_traps_hangs_and_what_it_does_not_know() {
     assert_eq!(cause("setp.eq.s32 %p1, %r1, 9;\n @%p1 trap;", &[0], 32).1, 9);
     assert_eq!(cause("L:\n bra.uni L;", &[0], 32), ("bra.uni".into(), 0, Cause::Budget));

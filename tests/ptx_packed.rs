@@ -95,7 +95,7 @@ fn page(rng: &mut Rng, packed: &Packed, start: u32) -> Page {
     Page { words, live, last, by: last + rng.of(&[0, 0, 2, 60]) }
 }
 
-/// What one launch of `attend_packed_r*`, or of `attend_factors_r*`, is given.
+/// What one launch of `attend_packed_r*`, or of `attend_factors`, is given.
 struct Case {
     packed: Packed,
     rows: usize,
@@ -197,9 +197,8 @@ impl Case {
         let factored = self.packed.factored();
         let scratch = match (self.rows, factored) {
             (1, false) => size_of::<Scratch<1>>(),
-            (1, true) => size_of::<FactorScratch<1>>(),
             (_, false) => size_of::<Scratch<4>>(),
-            (_, true) => size_of::<FactorScratch<4>>(),
+            (_, true) => size_of::<FactorScratch<1>>(),
         };
         let raw = if self.weights { memory.allocate(count * self.rows * ROW * 4) } else { 0 };
         let addresses = [
@@ -245,8 +244,7 @@ impl Case {
                 bytes_of(&none),
             ]);
         }
-        let kind = if factored { "factors" } else { "packed" };
-        let name = format!("attend_{kind}_r{}", self.rows);
+        let name = if factored { "attend_factors".into() } else { format!("attend_packed_r{}", self.rows) };
         machine.launch(&name, (count as u32 * 32).div_ceil(threads), threads, &args)?;
         let memory = &mut machine.memory;
         let out = memory.read(parts, count * self.len()).expect("all was written");
@@ -331,11 +329,11 @@ impl<const R: usize> Kernel for Attend<'_, R> {
         let mut part = Partial::new(part, R, case.packed.acc_rows());
         if case.packed.factored() {
             let mut scratch = FactorScratch::default();
-            let mut form = FactorPages::new(w, &case.packed, &pages, &[], folded, &mut scratch, &mut []);
+            let mut form = FactorPages::new(&case.packed, &pages, &[], folded, &mut scratch, &mut []);
             return attend_block(w, &mut form, &looks, &mut part, 0, Some(raw));
         }
         let mut scratch = Scratch::default();
-        let mut form = PackedPages::new(w, &case.packed, &pages, &[], folded, &mut scratch, &mut []);
+        let mut form = PackedPages::new(&case.packed, &pages, &[], folded, &mut scratch, &mut []);
         attend_block(w, &mut form, &looks, &mut part, 0, Some(raw));
     }
 }
@@ -377,33 +375,30 @@ fn reads_packed_pages_with_the_bits_of_the_cpu_sm_80() {
 fn factors(file: &str) {
     let mut machine = machine(file);
     let mut rng = Rng(0xfac7);
-    for rows in [1, 4] {
-        for i in 0..7 * 7 * 8 {
-            let mut side = |i: usize, wide: u32| {
-                let code = Code::ALL[i % 7];
-                match rng.below(5) {
-                    0 => (code, wide, Side::Tokens),
-                    1 | 2 => (Code::ALL[i % 3], wide, Side::Means { level: 1 + rng.below(3) }),
-                    _ => (code, 1 + rng.below(31), Side::Basis { wide }),
-                }
-            };
-            let ((k, k_dim, k_side), (v, v_dim, v_side)) =
-                (side(i, DIMS[i % 11]), side(i / 7, DIMS[i / 11 % 11]));
-            let packed = Packed::new(k_dim, v_dim, k, v).sides(k_side, v_side);
-            let case = Case::new(&mut rng, rows, packed);
-            let threads = rng.of(&[32, 64]);
-            let device =
-                case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{file}: {e}: {case:?}"));
-            for lanes in Lanes::available() {
-                let name = lanes.name();
-                case.check(lanes, &device).unwrap_or_else(|e| panic!("{name} and {file}: {e}: {case:?}"));
+    for i in 0..7 * 7 * 8 * 2 {
+        let mut side = |i: usize, wide: u32| {
+            let code = Code::ALL[i % 7];
+            match rng.below(5) {
+                0 => (code, wide, Side::Tokens),
+                1 | 2 => (Code::ALL[i % 3], wide, Side::Means { level: 1 + rng.below(3) }),
+                _ => (code, 1 + rng.below(31), Side::Basis { wide }),
             }
+        };
+        let ((k, k_dim, k_side), (v, v_dim, v_side)) =
+            (side(i, DIMS[i % 11]), side(i / 7, DIMS[i / 11 % 11]));
+        let packed = Packed::new(k_dim, v_dim, k, v).sides(k_side, v_side);
+        let case = Case::new(&mut rng, 1, packed);
+        let threads = rng.of(&[32, 64]);
+        let device = case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{file}: {e}: {case:?}"));
+        for lanes in Lanes::available() {
+            let name = lanes.name();
+            case.check(lanes, &device).unwrap_or_else(|e| panic!("{name} and {file}: {e}: {case:?}"));
         }
-        let (idle, of) = machine.program.idle(&format!("attend_factors_r{rows}"));
-        println!("{file}, {rows} rows: {} of {of} instructions idle", idle.len());
-        // Half of it is for keys before their rotation, which the tests of the back end read.
-        assert!(idle.len() * 3 < of * 2, "{file}, {rows} rows: of {of} instructions nothing ran {idle:?}");
     }
+    let (idle, of) = machine.program.idle("attend_factors");
+    println!("{file}: {} of {of} instructions idle", idle.len());
+    // Half of it is for keys before their rotation, which the tests of the back end read.
+    assert!(idle.len() * 3 < of * 2, "{file}: of {of} instructions nothing ran {idle:?}");
 }
 
 #[test]

@@ -16,7 +16,8 @@
 
 use crate::math;
 use crate::merge::Partial;
-use crate::warp::{LANES, Warp};
+use crate::warp::{LANES, Shelf, Warp};
+use core::borrow::Borrow;
 
 /// Pages of a block.
 pub const BLOCK: usize = 8;
@@ -63,6 +64,11 @@ pub trait Form<W: Warp, const R: usize> {
     fn pages(&self) -> usize;
     /// Rows of lanes that one query row's output takes.
     fn acc_rows(&self) -> usize;
+    /// Before the first page is read: what the form works in.
+    #[inline(always)]
+    fn begin(&mut self, w: W) {
+        let _ = w;
+    }
     /// Which tokens of page `i` each row sees: bit `t` for the token at lane `t`.
     fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R];
     /// Whether the lanes have registers for the scores of two pages at once.
@@ -108,11 +114,18 @@ struct Tops<W: Warp, const R: usize> {
 }
 
 impl<W: Warp, const R: usize> Tops<W, R> {
-    /// Takes a page's scores in, and gives what is kept of them.
+    /// Takes the scores of page `i` in, and puts what counts of them on the shelf.
     #[inline(always)]
-    fn take(&mut self, w: W, looks: &Looks<R>, seen: &[u32; R], mut s: [W::F; R]) -> [W::Slot; R] {
+    fn take(
+        &mut self,
+        w: W,
+        looks: &Looks<R>,
+        seen: &[u32; R],
+        mut s: [W::F; R],
+        shelf: &mut W::Shelf<R>,
+        i: usize,
+    ) {
         let none = w.splat(f32::NEG_INFINITY);
-        let mut slots = [w.park(none); R];
         for r in 0..R {
             if let Some(cap) = looks.softcap {
                 s[r] = w.mul(math::tanh(w, s[r]), w.splat(cap));
@@ -122,9 +135,8 @@ impl<W: Warp, const R: usize> Tops<W, R> {
             }
             self.saw[r] |= seen[r];
             self.top[r] = w.max(self.top[r], s[r]);
-            slots[r] = w.park(s[r]);
+            shelf.put(w, i, r, s[r]);
         }
-        slots
     }
 }
 
@@ -149,25 +161,28 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
 ) {
     let pages = form.pages();
     assert!(pages <= BLOCK);
+    form.begin(w);
     let none = w.splat(f32::NEG_INFINITY);
-    let mut slots = [[w.park(none); R]; BLOCK];
-    let mut seen = [[0u32; R]; BLOCK];
+    let mut shelf = W::Shelf::<R>::new(w);
     let mut tops = Tops { top: [none; R], saw: [0; R] };
     let mut i = 0;
     while i < pages {
-        seen[i] = form.seen(w, i, &looks.sight);
-        if any(&seen[i]) {
+        let seen = form.seen(w, i, &looks.sight);
+        shelf.see(i, seen);
+        if any(&seen) {
             if P::PAIRS && i + 1 < pages {
-                seen[i + 1] = form.seen(w, i + 1, &looks.sight);
-                if any(&seen[i + 1]) {
+                let then = form.seen(w, i + 1, &looks.sight);
+                if any(&then) {
+                    shelf.see(i + 1, then);
                     let [s, next] = form.pair(w, i);
-                    slots[i] = tops.take(w, looks, &seen[i], s);
-                    slots[i + 1] = tops.take(w, looks, &seen[i + 1], next);
+                    tops.take(w, looks, &seen, s, &mut shelf, i);
+                    tops.take(w, looks, &then, next, &mut shelf, i + 1);
                     i += 2;
                     continue;
                 }
             }
-            slots[i] = tops.take(w, looks, &seen[i], form.scores(w, i));
+            let s = form.scores(w, i);
+            tops.take(w, looks, &seen, s, &mut shelf, i);
         }
         i += 1;
     }
@@ -185,23 +200,23 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
     }
     let mut l = [w.splat(0.0); R];
     for i in 0..pages {
+        let seen = shelf.seen(i);
         for r in 0..R {
-            let p = match seen[i][r] {
+            let p = match seen[r] {
                 0 => w.splat(0.0),
-                _ => math::exp2_nonpos(w, w.sub(w.unpark(&slots[i][r]), w.splat(base[r]))),
+                _ => math::exp2_nonpos(w, w.sub(shelf.get(w, i, r), w.splat(base[r]))),
             };
-            if seen[i][r] != 0 {
+            if seen[r] != 0 {
                 l[r] = w.add(l[r], p);
             }
             // Also where this row sees nothing of the page: another row may, and they are weighed together.
-            slots[i][r] = w.park(p);
+            shelf.put(w, i, r, p);
             if let Some(raw) = &mut raw {
                 w.store(p, &mut raw[r][i]);
             }
         }
     }
-    let stride = form.acc_rows();
-    let (out_m, out_l, acc) = out.rows(row, R, stride);
+    let (out_m, out_l, acc) = out.rows(row, R, form.acc_rows());
     for r in 0..R {
         out_m[r] = m[r];
         out_l[r] = w.reduce_sum(l[r]);
@@ -211,8 +226,9 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
         w.store(w.splat(0.0), row);
     }
     for i in 0..pages {
-        if any(&seen[i]) {
-            form.weigh(w, i, &seen[i], &slots[i], acc);
+        let seen = shelf.seen(i);
+        if any(&seen) {
+            form.weigh(w, i, &seen, shelf.rows(w, i).borrow(), acc);
         }
     }
     form.finish(w, acc);

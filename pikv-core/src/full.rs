@@ -248,12 +248,12 @@ fn scores_of_two<W: Warp, K: Element, const R: usize>(
 /// function that they stand in, and this is read in the innermost loop.)
 #[derive(Clone, Copy)]
 struct Column<'a> {
+    /// The values from the group's first word on.
     v: &'a [u32],
     /// Words from one value to the next.
-    row: usize,
-    /// First word of the group, and the end of the value's words.
-    first: usize,
-    end: usize,
+    row: u32,
+    /// Words of the group.
+    words: u32,
     ahead: &'a [u32],
 }
 
@@ -261,7 +261,7 @@ impl Column<'_> {
     /// The words of token `t`; `WHOLE` if there are 32.
     #[inline(always)]
     fn read<W: Warp, const WHOLE: bool>(&self, w: W, t: usize) -> W::U {
-        let at = t * self.row + self.first;
+        let at = t * self.row as usize;
         if WHOLE {
             if let Some(Some(next)) = self.ahead.get(at..).map(<[u32]>::first_chunk) {
                 w.prefetch(next);
@@ -270,7 +270,7 @@ impl Column<'_> {
                 return w.load(row);
             }
         }
-        w.load_part(&self.v[at..t * self.row + self.end])
+        w.load_part(&self.v[at..at + self.words as usize])
     }
 }
 
@@ -312,9 +312,11 @@ fn weigh<W: Warp, V: Element, const R: usize>(
     }
     for col in col..layout.v_cols() as usize {
         let first = col * LANES;
-        let column = Column { v, row, first, end, ahead };
+        let ahead = ahead.get(first..).unwrap_or_default();
+        let column = Column { v: &v[first..], row: row as u32, words: (end - first) as u32, ahead };
         let acc = &mut acc[col * V::PER_WORD..];
-        if end - first >= LANES {
+        // A device reads a lane's word or does not: whether there are 32 makes no difference to it.
+        if W::FETCHES && end - first >= LANES {
             weigh_column::<W, V, R, true>(w, column, seen, p, acc, stride);
         } else {
             weigh_column::<W, V, R, false>(w, column, seen, p, acc, stride);

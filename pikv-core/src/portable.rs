@@ -1,6 +1,6 @@
 //! Lanes as plain arrays: the form that runs everywhere and that the others are held against.
 
-use crate::warp::{LANES, ROUND, Routine, Warp};
+use crate::warp::{Kept, LANES, ROUND, Routine, Warp};
 use core::array::from_fn;
 
 /// 32 lanes as `[f32; 32]`.
@@ -21,6 +21,7 @@ impl Warp for Portable {
     type U = [u32; LANES];
     type M = u32;
     type Slot = [f32; LANES];
+    type Shelf<const R: usize> = Kept<Self::Slot, R>;
     type Sum = [u32; LANES];
 
     const NAME: &'static str = "portable";
@@ -192,7 +193,11 @@ impl Warp for Portable {
     }
     #[inline(always)]
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
-        from_fn(|i| s[first + i / width])
+        self.spread_row(s, first, width)
+    }
+    #[inline(always)]
+    fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> Self::F {
+        from_fn(|i| row[first + i / width])
     }
     #[inline(never)]
     fn call<K: Routine<Self>>(self, routine: K) -> K::Out {

@@ -1,5 +1,8 @@
 //! The lane trait: 32 lanes in lock-step, wherever they run.
 
+use crate::attend::BLOCK;
+use core::borrow::Borrow;
+
 /// Lanes of a warp, and tokens of a page.
 pub const LANES: usize = 32;
 
@@ -27,6 +30,8 @@ pub trait Warp: Copy {
     type M: Copy;
     /// A parked [`Warp::F`] from which any lane can be broadcast: memory on a CPU, a register on a device.
     type Slot: Copy;
+    /// Where what is kept of a block's pages lies.
+    type Shelf<const R: usize>: Shelf<Self, R>;
     /// 32 lanes of sums of [`Warp::dot4`], in the form that these lanes add to fastest.
     type Sum: Copy;
 
@@ -157,6 +162,8 @@ pub trait Warp: Copy {
     /// Lane `i` gets lane `first + i / width` of what was parked; `width` is 4, 8, 16 or 32, and `first + 31 / width` is
     /// below 32.
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F;
+    /// As [`Warp::spread`], of `row`.
+    fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> Self::F;
 
     /// Lane `i` writes `out[start + i * step]`, if there is one.
     #[inline(always)]
@@ -205,6 +212,56 @@ pub trait Warp: Copy {
         let a = self.add(a, self.shfl_xor(a, 4));
         let a = self.add(a, self.shfl_xor(a, 2));
         self.lane(self.add(a, self.shfl_xor(a, 1)), 0)
+    }
+}
+
+/// What is kept of each page of a block for `R` query rows: which tokens they see, and a value a row and lane.
+pub trait Shelf<W: Warp, const R: usize> {
+    /// An empty one; a kernel has one at a time.
+    fn new(w: W) -> Self;
+    /// Keeps what the rows see of page `i`.
+    fn see(&mut self, i: usize, seen: [u32; R]);
+    /// What the rows see of page `i`, which was kept.
+    fn seen(&self, i: usize) -> [u32; R];
+    /// Keeps row `r`'s values of page `i`.
+    fn put(&mut self, w: W, i: usize, r: usize, x: W::F);
+    /// Row `r`'s values of page `i`, which were kept.
+    fn get(&self, w: W, i: usize, r: usize) -> W::F;
+    /// All rows' values of page `i`, which were kept.
+    fn rows(&self, w: W, i: usize) -> impl Borrow<[W::Slot; R]>;
+}
+
+/// The shelf of a CPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Kept<S, const R: usize> {
+    seen: [[u32; R]; BLOCK],
+    slots: [[S; R]; BLOCK],
+}
+
+impl<W: Warp, const R: usize> Shelf<W, R> for Kept<W::Slot, R> {
+    #[inline(always)]
+    fn new(w: W) -> Self {
+        Kept { seen: [[0; R]; BLOCK], slots: [[w.park(w.splat(0.0)); R]; BLOCK] }
+    }
+    #[inline(always)]
+    fn see(&mut self, i: usize, seen: [u32; R]) {
+        self.seen[i] = seen;
+    }
+    #[inline(always)]
+    fn seen(&self, i: usize) -> [u32; R] {
+        self.seen[i]
+    }
+    #[inline(always)]
+    fn put(&mut self, w: W, i: usize, r: usize, x: W::F) {
+        self.slots[i][r] = w.park(x);
+    }
+    #[inline(always)]
+    fn get(&self, w: W, i: usize, r: usize) -> W::F {
+        w.unpark(&self.slots[i][r])
+    }
+    #[inline(always)]
+    fn rows(&self, _: W, i: usize) -> impl Borrow<[W::Slot; R]> {
+        &self.slots[i]
     }
 }
 

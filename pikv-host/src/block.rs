@@ -166,12 +166,11 @@ impl PackedBlock<'_> {
         if packed.factored() {
             let mut scratch = FactorScratch::default();
             let mut form =
-                FactorPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
+                FactorPages::new(packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
             return attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
         }
         let mut scratch = Scratch::default();
-        let mut form =
-            PackedPages::new(w, packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
+        let mut form = PackedPages::new(packed, pages, self.next, folded, &mut scratch, &mut *self.rebuilt);
         attend_rows(w, &mut form, &common.looks(row), &mut self.out, self.first + row, raw);
     }
 }

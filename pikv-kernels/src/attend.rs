@@ -5,15 +5,100 @@
 //! `tests/ptx_bits.rs`, whose interpreter reports races between lanes and warps.
 
 use crate::args::{LayoutArg, MassArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WeighedArg};
-use crate::gpu::{Lane, thread};
+use crate::gpu::{Lane, afresh, afresh_at, thread};
 use core::slice;
 use pikv_core::LANES;
-use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
+use pikv_core::attend::{Form, Looks, Sight, attend_block};
 use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::mass::{PageSum, ROW, Rows};
 use pikv_core::merge::{Partial, finish, merge};
+use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
 use pikv_core::warp::Warp;
+
+/// Full pages of a block by their addresses, of which each is read when it is its turn: a slice of all of them would be memory of
+/// every lane's own.
+struct Listed<'a, const R: usize> {
+    layout: &'a Layout,
+    pages: *const *const u32,
+    live: *const u32,
+    sights: *const SightArg,
+    count: usize,
+    query: Query<'a, R>,
+}
+
+/// A page with its layout.
+struct Page<'a> {
+    layout: Layout,
+    page: [PageRef<'a>; 1],
+}
+
+impl<'a, const R: usize> Listed<'a, R> {
+    /// Page `i`, which is below `count`.
+    #[inline(always)]
+    fn page(&self, i: usize) -> Page<'a> {
+        let Layout { k_dim, v_dim, k, v } = *self.layout;
+        let layout = Layout { k_dim: afresh(k_dim), v_dim: afresh(v_dim), k, v };
+        // SAFETY: by the promise of the kernel's caller on the lists and the pages.
+        let page = unsafe {
+            let words = slice::from_raw_parts(*self.pages.add(i), layout.words() as usize);
+            PageRef { words, live: *self.live.add(i) }
+        };
+        Page { layout, page: [page] }
+    }
+
+    #[inline(always)]
+    fn full<'b>(&'b self, Page { layout, page }: &'b Page<'a>) -> Full<'b, R> {
+        Full { layout, pages: page, next: [&[]; 2], query: self.query }
+    }
+}
+
+impl<const R: usize> Form<Lane, R> for Listed<'_, R> {
+    #[inline(always)]
+    fn pages(&self) -> usize {
+        self.count
+    }
+
+    #[inline(always)]
+    fn acc_rows(&self) -> usize {
+        self.layout.acc_rows() as usize
+    }
+
+    #[inline(always)]
+    fn seen(&self, w: Lane, i: usize, _: &[Sight; R]) -> [u32; R] {
+        // SAFETY: by the promise of the kernel's caller.
+        let sight = &unsafe { sights(self.sights) };
+        self.full(&self.page(i)).seen(w, 0, sight)
+    }
+
+    #[inline(always)]
+    fn scores(&mut self, w: Lane, i: usize) -> [f32; R] {
+        self.full(&self.page(i)).scores(w, 0)
+    }
+
+    #[inline(always)]
+    fn weigh(&mut self, w: Lane, i: usize, seen: &[u32; R], p: &[f32; R], acc: &mut [[f32; LANES]]) {
+        self.full(&self.page(i)).weigh(w, 0, seen, p, acc);
+    }
+
+    #[inline(always)]
+    fn finish(&mut self, _: Lane, _: &mut [[f32; LANES]]) {}
+}
+
+/// What the rows of a bundle see, read anew for each page: it is four words a row.
+///
+/// # Safety
+/// `at` must have `R` entries.
+#[inline(always)]
+pub(crate) unsafe fn sights<const R: usize>(at: *const SightArg) -> [Sight; R] {
+    let at = afresh_at(at);
+    let mut sight = [Sight::NONE; R];
+    for (r, sight) in sight.iter_mut().enumerate() {
+        // SAFETY: the caller's promise.
+        *sight = unsafe { (*at.add(r)).sight() };
+    }
+    sight
+}
 
 /// # Safety
 /// As [`attend_r1`] and its siblings.
@@ -40,17 +125,6 @@ unsafe fn attend<const R: usize>(
     }
     // SAFETY: by the caller's promise on `tasks`.
     let task = unsafe { *tasks.add(index as usize) };
-    let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
-    for (i, page) in list.iter_mut().enumerate() {
-        if i < task.count as usize {
-            // SAFETY: by the caller's promise on `pages` and `live`: the block's pages, at most BLOCK of them.
-            unsafe {
-                let at = task.pages as usize + i;
-                page.words = slice::from_raw_parts(*pages.add(at), layout.words() as usize);
-                page.live = *live.add(at);
-            }
-        }
-    }
     let channels = layout.k_channels() as usize;
     let len = Partial::len(R, layout.acc_rows());
     // SAFETY: by the caller's promise on `q`, `table` and `parts`; a warp has a part of its own, whose words its lanes share
@@ -64,11 +138,6 @@ unsafe fn attend<const R: usize>(
             slice::from_raw_parts_mut(parts.add(task.part as usize), len),
         )
     };
-    let mut sight = [Sight::NONE; R];
-    for (r, sight) in sight.iter_mut().enumerate() {
-        // SAFETY: by the caller's promise on `sights`.
-        *sight = unsafe { (*sights.add(task.sights as usize + r)).sight() };
-    }
     let query = Query {
         q: q.as_chunks().0,
         k_dim: layout.k_dim as usize,
@@ -77,8 +146,12 @@ unsafe fn attend<const R: usize>(
     // SAFETY: whole warps are launched, and what decides control flow is the warp's task.
     let lanes = unsafe { Lane::new() };
     let mut part = Partial::new(part, R, layout.acc_rows());
-    let looks = Looks { sight, softcap: (softcap > 0.0).then_some(softcap) };
-    let mut form = Full { layout: &layout, pages: &list[..task.count as usize], next: [&[]; 2], query };
+    // What the rows see the form knows.
+    let looks = Looks { sight: [Sight::NONE; R], softcap: (softcap > 0.0).then_some(softcap) };
+    let (first, count) = (task.pages as usize, task.count as usize);
+    // SAFETY: by the caller's promise on `pages` and `live`, which have the block's pages, and `sights`, which has the bundle's rows.
+    let (pages, live, at) = unsafe { (pages.add(first), live.add(first), sights.add(task.sights as usize)) };
+    let mut form = Listed { layout: &layout, pages, live, sights: at, count, query };
     // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
     let mut raw =
         (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });
@@ -100,7 +173,7 @@ macro_rules! attend {
         ///
         /// # Safety
         /// The pointers must reach what is described, no task may have more than 8 pages, their partial results must lie apart,
-        /// and whole warps must be launched.
+        /// and whole warps must be launched, at most [`WARPS`](crate::WARPS) a block.
         #[unsafe(no_mangle)]
         pub unsafe extern "ptx-kernel" fn $name(
             layout: LayoutArg,

@@ -1,6 +1,10 @@
 //! The lanes of a device: one thread each. Names follow cuda_std.
 
-use pikv_core::warp::{LANES, ROUND, Warp};
+use crate::WARPS;
+use core::arch::asm;
+use core::borrow::Borrow;
+use pikv_core::attend::BLOCK;
+use pikv_core::warp::{LANES, ROUND, Shelf, Warp};
 
 /// The thread's place in the launch.
 pub mod thread {
@@ -13,6 +17,13 @@ pub mod thread {
         unsafe {
             (nvptx::_block_idx_x() as u32 * nvptx::_block_dim_x() as u32 + nvptx::_thread_idx_x() as u32) / 32
         }
+    }
+
+    /// Index of the thread's warp in its block.
+    #[inline(always)]
+    pub fn warp_of_block() -> u32 {
+        // SAFETY: a special register, readable by any thread.
+        unsafe { nvptx::_thread_idx_x() as u32 / 32 }
     }
 
     /// Index of the thread in its warp.
@@ -68,6 +79,23 @@ pub mod warp {
     }
 }
 
+/// `x`, of which the compiler knows nothing: what is worked out from it is not kept from one page to the next, as there are more such
+/// numbers than registers.
+#[inline(always)]
+pub fn afresh(mut x: u32) -> u32 {
+    // SAFETY: no instruction.
+    unsafe { asm!("// {x}", x = inout(reg32) x, options(nomem, nostack, preserves_flags)) };
+    x
+}
+
+/// As [`afresh`]: what lies there is read anew.
+#[inline(always)]
+pub fn afresh_at<T>(mut p: *const T) -> *const T {
+    // SAFETY: no instruction.
+    unsafe { asm!("// {p}", p = inout(reg64) p, options(nomem, nostack, preserves_flags)) };
+    p
+}
+
 /// The calling thread as a lane of its warp.
 #[derive(Clone, Copy)]
 pub struct Lane(u32);
@@ -81,11 +109,72 @@ impl Lane {
     }
 }
 
+/// Shared memory of a warp.
+#[repr(C)]
+pub struct Shelved<const R: usize> {
+    slots: [[[f32; LANES]; R]; BLOCK],
+    seen: [[u32; R]; BLOCK],
+}
+
+/// A warp's shelf: registers have no index, and memory of a lane's own would be a stack.
+pub struct Shared<const R: usize>(*mut Shelved<R>);
+
+impl<const R: usize> Shared<R> {
+    /// Bytes of a block of the most warps.
+    const BYTES: usize = WARPS * size_of::<Shelved<R>>();
+}
+
+impl<const R: usize> Shelf<Lane, R> for Shared<R> {
+    #[inline(always)]
+    fn new(_: Lane) -> Self {
+        let all: u64;
+        // SAFETY: names memory of the kernel's own, and reads nothing.
+        unsafe {
+            asm!(
+                "{{ .shared .align 128 .b8 shelf[{n}]; cvta.shared.u64 {all}, shelf; }}",
+                n = const Self::BYTES,
+                all = out(reg64) all,
+                options(pure, nomem, nostack, preserves_flags),
+            );
+        }
+        Shared((all as *mut Shelved<R>).wrapping_add(thread::warp_of_block() as usize))
+    }
+    #[inline(always)]
+    fn see(&mut self, i: usize, seen: [u32; R]) {
+        // SAFETY: the warp's own, where all lanes write the same.
+        unsafe { (*self.0).seen[i % BLOCK] = seen }
+    }
+    #[inline(always)]
+    fn seen(&self, i: usize) -> [u32; R] {
+        // SAFETY: the warp's own; a lane reads what it wrote.
+        unsafe { (*self.0).seen[i % BLOCK] }
+    }
+    #[inline(always)]
+    fn put(&mut self, w: Lane, i: usize, r: usize, x: f32) {
+        // SAFETY: the warp's own, of which each lane has its words.
+        unsafe { (*self.0).slots[i % BLOCK][r][w.0 as usize % LANES] = x }
+    }
+    #[inline(always)]
+    fn get(&self, w: Lane, i: usize, r: usize) -> f32 {
+        // SAFETY: as in `put`.
+        unsafe { (*self.0).slots[i % BLOCK][r][w.0 as usize % LANES] }
+    }
+    #[inline(always)]
+    fn rows(&self, w: Lane, i: usize) -> impl Borrow<[f32; R]> {
+        let mut rows = [0.0; R];
+        for (r, row) in rows.iter_mut().enumerate() {
+            *row = self.get(w, i, r);
+        }
+        rows
+    }
+}
+
 impl Warp for Lane {
     type F = f32;
     type U = u32;
     type M = bool;
     type Slot = f32;
+    type Shelf<const R: usize> = Shared<R>;
     type Sum = u32;
 
     const NAME: &'static str = "ptx";
@@ -271,5 +360,9 @@ impl Warp for Lane {
     #[inline(always)]
     fn spread(self, s: &f32, first: usize, width: usize) -> f32 {
         warp::shfl_idx(*s, first as u32 + self.0 / width as u32)
+    }
+    #[inline(always)]
+    fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> f32 {
+        row[(first + self.0 as usize / width) % LANES]
     }
 }

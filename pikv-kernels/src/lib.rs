@@ -6,9 +6,12 @@
 #![deny(missing_docs)]
 #![cfg_attr(
     target_arch = "nvptx64",
-    feature(abi_ptx, stdarch_nvptx, core_float_math, link_llvm_intrinsics),
+    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx, core_float_math, link_llvm_intrinsics),
     allow(internal_features)
 )]
+
+/// Warps of a block of a launch, at most: kernels that attend have shared memory for as many.
+pub const WARPS: usize = 4;
 
 pub mod args;
 #[cfg(target_arch = "nvptx64")]

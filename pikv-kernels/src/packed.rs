@@ -2,13 +2,14 @@
 //! factors. And the way back to the head's channels.
 
 use crate::args::{BackArg, HeadArg, LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
-use crate::gpu::{Lane, thread};
+use crate::attend::sights;
+use crate::gpu::{Lane, afresh, thread};
 use core::slice;
 use pikv_core::LANES;
-use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
+use pikv_core::attend::{Form, Looks, Sight, attend_block};
 use pikv_core::codec::back::{Stored, WORK, take_back};
-use pikv_core::codec::packed::Packed;
-use pikv_core::codec::read::{Back, Folded, Only, PackedPages, PackedRef, REBUILT, Scratch};
+use pikv_core::codec::packed::{Packed, Side};
+use pikv_core::codec::read::{Back, Folded, Only, PackedPages, PackedRef, REBUILT, Scratch, seen};
 use pikv_core::full::Query;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
@@ -41,14 +42,106 @@ pub(crate) struct Turned {
     pub rebuilt: *mut [f32; LANES],
 }
 
+/// The packed pages of a block by their addresses, of which each is read when it is its turn: a slice of all of them would be memory
+/// of every lane's own.
+pub(crate) struct List<'a> {
+    packed: &'a Packed,
+    pages: *const *const u32,
+    live: *const u32,
+    last: *const u32,
+    by: *const u32,
+    sights: *const SightArg,
+    count: usize,
+}
+
+impl<'a> List<'a> {
+    /// Their layout.
+    #[inline(always)]
+    fn packed(&self) -> Packed {
+        let mut packed = *self.packed;
+        (packed.k_dim, packed.v_dim) = (afresh(packed.k_dim), afresh(packed.v_dim));
+        (packed.k_side, packed.v_side) = (side(packed.k_side), side(packed.v_side));
+        packed
+    }
+
+    /// Page `i`, which is below `count`.
+    #[inline(always)]
+    fn page(&self, i: usize) -> [PackedRef<'a>; 1] {
+        // SAFETY: by the promise of the kernel's caller on the lists and the pages.
+        unsafe {
+            let words = slice::from_raw_parts(*self.pages.add(i), self.packed.words() as usize);
+            [PackedRef { words, live: *self.live.add(i), last: *self.last.add(i), by: *self.by.add(i) }]
+        }
+    }
+}
+
+/// The same side, [`afresh`].
+#[inline(always)]
+fn side(side: Side) -> Side {
+    match side {
+        Side::Means { level } => Side::Means { level: afresh(level) },
+        Side::Basis { wide } => Side::Basis { wide: afresh(wide) },
+        side => side,
+    }
+}
+
+/// What reads packed pages of one form.
+pub(crate) trait Reader<const R: usize> {
+    /// It over these pages. What it works in stays as it is.
+    fn over<'b>(&'b mut self, packed: &'b Packed, pages: &'b [PackedRef<'b>]) -> impl Form<Lane, R>;
+}
+
+/// The pages of a list, read one by one.
+pub(crate) struct Listed<'a, F> {
+    pub list: List<'a>,
+    pub reader: F,
+}
+
+impl<F: Reader<R>, const R: usize> Form<Lane, R> for Listed<'_, F> {
+    #[inline(always)]
+    fn pages(&self) -> usize {
+        self.list.count
+    }
+
+    #[inline(always)]
+    fn acc_rows(&self) -> usize {
+        self.list.packed.acc_rows() as usize
+    }
+
+    #[inline(always)]
+    fn begin(&mut self, w: Lane) {
+        self.reader.over(&self.list.packed(), &[]).begin(w);
+    }
+
+    #[inline(always)]
+    fn seen(&self, w: Lane, i: usize, _: &[Sight; R]) -> [u32; R] {
+        // SAFETY: by the promise of the kernel's caller.
+        seen(w, &self.list.page(i)[0], &unsafe { sights(self.list.sights) })
+    }
+
+    #[inline(always)]
+    fn scores(&mut self, w: Lane, i: usize) -> [f32; R] {
+        self.reader.over(&self.list.packed(), &self.list.page(i)).scores(w, 0)
+    }
+
+    #[inline(always)]
+    fn weigh(&mut self, w: Lane, i: usize, seen: &[u32; R], p: &[f32; R], acc: &mut [[f32; LANES]]) {
+        self.reader.over(&self.list.packed(), &self.list.page(i)).weigh(w, 0, seen, p, acc);
+    }
+
+    #[inline(always)]
+    fn finish(&mut self, w: Lane, acc: &mut [[f32; LANES]]) {
+        self.reader.over(&self.list.packed(), &[]).finish(w, acc);
+    }
+}
+
 /// A warp's task.
 pub(crate) struct Task<'a, S, const R: usize> {
     pub index: usize,
     pub lanes: Lane,
     /// First word of the queries.
     q: usize,
-    pub list: [PackedRef<'a>; BLOCK],
-    pub count: usize,
+    pub list: List<'a>,
     pub looks: Looks<R>,
     pub scratch: &'a mut S,
     pub part: &'a mut [f32],
@@ -61,7 +154,7 @@ impl<S> Given<S> {
     /// # Safety
     /// As [`attend_packed_r1`].
     #[inline(always)]
-    pub unsafe fn task<'a, const R: usize>(self, packed: &Packed) -> Option<Task<'a, S, R>> {
+    pub unsafe fn task<'a, const R: usize>(self, packed: &'a Packed) -> Option<Task<'a, S, R>> {
         let Given { pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw, .. } = self;
         let index = thread::warp_index();
         if index >= count {
@@ -69,26 +162,21 @@ impl<S> Given<S> {
         }
         // SAFETY: by the caller's promise on `tasks`.
         let task = unsafe { *tasks.add(index as usize) };
-        let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
-        for (i, page) in list.iter_mut().enumerate() {
-            if i < task.count as usize {
-                // SAFETY: by the caller's promise on the lists of pages: the block's pages, at most BLOCK of them.
-                unsafe {
-                    let at = task.pages as usize + i;
-                    page.words = slice::from_raw_parts(*pages.add(at), packed.words() as usize);
-                    (page.live, page.last, page.by) = (*live.add(at), *last.add(at), *by.add(at));
-                }
-            }
-        }
-        let mut sight = [Sight::NONE; R];
-        for (r, sight) in sight.iter_mut().enumerate() {
-            // SAFETY: by the caller's promise on `sights`.
-            *sight = unsafe { (*sights.add(task.sights as usize + r)).sight() };
-        }
         let len = Partial::len(R, packed.acc_rows());
-        // SAFETY: by the caller's promise on `scratch`, `parts` and `raw`, of which each has [`ROW`] f32 a row: a warp has its own,
-        // whose words its lanes share out. Whole warps are launched, and what decides control flow is the warp's task.
+        let (first, count) = (task.pages as usize, task.count as usize);
+        // SAFETY: by the caller's promise on the lists, which all have the block's pages, and on `scratch`, `parts` and `raw`, of which
+        // each has [`ROW`] f32 a row: a warp has its own, whose words its lanes share out. Whole warps are launched, and what decides
+        // control flow is the warp's task.
         unsafe {
+            let list = List {
+                packed,
+                pages: pages.add(first),
+                live: live.add(first),
+                last: last.add(first),
+                by: by.add(first),
+                sights: sights.add(task.sights as usize),
+                count,
+            };
             let raw =
                 (!raw.is_null()).then(|| slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW));
             Some(Task {
@@ -96,8 +184,8 @@ impl<S> Given<S> {
                 lanes: Lane::new(),
                 q: task.q as usize,
                 list,
-                count: task.count as usize,
-                looks: Looks { sight, softcap: (softcap > 0.0).then_some(softcap) },
+                // What the rows see the list knows.
+                looks: Looks { sight: [Sight::NONE; R], softcap: (softcap > 0.0).then_some(softcap) },
                 scratch: &mut *scratch.add(index as usize),
                 part: slice::from_raw_parts_mut(parts.add(task.part as usize), len),
                 raw,
@@ -215,18 +303,33 @@ unsafe fn attend<const R: usize>(given: Given<Scratch<R>>, start: *const f32, tu
     match turned {
         None => {
             // SAFETY: the caller's own promise.
-            let folded = unsafe { task.folded(&packed, q, start) };
-            let Task { lanes, list, count, looks, scratch, part, raw, .. } = task;
-            let mut form = PackedPages::new(lanes, &packed, &list[..count], &[], folded, scratch, &mut []);
-            run(lanes, &mut Only::<_, R, false>(&mut form), &looks, part, raw);
+            let query = unsafe { task.folded(&packed, q, start) };
+            let Task { lanes, list, looks, scratch, part, raw, .. } = task;
+            let reader = Pages::<R, false> { query, scratch, rebuilt: &mut [] };
+            run(lanes, &mut Listed { list, reader }, &looks, part, raw);
         }
         Some(turned) => {
             // SAFETY: the caller's own promise.
-            let (folded, rebuilt) = unsafe { task.whole(turned, q) };
-            let Task { lanes, list, count, looks, scratch, part, raw, .. } = task;
-            let mut form = PackedPages::new(lanes, &packed, &list[..count], &[], folded, scratch, rebuilt);
-            run(lanes, &mut Only::<_, R, true>(&mut form), &looks, part, raw);
+            let (query, rebuilt) = unsafe { task.whole(turned, q) };
+            let Task { lanes, list, looks, scratch, part, raw, .. } = task;
+            let reader = Pages::<R, true> { query, scratch, rebuilt };
+            run(lanes, &mut Listed { list, reader }, &looks, part, raw);
         }
+    }
+}
+
+/// Reads packed pages whose keys are turned as they are read if `WHOLE`.
+struct Pages<'a, const R: usize, const WHOLE: bool> {
+    query: Folded<'a, R>,
+    scratch: &'a mut Scratch<R>,
+    rebuilt: &'a mut [[f32; LANES]],
+}
+
+impl<const R: usize, const WHOLE: bool> Reader<R> for Pages<'_, R, WHOLE> {
+    #[inline(always)]
+    fn over<'b>(&'b mut self, packed: &'b Packed, pages: &'b [PackedRef<'b>]) -> impl Form<Lane, R> {
+        let Pages { query, scratch, rebuilt } = self;
+        Only::<R, WHOLE>(PackedPages::new(packed, pages, &[], *query, scratch, rebuilt))
     }
 }
 
@@ -259,7 +362,7 @@ macro_rules! attend {
         ///
         /// # Safety
         /// The pointers must reach what is described, no task may have more than 8 pages, their partial results must lie apart,
-        /// and whole warps must be launched.
+        /// and whole warps must be launched, at most [`WARPS`](crate::WARPS) a block.
         #[unsafe(no_mangle)]
         pub unsafe extern "ptx-kernel" fn $name(
             packed: PackedArg,

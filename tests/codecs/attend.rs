@@ -208,7 +208,7 @@ impl Kernel for Scores<'_> {
         let pages = [PackedRef { words, live: u32::MAX, last: 31, by: 31 }];
         let folded = Folded::<1> { rows, start: [0.0], whole: None };
         let mut scratch = Scratch::default();
-        let mut form = PackedPages::new(w, packed, &pages, &[], folded, &mut scratch, &mut []);
+        let mut form = PackedPages::new(packed, &pages, &[], folded, &mut scratch, &mut []);
         let mut out = [0.0; LANES];
         let [scores] = form.scores(w, 0);
         w.store(scores, &mut out);
@@ -294,7 +294,7 @@ impl Kernel for Weighed<'_> {
         let pages = [PackedRef { words, live: u32::MAX, last: 31, by: 31 }];
         let folded = Folded::<1> { rows: &[], start: [0.0], whole: None };
         let mut scratch = Scratch::default();
-        let mut form = PackedPages::new(w, packed, &pages, &[], folded, &mut scratch, &mut []);
+        let mut form = PackedPages::new(packed, &pages, &[], folded, &mut scratch, &mut []);
         let mut acc = vec![[0.0; LANES]; packed.acc_rows() as usize];
         form.weigh(w, 0, &[u32::MAX], &[w.park(w.load_f(p))], &mut acc);
         form.finish(w, &mut acc);

@@ -168,6 +168,7 @@ impl Body<'_> {
             ["global", "nc", rest @ ..] if !store => (Space::Global, rest),
             ["global", rest @ ..] => (Space::Global, rest),
             ["local", rest @ ..] => (Space::Local, rest),
+            ["shared", rest @ ..] => (Space::Shared, rest),
             rest => (Space::Generic, rest),
         };
         let (count, kind) = match rest {
@@ -203,9 +204,8 @@ impl Body<'_> {
             ["selp", "b64" | "u64" | "s64"] => self.selp(64, a),
             ["cvt", rest @ ..] => self.cvt(rest, a),
             // Addresses are the same in every state space here.
-            ["cvta", "global" | "local", "u64"] | ["cvta", "to", "global" | "local", "u64"] => {
-                self.un64(Un64::Mov, a)
-            }
+            ["cvta", "global" | "local" | "shared", "u64"]
+            | ["cvta", "to", "global" | "local" | "shared", "u64"] => self.un64(Un64::Mov, a),
 
             ["add", "rn", "f32"] => self.bin32(Bin32::FAdd, 32, a),
             ["sub", "rn", "f32"] => self.bin32(Bin32::FSub, 32, a),

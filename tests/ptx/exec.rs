@@ -92,10 +92,14 @@ impl Program {
             params: &params,
             regs: Registers::new(e.registers),
             local: Local::new(e.local),
+            shared: Memory::default(),
             who: Who { launch, warp: 0, epoch: 0, lanes: 0 },
         };
         let mut left = self.budget;
         for index in 0..grid * (block / LANES as u32) {
+            if index.is_multiple_of(block / LANES as u32) {
+                warp.shared = Memory::shared(e.shared);
+            }
             warp.reset(e, &self.globals, index, grid, block);
             let result = warp.run(e, hits, &mut left);
             if let Err((pc, (lane, cause))) = result {
@@ -154,7 +158,21 @@ struct Warp<'a> {
     params: &'a [u8],
     regs: Registers,
     local: Local,
+    /// That of the warp's block.
+    shared: Memory,
     who: Who,
+}
+
+impl Space {
+    /// That of an address.
+    #[inline(always)]
+    fn of(address: u64) -> Space {
+        match address {
+            _ if Local::holds(address) => Space::Local,
+            _ if Memory::is_shared(address) => Space::Shared,
+            _ => Space::Global,
+        }
+    }
 }
 
 fn lanes(mask: u32) -> impl Iterator<Item = usize> {
@@ -255,8 +273,8 @@ impl Warp<'_> {
         let alike = !store && !Local::holds(at[first]) && lanes(on).all(|i| at[i] == at[first]);
         for lane in lanes(if alike { 1 << first } else { on }) {
             let (fail, address) = (|cause| (lane as u32, cause), at[lane]);
-            let local = Local::holds(address);
-            if local && space == Space::Global || !local && space == Space::Local {
+            let place = Space::of(address);
+            if space != Space::Generic && space != place {
                 return Err(fail(Cause::OutOfBounds { address }));
             }
             if !address.is_multiple_of(size * count as u64) {
@@ -271,19 +289,20 @@ impl Warp<'_> {
                     } else {
                         self.regs.r32[r as usize][lane].into()
                     };
-                    if local {
-                        self.local.store(address, size, x, lane).map_err(fail)?;
-                    } else {
-                        self.memory.store(address, size, x, who).map_err(fail)?;
+                    match place {
+                        Space::Local => self.local.store(address, size, x, lane),
+                        Space::Shared => self.shared.store(address, size, x, who),
+                        _ => self.memory.store(address, size, x, who),
                     }
+                    .map_err(fail)?;
                     continue;
                 }
-                let x = if local {
-                    self.local.load(address, size, lane).map_err(fail)?
-                } else {
-                    self.memory.load(address, size, who).map_err(fail)?
+                let x = match place {
+                    Space::Local => self.local.load(address, size, lane),
+                    Space::Shared => self.shared.load(address, size, who),
+                    _ => self.memory.load(address, size, who),
                 };
-                self.deliver((r, wide), x, who.lanes);
+                self.deliver((r, wide), x.map_err(fail)?, who.lanes);
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Global memory: allocations apart from each other, bytes that know if they were written, words that know by whom.
+//! Global and shared memory: allocations apart from each other, bytes that know if they were written, words that know by whom.
 
 use super::Cause;
 use bytemuck::Pod;
@@ -135,6 +135,19 @@ impl Memory {
     /// Whether an address lies in memory that was not freed.
     pub fn holds(&self, address: u64) -> bool {
         self.find(address, 1).is_ok()
+    }
+
+    /// Shared memory of a block, from [`SHARED`](super::SHARED) on.
+    pub(super) fn shared(bytes: usize) -> Memory {
+        let mut memory = Memory { first: (super::SHARED >> SHIFT) as usize - 1, ..Memory::default() };
+        memory.allocate(bytes);
+        memory
+    }
+
+    /// Whether `address` is one of shared memory.
+    #[inline(always)]
+    pub(super) fn is_shared(address: u64) -> bool {
+        address >> SHIFT == super::SHARED >> SHIFT
     }
 
     /// Number of the next launch.

@@ -20,6 +20,8 @@ use std::fmt;
 pub const LANES: usize = 32;
 /// First address of every thread's own local memory.
 pub const LOCAL: u64 = 1 << 56;
+/// First address of the shared memory of every block.
+pub const SHARED: u64 = 1 << 55;
 
 /// A text that is not a module that can be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -287,6 +289,7 @@ pub enum Shfl {
 pub enum Space {
     Global,
     Local,
+    Shared,
     Generic,
 }
 

@@ -1,7 +1,10 @@
 //! PTX text to instructions that need no more looking up. What is not known is an error with its line.
 
-use super::{Data, Inst, LOCAL, Op, ParseError, R};
+use super::{Data, Inst, LOCAL, Op, ParseError, R, SHARED};
 use std::collections::HashMap;
+
+/// Bytes of shared memory that a kernel may declare.
+const MOST_SHARED: usize = 48 << 10;
 
 /// The three register files. Registers of 16 bits live in that of 32, their upper half 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -47,6 +50,8 @@ pub struct Entry {
     pub params: Vec<Param>,
     /// Bytes of local memory of a thread.
     pub local: usize,
+    /// Bytes of shared memory of a block.
+    pub shared: usize,
     /// Registers of the three files, those of `sources` included.
     pub registers: [usize; 3],
     pub sources: Vec<(File, R, Source)>,
@@ -199,10 +204,10 @@ pub(super) struct Body<'m> {
 
 impl<'m> Body<'m> {
     fn new(module: &'m Module, name: String, params: Vec<Param>) -> Self {
-        let (local, registers, sources, code) = (0, [0; 3], Vec::new(), Vec::new());
+        let (local, shared, registers, sources, code) = (0, 0, [0; 3], Vec::new(), Vec::new());
         Body {
             module,
-            entry: Entry { name, params, local, registers, sources, code },
+            entry: Entry { name, params, local, shared, registers, sources, code },
             registers: HashMap::new(),
             pool: HashMap::new(),
             depot: HashMap::new(),
@@ -282,11 +287,18 @@ impl<'m> Body<'m> {
                     *used += count;
                 }
             }
-            ["local", ".align", align, kind, name] => {
-                let at = self.entry.local.next_multiple_of(number(align)?);
+            [space @ ("local" | "shared"), ".align", align, kind, name] => {
+                let (first, end) = match *space {
+                    "local" => (LOCAL, &mut self.entry.local),
+                    _ => (SHARED, &mut self.entry.shared),
+                };
+                let at = end.next_multiple_of(number(align)?);
                 let (name, count) = array(name)?;
-                self.depot.insert(name.to_owned(), LOCAL + at as u64);
-                self.entry.local = at + bytes_of(kind)? * count;
+                self.depot.insert(name.to_owned(), first + at as u64);
+                *end = at + bytes_of(kind)? * count;
+                if self.entry.shared > MOST_SHARED {
+                    return Err(format!("more shared memory than the {MOST_SHARED} bytes of a block"));
+                }
             }
             ["pragma", ..] => {}
             _ => return Err(format!("unknown directive {text:?}")),

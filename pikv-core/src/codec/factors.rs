@@ -23,6 +23,8 @@ const COEFFICIENT_ROWS: usize = 4;
 #[repr(align(128))]
 pub struct FactorScratch<const R: usize> {
     inner: Scratch<R>,
+    /// Of each row, the query's channels by their part in a word: `[part][32 words]`.
+    queries: [[[f32; LANES]; K_COLS]; R],
     /// What the queries make with the slots of a page's table, then what its rows are weighed with.
     rows: [[f32; LANES]; R],
     /// Weighted coefficients.
@@ -32,25 +34,27 @@ pub struct FactorScratch<const R: usize> {
 impl<const R: usize> Default for FactorScratch<R> {
     #[inline(always)]
     fn default() -> Self {
-        let (rows, sums) = ([[0.0; LANES]; R], [[[0.0; LANES]; COEFFICIENT_ROWS]; R]);
-        FactorScratch { inner: Scratch::default(), rows, sums }
+        FactorScratch {
+            inner: Scratch::default(),
+            queries: [[[0.0; LANES]; K_COLS]; R],
+            rows: [[0.0; LANES]; R],
+            sums: [[[0.0; LANES]; COEFFICIENT_ROWS]; R],
+        }
     }
 }
 
 /// Factored pages of a block, and what is read with them.
-pub struct FactorPages<'a, W: Warp, const R: usize> {
-    inner: PackedPages<'a, W, R>,
-    /// Of each row, the query's channels by their part in a word: `[part][32 words]`.
-    queries: [[W::Slot; K_COLS]; R],
+pub struct FactorPages<'a, const R: usize> {
+    inner: PackedPages<'a, R>,
+    queries: &'a mut [[[f32; LANES]; K_COLS]; R],
     rows: &'a mut [[f32; LANES]; R],
     sums: &'a mut [[[f32; LANES]; COEFFICIENT_ROWS]; R],
 }
 
-impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
+impl<'a, const R: usize> FactorPages<'a, R> {
     /// As [`PackedPages::new`]. The rows of `query` are those of [`Packed::query_dim`] channels.
     #[inline(always)]
     pub fn new(
-        w: W,
         packed: &'a Packed,
         pages: &'a [PackedRef<'a>],
         next: &'a [u32],
@@ -58,30 +62,41 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
         scratch: &'a mut FactorScratch<R>,
         rebuilt: &'a mut [[f32; LANES]],
     ) -> Self {
-        let mut queries = [[w.park(w.splat(0.0)); K_COLS]; R];
-        if packed.k_side != Side::Tokens && query.whole.is_none() {
-            let n = packed.k_table_code().per_word() as usize;
-            let (dim, cols) = (packed.query_dim() as usize, packed.query_cols() as usize);
-            for (r, slots) in queries.iter_mut().enumerate() {
-                let row = query.rows[r * cols..(r + 1) * cols].as_flattened();
-                for (i, slot) in slots.iter_mut().take(parked(dim, n) * n).enumerate() {
-                    let (part, first) = (i / parked(dim, n), i % parked(dim, n) * LANES);
-                    let lane = if n == 1 { w.lane_id() } else { w.shl::<1>(w.lane_id()) };
-                    let channel = w.add_u(lane, w.splat_u((first * n + part) as u32));
-                    let inside = w.ge_i(w.splat_u(dim as u32 - 1), channel);
-                    let at = w.bits(w.select(inside, w.from_bits(channel), w.splat(0.0)));
-                    *slot = w.park(w.select(inside, w.gather(row, at), w.splat(0.0)));
-                }
+        let FactorScratch { inner, queries, rows, sums } = scratch;
+        FactorPages {
+            inner: PackedPages::new(packed, pages, next, query, inner, rebuilt),
+            queries,
+            rows,
+            sums,
+        }
+    }
+
+    /// Lays the queries out as the words of a table are read.
+    #[inline(always)]
+    fn lay_queries<W: Warp>(&mut self, w: W) {
+        let PackedPages { packed, query, .. } = self.inner;
+        if packed.k_side == Side::Tokens || query.whole.is_some() {
+            return;
+        }
+        let n = packed.k_table_code().per_word() as usize;
+        let (dim, cols) = (packed.query_dim() as usize, packed.query_cols() as usize);
+        for (r, rows) in self.queries.iter_mut().enumerate() {
+            let row = query.rows[r * cols..(r + 1) * cols].as_flattened();
+            for (i, to) in rows.iter_mut().take(parked(dim, n) * n).enumerate() {
+                let (part, first) = (i / parked(dim, n), i % parked(dim, n) * LANES);
+                let lane = if n == 1 { w.lane_id() } else { w.shl::<1>(w.lane_id()) };
+                let channel = w.add_u(lane, w.splat_u((first * n + part) as u32));
+                let inside = w.ge_i(w.splat_u(dim as u32 - 1), channel);
+                let at = w.bits(w.select(inside, w.from_bits(channel), w.splat(0.0)));
+                w.store(w.select(inside, w.gather(row, at), w.splat(0.0)), to);
             }
         }
-        let FactorScratch { inner, rows, sums } = scratch;
-        let inner = PackedPages::new(w, packed, pages, next, query, inner, rebuilt);
-        FactorPages { inner, queries, rows, sums }
+        w.sync();
     }
 
     /// Products of the queries with the slots of a page's table: lane `i` has those of slot `i % slots`.
     #[inline(always)]
-    fn products(&self, w: W, i: usize) -> [W::F; R] {
+    fn products<W: Warp>(&self, w: W, i: usize) -> [W::F; R] {
         let packed = self.inner.packed;
         let (code, slots) = (packed.k_table_code(), packed.k_slots() as usize);
         let (n, together) = (code.per_word() as usize, LANES / slots);
@@ -93,8 +108,8 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
             let first = at * together;
             for part in 0..n {
                 let x = code.part(w, word, part);
-                for (s, query) in s.iter_mut().zip(&self.queries) {
-                    let q = w.spread(&query[part * groups + first / LANES], first % LANES, slots);
+                for (s, query) in s.iter_mut().zip(self.queries.iter()) {
+                    let q = w.spread_row(&query[part * groups + first / LANES], first % LANES, slots);
                     *s = w.fma(x, q, *s);
                 }
             }
@@ -110,7 +125,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
     }
 
     #[inline(always)]
-    fn factor_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+    fn factor_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         let PackedPages { packed, pages, next, query, .. } = self.inner;
         let mut folded = Folded { whole: None, ..query };
         if packed.k_side != Side::Tokens {
@@ -134,13 +149,12 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
             folded.rows = &self.rows[..];
         }
         // One call for single tokens and coefficients: its body is large.
-        PackedPages::new(w, packed, pages, next, folded, &mut *self.inner.scratch, &mut [])
-            .folded_scores(w, i)
+        PackedPages::new(packed, pages, next, folded, &mut *self.inner.scratch, &mut []).folded_scores(w, i)
     }
 
     /// Keys rebuilt from their factors, and turned.
     #[inline(always)]
-    fn rebuilt_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+    fn rebuilt_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, page) = (self.inner.packed, self.inner.pages[i]);
         let Some((_, query)) = self.inner.query.whole else { return [w.splat(0.0); R] };
         let keys: &[[f32; LANES]] = match packed.k_side {
@@ -159,7 +173,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
     }
 
     #[inline(always)]
-    fn weigh_factors(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+    fn weigh_factors<W: Warp>(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let packed = self.inner.packed;
         let mut weights = *p;
         if let Side::Means { level } = packed.v_side {
@@ -182,14 +196,14 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
                 w.store(w.splat(0.0), row);
             }
             if !single {
-                self.inner.zero[0] = [w.splat(0.0); R];
+                self.inner.begin(w);
             }
             // One call, as for the scores.
             self.inner.weigh(w, i, &[0; R], p, if single { acc } else { sums });
             if single {
                 return;
             }
-            self.inner.finish(w, sums);
+            Form::<W, R>::finish(&mut self.inner, w, sums);
             for row in self.rows.iter_mut() {
                 w.store(w.splat(0.0), row);
             }
@@ -212,7 +226,7 @@ impl<'a, W: Warp, const R: usize> FactorPages<'a, W, R> {
 
     /// Adds the rows of a page's table, times their weights.
     #[inline(always)]
-    fn weigh_table(&self, w: W, i: usize, weights: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+    fn weigh_table<W: Warp>(&self, w: W, i: usize, weights: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let packed = self.inner.packed;
         let out = packed.v_out();
         let table = &self.inner.pages[i].words[packed.v_table() as usize..];
@@ -312,9 +326,9 @@ fn first_of<W: Warp>(w: W, level: u32) -> W::U {
 }
 
 /// Scores of page `.1`.
-struct FactorScores<'a, 'b, W: Warp, const R: usize>(&'a mut FactorPages<'b, W, R>, usize);
+struct FactorScores<'a, 'b, const R: usize>(&'a mut FactorPages<'b, R>, usize);
 
-impl<W: Warp, const R: usize> Routine<W> for FactorScores<'_, '_, W, R> {
+impl<W: Warp, const R: usize> Routine<W> for FactorScores<'_, '_, R> {
     type Out = [W::F; R];
     #[inline(always)]
     fn run(self, w: W) -> [W::F; R] {
@@ -323,9 +337,9 @@ impl<W: Warp, const R: usize> Routine<W> for FactorScores<'_, '_, W, R> {
 }
 
 /// Scores of page `.1`, whose keys are rebuilt and turned.
-struct TurnedScores<'a, 'b, W: Warp, const R: usize>(&'a mut FactorPages<'b, W, R>, usize);
+struct TurnedScores<'a, 'b, const R: usize>(&'a mut FactorPages<'b, R>, usize);
 
-impl<W: Warp, const R: usize> Routine<W> for TurnedScores<'_, '_, W, R> {
+impl<W: Warp, const R: usize> Routine<W> for TurnedScores<'_, '_, R> {
     type Out = [W::F; R];
     #[inline(always)]
     fn run(self, w: W) -> [W::F; R] {
@@ -335,7 +349,7 @@ impl<W: Warp, const R: usize> Routine<W> for TurnedScores<'_, '_, W, R> {
 
 /// The weighted values of page `i`.
 struct WeighFactors<'a, 'b, W: Warp, const R: usize> {
-    pages: &'a mut FactorPages<'b, W, R>,
+    pages: &'a mut FactorPages<'b, R>,
     i: usize,
     p: &'a [W::Slot; R],
     acc: &'a mut [[f32; LANES]],
@@ -349,15 +363,21 @@ impl<W: Warp, const R: usize> Routine<W> for WeighFactors<'_, '_, W, R> {
     }
 }
 
-impl<W: Warp, const R: usize> Form<W, R> for FactorPages<'_, W, R> {
+impl<W: Warp, const R: usize> Form<W, R> for FactorPages<'_, R> {
     #[inline(always)]
     fn pages(&self) -> usize {
-        self.inner.pages()
+        self.inner.pages.len()
     }
 
     #[inline(always)]
     fn acc_rows(&self) -> usize {
-        self.inner.acc_rows()
+        self.inner.packed.acc_rows() as usize
+    }
+
+    #[inline(always)]
+    fn begin(&mut self, w: W) {
+        self.inner.begin(w);
+        self.lay_queries(w);
     }
 
     #[inline(always)]

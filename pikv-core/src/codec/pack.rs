@@ -1,7 +1,7 @@
 //! 32 tokens of a full page into a packed one: lane = token throughout.
 
 use super::code::{Code, Scale};
-use super::packed::{Packed, Side, TAGS, V_GROUPS};
+use super::packed::{Packed, Side, TAGS};
 use crate::attend::filled;
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::{Layout, PAGE};
@@ -31,6 +31,9 @@ pub enum Turn<'a> {
     },
 }
 
+/// 2^23
+const STARTS: f32 = 8_388_608.0;
+
 /// Reads the first `fill` tokens of a full page, given as f32 of the bits of its words: channel rows of K into `k` (`k_dim`), of V into
 /// `v` (`v_dim`). The lanes after them repeat the last.
 ///
@@ -53,12 +56,10 @@ pub fn unpack<W: Warp>(
     }
     let values = &page[layout.v_base() as usize..layout.words() as usize];
     let n = layout.v.per_word() as usize;
-    // The first word of each lane's token.
-    let mut starts = [0; LANES];
-    for (t, start) in (0u32..).zip(&mut starts) {
-        *start = (if t < fill { t } else { fill - 1 }) * layout.v_stride();
-    }
-    let starts = w.load(&starts);
+    // The first word of each lane's token: an integer below 2^23, which is exact as f32 and stands in the low bits beside 2^23.
+    let token = w.select(w.mask(filled(fill)), w.to_f(w.lane_id()), w.splat((fill - 1) as f32));
+    let starts = w.bits(w.fma(token, w.splat(layout.v_stride() as f32), w.splat(STARTS)));
+    let starts = w.sub_u(starts, w.splat_u(STARTS.to_bits()));
     for (c, row) in v.iter_mut().enumerate() {
         let word = w.bits(w.gather(values, w.add_u(starts, w.splat_u((c / n) as u32))));
         w.store(channel(w, layout.v, word, c % n), row);
@@ -263,10 +264,9 @@ fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [f3
 fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &mut [f32]) {
     let (rows, values) = words.split_at_mut((packed.v_scale_rows() * LANES as u32) as usize);
     let (rows, _) = rows.as_chunks_mut::<LANES>();
-    // Scale and minimum of each group, lane = token.
-    let mut scales = [(w.splat(0.0), w.splat(0.0)); V_GROUPS];
+    let tokens = packed.v_tokens();
     if packed.v.scale() != Scale::None {
-        for (g, row) in (0u32..).zip(rows) {
+        for (g, row) in (0u32..).zip(rows.iter_mut()) {
             let (mut low, mut high) = (w.splat(f32::INFINITY), w.splat(f32::NEG_INFINITY));
             for c in (0..packed.v_dim).filter(|c| packed.v_group(*c) == g) {
                 let x = w.load_f(&v[c as usize]);
@@ -278,18 +278,18 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &m
             let none = w.lt(high, low);
             let (low, high) = (w.select(none, w.splat(0.0), low), w.select(none, w.splat(0.0), high));
             let group = Group::of(w, packed.v, low, high);
-            scales[g as usize] = (group.scale, group.min);
             w.store(w.from_bits(group.word), row);
+            if tokens > 1 {
+                // Channels lie in order where tokens share words, so a group is 32 of them.
+                for row in v[..packed.v_dim as usize].iter_mut().skip(g as usize * LANES).take(LANES) {
+                    let code = encode(w, packed.v, w.load_f(row), group.scale, group.min);
+                    w.store(w.from_bits(code), row);
+                }
+            }
         }
     }
     let stride = packed.v_stride();
-    let tokens = packed.v_tokens();
     if tokens > 1 {
-        for (c, row) in (0u32..).zip(v[..packed.v_dim as usize].iter_mut()) {
-            let (scale, min) = scales[packed.v_group(c) as usize];
-            let code = encode(w, packed.v, w.load_f(row), scale, min);
-            w.store(w.from_bits(code), row);
-        }
         w.sync();
         // From here on lane = channel.
         let codes = v.as_flattened();
@@ -313,8 +313,11 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &m
     for i in 0..stride {
         let mut word = w.splat_u(0);
         for (part, c) in (i..packed.v_dim).step_by(stride as usize).enumerate() {
-            let (scale, min) = scales[packed.v_group(c) as usize];
-            let code = encode(w, packed.v, w.load_f(&v[c as usize]), scale, min);
+            let scale = match packed.v.scale() {
+                Scale::None => w.splat(0.0),
+                _ => w.load_f(&rows[packed.v_group(c) as usize]),
+            };
+            let code = encode(w, packed.v, w.load_f(&v[c as usize]), scale, w.splat(0.0));
             word = w.or(word, shifted_left(w, code, part as u32 * packed.v.bits()));
         }
         w.scatter(w.from_bits(word), values, i as usize, stride as usize);

@@ -255,7 +255,8 @@ impl Packed {
     #[inline]
     pub const fn v_group_parts(&self) -> u32 {
         match self.v_stride() {
-            words @ 0..=16 => PAGE / words,
+            // A power of two. (A device's compiler may move a division to where the stride is another, and divide by 0.)
+            words @ 0..=16 => PAGE >> words.trailing_zeros(),
             _ => 1,
         }
     }

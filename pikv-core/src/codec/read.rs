@@ -87,12 +87,21 @@ pub struct Scratch<const R: usize> {
     pub(super) queries: [[[f32; LANES]; K_COLS]; R],
     /// Queries, then weights, as [`Warp::store_quads`] leaves them: a row of 32 channels, or of the weights for a group.
     pub(super) quads: [[[u32; LANES]; ROWS]; R],
+    /// `sum_t p_t min_t` of each group, lane = token.
+    pub(super) zero: [[[f32; LANES]; R]; V_GROUPS],
+    /// The largest scale of each group of a page's values.
+    pub(super) tops: [f32; V_GROUPS],
 }
 
 impl<const R: usize> Default for Scratch<R> {
     #[inline(always)]
     fn default() -> Self {
-        Scratch { queries: [[[0.0; LANES]; K_COLS]; R], quads: [[[0; LANES]; ROWS]; R] }
+        Scratch {
+            queries: [[[0.0; LANES]; K_COLS]; R],
+            quads: [[[0; LANES]; ROWS]; R],
+            zero: [[[0.0; LANES]; R]; V_GROUPS],
+            tops: [0.0; V_GROUPS],
+        }
     }
 }
 
@@ -100,7 +109,7 @@ impl<const R: usize> Default for Scratch<R> {
 pub const REBUILT: usize = 2 * MAX_DIM as usize;
 
 /// Packed pages of a block, and what is read with them.
-pub struct PackedPages<'a, W: Warp, const R: usize> {
+pub struct PackedPages<'a, const R: usize> {
     pub(super) packed: &'a Packed,
     /// Of `packed`, worked out once.
     pub(super) v_scales: u32,
@@ -110,16 +119,13 @@ pub struct PackedPages<'a, W: Warp, const R: usize> {
     pub(super) query: Folded<'a, R>,
     pub(super) scratch: &'a mut Scratch<R>,
     pub(super) rebuilt: &'a mut [[f32; LANES]],
-    /// `sum_t p_t min_t` of each group, lane = token.
-    pub(super) zero: [[W::F; R]; V_GROUPS],
 }
 
-impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
+impl<'a, const R: usize> PackedPages<'a, R> {
     /// `pages` has at most [`BLOCK`](crate::attend::BLOCK); `next` is the page that will be read after them, empty if there is
     /// none. `rebuilt` has [`REBUILT`] rows where keys are turned as they are read, else none.
     #[inline(always)]
     pub fn new(
-        w: W,
         packed: &'a Packed,
         pages: &'a [PackedRef<'a>],
         next: &'a [u32],
@@ -127,16 +133,15 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         scratch: &'a mut Scratch<R>,
         rebuilt: &'a mut [[f32; LANES]],
     ) -> Self {
-        let zero = [[w.splat(0.0); R]; V_GROUPS];
         let (v_scales, v_groups) = (packed.v_scales(), packed.v_scale_rows() as usize);
-        PackedPages { packed, v_scales, v_groups, pages, next, query, scratch, rebuilt, zero }
+        PackedPages { packed, v_scales, v_groups, pages, next, query, scratch, rebuilt }
     }
 
     #[inline(always)]
-    pub(super) fn folded_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+    pub(super) fn folded_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         match self.packed.k {
-            Code::Int8 => w.call(IntegerScores::<W, R, 8>(self, i)),
-            Code::Int4 => w.call(IntegerScores::<W, R, 4>(self, i)),
+            Code::Int8 => w.call(IntegerScores::<R, 8>(self, i)),
+            Code::Int4 => w.call(IntegerScores::<R, 4>(self, i)),
             _ => w.call(FloatScores(self, i)),
         }
     }
@@ -144,17 +149,22 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
 
 /// Packed pages whose [`Folded::whole`] is set if `WHOLE`, and else is not, without the code for the other ones: a device compiles
 /// all that it is given into one kernel.
-pub struct Only<'a, 'b, W: Warp, const R: usize, const WHOLE: bool>(pub &'a mut PackedPages<'b, W, R>);
+pub struct Only<'a, const R: usize, const WHOLE: bool>(pub PackedPages<'a, R>);
 
-impl<W: Warp, const R: usize, const WHOLE: bool> Form<W, R> for Only<'_, '_, W, R, WHOLE> {
+impl<W: Warp, const R: usize, const WHOLE: bool> Form<W, R> for Only<'_, R, WHOLE> {
     #[inline(always)]
     fn pages(&self) -> usize {
-        self.0.pages()
+        self.0.pages.len()
     }
 
     #[inline(always)]
     fn acc_rows(&self) -> usize {
-        self.0.acc_rows()
+        self.0.packed.acc_rows() as usize
+    }
+
+    #[inline(always)]
+    fn begin(&mut self, w: W) {
+        self.0.begin(w);
     }
 
     #[inline(always)]
@@ -164,7 +174,7 @@ impl<W: Warp, const R: usize, const WHOLE: bool> Form<W, R> for Only<'_, '_, W, 
 
     #[inline(always)]
     fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
-        if WHOLE { w.call(RebuiltScores(self.0, i)) } else { self.0.folded_scores(w, i) }
+        if WHOLE { w.call(RebuiltScores(&mut self.0, i)) } else { self.0.folded_scores(w, i) }
     }
 
     #[inline(always)]
@@ -195,7 +205,24 @@ pub(super) fn positions<W: Warp>(w: W, page: &PackedRef<'_>) -> W::U {
     w.sub_u(last, w.and(w.sub_u(last, tags), w.splat_u(0xffff)))
 }
 
-impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
+/// Which tokens of a page each row sees. For rows that have the token that packed the page still in their ring, its tokens are not
+/// packed yet.
+#[inline(always)]
+pub fn seen<W: Warp, const R: usize>(w: W, page: &PackedRef<'_>, sight: &[Sight; R]) -> [u32; R] {
+    let mut seen = [0; R];
+    for (seen, sight) in seen.iter_mut().zip(sight) {
+        if page.by as i32 <= sight.hi {
+            *seen = if sight.lo == 0 && sight.floor == 0 {
+                page.live
+            } else {
+                sight.mask(w, positions(w, page), page.live)
+            };
+        }
+    }
+    seen
+}
+
+impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, R> {
     #[inline(always)]
     fn pages(&self) -> usize {
         self.pages.len()
@@ -206,21 +233,20 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
         self.packed.acc_rows() as usize
     }
 
-    /// For rows that have the token that packed the page still in their ring, its tokens are not packed yet.
     #[inline(always)]
-    fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R] {
-        let page = &self.pages[i];
-        let mut seen = [0; R];
-        for (seen, sight) in seen.iter_mut().zip(sight) {
-            if page.by as i32 <= sight.hi {
-                *seen = if sight.lo == 0 && sight.floor == 0 {
-                    page.live
-                } else {
-                    sight.mask(w, positions(w, page), page.live)
-                };
+    fn begin(&mut self, w: W) {
+        if self.packed.v.scale() == Scale::Affine {
+            for rows in &mut self.scratch.zero[..self.v_groups] {
+                for row in rows {
+                    w.store(w.splat(0.0), row);
+                }
             }
         }
-        seen
+    }
+
+    #[inline(always)]
+    fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R] {
+        seen(w, &self.pages[i], sight)
     }
 
     #[inline(always)]
@@ -246,7 +272,7 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, W, R> {
         if self.packed.v.scale() == Scale::Affine {
             for (r, rows) in acc.chunks_exact_mut(self.v_groups).enumerate() {
                 for (g, row) in rows.iter_mut().enumerate() {
-                    let least = w.splat(w.reduce_sum(self.zero[g][r]));
+                    let least = w.splat(w.reduce_sum(w.load_f(&self.scratch.zero[g][r])));
                     w.store(w.add(w.load_f(row), least), row);
                 }
             }

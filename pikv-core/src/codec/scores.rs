@@ -14,23 +14,23 @@ use crate::warp::{LANES, Routine, Warp};
 const FOLD: usize = 2;
 
 /// Scores by integer products.
-pub(super) struct IntegerScores<'a, 'b, W: Warp, const R: usize, const BITS: u32>(
-    pub &'a mut PackedPages<'b, W, R>,
+pub(super) struct IntegerScores<'a, 'b, const R: usize, const BITS: u32>(
+    pub &'a mut PackedPages<'b, R>,
     pub usize,
 );
 
-impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for IntegerScores<'_, '_, W, R, BITS> {
+impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for IntegerScores<'_, '_, R, BITS> {
     type Out = [W::F; R];
     #[inline(always)]
     fn run(self, w: W) -> [W::F; R] {
-        self.0.integer_scores::<BITS>(w, self.1)
+        self.0.integer_scores::<W, BITS>(w, self.1)
     }
 }
 
 /// Scores by products of f32.
-pub(super) struct FloatScores<'a, 'b, W: Warp, const R: usize>(pub &'a mut PackedPages<'b, W, R>, pub usize);
+pub(super) struct FloatScores<'a, 'b, const R: usize>(pub &'a mut PackedPages<'b, R>, pub usize);
 
-impl<W: Warp, const R: usize> Routine<W> for FloatScores<'_, '_, W, R> {
+impl<W: Warp, const R: usize> Routine<W> for FloatScores<'_, '_, R> {
     type Out = [W::F; R];
     #[inline(always)]
     fn run(self, w: W) -> [W::F; R] {
@@ -39,12 +39,9 @@ impl<W: Warp, const R: usize> Routine<W> for FloatScores<'_, '_, W, R> {
 }
 
 /// Scores of keys that are rebuilt and turned.
-pub(super) struct RebuiltScores<'a, 'b, W: Warp, const R: usize>(
-    pub &'a mut PackedPages<'b, W, R>,
-    pub usize,
-);
+pub(super) struct RebuiltScores<'a, 'b, const R: usize>(pub &'a mut PackedPages<'b, R>, pub usize);
 
-impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, W, R> {
+impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, R> {
     type Out = [W::F; R];
     #[inline(always)]
     fn run(self, w: W) -> [W::F; R] {
@@ -52,10 +49,10 @@ impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, W, R> {
     }
 }
 
-impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
+impl<'a, const R: usize> PackedPages<'a, R> {
     /// What is read after the keys of page `i`: those of the next, or the values of the first.
     #[inline(always)]
-    fn ahead(&self, i: usize) -> &'a [[u32; LANES]] {
+    fn ahead<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
         if !W::FETCHES {
             return &[];
         }
@@ -68,7 +65,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     }
 
     #[inline(always)]
-    fn float_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+    fn float_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, words) = (self.packed, self.pages[i].words);
         let cols = packed.k_cols() as usize;
         let n = packed.k.per_word() as usize;
@@ -86,7 +83,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
         for (s, start) in s.iter_mut().zip(&self.query.start) {
             *s = w.splat(*start);
         }
-        let mut ahead = Ahead::new(self.ahead(i), packed.k_rows() as usize);
+        let mut ahead = Ahead::new(self.ahead::<W>(i), packed.k_rows() as usize);
         for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
             ahead.step(w, 1);
             let word = w.load(row);
@@ -103,11 +100,11 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     }
 
     #[inline(always)]
-    fn integer_scores<const BITS: u32>(&mut self, w: W, i: usize) -> [W::F; R] {
+    fn integer_scores<W: Warp, const BITS: u32>(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, words) = (self.packed, self.pages[i].words);
         let cols = packed.k_cols() as usize;
         let k_rows = packed.k_rows() as usize;
-        let mut ahead = Ahead::new(self.ahead(i), (FOLD + R) * cols + k_rows * (8 / BITS as usize));
+        let mut ahead = Ahead::new(self.ahead::<W>(i), (FOLD + R) * cols + k_rows * (8 / BITS as usize));
         let (mut top, mut base) = ([w.splat(0.0); R], [w.splat(0.0); R]);
         for (c, row) in rows(words, packed.k_scales(), cols as u32).iter().enumerate() {
             ahead.step(w, FOLD);
@@ -161,7 +158,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
 
     /// Keys rebuilt, and turned.
     #[inline(always)]
-    fn rebuilt_scores(&mut self, w: W, i: usize) -> [W::F; R] {
+    fn rebuilt_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         let Some((_, query)) = self.query.whole else { return [w.splat(0.0); R] };
         let page = self.pages[i];
         turned_scores(w, &page, self.rebuilt_keys(w, i), &query)
@@ -169,7 +166,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
 
     /// Stored channels, scales applied; the map taken back.
     #[inline(always)]
-    pub(super) fn rebuilt_keys(&mut self, w: W, i: usize) -> &[[f32; LANES]] {
+    pub(super) fn rebuilt_keys<W: Warp>(&mut self, w: W, i: usize) -> &[[f32; LANES]] {
         let (packed, page) = (self.packed, self.pages[i]);
         let Some((back, query)) = self.query.whole else { return &[] };
         let (stored, whole) = self.rebuilt.split_at_mut(MAX_DIM as usize);

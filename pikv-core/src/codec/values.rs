@@ -1,14 +1,14 @@
 //! Values of a packed page under their weights.
 
 use super::code::{Code, Scale};
-use super::packed::{TAGS, V_GROUPS};
+use super::packed::TAGS;
 use super::read::{Ahead, INTEGERS, PackedPages, TINY, quad_codes, rows};
 use crate::dtype::{Element, F16};
 use crate::warp::{LANES, Routine, Warp};
 
 /// The weighted values of page `i`, of a float code.
 pub(super) struct Weigh<'a, 'b, W: Warp, const R: usize> {
-    pub pages: &'a mut PackedPages<'b, W, R>,
+    pub pages: &'a mut PackedPages<'b, R>,
     pub i: usize,
     pub p: &'a [W::Slot; R],
     pub acc: &'a mut [[f32; LANES]],
@@ -24,7 +24,7 @@ impl<W: Warp, const R: usize> Routine<W> for Weigh<'_, '_, W, R> {
 
 /// The weighted values of page `i`, of an integer code of `BITS` bits.
 pub(super) struct WeighIntegers<'a, 'b, W: Warp, const R: usize, const BITS: u32> {
-    pub pages: &'a mut PackedPages<'b, W, R>,
+    pub pages: &'a mut PackedPages<'b, R>,
     pub i: usize,
     pub p: &'a [W::Slot; R],
     pub acc: &'a mut [[f32; LANES]],
@@ -34,17 +34,17 @@ impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for WeighIntegers<'_, 
     type Out = ();
     #[inline(always)]
     fn run(self, w: W) {
-        self.pages.weigh_integers::<BITS>(w, self.i, self.p, self.acc);
+        self.pages.weigh_integers::<W, BITS>(w, self.i, self.p, self.acc);
     }
 }
 
 /// Folding a group's scales takes as long as this many rows of products.
 const FOLD: usize = 3;
 
-impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
+impl<'a, const R: usize> PackedPages<'a, R> {
     /// What is read after the values of page `i`: those of the next, or what comes after the block.
     #[inline(always)]
-    fn after(&self, i: usize) -> &'a [[u32; LANES]] {
+    fn after<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
         if !W::FETCHES {
             return &[];
         }
@@ -59,7 +59,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
 
     /// A group's weights `p scale` as integers, in units of `max p max scale / 32639`; their exact sums with the codes as f32.
     #[inline(always)]
-    fn weigh_integers<const BITS: u32>(
+    fn weigh_integers<W: Warp, const BITS: u32>(
         &mut self,
         w: W,
         i: usize,
@@ -68,7 +68,7 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
     ) {
         let (packed, words) = (self.packed, self.pages[i].words);
         let groups = self.v_groups;
-        let mut ahead = Ahead::new(self.after(i), groups * (BITS as usize + FOLD));
+        let mut ahead = Ahead::new(self.after::<W>(i), groups * (BITS as usize + FOLD));
         let (mut share, mut unit) = ([w.splat(0.0); R], [0.0; R]);
         for r in 0..R {
             let x = w.unpark(&p[r]);
@@ -78,17 +78,17 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
                 unit[r] = top / INTEGERS;
             }
         }
-        let mut tops = [0.0; V_GROUPS];
         for (g, row) in rows(words, self.v_scales, groups as u32).iter().enumerate() {
             ahead.step(w, FOLD);
             let word = w.load(row);
             let (scale, min) = (F16::channel(w, word, 0), F16::channel(w, word, 1));
             let top = w.reduce_max(scale);
             let scale = w.mul(scale, w.splat(if top > 0.0 { INTEGERS / top } else { 0.0 }));
-            tops[g] = top;
+            self.scratch.tops[g] = top;
             for r in 0..R {
                 w.store_quads(share[r], scale, &mut self.scratch.quads[r][g]);
-                self.zero[g][r] = w.fma(w.unpark(&p[r]), min, self.zero[g][r]);
+                let zero = &mut self.scratch.zero[g][r];
+                w.store(w.fma(w.unpark(&p[r]), min, w.load_f(zero)), zero);
             }
         }
         w.sync();
@@ -109,7 +109,8 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
             }
             for r in 0..R {
                 let row = &mut acc[r * groups + g];
-                let x = w.fma(w.to_f(w.total(sum[r])), w.splat(unit[r] * tops[g]), w.load_f(row));
+                let x =
+                    w.fma(w.to_f(w.total(sum[r])), w.splat(unit[r] * self.scratch.tops[g]), w.load_f(row));
                 w.store(x, row);
             }
         }
@@ -118,13 +119,13 @@ impl<'a, W: Warp, const R: usize> PackedPages<'a, W, R> {
 
     /// Float codes: the group's scales go into the weights as f32.
     #[inline(always)]
-    fn weigh_values(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+    fn weigh_values<W: Warp>(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let width = self.packed.v_words() as usize;
         let (packed, words) = (self.packed, self.pages[i].words);
         let (parts, group_parts) = (packed.v_parts() as usize, packed.v_group_parts() as usize);
         let stride = packed.stored_acc_rows() as usize;
         let scales = rows(words, packed.v_scales(), packed.v_scale_rows());
-        let mut ahead = Ahead::new(self.after(i), packed.v_cols() as usize * parts * width);
+        let mut ahead = Ahead::new(self.after::<W>(i), packed.v_cols() as usize * parts * width);
         for col in 0..packed.v_cols() as usize {
             let v = &words[packed.v_base() as usize..];
             let column = Column { v, stride: packed.v_stride() as usize, width, col };

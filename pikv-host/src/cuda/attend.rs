@@ -4,7 +4,7 @@
 use super::late::Saw;
 use super::ring::Upload;
 use super::tensors::{OnDevice, Queries};
-use super::wave::{Packed, Wave};
+use super::wave::{FACTORED_ROWS, Packed, Wave};
 use super::work::{Way, Work};
 use super::{Device, arguments};
 use crate::error::Error;
@@ -236,9 +236,7 @@ impl Packed<'_> {
             (1, false) => size_of::<Scratch<1>>(),
             (2, false) => size_of::<Scratch<2>>(),
             (_, false) => size_of::<Scratch<4>>(),
-            (1, true) => size_of::<FactorScratch<1>>(),
-            (2, true) => size_of::<FactorScratch<2>>(),
-            (_, true) => size_of::<FactorScratch<4>>(),
+            (_, true) => size_of::<FactorScratch<FACTORED_ROWS>>(),
         };
         let Lists { q, pages, live, last, by, sights, parts, raw } = *lists;
         let (softcap, width) = (shape.softcap.unwrap_or(0.0), self.width.ilog2() as usize);
@@ -249,13 +247,13 @@ impl Packed<'_> {
         if factored {
             let q = if whole > 0 { q } else { folded };
             let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
-            // SAFETY: the parameters of `attend_factors_r*`, as those of `attend_packed_r*` and `attend_rebuilt_r*`.
+            // SAFETY: the parameters of `attend_factors`, as those of `attend_packed_r*` and `attend_rebuilt_r*`.
             unsafe {
                 let arguments = arguments!(
                     packed, q, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,
                     raw, rope, layout, map, table, rebuilt
                 );
-                device.launch(device.kernels.attend_factors[width], self.tasks.len(), arguments)?;
+                device.launch(device.kernels.attend_factors, self.tasks.len(), arguments)?;
             }
             return Ok(());
         }

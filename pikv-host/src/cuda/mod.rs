@@ -23,7 +23,7 @@ pub(crate) use self::late::{Asked, Late, Of};
 pub(crate) use self::lift::Lifted;
 pub(crate) use self::pending::Pending;
 pub(crate) use self::tensors::{OnDevice, Queries};
-pub(crate) use self::wave::ROWS;
+pub(crate) use self::wave::{FACTORED_ROWS, ROWS};
 
 use self::late::Downs;
 use self::lift::Lifts;
@@ -41,7 +41,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Threads of a block of a launch: whole warps.
-const THREADS: u32 = 128;
+const THREADS: u32 = 32 * pikv_kernels::WARPS as u32;
 
 /// The kernels.
 #[derive(Debug)]
@@ -53,7 +53,8 @@ struct Kernels {
     /// For 1, 2 and 4 rows; the second where keys are turned as they are read.
     attend_packed: [Kernel; 3],
     attend_rebuilt: [Kernel; 3],
-    attend_factors: [Kernel; 3],
+    /// For single rows.
+    attend_factors: Kernel,
     append_rows: Kernel,
     gather_queries: Kernel,
     fold_queries: Kernel,
@@ -186,7 +187,7 @@ impl Device {
             attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
             attend_packed: packed("attend_packed")?,
             attend_rebuilt: packed("attend_rebuilt")?,
-            attend_factors: packed("attend_factors")?,
+            attend_factors: kernel("attend_factors")?,
             append_rows: kernel("append_rows")?,
             gather_queries: kernel("gather_queries")?,
             fold_queries: kernel("fold_queries")?,

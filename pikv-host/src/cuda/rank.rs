@@ -3,7 +3,7 @@
 
 use super::attend::{Shape, WAVE};
 use super::ring::Upload;
-use super::wave::{Left, ROWS, Wave, packed_room};
+use super::wave::{FACTORED_ROWS, Left, ROWS, Wave, packed_room};
 use super::{Device, arguments};
 use crate::block::{PACKED_ROWS, bundles};
 use crate::error::Error;
@@ -138,7 +138,12 @@ fn part(ask: &Ask<'_>) -> usize {
 
 /// Rows that are read together.
 fn widths(ask: &Ask<'_>) -> impl Iterator<Item = (usize, usize)> {
-    bundles(ask.rows, if ask.codec.is_some() { PACKED_ROWS } else { ROWS })
+    let most = match ask.codec {
+        Some(codec) if codec.packed.factored() => FACTORED_ROWS,
+        Some(_) => PACKED_ROWS,
+        None => ROWS,
+    };
+    bundles(ask.rows, most)
 }
 
 /// f32 that a question takes on the device.

@@ -19,6 +19,9 @@ use std::ops::Range;
 /// Rows of a bundle at most.
 pub(crate) const ROWS: usize = 8;
 
+/// The same where pages are factored.
+pub(crate) const FACTORED_ROWS: usize = 1;
+
 /// Items whose partial results are on the device together.
 #[derive(Default)]
 pub(super) struct Wave<'a> {

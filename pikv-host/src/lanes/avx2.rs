@@ -2,7 +2,7 @@
 
 use super::gather_checked;
 use core::arch::x86_64::*;
-use pikv_core::warp::{LANES, ROUND, Routine, Warp};
+use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as four 256-bit registers; a mask is four registers of all-ones and all-zeros lanes.
 ///
@@ -52,6 +52,7 @@ impl Warp for Avx2 {
     type U = [__m256i; 4];
     type M = [__m256; 4];
     type Slot = Slot;
+    type Shelf<const R: usize> = Kept<Self::Slot, R>;
     type Sum = [__m256i; 4];
 
     const NAME: &'static str = "avx2";
@@ -319,21 +320,24 @@ impl Warp for Avx2 {
     }
     #[inline(always)]
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
-        let s = &s.0;
+        self.spread_row(&s.0, first, width)
+    }
+    #[inline(always)]
+    fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> Self::F {
         match width {
-            32 => self.splat(s[first]),
+            32 => self.splat(row[first]),
             16 => regs!({
-                let (a, b) = (_mm256_set1_ps(s[first]), _mm256_set1_ps(s[first + 1]));
+                let (a, b) = (_mm256_set1_ps(row[first]), _mm256_set1_ps(row[first + 1]));
                 [a, a, b, b]
             }),
             8 => regs!([
-                _mm256_set1_ps(s[first]),
-                _mm256_set1_ps(s[first + 1]),
-                _mm256_set1_ps(s[first + 2]),
-                _mm256_set1_ps(s[first + 3]),
+                _mm256_set1_ps(row[first]),
+                _mm256_set1_ps(row[first + 1]),
+                _mm256_set1_ps(row[first + 2]),
+                _mm256_set1_ps(row[first + 3]),
             ]),
             _ => {
-                let s = &s[first..first + 8];
+                let s = &row[first..first + 8];
                 regs!([
                     _mm256_set_m128(_mm_set1_ps(s[1]), _mm_set1_ps(s[0])),
                     _mm256_set_m128(_mm_set1_ps(s[3]), _mm_set1_ps(s[2])),

@@ -5,7 +5,7 @@ use super::{
     gather_checked,
 };
 use core::arch::x86_64::*;
-use pikv_core::warp::{LANES, ROUND, Routine, Warp};
+use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as two 512-bit registers.
 ///
@@ -52,6 +52,7 @@ impl Warp for Avx512 {
     type U = [__m512i; 2];
     type M = [__mmask16; 2];
     type Slot = Slot;
+    type Shelf<const R: usize> = Kept<Self::Slot, R>;
     /// Of the integers' low bytes, signed, and of what is then left, in units of 256.
     type Sum = [[__m512i; 2]; 2];
 
@@ -291,15 +292,19 @@ impl Warp for Avx512 {
     }
     #[inline(always)]
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
+        self.spread_row(&s.0, first, width)
+    }
+    #[inline(always)]
+    fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> Self::F {
         match width {
-            32 => self.bcast(s, first),
-            16 => regs!([_mm512_set1_ps(s.0[first]), _mm512_set1_ps(s.0[first + 1])]),
+            32 => self.splat(row[first]),
+            16 => regs!([_mm512_set1_ps(row[first]), _mm512_set1_ps(row[first + 1])]),
             _ => {
                 let at = regs!(_mm512_set1_epi32(first as i32));
                 let index = self.lane_id();
                 let index = if width == 8 { self.shr::<3>(index) } else { self.shr::<2>(index) };
                 let index: Self::U = both!(_mm512_add_epi32; index, [at, at]);
-                let x = self.unpark(s);
+                let x = self.load_f(row);
                 both!(_mm512_permutex2var_ps; [x[0], x[0]], index, [x[1], x[1]])
             }
         }
