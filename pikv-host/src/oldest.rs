@@ -33,8 +33,8 @@ impl Cursor<'_> {
     }
 }
 
-/// Adds to `gone` the `n` oldest tokens of the runs of experts that are not pinned, or all if there are fewer. O(those log runs), and what is
-/// pinned or gone before them.
+/// Adds to `gone` the `n` oldest tokens of the runs of experts that are not pinned, or all if there are fewer. O(those log runs), and
+/// what is pinned or gone before them.
 pub(crate) fn oldest(
     chains: &[Chain],
     codec: Option<&HeadCodec>,
