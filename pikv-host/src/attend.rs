@@ -12,7 +12,7 @@ use crate::forest::Forest;
 use crate::job::{Job, Shared, each_mut};
 use crate::lists::{Cut, LISTS, Lists, emptied};
 use crate::mass::{Wanted, together};
-use crate::observe::Feed;
+use crate::observe::{Feed, Of};
 use crate::sequence::PageId;
 use crate::step::length;
 use crate::tiers::{Early, Staged};
@@ -21,7 +21,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 #[cfg(feature = "cuda")]
 use {
-    crate::cuda::{Asked, Lifted, Of, OnDevice, Queries, attend_in_place},
+    crate::cuda::{Asked, Lifted, OnDevice, Queries, attend_in_place},
     crate::tiers::Stored,
     smallvec::SmallVec,
     std::sync::Arc,
@@ -338,6 +338,10 @@ fn attend_views(
         }
     }
     let (wanted_some, queries) = (some.then_some(&wanted[..]), rule.is_some_and(|rule| rule.head_words > 0));
+    let of = |sequence: usize| {
+        let (view, first) = (&sequences[sequence], views.iter().position(|view| view.sequence == sequence));
+        Of { filed: view.layer.filed, first: first.map_or(0, |view| starts[view]), rows: view.rows as usize }
+    };
     let mut no_lse = mem::take(&mut lists.lse);
     let mass = match &mut tensors {
         Tensors::Host(_, Output { out, lse, mass }) => {
@@ -358,11 +362,7 @@ fn attend_views(
             let seen = if told { &mut seen } else { &mut none };
             attend_in_place(&job, layer, scale, &forests, wanted_some, given, seen, queries)?;
             // What is said of each sequence once the host has its masses.
-            let of = |(i, view): (usize, &View<'_>)| {
-                let first = views.iter().position(|view| view.sequence == i).unwrap_or(0);
-                Of { filed: view.layer.filed, first: starts[first], rows: view.rows as usize }
-            };
-            let sequences = sequences.iter().enumerate().map(of).collect();
+            let sequences = (0..sequences.len()).map(of).collect();
             given.late.asked(layer, Asked { sequences, apart: read != Read::All, queries });
             None
         }
@@ -386,11 +386,7 @@ fn attend_views(
     }
     if here && rule.is_some() {
         for feed in &mut seen {
-            let view = &sequences[feed.sequence];
-            feed.filed = view.layer.filed;
-            if queries {
-                feed.queries.extend(job.queries(feed.sequence, feed.head, view));
-            }
+            feed.belongs(&of(feed.sequence), shape, queries.then_some(q));
         }
         if let Some(feeds) = feeds {
             mem::swap(feeds, &mut seen);

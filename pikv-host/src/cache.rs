@@ -37,15 +37,6 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// Rows that are read together at most.
-    pub fn bundle(&self) -> usize {
-        #[cfg(feature = "cuda")]
-        if self.config.backend.device().is_some() {
-            return crate::cuda::ROWS;
-        }
-        self.config.lanes.rows()
-    }
-
     pub fn layer(&self, layer: usize) -> Result<&LayerShape, Error> {
         self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
     }

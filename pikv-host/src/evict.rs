@@ -263,9 +263,8 @@ fn choose_of(
         }
         match e.by_age() && e.limit[h].is_none() {
             true => {
-                let pinned = |position: u32| pins.iter().any(|pin| pin.contains(&position));
-                let head = &e.layer.heads[h].chains;
-                oldest(head, e.layer.codecs[h].as_ref(), e.surplus(h), pinned, &mut ranked.unranked);
+                let (chains, codec) = (&e.layer.heads[h].chains, e.layer.codecs[h].as_ref());
+                oldest(chains, codec, e.surplus(h), pins, &mut ranked.unranked);
             }
             false => ranked.rank(pins),
         }

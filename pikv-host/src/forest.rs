@@ -161,11 +161,9 @@ impl<'a> Forest<'a> {
         self.join_runs(trees, &mut run, out, spare);
     }
 
-    /// Joins the runs' results.
-    fn join_runs(&self, trees: &Trees<'_>, run: &mut Leaf<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
-        let full = trees.of(None);
+    /// The runs of the upper tree: their indices, and their places in the list, those of one codec together.
+    pub fn upper(&self) -> SmallVec<[(u32, Range<usize>); 8]> {
         let [first, second] = self.packed;
-        // The runs of the upper tree: their places in the list, those of one codec together.
         let of_codec = [0..first, first..first + second];
         let rest = first + second..self.runs.len();
         let mut upper: SmallVec<[(u32, Range<usize>); 8]> = rest.map(|i| (self.runs[i], i..i + 1)).collect();
@@ -173,6 +171,12 @@ impl<'a> Forest<'a> {
             let at = upper.partition_point(|(other, _)| *other < index);
             upper.insert(at, (index, runs));
         }
+        upper
+    }
+
+    /// Joins the runs' results.
+    fn join_runs(&self, trees: &Trees<'_>, run: &mut Leaf<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
+        let (full, upper) = (trees.of(None), self.upper());
         let index: SmallVec<[u32; 8]> = upper.iter().map(|(index, _)| *index).collect();
         let mut leaf = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| {
             let runs = upper[i].1.clone();

@@ -269,13 +269,12 @@ impl<'a> Job<'a> {
 
     /// Rows of a bundle at most.
     pub fn most(&self, forest: &Forest<'_>) -> usize {
-        let rows = self.inner.bundle();
+        let config = &self.inner.config;
         #[cfg(feature = "cuda")]
-        if self.inner.config.backend.device().is_some()
-            && self.codecs(forest).iter().flatten().any(|codec| codec.packed.factored())
-        {
-            return crate::cuda::FACTORED_ROWS;
+        if config.backend.device().is_some() {
+            return crate::cuda::most(self.codecs(forest).into_iter().flatten());
         }
+        let rows = config.lanes.rows();
         if forest.has_packed() { rows.min(PACKED_ROWS) } else { rows }
     }
 

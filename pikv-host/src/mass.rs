@@ -74,7 +74,7 @@ impl Weighed {
     }
 
     /// The weights of page `i` from set `set`.
-    pub fn mass_mut(&mut self, i: usize, set: usize) -> &mut [f32; LANES] {
+    fn mass_mut(&mut self, i: usize, set: usize) -> &mut [f32; LANES] {
         &mut self.mass[i * self.sets + set]
     }
 

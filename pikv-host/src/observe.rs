@@ -46,6 +46,16 @@ pub(crate) struct Feed {
     reused: Vec<Reused>,
 }
 
+/// What is known of a sequence of the call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Of {
+    /// Tokens that had been filed.
+    pub filed: u32,
+    /// Its first row, and how many.
+    pub first: usize,
+    pub rows: usize,
+}
+
 impl Feed {
     /// Nothing was seen yet of a head.
     pub fn start(&mut self, sequence: usize, head: usize) {
@@ -53,6 +63,17 @@ impl Feed {
         self.weighed.clear();
         self.queries.clear();
         self.reused.clear();
+    }
+
+    /// Notes whose it is: what was known of the sequence, and the head's queries out of those of the call, if any are asked for.
+    pub fn belongs(&mut self, of: &Of, shape: &LayerShape, q: Option<&[f32]>) {
+        self.filed = of.filed;
+        let Some(q) = q else { return };
+        let (group, k_dim) = (shape.group() as usize, shape.layout.k_dim as usize);
+        for row in of.first..of.first + of.rows {
+            let at = (row * shape.query_heads as usize + self.head * group) * k_dim;
+            self.queries.extend_from_slice(&q[at..][..group * k_dim]);
+        }
     }
 
     /// Whose it is.

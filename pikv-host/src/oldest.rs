@@ -2,9 +2,11 @@
 
 use crate::chain::Chain;
 use crate::codec::HeadCodec;
+use crate::policy::pinned;
 use crate::ranked::Gone;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 /// Where a run has been read to.
 struct Cursor<'a> {
@@ -39,7 +41,7 @@ pub(crate) fn oldest(
     chains: &[Chain],
     codec: Option<&HeadCodec>,
     mut n: usize,
-    pinned: impl Fn(u32) -> bool,
+    pins: &[Range<u32>],
     gone: &mut Vec<Gone>,
 ) {
     let live = chains.iter().enumerate().skip(1).filter(|(_, of)| of.live > 0);
@@ -55,7 +57,7 @@ pub(crate) fn oldest(
         loop {
             let bit = cursor.left & cursor.left.wrapping_neg();
             cursor.left &= !bit;
-            if !pinned(position) {
+            if !pinned(pins, position) {
                 cursor.gone |= bit;
                 n -= 1;
             }

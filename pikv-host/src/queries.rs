@@ -106,13 +106,4 @@ impl Job<'_> {
     pub fn floor(&self, view: &View<'_>, position: u32) -> u32 {
         (position + 1).saturating_sub(self.inner.store.ring.window()).min(view.layer.filed)
     }
-
-    /// The queries of a head of a sequence, `[rows][group][k_dim]`.
-    pub fn queries(&self, sequence: usize, head: usize, of: &View<'_>) -> impl Iterator<Item = f32> {
-        let (group, k_dim) = (self.group(), self.shape.layout.k_dim as usize);
-        let first = self.views.iter().position(|view| view.sequence == sequence).unwrap_or(0);
-        let rows = 0..of.rows as usize;
-        rows.flat_map(move |row| &self.q[self.row_of(first, row, head * group) * k_dim..][..group * k_dim])
-            .copied()
-    }
 }

@@ -339,13 +339,9 @@ fn attend_all(
         }
         let Some(wanted) = wanted else { return };
         for ((forest, first), feed) in forests.iter().zip(&firsts).zip(feeds) {
-            let (wanted, weighed, pages) = (&wanted[forest.view], &mut feed.weighed, forest.pages.len());
-            weighed.start(forest, wanted);
-            for (set, _) in wanted.sets().enumerate() {
-                for i in 0..pages {
-                    *weighed.mass_mut(i, set) = mass.as_chunks().0[first + set * pages + i];
-                }
-            }
+            let weighed = &mut feed.weighed;
+            weighed.start(forest, &wanted[forest.view]);
+            weighed.fill(&mass.as_chunks().0[*first..]);
             weighed.one_form(forest.passes());
         }
     })?;

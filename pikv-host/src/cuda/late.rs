@@ -2,13 +2,11 @@
 //! know.
 
 use super::Device;
-use super::bare;
 use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
 use crate::error::Error;
 use crate::mass::together;
-use crate::observe::Feed;
-use cust::sys;
+use crate::observe::{Feed, Of};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use std::fmt;
@@ -79,16 +77,9 @@ impl Down {
     fn bring(&mut self, stream: &Stream, places: &[(u64, usize)], all: usize) -> Result<(), Error> {
         // Nobody waited for what was not wanted in the end.
         self.done.wait()?;
-        let mut rest = &mut self.host.reserve(all)?[..all];
-        for (address, words) in places.iter().filter(|(_, words)| *words > 0) {
-            let (to, after) = rest.split_at_mut(*words);
-            rest = after;
-            // SAFETY: both are that long, and nobody reads or writes there before `done`.
-            let code = unsafe {
-                sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), *address, words * 4, stream.handle())
-            };
-            bare("cuMemcpyDtoHAsync", code)?;
-        }
+        let to = &mut self.host.reserve(all)?[..all];
+        // SAFETY: as long as all places, and nobody reads or writes there before `done`.
+        unsafe { stream.down(places, to)? };
         self.words = all;
         Ok(self.done.record(stream)?)
     }
@@ -103,16 +94,6 @@ pub(super) struct Saw {
     /// The masses, then the queries, if either is wanted.
     pub down: Option<Down>,
     /// Rows of masses.
-    pub rows: usize,
-}
-
-/// What is known of a sequence of the call.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Of {
-    /// Tokens that had been filed.
-    pub filed: u32,
-    /// Its first row, and how many.
-    pub first: usize,
     pub rows: usize,
 }
 
@@ -283,15 +264,8 @@ impl Late {
         if *apart {
             together(&mut feeds);
         }
-        let (heads, k_dim) = (shape.query_heads as usize, shape.layout.k_dim as usize);
-        let group = shape.group() as usize;
         for feed in &mut feeds {
-            let Of { filed, first, rows } = sequences[feed.sequence];
-            feed.filed = filed;
-            for row in (first..first + rows).filter(|_| *queries) {
-                let at = (row * heads + feed.head * group) * k_dim;
-                feed.queries.extend_from_slice(&q[at..][..group * k_dim]);
-            }
+            feed.belongs(&sequences[feed.sequence], shape, queries.then_some(q));
         }
         down.into_iter().for_each(|down| self.device.downs.put_back(down));
         Some(feeds)

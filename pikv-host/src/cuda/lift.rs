@@ -1,12 +1,11 @@
 //! Pages of lower tiers on their way up to the device: on a stream of their own, beside the work that is under way.
 
+use super::Device;
 use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
-use super::{Device, bare};
 use crate::backend::CudaError;
 use crate::error::Error;
 use crate::tiers::Stored;
-use cust::sys;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -101,10 +100,7 @@ impl Device {
             rest = after;
         }
         // SAFETY: both are that long; the pinned words are not touched again before `done`.
-        let code = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, self.lifts.stream.handle())
-        };
-        bare("cuMemcpyHtoDAsync", code)?;
+        unsafe { self.lifts.stream.up(to, &host[..words])? };
         done.record(&self.lifts.stream)?;
         lifted.at.values_mut().for_each(|(_, at)| *at += to);
         Ok(lifted)

@@ -19,11 +19,11 @@ mod work;
 
 pub(crate) use self::attend::{attend, attend_in_place};
 pub(crate) use self::compact::Moved;
-pub(crate) use self::late::{Asked, Late, Of};
+pub(crate) use self::late::{Asked, Late};
 pub(crate) use self::lift::Lifted;
 pub(crate) use self::pending::Pending;
 pub(crate) use self::tensors::{OnDevice, Queries};
-pub(crate) use self::wave::{FACTORED_ROWS, ROWS};
+pub(crate) use self::wave::most;
 
 use self::late::Downs;
 use self::lift::Lifts;

@@ -3,9 +3,9 @@
 
 use super::attend::{Shape, WAVE};
 use super::ring::Upload;
-use super::wave::{FACTORED_ROWS, Left, ROWS, Wave, packed_room};
+use super::wave::{Left, Wave, most, packed_room};
 use super::{Device, arguments};
-use crate::block::{PACKED_ROWS, bundles};
+use crate::block::bundles;
 use crate::error::Error;
 use crate::fabric::Ask;
 use pikv_core::attend::BLOCK;
@@ -138,12 +138,7 @@ fn part(ask: &Ask<'_>) -> usize {
 
 /// Rows that are read together.
 fn widths(ask: &Ask<'_>) -> impl Iterator<Item = (usize, usize)> {
-    let most = match ask.codec {
-        Some(codec) if codec.packed.factored() => FACTORED_ROWS,
-        Some(_) => PACKED_ROWS,
-        None => ROWS,
-    };
-    bundles(ask.rows, most)
+    bundles(ask.rows, most(ask.codec.into_iter()))
 }
 
 /// f32 that a question takes on the device.

@@ -1,11 +1,9 @@
 //! The way up: pinned memory of the host that lists go through, round and round, and the memory of the device where they lie.
 
-use super::bare;
 use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
 use crate::backend::CudaError;
 use crate::error::Error;
-use cust::sys;
 use std::collections::VecDeque;
 
 /// Bytes that a section of an upload is aligned to.
@@ -107,10 +105,7 @@ impl Ring {
             host.copy_from_slice(words);
             rest = after;
             // SAFETY: as long as the words, by the caller; the pinned words are not touched again before they are copied.
-            let code = unsafe {
-                sys::cuMemcpyHtoDAsync_v2(*to, host.as_ptr().cast(), size_of_val(host), stream.handle())
-            };
-            bare("cuMemcpyHtoDAsync", code)?;
+            unsafe { stream.up(*to, host)? };
         }
         Ok(self.guard(first, stream)?)
     }
@@ -129,8 +124,7 @@ impl Ring {
         }
         // SAFETY: both are that long; the pinned words are not touched again before they are copied, and kernels that read what lies
         // in the device's are before the copy in the stream.
-        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, host.as_ptr().cast(), words * 4, stream.handle()) };
-        bare("cuMemcpyHtoDAsync", code)?;
+        unsafe { stream.up(to, host)? };
         self.guard(first, stream)?;
         Ok(to)
     }

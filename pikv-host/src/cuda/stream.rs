@@ -42,6 +42,35 @@ impl Stream {
         self.handle
     }
 
+    /// Copies words up.
+    ///
+    /// # Safety
+    /// There must be room for them at `to`, in memory of the device, and they must stay as they are until the stream has passed.
+    pub unsafe fn up(&self, to: u64, words: &[u32]) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        let code =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to, words.as_ptr().cast(), size_of_val(words), self.handle) };
+        bare("cuMemcpyHtoDAsync", code)
+    }
+
+    /// Copies words down from several places, one after the other.
+    ///
+    /// # Safety
+    /// The places must be memory of the device, `to` as long as all of them, and nobody may read or write there until the stream has
+    /// passed.
+    pub unsafe fn down(&self, places: &[(u64, usize)], mut to: &mut [u32]) -> Result<(), CudaError> {
+        for (address, words) in places.iter().filter(|(_, words)| *words > 0) {
+            let (now, rest) = to.split_at_mut(*words);
+            to = rest;
+            // SAFETY: the caller's promise.
+            let code = unsafe {
+                sys::cuMemcpyDtoHAsync_v2(now.as_mut_ptr().cast(), *address, size_of_val(now), self.handle)
+            };
+            bare("cuMemcpyDtoHAsync", code)?;
+        }
+        Ok(())
+    }
+
     /// Waits until all that was put on it is done.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: a stream that lives.

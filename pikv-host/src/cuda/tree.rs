@@ -1,10 +1,9 @@
 //! The tree over partial results as lists that kernels read.
 
-use crate::forest::{Forest, PACKED_RUN};
+use crate::forest::Forest;
 use crate::reduce::levels;
 use pikv_core::merge::Partial;
 use pikv_kernels::args::{BackArg, PairArg};
-use std::ops::Range;
 
 /// What joins partial results, by its height in the tree.
 #[derive(Default)]
@@ -47,14 +46,7 @@ impl Tree<'_> {
     /// The root; what takes room of its own goes after `end`.
     pub fn join(&self, joins: &mut Joins, end: &mut u64) -> Option<Node> {
         let forest = self.forest;
-        let [first, second] = forest.packed;
-        let of_codec = [0..first, first..first + second];
-        let rest = first + second..forest.runs.len();
-        let mut upper: Vec<(u32, Range<usize>)> = rest.map(|i| (forest.runs[i], i..i + 1)).collect();
-        for (index, runs) in PACKED_RUN.into_iter().zip(of_codec).filter(|(_, runs)| !runs.is_empty()) {
-            let at = upper.partition_point(|(other, _)| *other < index);
-            upper.insert(at, (index, runs));
-        }
+        let upper = forest.upper();
         let index: Vec<u32> = upper.iter().map(|(index, _)| *index).collect();
         let mut leaf = |i: usize, joins: &mut Joins| {
             let runs = upper[i].1.clone();

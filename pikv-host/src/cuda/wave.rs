@@ -1,7 +1,7 @@
 //! Items of a call whose partial results are on the device together, as lists that kernels read.
 
 use super::tree::{Joins, Tree};
-use crate::block::bundles;
+use crate::block::{PACKED_ROWS, bundles};
 use crate::codec::HeadCodec;
 use crate::forest::{Forest, Listed};
 use crate::job::{Item, Job, SCRATCH, Scratch};
@@ -17,10 +17,16 @@ use pikv_kernels::args::{FoldArg, MassArg, QueryArg, RowArg, SightArg, TaskArg, 
 use std::ops::Range;
 
 /// Rows of a bundle at most.
-pub(crate) const ROWS: usize = 8;
+const ROWS: usize = 8;
 
 /// The same where pages are factored.
-pub(crate) const FACTORED_ROWS: usize = 1;
+pub(super) const FACTORED_ROWS: usize = 1;
+
+/// The same where pages are read that these codecs packed too.
+pub(crate) fn most<'c>(codecs: impl Iterator<Item = &'c HeadCodec>) -> usize {
+    let of = |codec: &HeadCodec| if codec.packed.factored() { FACTORED_ROWS } else { PACKED_ROWS };
+    codecs.map(of).fold(ROWS, usize::min)
+}
 
 /// Items whose partial results are on the device together.
 #[derive(Default)]

@@ -1,12 +1,11 @@
 //! Memory that launches work in: lists on their way up, partial results, and results on their way back.
 
+use super::granted;
 use super::ring::{Ring, Upload};
 use super::stream::Stream;
-use super::{bare, granted};
 use crate::codec::Map;
 use crate::error::Error;
 use cust::memory::{DevicePointer, LockedBuffer, cuda_free, cuda_malloc};
-use cust::sys;
 use pikv_core::codec::read::Back;
 use pikv_core::rope::Rope;
 use pikv_kernels::args::MapArg;
@@ -197,15 +196,7 @@ impl Work {
         }
         let memory = Memory::new(size_of_val(values) as u64)?;
         // SAFETY: the memory is that long. Nothing but the call itself reads the host's values: it waits for the copy.
-        let code = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(
-                memory.address(),
-                values.as_ptr().cast(),
-                size_of_val(values),
-                stream.handle(),
-            )
-        };
-        bare("cuMemcpyHtoDAsync", code)?;
+        unsafe { stream.up(memory.address(), bytemuck::cast_slice(values))? };
         stream.synchronize()?;
         // A shorter one has no more readers, all work being done.
         self.tables.retain(|(known, ..)| known != rope);
@@ -233,18 +224,10 @@ impl Work {
         f: impl FnOnce(&[u32]) -> T,
     ) -> Result<T, Error> {
         let all = places.iter().map(|(_, words)| words).sum();
-        let host = self.back.reserve(all)?;
-        let mut at = 0;
-        for (address, words) in places {
-            let to = &mut host[at..at + words];
-            at += words;
-            // SAFETY: both are that long, and the stream is waited for before anyone reads.
-            let code = unsafe {
-                sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), *address, words * 4, stream.handle())
-            };
-            bare("cuMemcpyDtoHAsync", code)?;
-        }
+        let host = &mut self.back.reserve(all)?[..all];
+        // SAFETY: as long as all places, and the stream is waited for before anyone reads.
+        unsafe { stream.down(places, host)? };
         stream.synchronize()?;
-        Ok(f(&host[..all]))
+        Ok(f(host))
     }
 }

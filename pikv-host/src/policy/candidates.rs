@@ -44,6 +44,11 @@ pub(crate) struct Source<'a> {
     pub rows: &'a [[f32; LANES]],
 }
 
+/// Whether the token at `position` may not go.
+pub(crate) fn pinned(pins: &[Range<u32>], position: u32) -> bool {
+    pins.iter().any(|pin| pin.contains(&position))
+}
+
 impl Candidate {
     /// Index of the page.
     pub fn page(self) -> usize {
@@ -75,7 +80,7 @@ impl<'a> Candidates<'a> {
             let mut kept = before;
             for i in before..self.tokens.len() {
                 let position = self.tokens[i].position;
-                if !pins.iter().any(|pin| pin.contains(&position)) {
+                if !pinned(pins, position) {
                     self.tokens[kept] = self.tokens[i];
                     kept += 1;
                 }

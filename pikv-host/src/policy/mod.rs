@@ -37,7 +37,7 @@ mod worst;
 pub use ada_kv_lit::AdaKvLit;
 pub use budget::Budget;
 pub use candidates::Candidates;
-pub(crate) use candidates::{Candidate, Source};
+pub(crate) use candidates::{Candidate, Source, pinned};
 pub use chunks::Chunks;
 pub use duo::Duo;
 pub use duo_lit::DuoLit;

@@ -1,12 +1,12 @@
 //! The least of many utilities.
 
+use super::worth;
 use smallvec::SmallVec;
 
 /// Bits that order as the worths of utilities do.
 pub(crate) fn order_bits(utility: f32) -> u32 {
-    // Without branches, so that many are worked out together.
-    let bits = (utility + 0.0).to_bits();
-    let bits = if bits << 1 > f32::INFINITY.to_bits() << 1 { f32::NEG_INFINITY.to_bits() } else { bits };
+    let bits = worth(utility).to_bits();
+    // Without a branch, so that many are worked out together.
     bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)
 }
 
