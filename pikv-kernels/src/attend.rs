@@ -85,6 +85,17 @@ impl<const R: usize> Form<Lane, R> for Listed<'_, R> {
     fn finish(&mut self, _: Lane, _: &mut [[f32; LANES]]) {}
 }
 
+/// The table of a rotation, empty where nothing is turned.
+///
+/// # Safety
+/// `table` must be that of the rotation: `[rotary_dim / 2][2][capacity]`.
+#[inline(always)]
+pub(crate) unsafe fn turns<'a>(of: &RopeArg, table: *const f32) -> &'a [f32] {
+    let entries = of.rotary_dim as usize * of.capacity as usize;
+    // SAFETY: the caller's promise.
+    if entries == 0 { &[] } else { unsafe { slice::from_raw_parts(table, entries) } }
+}
+
 /// What the rows of a bundle see, read anew for each page: it is four words a row.
 ///
 /// # Safety
@@ -130,11 +141,9 @@ unsafe fn attend<const R: usize>(
     // SAFETY: by the caller's promise on `q`, `table` and `parts`; a warp has a part of its own, whose words its lanes share
     // out.
     let (q, table, part) = unsafe {
-        let turned = rope.rotary_dim as usize * rope.capacity as usize;
-        let table = if turned == 0 { &[][..] } else { slice::from_raw_parts(table, turned) };
         (
             slice::from_raw_parts(q.add(task.q as usize), channels * R),
-            table,
+            turns(rope, table),
             slice::from_raw_parts_mut(parts.add(task.part as usize), len),
         )
     };
@@ -225,6 +234,52 @@ pub unsafe extern "ptx-kernel" fn merge_pairs(pairs: *const PairArg, count: u32,
     merge(lanes, &mut Partial::new(left, rows, acc_rows), &Partial::new(right, rows, acc_rows));
 }
 
+/// A row whose partial result is to be finished.
+pub(crate) struct End<'a> {
+    /// Which output it is.
+    pub to: usize,
+    /// Its exponent and its sum.
+    pub m: f32,
+    pub l: f32,
+    acc: &'a [f32],
+    pub out: &'a mut [f32],
+}
+
+impl<'a> End<'a> {
+    /// The warp's row of `count`, if there is one for it.
+    ///
+    /// # Safety
+    /// As [`finish_rows`].
+    #[inline(always)]
+    pub unsafe fn of(
+        layout: &Layout,
+        rows: *const RowArg,
+        count: u32,
+        parts: *const f32,
+        out: *mut f32,
+    ) -> Option<End<'a>> {
+        let index = thread::warp_index();
+        if index >= count {
+            return None;
+        }
+        let (stride, width) = (layout.acc_rows() as usize * LANES, layout.v_dim as usize);
+        // SAFETY: by the caller's promise on `rows`, `parts` and `out`; an output is one warp's.
+        unsafe {
+            let RowArg { part, rows, row, out: to, .. } = *rows.add(index as usize);
+            let (part, rows, row, to) = (parts.add(part as usize), rows as usize, row as usize, to as usize);
+            let acc = slice::from_raw_parts(part.add(row * stride), stride);
+            let (m, l) = (*part.add(rows * stride + row), *part.add(rows * stride + rows + row));
+            Some(End { to, m, l, acc, out: slice::from_raw_parts_mut(out.add(to * width), width) })
+        }
+    }
+
+    /// Writes its output; its log-sum-exp.
+    #[inline(always)]
+    pub fn finish(&mut self, lanes: Lane, layout: &Layout) -> f32 {
+        finish(lanes, layout, self.m, self.l, self.acc.as_chunks().0, self.out)
+    }
+}
+
 /// What a query gets of `count` rows of partial results, a warp a row: output `i` goes to `out[i]`, `v_dim` f32 long, and its
 /// log-sum-exp to `ends[i][0]`, followed by the row's exponent and sum, by which an overflow shows.
 ///
@@ -240,21 +295,11 @@ pub unsafe extern "ptx-kernel" fn finish_rows(
     ends: *mut [f32; 3],
 ) {
     let layout = layout.layout();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    let (stride, width) = (layout.acc_rows() as usize * LANES, layout.v_dim as usize);
-    // SAFETY: by the caller's promise on `rows`, `parts`, `out` and `ends`; an output is one warp's.
+    // SAFETY: the caller's own promise, also on `ends`; whole warps are launched, and what decides control flow is the warp's row.
     unsafe {
-        let RowArg { part, rows, row, out: to, .. } = *rows.add(index as usize);
-        let (part, rows, row, to) = (parts.add(part as usize), rows as usize, row as usize, to as usize);
-        let acc = slice::from_raw_parts(part.add(row * stride), stride);
-        let (m, l) = (*part.add(rows * stride + row), *part.add(rows * stride + rows + row));
-        let out = slice::from_raw_parts_mut(out.add(to * width), width);
-        // Whole warps are launched, and what decides control flow is the warp's row.
-        let lse = finish(Lane::new(), &layout, m, l, acc.as_chunks().0, out);
-        *ends.add(to) = [lse, m, l];
+        let Some(mut end) = End::of(&layout, rows, count, parts, out) else { return };
+        let lse = end.finish(Lane::new(), &layout);
+        *ends.add(end.to) = [lse, end.m, end.l];
     }
 }
 

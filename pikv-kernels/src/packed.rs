@@ -2,7 +2,7 @@
 //! factors. And the way back to the head's channels.
 
 use crate::args::{BackArg, HeadArg, LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
-use crate::attend::sights;
+use crate::attend::{sights, turns};
 use crate::gpu::{Lane, afresh, thread};
 use core::slice;
 use pikv_core::LANES;
@@ -227,7 +227,7 @@ impl<'a, S, const R: usize> Task<'a, S, R> {
             (
                 slice::from_raw_parts(q.add(self.q), channels * R),
                 map.back(),
-                slice::from_raw_parts(table, rope.rotary_dim as usize * rope.capacity as usize),
+                turns(&rope, table),
                 slice::from_raw_parts_mut(rebuilt.add(self.index * REBUILT), REBUILT),
             )
         };

@@ -5,11 +5,12 @@
 //! a word of its own for each cause: the row in the upper half, and the bits of the value in the lower; of several the first row stays.
 
 use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, WriteArg};
+use crate::attend::{End, turns};
 use crate::gpu::{Lane, thread};
+use crate::store::parts;
 use core::slice;
 use core::sync::atomic::{AtomicU64, Ordering};
 use pikv_core::codec::fold::fold;
-use pikv_core::merge::finish;
 use pikv_core::rope::Rotation;
 use pikv_core::rows::{beyond, bundle, sound};
 use pikv_core::{LANES, Warp, store};
@@ -54,9 +55,8 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
         let (k_dim, width) = (layout.k_dim as usize, width as usize);
         let lanes = Lane::new();
         let q = slice::from_raw_parts(q.add(query as usize * k_dim), k_dim);
-        let turned = rope.rotary_dim as usize * rope.capacity as usize;
-        let table = if turned == 0 { &[][..] } else { slice::from_raw_parts(table, turned) };
-        let rotation = rope.rope().map(|rope_of| Rotation { rope: rope_of, table, capacity: rope.capacity });
+        let table = turns(&rope, table);
+        let rotation = rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity });
         let out = slice::from_raw_parts_mut(bundles.add(to as usize), layout.k_channels() as usize * width);
         if let Some((channel, value)) = beyond(lanes, q, f32::MAX) {
             note(fault, query * layout.k_dim + channel, value);
@@ -119,14 +119,12 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     if index >= count {
         return;
     }
-    let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
     // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
     unsafe {
-        let WriteArg { page, lane, position, row, .. } = *writes.add(index as usize);
+        let write = *writes.add(index as usize);
+        let WriteArg { lane, position, row, .. } = write;
         let lanes = Lane::new();
-        let page = slice::from_raw_parts_mut(page as *mut f32, layout.words() as usize);
-        let key = slice::from_raw_parts(k.add(row as usize * k_dim), k_dim);
-        let value = slice::from_raw_parts(v.add(row as usize * v_dim), v_dim);
+        let (page, key, value) = parts(&layout, &write, k, v);
         let [k_limit, v_limit] = *limits.add((row % heads) as usize);
         if let Some((channel, x)) = beyond(lanes, key, k_limit) {
             note(faults, row * layout.k_dim + channel, x);
@@ -155,26 +153,18 @@ pub unsafe extern "ptx-kernel" fn finish_in_place(
     fault: *mut u64,
 ) {
     let layout = layout.layout();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    let (stride, width) = (layout.acc_rows() as usize * LANES, layout.v_dim as usize);
-    // SAFETY: by the caller's promise on `rows`, `parts`, `out` and `lse`; an output is one warp's, and what decides control flow too.
+    // SAFETY: the caller's own promise, also on `lse` and `fault`; whole warps are launched, and what decides control flow is the warp's
+    // row.
     unsafe {
-        let RowArg { part, rows, row, out: to, .. } = *rows.add(index as usize);
-        let (part, rows, row) = (parts.add(part as usize), rows as usize, row as usize);
+        let Some(mut end) = End::of(&layout, rows, count, parts, out) else { return };
         let lanes = Lane::new();
-        let acc = slice::from_raw_parts(part.add(row * stride), stride);
-        let (m, l) = (*part.add(rows * stride + row), *part.add(rows * stride + rows + row));
-        let out = slice::from_raw_parts_mut(out.add(to as usize * width), width);
-        let end = finish(lanes, &layout, m, l, acc.as_chunks().0, out);
+        let of = end.finish(lanes, &layout);
         if !lse.is_null() {
-            *lse.add(to as usize) = end;
+            *lse.add(end.to) = of;
         }
         lanes.sync();
-        if !sound(lanes, m, l, out) {
-            note(fault, to, 0.0);
+        if !sound(lanes, end.m, end.l, end.out) {
+            note(fault, end.to as u32, 0.0);
         }
     }
 }

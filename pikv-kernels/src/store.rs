@@ -5,7 +5,30 @@
 use crate::args::{CopyArg, LayoutArg, WriteArg};
 use crate::gpu::{Lane, thread};
 use core::slice;
+use pikv_core::page::Layout;
 use pikv_core::store;
+
+/// The page that a token is written to, its key and its value.
+///
+/// # Safety
+/// As [`append`].
+#[inline(always)]
+pub(crate) unsafe fn parts<'a>(
+    layout: &Layout,
+    write: &WriteArg,
+    k: *const f32,
+    v: *const f32,
+) -> (&'a mut [f32], &'a [f32], &'a [f32]) {
+    let (k_dim, v_dim, row) = (layout.k_dim as usize, layout.v_dim as usize, write.row as usize);
+    // SAFETY: by the caller's promise.
+    unsafe {
+        (
+            slice::from_raw_parts_mut(write.page as *mut f32, layout.words() as usize),
+            slice::from_raw_parts(k.add(row * k_dim), k_dim),
+            slice::from_raw_parts(v.add(row * v_dim), v_dim),
+        )
+    }
+}
 
 /// Writes `count` tokens into pages, from f32 rows: `k` is `[rows][k_dim]`, `v` `[rows][v_dim]`. The values must fit the
 /// layout's dtypes.
@@ -25,14 +48,11 @@ pub unsafe extern "ptx-kernel" fn append(
     if index >= count {
         return;
     }
-    let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
     // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
     unsafe {
-        let WriteArg { page, lane, position, row, .. } = *writes.add(index as usize);
-        let page = slice::from_raw_parts_mut(page as *mut f32, layout.words() as usize);
-        let key = slice::from_raw_parts(k.add(row as usize * k_dim), k_dim);
-        let value = slice::from_raw_parts(v.add(row as usize * v_dim), v_dim);
-        store::append(Lane::new(), &layout, page, lane, position, key, value);
+        let write = *writes.add(index as usize);
+        let (page, key, value) = parts(&layout, &write, k, v);
+        store::append(Lane::new(), &layout, page, write.lane, write.position, key, value);
     }
 }
 
