@@ -139,12 +139,13 @@ impl ClosedLoop {
             }
         }
         let routes = (0..layers).map(|_| Routes::default()).collect();
-        let (sink, report, scratch) = (Arc::new(()), StepReport::default(), Scratch::default());
-        Ok(ClosedLoop { cache, routers, sink, routes, report, scratch })
+        let (report, scratch) = (StepReport::default(), Scratch::default());
+        Ok(ClosedLoop { cache, routers, sink: Arc::new(()), routes, report, scratch }.sink(Arc::new(())))
     }
 
     /// Tells `sink` of every step.
     pub fn sink(mut self, sink: Arc<dyn Sink>) -> ClosedLoop {
+        self.report.unasked = !sink.wants_reused();
         self.sink = sink;
         self
     }

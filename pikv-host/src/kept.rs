@@ -29,6 +29,24 @@ struct Mark {
 
 const GONE: u32 = u32::MAX;
 
+/// What is kept in a version.
+pub(crate) struct Version<'a> {
+    words: usize,
+    rows: &'a mut [[f32; LANES]],
+    pages: &'a mut VecDeque<Mark>,
+}
+
+impl Version<'_> {
+    /// The rows of page `i`, and when it was used.
+    #[inline]
+    pub fn page_mut(&mut self, i: usize) -> Option<(&mut [[f32; LANES]], &mut u32)> {
+        let Mark { slot, used } = self.pages.get_mut(i)?;
+        // What is gone lies past the end of them all.
+        let from = *slot as usize * self.words;
+        Some((self.rows.get_mut(from..from + self.words)?, used))
+    }
+}
+
 impl Kept {
     /// Of a run without pages.
     pub fn new(words: usize, versions: usize) -> Kept {
@@ -115,10 +133,11 @@ impl Kept {
         Some(&self.versions.get(version)?[self.range(i)?])
     }
 
-    /// The rows of page `i`, and when it was used.
-    pub fn page_mut(&mut self, i: usize, version: usize) -> Option<(&mut [[f32; LANES]], &mut u32)> {
-        let range = self.range(i)?;
-        Some((&mut self.versions[version][range], &mut self.pages[i].used))
+    /// What is kept in a version, to be gone through page by page.
+    pub fn version_mut(&mut self, version: usize) -> Version<'_> {
+        let Kept { words, versions, pages, .. } = self;
+        let rows = versions.get_mut(version).map(|rows| &mut rows[..]).unwrap_or_default();
+        Version { words: *words, rows, pages }
     }
 
     /// Sets the words of a token, in every version.

@@ -142,6 +142,13 @@ impl Rule {
         }))
     }
 
+    /// Tells of a page.
+    fn observe(&self, seen: &Seen<'_>, rows: &mut [[f32; LANES]]) {
+        let nothing = |(lane, mass): (usize, &f32)| seen.live >> lane & 1 != 0 || mass.to_bits() == 0;
+        debug_assert!(seen.mass.iter().enumerate().all(nothing), "{seen:?}");
+        self.eviction.policy.observe(seen, rows);
+    }
+
     /// Writes what is kept of a new token into its lane of tile `tile`.
     pub fn born(&self, token: &Token<'_>, kept: &mut Kept, tile: usize) {
         let mut words: SmallVec<[f32; 8]> = SmallVec::from_elem(0.0, self.words);
@@ -320,28 +327,18 @@ impl Telling<'_> {
         let Feed { weighed, reused, .. } = feed;
         let mut at = 0;
         while let Some((PageId { place, .. }, _)) = weighed.pages.get(at) {
-            let (from, place) = (at, *place);
-            at += weighed.pages[at..].iter().take_while(|(page, _)| page.place == place).count();
-            match place {
-                Place::Sinks => {}
-                Place::Ring => self.ring(h, head, weighed, from..at, cut),
+            at = match place {
+                Place::Sinks => at + 1,
+                Place::Ring => self.ring(h, head, weighed, at, cut),
                 Place::Expert(e) => {
-                    self.run(h, &mut head.chains[usize::from(e) + 1], weighed, from..at, cut, reused);
+                    self.run(h, &mut head.chains[usize::from(*e) + 1], weighed, at, cut, reused)
                 }
-            }
+            };
         }
     }
 
-    /// What all pages are told of alike.
-    fn seen<'a>(
-        &self,
-        h: usize,
-        cut: &Cut<'_>,
-        page: PageId,
-        live: u32,
-        positions: Positions<'a>,
-        mass: &'a [f32; LANES],
-    ) -> Seen<'a> {
+    /// What all pages are told of alike, to be completed for each.
+    fn seen(&self, h: usize, page: PageId, cut: &Cut<'_>) -> Seen<'static> {
         let Cut { ref told, resident, .. } = *cut;
         Seen {
             layer: self.rule.layer,
@@ -350,57 +347,58 @@ impl Telling<'_> {
             first: Position(told.start),
             rows: told.len() as u32,
             page,
-            live,
-            positions,
-            mass,
+            live: 0,
+            positions: Positions::first(0),
+            mass: &[0.0; LANES],
             resident,
         }
     }
 
-    /// Tells of pages of the ring.
-    fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, pages: Range<usize>, cut: &Cut<'_>) {
-        for i in pages {
-            let (page, _) = weighed.pages[i];
-            let Some(mass) = weighed.cut(i, cut.index) else { continue };
+    /// Tells of pages of the ring, from that at `from` on; index of the first of another place.
+    fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, from: usize, cut: &Cut<'_>) -> usize {
+        let mut kept = head.states.version_mut(self.rule.version(cut.len));
+        let mut at = from;
+        while let Some(&(page, _)) = weighed.pages.get(at).filter(|(page, _)| page.place == Place::Ring) {
+            at += 1;
+            let Some(mass) = weighed.cut(at - 1, cut.index) else { continue };
             let first = page.ordinal * PAGE;
             let below = |end: u32| filled(end.saturating_sub(first).min(PAGE));
             let live = below(cut.len) & !below(cut.left);
             let tile = page.ordinal.wrapping_sub(self.first_tile) as usize;
-            let kept = head.states.page_mut(tile, self.rule.version(cut.len));
-            if let Some((rows, _)) = kept.filter(|_| live != 0) {
-                let seen = self.seen(h, cut, page, live, Positions::first(first), mass);
-                self.rule.eviction.policy.observe(&seen, rows);
+            if let Some((rows, _)) = kept.page_mut(tile).filter(|_| live != 0) {
+                let seen = Seen { live, positions: Positions::first(first), mass, ..self.seen(h, page, cut) };
+                self.rule.observe(&seen, rows);
             }
         }
+        at
     }
 
-    /// Tells of pages of an expert.
+    /// Tells of pages of an expert, from that at `from` on; index of the first of another place.
     fn run(
         &self,
         h: usize,
         chain: &mut Chain,
         weighed: &Weighed,
-        pages: Range<usize>,
+        from: usize,
         cut: &Cut<'_>,
         reused: &mut Vec<Reused>,
-    ) {
-        let Some((PageId { place: Place::Expert(e), .. }, _)) = weighed.pages.get(pages.start) else {
-            return;
-        };
+    ) -> usize {
+        let place = weighed.pages[from].0.place;
         // From this page on there are tokens that were filed by the step: not all had been when attention looked, and not all
         // are told of already.
-        let new = cut.moved.iter().filter(|token| token.chain == usize::from(*e) + 1);
+        let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
         let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
         let codec = self.codecs[h].as_ref();
-        let version = self.rule.version(cut.len);
         let Chain { first, entries, kept, .. } = chain;
-        for i in pages {
-            let (page, mut live) = weighed.pages[i];
-            let Some(mass) = weighed.cut(i, cut.index) else { continue };
-            let Some(at) = page.ordinal.checked_sub(*first).map(|at| at as usize) else { continue };
-            let (Some(entry), Some((rows, used))) = (entries.get(at), kept.page_mut(at, version)) else {
-                continue;
-            };
+        let mut kept = kept.version_mut(self.rule.version(cut.len));
+        // One for all of them, as there are thousands a step.
+        let mut seen = self.seen(h, weighed.pages[from].0, cut);
+        let mut at = from;
+        while let Some(&(page, mut live)) = weighed.pages.get(at).filter(|(page, _)| page.place == place) {
+            at += 1;
+            let Some(mass) = weighed.cut(at - 1, cut.index) else { continue };
+            let Some(i) = page.ordinal.checked_sub(*first).map(|i| i as usize) else { continue };
+            let (Some(entry), Some((rows, used))) = (entries.get(i), kept.page_mut(i)) else { continue };
             if page.ordinal >= new {
                 let filed = |lane: &u32| entry.position(codec, *lane).is_some_and(|p| p < cut.left);
                 let filed = (0..entry.fill).filter(filed).fold(0, |filed, lane| filed | 1 << lane);
@@ -409,7 +407,7 @@ impl Telling<'_> {
             if live == 0 {
                 continue;
             }
-            let seen = self.seen(h, cut, page, live, Positions::page(entry, codec), mass);
+            seen = Seen { page, live, positions: Positions::page(entry, codec), mass, ..seen };
             if self.reused && seen.used(1.0) {
                 // A page that was never used before was there with its last token.
                 let before = if *used == 0 { entry.last().unwrap_or_default() + 1 } else { *used };
@@ -417,8 +415,9 @@ impl Telling<'_> {
                 reused.push(Reused { layer, kv_head, gap: cut.len.saturating_sub(before) });
                 *used = cut.len;
             }
-            self.rule.eviction.policy.observe(&seen, rows);
+            self.rule.observe(&seen, rows);
         }
+        at
     }
 
     /// The tokens from position `from` on that lie in pages of experts by now, by position.

@@ -13,8 +13,11 @@ pub struct StepReport {
     pub logical_bytes: u64,
     /// Tokens that policies let go of, page by page.
     pub evicted: Vec<Evicted>,
-    /// Pages that were used again, where a policy is told what attention sees: used means that a page got its fair share.
+    /// Pages that were used again, where a policy is told what attention sees: used means that a page got its fair share. Of a
+    /// [`ClosedLoop`](crate::ClosedLoop) only where its sink [wants them](crate::metrics::Sink::wants_reused).
     pub reused: Vec<Reused>,
+    /// Whether nobody asks for them.
+    pub(crate) unasked: bool,
 }
 
 impl StepReport {

@@ -347,7 +347,8 @@ impl<'a> Step<'a> {
                 let own = own..feeds.partition_point(|feed| feed.sequence <= i);
                 let Sequence { layers, len, .. } = &mut *part.sequence;
                 let layer = &mut layers[l];
-                let reused = report.as_deref_mut().map(|report| &mut report.reused);
+                let asked = report.as_deref_mut().filter(|report| !report.unasked);
+                let reused = asked.map(|report| &mut report.reused);
                 layer.observe(&inner, &inner.config.layers[l], *len, part.len, &mut feeds[own], reused);
                 if let Some(report) = &mut report {
                     let StepReport { experts, hits, misses, .. } = &mut **report;

@@ -96,9 +96,19 @@ pub trait Sink: Send + Sync {
     /// A page was used again.
     fn reused(&self, _page: &Reused) {}
 
+    /// Whether [`reused`](Sink::reused) is to be called: to find such pages the masses of all are summed after every step, which
+    /// takes about as long as a policy does with them.
+    fn wants_reused(&self) -> bool {
+        true
+    }
+
     /// What went over the cache's fabric since it was built, as of a step that was committed. Sums, not differences.
     fn traffic(&self, _sums: &Traffic) {}
 }
 
 /// Takes no notice.
-impl Sink for () {}
+impl Sink for () {
+    fn wants_reused(&self) -> bool {
+        false
+    }
+}

@@ -31,7 +31,7 @@ impl Policy for DuoLit {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        seen.update(&mut state[0], |sum, mass| sum + mass);
+        seen.add(&mut state[0]);
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {

@@ -26,7 +26,7 @@ impl Policy for FastVReceived {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        seen.update(&mut state[0], |sum, mass| sum + mass);
+        seen.add(&mut state[0]);
         for t in seen.lanes() {
             state[1][t] += (seen.rows_of(t) * seen.group) as f32;
         }

@@ -26,7 +26,7 @@ impl Policy for H2o {
     }
 
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
-        seen.update(&mut state[0], |sum, mass| sum + mass);
+        seen.add(&mut state[0]);
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {

@@ -25,7 +25,7 @@ pub struct Seen<'a> {
     pub live: u32,
     /// The positions of its tokens.
     pub positions: Positions<'a>,
-    /// Softmax weight of each lane, summed over the rows and the group.
+    /// Softmax weight of each lane, summed over the rows and the group; 0 of a lane that is not held.
     pub mass: &'a [f32; LANES],
     /// Tokens that the head holds.
     pub resident: u32,
@@ -123,16 +123,17 @@ impl Seen<'_> {
         }
     }
 
-    /// Softmax weight of the tokens that are held. Halves are added lane by lane until one is left, whatever is held.
+    /// Adds its mass to what is kept of each token that is held.
+    #[inline]
+    pub fn add(&self, kept: &mut [f32; LANES]) {
+        // To the others 0 is added: nothing has to be picked out.
+        kept.iter_mut().zip(self.mass).for_each(|(kept, mass)| *kept += mass);
+    }
+
+    /// Softmax weight of all tokens. Halves are added lane by lane until one is left, whatever is held.
     #[inline]
     pub fn weight(&self) -> f32 {
-        let mut masses = *self.mass;
-        if self.live != u32::MAX {
-            for (mass, held) in masses.iter_mut().zip(self.held()) {
-                *mass = f32::from_bits(mass.to_bits() & held);
-            }
-        }
-        let sixteen: [f32; 16] = halves(&masses);
+        let sixteen: [f32; 16] = halves(self.mass);
         let eight: [f32; 8] = halves(&sixteen);
         let four: [f32; 4] = halves(&eight);
         let two: [f32; 2] = halves(&four);
