@@ -58,7 +58,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     row("H2O", all(Eviction::new(H2o, tokens.clone())));
     row("SL", all(Eviction::new(StreamingLlm, tokens.clone())));
     let newest = all(Eviction::new(StreamingLlm, tokens.clone()));
-    row("newest, no sinks", Box::new(move |config| newest(config.sinks(0))));
+    row("newest (no sinks)", Box::new(move |config| newest(config.sinks(0))));
     row("SnapKV", all(Eviction::new(SnapKv::default(), tokens.clone())));
     row("TOVA", all(Eviction::new(Tova, tokens.clone())));
     row("key norm", all(Eviction::new(KeyNorm, tokens.clone())));
