@@ -17,7 +17,7 @@ pub struct Row {
     /// A row without one holds everything, whatever the budget.
     pub bounded: bool,
     configure: Box<dyn Fn(CacheConfig) -> CacheConfig>,
-    /// What attention reads of the pages, if it is not what the router fetches, from layer [`DENSE`] on; before it everything.
+    /// What attention reads of the pages, if it is not what the router fetches; the first [`DENSE`] layers read everything then.
     pub selects: Option<Read>,
 }
 
