@@ -10,14 +10,16 @@ pub struct Looped {
     pub pikv: ClosedLoop,
     pub sequence: Sequence,
     pub sink: Arc<Collector>,
-    attend: Attend,
+    /// `[layers]`
+    attend: Vec<Attend>,
     time: Duration,
     /// Tokens filed by each expert, over all layers.
     pub filed: Vec<u64>,
 }
 
 impl Looped {
-    pub fn new(pikv: ClosedLoop, attend: Attend) -> Looped {
+    /// `attend` says how each layer attends.
+    pub fn new(pikv: ClosedLoop, attend: Vec<Attend>) -> Looped {
         let sequence = pikv.cache().sequence();
         let experts = pikv.cache().config().experts as usize;
         let sink = Arc::new(Collector::new(experts));
@@ -40,7 +42,7 @@ impl Looped {
 
 pub struct Step<'a> {
     step: LoopStep<'a>,
-    attend: Attend,
+    attend: &'a [Attend],
     time: &'a mut Duration,
     filed: &'a mut [u64],
     routed: bool,
@@ -64,7 +66,8 @@ impl AnyCache for Looped {
         let top_k = self.pikv.cache().config().top_k as usize;
         let routed = self.pikv.cache().config().experts > 1;
         let step = self.pikv.begin([(&mut self.sequence, n as u32)])?;
-        Ok(Step { step, attend: self.attend, time: &mut self.time, filed: &mut self.filed, routed, top_k })
+        let (time, filed) = (&mut self.time, &mut self.filed);
+        Ok(Step { step, attend: &self.attend, time, filed, routed, top_k })
     }
 
     fn len(&self) -> usize {
@@ -104,8 +107,7 @@ impl AnyStep for Step<'_> {
     ) -> Result<(), LoopError> {
         self.timed(|this| {
             this.step.append(layer, k, v)?;
-            let attend = this.attend;
-            this.step.attend(layer, q, &attend, Output::new(out))
+            this.step.attend(layer, q, &this.attend[layer], Output::new(out))
         })
     }
 

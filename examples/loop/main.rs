@@ -161,7 +161,8 @@ fn evaluate(
     let config = CacheConfig::new(layers, 4 << 30).ring(ring(budget)).sinks(SINKS).experts(experts, top_k);
     let cache = Cache::new(row.config(config))?;
     let routers = routers::routers(router, experts, top_k, subject.layers)?;
-    let attend = row.attend(Attend::new(1.0 / (subject.head_dim as f32).sqrt()), fetched);
+    let attend = Attend::new(1.0 / (subject.head_dim as f32).sqrt());
+    let attend = (0..subject.layers).map(|l| attend.read(row.read(l, fetched))).collect();
     let mut looped = Looped::new(ClosedLoop::new(cache, routers)?, attend);
     let (vocab, mut logits) = (subject.vocab(), Vec::new());
     let (mut loss, mut bytes) = (0.0, 0);
@@ -186,7 +187,7 @@ fn evaluate(
     Ok(Outcome {
         router: router.to_owned(),
         policy: row.name.to_owned(),
-        budget: if row.bounded || row.read.is_some() { budget } else { subject.window() as u32 },
+        budget: if row.bounded || row.selects.is_some() { budget } else { subject.window() as u32 },
         nats: loss / inputs.len() as f64,
         bytes,
         hit_rate: if hits + misses == 0 { 1.0 } else { hits as f64 / (hits + misses) as f64 },

@@ -5,8 +5,11 @@ use pikv::policy::{
     AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm, Lru,
     LruPlus, SnapKv, StreamingLlm, Tova,
 };
-use pikv::{Attend, CacheConfig, Read, Rope};
+use pikv::{CacheConfig, Read, Rope};
 use std::error::Error;
+
+/// Layers that FastV and Quest leave as they are, the first.
+const DENSE: usize = 2;
 
 /// What a row of the table runs with.
 pub struct Row {
@@ -14,8 +17,8 @@ pub struct Row {
     /// A row without one holds everything, whatever the budget.
     pub bounded: bool,
     configure: Box<dyn Fn(CacheConfig) -> CacheConfig>,
-    /// What attention reads of the pages, if it is not what the router fetches.
-    pub read: Option<Read>,
+    /// What attention reads of the pages, if it is not what the router fetches; the first [`DENSE`] layers read everything then.
+    pub selects: Option<Read>,
 }
 
 impl Row {
@@ -23,8 +26,12 @@ impl Row {
         (self.configure)(config)
     }
 
-    pub fn attend(&self, attend: Attend, fetched: Read) -> Attend {
-        attend.read(self.read.unwrap_or(fetched))
+    /// What a layer's attention reads of the pages, where the router fetches `fetched`.
+    pub fn read(&self, layer: usize, fetched: Read) -> Read {
+        match self.selects {
+            Some(_) if layer < DENSE => Read::All,
+            read => read.unwrap_or(fetched),
+        }
     }
 }
 
@@ -47,7 +54,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     let tokens = Budget::Tokens(budget);
     let mut rows = Vec::new();
     let mut row = |name, configure: Box<dyn Fn(CacheConfig) -> CacheConfig>| {
-        rows.push(Row { name, bounded: name != "none", configure, read: None });
+        rows.push(Row { name, bounded: name != "none", configure, selects: None });
     };
     let all = |eviction: Eviction| -> Box<dyn Fn(CacheConfig) -> CacheConfig> {
         Box::new(move |config| config.evict(eviction.clone()))
@@ -58,7 +65,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     row("H2O", all(Eviction::new(H2o, tokens.clone())));
     row("SL", all(Eviction::new(StreamingLlm, tokens.clone())));
     let newest = all(Eviction::new(StreamingLlm, tokens.clone()));
-    row("newest, no sinks", Box::new(move |config| newest(config.sinks(0))));
+    row("newest (no sinks)", Box::new(move |config| newest(config.sinks(0))));
     row("SnapKV", all(Eviction::new(SnapKv::default(), tokens.clone())));
     row("TOVA", all(Eviction::new(Tova, tokens.clone())));
     row("key norm", all(Eviction::new(KeyNorm, tokens.clone())));
@@ -74,19 +81,19 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     row("C_Py", all(Eviction::new(SnapKv::default(), Budget::Layers(budgets.into()))));
     row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), 10), tokens.clone())));
     // What the first two layers hold too much the others do without.
-    let share = (u64::from(budget) * layers as u64).saturating_sub(2 * u64::from(window));
-    let rest = u32::try_from(share / (layers as u64).saturating_sub(2).max(1))?.max(fixed + 1);
+    let share = (u64::from(budget) * layers as u64).saturating_sub(DENSE as u64 * u64::from(window));
+    let rest = u32::try_from(share / (layers.saturating_sub(DENSE) as u64).max(1))?.max(fixed + 1);
     let fast = Eviction::new(FastVReceived, Budget::Tokens(rest));
     row(
         "C_F",
-        Box::new(move |config| (2..layers).fold(config, |config, l| config.evict_layer(l, fast.clone()))),
+        Box::new(move |config| (DENSE..layers).fold(config, |config, l| config.evict_layer(l, fast.clone()))),
     );
     let pages = (budget.saturating_sub(fixed) / pikv::PAGE).max(1);
     rows.push(Row {
         name: "QUEST",
         bounded: false,
         configure: Box::new(|config| config.bounds(true)),
-        read: Some(Read::Quest { pages }),
+        selects: Some(Read::Quest { pages }),
     });
     Ok(rows)
 }
@@ -111,6 +118,6 @@ fn duo(far: &[Vec<f32>], budget: u32, fixed: u32, window: u32) -> Duo {
 impl Row {
     /// Everything is held and read.
     pub fn everything() -> Row {
-        Row { name: "none", bounded: false, configure: Box::new(|config| config), read: Some(Read::All) }
+        Row { name: "none", bounded: false, configure: Box::new(|config| config), selects: Some(Read::All) }
     }
 }
