@@ -123,13 +123,18 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
     folded: *mut f32,
 ) {
     let layout = layout.layout();
+    let index = thread::warp_index();
+    if index >= count {
+        return;
+    }
     // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's query.
     unsafe {
-        let Some(FoldArg { to, start, query, map }) = entry(list, count) else { return };
+        let FoldArg { to, start, query, map } = *list.add(index as usize);
         let FoldMapArg { map, narrow, cols } = *maps.add(map as usize);
         let q = q.row::<f32>(query, layout.k_dim);
         let out = slice::from_raw_parts_mut(folded.add(to as usize).cast::<[f32; LANES]>(), cols as usize);
-        *folded.add(start as usize) = fold(Lane::new(), map.back().as_ref(), q, factor, narrow as usize, out);
+        let from = fold(Lane::new(), map.back().as_ref(), q, factor, narrow as usize, out);
+        *folded.add(start as usize) = from;
     }
 }
 
