@@ -655,7 +655,7 @@ fn appends_and_copies_with_the_bits_of_the_cpu() {
 fn tiny(body: &str) -> String {
     format!(
         ".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry k(\n\t.param .u64 k_param_0\n)\n{{\n\
-         \t.reg .pred %p<9>;\n\t.reg .b32 %r<9>;\n\t.reg .b64 %rd<9>;\n\tld.param.b64 %rd1, [k_param_0];\n\
+         \t.reg .pred %p<9>;\n\t.reg .b16 %rs<9>;\n\t.reg .b32 %r<9>;\n\t.reg .b64 %rd<9>;\n\tld.param.b64 %rd1, [k_param_0];\n\
          \tmov.u32 %r1, %tid.x;\n\tmul.wide.u32 %rd2, %r1, 4;\n\tadd.s64 %rd3, %rd1, %rd2;\n{body}\n\tret;\n}}\n"
     )
 }
@@ -782,6 +782,14 @@ fn finds_races() {
         let (_, _, cause) = cause(&format!("{first}\n {then}"), &[0; 32], 32);
         assert!(matches!(cause, Cause::LaneRace { .. }));
     }
+    // Halves of a word are apart, of two lanes and of two warps; one half is not.
+    let at = |bytes: &str| {
+        format!("add.s64 %rd4, %rd1, {bytes};\n cvt.u16.u32 %rs1, %r1;\n st.global.b16 [%rd4+2], %rs1;")
+    };
+    let own = format!("shr.u64 %rd5, %rd2, 1;\n {}", at("%rd5"));
+    let out = run_tiny(&own, &[0; 33], 64).unwrap();
+    assert!((1..32).all(|i| out[i] == (2 * i as u32 - 1) | (2 * i as u32) << 16), "{out:?}");
+    assert!(matches!(cause(&at("0"), &[0; 32], 32).2, Cause::LaneRace { .. }));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::warp::Warp;
 use half::{bf16, f16};
 
-/// The stored form of K or V.
+/// The stored form of K or V, and what the elements of a tensor of the device are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Dtype {

@@ -30,6 +30,7 @@ pub mod rows;
 pub mod score;
 pub mod shard;
 pub mod store;
+pub mod tensor;
 pub mod warp;
 
 pub use warp::{LANES, Warp};

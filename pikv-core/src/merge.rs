@@ -6,6 +6,7 @@
 
 use crate::math;
 use crate::page::Layout;
+use crate::tensor::Results;
 use crate::warp::{LANES, Warp};
 
 /// Partial results of some query rows: for each row an exponent, a sum, and `acc_rows` rows of lanes.
@@ -97,13 +98,20 @@ pub fn merge<W: Warp>(w: W, left: &mut Partial<'_>, right: &Partial<'_>) {
 /// Output of one row: `out = acc / l` (`v_dim` channels), and the natural log-sum-exp of its scores.
 /// A row that saw nothing gets zeros and -inf.
 #[inline(always)]
-pub fn finish<W: Warp>(w: W, layout: &Layout, m: f32, l: f32, acc: &[[f32; LANES]], out: &mut [f32]) -> f32 {
+pub fn finish<W: Warp>(
+    w: W,
+    layout: &Layout,
+    m: f32,
+    l: f32,
+    acc: &[[f32; LANES]],
+    out: &mut (impl Results<W> + ?Sized),
+) -> f32 {
     let seen = m != f32::NEG_INFINITY;
     let per_word = layout.v.per_word() as usize;
     for (i, row) in acc.iter().enumerate() {
         let (col, j) = (i / per_word, i % per_word);
         let y = if seen { w.div(w.load_f(row), w.splat(l)) } else { w.splat(0.0) };
-        w.scatter(y, out, col * LANES * per_word + j, per_word);
+        out.scatter(w, y, col * LANES * per_word + j, per_word);
     }
     if seen { m * core::f32::consts::LN_2 + w.lane(math::ln(w, w.splat(l)), 0) } else { f32::NEG_INFINITY }
 }

@@ -3,6 +3,7 @@
 
 use crate::codec::pack::shifted_left;
 use crate::rope::Rotation;
+use crate::tensor::{Row, size};
 use crate::warp::{LANES, Warp};
 
 /// Writes query `q`, turned to a position if there is one and times `factor`, to row `row` of a bundle, `[channels][width]`; 0 in the
@@ -13,7 +14,7 @@ use crate::warp::{LANES, Warp};
 #[inline(always)]
 pub fn bundle<W: Warp>(
     w: W,
-    q: &[f32],
+    q: impl Row<W>,
     turn: Option<(&Rotation<'_>, u32)>,
     factor: f32,
     (row, width): (usize, usize),
@@ -35,7 +36,7 @@ pub fn bundle<W: Warp>(
 #[inline(always)]
 fn rotate<W: Warp>(
     w: W,
-    q: &[f32],
+    q: impl Row<W>,
     rotation: &Rotation<'_>,
     position: u32,
     factor: W::F,
@@ -63,22 +64,20 @@ fn rotate<W: Warp>(
     }
 }
 
-/// Entries of a table, 0 past its end.
+/// Elements of a row, 0 past its end.
 #[inline(always)]
-fn part<W: Warp>(w: W, table: &[f32], index: W::U) -> W::F {
-    let inside = w.ge_i(w.splat_u(table.len() as u32 - 1), index);
+pub(crate) fn part<W: Warp>(w: W, row: impl Row<W>, index: W::U) -> W::F {
+    let inside = w.ge_i(w.splat_u(row.count() as u32 - 1), index);
     let at = w.bits(w.select(inside, w.from_bits(index), w.splat(0.0)));
-    w.select(inside, w.gather(table, at), w.splat(0.0))
+    w.select(inside, row.gather(w, at), w.splat(0.0))
 }
 
 /// The first channel of a row that is not a number, or of a larger magnitude than `limit`, which is finite; and its value.
 #[inline(always)]
-pub fn beyond<W: Warp>(w: W, row: &[f32], limit: f32) -> Option<(u32, f32)> {
-    for first in (0..row.len()).step_by(LANES) {
+pub fn beyond<W: Warp>(w: W, row: impl Row<W>, limit: f32) -> Option<(u32, f32)> {
+    for first in (0..row.count()).step_by(LANES) {
         let x = part(w, row, w.add_u(w.lane_id(), w.splat_u(first as u32)));
-        // Of numbers without a sign the bits are in order, and what is not a number is above them all.
-        let size = w.and(w.bits(x), w.splat_u(0x7fff_ffff));
-        let bad = w.ballot(w.ge_i(size, w.splat_u(limit.to_bits() + 1)));
+        let bad = w.ballot(w.ge_i(size(w, x), w.splat_u(limit.to_bits() + 1)));
         if bad != 0 {
             let at = bad.trailing_zeros();
             return Some((first as u32 + at, w.lane(x, at as usize)));
@@ -178,7 +177,7 @@ mod tests {
                     let mut row = [-most; 70];
                     row[at] = bad;
                     row[69] = bad;
-                    let (channel, value) = beyond(Portable, &row, most).expect("there is one");
+                    let (channel, value) = beyond(Portable, &row[..], most).expect("there is one");
                     assert_eq!((channel as usize, value.to_bits()), (at, bad.to_bits()));
                     row[69] = 0.0;
                     assert_eq!(beyond(Portable, &row[..at], most), None);

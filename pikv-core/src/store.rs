@@ -5,6 +5,8 @@
 
 use crate::dtype::Dtype;
 use crate::page::Layout;
+use crate::rows::part;
+use crate::tensor::Row;
 use crate::warp::{LANES, Warp};
 
 /// [`Dtype::encode`] of values that are known to fit.
@@ -32,16 +34,13 @@ pub(crate) fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
 
 /// Words `first..first + 32` of a row of channels; 0 past its end.
 #[inline(always)]
-fn words<W: Warp>(w: W, dtype: Dtype, row: &[f32], first: usize) -> W::U {
+fn words<W: Warp>(w: W, dtype: Dtype, row: impl Row<W>, first: usize) -> W::U {
     let per_word = dtype.per_word();
     let mut word = w.splat_u(0);
     for j in 0..per_word {
         let lane = if per_word == 1 { w.lane_id() } else { w.shl::<1>(w.lane_id()) };
         let channel = w.add_u(lane, w.splat_u(first as u32 * per_word + j));
-        let inside = w.ge_i(w.splat_u(row.len() as u32 - 1), channel);
-        let at = w.bits(w.select(inside, w.from_bits(channel), w.splat(0.0)));
-        let x = w.select(inside, w.gather(row, at), w.splat(0.0));
-        let bits = encode(w, dtype, x);
+        let bits = encode(w, dtype, part(w, row, channel));
         word = w.or(word, if j == 0 { bits } else { w.shl::<16>(bits) });
     }
     word
@@ -61,20 +60,46 @@ pub fn append<W: Warp>(
     key: &[f32],
     value: &[f32],
 ) {
-    let (key, value) = (&key[..layout.k_dim as usize], &value[..layout.v_dim as usize]);
+    append_key(w, layout, page, lane, position, key);
+    append_value(w, layout, page, lane, value);
+}
+
+/// [`append`], but for the value.
+///
+/// # Panics
+/// As there.
+#[inline(always)]
+pub fn append_key<W: Warp>(
+    w: W,
+    layout: &Layout,
+    page: &mut [f32],
+    lane: u32,
+    position: u32,
+    key: impl Row<W>,
+) {
+    let key = key.first(layout.k_dim as usize);
     let end = layout.v_base() as usize;
     for first in (0..layout.k_rows() as usize).step_by(LANES) {
         let word = w.from_bits(words(w, layout.k, key, first));
         let start = layout.k_word(0, 0, lane) as usize + first * LANES;
         w.scatter(word, &mut page[..end], start, LANES);
     }
+    page[lane as usize] = f32::from_bits(position);
+}
+
+/// [`append`], but for the key and the position.
+///
+/// # Panics
+/// As there.
+#[inline(always)]
+pub fn append_value<W: Warp>(w: W, layout: &Layout, page: &mut [f32], lane: u32, value: impl Row<W>) {
+    let value = value.first(layout.v_dim as usize);
     let start = layout.v_word(0, 0, lane) as usize;
     let end = start + layout.v_stride() as usize;
     for first in (0..layout.v_stride() as usize).step_by(LANES) {
         let word = w.from_bits(words(w, layout.v, value, first));
         w.scatter(word, &mut page[..end], start + first, 1);
     }
-    page[lane as usize] = f32::from_bits(position);
 }
 
 /// [`Layout::copy`].

@@ -63,6 +63,17 @@ pub trait Warp: Copy {
     /// Lane `i` writes `row[i]`.
     fn store(self, x: Self::F, row: &mut [f32; LANES]);
 
+    /// Lane `i` reads `table[index[i]]` into the low half of its word. For tensors that a device holds; a CPU is not fast at it.
+    ///
+    /// # Panics
+    /// If an index lies outside `table` (a trap on a device).
+    #[inline(always)]
+    fn gather_half(self, table: &[u16], index: Self::U) -> Self::U {
+        let mut at = [0.0; LANES];
+        self.store(self.from_bits(index), &mut at);
+        self.load(&at.map(|at| u32::from(table[at.to_bits() as usize])))
+    }
+
     /// `a + b`
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a - b`
@@ -173,6 +184,18 @@ pub trait Warp: Copy {
         for (i, x) in row.iter().enumerate() {
             if let Some(out) = out.get_mut(start + i * step) {
                 *out = *x;
+            }
+        }
+    }
+
+    /// As [`Warp::scatter`], of the low half of each word; as slow as [`Warp::gather_half`] on a CPU.
+    #[inline(always)]
+    fn scatter_half(self, x: Self::U, out: &mut [u16], start: usize, step: usize) {
+        let mut row = [0.0; LANES];
+        self.store(self.from_bits(x), &mut row);
+        for (i, x) in row.iter().enumerate() {
+            if let Some(out) = out.get_mut(start + i * step) {
+                *out = x.to_bits() as u16;
             }
         }
     }

@@ -109,6 +109,7 @@ forward! {
     cuMemcpyHtoDAsync_v2(to: u64, from: P, bytes: usize, stream: P);
     cuMemcpyDtoHAsync_v2(to: P, from: u64, bytes: usize, stream: P);
     cuPointerGetAttribute(data: P, attribute: u32, address: u64);
+    cuMemsetD16Async(to: u64, value: u16, count: usize, stream: P);
     cuMemsetD32Async(to: u64, value: u32, count: usize, stream: P);
     cuStreamCreateWithPriority(stream: P, flags: u32, priority: i32);
     cuStreamDestroy_v2(stream: P);

@@ -272,9 +272,7 @@ fn attend_views(
         #[cfg(feature = "cuda")]
         on_device: match &tensors {
             Tensors::Host(..) => None,
-            Tensors::Device(Queries { q, late, .. }) => {
-                Some(OnDevice { q: q.address(), fault: late.fault(layer, 2) })
-            }
+            Tensors::Device(Queries { q, late, .. }) => Some(OnDevice { q: *q, fault: late.fault(layer, 2) }),
         },
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
@@ -363,7 +361,7 @@ fn attend_views(
             attend_in_place(&job, layer, scale, &forests, wanted_some, given, seen, queries)?;
             // What is said of each sequence once the host has its masses.
             let sequences = (0..sequences.len()).map(of).collect();
-            given.late.asked(layer, Asked { sequences, apart: read != Read::All, queries });
+            given.late.asked(layer, Asked { sequences, apart: read != Read::All });
             None
         }
     };

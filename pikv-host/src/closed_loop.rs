@@ -39,6 +39,7 @@
 
 use crate::attend::{Attend, Output};
 use crate::cache::Cache;
+use crate::device::{DeviceOutput, DeviceSlice};
 use crate::error::Error;
 use crate::metrics::{Sink, StepMetrics};
 use crate::report::StepReport;
@@ -208,6 +209,14 @@ impl<'a> LoopStep<'a> {
         Ok(self.step().append(layer, k, v)?)
     }
 
+    /// As [`Step::append_device`].
+    ///
+    /// # Errors
+    /// Those of [`Step::append_device`].
+    pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), LoopError> {
+        Ok(self.step().append_device(layer, k, v)?)
+    }
+
     /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]`, and files the rows by them. The model's own
     /// choice and its weights are in [`Routes::model`].
     ///
@@ -262,6 +271,28 @@ impl<'a> LoopStep<'a> {
         out: Output<'_>,
     ) -> Result<(), LoopError> {
         Ok(self.step().attend(layer, q, options, out)?)
+    }
+
+    /// As [`Step::attend_device`], and as [`attend`](LoopStep::attend).
+    ///
+    /// # Errors
+    /// Those of [`Step::attend_device`].
+    pub fn attend_device(
+        &mut self,
+        layer: usize,
+        q: DeviceSlice,
+        options: &Attend,
+        out: DeviceOutput,
+    ) -> Result<(), LoopError> {
+        Ok(self.step().attend_device(layer, q, options, out)?)
+    }
+
+    /// As [`Step::check`].
+    ///
+    /// # Errors
+    /// Those of [`Step::check`].
+    pub fn check(&mut self) -> Result<(), LoopError> {
+        Ok(self.step().check()?)
     }
 
     /// Makes the tokens part of their sequences, evicts what is over the budgets, and lets the routers learn.

@@ -365,6 +365,24 @@ pub enum Error {
         /// The scale as given.
         scale: f32,
     },
+    /// A result that the dtype of the device's tensor cannot hold.
+    #[error(
+        "out of layer {layer}, row {row}, query head {head}, channel {channel}: {value} is not finite as {dtype}"
+    )]
+    Output {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The query head.
+        head: usize,
+        /// Channel of the row.
+        channel: usize,
+        /// The value.
+        value: f32,
+        /// The tensor's form.
+        dtype: &'static str,
+    },
     /// A scale that is not a number above 0.
     #[error("scale {0}: it must be finite and above 0, over the softcap too; usually 1 / sqrt(head_dim)")]
     Scale(f32),

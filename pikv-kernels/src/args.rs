@@ -23,6 +23,19 @@ pub struct LayoutArg {
     pub v: u32,
 }
 
+/// A tensor of an engine's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct TensorArg {
+    /// Address of its first element.
+    pub at: u64,
+    /// Index of its dtype in [`Dtype::ALL`].
+    pub dtype: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
 /// A [`Packed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
@@ -340,6 +353,24 @@ impl LayoutArg {
             k: Dtype::ALL[self.k as usize],
             v: Dtype::ALL[self.v as usize],
         }
+    }
+}
+
+impl TensorArg {
+    /// One in `dtype` that begins at an address.
+    pub fn new(at: u64, dtype: Dtype) -> Self {
+        TensorArg { at, dtype: dtype.index(), pad: 0 }
+    }
+
+    /// What its elements are.
+    #[inline(always)]
+    pub fn dtype(&self) -> Dtype {
+        Dtype::ALL[self.dtype as usize]
+    }
+
+    /// Whether they are f32, which has kernels of its own.
+    pub fn wide(&self) -> bool {
+        self.dtype() == Dtype::F32
     }
 }
 

@@ -234,18 +234,18 @@ pub unsafe extern "ptx-kernel" fn merge_pairs(pairs: *const PairArg, count: u32,
     merge(lanes, &mut Partial::new(left, rows, acc_rows), &Partial::new(right, rows, acc_rows));
 }
 
-/// A row whose partial result is to be finished.
-pub(crate) struct End<'a> {
+/// A row whose partial result is to be finished, to an output of `T`.
+pub(crate) struct End<'a, T> {
     /// Which output it is.
     pub to: usize,
     /// Its exponent and its sum.
     pub m: f32,
     pub l: f32,
-    acc: &'a [f32],
-    pub out: &'a mut [f32],
+    pub acc: &'a [f32],
+    pub out: &'a mut [T],
 }
 
-impl<'a> End<'a> {
+impl<'a, T> End<'a, T> {
     /// The warp's row of `count`, if there is one for it.
     ///
     /// # Safety
@@ -256,8 +256,8 @@ impl<'a> End<'a> {
         rows: *const RowArg,
         count: u32,
         parts: *const f32,
-        out: *mut f32,
-    ) -> Option<End<'a>> {
+        out: *mut T,
+    ) -> Option<End<'a, T>> {
         let index = thread::warp_index();
         if index >= count {
             return None;
@@ -272,7 +272,9 @@ impl<'a> End<'a> {
             Some(End { to, m, l, acc, out: slice::from_raw_parts_mut(out.add(to * width), width) })
         }
     }
+}
 
+impl End<'_, f32> {
     /// Writes its output; its log-sum-exp.
     #[inline(always)]
     pub fn finish(&mut self, lanes: Lane, layout: &Layout) -> f32 {

@@ -216,6 +216,10 @@ impl Warp for Lane {
         row[self.0 as usize % LANES] = x;
     }
     #[inline(always)]
+    fn gather_half(self, table: &[u16], index: u32) -> u32 {
+        u32::from(table[index as usize])
+    }
+    #[inline(always)]
     fn add(self, a: f32, b: f32) -> f32 {
         a + b
     }
@@ -339,6 +343,12 @@ impl Warp for Lane {
     fn scatter(self, x: f32, out: &mut [f32], start: usize, step: usize) {
         if let Some(out) = out.get_mut(start + self.0 as usize * step) {
             *out = x;
+        }
+    }
+    #[inline(always)]
+    fn scatter_half(self, x: u32, out: &mut [u16], start: usize, step: usize) {
+        if let Some(out) = out.get_mut(start + self.0 as usize * step) {
+            *out = x as u16;
         }
     }
     #[inline(always)]

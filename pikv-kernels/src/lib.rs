@@ -21,6 +21,8 @@ pub mod factors;
 #[cfg(target_arch = "nvptx64")]
 pub mod gpu;
 #[cfg(target_arch = "nvptx64")]
+pub mod halves;
+#[cfg(target_arch = "nvptx64")]
 pub mod pack;
 #[cfg(target_arch = "nvptx64")]
 pub mod packed;

@@ -4,15 +4,17 @@
 //! Several warps write to one bundle, each words of its own row, as in [`crate::attend`]. What a host would have refused is noted in
 //! a word of its own for each cause: the row in the upper half, and the bits of the value in the lower; of several the first row stays.
 
-use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, WriteArg};
+use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, TensorArg, WriteArg};
 use crate::attend::{End, turns};
 use crate::gpu::{Lane, thread};
 use crate::store::parts;
 use core::slice;
 use core::sync::atomic::{AtomicU64, Ordering};
 use pikv_core::codec::fold::fold;
+use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
 use pikv_core::rows::{beyond, bundle, sound};
+use pikv_core::tensor::Row;
 use pikv_core::{LANES, Warp, store};
 
 /// Notes that element `index` is at fault.
@@ -20,14 +22,38 @@ use pikv_core::{LANES, Warp, store};
 /// # Safety
 /// `fault` is a word that nobody accesses otherwise while the kernel runs.
 #[inline(always)]
-unsafe fn note(fault: *mut u64, index: u32, value: f32) {
+pub(crate) unsafe fn note(fault: *mut u64, index: u32, value: f32) {
     // SAFETY: the caller's promise.
     let fault = unsafe { AtomicU64::from_ptr(fault) };
     fault.fetch_min(u64::from(index) << 32 | u64::from(value.to_bits()), Ordering::Relaxed);
 }
 
-/// Puts `count` queries, rows of `q`, `[rows][k_dim]`, into bundles of `[channels][rows]`, the channels padded to whole words: turned to
-/// their positions, if there is a rotation, and times `factor`. One that is not finite is noted in `fault`: its element of `q`.
+/// The warp's entry of a list of `count`, if there is one for it.
+///
+/// # Safety
+/// The list must be so long.
+#[inline(always)]
+pub(crate) unsafe fn entry<T: Copy>(list: *const T, count: u32) -> Option<T> {
+    let index = thread::warp_index();
+    // SAFETY: the caller's promise.
+    (index < count).then(|| unsafe { *list.add(index as usize) })
+}
+
+impl TensorArg {
+    /// Row `row` of those of `width` elements, which are `T`.
+    ///
+    /// # Safety
+    /// There must be one.
+    #[inline(always)]
+    pub(crate) unsafe fn row<'a, T>(&self, row: u32, width: u32) -> &'a [T] {
+        let width = width as usize;
+        // SAFETY: the caller's promise.
+        unsafe { slice::from_raw_parts((self.at as *const T).add(row as usize * width), width) }
+    }
+}
+
+/// Puts `count` queries, rows of `q`, `[rows][k_dim]` in f32, into bundles of `[channels][rows]`, the channels padded to whole words:
+/// turned to their positions, if there is a rotation, and times `factor`. One that is not finite is noted in `fault`: its element of `q`.
 ///
 /// # Safety
 /// The pointers must reach what is described, no row of a bundle may stand twice in `list`, and whole warps must be launched.
@@ -35,7 +61,7 @@ unsafe fn note(fault: *mut u64, index: u32, value: f32) {
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn gather_queries(
     layout: LayoutArg,
-    q: *const f32,
+    q: TensorArg,
     factor: f32,
     rope: RopeArg,
     table: *const f32,
@@ -45,17 +71,33 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
     fault: *mut u64,
 ) {
     let layout = layout.layout();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's query.
+    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's query.
     unsafe {
-        let QueryArg { bundle: to, query, position, row, width } = *list.add(index as usize);
-        let (k_dim, width) = (layout.k_dim as usize, width as usize);
-        let lanes = Lane::new();
-        let q = slice::from_raw_parts(q.add(query as usize * k_dim), k_dim);
-        let table = turns(&rope, table);
+        let Some(of) = entry(list, count) else { return };
+        let q = q.row::<f32>(of.query, layout.k_dim);
+        gather_one(Lane::new(), &layout, q, factor, (&rope, table), &of, bundles, fault);
+    }
+}
+
+/// # Safety
+/// As [`gather_queries`], of the one that `q` is.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+pub(crate) unsafe fn gather_one(
+    lanes: Lane,
+    layout: &Layout,
+    q: impl Row<Lane>,
+    factor: f32,
+    (rope, table): (&RopeArg, *const f32),
+    of: &QueryArg,
+    bundles: *mut f32,
+    fault: *mut u64,
+) {
+    let QueryArg { bundle: to, query, position, row, width } = *of;
+    let width = width as usize;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let table = turns(rope, table);
         let rotation = rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity });
         let out = slice::from_raw_parts_mut(bundles.add(to as usize), layout.k_channels() as usize * width);
         if let Some((channel, value)) = beyond(lanes, q, f32::MAX) {
@@ -65,7 +107,7 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
     }
 }
 
-/// Folds `count` queries, rows of `q`, `[rows][k_dim]`, through the maps of codecs, times `factor`. What is left of each goes to
+/// Folds `count` queries, rows of `q`, `[rows][k_dim]` in f32, through the maps of codecs, times `factor`. What is left of each goes to
 /// `folded`, and what its scores start from.
 ///
 /// # Safety
@@ -73,7 +115,7 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn fold_queries(
     layout: LayoutArg,
-    q: *const f32,
+    q: TensorArg,
     factor: f32,
     maps: *const FoldMapArg,
     list: *const FoldArg,
@@ -85,19 +127,18 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
     if index >= count {
         return;
     }
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's query.
+    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's query.
     unsafe {
         let FoldArg { to, start, query, map } = *list.add(index as usize);
         let FoldMapArg { map, narrow, cols } = *maps.add(map as usize);
-        let k_dim = layout.k_dim as usize;
-        let q = slice::from_raw_parts(q.add(query as usize * k_dim), k_dim);
+        let q = q.row::<f32>(query, layout.k_dim);
         let out = slice::from_raw_parts_mut(folded.add(to as usize).cast::<[f32; LANES]>(), cols as usize);
         let from = fold(Lane::new(), map.back().as_ref(), q, factor, narrow as usize, out);
         *folded.add(start as usize) = from;
     }
 }
 
-/// As [`append`](crate::store::append), of rows that nobody has looked at: `limits` are the largest magnitudes that each of `heads` heads
+/// As [`append`](crate::store::append), of f32 that nobody has looked at: `limits` are the largest magnitudes that each of `heads` heads
 /// takes of a key and of a value. The first element of `k` and of `v` that is beyond is noted in one of the two `faults`.
 ///
 /// # Safety
@@ -106,8 +147,8 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn append_rows(
     layout: LayoutArg,
-    k: *const f32,
-    v: *const f32,
+    k: TensorArg,
+    v: TensorArg,
     writes: *const WriteArg,
     count: u32,
     heads: u32,
@@ -115,16 +156,12 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     faults: *mut u64,
 ) {
     let layout = layout.layout();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
+    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's token.
     unsafe {
-        let write = *writes.add(index as usize);
+        let Some(write) = entry(writes, count) else { return };
         let WriteArg { lane, position, row, .. } = write;
         let lanes = Lane::new();
-        let (page, key, value) = parts(&layout, &write, k, v);
+        let (page, key, value) = parts(&layout, &write, k.at as *const f32, v.at as *const f32);
         let [k_limit, v_limit] = *limits.add((row % heads) as usize);
         if let Some((channel, x)) = beyond(lanes, key, k_limit) {
             note(faults, row * layout.k_dim + channel, x);
@@ -136,8 +173,8 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     }
 }
 
-/// As [`finish_rows`](crate::attend::finish_rows), for results that stay on the device: the log-sum-exp of output `i` goes to `lse[i]`,
-/// unless that is null, and a row whose scores or values overflow is noted in `fault`.
+/// As [`finish_rows`](crate::attend::finish_rows), for results in f32 that stay on the device: the log-sum-exp of output `i` goes to
+/// `lse[i]`, unless that is null, and a row whose scores or values overflow is noted in `fault`.
 ///
 /// # Safety
 /// As there.
@@ -148,7 +185,7 @@ pub unsafe extern "ptx-kernel" fn finish_in_place(
     rows: *const RowArg,
     count: u32,
     parts: *const f32,
-    out: *mut f32,
+    out: TensorArg,
     lse: *mut f32,
     fault: *mut u64,
 ) {
@@ -156,7 +193,7 @@ pub unsafe extern "ptx-kernel" fn finish_in_place(
     // SAFETY: the caller's own promise, also on `lse` and `fault`; whole warps are launched, and what decides control flow is the warp's
     // row.
     unsafe {
-        let Some(mut end) = End::of(&layout, rows, count, parts, out) else { return };
+        let Some(mut end) = End::of(&layout, rows, count, parts, out.at as *mut f32) else { return };
         let lanes = Lane::new();
         let of = end.finish(lanes, &layout);
         if !lse.is_null() {

@@ -8,7 +8,17 @@ use core::slice;
 use pikv_core::page::Layout;
 use pikv_core::store;
 
-/// The page that a token is written to, its key and its value.
+/// The page that a token is written to.
+///
+/// # Safety
+/// As [`append`].
+#[inline(always)]
+pub(crate) unsafe fn page<'a>(layout: &Layout, write: &WriteArg) -> &'a mut [f32] {
+    // SAFETY: by the caller's promise.
+    unsafe { slice::from_raw_parts_mut(write.page as *mut f32, layout.words() as usize) }
+}
+
+/// The same, the token's key and its value.
 ///
 /// # Safety
 /// As [`append`].
@@ -23,7 +33,7 @@ pub(crate) unsafe fn parts<'a>(
     // SAFETY: by the caller's promise.
     unsafe {
         (
-            slice::from_raw_parts_mut(write.page as *mut f32, layout.words() as usize),
+            page(layout, write),
             slice::from_raw_parts(k.add(row * k_dim), k_dim),
             slice::from_raw_parts(v.add(row * v_dim), v_dim),
         )

@@ -1,17 +1,19 @@
 //! The closed loop: routers that learn from residency take the same turns on both back ends.
 
+use crate::engine::Engine;
 use crate::script::noise;
 use crate::standin::{Get, Standin};
 use crate::suite::{config, shape};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::router::{Adaptive, CacheAware, Router, Shape};
 use pikv::tiers::Tiers;
-use pikv::{Attend, Backend, Cache, ClosedLoop, Dtype, Output, Read};
+use pikv::{Attend, Backend, Cache, ClosedLoop, DeviceOutput, Dtype, Output, Read};
 
 const EXPERTS: u32 = 4;
 
-/// Outputs, experts and reports of a run, as bits and numbers.
-fn turns(backend: Backend, id: usize, read: Read) -> Vec<u64> {
+/// Outputs, experts and reports of a run, as bits and numbers; `in_place` with tensors of the device.
+fn turns(backend: Backend, id: usize, read: Read, in_place: bool) -> Vec<u64> {
+    let mut engine = in_place.then(|| Engine::new(&backend));
     let layer = shape(2, 2, 8, 8, Dtype::F32, Dtype::F32);
     let mut config = config(vec![layer; 2], 8, 0)
         .sinks(2)
@@ -38,10 +40,20 @@ fn turns(backend: Backend, id: usize, read: Read) -> Vec<u64> {
             let row = |kind, n| noise(&[turn, layer as u64, kind], n);
             let routes = step.route(layer, &row(3, n * EXPERTS as usize)).unwrap();
             record.extend(routes.model().experts.iter().map(|e| u64::from(*e)));
-            step.append(layer, &row(0, n * 16), &row(1, n * 16)).unwrap();
+            let (k, v, q) = (row(0, n * 16), row(1, n * 16), row(2, n * 32));
             let mut out = vec![f32::NAN; n * 32];
             let attend = Attend::new(0.4).read(read);
-            step.attend(layer, &row(2, n * 32), &attend, Output::new(&mut out)).unwrap();
+            if let Some(engine) = &mut engine {
+                let [k, v, q] = [k, v, q].map(|values| engine.put(values));
+                let to = engine.room(n * 32);
+                step.append_device(layer, k, v).unwrap();
+                step.attend_device(layer, q, &attend, DeviceOutput::new(to)).unwrap();
+                step.check().unwrap();
+                out = engine.read(to);
+            } else {
+                step.append(layer, &k, &v).unwrap();
+                step.attend(layer, &q, &attend, Output::new(&mut out)).unwrap();
+            }
             record.extend(out.iter().map(|x| u64::from(x.to_bits())));
         }
         step.commit().unwrap();
@@ -62,7 +74,10 @@ fn the_same_turns() {
     let live = standin.get(Get::Live);
     for id in 0..2 {
         for read in [Read::All, Read::Experts] {
-            assert!(turns(Backend::CPU, id, read) == turns(standin.backend(), id, read), "{id}, {read:?}");
+            let host = turns(Backend::CPU, id, read, false);
+            for in_place in [false, true] {
+                assert!(host == turns(standin.backend(), id, read, in_place), "{id}, {read:?}, {in_place}");
+            }
         }
     }
     assert_eq!(standin.get(Get::Live), live);

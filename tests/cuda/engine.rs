@@ -1,8 +1,30 @@
 //! An engine whose tensors lie on the device: memory and copies of the driver's own, asked of the stand-in's library.
 
 use crate::standin::library;
-use pikv::{Backend, DeviceSlice};
+use half::{bf16, f16};
+use pikv::{Backend, DeviceSlice, Dtype};
 use std::ffi::c_void;
+
+/// What a value is once it was rounded to a dtype.
+pub fn rounded(x: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => f16::from_f32(x).to_f32(),
+        Dtype::Bf16 => bf16::from_f32(x).to_f32(),
+        _ => x,
+    }
+}
+
+fn bytes(x: f32, dtype: Dtype) -> Vec<u8> {
+    match dtype {
+        Dtype::F16 => f16::from_f32(x).to_le_bytes().to_vec(),
+        Dtype::Bf16 => bf16::from_f32(x).to_le_bytes().to_vec(),
+        _ => x.to_le_bytes().to_vec(),
+    }
+}
+
+fn size(dtype: Dtype) -> usize {
+    bytes(0.0, dtype).len()
+}
 
 /// Memory on the device of a back end, and what is copied there on its stream.
 pub struct Engine {
@@ -10,7 +32,7 @@ pub struct Engine {
     stream: *mut c_void,
     memory: Vec<u64>,
     /// What copies up read, until somebody waits.
-    kept: Vec<Vec<f32>>,
+    kept: Vec<Vec<u8>>,
 }
 
 fn done(call: &str, code: u32) {
@@ -80,51 +102,69 @@ impl Engine {
         Engine { context: Context::new(device), stream, memory: Vec::new(), kept: Vec::new() }
     }
 
-    /// Memory that nobody wrote.
+    /// Memory that nobody wrote, for f32.
     pub fn room(&mut self, len: usize) -> DeviceSlice {
+        self.room_of(len, Dtype::F32)
+    }
+
+    /// The same of any dtype. Elements of 16 bits begin at even and at odd ones in turns.
+    pub fn room_of(&mut self, len: usize, dtype: Dtype) -> DeviceSlice {
         let mut address = 0;
+        let before = if size(dtype) == 2 { self.memory.len() % 2 * 2 } else { 0 };
         done("enter", self.context.enter());
         // SAFETY: the driver's signature.
         let allocate = unsafe { library().get::<extern "C" fn(*mut u64, usize) -> u32>(b"cuMemAlloc_v2\0") };
-        done("allocate", allocate.expect("there")(&mut address, 4 * len));
+        done("allocate", allocate.expect("there")(&mut address, before + size(dtype) * len));
         self.memory.push(address);
-        // SAFETY: that many f32, given back when the engine goes, which waits for the stream first.
-        unsafe { DeviceSlice::new(address, len) }
+        // SAFETY: that many elements, given back when the engine goes, which waits for the stream first.
+        unsafe { DeviceSlice::new(address + before as u64, len, dtype) }
     }
 
     /// Copies values to a tensor, as work of the stream.
     pub fn write(&mut self, to: DeviceSlice, values: Vec<f32>) {
         assert_eq!(to.len(), values.len());
+        let values: Vec<u8> = values.into_iter().flat_map(|x| bytes(x, to.dtype())).collect();
         done("enter", self.context.enter());
         // SAFETY: the driver's signature; the values are kept until the stream is waited for.
         unsafe {
             let copy = library()
-                .get::<extern "C" fn(u64, *const f32, usize, *mut c_void) -> u32>(b"cuMemcpyHtoDAsync_v2\0");
-            done("up", copy.expect("there")(to.address(), values.as_ptr(), 4 * values.len(), self.stream));
+                .get::<extern "C" fn(u64, *const u8, usize, *mut c_void) -> u32>(b"cuMemcpyHtoDAsync_v2\0");
+            done("up", copy.expect("there")(to.address(), values.as_ptr(), values.len(), self.stream));
         }
         self.kept.push(values);
     }
 
     /// A tensor of these values.
     pub fn put(&mut self, values: Vec<f32>) -> DeviceSlice {
-        let to = self.room(values.len());
+        self.put_of(values, Dtype::F32)
+    }
+
+    /// A tensor of these values, rounded to a dtype.
+    pub fn put_of(&mut self, values: Vec<f32>, dtype: Dtype) -> DeviceSlice {
+        let to = self.room_of(values.len(), dtype);
         self.write(to, values);
         to
     }
 
-    /// What lies in a tensor once the stream has passed.
+    /// What lies in a tensor once the stream has passed, as f32.
     pub fn read(&mut self, from: DeviceSlice) -> Vec<f32> {
-        let mut values = vec![f32::NAN; from.len()];
+        let mut values = vec![0u8; from.len() * size(from.dtype())];
         done("enter", self.context.enter());
         // SAFETY: the driver's signature; the stream is waited for before the values are read.
         unsafe {
             let copy = library()
-                .get::<extern "C" fn(*mut f32, u64, usize, *mut c_void) -> u32>(b"cuMemcpyDtoHAsync_v2\0");
-            let (to, bytes) = (values.as_mut_ptr(), 4 * values.len());
+                .get::<extern "C" fn(*mut u8, u64, usize, *mut c_void) -> u32>(b"cuMemcpyDtoHAsync_v2\0");
+            let (to, bytes) = (values.as_mut_ptr(), values.len());
             done("down", copy.expect("there")(to, from.address(), bytes, self.stream));
         }
         done("wait", self.wait());
-        values
+        let half = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
+        let value = |bytes: &[u8]| match from.dtype() {
+            Dtype::F16 => f16::from_bits(half(bytes)).to_f32(),
+            Dtype::Bf16 => bf16::from_bits(half(bytes)).to_f32(),
+            _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        };
+        values.chunks_exact(size(from.dtype())).map(value).collect()
     }
 
     fn wait(&mut self) -> u32 {

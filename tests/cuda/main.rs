@@ -6,6 +6,7 @@ mod codecs;
 mod devices;
 mod engine;
 mod faults;
+mod halves;
 mod policies;
 mod ranks;
 mod script;

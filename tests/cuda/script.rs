@@ -1,9 +1,9 @@
 //! What is done to a cache, on whatever back end, and what comes out of it.
 
-use crate::engine::Engine;
+use crate::engine::{Engine, rounded};
 use pikv::router::Eplb;
 use pikv::{
-    Attend, Cache, CacheConfig, DeviceOutput, Error, LayerShape, Output, Place, Read, Rows, Sequence,
+    Attend, Cache, CacheConfig, DeviceOutput, Dtype, Error, LayerShape, Output, Place, Read, Rows, Sequence,
 };
 
 pub fn mix(parts: &[u64]) -> u64 {
@@ -64,6 +64,8 @@ pub struct Options {
     pub again: bool,
     /// Tensors of steps lie on the device of the cache.
     pub in_place: bool,
+    /// Dtypes of keys, values, queries and outputs of steps, if they are not all f32: what the host gives and gets is rounded so too.
+    pub dtypes: Option<[Dtype; 4]>,
 }
 
 impl Options {
@@ -74,6 +76,7 @@ impl Options {
             closed_gaps: below(4) == 0,
             own_experts: below(4) == 0,
             mass: below(3) == 0,
+            dtypes: Some([0; 4].map(|_| Dtype::ALL[below(3) as usize])),
             ..Options::default()
         }
     }
@@ -186,7 +189,11 @@ impl Run {
             .iter_mut()
             .enumerate()
             .filter_map(|(i, s)| parts.iter().find(|(at, _)| *at == i).map(|(_, n)| (s, *n)));
-        let Options { own_experts, mass: mass_too, again, in_place, .. } = self.options;
+        let Options { own_experts, mass: mass_too, again, in_place, dtypes, .. } = self.options;
+        let [k_type, v_type, q_type, out_type] = dtypes.unwrap_or([Dtype::F32; 4]);
+        let drawn = |row: &[u64], n, dtype| -> Vec<f32> {
+            noise(row, n).into_iter().map(|x| rounded(x, dtype)).collect()
+        };
         let mut engine = in_place.then(|| Engine::new(&config.backend));
         let mut waiting = Vec::new();
         let mut step = cache.begin(chosen)?;
@@ -195,8 +202,10 @@ impl Run {
             let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
             let (kv, heads) = (rows * shape.kv_heads as usize, rows * shape.query_heads as usize);
             let row = |kind| [id, layer as u64, kind];
-            let (k, v) = (noise(&row(0), kv * k_dim), noise(&row(1), kv * v_dim));
-            let tensors = engine.as_mut().map(|engine| (engine.put(k.clone()), engine.put(v.clone())));
+            let (k, v) = (drawn(&row(0), kv * k_dim, k_type), drawn(&row(1), kv * v_dim, v_type));
+            let tensors = engine
+                .as_mut()
+                .map(|engine| (engine.put_of(k.clone(), k_type), engine.put_of(v.clone(), v_type)));
             let mut append = || match tensors {
                 Some((k, v)) => step.append_device(layer, k, v),
                 None => step.append(layer, &k, &v),
@@ -219,9 +228,10 @@ impl Run {
             if own_experts {
                 step.route(layer, &chosen)?;
             }
+            let q = drawn(&row(2), heads * k_dim, q_type);
             if let Some(engine) = engine.as_mut().filter(|_| attends) {
-                let q = engine.put(noise(&row(2), heads * k_dim));
-                let (out, lse) = (engine.room(heads * v_dim), engine.room(heads));
+                let q = engine.put_of(q, q_type);
+                let (out, lse) = (engine.room_of(heads * v_dim, out_type), engine.room(heads));
                 step.attend_device(layer, q, &options[layer], DeviceOutput::new(out).lse(lse))?;
                 waiting.extend([out, lse]);
             } else if attends {
@@ -229,8 +239,9 @@ impl Run {
                 let mut mass = Vec::new();
                 let output = Output::new(&mut out).lse(&mut lse);
                 let output = if mass_too { output.mass(&mut mass) } else { output };
-                step.attend(layer, &noise(&row(2), heads * k_dim), &options[layer], output)?;
-                results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
+                step.attend(layer, &q, &options[layer], output)?;
+                results.extend(out.iter().map(|x| rounded(*x, out_type).to_bits()));
+                results.extend(lse.iter().map(|x| x.to_bits()));
                 results.extend(mass.iter().flat_map(|page| page.tokens).map(f32::to_bits));
             }
             if !own_experts {

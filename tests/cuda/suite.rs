@@ -35,14 +35,29 @@ fn record(case: &Case, backend: &Backend, options: Options) -> Vec<u32> {
     run.record
 }
 
-/// Runs a case on both back ends; on the device with tensors of the host and, where that goes, of its own.
+/// Runs a case on both back ends; on the device with tensors of the host and, where that goes, of its own, in f32 too if the case has
+/// other dtypes.
 pub fn same(name: &str, standin: &Standin, case: &Case) {
-    let live = standin.get(Get::Live);
-    let cpu = record(case, &Backend::CPU, case.options);
-    let Options { mass, quest, .. } = case.options;
+    let Options { mass, quest, dtypes, .. } = case.options;
     let goes = !mass && quest == 0 && !case.config.bounds;
-    for in_place in [false, true].into_iter().take(1 + usize::from(goes)) {
-        let cuda = record(case, &standin.backend(), Options { in_place, ..case.options });
+    alike(
+        name,
+        standin,
+        case,
+        Options { dtypes: None, ..case.options },
+        if goes { &[false, true] } else { &[false] },
+    );
+    if goes && dtypes.is_some() {
+        alike(name, standin, case, case.options, &[true]);
+    }
+}
+
+/// Runs a case on the CPU, and on the device with tensors of the host or of its own.
+fn alike(name: &str, standin: &Standin, case: &Case, options: Options, forms: &[bool]) {
+    let live = standin.get(Get::Live);
+    let cpu = record(case, &Backend::CPU, options);
+    for &in_place in forms {
+        let cuda = record(case, &standin.backend(), Options { in_place, ..options });
         assert_eq!(cpu.len(), cuda.len(), "{name}");
         if let Some(at) = cpu.iter().zip(&cuda).position(|(a, b)| a != b) {
             panic!(
@@ -56,8 +71,13 @@ pub fn same(name: &str, standin: &Standin, case: &Case) {
     }
 }
 
+/// [`same`], its tensors in other dtypes too, which the case draws.
 pub fn check(name: &str, config: CacheConfig, ops: Vec<Op>) {
-    same(name, &Standin::new(), &Case { config, options: Options::default(), ops });
+    let shapes = config.layers.iter().map(|of| u64::from(of.layout.k_dim * 256 + of.layout.v_dim));
+    let seed: Vec<u64> = shapes.chain(name.bytes().map(u64::from)).chain([ops.len() as u64]).collect();
+    let dtypes = [0, 1, 2, 3].map(|i| Dtype::ALL[mix(&[mix(&seed), i]) as usize % 3]);
+    let options = Options { dtypes: Some(dtypes), ..Options::default() };
+    same(name, &Standin::new(), &Case { config, options, ops });
 }
 
 use Dtype::{Bf16, F16, F32};

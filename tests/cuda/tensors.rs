@@ -40,33 +40,38 @@ fn groups_rotations_and_windows_together() {
 }
 
 /// One sequence that steps over tensors that are there already.
-struct Loop {
-    cache: Cache,
-    sequence: Sequence,
+pub struct Loop {
+    pub cache: Cache,
+    pub sequence: Sequence,
     /// Of each layer k, v, q, out and lse.
-    tensors: Vec<[DeviceSlice; 5]>,
+    pub tensors: Vec<[DeviceSlice; 5]>,
     rows: u32,
-    engine: Engine,
+    pub engine: Engine,
 }
 
 impl Loop {
     fn new(config: CacheConfig, backend: &Backend, rows: u32) -> Loop {
+        Loop::of(config, backend, rows, [Dtype::F32; 4])
+    }
+
+    /// Its keys, values, queries and outputs in other dtypes.
+    pub fn of(config: CacheConfig, backend: &Backend, rows: u32, dtypes: [Dtype; 4]) -> Loop {
         let cache = Cache::new(config.backend(backend.clone())).unwrap();
         let mut engine = Engine::new(backend);
         let n = rows as usize;
         let of = |shape: &LayerShape| {
             let (kv, heads, l) = (n * shape.kv_heads as usize, n * shape.query_heads as usize, shape.layout);
             let (k_dim, v_dim) = (l.k_dim as usize, l.v_dim as usize);
-            let mut put = |kind, n| engine.put(noise(&[kind], n));
+            let mut put = |kind, n| engine.put_of(noise(&[kind], n), dtypes[kind as usize]);
             let given = [put(0, kv * k_dim), put(1, kv * v_dim), put(2, heads * k_dim)];
-            [given[0], given[1], given[2], engine.room(heads * v_dim), engine.room(heads)]
+            [given[0], given[1], given[2], engine.room_of(heads * v_dim, dtypes[3]), engine.room(heads)]
         };
         let tensors = cache.config().layers.iter().map(of).collect();
         Loop { sequence: cache.sequence(), cache, tensors, rows, engine }
     }
 
     /// A step up to its commit.
-    fn step(&mut self) -> Result<Step<'_>, Error> {
+    pub fn step(&mut self) -> Result<Step<'_>, Error> {
         let Loop { cache, sequence, tensors, rows, .. } = self;
         let mut step = cache.begin([(sequence, *rows)])?;
         let experts = vec![0; *rows as usize];
@@ -92,8 +97,10 @@ fn steps_of_a_known_size_wait_for_nothing_and_allocate_nothing() {
         // It looks at keys.
         ("key norm", evict(Eviction::new(KeyNorm, Budget::Tokens(60))), 1),
     ];
-    for (name, config, at_commit) in cases {
-        let mut run = Loop::new(config, &standin.backend(), 1);
+    let [f32, f16, bf16] = Dtype::ALL;
+    let dtypes = [[f32; 4], [bf16; 4], [f16, bf16, bf16, f16], [bf16; 4], [bf16, f32, f16, bf16]];
+    for ((name, config, at_commit), dtypes) in cases.into_iter().zip(dtypes) {
+        let mut run = Loop::of(config, &standin.backend(), 1, dtypes);
         for _ in 0..140 {
             run.step().unwrap().commit().unwrap();
         }
@@ -187,9 +194,9 @@ fn tensors_that_are_refused() {
     let [k, v, q, out, lse] = run.tensors[0];
     let Loop { cache, sequence, .. } = &mut run;
     // SAFETY: nobody reads or writes there: each is refused.
-    let at = |address, like: DeviceSlice| unsafe { DeviceSlice::new(address, like.len()) };
+    let at = |address, like: DeviceSlice| unsafe { DeviceSlice::new(address, like.len(), like.dtype()) };
     // SAFETY: as above.
-    let short = |of: DeviceSlice| unsafe { DeviceSlice::new(of.address(), of.len() - 1) };
+    let short = |of: DeviceSlice| unsafe { DeviceSlice::new(of.address(), of.len() - 1, of.dtype()) };
     let mut step = cache.begin([(sequence, 2)]).unwrap();
     let length = |what| move |e: &Error| matches!(e, Error::Length { what: w, .. } if *w == what);
     let refused = |what, why: &'static str| move |e: &Error| matches!(e, Error::DeviceTensor { what: w, why: y, .. } if *w == what && y.contains(why));

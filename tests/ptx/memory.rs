@@ -1,4 +1,4 @@
-//! Global and shared memory: allocations apart from each other, bytes that know if they were written, words that know by whom.
+//! Global and shared memory: allocations apart from each other, bytes that know if they were written, words (or halves) that know by whom.
 
 use super::Cause;
 use bytemuck::Pod;
@@ -114,7 +114,22 @@ struct Allocation {
     /// 1 for a byte that was written.
     written: Vec<u8>,
     words: Vec<Word>,
+    /// Whether an entry of `words` is of 2 bytes: lanes and warps access what lies side by side in one of 4.
+    halves: bool,
     freed: bool,
+}
+
+impl Allocation {
+    /// Who accessed `size` bytes from `at` on.
+    #[inline(always)]
+    fn words(&mut self, at: usize, size: usize) -> &mut [Word] {
+        if size < 4 && !self.halves {
+            self.words = self.words.iter().flat_map(|word| [*word; 2]).collect();
+            self.halves = true;
+        }
+        let bytes = if self.halves { 2 } else { 4 };
+        &mut self.words[at / bytes..(at + size).div_ceil(bytes)]
+    }
 }
 
 /// Global memory of a device.
@@ -172,6 +187,7 @@ impl Memory {
             bytes: vec![0xa5; bytes],
             written: vec![0; bytes],
             words: vec![Word::default(); bytes.div_ceil(4)],
+            halves: false,
             freed: false,
         });
         assert!(self.allocations.len() < 1 << DEVICE, "addresses of one device end here");
@@ -248,7 +264,7 @@ impl Memory {
         if a.written[at..at + size].contains(&0) {
             return Err(Cause::Uninitialised { address });
         }
-        for word in &mut a.words[at / 4..(at + size).div_ceil(4)] {
+        for word in a.words(at, size) {
             word.read(address, who)?;
         }
         Ok(gather(&a.bytes[at..at + size]))
@@ -264,7 +280,7 @@ impl Memory {
         if a.written[at..at + 8].contains(&0) {
             return Err(Cause::Uninitialised { address });
         }
-        for word in &mut a.words[at / 4..at / 4 + 2] {
+        for word in a.words(at, 8) {
             word.atomic(address, launch)?;
         }
         let before = gather(&a.bytes[at..at + 8]);
@@ -277,12 +293,12 @@ impl Memory {
     pub(super) fn store(&mut self, address: u64, size: usize, value: u64, who: Who) -> Result<(), Cause> {
         let (index, at) = self.find(address, size)?;
         let a = &mut self.allocations[index];
-        let (bytes, value) = (&mut a.bytes[at..at + size], &value.to_le_bytes()[..size]);
-        let changes = bytes != value || a.written[at..at + size].contains(&0);
-        for word in &mut a.words[at / 4..(at + size).div_ceil(4)] {
+        let value = &value.to_le_bytes()[..size];
+        let changes = &a.bytes[at..at + size] != value || a.written[at..at + size].contains(&0);
+        for word in a.words(at, size) {
             word.write(address, who, changes)?;
         }
-        bytes.copy_from_slice(value);
+        a.bytes[at..at + size].copy_from_slice(value);
         a.written[at..at + size].fill(1);
         Ok(())
     }

@@ -4,6 +4,7 @@
 use super::pack::orthonormal;
 use super::packed::Packed;
 use crate::page::{Layout, MAX_DIM};
+use crate::tensor::Row;
 use crate::warp::{LANES, Warp};
 
 /// What the stored channels of values are.
@@ -119,17 +120,17 @@ pub fn take_back<W: Warp>(
 
 /// 1 to 32 numbers, 0 in the lanes after them.
 #[inline(always)]
-pub(super) fn part_of<W: Warp>(w: W, row: &[f32]) -> W::F {
-    let inside = w.ge_i(w.splat_u(row.len() as u32 - 1), w.lane_id());
+pub(super) fn part_of<W: Warp>(w: W, row: impl Row<W>) -> W::F {
+    let inside = w.ge_i(w.splat_u(row.count() as u32 - 1), w.lane_id());
     let at = w.bits(w.select(inside, w.from_bits(w.lane_id()), w.splat(0.0)));
-    w.select(inside, w.gather(row, at), w.splat(0.0))
+    w.select(inside, row.gather(w, at), w.splat(0.0))
 }
 
 /// The transform of channels that lie across the lanes: butterflies over distances 1, 2, 4, .., then one product by sqrt(1 / block).
 #[inline(always)]
-pub(super) fn hadamard<W: Warp>(w: W, x: &[f32], out: &mut [[f32; LANES]], block: usize) {
-    let rows = x.len().div_ceil(LANES);
-    for (x, out) in x.chunks(LANES).zip(out.iter_mut()) {
+pub(super) fn hadamard<W: Warp>(w: W, x: impl Row<W>, out: &mut [[f32; LANES]], block: usize) {
+    let rows = x.count().div_ceil(LANES);
+    for (x, out) in x.chunks().zip(out.iter_mut()) {
         let mut x = part_of(w, x);
         let mut distance = 1;
         while distance < block.min(LANES) {

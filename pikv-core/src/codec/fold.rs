@@ -2,6 +2,7 @@
 
 use super::back::{hadamard, part_of};
 use super::read::Back;
+use crate::tensor::Row;
 use crate::warp::{LANES, Warp};
 
 /// Folds query `q` through the map of its head's keys, if there is one, times `factor`: `decode^T q` goes to `out`, `narrow`
@@ -13,7 +14,7 @@ use crate::warp::{LANES, Warp};
 pub fn fold<W: Warp>(
     w: W,
     map: Option<&Back<'_>>,
-    q: &[f32],
+    q: impl Row<W>,
     factor: f32,
     narrow: usize,
     out: &mut [[f32; LANES]],
@@ -21,7 +22,7 @@ pub fn fold<W: Warp>(
     let mut start = w.splat(0.0);
     match map {
         None => {
-            for (row, q) in out.iter_mut().zip(q[..narrow].chunks(LANES)) {
+            for (row, q) in out.iter_mut().zip(q.first(narrow).chunks()) {
                 w.store(part_of(w, q), row);
             }
         }
@@ -29,20 +30,20 @@ pub fn fold<W: Warp>(
         Some(Back::Select { channels }) => {
             for (row, channels) in out.iter_mut().zip(channels[..narrow].chunks(LANES)) {
                 let inside = w.ge_i(w.splat_u(channels.len() as u32 - 1), w.lane_id());
-                w.store(w.select(inside, w.gather(q, w.load_part(channels)), w.splat(0.0)), row);
+                w.store(w.select(inside, q.gather(w, w.load_part(channels)), w.splat(0.0)), row);
             }
         }
         Some(Back::Dense { decode, bias }) => {
             for (row, first) in out.iter_mut().zip((0..narrow).step_by(LANES)) {
                 let end = narrow.min(first + LANES);
                 let mut sum = w.splat(0.0);
-                for (x, weights) in q.iter().zip(decode.chunks_exact(narrow)) {
-                    sum = w.fma(w.splat(*x), part_of(w, &weights[first..end]), sum);
+                for (x, weights) in q.each(w).zip(decode.chunks_exact(narrow)) {
+                    sum = w.fma(x, part_of(w, &weights[first..end]), sum);
                 }
                 w.store(sum, row);
             }
-            for (x, bias) in q.iter().zip(*bias) {
-                start = w.fma(w.splat(*x), w.splat(*bias), start);
+            for (x, bias) in q.each(w).zip(*bias) {
+                start = w.fma(x, w.splat(*bias), start);
             }
         }
     }

@@ -16,9 +16,10 @@ use crate::rope::Table;
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
+use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
-use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg};
+use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg, TensorArg};
 use std::mem;
 
 /// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
@@ -27,7 +28,7 @@ pub(super) const WAVE: u64 = 16 << 20;
 /// Addresses of results.
 #[derive(Clone, Copy)]
 pub(super) struct To {
-    out: u64,
+    out: TensorArg,
     ends: Ends,
     mass: u64,
 }
@@ -37,8 +38,8 @@ pub(super) struct To {
 enum Ends {
     /// Log-sum-exp, exponent and sum, which the host judges.
     Host(u64),
-    /// The log-sum-exp, or null, and where rows that overflow are noted.
-    Device { lse: u64, fault: u64 },
+    /// The log-sum-exp, or null, and where rows and outputs that overflow are noted.
+    Device { lse: u64, faults: u64 },
 }
 
 /// What all launches of a call have in common.
@@ -118,18 +119,23 @@ impl Wave<'_> {
         if let Some((OnDevice { q: from, fault }, factor)) = shape.on_device {
             q = bundles;
             let (list, count) = (base + gathers, self.gathers.len() as u32);
-            // SAFETY: the parameters of `gather_queries`: the caller's queries, `[rows][query_heads][k_dim]`, which stay until the stream
-            // has passed, and bundles that have room for all; of a bundle each row stands once.
+            let (from, kernels) = (TensorArg::from(from), &device.kernels);
+            let (gather, fold) = match from.wide() {
+                true => (kernels.gather_queries, kernels.fold_queries),
+                false => (kernels.gather_halves, kernels.fold_halves),
+            };
+            // SAFETY: the parameters of `gather_queries` and `gather_halves`: the caller's queries, `[rows][query_heads][k_dim]`, which
+            // stay until the stream has passed, and bundles that have room for all; of a bundle each row stands once.
             unsafe {
                 let arguments = arguments!(layout, from, factor, rope, table, list, count, bundles, fault);
-                device.launch(device.kernels.gather_queries, self.gathers.len(), arguments)?;
+                device.launch(gather, self.gathers.len(), arguments)?;
             }
             let (list, maps, count) = (base + folds, base + fold_maps, gathered.folds.len() as u32);
             if count > 0 {
-                // SAFETY: the parameters of `fold_queries`, as above; the maps are on the device.
+                // SAFETY: the parameters of `fold_queries` and `fold_halves`, as above; the maps are on the device.
                 unsafe {
                     let arguments = arguments!(layout, from, factor, maps, list, count, bundles);
-                    device.launch(device.kernels.fold_queries, count as usize, arguments)?;
+                    device.launch(fold, count as usize, arguments)?;
                 }
             }
         }
@@ -176,14 +182,20 @@ impl Wave<'_> {
         match ends {
             // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
             Ends::Host(ends) => unsafe {
+                let out = out.at;
                 let arguments = arguments!(layout, rows, count, parts, out, ends);
                 device.launch(device.kernels.finish_rows, self.rows.len(), arguments)?;
             },
-            // SAFETY: as above; the caller's tensors stay until the stream has passed, and nobody else touches them.
-            Ends::Device { lse, fault } => unsafe {
-                let arguments = arguments!(layout, rows, count, parts, out, lse, fault);
-                device.launch(device.kernels.finish_in_place, self.rows.len(), arguments)?;
-            },
+            Ends::Device { lse, faults } => {
+                let wide = out.wide();
+                let kernel = if wide { device.kernels.finish_in_place } else { device.kernels.finish_halves };
+                // SAFETY: the parameters of `finish_in_place` and `finish_halves`, as above; the caller's tensors stay until the stream
+                // has passed, and nobody else touches them.
+                unsafe {
+                    let arguments = arguments!(layout, rows, count, parts, out, lse, faults);
+                    device.launch(kernel, self.rows.len(), arguments)?;
+                }
+            }
         }
         if masses.is_empty() {
             return Ok(());
@@ -320,7 +332,8 @@ fn attend_all(
     let floats = out.len() + 3 * lse.len() + LANES * masses;
     let first = work.out(stream, floats as u64)?;
     let ends = first + 4 * out.len() as u64;
-    let to = To { out: first, ends: Ends::Host(ends), mass: ends + 12 * lse.len() as u64 };
+    let out_at = TensorArg::new(first, Dtype::F32);
+    let to = To { out: out_at, ends: Ends::Host(ends), mass: ends + 12 * lse.len() as u64 };
     let blank = forests.iter().any(|forest| forest.blocks.is_empty());
     if masses > 0 || blank {
         // Sums go on from wave to wave; and of rows that nothing is there for nobody else writes the output.
@@ -419,16 +432,16 @@ pub(crate) fn attend_in_place(
     }
     let (out, lse) = (output.out, output.lse);
     if forests.iter().any(|forest| forest.blocks.is_empty()) {
-        device.fill(out.address(), 0, out.len() as u32)?;
+        device.zero(out)?;
         if let Some(lse) = lse {
             device.fill(lse.address(), f32::NEG_INFINITY.to_bits(), lse.len() as u32)?;
         }
     }
-    let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), fault: late.fault(layer, 3) };
-    waves(&device, &mut work, job, forests, wanted, To { out: out.address(), ends, mass }, &firsts)?;
-    let mut saw = Saw { rows, ..Saw::default() };
-    let places = [(mass, floats), (q.address(), if queries { q.len() } else { 0 })];
-    if places.iter().any(|(_, words)| *words > 0) {
+    let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), faults: late.fault(layer, 3) };
+    waves(&device, &mut work, job, forests, wanted, To { out: out.into(), ends, mass }, &firsts)?;
+    let mut saw = Saw { rows, q: queries.then_some(*q), ..Saw::default() };
+    let places = [(mass, 4 * floats), saw.q.map_or((0, 0), |q| (q.address(), q.bytes()))];
+    if places.iter().any(|(_, bytes)| *bytes > 0) {
         saw.down = Some(device.downs.bring(stream, &places)?);
     }
     if let Some(wanted) = wanted {
@@ -438,6 +451,6 @@ pub(crate) fn attend_in_place(
         }
     }
     saw.feeds = mem::take(feeds);
-    late.saw(layer, saw, scale);
+    late.saw(layer, saw, scale, out.dtype());
     Ok(())
 }

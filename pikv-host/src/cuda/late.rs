@@ -4,17 +4,20 @@
 use super::Device;
 use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
+use crate::device::DeviceSlice;
 use crate::error::Error;
 use crate::mass::together;
 use crate::observe::{Feed, Of};
+use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
+use std::borrow::Cow;
 use std::fmt;
 use std::mem;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Words of 64 bits a layer, in which kernels note faults: of k, v, q and scores. The element is in the upper half.
-const CAUSES: usize = 4;
+/// Words of 64 bits a layer, in which kernels note faults: of k, v, q, scores and outputs. The element is in the upper half.
+const CAUSES: usize = 5;
 /// No fault.
 const NONE: u64 = u64::MAX;
 
@@ -32,10 +35,19 @@ impl Down {
     fn words(&self) -> &[u32] {
         &self.host.words()[..self.words]
     }
+}
 
-    fn floats(&self) -> &[f32] {
-        bytemuck::cast_slice(self.words())
-    }
+/// The words that a tensor takes, and those after it.
+fn split(words: &[u32], of: DeviceSlice) -> (Cow<'_, [f32]>, &[u32]) {
+    let (words, rest) = words.split_at(of.bytes().div_ceil(4));
+    let floats = match of.dtype() {
+        Dtype::F32 => Cow::Borrowed(bytemuck::cast_slice(words)),
+        dtype => {
+            let halves = &bytemuck::cast_slice::<_, u16>(words)[..of.len()];
+            Cow::Owned(halves.iter().map(|bits| dtype.decode(u32::from(*bits))).collect())
+        }
+    };
+    (floats, rest)
 }
 
 /// What may be used again.
@@ -46,9 +58,9 @@ pub(super) struct Downs {
 }
 
 impl Downs {
-    /// Starts to bring words down from several places, one after the other.
+    /// Starts to bring bytes down from several places, one after the other, each in words of its own.
     pub fn bring(&self, stream: &Stream, places: &[(u64, usize)]) -> Result<Down, Error> {
-        let all = places.iter().map(|(_, words)| words).sum();
+        let all = places.iter().map(|(_, bytes)| bytes.div_ceil(4)).sum();
         let taken = {
             let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
             let fits = (0..spare.len()).filter(|i| spare[*i].host.room() >= all);
@@ -79,7 +91,7 @@ impl Down {
         self.done.wait()?;
         let to = &mut self.host.reserve(all)?[..all];
         // SAFETY: as long as all places, and nobody reads or writes there before `done`.
-        unsafe { stream.down(places, to)? };
+        unsafe { stream.down(places.iter().copied(), to)? };
         self.words = all;
         Ok(self.done.record(stream)?)
     }
@@ -91,6 +103,8 @@ pub(super) struct Saw {
     pub feeds: Vec<Feed>,
     /// Of each feed its first row of masses, and pages that are listed in several forms; none where no mass is wanted.
     pub masses: Vec<(usize, Vec<usize>)>,
+    /// The queries, if they are wanted.
+    pub q: Option<DeviceSlice>,
     /// The masses, then the queries, if either is wanted.
     pub down: Option<Down>,
     /// Rows of masses.
@@ -100,14 +114,14 @@ pub(super) struct Saw {
 #[derive(Debug, Default)]
 struct Layer {
     /// Keys and values of all rows.
-    tokens: Option<Down>,
+    tokens: Option<(Down, [DeviceSlice; 2])>,
     saw: Option<Saw>,
     sequences: Vec<Of>,
     /// Whether rows were attended one by one.
     apart: bool,
-    /// Whether the policy wants queries.
-    queries: bool,
     scale: f32,
+    /// The name of the dtype of outputs.
+    out: &'static str,
 }
 
 /// What the host is told later.
@@ -124,11 +138,10 @@ impl fmt::Debug for Late {
     }
 }
 
-/// What a policy wants to know of queries, and of whom.
+/// Of whom a policy wants to know what attention saw.
 pub(crate) struct Asked {
     pub sequences: Vec<Of>,
     pub apart: bool,
-    pub queries: bool,
 }
 
 impl Late {
@@ -156,28 +169,29 @@ impl Late {
     }
 
     /// Starts to bring keys and values down, for a policy that looks at them.
-    pub fn bring_tokens(&mut self, layer: usize, places: [(u64, usize); 2]) -> Result<(), Error> {
+    pub fn bring_tokens(&mut self, layer: usize, of: [DeviceSlice; 2]) -> Result<(), Error> {
         let _work = self.device.work()?;
+        let places = of.map(|of| (of.address(), of.bytes()));
         let tokens = self.device.downs.bring(&self.device.stream, &places)?;
-        if let Some(old) = self.layers[layer].tokens.replace(tokens) {
+        if let Some((old, _)) = self.layers[layer].tokens.replace((tokens, of)) {
             self.device.downs.put_back(old);
         }
         Ok(())
     }
 
     /// Notes what attention over a layer saw; of several calls the last counts.
-    pub(super) fn saw(&mut self, layer: usize, saw: Saw, scale: f32) {
-        self.layers[layer].scale = scale;
-        if let Some(Saw { down: Some(old), .. }) = self.layers[layer].saw.replace(saw) {
+    pub(super) fn saw(&mut self, layer: usize, saw: Saw, scale: f32, out: Dtype) {
+        let layer = &mut self.layers[layer];
+        (layer.scale, layer.out) = (scale, out.name());
+        if let Some(Saw { down: Some(old), .. }) = layer.saw.replace(saw) {
             self.device.downs.put_back(old);
         }
     }
 
     /// Notes what is asked of what it saw.
     pub fn asked(&mut self, layer: usize, asked: Asked) {
-        let Asked { sequences, apart, queries } = asked;
         let layer = &mut self.layers[layer];
-        (layer.sequences, layer.apart, layer.queries) = (sequences, apart, queries);
+        (layer.sequences, layer.apart) = (asked.sequences, asked.apart);
     }
 
     /// Forgets what attention saw of a layer: a later call counts.
@@ -195,13 +209,13 @@ impl Late {
         self.layers.iter().any(told)
     }
 
-    /// Waits for all that was asked for, and says what was wrong first: by layers, of each k, v, q, then scores.
+    /// Waits for all that was asked for, and says what was wrong first: by layers, of each k, v, q, scores, then outputs.
     pub fn judge(&self, shapes: &[LayerShape]) -> Result<(), Error> {
         let device = &self.device;
         let down = {
             let _work = device.work()?;
-            let words = self.layers.len() * CAUSES * 2;
-            device.downs.bring(&device.stream, &[(self.faults.address(), words)])?
+            let bytes = self.layers.len() * CAUSES * 8;
+            device.downs.bring(&device.stream, &[(self.faults.address(), bytes)])?
         };
         let found = down.done.wait().map(|()| {
             let (layers, _) = down.words().as_chunks::<{ 2 * CAUSES }>();
@@ -232,6 +246,7 @@ impl Late {
             dtype,
         };
         let (heads, k_dim) = (shape.query_heads as usize, layout.k_dim as usize);
+        let Layer { scale, out, .. } = self.layers[layer];
         match cause {
             0 => unstorable("k", layout.k_dim, layout.k.name()),
             1 => unstorable("v", layout.v_dim, layout.v.name()),
@@ -239,33 +254,38 @@ impl Late {
                 let (row, head) = (at / (heads * k_dim), at / k_dim % heads);
                 Error::Query { layer, row, head, channel: at % k_dim, value }
             }
+            3 => Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale },
             _ => {
-                let scale = self.layers[layer].scale;
-                Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale }
+                let v_dim = layout.v_dim as usize;
+                let (row, head) = (at / (heads * v_dim), at / v_dim % heads);
+                Error::Output { layer, row, head, channel: at % v_dim, value, dtype: out }
             }
         }
     }
 
     /// Keys and values of a layer, if a policy wants them; they were waited for.
-    pub fn tokens(&self, layer: usize) -> Option<&[f32]> {
-        self.layers[layer].tokens.as_ref().map(Down::floats)
+    pub fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]> {
+        let (down, [k, v]) = self.layers[layer].tokens.as_ref()?;
+        let (k, rest) = split(down.words(), *k);
+        Some([k, split(rest, *v).0])
     }
 
     /// What a layer's policy is told, if attention was given tensors of the device last; it was waited for.
     pub fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
-        let Layer { saw, sequences, apart, queries, .. } = &mut self.layers[layer];
-        let Saw { mut feeds, masses, down, rows } = saw.take()?;
-        let floats = down.as_ref().map_or(&[][..], Down::floats);
-        let (mass, q) = floats.split_at(rows * LANES);
+        let Layer { saw, sequences, apart, .. } = &mut self.layers[layer];
+        let Saw { mut feeds, masses, q, down, rows } = saw.take()?;
+        let words = down.as_ref().map_or(&[][..], Down::words);
+        let (mass, rest) = words.split_at(rows * LANES);
+        let q = q.map(|q| split(rest, q).0);
         for (feed, (first, passes)) in feeds.iter_mut().zip(masses) {
-            feed.weighed.fill(&mass.as_chunks().0[first..]);
+            feed.weighed.fill(&bytemuck::cast_slice(mass).as_chunks().0[first..]);
             feed.weighed.one_form(passes.into_iter());
         }
         if *apart {
             together(&mut feeds);
         }
         for feed in &mut feeds {
-            feed.belongs(&sequences[feed.sequence], shape, queries.then_some(q));
+            feed.belongs(&sequences[feed.sequence], shape, q.as_deref());
         }
         down.into_iter().for_each(|down| self.device.downs.put_back(down));
         Some(feeds)
@@ -275,7 +295,7 @@ impl Late {
 impl Drop for Late {
     fn drop(&mut self) {
         for Layer { tokens, saw, .. } in mem::take(&mut self.layers) {
-            let downs = tokens.into_iter().chain(saw.and_then(|saw| saw.down));
+            let downs = tokens.map(|of| of.0).into_iter().chain(saw.and_then(|saw| saw.down));
             downs.for_each(|down| self.device.downs.put_back(down));
         }
         // Whoever takes it next is behind in the stream.

@@ -9,7 +9,7 @@ use crate::lanes::Lanes;
 use crate::writes::Tokens;
 use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::warp::LANES;
-use pikv_kernels::args::{CodecArg, CopyArg, LayoutArg, PackArg, PackedArg, WriteArg};
+use pikv_kernels::args::{CodecArg, CopyArg, LayoutArg, PackArg, PackedArg, TensorArg, WriteArg};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -190,11 +190,15 @@ impl Pending {
             Tokens::Device { k, v, limits, faults } => {
                 let (at_limits, heads) = (upload.add(limits), limits.len() as u32);
                 let base = work.send(&device.stream, &upload)?;
-                let (k, v, list, limits) = (k.address(), v.address(), base + at_list, base + at_limits);
-                // SAFETY: the parameters of `append_rows`, as those of `append`; the caller's tensors stay until the stream has passed.
+                let (list, limits) = (base + at_list, base + at_limits);
+                let (k, v) = (TensorArg::from(k), TensorArg::from(v));
+                let wide = [k, v].iter().all(TensorArg::wide);
+                let kernel = if wide { device.kernels.append_rows } else { device.kernels.append_halves };
+                // SAFETY: the parameters of `append_rows` and `append_halves`, as those of `append`; the caller's tensors stay until the
+                // stream has passed.
                 unsafe {
                     let arguments = arguments!(layout, k, v, list, count, heads, limits, faults);
-                    device.launch(device.kernels.append_rows, self.writes.len(), arguments)?;
+                    device.launch(kernel, self.writes.len(), arguments)?;
                 }
             }
         }

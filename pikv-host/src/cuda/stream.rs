@@ -53,19 +53,22 @@ impl Stream {
         bare("cuMemcpyHtoDAsync", code)
     }
 
-    /// Copies words down from several places, one after the other.
+    /// Copies bytes down from several places, one after the other, each to words of its own.
     ///
     /// # Safety
     /// The places must be memory of the device, `to` as long as all of them, and nobody may read or write there until the stream has
     /// passed.
-    pub unsafe fn down(&self, places: &[(u64, usize)], mut to: &mut [u32]) -> Result<(), CudaError> {
-        for (address, words) in places.iter().filter(|(_, words)| *words > 0) {
-            let (now, rest) = to.split_at_mut(*words);
+    pub unsafe fn down(
+        &self,
+        places: impl Iterator<Item = (u64, usize)>,
+        mut to: &mut [u32],
+    ) -> Result<(), CudaError> {
+        for (address, bytes) in places.filter(|(_, bytes)| *bytes > 0) {
+            let (now, rest) = to.split_at_mut(bytes.div_ceil(4));
             to = rest;
             // SAFETY: the caller's promise.
-            let code = unsafe {
-                sys::cuMemcpyDtoHAsync_v2(now.as_mut_ptr().cast(), *address, size_of_val(now), self.handle)
-            };
+            let code =
+                unsafe { sys::cuMemcpyDtoHAsync_v2(now.as_mut_ptr().cast(), address, bytes, self.handle) };
             bare("cuMemcpyDtoHAsync", code)?;
         }
         Ok(())

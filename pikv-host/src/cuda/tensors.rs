@@ -5,6 +5,8 @@ use super::{Device, bare};
 use crate::device::{DeviceOutput, DeviceSlice};
 use crate::error::Error;
 use cust::sys;
+use pikv_core::dtype::Dtype;
+use pikv_kernels::args::TensorArg;
 
 /// Queries, where results go, and what is told of them later.
 pub(crate) struct Queries<'a> {
@@ -17,12 +19,41 @@ pub(crate) struct Queries<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct OnDevice {
     /// `[rows][query_heads][k_dim]`
-    pub q: u64,
+    pub q: DeviceSlice,
     /// Where one that is not finite is noted.
     pub fault: u64,
 }
 
+impl From<DeviceSlice> for TensorArg {
+    fn from(slice: DeviceSlice) -> Self {
+        TensorArg::new(slice.address(), slice.dtype())
+    }
+}
+
 impl Device {
+    /// Makes all of a tensor 0.
+    pub fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
+        if slice.dtype() == Dtype::F32 {
+            return Ok(self.fill(slice.address(), 0, slice.len() as u32)?);
+        }
+        self.enter()?;
+        // SAFETY: a tensor in 16 bits of the caller's, which stays until the stream has passed; a fill has no other requirement.
+        let code = unsafe { sys::cuMemsetD16Async(slice.address(), 0, slice.len(), self.stream.handle()) };
+        Ok(bare("cuMemsetD16Async", code)?)
+    }
+
+    /// As [`Device::check`], of log-sum-exps.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error> {
+        if slice.dtype() != Dtype::F32 {
+            let (address, why) = (slice.address(), "log-sum-exps are f32");
+            return Err(Error::DeviceTensor { what: "lse", address, why });
+        }
+        self.check("lse", slice)
+    }
+
     /// Whether kernels can read and write there, as far as the driver knows.
     ///
     /// # Errors
@@ -33,8 +64,11 @@ impl Device {
         if address == 0 {
             return refused("the address is null");
         }
-        if !address.is_multiple_of(4) {
-            return refused("f32 lie at multiples of 4");
+        if !address.is_multiple_of(u64::from(slice.dtype().bits() / 8)) {
+            return refused(match slice.dtype() {
+                Dtype::F32 => "f32 lie at multiples of 4",
+                _ => "f16 and bf16 lie at multiples of 2",
+            });
         }
         if slice.len() > u32::MAX as usize {
             return refused("a tensor of 2^32 elements or more; make the step shorter");

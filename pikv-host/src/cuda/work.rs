@@ -226,7 +226,7 @@ impl Work {
         let all = places.iter().map(|(_, words)| words).sum();
         let host = &mut self.back.reserve(all)?[..all];
         // SAFETY: as long as all places, and the stream is waited for before anyone reads.
-        unsafe { stream.down(places, host)? };
+        unsafe { stream.down(places.iter().map(|(address, words)| (*address, 4 * words)), host)? };
         stream.synchronize()?;
         Ok(f(host))
     }

@@ -20,8 +20,12 @@ use {
 /// steps of a size that was seen before allocate nothing, but for a chunk of pages once all are taken. The bits are those of the
 /// host's forms, which can be called in the same step.
 ///
+/// Tensors are in f32, f16 or bf16, each in its own ([`DeviceSlice::new`]). What is read is widened, which is exact, and from there on all
+/// is as in f32: keys and values go to pages of the same dtype as they are. Results are rounded to nearest even as they are written.
+///
 /// What a host form refuses at once the device finds later: values and queries that are not finite, values that the dtype or the codec
-/// cannot hold, scores that overflow. The results of such rows, and of rows that read such tokens, mean nothing.
+/// cannot hold, scores that overflow. The results of such rows, and of rows that read such tokens, mean nothing. So it finds results that
+/// the dtype of the output cannot hold, in f16 those from 65,520 on; in their places are infinities.
 /// [`check`](Step::check) waits for all that the step asked for so far and says what was wrong; so does [`commit`](Step::commit) where a
 /// policy wants to be told of attention, or of keys and values, as it has to wait for those anyway: once a step. Without such a
 /// policy a commit does not wait, and does not look: a step that nobody checked is committed as it is.
@@ -38,7 +42,7 @@ use {
 /// What is put on the stream are copies, fills, launches and events with this step's own lists: pages, positions and how many there are
 /// differ from step to step. So a graph captured of one step is not that of the next; capture what lies between these calls instead.
 impl Step<'_> {
-    /// As [`append`](Step::append), of keys and values on the device, in f32.
+    /// As [`append`](Step::append), of keys and values on the device, each in a dtype of its own.
     ///
     /// # Errors
     /// Those of `append` but for what the values are; [`Error::DeviceTensor`] for an address that is null, not aligned, unknown to the
@@ -63,12 +67,12 @@ impl Step<'_> {
         }
     }
 
-    /// As [`attend`](Step::attend), of queries on the device, `[rows][query_heads][k_dim]` in f32, to results on the device.
+    /// As [`attend`](Step::attend), of queries on the device, `[rows][query_heads][k_dim]`, to results on the device.
     ///
     /// # Errors
     /// Those of `attend` but for what queries and scores are; [`Error::DeviceTensor`] and [`Error::HostTensors`] as
-    /// [`append_device`](Step::append_device), the latter also for [`Read::Quest`](crate::Read::Quest), for which the host chooses pages by
-    /// the queries. `out` is then undefined.
+    /// [`append_device`](Step::append_device), the first also for log-sum-exps that are not f32, the latter
+    /// also for [`Read::Quest`](crate::Read::Quest), for which the host chooses pages by the queries. `out` is then undefined.
     pub fn attend_device(
         &mut self,
         layer: usize,
@@ -95,10 +99,11 @@ impl Step<'_> {
     }
 
     /// Waits for all that the step asked of the device so far, and says what was wrong with its tensors: the first by layers, and of a
-    /// layer keys, values, queries, then scores. Of a step on slices of the host nothing is left to be said.
+    /// layer keys, values, queries, scores, then outputs. Of a step on slices of the host nothing is left to be said.
     ///
     /// # Errors
-    /// [`Error::Unstorable`], [`Error::Query`] or [`Error::ScoreOverflow`], after which the step can only be dropped; a device that fails.
+    /// [`Error::Unstorable`], [`Error::Query`], [`Error::ScoreOverflow`] or [`Error::Output`], after which the step can only be
+    /// dropped; a device that fails.
     pub fn check(&mut self) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(late) = &self.late {
@@ -134,7 +139,7 @@ impl Step<'_> {
         let layout = inner.layer(layer)?.layout;
         let reads = |rule: &Rule| rule.words > 0 && rule.eviction.policy.reads_tokens();
         if inner.rules[layer].as_deref().is_some_and(reads) {
-            late.bring_tokens(layer, [(k.address(), k.len()), (v.address(), v.len())])?;
+            late.bring_tokens(layer, [k, v])?;
         }
         let limits = inner.codecs[layer].iter().map(|codec| {
             let [k, v] = codec.as_ref().map_or([f32::MAX; 2], |codec| [codec.k_limit, codec.v_limit]);
@@ -154,7 +159,7 @@ impl Step<'_> {
     ) -> Result<(), Error> {
         late.device().check("q", q)?;
         late.device().check("out", out.out)?;
-        out.lse.map_or(Ok(()), |lse| late.device().check("lse", lse))?;
+        out.lse.map_or(Ok(()), |lse| late.device().check_lse(lse))?;
         self.attend_tensors(layer, options, Tensors::Device(Queries { q, output: out, late }))
     }
 
@@ -168,7 +173,7 @@ impl Step<'_> {
         for (layer, (shape, done)) in shapes.iter().zip(&mut self.layers).enumerate() {
             if let Some(tokens) = late.tokens(layer) {
                 let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
-                let (k, v) = tokens.split_at(self.rows * heads * layout.k_dim as usize);
+                let [k, v] = &tokens;
                 let tokens = Tokens::Host { k, v };
                 let mut row = 0;
                 for part in &mut self.parts {

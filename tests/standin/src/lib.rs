@@ -703,13 +703,23 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut u8, from: u64, bytes: usize) -
 
 /// The driver's function.
 #[unsafe(no_mangle)]
+pub extern "C" fn cuMemsetD16Async(to: u64, value: u16, count: usize, stream: u64) -> u32 {
+    fill(to, &vec![value; count], stream)
+}
+
+/// The driver's function.
+#[unsafe(no_mangle)]
 pub extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, stream: u64) -> u32 {
+    fill(to, &vec![value; count], stream)
+}
+
+fn fill<T: bytemuck::Pod>(to: u64, values: &[T], stream: u64) -> u32 {
     alive(|device| {
         if !device.streams(stream) {
             return INVALID_HANDLE;
         }
         device.catch_up_all(stream);
-        match device.memory.write(to, &vec![value; count]) {
+        match device.memory.write(to, values) {
             Ok(()) => SUCCESS,
             Err(cause) => device.fail("fill", &cause),
         }
