@@ -4,12 +4,13 @@
 //! `cargo run --release --example loop -- --gguf FILE [--tokens N] [--policy NAME]`
 //! `cargo run --release --example loop -- --trace FILE|skewed [--tokens N]`
 //! `cargo run --release --example loop -- --record FILE [--tokens N]`
+//! `cargo run --release --example loop -- --seeds N`
 //!
 //! The first runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes: rows are routed by
 //! what the layer's gate makes of them before they attend, and read the pages of the experts that their router names; the model's own
 //! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens, where only policies matter. With `--trace` no
 //! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
-//! MoE. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map.
+//! MoE. `--seeds` sets R_P beside R_T, on as many skewed streams and parts of the novel. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map.
 
 #[allow(dead_code, reason = "other examples use the rest")]
 #[path = "../common/mod.rs"]
@@ -29,11 +30,13 @@ mod looped;
 mod policies;
 mod replay;
 mod routers;
+mod seeds;
 
 use common::cache::Keys;
 use indicatif::{ProgressBar, ProgressStyle};
 use looped::Looped;
 use measure::subject::Subject;
+use pikv::router::Router;
 use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Read};
 use policies::{Row, Setup};
 use rayon::prelude::*;
@@ -45,8 +48,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const SINKS: u32 = 4;
 
-const HELP: &str =
-    "options: --gguf FILE | --trace FILE (or skewed) | --record FILE, --tokens N, --router ID, --policy NAME";
+const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --seeds N, --tokens N, --router ID, --policy NAME";
 
 /// What one cell of the table came to.
 struct Outcome {
@@ -72,6 +74,9 @@ fn main() -> Result<()> {
     let mut subject = Subject::load(arguments.gguf.as_deref())?;
     subject.keys(Keys::Rotated);
     let ids = subject.tokens()?;
+    if let Some(seeds) = arguments.seeds {
+        return seeds::run(&subject, &ids, seeds);
+    }
     let window = subject.window();
     let tokens = arguments.tokens.unwrap_or(if arguments.gguf.is_some() { 4 * window } else { 2 * window });
     if tokens == 0 || !tokens.is_multiple_of(window) || tokens + window > ids.len() {
@@ -115,7 +120,11 @@ fn main() -> Result<()> {
     bar.set_style(ProgressStyle::with_template("{msg:28} {bar:36} {percent}% of all, {eta} left")?);
     bar.set_message("everything read");
     let all = Row::everything();
-    let reference = evaluate(&subject, "-", budgets[0], &all, Read::All, &ids[..=tokens], &bar)?;
+    let routed = |id| -> Result<_> {
+        let (experts, top_k) = subject.experts;
+        Ok((id, routers::routers(id, experts, top_k, subject.layers)?))
+    };
+    let reference = evaluate(&subject, routed("-")?, budgets[0], &all, Read::All, &ids[..=tokens], &bar)?;
     println!(
         "{}: {tokens} tokens in windows of {window}, {SINKS} sinks, ring a quarter of the budget; everything held and read: {:.5} nats a \
          token, {} bytes\n",
@@ -127,7 +136,7 @@ fn main() -> Result<()> {
     let mut outcomes = Vec::new();
     for (router, budget, row) in &cells {
         bar.set_message(format!("{router} {} {budget}", row.name));
-        outcomes.push(evaluate(&subject, router, *budget, row, fetched, &ids[..=tokens], &bar)?);
+        outcomes.push(evaluate(&subject, routed(router)?, *budget, row, fetched, &ids[..=tokens], &bar)?);
     }
     bar.finish_and_clear();
     table(&subject, &outcomes, &reference);
@@ -149,7 +158,7 @@ fn ring(budget: u32) -> u32 {
 /// Nats a token, and what the cache says of it.
 fn evaluate(
     subject: &Subject,
-    router: &str,
+    (router, routers): (&str, Vec<Box<dyn Router>>),
     budget: u32,
     row: &Row,
     fetched: Read,
@@ -160,7 +169,6 @@ fn evaluate(
     let (experts, top_k) = subject.experts;
     let config = CacheConfig::new(layers, 4 << 30).ring(ring(budget)).sinks(SINKS).experts(experts, top_k);
     let cache = Cache::new(row.config(config))?;
-    let routers = routers::routers(router, experts, top_k, subject.layers)?;
     let attend = Attend::new(1.0 / (subject.head_dim as f32).sqrt());
     let attend = (0..subject.layers).map(|l| attend.read(row.read(l, fetched))).collect();
     let mut looped = Looped::new(ClosedLoop::new(cache, routers)?, attend);
@@ -259,14 +267,22 @@ struct Arguments {
     gguf: Option<PathBuf>,
     trace: Option<String>,
     record: Option<PathBuf>,
+    seeds: Option<usize>,
     tokens: Option<usize>,
     router: Option<String>,
     policy: Option<String>,
 }
 
 fn arguments() -> Result<Arguments> {
-    let mut parsed =
-        Arguments { gguf: None, trace: None, record: None, tokens: None, router: None, policy: None };
+    let mut parsed = Arguments {
+        gguf: None,
+        trace: None,
+        record: None,
+        seeds: None,
+        tokens: None,
+        router: None,
+        policy: None,
+    };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{name}: without a value; {HELP}"));
@@ -276,9 +292,10 @@ fn arguments() -> Result<Arguments> {
             "--record" => parsed.record = Some(PathBuf::from(value()?)),
             "--router" => parsed.router = Some(value()?),
             "--policy" => parsed.policy = Some(value()?),
-            "--tokens" => {
+            "--tokens" | "--seeds" => {
                 let n = value()?;
-                parsed.tokens = Some(n.parse().map_err(|e| format!("--tokens {n}: {e}; {HELP}"))?);
+                let n = n.parse().map_err(|e| format!("{name} {n}: {e}; {HELP}"))?;
+                *if name == "--seeds" { &mut parsed.seeds } else { &mut parsed.tokens } = Some(n);
             }
             _ => return Err(format!("{name}: unknown; {HELP}").into()),
         }

@@ -16,7 +16,7 @@ use std::io::{BufReader, BufWriter};
 use std::path::Path;
 
 /// Width of the made-up keys.
-const DIM: usize = 64;
+pub const DIM: usize = 64;
 
 /// Replays a trace under every policy at three budgets, and prints how much of what was wanted was still held.
 pub fn run(trace: &str, tokens: usize) -> Result<()> {
@@ -73,10 +73,7 @@ fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
         hold(&sequence, &mut held)?;
         wanted += row.wanted.len() as u64;
         found += row.wanted.iter().filter(|p| held[**p as usize]).count() as u64;
-        let mut query = vec![0.0; DIM];
-        for p in &row.wanted {
-            query.iter_mut().zip(key(*p as usize)).for_each(|(q, k)| *q += k);
-        }
+        let query = look(&row.wanted);
         let mut step = cache.begin([(&mut sequence, 1)])?;
         step.append(0, &key(position), &[0.0])?;
         // What is wanted stands out of what is not by some nats.
@@ -87,8 +84,17 @@ fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
     Ok(if wanted == 0 { 1.0 } else { found as f64 / wanted as f64 })
 }
 
+/// A query that looks at some positions.
+pub fn look(wanted: &[u32]) -> Vec<f32> {
+    let mut query = vec![0.0; DIM];
+    for p in wanted {
+        query.iter_mut().zip(key(*p as usize)).for_each(|(q, k)| *q += k);
+    }
+    query
+}
+
 /// A direction of its own for each position.
-fn key(position: usize) -> Vec<f32> {
+pub fn key(position: usize) -> Vec<f32> {
     let mut random = SplitMix(position as u64);
     let mut key: Vec<f32> = (0..DIM).map(|_| random.unit() as f32 - 0.5).collect();
     let norm = key.iter().map(|x| x * x).sum::<f32>().sqrt();

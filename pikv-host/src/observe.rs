@@ -366,6 +366,8 @@ impl Telling<'_> {
             let live = below(cut.len) & !below(cut.left);
             let tile = page.ordinal.wrapping_sub(self.first_tile) as usize;
             if let Some((rows, _)) = kept.page_mut(tile).filter(|_| live != 0) {
+                // Tokens that left since, sinks for one, may have some.
+                let mass = &of_lanes(mass, live);
                 let seen = Seen { live, positions: Positions::first(first), mass, ..self.seen(h, page, cut) };
                 self.rule.observe(&seen, rows);
             }
@@ -392,22 +394,25 @@ impl Telling<'_> {
         let Chain { first, entries, kept, .. } = chain;
         let mut kept = kept.version_mut(self.rule.version(cut.len));
         // One for all of them, as there are thousands a step.
-        let mut seen = self.seen(h, weighed.pages[from].0, cut);
+        let all = self.seen(h, weighed.pages[from].0, cut);
         let mut at = from;
         while let Some(&(page, mut live)) = weighed.pages.get(at).filter(|(page, _)| page.place == place) {
             at += 1;
-            let Some(mass) = weighed.cut(at - 1, cut.index) else { continue };
+            let Some(mut mass) = weighed.cut(at - 1, cut.index) else { continue };
             let Some(i) = page.ordinal.checked_sub(*first).map(|i| i as usize) else { continue };
             let (Some(entry), Some((rows, used))) = (entries.get(i), kept.page_mut(i)) else { continue };
+            let own;
             if page.ordinal >= new {
                 let filed = |lane: &u32| entry.position(codec, *lane).is_some_and(|p| p < cut.left);
                 let filed = (0..entry.fill).filter(filed).fold(0, |filed, lane| filed | 1 << lane);
                 live = entry.live & filed;
+                own = of_lanes(mass, live);
+                mass = &own;
             }
             if live == 0 {
                 continue;
             }
-            seen = Seen { page, live, positions: Positions::page(entry, codec), mass, ..seen };
+            let seen = Seen { page, live, positions: Positions::page(entry, codec), mass, ..all };
             if self.reused && seen.used(1.0) {
                 // A page that was never used before was there with its last token.
                 let before = if *used == 0 { entry.last().unwrap_or_default() + 1 } else { *used };
@@ -480,6 +485,11 @@ impl Telling<'_> {
         let experts = rows.flat_map(|row| experts(self.inner, self.tags, self.tags_from, row));
         experts.map(|e| count(usize::from(e) + 1)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
     }
+}
+
+/// The masses of some lanes, and 0 of the others.
+fn of_lanes(mass: &[f32; LANES], lanes: u32) -> [f32; LANES] {
+    std::array::from_fn(|lane| if lanes >> lane & 1 != 0 { mass[lane] } else { 0.0 })
 }
 
 /// Moves what tokens received in the ring to the pages where they lie by now.

@@ -3,9 +3,10 @@
 use crate::back::no_trace;
 use crate::setup::{Event, Kind, Log, Row, Spy, config, eviction, held, noise, rope, row, run, turned};
 use pikv::policy::{
-    AdaKvLit, Budget, Dense, Eviction, ExpectedAttention, KeyNorm, Policy, QuestLit, QuestLitError,
+    AdaKvLit, Budget, Candidates, Dense, Eviction, ExpectedAttention, Feedback, HeadSeen, KeyNorm, Policy,
+    QuestLit, QuestLitError, Seen, Token,
 };
-use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
+use pikv::{Attend, Cache, CacheConfig, LANES, Output, Sequence};
 use safetensors::{Dtype, tensor::TensorView};
 use std::collections::BTreeSet;
 
@@ -228,6 +229,63 @@ fn the_threshold_settles_and_the_papers_sign_runs_away() {
         held(&sequence, 0, 0).len()
     };
     assert_eq!((held_in_the_end(policy), held_in_the_end(paper)), (40, 6));
+}
+
+/// AdaKV-lit whose threshold is held at 1, above all utilities, until so many tokens have come: the head misses nearly all.
+#[derive(Debug)]
+struct Starved(AdaKvLit, u32);
+
+impl Policy for Starved {
+    fn name(&self) -> &str {
+        "starved"
+    }
+    fn feedback(&self) -> Feedback {
+        self.0.feedback()
+    }
+    fn words(&self) -> usize {
+        self.0.words()
+    }
+    fn head_words(&self, k_dim: usize, group: usize) -> usize {
+        self.0.head_words(k_dim, group)
+    }
+    fn born(&self, token: &Token<'_>, state: &mut [f32]) {
+        self.0.born(token, state);
+    }
+    fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
+        self.0.observe(seen, state);
+    }
+    fn observe_head(&self, seen: &HeadSeen<'_>, state: &mut [f32]) {
+        self.0.observe_head(seen, state);
+        if seen.first.0 < self.1 {
+            state[0] = 1.0;
+        }
+    }
+    fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
+        self.0.rank(tokens, utility);
+    }
+    fn threshold(&self, head: &[f32]) -> Option<f32> {
+        self.0.threshold(head)
+    }
+}
+
+#[test]
+fn the_threshold_settles_from_below_too() {
+    let log = Log::default();
+    let of = Box::new(Starved(AdaKvLit { target: 0.8, gamma: 0.02, ..AdaKvLit::default() }, 100));
+    let rule = eviction(Box::new(Spy { of, log: log.clone() }), Budget::Tokens(Budget::ALL));
+    let cache = Cache::new(config(1).experts(3, 2).evict(rule)).unwrap();
+    let mut sequence = cache.sequence();
+    (0..2000).for_each(|p| feed(&cache, &mut sequence, &rows(cache.config(), p, 1)));
+    let rate = |event: &Event| match event {
+        Event::Head { head: 0, hits, misses, .. } if hits + misses > 0 => {
+            Some(*hits as f64 / (hits + misses) as f64)
+        }
+        _ => None,
+    };
+    let rates: Vec<f64> = log.lock().unwrap().iter().filter_map(rate).collect();
+    let mean = |of: &[f64]| of.iter().sum::<f64>() / of.len() as f64;
+    let (before, after) = (mean(&rates[60..90]), mean(&rates[rates.len() - 50..]));
+    assert!(before < 0.2 && (after - 0.8).abs() < 0.1, "hit rates {before}, then {after}");
 }
 
 fn expected(policy: ExpectedAttention, key_rope: bool) -> (Vec<Row>, BTreeSet<u32>, BTreeSet<u32>) {
