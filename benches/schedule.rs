@@ -52,7 +52,7 @@ fn main() -> Result<()> {
     for (label, eviction) in [
         ("StreamingLLM", Eviction::new(StreamingLlm, Budget::Tokens(0))),
         ("LRU", Eviction::new(Lru::default(), Budget::Tokens(0))),
-        ("LRU, whole pages", Eviction::new(Lru::default(), Budget::Tokens(0)).by_page()),
+        ("LRU whole pages", Eviction::new(Lru::default(), Budget::Tokens(0)).by_page()),
     ] {
         let mut first = None;
         for pages in sizes {
