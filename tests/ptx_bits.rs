@@ -671,7 +671,7 @@ fn run_tiny(body: &str, words: &[u32], threads: u32) -> Result<Vec<u32>, Fault> 
 
 fn cause(body: &str, words: &[u32], threads: u32) -> (String, u32, Cause) {
     let fault = run_tiny(body, words, threads).expect_err("it must fail");
-    assert!(fault.line > 12, "{fault}");
+    assert!(fault.line > 13, "{fault}");
     (fault.opcode, fault.lane, fault.cause)
 }
 
@@ -857,7 +857,7 @@ fn finds_traps_hangs_and_what_it_does_not_know() {
         ".shared .b8 x[4];",
     ] {
         let error = Machine::new(&tiny(unknown)).unwrap_err();
-        assert_eq!(error.line, 15, "{error}");
+        assert_eq!(error.line, 16, "{error}");
     }
     let error = Machine::new(".version 7.0\n.extern .func f();\n").unwrap_err();
     assert_eq!(error.line, 2);
