@@ -13,7 +13,7 @@ use pikv::router::{
 };
 use pikv::{
     Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Layout, LoopError, Output, Place,
-    Position, Read, Sequence,
+    Position, Read, Sequence, ShardMap,
 };
 use std::sync::Arc;
 
@@ -206,6 +206,62 @@ fn experts_whose_tokens_are_gone_are_avoided() {
     assert!(chosen[..8].iter().all(|e| *e == 0), "at first nothing misses: {chosen:?}");
     assert!(chosen.contains(&1), "then expert 0 has lost tokens, and 1 has not: {chosen:?}");
     assert!(chosen.iter().all(|e| *e < 2));
+}
+
+/// Every router files its own way; read as a whole, the tokens are the same: dense attention, and the same bits on any number of
+/// shards.
+#[test]
+fn exact_with_every_router_on_any_shards() {
+    for id in 0..7 {
+        let run = |shards: ShardMap| {
+            let cache = Cache::new(config(2).shards(shards)).unwrap();
+            let mut pikv = ClosedLoop::new(cache.clone(), routers(id, 2)).unwrap();
+            let mut sequence = cache.sequence();
+            let steps = (0..60).map(|seed| {
+                let n = 1 + seed as usize % 3;
+                turn(&mut pikv, &mut sequence, n, seed, Read::All)
+            });
+            let out = steps.collect::<Vec<_>>();
+            let filed = (0..EXPERTS).filter(|e| held(&sequence, 0, 0, *e) > 0).count();
+            assert!(filed > 1, "router {id} filed by {filed} experts");
+            out
+        };
+        let one = run(ShardMap::sum(1).unwrap());
+        for shards in [2, 4, 8] {
+            let many = run(ShardMap::sum(shards).unwrap());
+            assert!(one.iter().flatten().map(|x| x.to_bits()).eq(many.iter().flatten().map(|x| x.to_bits())));
+        }
+        // Scores and sums in f64, over all tokens up to the row's own.
+        let (mut keys, mut values): ([Vec<f32>; LAYERS], [Vec<f32>; LAYERS]) = Default::default();
+        for (seed, out) in (0..).zip(&one) {
+            let n = 1 + seed as usize % 3;
+            for (layer, out) in out.chunks_exact(n * 4 * DIM).enumerate() {
+                let [k, v, q, _] = rows(seed, layer, n);
+                let before = keys[layer].len() / (HEADS * DIM);
+                keys[layer].extend(k);
+                values[layer].extend(v);
+                for (i, (q, out)) in q.chunks_exact(DIM).zip(out.chunks_exact(DIM)).enumerate() {
+                    let (row, head) = (i / 4, i % 4 / (4 / HEADS));
+                    let of = |all: &[f32], t: usize| -> Vec<f64> {
+                        all[(t * HEADS + head) * DIM..][..DIM].iter().map(|x| f64::from(*x)).collect()
+                    };
+                    let score = |t: usize| {
+                        let key = of(&keys[layer], t);
+                        q.iter().zip(key).map(|(q, k)| f64::from(*q) * k).sum::<f64>().exp()
+                    };
+                    let weights: Vec<f64> = (0..=before + row).map(score).collect();
+                    let total: f64 = weights.iter().sum();
+                    for (c, out) in out.iter().enumerate() {
+                        let at = |(t, w): (usize, &f64)| w * of(&values[layer], t)[c];
+                        let want = weights.iter().enumerate().map(at).sum::<f64>() / total;
+                        let error = (f64::from(*out) - want).abs();
+                        // Written so that NaN fails.
+                        assert!(error <= 1e-5, "router {id}, step {seed}: {out}, not {want}");
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[test]
