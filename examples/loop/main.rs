@@ -60,6 +60,8 @@ struct Outcome {
     /// Bytes of pages at the end of the last window.
     bytes: u64,
     hit_rate: f64,
+    /// Of the tokens up to its own, those that a row reads, where it reads its experts' pages; 1 if it reads all.
+    sees: f64,
     /// Of each expert.
     misses: Vec<u64>,
     balance: f64,
@@ -192,6 +194,16 @@ fn evaluate(
     let totals = looped.sink.totals();
     let sum = |of: &[u64]| of.iter().sum::<u64>();
     let (hits, misses) = (sum(&totals.hits), sum(&totals.misses));
+    // In the ring, as sinks once they have left it, and in pages of the row's experts.
+    let ring = ring(budget) as usize;
+    let always = |tokens: usize| tokens.min(ring) + tokens.saturating_sub(ring).min(SINKS as usize);
+    let rows = || (0..inputs.len()).map(|i| i % subject.window() + 1);
+    let heads = subject.layers as u64 * u64::from(subject.layer(Dtype::Bf16, Keys::Rotated).kv_heads);
+    let read = hits + heads * rows().map(always).sum::<usize>() as u64;
+    let sees = match row.selects.unwrap_or(fetched) {
+        Read::Experts => read as f64 / (heads * rows().sum::<usize>() as u64) as f64,
+        _ => 1.0,
+    };
     Ok(Outcome {
         router: router.to_owned(),
         policy: row.name.to_owned(),
@@ -199,6 +211,7 @@ fn evaluate(
         nats: loss / inputs.len() as f64,
         bytes,
         hit_rate: if hits + misses == 0 { 1.0 } else { hits as f64 / (hits + misses) as f64 },
+        sees,
         misses: totals.misses,
         balance: looped.balance(),
         time: looped.time(),
@@ -207,8 +220,8 @@ fn evaluate(
 
 fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
     println!(
-        "{:6} {:17} {:>7} {:>9} {:>9} {:>11} {:>6} {:>8} {:>9}  misses of each expert",
-        "router", "policy", "budget", "nats", "delta", "bytes", "hits", "balance", "overhead"
+        "{:6} {:17} {:>7} {:>9} {:>9} {:>11} {:>6} {:>6} {:>8} {:>9}  misses of each expert",
+        "router", "policy", "budget", "nats", "delta", "bytes", "hits", "sees", "balance", "overhead"
     );
     for o in outcomes {
         let most = o.misses.iter().max().copied().unwrap_or(0).max(1);
@@ -216,7 +229,7 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
         let misses: Vec<String> =
             if o.misses.len() > 1 { o.misses.iter().map(share).collect() } else { vec![] };
         println!(
-            "{:6} {:17} {:>7} {:>9.5} {:>+9.5} {:>11} {:>5.1}% {:>8.3} {:>8.2}x  {}",
+            "{:6} {:17} {:>7} {:>9.5} {:>+9.5} {:>11} {:>5.1}% {:>5.1}% {:>8.3} {:>8.2}x  {}",
             o.router,
             o.policy,
             o.budget,
@@ -224,13 +237,15 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
             o.nats - reference.nats,
             o.bytes,
             100.0 * o.hit_rate,
+            100.0 * o.sees,
             o.balance,
             o.time.as_secs_f64() / reference.time.as_secs_f64(),
             misses.join(" ")
         );
     }
     println!(
-        "\nbudget: tokens a KV head; hits: of the tokens that rows' experts were given, those still held; balance: tokens of the \
+        "\nbudget: tokens a KV head; hits: of the tokens that rows' experts were given, those still held; sees: of the tokens up to \
+         its own what a row reads, on the mean, where it chooses by experts; balance: tokens of the \
          least over those of the most used expert; overhead: time in the cache over that of the first line's run; misses: in hundredths of \
          the largest"
     );
