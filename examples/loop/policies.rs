@@ -49,15 +49,17 @@ pub struct Setup<'a> {
     pub rope: Option<Rope>,
 }
 
+/// Tokens are evicted, in all layers.
+fn all(eviction: Eviction) -> Box<dyn Fn(CacheConfig) -> CacheConfig> {
+    Box::new(move |config| config.evict(eviction.clone()))
+}
+
 pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     let Setup { layers, budget, fixed, window, far, rope } = *setup;
     let tokens = Budget::Tokens(budget);
     let mut rows = Vec::new();
     let mut row = |name, configure: Box<dyn Fn(CacheConfig) -> CacheConfig>| {
         rows.push(Row { name, bounded: name != "none", configure, selects: None });
-    };
-    let all = |eviction: Eviction| -> Box<dyn Fn(CacheConfig) -> CacheConfig> {
-        Box::new(move |config| config.evict(eviction.clone()))
     };
     row("none", Box::new(|config| config));
     row("LRU", all(Eviction::new(Lru::default(), tokens.clone())));
@@ -116,6 +118,11 @@ fn duo(far: &[Vec<f32>], budget: u32, fixed: u32, window: u32) -> Duo {
 }
 
 impl Row {
+    /// Tokens are evicted, in all layers.
+    pub fn evicting(name: &'static str, eviction: Eviction) -> Row {
+        Row { name, bounded: true, configure: all(eviction), selects: None }
+    }
+
     /// Everything is held and read.
     pub fn everything() -> Row {
         Row { name: "none", bounded: false, configure: Box::new(|config| config), selects: Some(Read::All) }

@@ -16,7 +16,7 @@ use std::io::{BufReader, BufWriter};
 use std::path::Path;
 
 /// Width of the made-up keys.
-pub const DIM: usize = 64;
+const DIM: usize = 64;
 
 /// Replays a trace under every policy at three budgets, and prints how much of what was wanted was still held.
 pub fn run(trace: &str, tokens: usize) -> Result<()> {
@@ -47,10 +47,7 @@ pub fn run(trace: &str, tokens: usize) -> Result<()> {
         for budget in budgets {
             let rows_of = rows_of(budget, window, &far)?;
             let Some(row) = rows_of.into_iter().find(|row| row.name == *name) else { continue };
-            let layout = Layout { k_dim: DIM as u32, v_dim: 1, k: Dtype::Bf16, v: Dtype::Bf16 };
-            let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
-            let config = CacheConfig::new(vec![layer], 1 << 30).ring(ring(budget)).sinks(SINKS);
-            let cache = Cache::new(row.config(config.experts(experts, top_k)))?;
+            let cache = Cache::new(row.config(config(budget).experts(experts, top_k)))?;
             cells.push(format!("{:>8.2}%", 100.0 * replay(&cache, &rows)?));
             bar.inc(1);
         }
@@ -58,6 +55,13 @@ pub fn run(trace: &str, tokens: usize) -> Result<()> {
     }
     bar.finish_and_clear();
     Ok(())
+}
+
+/// One layer with one head, and a ring and sinks for a budget.
+pub fn config(budget: u32) -> CacheConfig {
+    let layout = Layout { k_dim: DIM as u32, v_dim: 1, k: Dtype::Bf16, v: Dtype::Bf16 };
+    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    CacheConfig::new(vec![layer], 1 << 30).ring(ring(budget)).sinks(SINKS)
 }
 
 fn rows_of(budget: u32, window: u32, far: &[Vec<f32>]) -> Result<Vec<policies::Row>> {

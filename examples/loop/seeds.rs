@@ -3,14 +3,14 @@
 use crate::common::sample::SplitMix;
 use crate::measure::subject::Subject;
 use crate::policies::Row;
-use crate::replay::{DIM, key, look};
-use crate::{Result, SINKS, evaluate, policies, ring};
+use crate::replay::{self, key, look};
+use crate::{Result, evaluate};
 use indicatif::ProgressBar;
 use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, Lru};
 use pikv::router::{CacheAware, Router, Shape, TopK};
 use pikv::trace::Skewed;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Read};
+use pikv::{Attend, Cache, ClosedLoop, Output, Read};
 use std::sync::Arc;
 
 /// Tokens of a made-up stream.
@@ -40,7 +40,7 @@ pub fn run(subject: &Subject, ids: &[u32], seeds: usize) -> Result<()> {
     report("skewed stream", seeds, all(), stream)?;
     let model = |seed: usize, lambda| -> Result<f64> {
         let budget = (window / 4) as u32;
-        let row = lru(budget, window as u32, subject)?;
+        let row = Row::evicting("LRU", lru(budget));
         let (experts, top_k) = subject.experts;
         let routers = (0..subject.layers).map(|_| router(lambda, Shape::new(experts, top_k)));
         let routers = ("R_P", routers.collect::<Result<_>>()?);
@@ -89,6 +89,10 @@ fn summary(x: &[f64], signed: bool) -> String {
     }
 }
 
+fn lru(budget: u32) -> Eviction {
+    Eviction::new(Lru::default(), Budget::Tokens(budget))
+}
+
 fn router(lambda: Option<f32>, shape: Shape) -> Result<Box<dyn Router>> {
     Ok(match lambda {
         Some(lambda) => Box::new(CacheAware { lambda, ..CacheAware::default() }.router(shape)?),
@@ -96,32 +100,13 @@ fn router(lambda: Option<f32>, shape: Shape) -> Result<Box<dyn Router>> {
     })
 }
 
-fn lru(budget: u32, window: u32, subject: &Subject) -> Result<Row> {
-    let far =
-        vec![vec![0.0; subject.layer(Dtype::Bf16, crate::Keys::Rotated).kv_heads as usize]; subject.layers];
-    let fixed = ring(budget) + SINKS;
-    let setup = policies::Setup {
-        layers: subject.layers,
-        budget,
-        fixed,
-        window,
-        far: &far,
-        rope: Some(subject.rope),
-    };
-    let rows = policies::rows(&setup)?;
-    rows.into_iter().find(|row| row.name == "LRU").ok_or_else(|| "no LRU".into())
-}
-
 /// Of a stream whose experts are drawn as [`Skewed`] says, but from logits that a router ranks: the largest of `ln(weight)` and a draw
 /// of Gumbel's are experts drawn by their weights without putting back.
 fn skewed(seed: u64, lambda: Option<f32>) -> Result<f64> {
     let options = Skewed { seed, ..Skewed::default() };
     let (experts, top_k, budget) = (options.experts, options.top_k, TOKENS / 4);
-    let layout = Layout { k_dim: DIM as u32, v_dim: 1, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
-    let config = CacheConfig::new(vec![layer], 1 << 30).ring(ring(budget)).sinks(SINKS);
-    let evicting = Eviction::new(Lru::default(), Budget::Tokens(budget));
-    let cache = Cache::new(config.experts(experts, top_k).evict(evicting))?;
+    let config = replay::config(budget).experts(experts, top_k).evict(lru(budget));
+    let cache = Cache::new(config)?;
     let sink = Arc::new(Collector::new(experts as usize));
     let routers = vec![router(lambda, Shape::new(experts, top_k))?];
     let mut pikv = ClosedLoop::new(cache.clone(), routers)?.sink(sink.clone());

@@ -140,13 +140,12 @@ impl ClosedLoop {
             }
         }
         let routes = (0..layers).map(|_| Routes::default()).collect();
-        let (report, scratch) = (StepReport::default(), Scratch::default());
-        Ok(ClosedLoop { cache, routers, sink: Arc::new(()), routes, report, scratch }.sink(Arc::new(())))
+        let (sink, report, scratch) = (Arc::new(()), StepReport::default(), Scratch::default());
+        Ok(ClosedLoop { cache, routers, sink, routes, report, scratch })
     }
 
     /// Tells `sink` of every step.
     pub fn sink(mut self, sink: Arc<dyn Sink>) -> ClosedLoop {
-        self.report.unasked = !sink.wants_reused();
         self.sink = sink;
         self
     }
@@ -302,6 +301,7 @@ impl<'a> LoopStep<'a> {
     pub fn commit(mut self) -> Result<(), LoopError> {
         let Some(step) = self.step.take() else { return Ok(()) };
         let rows = step.rows() as u64;
+        self.of.report.unasked = !self.of.sink.wants_reused();
         if let Err(error) = step.commit_with(&mut self.of.report) {
             self.of.discard();
             return Err(error.into());

@@ -245,20 +245,21 @@ impl Late {
             value,
             dtype,
         };
-        let (heads, k_dim) = (shape.query_heads as usize, layout.k_dim as usize);
+        let heads = shape.query_heads as usize;
+        // Row, query head and channel.
+        let place = |dim: u32| (at / (heads * dim as usize), at / dim as usize % heads, at % dim as usize);
         let Layer { scale, out, .. } = self.layers[layer];
         match cause {
             0 => unstorable("k", layout.k_dim, layout.k.name()),
             1 => unstorable("v", layout.v_dim, layout.v.name()),
             2 => {
-                let (row, head) = (at / (heads * k_dim), at / k_dim % heads);
-                Error::Query { layer, row, head, channel: at % k_dim, value }
+                let (row, head, channel) = place(layout.k_dim);
+                Error::Query { layer, row, head, channel, value }
             }
             3 => Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale },
             _ => {
-                let v_dim = layout.v_dim as usize;
-                let (row, head) = (at / (heads * v_dim), at / v_dim % heads);
-                Error::Output { layer, row, head, channel: at % v_dim, value, dtype: out }
+                let (row, head, channel) = place(layout.v_dim);
+                Error::Output { layer, row, head, channel, value, dtype: out }
             }
         }
     }
