@@ -72,13 +72,15 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
 
     #[inline(always)]
     fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
+        let (layout, ahead) = (self.layout, self.after_values(i));
+        let v = &self.pages[i].words[layout.v_base() as usize..];
         if alike(seen) {
-            w.call(Weigh::<W, R, R> { full: self, i, seen: seen[0], p, acc });
+            w.call(Weigh { layout, v, ahead, seen: seen[0], p, acc });
         } else {
-            let stride = self.layout.acc_rows() as usize;
+            let stride = layout.acc_rows() as usize;
             for r in 0..R {
                 let acc = &mut acc[r * stride..];
-                w.call(Weigh::<W, R, 1> { full: self, i, seen: seen[r], p: &[p[r]], acc });
+                w.call(Weigh { layout, v, ahead, seen: seen[r], p: &[p[r]], acc });
             }
         }
     }
@@ -155,24 +157,25 @@ impl<W: Warp, const R: usize> Routine<W> for Pair<'_, '_, R> {
 }
 
 /// The values of a page under the weights of `N` rows that see the same tokens.
-struct Weigh<'a, 'b, W: Warp, const R: usize, const N: usize> {
-    full: &'a Full<'b, R>,
-    i: usize,
+struct Weigh<'a, W: Warp, const N: usize> {
+    layout: &'a Layout,
+    /// Values of the page, and what is fetched while they are read.
+    v: &'a [u32],
+    ahead: &'a [u32],
     seen: u32,
     p: &'a [W::Slot; N],
     acc: &'a mut [[f32; LANES]],
 }
 
-impl<W: Warp, const R: usize, const N: usize> Routine<W> for Weigh<'_, '_, W, R, N> {
+impl<W: Warp, const N: usize> Routine<W> for Weigh<'_, W, N> {
     type Out = ();
     #[inline(always)]
     fn run(self, w: W) {
-        let Weigh { full, i, seen, p, acc } = self;
-        let (layout, stride) = (full.layout, full.layout.acc_rows() as usize);
-        let v = &full.pages[i].words[layout.v_base() as usize..];
-        page_weigh(w, layout, v, seen, p, acc, stride, full.after_values(i));
+        let Weigh { layout, v, ahead, seen, p, acc } = self;
+        page_weigh(w, layout, v, seen, p, acc, layout.acc_rows() as usize, ahead);
     }
 }
+
 /// Which tokens at `position` each row sees, of the lanes in `live`.
 #[inline(always)]
 pub(crate) fn sights<W: Warp, const R: usize>(
@@ -324,6 +327,16 @@ fn weigh<W: Warp, V: Element, const R: usize>(
     }
 }
 
+/// The sums of `C` groups of words for `R` rows.
+struct Sums<W, V, const R: usize, const C: usize>(PhantomData<(W, V)>);
+
+impl<W: Warp, V: Element, const R: usize, const C: usize> Sums<W, V, R, C> {
+    /// Whether the registers hold them. A branch on it alone leaves the other side uncompiled.
+    const HELD: bool = C * R * V::PER_WORD <= W::ROWS;
+    /// Whether they do, and a word is two channels.
+    const PAIRED: bool = Self::HELD && V::PER_WORD == 2;
+}
+
 /// Values whose words fill rows of lanes.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
@@ -344,7 +357,7 @@ fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
     acc: &mut [[f32; LANES]],
     stride: usize,
 ) -> usize {
-    if C * R * V::PER_WORD <= W::ROWS {
+    if Sums::<W, V, R, C>::HELD {
         while col + C <= rows.whole {
             weigh_groups::<W, V, R, C>(w, rows, col, p, &mut acc[col * V::PER_WORD..], stride);
             col += C;
@@ -407,7 +420,7 @@ fn weigh_column<W: Warp, V: Element, const R: usize, const WHOLE: bool>(
     stride: usize,
 ) {
     // The channels of a word together while their sums fit the registers, else one after the other.
-    if R * V::PER_WORD <= W::ROWS && V::PER_WORD == 2 {
+    if Sums::<W, V, R, 1>::PAIRED {
         let mut a = [[w.splat(0.0); 2]; R];
         for r in 0..R {
             a[r] = [w.load_f(&acc[r * stride]), w.load_f(&acc[r * stride + 1])];

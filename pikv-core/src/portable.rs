@@ -16,6 +16,29 @@ pub(crate) fn fma(a: f32, b: f32, c: f32) -> f32 {
     return libm::fmaf(a, b, c);
 }
 
+/// `a * b + c` of each lane, rounded once.
+fn fma_lanes(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANES] {
+    #[cfg(all(feature = "std", target_arch = "x86_64"))]
+    if std::arch::is_x86_feature_detected!("fma") {
+        // SAFETY: the processor has what the function enables.
+        return unsafe { fma_x86(a, b, c) };
+    }
+    from_fn(|i| fma(a[i], b[i], c[i]))
+}
+
+/// [`fma_lanes`] with the processor's instruction. Without it each lane is a call to the C library, which gives the same bits.
+#[cfg(all(feature = "std", target_arch = "x86_64"))]
+#[target_feature(enable = "avx,fma")]
+fn fma_x86(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANES] {
+    let mut out = [0.0; LANES];
+    for i in 0..LANES {
+        out[i] = a[i].mul_add(b[i], c[i]);
+    }
+    out
+}
+
+// Operations are functions of their own: inlined, the 32 lanes of each are unrolled into every kernel, which took most of the time
+// that a build of the kernels takes, and ran no faster.
 impl Warp for Portable {
     type F = [f32; LANES];
     type U = [u32; LANES];
@@ -25,7 +48,7 @@ impl Warp for Portable {
     type Sum = [u32; LANES];
 
     const NAME: &'static str = "portable";
-    const ROWS: usize = 2;
+    const ROWS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
@@ -43,7 +66,7 @@ impl Warp for Portable {
     fn load(self, row: &[u32; LANES]) -> Self::U {
         *row
     }
-    #[inline(always)]
+    #[inline(never)]
     fn load_part(self, row: &[u32]) -> Self::U {
         from_fn(|i| row.get(i).copied().unwrap_or(0))
     }
@@ -51,7 +74,7 @@ impl Warp for Portable {
     fn load_f(self, row: &[f32; LANES]) -> Self::F {
         *row
     }
-    #[inline(always)]
+    #[inline(never)]
     fn gather(self, table: &[f32], index: Self::U) -> Self::F {
         from_fn(|i| table[index[i] as usize])
     }
@@ -59,67 +82,67 @@ impl Warp for Portable {
     fn store(self, x: Self::F, row: &mut [f32; LANES]) {
         *row = x;
     }
-    #[inline(always)]
+    #[inline(never)]
     fn add(self, a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] + b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn sub(self, a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] - b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn mul(self, a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] * b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] / b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        from_fn(|i| fma(a[i], b[i], c[i]))
+        fma_lanes(&a, &b, &c)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn max(self, a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
     fn bits(self, a: Self::F) -> Self::U {
-        a.map(f32::to_bits)
+        bytemuck::cast(a)
     }
     #[inline(always)]
     fn from_bits(self, a: Self::U) -> Self::F {
-        a.map(f32::from_bits)
+        bytemuck::cast(a)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn and(self, a: Self::U, b: Self::U) -> Self::U {
         from_fn(|i| a[i] & b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn or(self, a: Self::U, b: Self::U) -> Self::U {
         from_fn(|i| a[i] | b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
         from_fn(|i| a[i].wrapping_add(b[i]))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn sub_u(self, a: Self::U, b: Self::U) -> Self::U {
         from_fn(|i| a[i].wrapping_sub(b[i]))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn shl<const N: u32>(self, a: Self::U) -> Self::U {
         a.map(|x| x << N)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn shr<const N: u32>(self, a: Self::U) -> Self::U {
         a.map(|x| x >> N)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn sra<const N: u32>(self, a: Self::U) -> Self::U {
         a.map(|x| (x as i32 >> N) as u32)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
         *row = self.bits(self.fma(a, b, [ROUND; LANES]));
     }
@@ -127,7 +150,7 @@ impl Warp for Portable {
     fn no_sum(self) -> Self::Sum {
         [0; LANES]
     }
-    #[inline(always)]
+    #[inline(never)]
     fn dot4(self, a: Self::U, row: &[u32; LANES], quad: usize, c: Self::Sum) -> Self::Sum {
         let b: [i32; 4] = from_fn(|j| i32::from(row[4 * quad + j] as i16));
         from_fn(|i| {
@@ -139,15 +162,15 @@ impl Warp for Portable {
     fn total(self, c: Self::Sum) -> Self::U {
         c
     }
-    #[inline(always)]
+    #[inline(never)]
     fn to_f(self, a: Self::U) -> Self::F {
         a.map(|x| x as i32 as f32)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         (0..LANES).fold(0, |m, i| m | (u32::from(a[i] < b[i]) << i))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn ge_i(self, a: Self::U, b: Self::U) -> Self::M {
         (0..LANES).fold(0, |m, i| m | (u32::from(a[i] as i32 >= b[i] as i32) << i))
     }
@@ -159,7 +182,7 @@ impl Warp for Portable {
     fn or_m(self, a: Self::M, b: Self::M) -> Self::M {
         a | b
     }
-    #[inline(always)]
+    #[inline(never)]
     fn select(self, m: Self::M, a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| if m >> i & 1 == 1 { a[i] } else { b[i] })
     }
@@ -171,7 +194,7 @@ impl Warp for Portable {
     fn mask(self, bits: u32) -> Self::M {
         bits
     }
-    #[inline(always)]
+    #[inline(never)]
     fn shfl_xor(self, a: Self::F, mask: u32) -> Self::F {
         from_fn(|i| a[(i ^ mask as usize) % LANES])
     }
@@ -191,11 +214,11 @@ impl Warp for Portable {
     fn bcast(self, s: &Self::Slot, i: usize) -> Self::F {
         [s[i]; LANES]
     }
-    #[inline(always)]
+    #[inline(never)]
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
         self.spread_row(s, first, width)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> Self::F {
         from_fn(|i| row[first + i / width])
     }

@@ -288,6 +288,17 @@ impl<W: Warp, const R: usize> Shelf<W, R> for Kept<W::Slot, R> {
     }
 }
 
+/// Whether the registers of lanes `W` hold `N` rows of lanes at once, as far as [`Warp::ROWS`] says.
+///
+/// A branch on this constant by itself (`if Holds::<W, 8>::YES`), and on nothing beside it, is decided before code is generated: what
+/// it leaves out is not compiled.
+pub struct Holds<W, const N: usize>(core::marker::PhantomData<W>);
+
+impl<W: Warp, const N: usize> Holds<W, N> {
+    /// `N <= W::ROWS`
+    pub const YES: bool = N <= W::ROWS;
+}
+
 /// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
 pub const ROUND: f32 = 12_582_912.0;
 

@@ -22,7 +22,7 @@ pub(crate) enum Kind {
 }
 
 impl Backend {
-    /// The host: [`Lanes`](crate::lanes::Lanes) and its memory.
+    /// The host: [`Lanes`](pikv_lanes::Lanes) and its memory.
     pub const CPU: Backend = Backend(Kind::Cpu);
 
     /// The first CUDA device: [`Backend::cuda_device`] of 0.

@@ -6,13 +6,13 @@ use crate::error::Error;
 use crate::fabric::Mirrors;
 use crate::huge;
 use crate::kept::Kept;
-use crate::lanes::Lanes;
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::bound;
 use pikv_core::page::{Layout, MAX_DIM, PAGE};
 use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
+use pikv_lanes::Lanes;
 use std::collections::VecDeque;
 use std::sync::Arc;
 

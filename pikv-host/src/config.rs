@@ -3,7 +3,6 @@
 use crate::backend::Backend;
 use crate::codec::{Codec, HeadCodec};
 use crate::error::ConfigError;
-use crate::lanes::Lanes;
 use crate::observe::Rule;
 use crate::policy::Eviction;
 use crate::tiers::Tiers;
@@ -11,6 +10,7 @@ use pikv_core::page::{MAX_DIM, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use pikv_core::shard::ShardMap;
+use pikv_lanes::Lanes;
 use std::sync::Arc;
 
 /// Shards of a cache at most. Each has an arena for every page size.

@@ -1,7 +1,6 @@
 //! Attention cut into tasks.
 
 use crate::attend::Read;
-use crate::block::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use crate::cache::Inner;
 use crate::codec::HeadCodec;
 #[cfg(feature = "cuda")]
@@ -23,6 +22,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::rope::Rotation;
 use pikv_core::rows::TOP_SCORE;
 use pikv_core::warp::LANES;
+use pikv_lanes::attend::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -333,7 +333,8 @@ impl<'a> Job<'a> {
             Some((at, codec)) => {
                 let all = PackedBlock {
                     common,
-                    codec,
+                    packed: &codec.packed,
+                    back: codec.back(),
                     pages: &[],
                     next: next[0],
                     folded: &packed.folded[at],
@@ -352,7 +353,7 @@ impl<'a> Job<'a> {
                     *to = PageRef { words: from.words, live: from.live };
                 }
                 let out = Partial::new(part, item.rows, self.layout().acc_rows());
-                lanes.run(Block { common, pages: &list[..pages.len()], next, out, first: 0, raw });
+                Block { common, pages: &list[..pages.len()], next, out, first: 0, raw }.run(lanes);
             }
         }
     }
@@ -364,12 +365,12 @@ impl<'a> Job<'a> {
         let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
         if pages.iter().all(|page| page.until.is_none()) {
             list.iter_mut().zip(pages).for_each(|(to, from)| *to = reference(from));
-            lanes.run(PackedBlock { pages: &list[..pages.len()], raw, ..all });
+            PackedBlock { pages: &list[..pages.len()], raw, ..all }.run(lanes);
             return;
         }
         // What a row does not read weighs nothing in it.
         raw.iter_mut().for_each(|raw| raw.fill([0.0; LANES]));
-        let (common, cols) = (all.common, all.codec.packed.query_cols() as usize);
+        let (common, cols) = (all.common, all.packed.query_cols() as usize);
         let channels = self.layout().k_channels() as usize;
         let mut single = [0.0; MAX_DIM as usize];
         let single = &mut single[..channels];
@@ -389,9 +390,10 @@ impl<'a> Job<'a> {
                     }
                 }
                 let Partial { m, l, acc } = &mut all.out;
-                lanes.run(PackedBlock {
+                PackedBlock {
                     common: Common { sights: &common.sights[row..row + 1], q: single, ..common },
-                    codec: all.codec,
+                    packed: all.packed,
+                    back: all.back,
                     pages: &list[..n],
                     next: &[],
                     folded: &all.folded[row * cols..(row + 1) * cols],
@@ -400,7 +402,8 @@ impl<'a> Job<'a> {
                     out: Partial { m, l, acc },
                     first: row,
                     raw: raw.is_some().then_some(&mut weights[..n]),
-                });
+                }
+                .run(lanes);
                 if let Some(raw) = &mut raw {
                     for (at, weights) in at[..n].iter().zip(&weights) {
                         raw[row * pages.len() + at] = *weights;
@@ -446,14 +449,15 @@ impl<'a> Job<'a> {
                     n += 1;
                 }
                 let row = first + r;
-                self.inner.config.lanes.run(Block {
+                Block {
                     common: Common { sights: &common.sights[row..row + 1], q: single, ..common },
                     pages: &list[..n],
                     next: [&[]; 2],
                     out: Partial::new(part, item.rows, self.layout().acc_rows()),
                     first: row,
                     raw: raw.is_some().then_some(&mut weights[..n]),
-                });
+                }
+                .run(self.inner.config.lanes);
                 if let Some(raw) = &mut raw {
                     for (at, weights) in at[..n].iter().zip(&weights) {
                         raw[row * pages.len() + at] = *weights;
@@ -482,7 +486,7 @@ impl<'a> Job<'a> {
             let (out, lse) = unsafe { (out.part(at * v_dim, v_dim), lse.part(at, 1)) };
             let acc = &part.acc[r * stride..][..stride];
             let finish = Finish { layout: self.layout(), m, l, acc, out: &mut *out };
-            lse[0] = self.inner.config.lanes.run(finish);
+            lse[0] = finish.run(self.inner.config.lanes);
             self.judge(at, m, l, out);
         }
     }

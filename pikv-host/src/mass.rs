@@ -5,7 +5,8 @@ use crate::job::{Job, SCRATCH, Scratch, Shared, TILE};
 use crate::observe::Feed;
 use crate::sequence::PageId;
 use pikv_core::math::exp2i;
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::LANES;
+use pikv_lanes::mass::Sum;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -150,37 +151,6 @@ impl Weighed {
     }
 }
 
-/// The weights of some pages in the rows of one token, added up.
-struct Sum<'a> {
-    /// `[rows][pages]`
-    raw: &'a [[f32; LANES]],
-    /// What the weights of a row count.
-    factors: &'a [f32],
-    /// `[pages][sets]`
-    mass: &'a mut [[f32; LANES]],
-    sets: usize,
-    /// Sets that the token is of, and whether it is the first.
-    to: &'a [(usize, bool)],
-}
-
-impl Kernel for Sum<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let pages = self.mass.len() / self.sets;
-        for (i, mass) in self.mass.chunks_exact_mut(self.sets).enumerate() {
-            let mut sum = w.splat(0.0);
-            for (row, factor) in self.raw.chunks_exact(pages).zip(self.factors) {
-                sum = w.add(sum, w.mul(w.load_f(&row[i]), w.splat(*factor)));
-            }
-            for (set, first) in self.to {
-                let before = if *first { w.splat(0.0) } else { w.load_f(&mass[*set]) };
-                w.store(w.add(before, sum), &mut mass[*set]);
-            }
-        }
-    }
-}
-
 impl Job<'_> {
     /// Rows of an item that holds whole tokens.
     pub fn whole(&self) -> usize {
@@ -241,13 +211,14 @@ impl Job<'_> {
                             *factor = if blind { 0.0 } else { exp2i(top - total.m[r]) / total.l[r] };
                         }
                         let raw = &raw[pages.start * item.rows..pages.end * item.rows];
-                        self.inner.config.lanes.run(Sum {
+                        let sum = Sum {
                             raw: &raw[query * pages.len()..],
                             factors: &factors,
                             mass: &mut weighed.mass[pages.start * sets..pages.end * sets],
                             sets,
                             to: &to,
-                        });
+                        };
+                        sum.run(self.inner.config.lanes);
                     }
                 }
             });

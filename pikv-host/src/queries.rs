@@ -1,11 +1,11 @@
 //! The queries of a call as blocks read them, and what each row sees.
 
-use crate::block::bundles;
 use crate::job::{Item, Job, Scratch};
 use crate::view::View;
 use pikv_core::attend::Sight;
 use pikv_core::codec::read::REBUILT;
 use pikv_core::warp::LANES;
+use pikv_lanes::attend::bundles;
 
 /// The queries of an item, as its blocks read them.
 #[derive(Default)]

@@ -3,9 +3,9 @@
 use crate::chain::{Entry, Held};
 use crate::evict::Excess;
 use crate::huge;
-use crate::lanes::fetch;
 use crate::lists::emptied;
 use crate::policy::{Candidate, Candidates, Source, order_bits, worst, worth};
+use pikv_lanes::fetch;
 use std::mem;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};

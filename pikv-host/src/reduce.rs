@@ -1,10 +1,10 @@
 //! The canonical tree over sparse leaves.
 
 use crate::codec::HeadCodec;
-use crate::lanes::Lanes;
-use pikv_core::merge::{Partial, merge};
+use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, MAX_DIM, PAGE};
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::LANES;
+use pikv_lanes::{Lanes, merge::join};
 
 /// Shape of the partial results of one reduction.
 #[derive(Clone, Copy)]
@@ -81,19 +81,6 @@ impl<'a> Trees<'a> {
 /// Writes the partial result of a leaf of the list; the buffers are spare.
 pub(crate) type Leaf<'a> = dyn FnMut(usize, &mut [f32], &mut Vec<Vec<f32>>) + 'a;
 
-struct Merge<'a, 'b> {
-    left: Partial<'a>,
-    right: Partial<'b>,
-}
-
-impl Kernel for Merge<'_, '_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(mut self, w: W) {
-        merge(w, &mut self.left, &self.right);
-    }
-}
-
 /// Levels of the smallest perfect tree that has leaf `last`.
 pub(crate) fn levels(last: u32) -> u32 {
     u32::BITS - last.leading_zeros()
@@ -110,7 +97,7 @@ impl Tree {
 
     /// Adds a partial result of its shape to another, `left` being the lower leaves.
     pub fn join(&self, left: &mut [f32], right: &mut [f32]) {
-        self.lanes.run(Merge { left: self.partial(left), right: self.partial(right) });
+        join(self.lanes, self.partial(left), self.partial(right));
     }
 
     /// Reduces the leaves whose indices in the tree are `index` (ascending) into `out`: the subtree of `2^level` leaves from
@@ -145,7 +132,7 @@ impl Tree {
         let mut right = spare.pop().unwrap_or_default();
         right.resize(self.len().max(right.len()), 0.0);
         self.reduce(&index[cut..], level - 1, half, first + cut, leaf, &mut right[..self.len()], spare);
-        self.lanes.run(Merge { left: self.partial(out), right: self.partial(&mut right[..self.len()]) });
+        join(self.lanes, self.partial(out), self.partial(&mut right[..self.len()]));
         spare.push(right);
     }
 }

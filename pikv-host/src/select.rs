@@ -2,9 +2,8 @@
 
 use crate::chain::Entry;
 use crate::filing::Head;
-use crate::lanes::Lanes;
-use pikv_core::bound::bound;
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::LANES;
+use pikv_lanes::Lanes;
 
 /// What is read of a head's expert pages.
 #[derive(Clone, Debug)]
@@ -35,32 +34,6 @@ fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
     entry.last().is_some_and(|last| last < floor).then_some(bounds)
 }
 
-/// The bounds of pages under some queries, the largest of the queries' for each page.
-struct Bounds<'a> {
-    /// `[queries][rows]`
-    queries: &'a [[f32; LANES]],
-    rows: usize,
-    pages: &'a [&'a [[f32; LANES]]],
-    out: &'a mut [f32],
-}
-
-impl Kernel for Bounds<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        for (page, out) in self.pages.iter().zip(self.out) {
-            let mut most = f32::NEG_INFINITY;
-            for query in self.queries.chunks_exact(self.rows) {
-                let x = bound(w, query, page);
-                if x > most {
-                    most = x;
-                }
-            }
-            *out = most;
-        }
-    }
-}
-
 /// The `n` full pages of a head, as of `floor`, with the highest bounds under `queries`, `[queries][rows]`; of equals the lower in
 /// order.
 pub(crate) fn highest(
@@ -81,7 +54,7 @@ pub(crate) fn highest(
         }
     }
     let mut most = vec![0.0; pages.len()];
-    lanes.run(Bounds { queries, rows, pages: &pages, out: &mut most });
+    pikv_lanes::bounds::largest(lanes, queries, rows, &pages, &mut most);
     let mut order: Vec<usize> = (0..ids.len()).collect();
     if n < order.len() {
         if n > 0 {

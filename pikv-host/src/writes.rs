@@ -5,12 +5,12 @@ use crate::codec::{HeadCodec, Old};
 #[cfg(feature = "cuda")]
 use crate::device::DeviceSlice;
 use crate::error::Error;
-use crate::lanes::Lanes;
 #[cfg(feature = "cuda")]
 use pikv_core::codec::packed::{Packed, TAGS};
 use pikv_core::page::{Layout, Position, Unstorable};
 #[cfg(feature = "cuda")]
 use pikv_kernels::args::{CopyArg, WriteArg};
+use pikv_lanes::Lanes;
 
 /// Keys and values of a call, `[rows][kv_heads][dim]`.
 #[derive(Clone, Copy)]

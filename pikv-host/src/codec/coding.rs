@@ -3,12 +3,13 @@
 use super::map::Map;
 use super::{MapError, c_ch_lit, c_py_lit};
 use crate::error::ConfigError;
-use crate::lanes::Lanes;
 use pikv_core::codec::code::{Code, Scale};
-use pikv_core::codec::pack::{Turn, pack, pack_tables, turn, unpack};
+use pikv_core::codec::pack::{Turn, pack_tables};
 use pikv_core::codec::packed::{Packed, Side};
+use pikv_core::codec::read::Back;
 use pikv_core::page::{Layout, Position, Unstorable};
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::LANES;
+use pikv_lanes::{Lanes, pack::Channels};
 use std::cell::RefCell;
 
 /// How K or V is stored in packed pages: a code, of the channels themselves or of what a map makes of them, of means, or of
@@ -259,7 +260,9 @@ impl HeadCodec {
         let positions = &page[..fill as usize];
         ROWS.with_borrow_mut(|rows| {
             self.clear(layout, rows);
-            lanes.run(Close { head: self, layout, positions, page: Some(page), out, rows });
+            let (k, rest) = rows.split_at_mut(layout.k_dim as usize);
+            pikv_lanes::pack::unpack(lanes, layout, page, fill, k, &mut rest[..layout.v_dim as usize]);
+            self.close(lanes, layout, positions, rows, out);
         });
     }
 
@@ -275,8 +278,35 @@ impl HeadCodec {
                 self.read(words, (lane as u32).min(fill - 1), last, &mut key, &mut value);
                 rows.iter_mut().zip(key.iter().chain(&value)).for_each(|(row, x)| row[lane] = *x);
             }
-            lanes.run(Close { head: second, layout, positions: &positions, page: None, out, rows });
+            second.close(lanes, layout, &positions, rows, out);
         });
+    }
+
+    /// Packs the tokens at `positions`. `rows` are their channels of K, of V, and room for those that are stored.
+    fn close(
+        &self,
+        lanes: Lanes,
+        layout: &Layout,
+        positions: &[u32],
+        rows: &mut [[f32; LANES]],
+        out: &mut [u32],
+    ) {
+        let fill = positions.len() as u32;
+        let (k, rest) = rows.split_at_mut(layout.k_dim as usize);
+        let (v, rest) = rest.split_at_mut(layout.v_dim as usize);
+        let (k_stored, v_stored) = rest.split_at_mut(self.packed.k_dim as usize);
+        let (k_table, v_table) = (table(&self.codec.k, k, fill), table(&self.codec.v, v, fill));
+        let k = mapped(&self.codec.k, &k_table, k, k_stored);
+        let v = mapped(&self.codec.v, &v_table, v, v_stored);
+        pikv_lanes::pack::pack(lanes, &self.packed, positions, k, v, out);
+        if self.packed.factored() {
+            pack_tables(&self.packed, &k_table, &v_table, out);
+        }
+    }
+
+    /// Takes stored keys back to the head's channels; none where they are stored as they are.
+    pub fn back(&self) -> Option<Back<'_>> {
+        self.codec.k.mapped().map(Map::back)
     }
 
     fn clear(&self, layout: &Layout, rows: &mut Vec<[f32; LANES]>) {
@@ -333,44 +363,7 @@ pub(crate) struct Old<'a> {
     pub last: u32,
 }
 
-/// Packs one page on the lanes.
-struct Close<'a> {
-    head: &'a HeadCodec,
-    layout: &'a Layout,
-    positions: &'a [u32],
-    /// The page as its tokens came; else `rows` begins with their channels.
-    page: Option<&'a [u32]>,
-    out: &'a mut [u32],
-    /// Channels of K, of V, and room for those that are stored.
-    rows: &'a mut [[f32; LANES]],
-}
-
-impl Kernel for Close<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let Close { head, layout, positions, page, out, rows } = self;
-        let fill = positions.len() as u32;
-        let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
-        let k_stored = head.packed.k_dim as usize;
-        let (k, rest) = rows.split_at_mut(k_dim);
-        let (v, rest) = rest.split_at_mut(v_dim);
-        let (k_mapped, v_mapped) = rest.split_at_mut(k_stored);
-        if let Some(page) = page {
-            unpack(w, layout, bytemuck::cast_slice(page), fill, k, v);
-        }
-        let (k_table, v_table) = (table(&head.codec.k, k, fill), table(&head.codec.v, v, fill));
-        let k = mapped(w, &head.codec.k, &k_table, k, k_mapped);
-        let v = mapped(w, &head.codec.v, &v_table, v, v_mapped);
-        pack(w, &head.packed, positions, k, v, bytemuck::cast_slice_mut(out));
-        if head.packed.factored() {
-            pack_tables(&head.packed, &k_table, &v_table, out);
-        }
-    }
-}
-
 /// The rows beside a page's tokens, `[rows][channels]`: means, or a basis and its mean. None for other codings.
-#[inline(never)]
 fn table(coding: &Coding, x: &[[f32; LANES]], fill: u32) -> Vec<f32> {
     let rows = || -> Vec<f32> { (0..fill as usize).flat_map(|t| x.iter().map(move |row| row[t])).collect() };
     match coding.form {
@@ -383,22 +376,20 @@ fn table(coding: &Coding, x: &[[f32; LANES]], fill: u32) -> Vec<f32> {
     }
 }
 
-#[inline(always)]
-fn mapped<'a, W: Warp>(
-    w: W,
-    coding: &Coding,
-    table: &[f32],
+/// What becomes of the channels `x` before they are coded; `out` has room for it.
+fn mapped<'a>(
+    coding: &'a Coding,
+    table: &'a [f32],
     x: &'a mut [[f32; LANES]],
     out: &'a mut [[f32; LANES]],
-) -> &'a mut [[f32; LANES]] {
-    let form: Turn<'_> = match &coding.form {
-        Form::Plain | Form::Means(_) => return x,
+) -> Channels<'a> {
+    let turn = match &coding.form {
+        Form::Plain | Form::Means(_) => return Channels { rows: x, map: None },
         Form::Map(map) => map.turn(),
         Form::Basis(rank) => {
             let (encode, bias) = table.split_at(*rank as usize * x.len());
             Turn::Dense { encode, bias }
         }
     };
-    turn(w, &form, x, out);
-    out
+    Channels { rows: x, map: Some((turn, out)) }
 }

@@ -1,10 +1,10 @@
 //! The linear half of a coding: from a row to what is stored, and back.
 
 use super::MapError;
-use super::product::{dot, product};
 use pikv_core::codec::pack::Turn;
 use pikv_core::codec::read::Back;
 use pikv_core::page::MAX_DIM;
+use pikv_lanes::product::{dot, product};
 use std::borrow::Cow;
 use std::sync::Arc;
 

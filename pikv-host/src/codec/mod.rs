@@ -39,7 +39,6 @@ mod jacobi;
 mod map;
 mod moments;
 mod pairs;
-mod product;
 
 #[cfg(feature = "fit")]
 mod c_dis;

@@ -5,11 +5,11 @@ use super::work::Way;
 use super::{Device, arguments};
 use crate::codec::{Codec, HeadCodec, Old};
 use crate::error::Error;
-use crate::lanes::Lanes;
 use crate::writes::Tokens;
 use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{CodecArg, CopyArg, LayoutArg, PackArg, PackedArg, TensorArg, WriteArg};
+use pikv_lanes::Lanes;
 use std::collections::HashSet;
 use std::sync::Arc;
 

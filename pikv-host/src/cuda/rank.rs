@@ -5,7 +5,6 @@ use super::attend::{Shape, WAVE};
 use super::ring::Upload;
 use super::wave::{Left, Wave, most, packed_room};
 use super::{Device, arguments};
-use crate::block::bundles;
 use crate::error::Error;
 use crate::fabric::Ask;
 use pikv_core::attend::BLOCK;
@@ -14,6 +13,7 @@ use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, SightArg, TaskArg};
+use pikv_lanes::attend::bundles;
 use std::ptr;
 
 /// Words that are copied up by way of pinned memory at a time: 16 MiB, or one page.

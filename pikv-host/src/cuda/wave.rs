@@ -1,7 +1,6 @@
 //! Items of a call whose partial results are on the device together, as lists that kernels read.
 
 use super::tree::{Joins, Tree};
-use crate::block::{PACKED_ROWS, bundles};
 use crate::codec::HeadCodec;
 use crate::forest::{Forest, Listed};
 use crate::job::{Item, Job, SCRATCH, Scratch};
@@ -14,6 +13,7 @@ use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{FoldArg, MassArg, QueryArg, RowArg, SightArg, TaskArg, WeighedArg};
+use pikv_lanes::attend::{PACKED_ROWS, bundles};
 use std::ops::Range;
 
 /// Rows of a bundle at most.

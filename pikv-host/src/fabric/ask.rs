@@ -2,7 +2,6 @@
 
 use super::wire::{Reader, flag};
 use crate::arena::Page;
-use crate::block::{Block, Common, PACKED_ROWS, PackedBlock};
 use crate::cache::Inner;
 use crate::codec::HeadCodec;
 use crate::reduce::{Tree, levels};
@@ -13,6 +12,7 @@ use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
+use pikv_lanes::attend::{Block, Common, PACKED_ROWS, PackedBlock};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -136,9 +136,10 @@ impl<'a> Ask<'a> {
                         PackedRef { words: page.words(), live, last, by }
                     });
                     let list: SmallVec<[PackedRef<'_>; BLOCK]> = refs.collect();
-                    lanes.run(PackedBlock {
+                    PackedBlock {
                         common,
-                        codec,
+                        packed: &codec.packed,
+                        back: codec.back(),
                         pages: &list,
                         next: next[0],
                         folded: self.folded,
@@ -147,12 +148,13 @@ impl<'a> Ask<'a> {
                         out,
                         first: 0,
                         raw,
-                    });
+                    }
+                    .run(lanes);
                 }
                 None => {
                     let refs = pages.iter().map(|of| PageRef { words: of.page.words(), live: of.live });
                     let list: SmallVec<[PageRef<'_>; BLOCK]> = refs.collect();
-                    lanes.run(Block { common, pages: &list, next, out, first: 0, raw });
+                    Block { common, pages: &list, next, out, first: 0, raw }.run(lanes);
                 }
             }
         };

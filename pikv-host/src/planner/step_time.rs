@@ -6,11 +6,11 @@ use crate::attend::{Attend, Output};
 use crate::cache::Rows;
 use crate::codec::Codec;
 use crate::config::CacheConfig;
-use crate::lanes::Lanes;
 use pikv_core::dtype::Dtype;
 use pikv_core::hash::next;
 use pikv_core::page::{Layout, PAGE, Position};
 use pikv_core::plan::LayerShape;
+use pikv_lanes::Lanes;
 use std::time::Instant;
 
 /// Work, and the time that it took.

@@ -1,9 +1,7 @@
 //! Auxiliary losses of a batch of logits, as values to watch (training is not pikv's).
 
-use super::{RouteError, RowKernel, Shape, length};
-use pikv_core::math;
-use pikv_core::score::{load, rows, softmax, span};
-use pikv_core::warp::{LANES, Warp};
+use super::{RouteError, Shape, length};
+use pikv_lanes::route::softmax_sums;
 
 /// What a router's batch would be charged in training.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -42,38 +40,8 @@ pub fn auxiliary(shape: Shape, logits: &[f32], chosen: &[u16]) -> Result<Auxilia
         return Ok(Auxiliary::default());
     }
     let mut p = vec![0.0; experts];
-    let z = shape.run(Sums { logits, p: &mut p });
+    let z = softmax_sums(shape.lanes, logits, &mut p);
     let share = |count: u64| count as f64 / chosen.len() as f64;
     let sum: f64 = counts.iter().zip(&p).map(|(count, p)| share(*count) * (p / n as f64)).sum();
     Ok(Auxiliary { load_balance: experts as f64 * sum, z: z / n as f64 })
-}
-
-/// Adds the softmax of each row to `p`, and gives the sum of the squared log-sum-exps.
-struct Sums<'a> {
-    logits: &'a [f32],
-    p: &'a mut [f64],
-}
-
-impl RowKernel for Sums<'_> {
-    type Out = f64;
-    #[inline(always)]
-    fn run<W: Warp, const R: usize>(self, w: W) -> f64 {
-        let experts = self.p.len();
-        let live = span::<R>(0, experts);
-        let mut z = 0.0;
-        let mut row = [0.0; LANES];
-        for logits in self.logits.chunks_exact(experts) {
-            let x = load::<W, R>(w, logits);
-            let s = softmax(w, &x, &live);
-            for r in 0..rows(experts) {
-                w.store(w.div(s.e[r], w.splat(s.sum)), &mut row);
-                for (sum, p) in self.p[r * LANES..].iter_mut().zip(&row) {
-                    *sum += f64::from(*p);
-                }
-            }
-            let lse = f64::from(s.top) + f64::from(w.lane(math::ln(w, w.splat(s.sum)), 0));
-            z += lse * lse;
-        }
-        z
-    }
 }

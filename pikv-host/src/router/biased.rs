@@ -6,7 +6,8 @@ use super::{
 };
 use pikv_core::page::Position;
 use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::LANES;
+use pikv_lanes::route::penalties;
 
 /// What a router is made of.
 #[derive(Clone, Copy, Debug, Default)]
@@ -124,7 +125,7 @@ impl Biased {
     /// Computes `fixed` anew.
     fn settle(&mut self) {
         let Biased { shape, load, miss, fixed, terms: Terms { coefficients, .. }, .. } = self;
-        shape.lanes.run(Penalties { coefficients: *coefficients, experts: shape.experts, load, miss, fixed });
+        penalties(shape.lanes, *coefficients, shape.experts as usize, load, miss, fixed);
     }
 
     fn ranking(&self) -> Ranking<'_> {
@@ -239,22 +240,5 @@ impl Biased {
         self.miss.copy_from_slice(&state.miss);
         self.counts.copy_from_slice(&state.counts);
         self.settle();
-    }
-}
-
-struct Penalties<'a> {
-    coefficients: Coefficients,
-    experts: u32,
-    load: &'a [f32],
-    miss: &'a [f32],
-    fixed: &'a mut [[f32; LANES]],
-}
-
-impl Kernel for Penalties<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let Penalties { coefficients, experts, load, miss, fixed } = self;
-        score::penalties(w, coefficients, experts as usize, load, miss, fixed);
     }
 }

@@ -67,10 +67,9 @@ pub use r_p::{CacheAware, Misses};
 pub use r_t::TopK;
 pub use state::{ArmState, BanditState, RouterState};
 
-use crate::lanes::Lanes;
 use pikv_core::page::Position;
-use pikv_core::score::{MAX_EXPERTS, Ranking, route, rows};
-use pikv_core::warp::{Kernel, Warp};
+use pikv_core::score::{MAX_EXPERTS, Ranking};
+use pikv_lanes::{Lanes, route::rank};
 use std::fmt;
 
 /// The largest weight of a part of a bias: with it no score overflows.
@@ -334,58 +333,10 @@ fn positions(first: Position, rows: usize) -> Result<(), RouteError> {
     if position > u64::from(Position::MAX.0) { Err(RouteError::Position { position }) } else { Ok(()) }
 }
 
-/// A routine over rows of experts, `R` rows of lanes each.
-trait RowKernel {
-    type Out;
-    /// `#[inline(always)]`, as [`Kernel::run`].
-    fn run<W: Warp, const R: usize>(self, w: W) -> Self::Out;
-}
-
-struct Wide<K, const R: usize>(K);
-
-impl<K: RowKernel, const R: usize> Kernel for Wide<K, R> {
-    type Out = K::Out;
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) -> K::Out {
-        self.0.run::<W, R>(w)
-    }
-}
-
 impl Shape {
-    /// Runs `k` with rows enough for the experts.
-    fn run<K: RowKernel>(&self, k: K) -> K::Out {
-        match rows(self.experts as usize) {
-            1 => self.lanes.run(Wide::<K, 1>(k)),
-            2..=4 => self.lanes.run(Wide::<K, 4>(k)),
-            5..=8 => self.lanes.run(Wide::<K, 8>(k)),
-            _ => self.lanes.run(Wide::<K, 32>(k)),
-        }
-    }
-
     /// Ranks the rows of `logits` into `[rows][top_k]` slices.
     fn rank(&self, logits: &[f32], ranking: Ranking<'_>, chosen: &mut [u16], weights: &mut [f32]) {
         let (experts, top_k) = (self.experts as usize, self.top_k as usize);
-        self.run(Rank { logits, experts, top_k, ranking, chosen, weights });
-    }
-}
-
-struct Rank<'a> {
-    logits: &'a [f32],
-    experts: usize,
-    top_k: usize,
-    ranking: Ranking<'a>,
-    chosen: &'a mut [u16],
-    weights: &'a mut [f32],
-}
-
-impl RowKernel for Rank<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp, const R: usize>(self, w: W) {
-        let rows = self.logits.chunks_exact(self.experts);
-        let out = self.chosen.chunks_exact_mut(self.top_k).zip(self.weights.chunks_exact_mut(self.top_k));
-        for (logits, (chosen, weights)) in rows.zip(out) {
-            route::<W, R>(w, logits, &self.ranking, chosen, weights);
-        }
+        rank(self.lanes, logits, experts, top_k, ranking, chosen, weights);
     }
 }

@@ -1,12 +1,10 @@
 //! R_B: hash and round-robin routing (arXiv 2508.06526, R_B; hash layers, Roller et al., arXiv 2106.04426).
 
-use super::{
-    Choice, Feedback, RouteError, Router, RouterKind, RouterState, Routes, RowKernel, Shape, positions,
-};
+use super::{Choice, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, positions};
 use pikv_core::hash::mix;
 use pikv_core::page::Position;
-use pikv_core::score::{Ranking, load, weights};
-use pikv_core::warp::Warp;
+use pikv_core::score::Ranking;
+use pikv_lanes::route::weigh;
 
 /// Where a token's experts start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -96,7 +94,7 @@ impl Router for HashRouter {
         }
         let (experts, top_k) = (self.shape.experts as usize, top_k as usize);
         let (chosen, out_weights) = (&chosen[old..], &mut weights[old..]);
-        self.shape.run(Weigh { logits, experts, top_k, chosen, weights: out_weights });
+        weigh(self.shape.lanes, logits, experts, top_k, chosen, out_weights);
         let (model, filing) = (&mut out.model, &out.filing);
         if self.options.model_choice {
             model.experts[old..].copy_from_slice(&filing.experts[old..]);
@@ -120,25 +118,5 @@ impl Router for HashRouter {
 
     fn restore(&mut self, state: &RouterState) -> Result<(), RouteError> {
         Ok(state.check_as(&self.state())?)
-    }
-}
-
-/// The weights of experts that are chosen already.
-struct Weigh<'a> {
-    logits: &'a [f32],
-    experts: usize,
-    top_k: usize,
-    chosen: &'a [u16],
-    weights: &'a mut [f32],
-}
-
-impl RowKernel for Weigh<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp, const R: usize>(self, w: W) {
-        let rows = self.logits.chunks_exact(self.experts).zip(self.chosen.chunks_exact(self.top_k));
-        for ((logits, chosen), out) in rows.zip(self.weights.chunks_exact_mut(self.top_k)) {
-            weights(w, &load::<W, R>(w, logits), chosen, out);
-        }
     }
 }

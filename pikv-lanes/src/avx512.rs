@@ -1,6 +1,6 @@
 //! 32 lanes as two AVX-512 registers.
 
-use super::{
+use crate::{
     avx2::{max8, sum8},
     gather_checked,
 };

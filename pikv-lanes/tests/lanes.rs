@@ -1,7 +1,7 @@
 //! Every operation of every lanes of this machine, against the portable lanes, by bits.
 
 use pikv_core::warp::{Kernel, LANES, Routine, Warp};
-use pikv_host::lanes::{Lanes, LanesError};
+use pikv_lanes::{Lanes, LanesError};
 use proptest::{array::uniform32, prelude::*};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

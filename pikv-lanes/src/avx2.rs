@@ -1,6 +1,6 @@
 //! 32 lanes as four AVX2 registers.
 
-use super::gather_checked;
+use crate::gather_checked;
 use core::arch::x86_64::*;
 use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
 

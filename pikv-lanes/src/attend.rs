@@ -1,14 +1,15 @@
-//! What runs on the lanes: a block of pages for some query rows, and the end of a row.
+//! Attention of some query rows over a block of pages, and the output of a row.
 
-use crate::codec::HeadCodec;
+use crate::Lanes;
 use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
 use pikv_core::codec::factors::{FactorPages, FactorScratch};
-use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
+use pikv_core::codec::packed::Packed;
+use pikv_core::codec::read::{Back, Folded, PackedPages, PackedRef, Scratch};
 use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{Partial, finish};
 use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::{Holds, Kernel, LANES, Warp};
 
 /// Rows in bundles of powers of two that are at most `most` wide: first row and width of each.
 pub fn bundles(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
@@ -29,15 +30,19 @@ pub const PACKED_ROWS: usize = 4;
 /// What the rows of a block have in common.
 #[derive(Clone, Copy)]
 pub struct Common<'a> {
+    /// Where channels and positions lie in a full page.
     pub layout: &'a Layout,
-    /// Of each row, in the pool and in the ring.
+    /// Positions that each row sees, in the pool and in the ring: `[rows]`.
     pub sights: &'a [(Sight, Sight)],
+    /// Whether the pages are those of the ring.
     pub ring: bool,
+    /// Logits are capped by `softcap * tanh(logit / softcap)`.
     pub softcap: Option<f32>,
     /// Rows of a bundle at most: those of the lanes, and no more than [`PACKED_ROWS`] where pages are packed.
     pub most: usize,
     /// Queries in bundles: `[bundle][k_channels][width]`.
     pub q: &'a [f32],
+    /// The rotation that keys still want.
     pub rotation: Option<Rotation<'a>>,
 }
 
@@ -96,16 +101,39 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
 
 /// One block of full pages for rows `first..` of an item.
 pub struct Block<'a> {
+    /// What the rows have in common.
     pub common: Common<'a>,
+    /// The pages, at most [`BLOCK`].
     pub pages: &'a [PageRef<'a>],
     /// The pages that are read after these, empty if there are none.
     pub next: [&'a [u32]; 2],
+    /// Partial results, from row `first` on.
     pub out: Partial<'a>,
+    /// Row of `out` that the first row goes to.
     pub first: usize,
+    /// Where the weights of the rows go.
     pub raw: Raw<'a>,
 }
 
 impl Block<'_> {
+    /// Attends on `lanes` and writes `out`, and `raw` if it is given.
+    ///
+    /// # Panics
+    /// If there are more pages than [`BLOCK`], or a slice does not fit the rows or the pages.
+    pub fn run(self, lanes: Lanes) {
+        lanes.run(self);
+    }
+
+    /// [`Self::rows`], compiled only for lanes whose registers hold `R` rows: a bundle of more is not made for the others.
+    #[inline(always)]
+    fn if_held<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
+        if Holds::<W, R>::YES {
+            self.rows::<W, R>(w, row);
+        } else {
+            unreachable!("a bundle is no wider than the lanes");
+        }
+    }
+
     #[inline(always)]
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
         let (common, pages, next) = (&self.common, self.pages, self.next);
@@ -121,10 +149,9 @@ impl Kernel for Block<'_> {
     fn run<W: Warp>(mut self, w: W) {
         for (row, width) in bundles(self.common.sights.len(), self.common.most) {
             match width {
-                // What these lanes never use is not compiled for them.
-                8 if W::ROWS >= 8 => self.rows::<W, 8>(w, row),
-                4 if W::ROWS >= 4 => self.rows::<W, 4>(w, row),
-                2 if W::ROWS >= 2 => self.rows::<W, 2>(w, row),
+                8 => self.if_held::<W, 8>(w, row),
+                4 => self.if_held::<W, 4>(w, row),
+                2 => self.if_held::<W, 2>(w, row),
                 _ => self.rows::<W, 1>(w, row),
             }
         }
@@ -133,8 +160,13 @@ impl Kernel for Block<'_> {
 
 /// One block of packed pages for all rows of an item.
 pub struct PackedBlock<'a> {
+    /// What the rows have in common.
     pub common: Common<'a>,
-    pub codec: &'a HeadCodec,
+    /// Layout and codes of a page.
+    pub packed: &'a Packed,
+    /// Takes stored keys back to the head's channels; none where the codec maps none. Read under a rotation.
+    pub back: Option<Back<'a>>,
+    /// The pages, at most [`BLOCK`].
     pub pages: &'a [PackedRef<'a>],
     /// The page that is read after these, empty if there is none.
     pub next: &'a [u32],
@@ -142,25 +174,45 @@ pub struct PackedBlock<'a> {
     pub folded: &'a [[f32; LANES]],
     /// What each row's scores start from.
     pub start: &'a [f32],
+    /// Scratch for keys that are rebuilt before their rotation; empty without one.
     pub rebuilt: &'a mut [[f32; LANES]],
+    /// Partial results, from row `first` on.
     pub out: Partial<'a>,
     /// Row of `out` that the first row goes to.
     pub first: usize,
+    /// Where the weights of the rows go.
     pub raw: Raw<'a>,
 }
 
 impl PackedBlock<'_> {
+    /// Attends on `lanes` and writes `out`, and `raw` if it is given.
+    ///
+    /// # Panics
+    /// If there are more pages than [`BLOCK`], or a slice does not fit the rows or the pages.
+    pub fn run(self, lanes: Lanes) {
+        lanes.run(self);
+    }
+
+    /// [`Self::rows`], compiled only for lanes whose registers hold `R` rows: a bundle of more is not made for the others.
+    #[inline(always)]
+    fn if_held<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
+        if Holds::<W, R>::YES {
+            self.rows::<W, R>(w, row);
+        } else {
+            unreachable!("a bundle is no wider than the lanes");
+        }
+    }
+
     #[inline(always)]
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
-        let (common, packed, pages) = (&self.common, &self.codec.packed, self.pages);
+        let (common, packed, pages) = (&self.common, self.packed, self.pages);
         let cols = packed.query_cols() as usize;
         let mut start = [0.0; R];
         start.copy_from_slice(&self.start[row..row + R]);
-        let back = self.codec.codec.k.mapped().map(|map| map.back());
         let folded = Folded {
             rows: &self.folded[row * cols..][..R * cols],
             start,
-            whole: common.rotation.map(|_| (back, common.query::<R>(row))),
+            whole: common.rotation.map(|_| (self.back, common.query::<R>(row))),
         };
         let raw = self.raw.as_deref_mut().map(|raw| &mut raw[row * pages.len()..][..R * pages.len()]);
         if packed.factored() {
@@ -181,8 +233,8 @@ impl Kernel for PackedBlock<'_> {
     fn run<W: Warp>(mut self, w: W) {
         for (row, width) in bundles(self.common.sights.len(), self.common.most) {
             match width {
-                4 if W::ROWS >= 4 => self.rows::<W, 4>(w, row),
-                2 if W::ROWS >= 2 => self.rows::<W, 2>(w, row),
+                4 => self.if_held::<W, 4>(w, row),
+                2 => self.if_held::<W, 2>(w, row),
                 _ => self.rows::<W, 1>(w, row),
             }
         }
@@ -191,11 +243,23 @@ impl Kernel for PackedBlock<'_> {
 
 /// Output and log-sum-exp of one row.
 pub struct Finish<'a> {
+    /// Where the channels of a value lie in `acc`.
     pub layout: &'a Layout,
+    /// Exponent of the row's weights.
     pub m: f32,
+    /// Sum of the row's weights.
     pub l: f32,
+    /// Weighted sum of the values.
     pub acc: &'a [[f32; LANES]],
+    /// The row's output, `[v_dim]`.
     pub out: &'a mut [f32],
+}
+
+impl Finish<'_> {
+    /// Writes `out` on `lanes` and returns the row's log-sum-exp.
+    pub fn run(self, lanes: Lanes) -> f32 {
+        lanes.run(self)
+    }
 }
 
 impl Kernel for Finish<'_> {

@@ -1,4 +1,17 @@
-//! The lanes of the host: which there are, which this machine has, and how a kernel gets to run on them.
+//! The lanes of the CPU, and the kernels that run on them.
+//!
+//! [`Lanes`] says which lanes there are, finds those of this machine, and runs a [`Kernel`] on them. The other modules hold pikv's
+//! own kernels, each behind a plain function or a `run(lanes)` method: they are compiled for every lanes in this crate, once, so
+//! that what is built on top of them compiles none.
+#![deny(missing_docs)]
+
+pub mod attend;
+pub mod bounds;
+pub mod mass;
+pub mod merge;
+pub mod pack;
+pub mod product;
+pub mod route;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -19,7 +32,7 @@ use pikv_core::{
 /// always [`run`](Lanes::run).
 ///
 /// ```
-/// use pikv_host::lanes::Lanes;
+/// use pikv_lanes::Lanes;
 /// let best = Lanes::detect();
 /// assert_eq!(Lanes::by_name(best.name()).unwrap(), best);
 /// ```
@@ -49,9 +62,9 @@ pub enum LanesError {
     },
 }
 
-/// Has the processor fetch `words`, where there is a word for that.
+/// Prefetches `words` where the CPU has an instruction for it.
 #[inline(always)]
-pub(crate) fn fetch(words: &[u32; LANES]) {
+pub fn fetch(words: &[u32; LANES]) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

@@ -1,16 +1,16 @@
 //! Vector times matrix in one order of operations, on whichever lanes the machine has.
 
-use crate::lanes::Lanes;
+use crate::Lanes;
 use pikv_core::warp::{Kernel, LANES, Warp};
 
 /// `out[j] = sum_i x[i] weights[i][j]`, weights `[x.len()][out.len()]`: for each output a chain of fused multiply-adds from 0.0
 /// over the inputs in order, so that neither the lanes nor the place of an output bear on its bits.
-pub(super) fn product(weights: &[f32], x: &[f32], out: &mut [f32]) {
+pub fn product(weights: &[f32], x: &[f32], out: &mut [f32]) {
     Lanes::detect().run(Product { weights, x, out });
 }
 
 /// The dot product of `a` and `b`: a chain of fused multiply-adds from 0.0 in order.
-pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).fold(0.0, |sum, (a, b)| a.mul_add(*b, sum))
 }
 
