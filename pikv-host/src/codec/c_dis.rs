@@ -4,7 +4,7 @@
 use super::eigen::low_rank;
 use super::student::{Gradient, Loss, Setting, Student, Teacher};
 use super::{FitError, Map, Moments, Segment};
-use faer::Mat;
+use nalgebra::DMatrix;
 use pikv_core::hash;
 use pikv_core::rope::Rope;
 
@@ -70,8 +70,8 @@ pub struct Distilled {
 /// among them: nothing comes back worse than it came on those rows. (They pick one of eleven, so a little of `after` is luck; rows
 /// that were never seen tell.) `progress(step, loss)` is called with each step's loss on its own segment.
 ///
-/// A step costs about `4 rows^2 group k_dim` multiply-adds. The result depends on the arguments and on the instruction set that faer
-/// finds, not on threads.
+/// A step costs about `4 rows^2 group k_dim` multiply-adds. The result depends on the arguments and on the instruction set that
+/// the products of matrices find, not on threads.
 ///
 /// # Errors
 /// Fewer than 2 segments, segments that do not fit the maps or are not finite, options out of range.
@@ -168,21 +168,21 @@ fn measure(student: &Student, teachers: &[Teacher], setting: &Setting) -> (f64, 
 
 /// Adam's averages for one matrix.
 struct Adam {
-    first: Mat<f64>,
-    second: Mat<f64>,
+    first: DMatrix<f64>,
+    second: DMatrix<f64>,
     /// Root mean square of the matrix at the start.
     size: f64,
     steps: i32,
 }
 
 impl Adam {
-    fn new(matrix: &Mat<f64>) -> Adam {
+    fn new(matrix: &DMatrix<f64>) -> Adam {
         let (r, c) = (matrix.nrows(), matrix.ncols());
-        let size = matrix.norm_l2() / ((r * c) as f64).sqrt();
-        Adam { first: Mat::zeros(r, c), second: Mat::zeros(r, c), size, steps: 0 }
+        let size = matrix.norm() / ((r * c) as f64).sqrt();
+        Adam { first: DMatrix::zeros(r, c), second: DMatrix::zeros(r, c), size, steps: 0 }
     }
 
-    fn step(&mut self, matrix: &mut Mat<f64>, gradient: &Mat<f64>, rate: f64) {
+    fn step(&mut self, matrix: &mut DMatrix<f64>, gradient: &DMatrix<f64>, rate: f64) {
         const KEEP: (f64, f64) = (0.9, 0.999);
         self.steps += 1;
         let (a, b) = (1.0 - KEEP.0.powi(self.steps), 1.0 - KEEP.1.powi(self.steps));

@@ -1,7 +1,7 @@
 //! Eigenvectors of second moments, and the maps they make.
 
 use super::{FitError, Map};
-use faer::{Mat, MatRef, Side};
+use nalgebra::{DMatrix, SymmetricEigen};
 
 /// The best map of its rank, and what it leaves out.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,22 +14,26 @@ pub struct LowRank {
     pub spectrum: Vec<f64>,
 }
 
+/// Steps of the iteration for each row of a matrix: one or two are enough, and more than this means that there is no end.
+const SWEEPS: usize = 64;
+
 /// Eigenvalues of a symmetric matrix, `[dim][dim]`, falling, and its eigenvectors, a row each. Of a vector's two signs the one
 /// under which its largest entry is positive.
 pub(super) fn spectrum(dim: u32, matrix: &[f64]) -> Result<(Vec<f64>, Vec<f64>), FitError> {
     let d = dim as usize;
     let largest = matrix.iter().fold(0.0f64, |m, x| m.max(x.abs()));
-    let found = MatRef::from_row_major_slice(matrix, d, d)
-        .self_adjoint_eigen(Side::Lower)
-        .map_err(|_| FitError::Eigen { dim, largest })?;
-    let (u, s): (MatRef<'_, f64>, _) = (found.U(), found.S().column_vector());
+    let found = SymmetricEigen::try_new(DMatrix::from_row_slice(d, d, matrix), f64::EPSILON, SWEEPS * d)
+        .ok_or(FitError::Eigen { dim, largest })?;
+    let (u, s) = (found.eigenvectors, found.eigenvalues);
+    let mut order: Vec<usize> = (0..d).collect();
+    order.sort_unstable_by(|a, b| s[*b].total_cmp(&s[*a]).then(a.cmp(b)));
     let mut vectors = Vec::with_capacity(d * d);
-    for c in (0..d).rev() {
+    for &c in &order {
         let most = (0..d).map(|r| u[(r, c)]).fold(0.0f64, |m, x| if x.abs() > m.abs() { x } else { m });
         let sign = if most < 0.0 { -1.0 } else { 1.0 };
         vectors.extend((0..d).map(|r| sign * u[(r, c)]));
     }
-    Ok(((0..d).rev().map(|c| s[c].max(0.0)).collect(), vectors))
+    Ok((order.iter().map(|c| s[*c].max(0.0)).collect(), vectors))
 }
 
 /// The map to the top `rank` directions of a second moment, around `bias`.
@@ -51,6 +55,6 @@ pub(super) fn low_rank(
 }
 
 /// `values`, `[rows][cols]`, as a matrix.
-pub(super) fn matrix(values: &[f32], cols: usize) -> Mat<f64> {
-    Mat::from_fn(values.len() / cols, cols, |r, c| f64::from(values[r * cols + c]))
+pub(super) fn matrix(values: &[f32], cols: usize) -> DMatrix<f64> {
+    DMatrix::from_fn(values.len() / cols, cols, |r, c| f64::from(values[r * cols + c]))
 }

@@ -2,7 +2,7 @@
 
 use super::eigen::matrix;
 use super::{FitError, Map, Moments, Segment};
-use faer::Mat;
+use nalgebra::DMatrix;
 use pikv_core::rope::Rope;
 
 /// What a segment's attention is made with.
@@ -16,19 +16,19 @@ pub(super) struct Setting {
 /// A segment with its teacher's weights.
 pub(super) struct Teacher {
     /// Keys less the bias, `[rows][wide]`.
-    x: Mat<f64>,
+    x: DMatrix<f64>,
     /// Of each query head, scaled and rotated queries, `[rows][wide]`.
-    q: Vec<Mat<f64>>,
+    q: Vec<DMatrix<f64>>,
     /// Of each query head, its causal attention: entry `(j, i)` is what query `i` gives key `j`, so that a query's column is one
     /// piece of memory.
-    p: Vec<Mat<f64>>,
+    p: Vec<DMatrix<f64>>,
 }
 
 /// The two matrices of a key map; its bias stays.
 #[derive(Clone)]
 pub(super) struct Student {
-    pub encode: Mat<f64>,
-    pub decode: Mat<f64>,
+    pub encode: DMatrix<f64>,
+    pub decode: DMatrix<f64>,
     bias: Option<Vec<f64>>,
 }
 
@@ -43,8 +43,8 @@ pub(super) struct Loss {
 
 /// Derivatives of the mean skew KL of a segment.
 pub(super) struct Gradient {
-    pub encode: Mat<f64>,
-    pub decode: Mat<f64>,
+    pub encode: DMatrix<f64>,
+    pub decode: DMatrix<f64>,
 }
 
 impl Student {
@@ -56,7 +56,7 @@ impl Student {
 
     /// The map, its matrices rounded to f32.
     pub fn map(&self) -> Result<Map, FitError> {
-        let values = |m: &Mat<f64>| {
+        let values = |m: &DMatrix<f64>| {
             (0..m.nrows()).flat_map(|r| (0..m.ncols()).map(move |c| m[(r, c)] as f32)).collect()
         };
         let bias = self.bias.as_ref().map(|b| b.iter().map(|x| *x as f32).collect());
@@ -65,7 +65,7 @@ impl Student {
     }
 
     /// Keys as the student has them, rotated.
-    fn keys(&self, stored: &Mat<f64>, rope: Option<Rope>) -> Mat<f64> {
+    fn keys(&self, stored: &DMatrix<f64>, rope: Option<Rope>) -> DMatrix<f64> {
         let mut keys = stored * self.decode.transpose();
         shift(&mut keys, self.bias.as_deref(), 1.0);
         turn(&mut keys, rope, 1.0);
@@ -78,7 +78,7 @@ impl Student {
         let stored = &teacher.x * self.encode.transpose();
         let keys = self.keys(&stored, s.rope);
         let mut loss = Loss { rows: (rows * teacher.q.len()) as u64, ..Loss::default() };
-        let mut slope = Mat::<f64>::zeros(rows, self.encode.ncols());
+        let mut slope = DMatrix::zeros(rows, self.encode.ncols());
         for (q, p) in teacher.q.iter().zip(&teacher.p) {
             let mut weights = causal(&keys * q.transpose());
             for i in 0..rows {
@@ -108,8 +108,8 @@ impl Student {
         }
         turn(&mut slope, s.rope, -1.0);
         let gradient = gradient.then(|| Gradient {
-            decode: slope.transpose() * &stored,
-            encode: (&slope * &self.decode).transpose() * &teacher.x,
+            decode: slope.tr_mul(&stored),
+            encode: (&slope * &self.decode).tr_mul(&teacher.x),
         });
         (loss, gradient)
     }
@@ -146,10 +146,10 @@ impl Teacher {
         let (mut q, mut p) = (Vec::new(), Vec::new());
         for head in 0..group {
             let at = |r: usize, c: usize| segment.q[(r * group + head) * kd + c];
-            let mut rotated = Mat::from_fn(rows, kd, |r, c| setting.scale * f64::from(at(r, c)));
+            let mut rotated = DMatrix::from_fn(rows, kd, |r, c| setting.scale * f64::from(at(r, c)));
             turn(&mut rotated, setting.rope, 1.0);
             let weights = causal(&keys * rotated.transpose());
-            let attended = weights.transpose() * &values;
+            let attended = weights.tr_mul(&values);
             for r in 0..rows {
                 let row: Vec<f32> = (0..vd).map(|c| attended[(r, c)] as f32).collect();
                 outputs.add(&row);
@@ -162,7 +162,7 @@ impl Teacher {
 }
 
 /// Adds `sign` times the bias to every row.
-fn shift(rows: &mut Mat<f64>, bias: Option<&[f64]>, sign: f64) {
+fn shift(rows: &mut DMatrix<f64>, bias: Option<&[f64]>, sign: f64) {
     for (c, bias) in bias.into_iter().flatten().enumerate() {
         for r in 0..rows.nrows() {
             rows[(r, c)] += sign * bias;
@@ -171,7 +171,7 @@ fn shift(rows: &mut Mat<f64>, bias: Option<&[f64]>, sign: f64) {
 }
 
 /// Rotates row `t` by position `t`, or back where `sign` is -1.
-fn turn(rows: &mut Mat<f64>, rope: Option<Rope>, sign: f64) {
+fn turn(rows: &mut DMatrix<f64>, rope: Option<Rope>, sign: f64) {
     let Some(rope) = rope else { return };
     for i in 0..rope.rotary_dim as usize / 2 {
         let (a, b) = rope.pair(i);
@@ -186,7 +186,7 @@ fn turn(rows: &mut Mat<f64>, rope: Option<Rope>, sign: f64) {
 }
 
 /// The softmax of each column over the rows up to its own number; 0 in the others.
-fn causal(mut logits: Mat<f64>) -> Mat<f64> {
+fn causal(mut logits: DMatrix<f64>) -> DMatrix<f64> {
     for i in 0..logits.ncols() {
         let top = (0..=i).map(|j| logits[(j, i)]).fold(f64::NEG_INFINITY, f64::max);
         let mut sum = 0.0;
