@@ -123,7 +123,7 @@ fn beside_copies(noise: &[f32]) -> Result<(), Box<dyn Error>> {
         println!("{form:>6} {:>12.0} {row:>8.2} {place:>8.2}", appended * 1e9);
         csv.push(format!("{name},{form},{row:.3},{place:.3}"));
     }
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/append.csv");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/results/append.csv");
     writeln!(std::fs::File::create(path)?, "{}", csv.join("\n"))?;
     println!("\nwritten to benches/results/append.csv");
     Ok(())

@@ -99,7 +99,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     println!("\nspread: of the middle half of the samples, over the median");
     if std::env::args().skip(1).all(|argument| argument == "--bench") {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/codecs.csv");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/results/codecs.csv");
         writeln!(std::fs::File::create(path)?, "{}", csv.join("\n"))?;
         println!("written to benches/results/codecs.csv");
     }

@@ -63,7 +63,7 @@ fn main() -> Result<()> {
         }
     }
     if !quick {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/schedule.csv");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/results/schedule.csv");
         writeln!(std::fs::File::create(path)?, "{}", csv.join("\n"))?;
         println!("\nwritten to benches/results/schedule.csv");
     }

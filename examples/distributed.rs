@@ -9,20 +9,14 @@
 //! the tokens are drawn evenly, are those of the MoE on a novel, or are mostly one; under the paper's map, two others, and
 //! after EPLB has moved pages. Bytes are those that the allocators count. `--stream 0` leaves that out.
 
-#[allow(dead_code, reason = "other examples use the rest")]
-mod common;
-#[allow(dead_code, reason = "other examples use the rest")]
-mod moe;
-
-use common::cache::Cache as _;
-use common::sample::{SplitMix, sample};
-use moe::model::{Model, VOCAB};
-use moe::paged::Paged;
 use pikv::fabric::{Fabric, InProcess, Options, RankPlan, Schedule, Traffic};
 use pikv::router::Eplb;
 use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Place, ShardMap};
+use pikv_engine::common::cache::Cache as _;
+use pikv_engine::common::sample::{SplitMix, sample};
+use pikv_engine::moe::model::{Model, VOCAB};
+use pikv_engine::moe::paged::Paged;
 use std::error::Error;
-use std::path::Path;
 use std::time::Instant;
 
 const HELP: &str = "options: --ranks N (default 8; mpiexec and devices say otherwise), --backend cpu|cuda, --prompt N (bytes of the \
@@ -85,8 +79,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             _ => return Err(format!("{name}: unknown; {HELP}").into()),
         }
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
-    let model = Model::load(&root.join("models/austen-moe"))?;
+    let model = Model::load(&pikv_engine::example("models/austen-moe"))?;
     let world = match devices {
         true => {
             let all = (0..Backend::cuda_devices()?).map(Backend::cuda_device);
@@ -110,7 +103,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         return Ok(());
     }
-    let novel = std::fs::read(root.join("text/northangerabbey.txt"))?;
+    let novel = std::fs::read(pikv_engine::example("text/northangerabbey.txt"))?;
     write(&model, &novel[..prompt.clamp(1, novel.len())], tokens, &world, &forms[0])?;
     if stream > 0 {
         let routes = experts(&model, &novel, stream)?;
@@ -222,7 +215,7 @@ fn write(
 /// The first layer's experts for each byte of a novel, as the model chooses them.
 fn experts(model: &Model, novel: &[u8], n: usize) -> Result<Vec<u16>, Box<dyn Error>> {
     let mut cache = Chosen {
-        inner: moe::plain::PlainCache::new(
+        inner: pikv_engine::moe::plain::PlainCache::new(
             model.config().layers,
             model.config().kv_heads,
             model.config().head_dim,
@@ -247,15 +240,19 @@ fn experts(model: &Model, novel: &[u8], n: usize) -> Result<Vec<u16>, Box<dyn Er
 
 /// A cache that notes what the router chose.
 struct Chosen {
-    inner: moe::plain::PlainCache,
+    inner: pikv_engine::moe::plain::PlainCache,
     first: Vec<u16>,
     top_k: usize,
 }
 
-struct ChosenStep<'a>(<moe::plain::PlainCache as common::cache::Cache>::Step<'a>, &'a mut Vec<u16>, usize);
+struct ChosenStep<'a>(
+    <pikv_engine::moe::plain::PlainCache as pikv_engine::common::cache::Cache>::Step<'a>,
+    &'a mut Vec<u16>,
+    usize,
+);
 
-impl common::cache::Cache for Chosen {
-    type Error = <moe::plain::PlainCache as common::cache::Cache>::Error;
+impl pikv_engine::common::cache::Cache for Chosen {
+    type Error = <pikv_engine::moe::plain::PlainCache as pikv_engine::common::cache::Cache>::Error;
     type Step<'a> = ChosenStep<'a>;
 
     fn begin(&mut self, n: usize) -> Result<ChosenStep<'_>, Self::Error> {
@@ -271,8 +268,8 @@ impl common::cache::Cache for Chosen {
     }
 }
 
-impl common::cache::Step for ChosenStep<'_> {
-    type Error = <moe::plain::PlainCache as common::cache::Cache>::Error;
+impl pikv_engine::common::cache::Step for ChosenStep<'_> {
+    type Error = <pikv_engine::moe::plain::PlainCache as pikv_engine::common::cache::Cache>::Error;
 
     fn layer(
         &mut self,

@@ -5,21 +5,14 @@
 //! Any dense Llama in a GGUF file will do. The text is cut into windows; each begins with an empty cache, and its first
 //! token is not scored. Fails if one logit bit differs between the plain cache and pikv's ring in f32.
 
-#[allow(dead_code, reason = "other examples use the rest")]
-mod common;
-#[allow(dead_code, reason = "other examples use the rest")]
-mod llama;
-#[allow(dead_code, reason = "other examples use the rest")]
-mod moe;
-
-use common::{cache::Cache as AnyCache, sample::nats};
 use indicatif::{ProgressBar, ProgressStyle};
-use llama::{gguf::Gguf, model::Model, tokenizer::Tokenizer};
-use moe::{paged::Paged, plain::PlainCache};
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout};
+use pikv_engine::common::{cache::Cache as AnyCache, sample::nats};
+use pikv_engine::llama::{gguf::Gguf, model::Model, tokenizer::Tokenizer};
+use pikv_engine::moe::{paged::Paged, plain::PlainCache};
 use rayon::prelude::*;
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Tokens of a prefill step.
@@ -35,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let gguf = Gguf::open(&gguf)?;
     let tokenizer = Tokenizer::new(&gguf)?;
     let mut model = Model::load(&gguf)?;
-    model.parallelism = gemm::Parallelism::Rayon(0);
+    model.parallelism = gemm_common::Parallelism::Rayon(0);
     let c = model.config();
     if tokenizer.len() != c.vocab {
         return Err(format!("{} tokens, but {} embeddings", tokenizer.len(), c.vocab).into());
@@ -107,7 +100,7 @@ struct Arguments {
 }
 
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
-    let novel = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/text/northangerabbey.txt");
+    let novel = pikv_engine::example("text/northangerabbey.txt");
     let (mut gguf, mut text, mut window, mut tokens) = (None, novel, 1024, None);
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {

@@ -77,7 +77,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
     }
-    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/results");
     let mut csv = "model,context,devices,bytes_fullest,of_mean,bytes_front,exact_sent,exact_received,exact_messages,fast_sent,\
                    fast_received,fast_messages,exact_ms_nvlink,exact_ms_400g,fast_ms_nvlink,fast_ms_400g\n"
         .to_owned();

@@ -5,7 +5,7 @@ use crate::{HEAD_DIM, QUERY_HEADS, machine};
 use pikv::lanes::Lanes;
 use std::error::Error;
 
-const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/attend.csv");
+const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/results/attend.csv");
 const COLUMNS: &str = "machine,lanes,dtype,context,batch,threads,kv_gbps,read_gbps,fma_gbps,roof_ratio,rows,tokens_per_s,over_sum";
 /// Columns that tell a row's configuration: machine to threads, and rows.
 const KEY: [usize; 7] = [0, 1, 2, 3, 4, 5, 10];

@@ -1,9 +1,9 @@
 //! How far each KV head looks, for Duo's gates.
 
-use crate::measure::subject::Subject;
-use crate::measure::watched::{Watch, Watched};
 use crate::{Keys, SINKS};
 use pikv::{Cache, CacheConfig, Dtype, PageMass, Place};
+use pikv_engine::measure::subject::Subject;
+use pikv_engine::measure::watched::{Watch, Watched};
 use std::error::Error;
 
 /// Tokens that are near.

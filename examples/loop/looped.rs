@@ -1,8 +1,8 @@
 //! A model over the closed loop: routed before it attends, so that rows read the pages of their experts only.
 
-use crate::common::cache::{Cache as AnyCache, Step as AnyStep};
 use pikv::metrics::Collector;
 use pikv::{Attend, ClosedLoop, LoopError, LoopStep, Output, Sequence};
+use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

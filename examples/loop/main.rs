@@ -12,18 +12,6 @@
 //! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
 //! MoE. `--seeds` sets R_P beside R_T, on as many skewed streams and parts of the novel. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map.
 
-#[allow(dead_code, reason = "other examples use the rest")]
-#[path = "../common/mod.rs"]
-mod common;
-#[allow(dead_code, reason = "other examples use the rest")]
-#[path = "../llama/mod.rs"]
-mod llama;
-#[path = "../measure/mod.rs"]
-mod measure;
-#[allow(dead_code, reason = "other examples use the rest")]
-#[path = "../moe/mod.rs"]
-mod moe;
-
 mod far;
 mod heat;
 mod looped;
@@ -32,16 +20,16 @@ mod replay;
 mod routers;
 mod seeds;
 
-use common::cache::Keys;
 use indicatif::{ProgressBar, ProgressStyle};
 use looped::Looped;
-use measure::subject::Subject;
 use pikv::router::Router;
 use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Read};
+use pikv_engine::common::cache::Keys;
+use pikv_engine::measure::subject::Subject;
 use policies::{Row, Setup};
 use rayon::prelude::*;
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -144,7 +132,7 @@ fn main() -> Result<()> {
     table(&subject, &outcomes, &reference);
     if arguments.router.is_none() && arguments.policy.is_none() {
         let stem = if arguments.gguf.is_some() { "loop-llama" } else { "loop" };
-        let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+        let results = pikv_engine::example("../benches/results");
         std::fs::write(results.join(format!("{stem}.csv")), csv(&subject, &outcomes, &reference, window))?;
         heat::write(&results.join(format!("{stem}.svg")), subject.name(), &outcomes, reference.nats)?;
         println!("written to benches/results/{stem}.csv and .svg");
@@ -180,12 +168,13 @@ fn evaluate(
     // Steps no longer than the ring, so that every row reads the pool as it is by then.
     let step = ring(budget).min(64) as usize;
     for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
-        common::cache::Cache::clear(&mut looped);
+        pikv_engine::common::cache::Cache::clear(&mut looped);
         for (inputs, targets) in inputs.chunks(step).zip(targets.chunks(step)) {
             subject.forward(inputs, &mut looped, &mut logits)?;
             let rows = logits.par_chunks_exact(vocab).zip(targets);
             // Collected, so that the sum's order is fixed.
-            let nats: Vec<f64> = rows.map(|(row, next)| common::sample::nats(row, *next as usize)).collect();
+            let nats: Vec<f64> =
+                rows.map(|(row, next)| pikv_engine::common::sample::nats(row, *next as usize)).collect();
             loss += nats.iter().sum::<f64>();
             bar.inc(inputs.len() as u64);
         }

@@ -1,9 +1,5 @@
 //! A stream of experts and of what queries look for, without a model: what is found of it under each policy.
 
-use crate::common::cache::Keys;
-use crate::common::sample::SplitMix;
-use crate::measure::subject::Subject;
-use crate::measure::watched::{Watch, Watched};
 use crate::policies::{self, Setup};
 use crate::{Result, SINKS, ring};
 use indicatif::ProgressBar;
@@ -11,6 +7,10 @@ use pikv::trace::{Reader, Row, Skewed, Writer};
 use pikv::{
     Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, PageMass, Place, Position, Sequence,
 };
+use pikv_engine::common::cache::Keys;
+use pikv_engine::common::sample::SplitMix;
+use pikv_engine::measure::subject::Subject;
+use pikv_engine::measure::watched::{Watch, Watched};
 use std::fs::File;
 use std::io::{BufReader, BufWriter};
 use std::path::Path;

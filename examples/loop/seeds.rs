@@ -1,7 +1,5 @@
 //! Whether an expert pays off that pays for its misses: R_P beside R_T, over several seeds.
 
-use crate::common::sample::SplitMix;
-use crate::measure::subject::Subject;
 use crate::policies::Row;
 use crate::replay::{self, key, look};
 use crate::{Result, evaluate};
@@ -11,6 +9,8 @@ use pikv::policy::{Budget, Eviction, Lru};
 use pikv::router::{CacheAware, Router, Shape, TopK};
 use pikv::trace::Skewed;
 use pikv::{Attend, Cache, ClosedLoop, Output, Read};
+use pikv_engine::common::sample::SplitMix;
+use pikv_engine::measure::subject::Subject;
 use std::sync::Arc;
 
 /// Tokens of a made-up stream.

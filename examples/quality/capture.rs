@@ -1,11 +1,11 @@
 //! Keys, values and queries of a run of the model, for fits and for the error of what a codec stores.
 
-use crate::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
-use crate::measure::subject::Subject;
-use crate::moe::paged::Paged;
 use crate::rows::Row;
 use pikv::codec::{FitShape, Fitter};
 use pikv::{Cache, CacheConfig, Dtype};
+use pikv_engine::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
+use pikv_engine::measure::subject::Subject;
+use pikv_engine::moe::paged::Paged;
 use std::error::Error;
 
 /// Tokens whose keys and values are kept.

@@ -7,31 +7,19 @@
 //! or of those with the names or ids given; a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF)
 //! and a plot beside it.
 
-#[allow(dead_code, reason = "other examples use the rest")]
-#[path = "../common/mod.rs"]
-mod common;
-#[allow(dead_code, reason = "other examples use the rest")]
-#[path = "../llama/mod.rs"]
-mod llama;
-#[path = "../measure/mod.rs"]
-mod measure;
-#[allow(dead_code, reason = "other examples use the rest")]
-#[path = "../moe/mod.rs"]
-mod moe;
-
 mod capture;
 mod plot;
 mod rows;
 mod timed;
 
 use capture::Capture;
-use common::cache::Keys;
 use indicatif::{ProgressBar, ProgressStyle};
-use measure::subject::Subject;
+use pikv_engine::common::cache::Keys;
+use pikv_engine::measure::subject::Subject;
 use rayon::prelude::*;
 use rows::{Row, rows};
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 use timed::Timed;
 
@@ -94,7 +82,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "row", "what is stored", "budget", "ratio", "nats", "delta", "KL", "error", "bytes", "attend x"
     );
     let stem = if gguf.is_some() { "quality-llama" } else { "quality" };
-    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results");
+    let results = pikv_engine::example("../benches/results");
     let csv = csv.or_else(|| only.is_empty().then(|| results.join(format!("{stem}.csv"))));
     let (mut outcomes, mut base) = (Vec::new(), None);
     for row in chosen {
@@ -163,7 +151,7 @@ fn evaluate(
     bar: &ProgressBar,
 ) -> Result<(Outcome, Vec<f32>), Box<dyn Error>> {
     subject.keys(row.keys);
-    let mut cache = Timed::new(subject.paged(row, RING, SINKS)?);
+    let mut cache = Timed::new(timed::paged(subject, row, RING, SINKS)?);
     let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
     let (mut loss, mut kl, mut at) = (0.0, 0.0, 0);
     let (mut bytes, mut kept, mut packed) = (0, 1.0, f64::NAN);
@@ -174,7 +162,8 @@ fn evaluate(
             subject.forward(inputs, &mut cache, &mut logits)?;
             let rows = logits.par_chunks_exact(vocab).zip(targets);
             // Collected, so that the sums' order is fixed.
-            let nats: Vec<f64> = rows.map(|(row, next)| common::sample::nats(row, *next as usize)).collect();
+            let nats: Vec<f64> =
+                rows.map(|(row, next)| pikv_engine::common::sample::nats(row, *next as usize)).collect();
             loss += nats.iter().sum::<f64>();
             match reference.get(at..at + logits.len()) {
                 Some(reference) => {

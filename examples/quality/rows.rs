@@ -1,8 +1,6 @@
 //! The rows of the table: every way of packing that the store knows.
 
 use crate::capture::Capture;
-use crate::common::cache::Keys;
-use crate::measure::subject::Subject;
 use indicatif::ProgressBar;
 use pikv::codec::{
     Code, Codec, Coding, Cost, CropBy, Distil, HeadCodings, Map, PyramidKv, crop, distil, fit_lora_plus,
@@ -10,6 +8,8 @@ use pikv::codec::{
 };
 use pikv::policy::{Budget, Chunks, Eviction, FastVReceived, SnapKv};
 use pikv::{CacheConfig, Dtype};
+use pikv_engine::common::cache::Keys;
+use pikv_engine::measure::subject::Subject;
 use std::error::Error;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

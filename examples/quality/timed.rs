@@ -1,23 +1,21 @@
 //! pikv for a row, with the time that it takes.
 
-use crate::common::cache::{Cache as AnyCache, Step as AnyStep};
-use crate::measure::subject::Subject;
-use crate::moe::paged::Paged;
 use crate::rows::Row;
 use pikv::{Cache, CacheConfig};
+use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
+use pikv_engine::measure::subject::Subject;
+use pikv_engine::moe::paged::Paged;
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-impl Subject {
-    /// pikv for a row.
-    pub fn paged(&self, row: &Row, ring: usize, sinks: u32) -> Result<Paged, Box<dyn Error>> {
-        let layers = vec![self.layer(row.dtype, row.keys); self.layers];
-        let config = CacheConfig::new(layers, 4 << 30)
-            .ring(ring as u32)
-            .sinks(sinks)
-            .experts(self.experts.0, self.experts.1);
-        Ok(Paged::new(Cache::new(row.drop(row.compress(config)))?, self.head_dim))
-    }
+/// pikv over `subject` for a row.
+pub fn paged(subject: &Subject, row: &Row, ring: usize, sinks: u32) -> Result<Paged, Box<dyn Error>> {
+    let layers = vec![subject.layer(row.dtype, row.keys); subject.layers];
+    let config = CacheConfig::new(layers, 4 << 30)
+        .ring(ring as u32)
+        .sinks(sinks)
+        .experts(subject.experts.0, subject.experts.1);
+    Ok(Paged::new(Cache::new(row.drop(row.compress(config)))?, subject.head_dim))
 }
 
 /// A cache that counts the time in which tokens are appended and attended to.

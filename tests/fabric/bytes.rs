@@ -1,6 +1,5 @@
 //! What lies where, as the allocators count it; what goes over the wire, and what merging on the ranks costs.
 
-use crate::numbers::{bits, noise};
 use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::fabric::{Options, Schedule};
@@ -8,6 +7,7 @@ use pikv::router::Eplb;
 use pikv::{
     Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rows, Sequence, ShardMap,
 };
+use pikv_test::numbers::{bits, noise};
 
 const SHARDS: u32 = 8;
 const EXPERTS: u32 = 16;

@@ -1,11 +1,11 @@
 //! Ranks that die, hang, or answer what they should not: the others hear of it in time, and go on.
 
-use crate::numbers::{bits, noise};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options};
 use pikv::{
     Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, Position, Read, Rows,
     Sequence, ShardMap,
 };
+use pikv_test::numbers::{bits, noise};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

@@ -1,9 +1,7 @@
 //! Random histories of two caches: one in one process, and one whose pages lie on ranks, move between them and are replicated.
 //! They may not differ in a bit.
 
-use crate::numbers::{bits, noise};
 use crate::setup::over;
-use crate::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, Options};
 use pikv::router::Eplb;
@@ -11,6 +9,8 @@ use pikv::{
     Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageInfo, PageMass, Pairs,
     Position, Rope, Rows, ShardMap, Step, StepReport,
 };
+use pikv_test::numbers::{bits, noise};
+use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 

@@ -1,9 +1,9 @@
 //! Reading ahead overlaps attention.
 
-use crate::numbers::bits;
 use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::tiers::{Fetches, Tiers};
 use pikv::{Attend, Cache, Error, Sequence};
+use pikv_test::numbers::bits;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 

@@ -1,10 +1,10 @@
 //! Stores that fail.
 
-use crate::numbers::bits;
 use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::policy::{Budget, Candidates, Eviction, KeyNorm, Policy};
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, Error, Sequence, StepReport, TierOperation};
+use pikv_test::numbers::bits;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::sync::Arc;

@@ -1,10 +1,10 @@
 //! Random histories of two caches: one that holds everything, and one whose pages come and go. They may not differ in a bit.
 
-use crate::numbers::bits;
 use crate::setup::{Control, bytes, fake};
-use crate::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
 use pikv::tiers::Tiers;
 use pikv::{Cache, Error, Output, PageInfo, PageMass, Position, Rows, Step, StepReport, TierOperation};
+use pikv_test::numbers::bits;
+use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! A store that fails on demand, and tokens.
 
-use crate::backend::backend;
-use crate::numbers::noise;
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence, Step};
+use pikv_test::backend::backend;
+use pikv_test::numbers::noise;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};

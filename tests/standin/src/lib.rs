@@ -1,4 +1,4 @@
-//! A stand-in for the CUDA driver's library: the functions that pikv's back end calls, over the interpreter of `tests/ptx`.
+//! A stand-in for the CUDA driver's library: the functions that pikv's back end calls, over the interpreter.
 //!
 //! It has as many devices as the environment variable `PIKV_STANDIN_DEVICES` says when it is first called, or [`DEVICES`] sets; one by
 //! default. Each has memory, streams and faults of its own: what belongs to one is no handle and no address on another.
@@ -14,11 +14,7 @@
 //! A few more functions are for tests: [`standin_set`] and [`standin_get`], and those of one device.
 #![allow(non_snake_case, reason = "the driver's names")]
 
-#[allow(dead_code, unused_imports, reason = "shared by tests that each use a part")]
-#[path = "../../ptx/mod.rs"]
-mod ptx;
-
-use ptx::{Memory, Program};
+use pikv_interpreter::{Memory, Program};
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::slice;

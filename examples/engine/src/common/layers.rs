@@ -1,0 +1,112 @@
+//! The layers that the models have in common, in f32.
+
+use gemm_common::Parallelism;
+
+/// `[inputs][outputs]`: the transpose of a checkpoint's `[outputs][inputs]`, so that outputs are contiguous.
+pub struct Matrix {
+    inputs: usize,
+    outputs: usize,
+    weights: Vec<f32>,
+}
+
+impl Matrix {
+    /// Matrices as a checkpoint has them, `[outputs][inputs]`, side by side.
+    pub fn new(inputs: usize, parts: &[Vec<f32>]) -> Self {
+        /// Rows read at a time: their writes then fill whole cache lines.
+        const ROWS: usize = 16;
+        let outputs = parts.iter().map(|part| part.len() / inputs).sum();
+        let mut weights = vec![0.0; inputs * outputs];
+        let mut first = 0;
+        for part in parts {
+            for rows in part.chunks(ROWS * inputs) {
+                let n = rows.len() / inputs;
+                for i in 0..inputs {
+                    let to = &mut weights[i * outputs + first..][..n];
+                    to.iter_mut().zip(rows[i..].iter().step_by(inputs)).for_each(|(to, from)| *to = *from);
+                }
+                first += n;
+            }
+        }
+        Self { inputs, outputs, weights }
+    }
+
+    /// `x`: `[n][inputs]`; returns `[n][outputs]`.
+    pub fn mul(&self, x: &[f32], threads: Parallelism) -> Vec<f32> {
+        let (k, m, n) = (self.inputs, self.outputs, x.len() / self.inputs);
+        assert!(x.len() == n * k && self.weights.len() == k * m);
+        let mut y = vec![0.0; n * m];
+        // gemm's column-major (m × k)(k × n) = (m × n): the weights, x and y as they lie.
+        let (w, x, y_ptr) = (self.weights.as_ptr(), x.as_ptr(), y.as_mut_ptr());
+        let (cols, k_cols) = (m as isize, k as isize);
+        // SAFETY: the asserted lengths are those that the dimensions and strides reach; y is borrowed alone.
+        unsafe {
+            let no = false;
+            let gemm = gemm_f32::gemm::f32::get_gemm_fn();
+            gemm(m, n, k, y_ptr, cols, 1, no, w, cols, 1, x, k_cols, 1, 0.0, 1.0, no, no, no, threads);
+        }
+        y
+    }
+}
+
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let mut out = Vec::with_capacity(x.len());
+    for row in x.chunks_exact(weight.len()) {
+        let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
+        let scale = 1.0 / (mean + eps).sqrt();
+        out.extend(row.iter().zip(weight).map(|(x, w)| x * scale * w));
+    }
+    out
+}
+
+/// Queries, keys and values of rows `[n][q + 2 kv]`.
+pub fn split_qkv(rows: &[f32], q: usize, kv: usize) -> [Vec<f32>; 3] {
+    let columns = |from: usize, to: usize| {
+        rows.chunks_exact(q + 2 * kv).flat_map(|row| &row[from..to]).copied().collect()
+    };
+    [columns(0, q), columns(q, q + kv), columns(q + kv, q + 2 * kv)]
+}
+
+/// By what angle each pair of channels turns from one position to the next: pair `i` by `theta^(-2 i / rotary_dim)`.
+pub fn frequencies(theta: f64, rotary_dim: usize) -> Vec<f64> {
+    (0..rotary_dim).step_by(2).map(|i| theta.powf(-(i as f64) / rotary_dim as f64)).collect()
+}
+
+/// The rotation of some successive positions.
+pub struct Rotation {
+    /// cos and sin, `[n][pairs]`; angles in f64, so that they are right at any position.
+    turns: Vec<(f32, f32)>,
+    pairs: usize,
+}
+
+impl Rotation {
+    /// Of `n` positions from `first`.
+    pub fn new(frequencies: &[f64], first: usize, n: usize) -> Self {
+        let angles = (first..first + n).flat_map(|p| frequencies.iter().map(move |f| p as f64 * f));
+        let turns = angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).collect();
+        Self { turns, pairs: frequencies.len() }
+    }
+
+    /// Rotates `x`, `[n][heads][head_dim]`: of each head's first channels, twice as many as there are pairs, channel `i`
+    /// with `i + pairs`.
+    pub fn apply(&self, x: &mut [f32], heads: usize, head_dim: usize) {
+        for (row, turns) in x.chunks_exact_mut(heads * head_dim).zip(self.turns.chunks_exact(self.pairs)) {
+            for head in row.chunks_exact_mut(head_dim) {
+                let (a, b) = head.split_at_mut(self.pairs);
+                for ((a, b), (cos, sin)) in a.iter_mut().zip(b).zip(turns) {
+                    (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                }
+            }
+        }
+    }
+}
+
+/// `x += scale * y`
+pub fn add(x: &mut [f32], y: &[f32], scale: f32) {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += scale * y);
+}
+
+/// `silu(gate) * up` of rows `[gate, up]`, `[n][2][ffn]`; `[n][ffn]`.
+pub fn swiglu(rows: &[f32], ffn: usize) -> Vec<f32> {
+    let halves = rows.chunks_exact(2 * ffn).map(|row| row.split_at(ffn));
+    halves.flat_map(|(g, u)| g.iter().zip(u)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect()
+}

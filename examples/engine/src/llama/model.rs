@@ -1,0 +1,239 @@
+//! The forward pass of a Llama from a GGUF file in f32, generic over the cache that holds its keys and values.
+
+use super::gguf::Gguf;
+use crate::common::cache::{Cache, Keys, Step};
+use crate::common::layers::{Matrix, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
+use gemm_common::Parallelism;
+use pikv::{Pairs, Rope};
+use std::collections::BTreeSet;
+use std::error::Error;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// The figures of the file's metadata.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub vocab: usize,
+    pub hidden: usize,
+    pub ffn: usize,
+    pub layers: usize,
+    pub query_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Channels that turn, the first of each head.
+    pub rotary_dim: usize,
+    pub rope_theta: f64,
+    pub context: usize,
+    pub rms_eps: f32,
+}
+
+impl Config {
+    fn load(gguf: &Gguf) -> Result<Self> {
+        let architecture = gguf.string("general.architecture")?;
+        if architecture != "llama" {
+            return Err(format!("general.architecture: {architecture:?}; only \"llama\" is run").into());
+        }
+        let whole = |name: &str| match gguf.whole(&format!("llama.{name}"))? {
+            0 => Err(Box::<dyn Error>::from(format!("llama.{name}: must not be 0"))),
+            n => Ok(n as usize),
+        };
+        let or = |name: &str, default: usize| {
+            if gguf.has(&format!("llama.{name}")) { whole(name) } else { Ok(default) }
+        };
+        if gguf.has("llama.expert_count") && gguf.whole("llama.expert_count")? > 0 {
+            return Err("llama.expert_count: a mixture of experts; only dense models are run".into());
+        }
+        let scaling = "llama.rope.scaling.type";
+        if gguf.has(scaling) && gguf.string(scaling)? != "none" {
+            return Err(format!("{scaling}: {:?}; only \"none\" is run", gguf.string(scaling)?).into());
+        }
+        let embed = gguf.dims(EMBED).ok_or_else(|| format!("tensor {EMBED:?}: not in the file"))?;
+        let &[_, vocab] = embed else { return Err(format!("tensor {EMBED:?}: dimensions {embed:?}").into()) };
+        let (hidden, query_heads) = (whole("embedding_length")?, whole("attention.head_count")?);
+        let head_dim = or("attention.key_length", hidden / query_heads)?;
+        let theta = "llama.rope.freq_base";
+        let config = Self {
+            vocab,
+            hidden,
+            ffn: whole("feed_forward_length")?,
+            layers: whole("block_count")?,
+            query_heads,
+            kv_heads: or("attention.head_count_kv", query_heads)?,
+            head_dim,
+            rotary_dim: or("rope.dimension_count", head_dim)?,
+            rope_theta: if gguf.has(theta) { gguf.real(theta)? } else { 10_000.0 },
+            context: whole("context_length")?,
+            rms_eps: gguf.real("llama.attention.layer_norm_rms_epsilon")? as f32,
+        };
+        if !config.query_heads.is_multiple_of(config.kv_heads) {
+            return Err(format!(
+                "llama.attention.head_count: {query_heads}, no multiple of the {} KV heads",
+                config.kv_heads
+            )
+            .into());
+        }
+        if or("attention.value_length", head_dim)? != head_dim {
+            return Err(format!("llama.attention.value_length: must be as the keys', {head_dim}").into());
+        }
+        if config.rotary_dim == 0 || config.rotary_dim > head_dim || !config.rotary_dim.is_multiple_of(2) {
+            let dim = config.rotary_dim;
+            return Err(format!(
+                "llama.rope.dimension_count: {dim}, must be even, at least 2 and at most {head_dim}"
+            )
+            .into());
+        }
+        if !config.rope_theta.is_finite() || config.rope_theta < 1.0 {
+            return Err(format!("{theta}: {}, must be at least 1", config.rope_theta).into());
+        }
+        Ok(config)
+    }
+}
+
+struct Layer {
+    attention_norm: Vec<f32>,
+    /// Outputs: queries, keys, values.
+    qkv: Matrix,
+    o: Matrix,
+    ffn_norm: Vec<f32>,
+    /// Outputs: gate, up.
+    gate_up: Matrix,
+    down: Matrix,
+}
+
+/// The weights.
+pub struct Model {
+    config: Config,
+    embed: Vec<f32>,
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    head: Matrix,
+    /// By what angle each pair of channels turns a position.
+    frequencies: Vec<f64>,
+    /// Llama 3's long context: the frequencies are not powers of one base.
+    frequencies_scaled: bool,
+    /// How a matrix product may use threads; the logits' bits do not depend on it.
+    pub parallelism: Parallelism,
+    /// What the cache is given.
+    pub keys: Keys,
+}
+
+const EMBED: &str = "token_embd.weight";
+const HEAD: &str = "output.weight";
+const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+impl Model {
+    /// Dequantises all weights, once.
+    pub fn load(gguf: &Gguf) -> Result<Self> {
+        let config = Config::load(gguf)?;
+        let &Config { vocab, hidden, ffn, head_dim, rotary_dim, .. } = &config;
+        let (q, kv) = (config.query_heads * head_dim, config.kv_heads * head_dim);
+        let mut unread: BTreeSet<&str> = gguf.tensors().collect();
+        let mut tensor = |name: &str, dims: &[usize]| {
+            unread.remove(name);
+            gguf.tensor(name, dims)
+        };
+        let mut layer = |l: usize| -> Result<Layer> {
+            let mut part = |name: &str, dims: &[usize]| tensor(&format!("blk.{l}.{name}.weight"), dims);
+            let queries = halves(&part("attn_q", &[hidden, q])?, hidden, head_dim, rotary_dim);
+            let keys = halves(&part("attn_k", &[hidden, kv])?, hidden, head_dim, rotary_dim);
+            let values = part("attn_v", &[hidden, kv])?;
+            let gate_up = [part("ffn_gate", &[hidden, ffn])?, part("ffn_up", &[hidden, ffn])?];
+            Ok(Layer {
+                attention_norm: part("attn_norm", &[hidden])?,
+                qkv: Matrix::new(hidden, &[queries, keys, values]),
+                o: Matrix::new(q, &[part("attn_output", &[q, hidden])?]),
+                ffn_norm: part("ffn_norm", &[hidden])?,
+                gate_up: Matrix::new(hidden, &gate_up),
+                down: Matrix::new(ffn, &[part("ffn_down", &[ffn, hidden])?]),
+            })
+        };
+        let layers = (0..config.layers).map(&mut layer).collect::<Result<_>>()?;
+        let mut frequencies = frequencies(config.rope_theta, rotary_dim);
+        let frequencies_scaled = gguf.dims(ROPE_FACTORS).is_some();
+        if frequencies_scaled {
+            let factors = tensor(ROPE_FACTORS, &[rotary_dim / 2])?;
+            frequencies.iter_mut().zip(factors).for_each(|(f, factor)| *f /= f64::from(factor));
+        }
+        let embed = tensor(EMBED, &[hidden, vocab])?;
+        // Without a head of its own, a model's logits are products with the embeddings.
+        let tied = gguf.dims(HEAD).is_none();
+        let head = if tied { embed.clone() } else { tensor(HEAD, &[hidden, vocab])? };
+        let norm = tensor("output_norm.weight", &[hidden])?;
+        if let Some(name) = unread.first() {
+            return Err(format!("tensor {name:?}: no part of a Llama that is run here").into());
+        }
+        Ok(Self {
+            embed,
+            layers,
+            norm,
+            head: Matrix::new(hidden, &[head]),
+            frequencies,
+            frequencies_scaled,
+            parallelism: Parallelism::None,
+            keys: Keys::Rotated,
+            config,
+        })
+    }
+
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The rotation of keys that come unrotated, for a cache's layers.
+    ///
+    /// # Errors
+    /// Frequencies that are not powers of one base.
+    pub fn rope(&self) -> Result<Rope> {
+        if self.frequencies_scaled {
+            return Err(format!("{ROPE_FACTORS}: keys of this model must come rotated").into());
+        }
+        let (theta, rotary_dim) = (self.config.rope_theta, self.config.rotary_dim as u32);
+        Ok(Rope { theta, rotary_dim, pairs: Pairs::Halves })
+    }
+
+    /// The logits that follow each of `tokens`, `[n][vocab]`, after what is in the cache; adds them to the cache.
+    ///
+    /// # Panics
+    /// If a token is not below `vocab`.
+    pub fn forward<C: Cache>(
+        &self,
+        tokens: &[u32],
+        cache: &mut C,
+        logits: &mut Vec<f32>,
+    ) -> std::result::Result<(), C::Error> {
+        let (c, threads) = (&self.config, self.parallelism);
+        let (q, kv) = (c.query_heads * c.head_dim, c.kv_heads * c.head_dim);
+        let embed = |&token: &u32| &self.embed[token as usize * c.hidden..][..c.hidden];
+        let mut x = tokens.iter().flat_map(embed).copied().collect::<Vec<f32>>();
+        let rotation = Rotation::new(&self.frequencies, cache.len(), tokens.len());
+        let mut out = vec![0.0; tokens.len() * q];
+        let mut step = cache.begin(tokens.len())?;
+        for (l, layer) in self.layers.iter().enumerate() {
+            let h = rms_norm(&x, &layer.attention_norm, c.rms_eps);
+            let [mut queries, mut keys, values] = split_qkv(&layer.qkv.mul(&h, threads), q, kv);
+            if self.keys == Keys::Rotated {
+                rotation.apply(&mut queries, c.query_heads, c.head_dim);
+                rotation.apply(&mut keys, c.kv_heads, c.head_dim);
+            }
+            step.layer(l, &queries, &keys, &values, &mut out)?;
+            add(&mut x, &layer.o.mul(&out, threads), 1.0);
+
+            let h = rms_norm(&x, &layer.ffn_norm, c.rms_eps);
+            add(&mut x, &layer.down.mul(&swiglu(&layer.gate_up.mul(&h, threads), c.ffn), threads), 1.0);
+        }
+        step.commit()?;
+        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), threads);
+        Ok(())
+    }
+}
+
+/// Rows of a projection `[heads][head_dim][inputs]` in another order of channels. The file has channels `2 i` and `2 i +
+/// 1` turn together; here `i` and `i + rotary_dim / 2` do. Queries and keys change alike, so their products do not.
+fn halves(rows: &[f32], inputs: usize, head_dim: usize, rotary_dim: usize) -> Vec<f32> {
+    let mut out = Vec::with_capacity(rows.len());
+    for head in rows.chunks_exact(head_dim * inputs) {
+        let order = (0..rotary_dim).step_by(2).chain((1..rotary_dim).step_by(2)).chain(rotary_dim..head_dim);
+        order.for_each(|channel| out.extend_from_slice(&head[channel * inputs..][..inputs]));
+    }
+    out
+}

@@ -1,0 +1,119 @@
+//! A model to measure: the MoE of this repository, or a Llama from a GGUF file, seen alike.
+
+use crate::common::cache::{Cache as AnyCache, Keys};
+use crate::llama::{gguf::Gguf, model::Model as Llama, tokenizer::Tokenizer};
+use crate::moe::model::Model as Moe;
+use pikv::{Dtype, LayerShape, Layout, Pairs, Rope};
+use std::error::Error;
+use std::path::Path;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+enum Kind {
+    Moe(Box<Moe>),
+    Llama(Box<Llama>, Box<Tokenizer>),
+}
+
+pub struct Subject {
+    kind: Kind,
+    name: String,
+    pub layers: usize,
+    pub query_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub experts: (u32, u32),
+    pub rope: Rope,
+}
+
+impl Subject {
+    pub fn load(gguf: Option<&Path>) -> Result<Subject> {
+        let threads = gemm_common::Parallelism::Rayon(0);
+        let Some(path) = gguf else {
+            let mut model = Moe::load(&crate::example("models/austen-moe"))?;
+            model.parallelism = threads;
+            let c = model.config().clone();
+            let rope = Rope { theta: c.rope_theta, rotary_dim: c.head_dim as u32, pairs: Pairs::Halves };
+            return Ok(Subject {
+                kind: Kind::Moe(Box::new(model)),
+                name: "austen-moe".into(),
+                layers: c.layers,
+                query_heads: c.query_heads,
+                kv_heads: c.kv_heads,
+                head_dim: c.head_dim,
+                experts: (c.experts as u32, c.top_k as u32),
+                rope,
+            });
+        };
+        let gguf = Gguf::open(path)?;
+        let tokenizer = Tokenizer::new(&gguf)?;
+        let mut model = Llama::load(&gguf)?;
+        model.parallelism = threads;
+        let (c, rope) = (model.config().clone(), model.rope()?);
+        let name = path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().replace(',', " "));
+        Ok(Subject {
+            kind: Kind::Llama(Box::new(model), Box::new(tokenizer)),
+            name,
+            layers: c.layers,
+            query_heads: c.query_heads,
+            kv_heads: c.kv_heads,
+            head_dim: c.head_dim,
+            experts: (1, 1),
+            rope,
+        })
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The text in tokens.
+    pub fn tokens(&self) -> Result<Vec<u32>> {
+        let path = crate::example("text/northangerabbey.txt");
+        Ok(match &self.kind {
+            Kind::Moe(_) => std::fs::read(path)?.into_iter().map(u32::from).collect(),
+            Kind::Llama(_, tokenizer) => tokenizer.encode(&std::fs::read_to_string(path)?)?,
+        })
+    }
+
+    /// Tokens that a window begins anew after.
+    pub fn window(&self) -> usize {
+        if matches!(self.kind, Kind::Moe(_)) { 2048 } else { 1024 }
+    }
+
+    pub fn vocab(&self) -> usize {
+        match &self.kind {
+            Kind::Moe(_) => crate::moe::model::VOCAB,
+            Kind::Llama(model, _) => model.config().vocab,
+        }
+    }
+
+    /// How keys go to the cache from now on.
+    pub fn keys(&mut self, keys: Keys) {
+        match &mut self.kind {
+            Kind::Moe(model) => model.keys = keys,
+            Kind::Llama(model, _) => model.keys = keys,
+        }
+    }
+
+    pub fn forward<C: AnyCache>(&self, ids: &[u32], cache: &mut C, logits: &mut Vec<f32>) -> Result<()> {
+        match &self.kind {
+            Kind::Moe(model) => {
+                let bytes: Vec<u8> = ids.iter().map(|id| *id as u8).collect();
+                model.forward(&bytes, cache, logits)?;
+            }
+            Kind::Llama(model, _) => model.forward(ids, cache, logits)?,
+        }
+        Ok(())
+    }
+
+    pub fn layer(&self, dtype: Dtype, keys: Keys) -> LayerShape {
+        let dim = self.head_dim as u32;
+        LayerShape {
+            kv_heads: self.kv_heads as u32,
+            query_heads: self.query_heads as u32,
+            layout: Layout { k_dim: dim, v_dim: dim, k: dtype, v: dtype },
+            window: None,
+            rope: (keys == Keys::Unrotated).then_some(self.rope),
+        }
+    }
+}

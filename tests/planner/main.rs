@@ -1,0 +1,4 @@
+//! The planner: bytes foretold, step times, the paper's formulas, and pages over tiers.
+
+mod flexgen;
+mod forecast;

@@ -1,0 +1,10 @@
+//! Policies against their definitions, and the store that evicts by them.
+
+mod back;
+mod heads;
+mod held;
+mod literal;
+mod model;
+mod read;
+mod refused;
+mod setup;
