@@ -17,11 +17,9 @@ for sm in 70 80; do
     -Zbuild-std=core "${profile[@]}" -- --emit=asm
   cp "$CARGO_TARGET_DIR/nvptx64-nvidia-cuda/release/deps/pikv_kernels.s" "$out/pikv_sm_$sm.ptx"
 done
-sources=$(cd .. && cat $(git ls-files 'pikv-core/src/*' 'pikv-kernels/src/*' pikv-core/Cargo.toml pikv-kernels/Cargo.toml | LC_ALL=C sort) | sha256sum | cut -d' ' -f1)
 {
   echo "compiler $("$RUSTC" --version)"
   echo "flags $flags"
-  echo "sources $sources"
-  echo "lock $(sha256sum ../Cargo.lock | cut -d' ' -f1)"
+  echo "inputs $(./ptx-inputs.sh)"
   for sm in 70 80; do echo "pikv_sm_$sm.ptx $(sha256sum "$out/pikv_sm_$sm.ptx" | cut -d' ' -f1)"; done
 } > "$out/manifest.txt"

@@ -64,7 +64,7 @@ fn what_is_no_trace() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(pikv_test::cases(64, 64))]
 
     /// What was made up is sound, comes out the same again, and survives the file.
     #[test]

@@ -10,6 +10,7 @@ use pikv_core::attend::Form;
 use pikv_core::codec::pack::pack;
 use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
 use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_test::scaled;
 
 /// Feeds `total` tokens in steps of several lengths and checks every `some`-th row.
 fn run(setup: &Setup, options: &Attend, total: u32, some: usize) {
@@ -161,7 +162,7 @@ fn any(i: u64) -> (Setup, Attend) {
 
 #[test]
 fn every_knob() {
-    for i in 0..120 {
+    for i in 0..scaled(40, 120) {
         let (mut setup, options) = any(i);
         // A window that is no longer than the ring files nothing.
         if setup.layer.window.is_some_and(|w| w <= setup.ring) {

@@ -7,6 +7,7 @@ use pikv::lanes::Lanes;
 use pikv::{
     Attend, Cache, Dtype, LayerShape, Output, PageMass, Pairs, Position, Rope, Rows, Sequence, ShardMap,
 };
+use pikv_test::full;
 
 const RING: u32 = 100;
 const TOTAL: u32 = 420;
@@ -125,7 +126,11 @@ fn however_tokens_are_cut_into_steps() {
         let (want, whole) = run(&setup, Cut::Every(1), &options);
         let cuts = [Cut::Every(7), Cut::Every(32), Cut::Every(33), Cut::Every(RING), Cut::Mixed(5)];
         for (i, cut) in cuts.into_iter().enumerate() {
-            for slack in [0, 1, 45] {
+            for (j, slack) in [0, 1, 45].into_iter().enumerate() {
+                // Quick: each cut with one of the three, each of them with some cut.
+                if !full() && (s + i + j) % 3 != 0 {
+                    continue;
+                }
                 let lanes = lanes();
                 let lanes = lanes[(i + slack as usize) % lanes.len()];
                 let setup = Setup { rollback: slack, lanes, ..setup.clone() };

@@ -201,7 +201,7 @@ fn partial_pages() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(pikv_test::cases(32, 64))]
     #[test]
     fn any_page(k_dim in 1usize..=256, v_dim in 1usize..=256, k in 0usize..7, v in 0usize..7, kind in 0..KINDS,
         salt: u32, fill in 1usize..=32) {

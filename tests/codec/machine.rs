@@ -274,7 +274,7 @@ fn step(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 600, max_shrink_iters: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 400, ..pikv_test::cases(200, 600) })]
     #[test]
     fn random_histories(setup in setup(), ops in proptest::collection::vec(op(), 1..=28)) {
         history(&setup, &ops)?;

@@ -3,6 +3,7 @@
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};
 use pikv::{Backend, CacheConfig, CudaError, Dtype, LayerShape, Layout, Pairs, Rope, ShardMap};
+use pikv_test::scaled;
 
 /// A cache and what is done to it.
 pub struct Case {
@@ -265,7 +266,7 @@ fn closed_gaps_and_chosen_experts() {
 #[test]
 fn whatever_is_done() {
     let standin = Standin::new();
-    for seed in 0..40u64 {
+    for seed in 0..scaled(14, 40u64) {
         let mut n = 0;
         let mut below = |m: u64| {
             n += 1;

@@ -241,7 +241,7 @@ fn run(setup: &Setup, ops: &[Op]) -> Seen {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(pikv_test::cases(50, 150))]
     #[test]
     fn wherever_pages_lie(setup in setup(), ops in proptest::collection::vec(op(), 1..60)) {
         run(&setup, &ops);

@@ -105,7 +105,7 @@ fn classes() -> impl Strategy<Value = Vec<Class>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(pikv_test::cases(150, 300))]
 
     #[test]
     fn against_every_placement(machine in machines(), classes in classes()) {

@@ -234,7 +234,7 @@ fn configs() -> impl Strategy<Value = CacheConfig> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(pikv_test::cases(48, 48))]
 
     /// To the byte and the shard, at every length, whatever is configured.
     #[test]

@@ -291,7 +291,7 @@ fn a_full_pool() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(pikv_test::cases(24, 24))]
     /// What policies are told does not depend on how rows that can be taken back are cut into steps, to the bit.
     #[test]
     fn policies_hear_the_same_in_steps_and_at_once(

@@ -164,7 +164,7 @@ fn play(case: &Case) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(pikv_test::cases(96, 96))]
     #[test]
     fn random_runs(case in case()) {
         play(&case);

@@ -353,7 +353,7 @@ fn quest_reads_the_pages_with_the_highest_bounds() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(pikv_test::cases(48, 48))]
     /// No score of a page passes its bound, in f64 or as attention computes it: the bound is that of pikv_core itself.
     #[test]
     fn no_score_passes_its_bound(

@@ -7,6 +7,7 @@ use pikv::router::{CacheAware, LoadBalanced, Router, Shape};
 use pikv::{
     Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Pairs, Rope, Sequence,
 };
+use pikv_test::full;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -145,19 +146,27 @@ impl Decoding {
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Has `config` settle over `warm` steps, and counts over as many again, with one thread and with two. Each thread has lists of its
-/// own, and which meets the largest tasks is chance: so they get some more rounds.
+/// own, and which meets the largest tasks is chance: so they get up to seven more rounds, until one asks for nothing.
 fn settles(name: &str, config: &CacheConfig, warm: usize) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for threads in [1, 2] {
         // Inside a pool: to be let in from outside, a call puts itself in a queue that grows.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        for balanced in [true, false] {
+        // Quick: one router with one thread, the other with two.
+        for balanced in [true, false].into_iter().filter(|b| full() || *b == (threads == 1)) {
             let asked = pool.install(|| {
                 let mut decoding = Decoding::new(config.clone(), balanced);
                 (0..warm).for_each(|_| decoding.step());
-                (0..8).map(|_| decoding.asks(warm)).min()
+                let mut least = decoding.asks(warm);
+                for _ in 0..7 {
+                    if least.0 == 0 {
+                        break;
+                    }
+                    least = least.min(decoding.asks(warm));
+                }
+                least
             });
-            let (asked, rankings) = asked.unwrap();
+            let (asked, rankings) = asked;
             assert!(rankings <= warm / 20, "{name}: {rankings} rankings in {warm} steps");
             assert_eq!(asked, 0, "{name}, {threads} threads, balanced: {balanced}");
         }

@@ -1055,7 +1055,7 @@ fn twins(
 }
 
 fn cases(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() }
+    ProptestConfig { max_shrink_iters: 20_000, ..pikv_test::cases(cases / 2, cases) }
 }
 
 proptest! {

@@ -313,7 +313,7 @@ fn run(setup: &Setup, ops: &[Op]) -> Seen {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(pikv_test::cases(200, 400))]
     #[test]
     fn wherever_pages_lie(setup in setup(), ops in proptest::collection::vec(op(), 1..80)) {
         run(&setup, &ops);

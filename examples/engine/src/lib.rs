@@ -1,5 +1,10 @@
 //! Two small engines over pikv, for its examples and tests: a byte-level Mixtral-layout MoE and, with the feature `llama`, a dense Llama
 //! from a GGUF file. Each runs over a plain contiguous cache and over pikv.
+#![allow(
+    clippy::len_without_is_empty,
+    clippy::should_implement_trait,
+    reason = "nobody but examples and tests uses it"
+)]
 
 pub mod common;
 #[cfg(feature = "llama")]

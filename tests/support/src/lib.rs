@@ -1,6 +1,29 @@
 //! What tests share.
+#![allow(clippy::new_without_default, clippy::should_implement_trait, reason = "nobody but tests uses it")]
 
 pub mod backend;
 pub mod gguf_writer;
 pub mod numbers;
 pub mod twins;
+
+use proptest::prelude::ProptestConfig;
+
+/// Whether the whole matrix is asked for: the variable PIKV_TEST is `full`.
+pub fn full() -> bool {
+    std::env::var("PIKV_TEST").as_deref() == Ok("full")
+}
+
+/// `quick`, or `full` where [the whole matrix](full) is asked for.
+pub fn scaled<T>(quick: T, all: T) -> T {
+    if full() { all } else { quick }
+}
+
+/// Random cases of a property: [`scaled`], or as many as the variable PROPTEST_CASES says. Failures are printed, not kept.
+pub fn cases(quick: u32, all: u32) -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok());
+    ProptestConfig {
+        cases: asked.unwrap_or_else(|| scaled(quick, all)),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}

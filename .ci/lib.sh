@@ -1,0 +1,54 @@
+# What .ci/run and .ci/full share: named steps whose times go to target/ci-times.csv, and what the distribution has to install.
+
+times=target/ci-times.csv
+mkdir -p target
+echo "step,seconds,cpu_seconds" > $times
+
+# step NAME COMMAND..: runs it, stops the script where it fails, and adds its wall and CPU seconds (children included) to the table.
+step() {
+  local name=$1 from=$SECONDS before after
+  shift
+  printf '\n== %s\n' "$name"
+  before=$(cpu)
+  "$@"
+  after=$(cpu)
+  echo "\"$name\",$((SECONDS - from)),$(awk "BEGIN { printf \"%.0f\", $after - $before }")" >> $times
+}
+
+# CPU seconds of this shell and of its children that have ended.
+cpu() {
+  local file
+  file=$(mktemp)
+  times > "$file"
+  awk '{ for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); s += t[1] * 60 + t[2] } } END { print s }' "$file"
+  rm "$file"
+}
+
+# The table of steps, and the sum.
+table() {
+  printf '\n'
+  awk -F, 'NR == 1 { printf "%-72s %8s %8s\n", "step", "s", "CPU s"; next }
+    { gsub(/"/, "", $1); printf "%-72s %8d %8d\n", $1, $2, $3; s += $2; c += $3 }
+    END { printf "%-72s %8d %8d\n", "all", s, c }' $times
+}
+
+# apt PACKAGE..: installs what is missing of these.
+apt() {
+  local missing=()
+  for package in "$@"; do dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package"); done
+  [ ${#missing[@]} = 0 ] && return
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+}
+
+# The bits of the CPU's decode from the CUDA back end over the stand-in, for so many tokens.
+standin_decode() {
+  PIKV_LIBCUDA=$PWD/target/release/libpikv_standin.so target/release/decode --tokens "$1" --backend cuda | tee target/written
+  diff target/written <(target/release/decode --tokens "$1" --backend cpu)
+}
+
+# Examples with everything that is optional, the stand-in and the benches: one set of features, so that nothing is built twice.
+release() {
+  cargo build --release -p decode -p pikv-examples -p pikv-benches -p pikv-standin --all-targets \
+    --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi
+}
