@@ -84,7 +84,7 @@ pub struct Sequence {
     pub(crate) kept: u32,
     /// The fewest tokens that it can be taken back to under a policy, whose versions reach no farther.
     pub(crate) floor: u32,
-    /// Positions that no policy evicts.
+    /// Positions that no policy evicts, in ascending ranges that do not touch.
     pub(crate) pins: Vec<Range<u32>>,
 }
 
@@ -310,11 +310,20 @@ impl Sequence {
     }
 
     /// Keeps the tokens at `positions` from being evicted by a policy, whatever it thinks of them: a system prompt, say. They
-    /// may be yet to come. They count in the budget.
+    /// may be yet to come. They count in the budget. Ranges that overlap or touch become one, so pinning tokens again takes no memory.
+    /// O(ranges).
     pub fn pin(&mut self, positions: Range<u32>) {
-        if !positions.is_empty() {
-            self.pins.push(positions);
+        if positions.is_empty() {
+            return;
         }
+        let from = self.pins.partition_point(|pin| pin.end < positions.start);
+        let to = self.pins.partition_point(|pin| pin.start <= positions.end);
+        match self.pins.get(from..to) {
+            Some([first, .., last]) => self.pins[from] = joined(&joined(first, last), &positions),
+            Some([only]) => self.pins[from] = joined(only, &positions),
+            _ => return self.pins.insert(from, positions),
+        }
+        self.pins.drain(from + 1..to);
     }
 
     /// Undoes every [`Sequence::pin`].
@@ -426,6 +435,11 @@ impl<'a> Found<'a> {
             bytes: self.bytes,
         }
     }
+}
+
+/// The least range that holds both.
+fn joined(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
+    a.start.min(b.start)..a.end.max(b.end)
 }
 
 /// The run of chain `c`.
