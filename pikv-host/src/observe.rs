@@ -19,6 +19,10 @@ use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::ops::Range;
 
+/// Tokens that can be taken back at most where a policy keeps something of tokens or heads: it is kept once for each length that can
+/// be gone back to.
+const ROLLBACK: u32 = 1024;
+
 /// How a layer evicts.
 #[derive(Debug)]
 pub(crate) struct Rule {
@@ -106,6 +110,10 @@ impl Rule {
         let policy = &eviction.policy;
         let (words, k_dim) = (policy.words(), shape.layout.k_dim as usize);
         let head_words = policy.head_words(k_dim, shape.group() as usize);
+        if words + head_words > 0 && rollback > ROLLBACK {
+            let policy = policy.name().to_owned();
+            return Err(ConfigError::PolicyRollback { layer, policy, rollback, limit: ROLLBACK });
+        }
         Ok(Rule { layer, eviction: eviction.clone(), words, head_words, versions: rollback as usize + 1 })
     }
 
