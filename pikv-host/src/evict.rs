@@ -41,9 +41,12 @@ impl Layer {
                 thinned.push((head, chain));
             }
         }
+        let kept = inner.store.ring.kept_from(len);
         for (head, chain) in thinned {
             let whose = Whose { inner, shape, head, chain };
-            self.heads[head].chains[chain].compact(&whose, inner.store.ring.kept_from(len));
+            let chain = &mut self.heads[head].chains[chain];
+            chain.sweep(kept);
+            chain.compact(&whose, kept);
         }
     }
 

@@ -1,7 +1,7 @@
 //! What a layer's policy keeps of tokens and heads, and what it is told after a step.
 
 use crate::cache::Inner;
-use crate::chain::Chain;
+use crate::chain::{Chain, find};
 use crate::config::HeadCodecs;
 use crate::error::ConfigError;
 use crate::filing::{Head, Layer, experts};
@@ -399,15 +399,17 @@ impl Telling<'_> {
         let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
         let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
         let codec = self.codecs[h].as_ref();
-        let Chain { first, entries, kept, .. } = chain;
+        let Chain { entries, kept, .. } = chain;
         let mut kept = kept.version_mut(self.rule.version(cut.len));
         // One for all of them, as there are thousands a step.
         let all = self.seen(h, weighed.pages[from].0, cut);
-        let mut at = from;
+        // Pages come by ascending ordinals, mostly one after the other.
+        let (mut at, mut next) = (from, 0);
         while let Some(&(page, mut live)) = weighed.pages.get(at).filter(|(page, _)| page.place == place) {
             at += 1;
             let Some(mut mass) = weighed.cut(at - 1, cut.index) else { continue };
-            let Some(i) = page.ordinal.checked_sub(*first).map(|i| i as usize) else { continue };
+            let Some(i) = find(entries, next, page.ordinal) else { continue };
+            next = i + 1;
             let (Some(entry), Some((rows, used))) = (entries.get(i), kept.page_mut(i)) else { continue };
             let own;
             if page.ordinal >= new {
@@ -444,9 +446,11 @@ impl Telling<'_> {
         homes.sort_unstable();
         homes.dedup();
         for (c, chain) in homes.into_iter().map(|c| (c, &head.chains[c])) {
-            let lanes = chain.entries.iter().enumerate().rev().flat_map(|(i, entry)| {
-                (0..entry.fill).rev().map(move |lane| (chain.first + i as u32, lane, entry))
-            });
+            let lanes = chain
+                .entries
+                .iter()
+                .rev()
+                .flat_map(|entry| (0..entry.fill).rev().map(move |lane| (entry.ordinal, lane, entry)));
             let tokens = lanes.map_while(|(ordinal, lane, entry)| {
                 let position = entry.position(codec, lane).filter(|position| *position >= from)?;
                 Some(Moved { position, chain: c, ordinal, lane })
@@ -476,9 +480,10 @@ impl Telling<'_> {
         let version = self.rule.version(len);
         for token in moved {
             let tile = (token.position / PAGE).wrapping_sub(self.first_tile) as usize;
-            let Chain { first, kept, .. } = &mut chains[token.chain];
-            let to = ((token.ordinal - *first) as usize, token.lane);
-            kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
+            let chain = &mut chains[token.chain];
+            let Some(page) = chain.index(token.ordinal) else { continue };
+            let to = (page, token.lane);
+            chain.kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
         }
     }
 
