@@ -19,6 +19,8 @@ use std::sync::Arc;
 /// A page of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
+    /// Its number in the run. Numbers ascend; those of evicted pages are missing.
+    pub ordinal: u32,
     pub held: Held,
     /// Lanes written, from lane 0.
     pub fill: u32,
@@ -33,8 +35,8 @@ pub(crate) struct Entry {
 /// What is left of a page of a run.
 #[derive(Clone, Debug)]
 pub(crate) enum Held {
-    /// Nothing: it was evicted. Its tokens are still counted, so that rollback knows them.
-    Gone,
+    /// Nothing: it was evicted. It is listed as long as a rollback can reach its tokens, the last of which is at `last`.
+    Gone { last: u32 },
     /// As its tokens came.
     Open(Page),
     /// Packed.
@@ -97,13 +99,16 @@ impl Closed {
 
 impl Entry {
     /// A page that no token was written to.
-    pub fn open(page: Page) -> Entry {
-        Entry { held: Held::Open(page), fill: 0, live: 0, pending: 0, bounds: None }
+    pub fn open(ordinal: u32, page: Page) -> Entry {
+        Entry { ordinal, held: Held::Open(page), fill: 0, live: 0, pending: 0, bounds: None }
     }
 
     /// Frees the page. Its tokens are still counted.
     fn free(&mut self) {
-        (self.held, self.live, self.pending, self.bounds) = (Held::Gone, 0, 0, None);
+        if let Some(last) = self.last() {
+            self.held = Held::Gone { last };
+        }
+        (self.live, self.pending, self.bounds) = (0, 0, None);
     }
 
     /// Takes the extremes of the keys of a page as they came, if the host has them.
@@ -121,7 +126,7 @@ impl Entry {
         let page = match &self.held {
             Held::Open(page) => Some(page),
             Held::Closed(closed) => closed.original.as_ref(),
-            Held::Gone | Held::Away(_) => None,
+            Held::Gone { .. } | Held::Away(_) => None,
         };
         page.filter(|_| self.fill == PAGE && self.bounds.is_none())
     }
@@ -160,7 +165,7 @@ impl Entry {
     /// The page that newer rows read, in the first tier.
     pub fn page(&self) -> Option<&Page> {
         match &self.held {
-            Held::Gone | Held::Away(_) => None,
+            Held::Gone { .. } | Held::Away(_) => None,
             Held::Open(page) | Held::Closed(Closed { packed: page, next: None, .. }) => Some(page),
             Held::Closed(Closed { next: Some(page), .. }) => Some(page),
         }
@@ -168,13 +173,13 @@ impl Entry {
 
     /// Whether nothing is left of it.
     pub fn is_gone(&self) -> bool {
-        matches!(self.held, Held::Gone)
+        matches!(self.held, Held::Gone { .. })
     }
 
     /// Position of the last token.
     pub fn last(&self) -> Option<u32> {
         match &self.held {
-            Held::Gone => None,
+            Held::Gone { .. } => None,
             Held::Open(page) => Some(page.positions()[self.fill as usize - 1]),
             Held::Closed(closed) => Some(closed.last),
             Held::Away(away) => Some(away.slot.positions[self.fill as usize - 1]),
@@ -184,7 +189,7 @@ impl Entry {
     /// Bytes that it holds in the first tier.
     pub fn bytes(&self) -> u64 {
         match &self.held {
-            Held::Gone | Held::Away(_) => 0,
+            Held::Gone { .. } | Held::Away(_) => 0,
             Held::Open(page) => page.bytes(),
             Held::Closed(closed) => {
                 let beside = closed.original.iter().chain(&closed.next).map(|page| page.bytes());
@@ -197,10 +202,12 @@ impl Entry {
 /// Pages of one expert (or the sinks) of one head, oldest first.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Chain {
-    /// Ordinal of the first entry.
-    pub first: u32,
+    /// Ordinal of the page that comes next.
+    pub next: u32,
     /// Ordinal of the first entry that the head's second codec has still to come to.
     pub aged: u32,
+    /// The pages that are left, and evicted ones that a rollback can reach, by ascending ordinal. A token that is filed next never goes
+    /// to a page before the last one: those are full, packed or evicted.
     pub entries: VecDeque<Entry>,
     /// What the layer's policy keeps of the tokens of each entry.
     pub kept: Kept,
@@ -217,8 +224,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Drops pages that were evicted, or take no more tokens and whose last position is `gone`, from the front. Evicted ones
-    /// further on stay, so that a token that is filed next starts a page of its own.
+    /// Drops pages that were evicted, or take no more tokens and whose last position is `gone`, from the front.
     pub fn trim(&mut self, gone: impl Fn(u32) -> bool) {
         let gone = |entry: &Entry| match (&entry.held, entry.last()) {
             (Held::Open(_), _) if entry.fill < PAGE => false,
@@ -234,8 +240,39 @@ impl Chain {
             self.live -= entry.live.count_ones();
             self.entries.pop_front();
             self.kept.pop_front();
-            self.first += 1;
         }
+        self.tighten();
+    }
+
+    /// Drops evicted pages: those at the front, and of the others those all of whose tokens lie before `kept`, which no rollback
+    /// reaches. O(pages).
+    pub fn sweep(&mut self, kept: u32) {
+        self.trim(|_| false);
+        let over = |entry: &Entry| matches!(entry.held, Held::Gone { last } if last < kept);
+        if !self.entries.iter().any(over) {
+            return;
+        }
+        self.kept.retain(self.entries.iter().map(|entry| !over(entry)));
+        self.entries.retain(|entry| !over(entry));
+        self.tighten();
+    }
+
+    /// Gives room back where lists hold a quarter of what they once did.
+    fn tighten(&mut self) {
+        huge::tighten(&mut self.entries);
+        self.kept.tighten();
+    }
+
+    /// Bytes of the lists of its pages, from their capacities. O(pages).
+    pub fn table_bytes(&self) -> u64 {
+        let beside = |entry: &Entry| match &entry.held {
+            Held::Away(_) => size_of::<Stored>(),
+            _ => 0,
+        };
+        let bounds = |entry: &Entry| entry.bounds.as_ref().map_or(0, |bounds| size_of_val(&bounds[..]));
+        let apart: usize = self.entries.iter().map(|entry| beside(entry) + bounds(entry)).sum();
+        let entries = self.entries.capacity() * size_of::<Entry>();
+        (entries + apart + self.mirrors.bytes()) as u64 + self.kept.bytes()
     }
 
     /// Tokens that are read, in lower tiers. O(pages).
@@ -259,28 +296,44 @@ impl Chain {
         let page = match &entry.held {
             Held::Open(page) => page,
             Held::Closed(closed) => closed.original.as_ref()?,
-            Held::Gone | Held::Away(_) => return None,
+            Held::Gone { .. } | Held::Away(_) => return None,
         };
         Some((page, entry.fill.checked_sub(1)?))
     }
 
     /// The pages that the token at `by` packed: its own, or the one before.
     pub fn packed_by(&self, by: u32) -> impl Iterator<Item = (u32, &Page)> {
-        let last = self.entries.iter().enumerate().rev().take(2);
-        last.filter_map(move |(i, entry)| match &entry.held {
-            Held::Closed(closed) if closed.by == by => Some((self.first + i as u32, &closed.packed)),
+        self.entries.iter().rev().take(2).filter_map(move |entry| match &entry.held {
+            Held::Closed(closed) if closed.by == by => Some((entry.ordinal, &closed.packed)),
             _ => None,
         })
     }
 
+    /// Where the page at `ordinal` stands in the list.
+    pub fn index(&self, ordinal: u32) -> Option<usize> {
+        let first = self.entries.front()?.ordinal;
+        find(&self.entries, ordinal.checked_sub(first)? as usize, ordinal)
+    }
+
+    /// The pages from `ordinal` on.
+    pub fn from(&self, ordinal: u32) -> impl Iterator<Item = &Entry> {
+        self.entries.range(self.before(ordinal)..)
+    }
+
+    /// How many pages come before `ordinal`.
+    pub fn before(&self, ordinal: u32) -> usize {
+        self.entries.partition_point(|entry| entry.ordinal < ordinal)
+    }
+
     /// The page at `ordinal`.
     pub fn entry(&self, ordinal: u32) -> Option<&Entry> {
-        self.entries.get(ordinal.checked_sub(self.first)? as usize)
+        Some(&self.entries[self.index(ordinal)?])
     }
 
     /// The page at `ordinal`.
     pub fn entry_mut(&mut self, ordinal: u32) -> Option<&mut Entry> {
-        self.entries.get_mut(ordinal.checked_sub(self.first)? as usize)
+        let i = self.index(ordinal)?;
+        Some(&mut self.entries[i])
     }
 
     /// Counts the token that was just written to the last page's next lane.
@@ -304,6 +357,7 @@ impl Chain {
             entry.pending &= written;
             entry.bounds = None;
             if entry.fill == 0 {
+                self.next = entry.ordinal;
                 self.entries.pop_back();
                 self.kept.pop_back();
             }
@@ -313,18 +367,18 @@ impl Chain {
             && let Held::Closed(closed) = held
             && closed.by == position
         {
-            *held = closed.original.take().map_or(Held::Gone, Held::Open);
+            let last = closed.last;
+            *held = closed.original.take().map_or(Held::Gone { last }, Held::Open);
         }
-        let fill = self
-            .entries
-            .back()
-            .map_or(0, |entry| if entry.page().is_some() { entry.fill.min(PAGE - 1) } else { 0 });
-        self.mirrors.cut((self.first + self.entries.len() as u32).saturating_sub(1), fill);
+        let last = self.next.saturating_sub(1);
+        let held = self.entries.back().filter(|entry| entry.ordinal == last && entry.page().is_some());
+        self.mirrors.cut(last, held.map_or(0, |entry| entry.fill.min(PAGE - 1)));
     }
 
     /// Adds a page that no token was written to.
     pub fn push(&mut self, page: Page) {
-        huge::push_back(&mut self.entries, Entry::open(page));
+        huge::push_back(&mut self.entries, Entry::open(self.next, page));
+        self.next += 1;
         self.kept.push_back();
     }
 
@@ -334,15 +388,14 @@ impl Chain {
         self.kept.free(i);
     }
 
-    /// Frees the page at `ordinal`; `false` if there is none.
-    pub fn evict(&mut self, ordinal: u32) -> bool {
-        let Some(entry) = self.entry(ordinal).filter(|entry| !entry.is_gone()) else {
+    /// Frees the page at `ordinal`, which no rollback reaches if its tokens lie before `kept`; `false` if there is none.
+    pub fn evict(&mut self, ordinal: u32, kept: u32) -> bool {
+        let Some(i) = self.index(ordinal).filter(|i| !self.entries[*i].is_gone()) else {
             return false;
         };
-        let live = entry.live.count_ones();
-        self.free((ordinal - self.first) as usize);
-        self.live -= live;
-        self.trim(|_| false);
+        self.live -= self.entries[i].live.count_ones();
+        self.free(i);
+        self.sweep(kept);
         true
     }
 
@@ -350,7 +403,7 @@ impl Chain {
     pub fn evict_all(&mut self) {
         (0..self.entries.len()).for_each(|i| self.free(i));
         self.live = 0;
-        self.trim(|_| false);
+        self.sweep(0);
     }
 
     /// Has the lanes in `lanes` of a page read no more; its bytes are kept until [`Chain::settle`].
@@ -375,14 +428,13 @@ impl Chain {
 
     /// Makes [`Chain::kill`] final, and frees the page if nothing of it is read any more.
     pub fn settle(&mut self, ordinal: u32, lanes: u32) {
-        if let Some(entry) = self.entry_mut(ordinal) {
-            entry.pending &= !lanes;
-            if entry.live | entry.pending == 0 {
-                self.free((ordinal - self.first) as usize);
-                self.trim(|_| false);
-            } else {
-                self.dead += lanes.count_ones();
-            }
+        let Some(i) = self.index(ordinal) else { return };
+        let entry = &mut self.entries[i];
+        entry.pending &= !lanes;
+        if entry.live | entry.pending == 0 {
+            self.free(i);
+        } else {
+            self.dead += lanes.count_ones();
         }
     }
 
@@ -414,10 +466,10 @@ impl Chain {
         mut told: impl FnMut(u32, u32),
     ) -> Result<(), Error> {
         let Some(aged) = &codec.aged else { return Ok(()) };
-        self.aged = self.aged.max(self.first);
-        let mut last = self.aged.checked_sub(1).and_then(|i| self.entry(i)?.page()).cloned();
-        while let Some(entry) = self.entry_mut(self.aged) {
-            let fill = entry.fill;
+        let from = self.before(self.aged);
+        let mut last = from.checked_sub(1).and_then(|i| self.entries[i].page()).cloned();
+        for entry in self.entries.range_mut(from..) {
+            let (fill, ordinal) = (entry.fill, entry.ordinal);
             match &mut entry.held {
                 Held::Closed(closed) if !closed.old && closed.next.is_none() => {
                     let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
@@ -426,39 +478,48 @@ impl Chain {
                     pages.repack(codec, lanes, layout, &closed.packed, fill, closed.last, &mut page);
                     last = Some(page.clone());
                     closed.next = Some(page);
-                    let ordinal = self.aged;
                     told(ordinal, by);
                 }
                 Held::Open(_) => break,
                 _ => {}
             }
-            self.aged += 1;
+            self.aged = ordinal + 1;
         }
         Ok(())
     }
 
     /// Undoes [`Chain::age`] as far as it would not have come at `filed` tokens filed.
     pub fn rejuvenate(&mut self, codec: &HeadCodec, filed: u32) {
-        while self.aged > self.first {
-            if let Some(Entry { held: Held::Closed(closed), .. }) = self.entry_mut(self.aged - 1) {
+        // Pages that were taken back come again under their ordinals.
+        self.aged = self.aged.min(self.next);
+        let until = self.before(self.aged);
+        for entry in self.entries.range_mut(..until).rev() {
+            if let Held::Closed(closed) = &mut entry.held {
                 if closed.old || codec.ages_at(closed.by).is_none_or(|by| by < filed) {
                     break;
                 }
                 closed.next = None;
             }
-            self.aged -= 1;
+            self.aged = entry.ordinal;
         }
     }
 
     /// Pages that [`Chain::age`] will pack again by `filed` tokens filed. O(those).
     pub fn due(&self, codec: &HeadCodec, filed: u32) -> u64 {
-        let from = self.aged.saturating_sub(self.first) as usize;
-        let closed = self.entries.iter().skip(from).take_while(|entry| match &entry.held {
+        let closed = self.from(self.aged).take_while(|entry| match &entry.held {
             Held::Closed(closed) => codec.ages_at(closed.by).is_some_and(|by| by < filed),
             Held::Open(_) => false,
             _ => true,
         });
         closed.count() as u64
+    }
+}
+
+/// Where the page at `ordinal` stands in a list by ascending ordinals; looked for at `guess` first, where it stands if none is missing.
+pub(crate) fn find(entries: &VecDeque<Entry>, guess: usize, ordinal: u32) -> Option<usize> {
+    match entries.get(guess) {
+        Some(entry) if entry.ordinal == ordinal => Some(guess),
+        _ => entries.binary_search_by_key(&ordinal, |entry| entry.ordinal).ok(),
     }
 }
 

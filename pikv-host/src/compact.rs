@@ -68,7 +68,7 @@ impl Chain {
         }
         self.dead = self.count_dead();
         let still = |entry: &&Entry| match &entry.held {
-            Held::Gone => true,
+            Held::Gone { .. } => true,
             Held::Open(_) | Held::Away(Away { by: None, .. }) => entry.fill == PAGE && entry.pending == 0,
             Held::Closed(_) | Held::Away(_) => false,
         };
@@ -154,13 +154,12 @@ impl Chain {
                 }
                 _ => unreachable!("what is there is open"),
             }
-            self.kept.renew(*to);
             self.kept.shift((from, lane), (*to, to_lane));
         }
-        let mut kept: VecDeque<(usize, Target, u32)> =
+        let mut left: VecDeque<(usize, Target, u32)> =
             targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
         for i in (0..end).rev() {
-            let Some((_, target, live)) = kept.pop_front_if(|(to, ..)| *to == i) else {
+            let Some((_, target, live)) = left.pop_front_if(|(to, ..)| *to == i) else {
                 self.free(i);
                 continue;
             };
@@ -189,7 +188,7 @@ impl Chain {
         self.settled = 0;
         self.dead = self.count_dead();
         self.mirrors.clear();
-        self.trim(|_| false);
+        self.sweep(kept);
     }
 
     /// Evicted lanes of pages that are left.
@@ -283,7 +282,7 @@ impl Chain {
         let fresh = |i: usize| {
             let pages = whose.inner.arenas.reserve(u64::from(words) * 4);
             let place = chain_place(whose.chain);
-            let shard = whose.inner.shard_of(place, self.first + i as u32, whose.head);
+            let shard = whose.inner.shard_of(place, self.entries[i].ordinal, whose.head);
             pages
                 .and_then(|mut pages| pages.take(shard, words, Near::Any))
                 .ok()
@@ -301,8 +300,7 @@ impl Chain {
                 Held::Open(_) => targets.push((i, fresh(i)?)),
                 Held::Away(away) if away.slot.kept().is_some() => targets.push((i, fresh(i)?)),
                 Held::Away(_) => targets.push((i, Target::Lower)),
-                // A gap is filled if there is memory, and else left.
-                _ => targets.extend(fresh(i).map(|target| (i, target))),
+                Held::Gone { .. } | Held::Closed(_) => {}
             }
         }
         Some(targets)

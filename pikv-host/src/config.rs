@@ -27,7 +27,7 @@ pub struct CacheConfig {
     /// First positions, filed apart from the experts: seen from every sliding window, and not dropped when it moves on.
     pub sinks: u32,
     /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can take back after any step: draft length of speculative
-    /// decoding.
+    /// decoding. At most 1024 where a policy keeps something of tokens or heads.
     pub rollback: u32,
     /// Experts of the model; 1 for a dense one.
     pub experts: u32,

@@ -58,6 +58,21 @@ pub enum ConfigError {
         /// Channels there are.
         k_dim: u32,
     },
+    /// More rollback than there is memory for under a policy that keeps something of tokens or heads.
+    #[error(
+        "layer {layer}: a rollback of {rollback} tokens under the policy {policy}, which keeps numbers of each token or head for each \
+         length that can be gone back to; at most {limit} tokens can be taken back"
+    )]
+    PolicyRollback {
+        /// The layer.
+        layer: usize,
+        /// The policy's name.
+        policy: String,
+        /// Tokens of rollback.
+        rollback: u32,
+        /// The most there can be.
+        limit: u32,
+    },
     /// A ring of nothing, or of more than there are positions.
     #[error("a ring of {ring} tokens with {rollback} more for rollback; the ring must hold at least 1, both at most {max}", max = Position::MAX.0)]
     Ring {

@@ -41,9 +41,12 @@ impl Layer {
                 thinned.push((head, chain));
             }
         }
+        let kept = inner.store.ring.kept_from(len);
         for (head, chain) in thinned {
             let whose = Whose { inner, shape, head, chain };
-            self.heads[head].chains[chain].compact(&whose, inner.store.ring.kept_from(len));
+            let chain = &mut self.heads[head].chains[chain];
+            chain.sweep(kept);
+            chain.compact(&whose, kept);
         }
     }
 
@@ -272,7 +275,7 @@ fn choose_of(
     let sound = !ranked.iter().any(|ranked| ranked.tokens.failed());
     if sound {
         if scope != Scope::Head {
-            agree(&mut ranked, len);
+            agree(&mut ranked);
         }
         let mut rest = &mut ranked[..];
         for (l, e) in &same {
@@ -286,17 +289,31 @@ fn choose_of(
     sound
 }
 
-/// Replaces utilities by their sums over all heads, by position.
-fn agree(ranked: &mut [Ranked<'_>], len: u32) {
-    let mut sums = vec![0.0f32; len as usize];
+/// Replaces utilities by their sums over all heads, by position. Takes 8 bytes for each token of each head.
+fn agree(ranked: &mut [Ranked<'_>]) {
+    let tokens = ranked.iter().flat_map(|ranked| &ranked.tokens.tokens);
+    let mut positions: Vec<u32> = tokens.map(|token| token.position).collect();
+    positions.sort_unstable();
+    positions.dedup();
+    let mut sums = vec![0.0f32; positions.len()];
+    // Tokens of a head ascend too.
+    let place = |at: &mut usize, position: u32| {
+        if positions[*at] < position {
+            *at += 1;
+            *at += positions[*at..].partition_point(|other| *other < position);
+        }
+        *at
+    };
     for ranked in ranked.iter() {
+        let mut at = 0;
         for (token, utility) in ranked.tokens.tokens.iter().zip(&ranked.utility) {
-            sums[token.position as usize] += utility;
+            sums[place(&mut at, token.position)] += utility;
         }
     }
     for Ranked { tokens, utility, .. } in ranked {
+        let mut at = 0;
         for (token, utility) in tokens.tokens.iter().zip(utility) {
-            *utility = sums[token.position as usize];
+            *utility = sums[place(&mut at, token.position)];
         }
     }
 }

@@ -298,30 +298,53 @@ impl Layer {
 
     /// Frees what left the window, and settles what was evicted, as of `len` tokens.
     pub fn tidy(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+        let ring = inner.store.ring;
+        let mut experts = ring.kept_from(len);
         if let Some(window) = shape.window {
-            self.slide(inner, window, len);
+            // The oldest row that can still be asked for, one before `len - slack`, sees from here.
+            let seen = len.saturating_sub(window.saturating_add(ring.slack()));
+            self.slide(seen);
+            experts = experts.min(seen);
+        }
+        if shape.window.is_some() || self.rule.is_some() {
+            self.forget_experts(inner, experts);
         }
         self.settle(inner, shape, len);
     }
 
-    /// Frees pages whose tokens no row sees any more.
-    fn slide(&mut self, inner: &Inner, window: u32, len: u32) {
-        let ring = inner.store.ring;
-        // The oldest row that can still be asked for, one before `len - slack`, sees from here.
-        let seen = len.saturating_sub(window.saturating_add(ring.slack()));
+    /// Frees pages whose tokens, all before `seen`, no row sees any more.
+    fn slide(&mut self, seen: u32) {
         for head in &mut self.heads {
             // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
             for chain in &mut head.chains[1..] {
                 chain.trim(|last| last < seen);
             }
         }
-        if inner.config.experts > 1 {
-            let keep = seen.min(ring.kept_from(len));
-            while self.tags_from < keep {
-                self.tags.drain(..inner.config.top_k as usize);
-                self.tags_from += 1;
-            }
+    }
+
+    /// Forgets the experts of tokens before `position`.
+    fn forget_experts(&mut self, inner: &Inner, position: u32) {
+        if inner.config.experts > 1 && position > self.tags_from {
+            let tags = (position - self.tags_from) as usize * inner.config.top_k as usize;
+            self.tags.drain(..tags.min(self.tags.len()));
+            self.tags_from = position;
         }
+    }
+
+    /// Bytes of the layer's lists, from their capacities. O(experts and pages).
+    pub fn table_bytes(&self) -> u64 {
+        let head = |head: &Head| {
+            let lists = head.ring.capacity() * size_of::<Page>() + head.own.capacity() * size_of::<f32>();
+            let chains = head.chains.capacity() * size_of::<Chain>();
+            let pages: u64 = head.chains.iter().map(Chain::table_bytes).sum();
+            (lists + chains) as u64 + head.states.bytes() + pages
+        };
+        let lists = self.heads.capacity() * size_of::<Head>()
+            + self.tags.capacity() * size_of::<u16>()
+            + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
+            + self.undo.capacity() * size_of::<(usize, Option<usize>, Page)>()
+            + self.killed.capacity() * size_of::<Killed>();
+        lists as u64 + self.heads.iter().map(head).sum::<u64>()
     }
 }
 
@@ -381,7 +404,7 @@ impl Head {
             _ => (None, None),
         };
         if open.is_none() || wide.is_some() {
-            let ordinal = chain.first + chain.entries.len() as u32;
+            let ordinal = chain.next;
             let shard = inner.shard_of(chain_place(c), ordinal, head);
             let last = chain.entries.back().and_then(Entry::page);
             // One that will be packed makes way then.

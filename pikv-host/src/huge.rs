@@ -25,6 +25,16 @@ pub fn push_back<T>(list: &mut VecDeque<T>, item: T) {
     list.push_back(item);
 }
 
+/// Elements below which a list is not worth giving room back.
+pub const FEW: usize = 32;
+
+/// Gives room back if elements are left in a quarter of it or less: half of what stays is free for those that come.
+pub fn tighten<T>(list: &mut VecDeque<T>) {
+    if list.capacity() >= 2 * FEW && list.len() <= list.capacity() / 4 {
+        list.shrink_to(2 * list.len());
+    }
+}
+
 /// As `list.resize(n, item)`.
 pub fn resize<T: Clone>(list: &mut Vec<T>, n: usize, item: T) {
     if n > list.capacity() && n * size_of::<T>() >= LARGE {

@@ -1,7 +1,7 @@
 //! What a layer's policy keeps of tokens and heads, and what it is told after a step.
 
 use crate::cache::Inner;
-use crate::chain::Chain;
+use crate::chain::{Chain, find};
 use crate::config::HeadCodecs;
 use crate::error::ConfigError;
 use crate::filing::{Head, Layer, experts};
@@ -18,6 +18,10 @@ use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::ops::Range;
+
+/// Tokens that can be taken back at most where a policy keeps something of tokens or heads: it is kept once for each length that can
+/// be gone back to.
+const ROLLBACK: u32 = 1024;
 
 /// How a layer evicts.
 #[derive(Debug)]
@@ -106,6 +110,10 @@ impl Rule {
         let policy = &eviction.policy;
         let (words, k_dim) = (policy.words(), shape.layout.k_dim as usize);
         let head_words = policy.head_words(k_dim, shape.group() as usize);
+        if words + head_words > 0 && rollback > ROLLBACK {
+            let policy = policy.name().to_owned();
+            return Err(ConfigError::PolicyRollback { layer, policy, rollback, limit: ROLLBACK });
+        }
         Ok(Rule { layer, eviction: eviction.clone(), words, head_words, versions: rollback as usize + 1 })
     }
 
@@ -391,15 +399,17 @@ impl Telling<'_> {
         let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
         let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
         let codec = self.codecs[h].as_ref();
-        let Chain { first, entries, kept, .. } = chain;
+        let Chain { entries, kept, .. } = chain;
         let mut kept = kept.version_mut(self.rule.version(cut.len));
         // One for all of them, as there are thousands a step.
         let all = self.seen(h, weighed.pages[from].0, cut);
-        let mut at = from;
+        // Pages come by ascending ordinals, mostly one after the other.
+        let (mut at, mut next) = (from, 0);
         while let Some(&(page, mut live)) = weighed.pages.get(at).filter(|(page, _)| page.place == place) {
             at += 1;
             let Some(mut mass) = weighed.cut(at - 1, cut.index) else { continue };
-            let Some(i) = page.ordinal.checked_sub(*first).map(|i| i as usize) else { continue };
+            let Some(i) = find(entries, next, page.ordinal) else { continue };
+            next = i + 1;
             let (Some(entry), Some((rows, used))) = (entries.get(i), kept.page_mut(i)) else { continue };
             let own;
             if page.ordinal >= new {
@@ -436,9 +446,11 @@ impl Telling<'_> {
         homes.sort_unstable();
         homes.dedup();
         for (c, chain) in homes.into_iter().map(|c| (c, &head.chains[c])) {
-            let lanes = chain.entries.iter().enumerate().rev().flat_map(|(i, entry)| {
-                (0..entry.fill).rev().map(move |lane| (chain.first + i as u32, lane, entry))
-            });
+            let lanes = chain
+                .entries
+                .iter()
+                .rev()
+                .flat_map(|entry| (0..entry.fill).rev().map(move |lane| (entry.ordinal, lane, entry)));
             let tokens = lanes.map_while(|(ordinal, lane, entry)| {
                 let position = entry.position(codec, lane).filter(|position| *position >= from)?;
                 Some(Moved { position, chain: c, ordinal, lane })
@@ -468,9 +480,10 @@ impl Telling<'_> {
         let version = self.rule.version(len);
         for token in moved {
             let tile = (token.position / PAGE).wrapping_sub(self.first_tile) as usize;
-            let Chain { first, kept, .. } = &mut chains[token.chain];
-            let to = ((token.ordinal - *first) as usize, token.lane);
-            kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
+            let chain = &mut chains[token.chain];
+            let Some(page) = chain.index(token.ordinal) else { continue };
+            let to = (page, token.lane);
+            chain.kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
         }
     }
 

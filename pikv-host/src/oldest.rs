@@ -31,7 +31,7 @@ impl Cursor<'_> {
 
     /// What goes of the page.
     fn page(&self) -> Option<Gone> {
-        (self.gone != 0).then(|| (self.chain, self.of.first + self.at as u32, self.gone))
+        (self.gone != 0).then(|| (self.chain, self.of.entries[self.at].ordinal, self.gone))
     }
 }
 

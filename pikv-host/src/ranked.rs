@@ -101,7 +101,7 @@ impl<'a> Ranked<'a> {
                     fetch(page.positions());
                 }
                 let rows = chain.kept.rows(i, version).unwrap_or_default();
-                let page = Source { chain: c as u32, ordinal: chain.first + i as u32, entry, rows };
+                let page = Source { chain: c as u32, ordinal: entry.ordinal, entry, rows };
                 tokens.push(page, entry.live, pins);
             }
         }

@@ -46,9 +46,9 @@ pub(crate) fn highest(
 ) -> Selection {
     let (mut ids, mut pages) = (Vec::new(), Vec::new());
     for (c, chain) in head.chains.iter().enumerate().skip(1) {
-        for (ordinal, entry) in (chain.first..).zip(&chain.entries) {
+        for entry in &chain.entries {
             if let Some(bounds) = bounds(entry, floor).filter(|_| entry.live != 0) {
-                ids.push((c, ordinal));
+                ids.push((c, entry.ordinal));
                 pages.push(bounds);
             }
         }

@@ -84,7 +84,7 @@ pub struct Sequence {
     pub(crate) kept: u32,
     /// The fewest tokens that it can be taken back to under a policy, whose versions reach no farther.
     pub(crate) floor: u32,
-    /// Positions that no policy evicts.
+    /// Positions that no policy evicts, in ascending ranges that do not touch.
     pub(crate) pins: Vec<Range<u32>>,
 }
 
@@ -143,8 +143,8 @@ impl Sequence {
         let state = &self.layers[layer];
         let (first_tile, codec) = (state.first_tile, state.codecs[kv_head].as_ref());
         let chains = head.chains.iter().enumerate().flat_map(move |(c, chain)| {
-            chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
-                let id = PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
+            chain.entries.iter().filter_map(move |entry| {
+                let id = PageId { place: chain_place(c), ordinal: entry.ordinal };
                 let away = match &entry.held {
                     Held::Away(away) => away.slot.kept().map(|kept| kept.rank()),
                     _ => None,
@@ -245,6 +245,16 @@ impl Sequence {
         heads.map(bytes).sum()
     }
 
+    /// Bytes of host memory that the sequence takes beside its pages, which no budget bounds: lists of pages with what policies keep
+    /// of their tokens, of the experts of tokens, and of what a rollback would bring back. From the capacities of the lists; without
+    /// what the allocator adds. Where a policy evicts, or a window slides, it is in proportion to what is held, however many tokens
+    /// there were. O(experts and pages).
+    pub fn table_bytes(&self) -> u64 {
+        let lists =
+            self.layers.capacity() * size_of::<Layer>() + self.pins.capacity() * size_of::<Range<u32>>();
+        lists as u64 + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
+    }
+
     /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
     /// since), or all while nothing left the ring for good.
     pub fn rollback_limit(&self) -> u32 {
@@ -299,7 +309,7 @@ impl Sequence {
         };
         let missing = Error::NoPage { layer, kv_head, page };
         let chain = self.layers[layer].heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
-        if chain.evict(page.ordinal) { Ok(()) } else { Err(missing) }
+        if chain.evict(page.ordinal, self.kept) { Ok(()) } else { Err(missing) }
     }
 
     /// Frees every page outside the ring, sinks included.
@@ -310,11 +320,20 @@ impl Sequence {
     }
 
     /// Keeps the tokens at `positions` from being evicted by a policy, whatever it thinks of them: a system prompt, say. They
-    /// may be yet to come. They count in the budget.
+    /// may be yet to come. They count in the budget. Ranges that overlap or touch become one, so pinning tokens again takes no memory.
+    /// O(ranges).
     pub fn pin(&mut self, positions: Range<u32>) {
-        if !positions.is_empty() {
-            self.pins.push(positions);
+        if positions.is_empty() {
+            return;
         }
+        let from = self.pins.partition_point(|pin| pin.end < positions.start);
+        let to = self.pins.partition_point(|pin| pin.start <= positions.end);
+        match self.pins.get(from..to) {
+            Some([first, .., last]) => self.pins[from] = joined(&joined(first, last), &positions),
+            Some([only]) => self.pins[from] = joined(only, &positions),
+            _ => return self.pins.insert(from, positions),
+        }
+        self.pins.drain(from + 1..to);
     }
 
     /// Undoes every [`Sequence::pin`].
@@ -426,6 +445,11 @@ impl<'a> Found<'a> {
             bytes: self.bytes,
         }
     }
+}
+
+/// The least range that holds both.
+fn joined(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
+    a.start.min(b.start)..a.end.max(b.end)
 }
 
 /// The run of chain `c`.

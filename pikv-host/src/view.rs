@@ -141,11 +141,12 @@ impl<'a> Job<'a> {
                     Held::Away(_) => true,
                     _ => false,
                 };
-                let from = chain.entries.iter().rposition(packed).map_or(0, |i| i as u32 + 1) + chain.first;
+                let from =
+                    chain.entries.iter().rev().find(|entry| packed(entry)).map_or(0, |e| e.ordinal + 1);
                 entries(c, chain).skip_while(move |(id, _)| id.ordinal < from).filter_map(
                     move |(id, entry)| {
                         let listed = match &entry.held {
-                            Held::Gone | Held::Away(_) => return None,
+                            Held::Gone { .. } | Held::Away(_) => return None,
                             Held::Open(page) => plain(page, entry.live, id),
                             Held::Closed(Closed { original, by, .. }) => Listed {
                                 by: *by,
@@ -206,13 +207,8 @@ fn entries<'a>(
     chain: &'a Chain,
     selection: Option<&Selection>,
 ) -> impl Iterator<Item = (PageId, &'a Entry)> {
-    let name = move |i: usize| PageId { place: chain_place(c), ordinal: chain.first + i as u32 };
-    let selected = move |i: usize, entry: &Entry| {
-        let ordinal = chain.first + i as u32;
-        c == 0 || selection.is_none_or(|s| s.reads(c, ordinal, entry))
-    };
-    let entries = chain.entries.iter().enumerate();
-    entries
-        .filter(move |(i, entry)| entry.live != 0 && selected(*i, entry))
-        .map(move |(i, entry)| (name(i), entry))
+    let name = move |entry: &Entry| PageId { place: chain_place(c), ordinal: entry.ordinal };
+    let selected = move |entry: &Entry| c == 0 || selection.is_none_or(|s| s.reads(c, entry.ordinal, entry));
+    let entries = chain.entries.iter().filter(move |entry| entry.live != 0 && selected(entry));
+    entries.map(move |entry| (name(entry), entry))
 }

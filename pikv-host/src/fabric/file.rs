@@ -51,6 +51,11 @@ impl Mirrors {
         }
     }
 
+    /// Bytes of the list.
+    pub fn bytes(&self) -> usize {
+        self.list().capacity() * size_of::<Mirror>()
+    }
+
     /// Forgets all.
     pub fn clear(&mut self) {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
@@ -118,7 +123,7 @@ pub(crate) struct Sent {
 /// holds it.
 fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
     let page = match &entry.held {
-        Held::Gone | Held::Away(_) => return false,
+        Held::Gone { .. } | Held::Away(_) => return false,
         Held::Open(_) if codec || entry.fill < PAGE => return false,
         Held::Open(page) => entry.last().filter(|last| *last < kept).map(|_| page),
         Held::Closed(Closed { packed, by, .. }) => (*by < kept).then_some(packed),
@@ -129,15 +134,12 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
 impl Chain {
     /// Pages that are here and were not looked at, or had to stay.
     fn unsent(&self) -> impl Iterator<Item = (u32, &Entry)> {
-        let from = self.settled.max(self.first);
-        (from..).zip(self.entries.range((from - self.first) as usize..))
+        self.from(self.settled).map(|entry| (entry.ordinal, entry))
     }
 
     /// The ranks that have all pages of a block that are away; `None` if none is.
     fn ranks_of(&self, link: &Link, block: u32) -> Option<Result<Vec<u32>, FabricError>> {
-        let from = (block * BLOCK as u32).saturating_sub(self.first).min(self.entries.len() as u32) as usize;
-        let to =
-            ((block + 1) * BLOCK as u32).saturating_sub(self.first).min(self.entries.len() as u32) as usize;
+        let (from, to) = (self.before(block * BLOCK as u32), self.before((block + 1) * BLOCK as u32));
         let mut common: Option<Result<Vec<u32>, FabricError>> = None;
         for entry in self.entries.range(from..to) {
             let Held::Away(away) = &entry.held else { continue };
@@ -162,12 +164,11 @@ impl Chain {
 
     /// Looks no more at pages that went.
     fn settle_sent(&mut self) {
-        let from = self.settled.max(self.first);
-        let mut at = from;
-        for (ordinal, entry) in (from..).zip(self.entries.range((from - self.first) as usize..)) {
+        let mut at = self.settled;
+        for entry in self.from(at) {
             match entry.held {
-                Held::Away(_) => at = ordinal + 1,
-                Held::Gone => {}
+                Held::Away(_) => at = entry.ordinal + 1,
+                Held::Gone { .. } => {}
                 _ => break,
             }
         }

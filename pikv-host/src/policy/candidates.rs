@@ -44,9 +44,10 @@ pub(crate) struct Source<'a> {
     pub rows: &'a [[f32; LANES]],
 }
 
-/// Whether the token at `position` may not go.
+/// Whether the token at `position` may not go; `pins` ascend and do not overlap. O(log pins).
 pub(crate) fn pinned(pins: &[Range<u32>], position: u32) -> bool {
-    pins.iter().any(|pin| pin.contains(&position))
+    let next = pins.partition_point(|pin| pin.end <= position);
+    pins.get(next).is_some_and(|pin| pin.contains(&position))
 }
 
 impl Candidate {

@@ -32,7 +32,7 @@ impl Entry {
     /// below `kept` changes it, and nobody else holds it, so that its bytes come free.
     fn may_go(&self, codec: Option<&HeadCodec>, kept: u32) -> bool {
         match &self.held {
-            Held::Gone | Held::Away(_) => false,
+            Held::Gone { .. } | Held::Away(_) => false,
             Held::Open(page) => {
                 let done =
                     codec.is_none() && self.fill == PAGE && self.last().is_some_and(|last| last < kept);
@@ -56,7 +56,7 @@ impl Entry {
             _ => None,
         };
         let slot = match &self.held {
-            Held::Gone => return Ok(()),
+            Held::Gone { .. } => return Ok(()),
             Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => {
                 level.put(&page.fetch()?, positions)?
             }
@@ -78,13 +78,14 @@ impl Sequence {
             let codecs = &self.layers[layer].codecs;
             for (head, state) in self.layers[layer].heads.iter().enumerate() {
                 for (chain, run) in state.chains.iter().enumerate().skip(1) {
-                    for (ordinal, entry) in (run.first..).zip(&run.entries) {
+                    for entry in &run.entries {
                         let (tier, bytes) = match &entry.held {
                             Held::Away(Away { slot, .. }) => (slot.level.index, slot.bytes()),
                             _ if entry.may_go(codecs[head].as_ref(), self.kept) => (0, entry.bytes()),
                             _ => continue,
                         };
                         let last = entry.last().unwrap_or(0);
+                        let ordinal = entry.ordinal;
                         found.push(Movable { last, layer, head, chain, ordinal, bytes, tier });
                     }
                 }
