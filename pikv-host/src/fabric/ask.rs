@@ -95,6 +95,12 @@ impl<'a> Ask<'a> {
         self.codec.map_or(self.shape.layout.words(), |codec| codec.packed.words())
     }
 
+    /// Bytes of pages that its bundles of rows read.
+    pub fn bytes_read(&self) -> u64 {
+        let pages: usize = self.blocks.iter().map(SmallVec::len).sum();
+        u64::from(self.words()) * 4 * pages as u64 * self.rows.div_ceil(self.most) as u64
+    }
+
     pub fn acc_rows(&self) -> u32 {
         self.codec.map_or(self.shape.layout.acc_rows(), |codec| codec.packed.acc_rows())
     }

@@ -9,7 +9,7 @@ use crate::config::CacheConfig;
 use crate::cuda::Device;
 use crate::error::Error;
 use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, kind};
-use crate::job::each;
+use crate::job::threads;
 use crate::tiers::Tiers;
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
@@ -17,6 +17,8 @@ use pikv_core::shard::ShardMap;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Instant;
 
 /// The pages of one rank, in an arena and under a budget of its own, and the routines that read them: on the back end of its
@@ -32,7 +34,7 @@ pub struct Store {
     refused: HashMap<u64, Refusal>,
     session: u64,
     fingerprint: u64,
-    /// Whether questions are worked out by the threads of the rayon pool.
+    /// Whether several threads work out the questions of a message.
     parallel: bool,
 }
 
@@ -70,7 +72,10 @@ impl Store {
         Ok(Store { inner, pages, refused, session: 0, fingerprint, parallel: false })
     }
 
-    /// Has several questions worked out at once, by the threads of the rayon pool that [`Store::answer`] is called in.
+    /// Whether several threads work out the questions of a message. They are started for that message, and there are as many at
+    /// most as the rayon pool has that [`Store::answer`] is called in (1 without the feature `rayon`). The pool's own threads are
+    /// not used: one that waited for a share of the work would take other work of the pool meanwhile, which may wait for this
+    /// very answer.
     pub fn parallel(mut self, on: bool) -> Store {
         self.parallel = on;
         self
@@ -318,10 +323,52 @@ impl Store {
             return device.partials(asks, out).map_err(|error| self.refusal(error));
         }
         let compute = |ask: &Ask<'_>| ask.compute(&self.inner);
-        let answers = if self.parallel { each(asks, compute) } else { asks.iter().map(compute).collect() };
+        let answers = match asks {
+            [_, _, ..] if self.parallel => {
+                let bytes: u64 = asks.iter().map(Ask::bytes_read).sum();
+                let most = threads().min(asks.len()) as u64;
+                side_by_side(asks, most.min(bytes / SHARE + 1) as usize, compute)
+            }
+            _ => asks.iter().map(compute).collect(),
+        };
         answers.iter().for_each(|answer| out.extend_from_slice(bytemuck::cast_slice(answer)));
         Ok(())
     }
+}
+
+/// Bytes of pages that a thread should have to read: they take it about as long as it takes to be started.
+const SHARE: u64 = 1 << 20;
+
+/// The results of `f` for all items, in their order, worked out by the calling thread and up to `threads - 1` others that end with the
+/// call. Fewer do it where the system starts no more.
+///
+/// # Panics
+/// If `f` does.
+fn side_by_side<I: Sync, O: Send>(items: &[I], threads: usize, f: impl Fn(&I) -> O + Sync) -> Vec<O> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        while let Some((i, item)) =
+            Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, items.get(i)?)))
+        {
+            done.push((i, f(item)));
+        }
+        done
+    };
+    let mut done = thread::scope(|scope| {
+        let start = |_| thread::Builder::new().name("pikv-share".to_owned()).spawn_scoped(scope, work).ok();
+        let others: Vec<_> = (1..threads).map_while(start).collect();
+        let mut done = work();
+        for other in others {
+            match other.join() {
+                Ok(more) => done.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        done
+    });
+    done.sort_unstable_by_key(|(i, _)| *i);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 impl<'m> Came<'m> {
