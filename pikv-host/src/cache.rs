@@ -201,9 +201,9 @@ impl Cache {
     /// with [tiers](crate::tiers), older pages of these sequences go down if the step would else pass the budget.
     ///
     /// # Errors
-    /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, with no tokens to add, or
-    /// at the end of positions; no memory for a table of rotations; [`Error::Tier`] if pages could not go down. Nothing changes
-    /// then, but that pages which went down stay there.
+    /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, with no
+    /// tokens to add, or at the end of positions; [`Error::Tier`] if pages could not go down. Nothing changes then, but that pages which went down
+    /// stay there.
     pub fn begin<'a>(
         &self,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,

@@ -80,7 +80,7 @@ impl<'a> Step<'a> {
     ) -> Result<Step<'a>, Error> {
         let StepLists { parts: taken, mut layers } = STEP.take();
         let mut taken: Vec<Part<'a>> = emptied(taken);
-        let (mut rows, mut needed) = (0, 0);
+        let (mut rows, mut needed) = (0, 0u64);
         for (index, (sequence, n)) in parts.into_iter().enumerate() {
             if !Arc::ptr_eq(&sequence.inner, &inner) {
                 return Err(Error::ForeignSequence { index });
@@ -99,12 +99,14 @@ impl<'a> Step<'a> {
                 if layer.rule.is_some() {
                     layer.tidy(&inner, shape, sequence.len);
                 }
-                needed += bytes_needed(&inner, shape, layer, sequence.len, len);
+                needed = bytes_needed(&inner, shape, layer, sequence.len, len).saturating_add(needed);
             }
             rows += n as usize;
             taken.push(Part { sequence, len });
         }
-        let last = taken.iter().map(|part| part.len).max().ok_or(Error::NoSequences)?;
+        if taken.is_empty() {
+            return Err(Error::NoSequences);
+        }
         let pages = loop {
             match inner.arenas.reserve(needed) {
                 Err(Error::OutOfBudget { needed, available })
@@ -120,7 +122,6 @@ impl<'a> Step<'a> {
                 reserved => break reserved?,
             }
         };
-        inner.tables.grow(last)?;
         layers.resize_with(inner.config.layers.len(), Done::default);
         let mut step = Step {
             inner,

@@ -10,9 +10,10 @@ use crate::cuda::Device;
 use crate::error::Error;
 use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, kind};
 use crate::job::threads;
+use crate::rope::Tables;
 use crate::tiers::Tiers;
 use pikv_core::attend::BLOCK;
-use pikv_core::page::{Layout, PAGE};
+use pikv_core::page::{Layout, PAGE, Position};
 use pikv_core::shard::ShardMap;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -60,7 +61,10 @@ pub(crate) fn fingerprint(inner: &Inner) -> u64 {
 
 impl Store {
     /// A store for the pages of a cache of this configuration, of which it has `budget` bytes at most, in the memory of the
-    /// configuration's back end. No memory is taken before there are pages.
+    /// configuration's back end. No memory is taken before there are pages. Where keys are stored before their rotation, its table
+    /// takes as much again at most, or 64 MiB if that is more; what would need a larger one is [`FabricError::Memory`].
+    ///
+    /// [`FabricError::Memory`]: super::FabricError::Memory
     ///
     /// # Errors
     /// What is wrong with the configuration.
@@ -163,7 +167,10 @@ impl Store {
                     let tokens = (lane..).zip(tokens.chunks_exact(width));
                     tokens.for_each(|(lane, token)| came.token(page, (layer, &layout), lane, token));
                 }
-                Err(refusal) => _ = self.refused.insert(id, refusal),
+                Err(refusal) => match self.refused.len() < REFUSED {
+                    true => _ = self.refused.insert(id, refusal),
+                    false => first = first.and(Err(refusal)),
+                },
             }
         }
         for _ in 0..reader.word().ok_or(CUT)? {
@@ -189,6 +196,10 @@ impl Store {
         for _ in 0..reader.word().ok_or(CUT)? {
             fetched.push(self.held(reader.u64().ok_or(CUT)?)?);
         }
+        // Each page once at most, so that an answer is no longer than what is held.
+        if fetched.len() > self.pages.len() {
+            return Err(CUT);
+        }
         self.fetch(&fetched, out)?;
         let n = reader.word().ok_or(CUT)?;
         let stop = |out: &mut Vec<u32>| {
@@ -199,10 +210,21 @@ impl Store {
             stop(out);
             return Ok(());
         }
-        let reach = reader.word().ok_or(CUT)?;
-        self.inner.tables.grow(reach).map_err(|_| Refusal::Memory { bytes: u64::from(reach) * 4 })?;
         let mut reader = reader.clone();
-        let asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
+        let mut asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
+        for (rope, last) in asks.iter().filter_map(Ask::turned) {
+            let bytes = Tables::bytes(rope, last.min(Position::MAX.0));
+            if last > Position::MAX.0 {
+                return Err(CUT);
+            }
+            if bytes > self.inner.arenas.budget().max(TABLE) {
+                return Err(Refusal::Memory { bytes });
+            }
+            self.inner.tables.grow(rope, last).map_err(|_| Refusal::Memory { bytes })?;
+        }
+        asks.iter_mut().for_each(|ask| ask.take_table(&self.inner));
+        let words: usize = asks.iter().map(Ask::answer_words).sum();
+        out.try_reserve(words).map_err(|_| Refusal::Memory { bytes: 4 * words as u64 })?;
         self.compute(&asks, out)?;
         stop(out);
         Ok(())
@@ -296,9 +318,15 @@ impl Store {
         const CUT: Refusal = Refusal::Malformed;
         let mut ask = Ask::read(&self.inner, reader).ok_or(CUT)?;
         let bytes = u64::from(ask.words()) * 4;
+        let mut listed = 0;
         for _ in 0..reader.word().filter(|n| *n > 0).ok_or(CUT)? {
             let mut block = SmallVec::new();
             let pages = reader.word().filter(|n| (1..=BLOCK).contains(&(*n as usize))).ok_or(CUT)?;
+            // Each page once at most, so that an answer is no longer than rows that came for pages that are held.
+            listed += pages as usize;
+            if listed > self.pages.len() {
+                return Err(CUT);
+            }
             for _ in 0..pages {
                 let (id, live) = (reader.u64().ok_or(CUT)?, reader.word().ok_or(CUT)?);
                 let (mut last, mut by) = (0, 0);
@@ -335,6 +363,12 @@ impl Store {
         Ok(())
     }
 }
+
+/// Bytes of a table of rotations that a rank with a small budget has all the same.
+const TABLE: u64 = 64 << 20;
+
+/// Pages that had no room, and that questions are told of, at most; the message that brings more fails whole.
+const REFUSED: usize = 1 << 16;
 
 /// Bytes of pages that a thread should have to read: they take it about as long as it takes to be started.
 const SHARE: u64 = 1 << 20;
