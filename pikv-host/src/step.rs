@@ -85,6 +85,7 @@ impl<'a> Step<'a> {
             if !Arc::ptr_eq(&sequence.inner, &inner) {
                 return Err(Error::ForeignSequence { index });
             }
+            sequence.sound()?;
             if n == 0 {
                 return Err(Error::NoTokens { index });
             }
@@ -93,6 +94,7 @@ impl<'a> Step<'a> {
                 return Err(Error::PositionOverflow { position: end });
             }
             let len = end as u32;
+            sequence.poisoned = true;
             for (layer, shape) in sequence.layers.iter_mut().zip(&inner.config.layers) {
                 // Nothing to do, unless a step was leaked instead of dropped.
                 layer.abort(&inner, shape, sequence.len);
@@ -101,6 +103,7 @@ impl<'a> Step<'a> {
                 }
                 needed = bytes_needed(&inner, shape, layer, sequence.len, len).saturating_add(needed);
             }
+            sequence.poisoned = false;
             rows += n as usize;
             taken.push(Part { sequence, len });
         }
@@ -290,6 +293,9 @@ impl<'a> Step<'a> {
     /// # Errors
     /// A layer that was not appended or not routed, no memory from the system, or a device that fails; what [`Step::check`] finds, if a
     /// policy has to be told of tensors of the device. The step is over, and the sequences are as before it.
+    ///
+    /// # Panics
+    /// If a policy does. The step's sequences are committed then, or [poisoned](Error::Poisoned); others go on.
     pub fn commit(self) -> Result<(), Error> {
         self.finish(None)
     }
@@ -335,6 +341,8 @@ impl<'a> Step<'a> {
             None => Vec::new().into_iter(),
         };
         self.committed = true;
+        // From here on a policy that panics leaves what was told it, and what was not, in between.
+        self.parts.iter_mut().for_each(|part| part.sequence.poisoned = true);
         for (l, done) in self.layers.iter_mut().enumerate() {
             if inner.rules[l].is_none() && report.is_none() {
                 continue;
@@ -379,6 +387,7 @@ impl<'a> Step<'a> {
                 let Sequence { layers, kept, .. } = &mut *part.sequence;
                 front.place(layers, sent, *kept);
             }
+            part.sequence.poisoned = false;
         }
         Ok(())
     }

@@ -177,11 +177,10 @@ impl Front {
         manner: Manner,
     ) -> Result<Remote, Error> {
         let mut link = self.link();
-        let result = self.ask_through(&mut link, job, layer, items, manner);
-        if result.is_err() {
-            link.epoch += 1;
-        }
-        Ok(result?)
+        link.unsure = true;
+        let remote = self.ask_through(&mut link, job, layer, items, manner)?;
+        link.unsure = false;
+        Ok(remote)
     }
 
     fn ask_through(

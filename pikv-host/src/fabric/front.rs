@@ -216,7 +216,9 @@ impl Front {
 
     pub(super) fn link(&self) -> MutexGuard<'_, Link> {
         // A round that panicked left an answer that the next one drops as too late.
-        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
+        link.epoch += u64::from(std::mem::take(&mut link.unsure));
+        link
     }
 
     /// Has ranks work; answers in the same order.

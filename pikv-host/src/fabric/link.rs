@@ -40,6 +40,8 @@ pub(super) struct Link {
     pub last: Instant,
     /// Raised when a round failed: what ranks were sent before, of pages that are here, is not relied on.
     pub epoch: u64,
+    /// Whether a round of such pages is under way, or failed, or was cut off by a panic of the fabric.
+    pub unsure: bool,
 }
 
 /// What a rank is to do, section by section.
@@ -96,6 +98,7 @@ impl Link {
             traffic: Traffic::default(),
             last: Instant::now(),
             epoch: 0,
+            unsure: false,
         };
         let hello = |_| {
             let mut message = wire::message(kind::HELLO, session, 0);

@@ -117,7 +117,7 @@ impl Target<'_> {
                     })?;
                     if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
                         // What lies on the device is told of once the host has it, to those that look.
-                        let seen = token.or((!rule.eviction.policy.reads_tokens()).then_some((&[], &[])));
+                        let seen = token.or((!rule.reads_tokens).then_some((&[], &[])));
                         if let Some((key, value)) = seen {
                             let token = Token { layer, kv_head: h, position: Position(p), key, value };
                             rule.born(&token, &mut head.states, at);
