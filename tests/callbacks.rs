@@ -209,7 +209,7 @@ fn a_policy_that_panics_leaves_what_a_twin_has_or_says_that_it_did_not() {
     let policies: [Arc<dyn Policy>; 4] =
         [Arc::new(H2o), Arc::new(Tova), Arc::new(Lru::default()), Arc::new(KeyNorm)];
     let (mut blown, mut spoilt, mut whole) = (0, 0, 0);
-    for seed in 0..40u64 {
+    for seed in 0..24u64 {
         let mut rng = Rng(seed);
         let fuse = Arc::new(Fuse::default());
         let inner = policies[seed as usize % 4].clone();
@@ -282,7 +282,7 @@ fn a_policy_that_panics_leaves_what_a_twin_has_or_says_that_it_did_not() {
         drop((a, b));
         caches.iter().for_each(|cache| assert_eq!(cache.usage().taken, 0, "seed {seed}"));
     }
-    assert!(blown > 100 && spoilt > 20 && whole > 20, "{blown} {spoilt} {whole}");
+    assert!(blown > 60 && spoilt > 10 && whole > 10, "{blown} {spoilt} {whole}");
 }
 
 /// A policy whose answers about itself differ from call to call. What it said when the cache was built holds.
@@ -348,9 +348,12 @@ fn a_policy_that_changes_its_mind_is_taken_at_its_first_word() {
 #[test]
 fn a_policy_that_calls_the_cache_changes_nothing_of_the_call_that_it_is_in() {
     #[derive(Debug, Default)]
-    struct Busy(Mutex<Option<Cache>>);
+    struct Busy(Mutex<Option<Cache>>, AtomicU64);
     impl Busy {
         fn work(&self, seed: u64) {
+            if self.1.fetch_add(1, Ordering::Relaxed) % 40 != 0 {
+                return;
+            }
             // Taken out meanwhile, so that what it does itself is not told of.
             let Some(cache) = self.0.lock().unwrap().take() else { return };
             let mut own = cache.sequence();
@@ -431,7 +434,7 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
         }
     }
     let (mut blown, mut refused) = (0, 0);
-    for seed in 0..12u64 {
+    for seed in 0..4u64 {
         let mut rng = Rng(seed);
         let (fuse, lies) = (Arc::new(Fuse::default()), Arc::new(AtomicI64::new(0)));
         let build = |fuse: &Arc<Fuse>, lies: &Arc<AtomicI64>| {
@@ -446,13 +449,13 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
         };
         let caches = [build(&fuse, &lies), build(&Arc::default(), &Arc::default())];
         let [mut a, mut b] = [0, 1].map(|i| caches[i].sequence());
-        for turn in 0..50 {
+        for turn in 0..120 {
             let what = format!("seed {seed}, turn {turn}");
             let trouble = rng.below(6);
             fuse.set(if trouble == 0 { 1 + i64::from(rng.below(12)) } else { 0 });
             lies.store(if trouble == 1 { 1 + i64::from(rng.below(12)) } else { 0 }, Ordering::Relaxed);
             let before = a.next_position().0;
-            let done = guarded(|| step(&caches[0], vec![(&mut a, 8)], seed * 100 + turn, LAYERS));
+            let done = guarded(|| step(&caches[0], vec![(&mut a, 8)], seed * 200 + turn, LAYERS));
             fuse.set(0);
             lies.store(0, Ordering::Relaxed);
             blown += u64::from(done.is_none());
@@ -462,7 +465,7 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
                 continue;
             }
             let layers = if a.next_position().0 > before { LAYERS } else { 0 };
-            let twin = step(&caches[1], vec![(&mut b, 8)], seed * 100 + turn, layers);
+            let twin = step(&caches[1], vec![(&mut b, 8)], seed * 200 + turn, layers);
             if let (Some(Ok(done)), Ok(twin)) = (&done, &twin) {
                 assert_eq!(bits(done), bits(twin), "{what}");
             }

@@ -186,7 +186,7 @@ fn calls_from_outside_a_pool_end_beside_those_inside() {
         watched(&format!("{name}, inside and outside"), move || {
             let sequence = sequence(&cache);
             thread::scope(|scope| {
-                let outside = |i| {
+                let outside = |i: u64| {
                     let (cache, sequence) = (&cache, &sequence);
                     scope.spawn(move || {
                         (0..24).map(|_| attend(cache, sequence, 1000 + i, false)).collect::<Vec<_>>()
