@@ -201,9 +201,9 @@ impl Cache {
     /// with [tiers](crate::tiers), older pages of these sequences go down if the step would else pass the budget.
     ///
     /// # Errors
-    /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, with no tokens to add, or
-    /// at the end of positions; no memory for a table of rotations; [`Error::Tier`] if pages could not go down. Nothing changes
-    /// then, but that pages which went down stay there.
+    /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, [poisoned](Error::Poisoned), with no
+    /// tokens to add, or at the end of positions; [`Error::Tier`] if pages could not go down. Nothing changes then, but that pages which went down
+    /// stay there.
     pub fn begin<'a>(
         &self,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
@@ -215,7 +215,7 @@ impl Cache {
     /// sequences one after the other.
     ///
     /// # Errors
-    /// As [`Step::attend`]; a sequence of another cache; and rows at positions that a sequence has not reached, or that lie before its ring.
+    /// As [`Step::attend`]; a sequence of another cache, or a [poisoned](Error::Poisoned) one; and rows at positions that a sequence has not reached, or that lie before its ring.
     pub fn attend(
         &self,
         layer: usize,
@@ -228,6 +228,7 @@ impl Cache {
             if !Arc::ptr_eq(&part.sequence.inner, &self.inner) {
                 return Err(Error::ForeignSequence { index });
             }
+            part.sequence.sound()?;
             let (len, first) = (part.sequence.len, u64::from(part.first.0));
             let end = first + u64::from(part.rows);
             // An older row would look for tokens in the ring that are in pages only by now.

@@ -47,10 +47,12 @@ use crate::router::{Feedback, RouteError, Router, Routes};
 use crate::sequence::Sequence;
 use crate::step::Step;
 use pikv_core::page::Position;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Why the loop stopped. The sequences are as before the step, and so are the routers.
+/// Why the loop stopped. The sequences are as before the step, and so are the routers; [`LoopError::Committed`] alone says that the step
+/// is over and its tokens are there.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum LoopError {
@@ -61,6 +63,14 @@ pub enum LoopError {
     #[error("layer {layer}: {source}")]
     Route {
         /// The layer.
+        layer: usize,
+        /// Why.
+        source: RouteError,
+    },
+    /// The step is committed, and every other router has learnt from it; this one refused to, and has forgotten what it chose in it.
+    #[error("the step is committed, but the router of layer {layer} did not learn from it: {source}")]
+    Committed {
+        /// The layer, the first if there are several.
         layer: usize,
         /// Why.
         source: RouteError,
@@ -180,7 +190,7 @@ impl ClosedLoop {
     ) -> Result<LoopStep<'a>, LoopError> {
         let step = self.cache.begin(parts)?;
         self.routes.iter_mut().for_each(Routes::clear);
-        Ok(LoopStep { step: Some(step), of: self })
+        Ok(LoopStep { step: Some(step), open: true, of: self })
     }
 }
 
@@ -189,6 +199,8 @@ impl ClosedLoop {
 pub struct LoopStep<'a> {
     /// `None` once it was committed.
     step: Option<Step<'a>>,
+    /// Whether the routers' choices are to be forgotten when it is dropped.
+    open: bool,
     of: &'a mut ClosedLoop,
 }
 
@@ -223,7 +235,7 @@ impl<'a> LoopStep<'a> {
     /// No such layer, one that was already routed, or what the router refuses.
     pub fn route(&mut self, layer: usize, logits: &[f32]) -> Result<&Routes, LoopError> {
         let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
-        let ClosedLoop { routers, routes, scratch, .. } = &mut *self.of;
+        let ClosedLoop { cache, routers, routes, scratch, .. } = &mut *self.of;
         let Some(router) = routers.get_mut(layer) else {
             return Err(LoopError::Cache(Error::Layer { layer, layers: routes.len() }));
         };
@@ -234,7 +246,7 @@ impl<'a> LoopStep<'a> {
             return Err(LoopError::Cache(Error::Twice { layer, what: "routed" }));
         }
         let refused = |source| LoopError::Route { layer, source };
-        let experts = router.shape().experts as usize;
+        let experts = cache.config().experts as usize;
         let rows: usize = starts.iter().map(|(_, rows)| rows).sum();
         let (got, expected) = (logits.len(), rows * experts);
         if got != expected {
@@ -243,18 +255,29 @@ impl<'a> LoopStep<'a> {
         }
         let routes = &mut routes[layer];
         routes.clear();
-        let mut rest = logits;
-        for &(first, rows) in &*starts {
-            let (own, others) = rest.split_at(rows * experts);
-            rest = others;
-            if let Err(source) = router.route(first, own, routes) {
-                router.discard();
-                return Err(refused(source));
+        // What a router that panics or refuses has counted is forgotten, as the layer can be routed again.
+        let chosen = catch_unwind(AssertUnwindSafe(|| {
+            let mut rest = logits;
+            for &(first, rows) in &*starts {
+                let (own, others) = rest.split_at(rows * experts);
+                rest = others;
+                router.route(first, own, routes)?;
             }
+            Ok(())
+        }));
+        let filed = match chosen {
+            Ok(Ok(())) => step.route(layer, &routes.filing().experts).map_err(LoopError::Cache),
+            Ok(Err(source)) => Err(refused(source)),
+            Err(panic) => {
+                forget(router);
+                resume_unwind(panic)
+            }
+        };
+        if let Err(error) = filed {
+            forget(router);
+            return Err(error);
         }
-        let (filing, fetch) = (&routes.filing().experts, routes.fetch() as u32);
-        step.route(layer, filing)?;
-        step.fetch(layer, fetch);
+        step.fetch(layer, routes.fetch() as u32);
         Ok(routes)
     }
 
@@ -294,18 +317,21 @@ impl<'a> LoopStep<'a> {
         Ok(self.step().check()?)
     }
 
-    /// Makes the tokens part of their sequences, evicts what is over the budgets, and lets the routers learn.
+    /// Makes the tokens part of their sequences, evicts what is over the budgets, lets the routers learn, and tells the sink.
     ///
     /// # Errors
-    /// Those of [`Step::commit`].
+    /// Those of [`Step::commit`]; [`LoopError::Committed`] if a router refuses to learn, after all others and the sink were told.
+    ///
+    /// # Panics
+    /// If a policy does, as [`Step::commit`]: routers learn nothing of the step then. If a router does, after all others and the sink were
+    /// told; the step is committed. If the sink does; the step is committed, and the routers have learnt.
     pub fn commit(mut self) -> Result<(), LoopError> {
+        self.of.report.unasked = !self.of.sink.wants_reused();
         let Some(step) = self.step.take() else { return Ok(()) };
         let rows = step.rows() as u64;
-        self.of.report.unasked = !self.of.sink.wants_reused();
-        if let Err(error) = step.commit_with(&mut self.of.report) {
-            self.of.discard();
-            return Err(error.into());
-        }
+        step.commit_with(&mut self.of.report)?;
+        self.open = false;
+        let (mut refused, mut panicked) = (Ok(()), None);
         let ClosedLoop { cache, routers, sink, routes, report, scratch } = &mut *self.of;
         let Scratch { hits: all_hits, misses: all_misses, wanted: asked, missed, .. } = scratch;
         for sums in [&mut *all_hits, &mut *all_misses] {
@@ -325,9 +351,17 @@ impl<'a> LoopStep<'a> {
             missed.extend(misses.iter().copied().map(narrow));
             // A layer without rows has nothing to tell.
             if routes[layer].rows() > 0 {
-                let told =
-                    router.observe(&Feedback::new(asked, missed).remote_bytes(report.remote_bytes(layer)));
-                told.map_err(|source| LoopError::Route { layer, source })?;
+                let feedback = Feedback::new(asked, missed).remote_bytes(report.remote_bytes(layer));
+                let told = catch_unwind(AssertUnwindSafe(|| router.observe(&feedback)));
+                if !matches!(told, Ok(Ok(()))) {
+                    forget(router);
+                }
+                match told {
+                    Ok(told) => {
+                        refused = refused.and(told.map_err(|source| LoopError::Committed { layer, source }));
+                    }
+                    Err(panic) => panicked = panicked.or(Some(panic)),
+                }
             }
             all_hits.iter_mut().zip(hits).for_each(|(sum, n)| *sum += n);
             all_misses.iter_mut().zip(misses).for_each(|(sum, n)| *sum += n);
@@ -341,22 +375,24 @@ impl<'a> LoopStep<'a> {
         if let Some(front) = &cache.inner.fabric {
             sink.traffic(&front.traffic());
         }
-        Ok(())
+        match panicked {
+            Some(panic) => resume_unwind(panic),
+            None => refused,
+        }
     }
 }
 
-impl ClosedLoop {
-    /// Forgets the choices of a step that did not happen.
-    fn discard(&mut self) {
-        self.routers.iter_mut().for_each(|router| router.discard());
-    }
+/// Has a router forget what it chose since it last learnt. If it panics there is nothing more that can be done about it, and the caller
+/// may be unwinding.
+fn forget(router: &mut Box<dyn Router>) {
+    let _ = catch_unwind(AssertUnwindSafe(|| router.discard()));
 }
 
 impl Drop for LoopStep<'_> {
     fn drop(&mut self) {
         // The step itself undoes what it did to the sequences.
-        if self.step.take().is_some() {
-            self.of.discard();
+        if self.open {
+            self.of.routers.iter_mut().for_each(forget);
         }
     }
 }

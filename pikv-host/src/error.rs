@@ -416,6 +416,11 @@ pub enum Error {
         /// Index in the step.
         index: usize,
     },
+    /// A sequence that a panic of a policy or of a tier's store left half changed.
+    #[error(
+        "a panic of a policy or of a tier's store left the sequence half changed; clear or drop it, and append its tokens again"
+    )]
+    Poisoned,
     /// A sequence of another cache.
     #[error("sequence {index} belongs to another cache")]
     ForeignSequence {

@@ -120,8 +120,8 @@ impl<'a> Excess<'a> {
 
     /// Whether the oldest go whatever a ranking would say.
     fn by_age(&self) -> bool {
-        let Eviction { policy, by_page, adaptive, .. } = &self.rule.eviction;
-        policy.oldest_first() && !by_page && adaptive.is_none() && policy.scope() == Scope::Head
+        let Rule { eviction: Eviction { by_page, adaptive, .. }, oldest_first, scope, .. } = self.rule;
+        *oldest_first && !by_page && adaptive.is_none() && *scope == Scope::Head
     }
 
     /// Tokens that have to go from a head, whatever the others have.
@@ -241,9 +241,9 @@ fn choose_of(
     gone: &mut Vec<(usize, usize, Gone)>,
 ) -> bool {
     let Some(e) = &excess[l] else { return true };
-    let policy = &e.rule.eviction.policy;
-    let scope = policy.scope();
-    let peer = |e: &Excess<'_>| e.rule.eviction.policy.name() == policy.name();
+    let Rule { name, scope, .. } = e.rule;
+    let scope = *scope;
+    let peer = |e: &Excess<'_>| e.rule.name == *name;
     let same: SmallVec<[(usize, &Excess<'_>); 1]> = match scope {
         Scope::Head | Scope::Layer => [(l, e)].into_iter().collect(),
         Scope::Sequence => {

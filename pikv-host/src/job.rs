@@ -153,7 +153,8 @@ pub fn each_mut<I: Send>(items: &mut [I], f: impl Fn(usize, &mut I) + Sync + Sen
     items.iter_mut().enumerate().for_each(|(i, item)| f(i, item));
 }
 
-fn threads() -> usize {
+/// Threads of the rayon pool that the caller is in, or of the global one; 1 without the feature `rayon`.
+pub fn threads() -> usize {
     #[cfg(feature = "rayon")]
     return rayon::current_num_threads();
     #[cfg(not(feature = "rayon"))]

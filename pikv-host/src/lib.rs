@@ -1,7 +1,7 @@
 //! Host runtime of pikv: lanes of x86-64, the page store, sequences and their transactions, attention over shards.
 //!
 //! Start at [`Cache`]. Everything is `Send + Sync`; nothing is global; threads are those of the rayon pool that
-//! the caller is in, or rayon's global one.
+//! the caller is in, or rayon's global one, and of a rank of a fabric its own ([`fabric::Store::parallel`]).
 #![deny(missing_docs)]
 
 mod arena;

@@ -9,7 +9,7 @@ use crate::job::each_mut;
 use crate::kept::Kept;
 use crate::mass::Weighed;
 use crate::metrics::Reused;
-use crate::policy::{Eviction, Feedback, HeadSeen, Positions, Seen, Token};
+use crate::policy::{Eviction, Feedback, HeadSeen, Positions, Scope, Seen, Token};
 use crate::sequence::{PageId, Place, chain_place};
 use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
@@ -33,6 +33,12 @@ pub(crate) struct Rule {
     pub head_words: usize,
     /// Lengths of a sequence that can be gone back to, the present one among them.
     pub versions: usize,
+    /// What the policy said of itself when the cache was built; it is not asked again.
+    pub name: String,
+    pub scope: Scope,
+    pub feedback: Feedback,
+    pub oldest_first: bool,
+    pub reads_tokens: bool,
 }
 
 /// What attention over a head saw in a step.
@@ -114,7 +120,25 @@ impl Rule {
             let policy = policy.name().to_owned();
             return Err(ConfigError::PolicyRollback { layer, policy, rollback, limit: ROLLBACK });
         }
-        Ok(Rule { layer, eviction: eviction.clone(), words, head_words, versions: rollback as usize + 1 })
+        let versions = rollback as usize + 1;
+        let of_page = words.checked_mul(LANES).and_then(|words| words.checked_add(head_words));
+        if of_page.and_then(|words| words.checked_mul(4 * versions)).is_none_or(|bytes| bytes > MOST_KEPT) {
+            let why = "what the policy keeps of a page and of a head, times the tokens that can be rolled back and one, must be at \
+                       most 1 GiB";
+            return Err(ConfigError::TokenBudget { layer, why });
+        }
+        Ok(Rule {
+            layer,
+            words,
+            head_words,
+            versions,
+            name: policy.name().to_owned(),
+            scope: policy.scope(),
+            feedback: policy.feedback(),
+            oldest_first: policy.oldest_first(),
+            reads_tokens: policy.reads_tokens(),
+            eviction: eviction.clone(),
+        })
     }
 
     /// Whether something is kept, of tokens or of heads: else there is nothing to be told for.
@@ -137,7 +161,7 @@ impl Rule {
     /// be the last.
     pub fn cuts(&self, old: u32, new: u32) -> impl Iterator<Item = (Range<u32>, Range<u32>)> + use<> {
         let single = new - (self.versions as u32 - 1).min(new - old);
-        let (from, told) = match self.eviction.policy.feedback() {
+        let (from, told) = match self.feedback {
             Feedback::None => (single, false),
             Feedback::Mass => (old, true),
             Feedback::LastMass(rows) => (new.saturating_sub(rows), true),
@@ -173,6 +197,9 @@ struct Moved {
     ordinal: u32,
     lane: u32,
 }
+
+/// Bytes that a policy keeps of a page and of a head at most, over all lengths that can be gone back to.
+const MOST_KEPT: usize = 1 << 30;
 
 /// Pages from which on heads are gone through in parallel: fewer take less time than waking a thread.
 pub(crate) const MANY: usize = 2048;

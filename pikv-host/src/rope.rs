@@ -28,19 +28,24 @@ impl Tables {
         Tables(tables)
     }
 
-    /// Makes every table reach position `last`.
+    /// Makes the table of a rotation reach position `last`, which is [`Position::MAX`](pikv_core::page::Position::MAX) or below. The
+    /// caller holds so many tokens: the table takes [`Tables::bytes`] and a time in proportion.
     ///
     /// # Errors
     /// No memory for it.
-    pub fn grow(&self, last: u32) -> Result<(), Error> {
-        for (rope, table) in &self.0 {
-            if last >= table.load().capacity {
-                let grown = Arc::new(Table::new(rope, (last + 1).next_power_of_two().max(256))?);
-                // Another step may have come further meanwhile.
-                table.rcu(|table| if table.capacity < grown.capacity { &grown } else { table }.clone());
-            }
+    pub fn grow(&self, rope: &Rope, last: u32) -> Result<(), Error> {
+        let Some((rope, table)) = self.0.iter().find(|(known, _)| known == rope) else { return Ok(()) };
+        if last >= table.load().capacity {
+            let grown = Arc::new(Table::new(rope, capacity(last))?);
+            // Another step may have come further meanwhile.
+            table.rcu(|table| if table.capacity < grown.capacity { &grown } else { table }.clone());
         }
         Ok(())
+    }
+
+    /// Bytes of a table that reaches position `last`.
+    pub fn bytes(rope: &Rope, last: u32) -> u64 {
+        4 * u64::from(rope.rotary_dim) * u64::from(capacity(last))
     }
 
     /// Without a lock: a reader keeps the table that it found.
@@ -48,6 +53,11 @@ impl Tables {
         let (_, table) = self.0.iter().find(|(known, _)| known == rope)?;
         Some(table.load_full())
     }
+}
+
+/// Positions in a table that reaches `last`.
+fn capacity(last: u32) -> u32 {
+    (last + 1).next_power_of_two().max(256)
 }
 
 impl fmt::Debug for Table {
@@ -82,6 +92,7 @@ impl Table {
         &self.values
     }
 
+    #[cfg(feature = "cuda")]
     pub fn capacity(&self) -> u32 {
         self.capacity
     }

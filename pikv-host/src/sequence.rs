@@ -86,6 +86,8 @@ pub struct Sequence {
     pub(crate) floor: u32,
     /// Positions that no policy evicts, in ascending ranges that do not touch.
     pub(crate) pins: Vec<Range<u32>>,
+    /// Whether it is being changed while code of the user's runs; it stays so if that panics.
+    pub(crate) poisoned: bool,
 }
 
 impl Sequence {
@@ -94,7 +96,8 @@ impl Sequence {
         let layers = shapes.map(|((shape, codecs), rule)| {
             Layer::new(shape, inner.config.experts, codecs.clone(), rule.clone())
         });
-        Sequence { layers: layers.collect(), inner, len: 0, kept: 0, floor: 0, pins: Vec::new() }
+        let layers = layers.collect();
+        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins: Vec::new(), poisoned: false }
     }
 
     /// Tokens appended so far, which is the next token's position, whatever was evicted.
@@ -272,25 +275,28 @@ impl Sequence {
     /// Takes no pages, so it cannot run out of budget. O(n) a layer and head.
     ///
     /// # Errors
-    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`]; nothing changes then.
+    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`], [`Error::Poisoned`]; nothing changes then.
     pub fn rollback(&mut self, n: u32) -> Result<(), Error> {
+        self.sound()?;
         let limit = self.rollback_limit();
         if n > limit {
             return Err(Error::RollbackTooFar { asked: n, limit });
         }
         let len = self.len - n;
         let inner = self.inner.clone();
+        self.poisoned = true;
         for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
             layer.truncate(&inner, shape, len);
         }
         self.len = len;
         // A step that had ended here would have evicted here.
         enforce(&mut self.layers, &inner, len, &self.pins, None);
+        self.poisoned = false;
         Ok(())
     }
 
     /// A second sequence with the same tokens. It shares all pages; whoever writes to a shared page first copies it.
-    /// O(pages), no page is taken.
+    /// O(pages), no page is taken. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
     pub fn fork(&self) -> Sequence {
         Sequence { inner: self.inner.clone(), layers: self.layers.clone(), pins: self.pins.clone(), ..*self }
     }
@@ -346,7 +352,13 @@ impl Sequence {
         *self = Sequence::new(self.inner.clone());
     }
 
+    /// An error if a panic left it half changed.
+    pub(crate) fn sound(&self) -> Result<(), Error> {
+        if self.poisoned { Err(Error::Poisoned) } else { Ok(()) }
+    }
+
     pub(crate) fn layer(&self, layer: usize) -> Result<&Layer, Error> {
+        self.sound()?;
         self.layers.get(layer).ok_or(Error::Layer { layer, layers: self.layers.len() })
     }
 

@@ -80,11 +80,12 @@ impl<'a> Step<'a> {
     ) -> Result<Step<'a>, Error> {
         let StepLists { parts: taken, mut layers } = STEP.take();
         let mut taken: Vec<Part<'a>> = emptied(taken);
-        let (mut rows, mut needed) = (0, 0);
+        let (mut rows, mut needed) = (0, 0u64);
         for (index, (sequence, n)) in parts.into_iter().enumerate() {
             if !Arc::ptr_eq(&sequence.inner, &inner) {
                 return Err(Error::ForeignSequence { index });
             }
+            sequence.sound()?;
             if n == 0 {
                 return Err(Error::NoTokens { index });
             }
@@ -93,18 +94,22 @@ impl<'a> Step<'a> {
                 return Err(Error::PositionOverflow { position: end });
             }
             let len = end as u32;
+            sequence.poisoned = true;
             for (layer, shape) in sequence.layers.iter_mut().zip(&inner.config.layers) {
                 // Nothing to do, unless a step was leaked instead of dropped.
                 layer.abort(&inner, shape, sequence.len);
                 if layer.rule.is_some() {
                     layer.tidy(&inner, shape, sequence.len);
                 }
-                needed += bytes_needed(&inner, shape, layer, sequence.len, len);
+                needed = bytes_needed(&inner, shape, layer, sequence.len, len).saturating_add(needed);
             }
+            sequence.poisoned = false;
             rows += n as usize;
             taken.push(Part { sequence, len });
         }
-        let last = taken.iter().map(|part| part.len).max().ok_or(Error::NoSequences)?;
+        if taken.is_empty() {
+            return Err(Error::NoSequences);
+        }
         let pages = loop {
             match inner.arenas.reserve(needed) {
                 Err(Error::OutOfBudget { needed, available })
@@ -120,7 +125,6 @@ impl<'a> Step<'a> {
                 reserved => break reserved?,
             }
         };
-        inner.tables.grow(last)?;
         layers.resize_with(inner.config.layers.len(), Done::default);
         let mut step = Step {
             inner,
@@ -289,6 +293,9 @@ impl<'a> Step<'a> {
     /// # Errors
     /// A layer that was not appended or not routed, no memory from the system, or a device that fails; what [`Step::check`] finds, if a
     /// policy has to be told of tensors of the device. The step is over, and the sequences are as before it.
+    ///
+    /// # Panics
+    /// If a policy does. The step's sequences are committed then, or [poisoned](Error::Poisoned); others go on.
     pub fn commit(self) -> Result<(), Error> {
         self.finish(None)
     }
@@ -334,6 +341,8 @@ impl<'a> Step<'a> {
             None => Vec::new().into_iter(),
         };
         self.committed = true;
+        // From here on a policy that panics leaves what was told it, and what was not, in between.
+        self.parts.iter_mut().for_each(|part| part.sequence.poisoned = true);
         for (l, done) in self.layers.iter_mut().enumerate() {
             if inner.rules[l].is_none() && report.is_none() {
                 continue;
@@ -378,6 +387,7 @@ impl<'a> Step<'a> {
                 let Sequence { layers, kept, .. } = &mut *part.sequence;
                 front.place(layers, sent, *kept);
             }
+            part.sequence.poisoned = false;
         }
         Ok(())
     }

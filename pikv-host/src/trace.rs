@@ -192,8 +192,10 @@ fn numbers<T: std::str::FromStr>(text: &str) -> Option<Vec<T>> {
 /// Experts there are, each once; positions that came before.
 fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
     let bad = |what, found: String, expected: String| Err(TraceError::Row { line, what, found, expected });
-    let twice = (1..row.experts.len()).any(|i| row.experts[..i].contains(&row.experts[i]));
-    if row.experts.is_empty() || twice || row.experts.iter().any(|e| u32::from(*e) >= experts) {
+    let mut sorted = row.experts.clone();
+    sorted.sort_unstable();
+    let twice = sorted.windows(2).any(|pair| pair[0] == pair[1]);
+    if sorted.last().is_none_or(|e| u32::from(*e) >= experts) || twice {
         return bad("experts", list(&row.experts), format!("at least 1, each below {experts}, none twice"));
     }
     let position = line - 2;
@@ -226,7 +228,7 @@ pub struct Skewed {
     pub skew: f64,
     /// Tokens from one trade of ranks to the next; never if 0.
     pub drift: u32,
-    /// Looks back of a query.
+    /// Looks back of a query, 0..=65535.
     pub wants: u32,
     /// Different tokens, drawn evenly; at least 1.
     pub vocabulary: u32,
@@ -250,11 +252,12 @@ impl Skewed {
         let value = |name, value: f64, fine: bool, range| {
             if fine { Ok(()) } else { Err(TraceError::Value { name, value, range }) }
         };
-        let Skewed { experts, top_k, skew, vocabulary, .. } = self;
+        let Skewed { experts, top_k, skew, vocabulary, wants, .. } = self;
         let some = (1..=u32::from(u16::MAX)).contains(&experts);
         value("experts", experts.into(), some, "1..=65535")?;
         value("top_k", top_k.into(), (1..=experts).contains(&top_k), "1..=experts")?;
         value("skew", skew, (0.0..=16.0).contains(&skew), "0 to 16")?;
+        value("wants", wants.into(), wants <= u32::from(u16::MAX), "0..=65535")?;
         value("vocabulary", vocabulary.into(), vocabulary > 0, "at least 1")?;
         let weights = (1..=experts).map(|rank| f64::from(rank).powf(-skew)).collect();
         let by_rank = (0..experts).map(|e| e as u16).collect();

@@ -59,7 +59,7 @@ impl<'a> View<'a> {
 
     /// The rows that the layer's policy wants to be told of, apart.
     pub fn cuts(&self, rule: Option<&Rule>) -> impl Iterator<Item = Range<u32>> + use<> {
-        let rule = rule.filter(|rule| rule.eviction.policy.feedback() != Feedback::None);
+        let rule = rule.filter(|rule| rule.feedback != Feedback::None);
         let (first, end) = (self.first, self.first + self.rows);
         let cuts = rule.map(|rule| rule.cuts(first, end)).into_iter().flatten();
         cuts.map(move |(_, told)| told.start - first..told.end - first)

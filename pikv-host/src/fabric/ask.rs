@@ -11,6 +11,7 @@ use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
 use pikv_core::plan::LayerShape;
+use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::{Block, Common, PACKED_ROWS, PackedBlock};
 use smallvec::SmallVec;
@@ -48,7 +49,7 @@ pub(crate) struct Listed<'a> {
 }
 
 impl<'a> Ask<'a> {
-    /// All but its blocks; `None` if that is no question.
+    /// All but its blocks and its table; `None` if that is no question.
     pub fn read(inner: &'a Inner, reader: &mut Reader<'a>) -> Option<Ask<'a>> {
         let (layer, head) = (reader.word()? as usize, reader.word()? as usize);
         let (rows, most, flags) = (reader.word()? as usize, reader.word()? as usize, reader.word()?);
@@ -76,7 +77,7 @@ impl<'a> Ask<'a> {
         Some(Ask {
             shape,
             codec,
-            table: shape.rope.and_then(|rope| inner.tables.get(&rope)),
+            table: None,
             rows,
             most,
             softcap: on(flag::CAPPED).then_some(cap),
@@ -90,9 +91,42 @@ impl<'a> Ask<'a> {
         })
     }
 
+    /// The rotation that its keys still want, and the last position that it turns them to; `None` where they come rotated.
+    pub fn turned(&self) -> Option<(&'a Rope, u32)> {
+        let rope = self.shape.rope.as_ref()?;
+        let last = |of: &Listed<'_>| {
+            let positions = of.page.words().iter().zip(0..LANES).filter(|(_, lane)| of.live >> lane & 1 == 1);
+            match self.codec {
+                Some(_) => of.last,
+                None => positions.map(|(position, _)| *position).max().unwrap_or(0),
+            }
+        };
+        Some((rope, self.blocks.iter().flatten().map(last).max().unwrap_or(0)))
+    }
+
+    /// Takes the table of its rotation, which reaches its last position by now.
+    pub fn take_table(&mut self, inner: &Inner) {
+        self.table = self.shape.rope.and_then(|rope| inner.tables.get(&rope));
+    }
+
+    /// Words of its answer.
+    pub fn answer_words(&self) -> usize {
+        let len = Partial::len(self.rows, self.acc_rows());
+        let raw = |pages: &SmallVec<[Listed<'_>; BLOCK]>| {
+            if self.raw { self.rows * pages.len() * LANES } else { 0 }
+        };
+        if self.merged { len } else { self.blocks.iter().map(|pages| len + raw(pages)).sum() }
+    }
+
     /// Words of its pages.
     pub fn words(&self) -> u32 {
         self.codec.map_or(self.shape.layout.words(), |codec| codec.packed.words())
+    }
+
+    /// Bytes of pages that its bundles of rows read.
+    pub fn bytes_read(&self) -> u64 {
+        let pages: usize = self.blocks.iter().map(SmallVec::len).sum();
+        u64::from(self.words()) * 4 * pages as u64 * self.rows.div_ceil(self.most) as u64
     }
 
     pub fn acc_rows(&self) -> u32 {

@@ -60,6 +60,13 @@ impl Remote {
         part[..at.part].copy_from_slice(self.words(at, 0, at.part));
         if let Some(raw) = raw {
             raw.as_flattened_mut().copy_from_slice(self.words(at, at.part, at.raw));
+            // A rank's word is not enough for a token that is not held.
+            let pages = &item.forest.pages[item.forest.blocks[block].clone()];
+            for (weights, page) in
+                raw.iter_mut().zip(pages.iter().cycle()).filter(|(_, page)| page.live != u32::MAX)
+            {
+                (0..LANES).filter(|lane| page.live >> lane & 1 == 0).for_each(|lane| weights[lane] = 0.0);
+            }
         }
         true
     }
@@ -170,11 +177,10 @@ impl Front {
         manner: Manner,
     ) -> Result<Remote, Error> {
         let mut link = self.link();
-        let result = self.ask_through(&mut link, job, layer, items, manner);
-        if result.is_err() {
-            link.epoch += 1;
-        }
-        Ok(result?)
+        link.unsure = true;
+        let remote = self.ask_through(&mut link, job, layer, items, manner)?;
+        link.unsure = false;
+        Ok(remote)
     }
 
     fn ask_through(
@@ -190,7 +196,6 @@ impl Front {
         let mut asked: Vec<(*const Forest<'_>, Vec<Asked>)> = Vec::new();
         // In the order of each rank's answer.
         let mut order: HashMap<u32, Vec<For>> = HashMap::new();
-        let reach = job.table.as_ref().map_or(0, |table| table.capacity().saturating_sub(1));
         for (forest, rows) in items {
             let at = std::ptr::from_ref(*forest);
             if asked.last().is_none_or(|(of, _)| !std::ptr::eq(*of, at)) {
@@ -208,7 +213,6 @@ impl Front {
                             continue;
                         }
                         let work = work.of(rank);
-                        work.reach = reach;
                         work.asks.items += 1;
                         write(job, layer, &item, scratch, packed, manner, &mine, &mut work.asks.words);
                         expect(job, &item, packed, manner, &mine, order.entry(rank).or_default());

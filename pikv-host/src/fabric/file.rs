@@ -226,11 +226,10 @@ impl Front {
         parts: impl Iterator<Item = (&'a [Layer], u32)>,
     ) -> Result<Vec<Vec<Sent>>, Error> {
         let mut link = self.link();
-        let sent = self.send_through(&mut link, inner, parts);
-        if sent.is_err() {
-            link.epoch += 1;
-        }
-        Ok(sent?)
+        link.unsure = true;
+        let sent = self.send_through(&mut link, inner, parts)?;
+        link.unsure = false;
+        Ok(sent)
     }
 
     fn send_through<'a>(

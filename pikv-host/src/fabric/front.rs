@@ -3,7 +3,7 @@
 use super::link::{Answer, Link, Work};
 use super::{Fabric, FabricError, Options, Traffic};
 use crate::cache::{Cache, Inner};
-use crate::config::CacheConfig;
+use crate::config::{CacheConfig, MAX_SHARDS};
 use crate::error::{ConfigError, Error};
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
@@ -161,6 +161,9 @@ impl Front {
         options: &Options,
         fingerprint: u64,
     ) -> Result<Arc<Front>, Error> {
+        if fabric.ranks() > MAX_SHARDS {
+            return Err(ConfigError::Shards { shards: fabric.ranks() }.into());
+        }
         let ranks = fabric.ranks() as usize;
         let session = RandomState::new().build_hasher().finish();
         let link = Link::new(fabric, options.timeout, session, fingerprint)?;
@@ -213,7 +216,9 @@ impl Front {
 
     pub(super) fn link(&self) -> MutexGuard<'_, Link> {
         // A round that panicked left an answer that the next one drops as too late.
-        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
+        link.epoch += u64::from(std::mem::take(&mut link.unsure));
+        link
     }
 
     /// Has ranks work; answers in the same order.
@@ -294,7 +299,7 @@ impl Front {
 
     /// Bytes on all ranks, as they last said.
     pub fn held(&self) -> u64 {
-        self.link().held.iter().map(|(bytes, _)| bytes).sum()
+        self.link().held.iter().fold(0, |sum, (bytes, _)| sum.saturating_add(*bytes))
     }
 
     pub fn traffic(&self) -> Traffic {
@@ -334,8 +339,8 @@ impl Cache {
     /// [`Sequence::read`](crate::Sequence::read) and pages that are put together after an eviction are brought here for it.
     ///
     /// # Errors
-    /// What is wrong with the configuration, [`ConfigError::Fabric`] for what does not go together;
-    /// [`Error::Fabric`] if a rank does not answer, has another version, or was built from another configuration.
+    /// What is wrong with the configuration, [`ConfigError::Fabric`] for what does not go together, [`ConfigError::Shards`] for more
+    /// ranks than there can be shards; [`Error::Fabric`] if a rank does not answer, has another version, or was built from another configuration.
     ///
     /// ```
     /// use pikv_host::fabric::{InProcess, Options};

@@ -40,6 +40,8 @@ pub(super) struct Link {
     pub last: Instant,
     /// Raised when a round failed: what ranks were sent before, of pages that are here, is not relied on.
     pub epoch: u64,
+    /// Whether a round of such pages is under way, or failed, or was cut off by a panic of the fabric.
+    pub unsure: bool,
 }
 
 /// What a rank is to do, section by section.
@@ -50,8 +52,6 @@ pub(super) struct Work {
     pub keeps: List,
     pub fetches: List,
     pub asks: List,
-    /// Positions that tables of rotations must reach, where something is asked.
-    pub reach: u32,
 }
 
 /// Items that were written one after the other.
@@ -63,7 +63,7 @@ pub(super) struct List {
 
 impl Work {
     pub fn is_empty(&self) -> bool {
-        let Work { writes, puts, keeps, fetches, asks, .. } = self;
+        let Work { writes, puts, keeps, fetches, asks } = self;
         [writes, puts, keeps, fetches, asks].iter().all(|list| list.items == 0)
     }
 }
@@ -98,6 +98,7 @@ impl Link {
             traffic: Traffic::default(),
             last: Instant::now(),
             epoch: 0,
+            unsure: false,
         };
         let hello = |_| {
             let mut message = wire::message(kind::HELLO, session, 0);
@@ -149,18 +150,14 @@ impl Link {
             let gone = freed(rank);
             message.push(gone.len() as u32);
             gone.iter().for_each(|id| wire::push_u64(&mut message, *id));
-            let Work { writes, puts, keeps, fetches, asks, reach } = work;
-            for list in [writes, puts, keeps, fetches] {
+            let Work { writes, puts, keeps, fetches, asks } = work;
+            for list in [writes, puts, keeps, fetches, asks] {
                 message.push(list.items);
                 message.extend_from_slice(&list.words);
             }
-            message.push(asks.items);
-            if asks.items > 0 {
-                message.push(reach);
-                message.extend_from_slice(&asks.words);
-            }
             messages.push((rank, message));
         }
+        let waited = self.traffic.waited;
         let answers = self.round(kind::WORK, messages)?;
         let (mut first, mut longest) = (Ok(()), 0);
         let mut done = Vec::with_capacity(answers.len());
@@ -183,7 +180,9 @@ impl Link {
                 Err(error) => first = first.and(Err(error)),
             }
         }
-        self.traffic.computed += Duration::from_nanos(longest);
+        // No rank computes for longer than it is waited for, whatever it says.
+        let waited = self.traffic.waited - waited;
+        self.traffic.computed += Duration::from_nanos(longest).min(waited);
         first.map(|()| done)
     }
 
@@ -209,13 +208,15 @@ impl Link {
                 self.lose(rank, error, &mut first);
             }
         }
-        let mut until = begun + self.timeout;
+        let (mut until, mut idle) = (begun + self.timeout, false);
         while let Some(next) = ranks
             .iter()
             .zip(&answers)
             .position(|(rank, a)| a.is_none() && self.lost[*rank as usize].is_none())
         {
-            let (rank, words) = match self.fabric.receive(until) {
+            // What nobody waits for does not put the end off.
+            let over = std::mem::replace(&mut idle, true) && Instant::now() >= until;
+            let (rank, words) = match if over { Ok(None) } else { self.fabric.receive(until) } {
                 Ok(Some(answer)) => answer,
                 Ok(None) => {
                     let waited = self.timeout;
@@ -228,6 +229,8 @@ impl Link {
                     break;
                 }
                 Err(FabricError::Lost { rank, waited }) => {
+                    idle = !ranks.iter().zip(&answers).any(|(of, a)| *of == rank && a.is_none())
+                        || self.check(rank).is_err();
                     self.lose(rank, FabricError::Lost { rank, waited }, &mut first);
                     continue;
                 }
@@ -258,7 +261,7 @@ impl Link {
                         self.traffic.received += 4 * words.len() as u64;
                     }
                     answers[at] = Some(words);
-                    until = Instant::now() + self.timeout;
+                    (until, idle) = (Instant::now() + self.timeout, false);
                 }
             }
         }

@@ -45,7 +45,10 @@ use std::time::{Duration, Instant};
 /// A way to the ranks that hold a cache's pages: messages of words go out, answers come back.
 ///
 /// Messages to one rank arrive in the order in which they were sent. Nobody but the cache looks into them. A rank answers each with
-/// [`Store::answer`].
+/// [`Store::answer`], on whatever thread, that of [`receive`](Fabric::receive) included.
+///
+/// One thread at a time is in a fabric, and others wait for it to come out. So no method may wait for work of a rayon pool: a thread of
+/// the pool that waits takes other work meanwhile, which may be a call that waits for the fabric.
 pub trait Fabric: Send {
     /// Ranks that hold pages, numbered from 0.
     fn ranks(&self) -> u32;

@@ -135,7 +135,7 @@ impl Cache {
     /// A cache that is over no fabric, or a rank that is lost by it.
     pub fn skew(&self) -> Result<Skew, Error> {
         let alive: Vec<_> = self.ranks()?.into_iter().filter(|rank| rank.lost.is_none()).collect();
-        let sum: u64 = alive.iter().map(|rank| rank.bytes).sum();
+        let sum = alive.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes));
         let most = alive.iter().max_by_key(|rank| rank.bytes).ok_or(FabricError::Nobody)?;
         let mean = sum as f64 / alive.len() as f64;
         Ok(Skew { fullest: if sum == 0 { 1.0 } else { most.bytes as f64 / mean }, rank: most.rank })

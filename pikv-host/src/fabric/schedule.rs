@@ -140,7 +140,7 @@ fn reads(shape: &LayerShape, codecs: &[Option<HeadCodec>], held: &Held, all: u64
     let most = parts.div_ceil(super::attend::WAVE as u64).clamp(1, codecs.len() as u64);
     let waves = if fast { 1 } else { most };
     Wire {
-        sent: 4.0 * (waves * (AROUND.0 + 1) + asked) as f64,
+        sent: 4.0 * (waves * AROUND.0 + asked) as f64,
         received: 4.0 * (waves * AROUND.1 + answered) as f64,
         messages: waves as f64,
     }

@@ -9,14 +9,17 @@ use crate::config::CacheConfig;
 use crate::cuda::Device;
 use crate::error::Error;
 use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, kind};
-use crate::job::each;
+use crate::job::threads;
+use crate::rope::Tables;
 use crate::tiers::Tiers;
 use pikv_core::attend::BLOCK;
-use pikv_core::page::{Layout, PAGE};
+use pikv_core::page::{Layout, PAGE, Position};
 use pikv_core::shard::ShardMap;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Instant;
 
 /// The pages of one rank, in an arena and under a budget of its own, and the routines that read them: on the back end of its
@@ -32,7 +35,7 @@ pub struct Store {
     refused: HashMap<u64, Refusal>,
     session: u64,
     fingerprint: u64,
-    /// Whether questions are worked out by the threads of the rayon pool.
+    /// Whether several threads work out the questions of a message.
     parallel: bool,
 }
 
@@ -58,7 +61,10 @@ pub(crate) fn fingerprint(inner: &Inner) -> u64 {
 
 impl Store {
     /// A store for the pages of a cache of this configuration, of which it has `budget` bytes at most, in the memory of the
-    /// configuration's back end. No memory is taken before there are pages.
+    /// configuration's back end. No memory is taken before there are pages. Where keys are stored before their rotation, its table
+    /// takes as much again at most, or 64 MiB if that is more; what would need a larger one is [`FabricError::Memory`].
+    ///
+    /// [`FabricError::Memory`]: super::FabricError::Memory
     ///
     /// # Errors
     /// What is wrong with the configuration.
@@ -70,7 +76,10 @@ impl Store {
         Ok(Store { inner, pages, refused, session: 0, fingerprint, parallel: false })
     }
 
-    /// Has several questions worked out at once, by the threads of the rayon pool that [`Store::answer`] is called in.
+    /// Whether several threads work out the questions of a message. They are started for that message, and there are as many at
+    /// most as the rayon pool has that [`Store::answer`] is called in (1 without the feature `rayon`). The pool's own threads are
+    /// not used: one that waited for a share of the work would take other work of the pool meanwhile, which may wait for this
+    /// very answer.
     pub fn parallel(mut self, on: bool) -> Store {
         self.parallel = on;
         self
@@ -158,7 +167,10 @@ impl Store {
                     let tokens = (lane..).zip(tokens.chunks_exact(width));
                     tokens.for_each(|(lane, token)| came.token(page, (layer, &layout), lane, token));
                 }
-                Err(refusal) => _ = self.refused.insert(id, refusal),
+                Err(refusal) => match self.refused.len() < REFUSED {
+                    true => _ = self.refused.insert(id, refusal),
+                    false => first = first.and(Err(refusal)),
+                },
             }
         }
         for _ in 0..reader.word().ok_or(CUT)? {
@@ -184,6 +196,10 @@ impl Store {
         for _ in 0..reader.word().ok_or(CUT)? {
             fetched.push(self.held(reader.u64().ok_or(CUT)?)?);
         }
+        // Each page once at most, so that an answer is no longer than what is held.
+        if fetched.len() > self.pages.len() {
+            return Err(CUT);
+        }
         self.fetch(&fetched, out)?;
         let n = reader.word().ok_or(CUT)?;
         let stop = |out: &mut Vec<u32>| {
@@ -194,10 +210,21 @@ impl Store {
             stop(out);
             return Ok(());
         }
-        let reach = reader.word().ok_or(CUT)?;
-        self.inner.tables.grow(reach).map_err(|_| Refusal::Memory { bytes: u64::from(reach) * 4 })?;
         let mut reader = reader.clone();
-        let asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
+        let mut asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
+        for (rope, last) in asks.iter().filter_map(Ask::turned) {
+            let bytes = Tables::bytes(rope, last.min(Position::MAX.0));
+            if last > Position::MAX.0 {
+                return Err(CUT);
+            }
+            if bytes > self.inner.arenas.budget().max(TABLE) {
+                return Err(Refusal::Memory { bytes });
+            }
+            self.inner.tables.grow(rope, last).map_err(|_| Refusal::Memory { bytes })?;
+        }
+        asks.iter_mut().for_each(|ask| ask.take_table(&self.inner));
+        let words: usize = asks.iter().map(Ask::answer_words).sum();
+        out.try_reserve(words).map_err(|_| Refusal::Memory { bytes: 4 * words as u64 })?;
         self.compute(&asks, out)?;
         stop(out);
         Ok(())
@@ -291,9 +318,15 @@ impl Store {
         const CUT: Refusal = Refusal::Malformed;
         let mut ask = Ask::read(&self.inner, reader).ok_or(CUT)?;
         let bytes = u64::from(ask.words()) * 4;
+        let mut listed = 0;
         for _ in 0..reader.word().filter(|n| *n > 0).ok_or(CUT)? {
             let mut block = SmallVec::new();
             let pages = reader.word().filter(|n| (1..=BLOCK).contains(&(*n as usize))).ok_or(CUT)?;
+            // Each page once at most, so that an answer is no longer than rows that came for pages that are held.
+            listed += pages as usize;
+            if listed > self.pages.len() {
+                return Err(CUT);
+            }
             for _ in 0..pages {
                 let (id, live) = (reader.u64().ok_or(CUT)?, reader.word().ok_or(CUT)?);
                 let (mut last, mut by) = (0, 0);
@@ -318,10 +351,58 @@ impl Store {
             return device.partials(asks, out).map_err(|error| self.refusal(error));
         }
         let compute = |ask: &Ask<'_>| ask.compute(&self.inner);
-        let answers = if self.parallel { each(asks, compute) } else { asks.iter().map(compute).collect() };
+        let answers = match asks {
+            [_, _, ..] if self.parallel => {
+                let bytes: u64 = asks.iter().map(Ask::bytes_read).sum();
+                let most = threads().min(asks.len()) as u64;
+                side_by_side(asks, most.min(bytes / SHARE + 1) as usize, compute)
+            }
+            _ => asks.iter().map(compute).collect(),
+        };
         answers.iter().for_each(|answer| out.extend_from_slice(bytemuck::cast_slice(answer)));
         Ok(())
     }
+}
+
+/// Bytes of a table of rotations that a rank with a small budget has all the same.
+const TABLE: u64 = 64 << 20;
+
+/// Pages that had no room, and that questions are told of, at most; the message that brings more fails whole.
+const REFUSED: usize = 1 << 16;
+
+/// Bytes of pages that a thread should have to read: they take it about as long as it takes to be started.
+const SHARE: u64 = 1 << 20;
+
+/// The results of `f` for all items, in their order, worked out by the calling thread and up to `threads - 1` others that end with the
+/// call. Fewer do it where the system starts no more.
+///
+/// # Panics
+/// If `f` does.
+fn side_by_side<I: Sync, O: Send>(items: &[I], threads: usize, f: impl Fn(&I) -> O + Sync) -> Vec<O> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        while let Some((i, item)) =
+            Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, items.get(i)?)))
+        {
+            done.push((i, f(item)));
+        }
+        done
+    };
+    let mut done = thread::scope(|scope| {
+        let start = |_| thread::Builder::new().name("pikv-share".to_owned()).spawn_scoped(scope, work).ok();
+        let others: Vec<_> = (1..threads).map_while(start).collect();
+        let mut done = work();
+        for other in others {
+            match other.join() {
+                Ok(more) => done.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        done
+    });
+    done.sort_unstable_by_key(|(i, _)| *i);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 impl<'m> Came<'m> {

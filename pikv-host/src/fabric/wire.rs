@@ -17,7 +17,7 @@ use pikv_core::page::{Layout, PAGE};
 pub const MAGIC: u32 = u32::from_le_bytes(*b"pikv");
 
 /// Raised whenever a message changes.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Words before what a kind adds.
 pub const HEADER: usize = 7;

@@ -2,8 +2,8 @@
 
 use super::{Fabric, FabricError, Store};
 use crate::backend::Backend;
-use crate::config::CacheConfig;
-use crate::error::Error;
+use crate::config::{CacheConfig, MAX_SHARDS};
+use crate::error::{ConfigError, Error};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -26,9 +26,13 @@ impl InProcess {
     /// `ranks` threads for a cache of this configuration, each with at most `budget` bytes of pages.
     ///
     /// # Errors
-    /// What is wrong with the configuration; [`FabricError::Nobody`] for no ranks, [`FabricError::Transport`] if the system starts no
+    /// What is wrong with the configuration; [`FabricError::Nobody`] for no ranks, [`ConfigError::Shards`] for more than there can be
+    /// shards, [`FabricError::Transport`] if the system starts no
     /// thread.
     pub fn new(config: &CacheConfig, ranks: u32, budget: u64) -> Result<InProcess, Error> {
+        if ranks > MAX_SHARDS {
+            return Err(ConfigError::Shards { shards: ranks }.into());
+        }
         let backends = vec![config.backend.clone(); ranks as usize];
         InProcess::on(config, &backends, budget)
     }

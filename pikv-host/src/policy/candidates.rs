@@ -193,7 +193,15 @@ impl<'a> Candidates<'a> {
                     (None, Held::Away(Away { slot, .. })) => slot.read().ok().map(Arc::from),
                     _ => None,
                 };
-                fetched = self.away().entry(self.page(i)).or_insert_with(read).clone();
+                let known = self.away().get(&self.page(i)).cloned();
+                // Not under the lock: what is read may come from another rank, or from a store that is not pikv's.
+                fetched = match known {
+                    Some(known) => known,
+                    None => {
+                        let read = read();
+                        self.away().entry(self.page(i)).or_insert(read).clone()
+                    }
+                };
                 let Some(words) = &fetched else {
                     key.fill(f32::NAN);
                     value.fill(f32::NAN);

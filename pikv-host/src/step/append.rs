@@ -16,7 +16,7 @@ impl Step<'_> {
     ///
     /// # Errors
     /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, no
-    /// memory from the system, or a device that fails; the layer may then be appended again.
+    /// memory from the system (for pages, or for a table of rotations), or a device that fails; the layer may then be appended again.
     pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
         self.append_tokens(layer, &Tokens::Host { k, v })
@@ -36,6 +36,10 @@ impl Step<'_> {
     pub(super) fn append_tokens(&mut self, layer: usize, tokens: &Tokens<'_>) -> Result<(), Error> {
         let inner = self.inner.clone();
         let shape = inner.layer(layer)?;
+        if let Some(rope) = &shape.rope {
+            // Not before the tokens are there: a table costs as much as they do.
+            inner.tables.grow(rope, self.parts.iter().map(|part| part.len).max().unwrap_or(0))?;
+        }
         let mut row = 0;
         for part in &mut self.parts {
             let (old, new) = (part.sequence.len, part.len);
@@ -113,7 +117,7 @@ impl Target<'_> {
                     })?;
                     if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
                         // What lies on the device is told of once the host has it, to those that look.
-                        let seen = token.or((!rule.eviction.policy.reads_tokens()).then_some((&[], &[])));
+                        let seen = token.or((!rule.reads_tokens).then_some((&[], &[])));
                         if let Some((key, value)) = seen {
                             let token = Token { layer, kv_head: h, position: Position(p), key, value };
                             rule.born(&token, &mut head.states, at);

@@ -137,7 +137,7 @@ impl Step<'_> {
         late.device().check("v", v)?;
         let inner = self.inner.clone();
         let layout = inner.layer(layer)?.layout;
-        let reads = |rule: &Rule| rule.words > 0 && rule.eviction.policy.reads_tokens();
+        let reads = |rule: &Rule| rule.words > 0 && rule.reads_tokens;
         if inner.rules[layer].as_deref().is_some_and(reads) {
             late.bring_tokens(layer, [k, v])?;
         }

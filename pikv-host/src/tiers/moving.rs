@@ -134,6 +134,7 @@ impl Sequence {
     /// A cache without tiers; [`Error::Tier`] if pages would have had to go to a tier that failed. What moved before stays moved; no page is
     /// lost.
     pub fn demote(&mut self, bytes: u64) -> Result<u64, Error> {
+        self.sound()?;
         let inner = self.inner.clone();
         let levels = inner.tiers.as_ref().ok_or(Error::NoTiers)?;
         let pages = self.movable(0..self.layers.len());
@@ -146,6 +147,7 @@ impl Sequence {
     /// # Errors
     /// A cache without tiers; [`Error::Tier`] if a page could not be read, [`Error::OutOfMemory`]. What moved before stays moved; no page is lost.
     pub fn promote(&mut self, bytes: u64) -> Result<u64, Error> {
+        self.sound()?;
         if self.inner.tiers.is_none() {
             return Err(Error::NoTiers);
         }
@@ -172,6 +174,7 @@ impl Sequence {
     /// [`Error::TierFull`] or [`Error::OutOfBudget`] where a share does not fit beside what is there, [`Error::Tier`]. What moved before
     /// stays moved; no page is lost.
     pub fn arrange(&mut self, layers: Range<usize>, shares: &[f64]) -> Result<(), Error> {
+        self.sound()?;
         let inner = self.inner.clone();
         if layers.start > layers.end || layers.end > self.layers.len() {
             return Err(Error::Layer { layer: layers.start.max(layers.end), layers: self.layers.len() });
