@@ -32,7 +32,8 @@ impl Layer {
             return;
         }
         let slack = inner.store.ring.slack();
-        let mut thinned: SmallVec<[(usize, usize); 8]> = SmallVec::new();
+        // Those that could not be put together before are tried again.
+        let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
         while let Some(Killed { head, chain, ordinal, lanes, .. }) =
             self.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
         {
@@ -43,7 +44,11 @@ impl Layer {
         }
         for (head, chain) in thinned {
             let whose = Whose { inner, shape, head, chain };
-            self.heads[head].chains[chain].compact(&whose, inner.store.ring.kept_from(len));
+            let done = self.heads[head].chains[chain].compact(&whose, inner.store.ring.kept_from(len));
+            if done.is_err() {
+                inner.failures.uncompacted();
+                self.owed.push((head, chain));
+            }
         }
     }
 
