@@ -79,7 +79,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     row("Duo", all(duo.eviction()));
     row("Duo-lit", all(Eviction::new(DuoLit, tokens.clone())));
     let pyramid = PyramidKv { capacity: budget, window: fixed, ..PyramidKv::new(budget) };
-    let budgets = pyramid.budgets(layers as u32)?;
+    let budgets = pyramid.budgets_of(layers as u32, window)?;
     row("C_Py", all(Eviction::new(SnapKv::default(), Budget::Layers(budgets.into()))));
     row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), 10), tokens.clone())));
     // What the first two layers hold too much the others do without.

@@ -3,7 +3,7 @@
 use crate::policies::{self, Setup};
 use crate::{Result, SINKS, ring};
 use indicatif::ProgressBar;
-use pikv::trace::{Reader, Row, Skewed, Writer};
+use pikv::trace::{Reader, Row, Skewed, TraceFile, Writer};
 use pikv::{
     Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, PageMass, Place, Position, Sequence,
 };
@@ -12,7 +12,7 @@ use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::subject::Subject;
 use pikv_engine::measure::watched::{Watch, Watched};
 use std::fs::File;
-use std::io::{BufReader, BufWriter};
+use std::io::BufReader;
 use std::path::Path;
 
 /// Width of the made-up keys.
@@ -128,8 +128,8 @@ pub fn record(subject: &Subject, ids: &[u32], file: &Path) -> Result<()> {
     let cache = Cache::new(CacheConfig::new(layers, 4 << 30).ring(ids.len() as u32).experts(experts, top_k))?;
     let recorder = Recorder { layer: subject.layers / 2, experts: Vec::new(), wanted: Vec::new() };
     let mut watched = Watched::new(cache, subject.head_dim, recorder);
-    let out = File::create(file).map_err(|e| format!("{}: {e}", file.display()))?;
-    let mut writer = Writer::new(BufWriter::new(out), experts)?;
+    let out = TraceFile::create(file).map_err(|e| format!("{}: {e}", file.display()))?;
+    let mut writer = Writer::new(out, experts)?;
     let (bar, mut logits) = (ProgressBar::new(ids.len() as u64), Vec::new());
     for id in ids {
         subject.forward(&[*id], &mut watched, &mut logits)?;

@@ -248,8 +248,10 @@ pub fn rows(
     };
     let half = (subject.window() / 2) as u32;
     let pyramid = PyramidKv { window: crate::RING as u32 + crate::SINKS, ..PyramidKv::new(half) };
-    let pyramid =
-        Eviction::new(SnapKv::default(), Budget::Layers(pyramid.budgets(subject.layers as u32)?.into()));
+    let pyramid = Eviction::new(
+        SnapKv::default(),
+        Budget::Layers(pyramid.budgets_of(subject.layers as u32, 2 * half)?.into()),
+    );
     let chunks = Eviction::new(Chunks::new(SnapKv::default(), 10), Budget::Tokens(half));
     let fast = Eviction::new(FastVReceived, Budget::Share(0.5));
     let from = |first: usize, how: Eviction| -> Vec<(usize, Eviction)> {

@@ -50,7 +50,17 @@ impl Dtype {
         }
     }
 
-    /// The largest magnitude that [`Dtype::encode`] takes.
+    /// The largest value of the form: 65504 for f16.
+    pub const fn largest(self) -> f32 {
+        f32::from_bits(match self {
+            Dtype::F32 => 0x7f7f_ffff,
+            Dtype::F16 => 0x477f_e000,
+            Dtype::Bf16 => 0x7f7f_0000,
+        })
+    }
+
+    /// The largest magnitude that [`Dtype::encode`] takes, which is a little more than the [largest](Dtype::largest) value where it
+    /// rounds.
     pub const fn limit(self) -> f32 {
         f32::from_bits(match self {
             Dtype::F32 => 0x7f7f_ffff,

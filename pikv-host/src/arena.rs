@@ -7,6 +7,7 @@ use crate::config::CacheConfig;
 #[cfg(feature = "cuda")]
 use crate::cuda::{PageMemory, Pending};
 use crate::error::Error;
+use crate::failures::Counts;
 use memmap2::MmapMut;
 use pikv_core::LANES;
 use std::borrow::Cow;
@@ -39,6 +40,10 @@ pub struct Arenas {
     /// Bytes in use or reserved.
     taken: AtomicU64,
     poison: bool,
+    /// Whether pages that are given back are overwritten, and where it is counted that they could not be.
+    wipe: bool,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device can refuse"))]
+    failures: Arc<Counts>,
 }
 
 /// Pages of one size on one shard.
@@ -249,14 +254,16 @@ impl fmt::Debug for Page {
 }
 
 impl Arenas {
-    pub(crate) fn new(config: &CacheConfig, mut classes: Vec<u32>) -> Arc<Arenas> {
-        let (shards, budget, poison) = (config.shards.shards(), config.budget, config.poison);
+    pub(crate) fn new(config: &CacheConfig, mut classes: Vec<u32>, failures: &Arc<Counts>) -> Arc<Arenas> {
+        let &CacheConfig { budget, poison, wipe, .. } = config;
+        let (shards, failures) = (config.shards.shards(), failures.clone());
         let backend = config.backend.clone();
         classes.sort_unstable();
         classes.dedup();
         let arenas = (0..shards as usize * classes.len()).map(|_| Mutex::default()).collect();
         let shards = (0..shards).map(|_| AtomicU64::new(0)).collect();
-        Arc::new(Arenas { classes, arenas, shards, backend, budget, taken: AtomicU64::new(0), poison })
+        let taken = AtomicU64::new(0);
+        Arc::new(Arenas { classes, arenas, shards, backend, budget, taken, poison, wipe, failures })
     }
 
     /// Bytes of pages in use, on each shard.
@@ -307,9 +314,16 @@ impl Arenas {
         let near = self.near(class);
         let (shard, class) = (shard as usize, usize::from(class));
         let words = self.classes[class] as usize;
-        if self.poison {
+        if self.poison || self.wipe {
             // SAFETY: the last handle is being dropped, so nobody else reads or writes these `near` words of the chunk.
             unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), near) }.fill(POISON);
+        }
+        #[cfg(feature = "cuda")]
+        if self.wipe
+            && let Some(device) = self.backend.device()
+            && device.fill(page.address(), POISON, words as u32).is_err()
+        {
+            self.failures.unwiped();
         }
         self.arena(shard, class).give_back(chunk, index);
         self.shards[shard].fetch_sub(words as u64 * 4, Ordering::Relaxed);

@@ -6,6 +6,7 @@ use crate::codec::HeadCodec;
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
 use crate::fabric::Front;
+use crate::failures::{Counts, Failures};
 use crate::observe::Rule;
 use crate::ranked::Rooms;
 use crate::rope::Tables;
@@ -34,6 +35,8 @@ pub(crate) struct Inner {
     pub tiers: Option<Levels>,
     /// The ranks that keep full pages.
     pub fabric: Option<Arc<Front>>,
+    /// What went wrong without failing a call.
+    pub failures: Arc<Counts>,
 }
 
 impl Inner {
@@ -129,11 +132,12 @@ impl Cache {
             heads.clone().filter_map(|codec| codec.aged.as_ref()).map(|aged| aged.codec.packed.words());
         let packed = heads.map(|codec| codec.packed.words()).chain(aged);
         let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
-        let arenas = Arenas::new(&config, classes);
+        let failures = Arc::<Counts>::default();
+        let arenas = Arenas::new(&config, classes, &failures);
         let tables = Tables::new(&config.layers);
-        let tiers = Levels::new(&config.tiers, config.backend.is_cpu())?;
+        let tiers = Levels::new(&config, &failures)?;
         let rooms = Rooms::default();
-        let inner = Inner { config, store, codecs, rules, arenas, tables, rooms, tiers, fabric };
+        let inner = Inner { config, store, codecs, rules, arenas, tables, rooms, tiers, fabric, failures };
         Ok(Cache { inner: Arc::new(inner) })
     }
 
@@ -190,6 +194,11 @@ impl Cache {
         let tiers = self.inner.tiers.as_ref().map_or_else(Vec::new, Levels::usage);
         let shards = arenas.bytes_by_shard().collect();
         Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers }
+    }
+
+    /// What went wrong so far without failing a call.
+    pub fn failures(&self) -> Failures {
+        self.inner.failures.read()
     }
 
     /// Pages that attention read from lower tiers so far.

@@ -372,6 +372,7 @@ impl<'a> LoopStep<'a> {
         sink.step(&StepMetrics { rows, resident_bytes, logical_bytes, hits: all_hits, misses: all_misses });
         report.evicted.iter().for_each(|page| sink.evicted(page));
         report.reused.iter().for_each(|page| sink.reused(page));
+        sink.failures(&cache.failures());
         if let Some(front) = &cache.inner.fabric {
             sink.traffic(&front.traffic());
         }

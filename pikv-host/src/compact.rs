@@ -56,15 +56,17 @@ struct Move {
 
 impl Chain {
     /// Moves the tokens of pages towards the newest of them, and frees those that are left empty, once a fifth of all lanes
-    /// are. What a rollback could still touch, which lies at or after `kept`, and packed pages stay as they are; so does
-    /// everything where a page is shared and no memory is left for a copy, and where a lower tier or a device fails.
+    /// are. What a rollback could still touch, which lies at or after `kept`, and packed pages stay as they are.
     ///
     /// Blocks are cut by ordinals, and shards hold blocks, so tokens move to pages of the shard that their new ordinal says.
     /// Pages in lower tiers are put together as if they were here: where pages lie must not show. O(tokens) of the chain, which
     /// is little for each that was evicted.
-    pub fn compact(&mut self, whose: &Whose<'_>, kept: u32) {
+    ///
+    /// # Errors
+    /// No memory for a copy of a page that is shared; a lower tier or a device that fails. Everything stays as it was.
+    pub fn compact(&mut self, whose: &Whose<'_>, kept: u32) -> Result<(), Error> {
         if self.dead < PAGE || self.dead * 4 < self.live {
-            return;
+            return Ok(());
         }
         self.dead = self.count_dead();
         let still = |entry: &&Entry| match &entry.held {
@@ -85,9 +87,9 @@ impl Chain {
         let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
         let dead = pages as u32 * PAGE - live;
         if dead < PAGE || dead * 4 < self.live {
-            return;
+            return Ok(());
         }
-        let Some(mut targets) = self.targets(whose, end, live.div_ceil(PAGE) as usize) else { return };
+        let mut targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
         // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
         let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
         let far = !whose.inner.config.backend.is_cpu();
@@ -100,7 +102,7 @@ impl Chain {
             }
             _ => Ok(None),
         });
-        let Ok(away) = away.collect::<Result<Vec<_>, _>>() else { return };
+        let away = away.collect::<Result<Vec<_>, _>>()?;
         // From the newest token back: its place is never before its own, so nothing is overwritten that is still to move.
         let mut moves = Vec::with_capacity(live as usize);
         for from in (0..end).rev() {
@@ -113,14 +115,12 @@ impl Chain {
         let mut filled = vec![0u32; targets.len()];
         moves.iter().for_each(|to| filled[to.at] |= 1 << to.to_lane);
         // All that can fail comes before anything is changed.
-        let Ok(mut lower) = self.lower(whose, &targets, &moves, &away) else { return };
+        let mut lower = self.lower(whose, &targets, &moves, &away)?;
         let layout = &whose.shape.layout;
         let mut bounds: VecDeque<Option<Box<[[f32; LANES]]>>> = VecDeque::new();
         if far {
             let assembled = fetches.then(|| self.assembled(layout, targets.len(), &moves, &away));
-            if self.move_far(whose, &targets, &moves, assembled.as_deref()).is_err() {
-                return;
-            }
+            self.move_far(whose, &targets, &moves, assembled.as_deref())?;
             let whole = filled.iter().zip(assembled.iter().flatten());
             let of = |(live, words): (&u32, &Vec<u32>)| {
                 Some(Entry::bounds_of(*live, words, layout, whose.shape.rope.as_ref()))
@@ -189,6 +189,7 @@ impl Chain {
         self.dead = self.count_dead();
         self.mirrors.clear();
         self.sweep(kept);
+        Ok(())
     }
 
     /// Evicted lanes of pages that are left.
@@ -276,18 +277,18 @@ impl Chain {
     }
 
     /// The newest `n` of the first `end` pages that tokens can be moved to, from the newest on.
-    fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Option<Vec<(usize, Target)>> {
+    ///
+    /// # Errors
+    /// No memory for one that is needed.
+    fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Result<Vec<(usize, Target)>, Error> {
         let words = whose.shape.layout.words();
         let lower = || whose.inner.tiers.is_some().then_some(Target::Lower);
         let fresh = |i: usize| {
             let pages = whose.inner.arenas.reserve(u64::from(words) * 4);
             let place = chain_place(whose.chain);
             let shard = whose.inner.shard_of(place, self.entries[i].ordinal, whose.head);
-            pages
-                .and_then(|mut pages| pages.take(shard, words, Near::Any))
-                .ok()
-                .map(Target::Fresh)
-                .or_else(lower)
+            let fresh = pages.and_then(|mut pages| pages.take(shard, words, Near::Any)).map(Target::Fresh);
+            fresh.or_else(|error| lower().ok_or(error))
         };
         let mut targets = Vec::new();
         for i in (0..end).rev() {
@@ -303,6 +304,6 @@ impl Chain {
                 Held::Gone { .. } | Held::Closed(_) => {}
             }
         }
-        Some(targets)
+        Ok(targets)
     }
 }

@@ -41,6 +41,11 @@ pub struct CacheConfig {
     pub budget: u64,
     /// Fill pages with NaN when they are taken and given back, to find reads of what was never written.
     pub poison: bool,
+    /// Overwrite pages when they are given back, in the budget and in lower tiers, so that nothing of a sequence stays in them once it
+    /// is gone. It costs a write of each page. It does not reach what a call copied on its way (staging buffers, tensors of the
+    /// caller), what a [`Store`](crate::tiers::Store) keeps of what is overwritten, and pages that a process which is killed leaves to
+    /// the system. Pages that could not be overwritten are counted: [`Cache::failures`](crate::Cache::failures).
+    pub wipe: bool,
     /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::Read::Quest) selects by: 8 bytes a channel of K
     /// and page.
     pub bounds: bool,
@@ -111,6 +116,7 @@ impl CacheConfig {
             shards: ShardMap::ONE,
             budget,
             poison: false,
+            wipe: false,
             bounds: false,
             lanes: Lanes::detect(),
             backend: Backend::CPU,
@@ -155,6 +161,12 @@ impl CacheConfig {
     /// Sets whether pages are poisoned.
     pub fn poison(mut self, on: bool) -> Self {
         self.poison = on;
+        self
+    }
+
+    /// Sets whether pages are overwritten when they are given back.
+    pub fn wipe(mut self, on: bool) -> Self {
+        self.wipe = on;
         self
     }
 

@@ -2,6 +2,7 @@
 
 use crate::backend::CudaError;
 use crate::fabric::FabricError;
+use pikv_core::dtype::Dtype;
 use pikv_core::page::{MAX_DIM, Position};
 use thiserror::Error;
 
@@ -202,6 +203,11 @@ impl std::fmt::Display for TierOperation {
     }
 }
 
+/// The largest value of the dtype of that name.
+fn largest(dtype: &str) -> f32 {
+    Dtype::ALL.into_iter().find(|of| of.name() == dtype).map_or(f32::MAX, Dtype::largest)
+}
+
 /// Why a call was refused. Whatever the cause, the cache and every sequence are as they were before the call, or, inside a
 /// step, as they are once the step is dropped.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -332,8 +338,8 @@ pub enum Error {
     },
     /// A value that the layer's dtype cannot hold.
     #[error(
-        "{what} of layer {layer}, KV head {kv_head}, row {row}, channel {channel}: {value} is not finite as {dtype}, or past \
-         what the head's codec holds"
+        "{what} of layer {layer}, KV head {kv_head}, row {row}, channel {channel}: {value}; largest for {dtype}{codec}: {limit}",
+        codec = if *limit < largest(dtype) { " and the head's codec" } else { "" }
     )]
     Unstorable {
         /// K or V.
@@ -350,6 +356,32 @@ pub enum Error {
         value: f32,
         /// The stored form.
         dtype: &'static str,
+        /// The largest magnitude that would do: the form's, or what the head's codec holds
+        /// ([`Limits`](crate::codec::Limits)).
+        limit: f32,
+    },
+    /// A row that the map of the head's codec could turn into more than its code holds.
+    #[error(
+        "{what} of layer {layer}, KV head {kv_head}, row {row}: channels of length {length}, the largest of them channel {channel} \
+         with {value}; longest for the head's codec: {limit}"
+    )]
+    RowTooLong {
+        /// K or V.
+        what: &'static str,
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Row of the call, over all its sequences.
+        row: usize,
+        /// The largest channel of those whose length counts.
+        channel: u32,
+        /// Its value.
+        value: f32,
+        /// The root of the sum of the squares.
+        length: f32,
+        /// The largest that would do ([`Limits::length`](crate::codec::Limits::length)).
+        limit: f32,
     },
     /// A query that is not finite.
     #[error("q of layer {layer}, row {row}, query head {head}, channel {channel}: {value} is not finite")]

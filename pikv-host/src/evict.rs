@@ -32,7 +32,8 @@ impl Layer {
             return;
         }
         let slack = inner.store.ring.slack();
-        let mut thinned: SmallVec<[(usize, usize); 8]> = SmallVec::new();
+        // Those that could not be put together before are tried again.
+        let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
         while let Some(Killed { head, chain, ordinal, lanes, .. }) =
             self.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
         {
@@ -44,9 +45,12 @@ impl Layer {
         let kept = inner.store.ring.kept_from(len);
         for (head, chain) in thinned {
             let whose = Whose { inner, shape, head, chain };
-            let chain = &mut self.heads[head].chains[chain];
-            chain.sweep(kept);
-            chain.compact(&whose, kept);
+            let run = &mut self.heads[head].chains[chain];
+            run.sweep(kept);
+            if run.compact(&whose, kept).is_err() {
+                inner.failures.uncompacted();
+                self.owed.push((head, chain));
+            }
         }
     }
 

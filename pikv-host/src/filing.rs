@@ -62,6 +62,8 @@ pub(crate) struct Layer {
     pub rule: Option<Arc<Rule>>,
     /// What was evicted and can still come back, by ascending length of the sequence.
     pub killed: VecDeque<Killed>,
+    /// Heads and chains whose pages could not be put together, to be tried again.
+    pub owed: Vec<(usize, usize)>,
 }
 
 impl Layer {
@@ -84,6 +86,7 @@ impl Layer {
             undo: Vec::new(),
             rule,
             killed: VecDeque::new(),
+            owed: Vec::new(),
         }
     }
 

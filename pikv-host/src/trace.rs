@@ -8,11 +8,13 @@
 //! 17,3 5,
 //! 4,3 0,0
 //! ```
-//! `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded
+//! A trace holds the tokens of prompts, so a [`TraceFile`] is for its owner's eyes. `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded
 //! run, or draws from a distribution.
 
+use crate::files::Private;
 use pikv_core::hash::next;
-use std::io::{self, BufRead, Write};
+use std::io::{self, BufRead, BufWriter, Write};
+use std::path::Path;
 use thiserror::Error;
 
 /// One token of a stream. Its position is its index.
@@ -104,6 +106,43 @@ impl<W: Write> Writer<W> {
     pub fn finish(mut self) -> Result<W, TraceError> {
         self.out.flush()?;
         Ok(self.out)
+    }
+}
+
+/// A file for a [`Writer`], buffered, which its owner alone can read (mode 0600).
+///
+/// Writes that would pass the size that the process may give a file (`RLIMIT_FSIZE`) are errors of kind
+/// [`FileTooLarge`](io::ErrorKind::FileTooLarge), and raise no `SIGXFSZ`.
+#[derive(Debug)]
+pub struct TraceFile(BufWriter<Private>);
+
+impl TraceFile {
+    /// Makes the file at `path`. A file that is there loses its name, and who has it open sees nothing of the new one.
+    ///
+    /// # Errors
+    /// The file system's; something else than a file at `path`, such as a link or a device ([`Writer::new`] takes those that you open
+    /// yourself).
+    pub fn create(path: impl AsRef<Path>) -> io::Result<TraceFile> {
+        Ok(TraceFile(BufWriter::new(Private::create(path.as_ref())?)))
+    }
+
+    /// Writes out what is buffered, and waits until it would outlast a loss of power.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn sync(&mut self) -> io::Result<()> {
+        self.0.flush()?;
+        self.0.get_ref().sync()
+    }
+}
+
+impl Write for TraceFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
     }
 }
 

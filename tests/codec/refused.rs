@@ -30,8 +30,16 @@ fn values_past_a_codec_are_refused() {
                 let row = if what == "k" { &mut key } else { &mut value };
                 row[at] = x;
                 let channel = at as u32 - 24;
-                let want =
-                    Error::Unstorable { what, layer, kv_head: 1, row: 1, channel, value: x, dtype: "f32" };
+                let want = Error::Unstorable {
+                    what,
+                    layer,
+                    kv_head: 1,
+                    row: 1,
+                    channel,
+                    value: x,
+                    dtype: "f32",
+                    limit: 0.99 * 65504.0,
+                };
                 assert_eq!(step.append(layer, &key, &value), Err(want));
             }
         }

@@ -163,6 +163,8 @@ fn the_metrics_crate() {
         ("pikv_wire_messages_total ", 3),
         ("pikv_moved_pages_total ", 8),
         ("pikv_replicated_pages_total ", 16),
+        ("pikv_uncompacted_total ", 0),
+        ("pikv_unwiped_pages_total ", 0),
     ];
     for (name, n) in counters {
         assert_eq!(seen.remove(name), Some(DebugValue::Counter(n)), "{name}");

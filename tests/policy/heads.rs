@@ -81,7 +81,7 @@ fn retrieval_heads_keep_everything() {
     let duo = Duo::parse(pattern, 20).unwrap();
     assert_eq!(duo.gates, [[1.0, 0.2], [0.5, 0.49]]);
     for (bad, line) in
-        [("0.1\n1.5", "line 2"), ("x 1", "line 1"), ("1\n\n0.5 -1", "line 3"), ("nan", "line 1")]
+        [("0.1\ninf", "line 2"), ("x 1", "line 1"), ("1\n\n0.5 -inf", "line 3"), ("nan", "line 1")]
     {
         let error = Duo::parse(bad, 20).unwrap_err();
         assert!(error.starts_with(line), "{error}");

@@ -116,8 +116,8 @@ const fn length(what: &'static str, got: usize, expected: usize, shape: &'static
 
 #[rustfmt::skip]
 fn calls() -> Vec<Case> {
-    let k = |row, kv_head, channel, value| Error::Unstorable { what: "k", layer: 0, kv_head, row, channel, value, dtype: "f16" };
-    let v = |row, kv_head, channel, value| Error::Unstorable { what: "v", layer: 0, kv_head, row, channel, value, dtype: "bf16" };
+    let k = |row, kv_head, channel, value| Error::Unstorable { what: "k", layer: 0, kv_head, row, channel, value, dtype: "f16", limit: 65504.0 };
+    let v = |row, kv_head, channel, value| Error::Unstorable { what: "v", layer: 0, kv_head, row, channel, value, dtype: "bf16", limit: f32::from_bits(0x7f7f_0000) };
     let q = |row, head, channel, value| Error::Query { layer: 0, row, head, channel, value };
     let no_page = |kv_head, page| Error::NoPage { layer: 0, kv_head, page };
     let rows = |first, end| Error::QueryPosition { first, end, oldest: 35, len: 40 };
@@ -148,7 +148,7 @@ fn calls() -> Vec<Case> {
         ("v -inf", |c, s| append(c, s, &[0.0; K], &with(V, 10, f32::NEG_INFINITY)), v(1, 0, 0, f32::NEG_INFINITY), &["-inf", "row 1"]),
         ("v rounds past bf16", |c, s| append(c, s, &[0.0; K], &with(V, 3, f32::MAX)), v(0, 0, 3, f32::MAX), &["340282350000000000000000000000000000000", "bf16"]),
         ("f32 inf", |c, s| begin(c, s).append(1, &with(4, 3, f32::INFINITY), &[0.0; 4]),
-            Error::Unstorable { what: "k", layer: 1, kv_head: 0, row: 1, channel: 1, value: f32::INFINITY, dtype: "f32" }, &["layer 1", "inf", "f32"]),
+            Error::Unstorable { what: "k", layer: 1, kv_head: 0, row: 1, channel: 1, value: f32::INFINITY, dtype: "f32", limit: f32::MAX }, &["layer 1", "inf", "f32"]),
         ("q NaN", |c, s| attend(c, s, &with(Q, 23, f32::NAN), Attend::new(1.0), [OUT, LSE]), q(1, 3, 2, f32::NAN), &["NaN", "row 1", "query head 3", "channel 2"]),
         ("q inf", |c, s| attend(c, s, &with(Q, 4, f32::INFINITY), Attend::new(1.0), [OUT, LSE]), q(0, 1, 1, f32::INFINITY), &["inf", "query head 1"]),
         ("q -inf outside a step", |c, s| {

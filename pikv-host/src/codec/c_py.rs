@@ -26,6 +26,12 @@ impl PyramidKv {
     /// # Errors
     /// A capacity that is not above the window, a beta below 1, no layers.
     pub fn shares(&self, layers: u32) -> Result<Vec<f64>, SelectError> {
+        self.shares_of(layers, u32::MAX)
+    }
+
+    /// [`PyramidKv::shares`] of a prompt of `tokens`, of which no layer gets more: as in the paper's code, `max` is then `tokens - w`,
+    /// and `min` what `max` lost more, so that the mean stays `C`.
+    fn shares_of(&self, layers: u32, tokens: u32) -> Result<Vec<f64>, SelectError> {
         let PyramidKv { capacity, window, beta } = *self;
         if capacity <= window {
             return Err(SelectError::Capacity { capacity, window });
@@ -40,18 +46,21 @@ impl PyramidKv {
         if layers == 0 {
             return Err(SelectError::Setting { name: "layers", value: 0.0, range: "at least 1" });
         }
-        if layers == 1 {
-            return Ok(vec![f64::from(capacity)]);
+        if tokens <= capacity || layers == 1 {
+            return Ok(vec![f64::from(capacity.min(tokens)); layers as usize]);
         }
         let spread = f64::from(capacity - window);
-        let least = spread / beta;
-        let most = 2.0 * spread - least;
+        let most = (2.0 * spread - spread / beta).min(f64::from(tokens - window));
+        let least = 2.0 * spread - most;
         let step = (most - least) / f64::from(layers - 1);
         Ok((0..layers).map(|l| most - f64::from(l) * step + f64::from(window)).collect())
     }
 
-    /// The budgets in whole tokens. Their sum is exactly `layers * capacity`: each share is rounded down, and the largest remainders
-    /// get what is left, of equal ones the lower layer. None is below the window.
+    /// The budgets in whole tokens, for prompts that no budget passes. Their sum is exactly `layers * capacity`: each share is rounded
+    /// down, and the largest remainders get what is left, of equal ones the lower layer. None is below the window.
+    ///
+    /// The first layers get up to twice the capacity: of a prompt shorter than that they keep fewer tokens than they may, and all
+    /// layers together fewer than were asked for. Where the prompt is known, [`PyramidKv::budgets_of`] gives those to the later layers.
     ///
     /// # Errors
     /// Those of [`PyramidKv::shares`].
@@ -63,9 +72,26 @@ impl PyramidKv {
     /// # Ok::<(), pikv_host::codec::SelectError>(())
     /// ```
     pub fn budgets(&self, layers: u32) -> Result<Vec<u32>, SelectError> {
-        let shares = self.shares(layers)?;
+        self.budgets_of(layers, u32::MAX)
+    }
+
+    /// The budgets in whole tokens for a prompt of `tokens`, of which none is more. Their sum is exactly `layers * capacity`, or
+    /// `layers * tokens` if the prompt is no longer than the capacity: what the first layers cannot use the later ones get, evenly
+    /// less from layer to layer, as in the paper's code.
+    ///
+    /// # Errors
+    /// Those of [`PyramidKv::shares`].
+    ///
+    /// ```
+    /// use pikv_host::codec::PyramidKv;
+    /// let budgets = PyramidKv { capacity: 108, window: 8, beta: 20.0 }.budgets_of(4, 150)?;
+    /// assert_eq!(budgets, [150, 122, 94, 66]);
+    /// # Ok::<(), pikv_host::codec::SelectError>(())
+    /// ```
+    pub fn budgets_of(&self, layers: u32, tokens: u32) -> Result<Vec<u32>, SelectError> {
+        let shares = self.shares_of(layers, tokens)?;
         let mut budgets: Vec<u32> = shares.iter().map(|s| s.floor() as u32).collect();
-        let total = u64::from(layers) * u64::from(self.capacity);
+        let total = u64::from(layers) * u64::from(self.capacity.min(tokens));
         let given: u64 = budgets.iter().map(|b| u64::from(*b)).sum();
         let mut order: Vec<usize> = (0..budgets.len()).collect();
         order.sort_by(|a, b| shares[*b].fract().total_cmp(&shares[*a].fract()));
@@ -80,12 +106,13 @@ impl PyramidKv {
     }
 
     /// Which of the tokens of `layer` stay, oldest first, by their `scores`: the newest `window`, and of the others the best up to the
-    /// layer's budget. Of equal scores the older stays. O(n log n).
+    /// layer's budget for a prompt of so many tokens ([`PyramidKv::budgets_of`]). Of equal scores the older stays. O(n log n).
     ///
     /// # Errors
     /// Those of [`PyramidKv::shares`], a layer that is not there, scores that are not finite.
     pub fn keep(&self, layer: u32, layers: u32, scores: &[f32]) -> Result<Vec<bool>, SelectError> {
-        let budgets = self.budgets(layers)?;
+        let tokens = u32::try_from(scores.len()).unwrap_or(u32::MAX);
+        let budgets = self.budgets_of(layers, tokens)?;
         let Some(budget) = budgets.get(layer as usize) else {
             return Err(SelectError::Layer { layer, layers });
         };

@@ -1,13 +1,13 @@
 //! What becomes of a head's tokens once they left the ring.
 
-use super::map::Map;
+use super::map::{Map, length};
 use super::{MapError, c_ch_lit, c_py_lit};
 use crate::error::ConfigError;
 use pikv_core::codec::code::{Code, Scale};
 use pikv_core::codec::pack::{Turn, pack_tables};
 use pikv_core::codec::packed::{Packed, Side};
 use pikv_core::codec::read::Back;
-use pikv_core::page::{Layout, Position, Unstorable};
+use pikv_core::page::{Layout, MAX_DIM, Position, Unstorable};
 use pikv_core::warp::LANES;
 use pikv_lanes::{Lanes, pack::Channels};
 use std::cell::RefCell;
@@ -134,17 +134,115 @@ impl Coding {
         }
     }
 
-    /// The largest magnitude of a channel that this can store, with a hundredth of room for the roundings of the head's dtype
-    /// and of the map.
+    /// The largest magnitude of a channel that this can store whatever the width of the row and its other channels, with a hundredth of
+    /// room for the roundings of the head's dtype and of the map: [`Coding::limits`] of the widest rows.
     pub fn limit(&self) -> f32 {
+        self.limits(MAX_DIM).each
+    }
+
+    /// Which rows of `dim` channels this can store, with a hundredth of room for the roundings of the head's dtype and of the map.
+    ///
+    /// ```
+    /// use pikv_host::codec::{Code, Coding, Map};
+    /// let spread = Coding::new(Code::Int8).map(Map::hadamard(128)?).limits(128);
+    /// // All 128 channels may be 5,700; one of 60,000 will do too.
+    /// assert!(spread.take(&[5_700.0; 128]) && !spread.take(&[6_000.0; 128]));
+    /// let mut row = [0.0; 128];
+    /// row[37] = 60_000.0;
+    /// assert!(spread.take(&row));
+    /// # Ok::<(), pikv_host::codec::MapError>(())
+    /// ```
+    pub fn limits(&self, dim: u32) -> Limits {
         let top = 0.99 * self.code.limit();
+        let alike = |each| Limits { each, most: each, run: dim as usize, length: f64::INFINITY };
         match &self.form {
-            Form::Plain | Form::Means(_) => top,
-            Form::Map(map) => map.limit(top),
-            // A mean is an f16; a coefficient is no longer than a row from its mean, of 256 channels.
-            Form::Basis(_) => (0.99 * Code::F16.limit()).min(top / 32.0),
+            Form::Plain | Form::Means(_) => alike(top),
+            Form::Map(map) => match map.length(top) {
+                None => alike(map.limit(top)),
+                Some((run, length)) => Limits { each: map.limit(top), most: f32::MAX, run, length },
+            },
+            Form::Basis(_) => {
+                // A mean is an f16; a coefficient is no longer than a row from its mean, which is less than twice the longest row.
+                let (mean, length) = (0.99 * Code::F16.limit(), f64::from(top) / 2.0);
+                let each = (length / f64::from(dim).sqrt()) as f32;
+                Limits { each: mean.min(each), most: mean, run: dim as usize, length }
+            }
         }
     }
+}
+
+/// Which rows a [`Coding`] can store: those with no channel past `each`, and those with no channel past `most` in which no run of
+/// `run` channels is longer than `length`.
+///
+/// Keys and values that lie on a device when they are appended are judged by `each` alone.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Limits {
+    /// Magnitude that all channels of a row may have at once.
+    pub each: f32,
+    /// Magnitude that no channel may pass.
+    pub most: f32,
+    /// Channels whose length counts together.
+    pub run: usize,
+    /// The root of the sum of the squares of a run that has a channel past `each`; infinite where lengths do not matter.
+    pub length: f64,
+}
+
+impl Limits {
+    /// Whether the row can be stored. Of NaN this says nothing: the dtype refuses it.
+    pub fn take(&self, row: &[f32]) -> bool {
+        self.check(row).is_ok()
+    }
+
+    /// # Errors
+    /// The first channel that is too large, or the largest of the first run that is too long.
+    #[inline]
+    fn check(&self, row: &[f32]) -> Result<(), Past> {
+        if row.iter().all(|x| x.abs() <= self.each) { Ok(()) } else { self.check_large(row) }
+    }
+
+    /// [`Limits::check`] of a row with a channel past `each`.
+    #[cold]
+    fn check_large(&self, row: &[f32]) -> Result<(), Past> {
+        if let Some(channel) = row.iter().position(|x| x.abs() > self.most) {
+            return Err(Past { channel, length: None, limit: self.most });
+        }
+        for (i, run) in row.chunks(self.run).enumerate() {
+            let length = length(run.iter().copied());
+            if length > self.length {
+                let larger = |a: &usize, b: &usize| run[*a].abs().total_cmp(&run[*b].abs());
+                let channel = i * self.run + (0..run.len()).max_by(larger).unwrap_or(0);
+                return Err(Past { channel, length: Some(length as f32), limit: self.length as f32 });
+            }
+        }
+        Ok(())
+    }
+
+    /// The rows that both take, of which the second gets what the first left: that may be longer than the row was, so lengths do not
+    /// help.
+    fn and_then(self, second: Limits) -> Limits {
+        let each = self.each.min(second.each);
+        Limits { each, most: each, run: self.run, length: f64::INFINITY }
+    }
+}
+
+/// What of a row cannot be stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Past {
+    channel: usize,
+    /// Of the run, if it is that which is too much.
+    length: Option<f32>,
+    limit: f32,
+}
+
+/// Why a token cannot be packed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Unpackable {
+    pub which: Unstorable,
+    /// Of the channels around it, if it is that which is too much.
+    pub length: Option<f32>,
+    /// The largest value, or length, that would do.
+    pub limit: f32,
 }
 
 /// How a head's tokens are packed, 32 at a time, once they left the ring: K and V apart.
@@ -192,8 +290,8 @@ impl Codec {
 pub(crate) struct HeadCodec {
     pub codec: Codec,
     pub packed: Packed,
-    pub k_limit: f32,
-    pub v_limit: f32,
+    pub k_limits: Limits,
+    pub v_limits: Limits,
     /// How its pages are packed once more.
     pub aged: Option<Box<Aged>>,
 }
@@ -218,8 +316,8 @@ impl HeadCodec {
         }
         Ok(HeadCodec {
             packed: codec.packed(layout.k_dim, layout.v_dim),
-            k_limit: codec.k.limit(),
-            v_limit: codec.v.limit(),
+            k_limits: codec.k.limits(layout.k_dim),
+            v_limits: codec.v.limits(layout.v_dim),
             codec: codec.clone(),
             aged: None,
         })
@@ -227,7 +325,8 @@ impl HeadCodec {
 
     /// Packs pages once more when `after` more tokens have left the ring.
     pub fn age(&mut self, after: u32, codec: HeadCodec) {
-        (self.k_limit, self.v_limit) = (self.k_limit.min(codec.k_limit), self.v_limit.min(codec.v_limit));
+        self.k_limits = self.k_limits.and_then(codec.k_limits);
+        self.v_limits = self.v_limits.and_then(codec.v_limits);
         self.aged = Some(Box::new(Aged { after, codec }));
     }
 
@@ -245,12 +344,13 @@ impl HeadCodec {
     /// Whether a token can be stored, however its dtype rounds it.
     ///
     /// # Errors
-    /// The first channel that cannot.
-    pub fn check(&self, key: &[f32], value: &[f32]) -> Result<(), Unstorable> {
-        for (key, limit, row) in [(true, self.k_limit, key), (false, self.v_limit, value)] {
-            if let Some(channel) = row.iter().position(|x| x.abs() > limit) {
-                return Err(Unstorable { key, channel: channel as u32, value: row[channel] });
-            }
+    /// What of it cannot, K before V.
+    pub fn check(&self, key: &[f32], value: &[f32]) -> Result<(), Unpackable> {
+        for (key, limits, row) in [(true, &self.k_limits, key), (false, &self.v_limits, value)] {
+            limits.check(row).map_err(|Past { channel, length, limit }| {
+                let which = Unstorable { key, channel: channel as u32, value: row[channel] };
+                Unpackable { which, length, limit }
+            })?;
         }
         Ok(())
     }

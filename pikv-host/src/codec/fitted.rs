@@ -1,6 +1,7 @@
 //! Fitted maps in one safetensors file.
 
 use super::{FitShape, Map, MapError};
+use crate::files;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -280,23 +281,17 @@ impl Fitted {
         Fitted::new(shape, expected, k, v)
     }
 
-    /// Writes the file in one piece: to a name beside `path`, which then takes its place. Whatever goes wrong, what was at `path`
-    /// stays as it was.
+    /// Writes the file in one piece: under a random name beside `path`, synced, and then in place of what is at `path`. Whatever goes
+    /// wrong, what was there stays; what earlier saves left that were killed (`NAME.0123456789abcdef.part`) is removed.
+    ///
+    /// A file that takes another's place gets its permissions, a new one those that the process gives new files. It holds the maps,
+    /// which are statistics of the run that they were fitted to, and no token of it.
     ///
     /// # Errors
-    /// The file system's.
+    /// The file system's; a path without a file name; a file that would pass the size that the process may give one (`RLIMIT_FSIZE`).
     pub fn save(&self, path: &Path) -> Result<(), FittedError> {
         let bytes = self.to_bytes()?;
-        let mut name = path.file_name().unwrap_or_default().to_owned();
-        name.push(format!(".{}.part", std::process::id()));
-        let part = path.with_file_name(name);
-        let failed = |path: &Path, source| FittedError::Io { path: path.to_owned(), source };
-        write_new(&part, &bytes).map_err(|source| failed(&part, source))?;
-        fs::rename(&part, path).map_err(|source| {
-            // What was said already is what matters; at worst the part stays.
-            let _ = fs::remove_file(&part);
-            failed(path, source)
-        })
+        files::replace(path, &bytes).map_err(|source| FittedError::Io { path: path.to_owned(), source })
     }
 
     /// Reads the file at `path`.
@@ -313,14 +308,6 @@ impl Fitted {
         let of = |name, side: &'a Option<Side>, wide| side.as_ref().map(move |s| (name, s, wide));
         [of("k", &self.k, self.shape.k_dim), of("v", &self.v, self.shape.v_dim)].into_iter().flatten()
     }
-}
-
-/// Writes a file that is not there yet, or leaves none.
-fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = fs::OpenOptions::new().write(true).create_new(true).open(path)?;
-    io::Write::write_all(&mut file, bytes).and_then(|()| file.sync_all()).inspect_err(|_| {
-        let _ = fs::remove_file(path);
-    })
 }
 
 /// Name of one side of a head, before the tensor's own.

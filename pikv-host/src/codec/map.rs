@@ -310,15 +310,42 @@ impl Map {
                 let top = f64::from(top) * slack(wide + 2);
                 let row = |row: &[f32]| {
                     let sum: f64 = row.iter().map(|e| f64::from(e.abs())).sum();
-                    let bias = self.bias.iter().flat_map(|b| b.iter());
-                    let taken: f64 =
-                        row.iter().zip(bias).map(|(e, b)| (f64::from(*e) * f64::from(*b)).abs()).sum();
+                    let taken = self.taken(row);
                     // Subnormal results lose whole ulps, not relative ones: leave them that.
                     if sum == 0.0 { f64::MAX } else { (top - taken - wide as f64 * 1e-44) / sum }
                 };
                 floor(encode.chunks_exact(wide).map(row).fold(f64::MAX, f64::min))
             }
         }
+    }
+
+    /// The largest length (2-norm) of each run of so many channels of a row with which no stored channel can pass `top`, rounding
+    /// included, whatever the channels; 0 if the bias alone could. Against [`Map::limit`] it lets a row have a few large channels.
+    /// `None` for maps that store each channel by itself.
+    pub(crate) fn length(&self, top: f32) -> Option<(usize, f64)> {
+        match &self.form {
+            Form::Select(_) => None,
+            Form::Hadamard => {
+                let block = block(self.wide as usize);
+                Some((block, f64::from(top) * slack(block.ilog2() as usize + 2)))
+            }
+            Form::Dense { encode, .. } => {
+                let wide = self.wide as usize;
+                let top = f64::from(top) * slack(wide + 2);
+                let row = |row: &[f32]| {
+                    let norm = length(row.iter().copied());
+                    let taken = self.taken(row);
+                    if norm == 0.0 { f64::MAX } else { (top - taken - wide as f64 * 1e-44) / norm }
+                };
+                Some((wide, encode.chunks_exact(wide).map(row).fold(f64::MAX, f64::min).max(0.0)))
+            }
+        }
+    }
+
+    /// What the bias can add to the stored channel of a row of the matrix.
+    fn taken(&self, row: &[f32]) -> f64 {
+        let bias = self.bias.iter().flat_map(|b| b.iter());
+        row.iter().zip(bias).map(|(e, b)| (f64::from(*e) * f64::from(*b)).abs()).sum()
     }
 
     fn lengths(&self, wide: &[f32], narrow: &[f32]) {
@@ -413,6 +440,11 @@ fn hadamard_matrix(wide: usize) -> Vec<f32> {
         unit[c] = 0.0;
     }
     matrix
+}
+
+/// The root of the sum of the squares, in f64, in order.
+pub(super) fn length(x: impl Iterator<Item = f32>) -> f64 {
+    x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt()
 }
 
 /// What `roundings` in a row can take from a bound, at most.

@@ -4,6 +4,7 @@
 use super::Device;
 use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
+use crate::config::HeadCodecs;
 use crate::device::DeviceSlice;
 use crate::error::Error;
 use crate::mass::together;
@@ -210,7 +211,7 @@ impl Late {
     }
 
     /// Waits for all that was asked for, and says what was wrong first: by layers, of each k, v, q, scores, then outputs.
-    pub fn judge(&self, shapes: &[LayerShape]) -> Result<(), Error> {
+    pub fn judge(&self, shapes: &[LayerShape], codecs: &[HeadCodecs]) -> Result<(), Error> {
         let device = &self.device;
         let down = {
             let _work = device.work()?;
@@ -228,30 +229,40 @@ impl Late {
         });
         device.downs.put_back(down);
         match found? {
-            Some((layer, cause, fault)) => Err(self.error(layer, &shapes[layer], cause, fault)),
+            Some((layer, cause, fault)) => {
+                Err(self.error(layer, &shapes[layer], &codecs[layer], cause, fault))
+            }
             None => Ok(()),
         }
     }
 
-    fn error(&self, layer: usize, shape: &LayerShape, cause: usize, fault: u64) -> Error {
+    fn error(
+        &self,
+        layer: usize,
+        shape: &LayerShape,
+        codecs: &HeadCodecs,
+        cause: usize,
+        fault: u64,
+    ) -> Error {
         let (at, value) = ((fault >> 32) as usize, f32::from_bits(fault as u32));
         let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
-        let unstorable = |what, dim: u32, dtype| Error::Unstorable {
-            what,
-            layer,
-            kv_head: at / dim as usize % heads,
-            row: at / (dim as usize * heads),
-            channel: at as u32 % dim,
-            value,
-            dtype,
+        let unstorable = |what, dim: u32, dtype: Dtype| {
+            let kv_head = at / dim as usize % heads;
+            let packed = codecs[kv_head].as_ref();
+            let each = packed.map(|c| if what == "k" { c.k_limits.each } else { c.v_limits.each });
+            // The dtype's own limit is the first that is looked at.
+            let past = value.is_nan() || value.abs() > dtype.limit();
+            let limit = each.filter(|_| !past).unwrap_or(dtype.largest());
+            let (row, channel, dtype) = (at / (dim as usize * heads), at as u32 % dim, dtype.name());
+            Error::Unstorable { what, layer, kv_head, row, channel, value, dtype, limit }
         };
         let heads = shape.query_heads as usize;
         // Row, query head and channel.
         let place = |dim: u32| (at / (heads * dim as usize), at / dim as usize % heads, at % dim as usize);
         let Layer { scale, out, .. } = self.layers[layer];
         match cause {
-            0 => unstorable("k", layout.k_dim, layout.k.name()),
-            1 => unstorable("v", layout.v_dim, layout.v.name()),
+            0 => unstorable("k", layout.k_dim, layout.k),
+            1 => unstorable("v", layout.v_dim, layout.v),
             2 => {
                 let (row, head, channel) = place(layout.k_dim);
                 Error::Query { layer, row, head, channel, value }

@@ -1,6 +1,7 @@
 //! A sink that adds up.
 
 use super::{Evicted, Histogram, Reused, Sink, StepMetrics};
+use crate::Failures;
 use crate::fabric::Traffic;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -34,6 +35,8 @@ pub struct Totals {
     pub gap: Histogram,
     /// What went over the cache's fabric, as it was last told.
     pub traffic: Traffic,
+    /// What went wrong without failing a call, as it was last told.
+    pub failures: Failures,
 }
 
 impl Totals {
@@ -82,6 +85,7 @@ impl Collector {
             peak_resident_bytes: totals.resident_bytes,
             logical_bytes: totals.logical_bytes,
             traffic: totals.traffic,
+            failures: totals.failures,
             hits: counts.clone(),
             misses: counts,
             ..Totals::default()
@@ -125,5 +129,9 @@ impl Sink for Collector {
 
     fn traffic(&self, sums: &Traffic) {
         self.lock().traffic = *sums;
+    }
+
+    fn failures(&self, sums: &Failures) {
+        self.lock().failures = *sums;
     }
 }

@@ -1,11 +1,12 @@
 //! A sink for the `tracing` crate.
 
 use super::{Evicted, Reused, Sink, StepMetrics};
+use crate::Failures;
 use crate::fabric::Traffic;
-use tracing::{debug, trace};
+use tracing::{debug, trace, warn};
 
 /// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level
-/// trace. Hits and misses are summed over the experts.
+/// trace, what went wrong at level warn (nothing as long as nothing did). Hits and misses are summed over the experts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TracingSink;
 
@@ -29,5 +30,12 @@ impl Sink for TracingSink {
     fn traffic(&self, sums: &Traffic) {
         let Traffic { sent, received, messages, rounds, moved, replicated, .. } = *sums;
         debug!(target: "pikv", sent, received, messages, rounds, moved, replicated, "traffic");
+    }
+
+    fn failures(&self, sums: &Failures) {
+        let Failures { uncompacted, unwiped } = *sums;
+        if *sums != Failures::default() {
+            warn!(target: "pikv", uncompacted, unwiped, "failures");
+        }
     }
 }

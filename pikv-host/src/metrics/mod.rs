@@ -10,6 +10,7 @@
 //! | `TracingSink` | `events.rs` | events for the `tracing` crate (feature `tracing`) |
 //! | `MetricsSink` | `recorder.rs` | gauges, counters and histograms for the `metrics` crate (feature `metrics`) |
 
+use crate::Failures;
 use crate::fabric::Traffic;
 
 mod collector;
@@ -104,6 +105,9 @@ pub trait Sink: Send + Sync {
 
     /// What went over the cache's fabric since it was built, as of a step that was committed. Sums, not differences.
     fn traffic(&self, _sums: &Traffic) {}
+
+    /// What went wrong without failing a call since the cache was built, as of a step that was committed. Sums, not differences.
+    fn failures(&self, _sums: &Failures) {}
 }
 
 /// Takes no notice.

@@ -1,6 +1,7 @@
 //! A sink for the `metrics` crate.
 
 use super::{Evicted, Reused, Sink, StepMetrics};
+use crate::Failures;
 use crate::fabric::Traffic;
 use ::metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use std::fmt;
@@ -17,6 +18,7 @@ use std::fmt;
 /// | `pikv_reuse_gap_steps` | histogram | pages used again |
 /// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
 /// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that went to other ranks |
+/// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | what went wrong without failing a call ([`Failures`]) |
 pub struct MetricsSink {
     steps: Counter,
     rows: Counter,
@@ -31,6 +33,8 @@ pub struct MetricsSink {
     gap: Histogram,
     /// Bytes sent and received, messages, pages moved and replicated.
     traffic: [Counter; 5],
+    /// Heads not put together, pages not overwritten.
+    failures: [Counter; 2],
 }
 
 impl MetricsSink {
@@ -58,6 +62,7 @@ impl MetricsSink {
                 counter!("pikv_moved_pages_total"),
                 counter!("pikv_replicated_pages_total"),
             ],
+            failures: [counter!("pikv_uncompacted_total"), counter!("pikv_unwiped_pages_total")],
         }
     }
 }
@@ -87,6 +92,11 @@ impl Sink for MetricsSink {
         let Traffic { sent, received, messages, moved, replicated, .. } = *sums;
         let sums = [sent, received, messages, moved, replicated];
         self.traffic.iter().zip(sums).for_each(|(counter, sum)| counter.absolute(sum));
+    }
+
+    fn failures(&self, sums: &Failures) {
+        let sums = [sums.uncompacted, sums.unwiped];
+        self.failures.iter().zip(sums).for_each(|(counter, sum)| counter.absolute(sum));
     }
 }
 

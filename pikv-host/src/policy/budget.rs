@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub enum Budget {
     /// So many.
     Tokens(u32),
-    /// So many in each layer, as PyramidKV gives ([`PyramidKv::budgets`](crate::codec::PyramidKv::budgets)).
+    /// So many in each layer, as PyramidKV gives ([`PyramidKv::budgets_of`](crate::codec::PyramidKv::budgets_of) the prompt).
     Layers(Arc<[u32]>),
     /// So many in each KV head of each layer; [`Budget::ALL`] for a head that keeps everything (DuoAttention's retrieval heads).
     Heads(Arc<[Vec<u32>]>),

@@ -19,14 +19,25 @@ impl Duo {
         Duo { gates, threshold: 0.5, streaming }
     }
 
-    /// Reads a pattern as the authors publish it: a line a layer, the gates of its KV heads separated by tabs, blanks or commas.
+    /// Reads a pattern as the authors publish it: a line a layer, the gates of its KV heads separated by tabs, blanks or commas. Gates
+    /// outside 0..=1, which training leaves a hair below 0 or above 1, are taken as 0 or 1, as the authors' own loader does.
     ///
     /// # Errors
-    /// The line and what stands there instead of a number in 0..=1.
+    /// The line and what stands there instead of a finite number.
+    ///
+    /// ```
+    /// use pikv_host::policy::Duo;
+    /// let duo = Duo::parse("9.0625e-01\t-9.584426879882812500e-05\n1.0003\t0.5\n", 384)?;
+    /// assert_eq!(duo.gates, [[0.90625, 0.0], [1.0, 0.5]]);
+    /// # Ok::<(), String>(())
+    /// ```
     pub fn parse(pattern: &str, streaming: u32) -> Result<Duo, String> {
         let gate = |(line, text): (usize, &str)| match text.parse::<f32>() {
-            Ok(gate) if (0.0..=1.0).contains(&gate) => Ok(gate),
-            _ => Err(format!("line {}: {text:?} is no gate; gates are numbers in 0..=1", line + 1)),
+            Ok(gate) if gate.is_finite() => Ok(if gate > 0.0 { gate.min(1.0) } else { 0.0 }),
+            _ => Err(format!(
+                "line {}: {text:?} is no gate; gates are finite numbers, taken into 0..=1",
+                line + 1
+            )),
         };
         let split = |c: char| c == ',' || c.is_whitespace();
         let lines = pattern.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());

@@ -3,11 +3,12 @@
 use super::{Step, length};
 use crate::arena::{Near, Reservation};
 use crate::cache::Inner;
+use crate::codec::Unpackable;
 use crate::error::Error;
 use crate::filing::{Layer, own};
 use crate::policy::Token;
 use crate::writes::{Tokens, Write};
-use pikv_core::page::{PAGE, Position, Slot};
+use pikv_core::page::{PAGE, Position, Slot, Unstorable};
 use pikv_core::plan::LayerShape;
 
 impl Step<'_> {
@@ -15,8 +16,9 @@ impl Step<'_> {
     /// leave the ring by it are filed by their experts. O(rows) a head.
     ///
     /// # Errors
-    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype cannot hold, no
-    /// memory from the system (for pages, or for a table of rotations), or a device that fails; the layer may then be appended again.
+    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype or the head's codec
+    /// cannot hold ([`Limits`](crate::codec::Limits)), no memory from the system (for pages, or for a table of rotations), or a device
+    /// that fails; the layer may then be appended again.
     pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
         self.append_tokens(layer, &Tokens::Host { k, v })
@@ -101,20 +103,29 @@ impl Target<'_> {
                     let row = first_row + (p - old) as usize;
                     let token = tokens.row(layout, row * heads + h);
                     let write = Write { lane: p % PAGE, position: p, row: row * heads + h, token };
-                    let written = pages.write(layout, page, &write);
-                    let stored = written.and_then(|()| match (codec, token) {
-                        (Some(codec), Some((key, value))) => codec.check(key, value),
-                        _ => Ok(()),
-                    });
-                    stored.map_err(|bad| Error::Unstorable {
-                        what: if bad.key { "k" } else { "v" },
-                        layer,
-                        kv_head: h,
-                        row,
-                        channel: bad.channel,
-                        value: bad.value,
-                        dtype: if bad.key { layout.k.name() } else { layout.v.name() },
-                    })?;
+                    let of = |key| if key { ("k", layout.k) } else { ("v", layout.v) };
+                    let unstorable = |bad: Unstorable, limit: Option<f32>| {
+                        let (Unstorable { key, channel, value }, kv_head) = (bad, h);
+                        let (what, dtype) = of(key);
+                        let (limit, dtype) = (limit.unwrap_or(dtype.largest()), dtype.name());
+                        Error::Unstorable { what, layer, kv_head, row, channel, value, dtype, limit }
+                    };
+                    pages.write(layout, page, &write).map_err(|bad| unstorable(bad, None))?;
+                    if let (Some(codec), Some((key, value))) = (codec, token) {
+                        codec.check(key, value).map_err(|bad| match bad {
+                            Unpackable { which, length: None, limit } => unstorable(which, Some(limit)),
+                            Unpackable { which, length: Some(length), limit } => Error::RowTooLong {
+                                what: of(which.key).0,
+                                layer,
+                                kv_head: h,
+                                row,
+                                channel: which.channel,
+                                value: which.value,
+                                length,
+                                limit,
+                            },
+                        })?;
+                    }
                     if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
                         // What lies on the device is told of once the host has it, to those that look.
                         let seen = token.or((!rule.reads_tokens).then_some((&[], &[])));

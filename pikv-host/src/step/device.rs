@@ -107,7 +107,7 @@ impl Step<'_> {
     pub fn check(&mut self) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(late) = &self.late {
-            late.judge(&self.inner.config.layers)?;
+            late.judge(&self.inner.config.layers, &self.inner.codecs)?;
         }
         Ok(())
     }
@@ -142,7 +142,8 @@ impl Step<'_> {
             late.bring_tokens(layer, [k, v])?;
         }
         let limits = inner.codecs[layer].iter().map(|codec| {
-            let [k, v] = codec.as_ref().map_or([f32::MAX; 2], |codec| [codec.k_limit, codec.v_limit]);
+            let [k, v] =
+                codec.as_ref().map_or([f32::MAX; 2], |codec| [codec.k_limits.each, codec.v_limits.each]);
             [k.min(layout.k.limit()), v.min(layout.v.limit())]
         });
         let limits: SmallVec<[[f32; 2]; 16]> = limits.collect();
@@ -168,7 +169,7 @@ impl Step<'_> {
         let Some(late) = &mut self.late else { return Ok(()) };
         let shapes = &self.inner.config.layers;
         if late.owes() {
-            late.judge(shapes)?;
+            late.judge(shapes, &self.inner.codecs)?;
         }
         for (layer, (shape, done)) in shapes.iter().zip(&mut self.layers).enumerate() {
             if let Some(tokens) = late.tokens(layer) {

@@ -1,8 +1,10 @@
 //! Pages on their way up: read before they are asked for, by a thread of the cache.
 
 use super::level::{Level, Stored};
-use super::{Fetches, TierUsage, Tiers};
+use super::{Fetches, TierUsage};
+use crate::config::CacheConfig;
 use crate::error::Error;
+use crate::failures::Counts;
 use crate::job::each;
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
@@ -139,8 +141,9 @@ impl Drop for Staged {
 
 impl Levels {
     /// `None` without tiers.
-    pub fn new(tiers: &Tiers, in_place: bool) -> Result<Option<Levels>, Error> {
-        let level = |(i, spec)| Level::new(i + 1, spec).map(Arc::new);
+    pub fn new(config: &CacheConfig, failures: &Arc<Counts>) -> Result<Option<Levels>, Error> {
+        let (tiers, in_place) = (&config.tiers, config.backend.is_cpu());
+        let level = |(i, spec)| Level::new(i + 1, spec, config.wipe, failures).map(Arc::new);
         let levels = tiers.specs.iter().enumerate().map(level).collect::<Result<Vec<_>, _>>()?;
         let (thread, reads_all) = (Mutex::default(), AtomicBool::new(false));
         let some = !levels.is_empty();

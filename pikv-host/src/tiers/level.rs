@@ -3,6 +3,7 @@
 use super::{Spec, Store, TierUsage};
 use crate::error::{Error, TierOperation};
 use crate::fabric::{FabricError, Kept};
+use crate::failures::Counts;
 use pikv_core::warp::LANES;
 use std::collections::BTreeMap;
 use std::io;
@@ -18,6 +19,9 @@ pub(crate) struct Level {
     /// `None` where pages lie in memory.
     store: Option<Box<dyn Store>>,
     room: Mutex<Room>,
+    /// Whether pages that are given back are overwritten, and where it is counted that they could not be.
+    wipe: bool,
+    failures: Arc<Counts>,
 }
 
 /// What of a tier is free.
@@ -73,7 +77,7 @@ enum Data {
 }
 
 impl Level {
-    pub fn new(index: usize, spec: &Spec) -> Result<Level, Error> {
+    pub fn new(index: usize, spec: &Spec, wipe: bool, failures: &Arc<Counts>) -> Result<Level, Error> {
         let Spec { name, capacity, open } = spec;
         let failed = |error: io::Error| Error::Tier {
             operation: TierOperation::Open,
@@ -84,13 +88,15 @@ impl Level {
         let store = open.as_ref().map(|open| open()).transpose().map_err(failed)?;
         let free = (*capacity > 0).then_some((0, *capacity)).into_iter().collect();
         let room = Mutex::new(Room { used: 0, free });
-        Ok(Level { name: name.clone(), capacity: *capacity, index, store, room })
+        let (name, failures) = (name.clone(), failures.clone());
+        Ok(Level { name, capacity: *capacity, index, store, room, wipe, failures })
     }
 
     /// Where pages are that the ranks of a fabric keep.
     pub fn fabric() -> Level {
         let room = Mutex::new(Room { used: 0, free: BTreeMap::new() });
-        Level { name: "fabric".to_owned(), capacity: u64::MAX, index: 0, store: None, room }
+        let (name, failures) = ("fabric".to_owned(), Arc::default());
+        Level { name, capacity: u64::MAX, index: 0, store: None, room, wipe: false, failures }
     }
 
     pub fn name(&self) -> &str {
@@ -229,9 +235,31 @@ impl Stored {
     }
 }
 
+impl Stored {
+    /// Overwrites the page with zeros; on ranks of a fabric they see to it themselves.
+    fn wipe(&mut self) {
+        let wiped = match (&mut self.data, &self.level.store) {
+            (Data::At(at), Some(store)) => store.write(*at, &vec![0; self.words * 4]),
+            (Data::Memory(words), _) => {
+                words.fill(0);
+                // Else a compiler could see that nobody reads them.
+                std::hint::black_box(words);
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        if wiped.is_err() {
+            self.level.failures.unwiped();
+        }
+    }
+}
+
 impl Drop for Stored {
     fn drop(&mut self) {
         let bytes = self.bytes();
+        if self.level.wipe {
+            self.wipe();
+        }
         let mut room = self.level.room();
         match self.data {
             Data::At(at) => room.give_back(at, bytes),

@@ -94,8 +94,16 @@ impl Tiers {
         self.push("host".to_owned(), bytes, None)
     }
 
-    /// `bytes` of pages in a file of its own in the directory `dir`, named by it. The file has no name once it is open, so nothing is
-    /// left of it when the process ends, however it does. It is read and written through the system's page cache.
+    /// `bytes` of pages in a file of its own in the directory `dir`, named by it. It is read and written through the system's page cache.
+    ///
+    /// The file has no name, so nothing is left of it when the process ends, however it does; only its owner can read it (mode 0600).
+    /// On file systems that cannot make files without a name (on Linux nearly all can) it has a random one for an instant: give such a
+    /// tier a directory that nobody else can write to, as they could move the file to another name then and it would stay. Nothing is
+    /// encrypted: who reads the disk, or is root, reads what prompts left there, and what a file system overwrites may stay on the
+    /// medium. [`CacheConfig::wipe`](crate::CacheConfig::wipe) overwrites pages that are given back.
+    ///
+    /// A write that would pass the size that the process may give a file (`RLIMIT_FSIZE`) is an [`Error::Tier`](crate::Error::Tier) of
+    /// kind [`FileTooLarge`](io::ErrorKind::FileTooLarge); the signal that the system would raise, `SIGXFSZ`, is not risked.
     pub fn file(self, dir: impl Into<PathBuf>, bytes: u64) -> Tiers {
         let dir = dir.into();
         let name = format!("file in {}", dir.display());

@@ -1,10 +1,12 @@
 //! Where a tier keeps bytes.
 
+#[cfg(unix)]
+use crate::files;
 use std::fmt;
 use std::io;
 use std::path::Path;
 
-/// A store of bytes by position. The cache sees to it that what it writes at the same time does not overlap, and that it reads only
+/// A store of bytes by position. What it is given is what prompts left: who can read the store can read that. The cache sees to it that what it writes at the same time does not overlap, and that it reads only
 /// what it wrote; calls come from several threads.
 pub trait Store: fmt::Debug + Send + Sync {
     /// Writes all of `bytes` at `at`.
@@ -20,9 +22,11 @@ pub trait Store: fmt::Debug + Send + Sync {
     fn read(&self, at: u64, bytes: &mut [u8]) -> io::Result<()>;
 }
 
+/// Writes past the size that the process may give a file (`RLIMIT_FSIZE`) are refused before they raise `SIGXFSZ`.
 #[cfg(unix)]
 impl Store for std::fs::File {
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        files::room(self, at + bytes.len() as u64)?;
         std::os::unix::fs::FileExt::write_all_at(self, bytes, at)
     }
 
@@ -34,21 +38,7 @@ impl Store for std::fs::File {
 /// A file without a name in `dir`.
 #[cfg(unix)]
 pub(super) fn open(dir: &Path) -> io::Result<Box<dyn Store>> {
-    use std::sync::atomic::{AtomicU64, Ordering};
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    loop {
-        // The counter only spares attempts: a name that is taken is left alone.
-        let n = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = dir.join(format!(".pikv-{}-{n}", std::process::id()));
-        match std::fs::File::options().read(true).write(true).create_new(true).open(&path) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(error),
-            Ok(file) => {
-                std::fs::remove_file(&path)?;
-                return Ok(Box::new(file));
-            }
-        }
-    }
+    Ok(Box::new(files::nameless(dir)?))
 }
 
 /// Files are read and written by position, which the standard library offers on Unix.

@@ -1,0 +1,116 @@
+//! Limits and budgets: what they refuse does not fit, what they take does, and what was asked for is given.
+
+use pikv::codec::{Code, Codec, Coding, Map, PyramidKv};
+use pikv::policy::Duo;
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PAGE, PageId, Place};
+use proptest::prelude::*;
+
+#[allow(dead_code, reason = "shared by tests that each use a part")]
+#[path = "numbers/mod.rs"]
+mod numbers;
+use numbers::Rng;
+
+/// A cache of one head whose keys are packed by `coding` once they leave a ring of one token.
+fn packing(coding: &Coding, dim: u32, dtype: Dtype) -> Cache {
+    let layout = Layout { k_dim: dim, v_dim: 8, k: dtype, v: Dtype::F32 };
+    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let codec = Codec::new(coding.clone(), Coding::new(Code::F32));
+    Cache::new(CacheConfig::new(vec![layer], 1 << 22).ring(1).compress(codec)).unwrap()
+}
+
+/// Appends `keys`, one a step; then reads the first page back, and attends to it.
+fn packed(cache: &Cache, keys: &[Vec<f32>]) -> Result<Vec<Vec<f32>>, Error> {
+    let dim = keys[0].len();
+    let mut sequence = cache.sequence();
+    for key in keys {
+        let mut step = cache.begin([(&mut sequence, 1)])?;
+        step.append(0, key, &[0.5; 8])?;
+        step.commit()?;
+    }
+    let (mut out, mut rows) = ([0.0; 8], Vec::new());
+    let at = pikv::Rows { sequence: &sequence, first: pikv::Position(keys.len() as u32), rows: 1 };
+    cache.attend(0, &[at], &vec![1e-6; dim], &Attend::new(1.0), Output::new(&mut out))?;
+    assert!(out.iter().all(|x| x.is_finite()), "{out:?}");
+    let id = PageId { place: Place::Expert(0), ordinal: 0 };
+    for lane in 0..PAGE {
+        let mut key = vec![0.0; dim];
+        sequence.read(0, 0, id, lane, &mut key, &mut [0.0; 8])?;
+        rows.push(key);
+    }
+    Ok(rows)
+}
+
+/// A key with one large channel, as real models have them, is stored by a transform that spreads it.
+#[test]
+fn an_outlier_of_one_channel_fits_a_transform() {
+    for (code, step) in
+        [(Code::Int8, 1.0 / 255.0), (Code::Int4, 1.0 / 15.0), (Code::F16, 1e-3), (Code::E4m3, 0.07)]
+    {
+        let coding = Coding::new(code).map(Map::hadamard(128).unwrap());
+        let cache = packing(&coding, 128, Dtype::F32);
+        let mut rng = Rng(1);
+        let keys: Vec<Vec<f32>> = (0..34)
+            .map(|_| {
+                let mut key = rng.values(128, 2.0);
+                key[37] = 6_000.0;
+                key
+            })
+            .collect();
+        let back = packed(&cache, &keys).unwrap();
+        for (key, back) in keys.iter().zip(&back) {
+            // Each stored channel is off by a step of what it holds, some 530 and 40, and a row by the root of the sum of the squares.
+            let off: f32 = key.iter().zip(back).map(|(a, b)| (a - b) * (a - b)).sum::<f32>().sqrt();
+            assert!(off < 2.0 * step * 600.0 * 12.0, "{}: {off}", code.name());
+        }
+    }
+}
+
+/// Block PCA knows the width of its rows.
+#[test]
+fn block_pca_takes_what_its_width_allows() {
+    for dim in [8, 32, 64, 256] {
+        let coding = Coding::block_pca(Code::Int8, 7).unwrap();
+        let cache = packing(&coding, dim, Dtype::F32);
+        // Half of what could make a coefficient of 65,504.
+        let x = 0.5 * 0.99 * 65_504.0 / (dim as f32).sqrt();
+        let keys: Vec<Vec<f32>> =
+            (0..34).map(|i| vec![if i % 2 == 0 { x } else { -x }; dim as usize]).collect();
+        let back = packed(&cache, &keys).unwrap();
+        for (key, back) in keys.iter().zip(&back) {
+            assert!(key.iter().zip(back).all(|(a, b)| (a - b).abs() < 0.02 * x), "{dim}: {x} {back:?}");
+        }
+    }
+}
+
+/// The gates of DuoAttention's published patterns, which training leaves a hair outside 0..=1.
+#[test]
+fn published_patterns_are_read() {
+    let line = "9.062500000000000000e-01\t-9.584426879882812500e-05\t0.000000000000000000e+00\n";
+    let more = "-1.403808593750000000e-03\t1.000976562500000000e+00\t-0.000000000000000000e+00\r\n";
+    let duo = Duo::parse(&[line, more].concat(), 384).unwrap();
+    assert_eq!(duo.gates, [[0.90625, 0.0, 0.0], [0.0, 1.0, 0.0]]);
+    assert!(duo.gates.iter().flatten().all(|gate| gate.is_sign_positive()));
+    for bad in ["0.5\tnan", "0.5\tinf", "-inf\t0.5", "0.5\t1e39", "0.5\tx"] {
+        let refused = Duo::parse(&["1\t1\n", bad].concat(), 384).unwrap_err();
+        assert!(refused.starts_with("line 2: "), "{refused}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
+
+    /// All layers together keep as many tokens as were asked for, whenever the prompt has them.
+    #[test]
+    fn a_pyramid_keeps_what_was_asked_for(
+        layers in 1u32..40, capacity in 1u32..300, window in 0u32..32, beta in 1.0f64..40.0, tokens in 0u32..600,
+    ) {
+        prop_assume!(capacity > window);
+        let pyramid = PyramidKv { capacity, window, beta };
+        let scores = numbers::noise(u64::from(tokens), tokens as usize);
+        let keep = |layer| pyramid.keep(layer, layers, &scores).unwrap().iter().filter(|keep| **keep).count() as u32;
+        let kept: Vec<u32> = (0..layers).map(keep).collect();
+        prop_assert_eq!(kept.iter().sum::<u32>(), layers * capacity.min(tokens));
+        prop_assert!(kept.iter().all(|kept| *kept >= window.min(tokens)));
+        prop_assert!(kept.is_sorted_by(|a, b| a >= b), "{:?}", kept);
+    }
+}
