@@ -1,6 +1,7 @@
 //! Which pages of the pool a row reads.
 
-use crate::chain::Entry;
+use crate::chain::{Chain, Entry};
+use crate::codec::HeadCodec;
 use crate::filing::Head;
 use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
@@ -34,11 +35,27 @@ fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
     entry.last().is_some_and(|last| last < floor).then_some(bounds)
 }
 
-/// The `n` full pages of a head, as of `floor`, with the highest bounds under `queries`, `[queries][rows]`; of equals the lower in
-/// order.
+/// Index of the first page of a run that may hold a token that is read and that a row sees whose window starts at position `lo`: those
+/// before it lie outside the window.
+pub(crate) fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
+    if lo == 0 {
+        return 0;
+    }
+    // Positions of a run ascend.
+    let seen = |entry: &Entry| {
+        let last = entry.live.checked_ilog2().and_then(|lane| entry.position(codec, lane));
+        last.is_some_and(|last| last >= lo)
+    };
+    chain.entries.iter().position(seen).unwrap_or(chain.entries.len())
+}
+
+/// The `n` full pages of a head, as of `floor`, that have a token at position `lo` or later, with the highest bounds under `queries`,
+/// `[queries][rows]`; of equals the lower in order.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn highest(
     head: &Head,
-    floor: u32,
+    codec: Option<&HeadCodec>,
+    (lo, floor): (u32, u32),
     lanes: Lanes,
     queries: &[[f32; LANES]],
     rows: usize,
@@ -46,7 +63,8 @@ pub(crate) fn highest(
 ) -> Selection {
     let (mut ids, mut pages) = (Vec::new(), Vec::new());
     for (c, chain) in head.chains.iter().enumerate().skip(1) {
-        for entry in &chain.entries {
+        let from = seen_from(chain, codec, lo);
+        for entry in chain.entries.range(from..) {
             if let Some(bounds) = bounds(entry, floor).filter(|_| entry.live != 0) {
                 ids.push((c, entry.ordinal));
                 pages.push(bounds);
