@@ -43,7 +43,7 @@ apt() {
 
 # The bits of the CPU's decode from the CUDA back end over the stand-in, for so many tokens.
 standin_decode() {
-  PIKV_LIBCUDA=$PWD/target/release/libpikv_standin.so target/release/decode --tokens "$1" --backend cuda | tee target/written
+  PIKV_LIBCUDA=$PWD/target/release/deps/libpikv_standin.so target/release/decode --tokens "$1" --backend cuda | tee target/written
   diff target/written <(target/release/decode --tokens "$1" --backend cpu)
 }
 

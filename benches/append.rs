@@ -1,6 +1,6 @@
 //! What a token costs to append: as its sequence grows, and beside a copy of its bytes.
 //!
-//! `cargo bench --bench append`
+//! `cargo bench -p pikv-benches --bench append`
 //!
 //! *Growth*: one token at a time through `begin`, `append`, `route` and `commit`, 8 experts, at lengths of 2^10 to 2^20, all past the
 //! ring, in turns with a sequence that starts from 2^10. Fails if a token of the longest costs more than 1.2 times one of that. What

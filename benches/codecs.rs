@@ -1,6 +1,6 @@
 //! Decode attention over packed pages beside bf16, in one run.
 //!
-//! `cargo bench --bench codecs [-- --lanes NAME] [--context N] [--codec NAME]`
+//! `cargo bench -p pikv-benches --bench codecs [-- --lanes NAME] [--context N] [--codec NAME]`
 //!
 //! 32 query heads over 8 KV heads of 128 channels, all but the ring packed. Each codec takes its turn with bf16, sample by sample; the
 //! figure is tokens a second over those of bf16, and KV bytes over the roof (the machine's read bandwidth, or its multiply-adds if

@@ -1,6 +1,6 @@
 //! The routines that run on lanes, one by one, on every lanes of the machine.
 //!
-//! `cargo bench --bench kernels [-- FILTER]`
+//! `cargo bench -p pikv-benches --bench kernels [-- FILTER]`
 //!
 //! A block is 8 full pages (256 tokens) of 128 channels under 4 query rows. Each routine's result is compared with the
 //! portable lanes' before it is timed; on a CUDA device too, where there is one (512 blocks in a launch, by its events). Rates are KV bytes for attention, stored bytes for appending.

@@ -1,6 +1,6 @@
 //! What the closed loop costs beside attention, and what an eviction costs among few pages and among many.
 //!
-//! `cargo bench --bench schedule [-- --quick]`
+//! `cargo bench -p pikv-benches --bench schedule [-- --quick]`
 //!
 //! *The loop*: one layer, 32 query heads over 8 KV heads of 128 channels in bf16, 8 experts, 32,768 tokens held. A step of one token
 //! with a router and a policy is timed in turn with one of a cache that has neither, stage by stage. `stages` is what all but

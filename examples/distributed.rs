@@ -1,6 +1,6 @@
 //! Shards that live apart: the shipped MoE writes over them, and what lies where and goes over the wire.
 //!
-//! `cargo run --release --example distributed [-- --ranks 8] [--tokens 128] [--stream 131072]` runs a thread for each rank.
+//! `cargo run --release -p pikv-examples --bin distributed [-- --ranks 8] [--tokens 128] [--stream 131072]` runs a thread for each rank.
 //! `mpiexec -n 4 target/release/examples/distributed`, built with `--features mpi`, runs a process for each. `--backend cuda` has a
 //! rank on every CUDA device of this host (built with the feature `cuda`, as examples are in this workspace).
 //!

@@ -2,7 +2,7 @@
 //! after it came and more than once. What is lost by a budget of 96 tokens a head?
 //!
 //! ```sh
-//! cargo run --release --example own_policy
+//! cargo run --release -p pikv-examples --bin own_policy
 //! ```
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, H2o, Lru, Policy, Seen, SnapKv, StreamingLlm};

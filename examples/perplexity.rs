@@ -1,6 +1,6 @@
 //! What a language model loses by pikv: its perplexity on a text, over a plain contiguous f32 cache and over pikv.
 //!
-//! `cargo run --release --example perplexity -- --gguf FILE [--text FILE] [--window 1024] [--tokens N]`
+//! `cargo run --release -p pikv-examples --bin perplexity -- --gguf FILE [--text FILE] [--window 1024] [--tokens N]`
 //!
 //! Any dense Llama in a GGUF file will do. The text is cut into windows; each begins with an empty cache, and its first
 //! token is not scored. Fails if one logit bit differs between the plain cache and pikv's ring in f32.

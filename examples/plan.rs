@@ -1,6 +1,6 @@
 //! What the KV cache of known MoE models takes, and how long a decode step over it would be on this machine.
 //!
-//! `cargo run --release --example plan [-- --model NAME] [--device-mib N]`
+//! `cargo run --release -p pikv-examples --bin plan [-- --model NAME] [--device-mib N]`
 //!
 //! Bytes are those that the allocator takes, on the fullest of 1 and of 8 devices; with `--device-mib`, what does not fit on
 //! each of 8 devices is marked, and what would fit is said. Step times come from constants that are measured first, here:

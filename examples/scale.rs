@@ -1,6 +1,6 @@
 //! Fabrics that nobody here has: the page map and the messages of a decode step replayed, without data, for 8 to 1024 devices.
 //!
-//! `cargo run --release --example scale` writes `benches/results/scale.csv` and `scale.svg`, and prints the rows of one model.
+//! `cargo run --release -p pikv-examples --bin scale` writes `benches/results/scale.csv` and `scale.svg`, and prints the rows of one model.
 //!
 //! For each model of the planner, context and number of devices: bytes of pages on the fullest device and at the front, bytes
 //! and messages of a decode step of one row that reads everything, with the bits of one process and merged on the ranks, and

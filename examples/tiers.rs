@@ -1,7 +1,7 @@
 //! Decoding with a part of the pages in lower tiers: the rates of the tiers here, the placement that a linear program makes of them,
 //! and what a step then takes, as a ratio to a step whose pages are all in the first tier. The bits are compared each time.
 //!
-//! `cargo run --release --example tiers --features plan [tokens]`
+//! `cargo run --release -p pikv-examples --bin tiers [tokens]`
 
 use pikv::planner::flexgen::{Class, Machine, Tier};
 use pikv::tiers::Tiers;

@@ -1,6 +1,6 @@
 //! Attention beside the machine's limits, measured in one run.
 //!
-//! `cargo bench --bench attend [-- --lanes NAME] [--context N] [--dtype NAME] [--part decode|batch|prefill]`
+//! `cargo bench -p pikv-benches --bench attend [-- --lanes NAME] [--context N] [--dtype NAME] [--part decode|batch|prefill]`
 //!
 //! 32 query heads over 8 KV heads of 128 channels. The *roof* is the lower of two rates: the machine's read bandwidth
 //! over a buffer that no cache holds, and the rate of KV bytes at which its measured peak of independent fused

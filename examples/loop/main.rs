@@ -1,10 +1,10 @@
 //! The closed loop on a real model: every router with every policy, at several budgets.
 //!
-//! `cargo run --release --example loop [-- --tokens N] [--router ID] [--policy NAME]`
-//! `cargo run --release --example loop -- --gguf FILE [--tokens N] [--policy NAME]`
-//! `cargo run --release --example loop -- --trace FILE|skewed [--tokens N]`
-//! `cargo run --release --example loop -- --record FILE [--tokens N]`
-//! `cargo run --release --example loop -- --seeds N`
+//! `cargo run --release -p pikv-examples --bin loop [-- --tokens N] [--router ID] [--policy NAME]`
+//! `cargo run --release -p pikv-examples --bin loop -- --gguf FILE [--tokens N] [--policy NAME]`
+//! `cargo run --release -p pikv-examples --bin loop -- --trace FILE|skewed [--tokens N]`
+//! `cargo run --release -p pikv-examples --bin loop -- --record FILE [--tokens N]`
+//! `cargo run --release -p pikv-examples --bin loop -- --seeds N`
 //!
 //! The first runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes: rows are routed by
 //! what the layer's gate makes of them before they attend, and read the pages of the experts that their router names; the model's own

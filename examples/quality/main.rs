@@ -1,6 +1,6 @@
 //! What every codec costs a real model: bytes, nats, KL of the logits, error of what is stored, time to attend.
 //!
-//! `cargo run --release --example quality [-- --gguf FILE] [--tokens N] [--row NAME]... [--csv FILE]`
+//! `cargo run --release -p pikv-examples --bin quality [-- --gguf FILE] [--tokens N] [--row NAME]... [--csv FILE]`
 //!
 //! Without `--gguf` it runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes; with it any
 //! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than is evaluated. Prints one table, of all rows

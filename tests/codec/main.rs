@@ -6,6 +6,7 @@ mod bits;
 mod bytes;
 mod exact;
 mod fit;
+mod limits;
 mod machine;
 mod maps;
 mod model;

@@ -2,5 +2,6 @@
 
 mod bytes;
 mod failures;
+mod pools;
 mod same;
 mod setup;

@@ -5,6 +5,7 @@ mod heads;
 mod held;
 mod literal;
 mod model;
+mod quest_window;
 mod read;
 mod refused;
 mod setup;

@@ -2,6 +2,8 @@
 
 mod ahead;
 mod faults;
+#[cfg(unix)]
+mod files;
 mod moves;
 mod same;
 mod setup;

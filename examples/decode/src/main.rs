@@ -1,6 +1,6 @@
 //! The main job: a real MoE that decodes through pikv, and what it loses by it (no bit in f32 while all is in the ring).
 //!
-//! `cargo run --release --example decode [-- --bytes 65536] [--quick] [--backend cuda] [--tokens 64] [--code int8]`
+//! `cargo run --release -p decode [-- --bytes 65536] [--quick] [--backend cuda] [--tokens 64] [--code int8]`
 //!
 //! Generates some text, then evaluates a novel that the model never saw, window by window, over a plain contiguous f32
 //! cache and over pikv in several forms; prints one table.

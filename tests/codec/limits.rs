@@ -5,10 +5,7 @@ use pikv::policy::Duo;
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PAGE, PageId, Place};
 use proptest::prelude::*;
 
-#[allow(dead_code, reason = "shared by tests that each use a part")]
-#[path = "numbers/mod.rs"]
-mod numbers;
-use numbers::Rng;
+use pikv_test::numbers::Rng;
 
 /// A cache of one head whose keys are packed by `coding` once they leave a ring of one token.
 fn packing(coding: &Coding, dim: u32, dtype: Dtype) -> Cache {
@@ -106,7 +103,7 @@ proptest! {
     ) {
         prop_assume!(capacity > window);
         let pyramid = PyramidKv { capacity, window, beta };
-        let scores = numbers::noise(u64::from(tokens), tokens as usize);
+        let scores = pikv_test::numbers::noise(u64::from(tokens), tokens as usize);
         let keep = |layer| pyramid.keep(layer, layers, &scores).unwrap().iter().filter(|keep| **keep).count() as u32;
         let kept: Vec<u32> = (0..layers).map(keep).collect();
         prop_assert_eq!(kept.iter().sum::<u32>(), layers * capacity.min(tokens));

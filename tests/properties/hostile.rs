@@ -4,11 +4,6 @@
 //! Mutations of valid bytes, the same ones each time: 2,000 of each kind, a hundred times as many where the variable `PIKV_TEST` is
 //! `full`.
 
-#[allow(dead_code, reason = "shared by tests that each use a part")]
-#[path = "numbers/mod.rs"]
-mod numbers;
-
-use numbers::{Rng, bits, noise};
 use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, Map, Side};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
 use pikv::policy::{Budget, Eviction, H2o};
@@ -20,6 +15,7 @@ use pikv::{
     Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageMass, Pairs,
     Position, Rope, Rows, Sequence, ShardMap,
 };
+use pikv_test::numbers::{Rng, bits, noise};
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 use std::collections::VecDeque;

@@ -1,11 +1,6 @@
 //! Code of the user's that panics, refuses, or says one thing now and another later: afterwards every sequence is as if the call had
 //! never been made, or had gone well, or says that it is poisoned; and so are the routers.
 
-#[allow(dead_code, reason = "shared by tests that each use a part")]
-#[path = "numbers/mod.rs"]
-mod numbers;
-
-use numbers::{Rng, bits, noise};
 use pikv::metrics::{Collector, Sink, StepMetrics};
 use pikv::policy::{
     Budget, Candidates, Eviction, Feedback as Told, H2o, HeadSeen, KeyNorm, Lru, Policy, Scope, Seen, Token,
@@ -19,6 +14,7 @@ use pikv::{
     Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Layout, LoopError, Output, Position,
     Rows, Sequence,
 };
+use pikv_test::numbers::{Rng, bits, noise};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};

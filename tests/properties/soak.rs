@@ -1,10 +1,6 @@
 //! What a sequence takes does not depend on how many tokens there were: host tables, allocations and pages stay flat under every
 //! policy, codec and form of reading. `PIKV_TEST=full` takes 10^6 tokens for each.
 
-#[allow(dead_code, reason = "shared by tests that each use a part")]
-mod numbers;
-
-use numbers::Rng;
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{
     AdaKvLit, Budget, Chunks, Dense, Duo, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm,
@@ -14,6 +10,7 @@ use pikv::{
     Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageInfo, Read,
     Sequence,
 };
+use pikv_test::numbers::Rng;
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::cell::Cell;
 use std::ops::Range;
@@ -286,5 +283,5 @@ fn the_readme_says_what_an_expert_costs() {
     let empty = |experts| Cache::new(config(experts)).unwrap().sequence().table_bytes();
     let bytes = (empty(101) - empty(1)) / 100 / u64::from(HEADS);
     let said = format!("{bytes} bytes an expert and KV head");
-    assert!(include_str!("../README.md").contains(&said), "{said}");
+    assert!(include_str!("../../README.md").contains(&said), "{said}");
 }

@@ -1,5 +1,4 @@
 //! Files that the library makes: who can read them, what a killed process leaves, and what a limit on their size does.
-#![cfg(unix)]
 
 use pikv::codec::{FitShape, Fitted, FittedError, Map, Side};
 use pikv::policy::{Budget, Eviction, H2o};
@@ -14,10 +13,6 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
-
-#[allow(dead_code, reason = "shared by tests that each use a part")]
-#[path = "numbers/mod.rs"]
-mod numbers;
 
 /// A directory of a test's own, empty, and gone with it.
 struct Dir(PathBuf);
@@ -160,7 +155,7 @@ fn wiping_changes_no_bit() {
             step.append(0, &[0.5; 32], &[0.75; 32]).unwrap();
             step.attend(0, &[0.3; 32], &Attend::new(0.2), Output::new(&mut out)).unwrap();
             step.commit().unwrap();
-            all.extend(numbers::bits(&out));
+            all.extend(pikv_test::numbers::bits(&out));
         }
         all
     });
@@ -168,7 +163,7 @@ fn wiping_changes_no_bit() {
 }
 
 fn fitted(seed: u64) -> Fitted {
-    let mut rng = numbers::Rng(seed);
+    let mut rng = pikv_test::numbers::Rng(seed);
     let mut maps = Vec::new();
     for _ in 0..4 {
         maps.push(Map::new(8, 3, rng.values(24, 1.0), rng.values(24, 1.0), None).unwrap());
@@ -350,7 +345,7 @@ fn memory_that_does_not_come_back_is_counted() {
     let tiers = Tiers::new().store("store", 1 << 20, move || Ok(Box::new(given.clone())));
     let rule = Eviction::new(H2o, Budget::Tokens(256)).batch(1);
     let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).tiers(tiers).evict(rule)).unwrap();
-    let (mut sequence, mut rng) = (cache.sequence(), numbers::Rng(3));
+    let (mut sequence, mut rng) = (cache.sequence(), pikv_test::numbers::Rng(3));
     let mut run = |sequence: &mut pikv::Sequence, n: u32| {
         for _ in 0..n {
             let mut step = cache.begin([(&mut *sequence, 1)]).unwrap();

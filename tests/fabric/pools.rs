@@ -1,15 +1,11 @@
 //! Calls out of rayon pools over every fabric: each one ends, with the bits of one process. A rank that works on the thread of its
 //! caller is what the front of an MPI world has.
 
-#[allow(dead_code, reason = "shared by tests that each use a part")]
-#[path = "numbers/mod.rs"]
-mod numbers;
-
-use numbers::{bits, noise};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
 use pikv::{
     Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rows, Sequence, ShardMap,
 };
+use pikv_test::numbers::{bits, noise};
 use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
