@@ -91,7 +91,7 @@ impl Job<'_> {
     }
 
     /// The first position that the window of the row at `position` shows.
-    pub fn lo(&self, position: u32) -> u32 {
+    pub(crate) fn lo(&self, position: u32) -> u32 {
         self.shape.window.map_or(0, |w| (position + 1).saturating_sub(w))
     }
 

@@ -37,7 +37,7 @@ fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
 
 /// Index of the first page of a run that may hold a token that is read and that a row sees whose window starts at position `lo`: those
 /// before it lie outside the window.
-pub(crate) fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
+fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
     if lo == 0 {
         return 0;
     }

@@ -97,12 +97,7 @@ impl<'a> Job<'a> {
         };
         let codec = layer.codecs[head].as_ref();
         let selection = self.selection(view, head);
-        // A policy is told of all tokens that are held; else pages that no row sees do not count as read.
-        let lo = if layer.rule.is_some() { 0 } else { self.lo(self.views[view].first) };
-        let entries = |c: usize, chain| {
-            let from = if c == 0 { 0 } else { select::seen_from(chain, codec, lo) };
-            entries(c, chain, from, selection.as_ref())
-        };
+        let entries = |c, chain| entries(c, chain, selection.as_ref());
         if let Some(codec) = codec {
             for old in [false, true] {
                 let before = forest.runs.len();
@@ -207,15 +202,14 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The entries of chain `c` that are read, from index `from` on, and their names.
+/// The entries of chain `c` that are read, and their names.
 fn entries<'a>(
     c: usize,
     chain: &'a Chain,
-    from: usize,
     selection: Option<&Selection>,
 ) -> impl Iterator<Item = (PageId, &'a Entry)> {
     let name = move |entry: &Entry| PageId { place: chain_place(c), ordinal: entry.ordinal };
     let selected = move |entry: &Entry| c == 0 || selection.is_none_or(|s| s.reads(c, entry.ordinal, entry));
-    let entries = chain.entries.range(from..).filter(move |entry| entry.live != 0 && selected(entry));
+    let entries = chain.entries.iter().filter(move |entry| entry.live != 0 && selected(entry));
     entries.map(move |entry| (name(entry), entry))
 }

@@ -269,11 +269,12 @@ fn shift(code: Code, j: usize) -> usize {
     }
 }
 
+/// Scale and minimum. Where there is no minimum it is -0, which leaves the sign of a zero as it is.
 fn scale(code: Code, word: u32) -> (f64, f64) {
     match code {
         Code::Int8 | Code::Int4 => (half(word & 0xffff), half(word >> 16)),
-        Code::E4m3 | Code::E5m2 => (f64::from(f32::from_bits(word)), 0.0),
-        _ => (1.0, 0.0),
+        Code::E4m3 | Code::E5m2 => (f64::from(f32::from_bits(word)), -0.0),
+        _ => (1.0, -0.0),
     }
 }
 

@@ -282,7 +282,7 @@ fn a_limit_on_files_is_an_error() {
     let dir = Dir::new("limit");
     let me = std::env::current_exe().unwrap();
     // Blocks of 512 or of 1024 bytes, as the shell will have it.
-    let inside = "ulimit -f 32; exec \"$0\" --exact a_limit_on_files_is_an_error --nocapture";
+    let inside = "ulimit -f 32; exec \"$0\" --exact files::a_limit_on_files_is_an_error --nocapture";
     let output = Command::new("sh").arg("-c").arg(inside).arg(me).env(INSIDE, &dir.0).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}\n{out}\n{err}", output.status);

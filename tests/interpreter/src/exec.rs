@@ -5,6 +5,7 @@ use super::memory::{Local, Memory, Who};
 use super::parse::{Entry, File, Module, Source};
 use super::{Cause, Data, Fault, Inst, LANES, Op, ParseError, R, Shfl, Space};
 use std::array::from_fn;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A module that lies in a memory.
 #[derive(Debug)]
@@ -13,17 +14,32 @@ pub struct Program {
     pub budget: u64,
     /// Instructions of warps executed so far.
     pub executed: u64,
-    module: Module,
+    module: Arc<Module>,
     /// Instructions of each entry that some lane executed.
     hits: Vec<Vec<bool>>,
     /// Addresses of the module's variables.
     globals: Vec<u64>,
 }
 
+/// The module of `text`, parsed anew if it is not one of the last few.
+fn parsed(text: &str) -> Result<Arc<Module>, ParseError> {
+    static PARSED: Mutex<Vec<(String, Arc<Module>)>> = Mutex::new(Vec::new());
+    let mut all = PARSED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, module)) = all.iter().find(|(known, _)| known == text) {
+        return Ok(module.clone());
+    }
+    let module = Arc::new(Module::parse(text)?);
+    if all.len() == 4 {
+        all.remove(0);
+    }
+    all.push((text.to_owned(), module.clone()));
+    Ok(module)
+}
+
 impl Program {
-    /// Reads the module and places its variables in `memory`.
+    /// Reads the module and places its variables in `memory`. A text is parsed once a process: tests load the same one for each device.
     pub fn load(text: &str, memory: &mut Memory) -> Result<Program, ParseError> {
-        let module = Module::parse(text)?;
+        let module = parsed(text)?;
         let globals = module.globals.iter().map(|g| memory.put(&g.bytes)).collect();
         let hits = module.entries.iter().map(|e| vec![false; e.code.len()]).collect();
         Ok(Program { budget: 1 << 32, executed: 0, module, hits, globals })
