@@ -1,4 +1,4 @@
-//! The CUDA back end, run by a stand-in for the driver over the interpreter of `tests/ptx`: one machine has no device, and an
+//! The CUDA back end, run by a stand-in for the driver over the interpreter of `tests/interpreter`: one machine has no device, and an
 //! interpreter finds what a device would not.
 
 mod closed_loop;

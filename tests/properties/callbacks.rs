@@ -347,7 +347,7 @@ fn a_policy_that_calls_the_cache_changes_nothing_of_the_call_that_it_is_in() {
     struct Busy(Mutex<Option<Cache>>, AtomicU64);
     impl Busy {
         fn work(&self, seed: u64) {
-            if self.1.fetch_add(1, Ordering::Relaxed) % 40 != 0 {
+            if !self.1.fetch_add(1, Ordering::Relaxed).is_multiple_of(40) {
                 return;
             }
             // Taken out meanwhile, so that what it does itself is not told of.

@@ -191,8 +191,12 @@ impl Space {
     }
 }
 
-fn lanes(mask: u32) -> impl Iterator<Item = usize> {
-    (0..LANES).filter(move |i| mask >> i & 1 == 1)
+fn lanes(mut mask: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let lane = mask.trailing_zeros();
+        mask &= mask.wrapping_sub(1);
+        (lane < u32::BITS).then_some(lane as usize)
+    })
 }
 
 impl Warp<'_> {
