@@ -6,30 +6,29 @@ echo "step,seconds,cpu_seconds" > $times
 
 # step NAME COMMAND..: runs it, stops the script where it fails, and adds its wall and CPU seconds (children included) to the table.
 step() {
-  local name=$1 from=$SECONDS before after
+  local name=$1 from=$SECONDS before
   shift
   printf '\n== %s\n' "$name"
-  before=$(cpu)
+  cpu
+  before=$used
   "$@"
-  after=$(cpu)
-  echo "\"$name\",$((SECONDS - from)),$(awk "BEGIN { printf \"%.0f\", $after - $before }")" >> $times
+  cpu
+  echo "\"$name\",$((SECONDS - from)),$((used - before))" >> $times
 }
 
-# CPU seconds of this shell and of its children that have ended.
+# Puts the CPU seconds of this shell and of its children that have ended in `used`. (Not printed: a subshell would count its own.)
 cpu() {
-  local file
-  file=$(mktemp)
-  times > "$file"
-  awk '{ for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); s += t[1] * 60 + t[2] } } END { print s }' "$file"
-  rm "$file"
+  times > target/cpu
+  used=$(awk '{ for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); s += t[1] * 60 + t[2] } } END { printf "%.0f", s }' target/cpu)
 }
 
 # The table of steps, and the sum.
 table() {
   printf '\n'
-  awk -F, 'NR == 1 { printf "%-72s %8s %8s\n", "step", "s", "CPU s"; next }
-    { gsub(/"/, "", $1); printf "%-72s %8d %8d\n", $1, $2, $3; s += $2; c += $3 }
-    END { printf "%-72s %8d %8d\n", "all", s, c }' $times
+  sed -n 's/^"\(.*\)",\([0-9]*\),\([0-9]*\)$/\1\t\2\t\3/p' $times | awk -F'\t' '
+    BEGIN { printf "%-72s %8s %8s\n", "step", "s", "CPU s" }
+    { printf "%-72s %8d %8d\n", $1, $2, $3; s += $2; c += $3 }
+    END { printf "%-72s %8d %8d\n", "all", s, c }'
 }
 
 # apt PACKAGE..: installs what is missing of these.
