@@ -51,3 +51,10 @@ release() {
   cargo build --release -p decode -p pikv-examples -p pikv-benches -p pikv-standin --all-targets \
     --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi
 }
+
+# bench NAME ARGUMENT..: runs a bench that `release` built. (Cargo would build it again, with the features of its package alone.)
+bench() {
+  local name=$1
+  shift
+  "$(ls -t target/release/deps/"$name"-* | grep -v '\.d$' | head -1)" "$@"
+}
