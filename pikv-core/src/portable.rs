@@ -28,7 +28,7 @@ fn fma_lanes(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANE
 
 /// [`fma_lanes`] with the processor's instruction. Without it each lane is a call to the C library, which gives the same bits.
 #[cfg(all(feature = "std", target_arch = "x86_64"))]
-#[target_feature(enable = "avx,fma")]
+#[target_feature(enable = "fma")]
 fn fma_x86(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANES] {
     let mut out = [0.0; LANES];
     for i in 0..LANES {
@@ -37,8 +37,8 @@ fn fma_x86(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANES]
     out
 }
 
-// Operations are functions of their own: inlined, the 32 lanes of each are unrolled into every kernel, which took most of the time
-// that a build of the kernels takes, and ran no faster.
+// Operations are functions of their own: inlined, the 32 lanes of each are unrolled into every kernel, which is most of what a build of
+// the kernels takes.
 impl Warp for Portable {
     type F = [f32; LANES];
     type U = [u32; LANES];
