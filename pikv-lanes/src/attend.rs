@@ -99,6 +99,22 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
     }
 }
 
+/// A block whose rows are attended in bundles.
+trait Rows {
+    /// Attends to the `R` rows from `row` on. `#[inline(always)]`, as [`Kernel::run`].
+    fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize);
+
+    /// [`Rows::rows`], compiled only for lanes whose registers hold `R` rows: a bundle of more is not made for the others.
+    #[inline(always)]
+    fn if_held<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
+        if Holds::<W, R>::YES {
+            self.rows::<W, R>(w, row);
+        } else {
+            unreachable!("a bundle is no wider than the lanes");
+        }
+    }
+}
+
 /// One block of full pages for rows `first..` of an item.
 pub struct Block<'a> {
     /// What the rows have in common.
@@ -123,17 +139,9 @@ impl Block<'_> {
     pub fn run(self, lanes: Lanes) {
         lanes.run(self);
     }
+}
 
-    /// [`Self::rows`], compiled only for lanes whose registers hold `R` rows: a bundle of more is not made for the others.
-    #[inline(always)]
-    fn if_held<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
-        if Holds::<W, R>::YES {
-            self.rows::<W, R>(w, row);
-        } else {
-            unreachable!("a bundle is no wider than the lanes");
-        }
-    }
-
+impl Rows for Block<'_> {
     #[inline(always)]
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
         let (common, pages, next) = (&self.common, self.pages, self.next);
@@ -192,17 +200,9 @@ impl PackedBlock<'_> {
     pub fn run(self, lanes: Lanes) {
         lanes.run(self);
     }
+}
 
-    /// [`Self::rows`], compiled only for lanes whose registers hold `R` rows: a bundle of more is not made for the others.
-    #[inline(always)]
-    fn if_held<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
-        if Holds::<W, R>::YES {
-            self.rows::<W, R>(w, row);
-        } else {
-            unreachable!("a bundle is no wider than the lanes");
-        }
-    }
-
+impl Rows for PackedBlock<'_> {
     #[inline(always)]
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
         let (common, packed, pages) = (&self.common, self.packed, self.pages);
