@@ -346,7 +346,8 @@ impl Layer {
             + self.tags.capacity() * size_of::<u16>()
             + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
             + self.undo.capacity() * size_of::<(usize, Option<usize>, Page)>()
-            + self.killed.capacity() * size_of::<Killed>();
+            + self.killed.capacity() * size_of::<Killed>()
+            + self.owed.capacity() * size_of::<(usize, usize)>();
         lists as u64 + self.heads.iter().map(head).sum::<u64>()
     }
 }

@@ -213,10 +213,10 @@ impl Store {
         let mut reader = reader.clone();
         let mut asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
         for (rope, last) in asks.iter().filter_map(Ask::turned) {
-            let bytes = Tables::bytes(rope, last.min(Position::MAX.0));
             if last > Position::MAX.0 {
                 return Err(CUT);
             }
+            let bytes = Tables::bytes(rope, last);
             if bytes > self.inner.arenas.budget().max(TABLE) {
                 return Err(Refusal::Memory { bytes });
             }
