@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let gguf = Gguf::open(&gguf)?;
     let tokenizer = Tokenizer::new(&gguf)?;
     let mut model = Model::load(&gguf)?;
-    model.parallelism = gemm_common::Parallelism::Rayon(0);
+    model.parallelism = pikv_engine::Parallelism::Rayon(0);
     let c = model.config();
     if tokenizer.len() != c.vocab {
         return Err(format!("{} tokens, but {} embeddings", tokenizer.len(), c.vocab).into());

@@ -41,7 +41,7 @@ const FNV_PRIME: u64 = 0x0100_0000_01b3;
 fn main() -> Result<(), Box<dyn Error>> {
     let Arguments { bytes, backend, tokens, code } = arguments()?;
     let mut model = Model::load(&pikv_engine::example("models/austen-moe"))?;
-    model.parallelism = gemm_common::Parallelism::Rayon(0);
+    model.parallelism = pikv_engine::Parallelism::Rayon(0);
     let text = std::fs::read(pikv_engine::example("text/northangerabbey.txt"))?;
     if bytes >= text.len() {
         return Err(format!("--bytes {bytes}: the text has {}; {HELP}", text.len()).into());

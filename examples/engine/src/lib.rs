@@ -13,6 +13,8 @@ pub mod llama;
 pub mod measure;
 pub mod moe;
 
+/// Threads of the products of matrices.
+pub use gemm_common::Parallelism;
 use std::path::PathBuf;
 
 /// The file or directory `path` of the repository's folder `examples`.
