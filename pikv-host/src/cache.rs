@@ -35,7 +35,7 @@ pub(crate) struct Inner {
     pub tiers: Option<Levels>,
     /// The ranks that keep full pages.
     pub fabric: Option<Arc<Front>>,
-    /// What went wrong without failing a call.
+    /// Counts of work that failed without failing a call.
     pub failures: Arc<Counts>,
 }
 
@@ -196,7 +196,7 @@ impl Cache {
         Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers }
     }
 
-    /// What went wrong so far without failing a call.
+    /// Counts of work that failed without failing a call, since the cache was built.
     pub fn failures(&self) -> Failures {
         self.inner.failures.read()
     }

@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// A page of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
-    /// Its number in the run. Numbers ascend; those of evicted pages are missing.
+    /// Ordinal of the page in its run: ascending, with gaps where pages were evicted.
     pub ordinal: u32,
     pub held: Held,
     /// Lanes written, from lane 0.

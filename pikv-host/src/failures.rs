@@ -1,4 +1,4 @@
-//! What went wrong without failing a call.
+//! Counts of work that failed without failing a call.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

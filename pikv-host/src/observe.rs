@@ -23,6 +23,9 @@ use std::ops::Range;
 /// be gone back to.
 const ROLLBACK: u32 = 1024;
 
+/// Bytes that a policy keeps of a page and of a head at most, over all lengths that can be gone back to.
+const MOST_KEPT: usize = 1 << 30;
+
 /// How a layer evicts.
 #[derive(Debug)]
 pub(crate) struct Rule {
@@ -197,9 +200,6 @@ struct Moved {
     ordinal: u32,
     lane: u32,
 }
-
-/// Bytes that a policy keeps of a page and of a head at most, over all lengths that can be gone back to.
-const MOST_KEPT: usize = 1 << 30;
 
 /// Pages from which on heads are gone through in parallel: fewer take less time than waking a thread.
 pub(crate) const MANY: usize = 2048;

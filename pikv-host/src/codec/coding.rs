@@ -226,7 +226,7 @@ impl Limits {
     }
 }
 
-/// What of a row cannot be stored.
+/// The channel, or run of channels, that makes a row too large to store.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Past {
     channel: usize,
@@ -344,7 +344,7 @@ impl HeadCodec {
     /// Whether a token can be stored, however its dtype rounds it.
     ///
     /// # Errors
-    /// What of it cannot, K before V.
+    /// The channel of the key, else of the value, that is too large.
     pub fn check(&self, key: &[f32], value: &[f32]) -> Result<(), Unpackable> {
         for (key, limits, row) in [(true, &self.k_limits, key), (false, &self.v_limits, value)] {
             limits.check(row).map_err(|Past { channel, length, limit }| {

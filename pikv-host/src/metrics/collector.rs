@@ -35,7 +35,7 @@ pub struct Totals {
     pub gap: Histogram,
     /// What went over the cache's fabric, as it was last told.
     pub traffic: Traffic,
-    /// What went wrong without failing a call, as it was last told.
+    /// Counts of work that failed without failing a call, as last told.
     pub failures: Failures,
 }
 

@@ -106,7 +106,7 @@ pub trait Sink: Send + Sync {
     /// What went over the cache's fabric since it was built, as of a step that was committed. Sums, not differences.
     fn traffic(&self, _sums: &Traffic) {}
 
-    /// What went wrong without failing a call since the cache was built, as of a step that was committed. Sums, not differences.
+    /// Counts of work that failed without failing a call since the cache was built, after a committed step. Sums, not differences.
     fn failures(&self, _sums: &Failures) {}
 }
 
