@@ -213,7 +213,10 @@ impl<'a> Near<'a> {
 #[derive(Debug)]
 pub struct Reservation {
     arenas: Arc<Arenas>,
+    /// Bytes that are left, or 0 if they are lent.
     bytes: u64,
+    /// Who owns what is left instead.
+    lent: Option<Arc<AtomicU64>>,
     #[cfg(feature = "cuda")]
     pub(crate) pending: Option<Pending>,
 }
@@ -221,6 +224,35 @@ pub struct Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         self.arenas.taken.fetch_sub(self.bytes, Ordering::Relaxed);
+        if let Some(lent) = &self.lent {
+            self.arenas.taken.fetch_sub(lent.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+}
+
+/// What is left of the reservation of a step, owned by a sequence of the step: where the step is leaked instead of dropped, the
+/// bytes come back when the sequence is used again or dropped.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    arenas: Arc<Arenas>,
+    left: Arc<AtomicU64>,
+}
+
+impl Lease {
+    /// Of nothing.
+    pub fn new(arenas: &Arc<Arenas>) -> Lease {
+        Lease { arenas: arenas.clone(), left: Arc::default() }
+    }
+
+    /// Gives back what a leaked step left.
+    pub fn give_back(&self) {
+        self.arenas.taken.fetch_sub(self.left.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.give_back();
     }
 }
 
@@ -290,6 +322,7 @@ impl Arenas {
             .map(|_| Reservation {
                 arenas: self.clone(),
                 bytes: needed,
+                lent: None,
                 #[cfg(feature = "cuda")]
                 pending: self.backend.device().cloned().map(Pending::new),
             })
@@ -493,7 +526,31 @@ impl Reservation {
     /// Sets bytes aside again that this step took and has just given back, unless others were quicker.
     pub(crate) fn regain(&mut self, bytes: u64) {
         if let Ok(mut again) = self.arenas.reserve(bytes) {
-            self.bytes += std::mem::take(&mut again.bytes);
+            self.add(std::mem::take(&mut again.bytes));
+        }
+    }
+
+    /// Has `lease` own what is left.
+    pub(crate) fn lend(&mut self, lease: &Lease) {
+        lease.left.store(std::mem::take(&mut self.bytes), Ordering::Relaxed);
+        self.lent = Some(lease.left.clone());
+    }
+
+    fn left(&self) -> u64 {
+        self.lent.as_ref().map_or(self.bytes, |lent| lent.load(Ordering::Relaxed))
+    }
+
+    fn add(&mut self, bytes: u64) {
+        match &self.lent {
+            Some(lent) => drop(lent.fetch_add(bytes, Ordering::Relaxed)),
+            None => self.bytes += bytes,
+        }
+    }
+
+    fn subtract(&mut self, bytes: u64) {
+        match &self.lent {
+            Some(lent) => drop(lent.fetch_sub(bytes, Ordering::Relaxed)),
+            None => self.bytes -= bytes,
         }
     }
 
@@ -505,8 +562,10 @@ impl Reservation {
             unreachable!("the classes are those of the layers")
         };
         // A step reserves the most that it can take; if that was ever wrong, it is this step that fails.
-        let left = self.bytes.checked_sub(bytes);
-        let left = left.ok_or(Error::OutOfBudget { needed: bytes, available: self.bytes })?;
+        let available = self.left();
+        if bytes > available {
+            return Err(Error::OutOfBudget { needed: bytes, available });
+        }
         let place = (shard, class as u16);
         // Of other pages the neighbours are of no use.
         let near = match near {
@@ -518,10 +577,10 @@ impl Reservation {
         let mut arena = arenas.arena(shard as usize, class);
         let (first, counted) = arena.take(&arenas.backend, place, words, near)?;
         drop(arena);
-        self.bytes = left;
         arenas.shards[shard as usize].fetch_add(bytes, Ordering::Relaxed);
         let mut page = Page { arenas: arenas.clone(), words: first, counted };
-        let all = arenas.poison;
+        self.subtract(bytes);
+        let all = self.arenas.poison;
         if let Some(words) = page.words_mut() {
             let n = if all { words.len() } else { LANES };
             words[..n].fill(POISON);

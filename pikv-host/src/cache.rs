@@ -247,10 +247,16 @@ impl Cache {
             }
         }
         let shape = self.inner.layer(layer)?;
+        // What a leaked step wrote is not seen.
+        let mut repaired: Vec<Option<Sequence>> = Vec::new();
+        if rows.iter().any(|part| part.sequence.stepping) {
+            repaired.extend(rows.iter().map(|part| part.sequence.stepping.then(|| part.sequence.repaired())));
+        }
+        let whole = |i: usize| repaired.get(i).and_then(Option::as_ref).unwrap_or(rows[i].sequence);
         let views = rows.iter().enumerate().map(|(sequence, part)| View {
             sequence,
             row: 0,
-            layer: &part.sequence.layers[layer],
+            layer: &whole(sequence).layers[layer],
             first: part.first.0,
             rows: part.rows,
             len: part.sequence.len,

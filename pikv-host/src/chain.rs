@@ -5,7 +5,7 @@ use crate::codec::HeadCodec;
 use crate::error::Error;
 use crate::fabric::Mirrors;
 use crate::huge;
-use crate::kept::Kept;
+use crate::kept::{Apart, Kept};
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::bound;
@@ -28,6 +28,8 @@ pub(crate) struct Entry {
     pub live: u32,
     /// Evicted lanes that a rollback would bring back; the page is kept for them.
     pub pending: u32,
+    /// Whether a rollback would move tokens back to it, so that it has to stay in the first tier.
+    pub tied: bool,
     /// The extremes of the keys of a page that takes no more tokens, if the cache keeps them.
     pub bounds: Option<Box<[[f32; LANES]]>>,
 }
@@ -100,7 +102,13 @@ impl Closed {
 impl Entry {
     /// A page that no token was written to.
     pub fn open(ordinal: u32, page: Page) -> Entry {
-        Entry { ordinal, held: Held::Open(page), fill: 0, live: 0, pending: 0, bounds: None }
+        Entry { ordinal, held: Held::Open(page), fill: 0, live: 0, pending: 0, tied: false, bounds: None }
+    }
+
+    /// A page of which nothing is left.
+    pub fn gone(ordinal: u32) -> Entry {
+        let held = Held::Gone { last: 0 };
+        Entry { ordinal, held, fill: PAGE, live: 0, pending: 0, tied: false, bounds: None }
     }
 
     /// Frees the page. Its tokens are still counted.
@@ -188,7 +196,14 @@ impl Entry {
 
     /// Bytes that it holds in the first tier.
     pub fn bytes(&self) -> u64 {
-        match &self.held {
+        self.held.bytes()
+    }
+}
+
+impl Held {
+    /// Bytes that it takes in the first tier.
+    pub fn bytes(&self) -> u64 {
+        match self {
             Held::Gone { .. } | Held::Away(_) => 0,
             Held::Open(page) => page.bytes(),
             Held::Closed(closed) => {
@@ -224,30 +239,44 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Drops pages that were evicted, or take no more tokens and whose last position is `gone`, from the front.
-    pub fn trim(&mut self, gone: impl Fn(u32) -> bool) {
-        let gone = |entry: &Entry| match (&entry.held, entry.last()) {
-            (Held::Open(_), _) if entry.fill < PAGE => false,
-            // Packed early, it may be the open page again.
-            (Held::Closed(closed), _) if closed.original.is_some() => false,
-            (_, last) => last.is_none_or(&gone),
-        };
-        while let Some(entry) = self.entries.front().filter(|entry| gone(entry)) {
-            // Of evicted pages nobody knows which tokens have left a window since: they count as evicted for good.
-            if !entry.is_gone() {
-                self.filed -= entry.fill;
-            }
-            self.live -= entry.live.count_ones();
+    /// Takes out the first page if it takes no more tokens, none of which is at `seen` or later, and evicted ones before it; with what
+    /// is kept of its tokens if `noted`. Pages that the token at `kept` packed, or a later one, stay.
+    pub fn slide(
+        &mut self,
+        seen: u32,
+        kept: u32,
+        codec: Option<&HeadCodec>,
+        noted: bool,
+    ) -> Option<(Entry, Apart)> {
+        while self.entries.front().is_some_and(Entry::is_gone) {
+            // Nobody knows which of its tokens have left a window since: they count as evicted for good.
             self.entries.pop_front();
             self.kept.pop_front();
         }
-        self.tighten();
+        let old = |by| codec.and_then(|codec| codec.ages_at(by)).unwrap_or(by);
+        let unseen = |entry: &Entry| match &entry.held {
+            Held::Open(_) if entry.fill < PAGE => false,
+            // Packed early, it may be the open page again.
+            Held::Closed(closed) if closed.by >= if closed.old { old(kept) } else { kept } => false,
+            Held::Away(Away { by: Some(by), .. }) if *by >= kept => false,
+            _ => entry.last().is_some_and(|last| last < seen),
+        };
+        let entry = self.entries.pop_front_if(|entry| unseen(entry))?;
+        self.filed -= entry.fill;
+        self.live -= entry.live.count_ones();
+        let rows = if noted { self.kept.rows_of(0) } else { Apart::default() };
+        self.kept.pop_front();
+        Some((entry, rows))
     }
 
     /// Drops evicted pages: those at the front, and of the others those all of whose tokens lie before `kept`, which no rollback
     /// reaches. O(pages).
     pub fn sweep(&mut self, kept: u32) {
-        self.trim(|_| false);
+        while self.entries.front().is_some_and(Entry::is_gone) {
+            self.entries.pop_front();
+            self.kept.pop_front();
+        }
+        self.tighten();
         let over = |entry: &Entry| matches!(entry.held, Held::Gone { last } if last < kept);
         if !self.entries.iter().any(over) {
             return;
@@ -258,7 +287,7 @@ impl Chain {
     }
 
     /// Gives room back where lists hold a quarter of what they once did.
-    fn tighten(&mut self) {
+    pub fn tighten(&mut self) {
         huge::tighten(&mut self.entries);
         self.kept.tighten();
     }
@@ -426,16 +455,20 @@ impl Chain {
         }
     }
 
-    /// Makes [`Chain::kill`] final, and frees the page if nothing of it is read any more.
-    pub fn settle(&mut self, ordinal: u32, lanes: u32) {
-        let Some(i) = self.index(ordinal) else { return };
+    /// Makes [`Chain::kill`] final, and frees the page if nothing of it is read any more; returns it then.
+    pub fn settle(&mut self, ordinal: u32, lanes: u32) -> Option<Entry> {
+        let i = self.index(ordinal)?;
         let entry = &mut self.entries[i];
         entry.pending &= !lanes;
-        if entry.live | entry.pending == 0 {
-            self.free(i);
-        } else {
+        if entry.live | entry.pending != 0 {
             self.dead += lanes.count_ones();
+            return None;
         }
+        let last = entry.last()?;
+        let gone = Entry { held: Held::Gone { last }, ..Entry::gone(ordinal) };
+        let entry = std::mem::replace(entry, Entry { fill: entry.fill, ..gone });
+        self.kept.free(i);
+        Some(entry)
     }
 
     /// The last page, packed by the token at `by`, into `packed`.

@@ -4,6 +4,7 @@ use crate::arena::{Near, Page};
 use crate::cache::Inner;
 use crate::chain::{Away, Chain, Entry, Held};
 use crate::error::Error;
+use crate::past::{Before, Compacted, Was, Went};
 use crate::sequence::chain_place;
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
@@ -60,13 +61,13 @@ impl Chain {
     ///
     /// Blocks are cut by ordinals, and shards hold blocks, so tokens move to pages of the shard that their new ordinal says.
     /// Pages in lower tiers are put together as if they were here: where pages lie must not show. O(tokens) of the chain, which
-    /// is little for each that was evicted.
+    /// is little for each that was evicted. With `noted` returns how pages were, if any changed.
     ///
     /// # Errors
     /// No memory for a copy of a page that is shared; a lower tier or a device that fails. Everything stays as it was.
-    pub fn compact(&mut self, whose: &Whose<'_>, kept: u32) -> Result<(), Error> {
+    pub fn compact(&mut self, whose: &Whose<'_>, kept: u32, noted: bool) -> Result<Option<Compacted>, Error> {
         if self.dead < PAGE || self.dead * 4 < self.live {
-            return Ok(());
+            return Ok(None);
         }
         self.dead = self.count_dead();
         let still = |entry: &&Entry| match &entry.held {
@@ -87,7 +88,7 @@ impl Chain {
         let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
         let dead = pages as u32 * PAGE - live;
         if dead < PAGE || dead * 4 < self.live {
-            return Ok(());
+            return Ok(None);
         }
         let mut targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
         // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
@@ -127,6 +128,7 @@ impl Chain {
             };
             bounds.extend(whole.filter(|_| whose.inner.config.bounds).map(of));
         }
+        let before = noted.then(|| self.before_moves(end, &targets, &moves));
         let mut token = vec![0; if far { 1 } else { layout.words() as usize }];
         for moved in moves {
             let Move { from, lane, at, to_lane } = moved;
@@ -189,7 +191,28 @@ impl Chain {
         self.dead = self.count_dead();
         self.mirrors.clear();
         self.sweep(kept);
-        Ok(())
+        Ok(before)
+    }
+
+    /// How the first `end` pages are before their tokens move.
+    fn before_moves(&self, end: usize, targets: &[(usize, Target)], moves: &[Move]) -> Compacted {
+        let mut there = vec![false; end];
+        targets.iter().for_each(|(to, target)| there[*to] = matches!(target, Target::There));
+        let mut pages = Vec::with_capacity(end);
+        for (i, entry) in self.entries.range(..end).enumerate().filter(|(_, entry)| !entry.is_gone()) {
+            let was = match &entry.held {
+                Held::Open(page) if there[i] => Was::Rewritten(*page.positions()),
+                held => Was::Replaced(held.clone()),
+            };
+            let Entry { ordinal, fill, live, .. } = *entry;
+            pages.push(Before { ordinal, fill, live, bounds: entry.bounds.clone(), was });
+        }
+        let at = |i: usize| self.entries[i].ordinal;
+        let went = |moved: &Move| Went {
+            from: (at(moved.from), moved.lane),
+            to: (at(targets[moved.at].0), moved.to_lane),
+        };
+        Compacted { pages, moves: moves.iter().map(went).collect() }
     }
 
     /// Evicted lanes of pages that are left.

@@ -7,6 +7,7 @@ use crate::job::each_mut;
 use crate::metrics::Evicted;
 use crate::observe::Rule;
 use crate::oldest::oldest;
+use crate::past::Killed;
 use crate::policy::{Budget, Eviction, Scope, ada_kv};
 use crate::ranked::{Gone, Ranked, Room};
 use pikv_core::page::PAGE;
@@ -14,19 +15,9 @@ use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::SmallVec;
 use std::ops::Range;
 
-/// Tokens of a page that were evicted and can still come back.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Killed {
-    /// Tokens of the sequence then.
-    pub by: u32,
-    pub head: usize,
-    pub chain: usize,
-    pub ordinal: u32,
-    pub lanes: u32,
-}
-
 impl Layer {
-    /// Makes final what no rollback brings back any more, and puts the pages together that lost tokens.
+    /// Makes final what no rollback to `len` tokens or more brings back, and puts the pages together that lost tokens. Notes what
+    /// changes where a rollback to fewer tokens is possible.
     pub fn settle(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
         if self.rule.is_none() {
             return;
@@ -34,10 +25,16 @@ impl Layer {
         let slack = inner.store.ring.slack();
         // Those that could not be put together before are tried again.
         let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
-        while let Some(Killed { head, chain, ordinal, lanes, .. }) =
-            self.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
+        while let Some(killed) =
+            self.past.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
         {
-            self.heads[head].chains[chain].settle(ordinal, lanes);
+            let Killed { head, chain, ordinal, lanes, .. } = killed;
+            let run = &mut self.heads[head].chains[chain];
+            let dead = run.dead;
+            let freed = run.settle(ordinal, lanes);
+            if slack > 0 {
+                self.note_final(len, dead, killed, freed);
+            }
             if !thinned.contains(&(head, chain)) {
                 thinned.push((head, chain));
             }
@@ -47,9 +44,14 @@ impl Layer {
             let whose = Whose { inner, shape, head, chain };
             let run = &mut self.heads[head].chains[chain];
             run.sweep(kept);
-            if run.compact(&whose, kept).is_err() {
-                inner.failures.uncompacted();
-                self.owed.push((head, chain));
+            let dead = run.dead;
+            match run.compact(&whose, kept, slack > 0) {
+                Ok(None) => {}
+                Ok(Some(compacted)) => self.note_compacted(len, head, chain, dead, compacted),
+                Err(_) => {
+                    inner.failures.uncompacted();
+                    self.owed.push((head, chain));
+                }
             }
         }
     }
@@ -213,7 +215,7 @@ pub(crate) fn enforce(
             });
         }
         chain.kill(ordinal, lanes);
-        state.killed.push_back(Killed { by: len, head: h, chain: c, ordinal, lanes });
+        state.past.kill(len, h, c, ordinal, lanes);
     }
 }
 

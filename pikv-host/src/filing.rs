@@ -6,9 +6,9 @@ use crate::chain::{Chain, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
 use crate::error::Error;
-use crate::evict::Killed;
 use crate::kept::Kept;
 use crate::observe::Rule;
+use crate::past::Past;
 use crate::sequence::chain_place;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
@@ -60,8 +60,8 @@ pub(crate) struct Layer {
     pub undo: Vec<(usize, Option<usize>, Page)>,
     /// How it evicts.
     pub rule: Option<Arc<Rule>>,
-    /// What was evicted and can still come back, by ascending length of the sequence.
-    pub killed: VecDeque<Killed>,
+    /// What was evicted and tidied up, as far as a rollback undoes it.
+    pub past: Past,
     /// Heads and chains whose pages could not be put together, to be tried again.
     pub owed: Vec<(usize, usize)>,
 }
@@ -85,7 +85,7 @@ impl Layer {
             codecs,
             undo: Vec::new(),
             rule,
-            killed: VecDeque::new(),
+            past: Past::default(),
             owed: Vec::new(),
         }
     }
@@ -207,14 +207,8 @@ impl Layer {
         Ok(())
     }
 
-    /// Undoes what was written past `len` tokens.
+    /// Undoes what was written past `len` tokens, once [`Layer::rewind`] has undone what policies made of them.
     pub fn truncate(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
-        // What was evicted meanwhile comes back first.
-        while let Some(Killed { head, chain, ordinal, lanes, .. }) =
-            self.killed.pop_back_if(|killed| killed.by > len)
-        {
-            self.heads[head].chains[chain].revive(ordinal, lanes);
-        }
         let left = inner.store.ring.left(len);
         while self.filed > left {
             self.filed -= 1;
@@ -292,36 +286,48 @@ impl Layer {
                 closed.settle(codec);
             }
         }
-        // Which tokens are there to be ranked, and how they lie, must not show a step that is taken back: where a policy evicts, a
-        // step that follows tidies up.
-        if self.rule.is_none() || ring.slack() == 0 {
-            self.tidy(inner, shape, len);
+        while let Some((head, chain)) = self.past.forget(len, ring.slack()) {
+            self.tie(head, chain);
         }
+        self.tidy(inner, shape, len);
     }
 
-    /// Frees what left the window, and settles what was evicted, as of `len` tokens.
+    /// Frees what left the window, and settles what was evicted, as of `len` tokens: what depends on them and on nothing later.
     pub fn tidy(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
         let ring = inner.store.ring;
-        let mut experts = ring.kept_from(len);
-        if let Some(window) = shape.window {
-            // The oldest row that can still be asked for, one before `len - slack`, sees from here.
-            let seen = len.saturating_sub(window.saturating_add(ring.slack()));
-            self.slide(seen);
-            experts = experts.min(seen);
+        if let Some(seen) = seen_from(inner, shape, len) {
+            self.slide(seen, ring.kept_from(len), len, self.rule.is_some() && ring.slack() > 0);
         }
-        if shape.window.is_some() || self.rule.is_some() {
-            self.forget_experts(inner, experts);
-        }
+        // A rollback asks for those that were known where it goes.
+        self.forget_experts(inner, self.known_from(inner, shape, len).saturating_sub(ring.slack()));
         self.settle(inner, shape, len);
     }
 
-    /// Frees pages whose tokens, all before `seen`, no row sees any more.
-    fn slide(&mut self, seen: u32) {
-        for head in &mut self.heads {
+    /// Frees pages whose tokens, all before `seen`, no row sees any more at `len` tokens; notes them if `noted`, as a policy counts them.
+    fn slide(&mut self, seen: u32, kept: u32, len: u32, noted: bool) {
+        for h in 0..self.heads.len() {
             // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
-            for chain in &mut head.chains[1..] {
-                chain.trim(|last| last < seen);
+            for c in 1..self.heads[h].chains.len() {
+                loop {
+                    let codec = self.codecs[h].as_ref();
+                    let slid = self.heads[h].chains[c].slide(seen, kept, codec, noted);
+                    let Some((entry, rows)) = slid else { break };
+                    if noted {
+                        self.note_slid(len, h, c, entry, rows);
+                    }
+                }
+                self.heads[h].chains[c].tighten();
             }
+        }
+    }
+
+    /// First position whose experts are known at `len` tokens.
+    pub fn known_from(&self, inner: &Inner, shape: &LayerShape, len: u32) -> u32 {
+        let kept = inner.store.ring.kept_from(len);
+        match (seen_from(inner, shape, len), &self.rule) {
+            (Some(seen), _) => kept.min(seen),
+            (None, Some(_)) => kept,
+            (None, None) => 0,
         }
     }
 
@@ -346,10 +352,15 @@ impl Layer {
             + self.tags.capacity() * size_of::<u16>()
             + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
             + self.undo.capacity() * size_of::<(usize, Option<usize>, Page)>()
-            + self.killed.capacity() * size_of::<Killed>()
             + self.owed.capacity() * size_of::<(usize, usize)>();
-        lists as u64 + self.heads.iter().map(head).sum::<u64>()
+        lists as u64 + self.past.table_bytes() + self.heads.iter().map(head).sum::<u64>()
     }
+}
+
+/// First position that a row can still see through the layer's window: that of the oldest one that can be asked for, one before the
+/// `len` tokens less the rollback.
+fn seen_from(inner: &Inner, shape: &LayerShape, len: u32) -> Option<u32> {
+    Some(len.saturating_sub(shape.window?.saturating_add(inner.store.ring.slack())))
 }
 
 /// The experts of the token at `position`, where `tags` are those of the tokens from position `from` on.

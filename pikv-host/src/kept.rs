@@ -34,6 +34,16 @@ struct Mark {
 
 const GONE: u32 = u32::MAX;
 
+/// What was kept of the tokens of a page that is no longer in its run: `[versions][words]`.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Apart(Box<[[f32; LANES]]>);
+
+impl Apart {
+    pub fn bytes(&self) -> usize {
+        size_of_val(&self.0[..])
+    }
+}
+
 /// What is kept in a version.
 pub(crate) struct Version<'a> {
     words: usize,
@@ -149,6 +159,34 @@ impl Kept {
     pub fn pop_front(&mut self) {
         if let Some(page) = self.pages.pop_front() {
             self.give(page.slot);
+        }
+    }
+
+    /// Adds a page before page `i`, of whose tokens nothing is known.
+    pub fn insert(&mut self, i: usize) {
+        if self.versions > 0 {
+            self.pages.insert(i, Mark { slot: GONE, used: 0 });
+        }
+    }
+
+    /// What is kept of the tokens of page `i`, in every version.
+    pub fn rows_of(&self, i: usize) -> Apart {
+        let Some(slot) = self.slot(i) else { return Apart::default() };
+        let versions = (0..self.versions).flat_map(|version| &self.rows[self.of(slot, version)]);
+        Apart(versions.copied().collect())
+    }
+
+    /// Gives page `i` rows again if it has none: `rows`, or zeros.
+    pub fn renew(&mut self, i: usize, rows: Option<&Apart>) {
+        if self.pages.get(i).is_none_or(|page| page.slot != GONE) {
+            return;
+        }
+        let slot = self.take();
+        self.pages[i].slot = slot;
+        let rows = rows.map_or(&[][..], |rows| &rows.0);
+        for (version, rows) in rows.chunks_exact(self.words.max(1)).enumerate() {
+            let to = self.of(slot, version);
+            self.rows[to].copy_from_slice(rows);
         }
     }
 

@@ -31,6 +31,7 @@ mod mass;
 pub mod metrics;
 mod observe;
 mod oldest;
+mod past;
 pub mod planner;
 pub mod policy;
 mod queries;

@@ -1,6 +1,6 @@
 //! A sequence: a ring of its newest tokens, and pages of older ones filed by expert.
 
-use crate::arena::Page;
+use crate::arena::{Lease, Page};
 use crate::cache::Inner;
 use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
@@ -88,6 +88,10 @@ pub struct Sequence {
     pub(crate) pins: Vec<Range<u32>>,
     /// Whether it is being changed while code of the user's runs; it stays so if that panics.
     pub(crate) poisoned: bool,
+    /// Whether a step goes on with it, or was leaked.
+    pub(crate) stepping: bool,
+    /// What is left of the reservation of that step, if the sequence is its first.
+    pub(crate) lease: Lease,
 }
 
 impl Sequence {
@@ -96,8 +100,9 @@ impl Sequence {
         let layers = shapes.map(|((shape, codecs), rule)| {
             Layer::new(shape, inner.config.experts, codecs.clone(), rule.clone())
         });
-        let layers = layers.collect();
-        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins: Vec::new(), poisoned: false }
+        let (layers, lease) = (layers.collect(), Lease::new(&inner.arenas));
+        let (pins, poisoned, stepping) = (Vec::new(), false, false);
+        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease }
     }
 
     /// Tokens appended so far, which is the next token's position, whatever was evicted.
@@ -115,6 +120,9 @@ impl Sequence {
     /// # Errors
     /// No such layer or KV head.
     pub fn resident(&self, layer: usize, kv_head: usize) -> Result<Resident, Error> {
+        if self.stepping {
+            return self.repaired().resident(layer, kv_head);
+        }
         let head = self.head(layer, kv_head)?;
         Ok(Resident(self.in_ring().0 + head.chains.iter().map(|chain| chain.live).sum::<u32>()))
     }
@@ -130,7 +138,8 @@ impl Sequence {
         position: Position,
     ) -> Result<Option<impl Iterator<Item = u16>>, Error> {
         let state = self.layer(layer)?;
-        let known = self.inner.config.experts > 1 && position.0 >= state.tags_from && position.0 < self.len;
+        let from = state.known_from(&self.inner, &self.inner.config.layers[layer], self.len);
+        let known = self.inner.config.experts > 1 && (from..self.len).contains(&position.0);
         Ok(known.then(|| state.experts(&self.inner, position.0)))
     }
 
@@ -142,6 +151,15 @@ impl Sequence {
     /// # Errors
     /// No such layer or KV head.
     pub fn pages(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
+        let (held, leaked) = match self.stepping {
+            false => (Some(self.held(layer, kv_head)?), Vec::new()),
+            true => (None, self.repaired().held(layer, kv_head)?.collect()),
+        };
+        Ok(held.into_iter().flatten().chain(leaked))
+    }
+
+    /// [`Sequence::pages`] with what a step wrote.
+    fn held(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
         let head = self.head(layer, kv_head)?;
         let state = &self.layers[layer];
         let (first_tile, codec) = (state.first_tile, state.codecs[kv_head].as_ref());
@@ -179,10 +197,35 @@ impl Sequence {
         page: PageId,
     ) -> Result<impl Iterator<Item = (u32, Position)>, Error> {
         let missing = Error::NoPage { layer, kv_head, page };
-        let found = self.find(layer, kv_head, page)?.ok_or(missing)?;
-        Ok((0..PAGE)
-            .filter(move |lane| found.live >> lane & 1 == 1)
-            .map(move |lane| (lane, found.position(lane))))
+        let found = self.find(layer, kv_head, page)?.ok_or(missing.clone())?;
+        let live = match self.stepping {
+            false => found.live,
+            true => self.repaired().find(layer, kv_head, page)?.ok_or(missing)?.live,
+        };
+        Ok((0..PAGE).filter(move |lane| live >> lane & 1 == 1).map(move |lane| (lane, found.position(lane))))
+    }
+
+    /// As it is once what a leaked step wrote is undone. O(pages).
+    pub(crate) fn repaired(&self) -> Sequence {
+        let mut whole = self.copied();
+        whole.repair();
+        whole
+    }
+
+    /// Undoes what a step wrote that was leaked instead of dropped, and gives back what it had reserved.
+    pub(crate) fn repair(&mut self) {
+        self.lease.give_back();
+        if std::mem::take(&mut self.stepping) {
+            let inner = self.inner.clone();
+            for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
+                layer.abort(&inner, shape, self.len);
+            }
+        }
+    }
+
+    fn copied(&self) -> Sequence {
+        let (lease, pins) = (Lease::new(&self.inner.arenas), self.pins.clone());
+        Sequence { inner: self.inner.clone(), layers: self.layers.clone(), pins, lease, ..*self }
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
@@ -238,14 +281,16 @@ impl Sequence {
         }
     }
 
-    /// Bytes of pages of the first tier that the sequence refers to ([`Sequence::bytes_in_tier`] for others); shared ones count for each of their sequences.
+    /// Bytes of pages of the first tier that the sequence refers to ([`Sequence::bytes_in_tier`] for others), those included that only a
+    /// rollback would read; shared ones count for each of their sequences.
     pub fn bytes(&self) -> u64 {
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
         let bytes = |head: &Head| {
             let filed = head.chains.iter().flat_map(|c| &c.entries).map(Entry::bytes);
             head.ring.iter().map(Page::bytes).chain(filed).sum::<u64>()
         };
-        heads.map(bytes).sum()
+        let past = self.layers.iter().flat_map(|layer| layer.past.pages());
+        past.map(Held::bytes).sum::<u64>() + heads.map(bytes).sum::<u64>()
     }
 
     /// Bytes of host memory that the sequence takes beside its pages, which no budget bounds: lists of pages with what policies keep
@@ -270,27 +315,39 @@ impl Sequence {
     }
 
     /// Takes the newest `n` tokens back. What is seen, filed, tagged and counted from then on is as if they had never been
-    /// appended; what they pushed out of the ring's slack or a window stays gone, which no row can tell. Where policies evict, back
-    /// inside a step is as if the step had ended there (to the bit if it was no longer than the configured rollback).
-    /// Takes no pages, so it cannot run out of budget. O(n) a layer and head.
+    /// appended, to the bit; what they pushed out of the ring's slack or a window stays gone, which no row can tell. Where policies evict,
+    /// back inside a step is as if the step had ended there (to the bit if it was no longer than the configured rollback).
+    /// O(n) a layer and head, and what policies evicted and put together since.
     ///
     /// # Errors
-    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`], [`Error::Poisoned`]; nothing changes then.
+    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`], [`Error::Poisoned`]; [`Error::OutOfBudget`] where a policy put pages
+    /// together since, a fork shares them by now, and there is no memory for pages of its own. Nothing changes then. A device or a
+    /// lower tier that fails leaves the sequence [poisoned](Error::Poisoned).
     pub fn rollback(&mut self, n: u32) -> Result<(), Error> {
         self.sound()?;
+        self.repair();
         let limit = self.rollback_limit();
         if n > limit {
             return Err(Error::RollbackTooFar { asked: n, limit });
         }
         let len = self.len - n;
         let inner = self.inner.clone();
+        let layers = self.layers.iter().zip(&inner.config.layers);
+        let needed = layers.map(|(layer, shape)| layer.rewind_bytes(shape, len)).sum();
+        let mut pages = inner.arenas.reserve(needed)?;
         self.poisoned = true;
         for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
+            layer.rewind(shape, len, &mut pages)?;
             layer.truncate(&inner, shape, len);
         }
         self.len = len;
-        // A step that had ended here would have evicted here.
+        // A step that had ended here would have evicted and tidied up here.
         enforce(&mut self.layers, &inner, len, &self.pins, None);
+        for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
+            if layer.rule.is_some() {
+                layer.tidy(&inner, shape, len);
+            }
+        }
         self.poisoned = false;
         Ok(())
     }
@@ -298,7 +355,7 @@ impl Sequence {
     /// A second sequence with the same tokens. It shares all pages; whoever writes to a shared page first copies it.
     /// O(pages), no page is taken. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
     pub fn fork(&self) -> Sequence {
-        Sequence { inner: self.inner.clone(), layers: self.layers.clone(), pins: self.pins.clone(), ..*self }
+        if self.stepping { self.repaired() } else { self.copied() }
     }
 
     /// Frees one page of a layer's KV head, between steps. Its tokens are no longer attended to; positions go on as before.
@@ -307,6 +364,7 @@ impl Sequence {
     /// # Errors
     /// No such layer, head or page, or a page of the ring.
     pub fn evict(&mut self, layer: usize, kv_head: usize, page: PageId) -> Result<(), Error> {
+        self.repair();
         self.head(layer, kv_head)?;
         let chain = match page.place {
             Place::Ring => return Err(Error::Pinned { page }),
@@ -314,14 +372,25 @@ impl Sequence {
             Place::Expert(e) => usize::from(e) + 1,
         };
         let missing = Error::NoPage { layer, kv_head, page };
-        let chain = self.layers[layer].heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
-        if chain.evict(page.ordinal, self.kept) { Ok(()) } else { Err(missing) }
+        let state = &mut self.layers[layer];
+        let run = state.heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
+        if !run.evict(page.ordinal, self.kept) {
+            return Err(missing);
+        }
+        state.past.lose(kv_head, chain, page.ordinal);
+        Ok(())
     }
 
     /// Frees every page outside the ring, sinks included.
     pub fn evict_all(&mut self) {
-        for chain in self.layers.iter_mut().flat_map(|l| &mut l.heads).flat_map(|h| &mut h.chains) {
-            chain.evict_all();
+        self.repair();
+        for layer in &mut self.layers {
+            for (h, head) in layer.heads.iter_mut().enumerate() {
+                for (c, chain) in head.chains.iter_mut().enumerate() {
+                    chain.evict_all();
+                    layer.past.lose_all(h, c);
+                }
+            }
         }
     }
 

@@ -94,13 +94,9 @@ impl<'a> Step<'a> {
                 return Err(Error::PositionOverflow { position: end });
             }
             let len = end as u32;
+            sequence.repair();
             sequence.poisoned = true;
-            for (layer, shape) in sequence.layers.iter_mut().zip(&inner.config.layers) {
-                // Nothing to do, unless a step was leaked instead of dropped.
-                layer.abort(&inner, shape, sequence.len);
-                if layer.rule.is_some() {
-                    layer.tidy(&inner, shape, sequence.len);
-                }
+            for (layer, shape) in sequence.layers.iter().zip(&inner.config.layers) {
                 needed = bytes_needed(&inner, shape, layer, sequence.len, len).saturating_add(needed);
             }
             sequence.poisoned = false;
@@ -110,7 +106,7 @@ impl<'a> Step<'a> {
         if taken.is_empty() {
             return Err(Error::NoSequences);
         }
-        let pages = loop {
+        let mut pages = loop {
             match inner.arenas.reserve(needed) {
                 Err(Error::OutOfBudget { needed, available })
                     if inner.tiers.is_some() && needed <= inner.arenas.budget() =>
@@ -125,6 +121,8 @@ impl<'a> Step<'a> {
                 reserved => break reserved?,
             }
         };
+        pages.lend(&taken[0].sequence.lease);
+        taken.iter_mut().for_each(|part| part.sequence.stepping = true);
         layers.resize_with(inner.config.layers.len(), Done::default);
         let mut step = Step {
             inner,
@@ -387,7 +385,7 @@ impl<'a> Step<'a> {
                 let Sequence { layers, kept, .. } = &mut *part.sequence;
                 front.place(layers, sent, *kept);
             }
-            part.sequence.poisoned = false;
+            (part.sequence.poisoned, part.sequence.stepping) = (false, false);
         }
         Ok(())
     }
@@ -401,6 +399,7 @@ impl Drop for Step<'_> {
                 for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.config.layers) {
                     layer.abort(&self.inner, shape, len);
                 }
+                part.sequence.stepping = false;
             }
         }
         self.layers.iter_mut().for_each(Done::clear);

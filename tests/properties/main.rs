@@ -5,3 +5,4 @@ mod callbacks;
 mod faults;
 mod random_history;
 mod same_bits;
+mod traces;

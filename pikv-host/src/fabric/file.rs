@@ -128,7 +128,7 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
         Held::Open(page) => entry.last().filter(|last| *last < kept).map(|_| page),
         Held::Closed(Closed { packed, by, .. }) => (*by < kept).then_some(packed),
     };
-    entry.pending == 0 && page.is_some_and(|page| !page.is_shared())
+    entry.pending == 0 && !entry.tied && page.is_some_and(|page| !page.is_shared())
 }
 
 impl Chain {

@@ -12,7 +12,8 @@
 //! some are put together, so the budget bounds bytes too. Positions never change.
 //!
 //! Rollback brings back what a step evicted, and every score, as if the step had never been; back inside a step, as if it had ended
-//! there. So what was evicted keeps its bytes until it can no longer come back, and is settled when the step after that begins.
+//! there. So what was evicted keeps its bytes until it can no longer come back, and pages that were put together keep those that came
+//! free by it as long. Without a rollback nothing is kept.
 
 pub(crate) mod ada_kv;
 mod ada_kv_lit;

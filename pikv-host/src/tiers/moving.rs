@@ -36,7 +36,7 @@ impl Entry {
             Held::Open(page) => {
                 let done =
                     codec.is_none() && self.fill == PAGE && self.last().is_some_and(|last| last < kept);
-                done && self.pending == 0 && !page.is_shared()
+                done && self.pending == 0 && !self.tied && !page.is_shared()
             }
             Held::Closed(Closed { packed, original, by, .. }) => {
                 original.is_none() && *by < kept && self.pending == 0 && !packed.is_shared()
@@ -135,6 +135,7 @@ impl Sequence {
     /// lost.
     pub fn demote(&mut self, bytes: u64) -> Result<u64, Error> {
         self.sound()?;
+        self.repair();
         let inner = self.inner.clone();
         let levels = inner.tiers.as_ref().ok_or(Error::NoTiers)?;
         let pages = self.movable(0..self.layers.len());
@@ -148,6 +149,7 @@ impl Sequence {
     /// A cache without tiers; [`Error::Tier`] if a page could not be read, [`Error::OutOfMemory`]. What moved before stays moved; no page is lost.
     pub fn promote(&mut self, bytes: u64) -> Result<u64, Error> {
         self.sound()?;
+        self.repair();
         if self.inner.tiers.is_none() {
             return Err(Error::NoTiers);
         }
@@ -175,6 +177,7 @@ impl Sequence {
     /// stays moved; no page is lost.
     pub fn arrange(&mut self, layers: Range<usize>, shares: &[f64]) -> Result<(), Error> {
         self.sound()?;
+        self.repair();
         let inner = self.inner.clone();
         if layers.start > layers.end || layers.end > self.layers.len() {
             return Err(Error::Layer { layer: layers.start.max(layers.end), layers: self.layers.len() });
@@ -214,11 +217,13 @@ impl Sequence {
         Ok(())
     }
 
-    /// Bytes of the sequence's pages that lie in a tier beneath the first, `1` being the next; forks count each.
+    /// Bytes of the sequence's pages that lie in a tier beneath the first, `1` being the next, those included that only
+    /// a rollback would read; forks count each.
     pub fn bytes_in_tier(&self, tier: usize) -> u64 {
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
         let entries = heads.flat_map(|head| &head.chains).flat_map(|chain| &chain.entries);
-        let bytes = entries.filter_map(|entry| match &entry.held {
+        let past = self.layers.iter().flat_map(|layer| layer.past.pages());
+        let bytes = entries.map(|entry| &entry.held).chain(past).filter_map(|held| match held {
             Held::Away(Away { slot, .. }) if slot.level.index == tier => Some(slot.bytes()),
             _ => None,
         });
