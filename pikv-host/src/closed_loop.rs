@@ -41,8 +41,9 @@ use crate::attend::{Attend, Output};
 use crate::cache::Cache;
 use crate::device::{DeviceOutput, DeviceSlice};
 use crate::error::Error;
+use crate::learnt::{Learnt, narrow};
 use crate::metrics::{Sink, StepMetrics};
-use crate::report::StepReport;
+use crate::report::{ByPart, StepReport};
 use crate::router::{Feedback, RouteError, Router, Routes};
 use crate::sequence::Sequence;
 use crate::step::Step;
@@ -108,6 +109,7 @@ pub struct ClosedLoop {
     sink: Arc<dyn Sink>,
     routes: Vec<Routes>,
     report: StepReport,
+    learnt: Learnt,
     scratch: Scratch,
 }
 
@@ -119,7 +121,9 @@ struct Scratch {
     /// Of each expert, over all layers.
     hits: Vec<u64>,
     misses: Vec<u64>,
-    /// Of each expert of a layer.
+    /// Of each expert of a layer, hits and misses.
+    both: Vec<u64>,
+    /// The same as a router takes it, and the misses.
     wanted: Vec<u32>,
     missed: Vec<u32>,
 }
@@ -150,8 +154,10 @@ impl ClosedLoop {
             }
         }
         let routes = (0..layers).map(|_| Routes::default()).collect();
-        let (sink, report, scratch) = (Arc::new(()), StepReport::default(), Scratch::default());
-        Ok(ClosedLoop { cache, routers, sink, routes, report, scratch })
+        let learnt = Learnt::new(cache.inner.store.ring.slack());
+        let by_part = learnt.is_on().then(ByPart::default);
+        let (sink, report) = (Arc::new(()), StepReport { by_part, ..StepReport::default() });
+        Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, scratch: Scratch::default() })
     }
 
     /// Tells `sink` of every step.
@@ -165,14 +171,21 @@ impl ClosedLoop {
         &self.cache
     }
 
-    /// The routers, to save their states.
-    pub fn routers(&self) -> &[Box<dyn Router>] {
-        &self.routers
+    /// The routers, to save their states: as if tokens that were taken back since had never been routed.
+    pub fn routers(&mut self) -> &[Box<dyn Router>] {
+        self.routers_mut()
     }
 
     /// The routers, to restore their states.
     pub fn routers_mut(&mut self) -> &mut [Box<dyn Router>] {
+        self.learnt.forget(&mut self.routers);
         &mut self.routers
+    }
+
+    /// Steps that are kept because tokens of them can be taken back: at most as many as a sequence can take tokens back, and 64 and four
+    /// for each such token where a sequence stands still.
+    pub fn kept_steps(&self) -> usize {
+        self.learnt.steps()
     }
 
     /// What the last step that was committed met.
@@ -180,7 +193,10 @@ impl ClosedLoop {
         &self.report
     }
 
-    /// Starts a step, as [`Cache::begin`].
+    /// Starts a step, as [`Cache::begin`]. Before it the routers forget tokens that were taken back since they learnt from them, as far
+    /// as the cache's rollback reaches ([`CacheConfig::rollback`](crate::CacheConfig::rollback)) and a fork does not have them still: as
+    /// if they had never been routed, to the bit where their sequence was alone in its steps. Of a step that is taken back in part, pages
+    /// count as the whole step met them.
     ///
     /// # Errors
     /// Those of [`Cache::begin`].
@@ -189,6 +205,8 @@ impl ClosedLoop {
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<LoopStep<'a>, LoopError> {
         let step = self.cache.begin(parts)?;
+        self.learnt.forget(&mut self.routers);
+        self.learnt.begin(self.routers.len(), step.parts());
         self.routes.iter_mut().for_each(Routes::clear);
         Ok(LoopStep { step: Some(step), open: true, of: self })
     }
@@ -235,7 +253,7 @@ impl<'a> LoopStep<'a> {
     /// No such layer, one that was already routed, or what the router refuses.
     pub fn route(&mut self, layer: usize, logits: &[f32]) -> Result<&Routes, LoopError> {
         let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
-        let ClosedLoop { cache, routers, routes, scratch, .. } = &mut *self.of;
+        let ClosedLoop { cache, routers, routes, learnt, scratch, .. } = &mut *self.of;
         let Some(router) = routers.get_mut(layer) else {
             return Err(LoopError::Cache(Error::Layer { layer, layers: routes.len() }));
         };
@@ -258,6 +276,15 @@ impl<'a> LoopStep<'a> {
         // What a router that panics or refuses has counted is forgotten, as the layer can be routed again.
         let chosen = catch_unwind(AssertUnwindSafe(|| {
             let mut rest = logits;
+            // Rows that stay are learnt before the state is noted that the others are learnt from.
+            let firm = learnt.firm();
+            if let (1.., [(first, rows)]) = (firm, &mut starts[..]) {
+                let (own, others) = rest.split_at(firm * experts);
+                rest = others;
+                router.route(*first, own, routes)?;
+                (*first, *rows) = (Position(first.0 + firm as u32), *rows - firm);
+            }
+            learnt.routing(layer, router.as_ref(), rest);
             for &(first, rows) in &*starts {
                 let (own, others) = rest.split_at(rows * experts);
                 rest = others;
@@ -332,23 +359,22 @@ impl<'a> LoopStep<'a> {
         step.commit_with(&mut self.of.report)?;
         self.open = false;
         let (mut refused, mut panicked) = (Ok(()), None);
-        let ClosedLoop { cache, routers, sink, routes, report, scratch } = &mut *self.of;
-        let Scratch { hits: all_hits, misses: all_misses, wanted: asked, missed, .. } = scratch;
+        let ClosedLoop { cache, routers, sink, routes, report, learnt, scratch } = &mut *self.of;
+        let Scratch { hits: all_hits, misses: all_misses, both, wanted: asked, missed, .. } = scratch;
         for sums in [&mut *all_hits, &mut *all_misses] {
             sums.clear();
             sums.resize(report.experts, 0);
         }
         for (layer, router) in routers.iter_mut().enumerate() {
             let (hits, misses) = (report.hits(layer), report.misses(layer));
-            let wanted = || hits.iter().zip(misses).map(|(hit, miss)| hit + miss);
-            // Routers count in 32 bits; only the rates matter.
-            let most = wanted().max().unwrap_or(0);
-            let shift = (64 - most.leading_zeros()).saturating_sub(32);
-            let narrow = |n: u64| (n >> shift) as u32;
-            asked.clear();
-            asked.extend(wanted().map(narrow));
-            missed.clear();
-            missed.extend(misses.iter().copied().map(narrow));
+            both.clear();
+            both.extend(hits.iter().zip(misses).map(|(hit, miss)| hit + miss));
+            narrow(both, misses, asked, missed);
+            if let Some(ByPart { hits, misses, tickets }) = &report.by_part {
+                let of = tickets.len() * report.experts;
+                let of = layer * of..(layer + 1) * of;
+                learnt.met(layer, &routes[layer], &hits[of.clone()], &misses[of], report.remote_bytes(layer));
+            }
             // A layer without rows has nothing to tell.
             if routes[layer].rows() > 0 {
                 let feedback = Feedback::new(asked, missed).remote_bytes(report.remote_bytes(layer));
@@ -365,6 +391,9 @@ impl<'a> LoopStep<'a> {
             }
             all_hits.iter_mut().zip(hits).for_each(|(sum, n)| *sum += n);
             all_misses.iter_mut().zip(misses).for_each(|(sum, n)| *sum += n);
+        }
+        if let Some(by_part) = &mut report.by_part {
+            learnt.committed(&mut by_part.tickets);
         }
         let near: u64 = cache.inner.arenas.bytes_by_shard().sum();
         let resident_bytes = near + cache.inner.fabric.as_ref().map_or(0, |front| front.held());

@@ -26,6 +26,7 @@ mod forest;
 mod huge;
 mod job;
 mod kept;
+mod learnt;
 mod lists;
 mod mass;
 pub mod metrics;

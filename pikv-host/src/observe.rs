@@ -10,6 +10,7 @@ use crate::kept::Kept;
 use crate::mass::Weighed;
 use crate::metrics::Reused;
 use crate::policy::{Eviction, Feedback, HeadSeen, Positions, Scope, Seen, Token};
+use crate::report::StepReport;
 use crate::sequence::{PageId, Place, chain_place};
 use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
@@ -257,9 +258,32 @@ impl Layer {
         &self.heads[head].own[rule.version(len) * rule.head_words..][..rule.head_words]
     }
 
+    /// Adds to a report what rows at `rows` of layer `l` wanted of each expert, and what each sequence met if that is asked.
+    pub fn count_into(
+        &self,
+        inner: &Inner,
+        l: usize,
+        rows: Range<u32>,
+        fetch: Option<u32>,
+        report: &mut StepReport,
+    ) {
+        let StepReport { experts, hits, misses, by_part, .. } = report;
+        let of = l * *experts..(l + 1) * *experts;
+        let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
+        let Some(by_part) = by_part else { return self.count(inner, rows, fetch, hits, misses) };
+        let at = by_part.hits.len();
+        for counts in [&mut by_part.hits, &mut by_part.misses] {
+            counts.resize(at + *experts, 0);
+        }
+        let (own_hits, own_misses) = (&mut by_part.hits[at..], &mut by_part.misses[at..]);
+        self.count(inner, rows, fetch, own_hits, own_misses);
+        hits.iter_mut().zip(own_hits).for_each(|(sum, n)| *sum += *n);
+        misses.iter_mut().zip(own_misses).for_each(|(sum, n)| *sum += *n);
+    }
+
     /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that the first
     /// tier holds, and the others.
-    pub fn count(
+    fn count(
         &self,
         inner: &Inner,
         rows: Range<u32>,

@@ -1,6 +1,8 @@
 //! What a step met.
 
 use crate::metrics::{Evicted, Reused};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 /// What a step met, once it is committed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -18,6 +20,23 @@ pub struct StepReport {
     pub reused: Vec<Reused>,
     /// Whether nobody asks for them.
     pub(crate) unasked: bool,
+    /// Where a loop asks for it, what each sequence of the step met, `[layers][parts][experts]`, and its ticket.
+    pub(crate) by_part: Option<ByPart>,
+}
+
+/// What each sequence of a step met.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ByPart {
+    pub hits: Vec<u64>,
+    pub misses: Vec<u64>,
+    pub tickets: Vec<Arc<AtomicU32>>,
+}
+
+impl PartialEq for ByPart {
+    /// What a loop notes of a step is no part of the report.
+    fn eq(&self, _: &ByPart) -> bool {
+        true
+    }
 }
 
 impl StepReport {
@@ -47,5 +66,8 @@ impl StepReport {
         self.logical_bytes = 0;
         self.evicted.clear();
         self.reused.clear();
+        if let Some(ByPart { hits, misses, tickets }) = &mut self.by_part {
+            (hits.clear(), misses.clear(), tickets.clear());
+        }
     }
 }

@@ -7,6 +7,7 @@ use crate::codec::HeadCodec;
 use crate::error::Error;
 use crate::evict::enforce;
 use crate::filing::{Head, Layer};
+use crate::learnt::Tickets;
 use crate::tiers::Stored;
 use pikv_core::attend::{BLOCK, filled};
 use pikv_core::page::{PAGE, Position, Resident};
@@ -92,6 +93,8 @@ pub struct Sequence {
     pub(crate) stepping: bool,
     /// What is left of the reservation of that step, if the sequence is its first.
     pub(crate) lease: Lease,
+    /// Tokens that a rollback reaches and that routers learnt of.
+    pub(crate) tickets: Tickets,
 }
 
 impl Sequence {
@@ -101,8 +104,8 @@ impl Sequence {
             Layer::new(shape, inner.config.experts, codecs.clone(), rule.clone())
         });
         let (layers, lease) = (layers.collect(), Lease::new(&inner.arenas));
-        let (pins, poisoned, stepping) = (Vec::new(), false, false);
-        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease }
+        let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
+        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease, tickets }
     }
 
     /// Tokens appended so far, which is the next token's position, whatever was evicted.
@@ -224,8 +227,10 @@ impl Sequence {
     }
 
     fn copied(&self) -> Sequence {
-        let (lease, pins) = (Lease::new(&self.inner.arenas), self.pins.clone());
-        Sequence { inner: self.inner.clone(), layers: self.layers.clone(), pins, lease, ..*self }
+        let Sequence { inner, layers, pins, tickets, .. } = self;
+        let (inner, lease) = (inner.clone(), Lease::new(&inner.arenas));
+        let (layers, pins, tickets) = (layers.clone(), pins.clone(), tickets.clone());
+        Sequence { inner, layers, pins, lease, tickets, ..*self }
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
@@ -300,7 +305,7 @@ impl Sequence {
     pub fn table_bytes(&self) -> u64 {
         let lists =
             self.layers.capacity() * size_of::<Layer>() + self.pins.capacity() * size_of::<Range<u32>>();
-        lists as u64 + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
+        lists as u64 + self.tickets.bytes() + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
     }
 
     /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
@@ -341,6 +346,7 @@ impl Sequence {
             layer.truncate(&inner, shape, len);
         }
         self.len = len;
+        self.tickets.cut(len);
         // A step that had ended here would have evicted and tidied up here.
         enforce(&mut self.layers, &inner, len, &self.pins, None);
         for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {

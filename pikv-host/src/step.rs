@@ -358,10 +358,7 @@ impl<'a> Step<'a> {
                 let reused = asked.map(|report| &mut report.reused);
                 layer.observe(&inner, &inner.config.layers[l], *len, part.len, &mut feeds[own], reused);
                 if let Some(report) = &mut report {
-                    let StepReport { experts, hits, misses, .. } = &mut **report;
-                    let of = l * *experts..(l + 1) * *experts;
-                    let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
-                    layer.count(&inner, *len..part.len, done.fetch, hits, misses);
+                    layer.count_into(&inner, l, *len..part.len, done.fetch, report);
                 }
             }
         }
@@ -377,8 +374,11 @@ impl<'a> Step<'a> {
                 layer.undo.clear();
                 layer.release(&inner, shape, part.len);
             }
-            part.sequence.len = part.len;
             let floor = part.len.saturating_sub(inner.store.ring.slack());
+            if let Some(by_part) = report.as_deref_mut().and_then(|report| report.by_part.as_mut()) {
+                by_part.tickets.push(part.sequence.tickets.add(part.sequence.len, part.len, floor));
+            }
+            part.sequence.len = part.len;
             part.sequence.floor = part.sequence.floor.max(floor);
             part.sequence.kept = part.sequence.kept.max(inner.store.ring.kept_from(part.len));
             if let (Some(front), Some(sent)) = (&inner.fabric, sent.next()) {

@@ -1,5 +1,6 @@
 //! The closed loop against its stages called one by one, and every value that goes round in it.
 
+mod rollback;
 mod trace;
 
 use pikv::metrics::Collector;

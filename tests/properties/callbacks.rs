@@ -545,7 +545,7 @@ fn turn(pikv: &mut ClosedLoop, sequence: &mut Sequence, n: usize, seed: u64) -> 
     Ok(all)
 }
 
-fn state(pikv: &ClosedLoop, layer: usize) -> RouterState {
+fn state(pikv: &mut ClosedLoop, layer: usize) -> RouterState {
     pikv.routers()[layer].state()
 }
 
@@ -561,7 +561,7 @@ fn a_router_that_refuses_to_learn_does_not_undo_what_is_committed_and_is_named()
         turn(&mut pikv, &mut a, 1, seed).unwrap();
         turn(&mut twin, &mut b, 1, seed).unwrap();
     }
-    let before = state(&pikv, 0);
+    let before = state(&mut pikv, 0);
     // It is asked once by the route, and then by the commit.
     fuses[0][1].set(2);
     let refused = LoopError::Committed { layer: 0, source: RouteError::NoArms };
@@ -569,16 +569,16 @@ fn a_router_that_refuses_to_learn_does_not_undo_what_is_committed_and_is_named()
     turn(&mut twin, &mut b, 2, 30).unwrap();
     assert_eq!(a.next_position().0, 32, "the step is committed");
     assert_eq!((sink.totals().steps, sink.totals().rows), (31, 32), "the sink was told");
-    assert_eq!(state(&pikv, 0), before, "it has learnt nothing, and counts nothing of the step");
-    assert_eq!(state(&pikv, 1), state(&twin, 1), "the other has learnt");
+    assert_eq!(state(&mut pikv, 0), before, "it has learnt nothing, and counts nothing of the step");
+    assert_eq!(state(&mut pikv, 1), state(&mut twin, 1), "the other has learnt");
     same([&cache, &cache], [&a, &b], "the sequences");
     // From the same state on all is as in the twin.
-    let learnt = state(&twin, 0);
+    let learnt = state(&mut twin, 0);
     pikv.routers_mut()[0].restore(&learnt).unwrap();
     for seed in 31..60 {
         let (x, y) = (turn(&mut pikv, &mut a, 1, seed).unwrap(), turn(&mut twin, &mut b, 1, seed).unwrap());
         assert_eq!(bits(&x), bits(&y));
-        assert_eq!((state(&pikv, 0), state(&pikv, 1)), (state(&twin, 0), state(&twin, 1)));
+        assert_eq!((state(&mut pikv, 0), state(&mut pikv, 1)), (state(&mut twin, 0), state(&mut twin, 1)));
     }
 }
 
@@ -597,25 +597,29 @@ fn a_router_that_panics_counts_nothing_twice_and_takes_nobody_along() {
         if rng.one_in(3) {
             fuses[layer][kind].set(1 + i64::from(rng.below(2)));
         }
-        let (before, learnt) = (a.next_position(), [state(&pikv, 0), state(&pikv, 1)]);
+        let (before, learnt) = (a.next_position(), [state(&mut pikv, 0), state(&mut pikv, 1)]);
         let done = guarded(|| turn(&mut pikv, &mut a, 1, seed));
         fuses.iter().flatten().for_each(|fuse| fuse.set(0));
         if matches!(done, Some(Ok(_))) {
             turn(&mut twin, &mut b, 1, seed).unwrap();
         } else if a.next_position() == before {
             dropped += 1;
-            assert_eq!([state(&pikv, 0), state(&pikv, 1)], learnt, "step {seed} never was");
+            assert_eq!([state(&mut pikv, 0), state(&mut pikv, 1)], learnt, "step {seed} never was");
         } else {
             committed += 1;
             assert!(matches!(done, None | Some(Err(LoopError::Committed { .. }))), "{done:?}");
             turn(&mut twin, &mut b, 1, seed).unwrap();
-            assert_eq!(state(&pikv, layer), learnt[layer], "step {seed}: it has learnt nothing");
-            assert_eq!(state(&pikv, 1 - layer), state(&twin, 1 - layer), "step {seed}: the other has");
-            let own = state(&twin, layer);
+            assert_eq!(state(&mut pikv, layer), learnt[layer], "step {seed}: it has learnt nothing");
+            assert_eq!(
+                state(&mut pikv, 1 - layer),
+                state(&mut twin, 1 - layer),
+                "step {seed}: the other has"
+            );
+            let own = state(&mut twin, layer);
             pikv.routers_mut()[layer].restore(&own).unwrap();
         }
         same([&cache, &cache], [&a, &b], &format!("step {seed}"));
-        assert_eq!([0, 1].map(|l| state(&pikv, l)), [0, 1].map(|l| state(&twin, l)), "step {seed}");
+        assert_eq!([0, 1].map(|l| state(&mut pikv, l)), [0, 1].map(|l| state(&mut twin, l)), "step {seed}");
     }
     assert!(dropped > 5 && committed > 5, "{dropped} {committed}");
 }
@@ -649,6 +653,6 @@ fn a_sink_that_panics_leaves_a_step_that_is_committed_or_never_was() {
             turn(&mut twin, &mut b, 1, seed).unwrap();
         }
         same([&cache, &cache], [&a, &b], &format!("step {seed}"));
-        assert_eq!([0, 1].map(|l| state(&pikv, l)), [0, 1].map(|l| state(&twin, l)), "step {seed}");
+        assert_eq!([0, 1].map(|l| state(&mut pikv, l)), [0, 1].map(|l| state(&mut twin, l)), "step {seed}");
     }
 }

@@ -1,0 +1,300 @@
+//! What routers learnt from tokens that can still be taken back, and how they forget it.
+//!
+//! A router learns once a step, from the rows of all its sequences. So that it can forget some of them, each step of a
+//! [`ClosedLoop`](crate::ClosedLoop) is kept as long as one of its tokens can be taken back: the state that the routers had before it,
+//! the logits, and what the cache had or missed. Once tokens of it were taken back, the routers go back to that state and learn the
+//! step again without them, and those that followed. Nothing is kept where the cache has no rollback.
+
+use crate::router::{Feedback, Router, RouterState, Routes};
+use pikv_core::page::Position;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Steps that are kept at most, beside four for each token that can be taken back. Older ones stay learnt: an average of .9 keeps
+/// a thousandth of them by then.
+const STEPS: usize = 64;
+
+/// Tokens that a sequence brought to a step of a loop. Forks have it in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Ticket {
+    /// Position of the first.
+    pub first: u32,
+    /// Tokens that were not taken back.
+    pub left: Arc<AtomicU32>,
+}
+
+/// The tickets of a sequence, of the steps that a rollback reaches.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tickets(VecDeque<Ticket>);
+
+impl Tickets {
+    /// Adds the tokens from `first` to `len`, and forgets what lies before `floor`.
+    pub fn add(&mut self, first: u32, len: u32, floor: u32) -> Arc<AtomicU32> {
+        while self.0.get(1).is_some_and(|next| next.first <= floor) {
+            self.0.pop_front();
+        }
+        let left = Arc::new(AtomicU32::new(len - first));
+        self.0.push_back(Ticket { first, left: left.clone() });
+        left
+    }
+
+    /// Tokens from `len` on were taken back.
+    pub fn cut(&mut self, len: u32) {
+        while let Some(Ticket { first, left }) = self.0.back() {
+            let stay = len.saturating_sub(*first);
+            if stay >= left.load(Ordering::Relaxed) {
+                return;
+            }
+            // The loop holds one handle, this sequence another; where there are more, a fork still has the tokens.
+            if Arc::strong_count(left) <= 2 {
+                left.store(stay, Ordering::Relaxed);
+            }
+            if stay > 0 {
+                return;
+            }
+            self.0.pop_back();
+        }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        (self.0.capacity() * size_of::<Ticket>()) as u64
+    }
+}
+
+/// The rows of a sequence in a step.
+#[derive(Debug)]
+struct Part {
+    left: Arc<AtomicU32>,
+    /// Position of the first row that is kept, and rows before it that cannot be taken back.
+    first: Position,
+    firm: u32,
+    /// Rows that the routers have learnt, the firm ones included, and that there were.
+    learnt: u32,
+    rows: u32,
+}
+
+/// A step in one layer.
+#[derive(Debug, Default)]
+struct Layer {
+    /// Before the rows that are kept.
+    before: Option<RouterState>,
+    /// Of those rows: `[rows][experts]`.
+    logits: Vec<f32>,
+    /// Whose pages were wanted: `[rows][fetch]`.
+    experts: Vec<u16>,
+    fetch: usize,
+    /// `[parts][experts]`: rows that wanted an expert, and tokens that they found and missed.
+    chosen: Vec<u64>,
+    hits: Vec<u64>,
+    misses: Vec<u64>,
+    remote: u64,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    parts: Vec<Part>,
+    layers: Vec<Layer>,
+}
+
+/// The steps of a loop that routers may have to forget, the newest last.
+#[derive(Debug, Default)]
+pub(crate) struct Learnt {
+    steps: VecDeque<Kept>,
+    /// The step under way.
+    now: Kept,
+    /// Lists of steps that are over.
+    spare: Vec<Kept>,
+    /// Tokens that can be taken back.
+    slack: u32,
+    routes: Routes,
+    wanted: Vec<u32>,
+    missed: Vec<u32>,
+}
+
+impl Learnt {
+    pub fn new(slack: u32) -> Learnt {
+        Learnt { slack, ..Learnt::default() }
+    }
+
+    /// Steps that are kept.
+    pub fn steps(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// Whether anything is kept at all.
+    pub fn is_on(&self) -> bool {
+        self.slack > 0
+    }
+
+    /// Starts a step of `layers` layers over sequences with these first positions and rows.
+    pub fn begin(&mut self, layers: usize, parts: impl Iterator<Item = (Position, usize)>) {
+        if !self.is_on() {
+            return;
+        }
+        self.now.parts.clear();
+        for (first, rows) in parts {
+            let (rows, left) = (rows as u32, Arc::default());
+            self.now.parts.push(Part { left, first, firm: 0, learnt: rows, rows });
+        }
+        // Of one long step alone the rows that stay need not be learnt again.
+        if let ([part], true) = (&mut self.now.parts[..], self.steps.is_empty()) {
+            part.firm = part.rows.saturating_sub(self.slack);
+            part.first = Position(part.first.0 + part.firm);
+        }
+        self.now.layers.resize_with(layers, Layer::default);
+        self.now.layers.iter_mut().for_each(|layer| layer.before = None);
+    }
+
+    /// Rows of the step's only sequence that cannot be taken back, to be routed apart from the others.
+    pub fn firm(&self) -> usize {
+        self.now.parts.first().map_or(0, |part| part.firm as usize)
+    }
+
+    /// Notes what a layer's router is about to be asked: its state, and the logits of the rows that can be taken back.
+    pub fn routing(&mut self, layer: usize, router: &dyn Router, logits: &[f32]) {
+        if let Some(layer) = self.now.layers.get_mut(layer).filter(|_| self.slack > 0) {
+            layer.before = Some(router.state());
+            layer.logits.clear();
+            layer.logits.extend_from_slice(logits);
+        }
+    }
+
+    /// Notes what a layer met, of each sequence: `[parts][experts]` hits and misses.
+    pub fn met(&mut self, layer: usize, routes: &Routes, hits: &[u64], misses: &[u64], remote: u64) {
+        let Kept { parts, layers } = &mut self.now;
+        let Some(layer) = layers.get_mut(layer) else { return };
+        (layer.fetch, layer.remote) = (routes.fetch(), remote);
+        (layer.hits.clear(), layer.misses.clear(), layer.experts.clear(), layer.chosen.clear());
+        layer.hits.extend_from_slice(hits);
+        layer.misses.extend_from_slice(misses);
+        layer.chosen.resize(hits.len(), 0);
+        let count = hits.len() / parts.len().max(1);
+        let top_k = routes.filing().experts.len() / routes.rows().max(1);
+        let mut rows = routes.filing().experts.chunks_exact(top_k.max(1));
+        for (part, chosen) in parts.iter().zip(layer.chosen.chunks_exact_mut(count.max(1))) {
+            for (row, experts) in (0..part.rows).zip(&mut rows) {
+                let wanted = &experts[..routes.fetch().min(top_k)];
+                wanted.iter().for_each(|e| chosen[usize::from(*e)] += 1);
+                if row >= part.firm {
+                    layer.experts.extend_from_slice(wanted);
+                }
+            }
+        }
+    }
+
+    /// The step is over; `tickets` are those of its sequences.
+    pub fn committed(&mut self, tickets: &mut Vec<Arc<AtomicU32>>) {
+        if !self.is_on() {
+            return;
+        }
+        for (part, left) in self.now.parts.iter_mut().zip(tickets.drain(..)) {
+            part.left = left;
+        }
+        let next = self.spare.pop().unwrap_or_default();
+        self.steps.push_back(std::mem::replace(&mut self.now, next));
+        let most = STEPS + 4 * self.slack as usize;
+        // A step of which nobody else holds a ticket cannot be taken back.
+        let over = |step: &Kept| step.parts.iter().all(|part| Arc::strong_count(&part.left) == 1);
+        while self.steps.len() > most || self.steps.front().is_some_and(over) {
+            self.spare.extend(self.steps.pop_front());
+        }
+        self.spare.truncate(2);
+    }
+
+    /// Has the routers forget what was taken back since they learnt it.
+    ///
+    /// # Panics
+    /// If a router does; it has forgotten its choices, and the others have learnt.
+    pub fn forget(&mut self, routers: &mut [Box<dyn Router>]) {
+        let rejected = |part: &Part| part.left.load(Ordering::Relaxed) < part.learnt;
+        let Some(first) = self.steps.iter().position(|step| step.parts.iter().any(rejected)) else { return };
+        let mut panicked = None;
+        let mut steps = std::mem::take(&mut self.steps);
+        for (l, router) in routers.iter_mut().enumerate() {
+            let again = catch_unwind(AssertUnwindSafe(|| {
+                for (i, step) in steps.iter_mut().enumerate().skip(first) {
+                    self.learn(step, l, router.as_mut(), i == first);
+                }
+            }));
+            if let Err(panic) = again {
+                let _ = catch_unwind(AssertUnwindSafe(|| router.discard()));
+                panicked = panicked.or(Some(panic));
+            }
+        }
+        for part in steps.iter_mut().skip(first).flat_map(|step| &mut step.parts) {
+            part.learnt = part.learnt.min(part.left.load(Ordering::Relaxed).max(part.firm));
+        }
+        steps.retain(|step| step.parts.iter().any(|part| part.learnt > 0));
+        self.steps = steps;
+        if let Some(panic) = panicked {
+            resume_unwind(panic);
+        }
+    }
+
+    /// Has a layer's router learn a step again, from the state before it where `back`, or from the one that it is in.
+    fn learn(&mut self, step: &mut Kept, layer: usize, router: &mut dyn Router, back: bool) {
+        let Kept { parts, layers } = step;
+        let Some(layer) = layers.get_mut(layer) else { return };
+        // A layer without rows had nothing to tell.
+        let Some(before) = &mut layer.before else { return };
+        if back {
+            // A state that the router gave itself.
+            let _ = router.restore(before);
+        } else {
+            *before = router.state();
+        }
+        let count = layer.hits.len() / parts.len().max(1);
+        for counts in [&mut self.wanted, &mut self.missed] {
+            counts.clear();
+            counts.resize(count, 0);
+        }
+        let (mut wanted, mut missed) = (vec![0u64; count], vec![0u64; count]);
+        let (mut rest, mut experts) = (&layer.logits[..], &layer.experts[..]);
+        let (mut stay_of_all, mut rows_of_all) = (0u64, 0u64);
+        self.routes.clear();
+        for (i, part) in parts.iter().enumerate() {
+            let kept = (part.rows - part.firm) as usize;
+            let stay = part.left.load(Ordering::Relaxed).min(part.learnt).saturating_sub(part.firm) as usize;
+            (stay_of_all, rows_of_all) =
+                (stay_of_all + u64::from(part.firm) + stay as u64, rows_of_all + u64::from(part.rows));
+            let (own, others) = rest.split_at(kept * count);
+            let (chosen, other) = experts.split_at(kept * layer.fetch);
+            (rest, experts) = (others, other);
+            if stay > 0 && router.route(part.first, &own[..stay * count], &mut self.routes).is_err() {
+                router.discard();
+            }
+            let mut gone = vec![0u64; count];
+            chosen[stay * layer.fetch..].iter().for_each(|e| gone[usize::from(*e)] += 1);
+            for e in 0..count {
+                let at = i * count + e;
+                // Rows of a step that chose an expert met the same of it.
+                let share = |n: u64| match layer.chosen[at] {
+                    0 => 0,
+                    all => (u128::from(n) * u128::from(all - gone[e]) / u128::from(all)) as u64,
+                };
+                wanted[e] += share(layer.hits[at]) + share(layer.misses[at]);
+                missed[e] += share(layer.misses[at]);
+            }
+        }
+        if stay_of_all == 0 {
+            return;
+        }
+        narrow(&wanted, &missed, &mut self.wanted, &mut self.missed);
+        let remote = (u128::from(layer.remote) * u128::from(stay_of_all) / u128::from(rows_of_all)) as u64;
+        if router.observe(&Feedback::new(&self.wanted, &self.missed).remote_bytes(remote)).is_err() {
+            router.discard();
+        }
+    }
+}
+
+/// Counts of pages wanted and missed in 32 bits, as routers take them: only the rates matter.
+pub(crate) fn narrow(wanted: &[u64], missed: &[u64], to_wanted: &mut Vec<u32>, to_missed: &mut Vec<u32>) {
+    let most = wanted.iter().copied().max().unwrap_or(0);
+    let shift = (64 - most.leading_zeros()).saturating_sub(32);
+    for (from, to) in [(wanted, to_wanted), (missed, to_missed)] {
+        to.clear();
+        to.extend(from.iter().map(|n| (n >> shift) as u32));
+    }
+}

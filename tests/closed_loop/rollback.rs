@@ -1,0 +1,138 @@
+//! Routers forget tokens that were taken back: a loop with rejected drafts against a twin that never had them.
+
+use super::{EXPERTS, LAYERS, config, routers, rows, states, turn};
+use pikv::policy::{Budget, Eviction, H2o};
+use pikv::{Attend, Cache, ClosedLoop, Output, Read, Sequence};
+use pikv_test::numbers::Rng;
+use pikv_test::scaled;
+
+/// A loop whose cache can take 8 tokens back.
+fn looped(id: usize) -> (Cache, ClosedLoop) {
+    let evict = Eviction::new(H2o, Budget::Tokens(40)).batch(4);
+    let cache = Cache::new(config(2).rollback(8).evict(evict)).unwrap();
+    (cache.clone(), ClosedLoop::new(cache, routers(id, 2)).unwrap())
+}
+
+/// One step of several sequences: rows of each, and the seed of its numbers.
+fn together(pikv: &mut ClosedLoop, parts: Vec<(&mut Sequence, usize, u64)>) {
+    let of: Vec<(usize, u64)> = parts.iter().map(|(_, n, seed)| (*n, *seed)).collect();
+    let mut step = pikv.begin(parts.into_iter().map(|(s, n, _)| (s, n as u32))).unwrap();
+    for layer in 0..LAYERS {
+        let all = of.iter().map(|&(n, seed)| rows(seed, layer, n));
+        let [k, v, q, logits] = all.fold([const { Vec::new() }; 4], |mut sum, own| {
+            sum.iter_mut().zip(own).for_each(|(sum, own)| sum.extend(own));
+            sum
+        });
+        let mut out = vec![0.0; q.len()];
+        step.route(layer, &logits).unwrap();
+        step.append(layer, &k, &v).unwrap();
+        step.attend(layer, &q, &Attend::new(1.0), Output::new(&mut out)).unwrap();
+    }
+    step.commit().unwrap();
+}
+
+#[test]
+fn rejected_drafts_were_never_routed() {
+    for id in 0..7 {
+        for seed in 0..scaled(3, 60) {
+            let mut rng = Rng(seed);
+            let ((cache, mut pikv), (other, mut twin)) = (looped(id), looped(id));
+            let (mut a, mut b) = (cache.sequence(), other.sequence());
+            let prompt = 1 + rng.below(60) as usize;
+            turn(&mut pikv, &mut a, prompt, seed, Read::Experts);
+            turn(&mut twin, &mut b, prompt, seed, Read::Experts);
+            for i in 0..40 {
+                let seed = 1000 * (seed + 1) + i;
+                let mut drafts = rng.below(9);
+                let count = drafts;
+                while drafts > 0 {
+                    let n = 1 + rng.below(drafts);
+                    turn(&mut pikv, &mut a, n as usize, seed + 500, Read::Experts);
+                    drafts -= n;
+                }
+                a.rollback(count).unwrap();
+                assert_eq!(
+                    states(pikv.routers()),
+                    states(twin.routers()),
+                    "router {id}, {seed}, {count} drafts"
+                );
+                let x = turn(&mut pikv, &mut a, 1, seed, Read::Experts);
+                let y = turn(&mut twin, &mut b, 1, seed, Read::Experts);
+                assert_eq!(super::bits(&x), super::bits(&y), "router {id}, {seed}");
+                assert_eq!(pikv.report().hits(0), twin.report().hits(0), "router {id}, {seed}");
+            }
+        }
+    }
+}
+
+/// Where some drafts of a step are taken, the loads are those of the tokens that stayed.
+#[test]
+fn a_step_that_is_taken_back_in_part_counts_what_stayed() {
+    let ((cache, mut pikv), (other, mut twin)) = (looped(2), looped(2));
+    let (mut a, mut b) = (cache.sequence(), other.sequence());
+    for (i, prompt) in [(0, 20), (1, 6), (2, 8), (3, 1)] {
+        // The numbers of a step's rows begin with those of a shorter one.
+        let stay = if prompt > 2 { prompt - 2 } else { prompt };
+        turn(&mut pikv, &mut a, prompt, i, Read::All);
+        a.rollback((prompt - stay) as u32).unwrap();
+        let before = states(pikv.routers());
+        let mut step = twin.begin([(&mut b, stay as u32)]).unwrap();
+        for layer in 0..LAYERS {
+            let [k, v, _, logits] = rows(i, layer, prompt);
+            step.append(layer, &k[..stay * 16], &v[..stay * 16]).unwrap();
+            step.route(layer, &logits[..stay * EXPERTS]).unwrap();
+        }
+        step.commit().unwrap();
+        assert_eq!(before, states(twin.routers()), "step {i}");
+    }
+}
+
+/// Of a step of two sequences, what one of them takes back is forgotten and what the other brought stays; a fork that has the tokens
+/// still keeps them learnt.
+#[test]
+fn of_a_batch_only_what_was_taken_back_is_forgotten() {
+    // A fork has the drafts still.
+    let ((cache, mut pikv), (other, mut twin)) = (looped(2), looped(2));
+    let [mut a, mut x] = [cache.sequence(), other.sequence()];
+    turn(&mut pikv, &mut a, 5, 1, Read::All);
+    turn(&mut twin, &mut x, 5, 1, Read::All);
+    turn(&mut pikv, &mut a, 3, 2, Read::All);
+    let (learnt, fork) = (states(pikv.routers()), a.fork());
+    a.rollback(3).unwrap();
+    assert_eq!(states(pikv.routers()), learnt);
+    let mut again = fork.fork();
+    drop((fork, a));
+    again.rollback(3).unwrap();
+    assert_eq!(states(pikv.routers()), states(twin.routers()));
+
+    let ((cache, mut pikv), (other, mut twin)) = (looped(3), looped(3));
+    let [mut a, mut b] = [cache.sequence(), cache.sequence()];
+    let [mut x, mut y] = [other.sequence(), other.sequence()];
+    together(&mut pikv, vec![(&mut a, 5, 1), (&mut b, 9, 2)]);
+    together(&mut twin, vec![(&mut x, 5, 1), (&mut y, 9, 2)]);
+    for i in 10..60 {
+        let n = 1 + i as usize % 4;
+        together(&mut pikv, vec![(&mut a, n, i + 500), (&mut b, 1, i)]);
+        a.rollback(n as u32).unwrap();
+        together(&mut twin, vec![(&mut y, 1, i)]);
+        assert_eq!(states(pikv.routers()), states(twin.routers()), "step {i}");
+    }
+}
+
+/// What is kept for a rollback is bounded: by the steps that a rollback reaches, and by a number where a sequence stands still.
+#[test]
+fn what_is_kept_of_steps_does_not_grow() {
+    let (cache, mut pikv) = looped(3);
+    let (mut idle, mut a) = (cache.sequence(), cache.sequence());
+    turn(&mut pikv, &mut idle, 3, 0, Read::All);
+    for i in 1..400 {
+        turn(&mut pikv, &mut a, 1, i, Read::All);
+        assert!(pikv.kept_steps() <= 64 + 4 * 8, "{}", pikv.kept_steps());
+    }
+    idle.rollback(3).unwrap();
+    drop(idle);
+    for i in 400..420 {
+        turn(&mut pikv, &mut a, 1, i, Read::All);
+    }
+    assert!(pikv.kept_steps() <= 8 + 1, "{}", pikv.kept_steps());
+}
