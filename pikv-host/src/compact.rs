@@ -189,7 +189,7 @@ impl Chain {
         }
         self.settled = 0;
         self.dead = self.count_dead();
-        self.mirrors.clear();
+        self.mirrors.forget(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
         self.sweep(kept);
         Ok(before)
     }

@@ -300,7 +300,6 @@ impl Chain {
         self.live = self.live + live - now.live.count_ones();
         self.kept.renew(i, rows);
         self.settled = 0;
-        self.mirrors.clear();
     }
 
     /// Where the page at `ordinal` stands in the list, as one of which nothing is left if it was not listed any more.
@@ -321,6 +320,7 @@ impl Chain {
         pages: &mut Reservation,
     ) -> Result<(), Error> {
         let Compacted { pages: before, moves } = compacted;
+        self.mirrors.forget(before.last().map_or(0, |page| page.ordinal + 1));
         let places: Vec<usize> = before.iter().map(|page| self.listed(page.ordinal)).collect();
         // All that is read is read before anything is written.
         let words = self.rewritten(shape, &before, &places, &moves)?;
@@ -345,7 +345,6 @@ impl Chain {
             }
         }
         self.settled = 0;
-        self.mirrors.clear();
         Ok(())
     }
 

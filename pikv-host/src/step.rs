@@ -387,7 +387,22 @@ impl<'a> Step<'a> {
             }
             (part.sequence.poisoned, part.sequence.stepping) = (false, false);
         }
+        self.set_aside_thinned();
         Ok(())
+    }
+}
+
+impl Step<'_> {
+    /// Sets room aside on ranks for pages that a policy just put together, whose blocks are read there in part. A rank that has none
+    /// refuses who reads them, until it has.
+    fn set_aside_thinned(&self) {
+        let Some(front) = &self.inner.fabric else { return };
+        for (l, _) in self.inner.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
+            let layers = self.parts.iter().map(|part| &part.sequence.layers[l]);
+            if front.set_aside(&self.inner, l, layers).is_err() {
+                self.inner.failures.uncompacted();
+            }
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod bytes;
 mod failures;
+mod full;
 mod pools;
 mod same;
 mod setup;

@@ -134,13 +134,13 @@ impl Twins<'_> {
             if abort == Some(layer) {
                 return;
             }
-            for step in [&mut a, &mut b] {
-                step.append(layer, k, v).unwrap();
-                step.route(layer, routes).unwrap();
-            }
-            let tried = b.attend(layer, q, &options, Output::new(&mut vec![0.0; outs.0]));
+            a.append(layer, k, v).unwrap();
+            let tried = b.append(layer, k, v);
             if tried.is_err() {
                 return full(self.setup, &mut self.seen, tried);
+            }
+            for step in [&mut a, &mut b] {
+                step.route(layer, routes).unwrap();
             }
             both(outs, |cache, out| if cache == 0 { &mut a } else { &mut b }.attend(layer, q, &options, out));
         }

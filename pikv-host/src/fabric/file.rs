@@ -4,6 +4,7 @@ use super::FabricError;
 use super::front::{Block, Copies, Copy, Front, Kept};
 use super::link::{Link, List, Work};
 use super::wire;
+use crate::arena::Page;
 use crate::cache::Inner;
 use crate::chain::{Chain, Closed, Entry, Held};
 use crate::codec::HeadCodec;
@@ -14,13 +15,16 @@ use crate::tiers::Stored;
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
+use smallvec::SmallVec;
+use std::cmp::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Pages of a chain that are still here, and of which a rank has a copy, because the rest of their block is there.
+/// Pages of a chain that are still here, and of which a rank has a copy, because the rest of their block is there. The rank has room for
+/// the next page of that block, too: no read takes memory there.
 #[derive(Debug, Default)]
 pub(crate) struct Mirrors(Mutex<Vec<Mirror>>);
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Mirror {
     ordinal: u32,
     copy: Arc<Copy>,
@@ -30,14 +34,30 @@ struct Mirror {
     epoch: u64,
 }
 
-/// A fork's pages will differ: it has none at first.
+impl Mirror {
+    /// Has everything be sent again if that was before a round that failed. The rank still has the room for it.
+    fn renew(&mut self, epoch: u64) {
+        if self.epoch != epoch {
+            (self.epoch, self.synced) = (epoch, 0);
+        }
+    }
+}
+
+/// A fork reads the same copies, until either side writes: whoever writes first then gets one of its own.
 impl Clone for Mirrors {
     fn clone(&self) -> Mirrors {
-        Mirrors::default()
+        Mirrors(Mutex::new(self.list().clone()))
     }
 }
 
 impl Mirrors {
+    /// Notes what a rank has by now.
+    fn note(&self, mirror: Mirror) {
+        let mut list = self.list();
+        list.retain(|known| known.ordinal != mirror.ordinal);
+        list.push(mirror);
+    }
+
     fn list(&self) -> MutexGuard<'_, Vec<Mirror>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -45,9 +65,13 @@ impl Mirrors {
     /// Takes back what the rank has past `fill` lanes of the last page, which is at `ordinal`.
     pub fn cut(&mut self, ordinal: u32, fill: u32) {
         let list = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        list.retain(|mirror| mirror.ordinal <= ordinal);
-        for mirror in list.iter_mut().filter(|mirror| mirror.ordinal == ordinal) {
-            mirror.synced = mirror.synced.min(fill);
+        list.retain(|mirror| mirror.ordinal <= ordinal + 1);
+        for mirror in list {
+            match mirror.ordinal.cmp(&ordinal) {
+                Ordering::Less => {}
+                Ordering::Equal => mirror.synced = mirror.synced.min(fill),
+                Ordering::Greater => mirror.synced = 0,
+            }
         }
     }
 
@@ -56,9 +80,10 @@ impl Mirrors {
         self.list().capacity() * size_of::<Mirror>()
     }
 
-    /// Forgets all.
-    pub fn clear(&mut self) {
-        self.0.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
+    /// Forgets the pages before `ordinal`, whose tokens moved.
+    pub fn forget(&mut self, ordinal: u32) {
+        let list = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|mirror| mirror.ordinal >= ordinal);
     }
 
     /// The rank that has a copy of the page at `ordinal`.
@@ -99,6 +124,12 @@ impl List {
         self.id(id);
         self.words.push(words.len() as u32);
         self.words.extend_from_slice(words);
+    }
+
+    /// Room for a page of so many words.
+    pub fn room(&mut self, id: u64, words: u32) {
+        self.id(id);
+        self.words.push(words | wire::ROOM);
     }
 
     /// Tokens of a page as they came.
@@ -174,9 +205,10 @@ impl Chain {
         }
         self.settled = at;
         let mirrors = std::mem::take(&mut self.mirrors);
-        mirrors
-            .list()
-            .retain(|mirror| self.entry(mirror.ordinal).is_some_and(|entry| entry.page().is_some()));
+        mirrors.list().retain(|mirror| match self.entry(mirror.ordinal) {
+            Some(entry) => entry.page().is_some(),
+            None => mirror.ordinal == self.next,
+        });
         self.mirrors = mirrors;
     }
 
@@ -193,7 +225,7 @@ impl Chain {
         let words = entry.page()?.words();
         let mut list = self.mirrors.list();
         let at = match list.iter().position(|mirror| mirror.ordinal == ordinal) {
-            Some(at) if (list[at].copy.rank, list[at].epoch) == (rank, epoch) => at,
+            Some(at) if list[at].copy.rank == rank => at,
             other => {
                 if let Some(at) = other {
                     list.swap_remove(at);
@@ -203,6 +235,7 @@ impl Chain {
             }
         };
         let mirror = &mut list[at];
+        mirror.renew(epoch);
         if codec {
             // Packed once and for all, unless a rollback opened it.
             if mirror.synced < PAGE {
@@ -215,9 +248,125 @@ impl Chain {
         }
         Some(mirror.copy.clone())
     }
+
+    /// What a rank has for the page at `ordinal`, unless a fork has it too and the page was written since.
+    fn own<'a>(&self, list: &'a [Mirror], ordinal: u32) -> Option<&'a Mirror> {
+        let mirror = list.iter().find(|mirror| mirror.ordinal == ordinal)?;
+        let Some(entry) = self.entry(ordinal) else { return Some(mirror) };
+        // A packed page is sent whole or not at all.
+        let needed = if matches!(entry.held, Held::Closed(_)) { PAGE } else { entry.fill };
+        // A page that is shared here too was written by nobody since.
+        let shared = Arc::strong_count(&mirror.copy) > 1;
+        let written = mirror.synced < needed && !entry.page().is_some_and(Page::is_shared);
+        Some(mirror).filter(|_| !(shared && written))
+    }
+
+    /// Asks for room of its own on `rank` for the page at `ordinal`, which may be the one that comes next, if what the rank has for it
+    /// is shared with a fork and is to be written, or is not there. Gives what is to be noted once the rank has it.
+    fn set_aside(
+        &self,
+        front: &Front,
+        ordinal: u32,
+        (rank, epoch): (u32, u64),
+        words: u32,
+        work: &mut Work,
+    ) -> Option<Mirror> {
+        let list = self.mirrors.list();
+        let own = self.own(&list, ordinal).filter(|mirror| mirror.copy.rank == rank);
+        let copy = match own {
+            Some(mirror) if mirror.epoch == epoch => return None,
+            Some(mirror) => mirror.copy.clone(),
+            None => front.copy(rank),
+        };
+        work.puts.room(copy.id, words);
+        Some(Mirror { ordinal, copy, synced: 0, epoch })
+    }
+}
+
+/// Room that ranks are asked for, and what is noted once they have it.
+#[derive(Default)]
+struct Aside<'a> {
+    work: ByRank,
+    noted: Vec<(&'a Mirrors, Mirror)>,
+}
+
+/// Whose pages are looked through.
+#[derive(Clone, Copy)]
+struct Whose<'a> {
+    layout: &'a Layout,
+    codec: Option<&'a HeadCodec>,
 }
 
 impl Front {
+    /// Sets room aside on the ranks for pages of a layer that are here and whose blocks are read there. Whoever reads the layer next takes
+    /// no memory of a rank.
+    ///
+    /// # Errors
+    /// A rank that has no memory, or fails.
+    pub fn set_aside<'a>(
+        &self,
+        inner: &Inner,
+        l: usize,
+        layers: impl Iterator<Item = &'a Layer>,
+    ) -> Result<(), Error> {
+        let mut link = self.link();
+        let mut aside = Aside::default();
+        for layer in layers {
+            for (h, head) in layer.heads.iter().enumerate() {
+                let whose = Whose { layout: &inner.config.layers[l].layout, codec: layer.codecs[h].as_ref() };
+                for chain in &head.chains[1..] {
+                    self.set_aside_of(&link, chain, whose, &[], &mut aside);
+                }
+            }
+        }
+        let work = aside.work.into_list();
+        if !work.is_empty() {
+            link.unsure = true;
+            self.work(&mut link, work)?;
+            link.unsure = false;
+        }
+        aside.noted.into_iter().for_each(|(mirrors, mirror)| mirrors.note(mirror));
+        Ok(())
+    }
+
+    /// The same of one chain, some pages of which are about to go.
+    fn set_aside_of<'a>(
+        &self,
+        link: &Link,
+        chain: &'a Chain,
+        whose: Whose<'_>,
+        going: &[(u32, Copies)],
+        aside: &mut Aside<'a>,
+    ) {
+        let Whose { layout, codec } = whose;
+        let here = chain.unsent().filter(|(ordinal, entry)| {
+            let read = match entry.held {
+                Held::Open(_) => codec.is_none(),
+                Held::Closed(_) => true,
+                Held::Gone { .. } | Held::Away(_) => false,
+            };
+            read && going.iter().all(|(gone, _)| gone != ordinal)
+        });
+        let words = codec.map_or(layout.words(), |codec| codec.packed.words());
+        for ordinal in here.map(|(ordinal, _)| ordinal).chain([chain.next]) {
+            let block = block_of(ordinal);
+            let known = chain.mirrors.rank(ordinal);
+            let new = going.iter().rfind(|(gone, _)| block_of(*gone) == block);
+            let rank = match new {
+                Some((_, copies)) => copies.first().map(|copy| copy.rank),
+                None => match chain.ranks_of(link, block) {
+                    Some(Ok(ranks)) => known.filter(|rank| ranks.contains(rank)).or(ranks.first().copied()),
+                    // Its pages are all here, or are lost.
+                    None | Some(Err(_)) => None,
+                },
+            };
+            if let Some(rank) = rank {
+                let mirror = chain.set_aside(self, ordinal, (rank, link.epoch), words, aside.work.of(rank));
+                aside.noted.extend(mirror.map(|mirror| (&chain.mirrors, mirror)));
+            }
+        }
+    }
+
     /// Sends pages that may go once parts have so many tokens, of which those before `kept` cannot be taken back, and waits until
     /// the ranks have them.
     pub fn send<'a>(
@@ -238,7 +387,7 @@ impl Front {
         inner: &Inner,
         parts: impl Iterator<Item = (&'a [Layer], u32)>,
     ) -> Result<Vec<Vec<Sent>>, FabricError> {
-        let mut work = ByRank::default();
+        let mut aside = Aside::default();
         let mut all = Vec::new();
         for (layers, kept) in parts {
             let mut sent = Vec::new();
@@ -246,22 +395,28 @@ impl Front {
                 for (h, head) in layer.heads.iter().enumerate() {
                     let codec = layer.codecs[h].as_ref();
                     for (c, chain) in head.chains.iter().enumerate().skip(1) {
+                        let mut going: SmallVec<[(u32, Copies); 4]> = SmallVec::new();
                         for (ordinal, entry) in
                             chain.unsent().filter(|(_, e)| may_go(e, codec.is_some(), kept))
                         {
                             let at = At { layer: l, head: h, chain: c, ordinal };
-                            let slot = self.send_page(inner, link, chain, entry, codec, at, &mut work)?;
+                            let slot =
+                                self.send_page(inner, link, chain, entry, codec, at, &mut aside.work)?;
+                            going.extend(slot.kept().map(|kept| (ordinal, kept.copies())));
                             sent.push(Sent { layer: l, head: h, chain: c, ordinal, slot });
                         }
+                        let whose = Whose { layout: &inner.config.layers[l].layout, codec };
+                        self.set_aside_of(link, chain, whose, &going, &mut aside);
                     }
                 }
             }
             all.push(sent);
         }
-        let work = work.into_list();
+        let work = aside.work.into_list();
         if !work.is_empty() {
             self.work(link, work)?;
         }
+        aside.noted.into_iter().for_each(|(mirrors, mirror)| mirrors.note(mirror));
         Ok(all)
     }
 
@@ -284,7 +439,8 @@ impl Front {
             Some(ranks) => ranks?,
             None => vec![self.rank_of(link, &block)?],
         };
-        let mirrored = chain.mirrors.rank(ordinal).filter(|rank| ranks.contains(rank));
+        let mirrored = chain.own(&chain.mirrors.list(), ordinal).map(|mirror| mirror.copy.rank);
+        let mirrored = mirrored.filter(|rank| ranks.contains(rank));
         let words = entry.page().map_or(&[][..], |page| page.words());
         let mut copies = Copies::new();
         for rank in ranks {

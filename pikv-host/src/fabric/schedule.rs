@@ -28,7 +28,7 @@ pub struct Wire {
 /// One rank of a [`Schedule`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankPlan {
-    /// Bytes of full pages.
+    /// Bytes of full pages, and of room for the page of a block that fills up, or comes next.
     pub bytes: u64,
     /// Full pages.
     pub pages: u64,
@@ -80,6 +80,7 @@ impl Schedule {
                     of.blocks += 1;
                     of.pages += here;
                     of.fills += if here < BLOCK as u64 { open } else { 0 };
+                    of.rooms += u64::from(here < BLOCK as u64);
                 }
             }
             let heads = u64::from(shape.kv_heads);
@@ -90,7 +91,7 @@ impl Schedule {
                 let bytes =
                     |codec: &Option<HeadCodec>| codec.as_ref().map_or(page, |codec| codec.packed.bytes());
                 plan.pages += held.pages * heads;
-                plan.bytes += held.pages * codecs.iter().map(bytes).sum::<u64>();
+                plan.bytes += (held.pages + held.rooms) * codecs.iter().map(bytes).sum::<u64>();
                 let share = if sum > 0 { held.blocks as f64 / sum as f64 } else { 0.0 };
                 plan.exact.add(&reads(shape, codecs, &held, sum, false));
                 plan.fast.add(&reads(shape, codecs, &held, sum, true));
@@ -109,6 +110,8 @@ struct Held {
     blocks: u64,
     pages: u64,
     fills: u64,
+    /// Blocks that have room for another page.
+    rooms: u64,
 }
 
 impl Wire {
@@ -121,7 +124,7 @@ impl Wire {
 
 /// A layer's questions to a rank, and its answers.
 fn reads(shape: &LayerShape, codecs: &[Option<HeadCodec>], held: &Held, all: u64, fast: bool) -> Wire {
-    let Held { blocks, pages, fills } = *held;
+    let Held { blocks, pages, fills, .. } = *held;
     if blocks == 0 {
         return Wire::default();
     }

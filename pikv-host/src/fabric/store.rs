@@ -166,6 +166,7 @@ impl Store {
                 Ok(page) => {
                     let tokens = (lane..).zip(tokens.chunks_exact(width));
                     tokens.for_each(|(lane, token)| came.token(page, (layer, &layout), lane, token));
+                    self.refused.remove(&id);
                 }
                 Err(refusal) => match self.refused.len() < REFUSED {
                     true => _ = self.refused.insert(id, refusal),
@@ -176,9 +177,11 @@ impl Store {
         for _ in 0..reader.word().ok_or(CUT)? {
             let id = reader.u64().ok_or(CUT)?;
             let n = reader.word().ok_or(CUT)?;
-            let words = reader.words(n as usize).ok_or(CUT)?;
-            match self.page(id, n) {
-                Ok(page) => came.page(page, words),
+            let room = n & wire::ROOM != 0;
+            let words = if room { &[] } else { reader.words(n as usize).ok_or(CUT)? };
+            match self.page(id, n & !wire::ROOM) {
+                Ok(page) if !room => came.page(page, words),
+                Ok(_) => {}
                 Err(refusal) => first = first.and(Err(refusal)),
             }
         }

@@ -17,7 +17,10 @@ use pikv_core::page::{Layout, PAGE};
 pub const MAGIC: u32 = u32::from_le_bytes(*b"pikv");
 
 /// Raised whenever a message changes.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
+
+/// Set in the length of a whole page of which only room is wanted: no words follow.
+pub const ROOM: u32 = 1 << 31;
 
 /// Words before what a kind adds.
 pub const HEADER: usize = 7;

@@ -54,12 +54,18 @@ impl Step<'_> {
             row += (new - old) as usize;
         }
         self.pages.flush_writes(&shape.layout, tokens)?;
+        let mut filed = false;
         for part in &mut self.parts {
             // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
             let left = inner.store.ring.left(part.len).min(part.sequence.len);
-            part.sequence.layers[layer].file(&inner, shape, left, &mut self.pages)?;
+            let state = &mut part.sequence.layers[layer];
+            filed |= state.filed < left;
+            state.file(&inner, shape, left, &mut self.pages)?;
         }
         self.pages.flush_copies()?;
+        if let Some(front) = inner.fabric.as_ref().filter(|_| filed) {
+            front.set_aside(&inner, layer, self.parts.iter().map(|part| &part.sequence.layers[layer]))?;
+        }
         for part in &mut self.parts {
             part.sequence.layers[layer].bound(&inner, shape)?;
         }
