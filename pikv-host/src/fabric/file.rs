@@ -417,6 +417,12 @@ impl Front {
             self.work(link, work)?;
         }
         aside.noted.into_iter().for_each(|(mirrors, mirror)| mirrors.note(mirror));
+        // Not before the ranks have them: who moves pages asks for what is listed.
+        for slot in all.iter().flatten().map(|sent: &Sent| &sent.slot) {
+            if let Some(kept) = slot.kept() {
+                self.note(kept.block, slot);
+            }
+        }
         Ok(all)
     }
 
@@ -466,9 +472,7 @@ impl Front {
             *to = entry.position(codec, lane).unwrap_or(u32::MAX);
         }
         let kept = Kept::new(self.clone(), block, copies);
-        let slot = Arc::new(Stored::kept_by(self.level.clone(), kept, words, positions));
-        self.note(block, &slot);
-        Ok(slot)
+        Ok(Arc::new(Stored::kept_by(self.level.clone(), kept, words, positions)))
     }
 
     /// Has the pages that ranks have take the place of those here.
