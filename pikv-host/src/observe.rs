@@ -258,7 +258,7 @@ impl Layer {
     }
 
     /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that the first
-    /// tier holds, and the others.
+    /// tier holds where the expert is one of the row's first `fetch`, and the others.
     pub fn count(
         &self,
         inner: &Inner,
@@ -267,16 +267,22 @@ impl Layer {
         hits: &mut [u64],
         misses: &mut [u64],
     ) {
-        let wanted = fetch.map_or(usize::MAX, |n| n as usize);
-        let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, hits.len());
+        let fetched = fetch.map_or(usize::MAX, |n| n as usize);
+        // Rows that want an expert's pages, and those that fetch them.
+        let mut times: SmallVec<[(u64, u64); 32]> = SmallVec::from_elem((0, 0), hits.len());
         for row in rows {
-            self.experts(inner, row).take(wanted).for_each(|e| times[usize::from(e)] += 1);
+            for (i, e) in self.experts(inner, row).enumerate() {
+                let (wanting, fetching) = &mut times[usize::from(e)];
+                *wanting += 1;
+                *fetching += u64::from(i < fetched);
+            }
         }
-        for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
+        for (e, (wanting, fetching)) in times.into_iter().enumerate().filter(|(_, times)| times.0 > 0) {
             for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
                 let near = chain.live - if inner.tiers.is_some() { chain.away() } else { 0 };
-                hits[e] += times * u64::from(near);
-                misses[e] += times * u64::from(chain.filed - near);
+                let hit = fetching * u64::from(near);
+                hits[e] += hit;
+                misses[e] += wanting * u64::from(chain.filed) - hit;
             }
         }
     }

@@ -14,7 +14,7 @@
 //! | R_T | [`TopK`] | logits |
 //! | R_LB | [`LoadBalanced`] | logits less what loaded experts pay |
 //! | R_P | [`CacheAware`] | logits less what experts pay whose pages miss |
-//! | R_E | [`EntropyPenalised`] | logits less what uncertain experts pay |
+//! | R_E | [`EntropyPenalised`] | logits less what experts pay about which the gate is undecided |
 //! | R_A | [`Adaptive`] | the above, chosen by a bandit |
 //! | R_H | [`Hierarchical`] | logits inside the best groups |
 //!
@@ -239,9 +239,9 @@ impl Routes {
 /// What the fetch of a step met, over all rows that were routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
 pub struct Feedback<'a> {
-    /// `[experts]` pages of each expert that the fetch wanted.
+    /// `[experts]` pages of each expert that the rows' experts hold or held, whether the expert was fetched or not.
     pub wanted: &'a [u32],
-    /// `[experts]` those of them that were evicted, remote or in a lower tier.
+    /// `[experts]` those of them that were evicted, remote, in a lower tier, or of an expert that was not fetched.
     pub missed: &'a [u32],
     /// Bytes that came from other devices or lower tiers. R_A alone reads it.
     pub remote_bytes: u64,
