@@ -219,7 +219,7 @@ impl Layer {
         feeds: &mut [Feed],
         reused: Option<&mut Vec<Reused>>,
     ) {
-        let Layer { heads, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
+        let Layer { heads, store, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
         let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
         let telling = Telling {
             rule,
@@ -230,6 +230,7 @@ impl Layer {
             tags_from: *tags_from,
             first_tile: *first_tile,
             filed: *filed,
+            sinks: store.sinks,
             old,
             new,
             reused: reused.is_some(),
@@ -298,6 +299,7 @@ struct Telling<'a> {
     tags_from: u32,
     first_tile: u32,
     filed: u32,
+    sinks: u32,
     old: u32,
     new: u32,
     /// Whether pages that are used again are asked for.
@@ -355,7 +357,7 @@ impl Telling<'_> {
                 let from = done.partition_point(|token| token.position < floor);
                 follow(&mut feed.weighed, index, &done[from..]);
                 let filed: u32 = head.chains.iter().map(|chain| chain.live).sum();
-                let sinks = |left: u32| left.min(inner.store.sinks);
+                let sinks = |left: u32| left.min(self.sinks);
                 let late = late.len() as u32 + sinks(self.filed) - sinks(left);
                 let resident = ring.resident(rows.end).0 + filed - late;
                 self.pages(h, head, feed, &Cut { index, told, len: rows.end, left, moved: &moved, resident });
