@@ -5,8 +5,8 @@
 //! the chosen raw logits. Where `model_choice` is set, the model follows the ranking too.
 //!
 //! A step goes: [`Router::route`] for each sequence, [`Step::route`](crate::Step::route) with the filing, the fetch, then
-//! [`Router::observe`] with what the fetch met. State changes in `observe` alone, so rows may be routed in any number of
-//! calls. Scores are those of [`pikv_core::score`], and with them every result, are the same bits on all lanes.
+//! [`Router::observe`] with what the fetch met. What rows are ranked by changes in `observe` alone, so rows may be routed in any
+//! number of calls. Scores are those of [`pikv_core::score`], and with them every result, are the same bits on all lanes.
 //!
 //! | id | options | ranks by |
 //! |---|---|---|
@@ -282,8 +282,8 @@ pub trait Router: fmt::Debug + Send + Sync {
     fn shape(&self) -> Shape;
 
     /// Chooses the experts of tokens at consecutive positions from `first`, and adds the rows to `out`. `logits` is
-    /// `[rows][experts]`, as the model's gate gives them, before any softmax. The choices are counted for
-    /// [`observe`](Router::observe); nothing else changes.
+    /// `[rows][experts]`, as the model's gate gives them, before any softmax. The choices, and what averages need of
+    /// the logits, are kept for [`observe`](Router::observe); nothing else changes.
     ///
     /// # Errors
     /// `logits` of a length that is not whole rows or with a value that is not finite, positions past the last, or `out` that
