@@ -324,7 +324,7 @@ fn streams(ranks: u32) -> Result<Vec<Stream>, Box<dyn Error>> {
     ] {
         let maps = [
             ("paper: block XOR expert", paper(8, experts), false),
-            ("(block + expert) mod ranks", ShardMap::sum(ranks), false),
+            ("(block + expert + head) mod ranks", ShardMap::sum(ranks), false),
             ("paper, whole experts (N_tok 1)", paper(1, experts), false),
             ("the same, then EPLB", paper(1, experts), true),
         ];
@@ -406,13 +406,16 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
         let measured = (to.sent + to.received - from.sent - from.received) as f64 / (steps - 1) as f64;
         let mut filed = vec![0; experts as usize];
         let mut at = std::collections::HashMap::new();
-        for page in sequence.pages(0, 0)? {
-            if let Place::Expert(e) = page.id.place {
-                filed[usize::from(e)] += page.tokens;
-                at.entry((page.id.ordinal / 8, e)).or_insert(page.shard);
+        for head in 0..8 {
+            for page in sequence.pages(0, head as usize)? {
+                if let Place::Expert(e) = page.id.place {
+                    filed[usize::from(e)] += if head == 0 { page.tokens } else { 0 };
+                    at.entry((page.id.ordinal / 8, e, head)).or_insert(page.shard);
+                }
             }
         }
-        let schedule = Schedule::new(&config, ranks, &filed, |t, e| at.get(&(t, e)).copied().unwrap_or(0))?;
+        let of = |t, e, head| at.get(&(t, e, head)).copied().unwrap_or(0);
+        let schedule = Schedule::new(&config, ranks, &filed, of)?;
         // A process has its own pages without a wire; threads are all reached by one.
         let threads = matches!(world, World::Threads(_) | World::Devices(_));
         let of = |plan: &RankPlan| plan.exact.sent + plan.exact.received;

@@ -133,7 +133,7 @@ fn paged(model: &Model, window: usize, dtype: Dtype) -> Result<Paged, Box<dyn Er
     let layout = Layout { k_dim: dim, v_dim: dim, k: dtype, v: dtype };
     let layer = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
     let mut config = CacheConfig::new(vec![layer; c.layers], u64::MAX).ring(window as u32);
-    config.budget = config.store()?.bytes_at_most(&layer, window as u32) * c.layers as u64;
+    config.budget = config.stores()?.iter().map(|store| store.bytes_at_most(&layer, window as u32)).sum();
     Ok(Paged::new(Cache::new(config)?, c.head_dim))
 }
 

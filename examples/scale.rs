@@ -6,7 +6,7 @@
 //! and messages of a decode step of one row that reads everything, with the bits of one process and merged on the ranks, and
 //! the time that the front's link needs for them at its stated rate, both ways at once, if nothing else takes any: 450 GB/s
 //! each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G. Experts are even, K and V bf16, the map
-//! `(block + expert) mod devices`. That messages have these sizes is tested on 2, 4 and 8 ranks (`tests/fabric`,
+//! `ShardMap::spread`. That messages have these sizes is tested on 2, 4 and 8 ranks (`tests/fabric`,
 //! `tests/mpi.rs`: within 5 %, measured within 0.3 %); the times are no measurement.
 
 use pikv::fabric::{RankPlan, Schedule, Wire};
@@ -41,12 +41,13 @@ fn seconds(wire: &Wire, rate: f64) -> f64 {
 }
 
 fn row(geometry: &Geometry, context: u32, devices: u32) -> Result<Row, Box<dyn Error>> {
-    let map = ShardMap::sum(devices)?;
+    let map = ShardMap::spread(devices)?;
     let config = geometry.config(Dtype::Bf16, Dtype::Bf16, 1 << 40).ring(RING).sinks(4).shards(map);
     let filed = context - RING - 4;
     let even = |e: u32| filed / geometry.experts + u32::from(e < filed % geometry.experts);
     let filed: Vec<u32> = (0..geometry.experts).map(even).collect();
-    let schedule = Schedule::new(&config, devices, &filed, |t, e| map.shard(u64::from(t), u32::from(e)))?;
+    let schedule =
+        Schedule::new(&config, devices, &filed, |t, e, head| map.shard(u64::from(t), u32::from(e), head))?;
     let sum = |of: fn(&RankPlan) -> Wire| {
         schedule.ranks.iter().map(of).fold(Wire::default(), |sum, wire| Wire {
             sent: sum.sent + wire.sent,

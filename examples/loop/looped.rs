@@ -1,5 +1,6 @@
 //! A model over the closed loop: routed before it attends, so that rows read the pages of their experts only.
 
+use crate::acts::Ranked;
 use pikv::metrics::Collector;
 use pikv::{Attend, ClosedLoop, LoopError, LoopStep, Output, Sequence};
 use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
@@ -15,6 +16,8 @@ pub struct Looped {
     time: Duration,
     /// Tokens filed by each expert, over all layers.
     pub filed: Vec<u64>,
+    /// Over all layers.
+    pub ranked: Ranked,
 }
 
 impl Looped {
@@ -24,7 +27,15 @@ impl Looped {
         let experts = pikv.cache().config().experts as usize;
         let sink = Arc::new(Collector::new(experts));
         let pikv = pikv.sink(sink.clone());
-        Looped { pikv, sequence, sink, attend, time: Duration::ZERO, filed: vec![0; experts] }
+        Looped {
+            pikv,
+            sequence,
+            sink,
+            attend,
+            time: Duration::ZERO,
+            filed: vec![0; experts],
+            ranked: Ranked::default(),
+        }
     }
 
     /// Time spent in the cache.
@@ -45,6 +56,7 @@ pub struct Step<'a> {
     attend: &'a [Attend],
     time: &'a mut Duration,
     filed: &'a mut [u64],
+    ranked: &'a mut Ranked,
     routed: bool,
     top_k: usize,
 }
@@ -66,8 +78,8 @@ impl AnyCache for Looped {
         let top_k = self.pikv.cache().config().top_k as usize;
         let routed = self.pikv.cache().config().experts > 1;
         let step = self.pikv.begin([(&mut self.sequence, n as u32)])?;
-        let (time, filed) = (&mut self.time, &mut self.filed);
-        Ok(Step { step, attend: &self.attend, time, filed, routed, top_k })
+        let (time, filed, ranked) = (&mut self.time, &mut self.filed, &mut self.ranked);
+        Ok(Step { step, attend: &self.attend, time, filed, ranked, routed, top_k })
     }
 
     fn len(&self) -> usize {
@@ -90,6 +102,7 @@ impl AnyStep for Step<'_> {
         let top_k = self.top_k;
         self.timed(|this| {
             let routes = this.step.route(layer, logits)?;
+            this.ranked.count(routes, top_k);
             for chosen in routes.filing().experts.chunks_exact(top_k) {
                 this.filed[usize::from(chosen[0])] += 1;
             }

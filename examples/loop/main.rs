@@ -5,13 +5,16 @@
 //! `cargo run --release -p pikv-examples --bin loop -- --trace FILE|skewed [--tokens N]`
 //! `cargo run --release -p pikv-examples --bin loop -- --record FILE [--tokens N]`
 //! `cargo run --release -p pikv-examples --bin loop -- --seeds N`
+//! `cargo run --release -p pikv-examples --bin loop -- --acts [--tokens N]`
 //!
 //! The first runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes: rows are routed by
 //! what the layer's gate makes of them before they attend, and read the pages of the experts that their router names; the model's own
 //! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens, where only policies matter. With `--trace` no
 //! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
-//! MoE. `--seeds` sets R_P beside R_T, on as many skewed streams and parts of the novel. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map.
+//! MoE. `--seeds` sets R_P beside R_T, on as many skewed streams and parts of the novel. `--acts` sets every
+//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map.
 
+mod acts;
 mod far;
 mod heat;
 mod looped;
@@ -36,7 +39,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const SINKS: u32 = 4;
 
-const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --seeds N, --tokens N, --router ID, --policy NAME";
+const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --seeds N | --acts, --tokens N, --router ID, --policy NAME";
 
 /// What one cell of the table came to.
 struct Outcome {
@@ -68,6 +71,13 @@ fn main() -> Result<()> {
         return seeds::run(&subject, &ids, seeds);
     }
     let window = subject.window();
+    if arguments.acts {
+        let tokens = arguments.tokens.unwrap_or(window);
+        if tokens < 256 || tokens + window > ids.len() {
+            return Err(format!("--tokens {tokens}: 256 to {}", ids.len() - window).into());
+        }
+        return acts::run(&subject, &ids, tokens);
+    }
     let tokens = arguments.tokens.unwrap_or(if arguments.gguf.is_some() { 4 * window } else { 2 * window });
     if tokens == 0 || !tokens.is_multiple_of(window) || tokens + window > ids.len() {
         let most = (ids.len() - window) / window * window;
@@ -272,6 +282,7 @@ struct Arguments {
     trace: Option<String>,
     record: Option<PathBuf>,
     seeds: Option<usize>,
+    acts: bool,
     tokens: Option<usize>,
     router: Option<String>,
     policy: Option<String>,
@@ -283,12 +294,17 @@ fn arguments() -> Result<Arguments> {
         trace: None,
         record: None,
         seeds: None,
+        acts: false,
         tokens: None,
         router: None,
         policy: None,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
+        if name == "--acts" {
+            parsed.acts = true;
+            continue;
+        }
         let mut value = || arguments.next().ok_or_else(|| format!("{name}: without a value; {HELP}"));
         match &*name {
             "--gguf" => parsed.gguf = Some(PathBuf::from(value()?)),

@@ -2,8 +2,8 @@
 
 use pikv::codec::PyramidKv;
 use pikv::policy::{
-    AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm, Lru,
-    LruPlus, SnapKv, StreamingLlm, Tova,
+    AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, H2o, KeyNorm, Lru, LruPlus, SnapKv,
+    StreamingLlm, Tova, fast_v,
 };
 use pikv::{CacheConfig, Read, Rope};
 use std::error::Error;
@@ -82,14 +82,16 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     let budgets = pyramid.budgets_of(layers as u32, window)?;
     row("C_Py", all(Eviction::new(SnapKv::default(), Budget::Layers(budgets.into()))));
     row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), 10), tokens.clone())));
-    // What the first two layers hold too much the others do without.
-    let share = (u64::from(budget) * layers as u64).saturating_sub(DENSE as u64 * u64::from(window));
-    let rest = u32::try_from(share / (layers.saturating_sub(DENSE) as u64).max(1))?.max(fixed + 1);
-    let fast = Eviction::new(FastVReceived, Budget::Tokens(rest));
-    row(
-        "C_F",
-        Box::new(move |config| (DENSE..layers).fold(config, |config, l| config.evict_layer(l, fast.clone()))),
-    );
+    if layers > DENSE {
+        // What the first two layers hold too much the others do without.
+        let share = (u64::from(budget) * layers as u64).saturating_sub(DENSE as u64 * u64::from(window));
+        let rest = u32::try_from(share / (layers - DENSE) as u64)?.max(fixed + 1);
+        let fast = fast_v(layers, DENSE, |policy| Eviction::new(policy, Budget::Tokens(rest)))?;
+        let rules = move |config| {
+            fast.iter().fold(config, |config: CacheConfig, (l, rule)| config.evict_layer(*l, rule.clone()))
+        };
+        row("C_F", Box::new(rules));
+    }
     let pages = (budget.saturating_sub(fixed) / pikv::PAGE).max(1);
     rows.push(Row {
         name: "QUEST",

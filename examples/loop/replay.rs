@@ -40,7 +40,7 @@ pub fn run(trace: &str, tokens: usize) -> Result<()> {
     let names: Vec<&str> = rows_of(budgets[0], window, &far)?.iter().map(|row| row.name).collect();
     let bar = ProgressBar::new((names.len() * budgets.len()) as u64);
     // Budgets by layer or head, pages chosen for a query and norms say nothing of one layer with one head of made-up keys.
-    let silent = ["AdaKV", "Duo", "Duo-lit", "C_Py", "C_F", "QUEST", "key norm"];
+    let silent = ["AdaKV", "Duo", "Duo-lit", "C_Py", "QUEST", "key norm"];
     let told = |name: &&str| !silent.contains(name);
     for name in names.iter().filter(|name| told(name)) {
         let mut cells = Vec::new();

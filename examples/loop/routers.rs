@@ -25,7 +25,7 @@ pub fn routers(
             "R_P" => Box::new(CacheAware::default().router(shape)?),
             "R_E" => Box::new(EntropyPenalised::default().router(shape)?),
             "R_A" => Box::new(Adaptive::new(top_k, SEED + layer as u64).router(shape)?),
-            "R_H" => Box::new(Hierarchical::default().router(shape)?),
+            "R_H" => Box::new(Hierarchical::fitting(experts, top_k).router(shape)?),
             _ => Box::new(TopK.router(shape)?),
         })
     };

@@ -100,8 +100,18 @@ fn router(lambda: Option<f32>, shape: Shape) -> Result<Box<dyn Router>> {
     })
 }
 
-/// Of a stream whose experts are drawn as [`Skewed`] says, but from logits that a router ranks: the largest of `ln(weight)` and a draw
-/// of Gumbel's are experts drawn by their weights without putting back.
+/// Logits of a token whose experts are drawn as [`Skewed`] says, from the likeliest on: the largest of `ln(weight)` and a draw of
+/// Gumbel's are experts drawn by their weights without putting back.
+pub fn logits(by_rank: &[u16], skew: f64, random: &mut SplitMix) -> Vec<f32> {
+    let mut logits = vec![0.0; by_rank.len()];
+    for (rank, expert) in by_rank.iter().enumerate() {
+        let gumbel = -(-random.unit().clamp(1e-12, 1.0 - 1e-12).ln()).ln();
+        logits[usize::from(*expert)] = (gumbel - skew * (rank as f64 + 1.0).ln()) as f32;
+    }
+    logits
+}
+
+/// Of a stream whose experts a router ranks by [`logits`].
 fn skewed(seed: u64, lambda: Option<f32>) -> Result<f64> {
     let options = Skewed { seed, ..Skewed::default() };
     let (experts, top_k, budget) = (options.experts, options.top_k, TOKENS / 4);
@@ -112,11 +122,7 @@ fn skewed(seed: u64, lambda: Option<f32>) -> Result<f64> {
     let mut pikv = ClosedLoop::new(cache.clone(), routers)?.sink(sink.clone());
     let (mut sequence, mut rows, mut random) = (cache.sequence(), options.rows()?, SplitMix(seed));
     for position in 0..TOKENS as usize {
-        let mut logits = vec![0.0; experts as usize];
-        for (rank, expert) in rows.by_rank().iter().enumerate() {
-            let gumbel = -(-random.unit().clamp(1e-12, 1.0 - 1e-12).ln()).ln();
-            logits[usize::from(*expert)] = (gumbel - options.skew * (rank as f64 + 1.0).ln()) as f32;
-        }
+        let logits = logits(rows.by_rank(), options.skew, &mut random);
         let query = rows.next().map(|row| look(&row.wanted)).unwrap_or_default();
         let mut step = pikv.begin([(&mut sequence, 1)])?;
         step.append(0, &key(position), &[0.0])?;

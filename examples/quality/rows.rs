@@ -6,7 +6,7 @@ use pikv::codec::{
     Code, Codec, Coding, Cost, CropBy, Distil, HeadCodings, Map, PyramidKv, crop, distil, fit_lora_plus,
     hybrid, lora, svd, think,
 };
-use pikv::policy::{Budget, Chunks, Eviction, FastVReceived, SnapKv};
+use pikv::policy::{Budget, Chunks, Eviction, SnapKv, fast_v};
 use pikv::{CacheConfig, Dtype};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::measure::subject::Subject;
@@ -253,7 +253,7 @@ pub fn rows(
         Budget::Layers(pyramid.budgets_of(subject.layers as u32, 2 * half)?.into()),
     );
     let chunks = Eviction::new(Chunks::new(SnapKv::default(), 10), Budget::Tokens(half));
-    let fast = Eviction::new(FastVReceived, Budget::Share(0.5));
+    let fast = |policy| Eviction::new(policy, Budget::Share(0.5));
     let from = |first: usize, how: Eviction| -> Vec<(usize, Eviction)> {
         (first..subject.layers).map(|layer| (layer, how.clone())).collect()
     };
@@ -261,8 +261,13 @@ pub fn rows(
     rows.push(sparse("C_Py", "PyramidKV by pages, int8", Some(Code::Int8), &from(0, pyramid.by_page()))?);
     rows.push(sparse("C_Ch", "ChunkKV, 1/2 of the tokens", None, &from(0, chunks.clone()))?);
     rows.push(sparse("C_Ch", "ChunkKV by pages, int4", Some(Code::Int4), &from(0, chunks.by_page()))?);
-    rows.push(sparse("C_F", "FastV, 1/2 from layer 2", None, &from(2, fast.clone()))?);
-    rows.push(sparse("C_F", "FastV by pages, int8", Some(Code::Int8), &from(2, fast.by_page()))?);
+    rows.push(sparse("C_F", "FastV, 1/2 from layer 2", None, &fast_v(subject.layers, 2, fast)?)?);
+    rows.push(sparse(
+        "C_F",
+        "FastV by pages, int8",
+        Some(Code::Int8),
+        &fast_v(subject.layers, 2, |p| fast(p).by_page())?,
+    )?);
     debug_assert!(rotated.keys() == after && plain.keys() == before);
     Ok(rows)
 }

@@ -37,16 +37,16 @@ impl Timed {
     /// The share of the tokens that left the ring, sinks apart, that is held.
     pub fn kept(&self) -> Result<f64, pikv::Error> {
         let (config, sequence) = (self.0.cache.config(), &self.0.sequence);
-        let fixed = sequence.in_ring().0 + config.sinks;
-        let left = sequence.next_position().0.saturating_sub(fixed);
-        let (mut held, mut heads) = (0, 0);
+        let (mut held, mut all) = (0, 0);
         for (layer, shape) in config.layers.iter().enumerate() {
+            let fixed = sequence.in_ring().0 + self.0.cache.store(layer)?.sinks;
+            let left = sequence.next_position().0.saturating_sub(fixed);
             for head in 0..shape.kv_heads as usize {
                 held += u64::from(sequence.resident(layer, head)?.0.saturating_sub(fixed));
-                heads += 1;
+                all += u64::from(left);
             }
         }
-        Ok(if left == 0 { 1.0 } else { held as f64 / (f64::from(left) * f64::from(heads)) })
+        Ok(if all == 0 { 1.0 } else { held as f64 / all as f64 })
     }
 
     /// bf16 bytes of the tokens of packed pages over the bytes of those pages.

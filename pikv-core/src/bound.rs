@@ -9,7 +9,7 @@ pub const fn rows(k_dim: u32) -> usize {
 }
 
 /// Widens the extremes of a page by one key: `bounds` is [`rows`] pairs of rows, the least and the most of each channel, at
-/// first +inf and -inf. Channels that are turned when they are read have, in the first of a pair, the pair's length and its negative,
+/// first +inf and -inf. Lanes past the key's channels become 0. Channels that are turned when they are read have, in the first of a pair, the pair's length and its negative,
 /// and 0 in the second: that holds at any position.
 ///
 /// # Panics
@@ -29,6 +29,11 @@ pub fn widen(bounds: &mut [[f32; LANES]], key: &[f32], rope: Option<&Rope>) {
     }
     for (c, x) in key.iter().enumerate().skip(turned) {
         put(c, *x, *x);
+    }
+    // An infinity there would make a query's 0 not a number.
+    for c in key.len()..key.len().next_multiple_of(LANES) {
+        let (row, lane) = (c / LANES * 2, c % LANES);
+        (bounds[row][lane], bounds[row + 1][lane]) = (0.0, 0.0);
     }
 }
 

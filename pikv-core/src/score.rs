@@ -4,8 +4,8 @@
 //! take part is one word of bits a row, the same in all lanes, so padding and experts that were already taken are no
 //! special values.
 //!
-//! The score is `logit - bias` with `bias = alpha (mu - mean mu) + lambda ln(1 + m) + beta h`, added in that order and then
-//! held within `±cap`; [`penalties`] is the part that all tokens share. Sums go row by row within a lane, then by a
+//! The score is `logit - bias` with `bias = alpha (mu - mean mu) + lambda ln(1 + m) + beta h`, which [`penalties`] adds up in that
+//! order, then held within `±cap`. No part of it depends on the token that is ranked. Sums go row by row within a lane, then by a
 //! butterfly. Logits must be finite; whoever calls has checked that.
 
 use crate::math;
@@ -94,12 +94,12 @@ pub struct Coefficients {
     pub alpha: f32,
     /// Of the misses, `ln(1 + m)`.
     pub lambda: f32,
-    /// Of the entropy term of the token's own softmax, `h = -p ln p`.
+    /// Of the average binary entropy of the gate about an expert, `h`; see [`binary_entropy`].
     pub beta: f32,
 }
 
-/// Writes `alpha (mu - mean mu) + lambda ln(1 + m)`, what is taken from every token's logits. `mu` and `miss` are
-/// `[experts]`, or empty, which counts as all 0; `out` has [`rows`] rows. Lanes past the experts get 0.
+/// Writes `alpha (mu - mean mu) + lambda ln(1 + m) + beta h`, what is taken from every token's logits. `mu`, `miss` and `entropy`
+/// are `[experts]`, or empty, which counts as all 0; `out` has [`rows`] rows. Lanes past the experts get 0.
 ///
 /// # Panics
 /// If a slice is too short.
@@ -110,6 +110,7 @@ pub fn penalties<W: Warp>(
     experts: usize,
     mu: &[f32],
     miss: &[f32],
+    entropy: &[f32],
     out: &mut [[f32; LANES]],
 ) {
     let zero = w.splat(0.0);
@@ -131,7 +132,36 @@ pub fn penalties<W: Warp>(
             let m = math::ln(w, w.add(w.splat(1.0), miss));
             bias = w.add(bias, w.mul(w.splat(c.lambda), m));
         }
+        if !entropy.is_empty() {
+            let [h] = load::<W, 1>(w, &entropy[r * LANES..]);
+            bias = w.add(bias, w.mul(w.splat(c.beta), h));
+        }
         w.store(w.select(w.mask(live), bias, zero), out);
+    }
+}
+
+/// Folds a token into the average of the gate's binary entropy about each expert: `h = keep h + (1 - keep) H2(p) / ln 2`, where p is
+/// the expert's share of the softmax over `logits`, both `[experts]`, and `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 where the gate gives
+/// the expert one half, 0 where it gives all or nothing. An average that began in [0, 1] stays there.
+///
+/// # Panics
+/// If `h` is shorter than `logits`, or there are more than `32 R` experts or none.
+#[inline(always)]
+pub fn binary_entropy<W: Warp, const R: usize>(w: W, logits: &[f32], keep: f32, h: &mut [f32]) {
+    let experts = logits.len();
+    let (zero, one) = (w.splat(0.0), w.splat(1.0));
+    let s = softmax(w, &load::<W, R>(w, logits), &span::<R>(0, experts));
+    // -x ln x, and 0 where x is 0.
+    let term = |x: W::F| w.select(w.lt(zero, x), w.mul(x, w.sub(zero, math::ln(w, x))), zero);
+    let mut row = [0.0; LANES];
+    for (r, h) in h[..experts].chunks_mut(LANES).enumerate() {
+        let p = w.div(s.e[r], w.splat(s.sum));
+        // The logarithm is not exact: near one half the sum may pass 1, and near 1 fall below 0.
+        let entropy = w.div(w.add(term(p), term(w.sub(one, p))), w.splat(core::f32::consts::LN_2));
+        let entropy = w.max(w.select(w.lt(one, entropy), one, entropy), zero);
+        let [old] = load::<W, 1>(w, h);
+        w.store(w.add(w.mul(w.splat(keep), old), w.mul(w.splat(1.0 - keep), entropy)), &mut row);
+        h.copy_from_slice(&row[..h.len()]);
     }
 }
 
@@ -140,8 +170,6 @@ pub fn penalties<W: Warp>(
 pub struct Bias<'a> {
     /// What [`penalties`] wrote.
     pub fixed: &'a [[f32; LANES]],
-    /// Weight of `h`.
-    pub beta: f32,
     /// The bias is held within `-cap..=cap`.
     pub cap: Option<f32>,
 }
@@ -157,26 +185,12 @@ pub fn scores<W: Warp, const R: usize>(
     live: &[u32; R],
     bias: &Bias<'_>,
 ) -> [W::F; R] {
-    let zero = w.splat(0.0);
-    let mut h = [zero; R];
-    if bias.beta != 0.0 {
-        let s = softmax(w, logits, live);
-        let ln_sum = math::ln(w, w.splat(s.sum));
-        for (r, h) in h.iter_mut().enumerate() {
-            // -p ln p with ln p = (x - top) - ln sum, and 0 where p is 0.
-            let p = w.div(s.e[r], w.splat(s.sum));
-            *h = w.select(w.lt(zero, p), w.mul(p, w.sub(ln_sum, s.below[r])), zero);
-        }
-    }
     let mut out = *logits;
     for r in 0..R {
         if live[r] == 0 {
             continue;
         }
         let mut b = w.load_f(&bias.fixed[r]);
-        if bias.beta != 0.0 {
-            b = w.add(b, w.mul(w.splat(bias.beta), h[r]));
-        }
         if let Some(cap) = bias.cap {
             b = w.max(w.select(w.lt(w.splat(cap), b), w.splat(cap), b), w.splat(-cap));
         }
@@ -223,11 +237,11 @@ pub struct Groups {
     pub count: u32,
     /// Groups that are kept.
     pub kept: u32,
-    /// A group's score is the sum of its so many best scores: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
+    /// A group's score is the sum of its so many largest shares of the softmax: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
     pub best: u32,
 }
 
-/// The experts of the groups that are kept. Equal groups: the lower wins.
+/// The experts of the groups that are kept, those whose best `scores` have the largest sum. Equal groups: the lower wins.
 #[inline(always)]
 pub fn groups<W: Warp, const R: usize>(w: W, scores: &[W::F; R], experts: usize, groups: Groups) -> [u32; R] {
     let count = groups.count as usize;
@@ -298,7 +312,8 @@ pub fn route<W: Warp, const R: usize>(
         ranked = scores(w, &x, &live, bias);
     }
     if let Some(by) = ranking.groups {
-        live = groups(w, &ranked, experts, by);
+        let s = softmax(w, &ranked, &live);
+        live = groups(w, &s.e.map(|e| w.div(e, w.splat(s.sum))), experts, by);
     }
     top_k(w, &ranked, &mut live, chosen);
     weights(w, &x, chosen, weight);

@@ -4,8 +4,8 @@ use pikv_core::hash::{mix, next};
 use pikv_core::math;
 use pikv_core::portable::Portable;
 use pikv_core::score::{
-    Bias, Coefficients, Groups, MAX_EXPERTS, Ranking, groups, load, penalties, route, rows, scores, softmax,
-    span, take, top_k, weights,
+    Bias, Coefficients, Groups, MAX_EXPERTS, Ranking, binary_entropy, groups, load, penalties, route, rows,
+    scores, softmax, span, take, top_k, weights,
 };
 use pikv_core::warp::LANES;
 
@@ -157,15 +157,25 @@ fn penalties_are_the_formula_in_its_order() {
         let mean = butterfly(lanes) / experts as f32;
         let true_mean = mu.iter().map(|x| f64::from(*x)).sum::<f64>() / experts as f64;
         assert!(close(mean, true_mean, 1e-6));
-        for (alpha, lambda) in [(0.1, 0.05), (0.0, 2.0), (3.0, 0.0), (1e6, 1e6)] {
-            let c = Coefficients { alpha, lambda, beta: 0.0 };
-            for (mu, miss) in [(&mu[..], &miss[..]), (&[], &miss[..]), (&mu[..], &[])] {
+        let entropy: Vec<f32> = random.values(experts, 0.5).iter().map(|x| 0.5 + x).collect();
+        for (alpha, lambda, beta) in [(0.1, 0.05, 0.1), (0.0, 2.0, 0.0), (3.0, 0.0, 7.0), (1e6, 1e6, 1e6)] {
+            let c = Coefficients { alpha, lambda, beta };
+            let none: &[f32] = &[];
+            for (mu, miss, entropy) in [
+                (&mu[..], &miss[..], &entropy[..]),
+                (none, &miss[..], none),
+                (&mu[..], none, &entropy[..]),
+                (none, none, &entropy[..]),
+            ] {
                 let mut out = vec![[f32::NAN; LANES]; rows(experts)];
-                penalties(Portable, c, experts, mu, miss, &mut out);
+                penalties(Portable, c, experts, mu, miss, entropy, &mut out);
                 for (e, got) in out.as_flattened().iter().enumerate() {
                     let mut want = mu.get(e).map_or(0.0, |mu| alpha * (mu - mean));
                     if let Some(miss) = miss.get(e) {
                         want += lambda * math::ln1(1.0 + miss);
+                    }
+                    if let Some(h) = entropy.get(e) {
+                        want += beta * h;
                     }
                     assert_eq!(got.to_bits(), want.to_bits(), "expert {e} of {experts}");
                 }
@@ -187,10 +197,8 @@ fn scores_are_logits_less_the_capped_bias() {
             let fixed: Vec<f32> = random.values(experts, 2.0);
             let mut rows_of = vec![[0.0; LANES]; rows(experts)];
             rows_of.as_flattened_mut()[..experts].copy_from_slice(&fixed);
-            let top = logits.iter().copied().fold(f32::MIN, f32::max);
-            let sum: f64 = logits.iter().map(|x| f64::from(x - top).exp()).sum();
-            for (beta, cap) in [(0.0, None), (0.5, None), (0.5, Some(0.75)), (0.0, Some(1.0)), (4.0, None)] {
-                let bias = Bias { fixed: &rows_of, beta, cap };
+            for cap in [None, Some(0.75), Some(1.0)] {
+                let bias = Bias { fixed: &rows_of, cap };
                 let mut got = vec![[0.0; LANES]; rows(experts)];
                 with_rows!(experts, R => {
                     let x = load::<_, R>(Portable, &logits);
@@ -198,9 +206,7 @@ fn scores_are_logits_less_the_capped_bias() {
                     got.copy_from_slice(&s[..rows(experts)]);
                 });
                 for (e, got) in got.as_flattened()[..experts].iter().enumerate() {
-                    let p = f64::from(logits[e] - top).exp() / sum;
-                    let h = if p > 0.0 { -p * p.ln() } else { 0.0 };
-                    let mut b = f64::from(fixed[e]) + f64::from(beta) * h;
+                    let mut b = f64::from(fixed[e]);
                     if let Some(cap) = cap {
                         b = b.clamp(-f64::from(cap), f64::from(cap));
                         assert!((got - logits[e]).abs() <= cap + 2e-5 * logits[e].abs());
@@ -213,6 +219,39 @@ fn scores_are_logits_less_the_capped_bias() {
             }
         }
     }
+}
+
+#[test]
+fn the_binary_entropy_is_averaged_token_by_token() {
+    let h2 = |p: f64| {
+        let term = |p: f64| if p > 0.0 { -p * p.ln() } else { 0.0 };
+        (term(p) + term(1.0 - p)) / 2f64.ln()
+    };
+    for experts in SIZES {
+        for keep in [0.0, 0.9, 0.25] {
+            let (mut got, mut want) = (vec![0.5f32; experts], vec![0.5f64; experts]);
+            for logits in adversaries(experts) {
+                with_rows!(experts, R => binary_entropy::<_, R>(Portable, &logits, keep, &mut got));
+                let top = f64::from(logits.iter().copied().fold(f32::MIN, f32::max));
+                let sum: f64 = logits.iter().map(|x| (f64::from(*x) - top).exp()).sum();
+                for (e, (got, want)) in got.iter().zip(&mut want).enumerate() {
+                    let p = (f64::from(logits[e]) - top).exp() / sum;
+                    *want = f64::from(keep) * *want + (1.0 - f64::from(keep)) * h2(p);
+                    assert!((0.0..=1.0).contains(got), "{got}");
+                    assert!((f64::from(*got) - *want).abs() < 3e-6, "expert {e} of {experts}: {got}, {want}");
+                }
+            }
+        }
+    }
+    // Even odds are 1 exactly, certainty is 0 exactly.
+    let of = |logits: &[f32]| {
+        let mut h = vec![0.5; logits.len()];
+        binary_entropy::<_, 1>(Portable, logits, 0.0, &mut h);
+        h
+    };
+    assert_eq!(of(&[3.0, 3.0]), [1.0, 1.0]);
+    assert_eq!(of(&[1000.0, 0.0, 0.0]), [0.0; 3]);
+    assert_eq!(of(&[-2.0]), [0.0]);
 }
 
 #[test]
@@ -320,12 +359,12 @@ fn a_bias_moves_the_ranking_and_no_weight() {
         route::<_, 1>(Portable, &logits, &ranking, &mut chosen, &mut weight);
         (chosen, weight)
     };
-    let (plain, biased) = (go(None), go(Some(Bias { fixed: &fixed, beta: 0.0, cap: None })));
+    let (plain, biased) = (go(None), go(Some(Bias { fixed: &fixed, cap: None })));
     assert_eq!((plain.0, biased.0), ([0, 1], [1, 0]));
     assert_eq!([plain.1[1], plain.1[0]].map(f32::to_bits), biased.1.map(f32::to_bits));
     // Held to 1/2, it moves nothing; held to 1, the tie goes to the lower index.
     for cap in [0.5, 1.0] {
-        assert_eq!(go(Some(Bias { fixed: &fixed, beta: 0.0, cap: Some(cap) })), plain);
+        assert_eq!(go(Some(Bias { fixed: &fixed, cap: Some(cap) })), plain);
     }
 }
 

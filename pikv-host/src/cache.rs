@@ -17,13 +17,16 @@ use crate::view::View;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
+use pikv_core::ring::Ring;
 use std::sync::Arc;
 
 /// What sequences of a cache share.
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub config: CacheConfig,
-    pub store: StoreShape,
+    pub store: Common,
+    /// Of every layer.
+    pub stores: Vec<StoreShape>,
     /// Of every layer.
     pub codecs: Vec<HeadCodecs>,
     /// How each layer evicts.
@@ -39,6 +42,21 @@ pub(crate) struct Inner {
     pub failures: Arc<Counts>,
 }
 
+/// What all layers take pages by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Common {
+    pub ring: Ring,
+}
+
+/// Of each layer, the KV heads of the layers before it.
+pub(crate) fn first_heads(layers: &[LayerShape]) -> impl Iterator<Item = u32> + '_ {
+    layers.iter().scan(0, |sum, layer| {
+        let first = *sum;
+        *sum += layer.kv_heads;
+        Some(first)
+    })
+}
+
 impl Inner {
     pub fn layer(&self, layer: usize) -> Result<&LayerShape, Error> {
         self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
@@ -49,17 +67,16 @@ impl Inner {
         self.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed))
     }
 
-    /// Where a page goes. An expert's pages follow the map, a block of them together; sinks and ring, which belong to no
-    /// expert, take turns.
-    pub fn shard_of(&self, place: Place, ordinal: u32, head: usize) -> u32 {
+    /// Where a page of a KV head goes, `head` counted on over the layers. All follow the map, a block of pages together.
+    pub fn shard_of(&self, place: Place, ordinal: u32, head: u32) -> u32 {
         if self.fabric.is_some() {
             // What is here has one arena.
             return 0;
         }
         let (map, block) = (&self.config.shards, u64::from(block_of(ordinal)));
         match place {
-            Place::Expert(e) => map.shard(block, u32::from(e)),
-            Place::Sinks | Place::Ring => ((block + head as u64) % u64::from(map.shards())) as u32,
+            Place::Expert(e) => map.shard(block, u32::from(e), head),
+            Place::Sinks | Place::Ring => map.shared(block, head),
         }
     }
 }
@@ -124,7 +141,8 @@ impl Cache {
     }
 
     pub(crate) fn with(config: CacheConfig, fabric: Option<Arc<Front>>) -> Result<Cache, Error> {
-        let store = config.store()?;
+        let stores = config.stores()?;
+        let store = Common { ring: config.common_ring()? };
         let codecs = config.head_codecs()?;
         let rules = config.rules()?;
         let heads = codecs.iter().flat_map(|heads| heads.iter().flatten());
@@ -137,7 +155,8 @@ impl Cache {
         let tables = Tables::new(&config.layers);
         let tiers = Levels::new(&config, &failures)?;
         let rooms = Rooms::default();
-        let inner = Inner { config, store, codecs, rules, arenas, tables, rooms, tiers, fabric, failures };
+        let inner =
+            Inner { config, store, stores, codecs, rules, arenas, tables, rooms, tiers, fabric, failures };
         Ok(Cache { inner: Arc::new(inner) })
     }
 
@@ -146,9 +165,12 @@ impl Cache {
         &self.inner.config
     }
 
-    /// The rules by which sequences take pages, to plan with.
-    pub fn store(&self) -> &StoreShape {
-        &self.inner.store
+    /// The rules by which sequences take pages in a layer, to plan with.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn store(&self, layer: usize) -> Result<&StoreShape, Error> {
+        self.inner.stores.get(layer).ok_or(Error::Layer { layer, layers: self.inner.stores.len() })
     }
 
     /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
@@ -157,7 +179,7 @@ impl Cache {
     /// # Errors
     /// No such layer.
     pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
-        let (shape, store) = (self.inner.layer(layer)?, &self.inner.store);
+        let (shape, store) = (self.inner.layer(layer)?, self.store(layer)?);
         Ok(self
             .inner
             .packed(layer)
@@ -171,7 +193,7 @@ impl Cache {
     /// # Errors
     /// No such layer.
     pub fn bytes_at_most(&self, layer: usize, len: u32) -> Result<u64, Error> {
-        let (shape, store) = (self.inner.layer(layer)?, &self.inner.store);
+        let (shape, store) = (self.inner.layer(layer)?, self.store(layer)?);
         let slack = store.ring.slack();
         let twice = u64::from(slack.min(len / PAGE + slack.min(store.experts)));
         let head = |codec: &Option<HeadCodec>| {

@@ -19,7 +19,8 @@ use std::sync::Arc;
 pub(crate) struct Whose<'a> {
     pub inner: &'a Inner,
     pub shape: &'a LayerShape,
-    pub head: usize,
+    /// Counted on over the layers.
+    pub head: u32,
     /// Index of the chain.
     pub chain: usize,
 }

@@ -24,8 +24,10 @@ pub struct CacheConfig {
     pub layers: Vec<LayerShape>,
     /// Newest tokens that stay in the ring, in order of position.
     pub ring: u32,
-    /// First positions, filed apart from the experts: seen from every sliding window, and not dropped when it moves on.
-    pub sinks: u32,
+    /// First positions, filed apart from the experts: seen from every sliding window, and neither dropped when it moves on nor evicted.
+    /// `None` is what the policy of each layer asks for, [`Policy::sinks`](crate::policy::Policy::sinks): 4 for
+    /// [`StreamingLlm`](crate::policy::StreamingLlm), 0 for all others that are here and in layers without a policy.
+    pub sinks: Option<u32>,
     /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can take back after any step: draft length of speculative
     /// decoding. At most 1024 where a policy keeps something of tokens or heads.
     pub rollback: u32,
@@ -103,13 +105,13 @@ pub struct AgeRule {
 pub(crate) type HeadCodecs = Arc<[Option<HeadCodec>]>;
 
 impl CacheConfig {
-    /// A cache of `budget` bytes over `layers`: a ring of 256 tokens, no sinks, no rollback, one expert, one shard,
+    /// A cache of `budget` bytes over `layers`: a ring of 256 tokens, sinks as the policies ask, no rollback, one expert, one shard,
     /// the best lanes of the machine.
     pub fn new(layers: Vec<LayerShape>, budget: u64) -> Self {
         CacheConfig {
             layers,
             ring: 256,
-            sinks: 0,
+            sinks: None,
             rollback: 0,
             experts: 1,
             top_k: 1,
@@ -133,9 +135,9 @@ impl CacheConfig {
         self
     }
 
-    /// Sets the sinks.
+    /// Sets the sinks of all layers, whatever their policies; 0 is none.
     pub fn sinks(mut self, tokens: u32) -> Self {
-        self.sinks = tokens;
+        self.sinks = Some(tokens);
         self
     }
 
@@ -244,6 +246,17 @@ impl CacheConfig {
         self
     }
 
+    /// The rule that holds for a layer.
+    fn eviction_of(&self, layer: usize) -> Option<&EvictionRule> {
+        self.evictions.iter().rev().find(|rule| rule.layer.is_none_or(|of| of == layer))
+    }
+
+    /// The sinks of a layer.
+    fn sinks_of(&self, layer: usize) -> u32 {
+        let asked = || self.eviction_of(layer).map_or(0, |rule| rule.eviction.policy.sinks());
+        self.sinks.unwrap_or_else(asked)
+    }
+
     /// The rule of each layer.
     ///
     /// # Errors
@@ -256,10 +269,7 @@ impl CacheConfig {
             return Err(ConfigError::PolicyLayer { layer, layers });
         }
         let rule = |(l, shape): (usize, &LayerShape)| {
-            let mut rules = self.evictions.iter().rev();
-            let Some(rule) = rules.find(|rule| rule.layer.is_none_or(|layer| layer == l)) else {
-                return Ok(None);
-            };
+            let Some(rule) = self.eviction_of(l) else { return Ok(None) };
             Ok(Some(Arc::new(Rule::new(l, shape, &rule.eviction, self.rollback)?)))
         };
         self.layers.iter().enumerate().map(rule).collect()
@@ -306,8 +316,7 @@ impl CacheConfig {
         let codecs: Vec<HeadCodecs> = self.layers.iter().enumerate().map(layer).collect::<Result<_, _>>()?;
         let means = |heads: &HeadCodecs| heads.iter().flatten().any(HeadCodec::has_means);
         for (layer, _) in codecs.iter().enumerate().filter(|(_, heads)| means(heads)) {
-            let mut rules = self.evictions.iter().rev();
-            let rule = rules.find(|rule| rule.layer.is_none_or(|l| l == layer));
+            let rule = self.eviction_of(layer);
             if rule.is_some_and(|rule| !rule.eviction.by_page) {
                 return Err(ConfigError::MeansEvicted { layer });
             }
@@ -341,19 +350,23 @@ impl CacheConfig {
         Ok(first)
     }
 
-    /// The rules by which sequences take pages; the planner's and the allocator's.
+    pub(crate) fn common_ring(&self) -> Result<Ring, ConfigError> {
+        Ring::new(self.ring, self.rollback)
+            .ok_or(ConfigError::Ring { ring: self.ring, rollback: self.rollback })
+    }
+
+    /// The rules by which sequences take pages in each layer; the planner's and the allocator's.
     ///
     /// # Errors
     /// What is wrong with the configuration.
-    pub fn store(&self) -> Result<StoreShape, ConfigError> {
+    pub fn stores(&self) -> Result<Vec<StoreShape>, ConfigError> {
         if self.layers.is_empty() {
             return Err(ConfigError::NoLayers);
         }
         for (layer, shape) in self.layers.iter().enumerate() {
             check_layer(layer, shape)?;
         }
-        let ring = Ring::new(self.ring, self.rollback)
-            .ok_or(ConfigError::Ring { ring: self.ring, rollback: self.rollback })?;
+        let ring = self.common_ring()?;
         let (experts, top_k) = (self.experts, self.top_k);
         if experts == 0 || experts > u32::from(u16::MAX) || top_k == 0 || top_k > experts {
             return Err(ConfigError::Experts { experts, top_k });
@@ -361,14 +374,16 @@ impl CacheConfig {
         if self.shards.shards() > MAX_SHARDS {
             return Err(ConfigError::Shards { shards: self.shards.shards() });
         }
-        if self.sinks > Position::MAX.0 {
-            return Err(ConfigError::Sinks { sinks: self.sinks });
+        let store = |layer| StoreShape { ring, sinks: self.sinks_of(layer), experts };
+        let stores: Vec<StoreShape> = (0..self.layers.len()).map(store).collect();
+        if let Some(sinks) = stores.iter().map(|store| store.sinks).find(|sinks| *sinks > Position::MAX.0) {
+            return Err(ConfigError::Sinks { sinks });
         }
         let needed = self.layers.iter().map(|l| u64::from(l.kv_heads) * l.layout.bytes()).sum();
         if self.budget < needed {
             return Err(ConfigError::Budget { budget: self.budget, needed });
         }
-        Ok(StoreShape { ring, sinks: self.sinks, experts })
+        Ok(stores)
     }
 }
 

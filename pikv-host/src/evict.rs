@@ -41,7 +41,7 @@ impl Layer {
         }
         let kept = inner.store.ring.kept_from(len);
         for (head, chain) in thinned {
-            let whose = Whose { inner, shape, head, chain };
+            let whose = Whose { inner, shape, head: self.first_head + head as u32, chain };
             let run = &mut self.heads[head].chains[chain];
             run.sweep(kept);
             let dead = run.dead;
@@ -66,7 +66,7 @@ impl Layer {
                 let Budget::Bytes(bytes) = rule.eviction.budget else { return u32::MAX };
                 let full = shape.layout.bytes();
                 let experts = u64::from(inner.config.experts);
-                let sinks = StoreShape::run_pages(inner.store.sinks, 0);
+                let sinks = StoreShape::run_pages(self.store.sinks, 0);
                 let ring = u64::from(ring.window() + ring.slack()).div_ceil(u64::from(PAGE)) + 1;
                 let heads = u64::from(shape.kv_heads);
                 // Of each expert the newest page, and one that is not worth putting together.

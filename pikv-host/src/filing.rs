@@ -12,7 +12,7 @@ use crate::past::Past;
 use crate::sequence::chain_place;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};
-use pikv_core::plan::LayerShape;
+use pikv_core::plan::{LayerShape, StoreShape};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -42,6 +42,10 @@ pub(crate) struct Head {
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
     pub heads: Vec<Head>,
+    /// KV heads of the layers before it.
+    pub first_head: u32,
+    /// By which it takes pages.
+    pub store: StoreShape,
     /// Tile of the front of each head's ring.
     pub first_tile: u32,
     /// Tokens that left the ring: positions `0..filed` are in the chains, or gone.
@@ -67,15 +71,23 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
-    pub fn new(shape: &LayerShape, experts: u32, codecs: HeadCodecs, rule: Option<Arc<Rule>>) -> Layer {
+    pub fn new(
+        shape: &LayerShape,
+        first_head: u32,
+        store: StoreShape,
+        codecs: HeadCodecs,
+        rule: Option<Arc<Rule>>,
+    ) -> Layer {
         let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
         let states = rule.as_deref().map_or_else(Kept::default, Rule::kept);
         let run = Chain { kept: states.clone(), ..Chain::default() };
         // No policy looks at the sinks.
-        let chains = [vec![Chain::default()], vec![run; experts as usize]].concat();
+        let chains = [vec![Chain::default()], vec![run; store.experts as usize]].concat();
         let head = Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own] };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
+            first_head,
+            store,
             first_tile: 0,
             filed: 0,
             tags: VecDeque::new(),
@@ -92,10 +104,10 @@ impl Layer {
 
     /// The chain that the token at `position` is filed in; `None` if nobody will see it again.
     pub fn chain_of(&self, inner: &Inner, shape: &LayerShape, position: u32) -> Option<usize> {
-        if position < inner.store.sinks {
+        if position < self.store.sinks {
             return Some(0);
         }
-        inner.store.files(shape, position).then(|| 1 + usize::from(self.home(inner, position)))
+        self.store.files(shape, position).then(|| 1 + usize::from(self.home(inner, position)))
     }
 
     /// The experts of the token at `position`, first choice first; none where they are not known yet or forgotten. Where
@@ -127,8 +139,8 @@ impl Layer {
                 for h in 0..self.heads.len() {
                     // A head that runs out leaves the earlier ones with a token more: undone here, so that all agree.
                     let mut shared = None;
-                    let token =
-                        Filed { inner, shape, chain: c, position, head: h, first_tile: self.first_tile };
+                    let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
+                    let token = Filed { inner, shape, chain: c, position, head, first_tile };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);
                     let filed = self.heads[h].file(&token, codec, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));
@@ -382,7 +394,8 @@ struct Filed<'a> {
     shape: &'a LayerShape,
     chain: usize,
     position: u32,
-    head: usize,
+    /// Counted on over the layers.
+    head: u32,
     first_tile: u32,
 }
 

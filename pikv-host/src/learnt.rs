@@ -82,10 +82,10 @@ struct Layer {
     before: Option<RouterState>,
     /// Of those rows: `[rows][experts]`.
     logits: Vec<f32>,
-    /// Whose pages were wanted: `[rows][fetch]`.
+    /// What those rows chose: `[rows][top_k]`.
     experts: Vec<u16>,
-    fetch: usize,
-    /// `[parts][experts]`: rows that wanted an expert, and tokens that they found and missed.
+    top_k: usize,
+    /// `[parts][experts]`: rows that chose an expert, and tokens of it that they found and missed.
     chosen: Vec<u64>,
     hits: Vec<u64>,
     misses: Vec<u64>,
@@ -165,20 +165,19 @@ impl Learnt {
     pub fn met(&mut self, layer: usize, routes: &Routes, hits: &[u64], misses: &[u64], remote: u64) {
         let Kept { parts, layers } = &mut self.now;
         let Some(layer) = layers.get_mut(layer) else { return };
-        (layer.fetch, layer.remote) = (routes.fetch(), remote);
         (layer.hits.clear(), layer.misses.clear(), layer.experts.clear(), layer.chosen.clear());
         layer.hits.extend_from_slice(hits);
         layer.misses.extend_from_slice(misses);
         layer.chosen.resize(hits.len(), 0);
         let count = hits.len() / parts.len().max(1);
         let top_k = routes.filing().experts.len() / routes.rows().max(1);
+        (layer.top_k, layer.remote) = (top_k, remote);
         let mut rows = routes.filing().experts.chunks_exact(top_k.max(1));
         for (part, chosen) in parts.iter().zip(layer.chosen.chunks_exact_mut(count.max(1))) {
             for (row, experts) in (0..part.rows).zip(&mut rows) {
-                let wanted = &experts[..routes.fetch().min(top_k)];
-                wanted.iter().for_each(|e| chosen[usize::from(*e)] += 1);
+                experts.iter().for_each(|e| chosen[usize::from(*e)] += 1);
                 if row >= part.firm {
-                    layer.experts.extend_from_slice(wanted);
+                    layer.experts.extend_from_slice(experts);
                 }
             }
         }
@@ -260,13 +259,13 @@ impl Learnt {
             (stay_of_all, rows_of_all) =
                 (stay_of_all + u64::from(part.firm) + stay as u64, rows_of_all + u64::from(part.rows));
             let (own, others) = rest.split_at(kept * count);
-            let (chosen, other) = experts.split_at(kept * layer.fetch);
+            let (chosen, other) = experts.split_at(kept * layer.top_k);
             (rest, experts) = (others, other);
             if stay > 0 && router.route(part.first, &own[..stay * count], &mut self.routes).is_err() {
                 router.discard();
             }
             let mut gone = vec![0u64; count];
-            chosen[stay * layer.fetch..].iter().for_each(|e| gone[usize::from(*e)] += 1);
+            chosen[stay * layer.top_k..].iter().for_each(|e| gone[usize::from(*e)] += 1);
             for e in 0..count {
                 let at = i * count + e;
                 // Rows of a step that chose an expert met the same of it.

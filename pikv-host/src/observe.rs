@@ -220,7 +220,7 @@ impl Layer {
         feeds: &mut [Feed],
         reused: Option<&mut Vec<Reused>>,
     ) {
-        let Layer { heads, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
+        let Layer { heads, store, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
         let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
         let telling = Telling {
             rule,
@@ -231,6 +231,7 @@ impl Layer {
             tags_from: *tags_from,
             first_tile: *first_tile,
             filed: *filed,
+            sinks: store.sinks,
             old,
             new,
             reused: reused.is_some(),
@@ -282,7 +283,7 @@ impl Layer {
     }
 
     /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that the first
-    /// tier holds, and the others.
+    /// tier holds where the expert is one of the row's first `fetch`, and the others.
     fn count(
         &self,
         inner: &Inner,
@@ -291,16 +292,22 @@ impl Layer {
         hits: &mut [u64],
         misses: &mut [u64],
     ) {
-        let wanted = fetch.map_or(usize::MAX, |n| n as usize);
-        let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, hits.len());
+        let fetched = fetch.map_or(usize::MAX, |n| n as usize);
+        // Rows that want an expert's pages, and those that fetch them.
+        let mut times: SmallVec<[(u64, u64); 32]> = SmallVec::from_elem((0, 0), hits.len());
         for row in rows {
-            self.experts(inner, row).take(wanted).for_each(|e| times[usize::from(e)] += 1);
+            for (i, e) in self.experts(inner, row).enumerate() {
+                let (wanting, fetching) = &mut times[usize::from(e)];
+                *wanting += 1;
+                *fetching += u64::from(i < fetched);
+            }
         }
-        for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
+        for (e, (wanting, fetching)) in times.into_iter().enumerate().filter(|(_, times)| times.0 > 0) {
             for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
                 let near = chain.live - if inner.tiers.is_some() { chain.away() } else { 0 };
-                hits[e] += times * u64::from(near);
-                misses[e] += times * u64::from(chain.filed - near);
+                let hit = fetching * u64::from(near);
+                hits[e] += hit;
+                misses[e] += wanting * u64::from(chain.filed) - hit;
             }
         }
     }
@@ -316,6 +323,7 @@ struct Telling<'a> {
     tags_from: u32,
     first_tile: u32,
     filed: u32,
+    sinks: u32,
     old: u32,
     new: u32,
     /// Whether pages that are used again are asked for.
@@ -373,7 +381,7 @@ impl Telling<'_> {
                 let from = done.partition_point(|token| token.position < floor);
                 follow(&mut feed.weighed, index, &done[from..]);
                 let filed: u32 = head.chains.iter().map(|chain| chain.live).sum();
-                let sinks = |left: u32| left.min(inner.store.sinks);
+                let sinks = |left: u32| left.min(self.sinks);
                 let late = late.len() as u32 + sinks(self.filed) - sinks(left);
                 let resident = ring.resident(rows.end).0 + filed - late;
                 self.pages(h, head, feed, &Cut { index, told, len: rows.end, left, moved: &moved, resident });

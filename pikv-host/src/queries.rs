@@ -80,7 +80,7 @@ impl Job<'_> {
         sights.extend((0..item.rows).map(|r| {
             let position = self.position(item, r);
             let (floor, lo) = (self.floor(view, position), self.lo(position));
-            let sight = Sight { floor, lo, sinks: self.inner.store.sinks, hi: position as i32 };
+            let sight = Sight { floor, lo, sinks: view.layer.store.sinks, hi: position as i32 };
             (Sight { floor: 0, hi: floor as i32 - 1, ..sight }, sight)
         }));
     }
@@ -97,7 +97,8 @@ impl Job<'_> {
 
     /// Where the row at `position` stands for the sinks, where gaps are closed; `oldest` is the oldest token that is held beside them.
     pub fn closed(&self, position: u32, oldest: u32) -> u32 {
-        let gap = oldest.max(self.lo(position)).saturating_sub(self.inner.store.sinks);
+        let sinks = self.views.first().map_or(0, |view| view.layer.store.sinks);
+        let gap = oldest.max(self.lo(position)).saturating_sub(sinks);
         position - gap.min(position)
     }
 

@@ -46,7 +46,8 @@ impl StepReport {
         self.hits.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
     }
 
-    /// Of each expert, tokens that rows wanted and that were evicted, or lay in a lower tier.
+    /// Of each expert, tokens that rows wanted and that were evicted, lay in a lower tier, or were not fetched: of a
+    /// [`ClosedLoop`](crate::ClosedLoop), what lies behind a row's first [`Routes::fetch`](crate::router::Routes::fetch) experts.
     pub fn misses(&self, layer: usize) -> &[u64] {
         self.misses.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
     }

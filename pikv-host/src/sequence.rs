@@ -1,7 +1,7 @@
 //! A sequence: a ring of its newest tokens, and pages of older ones filed by expert.
 
 use crate::arena::{Lease, Page};
-use crate::cache::Inner;
+use crate::cache::{Inner, first_heads};
 use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::error::Error;
@@ -99,9 +99,10 @@ pub struct Sequence {
 
 impl Sequence {
     pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
-        let shapes = inner.config.layers.iter().zip(&inner.codecs).zip(&inner.rules);
-        let layers = shapes.map(|((shape, codecs), rule)| {
-            Layer::new(shape, inner.config.experts, codecs.clone(), rule.clone())
+        let shapes = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
+        let rules = inner.stores.iter().zip(&inner.codecs).zip(&inner.rules);
+        let layers = shapes.zip(rules).map(|((shape, first), ((store, codecs), rule))| {
+            Layer::new(shape, first, *store, codecs.clone(), rule.clone())
         });
         let (layers, lease) = (layers.collect(), Lease::new(&inner.arenas));
         let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
@@ -166,6 +167,7 @@ impl Sequence {
         let head = self.head(layer, kv_head)?;
         let state = &self.layers[layer];
         let (first_tile, codec) = (state.first_tile, state.codecs[kv_head].as_ref());
+        let global_head = state.first_head + kv_head as u32;
         let chains = head.chains.iter().enumerate().flat_map(move |(c, chain)| {
             chain.entries.iter().filter_map(move |entry| {
                 let id = PageId { place: chain_place(c), ordinal: entry.ordinal };
@@ -173,7 +175,7 @@ impl Sequence {
                     Held::Away(away) => away.slot.kept().map(|kept| kept.rank()),
                     _ => None,
                 };
-                let shard = away.unwrap_or_else(|| self.inner.shard_of(id.place, id.ordinal, kv_head));
+                let shard = away.unwrap_or_else(|| self.inner.shard_of(id.place, id.ordinal, global_head));
                 Some(Found::new(entry, codec)?.info(id, shard))
             })
         });

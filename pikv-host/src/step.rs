@@ -441,7 +441,7 @@ pub(crate) fn length(
 
 /// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
 fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new: u32) -> u64 {
-    let (store, experts) = (&inner.store, inner.config.experts);
+    let (store, experts) = (&layer.store, inner.config.experts);
     let left = store.ring.left(new);
     // Tokens that leave the ring and whose experts are known, counted by chain.
     let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];

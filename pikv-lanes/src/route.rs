@@ -143,11 +143,36 @@ pub fn softmax_sums(lanes: Lanes, logits: &[f32], p: &mut [f64]) -> f64 {
     wide(lanes, p.len(), Sums { logits, p })
 }
 
+struct Entropy<'a> {
+    logits: &'a [f32],
+    keep: f32,
+    h: &'a mut [f32],
+}
+
+impl RowKernel for Entropy<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp, const R: usize>(self, w: W) {
+        for logits in self.logits.chunks_exact(self.h.len()) {
+            score::binary_entropy::<W, R>(w, logits, self.keep, self.h);
+        }
+    }
+}
+
+/// Folds each row of `logits`, `[rows][experts]`, first to last, into the averages `h`, `[experts]`, by [`score::binary_entropy`].
+///
+/// # Panics
+/// If `h` is empty or has more than [`MAX_EXPERTS`](score::MAX_EXPERTS).
+pub fn binary_entropy(lanes: Lanes, logits: &[f32], keep: f32, h: &mut [f32]) {
+    wide(lanes, h.len(), Entropy { logits, keep, h });
+}
+
 struct Penalties<'a> {
     coefficients: Coefficients,
     experts: usize,
     load: &'a [f32],
     miss: &'a [f32],
+    entropy: &'a [f32],
     fixed: &'a mut [[f32; LANES]],
 }
 
@@ -155,8 +180,8 @@ impl Kernel for Penalties<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(self, w: W) {
-        let Penalties { coefficients, experts, load, miss, fixed } = self;
-        score::penalties(w, coefficients, experts, load, miss, fixed);
+        let Penalties { coefficients, experts, load, miss, entropy, fixed } = self;
+        score::penalties(w, coefficients, experts, load, miss, entropy, fixed);
     }
 }
 
@@ -170,7 +195,8 @@ pub fn penalties(
     experts: usize,
     load: &[f32],
     miss: &[f32],
+    entropy: &[f32],
     fixed: &mut [[f32; LANES]],
 ) {
-    lanes.run(Penalties { coefficients, experts, load, miss, fixed });
+    lanes.run(Penalties { coefficients, experts, load, miss, entropy, fixed });
 }

@@ -136,9 +136,11 @@ fn the_loop_is_its_stages_one_after_the_other() {
                         filed[layer][usize::from(homes[layer][position])] += HEADS as u64;
                     }
                     let fetch = routes[layer].fetch();
-                    let mut times = [0u64; EXPERTS];
+                    // Rows that want an expert's pages, and rows that fetch them.
+                    let (mut times, mut fetches) = ([0u64; EXPERTS], [0u64; EXPERTS]);
                     for row in routes[layer].filing().experts.chunks_exact(2) {
-                        row[..fetch].iter().for_each(|e| times[usize::from(*e)] += 1);
+                        row.iter().for_each(|e| times[usize::from(*e)] += 1);
+                        row[..fetch].iter().for_each(|e| fetches[usize::from(*e)] += 1);
                     }
                     let gone: u64 =
                         evicted.iter().filter(|e| e.layer == layer as u32).map(|e| u64::from(e.tokens)).sum();
@@ -154,6 +156,7 @@ fn the_loop_is_its_stages_one_after_the_other() {
                             times[e] * filed[layer][e],
                             "layer {layer}, expert {e}"
                         );
+                        assert!(hits[e] <= fetches[e] * filed[layer][e], "what is not fetched is no hit");
                         all_hits[e] += hits[e];
                         all_misses[e] += misses[e];
                     }

@@ -175,7 +175,7 @@ fn rules_that_name_nothing_are_refused() {
     );
     let cache = Cache::new(config).unwrap();
     let of = |layer, codec: Codec| {
-        cache.store().head_bytes_at(&layers[layer], Some(&codec.packed(8, 16)), 800, [512])
+        cache.store(layer).unwrap().head_bytes_at(&layers[layer], Some(&codec.packed(8, 16)), 800, [512])
     };
     assert_eq!(
         cache.bytes_at(0, 800, &[512.into()]).unwrap(),

@@ -146,7 +146,8 @@ fn a_step_sends_what_the_schedule_says() {
             (0..12_000 - 64 + steps / 2).for_each(|t| filed[usize::from(uniform(t))] += 1);
             let map = config.shards;
             let schedule =
-                Schedule::new(&config, ranks, &filed, |t, e| map.shard(u64::from(t), u32::from(e))).unwrap();
+                Schedule::new(&config, ranks, &filed, |t, e, h| map.shard(u64::from(t), u32::from(e), h))
+                    .unwrap();
             let of = |plan: &pikv::fabric::RankPlan| if fast { plan.fast } else { plan.exact };
             let said: f64 = schedule.ranks.iter().map(|plan| of(plan).sent + of(plan).received).sum();
             let packed: usize = codecs.iter().map(|(heads, _)| heads.len()).sum();

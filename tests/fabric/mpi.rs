@@ -130,7 +130,7 @@ fn same_bits(cache: &Cache, ranks: u32) {
     let to = cache.traffic().unwrap();
     let measured = (to.sent + to.received - from.sent - from.received) as f64 / f64::from(steps);
     let config = config(ranks);
-    let of = |t: u32, e: u16| config.shards.shard(u64::from(t), u32::from(e));
+    let of = |t: u32, e: u16, h: u32| config.shards.shard(u64::from(t), u32::from(e), h);
     let schedule = Schedule::new(&config, ranks, &filed(&sequence), of).unwrap();
     // Rank 0 is the front itself.
     let bytes = |plan: &RankPlan| plan.exact.sent + plan.exact.received;

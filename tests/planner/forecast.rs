@@ -7,7 +7,8 @@ use pikv::planner::{
     QWEN1_5_MOE_A2_7B, QWEN3_30B_A3B, Sample, StepTime, Work, calibrate, shared_experts,
 };
 use pikv::{
-    Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, PageId, Place, Sequence, ShardMap,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageId, Place, Read,
+    Sequence, ShardMap,
 };
 use proptest::prelude::*;
 
@@ -70,19 +71,40 @@ fn the_papers_latency() {
     assert!((paper::t_step(&latency) / expected - 1.0).abs() < 1e-12);
 }
 
-/// Against every pair of sets of experts.
+/// Against the store: the share of the filed tokens that rows of uniform experts read.
 #[test]
-fn experts_that_meet() {
-    for (experts, top_k, percent) in [(16, 2, 242), (8, 2, 464), (64, 4, 233)] {
-        assert_eq!((shared_experts(experts, top_k).unwrap() * 1000.0).round() as i32, percent);
-    }
-    for experts in 1..=9u32 {
-        for top_k in 1..=experts {
-            let sets: Vec<u32> = (0..1 << experts).filter(|set: &u32| set.count_ones() == top_k).collect();
-            let meet = sets.iter().filter(|set| **set & sets[0] != 0).count();
-            let share = shared_experts(experts, top_k).unwrap();
-            assert!((share - meet as f64 / sets.len() as f64).abs() < 1e-12, "{top_k} of {experts}");
+fn a_row_reads_the_pages_of_its_experts() {
+    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
+    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    for (experts, top_k, share) in [(16, 2, 0.125), (8, 2, 0.25), (64, 4, 0.0625), (4, 4, 1.0), (1, 1, 1.0)] {
+        assert_eq!(shared_experts(experts, top_k), Ok(share));
+        let config = CacheConfig::new(vec![layer], 64 << 20).ring(32).experts(experts, top_k);
+        let cache = Cache::new(config.backend(pikv_test::backend::backend())).unwrap();
+        let mut sequence = cache.sequence();
+        // `top_k` experts that follow one another from a random one: each is as often the first.
+        let row = |t: u32| {
+            let first = pikv_core::hash::mix(u64::from(t)) % u64::from(experts);
+            (0..top_k).map(move |j| ((first + u64::from(j)) % u64::from(experts)) as u16)
+        };
+        let len = 16_384;
+        let mut step = cache.begin([(&mut sequence, len)]).unwrap();
+        step.append(0, &vec![0.0; len as usize], &vec![0.5; len as usize]).unwrap();
+        step.route(0, &(0..len).flat_map(row).collect::<Vec<_>>()).unwrap();
+        step.commit().unwrap();
+        // All keys are 0, so a row's log-sum-exp is the logarithm of the tokens that it reads.
+        let rows = 512;
+        let mut mean = 0.0;
+        for t in len..len + rows {
+            let (mut out, mut lse) = ([0.0], [0.0]);
+            let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
+            step.append(0, &[0.0], &[0.5]).unwrap();
+            step.route(0, &row(t).collect::<Vec<_>>()).unwrap();
+            let read = Attend::new(1.0).read(Read::Experts);
+            step.attend(0, &[1.0], &read, Output::new(&mut out).lse(&mut lse)).unwrap();
+            step.commit().unwrap();
+            mean += (f64::from(lse[0]).exp() - 32.0) / f64::from(t + 1 - 32) / f64::from(rows);
         }
+        assert!((mean / share - 1.0).abs() < 0.02, "{top_k} of {experts}: {mean}");
     }
     assert_eq!(shared_experts(4, 5), Err(PlanError::TopK { top_k: 5, experts: 4 }));
     assert_eq!(shared_experts(0, 0), Err(PlanError::TopK { top_k: 0, experts: 0 }));
@@ -261,7 +283,7 @@ proptest! {
         match planner.forecast(&load) {
             Err(error) => {
                 let least = len.min(cache.config().ring)
-                    + len.saturating_sub(cache.config().ring).min(cache.config().sinks);
+                    + len.saturating_sub(cache.config().ring).min(cache.store(0).unwrap().sinks);
                 prop_assert_eq!(error, PlanError::Resident { asked, least });
                 prop_assert!(asked < least);
                 prop_assert!(planner.forecast(&load.resident(least)).is_ok());

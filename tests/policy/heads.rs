@@ -3,8 +3,9 @@
 use crate::model::{Def, Model};
 use crate::setup::{Kind, Row, bits, config, eviction, held, row, run};
 use pikv::codec::{ChunkKv, FastV, PyramidKv};
-use pikv::policy::{Budget, Chunks, Duo, Eviction, H2o, KeyNorm, StreamingLlm};
+use pikv::policy::{Budget, Chunks, Duo, Eviction, H2o, KeyNorm, StreamingLlm, fast_v};
 use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
+use std::collections::BTreeSet;
 
 fn rows(config: &CacheConfig, from: u32, n: u32) -> Vec<Row> {
     (from..from + n).map(|p| row(config, Kind::Noise, u64::from(p))).collect()
@@ -160,36 +161,60 @@ fn whole_chunks_go_as_chunk_kv_has_it() {
 
 #[test]
 fn the_least_attended_go_as_fast_v_has_it() {
-    let mut config = CacheConfig::new(vec![crate::setup::shape(1, 2, 4, 3); 4], 1 << 20)
+    // Two KV heads, so that the mean over heads is one that no head has.
+    let mut config = CacheConfig::new(vec![crate::setup::shape(2, 2, 4, 3); 4], 1 << 20)
         .backend(pikv_test::backend::backend())
         .ring(8);
-    config.sinks = 4;
-    let (all, scores) = prompt(&config, 60);
-    // Mean over the rows that could see a token, and the two query heads.
-    let received: Vec<f32> = (0..60).map(|p| scores[p] / (2 * (60 - p)) as f32).collect();
+    config.sinks = Some(4);
+    let all: Vec<Row> = (0..60).map(|id| row(&config, Kind::Noise, id)).collect();
+    // Mean over the rows that could see a token and the four query heads of layer 1, in f64.
+    let received: Vec<f64> = (0..60)
+        .map(|p| {
+            let of = |h: usize| (p..60).map(move |t| (h, t));
+            (0..4).flat_map(of).map(|(h, t)| weight(&all, 1, h, t, p)).sum::<f64>()
+                / f64::from(4 * (60 - p as u32))
+        })
+        .collect();
+    let received: Vec<f32> = received.into_iter().map(|x| x as f32).collect();
     let fast = FastV { ratio: 0.5, from: 2, sinks: 4, window: 8 };
     let keep = fast.keep(2, &received).unwrap();
     assert_eq!(keep.iter().filter(|k| **k).count(), 36);
-    // Layers 0 and 1 keep all; of layer 2 the rule is asked for what FastV keeps of these 60. It ranks by its own layer's
-    // attention, so the same keys and queries are given to each.
-    let rule = Eviction::new(pikv::policy::FastVReceived, Budget::Tokens(36)).batch(1);
-    let cache = Cache::new(config.evict_layer(2, rule.clone()).evict_layer(3, rule)).unwrap();
+    let want: BTreeSet<u32> = (0..60).filter(|p| keep[*p as usize]).collect();
+    for (layer, rule) in fast_v(4, 2, |policy| Eviction::new(policy, Budget::Tokens(36)).batch(1)).unwrap() {
+        config = config.evict_layer(layer, rule);
+    }
+    let cache = Cache::new(config).unwrap();
     let mut sequence = cache.sequence();
-    let same: Vec<Row> = all
-        .into_iter()
-        .map(|mut row| {
-            row.k = vec![row.k[0].clone(); 4];
-            row.q = vec![row.q[0].clone(); 4];
-            row
-        })
-        .collect();
-    feed(&cache, &mut sequence, &same);
+    feed(&cache, &mut sequence, &all);
     for l in 0..2 {
         assert_eq!(sequence.resident(l, 0).unwrap().0, 60);
     }
-    for l in 2..4 {
-        assert_eq!(held(&sequence, l, 0), (0..60).filter(|p| keep[*p as usize]).collect());
+    for (l, head) in [(2, 0), (2, 1), (3, 0), (3, 1)] {
+        assert_eq!(held(&sequence, l, head), want, "layer {l}, head {head}");
     }
+    // Token by token from here on, the later layers and heads go on holding the same.
+    for id in 60..90 {
+        feed(&cache, &mut sequence, &[row(cache.config(), Kind::Noise, id)]);
+        let first = held(&sequence, 2, 0);
+        assert_eq!(first.len(), 36);
+        assert!([(2, 1), (3, 0), (3, 1)].iter().all(|(l, head)| held(&sequence, *l, *head) == first), "{id}");
+    }
+    for from in [0, 4, 9] {
+        let refused = fast_v(4, from, |policy| Eviction::new(policy, Budget::Tokens(36))).unwrap_err();
+        assert!(refused.to_string().contains("below the number of layers"), "{refused}");
+    }
+}
+
+/// The weight that query head `h` of row `t` gives token `p` in a layer of two query heads a KV head.
+fn weight(all: &[Row], l: usize, h: usize, t: usize, p: usize) -> f64 {
+    let q = &all[t].q[l][h * 4..][..4];
+    let logit = |s: usize| {
+        let k = &all[s].k[l][h / 2 * 4..][..4];
+        0.5 * q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>()
+    };
+    let top = (0..=t).map(logit).fold(f64::MIN, f64::max);
+    let sum: f64 = (0..=t).map(|s| (logit(s) - top).exp()).sum();
+    (logit(p) - top).exp() / sum
 }
 
 #[test]

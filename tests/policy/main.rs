@@ -9,3 +9,4 @@ mod quest_window;
 mod read;
 mod refused;
 mod setup;
+mod sinks;

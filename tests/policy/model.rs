@@ -69,7 +69,7 @@ impl Def {
     fn over(self) -> Over {
         match self {
             Def::Tova => Over::Layer,
-            Def::DuoLit => Over::Sequence,
+            Def::DuoLit | Def::FastV => Over::Sequence,
             _ => Over::Head,
         }
     }
@@ -375,7 +375,7 @@ impl Model {
         let (mut hits, mut misses) = (0, 0);
         for row in rows.clone() {
             for expert in &self.rows[row as usize].experts[l] {
-                for p in config.sinks..rows.end.saturating_sub(config.ring) {
+                for p in self.sinks(l)..rows.end.saturating_sub(config.ring) {
                     if self.rows[p as usize].experts[l][0] == *expert {
                         let held = self.now.held[l][h].contains(&p);
                         (hits, misses) = (hits + u64::from(held), misses + u64::from(!held));
@@ -387,6 +387,10 @@ impl Model {
         true
     }
 
+    fn sinks(&self, layer: usize) -> u32 {
+        self.cache.store(layer).unwrap().sinks
+    }
+
     /// Every token held is told of once, with its weight in f64, and in the page where it lies at that length.
     fn check_told(&self, l: usize, h: usize, rows: &Range<u32>, len: u32, pages: &[&&Event]) {
         let config = self.cache.config();
@@ -395,7 +399,7 @@ impl Model {
         let left = len.saturating_sub(config.ring);
         let mut want: BTreeMap<u32, f64> = BTreeMap::new();
         let held = self.now.held[l][h].iter().filter(|p| **p < len);
-        want.extend(held.clone().filter(|p| **p >= left.min(config.sinks)).map(|p| (*p, 0.0)));
+        want.extend(held.clone().filter(|p| **p >= left.min(self.sinks(l))).map(|p| (*p, 0.0)));
         for p in rows.clone() {
             for head in h * group..(h + 1) * group {
                 for (at, weight) in self.attend(l, p, head).1 {
@@ -438,8 +442,10 @@ impl Model {
         let mut ranked: HashMap<(usize, usize), (Vec<u32>, Vec<f32>)> = HashMap::new();
         for &(l, h) in &heads {
             let pinned = |p: &u32| self.pins.iter().any(|pin| pin.contains(p));
-            let may =
-                self.now.held[l][h].iter().copied().filter(|p| *p < left && *p >= config.sinks && !pinned(p));
+            let may = self.now.held[l][h]
+                .iter()
+                .copied()
+                .filter(|p| *p < left && *p >= self.sinks(l) && !pinned(p));
             let tokens: Vec<u32> = may.collect();
             let utilities = self.def.utilities(&tokens, |p| self.now.words[&(l, h, p)], len);
             ranked.insert((l, h), (tokens, utilities));
@@ -457,16 +463,16 @@ impl Model {
             }
         }
         let filed = |l: usize, h: usize| {
-            self.now.held[l][h].iter().filter(|p| **p < left && **p >= config.sinks).count() as u64
+            self.now.held[l][h].iter().filter(|p| **p < left && **p >= self.sinks(l)).count() as u64
         };
-        let fixed = u64::from(len.min(config.ring) + left.min(config.sinks));
+        let fixed = |l: usize| u64::from(len.min(config.ring) + left.min(self.sinks(l)));
         let quota = |l: usize, h: usize| match &self.eviction.budget {
-            Budget::Tokens(n) => u64::from(*n).saturating_sub(fixed),
-            Budget::Layers(layers) => u64::from(layers[l]).saturating_sub(fixed),
-            Budget::Heads(heads) => u64::from(heads[l][h]).saturating_sub(fixed),
+            Budget::Tokens(n) => u64::from(*n).saturating_sub(fixed(l)),
+            Budget::Layers(layers) => u64::from(layers[l]).saturating_sub(fixed(l)),
+            Budget::Heads(heads) => u64::from(heads[l][h]).saturating_sub(fixed(l)),
             Budget::Share(share) => {
                 let enough = |n: &u32| *n as f32 / len as f32 >= *share;
-                u64::from((0..len).find(enough).unwrap_or(len)).saturating_sub(fixed)
+                u64::from((0..len).find(enough).unwrap_or(len)).saturating_sub(fixed(l))
             }
             _ => unreachable!(),
         };

@@ -374,14 +374,14 @@ proptest! {
             .collect();
         let query = crate::setup::noise(seed ^ 99, n);
         let rows = bound::rows(k_dim);
-        let mut bounds = vec![[0.0; LANES]; 2 * rows];
-        for c in 0..n {
-            (bounds[c / LANES * 2][c % LANES], bounds[c / LANES * 2 + 1][c % LANES]) = (f32::INFINITY, f32::NEG_INFINITY);
-        }
+        // As its documentation has it; the padding is its own to mend.
+        let mut bounds: Vec<[f32; LANES]> =
+            (0..2 * rows).map(|i| [if i % 2 == 0 { f32::INFINITY } else { f32::NEG_INFINITY }; LANES]).collect();
         keys.iter().for_each(|key| bound::widen(&mut bounds, key, turn.as_ref()));
         let mut folded = vec![[0.0; LANES]; rows];
         bound::fold(&query, turn.as_ref(), &mut folded);
         let most = bound::bound(Portable, &folded, &bounds);
+        prop_assert!(most.is_finite());
         for (i, key) in keys.iter().enumerate() {
             for distance in [0.0, 1.0, 17.0 * i as f64, 4321.0] {
                 let (k, q) = (turned(key, turn.as_ref(), 0.0), turned(&query, turn.as_ref(), distance));

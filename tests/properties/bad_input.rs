@@ -284,7 +284,7 @@ fn configs() -> Vec<ConfigCase> {
         ("too many experts", |c| c.experts = 65536, ConfigError::Experts { experts: 65536, top_k: 2 }, &["65536"]),
         ("top_k 0", |c| c.top_k = 0, ConfigError::Experts { experts: 3, top_k: 0 }, &["0 of 3"]),
         ("top_k past the experts", |c| c.top_k = 4, ConfigError::Experts { experts: 3, top_k: 4 }, &["4 of 3"]),
-        ("sinks past the positions", |c| c.sinks = i32::MAX as u32, ConfigError::Sinks { sinks: most + 1 }, &["2147483647"]),
+        ("sinks past the positions", |c| c.sinks = Some(i32::MAX as u32), ConfigError::Sinks { sinks: most + 1 }, &["2147483647"]),
         // Two pages of 128 + 256 + 1024 bytes and one of 128 + 256 + 1024.
         ("budget 0", |c| c.budget = 0, ConfigError::Budget { budget: 0, needed: 4224 }, &["budget of 0", "4224"]),
         ("a byte too few", |c| c.budget = 4223, ConfigError::Budget { budget: 4223, needed: 4224 }, &["4223", "4224"]),
@@ -298,6 +298,7 @@ fn shards() -> Vec<ShardCase> {
     let skewed = |tokens, experts, multiple, would_do| ShardError::Skewed { tokens, experts, multiple, would_do };
     vec![
         ("no shards", ShardMap::sum(0), ShardError::Zero, &["at least 1"]),
+        ("no shards, spread", ShardMap::spread(0), ShardError::Zero, &["at least 1"]),
         ("no shards by XOR", ShardMap::xor(8, 8, 0), ShardError::Zero, &["at least 1"]),
         ("modulus 0", ShardMap::xor(0, 8, 4), ShardError::Zero, &["moduli of at least 1"]),
         ("moduli 6 and 6", ShardMap::xor(6, 6, 2), skewed(6, 6, 8, 8), &["6 and 6", "multiple of 8", "8 would do"]),
@@ -354,7 +355,7 @@ fn bad_input_is_refused_and_leaves_no_trace() {
     for (name, spoil, want, needles) in configs() {
         let mut config = config();
         spoil(&mut config);
-        let got = config.store().expect_err(name);
+        let got = config.stores().expect_err(name);
         assert_eq!(format!("{got:?}"), format!("{want:?}"), "{name}");
         let whole = Cache::new(config).expect_err(name);
         assert_eq!(format!("{whole:?}"), format!("{:?}", Error::Config(want)), "{name}");
@@ -472,7 +473,7 @@ fn many_shards_are_refused_or_right() {
     step.route(0, &[65534; 800]).unwrap();
     step.commit().unwrap();
     for page in sequence.pages(0, 0).unwrap().filter(|page| page.id.place != Place::Ring) {
-        assert_eq!(page.shard, map.shard(u64::from(page.id.ordinal / 8), 65534));
+        assert_eq!(page.shard, map.shard(u64::from(page.id.ordinal / 8), 65534, 0));
     }
     drop(sequence);
     assert!(cache.usage().shards.iter().all(|bytes| *bytes == 0), "shards count pages that are not theirs");

@@ -420,7 +420,7 @@ fn window_cache_is_priced_as_a_window() {
     {
         let layer = LayerShape { window: Some(window), ..small() };
         let mut base = config(vec![layer], ring, slack).experts(count, 1).sinks(4);
-        let store = base.store().unwrap();
+        let store = base.stores().unwrap()[0];
         let most = store.bytes_at_most(&layer, 1 << 20);
         let full = store.bytes_at_most(&LayerShape { window: None, ..layer }, 1 << 20);
         assert!(most * 1000 < full, "{most} of {full} bytes");
@@ -448,9 +448,10 @@ fn planner_and_allocator_agree() {
         for len in [1, 31, 32, 33, 64, 65, 96, 500] {
             let mut sequence = cache.sequence();
             feed(&cache, &mut sequence, 0..len);
-            let planned = 2 * cache.store().bytes_at(&layer, len as u32, [(len as u32).saturating_sub(64)]);
+            let planned =
+                2 * cache.store(0).unwrap().bytes_at(&layer, len as u32, [(len as u32).saturating_sub(64)]);
             assert_eq!((sequence.bytes(), cache.usage().taken), (planned, planned), "{len} tokens");
-            assert!(planned <= 2 * cache.store().bytes_at_most(&layer, len as u32));
+            assert!(planned <= 2 * cache.store(0).unwrap().bytes_at_most(&layer, len as u32));
             if len == 500 {
                 // Positions take 128 bytes a page either way.
                 taken.push(planned - planned / layer.layout.bytes() * 128);
@@ -470,7 +471,7 @@ fn an_evicted_page_does_not_hold_back_the_window() {
     sequence.evict(0, 0, PageId { place: Place::Expert(0), ordinal: 1 }).unwrap();
     for id in 60..2000 {
         feed(&cache, &mut sequence, [id]);
-        let (bytes, most) = (sequence.bytes(), cache.store().bytes_at_most(&layer, id as u32 + 1));
+        let (bytes, most) = (sequence.bytes(), cache.store(0).unwrap().bytes_at_most(&layer, id as u32 + 1));
         assert!(bytes <= most + layer.layout.bytes(), "{bytes} bytes at {id}, {most} planned");
     }
 }
@@ -486,7 +487,7 @@ fn planner_counts_pages_of_experts_that_went_quiet() {
         step.append(0, &[0.0; 3], &[0.0; 5]).unwrap();
         step.route(0, &[(i % 8) as u16]).unwrap();
         step.commit().unwrap();
-        let (bytes, most) = (sequence.bytes(), cache.store().bytes_at_most(&layer, i + 1));
+        let (bytes, most) = (sequence.bytes(), cache.store(0).unwrap().bytes_at_most(&layer, i + 1));
         assert!(bytes <= most, "{bytes} bytes at {i}, {most} planned");
     }
 }
@@ -1055,7 +1056,7 @@ fn addresses_are_64_bit() {
         assert_eq!(layout.v_word(page, 255, 31), page * words + words - 1);
     }
     let layer = shape(64, 1, layout);
-    let store = config(vec![layer], 256, 0).store().unwrap();
+    let store = config(vec![layer], 256, 0).stores().unwrap()[0];
     let len = Position::MAX.0;
     let pages = u64::from((len - 256).div_ceil(32)) + u64::from(len.div_ceil(32) - (len - 256) / 32);
     assert_eq!(store.bytes_at(&layer, len, [len - 256]), pages * 64 * words * 4);

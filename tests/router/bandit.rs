@@ -59,7 +59,7 @@ fn remote_bytes_and_imbalance_cost_reward() {
         let second = Coefficients { alpha, ..Default::default() };
         let arms = vec![
             Arm { coefficients: Coefficients::default(), fetch: 2 },
-            Arm { coefficients: second, fetch: 2 },
+            Arm { coefficients: second, fetch: if remote { 1 } else { 2 } },
         ];
         let options = Adaptive { arms, remote_cost: 0.05, imbalance_cost: 0.5, ..Adaptive::new(2, 1) };
         let mut router = options.router(Shape::new(8, 2)).unwrap();
@@ -78,4 +78,24 @@ fn remote_bytes_and_imbalance_cost_reward() {
         let hits = used[200..].iter().filter(|arm| **arm == 1).count();
         assert!(hits >= 150, "{hits} of 200, remote {remote}");
     }
+}
+
+#[test]
+fn old_sums_are_forgotten_step_by_step() {
+    // One arm, whose context is [1, 0, 0]: nothing is missed and the load is even. All is exact in binary.
+    let arms = vec![Arm { coefficients: Coefficients::default(), fetch: 2 }];
+    let options = Adaptive { arms, memory: 0.5, imbalance_cost: 0.0, ..Adaptive::new(2, 1) };
+    let mut router = options.router(Shape::new(2, 2)).unwrap();
+    let mut want = (0.0, 0.0);
+    for step in 0..20u32 {
+        router.route(Position(step), &[1.0, 0.0], &mut Routes::default()).unwrap();
+        // Half of the hits, then all of them: the reward of step i is 1 or 1/2.
+        let missed = 2 * (step % 2);
+        router.observe(&Feedback::new(&[4; 2], &[missed; 2])).unwrap();
+        let reward = 1.0 - f64::from(missed) / 4.0;
+        let arm = router.state().bandit.unwrap().arms[0];
+        want = (0.5 * want.0 + 1.0, 0.5 * want.1 + reward);
+        assert_eq!((arm.gram[0], arm.reward[0]), want, "step {step}");
+    }
+    assert!(want.0 < 2.0);
 }

@@ -59,13 +59,25 @@ fn an_overloaded_expert_is_ranked_lower() {
 }
 
 #[test]
-fn an_uncertain_expert_is_ranked_lower() {
-    // p is .5, .45, .05: h is .347, .359, .150, so a large beta lifts expert 2.
-    let x = [0.5f32.ln(), 0.45f32.ln(), 0.05f32.ln()];
-    let at = |beta| {
-        one_row(&mut EntropyPenalised { beta, ..Default::default() }.router(Shape::new(3, 1)).unwrap(), &x).0
-    };
-    assert_eq!((at(0.1), at(20.0)), (vec![0], vec![2]));
+fn an_expert_that_the_gate_stays_undecided_about_is_ranked_lower() {
+    // p is .5, .25, .25 in the first rows, so h is 1, .81, .81 in the end; the last row has nearly equal logits.
+    let (undecided, near) = ([0.5f32.ln(), 0.25f32.ln(), 0.25f32.ln()], [1.0, 0.995, 0.5]);
+    let mut router = EntropyPenalised::default().router(Shape::new(3, 1)).unwrap();
+    assert_eq!(router.entropy(), [0.5; 3]);
+    assert_eq!(one_row(&mut router, &near).0, [0]);
+    router.discard();
+    let mut routes = Routes::default();
+    router.route(Position(0), &undecided.repeat(50), &mut routes).unwrap();
+    // Rows of the step itself do not count yet.
+    assert_eq!(router.entropy(), [0.5; 3]);
+    assert_eq!(one_row(&mut router, &near).0, [0]);
+    router.discard();
+    assert_eq!(router.state().entropy_next, [0.5; 3]);
+    router.route(Position(0), &undecided.repeat(50), &mut Routes::default()).unwrap();
+    router.observe(&Feedback::new(&[0; 3], &[0; 3])).unwrap();
+    let h = router.entropy();
+    assert!((h[0] - 1.0).abs() < 0.01 && (h[1] - 0.8113).abs() < 0.01 && h[1] == h[2], "{h:?}");
+    assert_eq!(one_row(&mut router, &near), (vec![1], vec![0]));
 }
 
 #[test]

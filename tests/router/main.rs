@@ -1,5 +1,6 @@
 //! Routers against oracles written apart from them, on every lanes, in any batches, saved and restored.
 
+mod acts;
 mod bandit;
 mod biases;
 mod oracles;
@@ -9,8 +10,8 @@ mod same;
 
 use pikv::Position;
 use pikv::router::{
-    Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Misses, Router,
-    Routes, Shape, Start, TopK,
+    Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Misses, RouteError,
+    Router, Routes, Shape, Start, TopK,
 };
 
 fn mix(x: u64) -> u64 {
@@ -50,11 +51,8 @@ const SHAPES: [(u32, u32); 9] =
 
 /// Every router, with strong coefficients so that the bias decides often.
 fn all(shape: Shape) -> Vec<Box<dyn Router>> {
-    let groups = (1..=4).rev().find(|g| shape.experts.is_multiple_of(*g)).unwrap();
-    let size = shape.experts / groups;
-    let kept = shape.top_k.div_ceil(size).max(groups.div_ceil(2));
     let follow = |model_choice| CacheAware { lambda: 2.0, model_choice, ..Default::default() };
-    vec![
+    let mut all: Vec<Box<dyn Router>> = vec![
         Box::new(Hashed::default().router(shape).unwrap()),
         Box::new(Hashed { start: Start::RoundRobin, ..Default::default() }.router(shape).unwrap()),
         Box::new(TopK.router(shape).unwrap()),
@@ -64,8 +62,13 @@ fn all(shape: Shape) -> Vec<Box<dyn Router>> {
         Box::new(CacheAware { misses: Misses::Count, ..Default::default() }.router(shape).unwrap()),
         Box::new(EntropyPenalised { beta: 3.0, ..Default::default() }.router(shape).unwrap()),
         Box::new(Adaptive::new(shape.top_k, 5).router(shape).unwrap()),
-        Box::new(Hierarchical { groups, kept, ..Default::default() }.router(shape).unwrap()),
-    ]
+    ];
+    // Of few experts there are no groups that act.
+    match Hierarchical::fitting(shape.experts, shape.top_k).router(shape) {
+        Ok(router) => all.push(Box::new(router)),
+        Err(error) => assert!(matches!(error, RouteError::Idle { .. } | RouteError::Best { .. }), "{error}"),
+    }
+    all
 }
 
 /// All of some routes, to compare by bits.

@@ -17,6 +17,8 @@ struct Oracle {
     count_misses: bool,
     mu: Vec<f64>,
     m: Vec<f64>,
+    /// What tokens are ranked by, and the same with the tokens since the last feedback.
+    h: [Vec<f64>; 2],
     choices: Vec<f64>,
 }
 
@@ -31,25 +33,32 @@ impl Oracle {
             count_misses: false,
             mu: vec![1.0; experts],
             m: vec![0.0; experts],
+            h: [vec![0.5; experts], vec![0.5; experts]],
             choices: vec![0.0; experts],
         }
     }
 
     fn scores(&self, x: &[f32]) -> Vec<f64> {
-        let top = x.iter().copied().fold(f32::MIN, f32::max);
-        let sum: f64 = x.iter().map(|x| (f64::from(*x) - f64::from(top)).exp()).sum();
         let mean = self.mu.iter().sum::<f64>() / x.len() as f64;
         let score = |e: usize| {
-            let p = (f64::from(x[e]) - f64::from(top)).exp() / sum;
-            let h = if p > 0.0 { -p * p.ln() } else { 0.0 };
-            let bias =
-                self.alpha * (self.mu[e] - mean) + self.lambda * (1.0 + self.m[e]).ln() + self.beta * h;
+            let bias = self.alpha * (self.mu[e] - mean)
+                + self.lambda * (1.0 + self.m[e]).ln()
+                + self.beta * self.h[0][e];
             f64::from(x[e]) - self.cap.map_or(bias, |cap| bias.clamp(-cap, cap))
         };
         (0..x.len()).map(score).collect()
     }
 
+    /// A token that was routed.
+    fn see(&mut self, x: &[f32]) {
+        for (h, p) in self.h[1].iter_mut().zip(shares(x)) {
+            let term = |p: f64| if p > 0.0 { -p * p.ln() } else { 0.0 };
+            *h = self.ema * *h + (1.0 - self.ema) * (term(p) + term(1.0 - p)) / 2f64.ln();
+        }
+    }
+
     fn observe(&mut self, wanted: &[u32], missed: &[u32]) {
+        self.h[0] = self.h[1].clone();
         let total: f64 = self.choices.iter().sum();
         for e in 0..self.mu.len() {
             let share = self.mu.len() as f64 * self.choices[e] / total;
@@ -63,6 +72,14 @@ impl Oracle {
             }
         }
     }
+}
+
+/// The softmax of a row.
+fn shares(x: &[f32]) -> Vec<f64> {
+    let top = f64::from(x.iter().copied().fold(f32::MIN, f32::max));
+    let e: Vec<f64> = x.iter().map(|x| (f64::from(*x) - top).exp()).collect();
+    let sum: f64 = e.iter().sum();
+    e.iter().map(|e| e / sum).collect()
 }
 
 /// Runs `router` and `oracle` side by side: every choice is the best by the oracle's scores up to rounding, and the model's is the
@@ -79,6 +96,7 @@ fn check_biased(mut router: Biased, mut oracle: Oracle, follows: bool, what: &st
             let at = row * top_k..(row + 1) * top_k;
             let chosen = &filing.experts[at.clone()];
             let want = oracle.scores(x);
+            oracle.see(x);
             let score = |e: &u16| want[usize::from(*e)];
             let slack = |s: f64| 2e-5 + 3e-7 * s.abs();
             for pair in chosen.windows(2) {
@@ -108,7 +126,9 @@ fn check_biased(mut router: Biased, mut oracle: Oracle, follows: bool, what: &st
         let (wanted, missed) = pages(step, experts);
         router.observe(&Feedback::new(&wanted, &missed)).unwrap();
         oracle.observe(&wanted, &missed);
-        for (got, want) in [(router.load(), &oracle.mu), (router.miss(), &oracle.m)] {
+        let averages =
+            [(router.load(), &oracle.mu), (router.miss(), &oracle.m), (router.entropy(), &oracle.h[0])];
+        for (got, want) in averages {
             for (got, want) in got.iter().zip(want) {
                 assert!((f64::from(*got) - want).abs() <= 1e-5 * want.max(1.0), "{what}: {got}, {want}");
             }
@@ -138,9 +158,10 @@ fn biased_routers_follow_the_formula() {
             let oracle = Oracle { lambda: lambda.into(), cap: cap.map(f64::from), count_misses, ..new() };
             check_biased(options.router(shape).unwrap(), oracle, model_choice, "R_P");
         }
-        for beta in [0.1, 5.0] {
-            let router = EntropyPenalised { beta, ..Default::default() }.router(shape).unwrap();
-            check_biased(router, Oracle { beta: beta.into(), ..new() }, false, "R_E");
+        for (beta, ema, cap) in [(0.1, 0.9, None), (5.0, 0.5, None), (5.0, 0.9, Some(0.25))] {
+            let router = EntropyPenalised { beta, ema, cap, ..Default::default() }.router(shape).unwrap();
+            let oracle = Oracle { beta: beta.into(), ema: ema.into(), cap: cap.map(f64::from), ..new() };
+            check_biased(router, oracle, false, "R_E");
         }
     }
 }
@@ -163,9 +184,14 @@ fn top_k_is_exact_and_files_as_the_model_does() {
 
 #[test]
 fn hierarchical_stays_in_the_best_groups() {
-    for (experts, top_k, groups, kept, best) in
-        [(8, 2, 4, 2, 1), (8, 2, 4, 2, 2), (64, 6, 8, 3, 2), (1000, 3, 8, 1, 1), (1, 1, 1, 1, 1)]
-    {
+    for (experts, top_k, groups, kept, best) in [
+        (8, 2, 4, 1, 1),
+        (8, 2, 4, 2, 2),
+        (64, 6, 8, 3, 2),
+        (64, 6, 8, 3, 1),
+        (1000, 3, 8, 1, 1),
+        (64, 4, 16, 7, 4),
+    ] {
         let options = Hierarchical { groups, kept, best, model_choice: false };
         let mut router = options.router(Shape::new(experts, top_k)).unwrap();
         let size = (experts / groups) as usize;
@@ -174,12 +200,15 @@ fn hierarchical_stays_in_the_best_groups() {
             let mut routes = Routes::default();
             router.route(Position(0), &x, &mut routes).unwrap();
             for (row, x) in x.chunks(experts as usize).enumerate() {
-                let of_groups: Vec<f32> = x
+                // Shares that f32 can not hold are 0.
+                let share: Vec<f64> =
+                    shares(x).into_iter().map(|p| if p < 1.2e-38 { 0.0 } else { p }).collect();
+                let of_groups: Vec<f32> = share
                     .chunks(size)
                     .map(|group| {
                         let mut group = group.to_vec();
                         group.sort_by(|a, b| b.partial_cmp(a).unwrap());
-                        group[1..best as usize].iter().fold(group[0], |s, x| s + x)
+                        group[..best as usize].iter().sum::<f64>() as f32
                     })
                     .collect();
                 let kept = plain(&of_groups, kept as usize);

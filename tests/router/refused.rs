@@ -4,7 +4,7 @@ use crate::{all, session};
 use pikv::Position;
 use pikv::router::{
     Adaptive, Arm, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, RouteError,
-    Router, RouterState, Routes, Shape, StateError, TopK,
+    Router, RouterKind, RouterState, Routes, Shape, StateError, TopK,
 };
 
 #[test]
@@ -70,6 +70,8 @@ fn bad_options_are_refused() {
         assert!(matches!(err, E::Decay { name: "load average", .. }));
         let err = CacheAware { ema, ..Default::default() }.router(shape).unwrap_err();
         assert!(matches!(err, E::Decay { name: "miss average", .. }));
+        let err = EntropyPenalised { ema, ..Default::default() }.router(shape).unwrap_err();
+        assert!(matches!(err, E::Decay { name: "entropy average", .. }));
     }
     for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
         let err = CacheAware { cap: Some(cap), ..Default::default() }.router(shape).unwrap_err();
@@ -89,9 +91,30 @@ fn bad_options_are_refused() {
     assert_eq!(groups(8, 1, 1, shape), E::Kept { kept: 1, groups: 8, size: 1, top_k: 2 });
     assert_eq!(groups(4, 2, 3, shape), E::Best { best: 3, size: 2 });
     assert_eq!(groups(4, 2, 0, shape), E::Best { best: 0, size: 2 });
+    // What ranks as R_T whatever the logits is refused, and its neighbours are not.
+    assert_eq!(groups(4, 2, 1, shape), E::Idle { groups: 4, kept: 2, best: 1, top_k: 2 });
+    assert_eq!(groups(4, 4, 2, shape), E::Idle { groups: 4, kept: 4, best: 2, top_k: 2 });
+    assert!(groups(4, 4, 2, shape).to_string().contains("always ranks as R_T"));
+    for (kept, best) in [(1, 1), (1, 2), (2, 2), (3, 2)] {
+        Hierarchical { groups: 4, kept, best, model_choice: false }.router(shape).unwrap();
+    }
+    for (experts, top_k) in [(1, 1), (2, 1), (3, 1), (5, 2), (7, 1), (8, 7), (64, 64)] {
+        assert!(
+            Hierarchical::fitting(experts, top_k).router(s(experts, top_k)).is_err(),
+            "{top_k} of {experts}"
+        );
+    }
+    for (experts, top_k) in
+        [(4, 1), (4, 2), (6, 2), (8, 2), (8, 6), (9, 2), (60, 4), (64, 8), (128, 8), (1000, 3)]
+    {
+        Hierarchical::fitting(experts, top_k).router(s(experts, top_k)).unwrap();
+    }
 
     let adaptive = || Adaptive::new(2, 0);
     assert_eq!(Adaptive { arms: vec![], ..adaptive() }.router(shape).unwrap_err(), E::NoArms);
+    let arms = [Adaptive::arms(2), vec![Adaptive::arms(2)[2]]].concat();
+    let err = Adaptive { arms, ..adaptive() }.router(shape).unwrap_err();
+    assert_eq!(err, E::SameArms { first: 2, second: 7 });
     let fetch =
         |fetch| Adaptive { arms: vec![Arm { coefficients: Default::default(), fetch }], ..adaptive() };
     for n in [0, 3] {
@@ -144,9 +167,11 @@ fn bad_states_are_refused_and_change_nothing() {
         let err = router.restore(&wide).unwrap_err();
         assert!(matches!(err, RouteError::State(StateError::Shape { what: "experts", got: 9, expected: 8 })));
         for value in [f32::NAN, -1.0, f32::INFINITY] {
-            for miss in [false, true] {
+            let averages: [fn(&mut RouterState) -> &mut Vec<f32>; 4] =
+                [|s| &mut s.load, |s| &mut s.miss, |s| &mut s.entropy, |s| &mut s.entropy_next];
+            for average in averages {
                 let mut bad = state.clone();
-                let Some(x) = (if miss { &mut bad.miss } else { &mut bad.load }).last_mut() else { continue };
+                let Some(x) = average(&mut bad).last_mut() else { continue };
                 *x = value;
                 let err = router.restore(&bad).unwrap_err();
                 assert!(matches!(err, RouteError::State(StateError::Value { index: 7, .. })));
@@ -166,6 +191,18 @@ fn bad_states_are_refused_and_change_nothing() {
             }
         }
     }
+    // An entropy is at most 1, and there is one a expert or none.
+    let kept = states.iter().find(|s| s.router == RouterKind::Entropy).unwrap();
+    let mut router = EntropyPenalised::default().router(shape).unwrap();
+    let mut bad = kept.clone();
+    bad.entropy[3] = 1.0001;
+    let err = router.restore(&bad).unwrap_err();
+    assert!(matches!(err, RouteError::State(StateError::Value { what: "entropy", index: 3, .. })), "{err}");
+    let mut bad = kept.clone();
+    bad.entropy_next.clear();
+    let err = router.restore(&bad).unwrap_err();
+    assert!(matches!(err, RouteError::State(StateError::Shape { what: "next entropies", .. })), "{err}");
+
     let mut bad = states.iter().find(|s| s.bandit.is_some()).unwrap().clone();
     let mut router = Adaptive::new(2, 5).router(shape).unwrap();
     let bandit = bad.bandit.as_mut().unwrap();

@@ -72,7 +72,7 @@ fn shards_must_divide_the_ids() {
                             for e in (0..experts + 3).chain([u32::MAX]) {
                                 let id = (t % u64::from(tokens)) as u32 ^ (e % experts);
                                 assert!(id < range);
-                                assert_eq!((map.id(t, e), map.shard(t, e)), (id, id % shards));
+                                assert_eq!((map.id(t, e, e ^ 5), map.shard(t, e, 1)), (id, id % shards));
                             }
                         }
                     }
@@ -125,25 +125,56 @@ fn the_sum_is_uniform_for_every_number_of_shards() {
         let mut count = vec![0u32; shards as usize];
         for t in 0..u64::from(shards) {
             for e in 0..shards {
-                assert_eq!(u64::from(map.shard(t, e)), (t + u64::from(e)) % u64::from(shards));
-                count[map.shard(t, e) as usize] += 1;
+                assert_eq!(u64::from(map.shard(t, e, 0)), (t + u64::from(e)) % u64::from(shards));
+                assert_eq!(map.shard(t, e, 7), map.shard(t + 7, e, 0));
+                count[map.shard(t, e, 3) as usize] += 1;
             }
         }
         assert!(uniform(&count), "{shards} shards: {count:?}");
         // Each expert alone goes over all shards, one after the other.
         for e in [0, 1, shards, u32::MAX] {
-            let over: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(1 << 40 | t, e)).collect();
-            let first: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(t, e)).collect();
+            let over: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(1 << 40 | t, e, 2)).collect();
+            let first: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(t, e, 2)).collect();
             assert_eq!(first.len() as u32, shards);
             assert!(over.len() as u32 <= shards && over.iter().all(|s| *s < shards));
         }
         for t in [u64::MAX, u64::MAX - 1, 1 << 63] {
-            let want = (u128::from(t) + u128::from(u32::MAX)) % u128::from(shards);
-            assert_eq!(u128::from(map.shard(t, u32::MAX)), want);
+            let want = (u128::from(t) + 2 * u128::from(u32::MAX)) % u128::from(shards);
+            assert_eq!(u128::from(map.shard(t, u32::MAX, u32::MAX)), want);
         }
     }
     assert_eq!(ShardMap::ONE.shards(), 1);
-    assert_eq!(ShardMap::ONE.shard(u64::MAX, u32::MAX), 0);
+    assert_eq!(ShardMap::ONE.shard(u64::MAX, u32::MAX, u32::MAX), 0);
+}
+
+#[test]
+fn the_spread_goes_round_from_where_each_expert_and_head_begins() {
+    // 1 / rho and 1 / rho^2, rho the real root of x^3 = x + 1.
+    let rho = 1.324_717_957_244_746_f64;
+    let frac = |x: f64| x - x.floor();
+    for shards in [1u32, 2, 3, 8, 60, 64, 1000, 1024, u32::MAX] {
+        let map = ShardMap::spread(shards).unwrap();
+        assert_eq!((map.shards(), map.rule()), (shards, Rule::Spread));
+        for (e, head) in [(0, 0), (1, 0), (0, 1), (7, 5), (127, 191), (511, 2047)] {
+            let begin = map.shard(0, e, head);
+            let want = f64::from(shards) * frac(f64::from(e) / rho + f64::from(head) / (rho * rho));
+            // The fixed point is off by less than 2^-20 of the circle here.
+            assert!(
+                (f64::from(begin) - want).abs() <= 1.0 + f64::from(shards) / 1_048_576.0,
+                "{shards} {e} {head}"
+            );
+            for t in [0, 1, 5, u64::from(shards), 1 << 40, u64::MAX] {
+                let want = (u128::from(t) + u128::from(begin)) % u128::from(shards);
+                assert_eq!(u128::from(map.shard(t, e, head)), want);
+            }
+        }
+        assert_eq!(map.shared(3, 9), map.shard(3, 0, 9));
+        assert!(map.shard(u64::MAX, u32::MAX, u32::MAX) < shards);
+    }
+    assert_eq!(ShardMap::spread(0), Err(ShardError::Zero));
+    // Pages of no expert take turns by the other rules.
+    assert_eq!(ShardMap::sum(7).unwrap().shared(9, 4), 6);
+    assert_eq!(ShardMap::xor(4, 4, 4).unwrap().shared(u64::MAX, u32::MAX), 2);
 }
 
 /// Why t is a block of pages and not a token.
@@ -154,7 +185,7 @@ fn by_token_one_expert_changes_shard_at_every_step() {
         let map = ShardMap::xor(tokens, experts, shards).unwrap();
         for expert in 0..experts {
             let switches = |t: fn(u64) -> u64| {
-                (0..511u64).filter(|i| map.shard(t(*i), expert) != map.shard(t(i + 1), expert)).count()
+                (0..511u64).filter(|i| map.shard(t(*i), expert, 0) != map.shard(t(i + 1), expert, 0)).count()
             };
             assert_eq!(switches(|token| token), 511, "{tokens} & {experts} on {shards}");
             assert_eq!(switches(|token| token / 32), 15);
@@ -163,5 +194,5 @@ fn by_token_one_expert_changes_shard_at_every_step() {
     }
     // Pure expert sharding never does.
     let map = ShardMap::xor(1, 8, 8).unwrap();
-    assert!((0..511u64).all(|t| map.shard(t, 5) == 5));
+    assert!((0..511u64).all(|t| map.shard(t, 5, 9) == 5));
 }

@@ -86,6 +86,12 @@ pub enum FittedError {
         /// What is wrong.
         source: MapError,
     },
+    /// An adapter that no projector can be made of.
+    #[error("a PEFT adapter: {what}")]
+    Peft {
+        /// What is wrong with it, and what would have worked.
+        what: String,
+    },
     /// Neither keys nor values have maps.
     #[error("maps for keys, for values, or for both are needed")]
     Empty,

@@ -7,7 +7,7 @@
 //! | id | function | needs `fit` |
 //! |---|---|---|
 //! | C_SVD | `svd` | yes |
-//! | C_Lo | [`lora`] | no |
+//! | C_Lo | [`lora`]; `Fitted::load_peft` | to load an adapter |
 //! | C_Lo+ | [`lora_plus`], `fit_lora_plus` | to fit |
 //! | C_Py | [`PyramidKv`] | no |
 //! | C_Py-lit | [`Coding::means`]; [`pyramid`] | no |
@@ -51,6 +51,8 @@ mod fit;
 #[cfg(feature = "fit")]
 mod fitted;
 #[cfg(feature = "fit")]
+mod peft;
+#[cfg(feature = "fit")]
 mod student;
 
 pub use c_ch::ChunkKv;
@@ -88,3 +90,5 @@ pub use eigen::LowRank;
 pub use fit::{FitShape, Fitter, Segment};
 #[cfg(feature = "fit")]
 pub use fitted::{Fitted, FittedError, Side, fingerprint};
+#[cfg(feature = "fit")]
+pub use peft::{PeftConfig, PeftUse};

@@ -2,7 +2,7 @@
 
 use super::link::{Answer, Link, Work};
 use super::{Fabric, FabricError, Options, Traffic};
-use crate::cache::{Cache, Inner};
+use crate::cache::{Cache, Inner, first_heads};
 use crate::config::{CacheConfig, MAX_SHARDS};
 use crate::error::{ConfigError, Error};
 use crate::tiers::{Level, Stored};
@@ -31,6 +31,8 @@ pub(crate) struct Front {
     freed: Arc<Freed>,
     next: AtomicU64,
     map: ShardMap,
+    /// Of each layer, the KV heads of the layers before it.
+    first_heads: Vec<u32>,
     experts: usize,
     pub(super) level: Arc<Level>,
     pub(super) fast: bool,
@@ -174,6 +176,7 @@ impl Front {
             freed: Arc::new(Freed(Mutex::new(vec![Vec::new(); ranks]))),
             next: AtomicU64::new(0),
             map: config.shards,
+            first_heads: first_heads(&config.layers).collect(),
             experts,
             level: Arc::new(Level::fabric()),
             fast: options.fast,
@@ -242,7 +245,10 @@ impl Front {
         let slots = placed[of.layer as usize].as_ref().map(|experts| &experts[usize::from(of.expert)]);
         let shard = match slots {
             Some(slots) => slots[of.block as usize % slots.len()],
-            None => self.map.shard(u64::from(of.block), u32::from(of.expert)),
+            None => {
+                let head = self.first_heads[of.layer as usize] + of.head;
+                self.map.shard(u64::from(of.block), u32::from(of.expert), head)
+            }
         };
         let rank = shard % link.lost.len() as u32;
         if link.check(rank).is_ok() {

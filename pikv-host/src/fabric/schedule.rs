@@ -2,7 +2,7 @@
 
 use super::front::no_ages;
 use super::wire;
-use crate::cache::Cache;
+use crate::cache::{Cache, first_heads};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
 use crate::error::Error;
@@ -12,7 +12,7 @@ use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 
 /// Words of a message around what it asks, and of its answer around what it says.
-const AROUND: (u64, u64) = (wire::HEADER as u64 + 7, wire::HEADER as u64 + 7);
+const AROUND: (u64, u64) = (wire::HEADER as u64 + 6, wire::HEADER as u64 + 7);
 
 /// What goes to a rank in a decode step, and comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -49,8 +49,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Of a sequence that filed `filed[e]` tokens under expert `e`, in each layer, and of whose pages block `t` of expert `e`
-    /// lies on rank `of(t, e)`. O(layers * blocks of a layer).
+    /// Of a sequence that filed `filed[e]` tokens under expert `e`, in each layer, and of whose pages block `t` of expert `e` of KV
+    /// head `h`, counted on over the layers, lies on rank `of(t, e, h)`. O(blocks of all heads + layers * heads of one * ranks).
     ///
     /// # Errors
     /// What is wrong with the configuration; pages that a second codec packs again, as [`Cache::over`].
@@ -61,41 +61,28 @@ impl Schedule {
         config: &CacheConfig,
         ranks: u32,
         filed: &[u32],
-        of: impl Fn(u32, u16) -> u32,
+        of: impl Fn(u32, u16, u32) -> u32,
     ) -> Result<Schedule, Error> {
         let inner = Cache::new(config.clone())?.inner;
         no_ages(&inner)?;
-        let store = &inner.store;
         let (mut all, mut front) = (vec![RankPlan::default(); ranks as usize], 0);
-        for (shape, codecs) in config.layers.iter().zip(&inner.codecs) {
-            let page = shape.layout.bytes();
-            // What a row reads on each rank.
-            let mut read = vec![Held::default(); ranks as usize];
-            for (expert, tokens) in (0u16..).zip(filed) {
-                let (full, open) = (tokens / PAGE, u64::from(tokens % PAGE > 0));
-                front += open * page * u64::from(shape.kv_heads);
-                for block in 0..full.div_ceil(BLOCK as u32) {
-                    let here = u64::from((full - block * BLOCK as u32).min(BLOCK as u32));
-                    let of = &mut read[of(block, expert) as usize];
-                    of.blocks += 1;
-                    of.pages += here;
-                    of.fills += if here < BLOCK as u64 { open } else { 0 };
-                    of.rooms += u64::from(here < BLOCK as u64);
-                }
-            }
-            let heads = u64::from(shape.kv_heads);
+        let shapes = config.layers.iter().zip(first_heads(&config.layers));
+        for (((shape, first), codecs), store) in shapes.zip(&inner.codecs).zip(&inner.stores) {
+            let (page, heads) = (shape.layout.bytes(), u64::from(shape.kv_heads));
+            let read = Read::new(shape, codecs, ranks, filed, |t, e, head| of(t, e, first + head));
+            let open: u64 = filed.iter().map(|tokens| u64::from(tokens % PAGE > 0)).sum();
+            front += open * page * heads;
             front += page * heads * u64::from((store.ring.window() + store.ring.slack()).div_ceil(PAGE) + 1);
             front += page * heads * u64::from(store.sinks.div_ceil(PAGE));
-            let sum: u64 = read.iter().map(|held| held.blocks).sum();
-            for (plan, held) in all.iter_mut().zip(read) {
-                let bytes =
-                    |codec: &Option<HeadCodec>| codec.as_ref().map_or(page, |codec| codec.packed.bytes());
-                plan.pages += held.pages * heads;
-                plan.bytes += (held.pages + held.rooms) * codecs.iter().map(bytes).sum::<u64>();
-                let share = if sum > 0 { held.blocks as f64 / sum as f64 } else { 0.0 };
-                plan.exact.add(&reads(shape, codecs, &held, sum, false));
-                plan.fast.add(&reads(shape, codecs, &held, sum, true));
-                let filed = files(shape, codecs, share);
+            for (rank, plan) in all.iter_mut().enumerate() {
+                for (held, codec) in read.on(rank).zip(codecs.iter()) {
+                    plan.pages += held.pages;
+                    plan.bytes +=
+                        (held.pages + held.rooms) * codec.as_ref().map_or(page, |codec| codec.packed.bytes());
+                }
+                plan.exact.add(&read.asked(rank, false));
+                plan.fast.add(&read.asked(rank, true));
+                let filed = read.files(rank);
                 plan.exact.add(&filed);
                 plan.fast.add(&filed);
             }
@@ -104,7 +91,8 @@ impl Schedule {
     }
 }
 
-/// Of each head: blocks on a rank, the full pages in them, and pages that fill up, which belong to one of them unless they will be packed.
+/// Of a head and a rank: blocks there, the full pages in them, and pages that fill up, which belong to one of them unless they will be
+/// packed.
 #[derive(Clone, Copy, Default)]
 struct Held {
     blocks: u64,
@@ -114,60 +102,137 @@ struct Held {
     rooms: u64,
 }
 
+/// What a row reads in a layer.
+struct Read<'a> {
+    shape: &'a LayerShape,
+    codecs: &'a [Option<HeadCodec>],
+    /// `[rank][head]`.
+    held: Vec<Held>,
+    /// Of each rank: blocks of an expert of which it has those of some head.
+    some: Vec<u64>,
+    /// Blocks that each head has on all ranks.
+    blocks: u64,
+    /// The wave that each head's blocks are asked for in.
+    waves: Vec<u64>,
+}
+
+impl<'a> Read<'a> {
+    fn new(
+        shape: &'a LayerShape,
+        codecs: &'a [Option<HeadCodec>],
+        ranks: u32,
+        filed: &[u32],
+        of: impl Fn(u32, u16, u32) -> u32,
+    ) -> Read<'a> {
+        let heads = shape.kv_heads;
+        let mut held = vec![Held::default(); ranks as usize * heads as usize];
+        // With the last block that was counted there, from 1 on.
+        let mut some = vec![(0, 0); ranks as usize];
+        let mut blocks = 0;
+        for (expert, tokens) in (0u16..).zip(filed) {
+            let (full, open) = (tokens / PAGE, u64::from(tokens % PAGE > 0));
+            for block in 0..full.div_ceil(BLOCK as u32) {
+                let here = u64::from((full - block * BLOCK as u32).min(BLOCK as u32));
+                blocks += 1;
+                for head in 0..heads {
+                    let rank = of(block, expert, head) as usize;
+                    let of = &mut held[rank * heads as usize + head as usize];
+                    of.blocks += 1;
+                    of.pages += here;
+                    of.fills += if here < BLOCK as u64 { open } else { 0 };
+                    of.rooms += u64::from(here < BLOCK as u64);
+                    let (sum, last) = &mut some[rank];
+                    *sum += u64::from(*last != blocks);
+                    *last = blocks;
+                }
+            }
+        }
+        // As long as a wave's answers have room.
+        let (mut wave, mut words) = (0, 0);
+        let waves = codecs.iter().map(|codec| {
+            let more = blocks * part(shape, codec.as_ref());
+            if words > 0 && words + more > super::attend::WAVE as u64 {
+                (wave, words) = (wave + 1, 0);
+            }
+            words += more;
+            wave
+        });
+        let waves = waves.collect();
+        Read { shape, codecs, held, some: some.into_iter().map(|(sum, _)| sum).collect(), blocks, waves }
+    }
+
+    /// Of each head.
+    fn on(&self, rank: usize) -> impl Iterator<Item = &Held> {
+        let heads = self.codecs.len();
+        self.held[rank * heads..(rank + 1) * heads].iter()
+    }
+
+    /// The questions to a rank, and its answers.
+    fn asked(&self, rank: usize, fast: bool) -> Wire {
+        let Read { shape, codecs, waves, .. } = self;
+        let group = u64::from(shape.group());
+        let (mut asked, mut answered, mut messages, mut last) = (0, 0, 0, None);
+        for ((held, codec), wave) in self.on(rank).zip(codecs.iter()).zip(waves) {
+            let Held { blocks, pages, fills, .. } = *held;
+            if blocks == 0 {
+                continue;
+            }
+            let part = part(shape, codec.as_ref());
+            let folded = codec.as_ref().map_or(0, |codec| u64::from(codec.packed.query_cols() * PAGE) + 1);
+            asked += 6 + group * (u64::from(shape.layout.k_channels()) + 4 + folded) + 1 + blocks;
+            asked += if codec.is_some() { 5 * pages } else { 3 * (pages + fills) };
+            answered += if fast { part } else { blocks * part };
+            let wave = if fast { 0 } else { *wave };
+            messages += u64::from(last.replace(wave) != Some(wave));
+        }
+        Wire {
+            sent: 4.0 * (messages * AROUND.0 + asked) as f64,
+            received: 4.0 * (messages * AROUND.1 + answered) as f64,
+            messages: messages as f64,
+        }
+    }
+
+    /// A token on its way. Pages as they came go token by token, but for the first of a block; packed ones whole. A page whose block
+    /// is there before it is told to be kept in the end.
+    fn files(&self, rank: usize) -> Wire {
+        if self.blocks == 0 {
+            return Wire::default();
+        }
+        let (layout, blocks, page) = (&self.shape.layout, BLOCK as f64, f64::from(PAGE));
+        let kept = 2.0 / page * (blocks - 1.0) / blocks;
+        let head = |codec: &Option<HeadCodec>| {
+            let whole = |words: u32| (3.0 + f64::from(words)) / page;
+            kept + match codec {
+                Some(codec) => whole(codec.packed.words()),
+                None => {
+                    let token = 5.0 + wire::token_words(layout) as f64;
+                    ((blocks - 1.0) * token + whole(layout.words())) / blocks
+                }
+            }
+        };
+        let share = |n: u64| n as f64 / self.blocks as f64;
+        let words: f64 =
+            self.on(rank).zip(self.codecs).map(|(held, codec)| share(held.blocks) * head(codec)).sum();
+        // One that heads have pages of on one rank takes them together.
+        let messages = share(self.some[rank]) / page;
+        Wire {
+            sent: 4.0 * (words + messages * AROUND.0 as f64),
+            received: 4.0 * messages * AROUND.1 as f64,
+            messages,
+        }
+    }
+}
+
+/// Words of a partial result of a head's rows.
+fn part(shape: &LayerShape, codec: Option<&HeadCodec>) -> u64 {
+    let acc_rows = codec.map_or(shape.layout.acc_rows(), |codec| codec.packed.acc_rows());
+    Partial::len(shape.group() as usize, acc_rows) as u64
+}
+
 impl Wire {
     fn add(&mut self, other: &Wire) {
         self.sent += other.sent;
         self.received += other.received;
         self.messages += other.messages;
-    }
-}
-
-/// A layer's questions to a rank, and its answers.
-fn reads(shape: &LayerShape, codecs: &[Option<HeadCodec>], held: &Held, all: u64, fast: bool) -> Wire {
-    let Held { blocks, pages, fills, .. } = *held;
-    if blocks == 0 {
-        return Wire::default();
-    }
-    let group = u64::from(shape.group());
-    let (mut asked, mut answered, mut parts) = (0, 0, 0);
-    for codec in codecs {
-        let acc_rows = codec.as_ref().map_or(shape.layout.acc_rows(), |codec| codec.packed.acc_rows());
-        let part = Partial::len(group as usize, acc_rows) as u64;
-        let folded = codec.as_ref().map_or(0, |codec| u64::from(codec.packed.query_cols() * PAGE) + 1);
-        asked += 6 + group * (u64::from(shape.layout.k_channels()) + 4 + folded) + 1 + blocks;
-        asked += if codec.is_some() { 5 * pages } else { 3 * (pages + fills) };
-        answered += if fast { part } else { blocks * part };
-        parts += all * part;
-    }
-    // What all ranks answer is cut into waves.
-    let most = parts.div_ceil(super::attend::WAVE as u64).clamp(1, codecs.len() as u64);
-    let waves = if fast { 1 } else { most };
-    Wire {
-        sent: 4.0 * (waves * AROUND.0 + asked) as f64,
-        received: 4.0 * (waves * AROUND.1 + answered) as f64,
-        messages: waves as f64,
-    }
-}
-
-/// A layer's token on its way. Pages as they came go token by token, but for the first of a block; packed ones whole. A page whose block
-/// is there before it is told to be kept in the end.
-fn files(shape: &LayerShape, codecs: &[Option<HeadCodec>], share: f64) -> Wire {
-    let (layout, blocks, page) = (&shape.layout, BLOCK as f64, f64::from(PAGE));
-    let kept = 2.0 / page * (blocks - 1.0) / blocks;
-    let head = |codec: &Option<HeadCodec>| {
-        let whole = |words: u32| (3.0 + f64::from(words)) / page;
-        kept + match codec {
-            Some(codec) => whole(codec.packed.words()),
-            None => {
-                let token = 5.0 + wire::token_words(layout) as f64;
-                ((blocks - 1.0) * token + whole(layout.words())) / blocks
-            }
-        }
-    };
-    let words: f64 = codecs.iter().map(head).sum();
-    Wire {
-        sent: 4.0 * share * (words + AROUND.0 as f64 / page),
-        received: 4.0 * share * AROUND.1 as f64 / page,
-        messages: share / page,
     }
 }

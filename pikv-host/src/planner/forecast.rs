@@ -1,7 +1,7 @@
 //! Bytes of a cache before there is one.
 
 use super::error::PlanError;
-use crate::cache::Cache;
+use crate::cache::{Cache, first_heads};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
 use crate::sequence::Place;
@@ -166,14 +166,15 @@ impl Planner {
             resident: 0,
             work: Work::default(),
         };
-        for (layer, shape) in inner.config.layers.iter().enumerate() {
-            let lie = self.lie(shape, load)?;
+        let layers = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
+        for (layer, (shape, first_head)) in layers.enumerate() {
+            let lie = self.lie(shape, &inner.stores[layer], load)?;
             let filed: Vec<Filed> = lie.runs.iter().map(Run::filed).collect();
             all.bytes += self.cache.bytes_at(layer, len, &filed)?;
             all.resident = all.resident.max(lie.resident);
             all.work.calls += 1;
             let seen = shape.window.map_or(0, |window| len.saturating_sub(window));
-            for (head, codec) in inner.codecs[layer].iter().enumerate() {
+            for (head, codec) in (first_head..).zip(inner.codecs[layer].iter()) {
                 let mut tally = Tally { shape, codec: codec.as_ref(), all: &mut all };
                 for page in 0..StoreShape::run_pages(lie.sinks, 0) as u32 {
                     tally.add(inner.shard_of(Place::Sinks, page, head), Held::Open, true);
@@ -225,8 +226,7 @@ impl Planner {
         Err(PlanError::Budget { sequences, len, needed: forecast.bytes, budget, fits })
     }
 
-    fn lie(&self, shape: &LayerShape, load: &Load) -> Result<Lie, PlanError> {
-        let store = &self.cache.inner.store;
+    fn lie(&self, shape: &LayerShape, store: &StoreShape, load: &Load) -> Result<Lie, PlanError> {
         let (ring, experts) = (store.ring, store.experts);
         let left = ring.left(load.len);
         let sinks = left.min(store.sinks);
@@ -303,23 +303,22 @@ impl Tally<'_> {
     }
 }
 
-/// Of the past, the share whose experts meet those of a query, where routing is uniform: `1 - C(E-k, k) / C(E, k)`; what a read
-/// by experts looks at, token by token. A page of 32 tokens meets a query far more often.
+/// Of the tokens in an expert's pages, the share that a row reads with [`Read::Experts`](crate::Read::Experts) where routing is uniform:
+/// `top_k / experts`. A token is filed once, under its first choice, and a row reads the pages of its own `top_k` experts. Sinks and
+/// ring, which every row reads, come on top.
 ///
 /// # Errors
 /// `top_k` that is not in `1..=experts`.
 ///
 /// ```
 /// use pikv_host::planner::shared_experts;
-/// assert_eq!(shared_experts(8, 2)?, 13.0 / 28.0);     // 46.4 %
+/// assert_eq!(shared_experts(16, 2)?, 0.125);
+/// assert_eq!(shared_experts(8, 2)?, 0.25);
 /// # Ok::<(), pikv_host::planner::PlanError>(())
 /// ```
 pub fn shared_experts(experts: u32, top_k: u32) -> Result<f64, PlanError> {
     if top_k == 0 || top_k > experts {
         return Err(PlanError::TopK { top_k, experts });
     }
-    // C(E-k, k) / C(E, k), factor by factor; 0 as soon as k of E-k cannot be had.
-    let miss: f64 =
-        (0..top_k).map(|i| f64::from((experts - top_k).saturating_sub(i)) / f64::from(experts - i)).product();
-    Ok(1.0 - miss)
+    Ok(f64::from(top_k) / f64::from(experts))
 }

@@ -1,16 +1,56 @@
-//! C_F: tokens that get little attention go after an early layer, FastV (arXiv 2403.06764).
+//! C_F: tokens that get little attention in an early layer go in all later ones, FastV (arXiv 2403.06764).
 
-use super::{Candidates, Feedback, Policy, Seen};
+use super::{Budget, Candidates, Eviction, Feedback, Policy, Scope, Seen};
+use crate::codec::SelectError;
 use pikv_core::warp::LANES;
 
-/// `u` = mean attention received: the mass so far over the rows that could see the token. FastV drops a share of the tokens
-/// from layer 2 on: give those layers [`Budget::Share`](super::Budget::Share), and the first two no policy.
+/// The name that makes the layers of the two policies agree.
+const NAME: &str = "FastV";
+
+/// The rules of FastV for a model of `layers` layers, each with its layer: layer `from - 1` has [`FastVReceived`] and keeps all it has;
+/// the layers from `from` on evict by `how`. They are ranked together, by the attention of layer `from - 1` alone, so the same tokens
+/// go in each of their KV heads, as long as `how` gives all the same budget of tokens. (Whole pages, and those of different experts,
+/// hold other tokens in each layer.) The layers before have no rule.
+///
+/// The paper's own choice is `from` 2 and half of the tokens:
+///
+/// ```
+/// use pikv_host::policy::{Budget, Eviction, fast_v};
+/// # use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape};
+/// # let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// # let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let mut config = pikv_host::CacheConfig::new(vec![layer; 4], 1 << 20);
+/// for (layer, rule) in fast_v(4, 2, |policy| Eviction::new(policy, Budget::Share(0.5)))? {
+///     config = config.evict_layer(layer, rule);
+/// }
+/// assert_eq!(config.evictions.len(), 3);     // layer 1 is looked at, layers 2 and 3 evict
+/// # Ok::<(), pikv_host::codec::SelectError>(())
+/// ```
+///
+/// # Errors
+/// `from` 0, which has no layer before it, or past the last layer.
+pub fn fast_v(
+    layers: usize,
+    from: usize,
+    how: impl Fn(FastVFollows) -> Eviction,
+) -> Result<Vec<(usize, Eviction)>, SelectError> {
+    if from == 0 || from >= layers {
+        let range = "at least 1 and below the number of layers";
+        return Err(SelectError::Setting { name: "from", value: from as f64, range });
+    }
+    let ranked = Eviction::new(FastVReceived, Budget::Tokens(u32::MAX));
+    let later = (from..layers).map(|layer| (layer, how(FastVFollows)));
+    Ok([(from - 1, ranked)].into_iter().chain(later).collect())
+}
+
+/// `u` = mean attention received: the mass so far over the rows that could see the token, added over all KV heads of the layers that
+/// have this policy. [`fast_v`] gives it to one layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FastVReceived;
 
 impl Policy for FastVReceived {
     fn name(&self) -> &str {
-        "FastV"
+        NAME
     }
 
     fn feedback(&self) -> Feedback {
@@ -19,6 +59,10 @@ impl Policy for FastVReceived {
 
     fn words(&self) -> usize {
         2
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Sequence
     }
 
     fn reads_tokens(&self) -> bool {
@@ -36,5 +80,27 @@ impl Policy for FastVReceived {
         for ((u, sum), rows) in utility.iter_mut().zip(tokens.states(0)).zip(tokens.states(1)) {
             *u = if rows > 0.0 { sum / rows } else { 0.0 };
         }
+    }
+}
+
+/// `u` = 0: what goes is decided by the layers of the sequence that have [`FastVReceived`]. It looks at no attention of its own layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FastVFollows;
+
+impl Policy for FastVFollows {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Sequence
+    }
+
+    fn reads_tokens(&self) -> bool {
+        false
+    }
+
+    fn rank(&self, _: &Candidates<'_>, utility: &mut [f32]) {
+        utility.fill(0.0);
     }
 }

@@ -43,7 +43,7 @@ pub use chunks::Chunks;
 pub use duo::Duo;
 pub use duo_lit::DuoLit;
 pub use expected_attention::ExpectedAttention;
-pub use fast_v::FastVReceived;
+pub use fast_v::{FastVFollows, FastVReceived, fast_v};
 pub use h2o::H2o;
 pub use key_norm::KeyNorm;
 pub use lru::Lru;
@@ -90,6 +90,12 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// taken back.
     fn feedback(&self) -> Feedback {
         Feedback::None
+    }
+
+    /// First positions that stay in its layers whatever they are worth, filed apart from the experts, where the configuration names no
+    /// sinks ([`CacheConfig::sinks`](crate::CacheConfig)).
+    fn sinks(&self) -> u32 {
+        0
     }
 
     /// f32 kept of a token; they start as 0. Each takes 4 bytes a token and KV head, times the tokens that can be rolled back

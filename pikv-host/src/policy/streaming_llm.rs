@@ -2,7 +2,8 @@
 
 use super::{Candidates, Policy};
 
-/// `u` = position: the oldest goes first; the sinks are those of the cache. The newest tokens are kept one by one here,
+/// `u` = position: the oldest goes first. The first 4 positions stay as sinks, unless the configuration names another number
+/// ([`CacheConfig::sinks`](crate::CacheConfig::sinks); 0 is none). The newest tokens are kept one by one here,
 /// whatever their expert, while a sliding window of a layer needs no policy.
 ///
 /// The paper gives tokens new positions inside the cache; [`Attend::closed_gaps`](crate::Attend::closed_gaps) does.
@@ -12,6 +13,10 @@ pub struct StreamingLlm;
 impl Policy for StreamingLlm {
     fn name(&self) -> &str {
         "StreamingLLM"
+    }
+
+    fn sinks(&self) -> u32 {
+        4
     }
 
     fn oldest_first(&self) -> bool {

@@ -7,7 +7,7 @@ use super::{
 use pikv_core::page::Position;
 use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
 use pikv_core::warp::LANES;
-use pikv_lanes::route::penalties;
+use pikv_lanes::route::{binary_entropy, penalties};
 
 /// What a router is made of.
 #[derive(Clone, Copy, Debug, Default)]
@@ -19,6 +19,8 @@ pub(super) struct Terms {
     pub load: Option<f32>,
     /// Misses are kept, and so.
     pub miss: Option<(Misses, f32)>,
+    /// The gate's binary entropy is kept, and so much of its average stays at each token.
+    pub entropy: Option<f32>,
     pub cap: Option<f32>,
     pub groups: Option<Groups>,
     pub model_choice: bool,
@@ -30,8 +32,9 @@ impl Terms {
         for (name, value) in [("alpha", alpha), ("lambda", lambda), ("beta", beta)] {
             coefficient(name, value, self.acts == Some(name))?;
         }
+        let miss = self.miss.map(|(_, decay)| decay);
         for (name, value) in
-            [("load average", self.load), ("miss average", self.miss.map(|(_, decay)| decay))]
+            [("load average", self.load), ("miss average", miss), ("entropy average", self.entropy)]
         {
             value.map_or(Ok(()), |value| decay(name, value))?;
         }
@@ -52,6 +55,10 @@ impl Terms {
             if best == 0 || best > size {
                 return Err(RouteError::Best { best, size });
             }
+            // The chosen experts lie in at most `top_k` groups, and where a group's best expert is its score, these come first.
+            if kept == count || (best == 1 && kept >= top_k) {
+                return Err(RouteError::Idle { groups: count, kept, best, top_k });
+            }
         }
         Ok(())
     }
@@ -61,7 +68,7 @@ impl Terms {
 /// `logit_e - alpha (mu_e - mean mu) - lambda ln(1 + m_e) - beta h_e`.
 ///
 /// `mu` is the average of an expert's share of the choices times the number of experts, from 1 on; `m` the average of its
-/// pages' misses, from 0 on; `h = -p ln p` of the token's own softmax. Built by [`TopK`](super::TopK),
+/// pages' misses, from 0 on; `h` the average over tokens of the gate's binary entropy about the expert, from 0.5 on. Built by [`TopK`](super::TopK),
 /// [`LoadBalanced`](super::LoadBalanced), [`CacheAware`](super::CacheAware), [`EntropyPenalised`](super::EntropyPenalised) and
 /// [`Hierarchical`](super::Hierarchical).
 #[derive(Clone, Debug)]
@@ -72,8 +79,11 @@ pub struct Biased {
     /// `[experts]` where the load is kept, else empty; and so on.
     load: Vec<f32>,
     miss: Vec<f32>,
+    entropy: Vec<f32>,
+    /// `entropy` with the rows since the last feedback in it, which ranks nothing before the next.
+    entropy_next: Vec<f32>,
     counts: Vec<u64>,
-    /// The part of the bias that all tokens share.
+    /// The bias, the same for all tokens.
     fixed: Vec<[f32; LANES]>,
 }
 
@@ -86,14 +96,17 @@ impl Biased {
             return Err(RouteError::Uncapped);
         }
         let experts = shape.experts as usize;
-        let (loads, misses) =
-            (if terms.load.is_some() { experts } else { 0 }, if terms.miss.is_some() { experts } else { 0 });
+        let kept = |average: bool| if average { experts } else { 0 };
+        let (loads, misses) = (kept(terms.load.is_some()), kept(terms.miss.is_some()));
+        let entropies = kept(terms.entropy.is_some());
         let mut new = Biased {
             kind,
             shape,
             terms,
             load: vec![1.0; loads],
             miss: vec![0.0; misses],
+            entropy: vec![0.5; entropies],
+            entropy_next: vec![0.5; entropies],
             counts: vec![0; loads],
             fixed: vec![[0.0; LANES]; score::rows(experts)],
         };
@@ -111,6 +124,12 @@ impl Biased {
         &self.miss
     }
 
+    /// Average over tokens of the gate's binary entropy about each expert, in [0, 1], of the tokens up to the last feedback:
+    /// `[experts]`, or empty if it is not kept.
+    pub fn entropy(&self) -> &[f32] {
+        &self.entropy
+    }
+
     /// `[experts]` choices since the last feedback.
     pub(super) fn counts(&self) -> &[u64] {
         &self.counts
@@ -124,13 +143,13 @@ impl Biased {
 
     /// Computes `fixed` anew.
     fn settle(&mut self) {
-        let Biased { shape, load, miss, fixed, terms: Terms { coefficients, .. }, .. } = self;
-        penalties(shape.lanes, *coefficients, shape.experts as usize, load, miss, fixed);
+        let Biased { shape, load, miss, entropy, fixed, terms: Terms { coefficients, .. }, .. } = self;
+        penalties(shape.lanes, *coefficients, shape.experts as usize, load, miss, entropy, fixed);
     }
 
     fn ranking(&self) -> Ranking<'_> {
         let Terms { coefficients, cap, groups, .. } = self.terms;
-        let bias = Bias { fixed: &self.fixed, beta: coefficients.beta, cap };
+        let bias = Bias { fixed: &self.fixed, cap };
         Ranking { bias: (coefficients != Coefficients::default()).then_some(bias), groups }
     }
 
@@ -161,6 +180,9 @@ impl Biased {
                 self.counts[usize::from(*expert)] += 1;
             }
         }
+        if let Some(keep) = self.terms.entropy {
+            binary_entropy(self.shape.lanes, logits, keep, &mut self.entropy_next);
+        }
         Ok(())
     }
 
@@ -190,6 +212,7 @@ impl Biased {
                 }
             }
         }
+        self.entropy.copy_from_slice(&self.entropy_next);
         self.settle();
     }
 }
@@ -215,12 +238,15 @@ impl Router for Biased {
 
     fn discard(&mut self) {
         self.counts.fill(0);
+        self.entropy_next.copy_from_slice(&self.entropy);
     }
 
     fn state(&self) -> RouterState {
         RouterState {
             load: self.load.clone(),
             miss: self.miss.clone(),
+            entropy: self.entropy.clone(),
+            entropy_next: self.entropy_next.clone(),
             counts: self.counts.clone(),
             ..RouterState::empty(self.kind, self.shape.experts)
         }
@@ -238,6 +264,8 @@ impl Biased {
     pub(super) fn adopt(&mut self, state: &RouterState) {
         self.load.copy_from_slice(&state.load);
         self.miss.copy_from_slice(&state.miss);
+        self.entropy.copy_from_slice(&state.entropy);
+        self.entropy_next.copy_from_slice(&state.entropy_next);
         self.counts.copy_from_slice(&state.counts);
         self.settle();
     }

@@ -80,6 +80,21 @@ pub enum RouteError {
         /// Experts a token.
         top_k: u32,
     },
+    /// Groups that leave the ranking as it is.
+    #[error(
+        "{kept} of {groups} groups kept, their score the sum of {best} shares, {top_k} experts a token: this always ranks as R_T; \
+         keep fewer groups than there are, and sum at least 2 shares or keep fewer groups than experts a token"
+    )]
+    Idle {
+        /// Groups there are.
+        groups: u32,
+        /// Groups that are kept.
+        kept: u32,
+        /// Shares in a group's score.
+        best: u32,
+        /// Experts a token.
+        top_k: u32,
+    },
     /// More scores a group than it has experts.
     #[error("a group's score is made of {best} of its {size} experts; it must be 1..=size")]
     Best {
@@ -91,6 +106,14 @@ pub enum RouteError {
     /// A bandit without arms.
     #[error("no arms; there must be at least 1")]
     NoArms,
+    /// Two arms that are the same.
+    #[error("arms {first} and {second} have the same coefficients and fetch as many experts: leave one out")]
+    SameArms {
+        /// One of them.
+        first: usize,
+        /// The other, after it.
+        second: usize,
+    },
     /// An arm that fetches nothing, or more than there is.
     #[error("arm {arm} fetches {fetch} experts a token; it must be 1..={top_k}")]
     Fetch {

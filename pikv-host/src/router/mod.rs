@@ -5,8 +5,8 @@
 //! the chosen raw logits. Where `model_choice` is set, the model follows the ranking too.
 //!
 //! A step goes: [`Router::route`] for each sequence, [`Step::route`](crate::Step::route) with the filing, the fetch, then
-//! [`Router::observe`] with what the fetch met. State changes in `observe` alone, so rows may be routed in any number of
-//! calls. Scores are those of [`pikv_core::score`], and with them every result, are the same bits on all lanes.
+//! [`Router::observe`] with what the fetch met. What rows are ranked by changes in `observe` alone, so rows may be routed in any
+//! number of calls. Scores are those of [`pikv_core::score`], and with them every result, are the same bits on all lanes.
 //!
 //! | id | options | ranks by |
 //! |---|---|---|
@@ -14,7 +14,7 @@
 //! | R_T | [`TopK`] | logits |
 //! | R_LB | [`LoadBalanced`] | logits less what loaded experts pay |
 //! | R_P | [`CacheAware`] | logits less what experts pay whose pages miss |
-//! | R_E | [`EntropyPenalised`] | logits less what uncertain experts pay |
+//! | R_E | [`EntropyPenalised`] | logits less what experts pay about which the gate is undecided |
 //! | R_A | [`Adaptive`] | the above, chosen by a bandit |
 //! | R_H | [`Hierarchical`] | logits inside the best groups |
 //!
@@ -239,9 +239,9 @@ impl Routes {
 /// What the fetch of a step met, over all rows that were routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
 pub struct Feedback<'a> {
-    /// `[experts]` pages of each expert that the fetch wanted.
+    /// `[experts]` pages of each expert that the rows' experts hold or held, whether the expert was fetched or not.
     pub wanted: &'a [u32],
-    /// `[experts]` those of them that were evicted, remote or in a lower tier.
+    /// `[experts]` those of them that were evicted, remote, in a lower tier, or of an expert that was not fetched.
     pub missed: &'a [u32],
     /// Bytes that came from other devices or lower tiers. R_A alone reads it.
     pub remote_bytes: u64,
@@ -282,8 +282,8 @@ pub trait Router: fmt::Debug + Send + Sync {
     fn shape(&self) -> Shape;
 
     /// Chooses the experts of tokens at consecutive positions from `first`, and adds the rows to `out`. `logits` is
-    /// `[rows][experts]`, as the model's gate gives them, before any softmax. The choices are counted for
-    /// [`observe`](Router::observe); nothing else changes.
+    /// `[rows][experts]`, as the model's gate gives them, before any softmax. The choices, and what averages need of
+    /// the logits, are kept for [`observe`](Router::observe); nothing else changes.
     ///
     /// # Errors
     /// `logits` of a length that is not whole rows or with a value that is not finite, positions past the last, or `out` that

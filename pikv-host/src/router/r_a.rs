@@ -2,12 +2,12 @@
 //! ship none: the design is ours.
 //!
 //! An *arm* is a set of coefficients (so one of R_T, R_LB, R_P, R_E, or a mix of them) and the number of experts whose pages are
-//! fetched. All arms share one load and one miss average, so a change of arm starts from what is known. An arm is
+//! fetched. All arms share one average each of load, misses and entropy, so a change of arm starts from what is known. An arm is
 //! in use from one feedback to the next. Its reward is
 //!
 //! `hit - c1 MiB - c2 imbalance`
 //!
-//! with `hit` the share of wanted pages that were there (1 if none was wanted), MiB those that came from elsewhere, and the
+//! with `hit` the share of wanted pages that were there and of an expert that was fetched (1 if none was wanted), MiB those that came from elsewhere, and the
 //! imbalance `sum_e share_e mu_e - 1` over the shares of this feedback's choices: above 0 if they went to loaded experts. The
 //! context is `[1, mean m, v / (1 + v)]`, `v` being the mean of `mu^2` less 1.
 //!
@@ -48,7 +48,8 @@ pub struct Adaptive {
     pub width: f32,
     /// How much of what was learnt stays at each feedback. From 0, below 1; default 0.999.
     pub memory: f32,
-    /// How much of the load's and of the misses' averages stays at each feedback. From 0, below 1; default 0.9.
+    /// How much of the load's and of the misses' averages stays at each feedback, and of the entropy's at each token. From 0, below
+    /// 1; default 0.9.
     pub ema: f32,
     /// The bias is held within `±cap` logits. Default 1.
     pub cap: Option<f32>,
@@ -72,21 +73,24 @@ impl Adaptive {
         }
     }
 
-    /// R_T; R_LB with alpha 0.1; R_P with lambda 0.05 and 0.2; R_E with beta 0.1; and, if `top_k` is more than 1, R_T and R_P that
-    /// fetch half of the experts.
+    /// R_T; R_LB with alpha 0.1; R_P with lambda 0.05 and 0.2; R_E with beta 0.1; and, if `top_k` is more than 1, R_LB and R_E with
+    /// R_P's lambda of 0.2 added, which fetch half of the experts. No two rank alike.
     pub fn arms(top_k: u32) -> Vec<Arm> {
         let none = Coefficients::default();
-        let cache_aware = Coefficients { lambda: 0.05, ..none };
         let all = [
             none,
             Coefficients { alpha: 0.1, ..none },
-            cache_aware,
+            Coefficients { lambda: 0.05, ..none },
             Coefficients { lambda: 0.2, ..none },
             Coefficients { beta: 0.1, ..none },
         ];
         let mut arms = all.map(|coefficients| Arm { coefficients, fetch: top_k }).to_vec();
         if top_k > 1 {
-            arms.extend([none, cache_aware].map(|coefficients| Arm { coefficients, fetch: top_k / 2 }));
+            let half = [
+                Coefficients { alpha: 0.1, lambda: 0.2, ..none },
+                Coefficients { lambda: 0.2, beta: 0.1, ..none },
+            ];
+            arms.extend(half.map(|coefficients| Arm { coefficients, fetch: top_k / 2 }));
         }
         arms
     }
@@ -94,7 +98,7 @@ impl Adaptive {
     /// The router.
     ///
     /// # Errors
-    /// A shape that is none, no arms, options out of range, or `model_choice` without a cap.
+    /// A shape that is none, no arms or two that are the same, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Bandit, RouteError> {
         let first = *self.arms.first().ok_or(RouteError::NoArms)?;
         let terms = Terms {
@@ -102,6 +106,7 @@ impl Adaptive {
             acts: None,
             load: Some(self.ema),
             miss: Some((Misses::Rate, self.ema)),
+            entropy: Some(self.ema),
             cap: self.cap,
             groups: None,
             model_choice: self.model_choice,
@@ -114,6 +119,9 @@ impl Adaptive {
             }
             if fetch == 0 || fetch > shape.top_k {
                 return Err(RouteError::Fetch { arm, fetch, top_k: shape.top_k });
+            }
+            if let Some(first) = self.arms[..arm].iter().position(|other| *other == self.arms[arm]) {
+                return Err(RouteError::SameArms { first, second: arm });
             }
             if self.model_choice && self.cap.is_none() && coefficients != Coefficients::default() {
                 return Err(RouteError::Uncapped);
@@ -196,7 +204,7 @@ impl Bandit {
         self.learnt.arm as usize
     }
 
-    /// The load and the misses that all arms share.
+    /// The averages that all arms share.
     pub fn averages(&self) -> &Biased {
         &self.core
     }

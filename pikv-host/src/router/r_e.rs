@@ -3,12 +3,19 @@
 use super::biased::Terms;
 use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
 
-/// R_E: an expert pays `beta h_e`, with `h_e = -p_e ln p_e` its term of the entropy of the token's softmax, at most 1/e. (The
-/// token's entropy itself is the same for all experts and would change nothing.) It learns nothing.
+/// R_E: an expert pays `beta h_e`, with `h_e` the moving average over tokens of the gate's binary entropy about the expert,
+/// `H2(p_e) / ln 2` with `H2(p) = -p ln p - (1 - p) ln(1 - p)` and `p_e` the expert's share of the token's softmax. It is in [0, 1] and
+/// starts at 0.5: experts about which the gate keeps being undecided rank lower. Tokens count in the order in which they were routed,
+/// and rank from the next feedback on.
+///
+/// Two other readings of the paper's term change no ranking: the token's own entropy is the same for all experts, and `-p_e ln p_e`
+/// of the token that is ranked leaves the order of its logits as it is for all beta below 7.3.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EntropyPenalised {
-    /// Logits that an expert pays for each nat. Above 0; default 0.1.
+    /// Logits that an expert pays for an average entropy of 1. Above 0; default 0.1.
     pub beta: f32,
+    /// How much of the average stays at each token. From 0, below 1; default 0.9.
+    pub ema: f32,
     /// The bias is held within `±cap` logits. Default none.
     pub cap: Option<f32>,
     /// The model follows the ranking; needs a cap. Default false.
@@ -17,7 +24,7 @@ pub struct EntropyPenalised {
 
 impl Default for EntropyPenalised {
     fn default() -> Self {
-        EntropyPenalised { beta: 0.1, cap: None, model_choice: false }
+        EntropyPenalised { beta: 0.1, ema: 0.9, cap: None, model_choice: false }
     }
 }
 
@@ -27,9 +34,16 @@ impl EntropyPenalised {
     /// # Errors
     /// A shape that is none, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
-        let EntropyPenalised { beta, cap, model_choice } = self;
+        let EntropyPenalised { beta, ema, cap, model_choice } = self;
         let coefficients = Coefficients { beta, ..Default::default() };
-        let terms = Terms { coefficients, acts: Some("beta"), cap, model_choice, ..Default::default() };
+        let terms = Terms {
+            coefficients,
+            acts: Some("beta"),
+            entropy: Some(ema),
+            cap,
+            model_choice,
+            ..Default::default()
+        };
         Biased::new(RouterKind::Entropy, shape, terms)
     }
 }

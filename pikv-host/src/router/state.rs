@@ -1,8 +1,8 @@
 //! What a router has learnt, as plain data and as bytes.
 //!
 //! ```text
-//! "PKVR" u16 version, u16 router, u32 experts, u32 loads, u32 misses, u32 counts, u32 arms
-//! f32 loads, f32 misses, u64 counts; with arms: u64 rng, u32 arm, and for each arm f64 [6] gram, f64 [3] reward
+//! "PKVR" u16 version, u16 router, u32 experts, u32 loads, u32 misses, u32 entropies, u32 next entropies, u32 counts, u32 arms
+//! f32 loads, f32 misses, f32 entropies, f32 next entropies, u64 counts; with arms: u64 rng, u32 arm, and for each arm f64 [6] gram, f64 [3] reward
 //! ```
 //! Little-endian, nothing between and nothing after.
 
@@ -10,8 +10,8 @@ use super::{RouterKind, StateError};
 use pikv_core::score::MAX_EXPERTS;
 
 const MAGIC: [u8; 4] = *b"PKVR";
-pub(super) const VERSION: u16 = 1;
-const HEADER: usize = 28;
+pub(super) const VERSION: u16 = 2;
+const HEADER: usize = 36;
 
 /// What a router has learnt; fields that it has no use for are empty.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +24,10 @@ pub struct RouterState {
     pub load: Vec<f32>,
     /// `[experts]` average of the rate, or decayed count, of an expert's missed pages.
     pub miss: Vec<f32>,
+    /// `[experts]` average over tokens of the gate's binary entropy about an expert, in [0, 1], that tokens are ranked by.
+    pub entropy: Vec<f32>,
+    /// `[experts]` the same with the tokens since the last feedback in it.
+    pub entropy_next: Vec<f32>,
     /// `[experts]` choices since the last feedback.
     pub counts: Vec<u64>,
     /// Of R_A.
@@ -53,7 +57,9 @@ pub struct ArmState {
 impl RouterState {
     /// The state of a router that learns nothing.
     pub(super) fn empty(router: RouterKind, experts: u32) -> RouterState {
-        RouterState { router, experts, load: vec![], miss: vec![], counts: vec![], bandit: None }
+        let none = Vec::new;
+        let (load, miss, entropy, entropy_next) = (none(), none(), none(), none());
+        RouterState { router, experts, load, miss, entropy, entropy_next, counts: vec![], bandit: None }
     }
 
     /// As bytes that [`RouterState::from_bytes`] reads, on any machine.
@@ -63,10 +69,12 @@ impl RouterState {
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
         out.extend((self.router as u16).to_le_bytes());
-        for n in [self.experts as usize, self.load.len(), self.miss.len(), self.counts.len(), arms.len()] {
+        let averages = [&self.load, &self.miss, &self.entropy, &self.entropy_next];
+        let [loads, misses, entropies, next] = averages.map(Vec::len);
+        for n in [self.experts as usize, loads, misses, entropies, next, self.counts.len(), arms.len()] {
             out.extend((n as u32).to_le_bytes());
         }
-        for x in self.load.iter().chain(&self.miss) {
+        for x in averages.into_iter().flatten() {
             out.extend(x.to_le_bytes());
         }
         for n in &self.counts {
@@ -106,15 +114,15 @@ impl RouterState {
         }
         let kind = u16::from_le_bytes(from.take());
         let router = RouterKind::ALL.into_iter().find(|k| *k as u16 == kind).ok_or(StateError::Kind(kind))?;
-        let [experts, loads, misses, counts, arms] = std::array::from_fn(|_| from.u32());
+        let [experts, loads, misses, entropies, next, counts, arms] = std::array::from_fn(|_| from.u32());
         let bandit = if arms == 0 { 0 } else { 12 + 72 * u64::from(arms) };
-        let expected =
-            HEADER as u64 + 4 * (u64::from(loads) + u64::from(misses)) + 8 * u64::from(counts) + bandit;
+        let averages: u64 = [loads, misses, entropies, next].map(u64::from).iter().sum();
+        let expected = HEADER as u64 + 4 * averages + 8 * u64::from(counts) + bandit;
         if got != expected {
             return Err(StateError::Bytes { got, expected });
         }
-        let load = (0..loads).map(|_| f32::from_le_bytes(from.take())).collect();
-        let miss = (0..misses).map(|_| f32::from_le_bytes(from.take())).collect();
+        let [load, miss, entropy, entropy_next] = [loads, misses, entropies, next]
+            .map(|n| (0..n).map(|_| f32::from_le_bytes(from.take())).collect());
         let counts = (0..counts).map(|_| u64::from_le_bytes(from.take())).collect();
         let bandit = (arms > 0).then(|| {
             let (rng, arm) = (u64::from_le_bytes(from.take()), from.u32());
@@ -125,7 +133,7 @@ impl RouterState {
             });
             BanditState { rng, arm, arms: arms.collect() }
         });
-        let state = RouterState { router, experts, load, miss, counts, bandit };
+        let state = RouterState { router, experts, load, miss, entropy, entropy_next, counts, bandit };
         state.check()?;
         Ok(state)
     }
@@ -136,8 +144,13 @@ impl RouterState {
         if !(1..=MAX_EXPERTS).contains(&experts) {
             return Err(StateError::Value { what: "experts", index: 0, value: experts as f64 });
         }
-        let lengths =
-            [("loads", self.load.len()), ("misses", self.miss.len()), ("counts", self.counts.len())];
+        let lengths = [
+            ("loads", self.load.len()),
+            ("misses", self.miss.len()),
+            ("entropies", self.entropy.len()),
+            ("next entropies", self.entropy_next.len()),
+            ("counts", self.counts.len()),
+        ];
         for (what, got) in lengths {
             if got != 0 && got != experts {
                 return Err(StateError::Shape { what, got, expected: experts });
@@ -148,6 +161,8 @@ impl RouterState {
         check("load", &self.load, most)?;
         // The most that a decayed count of u32 comes to is 2^32 / (1 - decay), and a decay is at most 1 - 2^-24.
         check("miss", &self.miss, 72_057_594_037_927_936.0)?;
+        check("entropy", &self.entropy, 1.0)?;
+        check("next entropy", &self.entropy_next, 1.0)?;
         // Their sum must not overflow.
         if let Some(index) = self.counts.iter().position(|n| n >> 48 != 0) {
             return Err(StateError::Value { what: "count", index, value: self.counts[index] as f64 });
@@ -177,6 +192,8 @@ impl RouterState {
             ("experts", self.experts as usize, expected.experts as usize),
             ("loads", self.load.len(), expected.load.len()),
             ("misses", self.miss.len(), expected.miss.len()),
+            ("entropies", self.entropy.len(), expected.entropy.len()),
+            ("next entropies", self.entropy_next.len(), expected.entropy_next.len()),
             ("counts", self.counts.len(), expected.counts.len()),
             ("arms", arms(self), arms(expected)),
         ];

@@ -91,12 +91,13 @@ impl Target<'_> {
         let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
         for (h, head) in state.heads.iter_mut().enumerate() {
             let codec = state.codecs[h].as_ref();
+            let global_head = state.first_head + h as u32;
             let mut position = old;
             while position < new {
                 let Slot { tile, lane } = Position(position).into();
                 let at = (tile - state.first_tile) as usize;
                 if at == head.ring.len() {
-                    let shard = inner.shard_of(crate::Place::Ring, tile, h);
+                    let shard = inner.shard_of(crate::Place::Ring, tile, global_head);
                     let near = Near::next(head.ring.back());
                     head.ring.push_back(pages.take(shard, layout.words(), near)?);
                     head.states.push_back();

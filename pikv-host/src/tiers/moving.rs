@@ -105,11 +105,12 @@ impl Sequence {
     /// Moves a page up to the first tier.
     fn raise(&mut self, page: &Movable) -> Result<(), Error> {
         let inner = self.inner.clone();
+        let head = self.layers[page.layer].first_head + page.head as u32;
         let chain = &mut self.layers[page.layer].heads[page.head].chains[page.chain];
         let before = page.ordinal.checked_sub(1).and_then(|i| chain.entry(i)?.page()).cloned();
         let Some(entry) = chain.entry_mut(page.ordinal) else { return Ok(()) };
         let (Held::Away(Away { slot, by }), Some(last)) = (&entry.held, entry.last()) else { return Ok(()) };
-        let shard = inner.shard_of(chain_place(page.chain), page.ordinal, page.head);
+        let shard = inner.shard_of(chain_place(page.chain), page.ordinal, head);
         let (mut pages, near) = (inner.arenas.reserve(slot.bytes())?, Near::next(before.as_ref()));
         let mut fresh = pages.take(shard, slot.words() as u32, near)?;
         match fresh.words_mut() {

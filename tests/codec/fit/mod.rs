@@ -4,6 +4,7 @@ mod distil;
 mod file;
 mod fitter;
 mod low_rank;
+mod peft;
 
 use pikv::codec::*;
 
