@@ -3,6 +3,7 @@
 //! Start at [`Cache`]. Everything is `Send + Sync`; nothing is global; threads are those of the rayon pool that
 //! the caller is in, or rayon's global one, and of a rank of a fabric its own ([`fabric::Store::parallel`]).
 #![deny(missing_docs)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod arena;
 mod attend;

@@ -123,6 +123,8 @@ pub struct Side {
 }
 
 /// Maps of every layer and KV head, and the model that they were fitted to.
+///
+/// Needs the feature `fit`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fitted {
     shape: FitShape,

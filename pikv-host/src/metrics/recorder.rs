@@ -8,6 +8,8 @@ use std::fmt;
 
 /// Gives every number to the recorder.
 ///
+/// Needs the feature `metrics`.
+///
 /// | name | kind | of |
 /// |---|---|---|
 /// | `pikv_steps_total`, `pikv_rows_total` | counter | steps, and tokens that they added |
