@@ -60,3 +60,15 @@ pub use pikv_lanes as lanes;
 pub use report::StepReport;
 pub use sequence::{PageId, PageInfo, Place, Sequence};
 pub use step::Step;
+
+/// What pikv re-exports of its core, so that examples here read as in a crate that uses pikv.
+#[doc(hidden)]
+pub use pikv_core::{
+    LANES,
+    dtype::Dtype,
+    page::{Layout, PAGE, Position, Resident},
+    plan::{Filed, LayerShape, StoreShape},
+    ring::Ring,
+    rope::{Pairs, Rope},
+    shard::{Rule, ShardError, ShardMap},
+};

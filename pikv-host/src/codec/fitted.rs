@@ -137,8 +137,9 @@ pub struct Fitted {
 /// after its length, in the order given, so that no two lists give the same bytes.
 ///
 /// ```
-/// let a = pikv_host::codec::fingerprint(&[("config", b"{}"), ("wk", &[1, 2])]);
-/// assert_ne!(a, pikv_host::codec::fingerprint(&[("config", b"{}"), ("wk", &[2, 1])]));
+/// # use pikv_host as pikv;
+/// let a = pikv::codec::fingerprint(&[("config", b"{}"), ("wk", &[1, 2])]);
+/// assert_ne!(a, pikv::codec::fingerprint(&[("config", b"{}"), ("wk", &[2, 1])]));
 /// ```
 pub fn fingerprint(parts: &[(&str, &[u8])]) -> String {
     let mut hasher = blake3::Hasher::new();

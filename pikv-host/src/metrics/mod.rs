@@ -72,7 +72,8 @@ pub struct Reused {
 /// Takes the numbers. Every method does nothing unless it is written, and must not block for long: the loop waits for it.
 ///
 /// ```
-/// use pikv_host::metrics::{Sink, StepMetrics};
+/// # use pikv_host as pikv;
+/// use pikv::metrics::{Sink, StepMetrics};
 /// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// #[derive(Default)]
 /// struct Peak(AtomicU64);
