@@ -240,7 +240,7 @@ impl Routes {
 /// What the fetch of a step met, over all rows that were routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
 pub struct Feedback<'a> {
-    /// `[experts]` pages of each expert that the fetch wanted.
+    /// `[experts]` what rows wanted of each expert, in any unit; [`ClosedLoop`](crate::ClosedLoop) counts tokens for each row and KV head.
     pub wanted: &'a [u32],
     /// `[experts]` those of them that were evicted, remote or in a lower tier.
     pub missed: &'a [u32],
@@ -249,7 +249,7 @@ pub struct Feedback<'a> {
 }
 
 impl<'a> Feedback<'a> {
-    /// Pages wanted and missed, both `[experts]`; no remote bytes.
+    /// Tokens (or pages) wanted and missed, both `[experts]`; no remote bytes.
     pub fn new(wanted: &'a [u32], missed: &'a [u32]) -> Feedback<'a> {
         Feedback { wanted, missed, remote_bytes: 0 }
     }
