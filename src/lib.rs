@@ -1,5 +1,66 @@
-#![doc = include_str!("../README.md")]
+//! A KV cache for people who write their own LLM inference engine: it stores keys and values within a budget of bytes, and
+//! computes attention over them, for dense and Mixture-of-Experts models.
+//!
+#![doc = include_str!("../docs/picture.svg")]
+//!
+//! ```
+//! use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+//!
+//! let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
+//! let layer = LayerShape { kv_heads: 2, query_heads: 8, layout, window: None, rope: None };
+//! let cache = Cache::new(CacheConfig::new(vec![layer; 4], 256 << 20))?; // 4 layers, at most 256 MiB of pages
+//! let mut sequence = cache.sequence();
+//!
+//! let (k, v, q, mut out) = ([0.1; 2 * 64], [0.2; 2 * 64], [0.3; 8 * 64], [0.0; 8 * 64]);
+//! let mut step = cache.begin([(&mut sequence, 1)])?;                    // adds 1 token
+//! for layer in 0..4 {
+//!     step.append(layer, &k, &v)?;                                      // [tokens][kv_heads][dim]
+//!     step.attend(layer, &q, &Attend::new(0.125), Output::new(&mut out))?; // [tokens][query_heads][dim]
+//! }
+//! step.commit()?;
+//! # Ok::<(), pikv::Error>(())
+//! ```
+//!
+//! # Where to start
+//!
+//! | you want to | item | guide |
+//! |---|---|---|
+//! | store, attend, roll back, fork | [`Cache`], [`Step`], [`Sequence`] | [tour](guide::tour), [serving](guide::serving) |
+//! | describe a model | [`CacheConfig`], [`LayerShape`], [`Rope`], [`Attend`] | [models](guide::models), [concepts](guide::concepts) |
+//! | compress older tokens | [`CacheConfig::compress`], [`codec`] | [codecs](guide::codecs) |
+//! | evict, or read only some pages | [`CacheConfig::evict`], [`policy`], [`Read`] | [eviction](guide::eviction) |
+//! | rank experts by load and misses | [`router`], [`ClosedLoop`] | [routing](guide::routing), [closed loop](guide::closed_loop) |
+//! | know bytes and time beforehand | [`planner`] | [planning](guide::planning) |
+//! | use host memory and files | [`tiers`] | [tiers](guide::tiers) |
+//! | use threads, processes, several devices | [`fabric`] | [several machines](guide::several_machines) |
+//! | use a CUDA device | [`Backend`] | [CUDA](guide::cuda) |
+//! | watch it | [`metrics`], [`StepReport`], [`Usage`] | [closed loop](guide::closed_loop) |
+//!
+//! [Costs](guide::costs) and the [glossary](guide::glossary) are for all of it; [performance](guide::performance) and
+//! [quality](guide::quality) have the figures.
+//!
+//! # Features
+//!
+//! | feature | default | what it adds |
+//! |---|---|---|
+//! | `rayon` | yes | attention on the threads of the rayon pool that the caller is in; without it on the calling thread |
+//! | `cuda` | no | the CUDA back end; its build needs the variable `CUDA_LIBRARY_PATH`, see [CUDA](guide::cuda) |
+//! | `fit` | no | `codec::Fitter` and others: fit maps to a model's keys and values, and keep them in a file |
+//! | `plan` | no | `planner::flexgen`: place pages over tiers by a linear program |
+//! | `mpi` | no | `fabric::mpi`: ranks that are processes; its build needs an MPI and libclang |
+//! | `metrics` | no | `metrics::MetricsSink` for the crate `metrics` |
+//! | `tracing` | no | `metrics::TracingSink` for the crate `tracing` |
+//!
+//! # Promises
+//!
+//! * Everything is `Send + Sync`. No state is global, no thread pool and no logger is installed.
+//! * A call that returns an error has changed nothing, or no more than dropping the step takes back: see [`Error`].
+//! * Outputs are equal bit for bit whatever the threads, SIMD instructions, shards, tiers and splits: see
+//!   [concepts](guide::concepts).
+//! * The CUDA side has run over a stand-in for the driver only, on no GPU.
 #![deny(missing_docs)]
+
+pub mod guide;
 
 pub use pikv_core::{
     LANES,
@@ -16,3 +77,8 @@ pub use pikv_host::{
     PageMass, Place, Read, Rows, Sequence, Step, StepReport, TierOperation, Usage, codec, fabric, lanes,
     metrics, planner, policy, router, tiers, trace,
 };
+
+/// The examples of the README, as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

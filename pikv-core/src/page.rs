@@ -62,7 +62,15 @@ pub struct Unstorable {
     pub value: f32,
 }
 
-/// Widths and dtypes of one head's pages, from which every address follows.
+/// Widths and dtypes of one head's pages, from which every address follows. `k_dim` and `v_dim` are 1 to 256.
+///
+/// ```
+/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
+/// use pikv::{Dtype, Layout};
+///
+/// let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
+/// assert_eq!(layout.bytes(), 32 * (128 + 128) * 2 + 32 * 4);   // 32 tokens, and their positions
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     /// Channels of a key.

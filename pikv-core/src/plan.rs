@@ -5,12 +5,24 @@ use crate::page::{Layout, PAGE};
 use crate::ring::Ring;
 use crate::rope::Rope;
 
-/// One attention layer, as the cache sees it.
+/// One attention layer: heads, layout of a head, sliding window, and rotation.
+///
+/// ```
+/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
+/// use pikv::{Dtype, LayerShape, Layout};
+///
+/// // Gemma 2 9B: 8 KV heads of 256 channels, every other layer with a window of 4096 tokens.
+/// let layout = Layout { k_dim: 256, v_dim: 256, k: Dtype::Bf16, v: Dtype::Bf16 };
+/// let full = LayerShape { kv_heads: 8, query_heads: 16, layout, window: None, rope: None };
+/// let local = LayerShape { window: Some(4096), ..full };
+/// let layers: Vec<LayerShape> = (0..42).map(|layer| if layer % 2 == 0 { local } else { full }).collect();
+/// assert_eq!(layers[1].group(), 2);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerShape {
     /// KV heads.
     pub kv_heads: u32,
-    /// Query heads, a multiple of `kv_heads`: query head `h` reads KV head `h / group`.
+    /// Query heads, a multiple of `kv_heads`: query head `h` reads KV head `h / (query_heads / kv_heads)`.
     pub query_heads: u32,
     /// Widths and dtypes of a head.
     pub layout: Layout,
@@ -63,7 +75,8 @@ impl StoreShape {
     /// Bytes of one layer at `len` tokens: every page of every head, positions and padding included.
     ///
     /// ```
-    /// use pikv_core::{dtype::Dtype, page::Layout, plan::*, ring::Ring};
+    /// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::*, ring::Ring}; }
+    /// use pikv::{Dtype, LayerShape, Layout, Ring, StoreShape};
     /// let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
     /// let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: None };
     /// let store = StoreShape { ring: Ring::new(512, 0).unwrap(), sinks: 0, experts: 1 };

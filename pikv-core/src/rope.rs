@@ -18,7 +18,18 @@ pub enum Pairs {
     Neighbours,
 }
 
-/// Parameters of a rotation.
+/// Parameters of a rotation of queries and keys by their position, where keys are stored unrotated.
+///
+/// ```
+/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
+/// use pikv::{Dtype, LayerShape, Layout, Pairs, Rope};
+///
+/// let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
+/// let rope = Rope { theta: 500_000.0, rotary_dim: 128, pairs: Pairs::Halves };
+/// let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: Some(rope) };
+/// assert_eq!(rope.pair(3), (3, 67));                      // the channels that turn together
+/// # let _ = layer;
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies, at least 1: pair `i` turns by `theta^(-2 i / rotary_dim)` a position.

@@ -7,6 +7,18 @@ use core::fmt;
 
 /// A map from (t, expert) to a shard. Here `t` is the index of a *block* of pages of one expert, so that a shard
 /// holds whole blocks, which are the leaves of the reduction.
+///
+/// ```
+/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
+/// use pikv::ShardMap;
+///
+/// let map = ShardMap::xor(8, 8, 4)?;
+/// assert_eq!((map.shards(), map.shard(3, 5)), (4, 2));    // (3 XOR 5) mod 4
+/// let sum = ShardMap::sum(6)?;                            // (block + expert) mod 6, for any number of shards
+/// assert_eq!(sum.shard(3, 5), 2);
+/// println!("{}", ShardMap::xor(8, 8, 3).unwrap_err());    // says which numbers would do
+/// # Ok::<(), pikv_core::shard::ShardError>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ShardMap {
     shards: u32,

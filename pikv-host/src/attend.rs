@@ -31,7 +31,21 @@ use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Options of attention.
+/// Options of attention: the scale, a cap of the logits, and which pages are read.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Attend, Read};
+///
+/// let llama = Attend::new(128f32.powf(-0.5));                   // 1 / sqrt(head_dim)
+/// let gemma = Attend::new(256f32.powf(-0.5)).softcap(50.0);
+/// let sparse = llama.read(Read::Quest { pages: 16 });           // the 16 most promising full pages of each KV head
+/// assert_eq!((llama.read, sparse.scale), (Read::All, llama.scale));
+/// # let _ = gemma;
+/// ```
+///
+/// What is read is a *forest*: for each run of pages (sinks, each expert, ring) a fixed tree over its blocks of 8 pages, and a fixed tree
+/// over the runs. Which thread computes a block, and how blocks are grouped into tasks, does not change the result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Attend {
@@ -50,6 +64,27 @@ pub struct Attend {
 }
 
 /// Which of the pages that left the ring a row reads. Sinks and ring are always read.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Read};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).bounds(true))?;
+/// let mut sequence = cache.sequence();
+/// let mut out = [0.0; 512 * 2 * 4];
+/// for n in [512, 1] {
+///     let mut step = cache.begin([(&mut sequence, n)])?;
+///     let n = n as usize;
+///     step.append(0, &[0.5; 512 * 4][..n * 4], &[0.25; 512 * 4][..n * 4])?;
+///     let attend = Attend::new(0.5).read(Read::Quest { pages: 2 });
+///     step.attend(0, &[1.0; 512 * 8][..n * 8], &attend, Output::new(&mut out[..n * 8]))?;
+///     step.commit()?;
+/// }
+/// assert!(out[..8].iter().all(|x| (x - 0.25).abs() < 1e-6));
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Read {
@@ -100,7 +135,25 @@ impl Attend {
     }
 }
 
-/// Where results go.
+/// Where results of attention go: the output, and if wanted log-sum-exps and the weight of every token.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20))?;
+/// let mut sequence = cache.sequence();
+/// let (mut out, mut lse, mut mass) = ([0.0; 3 * 2 * 4], [0.0; 3 * 2], Vec::new());
+/// let mut step = cache.begin([(&mut sequence, 3)])?;
+/// step.append(0, &[0.5; 3 * 4], &[0.25; 3 * 4])?;
+/// step.attend(0, &[0.0; 3 * 8], &Attend::new(0.5), Output::new(&mut out).lse(&mut lse).mass(&mut mass))?;
+/// step.commit()?;
+/// assert!((lse[5] - 3f32.ln()).abs() < 1e-6);            // the last row weighs 3 tokens alike
+/// assert!((mass[0].total() - 6.0).abs() < 1e-5);         // 3 rows of 2 query heads
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Output<'a> {
     out: &'a mut [f32],

@@ -10,6 +10,21 @@ use thiserror::Error;
 /// Where a cache keeps its pages and attends. Results have the same bits.
 ///
 /// A clone is the same device: caches built on it share its memory and its stream.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Layout};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let backend = Backend::cuda().unwrap_or_else(|why| {
+///     eprintln!("{why}; using the CPU");
+///     Backend::CPU
+/// });
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).backend(backend))?;
+/// println!("{}", cache.config().backend.name());
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Backend(pub(crate) Kind);
 

@@ -94,7 +94,27 @@ pub struct Usage {
     pub tiers: Vec<TierUsage>,
 }
 
-/// Query rows of one sequence, at consecutive positions from `first`.
+/// Query rows of one sequence, at consecutive positions from `first`, for [`Cache::attend`].
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rows};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20))?;
+/// let mut sequence = cache.sequence();
+/// let mut step = cache.begin([(&mut sequence, 3)])?;
+/// step.append(0, &[0.5; 3 * 4], &[0.25; 3 * 4])?;
+/// step.commit()?;
+///
+/// // One more look from the last position, which adds nothing to the sequence.
+/// let rows = [Rows { sequence: &sequence, first: Position(2), rows: 1 }];
+/// let mut out = [0.0; 2 * 4];
+/// cache.attend(0, &rows, &[1.0; 2 * 4], &Attend::new(0.5), Output::new(&mut out))?;
+/// assert_eq!(out, [0.25; 8]);
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
     /// The sequence.
@@ -110,8 +130,9 @@ pub struct Rows<'a> {
 /// Cloning gives another handle on the same cache. Sequences keep their cache alive.
 ///
 /// ```
-/// use pikv_host::{Attend, Cache, CacheConfig, Output};
-/// use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape};
+/// # use pikv_host as pikv;
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+///
 /// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
 /// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
 /// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
@@ -124,7 +145,7 @@ pub struct Rows<'a> {
 /// }
 /// step.commit()?;
 /// assert_eq!(out, [0.25; 24]);
-/// # Ok::<(), pikv_host::Error>(())
+/// # Ok::<(), pikv::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Cache {
@@ -228,8 +249,9 @@ impl Cache {
         self.inner.tiers.as_ref().map_or_else(Fetches::default, Levels::fetches)
     }
 
-    /// Starts a step that adds tokens to sequences: the number beside each. Pages are set aside for all layers, or none. In a cache
-    /// with [tiers](crate::tiers), older pages of these sequences go down if the step would else pass the budget.
+    /// Starts a step that adds tokens to sequences: `parts` are pairs of a sequence and its number of new tokens. Pages are reserved
+    /// for all layers, or none. In a cache with [tiers](crate::tiers), older pages of these sequences move down if the step would else
+    /// pass the budget.
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, [poisoned](Error::Poisoned), with no
@@ -242,8 +264,8 @@ impl Cache {
         Step::begin(self.inner.clone(), parts)
     }
 
-    /// Attends query rows over what sequences hold, outside a step. `q` is `[rows][query_heads][k_dim]`, the rows of all
-    /// sequences one after the other.
+    /// Attends query rows over what sequences hold, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, the
+    /// rows of all sequences one after the other.
     ///
     /// # Errors
     /// As [`Step::attend`]; a sequence of another cache, or a [poisoned](Error::Poisoned) one; and rows at positions that a sequence has not reached, or that lie before its ring.

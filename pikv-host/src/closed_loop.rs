@@ -1,41 +1,4 @@
-//! The closed loop (arXiv 2508.06526, algorithm 1, its order mended): what attention finds missing and what policies let go of bears
-//! on how the next tokens are routed.
-//!
-//! A step goes, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), as a model
-//! runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::Read::Experts)), `route` comes before
-//! `attend`, from logits that the engine has by then. At the end [`commit`](LoopStep::commit): tokens that left the ring are
-//! filed, policies are told what was attended, hits and misses of each expert are counted, what is over the budgets goes, and the
-//! routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
-//!
-//! ```
-//! use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape};
-//! use pikv_host::policy::{Budget, Eviction, H2o};
-//! use pikv_host::router::{CacheAware, Shape};
-//! use pikv_host::{Attend, Cache, CacheConfig, ClosedLoop, Output};
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-//! let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
-//! let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2);
-//! let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(12)).batch(1)))?;
-//! let router = CacheAware::default().router(Shape::new(4, 2))?;
-//! let mut pikv = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;
-//! let mut sequence = cache.sequence();
-//! for i in 0..40 {
-//!     let x = (i as f32).sin();
-//!     let mut out = [0.0; 8];
-//!     let mut step = pikv.begin([(&mut sequence, 1)])?;
-//!     step.append(0, &[x; 4], &[1.0; 4])?;
-//!     step.attend(0, &[x; 8], &Attend::new(0.5), Output::new(&mut out))?;
-//!     let routes = step.route(0, &[x, -x, 0.5, 0.0])?;
-//!     assert_eq!(routes.model().experts.len(), 2);     // what the model mixes
-//!     step.commit()?;
-//! }
-//! assert_eq!(sequence.resident(0, 0)?.0, 12);
-//! let report = pikv.report();
-//! assert!(report.misses(0).iter().sum::<u64>() > 0);   // experts' tokens that are gone
-//! # Ok(())
-//! # }
-//! ```
+//! The closed loop: what attention misses and what policies evict changes how the next tokens are routed.
 
 use crate::attend::{Attend, Output};
 use crate::cache::Cache;
@@ -102,7 +65,44 @@ pub enum LoopError {
     },
 }
 
-/// A cache, its routers and its metrics.
+/// A cache, a router for each layer, and a metrics sink in one loop (arXiv 2508.06526, algorithm 1, with fetch and update in the order
+/// that a model needs): misses and evictions of a step change how the next tokens are routed.
+///
+/// A step goes, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), as a model
+/// runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::Read::Experts)), `route` comes before
+/// `attend`, from logits that the engine has by then. At the end [`commit`](LoopStep::commit): tokens that left the ring are
+/// filed, policies get what was attended, hits and misses of each expert are counted, what is over the budgets is evicted, and the
+/// routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::policy::{Budget, Eviction, H2o};
+/// use pikv::router::{CacheAware, Shape};
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2);
+/// let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(12)).batch(1)))?;
+/// let router = CacheAware::default().router(Shape::new(4, 2))?;
+/// let mut looped = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;
+/// let mut sequence = cache.sequence();
+/// for i in 0..40 {
+///     let x = (i as f32).sin();
+///     let mut out = [0.0; 8];
+///     let mut step = looped.begin([(&mut sequence, 1)])?;
+///     step.append(0, &[x; 4], &[1.0; 4])?;
+///     step.attend(0, &[x; 8], &Attend::new(0.5), Output::new(&mut out))?;
+///     let routes = step.route(0, &[x, -x, 0.5, 0.0])?;
+///     assert_eq!(routes.model().experts.len(), 2);     // what the model mixes
+///     step.commit()?;
+/// }
+/// assert_eq!(sequence.resident(0, 0)?.0, 12);
+/// let report = looped.report();
+/// assert!(report.misses(0).iter().sum::<u64>() > 0);   // experts' tokens that are gone
+/// # Ok(())
+/// # }
+/// ```
 pub struct ClosedLoop {
     cache: Cache,
     routers: Vec<Box<dyn Router>>,
@@ -213,6 +213,27 @@ impl ClosedLoop {
 }
 
 /// A step of a [`ClosedLoop`]. Dropped without a commit it never happened, for the routers either.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::router::{Shape, TopK};
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Read};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).experts(4, 2))?;
+/// let router = TopK::default().router(Shape::new(4, 2))?;
+/// let mut looped = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;
+/// let mut sequence = cache.sequence();
+/// let mut step = looped.begin([(&mut sequence, 1)])?;
+/// step.route(0, &[0.1, 0.9, 0.3, -1.0])?;                 // before attend, as rows read their experts' pages
+/// step.append(0, &[0.5; 4], &[0.25; 4])?;
+/// step.attend(0, &[1.0; 8], &Attend::new(0.5).read(Read::Experts), Output::new(&mut [0.0; 8]))?;
+/// step.commit()?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct LoopStep<'a> {
     /// `None` once it was committed.

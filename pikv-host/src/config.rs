@@ -17,31 +17,55 @@ use std::sync::Arc;
 pub(crate) const MAX_SHARDS: u32 = 1 << 16;
 
 /// Shape, policy and budget of a [`Cache`](crate::Cache). Checked when the cache is built.
+///
+/// Start with [`CacheConfig::new`] and set what differs from its defaults. A dense model needs none of `experts`, `top_k` and `shards`.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::codec::{Code, Codec, Coding};
+/// use pikv::policy::{Budget, Eviction, StreamingLlm};
+/// use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout};
+///
+/// let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
+/// let layer = LayerShape { kv_heads: 2, query_heads: 8, layout, window: None, rope: None };
+/// let int8 = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8));
+/// let config = CacheConfig::new(vec![layer; 4], 64 << 20) // 4 layers, at most 64 MiB of pages
+///     .ring(128)                                          // newest tokens, kept in bf16
+///     .sinks(4)                                           // first tokens, always kept
+///     .rollback(8)                                        // drafts of up to 8 tokens
+///     .compress(int8)                                     // all others in int8
+///     .evict(Eviction::new(StreamingLlm, Budget::Tokens(4096)).by_page());
+/// let cache = Cache::new(config)?;
+/// assert_eq!(cache.config().ring, 128);
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CacheConfig {
     /// The attention layers, in order.
     pub layers: Vec<LayerShape>,
-    /// Newest tokens that stay in the ring, in order of position.
+    /// Newest tokens of each sequence that stay in the ring, in order of position, neither packed nor evicted; 256 by default. At
+    /// least the longest step: then results do not depend on how tokens are cut into steps. A ring costs `ring / 32 + 1` pages for
+    /// each layer, KV head and sequence.
     pub ring: u32,
     /// First positions, filed apart from the experts: seen from every sliding window, and neither dropped when it moves on nor evicted.
     /// `None` is what the policy of each layer asks for, [`Policy::sinks`](crate::policy::Policy::sinks): 4 for
     /// [`StreamingLlm`](crate::policy::StreamingLlm), 0 for all others that are here and in layers without a policy.
     pub sinks: Option<u32>,
     /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can take back after any step: draft length of speculative
-    /// decoding. At most 1024 where a policy keeps something of tokens or heads.
+    /// decoding. At most 1024 where a policy keeps something of tokens or heads; 0 by default.
     pub rollback: u32,
-    /// Experts of the model; 1 for a dense one.
+    /// Experts of the model, at most 65,535; 1 by default, for a dense one.
     pub experts: u32,
-    /// Experts a token.
+    /// Experts that a token is routed to; 1 by default.
     pub top_k: u32,
-    /// Which shard holds what.
+    /// Which shard holds which blocks of pages; one shard by default.
     pub shards: ShardMap,
     /// Bytes of pages that may be in use, over all shards. Pages live in chunks of 2 MiB, one size and one shard to a chunk,
     /// so what the process holds can be up to a chunk a size and shard more, and after evictions more by what shares a
     /// chunk with pages that stay. Tables of rotations are apart.
     pub budget: u64,
-    /// Fill pages with NaN when they are taken and given back, to find reads of what was never written.
+    /// Fill pages with NaN when they are taken and given back, to find reads of what was never written; off by default.
     pub poison: bool,
     /// Overwrite pages when they are given back, in the budget and in lower tiers, so that nothing of a sequence stays in them once it
     /// is gone. It costs a write of each page. It does not reach what a call copied on its way (staging buffers, tensors of the
@@ -51,17 +75,17 @@ pub struct CacheConfig {
     /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::Read::Quest) selects by: 8 bytes a channel of K
     /// and page.
     pub bounds: bool,
-    /// Lanes to compute with.
+    /// Lanes (SIMD instructions) to compute with; the fastest of this machine by default. Results do not depend on it.
     pub lanes: Lanes,
-    /// Where pages lie, and what attends.
+    /// Where pages lie, and what attends; the CPU by default.
     pub backend: Backend,
     /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
     pub codecs: Vec<CodecRule>,
-    /// How packed pages are packed again, and when; of two rules for a head, the later holds.
+    /// How packed pages are packed again, and when; of two rules for a head, the one given later holds.
     pub ages: Vec<AgeRule>,
     /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
     pub evictions: Vec<EvictionRule>,
-    /// Where pages go that the budget does not hold.
+    /// Where pages go that the budget does not hold; nowhere by default.
     pub tiers: Tiers,
 }
 

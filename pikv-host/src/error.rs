@@ -36,7 +36,7 @@ pub enum ConfigError {
         /// Channels of a value.
         v_dim: u32,
     },
-    /// A sliding window that shows nothing, or passes the positions there are.
+    /// A sliding window of 0 tokens, or of more than there are positions.
     #[error("layer {layer}: a sliding window of {window} tokens; it must be 1..={max}", max = Position::MAX.0)]
     Window {
         /// The layer.
@@ -44,7 +44,7 @@ pub enum ConfigError {
         /// Its window.
         window: u32,
     },
-    /// A rotation that is not one.
+    /// Invalid rope parameters.
     #[error(
         "layer {layer}: rope with theta {theta} over {rotary_dim} of {k_dim} channels; theta must be finite and at least 1, \
          the channels even, at least 2 and at most k_dim"
@@ -74,7 +74,7 @@ pub enum ConfigError {
         /// The most there can be.
         limit: u32,
     },
-    /// A ring of nothing, or of more than there are positions.
+    /// A ring of 0 tokens, or of more than there are positions.
     #[error("a ring of {ring} tokens with {rollback} more for rollback; the ring must hold at least 1, both at most {max}", max = Position::MAX.0)]
     Ring {
         /// Tokens of the ring.
@@ -114,7 +114,7 @@ pub enum ConfigError {
         /// Channels of the head.
         dim: u32,
     },
-    /// A codec for a head that is not there.
+    /// A codec for a layer or KV head that does not exist.
     #[error(
         "a codec for layer {layer:?}, KV head {kv_head:?}; there are {layers} layers, and {kv_heads} KV heads at least"
     )]
@@ -154,7 +154,7 @@ pub enum ConfigError {
         /// What would do.
         instead: &'static str,
     },
-    /// A budget of tokens that is none.
+    /// Invalid token budget of an eviction policy.
     #[error("layer {layer}: the budget of its policy: {why}")]
     TokenBudget {
         /// The layer.
@@ -162,7 +162,7 @@ pub enum ConfigError {
         /// What is wrong.
         why: &'static str,
     },
-    /// A rule of eviction for a layer that is not there.
+    /// An eviction policy for a layer that does not exist.
     #[error("a policy for layer {layer}; there are {layers} layers")]
     PolicyLayer {
         /// As given.
@@ -210,6 +210,26 @@ fn largest(dtype: &str) -> f32 {
 
 /// Why a call was refused. Whatever the cause, the cache and every sequence are as they were before the call, or, inside a
 /// step, as they are once the step is dropped.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Layout};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 16))?;
+/// let mut sequence = cache.sequence();
+/// match cache.begin([(&mut sequence, 1_000_000)]) {
+///     Err(Error::OutOfBudget { needed, available }) => assert!(needed > available),
+///     other => panic!("{other:?}"),
+/// }
+/// let mut step = cache.begin([(&mut sequence, 1)])?;
+/// let error = step.append(0, &[f32::NAN; 4], &[0.0; 4]).unwrap_err();
+/// assert!(matches!(error, Error::Unstorable { .. }), "{error}");
+/// step.append(0, &[0.5; 4], &[0.0; 4])?;                  // the layer may be appended again
+/// step.commit()?;
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -274,7 +294,7 @@ pub enum Error {
     /// Moving pages in a cache without tiers.
     #[error("the cache has no tiers; set CacheConfig::tiers")]
     NoTiers,
-    /// Shares that are none.
+    /// Shares of tiers that do not sum to 1, or are not one for each tier.
     #[error(
         "{got} shares for {tiers} tiers, which add up to {sum}; each tier needs one in 0..=1, and the sum must be 1"
     )]

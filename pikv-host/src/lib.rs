@@ -3,6 +3,7 @@
 //! Start at [`Cache`]. Everything is `Send + Sync`; nothing is global; threads are those of the rayon pool that
 //! the caller is in, or rayon's global one, and of a rank of a fabric its own ([`fabric::Store::parallel`]).
 #![deny(missing_docs)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod arena;
 mod attend;
@@ -61,3 +62,15 @@ pub use pikv_lanes as lanes;
 pub use report::StepReport;
 pub use sequence::{PageId, PageInfo, Place, Sequence};
 pub use step::Step;
+
+/// What pikv re-exports of its core, so that examples here read as in a crate that uses pikv.
+#[doc(hidden)]
+pub use pikv_core::{
+    LANES,
+    dtype::Dtype,
+    page::{Layout, PAGE, Position, Resident},
+    plan::{Filed, LayerShape, StoreShape},
+    ring::Ring,
+    rope::{Pairs, Rope},
+    shard::{Rule, ShardError, ShardMap},
+};

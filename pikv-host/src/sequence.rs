@@ -75,7 +75,38 @@ pub struct PageInfo {
     pub bytes: u64,
 }
 
-/// The keys and values of one sequence. Its pages come back when it is dropped.
+/// The keys and values of one sequence: a ring of its newest tokens, and pages of older ones filed by expert. Its pages are freed when
+/// it is dropped.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Place, Sequence};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).rollback(4))?;
+/// let add = |sequence: &mut Sequence, n: usize| -> Result<(), Error> {
+///     let mut step = cache.begin([(sequence, n as u32)])?;
+///     step.append(0, &vec![0.5; n * 4], &vec![0.25; n * 4])?;
+///     step.commit()
+/// };
+/// let mut sequence = cache.sequence();
+/// sequence.pin(0..10);                                    // no policy evicts these positions
+/// add(&mut sequence, 100)?;
+/// sequence.rollback(3)?;                                  // the newest 3 tokens were never there
+/// let mut fork = sequence.fork();                         // the same 97 tokens, in the same pages
+/// add(&mut fork, 1)?;
+/// assert_eq!((sequence.next_position().0, fork.next_position().0), (97, 98));
+///
+/// // Of layer 0, KV head 0: the oldest page outside the ring, evicted by hand.
+/// let oldest = fork.pages(0, 0)?.find(|page| page.id.place != Place::Ring).expect("66 tokens have left the ring");
+/// assert_eq!((oldest.tokens, oldest.first.0), (32, 0));
+/// fork.evict(0, 0, oldest.id)?;
+/// assert_eq!((fork.resident(0, 0)?.0, sequence.resident(0, 0)?.0), (66, 97));
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// In a cache with [tiers](crate::tiers), [`demote`](Sequence::demote) and [`promote`](Sequence::promote) move pages.
 #[derive(Debug)]
 pub struct Sequence {
     pub(crate) inner: Arc<Inner>,

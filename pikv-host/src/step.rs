@@ -26,11 +26,34 @@ use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Adds tokens to sequences, as a model runs: for each layer [`append`](Step::append), [`attend`](Step::attend) and, once
-/// its router has spoken, [`route`](Step::route); at the end [`commit`](Step::commit).
+/// Adds tokens to sequences, as a model runs: for each layer [`append`](Step::append), [`attend`](Step::attend) and, in a model with
+/// experts, [`route`](Step::route); at the end [`commit`](Step::commit).
 ///
-/// Dropped without a commit, it leaves every sequence as it was. Rows of all sequences lie one after the other in every
-/// slice, in the order that the sequences were given.
+/// Layers may come in any order, each once; `append` of a layer comes before its `attend`. Dropped without a commit, a step leaves every
+/// sequence as it was. Rows of all sequences lie one after the other in every slice, in the order that the sequences were given.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
+/// let (mut prompt, mut answer) = (cache.sequence(), cache.sequence());
+/// let mut out = [0.0; 6 * 2 * 4];
+/// let mut step = cache.begin([(&mut prompt, 5), (&mut answer, 1)])?;
+/// assert_eq!(step.rows(), 6);                             // 5 of `prompt`, then 1 of `answer`
+/// for layer in 0..2 {
+///     step.append(layer, &[0.5; 6 * 4], &[0.25; 6 * 4])?; // [rows][kv_heads][k_dim], [rows][kv_heads][v_dim]
+///     step.attend(layer, &[1.0; 6 * 8], &Attend::new(0.5), Output::new(&mut out))?;
+/// }
+/// step.commit()?;
+/// assert_eq!((prompt.next_position().0, answer.next_position().0), (5, 1));
+///
+/// drop(cache.begin([(&mut answer, 7)])?);                 // never happened
+/// assert_eq!(answer.next_position().0, 1);
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Step<'a> {
     inner: Arc<Inner>,

@@ -149,13 +149,14 @@ impl Write for TraceFile {
 /// Reads a trace row by row.
 ///
 /// ```
-/// use pikv_host::trace::{Reader, Row};
+/// # use pikv_host as pikv;
+/// use pikv::trace::{Reader, Row};
 /// let trace = "token,experts of 16,wanted\n17,3 5,\n4,3 0,0\n";
 /// let reader = Reader::new(trace.as_bytes())?;
 /// assert_eq!(reader.experts(), 16);
 /// let rows = reader.collect::<Result<Vec<Row>, _>>()?;
 /// assert_eq!(rows[1], Row { token: 4, experts: vec![3, 0], wanted: vec![0] });
-/// # Ok::<(), pikv_host::trace::TraceError>(())
+/// # Ok::<(), pikv::trace::TraceError>(())
 /// ```
 #[derive(Debug)]
 pub struct Reader<R> {
@@ -251,11 +252,12 @@ fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
 /// looks `d` tokens back with weight `1/d`, `wants` times (fewer where draws meet).
 ///
 /// ```
-/// use pikv_host::trace::Skewed;
+/// # use pikv_host as pikv;
+/// use pikv::trace::Skewed;
 /// let rows: Vec<_> = Skewed { experts: 8, top_k: 2, ..Skewed::default() }.rows()?.take(100).collect();
 /// assert_eq!(rows[99].experts.len(), 2);
 /// assert!(rows[99].wanted.iter().all(|p| *p < 99));
-/// # Ok::<(), pikv_host::trace::TraceError>(())
+/// # Ok::<(), pikv::trace::TraceError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Skewed {

@@ -32,7 +32,8 @@ use pikv_core::{
 /// always [`run`](Lanes::run).
 ///
 /// ```
-/// use pikv_lanes::Lanes;
+/// # mod pikv { pub use pikv_lanes as lanes; }
+/// use pikv::lanes::Lanes;
 /// let best = Lanes::detect();
 /// assert_eq!(Lanes::by_name(best.name()).unwrap(), best);
 /// ```

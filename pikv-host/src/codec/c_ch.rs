@@ -20,10 +20,11 @@ impl ChunkKv {
     /// Chunks of no tokens, a budget below one chunk though there are more tokens than the budget, scores that are not finite.
     ///
     /// ```
-    /// use pikv_host::codec::ChunkKv;
+    /// # use pikv_host as pikv;
+    /// use pikv::codec::ChunkKv;
     /// let keep = ChunkKv { chunk: 2, budget: 2 }.keep(&[0.9, 0.0, 0.5, 0.5, 0.1])?;
     /// assert_eq!(keep, [false, false, true, true, false]);
-    /// # Ok::<(), pikv_host::codec::SelectError>(())
+    /// # Ok::<(), pikv::codec::SelectError>(())
     /// ```
     pub fn keep(&self, scores: &[f32]) -> Result<Vec<bool>, SelectError> {
         let (chunk, mut left) = (self.chunk as usize, self.budget as usize);

@@ -31,6 +31,8 @@ impl BlockPca {
 
 /// The best `rank` directions for one block, `[rows][wide]`, not centred, and the rows in them.
 ///
+/// Needs the feature `fit`.
+///
 /// O(rows wide^2 + wide^3): unlike [`svd`](super::svd), which is fitted once, this is paid for each block, and the basis is stored
 /// with it.
 ///

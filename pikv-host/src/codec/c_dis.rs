@@ -61,6 +61,8 @@ pub struct Distilled {
 /// Fits the maps of one KV head to `segments` of its rows, from the start `k` and `v` (of [`svd`](super::svd), say), whose ranks and
 /// biases stay.
 ///
+/// Needs the feature `fit`.
+///
 /// **Keys**: minimises the mean of `KL(p || lambda p + (1 - lambda) q)`, the teacher `p` first and mixed into the student `q`, which
 /// keeps the logarithm bounded by `-ln lambda`; by Adam (arXiv 1412.6980) in f64, a segment a step. **Values**: the output error under
 /// the teacher's attention is `|(I - D E)(o - b)|^2`, as weights add up to 1, so its minimum is the principal directions of the

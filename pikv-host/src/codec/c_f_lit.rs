@@ -26,10 +26,11 @@ pub enum CropBy {
 /// pairs cannot make.
 ///
 /// ```
-/// use pikv_host::codec::{CropBy, crop};
+/// # use pikv_host as pikv;
+/// use pikv::codec::{CropBy, crop};
 /// let cropped = crop(&[1.0, 5.0, 0.5, 3.0], None, 2, CropBy::Energy)?;
 /// assert_eq!((cropped.channels, cropped.tail), (vec![1, 3], 1.5));
-/// # Ok::<(), pikv_host::codec::FitError>(())
+/// # Ok::<(), pikv::codec::FitError>(())
 /// ```
 pub fn crop(energy: &[f64], rope: Option<Rope>, keep: u32, by: CropBy) -> Result<Crop, FitError> {
     energies("energy", energy)?;

@@ -31,6 +31,8 @@ pub fn lora_plus(
 /// The best map of that form: the mean as bias and the top `rank` directions of the centred rows; `up` comes with any scale already
 /// in it.
 ///
+/// Needs the feature `fit`.
+///
 /// `tail`, the sum of the dropped eigenvalues of `sum (x - mean)(x - mean)^T`, is exactly `||X - X~||_F^2`, and never above that of
 /// [`svd`](super::svd) at the same rank. For keys that are read as they are stored the bias adds the same to every logit of a query,
 /// so attention never sees it, and a smaller tail need not mean a better one; keys that are turned on read do see it. O(wide^3).

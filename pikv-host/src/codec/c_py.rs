@@ -66,10 +66,11 @@ impl PyramidKv {
     /// Those of [`PyramidKv::shares`].
     ///
     /// ```
-    /// use pikv_host::codec::PyramidKv;
+    /// # use pikv_host as pikv;
+    /// use pikv::codec::PyramidKv;
     /// let budgets = PyramidKv { capacity: 108, window: 8, beta: 20.0 }.budgets(4)?;
     /// assert_eq!(budgets, [203, 140, 76, 13]);
-    /// # Ok::<(), pikv_host::codec::SelectError>(())
+    /// # Ok::<(), pikv::codec::SelectError>(())
     /// ```
     pub fn budgets(&self, layers: u32) -> Result<Vec<u32>, SelectError> {
         self.budgets_of(layers, u32::MAX)
@@ -83,10 +84,11 @@ impl PyramidKv {
     /// Those of [`PyramidKv::shares`].
     ///
     /// ```
-    /// use pikv_host::codec::PyramidKv;
+    /// # use pikv_host as pikv;
+    /// use pikv::codec::PyramidKv;
     /// let budgets = PyramidKv { capacity: 108, window: 8, beta: 20.0 }.budgets_of(4, 150)?;
     /// assert_eq!(budgets, [150, 122, 94, 66]);
-    /// # Ok::<(), pikv_host::codec::SelectError>(())
+    /// # Ok::<(), pikv::codec::SelectError>(())
     /// ```
     pub fn budgets_of(&self, layers: u32, tokens: u32) -> Result<Vec<u32>, SelectError> {
         let shares = self.shares_of(layers, tokens)?;

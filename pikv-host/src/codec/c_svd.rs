@@ -6,6 +6,8 @@ use super::{FitError, Moments};
 
 /// The top `rank` right singular vectors `B` of a head's calibration rows `X`: `stored = B^T x`, `x ~ B stored`.
 ///
+/// Needs the feature `fit`.
+///
 /// They are the eigenvectors of `X^T X`, not centred. `tail`, the sum of the dropped `sigma^2`, is exactly `||X - X B B^T||_F^2`, and
 /// no map of that rank without a bias loses less on those rows (Eckart-Young). It says nothing of rows unlike them, nor of
 /// perplexity. O(wide^3) to fit; a row costs `rank wide` multiply-adds, a query as many.

@@ -50,11 +50,12 @@ impl Coding {
     /// A level that is not 1..=3, or a code with scales.
     ///
     /// ```
-    /// use pikv_host::codec::{Code, Codec, Coding};
+    /// # use pikv_host as pikv;
+    /// use pikv::codec::{Code, Codec, Coding};
     /// let quarter = Coding::means(Code::Bf16, 2)?;
     /// let page = Codec::new(quarter.clone(), quarter).packed(128, 128);
     /// assert_eq!(page.bytes(), 2 * 8 * 128 * 2 + 64);
-    /// # Ok::<(), pikv_host::codec::MapError>(())
+    /// # Ok::<(), pikv::codec::MapError>(())
     /// ```
     pub fn means(code: Code, level: u32) -> Result<Coding, MapError> {
         if !(1..=3).contains(&level) {
@@ -74,12 +75,13 @@ impl Coding {
     /// A rank that is not 1..=31.
     ///
     /// ```
-    /// use pikv_host::codec::{Code, Codec, Coding};
+    /// # use pikv_host as pikv;
+    /// use pikv::codec::{Code, Codec, Coding};
     /// let seven = Coding::block_pca(Code::F16, 7)?;
     /// let page = Codec::new(seven, Coding::new(Code::Bf16)).packed(128, 128);
     /// // 4 words of coefficients for 32 keys, 8 vectors of 64 words, values as they are.
     /// assert_eq!(page.bytes(), 4 * (4 * 32 + 8 * 64) + 32 * 128 * 2 + 64);
-    /// # Ok::<(), pikv_host::codec::MapError>(())
+    /// # Ok::<(), pikv::codec::MapError>(())
     /// ```
     pub fn block_pca(code: Code, rank: u32) -> Result<Coding, MapError> {
         if !(1..=31).contains(&rank) {
@@ -143,14 +145,15 @@ impl Coding {
     /// Which rows of `dim` channels this can store, with a hundredth of room for the roundings of the head's dtype and of the map.
     ///
     /// ```
-    /// use pikv_host::codec::{Code, Coding, Map};
+    /// # use pikv_host as pikv;
+    /// use pikv::codec::{Code, Coding, Map};
     /// let spread = Coding::new(Code::Int8).map(Map::hadamard(128)?).limits(128);
     /// // All 128 channels may be 5,700; one of 60,000 will do too.
     /// assert!(spread.take(&[5_700.0; 128]) && !spread.take(&[6_000.0; 128]));
     /// let mut row = [0.0; 128];
     /// row[37] = 60_000.0;
     /// assert!(spread.take(&row));
-    /// # Ok::<(), pikv_host::codec::MapError>(())
+    /// # Ok::<(), pikv::codec::MapError>(())
     /// ```
     pub fn limits(&self, dim: u32) -> Limits {
         let top = 0.99 * self.code.limit();
@@ -250,7 +253,8 @@ pub(crate) struct Unpackable {
 /// Sinks, the ring, and an expert's last page until it is full stay as they came.
 ///
 /// ```
-/// use pikv_host::codec::{Code, Codec, Coding, Map};
+/// # use pikv_host as pikv;
+/// use pikv::codec::{Code, Codec, Coding, Map};
 /// // 4 bits, keys turned by a Hadamard transform first.
 /// let codec = Codec::new(Coding::new(Code::Int4).map(Map::hadamard(128)?), Coding::new(Code::Int4));
 /// let page = codec.packed(128, 128);

@@ -50,6 +50,8 @@ pub struct Segment {
 
 /// Gathers second moments of queries, keys and values of each layer and KV head, and a bounded sample of whole segments.
 ///
+/// Needs the feature `fit`.
+///
 /// Moments take `8 (2 k_dim^2 + v_dim^2)` bytes a head, a row about half as many multiply-adds; the sample is held once a layer.
 /// Nothing depends on anything but the calls and the seed.
 #[derive(Clone, Debug)]

@@ -129,6 +129,8 @@ pub struct Side {
 }
 
 /// Maps of every layer and KV head, and the model that they were fitted to.
+///
+/// Needs the feature `fit`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fitted {
     shape: FitShape,
@@ -141,8 +143,9 @@ pub struct Fitted {
 /// after its length, in the order given, so that no two lists give the same bytes.
 ///
 /// ```
-/// let a = pikv_host::codec::fingerprint(&[("config", b"{}"), ("wk", &[1, 2])]);
-/// assert_ne!(a, pikv_host::codec::fingerprint(&[("config", b"{}"), ("wk", &[2, 1])]));
+/// # use pikv_host as pikv;
+/// let a = pikv::codec::fingerprint(&[("config", b"{}"), ("wk", &[1, 2])]);
+/// assert_ne!(a, pikv::codec::fingerprint(&[("config", b"{}"), ("wk", &[2, 1])]));
 /// ```
 pub fn fingerprint(parts: &[(&str, &[u8])]) -> String {
     let mut hasher = blake3::Hasher::new();

@@ -15,13 +15,14 @@ use std::sync::Arc;
 /// values: NaN and infinity go in and out as f32 has it, and the store refuses them before. A clone shares the matrices.
 ///
 /// ```
-/// use pikv_host::codec::Map;
+/// # use pikv_host as pikv;
+/// use pikv::codec::Map;
 /// let map = Map::new(3, 1, vec![0.5, 0.5, 0.0], vec![1.0, 1.0, 0.0], None)?;
 /// let (mut stored, mut row) = ([0.0], [0.0; 3]);
 /// map.encode_row(&[2.0, 4.0, 9.0], &mut stored);
 /// map.decode_row(&stored, &mut row);
 /// assert_eq!((stored, row), ([3.0], [3.0, 3.0, 0.0]));
-/// # Ok::<(), pikv_host::codec::MapError>(())
+/// # Ok::<(), pikv::codec::MapError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Map {

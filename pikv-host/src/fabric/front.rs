@@ -349,9 +349,10 @@ impl Cache {
     /// ranks than there can be shards; [`Error::Fabric`] if a rank does not answer, has another version, or was built from another configuration.
     ///
     /// ```
-    /// use pikv_host::fabric::{InProcess, Options};
-    /// use pikv_host::{Cache, CacheConfig};
-    /// use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, shard::ShardMap};
+    /// # use pikv_host as pikv;
+    /// use pikv::fabric::{InProcess, Options};
+    /// use pikv::{Cache, CacheConfig};
+    /// use pikv::{Dtype, LayerShape, Layout, ShardMap};
     /// let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
     /// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
     /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32).shards(ShardMap::sum(4)?);

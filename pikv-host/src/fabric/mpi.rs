@@ -1,4 +1,4 @@
-//! Ranks that are processes, over MPI: the `mpi` crate, over MPICH or Open MPI.
+//! Ranks that are processes, over MPI: the `mpi` crate, over MPICH or Open MPI. Needs the feature `mpi`.
 //!
 //! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the
 //! others do; they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over

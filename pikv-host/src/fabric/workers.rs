@@ -52,9 +52,10 @@ impl InProcess {
     /// As [`InProcess::new`].
     ///
     /// ```no_run
-    /// use pikv_host::Backend;
-    /// # use pikv_host::fabric::{InProcess, Options};
-    /// # use pikv_host::{Cache, CacheConfig};
+    /// # use pikv_host as pikv;
+    /// use pikv::Backend;
+    /// # use pikv::fabric::{InProcess, Options};
+    /// # use pikv::{Cache, CacheConfig};
     /// # fn devices(config: CacheConfig) -> Result<(), Box<dyn std::error::Error>> {
     /// let backends = (0..Backend::cuda_devices()?).map(Backend::cuda_device).collect::<Result<Vec<_>, _>>()?;
     /// let ranks = InProcess::on(&config, &backends, 40 << 30)?;

@@ -51,7 +51,8 @@ impl Totals {
 /// Adds up what it hears, in memory that does not grow: two histograms and two counts an expert.
 ///
 /// ```
-/// use pikv_host::metrics::{Collector, Evicted, Sink, StepMetrics};
+/// # use pikv_host as pikv;
+/// use pikv::metrics::{Collector, Evicted, Sink, StepMetrics};
 /// let sink = Collector::new(2);
 /// sink.step(&StepMetrics { resident_bytes: 4096, hits: &[3, 0], misses: &[1, 2], ..StepMetrics::default() });
 /// sink.evicted(&Evicted { layer: 0, kv_head: 1, tokens: 32, bytes: 2048, age: 700 });

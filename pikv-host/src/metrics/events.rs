@@ -7,6 +7,8 @@ use tracing::{debug, trace, warn};
 
 /// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level
 /// trace, what went wrong at level warn (nothing as long as nothing did). Hits and misses are summed over the experts.
+///
+/// Needs the feature `tracing`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TracingSink;
 

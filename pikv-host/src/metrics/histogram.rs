@@ -7,7 +7,8 @@ const BUCKETS: usize = 65;
 /// `2^i - 1`. Counts and the sum stop at their largest value.
 ///
 /// ```
-/// use pikv_host::metrics::Histogram;
+/// # use pikv_host as pikv;
+/// use pikv::metrics::Histogram;
 /// let mut ages = Histogram::default();
 /// [0, 1, 2, 3, 900].iter().for_each(|age| ages.record(*age));
 /// assert_eq!(ages.buckets().collect::<Vec<_>>(), [(0, 0, 1), (1, 1, 1), (2, 3, 2), (512, 1023, 1)]);

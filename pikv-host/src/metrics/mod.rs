@@ -1,6 +1,6 @@
 //! What a cache does, in plain numbers: once a step, and for every page that leaves or comes back into use.
 //!
-//! A [`Sink`] takes them. Whoever runs the loop of steps calls it; nothing here reads a cache. What sinks keep is bounded,
+//! A [`Sink`] takes them. [`ClosedLoop`](crate::ClosedLoop) calls it; without a loop your engine does. What sinks keep is bounded,
 //! however long they listen.
 //!
 //! | sink | file | what it does |
@@ -37,9 +37,9 @@ pub struct StepMetrics<'a> {
     pub resident_bytes: u64,
     /// Bytes that the same tokens would take with nothing evicted, packed or shared.
     pub logical_bytes: u64,
-    /// Of each expert, wanted pages that were resident in the fastest tier.
+    /// Of each expert, wanted tokens that were resident in the fastest tier, counted for each row and KV head.
     pub hits: &'a [u64],
-    /// Of each expert, wanted pages that were evicted, remote or in a lower tier.
+    /// Of each expert, wanted tokens that were evicted, remote or in a lower tier, counted likewise.
     pub misses: &'a [u64],
 }
 
@@ -72,7 +72,8 @@ pub struct Reused {
 /// Takes the numbers. Every method does nothing unless it is written, and must not block for long: the loop waits for it.
 ///
 /// ```
-/// use pikv_host::metrics::{Sink, StepMetrics};
+/// # use pikv_host as pikv;
+/// use pikv::metrics::{Sink, StepMetrics};
 /// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// #[derive(Default)]
 /// struct Peak(AtomicU64);

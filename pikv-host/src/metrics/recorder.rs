@@ -8,14 +8,16 @@ use std::fmt;
 
 /// Gives every number to the recorder.
 ///
+/// Needs the feature `metrics`.
+///
 /// | name | kind | of |
 /// |---|---|---|
 /// | `pikv_steps_total`, `pikv_rows_total` | counter | steps, and tokens that they added |
 /// | `pikv_resident_bytes`, `pikv_logical_bytes` | gauge | the last step |
-/// | `pikv_hits_total`, `pikv_misses_total` | counter | wanted pages, label `expert` |
+/// | `pikv_hits_total`, `pikv_misses_total` | counter | wanted tokens, for each row and KV head, label `expert` |
 /// | `pikv_evicted_pages_total`, `pikv_evicted_tokens_total`, `pikv_evicted_bytes_total` | counter | pages that left |
 /// | `pikv_eviction_age_tokens` | histogram | pages that left |
-/// | `pikv_reuse_gap_steps` | histogram | pages used again |
+/// | `pikv_reuse_gap_steps` | histogram | tokens of the sequence since a page was last used |
 /// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
 /// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that went to other ranks |
 /// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | what went wrong without failing a call ([`Failures`]) |

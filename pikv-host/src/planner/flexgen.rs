@@ -1,5 +1,5 @@
 //! FlexGen: which share of the pages lies in which tier (arXiv 2303.06865, its cost model and policy search), by a linear
-//! program.
+//! program. Needs the feature `plan`.
 //!
 //! A decode step is over when its slowest stream is: compute, and for each link the pages that come up and those that go down,
 //! all at the same time. So `T = max(compute, up_1, down_1, up_2, ..)`, each of which is linear in the shares, and so is what a
@@ -187,7 +187,8 @@ impl Machine {
     /// gave up.
     ///
     /// ```
-    /// use pikv_host::planner::flexgen::{Class, Machine, Tier};
+    /// # use pikv_host as pikv;
+    /// use pikv::planner::flexgen::{Class, Machine, Tier};
     /// let tier = |name: &str, capacity, rate, direct| {
     ///     Tier { name: name.into(), capacity, read: rate, write: rate, direct }
     /// };
@@ -198,7 +199,7 @@ impl Machine {
     /// let placement = machine.place(&[pages])?;
     /// assert_eq!(placement.pages, [[1000, 3000, 1000]]);
     /// assert!((placement.seconds - 0.001).abs() < 1e-9);
-    /// # Ok::<(), pikv_host::planner::flexgen::PlacementError>(())
+    /// # Ok::<(), pikv::planner::flexgen::PlacementError>(())
     /// ```
     pub fn place(&self, classes: &[Class]) -> Result<Placement, PlacementError> {
         self.check(classes)?;

@@ -73,8 +73,9 @@ pub struct Forecast {
 /// spreads there are [`Cache::bytes_at`] and [`Cache::bytes_at_most`].
 ///
 /// ```
-/// use pikv_host::planner::{Load, MIXTRAL_8X7B, PlanError, Planner};
-/// use pikv_core::dtype::Dtype::Bf16;
+/// # use pikv_host as pikv;
+/// use pikv::planner::{Load, MIXTRAL_8X7B, PlanError, Planner};
+/// use pikv::Dtype::Bf16;
 /// let planner = Planner::new(MIXTRAL_8X7B.config(Bf16, Bf16, 8 << 30))?;
 /// let all = planner.forecast(&Load::new(32768))?;
 /// // 4 GiB of keys and values; the rest is positions, and the 8 experts' last pages.
@@ -85,7 +86,7 @@ pub struct Forecast {
 /// let PlanError::Budget { fits, .. } = error else { panic!("{error}") };
 /// assert!(32_000 < fits && fits < 32_768);
 /// planner.check(&Load::new(fits).sequences(2))?;
-/// # Ok::<(), pikv_host::planner::PlanError>(())
+/// # Ok::<(), pikv::planner::PlanError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Planner {
@@ -311,10 +312,11 @@ impl Tally<'_> {
 /// `top_k` that is not in `1..=experts`.
 ///
 /// ```
-/// use pikv_host::planner::shared_experts;
+/// # use pikv_host as pikv;
+/// use pikv::planner::shared_experts;
 /// assert_eq!(shared_experts(16, 2)?, 0.125);
 /// assert_eq!(shared_experts(8, 2)?, 0.25);
-/// # Ok::<(), pikv_host::planner::PlanError>(())
+/// # Ok::<(), pikv::planner::PlanError>(())
 /// ```
 pub fn shared_experts(experts: u32, top_k: u32) -> Result<f64, PlanError> {
     if top_k == 0 || top_k > experts {

@@ -109,9 +109,10 @@ impl Geometry {
     /// Bytes of the keys and values of `tokens` tokens alone, each channel `bits` wide: no pages, no padding, no positions.
     ///
     /// ```
-    /// use pikv_host::planner::Geometry;
+    /// # use pikv_host as pikv;
+    /// use pikv::planner::Geometry;
     /// // The paper's "> 24 GB": 24 layers of 16 KV heads of 128 channels in fp16, 128K tokens. The experts do not show.
-    /// let model = Geometry { layers: 24, ..pikv_host::planner::QWEN1_5_MOE_A2_7B };
+    /// let model = Geometry { layers: 24, ..pikv::planner::QWEN1_5_MOE_A2_7B };
     /// assert_eq!(model.raw_bytes(131072, 16), 24 << 30);
     /// ```
     pub const fn raw_bytes(&self, tokens: u32, bits: u32) -> u64 {

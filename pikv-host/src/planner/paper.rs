@@ -37,7 +37,8 @@ pub fn summaries(memory: &Memory, page: f64) -> f64 {
 /// tokens whatever it says.
 ///
 /// ```
-/// use pikv_host::planner::paper::{Memory, m_star, s_star, summaries};
+/// # use pikv_host as pikv;
+/// use pikv::planner::paper::{Memory, m_star, s_star, summaries};
 /// let paper = Memory { width: 128.0, ratio: 1.0, tokens: 131072.0, devices: 8.0, pages: 16.0 };
 /// assert_eq!(s_star(&paper), 32.0);
 /// assert_eq!(summaries(&paper, 32.0), 512.0);

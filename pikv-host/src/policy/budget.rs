@@ -7,6 +7,19 @@ use std::sync::Arc;
 /// more.
 ///
 /// See [`Eviction`](super::Eviction).
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::policy::{Budget, Eviction, SnapKv};
+///
+/// let eviction = |budget| Eviction::new(SnapKv::default(), budget);
+/// let same = eviction(Budget::Tokens(1024));
+/// let quarter = eviction(Budget::Share(0.25));
+/// let by_layer = eviction(Budget::Layers([2048, 1024, 512].into()));
+/// let by_head = eviction(Budget::Heads([vec![Budget::ALL, 256], vec![256, 256]].into()));
+/// let bytes = eviction(Budget::Bytes(8 << 20));           // of each layer
+/// # let _ = (same, quarter, by_layer, by_head, bytes);
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Budget {

@@ -26,7 +26,8 @@ impl Duo {
     /// The line and what stands there instead of a finite number.
     ///
     /// ```
-    /// use pikv_host::policy::Duo;
+    /// # use pikv_host as pikv;
+    /// use pikv::policy::Duo;
     /// let duo = Duo::parse("9.0625e-01\t-9.584426879882812500e-05\n1.0003\t0.5\n", 384)?;
     /// assert_eq!(duo.gates, [[0.90625, 0.0], [1.0, 0.5]]);
     /// # Ok::<(), String>(())

@@ -175,6 +175,27 @@ pub struct Token<'a> {
 }
 
 /// How a layer evicts. Set by [`CacheConfig::evict`](crate::CacheConfig::evict).
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::policy::{Budget, Eviction, H2o};
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+///
+/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
+/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let eviction = Eviction::new(H2o, Budget::Tokens(48)).batch(1);
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(16).sinks(4).evict(eviction))?;
+/// let mut sequence = cache.sequence();
+/// for _ in 0..100 {
+///     let mut step = cache.begin([(&mut sequence, 1)])?;
+///     step.append(0, &[0.5; 4], &[0.25; 4])?;
+///     step.attend(0, &[1.0; 8], &Attend::new(0.5), Output::new(&mut [0.0; 8]))?;
+///     step.commit()?;
+/// }
+/// assert_eq!(sequence.resident(0, 0)?.0, 48);             // layer 0, KV head 0
+/// assert_eq!(sequence.next_position().0, 100);            // positions go on
+/// # Ok::<(), pikv::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Eviction {

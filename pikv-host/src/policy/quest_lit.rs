@@ -86,11 +86,12 @@ impl QuestLit {
     /// No layers, one that does not fit the one before, more than one output, values that are not finite.
     ///
     /// ```
-    /// use pikv_host::policy::{Dense, QuestLit};
+    /// # use pikv_host as pikv;
+    /// use pikv::policy::{Dense, QuestLit};
     /// // Keys of small norm are worth most, as `KeyNorm` has it.
     /// let weight = vec![0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0];
     /// QuestLit::new(vec![Dense { weight, bias: vec![0.0] }])?;
-    /// # Ok::<(), pikv_host::policy::QuestLitError>(())
+    /// # Ok::<(), pikv::policy::QuestLitError>(())
     /// ```
     pub fn new(layers: Vec<Dense>) -> Result<QuestLit, QuestLitError> {
         let mut wide = QuestLit::STATISTICS;

@@ -21,7 +21,8 @@ pub struct Auxiliary {
 /// A shape that is none, slices of the wrong length, logits that are not finite, or an expert that is not there.
 ///
 /// ```
-/// use pikv_host::router::{Shape, auxiliary};
+/// # use pikv_host as pikv;
+/// use pikv::router::{Shape, auxiliary};
 /// let even = auxiliary(Shape::new(2, 1), &[0.0, 0.0, 0.0, 0.0], &[0, 1]).unwrap();
 /// assert!((even.load_balance - 1.0).abs() < 1e-7 && (even.z - 2f64.ln().powi(2)).abs() < 1e-6);
 /// ```

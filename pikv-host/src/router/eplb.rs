@@ -91,7 +91,8 @@ impl Eplb {
     /// Sizes that are 0 or do not divide, fewer replicas than experts, or a load that is not finite and at least 0.
     ///
     /// ```
-    /// use pikv_host::router::Eplb;
+    /// # use pikv_host as pikv;
+    /// use pikv::router::Eplb;
     /// let loads = [90., 132., 40., 61., 104., 165., 39., 4., 73., 56., 183., 86.];
     /// let placement = Eplb::hierarchical(16, 4, 2, 8).place(&loads).unwrap();
     /// assert_eq!(placement.expert_of, [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]);

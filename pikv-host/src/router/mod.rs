@@ -21,8 +21,9 @@
 //! Names and ids are those of arXiv 2508.06526; meanings are those of the methods' own papers, named in each file.
 //!
 //! ```
-//! use pikv_core::page::Position;
-//! use pikv_host::router::{CacheAware, Feedback, Router, Routes, Shape};
+//! # use pikv_host as pikv;
+//! use pikv::Position;
+//! use pikv::router::{CacheAware, Feedback, Router, Routes, Shape};
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let mut router = CacheAware::default().router(Shape::new(4, 2))?;
 //! let mut routes = Routes::default();
@@ -239,7 +240,8 @@ impl Routes {
 /// What the fetch of a step met, over all rows that were routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
 pub struct Feedback<'a> {
-    /// `[experts]` pages of each expert that the rows' experts hold or held, whether the expert was fetched or not.
+    /// `[experts]` what rows wanted of each expert that they chose, fetched or not, in any unit; [`ClosedLoop`](crate::ClosedLoop) counts
+    /// tokens for each row and KV head.
     pub wanted: &'a [u32],
     /// `[experts]` those of them that were evicted, remote, in a lower tier, or of an expert that was not fetched.
     pub missed: &'a [u32],
@@ -248,7 +250,7 @@ pub struct Feedback<'a> {
 }
 
 impl<'a> Feedback<'a> {
-    /// Pages wanted and missed, both `[experts]`; no remote bytes.
+    /// Tokens (or pages) wanted and missed, both `[experts]`; no remote bytes.
     pub fn new(wanted: &'a [u32], missed: &'a [u32]) -> Feedback<'a> {
         Feedback { wanted, missed, remote_bytes: 0 }
     }
@@ -274,6 +276,28 @@ impl<'a> Feedback<'a> {
 /// A router of one layer.
 ///
 /// Object-safe, so that an engine can hold a `Vec<Box<dyn Router>>`, one a layer.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::Position;
+/// use pikv::router::{Feedback, LoadBalanced, Router, Routes, Shape, TopK};
+///
+/// # fn main() -> Result<(), pikv::router::RouteError> {
+/// let shape = Shape::new(4, 2);                           // 4 experts, 2 for each token
+/// let mut layers: Vec<Box<dyn Router>> = vec![
+///     Box::new(TopK::default().router(shape)?),
+///     Box::new(LoadBalanced::default().router(shape)?),
+/// ];
+/// let mut routes = Routes::default();
+/// for router in &mut layers {
+///     routes.clear();
+///     router.route(Position(0), &[0.1, 0.9, 0.3, -1.0], &mut routes)?;
+///     assert_eq!(routes.filing().experts, [1, 2]);        // for Step::route
+///     router.observe(&Feedback::new(&[0, 8, 8, 0], &[0, 0, 2, 0]))?; // after the step: tokens wanted, and missed
+/// }
+/// # Ok(())
+/// # }
+/// ```
 pub trait Router: fmt::Debug + Send + Sync {
     /// Which router it is.
     fn kind(&self) -> RouterKind;

@@ -45,7 +45,8 @@ type Open = dyn Fn() -> io::Result<Box<dyn Store>> + Send + Sync;
 /// The tiers of a cache beneath its budget, fastest first.
 ///
 /// ```
-/// use pikv_host::tiers::Tiers;
+/// # use pikv_host as pikv;
+/// use pikv::tiers::Tiers;
 /// let tiers = Tiers::new().host(1 << 30).file(std::env::temp_dir(), 16 << 30).staging(256 << 20);
 /// ```
 #[derive(Clone, Debug)]
