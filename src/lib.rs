@@ -73,9 +73,9 @@ pub use pikv_core::{
 };
 pub use pikv_host::{
     AgeRule, Attend, Backend, Cache, CacheConfig, ClosedLoop, CodecRule, ConfigError, CudaError,
-    DeviceOutput, DeviceSlice, Error, EvictionRule, Failures, LoopError, LoopStep, Output, PageId, PageInfo,
-    PageMass, Place, Read, Rows, Sequence, Step, StepReport, TierOperation, Usage, codec, fabric, lanes,
-    metrics, planner, policy, router, tiers, trace,
+    DeviceOutput, DeviceSlice, Error, EvictionRule, Failures, Frequencies, FrequencyError, LoopError,
+    LoopStep, Output, PageId, PageInfo, PageMass, Place, Read, Rows, Scaling, Sequence, Step, StepReport,
+    TierOperation, Usage, codec, fabric, lanes, metrics, planner, policy, router, tiers, trace,
 };
 
 /// The examples of the README, as tests.

@@ -9,6 +9,7 @@ use crate::cache::Inner;
 use crate::error::Error;
 use crate::fabric;
 use crate::forest::Forest;
+use crate::frequencies::Frequencies;
 use crate::job::{Job, Shared, each_mut};
 use crate::lists::{Cut, LISTS, Lists, emptied};
 use crate::mass::{Wanted, together};
@@ -315,7 +316,7 @@ fn attend_views(
         let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
         return Err(Error::Query { layer, row, head, channel, value: q[at] });
     }
-    let table = shape.rope.and_then(|rope| inner.tables.get(&rope));
+    let table = inner.tables.get(layer);
     let mut job = Job {
         inner,
         shape,
@@ -332,6 +333,7 @@ fn attend_views(
         table,
         read,
         closed_gaps,
+        stretch: inner.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
         remote: None,
         overflow: AtomicUsize::new(usize::MAX),
     };

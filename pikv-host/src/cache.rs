@@ -7,6 +7,7 @@ use crate::config::{CacheConfig, HeadCodecs};
 use crate::error::Error;
 use crate::fabric::Front;
 use crate::failures::{Counts, Failures};
+use crate::frequencies::Frequencies;
 use crate::observe::Rule;
 use crate::ranked::Rooms;
 use crate::rope::Tables;
@@ -32,6 +33,8 @@ pub(crate) struct Inner {
     /// How each layer evicts.
     pub rules: Vec<Option<Arc<Rule>>>,
     pub arenas: Arc<Arenas>,
+    /// Of layers whose rotations are scaled.
+    pub frequencies: Vec<Option<Frequencies>>,
     pub tables: Tables,
     /// Where rankings are done.
     pub rooms: Rooms,
@@ -165,7 +168,8 @@ impl Cache {
         let stores = config.stores()?;
         let store = Common { ring: config.common_ring()? };
         let codecs = config.head_codecs()?;
-        let rules = config.rules()?;
+        let frequencies = config.layers_frequencies()?;
+        let rules = config.rules(&frequencies)?;
         let heads = codecs.iter().flat_map(|heads| heads.iter().flatten());
         let aged =
             heads.clone().filter_map(|codec| codec.aged.as_ref()).map(|aged| aged.codec.packed.words());
@@ -173,17 +177,48 @@ impl Cache {
         let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
         let failures = Arc::<Counts>::default();
         let arenas = Arenas::new(&config, classes, &failures);
-        let tables = Tables::new(&config.layers);
+        let tables = Tables::new(&config.layers, &frequencies);
         let tiers = Levels::new(&config, &failures)?;
         let rooms = Rooms::default();
-        let inner =
-            Inner { config, store, stores, codecs, rules, arenas, tables, rooms, tiers, fabric, failures };
+        let inner = Inner {
+            config,
+            store,
+            stores,
+            codecs,
+            rules,
+            arenas,
+            frequencies,
+            tables,
+            rooms,
+            tiers,
+            fabric,
+            failures,
+        };
         Ok(Cache { inner: Arc::new(inner) })
     }
 
     /// The configuration.
     pub fn config(&self) -> &CacheConfig {
         &self.inner.config
+    }
+
+    /// Bytes of the tables of rotations, which no budget bounds: `4 * rotary_dim` a position, up to the longest sequence so far, rounded up
+    /// to a power of two, for each rotation that differs.
+    pub fn table_bytes(&self) -> u64 {
+        self.inner.tables.bytes()
+    }
+
+    /// Has the tables of rotations of keys that are stored before them ([`LayerShape::rope`](pikv_core::plan::LayerShape::rope)) reach
+    /// `positions` tokens, so that no step up to there waits for them. Each rotation takes `4 * rotary_dim` bytes a position, rounded up to a power of
+    /// two, beside the budget ([`Cache::table_bytes`]), and about a microsecond for 20 pairs.
+    ///
+    /// # Errors
+    /// [`Error::PositionOverflow`] past the last position, [`Error::OutOfMemory`].
+    pub fn reserve_positions(&self, positions: u32) -> Result<(), Error> {
+        if positions > Position::MAX.0 {
+            return Err(Error::PositionOverflow { position: u64::from(positions) });
+        }
+        (0..self.inner.config.layers.len()).try_for_each(|layer| self.inner.tables.grow(layer, positions))
     }
 
     /// The rules by which sequences take pages in a layer, to plan with.

@@ -3,6 +3,7 @@
 use crate::backend::Backend;
 use crate::codec::{Codec, HeadCodec};
 use crate::error::ConfigError;
+use crate::frequencies::Frequencies;
 use crate::observe::Rule;
 use crate::policy::Eviction;
 use crate::tiers::Tiers;
@@ -11,6 +12,7 @@ use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use pikv_core::shard::ShardMap;
 use pikv_lanes::Lanes;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Shards of a cache at most. Each has an arena for every page size.
@@ -85,6 +87,8 @@ pub struct CacheConfig {
     pub ages: Vec<AgeRule>,
     /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
     pub evictions: Vec<EvictionRule>,
+    /// Frequencies of scaled rotations, of ranges of layers; none by default. Of several for a layer, the last holds.
+    pub frequencies: Vec<(Range<usize>, Frequencies)>,
     /// Where pages go that the budget does not hold; nowhere by default.
     pub tiers: Tiers,
 }
@@ -149,6 +153,7 @@ impl CacheConfig {
             codecs: Vec::new(),
             ages: Vec::new(),
             evictions: Vec::new(),
+            frequencies: Vec::new(),
             tiers: Tiers::new(),
         }
     }
@@ -264,6 +269,15 @@ impl CacheConfig {
         self
     }
 
+    /// Sets the frequencies of the rotations of some layers, in place of those that [`Rope::theta`](pikv_core::rope::Rope) gives: models
+    /// whose `config.json` has `rope_scaling`. Of several calls for a layer, the last holds. In layers whose keys come rotated nothing
+    /// is turned by them; they tell policies how keys were turned
+    /// ([`ExpectedAttention`](crate::policy::ExpectedAttention)).
+    pub fn frequencies(mut self, layers: Range<usize>, frequencies: Frequencies) -> Self {
+        self.frequencies.push((layers, frequencies));
+        self
+    }
+
     /// Sets the tiers beneath the budget.
     pub fn tiers(mut self, tiers: Tiers) -> Self {
         self.tiers = tiers;
@@ -285,7 +299,10 @@ impl CacheConfig {
     ///
     /// # Errors
     /// A rule for a layer that is not there, or a budget that does not fit its layer.
-    pub(crate) fn rules(&self) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
+    pub(crate) fn rules(
+        &self,
+        frequencies: &[Option<Frequencies>],
+    ) -> Result<Vec<Option<Arc<Rule>>>, ConfigError> {
         let layers = self.layers.len();
         if let Some(layer) =
             self.evictions.iter().filter_map(|rule| rule.layer).find(|layer| *layer >= layers)
@@ -294,9 +311,36 @@ impl CacheConfig {
         }
         let rule = |(l, shape): (usize, &LayerShape)| {
             let Some(rule) = self.eviction_of(l) else { return Ok(None) };
-            Ok(Some(Arc::new(Rule::new(l, shape, &rule.eviction, self.rollback)?)))
+            let new = Rule::new(l, shape, &rule.eviction, self.rollback)?;
+            Ok(Some(Arc::new(Rule { frequencies: frequencies[l].clone(), ..new })))
         };
         self.layers.iter().enumerate().map(rule).collect()
+    }
+
+    /// The frequencies of layers that have their own.
+    pub(crate) fn layers_frequencies(&self) -> Result<Vec<Option<Frequencies>>, ConfigError> {
+        let mut of: Vec<Option<Frequencies>> = vec![None; self.layers.len()];
+        for (layers, frequencies) in &self.frequencies {
+            for layer in layers.clone() {
+                let Some(shape) = self.layers.get(layer) else {
+                    return Err(ConfigError::FrequencyLayer { layer, layers: self.layers.len() });
+                };
+                let policy = self.eviction_of(layer).and_then(|rule| rule.eviction.policy.rotation());
+                let rope = shape.rope.or(policy);
+                let (got, pairs) = (frequencies.inverse().len(), rope.map_or(0, |rope| rope.rotary_dim / 2));
+                if pairs as usize != got {
+                    return Err(ConfigError::Frequencies { layer, got, pairs });
+                }
+                of[layer] = Some(frequencies.clone());
+            }
+        }
+        for (layer, shape) in self.layers.iter().enumerate() {
+            let Some(policy) = self.eviction_of(layer).map(|rule| &rule.eviction.policy) else { continue };
+            if shape.rope.is_some() && policy.rotation().is_some_and(|rope| Some(rope) != shape.rope) {
+                return Err(ConfigError::PolicyRope { layer, policy: policy.name().to_owned() });
+            }
+        }
+        Ok(of)
     }
 
     /// The codecs of every head.

@@ -59,6 +59,36 @@ pub enum ConfigError {
         /// Channels there are.
         k_dim: u32,
     },
+    /// Frequencies of a layer that is not there.
+    #[error("frequencies of layer {layer}; the cache has {layers} layers")]
+    FrequencyLayer {
+        /// The layer.
+        layer: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// Frequencies of another number of pairs than the layer's rope turns, or the policy's where keys come rotated.
+    #[error(
+        "layer {layer}: {got} frequencies, and its rope turns {pairs} pairs of channels; one for each is needed"
+    )]
+    Frequencies {
+        /// The layer.
+        layer: usize,
+        /// Frequencies given.
+        got: usize,
+        /// Pairs that the layer's rope turns, or its policy's; 0 without one.
+        pairs: u32,
+    },
+    /// A policy that turns keys by another rotation than the layer's.
+    #[error(
+        "layer {layer}: the policy {policy} was given another rope than the layer's; give it that of LayerShape::rope"
+    )]
+    PolicyRope {
+        /// The layer.
+        layer: usize,
+        /// The policy's name.
+        policy: String,
+    },
     /// More rollback than there is memory for under a policy that keeps something of tokens or heads.
     #[error(
         "layer {layer}: a rollback of {rollback} tokens under the policy {policy}, which keeps numbers of each token or head for each \

@@ -71,6 +71,8 @@ pub struct Job<'a> {
     pub table: Option<Arc<Table>>,
     pub read: Read,
     pub closed_gaps: bool,
+    /// By how much products of turned channels are larger than those before the rotation; 1 but where frequencies are scaled.
+    pub stretch: f32,
     /// What other ranks worked out.
     pub remote: Option<RwLock<Remote>>,
     pub overflow: AtomicUsize,

@@ -5,6 +5,7 @@ use crate::chain::{Chain, find};
 use crate::config::HeadCodecs;
 use crate::error::ConfigError;
 use crate::filing::{Head, Layer, experts};
+use crate::frequencies::Frequencies;
 use crate::job::each_mut;
 use crate::kept::Kept;
 use crate::mass::Weighed;
@@ -43,6 +44,8 @@ pub(crate) struct Rule {
     pub feedback: Feedback,
     pub oldest_first: bool,
     pub reads_tokens: bool,
+    /// Of the layer's rotation, where they are scaled.
+    pub frequencies: Option<Frequencies>,
 }
 
 /// What attention over a head saw in a step.
@@ -141,6 +144,7 @@ impl Rule {
             feedback: policy.feedback(),
             oldest_first: policy.oldest_first(),
             reads_tokens: policy.reads_tokens(),
+            frequencies: None,
             eviction: eviction.clone(),
         })
     }
@@ -372,6 +376,7 @@ impl Telling<'_> {
                 queries: feed.queries.get(at).unwrap_or_default(),
                 hits,
                 misses,
+                frequencies: rule.frequencies.as_ref(),
             };
             let own = &mut head.own[rule.version(rows.end) * rule.head_words..];
             rule.eviction.policy.observe_head(&seen, &mut own[..rule.head_words]);

@@ -75,6 +75,7 @@ impl<'a> Ranked<'a> {
             tokens,
             head: layer.own(rule, head, len),
             group: excess.shape.group(),
+            frequencies: rule.frequencies.as_ref(),
             away: Default::default(),
         };
         Ranked { excess, head, tokens, utility, lanes, unranked: Vec::new() }

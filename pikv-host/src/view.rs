@@ -182,6 +182,10 @@ impl<'a> Job<'a> {
         for (h, folded) in queries.chunks_exact_mut(rows).enumerate() {
             let query = &self.q[self.row_of(view, 0, head * self.group() + h) * k_dim as usize..];
             bound::fold(&query[..k_dim as usize], rope, folded);
+            if let Some(rope) = rope {
+                let turned = &mut folded.as_flattened_mut()[..rope.rotary_dim as usize];
+                turned.iter_mut().for_each(|x| *x *= self.stretch);
+            }
         }
         let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
         let (codec, head) = (of.layer.codecs[head].as_ref(), &of.layer.heads[head]);

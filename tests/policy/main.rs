@@ -1,6 +1,7 @@
 //! Policies against their definitions, and the store that evicts by them.
 
 mod back;
+mod frequencies;
 mod heads;
 mod held;
 mod literal;

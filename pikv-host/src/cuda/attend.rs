@@ -85,7 +85,7 @@ impl Wave<'_> {
         let stream = &device.stream;
         let (rope, table) = match (&shape.of.rope, shape.table) {
             (Some(rope), Some(table)) => {
-                let at = work.table(stream, rope, table.values(), table.capacity())?;
+                let at = work.table(stream, table.index(), table.values(), table.capacity())?;
                 (RopeArg::new(rope, table.capacity()), at)
             }
             _ => (RopeArg::NONE, 0),

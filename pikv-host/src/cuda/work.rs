@@ -7,7 +7,6 @@ use crate::codec::Map;
 use crate::error::Error;
 use cust::memory::{DevicePointer, LockedBuffer, cuda_free, cuda_malloc};
 use pikv_core::codec::read::Back;
-use pikv_core::rope::Rope;
 use pikv_kernels::args::MapArg;
 
 /// Device memory, given back on drop. The context must be current.
@@ -91,7 +90,7 @@ pub(super) struct Work {
     scratch: Memory,
     back: Pinned,
     /// Tables of rotations, and the positions in them.
-    tables: Vec<(Rope, u32, Memory)>,
+    tables: Vec<(usize, u32, Memory)>,
     /// Maps of codecs.
     maps: Vec<(Map, Way, MapArg, Memory)>,
 }
@@ -183,15 +182,16 @@ impl Work {
         Ok(argument)
     }
 
-    /// The table of a rotation.
+    /// The table of a rotation, the cache's `index`th.
     pub fn table(
         &mut self,
         stream: &Stream,
-        rope: &Rope,
+        index: usize,
         values: &[f32],
         capacity: u32,
     ) -> Result<u64, Error> {
-        if let Some((.., memory)) = self.tables.iter().find(|(known, n, _)| known == rope && *n == capacity) {
+        if let Some((.., memory)) = self.tables.iter().find(|(known, n, _)| (*known, *n) == (index, capacity))
+        {
             return Ok(memory.address());
         }
         let memory = Memory::new(size_of_val(values) as u64)?;
@@ -199,9 +199,9 @@ impl Work {
         unsafe { stream.up(memory.address(), bytemuck::cast_slice(values))? };
         stream.synchronize()?;
         // A shorter one has no more readers, all work being done.
-        self.tables.retain(|(known, ..)| known != rope);
+        self.tables.retain(|(known, ..)| *known != index);
         let address = memory.address();
-        self.tables.push((*rope, capacity, memory));
+        self.tables.push((index, capacity, memory));
         Ok(address)
     }
 

@@ -19,6 +19,7 @@ use std::sync::Arc;
 
 /// A question.
 pub(crate) struct Ask<'a> {
+    layer: usize,
     pub shape: &'a LayerShape,
     /// Of the pages, if they are packed.
     pub codec: Option<&'a HeadCodec>,
@@ -75,6 +76,7 @@ impl<'a> Ask<'a> {
             start = bytemuck::cast_slice(reader.words(rows)?);
         }
         Some(Ask {
+            layer,
             shape,
             codec,
             table: None,
@@ -92,7 +94,7 @@ impl<'a> Ask<'a> {
     }
 
     /// The rotation that its keys still want, and the last position that it turns them to; `None` where they come rotated.
-    pub fn turned(&self) -> Option<(&'a Rope, u32)> {
+    pub fn turned(&self) -> Option<(usize, &'a Rope, u32)> {
         let rope = self.shape.rope.as_ref()?;
         let last = |of: &Listed<'_>| {
             let positions = of.page.words().iter().zip(0..LANES).filter(|(_, lane)| of.live >> lane & 1 == 1);
@@ -101,12 +103,12 @@ impl<'a> Ask<'a> {
                 None => positions.map(|(position, _)| *position).max().unwrap_or(0),
             }
         };
-        Some((rope, self.blocks.iter().flatten().map(last).max().unwrap_or(0)))
+        Some((self.layer, rope, self.blocks.iter().flatten().map(last).max().unwrap_or(0)))
     }
 
     /// Takes the table of its rotation, which reaches its last position by now.
     pub fn take_table(&mut self, inner: &Inner) {
-        self.table = self.shape.rope.and_then(|rope| inner.tables.get(&rope));
+        self.table = inner.tables.get(self.layer);
     }
 
     /// Words of its answer.

@@ -52,7 +52,8 @@ struct Came<'m> {
 pub(crate) fn fingerprint(inner: &Inner) -> u64 {
     let config = &inner.config;
     let codecs: Vec<_> = config.codecs.iter().map(|rule| (rule.layer, rule.kv_head, &rule.codec)).collect();
-    let text = format!("{VERSION} {:?} {codecs:?} {}", config.layers, config.lanes.rows());
+    let Inner { config, frequencies, .. } = inner;
+    let text = format!("{VERSION} {:?} {frequencies:?} {codecs:?} {}", config.layers, config.lanes.rows());
     // FNV-1a: it tells mistakes apart, not attacks.
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -215,15 +216,15 @@ impl Store {
         }
         let mut reader = reader.clone();
         let mut asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
-        for (rope, last) in asks.iter().filter_map(Ask::turned) {
+        for (layer, rope, last) in asks.iter().filter_map(Ask::turned) {
             if last > Position::MAX.0 {
                 return Err(CUT);
             }
-            let bytes = Tables::bytes(rope, last);
+            let bytes = Tables::bytes_at(rope, last);
             if bytes > self.inner.arenas.budget().max(TABLE) {
                 return Err(Refusal::Memory { bytes });
             }
-            self.inner.tables.grow(rope, last).map_err(|_| Refusal::Memory { bytes })?;
+            self.inner.tables.grow(layer, last).map_err(|_| Refusal::Memory { bytes })?;
         }
         asks.iter_mut().for_each(|ask| ask.take_table(&self.inner));
         let words: usize = asks.iter().map(Ask::answer_words).sum();

@@ -3,6 +3,7 @@
 use crate::arena::Page;
 use crate::chain::{Away, Entry, Held};
 use crate::codec::HeadCodec;
+use crate::frequencies::Frequencies;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
@@ -22,6 +23,7 @@ pub struct Candidates<'a> {
     pub(crate) tokens: Vec<Candidate>,
     pub(crate) head: &'a [f32],
     pub(crate) group: u32,
+    pub(crate) frequencies: Option<&'a Frequencies>,
     /// Pages of lower tiers, or on a device, that were looked into; `None` where that failed.
     pub(crate) away: Mutex<HashMap<u64, Option<Arc<[u32]>>>>,
 }
@@ -106,6 +108,11 @@ impl<'a> Candidates<'a> {
     /// The KV head.
     pub fn kv_head(&self) -> usize {
         self.kv_head
+    }
+
+    /// Frequencies of the layer's rotation, if it is scaled ([`CacheConfig::frequencies`](crate::CacheConfig::frequencies)).
+    pub fn frequencies(&self) -> Option<&'a Frequencies> {
+        self.frequencies
     }
 
     /// Query heads of the KV head.

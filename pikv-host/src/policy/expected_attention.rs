@@ -1,6 +1,7 @@
 //! Expected attention: what queries to come will look at stays (arXiv 2510.00636).
 
 use super::{Candidates, HeadSeen, Policy};
+use crate::frequencies::{Frequencies, turn};
 use pikv_core::rope::Rope;
 
 /// `u = (p + epsilon) ||v||`, `p` the attention that queries of the next positions can be expected to give a token.
@@ -14,7 +15,10 @@ use pikv_core::rope::Rope;
 /// ranking, reading every key and value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpectedAttention {
-    /// How queries and keys are rotated; `None` where they are not.
+    /// How queries and keys are rotated; `None` where they are not. That of [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) where
+    /// that is set; another is refused. Where frequencies are scaled (Llama 3.1, YaRN, ...) they are the layer's, those of
+    /// [`CacheConfig::frequencies`](crate::CacheConfig::frequencies), also where keys come rotated: without them tokens are ranked by the
+    /// plain base.
     pub rope: Option<Rope>,
     /// Whether they come rotated: `false` where [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) is set.
     pub rotated: bool,
@@ -46,38 +50,41 @@ impl ExpectedAttention {
         }
     }
 
-    /// Angle of pair `i` a position.
-    fn angle(&self, i: usize) -> f64 {
-        self.rope.map_or(0.0, |rope| libm::pow(rope.theta, -2.0 * i as f64 / f64::from(rope.rotary_dim)))
+    /// Angles of the pairs a position: the layer's own where they are scaled.
+    fn angles(&self, scaled: Option<&Frequencies>) -> Vec<f64> {
+        let Some(rope) = self.rope else { return Vec::new() };
+        let pairs = rope.rotary_dim / 2;
+        match scaled {
+            Some(scaled) => scaled.inverse().to_vec(),
+            None => (0..pairs).map(|i| turn(rope.theta, rope.rotary_dim, i)).collect(),
+        }
     }
 
-    fn turn_by(&self, row: &mut [f64], positions: f64) {
-        self.turn(row, |i| {
-            let angle = positions * self.angle(i);
-            (libm::cos(angle), libm::sin(angle))
-        });
+    fn turn_by(&self, row: &mut [f64], angles: &[f64], positions: f64) {
+        self.turn(row, |i| (libm::cos(positions * angles[i]), libm::sin(positions * angles[i])));
     }
 
     /// Means of cosine and sine of each pair over positions `now..now + ahead`.
-    fn mean_turns(&self, now: u32) -> Vec<(f64, f64)> {
-        let (pairs, n) =
-            (self.rope.map_or(0, |rope| rope.rotary_dim as usize / 2), f64::from(self.ahead.max(1)));
-        (0..pairs)
-            .map(|i| {
-                // A geometric sum of unit vectors: that of the middle, shortened.
-                let angle = self.angle(i);
-                let part = libm::sin(0.5 * angle);
-                let length = if part == 0.0 { 1.0 } else { libm::sin(0.5 * n * angle) / (n * part) };
-                let middle = (f64::from(now) + 0.5 * (n - 1.0)) * angle;
-                (length * libm::cos(middle), length * libm::sin(middle))
-            })
-            .collect()
+    fn mean_turns(&self, angles: &[f64], now: u32) -> Vec<(f64, f64)> {
+        let n = f64::from(self.ahead.max(1));
+        let mean = |angle: &f64| {
+            // A geometric sum of unit vectors: that of the middle, shortened.
+            let part = libm::sin(0.5 * angle);
+            let length = if part == 0.0 { 1.0 } else { libm::sin(0.5 * n * angle) / (n * part) };
+            let middle = (f64::from(now) + 0.5 * (n - 1.0)) * angle;
+            (length * libm::cos(middle), length * libm::sin(middle))
+        };
+        angles.iter().map(mean).collect()
     }
 }
 
 impl Policy for ExpectedAttention {
     fn name(&self) -> &str {
         "expected attention"
+    }
+
+    fn rotation(&self) -> Option<Rope> {
+        self.rope
     }
 
     /// How many queries there were, and of each query head the means and the variances.
@@ -92,6 +99,7 @@ impl Policy for ExpectedAttention {
             return;
         }
         let k_dim = width / seen.group as usize;
+        let angles = self.angles(seen.frequencies);
         let mut row = vec![0.0; k_dim];
         for (position, queries) in (seen.first.0..).zip(seen.queries.chunks_exact(width)) {
             if position < self.skip {
@@ -102,7 +110,7 @@ impl Policy for ExpectedAttention {
             for (query, head) in queries.chunks_exact(k_dim).zip(heads.chunks_exact_mut(2 * k_dim)) {
                 row.iter_mut().zip(query).for_each(|(row, x)| *row = f64::from(*x));
                 if self.rotated {
-                    self.turn_by(&mut row, -f64::from(position));
+                    self.turn_by(&mut row, &angles, -f64::from(position));
                 }
                 let (means, variances) = head.split_at_mut(k_dim);
                 for ((x, mean), variance) in row.iter().zip(means).zip(variances) {
@@ -118,7 +126,11 @@ impl Policy for ExpectedAttention {
         let (k_dim, group) = (tokens.k_dim(), tokens.group() as usize);
         let Some(heads) = tokens.head().get(1..) else { return };
         let scale = self.scale.map_or(1.0 / libm::sqrt(k_dim as f64), f64::from);
-        let turns = self.mean_turns(tokens.now());
+        let angles = self.angles(tokens.frequencies());
+        let turns = self.mean_turns(&angles, tokens.now());
+        // Queries and keys that come rotated are longer by the factor already.
+        let longer = tokens.frequencies().map_or(1.0, |scaled| scaled.factor() * scaled.factor());
+        let turned = self.rope.map_or(0, |rope| rope.rotary_dim as usize).min(k_dim);
         let (mut key, mut value) = (vec![0.0; k_dim], vec![0.0; tokens.v_dim()]);
         let mut row = vec![0.0; k_dim];
         // [group][tokens]
@@ -128,7 +140,8 @@ impl Policy for ExpectedAttention {
             tokens.read(i, &mut key, &mut value);
             row.iter_mut().zip(&key).for_each(|(row, x)| *row = f64::from(*x));
             if !self.rotated {
-                self.turn_by(&mut row, f64::from(tokens.position(i)));
+                self.turn_by(&mut row, &angles, f64::from(tokens.position(i)));
+                row[..turned].iter_mut().for_each(|x| *x *= longer);
             }
             // k.R mu = R'k.mu, and R' turns back.
             self.turn(&mut row, |pair| (turns[pair].0, -turns[pair].1));

@@ -56,6 +56,7 @@ pub use tova::Tova;
 pub(crate) use worst::{order_bits, worst};
 
 use pikv_core::page::Position;
+use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
 use std::fmt;
 use std::sync::Arc;
@@ -90,6 +91,12 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// taken back.
     fn feedback(&self) -> Feedback {
         Feedback::None
+    }
+
+    /// How it takes keys to be turned, if it looks at that. In a layer whose keys are stored before their rotation it has to be the layer's
+    /// own ([`ConfigError::PolicyRope`](crate::ConfigError)).
+    fn rotation(&self) -> Option<Rope> {
+        None
     }
 
     /// First positions that stay in its layers whatever they are worth, filed apart from the experts, where the configuration names no

@@ -2,6 +2,7 @@
 
 use crate::chain::Entry;
 use crate::codec::HeadCodec;
+use crate::frequencies::Frequencies;
 use crate::sequence::PageId;
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
@@ -182,4 +183,6 @@ pub struct HeadSeen<'a> {
     pub hits: u64,
     /// Of those, the ones that are gone.
     pub misses: u64,
+    /// Frequencies of the layer's rotation, if it is scaled ([`CacheConfig::frequencies`](crate::CacheConfig::frequencies)).
+    pub frequencies: Option<&'a Frequencies>,
 }

@@ -38,10 +38,8 @@ impl Step<'_> {
     pub(super) fn append_tokens(&mut self, layer: usize, tokens: &Tokens<'_>) -> Result<(), Error> {
         let inner = self.inner.clone();
         let shape = inner.layer(layer)?;
-        if let Some(rope) = &shape.rope {
-            // Not before the tokens are there: a table costs as much as they do.
-            inner.tables.grow(rope, self.parts.iter().map(|part| part.len).max().unwrap_or(0))?;
-        }
+        // Not before the tokens are there: a table costs as much as they do.
+        inner.tables.grow(layer, self.parts.iter().map(|part| part.len).max().unwrap_or(0))?;
         let mut row = 0;
         for part in &mut self.parts {
             let (old, new) = (part.sequence.len, part.len);
