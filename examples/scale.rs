@@ -2,12 +2,12 @@
 //!
 //! `cargo run --release -p pikv-examples --bin scale` writes `benches/results/scale.csv` and `scale.svg`, and prints the rows of one model.
 //!
-//! For each model of the planner, context (of 4K up to 64 devices) and number of devices: bytes of pages on the fullest device and at the front, bytes
-//! and messages of a decode step of one row that reads everything, with the bits of one process and merged on the ranks, and
-//! the time that the front's link needs for them at its stated rate, both ways at once, if nothing else takes any: 450 GB/s
-//! each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G. Experts are even, K and V bf16, the map
-//! `ShardMap::spread`. That messages have these sizes is tested on 2, 4 and 8 ranks (`tests/fabric`,
-//! `tests/mpi.rs`: within 5 %, measured within 0.3 %); the times are no measurement.
+//! For each model of the planner, context (of 4K up to 64 devices) and number of devices: bytes of pages on the fullest device, alone
+//! and over the mean (0 where no page is full), and at the front; bytes and messages of a decode step of one row that reads everything,
+//! with the bits of one process and merged on the ranks; and the time that the front's link needs for them at its stated rate, both
+//! ways at once, if nothing else takes any: 450 GB/s each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G.
+//! Experts are even, K and V bf16, the map `ShardMap::spread`. That messages have these sizes is tested on 2, 4 and 8 ranks
+//! (`tests/fabric`, `tests/mpi.rs`: within 5 %); the times are no measurement.
 
 use pikv::fabric::{RankPlan, Schedule, Wire};
 use pikv::planner::Geometry;
