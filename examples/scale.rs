@@ -2,12 +2,12 @@
 //!
 //! `cargo run --release -p pikv-examples --bin scale` writes `benches/results/scale.csv` and `scale.svg`, and prints the rows of one model.
 //!
-//! For each model of the planner, context and number of devices: bytes of pages on the fullest device and at the front, bytes
-//! and messages of a decode step of one row that reads everything, with the bits of one process and merged on the ranks, and
-//! the time that the front's link needs for them at its stated rate, both ways at once, if nothing else takes any: 450 GB/s
-//! each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G. Experts are even, K and V bf16, the map
-//! `ShardMap::spread`. That messages have these sizes is tested on 2, 4 and 8 ranks (`tests/fabric`,
-//! `tests/mpi.rs`: within 5 %, measured within 0.3 %); the times are no measurement.
+//! For each model of the planner, context (of 4K up to 64 devices) and number of devices: bytes of pages on the fullest device, alone
+//! and over the mean (0 where no page is full), and at the front; bytes and messages of a decode step of one row that reads everything,
+//! with the bits of one process and merged on the ranks; and the time that the front's link needs for them at its stated rate, both
+//! ways at once, if nothing else takes any: 450 GB/s each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G.
+//! Experts are even, K and V bf16, the map `ShardMap::spread`. That messages have these sizes is tested on 2, 4 and 8 ranks
+//! (`tests/fabric`, `tests/mpi.rs`: within 5 %); the times are no measurement.
 
 use pikv::fabric::{RankPlan, Schedule, Wire};
 use pikv::planner::Geometry;
@@ -20,6 +20,8 @@ use std::path::Path;
 const DEVICES: [u32; 8] = [8, 16, 32, 64, 128, 256, 512, 1024];
 const CONTEXTS: [(u32, &str); 4] =
     [(128 << 10, "128K"), (512 << 10, "512K"), (1 << 20, "1M"), (10_000_000, "10M")];
+/// A context of which few pages are full, and the most devices that it is spread over.
+const SHORT: (u32, u32) = (4 << 10, 64);
 /// Links, and bytes a second each way.
 const LINKS: [(&str, f64); 2] = [("NVLink", 450e9), ("400G", 50e9)];
 const RING: u32 = 256;
@@ -72,6 +74,9 @@ fn row(geometry: &Geometry, context: u32, devices: u32) -> Result<Row, Box<dyn E
 fn main() -> Result<(), Box<dyn Error>> {
     let mut rows = Vec::new();
     for geometry in Geometry::ALL {
+        for devices in DEVICES.into_iter().filter(|devices| *devices <= SHORT.1) {
+            rows.push(row(&geometry, SHORT.0, devices)?);
+        }
         for (context, _) in CONTEXTS {
             for devices in DEVICES {
                 rows.push(row(&geometry, context, devices)?);

@@ -267,7 +267,8 @@ fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) ->
         let logits = crate::seeds::logits(rows.by_rank(), options.skew, &mut random);
         let query = rows.next().map(|row| look(&row.wanted)).unwrap_or_default();
         let mut step = pikv.begin([(&mut sequence, 1)])?;
-        step.append(0, &key(position), &[0.0])?;
+        // A value of 0 would be worth nothing to a policy that looks at values.
+        step.append(0, &key(position), &[1.0])?;
         ranked.count(step.route(0, &logits)?, top_k as usize);
         step.attend(0, &query, &Attend::new(8.0).read(Read::Experts), Output::new(&mut [0.0]))?;
         step.commit()?;
