@@ -46,9 +46,10 @@ standin_decode() {
   diff target/written <(target/release/decode --tokens "$1" --backend cpu)
 }
 
-# Examples with everything that is optional, the stand-in and the benches: one set of features, so that nothing is built twice.
+# release BENCH..: examples with everything that is optional, the stand-in and these benches: one set of features, so that nothing is
+# built twice. (The lints check the other benches.)
 release() {
-  cargo build --release -p decode -p pikv-examples -p pikv-benches -p pikv-standin --all-targets \
+  cargo build --release -p decode -p pikv-examples -p pikv-benches -p pikv-standin --lib --bins "${@/#/--bench=}" \
     --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi
 }
 

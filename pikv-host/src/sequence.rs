@@ -531,12 +531,11 @@ impl<'a> Found<'a> {
             Held::Away(Away { slot, .. }) => (At::Slot(slot), slot.bytes()),
             _ => (At::Page(entry.page()?), entry.bytes()),
         };
-        // Lanes that lost their token for good may hold another one's position by now; the last one written never does.
-        let spans = match (entry.live, entry.pending) {
-            (0, 0) => 1 << (entry.fill.max(1) - 1),
-            (0, pending) => pending,
-            (live, _) => live,
-        };
+        // Lanes that lost their token for good may hold another one's position by now.
+        let spans = if entry.live != 0 { entry.live } else { entry.pending };
+        if spans == 0 {
+            return None;
+        }
         Some(Found { at, live: entry.live, spans, packed, bytes })
     }
 

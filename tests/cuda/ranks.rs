@@ -259,7 +259,7 @@ fn a_budget_of_a_device_is_its_own() {
     let config = config(layers(Dtype::F32), 8, 0).shards(ShardMap::ONE);
     let standin = Standin::with_devices(1);
     let page = config.layers[0].layout.bytes();
-    let ranks = InProcess::on(&config, &standin.backends(), 6 * page).unwrap();
+    let ranks = InProcess::on(&config, &standin.backends(), 10 * page).unwrap();
     let cache = Cache::over(config, Box::new(ranks), fabric::Options::default()).unwrap();
     let mut run = Run::of(cache, plain());
     run.act(&Op::Fill(vec![(0, 40)])).unwrap();

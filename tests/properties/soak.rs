@@ -279,9 +279,9 @@ fn a_rollback_that_no_memory_holds_is_refused_where_a_policy_keeps_something() {
 }
 
 #[test]
-fn the_readme_says_what_an_expert_costs() {
+fn the_docs_say_what_an_expert_costs() {
     let empty = |experts| Cache::new(config(experts)).unwrap().sequence().table_bytes();
     let bytes = (empty(101) - empty(1)) / 100 / u64::from(HEADS);
     let said = format!("{bytes} bytes an expert and KV head");
-    assert!(include_str!("../../README.md").contains(&said), "{said}");
+    assert!(include_str!("../../docs/costs.md").contains(&said), "{said}");
 }

@@ -46,8 +46,8 @@ fn pages(salt: u64, experts: usize) -> (Vec<u32>, Vec<u32>) {
 }
 
 /// (experts, top_k) that break careless code.
-const SHAPES: [(u32, u32); 9] =
-    [(1, 1), (2, 2), (4, 1), (8, 2), (33, 4), (64, 6), (64, 64), (256, 8), (1000, 3)];
+const SHAPES: [(u32, u32); 10] =
+    [(1, 1), (2, 2), (4, 1), (8, 2), (33, 4), (64, 6), (64, 64), (256, 8), (270, 5), (1000, 3)];
 
 /// Every router, with strong coefficients so that the bias decides often.
 fn all(shape: Shape) -> Vec<Box<dyn Router>> {

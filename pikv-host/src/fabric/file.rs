@@ -236,15 +236,18 @@ impl Chain {
         };
         let mirror = &mut list[at];
         mirror.renew(epoch);
-        if codec {
-            // Packed once and for all, unless a rollback opened it.
-            if mirror.synced < PAGE {
-                work.puts.page(mirror.copy.id, words);
-                mirror.synced = PAGE;
+        let (id, until) = (mirror.copy.id, if codec { PAGE } else { entry.fill });
+        // A fork that has it in common may have sent it with the same message.
+        let sent = work.synced.iter().rev().find(|(of, _)| *of == id).map_or(0, |(_, until)| *until);
+        mirror.synced = mirror.synced.max(sent.min(until));
+        if mirror.synced < until {
+            match codec {
+                // Packed once and for all, unless a rollback opened it.
+                true => work.puts.page(id, words),
+                false => work.writes.tokens(id, layer, layout, words, mirror.synced..until),
             }
-        } else if mirror.synced < entry.fill {
-            work.writes.tokens(mirror.copy.id, layer, layout, words, mirror.synced..entry.fill);
-            mirror.synced = entry.fill;
+            mirror.synced = until;
+            work.synced.push((id, until));
         }
         Some(mirror.copy.clone())
     }

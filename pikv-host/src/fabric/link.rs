@@ -52,6 +52,8 @@ pub(super) struct Work {
     pub keeps: List,
     pub fetches: List,
     pub asks: List,
+    /// Copies of pages that tokens are among `writes` or `puts` for, and up to which lane: forks may have one in common.
+    pub synced: Vec<(u64, u32)>,
 }
 
 /// Items that were written one after the other.
@@ -63,7 +65,7 @@ pub(super) struct List {
 
 impl Work {
     pub fn is_empty(&self) -> bool {
-        let Work { writes, puts, keeps, fetches, asks } = self;
+        let Work { writes, puts, keeps, fetches, asks, .. } = self;
         [writes, puts, keeps, fetches, asks].iter().all(|list| list.items == 0)
     }
 }
@@ -150,7 +152,7 @@ impl Link {
             let gone = freed(rank);
             message.push(gone.len() as u32);
             gone.iter().for_each(|id| wire::push_u64(&mut message, *id));
-            let Work { writes, puts, keeps, fetches, asks } = work;
+            let Work { writes, puts, keeps, fetches, asks, .. } = work;
             for list in [writes, puts, keeps, fetches, asks] {
                 message.push(list.items);
                 message.extend_from_slice(&list.words);
