@@ -186,13 +186,15 @@ impl Frequencies {
                 Frequencies::plain(theta * libm::pow(grown, dim / (dim - 2.0)), rotary_dim)
             }
             Scaling::Llama3 { factor, low, high, original } => {
-                (at_least_1("factor", factor)?, positive("low", low)?);
+                at_least_1("factor", factor)?;
+                positive("low", low)?;
                 within("high", high, high > low, "above low")?;
                 let original = at_least_1("original", f64::from(original))?;
                 each(&|_, x| banded(x, factor, (low, high), original), 1.0)
             }
             Scaling::Yarn { factor, original, fast, slow, truncate, attention } => {
-                (at_least_1("factor", factor)?, positive("slow", slow)?);
+                at_least_1("factor", factor)?;
+                positive("slow", slow)?;
                 within("fast", fast, fast > slow, "above slow")?;
                 within("theta", theta, theta > 1.0, "above 1")?;
                 let original = at_least_1("original", f64::from(original))?;

@@ -165,9 +165,12 @@ impl Learnt {
     pub fn met(&mut self, layer: usize, routes: &Routes, hits: &[u64], misses: &[u64], remote: u64) {
         let Kept { parts, layers } = &mut self.now;
         let Some(layer) = layers.get_mut(layer) else { return };
-        (layer.hits.clear(), layer.misses.clear(), layer.experts.clear(), layer.chosen.clear());
-        layer.hits.extend_from_slice(hits);
-        layer.misses.extend_from_slice(misses);
+        for (to, from) in [(&mut layer.hits, hits), (&mut layer.misses, misses)] {
+            to.clear();
+            to.extend_from_slice(from);
+        }
+        layer.experts.clear();
+        layer.chosen.clear();
         layer.chosen.resize(hits.len(), 0);
         let count = hits.len() / parts.len().max(1);
         let top_k = routes.filing().experts.len() / routes.rows().max(1);

@@ -68,7 +68,9 @@ impl StepReport {
         self.evicted.clear();
         self.reused.clear();
         if let Some(ByPart { hits, misses, tickets }) = &mut self.by_part {
-            (hits.clear(), misses.clear(), tickets.clear());
+            hits.clear();
+            misses.clear();
+            tickets.clear();
         }
     }
 }
