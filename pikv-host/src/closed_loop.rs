@@ -110,6 +110,8 @@ pub struct ClosedLoop {
     routes: Vec<Routes>,
     report: StepReport,
     learnt: Learnt,
+    /// Whether a step is under way, or was leaked.
+    open: bool,
     scratch: Scratch,
 }
 
@@ -157,7 +159,8 @@ impl ClosedLoop {
         let learnt = Learnt::new(cache.inner.store.ring.slack());
         let by_part = learnt.is_on().then(ByPart::default);
         let (sink, report) = (Arc::new(()), StepReport { by_part, ..StepReport::default() });
-        Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, scratch: Scratch::default() })
+        let scratch = Scratch::default();
+        Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, open: false, scratch })
     }
 
     /// Tells `sink` of every step.
@@ -178,7 +181,8 @@ impl ClosedLoop {
 
     /// The routers, to restore their states.
     pub fn routers_mut(&mut self) -> &mut [Box<dyn Router>] {
-        self.learnt.forget(&mut self.routers);
+        // A router that refuses to go back is told by the step that begins next, if it still does.
+        let _ = self.learnt.forget(&mut self.routers);
         &mut self.routers
     }
 
@@ -199,16 +203,22 @@ impl ClosedLoop {
     /// count as the whole step met them.
     ///
     /// # Errors
-    /// Those of [`Cache::begin`].
+    /// Those of [`Cache::begin`]; [`LoopError::Route`] for a router that refuses to go back to an earlier state of its own: it goes on
+    /// with what it has learnt.
     pub fn begin<'a>(
         &'a mut self,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<LoopStep<'a>, LoopError> {
         let step = self.cache.begin(parts)?;
-        self.learnt.forget(&mut self.routers);
+        if std::mem::replace(&mut self.open, true) {
+            // A step was leaked instead of dropped.
+            self.routers.iter_mut().for_each(forget);
+        }
+        let forgotten = self.learnt.forget(&mut self.routers);
+        forgotten.map_err(|(layer, source)| LoopError::Route { layer, source })?;
         self.learnt.begin(self.routers.len(), step.parts());
         self.routes.iter_mut().for_each(Routes::clear);
-        Ok(LoopStep { step: Some(step), open: true, of: self })
+        Ok(LoopStep { step: Some(step), of: self })
     }
 }
 
@@ -238,8 +248,6 @@ impl ClosedLoop {
 pub struct LoopStep<'a> {
     /// `None` once it was committed.
     step: Option<Step<'a>>,
-    /// Whether the routers' choices are to be forgotten when it is dropped.
-    open: bool,
     of: &'a mut ClosedLoop,
 }
 
@@ -378,9 +386,9 @@ impl<'a> LoopStep<'a> {
         let Some(step) = self.step.take() else { return Ok(()) };
         let rows = step.rows() as u64;
         step.commit_with(&mut self.of.report)?;
-        self.open = false;
+        self.of.open = false;
         let (mut refused, mut panicked) = (Ok(()), None);
-        let ClosedLoop { cache, routers, sink, routes, report, learnt, scratch } = &mut *self.of;
+        let ClosedLoop { cache, routers, sink, routes, report, learnt, scratch, .. } = &mut *self.of;
         let Scratch { hits: all_hits, misses: all_misses, both, wanted: asked, missed, .. } = scratch;
         for sums in [&mut *all_hits, &mut *all_misses] {
             sums.clear();
@@ -442,7 +450,8 @@ fn forget(router: &mut Box<dyn Router>) {
 impl Drop for LoopStep<'_> {
     fn drop(&mut self) {
         // The step itself undoes what it did to the sequences.
-        if self.open {
+        // Nor have the routers chosen anything in it.
+        if std::mem::take(&mut self.of.open) {
             self.of.routers.iter_mut().for_each(forget);
         }
     }

@@ -1,5 +1,6 @@
 //! Rotations whose frequencies are scaled, as `rope_scaling` in a model's `config.json` says.
 
+use pikv_core::page::MAX_DIM;
 use std::f64::consts::TAU;
 use std::sync::Arc;
 use thiserror::Error;
@@ -156,9 +157,10 @@ impl Frequencies {
     /// Those of a rotation without scaling: pair `i` of `rotary_dim / 2` turns by `theta^(-2 i / rotary_dim)`.
     ///
     /// # Errors
-    /// A base below 1.
+    /// A base below 1, more channels than a head can have.
     pub fn plain(theta: f64, rotary_dim: u32) -> Result<Frequencies, FrequencyError> {
         at_least_1("theta", theta)?;
+        within("rotary_dim", f64::from(rotary_dim), rotary_dim <= MAX_DIM, "at most 256")?;
         let inverse: Vec<f64> = (0..rotary_dim / 2).map(|i| turn(theta, rotary_dim, i)).collect();
         Frequencies::new(&inverse, 1.0)
     }

@@ -5,24 +5,81 @@
 //! the logits, and what the cache had or missed. Once tokens of it were taken back, the routers go back to that state and learn the
 //! step again without them, and those that followed. Nothing is kept where the cache has no rollback.
 
-use crate::router::{Feedback, Router, RouterState, Routes};
+use crate::router::{Feedback, RouteError, Router, RouterState, Routes};
 use pikv_core::page::Position;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Steps that are kept at most, beside four for each token that can be taken back. Older ones stay learnt: an average of .9 keeps
 /// a thousandth of them by then.
 const STEPS: usize = 64;
 
-/// Tokens that a sequence brought to a step of a loop. Forks have it in common.
-#[derive(Clone, Debug)]
-pub(crate) struct Ticket {
+/// How many tokens that sequences brought to a step together are left: as many as the one has that took back the fewest. A fork has them in
+/// common with its original; what a sequence had when it was dropped stays.
+#[derive(Debug, Default)]
+pub(crate) struct Left(Mutex<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    /// Of sequences that are over, and of steps that no rollback reaches.
+    stays: u32,
+    /// Of the others; `None` is free.
+    of: Vec<Option<u32>>,
+}
+
+impl Left {
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tokens that are left.
+    fn get(&self) -> u32 {
+        let counts = self.counts();
+        counts.of.iter().flatten().copied().fold(counts.stays, u32::max)
+    }
+}
+
+/// Tokens that a sequence brought to a step of a loop.
+#[derive(Debug)]
+struct Ticket {
     /// Position of the first.
-    pub first: u32,
-    /// Tokens that were not taken back.
-    pub left: Arc<AtomicU32>,
+    first: u32,
+    left: Arc<Left>,
+    /// Which of its counts is the sequence's.
+    at: usize,
+}
+
+impl Ticket {
+    fn new(first: u32, tokens: u32, left: Arc<Left>) -> Ticket {
+        let mut counts = left.counts();
+        let at = counts.of.iter().position(Option::is_none).unwrap_or(counts.of.len());
+        match counts.of.get_mut(at) {
+            Some(free) => *free = Some(tokens),
+            None => counts.of.push(Some(tokens)),
+        }
+        drop(counts);
+        Ticket { first, left, at }
+    }
+
+    /// Tokens that the sequence has of them.
+    fn has(&self) -> u32 {
+        self.left.counts().of[self.at].unwrap_or(0)
+    }
+}
+
+impl Clone for Ticket {
+    fn clone(&self) -> Ticket {
+        Ticket::new(self.first, self.has(), self.left.clone())
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let mut counts = self.left.counts();
+        let has = counts.of[self.at].take().unwrap_or(0);
+        counts.stays = counts.stays.max(has);
+    }
 }
 
 /// The tickets of a sequence, of the steps that a rollback reaches.
@@ -31,26 +88,23 @@ pub(crate) struct Tickets(VecDeque<Ticket>);
 
 impl Tickets {
     /// Adds the tokens from `first` to `len`, and forgets what lies before `floor`.
-    pub fn add(&mut self, first: u32, len: u32, floor: u32) -> Arc<AtomicU32> {
+    pub fn add(&mut self, first: u32, len: u32, floor: u32) -> Arc<Left> {
         while self.0.get(1).is_some_and(|next| next.first <= floor) {
             self.0.pop_front();
         }
-        let left = Arc::new(AtomicU32::new(len - first));
-        self.0.push_back(Ticket { first, left: left.clone() });
+        let left = Arc::<Left>::default();
+        self.0.push_back(Ticket::new(first, len - first, left.clone()));
         left
     }
 
     /// Tokens from `len` on were taken back.
     pub fn cut(&mut self, len: u32) {
-        while let Some(Ticket { first, left }) = self.0.back() {
-            let stay = len.saturating_sub(*first);
-            if stay >= left.load(Ordering::Relaxed) {
+        while let Some(ticket) = self.0.back() {
+            let stay = len.saturating_sub(ticket.first);
+            if stay >= ticket.has() {
                 return;
             }
-            // The loop holds one handle, this sequence another; where there are more, a fork still has the tokens.
-            if Arc::strong_count(left) <= 2 {
-                left.store(stay, Ordering::Relaxed);
-            }
+            ticket.left.counts().of[ticket.at] = Some(stay);
             if stay > 0 {
                 return;
             }
@@ -66,7 +120,7 @@ impl Tickets {
 /// The rows of a sequence in a step.
 #[derive(Debug)]
 struct Part {
-    left: Arc<AtomicU32>,
+    left: Arc<Left>,
     /// Position of the first row that is kept, and rows before it that cannot be taken back.
     first: Position,
     firm: u32,
@@ -187,7 +241,7 @@ impl Learnt {
     }
 
     /// The step is over; `tickets` are those of its sequences.
-    pub fn committed(&mut self, tickets: &mut Vec<Arc<AtomicU32>>) {
+    pub fn committed(&mut self, tickets: &mut Vec<Arc<Left>>) {
         if !self.is_on() {
             return;
         }
@@ -207,43 +261,58 @@ impl Learnt {
 
     /// Has the routers forget what was taken back since they learnt it.
     ///
+    /// # Errors
+    /// The first layer whose router refuses to go back to a state that it gave itself, and why. It keeps what it has learnt.
+    ///
     /// # Panics
     /// If a router does; it has forgotten its choices, and the others have learnt.
-    pub fn forget(&mut self, routers: &mut [Box<dyn Router>]) {
-        let rejected = |part: &Part| part.left.load(Ordering::Relaxed) < part.learnt;
-        let Some(first) = self.steps.iter().position(|step| step.parts.iter().any(rejected)) else { return };
-        let mut panicked = None;
+    pub fn forget(&mut self, routers: &mut [Box<dyn Router>]) -> Result<(), (usize, RouteError)> {
+        let rejected = |part: &Part| part.left.get() < part.learnt;
+        let Some(first) = self.steps.iter().position(|step| step.parts.iter().any(rejected)) else {
+            return Ok(());
+        };
+        let (mut panicked, mut refused) = (None, Ok(()));
         let mut steps = std::mem::take(&mut self.steps);
         for (l, router) in routers.iter_mut().enumerate() {
             let again = catch_unwind(AssertUnwindSafe(|| {
                 for (i, step) in steps.iter_mut().enumerate().skip(first) {
-                    self.learn(step, l, router.as_mut(), i == first);
+                    self.learn(step, l, router.as_mut(), i == first)?;
                 }
+                Ok(())
             }));
-            if let Err(panic) = again {
-                let _ = catch_unwind(AssertUnwindSafe(|| router.discard()));
-                panicked = panicked.or(Some(panic));
+            match again {
+                Ok(again) => refused = refused.and(again.map_err(|error| (l, error))),
+                Err(panic) => {
+                    let _ = catch_unwind(AssertUnwindSafe(|| router.discard()));
+                    panicked = panicked.or(Some(panic));
+                }
             }
         }
         for part in steps.iter_mut().skip(first).flat_map(|step| &mut step.parts) {
-            part.learnt = part.learnt.min(part.left.load(Ordering::Relaxed).max(part.firm));
+            part.learnt = part.learnt.min(part.left.get().max(part.firm));
         }
         steps.retain(|step| step.parts.iter().any(|part| part.learnt > 0));
         self.steps = steps;
         if let Some(panic) = panicked {
             resume_unwind(panic);
         }
+        refused
     }
 
     /// Has a layer's router learn a step again, from the state before it where `back`, or from the one that it is in.
-    fn learn(&mut self, step: &mut Kept, layer: usize, router: &mut dyn Router, back: bool) {
+    fn learn(
+        &mut self,
+        step: &mut Kept,
+        layer: usize,
+        router: &mut dyn Router,
+        back: bool,
+    ) -> Result<(), RouteError> {
         let Kept { parts, layers } = step;
-        let Some(layer) = layers.get_mut(layer) else { return };
+        let Some(layer) = layers.get_mut(layer) else { return Ok(()) };
         // A layer without rows had nothing to tell.
-        let Some(before) = &mut layer.before else { return };
+        let Some(before) = &mut layer.before else { return Ok(()) };
         if back {
-            // A state that the router gave itself.
-            let _ = router.restore(before);
+            router.restore(before)?;
         } else {
             *before = router.state();
         }
@@ -258,7 +327,7 @@ impl Learnt {
         self.routes.clear();
         for (i, part) in parts.iter().enumerate() {
             let kept = (part.rows - part.firm) as usize;
-            let stay = part.left.load(Ordering::Relaxed).min(part.learnt).saturating_sub(part.firm) as usize;
+            let stay = part.left.get().min(part.learnt).saturating_sub(part.firm) as usize;
             (stay_of_all, rows_of_all) =
                 (stay_of_all + u64::from(part.firm) + stay as u64, rows_of_all + u64::from(part.rows));
             let (own, others) = rest.split_at(kept * count);
@@ -281,13 +350,14 @@ impl Learnt {
             }
         }
         if stay_of_all == 0 {
-            return;
+            return Ok(());
         }
         narrow(&wanted, &missed, &mut self.wanted, &mut self.missed);
         let remote = (u128::from(layer.remote) * u128::from(stay_of_all) / u128::from(rows_of_all)) as u64;
         if router.observe(&Feedback::new(&self.wanted, &self.missed).remote_bytes(remote)).is_err() {
             router.discard();
         }
+        Ok(())
     }
 }
 

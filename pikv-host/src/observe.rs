@@ -491,7 +491,9 @@ impl Telling<'_> {
                 // A page that was never used before was there with its last token.
                 let before = if *used == 0 { entry.last().unwrap_or_default() + 1 } else { *used };
                 let (layer, kv_head) = (seen.layer as u32, h as u32);
-                reused.push(Reused { layer, kv_head, gap: cut.len.saturating_sub(before) });
+                // Its last use may have been taken back.
+                let gap = cut.len.checked_sub(before).filter(|gap| *gap > 0);
+                reused.extend(gap.map(|gap| Reused { layer, kv_head, gap }));
                 *used = cut.len;
             }
             self.rule.observe(&seen, rows);

@@ -5,10 +5,13 @@
 //! a rollback can come back to before it, and a rollback undoes what was noted later than where it goes, the newest first.
 
 use crate::arena::{Near, Page, Reservation};
+use crate::cache::Inner;
 use crate::chain::{Chain, Entry, Held};
+use crate::compact::Whose;
 use crate::error::Error;
 use crate::filing::Layer;
 use crate::kept::Apart;
+use crate::sequence::chain_place;
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -232,14 +235,26 @@ impl Layer {
     /// Bytes that [`Layer::rewind`] takes: of pages that tokens are moved back to and that a fork shares by now.
     pub fn rewind_bytes(&self, shape: &LayerShape, len: u32) -> u64 {
         let mut pages = 0;
+        // Pages that later changes replaced, which come back first: whose they are, and whether a fork has them too.
+        let mut back: Vec<((usize, usize, u32), bool)> = Vec::new();
         for noted in self.past.noted.iter().rev().take_while(|noted| noted.at > len) {
             let What::Compacted(compacted) = &noted.what else { continue };
             let run = &self.heads[noted.head].chains[noted.chain];
-            let rewritten = compacted.pages.iter().filter(|page| matches!(page.was, Was::Rewritten(_)));
-            // One that a later change replaced comes back first, and may be shared then.
-            let shared =
-                |page: &&Before| run.entry(page.ordinal).and_then(Entry::page).is_none_or(Page::is_shared);
-            pages += rewritten.filter(shared).count() as u64;
+            let known = back.len();
+            for page in &compacted.pages {
+                let of = (noted.head, noted.chain, page.ordinal);
+                let shared = match &page.was {
+                    Was::Replaced(held) => {
+                        back.push((of, matches!(held, Held::Open(page) if page.is_shared())));
+                        false
+                    }
+                    Was::Rewritten(_) => match back[..known].iter().rfind(|(back, _)| *back == of) {
+                        Some((_, shared)) => *shared,
+                        None => run.entry(page.ordinal).and_then(Entry::page).is_none_or(Page::is_shared),
+                    },
+                };
+                pages += u64::from(shared);
+            }
         }
         pages * shape.layout.bytes()
     }
@@ -248,7 +263,13 @@ impl Layer {
     ///
     /// # Errors
     /// A device or a lower tier that fails; the layer is between two states then.
-    pub fn rewind(&mut self, shape: &LayerShape, len: u32, pages: &mut Reservation) -> Result<(), Error> {
+    pub fn rewind(
+        &mut self,
+        inner: &Inner,
+        shape: &LayerShape,
+        len: u32,
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
         loop {
             // Of an eviction and a change, that which came last is undone first. What came before it is no later.
             let newest = self.past.noted.back().map(|noted| noted.id);
@@ -275,7 +296,8 @@ impl Layer {
                     run.put_back(*entry, Some(&rows));
                 }
                 What::Compacted(compacted) => {
-                    run.take_apart(shape, compacted, pages)?;
+                    let whose = Whose { inner, shape, head: self.first_head + head as u32, chain };
+                    run.take_apart(&whose, compacted, pages)?;
                     self.tie(head, chain);
                 }
             }
@@ -315,7 +337,7 @@ impl Chain {
     /// Undoes [`Chain::compact`].
     fn take_apart(
         &mut self,
-        shape: &LayerShape,
+        whose: &Whose<'_>,
         compacted: Compacted,
         pages: &mut Reservation,
     ) -> Result<(), Error> {
@@ -323,21 +345,22 @@ impl Chain {
         self.mirrors.forget(before.last().map_or(0, |page| page.ordinal + 1));
         let places: Vec<usize> = before.iter().map(|page| self.listed(page.ordinal)).collect();
         // All that is read is read before anything is written.
-        let words = self.rewritten(shape, &before, &places, &moves)?;
+        let words = self.rewritten(whose.shape, &before, &places, &moves)?;
         let mut words = words.into_iter();
         for (i, page) in places.into_iter().zip(before) {
+            // A page that the caller evicted since, and of whose tokens none is elsewhere, stays away.
             if matches!(page.was, Was::Rewritten(_))
-                && let Some(words) = words.next()
+                && let Some(words) = words.next().flatten()
             {
-                self.rewrite(i, &words, pages)?;
+                self.rewrite(whose, i, &words, pages)?;
             }
             let entry = &mut self.entries[i];
             self.live = self.live + page.live.count_ones() - entry.live.count_ones();
             (entry.fill, entry.live, entry.pending, entry.bounds) = (page.fill, page.live, 0, page.bounds);
             if let Was::Replaced(held) = page.was {
                 entry.held = held;
-                self.kept.renew(i, None);
             }
+            self.kept.renew(i, None);
         }
         for Went { from, to } in moves.iter().rev() {
             if let (Some(a), Some(b)) = (self.index(to.0), self.index(from.0)) {
@@ -348,18 +371,26 @@ impl Chain {
         Ok(())
     }
 
-    /// The words of the pages that other tokens were moved to, as they were.
+    /// The words of each of the pages that other tokens were moved to, as they were; `None` where nothing is left of the page, and nothing
+    /// comes back to it.
     fn rewritten(
         &self,
         shape: &LayerShape,
         before: &[Before],
         places: &[usize],
         moves: &[Went],
-    ) -> Result<Vec<Vec<u32>>, Error> {
+    ) -> Result<Vec<Option<Vec<u32>>>, Error> {
         let mut all = Vec::new();
         for (page, i) in before.iter().zip(places) {
             let Was::Rewritten(positions) = &page.was else { continue };
-            let Some(mut words) = self.words(*i)? else { continue };
+            let mut words = match self.words(*i)? {
+                Some(words) => words,
+                None if page.live == 0 => {
+                    all.push(None);
+                    continue;
+                }
+                None => vec![0; shape.layout.words() as usize],
+            };
             let (mut source, mut at) = (None, None);
             for went in moves.iter().filter(|went| went.from.0 == page.ordinal) {
                 if at != Some(went.to.0) {
@@ -371,7 +402,7 @@ impl Chain {
                 }
             }
             words[..positions.len()].copy_from_slice(positions);
-            all.push(words);
+            all.push(Some(words));
         }
         Ok(all)
     }
@@ -387,12 +418,20 @@ impl Chain {
         })
     }
 
-    /// Writes the words of page `i`, on another page if a fork shares it.
-    fn rewrite(&mut self, i: usize, words: &[u32], pages: &mut Reservation) -> Result<(), Error> {
-        let Held::Open(page) = &mut self.entries[i].held else { return Ok(()) };
-        if page.is_shared() {
-            *page = pages.take(page.shard(), words.len() as u32, Near::Any)?;
+    /// Writes the words of page `i`, on another page if a fork shares it, or if it was evicted.
+    fn rewrite(
+        &mut self,
+        whose: &Whose<'_>,
+        i: usize,
+        words: &[u32],
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        let entry = &mut self.entries[i];
+        if !matches!(&entry.held, Held::Open(page) if !page.is_shared()) {
+            let shard = whose.inner.shard_of(chain_place(whose.chain), entry.ordinal, whose.head);
+            entry.held = Held::Open(pages.take(shard, words.len() as u32, Near::Any)?);
         }
+        let Held::Open(page) = &mut entry.held else { return Ok(()) };
         page.put(words)
     }
 }

@@ -1,8 +1,8 @@
 //! What a step met.
 
+use crate::learnt::Left;
 use crate::metrics::{Evicted, Reused};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
 
 /// What a step met, once it is committed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -29,7 +29,7 @@ pub struct StepReport {
 pub(crate) struct ByPart {
     pub hits: Vec<u64>,
     pub misses: Vec<u64>,
-    pub tickets: Vec<Arc<AtomicU32>>,
+    pub tickets: Vec<Arc<Left>>,
 }
 
 impl PartialEq for ByPart {

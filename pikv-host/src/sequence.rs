@@ -11,6 +11,7 @@ use crate::learnt::Tickets;
 use crate::tiers::Stored;
 use pikv_core::attend::{BLOCK, filled};
 use pikv_core::page::{PAGE, Position, Resident};
+use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -126,6 +127,8 @@ pub struct Sequence {
     pub(crate) lease: Lease,
     /// Tokens that a rollback reaches and that routers learnt of.
     pub(crate) tickets: Tickets,
+    /// Lengths at which steps ended, as far as a rollback reaches.
+    pub(crate) ends: VecDeque<u32>,
 }
 
 impl Sequence {
@@ -137,7 +140,8 @@ impl Sequence {
         });
         let (layers, lease) = (layers.collect(), Lease::new(&inner.arenas));
         let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
-        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease, tickets }
+        let ends = VecDeque::new();
+        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease, tickets, ends }
     }
 
     /// Tokens appended so far, which is the next token's position, whatever was evicted.
@@ -260,10 +264,10 @@ impl Sequence {
     }
 
     fn copied(&self) -> Sequence {
-        let Sequence { inner, layers, pins, tickets, .. } = self;
-        let (inner, lease) = (inner.clone(), Lease::new(&inner.arenas));
+        let Sequence { inner, layers, pins, tickets, ends, .. } = self;
+        let (inner, lease, ends) = (inner.clone(), Lease::new(&inner.arenas), ends.clone());
         let (layers, pins, tickets) = (layers.clone(), pins.clone(), tickets.clone());
-        Sequence { inner, layers, pins, lease, tickets, ..*self }
+        Sequence { inner, layers, pins, lease, tickets, ends, ..*self }
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
@@ -292,7 +296,11 @@ impl Sequence {
         }
         let missing = Error::NoPage { layer, kv_head, page };
         let found = self.find(layer, kv_head, page)?.ok_or_else(|| missing.clone())?;
-        if lane >= PAGE || found.live >> lane & 1 == 0 {
+        let live = match self.stepping {
+            false => found.live,
+            true => self.repaired().find(layer, kv_head, page)?.map_or(0, |found| found.live),
+        };
+        if lane >= PAGE || live >> lane & 1 == 0 {
             return Err(missing);
         }
         let (fetched, away);
@@ -338,7 +346,8 @@ impl Sequence {
     pub fn table_bytes(&self) -> u64 {
         let lists =
             self.layers.capacity() * size_of::<Layer>() + self.pins.capacity() * size_of::<Range<u32>>();
-        lists as u64 + self.tickets.bytes() + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
+        let ends = self.ends.capacity() * size_of::<u32>();
+        (lists + ends) as u64 + self.tickets.bytes() + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
     }
 
     /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
@@ -368,6 +377,9 @@ impl Sequence {
         if n > limit {
             return Err(Error::RollbackTooFar { asked: n, limit });
         }
+        if n == 0 {
+            return Ok(());
+        }
         let len = self.len - n;
         let inner = self.inner.clone();
         let layers = self.layers.iter().zip(&inner.config.layers);
@@ -375,19 +387,29 @@ impl Sequence {
         let mut pages = inner.arenas.reserve(needed)?;
         self.poisoned = true;
         for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
-            layer.rewind(shape, len, &mut pages)?;
+            layer.rewind(&inner, shape, len, &mut pages)?;
             layer.truncate(&inner, shape, len);
         }
         self.len = len;
         self.tickets.cut(len);
-        // A step that had ended here would have evicted and tidied up here.
-        enforce(&mut self.layers, &inner, len, &self.pins, None);
-        for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
-            if layer.rule.is_some() {
-                layer.tidy(&inner, shape, len);
+        while self.ends.back().is_some_and(|end| *end > len) {
+            self.ends.pop_back();
+        }
+        // A step that had ended here would have evicted and tidied up here; one that did has.
+        let evicts = inner.rules.iter().any(Option::is_some);
+        if evicts && len > 0 && self.ends.back() != Some(&len) {
+            enforce(&mut self.layers, &inner, len, &self.pins, None);
+            for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
+                if layer.rule.is_some() {
+                    layer.tidy(&inner, shape, len);
+                }
             }
+            self.ends.push_back(len);
         }
         self.poisoned = false;
+        if let Some(front) = &inner.fabric {
+            front.set_aside_thinned(&inner, &[&self.layers]);
+        }
         Ok(())
     }
 

@@ -402,6 +402,13 @@ impl<'a> Step<'a> {
                 by_part.tickets.push(part.sequence.tickets.add(part.sequence.len, part.len, floor));
             }
             part.sequence.len = part.len;
+            if inner.store.ring.slack() > 0 && inner.rules.iter().any(Option::is_some) {
+                let ends = &mut part.sequence.ends;
+                while ends.front().is_some_and(|end| *end < floor) {
+                    ends.pop_front();
+                }
+                ends.push_back(part.len);
+            }
             part.sequence.floor = part.sequence.floor.max(floor);
             part.sequence.kept = part.sequence.kept.max(inner.store.ring.kept_from(part.len));
             if let (Some(front), Some(sent)) = (&inner.fabric, sent.next()) {
@@ -410,22 +417,12 @@ impl<'a> Step<'a> {
             }
             (part.sequence.poisoned, part.sequence.stepping) = (false, false);
         }
-        self.set_aside_thinned();
-        Ok(())
-    }
-}
-
-impl Step<'_> {
-    /// Sets room aside on ranks for pages that a policy just put together, whose blocks are read there in part. A rank that has none
-    /// refuses who reads them, until it has.
-    fn set_aside_thinned(&self) {
-        let Some(front) = &self.inner.fabric else { return };
-        for (l, _) in self.inner.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
-            let layers = self.parts.iter().map(|part| &part.sequence.layers[l]);
-            if front.set_aside(&self.inner, l, layers).is_err() {
-                self.inner.failures.uncompacted();
-            }
+        if let Some(front) = &inner.fabric {
+            let layers: SmallVec<[&[Layer]; 8]> =
+                self.parts.iter().map(|part| &part.sequence.layers[..]).collect();
+            front.set_aside_thinned(&inner, &layers);
         }
+        Ok(())
     }
 }
 

@@ -97,11 +97,12 @@ fn of_a_batch_only_what_was_taken_back_is_forgotten() {
     turn(&mut pikv, &mut a, 5, 1, Read::All);
     turn(&mut twin, &mut x, 5, 1, Read::All);
     turn(&mut pikv, &mut a, 3, 2, Read::All);
-    let (learnt, fork) = (states(pikv.routers()), a.fork());
+    let (learnt, mut fork) = (states(pikv.routers()), a.fork());
     a.rollback(3).unwrap();
     assert_eq!(states(pikv.routers()), learnt);
     let mut again = fork.fork();
-    drop((fork, a));
+    assert_eq!(states(pikv.routers()), learnt);
+    fork.rollback(3).unwrap();
     again.rollback(3).unwrap();
     assert_eq!(states(pikv.routers()), states(twin.routers()));
 

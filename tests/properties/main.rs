@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod callbacks;
+mod edges;
 mod faults;
 mod random_history;
 mod same_bits;

@@ -332,6 +332,16 @@ impl Front {
         Ok(())
     }
 
+    /// The same of all layers that a policy thins out, of several sequences, whose pages it may just have put together. A rank that has no
+    /// room refuses who reads them, until it has.
+    pub fn set_aside_thinned(&self, inner: &Inner, sequences: &[&[Layer]]) {
+        for (l, _) in inner.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
+            if self.set_aside(inner, l, sequences.iter().map(|layers| &layers[l])).is_err() {
+                inner.failures.uncompacted();
+            }
+        }
+    }
+
     /// The same of one chain, some pages of which are about to go.
     fn set_aside_of<'a>(
         &self,
