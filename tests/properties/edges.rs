@@ -1,12 +1,10 @@
 //! Callers at the edges: drafts taken back in parts, steps leaked, pages evicted between drafts, forks dropped at odd times, routers that
 //! refuse while they learn again, ranks that are nearly full, frequencies at their limits.
 
+use super::named::{POLICIES, eviction};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{InProcess, Options};
-use pikv::policy::{
-    AdaKvLit, Budget, Chunks, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm, Lru, LruPlus,
-    SnapKv, StreamingLlm, Tova,
-};
+use pikv::policy::{Budget, Eviction, H2o, KeyNorm, StreamingLlm};
 use pikv::router::{
     CacheAware, Feedback, LoadBalanced, RouteError, Router, RouterKind, RouterState, Routes, Shape,
 };
@@ -116,43 +114,6 @@ fn look(cache: &Cache, s: &Sequence) -> Vec<Vec<u32>> {
         bits(&out)
     };
     (0..LAYERS).map(look).collect()
-}
-
-const POLICIES: [&str; 14] = [
-    "LRU",
-    "LRU+",
-    "H2O",
-    "StreamingLLM",
-    "SnapKV",
-    "TOVA",
-    "key norm",
-    "FastV",
-    "DuoLit",
-    "ChunkKV",
-    "AdaKV-lit",
-    "H2O by page",
-    "H2O shared",
-    "expected",
-];
-
-fn eviction(policy: &str, budget: Budget, rope: Option<Rope>) -> Eviction {
-    match policy {
-        "LRU" => Eviction::new(Lru::default(), budget),
-        "LRU+" => Eviction::new(LruPlus::default(), budget),
-        "H2O" => Eviction::new(H2o, budget),
-        "StreamingLLM" => Eviction::new(StreamingLlm, budget),
-        "SnapKV" => Eviction::new(SnapKv { window: 8, pool: 5 }, budget),
-        "TOVA" => Eviction::new(Tova, budget),
-        "key norm" => Eviction::new(KeyNorm, budget),
-        "FastV" => Eviction::new(FastVReceived, budget),
-        "DuoLit" => Eviction::new(DuoLit, budget),
-        "ChunkKV" => Eviction::new(Chunks::new(SnapKv { window: 8, pool: 1 }, 5), budget),
-        "AdaKV-lit" => Eviction::new(AdaKvLit::default(), budget),
-        "H2O by page" => Eviction::new(H2o, budget).by_page(),
-        "H2O shared" => Eviction::new(H2o, budget).adaptive(0.5),
-        "expected" => Eviction::new(ExpectedAttention::new(rope, false), budget),
-        other => unreachable!("{other}"),
-    }
 }
 
 #[derive(Clone, Debug)]

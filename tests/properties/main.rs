@@ -4,6 +4,7 @@ mod bad_input;
 mod callbacks;
 mod edges;
 mod faults;
+mod named;
 mod random_history;
 mod same_bits;
 mod traces;

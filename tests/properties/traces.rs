@@ -2,11 +2,9 @@
 //! were refused and forks is compared with a twin that never had any of them. Outputs are equal to the bit, the tokens held are the same,
 //! and they lie in the same pages.
 
+use super::named::{POLICIES, eviction};
 use pikv::codec::{Code, Codec, Coding};
-use pikv::policy::{
-    AdaKvLit, Budget, Chunks, DuoLit, Eviction, FastVReceived, H2o, KeyNorm, Lru, LruPlus, SnapKv,
-    StreamingLlm, Tova,
-};
+use pikv::policy::Budget;
 use pikv::{
     Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageId, PageMass, Place, Position,
     Read, Rows, Sequence,
@@ -115,45 +113,6 @@ fn held(sequence: &Sequence, layer: usize) -> Vec<u32> {
     held
 }
 
-const POLICIES: [&str; 14] = [
-    "none",
-    "LRU",
-    "LRU+",
-    "H2O",
-    "StreamingLLM",
-    "SnapKV",
-    "TOVA",
-    "key norm",
-    "FastV",
-    "DuoLit",
-    "ChunkKV",
-    "AdaKV-lit",
-    "H2O by page",
-    "H2O shared",
-];
-
-/// How a layer evicts, by name.
-fn eviction(policy: &str, tokens: u32) -> Option<Eviction> {
-    let budget = Budget::Tokens(tokens);
-    Some(match policy {
-        "none" => return None,
-        "LRU" => Eviction::new(Lru::default(), budget),
-        "LRU+" => Eviction::new(LruPlus::default(), budget),
-        "H2O" => Eviction::new(H2o, budget),
-        "StreamingLLM" => Eviction::new(StreamingLlm, budget),
-        "SnapKV" => Eviction::new(SnapKv { window: 8, pool: 5 }, budget),
-        "TOVA" => Eviction::new(Tova, budget),
-        "key norm" => Eviction::new(KeyNorm, budget),
-        "FastV" => Eviction::new(FastVReceived, budget),
-        "DuoLit" => Eviction::new(DuoLit, budget),
-        "ChunkKV" => Eviction::new(Chunks::new(SnapKv { window: 8, pool: 1 }, 5), budget),
-        "AdaKV-lit" => Eviction::new(AdaKvLit::default(), budget),
-        "H2O by page" => Eviction::new(H2o, budget).by_page(),
-        "H2O shared" => Eviction::new(H2o, budget).adaptive(0.5),
-        other => unreachable!("{other}"),
-    })
-}
-
 /// What is drawn of a cache and its reader.
 #[derive(Clone, Debug)]
 struct Setup {
@@ -204,7 +163,8 @@ impl Setup {
                 config = config.age(40, Codec::new(older.clone(), older));
             }
         }
-        if let Some(mut eviction) = eviction(self.policy, self.tokens) {
+        if self.policy != "none" {
+            let mut eviction = eviction(self.policy, Budget::Tokens(self.tokens), None);
             eviction.batch = self.batch;
             config = config.evict(eviction);
         }
@@ -313,7 +273,7 @@ fn history(setup: &Setup, seed: u64, turns: u32) {
 #[test]
 fn what_never_was_leaves_no_trace() {
     let rounds = scaled(2, 80);
-    for (i, policy) in (0u64..).zip(POLICIES) {
+    for (i, policy) in (0u64..).zip(["none"].into_iter().chain(POLICIES)) {
         for round in 0..rounds {
             let seed = round << 8 | i;
             let setup = Setup::draw(&mut Rng(seed ^ 0x5eed << 20), policy);

@@ -1,0 +1,45 @@
+//! Policies by name, for tests that draw them.
+
+use pikv::Rope;
+use pikv::policy::{
+    AdaKvLit, Budget, Chunks, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm, Lru, LruPlus,
+    SnapKv, StreamingLlm, Tova,
+};
+
+pub const POLICIES: [&str; 14] = [
+    "LRU",
+    "LRU+",
+    "H2O",
+    "StreamingLLM",
+    "SnapKV",
+    "TOVA",
+    "key norm",
+    "FastV",
+    "DuoLit",
+    "ChunkKV",
+    "AdaKV-lit",
+    "H2O by page",
+    "H2O shared",
+    "expected",
+];
+
+/// How a layer evicts; `rope` is that of its keys, where they are stored before the rotation.
+pub fn eviction(policy: &str, budget: Budget, rope: Option<Rope>) -> Eviction {
+    match policy {
+        "LRU" => Eviction::new(Lru::default(), budget),
+        "LRU+" => Eviction::new(LruPlus::default(), budget),
+        "H2O" => Eviction::new(H2o, budget),
+        "StreamingLLM" => Eviction::new(StreamingLlm, budget),
+        "SnapKV" => Eviction::new(SnapKv { window: 8, pool: 5 }, budget),
+        "TOVA" => Eviction::new(Tova, budget),
+        "key norm" => Eviction::new(KeyNorm, budget),
+        "FastV" => Eviction::new(FastVReceived, budget),
+        "DuoLit" => Eviction::new(DuoLit, budget),
+        "ChunkKV" => Eviction::new(Chunks::new(SnapKv { window: 8, pool: 1 }, 5), budget),
+        "AdaKV-lit" => Eviction::new(AdaKvLit::default(), budget),
+        "H2O by page" => Eviction::new(H2o, budget).by_page(),
+        "H2O shared" => Eviction::new(H2o, budget).adaptive(0.5),
+        "expected" => Eviction::new(ExpectedAttention::new(rope, false), budget),
+        other => unreachable!("{other}"),
+    }
+}
