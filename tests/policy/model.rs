@@ -190,6 +190,8 @@ pub struct Model {
     now: State,
     /// By length; inside a step, before anything went.
     past: HashMap<u32, State>,
+    /// Lengths at which steps ended.
+    ends: Vec<u32>,
 }
 
 impl Model {
@@ -202,7 +204,8 @@ impl Model {
         let now = State { held, words: BTreeMap::new() };
         let sequence = cache.sequence();
         let past = HashMap::from([(0, now.clone())]);
-        Model { cache, sequence, rows: Vec::new(), pins: Vec::new(), log, def, eviction, now, past }
+        let ends = vec![0];
+        Model { cache, sequence, rows: Vec::new(), pins: Vec::new(), log, def, eviction, now, past, ends }
     }
 
     pub fn fork(&self) -> Model {
@@ -216,6 +219,7 @@ impl Model {
             eviction: self.eviction.clone(),
             now: self.now.clone(),
             past: self.past.clone(),
+            ends: self.ends.clone(),
         }
     }
 
@@ -254,6 +258,7 @@ impl Model {
         let events = std::mem::take(&mut *self.log.lock().unwrap());
         self.observe(old, old + n, &events);
         self.enforce(&events);
+        self.ends.push(old + n);
         self.check();
     }
 
@@ -265,7 +270,14 @@ impl Model {
         self.past.retain(|at, _| *at <= len);
         self.rows.truncate(len as usize);
         let events = std::mem::take(&mut *self.log.lock().unwrap());
-        self.enforce(&events);
+        self.ends.retain(|end| *end <= len);
+        // A step that had ended here would have evicted here; one that did has.
+        if self.ends.last() == Some(&len) {
+            assert!(!events.iter().any(|event| matches!(event, Event::Ranked { .. })));
+        } else {
+            self.enforce(&events);
+            self.ends.push(len);
+        }
         self.check();
     }
 
