@@ -13,9 +13,9 @@ use core::fmt;
 /// use pikv::ShardMap;
 ///
 /// let map = ShardMap::xor(8, 8, 4)?;
-/// assert_eq!((map.shards(), map.shard(3, 5)), (4, 2));    // (3 XOR 5) mod 4
+/// assert_eq!((map.shards(), map.shard(3, 5, 0)), (4, 2));    // (3 XOR 5) mod 4
 /// let sum = ShardMap::sum(6)?;                            // (block + expert) mod 6, for any number of shards
-/// assert_eq!(sum.shard(3, 5), 2);
+/// assert_eq!(sum.shard(3, 5, 0), 2);
 /// println!("{}", ShardMap::xor(8, 8, 3).unwrap_err());    // says which numbers would do
 /// # Ok::<(), pikv_core::shard::ShardError>(())
 /// ```
