@@ -365,7 +365,7 @@ impl Cache {
     ///     step.commit()?;
     /// }
     /// let pages: Vec<u64> = cache.ranks()?.iter().map(|rank| rank.pages).collect();
-    /// assert_eq!(pages, [16, 16, 16, 15]);                    // of 64; the last one is the ring
+    /// assert_eq!(pages, [16, 16, 16, 16]);                    // 63 that left the ring, and room for the next of the last block
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn over(config: CacheConfig, fabric: Box<dyn Fabric>, options: Options) -> Result<Cache, Error> {
