@@ -230,8 +230,8 @@ impl Drop for Reservation {
     }
 }
 
-/// What is left of the reservation of a step, owned by a sequence of the step: where the step is leaked instead of dropped, the
-/// bytes come back when the sequence is used again or dropped.
+/// The bytes that a step reserved and did not take, owned by a sequence of the step: where the step is leaked instead of dropped, they
+/// come back when the sequence is used again or dropped.
 #[derive(Debug)]
 pub(crate) struct Lease {
     arenas: Arc<Arenas>,

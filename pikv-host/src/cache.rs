@@ -70,6 +70,11 @@ impl Inner {
         self.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed))
     }
 
+    /// Whether a layer evicts.
+    pub fn evicts(&self) -> bool {
+        self.rules.iter().any(Option::is_some)
+    }
+
     /// Where a page of a KV head goes, `head` counted on over the layers. All follow the map, a block of pages together.
     pub fn shard_of(&self, place: Place, ordinal: u32, head: u32) -> u32 {
         if self.fabric.is_some() {

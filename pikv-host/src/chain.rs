@@ -248,11 +248,7 @@ impl Chain {
         codec: Option<&HeadCodec>,
         noted: bool,
     ) -> Option<(Entry, Apart)> {
-        while self.entries.front().is_some_and(Entry::is_gone) {
-            // Nobody knows which of its tokens have left a window since: they count as evicted for good.
-            self.entries.pop_front();
-            self.kept.pop_front();
-        }
+        self.drop_gone();
         let old = |by| codec.and_then(|codec| codec.ages_at(by)).unwrap_or(by);
         let unseen = |entry: &Entry| match &entry.held {
             Held::Open(_) if entry.fill < PAGE => false,
@@ -269,13 +265,18 @@ impl Chain {
         Some((entry, rows))
     }
 
-    /// Drops evicted pages: those at the front, and of the others those all of whose tokens lie before `kept`, which no rollback
-    /// reaches. O(pages).
-    pub fn sweep(&mut self, kept: u32) {
+    /// Drops evicted pages from the front. Nobody knows which of their tokens have left a window since: they count as evicted for good.
+    fn drop_gone(&mut self) {
         while self.entries.front().is_some_and(Entry::is_gone) {
             self.entries.pop_front();
             self.kept.pop_front();
         }
+    }
+
+    /// Drops evicted pages: those at the front, and of the others those all of whose tokens lie before `kept`, which no rollback
+    /// reaches. O(pages).
+    pub fn sweep(&mut self, kept: u32) {
+        self.drop_gone();
         self.tighten();
         let over = |entry: &Entry| matches!(entry.held, Held::Gone { last } if last < kept);
         if !self.entries.iter().any(over) {

@@ -355,7 +355,7 @@ impl Sequence {
     pub fn rollback_limit(&self) -> u32 {
         let ring = self.inner.store.ring;
         match self.kept {
-            0 if self.inner.rules.iter().any(Option::is_some) => self.len.saturating_sub(self.floor),
+            0 if self.inner.evicts() => self.len.saturating_sub(self.floor),
             0 => self.len,
             kept => self.len.saturating_sub(kept + ring.window()),
         }
@@ -396,8 +396,7 @@ impl Sequence {
             self.ends.pop_back();
         }
         // A step that had ended here would have evicted and tidied up here; one that did has.
-        let evicts = inner.rules.iter().any(Option::is_some);
-        if evicts && len > 0 && self.ends.back() != Some(&len) {
+        if inner.evicts() && len > 0 && self.ends.back() != Some(&len) {
             enforce(&mut self.layers, &inner, len, &self.pins, None);
             for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
                 if layer.rule.is_some() {

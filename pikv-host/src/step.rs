@@ -402,7 +402,7 @@ impl<'a> Step<'a> {
                 by_part.tickets.push(part.sequence.tickets.add(part.sequence.len, part.len, floor));
             }
             part.sequence.len = part.len;
-            if inner.store.ring.slack() > 0 && inner.rules.iter().any(Option::is_some) {
+            if inner.store.ring.slack() > 0 && inner.evicts() {
                 let ends = &mut part.sequence.ends;
                 while ends.front().is_some_and(|end| *end < floor) {
                     ends.pop_front();

@@ -252,7 +252,7 @@ impl Chain {
         Some(mirror.copy.clone())
     }
 
-    /// What a rank has for the page at `ordinal`, unless a fork has it too and the page was written since.
+    /// The copy of the page at `ordinal` on a rank, unless a fork has that copy too and the page was written since.
     fn own<'a>(&self, list: &'a [Mirror], ordinal: u32) -> Option<&'a Mirror> {
         let mirror = list.iter().find(|mirror| mirror.ordinal == ordinal)?;
         let Some(entry) = self.entry(ordinal) else { return Some(mirror) };
