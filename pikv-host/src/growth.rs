@@ -49,11 +49,18 @@ impl Arenas {
             return;
         }
         let mut due = false;
-        for (class, &words) in self.growth().classes.iter().zip(self.classes()) {
+        for (index, class) in self.growth().classes.iter().enumerate() {
             let filled = 2 * tokens * class.heads;
             let filled = class.filled.fetch_add(filled, Ordering::Relaxed) + filled;
             class.wanted.store(2 * sequences * class.heads, Ordering::Relaxed);
-            due |= filled / tokens_of_chunk(words) > class.grown.load(Ordering::Relaxed);
+            let chunks = filled / tokens_of_chunk(self.classes()[index]);
+            if chunks > class.grown.load(Ordering::Relaxed) {
+                // Where pages come back as fast as they are filled, nobody has to be asked.
+                match (0..self.shards()).any(|shard| self.wants(shard, index).is_some()) {
+                    true => due = true,
+                    false => class.grown.store(chunks, Ordering::Relaxed),
+                }
+            }
         }
         if due && !self.growth().busy.swap(true, Ordering::Acquire) {
             // A pool that is long busy must not keep the memory of a cache that is gone.
@@ -74,11 +81,10 @@ impl Arenas {
             let words = self.classes()[index];
             let due = class.filled.load(Ordering::Relaxed) / tokens_of_chunk(words);
             let from = class.grown.swap(due, Ordering::Relaxed);
-            let wanted = class.wanted.load(Ordering::Relaxed).div_ceil(shards);
             // Shards take turns. Once around without a chunk, all have enough.
             let mut idle = 0;
             for turn in from..due {
-                let grew = self.grow_by_one((turn % shards) as usize, index, wanted);
+                let grew = self.grow_by_one((turn % shards) as usize, index);
                 idle = if grew { 0 } else { idle + 1 };
                 if idle == shards {
                     break;
@@ -87,12 +93,18 @@ impl Arenas {
         }
     }
 
-    /// Adds a chunk of cleared memory to an arena that has fewer free pages than `wanted` and what runs are given room for. Returns whether
-    /// it did: not past the budget, and not where the system has none, which a step that needs it will say.
-    fn grow_by_one(&self, shard: usize, class: usize, wanted: u64) -> bool {
+    /// Free pages of an arena that has fewer than all heads can ask for in one step, and what runs are given room for.
+    fn wants(&self, shard: usize, class: usize) -> Option<u64> {
+        let wanted = self.growth().classes[class].wanted.load(Ordering::Relaxed);
+        self.arena(shard, class).wants(wanted.div_ceil(self.shards() as u64))
+    }
+
+    /// Adds a chunk of cleared memory to an arena that [wants](Self::wants) it. Returns whether it did: not past the budget, and not where
+    /// the system has none, which a step that needs it will say.
+    fn grow_by_one(&self, shard: usize, class: usize) -> bool {
         let words = self.classes()[class];
         let bytes = pages_of_chunk(words) * u64::from(words) * 4;
-        let Some(free) = self.arena(shard, class).wants(wanted) else { return false };
+        let Some(free) = self.wants(shard, class) else { return false };
         if self.taken().saturating_add(free * u64::from(words) * 4 + bytes) > self.budget() {
             return false;
         }
