@@ -1,7 +1,7 @@
 //! Where pages lie and are read: in the host's memory by its lanes, or on a CUDA device by its kernels.
 
 #[cfg(feature = "cuda")]
-use crate::cuda::Device;
+use crate::device::Device;
 use std::ffi::c_void;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;

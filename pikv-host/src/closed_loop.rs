@@ -1,15 +1,15 @@
 //! The closed loop: what attention misses and what policies evict changes how the next tokens are routed.
 
 use crate::attend::{Attend, Output};
+use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+use crate::base::error::Error;
 use crate::cache::Cache;
-use crate::device::{DeviceOutput, DeviceSlice};
-use crate::error::Error;
-use crate::learnt::{Learnt, narrow};
+use crate::cache::report::{ByPart, StepReport};
+use crate::cache::sequence::Sequence;
+use crate::cache::step::Step;
 use crate::metrics::{Sink, StepMetrics};
-use crate::report::{ByPart, StepReport};
+use crate::router::learnt::{Learnt, narrow};
 use crate::router::{Feedback, RouteError, Router, Routes};
-use crate::sequence::Sequence;
-use crate::step::Step;
 use pikv_core::page::Position;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;

@@ -1,10 +1,10 @@
 //! What a cache is made of.
 
 use crate::backend::Backend;
+use crate::base::error::ConfigError;
+use crate::base::frequencies::Frequencies;
 use crate::codec::{Codec, HeadCodec};
-use crate::error::ConfigError;
-use crate::frequencies::Frequencies;
-use crate::observe::Rule;
+use crate::eviction::observe::Rule;
 use crate::policy::Eviction;
 use crate::tiers::Tiers;
 use pikv_core::page::{MAX_DIM, Position};

@@ -1,11 +1,11 @@
 //! A question: rows of a KV head, the blocks that they read, and what they find there.
 
 use super::wire::{Reader, flag};
-use crate::arena::Page;
+use crate::attend::reduce::{Tree, levels};
+use crate::base::rope_tables::Table;
 use crate::cache::Inner;
 use crate::codec::HeadCodec;
-use crate::reduce::{Tree, levels};
-use crate::rope::Table;
+use crate::memory::arena::Page;
 use pikv_core::attend::{BLOCK, Sight};
 use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;

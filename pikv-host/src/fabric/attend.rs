@@ -1,16 +1,16 @@
 //! Queries on their way to the ranks, and what comes back at its place in the tree.
 
-use super::FabricError;
 use super::file::ByRank;
 use super::front::{Copies, Copy, Front, first_alive};
 use super::link::Link;
 use super::wire::{self, flag};
-use crate::error::Error;
-use crate::forest::Forest;
-use crate::job::{Item, Job, SCRATCH, Scratch, Shared, TILE, each, each_mut};
-use crate::mass::Wanted;
-use crate::observe::Feed;
-use crate::sequence::Place;
+use crate::attend::forest::Forest;
+use crate::attend::job::{Item, Job, SCRATCH, Scratch, Shared, TILE, each, each_mut};
+use crate::attend::mass::Wanted;
+use crate::base::error::Error;
+use crate::base::error::FabricError;
+use crate::cache::sequence::Place;
+use crate::eviction::observe::Feed;
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::collections::HashMap;

@@ -1,16 +1,16 @@
 //! Pages on their way to the ranks.
 
-use super::FabricError;
 use super::front::{Block, Copies, Copy, Front, Kept};
 use super::link::{Link, List, Work};
 use super::wire;
-use crate::arena::Page;
+use crate::base::error::Error;
+use crate::base::error::FabricError;
 use crate::cache::Inner;
-use crate::chain::{Chain, Closed, Entry, Held};
+use crate::cache::sequence::block_of;
 use crate::codec::HeadCodec;
-use crate::error::Error;
-use crate::filing::Layer;
-use crate::sequence::block_of;
+use crate::memory::arena::Page;
+use crate::pages::chain::{Chain, Closed, Entry, Held};
+use crate::pages::filing::Layer;
 use crate::tiers::Stored;
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
@@ -505,7 +505,7 @@ impl Front {
                     Held::Closed(closed) => Some(closed.by),
                     _ => None,
                 };
-                entry.held = Held::Away(crate::chain::Away { slot, by });
+                entry.held = Held::Away(crate::pages::chain::Away { slot, by });
             }
             chain.settle_sent();
         }

@@ -1,10 +1,11 @@
 //! What a cache holds of its fabric: the link, where pages are, and which rank gets a new block.
 
 use super::link::{Answer, Link, Work};
-use super::{Fabric, FabricError, Options, Traffic};
+use super::{Fabric, Options, Traffic};
+use crate::base::error::FabricError;
+use crate::base::error::{ConfigError, Error};
 use crate::cache::{Cache, Inner, first_heads};
 use crate::config::{CacheConfig, MAX_SHARDS};
-use crate::error::{ConfigError, Error};
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
 use smallvec::SmallVec;

@@ -1,7 +1,8 @@
 //! Questions and answers, with deadlines.
 
+use super::Fabric;
 use super::wire::{self, HEADER, Reader, VERSION, kind};
-use super::{Fabric, FabricError};
+use crate::base::error::FabricError;
 use std::time::{Duration, Instant};
 
 /// What went over a fabric since the cache was built.

@@ -14,23 +14,24 @@
 
 mod ask;
 mod attend;
-mod error;
 mod file;
 mod front;
 mod link;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "cuda")]
+mod node_cuda;
 mod rebalance;
 mod schedule;
 mod store;
 mod wire;
 mod workers;
 
+pub use crate::base::error::FabricError;
 #[cfg(feature = "cuda")]
 pub(crate) use ask::Ask;
 pub(crate) use attend::Remote;
 pub(crate) use attend::attend;
-pub use error::FabricError;
 pub(crate) use file::Mirrors;
 pub use front::RankUsage;
 pub(crate) use front::{Front, Kept};

@@ -1,11 +1,11 @@
 //! Pages that move to other ranks, or are copied there, while they are read.
 
-use super::FabricError;
 use super::file::ByRank;
 use super::front::{Block, Copies, Front, fetched, first_alive};
 use super::link::{Link, Work};
+use crate::base::error::Error;
+use crate::base::error::FabricError;
 use crate::cache::Cache;
-use crate::error::Error;
 use crate::router::Eplb;
 use crate::tiers::Stored;
 use std::collections::BTreeMap;

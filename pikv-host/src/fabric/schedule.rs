@@ -2,10 +2,10 @@
 
 use super::front::no_ages;
 use super::wire;
+use crate::base::error::Error;
 use crate::cache::{Cache, first_heads};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
-use crate::error::Error;
 use pikv_core::attend::BLOCK;
 use pikv_core::merge::Partial;
 use pikv_core::page::PAGE;

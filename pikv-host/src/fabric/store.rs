@@ -1,16 +1,16 @@
 //! What a rank keeps: pages, by their numbers; and what it does when it is asked.
 
 use super::ask::{Ask, Listed};
-use crate::arena::{Near, Page};
+use crate::attend::job::threads;
 use crate::backend::CudaError;
+use crate::base::error::Error;
+use crate::base::rope_tables::Tables;
 use crate::cache::{Cache, Inner};
 use crate::config::CacheConfig;
 #[cfg(feature = "cuda")]
-use crate::cuda::Device;
-use crate::error::Error;
+use crate::device::Device;
 use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, kind};
-use crate::job::threads;
-use crate::rope::Tables;
+use crate::memory::arena::{Near, Page};
 use crate::tiers::Tiers;
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE, Position};
@@ -65,7 +65,7 @@ impl Store {
     /// configuration's back end. No memory is taken before there are pages. Where keys are stored before their rotation, its table
     /// takes as much again at most, or 64 MiB if that is more; what would need a larger one is [`FabricError::Memory`].
     ///
-    /// [`FabricError::Memory`]: super::FabricError::Memory
+    /// [`FabricError::Memory`]: crate::base::error::FabricError::Memory
     ///
     /// # Errors
     /// What is wrong with the configuration.

@@ -1,10 +1,10 @@
 //! Bytes of a cache before there is one.
 
 use super::error::PlanError;
+use crate::cache::sequence::Place;
 use crate::cache::{Cache, first_heads};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
-use crate::sequence::Place;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
 

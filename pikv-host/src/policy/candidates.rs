@@ -1,9 +1,9 @@
 //! The tokens that a policy ranks.
 
-use crate::arena::Page;
-use crate::chain::{Away, Entry, Held};
+use crate::base::frequencies::Frequencies;
 use crate::codec::HeadCodec;
-use crate::frequencies::Frequencies;
+use crate::memory::arena::Page;
+use crate::pages::chain::{Away, Entry, Held};
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use std::collections::HashMap;

@@ -31,6 +31,7 @@ mod lru_plus;
 mod quest_lit;
 mod seen;
 mod snap_kv;
+pub(crate) mod state;
 mod streaming_llm;
 mod tova;
 mod worst;

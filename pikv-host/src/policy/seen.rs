@@ -1,9 +1,9 @@
 //! What a policy is told of pages and heads.
 
-use crate::chain::Entry;
+use crate::base::frequencies::Frequencies;
+use crate::cache::sequence::PageId;
 use crate::codec::HeadCodec;
-use crate::frequencies::Frequencies;
-use crate::sequence::PageId;
+use crate::pages::chain::Entry;
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 

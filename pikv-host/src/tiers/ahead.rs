@@ -2,10 +2,10 @@
 
 use super::level::{Level, Stored};
 use super::{Fetches, TierUsage};
+use crate::attend::job::each;
+use crate::base::error::Error;
+use crate::base::failures::Counts;
 use crate::config::CacheConfig;
-use crate::error::Error;
-use crate::failures::Counts;
-use crate::job::each;
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -36,7 +36,7 @@ pub(crate) struct Early {
     pub ahead: Option<Ahead>,
     /// Of memory, on their way to a device.
     #[cfg(feature = "cuda")]
-    pub lifted: Option<crate::cuda::Lifted>,
+    pub lifted: Option<crate::tiers::upload::Lifted>,
 }
 
 /// The thread, and where it hears of pages to read.
@@ -298,10 +298,10 @@ impl Levels {
     /// when it is asked for.
     pub fn lift<'s>(
         &self,
-        device: &Arc<crate::cuda::Device>,
+        device: &Arc<crate::device::Device>,
         slots: impl Iterator<Item = &'s Arc<Stored>>,
         used: u64,
-    ) -> Option<crate::cuda::Lifted> {
+    ) -> Option<crate::tiers::upload::Lifted> {
         let mut room = self.spare.staging.saturating_sub(used);
         let fits = |slot: &(&Arc<Stored>, &[u32])| match room.checked_sub(slot.0.bytes()) {
             Some(left) => {
@@ -315,8 +315,13 @@ impl Levels {
     }
 
     /// Counts pages of memory that a device reads, all but the `late` ones brought up before.
-    pub fn count_lifted(&self, forests: &[crate::forest::Forest<'_>], late: &crate::cuda::Lifted) {
-        let all = forests.iter().flat_map(crate::forest::Forest::away).filter(|slot| !slot.level.staged());
+    pub fn count_lifted(
+        &self,
+        forests: &[crate::attend::forest::Forest<'_>],
+        late: &crate::tiers::upload::Lifted,
+    ) {
+        let all =
+            forests.iter().flat_map(crate::attend::forest::Forest::away).filter(|slot| !slot.level.staged());
         let all: HashMap<usize, bool> = all.map(|slot| (key(slot), late.address(slot).is_some())).collect();
         let late = all.values().filter(|late| **late).count() as u64;
         self.count(Fetches { ahead: all.len() as u64 - late, late, ..Fetches::default() });

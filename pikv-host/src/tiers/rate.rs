@@ -1,7 +1,7 @@
 //! How fast tiers are, here and now.
 
+use crate::base::error::Error;
 use crate::cache::Cache;
-use crate::error::Error;
 use pikv_core::warp::LANES;
 use std::time::Instant;
 
