@@ -2,10 +2,11 @@
 
 use crate::backend::Backend;
 use crate::base::error::ConfigError;
+use crate::base::error::MAX_SHARDS;
 use crate::base::frequencies::Frequencies;
 use crate::codec::{Codec, HeadCodec};
-use crate::eviction::observe::Rule;
 use crate::policy::Eviction;
+use crate::policy::rule::Rule;
 use crate::tiers::Tiers;
 use pikv_core::page::{MAX_DIM, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
@@ -14,9 +15,6 @@ use pikv_core::shard::ShardMap;
 use pikv_lanes::Lanes;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Shards of a cache at most. Each has an arena for every page size.
-pub(crate) const MAX_SHARDS: u32 = 1 << 16;
 
 /// Shape, policy and budget of a [`Cache`](crate::Cache). Checked when the cache is built.
 ///

@@ -28,13 +28,14 @@ pub mod tiers;
 pub mod trace;
 
 pub use attend::{Attend, Output, PageMass, Read};
-pub use backend::{Backend, CudaError};
+pub use backend::Backend;
 pub use base::device_slice::{DeviceOutput, DeviceSlice};
-pub use base::error::{ConfigError, Error, TierOperation};
+pub use base::error::{ConfigError, CudaError, Error, TierOperation};
 pub use base::failures::Failures;
 pub use base::frequencies::{Frequencies, FrequencyError, Scaling};
+pub use base::ids::{PageId, Place};
 pub use cache::report::StepReport;
-pub use cache::sequence::{PageId, PageInfo, Place, Sequence};
+pub use cache::sequence::{PageInfo, Sequence};
 pub use cache::step::Step;
 pub use cache::{Cache, Rows, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};

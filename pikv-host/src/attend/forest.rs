@@ -6,9 +6,9 @@
 //! and the ring, in that order. What a second codec packed again is a third kind of run, joined last.
 
 use crate::attend::job::Task;
-use crate::attend::lists::emptied;
 use crate::attend::reduce::{Leaf, Tree, Trees, levels};
-use crate::cache::sequence::{PageId, block_of};
+use crate::base::ids::{PageId, block_of};
+use crate::base::scratch::emptied;
 use crate::tiers::{Staged, Stored};
 use smallvec::SmallVec;
 use std::ops::Range;

@@ -1,20 +1,11 @@
 //! Lists that a call fills, kept by its thread from call to call: steps of a size that was seen before ask the system for no memory.
 
+use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
 use crate::attend::job::{Item, Task};
 use crate::attend::mass::Wanted;
 use crate::attend::view::View;
-use crate::cache::step::{Done, Part};
-use crate::eviction::observe::Feed;
 use std::cell::Cell;
-
-/// An empty list with the room of `list`. The types differ in lifetimes only.
-pub fn emptied<T, U>(mut list: Vec<T>) -> Vec<U> {
-    const { assert!(size_of::<T>() == size_of::<U>() && align_of::<T>() == align_of::<U>()) };
-    list.clear();
-    // Collected in place, as the standard library does where the layouts agree; tests/allocation.rs would see it if it did not.
-    list.into_iter().map(|_| unreachable!("the list is empty")).collect()
-}
 
 /// Of attention.
 #[derive(Default)]
@@ -43,15 +34,7 @@ pub struct Cut {
     pub parts: Vec<f32>,
 }
 
-/// Of a step.
-#[derive(Default)]
-pub struct StepLists {
-    pub parts: Vec<Part<'static>>,
-    pub layers: Vec<Done>,
-}
-
 thread_local! {
     /// Taken for the time of a call, and put back; of a call that failed, without the lists that it had in use.
     pub static LISTS: Cell<Lists> = Cell::default();
-    pub static STEP: Cell<StepLists> = Cell::default();
 }

@@ -1,9 +1,10 @@
 //! The attention mass of pages.
 
+use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
-use crate::attend::job::{Job, SCRATCH, Scratch, Shared, TILE};
-use crate::cache::sequence::PageId;
-use crate::eviction::observe::Feed;
+use crate::attend::job::{Job, SCRATCH, Scratch, TILE};
+use crate::base::ids::PageId;
+use crate::base::parallel::Shared;
 use pikv_core::math::exp2i;
 use pikv_core::warp::LANES;
 use pikv_lanes::mass::Sum;

@@ -4,6 +4,7 @@
 //! fixed tree over the runs. A block is a leaf; which thread computes it, and how leaves are grouped into tasks, does not
 //! show in the result.
 
+pub mod feedback;
 pub mod forest;
 pub mod job;
 pub mod lists;
@@ -13,18 +14,20 @@ pub mod reduce;
 pub mod select;
 pub mod view;
 
+use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
-use crate::attend::job::{Job, Shared, each_mut};
-use crate::attend::lists::{Cut, LISTS, Lists, emptied};
+use crate::attend::job::Job;
+use crate::attend::lists::{Cut, LISTS, Lists};
 use crate::attend::mass::{Wanted, together};
 use crate::attend::view::View;
 use crate::backend::Kind;
 use crate::base::error::Error;
+use crate::base::error::length;
 use crate::base::frequencies::Frequencies;
+use crate::base::ids::PageId;
+use crate::base::parallel::{Shared, each_mut};
+use crate::base::scratch::emptied;
 use crate::cache::Inner;
-use crate::cache::sequence::PageId;
-use crate::cache::step::length;
-use crate::eviction::observe::{Feed, Of};
 use crate::fabric;
 use crate::tiers::{Early, Staged};
 use pikv_core::plan::LayerShape;

@@ -2,16 +2,18 @@
 
 use crate::attend::Read;
 use crate::attend::forest::{Forest, Listed, PACKED_RUN};
-use crate::attend::job::{Job, each_mut};
+use crate::attend::job::Job;
 use crate::attend::select;
 use crate::attend::select::Selection;
+use crate::base::ids::{PageId, Place, chain_place};
+use crate::base::parallel::MANY;
+use crate::base::parallel::each_mut;
 use crate::cache::Inner;
-use crate::cache::sequence::{PageId, Place, chain_place};
-use crate::eviction::observe::{MANY, Rule};
 use crate::memory::arena::Page;
 use crate::pages::chain::{Away, Chain, Closed, Entry, Held};
 use crate::pages::filing::Layer;
 use crate::policy::Feedback;
+use crate::policy::rule::Rule;
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::bound;

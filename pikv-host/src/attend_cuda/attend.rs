@@ -1,6 +1,7 @@
 //! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
 //! level, the end in one; where the mass of pages is wanted, that in one more.
 
+use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE};
 use crate::attend::mass::Wanted;
@@ -12,7 +13,6 @@ use crate::device::ring::Upload;
 use crate::device::tensors::{OnDevice, Queries};
 use crate::device::work::{Way, Work};
 use crate::device::{Device, arguments};
-use crate::eviction::observe::Feed;
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};

@@ -1,6 +1,7 @@
 //! What the host is told of a step whose tensors lie on the device, once it waits: what was wrong with them, and what policies want to
 //! know.
 
+use crate::attend::feedback::{Feed, Of};
 use crate::attend::mass::together;
 use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
@@ -8,7 +9,6 @@ use crate::config::HeadCodecs;
 use crate::device::Device;
 use crate::device::downs::Down;
 use crate::device::work::Memory;
-use crate::eviction::observe::{Feed, Of};
 use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;

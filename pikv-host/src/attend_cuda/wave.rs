@@ -4,7 +4,7 @@ use crate::attend::forest::{Forest, Listed};
 use crate::attend::job::{Item, Job, SCRATCH, Scratch};
 use crate::attend::mass::Wanted;
 use crate::attend_cuda::tree::{Joins, Tree};
-use crate::cache::sequence::Place;
+use crate::base::ids::Place;
 use crate::codec::HeadCodec;
 use pikv_core::attend::BLOCK;
 use pikv_core::codec::factors::FactorScratch;

@@ -6,4 +6,7 @@ pub mod failures;
 pub mod files;
 pub mod frequencies;
 pub mod huge_pages;
+pub mod ids;
+pub mod parallel;
 pub mod rope_tables;
+pub mod scratch;

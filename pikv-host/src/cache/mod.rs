@@ -1,5 +1,6 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
+pub mod lists;
 pub mod report;
 pub mod sequence;
 pub mod step;
@@ -9,15 +10,16 @@ use crate::attend::{Attend, Output, Tensors, attend};
 use crate::base::error::Error;
 use crate::base::failures::{Counts, Failures};
 use crate::base::frequencies::Frequencies;
+use crate::base::ids::{Place, block_of};
 use crate::base::rope_tables::Tables;
-use crate::cache::sequence::{Place, Sequence, block_of};
+use crate::cache::sequence::Sequence;
 use crate::cache::step::Step;
 use crate::codec::HeadCodec;
 use crate::config::{CacheConfig, HeadCodecs};
-use crate::eviction::observe::Rule;
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
 use crate::memory::arena::Arenas;
+use crate::policy::rule::Rule;
 use crate::tiers::{Fetches, Levels, TierUsage};
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position};

@@ -1,6 +1,7 @@
 //! A sequence: a ring of its newest tokens, and pages of older ones filed by expert.
 
 use crate::base::error::Error;
+use crate::base::ids::{PageId, Place, chain_place};
 use crate::cache::{Inner, first_heads};
 use crate::codec::HeadCodec;
 use crate::eviction::evict::enforce;
@@ -9,48 +10,11 @@ use crate::pages::chain::{Away, Entry, Held};
 use crate::pages::filing::{Head, Layer};
 use crate::router::learnt::Tickets;
 use crate::tiers::Stored;
-use pikv_core::attend::{BLOCK, filled};
+use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position, Resident};
 use std::collections::VecDeque;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// A run of pages of one head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Place {
-    /// First positions, which no window drops.
-    Sinks,
-    /// Older tokens whose first choice was this expert.
-    Expert(u16),
-    /// Newest tokens, by position.
-    Ring,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Place::Sinks => f.write_str("the sinks"),
-            Place::Expert(e) => write!(f, "expert {e}"),
-            Place::Ring => f.write_str("the ring"),
-        }
-    }
-}
-
-/// A page of a head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PageId {
-    /// The run it is in.
-    pub place: Place,
-    /// Its index in the run; eviction leaves gaps.
-    pub ordinal: u32,
-}
-
-impl fmt::Display for PageId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "page {} of {}", self.ordinal, self.place)
-    }
-}
 
 /// One page that is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -590,17 +554,4 @@ impl<'a> Found<'a> {
 /// The least range that holds both.
 fn joined(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
     a.start.min(b.start)..a.end.max(b.end)
-}
-
-/// The run of chain `c`.
-pub(crate) fn chain_place(c: usize) -> Place {
-    match c.checked_sub(1) {
-        None => Place::Sinks,
-        Some(e) => Place::Expert(e as u16),
-    }
-}
-
-/// The block that a page of a run belongs to.
-pub(crate) const fn block_of(ordinal: u32) -> u32 {
-    ordinal / BLOCK as u32
 }

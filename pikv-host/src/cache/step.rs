@@ -3,18 +3,20 @@
 mod append;
 mod device;
 
-use crate::attend::lists::{STEP, StepLists, emptied};
+use crate::attend::feedback::Feed;
 use crate::attend::view::View;
 use crate::attend::{Attend, Output, Read, Tensors, attend};
 #[cfg(feature = "cuda")]
 use crate::attend_cuda::late::Late;
 use crate::base::error::Error;
+use crate::base::error::length;
+use crate::base::scratch::emptied;
 use crate::cache::Inner;
+use crate::cache::lists::{STEP, StepLists};
 use crate::cache::report::StepReport;
 use crate::cache::sequence::Sequence;
 use crate::eviction::evict::enforce;
 use crate::eviction::moves::make_room;
-use crate::eviction::observe::Feed;
 use crate::memory::arena::Reservation;
 use crate::pages::chain::{Away, Held};
 use crate::pages::filing::Layer;
@@ -449,15 +451,6 @@ fn logical_bits(shape: &LayerShape) -> u64 {
     let Layout { k_dim, v_dim, k, v } = shape.layout;
     let head = u64::from(k_dim) * u64::from(k.bits()) + u64::from(v_dim) * u64::from(v.bits());
     u64::from(shape.kv_heads) * head
-}
-
-pub(crate) fn length(
-    what: &'static str,
-    got: usize,
-    expected: usize,
-    shape: &'static str,
-) -> Result<(), Error> {
-    if got == expected { Ok(()) } else { Err(Error::Length { what, got, expected, shape }) }
 }
 
 /// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.

@@ -2,7 +2,7 @@
 
 use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
-use crate::backend::CudaError;
+use crate::base::error::CudaError;
 use std::sync::Mutex;
 
 /// The stream, and what was brought up in and may be used again.

@@ -15,7 +15,7 @@ use self::downs::Downs;
 use self::lifts::Lifts;
 use self::stream::Stream;
 use self::work::{Memory, Work};
-use crate::backend::CudaError;
+use crate::base::error::CudaError;
 use crate::base::error::Error;
 use cust::context::{Context, CurrentContext};
 use cust::device::DeviceAttribute;

@@ -1,6 +1,6 @@
 //! The way up: pinned memory of the host that lists go through, round and round, and the memory of the device where they lie.
 
-use crate::backend::CudaError;
+use crate::base::error::CudaError;
 use crate::base::error::Error;
 use crate::device::stream::{Moment, Stream};
 use crate::device::work::{Memory, Pinned};

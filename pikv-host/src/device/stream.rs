@@ -1,7 +1,7 @@
 //! Streams and events, as handles of the driver: cust has no form for a stream that somebody else made, and its events are consumed
 //! by the stream that waits for them.
 
-use crate::backend::CudaError;
+use crate::base::error::CudaError;
 use crate::device::bare;
 use cust::sys;
 use std::ffi::c_void;

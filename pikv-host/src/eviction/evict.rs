@@ -1,14 +1,14 @@
 //! Eviction of tokens from the pages of a sequence, by the rankings of its layers' policies.
 
-use crate::attend::job::each_mut;
+use crate::base::parallel::each_mut;
 use crate::cache::Inner;
-use crate::eviction::observe::Rule;
 use crate::eviction::oldest::oldest;
 use crate::eviction::ranked::{Gone, Ranked, Room};
 use crate::metrics::Evicted;
 use crate::pages::compact::Whose;
 use crate::pages::filing::Layer;
 use crate::pages::past::Killed;
+use crate::policy::rule::Rule;
 use crate::policy::{Budget, Eviction, Scope, ada_kv};
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};

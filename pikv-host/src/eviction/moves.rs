@@ -1,8 +1,9 @@
 //! Pages of a sequence on their way between tiers.
 
 use crate::base::error::Error;
+use crate::base::ids::chain_place;
 use crate::cache::Inner;
-use crate::cache::sequence::{Sequence, chain_place};
+use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::Near;
 use crate::pages::chain::{Away, Closed, Entry, Held};

@@ -1,7 +1,7 @@
 //! What may go from a head, and what its policy says it is worth.
 
-use crate::attend::lists::emptied;
 use crate::base::huge_pages;
+use crate::base::scratch::emptied;
 use crate::eviction::evict::Excess;
 use crate::pages::chain::{Entry, Held};
 use crate::policy::{Candidate, Candidates, Source, order_bits, worst, worth};

@@ -3,9 +3,10 @@
 use super::link::{Answer, Link, Work};
 use super::{Fabric, Options, Traffic};
 use crate::base::error::FabricError;
+use crate::base::error::MAX_SHARDS;
 use crate::base::error::{ConfigError, Error};
 use crate::cache::{Cache, Inner, first_heads};
-use crate::config::{CacheConfig, MAX_SHARDS};
+use crate::config::CacheConfig;
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
 use smallvec::SmallVec;

@@ -28,6 +28,7 @@ mod wire;
 mod workers;
 
 pub use crate::base::error::FabricError;
+pub use crate::metrics::Traffic;
 #[cfg(feature = "cuda")]
 pub(crate) use ask::Ask;
 pub(crate) use attend::Remote;
@@ -35,7 +36,6 @@ pub(crate) use attend::attend;
 pub(crate) use file::Mirrors;
 pub use front::RankUsage;
 pub(crate) use front::{Front, Kept};
-pub use link::Traffic;
 pub use rebalance::{Moves, Skew};
 pub use schedule::{RankPlan, Schedule, Wire};
 pub use store::Store;

@@ -1,9 +1,9 @@
 //! What a rank keeps: pages, by their numbers; and what it does when it is asked.
 
 use super::ask::{Ask, Listed};
-use crate::attend::job::threads;
-use crate::backend::CudaError;
+use crate::base::error::CudaError;
 use crate::base::error::Error;
+use crate::base::parallel::threads;
 use crate::base::rope_tables::Tables;
 use crate::cache::{Cache, Inner};
 use crate::config::CacheConfig;

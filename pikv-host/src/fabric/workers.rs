@@ -3,8 +3,9 @@
 use super::{Fabric, Store};
 use crate::backend::Backend;
 use crate::base::error::FabricError;
+use crate::base::error::MAX_SHARDS;
 use crate::base::error::{ConfigError, Error};
-use crate::config::{CacheConfig, MAX_SHARDS};
+use crate::config::CacheConfig;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};

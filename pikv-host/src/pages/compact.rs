@@ -1,8 +1,8 @@
 //! Pages of a chain that lost tokens, put together.
 
 use crate::base::error::Error;
+use crate::base::ids::chain_place;
 use crate::cache::Inner;
-use crate::cache::sequence::chain_place;
 use crate::memory::arena::{Near, Page};
 use crate::pages::chain::{Away, Chain, Entry, Held};
 use crate::pages::past::{Before, Compacted, Was, Went};

@@ -1,14 +1,14 @@
 //! What a sequence is made of: layers, heads, runs of pages; and how tokens get there and leave again.
 
 use crate::base::error::Error;
+use crate::base::ids::chain_place;
 use crate::cache::Inner;
-use crate::cache::sequence::chain_place;
 use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
-use crate::eviction::observe::Rule;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::pages::chain::{Chain, Entry, Held};
 use crate::pages::past::Past;
+use crate::policy::rule::Rule;
 use crate::policy::state::Kept;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position, Slot};

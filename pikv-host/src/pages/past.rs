@@ -5,8 +5,8 @@
 //! a rollback can come back to before it, and a rollback undoes what was noted later than where it goes, the newest first.
 
 use crate::base::error::Error;
+use crate::base::ids::chain_place;
 use crate::cache::Inner;
-use crate::cache::sequence::chain_place;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::pages::chain::{Chain, Entry, Held};
 use crate::pages::compact::Whose;

@@ -1,7 +1,7 @@
 //! Bytes of a cache before there is one.
 
 use super::error::PlanError;
-use crate::cache::sequence::Place;
+use crate::base::ids::Place;
 use crate::cache::{Cache, first_heads};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;

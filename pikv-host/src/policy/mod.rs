@@ -29,6 +29,7 @@ mod key_norm;
 pub(crate) mod lru;
 mod lru_plus;
 mod quest_lit;
+pub(crate) mod rule;
 mod seen;
 mod snap_kv;
 pub(crate) mod state;

@@ -1,7 +1,7 @@
 //! What a policy is told of pages and heads.
 
 use crate::base::frequencies::Frequencies;
-use crate::cache::sequence::PageId;
+use crate::base::ids::PageId;
 use crate::codec::HeadCodec;
 use crate::pages::chain::Entry;
 use pikv_core::page::Position;

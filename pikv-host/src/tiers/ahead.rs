@@ -2,9 +2,9 @@
 
 use super::level::{Level, Stored};
 use super::{Fetches, TierUsage};
-use crate::attend::job::each;
 use crate::base::error::Error;
 use crate::base::failures::Counts;
+use crate::base::parallel::each;
 use crate::config::CacheConfig;
 use pikv_core::warp::LANES;
 use std::collections::HashMap;

@@ -18,15 +18,6 @@ pub struct TierRate {
     pub write: f64,
 }
 
-#[cfg(feature = "plan")]
-impl From<TierRate> for crate::planner::flexgen::Tier {
-    /// Its pages go up to the first tier by a link of their own.
-    fn from(rate: TierRate) -> Self {
-        let TierRate { name, capacity, read, write } = rate;
-        crate::planner::flexgen::Tier { name, capacity, read, write, direct: true }
-    }
-}
-
 impl Cache {
     /// Writes `pages` pages of `page_bytes` (rounded up to a word) to each tier beneath the first, reads them back, three times, and
     /// gives the median rates. Takes as many bytes of memory meanwhile. What the system's page cache holds of a file is part of the

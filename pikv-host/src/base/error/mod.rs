@@ -1,13 +1,16 @@
 //! What can go wrong, with the value that was wrong.
 
+mod cuda;
 mod fabric;
 
-pub use self::fabric::FabricError;
+pub use self::{cuda::CudaError, fabric::FabricError};
 
-use crate::backend::CudaError;
 use pikv_core::dtype::Dtype;
 use pikv_core::page::{MAX_DIM, Position};
 use thiserror::Error;
+
+/// Shards of a cache at most. Each has an arena for every page size.
+pub(crate) const MAX_SHARDS: u32 = 1 << 16;
 
 /// A configuration that no cache can be built from.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -124,7 +127,7 @@ pub enum ConfigError {
         top_k: u32,
     },
     /// More shards than make sense.
-    #[error("{shards} shards; at most {max}", max = crate::config::MAX_SHARDS)]
+    #[error("{shards} shards; at most {max}", max = MAX_SHARDS)]
     Shards {
         /// As given.
         shards: u32,
@@ -619,4 +622,17 @@ pub enum Error {
         /// As given.
         page: crate::PageId,
     },
+}
+
+/// That a slice of `got` elements has the `expected` ones that `shape` says.
+///
+/// # Errors
+/// [`Error::Length`].
+pub(crate) fn length(
+    what: &'static str,
+    got: usize,
+    expected: usize,
+    shape: &'static str,
+) -> Result<(), Error> {
+    if got == expected { Ok(()) } else { Err(Error::Length { what, got, expected, shape }) }
 }

@@ -1,8 +1,9 @@
 //! Keys and values of a layer into the ring.
 
 use crate::base::error::Error;
+use crate::base::error::length;
 use crate::cache::Inner;
-use crate::cache::step::{Step, length};
+use crate::cache::step::Step;
 use crate::codec::Unpackable;
 use crate::memory::arena::{Near, Reservation};
 use crate::memory::writes::{Tokens, Write};

@@ -1,15 +1,25 @@
 //! A step whose tensors lie on the device.
 
 use crate::attend::Attend;
+#[cfg(feature = "cuda")]
+use crate::attend::{Read, Tensors};
+#[cfg(feature = "cuda")]
+use crate::attend_cuda::late::Late;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::cache::step::Step;
 #[cfg(feature = "cuda")]
-use {
-    crate::attend::Read, crate::attend::Tensors, crate::attend_cuda::late::Late,
-    crate::device::tensors::Queries, crate::eviction::observe::Rule, crate::memory::writes::Tokens,
-    crate::policy::Token, pikv_core::page::PAGE, pikv_core::page::Position, smallvec::SmallVec,
-};
+use crate::device::tensors::Queries;
+#[cfg(feature = "cuda")]
+use crate::memory::writes::Tokens;
+#[cfg(feature = "cuda")]
+use crate::policy::Token;
+#[cfg(feature = "cuda")]
+use crate::policy::rule::Rule;
+#[cfg(feature = "cuda")]
+use pikv_core::page::{PAGE, Position};
+#[cfg(feature = "cuda")]
+use smallvec::SmallVec;
 
 /// Tensors of the device: for each layer [`append_device`](Step::append_device) and [`attend_device`](Step::attend_device), of a
 /// cache on a CUDA back end. All of it is put on the back end's stream, in the order of the calls; the host waits for nothing, and
