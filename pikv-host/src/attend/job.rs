@@ -1,6 +1,7 @@
 //! Attention cut into tasks.
 
 use crate::attend::Read;
+use crate::attend::executor::{Elsewhere, Executor, OnDevice};
 use crate::attend::forest::{Forest, Listed};
 use crate::attend::lists::Cut;
 use crate::attend::queries::Packed;
@@ -10,11 +11,8 @@ use crate::base::ids::Place;
 use crate::base::parallel::{Shared, each_index, threads};
 use crate::base::rope_tables::Table;
 use crate::base::scratch::emptied;
-use crate::cache::Inner;
 use crate::codec::HeadCodec;
-#[cfg(feature = "cuda")]
-use crate::device::tensors::OnDevice;
-use crate::fabric::Remote;
+use crate::config::shape::CacheShape;
 use pikv_core::attend::BLOCK;
 use pikv_core::codec::read::PackedRef;
 use pikv_core::full::PageRef;
@@ -24,11 +22,11 @@ use pikv_core::plan::LayerShape;
 use pikv_core::rope::Rotation;
 use pikv_core::rows::TOP_SCORE;
 use pikv_core::warp::LANES;
-use pikv_lanes::attend::{Block, Common, Finish, PACKED_ROWS, PackedBlock, Raw, bundles};
+use pikv_lanes::attend::{Block, Common, Finish, PackedBlock, Raw, bundles};
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
@@ -58,15 +56,23 @@ pub struct Task {
 
 /// Everything that a task reads.
 pub struct Job<'a> {
-    pub inner: &'a Inner,
+    pub executor: &'a dyn Executor,
+    pub inner: &'a CacheShape,
+    pub layer: usize,
     pub shape: &'a LayerShape,
     pub views: &'a [View<'a>],
     /// Row of the call at which each view starts.
     pub starts: &'a [usize],
     /// `[rows][query_heads][k_dim]`, if the host has them.
     pub q: &'a [f32],
-    #[cfg(feature = "cuda")]
+    /// The queries, if a device has them.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub on_device: Option<OnDevice>,
+    /// As asked for, to be named by errors.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
+    pub scale: f32,
+    /// Blocks of a task, if that is asked for.
+    pub split: Option<u32>,
     /// Factor of q, in base 2 unless there is a cap.
     pub factor: f32,
     pub softcap: Option<f32>,
@@ -76,7 +82,7 @@ pub struct Job<'a> {
     /// By how much products of turned channels are larger than those before the rotation; 1 but where frequencies are scaled.
     pub stretch: f32,
     /// What other ranks worked out.
-    pub remote: Option<RwLock<Remote>>,
+    pub remote: Option<Arc<dyn Elsewhere>>,
     pub overflow: AtomicUsize,
 }
 
@@ -112,20 +118,13 @@ impl<'a> Job<'a> {
     }
 
     /// Rows cut into tiles, whole subtrees into tasks, tasks to threads.
-    pub fn run(
-        &self,
-        forests: &[Forest<'_>],
-        split: Option<u32>,
-        lists: &mut Cut,
-        out: &Shared<'_>,
-        lse: &Shared<'_>,
-    ) {
+    pub fn run(&self, forests: &[Forest<'_>], lists: &mut Cut, out: &Shared<'_>, lse: &Shared<'_>) {
         let mut items: Vec<Item<'_>> = emptied(std::mem::take(&mut lists.items));
         for forest in forests {
             items.extend(self.items(forest, TILE));
         }
         let blocks: usize = items.iter().map(|item| item.forest.blocks.len()).sum();
-        let level = match split {
+        let level = match self.split {
             Some(blocks) => Some(blocks.ilog2()),
             // Enough items to keep the threads busy, or too little work to cut: whole items.
             None if threads() == 1 || items.len() >= 8 * threads() || blocks <= 2 * items.len() => None,
@@ -205,13 +204,7 @@ impl<'a> Job<'a> {
 
     /// Rows of a bundle at most.
     pub fn most(&self, forest: &Forest<'_>) -> usize {
-        let config = &self.inner.config;
-        #[cfg(feature = "cuda")]
-        if config.backend.device().is_some() {
-            return crate::attend_cuda::wave::most(self.codecs(forest).into_iter().flatten());
-        }
-        let rows = config.lanes.rows();
-        if forest.has_packed() { rows.min(PACKED_ROWS) } else { rows }
+        self.executor.most(self, forest)
     }
 
     pub fn trees(&self, item: &Item<'_>) -> Trees<'_> {
@@ -242,11 +235,10 @@ impl<'a> Job<'a> {
         part: &mut [f32],
         mut raw: Raw<'_>,
     ) {
-        if let Some(remote) = &self.remote {
-            let remote = remote.read().unwrap_or_else(PoisonError::into_inner);
-            if remote.place(item, block, part, raw.as_deref_mut()) {
-                return;
-            }
+        if let Some(remote) = &self.remote
+            && remote.place(item, block, part, raw.as_deref_mut())
+        {
+            return;
         }
         let (forest, lanes) = (item.forest, self.inner.config.lanes);
         let pages = forest.blocks[block].clone();

@@ -4,6 +4,7 @@
 //! fixed tree over the runs. A block is a leaf; which thread computes it, and how leaves are grouped into tasks, does not
 //! show in the result.
 
+pub mod executor;
 pub mod feedback;
 pub mod forest;
 pub mod job;
@@ -14,29 +15,28 @@ pub mod reduce;
 pub mod select;
 pub mod view;
 
+use crate::attend::executor::{Asked, Executor, OnDevice, Results, Session};
 use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
 use crate::attend::job::Job;
-use crate::attend::lists::{Cut, LISTS, Lists};
+use crate::attend::lists::{LISTS, Lists};
 use crate::attend::mass::{Wanted, together};
 use crate::attend::view::View;
-use crate::backend::Kind;
+use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::frequencies::Frequencies;
 use crate::base::ids::PageId;
-use crate::base::parallel::{Shared, each_mut};
 use crate::base::scratch::emptied;
-use crate::cache::Inner;
-use crate::fabric;
+use crate::memory::pool::Pool;
 use crate::tiers::{Early, Staged};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 #[cfg(feature = "cuda")]
 use {
-    crate::attend_cuda::attend::attend_in_place, crate::attend_cuda::late::Asked,
-    crate::device::tensors::OnDevice, crate::device::tensors::Queries, crate::tiers::Stored,
-    crate::tiers::upload::Lifted, smallvec::SmallVec, std::sync::Arc,
+    crate::tiers::{Stored, upload::Lifted},
+    smallvec::SmallVec,
+    std::sync::Arc,
 };
 
 use std::mem;
@@ -216,8 +216,12 @@ impl PageMass {
 /// Queries, and where results go.
 pub(crate) enum Tensors<'a> {
     Host(&'a [f32], Output<'a>),
-    #[cfg(feature = "cuda")]
-    Device(Queries<'a>),
+    /// On the device of a session.
+    Device {
+        q: DeviceSlice,
+        output: DeviceOutput,
+        session: &'a mut dyn Session,
+    },
 }
 
 impl Tensors<'_> {
@@ -225,10 +229,7 @@ impl Tensors<'_> {
     fn lens(&self) -> (usize, usize, Option<usize>) {
         match self {
             Tensors::Host(q, to) => (q.len(), to.out.len(), to.lse.as_ref().map(|lse| lse.len())),
-            #[cfg(feature = "cuda")]
-            Tensors::Device(Queries { q, output: to, .. }) => {
-                (q.len(), to.out.len(), to.lse.map(|lse| lse.len()))
-            }
+            Tensors::Device { q, output: to, .. } => (q.len(), to.out.len(), to.lse.map(|lse| lse.len())),
         }
     }
 }
@@ -239,7 +240,8 @@ const MAX_SOFTCAP: f32 = 8_388_608.0;
 /// Returns the bytes of pages that were read from lower tiers, of which those in `ahead` were asked for before.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn attend<'v>(
-    inner: &Inner,
+    executor: &dyn Executor,
+    pool: &Pool,
     layer: usize,
     shape: &LayerShape,
     sequences: impl Iterator<Item = View<'v>>,
@@ -251,7 +253,7 @@ pub(crate) fn attend<'v>(
     let mut lists = LISTS.take();
     let mut views: Vec<View<'_>> = emptied(mem::take(&mut lists.views));
     views.extend(sequences);
-    let done = attend_views(inner, layer, shape, &views, tensors, options, feeds, ahead, &mut lists);
+    let done = attend_views(executor, pool, layer, shape, &views, tensors, options, feeds, ahead, &mut lists);
     lists.views = emptied(views);
     LISTS.set(lists);
     done
@@ -259,7 +261,8 @@ pub(crate) fn attend<'v>(
 
 #[allow(clippy::too_many_arguments)]
 fn attend_views(
-    inner: &Inner,
+    executor: &dyn Executor,
+    pool: &Pool,
     layer: usize,
     shape: &LayerShape,
     sequences: &[View<'_>],
@@ -283,7 +286,7 @@ fn attend_views(
     if !(factor.is_finite() && factor > 0.0) {
         return Err(Error::Scale(scale));
     }
-    if matches!(read, Read::Quest { .. }) && !inner.config.bounds {
+    if matches!(read, Read::Quest { .. }) && !pool.shape.config.bounds {
         return Err(Error::NoBounds);
     }
     if closed_gaps && shape.rope.is_none() {
@@ -299,7 +302,7 @@ fn attend_views(
         }
     };
     if read == Read::Experts
-        && let Some(row) = views.iter().position(|view| !view.routed(inner))
+        && let Some(row) = views.iter().position(|view| !view.routed(&pool.shape))
     {
         return Err(Error::NotRouted { layer, row });
     }
@@ -320,31 +323,33 @@ fn attend_views(
     }
     let q = match &tensors {
         Tensors::Host(q, _) => *q,
-        #[cfg(feature = "cuda")]
-        Tensors::Device(_) => &[],
+        Tensors::Device { .. } => &[],
     };
     if let Some(at) = q.iter().position(|x| !x.is_finite()) {
         let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
         return Err(Error::Query { layer, row, head, channel, value: q[at] });
     }
-    let table = inner.tables.get(layer);
+    let table = pool.tables.get(layer);
     let mut job = Job {
-        inner,
+        executor,
+        inner: &pool.shape,
+        layer,
         shape,
         views,
         starts: &starts,
         q,
-        #[cfg(feature = "cuda")]
         on_device: match &tensors {
             Tensors::Host(..) => None,
-            Tensors::Device(Queries { q, late, .. }) => Some(OnDevice { q: *q, fault: late.fault(layer, 2) }),
+            Tensors::Device { q, session, .. } => Some(OnDevice { q: *q, fault: session.fault(layer, 2) }),
         },
+        scale,
+        split,
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
         table,
         read,
         closed_gaps,
-        stretch: inner.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
+        stretch: pool.shape.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
         remote: None,
         overflow: AtomicUsize::new(usize::MAX),
     };
@@ -360,7 +365,7 @@ fn attend_views(
         }
     }
     job.grow(&mut forests);
-    if let Some(tiers) = &inner.tiers {
+    if let Some(tiers) = &pool.tiers {
         let early = ahead.unwrap_or_default();
         #[cfg(feature = "cuda")]
         let (ahead, early) = (early.ahead, early.lifted);
@@ -369,12 +374,12 @@ fn attend_views(
         (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), ahead)?;
         forests.iter_mut().for_each(|forest| forest.stage(&staged));
         #[cfg(feature = "cuda")]
-        if let Some(device) = inner.config.backend.device() {
+        if let Some(device) = pool.shape.config.backend.device() {
             lifted.extend(early);
             let known = |slot: &Arc<Stored>| lifted.iter().find_map(|lifted| lifted.address(slot));
             let all = forests.iter().flat_map(Forest::away_words);
             let late = device.lift(all.filter(|(slot, _)| known(slot).is_none()))?;
-            tiers.count_lifted(&forests, &late);
+            tiers.count_lifted(forests.iter().flat_map(Forest::away), &late);
             lifted.push(late);
             for pages in &lifted {
                 pages.before()?;
@@ -382,7 +387,7 @@ fn attend_views(
             }
         }
     }
-    let rule = inner.rules[layer].as_deref().filter(|rule| feeds.is_some() && rule.keeps());
+    let rule = pool.shape.rules[layer].as_deref().filter(|rule| feeds.is_some() && rule.keeps());
     let all = matches!(&tensors, Tensors::Host(_, to) if to.mass.is_some());
     let mut wanted = mem::take(&mut lists.wanted);
     wanted.clear();
@@ -416,18 +421,18 @@ fn attend_views(
                     &mut no_lse[..rows * heads]
                 }
             };
-            run(&mut job, layer, &forests, wanted_some, split, &mut lists.cut, out, lse, &mut seen)?;
+            let results = Results { out, lse, seen: &mut seen };
+            executor.run(&mut job, &forests, wanted_some, results, &mut lists.cut)?;
             mass.take()
         }
-        #[cfg(feature = "cuda")]
-        Tensors::Device(given) => {
+        Tensors::Device { output, session, .. } => {
             // Lists of an older call are nobody's.
             let (mut none, told) = (Vec::new(), some || rule.is_some());
             let seen = if told { &mut seen } else { &mut none };
-            attend_in_place(&job, layer, scale, &forests, wanted_some, given, seen, queries)?;
             // What is said of each sequence once the host has its masses.
             let sequences = (0..sequences.len()).map(of).collect();
-            given.late.asked(layer, Asked { sequences, apart: read != Read::All });
+            let asked = Asked { sequences, apart: read != Read::All, queries };
+            session.attend(&job, &forests, wanted_some, *output, seen, asked)?;
             None
         }
     };
@@ -462,40 +467,4 @@ fn attend_views(
     (lists.single, lists.starts) = (emptied(single), starts);
     (lists.wanted, lists.lse) = (wanted, no_lse);
     Ok(remote)
-}
-
-/// Attends on the cache's back end, on host slices. With `wanted` the masses of pages go to `seen`.
-#[allow(clippy::too_many_arguments)]
-fn run(
-    job: &mut Job<'_>,
-    layer: usize,
-    forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
-    split: Option<u32>,
-    cut: &mut Cut,
-    out: &mut [f32],
-    lse: &mut [f32],
-    seen: &mut [Feed],
-) -> Result<(), Error> {
-    let inner = job.inner;
-    let far = forests.iter().any(|forest| forest.away().next().is_some());
-    match (&inner.config.backend.0, wanted) {
-        (Kind::Cpu, wanted) if let Some(front) = inner.fabric.as_ref().filter(|_| far) => {
-            let (out, lse) = (Shared::new(out), Shared::new(lse));
-            fabric::attend(front, job, layer, forests, wanted, &out, &lse, seen)?;
-        }
-        (Kind::Cpu, Some(wanted)) => {
-            let (out, lse) = (Shared::new(out), Shared::new(lse));
-            each_mut(seen, |i, feed| {
-                let forest = &forests[i];
-                job.with_mass(forest, &wanted[forest.view], &out, &lse, &mut feed.weighed);
-            });
-        }
-        (Kind::Cpu, None) => job.run(forests, split, cut, &Shared::new(out), &Shared::new(lse)),
-        #[cfg(feature = "cuda")]
-        (Kind::Cuda(device), wanted) => {
-            crate::attend_cuda::attend::attend(device, job, forests, wanted, out, lse, seen)?
-        }
-    }
-    Ok(())
 }

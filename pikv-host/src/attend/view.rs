@@ -8,7 +8,7 @@ use crate::attend::select::Selection;
 use crate::base::ids::{PageId, Place, chain_place};
 use crate::base::parallel::MANY;
 use crate::base::parallel::each_mut;
-use crate::cache::Inner;
+use crate::config::shape::CacheShape;
 use crate::memory::arena::Page;
 use crate::pages::chain::{Away, Chain, Closed, Entry, Held};
 use crate::pages::filing::Layer;
@@ -47,7 +47,7 @@ impl<'a> View<'a> {
     }
 
     /// Whether the experts of all rows are known.
-    pub fn routed(&self, inner: &Inner) -> bool {
+    pub fn routed(&self, inner: &CacheShape) -> bool {
         let known = self.layer.tags.len() / inner.config.top_k as usize;
         let from = self.layer.tags_from;
         let end = u64::from(self.first) + u64::from(self.rows);
@@ -55,7 +55,7 @@ impl<'a> View<'a> {
     }
 
     /// The experts of the first row.
-    fn experts(&self, inner: &Inner) -> Vec<u16> {
+    fn experts(&self, inner: &CacheShape) -> Vec<u16> {
         let wanted = self.fetch.map_or(usize::MAX, |n| n as usize);
         self.layer.experts(inner, self.first).take(wanted).collect()
     }

@@ -1,16 +1,18 @@
 //! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
 //! level, the end in one; where the mass of pages is wanted, that in one more.
 
+use crate::attend::executor::{Executor, OnDevice, Results, Session};
 use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE};
+use crate::attend::lists::Cut;
 use crate::attend::mass::Wanted;
-use crate::attend_cuda::late::Saw;
-use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave};
+use crate::attend_cuda::late::{Late, Saw};
+use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave, most};
+use crate::base::device_slice::DeviceOutput;
 use crate::base::error::Error;
 use crate::base::rope_tables::Table;
 use crate::device::ring::Upload;
-use crate::device::tensors::{OnDevice, Queries};
 use crate::device::work::{Way, Work};
 use crate::device::{Device, arguments};
 use pikv_core::codec::back;
@@ -21,6 +23,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg, TensorArg};
 use std::mem;
+use std::sync::Arc;
 
 /// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
 pub const WAVE: u64 = 16 << 20;
@@ -294,22 +297,34 @@ impl Packed<'_> {
     }
 }
 
-/// As [`attend_all`]. If that fails what was asked for is over all the same, so that nobody still reads pages that were brought up
-/// for it.
-pub(crate) fn attend(
-    device: &Device,
-    job: &Job<'_>,
-    forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
-    out: &mut [f32],
-    lse: &mut [f32],
-    feeds: &mut [Feed],
-) -> Result<(), Error> {
-    let done = attend_all(device, job, forests, wanted, out, lse, feeds);
-    if done.is_err() {
-        let _ = device.stream.synchronize();
+/// A device.
+#[derive(Debug)]
+pub(crate) struct Cuda(pub Arc<Device>);
+
+impl Executor for Cuda {
+    fn most(&self, job: &Job<'_>, forest: &Forest<'_>) -> usize {
+        most(job.codecs(forest).into_iter().flatten())
     }
-    done
+
+    fn run(
+        &self,
+        job: &mut Job<'_>,
+        forests: &[Forest<'_>],
+        wanted: Option<&[Wanted]>,
+        results: Results<'_>,
+        _: &mut Cut,
+    ) -> Result<(), Error> {
+        let done = attend_all(&self.0, job, forests, wanted, results);
+        if done.is_err() {
+            // What was asked for is over all the same, so that nobody still reads pages that were brought up for it.
+            let _ = self.0.stream.synchronize();
+        }
+        done
+    }
+
+    fn session(&self, layers: usize) -> Result<Option<Box<dyn Session>>, Error> {
+        Ok(Some(Box::new(Late::new(&self.0, layers)?)))
+    }
 }
 
 /// Attends the forests of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`. With `wanted`, of each view,
@@ -319,10 +334,9 @@ fn attend_all(
     job: &Job<'_>,
     forests: &[Forest<'_>],
     wanted: Option<&[Wanted]>,
-    out: &mut [f32],
-    lse: &mut [f32],
-    feeds: &mut [Feed],
+    results: Results<'_>,
 ) -> Result<(), Error> {
+    let Results { out, lse, seen: feeds } = results;
     if lse.is_empty() {
         return Ok(());
     }
@@ -407,20 +421,17 @@ fn waves(
     Ok(())
 }
 
-/// As [`attend`], of queries and to results on the device. Nothing is waited for; masses, and queries if they are asked for, are on
-/// their way down, and what `given` is told of them is how they lie.
-#[allow(clippy::too_many_arguments)]
+/// As [`attend_all`], of queries and to results on the device. Nothing is waited for; masses, and queries if they are asked for, are on
+/// their way down, and what is returned is how they lie.
 pub(crate) fn attend_in_place(
     job: &Job<'_>,
-    layer: usize,
-    scale: f32,
     forests: &[Forest<'_>],
     wanted: Option<&[Wanted]>,
-    given: &mut Queries<'_>,
+    output: DeviceOutput,
     feeds: &mut Vec<Feed>,
     queries: bool,
-) -> Result<(), Error> {
-    let Queries { q, output, late } = given;
+    late: &Late,
+) -> Result<Saw, Error> {
     let device = late.device().clone();
     let mut work = device.work()?;
     let stream = &device.stream;
@@ -437,9 +448,10 @@ pub(crate) fn attend_in_place(
             device.fill(lse.address(), f32::NEG_INFINITY.to_bits(), lse.len() as u32)?;
         }
     }
-    let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), faults: late.fault(layer, 3) };
+    let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), faults: late.fault(job.layer, 3) };
     waves(&device, &mut work, job, forests, wanted, To { out: out.into(), ends, mass }, &firsts)?;
-    let mut saw = Saw { rows, q: queries.then_some(*q), ..Saw::default() };
+    let mut saw =
+        Saw { rows, q: job.on_device.filter(|_| queries).map(|on_device| on_device.q), ..Saw::default() };
     let places = [(mass, 4 * floats), saw.q.map_or((0, 0), |q| (q.address(), q.bytes()))];
     if places.iter().any(|(_, bytes)| *bytes > 0) {
         saw.down = Some(device.downs.bring(stream, &places)?);
@@ -451,6 +463,5 @@ pub(crate) fn attend_in_place(
         }
     }
     saw.feeds = mem::take(feeds);
-    late.saw(layer, saw, scale, out.dtype());
-    Ok(())
+    Ok(saw)
 }

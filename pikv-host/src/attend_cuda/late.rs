@@ -1,9 +1,13 @@
 //! What the host is told of a step whose tensors lie on the device, once it waits: what was wrong with them, and what policies want to
 //! know.
 
+use crate::attend::executor::{Asked, Session};
 use crate::attend::feedback::{Feed, Of};
-use crate::attend::mass::together;
-use crate::base::device_slice::DeviceSlice;
+use crate::attend::forest::Forest;
+use crate::attend::job::Job;
+use crate::attend::mass::{Wanted, together};
+use crate::attend_cuda::attend::attend_in_place;
+use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::config::HeadCodecs;
 use crate::device::Device;
@@ -76,12 +80,6 @@ impl fmt::Debug for Late {
     }
 }
 
-/// Of whom a policy wants to know what attention saw.
-pub(crate) struct Asked {
-    pub sequences: Vec<Of>,
-    pub apart: bool,
-}
-
 impl Late {
     pub fn new(device: &Arc<Device>, layers: usize) -> Result<Late, Error> {
         device.enter()?;
@@ -104,73 +102,6 @@ impl Late {
     /// Where a fault is noted: of k and the words after it, or of q and the word after it.
     pub fn fault(&self, layer: usize, cause: usize) -> u64 {
         self.faults.address() + (8 * (layer * CAUSES + cause)) as u64
-    }
-
-    /// Starts to bring keys and values down, for a policy that looks at them.
-    pub fn bring_tokens(&mut self, layer: usize, of: [DeviceSlice; 2]) -> Result<(), Error> {
-        let _work = self.device.work()?;
-        let places = of.map(|of| (of.address(), of.bytes()));
-        let tokens = self.device.downs.bring(&self.device.stream, &places)?;
-        if let Some((old, _)) = self.layers[layer].tokens.replace((tokens, of)) {
-            self.device.downs.put_back(old);
-        }
-        Ok(())
-    }
-
-    /// Notes what attention over a layer saw; of several calls the last counts.
-    pub fn saw(&mut self, layer: usize, saw: Saw, scale: f32, out: Dtype) {
-        let layer = &mut self.layers[layer];
-        (layer.scale, layer.out) = (scale, out.name());
-        if let Some(Saw { down: Some(old), .. }) = layer.saw.replace(saw) {
-            self.device.downs.put_back(old);
-        }
-    }
-
-    /// Notes what is asked of what it saw.
-    pub fn asked(&mut self, layer: usize, asked: Asked) {
-        let layer = &mut self.layers[layer];
-        (layer.sequences, layer.apart) = (asked.sequences, asked.apart);
-    }
-
-    /// Forgets what attention saw of a layer: a later call counts.
-    pub fn forget(&mut self, layer: usize) {
-        if let Some(Saw { down: Some(old), .. }) = self.layers[layer].saw.take() {
-            self.device.downs.put_back(old);
-        }
-    }
-
-    /// Whether a policy wants to know something.
-    pub fn owes(&self) -> bool {
-        let told = |layer: &Layer| {
-            layer.tokens.is_some() || layer.saw.as_ref().is_some_and(|saw| saw.down.is_some())
-        };
-        self.layers.iter().any(told)
-    }
-
-    /// Waits for all that was asked for, and says what was wrong first: by layers, of each k, v, q, scores, then outputs.
-    pub fn judge(&self, shapes: &[LayerShape], codecs: &[HeadCodecs]) -> Result<(), Error> {
-        let device = &self.device;
-        let down = {
-            let _work = device.work()?;
-            let bytes = self.layers.len() * CAUSES * 8;
-            device.downs.bring(&device.stream, &[(self.faults.address(), bytes)])?
-        };
-        let found = down.done.wait().map(|()| {
-            let (layers, _) = down.words().as_chunks::<{ 2 * CAUSES }>();
-            let word = |[low, high]: &[u32; 2]| u64::from(*low) | u64::from(*high) << 32;
-            layers.iter().enumerate().find_map(|(layer, causes)| {
-                let mut causes = causes.as_chunks().0.iter().map(word).enumerate();
-                let (cause, fault) = causes.find(|(_, fault)| *fault != NONE)?;
-                Some((layer, cause, fault))
-            })
-        });
-        device.downs.put_back(down);
-        match found? {
-            Some((layer, cause, fault)) => {
-                Err(self.error(layer, &shapes[layer], &codecs[layer], cause, fault))
-            }
-            None => Ok(()),
-        }
     }
 
     fn error(
@@ -211,16 +142,94 @@ impl Late {
             }
         }
     }
+}
 
-    /// Keys and values of a layer, if a policy wants them; they were waited for.
-    pub fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]> {
+impl Session for Late {
+    fn check(&self, what: &'static str, slice: DeviceSlice) -> Result<(), Error> {
+        self.device.check(what, slice)
+    }
+
+    fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error> {
+        self.device.check_lse(slice)
+    }
+
+    fn fault(&self, layer: usize, cause: usize) -> u64 {
+        Late::fault(self, layer, cause)
+    }
+
+    fn attend(
+        &mut self,
+        job: &Job<'_>,
+        forests: &[Forest<'_>],
+        wanted: Option<&[Wanted]>,
+        output: DeviceOutput,
+        seen: &mut Vec<Feed>,
+        asked: Asked,
+    ) -> Result<(), Error> {
+        let saw = attend_in_place(job, forests, wanted, output, seen, asked.queries, self)?;
+        // Of several calls the last counts.
+        self.forget(job.layer);
+        let layer = &mut self.layers[job.layer];
+        (layer.scale, layer.out, layer.saw) = (job.scale, output.out.dtype().name(), Some(saw));
+        (layer.sequences, layer.apart) = (asked.sequences, asked.apart);
+        Ok(())
+    }
+
+    fn bring_tokens(&mut self, layer: usize, of: [DeviceSlice; 2]) -> Result<(), Error> {
+        let _work = self.device.work()?;
+        let places = of.map(|of| (of.address(), of.bytes()));
+        let tokens = self.device.downs.bring(&self.device.stream, &places)?;
+        if let Some((old, _)) = self.layers[layer].tokens.replace((tokens, of)) {
+            self.device.downs.put_back(old);
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, layer: usize) {
+        if let Some(Saw { down: Some(old), .. }) = self.layers[layer].saw.take() {
+            self.device.downs.put_back(old);
+        }
+    }
+
+    fn owes(&self) -> bool {
+        let told = |layer: &Layer| {
+            layer.tokens.is_some() || layer.saw.as_ref().is_some_and(|saw| saw.down.is_some())
+        };
+        self.layers.iter().any(told)
+    }
+
+    fn judge(&self, shapes: &[LayerShape], codecs: &[HeadCodecs]) -> Result<(), Error> {
+        let device = &self.device;
+        let down = {
+            let _work = device.work()?;
+            let bytes = self.layers.len() * CAUSES * 8;
+            device.downs.bring(&device.stream, &[(self.faults.address(), bytes)])?
+        };
+        let found = down.done.wait().map(|()| {
+            let (layers, _) = down.words().as_chunks::<{ 2 * CAUSES }>();
+            let word = |[low, high]: &[u32; 2]| u64::from(*low) | u64::from(*high) << 32;
+            layers.iter().enumerate().find_map(|(layer, causes)| {
+                let mut causes = causes.as_chunks().0.iter().map(word).enumerate();
+                let (cause, fault) = causes.find(|(_, fault)| *fault != NONE)?;
+                Some((layer, cause, fault))
+            })
+        });
+        device.downs.put_back(down);
+        match found? {
+            Some((layer, cause, fault)) => {
+                Err(self.error(layer, &shapes[layer], &codecs[layer], cause, fault))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]> {
         let (down, [k, v]) = self.layers[layer].tokens.as_ref()?;
         let (k, rest) = split(down.words(), *k);
         Some([k, split(rest, *v).0])
     }
 
-    /// What a layer's policy is told, if attention was given tensors of the device last; it was waited for.
-    pub fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
+    fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
         let Layer { saw, sequences, apart, .. } = &mut self.layers[layer];
         let Saw { mut feeds, masses, q, down, rows } = saw.take()?;
         let words = down.as_ref().map_or(&[][..], Down::words);

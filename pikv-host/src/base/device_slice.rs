@@ -57,7 +57,6 @@ impl DeviceSlice {
 /// Where results go on the device; [`Output`](crate::Output) there.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceOutput {
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub(crate) out: DeviceSlice,
     pub(crate) lse: Option<DeviceSlice>,
 }

@@ -5,94 +5,38 @@ pub mod report;
 pub mod sequence;
 pub mod step;
 
+use crate::attend::executor::{Cpu, Executor};
 use crate::attend::view::View;
 use crate::attend::{Attend, Output, Tensors, attend};
+#[cfg(feature = "cuda")]
+use crate::attend_cuda::attend::Cuda;
+use crate::backend::Kind;
 use crate::base::error::Error;
-use crate::base::failures::{Counts, Failures};
-use crate::base::frequencies::Frequencies;
-use crate::base::ids::{Place, block_of};
-use crate::base::rope_tables::Tables;
+use crate::base::failures::Failures;
 use crate::cache::sequence::Sequence;
 use crate::cache::step::Step;
 use crate::codec::HeadCodec;
-use crate::config::{CacheConfig, HeadCodecs};
+use crate::config::CacheConfig;
+use crate::config::shape::CacheShape;
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
-use crate::memory::arena::Arenas;
-use crate::policy::rule::Rule;
+use crate::memory::pool::Pool;
 use crate::tiers::{Fetches, Levels, TierUsage};
-use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position};
-use pikv_core::plan::{Filed, LayerShape, StoreShape};
-use pikv_core::ring::Ring;
+use pikv_core::plan::{Filed, StoreShape};
 use std::sync::Arc;
 
 /// What sequences of a cache share.
 #[derive(Debug)]
 pub(crate) struct Inner {
-    pub config: CacheConfig,
-    pub store: Common,
-    /// Of every layer.
-    pub stores: Vec<StoreShape>,
-    /// Of every layer.
-    pub codecs: Vec<HeadCodecs>,
-    /// How each layer evicts.
-    pub rules: Vec<Option<Arc<Rule>>>,
-    pub arenas: Arc<Arenas>,
-    /// Of layers whose rotations are scaled.
-    pub frequencies: Vec<Option<Frequencies>>,
-    pub tables: Tables,
+    pub shape: Arc<CacheShape>,
+    pub pool: Pool,
+    /// What computes attention.
+    pub executor: Arc<dyn Executor>,
     /// Where rankings are done.
     pub rooms: Rooms,
-    pub tiers: Option<Levels>,
     /// The ranks that keep full pages.
     pub fabric: Option<Arc<Front>>,
-    /// Counts of work that failed without failing a call.
-    pub failures: Arc<Counts>,
-}
-
-/// What all layers take pages by.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Common {
-    pub ring: Ring,
-}
-
-/// Of each layer, the KV heads of the layers before it.
-pub(crate) fn first_heads(layers: &[LayerShape]) -> impl Iterator<Item = u32> + '_ {
-    layers.iter().scan(0, |sum, layer| {
-        let first = *sum;
-        *sum += layer.kv_heads;
-        Some(first)
-    })
-}
-
-impl Inner {
-    pub fn layer(&self, layer: usize) -> Result<&LayerShape, Error> {
-        self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
-    }
-
-    /// The layout of packed pages of each KV head of a layer that exists.
-    fn packed(&self, layer: usize) -> impl Iterator<Item = Option<&Packed>> {
-        self.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed))
-    }
-
-    /// Whether a layer evicts.
-    pub fn evicts(&self) -> bool {
-        self.rules.iter().any(Option::is_some)
-    }
-
-    /// Where a page of a KV head goes, `head` counted on over the layers. All follow the map, a block of pages together.
-    pub fn shard_of(&self, place: Place, ordinal: u32, head: u32) -> u32 {
-        if self.fabric.is_some() {
-            // What is here has one arena.
-            return 0;
-        }
-        let (map, block) = (&self.config.shards, u64::from(block_of(ordinal)));
-        match place {
-            Place::Expert(e) => map.shard(block, u32::from(e), head),
-            Place::Sinks | Place::Ring => map.shared(block, head),
-        }
-    }
 }
 
 /// Bytes of pages in use.
@@ -176,47 +120,27 @@ impl Cache {
     }
 
     pub(crate) fn with(config: CacheConfig, fabric: Option<Arc<Front>>) -> Result<Cache, Error> {
-        let stores = config.stores()?;
-        let store = Common { ring: config.common_ring()? };
-        let codecs = config.head_codecs()?;
-        let frequencies = config.layers_frequencies()?;
-        let rules = config.rules(&frequencies)?;
-        let heads = codecs.iter().flat_map(|heads| heads.iter().flatten());
-        let aged =
-            heads.clone().filter_map(|codec| codec.aged.as_ref()).map(|aged| aged.codec.packed.words());
-        let packed = heads.map(|codec| codec.packed.words()).chain(aged);
-        let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
-        let failures = Arc::<Counts>::default();
-        let arenas = Arenas::new(&config, classes, &failures);
-        let tables = Tables::new(&config.layers, &frequencies);
-        let tiers = Levels::new(&config, &failures)?;
-        let rooms = Rooms::default();
-        let inner = Inner {
-            config,
-            store,
-            stores,
-            codecs,
-            rules,
-            arenas,
-            frequencies,
-            tables,
-            rooms,
-            tiers,
-            fabric,
-            failures,
+        let shape = Arc::new(CacheShape::new(config, fabric.is_some())?);
+        let pool = Pool::new(&shape)?;
+        let executor: Arc<dyn Executor> = match (&shape.config.backend.0, &fabric) {
+            (Kind::Cpu, None) => Arc::new(Cpu),
+            (Kind::Cpu, Some(front)) => front.clone(),
+            #[cfg(feature = "cuda")]
+            (Kind::Cuda(device), _) => Arc::new(Cuda(device.clone())),
         };
+        let inner = Inner { shape, pool, executor, rooms: Rooms::default(), fabric };
         Ok(Cache { inner: Arc::new(inner) })
     }
 
     /// The configuration.
     pub fn config(&self) -> &CacheConfig {
-        &self.inner.config
+        &self.inner.shape.config
     }
 
     /// Bytes of the tables of rotations, which no budget bounds: `4 * rotary_dim` a position, up to the longest sequence so far, rounded up
     /// to a power of two, for each rotation that differs.
     pub fn table_bytes(&self) -> u64 {
-        self.inner.tables.bytes()
+        self.inner.pool.tables.bytes()
     }
 
     /// Has the tables of rotations of keys that are stored before them ([`LayerShape::rope`](pikv_core::plan::LayerShape::rope)) reach
@@ -229,7 +153,8 @@ impl Cache {
         if positions > Position::MAX.0 {
             return Err(Error::PositionOverflow { position: u64::from(positions) });
         }
-        (0..self.inner.config.layers.len()).try_for_each(|layer| self.inner.tables.grow(layer, positions))
+        (0..self.inner.shape.config.layers.len())
+            .try_for_each(|layer| self.inner.pool.tables.grow(layer, positions))
     }
 
     /// The rules by which sequences take pages in a layer, to plan with.
@@ -237,7 +162,11 @@ impl Cache {
     /// # Errors
     /// No such layer.
     pub fn store(&self, layer: usize) -> Result<&StoreShape, Error> {
-        self.inner.stores.get(layer).ok_or(Error::Layer { layer, layers: self.inner.stores.len() })
+        self.inner
+            .shape
+            .stores
+            .get(layer)
+            .ok_or(Error::Layer { layer, layers: self.inner.shape.stores.len() })
     }
 
     /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
@@ -246,9 +175,10 @@ impl Cache {
     /// # Errors
     /// No such layer.
     pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
-        let (shape, store) = (self.inner.layer(layer)?, self.store(layer)?);
+        let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
         Ok(self
             .inner
+            .shape
             .packed(layer)
             .map(|packed| store.head_bytes_at(shape, packed, len, filed.iter().copied()))
             .sum())
@@ -260,7 +190,7 @@ impl Cache {
     /// # Errors
     /// No such layer.
     pub fn bytes_at_most(&self, layer: usize, len: u32) -> Result<u64, Error> {
-        let (shape, store) = (self.inner.layer(layer)?, self.store(layer)?);
+        let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
         let slack = store.ring.slack();
         let twice = u64::from(slack.min(len / PAGE + slack.min(store.experts)));
         let head = |codec: &Option<HeadCodec>| {
@@ -269,7 +199,7 @@ impl Cache {
             store.head_bytes_at_most(shape, packed, len)
                 + aged.map_or(0, |aged| twice * aged.codec.packed.bytes())
         };
-        Ok(self.inner.codecs[layer].iter().map(head).sum())
+        Ok(self.inner.shape.codecs[layer].iter().map(head).sum())
     }
 
     /// An empty sequence.
@@ -279,20 +209,20 @@ impl Cache {
 
     /// Bytes of pages in use.
     pub fn usage(&self) -> Usage {
-        let arenas = &self.inner.arenas;
-        let tiers = self.inner.tiers.as_ref().map_or_else(Vec::new, Levels::usage);
+        let arenas = &self.inner.pool.arenas;
+        let tiers = self.inner.pool.tiers.as_ref().map_or_else(Vec::new, Levels::usage);
         let shards = arenas.bytes_by_shard().collect();
         Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers }
     }
 
     /// Counts of work that failed without failing a call, since the cache was built.
     pub fn failures(&self) -> Failures {
-        self.inner.failures.read()
+        self.inner.pool.failures.read()
     }
 
     /// Pages that attention read from lower tiers so far.
     pub fn fetches(&self) -> Fetches {
-        self.inner.tiers.as_ref().map_or_else(Fetches::default, Levels::fetches)
+        self.inner.pool.tiers.as_ref().map_or_else(Fetches::default, Levels::fetches)
     }
 
     /// Starts a step that adds tokens to sequences: `parts` are pairs of a sequence and its number of new tokens. Pages are reserved
@@ -336,7 +266,7 @@ impl Cache {
                 return Err(Error::QueryPosition { first, end, oldest, len });
             }
         }
-        let shape = self.inner.layer(layer)?;
+        let shape = self.inner.shape.layer(layer)?;
         // What a leaked step wrote is not seen.
         let mut repaired: Vec<Option<Sequence>> = Vec::new();
         if rows.iter().any(|part| part.sequence.stepping) {
@@ -352,6 +282,17 @@ impl Cache {
             len: part.sequence.len,
             fetch: None,
         });
-        attend(&self.inner, layer, shape, views, Tensors::Host(q, out), options, None, None).map(|_| ())
+        attend(
+            &*self.inner.executor,
+            &self.inner.pool,
+            layer,
+            shape,
+            views,
+            Tensors::Host(q, out),
+            options,
+            None,
+            None,
+        )
+        .map(|_| ())
     }
 }

@@ -2,8 +2,9 @@
 
 use crate::base::error::Error;
 use crate::base::ids::{PageId, Place, chain_place};
-use crate::cache::{Inner, first_heads};
+use crate::cache::Inner;
 use crate::codec::HeadCodec;
+use crate::config::shape::first_heads;
 use crate::eviction::evict::enforce;
 use crate::memory::arena::{Lease, Page};
 use crate::pages::chain::{Away, Entry, Held};
@@ -97,12 +98,12 @@ pub struct Sequence {
 
 impl Sequence {
     pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
-        let shapes = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
-        let rules = inner.stores.iter().zip(&inner.codecs).zip(&inner.rules);
+        let shapes = inner.shape.config.layers.iter().zip(first_heads(&inner.shape.config.layers));
+        let rules = inner.shape.stores.iter().zip(&inner.shape.codecs).zip(&inner.shape.rules);
         let layers = shapes.zip(rules).map(|((shape, first), ((store, codecs), rule))| {
             Layer::new(shape, first, *store, codecs.clone(), rule.clone())
         });
-        let (layers, lease) = (layers.collect(), Lease::new(&inner.arenas));
+        let (layers, lease) = (layers.collect(), Lease::new(&inner.pool.arenas));
         let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
         let ends = VecDeque::new();
         Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease, tickets, ends }
@@ -115,7 +116,7 @@ impl Sequence {
 
     /// Tokens of the ring.
     pub fn in_ring(&self) -> Resident {
-        self.inner.store.ring.resident(self.len)
+        self.inner.shape.store.ring.resident(self.len)
     }
 
     /// Tokens that a layer's KV head still holds, ring and pages together.
@@ -141,9 +142,9 @@ impl Sequence {
         position: Position,
     ) -> Result<Option<impl Iterator<Item = u16>>, Error> {
         let state = self.layer(layer)?;
-        let from = state.known_from(&self.inner, &self.inner.config.layers[layer], self.len);
-        let known = self.inner.config.experts > 1 && (from..self.len).contains(&position.0);
-        Ok(known.then(|| state.experts(&self.inner, position.0)))
+        let from = state.known_from(&self.inner.shape, &self.inner.shape.config.layers[layer], self.len);
+        let known = self.inner.shape.config.experts > 1 && (from..self.len).contains(&position.0);
+        Ok(known.then(|| state.experts(&self.inner.shape, position.0)))
     }
 
     /// The pages of a layer's KV head that are held, in whatever tier: sinks, experts, ring, each in order.
@@ -174,7 +175,8 @@ impl Sequence {
                     Held::Away(away) => away.slot.kept().map(|kept| kept.rank()),
                     _ => None,
                 };
-                let shard = away.unwrap_or_else(|| self.inner.shard_of(id.place, id.ordinal, global_head));
+                let shard =
+                    away.unwrap_or_else(|| self.inner.shape.shard_of(id.place, id.ordinal, global_head));
                 Some(Found::new(entry, codec)?.info(id, shard))
             })
         });
@@ -221,15 +223,15 @@ impl Sequence {
         self.lease.give_back();
         if std::mem::take(&mut self.stepping) {
             let inner = self.inner.clone();
-            for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
-                layer.abort(&inner, shape, self.len);
+            for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
+                layer.abort(&inner.shape, shape, self.len);
             }
         }
     }
 
     fn copied(&self) -> Sequence {
         let Sequence { inner, layers, pins, tickets, ends, .. } = self;
-        let (inner, lease, ends) = (inner.clone(), Lease::new(&inner.arenas), ends.clone());
+        let (inner, lease, ends) = (inner.clone(), Lease::new(&inner.pool.arenas), ends.clone());
         let (layers, pins, tickets) = (layers.clone(), pins.clone(), tickets.clone());
         Sequence { inner, layers, pins, lease, tickets, ends, ..*self }
     }
@@ -249,7 +251,7 @@ impl Sequence {
         key: &mut [f32],
         value: &mut [f32],
     ) -> Result<Position, Error> {
-        let layout = self.inner.layer(layer)?.layout;
+        let layout = self.inner.shape.layer(layer)?.layout;
         let length =
             |what, got, expected: u32, shape| Error::Length { what, got, expected: expected as usize, shape };
         if key.len() != layout.k_dim as usize {
@@ -317,9 +319,9 @@ impl Sequence {
     /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
     /// since), or all while nothing left the ring for good.
     pub fn rollback_limit(&self) -> u32 {
-        let ring = self.inner.store.ring;
+        let ring = self.inner.shape.store.ring;
         match self.kept {
-            0 if self.inner.evicts() => self.len.saturating_sub(self.floor),
+            0 if self.inner.shape.evicts() => self.len.saturating_sub(self.floor),
             0 => self.len,
             kept => self.len.saturating_sub(kept + ring.window()),
         }
@@ -346,13 +348,13 @@ impl Sequence {
         }
         let len = self.len - n;
         let inner = self.inner.clone();
-        let layers = self.layers.iter().zip(&inner.config.layers);
+        let layers = self.layers.iter().zip(&inner.shape.config.layers);
         let needed = layers.map(|(layer, shape)| layer.rewind_bytes(shape, len)).sum();
-        let mut pages = inner.arenas.reserve(needed)?;
+        let mut pages = inner.pool.arenas.reserve(needed)?;
         self.poisoned = true;
-        for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
-            layer.rewind(&inner, shape, len, &mut pages)?;
-            layer.truncate(&inner, shape, len);
+        for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
+            layer.rewind(&inner.pool, shape, len, &mut pages)?;
+            layer.truncate(&inner.shape, shape, len);
         }
         self.len = len;
         self.tickets.cut(len);
@@ -360,18 +362,18 @@ impl Sequence {
             self.ends.pop_back();
         }
         // A step that had ended here would have evicted and tidied up here; one that did has.
-        if inner.evicts() && len > 0 && self.ends.back() != Some(&len) {
-            enforce(&mut self.layers, &inner, len, &self.pins, None);
-            for (layer, shape) in self.layers.iter_mut().zip(&inner.config.layers) {
+        if inner.shape.evicts() && len > 0 && self.ends.back() != Some(&len) {
+            enforce(&mut self.layers, &inner.shape, &inner.rooms, len, &self.pins, None);
+            for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
                 if layer.rule.is_some() {
-                    layer.tidy(&inner, shape, len);
+                    layer.tidy(&inner.pool, shape, len);
                 }
             }
             self.ends.push_back(len);
         }
         self.poisoned = false;
         if let Some(front) = &inner.fabric {
-            front.set_aside_thinned(&inner, &[&self.layers]);
+            front.set_aside_thinned(&inner.pool, &[&self.layers]);
         }
         Ok(())
     }

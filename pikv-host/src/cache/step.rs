@@ -3,11 +3,10 @@
 mod append;
 mod device;
 
+use crate::attend::executor::Session;
 use crate::attend::feedback::Feed;
 use crate::attend::view::View;
 use crate::attend::{Attend, Output, Read, Tensors, attend};
-#[cfg(feature = "cuda")]
-use crate::attend_cuda::late::Late;
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::scratch::emptied;
@@ -68,8 +67,7 @@ pub struct Step<'a> {
     /// Pages of the layer that is likely to be attended next, on their way up.
     ahead: Option<Early>,
     /// What the host is told later of tensors that lie on the device.
-    #[cfg(feature = "cuda")]
-    late: Option<Box<Late>>,
+    late: Option<Box<dyn Session>>,
 }
 
 #[derive(Debug)]
@@ -122,7 +120,7 @@ impl<'a> Step<'a> {
             let len = end as u32;
             sequence.repair();
             sequence.poisoned = true;
-            for (layer, shape) in sequence.layers.iter().zip(&inner.config.layers) {
+            for (layer, shape) in sequence.layers.iter().zip(&inner.shape.config.layers) {
                 needed = bytes_needed(&inner, shape, layer, sequence.len, len).saturating_add(needed);
             }
             sequence.poisoned = false;
@@ -133,9 +131,9 @@ impl<'a> Step<'a> {
             return Err(Error::NoSequences);
         }
         let mut pages = loop {
-            match inner.arenas.reserve(needed) {
+            match inner.pool.arenas.reserve(needed) {
                 Err(Error::OutOfBudget { needed, available })
-                    if inner.tiers.is_some() && needed <= inner.arenas.budget() =>
+                    if inner.pool.tiers.is_some() && needed <= inner.pool.arenas.budget() =>
                 {
                     let mut sequences: Vec<&mut Sequence> =
                         taken.iter_mut().map(|part: &mut Part<'_>| &mut *part.sequence).collect();
@@ -149,19 +147,10 @@ impl<'a> Step<'a> {
         };
         pages.lend(&taken[0].sequence.lease);
         taken.iter_mut().for_each(|part| part.sequence.stepping = true);
-        layers.resize_with(inner.config.layers.len(), Done::default);
-        let mut step = Step {
-            inner,
-            parts: taken,
-            pages,
-            layers,
-            rows,
-            committed: false,
-            ahead: None,
-            #[cfg(feature = "cuda")]
-            late: None,
-        };
-        if step.inner.tiers.is_some() {
+        layers.resize_with(inner.shape.config.layers.len(), Done::default);
+        let mut step =
+            Step { inner, parts: taken, pages, layers, rows, committed: false, ahead: None, late: None };
+        if step.inner.pool.tiers.is_some() {
             step.look_ahead(0, 0);
         }
         Ok(step)
@@ -175,11 +164,11 @@ impl<'a> Step<'a> {
         // What nobody asked for makes room first.
         self.ahead = None;
         let inner = self.inner.clone();
-        let tiers = inner.tiers.as_ref().filter(|tiers| tiers.reads_all.load(Ordering::Relaxed));
+        let tiers = inner.pool.tiers.as_ref().filter(|tiers| tiers.reads_all.load(Ordering::Relaxed));
         if let Some(tiers) = tiers.filter(|_| layer < self.layers.len()) {
             let ahead = tiers.ahead(self.away(layer), used);
             #[cfg(feature = "cuda")]
-            let lifted = inner.config.backend.device().and_then(|device| {
+            let lifted = inner.shape.config.backend.device().and_then(|device| {
                 let files = self.away(layer).filter(|slot| slot.level.staged()).map(|slot| slot.bytes());
                 tiers.lift(device, self.away(layer), used + files.sum::<u64>())
             });
@@ -231,12 +220,12 @@ impl<'a> Step<'a> {
 
     fn attend_tensors(&mut self, layer: usize, options: &Attend, tensors: Tensors<'_>) -> Result<(), Error> {
         let inner = self.inner.clone();
-        let shape = inner.layer(layer)?;
+        let shape = inner.shape.layer(layer)?;
         if !self.layers[layer].appended {
             return Err(Error::NotAppended { layer });
         }
         let ahead = self.ahead.take_if(|ahead| ahead.layer == layer);
-        if let Some(tiers) = &inner.tiers {
+        if let Some(tiers) = &inner.pool.tiers {
             let all = options.read == Read::All;
             tiers.reads_all.store(all, Ordering::Relaxed);
             let used = if all { self.away(layer).map(|slot| tiers.staged(slot)).sum() } else { 0 };
@@ -252,12 +241,21 @@ impl<'a> Step<'a> {
             len: part.len,
             fetch,
         });
-        #[cfg(feature = "cuda")]
         if let (Tensors::Host(..), Some(late)) = (&tensors, &mut self.late) {
             late.forget(layer);
         }
         let done = &mut self.layers[layer];
-        let remote = attend(&inner, layer, shape, views, tensors, options, Some(&mut done.feeds), ahead)?;
+        let remote = attend(
+            &*inner.executor,
+            &inner.pool,
+            layer,
+            shape,
+            views,
+            tensors,
+            options,
+            Some(&mut done.feeds),
+            ahead,
+        )?;
         done.told = true;
         done.remote += remote;
         Ok(())
@@ -270,11 +268,11 @@ impl<'a> Step<'a> {
     /// No such layer or expert, an expert twice for one token, a layer that was already routed, or a slice of the wrong
     /// length.
     pub fn route(&mut self, layer: usize, experts: &[u16]) -> Result<(), Error> {
-        self.inner.layer(layer)?;
+        self.inner.shape.layer(layer)?;
         if self.layers[layer].routed {
             return Err(Error::Twice { layer, what: "routed" });
         }
-        let (count, top_k) = (self.inner.config.experts, self.inner.config.top_k as usize);
+        let (count, top_k) = (self.inner.shape.config.experts, self.inner.shape.config.top_k as usize);
         length("experts", experts.len(), self.rows * top_k, "rows * top_k")?;
         for (row, chosen) in experts.chunks_exact(top_k).enumerate() {
             for (i, &expert) in chosen.iter().enumerate() {
@@ -329,7 +327,7 @@ impl<'a> Step<'a> {
     /// # Errors
     /// Those of [`Step::commit`].
     pub fn commit_with(self, report: &mut StepReport) -> Result<(), Error> {
-        report.clear(self.layers.len(), self.inner.config.experts as usize);
+        report.clear(self.layers.len(), self.inner.shape.config.experts as usize);
         self.finish(Some(report))
     }
 
@@ -339,28 +337,30 @@ impl<'a> Step<'a> {
             if !done.appended {
                 return Err(Error::Incomplete { layer, what: "appended" });
             }
-            if !done.routed && inner.config.experts > 1 {
+            if !done.routed && inner.shape.config.experts > 1 {
                 return Err(Error::Incomplete { layer, what: "routed" });
             }
         }
-        #[cfg(feature = "cuda")]
         self.settle()?;
         for part in &mut self.parts {
-            let left = inner.store.ring.left(part.len);
-            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
-                layer.file(&inner, shape, left, &mut self.pages)?;
+            let left = inner.shape.store.ring.left(part.len);
+            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
+                layer.file(&inner.shape, shape, left, &mut self.pages)?;
             }
         }
         self.pages.flush_copies()?;
         for part in &mut self.parts {
-            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.config.layers) {
-                layer.bound(&inner, shape)?;
+            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
+                layer.bound(&inner.shape, shape)?;
             }
         }
         let mut sent = match &inner.fabric {
             Some(front) => {
-                let kept = |part: &Part<'_>| part.sequence.kept.max(inner.store.ring.kept_from(part.len));
-                front.send(&inner, self.parts.iter().map(|p| (&p.sequence.layers[..], kept(p))))?.into_iter()
+                let kept =
+                    |part: &Part<'_>| part.sequence.kept.max(inner.shape.store.ring.kept_from(part.len));
+                front
+                    .send(&inner.shape, self.parts.iter().map(|p| (&p.sequence.layers[..], kept(p))))?
+                    .into_iter()
             }
             None => Vec::new().into_iter(),
         };
@@ -368,7 +368,7 @@ impl<'a> Step<'a> {
         // From here on a policy that panics leaves what was told it, and what was not, in between.
         self.parts.iter_mut().for_each(|part| part.sequence.poisoned = true);
         for (l, done) in self.layers.iter_mut().enumerate() {
-            if inner.rules[l].is_none() && report.is_none() {
+            if inner.shape.rules[l].is_none() && report.is_none() {
                 continue;
             }
             if let Some(report) = &mut report {
@@ -382,30 +382,37 @@ impl<'a> Step<'a> {
                 let layer = &mut layers[l];
                 let asked = report.as_deref_mut().filter(|report| !report.unasked);
                 let reused = asked.map(|report| &mut report.reused);
-                layer.observe(&inner, &inner.config.layers[l], *len, part.len, &mut feeds[own], reused);
+                layer.observe(
+                    &inner.shape,
+                    &inner.shape.config.layers[l],
+                    *len,
+                    part.len,
+                    &mut feeds[own],
+                    reused,
+                );
                 if let Some(report) = &mut report {
-                    layer.count_into(&inner, l, *len..part.len, done.fetch, report);
+                    layer.count_into(&inner.pool, l, *len..part.len, done.fetch, report);
                 }
             }
         }
         for part in &mut self.parts {
             let Sequence { layers, pins, .. } = &mut *part.sequence;
             let evicted = report.as_deref_mut().map(|report| &mut report.evicted);
-            enforce(layers, &inner, part.len, pins, evicted);
+            enforce(layers, &inner.shape, &inner.rooms, part.len, pins, evicted);
             if let Some(report) = &mut report {
-                let bits: u64 = inner.config.layers.iter().map(logical_bits).sum();
+                let bits: u64 = inner.shape.config.layers.iter().map(logical_bits).sum();
                 report.logical_bytes += bits * u64::from(part.len) / 8;
             }
-            for (layer, shape) in layers.iter_mut().zip(&inner.config.layers) {
+            for (layer, shape) in layers.iter_mut().zip(&inner.shape.config.layers) {
                 layer.undo.clear();
-                layer.release(&inner, shape, part.len);
+                layer.release(&inner.pool, shape, part.len);
             }
-            let floor = part.len.saturating_sub(inner.store.ring.slack());
+            let floor = part.len.saturating_sub(inner.shape.store.ring.slack());
             if let Some(by_part) = report.as_deref_mut().and_then(|report| report.by_part.as_mut()) {
                 by_part.tickets.push(part.sequence.tickets.add(part.sequence.len, part.len, floor));
             }
             part.sequence.len = part.len;
-            if inner.store.ring.slack() > 0 && inner.evicts() {
+            if inner.shape.store.ring.slack() > 0 && inner.shape.evicts() {
                 let ends = &mut part.sequence.ends;
                 while ends.front().is_some_and(|end| *end < floor) {
                     ends.pop_front();
@@ -413,7 +420,7 @@ impl<'a> Step<'a> {
                 ends.push_back(part.len);
             }
             part.sequence.floor = part.sequence.floor.max(floor);
-            part.sequence.kept = part.sequence.kept.max(inner.store.ring.kept_from(part.len));
+            part.sequence.kept = part.sequence.kept.max(inner.shape.store.ring.kept_from(part.len));
             if let (Some(front), Some(sent)) = (&inner.fabric, sent.next()) {
                 let Sequence { layers, kept, .. } = &mut *part.sequence;
                 front.place(layers, sent, *kept);
@@ -423,7 +430,7 @@ impl<'a> Step<'a> {
         if let Some(front) = &inner.fabric {
             let layers: SmallVec<[&[Layer]; 8]> =
                 self.parts.iter().map(|part| &part.sequence.layers[..]).collect();
-            front.set_aside_thinned(&inner, &layers);
+            front.set_aside_thinned(&inner.pool, &layers);
         }
         Ok(())
     }
@@ -434,8 +441,8 @@ impl Drop for Step<'_> {
         if !self.committed {
             for part in &mut self.parts {
                 let len = part.sequence.len;
-                for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.config.layers) {
-                    layer.abort(&self.inner, shape, len);
+                for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.shape.config.layers) {
+                    layer.abort(&self.inner.shape, shape, len);
                 }
                 part.sequence.stepping = false;
             }
@@ -455,12 +462,12 @@ fn logical_bits(shape: &LayerShape) -> u64 {
 
 /// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
 fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new: u32) -> u64 {
-    let (store, experts) = (&layer.store, inner.config.experts);
+    let (store, experts) = (&layer.store, inner.shape.config.experts);
     let left = store.ring.left(new);
     // Tokens that leave the ring and whose experts are known, counted by chain.
     let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];
     for position in layer.filed..left.min(old) {
-        if let Some(chain) = layer.chain_of(inner, shape, position) {
+        if let Some(chain) = layer.chain_of(&inner.shape, shape, position) {
             known[chain] += 1;
         }
     }

@@ -1,28 +1,11 @@
 //! Tensors of the device that a call is given.
 
-use crate::attend_cuda::late::Late;
-use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
 use crate::device::{Device, bare};
 use cust::sys;
 use pikv_core::dtype::Dtype;
 use pikv_kernels::args::TensorArg;
-
-/// Queries, where results go, and what is told of them later.
-pub(crate) struct Queries<'a> {
-    pub q: DeviceSlice,
-    pub output: DeviceOutput,
-    pub late: &'a mut Late,
-}
-
-/// Queries of a job that lie on the device.
-#[derive(Clone, Copy)]
-pub(crate) struct OnDevice {
-    /// `[rows][query_heads][k_dim]`
-    pub q: DeviceSlice,
-    /// Where one that is not finite is noted.
-    pub fault: u64,
-}
 
 impl From<DeviceSlice> for TensorArg {
     fn from(slice: DeviceSlice) -> Self {

@@ -1,13 +1,11 @@
 //! Eviction of tokens from the pages of a sequence, by the rankings of its layers' policies.
 
 use crate::base::parallel::each_mut;
-use crate::cache::Inner;
+use crate::config::shape::CacheShape;
 use crate::eviction::oldest::oldest;
-use crate::eviction::ranked::{Gone, Ranked, Room};
+use crate::eviction::ranked::{Gone, Ranked, Room, Rooms};
 use crate::metrics::Evicted;
-use crate::pages::compact::Whose;
 use crate::pages::filing::Layer;
-use crate::pages::past::Killed;
 use crate::policy::rule::Rule;
 use crate::policy::{Budget, Eviction, Scope, ada_kv};
 use pikv_core::page::PAGE;
@@ -16,48 +14,8 @@ use smallvec::SmallVec;
 use std::ops::Range;
 
 impl Layer {
-    /// Makes final what no rollback to `len` tokens or more brings back, and puts the pages together that lost tokens. Notes what
-    /// changes where a rollback to fewer tokens is possible.
-    pub fn settle(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
-        if self.rule.is_none() {
-            return;
-        }
-        let slack = inner.store.ring.slack();
-        // Those that could not be put together before are tried again.
-        let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
-        while let Some(killed) =
-            self.past.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
-        {
-            let Killed { head, chain, ordinal, lanes, .. } = killed;
-            let run = &mut self.heads[head].chains[chain];
-            let dead = run.dead;
-            let freed = run.settle(ordinal, lanes);
-            if slack > 0 {
-                self.note_final(len, dead, killed, freed);
-            }
-            if !thinned.contains(&(head, chain)) {
-                thinned.push((head, chain));
-            }
-        }
-        let kept = inner.store.ring.kept_from(len);
-        for (head, chain) in thinned {
-            let whose = Whose { inner, shape, head: self.first_head + head as u32, chain };
-            let run = &mut self.heads[head].chains[chain];
-            run.sweep(kept);
-            let dead = run.dead;
-            match run.compact(&whose, kept, slack > 0) {
-                Ok(None) => {}
-                Ok(Some(compacted)) => self.note_compacted(len, head, chain, dead, compacted),
-                Err(_) => {
-                    inner.failures.uncompacted();
-                    self.owed.push((head, chain));
-                }
-            }
-        }
-    }
-
     /// How many tokens of its pages (sinks apart) a head may keep at `len`.
-    fn quota(&self, inner: &Inner, shape: &LayerShape, rule: &Rule, head: usize, len: u32) -> u32 {
+    fn quota(&self, inner: &CacheShape, shape: &LayerShape, rule: &Rule, head: usize, len: u32) -> u32 {
         let ring = inner.store.ring;
         let fixed = ring.resident(len).0 + self.heads[head].chains[0].live;
         match rule.eviction.budget.tokens(rule.layer, head, len) {
@@ -94,7 +52,7 @@ pub(crate) struct Excess<'a> {
 }
 
 impl<'a> Excess<'a> {
-    fn new(layer: &'a Layer, shape: &'a LayerShape, inner: &Inner, len: u32) -> Option<Excess<'a>> {
+    fn new(layer: &'a Layer, shape: &'a LayerShape, inner: &CacheShape, len: u32) -> Option<Excess<'a>> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
         let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, len)).collect();
@@ -191,7 +149,8 @@ fn total(of: &[u32]) -> u64 {
 /// Evicts from the layers of a sequence of `len` tokens what is over their budgets.
 pub(crate) fn enforce(
     layers: &mut [Layer],
-    inner: &Inner,
+    inner: &CacheShape,
+    rooms: &Rooms,
     len: u32,
     pins: &[Range<u32>],
     mut report: Option<&mut Vec<Evicted>>,
@@ -201,7 +160,7 @@ pub(crate) fn enforce(
     if !layers.iter().zip(shapes).filter_map(excess).any(|e| e.any()) {
         return;
     }
-    for (layer, h, (c, ordinal, lanes)) in choose(layers, inner, len, pins) {
+    for (layer, h, (c, ordinal, lanes)) in choose(layers, inner, rooms, len, pins) {
         let state = &mut layers[layer];
         let chain = &mut state.heads[h].chains[c];
         if let (Some(report), Some(entry)) = (&mut report, chain.entry(ordinal)) {
@@ -220,14 +179,20 @@ pub(crate) fn enforce(
 }
 
 /// What is to go, of which layer and head. A ranking in ignorance is none: if there is one nothing goes, and the next step tries again.
-fn choose(layers: &[Layer], inner: &Inner, len: u32, pins: &[Range<u32>]) -> Vec<(usize, usize, Gone)> {
+fn choose(
+    layers: &[Layer],
+    inner: &CacheShape,
+    all: &Rooms,
+    len: u32,
+    pins: &[Range<u32>],
+) -> Vec<(usize, usize, Gone)> {
     let shapes = &inner.config.layers;
     let excess: Vec<Option<Excess<'_>>> =
         layers.iter().zip(shapes).map(|(layer, shape)| Excess::new(layer, shape, inner, len)).collect();
-    let mut rooms = inner.rooms.take();
+    let mut rooms = all.take();
     let mut gone = Vec::new();
     let sound = (0..layers.len()).all(|l| choose_of(&excess, l, len, pins, &mut rooms, &mut gone));
-    inner.rooms.give(rooms);
+    all.give(rooms);
     if !sound {
         return Vec::new();
     }

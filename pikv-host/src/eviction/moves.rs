@@ -111,11 +111,11 @@ impl Sequence {
         let before = page.ordinal.checked_sub(1).and_then(|i| chain.entry(i)?.page()).cloned();
         let Some(entry) = chain.entry_mut(page.ordinal) else { return Ok(()) };
         let (Held::Away(Away { slot, by }), Some(last)) = (&entry.held, entry.last()) else { return Ok(()) };
-        let shard = inner.shard_of(chain_place(page.chain), page.ordinal, head);
-        let (mut pages, near) = (inner.arenas.reserve(slot.bytes())?, Near::next(before.as_ref()));
+        let shard = inner.shape.shard_of(chain_place(page.chain), page.ordinal, head);
+        let (mut pages, near) = (inner.pool.arenas.reserve(slot.bytes())?, Near::next(before.as_ref()));
         let mut fresh = pages.take(shard, slot.words() as u32, near)?;
         match fresh.words_mut() {
-            Some(words) if inner.config.backend.is_cpu() => slot.read_into(words)?,
+            Some(words) if inner.shape.config.backend.is_cpu() => slot.read_into(words)?,
             _ => fresh.put(&slot.read()?)?,
         }
         entry.held = match *by {
@@ -139,7 +139,7 @@ impl Sequence {
         self.sound()?;
         self.repair();
         let inner = self.inner.clone();
-        let levels = inner.tiers.as_ref().ok_or(Error::NoTiers)?;
+        let levels = inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
         let pages = self.movable(0..self.layers.len());
         lower_all(levels, &mut [self], pages.into_iter().map(|page| (0, page)).collect(), bytes)
     }
@@ -152,7 +152,7 @@ impl Sequence {
     pub fn promote(&mut self, bytes: u64) -> Result<u64, Error> {
         self.sound()?;
         self.repair();
-        if self.inner.tiers.is_none() {
+        if self.inner.pool.tiers.is_none() {
             return Err(Error::NoTiers);
         }
         let mut came = 0;
@@ -184,7 +184,7 @@ impl Sequence {
         if layers.start > layers.end || layers.end > self.layers.len() {
             return Err(Error::Layer { layer: layers.start.max(layers.end), layers: self.layers.len() });
         }
-        let levels = inner.tiers.as_ref().ok_or(Error::NoTiers)?;
+        let levels = inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
         let sum: f64 = shares.iter().sum();
         let (got, tiers) = (shares.len(), levels.levels.len() + 1);
         let sound = shares.iter().all(|share| (0.0..=1.0).contains(share)) && (sum - 1.0).abs() <= 1e-6;
@@ -276,7 +276,7 @@ fn lower_all(
 /// Moves pages down, the oldest of all `sequences` first, until a reservation that lacks `bytes` has a chance; `false` if it has none.
 /// Nothing moves if all that may go would not be enough.
 pub(crate) fn make_room(inner: &Inner, sequences: &mut [&mut Sequence], bytes: u64) -> Result<bool, Error> {
-    let Some(levels) = &inner.tiers else { return Ok(false) };
+    let Some(levels) = &inner.pool.tiers else { return Ok(false) };
     let mut pages: Vec<(usize, Movable)> = Vec::new();
     for (i, sequence) in sequences.iter().enumerate() {
         let movable = sequence.movable(0..sequence.layers.len()).into_iter();

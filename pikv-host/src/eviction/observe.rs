@@ -5,9 +5,10 @@ use crate::attend::mass::Weighed;
 use crate::base::ids::{PageId, Place, chain_place};
 use crate::base::parallel::MANY;
 use crate::base::parallel::each_mut;
-use crate::cache::Inner;
 use crate::cache::report::StepReport;
 use crate::config::HeadCodecs;
+use crate::config::shape::CacheShape;
+use crate::memory::pool::Pool;
 use crate::metrics::Reused;
 use crate::pages::chain::{Chain, find};
 use crate::pages::filing::{Head, Layer, experts};
@@ -38,7 +39,7 @@ impl Layer {
     /// whatever order; of a head, pages come as attention read them.
     pub fn observe(
         &mut self,
-        inner: &Inner,
+        inner: &CacheShape,
         shape: &LayerShape,
         old: u32,
         new: u32,
@@ -87,7 +88,7 @@ impl Layer {
     /// Adds to a report what rows at `rows` of layer `l` wanted of each expert, and what each sequence met if that is asked.
     pub fn count_into(
         &self,
-        inner: &Inner,
+        pool: &Pool,
         l: usize,
         rows: Range<u32>,
         fetch: Option<u32>,
@@ -96,32 +97,25 @@ impl Layer {
         let StepReport { experts, hits, misses, by_part, .. } = report;
         let of = l * *experts..(l + 1) * *experts;
         let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
-        let Some(by_part) = by_part else { return self.count(inner, rows, fetch, hits, misses) };
+        let Some(by_part) = by_part else { return self.count(pool, rows, fetch, hits, misses) };
         let at = by_part.hits.len();
         for counts in [&mut by_part.hits, &mut by_part.misses] {
             counts.resize(at + *experts, 0);
         }
         let (own_hits, own_misses) = (&mut by_part.hits[at..], &mut by_part.misses[at..]);
-        self.count(inner, rows, fetch, own_hits, own_misses);
+        self.count(pool, rows, fetch, own_hits, own_misses);
         hits.iter_mut().zip(own_hits).for_each(|(sum, n)| *sum += *n);
         misses.iter_mut().zip(own_misses).for_each(|(sum, n)| *sum += *n);
     }
 
     /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that the first
     /// tier holds where the expert is one of the row's first `fetch`, and the others.
-    fn count(
-        &self,
-        inner: &Inner,
-        rows: Range<u32>,
-        fetch: Option<u32>,
-        hits: &mut [u64],
-        misses: &mut [u64],
-    ) {
+    fn count(&self, pool: &Pool, rows: Range<u32>, fetch: Option<u32>, hits: &mut [u64], misses: &mut [u64]) {
         let fetched = fetch.map_or(usize::MAX, |n| n as usize);
         // Rows that want an expert's pages, and those that fetch them.
         let mut times: SmallVec<[(u64, u64); 32]> = SmallVec::from_elem((0, 0), hits.len());
         for row in rows {
-            for (i, e) in self.experts(inner, row).enumerate() {
+            for (i, e) in self.experts(&pool.shape, row).enumerate() {
                 let (wanting, fetching) = &mut times[usize::from(e)];
                 *wanting += 1;
                 *fetching += u64::from(i < fetched);
@@ -129,7 +123,7 @@ impl Layer {
         }
         for (e, (wanting, fetching)) in times.into_iter().enumerate().filter(|(_, times)| times.0 > 0) {
             for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
-                let near = chain.live - if inner.tiers.is_some() { chain.away() } else { 0 };
+                let near = chain.live - if pool.tiers.is_some() { chain.away() } else { 0 };
                 let hit = fetching * u64::from(near);
                 hits[e] += hit;
                 misses[e] += wanting * u64::from(chain.filed) - hit;
@@ -141,7 +135,7 @@ impl Layer {
 /// What the heads of a layer have in common when their policy is told of a step.
 struct Telling<'a> {
     rule: &'a Rule,
-    inner: &'a Inner,
+    inner: &'a CacheShape,
     shape: &'a LayerShape,
     codecs: &'a HeadCodecs,
     tags: &'a VecDeque<u16>,

@@ -6,9 +6,10 @@ use super::wire;
 use crate::base::error::Error;
 use crate::base::error::FabricError;
 use crate::base::ids::block_of;
-use crate::cache::Inner;
 use crate::codec::HeadCodec;
+use crate::config::shape::CacheShape;
 use crate::memory::arena::Page;
+use crate::memory::pool::Pool;
 use crate::pages::chain::{Chain, Closed, Entry, Held};
 use crate::pages::filing::Layer;
 use crate::tiers::Stored;
@@ -308,7 +309,7 @@ impl Front {
     /// A rank that has no memory, or fails.
     pub fn set_aside<'a>(
         &self,
-        inner: &Inner,
+        inner: &CacheShape,
         l: usize,
         layers: impl Iterator<Item = &'a Layer>,
     ) -> Result<(), Error> {
@@ -334,10 +335,10 @@ impl Front {
 
     /// The same of all layers that a policy thins out, of several sequences, whose pages it may just have put together. A rank that has no
     /// room refuses who reads them, until it has.
-    pub fn set_aside_thinned(&self, inner: &Inner, sequences: &[&[Layer]]) {
-        for (l, _) in inner.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
-            if self.set_aside(inner, l, sequences.iter().map(|layers| &layers[l])).is_err() {
-                inner.failures.uncompacted();
+    pub fn set_aside_thinned(&self, pool: &Pool, sequences: &[&[Layer]]) {
+        for (l, _) in pool.shape.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
+            if self.set_aside(&pool.shape, l, sequences.iter().map(|layers| &layers[l])).is_err() {
+                pool.failures.uncompacted();
             }
         }
     }
@@ -384,7 +385,7 @@ impl Front {
     /// the ranks have them.
     pub fn send<'a>(
         self: &Arc<Self>,
-        inner: &Inner,
+        inner: &CacheShape,
         parts: impl Iterator<Item = (&'a [Layer], u32)>,
     ) -> Result<Vec<Vec<Sent>>, Error> {
         let mut link = self.link();
@@ -397,7 +398,7 @@ impl Front {
     fn send_through<'a>(
         self: &Arc<Self>,
         link: &mut Link,
-        inner: &Inner,
+        inner: &CacheShape,
         parts: impl Iterator<Item = (&'a [Layer], u32)>,
     ) -> Result<Vec<Vec<Sent>>, FabricError> {
         let mut aside = Aside::default();
@@ -442,7 +443,7 @@ impl Front {
     #[allow(clippy::too_many_arguments)]
     fn send_page(
         self: &Arc<Self>,
-        inner: &Inner,
+        inner: &CacheShape,
         link: &Link,
         chain: &Chain,
         entry: &Entry,

@@ -5,8 +5,10 @@ use super::{Fabric, Options, Traffic};
 use crate::base::error::FabricError;
 use crate::base::error::MAX_SHARDS;
 use crate::base::error::{ConfigError, Error};
-use crate::cache::{Cache, Inner, first_heads};
+use crate::cache::Cache;
 use crate::config::CacheConfig;
+use crate::config::shape::CacheShape;
+use crate::config::shape::first_heads;
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
 use smallvec::SmallVec;
@@ -329,8 +331,8 @@ impl Drop for Front {
 }
 
 /// Refuses what is not there for ranks yet.
-pub(super) fn no_ages(inner: &Inner) -> Result<(), ConfigError> {
-    let mut codecs = inner.codecs.iter().flat_map(|heads| heads.iter().flatten());
+pub(super) fn no_ages(shape: &CacheShape) -> Result<(), ConfigError> {
+    let mut codecs = shape.codecs.iter().flat_map(|heads| heads.iter().flatten());
     if codecs.any(|codec| codec.aged.is_some()) {
         let instead = "one codec for pages of every age";
         return Err(ConfigError::Fabric { what: "pages that are packed again by age", instead });
@@ -387,8 +389,8 @@ impl Cache {
             return Err(ConfigError::Fabric { what, instead }.into());
         }
         let near = Cache::new(config.clone())?;
-        no_ages(&near.inner)?;
-        let fingerprint = super::store::fingerprint(&near.inner);
+        no_ages(&near.inner.shape)?;
+        let fingerprint = super::store::fingerprint(&near.inner.shape);
         let front = Front::new(&config, fabric, &options, fingerprint)?;
         drop(near);
         Cache::with(config, Some(front))

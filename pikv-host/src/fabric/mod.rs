@@ -31,8 +31,6 @@ pub use crate::base::error::FabricError;
 pub use crate::metrics::Traffic;
 #[cfg(feature = "cuda")]
 pub(crate) use ask::Ask;
-pub(crate) use attend::Remote;
-pub(crate) use attend::attend;
 pub(crate) use file::Mirrors;
 pub use front::RankUsage;
 pub(crate) use front::{Front, Kept};

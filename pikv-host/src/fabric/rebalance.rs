@@ -152,7 +152,7 @@ impl Cache {
     /// A cache that is over no fabric; [`FabricError::Placement`]; [`FabricError::Count`] if the devices are not the ranks; a rank
     /// that is lost, or has no room. What moved before stays moved; no page is lost by it.
     pub fn rebalance(&self, layer: usize, eplb: &Eplb, loads: Option<&[f64]>) -> Result<Moves, Error> {
-        self.inner.layer(layer)?;
+        self.inner.shape.layer(layer)?;
         let front = self.front()?;
         let read;
         let loads = match loads {
@@ -197,7 +197,7 @@ impl Cache {
     /// A cache that is over no fabric, no such layer or expert, [`FabricError::Count`] for no copies or more than there are
     /// ranks; a rank that is lost, or has no room. What was copied before stays; no page is lost by it.
     pub fn replicate(&self, layer: usize, expert: u16, copies: u32) -> Result<Moves, Error> {
-        self.inner.layer(layer)?;
+        self.inner.shape.layer(layer)?;
         let front = self.front()?;
         if u32::from(expert) >= self.config().experts {
             let experts = self.config().experts;

@@ -3,9 +3,10 @@
 use super::front::no_ages;
 use super::wire;
 use crate::base::error::Error;
-use crate::cache::{Cache, first_heads};
+use crate::cache::Cache;
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
+use crate::config::shape::first_heads;
 use pikv_core::attend::BLOCK;
 use pikv_core::merge::Partial;
 use pikv_core::page::PAGE;
@@ -64,10 +65,10 @@ impl Schedule {
         of: impl Fn(u32, u16, u32) -> u32,
     ) -> Result<Schedule, Error> {
         let inner = Cache::new(config.clone())?.inner;
-        no_ages(&inner)?;
+        no_ages(&inner.shape)?;
         let (mut all, mut front) = (vec![RankPlan::default(); ranks as usize], 0);
         let shapes = config.layers.iter().zip(first_heads(&config.layers));
-        for (((shape, first), codecs), store) in shapes.zip(&inner.codecs).zip(&inner.stores) {
+        for (((shape, first), codecs), store) in shapes.zip(&inner.shape.codecs).zip(&inner.shape.stores) {
             let (page, heads) = (shape.layout.bytes(), u64::from(shape.kv_heads));
             let read = Read::new(shape, codecs, ranks, filed, |t, e, head| of(t, e, first + head));
             let open: u64 = filed.iter().map(|tokens| u64::from(tokens % PAGE > 0)).sum();

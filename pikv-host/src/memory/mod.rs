@@ -3,4 +3,5 @@
 pub mod arena;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod pool;
 pub mod writes;

@@ -1,6 +1,5 @@
 //! Tokens written into pages and copied between them: at once in the host's memory, by a device when it is told.
 
-#[cfg(feature = "cuda")]
 use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
 use crate::codec::{HeadCodec, Old};
@@ -20,7 +19,7 @@ pub(crate) enum Tokens<'a> {
         v: &'a [f32],
     },
     /// On the device of the cache; `limits` are what each head takes of a key and a value, and what is beyond is noted at `faults`.
-    #[cfg(feature = "cuda")]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     Device {
         k: DeviceSlice,
         v: DeviceSlice,
@@ -35,7 +34,6 @@ impl<'a> Tokens<'a> {
         let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
         match *self {
             Tokens::Host { k, v } => Some((&k[row * k_dim..][..k_dim], &v[row * v_dim..][..v_dim])),
-            #[cfg(feature = "cuda")]
             Tokens::Device { .. } => None,
         }
     }

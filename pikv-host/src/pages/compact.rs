@@ -2,8 +2,8 @@
 
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
-use crate::cache::Inner;
 use crate::memory::arena::{Near, Page};
+use crate::memory::pool::Pool;
 use crate::pages::chain::{Away, Chain, Entry, Held};
 use crate::pages::past::{Before, Compacted, Was, Went};
 use crate::tiers::Stored;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// Whose pages they are.
 #[derive(Clone, Copy)]
 pub(crate) struct Whose<'a> {
-    pub inner: &'a Inner,
+    pub pool: &'a Pool,
     pub shape: &'a LayerShape,
     /// Counted on over the layers.
     pub head: u32,
@@ -94,9 +94,9 @@ impl Chain {
         let mut targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
         // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
         let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
-        let far = !whose.inner.config.backend.is_cpu();
+        let far = !whose.pool.shape.config.backend.is_cpu();
         let fetches =
-            far && (whose.inner.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
+            far && (whose.pool.shape.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
         let away = self.entries.range(..end).map(|entry| match &entry.held {
             Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
             Held::Open(page) if fetches && entry.live != 0 => {
@@ -127,7 +127,7 @@ impl Chain {
             let of = |(live, words): (&u32, &Vec<u32>)| {
                 Some(Entry::bounds_of(*live, words, layout, whose.shape.rope.as_ref()))
             };
-            bounds.extend(whole.filter(|_| whose.inner.config.bounds).map(of));
+            bounds.extend(whole.filter(|_| whose.pool.shape.config.bounds).map(of));
         }
         let before = noted.then(|| self.before_moves(end, &targets, &moves));
         let mut token = vec![0; if far { 1 } else { layout.words() as usize }];
@@ -175,13 +175,13 @@ impl Chain {
                 Target::Lower => {
                     let Some((words, slot)) = lower.pop_front() else { unreachable!("one for each target") };
                     entry.held = Held::Away(Away { slot: Arc::new(slot), by: None });
-                    if whose.inner.config.bounds {
+                    if whose.pool.shape.config.bounds {
                         entry.bounds =
                             Some(Entry::bounds_of(live, &words, layout, whose.shape.rope.as_ref()));
                     }
                 }
             }
-            if whose.inner.config.bounds {
+            if whose.pool.shape.config.bounds {
                 entry.bound(layout, whose.shape.rope.as_ref());
             }
             if known.is_some() {
@@ -255,7 +255,7 @@ impl Chain {
         assembled: Option<&[Vec<u32>]>,
     ) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = whose.inner.config.backend.device() {
+        if let Some(device) = whose.pool.shape.config.backend.device() {
             let address = |i: usize| self.entries[i].page().map_or(0, Page::address);
             let moved = moves.iter().filter(|moved| {
                 let (to, target) = &targets[moved.at];
@@ -290,7 +290,7 @@ impl Chain {
         let layout = &whose.shape.layout;
         let mut lower = VecDeque::new();
         for (tokens, (_, target)) in moves.chunk_by(|a, b| a.at == b.at).zip(targets) {
-            if let (Target::Lower, Some(tiers)) = (target, &whose.inner.tiers) {
+            if let (Target::Lower, Some(tiers)) = (target, &whose.pool.tiers) {
                 let mut words = vec![0; layout.words() as usize];
                 words[..LANES].fill(u32::MAX);
                 for Move { from, lane, to_lane, .. } in tokens {
@@ -312,11 +312,11 @@ impl Chain {
     /// No memory for one that is needed.
     fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Result<Vec<(usize, Target)>, Error> {
         let words = whose.shape.layout.words();
-        let lower = || whose.inner.tiers.is_some().then_some(Target::Lower);
+        let lower = || whose.pool.tiers.is_some().then_some(Target::Lower);
         let fresh = |i: usize| {
-            let pages = whose.inner.arenas.reserve(u64::from(words) * 4);
+            let pages = whose.pool.arenas.reserve(u64::from(words) * 4);
             let place = chain_place(whose.chain);
-            let shard = whose.inner.shard_of(place, self.entries[i].ordinal, whose.head);
+            let shard = whose.pool.shape.shard_of(place, self.entries[i].ordinal, whose.head);
             let fresh = pages.and_then(|mut pages| pages.take(shard, words, Near::Any)).map(Target::Fresh);
             fresh.or_else(|error| lower().ok_or(error))
         };

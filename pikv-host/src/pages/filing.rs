@@ -2,10 +2,11 @@
 
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
-use crate::cache::Inner;
 use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
+use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page, Reservation};
+use crate::memory::pool::Pool;
 use crate::pages::chain::{Chain, Entry, Held};
 use crate::pages::past::Past;
 use crate::policy::rule::Rule;
@@ -103,7 +104,7 @@ impl Layer {
     }
 
     /// The chain that the token at `position` is filed in; `None` if nobody will see it again.
-    pub fn chain_of(&self, inner: &Inner, shape: &LayerShape, position: u32) -> Option<usize> {
+    pub fn chain_of(&self, inner: &CacheShape, shape: &LayerShape, position: u32) -> Option<usize> {
         if position < self.store.sinks {
             return Some(0);
         }
@@ -112,12 +113,12 @@ impl Layer {
 
     /// The experts of the token at `position`, first choice first; none where they are not known yet or forgotten. Where
     /// there is just one expert, that one.
-    pub fn experts(&self, inner: &Inner, position: u32) -> impl Iterator<Item = u16> + use<'_> {
+    pub fn experts(&self, inner: &CacheShape, position: u32) -> impl Iterator<Item = u16> + use<'_> {
         experts(inner, &self.tags, self.tags_from, position)
     }
 
     /// First choice of the token at `position`; expert 0 where there is just one.
-    fn home(&self, inner: &Inner, position: u32) -> u16 {
+    fn home(&self, inner: &CacheShape, position: u32) -> u16 {
         if inner.config.experts == 1 {
             return 0;
         }
@@ -128,7 +129,7 @@ impl Layer {
     /// Files the tokens that leave the ring at `left` tokens filed; their experts must be known.
     pub fn file(
         &mut self,
-        inner: &Inner,
+        inner: &CacheShape,
         shape: &LayerShape,
         left: u32,
         pages: &mut Reservation,
@@ -174,7 +175,7 @@ impl Layer {
     }
 
     /// Packs pages again that are old enough now.
-    fn age(&mut self, inner: &Inner, shape: &LayerShape, pages: &mut Reservation) -> Result<(), Error> {
+    fn age(&mut self, inner: &CacheShape, shape: &LayerShape, pages: &mut Reservation) -> Result<(), Error> {
         let known = self.aging.len();
         for (head, state) in self.heads.iter_mut().enumerate() {
             let Some(codec) = self.codecs[head].as_ref().filter(|codec| codec.aged.is_some()) else {
@@ -194,7 +195,7 @@ impl Layer {
     /// # Errors
     /// The device. What was not done then is done by the next call.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub fn bound(&mut self, inner: &Inner, shape: &LayerShape) -> Result<(), Error> {
+    pub fn bound(&mut self, inner: &CacheShape, shape: &LayerShape) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(device) = inner.config.backend.device().filter(|_| inner.config.bounds) {
             let chains = self.heads.iter_mut().flat_map(|head| &mut head.chains[1..]);
@@ -220,7 +221,7 @@ impl Layer {
     }
 
     /// Undoes what was written past `len` tokens, once [`Layer::rewind`] has undone what policies made of them.
-    pub fn truncate(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+    pub fn truncate(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
         let left = inner.store.ring.left(len);
         while self.filed > left {
             self.filed -= 1;
@@ -251,7 +252,7 @@ impl Layer {
     }
 
     /// Undoes a step: back to `len` tokens, on the pages that were there.
-    pub fn abort(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
+    pub fn abort(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
         self.truncate(inner, shape, len);
         // What was copied was not full, so once the step's tokens are gone it is the last of its run again.
         for (head, chain, original) in self.undo.drain(..) {
@@ -270,8 +271,8 @@ impl Layer {
     }
 
     /// Frees what nobody can see or take back at `len` tokens.
-    pub fn release(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
-        let ring = inner.store.ring;
+    pub fn release(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
+        let ring = pool.shape.store.ring;
         let first = ring.tiles(len, len).start;
         while self.first_tile < first {
             for head in &mut self.heads {
@@ -301,18 +302,21 @@ impl Layer {
         while let Some((head, chain)) = self.past.forget(len, ring.slack()) {
             self.tie(head, chain);
         }
-        self.tidy(inner, shape, len);
+        self.tidy(pool, shape, len);
     }
 
     /// Frees what left the window, and settles what was evicted, as of `len` tokens: what depends on them and on nothing later.
-    pub fn tidy(&mut self, inner: &Inner, shape: &LayerShape, len: u32) {
-        let ring = inner.store.ring;
-        if let Some(seen) = seen_from(inner, shape, len) {
+    pub fn tidy(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
+        let ring = pool.shape.store.ring;
+        if let Some(seen) = seen_from(&pool.shape, shape, len) {
             self.slide(seen, ring.kept_from(len), len, self.rule.is_some() && ring.slack() > 0);
         }
         // A rollback asks for those that were known where it goes.
-        self.forget_experts(inner, self.known_from(inner, shape, len).saturating_sub(ring.slack()));
-        self.settle(inner, shape, len);
+        self.forget_experts(
+            &pool.shape,
+            self.known_from(&pool.shape, shape, len).saturating_sub(ring.slack()),
+        );
+        self.settle(pool, shape, len);
     }
 
     /// Frees pages whose tokens, all before `seen`, no row sees any more at `len` tokens; notes them if `noted`, as a policy counts them.
@@ -334,7 +338,7 @@ impl Layer {
     }
 
     /// First position whose experts are known at `len` tokens.
-    pub fn known_from(&self, inner: &Inner, shape: &LayerShape, len: u32) -> u32 {
+    pub fn known_from(&self, inner: &CacheShape, shape: &LayerShape, len: u32) -> u32 {
         let kept = inner.store.ring.kept_from(len);
         match (seen_from(inner, shape, len), &self.rule) {
             (Some(seen), _) => kept.min(seen),
@@ -344,7 +348,7 @@ impl Layer {
     }
 
     /// Forgets the experts of tokens before `position`.
-    fn forget_experts(&mut self, inner: &Inner, position: u32) {
+    fn forget_experts(&mut self, inner: &CacheShape, position: u32) {
         if inner.config.experts > 1 && position > self.tags_from {
             let tags = (position - self.tags_from) as usize * inner.config.top_k as usize;
             self.tags.drain(..tags.min(self.tags.len()));
@@ -371,13 +375,13 @@ impl Layer {
 
 /// First position that a row can still see through the layer's window: that of the oldest one that can be asked for, one before the
 /// `len` tokens less the rollback.
-fn seen_from(inner: &Inner, shape: &LayerShape, len: u32) -> Option<u32> {
+fn seen_from(inner: &CacheShape, shape: &LayerShape, len: u32) -> Option<u32> {
     Some(len.saturating_sub(shape.window?.saturating_add(inner.store.ring.slack())))
 }
 
 /// The experts of the token at `position`, where `tags` are those of the tokens from position `from` on.
 pub(crate) fn experts<'a>(
-    inner: &Inner,
+    inner: &CacheShape,
     tags: &'a VecDeque<u16>,
     from: u32,
     position: u32,
@@ -390,7 +394,7 @@ pub(crate) fn experts<'a>(
 
 /// A token that leaves the ring.
 struct Filed<'a> {
-    inner: &'a Inner,
+    inner: &'a CacheShape,
     shape: &'a LayerShape,
     chain: usize,
     position: u32,

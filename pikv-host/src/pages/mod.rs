@@ -4,3 +4,4 @@ pub mod chain;
 pub mod compact;
 pub mod filing;
 pub mod past;
+pub mod settle;

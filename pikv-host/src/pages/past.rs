@@ -6,8 +6,8 @@
 
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
-use crate::cache::Inner;
 use crate::memory::arena::{Near, Page, Reservation};
+use crate::memory::pool::Pool;
 use crate::pages::chain::{Chain, Entry, Held};
 use crate::pages::compact::Whose;
 use crate::pages::filing::Layer;
@@ -265,7 +265,7 @@ impl Layer {
     /// A device or a lower tier that fails; the layer is between two states then.
     pub fn rewind(
         &mut self,
-        inner: &Inner,
+        pool: &Pool,
         shape: &LayerShape,
         len: u32,
         pages: &mut Reservation,
@@ -296,7 +296,7 @@ impl Layer {
                     run.put_back(*entry, Some(&rows));
                 }
                 What::Compacted(compacted) => {
-                    let whose = Whose { inner, shape, head: self.first_head + head as u32, chain };
+                    let whose = Whose { pool, shape, head: self.first_head + head as u32, chain };
                     run.take_apart(&whose, compacted, pages)?;
                     self.tie(head, chain);
                 }
@@ -428,7 +428,7 @@ impl Chain {
     ) -> Result<(), Error> {
         let entry = &mut self.entries[i];
         if !matches!(&entry.held, Held::Open(page) if !page.is_shared()) {
-            let shard = whose.inner.shard_of(chain_place(whose.chain), entry.ordinal, whose.head);
+            let shard = whose.pool.shape.shard_of(chain_place(whose.chain), entry.ordinal, whose.head);
             entry.held = Held::Open(pages.take(shard, words.len() as u32, Near::Any)?);
         }
         let Held::Open(page) = &mut entry.held else { return Ok(()) };

@@ -26,7 +26,7 @@ impl Cache {
     /// # Errors
     /// A cache without tiers, [`Error::TierFull`] if a tier has no room for them beside what is there, [`Error::Tier`].
     pub fn tier_rates(&self, page_bytes: u64, pages: usize) -> Result<Vec<TierRate>, Error> {
-        let levels = self.inner.tiers.as_ref().ok_or(Error::NoTiers)?;
+        let levels = self.inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
         let (page, pages) = (page_bytes.div_ceil(4).max(1), pages.max(1));
         let bytes = page as f64 * 4.0 * pages as f64;
         // Before any memory is taken: a slip of the units should not end the process.

@@ -27,7 +27,7 @@ impl Step<'_> {
 
     /// Whether a layer can be appended, with so many elements.
     pub(super) fn appendable(&self, layer: usize, k: usize, v: usize) -> Result<(), Error> {
-        let shape = self.inner.layer(layer)?;
+        let shape = self.inner.shape.layer(layer)?;
         if self.layers[layer].appended {
             return Err(Error::Twice { layer, what: "appended" });
         }
@@ -38,9 +38,9 @@ impl Step<'_> {
 
     pub(super) fn append_tokens(&mut self, layer: usize, tokens: &Tokens<'_>) -> Result<(), Error> {
         let inner = self.inner.clone();
-        let shape = inner.layer(layer)?;
+        let shape = inner.shape.layer(layer)?;
         // Not before the tokens are there: a table costs as much as they do.
-        inner.tables.grow(layer, self.parts.iter().map(|part| part.len).max().unwrap_or(0))?;
+        inner.pool.tables.grow(layer, self.parts.iter().map(|part| part.len).max().unwrap_or(0))?;
         let mut row = 0;
         for part in &mut self.parts {
             let (old, new) = (part.sequence.len, part.len);
@@ -56,17 +56,21 @@ impl Step<'_> {
         let mut filed = false;
         for part in &mut self.parts {
             // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
-            let left = inner.store.ring.left(part.len).min(part.sequence.len);
+            let left = inner.shape.store.ring.left(part.len).min(part.sequence.len);
             let state = &mut part.sequence.layers[layer];
             filed |= state.filed < left;
-            state.file(&inner, shape, left, &mut self.pages)?;
+            state.file(&inner.shape, shape, left, &mut self.pages)?;
         }
         self.pages.flush_copies()?;
         if let Some(front) = inner.fabric.as_ref().filter(|_| filed) {
-            front.set_aside(&inner, layer, self.parts.iter().map(|part| &part.sequence.layers[layer]))?;
+            front.set_aside(
+                &inner.shape,
+                layer,
+                self.parts.iter().map(|part| &part.sequence.layers[layer]),
+            )?;
         }
         for part in &mut self.parts {
-            part.sequence.layers[layer].bound(&inner, shape)?;
+            part.sequence.layers[layer].bound(&inner.shape, shape)?;
         }
         self.layers[layer].appended = true;
         Ok(())
@@ -96,7 +100,7 @@ impl Target<'_> {
                 let Slot { tile, lane } = Position(position).into();
                 let at = (tile - state.first_tile) as usize;
                 if at == head.ring.len() {
-                    let shard = inner.shard_of(crate::Place::Ring, tile, global_head);
+                    let shard = inner.shape.shard_of(crate::Place::Ring, tile, global_head);
                     let near = Near::next(head.ring.back());
                     head.ring.push_back(pages.take(shard, layout.words(), near)?);
                     head.states.push_back();

@@ -1,24 +1,15 @@
 //! A step whose tensors lie on the device.
 
 use crate::attend::Attend;
-#[cfg(feature = "cuda")]
+use crate::attend::executor::Session;
 use crate::attend::{Read, Tensors};
-#[cfg(feature = "cuda")]
-use crate::attend_cuda::late::Late;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::cache::step::Step;
-#[cfg(feature = "cuda")]
-use crate::device::tensors::Queries;
-#[cfg(feature = "cuda")]
 use crate::memory::writes::Tokens;
-#[cfg(feature = "cuda")]
 use crate::policy::Token;
-#[cfg(feature = "cuda")]
 use crate::policy::rule::Rule;
-#[cfg(feature = "cuda")]
 use pikv_core::page::{PAGE, Position};
-#[cfg(feature = "cuda")]
 use smallvec::SmallVec;
 
 /// Tensors of the device: for each layer [`append_device`](Step::append_device) and [`attend_device`](Step::attend_device), of a
@@ -57,20 +48,13 @@ impl Step<'_> {
     /// noted of values stays.
     pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
-        #[cfg(not(feature = "cuda"))]
-        {
-            Err(Error::HostTensors { layer, what: "a cache on the CPU" })
+        if self.inner.shape.config.bounds {
+            return Err(Error::HostTensors { layer, what: "bounds of pages (CacheConfig::bounds)" });
         }
-        #[cfg(feature = "cuda")]
-        {
-            if self.inner.config.bounds {
-                return Err(Error::HostTensors { layer, what: "bounds of pages (CacheConfig::bounds)" });
-            }
-            let mut late = self.late(layer)?;
-            let appended = self.append_in_place(layer, k, v, &mut late);
-            self.late = Some(late);
-            appended
-        }
+        let mut late = self.late(layer)?;
+        let appended = self.append_in_place(layer, k, v, &mut *late);
+        self.late = Some(late);
+        appended
     }
 
     /// As [`attend`](Step::attend), of queries on the device, `[rows][query_heads][k_dim]`, to results on the device.
@@ -86,22 +70,14 @@ impl Step<'_> {
         options: &Attend,
         out: DeviceOutput,
     ) -> Result<(), Error> {
-        self.inner.layer(layer)?;
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (q, options, out);
-            Err(Error::HostTensors { layer, what: "a cache on the CPU" })
+        self.inner.shape.layer(layer)?;
+        if matches!(options.read, Read::Quest { .. }) {
+            return Err(Error::HostTensors { layer, what: "pages chosen by the queries (Read::Quest)" });
         }
-        #[cfg(feature = "cuda")]
-        {
-            if matches!(options.read, Read::Quest { .. }) {
-                return Err(Error::HostTensors { layer, what: "pages chosen by the queries (Read::Quest)" });
-            }
-            let mut late = self.late(layer)?;
-            let attended = self.attend_in_place(layer, q, options, out, &mut late);
-            self.late = Some(late);
-            attended
-        }
+        let mut late = self.late(layer)?;
+        let attended = self.attend_in_place(layer, q, options, out, &mut *late);
+        self.late = Some(late);
+        attended
     }
 
     /// Waits for all that the step asked of the device so far, and says what was wrong with its tensors: the first by layers, and of a
@@ -111,24 +87,22 @@ impl Step<'_> {
     /// [`Error::Unstorable`], [`Error::Query`], [`Error::ScoreOverflow`] or [`Error::Output`], after which the step can only be
     /// dropped; a device that fails.
     pub fn check(&mut self) -> Result<(), Error> {
-        #[cfg(feature = "cuda")]
         if let Some(late) = &self.late {
-            late.judge(&self.inner.config.layers, &self.inner.codecs)?;
+            late.judge(&self.inner.shape.config.layers, &self.inner.shape.codecs)?;
         }
         Ok(())
     }
 }
 
-#[cfg(feature = "cuda")]
 impl Step<'_> {
     /// What the host is told later, taken out of the step.
-    fn late(&mut self, layer: usize) -> Result<Box<Late>, Error> {
-        let Some(device) = self.inner.config.backend.device() else {
-            return Err(Error::HostTensors { layer, what: "a cache on the CPU" });
-        };
+    fn late(&mut self, layer: usize) -> Result<Box<dyn Session>, Error> {
         match self.late.take() {
             Some(late) => Ok(late),
-            None => Ok(Box::new(Late::new(device, self.layers.len())?)),
+            None => {
+                let late = self.inner.executor.session(self.layers.len())?;
+                late.ok_or(Error::HostTensors { layer, what: "a cache on the CPU" })
+            }
         }
     }
 
@@ -137,17 +111,17 @@ impl Step<'_> {
         layer: usize,
         k: DeviceSlice,
         v: DeviceSlice,
-        late: &mut Late,
+        late: &mut dyn Session,
     ) -> Result<(), Error> {
-        late.device().check("k", k)?;
-        late.device().check("v", v)?;
+        late.check("k", k)?;
+        late.check("v", v)?;
         let inner = self.inner.clone();
-        let layout = inner.layer(layer)?.layout;
+        let layout = inner.shape.layer(layer)?.layout;
         let reads = |rule: &Rule| rule.words > 0 && rule.reads_tokens;
-        if inner.rules[layer].as_deref().is_some_and(reads) {
+        if inner.shape.rules[layer].as_deref().is_some_and(reads) {
             late.bring_tokens(layer, [k, v])?;
         }
-        let limits = inner.codecs[layer].iter().map(|codec| {
+        let limits = inner.shape.codecs[layer].iter().map(|codec| {
             let [k, v] =
                 codec.as_ref().map_or([f32::MAX; 2], |codec| [codec.k_limits.each, codec.v_limits.each]);
             [k.min(layout.k.limit()), v.min(layout.v.limit())]
@@ -162,20 +136,20 @@ impl Step<'_> {
         q: DeviceSlice,
         options: &Attend,
         out: DeviceOutput,
-        late: &mut Late,
+        late: &mut dyn Session,
     ) -> Result<(), Error> {
-        late.device().check("q", q)?;
-        late.device().check("out", out.out)?;
-        out.lse.map_or(Ok(()), |lse| late.device().check_lse(lse))?;
-        self.attend_tensors(layer, options, Tensors::Device(Queries { q, output: out, late }))
+        late.check("q", q)?;
+        late.check("out", out.out)?;
+        out.lse.map_or(Ok(()), |lse| late.check_lse(lse))?;
+        self.attend_tensors(layer, options, Tensors::Device { q, output: out, session: late })
     }
 
     /// Waits for what policies want to know, if they do, and tells them of the tokens; what attention saw is theirs later.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
         let Some(late) = &mut self.late else { return Ok(()) };
-        let shapes = &self.inner.config.layers;
+        let shapes = &self.inner.shape.config.layers;
         if late.owes() {
-            late.judge(shapes, &self.inner.codecs)?;
+            late.judge(shapes, &self.inner.shape.codecs)?;
         }
         for (layer, (shape, done)) in shapes.iter().zip(&mut self.layers).enumerate() {
             if let Some(tokens) = late.tokens(layer) {

@@ -1,5 +1,7 @@
 //! What a cache is made of.
 
+pub(crate) mod shape;
+
 use crate::backend::Backend;
 use crate::base::error::ConfigError;
 use crate::base::error::MAX_SHARDS;
