@@ -34,12 +34,12 @@ pub use base::error::{ConfigError, CudaError, Error, TierOperation};
 pub use base::failures::Failures;
 pub use base::frequencies::{Frequencies, FrequencyError, Scaling};
 pub use base::ids::{PageId, Place};
-pub use cache::report::StepReport;
 pub use cache::sequence::{PageInfo, Sequence};
 pub use cache::step::Step;
 pub use cache::{Cache, Rows, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
 pub use config::{AgeRule, CacheConfig, CodecRule, EvictionRule};
+pub use metrics::report::StepReport;
 pub use pikv_lanes as lanes;
 
 /// What pikv re-exports of its core, so that examples here read as in a crate that uses pikv.

@@ -1,9 +1,10 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
 pub mod lists;
-pub mod report;
+pub mod over;
 pub mod sequence;
 pub mod step;
+pub mod tiering;
 
 use crate::attend::executor::{Cpu, Executor};
 use crate::attend::view::View;

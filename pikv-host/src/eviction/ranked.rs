@@ -4,13 +4,14 @@ use crate::base::huge_pages;
 use crate::base::scratch::emptied;
 use crate::eviction::evict::Excess;
 use crate::pages::chain::{Entry, Held};
-use crate::policy::{Candidate, Candidates, Source, order_bits, worst, worth};
+use crate::policy::{Candidate, Candidates, Source, order_bits, pinned, worst, worth};
+use pikv_core::page::PAGE;
 use pikv_lanes::fetch;
 use std::mem;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// The lists of a ranking: 12 bytes a token, 44 a page.
+/// The lists of a ranking: 12 bytes a token, 52 a page.
 #[derive(Debug, Default)]
 pub(crate) struct Room {
     pages: Vec<Source<'static>>,
@@ -102,8 +103,8 @@ impl<'a> Ranked<'a> {
                     fetch(page.positions());
                 }
                 let rows = chain.kept.rows(i, version).unwrap_or_default();
-                let page = Source { chain: c as u32, ordinal: entry.ordinal, entry, rows };
-                tokens.push(page, entry.live, pins);
+                let page = Source { chain: c as u32, ordinal: entry.ordinal, page: entry, rows };
+                push(tokens, entry, page, pins);
             }
         }
         if runs > 1 {
@@ -173,6 +174,38 @@ impl<'a> Ranked<'a> {
         let pages = self.tokens.pages.iter().zip(&self.lanes).filter(|(_, lanes)| **lanes != 0);
         let of = |(page, lanes): (&Source<'_>, &u32)| (page.chain as usize, page.ordinal, *lanes);
         pages.map(of).chain(self.unranked.iter().copied())
+    }
+}
+
+/// Adds a page whose tokens in `lanes` may go; positions of a run ascend.
+fn push<'a>(to: &mut Candidates<'a>, entry: &'a Entry, page: Source<'a>, pins: &[Range<u32>]) {
+    let lanes = entry.live;
+    let first = to.pages.len() as u32 * PAGE;
+    let before = to.tokens.len();
+    if let (Held::Open(held), u32::MAX) = (&entry.held, lanes) {
+        let all = (first..).zip(held.positions());
+        to.tokens.extend(all.map(|(at, position)| Candidate { position: *position, at }));
+    } else {
+        let held = (0..PAGE).filter(|lane| lanes >> lane & 1 == 1);
+        let token = |lane| {
+            let position = entry.position(to.codec, lane)?;
+            Some(Candidate { position, at: first + lane })
+        };
+        to.tokens.extend(held.filter_map(token));
+    }
+    if !pins.is_empty() {
+        let mut kept = before;
+        for i in before..to.tokens.len() {
+            let position = to.tokens[i].position;
+            if !pinned(pins, position) {
+                to.tokens[kept] = to.tokens[i];
+                kept += 1;
+            }
+        }
+        to.tokens.truncate(kept);
+    }
+    if to.tokens.len() > before {
+        to.pages.push(page);
     }
 }
 

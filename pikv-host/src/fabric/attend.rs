@@ -1,7 +1,7 @@
 //! Queries on their way to the ranks, and what comes back at its place in the tree.
 
 use super::file::ByRank;
-use super::front::{Copies, Copy, Front, first_alive};
+use super::front::{Front, first_alive};
 use super::link::Link;
 use super::wire::{self, flag};
 use crate::attend::executor::{Cpu, Elsewhere, Executor, Results};
@@ -14,6 +14,7 @@ use crate::base::error::Error;
 use crate::base::error::FabricError;
 use crate::base::ids::Place;
 use crate::base::parallel::{Shared, each, each_mut};
+use crate::tiers::replica::{Copies, Copy};
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::collections::HashMap;

@@ -31,9 +31,8 @@ pub use crate::base::error::FabricError;
 pub use crate::metrics::Traffic;
 #[cfg(feature = "cuda")]
 pub(crate) use ask::Ask;
-pub(crate) use file::Mirrors;
+pub(crate) use front::Front;
 pub use front::RankUsage;
-pub(crate) use front::{Front, Kept};
 pub use rebalance::{Moves, Skew};
 pub use schedule::{RankPlan, Schedule, Wire};
 pub use store::Store;

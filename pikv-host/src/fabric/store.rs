@@ -50,7 +50,7 @@ struct Came<'m> {
 }
 
 /// What two ranks must have in common.
-pub(crate) fn fingerprint(shape: &CacheShape) -> u64 {
+pub(super) fn fingerprint(shape: &CacheShape) -> u64 {
     let CacheShape { config, frequencies, .. } = shape;
     let codecs: Vec<_> = config.codecs.iter().map(|rule| (rule.layer, rule.kv_head, &rule.codec)).collect();
     let text = format!("{VERSION} {:?} {frequencies:?} {codecs:?} {}", config.layers, config.lanes.rows());

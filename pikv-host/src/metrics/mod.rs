@@ -19,6 +19,7 @@ mod events;
 mod histogram;
 #[cfg(feature = "metrics")]
 mod recorder;
+pub(crate) mod report;
 
 pub use collector::{Collector, Totals};
 pub use histogram::Histogram;

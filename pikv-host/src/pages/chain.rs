@@ -3,10 +3,11 @@
 use crate::base::error::Error;
 use crate::base::huge_pages;
 use crate::codec::HeadCodec;
-use crate::fabric::Mirrors;
 use crate::memory::arena::{Near, Page, Reservation};
+use crate::policy::page::TokenPage;
 use crate::policy::state::{Apart, Kept};
 use crate::tiers::Stored;
+use crate::tiers::replica::Mirrors;
 use pikv_core::attend::filled;
 use pikv_core::bound;
 use pikv_core::page::{Layout, MAX_DIM, PAGE};
@@ -197,6 +198,33 @@ impl Entry {
     /// Bytes that it holds in the first tier.
     pub fn bytes(&self) -> u64 {
         self.held.bytes()
+    }
+}
+
+impl TokenPage for Entry {
+    fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
+        Entry::position(self, codec, lane)
+    }
+
+    fn words(&self) -> Option<&[u32]> {
+        Some(self.page().filter(|page| page.is_near())?.words())
+    }
+
+    fn fetch(&self) -> Option<Arc<[u32]>> {
+        match (self.page(), &self.held) {
+            (Some(page), _) => Some(Arc::from(page.fetch().ok()?.into_owned())),
+            (None, Held::Away(Away { slot, .. })) => slot.read().ok().map(Arc::from),
+            _ => None,
+        }
+    }
+
+    fn packing<'a>(&'a self, codec: Option<&'a HeadCodec>) -> Option<(&'a HeadCodec, u32)> {
+        let codec = match &self.held {
+            Held::Closed(closed) => Some(closed.newest(codec?).1),
+            Held::Away(Away { by: Some(_), .. }) => codec,
+            _ => None,
+        };
+        codec.zip(self.last())
     }
 }
 

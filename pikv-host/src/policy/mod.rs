@@ -28,6 +28,7 @@ mod h2o;
 mod key_norm;
 pub(crate) mod lru;
 mod lru_plus;
+pub(crate) mod page;
 mod quest_lit;
 pub(crate) mod rule;
 mod seen;

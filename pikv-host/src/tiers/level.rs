@@ -1,10 +1,10 @@
 //! One tier: its room, and the pages in it.
 
+use super::replica::Kept;
 use super::{Spec, Store, TierUsage};
 use crate::base::error::FabricError;
 use crate::base::error::{Error, TierOperation};
 use crate::base::failures::Counts;
-use crate::fabric::Kept;
 use pikv_core::warp::LANES;
 use std::collections::BTreeMap;
 use std::io;

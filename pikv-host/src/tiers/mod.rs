@@ -25,6 +25,7 @@
 pub(crate) mod ahead;
 pub(crate) mod level;
 mod rate;
+pub(crate) mod replica;
 mod store;
 #[cfg(feature = "cuda")]
 pub(crate) mod upload;
