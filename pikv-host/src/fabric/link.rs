@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 /// What went over a fabric since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Traffic {
     /// Bytes of messages to ranks of other processes, or threads.
     pub sent: u64,
@@ -24,6 +25,17 @@ pub struct Traffic {
     /// Pages that were copied to a further rank.
     pub replicated: u64,
 }
+
+setters!(Traffic {
+    sent: u64,
+    received: u64,
+    messages: u64,
+    rounds: u64,
+    waited: Duration,
+    computed: Duration,
+    moved: u64,
+    replicated: u64,
+});
 
 /// The ranks as the front knows them. Behind a lock: one round at a time.
 pub(super) struct Link {

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 /// What a tier gives and takes.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct TierRate {
     /// Its name.
     pub name: String,
