@@ -2,6 +2,7 @@
 
 use crate::arena::{Near, Page, Reservation};
 use crate::codec::HeadCodec;
+use crate::deque::first_if;
 use crate::error::Error;
 use crate::fabric::Mirrors;
 use crate::huge;
@@ -257,7 +258,7 @@ impl Chain {
             Held::Away(Away { by: Some(by), .. }) if *by >= kept => false,
             _ => entry.last().is_some_and(|last| last < seen),
         };
-        let entry = self.entries.pop_front_if(|entry| unseen(entry))?;
+        let entry = first_if(&mut self.entries, unseen)?;
         self.filed -= entry.fill;
         self.live -= entry.live.count_ones();
         let rows = if noted { self.kept.rows_of(0) } else { Apart::default() };

@@ -3,6 +3,7 @@
 use crate::arena::{Near, Page};
 use crate::cache::Inner;
 use crate::chain::{Away, Chain, Entry, Held};
+use crate::deque::first_if;
 use crate::error::Error;
 use crate::past::{Before, Compacted, Was, Went};
 use crate::sequence::chain_place;
@@ -162,7 +163,7 @@ impl Chain {
         let mut left: VecDeque<(usize, Target, u32)> =
             targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
         for i in (0..end).rev() {
-            let Some((_, target, live)) = left.pop_front_if(|(to, ..)| *to == i) else {
+            let Some((_, target, live)) = first_if(&mut left, |(to, ..)| *to == i) else {
                 self.free(i);
                 continue;
             };

@@ -2,6 +2,7 @@
 
 use crate::cache::Inner;
 use crate::compact::Whose;
+use crate::deque::first_if;
 use crate::filing::Layer;
 use crate::job::each_mut;
 use crate::metrics::Evicted;
@@ -26,7 +27,7 @@ impl Layer {
         // Those that could not be put together before are tried again.
         let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
         while let Some(killed) =
-            self.past.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
+            first_if(&mut self.past.killed, |killed| killed.by.saturating_add(slack) <= len)
         {
             let Killed { head, chain, ordinal, lanes, .. } = killed;
             let run = &mut self.heads[head].chains[chain];

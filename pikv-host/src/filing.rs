@@ -5,6 +5,7 @@ use crate::cache::Inner;
 use crate::chain::{Chain, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
+use crate::deque::first_if;
 use crate::error::Error;
 use crate::kept::Kept;
 use crate::observe::Rule;
@@ -290,7 +291,8 @@ impl Layer {
             }
             self.originals.pop_front();
         }
-        while let Some(Original { head, chain, ordinal, .. }) = self.aging.pop_front_if(|page| page.by < kept)
+        while let Some(Original { head, chain, ordinal, .. }) =
+            first_if(&mut self.aging, |page| page.by < kept)
         {
             let entry = self.heads[head].chains[chain].entry_mut(ordinal);
             if let (Some(Entry { held: Held::Closed(closed), .. }), Some(codec)) = (entry, &self.codecs[head])

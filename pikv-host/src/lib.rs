@@ -19,6 +19,7 @@ mod compact;
 mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod deque;
 mod device;
 mod error;
 mod evict;
