@@ -29,6 +29,7 @@ mod files;
 mod filing;
 mod forest;
 mod frequencies;
+mod growth;
 mod huge;
 mod job;
 mod kept;

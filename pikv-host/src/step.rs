@@ -421,6 +421,7 @@ impl<'a> Step<'a> {
                 self.parts.iter().map(|part| &part.sequence.layers[..]).collect();
             front.set_aside_thinned(&inner, &layers);
         }
+        inner.arenas.grow_ahead(self.parts.len() as u64, self.rows as u64);
         Ok(())
     }
 }
