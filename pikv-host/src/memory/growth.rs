@@ -133,10 +133,8 @@ fn aside(work: impl FnOnce() + Send + 'static) {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::{Cache, CacheConfig, Sequence};
     use pikv_core::dtype::Dtype;
-    use pikv_core::page::Layout;
     use pikv_core::plan::LayerShape;
 
     const LAYERS: usize = 4;
@@ -144,8 +142,7 @@ mod tests {
 
     /// Pages of 16 KiB.
     fn cache(budget: u64) -> Cache {
-        let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
-        let layer = LayerShape { kv_heads: HEADS, query_heads: HEADS, layout, window: None, rope: None };
+        let layer = LayerShape::new(HEADS, HEADS, 128, Dtype::Bf16);
         Cache::new(CacheConfig::new(vec![layer; LAYERS], budget)).expect("a configuration")
     }
 
