@@ -6,10 +6,11 @@ use super::{Fabric, Options, Traffic};
 use crate::base::error::FabricError;
 use crate::base::error::MAX_SHARDS;
 use crate::base::error::{ConfigError, Error};
+use crate::base::locks::{Mutex, MutexGuard, RwLock};
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
 use crate::config::shape::first_heads;
-use crate::tiers::replica::{Block, Copy, FetchPage, Freed, Kept};
+use crate::tiers::replica::{Block, Copy, FetchPage, Freed, Kept, MirrorBook};
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
 use std::collections::HashMap;
@@ -18,7 +19,7 @@ use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::sync::{Arc, PoisonError, TryLockError, Weak};
 use std::thread::{self, JoinHandle};
 
 pub(crate) struct Front {
@@ -33,6 +34,8 @@ pub(crate) struct Front {
     pub(super) fast: bool,
     /// Of each layer: the ranks of an expert's slots, where the experts were placed by load.
     pub(super) placed: RwLock<Vec<Option<Vec<Vec<u32>>>>>,
+    /// Copies of pages that are here, for those that move.
+    pub(super) mirrors: Arc<MirrorBook>,
     /// The pages of every block, for those that move.
     pub(super) book: Mutex<HashMap<Block, Vec<Weak<Stored>>>>,
     /// `[layer][expert]` bytes that attention read since the experts were placed.
@@ -116,6 +119,7 @@ impl Front {
             level: Arc::new(Level::fabric()),
             fast: options.fast,
             placed: RwLock::new(vec![None; layers]),
+            mirrors: Arc::default(),
             book: Mutex::default(),
             reads: (0..layers * experts).map(|_| AtomicU64::new(0)).collect(),
             beat: Mutex::default(),
