@@ -13,10 +13,9 @@ use std::sync::Arc;
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Layout};
+/// use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let backend = Backend::cuda().unwrap_or_else(|why| {
 ///     eprintln!("{why}; using the CPU");
 ///     Backend::CPU

@@ -78,10 +78,9 @@ pub enum LoopError {
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, H2o};
 /// use pikv::router::{CacheAware, Shape};
-/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output};
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2);
 /// let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(12)).batch(1)))?;
 /// let router = CacheAware::default().router(Shape::new(4, 2))?;
@@ -227,11 +226,10 @@ impl ClosedLoop {
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::router::{Shape, TopK};
-/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Read};
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Read};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).experts(4, 2))?;
 /// let router = TopK::default().router(Shape::new(4, 2))?;
 /// let mut looped = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;

@@ -5,6 +5,9 @@
 #![deny(missing_docs)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[macro_use]
+mod setters;
+
 mod attend;
 #[cfg(feature = "cuda")]
 mod attend_cuda;

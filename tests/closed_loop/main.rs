@@ -10,8 +10,8 @@ use pikv::router::{
     RouterState, Routes, Shape, TopK,
 };
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Layout, LoopError, Output, Place,
-    Position, Read, Sequence, ShardMap,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, LoopError, Output, Place, Position,
+    Read, Sequence, ShardMap,
 };
 use pikv_test::numbers::noise;
 use std::sync::Arc;
@@ -22,8 +22,7 @@ const HEADS: usize = 2;
 const DIM: usize = 8;
 
 fn config(top_k: u32) -> CacheConfig {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: HEADS as u32, query_heads: 4, layout, window: None, rope: None };
+    let layer = LayerShape::new(HEADS as u32, 4, DIM as u32, Dtype::F32);
     let config = CacheConfig::new(vec![layer; LAYERS], 8 << 20).backend(pikv_test::backend::backend());
     config.ring(8).sinks(2).experts(EXPERTS as u32, top_k)
 }
@@ -186,7 +185,7 @@ fn experts_whose_tokens_are_gone_are_avoided() {
     let config = config(1).evict(Eviction::new(StreamingLlm, Budget::Tokens(12)).batch(1));
     let cache = Cache::new(config).unwrap();
     let router = || -> Vec<Box<dyn Router>> {
-        let options = CacheAware { lambda: 2.0, ..CacheAware::default() };
+        let options = CacheAware::default().lambda(2.0);
         (0..LAYERS).map(|_| Box::new(options.router(Shape::new(8, 1)).unwrap()) as Box<dyn Router>).collect()
     };
     let mut pikv = ClosedLoop::new(cache.clone(), router()).unwrap();

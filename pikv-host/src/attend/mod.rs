@@ -79,10 +79,9 @@ pub struct Attend {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Read};
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).bounds(true))?;
 /// let mut sequence = cache.sequence();
 /// let mut out = [0.0; 512 * 2 * 4];
@@ -151,10 +150,9 @@ impl Attend {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20))?;
 /// let mut sequence = cache.sequence();
 /// let (mut out, mut lse, mut mass) = ([0.0; 3 * 2 * 4], [0.0; 3 * 2], Vec::new());
@@ -195,6 +193,7 @@ impl<'a> Output<'a> {
 
 /// The softmax weight that the tokens of one page received.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct PageMass {
     /// Index of the sequence in the call.
     pub sequence: usize,

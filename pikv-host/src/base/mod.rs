@@ -1,5 +1,6 @@
 //! What every other folder may use, and what uses none of them.
 
+pub mod deque;
 pub mod device_slice;
 pub mod error;
 pub mod failures;

@@ -254,13 +254,12 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pikv_core::rope::Pairs;
 
     /// A table that grows token by token is the one that is worked out at once, and no step has more to work out than its own share and that
     /// of the one before.
     #[test]
     fn tables_grow_bit_by_bit() {
-        let turns = Turns { rope: Rope { theta: 100.0, rotary_dim: 4, pairs: Pairs::Halves }, scaled: None };
+        let turns = Turns { rope: Rope::new(100.0, 4), scaled: None };
         for step in [1, 7, 300] {
             let first = ArcSwap::from_pointee(Table::first(&turns, 0));
             let growing = Growing { turns: turns.clone(), table: first, next: Mutex::default() };

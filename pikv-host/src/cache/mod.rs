@@ -42,6 +42,7 @@ pub(crate) struct Inner {
 
 /// Bytes of pages in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Usage {
     /// On each shard.
     pub shards: Vec<u64>,
@@ -57,10 +58,9 @@ pub struct Usage {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rows};
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20))?;
 /// let mut sequence = cache.sequence();
 /// let mut step = cache.begin([(&mut sequence, 3)])?;
@@ -68,13 +68,14 @@ pub struct Usage {
 /// step.commit()?;
 ///
 /// // One more look from the last position, which adds nothing to the sequence.
-/// let rows = [Rows { sequence: &sequence, first: Position(2), rows: 1 }];
+/// let rows = [Rows::new(&sequence, Position(2), 1)];
 /// let mut out = [0.0; 2 * 4];
 /// cache.attend(0, &rows, &[1.0; 2 * 4], &Attend::new(0.5), Output::new(&mut out))?;
 /// assert_eq!(out, [0.25; 8]);
 /// # Ok::<(), pikv::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Rows<'a> {
     /// The sequence.
     pub sequence: &'a Sequence,
@@ -84,16 +85,22 @@ pub struct Rows<'a> {
     pub rows: u32,
 }
 
+impl<'a> Rows<'a> {
+    /// `rows` query rows over `sequence`, the first of them at position `first`.
+    pub fn new(sequence: &'a Sequence, first: Position, rows: u32) -> Rows<'a> {
+        Rows { sequence, first, rows }
+    }
+}
+
 /// A KV cache: the memory and the rules of all sequences that one model decodes.
 ///
 /// Cloning gives another handle on the same cache. Sequences keep their cache alive.
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
 /// let mut sequence = cache.sequence();
 /// let mut out = vec![0.0; 3 * 2 * 4];

@@ -24,9 +24,8 @@ impl Cache {
     /// # use pikv_host as pikv;
     /// use pikv::fabric::{InProcess, Options};
     /// use pikv::{Cache, CacheConfig};
-    /// use pikv::{Dtype, LayerShape, Layout, ShardMap};
-    /// let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
-    /// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+    /// use pikv::{Dtype, LayerShape, ShardMap};
+    /// let layer = LayerShape::new(1, 2, 64, Dtype::Bf16);
     /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32).shards(ShardMap::sum(4)?);
     /// let ranks = InProcess::new(&config, 4, 16 << 20)?;      // 4 threads with 16 MiB each
     /// let cache = Cache::over(config, Box::new(ranks), Options::default())?;

@@ -46,10 +46,9 @@ pub struct PageInfo {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Place, Sequence};
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Place, Sequence};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).rollback(4))?;
 /// let add = |sequence: &mut Sequence, n: usize| -> Result<(), Error> {
 ///     let mut step = cache.begin([(sequence, n as u32)])?;

@@ -36,10 +36,9 @@ use std::sync::atomic::Ordering;
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
 /// let (mut prompt, mut answer) = (cache.sequence(), cache.sequence());
 /// let mut out = [0.0; 6 * 2 * 4];
@@ -432,6 +431,7 @@ impl<'a> Step<'a> {
                 self.parts.iter().map(|part| &part.sequence.layers[..]).collect();
             front.set_aside_thinned(&inner.pool, &layers);
         }
+        inner.pool.arenas.grow_ahead(self.parts.len() as u64, self.rows as u64);
         Ok(())
     }
 }
@@ -455,7 +455,7 @@ impl Drop for Step<'_> {
 
 /// Bits of a token's keys and values in one layer, as they came.
 fn logical_bits(shape: &LayerShape) -> u64 {
-    let Layout { k_dim, v_dim, k, v } = shape.layout;
+    let Layout { k_dim, v_dim, k, v, .. } = shape.layout;
     let head = u64::from(k_dim) * u64::from(k.bits()) + u64::from(v_dim) * u64::from(v.bits());
     u64::from(shape.kv_heads) * head
 }

@@ -263,6 +263,7 @@ pub(crate) struct Unpackable {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Codec {
     /// Keys.
     pub k: Coding,

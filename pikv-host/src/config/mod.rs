@@ -26,10 +26,9 @@ use std::sync::Arc;
 /// # use pikv_host as pikv;
 /// use pikv::codec::{Code, Codec, Coding};
 /// use pikv::policy::{Budget, Eviction, StreamingLlm};
-/// use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout};
+/// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
 ///
-/// let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
-/// let layer = LayerShape { kv_heads: 2, query_heads: 8, layout, window: None, rope: None };
+/// let layer = LayerShape::new(2, 8, 64, Dtype::Bf16);
 /// let int8 = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8));
 /// let config = CacheConfig::new(vec![layer; 4], 64 << 20) // 4 layers, at most 64 MiB of pages
 ///     .ring(128)                                          // newest tokens, kept in bf16
@@ -442,7 +441,7 @@ impl CacheConfig {
         if self.shards.shards() > MAX_SHARDS {
             return Err(ConfigError::Shards { shards: self.shards.shards() });
         }
-        let store = |layer| StoreShape { ring, sinks: self.sinks_of(layer), experts };
+        let store = |layer| StoreShape::new(ring, self.sinks_of(layer), experts);
         let stores: Vec<StoreShape> = (0..self.layers.len()).map(store).collect();
         if let Some(sinks) = stores.iter().map(|store| store.sinks).find(|sinks| *sinks > Position::MAX.0) {
             return Err(ConfigError::Sinks { sinks });
@@ -456,7 +455,7 @@ impl CacheConfig {
 }
 
 fn check_layer(layer: usize, shape: &LayerShape) -> Result<(), ConfigError> {
-    let LayerShape { kv_heads, query_heads, layout, window, rope } = *shape;
+    let LayerShape { kv_heads, query_heads, layout, window, rope, .. } = *shape;
     if kv_heads == 0 || query_heads == 0 || !query_heads.is_multiple_of(kv_heads) {
         return Err(ConfigError::Heads { layer, kv_heads, query_heads });
     }

@@ -72,6 +72,7 @@ pub(super) fn first_alive<'a>(link: &Link, copies: &'a [Arc<Copy>]) -> Result<&'
 
 /// What a rank holds.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RankUsage {
     /// The rank.
     pub rank: u32,

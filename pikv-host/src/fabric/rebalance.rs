@@ -12,6 +12,7 @@ use std::sync::{Arc, PoisonError};
 
 /// What was moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Moves {
     /// Pages that went to another rank.
     pub moved: u64,
@@ -23,6 +24,7 @@ pub struct Moves {
 
 /// How even the ranks are loaded.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Skew {
     /// Bytes on the fullest rank over those on the mean one; 1 is even.
     pub fullest: f64,

@@ -16,6 +16,7 @@ const AROUND: (u64, u64) = (wire::HEADER as u64 + 6, wire::HEADER as u64 + 7);
 
 /// What goes to a rank in a decode step, and comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Wire {
     /// Bytes to the rank.
     pub sent: f64,
@@ -25,8 +26,19 @@ pub struct Wire {
     pub messages: f64,
 }
 
+impl std::iter::Sum for Wire {
+    fn sum<I: Iterator<Item = Wire>>(wires: I) -> Wire {
+        wires.fold(Wire::default(), |sum, wire| Wire {
+            sent: sum.sent + wire.sent,
+            received: sum.received + wire.received,
+            messages: sum.messages + wire.messages,
+        })
+    }
+}
+
 /// One rank of a [`Schedule`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct RankPlan {
     /// Bytes of full pages, and of room for the page of a block that fills up, or comes next.
     pub bytes: u64,
@@ -41,6 +53,7 @@ pub struct RankPlan {
 /// What the ranks of a fabric hold of one sequence, and what a decode step of one row that reads all of it sends: the messages
 /// as they are built, averaged over the 256 steps in which a block fills up.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Schedule {
     /// Of each rank.
     pub ranks: Vec<RankPlan>,

@@ -6,6 +6,7 @@ use crate::backend::{Backend, Kind};
 use crate::base::error::Error;
 use crate::base::failures::Counts;
 use crate::config::CacheConfig;
+use crate::memory::growth::Growth;
 use memmap2::MmapMut;
 use pikv_core::LANES;
 use std::borrow::Cow;
@@ -39,6 +40,7 @@ pub struct Arenas {
     budget: u64,
     /// Bytes in use or reserved.
     taken: AtomicU64,
+    growth: Growth,
     poison: bool,
     /// Whether pages that are given back are overwritten, and where it is counted that they could not be.
     wipe: bool,
@@ -48,7 +50,7 @@ pub struct Arenas {
 
 /// Pages of one size on one shard.
 #[derive(Debug, Default)]
-struct Arena {
+pub(crate) struct Arena {
     chunks: Vec<Option<Chunk>>,
     /// Chunks with a free page.
     open: Vec<u32>,
@@ -59,6 +61,10 @@ struct Arena {
     free: u64,
     /// Places in `chunks` that were given back to the system.
     holes: Vec<u32>,
+    /// Chunks that had no page in use when they were last looked at.
+    empty: Vec<u32>,
+    /// Free pages that the steps under way may ask for at once.
+    wanted: u64,
 }
 
 #[derive(Debug)]
@@ -70,6 +76,8 @@ struct Chunk {
     free: Free,
     /// Whether it is listed as roomy.
     roomy: bool,
+    /// Whether it is listed as empty.
+    empty: bool,
 }
 
 /// Where a page lies, and how many handles there are on it. Beside the pages, so that a handle is three words.
@@ -179,7 +187,7 @@ fn whole_eights(mut bits: u64) -> u64 {
 /// Memory of a chunk. `allow`: held for its drop.
 #[derive(Debug)]
 #[allow(dead_code)]
-enum Memory {
+pub(crate) enum Memory {
     /// All zero at first.
     Host(MmapMut),
     /// Headers, and the pages themselves.
@@ -286,7 +294,14 @@ impl fmt::Debug for Page {
 }
 
 impl Arenas {
-    pub(crate) fn new(config: &CacheConfig, mut classes: Vec<u32>, failures: &Arc<Counts>) -> Arc<Arenas> {
+    /// Without memory yet. `heads`: words of each size of page, and the heads whose tokens are kept in such pages.
+    pub(crate) fn new(
+        config: &CacheConfig,
+        heads: impl IntoIterator<Item = (u32, u32)>,
+        failures: &Arc<Counts>,
+    ) -> Arc<Arenas> {
+        let heads: Vec<(u32, u32)> = heads.into_iter().collect();
+        let mut classes: Vec<u32> = heads.iter().map(|(words, _)| *words).collect();
         let &CacheConfig { budget, poison, wipe, .. } = config;
         let (shards, failures) = (config.shards.shards(), failures.clone());
         let backend = config.backend.clone();
@@ -295,12 +310,31 @@ impl Arenas {
         let arenas = (0..shards as usize * classes.len()).map(|_| Mutex::default()).collect();
         let shards = (0..shards).map(|_| AtomicU64::new(0)).collect();
         let taken = AtomicU64::new(0);
-        Arc::new(Arenas { classes, arenas, shards, backend, budget, taken, poison, wipe, failures })
+        let growth = Growth::new(&classes, &heads);
+        Arc::new(Arenas { classes, arenas, shards, backend, budget, taken, growth, poison, wipe, failures })
     }
 
     /// Bytes of pages in use, on each shard.
     pub fn bytes_by_shard(&self) -> impl Iterator<Item = u64> {
         self.shards.iter().map(|bytes| bytes.load(Ordering::Relaxed))
+    }
+
+    /// Words of a page, for each size in use, ascending.
+    pub(crate) fn classes(&self) -> &[u32] {
+        &self.classes
+    }
+
+    pub(crate) fn shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    pub(crate) fn growth(&self) -> &Growth {
+        &self.growth
+    }
+
+    /// Whether pages lie in the host's memory.
+    pub(crate) fn on_host(&self) -> bool {
+        self.backend.is_cpu()
     }
 
     /// Bytes in use or reserved.
@@ -329,7 +363,7 @@ impl Arenas {
             .map_err(|taken| Error::OutOfBudget { needed, available: self.budget.saturating_sub(taken) })
     }
 
-    fn arena(&self, shard: usize, class: usize) -> MutexGuard<'_, Arena> {
+    pub(crate) fn arena(&self, shard: usize, class: usize) -> MutexGuard<'_, Arena> {
         // An arena's own code does not panic between two states that matter, so a poisoned lock still guards a sound one.
         self.arenas[shard * self.classes.len() + class].lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -448,8 +482,7 @@ impl Arena {
     }
 
     fn grow(&mut self, backend: &Backend, (shard, class): (u32, u16), words: u32) -> Result<u32, Error> {
-        let page = u64::from(words) * 4;
-        let pages = (CHUNK / page).max(1);
+        let (page, pages) = (u64::from(words) * 4, pages_of_chunk(words));
         let bytes = pages * page;
         let (base, memory) = match &backend.0 {
             Kind::Cpu => mapped(bytes)?,
@@ -464,6 +497,17 @@ impl Arena {
                 (NonNull::from(&mut headers[..]).cast(), Memory::Device(headers, memory))
             }
         };
+        Ok(self.add(base, memory, (shard, class), pages))
+    }
+
+    /// Adds a chunk of `pages` free pages in `memory`, the first at `base`. Older chunks are used up first.
+    pub(crate) fn add(
+        &mut self,
+        base: NonNull<u32>,
+        memory: Memory,
+        (shard, class): (u32, u16),
+        pages: u64,
+    ) -> u32 {
         let at = match self.holes.pop() {
             Some(at) => at,
             None => {
@@ -472,18 +516,19 @@ impl Arena {
             }
         };
         let counted = |index| Counted { refs: AtomicU32::new(0), shard, class, chunk: at, index };
-        let chunk = Chunk {
+        self.chunks[at as usize] = Some(Chunk {
             base,
             _memory: memory,
             pages: (0..pages as u32).map(counted).collect(),
             free: Free::all(pages as u32),
             roomy: true,
-        };
-        self.chunks[at as usize] = Some(chunk);
-        self.open.push(at);
-        self.roomy.push(at);
+            empty: true,
+        });
+        self.open.insert(0, at);
+        self.roomy.insert(0, at);
+        self.empty.push(at);
         self.free += pages;
-        Ok(at)
+        at
     }
 
     fn give_back(&mut self, at: u32, index: u32) {
@@ -497,8 +542,38 @@ impl Arena {
         if count == 1 {
             self.open.push(at);
         }
-        // One wholly free chunk is kept, so that a page that comes and goes does not ask the system each time.
-        if count == pages && self.open.len() > 1 {
+        if count == pages && !std::mem::replace(&mut self.chunk(at).empty, true) {
+            self.empty.push(at);
+        }
+        self.shrink();
+    }
+
+    /// Free pages, if they are fewer than `wanted`, which steps may ask for at once, and the eighth that runs are given room for.
+    pub(crate) fn wants(&mut self, wanted: u64) -> Option<u64> {
+        self.wanted = wanted;
+        (self.free < self.used / 8 + wanted).then_some(self.free)
+    }
+
+    /// Pages that nobody has.
+    #[cfg(test)]
+    pub(crate) fn free(&self) -> u64 {
+        self.free
+    }
+
+    /// Gives empty chunks back to the system where far more is free than [`Arena::wants`] asks for: what a step gives back, the next
+    /// ones take again. One chunk is kept in any case, so that a page that comes and goes does not ask the system each time.
+    fn shrink(&mut self) {
+        let keep = self.used / 8 + 2 * self.wanted.min(self.used / 8);
+        while let Some(&at) = self.empty.last() {
+            let Free { count, pages, .. } = self.chunk(at).free;
+            if count == pages && (self.open.len() == 1 || self.free < keep + u64::from(pages)) {
+                return;
+            }
+            self.empty.pop();
+            if count < pages {
+                self.chunk(at).empty = false;
+                continue;
+            }
             self.chunks[at as usize] = None;
             self.holes.push(at);
             self.open.retain(|open| *open != at);
@@ -508,8 +583,13 @@ impl Arena {
     }
 }
 
+/// Pages of `words` words in a chunk.
+pub(crate) fn pages_of_chunk(words: u32) -> u64 {
+    (CHUNK / (u64::from(words) * 4)).max(1)
+}
+
 /// Memory of the system for a chunk, and its first word.
-fn mapped(bytes: u64) -> Result<(NonNull<u32>, Memory), Error> {
+pub(crate) fn mapped(bytes: u64) -> Result<(NonNull<u32>, Memory), Error> {
     // Mappings are aligned to small pages only: twice the length holds an aligned chunk. What is not touched takes no memory.
     let align = CHUNK as usize;
     let refused = |_| Error::OutOfMemory { bytes };

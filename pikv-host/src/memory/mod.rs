@@ -3,5 +3,6 @@
 pub mod arena;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod growth;
 pub mod pool;
 pub mod writes;

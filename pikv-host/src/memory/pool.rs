@@ -27,12 +27,11 @@ impl Pool {
     pub fn new(shape: &Arc<CacheShape>) -> Result<Pool, Error> {
         let CacheShape { config, codecs, frequencies, .. } = &**shape;
         let heads = codecs.iter().flat_map(|heads| heads.iter().flatten());
-        let aged =
-            heads.clone().filter_map(|codec| codec.aged.as_ref()).map(|aged| aged.codec.packed.words());
-        let packed = heads.map(|codec| codec.packed.words()).chain(aged);
-        let classes = config.layers.iter().map(|l| l.layout.words()).chain(packed).collect();
+        let aged = heads.clone().filter_map(|codec| codec.aged.as_ref()).map(|aged| &aged.codec.packed);
+        let packed = heads.map(|codec| &codec.packed).chain(aged).map(|packed| (packed.words(), 1));
+        let plain = config.layers.iter().map(|layer| (layer.layout.words(), layer.kv_heads));
         let failures = Arc::<Counts>::default();
-        let arenas = Arenas::new(config, classes, &failures);
+        let arenas = Arenas::new(config, plain.chain(packed), &failures);
         let tables = Tables::new(&config.layers, frequencies);
         let tiers = Levels::new(&config.tiers, config.backend.is_cpu(), config.wipe, &failures)?;
         Ok(Pool { shape: shape.clone(), arenas, tables, tiers, failures })

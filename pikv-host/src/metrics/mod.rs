@@ -31,6 +31,7 @@ pub use recorder::MetricsSink;
 
 /// One step of a cache, once it is committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StepMetrics<'a> {
     /// Tokens that the step added, over all its sequences.
     pub rows: u64,
@@ -44,8 +45,11 @@ pub struct StepMetrics<'a> {
     pub misses: &'a [u64],
 }
 
+setters!(StepMetrics<'a> { rows: u64, resident_bytes: u64, logical_bytes: u64, hits: &'a [u64], misses: &'a [u64] });
+
 /// What went over a fabric since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Traffic {
     /// Bytes of messages to ranks of other processes, or threads.
     pub sent: u64,
@@ -65,8 +69,20 @@ pub struct Traffic {
     pub replicated: u64,
 }
 
+setters!(Traffic {
+    sent: u64,
+    received: u64,
+    messages: u64,
+    rounds: u64,
+    waited: Duration,
+    computed: Duration,
+    moved: u64,
+    replicated: u64,
+});
+
 /// Tokens of a page that left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Evicted {
     /// Its layer.
     pub layer: u32,
@@ -80,8 +96,11 @@ pub struct Evicted {
     pub age: u32,
 }
 
+setters!(Evicted { layer: u32, kv_head: u32, tokens: u32, bytes: u64, age: u32 });
+
 /// A page that was used again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Reused {
     /// Its layer.
     pub layer: u32,
@@ -90,6 +109,8 @@ pub struct Reused {
     /// Tokens of its sequence since it was last used, or filled; 1 if that was by the token before.
     pub gap: u32,
 }
+
+setters!(Reused { layer: u32, kv_head: u32, gap: u32 });
 
 /// Takes the numbers. Every method does nothing unless it is written, and must not block for long: the loop waits for it.
 ///
@@ -106,7 +127,7 @@ pub struct Reused {
 /// }
 /// let peak = Peak::default();
 /// for resident_bytes in [10, 30, 20] {
-///     peak.step(&StepMetrics { resident_bytes, ..StepMetrics::default() });
+///     peak.step(&StepMetrics::default().resident_bytes(resident_bytes));
 /// }
 /// assert_eq!(peak.0.into_inner(), 30);
 /// ```

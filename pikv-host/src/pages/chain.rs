@@ -1,5 +1,6 @@
 //! A run of pages of one head: sinks, or what one expert's tokens were filed in.
 
+use crate::base::deque::first_if;
 use crate::base::error::Error;
 use crate::base::huge_pages;
 use crate::codec::HeadCodec;
@@ -285,7 +286,7 @@ impl Chain {
             Held::Away(Away { by: Some(by), .. }) if *by >= kept => false,
             _ => entry.last().is_some_and(|last| last < seen),
         };
-        let entry = self.entries.pop_front_if(|entry| unseen(entry))?;
+        let entry = first_if(&mut self.entries, unseen)?;
         self.filed -= entry.fill;
         self.live -= entry.live.count_ones();
         let rows = if noted { self.kept.rows_of(0) } else { Apart::default() };

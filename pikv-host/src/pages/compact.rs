@@ -1,5 +1,6 @@
 //! Pages of a chain that lost tokens, put together.
 
+use crate::base::deque::first_if;
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
 use crate::memory::arena::{Near, Page};
@@ -162,7 +163,7 @@ impl Chain {
         let mut left: VecDeque<(usize, Target, u32)> =
             targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
         for i in (0..end).rev() {
-            let Some((_, target, live)) = left.pop_front_if(|(to, ..)| *to == i) else {
+            let Some((_, target, live)) = first_if(&mut left, |(to, ..)| *to == i) else {
                 self.free(i);
                 continue;
             };

@@ -1,5 +1,6 @@
 //! What a sequence is made of: layers, heads, runs of pages; and how tokens get there and leave again.
 
+use crate::base::deque::first_if;
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
 use crate::codec::HeadCodec;
@@ -291,7 +292,8 @@ impl Layer {
             }
             self.originals.pop_front();
         }
-        while let Some(Original { head, chain, ordinal, .. }) = self.aging.pop_front_if(|page| page.by < kept)
+        while let Some(Original { head, chain, ordinal, .. }) =
+            first_if(&mut self.aging, |page| page.by < kept)
         {
             let entry = self.heads[head].chains[chain].entry_mut(ordinal);
             if let (Some(Entry { held: Held::Closed(closed), .. }), Some(codec)) = (entry, &self.codecs[head])

@@ -4,6 +4,7 @@
 //! back since. So every change that a commit makes beside its own tokens is noted with the length of the sequence, for as long as
 //! a rollback can come back to before it, and a rollback undoes what was noted later than where it goes, the newest first.
 
+use crate::base::deque::{first_if, last_if};
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
 use crate::memory::arena::{Near, Page, Reservation};
@@ -124,7 +125,7 @@ impl Past {
 
     /// Forgets the oldest change if no rollback undoes it that goes back by `slack` tokens from `len`; returns the run that it was of.
     pub fn forget(&mut self, len: u32, slack: u32) -> Option<(usize, usize)> {
-        let noted = self.noted.pop_front_if(|noted| noted.at.saturating_add(slack) <= len)?;
+        let noted = first_if(&mut self.noted, |noted| noted.at.saturating_add(slack) <= len)?;
         Some((noted.head, noted.chain))
     }
 
@@ -282,7 +283,7 @@ impl Layer {
                 self.heads[head].chains[chain].revive(ordinal, lanes);
                 continue;
             }
-            let Some(noted) = self.past.noted.pop_back_if(|noted| noted.at > len) else { return Ok(()) };
+            let Some(noted) = last_if(&mut self.past.noted, |noted| noted.at > len) else { return Ok(()) };
             let Noted { head, chain, dead, what, .. } = noted;
             let run = &mut self.heads[head].chains[chain];
             match what {

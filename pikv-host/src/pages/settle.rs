@@ -1,5 +1,6 @@
 //! Evictions made final, and pages put together that lost tokens.
 
+use crate::base::deque::first_if;
 use crate::memory::pool::Pool;
 use crate::pages::compact::Whose;
 use crate::pages::filing::Layer;
@@ -18,7 +19,7 @@ impl Layer {
         // Those that could not be put together before are tried again.
         let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
         while let Some(killed) =
-            self.past.killed.pop_front_if(|killed| killed.by.saturating_add(slack) <= len)
+            first_if(&mut self.past.killed, |killed| killed.by.saturating_add(slack) <= len)
         {
             let Killed { head, chain, ordinal, lanes, .. } = killed;
             let run = &mut self.heads[head].chains[chain];

@@ -11,6 +11,7 @@ use pikv_core::plan::{Filed, LayerShape, StoreShape};
 
 /// What a cache is to hold: sequences that are all alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Load {
     /// Sequences.
     pub sequences: u32,
@@ -43,6 +44,7 @@ impl Load {
 
 /// What a decode step touches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Work {
     /// Calls of attend: one a layer.
     pub calls: u64,
@@ -53,8 +55,18 @@ pub struct Work {
     pub flops: u64,
 }
 
+impl Work {
+    /// So many calls, which read `bytes` and do `flops` operations together.
+    pub const fn new(calls: u64, bytes: u64, flops: u64) -> Work {
+        Work { calls, bytes, flops }
+    }
+}
+
+setters!(Work { calls: u64, bytes: u64, flops: u64 });
+
 /// What a load takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Forecast {
     /// Bytes of pages, over all shards: what [`Usage::taken`](crate::Usage::taken) will be between two steps.
     pub bytes: u64,
@@ -134,7 +146,7 @@ impl Run {
     }
 
     fn filed(&self) -> Filed {
-        Filed { tokens: self.held(), recent: self.recent.min(self.held()) }
+        Filed::from(self.held()).recent(self.recent.min(self.held()))
     }
 }
 

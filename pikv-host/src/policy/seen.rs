@@ -9,6 +9,7 @@ use pikv_core::warp::LANES;
 
 /// What some rows of attention saw of a page.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Seen<'a> {
     /// The layer.
     pub layer: usize,
@@ -166,6 +167,7 @@ fn halves<const N: usize>(x: &[f32]) -> [f32; N] {
 
 /// What some rows of attention saw of a head.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct HeadSeen<'a> {
     /// The layer.
     pub layer: usize,

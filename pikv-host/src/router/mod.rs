@@ -79,6 +79,7 @@ pub const MAX_COEFFICIENT: f32 = 1e6;
 
 /// Experts of a layer, and what to compute with. Checked when a router is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Shape {
     /// Experts, 1..=1024.
     pub experts: u32,
@@ -178,6 +179,7 @@ impl fmt::Display for RouterKind {
 
 /// Experts of some rows, and their weights.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Choice {
     /// `[rows][top_k]`, the best first, as [`Step::route`](crate::Step::route) wants them.
     pub experts: Vec<u16>,
@@ -240,6 +242,7 @@ impl Routes {
 
 /// What the fetch of a step met, over all rows that were routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Feedback<'a> {
     /// `[experts]` what rows wanted of each expert that they chose, fetched or not, in any unit; [`ClosedLoop`](crate::ClosedLoop) counts
     /// tokens for each row and KV head.

@@ -134,6 +134,7 @@ impl Tiers {
 
 /// Pages in a tier beneath the first.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TierUsage {
     /// Its name.
     pub name: String,
@@ -145,6 +146,7 @@ pub struct TierUsage {
 
 /// Pages that attention read from tiers beneath the first, since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Fetches {
     /// Where they lay, in memory of the host; none on a device.
     pub in_place: u64,

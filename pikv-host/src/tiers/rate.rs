@@ -2,6 +2,7 @@
 
 /// What a tier gives and takes.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct TierRate {
     /// Its name.
     pub name: String,

@@ -249,10 +249,9 @@ fn largest(dtype: &str) -> f32 {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Layout};
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 16))?;
 /// let mut sequence = cache.sequence();
 /// match cache.begin([(&mut sequence, 1_000_000)]) {
