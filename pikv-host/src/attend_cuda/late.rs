@@ -12,7 +12,7 @@ use crate::base::error::Error;
 use crate::config::HeadCodecs;
 use crate::device::Device;
 use crate::device::downs::Down;
-use crate::device::work::Memory;
+use crate::device::memory::Memory;
 use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;

@@ -1,13 +1,26 @@
 //! The core that R_T, R_LB, R_P, R_E and R_H are options of, and that R_A steers.
 
 use super::{
-    Coefficients, Feedback, Misses, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient,
-    decay, positions,
+    Coefficients, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient, decay,
+    positions,
 };
 use pikv_core::page::Position;
 use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
 use pikv_core::warp::LANES;
 use pikv_lanes::route::{binary_entropy, penalties};
+
+/// What the `m_e` of [`CacheAware`](super::CacheAware) is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Misses {
+    /// The moving average of the share of the expert's wanted pages that were missed, in [0, 1]. An expert of which nothing was
+    /// wanted keeps its average.
+    #[default]
+    Rate,
+    /// The paper's own: a count of missed pages that decays at each feedback. It grows with the length of the context, and an
+    /// expert that is used more pays more at the same rate.
+    Count,
+}
 
 /// What a router is made of.
 #[derive(Clone, Copy, Debug, Default)]

@@ -53,10 +53,11 @@ mod r_h;
 mod r_lb;
 mod r_p;
 mod r_t;
+mod solve;
 mod state;
 
 pub use auxiliary::{Auxiliary, auxiliary};
-pub use biased::Biased;
+pub use biased::{Biased, Misses};
 pub use eplb::{Eplb, EplbError, Placement};
 pub use error::{RouteError, StateError};
 pub use pikv_core::score::Coefficients;
@@ -65,7 +66,7 @@ pub use r_b::{HashRouter, Hashed, Start};
 pub use r_e::EntropyPenalised;
 pub use r_h::Hierarchical;
 pub use r_lb::LoadBalanced;
-pub use r_p::{CacheAware, Misses};
+pub use r_p::CacheAware;
 pub use r_t::TopK;
 pub use state::{ArmState, BanditState, RouterState};
 
