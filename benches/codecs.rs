@@ -7,6 +7,7 @@
 //! those bind first). Values are checked against a float64 softmax over what is stored before anything is timed. The results of a
 //! whole run go to `benches/results/codecs.csv`.
 
+#[allow(dead_code, reason = "the other benches use the rest")]
 mod machine;
 
 use machine::{Machine, median};

@@ -10,7 +10,7 @@
 #[allow(dead_code, reason = "the other benches use the rest")]
 mod machine;
 
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Sequence};
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Sequence};
 use std::error::Error;
 use std::time::Instant;
 
@@ -59,10 +59,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// Seconds of each step.
 fn steps(layers: usize, batch: usize, tokens: u32) -> Result<Vec<f64>, Box<dyn Error>> {
-    let dim = DIM as u32;
-    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
     let heads = KV_HEADS as u32;
-    let layer = LayerShape { kv_heads: heads, query_heads: heads, layout, window: None, rope: None };
+    let layer = LayerShape::new(heads, heads, DIM as u32, Dtype::Bf16);
     let cache = Cache::new(CacheConfig::new(vec![layer; layers], 1 << 40))?;
     let noise: Vec<f32> = machine::noise(1).take((batch + 64) * ROW).collect();
     let mut sequences: Vec<Sequence> = (0..batch).map(|_| cache.sequence()).collect();

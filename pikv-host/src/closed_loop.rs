@@ -1,15 +1,15 @@
 //! The closed loop: what attention misses and what policies evict changes how the next tokens are routed.
 
 use crate::attend::{Attend, Output};
+use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+use crate::base::error::Error;
 use crate::cache::Cache;
-use crate::device::{DeviceOutput, DeviceSlice};
-use crate::error::Error;
-use crate::learnt::{Learnt, narrow};
+use crate::cache::sequence::Sequence;
+use crate::cache::step::Step;
+use crate::metrics::report::{ByPart, StepReport};
 use crate::metrics::{Sink, StepMetrics};
-use crate::report::{ByPart, StepReport};
+use crate::router::learnt::{Learnt, narrow};
 use crate::router::{Feedback, RouteError, Router, Routes};
-use crate::sequence::Sequence;
-use crate::step::Step;
 use pikv_core::page::Position;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -155,7 +155,7 @@ impl ClosedLoop {
             }
         }
         let routes = (0..layers).map(|_| Routes::default()).collect();
-        let learnt = Learnt::new(cache.inner.store.ring.slack());
+        let learnt = Learnt::new(cache.inner.shape.store.ring.slack());
         let by_part = learnt.is_on().then(ByPart::default);
         let (sink, report) = (Arc::new(()), StepReport { by_part, ..StepReport::default() });
         let scratch = Scratch::default();
@@ -422,7 +422,7 @@ impl<'a> LoopStep<'a> {
         if let Some(by_part) = &mut report.by_part {
             learnt.committed(&mut by_part.tickets);
         }
-        let near: u64 = cache.inner.arenas.bytes_by_shard().sum();
+        let near: u64 = cache.inner.pool.arenas.bytes_by_shard().sum();
         let resident_bytes = near + cache.inner.fabric.as_ref().map_or(0, |front| front.held());
         let logical_bytes = report.logical_bytes;
         sink.step(&StepMetrics { rows, resident_bytes, logical_bytes, hits: all_hits, misses: all_misses });

@@ -11,7 +11,7 @@
 //! A trace holds the tokens of prompts, so a [`TraceFile`] is for its owner's eyes. `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded
 //! run, or draws from a distribution.
 
-use crate::files::Private;
+use crate::base::files::Private;
 use pikv_core::hash::next;
 use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;

@@ -47,7 +47,9 @@ fn guarded<T>(f: impl FnOnce() -> T) -> Option<T> {
     QUIET.call_once(|| {
         let loud = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            if info.payload_as_str() != Some(BLOWN) {
+            let payload = info.payload();
+            let said = payload.downcast_ref::<&str>().copied();
+            if said.or(payload.downcast_ref::<String>().map(String::as_str)) != Some(BLOWN) {
                 loud(info);
             }
         }));

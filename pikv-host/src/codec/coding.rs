@@ -2,7 +2,7 @@
 
 use super::map::{Map, length};
 use super::{MapError, c_ch_lit, c_py_lit};
-use crate::error::ConfigError;
+use crate::base::error::ConfigError;
 use pikv_core::codec::code::{Code, Scale};
 use pikv_core::codec::pack::{Turn, pack_tables};
 use pikv_core::codec::packed::{Packed, Side};

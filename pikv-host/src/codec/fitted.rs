@@ -1,7 +1,7 @@
 //! Fitted maps in one safetensors file.
 
 use super::{FitShape, Map, MapError};
-use crate::files;
+use crate::base::files;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -11,7 +11,7 @@
 //! | `MetricsSink` | `recorder.rs` | gauges, counters and histograms for the `metrics` crate (feature `metrics`) |
 
 use crate::Failures;
-use crate::fabric::Traffic;
+use std::time::Duration;
 
 mod collector;
 #[cfg(feature = "tracing")]
@@ -19,6 +19,7 @@ mod events;
 mod histogram;
 #[cfg(feature = "metrics")]
 mod recorder;
+pub(crate) mod report;
 
 pub use collector::{Collector, Totals};
 pub use histogram::Histogram;
@@ -45,6 +46,39 @@ pub struct StepMetrics<'a> {
 }
 
 setters!(StepMetrics<'a> { rows: u64, resident_bytes: u64, logical_bytes: u64, hits: &'a [u64], misses: &'a [u64] });
+
+/// What went over a fabric since the cache was built.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Traffic {
+    /// Bytes of messages to ranks of other processes, or threads.
+    pub sent: u64,
+    /// Bytes of their answers.
+    pub received: u64,
+    /// Messages to ranks; as many answers come back.
+    pub messages: u64,
+    /// Rounds: one message to some ranks, and their answers.
+    pub rounds: u64,
+    /// Time in rounds, from the first message sent to the last answer received, in which ranks compute too.
+    pub waited: Duration,
+    /// Of that time, what the rank that took longest in each round computed; the rest is the wire's, and the front's own.
+    pub computed: Duration,
+    /// Pages that were moved to another rank.
+    pub moved: u64,
+    /// Pages that were copied to a further rank.
+    pub replicated: u64,
+}
+
+setters!(Traffic {
+    sent: u64,
+    received: u64,
+    messages: u64,
+    rounds: u64,
+    waited: Duration,
+    computed: Duration,
+    moved: u64,
+    replicated: u64,
+});
 
 /// Tokens of a page that left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

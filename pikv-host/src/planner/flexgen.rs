@@ -7,6 +7,7 @@
 //! move, and they are attended in the first tier. What fits there, and the constants of the links, must be measured: a plan is
 //! as good as they are.
 
+use crate::tiers::TierRate;
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 use thiserror::Error;
 
@@ -25,6 +26,14 @@ pub struct Tier {
     /// Whether the link ends in the first tier; else its pages also take the links of the tier before, as those of a file go
     /// through host memory.
     pub direct: bool,
+}
+
+impl From<TierRate> for Tier {
+    /// Its pages go up to the first tier by a link of their own.
+    fn from(rate: TierRate) -> Self {
+        let TierRate { name, capacity, read, write } = rate;
+        Tier { name, capacity, read, write, direct: true }
+    }
 }
 
 impl Tier {

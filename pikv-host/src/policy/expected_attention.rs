@@ -1,7 +1,7 @@
 //! Expected attention: what queries to come will look at stays (arXiv 2510.00636).
 
 use super::{Candidates, HeadSeen, Policy};
-use crate::frequencies::{Frequencies, turn};
+use crate::base::frequencies::{Frequencies, turn};
 use pikv_core::rope::Rope;
 
 /// `u = (p + epsilon) ||v||`, `p` the attention that queries of the next positions can be expected to give a token.

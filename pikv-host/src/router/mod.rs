@@ -45,6 +45,7 @@ mod auxiliary;
 mod biased;
 mod eplb;
 mod error;
+pub(crate) mod learnt;
 mod r_a;
 mod r_b;
 mod r_e;

@@ -22,15 +22,16 @@
 //! How many pages should lie where says `planner::flexgen`, from rates that
 //! [`Cache::tier_rates`](crate::Cache::tier_rates) measures.
 
-mod ahead;
-mod level;
-mod moving;
+pub(crate) mod ahead;
+pub(crate) mod level;
 mod rate;
+pub(crate) mod replica;
 mod store;
+#[cfg(feature = "cuda")]
+pub(crate) mod upload;
 
 pub(crate) use ahead::{Early, Levels, Staged};
 pub(crate) use level::{Level, Stored};
-pub(crate) use moving::make_room;
 pub use rate::TierRate;
 pub use store::Store;
 

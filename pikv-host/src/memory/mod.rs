@@ -1,0 +1,8 @@
+//! Pages of the first tier: their memory, their budget, and how tokens are written there.
+
+pub mod arena;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod growth;
+pub mod pool;
+pub mod writes;
