@@ -58,6 +58,7 @@
 //!   [concepts](guide::concepts).
 //! * The CUDA side has run over a stand-in for the driver only, on no GPU.
 #![deny(missing_docs)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod guide;
 

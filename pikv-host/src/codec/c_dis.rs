@@ -11,6 +11,7 @@ use pikv_core::rope::Rope;
 /// How a head is distilled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub struct Distil {
     /// Steps of gradient descent, one segment each. Default 300.
     pub steps: u32,
@@ -40,6 +41,7 @@ impl Default for Distil {
 /// What was measured on the rows held out.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub struct Measured {
     /// Mean `KL(p || q)` over rows and query heads, in nats: `p` the teacher's attention, `q` the student's.
     pub kl: f64,
@@ -52,6 +54,7 @@ pub struct Measured {
 /// A head's maps, and what they lose.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub struct Distilled {
     /// For keys.
     pub k: Map,
@@ -82,6 +85,7 @@ pub struct Distilled {
 ///
 /// # Errors
 /// Fewer than 2 segments, segments that do not fit the maps or are not finite, options out of range.
+#[cfg(feature = "fit")]
 pub fn distil(
     segments: &[Segment],
     k: &Map,

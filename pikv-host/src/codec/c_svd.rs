@@ -17,6 +17,7 @@ use super::{FitError, Moments};
 ///
 /// # Errors
 /// No rows, or a rank that is not 1..=wide.
+#[cfg(feature = "fit")]
 pub fn svd(moments: &Moments, rank: u32) -> Result<LowRank, FitError> {
     low_rank(moments.dim(), &moments.filled()?.second(None)?, rank, None)
 }

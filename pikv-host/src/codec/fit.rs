@@ -7,6 +7,7 @@ use pikv_core::hash;
 /// Layers and heads that are fitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub struct FitShape {
     /// Attention layers, all of the shape below.
     pub layers: u32,
@@ -51,6 +52,7 @@ impl FitShape {
 /// Rows of one KV head that follow one another in a sequence, and the queries of its group.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub struct Segment {
     /// `[rows][group][k_dim]`.
     pub q: Vec<f32>,
@@ -74,6 +76,7 @@ impl Segment {
 /// Moments take `8 (2 k_dim^2 + v_dim^2)` bytes a head, a row about half as many multiply-adds; the sample is held once a layer.
 /// Nothing depends on anything but the calls and the seed.
 #[derive(Clone, Debug)]
+#[cfg(feature = "fit")]
 pub struct Fitter {
     shape: FitShape,
     q: Vec<Moments>,

@@ -16,6 +16,7 @@ const VERSION: &str = "1";
 /// Why fitted maps could not be made, written or read.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub enum FittedError {
     /// The file system.
     #[error("{}: {source}", path.display())]
@@ -122,6 +123,7 @@ pub enum FittedError {
 /// The maps of keys, or of values.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub struct Side {
     /// Which row made them, as `"C_SVD"`.
     pub row: String,
@@ -140,6 +142,7 @@ impl Side {
 ///
 /// Needs the feature `fit`.
 #[derive(Clone, Debug, PartialEq)]
+#[cfg(feature = "fit")]
 pub struct Fitted {
     shape: FitShape,
     fingerprint: String,
@@ -155,6 +158,7 @@ pub struct Fitted {
 /// let a = pikv::codec::fingerprint(&[("config", b"{}"), ("wk", &[1, 2])]);
 /// assert_ne!(a, pikv::codec::fingerprint(&[("config", b"{}"), ("wk", &[2, 1])]));
 /// ```
+#[cfg(feature = "fit")]
 pub fn fingerprint(parts: &[(&str, &[u8])]) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in parts.iter().flat_map(|(name, bytes)| [name.as_bytes(), bytes]) {

@@ -40,6 +40,7 @@ mod map;
 mod moments;
 mod pairs;
 
+// Their items repeat the feature: documentation of pikv shows it at items, and does not see modules that they come from.
 #[cfg(feature = "fit")]
 mod c_dis;
 #[cfg(feature = "fit")]

@@ -10,6 +10,7 @@ use std::path::Path;
 /// What `adapter_config.json` says of a LoRA adapter, as far as it is needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub struct PeftConfig {
     /// `r`: rank of the adapter.
     pub rank: u32,
@@ -31,6 +32,7 @@ setters!(PeftConfig { rank: u32, alpha: f32, rslora: bool });
 /// Which projector of a head is made of an adapter. With s its scale, the adapter adds `s B A x` to what a projection gives for `x`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[cfg(feature = "fit")]
 pub enum PeftUse {
     /// Of an adapter of the model's own `k_proj` and `v_proj`, whose A reads hidden states: the orthogonal projector to what the head's
     /// rows of B span, the directions in which the adapter can move the head's keys or values. A and s do not enter it. The adapted

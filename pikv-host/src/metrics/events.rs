@@ -10,6 +10,7 @@ use tracing::{debug, trace, warn};
 ///
 /// Needs the feature `tracing`.
 #[derive(Clone, Copy, Debug, Default)]
+#[cfg(feature = "tracing")]
 pub struct TracingSink;
 
 impl Sink for TracingSink {

@@ -21,6 +21,7 @@ use std::fmt;
 /// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
 /// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that went to other ranks |
 /// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | what went wrong without failing a call ([`Failures`]) |
+#[cfg(feature = "metrics")]
 pub struct MetricsSink {
     steps: Counter,
     rows: Counter,
