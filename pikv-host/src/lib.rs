@@ -39,7 +39,7 @@ pub use base::frequencies::{Frequencies, FrequencyError, Scaling};
 pub use base::ids::{PageId, Place};
 pub use cache::sequence::{PageInfo, Sequence};
 pub use cache::step::Step;
-pub use cache::{Cache, Rows, Usage};
+pub use cache::{Cache, Rows, StepBytes, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
 pub use config::{AgeRule, CacheConfig, CodecRule, EvictionRule};
 pub use metrics::report::StepReport;

@@ -54,6 +54,23 @@ pub struct Usage {
     pub tiers: Vec<TierUsage>,
 }
 
+/// Bytes of page memory for a step: [`Cache::step_bytes`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepBytes {
+    /// What [`Cache::begin`] sets aside: the most that the step can take, wherever its tokens are filed.
+    pub needed: u64,
+    /// What the budget has left.
+    pub available: u64,
+}
+
+impl StepBytes {
+    /// Whether [`Cache::begin`] would find the memory. In a cache with tiers it also makes room, by moving pages down.
+    pub fn fits(&self) -> bool {
+        self.needed <= self.available
+    }
+}
+
 /// Query rows of one sequence, at consecutive positions from `first`, for [`Cache::attend`].
 ///
 /// ```
@@ -246,6 +263,32 @@ impl Cache {
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<Step<'a>, Error> {
         Step::begin(self.inner.clone(), parts)
+    }
+
+    /// Bytes that [`Cache::begin`] would set aside for a step of these sequences and numbers of new tokens, and what the budget has left.
+    /// Takes nothing, so a scheduler can ask before it admits a request. O(layers, heads and experts).
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let layer = LayerShape::new(1, 2, 64, Dtype::Bf16);
+    /// let cache = Cache::new(CacheConfig::new(vec![layer], 64 << 10))?;
+    /// let (sequence, mut other) = (cache.sequence(), cache.sequence());
+    /// assert!(cache.step_bytes([(&sequence, 100)])?.fits());
+    /// assert!(!cache.step_bytes([(&sequence, 100), (&other, 200)])?.fits());
+    /// assert!(cache.begin([(&mut other, 200)]).is_ok());
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Cache::begin`], but for the budget: no sequences, one of another cache, [poisoned](Error::Poisoned), with no tokens to add, or
+    /// at the end of positions.
+    pub fn step_bytes<'s>(
+        &self,
+        parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
+    ) -> Result<StepBytes, Error> {
+        step::step_bytes(&self.inner, parts)
     }
 
     /// Attends query rows over what sequences hold, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, the

@@ -10,10 +10,10 @@ use crate::attend::{Attend, Output, Read, Tensors, attend};
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::scratch::emptied;
-use crate::cache::Inner;
 use crate::cache::lists::{STEP, StepLists};
 use crate::cache::sequence::Sequence;
 use crate::cache::tiering::make_room;
+use crate::cache::{Inner, StepBytes};
 use crate::eviction::evict::enforce;
 use crate::memory::arena::Reservation;
 use crate::metrics::report::StepReport;
@@ -105,23 +105,10 @@ impl<'a> Step<'a> {
         let mut taken: Vec<Part<'a>> = emptied(taken);
         let (mut rows, mut needed) = (0, 0u64);
         for (index, (sequence, n)) in parts.into_iter().enumerate() {
-            if !Arc::ptr_eq(&sequence.inner, &inner) {
-                return Err(Error::ForeignSequence { index });
-            }
-            sequence.sound()?;
-            if n == 0 {
-                return Err(Error::NoTokens { index });
-            }
-            let end = u64::from(sequence.len) + u64::from(n);
-            if end > u64::from(Position::MAX.0) {
-                return Err(Error::PositionOverflow { position: end });
-            }
-            let len = end as u32;
+            let len = end_of(&inner, index, sequence, n)?;
             sequence.repair();
             sequence.poisoned = true;
-            for (layer, shape) in sequence.layers.iter().zip(&inner.shape.config.layers) {
-                needed = bytes_needed(&inner, shape, layer, sequence.len, len).saturating_add(needed);
-            }
+            needed = sequence_needs(&inner, sequence, len).saturating_add(needed);
             sequence.poisoned = false;
             rows += n as usize;
             taken.push(Part { sequence, len });
@@ -458,6 +445,54 @@ fn logical_bits(shape: &LayerShape) -> u64 {
     let Layout { k_dim, v_dim, k, v, .. } = shape.layout;
     let head = u64::from(k_dim) * u64::from(k.bits()) + u64::from(v_dim) * u64::from(v.bits());
     u64::from(shape.kv_heads) * head
+}
+
+/// Tokens of a sequence once a step of `n` more is committed; `index` is its place in the step.
+///
+/// # Errors
+/// What keeps it from being in a step.
+fn end_of(inner: &Arc<Inner>, index: usize, sequence: &Sequence, n: u32) -> Result<u32, Error> {
+    if !Arc::ptr_eq(&sequence.inner, inner) {
+        return Err(Error::ForeignSequence { index });
+    }
+    sequence.sound()?;
+    if n == 0 {
+        return Err(Error::NoTokens { index });
+    }
+    let end = u64::from(sequence.len) + u64::from(n);
+    if end > u64::from(Position::MAX.0) {
+        return Err(Error::PositionOverflow { position: end });
+    }
+    Ok(end as u32)
+}
+
+/// The most bytes that a sequence takes on the way to `len` tokens.
+fn sequence_needs(inner: &Inner, sequence: &Sequence, len: u32) -> u64 {
+    let layers = sequence.layers.iter().zip(&inner.shape.config.layers);
+    layers.fold(0, |sum, (layer, shape)| {
+        bytes_needed(inner, shape, layer, sequence.len, len).saturating_add(sum)
+    })
+}
+
+/// What [`Cache::step_bytes`](crate::Cache::step_bytes) returns.
+pub(crate) fn step_bytes<'s>(
+    inner: &Arc<Inner>,
+    parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
+) -> Result<StepBytes, Error> {
+    let (arenas, mut some) = (&inner.pool.arenas, false);
+    let mut bytes = StepBytes { needed: 0, available: arenas.budget().saturating_sub(arenas.taken()) };
+    for (index, (sequence, n)) in parts.into_iter().enumerate() {
+        some = true;
+        let len = end_of(inner, index, sequence, n)?;
+        // A step that was leaked is undone by the next one.
+        bytes.available += sequence.lease.left();
+        let needed = match sequence.stepping {
+            true => sequence_needs(inner, &sequence.repaired(), len),
+            false => sequence_needs(inner, sequence, len),
+        };
+        bytes.needed = needed.saturating_add(bytes.needed);
+    }
+    if some { Ok(bytes) } else { Err(Error::NoSequences) }
 }
 
 /// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
