@@ -10,6 +10,7 @@ use crate::error::Error;
 use crate::fabric;
 use crate::forest::Forest;
 use crate::frequencies::Frequencies;
+use crate::hits::Asking;
 use crate::job::{Job, Shared, each_mut};
 use crate::lists::{Cut, LISTS, Lists, emptied};
 use crate::mass::{Wanted, together};
@@ -383,8 +384,9 @@ fn attend_views(
         Wanted { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
     }));
     let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
+    let hits = inner.hits().filter(|_| feeds.is_some());
     let mut seen = mem::take(&mut lists.seen);
-    if some || rule.is_some() {
+    if some || rule.is_some() || hits.is_some() {
         seen.resize_with(forests.len(), Feed::default);
         for (feed, forest) in seen.iter_mut().zip(&forests) {
             feed.start(views[forest.view].sequence, forest.head);
@@ -411,12 +413,13 @@ fn attend_views(
         #[cfg(feature = "cuda")]
         Tensors::Device(given) => {
             // Lists of an older call are nobody's.
-            let (mut none, told) = (Vec::new(), some || rule.is_some());
+            let (mut none, told) = (Vec::new(), some || rule.is_some() || hits.is_some());
             let seen = if told { &mut seen } else { &mut none };
+            let queries = queries || hits.is_some();
             attend_in_place(&job, layer, scale, &forests, wanted_some, given, seen, queries)?;
             // What is said of each sequence once the host has its masses.
             let sequences = (0..sequences.len()).map(of).collect();
-            given.late.asked(layer, Asked { sequences, apart: read != Read::All });
+            given.late.asked(layer, Asked { sequences, read });
             None
         }
     };
@@ -424,7 +427,7 @@ fn attend_views(
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
     let here = matches!(tensors, Tensors::Host(..));
-    if here && read != Read::All && (some || rule.is_some()) {
+    if here && read != Read::All && (some || rule.is_some() || hits.is_some()) {
         // Rows that were attended one by one are one call all the same.
         together(&mut seen);
     }
@@ -437,9 +440,23 @@ fn attend_views(
             mass.extend(weighed.pages.iter().enumerate().map(of));
         }
     }
-    if here && rule.is_some() {
+    if here && (rule.is_some() || hits.is_some()) {
         for feed in &mut seen {
             feed.belongs(&of(feed.sequence), shape, queries.then_some(q));
+        }
+        if let Some(hits) = hits {
+            let (k_dim, group) = (k_dim, shape.group() as usize);
+            let stretch = job.stretch;
+            let meet = |feed: &mut Feed| {
+                let view = &sequences[feed.sequence];
+                let (rows, fetched) = (view.first..view.first + view.rows, view.fetched);
+                let asking = Asking { inner, hits, shape, stretch, layer: view.layer, rows, read, fetched };
+                let first = of(feed.sequence).first;
+                let h = feed.head;
+                let queries = |row: usize| &q[((first + row) * heads + h * group) * k_dim..][..group * k_dim];
+                feed.far = asking.meet(h, view.of_step, queries, &mut feed.met);
+            };
+            each_mut(&mut seen, |_, feed| meet(feed));
         }
         if let Some(feeds) = feeds {
             mem::swap(feeds, &mut seen);

@@ -8,6 +8,8 @@ use crate::error::Error;
 use crate::fabric::Front;
 use crate::failures::{Counts, Failures};
 use crate::frequencies::Frequencies;
+use crate::ghosts::{self, Total};
+use crate::hits::Fetched;
 use crate::observe::Rule;
 use crate::ranked::Rooms;
 use crate::rope::Tables;
@@ -20,6 +22,7 @@ use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// What sequences of a cache share.
 #[derive(Debug)]
@@ -43,6 +46,10 @@ pub(crate) struct Inner {
     pub fabric: Option<Arc<Front>>,
     /// Counts of work that failed without failing a call.
     pub failures: Arc<Counts>,
+    /// Whether somebody asks for hits.
+    pub asked: AtomicBool,
+    /// Bytes of what is kept of known pages.
+    pub ghosts: Arc<Total>,
 }
 
 /// What all layers take pages by.
@@ -100,6 +107,9 @@ pub struct Usage {
     pub budget: u64,
     /// Pages in the tiers beneath it; bytes of sequences that share a page count once.
     pub tiers: Vec<TierUsage>,
+    /// Bytes of host memory in which the extremes of the keys of known pages lie, held or not ([`Hits`](crate::Hits)); bytes that sequences
+    /// share count once. They are beside the budget. 0 where nobody asks for hits.
+    pub ghosts: u64,
 }
 
 /// Query rows of one sequence, at consecutive positions from `first`, for [`Cache::attend`].
@@ -185,6 +195,9 @@ impl Cache {
         let tables = Tables::new(&config.layers, &frequencies);
         let tiers = Levels::new(&config, &failures)?;
         let rooms = Rooms::default();
+        let uses = |rule: &Arc<Rule>| rule.eviction.policy.wants_hits();
+        let asked = AtomicBool::new(config.hits.is_some() || rules.iter().flatten().any(uses));
+        let ghosts = Arc::new(Total::new(config.wipe));
         let inner = Inner {
             config,
             store,
@@ -198,6 +211,8 @@ impl Cache {
             tiers,
             fabric,
             failures,
+            asked,
+            ghosts,
         };
         Ok(Cache { inner: Arc::new(inner) })
     }
@@ -235,21 +250,46 @@ impl Cache {
     }
 
     /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
-    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them.
+    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them. Where hits are counted
+    /// ([`Hits`](crate::Hits)), with [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// No such layer.
     pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
         let (shape, store) = (self.inner.layer(layer)?, self.store(layer)?);
-        Ok(self
+        let pages: u64 = self
             .inner
             .packed(layer)
             .map(|packed| store.head_bytes_at(shape, packed, len, filed.iter().copied()))
-            .sum())
+            .sum();
+        Ok(pages + self.ghost_bytes_at(layer, len)?)
     }
 
-    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head, and
-    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either.
+    /// The most bytes of one layer at `len` tokens in which the extremes of the keys of known pages lie, held or evicted; 0 where nobody
+    /// asks for hits. They are beside the budget: [`Usage::ghosts`]. Whole sheets of 8 pages count, a page being 32 tokens of an expert.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn ghost_bytes_at(&self, layer: usize, len: u32) -> Result<u64, Error> {
+        let (shape, store) = (self.inner.layer(layer)?, self.store(layer)?);
+        let Some(hits) = self.inner.hits().filter(|_| store.files(shape, u32::MAX)) else { return Ok(0) };
+        // Those that a rollback could ask for are known beside the newest.
+        let slack = store.ring.slack();
+        let pages = u64::from(self.inner.known_before(len).saturating_sub(store.sinks) / PAGE);
+        let beside = u64::from(slack.div_ceil(PAGE) * store.experts.min(PAGE)) + ghosts::SHEET as u64;
+        let seen = shape.window.map_or(u64::MAX, |window| {
+            // Pages of an expert that is rare can hold one token that is seen.
+            u64::from(window.saturating_add(slack)).div_ceil(u64::from(PAGE))
+                + u64::from(store.experts)
+                + beside
+        });
+        let most = pages.min(u64::from(hits.known) + beside).min(seen);
+        Ok(u64::from(shape.kv_heads) * ghosts::bytes(&shape.layout, most))
+    }
+
+    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head,
+    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either, and
+    /// [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// No such layer.
@@ -263,7 +303,7 @@ impl Cache {
             store.head_bytes_at_most(shape, packed, len)
                 + aged.map_or(0, |aged| twice * aged.codec.packed.bytes())
         };
-        Ok(self.inner.codecs[layer].iter().map(head).sum())
+        Ok(self.inner.codecs[layer].iter().map(head).sum::<u64>() + self.ghost_bytes_at(layer, len)?)
     }
 
     /// An empty sequence.
@@ -276,7 +316,8 @@ impl Cache {
         let arenas = &self.inner.arenas;
         let tiers = self.inner.tiers.as_ref().map_or_else(Vec::new, Levels::usage);
         let shards = arenas.bytes_by_shard().collect();
-        Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers }
+        let ghosts = self.inner.ghosts.bytes();
+        Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers, ghosts }
     }
 
     /// Counts of work that failed without failing a call, since the cache was built.
@@ -344,7 +385,8 @@ impl Cache {
             first: part.first.0,
             rows: part.rows,
             len: part.sequence.len,
-            fetch: None,
+            fetched: Fetched::default(),
+            of_step: 0,
         });
         attend(&self.inner, layer, shape, views, Tensors::Host(q, out), options, None, None).map(|_| ())
     }

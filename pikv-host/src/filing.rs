@@ -6,6 +6,7 @@ use crate::chain::{Chain, Entry, Held};
 use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
 use crate::error::Error;
+use crate::ghosts::Ghosts;
 use crate::kept::Kept;
 use crate::observe::Rule;
 use crate::past::Past;
@@ -36,6 +37,8 @@ pub(crate) struct Head {
     pub states: Kept,
     /// What the policy keeps of the head, a version for each length that can be gone back to.
     pub own: Vec<f32>,
+    /// The pages that a row can want.
+    pub ghosts: Ghosts,
 }
 
 /// One layer of a sequence.
@@ -83,7 +86,8 @@ impl Layer {
         let run = Chain { kept: states.clone(), ..Chain::default() };
         // No policy looks at the sinks.
         let chains = [vec![Chain::default()], vec![run; store.experts as usize]].concat();
-        let head = Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own] };
+        let head =
+            Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own], ghosts: Ghosts::default() };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
             first_head,
@@ -310,8 +314,9 @@ impl Layer {
         if let Some(seen) = seen_from(inner, shape, len) {
             self.slide(seen, ring.kept_from(len), len, self.rule.is_some() && ring.slack() > 0);
         }
-        // A rollback asks for those that were known where it goes.
-        self.forget_experts(inner, self.known_from(inner, shape, len).saturating_sub(ring.slack()));
+        // A rollback asks for those that were known where it goes; those of a tile that is not full stay, as its pages are still to be known.
+        let known = self.known_from(inner, shape, len).saturating_sub(ring.slack());
+        self.forget_experts(inner, known - known % PAGE);
         self.settle(inner, shape, len);
     }
 
@@ -358,7 +363,7 @@ impl Layer {
             let lists = head.ring.capacity() * size_of::<Page>() + head.own.capacity() * size_of::<f32>();
             let chains = head.chains.capacity() * size_of::<Chain>();
             let pages: u64 = head.chains.iter().map(Chain::table_bytes).sum();
-            (lists + chains) as u64 + head.states.bytes() + pages
+            (lists + chains) as u64 + head.states.bytes() + head.ghosts.table_bytes() + pages
         };
         let lists = self.heads.capacity() * size_of::<Head>()
             + self.tags.capacity() * size_of::<u16>()

@@ -4,6 +4,7 @@
 use super::Device;
 use super::stream::{Moment, Stream};
 use super::work::{Memory, Pinned};
+use crate::attend::Read;
 use crate::config::HeadCodecs;
 use crate::device::DeviceSlice;
 use crate::error::Error;
@@ -118,8 +119,8 @@ struct Layer {
     tokens: Option<(Down, [DeviceSlice; 2])>,
     saw: Option<Saw>,
     sequences: Vec<Of>,
-    /// Whether rows were attended one by one.
-    apart: bool,
+    /// What rows read; unless it is all they were attended one by one.
+    read: Read,
     scale: f32,
     /// The name of the dtype of outputs.
     out: &'static str,
@@ -142,7 +143,7 @@ impl fmt::Debug for Late {
 /// Of whom a policy wants to know what attention saw.
 pub(crate) struct Asked {
     pub sequences: Vec<Of>,
-    pub apart: bool,
+    pub read: Read,
 }
 
 impl Late {
@@ -192,7 +193,7 @@ impl Late {
     /// Notes what is asked of what it saw.
     pub fn asked(&mut self, layer: usize, asked: Asked) {
         let layer = &mut self.layers[layer];
-        (layer.sequences, layer.apart) = (asked.sequences, asked.apart);
+        (layer.sequences, layer.read) = (asked.sequences, asked.read);
     }
 
     /// Forgets what attention saw of a layer: a later call counts.
@@ -282,9 +283,14 @@ impl Late {
         Some([k, split(rest, *v).0])
     }
 
+    /// What rows of a layer read.
+    pub fn read(&self, layer: usize) -> Read {
+        self.layers[layer].read
+    }
+
     /// What a layer's policy is told, if attention was given tensors of the device last; it was waited for.
     pub fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
-        let Layer { saw, sequences, apart, .. } = &mut self.layers[layer];
+        let Layer { saw, sequences, read, .. } = &mut self.layers[layer];
         let Saw { mut feeds, masses, q, down, rows } = saw.take()?;
         let words = down.as_ref().map_or(&[][..], Down::words);
         let (mass, rest) = words.split_at(rows * LANES);
@@ -293,7 +299,7 @@ impl Late {
             feed.weighed.fill(&bytemuck::cast_slice(mass).as_chunks().0[first..]);
             feed.weighed.one_form(passes.into_iter());
         }
-        if *apart {
+        if *read != Read::All {
             together(&mut feeds);
         }
         for feed in &mut feeds {

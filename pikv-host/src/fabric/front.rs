@@ -36,6 +36,8 @@ pub(crate) struct Front {
     experts: usize,
     pub(super) level: Arc<Level>,
     pub(super) fast: bool,
+    /// Of each rank, whether it is another process, or kept apart as if it were one.
+    wired: Vec<bool>,
     /// Of each layer: the ranks of an expert's slots, where the experts were placed by load.
     pub(super) placed: RwLock<Vec<Option<Vec<Vec<u32>>>>>,
     /// The pages of every block, for those that move.
@@ -112,6 +114,11 @@ impl Kept {
         self.copies().first().map_or(0, |copy| copy.rank)
     }
 
+    /// Whether this process has a copy: of the fabrics that are here, rank 0 of `mpi`.
+    pub fn is_here(&self) -> bool {
+        self.copies().iter().any(|copy| self.front.wired.get(copy.rank as usize).is_some_and(|wired| !wired))
+    }
+
     /// Brings a copy of the page here.
     pub fn fetch(&self, words: &mut [u32]) -> Result<(), Error> {
         let mut link = self.front.link();
@@ -167,6 +174,7 @@ impl Front {
             return Err(ConfigError::Shards { shards: fabric.ranks() }.into());
         }
         let ranks = fabric.ranks() as usize;
+        let wired = (0..fabric.ranks()).map(|rank| fabric.is_wired(rank)).collect();
         let session = RandomState::new().build_hasher().finish();
         let link = Link::new(fabric, options.timeout, session, fingerprint)?;
         let (layers, experts) = (config.layers.len(), config.experts as usize);
@@ -180,6 +188,7 @@ impl Front {
             experts,
             level: Arc::new(Level::fabric()),
             fast: options.fast,
+            wired,
             placed: RwLock::new(vec![None; layers]),
             book: Mutex::default(),
             reads: (0..layers * experts).map(|_| AtomicU64::new(0)).collect(),
