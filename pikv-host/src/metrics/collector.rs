@@ -35,7 +35,7 @@ pub struct Totals {
     pub evicted_bytes: u64,
     /// Tokens by which an evicted page was older than the newest.
     pub age: Histogram,
-    /// Steps between two uses of a page.
+    /// Tokens of its sequence between two uses of a page.
     pub gap: Histogram,
     /// What went over the cache's fabric, as it was last told.
     pub traffic: Traffic,

@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 /// | `pikv_held_tokens_total`, `pikv_lost_tokens_total` | counter | tokens of the rows' experts that were held or not, over rows and KV heads |
 /// | `pikv_evicted_pages_total`, `pikv_evicted_tokens_total`, `pikv_evicted_bytes_total` | counter | pages that left |
 /// | `pikv_eviction_age_tokens` | histogram | pages that left |
-/// | `pikv_reuse_gap_steps` | histogram | tokens of the sequence since a page was last used |
+/// | `pikv_reuse_gap_tokens` | histogram | tokens of the sequence since a page was last used |
 /// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
 /// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that went to other ranks |
 /// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | what went wrong without failing a call ([`Failures`]) |
@@ -63,7 +63,7 @@ impl MetricsSink {
             evicted_tokens: counter!("pikv_evicted_tokens_total"),
             evicted_bytes: counter!("pikv_evicted_bytes_total"),
             age: histogram!("pikv_eviction_age_tokens"),
-            gap: histogram!("pikv_reuse_gap_steps"),
+            gap: histogram!("pikv_reuse_gap_tokens"),
             traffic: [
                 counter!("pikv_wire_sent_bytes_total"),
                 counter!("pikv_wire_received_bytes_total"),

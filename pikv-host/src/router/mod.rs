@@ -321,7 +321,7 @@ impl<'a> Feedback<'a> {
 ///     routes.clear();
 ///     router.route(Position(0), &[0.1, 0.9, 0.3, -1.0], &mut routes)?;
 ///     assert_eq!(routes.filing().experts, [1, 2]);        // for Step::route
-///     router.observe(&Feedback::new(&[0, 8, 8, 0], &[0, 0, 2, 0]))?; // after the step: tokens wanted, and missed
+///     router.observe(&Feedback::new(&[0, 8, 8, 0], &[0, 0, 2, 0]))?; // after the step: pages wanted, and missed
 /// }
 /// # Ok(())
 /// # }
