@@ -15,7 +15,7 @@ mod machine;
 
 use machine::median;
 use pikv::codec::{Code, Codec, Coding};
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Place, Sequence, ShardMap};
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Place, Sequence, ShardMap};
 use std::error::Error;
 use std::io::Write;
 use std::time::Instant;
@@ -27,14 +27,7 @@ const SAMPLE: u32 = 64;
 const SAMPLES: u32 = 16;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape {
-        kv_heads: KV_HEADS as u32,
-        query_heads: KV_HEADS as u32,
-        layout,
-        window: None,
-        rope: None,
-    };
+    let layer = LayerShape::new(KV_HEADS as u32, KV_HEADS as u32, DIM as u32, Dtype::Bf16);
     let config = CacheConfig::new(vec![layer], 2 << 30).experts(8, 2).shards(ShardMap::sum(4)?).rollback(8);
     let noise: Vec<f32> = machine::noise(1).take(1 << 16).collect();
     println!("{:>9} {:>12} {:>15} {:>7}", "tokens", "ns a token", "of 1024 tokens", "ratio");
@@ -84,9 +77,8 @@ const PAGE_WORDS: usize = 32 * WIDE;
 
 fn beside_copies(noise: &[f32]) -> Result<(), Box<dyn Error>> {
     let dim = WIDE as u32;
-    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
     let heads = MANY as u32;
-    let layer = LayerShape { kv_heads: heads, query_heads: heads, layout, window: None, rope: None };
+    let layer = LayerShape::new(heads, heads, dim, Dtype::Bf16);
     let config = || CacheConfig::new(vec![layer], 1 << 30);
     let plain = |code| Codec::new(Coding::new(code), Coding::new(code));
     let forms = [

@@ -7,12 +7,13 @@
 //! those bind first). Values are checked against a float64 softmax over what is stored before anything is timed. The results of a
 //! whole run go to `benches/results/codecs.csv`.
 
+#[allow(dead_code, reason = "the other benches use the rest")]
 mod machine;
 
 use machine::{Machine, median};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rows, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence};
 use std::error::Error;
 use std::io::Write;
 use std::time::Instant;
@@ -125,14 +126,7 @@ fn arguments() -> Result<(Lanes, u32, Option<String>), Box<dyn Error>> {
 }
 
 fn build(lanes: Lanes, codec: Option<Codec>, context: u32) -> Result<(Cache, Sequence), Box<dyn Error>> {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape {
-        kv_heads: KV_HEADS as u32,
-        query_heads: QUERY_HEADS as u32,
-        layout,
-        window: None,
-        rope: None,
-    };
+    let layer = LayerShape::new(KV_HEADS as u32, QUERY_HEADS as u32, DIM as u32, Dtype::Bf16);
     let mut config = CacheConfig::new(vec![layer], 4 << 30).ring(RING).lanes(lanes);
     if let Some(codec) = codec {
         config = config.compress(codec);
@@ -152,7 +146,7 @@ fn build(lanes: Lanes, codec: Option<Codec>, context: u32) -> Result<(Cache, Seq
 }
 
 fn query(sequence: &Sequence) -> [Rows<'_>; 1] {
-    [Rows { sequence, first: Position(sequence.next_position().0 - 1), rows: 1 }]
+    [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)]
 }
 
 /// Two query heads against float64 over what is stored.

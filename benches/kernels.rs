@@ -125,13 +125,13 @@ impl<I: Iterator<Item = f32>> CollectRows for I {
 fn attention(c: &mut Criterion) {
     let q: Vec<[f32; ROWS]> =
         (0..DIM).map(|i| std::array::from_fn(|r| ((i * 7 + r as u32) as f32).sin())).collect();
-    let rope = pikv::Rope { theta: 1e4, rotary_dim: DIM, pairs: pikv::Pairs::Halves };
+    let rope = pikv::Rope::new(1e4, DIM).pairs(pikv::Pairs::Halves);
     let capacity = PAGE * BLOCK as u32;
     let table: Vec<f32> = (0..DIM * capacity).map(|i| (i as f32).cos()).collect();
     for (name, turned) in [("attend block", false), ("attend block, keys turned", true)] {
         let mut group = c.benchmark_group(name);
         for dtype in Dtype::ALL {
-            let layout = Layout { k_dim: DIM, v_dim: DIM, k: dtype, v: dtype };
+            let layout = Layout::new(DIM, dtype);
             let words = pages(&layout);
             let pages: Vec<PageRef<'_>> =
                 words.iter().map(|words| PageRef { words, live: u32::MAX }).collect();
@@ -155,7 +155,7 @@ fn attention(c: &mut Criterion) {
 }
 
 fn merging(c: &mut Criterion) {
-    let layout = Layout { k_dim: DIM, v_dim: DIM, k: Dtype::F32, v: Dtype::F32 };
+    let layout = Layout::new(DIM, Dtype::F32);
     let mut group = c.benchmark_group("merge");
     let data: Vec<f32> =
         machine::noise(3).map(|x| (x * 8.0).round()).take(Partial::len(ROWS, layout.acc_rows())).collect();
@@ -179,7 +179,7 @@ fn merging(c: &mut Criterion) {
 fn writing(c: &mut Criterion) {
     let mut group = c.benchmark_group("write a token");
     for dtype in Dtype::ALL {
-        let layout = Layout { k_dim: DIM, v_dim: DIM, k: dtype, v: dtype };
+        let layout = Layout::new(DIM, dtype);
         let (mut words, row) =
             (vec![0; layout.words() as usize], machine::noise(1).take(DIM as usize).collect::<Vec<_>>());
         layout.write(&mut words, 3, Position(3), &row, &row).expect("noise is finite");
@@ -218,14 +218,14 @@ fn on_the_device(c: &mut Criterion) {
     );
     let q: Vec<[f32; ROWS]> =
         (0..DIM).map(|i| std::array::from_fn(|r| ((i * 7 + r as u32) as f32).sin())).collect();
-    let rope = pikv::Rope { theta: 1e4, rotary_dim: DIM, pairs: pikv::Pairs::Halves };
+    let rope = pikv::Rope::new(1e4, DIM).pairs(pikv::Pairs::Halves);
     let capacity = PAGE * BLOCK as u32;
     let table: Vec<f32> = (0..DIM * capacity).map(|i| (i as f32).cos()).collect();
     let all = Sight { floor: 0, lo: 0, sinks: 0, hi: i32::MAX - 1 };
     let sights = gpu.put(&[SightArg::from(all); ROWS]);
     let (queries, turns) = (gpu.put(q.as_flattened()), gpu.put(&table));
     for dtype in Dtype::ALL {
-        let layout = Layout { k_dim: DIM, v_dim: DIM, k: dtype, v: dtype };
+        let layout = Layout::new(DIM, dtype);
         let arg = LayoutArg::from(layout);
         let len = Partial::len(ROWS, layout.acc_rows());
         let words = pages(&layout);

@@ -24,9 +24,7 @@ mod machine;
 use machine::median;
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape, TopK};
-use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Hits, LayerShape, Layout, Output, Sequence, StepReport,
-};
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Hits, LayerShape, Output, Sequence, StepReport};
 use std::error::Error;
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -146,14 +144,7 @@ fn routes(logits: &[f32]) -> Vec<u16> {
 
 fn config() -> CacheConfig {
     let dim = HEAD_DIM as u32;
-    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape {
-        kv_heads: KV_HEADS as u32,
-        query_heads: QUERY_HEADS as u32,
-        layout,
-        window: None,
-        rope: None,
-    };
+    let layer = LayerShape::new(KV_HEADS as u32, QUERY_HEADS as u32, dim, Dtype::Bf16);
     CacheConfig::new(vec![layer], 1 << 30).ring(STEP).experts(EXPERTS as u32, TOP_K as u32)
 }
 
@@ -316,8 +307,7 @@ fn hit_costs(context: u32, every: u32, samples: usize) -> Result<HitCosts> {
 /// Seconds that evicting a page takes, among `pages`: what a step that evicts takes more than those that do not, over the pages'
 /// worth of tokens that it evicts.
 fn eviction_cost(eviction: &Eviction, pages: u32) -> Result<f64> {
-    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 1, Dtype::Bf16);
     let mut evicting = eviction.clone();
     let budget = pages * 32;
     evicting.budget = Budget::Tokens(budget);

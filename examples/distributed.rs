@@ -11,7 +11,7 @@
 
 use pikv::fabric::{Fabric, InProcess, Options, RankPlan, Schedule, Traffic};
 use pikv::router::Eplb;
-use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Place, ShardMap};
+use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, LayerShape, Output, Place, ShardMap};
 use pikv_engine::common::cache::Cache as _;
 use pikv_engine::common::sample::{SplitMix, sample};
 use pikv_engine::moe::model::{Model, VOCAB};
@@ -127,9 +127,8 @@ fn world(ranks: u32) -> Result<World, Box<dyn Error>> {
 fn text_form(model: &Model, ranks: u32) -> CacheConfig {
     let c = model.config();
     let dim = c.head_dim as u32;
-    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
     let (kv_heads, query_heads) = (c.kv_heads as u32, c.query_heads as u32);
-    let layer = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
+    let layer = LayerShape::new(kv_heads, query_heads, dim, Dtype::Bf16);
     let config = CacheConfig::new(vec![layer; c.layers], 256 << 20).ring(CHUNK as u32);
     config.experts(c.experts as u32, c.top_k as u32).shards(ShardMap::sum(ranks.max(1)).expect("a rank"))
 }
@@ -312,8 +311,7 @@ enum Kind {
 }
 
 fn streams(ranks: u32) -> Result<Vec<Stream>, Box<dyn Error>> {
-    let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: None };
+    let layer = LayerShape::new(8, 32, 128, Dtype::Bf16);
     // The paper's map asks that the ranks divide the experts.
     let paper = |tokens, experts: u32| ShardMap::xor(tokens, experts, ranks);
     let mut all = Vec::new();

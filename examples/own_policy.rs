@@ -6,7 +6,7 @@
 //! ```
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, H2o, Lru, Policy, Seen, SnapKv, StreamingLlm};
-use pikv::{Attend, Cache, CacheConfig, Dtype, LANES, LayerShape, Layout, Output};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LANES, LayerShape, Output};
 use std::error::Error;
 
 /// The most that one row ever weighed a token at: what was found once is kept, however seldom it is looked for.
@@ -82,8 +82,7 @@ fn play(config: CacheConfig) -> Result<(Vec<Vec<f32>>, u32), pikv::Error> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, DIM as u32, Dtype::F32);
     let config = CacheConfig::new(vec![layer], 16 << 20).ring(32).sinks(4);
     let (exact, all) = play(config.clone())?;
     println!("{:<14} {:>6}  {:>10}", "policy", "tokens", "error");

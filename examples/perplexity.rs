@@ -6,7 +6,7 @@
 //! token is not scored. Fails if one logit bit differs between the plain cache and pikv's ring in f32.
 
 use indicatif::{ProgressBar, ProgressStyle};
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout};
+use pikv::{Cache, CacheConfig, Dtype, LayerShape};
 use pikv_engine::common::{cache::Cache as AnyCache, sample::nats};
 use pikv_engine::llama::{gguf::Gguf, model::Model, tokenizer::Tokenizer};
 use pikv_engine::moe::{paged::Paged, plain::PlainCache};
@@ -130,8 +130,7 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
 fn paged(model: &Model, window: usize, dtype: Dtype) -> Result<Paged, Box<dyn Error>> {
     let c = model.config();
     let (kv_heads, query_heads, dim) = (c.kv_heads as u32, c.query_heads as u32, c.head_dim as u32);
-    let layout = Layout { k_dim: dim, v_dim: dim, k: dtype, v: dtype };
-    let layer = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
+    let layer = LayerShape::new(kv_heads, query_heads, dim, dtype);
     let mut config = CacheConfig::new(vec![layer; c.layers], u64::MAX).ring(window as u32);
     config.budget = config.stores()?.iter().map(|store| store.bytes_at_most(&layer, window as u32)).sum();
     Ok(Paged::new(Cache::new(config)?, c.head_dim))

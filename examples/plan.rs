@@ -105,7 +105,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn table(geometry: &Geometry, forms: &[Form], times: &[StepTime], device: u64) -> Result<(), Box<dyn Error>> {
-    let Geometry { name, layers, query_heads, kv_heads, head_dim, experts, top_k, max_context } = *geometry;
+    let Geometry { name, layers, query_heads, kv_heads, head_dim, experts, top_k, max_context, .. } =
+        *geometry;
     println!(
         "\n{name}: {layers} layers, {query_heads}/{kv_heads} heads of {head_dim}, {top_k} of {experts} experts, \
          {max_context} tokens"

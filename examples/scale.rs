@@ -50,13 +50,7 @@ fn row(geometry: &Geometry, context: u32, devices: u32) -> Result<Row, Box<dyn E
     let filed: Vec<u32> = (0..geometry.experts).map(even).collect();
     let schedule =
         Schedule::new(&config, devices, &filed, |t, e, head| map.shard(u64::from(t), u32::from(e), head))?;
-    let sum = |of: fn(&RankPlan) -> Wire| {
-        schedule.ranks.iter().map(of).fold(Wire::default(), |sum, wire| Wire {
-            sent: sum.sent + wire.sent,
-            received: sum.received + wire.received,
-            messages: sum.messages + wire.messages,
-        })
-    };
+    let sum = |of: fn(&RankPlan) -> Wire| schedule.ranks.iter().map(of).sum();
     let fullest = schedule.ranks.iter().map(|rank| rank.bytes).max().unwrap_or(0);
     let all: u64 = schedule.ranks.iter().map(|rank| rank.bytes).sum();
     Ok(Row {

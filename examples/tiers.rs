@@ -54,9 +54,8 @@ fn decode(cache: &Cache, sequence: &mut Sequence) -> Result<(f64, Vec<u32>), Err
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let tokens: u32 = std::env::args().nth(1).map_or(Ok(16384), |n| n.parse())?;
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let shape =
-        LayerShape { kv_heads: KV_HEADS as u32, query_heads: HEADS as u32, layout, window: None, rope: None };
+    let layout = Layout::new(DIM as u32, Dtype::Bf16);
+    let shape = LayerShape::with_layout(KV_HEADS as u32, HEADS as u32, layout);
     let room = 4 << 30;
     let tiers = Tiers::new().host(room).file(std::env::temp_dir(), room).staging(1 << 30);
     let config = CacheConfig::new(vec![shape; LAYERS], room).ring(128).rollback(STEPS as u32).tiers(tiers);
@@ -90,8 +89,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (share, host) in [(1.0, 1.0), (0.5, 0.25), (0.5, 0.0), (0.25, 0.25), (0.25, 0.0), (0.0, 0.0)] {
         let mut below: Vec<Tier> = rates.iter().cloned().map(Tier::from).collect();
         below[0].capacity = (bytes as f64 * host) as u64;
-        let machine = Machine { fast: (bytes as f64 * share) as u64, tiers: below, compute };
-        let pool = Class { name: "pool".into(), pages, page_bytes: layout.bytes(), read: 1.0, write: 0.0 };
+        let machine = Machine::new((bytes as f64 * share) as u64, below).compute(compute);
+        let pool = Class::new("pool", pages, layout.bytes());
         let placement = machine.place(&[pool])?;
         sequence.arrange(0..LAYERS, &placement.shares(0))?;
         decode(&cache, &mut sequence)?;

@@ -4,10 +4,9 @@
 #![doc = include_str!("../docs/picture.svg")]
 //!
 //! ```
-//! use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+//! use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
 //!
-//! let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
-//! let layer = LayerShape { kv_heads: 2, query_heads: 8, layout, window: None, rope: None };
+//! let layer = LayerShape::new(2, 8, 64, Dtype::Bf16);
 //! let cache = Cache::new(CacheConfig::new(vec![layer; 4], 256 << 20))?; // 4 layers, at most 256 MiB of pages
 //! let mut sequence = cache.sequence();
 //!

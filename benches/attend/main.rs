@@ -11,6 +11,7 @@
 //!
 //! `--serve` takes part in `benches/peers/run`.
 
+#[allow(dead_code, reason = "the other benches use the rest")]
 #[path = "../machine/mod.rs"]
 mod machine;
 mod record;

@@ -3,7 +3,7 @@
 use crate::{HEAD_DIM, KV_HEADS, QUERY_HEADS, machine};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Place, Position, Rows, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Place, Position, Rows, Sequence};
 use std::error::Error;
 
 pub const OPTIONS: Attend = Attend::new(0.088_388_35);
@@ -33,9 +33,8 @@ impl Form {
     /// Attention may ask for a sequence's newest rows, up to `rows` of them.
     pub fn cache(&self, lanes: Lanes, rows: u32) -> Result<Cache, pikv::Error> {
         let dim = HEAD_DIM as u32;
-        let layout = Layout { k_dim: dim, v_dim: dim, k: self.dtype, v: self.dtype };
         let (kv_heads, query_heads) = (KV_HEADS as u32, QUERY_HEADS as u32);
-        let layer = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
+        let layer = LayerShape::new(kv_heads, query_heads, dim, self.dtype);
         let mut config = CacheConfig::new(vec![layer], 4 << 30).ring(RING).rollback(rows - 1).lanes(lanes);
         if let Some(codec) = &self.codec {
             config = config.compress(codec.clone());
@@ -77,8 +76,7 @@ pub fn grow(cache: &Cache, context: u32) -> Result<Sequence, pikv::Error> {
 
 /// The newest `n` rows of each.
 pub fn rows(sequences: &[Sequence], n: u32) -> Vec<Rows<'_>> {
-    let newest =
-        |sequence| Rows { sequence, first: Position(Sequence::next_position(sequence).0 - n), rows: n };
+    let newest = |sequence| Rows::new(sequence, Position(Sequence::next_position(sequence).0 - n), n);
     sequences.iter().map(newest).collect()
 }
 

@@ -119,3 +119,13 @@ pub fn name() -> String {
     format!("{} family {family} model {model} x {cores}", field("model name").unwrap_or("unknown CPU"))
         .replace(',', " ")
 }
+
+/// The last columns of a row of results: `machine,date,commit,command`.
+pub fn provenance(command: &str) -> String {
+    let said = |program: &str, arguments: &[&str]| {
+        let out = std::process::Command::new(program).args(arguments).output();
+        out.map_or(String::new(), |out| String::from_utf8_lossy(&out.stdout).trim().to_owned())
+    };
+    let (date, commit) = (said("date", &["-u", "+%F"]), said("git", &["rev-parse", "--short", "HEAD"]));
+    format!("{},{date},{commit},{command}", name())
+}

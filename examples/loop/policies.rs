@@ -78,7 +78,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     let duo = duo(far, budget, fixed, window);
     row("Duo", all(duo.eviction()));
     row("Duo-lit", all(Eviction::new(DuoLit, tokens.clone())));
-    let pyramid = PyramidKv { capacity: budget, window: fixed, ..PyramidKv::new(budget) };
+    let pyramid = PyramidKv::new(budget).capacity(budget).window(fixed);
     let budgets = pyramid.budgets_of(layers as u32, window)?;
     row("C_Py", all(Eviction::new(SnapKv::default(), Budget::Layers(budgets.into()))));
     row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), 10), tokens.clone())));

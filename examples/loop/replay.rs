@@ -4,9 +4,7 @@ use crate::policies::{self, Setup};
 use crate::{Result, SINKS, ring};
 use indicatif::ProgressBar;
 use pikv::trace::{Reader, Row, Skewed, TraceFile, Writer};
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, PageMass, Place, Position, Sequence,
-};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, PageMass, Place, Position, Sequence};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::subject::Subject;
@@ -59,8 +57,7 @@ pub fn run(trace: &str, tokens: usize) -> Result<()> {
 
 /// One layer with one head, and a ring and sinks for a budget.
 pub fn config(budget: u32) -> CacheConfig {
-    let layout = Layout { k_dim: DIM as u32, v_dim: 1, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, DIM as u32, Dtype::Bf16).values(1, Dtype::Bf16);
     CacheConfig::new(vec![layer], 1 << 30).ring(ring(budget)).sinks(SINKS)
 }
 
@@ -135,7 +132,7 @@ pub fn record(subject: &Subject, ids: &[u32], file: &Path) -> Result<()> {
         subject.forward(&[*id], &mut watched, &mut logits)?;
         let recorder = &mut watched.watch;
         let (experts, wanted) = (std::mem::take(&mut recorder.experts), std::mem::take(&mut recorder.wanted));
-        writer.write(&Row { token: *id, experts, wanted })?;
+        writer.write(&Row::new(*id, experts, wanted))?;
         bar.inc(1);
     }
     writer.finish()?;

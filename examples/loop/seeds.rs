@@ -95,7 +95,7 @@ fn lru(budget: u32) -> Eviction {
 
 fn router(lambda: Option<f32>, shape: Shape) -> Result<Box<dyn Router>> {
     Ok(match lambda {
-        Some(lambda) => Box::new(CacheAware { lambda, ..CacheAware::default() }.router(shape)?),
+        Some(lambda) => Box::new(CacheAware::default().lambda(lambda).router(shape)?),
         None => Box::new(TopK.router(shape)?),
     })
 }
@@ -113,7 +113,7 @@ pub fn logits(by_rank: &[u16], skew: f64, random: &mut SplitMix) -> Vec<f32> {
 
 /// Of a stream whose experts a router ranks by [`logits`].
 fn skewed(seed: u64, lambda: Option<f32>) -> Result<f64> {
-    let options = Skewed { seed, ..Skewed::default() };
+    let options = Skewed::default().seed(seed);
     let (experts, top_k, budget) = (options.experts, options.top_k, TOKENS / 4);
     let config = replay::config(budget).experts(experts, top_k).hits(hits(budget)).evict(lru(budget));
     let cache = Cache::new(config)?;

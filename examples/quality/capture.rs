@@ -25,13 +25,12 @@ pub struct Capture {
 impl Capture {
     /// Runs the model over `ids`, window by window.
     pub fn run(subject: &mut Subject, keys: Keys, ids: &[u32]) -> Result<Capture, Box<dyn Error>> {
-        let shape = FitShape {
-            layers: subject.layers as u32,
-            query_heads: subject.query_heads as u32,
-            kv_heads: subject.kv_heads as u32,
-            k_dim: subject.head_dim as u32,
-            v_dim: subject.head_dim as u32,
-        };
+        let shape = FitShape::new(
+            subject.layers as u32,
+            subject.kv_heads as u32,
+            subject.query_heads as u32,
+            subject.head_dim as u32,
+        );
         let fitter = Fitter::new(shape)?.sample(8, 128, 1);
         let none = vec![Vec::new(); subject.layers];
         let mut capture = Capture { fitter, keys, k: none.clone(), v: none };

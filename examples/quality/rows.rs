@@ -178,8 +178,7 @@ pub fn rows(
             let fitter = &plain.fitter;
             let start = fit_lora_plus(fitter.k(l, h)?, half)?.map;
             let whole = Map::identity_subset(dim, &(0..dim).collect::<Vec<u32>>())?;
-            let options =
-                Distil { steps: 150, scale: Some(scale), rope: Some(subject.rope), ..Distil::default() };
+            let options = Distil::default().steps(150).scale(scale).rope(subject.rope);
             let found = distil(&fitter.segments(l, h)?, &start, &whole, &options, |_, _| ())?;
             Ok(Codec::new(bf16().map(found.k), bf16()))
         })?;
@@ -193,13 +192,13 @@ pub fn rows(
         let row = Row::new("C_Hy", *name, "1", after, codecs.clone());
         let errors = rotated.errors(&row, subject)?;
         for (i, (error, codec)) in errors.iter().flatten().zip(codecs.iter().flatten()).enumerate() {
-            heads[i].push(Cost { bytes: codec.packed(dim, dim).bytes(), error: error.0 / error.1 });
+            heads[i].push(Cost::new(codec.packed(dim, dim).bytes(), error.0 / error.1));
         }
     }
     let bytes = |i: usize| heads.iter().map(|costs| costs[i].bytes).sum::<u64>();
     let budget = (bytes(0) + bytes(1)) / 2;
     let heads: Vec<HeadCodings> =
-        heads.iter().map(|codings| HeadCodings { importance: 1.0, codings: codings.clone() }).collect();
+        heads.iter().map(|codings| HeadCodings::new(1.0, codings.clone())).collect();
     let chosen = hybrid(&heads, budget)?.chosen;
     let mixed = each(subject, |l, h| {
         let head = l as usize * subject.kv_heads + h as usize;
@@ -247,7 +246,7 @@ pub fn rows(
         Ok(Row { drops: drops.to_vec(), ..Row::new(id, name, "1/2", after, codecs) })
     };
     let half = (subject.window() / 2) as u32;
-    let pyramid = PyramidKv { window: crate::RING as u32 + crate::SINKS, ..PyramidKv::new(half) };
+    let pyramid = PyramidKv::new(half).window(crate::RING as u32 + crate::SINKS);
     let pyramid = Eviction::new(
         SnapKv::default(),
         Budget::Layers(pyramid.budgets_of(subject.layers as u32, 2 * half)?.into()),

@@ -65,13 +65,14 @@ pub struct Unstorable {
 /// Widths and dtypes of one head's pages, from which every address follows. `k_dim` and `v_dim` are 1 to 256.
 ///
 /// ```
-/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
+/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout}; }
 /// use pikv::{Dtype, Layout};
 ///
-/// let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
+/// let layout = Layout::new(128, Dtype::Bf16);
 /// assert_eq!(layout.bytes(), 32 * (128 + 128) * 2 + 32 * 4);   // 32 tokens, and their positions
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Layout {
     /// Channels of a key.
     pub k_dim: u32,
@@ -86,6 +87,26 @@ pub struct Layout {
 impl Layout {
     /// First word of K.
     pub const K_BASE: u32 = PAGE;
+
+    /// Keys and values of `dim` channels of `dtype`.
+    #[inline(always)]
+    pub const fn new(dim: u32, dtype: Dtype) -> Layout {
+        Layout { k_dim: dim, v_dim: dim, k: dtype, v: dtype }
+    }
+
+    /// The same with values of `v_dim` channels of `v`.
+    ///
+    /// ```
+    /// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout}; }
+    /// use pikv::{Dtype, Layout};
+    ///
+    /// let layout = Layout::new(192, Dtype::Bf16).values(128, Dtype::F16);
+    /// assert_eq!((layout.k_dim, layout.v_dim), (192, 128));
+    /// ```
+    #[inline(always)]
+    pub const fn values(self, v_dim: u32, v: Dtype) -> Layout {
+        Layout { v_dim, v, ..self }
+    }
 
     /// Rows of 32 words that K takes.
     pub const fn k_rows(&self) -> u32 {

@@ -1,6 +1,7 @@
 //! Bytes of a cache, for the planner and the allocator alike.
 
 use crate::codec::packed::Packed;
+use crate::dtype::Dtype;
 use crate::page::{Layout, PAGE};
 use crate::ring::Ring;
 use crate::rope::Rope;
@@ -8,17 +9,17 @@ use crate::rope::Rope;
 /// One attention layer: heads, layout of a head, sliding window, and rotation.
 ///
 /// ```
-/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
-/// use pikv::{Dtype, LayerShape, Layout};
+/// # mod pikv { pub use pikv_core::{dtype::Dtype, plan::LayerShape}; }
+/// use pikv::{Dtype, LayerShape};
 ///
 /// // Gemma 2 9B: 8 KV heads of 256 channels, every other layer with a window of 4096 tokens.
-/// let layout = Layout { k_dim: 256, v_dim: 256, k: Dtype::Bf16, v: Dtype::Bf16 };
-/// let full = LayerShape { kv_heads: 8, query_heads: 16, layout, window: None, rope: None };
-/// let local = LayerShape { window: Some(4096), ..full };
+/// let full = LayerShape::new(8, 16, 256, Dtype::Bf16);
+/// let local = full.window(4096);
 /// let layers: Vec<LayerShape> = (0..42).map(|layer| if layer % 2 == 0 { local } else { full }).collect();
 /// assert_eq!(layers[1].group(), 2);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct LayerShape {
     /// KV heads.
     pub kv_heads: u32,
@@ -33,6 +34,37 @@ pub struct LayerShape {
 }
 
 impl LayerShape {
+    /// A layer whose keys and values have `head_dim` channels of `dtype`, without a window or a rotation. `query_heads` is a
+    /// multiple of `kv_heads`. A cache checks the numbers, not this.
+    #[inline(always)]
+    pub const fn new(kv_heads: u32, query_heads: u32, head_dim: u32, dtype: Dtype) -> LayerShape {
+        LayerShape::with_layout(kv_heads, query_heads, Layout::new(head_dim, dtype))
+    }
+
+    /// A layer whose heads have `layout`, without a window or a rotation.
+    #[inline(always)]
+    pub const fn with_layout(kv_heads: u32, query_heads: u32, layout: Layout) -> LayerShape {
+        LayerShape { kv_heads, query_heads, layout, window: None, rope: None }
+    }
+
+    /// The same with values of `v_dim` channels of `v`: [`Layout::values`].
+    pub const fn values(mut self, v_dim: u32, v: Dtype) -> LayerShape {
+        self.layout = self.layout.values(v_dim, v);
+        self
+    }
+
+    /// The same with a sliding window, or with `None` without one.
+    pub fn window(mut self, window: impl Into<Option<u32>>) -> LayerShape {
+        self.window = window.into();
+        self
+    }
+
+    /// The same with keys stored before their rotation, or with `None` as they come.
+    pub fn rope(mut self, rope: impl Into<Option<Rope>>) -> LayerShape {
+        self.rope = rope.into();
+        self
+    }
+
     /// Query heads a KV head.
     ///
     /// # Panics
@@ -44,6 +76,7 @@ impl LayerShape {
 
 /// What decides how many pages a sequence takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StoreShape {
     /// The ring.
     pub ring: Ring,
@@ -54,6 +87,11 @@ pub struct StoreShape {
 }
 
 impl StoreShape {
+    /// A store with this ring, that files its first `sinks` tokens apart and the others by `experts` experts.
+    pub const fn new(ring: Ring, sinks: u32, experts: u32) -> StoreShape {
+        StoreShape { ring, sinks, experts }
+    }
+
     /// Whether a token that leaves the ring of `layer` is filed; in a layer whose window is no longer than the ring nobody
     /// will see it again, unless it is a sink.
     pub fn files(&self, layer: &LayerShape, position: u32) -> bool {
@@ -75,11 +113,14 @@ impl StoreShape {
     /// Bytes of one layer at `len` tokens: every page of every head, positions and padding included.
     ///
     /// ```
-    /// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::*, ring::Ring}; }
-    /// use pikv::{Dtype, LayerShape, Layout, Ring, StoreShape};
-    /// let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
-    /// let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: None };
-    /// let store = StoreShape { ring: Ring::new(512, 0).unwrap(), sinks: 0, experts: 1 };
+    /// # mod pikv {
+    /// #     pub use pikv_core::{dtype::Dtype, plan::LayerShape};
+    /// #     pub mod shape { pub use pikv_core::{plan::StoreShape, ring::Ring}; }
+    /// # }
+    /// use pikv::shape::{Ring, StoreShape};
+    /// use pikv::{Dtype, LayerShape};
+    /// let layer = LayerShape::new(8, 32, 128, Dtype::Bf16);
+    /// let store = StoreShape::new(Ring::new(512, 0).unwrap(), 0, 1);
     /// // 1024 pages of 32 * (128 + 128) * 2 bytes and 128 bytes of positions, for each of 8 heads.
     /// assert_eq!(store.bytes_at(&layer, 32768, [32768 - 512]), 1024 * 8 * (16384 + 128));
     /// ```
@@ -161,11 +202,20 @@ impl StoreShape {
 
 /// Tokens that lie in the pages of one expert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Filed {
     /// All of them.
     pub tokens: u32,
     /// Those among them that can still be taken back: of positions that the ring keeps for rollback.
     pub recent: u32,
+}
+
+impl Filed {
+    /// The same of which the last `recent` can still be taken back.
+    pub const fn recent(mut self, recent: u32) -> Filed {
+        self.recent = recent;
+        self
+    }
 }
 
 impl From<u32> for Filed {

@@ -21,16 +21,16 @@ pub enum Pairs {
 /// Parameters of a rotation of queries and keys by their position, where keys are stored unrotated.
 ///
 /// ```
-/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
-/// use pikv::{Dtype, LayerShape, Layout, Pairs, Rope};
+/// # mod pikv { pub use pikv_core::{dtype::Dtype, plan::LayerShape, rope::Rope}; }
+/// use pikv::{Dtype, LayerShape, Rope};
 ///
-/// let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::Bf16, v: Dtype::Bf16 };
-/// let rope = Rope { theta: 500_000.0, rotary_dim: 128, pairs: Pairs::Halves };
-/// let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: Some(rope) };
+/// let rope = Rope::new(500_000.0, 128);
+/// let layer = LayerShape::new(8, 32, 128, Dtype::Bf16).rope(rope);
 /// assert_eq!(rope.pair(3), (3, 67));                      // the channels that turn together
 /// # let _ = layer;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Rope {
     /// Base of the frequencies, at least 1: pair `i` turns by `theta^(-2 i / rotary_dim)` a position.
     pub theta: f64,
@@ -41,6 +41,19 @@ pub struct Rope {
 }
 
 impl Rope {
+    /// A rotation of the first `rotary_dim` channels in [`Pairs::Halves`]: `rope_theta` of `config.json`, and `head_dim`, or the
+    /// part of it that `partial_rotary_factor` says.
+    #[inline(always)]
+    pub const fn new(theta: f64, rotary_dim: u32) -> Rope {
+        Rope { theta, rotary_dim, pairs: Pairs::Halves }
+    }
+
+    /// The same with other channels that turn together.
+    #[inline(always)]
+    pub const fn pairs(self, pairs: Pairs) -> Rope {
+        Rope { pairs, ..self }
+    }
+
     /// The two channels of pair `i`.
     #[inline(always)]
     pub const fn pair(&self, i: usize) -> (usize, usize) {

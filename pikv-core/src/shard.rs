@@ -9,8 +9,8 @@ use core::fmt;
 /// holds whole blocks, which are the leaves of the reduction.
 ///
 /// ```
-/// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape, rope::{Pairs, Rope}, shard::ShardMap}; }
-/// use pikv::ShardMap;
+/// # mod pikv { pub use pikv_core::shard; }
+/// use pikv::shard::ShardMap;
 ///
 /// let map = ShardMap::xor(8, 8, 4)?;
 /// assert_eq!((map.shards(), map.shard(3, 5, 0)), (4, 2));    // (3 XOR 5) mod 4

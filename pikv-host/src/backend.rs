@@ -1,11 +1,11 @@
 //! Where pages lie and are read: in the host's memory by its lanes, or on a CUDA device by its kernels.
 
+use crate::base::error::CudaError;
 #[cfg(feature = "cuda")]
-use crate::cuda::Device;
+use crate::device::Device;
 use std::ffi::c_void;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
-use thiserror::Error;
 
 /// Where a cache keeps its pages and attends. Results have the same bits.
 ///
@@ -13,10 +13,9 @@ use thiserror::Error;
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Layout};
+/// use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let backend = Backend::cuda().unwrap_or_else(|why| {
 ///     eprintln!("{why}; using the CPU");
 ///     Backend::CPU
@@ -134,53 +133,4 @@ impl Backend {
             Kind::Cuda(device) => Some(device),
         }
     }
-}
-
-/// Why a CUDA device cannot be used, or what it answered.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum CudaError {
-    /// pikv was compiled without its CUDA back end.
-    #[error("pikv was built without its feature `cuda`")]
-    NotBuilt,
-    /// The driver's library cannot be opened.
-    #[error("no CUDA driver, {name} cannot be opened: {reason}; PIKV_LIBCUDA names another library")]
-    NoLibrary {
-        /// The library.
-        name: String,
-        /// What the system says.
-        reason: String,
-    },
-    /// The driver has no device.
-    #[error("the CUDA driver finds no device")]
-    NoDevice,
-    /// The driver has devices, but none of that number.
-    #[error("no CUDA device {ordinal}: the driver counts {devices}, from 0")]
-    Ordinal {
-        /// As given.
-        ordinal: u32,
-        /// How many there are.
-        devices: u32,
-    },
-    /// The device is too old.
-    #[error("{device} has compute capability {major}.{minor}; the kernels need 7.0 or later")]
-    Capability {
-        /// Its name.
-        device: String,
-        /// Its compute capability.
-        major: i32,
-        /// Its compute capability.
-        minor: i32,
-    },
-    /// The driver's answer to a call. Work of earlier calls may be what failed; a device that answers so once its work has
-    /// failed answers so ever after, and what it held is lost.
-    #[error("{call}: the CUDA driver answers {name} ({code})")]
-    Driver {
-        /// The call.
-        call: &'static str,
-        /// Its `CUresult`.
-        code: u32,
-        /// The code's name.
-        name: String,
-    },
 }

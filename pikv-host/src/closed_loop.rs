@@ -1,15 +1,15 @@
 //! The closed loop: what attention misses and what policies evict changes how the next tokens are routed.
 
 use crate::attend::{Attend, Output};
+use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+use crate::base::error::Error;
 use crate::cache::Cache;
-use crate::device::{DeviceOutput, DeviceSlice};
-use crate::error::Error;
-use crate::learnt::{Learnt, narrow};
+use crate::cache::sequence::Sequence;
+use crate::cache::step::Step;
+use crate::metrics::report::{ByPart, StepReport};
 use crate::metrics::{Sink, StepMetrics};
-use crate::report::{ByPart, StepReport};
+use crate::router::learnt::{Learnt, narrow};
 use crate::router::{Feedback, RouteError, Router, Routes};
-use crate::sequence::Sequence;
-use crate::step::Step;
 use pikv_core::page::{PAGE, Position};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -78,10 +78,9 @@ pub enum LoopError {
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, H2o};
 /// use pikv::router::{CacheAware, Shape};
-/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Hits, LayerShape, Layout, Output};
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Hits, LayerShape, Output};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2).hits(Hits::new().every(1));
 /// let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(12)).batch(1)))?;
 /// let router = CacheAware::default().router(Shape::new(4, 2))?;
@@ -157,10 +156,10 @@ impl ClosedLoop {
             }
         }
         if routers.iter().any(|router| router.wants_hits()) {
-            cache.inner.ask();
+            cache.inner.pool.ask();
         }
         let routes = (0..layers).map(|_| Routes::default()).collect();
-        let learnt = Learnt::new(cache.inner.store.ring.slack());
+        let learnt = Learnt::new(cache.inner.shape.store.ring.slack());
         let by_part = learnt.is_on().then(ByPart::default);
         let (sink, report) = (Arc::new(()), StepReport { by_part, ..StepReport::default() });
         let scratch = Scratch::default();
@@ -170,7 +169,7 @@ impl ClosedLoop {
     /// Tells `sink` of every step.
     pub fn sink(mut self, sink: Arc<dyn Sink>) -> ClosedLoop {
         if sink.wants_hits() {
-            self.cache.inner.ask();
+            self.cache.inner.pool.ask();
         }
         self.sink = sink;
         self
@@ -234,11 +233,10 @@ impl ClosedLoop {
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::router::{Shape, TopK};
-/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Read};
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Read};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).experts(4, 2))?;
 /// let router = TopK::default().router(Shape::new(4, 2))?;
 /// let mut looped = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;
@@ -439,7 +437,7 @@ impl<'a> LoopStep<'a> {
         if let Some(by_part) = &mut report.by_part {
             learnt.committed(&mut by_part.tickets);
         }
-        let near: u64 = cache.inner.arenas.bytes_by_shard().sum();
+        let near: u64 = cache.inner.pool.arenas.bytes_by_shard().sum();
         let resident_bytes = near + cache.inner.fabric.as_ref().map_or(0, |front| front.held());
         let logical_bytes = report.logical_bytes;
         let [held_tokens, lost_tokens] = [&report.held, &report.lost].map(|of| of.iter().sum());

@@ -5,68 +5,46 @@
 #![deny(missing_docs)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod arena;
+#[macro_use]
+mod setters;
+
 mod attend;
+#[cfg(feature = "cuda")]
+mod attend_cuda;
 mod backend;
+mod base;
 mod cache;
-mod chain;
 mod closed_loop;
 pub mod codec;
-mod compact;
 mod config;
 #[cfg(feature = "cuda")]
-mod cuda;
 mod device;
-mod error;
-mod evict;
+mod eviction;
 pub mod fabric;
-mod failures;
-mod files;
-mod filing;
-mod forest;
-mod frequencies;
-mod ghosts;
-mod hits;
-mod huge;
-mod job;
-mod kept;
-mod learnt;
-mod lists;
-mod mass;
+mod memory;
 pub mod metrics;
-mod observe;
-mod oldest;
-mod past;
+mod pages;
 pub mod planner;
 pub mod policy;
-mod queries;
-mod ranked;
-mod reduce;
-mod report;
-mod rope;
 pub mod router;
-mod select;
-mod sequence;
-mod step;
 pub mod tiers;
 pub mod trace;
-mod view;
-mod writes;
 
 pub use attend::{Attend, Output, PageMass, Read};
-pub use backend::{Backend, CudaError};
+pub use backend::Backend;
+pub use base::device_slice::{DeviceOutput, DeviceSlice};
+pub use base::error::{ConfigError, CudaError, Error, TierOperation};
+pub use base::failures::Failures;
+pub use base::frequencies::{Frequencies, FrequencyError, Scaling};
+pub use base::ids::{PageId, Place};
+pub use cache::sequence::{PageInfo, Sequence};
+pub use cache::step::Step;
 pub use cache::{Cache, Rows, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
+pub use config::hits::Hits;
 pub use config::{AgeRule, CacheConfig, CodecRule, EvictionRule};
-pub use device::{DeviceOutput, DeviceSlice};
-pub use error::{ConfigError, Error, TierOperation};
-pub use failures::Failures;
-pub use frequencies::{Frequencies, FrequencyError, Scaling};
-pub use ghosts::Hits;
+pub use metrics::report::StepReport;
 pub use pikv_lanes as lanes;
-pub use report::StepReport;
-pub use sequence::{PageId, PageInfo, Place, Sequence};
-pub use step::Step;
 
 /// What pikv re-exports of its core, so that examples here read as in a crate that uses pikv.
 #[doc(hidden)]

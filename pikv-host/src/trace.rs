@@ -11,7 +11,7 @@
 //! A trace holds the tokens of prompts, so a [`TraceFile`] is for its owner's eyes. `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded
 //! run, or draws from a distribution.
 
-use crate::files::Private;
+use crate::base::files::Private;
 use pikv_core::hash::next;
 use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;
@@ -19,6 +19,7 @@ use thiserror::Error;
 
 /// One token of a stream. Its position is its index.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Row {
     /// The token.
     pub token: u32,
@@ -26,6 +27,13 @@ pub struct Row {
     pub experts: Vec<u16>,
     /// Positions that its query looks at, all before its own.
     pub wanted: Vec<u32>,
+}
+
+impl Row {
+    /// A token, its experts and the positions that its query looks at.
+    pub fn new(token: u32, experts: Vec<u16>, wanted: Vec<u32>) -> Row {
+        Row { token, experts, wanted }
+    }
 }
 
 /// Why a trace cannot be read or made.
@@ -155,7 +163,7 @@ impl Write for TraceFile {
 /// let reader = Reader::new(trace.as_bytes())?;
 /// assert_eq!(reader.experts(), 16);
 /// let rows = reader.collect::<Result<Vec<Row>, _>>()?;
-/// assert_eq!(rows[1], Row { token: 4, experts: vec![3, 0], wanted: vec![0] });
+/// assert_eq!(rows[1], Row::new(4, vec![3, 0], vec![0]));
 /// # Ok::<(), pikv::trace::TraceError>(())
 /// ```
 #[derive(Debug)]
@@ -254,12 +262,13 @@ fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::trace::Skewed;
-/// let rows: Vec<_> = Skewed { experts: 8, top_k: 2, ..Skewed::default() }.rows()?.take(100).collect();
+/// let rows: Vec<_> = Skewed::default().experts(8).top_k(2).rows()?.take(100).collect();
 /// assert_eq!(rows[99].experts.len(), 2);
 /// assert!(rows[99].wanted.iter().all(|p| *p < 99));
 /// # Ok::<(), pikv::trace::TraceError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Skewed {
     /// Experts, 1..=65535.
     pub experts: u32,
@@ -276,6 +285,8 @@ pub struct Skewed {
     /// Of the draws.
     pub seed: u64,
 }
+
+setters!(Skewed { experts: u32, top_k: u32, skew: f64, drift: u32, wants: u32, vocabulary: u32, seed: u64 });
 
 impl Default for Skewed {
     /// 2 of 16 experts by Zipf's law, a trade every 64 tokens, 4 looks back, 32000 tokens, seed 0.

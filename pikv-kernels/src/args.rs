@@ -347,12 +347,7 @@ impl LayoutArg {
     /// The layout.
     #[inline(always)]
     pub fn layout(&self) -> Layout {
-        Layout {
-            k_dim: self.k_dim,
-            v_dim: self.v_dim,
-            k: Dtype::ALL[self.k as usize],
-            v: Dtype::ALL[self.v as usize],
-        }
+        Layout::new(self.k_dim, Dtype::ALL[self.k as usize]).values(self.v_dim, Dtype::ALL[self.v as usize])
     }
 }
 
@@ -455,6 +450,6 @@ impl RopeArg {
     #[inline(always)]
     pub fn rope(&self) -> Option<Rope> {
         let pairs = if self.neighbours == 0 { Pairs::Halves } else { Pairs::Neighbours };
-        (self.rotary_dim > 0).then_some(Rope { theta: 0.0, rotary_dim: self.rotary_dim, pairs })
+        (self.rotary_dim > 0).then_some(Rope::new(0.0, self.rotary_dim).pairs(pairs))
     }
 }

@@ -37,8 +37,8 @@ impl<'a, const R: usize> Listed<'a, R> {
     /// Page `i`, which is below `count`.
     #[inline(always)]
     fn page(&self, i: usize) -> Page<'a> {
-        let Layout { k_dim, v_dim, k, v } = *self.layout;
-        let layout = Layout { k_dim: afresh(k_dim), v_dim: afresh(v_dim), k, v };
+        let Layout { k_dim, v_dim, k, v, .. } = *self.layout;
+        let layout = Layout::new(afresh(k_dim), k).values(afresh(v_dim), v);
         // SAFETY: by the promise of the kernel's caller on the lists and the pages.
         let page = unsafe {
             let words = slice::from_raw_parts(*self.pages.add(i), layout.words() as usize);

@@ -57,8 +57,8 @@ fn counted(router: impl Fn() -> Box<dyn Router>, config: CacheConfig) -> (f64, f
 fn fetching_less_lowers_the_hits_and_not_what_is_wanted() {
     let arm = |fetch| {
         move || -> Box<dyn Router> {
-            let arms = vec![Arm { coefficients: Coefficients::default(), fetch }];
-            let options = Adaptive { arms, imbalance_cost: 0.0, ..Adaptive::new(2, 1) };
+            let options =
+                Adaptive::new(2, 1).arms(vec![Arm::new(Coefficients::default(), fetch)]).imbalance_cost(0.0);
             Box::new(options.router(Shape::new(EXPERTS as u32, 2)).unwrap())
         }
     };
@@ -73,9 +73,9 @@ fn fetching_less_lowers_the_hits_and_not_what_is_wanted() {
 fn the_bandit_learns_to_fetch_what_is_wanted() {
     let cache = Cache::new(config(2).hits(Hits::new().pages(3).every(1))).unwrap();
     let none = Coefficients::default();
-    let arms = vec![Arm { coefficients: none, fetch: 1 }, Arm { coefficients: none, fetch: 2 }];
+    let arms = vec![Arm::new(none, 1), Arm::new(none, 2)];
     let shape = Shape::new(EXPERTS as u32, 2);
-    let options = |seed| Adaptive { arms: arms.clone(), imbalance_cost: 0.0, ..Adaptive::new(2, seed) };
+    let options = |seed| Adaptive::new(2, seed).arms(arms.clone()).imbalance_cost(0.0);
     let make = |layer: usize| Box::new(options(layer as u64).router(shape).unwrap()) as Box<dyn Router>;
     let mut pikv = ClosedLoop::new(cache.clone(), (0..LAYERS).map(make).collect()).unwrap();
     let (mut sequence, mut all) = (cache.sequence(), 0);
@@ -112,7 +112,7 @@ fn an_undecided_gate_reads_more_experts() {
         let cache = Cache::new(config(2).hits(Hits::new().pages(64).every(1))).unwrap();
         let shape = Shape::new(EXPERTS as u32, 2);
         let make = |_| -> Box<dyn Router> {
-            Box::new(EntropyPenalised { more, ..Default::default() }.router(shape).unwrap())
+            Box::new(EntropyPenalised::default().more(more).router(shape).unwrap())
         };
         let mut pikv = ClosedLoop::new(cache.clone(), (0..LAYERS).map(make).collect()).unwrap();
         let mut sequence = cache.sequence();

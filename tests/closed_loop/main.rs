@@ -11,7 +11,7 @@ use pikv::router::{
     RouterState, Routes, Shape, TopK,
 };
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Hits, LayerShape, Layout, LoopError, Output, Place,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Hits, LayerShape, LoopError, Output, Place,
     Position, Read, Sequence, ShardMap, StepReport,
 };
 use pikv_test::numbers::noise;
@@ -23,8 +23,7 @@ const HEADS: usize = 2;
 const DIM: usize = 8;
 
 fn config(top_k: u32) -> CacheConfig {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: HEADS as u32, query_heads: 4, layout, window: None, rope: None };
+    let layer = LayerShape::new(HEADS as u32, 4, DIM as u32, Dtype::F32);
     let config = CacheConfig::new(vec![layer; LAYERS], 8 << 20).backend(pikv_test::backend::backend());
     config.ring(8).sinks(2).experts(EXPERTS as u32, top_k)
 }
@@ -206,7 +205,7 @@ fn experts_whose_tokens_are_gone_are_avoided() {
     let config = config.hits(Hits::new().pages(1).every(1));
     let cache = Cache::new(config).unwrap();
     let router = || -> Vec<Box<dyn Router>> {
-        let options = CacheAware { lambda: 2.0, ..CacheAware::default() };
+        let options = CacheAware::default().lambda(2.0);
         (0..LAYERS).map(|_| Box::new(options.router(Shape::new(8, 1)).unwrap()) as Box<dyn Router>).collect()
     };
     let mut pikv = ClosedLoop::new(cache.clone(), router()).unwrap();

@@ -16,9 +16,9 @@ fn read(text: &str) -> Result<Vec<Row>, TraceError> {
 #[test]
 fn the_form_of_the_file() {
     let rows = [
-        Row { token: 17, experts: vec![3, 5], wanted: vec![] },
-        Row { token: u32::MAX, experts: vec![0], wanted: vec![0] },
-        Row { token: 0, experts: vec![15, 0, 1], wanted: vec![1, 0] },
+        Row::new(17, vec![3, 5], vec![]),
+        Row::new(u32::MAX, vec![0], vec![0]),
+        Row::new(0, vec![15, 0, 1], vec![1, 0]),
     ];
     let text = write(16, &rows).unwrap();
     assert_eq!(text, "token,experts of 16,wanted\n17,3 5,\n4294967295,0,0\n0,15 0 1,1 0\n");
@@ -55,9 +55,9 @@ fn what_is_no_trace() {
     }
     // What cannot be read is not written, and the file goes on without it.
     let mut writer = Writer::new(Vec::new(), 4).unwrap();
-    assert!(writer.write(&Row { token: 0, experts: vec![4], wanted: vec![] }).is_err());
-    assert!(writer.write(&Row { token: 0, experts: vec![3], wanted: vec![0] }).is_err());
-    writer.write(&Row { token: 7, experts: vec![3], wanted: vec![] }).unwrap();
+    assert!(writer.write(&Row::new(0, vec![4], vec![])).is_err());
+    assert!(writer.write(&Row::new(0, vec![3], vec![0])).is_err());
+    writer.write(&Row::new(7, vec![3], vec![])).unwrap();
     assert_eq!(read(std::str::from_utf8(&writer.finish().unwrap()).unwrap()).unwrap().len(), 1);
     assert!(matches!(Writer::new(Vec::new(), 0), Err(TraceError::Header { .. })));
     assert!(matches!(Writer::new(Vec::new(), 65536), Err(TraceError::Header { .. })));
@@ -70,7 +70,7 @@ proptest! {
     #[test]
     fn there_and_back(experts in 1u32..40, share in 0.0f64..1.0, skew in 0.0f64..3.0, drift in 0u32..20, wants in 0u32..9, seed: u64) {
         let top_k = 1 + (f64::from(experts - 1) * share) as u32;
-        let options = Skewed { experts, top_k, skew, drift, wants, vocabulary: 100, seed };
+        let options = Skewed::default().experts(experts).top_k(top_k).skew(skew).drift(drift).wants(wants).vocabulary(100).seed(seed);
         let rows: Vec<Row> = options.rows().unwrap().take(200).collect();
         prop_assert!(options.rows().unwrap().take(200).eq(rows.iter().cloned()));
         for (position, row) in rows.iter().enumerate() {
@@ -92,7 +92,7 @@ proptest! {
 #[test]
 fn ranks_are_drawn_by_weight() {
     for skew in [0.0, 1.0, 1.7] {
-        let options = Skewed { skew, drift: 0, seed: 3, ..Skewed::default() };
+        let options = Skewed::default().skew(skew).drift(0).seed(3);
         let mut counts = [0u32; 16];
         let n = 20_000;
         options.rows().unwrap().take(n).for_each(|row| counts[usize::from(row.experts[0])] += 1);
@@ -110,7 +110,7 @@ fn ranks_are_drawn_by_weight() {
 /// Half of the looks are nearer than the root of what there is to look at: distances have weight 1/d.
 #[test]
 fn queries_look_back_by_logarithm() {
-    let options = Skewed { wants: 1, seed: 5, ..Skewed::default() };
+    let options = Skewed::default().wants(1).seed(5);
     let (mut near, mut all) = (0, 0);
     for (position, row) in options.rows().unwrap().take(20_000).enumerate().skip(1) {
         let back = position - row.wanted[0] as usize;
@@ -124,7 +124,7 @@ fn queries_look_back_by_logarithm() {
 #[test]
 fn the_hot_set_drifts() {
     let hottest = |drift: u32| {
-        let mut rows = Skewed { drift, ..Skewed::default() }.rows().unwrap();
+        let mut rows = Skewed::default().drift(drift).rows().unwrap();
         let mut seen = vec![false; 16];
         for _ in 0..2000 {
             let rank = rows.by_rank().to_vec();
@@ -144,12 +144,12 @@ fn streams_that_cannot_be() {
         TraceError::Value { name, .. } => name,
         other => panic!("{other}"),
     };
-    assert_eq!(refused(Skewed { experts: 0, ..fine }), "experts");
-    assert_eq!(refused(Skewed { experts: 65536, ..fine }), "experts");
-    assert_eq!(refused(Skewed { top_k: 0, ..fine }), "top_k");
-    assert_eq!(refused(Skewed { top_k: 17, ..fine }), "top_k");
+    assert_eq!(refused(fine.experts(0)), "experts");
+    assert_eq!(refused(fine.experts(65536)), "experts");
+    assert_eq!(refused(fine.top_k(0)), "top_k");
+    assert_eq!(refused(fine.top_k(17)), "top_k");
     for skew in [-0.1, 16.1, f64::NAN, f64::INFINITY] {
-        assert_eq!(refused(Skewed { skew, ..fine }), "skew");
+        assert_eq!(refused(fine.skew(skew)), "skew");
     }
-    assert_eq!(refused(Skewed { vocabulary: 0, ..fine }), "vocabulary");
+    assert_eq!(refused(fine.vocabulary(0)), "vocabulary");
 }

@@ -5,7 +5,7 @@ use crate::model::Model;
 use crate::setup::{Setup, codec, feed_all, options, shape};
 use pikv::codec::{Code, Codec, Coding, Map, Packed};
 use pikv::lanes::Lanes;
-use pikv::{Attend, Dtype, LayerShape, Layout, Pairs, Rope};
+use pikv::{Attend, Dtype, LayerShape, Pairs, Rope};
 use pikv_core::attend::Form;
 use pikv_core::codec::pack::pack;
 use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
@@ -133,12 +133,14 @@ fn any(i: u64) -> (Setup, Attend) {
     let of = [Pairs::Halves, Pairs::Neighbours][pick(4, 2)];
     let whole = k_dim - k_dim % 2;
     let rotary_dim = [whole, (whole / 4).max(1) * 2][pick(5, 2)];
-    let rope = [None, Some(Rope { theta: 1000.0, rotary_dim, pairs: of })][pick(6, 2)];
+    let rope = [None, Some(Rope::new(1000.0, rotary_dim).pairs(of))][pick(6, 2)];
     let coding =
         Codec::new(mapped(pick(7, 9) as u64, k, k_dim, of), mapped(pick(8, 11) as u64, v, v_dim, of));
-    let layout = Layout { k_dim, v_dim, k: Dtype::ALL[pick(9, 3)], v: Dtype::ALL[pick(10, 3)] };
     let window = [None, None, Some(5), Some(40), Some(70)][pick(11, 5)];
-    let layer = LayerShape { kv_heads: 2, query_heads: 2 * group, layout, window, rope };
+    let layer = LayerShape::new(2, 2 * group, k_dim, Dtype::ALL[pick(9, 3)])
+        .values(v_dim, Dtype::ALL[pick(10, 3)])
+        .window(window)
+        .rope(rope);
     let lanes: Vec<Lanes> = Lanes::available().collect();
     // The second head is packed another way, or not at all.
     let other = [None, Some(codec(v, k))][pick(12, 2)].clone();

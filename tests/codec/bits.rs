@@ -4,9 +4,7 @@ use crate::mix;
 use crate::setup::{Got, Setup, bits, codec, feed_all, options, query, shape, snapshot};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
-use pikv::{
-    Attend, Cache, Dtype, LayerShape, Output, PageMass, Pairs, Position, Rope, Rows, Sequence, ShardMap,
-};
+use pikv::{Attend, Cache, Dtype, Output, PageMass, Position, Rope, Rows, Sequence, ShardMap};
 use pikv_test::full;
 
 const RING: u32 = 100;
@@ -16,7 +14,7 @@ fn setups() -> Vec<Setup> {
     let pca = |code, rank| Coding::block_pca(code, rank).unwrap();
     let means = |code, level| Coding::means(code, level).unwrap();
     let hadamard = |dim, code| Coding::new(code).map(Map::hadamard(dim).unwrap());
-    let rope = Rope { theta: 10_000.0, rotary_dim: 32, pairs: Pairs::Halves };
+    let rope = Rope::new(10_000.0, 32);
     let many = |setup: Setup| Setup { experts: 5, sinks: 3, ..setup };
     vec![
         many(Setup::new(shape(1, 3, 64, 80, Dtype::Bf16), RING, codec(Code::Int8, Code::Int4))),
@@ -25,12 +23,12 @@ fn setups() -> Vec<Setup> {
             ..many(Setup::new(shape(2, 4, 33, 20, Dtype::F32), RING, codec(Code::E4m3, Code::E4m3)))
         },
         many(Setup::new(
-            LayerShape { window: Some(230), ..shape(1, 1, 128, 128, Dtype::F16) },
+            shape(1, 1, 128, 128, Dtype::F16).window(230),
             RING,
             Codec::new(hadamard(128, Code::Int4), hadamard(128, Code::Int8)),
         )),
         Setup::new(
-            LayerShape { rope: Some(rope), ..shape(1, 8, 48, 160, Dtype::F32) },
+            shape(1, 8, 48, 160, Dtype::F32).rope(rope),
             RING,
             Codec::new(hadamard(48, Code::Int4), Coding::new(Code::E5m2)),
         ),
@@ -41,17 +39,17 @@ fn setups() -> Vec<Setup> {
             Codec::new(pca(Code::Int8, 7), pca(Code::F16, 5)),
         )),
         many(Setup::new(
-            LayerShape { rope: Some(rope), ..shape(1, 3, 48, 20, Dtype::F32) },
+            shape(1, 3, 48, 20, Dtype::F32).rope(rope),
             RING,
             Codec::new(pca(Code::E4m3, 12), pca(Code::Int4, 9)),
         )),
         many(Setup::new(
-            LayerShape { window: Some(230), ..shape(1, 4, 64, 33, Dtype::F16) },
+            shape(1, 4, 64, 33, Dtype::F16).window(230),
             RING,
             Codec::new(means(Code::F16, 1), means(Code::F32, 3)),
         )),
         Setup::new(
-            LayerShape { rope: Some(rope), ..shape(1, 1, 33, 128, Dtype::F32) },
+            shape(1, 1, 33, 128, Dtype::F32).rope(rope),
             RING,
             Codec::new(means(Code::Bf16, 2), means(Code::Bf16, 1)),
         ),
@@ -62,7 +60,7 @@ fn setups() -> Vec<Setup> {
         Setup {
             age: Some((33, codec(Code::Int4, Code::Int4))),
             ..many(Setup::new(
-                LayerShape { rope: Some(rope), window: Some(250), ..shape(1, 3, 48, 20, Dtype::F32) },
+                shape(1, 3, 48, 20, Dtype::F32).rope(rope).window(250),
                 RING,
                 codec(Code::Int8, Code::E4m3),
             ))
@@ -251,7 +249,7 @@ fn ask(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32, n: u32, op
     let rows = (n * setup.layer.query_heads) as usize;
     let v_dim = setup.layer.layout.v_dim as usize;
     let mut got = Got { out: vec![f32::NAN; rows * v_dim], lse: vec![f32::NAN; rows], mass: vec![] };
-    let all = [Rows { sequence, first: Position(first), rows: n }];
+    let all = [Rows::new(sequence, Position(first), n)];
     let output = Output::new(&mut got.out).lse(&mut got.lse).mass(&mut got.mass);
     cache.attend(0, &all, &q, options, output).unwrap();
     let mut bits = vec![];

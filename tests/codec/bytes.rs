@@ -28,7 +28,7 @@ fn bytes_are_the_planners() {
                 .map(|chain| {
                     let all: Vec<u32> = chain.iter().flat_map(|page| page.positions.clone()).collect();
                     let recent = all.iter().filter(|at| **at >= model.kept).count() as u32;
-                    Filed { tokens: all.len() as u32, recent }
+                    Filed::from(all.len() as u32).recent(recent)
                 })
                 .collect();
             let bytes = sequence.bytes();

@@ -97,7 +97,7 @@ fn top_of(code: Code) -> f32 {
 /// One page, all lanes; the packed words.
 fn check(shape: Shape, kind: u64, salt: u64, fill: usize) -> Result<Vec<u32>, TestCaseError> {
     let Shape { k_dim, v_dim, k: k_code, v: v_code } = shape;
-    let layout = Layout { k_dim: k_dim as u32, v_dim: v_dim as u32, k: Dtype::F32, v: Dtype::F32 };
+    let layout = Layout::new(k_dim as u32, Dtype::F32).values(v_dim as u32, Dtype::F32);
     let packed = Packed::new(layout.k_dim, layout.v_dim, k_code, v_code);
     prop_assert_eq!(packed.words() as usize, shape.words());
     let rows = |code: Code, salt: u64, dim: usize, key: bool| -> Vec<Vec<f32>> {
@@ -256,7 +256,7 @@ fn all_codes_encode_to_themselves() {
         let numbers: Vec<(u32, f64)> = (0..256).filter_map(|b| Some((b, fp8(code, b)?))).collect();
         let pages: Vec<Vec<(u32, f64)>> = numbers.chunks(31).map(<[_]>::to_vec).collect();
         let (k_dim, v_dim) = (pages.len() as u32, 32);
-        let layout = Layout { k_dim, v_dim, k: Dtype::F32, v: Dtype::F32 };
+        let layout = Layout::new(k_dim, Dtype::F32).values(v_dim, Dtype::F32);
         let shape = Shape { k_dim: pages.len(), v_dim: 32, k: code, v: code };
         let packed = Packed::new(k_dim, v_dim, code, code);
         // Key channel c has the numbers of page c over the tokens; so has the value of token c over its channels.

@@ -2,15 +2,14 @@
 
 use pikv::codec::{Code, Codec, Coding, Map, PyramidKv};
 use pikv::policy::Duo;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PAGE, PageId, Place};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, PAGE, PageId, Place};
 use proptest::prelude::*;
 
 use pikv_test::numbers::Rng;
 
 /// A cache of one head whose keys are packed by `coding` once they leave a ring of one token.
 fn packing(coding: &Coding, dim: u32, dtype: Dtype) -> Cache {
-    let layout = Layout { k_dim: dim, v_dim: 8, k: dtype, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, dim, dtype).values(8, Dtype::F32);
     let codec = Codec::new(coding.clone(), Coding::new(Code::F32));
     Cache::new(CacheConfig::new(vec![layer], 1 << 22).ring(1).compress(codec)).unwrap()
 }
@@ -25,7 +24,7 @@ fn packed(cache: &Cache, keys: &[Vec<f32>]) -> Result<Vec<Vec<f32>>, Error> {
         step.commit()?;
     }
     let (mut out, mut rows) = ([0.0; 8], Vec::new());
-    let at = pikv::Rows { sequence: &sequence, first: pikv::Position(keys.len() as u32), rows: 1 };
+    let at = pikv::Rows::new(&sequence, pikv::Position(keys.len() as u32), 1);
     cache.attend(0, &[at], &vec![1e-6; dim], &Attend::new(1.0), Output::new(&mut out))?;
     assert!(out.iter().all(|x| x.is_finite()), "{out:?}");
     let id = PageId { place: Place::Expert(0), ordinal: 0 };
@@ -102,7 +101,7 @@ proptest! {
         layers in 1u32..40, capacity in 1u32..300, window in 0u32..32, beta in 1.0f64..40.0, tokens in 0u32..600,
     ) {
         prop_assume!(capacity > window);
-        let pyramid = PyramidKv { capacity, window, beta };
+        let pyramid = PyramidKv::new(capacity).window(window).beta(beta);
         let scores = pikv_test::numbers::noise(u64::from(tokens), tokens as usize);
         let keep = |layer| pyramid.keep(layer, layers, &scores).unwrap().iter().filter(|keep| **keep).count() as u32;
         let kept: Vec<u32> = (0..layers).map(keep).collect();

@@ -6,7 +6,7 @@ use crate::model::{Model, Page};
 use crate::setup::{Setup, bits, codec, fill, key, options, shape, snapshot, value};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
-use pikv::{Cache, Dtype, Error, LayerShape, PAGE, Place, Sequence};
+use pikv::{Cache, Dtype, Error, PAGE, Place, Sequence};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -50,7 +50,7 @@ fn setup() -> impl Strategy<Value = Setup> {
     );
     (dims, window, ring, codes, rest).prop_map(
         |((k_dim, v_dim), window, ring, (k, v, kind), (rollback, sinks, experts, lanes, pages, age))| {
-            let layer = LayerShape { window, ..shape(2, 2, k_dim, v_dim, Dtype::ALL[(k + v) % 3]) };
+            let layer = shape(2, 2, k_dim, v_dim, Dtype::ALL[(k + v) % 3]).window(window);
             let plain = codec(Code::ALL[k], Code::ALL[v]);
             let turned = Codec::new(
                 Coding::new(Code::ALL[k]).map(Map::hadamard(k_dim).unwrap()),

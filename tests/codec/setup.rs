@@ -32,8 +32,7 @@ pub fn codec(k: Code, v: Code) -> Codec {
 }
 
 pub fn shape(kv_heads: u32, group: u32, k_dim: u32, v_dim: u32, dtype: Dtype) -> LayerShape {
-    let layout = Layout { k_dim, v_dim, k: dtype, v: dtype };
-    LayerShape { kv_heads, query_heads: kv_heads * group, layout, window: None, rope: None }
+    LayerShape::new(kv_heads, kv_heads * group, k_dim, dtype).values(v_dim, dtype)
 }
 
 impl Setup {

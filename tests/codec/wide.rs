@@ -97,7 +97,7 @@ fn packed_by_the_token_that_would_widen_it() {
         // Rows of that step and its like asked again: before the page was packed, and after.
         let q: Vec<f32> = hot.iter().flat_map(|id| crate::setup::query(&setup, 0, *id)).collect();
         let (mut out, mut lse) = (vec![f32::NAN; 8], vec![f32::NAN; 8]);
-        let rows = [Rows { sequence: &sequence, first: Position(4 + gap), rows: 8 }];
+        let rows = [Rows::new(&sequence, Position(4 + gap), 8)];
         cache.attend(0, &rows, &q, &options(&setup), Output::new(&mut out).lse(&mut lse)).unwrap();
         assert_eq!((bits(&out), bits(&lse)), all);
         model.check(&setup, 8, &options(&setup), &out, &lse, 4);

@@ -4,7 +4,7 @@ use crate::script::{Op, Options, mix, noise};
 use crate::standin::Standin;
 use crate::suite::{Case, check, config, decode, same, shape};
 use pikv::codec::{Code, Codec, Coding, Map};
-use pikv::{CacheConfig, Dtype, LayerShape, Pairs, Rope};
+use pikv::{CacheConfig, Dtype, Pairs, Rope};
 use pikv_test::{full, scaled};
 
 /// Some map of a width, by its number: none, the transform, a selection, a matrix, one with a bias.
@@ -67,9 +67,9 @@ fn every_code() {
 
 #[test]
 fn every_map() {
-    for rope in [None, Some(Rope { theta: 100.0, rotary_dim: 12, pairs: Pairs::Halves })] {
+    for rope in [None, Some(Rope::new(100.0, 12))] {
         for kind in 0..5 {
-            let layers = vec![LayerShape { rope, ..shape(2, 2, 24, 48, Dtype::F32, Dtype::Bf16) }];
+            let layers = vec![shape(2, 2, 24, 48, Dtype::F32, Dtype::Bf16).rope(rope)];
             let k = coding(Code::Int8, map(kind, 24));
             let codec = Codec::new(k, coding(Code::F16, map(kind + 1, 48)));
             let ops = vec![Op::Fill(vec![(0, 40)]), Op::Feed(vec![(0, 41)]), Op::Feed(vec![(0, 1)])];
@@ -144,12 +144,12 @@ fn means_and_bases_of_every_code() {
 
 #[test]
 fn means_and_bases_of_wide_heads_and_of_keys_before_their_rotation() {
-    let rope = Some(Rope { theta: 100.0, rotary_dim: 12, pairs: Pairs::Halves });
+    let rope = Some(Rope::new(100.0, 12));
     let ops = vec![Op::Fill(vec![(0, 90)]), Op::Feed(vec![(0, 20)]), Op::Feed(vec![(0, 1)])];
     for (i, (k_dim, v_dim, rope)) in
         [(256, 160, None), (24, 256, rope), (48, 33, rope)].into_iter().enumerate()
     {
-        let layers = vec![LayerShape { rope, ..shape(1, 2, k_dim, v_dim, Dtype::F32, Dtype::Bf16) }];
+        let layers = vec![shape(1, 2, k_dim, v_dim, Dtype::F32, Dtype::Bf16).rope(rope)];
         let codecs = [
             Codec::new(pca(Code::Int8, 31), pca(Code::E5m2, 31)),
             Codec::new(means(Code::F16, 1), means(Code::F32, 3)),
@@ -181,13 +181,13 @@ fn ages(k_dim: u32, v_dim: u32) -> Vec<[Codec; 2]> {
 
 #[test]
 fn pages_packed_again_by_age() {
-    for rope in [None, Some(Rope { theta: 100.0, rotary_dim: 12, pairs: Pairs::Neighbours })] {
+    for rope in [None, Some(Rope::new(100.0, 12).pairs(Pairs::Neighbours))] {
         for (i, [first, second]) in ages(32, 48).into_iter().enumerate() {
             // Quick: one pair of codecs in four without a rotation, and one with it.
             if !full() && i % 4 != usize::from(rope.is_some()) {
                 continue;
             }
-            let layers = vec![LayerShape { rope, ..shape(2, 3, 32, 48, Dtype::F32, Dtype::Bf16) }];
+            let layers = vec![shape(2, 3, 32, 48, Dtype::F32, Dtype::Bf16).rope(rope)];
             // Pages of both ages in one block, some packed twice by one step, some young again after a rollback, forks apart.
             let mut ops = vec![Op::Feed(vec![(0, 70)]), Op::Feed(vec![(0, 75)]), Op::Fork(0)];
             ops.extend([Op::Rollback(0, 8), Op::Feed(vec![(0, 1), (1, 3)]), Op::Feed(vec![(0, 10)])]);
@@ -233,15 +233,14 @@ fn whatever(seeds: u64, salt: u64, codec: fn(u64, u32, u32) -> Codec, ages: bool
         };
         let dtypes = [below(3), below(3)].map(|i| Dtype::ALL[i as usize]);
         let (k_dim, v_dim) = (2 + below(40) as u32, 1 + below(60) as u32);
-        let rope = (below(3) == 0).then(|| Rope {
-            theta: 100.0,
-            rotary_dim: 2 * (1 + below(u64::from(k_dim / 2)) as u32),
-            pairs: [Pairs::Halves, Pairs::Neighbours][below(2) as usize],
+        let rope = (below(3) == 0).then(|| {
+            Rope::new(100.0, 2 * (1 + below(u64::from(k_dim / 2)) as u32))
+                .pairs([Pairs::Halves, Pairs::Neighbours][below(2) as usize])
         });
         let window = (below(4) == 0).then(|| 1 + below(90) as u32);
         let layer = shape(1 + below(2) as u32, 1 + below(4) as u32, k_dim, v_dim, dtypes[0], dtypes[1]);
         let mut config: CacheConfig =
-            config(vec![LayerShape { rope, window, ..layer }], 1 + below(40) as u32, below(20) as u32)
+            config(vec![layer.rope(rope).window(window)], 1 + below(40) as u32, below(20) as u32)
                 .sinks(below(4) as u32)
                 .experts(1 + below(3) as u32, 1)
                 .poison(below(2) == 0);

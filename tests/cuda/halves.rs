@@ -9,7 +9,7 @@ use crate::tensors::Loop;
 use half::{bf16, f16};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, SnapKv};
-use pikv::{Attend, CacheConfig, DeviceOutput, DeviceSlice, Dtype, Error, LayerShape, Output, Pairs, Rope};
+use pikv::{Attend, CacheConfig, DeviceOutput, DeviceSlice, Dtype, Error, Output, Pairs, Rope};
 
 const NARROW: [Dtype; 2] = [Dtype::F16, Dtype::Bf16];
 
@@ -43,8 +43,8 @@ fn rotations_codecs_and_policies() {
     for dtype in NARROW {
         let plain = shape(2, 2, 15, 9, Dtype::Bf16, Dtype::F16);
         let ropes = [(12, Pairs::Halves), (14, Pairs::Neighbours)]
-            .map(|(rotary_dim, pairs)| Some(Rope { theta: 100.0, rotary_dim, pairs }));
-        let layers = ropes.map(|rope| LayerShape { rope, ..plain }).to_vec();
+            .map(|(rotary_dim, pairs)| Some(Rope::new(100.0, rotary_dim).pairs(pairs)));
+        let layers = ropes.map(|rope| plain.rope(rope)).to_vec();
         let mut ops = vec![Op::Feed(vec![(0, 40)]), Op::Fork(0), Op::Feed(vec![(0, 1), (1, 3)])];
         ops.extend(decode(2));
         check("rotations", config(layers, 16, 8).sinks(2), [dtype; 4], ops.clone());

@@ -72,9 +72,9 @@ fn thinned_pages_are_put_together() {
 
 #[test]
 fn pages_chosen_by_their_bounds() {
-    for rope in [None, Some(Rope { theta: 100.0, rotary_dim: 4, pairs: Pairs::Neighbours })] {
+    for rope in [None, Some(Rope::new(100.0, 4).pairs(Pairs::Neighbours))] {
         for codec in [None, Some(Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4)))] {
-            let layers = vec![LayerShape { rope, ..shape(2, 3, 40, 8, Dtype::Bf16, Dtype::Bf16) }];
+            let layers = vec![shape(2, 3, 40, 8, Dtype::Bf16, Dtype::Bf16).rope(rope)];
             let config = config(layers, 8, 3).bounds(true).experts(2, 1);
             let config = codec.into_iter().fold(config, CacheConfig::compress);
             let ops = vec![
@@ -139,8 +139,7 @@ fn whatever_goes() {
         };
         let dtype = Dtype::ALL[below(3) as usize];
         let window = (below(4) == 0).then(|| 20 + below(60) as u32);
-        let layer =
-            LayerShape { window, ..shape(1 + below(2) as u32, 1 + below(3) as u32, 6, 9, dtype, dtype) };
+        let layer = shape(1 + below(2) as u32, 1 + below(3) as u32, 6, 9, dtype, dtype).window(window);
         let mut of = rules(&Budget::Tokens(30 + below(30) as u32));
         let (name, rule) = of.swap_remove(below(14) as usize);
         let mut config = config(vec![layer; 2], 1 + below(12) as u32, below(8) as u32)

@@ -154,7 +154,7 @@ fn policies() {
 
 #[test]
 fn packed_pages() {
-    let rope = Some(Rope { theta: 100.0, rotary_dim: 8, pairs: Pairs::Halves });
+    let rope = Some(Rope::new(100.0, 8));
     let codecs = [
         Codec::new(code(Code::Int8), code(Code::Int4)),
         Codec::new(code(Code::Int4).map(Map::hadamard(8).unwrap()), code(Code::E4m3)),
@@ -164,7 +164,7 @@ fn packed_pages() {
     ];
     for (i, codec) in codecs.into_iter().enumerate() {
         for rope in [None, rope] {
-            let layers = vec![LayerShape { rope, ..shape(2, 3, 8, 12, Dtype::Bf16, Dtype::Bf16) }; 2];
+            let layers = vec![shape(2, 3, 8, 12, Dtype::Bf16, Dtype::Bf16).rope(rope); 2];
             let config = config(layers, 10, 6)
                 .experts(2, 1)
                 .compress_head(0, 0, codec.clone())
@@ -184,8 +184,8 @@ fn packed_pages() {
 
 #[test]
 fn what_rows_choose_to_read() {
-    let rope = Some(Rope { theta: 10_000.0, rotary_dim: 8, pairs: Pairs::Neighbours });
-    let layers = vec![LayerShape { rope, window: Some(90), ..shape(1, 2, 8, 8, Dtype::Bf16, Dtype::Bf16) }];
+    let rope = Some(Rope::new(10_000.0, 8).pairs(Pairs::Neighbours));
+    let layers = vec![shape(1, 2, 8, 8, Dtype::Bf16, Dtype::Bf16).rope(rope).window(90)];
     let config = config(layers, 16, 0).sinks(4).experts(3, 2).bounds(true);
     let ops = vec![Op::Feed(vec![(0, 130)]), Op::Feed(vec![(0, 3)]), Op::Feed(vec![(0, 1)])];
     for options in [
@@ -436,16 +436,15 @@ fn whatever_is_done() {
         };
         let dtypes = [below(3), below(3)].map(|i| Dtype::ALL[i as usize]);
         let (k_dim, v_dim) = (2 + below(20) as u32, 1 + below(40) as u32);
-        let rope = (below(3) == 0).then(|| Rope {
-            theta: 100.0,
-            rotary_dim: 2 * (1 + below(u64::from(k_dim / 2)) as u32),
-            pairs: [Pairs::Halves, Pairs::Neighbours][below(2) as usize],
+        let rope = (below(3) == 0).then(|| {
+            Rope::new(100.0, 2 * (1 + below(u64::from(k_dim / 2)) as u32))
+                .pairs([Pairs::Halves, Pairs::Neighbours][below(2) as usize])
         });
         let window = (below(4) == 0).then(|| 30 + below(90) as u32);
         let layer = shape(1 + below(2) as u32, 1 + below(4) as u32, k_dim, v_dim, dtypes[0], dtypes[1]);
         let experts = 1 + below(4) as u32;
         let mut config =
-            config(vec![LayerShape { rope, window, ..layer }; 2], 1 + below(20) as u32, below(12) as u32)
+            config(vec![layer.rope(rope).window(window); 2], 1 + below(20) as u32, below(12) as u32)
                 .sinks(below(4) as u32)
                 .experts(experts, 1)
                 .poison(below(2) == 0);

@@ -143,7 +143,7 @@ impl Run {
                     let q = noise(&[u64::from(len), layer as u64, 7], heads * shape.layout.k_dim as usize);
                     let (mut out, mut lse) =
                         (vec![f32::NAN; heads * shape.layout.v_dim as usize], vec![f32::NAN; heads]);
-                    let asked = [Rows { sequence, first: pikv::Position(len - rows), rows }];
+                    let asked = [Rows::new(sequence, pikv::Position(len - rows), rows)];
                     let output = Output::new(&mut out).lse(&mut lse);
                     self.cache.attend(layer, &asked, &q, &self.attend(shape), output)?;
                     results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));

@@ -2,7 +2,7 @@
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};
-use pikv::{Backend, CacheConfig, CudaError, Dtype, LayerShape, Layout, Pairs, Rope, ShardMap};
+use pikv::{Backend, CacheConfig, CudaError, Dtype, LayerShape, Pairs, Rope, ShardMap};
 use pikv_test::scaled;
 
 /// A cache and what is done to it.
@@ -13,8 +13,7 @@ pub struct Case {
 }
 
 pub fn shape(kv_heads: u32, group: u32, k_dim: u32, v_dim: u32, k: Dtype, v: Dtype) -> LayerShape {
-    let layout = Layout { k_dim, v_dim, k, v };
-    LayerShape { kv_heads, query_heads: kv_heads * group, layout, window: None, rope: None }
+    LayerShape::new(kv_heads, kv_heads * group, k_dim, k).values(v_dim, v)
 }
 
 pub fn config(layers: Vec<LayerShape>, ring: u32, rollback: u32) -> CacheConfig {
@@ -121,8 +120,7 @@ fn bundles_of_every_width() {
 
 #[test]
 fn windows_and_sinks() {
-    let layers =
-        [None, Some(7), Some(40)].map(|window| LayerShape { window, ..shape(1, 2, 8, 8, Bf16, Bf16) });
+    let layers = [None, Some(7), Some(40)].map(|window| shape(1, 2, 8, 8, Bf16, Bf16).window(window));
     let mut ops = vec![Op::Feed(vec![(0, 50)])];
     ops.extend(decode(40));
     check("windows", config(layers.to_vec(), 16, 4).sinks(3), ops);
@@ -196,8 +194,8 @@ fn evicted_pages() {
 #[test]
 fn keys_before_their_rotation() {
     for (pairs, rotary_dim) in [(Pairs::Halves, 16), (Pairs::Neighbours, 16), (Pairs::Halves, 10)] {
-        let rope = Some(Rope { theta: 10_000.0, rotary_dim, pairs });
-        let layers = vec![LayerShape { rope, ..shape(1, 2, 16, 16, Bf16, Bf16) }; 2];
+        let rope = Some(Rope::new(10_000.0, rotary_dim).pairs(pairs));
+        let layers = vec![shape(1, 2, 16, 16, Bf16, Bf16).rope(rope); 2];
         let mut ops = decode(40);
         // Past the first table.
         ops.extend([Op::Feed(vec![(0, 240)]), Op::Feed(vec![(0, 1)])]);
@@ -247,8 +245,8 @@ fn poisoned_pages_on_the_older_kernels() {
 
 #[test]
 fn closed_gaps_and_chosen_experts() {
-    let rope = Some(Rope { theta: 10_000.0, rotary_dim: 8, pairs: Pairs::Halves });
-    let layers = vec![LayerShape { rope, window: Some(40), ..shape(1, 2, 8, 8, Bf16, Bf16) }];
+    let rope = Some(Rope::new(10_000.0, 8));
+    let layers = vec![shape(1, 2, 8, 8, Bf16, Bf16).rope(rope).window(40)];
     let config = config(layers, 16, 0).sinks(4).experts(3, 2);
     let mut ops = vec![Op::Feed(vec![(0, 70)])];
     ops.extend(decode(4));
@@ -279,14 +277,10 @@ fn whatever_is_done() {
                 let window = (below(3) == 0).then(|| 1 + below(60) as u32);
                 let rope = (below(3) == 0).then(|| {
                     let rotary_dim = 2 * (1 + below(u64::from(k_dim / 2)) as u32);
-                    Rope {
-                        theta: 100.0,
-                        rotary_dim,
-                        pairs: [Pairs::Halves, Pairs::Neighbours][below(2) as usize],
-                    }
+                    Rope::new(100.0, rotary_dim).pairs([Pairs::Halves, Pairs::Neighbours][below(2) as usize])
                 });
                 let heads = (1 + below(2) as u32, 1 + below(4) as u32);
-                LayerShape { window, rope, ..shape(heads.0, heads.1, k_dim, v_dim, dtypes[0], dtypes[1]) }
+                shape(heads.0, heads.1, k_dim, v_dim, dtypes[0], dtypes[1]).window(window).rope(rope)
             })
             .collect();
         let experts = 1 + below(3) as u32;

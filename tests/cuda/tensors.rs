@@ -25,13 +25,9 @@ fn setup() -> CacheConfig {
 #[test]
 fn groups_rotations_and_windows_together() {
     for group in [1, 2, 4, 8] {
-        let rope = Some(Rope {
-            theta: 100.0,
-            rotary_dim: 10,
-            pairs: [Pairs::Halves, Pairs::Neighbours][group as usize % 2],
-        });
+        let rope = Some(Rope::new(100.0, 10).pairs([Pairs::Halves, Pairs::Neighbours][group as usize % 2]));
         let plain = shape(1, group, 24, 40, Dtype::Bf16, Dtype::F32);
-        let layers = vec![plain, LayerShape { rope, ..plain }, LayerShape { window: Some(30), ..plain }];
+        let layers = vec![plain, plain.rope(rope), plain.window(30)];
         let mut ops =
             vec![Op::Feed(vec![(0, 37)]), Op::Fork(0), Op::Feed(vec![(0, 1), (1, 11)]), Op::Rollback(1, 6)];
         ops.extend([Op::Feed(vec![(0, 3), (1, 1)]), Op::Abandon(vec![(0, 2)], 2)]);

@@ -5,7 +5,7 @@ use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::fabric::{Options, Schedule};
 use pikv::router::Eplb;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Hits, LayerShape, Layout, Output, Position, Rows, Sequence, ShardMap,
+    Attend, Cache, CacheConfig, Dtype, Hits, LayerShape, Output, Position, Rows, Sequence, ShardMap,
     StepReport,
 };
 use pikv_test::numbers::{bits, noise};
@@ -15,8 +15,7 @@ const EXPERTS: u32 = 16;
 
 /// 32 query heads over 8 KV heads, bf16.
 fn config(head_dim: u32, map: ShardMap) -> CacheConfig {
-    let layout = Layout { k_dim: head_dim, v_dim: head_dim, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape { kv_heads: 8, query_heads: 32, layout, window: None, rope: None };
+    let layer = LayerShape::new(8, 32, head_dim, Dtype::Bf16);
     CacheConfig::new(vec![layer], 1 << 30).ring(64).experts(EXPERTS, 1).shards(map)
 }
 
@@ -93,7 +92,7 @@ fn eplb_moves_a_skewed_stream() {
     feed(&cache, &mut sequence, 32_768, skewed);
     let before = cache.skew().unwrap();
     assert!(before.fullest > 4.5 && before.rank == 5, "{before:?}");
-    let rows = [Rows { sequence: &sequence, first: Position(32_767), rows: 1 }];
+    let rows = [Rows::new(&sequence, Position(32_767), 1)];
     let q = noise(3, 32 * 16);
     let read = |sequence: &Cache| {
         let mut out = vec![0.0; 32 * 16];
@@ -128,7 +127,7 @@ fn a_step_sends_what_the_schedule_says() {
             let mut sequence = cache.sequence();
             feed(&cache, &mut sequence, 12_000, uniform);
             // Pages that fill up are with their blocks from the first time on that these are read.
-            let rows = [Rows { sequence: &sequence, first: Position(11_999), rows: 1 }];
+            let rows = [Rows::new(&sequence, Position(11_999), 1)];
             let mut out = vec![0.0; 4096];
             cache.attend(0, &rows, &noise(4, 4096), &Attend::new(0.09), Output::new(&mut out)).unwrap();
             let steps = 64;
@@ -176,7 +175,7 @@ fn fast_is_within_its_bound() {
             let mut sequence = cache.sequence();
             feed(cache, &mut sequence, 9000, uniform);
             let (mut out, mut lse) = (vec![0.0; 3 * 32 * 32], vec![0.0; 3 * 32]);
-            let rows = [Rows { sequence: &sequence, first: Position(8998), rows: 3 }];
+            let rows = [Rows::new(&sequence, Position(8998), 3)];
             let q: Vec<f32> = noise(5, 3 * 32 * 32).iter().map(|x| 4.0 * x).collect();
             cache.attend(0, &rows[..], &q, &Attend::new(0.3), Output::new(&mut out).lse(&mut lse)).unwrap();
             outs.push((out, lse));

@@ -2,7 +2,7 @@
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options};
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, Position, Read, Rows,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Position, Read, Rows,
     Sequence, ShardMap,
 };
 use pikv_test::numbers::{bits, noise};
@@ -80,8 +80,7 @@ impl Fabric for Faulty {
 }
 
 fn config() -> CacheConfig {
-    let layout = Layout { k_dim: 8, v_dim: 8, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 2, 8, Dtype::F32);
     let config = CacheConfig::new(vec![layer], 1 << 24).ring(16).rollback(4).experts(4, 1).poison(true);
     config.shards(ShardMap::sum(4).unwrap())
 }
@@ -109,7 +108,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, n: u32, seed: u64, which: &[u16]
 
 fn read(cache: &Cache, sequence: &Sequence) -> Result<Vec<u32>, Error> {
     let mut out = vec![0.0; 16];
-    let rows = [Rows { sequence, first: Position(sequence.next_position().0 - 1), rows: 1 }];
+    let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
     cache.attend(0, &rows, &noise(9, 16), &Attend::new(0.7), Output::new(&mut out))?;
     Ok(bits(&out))
 }

@@ -4,8 +4,7 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, InProcess, Options};
 use pikv::policy::{Budget, Eviction, Lru};
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Position, Read, Rows, Sequence,
-    ShardMap,
+    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence, ShardMap,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -13,8 +12,7 @@ use pikv_test::scaled;
 const DIM: usize = 32;
 
 fn config(codec: bool, slack: u32) -> CacheConfig {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, DIM as u32, Dtype::F32);
     let config = CacheConfig::new(vec![layer], 16 << 20).ring(32).rollback(slack).experts(4, 1);
     match codec {
         true => config.compress(Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8))),
@@ -44,7 +42,7 @@ fn extend(cache: &Cache, s: &mut Sequence, n: usize, seed: u64, attended: bool) 
 
 fn read(cache: &Cache, s: &Sequence) -> Result<Vec<u32>, Error> {
     let mut out = [0.0; DIM];
-    let rows = [Rows { sequence: s, first: Position(s.next_position().0 - 1), rows: 1 }];
+    let rows = [Rows::new(s, Position(s.next_position().0 - 1), 1)];
     cache.attend(0, &rows, &noise(7, DIM), &Attend::new(0.2).read(Read::All), Output::new(&mut out))?;
     Ok(bits(&out))
 }

@@ -7,8 +7,8 @@
 use pikv::fabric::mpi::Mpi;
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
 use pikv::{
-    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageMass, Position, Read,
-    Rows, Sequence, ShardMap,
+    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, PageMass, Position, Read, Rows,
+    Sequence, ShardMap,
 };
 use pikv_test::numbers::{bits, noise};
 use std::path::{Path, PathBuf};
@@ -23,8 +23,7 @@ const BUDGET: u64 = 256 << 20;
 
 /// Two layers of 2 KV heads of 4 query heads, 64 channels of bf16, 8 experts.
 fn config(ranks: u32) -> CacheConfig {
-    let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let layer = LayerShape { kv_heads: 2, query_heads: 8, layout, window: None, rope: None };
+    let layer = LayerShape::new(2, 8, 64, Dtype::Bf16);
     let config = CacheConfig::new(vec![layer; 2], BUDGET).ring(64).sinks(4).rollback(8).experts(8, 2);
     config.shards(ShardMap::sum(ranks).unwrap())
 }
@@ -90,7 +89,7 @@ fn history(cache: &Cache) -> Vec<Vec<u32>> {
         run.step(&mut sequence, 5, Read::All).unwrap();
         run.step(&mut fork, 3, Read::All).unwrap();
     }
-    let rows = [Rows { sequence: &fork, first: Position(fork.next_position().0 - 2), rows: 2 }];
+    let rows = [Rows::new(&fork, Position(fork.next_position().0 - 2), 2)];
     let (mut out, mut mass) = (vec![0.0; 2 * 512], Vec::<PageMass>::new());
     cache
         .attend(1, &rows, &noise(7, 2 * 512), &Attend::new(0.125), Output::new(&mut out).mass(&mut mass))
@@ -178,7 +177,7 @@ fn failure(cache: &Cache, dir: &Path, how: &str, append: bool) {
     run.step(&mut short, 20, Read::All).unwrap();
     let seen = |sequence: &Sequence| {
         let mut out = vec![0.0; 512];
-        let rows = [Rows { sequence, first: Position(sequence.next_position().0 - 1), rows: 1 }];
+        let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
         let read = cache.attend(0, &rows, &noise(5, 512), &Attend::new(0.125), Output::new(&mut out));
         read.map(|()| bits(&out))
     };

@@ -2,9 +2,7 @@
 //! caller is what the front of an MPI world has.
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rows, Sequence, ShardMap,
-};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence, ShardMap};
 use pikv_test::numbers::{bits, noise};
 use rayon::prelude::*;
 use std::collections::VecDeque;
@@ -69,9 +67,8 @@ impl Fabric for Here {
 }
 
 fn config() -> CacheConfig {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
     let heads = HEADS as u32;
-    let layer = LayerShape { kv_heads: heads, query_heads: heads, layout, window: None, rope: None };
+    let layer = LayerShape::new(heads, heads, DIM as u32, Dtype::F32);
     let map = ShardMap::sum(EXPERTS).unwrap();
     CacheConfig::new(vec![layer], 64 << 20).ring(32).experts(EXPERTS, 1).shards(map)
 }
@@ -94,7 +91,7 @@ fn sequence(cache: &Cache) -> Sequence {
 
 fn attend(cache: &Cache, sequence: &Sequence, seed: u64, masses: bool) -> Vec<u32> {
     let mut out = vec![0.0; HEADS * DIM];
-    let rows = [Rows { sequence, first: Position(sequence.next_position().0 - 1), rows: 1 }];
+    let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
     let mut mass = Vec::new();
     let to = Output::new(&mut out);
     let to = if masses { to.mass(&mut mass) } else { to };

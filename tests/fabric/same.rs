@@ -6,8 +6,8 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, Options};
 use pikv::router::Eplb;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageInfo, PageMass, Pairs,
-    Position, Rope, Rows, ShardMap, Step, StepReport,
+    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, PageInfo, PageMass, Position, Rope, Rows,
+    ShardMap, Step, StepReport,
 };
 use pikv_test::numbers::{bits, noise};
 use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
@@ -190,7 +190,7 @@ impl Twins<'_> {
                 for layer in 0..model.layers {
                     let Twins { caches, pairs, .. } = self;
                     let call = |cache: usize, out: Output<'_>| {
-                        let rows = [Rows { sequence: &pairs[at][cache], first, rows: 1 }];
+                        let rows = [Rows::new(&pairs[at][cache], first, 1)];
                         caches[cache].attend(layer, &rows, &q, &options, out)
                     };
                     let tried = call(1, Output::new(&mut vec![0.0; outs.0]));
@@ -284,15 +284,14 @@ fn histories_reach_what_they_are_for() {
 /// Codecs whose queries have another width than what they store, and those that store tokens together.
 #[test]
 fn pages_in_bases_and_means() {
-    let layout = Layout { k_dim: 80, v_dim: 70, k: Dtype::Bf16, v: Dtype::Bf16 };
-    let rope = Rope { theta: 1000.0, rotary_dim: 32, pairs: Pairs::Halves };
+    let rope = Rope::new(1000.0, 32);
     let pca = |n| Coding::block_pca(Code::Int8, n).unwrap();
     for (rope, codec) in [
         (None, Codec::new(pca(5), pca(7))),
         (Some(rope), Codec::new(pca(5), Coding::new(Code::Int4))),
         (None, Codec::new(Coding::means(Code::Bf16, 2).unwrap(), Coding::means(Code::Bf16, 1).unwrap())),
     ] {
-        let layer = LayerShape { kv_heads: 1, query_heads: 3, layout, window: None, rope };
+        let layer = LayerShape::new(1, 3, 80, Dtype::Bf16).values(70, Dtype::Bf16).rope(rope);
         let config = CacheConfig::new(vec![layer], 1 << 26).ring(20).experts(2, 1).compress(codec);
         let config = config.shards(ShardMap::sum(3).unwrap());
         let outs = [Cache::new(config.clone()).unwrap(), over(config, 3, 1 << 26, Options::default())].map(

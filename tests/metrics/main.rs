@@ -10,24 +10,17 @@ use std::sync::{Arc, Mutex};
 
 /// What a short run tells a sink.
 fn play(sink: &dyn Sink) {
-    let step = StepMetrics { rows: 4, resident_bytes: 900, logical_bytes: 1000, ..StepMetrics::default() };
-    sink.step(&StepMetrics { hits: &[5.0, 0.0, 1.5], misses: &[0.0, 2.0, 1.0], ..step });
-    sink.evicted(&Evicted { layer: 1, kv_head: 2, tokens: 32, bytes: 640, age: 70 });
-    sink.evicted(&Evicted { layer: 0, kv_head: 0, tokens: 9, bytes: 160, age: 3 });
-    sink.reused(&Reused { layer: 0, kv_head: 1, gap: 6 });
-    sink.step(&StepMetrics {
-        rows: 1,
-        resident_bytes: 100,
-        logical_bytes: 1250,
-        hits: &[1.0, 1.0, 1.0],
-        misses: &[],
-        held_tokens: 30,
-        lost_tokens: 10,
-    });
-    let traffic = Traffic { sent: 700, received: 900, messages: 3, ..Traffic::default() };
+    let step = StepMetrics::default().rows(4).resident_bytes(900).logical_bytes(1000);
+    sink.step(&step.hits(&[5.0, 0.0, 1.5]).misses(&[0.0, 2.0, 1.0]));
+    sink.evicted(&Evicted::default().layer(1).kv_head(2).tokens(32).bytes(640).age(70));
+    sink.evicted(&Evicted::default().tokens(9).bytes(160).age(3));
+    sink.reused(&Reused::default().kv_head(1).gap(6));
+    let step = StepMetrics::default().rows(1).resident_bytes(100).logical_bytes(1250);
+    sink.step(&step.hits(&[1.0, 1.0, 1.0]).misses(&[]).held_tokens(30).lost_tokens(10));
+    let traffic = Traffic::default().sent(700).received(900).messages(3);
     sink.traffic(&traffic);
     // Sums: the later holds.
-    sink.traffic(&Traffic { sent: 1700, rounds: 2, moved: 8, replicated: 16, ..traffic });
+    sink.traffic(&traffic.sent(1700).rounds(2).moved(8).replicated(16));
 }
 
 #[test]

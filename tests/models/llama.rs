@@ -1,6 +1,6 @@
 //! The examples' Llama and its tokenizer: against other implementations, over the plain cache and over pikv.
 
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Pairs, Rope};
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Rope};
 use pikv_engine::common::cache::{Cache as _, Keys};
 use pikv_engine::common::sample::{SplitMix, nats};
 use pikv_engine::llama::{gguf::Gguf, model::Model, tokenizer::Tokenizer};
@@ -239,8 +239,7 @@ fn slow(gguf: &Gguf, tokens: &[u32]) -> Vec<f64> {
 
 fn paged(layers: usize, heads: (usize, usize), dim: usize, experts: (u32, u32), rope: Option<Rope>) -> Paged {
     let (query_heads, kv_heads, k_dim) = (heads.0 as u32, heads.1 as u32, dim as u32);
-    let layout = Layout { k_dim, v_dim: k_dim, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads, query_heads, layout, window: None, rope };
+    let layer = LayerShape::new(kv_heads, query_heads, k_dim, Dtype::F32).rope(rope);
     let config = CacheConfig::new(vec![layer; layers], 64 << 20).ring(512).experts(experts.0, experts.1);
     Paged::new(Cache::new(config).unwrap(), dim)
 }
@@ -400,7 +399,7 @@ fn the_moe_can_leave_the_rotation_to_the_cache() {
     let mut model = pikv_engine::moe::model::Model::load(&dir).unwrap();
     let c = model.config().clone();
     let experts = (c.experts as u32, c.top_k as u32);
-    let rope = Rope { theta: c.rope_theta, rotary_dim: c.head_dim as u32, pairs: Pairs::Halves };
+    let rope = Rope::new(c.rope_theta, c.head_dim as u32);
     let mut caches = [None, Some(rope)]
         .map(|rope| paged(c.layers, (c.query_heads, c.kv_heads), c.head_dim, experts, rope));
     let (mut a, mut b) = (Vec::new(), Vec::new());

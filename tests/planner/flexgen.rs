@@ -4,11 +4,11 @@ use pikv::planner::flexgen::{Class, Machine, Placement, PlacementError, Tier};
 use proptest::prelude::*;
 
 fn tier(name: &str, capacity: u64, read: f64, write: f64, direct: bool) -> Tier {
-    Tier { name: name.into(), capacity, read, write, direct }
+    Tier::new(name, capacity, read, write).direct(direct)
 }
 
 fn class(name: &str, pages: u64, page_bytes: u64, read: f64, write: f64) -> Class {
-    Class { name: name.into(), pages, page_bytes, read, write }
+    Class::new(name, pages, page_bytes).read(read).write(write)
 }
 
 /// Seconds of a step, stream by stream; `None` if a tier overflows.
@@ -90,7 +90,7 @@ fn machines() -> impl Strategy<Value = Machine> {
                 .into_iter()
                 .enumerate()
                 .map(|(i, (capacity, read, write, direct))| tier(name(i), capacity, read, write, direct));
-            Machine { fast, tiers: tiers.collect(), compute }
+            Machine::new(fast, tiers.collect()).compute(compute)
         },
     )
 }
@@ -145,11 +145,11 @@ proptest! {
 fn two_links_share_the_rest() {
     let page = 16_512;
     let pool = [class("pool", 40_000, page, 1.0, 0.0)];
-    let mut machine = Machine {
-        fast: 10_000 * page,
-        tiers: vec![tier("host", u64::MAX / 4, 20e9, 20e9, true), tier("file", u64::MAX / 4, 5e9, 2e9, true)],
-        compute: 1e-3,
-    };
+    let mut machine = Machine::new(
+        10_000 * page,
+        vec![tier("host", u64::MAX / 4, 20e9, 20e9, true), tier("file", u64::MAX / 4, 5e9, 2e9, true)],
+    )
+    .compute(1e-3);
     // Links of their own: they end together, 4 pages of 5 on the faster.
     let placement = machine.place(&pool).unwrap();
     sound(&machine, &pool, &placement);
@@ -170,7 +170,7 @@ fn two_links_share_the_rest() {
 /// Pages that are always read keep the first tier from those that seldom are.
 #[test]
 fn what_is_read_most_stays_up() {
-    let machine = Machine { fast: 1000, tiers: vec![tier("host", 1 << 20, 1e3, 1e3, false)], compute: 0.0 };
+    let machine = Machine::new(1000, vec![tier("host", 1 << 20, 1e3, 1e3, false)]);
     let classes = [class("pool", 100, 10, 0.242, 0.0), class("ring", 50, 10, 1.0, 0.02)];
     let placement = machine.place(&classes).unwrap();
     sound(&machine, &classes, &placement);
@@ -179,7 +179,7 @@ fn what_is_read_most_stays_up() {
 
 #[test]
 fn numbers_out_of_range() {
-    let fine = Machine { fast: 100, tiers: vec![tier("host", 100, 1.0, 1.0, false)], compute: 0.0 };
+    let fine = Machine::new(100, vec![tier("host", 100, 1.0, 1.0, false)]);
     let pages = [class("pool", 1, 10, 1.0, 0.0)];
     fine.place(&pages).unwrap();
     let refused = |machine: &Machine, classes: &[Class]| match machine.place(classes).unwrap_err() {
@@ -197,12 +197,12 @@ fn numbers_out_of_range() {
     for share in [-0.1, f64::NAN, f64::INFINITY] {
         assert_eq!(refused(&fine, &[class("pool", 1, 10, share, 0.0)]).0, "share read");
         assert_eq!(refused(&fine, &[class("pool", 1, 10, 1.0, share)]).0, "share written");
-        assert_eq!(refused(&Machine { compute: share, ..fine.clone() }, &pages).0, "seconds");
+        assert_eq!(refused(&fine.clone().compute(share), &pages).0, "seconds");
     }
     assert_eq!(refused(&fine, &[class("pool", 1, 0, 1.0, 0.0)]).0, "bytes of a page");
     // Nothing to place, and nowhere to place it.
     assert_eq!(fine.place(&[]).unwrap().seconds, 0.0);
-    let alone = Machine { fast: 100, tiers: Vec::new(), compute: 2.0 };
+    let alone = Machine::new(100, Vec::new()).compute(2.0);
     assert_eq!(alone.place(&pages).unwrap().pages, [[1]]);
     assert_eq!(
         alone.place(&[class("pool", 11, 10, 1.0, 0.0)]).unwrap_err().to_string(),

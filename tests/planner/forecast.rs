@@ -42,14 +42,14 @@ fn the_papers_worked_example() {
     assert_eq!(rows, 24_576.0);
     assert_eq!(1.0 - rows / 131_072.0, 0.8125);
     assert_eq!(((1.0 - rows / (16.0 * 131_072.0)) * 1000.0).round(), 988.0, "98.8 % less than 16 copies");
-    assert_eq!(Geometry { layers: 24, ..QWEN1_5_MOE_A2_7B }.raw_bytes(131_072, 16), 24 << 30);
+    assert_eq!(QWEN1_5_MOE_A2_7B.layers(24).raw_bytes(131_072, 16), 24 << 30);
 }
 
 /// Stored once, a device holds an eighth: 16,384 of 131,072 rows.
 #[test]
 fn rows_on_a_device() {
-    let layout = Layout { k_dim: 128, v_dim: 128, k: Dtype::F16, v: Dtype::F16 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layout = Layout::new(128, Dtype::F16);
+    let layer = LayerShape::with_layout(1, 1, layout);
     let config = CacheConfig::new(vec![layer], 1 << 40)
         .ring(512)
         .experts(16, 2)
@@ -74,8 +74,7 @@ fn the_papers_latency() {
 /// Against the store: the share of the filed tokens that rows of uniform experts read.
 #[test]
 fn a_row_reads_the_pages_of_its_experts() {
-    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 1, Dtype::F32);
     for (experts, top_k, share) in [(16, 2, 0.125), (8, 2, 0.25), (64, 4, 0.0625), (4, 4, 1.0), (1, 1, 1.0)] {
         assert_eq!(shared_experts(experts, top_k), Ok(share));
         let config = CacheConfig::new(vec![layer], 64 << 20).ring(32).experts(experts, top_k);
@@ -167,7 +166,7 @@ fn evict(cache: &Cache, sequence: &mut Sequence, resident: u32) {
 fn work(cache: &Cache, sequence: &Sequence) -> Work {
     let config = cache.config();
     let len = sequence.next_position().0;
-    let mut work = Work { calls: config.layers.len() as u64, ..Work::default() };
+    let mut work = Work::default().calls(config.layers.len() as u64);
     for (l, layer) in config.layers.iter().enumerate() {
         let layout = layer.layout;
         let seen = len.saturating_sub(layer.window.unwrap_or(u32::MAX));
@@ -236,10 +235,9 @@ fn configs() -> impl Strategy<Value = CacheConfig> {
     let picks = (prop::sample::select(codecs()), prop::sample::select(codecs()), windows);
     (shape, policy, shards, picks).prop_map(|(shape, policy, shards, (all, second, window))| {
         let (kv_heads, group, v_dim, k, v) = shape;
-        let layout = Layout { k_dim: 20, v_dim, k, v };
-        let layer = LayerShape { kv_heads, query_heads: kv_heads * group, layout, window: None, rope: None };
+        let layer = LayerShape::new(kv_heads, kv_heads * group, 20, k).values(v_dim, v);
         let (ring, rollback, sinks, experts) = policy;
-        let mut config = CacheConfig::new(vec![layer, LayerShape { window, ..layer }], 1 << 26)
+        let mut config = CacheConfig::new(vec![layer, layer.window(window)], 1 << 26)
             .ring(ring)
             .rollback(rollback)
             .sinks(sinks)
@@ -303,8 +301,7 @@ proptest! {
 #[test]
 fn sequences_add_up() {
     let codec = codecs().remove(2).unwrap();
-    let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 2, query_heads: 4, layout, window: None, rope: None };
+    let layer = LayerShape::new(2, 4, 64, Dtype::Bf16).values(64, Dtype::F32);
     let config = CacheConfig::new(vec![layer; 3], 1 << 26)
         .ring(64)
         .experts(4, 2)
@@ -329,8 +326,8 @@ fn what_does_not_fit() {
     };
     assert_eq!((needed, budget), (planner.forecast(&load).unwrap().bytes, 8 << 20));
     assert!(fits > 0);
-    planner.check(&Load { len: fits, ..load }).unwrap();
-    assert!(planner.forecast(&Load { len: fits + 1, ..load }).unwrap().bytes > budget);
+    planner.check(&Load::new(fits).sequences(load.sequences)).unwrap();
+    assert!(planner.forecast(&Load::new(fits + 1).sequences(load.sequences)).unwrap().bytes > budget);
     assert!(error.to_string().contains(&format!("2 x {fits} tokens fit")), "{error}");
     // And it does fit in a cache, with room for what steps take on their way.
     let mut roomy = config;
@@ -351,7 +348,7 @@ fn what_does_not_fit() {
 fn samples(constants: [f64; 3], works: &[[u64; 3]]) -> Vec<Sample> {
     let sample = |&[calls, bytes, flops]: &[u64; 3]| {
         let terms = [calls, bytes, flops].into_iter().zip(constants);
-        Sample { work: Work { calls, bytes, flops }, seconds: terms.map(|(n, c)| n as f64 * c).sum() }
+        Sample::new(Work::new(calls, bytes, flops), terms.map(|(n, c)| n as f64 * c).sum())
     };
     works.iter().map(sample).collect()
 }
@@ -373,7 +370,7 @@ fn constants_are_found() {
     let fit = StepTime::fit(&samples([3e-6, 1e-10, 2e-11], &WORKS)).unwrap();
     assert!(near(fit.t0, 3e-6) && near(fit.beta, 1e10) && near(fit.flops, 5e10), "{fit:?}");
     assert!(fit.residual < 1e-9 && fit.worst < 1e-9, "{fit:?}");
-    let work = Work { calls: 10, bytes: 1 << 30, flops: 1 << 31 };
+    let work = Work::new(10, 1 << 30, 1 << 31);
     let seconds = 3e-5 + 1e-10 * (1u64 << 30) as f64 + 2e-11 * (1u64 << 31) as f64;
     assert!(near(fit.seconds(&work), seconds));
     // A term that is not there costs nothing.
@@ -412,7 +409,8 @@ fn constants_are_the_best_of_those_that_can_be() {
         for t0 in around(fit.t0, 1e-6) {
             for slow in around(fit.beta.recip(), 1e-12) {
                 for work in around(fit.flops.recip(), 1e-13) {
-                    let other = StepTime { t0, beta: slow.recip(), flops: work.recip(), ..fit };
+                    let mut other = fit;
+                    (other.t0, other.beta, other.flops) = (t0, slow.recip(), work.recip());
                     assert!(loss(&other) >= fit.residual - 1e-9, "{other:?} beats {fit:?}");
                 }
             }
@@ -426,7 +424,7 @@ fn samples_that_say_nothing() {
     assert_eq!(StepTime::fit(&good[..2]), Err(PlanError::Samples { got: 2 }));
     for (calls, seconds) in [(0, 1.0), (1, 0.0), (1, -1.0), (1, f64::INFINITY)] {
         let mut bad = good.clone();
-        bad[1] = Sample { work: Work { calls, ..bad[1].work }, seconds };
+        bad[1] = Sample::new((bad[1].work).calls(calls), seconds);
         assert_eq!(StepTime::fit(&bad), Err(PlanError::Sample { index: 1, calls, seconds }));
     }
     let mut bad = good;

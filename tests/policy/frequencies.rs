@@ -2,8 +2,8 @@
 
 use pikv::policy::{Budget, Eviction, ExpectedAttention};
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, Frequencies, FrequencyError, LayerShape, Layout,
-    Output, Pairs, Read, Rope, Scaling,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, Frequencies, FrequencyError, LayerShape, Output,
+    Read, Rope, Scaling,
 };
 use pikv_test::numbers::{bits, noise};
 use std::f64::consts::PI;
@@ -11,12 +11,11 @@ use std::f64::consts::PI;
 const DIM: usize = 16;
 
 fn rope(theta: f64, rotary_dim: u32) -> Rope {
-    Rope { theta, rotary_dim, pairs: Pairs::Halves }
+    Rope::new(theta, rotary_dim)
 }
 
 fn layer(rope: Option<Rope>) -> LayerShape {
-    let layout = Layout { k_dim: DIM as u32, v_dim: 8, k: Dtype::F32, v: Dtype::F32 };
-    LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope }
+    LayerShape::new(1, 2, DIM as u32, Dtype::F32).values(8, Dtype::F32).rope(rope)
 }
 
 /// The kinds of `config.json`, each as a model has it, and its frequencies and factor by transcriptions of
@@ -197,8 +196,7 @@ fn expected_attention_takes_the_layers_frequencies() {
     let scaling = Scaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 128 };
     let frequencies = Frequencies::scaled(rope.theta, DIM as u32, &scaling).unwrap();
     let held = |rotated: bool, told: bool| {
-        let policy =
-            ExpectedAttention { ahead: 64, memory: 64, ..ExpectedAttention::new(Some(rope), rotated) };
+        let policy = ExpectedAttention::new(Some(rope), rotated).ahead(64).memory(64);
         let shape = layer((!rotated).then_some(rope));
         let mut config =
             CacheConfig::new(vec![shape], 1 << 22).ring(16).evict(Eviction::new(policy, Budget::Tokens(60)));

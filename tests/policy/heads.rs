@@ -112,7 +112,7 @@ fn retrieval_heads_keep_everything() {
 #[test]
 fn budgets_of_a_pyramid() {
     let layers = 4;
-    let budgets = PyramidKv { capacity: 40, window: 8, beta: 4.0 }.budgets(layers).unwrap();
+    let budgets = PyramidKv::new(40).beta(4.0).budgets(layers).unwrap();
     assert!(budgets.is_sorted_by(|a, b| a > b));
     let rule = Eviction::new(H2o, Budget::Layers(budgets.clone().into())).batch(1);
     let cache = Cache::new(config(layers as usize).evict(rule)).unwrap();
@@ -150,7 +150,7 @@ fn whole_chunks_go_as_chunk_kv_has_it() {
         .backend(pikv_test::backend::backend())
         .ring(5);
     let (all, scores) = prompt(&config, 60);
-    let keep = ChunkKv { chunk: 5, budget: 30 }.keep(&scores[..55]).unwrap();
+    let keep = ChunkKv::new(5, 30).keep(&scores[..55]).unwrap();
     let want = (0..55).filter(|p| keep[*p as usize]).chain(55..60).collect();
     let rule = eviction(Box::new(Chunks::new(H2o, 5)), Budget::Tokens(35)).batch(1);
     let cache = Cache::new(config.evict(rule)).unwrap();
@@ -176,7 +176,7 @@ fn the_least_attended_go_as_fast_v_has_it() {
         })
         .collect();
     let received: Vec<f32> = received.into_iter().map(|x| x as f32).collect();
-    let fast = FastV { ratio: 0.5, from: 2, sinks: 4, window: 8 };
+    let fast = FastV::new(0.5).window(8);
     let keep = fast.keep(2, &received).unwrap();
     assert_eq!(keep.iter().filter(|k| **k).count(), 36);
     let want: BTreeSet<u32> = (0..60).filter(|p| keep[*p as usize]).collect();

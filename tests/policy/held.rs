@@ -76,7 +76,7 @@ fn long_runs_are_put_together_and_read_back() {
     {
         let mut config = config(1).experts(experts, experts.min(2)).shards(ShardMap::sum(2).unwrap());
         if experts > 1 {
-            config.layers[0].layout = Layout { k_dim: 5, v_dim: 3, k: Dtype::Bf16, v: Dtype::F16 };
+            config.layers[0].layout = Layout::new(5, Dtype::Bf16).values(3, Dtype::F16);
         }
         let mut model = Model::new(config, def, Budget::Tokens(100), |e| e);
         for i in 0..30 {

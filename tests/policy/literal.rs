@@ -28,10 +28,8 @@ fn best(utility: impl Fn(u32) -> f64, n: u32, budget: usize) -> BTreeSet<u32> {
 }
 
 fn network(widths: &[usize]) -> Vec<Dense> {
-    let layer = |(l, w): (usize, &[usize])| Dense {
-        weight: noise(l as u64, w[0] * w[1]),
-        bias: noise(99 + l as u64, w[1]),
-    };
+    let layer =
+        |(l, w): (usize, &[usize])| Dense::new(noise(l as u64, w[0] * w[1]), noise(99 + l as u64, w[1]));
     widths.windows(2).enumerate().map(layer).collect()
 }
 
@@ -68,7 +66,7 @@ fn a_network_ranks_by_statistics() {
             x.push(of.iter().copied().fold(f64::NEG_INFINITY, f64::max));
             x.push(of.iter().map(|x| x * x).sum::<f64>().sqrt());
         }
-        for (l, Dense { weight, bias }) in layers.iter().enumerate() {
+        for (l, Dense { weight, bias, .. }) in layers.iter().enumerate() {
             let out = (0..bias.len()).map(|o| {
                 let row = &weight[o * x.len()..][..x.len()];
                 let y = f64::from(bias[o]) + row.iter().zip(&x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
@@ -86,7 +84,7 @@ fn a_network_ranks_by_statistics() {
     feed(&cache, &mut sequence, &all);
     assert_eq!(held(&sequence, 0, 0), best(|p| utility(&all[p as usize]), 80, 30));
     // One layer that looks at the key's norm alone is the policy of that name.
-    let norm = Dense { weight: vec![0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0], bias: vec![0.0] };
+    let norm = Dense::new(vec![0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0], vec![0.0]);
     let of = |policy: Box<dyn Policy>| {
         let cache = Cache::new(config(1).evict(eviction(policy, Budget::Tokens(30)))).unwrap();
         let mut sequence = cache.sequence();
@@ -214,12 +212,12 @@ fn decode(policy: AdaKvLit, tokens: u32) -> (f64, f64) {
 
 #[test]
 fn the_threshold_settles_and_the_papers_sign_runs_away() {
-    let policy = AdaKvLit { target: 0.8, gamma: 0.02, ..AdaKvLit::default() };
+    let policy = AdaKvLit::default().target(0.8).gamma(0.02);
     let (hits, theta) = decode(policy, 500);
     assert!((hits - 0.8).abs() < 0.1, "hit rate {hits}");
     assert!(theta < 0.9, "{theta}");
     // The paper adds what is to be taken away. A head that misses nothing then never lets anything go,
-    let paper = AdaKvLit { gamma: -0.02, ..policy };
+    let paper = policy.gamma(-0.02);
     assert_eq!(decode(paper, 200), (1.0, 0.0));
     // and one that misses, here by its budget, ends with sinks and ring, while the corrected sign goes on holding what it may.
     let held_in_the_end = |policy: AdaKvLit| {
@@ -276,7 +274,7 @@ impl Policy for Starved {
 #[test]
 fn the_threshold_settles_from_below_too() {
     let log = Log::default();
-    let of = Box::new(Starved(AdaKvLit { target: 0.8, gamma: 0.02, ..AdaKvLit::default() }, 100));
+    let of = Box::new(Starved(AdaKvLit::default().target(0.8).gamma(0.02), 100));
     let rule = eviction(Box::new(Spy { of, log: log.clone() }), Budget::Tokens(Budget::ALL));
     let cache = Cache::new(config(1).experts(3, 2).hits(Hits::new().every(1)).evict(rule)).unwrap();
     let mut sequence = cache.sequence();
@@ -315,12 +313,7 @@ fn expected(policy: ExpectedAttention, key_rope: bool) -> (Vec<Row>, BTreeSet<u3
 #[test]
 fn what_queries_to_come_can_be_expected_to_look_at() {
     for rope in [None, Some(rope(4)), Some(rope(2))] {
-        let policy = ExpectedAttention {
-            ahead: 40,
-            epsilon: 0.01,
-            scale: Some(2.0),
-            ..ExpectedAttention::new(rope, false)
-        };
+        let policy = ExpectedAttention::new(rope, false).ahead(40).epsilon(0.01).scale(2.0);
         let (all, first, second) = expected(policy, true);
         for (h, got) in [&first, &second].into_iter().enumerate() {
             let mut p = vec![0.0; 90];
@@ -363,7 +356,7 @@ fn what_queries_to_come_can_be_expected_to_look_at() {
             );
         }
         // The same tokens, rotated before they come.
-        let (_, one, two) = expected(ExpectedAttention { rotated: true, ..policy }, false);
+        let (_, one, two) = expected(policy.rotated(true), false);
         assert_eq!((&one, &two), (&first, &second));
     }
 }
@@ -372,7 +365,7 @@ fn what_queries_to_come_can_be_expected_to_look_at() {
 fn old_queries_fade() {
     // Queries look one way for 60 tokens, then the other for 30: with a short memory keys of the second kind stay.
     let play = |memory: u32| {
-        let policy = ExpectedAttention { memory, scale: Some(4.0), ..ExpectedAttention::new(None, false) };
+        let policy = ExpectedAttention::new(None, false).memory(memory).scale(4.0);
         let cache = Cache::new(config(1).evict(Eviction::new(policy, Budget::Tokens(26)).batch(1))).unwrap();
         let mut sequence = cache.sequence();
         let mut all = rows(cache.config(), 0, 90);
@@ -389,8 +382,8 @@ fn old_queries_fade() {
 #[test]
 fn drafts_leave_no_trace_here_either() {
     let policies: [fn() -> Box<dyn Policy>; 4] = [
-        || Box::new(AdaKvLit { target: 0.7, gamma: 0.05, ..AdaKvLit::default() }),
-        || Box::new(ExpectedAttention { memory: 16, ..ExpectedAttention::new(Some(rope(2)), true) }),
+        || Box::new(AdaKvLit::default().target(0.7).gamma(0.05)),
+        || Box::new(ExpectedAttention::new(Some(rope(2)), true).memory(16)),
         || Box::new(QuestLit::new(network(&[8, 4, 1])).unwrap()),
         || Box::new(ExpectedAttention::new(None, true)),
     ];

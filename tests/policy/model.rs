@@ -57,7 +57,7 @@ impl Def {
             Def::LruPlus => Box::new(LruPlus::default()),
             Def::H2o => Box::new(H2o),
             Def::Streaming => Box::new(StreamingLlm),
-            Def::Snap { window, pool } => Box::new(SnapKv { window, pool }),
+            Def::Snap { window, pool } => Box::new(SnapKv::default().window(window).pool(pool)),
             Def::Tova => Box::new(Tova),
             Def::KeyNorm => Box::new(KeyNorm),
             Def::FastV => Box::new(FastVReceived),

@@ -1,7 +1,7 @@
 //! `Read::Quest` behind a window: a row's candidates are pages that it sees, so that what it reads depends neither on how tokens are cut
 //! into steps nor on what was taken back.
 
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Read, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence};
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
 
@@ -12,8 +12,7 @@ const QUERY_HEADS: u32 = 2;
 
 /// A layer of one KV head that `QUERY_HEADS` query heads read.
 fn shape(window: Option<u32>) -> LayerShape {
-    let layout = Layout { k_dim: K_DIM, v_dim: V_DIM, k: Dtype::F32, v: Dtype::F32 };
-    LayerShape { kv_heads: 1, query_heads: QUERY_HEADS, layout, window, rope: None }
+    LayerShape::new(1, QUERY_HEADS, K_DIM, Dtype::F32).values(V_DIM, Dtype::F32).window(window)
 }
 
 /// Numbers of a token: `what` says whether key, value, query or expert; `branch` which text it belongs to.
@@ -75,8 +74,7 @@ fn push_steep(cache: &Cache, sequence: &mut Sequence, n: u32, read: Read) -> Vec
 }
 
 fn steep(rollback: u32) -> Cache {
-    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: Some(160), rope: None };
+    let layer = LayerShape::new(1, 1, 1, Dtype::F32).window(160);
     Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(64).rollback(rollback).bounds(true)).unwrap()
 }
 

@@ -65,7 +65,7 @@ fn ask(cache: &Cache, sequence: &Sequence, options: &Attend) -> Vec<u32> {
     for l in 0..cache.config().layers.len() {
         let q = row(cache.config(), Kind::Noise, 1 << 40).q[l].clone();
         let (mut out, mut mass) = (vec![0.0; 12], Vec::new());
-        let rows = [pikv::Rows { sequence, first: p, rows: 1 }];
+        let rows = [pikv::Rows::new(sequence, p, 1)];
         cache.attend(l, &rows, &q, options, Output::new(&mut out).mass(&mut mass)).unwrap();
         all.extend(bits(&out));
         all.extend(mass.iter().flat_map(|page| bits(&page.tokens)));
@@ -318,7 +318,7 @@ fn quest_reads_the_pages_with_the_highest_bounds() {
             let p = sequence.next_position();
             let q = row(cache.config(), Kind::Noise, (1 << 40) + asked).q[0].clone();
             let (mut out, mut mass) = (vec![0.0; 12], Vec::new());
-            let rows = [pikv::Rows { sequence: &sequence, first: p, rows: 1 }];
+            let rows = [pikv::Rows::new(&sequence, p, 1)];
             let options = Attend::new(0.5).read(Read::Quest { pages: 2 });
             cache.attend(0, &rows, &q, &options, Output::new(&mut out).mass(&mut mass)).unwrap();
             for h in 0..2 {
@@ -366,7 +366,7 @@ proptest! {
         use pikv_core::{bound, portable::Portable, rope::Rope, warp::LANES};
         let rotary = (2 * rotary).min(k_dim / 2 * 2);
         let pairs = if neighbours { pikv::Pairs::Neighbours } else { pikv::Pairs::Halves };
-        let turn = (rotary > 0).then_some(Rope { theta: 10_000.0, rotary_dim: rotary, pairs });
+        let turn = (rotary > 0).then_some(Rope::new(10_000.0, rotary).pairs(pairs));
         let n = k_dim as usize;
         let scale = 2f32.powi(size);
         let keys: Vec<Vec<f32>> = (0..32)

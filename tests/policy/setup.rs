@@ -1,18 +1,17 @@
 //! Small caches, made-up tokens, and attention in f64.
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, HeadSeen, Policy, Scope, Seen, Token};
-use pikv::{Cache, CacheConfig, Dtype, LANES, LayerShape, Layout, PageId, Pairs, Place, Rope, Sequence};
+use pikv::{Cache, CacheConfig, Dtype, LANES, LayerShape, PageId, Place, Rope, Sequence};
 use pikv_test::backend::backend;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 pub fn shape(kv_heads: u32, group: u32, k_dim: u32, v_dim: u32) -> LayerShape {
-    let layout = Layout { k_dim, v_dim, k: Dtype::F32, v: Dtype::F32 };
-    LayerShape { kv_heads, query_heads: kv_heads * group, layout, window: None, rope: None }
+    LayerShape::new(kv_heads, kv_heads * group, k_dim, Dtype::F32).values(v_dim, Dtype::F32)
 }
 
 pub fn rope(rotary_dim: u32) -> Rope {
-    Rope { theta: 100.0, rotary_dim, pairs: Pairs::Halves }
+    Rope::new(100.0, rotary_dim)
 }
 
 /// A small cache: `layers` layers of 2 KV heads, 2 query heads each, a ring of 4, 2 sinks, freed pages full of NaN.

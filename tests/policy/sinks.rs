@@ -2,11 +2,10 @@
 
 use crate::setup::{Kind, Row, held, row, run, shape};
 use pikv::policy::{Budget, Duo, Eviction, H2o, StreamingLlm};
-use pikv::{Attend, Cache, CacheConfig, LayerShape, Output, Place, Read, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Output, Place, Read, Sequence};
 
 fn base() -> CacheConfig {
-    let layers =
-        vec![shape(2, 2, 4, 3), LayerShape { window: Some(12), ..shape(2, 2, 4, 3) }, shape(1, 2, 4, 3)];
+    let layers = vec![shape(2, 2, 4, 3), shape(2, 2, 4, 3).window(12), shape(1, 2, 4, 3)];
     CacheConfig::new(layers, 4 << 20).ring(4).experts(4, 2).backend(pikv_test::backend::backend())
 }
 

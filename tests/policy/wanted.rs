@@ -143,9 +143,9 @@ fn drawn(rng: &mut Rng, policy: usize) -> CacheConfig {
     }
     // More channels than fit a row of lanes.
     if rng.one_in(2) {
-        let wide = shape(2, 2, 40, 3);
-        config.layers[0] =
-            LayerShape { layout: pikv::Layout { k: config.layers[0].layout.k, ..wide.layout }, ..wide };
+        let mut wide = shape(2, 2, 40, 3);
+        wide.layout.k = config.layers[0].layout.k;
+        config.layers[0] = wide;
     }
     let budget = Budget::Tokens(rng.of(&[40, 90]));
     let policies: [Option<Box<dyn Policy>>; 5] = [
@@ -298,7 +298,7 @@ fn nobody_asks_and_nothing_is_computed() {
 /// Where the budget binds, the head that misses more ends with more of what the heads share, and their sum stays what it was.
 #[test]
 fn adakv_lit_moves_tokens_between_heads() {
-    let policy = AdaKvLit { gamma: 0.05, ..AdaKvLit::default() };
+    let policy = AdaKvLit::default().gamma(0.05);
     let eviction = Eviction::new(policy, Budget::Tokens(160)).batch(1);
     let cache = Cache::new(config(1).hits(Hits::new().pages(2).every(1)).evict(eviction)).unwrap();
     let (mut sequence, mut report) = (cache.sequence(), StepReport::default());

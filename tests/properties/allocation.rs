@@ -4,9 +4,7 @@
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape};
-use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Layout, Output, Pairs, Rope, Sequence,
-};
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Rope, Sequence};
 use pikv_test::full;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -63,9 +61,8 @@ const OPTIONS: Attend = Attend::new(0.17);
 
 fn config(window: Option<u32>, rope: Option<Rope>) -> CacheConfig {
     let dim = DIM as u32;
-    let layout = Layout { k_dim: dim, v_dim: dim, k: Dtype::Bf16, v: Dtype::Bf16 };
     let (kv_heads, query_heads) = (HEADS as u32, QUERY_HEADS as u32);
-    let layer = LayerShape { kv_heads, query_heads, layout, window, rope };
+    let layer = LayerShape::new(kv_heads, query_heads, dim, Dtype::Bf16).window(window).rope(rope);
     CacheConfig::new(vec![layer; LAYERS], 256 << 20).ring(64).sinks(4).experts(EXPERTS as u32, TOP_K as u32)
 }
 
@@ -187,7 +184,7 @@ fn what_is_counted_is_seen() {
 #[test]
 fn behind_a_window_nothing_is_asked_for() {
     settles("window", &config(Some(500), None), 1500);
-    let rope = Rope { theta: 10_000.0, rotary_dim: DIM as u32, pairs: Pairs::Halves };
+    let rope = Rope::new(10_000.0, DIM as u32);
     settles("window, rotated", &config(Some(500), Some(rope)), 1500);
     let codec = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4));
     settles("window, packed", &config(Some(500), None).compress(codec), 1500);

@@ -3,15 +3,13 @@
 use pikv::lanes::{Lanes, LanesError};
 use pikv::{
     Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageId, PageInfo,
-    Pairs, Place, Position, Rope, Rows, Sequence, ShardError, ShardMap, Step,
+    Place, Position, Rope, Rows, Sequence, ShardError, ShardMap, Step,
 };
 
 /// Two layers of different heads, widths and dtypes; 3 experts, 2 of them a token; a ring of 8, 4 of rollback.
 fn config() -> CacheConfig {
-    let layout = Layout { k_dim: 3, v_dim: 5, k: Dtype::F16, v: Dtype::Bf16 };
-    let first = LayerShape { kv_heads: 2, query_heads: 4, layout, window: None, rope: None };
-    let layout = Layout { k_dim: 2, v_dim: 2, k: Dtype::F32, v: Dtype::F32 };
-    let second = LayerShape { kv_heads: 1, query_heads: 1, layout, window: Some(6), rope: None };
+    let first = LayerShape::new(2, 4, 3, Dtype::F16).values(5, Dtype::Bf16);
+    let second = LayerShape::new(1, 1, 2, Dtype::F32).window(6);
     CacheConfig::new(vec![first, second], BUDGET).ring(8).rollback(4).sinks(1).experts(3, 2).poison(true)
 }
 
@@ -98,7 +96,7 @@ fn attend(
 /// Attends `rows` rows from `first`, outside a step.
 fn ask(cache: &Cache, sequence: &Sequence, layer: usize, first: u32, rows: u32) -> Result<(), Error> {
     let n = rows as usize % 1000;
-    let parts = [Rows { sequence, first: Position(first), rows }];
+    let parts = [Rows::new(sequence, Position(first), rows)];
     cache.attend(layer, &parts, &vec![0.0; n * 12], &Attend::new(0.5), Output::new(&mut vec![0.0; n * 20]))
 }
 
@@ -152,7 +150,7 @@ fn calls() -> Vec<Case> {
         ("q NaN", |c, s| attend(c, s, &with(Q, 23, f32::NAN), Attend::new(1.0), [OUT, LSE]), q(1, 3, 2, f32::NAN), &["NaN", "row 1", "query head 3", "channel 2"]),
         ("q inf", |c, s| attend(c, s, &with(Q, 4, f32::INFINITY), Attend::new(1.0), [OUT, LSE]), q(0, 1, 1, f32::INFINITY), &["inf", "query head 1"]),
         ("q -inf outside a step", |c, s| {
-            let rows = [Rows { sequence: s, first: Position(LEN - 1), rows: 1 }];
+            let rows = [Rows::new(s, Position(LEN - 1), 1)];
             c.attend(0, &rows, &with(12, 6, f32::NEG_INFINITY), &Attend::new(1.0), Output::new(&mut [0.0; 20]))
         }, q(0, 2, 0, f32::NEG_INFINITY), &["-inf", "query head 2"]),
         ("scores past 2^24", |c, s| {
@@ -255,7 +253,7 @@ type ConfigCase = (&'static str, fn(&mut CacheConfig), ConfigError, &'static [&'
 #[rustfmt::skip]
 fn configs() -> Vec<ConfigCase> {
     fn rope(c: &mut CacheConfig, theta: f64, rotary_dim: u32) {
-        c.layers[1].rope = Some(Rope { theta, rotary_dim, pairs: Pairs::Halves });
+        c.layers[1].rope = Some(Rope::new(theta, rotary_dim));
     }
     let roped = |theta, rotary_dim| ConfigError::Rope { layer: 1, theta, rotary_dim, k_dim: 2 };
     let most = i32::MAX as u32 - 1;
@@ -421,8 +419,7 @@ fn a_step_goes_on_after_a_refusal() {
 #[test]
 fn overflow_of_scores_is_refused() {
     type Product = (&'static str, [f32; 2], [f32; 2], f32, Option<f32>);
-    let layout = Layout { k_dim: 2, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 2, Dtype::F32).values(1, Dtype::F32);
     // Keys, queries, scale, cap.
     let cases: [Product; 9] = [
         ("up to inf", [3e38, 3e38], [3e38, 3e38], 1.0, None),
@@ -445,7 +442,7 @@ fn overflow_of_scores_is_refused() {
             let mut options = Attend::new(scale);
             options.softcap = cap;
             let (mut out, mut lse) = ([7.0], [7.0]);
-            let rows = [Rows { sequence: &sequence, first: Position(11), rows: 1 }];
+            let rows = [Rows::new(&sequence, Position(11), 1)];
             let got = cache.attend(0, &rows, &q, &options, Output::new(&mut out).lse(&mut lse));
             let right = got.is_ok() && (out[0] - 1.0).abs() < 1e-6 && lse[0].is_finite();
             let refused = matches!(
@@ -463,8 +460,7 @@ fn overflow_of_scores_is_refused() {
 #[test]
 fn many_shards_are_refused_or_right() {
     let Ok(map) = ShardMap::sum(70_000) else { return };
-    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 1, Dtype::F32);
     let config = CacheConfig::new(vec![layer], 1 << 30).ring(1).experts(65535, 1).shards(map);
     let Ok(cache) = Cache::new(config) else { return };
     let mut sequence = cache.sequence();

@@ -11,8 +11,8 @@ use pikv::router::{
 };
 use pikv::tiers::{Store, Tiers};
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Layout, LoopError, Output, Position,
-    Rows, Sequence,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, LoopError, Output, Position, Rows,
+    Sequence,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -47,7 +47,9 @@ fn guarded<T>(f: impl FnOnce() -> T) -> Option<T> {
     QUIET.call_once(|| {
         let loud = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            if info.payload_as_str() != Some(BLOWN) {
+            let payload = info.payload();
+            let said = payload.downcast_ref::<&str>().copied();
+            if said.or(payload.downcast_ref::<String>().map(String::as_str)) != Some(BLOWN) {
                 loud(info);
             }
         }));
@@ -66,8 +68,7 @@ fn guarded<T>(f: impl FnOnce() -> T) -> Option<T> {
 }
 
 fn layer() -> LayerShape {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
-    LayerShape { kv_heads: 2, query_heads: 2, layout, window: None, rope: None }
+    LayerShape::new(2, 2, DIM as u32, Dtype::F32)
 }
 
 fn config() -> CacheConfig {
@@ -161,7 +162,7 @@ fn look(cache: &Cache, sequence: &Sequence) -> Result<(Vec<u32>, Vec<u32>), Erro
     let Some(last) = sequence.next_position().0.checked_sub(1) else { return Ok((outs, held)) };
     for layer in 0..LAYERS {
         let mut out = [0.0; 2 * DIM];
-        let rows = [Rows { sequence, first: Position(last), rows: 1 }];
+        let rows = [Rows::new(sequence, Position(last), 1)];
         cache.attend(layer, &rows, &noise(77, 2 * DIM), &Attend::new(1.0), Output::new(&mut out))?;
         outs.extend(bits(&out));
         for head in 0..2 {
@@ -190,7 +191,7 @@ fn poisoned(cache: &Cache, sequence: &mut Sequence) -> bool {
     assert_eq!(cache.begin([(&mut *sequence, 1)]).err(), Some(Error::Poisoned));
     assert_eq!(sequence.rollback(0), Err(Error::Poisoned));
     assert_eq!(sequence.fork().resident(0, 0), Err(Error::Poisoned));
-    let rows = [Rows { sequence, first: Position(sequence.next_position().0), rows: 1 }];
+    let rows = [Rows::new(sequence, Position(sequence.next_position().0), 1)];
     let attended =
         cache.attend(0, &rows, &[0.0; 2 * DIM], &Attend::new(1.0), Output::new(&mut [0.0; 2 * DIM]));
     assert_eq!(attended, Err(Error::Poisoned));

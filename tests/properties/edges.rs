@@ -10,8 +10,8 @@ use pikv::router::{
 };
 use pikv::tiers::Tiers;
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Frequencies, LayerShape, Layout, LoopError, Output,
-    PageId, Pairs, Place, Position, Read, Rope, Rows, Sequence, ShardMap, StepReport,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Frequencies, LayerShape, LoopError, Output, PageId,
+    Place, Position, Read, Rope, Rows, Sequence, ShardMap, StepReport,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -109,7 +109,7 @@ fn look(cache: &Cache, s: &Sequence) -> Vec<Vec<u32>> {
         let first = s.next_position();
         let q = of(99, first.0, layer, 3, Q_HEADS * K_DIM);
         let mut out = vec![0.0; (Q_HEADS * V_DIM) as usize];
-        let rows = Rows { sequence: s, first: Position(first.0), rows: 1 };
+        let rows = Rows::new(s, Position(first.0), 1);
         cache.attend(layer, &[rows], &q, &Attend::new(0.7), Output::new(&mut out)).unwrap();
         bits(&out)
     };
@@ -166,13 +166,16 @@ impl Setup {
     }
 
     fn rope(&self) -> Option<Rope> {
-        self.rope.then_some(Rope { theta: 10_000.0, rotary_dim: 4, pairs: Pairs::Halves })
+        self.rope.then_some(Rope::new(10_000.0, 4))
     }
 
     fn cache(&self) -> Cache {
-        let layout = Layout { k_dim: K_DIM, v_dim: V_DIM, k: Dtype::F32, v: Dtype::F32 };
-        let shape =
-            |window| LayerShape { kv_heads: HEADS, query_heads: Q_HEADS, layout, window, rope: self.rope() };
+        let shape = |window| {
+            LayerShape::new(HEADS, Q_HEADS, K_DIM, Dtype::F32)
+                .values(V_DIM, Dtype::F32)
+                .window(window)
+                .rope(self.rope())
+        };
         let mut config = CacheConfig::new(vec![shape(None), shape(self.window)], 1 << 22)
             .ring(self.ring)
             .sinks(self.sinks)
@@ -553,8 +556,7 @@ fn nothing_grows() {
 const EXPERTS: u32 = 4;
 
 fn looped(make: &dyn Fn() -> Box<dyn Router>) -> (Cache, ClosedLoop) {
-    let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 4, Dtype::F32);
     let config = CacheConfig::new(vec![layer; 2], 8 << 20).ring(8).rollback(8).experts(EXPERTS, 2);
     let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(40)).batch(4))).unwrap();
     (cache.clone(), ClosedLoop::new(cache, vec![make(), make()]).unwrap())
@@ -796,8 +798,7 @@ fn frequencies_of_too_many_channels() {
 // Ranks.
 
 fn ranked(policy: Option<&'static str>, slack: u32, budget: u64) -> (Cache, Cache) {
-    let layout = Layout { k_dim: 32, v_dim: 32, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 32, Dtype::F32);
     let mut config = CacheConfig::new(vec![layer], 16 << 20).ring(8).rollback(slack).experts(2, 1);
     if let Some(policy) = policy {
         config = config.evict(eviction(policy, Budget::Tokens(400), None));
@@ -819,7 +820,7 @@ fn extend(cache: &Cache, s: &mut Sequence, n: usize, seed: u64, drop_it: bool) -
 
 fn read_far(cache: &Cache, s: &Sequence) -> Result<Vec<u32>, Error> {
     let mut out = [0.0; 32];
-    let rows = [Rows { sequence: s, first: Position(s.next_position().0 - 1), rows: 1 }];
+    let rows = [Rows::new(s, Position(s.next_position().0 - 1), 1)];
     cache.attend(0, &rows, &noise(7, 32), &Attend::new(0.2), Output::new(&mut out))?;
     Ok(bits(&out))
 }
@@ -897,9 +898,8 @@ fn ranks() {
 /// Ranks that turn keys by other frequencies are refused.
 #[test]
 fn ranks_of_other_frequencies() {
-    let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-    let rope = Some(Rope { theta: 10_000.0, rotary_dim: 4, pairs: Pairs::Halves });
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope };
+    let rope = Some(Rope::new(10_000.0, 4));
+    let layer = LayerShape::new(1, 1, 4, Dtype::F32).rope(rope);
     let config = |inverse: &[f64], factor| {
         let frequencies = Frequencies::new(inverse, factor).unwrap();
         let config = CacheConfig::new(vec![layer; 2], 1 << 20).shards(ShardMap::sum(2).unwrap());
@@ -921,9 +921,8 @@ fn ranks_of_other_frequencies() {
 /// the one large key is always among those read.
 #[test]
 fn quest_with_a_factor() {
-    let layout = Layout { k_dim: 8, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
-    let rope = Some(Rope { theta: 10_000.0, rotary_dim: 4, pairs: Pairs::Halves });
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope };
+    let rope = Some(Rope::new(10_000.0, 4));
+    let layer = LayerShape::new(1, 1, 8, Dtype::F32).values(1, Dtype::F32).rope(rope);
     for factor in [1.0 / 1024.0, 0.25, 1.0, 1.5, 32.0] {
         let frequencies = Frequencies::new(&[0.0, 0.0], factor).unwrap();
         let config =
@@ -945,7 +944,7 @@ fn quest_with_a_factor() {
         let mut masses = Vec::new();
         let mut out = [0.0];
         let q = [4.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0];
-        let rows = [Rows { sequence: &s, first: Position(n - 1), rows: 1 }];
+        let rows = [Rows::new(&s, Position(n - 1), 1)];
         cache
             .attend(
                 0,
@@ -979,8 +978,7 @@ fn norm(position: u32) -> f32 {
 }
 
 fn normed() -> Cache {
-    let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 4, Dtype::F32);
     let config = CacheConfig::new(vec![layer], 1 << 20).ring(8).rollback(150).sinks(0).poison(true);
     Cache::new(config.evict(Eviction::new(KeyNorm, Budget::Tokens(520)).batch(128))).unwrap()
 }
@@ -1090,9 +1088,8 @@ fn a_leaked_step_of_a_loop() {
 /// Layers that share a rotation and differ in frequencies, with and without gaps: each as in a cache of its own.
 #[test]
 fn frequencies_of_layers() {
-    let layout = Layout { k_dim: 8, v_dim: 2, k: Dtype::F32, v: Dtype::F32 };
-    let rope = Some(Rope { theta: 10_000.0, rotary_dim: 4, pairs: Pairs::Halves });
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope };
+    let rope = Some(Rope::new(10_000.0, 4));
+    let layer = LayerShape::new(1, 1, 8, Dtype::F32).values(2, Dtype::F32).rope(rope);
     let kinds = [
         None,
         Some(Frequencies::new(&[0.0, 0.0], 1024.0).unwrap()),
@@ -1192,8 +1189,7 @@ fn all_is_evicted_between_drafts() {
 /// Over ranks: pages that are put together while drafts are there, and taken apart.
 #[test]
 fn ranks_and_pages_put_together() {
-    let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 4, Dtype::F32);
     let config = CacheConfig::new(vec![layer], 1 << 20).ring(8).rollback(150).sinks(0);
     let config = config.evict(Eviction::new(KeyNorm, Budget::Tokens(520)).batch(128));
     let far = config.clone().shards(ShardMap::sum(4).unwrap());
@@ -1202,7 +1198,7 @@ fn ranks_and_pages_put_together() {
     let one = Cache::new(config).unwrap();
     let read = |cache: &Cache, s: &Sequence| {
         let mut out = [0.0; 4];
-        let rows = [Rows { sequence: s, first: Position(s.next_position().0 - 1), rows: 1 }];
+        let rows = [Rows::new(s, Position(s.next_position().0 - 1), 1)];
         cache.attend(0, &rows, &[0.001, 0.0, 0.0, 0.0], &Attend::new(0.2), Output::new(&mut out)).unwrap();
         bits(&out)
     };

@@ -28,11 +28,11 @@ fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 fn layout(k_dim: u32, v_dim: u32, dtype: Dtype) -> Layout {
-    Layout { k_dim, v_dim, k: dtype, v: dtype }
+    Layout::new(k_dim, dtype).values(v_dim, dtype)
 }
 
 fn shape(kv_heads: u32, group: u32, layout: Layout) -> LayerShape {
-    LayerShape { kv_heads, query_heads: kv_heads * group, layout, window: None, rope: None }
+    LayerShape::with_layout(kv_heads, kv_heads * group, layout)
 }
 
 /// One KV head of 3 and 5 channels.
@@ -41,7 +41,7 @@ fn small() -> LayerShape {
 }
 
 fn windowed(window: u32) -> LayerShape {
-    LayerShape { window: Some(window), ..small() }
+    small().window(window)
 }
 
 fn config(layers: Vec<LayerShape>, ring: u32, rollback: u32) -> CacheConfig {
@@ -111,7 +111,7 @@ fn ask(
     let shape = cache.config().layers[layer];
     let n = (end - first) as usize * shape.query_heads as usize;
     let (mut out, mut lse) = (vec![f32::NAN; n * shape.layout.v_dim as usize], vec![f32::NAN; n]);
-    let rows = Rows { sequence, first: Position(first), rows: end - first };
+    let rows = Rows::new(sequence, Position(first), end - first);
     let q = vec![q; n * shape.layout.k_dim as usize];
     cache.attend(layer, &[rows], &q, &Attend::new(0.5), Output::new(&mut out).lse(&mut lse)).unwrap();
     (out, lse)
@@ -418,11 +418,11 @@ fn window_cache_is_priced_as_a_window() {
     for (window, ring, slack, count) in
         [(16, 16, 0, 1), (10, 40, 8, 4), (100, 40, 8, 1), (100, 40, 8, 4), (41, 40, 0, 4)]
     {
-        let layer = LayerShape { window: Some(window), ..small() };
+        let layer = small().window(window);
         let mut base = config(vec![layer], ring, slack).experts(count, 1).sinks(4);
         let store = base.stores().unwrap()[0];
         let most = store.bytes_at_most(&layer, 1 << 20);
-        let full = store.bytes_at_most(&LayerShape { window: None, ..layer }, 1 << 20);
+        let full = store.bytes_at_most(&layer.window(None), 1 << 20);
         assert!(most * 1000 < full, "{most} of {full} bytes");
         // The ring's new tile comes before its oldest goes, and a router is not known in advance: 2 pages and 2 an expert.
         let budget = most + (2 + 2 * u64::from(count)) * layer.layout.bytes();
@@ -582,7 +582,7 @@ fn derived_state_rolls_back() {
     }
     let mass = |sequence: &Sequence| {
         let (mut out, mut mass) = (vec![0.0; 30], vec![]);
-        let rows = Rows { sequence, first: Position(88), rows: 3 };
+        let rows = Rows::new(sequence, Position(88), 3);
         let output = Output::new(&mut out).mass(&mut mass);
         cache.attend(0, &[rows], &[0.7; 18], &Attend::new(0.5), output).unwrap();
         mass
@@ -598,8 +598,8 @@ fn derived_state_rolls_back() {
 /// VeloxQuant-MLX#389: after an eviction the retained length was used as the next position.
 #[test]
 fn position_is_monotone_after_eviction() {
-    let rope = Some(Rope { theta: 100.0, rotary_dim: 2, pairs: Pairs::Halves });
-    let layer = LayerShape { rope, ..small() };
+    let rope = Some(Rope::new(100.0, 2));
+    let layer = small().rope(rope);
     let cache = Cache::new(config(vec![layer], 4, 0)).unwrap();
     let mut sequence = cache.sequence();
     for round in 0..20u64 {
@@ -618,8 +618,8 @@ fn position_is_monotone_after_eviction() {
 /// transformers#31581, llama.cpp#4097: keys were rotated twice, or drifted with many rotations.
 #[test]
 fn keys_are_stored_before_the_rotation() {
-    let rope = Some(Rope { theta: 10_000.0, rotary_dim: 4, pairs: Pairs::Halves });
-    let layer = LayerShape { rope, ..shape(1, 1, layout(4, 2, Dtype::F32)) };
+    let rope = Some(Rope::new(10_000.0, 4));
+    let layer = shape(1, 1, layout(4, 2, Dtype::F32)).rope(rope);
     let cache = Cache::new(config(vec![layer], 8, 4).experts(2, 1)).unwrap();
     let mut sequence = cache.sequence();
     for id in 0..300 {
@@ -637,8 +637,8 @@ fn keys_are_stored_before_the_rotation() {
 fn partial_rotary() {
     for pairs in [Pairs::Halves, Pairs::Neighbours] {
         for rotary_dim in [2, 4, 6, 10] {
-            let rope = Some(Rope { theta: 100.0, rotary_dim, pairs });
-            let layer = LayerShape { rope, ..shape(2, 2, layout(10, 3, Dtype::Bf16)) };
+            let rope = Some(Rope::new(100.0, rotary_dim).pairs(pairs));
+            let layer = shape(2, 2, layout(10, 3, Dtype::Bf16)).rope(rope);
             let cache = Cache::new(config(vec![layer], 7, 0)).unwrap();
             let mut sequence = cache.sequence();
             let outputs = feed(&cache, &mut sequence, 0..50);
@@ -654,8 +654,8 @@ fn partial_rotary() {
 #[test]
 fn constant_added_to_positions() {
     for pairs in [Pairs::Halves, Pairs::Neighbours] {
-        let rope = Some(Rope { theta: 500.0, rotary_dim: 4, pairs });
-        let layer = LayerShape { rope, window: Some(24), ..shape(1, 2, layout(6, 3, Dtype::F32)) };
+        let rope = Some(Rope::new(500.0, 4).pairs(pairs));
+        let layer = shape(1, 2, layout(6, 3, Dtype::F32)).rope(rope).window(24);
         let cache = Cache::new(config(vec![layer], 10, 0)).unwrap();
         let last = |before: u64| {
             // The window hides what came before.
@@ -687,10 +687,10 @@ fn empty_and_masked_rows() {
     feed(&cache, &mut one, [7]);
     // An empty sequence; a row whose window begins after the last token; a part without rows; a row that sees itself.
     let rows = [
-        Rows { sequence: &empty, first: Position(0), rows: 1 },
-        Rows { sequence: &full, first: Position(100), rows: 1 },
-        Rows { sequence: &one, first: Position(0), rows: 0 },
-        Rows { sequence: &one, first: Position(0), rows: 2 },
+        Rows::new(&empty, Position(0), 1),
+        Rows::new(&full, Position(100), 1),
+        Rows::new(&one, Position(0), 0),
+        Rows::new(&one, Position(0), 2),
     ];
     for lanes in Lanes::available() {
         let cache_of_lanes = lanes.name();
@@ -720,7 +720,7 @@ fn padding_is_never_read() {
     for (k_dim, v_dim) in [(1, 1), (3, 7), (5, 9), (7, 33), (80, 66)] {
         for dtype in Dtype::ALL {
             for lanes in Lanes::available() {
-                let layer = LayerShape { window: Some(40), ..shape(1, 3, layout(k_dim, v_dim, dtype)) };
+                let layer = shape(1, 3, layout(k_dim, v_dim, dtype)).window(40);
                 let run = |poison: bool| {
                     let config = config(vec![layer, shape(1, 3, layer.layout)], 10, 5).experts(3, 1);
                     let cache = Cache::new(config.lanes(lanes).poison(poison)).unwrap();
@@ -755,7 +755,7 @@ fn sums_are_f32() {
     step.append(0, &[200.0; 300 * 64], &[60_000.0; 600]).unwrap();
     step.commit().unwrap();
     let (mut out, mut lse) = (vec![0.0; 2], vec![0.0; 1]);
-    let rows = Rows { sequence: &sequence, first: Position(299), rows: 1 };
+    let rows = Rows::new(&sequence, Position(299), 1);
     // q . k = 64 * 200 * 100, beyond f16.
     cache.attend(0, &[rows], &[100.0; 64], &Attend::new(0.01), Output::new(&mut out).lse(&mut lse)).unwrap();
     assert!(out.iter().all(|x| (x - 60_000.0).abs() < 0.05), "{out:?}");
@@ -1003,7 +1003,7 @@ fn large_groups() {
         }
         let heads = 2 * group as usize;
         let (mut out, mut lse, mut mass) = (vec![0.0; heads * 3], vec![0.0; heads], Vec::new());
-        let rows = Rows { sequence: &sequence, first: Position(39), rows: 1 };
+        let rows = Rows::new(&sequence, Position(39), 1);
         let output = Output::new(&mut out).lse(&mut lse).mass(&mut mass);
         cache.attend(0, &[rows], &query(0, &layer, 39), &Attend::new(0.5), output).unwrap();
         assert_eq!(bits(&out), outputs[0].0[8 * heads * 3..]);
@@ -1025,7 +1025,7 @@ fn odd_dims() {
             (Dtype::Bf16, Dtype::F32),
             (Dtype::F32, Dtype::F16),
         ] {
-            let layer = shape(1, 8, Layout { k_dim, v_dim, k, v });
+            let layer = shape(1, 8, Layout::new(k_dim, k).values(v_dim, v));
             // Scores within the tolerance of `assert_row`: keys of 256 channels make them up to 128.
             let mut outputs: Vec<Outputs> = Vec::new();
             for lanes in Lanes::available() {
@@ -1071,7 +1071,7 @@ fn mass_is_cleared_by_every_call() {
     let mut sizes = Vec::new();
     for _ in 0..3 {
         let mut out = [0.0; 10];
-        let rows = Rows { sequence: &sequence, first: Position(49), rows: 1 };
+        let rows = Rows::new(&sequence, Position(49), 1);
         let output = Output::new(&mut out).mass(&mut mass);
         cache.attend(0, &[rows], &[0.0; 6], &Attend::new(0.5), output).unwrap();
         sizes.push(mass.len());
@@ -1088,7 +1088,7 @@ fn every_knob_acts() {
         let mut sequence = cache.sequence();
         feed(&cache, &mut sequence, 0..900);
         let mut out = [0.0; 10];
-        let rows = Rows { sequence: &sequence, first: Position(899), rows: 1 };
+        let rows = Rows::new(&sequence, Position(899), 1);
         cache.attend(0, &[rows], &[4.0; 6], &options, Output::new(&mut out)).unwrap();
         let pages: Vec<PageInfo> = sequence.pages(0, 0).unwrap().collect();
         (bits(&out), pages)
@@ -1132,8 +1132,8 @@ fn types_are_send_and_sync() {
 /// bits that each gets alone.
 #[test]
 fn threads_do_not_disturb_each_other() {
-    let rope = Some(Rope { theta: 100.0, rotary_dim: 2, pairs: Pairs::Halves });
-    let layers = vec![small(), LayerShape { rope, ..windowed(40) }];
+    let rope = Some(Rope::new(100.0, 2));
+    let layers = vec![small(), windowed(40).rope(rope)];
     let config = config(layers, 12, 6).experts(3, 1).sinks(2).shards(ShardMap::sum(2).unwrap());
     let history = |cache: &Cache, sequence: &mut Sequence, salt: u64| {
         let mut outputs = Vec::new();

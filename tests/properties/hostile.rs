@@ -12,8 +12,8 @@ use pikv::router::{
 };
 use pikv::trace::{Reader, Row, Skewed, TraceError, Writer};
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageMass, Pairs,
-    Position, Rope, Rows, Sequence, ShardMap,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, PageMass, Position, Rope,
+    Rows, Sequence, ShardMap,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
@@ -160,9 +160,8 @@ const TABLE: u64 = 64 << 20;
 
 /// Keys before their rotation, in full pages and in packed ones; a policy that wants weights.
 fn config() -> CacheConfig {
-    let layout = Layout { k_dim: DIM as u32, v_dim: DIM as u32, k: Dtype::F32, v: Dtype::F32 };
-    let rope = Some(Rope { theta: 10_000.0, rotary_dim: DIM as u32, pairs: Pairs::Halves });
-    let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope };
+    let rope = Some(Rope::new(10_000.0, DIM as u32));
+    let layer = LayerShape::new(1, 2, DIM as u32, Dtype::F32).rope(rope);
     CacheConfig::new(vec![layer; LAYERS], BUDGET)
         .ring(32)
         .experts(EXPERTS, 1)
@@ -251,7 +250,7 @@ fn attend(
     mass: Option<&mut Vec<PageMass>>,
 ) -> Result<Vec<f32>, Error> {
     let mut out = vec![0.0; 2 * DIM];
-    let rows = [Rows { sequence, first: Position(sequence.next_position().0 - 1), rows: 1 }];
+    let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
     let to = Output::new(&mut out);
     let to = match mass {
         Some(mass) => to.mass(mass),
@@ -506,19 +505,19 @@ fn traces_are_read_or_refused() {
         assert_eq!(rows.is_ok(), fine, "{experts}");
     }
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    let many = Skewed { wants: u32::MAX, ..Skewed::default() }.rows().err();
+    let many = Skewed::default().wants(u32::MAX).rows().err();
     assert!(matches!(many, Some(TraceError::Value { name: "wants", .. })), "{many:?}");
 }
 
 #[test]
 fn fitted_files_are_read_or_refused() {
-    const SHAPE: FitShape = FitShape { layers: 2, query_heads: 1, kv_heads: 1, k_dim: 4, v_dim: 4 };
+    const SHAPE: FitShape = FitShape::new(2, 1, 1, 4);
     let map = |rank: u32, seed: u64| {
         let n = (4 * rank) as usize;
         Map::new(4, rank, noise(seed, n), noise(seed + 1, n), (rank == 2).then(|| noise(seed + 2, 4)))
             .unwrap()
     };
-    let side = |row: &str, seed| Side { row: row.into(), maps: vec![map(2, seed), map(3, seed + 9)] };
+    let side = |row: &str, seed| Side::new(row, vec![map(2, seed), map(3, seed + 9)]);
     let fitted = Fitted::new(SHAPE, "a model", Some(side("C_Lo+", 1)), Some(side("C_SVD", 50))).unwrap();
     let file = fitted.to_bytes().unwrap();
     assert_eq!(Fitted::from_bytes(&file, "a model", SHAPE).unwrap(), fitted);
@@ -544,7 +543,7 @@ fn fitted_files_are_read_or_refused() {
     }
     assert!(refused > cases() / 2 && signed > cases() / 40, "{refused} {signed}");
     // Shapes that nothing holds.
-    let most = FitShape { layers: u32::MAX, kv_heads: u32::MAX, ..SHAPE };
+    let most = FitShape::new(u32::MAX, u32::MAX, 1, 4);
     let (read, held) = weighed(|| Fitted::from_bytes(&file, "a model", most).is_err());
     assert!(read && held < 1 << 20, "{held}");
 }

@@ -106,16 +106,15 @@ fn layer(windows: bool) -> impl Strategy<Value = LayerShape> {
         2 => Just(None),
         1 => (1u32..=4, any::<bool>()).prop_map(|(pairs, halves)| {
             let pairs_of = if halves { Pairs::Halves } else { Pairs::Neighbours };
-            Some(Rope { theta: 1000.0, rotary_dim: 2 * pairs, pairs: pairs_of })
+            Some(Rope::new(1000.0, 2 * pairs).pairs(pairs_of))
         })
     ];
     (1u32..=2, 1u32..=3, 1u32..=9, 1u32..=9, dtype(), dtype(), window, rope).prop_map(
-        |(kv_heads, group, k_dim, v_dim, k, v, window, rope)| LayerShape {
-            kv_heads,
-            query_heads: kv_heads * group,
-            layout: Layout { k_dim, v_dim, k, v },
-            window,
-            rope: rope.filter(|rope: &Rope| rope.rotary_dim <= k_dim),
+        |(kv_heads, group, k_dim, v_dim, k, v, window, rope)| {
+            LayerShape::new(kv_heads, kv_heads * group, k_dim, k)
+                .values(v_dim, v)
+                .window(window)
+                .rope(rope.filter(|rope: &Rope| rope.rotary_dim <= k_dim))
         },
     )
 }
@@ -732,7 +731,7 @@ impl Machine<'_> {
                 .flat_map(|r| row(self.nonce + r as u64 * 1_000_003, l, 9, Kind::Query, width as u32))
                 .collect();
             let (mut out, mut lse) = (vec![f32::NAN; n * heads * v_dim], vec![f32::NAN; n * heads]);
-            let ask = Rows { sequence, first: Position(first), rows };
+            let ask = Rows::new(sequence, Position(first), rows);
             let result = self.cache.attend(l, &[ask], &q, &options, Output::new(&mut out).lse(&mut lse));
             if first < oldest || first + rows > len + 1 {
                 let want = Error::QueryPosition {
@@ -926,7 +925,7 @@ fn look(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32) -> Vec<Ve
         let n = rows as usize * heads;
         let q = row(u64::from(first), l, 3, Kind::Query, n as u32 * shape.layout.k_dim);
         let (mut out, mut lse) = (vec![0.0; n * shape.layout.v_dim as usize], vec![0.0; n]);
-        let ask = Rows { sequence, first: Position(first), rows };
+        let ask = Rows::new(sequence, Position(first), rows);
         cache.attend(l, &[ask], &q, &Attend::new(SCALE), Output::new(&mut out).lse(&mut lse)).unwrap();
         outputs.extend([bits(&out), bits(&lse)]);
     }

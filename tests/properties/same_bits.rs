@@ -107,8 +107,7 @@ fn experts(layer: usize, tokens: &Range<u32>) -> Vec<u16> {
 // ---- The cache -------------------------------------------------------------------------------------------------
 
 fn shape(kv_heads: u32, group: u32, dims: (u32, u32), dtype: Dtype, window: Option<u32>) -> LayerShape {
-    let layout = Layout { k_dim: dims.0, v_dim: dims.1, k: dtype, v: dtype };
-    LayerShape { kv_heads, query_heads: kv_heads * group, layout, window, rope: None }
+    LayerShape::new(kv_heads, kv_heads * group, dims.0, dtype).values(dims.1, dtype).window(window)
 }
 
 fn config(layers: Vec<LayerShape>, ring: u32, sinks: u32) -> CacheConfig {
@@ -214,7 +213,7 @@ impl<'a> Oracle<'a> {
 
     fn turned(&self, row: &[f32], position: u32) -> Vec<f64> {
         let mut row: Vec<f64> = row.iter().map(|x| f64::from(*x)).collect();
-        let Some(Rope { theta, rotary_dim, pairs }) = self.shape.rope else { return row };
+        let Some(Rope { theta, rotary_dim, pairs, .. }) = self.shape.rope else { return row };
         let half = rotary_dim as usize / 2;
         for i in 0..half {
             let angle = f64::from(position) * theta.powf(-2.0 * i as f64 / f64::from(rotary_dim));
@@ -375,7 +374,7 @@ fn matrix(dtype: Dtype, ring: u32, sinks: u32) {
                 let new = sequence.next_position().0..len;
                 extend(&cache, &mut sequence, &tape_of, new, ring);
                 let (first, rows) = rows(len);
-                let rows = [Rows { sequence: &sequence, first: Position(first), rows }];
+                let rows = [Rows::new(&sequence, Position(first), rows)];
                 let at = |layer: usize, split| {
                     let options = with_split(Attend::new(scale(layers[layer].layout.k_dim)), split);
                     attend(&cache, layer, &rows, &q[i][layer], &options)
@@ -634,7 +633,7 @@ fn everywhere_with(
         let cache = Cache::new(config(vec![shape], 64, sinks).lanes(lanes)).unwrap();
         let mut sequence = cache.sequence();
         extend(&cache, &mut sequence, &[tape], 0..tokens, 64);
-        let rows = [Rows { sequence: &sequence, first: Position(tokens - 1), rows: 1 }];
+        let rows = [Rows::new(&sequence, Position(tokens - 1), 1)];
         for split in SPLITS {
             let got = attend(&cache, 0, &rows, q, &with_split(options, split));
             let Some(want) = &want else {
@@ -656,9 +655,7 @@ fn keys_and_values_may_differ_in_width_and_dtype() {
         for k in Dtype::ALL {
             for v in Dtype::ALL {
                 for group in [1, 3, 8] {
-                    let layout = Layout { k_dim, v_dim, k, v };
-                    let shape =
-                        LayerShape { kv_heads: 2, query_heads: 2 * group, layout, window: None, rope: None };
+                    let shape = LayerShape::new(2, 2 * group, k_dim, k).values(v_dim, v);
                     worst.add(everywhere(shape, 704, 4, Attend::new(scale(k_dim)), BOUND));
                 }
             }
@@ -715,7 +712,7 @@ fn query_heads_read_the_kv_head_of_their_group() {
             let cache = Cache::new(config(vec![shape], 64, 0).lanes(lanes)).unwrap();
             let mut sequence = cache.sequence();
             extend(&cache, &mut sequence, &[&tape], 0..150, 64);
-            let rows = [Rows { sequence: &sequence, first: Position(149), rows: 1 }];
+            let rows = [Rows::new(&sequence, Position(149), 1)];
             let got = attend(&cache, 0, &rows, &q, &Attend::new(0.25));
             for (i, x) in got.out.iter().enumerate() {
                 let want = (i / 8 / group as usize + 1) as f32;
@@ -736,7 +733,7 @@ fn ropes(k_dim: u32) -> Vec<Rope> {
     let mut ropes = Vec::new();
     for pairs in [Pairs::Halves, Pairs::Neighbours] {
         for (theta, rotary_dim) in [(10_000.0, k_dim), (10_000.0, k_dim / 2), (500_000.0, 2)] {
-            ropes.push(Rope { theta, rotary_dim, pairs });
+            ropes.push(Rope::new(theta, rotary_dim).pairs(pairs));
         }
     }
     ropes
@@ -748,7 +745,7 @@ fn rotated_as_read_is_rotated_in_f64() {
     for rope in ropes(64) {
         for dtype in Dtype::ALL {
             for (window, group) in [(None, 1), (None, 7), (Some(100), 4)] {
-                let shape = LayerShape { rope: Some(rope), ..shape(2, group, (64, 48), dtype, window) };
+                let shape = shape(2, group, (64, 48), dtype, window).rope(rope);
                 worst.add(everywhere(shape, 896, 4, Attend::new(scale(64)), BOUND));
             }
         }
@@ -762,8 +759,8 @@ fn rotations_may_end_inside_a_word() {
     for dtype in Dtype::ALL {
         for pairs in [Pairs::Halves, Pairs::Neighbours] {
             for (k_dim, rotary_dim) in [(33, 6), (7, 6), (2, 2), (81, 80), (5, 2)] {
-                let rope = Some(Rope { theta: 100.0, rotary_dim, pairs });
-                let shape = LayerShape { rope, ..shape(1, 5, (k_dim, 16), dtype, None) };
+                let rope = Some(Rope::new(100.0, rotary_dim).pairs(pairs));
+                let shape = shape(1, 5, (k_dim, 16), dtype, None).rope(rope);
                 everywhere(shape, 300, 4, Attend::new(scale(k_dim)), BOUND);
             }
         }
@@ -778,8 +775,8 @@ fn a_constant_added_to_all_positions_changes_nothing() {
     let mut worst = Worst::default();
     for rope in ropes(32) {
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            let plain = LayerShape { rope: Some(rope), ..shape(1, 4, (32, 32), dtype, None) };
-            let layers = vec![plain, LayerShape { window: Some(90), ..plain }];
+            let plain = shape(1, 4, (32, 32), dtype, None).rope(rope);
+            let layers = vec![plain, plain.window(90)];
             let tape = Tape::new(1000, TOKENS, &plain);
             let stored = tape.stored(&plain.layout);
             let junk = Tape::new(1001, 20_000, &plain);
@@ -796,7 +793,7 @@ fn a_constant_added_to_all_positions_changes_nothing() {
                 extend(&cache, &mut sequence, &[&tape; 2], RING..TOKENS, RING);
                 for (layer, shape) in layers.iter().enumerate() {
                     let first = shift + TOKENS - 1;
-                    let rows = [Rows { sequence: &sequence, first: Position(first), rows: 1 }];
+                    let rows = [Rows::new(&sequence, Position(first), 1)];
                     let got = attend(&cache, layer, &rows, &q, &options);
                     // The oracle stays at position 0: it is the one that must not notice.
                     let oracle = Oracle::new(*shape, 0, options, &stored);
@@ -824,8 +821,8 @@ fn mass_is_the_softmax_weight_of_each_token() {
     const TOKENS: u32 = 700;
     const ROWS: u32 = 40;
     let (mut layers, mut options) = assorted();
-    let rope = Rope { theta: 10_000.0, rotary_dim: 16, pairs: Pairs::Halves };
-    layers.push(LayerShape { rope: Some(rope), ..layers[0] });
+    let rope = Rope::new(10_000.0, 16);
+    layers.push(layers[0].rope(rope));
     options.push(options[0]);
     let tapes: Vec<Tape> =
         (0..layers.len()).map(|i| Tape::new(1100 + i as u64, TOKENS, &layers[i])).collect();
@@ -841,7 +838,7 @@ fn mass_is_the_softmax_weight_of_each_token() {
                 let k_dim = shape.layout.k_dim as usize;
                 let q = queries(1200 + layer as u64, rows as usize * heads * k_dim);
                 let first = TOKENS - rows;
-                let view = [Rows { sequence: &sequence, first: Position(first), rows }];
+                let view = [Rows::new(&sequence, Position(first), rows)];
                 let want = attend(&cache, layer, &view, &q, &options[layer]);
                 let mut got = Result::room(shape, rows as usize);
                 // What the vector held must be gone.
@@ -930,7 +927,7 @@ fn an_evicted_page_takes_its_tokens_out_of_the_softmax() {
         for kv_head in 0..2 {
             victims.iter().for_each(|page| sequence.evict(0, kv_head, page.id).unwrap());
         }
-        let rows = [Rows { sequence: &sequence, first: Position(TOKENS - 1), rows: 1 }];
+        let rows = [Rows::new(&sequence, Position(TOKENS - 1), 1)];
         for split in SPLITS {
             let got = attend(&cache, 0, &rows, &q, &with_split(options, split));
             let oracle = Oracle { gone: &gone, ..Oracle::new(shape, 4, options, &stored) };
@@ -961,7 +958,7 @@ fn a_rollback_gives_the_bits_of_a_sequence_that_never_grew() {
             for (layer, shape) in layers.iter().enumerate() {
                 let q = queries(1380, (2 * shape.query_heads * shape.layout.k_dim) as usize);
                 let at = |sequence| {
-                    let rows = [Rows { sequence, first: Position(len - 1), rows: 2 }];
+                    let rows = [Rows::new(sequence, Position(len - 1), 2)];
                     attend(&cache, layer, &rows, &q, &options[layer])
                 };
                 let want = at(&fresh);

@@ -7,8 +7,7 @@ use pikv::policy::{
     Lru, LruPlus, QuestLit, SnapKv, StreamingLlm, Tova,
 };
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageInfo, Read,
-    Sequence,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, PageInfo, Read, Sequence,
 };
 use pikv_test::numbers::Rng;
 use std::alloc::{GlobalAlloc, Layout as Request, System};
@@ -61,8 +60,7 @@ const ROW: usize = (DIM * HEADS) as usize;
 const HELD_TOKENS: u32 = 256;
 
 fn config(experts: u32) -> CacheConfig {
-    let layout = Layout { k_dim: DIM, v_dim: DIM, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: HEADS, query_heads: HEADS, layout, window: None, rope: None };
+    let layer = LayerShape::new(HEADS, HEADS, DIM, Dtype::F32);
     CacheConfig::new(vec![layer], 64 << 20).ring(32).sinks(4).experts(experts, experts.min(2))
 }
 
@@ -139,7 +137,7 @@ fn soak(name: &str, config: CacheConfig, read: Read) {
 
 #[test]
 fn every_policy_takes_as_much_after_any_number_of_tokens() {
-    let dense = Dense { weight: vec![0.1; 8], bias: vec![0.0] };
+    let dense = Dense::new(vec![0.1; 8], vec![0.0]);
     for (name, eviction) in [
         ("LRU", eviction(Lru::default())),
         ("LRU+", eviction(LruPlus::default())),

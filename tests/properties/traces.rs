@@ -6,8 +6,8 @@ use super::named::{POLICIES, eviction};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::Budget;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, Hits, LayerShape, Layout, Output, PageId, PageMass, Place,
-    Position, Read, Rows, Sequence, StepReport,
+    Attend, Cache, CacheConfig, Dtype, Error, Hits, LayerShape, Output, PageId, PageMass, Place, Position,
+    Read, Rows, Sequence, StepReport,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -19,8 +19,7 @@ const QUERY_HEADS: u32 = 2;
 
 /// A layer of one KV head that `QUERY_HEADS` query heads read.
 fn shape(window: Option<u32>) -> LayerShape {
-    let layout = Layout { k_dim: K_DIM, v_dim: V_DIM, k: Dtype::F32, v: Dtype::F32 };
-    LayerShape { kv_heads: 1, query_heads: QUERY_HEADS, layout, window, rope: None }
+    LayerShape::new(1, QUERY_HEADS, K_DIM, Dtype::F32).values(V_DIM, Dtype::F32).window(window)
 }
 
 /// Numbers of a token: `what` says whether key, value, query or expert; `branch` which text it belongs to.
@@ -93,7 +92,7 @@ fn look(cache: &Cache, sequence: &Sequence, read: Read) -> Vec<(Vec<u32>, Vec<St
         let first = sequence.next_position();
         let q = of(99, first.0, layer, 3, QUERY_HEADS * K_DIM);
         let (mut out, mut mass) = (vec![0.0; (QUERY_HEADS * V_DIM) as usize], Vec::new());
-        let rows = Rows { sequence, first: Position(first.0), rows: 1 };
+        let rows = Rows::new(sequence, Position(first.0), 1);
         let options = Attend::new(0.7).read(read);
         cache.attend(layer, &[rows], &q, &options, Output::new(&mut out).mass(&mut mass)).unwrap();
         // A page that left the window for good has nothing, and may be listed or not where no policy counts it.

@@ -110,7 +110,7 @@ impl Case {
         }
         let half = if rng.one_in(2) { 0 } else { rng.below(layout.k_dim / 2 + 1) };
         let pairs = rng.of(&[Pairs::Halves, Pairs::Neighbours]);
-        let rope = (half > 0).then_some(Rope { theta: 10_000.0, rotary_dim: 2 * half, pairs });
+        let rope = (half > 0).then_some(Rope::new(10_000.0, 2 * half).pairs(pairs));
         let mut table = Vec::new();
         for i in 0..half {
             let angle = |p: u32| f64::from(p) * 10_000f64.powf(-f64::from(i) / f64::from(half));
@@ -273,7 +273,7 @@ impl std::fmt::Debug for Case {
 /// A device's NaN is 0x7fffffff, not the one that a CPU makes: arithmetic on its bits must not turn it into a number.
 #[test]
 fn a_score_that_is_nan_reaches_the_end() {
-    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
+    let layout = Layout::new(1, Dtype::F32);
     let case = Case {
         layout,
         rows: 1,
@@ -351,7 +351,7 @@ fn layouts(rng: &mut Rng) -> Vec<Layout> {
     let mut out = Vec::new();
     for k_dim in DIMS {
         for k in Dtype::ALL {
-            out.push(Layout { k_dim, v_dim: rng.of(&DIMS), k, v: rng.of(&Dtype::ALL) });
+            out.push(Layout::new(k_dim, k).values(rng.of(&DIMS), rng.of(&Dtype::ALL)));
         }
     }
     out
@@ -971,7 +971,7 @@ fn a_shuffle_of_other_lanes_shows() {
     let mut rng = Rng(5);
     let mut found = 0;
     for _ in 0..10 {
-        let case = Case::new(&mut rng, 1, Layout { k_dim: 32, v_dim: 32, k: Dtype::Bf16, v: Dtype::F16 });
+        let case = Case::new(&mut rng, 1, Layout::new(32, Dtype::Bf16).values(32, Dtype::F16));
         let host = case.host(Lanes::detect());
         case.same(&host, &case.device(&mut right, 32).unwrap()).unwrap();
         let device = case.device(&mut wrong, 32).unwrap();
@@ -983,7 +983,7 @@ fn a_shuffle_of_other_lanes_shows() {
 #[test]
 fn finds_pages_that_are_not_as_promised() {
     let mut machine = Machine::new(&text(FILES[1])).unwrap();
-    let layout = Layout { k_dim: 32, v_dim: 32, k: Dtype::F32, v: Dtype::F32 };
+    let layout = Layout::new(32, Dtype::F32);
     let mut rng = Rng(9);
     let mut case = Case::new(&mut rng, 1, layout);
     case.blocks = vec![(0..3).map(|i| page(&mut rng, &layout, i * 32, 32)).collect()];

@@ -228,7 +228,7 @@ impl Case {
             bytes_of(&raw),
         ];
         // Keys come rotated: what follows does not count.
-        let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
+        let layout = Layout::new(1, Dtype::F32);
         let (rope, layout, map, none) = (RopeArg::NONE, LayoutArg::from(layout), MapArg::NONE, 0u64);
         if factored {
             args.extend([
@@ -413,7 +413,7 @@ fn packs(file: &str) {
     for i in 0..7 * 7 * 2 {
         let (k, v) = (Code::ALL[i % 7], Code::ALL[i / 7 % 7]);
         let dtypes = [(); 2].map(|()| rng.of(&Dtype::ALL));
-        let layout = Layout { k_dim: rng.of(&DIMS), v_dim: rng.of(&DIMS), k: dtypes[0], v: dtypes[1] };
+        let layout = Layout::new(rng.of(&DIMS), dtypes[0]).values(rng.of(&DIMS), dtypes[1]);
         let fill = if rng.one_in(3) { 1 + rng.below(32) } else { 32 };
         let mut page = vec![u32::MAX; layout.words() as usize];
         let scale = rng.of(&[1.0, 1e-6, 100.0]);

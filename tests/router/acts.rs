@@ -60,9 +60,8 @@ fn every_router_acts_at_its_defaults() {
 #[test]
 fn no_two_arms_rank_alike() {
     for (experts, top_k) in [(8, 2), (64, 6), (8, 1)] {
-        let arms = Adaptive::arms(top_k);
-        let of =
-            |arm| Adaptive { arms: vec![arm], ..Adaptive::new(top_k, 1) }.router(Shape::new(experts, top_k));
+        let arms = Adaptive::default_arms(top_k);
+        let of = |arm| Adaptive::new(top_k, 1).arms(vec![arm]).router(Shape::new(experts, top_k));
         let ranked: Vec<_> = arms.iter().map(|arm| ranked(&mut of(*arm).unwrap())).collect();
         for a in 0..arms.len() {
             for b in 0..a {

@@ -7,9 +7,8 @@ use pikv::router::{Adaptive, Arm, Coefficients, Feedback, Router, Routes, Shape}
 /// Two arms, of which `good` misses fewer pages; the arms that were in use.
 fn toy(seed: u64, steps: u64, memory: f32, good: impl Fn(u64) -> usize) -> Vec<usize> {
     let lambda = Coefficients { lambda: 0.2, ..Default::default() };
-    let arms =
-        vec![Arm { coefficients: Coefficients::default(), fetch: 2 }, Arm { coefficients: lambda, fetch: 1 }];
-    let options = Adaptive { arms, memory, ..Adaptive::new(2, seed) };
+    let arms = vec![Arm::new(Coefficients::default(), 2), Arm::new(lambda, 1)];
+    let options = Adaptive::new(2, seed).arms(arms).memory(memory);
     let mut router = options.router(Shape::new(8, 2)).unwrap();
     let mut used = vec![];
     for step in 0..steps {
@@ -57,11 +56,8 @@ fn remote_bytes_and_imbalance_cost_reward() {
     // The first arm fetches twice the bytes, or files all on one expert; all else is equal.
     for (remote, alpha) in [(true, 0.0), (false, 2.0)] {
         let second = Coefficients { alpha, ..Default::default() };
-        let arms = vec![
-            Arm { coefficients: Coefficients::default(), fetch: 2 },
-            Arm { coefficients: second, fetch: if remote { 1 } else { 2 } },
-        ];
-        let options = Adaptive { arms, remote_cost: 0.05, imbalance_cost: 0.5, ..Adaptive::new(2, 1) };
+        let arms = vec![Arm::new(Coefficients::default(), 2), Arm::new(second, if remote { 1 } else { 2 })];
+        let options = Adaptive::new(2, 1).arms(arms).remote_cost(0.05).imbalance_cost(0.5);
         let mut router = options.router(Shape::new(8, 2)).unwrap();
         let mut used = vec![];
         for step in 0..400 {
@@ -83,8 +79,8 @@ fn remote_bytes_and_imbalance_cost_reward() {
 #[test]
 fn old_sums_are_forgotten_step_by_step() {
     // One arm, whose context is [1, 0, 0]: nothing is missed and the load is even. All is exact in binary.
-    let arms = vec![Arm { coefficients: Coefficients::default(), fetch: 2 }];
-    let options = Adaptive { arms, memory: 0.5, imbalance_cost: 0.0, ..Adaptive::new(2, 1) };
+    let arms = vec![Arm::new(Coefficients::default(), 2)];
+    let options = Adaptive::new(2, 1).arms(arms).memory(0.5).imbalance_cost(0.0);
     let mut router = options.router(Shape::new(2, 2)).unwrap();
     let mut want = (0.0, 0.0);
     for step in 0..20u32 {

@@ -16,7 +16,7 @@ fn one_row(router: &mut dyn Router, x: &[f32]) -> (Vec<u16>, Vec<u16>) {
 fn a_missing_expert_is_ranked_lower_and_comes_back() {
     let x = [1.0, 0.98, 0.97, 0.0];
     for misses in [Misses::Rate, Misses::Count] {
-        let mut router = CacheAware { misses, ..Default::default() }.router(Shape::new(4, 2)).unwrap();
+        let mut router = CacheAware::default().misses(misses).router(Shape::new(4, 2)).unwrap();
         assert_eq!(one_row(&mut router, &x).0, [0, 1]);
         for _ in 0..10 {
             router.observe(&Feedback::new(&[4; 4], &[0, 4, 0, 0])).unwrap();
@@ -29,7 +29,7 @@ fn a_missing_expert_is_ranked_lower_and_comes_back() {
     }
     // The rate does not know how many pages there are, nor changes while nothing is wanted; the count does.
     let run = |misses, wanted: [u32; 2], missed: [u32; 2]| {
-        let mut router = CacheAware { misses, ..Default::default() }.router(Shape::new(2, 1)).unwrap();
+        let mut router = CacheAware::default().misses(misses).router(Shape::new(2, 1)).unwrap();
         router.observe(&Feedback::new(&wanted, &missed)).unwrap();
         router.observe(&Feedback::new(&[0, 0], &[0, 0])).unwrap();
         router.miss().to_vec()
@@ -84,8 +84,7 @@ fn an_expert_that_the_gate_stays_undecided_about_is_ranked_lower() {
 fn the_cap_holds_the_bias_and_the_weights_have_none() {
     let x = [1.0, 0.6, 0.0];
     let feedback = |cap| {
-        let mut router =
-            CacheAware { lambda: 100.0, cap, ..Default::default() }.router(Shape::new(3, 2)).unwrap();
+        let mut router = CacheAware::default().lambda(100.0).cap(cap).router(Shape::new(3, 2)).unwrap();
         for _ in 0..50 {
             router.observe(&Feedback::new(&[9; 3], &[9, 0, 0])).unwrap();
         }
@@ -120,7 +119,7 @@ fn equal_scores_go_to_the_lower_index() {
 fn an_undecided_gate_fetches_more() {
     let shape = Shape::new(8, 2);
     let mut plain = EntropyPenalised::default().router(shape).unwrap();
-    let mut more = EntropyPenalised { more: 2, ..Default::default() }.router(shape).unwrap();
+    let mut more = EntropyPenalised::default().more(2).router(shape).unwrap();
     // Sure, in between, undecided: entropies of 0.02, 0.50 and 1 of that of a uniform gate.
     let rows =
         [[9.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0], [3.0, 2.5, 0.9, 0.8, -2.0, -2.0, -2.0, -2.0], [0.0; 8]];
@@ -137,7 +136,7 @@ fn an_undecided_gate_fetches_more() {
     b.clear();
     assert_eq!(b.fetched(0).count(), 0);
     // There are no more experts than there are.
-    let mut all = EntropyPenalised { more: 9, ..Default::default() }.router(Shape::new(3, 2)).unwrap();
+    let mut all = EntropyPenalised::default().more(9).router(Shape::new(3, 2)).unwrap();
     all.route(Position(0), &[0.0; 3], &mut b).unwrap();
     assert_eq!(b.fetched(0).collect::<Vec<_>>(), [0, 1, 2]);
 }

@@ -51,16 +51,16 @@ const SHAPES: [(u32, u32); 10] =
 
 /// Every router, with strong coefficients so that the bias decides often.
 fn all(shape: Shape) -> Vec<Box<dyn Router>> {
-    let follow = |model_choice| CacheAware { lambda: 2.0, model_choice, ..Default::default() };
+    let follow = |model_choice| CacheAware::default().lambda(2.0).model_choice(model_choice);
     let mut all: Vec<Box<dyn Router>> = vec![
         Box::new(Hashed::default().router(shape).unwrap()),
-        Box::new(Hashed { start: Start::RoundRobin, ..Default::default() }.router(shape).unwrap()),
+        Box::new(Hashed::default().start(Start::RoundRobin).router(shape).unwrap()),
         Box::new(TopK.router(shape).unwrap()),
-        Box::new(LoadBalanced { alpha: 0.5, ..Default::default() }.router(shape).unwrap()),
+        Box::new(LoadBalanced::default().alpha(0.5).router(shape).unwrap()),
         Box::new(follow(false).router(shape).unwrap()),
         Box::new(follow(true).router(shape).unwrap()),
-        Box::new(CacheAware { misses: Misses::Count, ..Default::default() }.router(shape).unwrap()),
-        Box::new(EntropyPenalised { beta: 3.0, ..Default::default() }.router(shape).unwrap()),
+        Box::new(CacheAware::default().misses(Misses::Count).router(shape).unwrap()),
+        Box::new(EntropyPenalised::default().beta(3.0).router(shape).unwrap()),
         Box::new(Adaptive::new(shape.top_k, 5).router(shape).unwrap()),
     ];
     // Of few experts there are no groups that act.

@@ -143,7 +143,7 @@ fn biased_routers_follow_the_formula() {
         let new = || Oracle::new(experts as usize);
         check_biased(TopK.router(shape).unwrap(), new(), false, "R_T");
         for (alpha, cap) in [(0.1, None), (5.0, None), (5.0, Some(0.5))] {
-            let router = LoadBalanced { alpha, cap, ..Default::default() }.router(shape).unwrap();
+            let router = LoadBalanced::default().alpha(alpha).cap(cap).router(shape).unwrap();
             let oracle = Oracle { alpha: alpha.into(), cap: cap.map(f64::from), ..new() };
             check_biased(router, oracle, false, "R_LB");
         }
@@ -153,13 +153,14 @@ fn biased_routers_follow_the_formula() {
             (4.0, Some(0.25), Misses::Rate, true),
             (0.05, Some(1.0), Misses::Count, false),
         ] {
-            let options = CacheAware { lambda, misses, cap, model_choice, ..Default::default() };
+            let options =
+                CacheAware::default().lambda(lambda).misses(misses).cap(cap).model_choice(model_choice);
             let count_misses = misses == Misses::Count;
             let oracle = Oracle { lambda: lambda.into(), cap: cap.map(f64::from), count_misses, ..new() };
             check_biased(options.router(shape).unwrap(), oracle, model_choice, "R_P");
         }
         for (beta, ema, cap) in [(0.1, 0.9, None), (5.0, 0.5, None), (5.0, 0.9, Some(0.25))] {
-            let router = EntropyPenalised { beta, ema, cap, ..Default::default() }.router(shape).unwrap();
+            let router = EntropyPenalised::default().beta(beta).ema(ema).cap(cap).router(shape).unwrap();
             let oracle = Oracle { beta: beta.into(), ema: ema.into(), cap: cap.map(f64::from), ..new() };
             check_biased(router, oracle, false, "R_E");
         }
@@ -192,7 +193,7 @@ fn hierarchical_stays_in_the_best_groups() {
         (1000, 3, 8, 1, 1),
         (64, 4, 16, 7, 4),
     ] {
-        let options = Hierarchical { groups, kept, best, model_choice: false };
+        let options = Hierarchical::default().groups(groups).kept(kept).best(best);
         let mut router = options.router(Shape::new(experts, top_k)).unwrap();
         let size = (experts / groups) as usize;
         for kind in 0..KINDS {
@@ -235,7 +236,7 @@ fn hashed_experts_are_the_formula_and_distinct() {
             let distinct =
                 (0..top_k).map(|j| j * stride % experts).collect::<std::collections::HashSet<_>>().len();
             for start in [Start::Hash, Start::RoundRobin] {
-                let router = Hashed { start, stride, model_choice: false }.router(shape);
+                let router = Hashed::default().start(start).stride(stride).router(shape);
                 let Ok(mut router) = router else {
                     let err = router.unwrap_err();
                     assert!(distinct < top_k as usize, "{err}");

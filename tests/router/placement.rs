@@ -122,7 +122,7 @@ fn auxiliary_losses_are_their_formulas() {
                 .map(|lanes| auxiliary(Shape::new(experts, top_k).lanes(lanes), &x, &chosen).unwrap())
                 .collect();
             assert!(got.iter().all(|a| *a == got[0]));
-            let Auxiliary { load_balance, z: got } = got[0];
+            let Auxiliary { load_balance, z: got, .. } = got[0];
             assert!((load_balance - want).abs() <= 1e-5 * want, "{load_balance}, {want}");
             assert!((got - z).abs() <= 1e-5 * z.max(1.0), "{got}, {z}");
         }

@@ -54,35 +54,35 @@ fn bad_options_are_refused() {
     assert_eq!(TopK.router(s(8, 9)).unwrap_err(), E::TopK { top_k: 9, experts: 8 });
     assert_eq!(TopK.router(s(8, 0)).unwrap_err(), E::TopK { top_k: 0, experts: 8 });
     assert_eq!(Hashed::default().router(s(0, 1)).unwrap_err(), E::Experts(0));
-    let err = Hashed { stride: 4, ..Default::default() }.router(s(8, 3)).unwrap_err();
+    let err = Hashed::default().stride(4).router(s(8, 3)).unwrap_err();
     assert_eq!(err, E::Stride { stride: 4, experts: 8, distinct: 2, top_k: 3 });
 
     for alpha in [0.0, -1.0, f32::NAN, f32::INFINITY, 2e6] {
-        let err = LoadBalanced { alpha, ..Default::default() }.router(shape).unwrap_err();
+        let err = LoadBalanced::default().alpha(alpha).router(shape).unwrap_err();
         assert!(matches!(err, E::Coefficient { name: "alpha", .. }));
-        let err = CacheAware { lambda: alpha, ..Default::default() }.router(shape).unwrap_err();
+        let err = CacheAware::default().lambda(alpha).router(shape).unwrap_err();
         assert!(matches!(err, E::Coefficient { name: "lambda", .. }));
-        let err = EntropyPenalised { beta: alpha, ..Default::default() }.router(shape).unwrap_err();
+        let err = EntropyPenalised::default().beta(alpha).router(shape).unwrap_err();
         assert!(matches!(err, E::Coefficient { name: "beta", .. }));
     }
     for ema in [1.0, -0.1, f32::NAN] {
-        let err = LoadBalanced { ema, ..Default::default() }.router(shape).unwrap_err();
+        let err = LoadBalanced::default().ema(ema).router(shape).unwrap_err();
         assert!(matches!(err, E::Decay { name: "load average", .. }));
-        let err = CacheAware { ema, ..Default::default() }.router(shape).unwrap_err();
+        let err = CacheAware::default().ema(ema).router(shape).unwrap_err();
         assert!(matches!(err, E::Decay { name: "miss average", .. }));
-        let err = EntropyPenalised { ema, ..Default::default() }.router(shape).unwrap_err();
+        let err = EntropyPenalised::default().ema(ema).router(shape).unwrap_err();
         assert!(matches!(err, E::Decay { name: "entropy average", .. }));
     }
     for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        let err = CacheAware { cap: Some(cap), ..Default::default() }.router(shape).unwrap_err();
+        let err = CacheAware::default().cap(cap).router(shape).unwrap_err();
         assert!(matches!(err, E::Cap(_)));
     }
-    let err = LoadBalanced { model_choice: true, ..Default::default() }.router(shape).unwrap_err();
+    let err = LoadBalanced::default().model_choice(true).router(shape).unwrap_err();
     assert_eq!(err, E::Uncapped);
-    assert!(LoadBalanced { model_choice: true, cap: Some(1.0), ..Default::default() }.router(shape).is_ok());
+    assert!(LoadBalanced::default().model_choice(true).cap(1.0).router(shape).is_ok());
 
     let groups = |groups, kept, best, shape| {
-        Hierarchical { groups, kept, best, model_choice: false }.router(shape).unwrap_err()
+        Hierarchical::default().groups(groups).kept(kept).best(best).router(shape).unwrap_err()
     };
     assert_eq!(groups(3, 1, 1, shape), E::Groups { groups: 3, experts: 8 });
     assert_eq!(groups(0, 1, 1, shape), E::Groups { groups: 0, experts: 8 });
@@ -96,7 +96,7 @@ fn bad_options_are_refused() {
     assert_eq!(groups(4, 4, 2, shape), E::Idle { groups: 4, kept: 4, best: 2, top_k: 2 });
     assert!(groups(4, 4, 2, shape).to_string().contains("always ranks as R_T"));
     for (kept, best) in [(1, 1), (1, 2), (2, 2), (3, 2)] {
-        Hierarchical { groups: 4, kept, best, model_choice: false }.router(shape).unwrap();
+        Hierarchical::default().kept(kept).best(best).router(shape).unwrap();
     }
     for (experts, top_k) in [(1, 1), (2, 1), (3, 1), (5, 2), (7, 1), (8, 7), (64, 64)] {
         assert!(
@@ -111,20 +111,19 @@ fn bad_options_are_refused() {
     }
 
     let adaptive = || Adaptive::new(2, 0);
-    assert_eq!(Adaptive { arms: vec![], ..adaptive() }.router(shape).unwrap_err(), E::NoArms);
-    let arms = [Adaptive::arms(2), vec![Adaptive::arms(2)[2]]].concat();
-    let err = Adaptive { arms, ..adaptive() }.router(shape).unwrap_err();
+    assert_eq!(adaptive().arms(vec![]).router(shape).unwrap_err(), E::NoArms);
+    let arms = [Adaptive::default_arms(2), vec![Adaptive::default_arms(2)[2]]].concat();
+    let err = adaptive().arms(arms).router(shape).unwrap_err();
     assert_eq!(err, E::SameArms { first: 2, second: 7 });
-    let fetch =
-        |fetch| Adaptive { arms: vec![Arm { coefficients: Default::default(), fetch }], ..adaptive() };
+    let fetch = |fetch| adaptive().arms(vec![Arm::new(Default::default(), fetch)]);
     for n in [0, 3] {
         assert_eq!(fetch(n).router(shape).unwrap_err(), E::Fetch { arm: 0, fetch: n, top_k: 2 });
     }
-    let err = Adaptive { width: 0.0, ..adaptive() }.router(shape).unwrap_err();
+    let err = adaptive().width(0.0).router(shape).unwrap_err();
     assert!(matches!(err, E::Coefficient { name: "width", .. }));
-    let err = Adaptive { memory: 1.0, ..adaptive() }.router(shape).unwrap_err();
+    let err = adaptive().memory(1.0).router(shape).unwrap_err();
     assert!(matches!(err, E::Decay { name: "memory", .. }));
-    let err = Adaptive { model_choice: true, cap: None, ..adaptive() }.router(shape).unwrap_err();
+    let err = adaptive().model_choice(true).cap(None).router(shape).unwrap_err();
     assert_eq!(err, E::Uncapped);
 }
 

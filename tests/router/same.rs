@@ -3,7 +3,7 @@
 use crate::{SHAPES, all, logits, session};
 use pikv::lanes::Lanes;
 use pikv::router::{RouterState, Routes, Shape};
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Layout, Position};
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Position};
 
 #[test]
 fn every_lanes_and_every_batch_give_the_same_bits() {
@@ -59,8 +59,7 @@ fn discarded_choices_never_happened() {
 #[test]
 fn routers_are_send_and_sync_and_a_step_takes_their_filing() {
     fn check<T: Send + Sync>(_: &T) {}
-    let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout, window: None, rope: None };
+    let layer = LayerShape::new(1, 1, 4, Dtype::F32);
     for mut router in all(Shape::new(8, 2)) {
         check(&router);
         let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(8).experts(8, 2)).unwrap();

@@ -58,7 +58,7 @@ proptest! {
     fn writes_and_copies_as_one_thread_does(
         (k_dim, key) in row(), (v_dim, value) in row(), k in 0..3usize, v in 0..3usize, lane in 0..32u32, to in 0..32u32,
     ) {
-        let layout = Layout { k_dim, v_dim, k: Dtype::ALL[k], v: Dtype::ALL[v] };
+        let layout = Layout::new(k_dim, Dtype::ALL[k]).values(v_dim, Dtype::ALL[v]);
         let empty = vec![u32::MAX; layout.words() as usize];
         let mut want = empty.clone();
         layout.check(&key, &value).expect("they fit");
@@ -80,7 +80,7 @@ proptest! {
 #[test]
 fn rounds_as_half_does() {
     for (dtype, steps) in [(Dtype::F16, 13u32), (Dtype::Bf16, 16)] {
-        let layout = Layout { k_dim: 256, v_dim: 1, k: dtype, v: dtype };
+        let layout = Layout::new(256, dtype).values(1, dtype);
         let values: Vec<f32> = (0..=u16::MAX)
             .flat_map(|x| {
                 let value = dtype.decode(u32::from(x)).to_bits();

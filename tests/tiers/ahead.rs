@@ -31,7 +31,8 @@ fn a_layer_is_attended_while_the_next_one_is_read() {
     // The first layer is asked for by `begin` where the step before read all.
     let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
     control.until(|control| control.early.load(SeqCst) == 6);
-    let mut seen = Fetches { ahead: 6, ..cache.fetches() };
+    let mut seen = cache.fetches();
+    seen.ahead = 6;
     control.shut(true);
     append(&mut step, 0, 1, 50);
     let out = attend(&mut step, 0, 1, 50, &Attend::new(1.0)).unwrap();
@@ -96,7 +97,8 @@ fn staging_is_bounded() {
     attend(&mut step, 0, 1, 50, &Attend::new(1.0)).unwrap();
     control.until(|control| control.early.load(SeqCst) == 9);
     attend(&mut step, 1, 1, 50, &Attend::new(1.0)).unwrap();
-    assert_eq!(cache.fetches(), Fetches { ahead: 9, late: 3, ..Fetches::default() });
+    let Fetches { in_place, ahead, awaited, late, .. } = cache.fetches();
+    assert_eq!((in_place, ahead, awaited, late), (0, 9, 0, 3));
     drop(step);
 
     let (_, cache, mut sequence) = away(2, 6 * PAGE_BYTES - 1);

@@ -42,11 +42,11 @@ fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().permissions().mode() & 0o7777
 }
 
-const LAYOUT: Layout = Layout { k_dim: 32, v_dim: 32, k: Dtype::F32, v: Dtype::F32 };
+const LAYOUT: Layout = Layout::new(32, Dtype::F32);
 
 /// A cache with room for a ring and a few pages, and the rest in a file in `dir`.
 fn cache(dir: &Path, wipe: bool) -> Cache {
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout: LAYOUT, window: None, rope: None };
+    let layer = LayerShape::with_layout(1, 1, LAYOUT);
     let tiers = Tiers::new().file(dir, 1 << 20);
     Cache::new(CacheConfig::new(vec![layer], 64 << 10).ring(32).tiers(tiers).wipe(wipe)).unwrap()
 }
@@ -98,7 +98,7 @@ fn a_file_of_a_tier_never_has_a_name() {
 #[test]
 fn a_directory_that_is_not_there() {
     let dir = Dir::new("missing");
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout: LAYOUT, window: None, rope: None };
+    let layer = LayerShape::with_layout(1, 1, LAYOUT);
     let tiers = Tiers::new().file(dir.0.join("none"), 1 << 20);
     let refused = Cache::new(CacheConfig::new(vec![layer], 64 << 10).tiers(tiers)).unwrap_err();
     let Error::Tier { operation: TierOperation::Open, tier, kind: io::ErrorKind::NotFound, .. } = refused
@@ -168,8 +168,8 @@ fn fitted(seed: u64) -> Fitted {
     for _ in 0..4 {
         maps.push(Map::new(8, 3, rng.values(24, 1.0), rng.values(24, 1.0), None).unwrap());
     }
-    let shape = FitShape { layers: 2, query_heads: 2, kv_heads: 2, k_dim: 8, v_dim: 8 };
-    Fitted::new(shape, "model", Some(Side { row: "C_SVD".to_owned(), maps }), None).unwrap()
+    let shape = FitShape::new(2, 2, 2, 8);
+    Fitted::new(shape, "model", Some(Side::new("C_SVD", maps)), None).unwrap()
 }
 
 fn load(path: &Path) -> Fitted {
@@ -244,7 +244,7 @@ fn a_save_keeps_permissions_and_what_was_there() {
 fn trace(path: &Path, tokens: u32) -> Result<(), pikv::trace::TraceError> {
     let mut writer = Writer::new(TraceFile::create(path)?, 4)?;
     for token in 0..tokens {
-        writer.write(&Row { token, experts: vec![1, 3], wanted: Vec::new() })?;
+        writer.write(&Row::new(token, vec![1, 3], Vec::new()))?;
     }
     writer.finish()?.sync()?;
     Ok(())
@@ -306,9 +306,9 @@ fn inside_a_limit(dir: &Path) {
     assert!(len > 64, "the first pages fit");
     assert_eq!(sequence.next_position().0, len);
     let path = dir.join("maps");
-    let shape = FitShape { layers: 1, query_heads: 1, kv_heads: 1, k_dim: 128, v_dim: 8 };
+    let shape = FitShape::new(1, 1, 1, 128).v_dim(8);
     let maps = vec![Map::new(128, 128, vec![0.5; 1 << 14], vec![0.5; 1 << 14], None).unwrap()];
-    let large = Fitted::new(shape, "model", Some(Side { row: "C_SVD".to_owned(), maps }), None).unwrap();
+    let large = Fitted::new(shape, "model", Some(Side::new("C_SVD", maps)), None).unwrap();
     let Err(FittedError::Io { source, .. }) = large.save(&path) else { panic!("64 KiB and more") };
     assert_eq!(source.kind(), io::ErrorKind::FileTooLarge);
     let Err(pikv::trace::TraceError::Io(refused)) = trace(&dir.join("trace"), 10_000) else {
@@ -341,7 +341,7 @@ impl Store for Refusing {
 fn memory_that_does_not_come_back_is_counted() {
     let store = Refusing(Arc::new((Mutex::new(vec![0; 1 << 20]), AtomicBool::new(false))));
     let given = store.clone();
-    let layer = LayerShape { kv_heads: 1, query_heads: 1, layout: LAYOUT, window: None, rope: None };
+    let layer = LayerShape::with_layout(1, 1, LAYOUT);
     let tiers = Tiers::new().store("store", 1 << 20, move || Ok(Box::new(given.clone())));
     let rule = Eviction::new(H2o, Budget::Tokens(256)).batch(1);
     let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).tiers(tiers).evict(rule)).unwrap();

@@ -113,7 +113,7 @@ fn hits_are_in_the_first_tier() {
     assert_eq!((report.hits(0), report.misses(0)), (&[6.0][..], &[2.0][..]));
     assert_eq!(report.remote_bytes(0), 2 * PAGE_BYTES);
     // Whether the thread was there first is a matter of time.
-    let Fetches { in_place, ahead, awaited, late } = cache.fetches();
+    let Fetches { in_place, ahead, awaited, late, .. } = cache.fetches();
     assert_eq!((in_place, ahead + awaited + late), (0, 2));
     // Of Quest's pages those are read that are chosen.
     let before = cache.fetches();
@@ -131,11 +131,9 @@ fn a_plan_is_followed() {
     let tiers_of = Tiers::new().host(1 << 20).file("/tmp", 1 << 20);
     let cache = Cache::new(config(2, 1 << 20).tiers(tiers_of)).unwrap();
     let mut sequence = filled(&cache, 8 + 32 * 10);
-    let tier =
-        |name: &str, read| Tier { name: name.into(), capacity: 1 << 20, read, write: 1e9, direct: true };
-    let machine =
-        Machine { fast: 20 * PAGE_BYTES, tiers: vec![tier("host", 3e9), tier("file", 1e9)], compute: 0.0 };
-    let class = Class { name: "pool".into(), pages: 40, page_bytes: PAGE_BYTES, read: 1.0, write: 0.0 };
+    let tier = |name: &str, read| Tier::new(name, 1 << 20, read, 1e9);
+    let machine = Machine::new(20 * PAGE_BYTES, vec![tier("host", 3e9), tier("file", 1e9)]);
+    let class = Class::new("pool", 40, PAGE_BYTES);
     let placement = machine.place(&[class]).unwrap();
     assert_eq!(placement.pages, [[20, 15, 5]]);
     sequence.arrange(0..2, &placement.shares(0)).unwrap();

@@ -224,7 +224,7 @@ impl Twins<'_> {
                 for layer in 0..model.layers {
                     let Twins { control, seen, caches, pairs, .. } = self;
                     both(control, seen, *fails, outs, |cache, out| {
-                        let rows = [Rows { sequence: &pairs[at][cache], first, rows: 1 }];
+                        let rows = [Rows::new(&pairs[at][cache], first, 1)];
                         caches[cache].attend(layer, &rows, &q, &options, out)
                     });
                 }

@@ -1,7 +1,7 @@
 //! A store that fails on demand, and tokens.
 
 use pikv::tiers::{Store, Tiers};
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence, Step};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, Step};
 use pikv_test::backend::backend;
 use pikv_test::numbers::noise;
 use std::io;
@@ -106,8 +106,7 @@ pub fn fake(tiers: Tiers, bytes: u64, control: &Arc<Control>) -> Tiers {
 
 /// Two KV heads of two query heads each, 4 channels of f32: a page has 1664 bytes.
 pub fn shape() -> LayerShape {
-    let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-    LayerShape { kv_heads: 2, query_heads: 4, layout, window: None, rope: None }
+    LayerShape::new(2, 4, 4, Dtype::F32)
 }
 
 pub const PAGE_BYTES: u64 = 1664;

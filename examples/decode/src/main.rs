@@ -7,7 +7,7 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 use pikv::codec::{Code, Codec, Coding};
-use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Layout, Place, ShardMap};
+use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Place, ShardMap};
 use pikv_engine::common::sample::{SplitMix, nats, sample};
 use pikv_engine::moe::model::{Config, Model, VOCAB};
 use pikv_engine::moe::{paged::Paged, plain::PlainCache};
@@ -181,14 +181,7 @@ struct Variant {
 impl Variant {
     fn config(&self, c: &Config, backend: &Backend) -> Result<CacheConfig, Box<dyn Error>> {
         let dim = c.head_dim as u32;
-        let layout = Layout { k_dim: dim, v_dim: dim, k: self.dtype, v: self.dtype };
-        let layer = LayerShape {
-            kv_heads: c.kv_heads as u32,
-            query_heads: c.query_heads as u32,
-            layout,
-            window: None,
-            rope: None,
-        };
+        let layer = LayerShape::new(c.kv_heads as u32, c.query_heads as u32, dim, self.dtype);
         Ok(CacheConfig::new(vec![layer; c.layers], 64 << 20)
             .backend(backend.clone())
             .ring(self.ring)

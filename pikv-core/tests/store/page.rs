@@ -12,7 +12,7 @@ fn dtype_pairs() -> impl Iterator<Item = (Dtype, Dtype)> {
 /// Layouts with every width of K, and widths of V that differ from it.
 fn layouts() -> impl Iterator<Item = Layout> {
     (1..=MAX_DIM).flat_map(|k_dim| {
-        dtype_pairs().map(move |(k, v)| Layout { k_dim, v_dim: (k_dim * 37 + 11) % MAX_DIM + 1, k, v })
+        dtype_pairs().map(move |(k, v)| Layout::new(k_dim, k).values((k_dim * 37 + 11) % MAX_DIM + 1, v))
     })
 }
 
@@ -20,7 +20,7 @@ fn layouts() -> impl Iterator<Item = Layout> {
 fn corners() -> impl Iterator<Item = Layout> {
     [(1, 1), (2, 3), (16, 15), (17, 64), (64, 65), (80, 96), (128, 128), (255, 129), (256, 256), (96, 33)]
         .into_iter()
-        .flat_map(|(k_dim, v_dim)| dtype_pairs().map(move |(k, v)| Layout { k_dim, v_dim, k, v }))
+        .flat_map(|(k_dim, v_dim)| dtype_pairs().map(move |(k, v)| Layout::new(k_dim, k).values(v_dim, v)))
 }
 
 /// The layout as the documentation draws it, in u128.
@@ -73,7 +73,7 @@ fn addresses_are_exact_past_32_bits() {
         }
     }
     // Where it would have gone wrong: elements and words past 2^31 and 2^32.
-    let layout = Layout { k_dim: 256, v_dim: 256, k: Dtype::F32, v: Dtype::F32 };
+    let layout = Layout::new(256, Dtype::F32);
     assert_eq!(layout.v_word(1_000_000_000, 255, 31), 1_000_000_000 * 16_416 + 16_415);
 }
 
@@ -117,7 +117,7 @@ fn bytes_count_positions_and_padding() {
         let raw = PAGE * (layout.k_dim * layout.k.bits() + layout.v_dim * layout.v.bits()) / 8;
         assert!(layout.bytes() >= u64::from(raw + PAGE * 4));
     }
-    let layout = |k_dim, v_dim, k, v| Layout { k_dim, v_dim, k, v }.bytes();
+    let layout = |k_dim, v_dim, k, v| Layout::new(k_dim, k).values(v_dim, v).bytes();
     assert_eq!(layout(128, 128, Dtype::Bf16, Dtype::Bf16), 128 + 32 * 2 * 128 * 2);
     // One channel: a word of K, a sector of V.
     assert_eq!(layout(1, 1, Dtype::F32, Dtype::F32), 128 + 32 * 4 + 32 * 32);
@@ -271,7 +271,7 @@ fn what_cannot_be_stored_is_named() {
 
 #[test]
 fn positions_and_slots() {
-    let layout = Layout { k_dim: 1, v_dim: 1, k: Dtype::F32, v: Dtype::F32 };
+    let layout = Layout::new(1, Dtype::F32);
     let mut words = vec![NO_POSITION; layout.words() as usize];
     assert_eq!(layout.position(&words, 4), None);
     for p in [Position(0), Position(1), Position::MAX] {

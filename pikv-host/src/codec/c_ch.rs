@@ -4,11 +4,19 @@ use super::SelectError;
 
 /// Chunks of neighbouring tokens, which carry a meaning together, instead of single tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ChunkKv {
     /// Tokens a chunk, at least 1; the paper's choice is 10, a page of pikv is 32.
     pub chunk: u32,
     /// Tokens that stay at most.
     pub budget: u32,
+}
+
+impl ChunkKv {
+    /// Chunks of `chunk` tokens, of which `budget` tokens are kept.
+    pub const fn new(chunk: u32, budget: u32) -> ChunkKv {
+        ChunkKv { chunk, budget }
+    }
 }
 
 impl ChunkKv {
@@ -22,7 +30,7 @@ impl ChunkKv {
     /// ```
     /// # use pikv_host as pikv;
     /// use pikv::codec::ChunkKv;
-    /// let keep = ChunkKv { chunk: 2, budget: 2 }.keep(&[0.9, 0.0, 0.5, 0.5, 0.1])?;
+    /// let keep = ChunkKv::new(2, 2).keep(&[0.9, 0.0, 0.5, 0.5, 0.1])?;
     /// assert_eq!(keep, [false, false, true, true, false]);
     /// # Ok::<(), pikv::codec::SelectError>(())
     /// ```

@@ -11,6 +11,7 @@ use half::f16;
 /// A block of rows in a basis of its own.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg(feature = "fit")]
+#[non_exhaustive]
 pub struct BlockPca {
     /// `[rank][wide]`, orthonormal rows.
     pub basis: Vec<f32>,
@@ -53,6 +54,7 @@ pub fn block_pca(rows: &[f32], wide: u32, rank: u32) -> Result<BlockPca, FitErro
 
 /// Mean and basis of a block, in numbers that a page holds.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct BlockBasis {
     /// `[wide]`, of f16.
     pub mean: Vec<f32>,

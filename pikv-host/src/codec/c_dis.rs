@@ -10,6 +10,7 @@ use pikv_core::rope::Rope;
 
 /// How a head is distilled.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Distil {
     /// Steps of gradient descent, one segment each. Default 300.
     pub steps: u32,
@@ -28,6 +29,8 @@ pub struct Distil {
     pub seed: u64,
 }
 
+setters!(Distil { steps: u32, rate: f64, skew: f64, held: f64, seed: u64 } optional { scale: f64, rope: Rope });
+
 impl Default for Distil {
     fn default() -> Self {
         Distil { steps: 300, rate: 0.05, skew: 0.1, held: 0.25, scale: None, rope: None, seed: 0 }
@@ -36,6 +39,7 @@ impl Default for Distil {
 
 /// What was measured on the rows held out.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Measured {
     /// Mean `KL(p || q)` over rows and query heads, in nats: `p` the teacher's attention, `q` the student's.
     pub kl: f64,
@@ -47,6 +51,7 @@ pub struct Measured {
 
 /// A head's maps, and what they lose.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Distilled {
     /// For keys.
     pub k: Map,

@@ -5,6 +5,7 @@ use super::c_ch::{check, falling};
 
 /// From one layer on, the share of the tokens that receive least attention is dropped.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct FastV {
     /// `R`: share that is dropped of the tokens that may be, from 0 and below 1. The paper's choice is 0.5.
     pub ratio: f64,
@@ -15,6 +16,8 @@ pub struct FastV {
     /// Newest tokens that stay.
     pub window: u32,
 }
+
+setters!(FastV { from: u32, sinks: u32, window: u32 });
 
 impl FastV {
     /// Drops `ratio` from layer 2 on, with 4 sinks and a window of 32.

@@ -5,6 +5,7 @@ use std::cmp::Ordering;
 
 /// What one coding of a head costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Cost {
     /// Bytes that it takes.
     pub bytes: u64,
@@ -12,8 +13,16 @@ pub struct Cost {
     pub error: f64,
 }
 
+impl Cost {
+    /// A coding that takes `bytes` and errs by `error`.
+    pub const fn new(bytes: u64, error: f64) -> Cost {
+        Cost { bytes, error }
+    }
+}
+
 /// A head, and the codings it may get.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct HeadCodings {
     /// What its errors are multiplied by, at least 0: its share of the attention mass, or of the output's energy.
     pub importance: f64,
@@ -21,8 +30,16 @@ pub struct HeadCodings {
     pub codings: Vec<Cost>,
 }
 
+impl HeadCodings {
+    /// A head of this importance that may be stored by any of `codings`.
+    pub fn new(importance: f64, codings: Vec<Cost>) -> HeadCodings {
+        HeadCodings { importance, codings }
+    }
+}
+
 /// A coding for each head.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Hybrid {
     /// Of each head, the index into its codings.
     pub chosen: Vec<usize>,

@@ -5,6 +5,7 @@ use super::c_ch::{check, falling};
 
 /// Tokens that each layer keeps: an arithmetic series from many in the first layer, where attention is spread, to few in the last.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct PyramidKv {
     /// `C`: tokens a layer on average, the window's among them. More than the window.
     pub capacity: u32,
@@ -13,6 +14,8 @@ pub struct PyramidKv {
     /// How steep: the last layer gets `(C - w) / beta` beside the window. At least 1, which is flat; default 20.
     pub beta: f64,
 }
+
+setters!(PyramidKv { capacity: u32, window: u32, beta: f64 });
 
 impl PyramidKv {
     /// `capacity` tokens a layer, with the defaults of the paper's code.
@@ -68,7 +71,7 @@ impl PyramidKv {
     /// ```
     /// # use pikv_host as pikv;
     /// use pikv::codec::PyramidKv;
-    /// let budgets = PyramidKv { capacity: 108, window: 8, beta: 20.0 }.budgets(4)?;
+    /// let budgets = PyramidKv::new(108).budgets(4)?;
     /// assert_eq!(budgets, [203, 140, 76, 13]);
     /// # Ok::<(), pikv::codec::SelectError>(())
     /// ```
@@ -86,7 +89,7 @@ impl PyramidKv {
     /// ```
     /// # use pikv_host as pikv;
     /// use pikv::codec::PyramidKv;
-    /// let budgets = PyramidKv { capacity: 108, window: 8, beta: 20.0 }.budgets_of(4, 150)?;
+    /// let budgets = PyramidKv::new(108).budgets_of(4, 150)?;
     /// assert_eq!(budgets, [150, 122, 94, 66]);
     /// # Ok::<(), pikv::codec::SelectError>(())
     /// ```

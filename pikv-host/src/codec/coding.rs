@@ -2,7 +2,7 @@
 
 use super::map::{Map, length};
 use super::{MapError, c_ch_lit, c_py_lit};
-use crate::error::ConfigError;
+use crate::base::error::ConfigError;
 use pikv_core::codec::code::{Code, Scale};
 use pikv_core::codec::pack::{Turn, pack_tables};
 use pikv_core::codec::packed::{Packed, Side};
@@ -263,6 +263,7 @@ pub(crate) struct Unpackable {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Codec {
     /// Keys.
     pub k: Coding,

@@ -5,6 +5,7 @@ use nalgebra::{DMatrix, SymmetricEigen};
 
 /// The best map of its rank, and what it leaves out.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct LowRank {
     /// Its encode matrix has orthonormal rows, and decode is its transpose, up to their rounding to f32.
     pub map: Map,

@@ -6,6 +6,7 @@ use pikv_core::hash;
 
 /// Layers and heads that are fitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FitShape {
     /// Attention layers, all of the shape below.
     pub layers: u32,
@@ -20,6 +21,16 @@ pub struct FitShape {
 }
 
 impl FitShape {
+    /// Layers whose keys and values have `head_dim` channels.
+    pub const fn new(layers: u32, kv_heads: u32, query_heads: u32, head_dim: u32) -> FitShape {
+        FitShape { layers, query_heads, kv_heads, k_dim: head_dim, v_dim: head_dim }
+    }
+
+    /// The same with values of `v_dim` channels.
+    pub const fn v_dim(self, v_dim: u32) -> FitShape {
+        FitShape { v_dim, ..self }
+    }
+
     fn group(&self) -> usize {
         (self.query_heads / self.kv_heads) as usize
     }
@@ -39,6 +50,7 @@ impl FitShape {
 
 /// Rows of one KV head that follow one another in a sequence, and the queries of its group.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Segment {
     /// `[rows][group][k_dim]`.
     pub q: Vec<f32>,
@@ -46,6 +58,13 @@ pub struct Segment {
     pub k: Vec<f32>,
     /// `[rows][v_dim]`.
     pub v: Vec<f32>,
+}
+
+impl Segment {
+    /// Queries `[rows][group][k_dim]`, keys `[rows][k_dim]` and values `[rows][v_dim]` of the same tokens.
+    pub fn new(q: Vec<f32>, k: Vec<f32>, v: Vec<f32>) -> Segment {
+        Segment { q, k, v }
+    }
 }
 
 /// Gathers second moments of queries, keys and values of each layer and KV head, and a bounded sample of whole segments.

@@ -1,7 +1,7 @@
 //! Fitted maps in one safetensors file.
 
 use super::{FitShape, Map, MapError};
-use crate::files;
+use crate::base::files;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -121,11 +121,19 @@ pub enum FittedError {
 
 /// The maps of keys, or of values.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Side {
     /// Which row made them, as `"C_SVD"`.
     pub row: String,
     /// `[layers][kv_heads]`.
     pub maps: Vec<Map>,
+}
+
+impl Side {
+    /// Maps by this row of the paper's table, `[layers][kv_heads]`.
+    pub fn new(row: impl Into<String>, maps: Vec<Map>) -> Side {
+        Side { row: row.into(), maps }
+    }
 }
 
 /// Maps of every layer and KV head, and the model that they were fitted to.

@@ -6,6 +6,7 @@ use pikv_core::rope::Rope;
 
 /// Channels that stay of a head's row, and what the others held.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Crop {
     /// Stores those channels alone.
     pub map: Map,

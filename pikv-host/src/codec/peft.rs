@@ -9,6 +9,7 @@ use std::path::Path;
 
 /// What `adapter_config.json` says of a LoRA adapter, as far as it is needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct PeftConfig {
     /// `r`: rank of the adapter.
     pub rank: u32,
@@ -17,6 +18,15 @@ pub struct PeftConfig {
     /// `use_rslora`: the update is scaled by `alpha / sqrt(rank)`, not by `alpha / rank`.
     pub rslora: bool,
 }
+
+impl PeftConfig {
+    /// Rank and alpha, scaled by `alpha / rank`.
+    pub const fn new(rank: u32, alpha: f32) -> PeftConfig {
+        PeftConfig { rank, alpha, rslora: false }
+    }
+}
+
+setters!(PeftConfig { rank: u32, alpha: f32, rslora: bool });
 
 /// Which projector of a head is made of an adapter. With s its scale, the adapter adds `s B A x` to what a projection gives for `x`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

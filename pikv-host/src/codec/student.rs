@@ -205,7 +205,7 @@ fn causal(mut logits: DMatrix<f64>) -> DMatrix<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pikv_core::{hash, rope::Pairs};
+    use pikv_core::hash;
 
     fn noise(state: &mut u64, n: usize) -> Vec<f32> {
         (0..n).map(|_| (hash::next(state) >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn the_gradient_is_that_of_small_differences() {
         let (rows, wide, narrow, mut state) = (7, 6u32, 3u32, 9);
-        let turning = Rope { theta: 50.0, rotary_dim: 4, pairs: Pairs::Halves };
+        let turning = Rope::new(50.0, 4);
         for (rope, biased) in [(None, false), (Some(turning), true)] {
             let mut some = |n: usize| noise(&mut state, n);
             let bias = biased.then(|| some(6));

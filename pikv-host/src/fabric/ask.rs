@@ -1,11 +1,11 @@
 //! A question: rows of a KV head, the blocks that they read, and what they find there.
 
 use super::wire::{Reader, flag};
-use crate::arena::Page;
-use crate::cache::Inner;
+use crate::attend::reduce::{Tree, levels};
+use crate::base::rope_tables::Table;
 use crate::codec::HeadCodec;
-use crate::reduce::{Tree, levels};
-use crate::rope::Table;
+use crate::memory::arena::Page;
+use crate::memory::pool::Pool;
 use pikv_core::attend::{BLOCK, Sight};
 use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;
@@ -51,15 +51,16 @@ pub(crate) struct Listed<'a> {
 
 impl<'a> Ask<'a> {
     /// All but its blocks and its table; `None` if that is no question.
-    pub fn read(inner: &'a Inner, reader: &mut Reader<'a>) -> Option<Ask<'a>> {
+    pub fn read(pool: &'a Pool, reader: &mut Reader<'a>) -> Option<Ask<'a>> {
         let (layer, head) = (reader.word()? as usize, reader.word()? as usize);
         let (rows, most, flags) = (reader.word()? as usize, reader.word()? as usize, reader.word()?);
         let cap = f32::from_bits(reader.word()?);
         let on = |bit| flags & bit != 0;
-        let shape = inner.config.layers.get(layer)?;
-        let codec = inner.codecs[layer].get(head)?.as_ref().filter(|_| on(flag::PACKED));
+        let shape = pool.shape.config.layers.get(layer)?;
+        let codec = pool.shape.codecs[layer].get(head)?.as_ref().filter(|_| on(flag::PACKED));
         // The lanes of both ends are as wide.
-        let widest = inner.config.lanes.rows().min(if codec.is_some() { PACKED_ROWS } else { usize::MAX });
+        let widest =
+            pool.shape.config.lanes.rows().min(if codec.is_some() { PACKED_ROWS } else { usize::MAX });
         if rows == 0 || most == 0 || most > widest || codec.is_some() != on(flag::PACKED) {
             return None;
         }
@@ -107,8 +108,8 @@ impl<'a> Ask<'a> {
     }
 
     /// Takes the table of its rotation, which reaches its last position by now.
-    pub fn take_table(&mut self, inner: &Inner) {
-        self.table = inner.tables.get(self.layer);
+    pub fn take_table(&mut self, pool: &Pool) {
+        self.table = pool.tables.get(self.layer);
     }
 
     /// Words of its answer.
@@ -155,8 +156,8 @@ impl<'a> Ask<'a> {
     }
 
     /// The partial results of the blocks, each with the weights behind it if they are wanted, in pages that the host has.
-    pub fn compute(&self, inner: &Inner) -> Vec<f32> {
-        let (lanes, common, acc_rows) = (inner.config.lanes, self.common(), self.acc_rows());
+    pub fn compute(&self, pool: &Pool) -> Vec<f32> {
+        let (lanes, common, acc_rows) = (pool.shape.config.lanes, self.common(), self.acc_rows());
         let len = Partial::len(self.rows, acc_rows);
         let turned = self.codec.is_some() && common.rotation.is_some();
         let mut rebuilt = vec![[0.0; LANES]; if turned { REBUILT } else { 0 }];

@@ -1,21 +1,25 @@
 //! Queries on their way to the ranks, and what comes back at its place in the tree.
 
-use super::FabricError;
 use super::file::ByRank;
-use super::front::{Copies, Copy, Front, first_alive};
+use super::front::{Front, first_alive};
 use super::link::Link;
 use super::wire::{self, flag};
-use crate::error::Error;
-use crate::forest::Forest;
-use crate::job::{Item, Job, SCRATCH, Scratch, Shared, TILE, each, each_mut};
-use crate::mass::Wanted;
-use crate::observe::Feed;
-use crate::sequence::Place;
+use crate::attend::executor::{Cpu, Elsewhere, Executor, Results};
+use crate::attend::feedback::Feed;
+use crate::attend::forest::Forest;
+use crate::attend::job::{Item, Job, SCRATCH, Scratch, TILE};
+use crate::attend::lists::Cut;
+use crate::attend::mass::Wanted;
+use crate::base::error::Error;
+use crate::base::error::FabricError;
+use crate::base::ids::Place;
+use crate::base::parallel::{Shared, each, each_mut};
+use crate::tiers::replica::{Copies, Copy};
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
 
 /// Words of answers that a wave of items takes at most, unless it is a single item: 64 MiB.
 pub(super) const WAVE: usize = 16 << 20;
@@ -45,9 +49,10 @@ impl Remote {
     fn words(&self, at: &At, from: usize, n: usize) -> &[f32] {
         bytemuck::cast_slice(&self.answers[at.answer][at.word + from..][..n])
     }
+}
 
-    /// The partial result of a block, and the weights behind it, if a rank worked it out.
-    pub fn place(
+impl Elsewhere for Remote {
+    fn place(
         &self,
         item: &Item<'_>,
         block: usize,
@@ -345,12 +350,31 @@ fn near<'a>(forest: &Forest<'a>) -> Forest<'a> {
     near
 }
 
-/// As [`Job::run`] and [`Job::with_mass`], of pages here and on the ranks.
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn attend(
+impl Executor for Front {
+    fn most(&self, job: &Job<'_>, forest: &Forest<'_>) -> usize {
+        Cpu.most(job, forest)
+    }
+
+    fn run(
+        &self,
+        job: &mut Job<'_>,
+        forests: &[Forest<'_>],
+        wanted: Option<&[Wanted]>,
+        results: Results<'_>,
+        cut: &mut Cut,
+    ) -> Result<(), Error> {
+        if !forests.iter().any(|forest| forest.away().next().is_some()) {
+            return Cpu.run(job, forests, wanted, results, cut);
+        }
+        let Results { out, lse, seen } = results;
+        attend(self, job, forests, wanted, &Shared::new(out), &Shared::new(lse), seen)
+    }
+}
+
+/// As the CPU does, of pages here and on the ranks.
+fn attend(
     front: &Front,
     job: &mut Job<'_>,
-    layer: usize,
     forests: &[Forest<'_>],
     wanted: Option<&[Wanted]>,
     out: &Shared<'_>,
@@ -387,31 +411,41 @@ pub(crate) fn attend(
         let questions: Vec<_> =
             items.iter().map(|item| (item.forest, item.row..item.row + item.rows)).collect();
         let some = words > 0;
-        job.remote = if some { Some(RwLock::new(front.ask(job, layer, &questions, manner)?)) } else { None };
+        let remote = if some { Some(Arc::new(front.ask(job, job.layer, &questions, manner)?)) } else { None };
+        job.remote = remote.clone().map(|remote| remote as Arc<dyn Elsewhere>);
         let job = &*job;
         match wanted {
             Some(wanted) => each_mut(&mut feeds[from..next], |i, feed| {
                 let forest = &forests[from + i];
                 job.with_mass(forest, &wanted[forest.view], out, lse, &mut feed.weighed);
             }),
-            None => _ = each(&items, |item| one(job, item, manner, out, lse)),
+            None => {
+                let merged = remote.as_deref().filter(|_| manner.fast);
+                each(&items, |item| one(job, item, manner.fast, merged, out, lse));
+            }
         }
     }
     job.remote = None;
     Ok(())
 }
 
-/// The whole of an item.
-fn one(job: &Job<'_>, item: &Item<'_>, manner: Manner, out: &Shared<'_>, lse: &Shared<'_>) {
-    let here = manner.fast.then(|| near(item.forest));
+/// The whole of an item; where ranks merge what they read, with what they `merged`.
+fn one(
+    job: &Job<'_>,
+    item: &Item<'_>,
+    fast: bool,
+    merged: Option<&Remote>,
+    out: &Shared<'_>,
+    lse: &Shared<'_>,
+) {
+    let here = fast.then(|| near(item.forest));
     let read = Item { forest: here.as_ref().unwrap_or(item.forest), ..*item };
     job.with_scratch(&read, |trees, scratch, leaf| {
         let Scratch { part, spare, .. } = scratch;
         let full = trees.of(None);
         part.resize(full.len().max(part.len()), 0.0);
         read.forest.reduce(&trees, leaf, part, spare);
-        if let Some(remote) = job.remote.as_ref().filter(|_| manner.fast) {
-            let remote = remote.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(remote) = merged {
             let key = (item.forest.view, item.forest.head, item.row);
             // Those of what is read here do not know a codec whose pages are all away.
             let all = job.trees(item);

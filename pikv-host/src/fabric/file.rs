@@ -1,96 +1,24 @@
 //! Pages on their way to the ranks.
 
-use super::FabricError;
-use super::front::{Block, Copies, Copy, Front, Kept};
+use super::front::Front;
 use super::link::{Link, List, Work};
 use super::wire;
-use crate::arena::Page;
-use crate::cache::Inner;
-use crate::chain::{Chain, Closed, Entry, Held};
+use crate::base::error::Error;
+use crate::base::error::FabricError;
+use crate::base::ids::block_of;
 use crate::codec::HeadCodec;
-use crate::error::Error;
-use crate::filing::Layer;
-use crate::sequence::block_of;
+use crate::config::shape::CacheShape;
+use crate::memory::arena::Page;
+use crate::memory::pool::Pool;
+use crate::pages::chain::{Chain, Closed, Entry, Held};
+use crate::pages::filing::Layer;
 use crate::tiers::Stored;
+use crate::tiers::replica::{Block, Copies, Copy, Kept, Mirror, Mirrors};
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
-use std::cmp::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Pages of a chain that are still here, and of which a rank has a copy, because the rest of their block is there. The rank has room for
-/// the next page of that block, too: no read takes memory there.
-#[derive(Debug, Default)]
-pub(crate) struct Mirrors(Mutex<Vec<Mirror>>);
-
-#[derive(Clone, Debug)]
-struct Mirror {
-    ordinal: u32,
-    copy: Arc<Copy>,
-    /// Lanes that the rank has as they are here.
-    synced: u32,
-    /// Of the link when it was made.
-    epoch: u64,
-}
-
-impl Mirror {
-    /// Has everything be sent again if that was before a round that failed. The rank still has the room for it.
-    fn renew(&mut self, epoch: u64) {
-        if self.epoch != epoch {
-            (self.epoch, self.synced) = (epoch, 0);
-        }
-    }
-}
-
-/// A fork reads the same copies, until either side writes: whoever writes first then gets one of its own.
-impl Clone for Mirrors {
-    fn clone(&self) -> Mirrors {
-        Mirrors(Mutex::new(self.list().clone()))
-    }
-}
-
-impl Mirrors {
-    /// Notes what a rank has by now.
-    fn note(&self, mirror: Mirror) {
-        let mut list = self.list();
-        list.retain(|known| known.ordinal != mirror.ordinal);
-        list.push(mirror);
-    }
-
-    fn list(&self) -> MutexGuard<'_, Vec<Mirror>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes back what the rank has past `fill` lanes of the last page, which is at `ordinal`.
-    pub fn cut(&mut self, ordinal: u32, fill: u32) {
-        let list = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        list.retain(|mirror| mirror.ordinal <= ordinal + 1);
-        for mirror in list {
-            match mirror.ordinal.cmp(&ordinal) {
-                Ordering::Less => {}
-                Ordering::Equal => mirror.synced = mirror.synced.min(fill),
-                Ordering::Greater => mirror.synced = 0,
-            }
-        }
-    }
-
-    /// Bytes of the list.
-    pub fn bytes(&self) -> usize {
-        self.list().capacity() * size_of::<Mirror>()
-    }
-
-    /// Forgets the pages before `ordinal`, whose tokens moved.
-    pub fn forget(&mut self, ordinal: u32) {
-        let list = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        list.retain(|mirror| mirror.ordinal >= ordinal);
-    }
-
-    /// The rank that has a copy of the page at `ordinal`.
-    pub fn rank(&self, ordinal: u32) -> Option<u32> {
-        self.list().iter().find(|mirror| mirror.ordinal == ordinal).map(|mirror| mirror.copy.rank)
-    }
-}
+use std::sync::Arc;
 
 /// Work by rank.
 #[derive(Default)]
@@ -308,7 +236,7 @@ impl Front {
     /// A rank that has no memory, or fails.
     pub fn set_aside<'a>(
         &self,
-        inner: &Inner,
+        inner: &CacheShape,
         l: usize,
         layers: impl Iterator<Item = &'a Layer>,
     ) -> Result<(), Error> {
@@ -334,10 +262,10 @@ impl Front {
 
     /// The same of all layers that a policy thins out, of several sequences, whose pages it may just have put together. A rank that has no
     /// room refuses who reads them, until it has.
-    pub fn set_aside_thinned(&self, inner: &Inner, sequences: &[&[Layer]]) {
-        for (l, _) in inner.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
-            if self.set_aside(inner, l, sequences.iter().map(|layers| &layers[l])).is_err() {
-                inner.failures.uncompacted();
+    pub fn set_aside_thinned(&self, pool: &Pool, sequences: &[&[Layer]]) {
+        for (l, _) in pool.shape.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
+            if self.set_aside(&pool.shape, l, sequences.iter().map(|layers| &layers[l])).is_err() {
+                pool.failures.uncompacted();
             }
         }
     }
@@ -384,7 +312,7 @@ impl Front {
     /// the ranks have them.
     pub fn send<'a>(
         self: &Arc<Self>,
-        inner: &Inner,
+        inner: &CacheShape,
         parts: impl Iterator<Item = (&'a [Layer], u32)>,
     ) -> Result<Vec<Vec<Sent>>, Error> {
         let mut link = self.link();
@@ -397,7 +325,7 @@ impl Front {
     fn send_through<'a>(
         self: &Arc<Self>,
         link: &mut Link,
-        inner: &Inner,
+        inner: &CacheShape,
         parts: impl Iterator<Item = (&'a [Layer], u32)>,
     ) -> Result<Vec<Vec<Sent>>, FabricError> {
         let mut aside = Aside::default();
@@ -442,7 +370,7 @@ impl Front {
     #[allow(clippy::too_many_arguments)]
     fn send_page(
         self: &Arc<Self>,
-        inner: &Inner,
+        inner: &CacheShape,
         link: &Link,
         chain: &Chain,
         entry: &Entry,
@@ -505,7 +433,7 @@ impl Front {
                     Held::Closed(closed) => Some(closed.by),
                     _ => None,
                 };
-                entry.held = Held::Away(crate::chain::Away { slot, by });
+                entry.held = Held::Away(crate::pages::chain::Away { slot, by });
             }
             chain.settle_sent();
         }

@@ -1,13 +1,17 @@
 //! What a cache holds of its fabric: the link, where pages are, and which rank gets a new block.
 
 use super::link::{Answer, Link, Work};
-use super::{Fabric, FabricError, Options, Traffic};
-use crate::cache::{Cache, Inner, first_heads};
-use crate::config::{CacheConfig, MAX_SHARDS};
-use crate::error::{ConfigError, Error};
+use super::store::fingerprint;
+use super::{Fabric, Options, Traffic};
+use crate::base::error::FabricError;
+use crate::base::error::MAX_SHARDS;
+use crate::base::error::{ConfigError, Error};
+use crate::config::CacheConfig;
+use crate::config::shape::CacheShape;
+use crate::config::shape::first_heads;
+use crate::tiers::replica::{Block, Copy, FetchPage, Freed, Kept};
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
-use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
 use std::fmt;
@@ -17,15 +21,6 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
 use std::thread::{self, JoinHandle};
 
-/// A block of 8 pages of one expert, of whatever sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Block {
-    pub layer: u32,
-    pub head: u32,
-    pub expert: u16,
-    pub block: u32,
-}
-
 pub(crate) struct Front {
     link: Mutex<Link>,
     freed: Arc<Freed>,
@@ -33,7 +28,7 @@ pub(crate) struct Front {
     map: ShardMap,
     /// Of each layer, the KV heads of the layers before it.
     first_heads: Vec<u32>,
-    experts: usize,
+    pub(super) experts: usize,
     pub(super) level: Arc<Level>,
     pub(super) fast: bool,
     /// Of each rank, whether it is another process, or kept apart as if it were one.
@@ -53,82 +48,9 @@ struct Beat {
     thread: JoinHandle<()>,
 }
 
-/// Pages that nobody holds any more, by rank, which learns of it with the next message.
-#[derive(Debug, Default)]
-pub(super) struct Freed(Mutex<Vec<Vec<u64>>>);
-
-/// A page on a rank. Dropped, it is freed there.
-#[derive(Debug)]
-pub(super) struct Copy {
-    pub rank: u32,
-    pub id: u64,
-    freed: Arc<Freed>,
-}
-
-impl Drop for Copy {
-    fn drop(&mut self) {
-        let mut freed = self.freed.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(freed) = freed.get_mut(self.rank as usize) {
-            freed.push(self.id);
-        }
-    }
-}
-
-/// Copies of a page.
-pub(super) type Copies = SmallVec<[Arc<Copy>; 1]>;
-
-/// A page that ranks keep.
-pub(crate) struct Kept {
-    pub(super) copies: RwLock<Copies>,
-    pub(super) block: Block,
-    front: Arc<Front>,
-}
-
-impl fmt::Debug for Kept {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Kept")
-            .field("block", &self.block)
-            .field("copies", &self.copies)
-            .finish_non_exhaustive()
-    }
-}
-
 impl fmt::Debug for Front {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Front").field("map", &self.map).field("fast", &self.fast).finish_non_exhaustive()
-    }
-}
-
-impl Kept {
-    pub(super) fn new(front: Arc<Front>, block: Block, copies: Copies) -> Kept {
-        Kept { copies: RwLock::new(copies), block, front }
-    }
-
-    /// The copies as they are now; as long as they are held, so are the pages.
-    pub(super) fn copies(&self) -> Copies {
-        self.copies.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// The rank that is asked first.
-    pub fn rank(&self) -> u32 {
-        self.copies().first().map_or(0, |copy| copy.rank)
-    }
-
-    /// Whether this process has a copy: of the fabrics that are here, rank 0 of `mpi`.
-    pub fn is_here(&self) -> bool {
-        self.copies().iter().any(|copy| self.front.wired.get(copy.rank as usize).is_some_and(|wired| !wired))
-    }
-
-    /// Brings a copy of the page here.
-    pub fn fetch(&self, words: &mut [u32]) -> Result<(), Error> {
-        let mut link = self.front.link();
-        let copies = self.copies();
-        let copy = first_alive(&link, &copies)?;
-        let mut work = Work::default();
-        work.fetches.id(copy.id);
-        let answers = self.front.work(&mut link, vec![(copy.rank, work)])?;
-        words.copy_from_slice(fetched(&answers[0], 0, words.len())?);
-        Ok(())
     }
 }
 
@@ -152,6 +74,7 @@ pub(super) fn first_alive<'a>(link: &Link, copies: &'a [Arc<Copy>]) -> Result<&'
 
 /// What a rank holds.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RankUsage {
     /// The rank.
     pub rank: u32,
@@ -164,12 +87,19 @@ pub struct RankUsage {
 }
 
 impl Front {
-    fn new(
+    /// The front of a cache of this configuration.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration, or does not go with a fabric; a rank that does not answer, or has another version or
+    /// configuration.
+    pub fn new(
         config: &CacheConfig,
         fabric: Box<dyn Fabric>,
         options: &Options,
-        fingerprint: u64,
     ) -> Result<Arc<Front>, Error> {
+        let shape = CacheShape::new(config.clone(), true)?;
+        no_ages(&shape)?;
+        let fingerprint = fingerprint(&shape);
         if fabric.ranks() > MAX_SHARDS {
             return Err(ConfigError::Shards { shards: fabric.ranks() }.into());
         }
@@ -322,6 +252,23 @@ impl Front {
     }
 }
 
+impl FetchPage for Front {
+    fn fetch(&self, page: &Kept, words: &mut [u32]) -> Result<(), Error> {
+        let mut link = self.link();
+        let copies = page.copies();
+        let copy = first_alive(&link, &copies)?;
+        let mut work = Work::default();
+        work.fetches.id(copy.id);
+        let answers = self.work(&mut link, vec![(copy.rank, work)])?;
+        words.copy_from_slice(fetched(&answers[0], 0, words.len())?);
+        Ok(())
+    }
+
+    fn is_wired(&self, rank: u32) -> bool {
+        self.wired.get(rank as usize).copied().unwrap_or(true)
+    }
+}
+
 impl Drop for Front {
     fn drop(&mut self) {
         let beat = self.beat.get_mut().unwrap_or_else(PoisonError::into_inner).take();
@@ -336,88 +283,11 @@ impl Drop for Front {
 }
 
 /// Refuses what is not there for ranks yet.
-pub(super) fn no_ages(inner: &Inner) -> Result<(), ConfigError> {
-    let mut codecs = inner.codecs.iter().flat_map(|heads| heads.iter().flatten());
+pub(super) fn no_ages(shape: &CacheShape) -> Result<(), ConfigError> {
+    let mut codecs = shape.codecs.iter().flat_map(|heads| heads.iter().flatten());
     if codecs.any(|codec| codec.aged.is_some()) {
         let instead = "one codec for pages of every age";
         return Err(ConfigError::Fabric { what: "pages that are packed again by age", instead });
     }
     Ok(())
-}
-
-impl Cache {
-    /// A cache whose full pages lie on the ranks of a fabric, those of shard `s` of the map on rank `s % ranks`. The budget of
-    /// the configuration is that of the front: ring, sinks, and pages that fill up, or that a fork shares or a rollback could
-    /// reach; every rank has its own.
-    ///
-    /// Everything works as in a cache of one process and returns its bits ([`Options::fast`] apart). A page that a policy looks into,
-    /// [`Sequence::read`](crate::Sequence::read) and pages that are put together after an eviction are brought here for it.
-    ///
-    /// # Errors
-    /// What is wrong with the configuration, [`ConfigError::Fabric`] for what does not go together, [`ConfigError::Shards`] for more
-    /// ranks than there can be shards; [`Error::Fabric`] if a rank does not answer, has another version, or was built from another configuration.
-    ///
-    /// ```
-    /// # use pikv_host as pikv;
-    /// use pikv::fabric::{InProcess, Options};
-    /// use pikv::{Cache, CacheConfig};
-    /// use pikv::{Dtype, LayerShape, Layout, ShardMap};
-    /// let layout = Layout { k_dim: 64, v_dim: 64, k: Dtype::Bf16, v: Dtype::Bf16 };
-    /// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
-    /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32).shards(ShardMap::sum(4)?);
-    /// let ranks = InProcess::new(&config, 4, 16 << 20)?;      // 4 threads with 16 MiB each
-    /// let cache = Cache::over(config, Box::new(ranks), Options::default())?;
-    /// let mut sequence = cache.sequence();
-    /// for _ in 0..64 {
-    ///     let mut step = cache.begin([(&mut sequence, 32)])?;
-    ///     step.append(0, &[0.5; 32 * 64], &[0.25; 32 * 64])?;
-    ///     step.commit()?;
-    /// }
-    /// let pages: Vec<u64> = cache.ranks()?.iter().map(|rank| rank.pages).collect();
-    /// assert_eq!(pages, [16, 16, 16, 16]);                    // 63 that left the ring, and room for the next of the last block
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn over(config: CacheConfig, fabric: Box<dyn Fabric>, options: Options) -> Result<Cache, Error> {
-        let refused = [
-            (
-                !config.backend.is_cpu(),
-                "a front on a device",
-                "Backend::CPU, with ranks on devices (InProcess::on),",
-            ),
-            (
-                !config.tiers.specs.is_empty(),
-                "tiers",
-                "CacheConfig::tiers with none, and a larger budget of the ranks",
-            ),
-        ];
-        if let Some((_, what, instead)) = refused.into_iter().find(|(on, ..)| *on) {
-            return Err(ConfigError::Fabric { what, instead }.into());
-        }
-        let near = Cache::new(config.clone())?;
-        no_ages(&near.inner)?;
-        let fingerprint = super::store::fingerprint(&near.inner);
-        let front = Front::new(&config, fabric, &options, fingerprint)?;
-        drop(near);
-        Cache::with(config, Some(front))
-    }
-
-    pub(super) fn front(&self) -> Result<&Arc<Front>, FabricError> {
-        self.inner.fabric.as_ref().ok_or(FabricError::None)
-    }
-
-    /// What each rank of the fabric holds. Asks them all.
-    ///
-    /// # Errors
-    /// A cache that is over none, or a rank that is lost by it.
-    pub fn ranks(&self) -> Result<Vec<RankUsage>, Error> {
-        Ok(self.front()?.usage()?)
-    }
-
-    /// What went over the fabric so far.
-    ///
-    /// # Errors
-    /// A cache that is over none.
-    pub fn traffic(&self) -> Result<Traffic, Error> {
-        Ok(self.front()?.traffic())
-    }
 }

@@ -1,29 +1,10 @@
 //! Questions and answers, with deadlines.
 
+use super::Fabric;
 use super::wire::{self, HEADER, Reader, VERSION, kind};
-use super::{Fabric, FabricError};
+use crate::base::error::FabricError;
+use crate::metrics::Traffic;
 use std::time::{Duration, Instant};
-
-/// What went over a fabric since the cache was built.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Bytes of messages to ranks of other processes, or threads.
-    pub sent: u64,
-    /// Bytes of their answers.
-    pub received: u64,
-    /// Messages to ranks; as many answers come back.
-    pub messages: u64,
-    /// Rounds: one message to some ranks, and their answers.
-    pub rounds: u64,
-    /// Time in rounds, from the first message sent to the last answer received, in which ranks compute too.
-    pub waited: Duration,
-    /// Of that time, what the rank that took longest in each round computed; the rest is the wire's, and the front's own.
-    pub computed: Duration,
-    /// Pages that were moved to another rank.
-    pub moved: u64,
-    /// Pages that were copied to a further rank.
-    pub replicated: u64,
-}
 
 /// The ranks as the front knows them. Behind a lock: one round at a time.
 pub(super) struct Link {

@@ -14,27 +14,25 @@
 
 mod ask;
 mod attend;
-mod error;
 mod file;
 mod front;
 mod link;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "cuda")]
+mod node_cuda;
 mod rebalance;
 mod schedule;
 mod store;
 mod wire;
 mod workers;
 
+pub use crate::base::error::FabricError;
+pub use crate::metrics::Traffic;
 #[cfg(feature = "cuda")]
 pub(crate) use ask::Ask;
-pub(crate) use attend::Remote;
-pub(crate) use attend::attend;
-pub use error::FabricError;
-pub(crate) use file::Mirrors;
+pub(crate) use front::Front;
 pub use front::RankUsage;
-pub(crate) use front::{Front, Kept};
-pub use link::Traffic;
 pub use rebalance::{Moves, Skew};
 pub use schedule::{RankPlan, Schedule, Wire};
 pub use store::Store;

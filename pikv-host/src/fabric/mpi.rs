@@ -10,9 +10,10 @@
 //! UCX aborts whoever shares memory with the dead by system calls: `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine.
 //! `tests/mpi.rs` does both. After a loss nobody calls `MPI_Finalize`, which would wait for the dead.
 
-use super::{Fabric, FabricError, Store, wire};
+use super::{Fabric, Store, wire};
+use crate::base::error::Error;
+use crate::base::error::FabricError;
 use crate::config::CacheConfig;
-use crate::error::Error;
 use ::mpi::environment::Universe;
 use ::mpi::ffi;
 use std::collections::VecDeque;

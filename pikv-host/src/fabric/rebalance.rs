@@ -1,18 +1,18 @@
 //! Pages that move to other ranks, or are copied there, while they are read.
 
-use super::FabricError;
 use super::file::ByRank;
-use super::front::{Block, Copies, Front, fetched, first_alive};
+use super::front::{Front, fetched, first_alive};
 use super::link::{Link, Work};
-use crate::cache::Cache;
-use crate::error::Error;
+use crate::base::error::FabricError;
 use crate::router::Eplb;
 use crate::tiers::Stored;
+use crate::tiers::replica::{Block, Copies};
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
 /// What was moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Moves {
     /// Pages that went to another rank.
     pub moved: u64,
@@ -24,6 +24,7 @@ pub struct Moves {
 
 /// How even the ranks are loaded.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Skew {
     /// Bytes on the fullest rank over those on the mean one; 1 is even.
     pub fullest: f64,
@@ -128,90 +129,71 @@ impl Front {
     }
 }
 
-impl Cache {
-    /// How even the pages are spread over the ranks that are there. Asks them.
+impl Front {
+    /// How even the pages are spread over the ranks that are there.
     ///
     /// # Errors
-    /// A cache that is over no fabric, or a rank that is lost by it.
-    pub fn skew(&self) -> Result<Skew, Error> {
-        let alive: Vec<_> = self.ranks()?.into_iter().filter(|rank| rank.lost.is_none()).collect();
+    /// A rank that is lost by it.
+    pub fn skew(&self) -> Result<Skew, FabricError> {
+        let alive: Vec<_> = self.usage()?.into_iter().filter(|rank| rank.lost.is_none()).collect();
         let sum = alive.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes));
         let most = alive.iter().max_by_key(|rank| rank.bytes).ok_or(FabricError::Nobody)?;
         let mean = sum as f64 / alive.len() as f64;
         Ok(Skew { fullest: if sum == 0 { 1.0 } else { most.bytes as f64 / mean }, rank: most.rank })
     }
 
-    /// Places the experts of a layer anew by DeepSeek's EPLB, and moves their pages: block `t` of an expert goes to the rank of
-    /// its replica `t mod replicas`, so that an expert with more load has its pages on more ranks. Without `loads` (of each
-    /// expert, in any unit), those are the bytes that attention read of it since it was last placed. Blocks that come later
-    /// follow. O(pages of the layer).
-    ///
-    /// Other threads may attend meanwhile: a block is copied before it leaves, and one that is being read stays until it was read.
+    /// Places the experts of a layer anew, and moves their pages: [`Cache::rebalance`](crate::Cache::rebalance).
     ///
     /// # Errors
-    /// A cache that is over no fabric; [`FabricError::Placement`]; [`FabricError::Count`] if the devices are not the ranks; a rank
-    /// that is lost, or has no room. What moved before stays moved; no page is lost by it.
-    pub fn rebalance(&self, layer: usize, eplb: &Eplb, loads: Option<&[f64]>) -> Result<Moves, Error> {
-        self.inner.layer(layer)?;
-        let front = self.front()?;
+    /// As there.
+    pub fn rebalance(&self, layer: usize, eplb: &Eplb, loads: Option<&[f64]>) -> Result<Moves, FabricError> {
         let read;
         let loads = match loads {
             Some(loads) => loads,
             None => {
-                read = front.reads(layer);
+                read = self.reads(layer);
                 &read
             }
         };
-        let experts = self.config().experts as usize;
+        let experts = self.experts;
         if loads.len() != experts {
-            return Err(FabricError::Count { what: "loads", got: loads.len(), wanted: experts }.into());
+            return Err(FabricError::Count { what: "loads", got: loads.len(), wanted: experts });
         }
-        let ranks = front.link().lost.len();
+        let ranks = self.link().lost.len();
         if eplb.devices as usize != ranks {
             let got = eplb.devices as usize;
-            return Err(FabricError::Count { what: "devices", got, wanted: ranks }.into());
+            return Err(FabricError::Count { what: "devices", got, wanted: ranks });
         }
-        let placement = eplb.place(loads).map_err(FabricError::from)?;
+        let placement = eplb.place(loads)?;
         let slots = eplb.replicas / eplb.devices;
         let ranks_of: Vec<Vec<u32>> =
             placement.slots_of.iter().map(|of| of.iter().map(|slot| slot / slots).collect()).collect();
-        front.placed.write().unwrap_or_else(PoisonError::into_inner)[layer] = Some(ranks_of);
-        front.forget_reads(layer);
+        self.placed.write().unwrap_or_else(PoisonError::into_inner)[layer] = Some(ranks_of);
+        self.forget_reads(layer);
         let mut all = Moves::default();
-        for (block, pages) in front.blocks(layer) {
+        for (block, pages) in self.blocks(layer) {
             // One block at a time, so that whoever attends is not kept waiting.
-            let mut link = front.link();
-            let rank = front.rank_of(&link, &block)?;
-            let moves = front.settle_block(&mut link, &pages, &[rank])?;
+            let mut link = self.link();
+            let rank = self.rank_of(&link, &block)?;
+            let moves = self.settle_block(&mut link, &pages, &[rank])?;
             all.add(&moves);
             link.traffic.moved += moves.moved;
         }
         Ok(all)
     }
 
-    /// Has each page of an expert lie on `copies` ranks: those that read them take turns by what they have to do, and a rank
-    /// that is lost takes none of them along. Blocks that come later are replicated by the next call. 1 leaves one copy of
-    /// each.
+    /// Has each page of an expert lie on `copies` ranks: [`Cache::replicate`](crate::Cache::replicate).
     ///
     /// # Errors
-    /// A cache that is over no fabric, no such layer or expert, [`FabricError::Count`] for no copies or more than there are
-    /// ranks; a rank that is lost, or has no room. What was copied before stays; no page is lost by it.
-    pub fn replicate(&self, layer: usize, expert: u16, copies: u32) -> Result<Moves, Error> {
-        self.inner.layer(layer)?;
-        let front = self.front()?;
-        if u32::from(expert) >= self.config().experts {
-            let experts = self.config().experts;
-            return Err(Error::Expert { layer, row: 0, expert, experts });
-        }
-        let alive: Vec<u32> = front.link().alive().collect();
+    /// As there.
+    pub fn replicate(&self, layer: usize, expert: u16, copies: u32) -> Result<Moves, FabricError> {
+        let alive: Vec<u32> = self.link().alive().collect();
         if copies == 0 || copies as usize > alive.len() {
-            return Err(
-                FabricError::Count { what: "copies", got: copies as usize, wanted: alive.len() }.into()
-            );
+            return Err(FabricError::Count { what: "copies", got: copies as usize, wanted: alive.len() });
         }
         let mut all = Moves::default();
-        for (block, pages) in front.blocks(layer).into_iter().filter(|(block, _)| block.expert == expert) {
-            let mut link = front.link();
+        for (block, pages) in self.blocks(layer).into_iter().filter(|(block, _)| block.expert == expert) {
+            let mut link = self.link();
             let Some(kept) = pages.first().and_then(|slot| slot.kept()) else { continue };
             let Ok(first) = first_alive(&link, &kept.copies()).map(|copy| copy.rank) else { continue };
             let at = alive.iter().position(|rank| *rank == first).unwrap_or(0) + block.block as usize % 2;
@@ -220,7 +202,7 @@ impl Cache {
             let others =
                 (0..alive.len()).map(|i| alive[(at + i) % alive.len()]).filter(|rank| *rank != first);
             ranks.extend(others.take(copies as usize - 1));
-            let moves = front.settle_block(&mut link, &pages, &ranks)?;
+            let moves = self.settle_block(&mut link, &pages, &ranks)?;
             all.add(&moves);
             link.traffic.moved += moves.moved;
             link.traffic.replicated += moves.replicated;

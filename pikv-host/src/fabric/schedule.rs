@@ -2,10 +2,10 @@
 
 use super::front::no_ages;
 use super::wire;
-use crate::cache::{Cache, first_heads};
+use crate::base::error::Error;
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
-use crate::error::Error;
+use crate::config::shape::{CacheShape, first_heads};
 use pikv_core::attend::BLOCK;
 use pikv_core::merge::Partial;
 use pikv_core::page::PAGE;
@@ -16,6 +16,7 @@ const AROUND: (u64, u64) = (wire::HEADER as u64 + 6, wire::HEADER as u64 + 7);
 
 /// What goes to a rank in a decode step, and comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Wire {
     /// Bytes to the rank.
     pub sent: f64,
@@ -25,8 +26,19 @@ pub struct Wire {
     pub messages: f64,
 }
 
+impl std::iter::Sum for Wire {
+    fn sum<I: Iterator<Item = Wire>>(wires: I) -> Wire {
+        wires.fold(Wire::default(), |sum, wire| Wire {
+            sent: sum.sent + wire.sent,
+            received: sum.received + wire.received,
+            messages: sum.messages + wire.messages,
+        })
+    }
+}
+
 /// One rank of a [`Schedule`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct RankPlan {
     /// Bytes of full pages, and of room for the page of a block that fills up, or comes next.
     pub bytes: u64,
@@ -41,6 +53,7 @@ pub struct RankPlan {
 /// What the ranks of a fabric hold of one sequence, and what a decode step of one row that reads all of it sends: the messages
 /// as they are built, averaged over the 256 steps in which a block fills up.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Schedule {
     /// Of each rank.
     pub ranks: Vec<RankPlan>,
@@ -53,7 +66,7 @@ impl Schedule {
     /// head `h`, counted on over the layers, lies on rank `of(t, e, h)`. O(blocks of all heads + layers * heads of one * ranks).
     ///
     /// # Errors
-    /// What is wrong with the configuration; pages that a second codec packs again, as [`Cache::over`].
+    /// What is wrong with the configuration; pages that a second codec packs again, as [`Cache::over`](crate::Cache::over).
     ///
     /// # Panics
     /// If `of` names a rank past `ranks`.
@@ -63,11 +76,11 @@ impl Schedule {
         filed: &[u32],
         of: impl Fn(u32, u16, u32) -> u32,
     ) -> Result<Schedule, Error> {
-        let inner = Cache::new(config.clone())?.inner;
-        no_ages(&inner)?;
+        let checked = CacheShape::new(config.clone(), true)?;
+        no_ages(&checked)?;
         let (mut all, mut front) = (vec![RankPlan::default(); ranks as usize], 0);
         let shapes = config.layers.iter().zip(first_heads(&config.layers));
-        for (((shape, first), codecs), store) in shapes.zip(&inner.codecs).zip(&inner.stores) {
+        for (((shape, first), codecs), store) in shapes.zip(&checked.codecs).zip(&checked.stores) {
             let (page, heads) = (shape.layout.bytes(), u64::from(shape.kv_heads));
             let read = Read::new(shape, codecs, ranks, filed, |t, e, head| of(t, e, first + head));
             let open: u64 = filed.iter().map(|tokens| u64::from(tokens % PAGE > 0)).sum();

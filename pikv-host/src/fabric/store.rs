@@ -1,16 +1,17 @@
 //! What a rank keeps: pages, by their numbers; and what it does when it is asked.
 
 use super::ask::{Ask, Listed};
-use crate::arena::{Near, Page};
-use crate::backend::CudaError;
-use crate::cache::{Cache, Inner};
+use crate::base::error::CudaError;
+use crate::base::error::Error;
+use crate::base::parallel::threads;
+use crate::base::rope_tables::Tables;
 use crate::config::CacheConfig;
+use crate::config::shape::CacheShape;
 #[cfg(feature = "cuda")]
-use crate::cuda::Device;
-use crate::error::Error;
+use crate::device::Device;
 use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, kind};
-use crate::job::threads;
-use crate::rope::Tables;
+use crate::memory::arena::{Near, Page};
+use crate::memory::pool::Pool;
 use crate::tiers::Tiers;
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE, Position};
@@ -29,7 +30,7 @@ use std::time::Instant;
 /// number that is used once in a session, and what is asked for and is not there is an error, never another page.
 #[derive(Debug)]
 pub struct Store {
-    inner: Arc<Inner>,
+    pool: Pool,
     pages: HashMap<u64, Page>,
     /// Pages that could not be taken when tokens came for them, and why.
     refused: HashMap<u64, Refusal>,
@@ -49,10 +50,9 @@ struct Came<'m> {
 }
 
 /// What two ranks must have in common.
-pub(crate) fn fingerprint(inner: &Inner) -> u64 {
-    let config = &inner.config;
+pub(super) fn fingerprint(shape: &CacheShape) -> u64 {
+    let CacheShape { config, frequencies, .. } = shape;
     let codecs: Vec<_> = config.codecs.iter().map(|rule| (rule.layer, rule.kv_head, &rule.codec)).collect();
-    let Inner { config, frequencies, .. } = inner;
     let text = format!("{VERSION} {:?} {frequencies:?} {codecs:?} {}", config.layers, config.lanes.rows());
     // FNV-1a: it tells mistakes apart, not attacks.
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -65,16 +65,16 @@ impl Store {
     /// configuration's back end. No memory is taken before there are pages. Where keys are stored before their rotation, its table
     /// takes as much again at most, or 64 MiB if that is more; what would need a larger one is [`FabricError::Memory`].
     ///
-    /// [`FabricError::Memory`]: super::FabricError::Memory
+    /// [`FabricError::Memory`]: crate::base::error::FabricError::Memory
     ///
     /// # Errors
     /// What is wrong with the configuration.
     pub fn new(config: &CacheConfig, budget: u64) -> Result<Store, Error> {
         let config = CacheConfig { budget, tiers: Tiers::new(), ..config.clone() }.shards(ShardMap::ONE);
-        let inner = Cache::new(config)?.inner;
-        let fingerprint = fingerprint(&inner);
+        let pool = Pool::new(&Arc::new(CacheShape::new(config, false)?))?;
+        let fingerprint = fingerprint(&pool.shape);
         let (pages, refused) = (HashMap::new(), HashMap::new());
-        Ok(Store { inner, pages, refused, session: 0, fingerprint, parallel: false })
+        Ok(Store { pool, pages, refused, session: 0, fingerprint, parallel: false })
     }
 
     /// Whether several threads work out the questions of a message. They are started for that message, and there are as many at
@@ -88,7 +88,7 @@ impl Store {
 
     /// Bytes of pages held.
     pub fn bytes(&self) -> u64 {
-        self.inner.arenas.taken()
+        self.pool.arenas.taken()
     }
 
     /// Whether a message asks the rank to end.
@@ -102,7 +102,7 @@ impl Store {
     /// What is wrong.
     pub fn check(&self) -> Result<(), String> {
         let held: u64 = self.pages.values().map(Page::bytes).sum();
-        let counted: u64 = self.inner.arenas.bytes_by_shard().sum();
+        let counted: u64 = self.pool.arenas.bytes_by_shard().sum();
         match (held == counted && counted == self.bytes(), self.pages.values().any(Page::is_shared)) {
             (true, false) => Ok(()),
             (false, _) => Err(format!("{held} bytes of pages, {counted} counted, {} taken", self.bytes())),
@@ -157,7 +157,7 @@ impl Store {
             let id = reader.u64().ok_or(CUT)?;
             let layer = reader.word().ok_or(CUT)? as usize;
             let (lane, count) = (reader.word().ok_or(CUT)?, reader.word().ok_or(CUT)?);
-            let layout = self.inner.config.layers.get(layer).ok_or(CUT)?.layout;
+            let layout = self.pool.shape.config.layers.get(layer).ok_or(CUT)?.layout;
             let width = wire::token_words(&layout);
             let tokens = reader.words(width * count as usize).ok_or(CUT)?;
             if lane.checked_add(count).is_none_or(|end| end > PAGE) {
@@ -221,12 +221,12 @@ impl Store {
                 return Err(CUT);
             }
             let bytes = Tables::bytes_at(rope, last);
-            if bytes > self.inner.arenas.budget().max(TABLE) {
+            if bytes > self.pool.arenas.budget().max(TABLE) {
                 return Err(Refusal::Memory { bytes });
             }
-            self.inner.tables.grow(layer, last).map_err(|_| Refusal::Memory { bytes })?;
+            self.pool.tables.grow(layer, last).map_err(|_| Refusal::Memory { bytes })?;
         }
-        asks.iter_mut().for_each(|ask| ask.take_table(&self.inner));
+        asks.iter_mut().for_each(|ask| ask.take_table(&self.pool));
         let words: usize = asks.iter().map(Ask::answer_words).sum();
         out.try_reserve(words).map_err(|_| Refusal::Memory { bytes: 4 * words as u64 })?;
         self.compute(&asks, out)?;
@@ -237,12 +237,12 @@ impl Store {
     /// A page to be written, which is taken if it is not there.
     fn page(&mut self, id: u64, words: u32) -> Result<&mut Page, Refusal> {
         if !self.pages.contains_key(&id) {
-            let shapes = self.inner.config.layers.iter().map(|shape| shape.layout.words());
-            let packed = self.inner.codecs.iter().flat_map(|heads| heads.iter().flatten());
+            let shapes = self.pool.shape.config.layers.iter().map(|shape| shape.layout.words());
+            let packed = self.pool.shape.codecs.iter().flat_map(|heads| heads.iter().flatten());
             if !shapes.chain(packed.map(|codec| codec.packed.words())).any(|known| known == words) {
                 return Err(Refusal::Malformed);
             }
-            let pages = self.inner.arenas.reserve(u64::from(words) * 4);
+            let pages = self.pool.arenas.reserve(u64::from(words) * 4);
             let taken = pages
                 .and_then(|mut pages| pages.take(0, words, Near::Any))
                 .map_err(|error| self.refusal(error))?;
@@ -270,7 +270,7 @@ impl Store {
 
     #[cfg(feature = "cuda")]
     fn device(&self) -> Option<&Arc<Device>> {
-        self.inner.config.backend.device()
+        self.pool.shape.config.backend.device()
     }
 
     /// Whether its device answers nothing but errors.
@@ -290,7 +290,7 @@ impl Store {
             let refusal = |error| self.refusal(error);
             tokens.sort_by_key(|(layer, ..)| *layer);
             for tokens in tokens.chunk_by(|(a, ..), (b, ..)| a == b) {
-                let layout = &self.inner.config.layers[tokens[0].0].layout;
+                let layout = &self.pool.shape.config.layers[tokens[0].0].layout;
                 device
                     .place(layout, tokens.len(), |i, page, lane| {
                         let (_, address, to, words) = tokens[i];
@@ -320,7 +320,7 @@ impl Store {
 
     fn ask<'a>(&'a self, reader: &mut Reader<'a>) -> Result<Ask<'a>, Refusal> {
         const CUT: Refusal = Refusal::Malformed;
-        let mut ask = Ask::read(&self.inner, reader).ok_or(CUT)?;
+        let mut ask = Ask::read(&self.pool, reader).ok_or(CUT)?;
         let bytes = u64::from(ask.words()) * 4;
         let mut listed = 0;
         for _ in 0..reader.word().filter(|n| *n > 0).ok_or(CUT)? {
@@ -354,7 +354,7 @@ impl Store {
         if let Some(device) = self.device() {
             return device.partials(asks, out).map_err(|error| self.refusal(error));
         }
-        let compute = |ask: &Ask<'_>| ask.compute(&self.inner);
+        let compute = |ask: &Ask<'_>| ask.compute(&self.pool);
         let answers = match asks {
             [_, _, ..] if self.parallel => {
                 let bytes: u64 = asks.iter().map(Ask::bytes_read).sum();

@@ -10,7 +10,7 @@
 //! Lists begin with their length. An answer has the kind, the session and the call of what it answers; one that has others is
 //! no answer.
 
-use crate::fabric::FabricError;
+use crate::base::error::FabricError;
 use pikv_core::page::{Layout, PAGE};
 
 /// The first word of every message.

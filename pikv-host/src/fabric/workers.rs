@@ -1,9 +1,11 @@
 //! Ranks in one process: a thread and an arena for each, in the host's memory or on a device.
 
-use super::{Fabric, FabricError, Store};
+use super::{Fabric, Store};
 use crate::backend::Backend;
-use crate::config::{CacheConfig, MAX_SHARDS};
-use crate::error::{ConfigError, Error};
+use crate::base::error::FabricError;
+use crate::base::error::MAX_SHARDS;
+use crate::base::error::{ConfigError, Error};
+use crate::config::CacheConfig;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};

@@ -70,8 +70,8 @@ impl Totals {
 /// # use pikv_host as pikv;
 /// use pikv::metrics::{Collector, Evicted, Sink, StepMetrics};
 /// let sink = Collector::new(2);
-/// sink.step(&StepMetrics { resident_bytes: 4096, hits: &[3.0, 0.0], misses: &[1.0, 2.0], ..StepMetrics::default() });
-/// sink.evicted(&Evicted { layer: 0, kv_head: 1, tokens: 32, bytes: 2048, age: 700 });
+/// sink.step(&StepMetrics::default().resident_bytes(4096).hits(&[3.0, 0.0]).misses(&[1.0, 2.0]));
+/// sink.evicted(&Evicted::default().kv_head(1).tokens(32).bytes(2048).age(700));
 /// let totals = sink.totals();
 /// assert_eq!((totals.hit_rate(0), totals.hit_rate(1)), (Some(0.75), Some(0.0)));
 /// assert_eq!(totals.age.max(), Some(700));

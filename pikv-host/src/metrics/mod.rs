@@ -11,7 +11,7 @@
 //! | `MetricsSink` | `recorder.rs` | gauges, counters and histograms for the `metrics` crate (feature `metrics`) |
 
 use crate::Failures;
-use crate::fabric::Traffic;
+use std::time::Duration;
 
 mod collector;
 #[cfg(feature = "tracing")]
@@ -19,6 +19,7 @@ mod events;
 mod histogram;
 #[cfg(feature = "metrics")]
 mod recorder;
+pub(crate) mod report;
 
 pub use collector::{Collector, Totals};
 pub use histogram::Histogram;
@@ -30,6 +31,7 @@ pub use recorder::MetricsSink;
 
 /// One step of a cache, once it is committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct StepMetrics<'a> {
     /// Tokens that the step added, over all its sequences.
     pub rows: u64,
@@ -49,8 +51,52 @@ pub struct StepMetrics<'a> {
     pub lost_tokens: u64,
 }
 
+setters!(StepMetrics<'a> {
+    rows: u64,
+    resident_bytes: u64,
+    logical_bytes: u64,
+    hits: &'a [f64],
+    misses: &'a [f64],
+    held_tokens: u64,
+    lost_tokens: u64,
+});
+
+/// What went over a fabric since the cache was built.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Traffic {
+    /// Bytes of messages to ranks of other processes, or threads.
+    pub sent: u64,
+    /// Bytes of their answers.
+    pub received: u64,
+    /// Messages to ranks; as many answers come back.
+    pub messages: u64,
+    /// Rounds: one message to some ranks, and their answers.
+    pub rounds: u64,
+    /// Time in rounds, from the first message sent to the last answer received, in which ranks compute too.
+    pub waited: Duration,
+    /// Of that time, what the rank that took longest in each round computed; the rest is the wire's, and the front's own.
+    pub computed: Duration,
+    /// Pages that were moved to another rank.
+    pub moved: u64,
+    /// Pages that were copied to a further rank.
+    pub replicated: u64,
+}
+
+setters!(Traffic {
+    sent: u64,
+    received: u64,
+    messages: u64,
+    rounds: u64,
+    waited: Duration,
+    computed: Duration,
+    moved: u64,
+    replicated: u64,
+});
+
 /// Tokens of a page that left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Evicted {
     /// Its layer.
     pub layer: u32,
@@ -64,8 +110,11 @@ pub struct Evicted {
     pub age: u32,
 }
 
+setters!(Evicted { layer: u32, kv_head: u32, tokens: u32, bytes: u64, age: u32 });
+
 /// A page that was used again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Reused {
     /// Its layer.
     pub layer: u32,
@@ -74,6 +123,8 @@ pub struct Reused {
     /// Tokens of its sequence since it was last used, or filled; 1 if that was by the token before.
     pub gap: u32,
 }
+
+setters!(Reused { layer: u32, kv_head: u32, gap: u32 });
 
 /// Takes the numbers. Every method does nothing unless it is written, and must not block for long: the loop waits for it.
 ///
@@ -90,7 +141,7 @@ pub struct Reused {
 /// }
 /// let peak = Peak::default();
 /// for resident_bytes in [10, 30, 20] {
-///     peak.step(&StepMetrics { resident_bytes, ..StepMetrics::default() });
+///     peak.step(&StepMetrics::default().resident_bytes(resident_bytes));
 /// }
 /// assert_eq!(peak.0.into_inner(), 30);
 /// ```

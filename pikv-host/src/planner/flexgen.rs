@@ -7,11 +7,13 @@
 //! move, and they are attended in the first tier. What fits there, and the constants of the links, must be measured: a plan is
 //! as good as they are.
 
+use crate::tiers::TierRate;
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 use thiserror::Error;
 
 /// A tier below the first one, and the link by which its pages go up.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Tier {
     /// For messages: host, file.
     pub name: String,
@@ -26,8 +28,26 @@ pub struct Tier {
     pub direct: bool,
 }
 
+impl From<TierRate> for Tier {
+    /// Its pages go up to the first tier by a link of their own.
+    fn from(rate: TierRate) -> Self {
+        let TierRate { name, capacity, read, write } = rate;
+        Tier { name, capacity, read, write, direct: true }
+    }
+}
+
+impl Tier {
+    /// A tier of `capacity` bytes, whose link ends in the first tier and takes `read` bytes a second up and `write` down.
+    pub fn new(name: impl Into<String>, capacity: u64, read: f64, write: f64) -> Tier {
+        Tier { name: name.into(), capacity, read, write, direct: true }
+    }
+}
+
+setters!(Tier { direct: bool });
+
 /// Pages that are alike: of one layer, one codec, one kind of head.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Class {
     /// For messages.
     pub name: String,
@@ -41,8 +61,18 @@ pub struct Class {
     pub write: f64,
 }
 
+impl Class {
+    /// `pages` pages of `page_bytes` bytes, all of which a step reads and none of which it writes.
+    pub fn new(name: impl Into<String>, pages: u64, page_bytes: u64) -> Class {
+        Class { name: name.into(), pages, page_bytes, read: 1.0, write: 0.0 }
+    }
+}
+
+setters!(Class { read: f64, write: f64 });
+
 /// What to place, and where it may go.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Machine {
     /// Bytes of pages that the first tier may hold: device memory, or host memory where there is no device.
     pub fast: u64,
@@ -52,8 +82,18 @@ pub struct Machine {
     pub compute: f64,
 }
 
+impl Machine {
+    /// A machine whose first tier holds `fast` bytes of pages, above `tiers`, fastest first. Nothing is computed meanwhile.
+    pub fn new(fast: u64, tiers: Vec<Tier>) -> Machine {
+        Machine { fast, tiers, compute: 0.0 }
+    }
+}
+
+setters!(Machine { fast: u64, tiers: Vec<Tier>, compute: f64 });
+
 /// Where pages lie.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Placement {
     /// Pages of each class in each tier, `[class][tier]`, the first tier first.
     pub pages: Vec<Vec<u64>>,
@@ -190,12 +230,12 @@ impl Machine {
     /// # use pikv_host as pikv;
     /// use pikv::planner::flexgen::{Class, Machine, Tier};
     /// let tier = |name: &str, capacity, rate, direct| {
-    ///     Tier { name: name.into(), capacity, read: rate, write: rate, direct }
+    ///     Tier::new(name, capacity, rate, rate).direct(direct)
     /// };
     /// // 1 MB fits on the device. A disk with a link of its own brings up a third of what the host does: a quarter of the rest.
     /// let tiers = vec![tier("host", 1 << 40, 3e9, true), tier("file", 1 << 40, 1e9, true)];
-    /// let machine = Machine { fast: 1_000_000, tiers, compute: 0.0 };
-    /// let pages = Class { name: "pool".into(), pages: 5000, page_bytes: 1000, read: 1.0, write: 0.0 };
+    /// let machine = Machine::new(1_000_000, tiers);
+    /// let pages = Class::new("pool", 5000, 1000);
     /// let placement = machine.place(&[pages])?;
     /// assert_eq!(placement.pages, [[1000, 3000, 1000]]);
     /// assert!((placement.seconds - 0.001).abs() < 1e-9);

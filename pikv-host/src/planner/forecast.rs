@@ -1,15 +1,17 @@
 //! Bytes of a cache before there is one.
 
 use super::error::PlanError;
-use crate::cache::{Cache, first_heads};
+use crate::base::ids::Place;
+use crate::cache::Cache;
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
-use crate::sequence::Place;
+use crate::config::shape::first_heads;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
 
 /// What a cache is to hold: sequences that are all alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Load {
     /// Sequences.
     pub sequences: u32,
@@ -42,6 +44,7 @@ impl Load {
 
 /// What a decode step touches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Work {
     /// Calls of attend: one a layer.
     pub calls: u64,
@@ -52,8 +55,18 @@ pub struct Work {
     pub flops: u64,
 }
 
+impl Work {
+    /// So many calls, which read `bytes` and do `flops` operations together.
+    pub const fn new(calls: u64, bytes: u64, flops: u64) -> Work {
+        Work { calls, bytes, flops }
+    }
+}
+
+setters!(Work { calls: u64, bytes: u64, flops: u64 });
+
 /// What a load takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Forecast {
     /// Bytes of pages, over all shards: what [`Usage::taken`](crate::Usage::taken) will be between two steps.
     pub bytes: u64,
@@ -133,7 +146,7 @@ impl Run {
     }
 
     fn filed(&self) -> Filed {
-        Filed { tokens: self.held(), recent: self.recent.min(self.held()) }
+        Filed::from(self.held()).recent(self.recent.min(self.held()))
     }
 }
 
@@ -160,39 +173,43 @@ impl Planner {
             return Err(PlanError::Length { len: load.len });
         }
         let inner = &self.cache.inner;
-        let (ring, len) = (inner.store.ring, load.len);
+        let (ring, len) = (inner.shape.store.ring, load.len);
         let mut all = Forecast {
             bytes: 0,
-            shards: vec![0; inner.config.shards.shards() as usize],
+            shards: vec![0; inner.shape.config.shards.shards() as usize],
             resident: 0,
             work: Work::default(),
         };
-        let layers = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
+        let layers = inner.shape.config.layers.iter().zip(first_heads(&inner.shape.config.layers));
         for (layer, (shape, first_head)) in layers.enumerate() {
-            let lie = self.lie(shape, &inner.stores[layer], load)?;
+            let lie = self.lie(shape, &inner.shape.stores[layer], load)?;
             let filed: Vec<Filed> = lie.runs.iter().map(Run::filed).collect();
             all.bytes += self.cache.bytes_at(layer, len, &filed)?;
             all.resident = all.resident.max(lie.resident);
             all.work.calls += 1;
             let seen = shape.window.map_or(0, |window| len.saturating_sub(window));
-            for (head, codec) in (first_head..).zip(inner.codecs[layer].iter()) {
+            for (head, codec) in (first_head..).zip(inner.shape.codecs[layer].iter()) {
                 let mut tally = Tally { shape, codec: codec.as_ref(), all: &mut all };
                 for page in 0..StoreShape::run_pages(lie.sinks, 0) as u32 {
-                    tally.add(inner.shard_of(Place::Sinks, page, head), Held::Open, true);
+                    tally.add(inner.shape.shard_of(Place::Sinks, page, head), Held::Open, true);
                 }
                 let in_ring = seen.max(ring.left(len));
                 for tile in ring.tiles(len, len) {
                     let read = (tile + 1) * PAGE > in_ring;
-                    tally.add(inner.shard_of(Place::Ring, tile, head), Held::Open, read);
+                    tally.add(inner.shape.shard_of(Place::Ring, tile, head), Held::Open, read);
                 }
                 for (expert, run) in (0u16..).zip(&lie.runs) {
                     for page in run.gone..run.pages() {
-                        let last = run.last(page, inner.config.experts);
+                        let last = run.last(page, inner.shape.config.experts);
                         let held = match (run.fill(page) == PAGE, last >= ring.kept_from(len)) {
                             (false, _) => Held::Open,
                             (true, kept) => Held::Closed { original: kept },
                         };
-                        tally.add(inner.shard_of(Place::Expert(expert), page, head), held, last >= seen);
+                        tally.add(
+                            inner.shape.shard_of(Place::Expert(expert), page, head),
+                            held,
+                            last >= seen,
+                        );
                     }
                 }
             }
@@ -211,7 +228,7 @@ impl Planner {
     /// # Errors
     /// Those of [`Planner::forecast`]; [`PlanError::Budget`] with a length that fits, everything else being equal.
     pub fn check(&self, load: &Load) -> Result<Forecast, PlanError> {
-        let budget = self.cache.inner.config.budget;
+        let budget = self.cache.inner.shape.config.budget;
         let forecast = self.forecast(load)?;
         if forecast.bytes <= budget {
             return Ok(forecast);

@@ -2,11 +2,11 @@
 
 use crate::config::CacheConfig;
 use pikv_core::dtype::Dtype;
-use pikv_core::page::Layout;
 use pikv_core::plan::LayerShape;
 
 /// The attention of a Mixture-of-Experts model, as far as a cache sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Geometry {
     /// The model.
     pub name: &'static str,
@@ -25,6 +25,30 @@ pub struct Geometry {
     /// Tokens that the model was made for.
     pub max_context: u32,
 }
+
+impl Geometry {
+    /// A dense model: one expert, and no end to its context.
+    pub const fn new(
+        name: &'static str,
+        layers: u32,
+        kv_heads: u32,
+        query_heads: u32,
+        head_dim: u32,
+    ) -> Geometry {
+        Geometry {
+            name,
+            layers,
+            query_heads,
+            kv_heads,
+            head_dim,
+            experts: 1,
+            top_k: 1,
+            max_context: u32::MAX,
+        }
+    }
+}
+
+setters!(Geometry { layers: u32, experts: u32, top_k: u32, max_context: u32 });
 
 /// Mixtral 8x7B: `config.json` of mistralai/Mixtral-8x7B-Instruct-v0.1; arXiv 2401.04088, table 1.
 pub const MIXTRAL_8X7B: Geometry = Geometry {
@@ -96,8 +120,7 @@ impl Geometry {
     /// One layer, K and V stored as `k` and `v`.
     pub const fn layer(&self, k: Dtype, v: Dtype) -> LayerShape {
         let Geometry { query_heads, kv_heads, head_dim, .. } = *self;
-        let layout = Layout { k_dim: head_dim, v_dim: head_dim, k, v };
-        LayerShape { kv_heads, query_heads, layout, window: None, rope: None }
+        LayerShape::new(kv_heads, query_heads, head_dim, k).values(head_dim, v)
     }
 
     /// A cache of `budget` bytes for the model, with its experts; the rest as [`CacheConfig::new`] has it.
@@ -112,7 +135,7 @@ impl Geometry {
     /// # use pikv_host as pikv;
     /// use pikv::planner::Geometry;
     /// // The paper's "> 24 GB": 24 layers of 16 KV heads of 128 channels in fp16, 128K tokens. The experts do not show.
-    /// let model = Geometry { layers: 24, ..pikv::planner::QWEN1_5_MOE_A2_7B };
+    /// let model = pikv::planner::QWEN1_5_MOE_A2_7B.layers(24);
     /// assert_eq!(model.raw_bytes(131072, 16), 24 << 30);
     /// ```
     pub const fn raw_bytes(&self, tokens: u32, bits: u32) -> u64 {

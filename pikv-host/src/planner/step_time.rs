@@ -8,13 +8,14 @@ use crate::codec::Codec;
 use crate::config::CacheConfig;
 use pikv_core::dtype::Dtype;
 use pikv_core::hash::next;
-use pikv_core::page::{Layout, PAGE, Position};
+use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::LayerShape;
 use pikv_lanes::Lanes;
 use std::time::Instant;
 
 /// Work, and the time that it took.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Sample {
     /// What was done.
     pub work: Work,
@@ -22,8 +23,16 @@ pub struct Sample {
     pub seconds: f64,
 }
 
+impl Sample {
+    /// Work that took `seconds`.
+    pub const fn new(work: Work, seconds: f64) -> Sample {
+        Sample { work, seconds }
+    }
+}
+
 /// The constants of `T = T0 calls + bytes / beta + flops / F`, of one machine, one number of threads and one stored form.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct StepTime {
     /// `T0`: seconds of a call whatever it reads.
     pub t0: f64,
@@ -144,6 +153,17 @@ pub struct Probe {
     pub lanes: Lanes,
 }
 
+setters!(Probe {
+    dtype: Dtype,
+    kv_heads: u32,
+    head_dim: u32,
+    contexts: Vec<u32>,
+    groups: Vec<u32>,
+    working_set: u64,
+    repeats: u32,
+    lanes: Lanes,
+} optional { codec: Codec });
+
 impl Default for Probe {
     /// 8 KV heads of 128 channels in bf16, 1024, 8192 and 32768 tokens, 1, 4 and 8 query heads a KV head, 128 MiB, 5 runs.
     fn default() -> Probe {
@@ -204,9 +224,8 @@ impl Probe {
         zero("working_set", self.working_set == 0)?;
         zero("context", context == 0)?;
         let Probe { dtype, kv_heads, head_dim, .. } = *self;
-        let layout = Layout { k_dim: head_dim, v_dim: head_dim, k: dtype, v: dtype };
         let query_heads = kv_heads.saturating_mul(group);
-        let shape = LayerShape { kv_heads, query_heads, layout, window: None, rope: None };
+        let shape = LayerShape::new(kv_heads, query_heads, head_dim, dtype);
         let planner = |layers: usize| {
             let config = CacheConfig::new(vec![shape; layers], u64::MAX).ring(PAGE).lanes(self.lanes);
             Planner::new(match &self.codec {

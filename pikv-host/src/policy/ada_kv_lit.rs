@@ -21,6 +21,7 @@ use pikv_core::warp::LANES;
 ///
 /// (The method that it is named after, arXiv 2407.11550, is [`Eviction::adaptive`](super::Eviction::adaptive).)
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct AdaKvLit {
     /// Weights of recency, mass and frequency, 1/3 each by default; at least 0.
     pub alpha: [f32; 3],
@@ -33,6 +34,8 @@ pub struct AdaKvLit {
     /// Tokens; 64 by default.
     pub half_life: f32,
 }
+
+setters!(AdaKvLit { alpha: [f32; 3], target: f32, gamma: f32, rate: f32, half_life: f32 });
 
 impl Default for AdaKvLit {
     fn default() -> AdaKvLit {

@@ -1,6 +1,6 @@
 //! How many tokens a head may hold.
 
-use crate::error::ConfigError;
+use crate::base::error::ConfigError;
 use std::sync::Arc;
 
 /// How many tokens each KV head of a sequence may hold: sinks, ring and pages together. Sinks and ring stay even if they are

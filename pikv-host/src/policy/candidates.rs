@@ -1,9 +1,8 @@
 //! The tokens that a policy ranks.
 
-use crate::arena::Page;
-use crate::chain::{Away, Entry, Held};
+use crate::base::frequencies::Frequencies;
 use crate::codec::HeadCodec;
-use crate::frequencies::Frequencies;
+use crate::policy::page::TokenPage;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
@@ -41,7 +40,7 @@ pub(crate) struct Candidate {
 pub(crate) struct Source<'a> {
     pub chain: u32,
     pub ordinal: u32,
-    pub entry: &'a Entry,
+    pub page: &'a dyn TokenPage,
     /// What the policy keeps of it.
     pub rows: &'a [[f32; LANES]],
 }
@@ -64,37 +63,6 @@ impl Candidate {
 }
 
 impl<'a> Candidates<'a> {
-    /// Adds a page whose tokens in `lanes` may go; positions of a run ascend.
-    pub(crate) fn push(&mut self, page: Source<'a>, lanes: u32, pins: &[Range<u32>]) {
-        let first = self.pages.len() as u32 * PAGE;
-        let before = self.tokens.len();
-        if let (Held::Open(held), u32::MAX) = (&page.entry.held, lanes) {
-            let all = (first..).zip(held.positions());
-            self.tokens.extend(all.map(|(at, position)| Candidate { position: *position, at }));
-        } else {
-            let held = (0..PAGE).filter(|lane| lanes >> lane & 1 == 1);
-            let token = |lane| {
-                let position = page.entry.position(self.codec, lane)?;
-                Some(Candidate { position, at: first + lane })
-            };
-            self.tokens.extend(held.filter_map(token));
-        }
-        if !pins.is_empty() {
-            let mut kept = before;
-            for i in before..self.tokens.len() {
-                let position = self.tokens[i].position;
-                if !pinned(pins, position) {
-                    self.tokens[kept] = self.tokens[i];
-                    kept += 1;
-                }
-            }
-            self.tokens.truncate(kept);
-        }
-        if self.tokens.len() > before {
-            self.pages.push(page);
-        }
-    }
-
     fn source(&self, i: usize) -> (&Source<'a>, usize) {
         let at = self.tokens[i];
         (&self.pages[at.page()], at.lane() as usize)
@@ -179,33 +147,18 @@ impl<'a> Candidates<'a> {
     /// lower tier, or on a device, is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
     /// evicted by this ranking.
     pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
-        let (Source { entry, .. }, lane) = self.source(i);
+        let (Source { page, .. }, lane) = self.source(i);
         let lane = lane as u32;
-        let (page, codec) = match (&entry.held, self.codec) {
-            (Held::Open(page), _) => (Some(page), None),
-            (Held::Closed(closed), Some(codec)) => {
-                let (page, codec) = closed.newest(codec);
-                (Some(page), Some(codec))
-            }
-            (Held::Away(Away { by: Some(_), .. }), codec) => (None, codec),
-            _ => (None, None),
-        };
         let fetched;
-        let fetch = |page: &Page| page.fetch().ok().map(|words| Arc::from(words.into_owned()));
-        let words = match page.filter(|page| page.is_near()) {
-            Some(page) => page.words(),
+        let words = match page.words() {
+            Some(words) => words,
             None => {
-                let read = || match (page, &entry.held) {
-                    (Some(page), _) => fetch(page),
-                    (None, Held::Away(Away { slot, .. })) => slot.read().ok().map(Arc::from),
-                    _ => None,
-                };
                 let known = self.away().get(&self.page(i)).cloned();
                 // Not under the lock: what is read may come from another rank, or from a store that is not pikv's.
                 fetched = match known {
                     Some(known) => known,
                     None => {
-                        let read = read();
+                        let read = page.fetch();
                         self.away().entry(self.page(i)).or_insert(read).clone()
                     }
                 };
@@ -217,7 +170,7 @@ impl<'a> Candidates<'a> {
                 words
             }
         };
-        match codec.zip(entry.last()) {
+        match page.packing(self.codec) {
             Some((codec, last)) => {
                 codec.read(words, lane, last, key, value);
             }

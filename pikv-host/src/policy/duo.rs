@@ -4,6 +4,7 @@ use super::{Budget, Eviction, StreamingLlm};
 
 /// Which KV heads are retrieval heads.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Duo {
     /// `[layers][kv_heads]`, in 0..=1: how much a head needs all of its tokens.
     pub gates: Vec<Vec<f32>>,
@@ -12,6 +13,8 @@ pub struct Duo {
     /// Tokens of a streaming head, sinks and ring among them.
     pub streaming: u32,
 }
+
+setters!(Duo { threshold: f32 });
 
 impl Duo {
     /// Heads with a gate of at least 0.5 keep everything, the others `streaming` tokens.

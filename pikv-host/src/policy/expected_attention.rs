@@ -1,7 +1,7 @@
 //! Expected attention: what queries to come will look at stays (arXiv 2510.00636).
 
 use super::{Candidates, HeadSeen, Policy};
-use crate::frequencies::{Frequencies, turn};
+use crate::base::frequencies::{Frequencies, turn};
 use pikv_core::rope::Rope;
 
 /// `u = (p + epsilon) ||v||`, `p` the attention that queries of the next positions can be expected to give a token.
@@ -14,6 +14,7 @@ use pikv_core::rope::Rope;
 /// Nothing is read of attention itself, so this can rank tokens that no query has seen. O(tokens * (group * k_dim + v_dim)) a
 /// ranking, reading every key and value.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct ExpectedAttention {
     /// How queries and keys are rotated; `None` where they are not. That of [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) where
     /// that is set; another is refused. Where frequencies are scaled (Llama 3.1, YaRN, ...) they are the layer's, those of
@@ -33,6 +34,8 @@ pub struct ExpectedAttention {
     /// Factor of the logits; `1 / sqrt(k_dim)` by default.
     pub scale: Option<f32>,
 }
+
+setters!(ExpectedAttention { rotated: bool, ahead: u32, skip: u32, memory: u32, epsilon: f32 } optional { scale: f32, rope: Rope });
 
 impl ExpectedAttention {
     /// For queries and keys that are turned by `rope`, `rotated` already when they come or not.

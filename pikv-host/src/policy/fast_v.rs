@@ -16,9 +16,8 @@ const NAME: &str = "FastV";
 ///
 /// ```
 /// use pikv_host::policy::{Budget, Eviction, fast_v};
-/// # use pikv_core::{dtype::Dtype, page::Layout, plan::LayerShape};
-/// # let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// # let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// # use pikv_core::{dtype::Dtype, plan::LayerShape};
+/// # let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let mut config = pikv_host::CacheConfig::new(vec![layer; 4], 1 << 20);
 /// for (layer, rule) in fast_v(4, 2, |policy| Eviction::new(policy, Budget::Share(0.5)))? {
 ///     config = config.evict_layer(layer, rule);

@@ -6,10 +6,13 @@ use pikv_core::warp::LANES;
 /// `u = -(now - last use)`. A page is used by rows that give it at least `share` of what an equal spread over all tokens
 /// would; attention reads every page, so reading alone would tell nothing. A token counts as used when it is appended.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Lru {
     /// 1 by default: a page that gets its fair share is used. With 0 one that gets any weight is.
     pub share: f32,
 }
+
+setters!(Lru { share: f32 });
 
 impl Default for Lru {
     fn default() -> Lru {

@@ -7,6 +7,7 @@ use pikv_core::warp::LANES;
 /// `u = -(now - last use) + lambda * frequency`; the frequency is the number of uses, each worth `decay` times as much with every
 /// token since, as of the last use. What a use is, [`Lru`](super::Lru) says.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct LruPlus {
     /// Tokens of age that one use makes up for; 16 by default.
     pub lambda: f32,
@@ -15,6 +16,8 @@ pub struct LruPlus {
     /// As in [`Lru`](super::Lru).
     pub share: f32,
 }
+
+setters!(LruPlus { lambda: f32, decay: f32, share: f32 });
 
 impl Default for LruPlus {
     fn default() -> LruPlus {

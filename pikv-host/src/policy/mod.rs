@@ -28,9 +28,12 @@ mod h2o;
 mod key_norm;
 pub(crate) mod lru;
 mod lru_plus;
+pub(crate) mod page;
 mod quest_lit;
+pub(crate) mod rule;
 mod seen;
 mod snap_kv;
+pub(crate) mod state;
 mod streaming_llm;
 mod tova;
 mod worst;
@@ -180,6 +183,7 @@ pub enum Scope {
 
 /// A token that was appended.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Token<'a> {
     /// The layer.
     pub layer: usize,
@@ -198,10 +202,9 @@ pub struct Token<'a> {
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, H2o};
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output};
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
 ///
-/// let layout = Layout { k_dim: 4, v_dim: 4, k: Dtype::F32, v: Dtype::F32 };
-/// let layer = LayerShape { kv_heads: 1, query_heads: 2, layout, window: None, rope: None };
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let eviction = Eviction::new(H2o, Budget::Tokens(48)).batch(1);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(16).sinks(4).evict(eviction))?;
 /// let mut sequence = cache.sequence();

@@ -17,11 +17,19 @@ pub struct QuestLit {
 
 /// A layer of the network: `y = weight x + bias`.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Dense {
     /// `[out][in]`
     pub weight: Vec<f32>,
     /// `[out]`
     pub bias: Vec<f32>,
+}
+
+impl Dense {
+    /// Weights `[out][in]` and biases `[out]`.
+    pub fn new(weight: Vec<f32>, bias: Vec<f32>) -> Dense {
+        Dense { weight, bias }
+    }
 }
 
 /// Weights that are none.
@@ -90,7 +98,7 @@ impl QuestLit {
     /// use pikv::policy::{Dense, QuestLit};
     /// // Keys of small norm are worth most, as `KeyNorm` has it.
     /// let weight = vec![0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0];
-    /// QuestLit::new(vec![Dense { weight, bias: vec![0.0] }])?;
+    /// QuestLit::new(vec![Dense::new(weight, vec![0.0])])?;
     /// # Ok::<(), pikv::policy::QuestLitError>(())
     /// ```
     pub fn new(layers: Vec<Dense>) -> Result<QuestLit, QuestLitError> {

@@ -1,14 +1,15 @@
 //! What a policy is told of pages and heads.
 
-use crate::chain::Entry;
+use crate::base::frequencies::Frequencies;
+use crate::base::ids::PageId;
 use crate::codec::HeadCodec;
-use crate::frequencies::Frequencies;
-use crate::sequence::PageId;
+use crate::policy::page::TokenPage;
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 
 /// What some rows of attention saw of a page.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Seen<'a> {
     /// The layer.
     pub layer: usize,
@@ -41,7 +42,7 @@ pub struct Positions<'a>(At<'a>);
 enum At<'a> {
     List(&'a [u32; LANES]),
     First(u32),
-    Page(&'a Entry, Option<&'a HeadCodec>),
+    Page(&'a dyn TokenPage, Option<&'a HeadCodec>),
 }
 
 impl<'a> Positions<'a> {
@@ -56,8 +57,8 @@ impl<'a> Positions<'a> {
     }
 
     /// Those of a page of a run.
-    pub(crate) fn page(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Positions<'a> {
-        Positions(At::Page(entry, codec))
+    pub(crate) fn page(page: &'a dyn TokenPage, codec: Option<&'a HeadCodec>) -> Positions<'a> {
+        Positions(At::Page(page, codec))
     }
 
     /// The position of the token at `lane`; of a lane without one, any.
@@ -65,7 +66,7 @@ impl<'a> Positions<'a> {
         match self.0 {
             At::List(positions) => positions[lane],
             At::First(first) => first + lane as u32,
-            At::Page(entry, codec) => entry.position(codec, lane as u32).unwrap_or_default(),
+            At::Page(page, codec) => page.position(codec, lane as u32).unwrap_or_default(),
         }
     }
 }
@@ -166,6 +167,7 @@ fn halves<const N: usize>(x: &[f32]) -> [f32; N] {
 
 /// What some rows of attention saw of a head.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct HeadSeen<'a> {
     /// The layer.
     pub layer: usize,

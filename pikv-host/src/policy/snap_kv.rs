@@ -10,12 +10,15 @@ use pikv_core::warp::LANES;
 /// Rows that can be taken back come one by one, each replacing `1 / window`: with a rollback a prompt's mean weighs its last rows
 /// by up to `(1 - 1 / window)^rollback` less, and keeps as little of what was before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SnapKv {
     /// Rows; 32 by default.
     pub window: u32,
     /// Odd; 5 by default, 1 for no pooling.
     pub pool: u32,
 }
+
+setters!(SnapKv { window: u32, pool: u32 });
 
 impl Default for SnapKv {
     fn default() -> SnapKv {

@@ -5,6 +5,7 @@ use pikv_lanes::route::softmax_sums;
 
 /// What a router's batch would be charged in training.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Auxiliary {
     /// `E sum_e f_e P_e`: `f_e` the share of the choices that went to expert e, `P_e` the mean over the rows of its softmax.
     /// 1 if both are even, at most E. Fedus et al. (Switch), arXiv 2101.03961, equation 4, without its factor.

@@ -9,6 +9,7 @@ use thiserror::Error;
 
 /// A placement's sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Eplb {
     /// Expert slots over all devices, at least one an expert.
     pub replicas: u32,
@@ -59,6 +60,7 @@ pub enum EplbError {
 
 /// Where the replicas of one layer are.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Placement {
     /// `[replicas]` the expert in each slot (phy2log). Device d has slots `d * replicas / devices` on.
     pub expert_of: Vec<u32>,

@@ -45,6 +45,8 @@ mod auxiliary;
 mod biased;
 mod eplb;
 mod error;
+pub(crate) mod learnt;
+pub(crate) mod met;
 mod r_a;
 mod r_b;
 mod r_e;
@@ -78,6 +80,7 @@ pub const MAX_COEFFICIENT: f32 = 1e6;
 
 /// Experts of a layer, and what to compute with. Checked when a router is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Shape {
     /// Experts, 1..=1024.
     pub experts: u32,
@@ -177,6 +180,7 @@ impl fmt::Display for RouterKind {
 
 /// Experts of some rows, and their weights.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Choice {
     /// `[rows][top_k]`, the best first, as [`Step::route`](crate::Step::route) wants them.
     pub experts: Vec<u16>,
@@ -259,6 +263,7 @@ impl Routes {
 
 /// What the fetch of a step met, over all rows that were routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Feedback<'a> {
     /// `[experts]` pages of each expert that rows wanted, fetched or not, summed over rows and KV heads;
     /// [`StepReport`](crate::StepReport) says what is wanted. In parts of a page, [`of_page`](Feedback::of_page) to one.

@@ -26,6 +26,7 @@ use pikv_core::page::Position;
 
 /// What the bandit chooses.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Arm {
     /// Weights of the bias, each from 0; all 0 is R_T.
     pub coefficients: Coefficients,
@@ -33,10 +34,18 @@ pub struct Arm {
     pub fetch: u32,
 }
 
+impl Arm {
+    /// Weights of the scores, and experts whose pages are fetched.
+    pub const fn new(coefficients: Coefficients, fetch: u32) -> Arm {
+        Arm { coefficients, fetch }
+    }
+}
+
 /// R_A: options of the bandit.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Adaptive {
-    /// The arms, at least 1. Default [`Adaptive::arms`].
+    /// The arms, at least 1. Default [`Adaptive::default_arms`].
     pub arms: Vec<Arm>,
     /// Seed of the random numbers.
     pub seed: u64,
@@ -57,11 +66,22 @@ pub struct Adaptive {
     pub model_choice: bool,
 }
 
+setters!(Adaptive {
+    arms: Vec<Arm>,
+    seed: u64,
+    remote_cost: f32,
+    imbalance_cost: f32,
+    width: f32,
+    memory: f32,
+    ema: f32,
+    model_choice: bool,
+} optional { cap: f32 });
+
 impl Adaptive {
-    /// The defaults, over [`Adaptive::arms`] of `top_k`.
+    /// The defaults, over [`Adaptive::default_arms`] of `top_k`.
     pub fn new(top_k: u32, seed: u64) -> Adaptive {
         Adaptive {
-            arms: Self::arms(top_k),
+            arms: Self::default_arms(top_k),
             seed,
             remote_cost: 0.01,
             imbalance_cost: 0.1,
@@ -75,7 +95,7 @@ impl Adaptive {
 
     /// R_T; R_LB with alpha 0.1; R_P with lambda 0.05 and 0.2; R_E with beta 0.1; and, if `top_k` is more than 1, R_LB and R_E with
     /// R_P's lambda of 0.2 added, which fetch half of the experts. No two rank alike.
-    pub fn arms(top_k: u32) -> Vec<Arm> {
+    pub fn default_arms(top_k: u32) -> Vec<Arm> {
         let none = Coefficients::default();
         let all = [
             none,
@@ -200,7 +220,7 @@ fn dot(a: &[f64; 3], b: &[f64; 3]) -> f64 {
 }
 
 impl Bandit {
-    /// The arm in use, an index into [`Adaptive::arms`].
+    /// The arm in use, an index into [`arms`](Adaptive#structfield.arms).
     pub fn arm(&self) -> usize {
         self.learnt.arm as usize
     }

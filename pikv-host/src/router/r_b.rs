@@ -20,6 +20,7 @@ pub enum Start {
 /// R_B: the experts of the token at position t are `(start(t) + j stride) mod experts` for j below `top_k`, whatever its
 /// logits. It learns nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Hashed {
     /// Where the experts start. Default the hash.
     pub start: Start,
@@ -28,6 +29,8 @@ pub struct Hashed {
     /// The model follows, which suits models that were trained with it only. Default false.
     pub model_choice: bool,
 }
+
+setters!(Hashed { start: Start, stride: u32, model_choice: bool });
 
 impl Default for Hashed {
     fn default() -> Self {

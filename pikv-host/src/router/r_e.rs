@@ -11,6 +11,7 @@ use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
 /// Two other readings of the paper's term change no ranking: the token's own entropy is the same for all experts, and `-p_e ln p_e`
 /// of the token that is ranked leaves the order of its logits as it is for all beta below 7.3.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct EntropyPenalised {
     /// Logits that an expert pays for an average entropy of 1. Above 0; default 0.1.
     pub beta: f32,
@@ -26,6 +27,8 @@ pub struct EntropyPenalised {
     /// in a [`ClosedLoop`](crate::ClosedLoop).
     pub more: u32,
 }
+
+setters!(EntropyPenalised { beta: f32, ema: f32, model_choice: bool, more: u32 } optional { cap: f32 });
 
 impl Default for EntropyPenalised {
     fn default() -> Self {

@@ -11,6 +11,7 @@ use pikv_core::score::Groups;
 /// A group's score is the sum of its `best` largest shares of the token's softmax over all experts. A setting that ranks as R_T does,
 /// whatever the logits, is refused: all groups kept, or a score of one share with as many groups kept as experts chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Hierarchical {
     /// Groups: they divide the experts, at most 32. Default 4.
     pub groups: u32,
@@ -21,6 +22,8 @@ pub struct Hierarchical {
     /// The model follows the ranking. Default false.
     pub model_choice: bool,
 }
+
+setters!(Hierarchical { groups: u32, kept: u32, best: u32, model_choice: bool });
 
 impl Default for Hierarchical {
     /// For experts that 4 divides, at least 8 of them, and a `top_k` of at most half of them; [`Hierarchical::fitting`] is for all.

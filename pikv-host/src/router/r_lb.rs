@@ -7,6 +7,7 @@ use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
 /// R_LB: an expert pays `alpha (mu_e - mean mu)`, with `mu_e` the moving average of its share of the choices of the filing times
 /// the number of experts: 1 is balanced, and where it starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct LoadBalanced {
     /// Logits that an expert pays for each balanced share above the mean. Above 0; default 0.1.
     pub alpha: f32,
@@ -17,6 +18,8 @@ pub struct LoadBalanced {
     /// The model follows the ranking; needs a cap. Default false.
     pub model_choice: bool,
 }
+
+setters!(LoadBalanced { alpha: f32, ema: f32, model_choice: bool } optional { cap: f32 });
 
 impl Default for LoadBalanced {
     fn default() -> Self {

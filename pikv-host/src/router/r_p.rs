@@ -18,6 +18,7 @@ pub enum Misses {
 
 /// R_P: an expert pays `lambda ln(1 + m_e)` for pages that were not there when they were fetched. `m_e` starts at 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct CacheAware {
     /// Logits that an expert pays for each unit of `ln(1 + m_e)`. Above 0; default 0.05.
     pub lambda: f32,
@@ -30,6 +31,8 @@ pub struct CacheAware {
     /// The model follows the ranking; needs a cap. Default false.
     pub model_choice: bool,
 }
+
+setters!(CacheAware { lambda: f32, misses: Misses, ema: f32, model_choice: bool } optional { cap: f32 });
 
 impl Default for CacheAware {
     fn default() -> Self {

@@ -15,6 +15,7 @@ const HEADER: usize = 36;
 
 /// What a router has learnt; fields that it has no use for are empty.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RouterState {
     /// The router.
     pub router: RouterKind,
@@ -36,6 +37,7 @@ pub struct RouterState {
 
 /// What a bandit has learnt.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct BanditState {
     /// State of the random numbers.
     pub rng: u64,
@@ -47,6 +49,7 @@ pub struct BanditState {
 
 /// Discounted sums over the plays of an arm, x being the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct ArmState {
     /// Lower triangle of the sum of x x^T, row by row.
     pub gram: [f64; 6],

@@ -1,11 +1,10 @@
 //! Pages on their way up: read before they are asked for, by a thread of the cache.
 
 use super::level::{Level, Stored};
-use super::{Fetches, TierUsage};
-use crate::config::CacheConfig;
-use crate::error::Error;
-use crate::failures::Counts;
-use crate::job::each;
+use super::{Fetches, TierUsage, Tiers};
+use crate::base::error::Error;
+use crate::base::failures::Counts;
+use crate::base::parallel::each;
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -36,7 +35,7 @@ pub(crate) struct Early {
     pub ahead: Option<Ahead>,
     /// Of memory, on their way to a device.
     #[cfg(feature = "cuda")]
-    pub lifted: Option<crate::cuda::Lifted>,
+    pub lifted: Option<crate::tiers::upload::Lifted>,
 }
 
 /// The thread, and where it hears of pages to read.
@@ -140,10 +139,15 @@ impl Drop for Staged {
 }
 
 impl Levels {
-    /// `None` without tiers.
-    pub fn new(config: &CacheConfig, failures: &Arc<Counts>) -> Result<Option<Levels>, Error> {
-        let (tiers, in_place) = (&config.tiers, config.backend.is_cpu());
-        let level = |(i, spec)| Level::new(i + 1, spec, config.wipe, failures).map(Arc::new);
+    /// `None` without tiers; `in_place` says whether pages in memory are read where they lie, and `wipe` whether pages that are given
+    /// back are overwritten.
+    pub fn new(
+        tiers: &Tiers,
+        in_place: bool,
+        wipe: bool,
+        failures: &Arc<Counts>,
+    ) -> Result<Option<Levels>, Error> {
+        let level = |(i, spec)| Level::new(i + 1, spec, wipe, failures).map(Arc::new);
         let levels = tiers.specs.iter().enumerate().map(level).collect::<Result<Vec<_>, _>>()?;
         let (thread, reads_all) = (Mutex::default(), AtomicBool::new(false));
         let some = !levels.is_empty();
@@ -298,10 +302,10 @@ impl Levels {
     /// when it is asked for.
     pub fn lift<'s>(
         &self,
-        device: &Arc<crate::cuda::Device>,
+        device: &Arc<crate::device::Device>,
         slots: impl Iterator<Item = &'s Arc<Stored>>,
         used: u64,
-    ) -> Option<crate::cuda::Lifted> {
+    ) -> Option<crate::tiers::upload::Lifted> {
         let mut room = self.spare.staging.saturating_sub(used);
         let fits = |slot: &(&Arc<Stored>, &[u32])| match room.checked_sub(slot.0.bytes()) {
             Some(left) => {
@@ -315,8 +319,12 @@ impl Levels {
     }
 
     /// Counts pages of memory that a device reads, all but the `late` ones brought up before.
-    pub fn count_lifted(&self, forests: &[crate::forest::Forest<'_>], late: &crate::cuda::Lifted) {
-        let all = forests.iter().flat_map(crate::forest::Forest::away).filter(|slot| !slot.level.staged());
+    pub fn count_lifted<'s>(
+        &self,
+        slots: impl Iterator<Item = &'s Arc<Stored>>,
+        late: &crate::tiers::upload::Lifted,
+    ) {
+        let all = slots.filter(|slot| !slot.level.staged());
         let all: HashMap<usize, bool> = all.map(|slot| (key(slot), late.address(slot).is_some())).collect();
         let late = all.values().filter(|late| **late).count() as u64;
         self.count(Fetches { ahead: all.len() as u64 - late, late, ..Fetches::default() });

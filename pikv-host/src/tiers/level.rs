@@ -1,9 +1,10 @@
 //! One tier: its room, and the pages in it.
 
+use super::replica::Kept;
 use super::{Spec, Store, TierUsage};
-use crate::error::{Error, TierOperation};
-use crate::fabric::{FabricError, Kept};
-use crate::failures::Counts;
+use crate::base::error::FabricError;
+use crate::base::error::{Error, TierOperation};
+use crate::base::failures::Counts;
 use pikv_core::warp::LANES;
 use std::collections::BTreeMap;
 use std::io;

@@ -22,15 +22,16 @@
 //! How many pages should lie where says `planner::flexgen`, from rates that
 //! [`Cache::tier_rates`](crate::Cache::tier_rates) measures.
 
-mod ahead;
-mod level;
-mod moving;
+pub(crate) mod ahead;
+pub(crate) mod level;
 mod rate;
+pub(crate) mod replica;
 mod store;
+#[cfg(feature = "cuda")]
+pub(crate) mod upload;
 
 pub(crate) use ahead::{Early, Levels, Staged};
 pub(crate) use level::{Level, Stored};
-pub(crate) use moving::make_room;
 pub use rate::TierRate;
 pub use store::Store;
 
@@ -133,6 +134,7 @@ impl Tiers {
 
 /// Pages in a tier beneath the first.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TierUsage {
     /// Its name.
     pub name: String,
@@ -144,6 +146,7 @@ pub struct TierUsage {
 
 /// Pages that attention read from tiers beneath the first, since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Fetches {
     /// Where they lay, in memory of the host; none on a device.
     pub in_place: u64,

@@ -1,7 +1,7 @@
 //! Where a tier keeps bytes.
 
 #[cfg(unix)]
-use crate::files;
+use crate::base::files;
 use std::fmt;
 use std::io;
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Distillation against its definitions, a query at a time.
 
 use super::*;
-use pikv_core::rope::{Pairs, Rope};
+use pikv_core::rope::Rope;
 
 const GROUP: usize = 2;
 
@@ -13,18 +13,28 @@ fn segments(n: usize, tokens: usize, d: usize, v: usize) -> Vec<Segment> {
     // Values hold a loud channel that changes its sign from token to token: attention averages it away.
     let mut values = rows(3000, n * tokens, v, 0.5);
     values.iter_mut().step_by(v).enumerate().for_each(|(t, x)| *x += if t % 2 == 0 { 4.0 } else { -4.0 });
-    let one = |seed: u64| Segment {
-        q: sized(2000 + seed, tokens * GROUP, &|c| {
-            if c < d / 4 { 0.1 } else { 6.0 * 0.7f32.powi((c - d / 4) as i32) }
-        }),
-        k: sized(1000 + seed, tokens, &|c| if c < d / 4 { 3.0 } else { 1.5 }),
-        v: values[seed as usize * tokens * v..][..tokens * v].to_vec(),
+    let one = |seed: u64| {
+        Segment::new(
+            sized(2000 + seed, tokens * GROUP, &|c| {
+                if c < d / 4 { 0.1 } else { 6.0 * 0.7f32.powi((c - d / 4) as i32) }
+            }),
+            sized(1000 + seed, tokens, &|c| if c < d / 4 { 3.0 } else { 1.5 }),
+            values[seed as usize * tokens * v..][..tokens * v].to_vec(),
+        )
     };
     (0..n as u64).map(one).collect()
 }
 
+/// The losses of [`Measured`](pikv::codec::Measured), in f64.
+#[derive(Debug)]
+struct Oracle {
+    kl: f64,
+    skew_kl: f64,
+    output: f64,
+}
+
 /// The KLs of a key map and the output error of a value map by the definitions, a query at a time.
-fn measure(segments: &[Segment], k: &Map, v: &Map, options: &Distil) -> Measured {
+fn measure(segments: &[Segment], k: &Map, v: &Map, options: &Distil) -> Oracle {
     let (d, w) = (k.wide() as usize, v.wide() as usize);
     let scale = options.scale.unwrap_or(1.0 / (d as f64).sqrt());
     let rotated = |x: Vec<f64>, t: usize| {
@@ -85,7 +95,7 @@ fn measure(segments: &[Segment], k: &Map, v: &Map, options: &Distil) -> Measured
             }
         }
     }
-    Measured { kl: kl / count, skew_kl: skew / count, output: lost / energy }
+    Oracle { kl: kl / count, skew_kl: skew / count, output: lost / energy }
 }
 
 #[test]
@@ -99,13 +109,13 @@ fn distillation_gets_nearer_to_the_teacher() {
         m
     };
     let (mk, mv) = (gather(|s| &s.k, d), gather(|s| &s.v, w));
-    let rope = Rope { theta: 100.0, rotary_dim: 12, pairs: Pairs::Halves };
+    let rope = Rope::new(100.0, 12);
     let starts = [svd(&mk, 6).unwrap().map, fit_lora_plus(&mk, 6).unwrap().map];
     for (rope, start_k, start_v) in [
         (None, &starts[0], svd(&mv, 4).unwrap().map),
         (Some(rope), &starts[1], fit_lora_plus(&mv, 4).unwrap().map),
     ] {
-        let options = Distil { rope, ..Distil::default() };
+        let options = Distil::default().rope(rope);
         let mut steps = vec![];
         let clock = std::time::Instant::now();
         let found =
@@ -137,19 +147,14 @@ fn distillation_gets_nearer_to_the_teacher() {
         assert_eq!(again, found);
     }
     // No steps: what came comes back.
-    let none = Distil { steps: 0, ..Distil::default() };
+    let none = Distil::default().steps(0);
     let same = distil(fitted, &starts[0], &svd(&mv, 4).unwrap().map, &none, |_, _| {}).unwrap();
     assert_eq!((same.k, same.after.kl), (starts[0].clone(), same.before.kl));
     // A start that loses nothing cannot be made worse.
     let whole = svd(&mk, d as u32).unwrap().map;
-    let kept = distil(
-        fitted,
-        &whole,
-        &svd(&mv, w as u32).unwrap().map,
-        &Distil { rate: 1.0, ..Distil::default() },
-        |_, _| {},
-    )
-    .unwrap();
+    let kept =
+        distil(fitted, &whole, &svd(&mv, w as u32).unwrap().map, &Distil::default().rate(1.0), |_, _| {})
+            .unwrap();
     assert!(kept.after.kl <= kept.before.kl && kept.after.skew_kl <= kept.before.skew_kl);
 }
 
@@ -162,23 +167,23 @@ fn distillation_refuses_what_it_cannot_use() {
     assert!(few(go(&good[..1], Distil::default())) && few(go(&[], Distil::default())));
     let setting = |options: Distil| matches!(go(&good, options), Err(FitError::Setting { .. }));
     for bad in [0.0, 1.0, -0.1, f64::NAN] {
-        assert!(setting(Distil { skew: bad, ..Distil::default() }));
-        assert!(setting(Distil { held: bad, ..Distil::default() }));
+        assert!(setting(Distil::default().skew(bad)));
+        assert!(setting(Distil::default().held(bad)));
     }
     for bad in [0.0, -1.0, 1.5, f64::NAN] {
-        assert!(setting(Distil { rate: bad, ..Distil::default() }));
+        assert!(setting(Distil::default().rate(bad)));
     }
-    assert!(setting(Distil { scale: Some(f64::NAN), ..Distil::default() }));
-    let rope = |theta, rotary_dim| Some(Rope { theta, rotary_dim, pairs: Pairs::Halves });
-    assert!(setting(Distil { rope: rope(f64::NAN, 4), ..Distil::default() }));
+    assert!(setting(Distil::default().scale(f64::NAN)));
+    let rope = |theta, rotary_dim| Some(Rope::new(theta, rotary_dim));
+    assert!(setting(Distil::default().rope(rope(f64::NAN, 4))));
     for rotary in [0, 3, 6] {
-        let r = go(&good, Distil { rope: rope(1e4, rotary), ..Distil::default() });
+        let r = go(&good, Distil::default().rope(rope(1e4, rotary)));
         assert!(matches!(r, Err(FitError::Rotary { .. })));
     }
     for (what, at) in ["q", "k", "v"].into_iter().zip(0..) {
         for nan in [true, false] {
             let mut bad = good.clone();
-            let Segment { q, k, v } = &mut bad[2];
+            let Segment { q, k, v, .. } = &mut bad[2];
             let part = [q, k, v].into_iter().nth(at).unwrap();
             if nan {
                 part[5] = f32::NAN

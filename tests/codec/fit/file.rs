@@ -25,7 +25,7 @@ fn what_is_read_is_what_was_written_to_the_bit() {
             think(&fitter.q(l, h)?.mean_squares(), &fitter.k(l, h)?.mean_squares(), None, 4).map(|c| c.map)
         })
         .unwrap();
-    let turned = Side { row: "Hadamard".into(), maps: vec![Map::hadamard(6).unwrap(); 4] };
+    let turned = Side::new("Hadamard", vec![Map::hadamard(6).unwrap(); 4]);
     let (k, v) = (fitted().k().cloned(), fitted().v().cloned());
     for fitted in [
         fitted(),
@@ -60,23 +60,22 @@ fn what_is_read_is_what_was_written_to_the_bit() {
 fn a_file_for_something_else_is_refused() {
     let read = |model: &str, shape| Fitted::from_bytes(&FILE, model, shape).unwrap_err();
     assert!(matches!(read("another", SHAPE), FittedError::Fingerprint { .. }));
-    let missing = read("a model", FitShape { layers: 3, ..SHAPE });
+    let missing = read("a model", FitShape::new(3, 2, 4, 6).v_dim(5));
     assert!(
         matches!(&missing, FittedError::Missing { name } if name == "layers.2.heads.0.k.encode"),
         "{missing}"
     );
-    let left = read("a model", FitShape { layers: 1, ..SHAPE });
+    let left = read("a model", FitShape::new(1, 2, 4, 6).v_dim(5));
     assert!(matches!(left, FittedError::Unexpected { .. } | FittedError::Metadata { .. }), "{left}");
     assert!(matches!(
-        read("a model", FitShape { kv_heads: 1, ..SHAPE }),
+        read("a model", FitShape::new(2, 1, 4, 6).v_dim(5)),
         FittedError::Unexpected { .. } | FittedError::Metadata { .. }
     ));
-    let said = read("a model", FitShape { k_dim: 7, ..SHAPE }).to_string();
+    let said = read("a model", FitShape::new(2, 2, 4, 7).v_dim(5)).to_string();
     assert_eq!(said, "tensor \"layers.0.heads.0.k.encode\" is F32 [2, 6]; F32 [1..=7, 7] is needed");
-    assert!(matches!(read("a model", FitShape { v_dim: 4, ..SHAPE }), FittedError::Tensor { .. }));
+    assert!(matches!(read("a model", SHAPE.v_dim(4)), FittedError::Tensor { .. }));
 
-    let side =
-        |n: usize, wide| Some(Side { row: "C_SVD".into(), maps: vec![Map::hadamard(wide).unwrap(); n] });
+    let side = |n: usize, wide| Some(Side::new("C_SVD", vec![Map::hadamard(wide).unwrap(); n]));
     let new = |k, v| Fitted::new(SHAPE, "m", k, v).unwrap_err();
     assert!(matches!(new(None, None), FittedError::Empty));
     assert_eq!(new(side(3, 6), None).to_string(), "3 maps for k; 2 layers of 2 KV heads need 4");

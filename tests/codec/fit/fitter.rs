@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub const SHAPE: FitShape = FitShape { layers: 2, query_heads: 4, kv_heads: 2, k_dim: 6, v_dim: 5 };
+pub const SHAPE: FitShape = FitShape::new(2, 2, 4, 6).v_dim(5);
 
 pub fn filled(calls: usize, tokens: usize) -> Fitter {
     let mut fitter = Fitter::new(SHAPE).unwrap().sample(3, 8, 1);
@@ -70,9 +70,7 @@ fn the_sample_is_bounded_and_follows_the_seed() {
     // Every part of the offer is kept about as often: 60 pieces, 3 kept, 400 seeds.
     let mut early = 0;
     for seed in 0..400 {
-        let mut fitter = Fitter::new(FitShape { layers: 1, query_heads: 1, kv_heads: 1, k_dim: 1, v_dim: 1 })
-            .unwrap()
-            .sample(3, 1, seed);
+        let mut fitter = Fitter::new(FitShape::new(1, 1, 1, 1)).unwrap().sample(3, 1, seed);
         for t in 0..60 {
             fitter.observe(0, &[0.0], &[t as f32], &[0.0]).unwrap();
         }
@@ -88,7 +86,7 @@ fn the_sample_is_bounded_and_follows_the_seed() {
 #[test]
 fn the_fitter_refuses_and_stays_as_it_was() {
     let shape =
-        |layers, query_heads, kv_heads, k_dim| FitShape { layers, query_heads, kv_heads, k_dim, v_dim: 5 };
+        |layers, query_heads, kv_heads, k_dim| FitShape::new(layers, kv_heads, query_heads, k_dim).v_dim(5);
     for bad in [
         shape(0, 4, 2, 6),
         shape(2, 3, 2, 6),

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use pikv::codec::{FitShape, PeftConfig, PeftUse};
 use safetensors::{Dtype, tensor::TensorView};
 
-const SHAPE: FitShape = FitShape { layers: 2, query_heads: 4, kv_heads: 2, k_dim: 6, v_dim: 4 };
+const SHAPE: FitShape = FitShape::new(2, 2, 4, 6).v_dim(4);
 const HIDDEN: usize = 10;
 const RANK: usize = 3;
 
@@ -56,7 +56,7 @@ fn adapter(dtype: Dtype, width: Option<usize>) -> Vec<Tensor> {
     all
 }
 
-const CONFIG: PeftConfig = PeftConfig { rank: 3, alpha: 6.0, rslora: false };
+const CONFIG: PeftConfig = PeftConfig::new(3, 6.0);
 
 fn load(tensors: &[Tensor], how: PeftUse) -> Result<Fitted, FittedError> {
     Fitted::from_peft(&file(tensors), CONFIG, how, SHAPE, "a model")
@@ -111,11 +111,8 @@ fn the_span_of_each_heads_rows_is_kept_and_no_more() {
 
 #[test]
 fn a_reconstruction_is_a_then_b_with_its_scale() {
-    for (config, scale) in [
-        (CONFIG, 2.0),
-        (PeftConfig { rslora: true, ..CONFIG }, 6.0 / 3f32.sqrt()),
-        (PeftConfig { alpha: 3.0, ..CONFIG }, 1.0),
-    ] {
+    for (config, scale) in [(CONFIG, 2.0), (CONFIG.rslora(true), 6.0 / 3f32.sqrt()), (CONFIG.alpha(3.0), 1.0)]
+    {
         let bytes = file(&adapter(Dtype::F32, None));
         let fitted = Fitted::from_peft(&bytes, config, PeftUse::Reconstruction, SHAPE, "m").unwrap();
         for (side, dim, m) in [(fitted.k(), 6usize, 1u64), (fitted.v(), 4, 2)] {
@@ -147,7 +144,7 @@ fn the_folder_of_an_adapter_is_read() {
     std::fs::remove_dir_all(&folder).unwrap();
     assert_eq!(PeftConfig::from_json(text).unwrap(), CONFIG);
     let rs = PeftConfig::from_json(r#"{"r": 8, "lora_alpha": 16, "use_rslora": true}"#).unwrap();
-    assert_eq!(rs, PeftConfig { rank: 8, alpha: 16.0, rslora: true });
+    assert_eq!(rs, PeftConfig::new(8, 16.0).rslora(true));
 }
 
 #[test]
@@ -213,7 +210,7 @@ fn what_no_projector_can_be_made_of_is_refused() {
     // A reads hidden states here, not keys.
     let error = change(&|_| (), PeftUse::Reconstruction);
     assert!(matches!(&error, FittedError::Tensor { wanted, .. } if wanted == "[3, 12]"), "{error}");
-    for config in [PeftConfig { rank: 0, ..CONFIG }, PeftConfig { alpha: f32::NAN, ..CONFIG }] {
+    for config in [CONFIG.rank(0), CONFIG.alpha(f32::NAN)] {
         let bytes = file(&adapter(Dtype::F32, None));
         let error = Fitted::from_peft(&bytes, config, span, SHAPE, "m").unwrap_err();
         assert!(matches!(error, FittedError::Peft { .. }), "{error}");

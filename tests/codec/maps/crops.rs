@@ -4,7 +4,7 @@ use super::*;
 use pikv_core::rope::{Pairs, Rope};
 
 fn rope(rotary_dim: u32, pairs: Pairs) -> Rope {
-    Rope { theta: 1e4, rotary_dim, pairs }
+    Rope::new(1e4, rotary_dim).pairs(pairs)
 }
 
 /// The best score of all sets of `keep` channels that hold whole pairs.

@@ -27,10 +27,7 @@ proptest! {
         heads in prop::collection::vec((0u8..4, prop::collection::vec((0u64..12, 0u32..40), 1..4)), 0..5),
         budget in 0u64..50,
     ) {
-        let heads: Vec<HeadCodings> = heads.into_iter().map(|(importance, codings)| HeadCodings {
-            importance: f64::from(importance) / 2.0,
-            codings: codings.into_iter().map(|(bytes, error)| Cost { bytes, error: f64::from(error) }).collect(),
-        }).collect();
+        let heads: Vec<HeadCodings> = heads.into_iter().map(|(importance, codings)| HeadCodings::new(f64::from(importance) / 2.0, codings.into_iter().map(|(bytes, error)| Cost::new(bytes, f64::from(error))).collect())).collect();
         let best = every(&heads, budget);
         match hybrid(&heads, budget) {
             Ok(found) => {
@@ -52,12 +49,12 @@ proptest! {
         let heads: Vec<HeadCodings> = heads.into_iter().map(|(importance, mut gains)| {
             gains.sort_unstable();
             let mut error = 0.0;
-            let mut codings = vec![Cost { bytes: 3 * gains.len() as u64, error }];
+            let mut codings = vec![Cost::new(3 * gains.len() as u64, error)];
             for (i, gain) in gains.iter().enumerate() {
                 error += f64::from(*gain);
-                codings.push(Cost { bytes: 3 * (gains.len() - 1 - i) as u64, error });
+                codings.push(Cost::new(3 * (gains.len() - 1 - i) as u64, error));
             }
-            HeadCodings { importance: f64::from(importance), codings }
+            HeadCodings::new(f64::from(importance), codings)
         }).collect();
         prop_assert_eq!(hybrid(&heads, budget).unwrap().error, every(&heads, budget).unwrap());
     }

@@ -8,7 +8,7 @@ proptest! {
     fn chunks_by_a_slow_choice(scores in prop::collection::vec(-4i8..4, 0..40), chunk in 1u32..6, budget in 0u32..50) {
         let scores: Vec<f32> = scores.into_iter().map(|s| f32::from(s) / 2.0).collect();
         let n = scores.len();
-        let got = ChunkKv { chunk, budget }.keep(&scores);
+        let got = ChunkKv::new(chunk, budget).keep(&scores);
         if (budget as usize) < n.min(chunk as usize) {
             let refused = matches!(got, Err(SelectError::Setting { name: "budget", .. }));
             prop_assert!(refused);
@@ -36,7 +36,7 @@ proptest! {
     fn fastv_by_counting(scores in prop::collection::vec(0u8..6, 0..60), ratio in 0.0f64..1.0, sinks in 0u32..8, window in 0u32..8, layer in 0u32..5) {
         let scores: Vec<f32> = scores.into_iter().map(f32::from).collect();
         let n = scores.len();
-        let got = FastV { ratio, from: 2, sinks, window }.keep(layer, &scores).unwrap();
+        let got = FastV::new(ratio).sinks(sinks).window(window).keep(layer, &scores).unwrap();
         let open: Vec<usize> = (sinks as usize..n.saturating_sub(window as usize)).collect();
         let drop = if layer < 2 { 0 } else { (ratio * open.len() as f64) as usize };
         for t in 0..n {
@@ -48,7 +48,7 @@ proptest! {
 
     #[test]
     fn pyramids_add_up(layers in 1u32..130, capacity in 1u32..5000, window in 0u32..64, beta in 1.0f64..40.0, scores in prop::collection::vec(0u8..9, 0..80), at in any::<prop::sample::Index>()) {
-        let pyramid = PyramidKv { capacity, window, beta };
+        let pyramid = PyramidKv::new(capacity).window(window).beta(beta);
         if capacity <= window {
             prop_assert_eq!(pyramid.budgets(layers), Err(SelectError::Capacity { capacity, window }));
             return Ok(());
@@ -91,9 +91,9 @@ fn pyramid_budgets_of_real_depths() {
         }
     }
     assert_eq!(PyramidKv::new(77).budgets(1).unwrap(), [77]);
-    assert_eq!(PyramidKv { capacity: 10, window: 2, beta: 1.0 }.budgets(3).unwrap(), [10, 10, 10]);
-    assert!(PyramidKv { beta: 0.5, ..PyramidKv::new(77) }.budgets(4).is_err());
-    assert!(PyramidKv { beta: f64::NAN, ..PyramidKv::new(77) }.budgets(4).is_err());
+    assert_eq!(PyramidKv::new(10).window(2).beta(1.0).budgets(3).unwrap(), [10, 10, 10]);
+    assert!(PyramidKv::new(77).beta(0.5).budgets(4).is_err());
+    assert!(PyramidKv::new(77).beta(f64::NAN).budgets(4).is_err());
     assert!(PyramidKv::new(77).budgets(0).is_err());
     assert!(PyramidKv::new(u32::MAX).budgets(4).is_err());
     let said = PyramidKv::new(8).budgets(4).unwrap_err().to_string();
@@ -107,21 +107,21 @@ fn scores_that_are_no_numbers_are_refused() {
         let scores = [0.5, 0.25, bad];
         let refused =
             |r: Result<Vec<bool>, SelectError>| matches!(r, Err(SelectError::Score { token: 2, .. }));
-        assert!(refused(ChunkKv { chunk: 2, budget: 2 }.keep(&scores)));
+        assert!(refused(ChunkKv::new(2, 2).keep(&scores)));
         assert!(refused(FastV::new(0.5).keep(0, &scores)));
         assert!(refused(PyramidKv::new(16).keep(0, 2, &scores)));
         assert!(pyramid(&scores, 1, 2).is_err());
     }
     assert!(FastV::new(1.0).keep(2, &[0.5]).is_err() && FastV::new(f64::NAN).keep(2, &[0.5]).is_err());
-    assert!(ChunkKv { chunk: 0, budget: 2 }.keep(&[0.5]).is_err());
+    assert!(ChunkKv::new(0, 2).keep(&[0.5]).is_err());
     // Zeros of both signs are one score.
-    let keep = ChunkKv { chunk: 1, budget: 1 }.keep(&[-0.0, 0.0]).unwrap();
+    let keep = ChunkKv::new(1, 1).keep(&[-0.0, 0.0]).unwrap();
     assert_eq!(keep, [true, false]);
-    let head = |importance, error| [HeadCodings { importance, codings: vec![Cost { bytes: 1, error }] }];
+    let head = |importance, error| [HeadCodings::new(importance, vec![Cost::new(1, error)])];
     for bad in [f64::NAN, f64::INFINITY, -1.0] {
         assert!(hybrid(&head(bad, 1.0), 9).is_err() && hybrid(&head(1.0, bad), 9).is_err());
     }
-    assert!(hybrid(&[HeadCodings { importance: 1.0, codings: vec![] }], 9).is_err());
+    assert!(hybrid(&[HeadCodings::new(1.0, vec![])], 9).is_err());
     assert_eq!(hybrid(&head(1.0, 1.0), 0), Err(SelectError::Budget { budget: 0, needed: 1 }));
 }
 

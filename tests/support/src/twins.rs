@@ -4,8 +4,8 @@ use crate::numbers::{bits, noise};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, LruPlus, StreamingLlm};
 use pikv::{
-    Attend, CacheConfig, Dtype, Hits, LayerShape, Layout, PageId, PageInfo, Pairs, Position, Read, Resident,
-    Rope, Sequence, ShardMap,
+    Attend, CacheConfig, Dtype, Hits, LayerShape, PageId, PageInfo, Position, Read, Resident, Rope, Sequence,
+    ShardMap,
 };
 use proptest::prelude::*;
 use std::ops::RangeInclusive;
@@ -67,15 +67,11 @@ pub fn model(shards: RangeInclusive<u32>) -> impl Strategy<Value = Model> {
 
 impl Model {
     fn shape(&self) -> LayerShape {
-        let layout = Layout { k_dim: self.k_dim, v_dim: self.v_dim, k: self.dtype, v: self.dtype };
-        let rope = Rope { theta: 1000.0, rotary_dim: 2, pairs: Pairs::Halves };
-        LayerShape {
-            kv_heads: self.kv_heads,
-            query_heads: 2 * self.kv_heads,
-            layout,
-            window: self.window,
-            rope: self.rope.then_some(rope),
-        }
+        let rope = Rope::new(1000.0, 2);
+        LayerShape::new(self.kv_heads, 2 * self.kv_heads, self.k_dim, self.dtype)
+            .values(self.v_dim, self.dtype)
+            .window(self.window)
+            .rope(self.rope.then_some(rope))
     }
 
     /// Bytes of a page of every layer and head.

@@ -4,7 +4,7 @@ use super::gguf::Gguf;
 use crate::common::cache::{Cache, Keys, Step};
 use crate::common::layers::{Matrix, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
 use gemm_common::Parallelism;
-use pikv::{Pairs, Rope};
+use pikv::Rope;
 use std::collections::BTreeSet;
 use std::error::Error;
 
@@ -188,7 +188,7 @@ impl Model {
             return Err(format!("{ROPE_FACTORS}: keys of this model must come rotated").into());
         }
         let (theta, rotary_dim) = (self.config.rope_theta, self.config.rotary_dim as u32);
-        Ok(Rope { theta, rotary_dim, pairs: Pairs::Halves })
+        Ok(Rope::new(theta, rotary_dim))
     }
 
     /// The logits that follow each of `tokens`, `[n][vocab]`, after what is in the cache; adds them to the cache.

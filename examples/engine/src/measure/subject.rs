@@ -3,7 +3,7 @@
 use crate::common::cache::{Cache as AnyCache, Keys};
 use crate::llama::{gguf::Gguf, model::Model as Llama, tokenizer::Tokenizer};
 use crate::moe::model::Model as Moe;
-use pikv::{Dtype, LayerShape, Layout, Pairs, Rope};
+use pikv::{Dtype, LayerShape, Rope};
 use std::error::Error;
 use std::path::Path;
 
@@ -32,7 +32,7 @@ impl Subject {
             let mut model = Moe::load(&crate::example("models/austen-moe"))?;
             model.parallelism = threads;
             let c = model.config().clone();
-            let rope = Rope { theta: c.rope_theta, rotary_dim: c.head_dim as u32, pairs: Pairs::Halves };
+            let rope = Rope::new(c.rope_theta, c.head_dim as u32);
             return Ok(Subject {
                 kind: Kind::Moe(Box::new(model)),
                 name: "austen-moe".into(),
@@ -108,12 +108,7 @@ impl Subject {
 
     pub fn layer(&self, dtype: Dtype, keys: Keys) -> LayerShape {
         let dim = self.head_dim as u32;
-        LayerShape {
-            kv_heads: self.kv_heads as u32,
-            query_heads: self.query_heads as u32,
-            layout: Layout { k_dim: dim, v_dim: dim, k: dtype, v: dtype },
-            window: None,
-            rope: (keys == Keys::Unrotated).then_some(self.rope),
-        }
+        LayerShape::new(self.kv_heads as u32, self.query_heads as u32, dim, dtype)
+            .rope((keys == Keys::Unrotated).then_some(self.rope))
     }
 }

@@ -1,0 +1,62 @@
+//! What attention over a head saw, for the layer's policy.
+
+use crate::attend::mass::Weighed;
+use crate::metrics::Reused;
+use crate::router::met::Met;
+use pikv_core::plan::LayerShape;
+
+/// What attention over a head saw in a step.
+#[derive(Debug, Default)]
+pub(crate) struct Feed {
+    /// Index of the sequence in the call.
+    pub sequence: usize,
+    pub head: usize,
+    /// Tokens that had been filed then.
+    pub filed: u32,
+    pub weighed: Weighed,
+    /// `[rows][group][k_dim]`, if something is kept of heads.
+    pub queries: Vec<f32>,
+    /// Pages that the policy was told of and that were used again.
+    pub reused: Vec<Reused>,
+    /// What the rows wanted and met, by row and expert, where hits are counted; and bytes of wanted pages that lay on other ranks.
+    pub met: Vec<Met>,
+    pub far: u64,
+}
+
+/// What is known of a sequence of the call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Of {
+    /// Tokens that had been filed.
+    pub filed: u32,
+    /// Its first row, and how many.
+    pub first: usize,
+    pub rows: usize,
+}
+
+impl Feed {
+    /// Nothing was seen yet of a head.
+    pub fn start(&mut self, sequence: usize, head: usize) {
+        (self.sequence, self.head, self.filed) = (sequence, head, 0);
+        self.weighed.clear();
+        self.queries.clear();
+        self.reused.clear();
+        self.met.clear();
+        self.far = 0;
+    }
+
+    /// Notes whose it is: what was known of the sequence, and the head's queries out of those of the call, if any are asked for.
+    pub fn belongs(&mut self, of: &Of, shape: &LayerShape, q: Option<&[f32]>) {
+        self.filed = of.filed;
+        let Some(q) = q else { return };
+        let (group, k_dim) = (shape.group() as usize, shape.layout.k_dim as usize);
+        for row in of.first..of.first + of.rows {
+            let at = (row * shape.query_heads as usize + self.head * group) * k_dim;
+            self.queries.extend_from_slice(&q[at..][..group * k_dim]);
+        }
+    }
+
+    /// Whose it is.
+    pub fn of(&self) -> (usize, usize) {
+        (self.sequence, self.head)
+    }
+}

@@ -1,0 +1,259 @@
+//! The attention mass of pages.
+
+use crate::attend::feedback::Feed;
+use crate::attend::forest::Forest;
+use crate::attend::job::{Job, SCRATCH, Scratch, TILE};
+use crate::base::ids::PageId;
+use crate::base::parallel::Shared;
+use pikv_core::math::exp2i;
+use pikv_core::warp::LANES;
+use pikv_lanes::mass::Sum;
+use smallvec::SmallVec;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ops::Range;
+
+/// The softmax weights that the tokens of pages received, from several sets of rows each: from all, if asked for, then from each
+/// cut.
+#[derive(Debug, Default)]
+pub(crate) struct Weighed {
+    /// The pages, and their lanes that were read, a bit each.
+    pub pages: Vec<(PageId, u32)>,
+    sets: usize,
+    /// Whether the first set is that of all rows.
+    all: bool,
+    /// `[pages][sets]`
+    mass: Vec<[f32; LANES]>,
+    /// `[pages][sets]`: whether rows of the set read the page at all.
+    read: Vec<bool>,
+}
+
+/// Whose weights are wanted.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    pub all: bool,
+    /// Rows of the sequence, apart, ascending.
+    pub cuts: SmallVec<[Range<u32>; 2]>,
+}
+
+impl Wanted {
+    /// The sets of rows whose weights are wanted apart.
+    pub fn sets(&self) -> impl Iterator<Item = Range<u32>> {
+        self.all.then_some(0..u32::MAX).into_iter().chain(self.cuts.iter().cloned())
+    }
+
+    /// Whether some of the rows are wanted.
+    fn any(&self, rows: &Range<u32>) -> bool {
+        self.all || self.cuts.iter().any(|cut| cut.start < rows.end && rows.start < cut.end)
+    }
+
+    /// The sets that a row belongs to.
+    fn of(&self, row: u32) -> SmallVec<[usize; 2]> {
+        let cut = self.cuts.iter().position(|cut| cut.contains(&row));
+        let cut = cut.map(|cut| usize::from(self.all) + cut);
+        self.all.then_some(0).into_iter().chain(cut).collect()
+    }
+}
+
+impl Weighed {
+    /// Of the pages of a forest. What they weigh is left over from what was there before, and still to be written.
+    pub fn start(&mut self, forest: &Forest<'_>, wanted: &Wanted) {
+        self.pages.clear();
+        self.pages.extend(forest.pages.iter().map(|page| (page.id, page.live)));
+        (self.sets, self.all) = (wanted.sets().count(), wanted.all);
+        self.mass.resize(self.pages.len() * self.sets, [0.0; LANES]);
+        self.read.clear();
+        for _ in &self.pages {
+            self.read.extend(wanted.sets().map(|rows| !rows.is_empty()));
+        }
+    }
+
+    /// Nothing was weighed. What is left over of masses is nobody's: clearing it would have [`start`](Self::start) write it all anew.
+    pub fn clear(&mut self) {
+        self.pages.clear();
+        self.read.clear();
+        self.sets = 0;
+    }
+
+    /// The weights of page `i` from set `set`.
+    fn mass_mut(&mut self, i: usize, set: usize) -> &mut [f32; LANES] {
+        &mut self.mass[i * self.sets + set]
+    }
+
+    /// The weights of page `i` from all rows, if they were asked for.
+    pub fn all(&self, i: usize) -> &[f32; LANES] {
+        &self.mass[i * self.sets]
+    }
+
+    /// The weights of page `i` from the rows of a cut, if one of them read it.
+    pub fn cut(&self, i: usize, cut: usize) -> Option<&[f32; LANES]> {
+        let at = i * self.sets + usize::from(self.all) + cut;
+        self.read[at].then_some(&self.mass[at])
+    }
+
+    /// Adds a page that weighs nothing; returns its index.
+    fn push(&mut self, page: PageId, live: u32) -> usize {
+        self.pages.push((page, live));
+        self.mass.resize(self.pages.len() * self.sets, [0.0; LANES]);
+        self.read.resize(self.pages.len() * self.sets, false);
+        self.pages.len() - 1
+    }
+
+    /// Takes a token's weight in a cut along to where it lies now: from page `from` to lane `lane` of `to`, which is added if it is
+    /// missing.
+    pub fn carry(
+        &mut self,
+        index: &mut HashMap<PageId, usize>,
+        cut: usize,
+        (from, from_lane): (PageId, usize),
+        (to, to_lane): (PageId, usize),
+    ) {
+        let Some(&from) = index.get(&from) else { return };
+        let to = *index.entry(to).or_insert_with(|| self.push(to, 0));
+        let set = usize::from(self.all) + cut;
+        let mass = std::mem::take(&mut self.mass_mut(from, set)[from_lane]);
+        self.mass_mut(to, set)[to_lane] += mass;
+        self.read[to * self.sets + set] = true;
+    }
+
+    /// Index of each page.
+    pub fn index(&self) -> HashMap<PageId, usize> {
+        self.pages.iter().enumerate().map(|(i, (page, _))| (*page, i)).collect()
+    }
+
+    /// Adds what page `from` of `other` weighs, to page `to`.
+    fn add(&mut self, to: usize, other: &[[f32; LANES]]) {
+        for (sum, x) in self.mass[to * self.sets..].iter_mut().zip(other) {
+            sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+        }
+    }
+
+    /// Writes what was weighed, `[sets][pages]`.
+    #[cfg(feature = "cuda")]
+    pub fn fill(&mut self, mass: &[[f32; LANES]]) {
+        let pages = self.pages.len();
+        for (at, to) in self.mass.iter_mut().enumerate() {
+            *to = mass[at % self.sets * pages + at / self.sets];
+        }
+    }
+
+    /// A page that was packed in between is listed in two forms or three, of which each row read one: puts their masses
+    /// together. `passes`: those of the forest.
+    pub fn one_form(&mut self, passes: impl DoubleEndedIterator<Item = usize>) {
+        for original in passes.rev() {
+            let (page, _) = self.pages.remove(original);
+            let of = original * self.sets..(original + 1) * self.sets;
+            let mass: SmallVec<[[f32; LANES]; 2]> = self.mass.drain(of.clone()).collect();
+            self.read.drain(of);
+            if let Some(packed) = self.pages.iter().position(|(other, _)| *other == page) {
+                self.add(packed, &mass);
+            }
+        }
+    }
+}
+
+impl Job<'_> {
+    /// Rows of an item that holds whole tokens.
+    pub fn whole(&self) -> usize {
+        (TILE / self.group()).max(1) * self.group()
+    }
+
+    /// As [`Job::run`] for one forest, and the mass of its pages.
+    pub fn with_mass(
+        &self,
+        forest: &Forest<'_>,
+        wanted: &Wanted,
+        out: &Shared<'_>,
+        lse: &Shared<'_>,
+        weighed: &mut Weighed,
+    ) {
+        let group = self.group();
+        weighed.start(forest, wanted);
+        let sets = weighed.sets;
+        let mut begun: SmallVec<[bool; 4]> = SmallVec::from_elem(false, sets);
+        let mut factors: SmallVec<[f32; TILE]> = SmallVec::from_elem(0.0, group);
+        for item in self.items(forest, self.whole()) {
+            let row = item.row;
+            let tokens = (row / group) as u32..((row + item.rows) / group) as u32;
+            let counts = wanted.any(&tokens);
+            SCRATCH.with_borrow_mut(|scratch| {
+                self.pack(&item, scratch);
+                let Scratch { packed, part, spare, raw, tops, .. } = scratch;
+                // Every block writes all of its own.
+                raw.resize(if counts { forest.pages.len() * item.rows } else { 0 }, [0.0; LANES]);
+                tops.resize(forest.blocks.len() * item.rows, 0.0);
+                let trees = self.trees(&item);
+                let full = trees.of(None);
+                part.resize(full.len().max(part.len()), 0.0);
+                let mut leaf = |block: usize, part: &mut [f32]| {
+                    let pages = forest.blocks[block].clone();
+                    let raw = raw.get_mut(pages.start * item.rows..pages.end * item.rows);
+                    self.block(&item, block, packed, part, raw.filter(|_| counts));
+                    let tree = trees.of(forest.codec(block));
+                    tops[block * item.rows..][..item.rows].copy_from_slice(tree.partial(part).m);
+                };
+                forest.reduce(&trees, &mut leaf, part, spare);
+                let total = full.partial(part);
+                self.finish(&item, &total, out, lse);
+                if !counts {
+                    return;
+                }
+                for query in (0..item.rows).step_by(group) {
+                    let of = wanted.of(((row + query) / group) as u32);
+                    if of.is_empty() {
+                        continue;
+                    }
+                    let to: SmallVec<[(usize, bool); 2]> =
+                        of.iter().map(|set| (*set, !std::mem::replace(&mut begun[*set], true))).collect();
+                    for (block, pages) in forest.blocks.iter().enumerate() {
+                        for (r, factor) in (query..).zip(&mut factors) {
+                            let top = tops[block * item.rows + r];
+                            let blind = top == f32::NEG_INFINITY;
+                            *factor = if blind { 0.0 } else { exp2i(top - total.m[r]) / total.l[r] };
+                        }
+                        let raw = &raw[pages.start * item.rows..pages.end * item.rows];
+                        let sum = Sum {
+                            raw: &raw[query * pages.len()..],
+                            factors: &factors,
+                            mass: &mut weighed.mass[pages.start * sets..pages.end * sets],
+                            sets,
+                            to: &to,
+                        };
+                        sum.run(self.inner.config.lanes);
+                    }
+                }
+            });
+        }
+        for set in (0..sets).filter(|set| !begun[*set]) {
+            weighed.mass.iter_mut().skip(set).step_by(sets).for_each(|mass| mass.fill(0.0));
+        }
+        weighed.one_form(forest.passes());
+    }
+}
+
+/// Puts together what rows of a head saw that were attended apart, page by page, and orders by sequence and head.
+pub(crate) fn together(feeds: &mut Vec<Feed>) {
+    feeds.sort_by_key(Feed::of);
+    let mut index = HashMap::new();
+    feeds.dedup_by(|next, kept| {
+        if next.of() != kept.of() {
+            index.clear();
+            return false;
+        }
+        let (next, kept) = (&next.weighed, &mut kept.weighed);
+        if index.is_empty() {
+            index = kept.index();
+        }
+        for (i, &(page, live)) in next.pages.iter().enumerate() {
+            let own = i * next.sets..(i + 1) * next.sets;
+            let to = match index.entry(page) {
+                Entry::Occupied(at) => *at.get(),
+                Entry::Vacant(at) => *at.insert(kept.push(page, live)),
+            };
+            kept.add(to, &next.mass[own.clone()]);
+            let read = &mut kept.read[to * kept.sets..];
+            read.iter_mut().zip(&next.read[own]).for_each(|(read, x)| *read |= x);
+        }
+        true
+    });
+}

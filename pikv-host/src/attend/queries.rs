@@ -1,0 +1,110 @@
+//! The queries of a call as blocks read them, and what each row sees.
+
+use crate::attend::job::{Item, Job, Scratch};
+use crate::attend::view::View;
+use pikv_core::attend::Sight;
+use pikv_core::codec::read::REBUILT;
+use pikv_core::warp::LANES;
+use pikv_lanes::attend::bundles;
+
+/// The queries of an item, as its blocks read them.
+#[derive(Default)]
+pub struct Packed {
+    pub q: Vec<f32>,
+    /// The same for the sinks, where gaps are closed.
+    pub sinks: Vec<f32>,
+    /// Of each row, in the pool and in the ring.
+    pub sights: Vec<(Sight, Sight)>,
+    /// What either of the head's codecs leaves of the queries, and what their scores start from.
+    pub folded: [Vec<[f32; LANES]>; 2],
+    pub start: [Vec<f32>; 2],
+    pub rebuilt: Vec<[f32; LANES]>,
+}
+
+impl Job<'_> {
+    /// Scales, turns and packs the queries of an item.
+    pub fn pack(&self, item: &Item<'_>, scratch: &mut Scratch) {
+        let k_dim = self.shape.layout.k_dim as usize;
+        let channels = self.layout().k_channels() as usize;
+        let rotation = self.rotation();
+        let Scratch { packed, row: source, .. } = scratch;
+        packed.q.clear();
+        packed.q.resize(channels * item.rows, 0.0);
+        packed.sinks.clear();
+        packed.sinks.resize(if self.closed_gaps { packed.q.len() } else { 0 }, 0.0);
+        let oldest = if self.closed_gaps { self.oldest(item.forest) } else { 0 };
+        self.sights(item, &mut packed.sights);
+        let codecs = self.codecs(item.forest);
+        let cols = codecs.map(|codec| codec.map_or(0, |codec| codec.packed.query_cols() as usize));
+        for (i, cols) in cols.iter().enumerate() {
+            packed.start[i].clear();
+            packed.folded[i].clear();
+            packed.folded[i].resize(cols * item.rows, [0.0; LANES]);
+        }
+        let rebuilt = item.forest.has_packed() && rotation.is_some();
+        packed.rebuilt.resize(if rebuilt { REBUILT } else { 0 }, [0.0; LANES]);
+        let mut at = 0;
+        for (row, width) in bundles(item.rows, self.most(item.forest)) {
+            for r in 0..width {
+                let position = self.position(item, row + r);
+                let query = &self.q[self.output_row(item, row + r) * k_dim..][..k_dim];
+                source.clear();
+                source.extend_from_slice(query);
+                if let (Some(rotation), true) = (&rotation, self.closed_gaps) {
+                    rotation.rotate(source, self.closed(position, oldest));
+                    for (c, x) in source.iter().enumerate() {
+                        packed.sinks[at + c * width + r] = x * self.factor;
+                    }
+                    source.copy_from_slice(query);
+                }
+                if let Some(rotation) = &rotation {
+                    rotation.rotate(source, position);
+                }
+                for (c, x) in source.iter().enumerate() {
+                    packed.q[at + c * width + r] = x * self.factor;
+                }
+                for (i, codec) in codecs.iter().enumerate() {
+                    let Some(codec) = codec else { continue };
+                    let folded = packed.folded[i][(row + r) * cols[i]..][..cols[i]].as_flattened_mut();
+                    packed.start[i].push(codec.fold(source, self.factor, folded));
+                }
+            }
+            at += channels * width;
+        }
+    }
+
+    /// What the rows of an item see, in the pool and in the ring.
+    pub fn sights(&self, item: &Item<'_>, sights: &mut Vec<(Sight, Sight)>) {
+        sights.clear();
+        let view = &self.views[item.forest.view];
+        sights.extend((0..item.rows).map(|r| {
+            let position = self.position(item, r);
+            let (floor, lo) = (self.floor(view, position), self.lo(position));
+            let sight = Sight { floor, lo, sinks: view.layer.store.sinks, hi: position as i32 };
+            (Sight { floor: 0, hi: floor as i32 - 1, ..sight }, sight)
+        }));
+    }
+
+    /// Position of row `r` of an item.
+    pub fn position(&self, item: &Item<'_>, r: usize) -> u32 {
+        self.views[item.forest.view].first + ((item.row + r) / self.group()) as u32
+    }
+
+    /// The first position that the window of the row at `position` shows.
+    pub(crate) fn lo(&self, position: u32) -> u32 {
+        self.shape.window.map_or(0, |w| (position + 1).saturating_sub(w))
+    }
+
+    /// Where the row at `position` stands for the sinks, where gaps are closed; `oldest` is the oldest token that is held beside them.
+    pub fn closed(&self, position: u32, oldest: u32) -> u32 {
+        let sinks = self.views.first().map_or(0, |view| view.layer.store.sinks);
+        let gap = oldest.max(self.lo(position)).saturating_sub(sinks);
+        position - gap.min(position)
+    }
+
+    /// The first position that the row at `position` finds in the ring: its own token and the `ring - 1` before it, and whatever
+    /// was not filed yet.
+    pub fn floor(&self, view: &View<'_>, position: u32) -> u32 {
+        (position + 1).saturating_sub(self.inner.store.ring.window()).min(view.layer.filed)
+    }
+}

@@ -1,0 +1,104 @@
+//! Which pages of the pool a row reads.
+
+use crate::codec::HeadCodec;
+use crate::pages::chain::{Chain, Entry};
+use crate::pages::filing::Head;
+use pikv_core::bound;
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use pikv_lanes::Lanes;
+
+/// What is read of a head's expert pages.
+#[derive(Clone, Debug)]
+pub(crate) enum Selection {
+    /// The chains of these experts.
+    Experts(Vec<u16>),
+    /// Of the pages that were full when the row came these, by chain and ordinal, ascending; the others all. Tokens from
+    /// `floor` on were in the ring then.
+    Pages { chosen: Vec<(usize, u32)>, floor: u32 },
+}
+
+impl Selection {
+    /// Whether the page at `ordinal` of chain `c` is read.
+    pub fn reads(&self, c: usize, ordinal: u32, entry: &Entry) -> bool {
+        match self {
+            Selection::Experts(experts) => experts.iter().any(|e| usize::from(*e) + 1 == c),
+            Selection::Pages { chosen, floor } => {
+                bounds(entry, *floor).is_none() || chosen.binary_search(&(c, ordinal)).is_ok()
+            }
+        }
+    }
+}
+
+/// The extremes of a page that was full when all tokens before `floor` were filed: what a row reads does not depend on how many
+/// tokens its step filed after it.
+fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
+    let bounds = entry.bounds.as_deref()?;
+    entry.last().is_some_and(|last| last < floor).then_some(bounds)
+}
+
+/// The queries of a row for a KV head, `[group][k_dim]`, as bounds take them: `[group][rows]`. `stretch` is by how much products of
+/// turned channels are larger than those before the rotation.
+pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32]) -> Vec<[f32; LANES]> {
+    let (k_dim, rope) = (shape.layout.k_dim, shape.rope.as_ref());
+    let rows = bound::rows(k_dim);
+    let mut all = vec![[0.0; LANES]; rows * shape.group() as usize];
+    for (query, folded) in queries.chunks_exact(k_dim as usize).zip(all.chunks_exact_mut(rows)) {
+        bound::fold(query, rope, folded);
+        if let Some(rope) = rope {
+            let turned = &mut folded.as_flattened_mut()[..rope.rotary_dim as usize];
+            turned.iter_mut().for_each(|x| *x *= stretch);
+        }
+    }
+    all
+}
+
+/// Index of the first page of a run that may hold a token that is read and that a row sees whose window starts at position `lo`: those
+/// before it lie outside the window.
+fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
+    if lo == 0 {
+        return 0;
+    }
+    // Positions of a run ascend.
+    let seen = |entry: &Entry| {
+        let last = entry.live.checked_ilog2().and_then(|lane| entry.position(codec, lane));
+        last.is_some_and(|last| last >= lo)
+    };
+    chain.entries.iter().position(seen).unwrap_or(chain.entries.len())
+}
+
+/// The `n` full pages of a head, as of `floor`, that have a token at position `lo` or later, with the highest bounds under `queries`,
+/// `[queries][rows]`; of equals the lower in order.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn highest(
+    head: &Head,
+    codec: Option<&HeadCodec>,
+    (lo, floor): (u32, u32),
+    lanes: Lanes,
+    queries: &[[f32; LANES]],
+    rows: usize,
+    n: usize,
+) -> Selection {
+    let (mut ids, mut pages) = (Vec::new(), Vec::new());
+    for (c, chain) in head.chains.iter().enumerate().skip(1) {
+        let from = seen_from(chain, codec, lo);
+        for entry in chain.entries.range(from..) {
+            if let Some(bounds) = bounds(entry, floor).filter(|_| entry.live != 0) {
+                ids.push((c, entry.ordinal));
+                pages.push(bounds);
+            }
+        }
+    }
+    let mut most = vec![0.0; pages.len()];
+    pikv_lanes::bounds::largest(lanes, queries, rows, &pages, &mut most);
+    let mut order: Vec<usize> = (0..ids.len()).collect();
+    if n < order.len() {
+        if n > 0 {
+            order.select_nth_unstable_by(n - 1, |a, b| most[*b].total_cmp(&most[*a]).then(a.cmp(b)));
+        }
+        order.truncate(n);
+    }
+    let mut chosen: Vec<(usize, u32)> = order.into_iter().map(|i| ids[i]).collect();
+    chosen.sort_unstable();
+    Selection::Pages { chosen, floor }
+}

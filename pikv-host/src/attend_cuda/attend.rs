@@ -1,0 +1,467 @@
+//! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
+//! level, the end in one; where the mass of pages is wanted, that in one more.
+
+use crate::attend::executor::{Executor, OnDevice, Results, Session};
+use crate::attend::feedback::Feed;
+use crate::attend::forest::Forest;
+use crate::attend::job::{Job, TILE};
+use crate::attend::lists::Cut;
+use crate::attend::mass::Wanted;
+use crate::attend_cuda::late::{Late, Saw};
+use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave, most};
+use crate::base::device_slice::DeviceOutput;
+use crate::base::error::Error;
+use crate::base::rope_tables::Table;
+use crate::device::ring::Upload;
+use crate::device::work::{Way, Work};
+use crate::device::{Device, arguments};
+use pikv_core::codec::back;
+use pikv_core::codec::factors::FactorScratch;
+use pikv_core::codec::read::{REBUILT, Scratch};
+use pikv_core::dtype::Dtype;
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg, TensorArg};
+use std::mem;
+use std::sync::Arc;
+
+/// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
+pub const WAVE: u64 = 16 << 20;
+
+/// Addresses of results.
+#[derive(Clone, Copy)]
+pub struct To {
+    out: TensorArg,
+    ends: Ends,
+    mass: u64,
+}
+
+/// Where the ends of rows go.
+#[derive(Clone, Copy)]
+enum Ends {
+    /// Log-sum-exp, exponent and sum, which the host judges.
+    Host(u64),
+    /// The log-sum-exp, or null, and where rows and outputs that overflow are noted.
+    Device { lse: u64, faults: u64 },
+}
+
+/// What all launches of a call have in common.
+#[derive(Clone, Copy)]
+pub struct Shape<'a> {
+    pub of: &'a LayerShape,
+    pub table: Option<&'a Table>,
+    pub softcap: Option<f32>,
+    /// Queries that are gathered on the device, and their factor.
+    pub on_device: Option<(OnDevice, f32)>,
+}
+
+impl<'a> Shape<'a> {
+    fn of(job: &'a Job<'_>) -> Shape<'a> {
+        let on_device = job.on_device.map(|on_device| (on_device, job.factor));
+        Shape { of: job.shape, table: job.table.as_deref(), softcap: job.softcap, on_device }
+    }
+}
+
+/// Addresses of what all kernels of a wave read.
+#[derive(Clone, Copy)]
+struct Lists {
+    q: u64,
+    pages: u64,
+    live: u64,
+    last: u64,
+    by: u64,
+    sights: u64,
+    parts: u64,
+    raw: u64,
+}
+
+impl Wave<'_> {
+    /// `to`: where rows that are done go, and the masses that are wanted; without it partial results are all.
+    pub fn launch(
+        &self,
+        device: &Device,
+        work: &mut Work,
+        shape: &Shape<'_>,
+        to: Option<(To, &[MassArg])>,
+    ) -> Result<(), Error> {
+        let layout = LayoutArg::from(shape.of.layout);
+        let stream = &device.stream;
+        let (rope, table) = match (&shape.of.rope, shape.table) {
+            (Some(rope), Some(table)) => {
+                let at = work.table(stream, table.index(), table.values(), table.capacity())?;
+                (RopeArg::new(rope, table.capacity()), at)
+            }
+            _ => (RopeArg::NONE, 0),
+        };
+        let parts = work.parts(stream, self.parts)?;
+        let raw = if self.raw > 0 { work.raw(stream, self.raw)? } else { 0 };
+        let gathered = self.gathered(shape.on_device.is_some());
+        let bundles = if gathered.floats > 0 { work.queries(stream, gathered.floats)? } else { 0 };
+        let fold_maps = self.fold_maps(work, device, !gathered.folds.is_empty())?;
+        let mut upload = Upload::new();
+        let (q, pages, live) = (upload.add(&self.q), upload.add(&self.pages), upload.add(&self.live));
+        let gathers = upload.add(&self.gathers);
+        let (folds, fold_maps) = (upload.add(&gathered.folds), upload.add(&fold_maps));
+        let (last, by) =
+            if self.packed.is_empty() { (0, 0) } else { (upload.add(&self.last), upload.add(&self.by)) };
+        let sights = upload.add(&self.sights);
+        let tasks = self.tasks.each_ref().map(|tasks| upload.add(tasks));
+        let packed: Vec<[u64; 3]> = self
+            .packed
+            .iter()
+            .map(|of| [upload.add(&of.q), upload.add(&of.start), upload.add(&of.tasks)])
+            .collect();
+        let pairs: Vec<u64> = self.joins.pairs.iter().map(|pairs| upload.add(pairs)).collect();
+        let backs: Vec<u64> = self.joins.backs.iter().map(|backs| upload.add(backs)).collect();
+        let heads = self.heads(work, device)?;
+        let head_list = upload.add(&heads);
+        let masses = to.map_or(&[][..], |(_, masses)| masses);
+        let (rows, weighed, sums) = (upload.add(&self.rows), upload.add(&self.weighed), upload.add(masses));
+        let base = work.send(stream, &upload)?;
+        let (mut q, pages, live, sights) = (base + q, base + pages, base + live, base + sights);
+        if let Some((OnDevice { q: from, fault }, factor)) = shape.on_device {
+            q = bundles;
+            let (list, count) = (base + gathers, self.gathers.len() as u32);
+            let (from, kernels) = (TensorArg::from(from), &device.kernels);
+            let (gather, fold) = match from.wide() {
+                true => (kernels.gather_queries, kernels.fold_queries),
+                false => (kernels.gather_halves, kernels.fold_halves),
+            };
+            // SAFETY: the parameters of `gather_queries` and `gather_halves`: the caller's queries, `[rows][query_heads][k_dim]`, which
+            // stay until the stream has passed, and bundles that have room for all; of a bundle each row stands once.
+            unsafe {
+                let arguments = arguments!(layout, from, factor, rope, table, list, count, bundles, fault);
+                device.launch(gather, self.gathers.len(), arguments)?;
+            }
+            let (list, maps, count) = (base + folds, base + fold_maps, gathered.folds.len() as u32);
+            if count > 0 {
+                // SAFETY: the parameters of `fold_queries` and `fold_halves`, as above; the maps are on the device.
+                unsafe {
+                    let arguments = arguments!(layout, from, factor, maps, list, count, bundles);
+                    device.launch(fold, count as usize, arguments)?;
+                }
+            }
+        }
+        let lists = Lists { q, pages, live, last: base + last, by: base + by, sights, parts, raw };
+        let softcap = shape.softcap.unwrap_or(0.0);
+        for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(tasks) {
+            if tasks.is_empty() {
+                continue;
+            }
+            let (list, count) = (base + list, tasks.len() as u32);
+            // SAFETY: the parameters of `attend_r*`. The lists are on the device, and the pages held by the views' sequences; each
+            // task's part is its own, within `parts`, and so are its weights within `raw`.
+            unsafe {
+                let arguments =
+                    arguments!(layout, q, pages, live, list, count, sights, softcap, rope, table, parts, raw);
+                device.launch(*kernel, tasks.len(), arguments)?;
+            }
+        }
+        for (i, (of, at)) in self.packed.iter().zip(packed).enumerate() {
+            let [mut folded, mut start, tasks] = at.map(|at| base + at);
+            if let Some(at) = gathered.packed.get(i) {
+                [folded, start] = at.map(|at| bundles + 4 * at);
+            }
+            of.launch(device, work, shape, (rope, table), &lists, [folded, start, tasks])?;
+        }
+        for height in 0..self.joins.pairs.len().max(self.joins.backs.len()) {
+            if let Some(count) = self.joins.pairs.get(height).map(Vec::len).filter(|n| *n > 0) {
+                let (list, n) = (base + pairs[height], count as u32);
+                // SAFETY: the parameters of `merge_pairs`; at one height of a tree no part stands twice.
+                unsafe { device.launch(device.kernels.merge_pairs, count, arguments!(list, n, parts))? };
+            }
+            if let Some(count) = self.joins.backs.get(height).map(Vec::len).filter(|n| *n > 0) {
+                let (list, n, heads) = (base + backs[height], count as u32, base + head_list);
+                let room = work.scratch(stream, (count * back::WORK * LANES * 4) as u64)?;
+                // SAFETY: the parameters of `back_rows`; each row has an output and room of its own, and its input is done.
+                unsafe {
+                    let arguments = arguments!(layout, heads, list, n, room, parts);
+                    device.launch(device.kernels.back_rows, count, arguments)?;
+                }
+            }
+        }
+        let Some((To { out, ends, mass }, _)) = to else { return Ok(()) };
+        let (rows, count) = (base + rows, self.rows.len() as u32);
+        match ends {
+            // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
+            Ends::Host(ends) => unsafe {
+                let out = out.at;
+                let arguments = arguments!(layout, rows, count, parts, out, ends);
+                device.launch(device.kernels.finish_rows, self.rows.len(), arguments)?;
+            },
+            Ends::Device { lse, faults } => {
+                let wide = out.wide();
+                let kernel = if wide { device.kernels.finish_in_place } else { device.kernels.finish_halves };
+                // SAFETY: the parameters of `finish_in_place` and `finish_halves`, as above; the caller's tensors stay until the stream
+                // has passed, and nobody else touches them.
+                unsafe {
+                    let arguments = arguments!(layout, rows, count, parts, out, lse, faults);
+                    device.launch(kernel, self.rows.len(), arguments)?;
+                }
+            }
+        }
+        if masses.is_empty() {
+            return Ok(());
+        }
+        let (weighed, sums) = (base + weighed, base + sums);
+        let (group, count) = (shape.of.group(), masses.len() as u32);
+        // SAFETY: the parameters of `mass_pages`; a page and a set of rows have one output, and stand once in a wave.
+        unsafe {
+            let arguments = arguments!(layout, group, sums, count, weighed, raw, parts, mass);
+            device.launch(device.kernels.mass_pages, masses.len(), arguments)?;
+        }
+        Ok(())
+    }
+
+    /// Of the codecs of [`Wave::packed`] the maps that queries are folded through, if any are.
+    fn fold_maps(&self, work: &mut Work, device: &Device, any: bool) -> Result<Vec<FoldMapArg>, Error> {
+        let of = |of: &Packed<'_>| {
+            let map = work.map(&device.stream, of.codec.codec.k.mapped(), Way::Back)?;
+            let (narrow, cols) = (of.codec.packed.query_dim(), of.codec.packed.query_cols());
+            Ok(FoldMapArg { map, narrow, cols })
+        };
+        self.packed.iter().filter(|_| any).map(of).collect()
+    }
+
+    /// How the values of each codec's heads come back, the maps on the device.
+    fn heads(&self, work: &mut Work, device: &Device) -> Result<Vec<HeadArg>, Error> {
+        let head = |codec: &&crate::codec::HeadCodec| {
+            let map = work.map(&device.stream, codec.codec.v.mapped(), Way::Sum)?;
+            Ok(HeadArg { packed: PackedArg::from(codec.packed.v_out()), map })
+        };
+        self.heads.iter().map(head).collect()
+    }
+}
+
+impl Packed<'_> {
+    /// `at`: queries, what scores start from, and tasks.
+    fn launch(
+        &self,
+        device: &Device,
+        work: &mut Work,
+        shape: &Shape<'_>,
+        (rope, table): (RopeArg, u64),
+        lists: &Lists,
+        [folded, start, tasks]: [u64; 3],
+    ) -> Result<(), Error> {
+        let stream = &device.stream;
+        let (packed, count) = (PackedArg::from(self.codec.packed), self.tasks.len() as u32);
+        let factored = self.codec.packed.factored();
+        let of = match (self.width, factored) {
+            (1, false) => size_of::<Scratch<1>>(),
+            (2, false) => size_of::<Scratch<2>>(),
+            (_, false) => size_of::<Scratch<4>>(),
+            (_, true) => size_of::<FactorScratch<FACTORED_ROWS>>(),
+        };
+        let Lists { q, pages, live, last, by, sights, parts, raw } = *lists;
+        let (softcap, width) = (shape.softcap.unwrap_or(0.0), self.width.ilog2() as usize);
+        let whole = if shape.of.rope.is_some() { REBUILT * LANES * 4 } else { 0 };
+        let rebuilt = work.scratch(stream, (self.tasks.len() * (whole + of)) as u64)?;
+        let scratch = rebuilt + (self.tasks.len() * whole) as u64;
+        let layout = LayoutArg::from(shape.of.layout);
+        if factored {
+            let q = if whole > 0 { q } else { folded };
+            let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
+            // SAFETY: the parameters of `attend_factors`, as those of `attend_packed_r*` and `attend_rebuilt_r*`.
+            unsafe {
+                let arguments = arguments!(
+                    packed, q, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,
+                    raw, rope, layout, map, table, rebuilt
+                );
+                device.launch(device.kernels.attend_factors, self.tasks.len(), arguments)?;
+            }
+            return Ok(());
+        }
+        if whole > 0 {
+            let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
+            // SAFETY: the parameters of `attend_rebuilt_r*`, as those of `attend_packed_r*`.
+            unsafe {
+                let arguments = arguments!(
+                    packed, layout, map, q, rope, table, pages, live, last, by, tasks, count, sights,
+                    softcap, scratch, rebuilt, parts, raw
+                );
+                device.launch(device.kernels.attend_rebuilt[width], self.tasks.len(), arguments)?;
+            }
+            return Ok(());
+        }
+        // SAFETY: the parameters of `attend_packed_r*`. The lists are on the device, and the pages held by the views' sequences; each
+        // task's part is its own, within `parts`, and so are its weights within `raw` and its scratch.
+        unsafe {
+            let arguments = arguments!(
+                packed, folded, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,
+                raw
+            );
+            device.launch(device.kernels.attend_packed[width], self.tasks.len(), arguments)?;
+        }
+        Ok(())
+    }
+}
+
+/// A device.
+#[derive(Debug)]
+pub(crate) struct Cuda(pub Arc<Device>);
+
+impl Executor for Cuda {
+    fn most(&self, job: &Job<'_>, forest: &Forest<'_>) -> usize {
+        most(job.codecs(forest).into_iter().flatten())
+    }
+
+    fn run(
+        &self,
+        job: &mut Job<'_>,
+        forests: &[Forest<'_>],
+        wanted: Option<&[Wanted]>,
+        results: Results<'_>,
+        _: &mut Cut,
+    ) -> Result<(), Error> {
+        let done = attend_all(&self.0, job, forests, wanted, results);
+        if done.is_err() {
+            // What was asked for is over all the same, so that nobody still reads pages that were brought up for it.
+            let _ = self.0.stream.synchronize();
+        }
+        done
+    }
+
+    fn session(&self, layers: usize) -> Result<Option<Box<dyn Session>>, Error> {
+        Ok(Some(Box::new(Late::new(&self.0, layers)?)))
+    }
+}
+
+/// Attends the forests of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`. With `wanted`, of each view,
+/// the masses of each forest's pages too.
+fn attend_all(
+    device: &Device,
+    job: &Job<'_>,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    results: Results<'_>,
+) -> Result<(), Error> {
+    let Results { out, lse, seen: feeds } = results;
+    if lse.is_empty() {
+        return Ok(());
+    }
+    let mut work = device.work()?;
+    let stream = &device.stream;
+    let (firsts, masses) = rows_of_masses(forests, wanted);
+    let floats = out.len() + 3 * lse.len() + LANES * masses;
+    let first = work.out(stream, floats as u64)?;
+    let ends = first + 4 * out.len() as u64;
+    let out_at = TensorArg::new(first, Dtype::F32);
+    let to = To { out: out_at, ends: Ends::Host(ends), mass: ends + 12 * lse.len() as u64 };
+    let blank = forests.iter().any(|forest| forest.blocks.is_empty());
+    if masses > 0 || blank {
+        // Sums go on from wave to wave; and of rows that nothing is there for nobody else writes the output.
+        device.fill(first, 0, floats as u32)?;
+    }
+    waves(device, &mut work, job, forests, wanted, to, &firsts)?;
+    work.fetch(stream, first, floats, |words| {
+        let floats: &[f32] = bytemuck::cast_slice(words);
+        let (from, rest) = floats.split_at(out.len());
+        let (ends, mass) = rest.split_at(3 * lse.len());
+        out.copy_from_slice(from);
+        let width = out.len() / lse.len();
+        for (at, ([end, m, l], lse)) in ends.as_chunks().0.iter().zip(lse.iter_mut()).enumerate() {
+            *lse = *end;
+            job.judge(at, *m, *l, &out[at * width..][..width]);
+        }
+        let Some(wanted) = wanted else { return };
+        for ((forest, first), feed) in forests.iter().zip(&firsts).zip(feeds) {
+            let weighed = &mut feed.weighed;
+            weighed.start(forest, &wanted[forest.view]);
+            weighed.fill(&mass.as_chunks().0[*first..]);
+            weighed.one_form(forest.passes());
+        }
+    })?;
+    for forest in forests.iter().filter(|forest| forest.blocks.is_empty()) {
+        for item in job.items(forest, TILE) {
+            (0..item.rows).for_each(|r| lse[job.output_row(&item, r)] = f32::NEG_INFINITY);
+        }
+    }
+    Ok(())
+}
+
+/// Of each forest its first row of masses, and the rows of all.
+fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[Wanted]>) -> (Vec<usize>, usize) {
+    let (mut firsts, mut masses) = (Vec::with_capacity(forests.len()), 0);
+    for forest in forests {
+        firsts.push(masses);
+        masses += wanted.map_or(0, |wanted| wanted[forest.view].sets().count()) * forest.pages.len();
+    }
+    (firsts, masses)
+}
+
+/// Launches all rows of forests that have pages, as many at a time as there is room for.
+fn waves(
+    device: &Device,
+    work: &mut Work,
+    job: &Job<'_>,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    to: To,
+    firsts: &[usize],
+) -> Result<(), Error> {
+    let most = if wanted.is_some() { job.whole() } else { TILE };
+    let mut wave = Wave::default();
+    let go = |wave: &mut Wave<'_>, work: &mut Work| {
+        let wave = mem::take(wave);
+        let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(job, forests, wanted, firsts));
+        wave.launch(device, work, &Shape::of(job), Some((to, &masses)))
+    };
+    for (index, forest) in forests.iter().enumerate().filter(|(_, forest)| !forest.blocks.is_empty()) {
+        for item in job.items(forest, Wave::step(job, forest, most)) {
+            if wave.size > 0 && wave.size + Wave::cost(job, &item, wanted.is_some()) > WAVE {
+                go(&mut wave, work)?;
+            }
+            wave.push(job, index, &item, wanted.is_some());
+        }
+    }
+    if wave.size > 0 {
+        go(&mut wave, work)?;
+    }
+    Ok(())
+}
+
+/// As [`attend_all`], of queries and to results on the device. Nothing is waited for; masses, and queries if they are asked for, are on
+/// their way down, and what is returned is how they lie.
+pub(crate) fn attend_in_place(
+    job: &Job<'_>,
+    forests: &[Forest<'_>],
+    wanted: Option<&[Wanted]>,
+    output: DeviceOutput,
+    feeds: &mut Vec<Feed>,
+    queries: bool,
+    late: &Late,
+) -> Result<Saw, Error> {
+    let device = late.device().clone();
+    let mut work = device.work()?;
+    let stream = &device.stream;
+    let (firsts, rows) = rows_of_masses(forests, wanted);
+    let floats = LANES * rows;
+    let mass = if rows > 0 { work.out(stream, floats as u64)? } else { 0 };
+    if rows > 0 {
+        device.fill(mass, 0, floats as u32)?;
+    }
+    let (out, lse) = (output.out, output.lse);
+    if forests.iter().any(|forest| forest.blocks.is_empty()) {
+        device.zero(out)?;
+        if let Some(lse) = lse {
+            device.fill(lse.address(), f32::NEG_INFINITY.to_bits(), lse.len() as u32)?;
+        }
+    }
+    let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), faults: late.fault(job.layer, 3) };
+    waves(&device, &mut work, job, forests, wanted, To { out: out.into(), ends, mass }, &firsts)?;
+    let mut saw =
+        Saw { rows, q: job.on_device.filter(|_| queries).map(|on_device| on_device.q), ..Saw::default() };
+    let places = [(mass, 4 * floats), saw.q.map_or((0, 0), |q| (q.address(), q.bytes()))];
+    if places.iter().any(|(_, bytes)| *bytes > 0) {
+        saw.down = Some(device.downs.bring(stream, &places)?);
+    }
+    if let Some(wanted) = wanted {
+        for ((forest, first), feed) in forests.iter().zip(firsts).zip(feeds.iter_mut()) {
+            feed.weighed.start(forest, &wanted[forest.view]);
+            saw.masses.push((first, forest.passes().collect()));
+        }
+    }
+    saw.feeds = mem::take(feeds);
+    Ok(saw)
+}

@@ -1,0 +1,6 @@
+//! Attention on a CUDA device, over the page lists of [`attend`](crate::attend).
+
+pub mod attend;
+pub mod late;
+pub mod tree;
+pub mod wave;

@@ -1,0 +1,427 @@
+//! Items of a call whose partial results are on the device together, as lists that kernels read.
+
+use crate::attend::forest::{Forest, Listed};
+use crate::attend::job::{Item, Job, SCRATCH, Scratch};
+use crate::attend::mass::Wanted;
+use crate::attend_cuda::tree::{Joins, Tree};
+use crate::base::ids::Place;
+use crate::codec::HeadCodec;
+use pikv_core::attend::BLOCK;
+use pikv_core::codec::factors::FactorScratch;
+use pikv_core::codec::read::REBUILT;
+use pikv_core::mass::ROW;
+use pikv_core::merge::Partial;
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{FoldArg, MassArg, QueryArg, RowArg, SightArg, TaskArg, WeighedArg};
+use pikv_lanes::attend::{PACKED_ROWS, bundles};
+use std::ops::Range;
+
+/// Rows of a bundle at most.
+const ROWS: usize = 8;
+
+/// The same where pages are factored.
+pub const FACTORED_ROWS: usize = 1;
+
+/// The same where pages are read that these codecs packed too.
+pub(crate) fn most<'c>(codecs: impl Iterator<Item = &'c HeadCodec>) -> usize {
+    let of = |codec: &HeadCodec| if codec.packed.factored() { FACTORED_ROWS } else { PACKED_ROWS };
+    codecs.map(of).fold(ROWS, usize::min)
+}
+
+/// Items whose partial results are on the device together.
+#[derive(Default)]
+pub struct Wave<'a> {
+    pub q: Vec<f32>,
+    /// Queries that are on the device, and f32 of the bundles that they are gathered in. There are those or `q`.
+    pub gathers: Vec<QueryArg>,
+    bundles: u64,
+    /// Of every page that is read: its address, the lanes that are read, and of a packed one the last position and the one that
+    /// packed it.
+    pub pages: Vec<u64>,
+    pub live: Vec<u32>,
+    pub last: Vec<u32>,
+    pub by: Vec<u32>,
+    pub sights: Vec<SightArg>,
+    /// For 1, 2, 4 and 8 rows.
+    pub tasks: [Vec<TaskArg>; 4],
+    pub packed: Vec<Packed<'a>>,
+    /// The codecs that packed what is read.
+    pub heads: Vec<&'a HeadCodec>,
+    pub joins: Joins,
+    pub rows: Vec<RowArg>,
+    /// f32 of the partial results.
+    pub parts: u64,
+    /// f32 of the weights, where they are kept, and whose they are.
+    pub raw: u64,
+    pub weighed: Vec<WeighedArg>,
+    /// f32 that all of it takes on the device, with what kernels work in.
+    pub size: u64,
+    forests: Vec<Part>,
+}
+
+/// Blocks of packed pages that bundles of one width read.
+pub struct Packed<'a> {
+    pub codec: &'a HeadCodec,
+    pub width: usize,
+    /// What the codec left of the queries, `[bundle][width][query_cols]` rows of lanes, and what their scores start from. Empty where keys
+    /// are turned as they are read.
+    pub q: Vec<[f32; LANES]>,
+    pub start: Vec<f32>,
+    /// The same of queries that are on the device: which they are.
+    folds: Vec<u32>,
+    pub tasks: Vec<TaskArg>,
+}
+
+/// What the codec left of the queries of an item, and what their scores start from; or which queries they are, on the device.
+#[derive(Clone, Copy)]
+pub enum Left<'l> {
+    Host(&'l [[f32; LANES]], &'l [f32]),
+    Device(&'l [u32]),
+}
+
+/// Where a wave's queries go that are gathered and folded on the device, in f32 from the start of all.
+#[derive(Default)]
+pub struct Gathered {
+    pub folds: Vec<FoldArg>,
+    /// Of each of [`Wave::packed`], what is left of its queries, and what their scores start from.
+    pub packed: Vec<[u64; 2]>,
+    /// All of it.
+    pub floats: u64,
+}
+
+/// What a wave has of a forest.
+struct Part {
+    /// Index of the forest in the call.
+    forest: usize,
+    /// Its first page in the list.
+    page: u32,
+    /// The first token of the rows, and past the last one.
+    tokens: Range<u32>,
+    /// Its entries of `weighed`.
+    weighed: Range<u32>,
+}
+
+/// The pages of a block of which some are packed by now: at most one of an expert was open when a row came, and takes the
+/// expert's place.
+fn place_of(page: &Listed<'_>) -> usize {
+    match page.id.place {
+        Place::Expert(e) => usize::from(e) % BLOCK,
+        Place::Sinks | Place::Ring => 0,
+    }
+}
+
+/// Whether a block has originals of packed pages.
+fn mixed(forest: &Forest<'_>, pages: &Range<usize>) -> bool {
+    forest.pages[pages.clone()].iter().any(|page| page.original)
+}
+
+/// Whether a row that reads tokens up to `hi` in pages finds the page open.
+fn open(page: &Listed<'_>, hi: i32) -> bool {
+    page.words[0] as i32 <= hi && (!page.original || page.by as i32 > hi)
+}
+
+/// Whether a block has pages that were packed again.
+fn aged(forest: &Forest<'_>, pages: &Range<usize>) -> bool {
+    forest.pages[pages.clone()].iter().any(|page| page.until.is_some())
+}
+
+/// f32 that a row of a block of packed pages is read with, beside its partial result.
+pub fn packed_room(turned: bool) -> usize {
+    size_of::<FactorScratch<1>>() / 4 + if turned { REBUILT * LANES } else { 0 }
+}
+
+impl<'a> Wave<'a> {
+    /// Rows of an item of a forest, of which `whole` tokens' are wanted at most.
+    pub fn step(job: &Job<'_>, forest: &Forest<'_>, most: usize) -> usize {
+        // Which pages were open, or not packed again yet, differs from token to token.
+        let differs = forest.pages.iter().any(|page| page.original || page.until.is_some());
+        if differs { job.group() } else { most }
+    }
+
+    /// f32 that an item will take.
+    pub fn cost(job: &Job<'_>, item: &Item<'_>, wanted: bool) -> u64 {
+        let forest = item.forest;
+        let row = Partial::len(1, job.shape.layout.acc_rows()) + if wanted { ROW } else { 0 };
+        let packed = (0..forest.blocks.len()).filter(|block| forest.codec(*block).is_some()).count();
+        // The widest partial result over packed pages has as many rows of lanes as a value has groups, at most.
+        let more = packed_room(job.shape.rope.is_some()) + 8 * LANES;
+        (item.rows * (row * forest.blocks.len() + more * packed)) as u64
+    }
+
+    /// Adds an item of forest `index` of the call; its weights are kept if they are `wanted`.
+    pub fn push(&mut self, job: &Job<'a>, index: usize, item: &Item<'_>, wanted: bool) {
+        self.size += Wave::cost(job, item, wanted);
+        let forest = item.forest;
+        let (first, end) = (item.row / job.group(), (item.row + item.rows).div_ceil(job.group()));
+        if self.forests.last().is_none_or(|part| part.forest != index) {
+            let none = self.weighed.len() as u32;
+            self.forests.push(Part {
+                forest: index,
+                page: self.pages.len() as u32,
+                tokens: first as u32..first as u32,
+                weighed: none..none,
+            });
+            forest.pages.iter().for_each(|page| self.list(page, page.live));
+        }
+        let first_page = self.forests.last().map_or(0, |part| part.page);
+        let codecs = job.codecs(forest);
+        let heads = codecs.map(|codec| codec.map_or(0, |codec| self.head(codec)));
+        SCRATCH.with_borrow_mut(|scratch| {
+            let (first_q, first_sink_q) = match job.on_device {
+                Some(_) => self.gather(job, item, scratch),
+                None => {
+                    job.pack(item, scratch);
+                    let (first, packed) = (self.q.len(), &scratch.packed);
+                    self.q.extend(&packed.q);
+                    // Where gaps are closed the sinks are read by queries of their own.
+                    let sinks = if job.closed_gaps { self.q.len() } else { first };
+                    self.q.extend(&packed.sinks);
+                    (first, sinks)
+                }
+            };
+            let packed = &scratch.packed;
+            let channels = job.shape.layout.k_channels() as usize;
+            let queries: Vec<u32> = match job.on_device {
+                Some(_) => (0..item.rows).map(|r| job.output_row(item, r) as u32).collect(),
+                None => Vec::new(),
+            };
+            // Where the block's pages are in the list, and how many.
+            let blocks: Vec<(u32, u32)> = forest
+                .blocks
+                .iter()
+                .map(|pages| match (mixed(forest, pages), aged(forest, pages)) {
+                    (true, _) => self.list_open(&forest.pages[pages.clone()], packed.sights[0].0.hi),
+                    (_, true) => self.list_young(&forest.pages[pages.clone()], packed.sights[0].0.hi),
+                    _ => (first_page + pages.start as u32, pages.len() as u32),
+                })
+                .collect();
+            for (row, width) in bundles(item.rows, job.most(forest)) {
+                let looks = &packed.sights[row..row + width];
+                let sights = self.sights.len() as u32;
+                self.sights.extend(looks.iter().map(|(pool, _)| SightArg::from(*pool)));
+                self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
+                let first_raw = self.raw;
+                let q = first_q + row * channels;
+                let bundles = [0, 1].map(|at| {
+                    let whole = job.shape.rope.map(|_| q as u32);
+                    let left = match job.on_device {
+                        Some(_) => Left::Device(&queries),
+                        None => Left::Host(&packed.folded[at], &packed.start[at]),
+                    };
+                    codecs[at].map(|codec| self.bundle(codec, (row, width), whole, left))
+                });
+                let mut parts = Vec::with_capacity(blocks.len());
+                for (block, (pages, count)) in blocks.iter().copied().enumerate() {
+                    let place = forest.pages[forest.blocks[block].start].id.place;
+                    let at = forest.codec(block);
+                    let (packed, codec) = (at.and_then(|at| bundles[at]), at.and_then(|at| codecs[at]));
+                    let q = if place == Place::Sinks { first_sink_q + row * channels } else { q };
+                    let task = TaskArg {
+                        part: self.parts,
+                        raw: self.raw,
+                        q: packed.map_or(q as u32, |(_, q)| q),
+                        pages,
+                        count,
+                        sights: sights + if place == Place::Ring { width as u32 } else { 0 },
+                    };
+                    parts.push(self.parts);
+                    let acc_rows = codec.map_or(job.shape.layout.acc_rows(), |codec| codec.packed.acc_rows());
+                    self.parts += Partial::len(width, acc_rows) as u64;
+                    self.raw += if wanted { (width * ROW) as u64 } else { 0 };
+                    match packed {
+                        Some((of, _)) => self.packed[of].tasks.push(task),
+                        None => self.tasks[width.ilog2() as usize].push(task),
+                    }
+                }
+                let tree = Tree {
+                    forest,
+                    parts: &parts,
+                    rows: width as u32,
+                    full: job.shape.layout.acc_rows(),
+                    packed: codecs.map(|codec| codec.map_or(0, |codec| codec.packed.acc_rows())),
+                    heads,
+                };
+                let Some(root) = tree.join(&mut self.joins, &mut self.parts) else { continue };
+                let rows = width as u32;
+                self.weighed.push(WeighedArg { raw: first_raw, part: root.part, width: rows, pad: 0 });
+                self.rows.extend((0..width).map(|r| RowArg {
+                    part: root.part,
+                    rows,
+                    row: r as u32,
+                    out: job.output_row(item, row + r) as u32,
+                    pad: 0,
+                }));
+            }
+        });
+        if let Some(part) = self.forests.last_mut() {
+            (part.weighed.end, part.tokens.end) = (self.weighed.len() as u32, end as u32);
+        }
+    }
+
+    fn list(&mut self, page: &Listed<'_>, live: u32) {
+        self.pages.push(page.address);
+        self.live.push(live);
+        self.last.push(page.last);
+        self.by.push(page.by);
+    }
+
+    /// Lists the pages of a block that rows which read up to `hi` find open, each in its expert's place; nothing is read of
+    /// what fills the other places.
+    fn list_open(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
+        let first = self.pages.len() as u32;
+        let count = pages.iter().map(place_of).max().map_or(0, |last| last + 1);
+        for place in 0..count {
+            match pages.iter().find(|page| place_of(page) == place && open(page, hi)) {
+                Some(page) => self.list(page, page.live),
+                None => self.list(&pages[0], 0),
+            }
+        }
+        (first, count as u32)
+    }
+
+    /// Lists the pages of a block of packed ones; nothing is read of those that rows which read up to `hi` find packed again.
+    fn list_young(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
+        let first = self.pages.len() as u32;
+        for page in pages {
+            let young = page.until.is_none_or(|until| hi < until as i32);
+            self.list(page, if young { page.live } else { 0 });
+        }
+        (first, pages.len() as u32)
+    }
+
+    /// The codec's place in the list.
+    fn head(&mut self, codec: &'a HeadCodec) -> u32 {
+        let known = self.heads.iter().position(|known| std::ptr::eq(*known, codec));
+        known.unwrap_or_else(|| {
+            self.heads.push(codec);
+            self.heads.len() - 1
+        }) as u32
+    }
+
+    /// Adds the rows `row..row + width` to the bundles of this width that read pages which `codec` packed: which these are, and what
+    /// tasks are told of where the queries lie. That is `whole` where keys are turned as they are read; else what the codec left of them,
+    /// of all rows in `folded` and `start`, is added too.
+    pub fn bundle(
+        &mut self,
+        codec: &'a HeadCodec,
+        (row, width): (usize, usize),
+        whole: Option<u32>,
+        left: Left<'_>,
+    ) -> (usize, u32) {
+        let same = |of: &Packed<'_>| std::ptr::eq(of.codec, codec) && of.width == width;
+        let of = self.packed.iter().position(same).unwrap_or_else(|| {
+            let (q, start, folds, tasks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+            self.packed.push(Packed { codec, width, q, start, folds, tasks });
+            self.packed.len() - 1
+        });
+        if let Some(whole) = whole {
+            return (of, whole);
+        }
+        let Packed { q, start, folds, .. } = &mut self.packed[of];
+        let cols = codec.packed.query_cols() as usize;
+        let first = (q.len() + folds.len() * cols) * LANES;
+        match left {
+            Left::Host(folded, starts) => {
+                q.extend(&folded[row * cols..][..width * cols]);
+                start.extend(&starts[row..row + width]);
+            }
+            Left::Device(queries) => folds.extend(&queries[row..row + width]),
+        }
+        (of, first as u32)
+    }
+
+    /// Adds the queries of an item, which are on the device: where their bundles begin, and where those of the sinks do.
+    fn gather(&mut self, job: &Job<'_>, item: &Item<'_>, scratch: &mut Scratch) -> (usize, usize) {
+        job.sights(item, &mut scratch.packed.sights);
+        let channels = u64::from(job.shape.layout.k_channels());
+        let oldest = if job.closed_gaps { job.oldest(item.forest) } else { 0 };
+        let mut add = |sinks: bool| {
+            let first = self.bundles;
+            for (row, width) in bundles(item.rows, job.most(item.forest)) {
+                for r in 0..width {
+                    let position = job.position(item, row + r);
+                    self.gathers.push(QueryArg {
+                        bundle: self.bundles,
+                        query: job.output_row(item, row + r) as u32,
+                        position: if sinks { job.closed(position, oldest) } else { position },
+                        row: r as u32,
+                        width: width as u32,
+                    });
+                }
+                self.bundles += channels * width as u64;
+            }
+            first as usize
+        };
+        let first = add(false);
+        (first, if job.closed_gaps { add(true) } else { first })
+    }
+
+    /// Where it all goes, if the queries are on the device.
+    pub fn gathered(&self, on_device: bool) -> Gathered {
+        let mut gathered = Gathered { floats: self.bundles, ..Gathered::default() };
+        for (map, of) in (0..).zip(self.packed.iter().filter(|_| on_device)) {
+            let (width, rows) =
+                (u64::from(of.codec.packed.query_cols()) * LANES as u64, of.folds.len() as u64);
+            let first = gathered.floats.next_multiple_of(LANES as u64);
+            let start = first + rows * width;
+            gathered.packed.push([first, start]);
+            gathered.floats = start + rows;
+            gathered.folds.extend((0..).zip(&of.folds).map(|(i, query)| FoldArg {
+                to: first + i * width,
+                start: start + i,
+                query: *query,
+                map,
+            }));
+        }
+        gathered
+    }
+
+    /// What is to be added up for each page and each set of rows that is wanted. Output rows of forest `f` begin at `firsts[f]`.
+    pub fn masses(
+        &self,
+        job: &Job<'_>,
+        forests: &[Forest<'_>],
+        wanted: &[Wanted],
+        firsts: &[usize],
+    ) -> Vec<MassArg> {
+        let mut masses = Vec::new();
+        for part in &self.forests {
+            let forest = &forests[part.forest];
+            let mut out = firsts[part.forest] as u32;
+            for set in wanted[forest.view].sets() {
+                let meets = set.start < part.tokens.end && part.tokens.start < set.end;
+                for (block, pages) in (0..).zip(forest.blocks.iter().filter(|_| meets)) {
+                    let mixed = mixed(forest, pages);
+                    masses.extend(pages.clone().map(|page| {
+                        let listed = &forest.pages[page];
+                        let (place, tokens) = match mixed {
+                            true => (place_of(listed), opened(job, forest, listed, &part.tokens)),
+                            false => (page - pages.start, set.clone()),
+                        };
+                        MassArg {
+                            block,
+                            page: place as u32,
+                            first: part.weighed.start,
+                            count: part.weighed.len() as u32,
+                            token: part.tokens.start,
+                            from: set.start.max(tokens.start),
+                            to: set.end.min(tokens.end),
+                            out: out + page as u32,
+                        }
+                    }));
+                }
+                out += forest.pages.len() as u32;
+            }
+        }
+        masses
+    }
+}
+
+/// The tokens among `tokens` whose rows find the page open.
+fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &Listed<'_>, tokens: &Range<u32>) -> Range<u32> {
+    let view = &job.views[forest.view];
+    let finds = |token: &u32| open(page, job.floor(view, view.first + token) as i32 - 1);
+    let start = tokens.clone().find(finds).unwrap_or(tokens.end);
+    let end = (start..tokens.end).find(|token| !finds(token)).unwrap_or(tokens.end);
+    start..end
+}

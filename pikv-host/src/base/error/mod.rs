@@ -1,0 +1,645 @@
+//! What can go wrong, with the value that was wrong.
+
+mod cuda;
+mod fabric;
+
+pub use self::{cuda::CudaError, fabric::FabricError};
+
+use pikv_core::dtype::Dtype;
+use pikv_core::page::{MAX_DIM, Position};
+use thiserror::Error;
+
+/// Shards of a cache at most. Each has an arena for every page size.
+pub(crate) const MAX_SHARDS: u32 = 1 << 16;
+
+/// A configuration that no cache can be built from.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// There are no layers.
+    #[error("a cache needs at least 1 layer")]
+    NoLayers,
+    /// A layer's heads.
+    #[error(
+        "layer {layer}: {query_heads} query heads over {kv_heads} KV heads; both must be at least 1, and the former a \
+         multiple of the latter"
+    )]
+    Heads {
+        /// The layer.
+        layer: usize,
+        /// Its KV heads.
+        kv_heads: u32,
+        /// Its query heads.
+        query_heads: u32,
+    },
+    /// A layer's widths.
+    #[error("layer {layer}: k_dim {k_dim}, v_dim {v_dim}; each must be 1..={MAX_DIM}")]
+    Dim {
+        /// The layer.
+        layer: usize,
+        /// Channels of a key.
+        k_dim: u32,
+        /// Channels of a value.
+        v_dim: u32,
+    },
+    /// A sliding window of 0 tokens, or of more than there are positions.
+    #[error("layer {layer}: a sliding window of {window} tokens; it must be 1..={max}", max = Position::MAX.0)]
+    Window {
+        /// The layer.
+        layer: usize,
+        /// Its window.
+        window: u32,
+    },
+    /// Invalid rope parameters.
+    #[error(
+        "layer {layer}: rope with theta {theta} over {rotary_dim} of {k_dim} channels; theta must be finite and at least 1, \
+         the channels even, at least 2 and at most k_dim"
+    )]
+    Rope {
+        /// The layer.
+        layer: usize,
+        /// Base of the frequencies.
+        theta: f64,
+        /// Channels that turn.
+        rotary_dim: u32,
+        /// Channels there are.
+        k_dim: u32,
+    },
+    /// Frequencies of a layer that is not there.
+    #[error("frequencies of layer {layer}; the cache has {layers} layers")]
+    FrequencyLayer {
+        /// The layer.
+        layer: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// Frequencies of another number of pairs than the layer's rope turns, or the policy's where keys come rotated.
+    #[error(
+        "layer {layer}: {got} frequencies, and its rope turns {pairs} pairs of channels; one for each is needed"
+    )]
+    Frequencies {
+        /// The layer.
+        layer: usize,
+        /// Frequencies given.
+        got: usize,
+        /// Pairs that the layer's rope turns, or its policy's; 0 without one.
+        pairs: u32,
+    },
+    /// A policy that turns keys by another rotation than the layer's.
+    #[error(
+        "layer {layer}: the policy {policy} was given another rope than the layer's; give it that of LayerShape::rope"
+    )]
+    PolicyRope {
+        /// The layer.
+        layer: usize,
+        /// The policy's name.
+        policy: String,
+    },
+    /// More rollback than there is memory for under a policy that keeps something of tokens or heads.
+    #[error(
+        "layer {layer}: a rollback of {rollback} tokens under the policy {policy}, which keeps numbers of each token or head for each \
+         length that can be gone back to; at most {limit} tokens can be taken back"
+    )]
+    PolicyRollback {
+        /// The layer.
+        layer: usize,
+        /// The policy's name.
+        policy: String,
+        /// Tokens of rollback.
+        rollback: u32,
+        /// The most there can be.
+        limit: u32,
+    },
+    /// A ring of 0 tokens, or of more than there are positions.
+    #[error("a ring of {ring} tokens with {rollback} more for rollback; the ring must hold at least 1, both at most {max}", max = Position::MAX.0)]
+    Ring {
+        /// Tokens of the ring.
+        ring: u32,
+        /// Tokens of rollback.
+        rollback: u32,
+    },
+    /// Experts.
+    #[error("{top_k} of {experts} experts a token; experts must be 1..={max}, and top_k 1..=experts", max = u16::MAX)]
+    Experts {
+        /// Experts of the model.
+        experts: u32,
+        /// Experts a token.
+        top_k: u32,
+    },
+    /// More shards than make sense.
+    #[error("{shards} shards; at most {max}", max = MAX_SHARDS)]
+    Shards {
+        /// As given.
+        shards: u32,
+    },
+    /// Sinks.
+    #[error("{sinks} sinks; at most {max}", max = Position::MAX.0)]
+    Sinks {
+        /// First positions that stay.
+        sinks: u32,
+    },
+    /// A map of a codec that does not fit the head.
+    #[error("layer {layer}: the map of {what} takes rows of {wide} channels, the head has {dim}")]
+    Map {
+        /// The layer.
+        layer: usize,
+        /// K or V.
+        what: &'static str,
+        /// Channels that the map takes.
+        wide: u32,
+        /// Channels of the head.
+        dim: u32,
+    },
+    /// A codec for a layer or KV head that does not exist.
+    #[error(
+        "a codec for layer {layer:?}, KV head {kv_head:?}; there are {layers} layers, and {kv_heads} KV heads at least"
+    )]
+    CodecRule {
+        /// The layer as given.
+        layer: Option<usize>,
+        /// The KV head as given.
+        kv_head: Option<usize>,
+        /// Layers of the cache.
+        layers: usize,
+        /// The fewest KV heads of the layers meant; 0 if there are none.
+        kv_heads: u32,
+    },
+    /// A second codec that cannot act.
+    #[error("layer {layer}, KV head {kv_head}: pages that are packed again after {after} tokens: {why}")]
+    Age {
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Tokens as given.
+        after: u32,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// Single tokens that are evicted out of means, which would go on to hold them.
+    #[error("layer {layer} stores means of tokens and evicts single ones; set Eviction::by_page")]
+    MeansEvicted {
+        /// The layer.
+        layer: usize,
+    },
+    /// Something that a cache over a fabric does not do.
+    #[error("a cache over a fabric has no {what} yet; {instead} would do")]
+    Fabric {
+        /// What it lacks.
+        what: &'static str,
+        /// What would do.
+        instead: &'static str,
+    },
+    /// Invalid token budget of an eviction policy.
+    #[error("layer {layer}: the budget of its policy: {why}")]
+    TokenBudget {
+        /// The layer.
+        layer: usize,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// Hits of no pages, or of no rows.
+    #[error("hits: {pages} wanted pages at every {every} positions; both must be at least 1")]
+    Hits {
+        /// [`Hits::pages`](crate::Hits::pages).
+        pages: u32,
+        /// [`Hits::every`](crate::Hits::every).
+        every: u32,
+    },
+    /// An eviction policy for a layer that does not exist.
+    #[error("a policy for layer {layer}; there are {layers} layers")]
+    PolicyLayer {
+        /// As given.
+        layer: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// Not even one token fits.
+    #[error(
+        "a budget of {budget} bytes; the first token alone takes {needed} (one page a layer and KV head)"
+    )]
+    Budget {
+        /// Bytes as given.
+        budget: u64,
+        /// Bytes of one page of every layer and head.
+        needed: u64,
+    },
+}
+
+/// What a tier was asked to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierOperation {
+    /// Make a store.
+    Open,
+    /// Take a page.
+    Write,
+    /// Give a page.
+    Read,
+}
+
+impl std::fmt::Display for TierOperation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            TierOperation::Open => "opening",
+            TierOperation::Write => "writing",
+            TierOperation::Read => "reading",
+        })
+    }
+}
+
+/// The largest value of the dtype of that name.
+fn largest(dtype: &str) -> f32 {
+    Dtype::ALL.into_iter().find(|of| of.name() == dtype).map_or(f32::MAX, Dtype::largest)
+}
+
+/// Why a call was refused. Whatever the cause, the cache and every sequence are as they were before the call, or, inside a
+/// step, as they are once the step is dropped.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape};
+///
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 16))?;
+/// let mut sequence = cache.sequence();
+/// match cache.begin([(&mut sequence, 1_000_000)]) {
+///     Err(Error::OutOfBudget { needed, available }) => assert!(needed > available),
+///     other => panic!("{other:?}"),
+/// }
+/// let mut step = cache.begin([(&mut sequence, 1)])?;
+/// let error = step.append(0, &[f32::NAN; 4], &[0.0; 4]).unwrap_err();
+/// assert!(matches!(error, Error::Unstorable { .. }), "{error}");
+/// step.append(0, &[0.5; 4], &[0.0; 4])?;                  // the layer may be appended again
+/// step.commit()?;
+/// # Ok::<(), pikv::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The step would pass the budget.
+    #[error("out of budget: the step needs up to {needed} bytes of pages, {available} are left")]
+    OutOfBudget {
+        /// The most bytes that the step can take.
+        needed: u64,
+        /// Bytes left.
+        available: u64,
+    },
+    /// The system (or the device) has no memory for pages that the budget would allow, or for a table of rotations.
+    #[error("the system refused {bytes} bytes for pages or tables")]
+    OutOfMemory {
+        /// Bytes asked of the system.
+        bytes: u64,
+    },
+    /// The device, or its driver. What was appended in a step that is under way may be lost then: drop the step.
+    #[error(transparent)]
+    Device(#[from] CudaError),
+    /// Another rank of the cache's fabric. The call can be made again; what lay on a rank that is lost is gone.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// A tier beneath the first failed. Its pages, and those that were to go there, are where they were; the call can be made again.
+    #[error("{operation} of {bytes} bytes, tier {tier}: {kind}")]
+    Tier {
+        /// What was tried.
+        operation: TierOperation,
+        /// The tier's name.
+        tier: String,
+        /// Bytes of the page; of the whole tier, where it could not be opened.
+        bytes: u64,
+        /// What the system says.
+        kind: std::io::ErrorKind,
+    },
+    /// A tier that has no room for a page, or none in one piece.
+    #[error("tier {tier} has no room for a page of {needed} bytes; {available} are free")]
+    TierFull {
+        /// The tier's name.
+        tier: String,
+        /// Bytes of the page.
+        needed: u64,
+        /// Bytes that are free, perhaps not next to each other.
+        available: u64,
+    },
+    /// More pages to be read from files by one call than can be staged.
+    #[error(
+        "layer {layer}: the call reads {needed} bytes of pages from files, and stages {staging}; set Tiers::staging to that, attend \
+         fewer sequences at a time, or promote pages"
+    )]
+    Staging {
+        /// The layer.
+        layer: usize,
+        /// Bytes of pages.
+        needed: u64,
+        /// Bytes of the staging area.
+        staging: u64,
+    },
+    /// Moving pages in a cache without tiers.
+    #[error("the cache has no tiers; set CacheConfig::tiers")]
+    NoTiers,
+    /// Shares of tiers that do not sum to 1, or are not one for each tier.
+    #[error(
+        "{got} shares for {tiers} tiers, which add up to {sum}; each tier needs one in 0..=1, and the sum must be 1"
+    )]
+    Shares {
+        /// Shares given.
+        got: usize,
+        /// Tiers of the cache, the first counted.
+        tiers: usize,
+        /// Their sum.
+        sum: f64,
+    },
+    /// A slice of the wrong length.
+    #[error("{what}: {got} elements, expected {expected} ({shape})")]
+    Length {
+        /// Which argument.
+        what: &'static str,
+        /// Its length.
+        got: usize,
+        /// The right one.
+        expected: usize,
+        /// What the length is made of.
+        shape: &'static str,
+    },
+    /// A tensor of the device that kernels cannot read or write.
+    #[error("{what} on the device, at {address:#x}: {why}")]
+    DeviceTensor {
+        /// Which argument.
+        what: &'static str,
+        /// Its address.
+        address: u64,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// Tensors of the device where the host has to see them.
+    #[error(
+        "layer {layer}: tensors of the device do not go with {what}; append and attend with slices of the host"
+    )]
+    HostTensors {
+        /// The layer.
+        layer: usize,
+        /// What they do not go with.
+        what: &'static str,
+    },
+    /// No such layer.
+    #[error("layer {layer}: there are {layers}")]
+    Layer {
+        /// As given.
+        layer: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// No such KV head.
+    #[error("KV head {kv_head}: layer {layer} has {kv_heads}")]
+    KvHead {
+        /// The layer.
+        layer: usize,
+        /// As given.
+        kv_head: usize,
+        /// KV heads of the layer.
+        kv_heads: u32,
+    },
+    /// A value that the layer's dtype cannot hold.
+    #[error(
+        "{what} of layer {layer}, KV head {kv_head}, row {row}, channel {channel}: {value}; largest for {dtype}{codec}: {limit}",
+        codec = if *limit < largest(dtype) { " and the head's codec" } else { "" }
+    )]
+    Unstorable {
+        /// K or V.
+        what: &'static str,
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Row of the call, over all its sequences.
+        row: usize,
+        /// Channel of the row.
+        channel: u32,
+        /// The value.
+        value: f32,
+        /// The stored form.
+        dtype: &'static str,
+        /// The largest magnitude that would do: the form's, or what the head's codec holds
+        /// ([`Limits`](crate::codec::Limits)).
+        limit: f32,
+    },
+    /// A row that the map of the head's codec could turn into more than its code holds.
+    #[error(
+        "{what} of layer {layer}, KV head {kv_head}, row {row}: channels of length {length}, the largest of them channel {channel} \
+         with {value}; longest for the head's codec: {limit}"
+    )]
+    RowTooLong {
+        /// K or V.
+        what: &'static str,
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Row of the call, over all its sequences.
+        row: usize,
+        /// The largest channel of those whose length counts.
+        channel: u32,
+        /// Its value.
+        value: f32,
+        /// The root of the sum of the squares.
+        length: f32,
+        /// The largest that would do ([`Limits::length`](crate::codec::Limits::length)).
+        limit: f32,
+    },
+    /// A query that is not finite.
+    #[error("q of layer {layer}, row {row}, query head {head}, channel {channel}: {value} is not finite")]
+    Query {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The query head.
+        head: usize,
+        /// Channel of the row.
+        channel: usize,
+        /// The value.
+        value: f32,
+    },
+    /// Scores beyond 2^24 (the products overflowed, or no softmax can tell them apart), or values whose sum overflows.
+    #[error(
+        "layer {layer}, row {row}, query head {head}: scores reach 2^24 and more, or the weighted values overflow; is the \
+         scale {scale} right?"
+    )]
+    ScoreOverflow {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The query head.
+        head: usize,
+        /// The scale as given.
+        scale: f32,
+    },
+    /// A result that the dtype of the device's tensor cannot hold.
+    #[error(
+        "out of layer {layer}, row {row}, query head {head}, channel {channel}: {value} is not finite as {dtype}"
+    )]
+    Output {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The query head.
+        head: usize,
+        /// Channel of the row.
+        channel: usize,
+        /// The value.
+        value: f32,
+        /// The tensor's form.
+        dtype: &'static str,
+    },
+    /// A scale that is not a number above 0.
+    #[error("scale {0}: it must be finite and above 0, over the softcap too; usually 1 / sqrt(head_dim)")]
+    Scale(f32),
+    /// A cap that is not a number above 0.
+    #[error("softcap {0}: it must be above 0 and below 2^23")]
+    Softcap(f32),
+    /// A split that is no power of two.
+    #[error("split of {0} blocks: it must be a power of two")]
+    Split(u32),
+    /// A step over nothing.
+    #[error("a step needs at least 1 sequence")]
+    NoSequences,
+    /// A step that adds nothing to a sequence.
+    #[error("sequence {index} of the step: 0 tokens; leave it out instead")]
+    NoTokens {
+        /// Index in the step.
+        index: usize,
+    },
+    /// A sequence that a panic of a policy or of a tier's store left half changed.
+    #[error(
+        "a panic of a policy or of a tier's store left the sequence half changed; clear or drop it, and append its tokens again"
+    )]
+    Poisoned,
+    /// A sequence of another cache.
+    #[error("sequence {index} belongs to another cache")]
+    ForeignSequence {
+        /// Index in the call.
+        index: usize,
+    },
+    /// The sequence would pass the last position.
+    #[error("position {position}: the last one is {max}", max = Position::MAX.0)]
+    PositionOverflow {
+        /// The position asked for.
+        position: u64,
+    },
+    /// A query row at a position that the sequence has not reached or that its ring no longer resolves.
+    #[error("query rows {first}..{end} of a sequence of {len} tokens: rows must lie in {oldest}..={len}")]
+    QueryPosition {
+        /// First row's position.
+        first: u64,
+        /// Past the last row's.
+        end: u64,
+        /// The oldest position that can still be asked.
+        oldest: u32,
+        /// Tokens of the sequence.
+        len: u32,
+    },
+    /// Pages chosen by their bounds, in a cache that keeps none.
+    #[error("Read::Quest in a cache without bounds; set CacheConfig::bounds")]
+    NoBounds,
+    /// Gaps closed where keys come rotated.
+    #[error(
+        "closed gaps in layer {layer}, whose keys come rotated; set LayerShape::rope and append them unrotated"
+    )]
+    NoRotation {
+        /// The layer.
+        layer: usize,
+    },
+    /// Rows that are to read the pages of their experts, which are not known.
+    #[error(
+        "row {row} of layer {layer} reads the pages of its experts before it was routed; call Step::route first"
+    )]
+    NotRouted {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+    },
+    /// A layer was written twice in a step.
+    #[error("layer {layer} was already {what} in this step")]
+    Twice {
+        /// The layer.
+        layer: usize,
+        /// What was done.
+        what: &'static str,
+    },
+    /// Attending a layer before it was written.
+    #[error("layer {layer} is attended before its keys and values were appended")]
+    NotAppended {
+        /// The layer.
+        layer: usize,
+    },
+    /// A step that is committed before every layer was written.
+    #[error("commit before layer {layer} was {what}")]
+    Incomplete {
+        /// The first such layer.
+        layer: usize,
+        /// What is missing.
+        what: &'static str,
+    },
+    /// No such expert.
+    #[error("expert {expert} of row {row}, layer {layer}: there are {experts}")]
+    Expert {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// As given.
+        expert: u16,
+        /// Experts of the cache.
+        experts: u32,
+    },
+    /// The same expert twice for one token.
+    #[error("expert {expert} is named twice for row {row} of layer {layer}")]
+    ExpertTwice {
+        /// The layer.
+        layer: usize,
+        /// Row of the call.
+        row: usize,
+        /// The expert.
+        expert: u16,
+    },
+    /// Taking back more than is kept.
+    #[error("rollback of {asked} tokens: at most {limit} can be taken back now")]
+    RollbackTooFar {
+        /// As given.
+        asked: u32,
+        /// The most that would do.
+        limit: u32,
+    },
+    /// No such page.
+    #[error("{page} is not there in layer {layer}, KV head {kv_head}")]
+    NoPage {
+        /// The layer.
+        layer: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// As given.
+        page: crate::PageId,
+    },
+    /// Evicting what must stay.
+    #[error("{page} cannot be evicted: the ring holds what can be rolled back")]
+    Pinned {
+        /// As given.
+        page: crate::PageId,
+    },
+}
+
+/// That a slice of `got` elements has the `expected` ones that `shape` says.
+///
+/// # Errors
+/// [`Error::Length`].
+pub(crate) fn length(
+    what: &'static str,
+    got: usize,
+    expected: usize,
+    shape: &'static str,
+) -> Result<(), Error> {
+    if got == expected { Ok(()) } else { Err(Error::Length { what, got, expected, shape }) }
+}

@@ -1,0 +1,53 @@
+//! Names of runs, pages and blocks of a head.
+
+use pikv_core::attend::BLOCK;
+use std::fmt;
+
+/// A run of pages of one head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Place {
+    /// First positions, which no window drops.
+    Sinks,
+    /// Older tokens whose first choice was this expert.
+    Expert(u16),
+    /// Newest tokens, by position.
+    Ring,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Sinks => f.write_str("the sinks"),
+            Place::Expert(e) => write!(f, "expert {e}"),
+            Place::Ring => f.write_str("the ring"),
+        }
+    }
+}
+
+/// A page of a head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageId {
+    /// The run it is in.
+    pub place: Place,
+    /// Its index in the run; eviction leaves gaps.
+    pub ordinal: u32,
+}
+
+impl fmt::Display for PageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "page {} of {}", self.ordinal, self.place)
+    }
+}
+
+/// The run of chain `c`.
+pub(crate) fn chain_place(c: usize) -> Place {
+    match c.checked_sub(1) {
+        None => Place::Sinks,
+        Some(e) => Place::Expert(e as u16),
+    }
+}
+
+/// The block that a page of a run belongs to.
+pub(crate) const fn block_of(ordinal: u32) -> u32 {
+    ordinal / BLOCK as u32
+}

@@ -1,0 +1,13 @@
+//! What every other folder may use, and what uses none of them.
+
+pub mod deque;
+pub mod device_slice;
+pub mod error;
+pub mod failures;
+pub mod files;
+pub mod frequencies;
+pub mod huge_pages;
+pub mod ids;
+pub mod parallel;
+pub mod rope_tables;
+pub mod scratch;

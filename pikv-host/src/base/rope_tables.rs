@@ -1,0 +1,285 @@
+//! Tables of cosines and sines, one for each rotation in use, grown as sequences grow.
+
+use crate::base::error::Error;
+use crate::base::frequencies::{Frequencies, turn};
+use arc_swap::ArcSwap;
+use pikv_core::page::Position;
+use pikv_core::plan::LayerShape;
+use pikv_core::rope::{Rope, Rotation};
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The tables of a cache.
+#[derive(Debug)]
+pub(crate) struct Tables {
+    /// One for each rotation.
+    tables: Vec<Growing>,
+    /// Of each layer, its table.
+    of: Vec<Option<usize>>,
+}
+
+/// A table, and the one of twice as many positions that takes its place: it is worked out bit by bit as sequences come to the second half
+/// of the present one, so that no step has to wait for all of it.
+#[derive(Debug)]
+struct Growing {
+    turns: Turns,
+    table: ArcSwap<Table>,
+    next: Mutex<Option<Begun>>,
+}
+
+/// A table of which the first `done` positions are there.
+struct Begun {
+    table: Table,
+    done: u32,
+}
+
+/// How pairs of channels turn.
+#[derive(Clone, Debug, PartialEq)]
+struct Turns {
+    rope: Rope,
+    scaled: Option<Frequencies>,
+}
+
+/// A table and the positions in it.
+pub(crate) struct Table {
+    values: Box<[f32]>,
+    capacity: u32,
+    /// Which of the cache's tables it is.
+    #[cfg(feature = "cuda")]
+    index: usize,
+}
+
+impl Tables {
+    /// Of these layers, with the frequencies of those that have their own.
+    pub fn new(layers: &[LayerShape], frequencies: &[Option<Frequencies>]) -> Tables {
+        let (mut tables, mut of): (Vec<Growing>, _) = (Vec::new(), Vec::new());
+        for (rope, scaled) in layers.iter().map(|layer| layer.rope).zip(frequencies) {
+            let Some(rope) = rope else {
+                of.push(None);
+                continue;
+            };
+            let turns = Turns { rope, scaled: scaled.clone() };
+            let known = tables.iter().position(|known| known.turns == turns);
+            of.push(Some(known.unwrap_or_else(|| {
+                let table = ArcSwap::from_pointee(Table::first(&turns, tables.len()));
+                tables.push(Growing { turns, table, next: Mutex::default() });
+                tables.len() - 1
+            })));
+        }
+        Tables { tables, of }
+    }
+
+    fn table(&self, layer: usize) -> Option<(usize, &Growing)> {
+        let index = self.of.get(layer).copied().flatten()?;
+        Some((index, &self.tables[index]))
+    }
+
+    /// Makes the table of a layer's rotation reach position `last`, which is [`Position::MAX`](pikv_core::page::Position::MAX) or below. The
+    /// caller holds so many tokens: the table takes [`Tables::bytes_at`], and up to twice as much again while the next one is begun; and
+    /// a time in proportion to the tokens that came.
+    ///
+    /// # Errors
+    /// No memory for it.
+    pub fn grow(&self, layer: usize, last: u32) -> Result<(), Error> {
+        match self.table(layer) {
+            Some((index, growing)) => growing.reach(last, index),
+            None => Ok(()),
+        }
+    }
+
+    /// Bytes of a table that reaches position `last`.
+    pub fn bytes_at(rope: &Rope, last: u32) -> u64 {
+        4 * u64::from(rope.rotary_dim) * u64::from(capacity(last))
+    }
+
+    /// Bytes of all tables.
+    pub fn bytes(&self) -> u64 {
+        let of = |growing: &Growing| {
+            let next = growing.next().as_ref().map_or(0, |next| next.table.values.len());
+            4 * (growing.table.load().values.len() + next) as u64
+        };
+        self.tables.iter().map(of).sum()
+    }
+
+    /// That of a layer. Without a lock: a reader keeps the table that it found.
+    pub fn get(&self, layer: usize) -> Option<Arc<Table>> {
+        let (_, growing) = self.table(layer)?;
+        Some(growing.table.load_full())
+    }
+}
+
+impl Growing {
+    fn next(&self) -> MutexGuard<'_, Option<Begun>> {
+        self.next.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Tables::grow`]; it is the cache's `index`th table.
+    fn reach(&self, last: u32, index: usize) -> Result<(), Error> {
+        let present = self.table.load_full();
+        let half = present.capacity / 2;
+        if last < half || present.capacity < SMALLEST || present.capacity > Position::MAX.0 / 2 {
+            return if last < present.capacity { Ok(()) } else { self.jump(last, index) };
+        }
+        let mut next = self.next();
+        if self.table.load().capacity != present.capacity {
+            // Another step came further meanwhile.
+            drop(next);
+            return self.reach(last, index);
+        }
+        let begun = match &mut *next {
+            Some(begun) => begun,
+            none => {
+                none.insert(Begun { table: Table::empty(&self.turns, 2 * present.capacity, index)?, done: 0 })
+            }
+        };
+        // All of it once the second half is full: four of its positions for each of those.
+        let until = (u64::from(last - half) + 1) * 4;
+        let until = until.min(u64::from(begun.table.capacity)) as u32;
+        if until > begun.done {
+            begun.table.fill(&self.turns, begun.done..until);
+            begun.done = until;
+        }
+        if last < present.capacity {
+            return Ok(());
+        }
+        if let Some(Begun { table, .. }) = next.take().filter(|begun| last < begun.table.capacity) {
+            self.table.store(Arc::new(table));
+            return Ok(());
+        }
+        drop(next);
+        self.jump(last, index)
+    }
+
+    /// Works out a table that reaches `last` at once.
+    fn jump(&self, last: u32, index: usize) -> Result<(), Error> {
+        let mut table = Table::empty(&self.turns, capacity(last), index)?;
+        table.fill(&self.turns, 0..table.capacity);
+        let grown = Arc::new(table);
+        // Another step may have come further meanwhile.
+        self.table.rcu(|table| if table.capacity < grown.capacity { &grown } else { table }.clone());
+        *self.next() = None;
+        Ok(())
+    }
+}
+
+/// Positions of a table, at least, once there are tokens.
+const SMALLEST: u32 = 256;
+
+/// Positions in a table that reaches `last`.
+fn capacity(last: u32) -> u32 {
+    (last + 1).next_power_of_two().max(SMALLEST)
+}
+
+impl fmt::Debug for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Table").field("capacity", &self.capacity).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Begun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Begun").field("table", &self.table).field("done", &self.done).finish()
+    }
+}
+
+impl Table {
+    /// Position 0 alone: what an empty sequence is asked at.
+    fn first(turns: &Turns, index: usize) -> Table {
+        let factor = turns.scaled.as_ref().map_or(1.0, Frequencies::factor) as f32;
+        let values = [factor, 0.0].repeat(turns.rope.rotary_dim as usize / 2);
+        Table::of(values.into(), 1, index)
+    }
+
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn of(values: Box<[f32]>, capacity: u32, index: usize) -> Table {
+        Table {
+            values,
+            capacity,
+            #[cfg(feature = "cuda")]
+            index,
+        }
+    }
+
+    /// One whose positions are still to be worked out.
+    fn empty(turns: &Turns, capacity: u32, index: usize) -> Result<Table, Error> {
+        let len = turns.rope.rotary_dim as usize / 2 * 2 * capacity as usize;
+        // Memory that the system clears as it is written.
+        let values = bytemuck::allocation::try_zeroed_slice_box(len);
+        let values = values.map_err(|()| Error::OutOfMemory { bytes: 4 * len as u64 })?;
+        Ok(Table::of(values, capacity, index))
+    }
+
+    /// Works out some positions. Angles in f64, so that they are right at any position; each value is rounded once. libm's functions, not
+    /// std's, whose last bit differs from platform to platform.
+    fn fill(&mut self, turns: &Turns, positions: Range<u32>) {
+        let Turns { rope, scaled } = turns;
+        let n = self.capacity as usize;
+        for (i, pair) in (0..).zip(self.values.chunks_exact_mut(2 * n)) {
+            let (turn, factor) = match scaled {
+                None => (turn(rope.theta, rope.rotary_dim, i), 1.0),
+                Some(scaled) => (scaled.inverse()[i as usize], scaled.factor()),
+            };
+            let (cosines, sines) = pair.split_at_mut(n);
+            let of = positions.start as usize..positions.end as usize;
+            for (p, x) in positions.clone().zip(&mut cosines[of.clone()]) {
+                *x = (factor * libm::cos(f64::from(p) * turn)) as f32;
+            }
+            for (p, x) in positions.clone().zip(&mut sines[of]) {
+                *x = (factor * libm::sin(f64::from(p) * turn)) as f32;
+            }
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    pub fn rotation(&self, rope: Rope) -> Rotation<'_> {
+        Rotation { rope, table: &self.values, capacity: self.capacity }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A table that grows token by token is the one that is worked out at once, and no step has more to work out than its own share and that
+    /// of the one before.
+    #[test]
+    fn tables_grow_bit_by_bit() {
+        let turns = Turns { rope: Rope::new(100.0, 4), scaled: None };
+        for step in [1, 7, 300] {
+            let first = ArcSwap::from_pointee(Table::first(&turns, 0));
+            let growing = Growing { turns: turns.clone(), table: first, next: Mutex::default() };
+            let (mut last, mut before) = (0, 0);
+            while last < 5000 {
+                growing.reach(last, 0).unwrap();
+                let (table, next) = (growing.table.load_full(), growing.next());
+                assert!(last < table.capacity);
+                let done = table.capacity + next.as_ref().map_or(0, |next| next.done);
+                assert!(
+                    done <= SMALLEST || step == 300 || done <= before + 8 * step,
+                    "{done} after {before}"
+                );
+                let mut whole = Table::empty(&turns, table.capacity, 0).unwrap();
+                whole.fill(&turns, 0..table.capacity);
+                assert!(
+                    whole.values.iter().map(|x| x.to_bits()).eq(table.values.iter().map(|x| x.to_bits()))
+                );
+                (last, before) = (last + step, done);
+            }
+        }
+    }
+}

@@ -1,0 +1,558 @@
+//! A sequence: a ring of its newest tokens, and pages of older ones filed by expert.
+
+use crate::base::error::Error;
+use crate::base::ids::{PageId, Place, chain_place};
+use crate::cache::Inner;
+use crate::codec::HeadCodec;
+use crate::config::shape::first_heads;
+use crate::eviction::evict::enforce;
+use crate::memory::arena::{Lease, Page};
+use crate::pages::chain::{Away, Entry, Held};
+use crate::pages::filing::{Head, Layer};
+use crate::router::learnt::Tickets;
+use crate::tiers::Stored;
+use pikv_core::attend::filled;
+use pikv_core::page::{PAGE, Position, Resident};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One page that is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageInfo {
+    /// Which one.
+    pub id: PageId,
+    /// Tokens in it that belong to the sequence; 0 if all were evicted, and it is kept as a rollback would bring them back.
+    pub tokens: u32,
+    /// Position of the first of them, or of those that would come back.
+    pub first: Position,
+    /// Position of the last of them.
+    pub last: Position,
+    /// The tier that it lies in: 0 is the first, which the budget bounds.
+    pub tier: usize,
+    /// The shard that holds it, or would in the first tier.
+    pub shard: u32,
+    /// Whether another sequence reads it too.
+    pub shared: bool,
+    /// Whether its tokens were packed by the head's codec.
+    pub packed: bool,
+    /// Bytes that it holds, with the original of a packed page while that can still be asked for.
+    pub bytes: u64,
+}
+
+/// The keys and values of one sequence: a ring of its newest tokens, and pages of older ones filed by expert. Its pages are freed when
+/// it is dropped.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Place, Sequence};
+///
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).rollback(4))?;
+/// let add = |sequence: &mut Sequence, n: usize| -> Result<(), Error> {
+///     let mut step = cache.begin([(sequence, n as u32)])?;
+///     step.append(0, &vec![0.5; n * 4], &vec![0.25; n * 4])?;
+///     step.commit()
+/// };
+/// let mut sequence = cache.sequence();
+/// sequence.pin(0..10);                                    // no policy evicts these positions
+/// add(&mut sequence, 100)?;
+/// sequence.rollback(3)?;                                  // the newest 3 tokens were never there
+/// let mut fork = sequence.fork();                         // the same 97 tokens, in the same pages
+/// add(&mut fork, 1)?;
+/// assert_eq!((sequence.next_position().0, fork.next_position().0), (97, 98));
+///
+/// // Of layer 0, KV head 0: the oldest page outside the ring, evicted by hand.
+/// let oldest = fork.pages(0, 0)?.find(|page| page.id.place != Place::Ring).expect("66 tokens have left the ring");
+/// assert_eq!((oldest.tokens, oldest.first.0), (32, 0));
+/// fork.evict(0, 0, oldest.id)?;
+/// assert_eq!((fork.resident(0, 0)?.0, sequence.resident(0, 0)?.0), (66, 97));
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// In a cache with [tiers](crate::tiers), [`demote`](Sequence::demote) and [`promote`](Sequence::promote) move pages.
+#[derive(Debug)]
+pub struct Sequence {
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) len: u32,
+    /// First position that every ring still holds.
+    pub(crate) kept: u32,
+    /// The fewest tokens that it can be taken back to under a policy, whose versions reach no farther.
+    pub(crate) floor: u32,
+    /// Positions that no policy evicts, in ascending ranges that do not touch.
+    pub(crate) pins: Vec<Range<u32>>,
+    /// Whether it is being changed while code of the user's runs; it stays so if that panics.
+    pub(crate) poisoned: bool,
+    /// Whether a step goes on with it, or was leaked.
+    pub(crate) stepping: bool,
+    /// What is left of the reservation of that step, if the sequence is its first.
+    pub(crate) lease: Lease,
+    /// Tokens that a rollback reaches and that routers learnt of.
+    pub(crate) tickets: Tickets,
+    /// Lengths at which steps ended, as far as a rollback reaches.
+    pub(crate) ends: VecDeque<u32>,
+}
+
+impl Sequence {
+    pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
+        let shapes = inner.shape.config.layers.iter().zip(first_heads(&inner.shape.config.layers));
+        let rules = inner.shape.stores.iter().zip(&inner.shape.codecs).zip(&inner.shape.rules);
+        let layers = shapes.zip(rules).map(|((shape, first), ((store, codecs), rule))| {
+            Layer::new(shape, first, *store, codecs.clone(), rule.clone())
+        });
+        let (layers, lease) = (layers.collect(), Lease::new(&inner.pool.arenas));
+        let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
+        let ends = VecDeque::new();
+        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease, tickets, ends }
+    }
+
+    /// Tokens appended so far, which is the next token's position, whatever was evicted.
+    pub fn next_position(&self) -> Position {
+        Position(self.len)
+    }
+
+    /// Tokens of the ring.
+    pub fn in_ring(&self) -> Resident {
+        self.inner.shape.store.ring.resident(self.len)
+    }
+
+    /// Tokens that a layer's KV head still holds, ring and pages together.
+    ///
+    /// # Errors
+    /// No such layer or KV head.
+    pub fn resident(&self, layer: usize, kv_head: usize) -> Result<Resident, Error> {
+        if self.stepping {
+            return self.repaired().resident(layer, kv_head);
+        }
+        let head = self.head(layer, kv_head)?;
+        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|chain| chain.live).sum::<u32>()))
+    }
+
+    /// The experts that a token was filed by, first choice first; `None` once they are forgotten, and where the cache has one
+    /// expert.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn experts(
+        &self,
+        layer: usize,
+        position: Position,
+    ) -> Result<Option<impl Iterator<Item = u16>>, Error> {
+        let state = self.layer(layer)?;
+        let from = state.known_from(&self.inner.shape, &self.inner.shape.config.layers[layer], self.len);
+        let known = self.inner.shape.config.experts > 1 && (from..self.len).contains(&position.0);
+        Ok(known.then(|| state.experts(&self.inner.shape, position.0)))
+    }
+
+    /// The pages of a layer's KV head that are held, in whatever tier: sinks, experts, ring, each in order.
+    ///
+    /// The first pages of the ring also list tokens that left it and are kept for rollback: those below
+    /// `next_position - in_ring`, which attention reads from the pool (or not at all, if they were evicted there).
+    ///
+    /// # Errors
+    /// No such layer or KV head.
+    pub fn pages(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
+        let (held, leaked) = match self.stepping {
+            false => (Some(self.held(layer, kv_head)?), Vec::new()),
+            true => (None, self.repaired().held(layer, kv_head)?.collect()),
+        };
+        Ok(held.into_iter().flatten().chain(leaked))
+    }
+
+    /// [`Sequence::pages`] with what a step wrote.
+    fn held(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
+        let head = self.head(layer, kv_head)?;
+        let state = &self.layers[layer];
+        let (first_tile, codec) = (state.first_tile, state.codecs[kv_head].as_ref());
+        let global_head = state.first_head + kv_head as u32;
+        let chains = head.chains.iter().enumerate().flat_map(move |(c, chain)| {
+            chain.entries.iter().filter_map(move |entry| {
+                let id = PageId { place: chain_place(c), ordinal: entry.ordinal };
+                let away = match &entry.held {
+                    Held::Away(away) => away.slot.kept().map(|kept| kept.rank()),
+                    _ => None,
+                };
+                let shard =
+                    away.unwrap_or_else(|| self.inner.shape.shard_of(id.place, id.ordinal, global_head));
+                Some(Found::new(entry, codec)?.info(id, shard))
+            })
+        });
+        let ring = head.ring.iter().enumerate().filter_map(move |(i, page)| {
+            let tile = first_tile + i as u32;
+            let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
+            let id = PageId { place: Place::Ring, ordinal: tile };
+            let live = filled(fill);
+            let found = || Found { at: At::Page(page), live, spans: live, packed: None, bytes: page.bytes() };
+            (fill > 0).then(|| found().info(id, page.shard()))
+        });
+        Ok(chains.chain(ring))
+    }
+
+    /// The tokens of a resident page: the lane, where [`PageMass`](crate::PageMass) has its weight, and the position. A token
+    /// changes its page when it leaves the ring, and when pages that a policy has thinned out are put together.
+    ///
+    /// # Errors
+    /// No such layer, KV head or page.
+    pub fn positions(
+        &self,
+        layer: usize,
+        kv_head: usize,
+        page: PageId,
+    ) -> Result<impl Iterator<Item = (u32, Position)>, Error> {
+        let missing = Error::NoPage { layer, kv_head, page };
+        let found = self.find(layer, kv_head, page)?.ok_or(missing.clone())?;
+        let live = match self.stepping {
+            false => found.live,
+            true => self.repaired().find(layer, kv_head, page)?.ok_or(missing)?.live,
+        };
+        Ok((0..PAGE).filter(move |lane| live >> lane & 1 == 1).map(move |lane| (lane, found.position(lane))))
+    }
+
+    /// As it is once what a leaked step wrote is undone. O(pages).
+    pub(crate) fn repaired(&self) -> Sequence {
+        let mut whole = self.copied();
+        whole.repair();
+        whole
+    }
+
+    /// Undoes what a step wrote that was leaked instead of dropped, and gives back what it had reserved.
+    pub(crate) fn repair(&mut self) {
+        self.lease.give_back();
+        if std::mem::take(&mut self.stepping) {
+            let inner = self.inner.clone();
+            for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
+                layer.abort(&inner.shape, shape, self.len);
+            }
+        }
+    }
+
+    fn copied(&self) -> Sequence {
+        let Sequence { inner, layers, pins, tickets, ends, .. } = self;
+        let (inner, lease, ends) = (inner.clone(), Lease::new(&inner.pool.arenas), ends.clone());
+        let (layers, pins, tickets) = (layers.clone(), pins.clone(), tickets.clone());
+        Sequence { inner, layers, pins, lease, tickets, ends, ..*self }
+    }
+
+    /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
+    /// left of them). Of a page in a lower tier, the whole is read for it.
+    ///
+    /// # Errors
+    /// No such layer, KV head or page, slices that do not have `k_dim` and `v_dim` elements, a device that fails, or
+    /// [`Error::Tier`].
+    pub fn read(
+        &self,
+        layer: usize,
+        kv_head: usize,
+        page: PageId,
+        lane: u32,
+        key: &mut [f32],
+        value: &mut [f32],
+    ) -> Result<Position, Error> {
+        let layout = self.inner.shape.layer(layer)?.layout;
+        let length =
+            |what, got, expected: u32, shape| Error::Length { what, got, expected: expected as usize, shape };
+        if key.len() != layout.k_dim as usize {
+            return Err(length("key", key.len(), layout.k_dim, "k_dim"));
+        }
+        if value.len() != layout.v_dim as usize {
+            return Err(length("value", value.len(), layout.v_dim, "v_dim"));
+        }
+        let missing = Error::NoPage { layer, kv_head, page };
+        let found = self.find(layer, kv_head, page)?.ok_or_else(|| missing.clone())?;
+        let live = match self.stepping {
+            false => found.live,
+            true => self.repaired().find(layer, kv_head, page)?.map_or(0, |found| found.live),
+        };
+        if lane >= PAGE || live >> lane & 1 == 0 {
+            return Err(missing);
+        }
+        let (fetched, away);
+        let words: &[u32] = match found.at {
+            At::Page(page) => {
+                fetched = page.fetch()?;
+                &fetched
+            }
+            At::Slot(slot) => match slot.in_place() {
+                Some(words) => words,
+                None => {
+                    away = slot.read()?;
+                    &away
+                }
+            },
+        };
+        match found.packed {
+            Some((codec, last)) => Ok(codec.read(words, lane, last, key, value)),
+            None => {
+                layout.read_key(words, lane, key);
+                layout.read_value(words, lane, value);
+                layout.position(words, lane).ok_or(missing)
+            }
+        }
+    }
+
+    /// Bytes of pages of the first tier that the sequence refers to ([`Sequence::bytes_in_tier`] for others), those included that only a
+    /// rollback would read; shared ones count for each of their sequences.
+    pub fn bytes(&self) -> u64 {
+        let heads = self.layers.iter().flat_map(|layer| &layer.heads);
+        let bytes = |head: &Head| {
+            let filed = head.chains.iter().flat_map(|c| &c.entries).map(Entry::bytes);
+            head.ring.iter().map(Page::bytes).chain(filed).sum::<u64>()
+        };
+        let past = self.layers.iter().flat_map(|layer| layer.past.pages());
+        past.map(Held::bytes).sum::<u64>() + heads.map(bytes).sum::<u64>()
+    }
+
+    /// Bytes of host memory that the sequence takes beside its pages, which no budget bounds: lists of pages with what policies keep
+    /// of their tokens, of the experts of tokens, and of what a rollback would bring back. From the capacities of the lists; without
+    /// what the allocator adds. Where a policy evicts, or a window slides, it is in proportion to what is held, however many tokens
+    /// there were. O(experts and pages).
+    pub fn table_bytes(&self) -> u64 {
+        let lists =
+            self.layers.capacity() * size_of::<Layer>() + self.pins.capacity() * size_of::<Range<u32>>();
+        let ends = self.ends.capacity() * size_of::<u32>();
+        (lists + ends) as u64 + self.tickets.bytes() + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
+    }
+
+    /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
+    /// since), or all while nothing left the ring for good.
+    pub fn rollback_limit(&self) -> u32 {
+        let ring = self.inner.shape.store.ring;
+        match self.kept {
+            0 if self.inner.shape.evicts() => self.len.saturating_sub(self.floor),
+            0 => self.len,
+            kept => self.len.saturating_sub(kept + ring.window()),
+        }
+    }
+
+    /// Takes the newest `n` tokens back. What is seen, filed, tagged and counted from then on is as if they had never been
+    /// appended, to the bit; what they pushed out of the ring's slack or a window stays gone, which no row can tell. Where policies evict,
+    /// back inside a step is as if the step had ended there (to the bit if it was no longer than the configured rollback).
+    /// O(n) a layer and head, and what policies evicted and put together since.
+    ///
+    /// # Errors
+    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`], [`Error::Poisoned`]; [`Error::OutOfBudget`] where a policy put pages
+    /// together since, a fork shares them by now, and there is no memory for pages of its own. Nothing changes then. A device or a
+    /// lower tier that fails leaves the sequence [poisoned](Error::Poisoned).
+    pub fn rollback(&mut self, n: u32) -> Result<(), Error> {
+        self.sound()?;
+        self.repair();
+        let limit = self.rollback_limit();
+        if n > limit {
+            return Err(Error::RollbackTooFar { asked: n, limit });
+        }
+        if n == 0 {
+            return Ok(());
+        }
+        let len = self.len - n;
+        let inner = self.inner.clone();
+        let layers = self.layers.iter().zip(&inner.shape.config.layers);
+        let needed = layers.map(|(layer, shape)| layer.rewind_bytes(shape, len)).sum();
+        let mut pages = inner.pool.arenas.reserve(needed)?;
+        self.poisoned = true;
+        for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
+            layer.rewind(&inner.pool, shape, len, &mut pages)?;
+            layer.truncate(&inner.shape, shape, len);
+        }
+        self.len = len;
+        self.tickets.cut(len);
+        while self.ends.back().is_some_and(|end| *end > len) {
+            self.ends.pop_back();
+        }
+        // A step that had ended here would have evicted and tidied up here; one that did has.
+        if inner.shape.evicts() && len > 0 && self.ends.back() != Some(&len) {
+            enforce(&mut self.layers, &inner.shape, &inner.rooms, len, &self.pins, None);
+            for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
+                if layer.rule.is_some() {
+                    layer.tidy(&inner.pool, shape, len);
+                }
+            }
+            self.ends.push_back(len);
+        }
+        self.poisoned = false;
+        if let Some(front) = &inner.fabric {
+            front.set_aside_thinned(&inner.pool, &[&self.layers]);
+        }
+        Ok(())
+    }
+
+    /// A second sequence with the same tokens. It shares all pages; whoever writes to a shared page first copies it.
+    /// O(pages), no page is taken. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
+    pub fn fork(&self) -> Sequence {
+        if self.stepping { self.repaired() } else { self.copied() }
+    }
+
+    /// Frees one page of a layer's KV head, between steps. Its tokens are no longer attended to; positions go on as before.
+    /// Its bytes are free for other pages unless a fork still reads it; the system gets memory back by whole chunks.
+    ///
+    /// # Errors
+    /// No such layer, head or page, or a page of the ring.
+    pub fn evict(&mut self, layer: usize, kv_head: usize, page: PageId) -> Result<(), Error> {
+        self.repair();
+        self.head(layer, kv_head)?;
+        let chain = match page.place {
+            Place::Ring => return Err(Error::Pinned { page }),
+            Place::Sinks => 0,
+            Place::Expert(e) => usize::from(e) + 1,
+        };
+        let missing = Error::NoPage { layer, kv_head, page };
+        let state = &mut self.layers[layer];
+        let run = state.heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
+        if !run.evict(page.ordinal, self.kept) {
+            return Err(missing);
+        }
+        state.past.lose(kv_head, chain, page.ordinal);
+        Ok(())
+    }
+
+    /// Frees every page outside the ring, sinks included.
+    pub fn evict_all(&mut self) {
+        self.repair();
+        for layer in &mut self.layers {
+            for (h, head) in layer.heads.iter_mut().enumerate() {
+                for (c, chain) in head.chains.iter_mut().enumerate() {
+                    chain.evict_all();
+                    layer.past.lose_all(h, c);
+                }
+            }
+        }
+    }
+
+    /// Keeps the tokens at `positions` from being evicted by a policy, whatever it thinks of them: a system prompt, say. They
+    /// may be yet to come. They count in the budget. Ranges that overlap or touch become one, so pinning tokens again takes no memory.
+    /// O(ranges).
+    pub fn pin(&mut self, positions: Range<u32>) {
+        if positions.is_empty() {
+            return;
+        }
+        let from = self.pins.partition_point(|pin| pin.end < positions.start);
+        let to = self.pins.partition_point(|pin| pin.start <= positions.end);
+        match self.pins.get(from..to) {
+            Some([first, .., last]) => self.pins[from] = joined(&joined(first, last), &positions),
+            Some([only]) => self.pins[from] = joined(only, &positions),
+            _ => return self.pins.insert(from, positions),
+        }
+        self.pins.drain(from + 1..to);
+    }
+
+    /// Undoes every [`Sequence::pin`].
+    pub fn unpin(&mut self) {
+        self.pins.clear();
+    }
+
+    /// Forgets everything; the next position is 0 again.
+    pub fn clear(&mut self) {
+        *self = Sequence::new(self.inner.clone());
+    }
+
+    /// An error if a panic left it half changed.
+    pub(crate) fn sound(&self) -> Result<(), Error> {
+        if self.poisoned { Err(Error::Poisoned) } else { Ok(()) }
+    }
+
+    pub(crate) fn layer(&self, layer: usize) -> Result<&Layer, Error> {
+        self.sound()?;
+        self.layers.get(layer).ok_or(Error::Layer { layer, layers: self.layers.len() })
+    }
+
+    fn head(&self, layer: usize, kv_head: usize) -> Result<&Head, Error> {
+        let heads = &self.layer(layer)?.heads;
+        heads.get(kv_head).ok_or(Error::KvHead { layer, kv_head, kv_heads: heads.len() as u32 })
+    }
+
+    fn find(&self, layer: usize, kv_head: usize, page: PageId) -> Result<Option<Found<'_>>, Error> {
+        let head = self.head(layer, kv_head)?;
+        let PageId { place, ordinal } = page;
+        let state = &self.layers[layer];
+        let chain = match place {
+            Place::Ring => {
+                let at = ordinal.checked_sub(state.first_tile);
+                let page = at.and_then(|at| head.ring.get(at as usize));
+                let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
+                let live = filled(fill);
+                let found = |page| Found {
+                    at: At::Page(page),
+                    live,
+                    spans: live,
+                    packed: None,
+                    bytes: Page::bytes(page),
+                };
+                return Ok(page.map(found));
+            }
+            Place::Sinks => head.chains.first(),
+            Place::Expert(e) => head.chains.get(usize::from(e) + 1),
+        };
+        let entry = chain.and_then(|chain| chain.entry(ordinal));
+        Ok(entry.and_then(|entry| Found::new(entry, state.codecs[kv_head].as_ref())))
+    }
+}
+
+/// Where a page lies.
+#[derive(Clone, Copy)]
+enum At<'a> {
+    Page(&'a Page),
+    Slot(&'a Arc<Stored>),
+}
+
+/// A page that is there.
+struct Found<'a> {
+    at: At<'a>,
+    live: u32,
+    /// The lanes from the first to the last of which it reaches.
+    spans: u32,
+    /// Its codec and its last position, if it is packed.
+    packed: Option<(&'a HeadCodec, u32)>,
+    bytes: u64,
+}
+
+impl<'a> Found<'a> {
+    fn new(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Option<Found<'a>> {
+        let packed = match &entry.held {
+            Held::Closed(closed) => codec.map(|codec| (closed.newest(codec).1, closed.last)),
+            Held::Away(Away { by: Some(_), .. }) => codec.zip(entry.last()),
+            _ => None,
+        };
+        let (at, bytes) = match &entry.held {
+            Held::Away(Away { slot, .. }) => (At::Slot(slot), slot.bytes()),
+            _ => (At::Page(entry.page()?), entry.bytes()),
+        };
+        // Lanes that lost their token for good may hold another one's position by now.
+        let spans = if entry.live != 0 { entry.live } else { entry.pending };
+        if spans == 0 {
+            return None;
+        }
+        Some(Found { at, live: entry.live, spans, packed, bytes })
+    }
+
+    fn position(&self, lane: u32) -> Position {
+        match (self.at, self.packed) {
+            (At::Slot(slot), _) => Position(slot.positions[lane as usize]),
+            (At::Page(page), Some((codec, last))) => codec.packed.position(page.words(), lane, last),
+            (At::Page(page), None) => Position(page.words()[lane as usize]),
+        }
+    }
+
+    fn info(&self, id: PageId, shard: u32) -> PageInfo {
+        let (tier, shard, shared) = match self.at {
+            At::Page(page) => (0, page.shard(), page.is_shared()),
+            At::Slot(slot) => (slot.level.index, shard, Arc::strong_count(slot) > 1),
+        };
+        PageInfo {
+            id,
+            tokens: self.live.count_ones(),
+            first: self.position(self.spans.trailing_zeros().min(PAGE - 1)),
+            last: self.position(self.spans.checked_ilog2().unwrap_or(0)),
+            tier,
+            shard,
+            shared,
+            packed: self.packed.is_some(),
+            bytes: self.bytes,
+        }
+    }
+}
+
+/// The least range that holds both.
+fn joined(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
+    a.start.min(b.start)..a.end.max(b.end)
+}

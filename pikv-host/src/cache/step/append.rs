@@ -1,0 +1,153 @@
+//! Keys and values of a layer into the ring.
+
+use crate::base::error::Error;
+use crate::base::error::length;
+use crate::cache::Inner;
+use crate::cache::step::Step;
+use crate::codec::Unpackable;
+use crate::memory::arena::{Near, Reservation};
+use crate::memory::writes::{Tokens, Write};
+use crate::pages::filing::{Layer, own};
+use crate::policy::Token;
+use pikv_core::page::{PAGE, Position, Slot, Unstorable};
+use pikv_core::plan::LayerShape;
+
+impl Step<'_> {
+    /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`. Tokens that
+    /// leave the ring by it are filed by their experts. O(rows) a head.
+    ///
+    /// # Errors
+    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype or the head's codec
+    /// cannot hold ([`Limits`](crate::codec::Limits)), no memory from the system (for pages, or for a table of rotations), or a device
+    /// that fails; the layer may then be appended again.
+    pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
+        self.appendable(layer, k.len(), v.len())?;
+        self.append_tokens(layer, &Tokens::Host { k, v })
+    }
+
+    /// Whether a layer can be appended, with so many elements.
+    pub(super) fn appendable(&self, layer: usize, k: usize, v: usize) -> Result<(), Error> {
+        let shape = self.inner.shape.layer(layer)?;
+        if self.layers[layer].appended {
+            return Err(Error::Twice { layer, what: "appended" });
+        }
+        let rows = self.rows * shape.kv_heads as usize;
+        length("k", k, rows * shape.layout.k_dim as usize, "rows * kv_heads * k_dim")?;
+        length("v", v, rows * shape.layout.v_dim as usize, "rows * kv_heads * v_dim")
+    }
+
+    pub(super) fn append_tokens(&mut self, layer: usize, tokens: &Tokens<'_>) -> Result<(), Error> {
+        let inner = self.inner.clone();
+        let shape = inner.shape.layer(layer)?;
+        // Not before the tokens are there: a table costs as much as they do.
+        inner.pool.tables.grow(layer, self.parts.iter().map(|part| part.len).max().unwrap_or(0))?;
+        let mut row = 0;
+        for part in &mut self.parts {
+            let (old, new) = (part.sequence.len, part.len);
+            let to = Target { inner: &inner, layer, shape, old, new, first_row: row };
+            let written = to.write(&mut part.sequence.layers[layer], tokens, &mut self.pages);
+            if written.is_err() {
+                self.pages.forget_writes();
+                return written;
+            }
+            row += (new - old) as usize;
+        }
+        self.pages.flush_writes(&shape.layout, tokens)?;
+        let mut filed = false;
+        for part in &mut self.parts {
+            // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
+            let left = inner.shape.store.ring.left(part.len).min(part.sequence.len);
+            let state = &mut part.sequence.layers[layer];
+            filed |= state.filed < left;
+            state.file(&inner.shape, shape, left, &mut self.pages)?;
+        }
+        self.pages.flush_copies()?;
+        if let Some(front) = inner.fabric.as_ref().filter(|_| filed) {
+            front.set_aside(
+                &inner.shape,
+                layer,
+                self.parts.iter().map(|part| &part.sequence.layers[layer]),
+            )?;
+        }
+        for part in &mut self.parts {
+            part.sequence.layers[layer].bound(&inner.shape, shape)?;
+        }
+        self.layers[layer].appended = true;
+        Ok(())
+    }
+}
+
+/// The tokens of a sequence from position `old` to `new` in one layer; the first is row `first_row` of the call.
+struct Target<'a> {
+    inner: &'a Inner,
+    layer: usize,
+    shape: &'a LayerShape,
+    old: u32,
+    new: u32,
+    first_row: usize,
+}
+
+impl Target<'_> {
+    /// Writes them into the ring tiles.
+    fn write(&self, state: &mut Layer, tokens: &Tokens<'_>, pages: &mut Reservation) -> Result<(), Error> {
+        let Target { inner, layer, shape, old, new, first_row } = *self;
+        let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
+        for (h, head) in state.heads.iter_mut().enumerate() {
+            let codec = state.codecs[h].as_ref();
+            let global_head = state.first_head + h as u32;
+            let mut position = old;
+            while position < new {
+                let Slot { tile, lane } = Position(position).into();
+                let at = (tile - state.first_tile) as usize;
+                if at == head.ring.len() {
+                    let shard = inner.shape.shard_of(crate::Place::Ring, tile, global_head);
+                    let near = Near::next(head.ring.back());
+                    head.ring.push_back(pages.take(shard, layout.words(), near)?);
+                    head.states.push_back();
+                }
+                let mut shared = None;
+                let page = &mut head.ring[at];
+                own(page, layout, lane, pages, &mut shared)?;
+                state.undo.extend(shared.map(|page| (h, None, page)));
+                for p in position..new.min((tile + 1) * PAGE) {
+                    let row = first_row + (p - old) as usize;
+                    let token = tokens.row(layout, row * heads + h);
+                    let write = Write { lane: p % PAGE, position: p, row: row * heads + h, token };
+                    let of = |key| if key { ("k", layout.k) } else { ("v", layout.v) };
+                    let unstorable = |bad: Unstorable, limit: Option<f32>| {
+                        let (Unstorable { key, channel, value }, kv_head) = (bad, h);
+                        let (what, dtype) = of(key);
+                        let (limit, dtype) = (limit.unwrap_or(dtype.largest()), dtype.name());
+                        Error::Unstorable { what, layer, kv_head, row, channel, value, dtype, limit }
+                    };
+                    pages.write(layout, page, &write).map_err(|bad| unstorable(bad, None))?;
+                    if let (Some(codec), Some((key, value))) = (codec, token) {
+                        codec.check(key, value).map_err(|bad| match bad {
+                            Unpackable { which, length: None, limit } => unstorable(which, Some(limit)),
+                            Unpackable { which, length: Some(length), limit } => Error::RowTooLong {
+                                what: of(which.key).0,
+                                layer,
+                                kv_head: h,
+                                row,
+                                channel: which.channel,
+                                value: which.value,
+                                length,
+                                limit,
+                            },
+                        })?;
+                    }
+                    if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
+                        // What lies on the device is told of once the host has it, to those that look.
+                        let seen = token.or((!rule.reads_tokens).then_some((&[], &[])));
+                        if let Some((key, value)) = seen {
+                            let token = Token { layer, kv_head: h, position: Position(p), key, value };
+                            rule.born(&token, &mut head.states, at);
+                        }
+                    }
+                }
+                position = new.min((tile + 1) * PAGE);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,212 @@
+//! A step whose tensors lie on the device.
+
+use crate::attend::Attend;
+use crate::attend::executor::Session;
+use crate::attend::hits::{Asking, Fetched};
+use crate::attend::{Read, Tensors};
+use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+use crate::base::error::Error;
+use crate::base::frequencies::Frequencies;
+use crate::cache::step::Step;
+use crate::memory::writes::Tokens;
+use crate::policy::Token;
+use crate::policy::rule::Rule;
+use pikv_core::page::{PAGE, Position};
+use smallvec::SmallVec;
+
+/// Tensors of the device: for each layer [`append_device`](Step::append_device) and [`attend_device`](Step::attend_device), of a
+/// cache on a CUDA back end. All of it is put on the back end's stream, in the order of the calls; the host waits for nothing, and
+/// steps of a size that was seen before allocate nothing, but for a chunk of pages once all are taken. The bits are those of the
+/// host's forms, which can be called in the same step.
+///
+/// Tensors are in f32, f16 or bf16, each in its own ([`DeviceSlice::new`]). What is read is widened, which is exact, and from there on all
+/// is as in f32: keys and values go to pages of the same dtype as they are. Results are rounded to nearest even as they are written.
+///
+/// What a host form refuses at once the device finds later: values and queries that are not finite, values that the dtype or the codec
+/// cannot hold, scores that overflow. The results of such rows, and of rows that read such tokens, mean nothing. So it finds results that
+/// the dtype of the output cannot hold, in f16 those from 65,520 on; in their places are infinities.
+/// [`check`](Step::check) waits for all that the step asked for so far and says what was wrong; so does [`commit`](Step::commit) where a
+/// policy wants to be told of attention, or of keys and values, as it has to wait for those anyway: once a step. Without such a
+/// policy a commit does not wait, and does not look: a step that nobody checked is committed as it is.
+///
+/// The host waits besides
+///
+/// * at commit, where a policy reads pages to rank tokens;
+/// * where pages are packed that only the host can pack: means, block PCA, and what
+///   [`CacheConfig::age`](crate::CacheConfig::age) packs again;
+/// * where pages of [tiers](crate::tiers) are still to be read from files, or many are on their way up;
+/// * where lists go up faster than the device takes them: there is room for 64 of the largest size that was seen, from 64 KiB
+///   to 64 MiB.
+///
+/// What is put on the stream are copies, fills, launches and events with this step's own lists: pages, positions and how many there are
+/// differ from step to step. So a graph captured of one step is not that of the next; capture what lies between these calls instead.
+impl Step<'_> {
+    /// As [`append`](Step::append), of keys and values on the device, each in a dtype of its own.
+    ///
+    /// # Errors
+    /// Those of `append` but for what the values are; [`Error::DeviceTensor`] for an address that is null, not aligned, unknown to the
+    /// driver, or of another device; [`Error::HostTensors`] for a cache on the CPU, or with
+    /// [`bounds`](crate::CacheConfig::bounds), whose extremes of keys the host takes. The layer may then be appended again, but what was
+    /// noted of values stays.
+    pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), Error> {
+        self.appendable(layer, k.len(), v.len())?;
+        if self.inner.shape.config.bounds {
+            return Err(Error::HostTensors { layer, what: "bounds of pages (CacheConfig::bounds)" });
+        }
+        let mut late = self.late(layer)?;
+        let appended = self.append_in_place(layer, k, v, &mut *late);
+        self.late = Some(late);
+        appended
+    }
+
+    /// As [`attend`](Step::attend), of queries on the device, `[rows][query_heads][k_dim]`, to results on the device.
+    ///
+    /// # Errors
+    /// Those of `attend` but for what queries and scores are; [`Error::DeviceTensor`] and [`Error::HostTensors`] as
+    /// [`append_device`](Step::append_device), the first also for log-sum-exps that are not f32, the latter
+    /// also for [`Read::Quest`](crate::Read::Quest), for which the host chooses pages by the queries. `out` is then undefined.
+    pub fn attend_device(
+        &mut self,
+        layer: usize,
+        q: DeviceSlice,
+        options: &Attend,
+        out: DeviceOutput,
+    ) -> Result<(), Error> {
+        self.inner.shape.layer(layer)?;
+        if matches!(options.read, Read::Quest { .. }) {
+            return Err(Error::HostTensors { layer, what: "pages chosen by the queries (Read::Quest)" });
+        }
+        let mut late = self.late(layer)?;
+        let attended = self.attend_in_place(layer, q, options, out, &mut *late);
+        self.late = Some(late);
+        attended
+    }
+
+    /// Waits for all that the step asked of the device so far, and says what was wrong with its tensors: the first by layers, and of a
+    /// layer keys, values, queries, scores, then outputs. Of a step on slices of the host nothing is left to be said.
+    ///
+    /// # Errors
+    /// [`Error::Unstorable`], [`Error::Query`], [`Error::ScoreOverflow`] or [`Error::Output`], after which the step can only be
+    /// dropped; a device that fails.
+    pub fn check(&mut self) -> Result<(), Error> {
+        if let Some(late) = &self.late {
+            late.judge(&self.inner.shape.config.layers, &self.inner.shape.codecs)?;
+        }
+        Ok(())
+    }
+}
+
+impl Step<'_> {
+    /// What the host is told later, taken out of the step.
+    fn late(&mut self, layer: usize) -> Result<Box<dyn Session>, Error> {
+        match self.late.take() {
+            Some(late) => Ok(late),
+            None => {
+                let late = self.inner.executor.session(self.layers.len())?;
+                late.ok_or(Error::HostTensors { layer, what: "a cache on the CPU" })
+            }
+        }
+    }
+
+    fn append_in_place(
+        &mut self,
+        layer: usize,
+        k: DeviceSlice,
+        v: DeviceSlice,
+        late: &mut dyn Session,
+    ) -> Result<(), Error> {
+        late.check("k", k)?;
+        late.check("v", v)?;
+        let inner = self.inner.clone();
+        let layout = inner.shape.layer(layer)?.layout;
+        let reads = |rule: &Rule| rule.words > 0 && rule.reads_tokens;
+        if inner.shape.rules[layer].as_deref().is_some_and(reads) {
+            late.bring_tokens(layer, [k, v])?;
+        }
+        let limits = inner.shape.codecs[layer].iter().map(|codec| {
+            let [k, v] =
+                codec.as_ref().map_or([f32::MAX; 2], |codec| [codec.k_limits.each, codec.v_limits.each]);
+            [k.min(layout.k.limit()), v.min(layout.v.limit())]
+        });
+        let limits: SmallVec<[[f32; 2]; 16]> = limits.collect();
+        self.append_tokens(layer, &Tokens::Device { k, v, limits: &limits, faults: late.fault(layer, 0) })
+    }
+
+    fn attend_in_place(
+        &mut self,
+        layer: usize,
+        q: DeviceSlice,
+        options: &Attend,
+        out: DeviceOutput,
+        late: &mut dyn Session,
+    ) -> Result<(), Error> {
+        late.check("q", q)?;
+        late.check("out", out.out)?;
+        out.lse.map_or(Ok(()), |lse| late.check_lse(lse))?;
+        self.attend_tensors(layer, options, Tensors::Device { q, output: out, session: late })
+    }
+
+    /// Waits for what policies want to know, if they do, and tells them of the tokens; what attention saw is theirs later.
+    pub(super) fn settle(&mut self) -> Result<(), Error> {
+        let Some(late) = &mut self.late else { return Ok(()) };
+        let shapes = &self.inner.shape.config.layers;
+        if late.owes() {
+            late.judge(shapes, &self.inner.shape.codecs)?;
+        }
+        for (layer, (shape, done)) in shapes.iter().zip(&mut self.layers).enumerate() {
+            if let Some(tokens) = late.tokens(layer) {
+                let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
+                let [k, v] = &tokens;
+                let tokens = Tokens::Host { k, v };
+                let mut row = 0;
+                for part in &mut self.parts {
+                    let state = &mut part.sequence.layers[layer];
+                    for position in part.sequence.len..part.len {
+                        let at = (position / PAGE - state.first_tile) as usize;
+                        for (h, head) in state.heads.iter_mut().enumerate() {
+                            let Some((key, value)) = tokens.row(layout, row * heads + h) else { continue };
+                            let position = Position(position);
+                            let token = Token { layer, kv_head: h, position, key, value };
+                            if let Some(rule) = state.rule.as_deref() {
+                                rule.born(&token, &mut head.states, at);
+                            }
+                        }
+                        row += 1;
+                    }
+                }
+            }
+            if let Some(mut feeds) = late.feeds(layer, shape) {
+                if let Some(hits) = self.inner.pool.hits() {
+                    let read = late.read(layer);
+                    let (first, (more, counts)) = (done.fetch, &done.more);
+                    let firsts = self.parts.iter().scan(0, |rows, part| {
+                        let first = *rows;
+                        *rows += (part.len - part.sequence.len) as usize;
+                        Some(first)
+                    });
+                    let firsts: SmallVec<[usize; 8]> = firsts.collect();
+                    for feed in &mut feeds {
+                        let (part, h) = (&self.parts[feed.sequence], feed.head);
+                        let asking = Asking {
+                            inner: &self.inner.shape,
+                            hits,
+                            shape,
+                            stretch: self.inner.shape.frequencies[layer]
+                                .as_ref()
+                                .map_or(1.0, Frequencies::stretch),
+                            layer: &part.sequence.layers[layer],
+                            rows: part.sequence.len..part.len,
+                            read,
+                            fetched: Fetched { first, more, counts },
+                        };
+                        let width = shape.group() as usize * shape.layout.k_dim as usize;
+                        let queries = |row: usize| &feed.queries[row * width..][..width];
+                        feed.far = asking.meet(h, firsts[feed.sequence], queries, &mut feed.met);
+                    }
+                }
+                done.feeds = feeds;
+            }
+        }
+        Ok(())
+    }
+}

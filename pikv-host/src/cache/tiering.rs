@@ -1,0 +1,345 @@
+//! Pages of a sequence on their way between tiers.
+
+use crate::base::error::Error;
+use crate::base::ids::chain_place;
+use crate::cache::Cache;
+use crate::cache::Inner;
+use crate::cache::sequence::Sequence;
+use crate::codec::HeadCodec;
+use crate::memory::arena::Near;
+use crate::pages::chain::{Away, Closed, Entry, Held};
+use crate::tiers::TierRate;
+use crate::tiers::ahead::Levels;
+use crate::tiers::level::Level;
+use pikv_core::page::PAGE;
+use pikv_core::warp::LANES;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A page that may move, or has.
+#[derive(Clone, Copy, Debug)]
+struct Movable {
+    /// Position of its last token.
+    last: u32,
+    layer: usize,
+    head: usize,
+    chain: usize,
+    ordinal: u32,
+    bytes: u64,
+    /// The tier that it lies in.
+    tier: usize,
+}
+
+impl Entry {
+    /// Whether it lies in the first tier and may go down: it takes no more tokens, no rollback to a length that keeps positions
+    /// below `kept` changes it, and nobody else holds it, so that its bytes come free.
+    fn may_go(&self, codec: Option<&HeadCodec>, kept: u32) -> bool {
+        match &self.held {
+            Held::Gone { .. } | Held::Away(_) => false,
+            Held::Open(page) => {
+                let done =
+                    codec.is_none() && self.fill == PAGE && self.last().is_some_and(|last| last < kept);
+                done && self.pending == 0 && !self.tied && !page.is_shared()
+            }
+            Held::Closed(Closed { packed, original, by, .. }) => {
+                original.is_none() && *by < kept && self.pending == 0 && !packed.is_shared()
+            }
+        }
+    }
+
+    /// Moves the page down; it stays where it was if the tier refuses.
+    fn lower(&mut self, codec: Option<&HeadCodec>, level: &Arc<Level>) -> Result<(), Error> {
+        let mut positions = [u32::MAX; LANES];
+        for (lane, to) in (0..self.fill).zip(&mut positions) {
+            *to = self.position(codec, lane).unwrap_or(u32::MAX);
+        }
+        let by = match &self.held {
+            Held::Closed(closed) => Some(closed.by),
+            Held::Away(away) => away.by,
+            _ => None,
+        };
+        let slot = match &self.held {
+            Held::Gone { .. } => return Ok(()),
+            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => {
+                level.put(&page.fetch()?, positions)?
+            }
+            Held::Away(Away { slot, .. }) => match slot.in_place() {
+                Some(words) => level.put(words, positions)?,
+                None => level.put(&slot.read()?, positions)?,
+            },
+        };
+        self.held = Held::Away(Away { slot: Arc::new(slot), by });
+        Ok(())
+    }
+}
+
+impl Sequence {
+    /// Pages of some layers that lie in lower tiers or may go there, from the oldest to the newest.
+    fn movable(&self, layers: Range<usize>) -> Vec<Movable> {
+        let mut found = Vec::new();
+        for layer in layers {
+            let codecs = &self.layers[layer].codecs;
+            for (head, state) in self.layers[layer].heads.iter().enumerate() {
+                for (chain, run) in state.chains.iter().enumerate().skip(1) {
+                    for entry in &run.entries {
+                        let (tier, bytes) = match &entry.held {
+                            Held::Away(Away { slot, .. }) => (slot.level.index, slot.bytes()),
+                            _ if entry.may_go(codecs[head].as_ref(), self.kept) => (0, entry.bytes()),
+                            _ => continue,
+                        };
+                        let last = entry.last().unwrap_or(0);
+                        let ordinal = entry.ordinal;
+                        found.push(Movable { last, layer, head, chain, ordinal, bytes, tier });
+                    }
+                }
+            }
+        }
+        found.sort_unstable_by_key(|page| (page.last, page.layer, page.head, page.chain));
+        found
+    }
+
+    fn lower(&mut self, page: &Movable, level: &Arc<Level>) -> Result<(), Error> {
+        let Sequence { layers, .. } = self;
+        let codecs = layers[page.layer].codecs.clone();
+        let chain = &mut layers[page.layer].heads[page.head].chains[page.chain];
+        chain.entry_mut(page.ordinal).map_or(Ok(()), |entry| entry.lower(codecs[page.head].as_ref(), level))
+    }
+
+    /// Moves a page up to the first tier.
+    fn raise(&mut self, page: &Movable) -> Result<(), Error> {
+        let inner = self.inner.clone();
+        let head = self.layers[page.layer].first_head + page.head as u32;
+        let chain = &mut self.layers[page.layer].heads[page.head].chains[page.chain];
+        let before = page.ordinal.checked_sub(1).and_then(|i| chain.entry(i)?.page()).cloned();
+        let Some(entry) = chain.entry_mut(page.ordinal) else { return Ok(()) };
+        let (Held::Away(Away { slot, by }), Some(last)) = (&entry.held, entry.last()) else { return Ok(()) };
+        let shard = inner.shape.shard_of(chain_place(page.chain), page.ordinal, head);
+        let (mut pages, near) = (inner.pool.arenas.reserve(slot.bytes())?, Near::next(before.as_ref()));
+        let mut fresh = pages.take(shard, slot.words() as u32, near)?;
+        match fresh.words_mut() {
+            Some(words) if inner.shape.config.backend.is_cpu() => slot.read_into(words)?,
+            _ => fresh.put(&slot.read()?)?,
+        }
+        entry.held = match *by {
+            Some(by) => {
+                Held::Closed(Closed { packed: fresh, original: None, last, by, old: false, next: None })
+            }
+            None => Held::Open(fresh),
+        };
+        Ok(())
+    }
+
+    /// Moves pages to the tiers beneath, the oldest first, each to the first tier that takes it, until `bytes` of the first tier are
+    /// free or nothing more can go; returns the bytes that came free. Only pages go that are full, that no rollback reaches (which
+    /// takes [`CacheConfig::ring`](crate::CacheConfig::ring) and as many tokens as can be taken back) and that no fork shares. They are attended to
+    /// as before. O(pages).
+    ///
+    /// # Errors
+    /// A cache without tiers; [`Error::Tier`] if pages would have had to go to a tier that failed. What moved before stays moved; no page is
+    /// lost.
+    pub fn demote(&mut self, bytes: u64) -> Result<u64, Error> {
+        self.sound()?;
+        self.repair();
+        let inner = self.inner.clone();
+        let levels = inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
+        let pages = self.movable(0..self.layers.len());
+        lower_all(levels, &mut [self], pages.into_iter().map(|page| (0, page)).collect(), bytes)
+    }
+
+    /// Moves pages from lower tiers to the first one, the newest first, until `bytes` have come or the budget holds no more; returns the
+    /// bytes that came. O(pages).
+    ///
+    /// # Errors
+    /// A cache without tiers; [`Error::Tier`] if a page could not be read, [`Error::OutOfMemory`]. What moved before stays moved; no page is lost.
+    pub fn promote(&mut self, bytes: u64) -> Result<u64, Error> {
+        self.sound()?;
+        self.repair();
+        if self.inner.pool.tiers.is_none() {
+            return Err(Error::NoTiers);
+        }
+        let mut came = 0;
+        for page in self.movable(0..self.layers.len()).into_iter().rev().filter(|page| page.tier > 0) {
+            if came >= bytes {
+                break;
+            }
+            match self.raise(&page) {
+                Ok(()) => came += page.bytes,
+                Err(Error::OutOfBudget { .. }) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(came)
+    }
+
+    /// Spreads the pages of some layers over the tiers: of the bytes that may move, the newest share `shares[0]` in the first tier, the
+    /// next share `shares[1]` in the tier beneath, and so on, as a plan says (`planner::flexgen`). Pages that may not move
+    /// (see [`Sequence::demote`]) stay in the first tier and do not count. It holds until tokens come or pages go. O(pages).
+    ///
+    /// # Errors
+    /// No such layers; a cache without tiers; not a share for each tier, or shares that do not add up to 1;
+    /// [`Error::TierFull`] or [`Error::OutOfBudget`] where a share does not fit beside what is there, [`Error::Tier`]. What moved before
+    /// stays moved; no page is lost.
+    pub fn arrange(&mut self, layers: Range<usize>, shares: &[f64]) -> Result<(), Error> {
+        self.sound()?;
+        self.repair();
+        let inner = self.inner.clone();
+        if layers.start > layers.end || layers.end > self.layers.len() {
+            return Err(Error::Layer { layer: layers.start.max(layers.end), layers: self.layers.len() });
+        }
+        let levels = inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
+        let sum: f64 = shares.iter().sum();
+        let (got, tiers) = (shares.len(), levels.levels.len() + 1);
+        let sound = shares.iter().all(|share| (0.0..=1.0).contains(share)) && (sum - 1.0).abs() <= 1e-6;
+        if got != tiers || !sound {
+            return Err(Error::Shares { got, tiers, sum });
+        }
+        let pages = self.movable(layers);
+        let all: u64 = pages.iter().map(|page| page.bytes).sum();
+        let mut before = 0;
+        let mut moves = Vec::new();
+        for page in pages.iter().rev() {
+            // A page belongs where its middle lies.
+            let at = (before as f64 + page.bytes as f64 / 2.0) / all as f64;
+            before += page.bytes;
+            let ends = shares.iter().scan(0.0, |end, share| {
+                *end += share;
+                Some(*end)
+            });
+            let last = shares.iter().rposition(|share| *share > 0.0).unwrap_or(0);
+            moves.push((*page, ends.take_while(|end| *end <= at).count().min(last)));
+        }
+        // What goes down makes room for what comes up.
+        for (page, to) in moves.iter().rev().filter(|(page, to)| *to > page.tier) {
+            self.lower(page, &levels.levels[to - 1])?;
+        }
+        for (page, to) in moves.iter().filter(|(page, to)| *to < page.tier) {
+            match to.checked_sub(1) {
+                None => self.raise(page)?,
+                Some(level) => self.lower(page, &levels.levels[level])?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the sequence's pages that lie in a tier beneath the first, `1` being the next, those included that only
+    /// a rollback would read; forks count each.
+    pub fn bytes_in_tier(&self, tier: usize) -> u64 {
+        let heads = self.layers.iter().flat_map(|layer| &layer.heads);
+        let entries = heads.flat_map(|head| &head.chains).flat_map(|chain| &chain.entries);
+        let past = self.layers.iter().flat_map(|layer| layer.past.pages());
+        let bytes = entries.map(|entry| &entry.held).chain(past).filter_map(|held| match held {
+            Held::Away(Away { slot, .. }) if slot.level.index == tier => Some(slot.bytes()),
+            _ => None,
+        });
+        bytes.sum()
+    }
+}
+
+/// Moves pages of `sequences`, each beside the index of its own, down in order until `bytes` are free; returns how many came free.
+fn lower_all(
+    levels: &Levels,
+    sequences: &mut [&mut Sequence],
+    pages: Vec<(usize, Movable)>,
+    bytes: u64,
+) -> Result<u64, Error> {
+    let mut failed = vec![None; levels.levels.len()];
+    let mut freed = 0;
+    for (sequence, page) in pages.into_iter().filter(|(_, page)| page.tier == 0) {
+        if freed >= bytes {
+            return Ok(freed);
+        }
+        let mut tried = false;
+        for (level, failed) in levels.levels.iter().zip(&mut failed) {
+            // A tier that failed is left in peace until the next call.
+            if failed.is_some() {
+                continue;
+            }
+            tried = true;
+            match sequences[sequence].lower(&page, level) {
+                Ok(()) => {
+                    freed += page.bytes;
+                    break;
+                }
+                // A smaller page may still fit.
+                Err(Error::TierFull { .. }) => {}
+                Err(error) => *failed = Some(error),
+            }
+        }
+        if !tried {
+            break;
+        }
+    }
+    match failed.into_iter().flatten().next() {
+        Some(error) if freed < bytes => Err(error),
+        _ => Ok(freed),
+    }
+}
+
+/// Moves pages down, the oldest of all `sequences` first, until a reservation that lacks `bytes` has a chance; `false` if it has none.
+/// Nothing moves if all that may go would not be enough.
+pub(crate) fn make_room(inner: &Inner, sequences: &mut [&mut Sequence], bytes: u64) -> Result<bool, Error> {
+    let Some(levels) = &inner.pool.tiers else { return Ok(false) };
+    let mut pages: Vec<(usize, Movable)> = Vec::new();
+    for (i, sequence) in sequences.iter().enumerate() {
+        let movable = sequence.movable(0..sequence.layers.len()).into_iter();
+        pages.extend(movable.filter(|page| page.tier == 0).map(|page| (i, page)));
+    }
+    if pages.iter().map(|(_, page)| page.bytes).sum::<u64>() < bytes {
+        return Ok(false);
+    }
+    pages.sort_by_key(|(_, page)| page.last);
+    Ok(lower_all(levels, sequences, pages, bytes)? >= bytes)
+}
+
+impl Cache {
+    /// Writes `pages` pages of `page_bytes` (rounded up to a word) to each tier beneath the first, reads them back, three times, and
+    /// gives the median rates. Takes as many bytes of memory meanwhile. What the system's page cache holds of a file is part of the
+    /// rate, so take as many pages as will lie there.
+    ///
+    /// # Errors
+    /// A cache without tiers, [`Error::TierFull`] if a tier has no room for them beside what is there, [`Error::Tier`].
+    pub fn tier_rates(&self, page_bytes: u64, pages: usize) -> Result<Vec<TierRate>, Error> {
+        let levels = self.inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
+        let (page, pages) = (page_bytes.div_ceil(4).max(1), pages.max(1));
+        let bytes = page as f64 * 4.0 * pages as f64;
+        // Before any memory is taken: a slip of the units should not end the process.
+        for level in &levels.levels {
+            let available = level.available();
+            if bytes > available as f64 {
+                let tier = level.name().to_owned();
+                return Err(Error::TierFull { tier, needed: page_bytes, available });
+            }
+        }
+        let words: Vec<u32> = (0..page).map(|i| i as u32).collect();
+        // As attention has them: in a buffer each, which were there before.
+        let mut back = vec![words.clone(); pages];
+        let median = |mut rates: [f64; 3]| {
+            rates.sort_by(f64::total_cmp);
+            rates[1]
+        };
+        let mut rates = Vec::new();
+        for level in &levels.levels {
+            let (mut read, mut write) = ([0.0; 3], [0.0; 3]);
+            for (read, write) in read.iter_mut().zip(&mut write) {
+                let from = Instant::now();
+                let slots = (0..pages).map(|_| level.put(&words, [u32::MAX; LANES]));
+                let slots = slots.collect::<Result<Vec<_>, _>>()?;
+                *write = bytes / from.elapsed().as_secs_f64().max(1e-9);
+                let from = Instant::now();
+                for (slot, back) in slots.iter().zip(&mut back) {
+                    slot.read_into(back)?;
+                }
+                *read = bytes / from.elapsed().as_secs_f64().max(1e-9);
+            }
+            let capacity = level.usage().capacity;
+            rates.push(TierRate {
+                name: level.name().to_owned(),
+                capacity,
+                read: median(read),
+                write: median(write),
+            });
+        }
+        Ok(rates)
+    }
+}

@@ -1,0 +1,93 @@
+//! A configuration that was checked, and what follows from it: it stays as it is as long as the cache.
+
+use crate::base::error::{ConfigError, Error};
+use crate::base::frequencies::Frequencies;
+use crate::base::ids::{Place, block_of};
+use crate::config::{CacheConfig, HeadCodecs};
+use crate::policy::rule::Rule;
+use pikv_core::codec::packed::Packed;
+use pikv_core::page::PAGE;
+use pikv_core::plan::{LayerShape, StoreShape};
+use pikv_core::ring::Ring;
+use std::sync::Arc;
+
+/// The shape of a cache: its configuration, and what each layer makes of it.
+#[derive(Debug)]
+pub(crate) struct CacheShape {
+    pub config: CacheConfig,
+    pub store: Common,
+    /// Of every layer.
+    pub stores: Vec<StoreShape>,
+    /// Of every layer.
+    pub codecs: Vec<HeadCodecs>,
+    /// How each layer evicts.
+    pub rules: Vec<Option<Arc<Rule>>>,
+    /// Of layers whose rotations are scaled.
+    pub frequencies: Vec<Option<Frequencies>>,
+    /// Whether full pages lie on the ranks of a fabric, so that the pages that are here have one arena.
+    apart: bool,
+}
+
+/// What all layers take pages by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Common {
+    pub ring: Ring,
+}
+
+/// Of each layer, the KV heads of the layers before it.
+pub(crate) fn first_heads(layers: &[LayerShape]) -> impl Iterator<Item = u32> + '_ {
+    layers.iter().scan(0, |sum, layer| {
+        let first = *sum;
+        *sum += layer.kv_heads;
+        Some(first)
+    })
+}
+
+impl CacheShape {
+    /// Checks a configuration; `apart` says whether its full pages lie on the ranks of a fabric.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn new(config: CacheConfig, apart: bool) -> Result<CacheShape, ConfigError> {
+        let stores = config.stores()?;
+        let store = Common { ring: config.common_ring()? };
+        let codecs = config.head_codecs()?;
+        let frequencies = config.layers_frequencies()?;
+        let rules = config.rules(&frequencies)?;
+        Ok(CacheShape { config, store, stores, codecs, rules, frequencies, apart })
+    }
+
+    pub fn layer(&self, layer: usize) -> Result<&LayerShape, Error> {
+        self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
+    }
+
+    /// The layout of packed pages of each KV head of a layer that exists.
+    pub fn packed(&self, layer: usize) -> impl Iterator<Item = Option<&Packed>> {
+        self.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed))
+    }
+
+    /// Rows of a step at `first` know pages whose tokens all lie before this: they can no longer be taken back, and the tile of 32 positions
+    /// that each lies in is full.
+    pub fn known_before(&self, first: u32) -> u32 {
+        let kept = self.store.ring.kept_from(first);
+        kept - kept % PAGE
+    }
+
+    /// Whether a layer evicts.
+    pub fn evicts(&self) -> bool {
+        self.rules.iter().any(Option::is_some)
+    }
+
+    /// Where a page of a KV head goes, `head` counted on over the layers. All follow the map, a block of pages together.
+    pub fn shard_of(&self, place: Place, ordinal: u32, head: u32) -> u32 {
+        if self.apart {
+            // What is here has one arena.
+            return 0;
+        }
+        let (map, block) = (&self.config.shards, u64::from(block_of(ordinal)));
+        match place {
+            Place::Expert(e) => map.shard(block, u32::from(e), head),
+            Place::Sinks | Place::Ring => map.shared(block, head),
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! The CUDA back end: of each device its primary context, the kernels, and the memory that they work in.
+//!
+//! Whatever a cache asks for is put on the one stream, in order, but that pages of lower tiers come up on another; the host waits
+//! only where it is given results. Lists that kernels read go up through a ring of pinned memory, guarded by events. Buffers only
+//! grow, so that steps of a size that was seen before allocate nothing.
+
+pub mod downs;
+pub mod lifts;
+pub mod ring;
+pub mod stream;
+pub mod tensors;
+pub mod work;
+
+use self::downs::Downs;
+use self::lifts::Lifts;
+use self::stream::Stream;
+use self::work::{Memory, Work};
+use crate::base::error::CudaError;
+use crate::base::error::Error;
+use cust::context::{Context, CurrentContext};
+use cust::device::DeviceAttribute;
+use cust::error::CudaError as Answer;
+use cust::module::Module;
+use cust::sys;
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Threads of a block of a launch: whole warps.
+const THREADS: u32 = 32 * pikv_kernels::WARPS as u32;
+
+/// The kernels.
+#[derive(Debug)]
+pub struct Kernels {
+    pub append: Kernel,
+    pub copy_tokens: Kernel,
+    /// For 1, 2, 4 and 8 rows.
+    pub attend: [Kernel; 4],
+    /// For 1, 2 and 4 rows; the second where keys are turned as they are read.
+    pub attend_packed: [Kernel; 3],
+    pub attend_rebuilt: [Kernel; 3],
+    /// For single rows.
+    pub attend_factors: Kernel,
+    pub append_rows: Kernel,
+    pub gather_queries: Kernel,
+    pub fold_queries: Kernel,
+    pub finish_in_place: Kernel,
+    /// The same of tensors in 16 bits.
+    pub append_halves: Kernel,
+    pub gather_halves: Kernel,
+    pub fold_halves: Kernel,
+    pub finish_halves: Kernel,
+    pub back_rows: Kernel,
+    pub pack_pages: Kernel,
+    pub merge_pairs: Kernel,
+    pub finish_rows: Kernel,
+    pub mass_pages: Kernel,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel(sys::CUfunction);
+
+// SAFETY: a handle on a function of a module, which any thread may launch.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+/// A device with what pikv holds of it. Fields are given back in their order.
+pub(crate) struct Device {
+    work: Mutex<Work>,
+    pub lifts: Lifts,
+    pub downs: Downs,
+    pub kernels: Kernels,
+    _module: Module,
+    pub stream: Stream,
+    context: Context,
+    name: String,
+    ordinal: u32,
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// cust's error with the call that it answers.
+fn failure(call: &'static str, error: Answer) -> CudaError {
+    CudaError::Driver { call, code: error as u32, name: format!("{error:?}") }
+}
+
+fn answer<T>(call: &'static str, result: Result<T, Answer>) -> Result<T, CudaError> {
+    result.map_err(|error| failure(call, error))
+}
+
+/// Memory that was asked for; that there is none has an error of its own.
+pub fn granted<T>(call: &'static str, bytes: u64, result: Result<T, Answer>) -> Result<T, Error> {
+    result.map_err(|error| match error {
+        Answer::OutOfMemory => Error::OutOfMemory { bytes },
+        other => failure(call, other).into(),
+    })
+}
+
+/// As [`answer`] for calls that cust leaves bare.
+pub fn bare(call: &'static str, code: sys::cudaError_enum) -> Result<(), CudaError> {
+    match code {
+        sys::cudaError_enum::CUDA_SUCCESS => Ok(()),
+        other => Err(CudaError::Driver { call, code: other as u32, name: format!("{other:?}") }),
+    }
+}
+
+impl Device {
+    /// The devices that the driver has; one at least.
+    pub fn count() -> Result<u32, CudaError> {
+        pikv_cuda_lazy::open().map_err(|reason| CudaError::NoLibrary {
+            name: pikv_cuda_lazy::name().to_string_lossy().into_owned(),
+            reason: reason.to_owned(),
+        })?;
+        let none = |call| {
+            move |error| match error {
+                Answer::NoDevice | Answer::InvalidDevice => CudaError::NoDevice,
+                other => failure(call, other),
+            }
+        };
+        cust::init(cust::CudaFlags::empty()).map_err(none("cuInit"))?;
+        let devices = cust::device::Device::num_devices().map_err(none("cuDeviceGetCount"))?;
+        if devices == 0 { Err(CudaError::NoDevice) } else { Ok(devices) }
+    }
+
+    /// Puts work on a stream of its own.
+    pub fn open(ordinal: u32) -> Result<Device, CudaError> {
+        Device::with(ordinal, Stream::new)
+    }
+
+    /// Puts work on somebody else's stream.
+    ///
+    /// # Safety
+    /// It is a stream of the device's primary context, or null, and outlives the device.
+    pub unsafe fn open_on(ordinal: u32, stream: *mut c_void) -> Result<Device, CudaError> {
+        // SAFETY: the caller's promise.
+        Device::with(ordinal, || Ok(unsafe { Stream::of(stream) }))
+    }
+
+    /// The stream that work is put on.
+    pub fn stream(&self) -> *mut c_void {
+        self.stream.handle().cast()
+    }
+
+    fn with(ordinal: u32, stream: impl FnOnce() -> Result<Stream, CudaError>) -> Result<Device, CudaError> {
+        let devices = Device::count()?;
+        if ordinal >= devices {
+            return Err(CudaError::Ordinal { ordinal, devices });
+        }
+        let device = answer("cuDeviceGet", cust::device::Device::get_device(ordinal))?;
+        let name = answer("cuDeviceGetName", device.name())?;
+        let attribute = |which| answer("cuDeviceGetAttribute", device.get_attribute(which));
+        let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;
+        let minor = attribute(DeviceAttribute::ComputeCapabilityMinor)?;
+        let ptx = match major {
+            8.. => pikv_kernels::ptx::SM_80,
+            7 => pikv_kernels::ptx::SM_70,
+            _ => return Err(CudaError::Capability { device: name, major, minor }),
+        };
+        let context = answer("cuDevicePrimaryCtxRetain", Context::new(device))?;
+        answer("cuCtxSetCurrent", CurrentContext::set_current(&context))?;
+        let stream = stream()?;
+        let module = answer("cuModuleLoadDataEx", Module::from_ptx(ptx, &[]))?;
+        let kernel = |name: &str| {
+            answer("cuModuleGetFunction", module.get_function(name)).map(|function| Kernel(function.to_raw()))
+        };
+        let packed = |name: &str| -> Result<[Kernel; 3], CudaError> {
+            let of = |rows| kernel(&format!("{name}_r{rows}"));
+            Ok([of(1)?, of(2)?, of(4)?])
+        };
+        let kernels = Kernels {
+            append: kernel("append")?,
+            copy_tokens: kernel("copy_tokens")?,
+            attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
+            attend_packed: packed("attend_packed")?,
+            attend_rebuilt: packed("attend_rebuilt")?,
+            attend_factors: kernel("attend_factors")?,
+            append_rows: kernel("append_rows")?,
+            gather_queries: kernel("gather_queries")?,
+            fold_queries: kernel("fold_queries")?,
+            finish_in_place: kernel("finish_in_place")?,
+            append_halves: kernel("append_halves")?,
+            gather_halves: kernel("gather_halves")?,
+            fold_halves: kernel("fold_halves")?,
+            finish_halves: kernel("finish_halves")?,
+            back_rows: kernel("back_rows")?,
+            pack_pages: kernel("pack_pages")?,
+            merge_pairs: kernel("merge_pairs")?,
+            finish_rows: kernel("finish_rows")?,
+            mass_pages: kernel("mass_pages")?,
+        };
+        let (work, lifts, downs) = (Mutex::default(), Lifts::new()?, Downs::default());
+        Ok(Device { work, lifts, downs, kernels, _module: module, stream, context, name, ordinal })
+    }
+
+    /// Makes the device's context that of the calling thread.
+    pub fn enter(&self) -> Result<(), CudaError> {
+        answer("cuCtxSetCurrent", CurrentContext::set_current(&self.context))
+    }
+
+    /// The right to put work on the stream.
+    pub fn work(&self) -> Result<MutexGuard<'_, Work>, CudaError> {
+        self.enter()?;
+        // A thread that panicked left at most a buffer whose content nobody reads again.
+        Ok(self.work.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Memory for pages, whose content is undefined.
+    pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<PageMemory, Error> {
+        self.enter()?;
+        Ok(PageMemory { memory: Memory::new(bytes)?, device: self.clone() })
+    }
+
+    /// Fills `words` words from `address` on.
+    pub fn fill(&self, address: u64, word: u32, words: u32) -> Result<(), CudaError> {
+        self.enter()?;
+        // SAFETY: page memory and its extent, which the caller holds; a fill has no other requirement.
+        let code = unsafe { sys::cuMemsetD32Async(address, word, words as usize, self.stream.handle()) };
+        bare("cuMemsetD32Async", code)
+    }
+
+    /// Writes words from `address` on.
+    pub fn write(&self, address: u64, words: &[u32]) -> Result<(), Error> {
+        self.work()?.write(&self.stream, &[(address, words)])
+    }
+
+    /// What lies at `address`, once all that was asked for is done.
+    pub fn read(&self, address: u64, words: u32) -> Result<Vec<u32>, Error> {
+        let mut work = self.work()?;
+        work.fetch(&self.stream, address, words as usize, |words| words.to_vec())
+    }
+
+    /// As [`Device::read`] of several places, one after the other, given to `f`; of none it waits for nothing.
+    pub fn read_all(&self, places: &[(u64, usize)], f: impl FnOnce(&[u32])) -> Result<(), Error> {
+        if places.is_empty() {
+            return Ok(());
+        }
+        self.work()?.fetch_all(&self.stream, places, f)
+    }
+
+    /// Launches a kernel over `warps` warps.
+    ///
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, and what it is promised holds.
+    pub unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        warps: usize,
+        arguments: &[*const c_void],
+    ) -> Result<(), CudaError> {
+        let grid = (warps as u64 * 32).div_ceil(u64::from(THREADS)) as u32;
+        // SAFETY: the caller's promise; the driver copies the parameters before it returns.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                kernel.0,
+                grid,
+                1,
+                1,
+                THREADS,
+                1,
+                1,
+                0,
+                self.stream.handle(),
+                arguments.as_ptr().cast_mut().cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        bare("cuLaunchKernel", code)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // What follows gives everything back, once nothing is copied there any more; a device that is lost has nothing more to give.
+        let _ = self.enter();
+        let _ = self.stream.synchronize();
+    }
+}
+
+/// Memory of a chunk of pages.
+#[derive(Debug)]
+pub(crate) struct PageMemory {
+    memory: Memory,
+    device: Arc<Device>,
+}
+
+impl PageMemory {
+    pub fn address(&self) -> u64 {
+        self.memory.address()
+    }
+}
+
+impl Drop for PageMemory {
+    fn drop(&mut self) {
+        // The memory itself is given back next.
+        let _ = self.device.enter();
+    }
+}
+
+/// Pointers to a kernel's parameters.
+macro_rules! arguments {
+    ($($x:expr),* $(,)?) => { &[$(std::ptr::from_ref(&$x).cast::<std::ffi::c_void>()),*] };
+}
+pub(crate) use arguments;

@@ -1,0 +1,72 @@
+//! Tensors of the device that a call is given.
+
+use crate::base::device_slice::DeviceSlice;
+use crate::base::error::Error;
+use crate::device::{Device, bare};
+use cust::sys;
+use pikv_core::dtype::Dtype;
+use pikv_kernels::args::TensorArg;
+
+impl From<DeviceSlice> for TensorArg {
+    fn from(slice: DeviceSlice) -> Self {
+        TensorArg::new(slice.address(), slice.dtype())
+    }
+}
+
+impl Device {
+    /// Makes all of a tensor 0.
+    pub fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
+        if slice.dtype() == Dtype::F32 {
+            return Ok(self.fill(slice.address(), 0, slice.len() as u32)?);
+        }
+        self.enter()?;
+        // SAFETY: a tensor in 16 bits of the caller's, which stays until the stream has passed; a fill has no other requirement.
+        let code = unsafe { sys::cuMemsetD16Async(slice.address(), 0, slice.len(), self.stream.handle()) };
+        Ok(bare("cuMemsetD16Async", code)?)
+    }
+
+    /// As [`Device::check`], of log-sum-exps.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error> {
+        if slice.dtype() != Dtype::F32 {
+            let (address, why) = (slice.address(), "log-sum-exps are f32");
+            return Err(Error::DeviceTensor { what: "lse", address, why });
+        }
+        self.check("lse", slice)
+    }
+
+    /// Whether kernels can read and write there, as far as the driver knows.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check(&self, what: &'static str, slice: DeviceSlice) -> Result<(), Error> {
+        let address = slice.address();
+        let refused = |why| Err(Error::DeviceTensor { what, address, why });
+        if address == 0 {
+            return refused("the address is null");
+        }
+        if !address.is_multiple_of(u64::from(slice.dtype().bits() / 8)) {
+            return refused(match slice.dtype() {
+                Dtype::F32 => "f32 lie at multiples of 4",
+                _ => "f16 and bf16 lie at multiples of 2",
+            });
+        }
+        if slice.len() > u32::MAX as usize {
+            return refused("a tensor of 2^32 elements or more; make the step shorter");
+        }
+        let mut ordinal = 0u32;
+        let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+        // SAFETY: a place for the attribute's value; the driver looks the address up, and reads nothing there.
+        let code = unsafe { sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address) };
+        match code {
+            sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE => refused("the driver knows no memory there"),
+            code => match bare("cuPointerGetAttribute", code) {
+                Ok(()) if ordinal == self.ordinal => Ok(()),
+                Ok(()) => refused("memory of another device than the cache's"),
+                Err(error) => Err(error.into()),
+            },
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Memory that launches work in: lists on their way up, partial results, and results on their way back.
+
+use crate::base::error::Error;
+use crate::codec::Map;
+use crate::device::granted;
+use crate::device::ring::{Ring, Upload};
+use crate::device::stream::Stream;
+use cust::memory::{DevicePointer, LockedBuffer, cuda_free, cuda_malloc};
+use pikv_core::codec::read::Back;
+use pikv_kernels::args::MapArg;
+
+/// Device memory, given back on drop. The context must be current.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    address: u64,
+    bytes: u64,
+}
+
+impl Memory {
+    pub fn new(bytes: u64) -> Result<Memory, Error> {
+        // SAFETY: given back on drop; nobody reads what was not written.
+        let address = granted("cuMemAlloc", bytes, unsafe { cuda_malloc::<u8>(bytes as usize) })?;
+        Ok(Memory { address: address.as_raw(), bytes })
+    }
+
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Makes room for `bytes` bytes; what was there is gone.
+    pub fn reserve(&mut self, bytes: u64, stream: &Stream) -> Result<u64, Error> {
+        if self.bytes < bytes {
+            // Work under way still reads the old one.
+            stream.synchronize()?;
+            *self = Memory::default();
+            *self = Memory::new(bytes.next_power_of_two())?;
+        }
+        Ok(self.address)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            // SAFETY: from `cuda_malloc`, once. A lost device refuses, and has lost the memory with everything else.
+            let _ = unsafe { cuda_free(DevicePointer::<u8>::from_raw(self.address)) };
+        }
+    }
+}
+
+/// Pinned words of the host.
+#[derive(Debug, Default)]
+pub struct Pinned(Option<LockedBuffer<u32>>);
+
+impl Pinned {
+    /// At least `words` words; nothing may be copied to or from them.
+    pub fn reserve(&mut self, words: usize) -> Result<&mut [u32], Error> {
+        if self.0.as_ref().is_none_or(|buffer| buffer.len() < words) {
+            self.0 = None;
+            let words = words.next_power_of_two();
+            let buffer = LockedBuffer::new(&0, words);
+            self.0 = Some(granted("cuMemAllocHost", words as u64 * 4, buffer)?);
+        }
+        Ok(self.0.as_deref_mut().unwrap_or_default())
+    }
+
+    /// All of them.
+    pub fn words(&self) -> &[u32] {
+        self.0.as_deref().unwrap_or_default()
+    }
+
+    /// How many there are.
+    pub fn room(&self) -> usize {
+        self.words().len()
+    }
+}
+
+/// What launches work in.
+#[derive(Debug, Default)]
+pub struct Work {
+    ring: Ring,
+    queries: Memory,
+    parts: Memory,
+    raw: Memory,
+    out: Memory,
+    scratch: Memory,
+    back: Pinned,
+    /// Tables of rotations, and the positions in them.
+    tables: Vec<(usize, u32, Memory)>,
+    /// Maps of codecs.
+    maps: Vec<(Map, Way, MapArg, Memory)>,
+}
+
+/// What a map is for, and so which of its matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// To what is stored.
+    Store,
+    /// Back, for 32 tokens.
+    Back,
+    /// Back, for a sum of tokens: the matrix is transposed.
+    Sum,
+}
+
+impl Work {
+    /// Writes words to where they belong.
+    pub fn write(&mut self, stream: &Stream, targets: &[(u64, &[u32])]) -> Result<(), Error> {
+        self.ring.write(stream, targets)
+    }
+
+    /// Sends lists up; the address of the first.
+    pub fn send(&mut self, stream: &Stream, upload: &Upload<'_>) -> Result<u64, Error> {
+        self.ring.send(stream, upload)
+    }
+
+    /// Room for the queries of a wave, where kernels gather them.
+    pub fn queries(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
+        self.queries.reserve(floats * 4, stream)
+    }
+
+    /// Room for the partial results of a wave.
+    pub fn parts(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
+        self.parts.reserve(floats * 4, stream)
+    }
+
+    /// Room for the weights of a wave.
+    pub fn raw(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
+        self.raw.reserve(floats * 4, stream)
+    }
+
+    /// Room for results.
+    pub fn out(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
+        self.out.reserve(floats * 4, stream)
+    }
+
+    /// Room that kernels work in, until the next launch that asks for some.
+    pub fn scratch(&mut self, stream: &Stream, bytes: u64) -> Result<u64, Error> {
+        self.scratch.reserve(bytes, stream)
+    }
+
+    /// A map, one of its ways.
+    pub fn map(&mut self, stream: &Stream, map: Option<&Map>, way: Way) -> Result<MapArg, Error> {
+        let Some(map) = map else { return Ok(MapArg::NONE) };
+        let known = |of: &&(Map, Way, MapArg, Memory)| of.1 == way && of.0.is(map);
+        if let Some((_, _, known, _)) = self.maps.iter().find(known) {
+            return Ok(*known);
+        }
+        let (wide, narrow) = (map.wide(), map.narrow());
+        let none = MapArg { wide, narrow, ..MapArg::NONE };
+        let (form, table, bias) = match map.back() {
+            Back::Hadamard { block } => {
+                return Ok(MapArg { form: MapArg::HADAMARD, block: block as u32, ..none });
+            }
+            Back::Select { channels } => (MapArg::SELECT, channels.to_vec(), &[][..]),
+            Back::Dense { decode, bias } => {
+                let column = |c: usize| decode.iter().skip(c).step_by(narrow as usize);
+                let table: Vec<f32> = match way {
+                    Way::Store => map.encode().into_owned(),
+                    Way::Back => decode.to_vec(),
+                    Way::Sum => (0..narrow as usize).flat_map(column).copied().collect(),
+                };
+                (MapArg::DENSE, bytemuck::cast_slice(&table).to_vec(), bias)
+            }
+            _ => unreachable!("the forms of a map"),
+        };
+        let words = [&table, bytemuck::cast_slice::<f32, u32>(bias)].concat();
+        let memory = Memory::new(size_of_val(&words[..]) as u64)?;
+        self.write(stream, &[(memory.address(), &words)])?;
+        let (at, bytes) = (memory.address(), size_of_val(&table[..]) as u64);
+        let bias = if bias.is_empty() { 0 } else { at + bytes };
+        let argument = MapArg { form, table: at, bias, ..none };
+        // Those that no codec has any more have no readers once all work is done.
+        if self.maps.iter().any(|(map, ..)| map.is_last()) {
+            stream.synchronize()?;
+            self.maps.retain(|(map, ..)| !map.is_last());
+        }
+        self.maps.push((map.clone(), way, argument, memory));
+        Ok(argument)
+    }
+
+    /// The table of a rotation, the cache's `index`th.
+    pub fn table(
+        &mut self,
+        stream: &Stream,
+        index: usize,
+        values: &[f32],
+        capacity: u32,
+    ) -> Result<u64, Error> {
+        if let Some((.., memory)) = self.tables.iter().find(|(known, n, _)| (*known, *n) == (index, capacity))
+        {
+            return Ok(memory.address());
+        }
+        let memory = Memory::new(size_of_val(values) as u64)?;
+        // SAFETY: the memory is that long. Nothing but the call itself reads the host's values: it waits for the copy.
+        unsafe { stream.up(memory.address(), bytemuck::cast_slice(values))? };
+        stream.synchronize()?;
+        // A shorter one has no more readers, all work being done.
+        self.tables.retain(|(known, ..)| *known != index);
+        let address = memory.address();
+        self.tables.push((index, capacity, memory));
+        Ok(address)
+    }
+
+    /// Waits for all that was asked for, and gives `f` the words at `address`.
+    pub fn fetch<T>(
+        &mut self,
+        stream: &Stream,
+        address: u64,
+        words: usize,
+        f: impl FnOnce(&[u32]) -> T,
+    ) -> Result<T, Error> {
+        self.fetch_all(stream, &[(address, words)], f)
+    }
+
+    /// As [`Work::fetch`] of several places, one after the other.
+    pub fn fetch_all<T>(
+        &mut self,
+        stream: &Stream,
+        places: &[(u64, usize)],
+        f: impl FnOnce(&[u32]) -> T,
+    ) -> Result<T, Error> {
+        let all = places.iter().map(|(_, words)| words).sum();
+        let host = &mut self.back.reserve(all)?[..all];
+        // SAFETY: as long as all places, and the stream is waited for before anyone reads.
+        unsafe { stream.down(places.iter().map(|(address, words)| (*address, 4 * words)), host)? };
+        stream.synchronize()?;
+        Ok(f(host))
+    }
+}

@@ -1,0 +1,398 @@
+//! What a layer's policy keeps of tokens and heads, and what it is told after a step.
+
+use crate::attend::feedback::Feed;
+use crate::attend::mass::Weighed;
+use crate::base::ids::{PageId, Place, chain_place};
+use crate::base::parallel::MANY;
+use crate::base::parallel::each_mut;
+use crate::config::HeadCodecs;
+use crate::config::shape::CacheShape;
+use crate::memory::pool::Pool;
+use crate::metrics::Reused;
+use crate::metrics::report::StepReport;
+use crate::pages::chain::{Chain, find};
+use crate::pages::filing::{Head, Layer, experts};
+use crate::policy::rule::Rule;
+use crate::policy::{HeadSeen, Positions, Seen};
+use crate::router::met::{Met, combined};
+use pikv_core::attend::filled;
+use pikv_core::page::{PAGE, Position};
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// A token that a step moved from the ring to a page.
+#[derive(Clone, Copy, Debug)]
+struct Moved {
+    position: u32,
+    chain: usize,
+    ordinal: u32,
+    lane: u32,
+}
+
+impl Layer {
+    /// Tells the policy what the rows of a step saw, once the tokens that left the ring are filed. It is told of each row as if
+    /// the step had ended with it: which tokens lie in the ring, and in which page, is what it would have been then.
+    ///
+    /// `feeds` are those of the heads in their order, or none if nothing was attended. Heads are told each for itself, in
+    /// whatever order; of a head, pages come as attention read them.
+    pub fn observe(
+        &mut self,
+        inner: &CacheShape,
+        shape: &LayerShape,
+        old: u32,
+        new: u32,
+        feeds: &mut [Feed],
+        reused: Option<&mut Vec<Reused>>,
+    ) {
+        let Layer { heads, store, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
+        let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
+        let telling = Telling {
+            rule,
+            inner,
+            shape,
+            codecs,
+            tags,
+            tags_from: *tags_from,
+            first_tile: *first_tile,
+            filed: *filed,
+            sinks: store.sinks,
+            old,
+            new,
+            reused: reused.is_some(),
+        };
+        let pages: usize = feeds.iter().map(|feed| feed.weighed.pages.len()).sum();
+        let mut told = feeds.iter_mut();
+        let mut heads: SmallVec<[(&mut Head, Option<&mut Feed>); 16]> =
+            heads.iter_mut().map(|head| (head, told.next())).collect();
+        let tell = |h: usize, (head, feed): &mut (&mut Head, Option<&mut Feed>)| {
+            telling.tell(h, head, feed.as_deref_mut());
+        };
+        if pages >= MANY {
+            each_mut(&mut heads, tell);
+        } else {
+            heads.iter_mut().enumerate().for_each(|(h, head)| tell(h, head));
+        }
+        drop(heads);
+        if let Some(reused) = reused {
+            feeds.iter_mut().for_each(|feed| reused.append(&mut feed.reused));
+        }
+    }
+
+    /// What the policy keeps of a head at `len`.
+    pub fn own(&self, rule: &Rule, head: usize, len: u32) -> &[f32] {
+        &self.heads[head].own[rule.version(len) * rule.head_words..][..rule.head_words]
+    }
+
+    /// Adds to a report what rows at `rows` of layer `l` met, and what they met by themselves if that is asked.
+    pub fn count_into(
+        &self,
+        pool: &Pool,
+        l: usize,
+        part: usize,
+        rows: Range<u32>,
+        feeds: &[Feed],
+        report: &mut StepReport,
+    ) {
+        let StepReport { experts, hits, misses, held, lost, by_part, remote, .. } = report;
+        let of = l * *experts..(l + 1) * *experts;
+        self.count(pool, rows, &mut held[of.clone()], &mut lost[of.clone()]);
+        if pool.hits().is_none() {
+            return;
+        }
+        let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
+        let mut all: Vec<Met> = feeds.iter().flat_map(|feed| &feed.met).copied().collect();
+        for met in &all {
+            hits[usize::from(met.expert)] += f64::from(met.held) / f64::from(PAGE);
+            misses[usize::from(met.expert)] += f64::from(met.missed()) / f64::from(PAGE);
+        }
+        if let Some(sum) = remote.last_mut() {
+            *sum += feeds.iter().map(|feed| feed.far).sum::<u64>();
+        }
+        if let Some(by_part) = by_part {
+            combined(&mut all);
+            by_part.met.extend(all.into_iter().map(|met| (l, part, met)));
+        }
+    }
+
+    /// Adds, for each expert that rows at `rows` chose, the tokens of its pages over all heads: those that the first tier holds, and
+    /// those that it does not.
+    fn count(&self, pool: &Pool, rows: Range<u32>, held: &mut [u64], lost: &mut [u64]) {
+        let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, held.len());
+        rows.for_each(|row| self.experts(&pool.shape, row).for_each(|e| times[usize::from(e)] += 1));
+        for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
+            for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
+                let near = chain.live - if pool.tiers.is_some() { chain.away() } else { 0 };
+                held[e] += times * u64::from(near);
+                lost[e] += times * u64::from(chain.filed - near);
+            }
+        }
+    }
+}
+
+/// What the heads of a layer have in common when their policy is told of a step.
+struct Telling<'a> {
+    rule: &'a Rule,
+    inner: &'a CacheShape,
+    shape: &'a LayerShape,
+    codecs: &'a HeadCodecs,
+    tags: &'a VecDeque<u16>,
+    tags_from: u32,
+    first_tile: u32,
+    filed: u32,
+    sinks: u32,
+    old: u32,
+    new: u32,
+    /// Whether pages that are used again are asked for.
+    reused: bool,
+}
+
+/// Some rows that are told of at once.
+struct Cut<'a> {
+    index: usize,
+    /// Rows that the policy wants to know of.
+    told: Range<u32>,
+    /// Tokens at the end of the last of the rows, and of these those that had left the ring.
+    len: u32,
+    left: u32,
+    /// Tokens that the step moved to pages.
+    moved: &'a [Moved],
+    /// Tokens that the head held.
+    resident: u32,
+}
+
+impl Telling<'_> {
+    /// Tells of one head.
+    fn tell(&self, h: usize, head: &mut Head, mut feed: Option<&mut Feed>) {
+        let Telling { rule, inner, shape, old, .. } = *self;
+        let ring = inner.store.ring;
+        let moved = self.moved(h, head, ring.left(old));
+        let mut before = old;
+        for (index, (rows, told)) in rule.cuts(old, self.new).enumerate() {
+            self.turn(head, before, rows.end);
+            let left = ring.left(rows.end);
+            let (done, late) = moved.split_at(moved.partition_point(|token| token.position < left));
+            let since = done.partition_point(|token| token.position < ring.left(before));
+            self.carry(head, &done[since..], rows.end);
+            before = rows.end;
+            let Some(feed) = feed.as_deref_mut() else { continue };
+            let of = |row: u32| rows.contains(&(row + old));
+            let met = || feed.met.iter().filter(|met| of(met.row));
+            let (held, missed): (u32, u32) =
+                met().fold((0, 0), |(held, missed), met| (held + met.held, missed + met.missed()));
+            let mut asked = 0;
+            let mut last = None;
+            for met in met() {
+                asked += u32::from(last.replace(met.row) != Some(met.row));
+            }
+            let group = shape.group();
+            let width = group as usize * shape.layout.k_dim as usize;
+            let at = (rows.start - old) as usize * width..(rows.end - old) as usize * width;
+            let seen = HeadSeen {
+                layer: rule.layer,
+                kv_head: h,
+                group,
+                first: Position(rows.start),
+                rows: rows.len() as u32,
+                queries: feed.queries.get(at).unwrap_or_default(),
+                hits: held as f32 / PAGE as f32,
+                misses: missed as f32 / PAGE as f32,
+                asked,
+                frequencies: rule.frequencies.as_ref(),
+            };
+            let own = &mut head.own[rule.version(rows.end) * rule.head_words..];
+            rule.eviction.policy.observe_head(&seen, &mut own[..rule.head_words]);
+            if rule.words > 0 && !told.is_empty() {
+                // From here on the first of the rows found tokens in the ring.
+                let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
+                let from = done.partition_point(|token| token.position < floor);
+                follow(&mut feed.weighed, index, &done[from..]);
+                let filed: u32 = head.chains.iter().map(|chain| chain.live).sum();
+                let sinks = |left: u32| left.min(self.sinks);
+                let late = late.len() as u32 + sinks(self.filed) - sinks(left);
+                let resident = ring.resident(rows.end).0 + filed - late;
+                self.pages(h, head, feed, &Cut { index, told, len: rows.end, left, moved: &moved, resident });
+            }
+        }
+    }
+
+    /// Tells of the pages of a head, one by one.
+    fn pages(&self, h: usize, head: &mut Head, feed: &mut Feed, cut: &Cut<'_>) {
+        let Feed { weighed, reused, .. } = feed;
+        let mut at = 0;
+        while let Some((PageId { place, .. }, _)) = weighed.pages.get(at) {
+            at = match place {
+                Place::Sinks => at + 1,
+                Place::Ring => self.ring(h, head, weighed, at, cut),
+                Place::Expert(e) => {
+                    self.run(h, &mut head.chains[usize::from(*e) + 1], weighed, at, cut, reused)
+                }
+            };
+        }
+    }
+
+    /// What all pages are told of alike, to be completed for each.
+    fn seen(&self, h: usize, page: PageId, cut: &Cut<'_>) -> Seen<'static> {
+        let Cut { ref told, resident, .. } = *cut;
+        Seen {
+            layer: self.rule.layer,
+            kv_head: h,
+            group: self.shape.group(),
+            first: Position(told.start),
+            rows: told.len() as u32,
+            page,
+            live: 0,
+            positions: Positions::first(0),
+            mass: &[0.0; LANES],
+            resident,
+        }
+    }
+
+    /// Tells of pages of the ring, from that at `from` on; index of the first of another place.
+    fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, from: usize, cut: &Cut<'_>) -> usize {
+        let mut kept = head.states.version_mut(self.rule.version(cut.len));
+        let mut at = from;
+        while let Some(&(page, _)) = weighed.pages.get(at).filter(|(page, _)| page.place == Place::Ring) {
+            at += 1;
+            let Some(mass) = weighed.cut(at - 1, cut.index) else { continue };
+            let first = page.ordinal * PAGE;
+            let below = |end: u32| filled(end.saturating_sub(first).min(PAGE));
+            let live = below(cut.len) & !below(cut.left);
+            let tile = page.ordinal.wrapping_sub(self.first_tile) as usize;
+            if let Some((rows, _)) = kept.page_mut(tile).filter(|_| live != 0) {
+                // Tokens that left since, sinks for one, may have some.
+                let mass = &of_lanes(mass, live);
+                let seen = Seen { live, positions: Positions::first(first), mass, ..self.seen(h, page, cut) };
+                self.rule.observe(&seen, rows);
+            }
+        }
+        at
+    }
+
+    /// Tells of pages of an expert, from that at `from` on; index of the first of another place.
+    fn run(
+        &self,
+        h: usize,
+        chain: &mut Chain,
+        weighed: &Weighed,
+        from: usize,
+        cut: &Cut<'_>,
+        reused: &mut Vec<Reused>,
+    ) -> usize {
+        let place = weighed.pages[from].0.place;
+        // From this page on there are tokens that were filed by the step: not all had been when attention looked, and not all
+        // are told of already.
+        let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
+        let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
+        let codec = self.codecs[h].as_ref();
+        let Chain { entries, kept, .. } = chain;
+        let mut kept = kept.version_mut(self.rule.version(cut.len));
+        // One for all of them, as there are thousands a step.
+        let all = self.seen(h, weighed.pages[from].0, cut);
+        // Pages come by ascending ordinals, mostly one after the other.
+        let (mut at, mut next) = (from, 0);
+        while let Some(&(page, mut live)) = weighed.pages.get(at).filter(|(page, _)| page.place == place) {
+            at += 1;
+            let Some(mut mass) = weighed.cut(at - 1, cut.index) else { continue };
+            let Some(i) = find(entries, next, page.ordinal) else { continue };
+            next = i + 1;
+            let (Some(entry), Some((rows, used))) = (entries.get(i), kept.page_mut(i)) else { continue };
+            let own;
+            if page.ordinal >= new {
+                let filed = |lane: &u32| entry.position(codec, *lane).is_some_and(|p| p < cut.left);
+                let filed = (0..entry.fill).filter(filed).fold(0, |filed, lane| filed | 1 << lane);
+                live = entry.live & filed;
+                own = of_lanes(mass, live);
+                mass = &own;
+            }
+            if live == 0 {
+                continue;
+            }
+            let seen = Seen { page, live, positions: Positions::page(entry, codec), mass, ..all };
+            if self.reused && seen.used(1.0) {
+                // A page that was never used before was there with its last token.
+                let before = if *used == 0 { entry.last().unwrap_or_default() + 1 } else { *used };
+                let (layer, kv_head) = (seen.layer as u32, h as u32);
+                // Its last use may have been taken back.
+                let gap = cut.len.checked_sub(before).filter(|gap| *gap > 0);
+                reused.extend(gap.map(|gap| Reused { layer, kv_head, gap }));
+                *used = cut.len;
+            }
+            self.rule.observe(&seen, rows);
+        }
+        at
+    }
+
+    /// The tokens from position `from` on that lie in pages of experts by now, by position.
+    fn moved(&self, h: usize, head: &Head, from: u32) -> SmallVec<[Moved; 4]> {
+        let codec = self.codecs[h].as_ref();
+        let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
+        // Mostly one token: the runs of other experts are not looked into, as that would fetch each from memory.
+        let home = |position| experts(self.inner, self.tags, self.tags_from, position).next();
+        let mut homes: SmallVec<[usize; 4]> =
+            (from..self.filed).filter_map(home).map(|e| usize::from(e) + 1).collect();
+        homes.sort_unstable();
+        homes.dedup();
+        for (c, chain) in homes.into_iter().map(|c| (c, &head.chains[c])) {
+            let lanes = chain
+                .entries
+                .iter()
+                .rev()
+                .flat_map(|entry| (0..entry.fill).rev().map(move |lane| (entry.ordinal, lane, entry)));
+            let tokens = lanes.map_while(|(ordinal, lane, entry)| {
+                let position = entry.position(codec, lane).filter(|position| *position >= from)?;
+                Some(Moved { position, chain: c, ordinal, lane })
+            });
+            moved.extend(tokens);
+        }
+        moved.sort_unstable_by_key(|token| token.position);
+        moved
+    }
+
+    /// Starts the version of `to` tokens from that of `from`.
+    fn turn(&self, head: &mut Head, from: u32, to: u32) {
+        let rule = self.rule;
+        if rule.versions == 1 {
+            return;
+        }
+        let (from, to) = (rule.version(from), rule.version(to));
+        let runs = head.chains.iter_mut().map(|chain| &mut chain.kept);
+        runs.chain([&mut head.states]).for_each(|kept| kept.turn(from, to));
+        let words = rule.head_words;
+        head.own.copy_within(from * words..(from + 1) * words, to * words);
+    }
+
+    /// Takes what is kept of tokens of the ring along to their pages, as of `len` tokens.
+    fn carry(&self, head: &mut Head, moved: &[Moved], len: u32) {
+        let Head { chains, states, .. } = head;
+        let version = self.rule.version(len);
+        for token in moved {
+            let tile = (token.position / PAGE).wrapping_sub(self.first_tile) as usize;
+            let chain = &mut chains[token.chain];
+            let Some(page) = chain.index(token.ordinal) else { continue };
+            let to = (page, token.lane);
+            chain.kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
+        }
+    }
+}
+
+/// The masses of some lanes, and 0 of the others.
+fn of_lanes(mass: &[f32; LANES], lanes: u32) -> [f32; LANES] {
+    std::array::from_fn(|lane| if lanes >> lane & 1 != 0 { mass[lane] } else { 0.0 })
+}
+
+/// Moves what tokens received in the ring to the pages where they lie by now.
+fn follow(weighed: &mut Weighed, cut: usize, moved: &[Moved]) {
+    if moved.is_empty() {
+        return;
+    }
+    let mut index = weighed.index();
+    for token in moved {
+        let ring = PageId { place: Place::Ring, ordinal: token.position / PAGE };
+        let page = PageId { place: chain_place(token.chain), ordinal: token.ordinal };
+        let (from, to) = ((ring, (token.position % PAGE) as usize), (page, token.lane as usize));
+        weighed.carry(&mut index, cut, from, to);
+    }
+}

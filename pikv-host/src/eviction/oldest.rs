@@ -1,0 +1,76 @@
+//! The oldest tokens of a head, found without a ranking.
+
+use crate::codec::HeadCodec;
+use crate::eviction::ranked::Gone;
+use crate::pages::chain::Chain;
+use crate::policy::pinned;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::ops::Range;
+
+/// Where a run has been read to.
+struct Cursor<'a> {
+    chain: usize,
+    of: &'a Chain,
+    codec: Option<&'a HeadCodec>,
+    /// Place in the run of the page, and its lanes that are left and that go.
+    at: usize,
+    left: u32,
+    gone: u32,
+}
+
+impl Cursor<'_> {
+    /// Position of the next token.
+    fn next(&mut self) -> Option<u32> {
+        while self.left == 0 {
+            self.at += 1;
+            self.left = self.of.entries.get(self.at)?.live;
+        }
+        self.of.entries[self.at].position(self.codec, self.left.trailing_zeros())
+    }
+
+    /// What goes of the page.
+    fn page(&self) -> Option<Gone> {
+        (self.gone != 0).then(|| (self.chain, self.of.entries[self.at].ordinal, self.gone))
+    }
+}
+
+/// Adds to `gone` the `n` oldest tokens of the runs of experts that are not pinned, or all if there are fewer. O(those log runs), and
+/// what is pinned or gone before them.
+pub(crate) fn oldest(
+    chains: &[Chain],
+    codec: Option<&HeadCodec>,
+    mut n: usize,
+    pins: &[Range<u32>],
+    gone: &mut Vec<Gone>,
+) {
+    let live = chains.iter().enumerate().skip(1).filter(|(_, of)| of.live > 0);
+    let start = |(chain, of)| Cursor { chain, of, codec, at: 0, left: of.entries[0].live, gone: 0 };
+    let mut cursors: Vec<Cursor<'_>> = live.map(start).collect();
+    let first = |(i, cursor): (usize, &mut Cursor<'_>)| Some(Reverse((cursor.next()?, i)));
+    let mut heads: BinaryHeap<_> = cursors.iter_mut().enumerate().filter_map(first).collect();
+    while let Some(Reverse((mut position, i))) = heads.pop().filter(|_| n > 0) {
+        let until = heads.peek().map_or(u32::MAX, |Reverse((position, _))| *position);
+        let cursor = &mut cursors[i];
+        // A whole page at once where nothing stands between.
+        let page = cursor.at;
+        loop {
+            let bit = cursor.left & cursor.left.wrapping_neg();
+            cursor.left &= !bit;
+            if !pinned(pins, position) {
+                cursor.gone |= bit;
+                n -= 1;
+            }
+            if cursor.left == 0 {
+                gone.extend(cursor.page());
+                cursor.gone = 0;
+            }
+            match cursor.next() {
+                Some(next) if n > 0 && cursor.at == page && next < until => position = next,
+                Some(next) => break heads.push(Reverse((next, i))),
+                None => break,
+            }
+        }
+    }
+    gone.extend(cursors.iter().filter_map(Cursor::page));
+}

@@ -1,0 +1,215 @@
+//! What may go from a head, and what its policy says it is worth.
+
+use crate::base::huge_pages;
+use crate::base::scratch::emptied;
+use crate::eviction::evict::Excess;
+use crate::pages::chain::{Entry, Held};
+use crate::policy::{Candidate, Candidates, Source, order_bits, pinned, worst, worth};
+use pikv_core::page::PAGE;
+use pikv_lanes::fetch;
+use std::mem;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// The lists of a ranking: 12 bytes a token, 52 a page.
+#[derive(Debug, Default)]
+pub(crate) struct Room {
+    pages: Vec<Source<'static>>,
+    tokens: Vec<Candidate>,
+    utility: Vec<f32>,
+    lanes: Vec<u32>,
+}
+
+/// Those of a cache, as long as the longest rankings were: the system need not be asked for them, and for each of their pages,
+/// again.
+#[derive(Debug, Default)]
+pub(crate) struct Rooms(Mutex<Vec<Room>>);
+
+impl Rooms {
+    /// All that nobody else has.
+    pub fn take(&self) -> Vec<Room> {
+        mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Gives them back; if others did meanwhile, the larger part stays.
+    pub fn give(&self, rooms: Vec<Room>) {
+        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if rooms.len() > held.len() {
+            *held = rooms;
+        }
+    }
+}
+
+/// How many pages ahead positions are fetched: they lie with their pages, each where the one before says nothing of.
+const AHEAD: usize = 8;
+
+/// Tokens of one page that go: the chain, the page's ordinal, its lanes.
+pub(crate) type Gone = (usize, u32, u32);
+
+/// What may go from a head.
+pub(crate) struct Ranked<'a> {
+    pub excess: &'a Excess<'a>,
+    pub head: usize,
+    pub tokens: Candidates<'a>,
+    pub utility: Vec<f32>,
+    /// Of each page, who goes.
+    pub lanes: Vec<u32>,
+    /// Who goes of a head that was not ranked.
+    pub unranked: Vec<Gone>,
+}
+
+impl<'a> Ranked<'a> {
+    /// A head of which nothing is known yet.
+    pub fn new(excess: &'a Excess<'a>, head: usize, len: u32, room: Room) -> Ranked<'a> {
+        let (rule, layer) = (excess.rule, excess.layer);
+        let Room { pages, mut tokens, mut utility, mut lanes } = room;
+        tokens.clear();
+        utility.clear();
+        lanes.clear();
+        let tokens = Candidates {
+            layer: rule.layer,
+            kv_head: head,
+            now: len,
+            layout: &excess.shape.layout,
+            codec: layer.codecs[head].as_ref(),
+            pages: emptied(pages),
+            tokens,
+            head: layer.own(rule, head, len),
+            group: excess.shape.group(),
+            frequencies: rule.frequencies.as_ref(),
+            away: Default::default(),
+        };
+        Ranked { excess, head, tokens, utility, lanes, unranked: Vec::new() }
+    }
+
+    /// The lists, for others.
+    pub fn room(self) -> Room {
+        let Candidates { pages, tokens, .. } = self.tokens;
+        Room { pages: emptied(pages), tokens, utility: self.utility, lanes: self.lanes }
+    }
+
+    /// Has the policy say what each token is worth that is not pinned.
+    pub fn rank(&mut self, pins: &[Range<u32>]) {
+        let Ranked { excess: e, tokens, utility, .. } = self;
+        let (head, version) = (&e.layer.heads[self.head], e.rule.version(tokens.now));
+        let held = e.held[self.head] as usize;
+        huge_pages::reserve(&mut tokens.tokens, held);
+        huge_pages::reserve(utility, held);
+        let mut runs = 0;
+        for (c, chain) in head.chains.iter().enumerate().skip(1) {
+            runs += usize::from(chain.live > 0);
+            for (i, entry) in chain.entries.iter().enumerate().filter(|(_, entry)| entry.live != 0) {
+                if let Some(Entry { held: Held::Open(page), .. }) = chain.entries.get(i + AHEAD) {
+                    fetch(page.positions());
+                }
+                let rows = chain.kept.rows(i, version).unwrap_or_default();
+                let page = Source { chain: c as u32, ordinal: entry.ordinal, page: entry, rows };
+                push(tokens, entry, page, pins);
+            }
+        }
+        if runs > 1 {
+            // The runs ascend already, which this sort makes use of.
+            tokens.tokens.sort_by_key(|token| token.position);
+        }
+        utility.resize(tokens.len(), 0.0);
+        self.lanes.resize(tokens.pages.len(), 0);
+        e.rule.eviction.policy.rank(tokens, utility);
+        // What left the window is in the way until its whole page has.
+        if let Some(window) = e.shape.window.filter(|_| !e.rule.eviction.by_page) {
+            let first = (tokens.now + 1).saturating_sub(window);
+            let unseen = tokens.tokens.partition_point(|token| token.position < first);
+            utility[..unseen].fill(f32::NEG_INFINITY);
+        }
+    }
+
+    /// Marks token `i`.
+    pub fn mark(&mut self, i: usize) {
+        mark(&mut self.lanes, self.tokens.tokens[i]);
+    }
+
+    /// Marks the tokens that are worth less than `limit`.
+    pub fn below(&mut self, limit: f32) {
+        let Ranked { tokens, utility, lanes, .. } = self;
+        let below = tokens.tokens.iter().zip(utility).filter(|(_, utility)| worth(**utility) < limit);
+        below.for_each(|(token, _)| mark(lanes, *token));
+    }
+
+    /// Marks the `n` worst tokens, of equals the older.
+    pub fn worst(&mut self, n: usize) {
+        let Ranked { tokens, utility, lanes, .. } = self;
+        worst(utility, n, |i| mark(lanes, tokens.tokens[i]));
+    }
+
+    /// Marks whole pages, the worst first (of equals the one with the oldest token), until at least `n` tokens go.
+    pub fn worst_pages(&mut self, n: usize) {
+        let mut sums: Vec<(f32, u32, u32)> = vec![(0.0, 0, 0); self.tokens.pages.len()];
+        for (token, utility) in self.tokens.tokens.iter().zip(&self.utility) {
+            let (sum, count, oldest) = &mut sums[token.page()];
+            if *count == 0 {
+                *oldest = token.position;
+            }
+            (*sum, *count) = (*sum + utility, *count + 1);
+        }
+        let order = |(i, (sum, count, oldest)): (usize, &(f32, u32, u32))| {
+            let mean = order_bits(*sum / *count as f32);
+            (u64::from(mean) << 32 | u64::from(*oldest), i as u32)
+        };
+        let mut pages: Vec<(u64, u32)> = sums.iter().enumerate().map(order).collect();
+        pages.sort_unstable();
+        let mut left = n;
+        for (_, page) in pages {
+            if left == 0 {
+                break;
+            }
+            // None of its tokens is left to count.
+            let count = mem::take(&mut sums[page as usize].1);
+            left = left.saturating_sub(count as usize);
+        }
+        let tokens = self.tokens.tokens.iter().filter(|token| sums[token.page()].1 == 0);
+        tokens.for_each(|token| mark(&mut self.lanes, *token));
+    }
+
+    /// Who goes.
+    pub fn gone(&self) -> impl Iterator<Item = Gone> {
+        let pages = self.tokens.pages.iter().zip(&self.lanes).filter(|(_, lanes)| **lanes != 0);
+        let of = |(page, lanes): (&Source<'_>, &u32)| (page.chain as usize, page.ordinal, *lanes);
+        pages.map(of).chain(self.unranked.iter().copied())
+    }
+}
+
+/// Adds a page whose tokens in `lanes` may go; positions of a run ascend.
+fn push<'a>(to: &mut Candidates<'a>, entry: &'a Entry, page: Source<'a>, pins: &[Range<u32>]) {
+    let lanes = entry.live;
+    let first = to.pages.len() as u32 * PAGE;
+    let before = to.tokens.len();
+    if let (Held::Open(held), u32::MAX) = (&entry.held, lanes) {
+        let all = (first..).zip(held.positions());
+        to.tokens.extend(all.map(|(at, position)| Candidate { position: *position, at }));
+    } else {
+        let held = (0..PAGE).filter(|lane| lanes >> lane & 1 == 1);
+        let token = |lane| {
+            let position = entry.position(to.codec, lane)?;
+            Some(Candidate { position, at: first + lane })
+        };
+        to.tokens.extend(held.filter_map(token));
+    }
+    if !pins.is_empty() {
+        let mut kept = before;
+        for i in before..to.tokens.len() {
+            let position = to.tokens[i].position;
+            if !pinned(pins, position) {
+                to.tokens[kept] = to.tokens[i];
+                kept += 1;
+            }
+        }
+        to.tokens.truncate(kept);
+    }
+    if to.tokens.len() > before {
+        to.pages.push(page);
+    }
+}
+
+/// Marks a token in the lanes of its page.
+fn mark(lanes: &mut [u32], token: Candidate) {
+    lanes[token.page()] |= 1 << token.lane();
+}

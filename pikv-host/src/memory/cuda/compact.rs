@@ -1,0 +1,67 @@
+//! Tokens moved together, in pages that are read and written.
+
+use crate::base::error::Error;
+use crate::device::ring::Upload;
+use crate::device::{Device, arguments};
+use pikv_core::page::Layout;
+use pikv_kernels::args::{CopyArg, LayoutArg};
+
+/// A token that moves: from a page and a lane, to a lane of a page of the result.
+pub(crate) struct Moved {
+    pub source: u64,
+    pub from: u32,
+    /// Which page of the result.
+    pub at: usize,
+    pub to: u32,
+    /// Where that page lies.
+    pub target: u64,
+}
+
+impl Device {
+    /// Moves tokens to `pages` pages: by way of memory of its own, as what one writes another may still have to read. With
+    /// `assembled` that memory is filled with pages that the host put together. All or nothing, unless the device is lost.
+    pub fn compact(
+        &self,
+        layout: &Layout,
+        moved: &[Moved],
+        pages: usize,
+        assembled: Option<&[Vec<u32>]>,
+    ) -> Result<(), Error> {
+        if moved.is_empty() {
+            return Ok(());
+        }
+        let mut work = self.work()?;
+        let stream = &self.stream;
+        let between = work.scratch(stream, pages as u64 * layout.bytes())?;
+        let at = |moved: &Moved| between + moved.at as u64 * layout.bytes();
+        let first = |moved: &Moved| CopyArg {
+            source: moved.source,
+            target: at(moved),
+            from: moved.from,
+            to: moved.to,
+        };
+        let then =
+            |moved: &Moved| CopyArg { source: at(moved), target: moved.target, from: moved.to, to: moved.to };
+        let (first, then): (Vec<CopyArg>, Vec<CopyArg>) =
+            (moved.iter().map(first).collect(), moved.iter().map(then).collect());
+        let mut upload = Upload::new();
+        let (first_at, then_at) = (upload.add(&first), upload.add(&then));
+        let base = work.send(stream, &upload)?;
+        let (arg, count) = (LayoutArg::from(*layout), moved.len() as u32);
+        match assembled {
+            Some(pages) => {
+                let targets = (0..).zip(pages).map(|(i, words)| (between + i * layout.bytes(), &words[..]));
+                work.write(stream, &targets.collect::<Vec<_>>())?;
+            }
+            None => {
+                let list = base + first_at;
+                // SAFETY: the parameters of `copy_tokens`: from pages that the sequence holds to memory that is nobody else's.
+                unsafe { self.launch(self.kernels.copy_tokens, moved.len(), arguments!(arg, list, count))? };
+            }
+        }
+        let list = base + then_at;
+        // SAFETY: the parameters of `copy_tokens`: from that memory to pages that only this sequence holds.
+        unsafe { self.launch(self.kernels.copy_tokens, moved.len(), arguments!(arg, list, count))? };
+        Ok(())
+    }
+}

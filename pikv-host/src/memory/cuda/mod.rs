@@ -1,0 +1,4 @@
+//! Pages in the memory of a CUDA device.
+
+pub mod compact;
+pub mod pending;

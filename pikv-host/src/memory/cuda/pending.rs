@@ -1,0 +1,292 @@
+//! Tokens that are to be written and copied, in as few launches as their order allows.
+
+use crate::base::error::Error;
+use crate::codec::{Codec, HeadCodec, Old};
+use crate::device::ring::Upload;
+use crate::device::work::Way;
+use crate::device::{Device, arguments};
+use crate::memory::writes::Tokens;
+use pikv_core::page::{Layout, MAX_DIM};
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{CodecArg, CopyArg, LayoutArg, PackArg, PackedArg, TensorArg, WriteArg};
+use pikv_lanes::Lanes;
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// Rows of lanes that the packing of a page works in.
+const WORK: usize = 4 * MAX_DIM as usize;
+/// Pages that are packed by one launch at most: what they work in takes 32 MiB.
+const PACKED: usize = 256;
+
+/// What a step has asked of its pages and the device was not told yet.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    device: Arc<Device>,
+    writes: Vec<WriteArg>,
+    copies: Vec<Copies>,
+    packs: Vec<Pack>,
+}
+
+/// A page to be packed, once its tokens are there.
+#[derive(Debug)]
+struct Pack {
+    codec: HeadCodec,
+    lanes: Lanes,
+    layout: Layout,
+    page: u64,
+    fill: u32,
+    packed: u64,
+    way: Packing,
+}
+
+/// What packs a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Packing {
+    /// A kernel.
+    Device,
+    /// The host, which reads the page, and writes means or coefficients and a basis of it. Both are worked out in f64, of which most
+    /// devices have little, and a basis by rotations that follow each other, 500 a sweep, in which a warp has little to share out. The host
+    /// waits for it once in 32 tokens.
+    Host,
+    /// The host, by the second codec, from what the first one made, whose last position this is: once in the life of a page.
+    Again { last: u32 },
+}
+
+impl Packing {
+    /// Whether pages that are packed so wait for each other.
+    fn follows(self, other: Packing) -> bool {
+        matches!(self, Packing::Again { .. }) == matches!(other, Packing::Again { .. })
+            && (self == Packing::Device) == (other == Packing::Device)
+    }
+}
+
+impl Pack {
+    /// Words that it is packed from.
+    fn words(&self) -> usize {
+        match self.way {
+            Packing::Again { .. } => self.codec.packed.words() as usize,
+            _ => self.layout.words() as usize,
+        }
+    }
+
+    /// Packs on the host.
+    fn pack(&self, words: &[u32]) -> Vec<u32> {
+        let Pack { codec, lanes, layout, fill, way, .. } = self;
+        let room = |codec: &HeadCodec| vec![0; codec.packed.words() as usize];
+        match (*way, &codec.aged) {
+            (Packing::Again { last }, Some(aged)) => {
+                let mut out = room(&aged.codec);
+                codec.repack(*lanes, layout, Old { words, fill: *fill, last }, &mut out);
+                out
+            }
+            _ => {
+                let mut out = room(codec);
+                codec.pack(*lanes, layout, words, *fill, &mut out);
+                out
+            }
+        }
+    }
+}
+
+/// Copies that do not depend on each other.
+#[derive(Debug)]
+struct Copies {
+    layout: Layout,
+    list: Vec<CopyArg>,
+    read: HashSet<u64>,
+    written: HashSet<u64>,
+}
+
+impl Pending {
+    pub fn new(device: Arc<Device>) -> Pending {
+        Pending { device, writes: Vec::new(), copies: Vec::new(), packs: Vec::new() }
+    }
+
+    pub fn write(&mut self, write: WriteArg) {
+        self.writes.push(write);
+    }
+
+    pub fn copy(&mut self, layout: &Layout, copy: CopyArg) {
+        let follows = |last: &&mut Copies| {
+            last.layout == *layout
+                && !last.written.contains(&copy.source)
+                && !last.read.contains(&copy.target)
+        };
+        if let Some(last) = self.copies.last_mut().filter(follows) {
+            last.read.insert(copy.source);
+            last.written.insert(copy.target);
+            last.list.push(copy);
+            return;
+        }
+        let (read, written) = (HashSet::from([copy.source]), HashSet::from([copy.target]));
+        self.copies.push(Copies { layout: *layout, list: vec![copy], read, written });
+    }
+
+    pub fn pack(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        page: u64,
+        fill: u32,
+        packed: u64,
+    ) {
+        let way = if codec.packed.factored() { Packing::Host } else { Packing::Device };
+        let (codec, layout) = (codec.clone(), *layout);
+        self.packs.push(Pack { codec, lanes, layout, page, fill, packed, way });
+    }
+
+    /// `page`: where the page is that the codec packed, its tokens, and the last position.
+    pub fn repack(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        (page, fill, last): (u64, u32, u32),
+        packed: u64,
+    ) {
+        let (codec, layout, way) = (codec.clone(), *layout, Packing::Again { last });
+        self.packs.push(Pack { codec, lanes, layout, page, fill, packed, way });
+    }
+
+    pub fn forget_pack(&mut self, packed: u64) {
+        self.packs.retain(|pack| pack.packed != packed);
+    }
+
+    /// Forgets the last copy to a lane.
+    pub fn forget_copy(&mut self, target: u64, to: u32) {
+        for copies in self.copies.iter_mut().rev() {
+            if let Some(at) = copies.list.iter().rposition(|copy| (copy.target, copy.to) == (target, to)) {
+                copies.list.remove(at);
+                return;
+            }
+        }
+    }
+
+    /// Forgets what was to be written. Copies stay: pages that were copied for these writes are in their places already.
+    pub fn forget_writes(&mut self) {
+        self.writes.clear();
+    }
+
+    /// Launches the writes, whose rows are those of `tokens`.
+    pub fn launch_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
+        let device = &self.device;
+        let mut work = device.work()?;
+        let mut upload = Upload::new();
+        let at_list = upload.add(&self.writes);
+        let (layout, count) = (LayoutArg::from(*layout), self.writes.len() as u32);
+        match *tokens {
+            Tokens::Host { k, v } => {
+                let (at_k, at_v) = (upload.add(k), upload.add(v));
+                let base = work.send(&device.stream, &upload)?;
+                let (k, v, list) = (base + at_k, base + at_v, base + at_list);
+                // SAFETY: the parameters of `append`. Rows and pages are those of the call and of the step, which holds the pages; a
+                // step writes a lane once.
+                unsafe {
+                    let arguments = arguments!(layout, k, v, list, count);
+                    device.launch(device.kernels.append, self.writes.len(), arguments)?;
+                }
+            }
+            Tokens::Device { k, v, limits, faults } => {
+                let (at_limits, heads) = (upload.add(limits), limits.len() as u32);
+                let base = work.send(&device.stream, &upload)?;
+                let (list, limits) = (base + at_list, base + at_limits);
+                let (k, v) = (TensorArg::from(k), TensorArg::from(v));
+                let wide = [k, v].iter().all(TensorArg::wide);
+                let kernel = if wide { device.kernels.append_rows } else { device.kernels.append_halves };
+                // SAFETY: the parameters of `append_rows` and `append_halves`, as those of `append`; the caller's tensors stay until the
+                // stream has passed.
+                unsafe {
+                    let arguments = arguments!(layout, k, v, list, count, heads, limits, faults);
+                    device.launch(kernel, self.writes.len(), arguments)?;
+                }
+            }
+        }
+        self.writes.clear();
+        Ok(())
+    }
+
+    /// Launches the copies, in their order. What could not be launched stays.
+    pub fn launch_copies(&mut self) -> Result<(), Error> {
+        if self.copies.is_empty() {
+            return Ok(());
+        }
+        let device = &self.device;
+        let mut work = device.work()?;
+        while let Some(copies) = self.copies.first() {
+            if copies.list.is_empty() {
+                self.copies.remove(0);
+                continue;
+            }
+            let mut upload = Upload::new();
+            upload.add(&copies.list);
+            let list = work.send(&device.stream, &upload)?;
+            let (layout, count) = (LayoutArg::from(copies.layout), copies.list.len() as u32);
+            // SAFETY: the parameters of `copy_tokens`. The pages are held by the step's sequences; what one copy writes no other of
+            // the list reads.
+            unsafe {
+                device.launch(
+                    device.kernels.copy_tokens,
+                    copies.list.len(),
+                    arguments!(layout, list, count),
+                )?;
+            }
+            self.copies.remove(0);
+        }
+        Ok(())
+    }
+
+    /// Packs pages, in their order, once their tokens are there. What could not be packed stays.
+    pub fn launch_packs(&mut self) -> Result<(), Error> {
+        let device = &self.device;
+        while let Some(first) = self.packs.first() {
+            let (layout, way) = (first.layout, first.way);
+            let alike = |pack: &&Pack| pack.layout == layout && pack.way.follows(way);
+            let same = self.packs.iter().take_while(alike).count().min(PACKED);
+            let mut work = device.work()?;
+            let stream = &device.stream;
+            if way != Packing::Device {
+                let packs = &self.packs[..same];
+                let places: Vec<_> = packs.iter().map(|pack| (pack.page, pack.words())).collect();
+                let packed: Vec<Vec<u32>> = work.fetch_all(stream, &places, |mut words| {
+                    let next = |pack: &Pack| pack.pack(words.split_off(..pack.words()).unwrap_or_default());
+                    packs.iter().map(next).collect()
+                })?;
+                let targets: Vec<_> =
+                    packs.iter().zip(&packed).map(|(pack, words)| (pack.packed, &words[..])).collect();
+                work.write(stream, &targets)?;
+                self.packs.drain(..same);
+                continue;
+            }
+            let (mut codecs, mut list) = (Vec::new(), Vec::new());
+            for Pack { codec, page, fill, packed, .. } in &self.packs[..same] {
+                let HeadCodec { codec: Codec { k, v }, packed: form, .. } = codec;
+                let (k, v) =
+                    (work.map(stream, k.mapped(), Way::Store)?, work.map(stream, v.mapped(), Way::Store)?);
+                let codec = CodecArg { packed: PackedArg::from(*form), k, v };
+                let at = codecs.iter().position(|known| *known == codec).unwrap_or_else(|| {
+                    codecs.push(codec);
+                    codecs.len() - 1
+                });
+                list.push(PackArg { page: *page, packed: *packed, fill: *fill, codec: at as u32 });
+            }
+            let room = work.scratch(stream, (same * WORK * LANES * 4) as u64)?;
+            let mut upload = Upload::new();
+            let (codecs, list) = (upload.add(&codecs), upload.add(&list));
+            let base = work.send(stream, &upload)?;
+            let (layout, codecs, list, count) =
+                (LayoutArg::from(layout), base + codecs, base + list, same as u32);
+            // SAFETY: the parameters of `pack_pages`. The pages are held by the step's sequences; one that is packed takes no more
+            // tokens, and gets one page of its own.
+            unsafe {
+                device.launch(
+                    device.kernels.pack_pages,
+                    same,
+                    arguments!(layout, codecs, list, count, room),
+                )?;
+            }
+            self.packs.drain(..same);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,207 @@
+//! Page memory that the system clears before steps need it.
+//!
+//! All heads of all layers open a page in the same step, one of 32. That step would wait for the system, which clears 2 MiB at the first
+//! touch of each chunk. So every commit has the share of the memory cleared that its tokens will fill.
+
+use crate::memory::arena::{Arenas, mapped, pages_of_chunk};
+use pikv_core::page::PAGE;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Bytes of the smallest piece of memory that the system gives.
+const SMALL: usize = 4096;
+
+/// What is filled, by size of page.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    classes: Vec<Class>,
+    /// Whether somebody is at it.
+    busy: AtomicBool,
+}
+
+/// Pages of one size.
+#[derive(Debug, Default)]
+struct Class {
+    /// Heads, over all layers, whose tokens are kept in such pages.
+    heads: u64,
+    /// Tokens of single heads that came so far, twice: each fills a page of the ring, and one behind it.
+    filled: AtomicU64,
+    /// Chunks that were cleared for them.
+    grown: AtomicU64,
+    /// Pages that all heads of the latest step's sequences can ask for in one step.
+    wanted: AtomicU64,
+}
+
+impl Growth {
+    /// `classes`: words of a page, ascending; `heads`: words of a page, and heads whose tokens are kept in such pages.
+    pub fn new(classes: &[u32], heads: &[(u32, u32)]) -> Growth {
+        let of = |words: u32| heads.iter().filter(move |(of, _)| *of == words).map(|(_, n)| u64::from(*n));
+        let class = |words: &u32| Class { heads: of(*words).sum(), ..Class::default() };
+        Growth { classes: classes.iter().map(class).collect(), busy: AtomicBool::new(false) }
+    }
+}
+
+impl Arenas {
+    /// Has the system clear the memory that `tokens` more tokens of `sequences` sequences will fill, on another thread of the caller's
+    /// pool if it has one. Of a device there is none to clear.
+    pub(crate) fn grow_ahead(self: &Arc<Self>, sequences: u64, tokens: u64) {
+        if !self.on_host() {
+            return;
+        }
+        let mut due = false;
+        for (index, class) in self.growth().classes.iter().enumerate() {
+            let filled = 2 * tokens * class.heads;
+            let filled = class.filled.fetch_add(filled, Ordering::Relaxed) + filled;
+            class.wanted.store(2 * sequences * class.heads, Ordering::Relaxed);
+            let chunks = filled / tokens_of_chunk(self.classes()[index]);
+            if chunks > class.grown.load(Ordering::Relaxed) {
+                // Where pages come back as fast as they are filled, nobody has to be asked.
+                match (0..self.shards()).any(|shard| self.wants(shard, index).is_some()) {
+                    true => due = true,
+                    false => class.grown.store(chunks, Ordering::Relaxed),
+                }
+            }
+        }
+        if due && !self.growth().busy.swap(true, Ordering::Acquire) {
+            // A pool that is long busy must not keep the memory of a cache that is gone.
+            let arenas = Arc::downgrade(self);
+            aside(move || {
+                if let Some(arenas) = arenas.upgrade() {
+                    arenas.grow_due();
+                    arenas.growth().busy.store(false, Ordering::Release);
+                }
+            });
+        }
+    }
+
+    /// Clears the chunks that are due; where enough pages are free, they count as done.
+    fn grow_due(&self) {
+        let shards = self.shards() as u64;
+        for (index, class) in self.growth().classes.iter().enumerate() {
+            let words = self.classes()[index];
+            let due = class.filled.load(Ordering::Relaxed) / tokens_of_chunk(words);
+            let from = class.grown.swap(due, Ordering::Relaxed);
+            // Shards take turns. Once around without a chunk, all have enough.
+            let mut idle = 0;
+            for turn in from..due {
+                let grew = self.grow_by_one((turn % shards) as usize, index);
+                idle = if grew { 0 } else { idle + 1 };
+                if idle == shards {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Free pages of an arena that has fewer than all heads can ask for in one step, and what runs are given room for.
+    fn wants(&self, shard: usize, class: usize) -> Option<u64> {
+        let wanted = self.growth().classes[class].wanted.load(Ordering::Relaxed);
+        self.arena(shard, class).wants(wanted.div_ceil(self.shards() as u64))
+    }
+
+    /// Adds a chunk of cleared memory to an arena that [wants](Self::wants) it. Returns whether it did: not past the budget, and not where
+    /// the system has none, which a step that needs it will say.
+    fn grow_by_one(&self, shard: usize, class: usize) -> bool {
+        let words = self.classes()[class];
+        let bytes = pages_of_chunk(words) * u64::from(words) * 4;
+        let Some(free) = self.wants(shard, class) else { return false };
+        if self.taken().saturating_add(free * u64::from(words) * 4 + bytes) > self.budget() {
+            return false;
+        }
+        let Ok((base, memory)) = mapped(bytes) else { return false };
+        // SAFETY: the `bytes` bytes of the chunk that was just mapped, which nobody else knows of yet; all zero.
+        let chunk = unsafe { std::slice::from_raw_parts_mut(base.as_ptr(), bytes as usize / 4) };
+        chunk.iter_mut().step_by(SMALL / 4).for_each(|word| *word = 0);
+        self.arena(shard, class).add(base, memory, (shard as u32, class as u16), pages_of_chunk(words));
+        true
+    }
+}
+
+/// Tokens of a head that a chunk of pages of so many words holds.
+fn tokens_of_chunk(words: u32) -> u64 {
+    pages_of_chunk(words) * u64::from(PAGE)
+}
+
+/// Runs `work` on another thread of the caller's pool, or here where there is none.
+fn aside(work: impl FnOnce() + Send + 'static) {
+    #[cfg(feature = "rayon")]
+    if rayon::current_num_threads() > 1 {
+        return rayon::spawn(work);
+    }
+    work();
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Cache, CacheConfig, Sequence};
+    use pikv_core::dtype::Dtype;
+    use pikv_core::plan::LayerShape;
+
+    const LAYERS: usize = 4;
+    const HEADS: u32 = 4;
+
+    /// Pages of 16 KiB.
+    fn cache(budget: u64) -> Cache {
+        let layer = LayerShape::new(HEADS, HEADS, 128, Dtype::Bf16);
+        Cache::new(CacheConfig::new(vec![layer; LAYERS], budget)).expect("a configuration")
+    }
+
+    fn step(cache: &Cache, sequences: &mut [Sequence]) -> Result<(), crate::Error> {
+        let rows = vec![0.5; sequences.len() * HEADS as usize * 128];
+        let mut step = cache.begin(sequences.iter_mut().map(|sequence| (sequence, 1)))?;
+        (0..LAYERS).try_for_each(|layer| step.append(layer, &rows, &rows))?;
+        step.commit()
+    }
+
+    /// Runs `test` where memory is cleared on the thread that commits.
+    fn alone(test: impl FnOnce() + Send) {
+        #[cfg(feature = "rayon")]
+        rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread").install(test);
+        #[cfg(not(feature = "rayon"))]
+        test();
+    }
+
+    #[test]
+    fn steps_that_open_pages_find_them_free() {
+        alone(|| {
+            let cache = cache(1 << 30);
+            let free = || cache.inner.pool.arenas.arena(0, 0).free();
+            let mut sequences: Vec<Sequence> = (0..8).map(|_| cache.sequence()).collect();
+            let heads = 8 * LAYERS as u64 * u64::from(HEADS);
+            for token in 0..1000 {
+                if token >= 32 && token % 32 == 0 {
+                    assert!(
+                        free() >= 2 * heads,
+                        "{} pages of {heads} heads are free at {token} tokens",
+                        free()
+                    );
+                }
+                step(&cache, &mut sequences).expect("a step");
+            }
+            // What steps may ask for, the eighth that runs have room in, and a chunk.
+            let used = cache.usage().taken / (16 << 10);
+            assert!(free() <= used / 8 + 2 * heads + 2 * 128, "{} pages are free beside {used}", free());
+            sequences.clear();
+            assert!(free() <= 2 * 128, "{} pages are kept though none is used", free());
+        });
+    }
+
+    #[test]
+    fn memory_that_is_cleared_ahead_stays_within_the_budget() {
+        alone(|| {
+            let budget = 24 << 20;
+            let cache = cache(budget);
+            // All their heads may ask for 16 MiB at once.
+            let mut sequences: Vec<Sequence> = (0..32).map(|_| cache.sequence()).collect();
+            let mut tokens = 0;
+            while step(&cache, &mut sequences).is_ok() {
+                tokens += 1;
+                let free = cache.inner.pool.arenas.arena(0, 0).free();
+                let held = cache.usage().taken + free * (16 << 10);
+                // Runs have room for an eighth besides, and a chunk is taken whole.
+                assert!(held <= budget + budget / 8 + (4 << 20), "{held} bytes at {tokens} tokens");
+            }
+            assert_eq!(tokens, 64);
+        });
+    }
+}

@@ -1,0 +1,9 @@
+//! Pages of the first tier: their memory, their budget, and how tokens are written there.
+
+pub mod arena;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod ghost_bytes;
+pub mod growth;
+pub mod pool;
+pub mod writes;

@@ -1,0 +1,590 @@
+//! A run of pages of one head: sinks, or what one expert's tokens were filed in.
+
+use crate::base::deque::first_if;
+use crate::base::error::Error;
+use crate::base::huge_pages;
+use crate::codec::HeadCodec;
+use crate::memory::arena::{Near, Page, Reservation};
+use crate::policy::page::TokenPage;
+use crate::policy::state::{Apart, Kept};
+use crate::tiers::Stored;
+use crate::tiers::replica::Mirrors;
+use pikv_core::attend::filled;
+use pikv_core::bound;
+use pikv_core::page::{Layout, MAX_DIM, PAGE};
+use pikv_core::rope::Rope;
+use pikv_core::warp::LANES;
+use pikv_lanes::Lanes;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// A page of a run.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    /// Ordinal of the page in its run: ascending, with gaps where pages were evicted.
+    pub ordinal: u32,
+    pub held: Held,
+    /// Lanes written, from lane 0.
+    pub fill: u32,
+    /// Bit `t` is set if the token at lane `t` is read: it was written, and not evicted.
+    pub live: u32,
+    /// Evicted lanes that a rollback would bring back; the page is kept for them.
+    pub pending: u32,
+    /// Whether a rollback would move tokens back to it, so that it has to stay in the first tier.
+    pub tied: bool,
+    /// The extremes of the keys of a page that takes no more tokens, if the cache keeps them.
+    pub bounds: Option<Box<[[f32; LANES]]>>,
+}
+
+/// What is left of a page of a run.
+#[derive(Clone, Debug)]
+pub(crate) enum Held {
+    /// Nothing: it was evicted. It is listed as long as a rollback can reach its tokens, the last of which is at `last`.
+    Gone { last: u32 },
+    /// As its tokens came.
+    Open(Page),
+    /// Packed.
+    Closed(Closed),
+    /// In a lower tier. No rollback reaches it.
+    Away(Away),
+}
+
+/// A page in a lower tier; forks share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Away {
+    pub slot: Arc<Stored>,
+    /// The position that packed it, if it is packed.
+    pub by: Option<u32>,
+}
+
+/// A packed page. It was packed when the token at position `by` left the ring: its own last one, or, where its tokens would
+/// have spanned more positions than a packed page can, the next of its run.
+#[derive(Clone, Debug)]
+pub(crate) struct Closed {
+    pub packed: Page,
+    /// As its tokens came; kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
+    pub original: Option<Page>,
+    /// Position of the last token.
+    pub last: u32,
+    pub by: u32,
+    /// Whether `packed` is what the head's second codec left of it; `by` is then the position that it was packed at again.
+    pub old: bool,
+    /// The same, while rows (or a rollback to where there are such) still read `packed`.
+    pub next: Option<Page>,
+}
+
+impl Closed {
+    /// As the first or the second codec packed it, if it is held so: the page, from which position on rows read it, and from which
+    /// on they read the other.
+    pub fn form(&self, codec: &HeadCodec, old: bool) -> Option<(&Page, u32, Option<u32>)> {
+        match (&self.next, old) {
+            (None, _) => (self.old == old).then_some((&self.packed, self.by, None)),
+            (Some(_), false) => Some((&self.packed, self.by, codec.ages_at(self.by))),
+            (Some(next), true) => Some((next, codec.ages_at(self.by)?, None)),
+        }
+    }
+
+    /// The page that newer rows read, and its codec.
+    pub fn newest<'a>(&'a self, codec: &'a HeadCodec) -> (&'a Page, &'a HeadCodec) {
+        match (&codec.aged, &self.next) {
+            (Some(aged), Some(next)) => (next, &aged.codec),
+            (Some(aged), None) if self.old => (&self.packed, &aged.codec),
+            _ => (&self.packed, codec),
+        }
+    }
+
+    /// Nobody reads it as the first codec left it any more.
+    pub fn settle(&mut self, codec: &HeadCodec) {
+        if let (Some(next), Some(by)) = (self.next.take(), codec.ages_at(self.by)) {
+            *self = Closed { packed: next, original: None, last: self.last, by, old: true, next: None };
+        }
+    }
+}
+
+impl Entry {
+    /// A page that no token was written to.
+    pub fn open(ordinal: u32, page: Page) -> Entry {
+        Entry { ordinal, held: Held::Open(page), fill: 0, live: 0, pending: 0, tied: false, bounds: None }
+    }
+
+    /// A page of which nothing is left.
+    pub fn gone(ordinal: u32) -> Entry {
+        let held = Held::Gone { last: 0 };
+        Entry { ordinal, held, fill: PAGE, live: 0, pending: 0, tied: false, bounds: None }
+    }
+
+    /// Frees the page. Its tokens are still counted.
+    fn free(&mut self) {
+        if let Some(last) = self.last() {
+            self.held = Held::Gone { last };
+        }
+        (self.live, self.pending, self.bounds) = (0, 0, None);
+    }
+
+    /// Takes the extremes of the keys of a page as they came, if the host has them.
+    pub fn bound(&mut self, layout: &Layout, rope: Option<&Rope>) {
+        if let Held::Open(page) = &self.held
+            && page.is_near()
+        {
+            self.bounds = Some(Entry::bounds_of(self.live, page.words(), layout, rope));
+        }
+    }
+
+    /// A full page on a device whose extremes are not known yet, as its tokens came.
+    #[cfg(feature = "cuda")]
+    pub fn unbounded(&self) -> Option<&Page> {
+        let page = match &self.held {
+            Held::Open(page) => Some(page),
+            Held::Closed(closed) => closed.original.as_ref(),
+            Held::Gone { .. } | Held::Away(_) => None,
+        };
+        page.filter(|_| self.fill == PAGE && self.bounds.is_none())
+    }
+
+    /// The extremes of the keys in `words`, of the lanes in `live`.
+    pub fn bounds_of(live: u32, words: &[u32], layout: &Layout, rope: Option<&Rope>) -> Box<[[f32; LANES]]> {
+        let mut bounds = vec![[f32::INFINITY; LANES]; 2 * bound::rows(layout.k_dim)].into_boxed_slice();
+        bounds.iter_mut().skip(1).step_by(2).for_each(|most| most.fill(f32::NEG_INFINITY));
+        let mut key = [0.0; MAX_DIM as usize];
+        let key = &mut key[..layout.k_dim as usize];
+        for lane in (0..PAGE).filter(|lane| live >> lane & 1 == 1) {
+            layout.read_key(words, lane, key);
+            bound::widen(&mut bounds, key, rope);
+        }
+        // The padding of the last row.
+        let pad = layout.k_dim as usize % LANES;
+        if let (1.., [.., least, most]) = (pad, &mut bounds[..]) {
+            least[pad..].fill(0.0);
+            most[pad..].fill(0.0);
+        }
+        bounds
+    }
+
+    /// The position at each lane that was written.
+    pub fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
+        match (&self.held, codec) {
+            (Held::Open(page), _) => Some(page.positions()[lane as usize]),
+            (Held::Closed(closed), Some(codec)) => {
+                Some(codec.packed.position(closed.packed.words(), lane, closed.last).0)
+            }
+            (Held::Away(away), _) => Some(away.slot.positions[lane as usize]),
+            _ => None,
+        }
+    }
+
+    /// The page that newer rows read, in the first tier.
+    pub fn page(&self) -> Option<&Page> {
+        match &self.held {
+            Held::Gone { .. } | Held::Away(_) => None,
+            Held::Open(page) | Held::Closed(Closed { packed: page, next: None, .. }) => Some(page),
+            Held::Closed(Closed { next: Some(page), .. }) => Some(page),
+        }
+    }
+
+    /// Whether nothing is left of it.
+    pub fn is_gone(&self) -> bool {
+        matches!(self.held, Held::Gone { .. })
+    }
+
+    /// Position of the last token.
+    pub fn last(&self) -> Option<u32> {
+        match &self.held {
+            Held::Gone { .. } => None,
+            Held::Open(page) => Some(page.positions()[self.fill as usize - 1]),
+            Held::Closed(closed) => Some(closed.last),
+            Held::Away(away) => Some(away.slot.positions[self.fill as usize - 1]),
+        }
+    }
+
+    /// Bytes that it holds in the first tier.
+    pub fn bytes(&self) -> u64 {
+        self.held.bytes()
+    }
+}
+
+impl TokenPage for Entry {
+    fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
+        Entry::position(self, codec, lane)
+    }
+
+    fn words(&self) -> Option<&[u32]> {
+        Some(self.page().filter(|page| page.is_near())?.words())
+    }
+
+    fn fetch(&self) -> Option<Arc<[u32]>> {
+        match (self.page(), &self.held) {
+            (Some(page), _) => Some(Arc::from(page.fetch().ok()?.into_owned())),
+            (None, Held::Away(Away { slot, .. })) => slot.read().ok().map(Arc::from),
+            _ => None,
+        }
+    }
+
+    fn packing<'a>(&'a self, codec: Option<&'a HeadCodec>) -> Option<(&'a HeadCodec, u32)> {
+        let codec = match &self.held {
+            Held::Closed(closed) => Some(closed.newest(codec?).1),
+            Held::Away(Away { by: Some(_), .. }) => codec,
+            _ => None,
+        };
+        codec.zip(self.last())
+    }
+}
+
+impl Held {
+    /// Bytes that it takes in the first tier.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Held::Gone { .. } | Held::Away(_) => 0,
+            Held::Open(page) => page.bytes(),
+            Held::Closed(closed) => {
+                let beside = closed.original.iter().chain(&closed.next).map(|page| page.bytes());
+                closed.packed.bytes() + beside.sum::<u64>()
+            }
+        }
+    }
+}
+
+/// Pages of one expert (or the sinks) of one head, oldest first.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Chain {
+    /// Ordinal of the page that comes next.
+    pub next: u32,
+    /// Ordinal of the first entry that the head's second codec has still to come to.
+    pub aged: u32,
+    /// The pages that are left, and evicted ones that a rollback can reach, by ascending ordinal. A token that is filed next never goes
+    /// to a page before the last one: those are full, packed or evicted.
+    pub entries: VecDeque<Entry>,
+    /// What the layer's policy keeps of the tokens of each entry.
+    pub kept: Kept,
+    /// Tokens that are read.
+    pub live: u32,
+    /// Tokens that would be, had none been evicted.
+    pub filed: u32,
+    /// Evicted lanes of pages that are left: at most so many.
+    pub dead: u32,
+    /// Over a fabric: pages before this ordinal are with their ranks, or gone.
+    pub settled: u32,
+    /// Over a fabric: what ranks know of pages that are here.
+    pub mirrors: Mirrors,
+}
+
+impl Chain {
+    /// Takes out the first page if it takes no more tokens, none of which is at `seen` or later, and evicted ones before it; with what
+    /// is kept of its tokens if `noted`. Pages that the token at `kept` packed, or a later one, stay.
+    pub fn slide(
+        &mut self,
+        seen: u32,
+        kept: u32,
+        codec: Option<&HeadCodec>,
+        noted: bool,
+    ) -> Option<(Entry, Apart)> {
+        self.drop_gone();
+        let old = |by| codec.and_then(|codec| codec.ages_at(by)).unwrap_or(by);
+        let unseen = |entry: &Entry| match &entry.held {
+            Held::Open(_) if entry.fill < PAGE => false,
+            // Packed early, it may be the open page again.
+            Held::Closed(closed) if closed.by >= if closed.old { old(kept) } else { kept } => false,
+            Held::Away(Away { by: Some(by), .. }) if *by >= kept => false,
+            _ => entry.last().is_some_and(|last| last < seen),
+        };
+        let entry = first_if(&mut self.entries, unseen)?;
+        self.filed -= entry.fill;
+        self.live -= entry.live.count_ones();
+        let rows = if noted { self.kept.rows_of(0) } else { Apart::default() };
+        self.kept.pop_front();
+        Some((entry, rows))
+    }
+
+    /// Drops evicted pages from the front. Nobody knows which of their tokens have left a window since: they count as evicted for good.
+    fn drop_gone(&mut self) {
+        while self.entries.front().is_some_and(Entry::is_gone) {
+            self.entries.pop_front();
+            self.kept.pop_front();
+        }
+    }
+
+    /// Drops evicted pages: those at the front, and of the others those all of whose tokens lie before `kept`, which no rollback
+    /// reaches. O(pages).
+    pub fn sweep(&mut self, kept: u32) {
+        self.drop_gone();
+        self.tighten();
+        let over = |entry: &Entry| matches!(entry.held, Held::Gone { last } if last < kept);
+        if !self.entries.iter().any(over) {
+            return;
+        }
+        self.kept.retain(self.entries.iter().map(|entry| !over(entry)));
+        self.entries.retain(|entry| !over(entry));
+        self.tighten();
+    }
+
+    /// Gives room back where lists hold a quarter of what they once did.
+    pub fn tighten(&mut self) {
+        huge_pages::tighten(&mut self.entries);
+        self.kept.tighten();
+    }
+
+    /// Bytes of the lists of its pages, from their capacities. O(pages).
+    pub fn table_bytes(&self) -> u64 {
+        let beside = |entry: &Entry| match &entry.held {
+            Held::Away(_) => size_of::<Stored>(),
+            _ => 0,
+        };
+        let bounds = |entry: &Entry| entry.bounds.as_ref().map_or(0, |bounds| size_of_val(&bounds[..]));
+        let apart: usize = self.entries.iter().map(|entry| beside(entry) + bounds(entry)).sum();
+        let entries = self.entries.capacity() * size_of::<Entry>();
+        (entries + apart + self.mirrors.bytes()) as u64 + self.kept.bytes()
+    }
+
+    /// Tokens that are read, in lower tiers. O(pages).
+    pub fn away(&self) -> u32 {
+        let lower = |entry: &&Entry| matches!(&entry.held, Held::Away(away) if away.slot.kept().is_none());
+        let away = self.entries.iter().filter(lower);
+        away.map(|entry| entry.live.count_ones()).sum()
+    }
+
+    /// Where the next token goes, if that is in the last page.
+    pub fn room(&self) -> Option<(&Page, u32)> {
+        match self.entries.back()? {
+            Entry { held: Held::Open(page), fill, .. } if *fill < PAGE => Some((page, *fill)),
+            _ => None,
+        }
+    }
+
+    /// The token that was filed last, as it came: its page, and the lane.
+    pub fn newest(&self) -> Option<(&Page, u32)> {
+        let entry = self.entries.back()?;
+        let page = match &entry.held {
+            Held::Open(page) => page,
+            Held::Closed(closed) => closed.original.as_ref()?,
+            Held::Gone { .. } | Held::Away(_) => return None,
+        };
+        Some((page, entry.fill.checked_sub(1)?))
+    }
+
+    /// The pages that the token at `by` packed: its own, or the one before.
+    pub fn packed_by(&self, by: u32) -> impl Iterator<Item = (u32, &Page)> {
+        self.entries.iter().rev().take(2).filter_map(move |entry| match &entry.held {
+            Held::Closed(closed) if closed.by == by => Some((entry.ordinal, &closed.packed)),
+            _ => None,
+        })
+    }
+
+    /// Where the page at `ordinal` stands in the list.
+    pub fn index(&self, ordinal: u32) -> Option<usize> {
+        let first = self.entries.front()?.ordinal;
+        find(&self.entries, ordinal.checked_sub(first)? as usize, ordinal)
+    }
+
+    /// The pages from `ordinal` on.
+    pub fn from(&self, ordinal: u32) -> impl Iterator<Item = &Entry> {
+        self.entries.range(self.before(ordinal)..)
+    }
+
+    /// How many pages come before `ordinal`.
+    pub fn before(&self, ordinal: u32) -> usize {
+        self.entries.partition_point(|entry| entry.ordinal < ordinal)
+    }
+
+    /// The page at `ordinal`.
+    pub fn entry(&self, ordinal: u32) -> Option<&Entry> {
+        Some(&self.entries[self.index(ordinal)?])
+    }
+
+    /// The page at `ordinal`.
+    pub fn entry_mut(&mut self, ordinal: u32) -> Option<&mut Entry> {
+        let i = self.index(ordinal)?;
+        Some(&mut self.entries[i])
+    }
+
+    /// Counts the token that was just written to the last page's next lane.
+    pub fn wrote(&mut self) {
+        if let Some(entry) = self.entries.back_mut() {
+            entry.live |= 1 << entry.fill;
+            entry.fill += 1;
+            self.live += 1;
+            self.filed += 1;
+        }
+    }
+
+    /// Takes back the token at `position`, which was filed last. A run of pages that is empty already had it evicted.
+    pub fn pop(&mut self, position: u32) {
+        self.filed -= 1;
+        if let Some(entry) = self.entries.back_mut() {
+            entry.fill -= 1;
+            let written = filled(entry.fill);
+            self.live -= (entry.live & !written).count_ones();
+            entry.live &= written;
+            entry.pending &= written;
+            entry.bounds = None;
+            if entry.fill == 0 {
+                self.next = entry.ordinal;
+                self.entries.pop_back();
+                self.kept.pop_back();
+            }
+        }
+        // What the token packed is open again.
+        if let Some(Entry { held, .. }) = self.entries.back_mut()
+            && let Held::Closed(closed) = held
+            && closed.by == position
+        {
+            let last = closed.last;
+            *held = closed.original.take().map_or(Held::Gone { last }, Held::Open);
+        }
+        let last = self.next.saturating_sub(1);
+        let held = self.entries.back().filter(|entry| entry.ordinal == last && entry.page().is_some());
+        self.mirrors.cut(last, held.map_or(0, |entry| entry.fill.min(PAGE - 1)));
+    }
+
+    /// Adds a page that no token was written to.
+    pub fn push(&mut self, page: Page) {
+        huge_pages::push_back(&mut self.entries, Entry::open(self.next, page));
+        self.next += 1;
+        self.kept.push_back();
+    }
+
+    /// Frees page `i` of those that are left. Its tokens are still counted.
+    pub fn free(&mut self, i: usize) {
+        self.entries[i].free();
+        self.kept.free(i);
+    }
+
+    /// Frees the page at `ordinal`, which no rollback reaches if its tokens lie before `kept`; `false` if there is none.
+    pub fn evict(&mut self, ordinal: u32, kept: u32) -> bool {
+        let Some(i) = self.index(ordinal).filter(|i| !self.entries[*i].is_gone()) else {
+            return false;
+        };
+        self.live -= self.entries[i].live.count_ones();
+        self.free(i);
+        self.sweep(kept);
+        true
+    }
+
+    /// Frees all pages.
+    pub fn evict_all(&mut self) {
+        (0..self.entries.len()).for_each(|i| self.free(i));
+        self.live = 0;
+        self.sweep(0);
+    }
+
+    /// Has the lanes in `lanes` of a page read no more; its bytes are kept until [`Chain::settle`].
+    pub fn kill(&mut self, ordinal: u32, lanes: u32) {
+        if let Some(entry) = self.entry_mut(ordinal) {
+            let killed = entry.live & lanes;
+            entry.live &= !killed;
+            entry.pending |= killed;
+            self.live -= killed.count_ones();
+        }
+    }
+
+    /// Undoes [`Chain::kill`].
+    pub fn revive(&mut self, ordinal: u32, lanes: u32) {
+        if let Some(entry) = self.entry_mut(ordinal) {
+            let back = entry.pending & lanes;
+            entry.pending &= !back;
+            entry.live |= back;
+            self.live += back.count_ones();
+        }
+    }
+
+    /// Makes [`Chain::kill`] final, and frees the page if nothing of it is read any more; returns it then.
+    pub fn settle(&mut self, ordinal: u32, lanes: u32) -> Option<Entry> {
+        let i = self.index(ordinal)?;
+        let entry = &mut self.entries[i];
+        entry.pending &= !lanes;
+        if entry.live | entry.pending != 0 {
+            self.dead += lanes.count_ones();
+            return None;
+        }
+        let last = entry.last()?;
+        let gone = Entry { held: Held::Gone { last }, ..Entry::gone(ordinal) };
+        let entry = std::mem::replace(entry, Entry { fill: entry.fill, ..gone });
+        self.kept.free(i);
+        Some(entry)
+    }
+
+    /// The last page, packed by the token at `by`, into `packed`.
+    pub fn close(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        by: u32,
+        mut packed: Page,
+        pages: &mut Reservation,
+    ) {
+        let Some(entry) = self.entries.back_mut() else { return };
+        let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
+        pages.pack(codec, lanes, layout, page, entry.fill, &mut packed);
+        let original = Some(page.clone());
+        entry.held = Held::Closed(Closed { packed, original, last, by, old: false, next: None });
+    }
+
+    /// Packs pages again whose time has come at `filed` tokens filed; tells the ordinal of each, and the position that did it.
+    pub fn age(
+        &mut self,
+        codec: &HeadCodec,
+        lanes: Lanes,
+        layout: &Layout,
+        filed: u32,
+        pages: &mut Reservation,
+        mut told: impl FnMut(u32, u32),
+    ) -> Result<(), Error> {
+        let Some(aged) = &codec.aged else { return Ok(()) };
+        let from = self.before(self.aged);
+        let mut last = from.checked_sub(1).and_then(|i| self.entries[i].page()).cloned();
+        for entry in self.entries.range_mut(from..) {
+            let (fill, ordinal) = (entry.fill, entry.ordinal);
+            match &mut entry.held {
+                Held::Closed(closed) if !closed.old && closed.next.is_none() => {
+                    let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
+                    let near = Near::next(last.as_ref());
+                    let mut page = pages.take(closed.packed.shard(), aged.codec.packed.words(), near)?;
+                    pages.repack(codec, lanes, layout, &closed.packed, fill, closed.last, &mut page);
+                    last = Some(page.clone());
+                    closed.next = Some(page);
+                    told(ordinal, by);
+                }
+                Held::Open(_) => break,
+                _ => {}
+            }
+            self.aged = ordinal + 1;
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Chain::age`] as far as it would not have come at `filed` tokens filed.
+    pub fn rejuvenate(&mut self, codec: &HeadCodec, filed: u32) {
+        // Pages that were taken back come again under their ordinals.
+        self.aged = self.aged.min(self.next);
+        let until = self.before(self.aged);
+        for entry in self.entries.range_mut(..until).rev() {
+            if let Held::Closed(closed) = &mut entry.held {
+                if closed.old || codec.ages_at(closed.by).is_none_or(|by| by < filed) {
+                    break;
+                }
+                closed.next = None;
+            }
+            self.aged = entry.ordinal;
+        }
+    }
+
+    /// Pages that [`Chain::age`] will pack again by `filed` tokens filed. O(those).
+    pub fn due(&self, codec: &HeadCodec, filed: u32) -> u64 {
+        let closed = self.from(self.aged).take_while(|entry| match &entry.held {
+            Held::Closed(closed) => codec.ages_at(closed.by).is_some_and(|by| by < filed),
+            Held::Open(_) => false,
+            _ => true,
+        });
+        closed.count() as u64
+    }
+}
+
+/// Where the page at `ordinal` stands in a list by ascending ordinals; looked for at `guess` first, where it stands if none is missing.
+pub(crate) fn find(entries: &VecDeque<Entry>, guess: usize, ordinal: u32) -> Option<usize> {
+    match entries.get(guess) {
+        Some(entry) if entry.ordinal == ordinal => Some(guess),
+        _ => entries.binary_search_by_key(&ordinal, |entry| entry.ordinal).ok(),
+    }
+}
+
+/// What the README says of host tables.
+const _: () = assert!(size_of::<Entry>() <= 128);

@@ -1,0 +1,340 @@
+//! Pages of a chain that lost tokens, put together.
+
+use crate::base::deque::first_if;
+use crate::base::error::Error;
+use crate::base::ids::chain_place;
+use crate::memory::arena::{Near, Page};
+use crate::memory::pool::Pool;
+use crate::pages::chain::{Away, Chain, Entry, Held};
+use crate::pages::past::{Before, Compacted, Was, Went};
+use crate::tiers::Stored;
+use pikv_core::attend::filled;
+use pikv_core::page::{Layout, PAGE};
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Whose pages they are.
+#[derive(Clone, Copy)]
+pub(crate) struct Whose<'a> {
+    pub pool: &'a Pool,
+    pub shape: &'a LayerShape,
+    /// Counted on over the layers.
+    pub head: u32,
+    /// Index of the chain.
+    pub chain: usize,
+}
+
+/// Where tokens are put together.
+enum Target {
+    /// Where the page is.
+    There,
+    /// On a page that takes its place.
+    Fresh(Page),
+    /// In a lower tier, once they are put together.
+    Lower,
+}
+
+impl Target {
+    /// Whether the page is in the first tier.
+    fn is_here(&self) -> bool {
+        !matches!(self, Target::Lower)
+    }
+
+    /// Whether a token would be moved to where it is.
+    fn is_at(&self, to: usize, moved: &Move) -> bool {
+        matches!(self, Target::There) && (moved.from, moved.lane) == (to, moved.to_lane)
+    }
+}
+
+/// A token, and where it goes: from the newest one back.
+struct Move {
+    from: usize,
+    lane: u32,
+    /// Index of the target.
+    at: usize,
+    to_lane: u32,
+}
+
+impl Chain {
+    /// Moves the tokens of pages towards the newest of them, and frees those that are left empty, once a fifth of all lanes
+    /// are. What a rollback could still touch, which lies at or after `kept`, and packed pages stay as they are.
+    ///
+    /// Blocks are cut by ordinals, and shards hold blocks, so tokens move to pages of the shard that their new ordinal says.
+    /// Pages in lower tiers are put together as if they were here: where pages lie must not show. O(tokens) of the chain, which
+    /// is little for each that was evicted. With `noted` returns how pages were, if any changed.
+    ///
+    /// # Errors
+    /// No memory for a copy of a page that is shared; a lower tier or a device that fails. Everything stays as it was.
+    pub fn compact(&mut self, whose: &Whose<'_>, kept: u32, noted: bool) -> Result<Option<Compacted>, Error> {
+        if self.dead < PAGE || self.dead * 4 < self.live {
+            return Ok(None);
+        }
+        self.dead = self.count_dead();
+        let still = |entry: &&Entry| match &entry.held {
+            Held::Gone { .. } => true,
+            Held::Open(_) | Held::Away(Away { by: None, .. }) => entry.fill == PAGE && entry.pending == 0,
+            Held::Closed(_) | Held::Away(_) => false,
+        };
+        let mut end = self.entries.iter().take_while(still).count();
+        // Positions ascend: what a rollback could still touch is at the end. Looking there only spares a look into every page.
+        for i in (0..end).rev() {
+            match self.entries[i].last() {
+                None => {}
+                Some(last) if last < kept => break,
+                Some(_) => end = i,
+            }
+        }
+        let live: u32 = self.entries.range(..end).map(|entry| entry.live.count_ones()).sum();
+        let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
+        let dead = pages as u32 * PAGE - live;
+        if dead < PAGE || dead * 4 < self.live {
+            return Ok(None);
+        }
+        let mut targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
+        // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
+        let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
+        let far = !whose.pool.shape.config.backend.is_cpu();
+        let fetches =
+            far && (whose.pool.shape.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
+        let away = self.entries.range(..end).map(|entry| match &entry.held {
+            Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
+            Held::Open(page) if fetches && entry.live != 0 => {
+                page.fetch().map(|words| Some(words.into_owned().into_boxed_slice()))
+            }
+            _ => Ok(None),
+        });
+        let away = away.collect::<Result<Vec<_>, _>>()?;
+        // From the newest token back: its place is never before its own, so nothing is overwritten that is still to move.
+        let mut moves = Vec::with_capacity(live as usize);
+        for from in (0..end).rev() {
+            let live = self.entries[from].live;
+            for lane in (0..PAGE).rev().filter(|lane| live >> lane & 1 == 1) {
+                let n = moves.len() as u32;
+                moves.push(Move { from, lane, at: (n / PAGE) as usize, to_lane: PAGE - 1 - n % PAGE });
+            }
+        }
+        let mut filled = vec![0u32; targets.len()];
+        moves.iter().for_each(|to| filled[to.at] |= 1 << to.to_lane);
+        // All that can fail comes before anything is changed.
+        let mut lower = self.lower(whose, &targets, &moves, &away)?;
+        let layout = &whose.shape.layout;
+        let mut bounds: VecDeque<Option<Box<[[f32; LANES]]>>> = VecDeque::new();
+        if far {
+            let assembled = fetches.then(|| self.assembled(layout, targets.len(), &moves, &away));
+            self.move_far(whose, &targets, &moves, assembled.as_deref())?;
+            let whole = filled.iter().zip(assembled.iter().flatten());
+            let of = |(live, words): (&u32, &Vec<u32>)| {
+                Some(Entry::bounds_of(*live, words, layout, whose.shape.rope.as_ref()))
+            };
+            bounds.extend(whole.filter(|_| whose.pool.shape.config.bounds).map(of));
+        }
+        let before = noted.then(|| self.before_moves(end, &targets, &moves));
+        let mut token = vec![0; if far { 1 } else { layout.words() as usize }];
+        for moved in moves {
+            let Move { from, lane, at, to_lane } = moved;
+            let (to, target) = &mut targets[at];
+            if target.is_at(*to, &moved) {
+                continue;
+            }
+            if target.is_here()
+                && let Some(words) = self.source(from, &away)
+            {
+                match far {
+                    true => token[0] = words[lane as usize],
+                    false => layout.copy(words, lane, &mut token, 0),
+                }
+            }
+            let entry = &mut self.entries[*to];
+            match (target, &mut entry.held) {
+                (Target::Lower, _) => {}
+                (Target::Fresh(page), _) | (Target::There, Held::Open(page)) => {
+                    let Some(words) = page.words_mut() else { unreachable!("nobody shares targets") };
+                    match far {
+                        true => words[to_lane as usize] = token[0],
+                        false => layout.copy(&token, 0, words, to_lane),
+                    }
+                }
+                _ => unreachable!("what is there is open"),
+            }
+            self.kept.shift((from, lane), (*to, to_lane));
+        }
+        let mut left: VecDeque<(usize, Target, u32)> =
+            targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
+        for i in (0..end).rev() {
+            let Some((_, target, live)) = first_if(&mut left, |(to, ..)| *to == i) else {
+                self.free(i);
+                continue;
+            };
+            let entry = &mut self.entries[i];
+            (entry.live, entry.fill) = (live, PAGE);
+            let known = bounds.pop_front().flatten();
+            match target {
+                Target::There => {}
+                Target::Fresh(page) => entry.held = Held::Open(page),
+                Target::Lower => {
+                    let Some((words, slot)) = lower.pop_front() else { unreachable!("one for each target") };
+                    entry.held = Held::Away(Away { slot: Arc::new(slot), by: None });
+                    if whose.pool.shape.config.bounds {
+                        entry.bounds =
+                            Some(Entry::bounds_of(live, &words, layout, whose.shape.rope.as_ref()));
+                    }
+                }
+            }
+            if whose.pool.shape.config.bounds {
+                entry.bound(layout, whose.shape.rope.as_ref());
+            }
+            if known.is_some() {
+                entry.bounds = known;
+            }
+        }
+        self.settled = 0;
+        self.dead = self.count_dead();
+        self.mirrors.forget(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
+        self.sweep(kept);
+        Ok(before)
+    }
+
+    /// How the first `end` pages are before their tokens move.
+    fn before_moves(&self, end: usize, targets: &[(usize, Target)], moves: &[Move]) -> Compacted {
+        let mut there = vec![false; end];
+        targets.iter().for_each(|(to, target)| there[*to] = matches!(target, Target::There));
+        let mut pages = Vec::with_capacity(end);
+        for (i, entry) in self.entries.range(..end).enumerate().filter(|(_, entry)| !entry.is_gone()) {
+            let was = match &entry.held {
+                Held::Open(page) if there[i] => Was::Rewritten(*page.positions()),
+                held => Was::Replaced(held.clone()),
+            };
+            let Entry { ordinal, fill, live, .. } = *entry;
+            pages.push(Before { ordinal, fill, live, bounds: entry.bounds.clone(), was });
+        }
+        let at = |i: usize| self.entries[i].ordinal;
+        let went = |moved: &Move| Went {
+            from: (at(moved.from), moved.lane),
+            to: (at(targets[moved.at].0), moved.to_lane),
+        };
+        Compacted { pages, moves: moves.iter().map(went).collect() }
+    }
+
+    /// Evicted lanes of pages that are left.
+    fn count_dead(&self) -> u32 {
+        let left = self.entries.iter().filter(|entry| !entry.is_gone());
+        left.map(|entry| (filled(entry.fill) & !(entry.live | entry.pending)).count_ones()).sum()
+    }
+
+    /// The words of page `i`, those of pages in lower tiers out of `away`.
+    fn source<'a>(&'a self, i: usize, away: &'a [Option<Box<[u32]>>]) -> Option<&'a [u32]> {
+        away[i].as_deref().or_else(|| self.entries[i].page().map(Page::words))
+    }
+
+    /// The pages that targets will be, put together here.
+    fn assembled(
+        &self,
+        layout: &Layout,
+        targets: usize,
+        moves: &[Move],
+        away: &[Option<Box<[u32]>>],
+    ) -> Vec<Vec<u32>> {
+        let mut pages = vec![vec![u32::MAX; layout.words() as usize]; targets];
+        for Move { from, lane, at, to_lane } in moves {
+            if let Some(words) = self.source(*from, away) {
+                layout.copy(words, *lane, &mut pages[*at], *to_lane);
+            }
+        }
+        pages
+    }
+
+    /// Has a device move the tokens, out of pages that were put together here if there are any. All or nothing, unless the device
+    /// is lost.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn move_far(
+        &self,
+        whose: &Whose<'_>,
+        targets: &[(usize, Target)],
+        moves: &[Move],
+        assembled: Option<&[Vec<u32>]>,
+    ) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = whose.pool.shape.config.backend.device() {
+            let address = |i: usize| self.entries[i].page().map_or(0, Page::address);
+            let moved = moves.iter().filter(|moved| {
+                let (to, target) = &targets[moved.at];
+                !target.is_at(*to, moved) && target.is_here()
+            });
+            let moved = moved.map(|Move { from, lane, at, to_lane }| {
+                let target = match &targets[*at] {
+                    (_, Target::Fresh(page)) => page.address(),
+                    (to, _) => address(*to),
+                };
+                crate::memory::cuda::compact::Moved {
+                    source: address(*from),
+                    from: *lane,
+                    at: *at,
+                    to: *to_lane,
+                    target,
+                }
+            });
+            return device.compact(&whose.shape.layout, &moved.collect::<Vec<_>>(), targets.len(), assembled);
+        }
+        Ok(())
+    }
+
+    /// The pages that go to lower tiers, in the order of `targets`.
+    fn lower(
+        &self,
+        whose: &Whose<'_>,
+        targets: &[(usize, Target)],
+        moves: &[Move],
+        away: &[Option<Box<[u32]>>],
+    ) -> Result<VecDeque<(Vec<u32>, Stored)>, Error> {
+        let layout = &whose.shape.layout;
+        let mut lower = VecDeque::new();
+        for (tokens, (_, target)) in moves.chunk_by(|a, b| a.at == b.at).zip(targets) {
+            if let (Target::Lower, Some(tiers)) = (target, &whose.pool.tiers) {
+                let mut words = vec![0; layout.words() as usize];
+                words[..LANES].fill(u32::MAX);
+                for Move { from, lane, to_lane, .. } in tokens {
+                    if let Some(source) = self.source(*from, away) {
+                        layout.copy(source, *lane, &mut words, *to_lane);
+                    }
+                }
+                let positions = std::array::from_fn(|lane| words[lane]);
+                let slot = tiers.put(&words, positions)?;
+                lower.push_back((words, slot));
+            }
+        }
+        Ok(lower)
+    }
+
+    /// The newest `n` of the first `end` pages that tokens can be moved to, from the newest on.
+    ///
+    /// # Errors
+    /// No memory for one that is needed.
+    fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Result<Vec<(usize, Target)>, Error> {
+        let words = whose.shape.layout.words();
+        let lower = || whose.pool.tiers.is_some().then_some(Target::Lower);
+        let fresh = |i: usize| {
+            let pages = whose.pool.arenas.reserve(u64::from(words) * 4);
+            let place = chain_place(whose.chain);
+            let shard = whose.pool.shape.shard_of(place, self.entries[i].ordinal, whose.head);
+            let fresh = pages.and_then(|mut pages| pages.take(shard, words, Near::Any)).map(Target::Fresh);
+            fresh.or_else(|error| lower().ok_or(error))
+        };
+        let mut targets = Vec::new();
+        for i in (0..end).rev() {
+            if targets.len() == n {
+                break;
+            }
+            match &self.entries[i].held {
+                Held::Open(page) if !page.is_shared() => targets.push((i, Target::There)),
+                // Tokens of older pages cannot pass it by: they would come to lie before older ones.
+                Held::Open(_) => targets.push((i, fresh(i)?)),
+                Held::Away(away) if away.slot.kept().is_some() => targets.push((i, fresh(i)?)),
+                Held::Away(_) => targets.push((i, Target::Lower)),
+                Held::Gone { .. } | Held::Closed(_) => {}
+            }
+        }
+        Ok(targets)
+    }
+}

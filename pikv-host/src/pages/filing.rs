@@ -1,0 +1,493 @@
+//! What a sequence is made of: layers, heads, runs of pages; and how tokens get there and leave again.
+
+use crate::base::deque::first_if;
+use crate::base::error::Error;
+use crate::base::ids::chain_place;
+use crate::codec::HeadCodec;
+use crate::config::HeadCodecs;
+use crate::config::shape::CacheShape;
+use crate::memory::arena::{Near, Page, Reservation};
+use crate::memory::pool::Pool;
+use crate::pages::chain::{Chain, Entry, Held};
+use crate::pages::ghosts::Ghosts;
+use crate::pages::past::Past;
+use crate::policy::rule::Rule;
+use crate::policy::state::Kept;
+use pikv_core::codec::packed::Packed;
+use pikv_core::page::{Layout, PAGE, Position, Slot};
+use pikv_core::plan::{LayerShape, StoreShape};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Where a packed page is that is still kept as it was before, and the position that packed it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Original {
+    head: usize,
+    chain: usize,
+    ordinal: u32,
+    by: u32,
+}
+
+/// One KV head of one layer.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Head {
+    /// Tiles by position, from the layer's `first_tile`.
+    pub ring: VecDeque<Page>,
+    /// The sinks, then each expert.
+    pub chains: Vec<Chain>,
+    /// What the policy keeps of the tokens of each tile of the ring.
+    pub states: Kept,
+    /// What the policy keeps of the head, a version for each length that can be gone back to.
+    pub own: Vec<f32>,
+    /// The pages that a row can want.
+    pub ghosts: Ghosts,
+}
+
+/// One layer of a sequence.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    pub heads: Vec<Head>,
+    /// KV heads of the layers before it.
+    pub first_head: u32,
+    /// By which it takes pages.
+    pub store: StoreShape,
+    /// Tile of the front of each head's ring.
+    pub first_tile: u32,
+    /// Tokens that left the ring: positions `0..filed` are in the chains, or gone.
+    pub filed: u32,
+    /// Experts of positions `tags_from..`, `top_k` each.
+    pub tags: VecDeque<u16>,
+    pub tags_from: u32,
+    /// Pages that were packed and whose original is still kept, by ascending `by`.
+    pub originals: VecDeque<Original>,
+    /// Pages that were packed again and are still kept as they were, by ascending `by`.
+    pub aging: VecDeque<Original>,
+    /// The heads' codecs.
+    pub codecs: HeadCodecs,
+    /// Pages that the step under way copied because they were shared: the head, the chain (or the ring), and the original, to
+    /// be put back if the step is dropped.
+    pub undo: Vec<(usize, Option<usize>, Page)>,
+    /// How it evicts.
+    pub rule: Option<Arc<Rule>>,
+    /// What was evicted and tidied up, as far as a rollback undoes it.
+    pub past: Past,
+    /// Heads and chains whose pages could not be put together, to be tried again.
+    pub owed: Vec<(usize, usize)>,
+}
+
+impl Layer {
+    pub fn new(
+        shape: &LayerShape,
+        first_head: u32,
+        store: StoreShape,
+        codecs: HeadCodecs,
+        rule: Option<Arc<Rule>>,
+    ) -> Layer {
+        let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
+        let states = rule.as_deref().map_or_else(Kept::default, Rule::kept);
+        let run = Chain { kept: states.clone(), ..Chain::default() };
+        // No policy looks at the sinks.
+        let chains = [vec![Chain::default()], vec![run; store.experts as usize]].concat();
+        let head =
+            Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own], ghosts: Ghosts::default() };
+        Layer {
+            heads: vec![head; shape.kv_heads as usize],
+            first_head,
+            store,
+            first_tile: 0,
+            filed: 0,
+            tags: VecDeque::new(),
+            tags_from: 0,
+            originals: VecDeque::new(),
+            aging: VecDeque::new(),
+            codecs,
+            undo: Vec::new(),
+            rule,
+            past: Past::default(),
+            owed: Vec::new(),
+        }
+    }
+
+    /// The chain that the token at `position` is filed in; `None` if nobody will see it again.
+    pub fn chain_of(&self, inner: &CacheShape, shape: &LayerShape, position: u32) -> Option<usize> {
+        if position < self.store.sinks {
+            return Some(0);
+        }
+        self.store.files(shape, position).then(|| 1 + usize::from(self.home(inner, position)))
+    }
+
+    /// The experts of the token at `position`, first choice first; none where they are not known yet or forgotten. Where
+    /// there is just one expert, that one.
+    pub fn experts(&self, inner: &CacheShape, position: u32) -> impl Iterator<Item = u16> + use<'_> {
+        experts(inner, &self.tags, self.tags_from, position)
+    }
+
+    /// First choice of the token at `position`; expert 0 where there is just one.
+    fn home(&self, inner: &CacheShape, position: u32) -> u16 {
+        if inner.config.experts == 1 {
+            return 0;
+        }
+        let at = (position - self.tags_from) as usize * inner.config.top_k as usize;
+        self.tags[at]
+    }
+
+    /// Files the tokens that leave the ring at `left` tokens filed; their experts must be known.
+    pub fn file(
+        &mut self,
+        inner: &CacheShape,
+        shape: &LayerShape,
+        left: u32,
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        while self.filed < left {
+            let position = self.filed;
+            if let Some(c) = self.chain_of(inner, shape, position) {
+                for h in 0..self.heads.len() {
+                    // A head that runs out leaves the earlier ones with a token more: undone here, so that all agree.
+                    let mut shared = None;
+                    let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
+                    let token = Filed { inner, shape, chain: c, position, head, first_tile };
+                    let codec = self.codecs[h].as_ref().filter(|_| c > 0);
+                    let filed = self.heads[h].file(&token, codec, pages, &mut shared);
+                    self.undo.extend(shared.map(|page| (h, Some(c), page)));
+                    if let Err(error) = filed {
+                        for head in &mut self.heads[..h] {
+                            if let Some((page, lane)) = head.chains[c].newest() {
+                                pages.forget_copy(page, lane);
+                            }
+                            head.chains[c]
+                                .packed_by(position)
+                                .for_each(|(_, packed)| pages.forget_pack(packed));
+                            let held = |chain: &Chain| chain.entries.iter().map(Entry::bytes).sum::<u64>();
+                            let before = held(&head.chains[c]);
+                            head.chains[c].pop(position);
+                            // The append may be made again, and needs them then.
+                            pages.regain(before - held(&head.chains[c]));
+                        }
+                        while self.originals.back().is_some_and(|kept| kept.by == position) {
+                            self.originals.pop_back();
+                        }
+                        return Err(error);
+                    }
+                    let packed = self.heads[h].chains[c].packed_by(position);
+                    let original = |(ordinal, _)| Original { head: h, chain: c, ordinal, by: position };
+                    self.originals.extend(packed.map(original));
+                }
+            }
+            self.filed += 1;
+        }
+        self.age(inner, shape, pages)
+    }
+
+    /// Packs pages again that are old enough now.
+    fn age(&mut self, inner: &CacheShape, shape: &LayerShape, pages: &mut Reservation) -> Result<(), Error> {
+        let known = self.aging.len();
+        for (head, state) in self.heads.iter_mut().enumerate() {
+            let Some(codec) = self.codecs[head].as_ref().filter(|codec| codec.aged.is_some()) else {
+                continue;
+            };
+            for (chain, run) in state.chains.iter_mut().enumerate().skip(1) {
+                let told = |ordinal, by| self.aging.push_back(Original { head, chain, ordinal, by });
+                run.age(codec, inner.config.lanes, &shape.layout, self.filed, pages, told)?;
+            }
+        }
+        self.aging.make_contiguous()[known..].sort_by_key(|page| page.by);
+        Ok(())
+    }
+
+    /// Takes the extremes of the keys of pages on a device that are full by now, if the cache keeps them.
+    ///
+    /// # Errors
+    /// The device. What was not done then is done by the next call.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn bound(&mut self, inner: &CacheShape, shape: &LayerShape) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = inner.config.backend.device().filter(|_| inner.config.bounds) {
+            let chains = self.heads.iter_mut().flat_map(|head| &mut head.chains[1..]);
+            let newest = chains
+                .flat_map(|chain| chain.entries.iter_mut().rev().take_while(|entry| entry.bounds.is_none()));
+            let (mut due, mut places) = (Vec::new(), Vec::new());
+            // Positions and keys.
+            let words = shape.layout.v_base() as usize;
+            for entry in newest {
+                if let Some(address) = entry.unbounded().map(Page::address) {
+                    places.push((address, words));
+                    due.push(entry);
+                }
+            }
+            device.read_all(&places, |read| {
+                for (entry, words) in due.into_iter().zip(read.chunks_exact(words)) {
+                    let bounds = Entry::bounds_of(entry.live, words, &shape.layout, shape.rope.as_ref());
+                    entry.bounds = Some(bounds);
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Undoes what was written past `len` tokens, once [`Layer::rewind`] has undone what policies made of them.
+    pub fn truncate(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
+        let left = inner.store.ring.left(len);
+        while self.filed > left {
+            self.filed -= 1;
+            if let Some(c) = self.chain_of(inner, shape, self.filed) {
+                let position = self.filed;
+                self.heads.iter_mut().for_each(|head| head.chains[c].pop(position));
+            }
+        }
+        while self.originals.back().is_some_and(|kept| kept.by >= self.filed) {
+            self.originals.pop_back();
+        }
+        while self.aging.back().is_some_and(|page| page.by >= self.filed) {
+            self.aging.pop_back();
+        }
+        for (head, codec) in self.heads.iter_mut().zip(self.codecs.iter()) {
+            let Some(codec) = codec.as_ref().filter(|codec| codec.aged.is_some()) else { continue };
+            head.chains[1..].iter_mut().for_each(|chain| chain.rejuvenate(codec, self.filed));
+        }
+        let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
+        for head in &mut self.heads {
+            head.ring.truncate(tiles);
+            head.states.truncate(tiles);
+        }
+        if inner.config.experts > 1 {
+            let tags = len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
+            self.tags.truncate(tags);
+        }
+    }
+
+    /// Undoes a step: back to `len` tokens, on the pages that were there.
+    pub fn abort(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
+        self.truncate(inner, shape, len);
+        // What was copied was not full, so once the step's tokens are gone it is the last of its run again.
+        for (head, chain, original) in self.undo.drain(..) {
+            let head = &mut self.heads[head];
+            let page = match chain {
+                None => head.ring.back_mut(),
+                Some(c) => match head.chains[c].entries.back_mut() {
+                    Some(Entry { held: Held::Open(page), .. }) => Some(page),
+                    _ => None,
+                },
+            };
+            if let Some(page) = page {
+                *page = original;
+            }
+        }
+    }
+
+    /// Frees what nobody can see or take back at `len` tokens.
+    pub fn release(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
+        let ring = pool.shape.store.ring;
+        let first = ring.tiles(len, len).start;
+        while self.first_tile < first {
+            for head in &mut self.heads {
+                head.ring.pop_front();
+                head.states.pop_front();
+            }
+            self.first_tile += 1;
+        }
+        let kept = ring.kept_from(len);
+        while let Some(&Original { head, chain, ordinal, .. }) =
+            self.originals.front().filter(|original| original.by < kept)
+        {
+            let entry = self.heads[head].chains[chain].entry_mut(ordinal);
+            if let Some(Entry { held: Held::Closed(closed), .. }) = entry {
+                closed.original = None;
+            }
+            self.originals.pop_front();
+        }
+        while let Some(Original { head, chain, ordinal, .. }) =
+            first_if(&mut self.aging, |page| page.by < kept)
+        {
+            let entry = self.heads[head].chains[chain].entry_mut(ordinal);
+            if let (Some(Entry { held: Held::Closed(closed), .. }), Some(codec)) = (entry, &self.codecs[head])
+            {
+                closed.settle(codec);
+            }
+        }
+        while let Some((head, chain)) = self.past.forget(len, ring.slack()) {
+            self.tie(head, chain);
+        }
+        self.tidy(pool, shape, len);
+    }
+
+    /// Frees what left the window, and settles what was evicted, as of `len` tokens: what depends on them and on nothing later.
+    pub fn tidy(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
+        let ring = pool.shape.store.ring;
+        if let Some(seen) = seen_from(&pool.shape, shape, len) {
+            self.slide(seen, ring.kept_from(len), len, self.rule.is_some() && ring.slack() > 0);
+        }
+        // A rollback asks for those that were known where it goes; those of a tile that is not full stay, as its pages are still to be known.
+        let known = self.known_from(&pool.shape, shape, len).saturating_sub(ring.slack());
+        self.forget_experts(&pool.shape, known - known % PAGE);
+        self.settle(pool, shape, len);
+    }
+
+    /// Frees pages whose tokens, all before `seen`, no row sees any more at `len` tokens; notes them if `noted`, as a policy counts them.
+    fn slide(&mut self, seen: u32, kept: u32, len: u32, noted: bool) {
+        for h in 0..self.heads.len() {
+            // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
+            for c in 1..self.heads[h].chains.len() {
+                loop {
+                    let codec = self.codecs[h].as_ref();
+                    let slid = self.heads[h].chains[c].slide(seen, kept, codec, noted);
+                    let Some((entry, rows)) = slid else { break };
+                    if noted {
+                        self.note_slid(len, h, c, entry, rows);
+                    }
+                }
+                self.heads[h].chains[c].tighten();
+            }
+        }
+    }
+
+    /// First position whose experts are known at `len` tokens.
+    pub fn known_from(&self, inner: &CacheShape, shape: &LayerShape, len: u32) -> u32 {
+        let kept = inner.store.ring.kept_from(len);
+        match (seen_from(inner, shape, len), &self.rule) {
+            (Some(seen), _) => kept.min(seen),
+            (None, Some(_)) => kept,
+            (None, None) => 0,
+        }
+    }
+
+    /// Forgets the experts of tokens before `position`.
+    fn forget_experts(&mut self, inner: &CacheShape, position: u32) {
+        if inner.config.experts > 1 && position > self.tags_from {
+            let tags = (position - self.tags_from) as usize * inner.config.top_k as usize;
+            self.tags.drain(..tags.min(self.tags.len()));
+            self.tags_from = position;
+        }
+    }
+
+    /// Bytes of the layer's lists, from their capacities. O(experts and pages).
+    pub fn table_bytes(&self) -> u64 {
+        let head = |head: &Head| {
+            let lists = head.ring.capacity() * size_of::<Page>() + head.own.capacity() * size_of::<f32>();
+            let chains = head.chains.capacity() * size_of::<Chain>();
+            let pages: u64 = head.chains.iter().map(Chain::table_bytes).sum();
+            (lists + chains) as u64 + head.states.bytes() + head.ghosts.table_bytes() + pages
+        };
+        let lists = self.heads.capacity() * size_of::<Head>()
+            + self.tags.capacity() * size_of::<u16>()
+            + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
+            + self.undo.capacity() * size_of::<(usize, Option<usize>, Page)>()
+            + self.owed.capacity() * size_of::<(usize, usize)>();
+        lists as u64 + self.past.table_bytes() + self.heads.iter().map(head).sum::<u64>()
+    }
+}
+
+/// First position that a row can still see through the layer's window: that of the oldest one that can be asked for, one before the
+/// `len` tokens less the rollback.
+fn seen_from(inner: &CacheShape, shape: &LayerShape, len: u32) -> Option<u32> {
+    Some(len.saturating_sub(shape.window?.saturating_add(inner.store.ring.slack())))
+}
+
+/// The experts of the token at `position`, where `tags` are those of the tokens from position `from` on.
+pub(crate) fn experts<'a>(
+    inner: &CacheShape,
+    tags: &'a VecDeque<u16>,
+    from: u32,
+    position: u32,
+) -> impl Iterator<Item = u16> + use<'a> {
+    let (top_k, end) = (inner.config.top_k as usize, tags.len());
+    let at = position.checked_sub(from).map_or(end, |row| (row as usize * top_k).min(end));
+    let only = (inner.config.experts == 1).then_some(0);
+    only.into_iter().chain(tags.range(at..(at + top_k).min(end)).copied())
+}
+
+/// A token that leaves the ring.
+struct Filed<'a> {
+    inner: &'a CacheShape,
+    shape: &'a LayerShape,
+    chain: usize,
+    position: u32,
+    /// Counted on over the layers.
+    head: u32,
+    first_tile: u32,
+}
+
+impl Head {
+    /// Copies a token to the end of its chain, and packs the page if that fills it.
+    fn file(
+        &mut self,
+        token: &Filed<'_>,
+        codec: Option<&HeadCodec>,
+        pages: &mut Reservation,
+        shared: &mut Option<Page>,
+    ) -> Result<(), Error> {
+        let Filed { inner, shape, chain: c, position, head, first_tile } = *token;
+        let layout = &shape.layout;
+        let Slot { tile, lane } = Position(position).into();
+        let (chain, lanes) = (&mut self.chains[c], inner.config.lanes);
+        let open = chain.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
+        let wide = open.filter(|(first, ..)| codec.is_some() && !Packed::spans(*first, position));
+        // All that can fail comes before anything is counted.
+        let mut take = |codec: &HeadCodec, shard| {
+            let last = chain.entries.iter().rev().find_map(|entry| match &entry.held {
+                Held::Closed(closed) => Some(&closed.packed),
+                _ => None,
+            });
+            pages.take(shard, codec.packed.words(), Near::next(last))
+        };
+        let (before, after) = match (codec, open) {
+            (Some(codec), Some((_, _, shard))) if wide.is_some() => {
+                (Some((codec, take(codec, shard)?)), None)
+            }
+            (Some(codec), Some((_, fill, shard))) if fill == PAGE - 1 => {
+                (None, Some((codec, take(codec, shard)?)))
+            }
+            _ => (None, None),
+        };
+        if open.is_none() || wide.is_some() {
+            let ordinal = chain.next;
+            let shard = inner.shard_of(chain_place(c), ordinal, head);
+            let last = chain.entries.back().and_then(Entry::page);
+            // One that will be packed makes way then.
+            let near = if codec.is_some() { Near::Any } else { Near::next(last) };
+            let page = pages.take(shard, layout.words(), near)?;
+            if let Some((codec, packed)) = before {
+                chain.close(codec, lanes, layout, position, packed, pages);
+            }
+            chain.push(page);
+        }
+        let Some(Entry { held: Held::Open(page), fill, .. }) = chain.entries.back_mut() else {
+            unreachable!("there is room, or a page was just pushed")
+        };
+        own(page, layout, *fill, pages, shared)?;
+        pages.copy(layout, &self.ring[(tile - first_tile) as usize], lane, page, *fill);
+        let (from, to) = ((tile - first_tile) as usize, *fill);
+        let to = (chain.entries.len() - 1, to);
+        chain.kept.copy(0..chain.kept.versions(), &self.states, (from, lane), to);
+        chain.wrote();
+        if c > 0
+            && inner.config.bounds
+            && let Some(entry) = chain.entries.back_mut().filter(|entry| entry.fill == PAGE)
+        {
+            entry.bound(layout, shape.rope.as_ref());
+        }
+        if let Some((codec, packed)) = after {
+            chain.close(codec, lanes, layout, position, packed, pages);
+        }
+        Ok(())
+    }
+}
+
+/// Makes a page one that may be written: if it is shared, a copy of its first `fill` lanes takes its place, and the original is
+/// left in `shared`.
+pub(crate) fn own(
+    page: &mut Page,
+    layout: &Layout,
+    fill: u32,
+    pages: &mut Reservation,
+    shared: &mut Option<Page>,
+) -> Result<(), Error> {
+    if page.is_shared() {
+        let mut copy = pages.take(page.shard(), layout.words(), Near::Any)?;
+        for lane in 0..fill {
+            pages.copy(layout, page, lane, &mut copy, lane);
+        }
+        *shared = Some(std::mem::replace(page, copy));
+    }
+    Ok(())
+}

@@ -1,0 +1,8 @@
+//! The page table of a sequence: which tokens lie in which page of which KV head.
+
+pub mod chain;
+pub mod compact;
+pub mod filing;
+pub mod ghosts;
+pub mod past;
+pub mod settle;

@@ -1,0 +1,438 @@
+//! What was evicted and tidied up of a layer's pages, as far as a rollback undoes it.
+//!
+//! Which tokens a policy ranks, and the order in which they lie, is a function of the tokens of a sequence and of nothing that was taken
+//! back since. So every change that a commit makes beside its own tokens is noted with the length of the sequence, for as long as
+//! a rollback can come back to before it, and a rollback undoes what was noted later than where it goes, the newest first.
+
+use crate::base::deque::{first_if, last_if};
+use crate::base::error::Error;
+use crate::base::ids::chain_place;
+use crate::memory::arena::{Near, Page, Reservation};
+use crate::memory::pool::Pool;
+use crate::pages::chain::{Chain, Entry, Held};
+use crate::pages::compact::Whose;
+use crate::pages::filing::Layer;
+use crate::policy::state::Apart;
+use pikv_core::page::PAGE;
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use std::collections::VecDeque;
+
+/// Tokens of a page that were evicted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Killed {
+    /// Tokens of the sequence then.
+    pub by: u32,
+    pub head: usize,
+    pub chain: usize,
+    pub ordinal: u32,
+    pub lanes: u32,
+    /// The id of the change that is noted next.
+    pub after: u64,
+}
+
+/// A change of one run of pages.
+#[derive(Clone, Debug)]
+struct Noted {
+    id: u64,
+    /// Tokens of the sequence then.
+    at: u32,
+    head: usize,
+    chain: usize,
+    /// [`Chain::dead`] before.
+    dead: u32,
+    what: What,
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    /// An eviction became final.
+    Final(Killed),
+    /// A page was freed, as none of its tokens is read any more.
+    Freed(Box<Entry>),
+    /// A page left the layer's window; with what the policy kept of its tokens.
+    Slid(Box<Entry>, Apart),
+    /// Pages were put together.
+    Compacted(Compacted),
+}
+
+impl Noted {
+    /// What is held for it: a page, or those among these.
+    fn pages(&self) -> (Option<&Held>, &[Before]) {
+        match &self.what {
+            What::Final(_) => (None, &[]),
+            What::Freed(entry) | What::Slid(entry, _) => (Some(&entry.held), &[]),
+            What::Compacted(compacted) => (None, &compacted.pages),
+        }
+    }
+}
+
+/// Pages of a run that were put together.
+#[derive(Clone, Debug)]
+pub(crate) struct Compacted {
+    /// By ascending ordinal; pages of which nothing was left are not among them.
+    pub pages: Vec<Before>,
+    /// Where tokens went, by descending place.
+    pub moves: Vec<Went>,
+}
+
+/// How a page was before it was put together with others.
+#[derive(Clone, Debug)]
+pub(crate) struct Before {
+    pub ordinal: u32,
+    pub fill: u32,
+    pub live: u32,
+    pub bounds: Option<Box<[[f32; LANES]]>>,
+    pub was: Was,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Was {
+    /// This, which another page or none took the place of.
+    Replaced(Held),
+    /// The page that is there, to which other tokens were moved; with the positions of its lanes.
+    Rewritten([u32; PAGE as usize]),
+}
+
+/// A token that was moved, from ordinal and lane to ordinal and lane.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Went {
+    pub from: (u32, u32),
+    pub to: (u32, u32),
+}
+
+/// What happened to the pages of a layer that a rollback undoes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Past {
+    /// Evictions that are not final, by ascending length of the sequence.
+    pub killed: VecDeque<Killed>,
+    /// The newest last.
+    noted: VecDeque<Noted>,
+    /// The id of the change that is noted next.
+    next: u64,
+}
+
+impl Past {
+    /// Notes that tokens were evicted at `by` tokens of the sequence.
+    pub fn kill(&mut self, by: u32, head: usize, chain: usize, ordinal: u32, lanes: u32) {
+        self.killed.push_back(Killed { by, head, chain, ordinal, lanes, after: self.next });
+    }
+
+    fn note(&mut self, at: u32, head: usize, chain: usize, dead: u32, what: What) {
+        self.noted.push_back(Noted { id: self.next, at, head, chain, dead, what });
+        self.next += 1;
+    }
+
+    /// Forgets the oldest change if no rollback undoes it that goes back by `slack` tokens from `len`; returns the run that it was of.
+    pub fn forget(&mut self, len: u32, slack: u32) -> Option<(usize, usize)> {
+        let noted = first_if(&mut self.noted, |noted| noted.at.saturating_add(slack) <= len)?;
+        Some((noted.head, noted.chain))
+    }
+
+    /// Pages that are held for a rollback.
+    pub fn pages(&self) -> impl Iterator<Item = &Held> {
+        self.noted.iter().map(Noted::pages).flat_map(|(page, pages)| {
+            page.into_iter().chain(pages.iter().filter_map(|page| match &page.was {
+                Was::Replaced(held) => Some(held),
+                Was::Rewritten(_) => None,
+            }))
+        })
+    }
+
+    /// Bytes of the lists, from their capacities.
+    pub fn table_bytes(&self) -> u64 {
+        let apart = |noted: &Noted| match &noted.what {
+            What::Final(_) => 0,
+            What::Freed(_) => size_of::<Entry>(),
+            What::Slid(_, rows) => size_of::<Entry>() + rows.bytes(),
+            What::Compacted(Compacted { pages, moves }) => {
+                let bounds = pages.iter().filter_map(|page| page.bounds.as_deref()).map(size_of_val);
+                bounds.sum::<usize>()
+                    + pages.capacity() * size_of::<Before>()
+                    + moves.capacity() * size_of::<Went>()
+            }
+        };
+        let apart: usize = self.noted.iter().map(apart).sum();
+        (self.killed.capacity() * size_of::<Killed>() + self.noted.capacity() * size_of::<Noted>() + apart)
+            as u64
+    }
+
+    /// Pages of a run that a rollback would move tokens back to.
+    fn tied(&self, head: usize, chain: usize) -> impl Iterator<Item = u32> {
+        let of = self.noted.iter().filter(move |noted| (noted.head, noted.chain) == (head, chain));
+        let compacted = of.filter_map(|noted| match &noted.what {
+            What::Compacted(compacted) => Some(&compacted.pages),
+            _ => None,
+        });
+        let pages = compacted.flatten().filter(|page| matches!(page.was, Was::Rewritten(_)));
+        pages.map(|page| page.ordinal)
+    }
+
+    /// Forgets the tokens of a page that was freed for good, wherever they were before.
+    pub fn lose(&mut self, head: usize, chain: usize, ordinal: u32) {
+        let mut lost = vec![(ordinal, u32::MAX)];
+        for noted in self.noted.iter_mut().rev().filter(|noted| (noted.head, noted.chain) == (head, chain)) {
+            let What::Compacted(Compacted { pages, moves }) = &mut noted.what else { continue };
+            let is_lost = |lost: &[(u32, u32)], (page, lane): (u32, u32)| {
+                lost.iter().any(|(other, lanes)| *other == page && lanes >> lane & 1 == 1)
+            };
+            let mut earlier = Vec::new();
+            moves.retain(|went| {
+                let gone = is_lost(&lost, went.to);
+                if gone {
+                    earlier.push((went.from.0, 1 << went.from.1));
+                }
+                !gone
+            });
+            for page in pages.iter_mut() {
+                let of = earlier.iter().filter(|(ordinal, _)| *ordinal == page.ordinal);
+                page.live &= !of.fold(0, |lanes, (_, lane)| lanes | lane);
+            }
+            // Pages that were not put together then are as they were.
+            lost.retain(|(ordinal, _)| pages.iter().all(|page| page.ordinal != *ordinal));
+            lost.extend(earlier);
+        }
+    }
+
+    /// Forgets a run whose pages were all freed for good.
+    pub fn lose_all(&mut self, head: usize, chain: usize) {
+        self.noted.retain(|noted| (noted.head, noted.chain) != (head, chain));
+    }
+}
+
+impl Layer {
+    /// Notes that an eviction is final, and the page if that freed it.
+    pub fn note_final(&mut self, at: u32, dead: u32, killed: Killed, freed: Option<Entry>) {
+        let Killed { head, chain, .. } = killed;
+        self.past.note(at, head, chain, dead, What::Final(killed));
+        if let Some(entry) = freed {
+            self.past.note(at, head, chain, dead, What::Freed(Box::new(entry)));
+        }
+    }
+
+    /// Notes a page that left the window.
+    pub fn note_slid(&mut self, at: u32, head: usize, chain: usize, entry: Entry, rows: Apart) {
+        let dead = self.heads[head].chains[chain].dead;
+        self.past.note(at, head, chain, dead, What::Slid(Box::new(entry), rows));
+    }
+
+    /// Notes pages that were put together.
+    pub fn note_compacted(&mut self, at: u32, head: usize, chain: usize, dead: u32, compacted: Compacted) {
+        self.past.note(at, head, chain, dead, What::Compacted(compacted));
+        self.tie(head, chain);
+    }
+
+    /// Marks the pages of a run that have to stay in the first tier, as a rollback would move tokens back to them.
+    pub fn tie(&mut self, head: usize, chain: usize) {
+        let run = &mut self.heads[head].chains[chain];
+        run.entries.iter_mut().for_each(|entry| entry.tied = false);
+        for ordinal in self.past.tied(head, chain) {
+            if let Some(entry) = run.entry_mut(ordinal) {
+                entry.tied = true;
+            }
+        }
+    }
+
+    /// Bytes that [`Layer::rewind`] takes: of pages that tokens are moved back to and that a fork shares by now.
+    pub fn rewind_bytes(&self, shape: &LayerShape, len: u32) -> u64 {
+        let mut pages = 0;
+        // Pages that later changes replaced, which come back first: whose they are, and whether a fork has them too.
+        let mut back: Vec<((usize, usize, u32), bool)> = Vec::new();
+        for noted in self.past.noted.iter().rev().take_while(|noted| noted.at > len) {
+            let What::Compacted(compacted) = &noted.what else { continue };
+            let run = &self.heads[noted.head].chains[noted.chain];
+            let known = back.len();
+            for page in &compacted.pages {
+                let of = (noted.head, noted.chain, page.ordinal);
+                let shared = match &page.was {
+                    Was::Replaced(held) => {
+                        back.push((of, matches!(held, Held::Open(page) if page.is_shared())));
+                        false
+                    }
+                    Was::Rewritten(_) => match back[..known].iter().rfind(|(back, _)| *back == of) {
+                        Some((_, shared)) => *shared,
+                        None => run.entry(page.ordinal).and_then(Entry::page).is_none_or(Page::is_shared),
+                    },
+                };
+                pages += u64::from(shared);
+            }
+        }
+        pages * shape.layout.bytes()
+    }
+
+    /// Undoes evictions and what was tidied up past `len` tokens, on pages of `pages` where a fork shares those of the run.
+    ///
+    /// # Errors
+    /// A device or a lower tier that fails; the layer is between two states then.
+    pub fn rewind(
+        &mut self,
+        pool: &Pool,
+        shape: &LayerShape,
+        len: u32,
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        loop {
+            // Of an eviction and a change, that which came last is undone first. What came before it is no later.
+            let newest = self.past.noted.back().map(|noted| noted.id);
+            let evicted = self.past.killed.back().filter(|killed| newest.is_none_or(|id| killed.after > id));
+            if let Some(&Killed { by, head, chain, ordinal, lanes, .. }) = evicted {
+                if by <= len {
+                    return Ok(());
+                }
+                self.past.killed.pop_back();
+                self.heads[head].chains[chain].revive(ordinal, lanes);
+                continue;
+            }
+            let Some(noted) = last_if(&mut self.past.noted, |noted| noted.at > len) else { return Ok(()) };
+            let Noted { head, chain, dead, what, .. } = noted;
+            let run = &mut self.heads[head].chains[chain];
+            match what {
+                What::Final(killed) => {
+                    self.past.killed.push_front(killed);
+                    run.unsettle(killed.ordinal, killed.lanes);
+                }
+                What::Freed(entry) => run.put_back(*entry, None),
+                What::Slid(entry, rows) => {
+                    run.filed += entry.fill;
+                    run.put_back(*entry, Some(&rows));
+                }
+                What::Compacted(compacted) => {
+                    let whose = Whose { pool, shape, head: self.first_head + head as u32, chain };
+                    run.take_apart(&whose, compacted, pages)?;
+                    self.tie(head, chain);
+                }
+            }
+            self.heads[head].chains[chain].dead = dead;
+        }
+    }
+}
+
+impl Chain {
+    /// Undoes [`Chain::settle`], but for a page that it freed.
+    fn unsettle(&mut self, ordinal: u32, lanes: u32) {
+        if let Some(entry) = self.entry_mut(ordinal).filter(|entry| !entry.is_gone()) {
+            entry.pending |= lanes & !entry.live;
+        }
+    }
+
+    /// Lists a page again as it was, with what the policy kept of its tokens.
+    fn put_back(&mut self, entry: Entry, rows: Option<&Apart>) {
+        let i = self.listed(entry.ordinal);
+        let live = entry.live.count_ones();
+        let now = std::mem::replace(&mut self.entries[i], entry);
+        self.live = self.live + live - now.live.count_ones();
+        self.kept.renew(i, rows);
+        self.settled = 0;
+    }
+
+    /// Where the page at `ordinal` stands in the list, as one of which nothing is left if it was not listed any more.
+    fn listed(&mut self, ordinal: u32) -> usize {
+        let i = self.before(ordinal);
+        if self.entries.get(i).is_none_or(|entry| entry.ordinal != ordinal) {
+            self.entries.insert(i, Entry::gone(ordinal));
+            self.kept.insert(i);
+        }
+        i
+    }
+
+    /// Undoes [`Chain::compact`].
+    fn take_apart(
+        &mut self,
+        whose: &Whose<'_>,
+        compacted: Compacted,
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        let Compacted { pages: before, moves } = compacted;
+        self.mirrors.forget(before.last().map_or(0, |page| page.ordinal + 1));
+        let places: Vec<usize> = before.iter().map(|page| self.listed(page.ordinal)).collect();
+        // All that is read is read before anything is written.
+        let words = self.rewritten(whose.shape, &before, &places, &moves)?;
+        let mut words = words.into_iter();
+        for (i, page) in places.into_iter().zip(before) {
+            // A page that the caller evicted since, and of whose tokens none is elsewhere, stays away.
+            if matches!(page.was, Was::Rewritten(_))
+                && let Some(words) = words.next().flatten()
+            {
+                self.rewrite(whose, i, &words, pages)?;
+            }
+            let entry = &mut self.entries[i];
+            self.live = self.live + page.live.count_ones() - entry.live.count_ones();
+            (entry.fill, entry.live, entry.pending, entry.bounds) = (page.fill, page.live, 0, page.bounds);
+            if let Was::Replaced(held) = page.was {
+                entry.held = held;
+            }
+            self.kept.renew(i, None);
+        }
+        for Went { from, to } in moves.iter().rev() {
+            if let (Some(a), Some(b)) = (self.index(to.0), self.index(from.0)) {
+                self.kept.shift((a, to.1), (b, from.1));
+            }
+        }
+        self.settled = 0;
+        Ok(())
+    }
+
+    /// The words of each of the pages that other tokens were moved to, as they were; `None` where nothing is left of the page, and nothing
+    /// comes back to it.
+    fn rewritten(
+        &self,
+        shape: &LayerShape,
+        before: &[Before],
+        places: &[usize],
+        moves: &[Went],
+    ) -> Result<Vec<Option<Vec<u32>>>, Error> {
+        let mut all = Vec::new();
+        for (page, i) in before.iter().zip(places) {
+            let Was::Rewritten(positions) = &page.was else { continue };
+            let mut words = match self.words(*i)? {
+                Some(words) => words,
+                None if page.live == 0 => {
+                    all.push(None);
+                    continue;
+                }
+                None => vec![0; shape.layout.words() as usize],
+            };
+            let (mut source, mut at) = (None, None);
+            for went in moves.iter().filter(|went| went.from.0 == page.ordinal) {
+                if at != Some(went.to.0) {
+                    at = Some(went.to.0);
+                    source = self.index(went.to.0).map(|i| self.words(i)).transpose()?.flatten();
+                }
+                if let Some(source) = &source {
+                    shape.layout.copy(source, went.to.1, &mut words, went.from.1);
+                }
+            }
+            words[..positions.len()].copy_from_slice(positions);
+            all.push(Some(words));
+        }
+        Ok(all)
+    }
+
+    /// All words of page `i`, wherever it lies.
+    fn words(&self, i: usize) -> Result<Option<Vec<u32>>, Error> {
+        Ok(match &self.entries[i].held {
+            Held::Away(away) => Some(match away.slot.in_place() {
+                Some(words) => words.to_vec(),
+                None => away.slot.read()?.into_vec(),
+            }),
+            _ => self.entries[i].page().map(Page::fetch).transpose()?.map(|words| words.into_owned()),
+        })
+    }
+
+    /// Writes the words of page `i`, on another page if a fork shares it, or if it was evicted.
+    fn rewrite(
+        &mut self,
+        whose: &Whose<'_>,
+        i: usize,
+        words: &[u32],
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        let entry = &mut self.entries[i];
+        if !matches!(&entry.held, Held::Open(page) if !page.is_shared()) {
+            let shard = whose.pool.shape.shard_of(chain_place(whose.chain), entry.ordinal, whose.head);
+            entry.held = Held::Open(pages.take(shard, words.len() as u32, Near::Any)?);
+        }
+        let Held::Open(page) = &mut entry.held else { return Ok(()) };
+        page.put(words)
+    }
+}

@@ -1,0 +1,51 @@
+//! Evictions made final, and pages put together that lost tokens.
+
+use crate::base::deque::first_if;
+use crate::memory::pool::Pool;
+use crate::pages::compact::Whose;
+use crate::pages::filing::Layer;
+use crate::pages::past::Killed;
+use pikv_core::plan::LayerShape;
+use smallvec::SmallVec;
+
+impl Layer {
+    /// Makes final what no rollback to `len` tokens or more brings back, and puts the pages together that lost tokens. Notes what
+    /// changes where a rollback to fewer tokens is possible.
+    pub fn settle(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
+        if self.rule.is_none() {
+            return;
+        }
+        let slack = pool.shape.store.ring.slack();
+        // Those that could not be put together before are tried again.
+        let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
+        while let Some(killed) =
+            first_if(&mut self.past.killed, |killed| killed.by.saturating_add(slack) <= len)
+        {
+            let Killed { head, chain, ordinal, lanes, .. } = killed;
+            let run = &mut self.heads[head].chains[chain];
+            let dead = run.dead;
+            let freed = run.settle(ordinal, lanes);
+            if slack > 0 {
+                self.note_final(len, dead, killed, freed);
+            }
+            if !thinned.contains(&(head, chain)) {
+                thinned.push((head, chain));
+            }
+        }
+        let kept = pool.shape.store.ring.kept_from(len);
+        for (head, chain) in thinned {
+            let whose = Whose { pool, shape, head: self.first_head + head as u32, chain };
+            let run = &mut self.heads[head].chains[chain];
+            run.sweep(kept);
+            let dead = run.dead;
+            match run.compact(&whose, kept, slack > 0) {
+                Ok(None) => {}
+                Ok(Some(compacted)) => self.note_compacted(len, head, chain, dead, compacted),
+                Err(_) => {
+                    pool.failures.uncompacted();
+                    self.owed.push((head, chain));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! How a layer evicts: its policy, and what the policy said of itself when the cache was built.
+
+use crate::base::error::ConfigError;
+use crate::base::frequencies::Frequencies;
+use crate::policy::state::Kept;
+use crate::policy::{Eviction, Feedback, Scope, Seen, Token};
+use pikv_core::page::PAGE;
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use smallvec::SmallVec;
+use std::ops::Range;
+
+/// Tokens that can be taken back at most where a policy keeps something of tokens or heads: it is kept once for each length that can
+/// be gone back to.
+const ROLLBACK: u32 = 1024;
+
+/// Bytes that a policy keeps of a page and of a head at most, over all lengths that can be gone back to.
+const MOST_KEPT: usize = 1 << 30;
+
+/// How a layer evicts.
+#[derive(Debug)]
+pub(crate) struct Rule {
+    pub layer: usize,
+    pub eviction: Eviction,
+    /// f32 kept of a token, and of a head.
+    pub words: usize,
+    pub head_words: usize,
+    /// Lengths of a sequence that can be gone back to, the present one among them.
+    pub versions: usize,
+    /// What the policy said of itself when the cache was built; it is not asked again.
+    pub name: String,
+    pub scope: Scope,
+    pub feedback: Feedback,
+    pub oldest_first: bool,
+    pub reads_tokens: bool,
+    pub wants_hits: bool,
+    /// Of the layer's rotation, where they are scaled.
+    pub frequencies: Option<Frequencies>,
+}
+
+impl Rule {
+    pub fn new(
+        layer: usize,
+        shape: &LayerShape,
+        eviction: &Eviction,
+        rollback: u32,
+    ) -> Result<Rule, ConfigError> {
+        eviction.budget.check(layer, shape.kv_heads)?;
+        if eviction.batch == Some(0) {
+            return Err(ConfigError::TokenBudget { layer, why: "a batch must be at least 1" });
+        }
+        if eviction.adaptive.is_some_and(|floor| !(0.0..=1.0).contains(&floor)) {
+            return Err(ConfigError::TokenBudget {
+                layer,
+                why: "the floor of a head's share must be in 0..=1",
+            });
+        }
+        if eviction.adaptive.is_some() && eviction.by_page {
+            let why = "heads can share budgets by tokens, not by whole pages";
+            return Err(ConfigError::TokenBudget { layer, why });
+        }
+        let policy = &eviction.policy;
+        let (words, k_dim) = (policy.words(), shape.layout.k_dim as usize);
+        let head_words = policy.head_words(k_dim, shape.group() as usize);
+        if words + head_words > 0 && rollback > ROLLBACK {
+            let policy = policy.name().to_owned();
+            return Err(ConfigError::PolicyRollback { layer, policy, rollback, limit: ROLLBACK });
+        }
+        let versions = rollback as usize + 1;
+        let of_page = words.checked_mul(LANES).and_then(|words| words.checked_add(head_words));
+        if of_page.and_then(|words| words.checked_mul(4 * versions)).is_none_or(|bytes| bytes > MOST_KEPT) {
+            let why = "what the policy keeps of a page and of a head, times the tokens that can be rolled back and one, must be at \
+                       most 1 GiB";
+            return Err(ConfigError::TokenBudget { layer, why });
+        }
+        Ok(Rule {
+            layer,
+            words,
+            head_words,
+            versions,
+            name: policy.name().to_owned(),
+            scope: policy.scope(),
+            feedback: policy.feedback(),
+            oldest_first: policy.oldest_first(),
+            reads_tokens: policy.reads_tokens(),
+            wants_hits: policy.wants_hits(),
+            frequencies: None,
+            eviction: eviction.clone(),
+        })
+    }
+
+    /// Whether something is kept, of tokens or of heads: else there is nothing to be told for.
+    pub fn keeps(&self) -> bool {
+        self.words > 0 || self.head_words > 0
+    }
+
+    /// What is kept of a run without pages.
+    pub fn kept(&self) -> Kept {
+        Kept::new(self.words, self.versions)
+    }
+
+    /// Which version holds at `len` tokens.
+    pub fn version(&self, len: u32) -> usize {
+        len as usize % self.versions
+    }
+
+    /// The rows of a step from `old` to `new` tokens, cut where the policy is told of them apart: those that can be taken back
+    /// are single. Beside each cut the rows whose attention it wants to know of: of single ones each, as it may turn out to
+    /// be the last.
+    pub fn cuts(&self, old: u32, new: u32) -> impl Iterator<Item = (Range<u32>, Range<u32>)> + use<> {
+        let single = new - (self.versions as u32 - 1).min(new - old);
+        let (from, told) = match self.feedback {
+            Feedback::None => (single, false),
+            Feedback::Mass => (old, true),
+            Feedback::LastMass(rows) => (new.saturating_sub(rows), true),
+        };
+        let many = old..single;
+        let first = (!many.is_empty()).then(|| (many, from.clamp(old, single)..single));
+        first.into_iter().chain((single..new).map(move |row| {
+            let start = if told { row } else { row + 1 };
+            (row..row + 1, start..row + 1)
+        }))
+    }
+
+    /// Tells of a page.
+    pub fn observe(&self, seen: &Seen<'_>, rows: &mut [[f32; LANES]]) {
+        let nothing = |(lane, mass): (usize, &f32)| seen.live >> lane & 1 != 0 || mass.to_bits() == 0;
+        debug_assert!(seen.mass.iter().enumerate().all(nothing), "{seen:?}");
+        self.eviction.policy.observe(seen, rows);
+    }
+
+    /// Writes what is kept of a new token into its lane of tile `tile`.
+    pub fn born(&self, token: &Token<'_>, kept: &mut Kept, tile: usize) {
+        let mut words: SmallVec<[f32; 8]> = SmallVec::from_elem(0.0, self.words);
+        self.eviction.policy.born(token, &mut words);
+        kept.set(tile, token.position.0 % PAGE, &words);
+    }
+}

@@ -1,0 +1,360 @@
+//! What routers learnt from tokens that can still be taken back, and how they forget it.
+//!
+//! A router learns once a step, from the rows of all its sequences. So that it can forget some of them, each step of a
+//! [`ClosedLoop`](crate::ClosedLoop) is kept as long as one of its tokens can be taken back: the state that the routers had before it,
+//! the logits, and what the cache had or missed. Once tokens of it were taken back, the routers go back to that state and learn the
+//! step again without them, and those that followed. Nothing is kept where the cache has no rollback.
+
+use crate::router::met::Met;
+use crate::router::{Feedback, RouteError, Router, RouterState, Routes};
+use pikv_core::page::{PAGE, Position};
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Steps that are kept at most, beside four for each token that can be taken back. Older ones stay learnt: an average of .9 keeps
+/// a thousandth of them by then.
+const STEPS: usize = 64;
+
+/// How many tokens that sequences brought to a step together are left: as many as the one has that took back the fewest. A fork has them in
+/// common with its original; what a sequence had when it was dropped stays.
+#[derive(Debug, Default)]
+pub(crate) struct Left(Mutex<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    /// Of sequences that are over, and of steps that no rollback reaches.
+    stays: u32,
+    /// Of the others; `None` is free.
+    of: Vec<Option<u32>>,
+}
+
+impl Left {
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tokens that are left.
+    fn get(&self) -> u32 {
+        let counts = self.counts();
+        counts.of.iter().flatten().copied().fold(counts.stays, u32::max)
+    }
+}
+
+/// Tokens that a sequence brought to a step of a loop.
+#[derive(Debug)]
+struct Ticket {
+    /// Position of the first.
+    first: u32,
+    left: Arc<Left>,
+    /// Which of its counts is the sequence's.
+    at: usize,
+}
+
+impl Ticket {
+    fn new(first: u32, tokens: u32, left: Arc<Left>) -> Ticket {
+        let mut counts = left.counts();
+        let at = counts.of.iter().position(Option::is_none).unwrap_or(counts.of.len());
+        match counts.of.get_mut(at) {
+            Some(free) => *free = Some(tokens),
+            None => counts.of.push(Some(tokens)),
+        }
+        drop(counts);
+        Ticket { first, left, at }
+    }
+
+    /// Tokens that the sequence has of them.
+    fn has(&self) -> u32 {
+        self.left.counts().of[self.at].unwrap_or(0)
+    }
+}
+
+impl Clone for Ticket {
+    fn clone(&self) -> Ticket {
+        Ticket::new(self.first, self.has(), self.left.clone())
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let mut counts = self.left.counts();
+        let has = counts.of[self.at].take().unwrap_or(0);
+        counts.stays = counts.stays.max(has);
+    }
+}
+
+/// The tickets of a sequence, of the steps that a rollback reaches.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tickets(VecDeque<Ticket>);
+
+impl Tickets {
+    /// Adds the tokens from `first` to `len`, and forgets what lies before `floor`.
+    pub fn add(&mut self, first: u32, len: u32, floor: u32) -> Arc<Left> {
+        while self.0.get(1).is_some_and(|next| next.first <= floor) {
+            self.0.pop_front();
+        }
+        let left = Arc::<Left>::default();
+        self.0.push_back(Ticket::new(first, len - first, left.clone()));
+        left
+    }
+
+    /// Tokens from `len` on were taken back.
+    pub fn cut(&mut self, len: u32) {
+        while let Some(ticket) = self.0.back() {
+            let stay = len.saturating_sub(ticket.first);
+            if stay >= ticket.has() {
+                return;
+            }
+            ticket.left.counts().of[ticket.at] = Some(stay);
+            if stay > 0 {
+                return;
+            }
+            self.0.pop_back();
+        }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        (self.0.capacity() * size_of::<Ticket>()) as u64
+    }
+}
+
+/// The rows of a sequence in a step.
+#[derive(Debug)]
+struct Part {
+    left: Arc<Left>,
+    /// Position of the first row that is kept, and rows before it that cannot be taken back.
+    first: Position,
+    firm: u32,
+    /// Rows that the routers have learnt, the firm ones included, and that there were.
+    learnt: u32,
+    rows: u32,
+}
+
+/// A step in one layer.
+#[derive(Debug, Default)]
+struct Layer {
+    /// Before the rows that are kept.
+    before: Option<RouterState>,
+    /// Of those rows: `[rows][experts]`.
+    logits: Vec<f32>,
+    /// What rows met, by index of the sequence, then by row; what those met that cannot be taken back is that of row 0.
+    met: Vec<(usize, Met)>,
+    experts: usize,
+    remote: u64,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    parts: Vec<Part>,
+    layers: Vec<Layer>,
+}
+
+/// The steps of a loop that routers may have to forget, the newest last.
+#[derive(Debug, Default)]
+pub(crate) struct Learnt {
+    steps: VecDeque<Kept>,
+    /// The step under way.
+    now: Kept,
+    /// Lists of steps that are over.
+    spare: Vec<Kept>,
+    /// Tokens that can be taken back.
+    slack: u32,
+    routes: Routes,
+    wanted: Vec<u32>,
+    missed: Vec<u32>,
+}
+
+impl Learnt {
+    pub fn new(slack: u32) -> Learnt {
+        Learnt { slack, ..Learnt::default() }
+    }
+
+    /// Steps that are kept.
+    pub fn steps(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// Whether anything is kept at all.
+    pub fn is_on(&self) -> bool {
+        self.slack > 0
+    }
+
+    /// Starts a step of `layers` layers over sequences with these first positions and rows.
+    pub fn begin(&mut self, layers: usize, parts: impl Iterator<Item = (Position, usize)>) {
+        if !self.is_on() {
+            return;
+        }
+        self.now.parts.clear();
+        for (first, rows) in parts {
+            let (rows, left) = (rows as u32, Arc::default());
+            self.now.parts.push(Part { left, first, firm: 0, learnt: rows, rows });
+        }
+        // Of one long step alone the rows that stay need not be learnt again.
+        if let ([part], true) = (&mut self.now.parts[..], self.steps.is_empty()) {
+            part.firm = part.rows.saturating_sub(self.slack);
+            part.first = Position(part.first.0 + part.firm);
+        }
+        self.now.layers.resize_with(layers, Layer::default);
+        self.now.layers.iter_mut().for_each(|layer| layer.before = None);
+    }
+
+    /// Rows of the step's only sequence that cannot be taken back, to be routed apart from the others.
+    pub fn firm(&self) -> usize {
+        self.now.parts.first().map_or(0, |part| part.firm as usize)
+    }
+
+    /// Notes what a layer's router is about to be asked: its state, and the logits of the rows that can be taken back.
+    pub fn routing(&mut self, layer: usize, router: &dyn Router, logits: &[f32]) {
+        if let Some(layer) = self.now.layers.get_mut(layer).filter(|_| self.slack > 0) {
+            layer.before = Some(router.state());
+            layer.logits.clear();
+            layer.logits.extend_from_slice(logits);
+        }
+    }
+
+    /// Notes what a layer of `experts` experts met, of each sequence by ascending rows.
+    pub fn met(
+        &mut self,
+        layer: usize,
+        experts: usize,
+        met: impl Iterator<Item = (usize, Met)>,
+        remote: u64,
+    ) {
+        let Kept { parts, layers } = &mut self.now;
+        let Some(layer) = layers.get_mut(layer) else { return };
+        (layer.experts, layer.remote) = (experts, remote);
+        layer.met.clear();
+        layer.met.extend(met.map(|(part, met)| match met.row < parts[part].firm {
+            true => (part, Met { row: 0, ..met }),
+            false => (part, met),
+        }));
+        layer.met.sort_unstable_by_key(|(part, met)| (*part, met.row, met.expert));
+        layer.met.dedup_by(|(next_part, next), (part, kept)| {
+            let same = (*next_part, next.row, next.expert) == (*part, kept.row, kept.expert);
+            if same {
+                (kept.wanted, kept.held) = (kept.wanted + next.wanted, kept.held + next.held);
+            }
+            same
+        });
+    }
+
+    /// The step is over; `tickets` are those of its sequences.
+    pub fn committed(&mut self, tickets: &mut Vec<Arc<Left>>) {
+        if !self.is_on() {
+            return;
+        }
+        for (part, left) in self.now.parts.iter_mut().zip(tickets.drain(..)) {
+            part.left = left;
+        }
+        let next = self.spare.pop().unwrap_or_default();
+        self.steps.push_back(std::mem::replace(&mut self.now, next));
+        let most = STEPS + 4 * self.slack as usize;
+        // A step of which nobody else holds a ticket cannot be taken back.
+        let over = |step: &Kept| step.parts.iter().all(|part| Arc::strong_count(&part.left) == 1);
+        while self.steps.len() > most || self.steps.front().is_some_and(over) {
+            self.spare.extend(self.steps.pop_front());
+        }
+        self.spare.truncate(2);
+    }
+
+    /// Has the routers forget what was taken back since they learnt it.
+    ///
+    /// # Errors
+    /// The first layer whose router refuses to go back to a state that it gave itself, and why. It keeps what it has learnt.
+    ///
+    /// # Panics
+    /// If a router does; it has forgotten its choices, and the others have learnt.
+    pub fn forget(&mut self, routers: &mut [Box<dyn Router>]) -> Result<(), (usize, RouteError)> {
+        let rejected = |part: &Part| part.left.get() < part.learnt;
+        let Some(first) = self.steps.iter().position(|step| step.parts.iter().any(rejected)) else {
+            return Ok(());
+        };
+        let (mut panicked, mut refused) = (None, Ok(()));
+        let mut steps = std::mem::take(&mut self.steps);
+        for (l, router) in routers.iter_mut().enumerate() {
+            let again = catch_unwind(AssertUnwindSafe(|| {
+                for (i, step) in steps.iter_mut().enumerate().skip(first) {
+                    self.learn(step, l, router.as_mut(), i == first)?;
+                }
+                Ok(())
+            }));
+            match again {
+                Ok(again) => refused = refused.and(again.map_err(|error| (l, error))),
+                Err(panic) => {
+                    let _ = catch_unwind(AssertUnwindSafe(|| router.discard()));
+                    panicked = panicked.or(Some(panic));
+                }
+            }
+        }
+        for part in steps.iter_mut().skip(first).flat_map(|step| &mut step.parts) {
+            part.learnt = part.learnt.min(part.left.get().max(part.firm));
+        }
+        steps.retain(|step| step.parts.iter().any(|part| part.learnt > 0));
+        self.steps = steps;
+        if let Some(panic) = panicked {
+            resume_unwind(panic);
+        }
+        refused
+    }
+
+    /// Has a layer's router learn a step again, from the state before it where `back`, or from the one that it is in.
+    fn learn(
+        &mut self,
+        step: &mut Kept,
+        layer: usize,
+        router: &mut dyn Router,
+        back: bool,
+    ) -> Result<(), RouteError> {
+        let Kept { parts, layers } = step;
+        let Some(layer) = layers.get_mut(layer) else { return Ok(()) };
+        // A layer without rows had nothing to tell.
+        let Some(before) = &mut layer.before else { return Ok(()) };
+        if back {
+            router.restore(before)?;
+        } else {
+            *before = router.state();
+        }
+        let count = layer.experts;
+        let (mut wanted, mut missed) = (vec![0u64; count], vec![0u64; count]);
+        let mut rest = &layer.logits[..];
+        let (mut stay_of_all, mut rows_of_all) = (0u64, 0u64);
+        self.routes.clear();
+        for (i, part) in parts.iter().enumerate() {
+            let kept = (part.rows - part.firm) as usize;
+            let stay = part.left.get().min(part.learnt).saturating_sub(part.firm) as usize;
+            (stay_of_all, rows_of_all) =
+                (stay_of_all + u64::from(part.firm) + stay as u64, rows_of_all + u64::from(part.rows));
+            let (own, others) = rest.split_at(kept * count);
+            rest = others;
+            if stay > 0 && router.route(part.first, &own[..stay * count], &mut self.routes).is_err() {
+                router.discard();
+            }
+            let left = part.firm + stay as u32;
+            for (_, met) in layer.met.iter().filter(|(of, met)| *of == i && met.row < left) {
+                let e = usize::from(met.expert);
+                wanted[e] += u64::from(met.wanted * PAGE);
+                missed[e] += u64::from(met.missed());
+            }
+        }
+        if stay_of_all == 0 {
+            return Ok(());
+        }
+        narrow(&wanted, &missed, &mut self.wanted, &mut self.missed);
+        let remote = (u128::from(layer.remote) * u128::from(stay_of_all) / u128::from(rows_of_all)) as u64;
+        let feedback = Feedback::new(&self.wanted, &self.missed).of_page(PAGE).remote_bytes(remote);
+        if router.observe(&feedback).is_err() {
+            router.discard();
+        }
+        Ok(())
+    }
+}
+
+/// Counts of what was wanted and missed in 32 bits, as routers take them: only the rates matter where they are that many.
+pub(crate) fn narrow(wanted: &[u64], missed: &[u64], to_wanted: &mut Vec<u32>, to_missed: &mut Vec<u32>) {
+    let most = wanted.iter().copied().max().unwrap_or(0);
+    let shift = (64 - most.leading_zeros()).saturating_sub(32);
+    for (from, to) in [(wanted, to_wanted), (missed, to_missed)] {
+        to.clear();
+        to.extend(from.iter().map(|n| (n >> shift) as u32));
+    }
+}
