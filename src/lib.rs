@@ -73,7 +73,7 @@ pub use pikv_core::{
 };
 pub use pikv_host::{
     AgeRule, Attend, Backend, Cache, CacheConfig, ClosedLoop, CodecRule, ConfigError, CudaError,
-    DeviceOutput, DeviceSlice, Error, EvictionRule, Failures, Frequencies, FrequencyError, LoopError,
+    DeviceOutput, DeviceSlice, Error, EvictionRule, Failures, Frequencies, FrequencyError, Hits, LoopError,
     LoopStep, Output, PageId, PageInfo, PageMass, Place, Read, Rows, Scaling, Sequence, Step, StepBytes,
     StepReport, TierOperation, Usage, codec, fabric, lanes, metrics, planner, policy, router, tiers, trace,
 };

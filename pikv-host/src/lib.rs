@@ -41,6 +41,7 @@ pub use cache::sequence::{PageInfo, Sequence};
 pub use cache::step::Step;
 pub use cache::{Cache, Rows, StepBytes, Usage};
 pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
+pub use config::hits::Hits;
 pub use config::{AgeRule, CacheConfig, CodecRule, EvictionRule};
 pub use metrics::report::StepReport;
 pub use pikv_lanes as lanes;

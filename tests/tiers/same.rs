@@ -194,7 +194,10 @@ impl Twins<'_> {
             step.commit_with(report).unwrap();
         }
         for layer in 0..model.layers {
-            let wanted = |report: &StepReport| -> Vec<u64> {
+            let sums = |a: &[u64], b: &[u64]| -> Vec<u64> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
+            let filed = |report: &StepReport| sums(report.held_tokens(layer), report.lost_tokens(layer));
+            assert_eq!(filed(&reports[0]), filed(&reports[1]));
+            let wanted = |report: &StepReport| -> Vec<f64> {
                 report
                     .hits(layer)
                     .iter()

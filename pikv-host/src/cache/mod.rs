@@ -7,6 +7,7 @@ pub mod step;
 pub mod tiering;
 
 use crate::attend::executor::{Cpu, Executor};
+use crate::attend::hits::Fetched;
 use crate::attend::view::View;
 use crate::attend::{Attend, Output, Tensors, attend};
 #[cfg(feature = "cuda")]
@@ -22,6 +23,7 @@ use crate::config::shape::CacheShape;
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
 use crate::memory::pool::Pool;
+use crate::pages::ghosts;
 use crate::tiers::{Fetches, Levels, TierUsage};
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, StoreShape};
@@ -52,6 +54,9 @@ pub struct Usage {
     pub budget: u64,
     /// Pages in the tiers beneath it; bytes of sequences that share a page count once.
     pub tiers: Vec<TierUsage>,
+    /// Bytes of host memory in which the extremes of the keys of known pages lie, held or not ([`Hits`](crate::Hits)); bytes that sequences
+    /// share count once. They are beside the budget. 0 where nobody asks for hits.
+    pub ghosts: u64,
 }
 
 /// Bytes of page memory for a step: [`Cache::step_bytes`].
@@ -195,22 +200,49 @@ impl Cache {
     }
 
     /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
-    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them.
+    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them. Where hits are counted
+    /// ([`Hits`](crate::Hits)), with [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// No such layer.
     pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
         let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
-        Ok(self
+        let pages: u64 = self
             .inner
             .shape
             .packed(layer)
             .map(|packed| store.head_bytes_at(shape, packed, len, filed.iter().copied()))
-            .sum())
+            .sum();
+        Ok(pages + self.ghost_bytes_at(layer, len)?)
     }
 
-    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head, and
-    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either.
+    /// The most bytes of one layer at `len` tokens in which the extremes of the keys of known pages lie, held or evicted; 0 where nobody
+    /// asks for hits. They are beside the budget: [`Usage::ghosts`]. Whole sheets of 8 pages count, a page being 32 tokens of an expert.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn ghost_bytes_at(&self, layer: usize, len: u32) -> Result<u64, Error> {
+        let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
+        let Some(hits) = self.inner.pool.hits().filter(|_| store.files(shape, u32::MAX)) else {
+            return Ok(0);
+        };
+        // Those that a rollback could ask for are known beside the newest.
+        let slack = store.ring.slack();
+        let pages = u64::from(self.inner.shape.known_before(len).saturating_sub(store.sinks) / PAGE);
+        let beside = u64::from(slack.div_ceil(PAGE) * store.experts.min(PAGE)) + ghosts::SHEET as u64;
+        let seen = shape.window.map_or(u64::MAX, |window| {
+            // Pages of an expert that is rare can hold one token that is seen.
+            u64::from(window.saturating_add(slack)).div_ceil(u64::from(PAGE))
+                + u64::from(store.experts)
+                + beside
+        });
+        let most = pages.min(u64::from(hits.known) + beside).min(seen);
+        Ok(u64::from(shape.kv_heads) * ghosts::bytes(&shape.layout, most))
+    }
+
+    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head,
+    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either, and
+    /// [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// No such layer.
@@ -224,7 +256,7 @@ impl Cache {
             store.head_bytes_at_most(shape, packed, len)
                 + aged.map_or(0, |aged| twice * aged.codec.packed.bytes())
         };
-        Ok(self.inner.shape.codecs[layer].iter().map(head).sum())
+        Ok(self.inner.shape.codecs[layer].iter().map(head).sum::<u64>() + self.ghost_bytes_at(layer, len)?)
     }
 
     /// An empty sequence.
@@ -237,7 +269,8 @@ impl Cache {
         let arenas = &self.inner.pool.arenas;
         let tiers = self.inner.pool.tiers.as_ref().map_or_else(Vec::new, Levels::usage);
         let shards = arenas.bytes_by_shard().collect();
-        Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers }
+        let ghosts = self.inner.pool.ghosts.bytes();
+        Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers, ghosts }
     }
 
     /// Counts of work that failed without failing a call, since the cache was built.
@@ -331,7 +364,8 @@ impl Cache {
             first: part.first.0,
             rows: part.rows,
             len: part.sequence.len,
-            fetch: None,
+            fetched: Fetched::default(),
+            of_step: 0,
         });
         attend(
             &*self.inner.executor,

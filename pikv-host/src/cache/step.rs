@@ -5,6 +5,7 @@ mod device;
 
 use crate::attend::executor::Session;
 use crate::attend::feedback::Feed;
+use crate::attend::hits::Fetched;
 use crate::attend::view::View;
 use crate::attend::{Attend, Output, Read, Tensors, attend};
 use crate::base::error::Error;
@@ -80,8 +81,10 @@ pub(crate) struct Part<'a> {
 pub(crate) struct Done {
     appended: bool,
     routed: bool,
-    /// Experts of a row whose pages it wants, from the first on; all if `None`.
+    /// Experts of a row whose pages it reads, from the first on; all if `None`.
     fetch: Option<u32>,
+    /// Further experts of each row that it may read, and how many of them it does.
+    more: (Vec<u16>, Vec<u8>),
     /// What the layer's policy will be told, head by head: what the last call left, if it was in this step.
     feeds: Vec<Feed>,
     told: bool,
@@ -217,21 +220,27 @@ impl<'a> Step<'a> {
             let used = if all { self.away(layer).map(|slot| tiers.staged(slot)).sum() } else { 0 };
             self.look_ahead(layer + 1, used);
         }
-        let fetch = self.layers[layer].fetch;
-        let views = self.parts.iter().enumerate().map(|(sequence, part)| View {
-            sequence,
-            row: 0,
-            layer: &part.sequence.layers[layer],
-            first: part.sequence.len,
-            rows: part.len - part.sequence.len,
-            len: part.len,
-            fetch,
+        let (first, (more, counts)) = (self.layers[layer].fetch, mem::take(&mut self.layers[layer].more));
+        let fetched = Fetched { first, more: &more, counts: &counts };
+        let views = self.parts.iter().enumerate().scan(0, |rows, (sequence, part)| {
+            let of_step = *rows;
+            *rows += (part.len - part.sequence.len) as usize;
+            Some(View {
+                sequence,
+                row: 0,
+                layer: &part.sequence.layers[layer],
+                first: part.sequence.len,
+                rows: part.len - part.sequence.len,
+                len: part.len,
+                fetched,
+                of_step,
+            })
         });
         if let (Tensors::Host(..), Some(late)) = (&tensors, &mut self.late) {
             late.forget(layer);
         }
         let done = &mut self.layers[layer];
-        let remote = attend(
+        let attended = attend(
             &*inner.executor,
             &inner.pool,
             layer,
@@ -241,9 +250,10 @@ impl<'a> Step<'a> {
             options,
             Some(&mut done.feeds),
             ahead,
-        )?;
+        );
+        done.more = (more, counts);
+        done.remote += attended?;
         done.told = true;
-        done.remote += remote;
         Ok(())
     }
 
@@ -291,9 +301,14 @@ impl<'a> Step<'a> {
         self.layers.get(layer).is_some_and(|done| done.routed)
     }
 
-    /// How many of a row's experts are wanted, the first ones.
-    pub(crate) fn fetch(&mut self, layer: usize, experts: u32) {
-        self.layers[layer].fetch = Some(experts);
+    /// How many of a row's experts are read, the first ones; and of each row the further ones that it may read, and how many it does.
+    pub(crate) fn fetch(&mut self, layer: usize, experts: u32, more: &[u16], counts: &[u8]) {
+        let done = &mut self.layers[layer];
+        done.fetch = Some(experts);
+        done.more.0.clear();
+        done.more.0.extend_from_slice(more);
+        done.more.1.clear();
+        done.more.1.extend_from_slice(counts);
     }
 
     /// Makes the tokens part of their sequences, and evicts what is over the budgets.
@@ -373,11 +388,11 @@ impl<'a> Step<'a> {
                     &inner.shape.config.layers[l],
                     *len,
                     part.len,
-                    &mut feeds[own],
+                    &mut feeds[own.clone()],
                     reused,
                 );
                 if let Some(report) = &mut report {
-                    layer.count_into(&inner.pool, l, *len..part.len, done.fetch, report);
+                    layer.count_into(&inner.pool, l, i, *len..part.len, &feeds[own], report);
                 }
             }
         }
@@ -391,6 +406,7 @@ impl<'a> Step<'a> {
             }
             for (layer, shape) in layers.iter_mut().zip(&inner.shape.config.layers) {
                 layer.undo.clear();
+                layer.remember(&inner.pool, shape, part.len);
                 layer.release(&inner.pool, shape, part.len);
             }
             let floor = part.len.saturating_sub(inner.shape.store.ring.slack());

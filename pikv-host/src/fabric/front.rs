@@ -32,6 +32,8 @@ pub(crate) struct Front {
     pub(super) experts: usize,
     pub(super) level: Arc<Level>,
     pub(super) fast: bool,
+    /// Of each rank, whether it is another process, or kept apart as if it were one.
+    wired: Vec<bool>,
     /// Of each layer: the ranks of an expert's slots, where the experts were placed by load.
     pub(super) placed: RwLock<Vec<Option<Vec<Vec<u32>>>>>,
     /// Copies of pages that are here, for those that move.
@@ -105,6 +107,7 @@ impl Front {
             return Err(ConfigError::Shards { shards: fabric.ranks() }.into());
         }
         let ranks = fabric.ranks() as usize;
+        let wired = (0..fabric.ranks()).map(|rank| fabric.is_wired(rank)).collect();
         let session = RandomState::new().build_hasher().finish();
         let link = Link::new(fabric, options.timeout, session, fingerprint)?;
         let (layers, experts) = (config.layers.len(), config.experts as usize);
@@ -118,6 +121,7 @@ impl Front {
             experts,
             level: Arc::new(Level::fabric()),
             fast: options.fast,
+            wired,
             placed: RwLock::new(vec![None; layers]),
             mirrors: Arc::default(),
             book: Mutex::default(),
@@ -262,6 +266,10 @@ impl FetchPage for Front {
         let answers = self.work(&mut link, vec![(copy.rank, work)])?;
         words.copy_from_slice(fetched(&answers[0], 0, words.len())?);
         Ok(())
+    }
+
+    fn is_wired(&self, rank: u32) -> bool {
+        self.wired.get(rank as usize).copied().unwrap_or(true)
     }
 }
 

@@ -7,8 +7,8 @@
 //!
 //! `hit - c1 MiB - c2 imbalance`
 //!
-//! with `hit` the share of wanted pages that were there and of an expert that was fetched (1 if none was wanted), MiB those that came from elsewhere, and the
-//! imbalance `sum_e share_e mu_e - 1` over the shares of this feedback's choices: above 0 if they went to loaded experts. The
+//! with `hit` the share of wanted pages that were there and of an expert that was fetched (after a step that wanted none the arm stays and
+//! gets no reward), MiB those that came from elsewhere, and the imbalance `sum_e share_e mu_e - 1` over the shares of this feedback's choices: above 0 if they went to loaded experts. The
 //! context is `[1, mean m, v / (1 + v)]`, `v` being the mean of `mu^2` less 1.
 //!
 //! Arms are chosen by Thompson sampling on a ridge regression each (Agrawal and Goyal, arXiv 1209.3352), whose sums are
@@ -131,6 +131,7 @@ impl Adaptive {
             cap: self.cap,
             groups: None,
             model_choice: self.model_choice,
+            more: 0,
         };
         let core = Biased::new(RouterKind::Adaptive, shape, terms)?;
         for (arm, &Arm { coefficients, fetch }) in self.arms.iter().enumerate() {
@@ -256,7 +257,11 @@ impl Router for Bandit {
         if total > 0 {
             let sum = |pages: &[u32]| pages.iter().map(|n| u64::from(*n)).sum::<u64>() as f64;
             let (wanted, missed) = (sum(feedback.wanted), sum(feedback.missed));
-            let hit = if wanted == 0.0 { 1.0 } else { 1.0 - missed / wanted };
+            if wanted == 0.0 {
+                // Nothing says how good the arm was; it stays until something does.
+                return Ok(());
+            }
+            let hit = 1.0 - missed / wanted;
             let met: f64 =
                 counts.iter().zip(self.core.load()).map(|(n, mu)| *n as f64 * f64::from(*mu)).sum();
             let reward = hit

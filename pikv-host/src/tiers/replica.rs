@@ -16,6 +16,9 @@ pub(crate) trait FetchPage: Send + Sync {
     /// # Errors
     /// The ranks that have copies are lost, or one fails.
     fn fetch(&self, page: &Kept, words: &mut [u32]) -> Result<(), Error>;
+
+    /// Whether a rank is another process, or kept apart as if it were one.
+    fn is_wired(&self, rank: u32) -> bool;
 }
 
 /// A block of 8 pages of one expert, of whatever sequence.
@@ -80,6 +83,11 @@ impl Kept {
     /// The rank that is asked first.
     pub fn rank(&self) -> u32 {
         self.copies().first().map_or(0, |copy| copy.rank)
+    }
+
+    /// Whether this process has a copy, as rank 0 of `mpi`.
+    pub fn is_here(&self) -> bool {
+        self.copies().iter().any(|copy| !self.front.is_wired(copy.rank))
     }
 
     /// Brings a copy of the page here.

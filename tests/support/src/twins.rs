@@ -4,7 +4,7 @@ use crate::numbers::{bits, noise};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, LruPlus, StreamingLlm};
 use pikv::{
-    Attend, CacheConfig, Dtype, LayerShape, PageId, PageInfo, Position, Read, Resident, Rope, Sequence,
+    Attend, CacheConfig, Dtype, Hits, LayerShape, PageId, PageInfo, Position, Read, Resident, Rope, Sequence,
     ShardMap,
 };
 use proptest::prelude::*;
@@ -87,6 +87,7 @@ impl Model {
             .experts(self.experts, self.experts.min(2))
             .shards(ShardMap::sum(self.shards).unwrap())
             .bounds(true)
+            .hits(Hits::new().pages(2).every(1))
             .poison(true);
         if let Some((code, all)) = self.codec {
             let codec = Codec::new(Coding::new(code), Coding::new(code));
