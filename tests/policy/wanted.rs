@@ -99,7 +99,7 @@ fn expected(
             .iter()
             .filter(|(e, page)| page[31] >= lo && (read != Read::Experts || row.experts[l].contains(e)))
             .collect();
-        for h in 0..shape.kv_heads as usize {
+        for (h, near) in near.iter().enumerate().take(shape.kv_heads as usize) {
             let key = |p: u32| &history[p as usize].k[l][h * k_dim..][..k_dim];
             let of = |(_, page): &&(u16, Vec<u32>)| {
                 let keys: Vec<&[f32]> = page.iter().map(|p| key(*p)).collect();
@@ -118,7 +118,7 @@ fn expected(
             }
             for at in order.into_iter().take(hits.pages as usize) {
                 let (e, page) = candidates[at];
-                let held = page.iter().filter(|p| near[h].contains(p)).count() as f64 / 32.0;
+                let held = page.iter().filter(|p| near.contains(p)).count() as f64 / 32.0;
                 hit[usize::from(*e)] += held;
                 missed[usize::from(*e)] += 1.0 - held;
             }

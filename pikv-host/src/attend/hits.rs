@@ -16,6 +16,9 @@ use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::ops::Range;
 
+/// Experts of a row, first choice first.
+type Experts = SmallVec<[u16; 8]>;
+
 /// What is asked of the rows of a sequence in a layer.
 pub(crate) struct Asking<'a> {
     pub inner: &'a CacheShape,
@@ -110,7 +113,7 @@ impl Asking<'_> {
 
     /// The experts whose pages the row at `position` can want, and those of them that it reads; `None` where rows read whatever they
     /// choose of all.
-    fn experts(&self, position: u32, row: usize) -> Option<(SmallVec<[u16; 8]>, SmallVec<[u16; 8]>)> {
+    fn experts(&self, position: u32, row: usize) -> Option<(Experts, Experts)> {
         if self.read != Read::Experts {
             return None;
         }
