@@ -30,7 +30,7 @@ pub mod router;
 pub mod tiers;
 pub mod trace;
 
-pub use attend::{Attend, Output, PageMass, Read};
+pub use attend::options::{Attend, Output, PageMass, Read};
 pub use backend::Backend;
 pub use base::device_slice::{DeviceOutput, DeviceSlice};
 pub use base::error::{ConfigError, CudaError, Error, TierOperation};

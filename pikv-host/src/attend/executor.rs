@@ -1,25 +1,67 @@
 //! Who computes a call of attention: the lanes of the CPU, a device, or ranks beside the CPU.
 
-use crate::attend::Read;
 use crate::attend::feedback::{Feed, Of};
-use crate::attend::forest::Forest;
-use crate::attend::job::{Item, Job};
-use crate::attend::lists::Cut;
+use crate::attend::forest::{Forest, Task};
+use crate::attend::job::{Item, Job, OnDevice, Widest};
 use crate::attend::mass::Wanted;
+use crate::attend::options::Output;
+use crate::attend::options::Read;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
-use crate::base::error::Error;
-use crate::base::parallel::{Shared, each_mut};
+use crate::base::error::{Error, length};
 use crate::config::HeadCodecs;
 use pikv_core::plan::LayerShape;
-use pikv_core::warp::LANES;
-use pikv_lanes::attend::PACKED_ROWS;
 use std::borrow::Cow;
 use std::fmt::Debug;
 
+/// Queries, and where results go.
+pub(crate) enum Tensors<'a> {
+    Host(&'a [f32], Output<'a>),
+    /// On the device of a session.
+    Device {
+        q: DeviceSlice,
+        output: DeviceOutput,
+        session: &'a mut dyn Session,
+    },
+}
+
+impl<'a> Tensors<'a> {
+    /// The queries that the host has.
+    ///
+    /// # Errors
+    /// Tensors of another length than `rows` rows of the layer take, or a query that is not finite.
+    pub fn check(&self, layer: usize, shape: &LayerShape, rows: usize) -> Result<&'a [f32], Error> {
+        let heads = shape.query_heads as usize;
+        let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
+        let (q_len, out_len, lse_len) = match self {
+            Tensors::Host(q, to) => (q.len(), to.out.len(), to.lse.as_ref().map(|lse| lse.len())),
+            Tensors::Device { q, output: to, .. } => (q.len(), to.out.len(), to.lse.map(|lse| lse.len())),
+        };
+        length("q", q_len, rows * heads * k_dim, "rows * query_heads * k_dim")?;
+        length("out", out_len, rows * heads * v_dim, "rows * query_heads * v_dim")?;
+        if let Some(lse_len) = lse_len {
+            length("lse", lse_len, rows * heads, "rows * query_heads")?;
+        }
+        let Tensors::Host(q, _) = *self else { return Ok(&[]) };
+        if let Some(at) = q.iter().position(|x| !x.is_finite()) {
+            let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
+            return Err(Error::Query { layer, row, head, channel, value: q[at] });
+        }
+        Ok(q)
+    }
+
+    /// The queries, if a device has them.
+    pub fn on_device(&self, layer: usize) -> Option<OnDevice> {
+        match self {
+            Tensors::Host(..) => None,
+            Tensors::Device { q, session, .. } => Some(OnDevice { q: *q, fault: session.fault(layer, 2) }),
+        }
+    }
+}
+
 /// Computes the partial results of a call, and joins them.
 pub(crate) trait Executor: Debug + Send + Sync {
-    /// Rows of a bundle at most.
-    fn most(&self, job: &Job<'_>, forest: &Forest<'_>) -> usize;
+    /// How wide bundles of rows are.
+    fn widest(&self) -> Widest;
 
     /// Attends the forests of a job whose queries the host has. With `wanted`, of each view, the masses of the forests' pages go to
     /// `results.seen`.
@@ -44,6 +86,16 @@ pub(crate) trait Executor: Debug + Send + Sync {
     }
 }
 
+/// Lists of a call cut into tasks, kept from call to call.
+#[derive(Default)]
+pub struct Cut {
+    pub items: Vec<Item<'static>>,
+    pub tasks: Vec<Task>,
+    pub roots: Vec<u32>,
+    pub offsets: Vec<usize>,
+    pub parts: Vec<f32>,
+}
+
 /// Where results go, in memory of the host.
 pub(crate) struct Results<'a> {
     /// `[rows][query_heads][v_dim]`
@@ -52,16 +104,6 @@ pub(crate) struct Results<'a> {
     pub lse: &'a mut [f32],
     /// Of each forest, where something is wanted of it.
     pub seen: &'a mut [Feed],
-}
-
-/// Queries of a job that lie on a device.
-#[derive(Clone, Copy)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
-pub(crate) struct OnDevice {
-    /// `[rows][query_heads][k_dim]`
-    pub q: DeviceSlice,
-    /// Where one that is not finite is noted.
-    pub fault: u64,
 }
 
 /// Of whom a policy wants to know what attention saw.
@@ -132,47 +174,4 @@ pub(crate) trait Session: Debug + Send + Sync {
 
     /// What a layer's policy is told, if attention was given tensors of the device last; it was waited for.
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>>;
-}
-
-/// Partial results of blocks that were worked out elsewhere.
-pub(crate) trait Elsewhere: Send + Sync {
-    /// The partial result of a block, and the weights behind it, if it was worked out.
-    fn place(
-        &self,
-        item: &Item<'_>,
-        block: usize,
-        part: &mut [f32],
-        raw: Option<&mut [[f32; LANES]]>,
-    ) -> bool;
-}
-
-/// The lanes of the CPU.
-#[derive(Debug)]
-pub(crate) struct Cpu;
-
-impl Executor for Cpu {
-    fn most(&self, job: &Job<'_>, forest: &Forest<'_>) -> usize {
-        let rows = job.inner.config.lanes.rows();
-        if forest.has_packed() { rows.min(PACKED_ROWS) } else { rows }
-    }
-
-    fn run(
-        &self,
-        job: &mut Job<'_>,
-        forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
-        results: Results<'_>,
-        cut: &mut Cut,
-    ) -> Result<(), Error> {
-        let Results { out, lse, seen } = results;
-        let (out, lse) = (Shared::new(out), Shared::new(lse));
-        match wanted {
-            Some(wanted) => each_mut(seen, |i, feed| {
-                let forest = &forests[i];
-                job.with_mass(forest, &wanted[forest.view], &out, &lse, &mut feed.weighed);
-            }),
-            None => job.run(forests, cut, &out, &lse),
-        }
-        Ok(())
-    }
 }

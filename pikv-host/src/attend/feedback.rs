@@ -4,6 +4,7 @@ use crate::attend::mass::Weighed;
 use crate::metrics::Reused;
 use crate::router::met::Met;
 use pikv_core::plan::LayerShape;
+use std::collections::HashMap;
 
 /// What attention over a head saw in a step.
 #[derive(Debug, Default)]
@@ -59,4 +60,22 @@ impl Feed {
     pub fn of(&self) -> (usize, usize) {
         (self.sequence, self.head)
     }
+}
+
+/// Puts together what rows of a head saw that were attended apart, page by page, and orders by sequence and head.
+pub(crate) fn together(feeds: &mut Vec<Feed>) {
+    feeds.sort_by_key(Feed::of);
+    let mut index = HashMap::new();
+    feeds.dedup_by(|next, kept| {
+        if next.of() != kept.of() {
+            index.clear();
+            return false;
+        }
+        let (next, kept) = (&next.weighed, &mut kept.weighed);
+        if index.is_empty() {
+            index = kept.index();
+        }
+        kept.merge(&mut index, next);
+        true
+    });
 }

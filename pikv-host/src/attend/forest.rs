@@ -5,7 +5,6 @@
 //! the result is taken back to the head's channels once, and joined with the sinks, the open pages (page `e` that of expert `e`)
 //! and the ring, in that order. What a second codec packed again is a third kind of run, joined last.
 
-use crate::attend::job::Task;
 use crate::attend::reduce::{Leaf, Tree, Trees, levels};
 use crate::base::ids::{PageId, block_of};
 use crate::base::scratch::emptied;
@@ -48,6 +47,14 @@ impl Listed<'_> {
     pub fn is_young_to(&self, hi: i32) -> bool {
         self.until.is_none_or(|until| hi < until as i32)
     }
+}
+
+/// An aligned subtree of a run of an item.
+pub struct Task {
+    pub item: usize,
+    /// The run's place in the forest's list.
+    pub run: usize,
+    pub blocks: Range<usize>,
 }
 
 /// What one KV head of one sequence is read from.

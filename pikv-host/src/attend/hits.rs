@@ -1,6 +1,6 @@
 //! Which pages rows of attention want, and which of them were there.
 
-use crate::attend::Read;
+use crate::attend::options::Read;
 use crate::attend::select::folded;
 use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;

@@ -1,41 +1,25 @@
-//! Attention cut into tasks.
+//! One call of attention: what it reads, and how its rows are numbered.
 
-use crate::attend::Read;
-use crate::attend::executor::{Elsewhere, Executor, OnDevice};
-use crate::attend::forest::{Forest, Listed};
-use crate::attend::lists::Cut;
-use crate::attend::queries::Packed;
+use crate::attend::forest::Forest;
+use crate::attend::options::Read;
 use crate::attend::reduce::Trees;
 use crate::attend::view::View;
-use crate::base::ids::Place;
-use crate::base::parallel::{Shared, each_index, threads};
+use crate::base::device_slice::DeviceSlice;
 use crate::base::rope_tables::Table;
-use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
-use pikv_core::attend::BLOCK;
-use pikv_core::codec::read::PackedRef;
-use pikv_core::full::PageRef;
-use pikv_core::merge::Partial;
-use pikv_core::page::{Layout, MAX_DIM};
+use pikv_core::page::Layout;
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::Rotation;
 use pikv_core::rows::TOP_SCORE;
 use pikv_core::warp::LANES;
-use pikv_lanes::attend::{Block, Common, Finish, PackedBlock, Raw, bundles};
-use std::cell::RefCell;
-use std::ops::Range;
+use pikv_lanes::Lanes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
 pub const TILE: usize = 64;
-
-fn reference<'a>(page: &Listed<'a>) -> PackedRef<'a> {
-    let Listed { words, live, last, by, .. } = *page;
-    PackedRef { words, live, last, by }
-}
 
 /// Some rows of one forest.
 #[derive(Clone, Copy)]
@@ -46,17 +30,34 @@ pub struct Item<'a> {
     pub rows: usize,
 }
 
-/// An aligned subtree of a run of an item.
-pub struct Task {
-    pub item: usize,
-    /// The run's place in the forest's list.
-    pub run: usize,
-    pub blocks: Range<usize>,
+/// Queries of a job that lie on a device.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
+pub(crate) struct OnDevice {
+    /// `[rows][query_heads][k_dim]`
+    pub q: DeviceSlice,
+    /// Where one that is not finite is noted.
+    pub fault: u64,
 }
+
+/// Partial results of blocks that were worked out elsewhere.
+pub(crate) trait Elsewhere: Send + Sync {
+    /// The partial result of a block, and the weights behind it, if it was worked out.
+    fn place(
+        &self,
+        item: &Item<'_>,
+        block: usize,
+        part: &mut [f32],
+        raw: Option<&mut [[f32; LANES]]>,
+    ) -> bool;
+}
+
+/// Rows of a bundle at most, by the lanes of the cache and the codecs that packed what is read.
+pub type Widest = fn(Lanes, [Option<&HeadCodec>; 2]) -> usize;
 
 /// Everything that a task reads.
 pub struct Job<'a> {
-    pub executor: &'a dyn Executor,
+    pub widest: Widest,
     pub inner: &'a CacheShape,
     pub layer: usize,
     pub shape: &'a LayerShape,
@@ -86,22 +87,6 @@ pub struct Job<'a> {
     pub overflow: AtomicUsize,
 }
 
-/// Buffers of a thread.
-#[derive(Default)]
-pub struct Scratch {
-    pub packed: Packed,
-    pub part: Vec<f32>,
-    pub spare: Vec<Vec<f32>>,
-    pub row: Vec<f32>,
-    /// Where masses are wanted: the weights of a forest's pages in each row, and each block's exponents.
-    pub raw: Vec<[f32; LANES]>,
-    pub tops: Vec<f32>,
-}
-
-thread_local! {
-    pub static SCRATCH: RefCell<Scratch> = RefCell::default();
-}
-
 impl<'a> Job<'a> {
     pub fn group(&self) -> usize {
         self.shape.group() as usize
@@ -117,78 +102,9 @@ impl<'a> Job<'a> {
         (0..rows).step_by(step).map(move |row| Item { forest, row, rows: step.min(rows - row) })
     }
 
-    /// Rows cut into tiles, whole subtrees into tasks, tasks to threads.
-    pub fn run(&self, forests: &[Forest<'_>], lists: &mut Cut, out: &Shared<'_>, lse: &Shared<'_>) {
-        let mut items: Vec<Item<'_>> = emptied(std::mem::take(&mut lists.items));
-        for forest in forests {
-            items.extend(self.items(forest, TILE));
-        }
-        let blocks: usize = items.iter().map(|item| item.forest.blocks.len()).sum();
-        let level = match self.split {
-            Some(blocks) => Some(blocks.ilog2()),
-            // Enough items to keep the threads busy, or too little work to cut: whole items.
-            None if threads() == 1 || items.len() >= 8 * threads() || blocks <= 2 * items.len() => None,
-            None => Some((blocks / (8 * threads())).max(1).ilog2()),
-        };
-        match level {
-            Some(level) => self.in_tasks(&items, level, lists, out, lse),
-            None => each_index(items.len(), |i| {
-                let item = &items[i];
-                self.with_scratch(item, |trees, scratch, leaf| {
-                    let Scratch { part, spare, .. } = scratch;
-                    let full = trees.of(None);
-                    part.resize(full.len().max(part.len()), 0.0);
-                    item.forest.reduce(&trees, leaf, part, spare);
-                    self.finish(item, &full.partial(part), out, lse);
-                });
-            }),
-        }
-        lists.items = emptied(items);
-    }
-
-    /// A task a subtree of `2^level` blocks, then an item's tasks joined.
-    fn in_tasks(&self, items: &[Item<'_>], level: u32, lists: &mut Cut, out: &Shared<'_>, lse: &Shared<'_>) {
-        let Cut { tasks, roots, offsets, parts: buffer, .. } = lists;
-        tasks.clear();
-        roots.clear();
-        offsets.clear();
-        let mut total = 0;
-        for (i, item) in items.iter().enumerate() {
-            let trees = self.trees(item);
-            for (run, blocks) in item.forest.subtrees(level) {
-                offsets.push(total);
-                total += trees.of(item.forest.codec_of_run(run)).len();
-                roots.push(item.forest.index[blocks.start] >> level);
-                tasks.push(Task { item: i, run, blocks });
-            }
-        }
-        // Each part is written whole.
-        buffer.resize(total.max(buffer.len()), 0.0);
-        let parts = Shared::new(buffer);
-        each_index(tasks.len(), |t| {
-            let Task { item, run, blocks } = &tasks[t];
-            let item = &items[*item];
-            self.with_scratch(item, |trees, scratch, leaf| {
-                let tree = trees.of(item.forest.codec_of_run(*run));
-                // SAFETY: each task has a range of its own, as long as its partial result, and `offsets` are their prefix sums.
-                let part = unsafe { parts.part(offsets[t], tree.len()) };
-                item.forest.reduce_blocks(tree, *run, blocks.clone(), level, leaf, part, &mut scratch.spare);
-            });
-        });
-        let buffer = &buffer[..];
-        each_index(items.len(), |i| {
-            let item = &items[i];
-            let trees = self.trees(item);
-            let full = trees.of(None);
-            let from = tasks.partition_point(|task| task.item < i);
-            let mine = from..tasks.partition_point(|task| task.item <= i);
-            let (tasks, roots, offsets) = (&tasks[mine.clone()], &roots[mine.clone()], &offsets[mine]);
-            SCRATCH.with_borrow_mut(|Scratch { part, spare, .. }| {
-                part.resize(full.len().max(part.len()), 0.0);
-                item.forest.join(&trees, level, tasks, roots, offsets, buffer, part, spare);
-                self.finish(item, &full.partial(part), out, lse);
-            });
-        });
+    /// Rows of an item that holds whole tokens.
+    pub fn whole(&self) -> usize {
+        (TILE / self.group()).max(1) * self.group()
     }
 
     pub fn codec(&self, forest: &Forest<'_>) -> Option<&'a HeadCodec> {
@@ -204,190 +120,11 @@ impl<'a> Job<'a> {
 
     /// Rows of a bundle at most.
     pub fn most(&self, forest: &Forest<'_>) -> usize {
-        self.executor.most(self, forest)
+        (self.widest)(self.inner.config.lanes, self.codecs(forest))
     }
 
     pub fn trees(&self, item: &Item<'_>) -> Trees<'_> {
         Trees::new(self.inner.config.lanes, self.layout(), self.codecs(item.forest), item.rows)
-    }
-
-    /// Scales, turns and packs the queries of an item, and calls `f` with the routine that computes a block of it.
-    pub fn with_scratch(
-        &self,
-        item: &Item<'_>,
-        f: impl FnOnce(Trees<'_>, &mut Scratch, &mut dyn FnMut(usize, &mut [f32])),
-    ) {
-        SCRATCH.with_borrow_mut(|scratch| {
-            self.pack(item, scratch);
-            let mut packed = std::mem::take(&mut scratch.packed);
-            let mut leaf = |block: usize, part: &mut [f32]| self.block(item, block, &mut packed, part, None);
-            f(self.trees(item), scratch, &mut leaf);
-            scratch.packed = packed;
-        });
-    }
-
-    /// One block of an item, by the form of its pages.
-    pub fn block(
-        &self,
-        item: &Item<'_>,
-        block: usize,
-        packed: &mut Packed,
-        part: &mut [f32],
-        mut raw: Raw<'_>,
-    ) {
-        if let Some(remote) = &self.remote
-            && remote.place(item, block, part, raw.as_deref_mut())
-        {
-            return;
-        }
-        let (forest, lanes) = (item.forest, self.inner.config.lanes);
-        let pages = forest.blocks[block].clone();
-        let next = [0, 1].map(|i| forest.pages.get(pages.end + i).map_or(&[][..], |page| page.words));
-        let pages = &forest.pages[pages];
-        let common = Common {
-            layout: self.layout(),
-            sights: &packed.sights,
-            ring: pages[0].id.place == Place::Ring,
-            softcap: self.softcap,
-            most: self.most(forest),
-            q: match pages[0].id.place {
-                Place::Sinks if self.closed_gaps => &packed.sinks,
-                _ => &packed.q,
-            },
-            rotation: self.rotation(),
-        };
-        let at = forest.codec(block);
-        match at.and_then(|at| Some((at, self.codecs(forest)[at]?))) {
-            Some((at, codec)) => {
-                let all = PackedBlock {
-                    common,
-                    packed: &codec.packed,
-                    back: codec.back(),
-                    pages: &[],
-                    next: next[0],
-                    folded: &packed.folded[at],
-                    start: &packed.start[at],
-                    rebuilt: &mut packed.rebuilt,
-                    out: Partial::new(part, item.rows, codec.packed.acc_rows()),
-                    first: 0,
-                    raw: None,
-                };
-                self.packed(pages, all, raw);
-            }
-            _ if forest.is_mixed(block) => self.mixed(item, pages, common, part, raw),
-            _ => {
-                let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
-                for (to, from) in list.iter_mut().zip(pages) {
-                    *to = PageRef { words: from.words, live: from.live };
-                }
-                let out = Partial::new(part, item.rows, self.layout().acc_rows());
-                Block { common, pages: &list[..pages.len()], next, out, first: 0, raw }.run(lanes);
-            }
-        }
-    }
-
-    /// A block of packed pages. Where some were packed again meanwhile, each row is attended for itself, over those that it reads. Rare,
-    /// but while a rollback could make them young again.
-    fn packed(&self, pages: &[Listed<'_>], mut all: PackedBlock<'_>, mut raw: Raw<'_>) {
-        let lanes = self.inner.config.lanes;
-        let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
-        if pages.iter().all(|page| page.until.is_none()) {
-            list.iter_mut().zip(pages).for_each(|(to, from)| *to = reference(from));
-            PackedBlock { pages: &list[..pages.len()], raw, ..all }.run(lanes);
-            return;
-        }
-        // What a row does not read weighs nothing in it.
-        raw.iter_mut().for_each(|raw| raw.fill([0.0; LANES]));
-        let (common, cols) = (all.common, all.packed.query_cols() as usize);
-        let channels = self.layout().k_channels() as usize;
-        let mut single = [0.0; MAX_DIM as usize];
-        let single = &mut single[..channels];
-        let mut weights = [[0.0; LANES]; BLOCK];
-        for (first, width) in bundles(common.sights.len(), common.most) {
-            let bundle = &common.q[first * channels..][..width * channels];
-            for row in first..first + width {
-                for (single, rows) in single.iter_mut().zip(bundle.chunks_exact(width)) {
-                    *single = rows[row - first];
-                }
-                let hi = common.sights[row].0.hi;
-                let (mut at, mut n) = ([0; BLOCK], 0);
-                for (i, page) in pages.iter().enumerate() {
-                    if page.is_young_to(hi) {
-                        (list[n], at[n]) = (reference(page), i);
-                        n += 1;
-                    }
-                }
-                let Partial { m, l, acc } = &mut all.out;
-                PackedBlock {
-                    common: Common { sights: &common.sights[row..row + 1], q: single, ..common },
-                    packed: all.packed,
-                    back: all.back,
-                    pages: &list[..n],
-                    next: &[],
-                    folded: &all.folded[row * cols..(row + 1) * cols],
-                    start: &all.start[row..row + 1],
-                    rebuilt: &mut *all.rebuilt,
-                    out: Partial { m, l, acc },
-                    first: row,
-                    raw: raw.is_some().then_some(&mut weights[..n]),
-                }
-                .run(lanes);
-                if let Some(raw) = &mut raw {
-                    for (at, weights) in at[..n].iter().zip(&weights) {
-                        raw[row * pages.len() + at] = *weights;
-                    }
-                }
-            }
-        }
-    }
-
-    /// A block of open pages of which some are packed by now: each row reads the page that was open when it came, so that it
-    /// makes no difference whether later rows belong to the same step. Rare: a page is in between once.
-    fn mixed(
-        &self,
-        item: &Item<'_>,
-        pages: &[Listed<'_>],
-        common: Common<'_>,
-        part: &mut [f32],
-        mut raw: Raw<'_>,
-    ) {
-        // What a row does not read weighs nothing in it.
-        raw.iter_mut().for_each(|raw| raw.fill([0.0; LANES]));
-        let channels = self.layout().k_channels() as usize;
-        let mut single = [0.0; MAX_DIM as usize];
-        let single = &mut single[..channels];
-        let mut weights = [[0.0; LANES]; BLOCK];
-        for (first, width) in bundles(item.rows, common.most) {
-            let bundle = &common.q[first * channels..][..width * channels];
-            for r in 0..width {
-                let hi = common.sights[first + r].0.hi;
-                for (single, rows) in single.iter_mut().zip(bundle.chunks_exact(width)) {
-                    *single = rows[r];
-                }
-                let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
-                let mut at = [0; BLOCK];
-                let mut n = 0;
-                for (i, page) in pages.iter().enumerate().filter(|(_, page)| page.is_open_to(hi)) {
-                    (list[n], at[n]) = (PageRef { words: page.words, live: page.live }, i);
-                    n += 1;
-                }
-                let row = first + r;
-                Block {
-                    common: Common { sights: &common.sights[row..row + 1], q: single, ..common },
-                    pages: &list[..n],
-                    next: [&[]; 2],
-                    out: Partial::new(part, item.rows, self.layout().acc_rows()),
-                    first: row,
-                    raw: raw.is_some().then_some(&mut weights[..n]),
-                }
-                .run(self.inner.config.lanes);
-                if let Some(raw) = &mut raw {
-                    for (at, weights) in at[..n].iter().zip(&weights) {
-                        raw[row * pages.len() + at] = *weights;
-                    }
-                }
-            }
-        }
     }
 
     pub fn rotation(&self) -> Option<Rotation<'_>> {
@@ -397,21 +134,6 @@ impl<'a> Job<'a> {
     /// Index of (row, query head) in the call.
     pub fn row_of(&self, view: usize, row: usize, head: usize) -> usize {
         (self.starts[view] + row) * self.shape.query_heads as usize + head
-    }
-
-    pub fn finish(&self, item: &Item<'_>, part: &Partial<'_>, out: &Shared<'_>, lse: &Shared<'_>) {
-        let v_dim = self.shape.layout.v_dim as usize;
-        let stride = self.layout().acc_rows() as usize;
-        for r in 0..item.rows {
-            let (m, l) = (part.m[r], part.l[r]);
-            let at = self.output_row(item, r);
-            // SAFETY: (row, query head) belongs to one item only, and an item is finished by one task.
-            let (out, lse) = unsafe { (out.part(at * v_dim, v_dim), lse.part(at, 1)) };
-            let acc = &part.acc[r * stride..][..stride];
-            let finish = Finish { layout: self.layout(), m, l, acc, out: &mut *out };
-            lse[0] = finish.run(self.inner.config.lanes);
-            self.judge(at, m, l, out);
-        }
     }
 
     /// Where row `r` of an item goes.

@@ -1,8 +1,8 @@
 //! Lists that a call fills, kept by its thread from call to call: steps of a size that was seen before ask the system for no memory.
 
+use crate::attend::executor::Cut;
 use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
-use crate::attend::job::{Item, Task};
 use crate::attend::mass::Wanted;
 use crate::attend::view::View;
 use std::cell::Cell;
@@ -22,16 +22,6 @@ pub struct Lists {
     /// What calls saw that no policy is told of, or was: the lists of the next one.
     pub seen: Vec<Feed>,
     pub cut: Cut,
-}
-
-/// Of attention cut into tasks.
-#[derive(Default)]
-pub struct Cut {
-    pub items: Vec<Item<'static>>,
-    pub tasks: Vec<Task>,
-    pub roots: Vec<u32>,
-    pub offsets: Vec<usize>,
-    pub parts: Vec<f32>,
 }
 
 thread_local! {

@@ -1,13 +1,8 @@
 //! The attention mass of pages.
 
-use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
-use crate::attend::job::{Job, SCRATCH, Scratch, TILE};
 use crate::base::ids::PageId;
-use crate::base::parallel::Shared;
-use pikv_core::math::exp2i;
 use pikv_core::warp::LANES;
-use pikv_lanes::mass::Sum;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -19,11 +14,11 @@ use std::ops::Range;
 pub(crate) struct Weighed {
     /// The pages, and their lanes that were read, a bit each.
     pub pages: Vec<(PageId, u32)>,
-    sets: usize,
+    pub(super) sets: usize,
     /// Whether the first set is that of all rows.
     all: bool,
     /// `[pages][sets]`
-    mass: Vec<[f32; LANES]>,
+    pub(super) mass: Vec<[f32; LANES]>,
     /// `[pages][sets]`: whether rows of the set read the page at all.
     read: Vec<bool>,
 }
@@ -43,12 +38,12 @@ impl Wanted {
     }
 
     /// Whether some of the rows are wanted.
-    fn any(&self, rows: &Range<u32>) -> bool {
+    pub(super) fn any(&self, rows: &Range<u32>) -> bool {
         self.all || self.cuts.iter().any(|cut| cut.start < rows.end && rows.start < cut.end)
     }
 
     /// The sets that a row belongs to.
-    fn of(&self, row: u32) -> SmallVec<[usize; 2]> {
+    pub(super) fn of(&self, row: u32) -> SmallVec<[usize; 2]> {
         let cut = self.cuts.iter().position(|cut| cut.contains(&row));
         let cut = cut.map(|cut| usize::from(self.all) + cut);
         self.all.then_some(0).into_iter().chain(cut).collect()
@@ -121,6 +116,20 @@ impl Weighed {
         self.pages.iter().enumerate().map(|(i, (page, _))| (*page, i)).collect()
     }
 
+    /// Adds what other rows of the same head saw; `index` is that of these pages.
+    pub fn merge(&mut self, index: &mut HashMap<PageId, usize>, other: &Weighed) {
+        for (i, &(page, live)) in other.pages.iter().enumerate() {
+            let own = i * other.sets..(i + 1) * other.sets;
+            let to = match index.entry(page) {
+                Entry::Occupied(at) => *at.get(),
+                Entry::Vacant(at) => *at.insert(self.push(page, live)),
+            };
+            self.add(to, &other.mass[own.clone()]);
+            let read = &mut self.read[to * self.sets..];
+            read.iter_mut().zip(&other.read[own]).for_each(|(read, x)| *read |= x);
+        }
+    }
+
     /// Adds what page `from` of `other` weighs, to page `to`.
     fn add(&mut self, to: usize, other: &[[f32; LANES]]) {
         for (sum, x) in self.mass[to * self.sets..].iter_mut().zip(other) {
@@ -150,110 +159,4 @@ impl Weighed {
             }
         }
     }
-}
-
-impl Job<'_> {
-    /// Rows of an item that holds whole tokens.
-    pub fn whole(&self) -> usize {
-        (TILE / self.group()).max(1) * self.group()
-    }
-
-    /// As [`Job::run`] for one forest, and the mass of its pages.
-    pub fn with_mass(
-        &self,
-        forest: &Forest<'_>,
-        wanted: &Wanted,
-        out: &Shared<'_>,
-        lse: &Shared<'_>,
-        weighed: &mut Weighed,
-    ) {
-        let group = self.group();
-        weighed.start(forest, wanted);
-        let sets = weighed.sets;
-        let mut begun: SmallVec<[bool; 4]> = SmallVec::from_elem(false, sets);
-        let mut factors: SmallVec<[f32; TILE]> = SmallVec::from_elem(0.0, group);
-        for item in self.items(forest, self.whole()) {
-            let row = item.row;
-            let tokens = (row / group) as u32..((row + item.rows) / group) as u32;
-            let counts = wanted.any(&tokens);
-            SCRATCH.with_borrow_mut(|scratch| {
-                self.pack(&item, scratch);
-                let Scratch { packed, part, spare, raw, tops, .. } = scratch;
-                // Every block writes all of its own.
-                raw.resize(if counts { forest.pages.len() * item.rows } else { 0 }, [0.0; LANES]);
-                tops.resize(forest.blocks.len() * item.rows, 0.0);
-                let trees = self.trees(&item);
-                let full = trees.of(None);
-                part.resize(full.len().max(part.len()), 0.0);
-                let mut leaf = |block: usize, part: &mut [f32]| {
-                    let pages = forest.blocks[block].clone();
-                    let raw = raw.get_mut(pages.start * item.rows..pages.end * item.rows);
-                    self.block(&item, block, packed, part, raw.filter(|_| counts));
-                    let tree = trees.of(forest.codec(block));
-                    tops[block * item.rows..][..item.rows].copy_from_slice(tree.partial(part).m);
-                };
-                forest.reduce(&trees, &mut leaf, part, spare);
-                let total = full.partial(part);
-                self.finish(&item, &total, out, lse);
-                if !counts {
-                    return;
-                }
-                for query in (0..item.rows).step_by(group) {
-                    let of = wanted.of(((row + query) / group) as u32);
-                    if of.is_empty() {
-                        continue;
-                    }
-                    let to: SmallVec<[(usize, bool); 2]> =
-                        of.iter().map(|set| (*set, !std::mem::replace(&mut begun[*set], true))).collect();
-                    for (block, pages) in forest.blocks.iter().enumerate() {
-                        for (r, factor) in (query..).zip(&mut factors) {
-                            let top = tops[block * item.rows + r];
-                            let blind = top == f32::NEG_INFINITY;
-                            *factor = if blind { 0.0 } else { exp2i(top - total.m[r]) / total.l[r] };
-                        }
-                        let raw = &raw[pages.start * item.rows..pages.end * item.rows];
-                        let sum = Sum {
-                            raw: &raw[query * pages.len()..],
-                            factors: &factors,
-                            mass: &mut weighed.mass[pages.start * sets..pages.end * sets],
-                            sets,
-                            to: &to,
-                        };
-                        sum.run(self.inner.config.lanes);
-                    }
-                }
-            });
-        }
-        for set in (0..sets).filter(|set| !begun[*set]) {
-            weighed.mass.iter_mut().skip(set).step_by(sets).for_each(|mass| mass.fill(0.0));
-        }
-        weighed.one_form(forest.passes());
-    }
-}
-
-/// Puts together what rows of a head saw that were attended apart, page by page, and orders by sequence and head.
-pub(crate) fn together(feeds: &mut Vec<Feed>) {
-    feeds.sort_by_key(Feed::of);
-    let mut index = HashMap::new();
-    feeds.dedup_by(|next, kept| {
-        if next.of() != kept.of() {
-            index.clear();
-            return false;
-        }
-        let (next, kept) = (&next.weighed, &mut kept.weighed);
-        if index.is_empty() {
-            index = kept.index();
-        }
-        for (i, &(page, live)) in next.pages.iter().enumerate() {
-            let own = i * next.sets..(i + 1) * next.sets;
-            let to = match index.entry(page) {
-                Entry::Occupied(at) => *at.get(),
-                Entry::Vacant(at) => *at.insert(kept.push(page, live)),
-            };
-            kept.add(to, &next.mass[own.clone()]);
-            let read = &mut kept.read[to * kept.sets..];
-            read.iter_mut().zip(&next.read[own]).for_each(|(read, x)| *read |= x);
-        }
-        true
-    });
 }

@@ -1,11 +1,12 @@
 //! The queries of a call as blocks read them, and what each row sees.
 
-use crate::attend::job::{Item, Job, Scratch};
+use crate::attend::job::{Item, Job};
 use crate::attend::view::View;
 use pikv_core::attend::Sight;
 use pikv_core::codec::read::REBUILT;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::bundles;
+use std::cell::RefCell;
 
 /// The queries of an item, as its blocks read them.
 #[derive(Default)]
@@ -19,6 +20,22 @@ pub struct Packed {
     pub folded: [Vec<[f32; LANES]>; 2],
     pub start: [Vec<f32>; 2],
     pub rebuilt: Vec<[f32; LANES]>,
+}
+
+/// Buffers of a thread.
+#[derive(Default)]
+pub struct Scratch {
+    pub packed: Packed,
+    pub part: Vec<f32>,
+    pub spare: Vec<Vec<f32>>,
+    pub row: Vec<f32>,
+    /// Where masses are wanted: the weights of a forest's pages in each row, and each block's exponents.
+    pub raw: Vec<[f32; LANES]>,
+    pub tops: Vec<f32>,
+}
+
+thread_local! {
+    pub static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 impl Job<'_> {

@@ -1,11 +1,12 @@
 //! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
 //! level, the end in one; where the mass of pages is wanted, that in one more.
 
-use crate::attend::executor::{Executor, OnDevice, Results, Session};
+use crate::attend::executor::Cut;
+use crate::attend::executor::{Executor, Results, Session};
 use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
-use crate::attend::job::{Job, TILE};
-use crate::attend::lists::Cut;
+use crate::attend::job::OnDevice;
+use crate::attend::job::{Job, TILE, Widest};
 use crate::attend::mass::Wanted;
 use crate::attend_cuda::late::{Late, Saw};
 use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave, most};
@@ -386,8 +387,8 @@ impl Packed<'_> {
 pub(crate) struct Cuda(pub Arc<Device>);
 
 impl Executor for Cuda {
-    fn most(&self, job: &Job<'_>, forest: &Forest<'_>) -> usize {
-        most(job.codecs(forest).into_iter().flatten())
+    fn widest(&self) -> Widest {
+        |_, codecs| most(codecs.into_iter().flatten())
     }
 
     fn run(

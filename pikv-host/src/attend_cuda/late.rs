@@ -1,12 +1,13 @@
 //! What the host is told of a step whose tensors lie on the device, once it waits: what was wrong with them, and what policies want to
 //! know.
 
-use crate::attend::Read;
 use crate::attend::executor::{Asked, Session};
+use crate::attend::feedback::together;
 use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
 use crate::attend::job::Job;
-use crate::attend::mass::{Wanted, together};
+use crate::attend::mass::Wanted;
+use crate::attend::options::Read;
 use crate::attend_cuda::attend::attend_in_place;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;

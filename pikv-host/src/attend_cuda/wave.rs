@@ -1,9 +1,10 @@
 //! Items of a call whose partial results are on the device together, as lists that kernels read.
 
 use crate::attend::forest::{Forest, Listed};
-use crate::attend::job::{Item, Job, SCRATCH, Scratch};
+use crate::attend::job::{Item, Job};
 use crate::attend::mass::Wanted;
 use crate::attend::queries::Packed as Queries;
+use crate::attend::queries::{SCRATCH, Scratch};
 use crate::attend_cuda::tree::{Joins, Tree};
 use crate::base::ids::Place;
 use crate::codec::HeadCodec;

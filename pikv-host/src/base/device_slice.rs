@@ -54,7 +54,7 @@ impl DeviceSlice {
     }
 }
 
-/// Where results go on the device; [`Output`](crate::Output) there.
+/// Where results go on the device; [`Output`](crate::attend::options::Output) there.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceOutput {
     pub(crate) out: DeviceSlice,

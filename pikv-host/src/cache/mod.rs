@@ -6,10 +6,13 @@ pub mod sequence;
 pub mod step;
 pub mod tiering;
 
-use crate::attend::executor::{Cpu, Executor};
+use crate::attend::cpu::Cpu;
+use crate::attend::executor::Executor;
+use crate::attend::executor::Tensors;
 use crate::attend::hits::Fetched;
+use crate::attend::options::{Attend, Output};
 use crate::attend::view::View;
-use crate::attend::{Attend, Output, Tensors, attend};
+use crate::attend::{Call, attend};
 #[cfg(feature = "cuda")]
 use crate::attend_cuda::attend::Cuda;
 use crate::backend::Kind;
@@ -367,17 +370,7 @@ impl Cache {
             fetched: Fetched::default(),
             of_step: 0,
         });
-        attend(
-            &*self.inner.executor,
-            &self.inner.pool,
-            layer,
-            shape,
-            views,
-            Tensors::Host(q, out),
-            options,
-            None,
-            None,
-        )
-        .map(|_| ())
+        let call = Call { executor: &*self.inner.executor, pool: &self.inner.pool, layer, shape };
+        attend(call, views, Tensors::Host(q, out), options, None, None).map(|_| ())
     }
 }

@@ -190,7 +190,7 @@ impl Sequence {
         Ok(chains.chain(ring))
     }
 
-    /// The tokens of a resident page: the lane, where [`PageMass`](crate::PageMass) has its weight, and the position. A token
+    /// The tokens of a resident page: the lane, where [`PageMass`](crate::attend::options::PageMass) has its weight, and the position. A token
     /// changes its page when it leaves the ring, and when pages that a policy has thinned out are put together.
     ///
     /// # Errors

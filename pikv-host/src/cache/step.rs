@@ -4,10 +4,12 @@ mod append;
 mod device;
 
 use crate::attend::executor::Session;
+use crate::attend::executor::Tensors;
 use crate::attend::feedback::Feed;
 use crate::attend::hits::Fetched;
+use crate::attend::options::{Attend, Output, Read};
 use crate::attend::view::View;
-use crate::attend::{Attend, Output, Read, Tensors, attend};
+use crate::attend::{Call, attend};
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::scratch::emptied;
@@ -240,17 +242,8 @@ impl<'a> Step<'a> {
             late.forget(layer);
         }
         let done = &mut self.layers[layer];
-        let attended = attend(
-            &*inner.executor,
-            &inner.pool,
-            layer,
-            shape,
-            views,
-            tensors,
-            options,
-            Some(&mut done.feeds),
-            ahead,
-        );
+        let call = Call { executor: &*inner.executor, pool: &inner.pool, layer, shape };
+        let attended = attend(call, views, tensors, options, Some(&mut done.feeds), ahead);
         done.more = (more, counts);
         done.remote += attended?;
         done.told = true;

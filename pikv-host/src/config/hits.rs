@@ -3,7 +3,7 @@
 /// What is counted as a hit, for [`CacheConfig::hits`](crate::CacheConfig::hits).
 ///
 /// A row *wants*, of all pages of a KV head that left the ring, those with the highest bounds on its scores
-/// ([`Read::Quest`](crate::Read::Quest) reads by the same bounds), whether they are held or not; where rows read the pages of their
+/// ([`Read::Quest`](crate::attend::options::Read::Quest) reads by the same bounds), whether they are held or not; where rows read the pages of their
 /// experts only, those of its experts. A wanted page that lies in the first tier is a *hit*; a page that lost some of its tokens counts by
 /// the share of them that is held. A wanted page that was evicted, lies in a lower tier or on another rank of a fabric, or is of an expert
 /// that is not fetched, is a *miss*. Both are counted in pages.

@@ -75,7 +75,7 @@ pub struct CacheConfig {
     /// caller), what a [`Store`](crate::tiers::Store) keeps of what is overwritten, and pages that a process which is killed leaves to
     /// the system. Pages that could not be overwritten are counted: [`Cache::failures`](crate::Cache::failures).
     pub wipe: bool,
-    /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::Read::Quest) selects by: 8 bytes a channel of K
+    /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::attend::options::Read::Quest) selects by: 8 bytes a channel of K
     /// and page.
     pub bounds: bool,
     /// What counts as a hit: set, hits are counted from the first token on. `None`, the default, is [`Hits::default`] from the time on when

@@ -1,4 +1,4 @@
-//! Which tokens go when a head is over its budget, what policies are told, and which pages move between tiers.
+//! Which tokens go when a head is over its budget, and what policies are told.
 
 pub mod evict;
 pub mod observe;

@@ -4,12 +4,15 @@ use super::file::{ByRank, run_of};
 use super::front::{Front, first_alive};
 use super::link::Link;
 use super::wire::{self, flag};
-use crate::attend::executor::{Cpu, Elsewhere, Executor, Results};
+use crate::attend::cpu::Cpu;
+use crate::attend::executor::Cut;
+use crate::attend::executor::{Executor, Results};
 use crate::attend::feedback::Feed;
 use crate::attend::forest::Forest;
-use crate::attend::job::{Item, Job, SCRATCH, Scratch, TILE};
-use crate::attend::lists::Cut;
+use crate::attend::job::Elsewhere;
+use crate::attend::job::{Item, Job, TILE, Widest};
 use crate::attend::mass::Wanted;
+use crate::attend::queries::{SCRATCH, Scratch};
 use crate::base::error::Error;
 use crate::base::error::FabricError;
 use crate::base::ids::Place;
@@ -352,8 +355,8 @@ fn near<'a>(forest: &Forest<'a>) -> Forest<'a> {
 }
 
 impl Executor for Front {
-    fn most(&self, job: &Job<'_>, forest: &Forest<'_>) -> usize {
-        Cpu.most(job, forest)
+    fn widest(&self) -> Widest {
+        Cpu.widest()
     }
 
     fn run(

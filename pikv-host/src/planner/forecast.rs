@@ -321,7 +321,7 @@ impl Tally<'_> {
     }
 }
 
-/// Of the tokens in an expert's pages, the share that a row reads with [`Read::Experts`](crate::Read::Experts) where routing is uniform:
+/// Of the tokens in an expert's pages, the share that a row reads with [`Read::Experts`](crate::attend::options::Read::Experts) where routing is uniform:
 /// `top_k / experts`. A token is filed once, under its first choice, and a row reads the pages of its own `top_k` experts. Sinks and
 /// ring, which every row reads, come on top.
 ///

@@ -2,7 +2,7 @@
 
 use super::error::PlanError;
 use super::forecast::{Load, Planner, Work};
-use crate::attend::{Attend, Output};
+use crate::attend::options::{Attend, Output};
 use crate::cache::Rows;
 use crate::codec::Codec;
 use crate::config::CacheConfig;

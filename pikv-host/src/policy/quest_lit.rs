@@ -9,7 +9,7 @@ use thiserror::Error;
 /// mean of its tokens. One network serves all layers and heads.
 ///
 /// The paper names no weights; whoever trained some loads them here. (The method that it is named after, arXiv 2406.10774, selects
-/// pages and evicts none: [`Read::Quest`](crate::Read::Quest).)
+/// pages and evicts none: [`Read::Quest`](crate::attend::options::Read::Quest).)
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuestLit {
     layers: Arc<[Dense]>,

@@ -6,7 +6,7 @@ use super::{Candidates, Policy};
 /// ([`CacheConfig::sinks`](crate::CacheConfig::sinks); 0 is none). The newest tokens are kept one by one here,
 /// whatever their expert, while a sliding window of a layer needs no policy.
 ///
-/// The paper gives tokens new positions inside the cache; [`Attend::closed_gaps`](crate::Attend::closed_gaps) does.
+/// The paper gives tokens new positions inside the cache; [`Attend::closed_gaps`](crate::attend::options::Attend::closed_gaps) does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamingLlm;
 

@@ -23,7 +23,7 @@ pub struct EntropyPenalised {
     pub model_choice: bool,
     /// Experts beside its own `top_k` whose pages a token fetches at most, the next ones of the ranking, at most 255: none where the gate is
     /// sure, all where its entropy over all experts is near that of a uniform gate ([`Routes::fetched`](super::Routes::fetched)). 0 by
-    /// default; the paper's other reading is 2. It acts where rows read the pages of their experts ([`Read::Experts`](crate::Read::Experts)),
+    /// default; the paper's other reading is 2. It acts where rows read the pages of their experts ([`Read::Experts`](crate::attend::options::Read::Experts)),
     /// in a [`ClosedLoop`](crate::ClosedLoop).
     pub more: u32,
 }

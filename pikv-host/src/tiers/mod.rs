@@ -8,8 +8,8 @@
 //! and the extremes of keys stay in the first tier.
 //!
 //! Attention reads pages of host memory where they lie, on a CPU. Those of files come up into a *staging* area first, as many as one call
-//! reads: while a step attends a layer with [`Read::All`](crate::Read::All), a thread of the cache brings up the next one's. With
-//! [`Read::Experts`](crate::Read::Experts) and [`Read::Quest`](crate::Read::Quest), where nobody knows what will be read, selected pages are
+//! reads: while a step attends a layer with [`Read::All`](crate::attend::options::Read::All), a thread of the cache brings up the next one's. With
+//! [`Read::Experts`](crate::attend::options::Read::Experts) and [`Read::Quest`](crate::attend::options::Read::Quest), where nobody knows what will be read, selected pages are
 //! read when they are asked for, and no others.
 //!
 //! On a CUDA device all of them must come up, also those of host memory: into memory of the device apart from the budget, as large as

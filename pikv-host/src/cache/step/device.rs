@@ -1,9 +1,10 @@
 //! A step whose tensors lie on the device.
 
-use crate::attend::Attend;
 use crate::attend::executor::Session;
+use crate::attend::executor::Tensors;
 use crate::attend::hits::{Asking, Fetched};
-use crate::attend::{Read, Tensors};
+use crate::attend::options::Attend;
+use crate::attend::options::Read;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::base::frequencies::Frequencies;
@@ -64,7 +65,7 @@ impl Step<'_> {
     /// # Errors
     /// Those of `attend` but for what queries and scores are; [`Error::DeviceTensor`] and [`Error::HostTensors`] as
     /// [`append_device`](Step::append_device), the first also for log-sum-exps that are not f32, the latter
-    /// also for [`Read::Quest`](crate::Read::Quest), for which the host chooses pages by the queries. `out` is then undefined.
+    /// also for [`Read::Quest`](crate::attend::options::Read::Quest), for which the host chooses pages by the queries. `out` is then undefined.
     pub fn attend_device(
         &mut self,
         layer: usize,

@@ -1,0 +1,177 @@
+//! The pages of each KV head that a call reads, in the order of the reduction.
+
+use crate::attend::forest::{Forest, Listed, PACKED_RUN};
+use crate::attend::job::Job;
+use crate::attend::options::Read;
+use crate::attend::select::{self, Selection};
+use crate::attend::view::View;
+use crate::base::ids::{PageId, Place, chain_place};
+use crate::base::parallel::{MANY, each_mut};
+use crate::codec::HeadCodec;
+use crate::memory::arena::Page;
+use crate::pages::chain::{Away, Chain, Closed, Entry, Held};
+use crate::pages::filing::Head;
+use crate::tiers::Stored;
+use pikv_core::attend::filled;
+use pikv_core::bound;
+use pikv_core::page::PAGE;
+use std::sync::Arc;
+
+impl<'a> Job<'a> {
+    /// Lists the pages of each forest's KV head.
+    pub fn grow(&self, forests: &mut [Forest<'a>]) {
+        let pages = |forest: &Forest<'_>| -> usize {
+            let View { layer, .. } = self.views[forest.view];
+            layer.heads[forest.head].chains.iter().map(|chain| chain.entries.len()).sum()
+        };
+        if forests.iter().map(pages).sum::<usize>() >= MANY {
+            each_mut(forests, |_, forest| self.list(forest));
+        } else {
+            forests.iter_mut().for_each(|forest| self.list(forest));
+        }
+    }
+
+    /// Lists the pages of a forest's KV head, in the order of the reduction.
+    fn list(&self, forest: &mut Forest<'a>) {
+        let (view, head) = (forest.view, forest.head);
+        let View { layer, len, .. } = self.views[view];
+        let Head { chains, ring, .. } = &layer.heads[head];
+        let selection = self.selection(view, head);
+        let read = |c: usize| entries(c, &chains[c], selection.as_ref());
+        let ring_run = match layer.codecs[head].as_ref() {
+            None => {
+                (0..chains.len()).for_each(|c| forest.push_run(c as u32, read(c).filter_map(whole)));
+                chains.len() as u32
+            }
+            Some(codec) => {
+                for old in [false, true] {
+                    let before = forest.runs.len();
+                    for c in 1..chains.len() {
+                        let packed = read(c).filter_map(|(id, entry)| packed(id, entry, codec, old));
+                        forest.push_run(c as u32 - 1, packed);
+                    }
+                    forest.packed[usize::from(old)] = forest.runs.len() - before;
+                    if codec.aged.is_none() {
+                        break;
+                    }
+                }
+                forest.push_run(0, read(0).filter_map(whole));
+                let open = (1..chains.len()).flat_map(|c| {
+                    let from = open_from(&chains[c]);
+                    let late = read(c).skip_while(move |(id, _)| id.ordinal < from);
+                    late.filter_map(move |(id, entry)| Some((c as u32 - 1, open(id, entry)?)))
+                });
+                forest.push_run(PACKED_RUN[0] + 1, open);
+                PACKED_RUN[0] + 2
+            }
+        };
+        let tiles = ring.iter().enumerate().map(|(i, page)| {
+            let tile = layer.first_tile + i as u32;
+            let id = PageId { place: Place::Ring, ordinal: tile };
+            (tile, plain(page, filled(len.saturating_sub(tile * PAGE).min(PAGE)), id))
+        });
+        forest.push_run(ring_run, tiles);
+    }
+
+    /// What a row reads of a head's expert pages, unless it is everything.
+    fn selection(&self, view: usize, head: usize) -> Option<Selection> {
+        let of = &self.views[view];
+        let pages = match self.read {
+            Read::All => return None,
+            Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
+            Read::Quest { pages } => pages as usize,
+        };
+        let (k_dim, group) = (self.shape.layout.k_dim as usize, self.group());
+        let rows = bound::rows(self.shape.layout.k_dim);
+        let own = &self.q[self.row_of(view, 0, head * group) * k_dim..][..group * k_dim];
+        let mut queries = Vec::new();
+        select::folded(self.shape, self.stretch, own, &mut queries);
+        let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
+        let (codec, head) = (of.layer.codecs[head].as_ref(), &of.layer.heads[head]);
+        let sight = (self.lo(of.first), floor);
+        Some(select::highest(head, codec, sight, self.inner.config.lanes, &queries, rows, pages))
+    }
+
+    /// Position of the oldest token that a head holds, sinks apart.
+    pub fn oldest(&self, forest: &Forest<'_>) -> u32 {
+        let View { layer, .. } = self.views[forest.view];
+        let codec = self.codec(forest);
+        let first = |chain: &Chain| {
+            let entry = chain.entries.iter().find(|entry| entry.live != 0)?;
+            entry.position(codec, entry.live.trailing_zeros())
+        };
+        let filed = layer.heads[forest.head].chains[1..].iter().filter_map(first).min();
+        filed.unwrap_or(layer.filed)
+    }
+}
+
+/// A page of the first tier, as its tokens came.
+fn plain(page: &Page, live: u32, id: PageId) -> Listed<'_> {
+    let (words, address) = (page.words(), page.address());
+    Listed { words, address, slot: None, live, last: 0, by: 0, original: false, until: None, id }
+}
+
+/// A page of a lower tier, or on a rank.
+fn away(slot: &Arc<Stored>, live: u32, id: PageId) -> Listed<'_> {
+    let words = slot.in_place().unwrap_or_default();
+    Listed { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, until: None, id }
+}
+
+/// A page of a head without a codec, or of the sinks.
+fn whole((id, entry): (PageId, &Entry)) -> Option<(u32, Listed<'_>)> {
+    let listed = match &entry.held {
+        Held::Away(Away { slot, .. }) => away(slot, entry.live, id),
+        _ => plain(entry.page()?, entry.live, id),
+    };
+    Some((id.ordinal, listed))
+}
+
+/// A page as the head's first codec left it, or, if `old`, the second.
+fn packed<'a>(id: PageId, entry: &'a Entry, codec: &HeadCodec, old: bool) -> Option<(u32, Listed<'a>)> {
+    match &entry.held {
+        Held::Closed(closed) => {
+            let (page, by, until) = closed.form(codec, old)?;
+            let listed = plain(page, entry.live, id);
+            Some((id.ordinal, Listed { last: closed.last, by, until, ..listed }))
+        }
+        Held::Away(Away { slot, by: Some(by) }) if !old => {
+            let listed = away(slot, entry.live, id);
+            Some((id.ordinal, Listed { last: entry.last()?, by: *by, ..listed }))
+        }
+        _ => None,
+    }
+}
+
+/// The open page of a run, or the original of one that was packed.
+fn open(id: PageId, entry: &Entry) -> Option<Listed<'_>> {
+    match &entry.held {
+        Held::Gone { .. } | Held::Away(_) => None,
+        Held::Open(page) => Some(plain(page, entry.live, id)),
+        Held::Closed(Closed { original, by, .. }) => {
+            let listed = plain(original.as_ref()?, entry.live, id);
+            Some(Listed { by: *by, original: true, ..listed })
+        }
+    }
+}
+
+/// Ordinal of the first page that may be open: what is not packed for good is at the end.
+fn open_from(chain: &Chain) -> u32 {
+    let packed = |entry: &&Entry| match &entry.held {
+        Held::Closed(closed) => closed.original.is_none(),
+        Held::Away(_) => true,
+        _ => false,
+    };
+    chain.entries.iter().rev().find(packed).map_or(0, |entry| entry.ordinal + 1)
+}
+
+/// The entries of chain `c` that are read, and their names.
+fn entries<'a>(
+    c: usize,
+    chain: &'a Chain,
+    selection: Option<&Selection>,
+) -> impl Iterator<Item = (PageId, &'a Entry)> {
+    let name = move |entry: &Entry| PageId { place: chain_place(c), ordinal: entry.ordinal };
+    let selected = move |entry: &Entry| c == 0 || selection.is_none_or(|s| s.reads(c, entry.ordinal, entry));
+    let entries = chain.entries.iter().filter(move |entry| entry.live != 0 && selected(entry));
+    entries.map(move |entry| (name(entry), entry))
+}
