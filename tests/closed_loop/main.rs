@@ -3,15 +3,17 @@
 mod rollback;
 mod trace;
 
+use pikv::closed_loop::LoopError;
 use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, H2o, StreamingLlm};
+use pikv::report::Place;
 use pikv::router::{
     Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Router,
     RouterState, Routes, Shape, TopK,
 };
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, LoopError, Output, Place, Position,
-    Read, Sequence, ShardMap,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Read, Sequence,
 };
 use pikv_test::numbers::noise;
 use std::sync::Arc;

@@ -6,7 +6,8 @@ use pikv::policy::{
     AdaKvLit, Budget, Candidates, Dense, Eviction, ExpectedAttention, Feedback, HeadSeen, KeyNorm, Policy,
     QuestLit, QuestLitError, Seen, Token,
 };
-use pikv::{Attend, Cache, CacheConfig, LANES, Output, Sequence};
+use pikv::shape::LANES;
+use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
 use safetensors::{Dtype, tensor::TensorView};
 use std::collections::BTreeSet;
 

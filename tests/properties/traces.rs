@@ -5,10 +5,8 @@
 use super::named::{POLICIES, eviction};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::Budget;
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, PageId, PageMass, Place, Position, Read,
-    Rows, Sequence,
-};
+use pikv::report::{PageId, PageMass, Place};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence};
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
 

@@ -11,3 +11,4 @@ pub mod ids;
 pub mod parallel;
 pub mod rope_tables;
 pub mod scratch;
+pub mod text;

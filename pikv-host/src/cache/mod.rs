@@ -14,6 +14,7 @@ use crate::attend_cuda::attend::Cuda;
 use crate::backend::Kind;
 use crate::base::error::Error;
 use crate::base::failures::Failures;
+use crate::base::text::{Bytes, Share, Table};
 use crate::cache::sequence::Sequence;
 use crate::cache::step::Step;
 use crate::codec::HeadCodec;
@@ -25,6 +26,7 @@ use crate::memory::pool::Pool;
 use crate::tiers::{Fetches, Levels, TierUsage};
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, StoreShape};
+use std::fmt;
 use std::sync::Arc;
 
 /// What sequences of a cache share.
@@ -52,6 +54,29 @@ pub struct Usage {
     pub budget: u64,
     /// Pages in the tiers beneath it; bytes of sequences that share a page count once.
     pub tiers: Vec<TierUsage>,
+}
+
+impl fmt::Display for Usage {
+    /// A table: bytes in use and at most, of the first tier, of its shards where there is more than one, and of the tiers beneath.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        table.row([&"", &"in use", &"at most", &"share"]);
+        table.row([&"pages", &Bytes(self.taken), &Bytes(self.budget), &Share(self.taken, self.budget)]);
+        if self.shards.len() > 1 {
+            for (shard, bytes) in self.shards.iter().enumerate() {
+                table.row([&format_args!("  shard {shard}"), &Bytes(*bytes)]);
+            }
+        }
+        for tier in &self.tiers {
+            table.row([
+                &tier.name,
+                &Bytes(tier.bytes),
+                &Bytes(tier.capacity),
+                &Share(tier.bytes, tier.capacity),
+            ]);
+        }
+        table.fmt(f)
+    }
 }
 
 /// Query rows of one sequence, at consecutive positions from `first`, for [`Cache::attend`].

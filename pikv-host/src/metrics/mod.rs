@@ -10,7 +10,7 @@
 //! | `TracingSink` | `events.rs` | events for the `tracing` crate (feature `tracing`) |
 //! | `MetricsSink` | `recorder.rs` | gauges, counters and histograms for the `metrics` crate (feature `metrics`) |
 
-use crate::Failures;
+use crate::base::failures::Failures;
 use std::time::Duration;
 
 mod collector;

@@ -1,7 +1,9 @@
 //! What a step met.
 
+use crate::base::text::{Bytes, Share, Table};
 use crate::metrics::{Evicted, Reused};
 use crate::router::learnt::Left;
+use std::fmt;
 use std::sync::Arc;
 
 /// What a step met, once it is committed.
@@ -22,6 +24,34 @@ pub struct StepReport {
     pub(crate) unasked: bool,
     /// Where a loop asks for it, what each sequence of the step met, `[layers][parts][experts]`, and its ticket.
     pub(crate) by_part: Option<ByPart>,
+}
+
+impl fmt::Display for StepReport {
+    /// A table: tokens that rows wanted of their experts, found and missed, and bytes from lower tiers, layer by layer; then what was
+    /// evicted.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        table.row([&"layer", &"hits", &"misses", &"hit rate", &"from tiers"]);
+        let mut row = |name: &dyn fmt::Display, hits: &[u64], misses: &[u64], remote: u64| {
+            let (hits, misses): (u64, u64) = (hits.iter().sum(), misses.iter().sum());
+            table.row([name, &hits, &misses, &Share(hits, hits + misses), &Bytes(remote)]);
+        };
+        let layers = self.hits.len().checked_div(self.experts).unwrap_or(0);
+        for layer in 0..layers {
+            row(&layer, self.hits(layer), self.misses(layer), self.remote_bytes(layer));
+        }
+        if layers != 1 {
+            row(&"all", &self.hits, &self.misses, self.remote.iter().sum());
+        }
+        let (tokens, bytes) = self
+            .evicted
+            .iter()
+            .fold((0, 0), |(tokens, bytes), page| (tokens + u64::from(page.tokens), bytes + page.bytes));
+        writeln!(f, "{table}")?;
+        let pages = self.evicted.len();
+        write!(f, "evicted: {tokens} tokens of {pages} pages, {} given back; ", Bytes(bytes))?;
+        write!(f, "tokens as they came: {}", Bytes(self.logical_bytes))
+    }
 }
 
 /// What each sequence of a step met.

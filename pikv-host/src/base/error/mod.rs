@@ -613,13 +613,13 @@ pub enum Error {
         /// The KV head.
         kv_head: usize,
         /// As given.
-        page: crate::PageId,
+        page: crate::base::ids::PageId,
     },
     /// Evicting what must stay.
     #[error("{page} cannot be evicted: the ring holds what can be rolled back")]
     Pinned {
         /// As given.
-        page: crate::PageId,
+        page: crate::base::ids::PageId,
     },
 }
 
