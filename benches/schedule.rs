@@ -1,6 +1,6 @@
 //! What the closed loop costs beside attention, and what an eviction costs among few pages and among many.
 //!
-//! `cargo bench -p pikv-benches --bench schedule [-- --quick]`
+//! `cargo bench -p pikv-benches --bench schedule [-- --quick] [--hits]`
 //!
 //! *The loop*: one layer, 32 query heads over 8 KV heads of 128 channels in bf16, 8 experts, 32,768 tokens held. A step of one token
 //! with a router and a policy is timed in turn with one of a cache that has neither, stage by stage. `stages` is what all but
@@ -11,6 +11,11 @@
 //! *Eviction*: one head that holds 10^3 pages, and 10^6. What a step that evicts takes more than those before it, over the pages' worth
 //! of tokens that it evicts. Before such steps 64 MiB of something else are read, as attention would have.
 //!
+//! *Hits*: the same layer with one expert, once with hits counted and once without, in turn: attention's time with them over that without,
+//! over as many steps as there are from one row that is asked to the next, so that each has one; `stages` is what keeping the extremes of
+//! keys takes at commit, over 32 steps, as a part of attention's time; `ratio` is the bytes of ghosts over those of pages. `--hits` measures
+//! this alone.
+//!
 //! Every cache is checked to hold what its budget says. The results of a whole run go to `benches/results/schedule.csv`.
 
 #[allow(dead_code, reason = "the limits are for other benches")]
@@ -19,7 +24,8 @@ mod machine;
 use machine::median;
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape, TopK};
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Sequence};
+use pikv::rules::Hits;
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Sequence, StepReport};
 use std::error::Error;
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -35,11 +41,24 @@ const TOP_K: usize = 2;
 const STEP: u32 = 512;
 
 fn main() -> Result<()> {
-    let quick = std::env::args().any(|argument| argument == "--quick");
+    let given = |option: &str| std::env::args().any(|argument| argument == option);
+    let (quick, only_hits) = (given("--quick"), given("--hits"));
     let name = machine::name();
     println!("{name}\n");
     let mut csv = vec!["machine,what,case,tokens,attend_ratio,stages,evict,ratio".to_owned()];
     let (context, samples) = if quick { (4096, 5) } else { (32_768, 101) };
+    println!("{:28} {:>8} {:>8} {:>8} {:>8}", "hits", "tokens", "attend", "stages", "bytes");
+    for every in [1, 4] {
+        let HitCosts { attend, stages, bytes } = hit_costs(context, every, samples)?;
+        let label = format!("every {every}");
+        let (stages_percent, percent) = (stages * 100.0, bytes * 100.0);
+        println!("{label:28} {context:>8} {attend:>8.4} {stages_percent:>6.2} % {percent:>6.2} %");
+        csv.push(format!("{name},hits,{label},{context},{attend:.4},{stages:.5},,{bytes:.5}"));
+    }
+    if only_hits {
+        return Ok(());
+    }
+    println!();
     println!("{:28} {:>8} {:>8} {:>8} {:>8}", "the loop", "tokens", "attend", "stages", "evict");
     for case in cases(context)? {
         let label = case.name;
@@ -162,10 +181,11 @@ fn costs(case: Case, context: u32, samples: usize) -> Result<Costs> {
         Some(eviction) => config().evict(eviction),
         None => config(),
     })?;
+    // Before the cache is filled, so that pages are known where its router asks for hits.
+    let mut pikv = ClosedLoop::new(watched.clone(), vec![case.router])?;
     let (mut a, mut b) = (plain.sequence(), watched.sequence());
     fill(&plain, &mut a, context, &many)?;
     fill(&watched, &mut b, context, &many)?;
-    let mut pikv = ClosedLoop::new(watched.clone(), vec![case.router])?;
     let mut out = vec![0.0; QUERY_HEADS * HEAD_DIM];
     let (mut attend, mut attend_with, mut rest, mut rest_with) = (vec![], vec![], vec![], vec![]);
     for i in 0..samples {
@@ -219,6 +239,69 @@ fn costs(case: Case, context: u32, samples: usize) -> Result<Costs> {
         attend: median(&attend_with) / base,
         stages: (median(&rest_with) - median(&rest)) / base,
         evict: (with - without) / f64::from(period) / base,
+    })
+}
+
+/// What counting hits costs.
+struct HitCosts {
+    attend: f64,
+    stages: f64,
+    bytes: f64,
+}
+
+fn hit_costs(context: u32, every: u32, samples: usize) -> Result<HitCosts> {
+    let many = Rows::new(1, STEP as usize);
+    let plain = Cache::new(config().experts(1, 1))?;
+    let counting = Cache::new(config().experts(1, 1).hits(Hits::new().every(every)))?;
+    let mut sequences = [plain.sequence(), counting.sequence()];
+    for (cache, sequence) in [&plain, &counting].into_iter().zip(&mut sequences) {
+        let mut left = context;
+        while left > 0 {
+            let n = left.min(STEP);
+            let kv = n as usize * KV_HEADS * HEAD_DIM;
+            let mut step = cache.begin([(&mut *sequence, n)])?;
+            step.append(0, &many.k[..kv], &many.v[..kv])?;
+            step.commit()?;
+            left -= n;
+        }
+    }
+    let (mut out, mut report, mut wanted) = (vec![0.0; QUERY_HEADS * HEAD_DIM], StepReport::default(), 0.0);
+    let (mut base, mut ratios, mut commits) = (vec![], vec![], [vec![], vec![]]);
+    for i in 0..samples {
+        let mut took = [Duration::ZERO; 2];
+        for j in 0..every {
+            let Rows { k, v, q, .. } = Rows::new(2 + (i as u32 * every + j) as u64, 1);
+            // Who comes first has the caches as the other left them: each in turn.
+            for at in if (i as u32 + j).is_multiple_of(2) { [0, 1] } else { [1, 0] } {
+                let cache = [&plain, &counting][at];
+                let mut step = cache.begin([(&mut sequences[at], 1)])?;
+                step.append(0, &k, &v)?;
+                let start = Instant::now();
+                step.attend(0, &q, &OPTIONS, Output::new(&mut out))?;
+                took[at] += start.elapsed();
+                let start = Instant::now();
+                step.commit_with(&mut report)?;
+                commits[at].push(start.elapsed().as_secs_f64());
+                wanted += report.hits(0)[0];
+            }
+        }
+        let [without, with] = took.map(|took| took.as_secs_f64());
+        base.push(without / f64::from(every));
+        ratios.push(with / without);
+    }
+    let all = samples as f64 * (KV_HEADS as u32 * Hits::new().pages) as f64;
+    if wanted != all {
+        return Err(format!("{wanted} pages were wanted and found, {all} expected").into());
+    }
+    // A tile of 32 tokens is taken in at once.
+    let [without, with] = commits.map(|of| {
+        let whole = &of[..of.len() / 32 * 32];
+        whole.iter().sum::<f64>() / whole.len().max(1) as f64
+    });
+    Ok(HitCosts {
+        attend: median(&ratios),
+        stages: (with - without) / median(&base),
+        bytes: counting.usage().ghosts as f64 / counting.usage().taken as f64,
     })
 }
 

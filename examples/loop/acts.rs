@@ -3,7 +3,8 @@
 //! Two streams: the MoE over the novel, and a made-up one of skewed experts without a model (one layer, one KV head). Of a router, the
 //! share of rows whose ranking differs from the plain top-k of the same logits, which is R_T's; of a policy, the share of (step, layer,
 //! KV head) in which the head holds other tokens than under its baseline. Beside it, where the stream has it, what that changes: nats
-//! a token and the hit rate, less those of the baseline.
+//! a token, the hit rate (of the pages that rows wanted, those that were held) and the residency (of all tokens of the rows' experts),
+//! less those of the baseline.
 
 use crate::looped::Looped;
 use crate::policies::{self, Row, Setup};
@@ -45,7 +46,9 @@ struct Run {
     /// Of each (step, layer, KV head), which positions it held, hashed.
     held: Vec<u64>,
     nats: Option<f64>,
+    /// Shares: of wanted pages, and of the tokens of the rows' experts, that were held.
     hits: f64,
+    residency: f64,
 }
 
 /// A line of the file.
@@ -56,6 +59,7 @@ struct Act {
     share: f64,
     nats: Option<f64>,
     hits: f64,
+    residency: f64,
 }
 
 impl Act {
@@ -78,6 +82,7 @@ impl Act {
             share,
             nats,
             hits: run.hits - base.hits,
+            residency: run.residency - base.residency,
         }
     }
 }
@@ -87,19 +92,20 @@ pub fn run(subject: &Subject, ids: &[u32], tokens: usize) -> Result<()> {
     let mut acts = model(subject, ids, tokens)?;
     acts.extend(skewed(4096)?);
     let mut csv =
-        "row,baseline,stream,differs_share,nats_delta,hit_delta,machine,date,commit,command\n".to_owned();
+        "row,baseline,stream,differs_share,nats_delta,hit_delta,residency_delta,machine,date,commit,command\n"
+            .to_owned();
     let said = |program: &str, arguments: &[&str]| -> Result<String> {
         let out = Command::new(program).args(arguments).output().map_err(|e| format!("{program}: {e}"))?;
         Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned())
     };
     let (date, commit) = (said("date", &["-u", "+%F"])?, said("git", &["rev-parse", "--short", "HEAD"])?);
     let command = format!("cargo run --release -p pikv-examples --bin loop -- --acts --tokens {tokens}");
-    for Act { row, baseline, stream, share, nats, hits } in &acts {
+    for Act { row, baseline, stream, share, nats, hits, residency } in &acts {
         println!("{row:18} {baseline:13} {stream:12} {share:.4} {hits:+.4}");
         let nats = nats.map_or(String::new(), |nats| format!("{nats:.6}"));
         let machine = machine();
         csv += &format!(
-            "{row},{baseline},{stream},{share:.5},{nats},{hits:.5},\"{machine}\",{date},{commit},{command}\n"
+            "{row},{baseline},{stream},{share:.5},{nats},{hits:.5},{residency:.5},\"{machine}\",{date},{commit},{command}\n"
         );
     }
     std::fs::write(pikv_engine::example("../benches/results").join("acts.csv"), csv)?;
@@ -190,7 +196,7 @@ fn over(
     let heads = layers[0].kv_heads as usize;
     let (experts, top_k) = subject.experts;
     let config = CacheConfig::new(layers, 4 << 30).ring(ring(budget)).sinks(SINKS).experts(experts, top_k);
-    let cache = Cache::new(row.config(config))?;
+    let cache = Cache::new(row.config(config.hits(crate::hits(budget))))?;
     let attend = Attend::new(1.0 / (subject.head_dim as f32).sqrt());
     let attend = (0..subject.layers).map(|l| attend.read(row.read(l, Read::Experts))).collect();
     let mut looped = Looped::new(ClosedLoop::new(cache, routers)?, attend);
@@ -210,8 +216,8 @@ fn over(
             }
         }
     }
-    let (ranked, hits) = (looped.ranked, hit_rate(&looped.sink));
-    Ok(Run { ranked, held, nats: Some(loss / inputs.len() as f64), hits })
+    let (ranked, (hits, residency)) = (looped.ranked, rates(&looped.sink));
+    Ok(Run { ranked, held, nats: Some(loss / inputs.len() as f64), hits, residency })
 }
 
 /// The positions that a head holds in pages, hashed.
@@ -226,10 +232,10 @@ fn positions(sequence: &Sequence, layer: usize, head: usize) -> Result<u64> {
     Ok(hasher.finish())
 }
 
-fn hit_rate(sink: &Collector) -> f64 {
+/// Hit rate and residency.
+fn rates(sink: &Collector) -> (f64, f64) {
     let totals = sink.totals();
-    let [hits, misses] = [&totals.hits, &totals.misses].map(|of| of.iter().sum::<u64>() as f64);
-    if hits + misses == 0.0 { 1.0 } else { hits / (hits + misses) }
+    (totals.hit_rate_of_all().unwrap_or(1.0), totals.residency().unwrap_or(1.0))
 }
 
 /// Policies that need more than one layer with one head of made-up keys.
@@ -259,7 +265,8 @@ fn skewed(tokens: u32) -> Result<Vec<Act>> {
 fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) -> Result<Run> {
     let options = Skewed::default();
     let (experts, top_k) = (options.experts, options.top_k);
-    let cache = Cache::new(row.config(replay::config(budget).experts(experts, top_k)))?;
+    let config = replay::config(budget).experts(experts, top_k).hits(crate::hits(budget));
+    let cache = Cache::new(row.config(config))?;
     let sink = Arc::new(Collector::new(experts as usize));
     let mut pikv = ClosedLoop::new(cache.clone(), routers)?.sink(sink.clone());
     let (mut sequence, mut rows, mut random) = (cache.sequence(), options.rows()?, SplitMix(options.seed));
@@ -275,7 +282,8 @@ fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) ->
         step.commit()?;
         held.push(positions(&sequence, 0, 0)?);
     }
-    Ok(Run { ranked, held, nats: None, hits: hit_rate(&sink) })
+    let (hits, residency) = rates(&sink);
+    Ok(Run { ranked, held, nats: None, hits, residency })
 }
 
 #[cfg(test)]

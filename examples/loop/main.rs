@@ -26,6 +26,8 @@ mod seeds;
 use indicatif::{ProgressBar, ProgressStyle};
 use looped::Looped;
 use pikv::router::Router;
+use pikv::rules::Hits;
+use pikv::shape::PAGE;
 use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Read};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::measure::subject::Subject;
@@ -50,11 +52,14 @@ struct Outcome {
     nats: f64,
     /// Bytes of pages at the end of the last window.
     bytes: u64,
+    /// Of the pages that rows wanted, those that were held; 1 if none was wanted.
     hit_rate: f64,
+    /// Of the tokens of the rows' experts, those that were held.
+    residency: f64,
     /// Of the tokens up to its own, those that a row reads, where it reads its experts' pages; 1 if it reads all.
     sees: f64,
     /// Of each expert.
-    misses: Vec<u64>,
+    misses: Vec<f64>,
     balance: f64,
     time: Duration,
 }
@@ -155,6 +160,11 @@ fn ring(budget: u32) -> u32 {
     budget / 4
 }
 
+/// A row wants as many pages of a KV head as its budget holds; one row in four is asked.
+fn hits(budget: u32) -> Hits {
+    Hits::new().pages((budget / PAGE).max(1))
+}
+
 /// Nats a token, and what the cache says of it.
 fn evaluate(
     subject: &Subject,
@@ -168,7 +178,7 @@ fn evaluate(
     let layers = vec![subject.layer(Dtype::Bf16, Keys::Rotated); subject.layers];
     let (experts, top_k) = subject.experts;
     let config = CacheConfig::new(layers, 4 << 30).ring(ring(budget)).sinks(SINKS).experts(experts, top_k);
-    let cache = Cache::new(row.config(config))?;
+    let cache = Cache::new(row.config(config.hits(hits(budget))))?;
     let attend = Attend::new(1.0 / (subject.head_dim as f32).sqrt());
     let attend = (0..subject.layers).map(|l| attend.read(row.read(l, fetched))).collect();
     let mut looped = Looped::new(ClosedLoop::new(cache, routers)?, attend);
@@ -191,14 +201,12 @@ fn evaluate(
         bytes = looped.sequence.bytes();
     }
     let totals = looped.sink.totals();
-    let sum = |of: &[u64]| of.iter().sum::<u64>();
-    let (hits, misses) = (sum(&totals.hits), sum(&totals.misses));
     // In the ring, as sinks once they have left it, and in pages of the row's experts.
     let ring = ring(budget) as usize;
     let always = |tokens: usize| tokens.min(ring) + tokens.saturating_sub(ring).min(SINKS as usize);
     let rows = || (0..inputs.len()).map(|i| i % subject.window() + 1);
     let heads = subject.layers as u64 * u64::from(subject.layer(Dtype::Bf16, Keys::Rotated).kv_heads);
-    let read = hits + heads * rows().map(always).sum::<usize>() as u64;
+    let read = totals.held_tokens + heads * rows().map(always).sum::<usize>() as u64;
     let sees = match row.selects.unwrap_or(fetched) {
         Read::Experts => read as f64 / (heads * rows().sum::<usize>() as u64) as f64,
         _ => 1.0,
@@ -209,7 +217,8 @@ fn evaluate(
         budget: if row.bounded || row.selects.is_some() { budget } else { subject.window() as u32 },
         nats: loss / inputs.len() as f64,
         bytes,
-        hit_rate: if hits + misses == 0 { 1.0 } else { hits as f64 / (hits + misses) as f64 },
+        hit_rate: totals.hit_rate_of_all().unwrap_or(1.0),
+        residency: totals.residency().unwrap_or(1.0),
         sees,
         misses: totals.misses,
         balance: looped.balance(),
@@ -219,16 +228,16 @@ fn evaluate(
 
 fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
     println!(
-        "{:6} {:17} {:>7} {:>9} {:>9} {:>11} {:>6} {:>6} {:>8} {:>9}  misses of each expert",
-        "router", "policy", "budget", "nats", "delta", "bytes", "hits", "sees", "balance", "overhead"
+        "{:6} {:17} {:>7} {:>9} {:>9} {:>11} {:>6} {:>6} {:>6} {:>8} {:>9}  misses of each expert",
+        "router", "policy", "budget", "nats", "delta", "bytes", "hits", "held", "sees", "balance", "overhead"
     );
     for o in outcomes {
-        let most = o.misses.iter().max().copied().unwrap_or(0).max(1);
-        let share = |n: &u64| format!("{:3}", n * 100 / most);
+        let most = o.misses.iter().copied().fold(1.0, f64::max);
+        let share = |n: &f64| format!("{:3.0}", n * 100.0 / most);
         let misses: Vec<String> =
             if o.misses.len() > 1 { o.misses.iter().map(share).collect() } else { vec![] };
         println!(
-            "{:6} {:17} {:>7} {:>9.5} {:>+9.5} {:>11} {:>5.1}% {:>5.1}% {:>8.3} {:>8.2}x  {}",
+            "{:6} {:17} {:>7} {:>9.5} {:>+9.5} {:>11} {:>5.1}% {:>5.1}% {:>5.1}% {:>8.3} {:>8.2}x  {}",
             o.router,
             o.policy,
             o.budget,
@@ -236,6 +245,7 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
             o.nats - reference.nats,
             o.bytes,
             100.0 * o.hit_rate,
+            100.0 * o.residency,
             100.0 * o.sees,
             o.balance,
             o.time.as_secs_f64() / reference.time.as_secs_f64(),
@@ -243,8 +253,9 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
         );
     }
     println!(
-        "\nbudget: tokens a KV head; hits: of the tokens that rows' experts were given, those still held; sees: of the tokens up to \
-         its own what a row reads, on the mean, where it chooses by experts; balance: tokens of the \
+        "\nbudget: tokens a KV head; hits: of the pages that rows wanted, as many as the budget holds, those that were there; held: of \
+         the tokens that rows' experts were given, those still held; sees: of the tokens up to its own what a row reads, on the mean, \
+         where it chooses by experts and fetches all of them; balance: tokens of the \
          least over those of the most used expert; overhead: time in the cache over that of the first line's run; misses: in hundredths of \
          the largest"
     );
@@ -257,12 +268,13 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
 }
 
 fn csv(subject: &Subject, outcomes: &[Outcome], reference: &Outcome, window: usize) -> String {
-    let mut csv = vec!["model,router,policy,budget,seed,nats,bytes,hit_rate,balance,overhead".to_owned()];
+    let mut csv =
+        vec!["model,router,policy,budget,seed,nats,bytes,hit_rate,balance,overhead,residency".to_owned()];
     let everything = std::iter::once(reference);
     for (i, o) in everything.chain(outcomes).enumerate() {
         let policy = if i == 0 { "everything read" } else { &o.policy };
         csv.push(format!(
-            "{},{},{policy},{:.4},{},{:.6},{},{:.5},{:.4},{:.3}",
+            "{},{},{policy},{:.4},{},{:.6},{},{:.5},{:.4},{:.3},{:.5}",
             subject.name(),
             o.router,
             f64::from(o.budget) / window as f64,
@@ -271,7 +283,8 @@ fn csv(subject: &Subject, outcomes: &[Outcome], reference: &Outcome, window: usi
             o.bytes,
             o.hit_rate,
             o.balance,
-            o.time.as_secs_f64() / reference.time.as_secs_f64()
+            o.time.as_secs_f64() / reference.time.as_secs_f64(),
+            o.residency
         ));
     }
     csv.join("\n") + "\n"

@@ -2,7 +2,7 @@
 
 use crate::policies::Row;
 use crate::replay::{self, key, look};
-use crate::{Result, evaluate};
+use crate::{Result, evaluate, hits};
 use indicatif::ProgressBar;
 use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, Lru};
@@ -115,7 +115,7 @@ pub fn logits(by_rank: &[u16], skew: f64, random: &mut SplitMix) -> Vec<f32> {
 fn skewed(seed: u64, lambda: Option<f32>) -> Result<f64> {
     let options = Skewed::default().seed(seed);
     let (experts, top_k, budget) = (options.experts, options.top_k, TOKENS / 4);
-    let config = replay::config(budget).experts(experts, top_k).evict(lru(budget));
+    let config = replay::config(budget).experts(experts, top_k).hits(hits(budget)).evict(lru(budget));
     let cache = Cache::new(config)?;
     let sink = Arc::new(Collector::new(experts as usize));
     let routers = vec![router(lambda, Shape::new(experts, top_k))?];
@@ -130,7 +130,5 @@ fn skewed(seed: u64, lambda: Option<f32>) -> Result<f64> {
         step.attend(0, &query, &Attend::new(8.0).read(Read::Experts), Output::new(&mut [0.0]))?;
         step.commit()?;
     }
-    let totals = sink.totals();
-    let [hits, misses] = [&totals.hits, &totals.misses].map(|of| of.iter().sum::<u64>() as f64);
-    Ok(hits / (hits + misses))
+    Ok(sink.totals().hit_rate_of_all().unwrap_or(1.0))
 }

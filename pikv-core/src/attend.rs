@@ -8,19 +8,39 @@
 //! * `l` is summed lane by lane over the pages, then by a butterfly;
 //! * `acc` is one chain of fused multiply-adds over the tokens, in the order of the pages and lanes.
 //!
+//! ```text
+//!                 page 0            page 1              page 7
+//! row 0     | 32 lanes        | 32 lanes        | .. 32 lanes        |  a lane is a token; its score and then
+//! row 1     | score, then p   |                 |                    |  its p stay on the shelf
+//! ..R rows  |                 |                 |                    |
+//!
+//! for each page i, for each row r:                            first pass: scores
+//!     s[r][i][lane] = q[r] . k[i][lane], capped, -inf where the row does not see the token
+//! m[r] = ceil(max over i and lanes of s[r])                   an integer, so rescales are exact
+//! for each page i, for each row r:                            second pass: weights
+//!     p[r][i][lane] = 2^(s[r][i][lane] - m[r])
+//!     l[r][lane]   += p[r][i][lane]
+//! l[r] = butterfly sum of l[r][lane]
+//! for each page i, for each lane in order, for each row r that sees the token:
+//!     acc[r] = fma(p[r][i][lane], v[i][lane], acc[r])
+//!
+//! join((m, l, acc), (m', l', acc')):                          the tree over blocks, left before right
+//!     n = max(m, m')
+//!     (n, l 2^(m - n) + l' 2^(m' - n), acc 2^(m - n) + acc' 2^(m' - n))
+//! ```
+//!
 //! Tokens that a row does not see are skipped, not multiplied by 0, so what lies in their place (NaN included) has no
 //! effect. As `m` is an integer, every later rescale is exact; [`crate::merge`] joins blocks by a fixed tree.
 //!
 //! What a page looks like is the business of a [`Form`]: [`crate::full`] reads pages of single tokens,
 //! [`crate::codec::read`] packed ones.
 
+pub use crate::warp::BLOCK;
+
 use crate::math;
 use crate::merge::Partial;
 use crate::warp::{LANES, Shelf, Warp};
 use core::borrow::Borrow;
-
-/// Pages of a block.
-pub const BLOCK: usize = 8;
 
 /// Which positions a query row sees: those from `floor` to `hi` that are at least `lo` or are below `sinks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -98,6 +98,29 @@ impl Dtype {
     }
 }
 
+/// [`Dtype::encode`] by lanes, of values that are known to fit.
+#[inline(always)]
+pub(crate) fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
+    let bits = w.bits(x);
+    // Half a unit in the last place that stays, less one if that place is even.
+    let even = |bits, half, odd| w.add_u(w.add_u(bits, w.splat_u(half)), w.and(odd, w.splat_u(1)));
+    match dtype {
+        Dtype::F32 => bits,
+        Dtype::Bf16 => w.shr::<16>(even(bits, 0x7fff, w.shr::<16>(bits))),
+        Dtype::F16 => {
+            let sign = w.and(w.shr::<16>(bits), w.splat_u(0x8000));
+            let size = w.and(bits, w.splat_u(0x7fff_ffff));
+            let rounded = even(size, 0xfff, w.shr::<13>(size));
+            let normal = w.shr::<13>(w.sub_u(rounded, w.splat_u(112 << 23)));
+            // The unit of 0.5 is that of f16's subnormals, so the sum rounds as they do.
+            let sum = w.add(w.from_bits(size), w.splat(0.5));
+            let subnormal = w.sub_u(w.bits(sum), w.splat_u(0.5f32.to_bits()));
+            let large = w.ge_i(size, w.splat_u((127 - 14) << 23));
+            w.or(sign, w.bits(w.select(large, w.from_bits(normal), w.from_bits(subnormal))))
+        }
+    }
+}
+
 /// A [`Dtype`] known when the routine is compiled.
 pub trait Element: Copy {
     /// The same, as a value.

@@ -1,9 +1,11 @@
 //! Full pages: token by token, in a [`Dtype`], as they come from the model.
 
+pub use crate::turned::Query;
+
 use crate::attend::{Form, Sight};
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::Layout;
-use crate::rope::{self, Rotation, Words};
+use crate::turned::{self, Words};
 use crate::warp::{LANES, Routine, Warp};
 use core::marker::PhantomData;
 
@@ -14,17 +16,6 @@ pub struct PageRef<'a> {
     pub words: &'a [u32],
     /// Bit `t` is set if there is a token to be read at lane `t`.
     pub live: u32,
-}
-
-/// `R` queries that are read together.
-#[derive(Clone, Copy, Debug)]
-pub struct Query<'a, const R: usize> {
-    /// Channel by channel the rows' queries, scaled to base 2; `k_rows * PER_WORD` channels, the padding 0.
-    pub q: &'a [[f32; R]],
-    /// Channels of a key.
-    pub k_dim: usize,
-    /// Keys are turned as they are read.
-    pub rotation: Option<Rotation<'a>>,
 }
 
 /// Full pages of a block, and what is read with them.
@@ -481,7 +472,7 @@ fn page_scores<W: Warp, const R: usize>(
         ahead: &[[u32; LANES]],
     ) -> [W::F; R] {
         match &query.rotation {
-            Some(rotation) => rope::scores(w, rotation, &Words(k, PhantomData::<K>), query, position),
+            Some(rotation) => turned::scores(w, rotation, &Words(k, PhantomData::<K>), query, position),
             None => scores::<W, K, R>(w, k, query, ahead),
         }
     }

@@ -31,6 +31,7 @@ pub mod score;
 pub mod shard;
 pub mod store;
 pub mod tensor;
+pub mod turned;
 pub mod warp;
 
 pub use warp::{LANES, Warp};

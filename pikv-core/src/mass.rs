@@ -1,9 +1,8 @@
 //! The attention mass of a page, by lanes: what a host sums up on one thread, for a device that keeps the weights. The bits are the
 //! same.
 
-use crate::attend::BLOCK;
 use crate::math::exp2i;
-use crate::warp::{LANES, Warp};
+use crate::warp::{BLOCK, LANES, Warp};
 
 /// f32 that a block's weights take for each row: those of [`BLOCK`] pages, as `attend_block` gives them, and the block's exponent.
 pub const ROW: usize = BLOCK * LANES + 1;

@@ -8,9 +8,8 @@
 //! V and V' are the channels in a word, K and V chosen apart. Rows of V are padded to 8 words (a 32-byte sector of a
 //! device, a vector of a CPU); the padding is counted by every figure of bytes.
 
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, encode};
 use crate::portable::Portable;
-use crate::store;
 use crate::warp::LANES;
 
 /// Tokens of a page.
@@ -278,7 +277,7 @@ fn pack(dtype: Dtype, row: &[f32], mut put: impl FnMut(usize, &[u32])) {
                 .iter_mut()
                 .zip(channels[j.min(channels.len())..].iter().step_by(n))
                 .for_each(|(to, x)| *to = *x);
-            let bits = store::encode(Portable, dtype, lanes);
+            let bits = encode(Portable, dtype, lanes);
             words
                 .iter_mut()
                 .zip(bits)

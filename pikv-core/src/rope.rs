@@ -3,11 +3,6 @@
 //! A key that is stored as it left its projection can be read at any position; the rotation is done in the lanes
 //! while the page is read, from a table of cosines and sines that both sides share.
 
-use crate::dtype::Element;
-use crate::full::Query;
-use crate::warp::{LANES, Warp};
-use core::marker::PhantomData;
-
 /// Which channels a rotation turns together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -97,63 +92,4 @@ impl Rotation<'_> {
             row[b] = crate::portable::fma(y, cos, x * sin);
         }
     }
-}
-
-/// Keys of a page before their rotation.
-pub(crate) trait Keys<W: Warp> {
-    /// Channel `c` of the 32 keys.
-    fn channel(&self, w: W, c: usize) -> W::F;
-}
-
-/// Those of a full page, of dtype `K`.
-pub(crate) struct Words<'a, K>(pub &'a [[u32; LANES]], pub PhantomData<K>);
-
-impl<W: Warp, K: Element> Keys<W> for Words<'_, K> {
-    #[inline(always)]
-    fn channel(&self, w: W, c: usize) -> W::F {
-        K::channel(w, w.load(&self.0[c / K::PER_WORD]), c % K::PER_WORD)
-    }
-}
-
-/// Those of a packed page, rebuilt, a channel a row.
-impl<W: Warp> Keys<W> for [[f32; LANES]] {
-    #[inline(always)]
-    fn channel(&self, w: W, c: usize) -> W::F {
-        w.load_f(&self[c])
-    }
-}
-
-/// Scores of the 32 tokens of a page against `R` queries, K rotated to `position` as it is read. The chain of each
-/// query takes the pairs in order, first channel then second, then the channels that do not turn.
-#[inline(always)]
-pub(crate) fn scores<W: Warp, K: Keys<W> + ?Sized, const R: usize>(
-    w: W,
-    rotation: &Rotation<'_>,
-    keys: &K,
-    query: &Query<'_, R>,
-    position: W::U,
-) -> [W::F; R] {
-    let n = rotation.capacity as usize;
-    // Lanes without a token hold any word; the mask keeps the look-up inside the table, and nobody reads them.
-    let at = w.and(position, w.splat_u(rotation.capacity - 1));
-    let mut s = [w.splat(0.0); R];
-    for i in 0..rotation.rope.rotary_dim as usize / 2 {
-        let (a, b) = rotation.rope.pair(i);
-        let pair = &rotation.table[i * 2 * n..(i + 1) * 2 * n];
-        let (cos, sin) = (w.gather(&pair[..n], at), w.gather(&pair[n..], at));
-        let (x, y) = (keys.channel(w, a), keys.channel(w, b));
-        let p = w.fma(x, cos, w.sub(w.splat(-0.0), w.mul(y, sin)));
-        let q = w.fma(y, cos, w.mul(x, sin));
-        for (r, s) in s.iter_mut().enumerate() {
-            *s = w.fma(p, w.splat(query.q[a][r]), *s);
-            *s = w.fma(q, w.splat(query.q[b][r]), *s);
-        }
-    }
-    for c in rotation.rope.rotary_dim as usize..query.k_dim {
-        let x = keys.channel(w, c);
-        for (r, s) in s.iter_mut().enumerate() {
-            *s = w.fma(x, w.splat(query.q[c][r]), *s);
-        }
-    }
-    s
 }

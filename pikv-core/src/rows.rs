@@ -1,10 +1,9 @@
 //! Rows of a call, by lanes, for a device that holds them: queries put into the bundles that blocks read, and what a host would
 //! refuse of a row. The bits are those of the host's loops.
 
-use crate::codec::pack::shifted_left;
 use crate::rope::Rotation;
 use crate::tensor::{Row, size};
-use crate::warp::{LANES, Warp};
+use crate::warp::{LANES, Warp, shifted_left};
 
 /// Writes query `q`, turned to a position if there is one and times `factor`, to row `row` of a bundle, `[channels][width]`; 0 in the
 /// channels that it does not have.

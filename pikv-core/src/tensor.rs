@@ -1,8 +1,7 @@
 //! Rows of tensors that are not this library's own, in any dtype, by lanes: read as f32, which holds every element exactly, and written
 //! rounded. A row of 16 bits an element may begin at any of them, odd or even: each lane takes an element of its own.
 
-use crate::dtype::{Dtype, Element};
-use crate::store::encode;
+use crate::dtype::{Dtype, Element, encode};
 use crate::warp::{LANES, Warp};
 use core::marker::PhantomData;
 

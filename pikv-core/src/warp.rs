@@ -1,10 +1,21 @@
 //! The lane trait: 32 lanes in lock-step, wherever they run.
 
-use crate::attend::BLOCK;
 use core::borrow::Borrow;
 
 /// Lanes of a warp, and tokens of a page.
 pub const LANES: usize = 32;
+
+/// Pages of a block, which attention reads at once.
+pub const BLOCK: usize = 8;
+
+/// `a << by`, `by` below 32.
+#[inline(always)]
+pub(crate) fn shifted_left<W: Warp>(w: W, mut a: W::U, by: u32) -> W::U {
+    for _ in 0..by {
+        a = w.shl::<1>(a);
+    }
+    a
+}
 
 /// 32 lanes that execute together.
 ///

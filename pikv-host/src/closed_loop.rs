@@ -10,7 +10,7 @@ use crate::metrics::report::{ByPart, StepReport};
 use crate::metrics::{Sink, StepMetrics};
 use crate::router::learnt::{Learnt, narrow};
 use crate::router::{Feedback, RouteError, Router, Routes};
-use pikv_core::page::Position;
+use pikv_core::page::{PAGE, Position};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use thiserror::Error;
@@ -71,22 +71,23 @@ pub enum LoopError {
 /// A step goes, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), as a model
 /// runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::Read::Experts)), `route` comes before
 /// `attend`, from logits that the engine has by then. At the end [`commit`](LoopStep::commit): tokens that left the ring are
-/// filed, policies get what was attended, hits and misses of each expert are counted, what is over the budgets is evicted, and the
-/// routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
+/// filed, policies get what was attended, hits and misses of each expert are counted where a router, a policy or the sink asks for them
+/// ([`Hits`](crate::rules::Hits)), what is over the budgets is evicted, and the routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
 ///
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, H2o};
 /// use pikv::router::{CacheAware, Shape};
+/// use pikv::rules::Hits;
 /// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
-/// let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2);
+/// let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2).hits(Hits::new().every(1));
 /// let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(12)).batch(1)))?;
 /// let router = CacheAware::default().router(Shape::new(4, 2))?;
 /// let mut looped = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;
 /// let mut sequence = cache.sequence();
-/// for i in 0..40 {
+/// for i in 0..200 {
 ///     let x = (i as f32).sin();
 ///     let mut out = [0.0; 8];
 ///     let mut step = looped.begin([(&mut sequence, 1)])?;
@@ -98,7 +99,8 @@ pub enum LoopError {
 /// }
 /// assert_eq!(sequence.resident(0, 0)?.0, 12);
 /// let report = looped.report();
-/// assert!(report.misses(0).iter().sum::<u64>() > 0);   // experts' tokens that are gone
+/// assert!(report.misses(0).iter().sum::<f64>() > 0.0); // pages that the last row looked for and that are gone
+/// assert!(report.residency() < 0.1);                   // 8 of 196 tokens that left the ring are held
 /// # Ok(())
 /// # }
 /// ```
@@ -120,11 +122,11 @@ struct Scratch {
     /// First positions and rows of a step's sequences.
     starts: Vec<(Position, usize)>,
     /// Of each expert, over all layers.
-    hits: Vec<u64>,
-    misses: Vec<u64>,
-    /// Of each expert of a layer, hits and misses.
-    both: Vec<u64>,
-    /// The same as a router takes it, and the misses.
+    hits: Vec<f64>,
+    misses: Vec<f64>,
+    /// Of each expert of a layer, 32nds of pages: wanted, and missed.
+    parts: [Vec<u64>; 2],
+    /// The same as a router takes them.
     wanted: Vec<u32>,
     missed: Vec<u32>,
 }
@@ -154,6 +156,9 @@ impl ClosedLoop {
                 return Err(LoopError::Shape { layer, experts, top_k, cache_experts, cache_top_k });
             }
         }
+        if routers.iter().any(|router| router.wants_hits()) {
+            cache.inner.pool.ask();
+        }
         let routes = (0..layers).map(|_| Routes::default()).collect();
         let learnt = Learnt::new(cache.inner.shape.store.ring.slack());
         let by_part = learnt.is_on().then(ByPart::default);
@@ -164,6 +169,9 @@ impl ClosedLoop {
 
     /// Tells `sink` of every step.
     pub fn sink(mut self, sink: Arc<dyn Sink>) -> ClosedLoop {
+        if sink.wants_hits() {
+            self.cache.inner.pool.ask();
+        }
         self.sink = sink;
         self
     }
@@ -331,7 +339,8 @@ impl<'a> LoopStep<'a> {
             forget(router);
             return Err(error);
         }
-        step.fetch(layer, routes.fetch() as u32);
+        let (more, counts) = routes.more();
+        step.fetch(layer, routes.fetch() as u32, more, counts);
         Ok(routes)
     }
 
@@ -387,24 +396,31 @@ impl<'a> LoopStep<'a> {
         self.of.open = false;
         let (mut refused, mut panicked) = (Ok(()), None);
         let ClosedLoop { cache, routers, sink, routes, report, learnt, scratch, .. } = &mut *self.of;
-        let Scratch { hits: all_hits, misses: all_misses, both, wanted: asked, missed, .. } = scratch;
+        let Scratch {
+            hits: all_hits, misses: all_misses, parts: [both, gone], wanted: asked, missed, ..
+        } = scratch;
         for sums in [&mut *all_hits, &mut *all_misses] {
             sums.clear();
-            sums.resize(report.experts, 0);
+            sums.resize(report.experts, 0.0);
         }
         for (layer, router) in routers.iter_mut().enumerate() {
             let (hits, misses) = (report.hits(layer), report.misses(layer));
+            let parts = |pages: f64| (pages * f64::from(PAGE)) as u64;
             both.clear();
-            both.extend(hits.iter().zip(misses).map(|(hit, miss)| hit + miss));
-            narrow(both, misses, asked, missed);
-            if let Some(ByPart { hits, misses, tickets }) = &report.by_part {
-                let of = tickets.len() * report.experts;
-                let of = layer * of..(layer + 1) * of;
-                learnt.met(layer, &routes[layer], &hits[of.clone()], &misses[of], report.remote_bytes(layer));
+            both.extend(hits.iter().zip(misses).map(|(hit, miss)| parts(hit + miss)));
+            gone.clear();
+            gone.extend(misses.iter().map(|miss| parts(*miss)));
+            narrow(both, gone, asked, missed);
+            if let Some(ByPart { met, .. }) = &report.by_part {
+                let of =
+                    met.partition_point(|(l, ..)| *l < layer)..met.partition_point(|(l, ..)| *l <= layer);
+                let met = met[of].iter().map(|(_, part, met)| (*part, *met));
+                learnt.met(layer, report.experts, met, report.remote_bytes(layer));
             }
             // A layer without rows has nothing to tell.
             if routes[layer].rows() > 0 {
-                let feedback = Feedback::new(asked, missed).remote_bytes(report.remote_bytes(layer));
+                let remote = report.remote_bytes(layer);
+                let feedback = Feedback::new(asked, missed).of_page(PAGE).remote_bytes(remote);
                 let told = catch_unwind(AssertUnwindSafe(|| router.observe(&feedback)));
                 if !matches!(told, Ok(Ok(()))) {
                     forget(router);
@@ -425,7 +441,17 @@ impl<'a> LoopStep<'a> {
         let near: u64 = cache.inner.pool.arenas.bytes_by_shard().sum();
         let resident_bytes = near + cache.inner.fabric.as_ref().map_or(0, |front| front.held());
         let logical_bytes = report.logical_bytes;
-        sink.step(&StepMetrics { rows, resident_bytes, logical_bytes, hits: all_hits, misses: all_misses });
+        let [held_tokens, lost_tokens] = [&report.held, &report.lost].map(|of| of.iter().sum());
+        let (hits, misses) = (&**all_hits, &**all_misses);
+        sink.step(&StepMetrics {
+            rows,
+            resident_bytes,
+            logical_bytes,
+            hits,
+            misses,
+            held_tokens,
+            lost_tokens,
+        });
         report.evicted.iter().for_each(|page| sink.evicted(page));
         report.reused.iter().for_each(|page| sink.reused(page));
         sink.failures(&cache.failures());

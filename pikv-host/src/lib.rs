@@ -76,12 +76,13 @@ pub mod report {
     pub use crate::attend::PageMass;
     pub use crate::base::failures::Failures;
     pub use crate::base::ids::{PageId, Place};
-    pub use crate::cache::Usage;
     pub use crate::cache::sequence::PageInfo;
+    pub use crate::cache::{StepBytes, Usage};
 }
 
-/// What a [`CacheConfig`] keeps of calls that say how layers and heads compress and evict.
+/// Parts of a [`CacheConfig`]: how layers and heads compress and evict, as its methods noted it, and what counts as a hit.
 pub mod rules {
+    pub use crate::config::hits::Hits;
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 

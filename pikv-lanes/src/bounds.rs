@@ -1,8 +1,14 @@
 //! Upper bounds of the scores that queries can reach on pages.
 
 use crate::Lanes;
-use pikv_core::bound::bound;
+use pikv_core::bound::{self, bound};
+use pikv_core::dtype::{Bf16, Dtype, Element, F16};
+use pikv_core::page::MAX_DIM;
 use pikv_core::warp::{Kernel, LANES, Warp};
+use std::marker::PhantomData;
+
+/// Rows of 32 channels that a key has at most.
+const MOST_ROWS: usize = bound::rows(MAX_DIM);
 
 struct Bounds<'a> {
     queries: &'a [[f32; LANES]],
@@ -38,4 +44,57 @@ pub fn largest(
     out: &mut [f32],
 ) {
     lanes.run(Bounds { queries, rows, pages, out });
+}
+
+/// As [`largest`] for pages whose extremes are kept in 16 bits: word `c` of a page has channel `c`'s least value in its low half and the
+/// largest in its high one, both in one dtype.
+struct Halves<'a, E> {
+    queries: &'a [[f32; LANES]],
+    rows: usize,
+    pages: &'a [&'a [[u32; LANES]]],
+    out: &'a mut [f32],
+    dtype: PhantomData<E>,
+}
+
+impl<E: Element> Kernel for Halves<'_, E> {
+    type Out = ();
+    #[inline(always)]
+    fn run<W: Warp>(self, w: W) {
+        let mut extremes = [[0.0; LANES]; 2 * MOST_ROWS];
+        for (page, out) in self.pages.iter().zip(self.out) {
+            for (words, pair) in page.iter().zip(extremes.as_chunks_mut::<2>().0) {
+                let words = w.load(words);
+                w.store(E::channel(w, words, 0), &mut pair[0]);
+                w.store(E::channel(w, words, 1), &mut pair[1]);
+            }
+            let mut most = f32::NEG_INFINITY;
+            for query in self.queries.chunks_exact(self.rows) {
+                let x = bound(w, query, &extremes);
+                if x > most {
+                    most = x;
+                }
+            }
+            *out = most;
+        }
+    }
+}
+
+/// [`largest`] for pages of `[rows][32]` words, each with a channel's least value in its low half and the largest in its high one, as
+/// `dtype` has them: bf16, or f16.
+///
+/// # Panics
+/// If a page has more rows than a key can have.
+pub fn largest_of_halves(
+    lanes: Lanes,
+    dtype: Dtype,
+    queries: &[[f32; LANES]],
+    rows: usize,
+    pages: &[&[[u32; LANES]]],
+    out: &mut [f32],
+) {
+    assert!(rows <= MOST_ROWS, "{rows} rows");
+    match dtype {
+        Dtype::F16 => lanes.run(Halves { queries, rows, pages, out, dtype: PhantomData::<F16> }),
+        _ => lanes.run(Halves { queries, rows, pages, out, dtype: PhantomData::<Bf16> }),
+    }
 }

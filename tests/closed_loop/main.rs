@@ -1,5 +1,6 @@
 //! The closed loop against its stages called one by one, and every value that goes round in it.
 
+mod hits;
 mod rollback;
 mod trace;
 
@@ -11,9 +12,11 @@ use pikv::router::{
     Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Router,
     RouterState, Routes, Shape, TopK,
 };
+use pikv::rules::Hits;
 use pikv::shard::ShardMap;
 use pikv::{
     Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Read, Sequence,
+    StepReport,
 };
 use pikv_test::numbers::noise;
 use std::sync::Arc;
@@ -92,6 +95,7 @@ fn the_loop_is_its_stages_one_after_the_other() {
     for id in 0..7 {
         for read in [Read::All, Read::Experts] {
             let config = config(2).evict(Eviction::new(H2o, Budget::Tokens(40)).batch(4));
+            let config = config.hits(Hits::new().pages(3).every(2));
             let cache = Cache::new(config.clone()).unwrap();
             let sink = Arc::new(Collector::new(EXPERTS));
             let mut pikv = ClosedLoop::new(cache.clone(), routers(id, 2)).unwrap().sink(sink.clone());
@@ -103,9 +107,16 @@ fn the_loop_is_its_stages_one_after_the_other() {
             let mut own = routers(id, 2);
             let mut filed = vec![vec![0u64; EXPERTS]; LAYERS];
             let mut homes: Vec<Vec<u16>> = vec![Vec::new(); LAYERS];
-            let (mut all_hits, mut all_misses) = (vec![0u64; EXPERTS], vec![0u64; EXPERTS]);
+            let (mut all_hits, mut all_misses) = (vec![0.0; EXPERTS], vec![0.0; EXPERTS]);
+            let (mut report, mut residency) = (StepReport::default(), [0, 0]);
             for seed in 0..60 {
-                let n = if seed % 7 == 3 { 5 } else { 1 };
+                let n = if seed % 7 == 3 {
+                    5
+                } else if seed < 4 {
+                    100
+                } else {
+                    1
+                };
                 let got = turn(&mut pikv, &mut sequence, n, seed, read);
 
                 let mut want = Vec::new();
@@ -123,12 +134,12 @@ fn the_loop_is_its_stages_one_after_the_other() {
                     want.extend(out);
                     homes[layer].extend(routes[layer].filing().experts.chunks_exact(2).map(|row| row[0]));
                 }
-                step.commit().unwrap();
+                step.commit_with(&mut report).unwrap();
                 if id != 5 || read == Read::All {
                     assert_eq!(bits(&got), bits(&want), "router {id}, {read:?}, step {seed}");
                 }
-                // Hits and misses are those before this step's eviction, so they are checked by what was evicted in it.
-                let evicted = &pikv.report().evicted;
+                // What is held is as it was before this step's eviction, so it is checked by what was evicted in it.
+                let evicted = pikv.report().evicted.clone();
                 for layer in 0..LAYERS {
                     let left = homes[layer].len().saturating_sub(8);
                     // The first two are sinks.
@@ -136,13 +147,9 @@ fn the_loop_is_its_stages_one_after_the_other() {
                     for position in filing.filter(|position| *position >= 2) {
                         filed[layer][usize::from(homes[layer][position])] += HEADS as u64;
                     }
-                    let fetch = routes[layer].fetch();
-                    // Rows that want an expert's pages, and rows that fetch them.
-                    let (mut times, mut fetches) = ([0u64; EXPERTS], [0u64; EXPERTS]);
-                    for row in routes[layer].filing().experts.chunks_exact(2) {
-                        row.iter().for_each(|e| times[usize::from(*e)] += 1);
-                        row[..fetch].iter().for_each(|e| fetches[usize::from(*e)] += 1);
-                    }
+                    // Rows that chose an expert.
+                    let mut times = [0u64; EXPERTS];
+                    routes[layer].filing().experts.iter().for_each(|e| times[usize::from(*e)] += 1);
                     let gone: u64 =
                         evicted.iter().filter(|e| e.layer == layer as u32).map(|e| u64::from(e.tokens)).sum();
                     let now: u64 = (0..HEADS)
@@ -150,21 +157,33 @@ fn the_loop_is_its_stages_one_after_the_other() {
                         .map(|(head, e)| held(&sequence, layer, head, e))
                         .sum();
                     let all_filed: u64 = filed[layer].iter().sum();
-                    let (hits, misses) = (pikv.report().hits(layer), pikv.report().misses(layer));
+                    let (hits, misses) =
+                        (pikv.report().hits(layer).to_vec(), pikv.report().misses(layer).to_vec());
+                    let (held, lost) = (pikv.report().held_tokens(layer), pikv.report().lost_tokens(layer));
                     for e in 0..EXPERTS {
                         assert_eq!(
-                            hits[e] + misses[e],
+                            held[e] + lost[e],
                             times[e] * filed[layer][e],
                             "layer {layer}, expert {e}"
                         );
-                        assert!(hits[e] <= fetches[e] * filed[layer][e], "what is not fetched is no hit");
                         all_hits[e] += hits[e];
                         all_misses[e] += misses[e];
+                        residency = [residency[0] + held[e], residency[1] + lost[e]];
                     }
                     assert!(now + gone <= all_filed);
-                    let (wanted, missed): (Vec<u32>, Vec<u32>) =
-                        hits.iter().zip(misses).map(|(h, m)| ((h + m) as u32, *m as u32)).unzip();
-                    own[layer].observe(&Feedback::new(&wanted, &missed)).unwrap();
+                    let (wanted, missed): (Vec<u32>, Vec<u32>) = hits
+                        .iter()
+                        .zip(&misses)
+                        .map(|(h, m)| (((h + m) * 32.0) as u32, (m * 32.0) as u32))
+                        .unzip();
+                    own[layer].observe(&Feedback::new(&wanted, &missed).of_page(32)).unwrap();
+                    // Of R_A's rows that fetch less, what is wanted is the same, and less of it is there.
+                    let less = id == 5 && read == Read::Experts && routes[layer].fetch() == 1;
+                    if id != 5 || read == Read::All {
+                        assert_eq!((report.hits(layer), report.misses(layer)), (&hits[..], &misses[..]));
+                    } else if less && states(pikv.routers()) == states(&own) {
+                        assert!(report.hits(layer).iter().sum::<f64>() >= hits.iter().sum::<f64>());
+                    }
                 }
                 if id != 5 || read == Read::All {
                     assert_eq!(states(pikv.routers()), states(&own), "router {id}, step {seed}");
@@ -172,6 +191,8 @@ fn the_loop_is_its_stages_one_after_the_other() {
             }
             let totals = sink.totals();
             assert_eq!((totals.steps, totals.rows), (60, homes[0].len() as u64));
+            assert!(all_hits.iter().sum::<f64>() > 0.0 && all_misses.iter().sum::<f64>() > 0.0);
+            assert_eq!([totals.held_tokens, totals.lost_tokens], residency);
             assert_eq!((totals.hits, totals.misses), (all_hits, all_misses));
             assert!(totals.evicted_tokens > 0 && totals.age.max().is_some_and(|age| age >= 8));
             assert_eq!(totals.resident_bytes, cache.usage().shards.iter().sum::<u64>());
@@ -185,6 +206,7 @@ fn the_loop_is_its_stages_one_after_the_other() {
 fn experts_whose_tokens_are_gone_are_avoided() {
     // With k = 1 and equal logits R_P goes where the misses are not.
     let config = config(1).evict(Eviction::new(StreamingLlm, Budget::Tokens(12)).batch(1));
+    let config = config.hits(Hits::new().pages(1).every(1));
     let cache = Cache::new(config).unwrap();
     let router = || -> Vec<Box<dyn Router>> {
         let options = CacheAware::default().lambda(2.0);
@@ -193,7 +215,7 @@ fn experts_whose_tokens_are_gone_are_avoided() {
     let mut pikv = ClosedLoop::new(cache.clone(), router()).unwrap();
     let mut sequence = cache.sequence();
     let mut chosen = Vec::new();
-    for seed in 0..80 {
+    for seed in 0..160 {
         let mut step = pikv.begin([(&mut sequence, 1)]).unwrap();
         for layer in 0..LAYERS {
             let [k, v, q, _] = rows(seed, layer, 1);

@@ -2,6 +2,7 @@
 
 use super::{EXPERTS, LAYERS, config, routers, rows, states, turn};
 use pikv::policy::{Budget, Eviction, H2o};
+use pikv::rules::Hits;
 use pikv::{Attend, Cache, ClosedLoop, Output, Read, Sequence};
 use pikv_test::numbers::Rng;
 use pikv_test::scaled;
@@ -9,7 +10,8 @@ use pikv_test::scaled;
 /// A loop whose cache can take 8 tokens back.
 fn looped(id: usize) -> (Cache, ClosedLoop) {
     let evict = Eviction::new(H2o, Budget::Tokens(40)).batch(4);
-    let cache = Cache::new(config(2).rollback(8).evict(evict)).unwrap();
+    let hits = Hits::new().pages(2).every(1);
+    let cache = Cache::new(config(2).rollback(8).hits(hits).evict(evict)).unwrap();
     (cache.clone(), ClosedLoop::new(cache, routers(id, 2)).unwrap())
 }
 
@@ -33,12 +35,14 @@ fn together(pikv: &mut ClosedLoop, parts: Vec<(&mut Sequence, usize, u64)>) {
 
 #[test]
 fn rejected_drafts_were_never_routed() {
+    let mut wanted = 0.0;
     for id in 0..7 {
         for seed in 0..scaled(3, 60) {
             let mut rng = Rng(seed);
             let ((cache, mut pikv), (other, mut twin)) = (looped(id), looped(id));
             let (mut a, mut b) = (cache.sequence(), other.sequence());
-            let prompt = 1 + rng.below(60) as usize;
+            // Long enough for pages to be known.
+            let prompt = 1 + rng.below(400) as usize;
             turn(&mut pikv, &mut a, prompt, seed, Read::Experts);
             turn(&mut twin, &mut b, prompt, seed, Read::Experts);
             for i in 0..40 {
@@ -59,10 +63,49 @@ fn rejected_drafts_were_never_routed() {
                 let x = turn(&mut pikv, &mut a, 1, seed, Read::Experts);
                 let y = turn(&mut twin, &mut b, 1, seed, Read::Experts);
                 assert_eq!(super::bits(&x), super::bits(&y), "router {id}, {seed}");
-                assert_eq!(pikv.report().hits(0), twin.report().hits(0), "router {id}, {seed}");
+                for layer in 0..LAYERS {
+                    let of = |pikv: &ClosedLoop| {
+                        let report = pikv.report();
+                        [report.hits(layer).to_vec(), report.misses(layer).to_vec()]
+                    };
+                    assert_eq!(of(&pikv), of(&twin), "router {id}, {seed}");
+                    wanted += of(&pikv).iter().flatten().sum::<f64>();
+                }
             }
         }
     }
+    assert!(wanted > 0.0);
+}
+
+/// Of a step of several drafts some of which stay, what routers learn of misses is what a step of those alone would have met.
+#[test]
+fn of_drafts_that_stay_in_part_hits_count_row_by_row() {
+    let ((cache, mut pikv), (other, mut twin)) = (looped(3), looped(3));
+    let (mut a, mut b) = (cache.sequence(), other.sequence());
+    for (pikv, sequence) in [(&mut pikv, &mut a), (&mut twin, &mut b)] {
+        (0..3).for_each(|i| drop(turn(pikv, sequence, 100, i, Read::All)));
+    }
+    let before = states(pikv.routers());
+    for i in 10..40u64 {
+        let (n, stay) = (6, 1 + i as usize % 6);
+        let part = |pikv: &mut ClosedLoop, sequence: &mut Sequence, n: usize| {
+            let mut step = pikv.begin([(sequence, n as u32)]).unwrap();
+            for layer in 0..LAYERS {
+                let [k, v, q, logits] = rows(i, layer, 6);
+                step.route(layer, &logits[..n * EXPERTS]).unwrap();
+                step.append(layer, &k[..n * 16], &v[..n * 16]).unwrap();
+                let mut out = vec![0.0; n * 32];
+                step.attend(layer, &q[..n * 32], &Attend::new(1.0), Output::new(&mut out)).unwrap();
+            }
+            step.commit().unwrap();
+        };
+        part(&mut pikv, &mut a, n);
+        a.rollback((n - stay) as u32).unwrap();
+        part(&mut twin, &mut b, stay);
+        assert_eq!(states(pikv.routers()), states(twin.routers()), "step {i}");
+    }
+    assert_ne!(states(pikv.routers()), before);
+    assert!(states(pikv.routers())[0].miss.iter().any(|miss| *miss > 0.0));
 }
 
 /// Where some drafts of a step are taken, the loads are those of the tokens that stayed.

@@ -60,7 +60,7 @@ fn turns(backend: Backend, id: usize, read: Read, in_place: bool) -> Vec<u64> {
         step.commit().unwrap();
         let report = pikv.report();
         for layer in 0..2 {
-            record.extend(report.hits(layer).iter().chain(report.misses(layer)));
+            record.extend(report.hits(layer).iter().chain(report.misses(layer)).map(|pages| pages.to_bits()));
             record.push(report.remote_bytes(layer));
         }
         record.extend(report.evicted.iter().map(|e| u64::from(e.tokens)));

@@ -4,8 +4,9 @@ use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::fabric::{Options, Schedule};
 use pikv::router::Eplb;
+use pikv::rules::Hits;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence, StepReport};
 use pikv_test::numbers::{bits, noise};
 
 const SHARDS: u32 = 8;
@@ -194,4 +195,30 @@ fn fast_is_within_its_bound() {
             assert!(f64::from(a - b).abs() <= bound / 2.0 + 2.0 * u * f64::from(a.abs().max(1.0)));
         }
     }
+}
+
+/// What lies on ranks is missed, and its bytes are counted: once for each row that is asked, and KV head.
+#[test]
+fn pages_on_ranks_are_misses() {
+    let map = ShardMap::sum(2).unwrap();
+    let config = config(64, map).hits(Hits::new().pages(3).every(2));
+    let page = config.layers[0].layout.bytes();
+    let one = Cache::new(config.clone()).unwrap();
+    let many = over(config, 2, 1 << 30, Options::default());
+    let mut reports = [StepReport::default(), StepReport::default()];
+    for (cache, report) in [&one, &many].into_iter().zip(&mut reports) {
+        let mut sequence = cache.sequence();
+        feed(cache, &mut sequence, 320, |_| 3);
+        let mut step = cache.begin([(&mut sequence, 3)]).unwrap();
+        step.append(0, &noise(3, 3 * 8 * 64), &noise(4, 3 * 8 * 64)).unwrap();
+        step.route(0, &[3; 3]).unwrap();
+        let mut out = vec![0.0; 3 * 32 * 64];
+        step.attend(0, &noise(5, 3 * 32 * 64), &Attend::new(0.1), Output::new(&mut out)).unwrap();
+        step.commit_with(report).unwrap();
+    }
+    // Of rows at 320, 321 and 322 two are asked, each by 8 heads; 256 tokens left the ring, all of which lie on ranks.
+    assert_eq!((reports[0].hits(0)[3], reports[0].misses(0)[3]), (48.0, 0.0));
+    assert_eq!((reports[1].hits(0)[3], reports[1].misses(0)[3]), (0.0, 48.0));
+    assert_eq!((reports[0].remote_bytes(0), reports[1].remote_bytes(0)), (0, 48 * page));
+    assert_eq!((reports[0].residency(), reports[1].residency()), (1.0, 1.0));
 }

@@ -157,10 +157,25 @@ impl Twins<'_> {
             return full(self.setup, &mut self.seen, committed);
         }
         a.commit_with(left).unwrap();
+        for layer in 0..self.setup.model.layers {
+            let filed = |report: &StepReport| {
+                [report.held_tokens(layer), report.lost_tokens(layer)].map(<[u64]>::to_vec)
+            };
+            assert_eq!(filed(&reports[0]), filed(&reports[1]));
+            let [here, far] = reports.each_ref().map(|report| (report.hits(layer), report.misses(layer)));
+            // The same pages are wanted. Those that ranks have are missed.
+            for e in 0..here.0.len() {
+                assert_eq!(here.0[e] + here.1[e], far.0[e] + far.1[e], "layer {layer}, expert {e}");
+                assert!(far.1[e] >= here.1[e], "layer {layer}, expert {e}");
+            }
+            let more = far.1.iter().sum::<f64>() > here.1.iter().sum();
+            assert_eq!((reports[0].remote_bytes(layer), more), (0, reports[1].remote_bytes(layer) > 0));
+        }
         for report in &mut reports {
             report.evicted.iter_mut().for_each(|evicted| evicted.bytes = 0);
         }
-        assert_eq!(reports[0], reports[1]);
+        let rest = reports.map(|report| (report.logical_bytes, report.evicted, report.reused));
+        assert_eq!(rest[0], rest[1]);
         self.seen.steps += 1;
     }
 

@@ -11,13 +11,12 @@ use std::sync::{Arc, Mutex};
 /// What a short run tells a sink.
 fn play(sink: &dyn Sink) {
     let step = StepMetrics::default().rows(4).resident_bytes(900).logical_bytes(1000);
-    sink.step(&step.hits(&[5, 0, 1]).misses(&[0, 2, 1]));
+    sink.step(&step.hits(&[5.0, 0.0, 1.5]).misses(&[0.0, 2.0, 1.0]));
     sink.evicted(&Evicted::default().layer(1).kv_head(2).tokens(32).bytes(640).age(70));
     sink.evicted(&Evicted::default().tokens(9).bytes(160).age(3));
     sink.reused(&Reused::default().kv_head(1).gap(6));
-    sink.step(
-        &StepMetrics::default().rows(1).resident_bytes(100).logical_bytes(1250).hits(&[1, 1, 1]).misses(&[]),
-    );
+    let step = StepMetrics::default().rows(1).resident_bytes(100).logical_bytes(1250);
+    sink.step(&step.hits(&[1.0, 1.0, 1.0]).misses(&[]).held_tokens(30).lost_tokens(10));
     let traffic = Traffic::default().sent(700).received(900).messages(3);
     sink.traffic(&traffic);
     // Sums: the later holds.
@@ -32,15 +31,16 @@ fn a_collector_adds_up() {
     assert_eq!((totals.steps, totals.rows), (2, 5));
     assert_eq!((totals.traffic.sent, totals.traffic.received, totals.traffic.moved), (1700, 900, 8));
     assert_eq!((totals.resident_bytes, totals.peak_resident_bytes, totals.logical_bytes), (100, 900, 1250));
-    assert_eq!((&totals.hits[..], &totals.misses[..]), (&[6, 1, 2][..], &[0, 2, 1][..]));
+    assert_eq!((&totals.hits[..], &totals.misses[..]), (&[6.0, 1.0, 2.5][..], &[0.0, 2.0, 1.0][..]));
+    assert_eq!((totals.residency(), totals.hit_rate_of_all()), (Some(0.75), Some(9.5 / 12.5)));
     assert_eq!((totals.evicted_pages, totals.evicted_tokens, totals.evicted_bytes), (2, 41, 800));
     assert_eq!((totals.age.min(), totals.age.max(), totals.age.count()), (Some(3), Some(70), 2));
     assert_eq!((totals.gap.min(), totals.gap.count()), (Some(6), 1));
-    let rates = [Some(1.0), Some(1.0 / 3.0), Some(2.0 / 3.0), None];
+    let rates = [Some(1.0), Some(1.0 / 3.0), Some(2.5 / 3.5), None];
     assert_eq!([0, 1, 2, 3].map(|expert| totals.hit_rate(expert)), rates);
     assert_eq!(sink.take(), totals);
     let fresh = sink.totals();
-    assert_eq!((fresh.steps, fresh.peak_resident_bytes, &fresh.hits[..]), (0, 100, &[0, 0, 0][..]));
+    assert_eq!((fresh.steps, fresh.peak_resident_bytes, &fresh.hits[..]), (0, 100, &[0.0, 0.0, 0.0][..]));
     assert_eq!(fresh.hit_rate(0), None);
 }
 
@@ -52,7 +52,7 @@ fn a_collector_is_bounded() {
         play(&sink);
     }
     let totals = sink.totals();
-    assert_eq!((&totals.hits[..], &totals.misses[..]), (&[6000][..], &[0][..]));
+    assert_eq!((&totals.hits[..], &totals.misses[..]), (&[6000.0][..], &[0.0][..]));
     assert_eq!(totals.age.buckets().count(), 2);
 }
 
@@ -147,10 +147,12 @@ fn the_metrics_crate() {
     let counters = [
         ("pikv_steps_total ", 2),
         ("pikv_rows_total ", 5),
-        ("pikv_hits_total expert=0", 6),
-        ("pikv_hits_total expert=1", 1),
-        ("pikv_misses_total expert=0", 0),
-        ("pikv_misses_total expert=1", 2),
+        ("pikv_hit_pages_total expert=0", 6),
+        ("pikv_hit_pages_total expert=1", 1),
+        ("pikv_missed_pages_total expert=0", 0),
+        ("pikv_missed_pages_total expert=1", 2),
+        ("pikv_held_tokens_total ", 30),
+        ("pikv_lost_tokens_total ", 10),
         ("pikv_evicted_pages_total ", 2),
         ("pikv_evicted_tokens_total ", 41),
         ("pikv_evicted_bytes_total ", 800),
@@ -170,7 +172,7 @@ fn the_metrics_crate() {
     assert_eq!(seen.remove("pikv_logical_bytes "), gauge(1250.0));
     let histogram = |x: &[f64]| Some(DebugValue::Histogram(x.iter().map(|x| (*x).into()).collect()));
     assert_eq!(seen.remove("pikv_eviction_age_tokens "), histogram(&[70.0, 3.0]));
-    assert_eq!(seen.remove("pikv_reuse_gap_steps "), histogram(&[6.0]));
+    assert_eq!(seen.remove("pikv_reuse_gap_tokens "), histogram(&[6.0]));
     assert!(seen.is_empty(), "{seen:?}");
 }
 
@@ -198,11 +200,11 @@ fn the_tracing_crate() {
     let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let expected = [
-        "DEBUG pikv: step rows=4 resident_bytes=900 logical_bytes=1000 hits=6 misses=3",
+        "DEBUG pikv: step rows=4 resident_bytes=900 logical_bytes=1000 hit_pages=6.5 missed_pages=3.0 held_tokens=0 lost_tokens=0",
         "TRACE pikv: evicted layer=1 kv_head=2 tokens=32 bytes=640 age=70",
         "TRACE pikv: evicted layer=0 kv_head=0 tokens=9 bytes=160 age=3",
         "TRACE pikv: reused layer=0 kv_head=1 gap=6",
-        "DEBUG pikv: step rows=1 resident_bytes=100 logical_bytes=1250 hits=3 misses=0",
+        "DEBUG pikv: step rows=1 resident_bytes=100 logical_bytes=1250 hit_pages=3.0 missed_pages=0.0 held_tokens=30 lost_tokens=10",
         "DEBUG pikv: traffic sent=700 received=900 messages=3 rounds=0 moved=0 replicated=0",
         "DEBUG pikv: traffic sent=1700 received=900 messages=3 rounds=2 moved=8 replicated=16",
     ];

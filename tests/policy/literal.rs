@@ -6,6 +6,7 @@ use pikv::policy::{
     AdaKvLit, Budget, Candidates, Dense, Eviction, ExpectedAttention, Feedback, HeadSeen, KeyNorm, Policy,
     QuestLit, QuestLitError, Seen, Token,
 };
+use pikv::rules::Hits;
 use pikv::shape::LANES;
 use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
 use safetensors::{Dtype, tensor::TensorView};
@@ -126,12 +127,12 @@ fn networks_that_are_none() {
 /// Threshold and hit rate as the definition has them, row by row.
 fn thresholds(policy: &AdaKvLit, events: &[Event], head: usize, state: &mut (f64, f64, bool)) {
     for event in events {
-        let Event::Head { head: h, hits, misses, rows, .. } = event else { continue };
-        if *h != head || hits + misses == 0 {
+        let Event::Head { head: h, hits, misses, asked, .. } = event else { continue };
+        if *h != head || hits + misses == 0.0 {
             continue;
         }
-        for _ in 0..*rows {
-            let hit = *hits as f64 / (hits + misses) as f64;
+        for _ in 0..*asked {
+            let hit = f64::from(*hits) / f64::from(hits + misses);
             let (theta, eta, started) = state;
             *eta = if *started { *eta + f64::from(policy.rate) * (hit - *eta) } else { hit };
             *started = true;
@@ -145,7 +146,7 @@ fn decode(policy: AdaKvLit, tokens: u32) -> (f64, f64) {
     let log = Log::default();
     let rule =
         eviction(Box::new(Spy { of: Box::new(policy), log: log.clone() }), Budget::Tokens(Budget::ALL));
-    let cache = Cache::new(config(1).experts(3, 2).evict(rule)).unwrap();
+    let cache = Cache::new(config(1).experts(3, 2).hits(Hits::new().every(1)).evict(rule)).unwrap();
     let mut sequence = cache.sequence();
     let (mut state, mut hits) = ((0.0, 0.0, false), Vec::new());
     // Per token: shares and rows, uses and the last.
@@ -202,9 +203,9 @@ fn decode(policy: AdaKvLit, tokens: u32) -> (f64, f64) {
         }
         if let Some(Event::Head { hits: h, misses, .. }) =
             events.iter().find(|e| matches!(e, Event::Head { head: 0, .. }))
-            && h + misses > 0
+            && h + misses > 0.0
         {
-            hits.push(*h as f64 / (h + misses) as f64);
+            hits.push(f64::from(*h) / f64::from(h + misses));
         }
     }
     let last = &hits[hits.len() - 50..];
@@ -222,12 +223,14 @@ fn the_threshold_settles_and_the_papers_sign_runs_away() {
     assert_eq!(decode(paper, 200), (1.0, 0.0));
     // and one that misses, here by its budget, ends with sinks and ring, while the corrected sign goes on holding what it may.
     let held_in_the_end = |policy: AdaKvLit| {
-        let cache = Cache::new(config(1).evict(Eviction::new(policy, Budget::Tokens(40)).batch(1))).unwrap();
+        let config = config(1).hits(Hits::new().every(1));
+        let cache = Cache::new(config.evict(Eviction::new(policy, Budget::Tokens(40)).batch(1))).unwrap();
         let mut sequence = cache.sequence();
         (0..500).for_each(|p| feed(&cache, &mut sequence, &rows(cache.config(), p, 1)));
-        held(&sequence, 0, 0).len()
+        held(&sequence, 0, 0).len() + held(&sequence, 0, 1).len()
     };
-    assert_eq!((held_in_the_end(policy), held_in_the_end(paper)), (40, 6));
+    // The two heads share 80.
+    assert_eq!((held_in_the_end(policy), held_in_the_end(paper)), (80, 12));
 }
 
 /// AdaKV-lit whose threshold is held at 1, above all utilities, until so many tokens have come: the head misses nearly all.
@@ -240,6 +243,9 @@ impl Policy for Starved {
     }
     fn feedback(&self) -> Feedback {
         self.0.feedback()
+    }
+    fn wants_hits(&self) -> bool {
+        self.0.wants_hits()
     }
     fn words(&self) -> usize {
         self.0.words()
@@ -272,12 +278,12 @@ fn the_threshold_settles_from_below_too() {
     let log = Log::default();
     let of = Box::new(Starved(AdaKvLit::default().target(0.8).gamma(0.02), 100));
     let rule = eviction(Box::new(Spy { of, log: log.clone() }), Budget::Tokens(Budget::ALL));
-    let cache = Cache::new(config(1).experts(3, 2).evict(rule)).unwrap();
+    let cache = Cache::new(config(1).experts(3, 2).hits(Hits::new().every(1)).evict(rule)).unwrap();
     let mut sequence = cache.sequence();
     (0..2000).for_each(|p| feed(&cache, &mut sequence, &rows(cache.config(), p, 1)));
     let rate = |event: &Event| match event {
-        Event::Head { head: 0, hits, misses, .. } if hits + misses > 0 => {
-            Some(*hits as f64 / (hits + misses) as f64)
+        Event::Head { head: 0, hits, misses, .. } if hits + misses > 0.0 => {
+            Some(f64::from(*hits) / f64::from(hits + misses))
         }
         _ => None,
     };

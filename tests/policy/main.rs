@@ -11,3 +11,4 @@ mod read;
 mod refused;
 mod setup;
 mod sinks;
+mod wanted;

@@ -195,15 +195,12 @@ pub enum Event {
         first: u32,
         rows: u32,
         queries: Vec<f32>,
-        hits: u64,
-        misses: u64,
+        hits: f32,
+        misses: f32,
+        asked: u32,
     },
     /// Positions and pages of the tokens that were ranked.
-    Ranked {
-        layer: usize,
-        head: usize,
-        tokens: Vec<(u32, u64)>,
-    },
+    Ranked { layer: usize, head: usize, tokens: Vec<(u32, u64)> },
 }
 
 pub type Log = Arc<Mutex<Vec<Event>>>;
@@ -221,6 +218,12 @@ impl Policy for Spy {
     }
     fn feedback(&self) -> Feedback {
         self.of.feedback()
+    }
+    fn wants_hits(&self) -> bool {
+        self.of.wants_hits()
+    }
+    fn lean(&self, head: &[f32]) -> Option<f32> {
+        self.of.lean(head)
     }
     fn words(&self) -> usize {
         self.of.words()
@@ -251,7 +254,7 @@ impl Policy for Spy {
         self.of.observe(seen, state);
     }
     fn observe_head(&self, seen: &HeadSeen<'_>, state: &mut [f32]) {
-        let HeadSeen { layer, kv_head: head, first, rows, queries, hits, misses, .. } = *seen;
+        let HeadSeen { layer, kv_head: head, first, rows, queries, hits, misses, asked, .. } = *seen;
         let queries = queries.to_vec();
         self.log.lock().unwrap().push(Event::Head {
             layer,
@@ -261,6 +264,7 @@ impl Policy for Spy {
             queries,
             hits,
             misses,
+            asked,
         });
         self.of.observe_head(seen, state);
     }

@@ -580,6 +580,9 @@ impl Machine<'_> {
         }
         let before = self.cache.usage();
         let nonce = self.nonce;
+        let of = |i: usize| chosen.iter().find(|(j, _)| *j == i).map(|(_, n)| *n);
+        let parts = self.live.iter().enumerate().filter_map(|(i, (s, _))| Some((s, of(i)?)));
+        let asked = self.cache.step_bytes(parts).unwrap();
         let (sequences, models): (Vec<_>, Vec<_>) = self.live.iter_mut().map(|(s, m)| (s, m)).unzip();
         let mut models: Vec<&mut Model> = models
             .into_iter()
@@ -587,13 +590,14 @@ impl Machine<'_> {
             .filter(|(i, _)| chosen.iter().any(|(j, _)| i == j))
             .map(|(_, m)| m)
             .collect();
-        let counts = sequences.into_iter().enumerate().filter_map(|(i, s)| {
-            let n = chosen.iter().find(|(j, _)| *j == i)?.1;
-            Some((s, n))
-        });
+        let counts = sequences.into_iter().enumerate().filter_map(|(i, s)| Some((s, of(i)?)));
         let done = match self.cache.begin(counts) {
-            Ok(step) => Self::fill(setup, step, &models, &olds, nonce, abort, noise)?,
+            Ok(step) => {
+                prop_assert_eq!(self.cache.usage().taken - before.taken, asked.needed);
+                Self::fill(setup, step, &models, &olds, nonce, abort, noise)?
+            }
             Err(Error::OutOfBudget { needed, available }) => {
+                prop_assert_eq!((needed, available), (asked.needed, asked.available));
                 prop_assert!(setup.pages.is_some());
                 prop_assert!(needed > available);
                 prop_assert_eq!(available, before.budget - before.taken);

@@ -95,3 +95,19 @@ fn old_sums_are_forgotten_step_by_step() {
     }
     assert!(want.0 < 2.0);
 }
+
+/// A step that wanted nothing says nothing of the arm: it stays, and gets no reward, while averages go on.
+#[test]
+fn an_arm_waits_for_a_step_that_wants_something() {
+    let mut router = Adaptive::new(2, 5).router(Shape::new(8, 2)).unwrap();
+    let before = router.state();
+    for step in 0..50 {
+        router.route(Position(0), &logits(0, step, 4, 8), &mut Routes::default()).unwrap();
+        router.observe(&Feedback::new(&[0; 8], &[0; 8])).unwrap();
+    }
+    assert_eq!(router.state().bandit, before.bandit);
+    assert_ne!(router.state().load, before.load);
+    router.route(Position(0), &logits(0, 50, 4, 8), &mut Routes::default()).unwrap();
+    router.observe(&Feedback::new(&[4; 8], &[1; 8])).unwrap();
+    assert_ne!(router.state().bandit, before.bandit);
+}

@@ -113,3 +113,30 @@ fn equal_scores_go_to_the_lower_index() {
         }
     }
 }
+
+/// How many experts a token fetches follows the entropy of its gate; which are filed does not change.
+#[test]
+fn an_undecided_gate_fetches_more() {
+    let shape = Shape::new(8, 2);
+    let mut plain = EntropyPenalised::default().router(shape).unwrap();
+    let mut more = EntropyPenalised::default().more(2).router(shape).unwrap();
+    // Sure, in between, undecided: entropies of 0.02, 0.50 and 1 of that of a uniform gate.
+    let rows =
+        [[9.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0], [3.0, 2.5, 0.9, 0.8, -2.0, -2.0, -2.0, -2.0], [0.0; 8]];
+    let (mut a, mut b) = (Routes::default(), Routes::default());
+    for row in rows {
+        plain.route(Position(0), &row, &mut a).unwrap();
+        more.route(Position(0), &row, &mut b).unwrap();
+    }
+    assert_eq!((a.filing(), a.model(), a.fetch()), (b.filing(), b.model(), b.fetch()));
+    let fetched =
+        |routes: &Routes| (0..4).map(|row| routes.fetched(row).collect()).collect::<Vec<Vec<u16>>>();
+    assert_eq!(fetched(&a), [vec![0, 1], vec![0, 1], vec![0, 1], vec![]]);
+    assert_eq!(fetched(&b), [vec![0, 1], vec![0, 1, 2], vec![0, 1, 2, 3], vec![]]);
+    b.clear();
+    assert_eq!(b.fetched(0).count(), 0);
+    // There are no more experts than there are.
+    let mut all = EntropyPenalised::default().more(9).router(Shape::new(3, 2)).unwrap();
+    all.route(Position(0), &[0.0; 3], &mut b).unwrap();
+    assert_eq!(b.fetched(0).collect::<Vec<_>>(), [0, 1, 2]);
+}

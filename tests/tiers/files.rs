@@ -3,8 +3,7 @@
 use pikv::codec::{FitShape, Fitted, FittedError, Map, Side};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::Failures;
-use pikv::tiers::TierOperation;
-use pikv::tiers::{Store, Tiers};
+use pikv::tiers::{Store, TierOperation, Tiers};
 use pikv::trace::{Reader, Row, TraceFile, Writer};
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output};
 use std::fs::{self, File, FileTimes};

@@ -3,6 +3,7 @@
 use crate::setup::{Control, PAGE_BYTES, attend, bytes, config, fake, feed};
 use pikv::planner::flexgen::{Class, Machine, Tier};
 use pikv::report::{PageInfo, Place};
+use pikv::rules::Hits;
 use pikv::tiers::{Fetches, Tiers};
 use pikv::{Attend, Cache, Error, Read, Sequence, StepReport};
 use std::sync::Arc;
@@ -99,8 +100,9 @@ fn a_step_that_lacks_bytes_moves_the_oldest_pages() {
 #[test]
 fn hits_are_in_the_first_tier() {
     let control = Arc::new(Control::default());
-    let cache =
-        Cache::new(config(1, 1 << 20).bounds(true).tiers(fake(Tiers::new(), 1 << 20, &control))).unwrap();
+    let hits = Hits::new().pages(4).every(1);
+    let tiers = fake(Tiers::new(), 1 << 20, &control);
+    let cache = Cache::new(config(1, 1 << 20).bounds(true).hits(hits).tiers(tiers)).unwrap();
     let mut sequence = filled(&cache, 8 + 32 * 4);
     sequence.demote(2 * PAGE_BYTES).unwrap();
     let mut report = StepReport::default();
@@ -108,8 +110,9 @@ fn hits_are_in_the_first_tier() {
     crate::setup::append(&mut step, 0, 1, 99);
     attend(&mut step, 0, 1, 99, &Attend::new(1.0)).unwrap();
     step.commit_with(&mut report).unwrap();
-    // Of each head 129 tokens left the ring, 32 of them are away.
-    assert_eq!((report.hits(0), report.misses(0)), (&[2 * 97][..], &[2 * 32][..]));
+    // Of each head 129 tokens left the ring, 32 of them are away; the 4 pages of the others are all wanted.
+    assert_eq!((report.held_tokens(0), report.lost_tokens(0)), (&[2 * 97][..], &[2 * 32][..]));
+    assert_eq!((report.hits(0), report.misses(0)), (&[6.0][..], &[2.0][..]));
     assert_eq!(report.remote_bytes(0), 2 * PAGE_BYTES);
     // Whether the thread was there first is a matter of time.
     let Fetches { in_place, ahead, awaited, late, .. } = cache.fetches();

@@ -2,8 +2,7 @@
 
 use crate::setup::{Control, bytes, fake};
 use pikv::report::{PageInfo, PageMass};
-use pikv::tiers::TierOperation;
-use pikv::tiers::Tiers;
+use pikv::tiers::{TierOperation, Tiers};
 use pikv::{Cache, Error, Output, Position, Rows, Step, StepReport};
 use pikv_test::numbers::bits;
 use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
@@ -196,7 +195,10 @@ impl Twins<'_> {
             step.commit_with(report).unwrap();
         }
         for layer in 0..model.layers {
-            let wanted = |report: &StepReport| -> Vec<u64> {
+            let sums = |a: &[u64], b: &[u64]| -> Vec<u64> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
+            let filed = |report: &StepReport| sums(report.held_tokens(layer), report.lost_tokens(layer));
+            assert_eq!(filed(&reports[0]), filed(&reports[1]));
+            let wanted = |report: &StepReport| -> Vec<f64> {
                 report
                     .hits(layer)
                     .iter()

@@ -9,8 +9,8 @@
 //! Keys that are stored before their rotation are rebuilt channel by channel, and turned.
 
 use super::packed::{K_COLS, Packed, Side};
+use super::read::scores::{stored_keys, turned_scores};
 use super::read::{Folded, PackedPages, PackedRef, Scratch, rows};
-use super::scores::{stored_keys, turned_scores};
 use crate::attend::{Form, Sight, filled};
 use crate::page::MAX_DIM;
 use crate::warp::{LANES, Routine, Warp};

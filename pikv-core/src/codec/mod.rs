@@ -15,5 +15,3 @@ pub mod fold;
 pub mod pack;
 pub mod packed;
 pub mod read;
-mod scores;
-mod values;

@@ -3,10 +3,9 @@
 use super::code::{Code, Scale};
 use super::packed::{Packed, Side, TAGS};
 use crate::attend::filled;
-use crate::dtype::{Bf16, Dtype, Element, F16, F32};
+use crate::dtype::{self, Bf16, Dtype, Element, F16, F32};
 use crate::page::{Layout, PAGE};
-use crate::store;
-use crate::warp::{LANES, ROUND, Warp};
+use crate::warp::{LANES, ROUND, Warp, shifted_left};
 
 /// A linear map of a row of channels, as the lanes apply it to 32 tokens at once.
 #[derive(Clone, Copy, Debug)]
@@ -73,15 +72,6 @@ fn repeated<W: Warp>(w: W, x: W::F, fill: u32) -> W::F {
         return x;
     }
     w.select(w.mask(filled(fill)), x, w.splat(w.lane(x, fill as usize - 1)))
-}
-
-/// `a << by`, `by` below 32.
-#[inline(always)]
-pub(crate) fn shifted_left<W: Warp>(w: W, mut a: W::U, by: u32) -> W::U {
-    for _ in 0..by {
-        a = w.shl::<1>(a);
-    }
-    a
 }
 
 #[inline(always)]
@@ -351,7 +341,7 @@ impl<W: Warp> Group<W> {
 /// The largest f16 that is not above `x`.
 #[inline(always)]
 fn below<W: Warp>(w: W, x: W::F) -> W::U {
-    let h = store::encode(w, Dtype::F16, x);
+    let h = dtype::encode(w, Dtype::F16, x);
     // Not 0: that is not above a positive `x`, and a negative one rounds to -0.
     let (less, more) = (w.sub_u(h, w.splat_u(1)), w.add_u(h, w.splat_u(1)));
     let negative = w.ge_i(h, w.splat_u(0x8000));
@@ -362,7 +352,7 @@ fn below<W: Warp>(w: W, x: W::F) -> W::U {
 /// The smallest f16 that is not below `x`, which is not negative.
 #[inline(always)]
 fn above<W: Warp>(w: W, x: W::F) -> W::U {
-    let h = store::encode(w, Dtype::F16, x);
+    let h = dtype::encode(w, Dtype::F16, x);
     let next = w.add_u(h, w.splat_u(1));
     w.bits(w.select(w.lt(F16::channel(w, h, 0), x), w.from_bits(next), w.from_bits(h)))
 }
@@ -376,7 +366,7 @@ fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F) -> W::U {
             let dtype = if code == Code::F16 { Dtype::F16 } else { Dtype::Bf16 };
             // The border keeps values within the limit; what a map's rounding adds to it is cut off.
             let limit = w.splat(code.limit());
-            store::encode(w, dtype, least(w, w.max(x, w.sub(w.splat(-0.0), limit)), limit))
+            dtype::encode(w, dtype, least(w, w.max(x, w.sub(w.splat(-0.0), limit)), limit))
         }
         Code::Int8 | Code::Int4 => {
             let steps = divided(w, w.sub(x, min), scale);

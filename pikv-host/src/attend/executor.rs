@@ -1,5 +1,6 @@
 //! Who computes a call of attention: the lanes of the CPU, a device, or ranks beside the CPU.
 
+use crate::attend::Read;
 use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
 use crate::attend::job::{Item, Job};
@@ -67,8 +68,8 @@ pub(crate) struct OnDevice {
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
 pub(crate) struct Asked {
     pub sequences: Vec<Of>,
-    /// Whether rows were attended one by one.
-    pub apart: bool,
+    /// What rows read; unless it is all they were attended one by one.
+    pub read: Read,
     /// Whether queries are wanted too.
     pub queries: bool,
 }
@@ -125,6 +126,9 @@ pub(crate) trait Session: Debug + Send + Sync {
 
     /// Keys and values of a layer, if a policy wants them; they were waited for.
     fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]>;
+
+    /// What rows of a layer read.
+    fn read(&self, layer: usize) -> Read;
 
     /// What a layer's policy is told, if attention was given tensors of the device last; it was waited for.
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>>;

@@ -2,6 +2,7 @@
 
 use crate::attend::mass::Weighed;
 use crate::metrics::Reused;
+use crate::router::met::Met;
 use pikv_core::plan::LayerShape;
 
 /// What attention over a head saw in a step.
@@ -17,6 +18,9 @@ pub(crate) struct Feed {
     pub queries: Vec<f32>,
     /// Pages that the policy was told of and that were used again.
     pub reused: Vec<Reused>,
+    /// What the rows wanted and met, by row and expert, where hits are counted; and bytes of wanted pages that lay on other ranks.
+    pub met: Vec<Met>,
+    pub far: u64,
 }
 
 /// What is known of a sequence of the call.
@@ -36,6 +40,8 @@ impl Feed {
         self.weighed.clear();
         self.queries.clear();
         self.reused.clear();
+        self.met.clear();
+        self.far = 0;
     }
 
     /// Notes whose it is: what was known of the sequence, and the head's queries out of those of the call, if any are asked for.

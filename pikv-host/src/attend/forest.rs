@@ -37,6 +37,19 @@ pub struct Listed<'a> {
     pub id: PageId,
 }
 
+impl Listed<'_> {
+    /// Of a page that is read as its tokens came: whether the row that reads tokens up to `hi` in pages found it open. Of the pages of one
+    /// expert at most one was open, and had tokens, when the row came.
+    pub fn is_open_to(&self, hi: i32) -> bool {
+        self.words[0] as i32 <= hi && (!self.original || self.by as i32 > hi)
+    }
+
+    /// Of a packed page: whether that row reads it as it was before it was packed again, if it was.
+    pub fn is_young_to(&self, hi: i32) -> bool {
+        self.until.is_none_or(|until| hi < until as i32)
+    }
+}
+
 /// What one KV head of one sequence is read from.
 #[derive(Default)]
 pub struct Forest<'a> {
@@ -92,6 +105,11 @@ impl<'a> Forest<'a> {
     /// Pages of which some rows read another form, which is listed too.
     pub fn passes(&self) -> impl DoubleEndedIterator<Item = usize> + use<'_> {
         (0..self.pages.len()).filter(|i| self.pages[*i].original || self.pages[*i].until.is_some())
+    }
+
+    /// Whether a block has originals of packed pages.
+    pub fn is_mixed(&self, block: usize) -> bool {
+        self.pages[self.blocks[block].clone()].iter().any(|page| page.original)
     }
 
     /// Pages of lower tiers.

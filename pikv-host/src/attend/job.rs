@@ -274,7 +274,7 @@ impl<'a> Job<'a> {
                 };
                 self.packed(pages, all, raw);
             }
-            _ if pages.iter().any(|page| page.original) => self.mixed(item, pages, common, part, raw),
+            _ if forest.is_mixed(block) => self.mixed(item, pages, common, part, raw),
             _ => {
                 let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
                 for (to, from) in list.iter_mut().zip(pages) {
@@ -312,7 +312,7 @@ impl<'a> Job<'a> {
                 let hi = common.sights[row].0.hi;
                 let (mut at, mut n) = ([0; BLOCK], 0);
                 for (i, page) in pages.iter().enumerate() {
-                    if page.until.is_none_or(|until| hi < until as i32) {
+                    if page.is_young_to(hi) {
                         (list[n], at[n]) = (reference(page), i);
                         n += 1;
                     }
@@ -364,15 +364,10 @@ impl<'a> Job<'a> {
                 for (single, rows) in single.iter_mut().zip(bundle.chunks_exact(width)) {
                     *single = rows[r];
                 }
-                // Of the pages of one expert at most one was open, and had tokens, when the row came.
-                let open = |page: &&Listed<'_>| {
-                    let begun = page.words[0] as i32 <= hi;
-                    begun && (!page.original || page.by as i32 > hi)
-                };
                 let mut list = [PageRef { words: &[], live: 0 }; BLOCK];
                 let mut at = [0; BLOCK];
                 let mut n = 0;
-                for (i, page) in pages.iter().enumerate().filter(|(_, page)| open(page)) {
+                for (i, page) in pages.iter().enumerate().filter(|(_, page)| page.is_open_to(hi)) {
                     (list[n], at[n]) = (PageRef { words: page.words, live: page.live }, i);
                     n += 1;
                 }

@@ -7,6 +7,7 @@
 pub mod executor;
 pub mod feedback;
 pub mod forest;
+pub mod hits;
 pub mod job;
 pub mod lists;
 pub mod mass;
@@ -18,6 +19,7 @@ pub mod view;
 use crate::attend::executor::{Asked, Executor, OnDevice, Results, Session};
 use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
+use crate::attend::hits::Asking;
 use crate::attend::job::Job;
 use crate::attend::lists::{LISTS, Lists};
 use crate::attend::mass::{Wanted, together};
@@ -27,6 +29,7 @@ use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::frequencies::Frequencies;
 use crate::base::ids::PageId;
+use crate::base::parallel::each_mut;
 use crate::base::scratch::emptied;
 use crate::memory::pool::Pool;
 use crate::tiers::{Early, Staged};
@@ -398,8 +401,9 @@ fn attend_views(
         Wanted { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
     }));
     let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
+    let hits = pool.hits().filter(|_| feeds.is_some());
     let mut seen = mem::take(&mut lists.seen);
-    if some || rule.is_some() {
+    if some || rule.is_some() || hits.is_some() {
         seen.resize_with(forests.len(), Feed::default);
         for (feed, forest) in seen.iter_mut().zip(&forests) {
             feed.start(views[forest.view].sequence, forest.head);
@@ -426,11 +430,11 @@ fn attend_views(
         }
         Tensors::Device { output, session, .. } => {
             // Lists of an older call are nobody's.
-            let (mut none, told) = (Vec::new(), some || rule.is_some());
+            let (mut none, told) = (Vec::new(), some || rule.is_some() || hits.is_some());
             let seen = if told { &mut seen } else { &mut none };
             // What is said of each sequence once the host has its masses.
             let sequences = (0..sequences.len()).map(of).collect();
-            let asked = Asked { sequences, apart: read != Read::All, queries };
+            let asked = Asked { sequences, read, queries: queries || hits.is_some() };
             session.attend(&job, &forests, wanted_some, *output, seen, asked)?;
             None
         }
@@ -439,7 +443,7 @@ fn attend_views(
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
     let here = matches!(tensors, Tensors::Host(..));
-    if here && read != Read::All && (some || rule.is_some()) {
+    if here && read != Read::All && (some || rule.is_some() || hits.is_some()) {
         // Rows that were attended one by one are one call all the same.
         together(&mut seen);
     }
@@ -452,9 +456,24 @@ fn attend_views(
             mass.extend(weighed.pages.iter().enumerate().map(of));
         }
     }
-    if here && rule.is_some() {
+    if here && (rule.is_some() || hits.is_some()) {
         for feed in &mut seen {
             feed.belongs(&of(feed.sequence), shape, queries.then_some(q));
+        }
+        if let Some(hits) = hits {
+            let (k_dim, group) = (k_dim, shape.group() as usize);
+            let stretch = job.stretch;
+            let meet = |feed: &mut Feed| {
+                let view = &sequences[feed.sequence];
+                let (rows, fetched) = (view.first..view.first + view.rows, view.fetched);
+                let inner = &*pool.shape;
+                let asking = Asking { inner, hits, shape, stretch, layer: view.layer, rows, read, fetched };
+                let first = of(feed.sequence).first;
+                let h = feed.head;
+                let queries = |row: usize| &q[((first + row) * heads + h * group) * k_dim..][..group * k_dim];
+                feed.far = asking.meet(h, view.of_step, queries, &mut feed.met);
+            };
+            each_mut(&mut seen, |_, feed| meet(feed));
         }
         if let Some(feeds) = feeds {
             mem::swap(feeds, &mut seen);

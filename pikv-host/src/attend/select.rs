@@ -3,6 +3,8 @@
 use crate::codec::HeadCodec;
 use crate::pages::chain::{Chain, Entry};
 use crate::pages::filing::Head;
+use pikv_core::bound;
+use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
 
@@ -33,6 +35,22 @@ impl Selection {
 fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
     let bounds = entry.bounds.as_deref()?;
     entry.last().is_some_and(|last| last < floor).then_some(bounds)
+}
+
+/// The queries of a row for a KV head, `[group][k_dim]`, as bounds take them: `[group][rows]`. `stretch` is by how much products of
+/// turned channels are larger than those before the rotation.
+pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32]) -> Vec<[f32; LANES]> {
+    let (k_dim, rope) = (shape.layout.k_dim, shape.rope.as_ref());
+    let rows = bound::rows(k_dim);
+    let mut all = vec![[0.0; LANES]; rows * shape.group() as usize];
+    for (query, folded) in queries.chunks_exact(k_dim as usize).zip(all.chunks_exact_mut(rows)) {
+        bound::fold(query, rope, folded);
+        if let Some(rope) = rope {
+            let turned = &mut folded.as_flattened_mut()[..rope.rotary_dim as usize];
+            turned.iter_mut().for_each(|x| *x *= stretch);
+        }
+    }
+    all
 }
 
 /// Index of the first page of a run that may hold a token that is read and that a row sees whose window starts at position `lo`: those

@@ -2,6 +2,7 @@
 
 use crate::attend::Read;
 use crate::attend::forest::{Forest, Listed, PACKED_RUN};
+use crate::attend::hits::Fetched;
 use crate::attend::job::Job;
 use crate::attend::select;
 use crate::attend::select::Selection;
@@ -18,7 +19,6 @@ use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::bound;
 use pikv_core::page::PAGE;
-use pikv_core::warp::LANES;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -34,15 +34,23 @@ pub(crate) struct View<'a> {
     pub rows: u32,
     /// Tokens written to the ring.
     pub len: u32,
-    /// Experts of a row whose pages it wants, from the first on; all if `None`.
-    pub fetch: Option<u32>,
+    /// Which of a row's experts it reads.
+    pub fetched: Fetched<'a>,
+    /// Place of its first row among those of the step.
+    pub of_step: usize,
 }
 
 impl<'a> View<'a> {
     /// Row by row.
     pub fn rows(&self) -> impl Iterator<Item = View<'a>> + use<'a> {
         let view = *self;
-        let row = move |i| View { row: view.row + i, first: view.first + i, rows: 1, ..view };
+        let row = move |i| View {
+            row: view.row + i,
+            first: view.first + i,
+            rows: 1,
+            of_step: view.of_step + i as usize,
+            ..view
+        };
         (0..view.rows).map(row)
     }
 
@@ -56,8 +64,9 @@ impl<'a> View<'a> {
 
     /// The experts of the first row.
     fn experts(&self, inner: &CacheShape) -> Vec<u16> {
-        let wanted = self.fetch.map_or(usize::MAX, |n| n as usize);
-        self.layer.experts(inner, self.first).take(wanted).collect()
+        let wanted = self.fetched.first.map_or(usize::MAX, |n| n as usize);
+        let more = self.fetched.more(self.of_step).iter().copied();
+        self.layer.experts(inner, self.first).take(wanted).chain(more).collect()
     }
 
     /// The rows that the layer's policy wants to be told of, apart.
@@ -179,17 +188,10 @@ impl<'a> Job<'a> {
             Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
             Read::Quest { pages } => pages as usize,
         };
-        let (k_dim, rope) = (self.shape.layout.k_dim, self.shape.rope.as_ref());
-        let rows = bound::rows(k_dim);
-        let mut queries = vec![[0.0; LANES]; rows * self.group()];
-        for (h, folded) in queries.chunks_exact_mut(rows).enumerate() {
-            let query = &self.q[self.row_of(view, 0, head * self.group() + h) * k_dim as usize..];
-            bound::fold(&query[..k_dim as usize], rope, folded);
-            if let Some(rope) = rope {
-                let turned = &mut folded.as_flattened_mut()[..rope.rotary_dim as usize];
-                turned.iter_mut().for_each(|x| *x *= self.stretch);
-            }
-        }
+        let (k_dim, group) = (self.shape.layout.k_dim as usize, self.group());
+        let rows = bound::rows(self.shape.layout.k_dim);
+        let own = &self.q[self.row_of(view, 0, head * group) * k_dim..][..group * k_dim];
+        let queries = select::folded(self.shape, self.stretch, own);
         let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
         let (codec, head) = (of.layer.codecs[head].as_ref(), &of.layer.heads[head]);
         let sight = (self.lo(of.first), floor);

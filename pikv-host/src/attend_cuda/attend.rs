@@ -12,9 +12,10 @@ use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave, most};
 use crate::base::device_slice::DeviceOutput;
 use crate::base::error::Error;
 use crate::base::rope_tables::Table;
+use crate::device::Device;
+use crate::device::driver::arguments;
 use crate::device::ring::Upload;
 use crate::device::work::{Way, Work};
-use crate::device::{Device, arguments};
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
@@ -75,6 +76,32 @@ struct Lists {
     raw: u64,
 }
 
+/// A wave whose lists are on their way up: addresses, and what its launches have in common.
+struct Sent<'a> {
+    device: &'a Device,
+    layout: LayoutArg,
+    /// The rotation and its table; none where keys come rotated.
+    turn: (RopeArg, u64),
+    softcap: f32,
+    lists: Lists,
+    /// Queries to be gathered, to be folded, and the maps for that.
+    gathers: u64,
+    folds: (u64, u32),
+    fold_maps: u64,
+    /// Where queries are gathered, and where what is left of those of [`Wave::packed`] lies.
+    bundles: u64,
+    gathered: Vec<[u64; 2]>,
+    tasks: [u64; 4],
+    /// Of each of [`Wave::packed`]: queries, what scores start from, and tasks.
+    packed: Vec<[u64; 3]>,
+    pairs: Vec<u64>,
+    backs: Vec<u64>,
+    heads: u64,
+    rows: u64,
+    weighed: u64,
+    sums: u64,
+}
+
 impl Wave<'_> {
     /// `to`: where rows that are done go, and the masses that are wanted; without it partial results are all.
     pub fn launch(
@@ -84,9 +111,45 @@ impl Wave<'_> {
         shape: &Shape<'_>,
         to: Option<(To, &[MassArg])>,
     ) -> Result<(), Error> {
-        let layout = LayoutArg::from(shape.of.layout);
+        let masses = to.map_or(&[][..], |(_, masses)| masses);
+        let sent = self.send(device, work, shape, masses)?;
+        if let Some(queries) = shape.on_device {
+            self.launch_gathers(&sent, queries)?;
+        }
+        self.launch_full(&sent)?;
+        for (i, (of, at)) in self.packed.iter().zip(&sent.packed).enumerate() {
+            let [mut folded, mut start, tasks] = *at;
+            if let Some(at) = sent.gathered.get(i) {
+                [folded, start] = at.map(|at| sent.bundles + 4 * at);
+            }
+            of.launch(device, work, shape, sent.turn, &sent.lists, [folded, start, tasks])?;
+        }
+        self.launch_joins(&sent, work)?;
+        let Some((to, _)) = to else { return Ok(()) };
+        self.launch_ends(&sent, to)?;
+        if masses.is_empty() {
+            return Ok(());
+        }
+        let Sent { layout, weighed, sums, lists: Lists { parts, raw, .. }, .. } = sent;
+        let (group, count, mass) = (shape.of.group(), masses.len() as u32, to.mass);
+        // SAFETY: the parameters of `mass_pages`; a page and a set of rows have one output, and stand once in a wave.
+        unsafe {
+            let arguments = arguments!(layout, group, sums, count, weighed, raw, parts, mass);
+            device.launch(device.kernels.mass_pages, masses.len(), arguments)?;
+        }
+        Ok(())
+    }
+
+    /// Makes room for what the wave works in, and sends its lists up.
+    fn send<'d>(
+        &self,
+        device: &'d Device,
+        work: &mut Work,
+        shape: &Shape<'_>,
+        masses: &[MassArg],
+    ) -> Result<Sent<'d>, Error> {
         let stream = &device.stream;
-        let (rope, table) = match (&shape.of.rope, shape.table) {
+        let turn = match (&shape.of.rope, shape.table) {
             (Some(rope), Some(table)) => {
                 let at = work.table(stream, table.index(), table.values(), table.capacity())?;
                 (RopeArg::new(rope, table.capacity()), at)
@@ -98,57 +161,84 @@ impl Wave<'_> {
         let gathered = self.gathered(shape.on_device.is_some());
         let bundles = if gathered.floats > 0 { work.queries(stream, gathered.floats)? } else { 0 };
         let fold_maps = self.fold_maps(work, device, !gathered.folds.is_empty())?;
+        let heads = self.heads(work, device)?;
         let mut upload = Upload::new();
         let (q, pages, live) = (upload.add(&self.q), upload.add(&self.pages), upload.add(&self.live));
         let gathers = upload.add(&self.gathers);
-        let (folds, fold_maps) = (upload.add(&gathered.folds), upload.add(&fold_maps));
+        let (folds, maps) = (upload.add(&gathered.folds), upload.add(&fold_maps));
         let (last, by) =
             if self.packed.is_empty() { (0, 0) } else { (upload.add(&self.last), upload.add(&self.by)) };
         let sights = upload.add(&self.sights);
         let tasks = self.tasks.each_ref().map(|tasks| upload.add(tasks));
-        let packed: Vec<[u64; 3]> = self
-            .packed
-            .iter()
-            .map(|of| [upload.add(&of.q), upload.add(&of.start), upload.add(&of.tasks)])
-            .collect();
+        let packed = self.packed.iter();
+        let packed: Vec<[u64; 3]> =
+            packed.map(|of| [upload.add(&of.q), upload.add(&of.start), upload.add(&of.tasks)]).collect();
         let pairs: Vec<u64> = self.joins.pairs.iter().map(|pairs| upload.add(pairs)).collect();
         let backs: Vec<u64> = self.joins.backs.iter().map(|backs| upload.add(backs)).collect();
-        let heads = self.heads(work, device)?;
         let head_list = upload.add(&heads);
-        let masses = to.map_or(&[][..], |(_, masses)| masses);
         let (rows, weighed, sums) = (upload.add(&self.rows), upload.add(&self.weighed), upload.add(masses));
         let base = work.send(stream, &upload)?;
-        let (mut q, pages, live, sights) = (base + q, base + pages, base + live, base + sights);
-        if let Some((OnDevice { q: from, fault }, factor)) = shape.on_device {
-            q = bundles;
-            let (list, count) = (base + gathers, self.gathers.len() as u32);
-            let (from, kernels) = (TensorArg::from(from), &device.kernels);
-            let (gather, fold) = match from.wide() {
-                true => (kernels.gather_queries, kernels.fold_queries),
-                false => (kernels.gather_halves, kernels.fold_halves),
-            };
-            // SAFETY: the parameters of `gather_queries` and `gather_halves`: the caller's queries, `[rows][query_heads][k_dim]`, which
-            // stay until the stream has passed, and bundles that have room for all; of a bundle each row stands once.
+        let at = |list: u64| base + list;
+        let q = if shape.on_device.is_some() { bundles } else { at(q) };
+        let (pages, live, last, by, sights) = (at(pages), at(live), at(last), at(by), at(sights));
+        Ok(Sent {
+            device,
+            layout: LayoutArg::from(shape.of.layout),
+            turn,
+            softcap: shape.softcap.unwrap_or(0.0),
+            lists: Lists { q, pages, live, last, by, sights, parts, raw },
+            gathers: at(gathers),
+            folds: (at(folds), gathered.folds.len() as u32),
+            fold_maps: at(maps),
+            bundles,
+            gathered: gathered.packed,
+            tasks: tasks.map(at),
+            packed: packed.into_iter().map(|of| of.map(at)).collect(),
+            pairs: pairs.into_iter().map(at).collect(),
+            backs: backs.into_iter().map(at).collect(),
+            heads: at(head_list),
+            rows: at(rows),
+            weighed: at(weighed),
+            sums: at(sums),
+        })
+    }
+
+    /// Puts queries of the caller's into bundles, and folds them through the maps of codecs.
+    fn launch_gathers(&self, sent: &Sent<'_>, (from, factor): (OnDevice, f32)) -> Result<(), Error> {
+        let Sent { device, layout, turn: (rope, table), bundles, gathers: list, .. } = *sent;
+        let (fault, from) = (from.fault, TensorArg::from(from.q));
+        let (count, kernels) = (self.gathers.len() as u32, &device.kernels);
+        let (gather, fold) = match from.wide() {
+            true => (kernels.gather_queries, kernels.fold_queries),
+            false => (kernels.gather_halves, kernels.fold_halves),
+        };
+        // SAFETY: the parameters of `gather_queries` and `gather_halves`: the caller's queries, `[rows][query_heads][k_dim]`, which
+        // stay until the stream has passed, and bundles that have room for all; of a bundle each row stands once.
+        unsafe {
+            let arguments = arguments!(layout, from, factor, rope, table, list, count, bundles, fault);
+            device.launch(gather, self.gathers.len(), arguments)?;
+        }
+        let (list, count) = sent.folds;
+        if count > 0 {
+            let maps = sent.fold_maps;
+            // SAFETY: the parameters of `fold_queries` and `fold_halves`, as above; the maps are on the device.
             unsafe {
-                let arguments = arguments!(layout, from, factor, rope, table, list, count, bundles, fault);
-                device.launch(gather, self.gathers.len(), arguments)?;
-            }
-            let (list, maps, count) = (base + folds, base + fold_maps, gathered.folds.len() as u32);
-            if count > 0 {
-                // SAFETY: the parameters of `fold_queries` and `fold_halves`, as above; the maps are on the device.
-                unsafe {
-                    let arguments = arguments!(layout, from, factor, maps, list, count, bundles);
-                    device.launch(fold, count as usize, arguments)?;
-                }
+                let arguments = arguments!(layout, from, factor, maps, list, count, bundles);
+                device.launch(fold, count as usize, arguments)?;
             }
         }
-        let lists = Lists { q, pages, live, last: base + last, by: base + by, sights, parts, raw };
-        let softcap = shape.softcap.unwrap_or(0.0);
-        for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(tasks) {
+        Ok(())
+    }
+
+    /// Attends blocks of full pages, a launch for each width of bundles.
+    fn launch_full(&self, sent: &Sent<'_>) -> Result<(), Error> {
+        let Sent { device, layout, turn: (rope, table), softcap, .. } = *sent;
+        let Lists { q, pages, live, sights, parts, raw, .. } = sent.lists;
+        for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(sent.tasks) {
             if tasks.is_empty() {
                 continue;
             }
-            let (list, count) = (base + list, tasks.len() as u32);
+            let count = tasks.len() as u32;
             // SAFETY: the parameters of `attend_r*`. The lists are on the device, and the pages held by the views' sequences; each
             // task's part is its own, within `parts`, and so are its weights within `raw`.
             unsafe {
@@ -157,22 +247,21 @@ impl Wave<'_> {
                 device.launch(*kernel, tasks.len(), arguments)?;
             }
         }
-        for (i, (of, at)) in self.packed.iter().zip(packed).enumerate() {
-            let [mut folded, mut start, tasks] = at.map(|at| base + at);
-            if let Some(at) = gathered.packed.get(i) {
-                [folded, start] = at.map(|at| bundles + 4 * at);
-            }
-            of.launch(device, work, shape, (rope, table), &lists, [folded, start, tasks])?;
-        }
+        Ok(())
+    }
+
+    /// Joins partial results, height by height, and takes those of packed pages back to the heads' channels.
+    fn launch_joins(&self, sent: &Sent<'_>, work: &mut Work) -> Result<(), Error> {
+        let Sent { device, layout, heads, lists: Lists { parts, .. }, .. } = *sent;
         for height in 0..self.joins.pairs.len().max(self.joins.backs.len()) {
             if let Some(count) = self.joins.pairs.get(height).map(Vec::len).filter(|n| *n > 0) {
-                let (list, n) = (base + pairs[height], count as u32);
+                let (list, n) = (sent.pairs[height], count as u32);
                 // SAFETY: the parameters of `merge_pairs`; at one height of a tree no part stands twice.
                 unsafe { device.launch(device.kernels.merge_pairs, count, arguments!(list, n, parts))? };
             }
             if let Some(count) = self.joins.backs.get(height).map(Vec::len).filter(|n| *n > 0) {
-                let (list, n, heads) = (base + backs[height], count as u32, base + head_list);
-                let room = work.scratch(stream, (count * back::WORK * LANES * 4) as u64)?;
+                let (list, n) = (sent.backs[height], count as u32);
+                let room = work.scratch(&device.stream, (count * back::WORK * LANES * 4) as u64)?;
                 // SAFETY: the parameters of `back_rows`; each row has an output and room of its own, and its input is done.
                 unsafe {
                     let arguments = arguments!(layout, heads, list, n, room, parts);
@@ -180,8 +269,13 @@ impl Wave<'_> {
                 }
             }
         }
-        let Some((To { out, ends, mass }, _)) = to else { return Ok(()) };
-        let (rows, count) = (base + rows, self.rows.len() as u32);
+        Ok(())
+    }
+
+    /// Normalizes the rows and writes them out.
+    fn launch_ends(&self, sent: &Sent<'_>, To { out, ends, .. }: To) -> Result<(), Error> {
+        let Sent { device, layout, rows, lists: Lists { parts, .. }, .. } = *sent;
+        let count = self.rows.len() as u32;
         match ends {
             // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
             Ends::Host(ends) => unsafe {
@@ -199,16 +293,6 @@ impl Wave<'_> {
                     device.launch(kernel, self.rows.len(), arguments)?;
                 }
             }
-        }
-        if masses.is_empty() {
-            return Ok(());
-        }
-        let (weighed, sums) = (base + weighed, base + sums);
-        let (group, count) = (shape.of.group(), masses.len() as u32);
-        // SAFETY: the parameters of `mass_pages`; a page and a set of rows have one output, and stand once in a wave.
-        unsafe {
-            let arguments = arguments!(layout, group, sums, count, weighed, raw, parts, mass);
-            device.launch(device.kernels.mass_pages, masses.len(), arguments)?;
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! What the host is told of a step whose tensors lie on the device, once it waits: what was wrong with them, and what policies want to
 //! know.
 
+use crate::attend::Read;
 use crate::attend::executor::{Asked, Session};
 use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
@@ -12,7 +13,7 @@ use crate::base::error::Error;
 use crate::config::HeadCodecs;
 use crate::device::Device;
 use crate::device::downs::Down;
-use crate::device::work::Memory;
+use crate::device::memory::Memory;
 use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -59,8 +60,8 @@ struct Layer {
     tokens: Option<(Down, [DeviceSlice; 2])>,
     saw: Option<Saw>,
     sequences: Vec<Of>,
-    /// Whether rows were attended one by one.
-    apart: bool,
+    /// What rows read; unless it is all they were attended one by one.
+    read: Read,
     scale: f32,
     /// The name of the dtype of outputs.
     out: &'static str,
@@ -171,7 +172,7 @@ impl Session for Late {
         self.forget(job.layer);
         let layer = &mut self.layers[job.layer];
         (layer.scale, layer.out, layer.saw) = (job.scale, output.out.dtype().name(), Some(saw));
-        (layer.sequences, layer.apart) = (asked.sequences, asked.apart);
+        (layer.sequences, layer.read) = (asked.sequences, asked.read);
         Ok(())
     }
 
@@ -229,8 +230,12 @@ impl Session for Late {
         Some([k, split(rest, *v).0])
     }
 
+    fn read(&self, layer: usize) -> Read {
+        self.layers[layer].read
+    }
+
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
-        let Layer { saw, sequences, apart, .. } = &mut self.layers[layer];
+        let Layer { saw, sequences, read, .. } = &mut self.layers[layer];
         let Saw { mut feeds, masses, q, down, rows } = saw.take()?;
         let words = down.as_ref().map_or(&[][..], Down::words);
         let (mass, rest) = words.split_at(rows * LANES);
@@ -239,7 +244,7 @@ impl Session for Late {
             feed.weighed.fill(&bytemuck::cast_slice(mass).as_chunks().0[first..]);
             feed.weighed.one_form(passes.into_iter());
         }
-        if *apart {
+        if *read != Read::All {
             together(&mut feeds);
         }
         for feed in &mut feeds {

@@ -3,6 +3,7 @@
 use crate::attend::forest::{Forest, Listed};
 use crate::attend::job::{Item, Job, SCRATCH, Scratch};
 use crate::attend::mass::Wanted;
+use crate::attend::queries::Packed as Queries;
 use crate::attend_cuda::tree::{Joins, Tree};
 use crate::base::ids::Place;
 use crate::codec::HeadCodec;
@@ -89,6 +90,26 @@ pub struct Gathered {
     pub floats: u64,
 }
 
+/// An item that is being added to a wave.
+struct Pushed<'p, 'a> {
+    job: &'p Job<'a>,
+    item: &'p Item<'p>,
+    /// The queries as the host has them.
+    packed: &'p Queries,
+    /// Where the queries begin, and those for sinks.
+    q: usize,
+    sinks: usize,
+    /// The rows' queries on the device, if they are there.
+    device: Vec<u32>,
+    /// Of each block, where its pages are in the list, and how many.
+    lists: Vec<(u32, u32)>,
+    codecs: [Option<&'a HeadCodec>; 2],
+    /// Where the codecs are in [`Wave::heads`].
+    heads: [u32; 2],
+    /// Whether weights are kept.
+    wanted: bool,
+}
+
 /// What a wave has of a forest.
 struct Part {
     /// Index of the forest in the call.
@@ -110,21 +131,6 @@ fn place_of(page: &Listed<'_>) -> usize {
     }
 }
 
-/// Whether a block has originals of packed pages.
-fn mixed(forest: &Forest<'_>, pages: &Range<usize>) -> bool {
-    forest.pages[pages.clone()].iter().any(|page| page.original)
-}
-
-/// Whether a row that reads tokens up to `hi` in pages finds the page open.
-fn open(page: &Listed<'_>, hi: i32) -> bool {
-    page.words[0] as i32 <= hi && (!page.original || page.by as i32 > hi)
-}
-
-/// Whether a block has pages that were packed again.
-fn aged(forest: &Forest<'_>, pages: &Range<usize>) -> bool {
-    forest.pages[pages.clone()].iter().any(|page| page.until.is_some())
-}
-
 /// f32 that a row of a block of packed pages is read with, beside its partial result.
 pub fn packed_room(turned: bool) -> usize {
     size_of::<FactorScratch<1>>() / 4 + if turned { REBUILT * LANES } else { 0 }
@@ -134,7 +140,7 @@ impl<'a> Wave<'a> {
     /// Rows of an item of a forest, of which `whole` tokens' are wanted at most.
     pub fn step(job: &Job<'_>, forest: &Forest<'_>, most: usize) -> usize {
         // Which pages were open, or not packed again yet, differs from token to token.
-        let differs = forest.pages.iter().any(|page| page.original || page.until.is_some());
+        let differs = forest.passes().next().is_some();
         if differs { job.group() } else { most }
     }
 
@@ -152,22 +158,11 @@ impl<'a> Wave<'a> {
     pub fn push(&mut self, job: &Job<'a>, index: usize, item: &Item<'_>, wanted: bool) {
         self.size += Wave::cost(job, item, wanted);
         let forest = item.forest;
-        let (first, end) = (item.row / job.group(), (item.row + item.rows).div_ceil(job.group()));
-        if self.forests.last().is_none_or(|part| part.forest != index) {
-            let none = self.weighed.len() as u32;
-            self.forests.push(Part {
-                forest: index,
-                page: self.pages.len() as u32,
-                tokens: first as u32..first as u32,
-                weighed: none..none,
-            });
-            forest.pages.iter().for_each(|page| self.list(page, page.live));
-        }
-        let first_page = self.forests.last().map_or(0, |part| part.page);
+        let first_page = self.begin(job, index, item);
         let codecs = job.codecs(forest);
         let heads = codecs.map(|codec| codec.map_or(0, |codec| self.head(codec)));
         SCRATCH.with_borrow_mut(|scratch| {
-            let (first_q, first_sink_q) = match job.on_device {
+            let (q, sinks) = match job.on_device {
                 Some(_) => self.gather(job, item, scratch),
                 None => {
                     job.pack(item, scratch);
@@ -180,82 +175,96 @@ impl<'a> Wave<'a> {
                 }
             };
             let packed = &scratch.packed;
-            let channels = job.shape.layout.k_channels() as usize;
-            let queries: Vec<u32> = match job.on_device {
+            let device: Vec<u32> = match job.on_device {
                 Some(_) => (0..item.rows).map(|r| job.output_row(item, r) as u32).collect(),
                 None => Vec::new(),
             };
-            // Where the block's pages are in the list, and how many.
-            let blocks: Vec<(u32, u32)> = forest
-                .blocks
-                .iter()
-                .map(|pages| match (mixed(forest, pages), aged(forest, pages)) {
-                    (true, _) => self.list_open(&forest.pages[pages.clone()], packed.sights[0].0.hi),
-                    (_, true) => self.list_young(&forest.pages[pages.clone()], packed.sights[0].0.hi),
+            let lists = forest.blocks.iter().enumerate().map(|(block, pages)| {
+                let of = &forest.pages[pages.clone()];
+                match (forest.is_mixed(block), of.iter().any(|page| page.until.is_some())) {
+                    (true, _) => self.list_open(of, packed.sights[0].0.hi),
+                    (_, true) => self.list_young(of, packed.sights[0].0.hi),
                     _ => (first_page + pages.start as u32, pages.len() as u32),
-                })
-                .collect();
-            for (row, width) in bundles(item.rows, job.most(forest)) {
-                let looks = &packed.sights[row..row + width];
-                let sights = self.sights.len() as u32;
-                self.sights.extend(looks.iter().map(|(pool, _)| SightArg::from(*pool)));
-                self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
-                let first_raw = self.raw;
-                let q = first_q + row * channels;
-                let bundles = [0, 1].map(|at| {
-                    let whole = job.shape.rope.map(|_| q as u32);
-                    let left = match job.on_device {
-                        Some(_) => Left::Device(&queries),
-                        None => Left::Host(&packed.folded[at], &packed.start[at]),
-                    };
-                    codecs[at].map(|codec| self.bundle(codec, (row, width), whole, left))
-                });
-                let mut parts = Vec::with_capacity(blocks.len());
-                for (block, (pages, count)) in blocks.iter().copied().enumerate() {
-                    let place = forest.pages[forest.blocks[block].start].id.place;
-                    let at = forest.codec(block);
-                    let (packed, codec) = (at.and_then(|at| bundles[at]), at.and_then(|at| codecs[at]));
-                    let q = if place == Place::Sinks { first_sink_q + row * channels } else { q };
-                    let task = TaskArg {
-                        part: self.parts,
-                        raw: self.raw,
-                        q: packed.map_or(q as u32, |(_, q)| q),
-                        pages,
-                        count,
-                        sights: sights + if place == Place::Ring { width as u32 } else { 0 },
-                    };
-                    parts.push(self.parts);
-                    let acc_rows = codec.map_or(job.shape.layout.acc_rows(), |codec| codec.packed.acc_rows());
-                    self.parts += Partial::len(width, acc_rows) as u64;
-                    self.raw += if wanted { (width * ROW) as u64 } else { 0 };
-                    match packed {
-                        Some((of, _)) => self.packed[of].tasks.push(task),
-                        None => self.tasks[width.ilog2() as usize].push(task),
-                    }
                 }
-                let tree = Tree {
-                    forest,
-                    parts: &parts,
-                    rows: width as u32,
-                    full: job.shape.layout.acc_rows(),
-                    packed: codecs.map(|codec| codec.map_or(0, |codec| codec.packed.acc_rows())),
-                    heads,
-                };
-                let Some(root) = tree.join(&mut self.joins, &mut self.parts) else { continue };
-                let rows = width as u32;
-                self.weighed.push(WeighedArg { raw: first_raw, part: root.part, width: rows, pad: 0 });
-                self.rows.extend((0..width).map(|r| RowArg {
-                    part: root.part,
-                    rows,
-                    row: r as u32,
-                    out: job.output_row(item, row + r) as u32,
-                    pad: 0,
-                }));
+            });
+            let lists = lists.collect();
+            let pushed = Pushed { job, item, packed, q, sinks, device, lists, codecs, heads, wanted };
+            for rows in bundles(item.rows, job.most(forest)) {
+                self.push_bundle(&pushed, rows);
             }
         });
+        let end = (item.row + item.rows).div_ceil(job.group());
         if let Some(part) = self.forests.last_mut() {
             (part.weighed.end, part.tokens.end) = (self.weighed.len() as u32, end as u32);
         }
+    }
+
+    /// Lists the pages of an item's forest, unless its last item did; index of the first.
+    fn begin(&mut self, job: &Job<'a>, index: usize, item: &Item<'_>) -> u32 {
+        let first = (item.row / job.group()) as u32;
+        if self.forests.last().is_none_or(|part| part.forest != index) {
+            let none = self.weighed.len() as u32;
+            let page = self.pages.len() as u32;
+            self.forests.push(Part { forest: index, page, tokens: first..first, weighed: none..none });
+            item.forest.pages.iter().for_each(|page| self.list(page, page.live));
+        }
+        self.forests.last().map_or(0, |part| part.page)
+    }
+
+    /// Adds `width` rows of an item from `row` on, which are read together: a task for each block, and the tree over them.
+    fn push_bundle(&mut self, of: &Pushed<'_, 'a>, (row, width): (usize, usize)) {
+        let Pushed { job, item, packed, ref device, codecs, heads, .. } = *of;
+        let (forest, shape) = (item.forest, job.shape);
+        let channels = shape.layout.k_channels() as usize;
+        let looks = &packed.sights[row..row + width];
+        let sights = self.sights.len() as u32;
+        self.sights.extend(looks.iter().map(|(pool, _)| SightArg::from(*pool)));
+        self.sights.extend(looks.iter().map(|(_, ring)| SightArg::from(*ring)));
+        let first_raw = self.raw;
+        let q = of.q + row * channels;
+        let bundles = [0, 1].map(|at| {
+            let whole = shape.rope.map(|_| q as u32);
+            let left = match job.on_device {
+                Some(_) => Left::Device(device),
+                None => Left::Host(&packed.folded[at], &packed.start[at]),
+            };
+            codecs[at].map(|codec| self.bundle(codec, (row, width), whole, left))
+        });
+        let mut parts = Vec::with_capacity(of.lists.len());
+        for (block, (pages, count)) in of.lists.iter().copied().enumerate() {
+            let place = forest.pages[forest.blocks[block].start].id.place;
+            let at = forest.codec(block);
+            let (packed, codec) = (at.and_then(|at| bundles[at]), at.and_then(|at| codecs[at]));
+            let q = if place == Place::Sinks { of.sinks + row * channels } else { q };
+            let task = TaskArg {
+                part: self.parts,
+                raw: self.raw,
+                q: packed.map_or(q as u32, |(_, q)| q),
+                pages,
+                count,
+                sights: sights + if place == Place::Ring { width as u32 } else { 0 },
+            };
+            parts.push(self.parts);
+            let acc_rows = codec.map_or(shape.layout.acc_rows(), |codec| codec.packed.acc_rows());
+            self.parts += Partial::len(width, acc_rows) as u64;
+            self.raw += if of.wanted { (width * ROW) as u64 } else { 0 };
+            match packed {
+                Some((of, _)) => self.packed[of].tasks.push(task),
+                None => self.tasks[width.ilog2() as usize].push(task),
+            }
+        }
+        let rows = width as u32;
+        let packed = codecs.map(|codec| codec.map_or(0, |codec| codec.packed.acc_rows()));
+        let tree = Tree { forest, parts: &parts, rows, full: shape.layout.acc_rows(), packed, heads };
+        let Some(root) = tree.join(&mut self.joins, &mut self.parts) else { return };
+        self.weighed.push(WeighedArg { raw: first_raw, part: root.part, width: rows, pad: 0 });
+        self.rows.extend((0..width).map(|r| RowArg {
+            part: root.part,
+            rows,
+            row: r as u32,
+            out: job.output_row(item, row + r) as u32,
+            pad: 0,
+        }));
     }
 
     fn list(&mut self, page: &Listed<'_>, live: u32) {
@@ -271,7 +280,7 @@ impl<'a> Wave<'a> {
         let first = self.pages.len() as u32;
         let count = pages.iter().map(place_of).max().map_or(0, |last| last + 1);
         for place in 0..count {
-            match pages.iter().find(|page| place_of(page) == place && open(page, hi)) {
+            match pages.iter().find(|page| place_of(page) == place && page.is_open_to(hi)) {
                 Some(page) => self.list(page, page.live),
                 None => self.list(&pages[0], 0),
             }
@@ -283,8 +292,7 @@ impl<'a> Wave<'a> {
     fn list_young(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
         let first = self.pages.len() as u32;
         for page in pages {
-            let young = page.until.is_none_or(|until| hi < until as i32);
-            self.list(page, if young { page.live } else { 0 });
+            self.list(page, if page.is_young_to(hi) { page.live } else { 0 });
         }
         (first, pages.len() as u32)
     }
@@ -390,8 +398,8 @@ impl<'a> Wave<'a> {
             let mut out = firsts[part.forest] as u32;
             for set in wanted[forest.view].sets() {
                 let meets = set.start < part.tokens.end && part.tokens.start < set.end;
-                for (block, pages) in (0..).zip(forest.blocks.iter().filter(|_| meets)) {
-                    let mixed = mixed(forest, pages);
+                for (block, pages) in (0u32..).zip(forest.blocks.iter().filter(|_| meets)) {
+                    let mixed = forest.is_mixed(block as usize);
                     masses.extend(pages.clone().map(|page| {
                         let listed = &forest.pages[page];
                         let (place, tokens) = match mixed {
@@ -420,7 +428,7 @@ impl<'a> Wave<'a> {
 /// The tokens among `tokens` whose rows find the page open.
 fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &Listed<'_>, tokens: &Range<u32>) -> Range<u32> {
     let view = &job.views[forest.view];
-    let finds = |token: &u32| open(page, job.floor(view, view.first + token) as i32 - 1);
+    let finds = |token: &u32| page.is_open_to(job.floor(view, view.first + token) as i32 - 1);
     let start = tokens.clone().find(finds).unwrap_or(tokens.end);
     let end = (start..tokens.end).find(|token| !finds(token)).unwrap_or(tokens.end);
     start..end

@@ -8,6 +8,7 @@ pub mod files;
 pub mod frequencies;
 pub mod huge_pages;
 pub mod ids;
+pub mod locks;
 pub mod parallel;
 pub mod rope_tables;
 pub mod scratch;

@@ -37,13 +37,13 @@ impl fmt::Display for Seconds {
 }
 
 /// A part of a whole: `12.5 %`, or a dash where there is no whole.
-pub struct Share(pub u64, pub u64);
+pub struct Share(pub f64, pub f64);
 
 impl fmt::Display for Share {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.1 {
-            0 => f.write_str("-"),
-            whole => write!(f, "{:.1} %", 100.0 * self.0 as f64 / whole as f64),
+            0.0 => f.write_str("-"),
+            whole => write!(f, "{:.1} %", 100.0 * self.0 / whole),
         }
     }
 }
@@ -119,6 +119,6 @@ mod tests {
         );
         assert_eq!(Rate(12.34e9, "B/s").to_string(), "12.3 GB/s");
         assert_eq!(Rate(f64::INFINITY, "B/s").to_string(), "inf B/s");
-        assert_eq!([Share(1, 8), Share(0, 0)].map(|share| share.to_string()), ["12.5 %", "-"]);
+        assert_eq!([Share(1.0, 8.0), Share(0.0, 0.0)].map(|share| share.to_string()), ["12.5 %", "-"]);
     }
 }

@@ -7,6 +7,7 @@ pub mod step;
 pub mod tiering;
 
 use crate::attend::executor::{Cpu, Executor};
+use crate::attend::hits::Fetched;
 use crate::attend::view::View;
 use crate::attend::{Attend, Output, Tensors, attend};
 #[cfg(feature = "cuda")]
@@ -23,6 +24,7 @@ use crate::config::shape::CacheShape;
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
 use crate::memory::pool::Pool;
+use crate::pages::ghosts;
 use crate::tiers::{Fetches, Levels, TierUsage};
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, StoreShape};
@@ -54,6 +56,26 @@ pub struct Usage {
     pub budget: u64,
     /// Pages in the tiers beneath it; bytes of sequences that share a page count once.
     pub tiers: Vec<TierUsage>,
+    /// Bytes of host memory in which the extremes of the keys of known pages lie, held or not ([`Hits`](crate::rules::Hits)); bytes that sequences
+    /// share count once. They are beside the budget. 0 where nobody asks for hits.
+    pub ghosts: u64,
+}
+
+/// Bytes of page memory for a step: [`Cache::step_bytes`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepBytes {
+    /// What [`Cache::begin`] sets aside: the most that the step can take, wherever its tokens are filed.
+    pub needed: u64,
+    /// What the budget has left.
+    pub available: u64,
+}
+
+impl StepBytes {
+    /// Whether [`Cache::begin`] would find the memory. In a cache with tiers it also makes room, by moving pages down.
+    pub fn fits(&self) -> bool {
+        self.needed <= self.available
+    }
 }
 
 impl fmt::Display for Usage {
@@ -61,7 +83,12 @@ impl fmt::Display for Usage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::default();
         table.row([&"", &"in use", &"at most", &"share"]);
-        table.row([&"pages", &Bytes(self.taken), &Bytes(self.budget), &Share(self.taken, self.budget)]);
+        table.row([
+            &"pages",
+            &Bytes(self.taken),
+            &Bytes(self.budget),
+            &Share(self.taken as f64, self.budget as f64),
+        ]);
         if self.shards.len() > 1 {
             for (shard, bytes) in self.shards.iter().enumerate() {
                 table.row([&format_args!("  shard {shard}"), &Bytes(*bytes)]);
@@ -72,8 +99,11 @@ impl fmt::Display for Usage {
                 &tier.name,
                 &Bytes(tier.bytes),
                 &Bytes(tier.capacity),
-                &Share(tier.bytes, tier.capacity),
+                &Share(tier.bytes as f64, tier.capacity as f64),
             ]);
+        }
+        if self.ghosts > 0 {
+            table.row([&"extremes of keys", &Bytes(self.ghosts)]);
         }
         table.fmt(f)
     }
@@ -203,22 +233,49 @@ impl Cache {
     }
 
     /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
-    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them.
+    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them. Where hits are counted
+    /// ([`Hits`](crate::rules::Hits)), with [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// No such layer.
     pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
         let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
-        Ok(self
+        let pages: u64 = self
             .inner
             .shape
             .packed(layer)
             .map(|packed| store.head_bytes_at(shape, packed, len, filed.iter().copied()))
-            .sum())
+            .sum();
+        Ok(pages + self.ghost_bytes_at(layer, len)?)
     }
 
-    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head, and
-    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either.
+    /// The most bytes of one layer at `len` tokens in which the extremes of the keys of known pages lie, held or evicted; 0 where nobody
+    /// asks for hits. They are beside the budget: [`Usage::ghosts`]. Whole sheets of 8 pages count, a page being 32 tokens of an expert.
+    ///
+    /// # Errors
+    /// No such layer.
+    pub fn ghost_bytes_at(&self, layer: usize, len: u32) -> Result<u64, Error> {
+        let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
+        let Some(hits) = self.inner.pool.hits().filter(|_| store.files(shape, u32::MAX)) else {
+            return Ok(0);
+        };
+        // Those that a rollback could ask for are known beside the newest.
+        let slack = store.ring.slack();
+        let pages = u64::from(self.inner.shape.known_before(len).saturating_sub(store.sinks) / PAGE);
+        let beside = u64::from(slack.div_ceil(PAGE) * store.experts.min(PAGE)) + ghosts::SHEET as u64;
+        let seen = shape.window.map_or(u64::MAX, |window| {
+            // Pages of an expert that is rare can hold one token that is seen.
+            u64::from(window.saturating_add(slack)).div_ceil(u64::from(PAGE))
+                + u64::from(store.experts)
+                + beside
+        });
+        let most = pages.min(u64::from(hits.known) + beside).min(seen);
+        Ok(u64::from(shape.kv_heads) * ghosts::bytes(&shape.layout, most))
+    }
+
+    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head,
+    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either, and
+    /// [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// No such layer.
@@ -232,7 +289,7 @@ impl Cache {
             store.head_bytes_at_most(shape, packed, len)
                 + aged.map_or(0, |aged| twice * aged.codec.packed.bytes())
         };
-        Ok(self.inner.shape.codecs[layer].iter().map(head).sum())
+        Ok(self.inner.shape.codecs[layer].iter().map(head).sum::<u64>() + self.ghost_bytes_at(layer, len)?)
     }
 
     /// An empty sequence.
@@ -245,7 +302,8 @@ impl Cache {
         let arenas = &self.inner.pool.arenas;
         let tiers = self.inner.pool.tiers.as_ref().map_or_else(Vec::new, Levels::usage);
         let shards = arenas.bytes_by_shard().collect();
-        Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers }
+        let ghosts = self.inner.pool.ghosts.bytes();
+        Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers, ghosts }
     }
 
     /// Counts of work that failed without failing a call, since the cache was built.
@@ -271,6 +329,32 @@ impl Cache {
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<Step<'a>, Error> {
         Step::begin(self.inner.clone(), parts)
+    }
+
+    /// Bytes that [`Cache::begin`] would set aside for a step of these sequences and numbers of new tokens, and what the budget has left.
+    /// Takes nothing, so a scheduler can ask before it admits a request. O(layers, heads and experts).
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let layer = LayerShape::new(1, 2, 64, Dtype::Bf16);
+    /// let cache = Cache::new(CacheConfig::new(vec![layer], 64 << 10))?;
+    /// let (sequence, mut other) = (cache.sequence(), cache.sequence());
+    /// assert!(cache.step_bytes([(&sequence, 100)])?.fits());
+    /// assert!(!cache.step_bytes([(&sequence, 100), (&other, 200)])?.fits());
+    /// assert!(cache.begin([(&mut other, 200)]).is_ok());
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Cache::begin`], but for the budget: no sequences, one of another cache, [poisoned](Error::Poisoned), with no tokens to add, or
+    /// at the end of positions.
+    pub fn step_bytes<'s>(
+        &self,
+        parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
+    ) -> Result<StepBytes, Error> {
+        step::step_bytes(&self.inner, parts)
     }
 
     /// Attends query rows over what sequences hold, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, the
@@ -313,7 +397,8 @@ impl Cache {
             first: part.first.0,
             rows: part.rows,
             len: part.sequence.len,
-            fetch: None,
+            fetched: Fetched::default(),
+            of_step: 0,
         });
         attend(
             &*self.inner.executor,

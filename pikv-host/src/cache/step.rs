@@ -5,15 +5,16 @@ mod device;
 
 use crate::attend::executor::Session;
 use crate::attend::feedback::Feed;
+use crate::attend::hits::Fetched;
 use crate::attend::view::View;
 use crate::attend::{Attend, Output, Read, Tensors, attend};
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::scratch::emptied;
-use crate::cache::Inner;
 use crate::cache::lists::{STEP, StepLists};
 use crate::cache::sequence::Sequence;
 use crate::cache::tiering::make_room;
+use crate::cache::{Inner, StepBytes};
 use crate::eviction::evict::enforce;
 use crate::memory::arena::Reservation;
 use crate::metrics::report::StepReport;
@@ -80,8 +81,10 @@ pub(crate) struct Part<'a> {
 pub(crate) struct Done {
     appended: bool,
     routed: bool,
-    /// Experts of a row whose pages it wants, from the first on; all if `None`.
+    /// Experts of a row whose pages it reads, from the first on; all if `None`.
     fetch: Option<u32>,
+    /// Further experts of each row that it may read, and how many of them it does.
+    more: (Vec<u16>, Vec<u8>),
     /// What the layer's policy will be told, head by head: what the last call left, if it was in this step.
     feeds: Vec<Feed>,
     told: bool,
@@ -105,23 +108,10 @@ impl<'a> Step<'a> {
         let mut taken: Vec<Part<'a>> = emptied(taken);
         let (mut rows, mut needed) = (0, 0u64);
         for (index, (sequence, n)) in parts.into_iter().enumerate() {
-            if !Arc::ptr_eq(&sequence.inner, &inner) {
-                return Err(Error::ForeignSequence { index });
-            }
-            sequence.sound()?;
-            if n == 0 {
-                return Err(Error::NoTokens { index });
-            }
-            let end = u64::from(sequence.len) + u64::from(n);
-            if end > u64::from(Position::MAX.0) {
-                return Err(Error::PositionOverflow { position: end });
-            }
-            let len = end as u32;
+            let len = end_of(&inner, index, sequence, n)?;
             sequence.repair();
             sequence.poisoned = true;
-            for (layer, shape) in sequence.layers.iter().zip(&inner.shape.config.layers) {
-                needed = bytes_needed(&inner, shape, layer, sequence.len, len).saturating_add(needed);
-            }
+            needed = sequence_needs(&inner, sequence, len).saturating_add(needed);
             sequence.poisoned = false;
             rows += n as usize;
             taken.push(Part { sequence, len });
@@ -230,21 +220,27 @@ impl<'a> Step<'a> {
             let used = if all { self.away(layer).map(|slot| tiers.staged(slot)).sum() } else { 0 };
             self.look_ahead(layer + 1, used);
         }
-        let fetch = self.layers[layer].fetch;
-        let views = self.parts.iter().enumerate().map(|(sequence, part)| View {
-            sequence,
-            row: 0,
-            layer: &part.sequence.layers[layer],
-            first: part.sequence.len,
-            rows: part.len - part.sequence.len,
-            len: part.len,
-            fetch,
+        let (first, (more, counts)) = (self.layers[layer].fetch, mem::take(&mut self.layers[layer].more));
+        let fetched = Fetched { first, more: &more, counts: &counts };
+        let views = self.parts.iter().enumerate().scan(0, |rows, (sequence, part)| {
+            let of_step = *rows;
+            *rows += (part.len - part.sequence.len) as usize;
+            Some(View {
+                sequence,
+                row: 0,
+                layer: &part.sequence.layers[layer],
+                first: part.sequence.len,
+                rows: part.len - part.sequence.len,
+                len: part.len,
+                fetched,
+                of_step,
+            })
         });
         if let (Tensors::Host(..), Some(late)) = (&tensors, &mut self.late) {
             late.forget(layer);
         }
         let done = &mut self.layers[layer];
-        let remote = attend(
+        let attended = attend(
             &*inner.executor,
             &inner.pool,
             layer,
@@ -254,9 +250,10 @@ impl<'a> Step<'a> {
             options,
             Some(&mut done.feeds),
             ahead,
-        )?;
+        );
+        done.more = (more, counts);
+        done.remote += attended?;
         done.told = true;
-        done.remote += remote;
         Ok(())
     }
 
@@ -304,9 +301,14 @@ impl<'a> Step<'a> {
         self.layers.get(layer).is_some_and(|done| done.routed)
     }
 
-    /// How many of a row's experts are wanted, the first ones.
-    pub(crate) fn fetch(&mut self, layer: usize, experts: u32) {
-        self.layers[layer].fetch = Some(experts);
+    /// How many of a row's experts are read, the first ones; and of each row the further ones that it may read, and how many it does.
+    pub(crate) fn fetch(&mut self, layer: usize, experts: u32, more: &[u16], counts: &[u8]) {
+        let done = &mut self.layers[layer];
+        done.fetch = Some(experts);
+        done.more.0.clear();
+        done.more.0.extend_from_slice(more);
+        done.more.1.clear();
+        done.more.1.extend_from_slice(counts);
     }
 
     /// Makes the tokens part of their sequences, and evicts what is over the budgets.
@@ -386,11 +388,11 @@ impl<'a> Step<'a> {
                     &inner.shape.config.layers[l],
                     *len,
                     part.len,
-                    &mut feeds[own],
+                    &mut feeds[own.clone()],
                     reused,
                 );
                 if let Some(report) = &mut report {
-                    layer.count_into(&inner.pool, l, *len..part.len, done.fetch, report);
+                    layer.count_into(&inner.pool, l, i, *len..part.len, &feeds[own], report);
                 }
             }
         }
@@ -404,6 +406,7 @@ impl<'a> Step<'a> {
             }
             for (layer, shape) in layers.iter_mut().zip(&inner.shape.config.layers) {
                 layer.undo.clear();
+                layer.remember(&inner.pool, shape, part.len);
                 layer.release(&inner.pool, shape, part.len);
             }
             let floor = part.len.saturating_sub(inner.shape.store.ring.slack());
@@ -458,6 +461,54 @@ fn logical_bits(shape: &LayerShape) -> u64 {
     let Layout { k_dim, v_dim, k, v, .. } = shape.layout;
     let head = u64::from(k_dim) * u64::from(k.bits()) + u64::from(v_dim) * u64::from(v.bits());
     u64::from(shape.kv_heads) * head
+}
+
+/// Tokens of a sequence once a step of `n` more is committed; `index` is its place in the step.
+///
+/// # Errors
+/// What keeps it from being in a step.
+fn end_of(inner: &Arc<Inner>, index: usize, sequence: &Sequence, n: u32) -> Result<u32, Error> {
+    if !Arc::ptr_eq(&sequence.inner, inner) {
+        return Err(Error::ForeignSequence { index });
+    }
+    sequence.sound()?;
+    if n == 0 {
+        return Err(Error::NoTokens { index });
+    }
+    let end = u64::from(sequence.len) + u64::from(n);
+    if end > u64::from(Position::MAX.0) {
+        return Err(Error::PositionOverflow { position: end });
+    }
+    Ok(end as u32)
+}
+
+/// The most bytes that a sequence takes on the way to `len` tokens.
+fn sequence_needs(inner: &Inner, sequence: &Sequence, len: u32) -> u64 {
+    let layers = sequence.layers.iter().zip(&inner.shape.config.layers);
+    layers.fold(0, |sum, (layer, shape)| {
+        bytes_needed(inner, shape, layer, sequence.len, len).saturating_add(sum)
+    })
+}
+
+/// What [`Cache::step_bytes`](crate::Cache::step_bytes) returns.
+pub(crate) fn step_bytes<'s>(
+    inner: &Arc<Inner>,
+    parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
+) -> Result<StepBytes, Error> {
+    let (arenas, mut some) = (&inner.pool.arenas, false);
+    let mut bytes = StepBytes { needed: 0, available: arenas.budget().saturating_sub(arenas.taken()) };
+    for (index, (sequence, n)) in parts.into_iter().enumerate() {
+        some = true;
+        let len = end_of(inner, index, sequence, n)?;
+        // A step that was leaked is undone by the next one.
+        bytes.available += sequence.lease.left();
+        let needed = match sequence.stepping {
+            true => sequence_needs(inner, &sequence.repaired(), len),
+            false => sequence_needs(inner, sequence, len),
+        };
+        bytes.needed = needed.saturating_add(bytes.needed);
+    }
+    if some { Ok(bytes) } else { Err(Error::NoSequences) }
 }
 
 /// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.

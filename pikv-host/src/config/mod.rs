@@ -1,5 +1,6 @@
 //! What a cache is made of.
 
+pub(crate) mod hits;
 pub(crate) mod shape;
 
 use crate::backend::Backend;
@@ -7,6 +8,7 @@ use crate::base::error::ConfigError;
 use crate::base::error::MAX_SHARDS;
 use crate::base::frequencies::Frequencies;
 use crate::codec::{Codec, HeadCodec};
+use crate::config::hits::Hits;
 use crate::policy::Eviction;
 use crate::policy::rule::Rule;
 use crate::tiers::Tiers;
@@ -76,6 +78,9 @@ pub struct CacheConfig {
     /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::Read::Quest) selects by: 8 bytes a channel of K
     /// and page.
     pub bounds: bool,
+    /// What counts as a hit: set, hits are counted from the first token on. `None`, the default, is [`Hits::default`] from the time on when
+    /// a policy, the router of a [`ClosedLoop`](crate::ClosedLoop) or its sink asks for hits, and nothing before.
+    pub hits: Option<Hits>,
     /// Lanes (SIMD instructions) to compute with; the fastest of this machine by default. Results do not depend on it.
     pub lanes: Lanes,
     /// Where pages lie, and what attends; the CPU by default.
@@ -147,6 +152,7 @@ impl CacheConfig {
             poison: false,
             wipe: false,
             bounds: false,
+            hits: None,
             lanes: Lanes::detect(),
             backend: Backend::CPU,
             codecs: Vec::new(),
@@ -203,6 +209,12 @@ impl CacheConfig {
     /// Sets whether the extremes of keys are kept.
     pub fn bounds(mut self, on: bool) -> Self {
         self.bounds = on;
+        self
+    }
+
+    /// Has hits counted from the first token on, whoever asks, and sets what counts as one.
+    pub fn hits(mut self, hits: Hits) -> Self {
+        self.hits = Some(hits);
         self
     }
 
@@ -437,6 +449,9 @@ impl CacheConfig {
         let (experts, top_k) = (self.experts, self.top_k);
         if experts == 0 || experts > u32::from(u16::MAX) || top_k == 0 || top_k > experts {
             return Err(ConfigError::Experts { experts, top_k });
+        }
+        if let Some(Hits { pages, every, .. }) = self.hits.filter(|hits| hits.pages == 0 || hits.every == 0) {
+            return Err(ConfigError::Hits { pages, every });
         }
         if self.shards.shards() > MAX_SHARDS {
             return Err(ConfigError::Shards { shards: self.shards.shards() });

@@ -6,6 +6,7 @@ use crate::base::ids::{Place, block_of};
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::policy::rule::Rule;
 use pikv_core::codec::packed::Packed;
+use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use std::sync::Arc;
@@ -63,6 +64,13 @@ impl CacheShape {
     /// The layout of packed pages of each KV head of a layer that exists.
     pub fn packed(&self, layer: usize) -> impl Iterator<Item = Option<&Packed>> {
         self.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed))
+    }
+
+    /// Rows of a step at `first` know pages whose tokens all lie before this: they can no longer be taken back, and the tile of 32 positions
+    /// that each lies in is full.
+    pub fn known_before(&self, first: u32) -> u32 {
+        let kept = self.store.ring.kept_from(first);
+        kept - kept % PAGE
     }
 
     /// Whether a layer evicts.

@@ -1,8 +1,8 @@
 //! Words on their way down from the device, that the host waits for later.
 
 use super::stream::{Moment, Stream};
-use super::work::{Memory, Pinned};
 use crate::base::error::Error;
+use crate::device::memory::{Memory, Pinned};
 use std::sync::{Mutex, PoisonError};
 
 /// Words on their way down to pinned memory.

@@ -1,8 +1,8 @@
 //! Memory in which pages come up to the device, on a stream of their own, and which is used again.
 
 use super::stream::{Moment, Stream};
-use super::work::{Memory, Pinned};
 use crate::base::error::CudaError;
+use crate::device::memory::{Memory, Pinned};
 use std::sync::Mutex;
 
 /// The stream, and what was brought up in and may be used again.

@@ -5,7 +5,9 @@
 //! grow, so that steps of a size that was seen before allocate nothing.
 
 pub mod downs;
+pub mod driver;
 pub mod lifts;
+pub mod memory;
 pub mod ring;
 pub mod stream;
 pub mod tensors;
@@ -13,10 +15,12 @@ pub mod work;
 
 use self::downs::Downs;
 use self::lifts::Lifts;
+use self::memory::Memory;
 use self::stream::Stream;
-use self::work::{Memory, Work};
+use self::work::Work;
 use crate::base::error::CudaError;
 use crate::base::error::Error;
+use crate::device::driver::{answer, bare, failure};
 use cust::context::{Context, CurrentContext};
 use cust::device::DeviceAttribute;
 use cust::error::CudaError as Answer;
@@ -81,31 +85,6 @@ pub(crate) struct Device {
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
-/// cust's error with the call that it answers.
-fn failure(call: &'static str, error: Answer) -> CudaError {
-    CudaError::Driver { call, code: error as u32, name: format!("{error:?}") }
-}
-
-fn answer<T>(call: &'static str, result: Result<T, Answer>) -> Result<T, CudaError> {
-    result.map_err(|error| failure(call, error))
-}
-
-/// Memory that was asked for; that there is none has an error of its own.
-pub fn granted<T>(call: &'static str, bytes: u64, result: Result<T, Answer>) -> Result<T, Error> {
-    result.map_err(|error| match error {
-        Answer::OutOfMemory => Error::OutOfMemory { bytes },
-        other => failure(call, other).into(),
-    })
-}
-
-/// As [`answer`] for calls that cust leaves bare.
-pub fn bare(call: &'static str, code: sys::cudaError_enum) -> Result<(), CudaError> {
-    match code {
-        sys::cudaError_enum::CUDA_SUCCESS => Ok(()),
-        other => Err(CudaError::Driver { call, code: other as u32, name: format!("{other:?}") }),
     }
 }
 
@@ -300,9 +279,3 @@ impl Drop for PageMemory {
         let _ = self.device.enter();
     }
 }
-
-/// Pointers to a kernel's parameters.
-macro_rules! arguments {
-    ($($x:expr),* $(,)?) => { &[$(std::ptr::from_ref(&$x).cast::<std::ffi::c_void>()),*] };
-}
-pub(crate) use arguments;

@@ -2,8 +2,8 @@
 
 use crate::base::error::CudaError;
 use crate::base::error::Error;
+use crate::device::memory::{Memory, Pinned};
 use crate::device::stream::{Moment, Stream};
-use crate::device::work::{Memory, Pinned};
 use std::collections::VecDeque;
 
 /// Bytes that a section of an upload is aligned to.

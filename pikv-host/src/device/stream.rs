@@ -2,7 +2,7 @@
 //! by the stream that waits for them.
 
 use crate::base::error::CudaError;
-use crate::device::bare;
+use crate::device::driver::bare;
 use cust::sys;
 use std::ffi::c_void;
 use std::ptr::null_mut;

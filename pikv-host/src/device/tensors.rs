@@ -2,7 +2,8 @@
 
 use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
-use crate::device::{Device, bare};
+use crate::device::Device;
+use crate::device::driver::bare;
 use cust::sys;
 use pikv_core::dtype::Dtype;
 use pikv_kernels::args::TensorArg;

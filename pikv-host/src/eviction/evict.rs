@@ -49,6 +49,9 @@ pub(crate) struct Excess<'a> {
     pub held: SmallVec<[u32; 16]>,
     /// Tokens below this utility go in any case.
     limit: SmallVec<[Option<f32>; 16]>,
+    /// Where the heads share the sum of their quotas: what each may keep, if they hold more than that.
+    parts: Option<SmallVec<[u32; 16]>>,
+    shares: bool,
 }
 
 impl<'a> Excess<'a> {
@@ -59,14 +62,25 @@ impl<'a> Excess<'a> {
         let held = layer.heads.iter().map(|head| head.chains[1..].iter().map(|c| c.live).sum()).collect();
         let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len)));
         let limit = limit.map(|limit| limit.filter(|limit| !limit.is_nan())).collect();
-        Some(Excess { layer, shape, rule, quota, held, limit })
+        let heads = 0..layer.heads.len();
+        let lean = heads.map(|h| rule.eviction.policy.lean(layer.own(rule, h, len)));
+        let lean: Option<SmallVec<[f32; 16]>> = lean.collect();
+        let lean = lean.filter(|_| rule.eviction.adaptive.is_none());
+        let mut excess =
+            Excess { layer, shape, rule, quota, held, limit, parts: None, shares: lean.is_some() };
+        let all = total(&excess.quota);
+        if let Some(lean) = lean.filter(|_| total(&excess.held) > all) {
+            excess.parts = Some(parts(&excess.quota, &excess.held, &lean, excess.target(all)));
+        }
+        Some(excess)
     }
 
     /// Whether anything of a head may have to go.
     fn over(&self, head: usize) -> bool {
-        let over = match self.rule.eviction.adaptive {
-            Some(_) => total(&self.held) > total(&self.quota),
-            None => self.held[head] > self.quota[head],
+        let over = match (self.rule.eviction.adaptive, &self.parts) {
+            (Some(_), _) => total(&self.held) > total(&self.quota),
+            (None, Some(parts)) => self.held[head] > parts[head],
+            (None, None) => !self.shares && self.held[head] > self.quota[head],
         };
         over || self.limit[head].is_some()
     }
@@ -91,6 +105,12 @@ impl<'a> Excess<'a> {
     /// Tokens that have to go from a head, whatever the others have.
     fn surplus(&self, h: usize) -> usize {
         let (held, quota) = (self.held[h], self.quota[h]);
+        if let Some(parts) = &self.parts {
+            return held.saturating_sub(parts[h]) as usize;
+        }
+        if self.shares {
+            return 0;
+        }
         let over = self.rule.eviction.adaptive.is_none() && held > quota;
         if over { (u64::from(held) - self.target(u64::from(quota))) as usize } else { 0 }
     }
@@ -139,6 +159,38 @@ impl Excess<'_> {
             })
             .collect();
         ada_kv::victims(&heads, target.saturating_sub(pinned_of_all))
+    }
+}
+
+/// The least that a head keeps of its own quota where heads share theirs.
+const SURE: f64 = 0.2;
+
+/// How many tokens each head may keep so that `target` stay in all, which is less than they hold: in proportion to its quota times
+/// `2^lean`, at least [`SURE`] of its quota's part; what a head does not need the others have.
+fn parts(quota: &[u32], held: &[u32], lean: &[f32], target: u64) -> SmallVec<[u32; 16]> {
+    let mut parts: SmallVec<[u32; 16]> = held.into();
+    let mut open: SmallVec<[usize; 16]> = (0..held.len()).collect();
+    let mut left = target;
+    loop {
+        // What is not a number leans neither way; the largest weight is its quota, so that no power overflows.
+        let lean = |h: usize| if lean[h].is_nan() { 0.0 } else { f64::from(lean[h]).clamp(-1e6, 1e6) };
+        let most = open.iter().map(|h| lean(*h)).fold(f64::NEG_INFINITY, f64::max);
+        let own = |h: usize| f64::from(quota[h].max(1));
+        let weight = |h: usize| own(h) * libm::exp2(lean(h) - most);
+        let owns: f64 = open.iter().map(|h| own(*h)).sum();
+        let weights: f64 = open.iter().map(|h| weight(*h)).sum();
+        let share = |h: usize| left as f64 * (SURE * own(h) / owns + (1.0 - SURE) * weight(h) / weights);
+        let needs: SmallVec<[usize; 16]> =
+            open.iter().copied().filter(|h| f64::from(held[*h]) <= share(*h)).collect();
+        if needs.is_empty() || needs.len() == open.len() {
+            open.iter().for_each(|h| parts[*h] = share(*h) as u32);
+            let given: u64 = open.iter().map(|h| u64::from(parts[*h])).sum();
+            let rest = open.iter().copied().cycle().take(left.saturating_sub(given) as usize);
+            rest.for_each(|h| parts[h] += 1);
+            return parts;
+        }
+        left -= total(&needs.iter().map(|h| held[*h]).collect::<SmallVec<[u32; 16]>>());
+        open.retain(|h| !needs.contains(h));
     }
 }
 
@@ -285,6 +337,31 @@ fn agree(ranked: &mut [Ranked<'_>]) {
         let mut at = 0;
         for (token, utility) in tokens.tokens.iter().zip(utility) {
             *utility = sums[place(&mut at, token.position)];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parts;
+
+    #[test]
+    fn parts_of_a_shared_budget_lean_and_add_up() {
+        // As their quotas say, where nobody leans.
+        assert_eq!(parts(&[100, 100], &[150, 150], &[0.5, 0.5], 200)[..], [100, 100]);
+        assert_eq!(parts(&[100, 300], &[200, 400], &[0.0, 0.0], 400)[..], [100, 300]);
+        // A fifth is sure; of the rest one head has four times as much as the other.
+        assert_eq!(parts(&[100, 100], &[190, 190], &[0.0, 2.0], 200)[..], [52, 148]);
+        // However far one leans, the other keeps its fifth.
+        assert_eq!(parts(&[100, 100], &[190, 190], &[-1e9, 1e9], 200)[..], [20, 180]);
+        assert_eq!(parts(&[100, 100], &[190, 190], &[f32::NAN, f32::INFINITY], 200)[..], [20, 180]);
+        // What a head does not hold the others keep.
+        assert_eq!(parts(&[100, 100, 100], &[200, 40, 200], &[0.0, 2.0, 0.0], 300)[..], [130, 40, 130]);
+        // To the token.
+        for target in 0..60u64 {
+            let got = parts(&[10, 20, 30], &[20, 40, 60], &[0.3, -0.2, 0.1], target);
+            assert_eq!(got.iter().sum::<u32>() as u64, target);
+            assert!(got.iter().zip([20, 40, 60]).all(|(part, held)| *part <= held));
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::pages::chain::{Chain, find};
 use crate::pages::filing::{Head, Layer, experts};
 use crate::policy::rule::Rule;
 use crate::policy::{HeadSeen, Positions, Seen};
+use crate::router::met::{Met, combined};
 use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::LayerShape;
@@ -85,48 +86,47 @@ impl Layer {
         &self.heads[head].own[rule.version(len) * rule.head_words..][..rule.head_words]
     }
 
-    /// Adds to a report what rows at `rows` of layer `l` wanted of each expert, and what each sequence met if that is asked.
+    /// Adds to a report what rows at `rows` of layer `l` met, and what they met by themselves if that is asked.
     pub fn count_into(
         &self,
         pool: &Pool,
         l: usize,
+        part: usize,
         rows: Range<u32>,
-        fetch: Option<u32>,
+        feeds: &[Feed],
         report: &mut StepReport,
     ) {
-        let StepReport { experts, hits, misses, by_part, .. } = report;
+        let StepReport { experts, hits, misses, held, lost, by_part, remote, .. } = report;
         let of = l * *experts..(l + 1) * *experts;
-        let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
-        let Some(by_part) = by_part else { return self.count(pool, rows, fetch, hits, misses) };
-        let at = by_part.hits.len();
-        for counts in [&mut by_part.hits, &mut by_part.misses] {
-            counts.resize(at + *experts, 0);
+        self.count(pool, rows, &mut held[of.clone()], &mut lost[of.clone()]);
+        if pool.hits().is_none() {
+            return;
         }
-        let (own_hits, own_misses) = (&mut by_part.hits[at..], &mut by_part.misses[at..]);
-        self.count(pool, rows, fetch, own_hits, own_misses);
-        hits.iter_mut().zip(own_hits).for_each(|(sum, n)| *sum += *n);
-        misses.iter_mut().zip(own_misses).for_each(|(sum, n)| *sum += *n);
+        let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
+        let mut all: Vec<Met> = feeds.iter().flat_map(|feed| &feed.met).copied().collect();
+        for met in &all {
+            hits[usize::from(met.expert)] += f64::from(met.held) / f64::from(PAGE);
+            misses[usize::from(met.expert)] += f64::from(met.missed()) / f64::from(PAGE);
+        }
+        if let Some(sum) = remote.last_mut() {
+            *sum += feeds.iter().map(|feed| feed.far).sum::<u64>();
+        }
+        if let Some(by_part) = by_part {
+            combined(&mut all);
+            by_part.met.extend(all.into_iter().map(|met| (l, part, met)));
+        }
     }
 
-    /// Adds, for each expert, the tokens of its pages that rows at `rows` wanted, over all heads: those that the first
-    /// tier holds where the expert is one of the row's first `fetch`, and the others.
-    fn count(&self, pool: &Pool, rows: Range<u32>, fetch: Option<u32>, hits: &mut [u64], misses: &mut [u64]) {
-        let fetched = fetch.map_or(usize::MAX, |n| n as usize);
-        // Rows that want an expert's pages, and those that fetch them.
-        let mut times: SmallVec<[(u64, u64); 32]> = SmallVec::from_elem((0, 0), hits.len());
-        for row in rows {
-            for (i, e) in self.experts(&pool.shape, row).enumerate() {
-                let (wanting, fetching) = &mut times[usize::from(e)];
-                *wanting += 1;
-                *fetching += u64::from(i < fetched);
-            }
-        }
-        for (e, (wanting, fetching)) in times.into_iter().enumerate().filter(|(_, times)| times.0 > 0) {
+    /// Adds, for each expert that rows at `rows` chose, the tokens of its pages over all heads: those that the first tier holds, and
+    /// those that it does not.
+    fn count(&self, pool: &Pool, rows: Range<u32>, held: &mut [u64], lost: &mut [u64]) {
+        let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, held.len());
+        rows.for_each(|row| self.experts(&pool.shape, row).for_each(|e| times[usize::from(e)] += 1));
+        for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
             for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
                 let near = chain.live - if pool.tiers.is_some() { chain.away() } else { 0 };
-                let hit = fetching * u64::from(near);
-                hits[e] += hit;
-                misses[e] += wanting * u64::from(chain.filed) - hit;
+                held[e] += times * u64::from(near);
+                lost[e] += times * u64::from(chain.filed - near);
             }
         }
     }
@@ -178,7 +178,15 @@ impl Telling<'_> {
             self.carry(head, &done[since..], rows.end);
             before = rows.end;
             let Some(feed) = feed.as_deref_mut() else { continue };
-            let (hits, misses) = self.residency(head, rows.clone(), late);
+            let of = |row: u32| rows.contains(&(row + old));
+            let met = || feed.met.iter().filter(|met| of(met.row));
+            let (held, missed): (u32, u32) =
+                met().fold((0, 0), |(held, missed), met| (held + met.held, missed + met.missed()));
+            let mut asked = 0;
+            let mut last = None;
+            for met in met() {
+                asked += u32::from(last.replace(met.row) != Some(met.row));
+            }
             let group = shape.group();
             let width = group as usize * shape.layout.k_dim as usize;
             let at = (rows.start - old) as usize * width..(rows.end - old) as usize * width;
@@ -189,8 +197,9 @@ impl Telling<'_> {
                 first: Position(rows.start),
                 rows: rows.len() as u32,
                 queries: feed.queries.get(at).unwrap_or_default(),
-                hits,
-                misses,
+                hits: held as f32 / PAGE as f32,
+                misses: missed as f32 / PAGE as f32,
+                asked,
                 frequencies: rule.frequencies.as_ref(),
             };
             let own = &mut head.own[rule.version(rows.end) * rule.head_words..];
@@ -366,18 +375,6 @@ impl Telling<'_> {
             let to = (page, token.lane);
             chain.kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
         }
-    }
-
-    /// Over some rows, the tokens that their experts hold in a head's pages, and those that were evicted; without the `late`
-    /// ones, which were in the ring then.
-    fn residency(&self, head: &Head, rows: Range<u32>, late: &[Moved]) -> (u64, u64) {
-        let count = |c: usize| {
-            let Chain { live, filed, .. } = head.chains[c];
-            let late = late.iter().filter(|token| token.chain == c).count() as u64;
-            (u64::from(live) - late, u64::from(filed - live))
-        };
-        let experts = rows.flat_map(|row| experts(self.inner, self.tags, self.tags_from, row));
-        experts.map(|e| count(usize::from(e) + 1)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Queries on their way to the ranks, and what comes back at its place in the tree.
 
-use super::file::ByRank;
+use super::file::{ByRank, run_of};
 use super::front::{Front, first_alive};
 use super::link::Link;
 use super::wire::{self, flag};
@@ -140,8 +140,8 @@ impl Front {
                 }
                 first_alive(link, copies)?;
             }
-            let mirrored = pages.iter().filter(|page| page.slot.is_none());
-            let mirrored = mirrored.filter_map(|page| chain.mirrors.rank(page.id.ordinal)).next();
+            let mut here = pages.iter().filter(|page| page.slot.is_none()).map(|page| page.id.ordinal);
+            let mirrored = here.find_map(|ordinal| chain.mirrors.rank(ordinal..ordinal + 1));
             let rank = match mirrored.filter(|rank| ranks.contains(rank)) {
                 Some(rank) => rank,
                 None => match ranks.iter().min_by_key(|rank| (loads[**rank as usize], **rank)) {
@@ -157,7 +157,8 @@ impl Front {
                     Some(kept) => kept.copies().into_iter().find(|copy| copy.rank == rank),
                     None => chain.mirror(
                         self,
-                        (layer, &job.shape.layout, packed),
+                        run_of(layer, forest.head, usize::from(expert) + 1),
+                        (&job.shape.layout, packed),
                         page.id.ordinal,
                         (rank, link.epoch),
                         work.of(rank),

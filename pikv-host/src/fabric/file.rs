@@ -13,7 +13,7 @@ use crate::memory::pool::Pool;
 use crate::pages::chain::{Chain, Closed, Entry, Held};
 use crate::pages::filing::Layer;
 use crate::tiers::Stored;
-use crate::tiers::replica::{Block, Copies, Copy, Kept, Mirror, Mirrors};
+use crate::tiers::replica::{Block, Copies, Copy, Kept, Mirror, Mirrors, RunOf};
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
@@ -133,10 +133,12 @@ impl Chain {
         }
         self.settled = at;
         let mirrors = std::mem::take(&mut self.mirrors);
-        mirrors.list().retain(|mirror| match self.entry(mirror.ordinal) {
-            Some(entry) => entry.page().is_some(),
-            None => mirror.ordinal == self.next,
-        });
+        if let Some(mut list) = mirrors.list() {
+            list.retain(|mirror| match self.entry(mirror.ordinal) {
+                Some(entry) => entry.page().is_some(),
+                None => mirror.ordinal == self.next,
+            });
+        }
         self.mirrors = mirrors;
     }
 
@@ -144,14 +146,15 @@ impl Chain {
     pub(super) fn mirror(
         &self,
         front: &Front,
-        (layer, layout, codec): (usize, &Layout, bool),
+        run: RunOf,
+        (layout, codec): (&Layout, bool),
         ordinal: u32,
         (rank, epoch): (u32, u64),
         work: &mut Work,
     ) -> Option<Arc<Copy>> {
         let entry = self.entry(ordinal)?;
         let words = entry.page()?.words();
-        let mut list = self.mirrors.list();
+        let mut list = self.mirrors.open(run, &front.mirrors);
         let at = match list.iter().position(|mirror| mirror.ordinal == ordinal) {
             Some(at) if list[at].copy.rank == rank => at,
             other => {
@@ -172,7 +175,7 @@ impl Chain {
             match codec {
                 // Packed once and for all, unless a rollback opened it.
                 true => work.puts.page(id, words),
-                false => work.writes.tokens(id, layer, layout, words, mirror.synced..until),
+                false => work.writes.tokens(id, run.layer as usize, layout, words, mirror.synced..until),
             }
             mirror.synced = until;
             work.synced.push((id, until));
@@ -203,7 +206,8 @@ impl Chain {
         work: &mut Work,
     ) -> Option<Mirror> {
         let list = self.mirrors.list();
-        let own = self.own(&list, ordinal).filter(|mirror| mirror.copy.rank == rank);
+        let own =
+            list.as_ref().and_then(|list| self.own(list, ordinal)).filter(|mirror| mirror.copy.rank == rank);
         let copy = match own {
             Some(mirror) if mirror.epoch == epoch => return None,
             Some(mirror) => mirror.copy.clone(),
@@ -218,12 +222,13 @@ impl Chain {
 #[derive(Default)]
 struct Aside<'a> {
     work: ByRank,
-    noted: Vec<(&'a Mirrors, Mirror)>,
+    noted: Vec<(&'a Mirrors, RunOf, Mirror)>,
 }
 
 /// Whose pages are looked through.
 #[derive(Clone, Copy)]
 struct Whose<'a> {
+    run: RunOf,
     layout: &'a Layout,
     codec: Option<&'a HeadCodec>,
 }
@@ -244,8 +249,9 @@ impl Front {
         let mut aside = Aside::default();
         for layer in layers {
             for (h, head) in layer.heads.iter().enumerate() {
-                let whose = Whose { layout: &inner.config.layers[l].layout, codec: layer.codecs[h].as_ref() };
-                for chain in &head.chains[1..] {
+                let (layout, codec) = (&inner.config.layers[l].layout, layer.codecs[h].as_ref());
+                for (c, chain) in head.chains.iter().enumerate().skip(1) {
+                    let whose = Whose { run: run_of(l, h, c), layout, codec };
                     self.set_aside_of(&link, chain, whose, &[], &mut aside);
                 }
             }
@@ -256,8 +262,12 @@ impl Front {
             self.work(&mut link, work)?;
             link.unsure = false;
         }
-        aside.noted.into_iter().for_each(|(mirrors, mirror)| mirrors.note(mirror));
+        self.note_mirrors(aside.noted);
         Ok(())
+    }
+
+    fn note_mirrors(&self, noted: Vec<(&Mirrors, RunOf, Mirror)>) {
+        noted.into_iter().for_each(|(mirrors, run, mirror)| mirrors.note(run, &self.mirrors, mirror));
     }
 
     /// The same of all layers that a policy thins out, of several sequences, whose pages it may just have put together. A rank that has no
@@ -279,7 +289,7 @@ impl Front {
         going: &[(u32, Copies)],
         aside: &mut Aside<'a>,
     ) {
-        let Whose { layout, codec } = whose;
+        let Whose { run, layout, codec } = whose;
         let here = chain.unsent().filter(|(ordinal, entry)| {
             let read = match entry.held {
                 Held::Open(_) => codec.is_none(),
@@ -291,7 +301,7 @@ impl Front {
         let words = codec.map_or(layout.words(), |codec| codec.packed.words());
         for ordinal in here.map(|(ordinal, _)| ordinal).chain([chain.next]) {
             let block = block_of(ordinal);
-            let known = chain.mirrors.rank(ordinal);
+            let known = chain.mirrors.rank(block * BLOCK as u32..(block + 1) * BLOCK as u32);
             let new = going.iter().rfind(|(gone, _)| block_of(*gone) == block);
             let rank = match new {
                 Some((_, copies)) => copies.first().map(|copy| copy.rank),
@@ -303,7 +313,7 @@ impl Front {
             };
             if let Some(rank) = rank {
                 let mirror = chain.set_aside(self, ordinal, (rank, link.epoch), words, aside.work.of(rank));
-                aside.noted.extend(mirror.map(|mirror| (&chain.mirrors, mirror)));
+                aside.noted.extend(mirror.map(|mirror| (&chain.mirrors, run, mirror)));
             }
         }
     }
@@ -346,7 +356,8 @@ impl Front {
                             going.extend(slot.kept().map(|kept| (ordinal, kept.copies())));
                             sent.push(Sent { layer: l, head: h, chain: c, ordinal, slot });
                         }
-                        let whose = Whose { layout: &inner.config.layers[l].layout, codec };
+                        let whose =
+                            Whose { run: run_of(l, h, c), layout: &inner.config.layers[l].layout, codec };
                         self.set_aside_of(link, chain, whose, &going, &mut aside);
                     }
                 }
@@ -357,7 +368,7 @@ impl Front {
         if !work.is_empty() {
             self.work(link, work)?;
         }
-        aside.noted.into_iter().for_each(|(mirrors, mirror)| mirrors.note(mirror));
+        self.note_mirrors(aside.noted);
         // Not before the ranks have them: who moves pages asks for what is listed.
         for slot in all.iter().flatten().map(|sent: &Sent| &sent.slot) {
             if let Some(kept) = slot.kept() {
@@ -380,13 +391,16 @@ impl Front {
     ) -> Result<Arc<Stored>, FabricError> {
         let At { layer, head, chain: c, ordinal } = at;
         let layout = &inner.config.layers[layer].layout;
-        let block =
-            Block { layer: layer as u32, head: head as u32, expert: c as u16 - 1, block: block_of(ordinal) };
+        let run = run_of(layer, head, c);
+        let block = Block { layer: run.layer, head: run.head, expert: run.expert, block: block_of(ordinal) };
         let ranks = match chain.ranks_of(link, block.block) {
             Some(ranks) => ranks?,
             None => vec![self.rank_of(link, &block)?],
         };
-        let mirrored = chain.own(&chain.mirrors.list(), ordinal).map(|mirror| mirror.copy.rank);
+        let mirrored = match chain.mirrors.list() {
+            Some(list) => chain.own(&list, ordinal).map(|mirror| mirror.copy.rank),
+            None => None,
+        };
         let mirrored = mirrored.filter(|rank| ranks.contains(rank));
         let words = entry.page().map_or(&[][..], |page| page.words());
         let mut copies = Copies::new();
@@ -394,7 +408,7 @@ impl Front {
             let work = work.of(rank);
             let mirror = mirrored.filter(|mirrored| *mirrored == rank);
             let mirror = mirror.and_then(|_| {
-                chain.mirror(self, (layer, layout, codec.is_some()), ordinal, (rank, link.epoch), work)
+                chain.mirror(self, run, (layout, codec.is_some()), ordinal, (rank, link.epoch), work)
             });
             match mirror {
                 Some(copy) => {
@@ -438,6 +452,11 @@ impl Front {
             chain.settle_sent();
         }
     }
+}
+
+/// The run that is chain `c` of a head; the first are the sinks, which stay here.
+pub(super) fn run_of(layer: usize, head: usize, c: usize) -> RunOf {
+    RunOf { layer: layer as u32, head: head as u32, expert: c as u16 - 1 }
 }
 
 /// Which page.

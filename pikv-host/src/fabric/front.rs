@@ -6,10 +6,11 @@ use super::{Fabric, Options, Traffic};
 use crate::base::error::FabricError;
 use crate::base::error::MAX_SHARDS;
 use crate::base::error::{ConfigError, Error};
+use crate::base::locks::{Mutex, MutexGuard, RwLock};
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
 use crate::config::shape::first_heads;
-use crate::tiers::replica::{Block, Copy, FetchPage, Freed, Kept};
+use crate::tiers::replica::{Block, Copy, FetchPage, Freed, Kept, MirrorBook};
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
 use std::collections::HashMap;
@@ -18,7 +19,7 @@ use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::sync::{Arc, PoisonError, TryLockError, Weak};
 use std::thread::{self, JoinHandle};
 
 pub(crate) struct Front {
@@ -31,8 +32,12 @@ pub(crate) struct Front {
     pub(super) experts: usize,
     pub(super) level: Arc<Level>,
     pub(super) fast: bool,
+    /// Of each rank, whether it is another process, or kept apart as if it were one.
+    wired: Vec<bool>,
     /// Of each layer: the ranks of an expert's slots, where the experts were placed by load.
     pub(super) placed: RwLock<Vec<Option<Vec<Vec<u32>>>>>,
+    /// Copies of pages that are here, for those that move.
+    pub(super) mirrors: Arc<MirrorBook>,
     /// The pages of every block, for those that move.
     pub(super) book: Mutex<HashMap<Block, Vec<Weak<Stored>>>>,
     /// `[layer][expert]` bytes that attention read since the experts were placed.
@@ -102,6 +107,7 @@ impl Front {
             return Err(ConfigError::Shards { shards: fabric.ranks() }.into());
         }
         let ranks = fabric.ranks() as usize;
+        let wired = (0..fabric.ranks()).map(|rank| fabric.is_wired(rank)).collect();
         let session = RandomState::new().build_hasher().finish();
         let link = Link::new(fabric, options.timeout, session, fingerprint)?;
         let (layers, experts) = (config.layers.len(), config.experts as usize);
@@ -115,7 +121,9 @@ impl Front {
             experts,
             level: Arc::new(Level::fabric()),
             fast: options.fast,
+            wired,
             placed: RwLock::new(vec![None; layers]),
+            mirrors: Arc::default(),
             book: Mutex::default(),
             reads: (0..layers * experts).map(|_| AtomicU64::new(0)).collect(),
             beat: Mutex::default(),
@@ -258,6 +266,10 @@ impl FetchPage for Front {
         let answers = self.work(&mut link, vec![(copy.rank, work)])?;
         words.copy_from_slice(fetched(&answers[0], 0, words.len())?);
         Ok(())
+    }
+
+    fn is_wired(&self, rank: u32) -> bool {
+        self.wired.get(rank as usize).copied().unwrap_or(true)
     }
 }
 

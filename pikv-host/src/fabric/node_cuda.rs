@@ -4,8 +4,9 @@
 use crate::attend_cuda::attend::{Shape, WAVE};
 use crate::attend_cuda::wave::{Left, Wave, most, packed_room};
 use crate::base::error::Error;
+use crate::device::Device;
+use crate::device::driver::arguments;
 use crate::device::ring::Upload;
-use crate::device::{Device, arguments};
 use crate::fabric::Ask;
 use pikv_core::attend::BLOCK;
 use pikv_core::mass::ROW;

@@ -4,11 +4,12 @@ use super::file::ByRank;
 use super::front::{Front, fetched, first_alive};
 use super::link::{Link, Work};
 use crate::base::error::FabricError;
+use crate::base::ids::block_of;
 use crate::router::Eplb;
 use crate::tiers::Stored;
-use crate::tiers::replica::{Block, Copies};
-use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use crate::tiers::replica::{Block, Copies, Copy};
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError, Weak};
 
 /// What was moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,26 +81,72 @@ impl Front {
         Ok(missing.len() as u64)
     }
 
-    /// Blocks of a layer and the pages in them.
-    fn blocks(&self, layer: usize) -> BTreeMap<Block, Vec<Arc<Stored>>> {
+    /// Blocks of a layer that have pages.
+    fn blocks(&self, layer: usize) -> Vec<Block> {
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         book.retain(|_, pages| {
             pages.retain(|page| page.strong_count() > 0);
             !pages.is_empty()
         });
-        let of = |(block, pages): (&Block, &Vec<std::sync::Weak<Stored>>)| {
-            (*block, pages.iter().filter_map(std::sync::Weak::upgrade).collect())
-        };
-        book.iter().filter(|(block, _)| block.layer as usize == layer).map(of).collect()
+        let mut blocks: Vec<Block> =
+            book.keys().filter(|block| block.layer as usize == layer).copied().collect();
+        blocks.sort_unstable();
+        blocks
     }
 
-    /// Has a block lie on `rank`, and no other ranks but those in `also`.
-    fn settle_block(
+    /// The pages of a block, on whatever ranks; none are added as long as the link is held.
+    fn pages(&self, _link: &Link, block: &Block) -> Vec<Arc<Stored>> {
+        let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        book.get(block).into_iter().flatten().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Has the first of `ranks` set room aside for the pages of a block that are here and are read there with it, of whatever sequence,
+    /// unless one of `ranks` has it. They are sent again by who reads them next.
+    fn move_mirrors(
         &self,
         link: &mut Link,
-        pages: &[Arc<Stored>],
+        block: &Block,
+        words: usize,
         ranks: &[u32],
-    ) -> Result<Moves, FabricError> {
+    ) -> Result<(), FabricError> {
+        let lists = self.mirrors.of(block.run());
+        let mut work = ByRank::default();
+        // Forks may have a copy in common: by the old one's id.
+        let mut new: HashMap<u64, Arc<Copy>> = HashMap::new();
+        let mut moved = Vec::new();
+        for list in &lists {
+            let list = list.lock().unwrap_or_else(PoisonError::into_inner);
+            let of_block = || list.iter().filter(|mirror| block_of(mirror.ordinal) == block.block);
+            let stays = of_block().map(|mirror| mirror.copy.rank).find(|rank| ranks.contains(rank));
+            let rank = stays.unwrap_or(ranks[0]);
+            for mirror in of_block().filter(|mirror| mirror.copy.rank != rank) {
+                let copy = new.entry(mirror.copy.id).or_insert_with(|| {
+                    let copy = self.copy(rank);
+                    work.of(rank).puts.room(copy.id, words as u32);
+                    copy
+                });
+                moved.push((mirror.copy.id, copy.clone()));
+            }
+        }
+        let work = work.into_list();
+        if work.is_empty() {
+            return Ok(());
+        }
+        self.work(link, work)?;
+        for list in &lists {
+            let mut list = list.lock().unwrap_or_else(PoisonError::into_inner);
+            for mirror in &mut *list {
+                if let Some((_, copy)) = moved.iter().find(|(id, _)| *id == mirror.copy.id) {
+                    (mirror.copy, mirror.synced, mirror.epoch) = (copy.clone(), 0, link.epoch);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Has a block lie on `ranks`, and on no others.
+    fn settle_block(&self, link: &mut Link, block: &Block, ranks: &[u32]) -> Result<Moves, FabricError> {
+        let pages = self.pages(link, block);
         let mut moves = Moves::default();
         let all: Vec<&Arc<Stored>> = pages.iter().collect();
         // Pages of a rank that is lost have nowhere to come from.
@@ -107,6 +154,9 @@ impl Front {
             .into_iter()
             .filter(|slot| slot.kept().is_some_and(|kept| first_alive(link, &kept.copies()).is_ok()))
             .collect();
+        if let Some(page) = all.first() {
+            self.move_mirrors(link, block, page.words(), ranks)?;
+        }
         let mut came = 0;
         for rank in ranks {
             came += self.copy_to(link, &all, *rank)?;
@@ -171,11 +221,11 @@ impl Front {
         self.placed.write().unwrap_or_else(PoisonError::into_inner)[layer] = Some(ranks_of);
         self.forget_reads(layer);
         let mut all = Moves::default();
-        for (block, pages) in self.blocks(layer) {
+        for block in self.blocks(layer) {
             // One block at a time, so that whoever attends is not kept waiting.
             let mut link = self.link();
             let rank = self.rank_of(&link, &block)?;
-            let moves = self.settle_block(&mut link, &pages, &[rank])?;
+            let moves = self.settle_block(&mut link, &block, &[rank])?;
             all.add(&moves);
             link.traffic.moved += moves.moved;
         }
@@ -192,8 +242,9 @@ impl Front {
             return Err(FabricError::Count { what: "copies", got: copies as usize, wanted: alive.len() });
         }
         let mut all = Moves::default();
-        for (block, pages) in self.blocks(layer).into_iter().filter(|(block, _)| block.expert == expert) {
+        for block in self.blocks(layer).into_iter().filter(|block| block.expert == expert) {
             let mut link = self.link();
+            let pages = self.pages(&link, &block);
             let Some(kept) = pages.first().and_then(|slot| slot.kept()) else { continue };
             let Ok(first) = first_alive(&link, &kept.copies()).map(|copy| copy.rank) else { continue };
             let at = alive.iter().position(|rank| *rank == first).unwrap_or(0) + block.block as usize % 2;
@@ -202,7 +253,7 @@ impl Front {
             let others =
                 (0..alive.len()).map(|i| alive[(at + i) % alive.len()]).filter(|rank| *rank != first);
             ranks.extend(others.take(copies as usize - 1));
-            let moves = self.settle_block(&mut link, &pages, &ranks)?;
+            let moves = self.settle_block(&mut link, &block, &ranks)?;
             all.add(&moves);
             link.traffic.moved += moves.moved;
             link.traffic.replicated += moves.replicated;

@@ -252,6 +252,11 @@ impl Lease {
         Lease { arenas: arenas.clone(), left: Arc::default() }
     }
 
+    /// What a leaked step left.
+    pub fn left(&self) -> u64 {
+        self.left.load(Ordering::Relaxed)
+    }
+
     /// Gives back what a leaked step left.
     pub fn give_back(&self) {
         self.arenas.taken.fetch_sub(self.left.swap(0, Ordering::Relaxed), Ordering::Relaxed);

@@ -3,6 +3,7 @@
 pub mod arena;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod ghost_bytes;
 pub mod growth;
 pub mod pool;
 pub mod writes;

@@ -3,10 +3,14 @@
 use crate::base::error::Error;
 use crate::base::failures::Counts;
 use crate::base::rope_tables::Tables;
+use crate::config::hits::Hits;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Arenas;
+use crate::memory::ghost_bytes::Total;
+use crate::policy::rule::Rule;
 use crate::tiers::Levels;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Page memory of a cache, and what is read beside it.
 #[derive(Debug)]
@@ -17,6 +21,10 @@ pub(crate) struct Pool {
     pub tiers: Option<Levels>,
     /// Counts of work that failed without failing a call.
     pub failures: Arc<Counts>,
+    /// Whether somebody asks for hits.
+    asked: AtomicBool,
+    /// Bytes of what is kept of known pages.
+    pub ghosts: Arc<Total>,
 }
 
 impl Pool {
@@ -34,6 +42,19 @@ impl Pool {
         let arenas = Arenas::new(config, plain.chain(packed), &failures);
         let tables = Tables::new(&config.layers, frequencies);
         let tiers = Levels::new(&config.tiers, config.backend.is_cpu(), config.wipe, &failures)?;
-        Ok(Pool { shape: shape.clone(), arenas, tables, tiers, failures })
+        let uses = |rule: &Arc<Rule>| rule.wants_hits;
+        let asked = AtomicBool::new(config.hits.is_some() || shape.rules.iter().flatten().any(uses));
+        let ghosts = Arc::new(Total::new(config.wipe));
+        Ok(Pool { shape: shape.clone(), arenas, tables, tiers, failures, asked, ghosts })
+    }
+
+    /// What is counted as a hit, if anybody asks.
+    pub fn hits(&self) -> Option<Hits> {
+        self.asked.load(Ordering::Relaxed).then_some(self.shape.config.hits.unwrap_or_default())
+    }
+
+    /// Has hits counted, and pages known that leave the ring from now on.
+    pub fn ask(&self) {
+        self.asked.store(true, Ordering::Relaxed);
     }
 }

@@ -6,7 +6,7 @@ use crate::fabric::Traffic;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// What a [`Collector`] has heard. Sums stop at their largest value.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Totals {
     /// Steps.
@@ -19,10 +19,14 @@ pub struct Totals {
     pub peak_resident_bytes: u64,
     /// Bytes that the same tokens would take, after the last step.
     pub logical_bytes: u64,
-    /// Hits of each expert.
-    pub hits: Vec<u64>,
-    /// Misses of each expert.
-    pub misses: Vec<u64>,
+    /// Of each expert, pages that were wanted and there.
+    pub hits: Vec<f64>,
+    /// Of each expert, pages that were wanted and not there.
+    pub misses: Vec<f64>,
+    /// Tokens of the rows' experts that were held, and that were not, summed over steps, rows, layers and KV heads.
+    pub held_tokens: u64,
+    /// Those that were not.
+    pub lost_tokens: u64,
     /// Pages evicted.
     pub evicted_pages: u64,
     /// Tokens in them.
@@ -31,7 +35,7 @@ pub struct Totals {
     pub evicted_bytes: u64,
     /// Tokens by which an evicted page was older than the newest.
     pub age: Histogram,
-    /// Steps between two uses of a page.
+    /// Tokens of its sequence between two uses of a page.
     pub gap: Histogram,
     /// What went over the cache's fabric, as it was last told.
     pub traffic: Traffic,
@@ -43,8 +47,20 @@ impl Totals {
     /// Hits over all wanted pages, of one expert; `None` if none was wanted, or there is no such expert.
     pub fn hit_rate(&self, expert: usize) -> Option<f64> {
         let (hits, misses) = (*self.hits.get(expert)?, *self.misses.get(expert)?);
-        let wanted = hits as f64 + misses as f64;
-        (wanted > 0.0).then(|| hits as f64 / wanted)
+        (hits + misses > 0.0).then(|| hits / (hits + misses))
+    }
+
+    /// Hits over all wanted pages, of all experts; `None` if none was wanted.
+    pub fn hit_rate_of_all(&self) -> Option<f64> {
+        let [hits, misses]: [f64; 2] = [&self.hits, &self.misses].map(|of| of.iter().sum());
+        (hits + misses > 0.0).then(|| hits / (hits + misses))
+    }
+
+    /// The share of the tokens of the rows' experts that was held; `None` if there were none. Unlike a hit rate it says nothing of what is
+    /// wanted.
+    pub fn residency(&self) -> Option<f64> {
+        let all = self.held_tokens as f64 + self.lost_tokens as f64;
+        (all > 0.0).then(|| self.held_tokens as f64 / all)
     }
 }
 
@@ -54,7 +70,7 @@ impl Totals {
 /// # use pikv_host as pikv;
 /// use pikv::metrics::{Collector, Evicted, Sink, StepMetrics};
 /// let sink = Collector::new(2);
-/// sink.step(&StepMetrics::default().resident_bytes(4096).hits(&[3, 0]).misses(&[1, 2]));
+/// sink.step(&StepMetrics::default().resident_bytes(4096).hits(&[3.0, 0.0]).misses(&[1.0, 2.0]));
 /// sink.evicted(&Evicted::default().kv_head(1).tokens(32).bytes(2048).age(700));
 /// let totals = sink.totals();
 /// assert_eq!((totals.hit_rate(0), totals.hit_rate(1)), (Some(0.75), Some(0.0)));
@@ -68,7 +84,7 @@ pub struct Collector {
 impl Collector {
     /// A collector for a cache of `experts` experts. Counts of experts past these are dropped.
     pub fn new(experts: usize) -> Collector {
-        let counts = vec![0; experts];
+        let counts = vec![0.0; experts];
         Collector { totals: Mutex::new(Totals { hits: counts.clone(), misses: counts, ..Totals::default() }) }
     }
 
@@ -80,7 +96,7 @@ impl Collector {
     /// What it has heard so far, and forgets it; bytes after the last step stay, and are the peak to begin with.
     pub fn take(&self) -> Totals {
         let mut totals = self.lock();
-        let counts = vec![0; totals.hits.len()];
+        let counts = vec![0.0; totals.hits.len()];
         let fresh = Totals {
             resident_bytes: totals.resident_bytes,
             peak_resident_bytes: totals.resident_bytes,
@@ -112,8 +128,10 @@ impl Sink for Collector {
         totals.resident_bytes = step.resident_bytes;
         totals.peak_resident_bytes = totals.peak_resident_bytes.max(step.resident_bytes);
         totals.logical_bytes = step.logical_bytes;
-        totals.hits.iter_mut().zip(step.hits).for_each(|(sum, n)| add(sum, *n));
-        totals.misses.iter_mut().zip(step.misses).for_each(|(sum, n)| add(sum, *n));
+        totals.hits.iter_mut().zip(step.hits).for_each(|(sum, n)| *sum += n);
+        totals.misses.iter_mut().zip(step.misses).for_each(|(sum, n)| *sum += n);
+        add(&mut totals.held_tokens, step.held_tokens);
+        add(&mut totals.lost_tokens, step.lost_tokens);
     }
 
     fn evicted(&self, page: &Evicted) {

@@ -15,9 +15,13 @@ pub struct TracingSink;
 
 impl Sink for TracingSink {
     fn step(&self, step: &StepMetrics<'_>) {
-        let StepMetrics { rows, resident_bytes, logical_bytes, hits, misses } = *step;
-        let (hits, misses): (u64, u64) = (hits.iter().sum(), misses.iter().sum());
-        debug!(target: "pikv", rows, resident_bytes, logical_bytes, hits, misses, "step");
+        let StepMetrics { rows, resident_bytes, logical_bytes, hits, misses, held_tokens, lost_tokens } =
+            *step;
+        let [hit_pages, missed_pages]: [f64; 2] = [hits, misses].map(|of| of.iter().sum::<f64>() + 0.0);
+        debug!(
+            target: "pikv",
+            rows, resident_bytes, logical_bytes, hit_pages, missed_pages, held_tokens, lost_tokens, "step"
+        );
     }
 
     fn evicted(&self, page: &Evicted) {

@@ -30,7 +30,7 @@ pub use events::TracingSink;
 pub use recorder::MetricsSink;
 
 /// One step of a cache, once it is committed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct StepMetrics<'a> {
     /// Tokens that the step added, over all its sequences.
@@ -39,13 +39,27 @@ pub struct StepMetrics<'a> {
     pub resident_bytes: u64,
     /// Bytes that the same tokens would take with nothing evicted, packed or shared.
     pub logical_bytes: u64,
-    /// Of each expert, wanted tokens that were resident in the fastest tier, counted for each row and KV head.
-    pub hits: &'a [u64],
-    /// Of each expert, wanted tokens that were evicted, remote or in a lower tier, counted likewise.
-    pub misses: &'a [u64],
+    /// Of each expert, wanted pages that were in the first tier, summed over layers, rows and KV heads:
+    /// [`StepReport::hits`](crate::StepReport::hits).
+    pub hits: &'a [f64],
+    /// Of each expert, wanted pages that were evicted, remote, in a lower tier or not fetched, summed likewise.
+    pub misses: &'a [f64],
+    /// Tokens of the pages of the rows' experts that the first tier holds, summed likewise:
+    /// [`StepReport::held_tokens`](crate::StepReport::held_tokens).
+    pub held_tokens: u64,
+    /// Those that it does not hold.
+    pub lost_tokens: u64,
 }
 
-setters!(StepMetrics<'a> { rows: u64, resident_bytes: u64, logical_bytes: u64, hits: &'a [u64], misses: &'a [u64] });
+setters!(StepMetrics<'a> {
+    rows: u64,
+    resident_bytes: u64,
+    logical_bytes: u64,
+    hits: &'a [f64],
+    misses: &'a [f64],
+    held_tokens: u64,
+    lost_tokens: u64,
+});
 
 /// What went over a fabric since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -147,6 +161,11 @@ pub trait Sink: Send + Sync {
         true
     }
 
+    /// Whether [`StepMetrics::hits`] are looked at: they are counted then ([`Hits`](crate::rules::Hits)).
+    fn wants_hits(&self) -> bool {
+        true
+    }
+
     /// What went over the cache's fabric since it was built, as of a step that was committed. Sums, not differences.
     fn traffic(&self, _sums: &Traffic) {}
 
@@ -157,6 +176,10 @@ pub trait Sink: Send + Sync {
 /// Takes no notice.
 impl Sink for () {
     fn wants_reused(&self) -> bool {
+        false
+    }
+
+    fn wants_hits(&self) -> bool {
         false
     }
 }

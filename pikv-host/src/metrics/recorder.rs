@@ -5,6 +5,7 @@ use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use ::metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use std::fmt;
+use std::sync::{Mutex, PoisonError};
 
 /// Gives every number to the recorder.
 ///
@@ -14,10 +15,11 @@ use std::fmt;
 /// |---|---|---|
 /// | `pikv_steps_total`, `pikv_rows_total` | counter | steps, and tokens that they added |
 /// | `pikv_resident_bytes`, `pikv_logical_bytes` | gauge | the last step |
-/// | `pikv_hits_total`, `pikv_misses_total` | counter | wanted tokens, for each row and KV head, label `expert` |
+/// | `pikv_hit_pages_total`, `pikv_missed_pages_total` | counter | wanted pages that were there or not, over rows and KV heads, label `expert` |
+/// | `pikv_held_tokens_total`, `pikv_lost_tokens_total` | counter | tokens of the rows' experts that were held or not, over rows and KV heads |
 /// | `pikv_evicted_pages_total`, `pikv_evicted_tokens_total`, `pikv_evicted_bytes_total` | counter | pages that left |
 /// | `pikv_eviction_age_tokens` | histogram | pages that left |
-/// | `pikv_reuse_gap_steps` | histogram | tokens of the sequence since a page was last used |
+/// | `pikv_reuse_gap_tokens` | histogram | tokens of the sequence since a page was last used |
 /// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
 /// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that went to other ranks |
 /// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | what went wrong without failing a call ([`Failures`]) |
@@ -29,6 +31,9 @@ pub struct MetricsSink {
     logical_bytes: Gauge,
     hits: Vec<Counter>,
     misses: Vec<Counter>,
+    /// Hits, then misses of each expert: counters take whole pages only.
+    pages: Mutex<Vec<f64>>,
+    tokens: [Counter; 2],
     evicted_pages: Counter,
     evicted_tokens: Counter,
     evicted_bytes: Counter,
@@ -51,13 +56,15 @@ impl MetricsSink {
             rows: counter!("pikv_rows_total"),
             resident_bytes: gauge!("pikv_resident_bytes"),
             logical_bytes: gauge!("pikv_logical_bytes"),
-            hits: each("pikv_hits_total"),
-            misses: each("pikv_misses_total"),
+            hits: each("pikv_hit_pages_total"),
+            misses: each("pikv_missed_pages_total"),
+            pages: Mutex::new(vec![0.0; 2 * experts]),
+            tokens: [counter!("pikv_held_tokens_total"), counter!("pikv_lost_tokens_total")],
             evicted_pages: counter!("pikv_evicted_pages_total"),
             evicted_tokens: counter!("pikv_evicted_tokens_total"),
             evicted_bytes: counter!("pikv_evicted_bytes_total"),
             age: histogram!("pikv_eviction_age_tokens"),
-            gap: histogram!("pikv_reuse_gap_steps"),
+            gap: histogram!("pikv_reuse_gap_tokens"),
             traffic: [
                 counter!("pikv_wire_sent_bytes_total"),
                 counter!("pikv_wire_received_bytes_total"),
@@ -76,8 +83,17 @@ impl Sink for MetricsSink {
         self.rows.increment(step.rows);
         self.resident_bytes.set(step.resident_bytes as f64);
         self.logical_bytes.set(step.logical_bytes as f64);
-        self.hits.iter().zip(step.hits).for_each(|(counter, n)| counter.increment(*n));
-        self.misses.iter().zip(step.misses).for_each(|(counter, n)| counter.increment(*n));
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        let (hits, misses) = pages.split_at_mut(self.hits.len());
+        for (counters, sums, pages) in [(&self.hits, hits, step.hits), (&self.misses, misses, step.misses)] {
+            for ((counter, sum), pages) in counters.iter().zip(sums).zip(pages) {
+                let whole = *sum as u64;
+                *sum += pages;
+                counter.increment(*sum as u64 - whole);
+            }
+        }
+        let tokens = [step.held_tokens, step.lost_tokens];
+        self.tokens.iter().zip(tokens).for_each(|(counter, tokens)| counter.increment(tokens));
     }
 
     fn evicted(&self, page: &Evicted) {

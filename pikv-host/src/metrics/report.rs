@@ -3,15 +3,19 @@
 use crate::base::text::{Bytes, Share, Table};
 use crate::metrics::{Evicted, Reused};
 use crate::router::learnt::Left;
+use crate::router::met::Met;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What a step met, once it is committed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepReport {
     pub(crate) experts: usize,
-    pub(crate) hits: Vec<u64>,
-    pub(crate) misses: Vec<u64>,
+    pub(crate) hits: Vec<f64>,
+    pub(crate) misses: Vec<f64>,
+    pub(crate) held: Vec<u64>,
+    pub(crate) lost: Vec<u64>,
     pub(crate) remote: Vec<u64>,
     /// Bytes that the tokens of the step's sequences would take with nothing evicted, packed, shared or padded.
     pub logical_bytes: u64,
@@ -22,26 +26,30 @@ pub struct StepReport {
     pub reused: Vec<Reused>,
     /// Whether nobody asks for them.
     pub(crate) unasked: bool,
-    /// Where a loop asks for it, what each sequence of the step met, `[layers][parts][experts]`, and its ticket.
+    /// Where a loop asks for it, what each sequence of the step met, and its ticket.
     pub(crate) by_part: Option<ByPart>,
 }
 
 impl fmt::Display for StepReport {
-    /// A table: tokens that rows wanted of their experts, found and missed, and bytes from lower tiers, layer by layer; then what was
-    /// evicted.
+    /// A table, layer by layer: pages that rows wanted and found or missed, tokens that are held or lost, and bytes from lower tiers and other
+    /// ranks; then what was evicted.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::default();
-        table.row([&"layer", &"hits", &"misses", &"hit rate", &"from tiers"]);
-        let mut row = |name: &dyn fmt::Display, hits: &[u64], misses: &[u64], remote: u64| {
-            let (hits, misses): (u64, u64) = (hits.iter().sum(), misses.iter().sum());
-            table.row([name, &hits, &misses, &Share(hits, hits + misses), &Bytes(remote)]);
+        table.row([&"layer", &"hits", &"misses", &"hit rate", &"held tokens", &"lost", &"fetched"]);
+        let mut row = |name: &dyn fmt::Display, all: [&[f64]; 2], tokens: [&[u64]; 2], remote: u64| {
+            let [hits, misses] = all.map(|of| of.iter().sum::<f64>());
+            let [held, lost] = tokens.map(|of| of.iter().sum::<u64>());
+            let [hit, miss] = [hits, misses].map(|pages| format!("{pages:.1}"));
+            table.row([name, &hit, &miss, &Share(hits, hits + misses), &held, &lost, &Bytes(remote)]);
         };
         let layers = self.hits.len().checked_div(self.experts).unwrap_or(0);
         for layer in 0..layers {
-            row(&layer, self.hits(layer), self.misses(layer), self.remote_bytes(layer));
+            let pages = [self.hits(layer), self.misses(layer)];
+            let tokens = [self.held_tokens(layer), self.lost_tokens(layer)];
+            row(&layer, pages, tokens, self.remote_bytes(layer));
         }
         if layers != 1 {
-            row(&"all", &self.hits, &self.misses, self.remote.iter().sum());
+            row(&"all", [&self.hits, &self.misses], [&self.held, &self.lost], self.remote.iter().sum());
         }
         let (tokens, bytes) = self
             .evicted
@@ -57,8 +65,8 @@ impl fmt::Display for StepReport {
 /// What each sequence of a step met.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ByPart {
-    pub hits: Vec<u64>,
-    pub misses: Vec<u64>,
+    /// Layer, index of the sequence, and what one of its rows met over all heads; by ascending layer, sequence, row and expert.
+    pub met: Vec<(usize, usize, Met)>,
     pub tickets: Vec<Arc<Left>>,
 }
 
@@ -70,19 +78,51 @@ impl PartialEq for ByPart {
 }
 
 impl StepReport {
-    /// Of each expert, tokens in its pages that rows of the step wanted, and found in the first tier. A row wants, in every KV
-    /// head, what its own experts hold.
-    pub fn hits(&self, layer: usize) -> &[u64] {
-        self.hits.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
+    /// Of each expert, its pages that rows of the step wanted and found in the first tier, summed over rows and KV heads, in 32nds of a page:
+    /// a page that lost tokens counts by those that are held. [`Hits`](crate::rules::Hits) says what is wanted, and of which rows it is asked; all are
+    /// 0 where nobody asks for hits.
+    pub fn hits(&self, layer: usize) -> &[f64] {
+        self.hits.get(self.of(layer)).unwrap_or_default()
     }
 
-    /// Of each expert, tokens that rows wanted and that were evicted, lay in a lower tier, or were not fetched: of a
-    /// [`ClosedLoop`](crate::ClosedLoop), what lies behind a row's first [`Routes::fetch`](crate::router::Routes::fetch) experts.
-    pub fn misses(&self, layer: usize) -> &[u64] {
-        self.misses.get(layer * self.experts..(layer + 1) * self.experts).unwrap_or_default()
+    /// Of each expert, its pages that rows wanted and that were evicted, lay in a lower tier or on another rank, or were not fetched: of a
+    /// [`ClosedLoop`](crate::ClosedLoop), those of a row's experts behind the first [`Routes::fetch`](crate::router::Routes::fetch).
+    /// Counted as [`StepReport::hits`].
+    pub fn misses(&self, layer: usize) -> &[f64] {
+        self.misses.get(self.of(layer)).unwrap_or_default()
     }
 
-    /// Bytes of pages that attention in a layer read from lower tiers.
+    /// The share of the pages that rows wanted in all layers and found in the first tier; `None` if none was wanted.
+    pub fn hit_rate(&self) -> Option<f64> {
+        let [hits, misses]: [f64; 2] = [&self.hits, &self.misses].map(|of| of.iter().sum());
+        (hits + misses > 0.0).then(|| hits / (hits + misses))
+    }
+
+    /// Of each expert, tokens of its pages that the first tier holds, whoever wants them: summed over KV heads and the rows that chose the
+    /// expert.
+    pub fn held_tokens(&self, layer: usize) -> &[u64] {
+        self.held.get(self.of(layer)).unwrap_or_default()
+    }
+
+    /// Of each expert, tokens that were filed in its pages and that the first tier does not hold, counted as
+    /// [`StepReport::held_tokens`].
+    pub fn lost_tokens(&self, layer: usize) -> &[u64] {
+        self.lost.get(self.of(layer)).unwrap_or_default()
+    }
+
+    /// Of the tokens that were filed in the pages of the rows' experts, the share that the first tier holds, over all layers; 1 if there
+    /// are none. It says how much is held and nothing of what is wanted: policies that hold as many tokens have the same.
+    pub fn residency(&self) -> f64 {
+        let [held, lost]: [u64; 2] = [&self.held, &self.lost].map(|of| of.iter().sum());
+        if held + lost == 0 { 1.0 } else { held as f64 / (held + lost) as f64 }
+    }
+
+    fn of(&self, layer: usize) -> Range<usize> {
+        layer * self.experts..(layer + 1) * self.experts
+    }
+
+    /// Bytes of pages that attention in a layer read from lower tiers, and of pages that rows wanted and that lay on other ranks of a
+    /// fabric, once for each row that was asked and KV head.
     pub fn remote_bytes(&self, layer: usize) -> u64 {
         self.remote.get(layer).copied().unwrap_or(0)
     }
@@ -91,15 +131,18 @@ impl StepReport {
         self.experts = experts;
         for counts in [&mut self.hits, &mut self.misses] {
             counts.clear();
+            counts.resize(layers * experts, 0.0);
+        }
+        for counts in [&mut self.held, &mut self.lost] {
+            counts.clear();
             counts.resize(layers * experts, 0);
         }
         self.remote.clear();
         self.logical_bytes = 0;
         self.evicted.clear();
         self.reused.clear();
-        if let Some(ByPart { hits, misses, tickets }) = &mut self.by_part {
-            hits.clear();
-            misses.clear();
+        if let Some(ByPart { met, tickets }) = &mut self.by_part {
+            met.clear();
             tickets.clear();
         }
     }

@@ -57,6 +57,35 @@ struct Move {
     to_lane: u32,
 }
 
+/// What is moved where.
+struct Plan {
+    /// Pages whose tokens move: the first of the run.
+    end: usize,
+    /// Pages that will be left, from the newest on: which of the run's they take the place of.
+    targets: Vec<(usize, Target)>,
+    /// From the newest token back; 32 for each target, but for the last.
+    moves: Vec<Move>,
+    /// Of each target, the lanes that will be read.
+    filled: Vec<u32>,
+}
+
+/// What was read and written for a plan before the run changes.
+struct Ready {
+    /// Of each page, its words if they were elsewhere.
+    away: Vec<Option<Box<[u32]>>>,
+    /// Targets in a lower tier, in their order.
+    lower: VecDeque<(Vec<u32>, Stored)>,
+    /// Extremes of the keys of targets on a device, in their order.
+    bounds: VecDeque<Option<Box<[[f32; LANES]]>>>,
+}
+
+impl Whose<'_> {
+    /// Whether pages lie on a device.
+    fn is_far(&self) -> bool {
+        !self.pool.shape.config.backend.is_cpu()
+    }
+}
+
 impl Chain {
     /// Moves the tokens of pages towards the newest of them, and frees those that are left empty, once a fifth of all lanes
     /// are. What a rollback could still touch, which lies at or after `kept`, and packed pages stay as they are.
@@ -68,8 +97,24 @@ impl Chain {
     /// # Errors
     /// No memory for a copy of a page that is shared; a lower tier or a device that fails. Everything stays as it was.
     pub fn compact(&mut self, whose: &Whose<'_>, kept: u32, noted: bool) -> Result<Option<Compacted>, Error> {
+        let Some((end, live)) = self.thinned(kept) else { return Ok(None) };
+        let mut plan = self.plan(whose, end, live)?;
+        // All that can fail comes before anything is changed.
+        let ready = self.prepare(whose, &plan)?;
+        let before = noted.then(|| self.before_moves(&plan));
+        self.move_tokens(whose, &mut plan, &ready.away);
+        self.take_targets(whose, plan, ready);
+        self.settled = 0;
+        self.dead = self.count_dead();
+        self.mirrors.forget(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
+        self.sweep(kept);
+        Ok(before)
+    }
+
+    /// How many of the first pages can be put together, and the tokens in them that are read; `None` if it is not worth it.
+    fn thinned(&mut self, kept: u32) -> Option<(usize, u32)> {
         if self.dead < PAGE || self.dead * 4 < self.live {
-            return Ok(None);
+            return None;
         }
         self.dead = self.count_dead();
         let still = |entry: &&Entry| match &entry.held {
@@ -89,23 +134,15 @@ impl Chain {
         let live: u32 = self.entries.range(..end).map(|entry| entry.live.count_ones()).sum();
         let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
         let dead = pages as u32 * PAGE - live;
-        if dead < PAGE || dead * 4 < self.live {
-            return Ok(None);
-        }
-        let mut targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
-        // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
-        let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
-        let far = !whose.pool.shape.config.backend.is_cpu();
-        let fetches =
-            far && (whose.pool.shape.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
-        let away = self.entries.range(..end).map(|entry| match &entry.held {
-            Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
-            Held::Open(page) if fetches && entry.live != 0 => {
-                page.fetch().map(|words| Some(words.into_owned().into_boxed_slice()))
-            }
-            _ => Ok(None),
-        });
-        let away = away.collect::<Result<Vec<_>, _>>()?;
+        (dead >= PAGE && dead * 4 >= self.live).then_some((end, live))
+    }
+
+    /// Where the `live` tokens of the first `end` pages go.
+    ///
+    /// # Errors
+    /// No memory for a page that is needed.
+    fn plan(&self, whose: &Whose<'_>, end: usize, live: u32) -> Result<Plan, Error> {
+        let targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
         // From the newest token back: its place is never before its own, so nothing is overwritten that is still to move.
         let mut moves = Vec::with_capacity(live as usize);
         for from in (0..end).rev() {
@@ -117,29 +154,53 @@ impl Chain {
         }
         let mut filled = vec![0u32; targets.len()];
         moves.iter().for_each(|to| filled[to.at] |= 1 << to.to_lane);
-        // All that can fail comes before anything is changed.
-        let mut lower = self.lower(whose, &targets, &moves, &away)?;
-        let layout = &whose.shape.layout;
-        let mut bounds: VecDeque<Option<Box<[[f32; LANES]]>>> = VecDeque::new();
+        Ok(Plan { end, targets, moves, filled })
+    }
+
+    /// Reads pages that are elsewhere, writes those that go to a lower tier, and has a device move its tokens. The lists of the run stay as
+    /// they are.
+    ///
+    /// # Errors
+    /// A lower tier or a device that fails.
+    fn prepare(&self, whose: &Whose<'_>, plan: &Plan) -> Result<Ready, Error> {
+        let Plan { end, targets, moves, filled } = plan;
+        let (shape, layout, rope) = (&whose.pool.shape, &whose.shape.layout, whose.shape.rope.as_ref());
+        // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
+        let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
+        let far = whose.is_far();
+        let fetches = far && (shape.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
+        let away = self.entries.range(..end).map(|entry| match &entry.held {
+            Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
+            Held::Open(page) if fetches && entry.live != 0 => {
+                page.fetch().map(|words| Some(words.into_owned().into_boxed_slice()))
+            }
+            _ => Ok(None),
+        });
+        let away = away.collect::<Result<Vec<_>, _>>()?;
+        let lower = self.lower(whose, targets, moves, &away)?;
+        let mut bounds = VecDeque::new();
         if far {
-            let assembled = fetches.then(|| self.assembled(layout, targets.len(), &moves, &away));
-            self.move_far(whose, &targets, &moves, assembled.as_deref())?;
+            let assembled = fetches.then(|| self.assembled(layout, targets.len(), moves, &away));
+            self.move_far(whose, targets, moves, assembled.as_deref())?;
             let whole = filled.iter().zip(assembled.iter().flatten());
-            let of = |(live, words): (&u32, &Vec<u32>)| {
-                Some(Entry::bounds_of(*live, words, layout, whose.shape.rope.as_ref()))
-            };
-            bounds.extend(whole.filter(|_| whose.pool.shape.config.bounds).map(of));
+            let of = |(live, words): (&u32, &Vec<u32>)| Some(Entry::bounds_of(*live, words, layout, rope));
+            bounds.extend(whole.filter(|_| shape.config.bounds).map(of));
         }
-        let before = noted.then(|| self.before_moves(end, &targets, &moves));
+        Ok(Ready { away, lower, bounds })
+    }
+
+    /// Moves tokens to their targets, one by one; where a device moved them, their positions, which the host has.
+    fn move_tokens(&mut self, whose: &Whose<'_>, plan: &mut Plan, away: &[Option<Box<[u32]>>]) {
+        let (layout, far) = (&whose.shape.layout, whose.is_far());
         let mut token = vec![0; if far { 1 } else { layout.words() as usize }];
-        for moved in moves {
-            let Move { from, lane, at, to_lane } = moved;
-            let (to, target) = &mut targets[at];
-            if target.is_at(*to, &moved) {
+        for moved in &plan.moves {
+            let Move { from, lane, at, to_lane } = *moved;
+            let (to, target) = &mut plan.targets[at];
+            if target.is_at(*to, moved) {
                 continue;
             }
             if target.is_here()
-                && let Some(words) = self.source(from, &away)
+                && let Some(words) = self.source(from, away)
             {
                 match far {
                     true => token[0] = words[lane as usize],
@@ -160,6 +221,14 @@ impl Chain {
             }
             self.kept.shift((from, lane), (*to, to_lane));
         }
+    }
+
+    /// Lists the targets, and frees the other pages.
+    fn take_targets(&mut self, whose: &Whose<'_>, plan: Plan, ready: Ready) {
+        let Plan { end, targets, filled, .. } = plan;
+        let Ready { mut lower, mut bounds, .. } = ready;
+        let (layout, rope) = (&whose.shape.layout, whose.shape.rope.as_ref());
+        let bounded = whose.pool.shape.config.bounds;
         let mut left: VecDeque<(usize, Target, u32)> =
             targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
         for i in (0..end).rev() {
@@ -176,31 +245,26 @@ impl Chain {
                 Target::Lower => {
                     let Some((words, slot)) = lower.pop_front() else { unreachable!("one for each target") };
                     entry.held = Held::Away(Away { slot: Arc::new(slot), by: None });
-                    if whose.pool.shape.config.bounds {
-                        entry.bounds =
-                            Some(Entry::bounds_of(live, &words, layout, whose.shape.rope.as_ref()));
+                    if bounded {
+                        entry.bounds = Some(Entry::bounds_of(live, &words, layout, rope));
                     }
                 }
             }
-            if whose.pool.shape.config.bounds {
-                entry.bound(layout, whose.shape.rope.as_ref());
+            if bounded {
+                entry.bound(layout, rope);
             }
             if known.is_some() {
                 entry.bounds = known;
             }
         }
-        self.settled = 0;
-        self.dead = self.count_dead();
-        self.mirrors.forget(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
-        self.sweep(kept);
-        Ok(before)
     }
 
-    /// How the first `end` pages are before their tokens move.
-    fn before_moves(&self, end: usize, targets: &[(usize, Target)], moves: &[Move]) -> Compacted {
-        let mut there = vec![false; end];
+    /// How the pages of a plan are before their tokens move.
+    fn before_moves(&self, plan: &Plan) -> Compacted {
+        let Plan { end, targets, moves, .. } = plan;
+        let mut there = vec![false; *end];
         targets.iter().for_each(|(to, target)| there[*to] = matches!(target, Target::There));
-        let mut pages = Vec::with_capacity(end);
+        let mut pages = Vec::with_capacity(*end);
         for (i, entry) in self.entries.range(..end).enumerate().filter(|(_, entry)| !entry.is_gone()) {
             let was = match &entry.held {
                 Held::Open(page) if there[i] => Was::Rewritten(*page.positions()),

@@ -9,6 +9,7 @@ use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
 use crate::pages::chain::{Chain, Entry, Held};
+use crate::pages::ghosts::Ghosts;
 use crate::pages::past::Past;
 use crate::policy::rule::Rule;
 use crate::policy::state::Kept;
@@ -38,6 +39,8 @@ pub(crate) struct Head {
     pub states: Kept,
     /// What the policy keeps of the head, a version for each length that can be gone back to.
     pub own: Vec<f32>,
+    /// The pages that a row can want.
+    pub ghosts: Ghosts,
 }
 
 /// One layer of a sequence.
@@ -85,7 +88,8 @@ impl Layer {
         let run = Chain { kept: states.clone(), ..Chain::default() };
         // No policy looks at the sinks.
         let chains = [vec![Chain::default()], vec![run; store.experts as usize]].concat();
-        let head = Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own] };
+        let head =
+            Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own], ghosts: Ghosts::default() };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
             first_head,
@@ -313,11 +317,9 @@ impl Layer {
         if let Some(seen) = seen_from(&pool.shape, shape, len) {
             self.slide(seen, ring.kept_from(len), len, self.rule.is_some() && ring.slack() > 0);
         }
-        // A rollback asks for those that were known where it goes.
-        self.forget_experts(
-            &pool.shape,
-            self.known_from(&pool.shape, shape, len).saturating_sub(ring.slack()),
-        );
+        // A rollback asks for those that were known where it goes; those of a tile that is not full stay, as its pages are still to be known.
+        let known = self.known_from(&pool.shape, shape, len).saturating_sub(ring.slack());
+        self.forget_experts(&pool.shape, known - known % PAGE);
         self.settle(pool, shape, len);
     }
 
@@ -364,7 +366,7 @@ impl Layer {
             let lists = head.ring.capacity() * size_of::<Page>() + head.own.capacity() * size_of::<f32>();
             let chains = head.chains.capacity() * size_of::<Chain>();
             let pages: u64 = head.chains.iter().map(Chain::table_bytes).sum();
-            (lists + chains) as u64 + head.states.bytes() + pages
+            (lists + chains) as u64 + head.states.bytes() + head.ghosts.table_bytes() + pages
         };
         let lists = self.heads.capacity() * size_of::<Head>()
             + self.tags.capacity() * size_of::<u16>()

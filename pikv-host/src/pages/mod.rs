@@ -3,5 +3,6 @@
 pub mod chain;
 pub mod compact;
 pub mod filing;
+pub mod ghosts;
 pub mod past;
 pub mod settle;

@@ -10,10 +10,14 @@ use pikv_core::warp::LANES;
 /// * mass, `m / (1 + m)`, `m` the mean attention received so far over an equal share of all tokens;
 /// * frequency, `f / (1 + f)`, `f` the number of times that it received at least such a share, halved every `half_life` tokens.
 ///
-/// After every row, `theta <- clamp(theta - gamma (target - eta), 0, sum alpha)` for each KV head, `eta` the moving mean of its
-/// hit rate: of the tokens that the row's experts were given, those still held. So a head that misses lets fewer tokens go; those
-/// that went do not come back, and `eta` recovers as new ones come. The paper has the other sign, with which a head that misses
+/// After every row that is looked at, `theta <- clamp(theta - gamma (target - eta), 0, sum alpha)` for each KV head, `eta` the moving mean
+/// of its hit rate: of the pages that the row wanted, those that were there ([`Hits`](crate::rules::Hits)). So a head that misses lets fewer tokens
+/// go; those that went do not come back, and `eta` recovers as new ones come. The paper has the other sign, with which a head that misses
 /// evicts more, misses more, and ends with nothing, while one that does not miss never evicts: a `gamma` below 0 shows it.
+///
+/// Where the budget binds, letting fewer go is not to be had, and `theta` stays at 0. There the heads of a layer share the sum of their
+/// budgets: a head that misses takes tokens, and one that does not gives them. `lean <- lean + gamma (8 (target - eta) - lean)` says how
+/// many: a head keeps a part in proportion to `2^lean` ([`Policy::lean`]), so twice as much as one whose hit rate is better by an eighth.
 ///
 /// (The method that it is named after, arXiv 2407.11550, is [`Eviction::adaptive`](super::Eviction::adaptive).)
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,11 +25,11 @@ use pikv_core::warp::LANES;
 pub struct AdaKvLit {
     /// Weights of recency, mass and frequency, 1/3 each by default; at least 0.
     pub alpha: [f32; 3],
-    /// The hit rate to reach, in 0..=1; 0.9 by default.
+    /// The hit rate to reach, in 0..=1; 0.9 by default. What heads have of a budget that they share does not depend on it.
     pub target: f32,
     /// Step of the threshold, above 0; 0.01 by default.
     pub gamma: f32,
-    /// What the newest row counts in the mean hit rate, above 0 and at most 1; 0.1 by default.
+    /// What the newest row that was looked at counts in the mean hit rate, above 0 and at most 1; 0.1 by default.
     pub rate: f32,
     /// Tokens; 64 by default.
     pub half_life: f32,
@@ -39,10 +43,14 @@ impl Default for AdaKvLit {
     }
 }
 
-/// Words of a head: the threshold, the mean hit rate, and whether there was one yet.
+/// Words of a head: the threshold, the mean hit rate, whether there was one yet, and how its part of a shared budget leans.
 const THETA: usize = 0;
 const ETA: usize = 1;
 const STARTED: usize = 2;
+const LEAN: usize = 3;
+
+/// How far a part leans at the end for each unit that the hit rate is away from the target.
+const GAIN: f32 = 8.0;
 
 impl AdaKvLit {
     fn faded(&self, age: f32) -> f32 {
@@ -69,7 +77,11 @@ impl Policy for AdaKvLit {
     }
 
     fn head_words(&self, _k_dim: usize, _group: usize) -> usize {
-        3
+        4
+    }
+
+    fn wants_hits(&self) -> bool {
+        true
     }
 
     fn born(&self, token: &Token<'_>, state: &mut [f32]) {
@@ -92,16 +104,18 @@ impl Policy for AdaKvLit {
 
     fn observe_head(&self, seen: &HeadSeen<'_>, state: &mut [f32]) {
         let wanted = seen.hits + seen.misses;
-        if wanted == 0 {
+        if wanted == 0.0 {
             return;
         }
-        let hit = seen.hits as f32 / wanted as f32;
-        for _ in 0..seen.rows {
+        let hit = seen.hits / wanted;
+        for _ in 0..seen.asked {
             let rate = if state[STARTED] == 0.0 { 1.0 } else { self.rate };
             state[STARTED] = 1.0;
             state[ETA] += rate * (hit - state[ETA]);
             let most: f32 = self.alpha.iter().sum();
-            state[THETA] = (state[THETA] - self.gamma * (self.target - state[ETA])).max(0.0).min(most);
+            let short = self.target - state[ETA];
+            state[THETA] = (state[THETA] - self.gamma * short).max(0.0).min(most);
+            state[LEAN] += self.gamma.abs().min(1.0) * (GAIN * short - state[LEAN]);
         }
     }
 
@@ -114,6 +128,10 @@ impl Policy for AdaKvLit {
             let features = [recency, share / (1.0 + share), uses / (1.0 + uses)];
             *u = self.alpha.iter().zip(features).map(|(alpha, phi)| alpha * phi).sum();
         }
+    }
+
+    fn lean(&self, head: &[f32]) -> Option<f32> {
+        Some(head[LEAN])
     }
 
     fn threshold(&self, head: &[f32]) -> Option<f32> {

@@ -96,6 +96,11 @@ pub trait Policy: fmt::Debug + Send + Sync {
         Feedback::None
     }
 
+    /// Whether it looks at [`HeadSeen::hits`] and [`HeadSeen::misses`]: they are counted then ([`Hits`](crate::rules::Hits)).
+    fn wants_hits(&self) -> bool {
+        false
+    }
+
     /// How it takes keys to be turned, if it looks at that. In a layer whose keys are stored before their rotation it has to be the layer's
     /// own ([`ConfigError::PolicyRope`](crate::ConfigError)).
     fn rotation(&self) -> Option<Rope> {
@@ -150,6 +155,13 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// does not depend on how many are held. (Where whole pages go or heads share their budgets there is a ranking all the same.)
     fn oldest_first(&self) -> bool {
         false
+    }
+
+    /// Whether the heads of a layer share the sum of their budgets, and how: where they hold more than that, a head keeps a part in
+    /// proportion to its own budget times `2^lean`, at least a fifth of its own. `head` is what is kept of the head. All heads of a layer say
+    /// something, or none does. Without effect beside [`Eviction::adaptive`].
+    fn lean(&self, _head: &[f32]) -> Option<f32> {
+        None
     }
 
     /// Tokens below this utility go even where the budget would hold them; `head` is what is kept of the head.

@@ -33,6 +33,7 @@ pub(crate) struct Rule {
     pub feedback: Feedback,
     pub oldest_first: bool,
     pub reads_tokens: bool,
+    pub wants_hits: bool,
     /// Of the layer's rotation, where they are scaled.
     pub frequencies: Option<Frequencies>,
 }
@@ -82,6 +83,7 @@ impl Rule {
             feedback: policy.feedback(),
             oldest_first: policy.oldest_first(),
             reads_tokens: policy.reads_tokens(),
+            wants_hits: policy.wants_hits(),
             frequencies: None,
             eviction: eviction.clone(),
         })

@@ -181,10 +181,13 @@ pub struct HeadSeen<'a> {
     pub rows: u32,
     /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless something is kept of heads.
     pub queries: &'a [f32],
-    /// Tokens that the rows' experts hold, and those that they would had none been evicted.
-    pub hits: u64,
-    /// Of those, the ones that are gone.
-    pub misses: u64,
+    /// Pages that the rows wanted and found in the first tier, in 32nds of a page ([`Hits`](crate::rules::Hits)). 0 unless somebody
+    /// [asks](super::Policy::wants_hits).
+    pub hits: f32,
+    /// Pages that they wanted and that were gone, or lay elsewhere.
+    pub misses: f32,
+    /// Rows among them whose wanted pages were looked for, and that wanted some.
+    pub asked: u32,
     /// Frequencies of the layer's rotation, if it is scaled ([`CacheConfig::frequencies`](crate::CacheConfig::frequencies)).
     pub frequencies: Option<&'a Frequencies>,
 }

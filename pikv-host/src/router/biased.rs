@@ -1,13 +1,26 @@
 //! The core that R_T, R_LB, R_P, R_E and R_H are options of, and that R_A steers.
 
 use super::{
-    Coefficients, Feedback, Misses, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient,
-    decay, positions,
+    Coefficients, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient, decay,
+    positions,
 };
 use pikv_core::page::Position;
 use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
 use pikv_core::warp::LANES;
 use pikv_lanes::route::{binary_entropy, penalties};
+
+/// What the `m_e` of [`CacheAware`](super::CacheAware) is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Misses {
+    /// The moving average of the share of the expert's wanted pages that were missed, in [0, 1]. An expert of which nothing was
+    /// wanted keeps its average.
+    #[default]
+    Rate,
+    /// The paper's own: a count of missed pages that decays at each feedback. It grows with the length of the context, and an
+    /// expert that is used more pays more at the same rate.
+    Count,
+}
 
 /// What a router is made of.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,6 +37,8 @@ pub(super) struct Terms {
     pub cap: Option<f32>,
     pub groups: Option<Groups>,
     pub model_choice: bool,
+    /// Experts beyond the row's own that it fetches at most, where the gate is undecided.
+    pub more: u32,
 }
 
 impl Terms {
@@ -183,7 +198,28 @@ impl Biased {
         if let Some(keep) = self.terms.entropy {
             binary_entropy(self.shape.lanes, logits, keep, &mut self.entropy_next);
         }
+        if self.terms.more > 0 {
+            self.fetch_more(logits, out);
+        }
         Ok(())
+    }
+
+    /// Adds to `out` the experts behind the `top_k` of each row, and how many of them it fetches: the gate's entropy over that of a uniform
+    /// one, in `0..=1`, cut into `more + 1` equal parts.
+    fn fetch_more(&self, logits: &[f32], out: &mut Routes) {
+        let Shape { experts, top_k, .. } = self.shape;
+        let width = self.terms.more.min(experts - top_k);
+        let wide = Shape { top_k: top_k + width, ..self.shape };
+        let rows = logits.len() / experts as usize;
+        let all = rows * wide.top_k as usize;
+        let (mut ranked, mut weights) = (vec![0; all], vec![0.0; all]);
+        wide.rank(logits, self.ranking(), &mut ranked, &mut weights);
+        for (row, ranked) in
+            logits.chunks_exact(experts as usize).zip(ranked.chunks_exact(wide.top_k as usize))
+        {
+            out.more.extend_from_slice(&ranked[top_k as usize..]);
+            out.counts.push((entropy(row) * f64::from(width + 1)).min(f64::from(width)) as u8);
+        }
     }
 
     /// [`Router::observe`] of a feedback that was checked.
@@ -208,13 +244,30 @@ impl Biased {
                         let rate = (f64::from(*missed) / f64::from(*wanted)) as f32;
                         *m = keep * *m + (1.0 - keep) * rate;
                     }
-                    Misses::Count => *m = keep * *m + *missed as f32,
+                    Misses::Count => {
+                        let pages = f64::from(*missed) / f64::from(feedback.of_page.max(1));
+                        *m = keep * *m + pages as f32;
+                    }
                 }
             }
         }
         self.entropy.copy_from_slice(&self.entropy_next);
         self.settle();
     }
+}
+
+/// Entropy of the softmax of `logits` over that of a uniform one, in `0..=1`; 0 of a single one. One order of f64 arithmetic, so that it
+/// has the same bits everywhere.
+fn entropy(logits: &[f32]) -> f64 {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let (mut sum, mut weighted) = (0.0, 0.0);
+    for x in logits {
+        let below = f64::from(*x) - f64::from(most);
+        let weight = libm::exp(below);
+        (sum, weighted) = (sum + weight, weighted + weight * below);
+    }
+    let uniform = libm::log(logits.len() as f64);
+    if uniform > 0.0 { ((libm::log(sum) - weighted / sum) / uniform).clamp(0.0, 1.0) } else { 0.0 }
 }
 
 impl Router for Biased {
@@ -234,6 +287,10 @@ impl Router for Biased {
         feedback.check(&self.shape)?;
         self.learn(feedback);
         Ok(())
+    }
+
+    fn wants_hits(&self) -> bool {
+        self.terms.miss.is_some()
     }
 
     fn discard(&mut self) {

@@ -5,6 +5,9 @@ use pikv_core::page::Position;
 use pikv_core::score::{MAX_EXPERTS, MAX_GROUPS};
 use thiserror::Error;
 
+/// Version of the bytes of a [`RouterState`](super::RouterState).
+pub(super) const STATE_VERSION: u16 = 2;
+
 /// Why a router could not be built or a call was refused. The router and what it was to write to are as before the call.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
@@ -200,7 +203,7 @@ pub enum StateError {
     #[error("not the state of a router")]
     Magic,
     /// Bytes of another version.
-    #[error("state of version {0}; this is version {version}", version = super::state::VERSION)]
+    #[error("state of version {0}; this is version {version}", version = STATE_VERSION)]
     Version(u16),
     /// No such router.
     #[error("state of router number {0}, which is not known")]

@@ -5,8 +5,9 @@
 //! the logits, and what the cache had or missed. Once tokens of it were taken back, the routers go back to that state and learn the
 //! step again without them, and those that followed. Nothing is kept where the cache has no rollback.
 
+use crate::router::met::Met;
 use crate::router::{Feedback, RouteError, Router, RouterState, Routes};
-use pikv_core::page::Position;
+use pikv_core::page::{PAGE, Position};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -136,13 +137,9 @@ struct Layer {
     before: Option<RouterState>,
     /// Of those rows: `[rows][experts]`.
     logits: Vec<f32>,
-    /// What those rows chose: `[rows][top_k]`.
-    experts: Vec<u16>,
-    top_k: usize,
-    /// `[parts][experts]`: rows that chose an expert, and tokens of it that they found and missed.
-    chosen: Vec<u64>,
-    hits: Vec<u64>,
-    misses: Vec<u64>,
+    /// What rows met, by index of the sequence, then by row; what those met that cannot be taken back is that of row 0.
+    met: Vec<(usize, Met)>,
+    experts: usize,
     remote: u64,
 }
 
@@ -215,29 +212,30 @@ impl Learnt {
         }
     }
 
-    /// Notes what a layer met, of each sequence: `[parts][experts]` hits and misses.
-    pub fn met(&mut self, layer: usize, routes: &Routes, hits: &[u64], misses: &[u64], remote: u64) {
+    /// Notes what a layer of `experts` experts met, of each sequence by ascending rows.
+    pub fn met(
+        &mut self,
+        layer: usize,
+        experts: usize,
+        met: impl Iterator<Item = (usize, Met)>,
+        remote: u64,
+    ) {
         let Kept { parts, layers } = &mut self.now;
         let Some(layer) = layers.get_mut(layer) else { return };
-        for (to, from) in [(&mut layer.hits, hits), (&mut layer.misses, misses)] {
-            to.clear();
-            to.extend_from_slice(from);
-        }
-        layer.experts.clear();
-        layer.chosen.clear();
-        layer.chosen.resize(hits.len(), 0);
-        let count = hits.len() / parts.len().max(1);
-        let top_k = routes.filing().experts.len() / routes.rows().max(1);
-        (layer.top_k, layer.remote) = (top_k, remote);
-        let mut rows = routes.filing().experts.chunks_exact(top_k.max(1));
-        for (part, chosen) in parts.iter().zip(layer.chosen.chunks_exact_mut(count.max(1))) {
-            for (row, experts) in (0..part.rows).zip(&mut rows) {
-                experts.iter().for_each(|e| chosen[usize::from(*e)] += 1);
-                if row >= part.firm {
-                    layer.experts.extend_from_slice(experts);
-                }
+        (layer.experts, layer.remote) = (experts, remote);
+        layer.met.clear();
+        layer.met.extend(met.map(|(part, met)| match met.row < parts[part].firm {
+            true => (part, Met { row: 0, ..met }),
+            false => (part, met),
+        }));
+        layer.met.sort_unstable_by_key(|(part, met)| (*part, met.row, met.expert));
+        layer.met.dedup_by(|(next_part, next), (part, kept)| {
+            let same = (*next_part, next.row, next.expert) == (*part, kept.row, kept.expert);
+            if same {
+                (kept.wanted, kept.held) = (kept.wanted + next.wanted, kept.held + next.held);
             }
-        }
+            same
+        });
     }
 
     /// The step is over; `tickets` are those of its sequences.
@@ -316,13 +314,9 @@ impl Learnt {
         } else {
             *before = router.state();
         }
-        let count = layer.hits.len() / parts.len().max(1);
-        for counts in [&mut self.wanted, &mut self.missed] {
-            counts.clear();
-            counts.resize(count, 0);
-        }
+        let count = layer.experts;
         let (mut wanted, mut missed) = (vec![0u64; count], vec![0u64; count]);
-        let (mut rest, mut experts) = (&layer.logits[..], &layer.experts[..]);
+        let mut rest = &layer.logits[..];
         let (mut stay_of_all, mut rows_of_all) = (0u64, 0u64);
         self.routes.clear();
         for (i, part) in parts.iter().enumerate() {
@@ -331,22 +325,15 @@ impl Learnt {
             (stay_of_all, rows_of_all) =
                 (stay_of_all + u64::from(part.firm) + stay as u64, rows_of_all + u64::from(part.rows));
             let (own, others) = rest.split_at(kept * count);
-            let (chosen, other) = experts.split_at(kept * layer.top_k);
-            (rest, experts) = (others, other);
+            rest = others;
             if stay > 0 && router.route(part.first, &own[..stay * count], &mut self.routes).is_err() {
                 router.discard();
             }
-            let mut gone = vec![0u64; count];
-            chosen[stay * layer.top_k..].iter().for_each(|e| gone[usize::from(*e)] += 1);
-            for e in 0..count {
-                let at = i * count + e;
-                // Rows of a step that chose an expert met the same of it.
-                let share = |n: u64| match layer.chosen[at] {
-                    0 => 0,
-                    all => (u128::from(n) * u128::from(all - gone[e]) / u128::from(all)) as u64,
-                };
-                wanted[e] += share(layer.hits[at]) + share(layer.misses[at]);
-                missed[e] += share(layer.misses[at]);
+            let left = part.firm + stay as u32;
+            for (_, met) in layer.met.iter().filter(|(of, met)| *of == i && met.row < left) {
+                let e = usize::from(met.expert);
+                wanted[e] += u64::from(met.wanted * PAGE);
+                missed[e] += u64::from(met.missed());
             }
         }
         if stay_of_all == 0 {
@@ -354,14 +341,15 @@ impl Learnt {
         }
         narrow(&wanted, &missed, &mut self.wanted, &mut self.missed);
         let remote = (u128::from(layer.remote) * u128::from(stay_of_all) / u128::from(rows_of_all)) as u64;
-        if router.observe(&Feedback::new(&self.wanted, &self.missed).remote_bytes(remote)).is_err() {
+        let feedback = Feedback::new(&self.wanted, &self.missed).of_page(PAGE).remote_bytes(remote);
+        if router.observe(&feedback).is_err() {
             router.discard();
         }
         Ok(())
     }
 }
 
-/// Counts of pages wanted and missed in 32 bits, as routers take them: only the rates matter.
+/// Counts of what was wanted and missed in 32 bits, as routers take them: only the rates matter where they are that many.
 pub(crate) fn narrow(wanted: &[u64], missed: &[u64], to_wanted: &mut Vec<u32>, to_missed: &mut Vec<u32>) {
     let most = wanted.iter().copied().max().unwrap_or(0);
     let shift = (64 - most.leading_zeros()).saturating_sub(32);

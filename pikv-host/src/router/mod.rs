@@ -46,6 +46,7 @@ mod biased;
 mod eplb;
 mod error;
 pub(crate) mod learnt;
+pub(crate) mod met;
 mod r_a;
 mod r_b;
 mod r_e;
@@ -53,10 +54,11 @@ mod r_h;
 mod r_lb;
 mod r_p;
 mod r_t;
+mod solve;
 mod state;
 
 pub use auxiliary::{Auxiliary, auxiliary};
-pub use biased::Biased;
+pub use biased::{Biased, Misses};
 pub use eplb::{Eplb, EplbError, Placement};
 pub use error::{RouteError, StateError};
 pub use pikv_core::score::Coefficients;
@@ -65,7 +67,7 @@ pub use r_b::{HashRouter, Hashed, Start};
 pub use r_e::EntropyPenalised;
 pub use r_h::Hierarchical;
 pub use r_lb::LoadBalanced;
-pub use r_p::{CacheAware, Misses};
+pub use r_p::CacheAware;
 pub use r_t::TopK;
 pub use state::{ArmState, BanditState, RouterState};
 
@@ -194,6 +196,9 @@ pub struct Routes {
     filing: Choice,
     top_k: usize,
     fetch: usize,
+    /// Experts that rank behind the `top_k`: as many for each row as it may fetch more at most, and of each row how many it does.
+    more: Vec<u16>,
+    counts: Vec<u8>,
 }
 
 impl Routes {
@@ -212,6 +217,21 @@ impl Routes {
         self.fetch
     }
 
+    /// All experts whose pages row `row` is to fetch, the best first: [`fetch`](Routes::fetch) of its filing, and those behind them that
+    /// R_E adds where its gate is undecided ([`EntropyPenalised::more`]). None for a row that is not there.
+    pub fn fetched(&self, row: usize) -> impl Iterator<Item = u16> {
+        let own = self.filing.experts.chunks_exact(self.top_k.max(1)).nth(row).unwrap_or_default();
+        let width = self.more.len().checked_div(self.counts.len()).unwrap_or(0);
+        let count = self.counts.get(row).map_or(0, |count| usize::from(*count));
+        let more = self.more.get(row * width..row * width + count).unwrap_or_default();
+        own[..self.fetch.min(own.len())].iter().chain(more).copied()
+    }
+
+    /// Of each row the experts behind its own that it may fetch, and how many it does.
+    pub(crate) fn more(&self) -> (&[u16], &[u8]) {
+        (&self.more, &self.counts)
+    }
+
     /// Rows that are there.
     pub fn rows(&self) -> usize {
         self.filing.experts.len().checked_div(self.top_k).unwrap_or(0)
@@ -223,6 +243,8 @@ impl Routes {
             choice.experts.clear();
             choice.weights.clear();
         }
+        self.more.clear();
+        self.counts.clear();
     }
 
     /// Room for `rows` more; gives the number of elements there were.
@@ -244,19 +266,27 @@ impl Routes {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Feedback<'a> {
-    /// `[experts]` what rows wanted of each expert that they chose, fetched or not, in any unit; [`ClosedLoop`](crate::ClosedLoop) counts
-    /// tokens for each row and KV head.
+    /// `[experts]` pages of each expert that rows wanted, fetched or not, summed over rows and KV heads;
+    /// [`StepReport`](crate::StepReport) says what is wanted. In parts of a page, [`of_page`](Feedback::of_page) to one.
     pub wanted: &'a [u32],
     /// `[experts]` those of them that were evicted, remote, in a lower tier, or of an expert that was not fetched.
     pub missed: &'a [u32],
+    /// Parts of a page that the two count; 1 by default, 32 from a [`ClosedLoop`](crate::ClosedLoop).
+    pub of_page: u32,
     /// Bytes that came from other devices or lower tiers. R_A alone reads it.
     pub remote_bytes: u64,
 }
 
 impl<'a> Feedback<'a> {
-    /// Tokens (or pages) wanted and missed, both `[experts]`; no remote bytes.
+    /// Pages wanted and missed, both `[experts]`; no remote bytes.
     pub fn new(wanted: &'a [u32], missed: &'a [u32]) -> Feedback<'a> {
-        Feedback { wanted, missed, remote_bytes: 0 }
+        Feedback { wanted, missed, of_page: 1, remote_bytes: 0 }
+    }
+
+    /// Sets how many parts of a page were counted as one.
+    pub fn of_page(mut self, parts: u32) -> Feedback<'a> {
+        self.of_page = parts;
+        self
     }
 
     /// Sets the remote bytes.
@@ -297,7 +327,7 @@ impl<'a> Feedback<'a> {
 ///     routes.clear();
 ///     router.route(Position(0), &[0.1, 0.9, 0.3, -1.0], &mut routes)?;
 ///     assert_eq!(routes.filing().experts, [1, 2]);        // for Step::route
-///     router.observe(&Feedback::new(&[0, 8, 8, 0], &[0, 0, 2, 0]))?; // after the step: tokens wanted, and missed
+///     router.observe(&Feedback::new(&[0, 8, 8, 0], &[0, 0, 2, 0]))?; // after the step: pages wanted, and missed
 /// }
 /// # Ok(())
 /// # }
@@ -323,6 +353,12 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// # Errors
     /// Slices that are not `[experts]`, or more pages missed than wanted.
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError>;
+
+    /// Whether it learns from [`Feedback::wanted`]: a [`ClosedLoop`](crate::ClosedLoop) has hits counted then
+    /// ([`Hits`](crate::rules::Hits)).
+    fn wants_hits(&self) -> bool {
+        true
+    }
 
     /// Forgets the choices since the last [`observe`](Router::observe), as when a step is dropped.
     fn discard(&mut self);

@@ -7,8 +7,8 @@
 //!
 //! `hit - c1 MiB - c2 imbalance`
 //!
-//! with `hit` the share of wanted pages that were there and of an expert that was fetched (1 if none was wanted), MiB those that came from elsewhere, and the
-//! imbalance `sum_e share_e mu_e - 1` over the shares of this feedback's choices: above 0 if they went to loaded experts. The
+//! with `hit` the share of wanted pages that were there and of an expert that was fetched (after a step that wanted none the arm stays and
+//! gets no reward), MiB those that came from elsewhere, and the imbalance `sum_e share_e mu_e - 1` over the shares of this feedback's choices: above 0 if they went to loaded experts. The
 //! context is `[1, mean m, v / (1 + v)]`, `v` being the mean of `mu^2` less 1.
 //!
 //! Arms are chosen by Thompson sampling on a ridge regression each (Agrawal and Goyal, arXiv 1209.3352), whose sums are
@@ -17,6 +17,7 @@
 //! seed gives the same run on every machine. A normal variate is 12 uniform ones less 6.
 
 use super::biased::Terms;
+use super::solve::solve;
 use super::{
     ArmState, BanditState, Biased, Coefficients, Feedback, Misses, RouteError, Router, RouterKind,
     RouterState, Routes, Shape, coefficient, decay,
@@ -130,6 +131,7 @@ impl Adaptive {
             cap: self.cap,
             groups: None,
             model_choice: self.model_choice,
+            more: 0,
         };
         let core = Biased::new(RouterKind::Adaptive, shape, terms)?;
         for (arm, &Arm { coefficients, fetch }) in self.arms.iter().enumerate() {
@@ -164,45 +166,6 @@ pub struct Bandit {
     options: Adaptive,
     core: Biased,
     learnt: BanditState,
-}
-
-/// The matrix of an arm that was never played is the identity.
-const RIDGE: f64 = 1.0;
-
-/// Solves `(gram + RIDGE) y = x` by Cholesky; `gram` is a lower triangle. None if the matrix is not positive definite.
-pub(super) fn solve(gram: &[f64; 6], x: [f64; 3]) -> Option<[f64; 3]> {
-    let at = |i: usize, j: usize| i * (i + 1) / 2 + j;
-    let mut l = *gram;
-    for i in 0..3 {
-        l[at(i, i)] += RIDGE;
-        for j in 0..=i {
-            let mut s = l[at(i, j)];
-            for k in 0..j {
-                s -= l[at(i, k)] * l[at(j, k)];
-            }
-            if i > j {
-                l[at(i, j)] = s / l[at(j, j)];
-            } else if s > 0.0 && s.is_finite() {
-                l[at(i, i)] = s.sqrt();
-            } else {
-                return None;
-            }
-        }
-    }
-    let mut y = x;
-    for i in 0..3 {
-        for k in 0..i {
-            y[i] -= l[at(i, k)] * y[k];
-        }
-        y[i] /= l[at(i, i)];
-    }
-    for i in (0..3).rev() {
-        for k in i + 1..3 {
-            y[i] -= l[at(k, i)] * y[k];
-        }
-        y[i] /= l[at(i, i)];
-    }
-    Some(y)
 }
 
 /// Near enough to a normal variate of mean 0 and deviation 1.
@@ -294,7 +257,11 @@ impl Router for Bandit {
         if total > 0 {
             let sum = |pages: &[u32]| pages.iter().map(|n| u64::from(*n)).sum::<u64>() as f64;
             let (wanted, missed) = (sum(feedback.wanted), sum(feedback.missed));
-            let hit = if wanted == 0.0 { 1.0 } else { 1.0 - missed / wanted };
+            if wanted == 0.0 {
+                // Nothing says how good the arm was; it stays until something does.
+                return Ok(());
+            }
+            let hit = 1.0 - missed / wanted;
             let met: f64 =
                 counts.iter().zip(self.core.load()).map(|(n, mu)| *n as f64 * f64::from(*mu)).sum();
             let reward = hit

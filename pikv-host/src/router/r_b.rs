@@ -78,6 +78,10 @@ impl HashRouter {
 }
 
 impl Router for HashRouter {
+    fn wants_hits(&self) -> bool {
+        false
+    }
+
     fn kind(&self) -> RouterKind {
         RouterKind::Hash
     }

@@ -21,13 +21,18 @@ pub struct EntropyPenalised {
     pub cap: Option<f32>,
     /// The model follows the ranking; needs a cap. Default false.
     pub model_choice: bool,
+    /// Experts beside its own `top_k` whose pages a token fetches at most, the next ones of the ranking, at most 255: none where the gate is
+    /// sure, all where its entropy over all experts is near that of a uniform gate ([`Routes::fetched`](super::Routes::fetched)). 0 by
+    /// default; the paper's other reading is 2. It acts where rows read the pages of their experts ([`Read::Experts`](crate::Read::Experts)),
+    /// in a [`ClosedLoop`](crate::ClosedLoop).
+    pub more: u32,
 }
 
-setters!(EntropyPenalised { beta: f32, ema: f32, model_choice: bool } optional { cap: f32 });
+setters!(EntropyPenalised { beta: f32, ema: f32, model_choice: bool, more: u32 } optional { cap: f32 });
 
 impl Default for EntropyPenalised {
     fn default() -> Self {
-        EntropyPenalised { beta: 0.1, ema: 0.9, cap: None, model_choice: false }
+        EntropyPenalised { beta: 0.1, ema: 0.9, cap: None, model_choice: false, more: 0 }
     }
 }
 
@@ -37,7 +42,7 @@ impl EntropyPenalised {
     /// # Errors
     /// A shape that is none, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
-        let EntropyPenalised { beta, ema, cap, model_choice } = self;
+        let EntropyPenalised { beta, ema, cap, model_choice, more } = self;
         let coefficients = Coefficients { beta, ..Default::default() };
         let terms = Terms {
             coefficients,
@@ -45,6 +50,7 @@ impl EntropyPenalised {
             entropy: Some(ema),
             cap,
             model_choice,
+            more: more.min(u8::MAX.into()),
             ..Default::default()
         };
         Biased::new(RouterKind::Entropy, shape, terms)

@@ -1,20 +1,7 @@
 //! R_P: cache-aware routing (arXiv 2508.06526, R_P), with its miss count mended to a miss rate.
 
-use super::biased::Terms;
+use super::biased::{Misses, Terms};
 use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
-
-/// What `m_e` is made of.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Misses {
-    /// The moving average of the share of the expert's wanted pages that were missed, in [0, 1]. An expert of which nothing was
-    /// wanted keeps its average.
-    #[default]
-    Rate,
-    /// The paper's own: a count of missed pages that decays at each feedback. It grows with the length of the context, and an
-    /// expert that is used more pays more at the same rate.
-    Count,
-}
 
 /// R_P: an expert pays `lambda ln(1 + m_e)` for pages that were not there when they were fetched. `m_e` starts at 0.
 #[derive(Clone, Copy, Debug, PartialEq)]

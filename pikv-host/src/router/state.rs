@@ -6,11 +6,12 @@
 //! ```
 //! Little-endian, nothing between and nothing after.
 
+use super::error::STATE_VERSION;
+use super::solve::solve;
 use super::{RouterKind, StateError};
 use pikv_core::score::MAX_EXPERTS;
 
 const MAGIC: [u8; 4] = *b"PKVR";
-pub(super) const VERSION: u16 = 2;
 const HEADER: usize = 36;
 
 /// What a router has learnt; fields that it has no use for are empty.
@@ -70,7 +71,7 @@ impl RouterState {
         let arms = self.bandit.as_ref().map_or(&[][..], |b| &b.arms);
         let mut out = Vec::new();
         out.extend(MAGIC);
-        out.extend(VERSION.to_le_bytes());
+        out.extend(STATE_VERSION.to_le_bytes());
         out.extend((self.router as u16).to_le_bytes());
         let averages = [&self.load, &self.miss, &self.entropy, &self.entropy_next];
         let [loads, misses, entropies, next] = averages.map(Vec::len);
@@ -112,7 +113,7 @@ impl RouterState {
             return Err(StateError::Magic);
         }
         let version = u16::from_le_bytes(from.take());
-        if version != VERSION {
+        if version != STATE_VERSION {
             return Err(StateError::Version(version));
         }
         let kind = u16::from_le_bytes(from.take());
@@ -178,7 +179,7 @@ impl RouterState {
             if let Some(value) = arm.gram.iter().chain(&arm.reward).find(|x| !x.is_finite()) {
                 return Err(StateError::Value { what: "sum of arm", index, value: *value });
             }
-            if super::r_a::solve(&arm.gram, [1.0; 3]).is_none() {
+            if solve(&arm.gram, [1.0; 3]).is_none() {
                 return Err(StateError::Value { what: "gram matrix of arm", index, value: arm.gram[0] });
             }
         }

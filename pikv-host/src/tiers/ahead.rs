@@ -4,15 +4,16 @@ use super::level::{Level, Stored};
 use super::{Fetches, TierUsage, Tiers};
 use crate::base::error::Error;
 use crate::base::failures::Counts;
+use crate::base::locks::mpsc::{Receiver, Sender, channel};
+use crate::base::locks::thread::{self, JoinHandle};
+use crate::base::locks::{Condvar, Mutex, MutexGuard};
 use crate::base::parallel::each;
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, PoisonError, Weak};
 
 /// The tiers of a cache beneath the first.
 #[derive(Debug)]

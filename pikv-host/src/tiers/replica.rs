@@ -1,10 +1,13 @@
 //! Pages on the ranks of a fabric, as data: what knows the ranks is above.
 
 use crate::base::error::Error;
+use crate::base::locks::{Mutex, MutexGuard, RwLock};
 use smallvec::SmallVec;
 use std::cmp::Ordering;
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::ops::Range;
+use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
 /// Brings pages here that ranks have.
 pub(crate) trait FetchPage: Send + Sync {
@@ -13,6 +16,9 @@ pub(crate) trait FetchPage: Send + Sync {
     /// # Errors
     /// The ranks that have copies are lost, or one fails.
     fn fetch(&self, page: &Kept, words: &mut [u32]) -> Result<(), Error>;
+
+    /// Whether a rank is another process, or kept apart as if it were one.
+    fn is_wired(&self, rank: u32) -> bool;
 }
 
 /// A block of 8 pages of one expert, of whatever sequence.
@@ -79,6 +85,11 @@ impl Kept {
         self.copies().first().map_or(0, |copy| copy.rank)
     }
 
+    /// Whether this process has a copy, as rank 0 of `mpi`.
+    pub fn is_here(&self) -> bool {
+        self.copies().iter().any(|copy| !self.front.is_wired(copy.rank))
+    }
+
     /// Brings a copy of the page here.
     ///
     /// # Errors
@@ -88,10 +99,75 @@ impl Kept {
     }
 }
 
-/// Pages of a chain that are still here, and of which a rank has a copy, because the rest of their block is there. The rank has room for
-/// the next page of that block, too: no read takes memory there.
+/// A run of pages of some sequence: that of an expert, in a KV head of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RunOf {
+    pub layer: u32,
+    pub head: u32,
+    pub expert: u16,
+}
+
+impl Block {
+    /// The run that the block is of.
+    pub fn run(self) -> RunOf {
+        RunOf { layer: self.layer, head: self.head, expert: self.expert }
+    }
+}
+
+type List = Mutex<Vec<Mirror>>;
+
+/// All lists of mirrors by run, of whatever sequence, for those who move blocks: the mirrors of a block go along.
 #[derive(Debug, Default)]
-pub(crate) struct Mirrors(Mutex<Vec<Mirror>>);
+pub struct MirrorBook(Mutex<HashMap<RunOf, Vec<Weak<List>>>>);
+
+impl MirrorBook {
+    fn add(&self, run: RunOf, list: &Arc<List>) {
+        let mut book = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lists = book.entry(run).or_default();
+        // Those of sequences that are gone go when there are as many as can be.
+        if lists.len() == lists.capacity() {
+            lists.retain(|list| list.strong_count() > 0);
+        }
+        lists.push(Arc::downgrade(list));
+    }
+
+    /// The lists of a run.
+    pub fn of(&self, run: RunOf) -> Vec<Arc<List>> {
+        let mut book = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(lists) = book.get_mut(&run) else { return Vec::new() };
+        lists.retain(|list| list.strong_count() > 0);
+        let held: Vec<Arc<List>> = lists.iter().filter_map(Weak::upgrade).collect();
+        if lists.is_empty() {
+            book.remove(&run);
+        }
+        held
+    }
+}
+
+/// Pages of a chain that are still here, and of which a rank has a copy, because the rest of their block is there. The rank has room for
+/// the next page of that block, too: no read takes memory there. Empty where no page went to a rank yet.
+#[derive(Debug, Default)]
+pub(crate) struct Mirrors(OnceLock<Box<Listed>>);
+
+#[derive(Debug)]
+struct Listed {
+    list: Arc<List>,
+    run: RunOf,
+    book: Arc<MirrorBook>,
+}
+
+impl Listed {
+    /// A list that the book knows of.
+    fn new(list: Vec<Mirror>, run: RunOf, book: &Arc<MirrorBook>) -> Box<Listed> {
+        let list = Arc::new(Mutex::new(list));
+        book.add(run, &list);
+        Box::new(Listed { list, run, book: book.clone() })
+    }
+
+    fn list(&self) -> MutexGuard<'_, Vec<Mirror>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 #[derive(Clone, Debug)]
 pub(crate) struct Mirror {
@@ -115,27 +191,38 @@ impl Mirror {
 /// A fork reads the same copies, until either side writes: whoever writes first then gets one of its own.
 impl Clone for Mirrors {
     fn clone(&self) -> Mirrors {
-        Mirrors(Mutex::new(self.list().clone()))
+        let own = OnceLock::new();
+        if let Some(listed) = self.0.get() {
+            let list = listed.list().clone();
+            own.get_or_init(|| Listed::new(list, listed.run, &listed.book));
+        }
+        Mirrors(own)
     }
 }
 
 impl Mirrors {
+    /// What is noted, to be changed; `book` learns of it.
+    pub fn open(&self, run: RunOf, book: &Arc<MirrorBook>) -> MutexGuard<'_, Vec<Mirror>> {
+        self.0.get_or_init(|| Listed::new(Vec::new(), run, book)).list()
+    }
+
+    /// What is noted.
+    pub fn list(&self) -> Option<MutexGuard<'_, Vec<Mirror>>> {
+        self.0.get().map(|listed| listed.list())
+    }
+
     /// Notes what a rank has by now.
-    pub fn note(&self, mirror: Mirror) {
-        let mut list = self.list();
+    pub fn note(&self, run: RunOf, book: &Arc<MirrorBook>, mirror: Mirror) {
+        let mut list = self.open(run, book);
         list.retain(|known| known.ordinal != mirror.ordinal);
         list.push(mirror);
     }
 
-    pub fn list(&self) -> MutexGuard<'_, Vec<Mirror>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes back what the rank has past `fill` lanes of the last page, which is at `ordinal`.
     pub fn cut(&mut self, ordinal: u32, fill: u32) {
-        let list = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some(mut list) = self.list() else { return };
         list.retain(|mirror| mirror.ordinal <= ordinal + 1);
-        for mirror in list {
+        for mirror in &mut *list {
             match mirror.ordinal.cmp(&ordinal) {
                 Ordering::Less => {}
                 Ordering::Equal => mirror.synced = mirror.synced.min(fill),
@@ -146,17 +233,20 @@ impl Mirrors {
 
     /// Bytes of the list.
     pub fn bytes(&self) -> usize {
-        self.list().capacity() * size_of::<Mirror>()
+        let list =
+            |list: MutexGuard<'_, Vec<Mirror>>| size_of::<Listed>() + list.capacity() * size_of::<Mirror>();
+        self.list().map_or(0, list)
     }
 
     /// Forgets the pages before `ordinal`, whose tokens moved.
     pub fn forget(&mut self, ordinal: u32) {
-        let list = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        list.retain(|mirror| mirror.ordinal >= ordinal);
+        if let Some(mut list) = self.list() {
+            list.retain(|mirror| mirror.ordinal >= ordinal);
+        }
     }
 
-    /// The rank that has a copy of the page at `ordinal`.
-    pub fn rank(&self, ordinal: u32) -> Option<u32> {
-        self.list().iter().find(|mirror| mirror.ordinal == ordinal).map(|mirror| mirror.copy.rank)
+    /// The rank that has copies of pages among `ordinals`.
+    pub fn rank(&self, ordinals: Range<u32>) -> Option<u32> {
+        self.list()?.iter().find(|mirror| ordinals.contains(&mirror.ordinal)).map(|mirror| mirror.copy.rank)
     }
 }

@@ -3,8 +3,8 @@
 use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::lifts::Lift;
+use crate::device::memory::{Memory, Pinned};
 use crate::device::stream::Moment;
-use crate::device::work::{Memory, Pinned};
 use crate::tiers::Stored;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

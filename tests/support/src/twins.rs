@@ -4,6 +4,7 @@ use crate::numbers::{bits, noise};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, LruPlus, StreamingLlm};
 use pikv::report::{PageId, PageInfo};
+use pikv::rules::Hits;
 use pikv::shape::Resident;
 use pikv::shard::ShardMap;
 use pikv::{Attend, CacheConfig, Dtype, LayerShape, Position, Read, Rope, Sequence};
@@ -87,6 +88,7 @@ impl Model {
             .experts(self.experts, self.experts.min(2))
             .shards(ShardMap::sum(self.shards).unwrap())
             .bounds(true)
+            .hits(Hits::new().pages(2).every(1))
             .poison(true);
         if let Some((code, all)) = self.codec {
             let codec = Codec::new(Coding::new(code), Coding::new(code));

@@ -198,6 +198,14 @@ pub enum ConfigError {
         /// What is wrong.
         why: &'static str,
     },
+    /// Hits of no pages, or of no rows.
+    #[error("hits: {pages} wanted pages at every {every} positions; both must be at least 1")]
+    Hits {
+        /// [`Hits::pages`](crate::rules::Hits::pages).
+        pages: u32,
+        /// [`Hits::every`](crate::rules::Hits::every).
+        every: u32,
+    },
     /// An eviction policy for a layer that does not exist.
     #[error("a policy for layer {layer}; there are {layers} layers")]
     PolicyLayer {

@@ -2,9 +2,11 @@
 
 use crate::attend::Attend;
 use crate::attend::executor::Session;
+use crate::attend::hits::{Asking, Fetched};
 use crate::attend::{Read, Tensors};
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
+use crate::base::frequencies::Frequencies;
 use crate::cache::step::Step;
 use crate::memory::writes::Tokens;
 use crate::policy::Token;
@@ -173,7 +175,35 @@ impl Step<'_> {
                     }
                 }
             }
-            if let Some(feeds) = late.feeds(layer, shape) {
+            if let Some(mut feeds) = late.feeds(layer, shape) {
+                if let Some(hits) = self.inner.pool.hits() {
+                    let read = late.read(layer);
+                    let (first, (more, counts)) = (done.fetch, &done.more);
+                    let firsts = self.parts.iter().scan(0, |rows, part| {
+                        let first = *rows;
+                        *rows += (part.len - part.sequence.len) as usize;
+                        Some(first)
+                    });
+                    let firsts: SmallVec<[usize; 8]> = firsts.collect();
+                    for feed in &mut feeds {
+                        let (part, h) = (&self.parts[feed.sequence], feed.head);
+                        let asking = Asking {
+                            inner: &self.inner.shape,
+                            hits,
+                            shape,
+                            stretch: self.inner.shape.frequencies[layer]
+                                .as_ref()
+                                .map_or(1.0, Frequencies::stretch),
+                            layer: &part.sequence.layers[layer],
+                            rows: part.sequence.len..part.len,
+                            read,
+                            fetched: Fetched { first, more, counts },
+                        };
+                        let width = shape.group() as usize * shape.layout.k_dim as usize;
+                        let queries = |row: usize| &feed.queries[row * width..][..width];
+                        feed.far = asking.meet(h, firsts[feed.sequence], queries, &mut feed.met);
+                    }
+                }
                 done.feeds = feeds;
             }
         }

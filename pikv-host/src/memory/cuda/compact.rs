@@ -1,8 +1,9 @@
 //! Tokens moved together, in pages that are read and written.
 
 use crate::base::error::Error;
+use crate::device::Device;
+use crate::device::driver::arguments;
 use crate::device::ring::Upload;
-use crate::device::{Device, arguments};
 use pikv_core::page::Layout;
 use pikv_kernels::args::{CopyArg, LayoutArg};
 

@@ -2,9 +2,10 @@
 
 use crate::base::error::Error;
 use crate::codec::{Codec, HeadCodec, Old};
+use crate::device::Device;
+use crate::device::driver::arguments;
 use crate::device::ring::Upload;
 use crate::device::work::Way;
-use crate::device::{Device, arguments};
 use crate::memory::writes::Tokens;
 use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::warp::LANES;

@@ -13,13 +13,16 @@
 //!
 //! Keys that are stored before their rotation are rebuilt channel by channel, and turned, in the lanes.
 
+pub(super) mod scores;
+mod values;
+
+use self::scores::{FloatScores, IntegerScores, RebuiltScores};
+use self::values::{Weigh, WeighIntegers};
 use super::code::{Code, Scale};
 use super::packed::{K_COLS, Packed, TAGS, V_GROUPS};
-use super::scores::{FloatScores, IntegerScores, RebuiltScores};
-use super::values::{Weigh, WeighIntegers};
 use crate::attend::{Form, Sight};
-use crate::full::Query;
 use crate::page::MAX_DIM;
+use crate::turned::Query;
 use crate::warp::{LANES, Warp};
 
 /// A packed page of the list.

@@ -1,13 +1,12 @@
 //! Scores of a packed page.
 
-use super::code::Scale;
-use super::pack::{Turn, turn};
-use super::packed::{Packed, TAGS};
-use super::read::{Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, positions, quad_codes, rows};
+use super::{Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, positions, quad_codes, rows};
+use crate::codec::code::Scale;
+use crate::codec::pack::{Turn, turn};
+use crate::codec::packed::{Packed, TAGS};
 use crate::dtype::{Element, F16};
-use crate::full::Query;
 use crate::page::MAX_DIM;
-use crate::rope;
+use crate::turned::{self, Query};
 use crate::warp::{LANES, Routine, Warp};
 
 /// Folding the scales of 32 channels takes as long as this many products of a word.
@@ -166,7 +165,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
 
     /// Stored channels, scales applied; the map taken back.
     #[inline(always)]
-    pub(super) fn rebuilt_keys<W: Warp>(&mut self, w: W, i: usize) -> &[[f32; LANES]] {
+    pub(in crate::codec) fn rebuilt_keys<W: Warp>(&mut self, w: W, i: usize) -> &[[f32; LANES]] {
         let (packed, page) = (self.packed, self.pages[i]);
         let Some((back, query)) = self.query.whole else { return &[] };
         let (stored, whole) = self.rebuilt.split_at_mut(MAX_DIM as usize);
@@ -208,7 +207,12 @@ impl<'a, const R: usize> PackedPages<'a, R> {
 
 /// Stored channels of a page's keys, scales applied, a row each.
 #[inline(always)]
-pub(super) fn stored_keys<W: Warp>(w: W, packed: &Packed, words: &[u32], stored: &mut [[f32; LANES]]) {
+pub(in crate::codec) fn stored_keys<W: Warp>(
+    w: W,
+    packed: &Packed,
+    words: &[u32],
+    stored: &mut [[f32; LANES]],
+) {
     let keys = rows(words, packed.k_base(), packed.k_rows());
     let n = packed.k.per_word() as usize;
     for (c, out) in stored.iter_mut().enumerate() {
@@ -231,7 +235,7 @@ pub(super) fn stored_keys<W: Warp>(w: W, packed: &Packed, words: &[u32], stored:
 
 /// Scores of rebuilt keys, turned to their positions.
 #[inline(always)]
-pub(super) fn turned_scores<W: Warp, const R: usize>(
+pub(in crate::codec) fn turned_scores<W: Warp, const R: usize>(
     w: W,
     page: &PackedRef<'_>,
     keys: &[[f32; LANES]],
@@ -239,7 +243,7 @@ pub(super) fn turned_scores<W: Warp, const R: usize>(
 ) -> [W::F; R] {
     let position = positions(w, page);
     match &query.rotation {
-        Some(rotation) => rope::scores(w, rotation, keys, query, position),
+        Some(rotation) => turned::scores(w, rotation, keys, query, position),
         None => [w.splat(0.0); R],
     }
 }

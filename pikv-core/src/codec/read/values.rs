@@ -1,8 +1,8 @@
 //! Values of a packed page under their weights.
 
-use super::code::{Code, Scale};
-use super::packed::TAGS;
-use super::read::{Ahead, INTEGERS, PackedPages, TINY, quad_codes, rows};
+use super::{Ahead, INTEGERS, PackedPages, TINY, quad_codes, rows};
+use crate::codec::code::{Code, Scale};
+use crate::codec::packed::TAGS;
 use crate::dtype::{Element, F16};
 use crate::warp::{LANES, Routine, Warp};
 

@@ -1,0 +1,203 @@
+//! Which pages rows of attention want, and which of them were there.
+
+use crate::attend::Read;
+use crate::attend::select::folded;
+use crate::codec::HeadCodec;
+use crate::config::hits::Hits;
+use crate::config::shape::CacheShape;
+use crate::pages::chain::{Chain, Held};
+use crate::pages::filing::Layer;
+use crate::pages::ghosts::{self, Mark};
+use crate::router::met::{Met, combined};
+use pikv_core::bound;
+use pikv_core::page::PAGE;
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+use smallvec::SmallVec;
+use std::ops::Range;
+
+/// Experts of a row, first choice first.
+type Experts = SmallVec<[u16; 8]>;
+
+/// What is asked of the rows of a sequence in a layer.
+pub(crate) struct Asking<'a> {
+    pub inner: &'a CacheShape,
+    pub hits: Hits,
+    pub shape: &'a LayerShape,
+    /// By how much products of turned channels are larger than those before the rotation.
+    pub stretch: f32,
+    pub layer: &'a Layer,
+    /// Positions of the rows.
+    pub rows: Range<u32>,
+    pub read: Read,
+    /// Experts of each row, where they are not those that it is filed by.
+    pub fetched: Fetched<'a>,
+}
+
+/// Which of a row's experts are read, where rows read the pages of their experts.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Fetched<'a> {
+    /// The first so many of those that it is filed by; all if `None`.
+    pub first: Option<u32>,
+    /// Of each row of the step `width` more experts that it may read, the first so many of them in `counts`.
+    pub more: &'a [u16],
+    pub counts: &'a [u8],
+}
+
+impl Fetched<'_> {
+    /// The further experts of a row of the step.
+    pub fn more(&self, row: usize) -> &[u16] {
+        let Some(count) = self.counts.get(row) else { return &[] };
+        let width = self.more.len() / self.counts.len();
+        &self.more[row * width..][..usize::from(*count)]
+    }
+}
+
+impl Asking<'_> {
+    /// What the rows of head `h` want and meet, into `met`; `q` gives the queries of a row, `[group][k_dim]`, and `row` is the place of the
+    /// sequence's first row among those of the step. Bytes of wanted pages that lie on other ranks.
+    pub fn meet<'q>(&self, h: usize, row: usize, q: impl Fn(usize) -> &'q [f32], met: &mut Vec<Met>) -> u64 {
+        let Asking { inner, hits, shape, layer, .. } = self;
+        let (head, codec) = (&layer.heads[h], layer.codecs[h].as_ref());
+        let (mut far, mut pages, mut marks) = (0, Vec::new(), Vec::new());
+        let floor = inner.known_before(self.rows.start);
+        let (dtype, rows) =
+            (ghosts::dtype(&shape.layout, shape.rope.as_ref()), bound::rows(shape.layout.k_dim));
+        // What all rows see alike is listed once.
+        let mut listed = false;
+        for (i, position) in (0..).zip(self.rows.clone()).filter(|(_, p)| p.is_multiple_of(hits.every)) {
+            let experts = self.experts(position, row + i as usize);
+            if !listed || shape.window.is_some() || experts.is_some() {
+                pages.clear();
+                marks.clear();
+                let lo = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
+                let seen = |mark: &Mark| {
+                    let asked = experts.as_ref().is_none_or(|(all, _)| all.contains(&mark.expert));
+                    mark.last >= lo && asked
+                };
+                for (mark, words) in
+                    head.ghosts.seen(floor, hits.known as usize).filter(|(mark, _)| seen(mark))
+                {
+                    marks.push(mark);
+                    pages.push(words);
+                }
+                listed = true;
+            }
+            if marks.is_empty() {
+                continue;
+            }
+            let queries = folded(shape, self.stretch, q(i as usize));
+            let mut most = vec![0.0; pages.len()];
+            pikv_lanes::bounds::largest_of_halves(
+                inner.config.lanes,
+                dtype,
+                &queries,
+                rows,
+                &pages,
+                &mut most,
+            );
+            let from = met.len();
+            for at in highest(&most, hits.pages as usize) {
+                let Mark { expert, first, last } = marks[at];
+                let read = experts.as_ref().is_none_or(|(_, read)| read.contains(&expert));
+                let (held, away) = head.chains[usize::from(expert) + 1].held(codec, first..last + 1);
+                far += away;
+                met.push(Met { row: i, expert, wanted: 1, held: if read { held } else { 0 } });
+            }
+            let mut own = met.split_off(from);
+            combined(&mut own);
+            met.append(&mut own);
+        }
+        far
+    }
+
+    /// The experts whose pages the row at `position` can want, and those of them that it reads; `None` where rows read whatever they
+    /// choose of all.
+    fn experts(&self, position: u32, row: usize) -> Option<(Experts, Experts)> {
+        if self.read != Read::Experts {
+            return None;
+        }
+        let own: SmallVec<[u16; 8]> = self.layer.experts(self.inner, position).collect();
+        let first = self.fetched.first.map_or(own.len(), |n| own.len().min(n as usize));
+        let more = self.fetched.more(row).iter().copied();
+        let read = own[..first].iter().copied().chain(more.clone()).collect();
+        Some((own.into_iter().chain(more).collect(), read))
+    }
+}
+
+/// The `n` largest, of equals the first, in no order.
+fn highest(of: &[f32], n: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..of.len()).collect();
+    if n < order.len() {
+        if n > 0 {
+            order.select_nth_unstable_by(n - 1, |a, b| of[*b].total_cmp(&of[*a]).then(a.cmp(b)));
+        }
+        order.truncate(n);
+    }
+    order
+}
+
+impl Chain {
+    /// Tokens at `positions` that are read and lie in the first tier, and bytes of pages on other ranks that hold some. O(log pages) and
+    /// what the pages hold.
+    fn held(&self, codec: Option<&HeadCodec>, positions: Range<u32>) -> (u32, u64) {
+        let (mut held, mut far) = (0, 0);
+        for entry in self.entries.range(self.first_with(positions.start)..) {
+            let (first, live) = (entry.live.trailing_zeros(), entry.live);
+            if live == 0 {
+                continue;
+            }
+            if entry.position(codec, first).is_none_or(|position| position >= positions.end) {
+                break;
+            }
+            let inside = |lane: u32| entry.position(codec, lane).is_some_and(|p| positions.contains(&p));
+            let last = LANES as u32 - 1 - live.leading_zeros();
+            let tokens = match inside(first) && inside(last) {
+                // Positions ascend.
+                true => live.count_ones(),
+                false => (0..PAGE).filter(|lane| live >> lane & 1 == 1 && inside(*lane)).count() as u32,
+            };
+            match &entry.held {
+                Held::Away(away) => match away.slot.kept() {
+                    Some(kept) if kept.is_here() => held += tokens,
+                    Some(_) if tokens > 0 => far += away.slot.bytes(),
+                    _ => {}
+                },
+                _ => held += tokens,
+            }
+        }
+        (held, far)
+    }
+
+    /// Index of the first page whose last token is at `position` or later; pages of which nothing is left have none.
+    fn first_with(&self, position: u32) -> usize {
+        let (mut from, mut to) = (0, self.entries.len());
+        while from < to {
+            let middle = (from + to) / 2;
+            let known = self.entries.range(from..=middle).rev().position(|entry| entry.last().is_some());
+            let before = |back: usize| self.entries[middle - back].last().is_some_and(|last| last < position);
+            match known {
+                Some(back) if !before(back) => to = middle - back,
+                _ => from = middle + 1,
+            }
+        }
+        from
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_highest_come_first_of_equals() {
+        let sorted = |of: &[f32], n| {
+            let mut highest = highest(of, n);
+            highest.sort_unstable();
+            highest
+        };
+        assert_eq!(sorted(&[1.0, 3.0, 2.0, 3.0, 3.0], 2), [1, 3]);
+        assert_eq!(sorted(&[1.0, f32::NEG_INFINITY], 5), [0, 1]);
+        assert_eq!(sorted(&[], 5), [0usize; 0]);
+    }
+}
