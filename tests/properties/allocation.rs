@@ -4,7 +4,8 @@
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape};
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Hits, LayerShape, Output, Rope, Sequence};
+use pikv::rules::Hits;
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Rope, Sequence};
 use pikv_test::full;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
