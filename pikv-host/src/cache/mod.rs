@@ -253,7 +253,8 @@ impl Cache {
     }
 
     /// The most bytes of one layer at `len` tokens in which the extremes of the keys of known pages lie, held or evicted; 0 where nobody
-    /// asks for hits. They are beside the budget: [`Usage::ghosts`]. Whole sheets of 8 pages count, a page being 32 tokens of an expert.
+    /// asks for hits. They are beside the budget: [`Usage::ghosts`]. Whole sheets of 8 pages count, a page being 32 tokens of an expert. A sequence that was taken back
+    /// keeps those of its greatest length.
     ///
     /// # Errors
     /// No such layer.
