@@ -15,7 +15,9 @@ mod machine;
 
 use machine::median;
 use pikv::codec::{Code, Codec, Coding};
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Place, Sequence, ShardMap};
+use pikv::report::Place;
+use pikv::shard::ShardMap;
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Sequence};
 use std::error::Error;
 use std::io::Write;
 use std::time::Instant;

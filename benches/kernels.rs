@@ -7,7 +7,8 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use pikv::lanes::Lanes;
-use pikv::{Dtype, Layout, PAGE, Position};
+use pikv::shape::PAGE;
+use pikv::{Dtype, Layout, Position};
 use pikv_core::attend::{BLOCK, Looks, Sight, attend_block};
 use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::merge::{Partial, merge};
@@ -125,7 +126,7 @@ impl<I: Iterator<Item = f32>> CollectRows for I {
 fn attention(c: &mut Criterion) {
     let q: Vec<[f32; ROWS]> =
         (0..DIM).map(|i| std::array::from_fn(|r| ((i * 7 + r as u32) as f32).sin())).collect();
-    let rope = pikv::Rope::new(1e4, DIM).pairs(pikv::Pairs::Halves);
+    let rope = pikv::Rope::new(1e4, DIM).pairs(pikv::shape::Pairs::Halves);
     let capacity = PAGE * BLOCK as u32;
     let table: Vec<f32> = (0..DIM * capacity).map(|i| (i as f32).cos()).collect();
     for (name, turned) in [("attend block", false), ("attend block, keys turned", true)] {
@@ -218,7 +219,7 @@ fn on_the_device(c: &mut Criterion) {
     );
     let q: Vec<[f32; ROWS]> =
         (0..DIM).map(|i| std::array::from_fn(|r| ((i * 7 + r as u32) as f32).sin())).collect();
-    let rope = pikv::Rope::new(1e4, DIM).pairs(pikv::Pairs::Halves);
+    let rope = pikv::Rope::new(1e4, DIM).pairs(pikv::shape::Pairs::Halves);
     let capacity = PAGE * BLOCK as u32;
     let table: Vec<f32> = (0..DIM * capacity).map(|i| (i as f32).cos()).collect();
     let all = Sight { floor: 0, lo: 0, sinks: 0, hi: i32::MAX - 1 };

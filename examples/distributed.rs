@@ -10,8 +10,10 @@
 //! after EPLB has moved pages. Bytes are those that the allocators count. `--stream 0` leaves that out.
 
 use pikv::fabric::{Fabric, InProcess, Options, RankPlan, Schedule, Traffic};
+use pikv::report::Place;
 use pikv::router::Eplb;
-use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, LayerShape, Output, Place, ShardMap};
+use pikv::shard::ShardMap;
+use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, LayerShape, Output};
 use pikv_engine::common::cache::Cache as _;
 use pikv_engine::common::sample::{SplitMix, sample};
 use pikv_engine::moe::model::{Model, VOCAB};

@@ -6,7 +6,8 @@
 //! ```
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, H2o, Lru, Policy, Seen, SnapKv, StreamingLlm};
-use pikv::{Attend, Cache, CacheConfig, Dtype, LANES, LayerShape, Output};
+use pikv::shape::LANES;
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
 use std::error::Error;
 
 /// The most that one row ever weighed a token at: what was found once is kept, however seldom it is looked for.

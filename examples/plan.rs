@@ -10,7 +10,8 @@
 use pikv::codec::{Code, Codec, Coding};
 use pikv::planner::paper::{self, Latency, Memory};
 use pikv::planner::{Forecast, Geometry, Load, Planner, Probe, StepTime, calibrate};
-use pikv::{CacheConfig, Dtype, ShardMap};
+use pikv::shard::ShardMap;
+use pikv::{CacheConfig, Dtype};
 use std::error::Error;
 
 const CONTEXTS: [u32; 3] = [4 << 10, 32 << 10, 128 << 10];

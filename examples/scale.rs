@@ -9,9 +9,10 @@
 //! Experts are even, K and V bf16, the map `ShardMap::spread`. That messages have these sizes is tested on 2, 4 and 8 ranks
 //! (`tests/fabric`, `tests/mpi.rs`: within 5 %); the times are no measurement.
 
+use pikv::Dtype;
 use pikv::fabric::{RankPlan, Schedule, Wire};
 use pikv::planner::Geometry;
-use pikv::{Dtype, ShardMap};
+use pikv::shard::ShardMap;
 use plotters::prelude::*;
 use std::error::Error;
 use std::fmt::Write as _;

@@ -4,8 +4,9 @@
 //! `cargo run --release -p pikv-examples --bin tiers [tokens]`
 
 use pikv::planner::flexgen::{Class, Machine, Tier};
+use pikv::report::Place;
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Place, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence};
 use std::time::Instant;
 
 const LAYERS: usize = 8;

@@ -33,7 +33,7 @@
 //! | use host memory and files | [`tiers`] | [tiers](guide::tiers) |
 //! | use threads, processes, several devices | [`fabric`] | [several machines](guide::several_machines) |
 //! | use a CUDA device | [`Backend`] | [CUDA](guide::cuda) |
-//! | watch it | [`metrics`], [`StepReport`], [`Usage`] | [closed loop](guide::closed_loop) |
+//! | watch it | [`metrics`], [`StepReport`], [`report`] | [closed loop](guide::closed_loop) |
 //!
 //! [Costs](guide::costs) and the [glossary](guide::glossary) are for all of it; [performance](guide::performance) and
 //! [quality](guide::quality) have the figures.
@@ -63,19 +63,15 @@
 pub mod guide;
 
 pub use pikv_core::{
-    LANES,
     dtype::Dtype,
-    page::{Layout, PAGE, Position, Resident},
-    plan::{Filed, LayerShape, StoreShape},
-    ring::Ring,
-    rope::{Pairs, Rope},
-    shard::{Rule, ShardError, ShardMap},
+    page::{Layout, Position},
+    plan::LayerShape,
+    rope::Rope,
 };
 pub use pikv_host::{
-    AgeRule, Attend, Backend, Cache, CacheConfig, ClosedLoop, CodecRule, ConfigError, CudaError,
-    DeviceOutput, DeviceSlice, Error, EvictionRule, Failures, Frequencies, FrequencyError, Hits, LoopError,
-    LoopStep, Output, PageId, PageInfo, PageMass, Place, Read, Rows, Scaling, Sequence, Step, StepBytes,
-    StepReport, TierOperation, Usage, codec, fabric, lanes, metrics, planner, policy, router, tiers, trace,
+    Attend, Backend, Cache, CacheConfig, ClosedLoop, ConfigError, Error, Output, Read, Rows, Sequence, Step,
+    StepReport, closed_loop, codec, cuda, fabric, lanes, metrics, planner, policy, report, router, rules,
+    shape, shard, tiers, trace,
 };
 
 /// The examples of the README, as tests.

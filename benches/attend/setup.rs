@@ -3,7 +3,8 @@
 use crate::{HEAD_DIM, KV_HEADS, QUERY_HEADS, machine};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Place, Position, Rows, Sequence};
+use pikv::report::Place;
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence};
 use std::error::Error;
 
 pub const OPTIONS: Attend = Attend::new(0.088_388_35);

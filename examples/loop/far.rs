@@ -1,7 +1,8 @@
 //! How far each KV head looks, for Duo's gates.
 
 use crate::{Keys, SINKS};
-use pikv::{Cache, CacheConfig, Dtype, PageMass, Place};
+use pikv::report::{PageMass, Place};
+use pikv::{Cache, CacheConfig, Dtype};
 use pikv_engine::measure::subject::Subject;
 use pikv_engine::measure::watched::{Watch, Watched};
 use std::error::Error;

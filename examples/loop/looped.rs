@@ -1,8 +1,9 @@
 //! A model over the closed loop: routed before it attends, so that rows read the pages of their experts only.
 
 use crate::acts::Ranked;
+use pikv::closed_loop::{LoopError, LoopStep};
 use pikv::metrics::Collector;
-use pikv::{Attend, ClosedLoop, LoopError, LoopStep, Output, Sequence};
+use pikv::{Attend, ClosedLoop, Output, Sequence};
 use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

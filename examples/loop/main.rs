@@ -1,6 +1,6 @@
 //! The closed loop on a real model: every router with every policy, at several budgets.
 //!
-//! `cargo run --release -p pikv-examples --bin loop [-- --tokens N] [--router ID] [--policy NAME]`
+//! `cargo run --release -p pikv-examples --bin loop [-- --tokens N] [--router ID] [--policy NAME] [--out FILE]`
 //! `cargo run --release -p pikv-examples --bin loop -- --gguf FILE [--tokens N] [--policy NAME]`
 //! `cargo run --release -p pikv-examples --bin loop -- --trace FILE|skewed [--tokens N]`
 //! `cargo run --release -p pikv-examples --bin loop -- --record FILE [--tokens N]`
@@ -12,7 +12,8 @@
 //! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens, where only policies matter. With `--trace` no
 //! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
 //! MoE. `--seeds` sets R_P beside R_T, on as many skewed streams and parts of the novel. `--acts` sets every
-//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map.
+//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map,
+//! and `--out` has the rows of any run written to a file of that form, from which `benches/ranks` says how well hits predict nats.
 
 mod acts;
 mod far;
@@ -26,7 +27,9 @@ mod seeds;
 use indicatif::{ProgressBar, ProgressStyle};
 use looped::Looped;
 use pikv::router::Router;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Hits, PAGE, Read};
+use pikv::rules::Hits;
+use pikv::shape::PAGE;
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Read};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::measure::subject::Subject;
 use policies::{Row, Setup};
@@ -39,7 +42,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const SINKS: u32 = 4;
 
-const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --seeds N | --acts, --tokens N, --router ID, --policy NAME";
+const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --seeds N | --acts, --tokens N, --router ID, --policy NAME, --out FILE";
 
 /// What one cell of the table came to.
 struct Outcome {
@@ -143,7 +146,10 @@ fn main() -> Result<()> {
     }
     bar.finish_and_clear();
     table(&subject, &outcomes, &reference);
-    if arguments.router.is_none() && arguments.policy.is_none() {
+    if let Some(file) = &arguments.out {
+        std::fs::write(file, csv(&subject, &outcomes, &reference, window))?;
+        println!("written to {}", file.display());
+    } else if arguments.router.is_none() && arguments.policy.is_none() {
         let stem = if arguments.gguf.is_some() { "loop-llama" } else { "loop" };
         let results = pikv_engine::example("../benches/results");
         std::fs::write(results.join(format!("{stem}.csv")), csv(&subject, &outcomes, &reference, window))?;
@@ -297,6 +303,7 @@ struct Arguments {
     tokens: Option<usize>,
     router: Option<String>,
     policy: Option<String>,
+    out: Option<PathBuf>,
 }
 
 fn arguments() -> Result<Arguments> {
@@ -309,6 +316,7 @@ fn arguments() -> Result<Arguments> {
         tokens: None,
         router: None,
         policy: None,
+        out: None,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
@@ -323,6 +331,7 @@ fn arguments() -> Result<Arguments> {
             "--record" => parsed.record = Some(PathBuf::from(value()?)),
             "--router" => parsed.router = Some(value()?),
             "--policy" => parsed.policy = Some(value()?),
+            "--out" => parsed.out = Some(PathBuf::from(value()?)),
             "--tokens" | "--seeds" => {
                 let n = value()?;
                 let n = n.parse().map_err(|e| format!("{name} {n}: {e}; {HELP}"))?;

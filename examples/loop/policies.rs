@@ -92,7 +92,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
         };
         row("C_F", Box::new(rules));
     }
-    let pages = (budget.saturating_sub(fixed) / pikv::PAGE).max(1);
+    let pages = (budget.saturating_sub(fixed) / pikv::shape::PAGE).max(1);
     rows.push(Row {
         name: "QUEST",
         bounded: false,

@@ -3,8 +3,9 @@
 use crate::policies::{self, Setup};
 use crate::{Result, SINKS, ring};
 use indicatif::ProgressBar;
+use pikv::report::{PageMass, Place};
 use pikv::trace::{Reader, Row, Skewed, TraceFile, Writer};
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, PageMass, Place, Position, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Sequence};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::subject::Subject;
@@ -157,7 +158,7 @@ impl Watch for Recorder {
         // Everything is in the ring: lane `t` of tile `i` is position `32 i + t`.
         let mut seen: Vec<(f32, u32)> = Vec::new();
         for page in mass.iter().filter(|page| page.kv_head == 0) {
-            let tile = page.page.ordinal * pikv::PAGE;
+            let tile = page.page.ordinal * pikv::shape::PAGE;
             seen.extend((tile..).zip(page.tokens).filter(|(p, _)| *p < first).map(|(p, m)| (m, p)));
         }
         seen.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));

@@ -74,7 +74,9 @@ impl Capture {
         let mut errors = vec![vec![(0.0, 0.0); heads]; subject.layers];
         for (layer, errors) in errors.iter_mut().enumerate() {
             for (head, (wrong, all)) in errors.iter_mut().enumerate() {
-                for page in sequence.pages(layer, head)?.filter(|page| page.id.place != pikv::Place::Ring) {
+                for page in
+                    sequence.pages(layer, head)?.filter(|page| page.id.place != pikv::report::Place::Ring)
+                {
                     for lane in 0..page.tokens {
                         let p = sequence.read(layer, head, page.id, lane, &mut key, &mut value)?;
                         let row = (p.0 as usize * heads + head) * dim;

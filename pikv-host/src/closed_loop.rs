@@ -72,13 +72,14 @@ pub enum LoopError {
 /// runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::attend::options::Read::Experts)), `route` comes before
 /// `attend`, from logits that the engine has by then. At the end [`commit`](LoopStep::commit): tokens that left the ring are
 /// filed, policies get what was attended, hits and misses of each expert are counted where a router, a policy or the sink asks for them
-/// ([`Hits`](crate::Hits)), what is over the budgets is evicted, and the routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
+/// ([`Hits`](crate::rules::Hits)), what is over the budgets is evicted, and the routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
 ///
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, H2o};
 /// use pikv::router::{CacheAware, Shape};
-/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Hits, LayerShape, Output};
+/// use pikv::rules::Hits;
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2).hits(Hits::new().every(1));

@@ -14,7 +14,7 @@ mod attend_cuda;
 mod backend;
 mod base;
 mod cache;
-mod closed_loop;
+pub mod closed_loop;
 pub mod codec;
 mod config;
 #[cfg(feature = "cuda")]
@@ -30,30 +30,65 @@ pub mod router;
 pub mod tiers;
 pub mod trace;
 
-pub use attend::options::{Attend, Output, PageMass, Read};
+pub use attend::options::{Attend, Output, Read};
 pub use backend::Backend;
-pub use base::device_slice::{DeviceOutput, DeviceSlice};
-pub use base::error::{ConfigError, CudaError, Error, TierOperation};
-pub use base::failures::Failures;
-pub use base::frequencies::{Frequencies, FrequencyError, Scaling};
-pub use base::ids::{PageId, Place};
-pub use cache::sequence::{PageInfo, Sequence};
-pub use cache::step::{Step, StepBytes};
-pub use cache::{Cache, Rows, Usage};
-pub use closed_loop::{ClosedLoop, LoopError, LoopStep};
-pub use config::hits::Hits;
-pub use config::{AgeRule, CacheConfig, CodecRule, EvictionRule};
+pub use base::error::{ConfigError, Error};
+pub use cache::sequence::Sequence;
+pub use cache::step::Step;
+pub use cache::{Cache, Rows};
+pub use closed_loop::ClosedLoop;
+pub use config::CacheConfig;
 pub use metrics::report::StepReport;
 pub use pikv_lanes as lanes;
 
-/// What pikv re-exports of its core, so that examples here read as in a crate that uses pikv.
+/// Those of the core that stand at the root of pikv, so that examples here read as in a crate that uses pikv.
 #[doc(hidden)]
 pub use pikv_core::{
-    LANES,
     dtype::Dtype,
-    page::{Layout, PAGE, Position, Resident},
-    plan::{Filed, LayerShape, StoreShape},
-    ring::Ring,
-    rope::{Pairs, Rope},
-    shard::{Rule, ShardError, ShardMap},
+    page::{Layout, Position},
+    plan::LayerShape,
+    rope::Rope,
 };
+
+/// Details of a model's attention, and of how its tokens are stored: beside [`LayerShape`], [`Layout`] and [`Rope`].
+///
+/// Frequencies of rotations come from `config.json`: [`Frequencies::scaled`](shape::Frequencies::scaled). [`StoreShape`](shape::StoreShape) and
+/// [`Ring`](shape::Ring) count pages and bytes without a cache.
+pub mod shape {
+    pub use crate::base::frequencies::{Frequencies, FrequencyError, Scaling};
+    pub use pikv_core::{
+        LANES,
+        page::{PAGE, Resident},
+        plan::{Filed, StoreShape},
+        ring::Ring,
+        rope::Pairs,
+    };
+}
+
+/// How pages are spread over the shards of a cache, for [`CacheConfig::shards`].
+pub mod shard {
+    pub use pikv_core::shard::{Rule, ShardError, ShardMap};
+}
+
+/// What a cache says of itself: bytes in use, pages, attention weights, what went wrong without an error. What a step did is in
+/// [`StepReport`].
+pub mod report {
+    pub use crate::attend::options::PageMass;
+    pub use crate::base::failures::Failures;
+    pub use crate::base::ids::{PageId, Place};
+    pub use crate::cache::Usage;
+    pub use crate::cache::sequence::PageInfo;
+    pub use crate::cache::step::StepBytes;
+}
+
+/// Parts of a [`CacheConfig`]: how layers and heads compress and evict, as its methods noted it, and what counts as a hit.
+pub mod rules {
+    pub use crate::config::hits::Hits;
+    pub use crate::config::{AgeRule, CodecRule, EvictionRule};
+}
+
+/// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.
+pub mod cuda {
+    pub use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+    pub use crate::base::error::CudaError;
+}

@@ -3,8 +3,10 @@
 use super::{DIM, EXPERTS, LAYERS, config, routers, rows, turn};
 use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, StreamingLlm};
+use pikv::report::Place;
 use pikv::router::{Adaptive, Arm, CacheAware, Coefficients, EntropyPenalised, Router, Shape, TopK};
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Hits, Output, Place, Read};
+use pikv::rules::Hits;
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Output, Read};
 use pikv_test::numbers::noise;
 use std::collections::BTreeSet;
 use std::sync::Arc;

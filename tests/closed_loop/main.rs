@@ -4,15 +4,19 @@ mod hits;
 mod rollback;
 mod trace;
 
+use pikv::closed_loop::LoopError;
 use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, H2o, StreamingLlm};
+use pikv::report::Place;
 use pikv::router::{
     Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Router,
     RouterState, Routes, Shape, TopK,
 };
+use pikv::rules::Hits;
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Hits, LayerShape, LoopError, Output, Place,
-    Position, Read, Sequence, ShardMap, StepReport,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Read, Sequence,
+    StepReport,
 };
 use pikv_test::numbers::noise;
 use std::sync::Arc;

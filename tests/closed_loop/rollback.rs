@@ -2,7 +2,8 @@
 
 use super::{EXPERTS, LAYERS, config, routers, rows, states, turn};
 use pikv::policy::{Budget, Eviction, H2o};
-use pikv::{Attend, Cache, ClosedLoop, Hits, Output, Read, Sequence};
+use pikv::rules::Hits;
+use pikv::{Attend, Cache, ClosedLoop, Output, Read, Sequence};
 use pikv_test::numbers::Rng;
 use pikv_test::scaled;
 

@@ -4,7 +4,9 @@ use crate::mix;
 use crate::setup::{Got, Setup, bits, codec, feed_all, options, query, shape, snapshot};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
-use pikv::{Attend, Cache, Dtype, Output, PageMass, Position, Rope, Rows, Sequence, ShardMap};
+use pikv::report::PageMass;
+use pikv::shard::ShardMap;
+use pikv::{Attend, Cache, Dtype, Output, Position, Rope, Rows, Sequence};
 use pikv_test::full;
 
 const RING: u32 = 100;

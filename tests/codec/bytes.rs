@@ -3,7 +3,8 @@
 use crate::model::Model;
 use crate::setup::{Setup, codec, feed, shape, snapshot};
 use pikv::codec::{Code, Codec, Coding};
-use pikv::{Cache, Dtype, Error, Filed, Sequence};
+use pikv::shape::Filed;
+use pikv::{Cache, Dtype, Error, Sequence};
 
 /// Bytes of a sequence are what the planner says, after every token, also while originals are kept; never more than the most.
 #[test]
@@ -36,7 +37,7 @@ fn bytes_are_the_planners() {
             assert_eq!(bytes, model.bytes(&setup));
             assert_eq!(bytes, cache.usage().taken);
             assert!(bytes <= cache.bytes_at_most(0, p + 1).unwrap(), "{} tokens", p + 1);
-            let page = |page: pikv::PageInfo| page.packed && page.bytes > setup.packed_bytes(0);
+            let page = |page: pikv::report::PageInfo| page.packed && page.bytes > setup.packed_bytes(0);
             kept += sequence.pages(0, 0).unwrap().filter(|p| page(*p)).count();
         }
         assert_eq!(kept > 0, rollback > 0, "originals are kept for rollback, and for nothing else");

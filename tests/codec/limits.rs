@@ -2,7 +2,9 @@
 
 use pikv::codec::{Code, Codec, Coding, Map, PyramidKv};
 use pikv::policy::Duo;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, PAGE, PageId, Place};
+use pikv::report::{PageId, Place};
+use pikv::shape::PAGE;
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output};
 use proptest::prelude::*;
 
 use pikv_test::numbers::Rng;

@@ -6,7 +6,9 @@ use crate::model::{Model, Page};
 use crate::setup::{Setup, bits, codec, fill, key, options, shape, snapshot, value};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
-use pikv::{Cache, Dtype, Error, PAGE, Place, Sequence};
+use pikv::report::Place;
+use pikv::shape::PAGE;
+use pikv::{Cache, Dtype, Error, Sequence};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 

@@ -6,7 +6,8 @@
 use crate::oracle::{Shape, integer, scaled, top};
 use crate::setup::{Setup, key, value};
 use pikv::codec::{BlockBasis, Coding, Map, block_basis, pyramid};
-use pikv::{PAGE, Place};
+use pikv::report::Place;
+use pikv::shape::PAGE;
 use std::cell::OnceCell;
 use std::collections::HashMap;
 

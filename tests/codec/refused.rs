@@ -3,7 +3,9 @@
 use crate::setup::{Setup, codec, feed, key, shape, snapshot, value};
 use pikv::codec::{Code, Codec, Coding, Map, MapError};
 use pikv::policy::{Budget, Eviction, Lru};
-use pikv::{Cache, ConfigError, Dtype, Error, LayerShape, PAGE, PageId, Place};
+use pikv::report::{PageId, Place};
+use pikv::shape::PAGE;
+use pikv::{Cache, ConfigError, Dtype, Error, LayerShape};
 
 #[test]
 fn values_past_a_codec_are_refused() {

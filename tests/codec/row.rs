@@ -12,7 +12,8 @@
 use crate::model::{Decoded, Model};
 use crate::oracle::{integer, top};
 use crate::setup::{Setup, key, query, value};
-use pikv::{Attend, Pairs, Rope};
+use pikv::shape::Pairs;
+use pikv::{Attend, Rope};
 
 const ULP: f64 = 1.0 / 16_777_216.0;
 

@@ -4,10 +4,9 @@ use crate::mix;
 use half::{bf16, f16};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageInfo, PageMass, Sequence,
-    ShardMap, Step,
-};
+use pikv::report::{PageInfo, PageMass};
+use pikv::shard::ShardMap;
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence, Step};
 use pikv_test::backend::backend;
 
 #[derive(Clone, Debug)]

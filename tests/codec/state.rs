@@ -3,7 +3,8 @@
 use crate::model::Model;
 use crate::setup::{Setup, Stored, codec, feed, fill, options, shape, snapshot};
 use pikv::codec::Code;
-use pikv::{Cache, Dtype, Error, Place, Sequence};
+use pikv::report::Place;
+use pikv::{Cache, Dtype, Error, Sequence};
 
 fn ids(range: std::ops::Range<u32>) -> Vec<u64> {
     range.map(u64::from).collect()
@@ -186,7 +187,7 @@ fn evicting_from_one_head() {
         // A packed page, an open one, twice one whose original is kept: of head 1 only, each at the first chance.
         let pages: Vec<_> =
             sequence.pages(0, 1).unwrap().filter(|page| page.id.place == Place::Expert(0)).collect();
-        let kept = |page: &&pikv::PageInfo| page.packed && page.bytes > setup.packed_bytes(1);
+        let kept = |page: &&pikv::report::PageInfo| page.packed && page.bytes > setup.packed_bytes(1);
         let page = match evictions.len() {
             0 if p >= 99 => pages.iter().find(|page| page.packed),
             1 if p >= 125 => pages.iter().find(|page| !page.packed),

@@ -3,7 +3,8 @@
 use crate::model::Model;
 use crate::setup::{Setup, bits, codec, fill, options, shape, snapshot};
 use pikv::codec::Code;
-use pikv::{Cache, Dtype, Output, PageInfo, Place, Position, Rows, Sequence};
+use pikv::report::{PageInfo, Place};
+use pikv::{Cache, Dtype, Output, Position, Rows, Sequence};
 
 const SPAN: u32 = 65_536;
 

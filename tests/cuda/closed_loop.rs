@@ -4,10 +4,11 @@ use crate::engine::Engine;
 use crate::script::noise;
 use crate::standin::{Get, Standin};
 use crate::suite::{config, shape};
+use pikv::cuda::DeviceOutput;
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::router::{Adaptive, CacheAware, Router, Shape};
 use pikv::tiers::Tiers;
-use pikv::{Attend, Backend, Cache, ClosedLoop, DeviceOutput, Dtype, Output, Read};
+use pikv::{Attend, Backend, Cache, ClosedLoop, Dtype, Output, Read};
 
 const EXPERTS: u32 = 4;
 

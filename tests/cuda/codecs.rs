@@ -4,7 +4,8 @@ use crate::script::{Op, Options, mix, noise};
 use crate::standin::Standin;
 use crate::suite::{Case, check, config, decode, same, shape};
 use pikv::codec::{Code, Codec, Coding, Map};
-use pikv::{CacheConfig, Dtype, Pairs, Rope};
+use pikv::shape::Pairs;
+use pikv::{CacheConfig, Dtype, Rope};
 use pikv_test::{full, scaled};
 
 /// Some map of a width, by its number: none, the transform, a selection, a matrix, one with a bias.

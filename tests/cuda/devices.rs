@@ -3,7 +3,8 @@
 use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};
 use crate::suite::{config, decode, shape};
-use pikv::{Backend, CacheConfig, CudaError, Dtype, Error};
+use pikv::cuda::CudaError;
+use pikv::{Backend, CacheConfig, Dtype, Error};
 use std::ptr;
 
 fn setup(device: u32) -> CacheConfig {

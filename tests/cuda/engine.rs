@@ -2,7 +2,8 @@
 
 use crate::standin::library;
 use half::{bf16, f16};
-use pikv::{Backend, DeviceSlice, Dtype};
+use pikv::cuda::DeviceSlice;
+use pikv::{Backend, Dtype};
 use std::ffi::c_void;
 
 /// What a value is once it was rounded to a dtype.

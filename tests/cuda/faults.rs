@@ -5,9 +5,10 @@ use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};
 use crate::suite::{config, shape};
 use pikv::codec::{Code, Codec, Coding, Map};
+use pikv::cuda::CudaError;
 use pikv::policy::{Budget, Eviction, KeyNorm};
 use pikv::tiers::Tiers;
-use pikv::{Attend, Backend, Cache, CacheConfig, CudaError, Dtype, Error, Output};
+use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, Error, Output};
 use pikv_test::scaled;
 
 fn setup() -> CacheConfig {

@@ -8,8 +8,10 @@ use crate::suite::{Case, config, decode, same, shape};
 use crate::tensors::Loop;
 use half::{bf16, f16};
 use pikv::codec::{Code, Codec, Coding, Map};
+use pikv::cuda::{DeviceOutput, DeviceSlice};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, SnapKv};
-use pikv::{Attend, CacheConfig, DeviceOutput, DeviceSlice, Dtype, Error, Output, Pairs, Rope};
+use pikv::shape::Pairs;
+use pikv::{Attend, CacheConfig, Dtype, Error, Output, Rope};
 
 const NARROW: [Dtype; 2] = [Dtype::F16, Dtype::Bf16];
 

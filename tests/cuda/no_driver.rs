@@ -1,6 +1,7 @@
 //! Without a driver there is an error that says so, and the CPU goes on.
 
-use pikv::{Backend, CudaError};
+use pikv::Backend;
+use pikv::cuda::CudaError;
 
 #[test]
 fn says_which_library_is_missing() {

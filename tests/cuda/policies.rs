@@ -8,7 +8,8 @@ use pikv::policy::{
     AdaKvLit, Budget, Chunks, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm, Lru, LruPlus,
     SnapKv, StreamingLlm, Tova,
 };
-use pikv::{CacheConfig, Dtype, LayerShape, Pairs, Rope};
+use pikv::shape::Pairs;
+use pikv::{CacheConfig, Dtype, LayerShape, Rope};
 
 /// Every policy, at a budget.
 fn rules(budget: &Budget) -> Vec<(&'static str, Eviction)> {

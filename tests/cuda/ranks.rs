@@ -7,7 +7,9 @@ use crate::suite::{config, decode, shape};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::fabric::{self, FabricError, InProcess};
 use pikv::policy::{Budget, Eviction, ExpectedAttention, H2o, KeyNorm, SnapKv, StreamingLlm};
-use pikv::{Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Pairs, Rope, ShardMap};
+use pikv::shape::Pairs;
+use pikv::shard::ShardMap;
+use pikv::{Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Rope};
 use pikv_test::scaled;
 
 const BUDGET: u64 = 1 << 28;

@@ -1,10 +1,10 @@
 //! What is done to a cache, on whatever back end, and what comes out of it.
 
 use crate::engine::{Engine, rounded};
+use pikv::cuda::DeviceOutput;
+use pikv::report::Place;
 use pikv::router::Eplb;
-use pikv::{
-    Attend, Cache, CacheConfig, DeviceOutput, Dtype, Error, LayerShape, Output, Place, Read, Rows, Sequence,
-};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Read, Rows, Sequence};
 
 pub fn mix(parts: &[u64]) -> u64 {
     parts.iter().fold(1, |h, &part| {

@@ -2,7 +2,10 @@
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};
-use pikv::{Backend, CacheConfig, CudaError, Dtype, LayerShape, Pairs, Rope, ShardMap};
+use pikv::cuda::CudaError;
+use pikv::shape::Pairs;
+use pikv::shard::ShardMap;
+use pikv::{Backend, CacheConfig, Dtype, LayerShape, Rope};
 use pikv_test::scaled;
 
 /// A cache and what is done to it.

@@ -6,10 +6,11 @@ use crate::script::{Op, Options, Run, noise};
 use crate::standin::{Get, Set, Standin};
 use crate::suite::{check, config, decode, shape};
 use pikv::codec::{Code, Codec, Coding, Map};
+use pikv::cuda::{CudaError, DeviceOutput, DeviceSlice};
 use pikv::policy::{Budget, Candidates, Eviction, H2o, KeyNorm, Policy, StreamingLlm, Token};
+use pikv::shape::Pairs;
 use pikv::{
-    Attend, Backend, Cache, CacheConfig, CudaError, DeviceOutput, DeviceSlice, Dtype, Error, LayerShape,
-    Output, Pairs, Read, Rope, Sequence, Step,
+    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Read, Rope, Sequence, Step,
 };
 use pikv_test::scaled;
 

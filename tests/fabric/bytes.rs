@@ -4,10 +4,9 @@ use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::fabric::{Options, Schedule};
 use pikv::router::Eplb;
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Hits, LayerShape, Output, Position, Rows, Sequence, ShardMap,
-    StepReport,
-};
+use pikv::rules::Hits;
+use pikv::shard::ShardMap;
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence, StepReport};
 use pikv_test::numbers::{bits, noise};
 
 const SHARDS: u32 = 8;

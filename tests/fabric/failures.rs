@@ -1,9 +1,9 @@
 //! Ranks that die, hang, or answer what they should not: the others hear of it in time, and go on.
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options};
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Position, Read, Rows,
-    Sequence, ShardMap,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence,
 };
 use pikv_test::numbers::{bits, noise};
 use std::collections::VecDeque;

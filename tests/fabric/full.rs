@@ -3,9 +3,8 @@
 use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, InProcess, Options};
 use pikv::policy::{Budget, Eviction, Lru};
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence, ShardMap,
-};
+use pikv::shard::ShardMap;
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence};
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
 

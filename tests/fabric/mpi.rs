@@ -6,9 +6,10 @@
 
 use pikv::fabric::mpi::Mpi;
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
+use pikv::report::PageMass;
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, PageMass, Position, Read, Rows,
-    Sequence, ShardMap,
+    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence,
 };
 use pikv_test::numbers::{bits, noise};
 use std::path::{Path, PathBuf};
@@ -114,7 +115,7 @@ fn same_bits(cache: &Cache, ranks: u32) {
     let filed = |sequence: &Sequence| {
         let mut filed = [0; 8];
         for page in sequence.pages(0, 0).unwrap() {
-            if let pikv::Place::Expert(e) = page.id.place {
+            if let pikv::report::Place::Expert(e) = page.id.place {
                 filed[usize::from(e)] += page.tokens;
             }
         }

@@ -2,7 +2,8 @@
 //! caller is what the front of an MPI world has.
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence, ShardMap};
+use pikv::shard::ShardMap;
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence};
 use pikv_test::numbers::{bits, noise};
 use rayon::prelude::*;
 use std::collections::VecDeque;

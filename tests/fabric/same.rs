@@ -4,10 +4,11 @@
 use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, Options};
+use pikv::report::{PageInfo, PageMass};
 use pikv::router::Eplb;
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, PageInfo, PageMass, Position, Rope, Rows,
-    ShardMap, Step, StepReport,
+    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Rope, Rows, Step, StepReport,
 };
 use pikv_test::numbers::{bits, noise};
 use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};

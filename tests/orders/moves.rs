@@ -3,7 +3,8 @@
 use crate::{DIM, orders, read, rows};
 use pikv::fabric::{Fabric, FabricError, Options, Store};
 use pikv::router::Eplb;
-use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence, ShardMap};
+use pikv::shard::ShardMap;
+use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 use std::collections::VecDeque;

@@ -1,8 +1,9 @@
 //! How evenly the maps load many shards.
 
+use pikv::Dtype;
 use pikv::fabric::Schedule;
 use pikv::planner::{Geometry, Load, MIXTRAL_8X7B, Planner};
-use pikv::{Dtype, ShardMap};
+use pikv::shard::ShardMap;
 
 const RING: u32 = 256;
 

@@ -6,9 +6,10 @@ use pikv::planner::{
     DEEPSEEK_MOE_16B, Forecast, Geometry, Load, MIXTRAL_8X7B, OLMOE_1B_7B, PlanError, Planner, Probe,
     QWEN1_5_MOE_A2_7B, QWEN3_30B_A3B, Sample, StepTime, Work, calibrate, shared_experts,
 };
+use pikv::report::{PageId, Place};
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageId, Place, Read,
-    Sequence, ShardMap,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, Read, Sequence,
 };
 use proptest::prelude::*;
 

@@ -33,7 +33,7 @@ fn seen(sequence: &Sequence) -> Vec<Page> {
                 .positions(l, h, page.id)
                 .unwrap()
                 .map(|(lane, p)| (lane, p.0))
-                .filter(|(_, p)| page.id.place != pikv::Place::Ring || *p >= first)
+                .filter(|(_, p)| page.id.place != pikv::report::Place::Ring || *p >= first)
                 .collect();
             let (mut k, mut v, mut read) = ([0.0; 4], [0.0; 3], Vec::new());
             for (lane, _) in &at {

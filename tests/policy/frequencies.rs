@@ -1,10 +1,8 @@
 //! Scaled rotations: frequencies by the models' own formulas, and attention by them, against f64.
 
 use pikv::policy::{Budget, Eviction, ExpectedAttention};
-use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, Frequencies, FrequencyError, LayerShape, Output,
-    Read, Rope, Scaling,
-};
+use pikv::shape::{Frequencies, FrequencyError, Scaling};
+use pikv::{Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Read, Rope};
 use pikv_test::numbers::{bits, noise};
 use std::f64::consts::PI;
 
@@ -150,7 +148,7 @@ fn attention_turns_by_them() {
             config
                 .frequencies(0..1, frequencies.clone())
                 .bounds(true)
-                .shards(pikv::ShardMap::sum(shards).unwrap())
+                .shards(pikv::shard::ShardMap::sum(shards).unwrap())
         };
         let cache = Cache::new(config(1)).unwrap();
         let got = run(&cache, 200, Read::All);
@@ -221,7 +219,7 @@ fn expected_attention_takes_the_layers_frequencies() {
             step.attend(0, &q, &Attend::new(0.25), Output::new(&mut out)).unwrap();
             step.commit().unwrap();
         }
-        let pages = sequence.pages(0, 0).unwrap().filter(|page| page.id.place != pikv::Place::Ring);
+        let pages = sequence.pages(0, 0).unwrap().filter(|page| page.id.place != pikv::report::Place::Ring);
         let mut held: Vec<u32> =
             pages.flat_map(|page| sequence.positions(0, 0, page.id).unwrap().map(|(_, p)| p.0)).collect();
         held.sort_unstable();

@@ -3,7 +3,9 @@
 use crate::model::{ALL, Def, Model};
 use crate::setup::{Kind, config};
 use pikv::policy::Budget;
-use pikv::{Dtype, Layout, PAGE, ShardMap};
+use pikv::shape::PAGE;
+use pikv::shard::ShardMap;
+use pikv::{Dtype, Layout};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

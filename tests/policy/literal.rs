@@ -6,7 +6,9 @@ use pikv::policy::{
     AdaKvLit, Budget, Candidates, Dense, Eviction, ExpectedAttention, Feedback, HeadSeen, KeyNorm, Policy,
     QuestLit, QuestLitError, Seen, Token,
 };
-use pikv::{Attend, Cache, CacheConfig, Hits, LANES, Output, Sequence};
+use pikv::rules::Hits;
+use pikv::shape::LANES;
+use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
 use safetensors::{Dtype, tensor::TensorView};
 use std::collections::BTreeSet;
 

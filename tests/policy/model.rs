@@ -6,7 +6,8 @@ use pikv::policy::{
     Budget, Chunks, DuoLit, Eviction, FastVReceived, Feedback, H2o, KeyNorm, Lru, LruPlus, Policy, SnapKv,
     StreamingLlm, Tova,
 };
-use pikv::{Attend, Cache, CacheConfig, Output, Place, Sequence};
+use pikv::report::Place;
+use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 

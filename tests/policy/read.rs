@@ -6,7 +6,10 @@ use crate::setup::{Kind, Row, attention, bits, close, config, eviction, held, ro
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, StreamingLlm};
-use pikv::{Attend, Cache, CacheConfig, Output, PAGE, PageId, Place, Read, Sequence, ShardMap};
+use pikv::report::{PageId, Place};
+use pikv::shape::PAGE;
+use pikv::shard::ShardMap;
+use pikv::{Attend, Cache, CacheConfig, Output, Read, Sequence};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -365,7 +368,7 @@ proptest! {
     ) {
         use pikv_core::{bound, portable::Portable, rope::Rope, warp::LANES};
         let rotary = (2 * rotary).min(k_dim / 2 * 2);
-        let pairs = if neighbours { pikv::Pairs::Neighbours } else { pikv::Pairs::Halves };
+        let pairs = if neighbours { pikv::shape::Pairs::Neighbours } else { pikv::shape::Pairs::Halves };
         let turn = (rotary > 0).then_some(Rope::new(10_000.0, rotary).pairs(pairs));
         let n = k_dim as usize;
         let scale = 2f32.powi(size);

@@ -2,7 +2,8 @@
 
 use crate::setup::{Kind, Row, config, held, row, run};
 use pikv::policy::{Budget, Candidates, Duo, Eviction, Feedback, H2o, Policy, Seen, StreamingLlm};
-use pikv::{Attend, Cache, CacheConfig, ConfigError, Error, LANES, Output, Read, Sequence};
+use pikv::shape::LANES;
+use pikv::{Attend, Cache, CacheConfig, ConfigError, Error, Output, Read, Sequence};
 
 fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) {
     let from = sequence.next_position().0;

@@ -1,7 +1,9 @@
 //! Small caches, made-up tokens, and attention in f64.
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, HeadSeen, Policy, Scope, Seen, Token};
-use pikv::{Cache, CacheConfig, Dtype, LANES, LayerShape, PageId, Place, Rope, Sequence};
+use pikv::report::{PageId, Place};
+use pikv::shape::LANES;
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Rope, Sequence};
 use pikv_test::backend::backend;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};

@@ -2,7 +2,8 @@
 
 use crate::setup::{Kind, Row, held, row, run, shape};
 use pikv::policy::{Budget, Duo, Eviction, H2o, StreamingLlm};
-use pikv::{Attend, Cache, CacheConfig, Output, Place, Read, Sequence};
+use pikv::report::Place;
+use pikv::{Attend, Cache, CacheConfig, Output, Read, Sequence};
 
 fn base() -> CacheConfig {
     let layers = vec![shape(2, 2, 4, 3), shape(2, 2, 4, 3).window(12), shape(1, 2, 4, 3)];

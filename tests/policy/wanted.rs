@@ -2,10 +2,11 @@
 
 use crate::setup::{Kind, Row, config, mix, rope, row, shape};
 use pikv::policy::{AdaKvLit, Budget, Eviction, H2o, KeyNorm, Lru, Policy, StreamingLlm};
+use pikv::report::Place;
+use pikv::rules::Hits;
+use pikv::shape::PAGE;
 use pikv::tiers::Tiers;
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Hits, LayerShape, Output, PAGE, Place, Read, Sequence, StepReport,
-};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence, StepReport};
 use pikv_test::numbers::Rng;
 use pikv_test::scaled;
 use std::collections::BTreeSet;

@@ -4,6 +4,7 @@
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape};
+use pikv::rules::Hits;
 use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Rope, Sequence};
 use pikv_test::full;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
@@ -63,7 +64,9 @@ fn config(window: Option<u32>, rope: Option<Rope>) -> CacheConfig {
     let dim = DIM as u32;
     let (kv_heads, query_heads) = (HEADS as u32, QUERY_HEADS as u32);
     let layer = LayerShape::new(kv_heads, query_heads, dim, Dtype::Bf16).window(window).rope(rope);
-    CacheConfig::new(vec![layer; LAYERS], 256 << 20).ring(64).sinks(4).experts(EXPERTS as u32, TOP_K as u32)
+    let config = CacheConfig::new(vec![layer; LAYERS], 256 << 20).ring(64).sinks(4);
+    // Few pages that are gone are known, so that as many are forgotten as come.
+    config.experts(EXPERTS as u32, TOP_K as u32).hits(Hits::new().known(8))
 }
 
 fn noise(seed: &mut u64) -> f32 {

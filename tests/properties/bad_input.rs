@@ -1,9 +1,11 @@
 //! Bad input, case by case: the typed error, the offending value in its text, and a cache that works as before.
 
 use pikv::lanes::{Lanes, LanesError};
+use pikv::report::{PageId, PageInfo, Place};
+use pikv::shard::{ShardError, ShardMap};
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, PageId, PageInfo,
-    Place, Position, Rope, Rows, Sequence, ShardError, ShardMap, Step,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, Position, Rope, Rows,
+    Sequence, Step,
 };
 
 /// Two layers of different heads, widths and dtypes; 3 experts, 2 of them a token; a ring of 8, 4 of rollback.

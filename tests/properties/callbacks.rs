@@ -1,6 +1,7 @@
 //! Code of the user's that panics, refuses, or says one thing now and another later: afterwards every sequence is as if the call had
 //! never been made, or had gone well, or says that it is poisoned; and so are the routers.
 
+use pikv::closed_loop::LoopError;
 use pikv::metrics::{Collector, Sink, StepMetrics};
 use pikv::policy::{
     Budget, Candidates, Eviction, Feedback as Told, H2o, HeadSeen, KeyNorm, Lru, Policy, Scope, Seen, Token,
@@ -11,8 +12,7 @@ use pikv::router::{
 };
 use pikv::tiers::{Store, Tiers};
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, LoopError, Output, Position, Rows,
-    Sequence,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Rows, Sequence,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -2,16 +2,20 @@
 //! refuse while they learn again, ranks that are nearly full, frequencies at their limits.
 
 use super::named::{POLICIES, eviction};
+use pikv::closed_loop::LoopError;
 use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{InProcess, Options};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, StreamingLlm};
+use pikv::report::{PageId, Place};
 use pikv::router::{
     CacheAware, Feedback, LoadBalanced, RouteError, Router, RouterKind, RouterState, Routes, Shape,
 };
+use pikv::shape::Frequencies;
+use pikv::shard::ShardMap;
 use pikv::tiers::Tiers;
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Frequencies, LayerShape, LoopError, Output, PageId,
-    Place, Position, Read, Rope, Rows, Sequence, ShardMap, StepReport,
+    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Read, Rope, Rows,
+    Sequence, StepReport,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -791,7 +795,7 @@ fn idle_for_long() {
 /// Asks for all positions of a table of one pair: 16 GiB. With a limit on the address space (`ulimit -v`) only.
 #[test]
 fn frequencies_of_too_many_channels() {
-    let refused = pikv::Frequencies::plain(10_000.0, u32::MAX);
+    let refused = pikv::shape::Frequencies::plain(10_000.0, u32::MAX);
     assert!(refused.is_err());
 }
 

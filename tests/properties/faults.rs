@@ -4,9 +4,12 @@
 //! the log-sum-exp is then ln(tokens seen), and the output the mean of their values.
 
 use pikv::lanes::Lanes;
+use pikv::report::{PageId, PageInfo, PageMass, Place};
+use pikv::shape::{Pairs, Resident};
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageId, PageInfo, PageMass, Pairs,
-    Place, Position, Resident, Rope, Rows, Sequence, ShardMap, Step,
+    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Position, Rope, Rows, Sequence,
+    Step,
 };
 
 fn mix(parts: &[u64]) -> u64 {

@@ -7,13 +7,14 @@
 use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, Map, Side};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
 use pikv::policy::{Budget, Eviction, H2o};
+use pikv::report::PageMass;
 use pikv::router::{
     Adaptive, CacheAware, Eplb, Feedback, Hashed, LoadBalanced, Router, RouterState, Routes, Shape, TopK,
 };
+use pikv::shard::ShardMap;
 use pikv::trace::{Reader, Row, Skewed, TraceError, Writer};
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, PageMass, Position, Rope,
-    Rows, Sequence, ShardMap,
+    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Position, Rope, Rows, Sequence,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use std::alloc::{GlobalAlloc, Layout as Memory, System};

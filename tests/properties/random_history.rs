@@ -9,9 +9,12 @@
 
 use half::{bf16, f16};
 use pikv::lanes::Lanes;
+use pikv::report::{PageId, Place, Usage};
+use pikv::shape::{Pairs, Resident};
+use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, PageId, Pairs, Place, Position,
-    Resident, Rope, Rows, Sequence, ShardMap, Step, Usage,
+    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Position, Rope, Rows, Sequence,
+    Step,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;

@@ -2,10 +2,10 @@
 
 use half::{bf16, f16};
 use pikv::lanes::Lanes;
-use pikv::{
-    Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, PageMass, Pairs, Place, Position, Rope,
-    Rows, Sequence, ShardMap,
-};
+use pikv::report::{PageMass, Place};
+use pikv::shape::Pairs;
+use pikv::shard::ShardMap;
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rope, Rows, Sequence};
 use pikv_core::math;
 use pikv_core::warp::{Kernel, LANES, Warp};
 use pikv_test::{full, scaled};

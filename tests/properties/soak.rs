@@ -6,9 +6,8 @@ use pikv::policy::{
     AdaKvLit, Budget, Chunks, Dense, Duo, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm,
     Lru, LruPlus, QuestLit, SnapKv, StreamingLlm, Tova,
 };
-use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, PageInfo, Read, Sequence,
-};
+use pikv::report::PageInfo;
+use pikv::{Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Read, Sequence};
 use pikv_test::numbers::Rng;
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::cell::Cell;

@@ -5,9 +5,10 @@
 use super::named::{POLICIES, eviction};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::Budget;
+use pikv::report::{PageId, PageMass, Place};
+use pikv::rules::Hits;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, Hits, LayerShape, Output, PageId, PageMass, Place, Position,
-    Read, Rows, Sequence, StepReport,
+    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence, StepReport,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;

@@ -2,8 +2,8 @@
 
 use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::policy::{Budget, Candidates, Eviction, KeyNorm, Policy};
-use pikv::tiers::{Store, Tiers};
-use pikv::{Attend, Cache, Error, Sequence, StepReport, TierOperation};
+use pikv::tiers::{Store, TierOperation, Tiers};
+use pikv::{Attend, Cache, Error, Sequence, StepReport};
 use pikv_test::numbers::bits;
 use std::fs::File;
 use std::io::ErrorKind;

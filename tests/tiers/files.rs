@@ -2,9 +2,10 @@
 
 use pikv::codec::{FitShape, Fitted, FittedError, Map, Side};
 use pikv::policy::{Budget, Eviction, H2o};
-use pikv::tiers::{Store, Tiers};
+use pikv::report::Failures;
+use pikv::tiers::{Store, TierOperation, Tiers};
 use pikv::trace::{Reader, Row, TraceFile, Writer};
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, Failures, LayerShape, Layout, Output, TierOperation};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output};
 use std::fs::{self, File, FileTimes};
 use std::io::{self, BufReader};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};

@@ -2,8 +2,10 @@
 
 use crate::setup::{Control, PAGE_BYTES, attend, bytes, config, fake, feed};
 use pikv::planner::flexgen::{Class, Machine, Tier};
+use pikv::report::{PageInfo, Place};
+use pikv::rules::Hits;
 use pikv::tiers::{Fetches, Tiers};
-use pikv::{Attend, Cache, Error, Hits, PageInfo, Place, Read, Sequence, StepReport};
+use pikv::{Attend, Cache, Error, Read, Sequence, StepReport};
 use std::sync::Arc;
 
 fn filled(cache: &Cache, tokens: u32) -> Sequence {

@@ -1,8 +1,9 @@
 //! Random histories of two caches: one that holds everything, and one whose pages come and go. They may not differ in a bit.
 
 use crate::setup::{Control, bytes, fake};
-use pikv::tiers::Tiers;
-use pikv::{Cache, Error, Output, PageInfo, PageMass, Position, Rows, Step, StepReport, TierOperation};
+use pikv::report::{PageInfo, PageMass};
+use pikv::tiers::{TierOperation, Tiers};
+use pikv::{Cache, Error, Output, Position, Rows, Step, StepReport};
 use pikv_test::numbers::bits;
 use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
 use proptest::prelude::*;

@@ -7,7 +7,9 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 use pikv::codec::{Code, Codec, Coding};
-use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape, Place, ShardMap};
+use pikv::report::Place;
+use pikv::shard::ShardMap;
+use pikv::{Backend, Cache, CacheConfig, Dtype, LayerShape};
 use pikv_engine::common::sample::{SplitMix, nats, sample};
 use pikv_engine::moe::model::{Config, Model, VOCAB};
 use pikv_engine::moe::{paged::Paged, plain::PlainCache};

@@ -2,6 +2,7 @@
 
 use crate::attend::options::Read;
 use crate::attend::select::folded;
+use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;
 use crate::config::hits::Hits;
 use crate::config::shape::CacheShape;
@@ -14,10 +15,25 @@ use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
+use std::cell::Cell;
 use std::ops::Range;
 
 /// Experts of a row, first choice first.
 type Experts = SmallVec<[u16; 8]>;
+
+/// Lists that a thread keeps from call to call, so that steps of a size that was seen before ask the system for no memory.
+#[derive(Default)]
+struct Room {
+    pages: Vec<&'static [[u32; LANES]]>,
+    marks: Vec<Mark>,
+    queries: Vec<[f32; LANES]>,
+    most: Vec<f32>,
+    order: Vec<usize>,
+}
+
+thread_local! {
+    static ROOM: Cell<Room> = Cell::default();
+}
 
 /// What is asked of the rows of a sequence in a layer.
 pub(crate) struct Asking<'a> {
@@ -59,7 +75,8 @@ impl Asking<'_> {
     pub fn meet<'q>(&self, h: usize, row: usize, q: impl Fn(usize) -> &'q [f32], met: &mut Vec<Met>) -> u64 {
         let Asking { inner, hits, shape, layer, .. } = self;
         let (head, codec) = (&layer.heads[h], layer.codecs[h].as_ref());
-        let (mut far, mut pages, mut marks) = (0, Vec::new(), Vec::new());
+        let Room { pages, mut marks, mut queries, mut most, mut order } = ROOM.take();
+        let (mut far, mut pages) = (0, emptied(pages));
         let floor = inner.known_before(self.rows.start);
         let (dtype, rows) =
             (ghosts::dtype(&shape.layout, shape.rope.as_ref()), bound::rows(shape.layout.k_dim));
@@ -86,8 +103,9 @@ impl Asking<'_> {
             if marks.is_empty() {
                 continue;
             }
-            let queries = folded(shape, self.stretch, q(i as usize));
-            let mut most = vec![0.0; pages.len()];
+            folded(shape, self.stretch, q(i as usize), &mut queries);
+            most.clear();
+            most.resize(pages.len(), 0.0);
             pikv_lanes::bounds::largest_of_halves(
                 inner.config.lanes,
                 dtype,
@@ -97,17 +115,17 @@ impl Asking<'_> {
                 &mut most,
             );
             let from = met.len();
-            for at in highest(&most, hits.pages as usize) {
+            highest(&most, hits.pages as usize, &mut order);
+            for &at in &order {
                 let Mark { expert, first, last } = marks[at];
                 let read = experts.as_ref().is_none_or(|(_, read)| read.contains(&expert));
                 let (held, away) = head.chains[usize::from(expert) + 1].held(codec, first..last + 1);
                 far += away;
                 met.push(Met { row: i, expert, wanted: 1, held: if read { held } else { 0 } });
             }
-            let mut own = met.split_off(from);
-            combined(&mut own);
-            met.append(&mut own);
+            combined(met, from, |met| met);
         }
+        ROOM.set(Room { pages: emptied(pages), marks, queries, most, order });
         far
     }
 
@@ -125,16 +143,16 @@ impl Asking<'_> {
     }
 }
 
-/// The `n` largest, of equals the first, in no order.
-fn highest(of: &[f32], n: usize) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..of.len()).collect();
+/// Puts the places of the `n` largest into `order`, of equals the first, in no order.
+fn highest(of: &[f32], n: usize, order: &mut Vec<usize>) {
+    order.clear();
+    order.extend(0..of.len());
     if n < order.len() {
         if n > 0 {
             order.select_nth_unstable_by(n - 1, |a, b| of[*b].total_cmp(&of[*a]).then(a.cmp(b)));
         }
         order.truncate(n);
     }
-    order
 }
 
 impl Chain {
@@ -187,12 +205,11 @@ impl Chain {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
     #[test]
     fn the_highest_come_first_of_equals() {
         let sorted = |of: &[f32], n| {
-            let mut highest = highest(of, n);
+            let mut highest = vec![7; 7];
+            super::highest(of, n, &mut highest);
             highest.sort_unstable();
             highest
         };

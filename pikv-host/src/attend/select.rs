@@ -39,10 +39,11 @@ fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
 
 /// The queries of a row for a KV head, `[group][k_dim]`, as bounds take them: `[group][rows]`. `stretch` is by how much products of
 /// turned channels are larger than those before the rotation.
-pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32]) -> Vec<[f32; LANES]> {
+pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32], all: &mut Vec<[f32; LANES]>) {
     let (k_dim, rope) = (shape.layout.k_dim, shape.rope.as_ref());
     let rows = bound::rows(k_dim);
-    let mut all = vec![[0.0; LANES]; rows * shape.group() as usize];
+    all.clear();
+    all.resize(rows * shape.group() as usize, [0.0; LANES]);
     for (query, folded) in queries.chunks_exact(k_dim as usize).zip(all.chunks_exact_mut(rows)) {
         bound::fold(query, rope, folded);
         if let Some(rope) = rope {
@@ -50,7 +51,6 @@ pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32]) -> Vec<[
             turned.iter_mut().for_each(|x| *x *= stretch);
         }
     }
-    all
 }
 
 /// Index of the first page of a run that may hold a token that is read and that a row sees whose window starts at position `lo`: those

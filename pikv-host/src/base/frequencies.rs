@@ -15,13 +15,13 @@ use thiserror::Error;
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Frequencies, Scaling};
+/// use pikv::shape::{Frequencies, Scaling};
 /// let llama = Scaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 8192 };
 /// let frequencies = Frequencies::scaled(500_000.0, 128, &llama)?;
 /// assert_eq!(frequencies.inverse()[0], 1.0);                        // fast pairs turn as before
 /// let last = 500_000f64.powf(-126.0 / 128.0);
 /// assert!((frequencies.inverse()[63] * 8.0 / last - 1.0).abs() < 1e-12);  // slow ones by an eighth
-/// # Ok::<(), pikv::FrequencyError>(())
+/// # Ok::<(), pikv::shape::FrequencyError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Frequencies {

@@ -12,3 +12,4 @@ pub mod locks;
 pub mod parallel;
 pub mod rope_tables;
 pub mod scratch;
+pub mod text;

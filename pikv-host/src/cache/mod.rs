@@ -19,6 +19,7 @@ use crate::attend_cuda::attend::Cuda;
 use crate::backend::Kind;
 use crate::base::error::Error;
 use crate::base::failures::Failures;
+use crate::base::text::{Bytes, Share, Table};
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::cache::step::{Step, StepBytes};
@@ -32,6 +33,7 @@ use crate::pages::ghosts;
 use crate::tiers::{Fetches, Levels, TierUsage};
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, StoreShape};
+use std::fmt;
 use std::sync::Arc;
 
 /// Bytes of pages in use.
@@ -46,9 +48,40 @@ pub struct Usage {
     pub budget: u64,
     /// Pages in the tiers beneath it; bytes of sequences that share a page count once.
     pub tiers: Vec<TierUsage>,
-    /// Bytes of host memory in which the extremes of the keys of known pages lie, held or not ([`Hits`](crate::Hits)); bytes that sequences
+    /// Bytes of host memory in which the extremes of the keys of known pages lie, held or not ([`Hits`](crate::rules::Hits)); bytes that sequences
     /// share count once. They are beside the budget. 0 where nobody asks for hits.
     pub ghosts: u64,
+}
+
+impl fmt::Display for Usage {
+    /// A table: bytes in use and at most, of the first tier, of its shards where there is more than one, and of the tiers beneath.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        table.row([&"", &"in use", &"at most", &"share"]);
+        table.row([
+            &"pages",
+            &Bytes(self.taken),
+            &Bytes(self.budget),
+            &Share(self.taken as f64, self.budget as f64),
+        ]);
+        if self.shards.len() > 1 {
+            for (shard, bytes) in self.shards.iter().enumerate() {
+                table.row([&format_args!("  shard {shard}"), &Bytes(*bytes)]);
+            }
+        }
+        for tier in &self.tiers {
+            table.row([
+                &tier.name,
+                &Bytes(tier.bytes),
+                &Bytes(tier.capacity),
+                &Share(tier.bytes as f64, tier.capacity as f64),
+            ]);
+        }
+        if self.ghosts > 0 {
+            table.row([&"extremes of keys", &Bytes(self.ghosts)]);
+        }
+        table.fmt(f)
+    }
 }
 
 /// Query rows of one sequence, at consecutive positions from `first`, for [`Cache::attend`].
@@ -176,7 +209,7 @@ impl Cache {
 
     /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
     /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them. Where hits are counted
-    /// ([`Hits`](crate::Hits)), with [`Cache::ghost_bytes_at`].
+    /// ([`Hits`](crate::rules::Hits)), with [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// No such layer.

@@ -23,8 +23,8 @@ impl Cache {
     /// ```
     /// # use pikv_host as pikv;
     /// use pikv::fabric::{InProcess, Options};
-    /// use pikv::{Cache, CacheConfig};
-    /// use pikv::{Dtype, LayerShape, ShardMap};
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    /// use pikv::shard::ShardMap;
     /// let layer = LayerShape::new(1, 2, 64, Dtype::Bf16);
     /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32).shards(ShardMap::sum(4)?);
     /// let ranks = InProcess::new(&config, 4, 16 << 20)?;      // 4 threads with 16 MiB each

@@ -46,7 +46,8 @@ pub struct PageInfo {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Place, Sequence};
+/// use pikv::report::Place;
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).rollback(4))?;
@@ -190,7 +191,7 @@ impl Sequence {
         Ok(chains.chain(ring))
     }
 
-    /// The tokens of a resident page: the lane, where [`PageMass`](crate::attend::options::PageMass) has its weight, and the position. A token
+    /// The tokens of a resident page: the lane, where [`PageMass`](crate::report::PageMass) has its weight, and the position. A token
     /// changes its page when it leaves the ring, and when pages that a policy has thinned out are put together.
     ///
     /// # Errors

@@ -11,12 +11,13 @@
 /// A page counts from the time on when none of its tokens can be taken back, looked at every 32 positions. So that pages that were evicted
 /// can be wanted, the extremes of each channel of a page's keys stay when it goes: 4 bytes a channel of K, rounded up to 32 channels, which
 /// is 3.1 % of a page in 16 bits. Those of pages that are held are kept too; [`Cache::bytes_at`](crate::Cache::bytes_at) and
-/// [`Usage::ghosts`](crate::Usage::ghosts) count them.
+/// [`Usage::ghosts`](crate::report::Usage::ghosts) count them.
 ///
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, StreamingLlm};
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, Hits, LayerShape, Output, StepReport};
+/// use pikv::rules::Hits;
+/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, StepReport};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32).hits(Hits::new().pages(2).every(1));

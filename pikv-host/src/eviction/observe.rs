@@ -14,7 +14,7 @@ use crate::pages::chain::{Chain, find};
 use crate::pages::filing::{Head, Layer, experts};
 use crate::policy::rule::Rule;
 use crate::policy::{HeadSeen, Positions, Seen};
-use crate::router::met::{Met, combined};
+use crate::router::met::combined;
 use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::LayerShape;
@@ -103,8 +103,8 @@ impl Layer {
             return;
         }
         let (hits, misses) = (&mut hits[of.clone()], &mut misses[of]);
-        let mut all: Vec<Met> = feeds.iter().flat_map(|feed| &feed.met).copied().collect();
-        for met in &all {
+        let all = || feeds.iter().flat_map(|feed| &feed.met);
+        for met in all() {
             hits[usize::from(met.expert)] += f64::from(met.held) / f64::from(PAGE);
             misses[usize::from(met.expert)] += f64::from(met.missed()) / f64::from(PAGE);
         }
@@ -112,8 +112,9 @@ impl Layer {
             *sum += feeds.iter().map(|feed| feed.far).sum::<u64>();
         }
         if let Some(by_part) = by_part {
-            combined(&mut all);
-            by_part.met.extend(all.into_iter().map(|met| (l, part, met)));
+            let from = by_part.met.len();
+            by_part.met.extend(all().map(|met| (l, part, *met)));
+            combined(&mut by_part.met, from, |(.., met)| met);
         }
     }
 

@@ -3,6 +3,7 @@
 use super::front::no_ages;
 use super::wire;
 use crate::base::error::Error;
+use crate::base::text::{Bytes, Table};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
 use crate::config::shape::{CacheShape, first_heads};
@@ -10,6 +11,7 @@ use pikv_core::attend::BLOCK;
 use pikv_core::merge::Partial;
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
+use std::fmt;
 
 /// Words of a message around what it asks, and of its answer around what it says.
 const AROUND: (u64, u64) = (wire::HEADER as u64 + 6, wire::HEADER as u64 + 7);
@@ -59,6 +61,35 @@ pub struct Schedule {
     pub ranks: Vec<RankPlan>,
     /// Bytes at the front: ring, sinks and pages that fill up.
     pub front: u64,
+}
+
+impl fmt::Display for Schedule {
+    /// A table: pages of each rank, and what a decode step sends to it and gets, exact and where ranks merge.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        table.row([
+            &"rank",
+            &"pages",
+            &"bytes",
+            &"exact: sent",
+            &"received",
+            &"messages",
+            &"fast: sent",
+            &"received",
+            &"messages",
+        ]);
+        for (rank, plan) in self.ranks.iter().enumerate() {
+            let cells = [plan.exact, plan.fast].map(|wire| {
+                let [sent, received] =
+                    [wire.sent, wire.received].map(|bytes| Bytes(bytes.round() as u64).to_string());
+                [sent, received, format!("{:.1}", wire.messages)]
+            });
+            let kept = [rank.to_string(), plan.pages.to_string(), Bytes(plan.bytes).to_string()];
+            table.cells(kept.into_iter().chain(cells.into_iter().flatten()));
+        }
+        table.row([&"front", &"", &Bytes(self.front)]);
+        table.fmt(f)
+    }
 }
 
 impl Schedule {

@@ -1,7 +1,7 @@
 //! A sink that adds up.
 
 use super::{Evicted, Histogram, Reused, Sink, StepMetrics};
-use crate::Failures;
+use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

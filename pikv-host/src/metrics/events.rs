@@ -1,7 +1,7 @@
 //! A sink for the `tracing` crate.
 
 use super::{Evicted, Reused, Sink, StepMetrics};
-use crate::Failures;
+use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use tracing::{debug, trace, warn};
 

@@ -10,7 +10,7 @@
 //! | `TracingSink` | `events.rs` | events for the `tracing` crate (feature `tracing`) |
 //! | `MetricsSink` | `recorder.rs` | gauges, counters and histograms for the `metrics` crate (feature `metrics`) |
 
-use crate::Failures;
+use crate::base::failures::Failures;
 use std::time::Duration;
 
 mod collector;
@@ -161,7 +161,7 @@ pub trait Sink: Send + Sync {
         true
     }
 
-    /// Whether [`StepMetrics::hits`] are looked at: they are counted then ([`Hits`](crate::Hits)).
+    /// Whether [`StepMetrics::hits`] are looked at: they are counted then ([`Hits`](crate::rules::Hits)).
     fn wants_hits(&self) -> bool {
         true
     }

@@ -1,7 +1,7 @@
 //! A sink for the `metrics` crate.
 
 use super::{Evicted, Reused, Sink, StepMetrics};
-use crate::Failures;
+use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use ::metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use std::fmt;

@@ -1,8 +1,10 @@
 //! What a step met.
 
+use crate::base::text::{Bytes, Share, Table};
 use crate::metrics::{Evicted, Reused};
 use crate::router::learnt::Left;
 use crate::router::met::Met;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -28,6 +30,38 @@ pub struct StepReport {
     pub(crate) by_part: Option<ByPart>,
 }
 
+impl fmt::Display for StepReport {
+    /// A table, layer by layer: pages that rows wanted and found or missed, tokens that are held or lost, and bytes from lower tiers and other
+    /// ranks; then what was evicted.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        table.row([&"layer", &"hits", &"misses", &"hit rate", &"held tokens", &"lost", &"fetched"]);
+        let mut row = |name: &dyn fmt::Display, all: [&[f64]; 2], tokens: [&[u64]; 2], remote: u64| {
+            let [hits, misses] = all.map(|of| of.iter().sum::<f64>());
+            let [held, lost] = tokens.map(|of| of.iter().sum::<u64>());
+            let [hit, miss] = [hits, misses].map(|pages| format!("{pages:.1}"));
+            table.row([name, &hit, &miss, &Share(hits, hits + misses), &held, &lost, &Bytes(remote)]);
+        };
+        let layers = self.hits.len().checked_div(self.experts).unwrap_or(0);
+        for layer in 0..layers {
+            let pages = [self.hits(layer), self.misses(layer)];
+            let tokens = [self.held_tokens(layer), self.lost_tokens(layer)];
+            row(&layer, pages, tokens, self.remote_bytes(layer));
+        }
+        if layers != 1 {
+            row(&"all", [&self.hits, &self.misses], [&self.held, &self.lost], self.remote.iter().sum());
+        }
+        let (tokens, bytes) = self
+            .evicted
+            .iter()
+            .fold((0, 0), |(tokens, bytes), page| (tokens + u64::from(page.tokens), bytes + page.bytes));
+        writeln!(f, "{table}")?;
+        let pages = self.evicted.len();
+        write!(f, "evicted: {tokens} tokens of {pages} pages, {} given back; ", Bytes(bytes))?;
+        write!(f, "tokens as they came: {}", Bytes(self.logical_bytes))
+    }
+}
+
 /// What each sequence of a step met.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ByPart {
@@ -45,7 +79,7 @@ impl PartialEq for ByPart {
 
 impl StepReport {
     /// Of each expert, its pages that rows of the step wanted and found in the first tier, summed over rows and KV heads, in 32nds of a page:
-    /// a page that lost tokens counts by those that are held. [`Hits`](crate::Hits) says what is wanted, and of which rows it is asked; all are
+    /// a page that lost tokens counts by those that are held. [`Hits`](crate::rules::Hits) says what is wanted, and of which rows it is asked; all are
     /// 0 where nobody asks for hits.
     pub fn hits(&self, layer: usize) -> &[f64] {
         self.hits.get(self.of(layer)).unwrap_or_default()

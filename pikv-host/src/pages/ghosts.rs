@@ -15,6 +15,7 @@ use pikv_core::page::{Layout, MAX_DIM, PAGE};
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -54,6 +55,18 @@ impl Sheet {
         of.add(sheet_bytes(rows));
         let (marks, words) = (Vec::with_capacity(SHEET), Vec::with_capacity(SHEET * rows));
         Sheet { marks, words, rows, of: of.clone() }
+    }
+}
+
+impl Sheet {
+    /// Empties it.
+    fn clear(&mut self) -> bool {
+        if self.of.wipe {
+            wipe(&mut self.words);
+        }
+        self.marks.clear();
+        self.words.clear();
+        true
     }
 }
 
@@ -108,6 +121,8 @@ pub(crate) struct Ghosts {
     open: Vec<Open>,
     /// Tiles of 32 positions that were looked at, from the first on.
     done: u32,
+    /// Those that were forgotten, for the next that are needed: a tile can fill two.
+    spare: SmallVec<[Arc<Sheet>; 2]>,
 }
 
 /// The form in which extremes are kept: that of the keys where it has 16 bits, and bf16, rounded outwards, for others. The length of a
@@ -160,7 +175,8 @@ impl Ghosts {
     fn add(&mut self, tile: &Tile<'_>, words: &[u32]) {
         let LayerShape { layout, rope, .. } = tile.shape;
         let (dtype, rows) = (dtype(layout, rope.as_ref()), bound::rows(layout.k_dim));
-        let mut wide = vec![[0.0; LANES]; 2 * rows];
+        let mut wide = [[0.0; LANES]; 2 * bound::rows(MAX_DIM)];
+        let wide = &mut wide[..2 * rows];
         let mut key = [0.0; MAX_DIM as usize];
         let key = &mut key[..layout.k_dim as usize];
         // The group that is being widened, as f32.
@@ -168,23 +184,23 @@ impl Ghosts {
         for (lane, home) in (0..).zip(tile.homes) {
             let Some(expert) = *home else { continue };
             if at.is_none_or(|at| self.open[at].expert != expert) {
-                self.close(at, dtype, &wide);
-                at = Some(self.open(expert, dtype, &mut wide, tile.total.wipe));
+                self.close(at, dtype, wide);
+                at = Some(self.open(expert, dtype, wide, tile.total.wipe));
             }
             let Some(open) = at.and_then(|at| self.open.get_mut(at)) else { continue };
             if open.tokens == 0 {
                 open.first = tile.first + lane;
             }
             layout.read_key(words, lane, key);
-            bound::widen(&mut wide, key, rope.as_ref());
+            bound::widen(wide, key, rope.as_ref());
             open.tokens += 1;
             if open.tokens == PAGE {
-                self.close(at, dtype, &wide);
+                self.close(at, dtype, wide);
                 let at = at.take().unwrap_or_default();
                 self.fill(at, tile.first + lane, tile.total);
             }
         }
-        self.close(at, dtype, &wide);
+        self.close(at, dtype, wide);
     }
 
     /// The group of an expert, its extremes in `wide`.
@@ -223,7 +239,10 @@ impl Ghosts {
         let mark = Mark { expert: open.expert, first: open.first, last };
         open.tokens = 0;
         if self.sheets.back().is_none_or(|sheet| sheet.marks.len() == SHEET) {
-            self.sheets.push_back(Arc::new(Sheet::new(open.words.len(), total)));
+            // A fork may have it too.
+            let empty = |sheet: &mut Arc<Sheet>| Arc::get_mut(sheet).is_some_and(Sheet::clear);
+            let spare = self.spare.pop().and_then(|mut sheet| empty(&mut sheet).then_some(sheet));
+            self.sheets.push_back(spare.unwrap_or_else(|| Arc::new(Sheet::new(open.words.len(), total))));
         }
         if let Some(sheet) = self.sheets.back_mut().map(Arc::make_mut) {
             sheet.marks.push(mark);
@@ -241,7 +260,8 @@ impl Ghosts {
             if !gone {
                 return;
             }
-            self.sheets.pop_front();
+            let sheet = self.sheets.pop_front();
+            self.spare.extend(sheet.filter(|_| self.spare.len() < 2));
         }
     }
 

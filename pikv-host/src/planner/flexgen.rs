@@ -7,8 +7,10 @@
 //! move, and they are attended in the first tier. What fits there, and the constants of the links, must be measured: a plan is
 //! as good as they are.
 
+use crate::base::text::{Seconds, Table};
 use crate::tiers::TierRate;
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
+use std::fmt;
 use thiserror::Error;
 
 /// A tier below the first one, and the link by which its pages go up.
@@ -103,6 +105,29 @@ pub struct Placement {
     pub bound: f64,
     /// Seconds of each link, pages that come up and pages that go down.
     pub links: Vec<(f64, f64)>,
+}
+
+impl fmt::Display for Placement {
+    /// A table of the pages of each class in each tier; then the seconds of a step, and of each link.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        let tiers = self.pages.first().map_or(0, Vec::len);
+        let name = |tier: usize| match tier {
+            0 => "first tier".to_owned(),
+            tier => format!("tier {tier}"),
+        };
+        table.cells(std::iter::once("pages of class".to_owned()).chain((0..tiers).map(name)));
+        for (class, pages) in self.pages.iter().enumerate() {
+            table
+                .cells(std::iter::once(class).map(|n| n.to_string()).chain(pages.iter().map(u64::to_string)));
+        }
+        writeln!(f, "{table}")?;
+        write!(f, "a step takes {}, at least {}", Seconds(self.seconds), Seconds(self.bound))?;
+        for (link, (up, down)) in self.links.iter().enumerate() {
+            write!(f, "; link {} {} up and {} down", link + 1, Seconds(*up), Seconds(*down))?;
+        }
+        Ok(())
+    }
 }
 
 /// Why there is no placement.

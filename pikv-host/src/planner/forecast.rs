@@ -2,12 +2,14 @@
 
 use super::error::PlanError;
 use crate::base::ids::Place;
+use crate::base::text::{Bytes, Rate, Table};
 use crate::cache::Cache;
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
 use crate::config::shape::first_heads;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
+use std::fmt;
 
 /// What a cache is to hold: sequences that are all alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,14 +70,32 @@ setters!(Work { calls: u64, bytes: u64, flops: u64 });
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Forecast {
-    /// Bytes of pages, over all shards: what [`Usage::taken`](crate::Usage::taken) will be between two steps.
+    /// Bytes of pages, over all shards: what [`Usage::taken`](crate::report::Usage::taken) will be between two steps.
     pub bytes: u64,
-    /// Bytes on each shard, as in [`Usage::shards`](crate::Usage::shards).
+    /// Bytes on each shard, as in [`Usage::shards`](crate::report::Usage::shards).
     pub shards: Vec<u64>,
     /// Tokens that stay of each sequence, in the layer that keeps most.
     pub resident: u32,
     /// A decode step of all sequences that reads everything resident.
     pub work: Work,
+}
+
+impl fmt::Display for Forecast {
+    /// A table: bytes of pages, of shards where there is more than one, tokens that stay, and what a decode step does.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        table.row([&"pages", &Bytes(self.bytes)]);
+        if self.shards.len() > 1 {
+            for (shard, bytes) in self.shards.iter().enumerate() {
+                table.row([&format_args!("  shard {shard}"), &Bytes(*bytes)]);
+            }
+        }
+        table.row([&"tokens resident of a sequence", &self.resident]);
+        table.row([&"a decode step: calls", &self.work.calls]);
+        table.row([&"  reads", &Bytes(self.work.bytes)]);
+        table.row([&"  computes", &Rate(self.work.flops as f64, "flop")]);
+        table.fmt(f)
+    }
 }
 
 /// Foretells what a cache takes, by the functions by which the cache itself takes it.

@@ -3,6 +3,7 @@
 use super::error::PlanError;
 use super::forecast::{Load, Planner, Work};
 use crate::attend::options::{Attend, Output};
+use crate::base::text::{Rate, Seconds, Table};
 use crate::cache::Rows;
 use crate::codec::Codec;
 use crate::config::CacheConfig;
@@ -11,6 +12,7 @@ use pikv_core::hash::next;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::LayerShape;
 use pikv_lanes::Lanes;
+use std::fmt;
 use std::time::Instant;
 
 /// Work, and the time that it took.
@@ -44,6 +46,19 @@ pub struct StepTime {
     pub residual: f64,
     /// The largest magnitude of `(predicted - measured) / measured`.
     pub worst: f64,
+}
+
+impl fmt::Display for StepTime {
+    /// A table of the constants with their units, and of the errors.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::default();
+        table.row([&"T0, a call", &Seconds(self.t0)]);
+        table.row([&"beta, reading", &Rate(self.beta, "B/s")]);
+        table.row([&"F, computing", &Rate(self.flops, "flop/s")]);
+        table.row([&"error, root mean square", &format_args!("{:.1} %", 100.0 * self.residual)]);
+        table.row([&"error, largest", &format_args!("{:.1} %", 100.0 * self.worst)]);
+        table.fmt(f)
+    }
 }
 
 impl StepTime {

@@ -11,7 +11,7 @@ use pikv_core::warp::LANES;
 /// * frequency, `f / (1 + f)`, `f` the number of times that it received at least such a share, halved every `half_life` tokens.
 ///
 /// After every row that is looked at, `theta <- clamp(theta - gamma (target - eta), 0, sum alpha)` for each KV head, `eta` the moving mean
-/// of its hit rate: of the pages that the row wanted, those that were there ([`Hits`](crate::Hits)). So a head that misses lets fewer tokens
+/// of its hit rate: of the pages that the row wanted, those that were there ([`Hits`](crate::rules::Hits)). So a head that misses lets fewer tokens
 /// go; those that went do not come back, and `eta` recovers as new ones come. The paper has the other sign, with which a head that misses
 /// evicts more, misses more, and ends with nothing, while one that does not miss never evicts: a `gamma` below 0 shows it.
 ///

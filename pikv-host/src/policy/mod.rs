@@ -96,7 +96,7 @@ pub trait Policy: fmt::Debug + Send + Sync {
         Feedback::None
     }
 
-    /// Whether it looks at [`HeadSeen::hits`] and [`HeadSeen::misses`]: they are counted then ([`Hits`](crate::Hits)).
+    /// Whether it looks at [`HeadSeen::hits`] and [`HeadSeen::misses`]: they are counted then ([`Hits`](crate::rules::Hits)).
     fn wants_hits(&self) -> bool {
         false
     }

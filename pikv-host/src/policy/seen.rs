@@ -181,7 +181,7 @@ pub struct HeadSeen<'a> {
     pub rows: u32,
     /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless something is kept of heads.
     pub queries: &'a [f32],
-    /// Pages that the rows wanted and found in the first tier, in 32nds of a page ([`Hits`](crate::Hits)). 0 unless somebody
+    /// Pages that the rows wanted and found in the first tier, in 32nds of a page ([`Hits`](crate::rules::Hits)). 0 unless somebody
     /// [asks](super::Policy::wants_hits).
     pub hits: f32,
     /// Pages that they wanted and that were gone, or lay elsewhere.

@@ -21,14 +21,23 @@ impl Met {
     }
 }
 
-/// Puts together what heads met, by row and expert.
-pub(crate) fn combined(met: &mut Vec<Met>) {
-    met.sort_unstable_by_key(|met| (met.row, met.expert));
-    met.dedup_by(|next, kept| {
-        let same = (next.row, next.expert) == (kept.row, kept.expert);
-        if same {
+/// Puts together what heads met from item `from` on, by row and expert; `met` is where an item has it.
+pub(crate) fn combined<T: Copy>(all: &mut Vec<T>, from: usize, met: impl Fn(&mut T) -> &mut Met) {
+    let key = |mut item: T| {
+        let met = met(&mut item);
+        (met.row, met.expert)
+    };
+    all[from..].sort_unstable_by_key(|item| key(*item));
+    let mut end = from;
+    for at in from..all.len() {
+        let mut next = all[at];
+        if end > from && key(all[end - 1]) == key(next) {
+            let (kept, next) = (met(&mut all[end - 1]), met(&mut next));
             (kept.wanted, kept.held) = (kept.wanted + next.wanted, kept.held + next.held);
+        } else {
+            all[end] = next;
+            end += 1;
         }
-        same
-    });
+    }
+    all.truncate(end);
 }

@@ -355,7 +355,7 @@ pub trait Router: fmt::Debug + Send + Sync {
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError>;
 
     /// Whether it learns from [`Feedback::wanted`]: a [`ClosedLoop`](crate::ClosedLoop) has hits counted then
-    /// ([`Hits`](crate::Hits)).
+    /// ([`Hits`](crate::rules::Hits)).
     fn wants_hits(&self) -> bool {
         true
     }

@@ -30,6 +30,7 @@ mod store;
 #[cfg(feature = "cuda")]
 pub(crate) mod upload;
 
+pub use crate::base::error::TierOperation;
 pub(crate) use ahead::{Early, Levels, Staged};
 pub(crate) use level::{Level, Stored};
 pub use rate::TierRate;

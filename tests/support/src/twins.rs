@@ -3,10 +3,11 @@
 use crate::numbers::{bits, noise};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, LruPlus, StreamingLlm};
-use pikv::{
-    Attend, CacheConfig, Dtype, Hits, LayerShape, PageId, PageInfo, Position, Read, Resident, Rope, Sequence,
-    ShardMap,
-};
+use pikv::report::{PageId, PageInfo};
+use pikv::rules::Hits;
+use pikv::shape::Resident;
+use pikv::shard::ShardMap;
+use pikv::{Attend, CacheConfig, Dtype, LayerShape, Position, Read, Rope, Sequence};
 use proptest::prelude::*;
 use std::ops::RangeInclusive;
 

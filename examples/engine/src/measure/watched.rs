@@ -1,7 +1,8 @@
 //! A model over pikv, watched by what each page's attention mass is.
 
 use crate::common::cache::{Cache as AnyCache, Step as AnyStep};
-use pikv::{Attend, Cache, Error, Output, PageMass, Sequence};
+use pikv::report::PageMass;
+use pikv::{Attend, Cache, Error, Output, Sequence};
 
 /// Who watches.
 pub trait Watch {

@@ -201,9 +201,9 @@ pub enum ConfigError {
     /// Hits of no pages, or of no rows.
     #[error("hits: {pages} wanted pages at every {every} positions; both must be at least 1")]
     Hits {
-        /// [`Hits::pages`](crate::Hits::pages).
+        /// [`Hits::pages`](crate::rules::Hits::pages).
         pages: u32,
-        /// [`Hits::every`](crate::Hits::every).
+        /// [`Hits::every`](crate::rules::Hits::every).
         every: u32,
     },
     /// An eviction policy for a layer that does not exist.
@@ -621,13 +621,13 @@ pub enum Error {
         /// The KV head.
         kv_head: usize,
         /// As given.
-        page: crate::PageId,
+        page: crate::base::ids::PageId,
     },
     /// Evicting what must stay.
     #[error("{page} cannot be evicted: the ring holds what can be rolled back")]
     Pinned {
         /// As given.
-        page: crate::PageId,
+        page: crate::base::ids::PageId,
     },
 }
 

@@ -100,7 +100,7 @@ impl Target<'_> {
                 let Slot { tile, lane } = Position(position).into();
                 let at = (tile - state.first_tile) as usize;
                 if at == head.ring.len() {
-                    let shard = inner.shape.shard_of(crate::Place::Ring, tile, global_head);
+                    let shard = inner.shape.shard_of(crate::base::ids::Place::Ring, tile, global_head);
                     let near = Near::next(head.ring.back());
                     head.ring.push_back(pages.take(shard, layout.words(), near)?);
                     head.states.push_back();
