@@ -76,8 +76,9 @@ pub mod report {
     pub use crate::attend::options::PageMass;
     pub use crate::base::failures::Failures;
     pub use crate::base::ids::{PageId, Place};
+    pub use crate::cache::Usage;
     pub use crate::cache::sequence::PageInfo;
-    pub use crate::cache::{StepBytes, Usage};
+    pub use crate::cache::step::StepBytes;
 }
 
 /// Parts of a [`CacheConfig`]: how layers and heads compress and evict, as its methods noted it, and what counts as a hit.

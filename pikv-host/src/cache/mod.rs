@@ -1,7 +1,8 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
-pub mod lists;
+pub mod inner;
 pub mod over;
+pub mod rates;
 pub mod sequence;
 pub mod step;
 pub mod tiering;
@@ -19,8 +20,9 @@ use crate::backend::Kind;
 use crate::base::error::Error;
 use crate::base::failures::Failures;
 use crate::base::text::{Bytes, Share, Table};
+use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
-use crate::cache::step::Step;
+use crate::cache::step::{Step, StepBytes};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
@@ -33,19 +35,6 @@ use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, StoreShape};
 use std::fmt;
 use std::sync::Arc;
-
-/// What sequences of a cache share.
-#[derive(Debug)]
-pub(crate) struct Inner {
-    pub shape: Arc<CacheShape>,
-    pub pool: Pool,
-    /// What computes attention.
-    pub executor: Arc<dyn Executor>,
-    /// Where rankings are done.
-    pub rooms: Rooms,
-    /// The ranks that keep full pages.
-    pub fabric: Option<Arc<Front>>,
-}
 
 /// Bytes of pages in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,23 +51,6 @@ pub struct Usage {
     /// Bytes of host memory in which the extremes of the keys of known pages lie, held or not ([`Hits`](crate::rules::Hits)); bytes that sequences
     /// share count once. They are beside the budget. 0 where nobody asks for hits.
     pub ghosts: u64,
-}
-
-/// Bytes of page memory for a step: [`Cache::step_bytes`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StepBytes {
-    /// What [`Cache::begin`] sets aside: the most that the step can take, wherever its tokens are filed.
-    pub needed: u64,
-    /// What the budget has left.
-    pub available: u64,
-}
-
-impl StepBytes {
-    /// Whether [`Cache::begin`] would find the memory. In a cache with tiers it also makes room, by moving pages down.
-    pub fn fits(&self) -> bool {
-        self.needed <= self.available
-    }
 }
 
 impl fmt::Display for Usage {

@@ -2,7 +2,7 @@
 
 use crate::base::error::Error;
 use crate::base::ids::{PageId, Place, chain_place};
-use crate::cache::Inner;
+use crate::cache::inner::Inner;
 use crate::codec::HeadCodec;
 use crate::config::shape::first_heads;
 use crate::eviction::evict::enforce;

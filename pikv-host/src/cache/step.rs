@@ -13,11 +13,11 @@ use crate::attend::{Call, attend};
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::scratch::emptied;
-use crate::cache::lists::{STEP, StepLists};
+use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::cache::tiering::make_room;
-use crate::cache::{Inner, StepBytes};
 use crate::eviction::evict::enforce;
+use crate::fabric::Sent;
 use crate::memory::arena::Reservation;
 use crate::metrics::report::StepReport;
 use crate::pages::chain::{Away, Held};
@@ -27,6 +27,7 @@ use pikv_core::codec::packed::Packed;
 use pikv_core::page::{Layout, PAGE, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::{SmallVec, smallvec};
+use std::cell::Cell;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -72,8 +73,37 @@ pub struct Step<'a> {
     late: Option<Box<dyn Session>>,
 }
 
+/// Bytes of page memory for a step: [`Cache::step_bytes`](crate::Cache::step_bytes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepBytes {
+    /// What [`Cache::begin`](crate::Cache::begin) sets aside: the most that the step can take, wherever its tokens are filed.
+    pub needed: u64,
+    /// What the budget has left.
+    pub available: u64,
+}
+
+impl StepBytes {
+    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory. In a cache with tiers it also makes room, by moving pages down.
+    pub fn fits(&self) -> bool {
+        self.needed <= self.available
+    }
+}
+
+/// Lists that a step fills, kept by its thread from step to step.
+#[derive(Default)]
+struct StepLists {
+    parts: Vec<Part<'static>>,
+    layers: Vec<Done>,
+}
+
+thread_local! {
+    /// Taken for the time of a step, and put back.
+    static STEP: Cell<StepLists> = Cell::default();
+}
+
 #[derive(Debug)]
-pub(crate) struct Part<'a> {
+struct Part<'a> {
     sequence: &'a mut Sequence,
     /// Tokens once the step is committed; `sequence.len` is still the old number.
     len: u32,
@@ -327,15 +357,41 @@ impl<'a> Step<'a> {
 
     fn finish(mut self, mut report: Option<&mut StepReport>) -> Result<(), Error> {
         let inner = self.inner.clone();
+        self.check_complete()?;
+        self.settle()?;
+        let mut sent = self.file_rest()?.into_iter();
+        self.committed = true;
+        // From here on a policy that panics leaves what was told it, and what was not, in between.
+        self.parts.iter_mut().for_each(|part| part.sequence.poisoned = true);
+        self.observe(report.as_deref_mut());
+        for part in &mut self.parts {
+            part.commit(&inner, report.as_deref_mut(), sent.next());
+        }
+        if let Some(front) = &inner.fabric {
+            let layers: SmallVec<[&[Layer]; 8]> =
+                self.parts.iter().map(|part| &part.sequence.layers[..]).collect();
+            front.set_aside_thinned(&inner.pool, &layers);
+        }
+        inner.pool.arenas.grow_ahead(self.parts.len() as u64, self.rows as u64);
+        Ok(())
+    }
+
+    /// That every layer was appended and routed.
+    fn check_complete(&self) -> Result<(), Error> {
         for (layer, done) in self.layers.iter().enumerate() {
             if !done.appended {
                 return Err(Error::Incomplete { layer, what: "appended" });
             }
-            if !done.routed && inner.shape.config.experts > 1 {
+            if !done.routed && self.inner.shape.config.experts > 1 {
                 return Err(Error::Incomplete { layer, what: "routed" });
             }
         }
-        self.settle()?;
+        Ok(())
+    }
+
+    /// Files the tokens that have left the ring since, and sends full pages to the ranks of a fabric: of each sequence those that were sent.
+    fn file_rest(&mut self) -> Result<Vec<Vec<Sent>>, Error> {
+        let inner = self.inner.clone();
         for part in &mut self.parts {
             let left = inner.shape.store.ring.left(part.len);
             for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
@@ -348,19 +404,14 @@ impl<'a> Step<'a> {
                 layer.bound(&inner.shape, shape)?;
             }
         }
-        let mut sent = match &inner.fabric {
-            Some(front) => {
-                let kept =
-                    |part: &Part<'_>| part.sequence.kept.max(inner.shape.store.ring.kept_from(part.len));
-                front
-                    .send(&inner.shape, self.parts.iter().map(|p| (&p.sequence.layers[..], kept(p))))?
-                    .into_iter()
-            }
-            None => Vec::new().into_iter(),
-        };
-        self.committed = true;
-        // From here on a policy that panics leaves what was told it, and what was not, in between.
-        self.parts.iter_mut().for_each(|part| part.sequence.poisoned = true);
+        let Some(front) = &inner.fabric else { return Ok(Vec::new()) };
+        let kept = |part: &Part<'_>| part.sequence.kept.max(inner.shape.store.ring.kept_from(part.len));
+        front.send(&inner.shape, self.parts.iter().map(|part| (&part.sequence.layers[..], kept(part))))
+    }
+
+    /// Tells policies what the step's rows saw, layer by layer, and counts what they wanted.
+    fn observe(&mut self, mut report: Option<&mut StepReport>) {
+        let inner = &*self.inner;
         for (l, done) in self.layers.iter_mut().enumerate() {
             if inner.shape.rules[l].is_none() && report.is_none() {
                 continue;
@@ -373,62 +424,53 @@ impl<'a> Step<'a> {
                 let own = feeds.partition_point(|feed| feed.sequence < i);
                 let own = own..feeds.partition_point(|feed| feed.sequence <= i);
                 let Sequence { layers, len, .. } = &mut *part.sequence;
-                let layer = &mut layers[l];
+                let (layer, shape) = (&mut layers[l], &inner.shape.config.layers[l]);
                 let asked = report.as_deref_mut().filter(|report| !report.unasked);
                 let reused = asked.map(|report| &mut report.reused);
-                layer.observe(
-                    &inner.shape,
-                    &inner.shape.config.layers[l],
-                    *len,
-                    part.len,
-                    &mut feeds[own.clone()],
-                    reused,
-                );
+                layer.observe(&inner.shape, shape, *len, part.len, &mut feeds[own.clone()], reused);
                 if let Some(report) = &mut report {
                     layer.count_into(&inner.pool, l, i, *len..part.len, &feeds[own], report);
                 }
             }
         }
-        for part in &mut self.parts {
-            let Sequence { layers, pins, .. } = &mut *part.sequence;
-            let evicted = report.as_deref_mut().map(|report| &mut report.evicted);
-            enforce(layers, &inner.shape, &inner.rooms, part.len, pins, evicted);
-            if let Some(report) = &mut report {
-                let bits: u64 = inner.shape.config.layers.iter().map(logical_bits).sum();
-                report.logical_bytes += bits * u64::from(part.len) / 8;
-            }
-            for (layer, shape) in layers.iter_mut().zip(&inner.shape.config.layers) {
-                layer.undo.clear();
-                layer.remember(&inner.pool, shape, part.len);
-                layer.release(&inner.pool, shape, part.len);
-            }
-            let floor = part.len.saturating_sub(inner.shape.store.ring.slack());
-            if let Some(by_part) = report.as_deref_mut().and_then(|report| report.by_part.as_mut()) {
-                by_part.tickets.push(part.sequence.tickets.add(part.sequence.len, part.len, floor));
-            }
-            part.sequence.len = part.len;
-            if inner.shape.store.ring.slack() > 0 && inner.shape.evicts() {
-                let ends = &mut part.sequence.ends;
-                while ends.front().is_some_and(|end| *end < floor) {
-                    ends.pop_front();
-                }
-                ends.push_back(part.len);
-            }
-            part.sequence.floor = part.sequence.floor.max(floor);
-            part.sequence.kept = part.sequence.kept.max(inner.shape.store.ring.kept_from(part.len));
-            if let (Some(front), Some(sent)) = (&inner.fabric, sent.next()) {
-                let Sequence { layers, kept, .. } = &mut *part.sequence;
-                front.place(layers, sent, *kept);
-            }
-            (part.sequence.poisoned, part.sequence.stepping) = (false, false);
+    }
+}
+
+impl Part<'_> {
+    /// Makes the step's tokens the sequence's: evicts what is over the budgets, frees what nobody sees any more, and has pages that were
+    /// `sent` to ranks take the place of those here.
+    fn commit(&mut self, inner: &Inner, mut report: Option<&mut StepReport>, sent: Option<Vec<Sent>>) {
+        let (len, ring) = (self.len, inner.shape.store.ring);
+        let Sequence { layers, pins, .. } = &mut *self.sequence;
+        let evicted = report.as_deref_mut().map(|report| &mut report.evicted);
+        enforce(layers, &inner.shape, &inner.rooms, len, pins, evicted);
+        if let Some(report) = &mut report {
+            let bits: u64 = inner.shape.config.layers.iter().map(logical_bits).sum();
+            report.logical_bytes += bits * u64::from(len) / 8;
         }
-        if let Some(front) = &inner.fabric {
-            let layers: SmallVec<[&[Layer]; 8]> =
-                self.parts.iter().map(|part| &part.sequence.layers[..]).collect();
-            front.set_aside_thinned(&inner.pool, &layers);
+        for (layer, shape) in layers.iter_mut().zip(&inner.shape.config.layers) {
+            layer.undo.clear();
+            layer.remember(&inner.pool, shape, len);
+            layer.release(&inner.pool, shape, len);
         }
-        inner.pool.arenas.grow_ahead(self.parts.len() as u64, self.rows as u64);
-        Ok(())
+        let floor = len.saturating_sub(ring.slack());
+        let sequence = &mut *self.sequence;
+        if let Some(by_part) = report.as_deref_mut().and_then(|report| report.by_part.as_mut()) {
+            by_part.tickets.push(sequence.tickets.add(sequence.len, len, floor));
+        }
+        sequence.len = len;
+        if ring.slack() > 0 && inner.shape.evicts() {
+            while sequence.ends.front().is_some_and(|end| *end < floor) {
+                sequence.ends.pop_front();
+            }
+            sequence.ends.push_back(len);
+        }
+        sequence.floor = sequence.floor.max(floor);
+        sequence.kept = sequence.kept.max(ring.kept_from(len));
+        if let (Some(front), Some(sent)) = (&inner.fabric, sent) {
+            front.place(&mut sequence.layers, sent, sequence.kept);
+        }
+        (sequence.poisoned, sequence.stepping) = (false, false);
     }
 }
 

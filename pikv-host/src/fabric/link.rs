@@ -227,19 +227,10 @@ impl Link {
                 }
             };
             let Some(at) = ranks.iter().position(|r| *r == rank) else { continue };
-            let header = Reader::new(&words).header();
-            let refused = match header {
-                Some(header) if header.version != VERSION => {
-                    Some(FabricError::Version { rank, theirs: header.version, ours: VERSION })
-                }
-                // An answer that comes too late, to a call that was given up.
-                Some(header) if (header.session, header.call) != (self.session, call) => continue,
-                Some(header) if header.kind == kind => None,
-                _ => Some(FabricError::Malformed { rank, what: "an answer to something else" }),
-            };
-            match refused {
-                Some(error) => self.lose(rank, error, &mut first),
-                None => {
+            let Some(sound) = self.judge(kind, rank, &words) else { continue };
+            match sound {
+                Err(error) => self.lose(rank, error, &mut first),
+                Ok(()) => {
                     if self.fabric.is_wired(rank) {
                         self.traffic.received += 4 * words.len() as u64;
                     }
@@ -252,6 +243,18 @@ impl Link {
         self.traffic.waited += self.last - begun;
         first?;
         Ok(ranks.into_iter().zip(answers).filter_map(|(rank, answer)| Some((rank, answer?))).collect())
+    }
+
+    /// What is wrong with an answer of a rank to the present call; `None` of one that comes too late, to a call that was given up.
+    fn judge(&self, kind: u32, rank: u32, words: &[u32]) -> Option<Result<(), FabricError>> {
+        match Reader::new(words).header() {
+            Some(header) if header.version != VERSION => {
+                Some(Err(FabricError::Version { rank, theirs: header.version, ours: VERSION }))
+            }
+            Some(header) if (header.session, header.call) != (self.session, self.call) => None,
+            Some(header) if header.kind == kind => Some(Ok(())),
+            _ => Some(Err(FabricError::Malformed { rank, what: "an answer to something else" })),
+        }
     }
 
     fn lose(&mut self, rank: u32, error: FabricError, first: &mut Result<(), FabricError>) {

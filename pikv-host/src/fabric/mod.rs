@@ -31,6 +31,7 @@ pub use crate::base::error::FabricError;
 pub use crate::metrics::Traffic;
 #[cfg(feature = "cuda")]
 pub(crate) use ask::Ask;
+pub(crate) use file::Sent;
 pub(crate) use front::Front;
 pub use front::RankUsage;
 pub use rebalance::{Moves, Skew};

@@ -153,39 +153,8 @@ impl Store {
         }
         // A token or page that cannot be kept is told when the page is asked for, or at the end where it came whole.
         let (mut first, mut came) = (Ok(()), Came::default());
-        for _ in 0..reader.word().ok_or(CUT)? {
-            let id = reader.u64().ok_or(CUT)?;
-            let layer = reader.word().ok_or(CUT)? as usize;
-            let (lane, count) = (reader.word().ok_or(CUT)?, reader.word().ok_or(CUT)?);
-            let layout = self.pool.shape.config.layers.get(layer).ok_or(CUT)?.layout;
-            let width = wire::token_words(&layout);
-            let tokens = reader.words(width * count as usize).ok_or(CUT)?;
-            if lane.checked_add(count).is_none_or(|end| end > PAGE) {
-                return Err(CUT);
-            }
-            match self.page(id, layout.words()) {
-                Ok(page) => {
-                    let tokens = (lane..).zip(tokens.chunks_exact(width));
-                    tokens.for_each(|(lane, token)| came.token(page, (layer, &layout), lane, token));
-                    self.refused.remove(&id);
-                }
-                Err(refusal) => match self.refused.len() < REFUSED {
-                    true => _ = self.refused.insert(id, refusal),
-                    false => first = first.and(Err(refusal)),
-                },
-            }
-        }
-        for _ in 0..reader.word().ok_or(CUT)? {
-            let id = reader.u64().ok_or(CUT)?;
-            let n = reader.word().ok_or(CUT)?;
-            let room = n & wire::ROOM != 0;
-            let words = if room { &[] } else { reader.words(n as usize).ok_or(CUT)? };
-            match self.page(id, n & !wire::ROOM) {
-                Ok(page) if !room => came.page(page, words),
-                Ok(_) => {}
-                Err(refusal) => first = first.and(Err(refusal)),
-            }
-        }
+        self.take_tokens(reader, &mut came, &mut first)?;
+        self.take_pages(reader, &mut came, &mut first)?;
         self.place(came)?;
         first?;
         for _ in 0..reader.word().ok_or(CUT)? {
@@ -205,20 +174,81 @@ impl Store {
             return Err(CUT);
         }
         self.fetch(&fetched, out)?;
-        let n = reader.word().ok_or(CUT)?;
-        let stop = |out: &mut Vec<u32>| {
-            let nanos = begun.elapsed().as_nanos() as u64;
-            (out[clock], out[clock + 1]) = (nanos as u32, (nanos >> 32) as u32);
-        };
-        if n == 0 {
-            stop(out);
-            return Ok(());
+        let questions = reader.word().ok_or(CUT)?;
+        if questions > 0 {
+            self.answer_all(questions, &mut reader.clone(), out)?;
         }
-        let mut reader = reader.clone();
-        let mut asks = (0..n).map(|_| self.ask(&mut reader)).collect::<Result<Vec<_>, _>>()?;
+        let nanos = begun.elapsed().as_nanos() as u64;
+        (out[clock], out[clock + 1]) = (nanos as u32, (nanos >> 32) as u32);
+        Ok(())
+    }
+
+    /// Reads tokens of pages that fill up. Why one could not be taken is noted with its page, or in `first`.
+    fn take_tokens<'m>(
+        &mut self,
+        reader: &mut Reader<'m>,
+        came: &mut Came<'m>,
+        first: &mut Result<(), Refusal>,
+    ) -> Result<(), Refusal> {
+        const CUT: Refusal = Refusal::Malformed;
+        for _ in 0..reader.word().ok_or(CUT)? {
+            let id = reader.u64().ok_or(CUT)?;
+            let layer = reader.word().ok_or(CUT)? as usize;
+            let (lane, count) = (reader.word().ok_or(CUT)?, reader.word().ok_or(CUT)?);
+            let layout = self.pool.shape.config.layers.get(layer).ok_or(CUT)?.layout;
+            let width = wire::token_words(&layout);
+            let tokens = reader.words(width * count as usize).ok_or(CUT)?;
+            if lane.checked_add(count).is_none_or(|end| end > PAGE) {
+                return Err(CUT);
+            }
+            match self.page(id, layout.words()) {
+                Ok(page) => {
+                    let tokens = (lane..).zip(tokens.chunks_exact(width));
+                    tokens.for_each(|(lane, token)| came.token(page, (layer, &layout), lane, token));
+                    self.refused.remove(&id);
+                }
+                Err(refusal) => match self.refused.len() < REFUSED {
+                    true => _ = self.refused.insert(id, refusal),
+                    false => *first = (*first).and(Err(refusal)),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads whole pages, and room for some. Why the first could not be taken is noted in `first`.
+    fn take_pages<'m>(
+        &mut self,
+        reader: &mut Reader<'m>,
+        came: &mut Came<'m>,
+        first: &mut Result<(), Refusal>,
+    ) -> Result<(), Refusal> {
+        const CUT: Refusal = Refusal::Malformed;
+        for _ in 0..reader.word().ok_or(CUT)? {
+            let id = reader.u64().ok_or(CUT)?;
+            let n = reader.word().ok_or(CUT)?;
+            let room = n & wire::ROOM != 0;
+            let words = if room { &[] } else { reader.words(n as usize).ok_or(CUT)? };
+            match self.page(id, n & !wire::ROOM) {
+                Ok(page) if !room => came.page(page, words),
+                Ok(_) => {}
+                Err(refusal) => *first = (*first).and(Err(refusal)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Works out questions, in their order.
+    fn answer_all<'m>(
+        &'m self,
+        questions: u32,
+        reader: &mut Reader<'m>,
+        out: &mut Vec<u32>,
+    ) -> Result<(), Refusal> {
+        let mut asks = (0..questions).map(|_| self.ask(reader)).collect::<Result<Vec<_>, _>>()?;
         for (layer, rope, last) in asks.iter().filter_map(Ask::turned) {
             if last > Position::MAX.0 {
-                return Err(CUT);
+                return Err(Refusal::Malformed);
             }
             let bytes = Tables::bytes_at(rope, last);
             if bytes > self.pool.arenas.budget().max(TABLE) {
@@ -229,9 +259,7 @@ impl Store {
         asks.iter_mut().for_each(|ask| ask.take_table(&self.pool));
         let words: usize = asks.iter().map(Ask::answer_words).sum();
         out.try_reserve(words).map_err(|_| Refusal::Memory { bytes: 4 * words as u64 })?;
-        self.compute(&asks, out)?;
-        stop(out);
-        Ok(())
+        self.compute(&asks, out)
     }
 
     /// A page to be written, which is taken if it is not there.

@@ -2,7 +2,7 @@
 
 use crate::base::error::Error;
 use crate::base::error::length;
-use crate::cache::Inner;
+use crate::cache::inner::Inner;
 use crate::cache::step::Step;
 use crate::codec::Unpackable;
 use crate::memory::arena::{Near, Reservation};

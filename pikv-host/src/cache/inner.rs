@@ -1,0 +1,21 @@
+//! What the sequences and steps of a cache share.
+
+use crate::attend::executor::Executor;
+use crate::config::shape::CacheShape;
+use crate::eviction::ranked::Rooms;
+use crate::fabric::Front;
+use crate::memory::pool::Pool;
+use std::sync::Arc;
+
+/// What sequences of a cache share.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub shape: Arc<CacheShape>,
+    pub pool: Pool,
+    /// What computes attention.
+    pub executor: Arc<dyn Executor>,
+    /// Where rankings are done.
+    pub rooms: Rooms,
+    /// The ranks that keep full pages.
+    pub fabric: Option<Arc<Front>>,
+}
