@@ -33,7 +33,7 @@
 //! | use host memory and files | [`tiers`] | [tiers](guide::tiers) |
 //! | use threads, processes, several devices | [`fabric`] | [several machines](guide::several_machines) |
 //! | use a CUDA device | [`Backend`] | [CUDA](guide::cuda) |
-//! | watch it | [`metrics`], [`StepReport`], [`report`] | [closed loop](guide::closed_loop) |
+//! | watch it | [`metrics`], [`StepReport`], [`report`], [`Sequence::map`] | [closed loop](guide::closed_loop) |
 //!
 //! [Costs](guide::costs) and the [glossary](guide::glossary) are for all of it; [performance](guide::performance) and
 //! [quality](guide::quality) have the figures.
@@ -48,7 +48,7 @@
 //! | `plan` | no | `planner::flexgen`: place pages over tiers by a linear program |
 //! | `mpi` | no | `fabric::mpi`: ranks that are processes; its build needs an MPI and libclang |
 //! | `metrics` | no | `metrics::MetricsSink` for the crate `metrics` |
-//! | `tracing` | no | `metrics::TracingSink` for the crate `tracing` |
+//! | `tracing` | no | `metrics::TracingSink` for the crate `tracing`, and spans and events of each call (target `pikv`, level debug) |
 //!
 //! # Promises
 //!

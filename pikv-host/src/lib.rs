@@ -7,6 +7,8 @@
 
 #[macro_use]
 mod setters;
+#[macro_use]
+mod spans;
 
 mod attend;
 #[cfg(feature = "cuda")]
@@ -77,6 +79,7 @@ pub mod report {
     pub use crate::base::failures::Failures;
     pub use crate::base::ids::{PageId, Place};
     pub use crate::cache::Usage;
+    pub use crate::cache::map::{Form, SequenceMap};
     pub use crate::cache::sequence::PageInfo;
     pub use crate::cache::step::StepBytes;
 }

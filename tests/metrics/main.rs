@@ -1,5 +1,9 @@
 //! Sinks of the cache's numbers.
 
+mod map;
+mod spans;
+mod text;
+
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use pikv::fabric::Traffic;
 use pikv::metrics::{Collector, Evicted, Histogram, MetricsSink, Reused, Sink, StepMetrics, TracingSink};
@@ -7,6 +11,13 @@ use proptest::prelude::*;
 use std::collections::HashMap;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
+
+/// A cache and an empty sequence of it.
+fn cache_of(config: pikv::CacheConfig) -> (pikv::Cache, pikv::Sequence) {
+    let cache = pikv::Cache::new(config).unwrap();
+    let sequence = cache.sequence();
+    (cache, sequence)
+}
 
 /// What a short run tells a sink.
 fn play(sink: &dyn Sink) {

@@ -1,6 +1,7 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
 pub mod inner;
+pub mod map;
 pub mod over;
 pub mod rates;
 pub mod sequence;
@@ -359,6 +360,7 @@ impl Cache {
                 return Err(Error::QueryPosition { first, end, oldest, len });
             }
         }
+        span!("attend", layer = layer, rows = rows.iter().map(|part| part.rows).sum::<u32>());
         let shape = self.inner.shape.layer(layer)?;
         // What a leaked step wrote is not seen.
         let mut repaired: Vec<Option<Sequence>> = Vec::new();

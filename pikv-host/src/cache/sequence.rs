@@ -35,8 +35,14 @@ pub struct PageInfo {
     pub shard: u32,
     /// Whether another sequence reads it too.
     pub shared: bool,
+    /// Whether tokens will be added to it: the last page of a run, or of the ring, before it is full.
+    pub open: bool,
     /// Whether its tokens were packed by the head's codec.
     pub packed: bool,
+    /// Whether they were packed again, by the codec of [`CacheConfig::age`](crate::CacheConfig::age).
+    pub aged: bool,
+    /// Whether a rank of a fabric holds it, and not this process.
+    pub remote: bool,
     /// Bytes that it holds, with the original of a packed page while that can still be asked for.
     pub bytes: u64,
 }
@@ -184,9 +190,7 @@ impl Sequence {
             let tile = first_tile + i as u32;
             let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
             let id = PageId { place: Place::Ring, ordinal: tile };
-            let live = filled(fill);
-            let found = || Found { at: At::Page(page), live, spans: live, packed: None, bytes: page.bytes() };
-            (fill > 0).then(|| found().info(id, page.shard()))
+            (fill > 0).then(|| Found::ring(page, fill).info(id, page.shard()))
         });
         Ok(chains.chain(ring))
     }
@@ -301,8 +305,17 @@ impl Sequence {
             let filed = head.chains.iter().flat_map(|c| &c.entries).map(Entry::bytes);
             head.ring.iter().map(Page::bytes).chain(filed).sum::<u64>()
         };
-        let past = self.layers.iter().flat_map(|layer| layer.past.pages());
-        past.map(Held::bytes).sum::<u64>() + heads.map(bytes).sum::<u64>()
+        self.past_bytes() + heads.map(bytes).sum::<u64>()
+    }
+
+    /// Bytes of pages of the first tier that only a rollback would read.
+    pub(crate) fn past_bytes(&self) -> u64 {
+        self.layers.iter().flat_map(|layer| layer.past.pages()).map(Held::bytes).sum()
+    }
+
+    /// KV heads of each layer.
+    pub(crate) fn layer_heads(&self) -> impl Iterator<Item = usize> {
+        self.layers.iter().map(|layer| layer.heads.len())
     }
 
     /// Bytes of host memory that the sequence takes beside its pages, which no budget bounds: lists of pages with what policies keep
@@ -337,6 +350,7 @@ impl Sequence {
     /// together since, a fork shares them by now, and there is no memory for pages of its own. Nothing changes then. A device or a
     /// lower tier that fails leaves the sequence [poisoned](Error::Poisoned).
     pub fn rollback(&mut self, n: u32) -> Result<(), Error> {
+        span!("rollback", tokens = n, from = self.len);
         self.sound()?;
         self.repair();
         let limit = self.rollback_limit();
@@ -471,15 +485,7 @@ impl Sequence {
                 let at = ordinal.checked_sub(state.first_tile);
                 let page = at.and_then(|at| head.ring.get(at as usize));
                 let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
-                let live = filled(fill);
-                let found = |page| Found {
-                    at: At::Page(page),
-                    live,
-                    spans: live,
-                    packed: None,
-                    bytes: Page::bytes(page),
-                };
-                return Ok(page.map(found));
+                return Ok(page.map(|page| Found::ring(page, fill)));
             }
             Place::Sinks => head.chains.first(),
             Place::Expert(e) => head.chains.get(usize::from(e) + 1),
@@ -504,10 +510,19 @@ struct Found<'a> {
     spans: u32,
     /// Its codec and its last position, if it is packed.
     packed: Option<(&'a HeadCodec, u32)>,
+    /// Whether it has room, and whether it was packed again.
+    open: bool,
+    aged: bool,
     bytes: u64,
 }
 
 impl<'a> Found<'a> {
+    /// A page of the ring with so many tokens.
+    fn ring(page: &'a Page, fill: u32) -> Found<'a> {
+        let (live, open, bytes) = (filled(fill), fill < PAGE, page.bytes());
+        Found { at: At::Page(page), live, spans: live, packed: None, open, aged: false, bytes }
+    }
+
     fn new(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Option<Found<'a>> {
         let packed = match &entry.held {
             Held::Closed(closed) => codec.map(|codec| (closed.newest(codec).1, closed.last)),
@@ -523,7 +538,9 @@ impl<'a> Found<'a> {
         if spans == 0 {
             return None;
         }
-        Some(Found { at, live: entry.live, spans, packed, bytes })
+        let aged = matches!(&entry.held, Held::Closed(closed) if closed.old);
+        let open = matches!(entry.held, Held::Open(_)) && entry.fill < PAGE;
+        Some(Found { at, live: entry.live, spans, packed, open, aged, bytes })
     }
 
     fn position(&self, lane: u32) -> Position {
@@ -535,9 +552,9 @@ impl<'a> Found<'a> {
     }
 
     fn info(&self, id: PageId, shard: u32) -> PageInfo {
-        let (tier, shard, shared) = match self.at {
-            At::Page(page) => (0, page.shard(), page.is_shared()),
-            At::Slot(slot) => (slot.level.index, shard, Arc::strong_count(slot) > 1),
+        let (tier, shard, shared, remote) = match self.at {
+            At::Page(page) => (0, page.shard(), page.is_shared(), false),
+            At::Slot(slot) => (slot.level.index, shard, Arc::strong_count(slot) > 1, slot.kept().is_some()),
         };
         PageInfo {
             id,
@@ -547,7 +564,10 @@ impl<'a> Found<'a> {
             tier,
             shard,
             shared,
+            open: self.open,
             packed: self.packed.is_some(),
+            aged: self.aged,
+            remote,
             bytes: self.bytes,
         }
     }

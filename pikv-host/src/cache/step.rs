@@ -136,6 +136,7 @@ impl<'a> Step<'a> {
         inner: Arc<Inner>,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<Step<'a>, Error> {
+        span!("begin");
         let StepLists { parts: taken, mut layers } = STEP.take();
         let mut taken: Vec<Part<'a>> = emptied(taken);
         let (mut rows, mut needed) = (0, 0u64);
@@ -166,6 +167,13 @@ impl<'a> Step<'a> {
                 reserved => break reserved?,
             }
         };
+        event!(
+            "begun",
+            sequences = taken.len(),
+            rows = rows,
+            layers = inner.shape.config.layers.len(),
+            bytes = needed
+        );
         pages.lend(&taken[0].sequence.lease);
         taken.iter_mut().for_each(|part| part.sequence.stepping = true);
         layers.resize_with(inner.shape.config.layers.len(), Done::default);
@@ -240,6 +248,7 @@ impl<'a> Step<'a> {
     }
 
     fn attend_tensors(&mut self, layer: usize, options: &Attend, tensors: Tensors<'_>) -> Result<(), Error> {
+        span!("attend", layer = layer, rows = self.rows);
         let inner = self.inner.clone();
         let shape = inner.shape.layer(layer)?;
         if !self.layers[layer].appended {
@@ -356,6 +365,7 @@ impl<'a> Step<'a> {
     }
 
     fn finish(mut self, mut report: Option<&mut StepReport>) -> Result<(), Error> {
+        span!("commit", sequences = self.parts.len(), rows = self.rows);
         let inner = self.inner.clone();
         self.check_complete()?;
         self.settle()?;

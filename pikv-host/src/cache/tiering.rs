@@ -136,12 +136,15 @@ impl Sequence {
     /// A cache without tiers; [`Error::Tier`] if pages would have had to go to a tier that failed. What moved before stays moved; no page is
     /// lost.
     pub fn demote(&mut self, bytes: u64) -> Result<u64, Error> {
+        span!("demote", bytes = bytes);
         self.sound()?;
         self.repair();
         let inner = self.inner.clone();
         let levels = inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
         let pages = self.movable(0..self.layers.len());
-        lower_all(levels, &mut [self], pages.into_iter().map(|page| (0, page)).collect(), bytes)
+        let freed = lower_all(levels, &mut [self], pages.into_iter().map(|page| (0, page)).collect(), bytes)?;
+        event!("demoted", bytes = freed);
+        Ok(freed)
     }
 
     /// Moves pages from lower tiers to the first one, the newest first, until `bytes` have come or the budget holds no more; returns the
@@ -150,6 +153,7 @@ impl Sequence {
     /// # Errors
     /// A cache without tiers; [`Error::Tier`] if a page could not be read, [`Error::OutOfMemory`]. What moved before stays moved; no page is lost.
     pub fn promote(&mut self, bytes: u64) -> Result<u64, Error> {
+        span!("promote", bytes = bytes);
         self.sound()?;
         self.repair();
         if self.inner.pool.tiers.is_none() {
@@ -166,6 +170,7 @@ impl Sequence {
                 Err(error) => return Err(error),
             }
         }
+        event!("promoted", bytes = came);
         Ok(came)
     }
 

@@ -175,6 +175,12 @@ impl Link {
         kind: u32,
         messages: Vec<(u32, Vec<u32>)>,
     ) -> Result<Vec<(u32, Vec<u32>)>, FabricError> {
+        span!(
+            "round",
+            call = self.call + 1,
+            ranks = messages.len(),
+            bytes = messages.iter().map(|(_, words)| 4 * words.len()).sum::<usize>(),
+        );
         self.call += 1;
         let (begun, call) = (Instant::now(), self.call);
         let ranks: Vec<u32> = messages.iter().map(|(rank, _)| *rank).collect();

@@ -37,6 +37,7 @@ impl Step<'_> {
     }
 
     pub(super) fn append_tokens(&mut self, layer: usize, tokens: &Tokens<'_>) -> Result<(), Error> {
+        span!("append", layer = layer, rows = self.rows);
         let inner = self.inner.clone();
         let shape = inner.shape.layer(layer)?;
         // Not before the tokens are there: a table costs as much as they do.
