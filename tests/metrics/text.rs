@@ -75,7 +75,7 @@ error, largest                   0.0 %";
                 a step takes 100.0 us, at least 100.0 us; link 1 100.0 us up and 0 s down";
     assert_eq!(placed.to_string(), said);
 
-    let schedule = Schedule::new(&config(), 2, &[320], |t, _, _| (t % 2) as u32).unwrap().to_string();
+    let schedule = Schedule::new(&config(), 2, &[320], |t, _, _| t % 2).unwrap().to_string();
     println!("{schedule}");
     assert!(schedule.starts_with("rank   pages"), "{schedule}");
     assert_eq!(schedule.lines().count(), 4);

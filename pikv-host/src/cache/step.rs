@@ -465,7 +465,7 @@ impl Part<'_> {
         }
         let floor = len.saturating_sub(ring.slack());
         let sequence = &mut *self.sequence;
-        if let Some(by_part) = report.as_deref_mut().and_then(|report| report.by_part.as_mut()) {
+        if let Some(by_part) = report.and_then(|report| report.by_part.as_mut()) {
             by_part.tickets.push(sequence.tickets.add(sequence.len, len, floor));
         }
         sequence.len = len;
