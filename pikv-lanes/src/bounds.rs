@@ -35,7 +35,7 @@ impl Kernel for Bounds<'_> {
 }
 
 /// Writes to `out` for each of `pages` the largest bound of any query, -inf without queries. `queries` is `[queries][rows]` rows of
-/// lanes; a page is the extremes of its keys' channels, as [`bound`] reads them.
+/// lanes; a page is the extremes of its keys' channels, as [`mod@bound`] reads them.
 pub fn largest(
     lanes: Lanes,
     queries: &[[f32; LANES]],
