@@ -232,7 +232,7 @@ impl Twins<'_> {
     fn check(&mut self) {
         for pair in &self.pairs {
             twins::check(&self.setup.model, pair, |page: &mut PageInfo| {
-                (page.shard, page.shared) = (0, false);
+                (page.shard, page.shared, page.remote) = (0, false, false);
             });
         }
     }
