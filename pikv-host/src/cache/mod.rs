@@ -1,5 +1,7 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
+#[cfg(test)]
+mod growth_tests;
 pub mod inner;
 pub mod map;
 pub mod over;
