@@ -77,7 +77,7 @@ pub(crate) trait Executor: Debug + Send + Sync {
         cut: &mut Cut,
     ) -> Result<(), Error>;
 
-    /// What a step needs whose tensors lie on the executor's device; `None` of an executor without one.
+    /// The session of a step whose tensors lie on the executor's device; `None` of an executor without one.
     ///
     /// # Errors
     /// No memory on the device.
@@ -110,13 +110,13 @@ pub(crate) struct Results<'a> {
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
 pub(crate) struct Asked {
     pub sequences: Vec<Of>,
-    /// What rows read; unless it is all they were attended one by one.
+    /// The pages that rows read. Unless these are all, rows were attended one by one.
     pub read: Read,
     /// Whether queries are wanted too.
     pub queries: bool,
 }
 
-/// What the host is told of a step whose tensors lie on a device, once it waits.
+/// A step whose tensors lie on a device: its calls, and what the host is told of them once it waits.
 pub(crate) trait Session: Debug + Send + Sync {
     /// Whether kernels can read and write there, as far as the driver knows.
     ///
@@ -124,10 +124,10 @@ pub(crate) trait Session: Debug + Send + Sync {
     /// Why not.
     fn check(&self, what: &'static str, slice: DeviceSlice) -> Result<(), Error>;
 
-    /// As [`Session::check`], of log-sum-exps.
+    /// Whether kernels can write log-sum-exps there, as far as the driver knows.
     ///
     /// # Errors
-    /// As there.
+    /// Why not.
     fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error>;
 
     /// Where a fault is noted: of k and the words after it (0), or of q and the word after it (2).

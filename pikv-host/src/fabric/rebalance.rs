@@ -111,21 +111,19 @@ impl Front {
     ) -> Result<(), FabricError> {
         let lists = self.mirrors.of(block.run());
         let mut work = ByRank::default();
-        // Forks may have a copy in common: by the old one's id.
+        // By the id of the copy that each takes the place of, which forks may have in common.
         let mut new: HashMap<u64, Arc<Copy>> = HashMap::new();
-        let mut moved = Vec::new();
         for list in &lists {
             let list = list.lock().unwrap_or_else(PoisonError::into_inner);
             let of_block = || list.iter().filter(|mirror| block_of(mirror.ordinal) == block.block);
             let stays = of_block().map(|mirror| mirror.copy.rank).find(|rank| ranks.contains(rank));
             let rank = stays.unwrap_or(ranks[0]);
             for mirror in of_block().filter(|mirror| mirror.copy.rank != rank) {
-                let copy = new.entry(mirror.copy.id).or_insert_with(|| {
+                new.entry(mirror.copy.id).or_insert_with(|| {
                     let copy = self.copy(rank);
                     work.of(rank).puts.room(copy.id, words as u32);
                     copy
                 });
-                moved.push((mirror.copy.id, copy.clone()));
             }
         }
         let work = work.into_list();
@@ -136,7 +134,7 @@ impl Front {
         for list in &lists {
             let mut list = list.lock().unwrap_or_else(PoisonError::into_inner);
             for mirror in &mut *list {
-                if let Some((_, copy)) = moved.iter().find(|(id, _)| *id == mirror.copy.id) {
+                if let Some(copy) = new.get(&mirror.copy.id) {
                     (mirror.copy, mirror.synced, mirror.epoch) = (copy.clone(), 0, link.epoch);
                 }
             }
@@ -148,10 +146,9 @@ impl Front {
     fn settle_block(&self, link: &mut Link, block: &Block, ranks: &[u32]) -> Result<Moves, FabricError> {
         let pages = self.pages(link, block);
         let mut moves = Moves::default();
-        let all: Vec<&Arc<Stored>> = pages.iter().collect();
         // Pages of a rank that is lost have nowhere to come from.
-        let all: Vec<&Arc<Stored>> = all
-            .into_iter()
+        let all: Vec<&Arc<Stored>> = pages
+            .iter()
             .filter(|slot| slot.kept().is_some_and(|kept| first_alive(link, &kept.copies()).is_ok()))
             .collect();
         if let Some(page) = all.first() {

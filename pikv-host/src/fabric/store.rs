@@ -144,7 +144,6 @@ impl Store {
     }
 
     fn work(&mut self, reader: &mut Reader<'_>, out: &mut Vec<u32>) -> Result<(), Refusal> {
-        const CUT: Refusal = Refusal::Malformed;
         let begun = Instant::now();
         for _ in 0..reader.word().ok_or(CUT)? {
             let id = reader.u64().ok_or(CUT)?;
@@ -190,7 +189,6 @@ impl Store {
         came: &mut Came<'m>,
         first: &mut Result<(), Refusal>,
     ) -> Result<(), Refusal> {
-        const CUT: Refusal = Refusal::Malformed;
         for _ in 0..reader.word().ok_or(CUT)? {
             let id = reader.u64().ok_or(CUT)?;
             let layer = reader.word().ok_or(CUT)? as usize;
@@ -223,7 +221,6 @@ impl Store {
         came: &mut Came<'m>,
         first: &mut Result<(), Refusal>,
     ) -> Result<(), Refusal> {
-        const CUT: Refusal = Refusal::Malformed;
         for _ in 0..reader.word().ok_or(CUT)? {
             let id = reader.u64().ok_or(CUT)?;
             let n = reader.word().ok_or(CUT)?;
@@ -347,7 +344,6 @@ impl Store {
     }
 
     fn ask<'a>(&'a self, reader: &mut Reader<'a>) -> Result<Ask<'a>, Refusal> {
-        const CUT: Refusal = Refusal::Malformed;
         let mut ask = Ask::read(&self.pool, reader).ok_or(CUT)?;
         let bytes = u64::from(ask.words()) * 4;
         let mut listed = 0;
@@ -395,6 +391,9 @@ impl Store {
         Ok(())
     }
 }
+
+/// What a message is that ends too early or says what cannot be.
+const CUT: Refusal = Refusal::Malformed;
 
 /// Bytes of a table of rotations that a rank with a small budget has all the same.
 const TABLE: u64 = 64 << 20;

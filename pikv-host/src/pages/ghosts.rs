@@ -60,13 +60,12 @@ impl Sheet {
 
 impl Sheet {
     /// Empties it.
-    fn clear(&mut self) -> bool {
+    fn clear(&mut self) {
         if self.of.wipe {
             wipe(&mut self.words);
         }
         self.marks.clear();
         self.words.clear();
-        true
     }
 }
 
@@ -239,9 +238,11 @@ impl Ghosts {
         let mark = Mark { expert: open.expert, first: open.first, last };
         open.tokens = 0;
         if self.sheets.back().is_none_or(|sheet| sheet.marks.len() == SHEET) {
-            // A fork may have it too.
-            let empty = |sheet: &mut Arc<Sheet>| Arc::get_mut(sheet).is_some_and(Sheet::clear);
-            let spare = self.spare.pop().and_then(|mut sheet| empty(&mut sheet).then_some(sheet));
+            let spare = self.spare.pop().and_then(|mut sheet| {
+                // A fork may have it too.
+                Arc::get_mut(&mut sheet)?.clear();
+                Some(sheet)
+            });
             self.sheets.push_back(spare.unwrap_or_else(|| Arc::new(Sheet::new(open.words.len(), total))));
         }
         if let Some(sheet) = self.sheets.back_mut().map(Arc::make_mut) {
