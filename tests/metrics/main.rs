@@ -1,5 +1,6 @@
 //! Sinks of the cache's numbers.
 
+mod log;
 mod map;
 mod spans;
 mod text;
@@ -9,8 +10,9 @@ use pikv::fabric::Traffic;
 use pikv::metrics::{Collector, Evicted, Histogram, MetricsSink, Reused, Sink, StepMetrics, TracingSink};
 use proptest::prelude::*;
 use std::collections::HashMap;
-use std::io::Write;
 use std::sync::{Arc, Mutex};
+use tracing::Level;
+use tracing_subscriber::fmt::format::FmtSpan;
 
 /// A cache and an empty sequence of it.
 fn cache_of(config: pikv::CacheConfig) -> (pikv::Cache, pikv::Sequence) {
@@ -189,27 +191,7 @@ fn the_metrics_crate() {
 
 #[test]
 fn the_tracing_crate() {
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<u8>>>);
-    impl Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-    let lines = Lines::default();
-    let writer = lines.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_max_level(tracing::Level::TRACE)
-        .without_time()
-        .with_writer(move || writer.clone())
-        .with_ansi(false)
-        .finish();
-    tracing::subscriber::with_default(subscriber, || play(&TracingSink));
-    let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
-    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let lines = log::logged(Level::TRACE, FmtSpan::NONE, || play(&TracingSink));
     let expected = [
         "DEBUG pikv: step rows=4 resident_bytes=900 logical_bytes=1000 hit_pages=6.5 missed_pages=3.0 held_tokens=0 lost_tokens=0",
         "TRACE pikv: evicted layer=1 kv_head=2 tokens=32 bytes=640 age=70",

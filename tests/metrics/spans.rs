@@ -1,36 +1,14 @@
 //! Spans and events of the `tracing` crate.
 
 use super::cache_of;
+use super::log::logged;
 use pikv::{Attend, CacheConfig, Dtype, LayerShape, Output};
-use std::io::Write;
-use std::sync::{Arc, Mutex};
+use tracing::Level;
 use tracing_subscriber::fmt::format::FmtSpan;
-
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
 
 #[test]
 fn a_step_tells_what_it_does() {
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_max_level(tracing::Level::DEBUG)
-        .with_span_events(FmtSpan::CLOSE)
-        .with_ansi(false)
-        .without_time()
-        .with_writer(move || writer.clone())
-        .finish();
-    tracing::subscriber::with_default(subscriber, || {
+    let lines = logged(Level::DEBUG, FmtSpan::CLOSE, || {
         let layers = vec![LayerShape::new(1, 1, 4, Dtype::F32); 2];
         let (cache, mut sequence) = cache_of(CacheConfig::new(layers, 1 << 20).ring(32).rollback(4));
         let mut step = cache.begin([(&mut sequence, 3)]).unwrap();
@@ -41,9 +19,6 @@ fn a_step_tells_what_it_does() {
         step.commit().unwrap();
         sequence.rollback(2).unwrap();
     });
-    let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-    println!("{log}");
-    let lines: Vec<&str> = log.lines().map(|line| line.trim().trim_start_matches("DEBUG ")).collect();
     let starts = [
         "begin: pikv: begun sequences=1 rows=3 layers=2 bytes=",
         "begin: pikv: close",
@@ -54,8 +29,8 @@ fn a_step_tells_what_it_does() {
         "commit{sequences=1 rows=3}: pikv: close",
         "rollback{tokens=2 from=3}: pikv: close",
     ];
-    assert_eq!(lines.len(), starts.len(), "{log}");
+    assert_eq!(lines.len(), starts.len(), "{lines:#?}");
     for (line, start) in lines.iter().zip(starts) {
-        assert!(line.starts_with(start), "{line}");
+        assert!(line.starts_with(&format!("DEBUG {start}")), "{line}");
     }
 }
