@@ -9,7 +9,8 @@ use std::{
 };
 
 /// Variables that name installations, as the build scripts of `cust` and cudarc read them.
-const ROOTS: [&str; 5] = ["CUDA_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_ROOT_DIR"];
+const ROOTS: [&str; 5] =
+    ["CUDA_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_ROOT_DIR"];
 /// Where installations are else.
 const USUAL: [&str; 4] = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr"];
 /// Folders of an installation in which the library lies.

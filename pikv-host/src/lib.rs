@@ -28,6 +28,8 @@ pub mod metrics;
 mod pages;
 pub mod planner;
 pub mod policy;
+#[cfg(feature = "cuda")]
+mod route_cuda;
 pub mod router;
 pub mod tiers;
 pub mod trace;
@@ -92,6 +94,6 @@ pub mod rules {
 
 /// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.
 pub mod cuda {
-    pub use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+    pub use crate::base::device_slice::{DeviceExperts, DeviceOutput, DeviceRoutes, DeviceSlice};
     pub use crate::base::error::CudaError;
 }
