@@ -17,6 +17,7 @@ pub mod options;
 pub mod queries;
 pub mod reduce;
 pub mod select;
+pub mod tree;
 pub mod view;
 
 use crate::attend::executor::Tensors;

@@ -351,8 +351,8 @@ impl Front {
                             chain.unsent().filter(|(_, e)| may_go(e, codec.is_some(), kept))
                         {
                             let at = At { layer: l, head: h, chain: c, ordinal };
-                            let slot =
-                                self.send_page(inner, link, chain, entry, codec, at, &mut aside.work)?;
+                            let leaving = Leaving { chain, entry, codec, at };
+                            let slot = self.send_page(inner, link, leaving, &mut aside.work)?;
                             going.extend(slot.kept().map(|kept| (ordinal, kept.copies())));
                             sent.push(Sent { layer: l, head: h, chain: c, ordinal, slot });
                         }
@@ -378,18 +378,14 @@ impl Front {
         Ok(all)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn send_page(
         self: &Arc<Self>,
         inner: &CacheShape,
         link: &Link,
-        chain: &Chain,
-        entry: &Entry,
-        codec: Option<&HeadCodec>,
-        at: At,
+        page: Leaving<'_>,
         work: &mut ByRank,
     ) -> Result<Arc<Stored>, FabricError> {
-        let At { layer, head, chain: c, ordinal } = at;
+        let Leaving { chain, entry, codec, at: At { layer, head, chain: c, ordinal } } = page;
         let layout = &inner.config.layers[layer].layout;
         let run = run_of(layer, head, c);
         let block = Block { layer: run.layer, head: run.head, expert: run.expert, block: block_of(ordinal) };
@@ -457,6 +453,14 @@ impl Front {
 /// The run that is chain `c` of a head; the first are the sinks, which stay here.
 pub(super) fn run_of(layer: usize, head: usize, c: usize) -> RunOf {
     RunOf { layer: layer as u32, head: head as u32, expert: c as u16 - 1 }
+}
+
+/// A page that goes to its ranks.
+struct Leaving<'a> {
+    chain: &'a Chain,
+    entry: &'a Entry,
+    codec: Option<&'a HeadCodec>,
+    at: At,
 }
 
 /// Which page.
