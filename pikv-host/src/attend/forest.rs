@@ -1,4 +1,4 @@
-//! What one KV head of a sequence is read from: runs of pages, cut into blocks, over which the trees stand.
+//! The pages that one KV head of a sequence reads: runs of pages, cut into blocks of 8, and the trees that join their results.
 //!
 //! Without a codec the runs are the sinks, each expert, and the ring, and one tree joins them. With one, an expert's packed pages
 //! and the page that is still open are read apart: a tree joins the packed runs of all experts, in the channels that are stored;
@@ -68,7 +68,7 @@ pub struct Done<'a> {
     pub parts: &'a [f32],
 }
 
-/// What one KV head of one sequence is read from.
+/// The pages that one KV head of one sequence reads.
 #[derive(Default)]
 pub struct Forest<'a> {
     pub view: usize,

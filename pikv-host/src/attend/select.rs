@@ -8,7 +8,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
 
-/// What is read of a head's expert pages.
+/// The expert pages of a head that a row reads.
 #[derive(Clone, Debug)]
 pub(crate) enum Selection {
     /// The chains of these experts.

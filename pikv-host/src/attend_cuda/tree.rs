@@ -5,7 +5,7 @@ use crate::attend::tree::{Split, Subtree};
 use pikv_core::merge::Partial;
 use pikv_kernels::args::{BackArg, PairArg};
 
-/// What joins partial results, by its height in the tree.
+/// Joins of partial results, by their height in the tree.
 #[derive(Default)]
 pub struct Joins {
     pub pairs: Vec<Vec<PairArg>>,
@@ -43,7 +43,7 @@ pub struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    /// The root; what takes room of its own goes after `end`.
+    /// The root. Results that need room of their own are placed at `end`, which is moved on.
     pub fn join(&self, joins: &mut Joins, end: &mut u64) -> Option<Node> {
         let forest = self.forest;
         let upper = forest.upper();

@@ -1,4 +1,4 @@
-//! What a CUDA device can answer.
+//! Errors of CUDA devices.
 
 use thiserror::Error;
 

@@ -1,4 +1,4 @@
-//! What can go wrong, with the value that was wrong.
+//! Errors, each with the value that was wrong.
 
 mod cuda;
 mod fabric;
@@ -226,7 +226,7 @@ pub enum ConfigError {
     },
 }
 
-/// What a tier was asked to do.
+/// An operation of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierOperation {
     /// Make a store.
