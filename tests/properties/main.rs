@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod callbacks;
+mod cuts;
 mod edges;
 mod faults;
 mod named;

@@ -1,5 +1,6 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
+pub mod cut;
 #[cfg(test)]
 mod growth_tests;
 pub mod inner;

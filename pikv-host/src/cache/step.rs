@@ -589,7 +589,9 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
         let mut early = u64::from(experts) * rounds;
         for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
             let fill = chain.room().map_or(0, |(_, fill)| fill);
-            let shared = chain.room().is_some_and(|(page, _)| page.is_shared());
+            // A page that was filled ahead takes the place of an open one, and is shared.
+            let sealed = layer.sealed.is_some();
+            let shared = chain.room().is_some_and(|(page, _)| sealed || page.is_shared());
             pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
             closed += u64::from((fill + n) / PAGE);
             early += u64::from(chain.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));
