@@ -28,6 +28,7 @@ pub mod metrics;
 mod pages;
 pub mod planner;
 pub mod policy;
+pub mod prefix;
 pub mod router;
 pub mod tiers;
 pub mod trace;

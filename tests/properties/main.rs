@@ -6,6 +6,7 @@ mod cuts;
 mod edges;
 mod faults;
 mod named;
+mod prefixes;
 mod random_history;
 mod same_bits;
 mod traces;

@@ -64,6 +64,7 @@ impl Sequence {
             Some(i) => {
                 let mut fork = self.checkpoints[i].fork();
                 fork.checkpoints = self.checkpoints[..before].to_vec();
+                fork.lease_of_prefix = self.lease_of_prefix.clone();
                 Ok(fork)
             }
             None => Err(Error::Cut {
@@ -117,6 +118,7 @@ impl Sequence {
             tickets,
             ends: VecDeque::new(),
             checkpoints: self.checkpoints[..kept].to_vec(),
+            lease_of_prefix: self.lease_of_prefix.clone(),
             inner,
         })
     }
@@ -161,7 +163,7 @@ impl Sequence {
         self.sound()?;
         self.repair();
         let mut kept = self.copied();
-        kept.checkpoints = Vec::new();
+        (kept.checkpoints, kept.lease_of_prefix) = (Vec::new(), None);
         let at = self.checkpoints.partition_point(|other| other.len < self.len);
         match self.checkpoints.get_mut(at) {
             Some(other) if other.len == self.len => *other = Arc::new(kept),
@@ -230,6 +232,15 @@ impl Sequence {
         pages.flush_copies()?;
         self.layers.iter_mut().zip(sealed).for_each(|(layer, sealed)| layer.take_sealed(sealed));
         Ok(())
+    }
+
+    /// Has pages that hold the first `until` tokens be those of another sequence, which has the same tokens there.
+    pub(crate) fn share(&mut self, other: &Sequence, until: u32) {
+        let inner = self.inner.clone();
+        let shapes = inner.shape.config.layers.iter();
+        for ((layer, other), shape) in self.layers.iter_mut().zip(&other.layers).zip(shapes) {
+            layer.share(other, &Cut { pool: &inner.pool, shape, len: until });
+        }
     }
 
     /// Tells every page of the first tier that the sequence refers to, some of them several times.

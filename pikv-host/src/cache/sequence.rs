@@ -102,6 +102,8 @@ pub struct Sequence {
     pub(crate) ends: VecDeque<u32>,
     /// The sequence as it was at shorter lengths, ascending.
     pub(crate) checkpoints: Vec<Arc<Sequence>>,
+    /// By which a prefix index sees that its pages are read.
+    pub(crate) lease_of_prefix: Option<Arc<()>>,
 }
 
 impl Sequence {
@@ -127,6 +129,7 @@ impl Sequence {
             tickets,
             ends,
             checkpoints,
+            lease_of_prefix: None,
         }
     }
 
@@ -252,8 +255,8 @@ impl Sequence {
         let Sequence { inner, layers, pins, tickets, ends, checkpoints, .. } = self;
         let (inner, lease, ends) = (inner.clone(), Lease::new(&inner.pool.arenas), ends.clone());
         let (layers, pins, tickets) = (layers.clone(), pins.clone(), tickets.clone());
-        let checkpoints = checkpoints.clone();
-        Sequence { inner, layers, pins, lease, tickets, ends, checkpoints, ..*self }
+        let (checkpoints, lease_of_prefix) = (checkpoints.clone(), self.lease_of_prefix.clone());
+        Sequence { inner, layers, pins, lease, tickets, ends, checkpoints, lease_of_prefix, ..*self }
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec

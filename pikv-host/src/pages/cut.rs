@@ -5,6 +5,7 @@
 
 use crate::base::error::Error;
 use crate::base::ids::{Place, chain_place};
+use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
 use crate::pages::chain::{Away, Chain, Entry, Held};
@@ -92,11 +93,13 @@ impl Layer {
         let heads = heads.collect::<Result<Vec<Head>, Error>>()?;
         let tags = cut.len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
         let tags = if inner.config.experts > 1 { tags.min(self.tags.len()) } else { 0 };
-        // Tokens of the new ring that this layer filed are shared in the pages that it filed them in.
-        let known = self.sealed.as_ref().map_or(self.filed, |sealed| sealed.until.max(self.filed));
+        // Tokens of the new ring that this layer filed, ahead or not, are shared in the pages that it filed them in. What was filed ahead
+        // for fewer tokens than have left the ring since has other tokens from there on.
+        let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
+        let known = ahead.map_or(self.filed, |sealed| sealed.until);
         let from = |h: usize, c: usize| heads[h].chains[c].open_ordinal();
         let chains = self.heads.iter().map(|head| &head.chains[..]);
-        let sealed = Sealed::of(cut.len.min(known), chains, from, self.sealed.as_ref());
+        let sealed = Sealed::of(cut.len.min(known), chains, from, ahead);
         let sealed = (sealed.until > cut.left()).then_some(sealed);
         Ok(Layer {
             heads,
@@ -115,6 +118,60 @@ impl Layer {
             owed: Vec::new(),
             sealed,
         })
+    }
+}
+
+impl Layer {
+    /// Has pages that hold tokens before the cut be those of `other`, a layer with the same tokens there.
+    pub fn share(&mut self, other: &Layer, cut: &Cut<'_>) {
+        self.sealed = None;
+        let (first, other_first, heads) = (self.first_tile, other.first_tile, self.first_head..);
+        for (h, (head, global)) in self.heads.iter_mut().zip(heads).enumerate() {
+            let (theirs, codec) = (&other.heads[h], self.codecs[h].as_ref());
+            for (tile, page) in
+                (first..).zip(&mut head.ring).take_while(|(tile, _)| (tile + 1) * PAGE <= cut.len)
+            {
+                let ring = tile.checked_sub(other_first).and_then(|at| theirs.ring.get(at as usize));
+                let same = ring.filter(|ring| ring.positions() == page.positions()).cloned();
+                if let Some(same) = same.or_else(|| theirs.tile(cut, tile, global)) {
+                    *page = same;
+                }
+            }
+            for (c, chain) in head.chains.iter_mut().enumerate() {
+                let sealed = other.sealed.as_ref();
+                let ahead = |entry: &Entry, last| sealed?.page(h, c, entry.ordinal, entry.fill - 1, last);
+                for entry in chain.entries.iter_mut().filter(|entry| entry.fill > 0) {
+                    let Some(last) = entry.last().filter(|last| *last < cut.len) else { continue };
+                    let known = theirs.chains[c].entry(entry.ordinal);
+                    entry.share(known, ahead(entry, last), codec);
+                }
+            }
+        }
+    }
+}
+
+impl Entry {
+    /// Takes the page of an entry with the same tokens, or the page `ahead` in which they were filed ahead.
+    fn share(&mut self, known: Option<&Entry>, ahead: Option<&Page>, codec: Option<&HeadCodec>) {
+        let positions =
+            |of: &Entry| -> Vec<_> { (0..self.fill).map(|lane| of.position(codec, lane)).collect() };
+        let equal = known.is_some_and(|known| known.fill >= self.fill && positions(known) == positions(self));
+        let written = ..self.fill as usize;
+        match (&mut self.held, known.filter(|_| equal).map(|known| &known.held)) {
+            (Held::Open(page), Some(Held::Open(other))) => *page = other.clone(),
+            (Held::Open(page), _) => {
+                let same = |other: &&Page| other.positions()[written] == page.positions()[written];
+                if let Some(other) = ahead.filter(same) {
+                    *page = other.clone();
+                }
+            }
+            (Held::Closed(own), Some(Held::Closed(other)))
+                if (own.by, own.last, own.old) == (other.by, other.last, other.old) =>
+            {
+                own.packed = other.packed.clone();
+            }
+            _ => {}
+        }
     }
 }
 
