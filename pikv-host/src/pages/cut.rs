@@ -57,7 +57,9 @@ impl Layer {
             return Some("hits are counted");
         }
         let live = |head: &Head| head.chains.iter().map(|chain| chain.live).sum::<u32>();
-        if self.heads.iter().any(|head| live(head) != self.filed) {
+        // Pages that were evicted and whose tokens were taken back have left a gap.
+        let gaps = |head: &Head| head.chains.iter().any(|chain| chain.entries.len() != chain.next as usize);
+        if self.heads.iter().any(|head| live(head) != self.filed || gaps(head)) {
             return Some("tokens were evicted, or left a window");
         }
         let slack = pool.shape.store.ring.slack();
