@@ -28,6 +28,7 @@ pub mod metrics;
 mod pages;
 pub mod planner;
 pub mod policy;
+pub mod prefix;
 #[cfg(feature = "cuda")]
 mod route_cuda;
 pub mod router;

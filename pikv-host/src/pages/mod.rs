@@ -2,7 +2,9 @@
 
 pub mod chain;
 pub mod compact;
+pub mod cut;
 pub mod filing;
 pub mod ghosts;
 pub mod past;
+pub mod sealed;
 pub mod settle;
