@@ -9,6 +9,7 @@ mod faults;
 mod halves;
 mod policies;
 mod ranks;
+mod save;
 mod script;
 mod standin;
 mod suite;

@@ -5,4 +5,6 @@ pub mod compact;
 pub mod filing;
 pub mod ghosts;
 pub mod past;
+#[cfg(feature = "save")]
+pub mod saved;
 pub mod settle;
