@@ -173,7 +173,7 @@ fn calls() -> Vec<Case> {
         ("split 3", |c, s| attend(c, s, &[0.0; Q], Attend::new(1.0).split(3), [OUT, LSE]), Error::Split(3), &["3 blocks"]),
         ("split u32::MAX", |c, s| attend(c, s, &[0.0; Q], Attend::new(1.0).split(u32::MAX), [OUT, LSE]), Error::Split(u32::MAX), &["4294967295"]),
         // Layers, heads, experts.
-        ("append layer", |c, s| begin(c, s).append(2, &[], &[]), Error::Layer { layer: 2, layers: 2 }, &["layer 2", "there are 2"]),
+        ("append layer", |c, s| begin(c, s).append(2, &[], &[]), Error::Layer { layer: 2, layers: 2 }, &["layer 2", "layers 0..2"]),
         ("append layer usize::MAX", |c, s| begin(c, s).append(usize::MAX, &[], &[]), Error::Layer { layer: usize::MAX, layers: 2 }, &["18446744073709551615"]),
         ("step attend layer", |c, s| begin(c, s).attend(7, &[], &Attend::new(1.0), Output::new(&mut [])), Error::Layer { layer: 7, layers: 2 }, &["layer 7"]),
         ("attend layer", |c, s| ask(c, s, 9, LEN, 1), Error::Layer { layer: 9, layers: 2 }, &["layer 9"]),
@@ -183,11 +183,11 @@ fn calls() -> Vec<Case> {
         ("experts layer", |_, s| s.experts(6, Position(0)).map(drop), Error::Layer { layer: 6, layers: 2 }, &["layer 6"]),
         ("read layer", |_, s| s.read(8, 0, page(Place::Ring, 1), 0, &mut [], &mut []).map(drop), Error::Layer { layer: 8, layers: 2 }, &["layer 8"]),
         ("evict layer", |_, s| s.evict(2, 0, page(Place::Expert(0), 0)), Error::Layer { layer: 2, layers: 2 }, &["layer 2"]),
-        ("pages KV head", |_, s| s.pages(0, 2).map(drop), Error::KvHead { layer: 0, kv_head: 2, kv_heads: 2 }, &["KV head 2", "has 2"]),
+        ("pages KV head", |_, s| s.pages(0, 2).map(drop), Error::KvHead { layer: 0, kv_head: 2, kv_heads: 2 }, &["KV head 2", "KV heads 0..2"]),
         ("resident KV head", |_, s| s.resident(1, 1).map(drop), Error::KvHead { layer: 1, kv_head: 1, kv_heads: 1 }, &["KV head 1", "layer 1"]),
         ("read KV head", |_, s| s.read(0, 5, page(Place::Ring, 1), 0, &mut [0.0; 3], &mut [0.0; 5]).map(drop), Error::KvHead { layer: 0, kv_head: 5, kv_heads: 2 }, &["KV head 5"]),
         ("evict KV head", |_, s| s.evict(0, 3, page(Place::Expert(0), 0)), Error::KvHead { layer: 0, kv_head: 3, kv_heads: 2 }, &["KV head 3"]),
-        ("expert out of range", |c, s| begin(c, s).route(1, &[0, 1, 2, 3]), Error::Expert { layer: 1, row: 1, expert: 3, experts: 3 }, &["expert 3", "row 1", "layer 1", "there are 3"]),
+        ("expert out of range", |c, s| begin(c, s).route(1, &[0, 1, 2, 3]), Error::Expert { layer: 1, row: 1, expert: 3, experts: 3 }, &["expert 3", "row 1", "layer 1", "experts 0..3"]),
         ("expert u16::MAX", |c, s| begin(c, s).route(0, &[u16::MAX, 1, 2, 1]), Error::Expert { layer: 0, row: 0, expert: u16::MAX, experts: 3 }, &["65535"]),
         ("expert twice", |c, s| begin(c, s).route(0, &[0, 1, 2, 2]), Error::ExpertTwice { layer: 0, row: 1, expert: 2 }, &["expert 2", "twice", "row 1"]),
         // Order of calls.

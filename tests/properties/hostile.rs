@@ -80,7 +80,7 @@ fn weighed<T>(f: impl FnOnce() -> T) -> (T, u64) {
 
 /// Cases of each kind.
 fn cases() -> u64 {
-    if std::env::var("PIKV_TEST").is_ok_and(|test| test == "full") { 200_000 } else { 2_000 }
+    if std::env::var("PIKV_TEST").is_ok_and(|test| test == "full") { 1_000_000 } else { 2_000 }
 }
 
 /// Changes some of a list: a few elements, its length, or the order of its parts.

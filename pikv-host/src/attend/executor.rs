@@ -116,7 +116,7 @@ pub(crate) struct Asked {
     pub queries: bool,
 }
 
-/// A step whose tensors lie on a device: its calls, and what the host is told of them once it waits.
+/// A step whose tensors lie on a device: its calls, and their results that the host reads once it waits.
 pub(crate) trait Session: Debug + Send + Sync {
     /// Whether kernels can read and write there, as far as the driver knows.
     ///
@@ -169,9 +169,9 @@ pub(crate) trait Session: Debug + Send + Sync {
     /// Keys and values of a layer, if a policy wants them; they were waited for.
     fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]>;
 
-    /// What rows of a layer read.
+    /// The pages that rows of a layer read.
     fn read(&self, layer: usize) -> Read;
 
-    /// What a layer's policy is told, if attention was given tensors of the device last; it was waited for.
+    /// The feeds of a layer, if attention was last given tensors of the device. Waits for the device.
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>>;
 }

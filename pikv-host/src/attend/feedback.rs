@@ -1,4 +1,4 @@
-//! What attention over a head saw, for the layer's policy.
+//! Softmax weights and hits of one KV head, for the layer's policy and the router.
 
 use crate::attend::mass::Weighed;
 use crate::metrics::Reused;
@@ -6,7 +6,7 @@ use crate::router::met::Met;
 use pikv_core::plan::LayerShape;
 use std::collections::HashMap;
 
-/// What attention over a head saw in a step.
+/// Softmax weights and hits of one KV head in a step.
 #[derive(Debug, Default)]
 pub(crate) struct Feed {
     /// Index of the sequence in the call.
@@ -17,19 +17,19 @@ pub(crate) struct Feed {
     pub weighed: Weighed,
     /// `[rows][group][k_dim]`, if something is kept of heads.
     pub queries: Vec<f32>,
-    /// Pages that the policy was told of and that were used again.
+    /// Pages that were used again, where the policy observed them.
     pub reused: Vec<Reused>,
     /// What the rows wanted and met, by row and expert, where hits are counted; and bytes of wanted pages that lay on other ranks.
     pub met: Vec<Met>,
     pub far: u64,
 }
 
-/// What is known of a sequence of the call.
+/// A sequence of the call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Of {
     /// Tokens that had been filed.
     pub filed: u32,
-    /// Its first row, and how many.
+    /// Its first row, and the number of its rows.
     pub first: usize,
     pub rows: usize,
 }

@@ -1,11 +1,12 @@
-//! What one KV head of a sequence is read from: runs of pages, cut into blocks, over which the trees stand.
+//! The pages that one KV head of a sequence reads: runs of pages, cut into blocks of 8, and the trees that join their results.
 //!
 //! Without a codec the runs are the sinks, each expert, and the ring, and one tree joins them. With one, an expert's packed pages
 //! and the page that is still open are read apart: a tree joins the packed runs of all experts, in the channels that are stored;
 //! the result is taken back to the head's channels once, and joined with the sinks, the open pages (page `e` that of expert `e`)
 //! and the ring, in that order. What a second codec packed again is a third kind of run, joined last.
 
-use crate::attend::reduce::{Leaf, Tree, Trees, levels};
+use crate::attend::reduce::{Leaf, Tree, Trees};
+use crate::attend::tree::Subtree;
 use crate::base::ids::{PageId, block_of};
 use crate::base::scratch::emptied;
 use crate::tiers::{Staged, Stored};
@@ -57,7 +58,17 @@ pub struct Task {
     pub blocks: Range<usize>,
 }
 
-/// What one KV head of one sequence is read from.
+/// Tasks of one item, the subtrees that [`Forest::subtrees`] lists, with their results.
+pub struct Done<'a> {
+    pub tasks: &'a [Task],
+    /// Indices of the subtrees among those of their level.
+    pub roots: &'a [u32],
+    /// Where each result begins in `parts`.
+    pub offsets: &'a [usize],
+    pub parts: &'a [f32],
+}
+
+/// The pages that one KV head of one sequence reads.
 #[derive(Default)]
 pub struct Forest<'a> {
     pub view: usize,
@@ -161,13 +172,19 @@ impl<'a> Forest<'a> {
         }
     }
 
-    /// Levels of the tree over the blocks of run `i` of the list.
-    pub fn levels(&self, i: usize) -> u32 {
-        self.index[self.run_blocks[i].clone()].last().map_or(0, |last| levels(*last))
+    /// The tree over the blocks of run `i` of the list.
+    pub fn run_tree(&self, i: usize) -> Subtree<'_> {
+        let blocks = self.run_blocks[i].clone();
+        Subtree::whole(&self.index[blocks.clone()], blocks.start)
     }
 
-    /// The tree of run `i` of the list.
-    fn tree<'t>(&self, trees: &'t Trees<'_>, i: usize) -> &'t Tree {
+    /// The aligned subtree of `2^level` blocks of a run that has these.
+    pub fn blocks_tree(&self, blocks: Range<usize>, level: u32) -> Subtree<'_> {
+        Subtree::aligned(&self.index[blocks.clone()], level, blocks.start)
+    }
+
+    /// The shape of partial results of run `i` of the list.
+    fn shape<'t>(&self, trees: &'t Trees<'_>, i: usize) -> &'t Tree {
         trees.of(self.codec_of_run(i))
     }
 
@@ -180,8 +197,8 @@ impl<'a> Forest<'a> {
         spare: &mut Vec<Vec<f32>>,
     ) {
         let mut run = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| {
-            let blocks = self.run_blocks[i].clone();
-            self.reduce_blocks(self.tree(trees, i), i, blocks, self.levels(i), leaf, out, spare);
+            let mut leaf = |i: usize, out: &mut [f32], _: &mut Vec<Vec<f32>>| leaf(i, out);
+            self.shape(trees, i).reduce(self.run_tree(i), &mut leaf, out, spare);
         };
         self.join_runs(trees, &mut run, out, spare);
     }
@@ -209,32 +226,12 @@ impl<'a> Forest<'a> {
             let tree = trees.of(Some(codec));
             let mut part = spare.pop().unwrap_or_default();
             part.resize(tree.len().max(part.len()), 0.0);
-            let packed = &self.runs[runs.clone()];
-            let level = packed.last().map_or(0, |last| levels(*last));
-            tree.reduce(packed, level, 0, runs.start, run, &mut part[..tree.len()], spare);
+            let packed = Subtree::whole(&self.runs[runs.clone()], runs.start);
+            tree.reduce(packed, run, &mut part[..tree.len()], spare);
             trees.unpack(codec, &mut part, out);
             spare.push(part);
         };
-        let level = index.last().map_or(0, |last| levels(*last));
-        full.reduce(&index, level, 0, 0, &mut leaf, &mut out[..full.len()], spare);
-    }
-
-    /// One aligned subtree of `2^level` leaves of run `run` of the list.
-    #[allow(clippy::too_many_arguments)]
-    pub fn reduce_blocks(
-        &self,
-        tree: &Tree,
-        run: usize,
-        blocks: Range<usize>,
-        level: u32,
-        leaf: &mut dyn FnMut(usize, &mut [f32]),
-        out: &mut [f32],
-        spare: &mut Vec<Vec<f32>>,
-    ) {
-        let level = level.min(self.levels(run));
-        let base = u64::from(self.index[blocks.start]) >> level << level;
-        let mut leaf = |i: usize, out: &mut [f32], _: &mut Vec<Vec<f32>>| leaf(i, out);
-        tree.reduce(&self.index[blocks.clone()], level, base, blocks.start, &mut leaf, out, spare);
+        full.reduce(Subtree::whole(&index, 0), &mut leaf, &mut out[..full.len()], spare);
     }
 
     /// The subtrees of `2^level` leaves that have blocks: the run's place in the list, and the blocks.
@@ -251,28 +248,16 @@ impl<'a> Forest<'a> {
         })
     }
 
-    /// Joins the subtrees of [`Forest::subtrees`], of which `roots` are the indices and whose results lie in `parts` at `offsets`, into
-    /// `out`.
-    #[allow(clippy::too_many_arguments)]
-    pub fn join(
-        &self,
-        trees: &Trees<'_>,
-        level: u32,
-        tasks: &[Task],
-        roots: &[u32],
-        offsets: &[usize],
-        parts: &[f32],
-        out: &mut [f32],
-        spare: &mut Vec<Vec<f32>>,
-    ) {
+    /// Joins the results of the head's tasks into `out`.
+    pub fn join(&self, trees: &Trees<'_>, done: &Done<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
         let mut run = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| {
-            let from = tasks.partition_point(|task| task.run < i);
-            let to = tasks.partition_point(|task| task.run <= i);
+            let from = done.tasks.partition_point(|task| task.run < i);
+            let to = done.tasks.partition_point(|task| task.run <= i);
             let mut leaf = |t: usize, out: &mut [f32], _: &mut Vec<Vec<f32>>| {
-                out.copy_from_slice(&parts[offsets[t]..][..out.len()]);
+                out.copy_from_slice(&done.parts[done.offsets[t]..][..out.len()]);
             };
-            let above = self.levels(i).saturating_sub(level);
-            self.tree(trees, i).reduce(&roots[from..to], above, 0, from, &mut leaf, out, spare);
+            let roots = Subtree::whole(&done.roots[from..to], from);
+            self.shape(trees, i).reduce(roots, &mut leaf, out, spare);
         };
         self.join_runs(trees, &mut run, out, spare);
     }

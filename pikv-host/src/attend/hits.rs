@@ -1,7 +1,7 @@
 //! Which pages rows of attention want, and which of them were there.
 
 use crate::attend::options::Read;
-use crate::attend::select::folded;
+use crate::attend::select::{folded, largest};
 use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;
 use crate::config::hits::Hits;
@@ -115,7 +115,7 @@ impl Asking<'_> {
                 &mut most,
             );
             let from = met.len();
-            highest(&most, hits.pages as usize, &mut order);
+            largest(&most, hits.pages as usize, &mut order);
             for &at in &order {
                 let Mark { expert, first, last } = marks[at];
                 let read = experts.as_ref().is_none_or(|(_, read)| read.contains(&expert));
@@ -140,18 +140,6 @@ impl Asking<'_> {
         let more = self.fetched.more(row).iter().copied();
         let read = own[..first].iter().copied().chain(more.clone()).collect();
         Some((own.into_iter().chain(more).collect(), read))
-    }
-}
-
-/// Puts the places of the `n` largest into `order`, of equals the first, in no order.
-fn highest(of: &[f32], n: usize, order: &mut Vec<usize>) {
-    order.clear();
-    order.extend(0..of.len());
-    if n < order.len() {
-        if n > 0 {
-            order.select_nth_unstable_by(n - 1, |a, b| of[*b].total_cmp(&of[*a]).then(a.cmp(b)));
-        }
-        order.truncate(n);
     }
 }
 
@@ -200,21 +188,5 @@ impl Chain {
             }
         }
         from
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn the_highest_come_first_of_equals() {
-        let sorted = |of: &[f32], n| {
-            let mut highest = vec![7; 7];
-            super::highest(of, n, &mut highest);
-            highest.sort_unstable();
-            highest
-        };
-        assert_eq!(sorted(&[1.0, 3.0, 2.0, 3.0, 3.0], 2), [1, 3]);
-        assert_eq!(sorted(&[1.0, f32::NEG_INFINITY], 5), [0, 1]);
-        assert_eq!(sorted(&[], 5), [0usize; 0]);
     }
 }

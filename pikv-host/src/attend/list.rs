@@ -89,7 +89,8 @@ impl<'a> Job<'a> {
         let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
         let (codec, head) = (of.layer.codecs[head].as_ref(), &of.layer.heads[head]);
         let sight = (self.lo(of.first), floor);
-        Some(select::highest(head, codec, sight, self.inner.config.lanes, &queries, rows, pages))
+        let asked = select::Asked { lanes: self.inner.config.lanes, queries: &queries, rows };
+        Some(select::highest(head, codec, sight, &asked, pages))
     }
 
     /// Position of the oldest token that a head holds, sinks apart.

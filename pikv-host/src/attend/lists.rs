@@ -15,16 +15,16 @@ pub struct Lists {
     pub single: Vec<View<'static>>,
     pub starts: Vec<usize>,
     pub forests: Vec<Forest<'static>>,
-    /// Forests that are not in use.
+    /// Forests that are not in use, kept for the next call.
     pub felled: Vec<Forest<'static>>,
     pub wanted: Vec<Wanted>,
     pub lse: Vec<f32>,
-    /// What calls saw that no policy is told of, or was: the lists of the next one.
+    /// Lists of feeds that are not in use, kept for the next call.
     pub seen: Vec<Feed>,
     pub cut: Cut,
 }
 
 thread_local! {
-    /// Taken for the time of a call, and put back; of a call that failed, without the lists that it had in use.
+    /// A thread's buffers. A call takes them and puts them back; those in use when a call fails are dropped, and grow again.
     pub static LISTS: Cell<Lists> = Cell::default();
 }

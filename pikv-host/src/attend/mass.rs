@@ -63,7 +63,7 @@ impl Weighed {
         }
     }
 
-    /// Nothing was weighed. What is left over of masses is nobody's: clearing it would have [`start`](Self::start) write it all anew.
+    /// Empties the list of pages. Old weights stay allocated, and [`start`](Self::start) overwrites them.
     pub fn clear(&mut self) {
         self.pages.clear();
         self.read.clear();

@@ -17,6 +17,7 @@ pub mod options;
 pub mod queries;
 pub mod reduce;
 pub mod select;
+pub mod tree;
 pub mod view;
 
 use crate::attend::executor::Tensors;
@@ -58,7 +59,7 @@ pub(crate) struct Call<'a> {
     pub shape: &'a LayerShape,
 }
 
-/// Attends rows of `sequences`. What their policies and routers want to know goes to `feeds`. Returns the bytes of pages that were read
+/// Attends rows of `sequences`. Weights and hits for policies and routers are added to `feeds`. Returns the bytes of pages that were read
 /// from lower tiers, of which those in `ahead` were asked for before.
 ///
 /// # Errors
@@ -218,7 +219,7 @@ fn lift(
     Ok(lifted)
 }
 
-/// What is wanted of a call beside its output.
+/// What a call computes beside its output.
 struct Wants<'a> {
     /// The layer's policy, if it keeps something of what attention sees.
     rule: Option<&'a Rule>,
@@ -231,7 +232,7 @@ struct Wants<'a> {
 }
 
 impl<'a> Wants<'a> {
-    /// `fed` says whether somebody takes what policies are told; `wanted` is a list to be filled.
+    /// `fed` says whether feeds are collected; `wanted` is a list to be filled.
     fn new(
         pool: &'a Pool,
         job: &Job<'_>,
@@ -261,7 +262,7 @@ impl<'a> Wants<'a> {
     }
 }
 
-/// What is known of a sequence of the call.
+/// A sequence of the call.
 fn info(job: &Job<'_>, sequences: &[View<'_>], sequence: usize) -> Of {
     let (view, first) = (&sequences[sequence], job.views.iter().position(|view| view.sequence == sequence));
     Of { filed: view.layer.filed, first: first.map_or(0, |view| job.starts[view]), rows: view.rows as usize }
@@ -300,7 +301,7 @@ impl Computed<'_, '_> {
                 Ok(mass.take())
             }
             Tensors::Device { output, session, .. } => {
-                // Lists of an older call are nobody's.
+                // Lists of an older call may be reused.
                 let mut none = Vec::new();
                 let seen = if wants.told() { seen } else { &mut none };
                 // What is said of each sequence once the host has its masses.
@@ -314,7 +315,7 @@ impl Computed<'_, '_> {
     }
 }
 
-/// Makes of what was seen what the caller and policies are told.
+/// Turns the sums of weights into the caller's masses and the policies' feeds.
 fn hand_back(
     job: &Job<'_>,
     sequences: &[View<'_>],

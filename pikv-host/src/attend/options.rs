@@ -1,4 +1,4 @@
-//! What a caller of attention says: options, and where results go.
+//! Options of a call of attention, and where its results are written.
 
 use crate::base::error::Error;
 use crate::base::ids::PageId;

@@ -1,5 +1,6 @@
-//! The canonical tree over sparse leaves.
+//! Partial results and what joins them on the CPU.
 
+use crate::attend::tree::{Split, Subtree};
 use crate::codec::HeadCodec;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, MAX_DIM, PAGE};
@@ -81,11 +82,6 @@ impl<'a> Trees<'a> {
 /// Writes the partial result of a leaf of the list; the buffers are spare.
 pub(crate) type Leaf<'a> = dyn FnMut(usize, &mut [f32], &mut Vec<Vec<f32>>) + 'a;
 
-/// Levels of the smallest perfect tree that has leaf `last`.
-pub(crate) fn levels(last: u32) -> u32 {
-    u32::BITS - last.leading_zeros()
-}
-
 impl Tree {
     pub fn len(&self) -> usize {
         Partial::len(self.rows, self.acc_rows)
@@ -100,39 +96,20 @@ impl Tree {
         join(self.lanes, self.partial(left), self.partial(right));
     }
 
-    /// Reduces the leaves whose indices in the tree are `index` (ascending) into `out`: the subtree of `2^level` leaves from
-    /// `base`. `leaf(i, ..)` writes the partial result of `index[i]`, `first` being that of `index[0]` in the whole list.
-    /// `spare` holds buffers between calls.
-    #[allow(clippy::too_many_arguments)]
-    pub fn reduce(
-        &self,
-        index: &[u32],
-        level: u32,
-        base: u64,
-        first: usize,
-        leaf: &mut Leaf<'_>,
-        out: &mut [f32],
-        spare: &mut Vec<Vec<f32>>,
-    ) {
-        if index.is_empty() {
-            return self.partial(out).clear();
+    /// Joins the leaves of a subtree into `out`, which is cleared where there are none; `leaf(i, ..)` writes the partial result of the list's
+    /// leaf `i`. `spare` holds buffers between calls.
+    pub fn reduce(&self, tree: Subtree<'_>, leaf: &mut Leaf<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
+        match tree.split() {
+            Split::Empty => self.partial(out).clear(),
+            Split::Leaf(i) => leaf(i, out, spare),
+            Split::Join(left, right) => {
+                self.reduce(left, leaf, out, spare);
+                let mut part = spare.pop().unwrap_or_default();
+                part.resize(self.len().max(part.len()), 0.0);
+                self.reduce(right, leaf, &mut part[..self.len()], spare);
+                self.join(out, &mut part[..self.len()]);
+                spare.push(part);
+            }
         }
-        if level == 0 {
-            return leaf(first, out, spare);
-        }
-        let half = base + (1 << (level - 1));
-        let cut = index.partition_point(|i| u64::from(*i) < half);
-        if cut == index.len() {
-            return self.reduce(index, level - 1, base, first, leaf, out, spare);
-        }
-        if cut == 0 {
-            return self.reduce(index, level - 1, half, first, leaf, out, spare);
-        }
-        self.reduce(&index[..cut], level - 1, base, first, leaf, out, spare);
-        let mut right = spare.pop().unwrap_or_default();
-        right.resize(self.len().max(right.len()), 0.0);
-        self.reduce(&index[cut..], level - 1, half, first + cut, leaf, &mut right[..self.len()], spare);
-        join(self.lanes, self.partial(out), self.partial(&mut right[..self.len()]));
-        spare.push(right);
     }
 }

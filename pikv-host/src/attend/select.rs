@@ -8,7 +8,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
 
-/// What is read of a head's expert pages.
+/// The expert pages of a head that a row reads.
 #[derive(Clone, Debug)]
 pub(crate) enum Selection {
     /// The chains of these experts.
@@ -67,16 +67,32 @@ fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
     chain.entries.iter().position(seen).unwrap_or(chain.entries.len())
 }
 
-/// The `n` full pages of a head, as of `floor`, that have a token at position `lo` or later, with the highest bounds under `queries`,
-/// `[queries][rows]`; of equals the lower in order.
-#[allow(clippy::too_many_arguments)]
+/// What pages are bounded under: queries of `rows` rows of lanes each, `[queries][rows]`.
+pub(crate) struct Asked<'a> {
+    pub lanes: Lanes,
+    pub queries: &'a [[f32; LANES]],
+    pub rows: usize,
+}
+
+/// Puts the places of the `n` largest into `order`, of equals the first, in no order.
+pub(crate) fn largest(of: &[f32], n: usize, order: &mut Vec<usize>) {
+    order.clear();
+    order.extend(0..of.len());
+    if n < order.len() {
+        if n > 0 {
+            order.select_nth_unstable_by(n - 1, |a, b| of[*b].total_cmp(&of[*a]).then(a.cmp(b)));
+        }
+        order.truncate(n);
+    }
+}
+
+/// The `n` full pages of a head, as of `floor`, that have a token at position `lo` or later, with the highest bounds under the
+/// queries; of equals the lower in order.
 pub(crate) fn highest(
     head: &Head,
     codec: Option<&HeadCodec>,
     (lo, floor): (u32, u32),
-    lanes: Lanes,
-    queries: &[[f32; LANES]],
-    rows: usize,
+    asked: &Asked<'_>,
     n: usize,
 ) -> Selection {
     let (mut ids, mut pages) = (Vec::new(), Vec::new());
@@ -90,15 +106,28 @@ pub(crate) fn highest(
         }
     }
     let mut most = vec![0.0; pages.len()];
-    pikv_lanes::bounds::largest(lanes, queries, rows, &pages, &mut most);
-    let mut order: Vec<usize> = (0..ids.len()).collect();
-    if n < order.len() {
-        if n > 0 {
-            order.select_nth_unstable_by(n - 1, |a, b| most[*b].total_cmp(&most[*a]).then(a.cmp(b)));
-        }
-        order.truncate(n);
-    }
+    pikv_lanes::bounds::largest(asked.lanes, asked.queries, asked.rows, &pages, &mut most);
+    let mut order = Vec::new();
+    largest(&most, n, &mut order);
     let mut chosen: Vec<(usize, u32)> = order.into_iter().map(|i| ids[i]).collect();
     chosen.sort_unstable();
     Selection::Pages { chosen, floor }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::largest;
+
+    #[test]
+    fn the_highest_come_first_of_equals() {
+        let sorted = |of: &[f32], n| {
+            let mut highest = vec![7; 7];
+            largest(of, n, &mut highest);
+            highest.sort_unstable();
+            highest
+        };
+        assert_eq!(sorted(&[1.0, 3.0, 2.0, 3.0, 3.0], 2), [1, 3]);
+        assert_eq!(sorted(&[1.0, f32::NEG_INFINITY], 5), [0, 1]);
+        assert_eq!(sorted(&[], 5), [0usize; 0]);
+    }
 }

@@ -54,7 +54,7 @@ impl<'a> View<'a> {
         self.layer.experts(inner, self.first).take(wanted).chain(more).collect()
     }
 
-    /// The rows that the layer's policy wants to be told of, apart.
+    /// The rows whose weights the layer's policy wants, as sets that are summed apart.
     pub fn cuts(&self, rule: Option<&Rule>) -> impl Iterator<Item = Range<u32>> + use<> {
         let rule = rule.filter(|rule| rule.feedback != Feedback::None);
         let (first, end) = (self.first, self.first + self.rows);

@@ -47,7 +47,7 @@ enum Ends {
     Device { lse: u64, faults: u64 },
 }
 
-/// What all launches of a call have in common.
+/// The arguments that all launches of a call have in common.
 #[derive(Clone, Copy)]
 pub struct Shape<'a> {
     pub of: &'a LayerShape,

@@ -1,5 +1,5 @@
-//! What the host is told of a step whose tensors lie on the device, once it waits: what was wrong with them, and what policies want to
-//! know.
+//! Deferred results of a step with device tensors: faults that kernels found, and attention weights for policies. Read back when the
+//! host next waits.
 
 use crate::attend::executor::{Asked, Session};
 use crate::attend::feedback::together;
@@ -41,7 +41,7 @@ fn split(words: &[u32], of: DeviceSlice) -> (Cow<'_, [f32]>, &[u32]) {
     (floats, rest)
 }
 
-/// What attention over a layer saw.
+/// Attention weights of a layer, on their way to the host.
 #[derive(Debug, Default)]
 pub struct Saw {
     pub feeds: Vec<Feed>,
@@ -68,7 +68,7 @@ struct Layer {
     out: &'static str,
 }
 
-/// What the host is told later.
+/// Deferred results of all layers.
 pub(crate) struct Late {
     device: Arc<Device>,
     /// `[layers][CAUSES]`

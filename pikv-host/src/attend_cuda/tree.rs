@@ -1,11 +1,11 @@
 //! The tree over partial results as lists that kernels read.
 
 use crate::attend::forest::Forest;
-use crate::attend::reduce::levels;
+use crate::attend::tree::{Split, Subtree};
 use pikv_core::merge::Partial;
 use pikv_kernels::args::{BackArg, PairArg};
 
-/// What joins partial results, by its height in the tree.
+/// Joins of partial results, by their height in the tree.
 #[derive(Default)]
 pub struct Joins {
     pub pairs: Vec<Vec<PairArg>>,
@@ -43,7 +43,7 @@ pub struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    /// The root; what takes room of its own goes after `end`.
+    /// The root. Results that need room of their own are placed at `end`, which is moved on.
     pub fn join(&self, joins: &mut Joins, end: &mut u64) -> Option<Node> {
         let forest = self.forest;
         let upper = forest.upper();
@@ -53,22 +53,18 @@ impl Tree<'_> {
             let Some(codec) = forest.codec_of_run(runs.start) else {
                 return self.run(runs.start, self.full, joins);
             };
-            let packed = &forest.runs[runs.clone()];
-            let level = packed.last().map_or(0, |last| levels(*last));
+            let packed = Subtree::whole(&forest.runs[runs.clone()], runs.start);
             let acc_rows = self.packed[codec];
             let mut run = |i: usize, joins: &mut Joins| self.run(i, acc_rows, joins);
-            let root = self.subtree(packed, level, 0, runs.start, &mut run, acc_rows, joins)?;
+            let root = self.subtree(packed, &mut run, acc_rows, joins)?;
             Some(self.back(root, codec, joins, end))
         };
-        let level = index.last().map_or(0, |last| levels(*last));
-        self.subtree(&index, level, 0, 0, &mut leaf, self.full, joins)
+        self.subtree(Subtree::whole(&index, 0), &mut leaf, self.full, joins)
     }
 
     fn run(&self, run: usize, acc_rows: u32, joins: &mut Joins) -> Option<Node> {
-        let blocks = self.forest.run_blocks[run].clone();
         let mut leaf = |block: usize, _: &mut Joins| Some(Node { part: self.parts[block], height: 0 });
-        let index = &self.forest.index[blocks.clone()];
-        self.subtree(index, self.forest.levels(run), 0, blocks.start, &mut leaf, acc_rows, joins)
+        self.subtree(self.forest.run_tree(run), &mut leaf, acc_rows, joins)
     }
 
     /// Takes the result of the runs that a codec packed back to the head's channels.
@@ -86,28 +82,22 @@ impl Tree<'_> {
         Node { part: to, height: root.height + 1 }
     }
 
-    /// [`Tree::reduce`](crate::attend::reduce::Tree::reduce) as a list of joins.
-    #[allow(clippy::too_many_arguments)]
+    /// The joins of a subtree, each in the list of its height; `leaf(i, ..)` is the partial result of the list's leaf `i`, of `acc_rows` rows of
+    /// lanes for each row.
     fn subtree(
         &self,
-        index: &[u32],
-        level: u32,
-        base: u64,
-        first: usize,
+        tree: Subtree<'_>,
         leaf: &mut dyn FnMut(usize, &mut Joins) -> Option<Node>,
         acc_rows: u32,
         joins: &mut Joins,
     ) -> Option<Node> {
-        if index.is_empty() {
-            return None;
-        }
-        if level == 0 {
-            return leaf(first, joins);
-        }
-        let half = base + (1 << (level - 1));
-        let cut = index.partition_point(|i| u64::from(*i) < half);
-        let left = self.subtree(&index[..cut], level - 1, base, first, leaf, acc_rows, joins);
-        let right = self.subtree(&index[cut..], level - 1, half, first + cut, leaf, acc_rows, joins);
+        let (left, right) = match tree.split() {
+            Split::Empty => return None,
+            Split::Leaf(i) => return leaf(i, joins),
+            Split::Join(left, right) => (left, right),
+        };
+        let left = self.subtree(left, leaf, acc_rows, joins);
+        let right = self.subtree(right, leaf, acc_rows, joins);
         let (Some(l), Some(r)) = (left, right) else { return left.or(right) };
         let height = l.height.max(r.height);
         at(&mut joins.pairs, height).push(PairArg { left: l.part, right: r.part, rows: self.rows, acc_rows });

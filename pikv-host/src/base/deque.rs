@@ -1,4 +1,4 @@
-//! What `VecDeque` has from Rust 1.93 on.
+//! Methods of `VecDeque` that std has from Rust 1.93 on.
 
 use std::collections::VecDeque;
 

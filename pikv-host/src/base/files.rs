@@ -8,7 +8,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// 16 digits that nobody can guess: two processes of one number (in two containers, say) do not meet in a name.
+/// 16 random digits, which cannot be guessed: two processes of one number (in two containers, say) do not choose the same name.
 fn random() -> String {
     format!("{:016x}", std::hash::RandomState::new().build_hasher().finish())
 }
@@ -61,7 +61,7 @@ pub(crate) fn nameless(dir: &Path) -> io::Result<File> {
     named(dir)
 }
 
-/// A private file whose name is gone as soon as it is open.
+/// A private file whose name is removed as soon as it is open.
 #[cfg(unix)]
 fn named(dir: &Path) -> io::Result<File> {
     loop {
@@ -179,7 +179,7 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the parts of files named `name` that no save writes any more: those that nobody has locked.
+/// Removes temporary parts of files named `name` that no running save has locked.
 #[cfg(any(feature = "fit", feature = "save"))]
 fn sweep(dir: &Path, name: &[u8]) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {

@@ -1,4 +1,4 @@
-//! What every other folder may use, and what uses none of them.
+//! Types and helpers that every folder may use, and that import none of them.
 
 pub mod deque;
 pub mod device_slice;

@@ -76,8 +76,7 @@ impl Tables {
     }
 
     /// Makes the table of a layer's rotation reach position `last`, which is [`Position::MAX`](pikv_core::page::Position::MAX) or below. The
-    /// caller holds so many tokens: the table takes [`Tables::bytes_at`], and up to twice as much again while the next one is begun; and
-    /// a time in proportion to the tokens that came.
+    /// caller holds so many tokens: this takes [`Tables::bytes_at`], and a time in proportion to the tokens that came.
     ///
     /// # Errors
     /// No memory for it.
@@ -88,9 +87,9 @@ impl Tables {
         }
     }
 
-    /// Bytes of a table that reaches position `last`.
+    /// The most bytes that a table takes which reaches position `last`: its own, and those of the next one, which is twice as long.
     pub fn bytes_at(rope: &Rope, last: u32) -> u64 {
-        4 * u64::from(rope.rotary_dim) * u64::from(capacity(last))
+        3 * 4 * u64::from(rope.rotary_dim) * u64::from(capacity(last))
     }
 
     /// Bytes of all tables.

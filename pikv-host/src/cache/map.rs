@@ -96,6 +96,14 @@ impl Sequence {
     }
 }
 
+fn short_name(place: Place) -> String {
+    match place {
+        Place::Sinks => "sinks".to_owned(),
+        Place::Expert(expert) => expert.to_string(),
+        Place::Ring => "ring".to_owned(),
+    }
+}
+
 impl SequenceMap {
     /// Bytes of the first tier: as [`Sequence::bytes`] counts them.
     pub fn bytes(&self) -> u64 {
@@ -134,38 +142,20 @@ impl SequenceMap {
             Place::Expert(expert) => (1, *expert),
             Place::Ring => (2, 0),
         });
-        let starts: Vec<usize> = runs
-            .iter()
-            .scan(LEFT, |x, (_, most)| Some(std::mem::replace(x, *x + most * WIDE + 10)))
-            .collect();
-        let width = runs.iter().map(|(_, most)| most * WIDE + 10).sum::<usize>() + LEFT;
+        let names: Vec<String> = runs.iter().map(|(place, _)| short_name(*place)).collect();
+        let widths =
+            runs.iter().zip(&names).map(|((_, most), name)| (most * WIDE).max(WIDE * name.len()) + 10);
+        let starts: Vec<usize> =
+            widths.clone().scan(LEFT, |x, wide| Some(std::mem::replace(x, *x + wide))).collect();
+        let (legend, legend_width) = self.legend();
+        let width = (widths.sum::<usize>() + LEFT).max(legend_width);
         let rows = self.heads.iter().map(Vec::len).sum::<usize>();
         let height = TOP + rows * (HIGH + 2) + self.heads.len() * 4 + 12;
         let mut out = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {w} {height}\" width=\"{w}\" font-family=\"sans-serif\" font-size=\"10\">\n\
-             <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n",
-            w = width.max(560),
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" font-family=\"sans-serif\" font-size=\"10\">\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{legend}",
         );
-        let mut x = 8;
-        for form in Form::ALL {
-            let (count, bytes) = self.of(form);
-            if count > 0 {
-                let text = format!("{}: {count} pages, {}", form.name(), Bytes(bytes));
-                let _ = writeln!(
-                    out,
-                    "<rect x=\"{x}\" y=\"6\" width=\"10\" height=\"10\" fill=\"{}\"/><text x=\"{}\" y=\"15\">{text}</text>",
-                    form.color(),
-                    x + 14,
-                );
-                x += 26 + 6 * text.len();
-            }
-        }
-        for ((place, _), start) in runs.iter().zip(&starts) {
-            let name = match place {
-                Place::Sinks => "sinks".to_owned(),
-                Place::Expert(expert) => format!("{expert}"),
-                Place::Ring => "ring".to_owned(),
-            };
+        for (name, start) in names.iter().zip(&starts) {
             let _ = writeln!(out, "<text x=\"{start}\" y=\"{}\">{name}</text>", TOP - 6);
         }
         let _ = writeln!(out, "<text x=\"8\" y=\"{}\">expert</text>", TOP - 6);
@@ -180,6 +170,25 @@ impl SequenceMap {
             y += 4;
         }
         out + "</svg>\n"
+    }
+
+    /// What each colour means, how many pages have it, and their bytes; and the pixels that it reaches to.
+    fn legend(&self) -> (String, usize) {
+        let (mut out, mut x) = (String::new(), 8);
+        for form in Form::ALL {
+            let (count, bytes) = self.of(form);
+            if count > 0 {
+                let text = format!("{}: {count} pages, {}", form.name(), Bytes(bytes));
+                let _ = writeln!(
+                    out,
+                    "<rect x=\"{x}\" y=\"6\" width=\"10\" height=\"10\" fill=\"{}\"/><text x=\"{}\" y=\"15\">{text}</text>",
+                    form.color(),
+                    x + 14,
+                );
+                x += 26 + 6 * text.len();
+            }
+        }
+        (out, x)
     }
 
     /// The bars of one head, those of a form and shade in one path.

@@ -22,7 +22,7 @@ pub struct Distil {
     pub skew: f64,
     /// Share of the segments that nothing is fitted to. Above 0 and below 1; default 0.25, at least one segment.
     pub held: f64,
-    /// What logits are multiplied by; `1 / sqrt(k_dim)` if none. Default none.
+    /// The scale of logits; `None`, the default, is `1 / sqrt(k_dim)`.
     pub scale: Option<f64>,
     /// Set where queries and keys come before their rotation. Default none.
     pub rope: Option<Rope>,
@@ -38,7 +38,7 @@ impl Default for Distil {
     }
 }
 
-/// What was measured on the rows held out.
+/// Losses on the rows that were held out.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]

@@ -3,7 +3,7 @@
 use super::SelectError;
 use std::cmp::Ordering;
 
-/// What one coding of a head costs.
+/// The bytes and the loss of one coding of a head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Cost {

@@ -1,4 +1,4 @@
-//! What becomes of a head's tokens once they left the ring.
+//! How a head's tokens are packed once they left the ring.
 
 use super::map::{Map, length};
 use super::{MapError, c_ch_lit, c_py_lit};

@@ -1,4 +1,4 @@
-//! What can go wrong in maps, fits and selections, with the value that was wrong.
+//! Errors of maps, fits and selections, each with the value that was wrong.
 
 use pikv_core::page::MAX_DIM;
 use thiserror::Error;

@@ -1,4 +1,4 @@
-//! What the fits need from a model's own keys and values, gathered as it runs.
+//! Statistics of a model's keys and values that the fits need, gathered as it runs.
 
 use super::moments::finite;
 use super::{FitError, Map, Moments, Side};

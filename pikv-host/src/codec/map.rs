@@ -134,7 +134,7 @@ impl Map {
         }
     }
 
-    /// What is taken from a row before and added after, `[wide]`.
+    /// Subtracted from a row before the map and added after it, `[wide]`.
     pub fn bias(&self) -> Option<&[f32]> {
         self.bias.as_deref()
     }
@@ -177,7 +177,7 @@ impl Map {
         }
     }
 
-    /// Whether nobody else shares what it holds.
+    /// Whether its buffers are not shared with another map.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_last(&self) -> bool {
         match &self.form {

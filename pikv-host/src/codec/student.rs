@@ -5,7 +5,7 @@ use super::{FitError, Map, Moments, Segment};
 use nalgebra::DMatrix;
 use pikv_core::rope::Rope;
 
-/// What a segment's attention is made with.
+/// The rows of a segment, and its scale.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setting {
     pub scale: f64,

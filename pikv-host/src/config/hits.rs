@@ -9,7 +9,7 @@
 /// that is not fetched, is a *miss*. Both are counted in pages.
 ///
 /// A page counts from the time on when none of its tokens can be taken back, looked at every 32 positions. So that pages that were evicted
-/// can be wanted, the extremes of each channel of a page's keys stay when it goes: 4 bytes a channel of K, rounded up to 32 channels, which
+/// can be wanted, the extremes of each channel of a page's keys stay when it is evicted: 4 bytes a channel of K, rounded up to 32 channels, which
 /// is 3.1 % of a page in 16 bits. Those of pages that are held are kept too; [`Cache::bytes_at`](crate::Cache::bytes_at) and
 /// [`Usage::ghosts`](crate::report::Usage::ghosts) count them.
 ///
@@ -31,7 +31,7 @@
 ///     step.attend(0, &[1.0; 8], &Attend::new(0.5), Output::new(&mut [0.0; 8]))?;
 ///     step.commit_with(&mut report)?;
 /// }
-/// // Two pages were wanted by the last row; the oldest tokens are gone.
+/// // The last row wanted two pages; the oldest tokens were evicted.
 /// assert_eq!((report.hits(0), report.misses(0)), (&[0.0][..], &[2.0][..]));
 /// # Ok::<(), pikv::Error>(())
 /// ```

@@ -181,7 +181,7 @@ impl CacheConfig {
         self
     }
 
-    /// Sets the model's experts and how many a token goes to.
+    /// Sets the number of the model's experts, and how many of them a token is routed to.
     pub fn experts(mut self, experts: u32, top_k: u32) -> Self {
         self.experts = experts;
         self.top_k = top_k;
@@ -437,7 +437,7 @@ impl CacheConfig {
     /// The rules by which sequences take pages in each layer; the planner's and the allocator's.
     ///
     /// # Errors
-    /// What is wrong with the configuration.
+    /// An invalid configuration.
     pub fn stores(&self) -> Result<Vec<StoreShape>, ConfigError> {
         if self.layers.is_empty() {
             return Err(ConfigError::NoLayers);

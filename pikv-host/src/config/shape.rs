@@ -28,7 +28,7 @@ pub(crate) struct CacheShape {
     apart: bool,
 }
 
-/// What all layers take pages by.
+/// What all layers file pages by.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Common {
     pub ring: Ring,
@@ -47,7 +47,7 @@ impl CacheShape {
     /// Checks a configuration; `apart` says whether its full pages lie on the ranks of a fabric.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// An invalid configuration.
     pub fn new(config: CacheConfig, apart: bool) -> Result<CacheShape, ConfigError> {
         let stores = config.stores()?;
         let store = Common { ring: config.common_ring()? };
@@ -78,7 +78,7 @@ impl CacheShape {
         self.rules.iter().any(Option::is_some)
     }
 
-    /// Where a page of a KV head goes, `head` counted on over the layers. All follow the map, a block of pages together.
+    /// The shard of a page of a KV head, `head` counted on over the layers. All follow the map, a block of pages together.
     pub fn shard_of(&self, place: Place, ordinal: u32, head: u32) -> u32 {
         if self.apart {
             // What is here has one arena.

@@ -39,7 +39,7 @@ impl Layer {
     }
 }
 
-/// What a layer holds too much of.
+/// The heads of a layer that are over their budgets.
 pub(crate) struct Excess<'a> {
     pub layer: &'a Layer,
     pub shape: &'a LayerShape,
@@ -47,7 +47,7 @@ pub(crate) struct Excess<'a> {
     /// Of each head: tokens of its pages that may stay, and that are there.
     quota: SmallVec<[u32; 16]>,
     pub held: SmallVec<[u32; 16]>,
-    /// Tokens below this utility go in any case.
+    /// Tokens below this utility are evicted whatever the budget.
     limit: SmallVec<[Option<f32>; 16]>,
     /// Where the heads share the sum of their quotas: what each may keep, if they hold more than that.
     parts: Option<SmallVec<[u32; 16]>>,
@@ -115,7 +115,7 @@ impl<'a> Excess<'a> {
         if over { (u64::from(held) - self.target(u64::from(quota))) as usize } else { 0 }
     }
 
-    /// Marks who goes of the layer's heads.
+    /// Marks the tokens to evict of the layer's heads.
     fn victims(&self, ranked: &mut [Ranked<'_>]) {
         each_mut(ranked, |h, ranked| {
             let n = self.surplus(h);
@@ -140,7 +140,7 @@ impl<'a> Excess<'a> {
 }
 
 impl Excess<'_> {
-    /// Who goes where the heads share their budgets.
+    /// The tokens to evict where the heads share their budgets.
     fn shared(&self, ranked: &[Ranked<'_>], floor: f32) -> Vec<Vec<usize>> {
         let quota = total(&self.quota);
         let target = self.target(quota);
@@ -230,7 +230,7 @@ pub(crate) fn enforce(
     }
 }
 
-/// What is to go, of which layer and head. A ranking in ignorance is none: if there is one nothing goes, and the next step tries again.
+/// The tokens to evict, with their layer and head. If a page could not be read for a ranking, none: the next step tries again.
 fn choose(
     layers: &[Layer],
     inner: &CacheShape,
@@ -248,13 +248,13 @@ fn choose(
     if !sound {
         return Vec::new();
     }
-    // Layers that agree were gone through together.
+    // Layers that decide together were handled at the first of them.
     gone.sort_by_key(|(layer, ..)| *layer);
     gone
 }
 
-/// Adds to `gone` what is to go of layer `l`, and of the later ones that decide together with it; `false` if a page could not be looked
-/// into.
+/// Adds to `gone` the tokens to evict of layer `l`, and of the later ones that decide together with it; `false` if a page could not be
+/// read.
 fn choose_of(
     excess: &[Option<Excess<'_>>],
     l: usize,
@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn parts_of_a_shared_budget_lean_and_add_up() {
-        // As their quotas say, where nobody leans.
+        // Their quotas as they are, where no head leans.
         assert_eq!(parts(&[100, 100], &[150, 150], &[0.5, 0.5], 200)[..], [100, 100]);
         assert_eq!(parts(&[100, 300], &[200, 400], &[0.0, 0.0], 400)[..], [100, 300]);
         // A fifth is sure; of the rest one head has four times as much as the other.

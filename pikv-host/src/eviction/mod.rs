@@ -1,4 +1,4 @@
-//! Which tokens go when a head is over its budget, and what policies are told.
+//! Which tokens are evicted when a head is over its budget, and what policies observe.
 
 pub mod evict;
 pub mod observe;

@@ -1,4 +1,4 @@
-//! What a layer's policy keeps of tokens and heads, and what it is told after a step.
+//! Has a layer's policy observe a step, and counts hits and misses for routers and sinks.
 
 use crate::attend::feedback::Feed;
 use crate::attend::mass::Weighed;
@@ -33,10 +33,10 @@ struct Moved {
 }
 
 impl Layer {
-    /// Tells the policy what the rows of a step saw, once the tokens that left the ring are filed. It is told of each row as if
+    /// Has the policy observe the rows of a step, once the tokens that left the ring are filed. It observes each row as if
     /// the step had ended with it: which tokens lie in the ring, and in which page, is what it would have been then.
     ///
-    /// `feeds` are those of the heads in their order, or none if nothing was attended. Heads are told each for itself, in
+    /// `feeds` are those of the heads in their order, or none if nothing was attended. Heads are observed each for itself, in
     /// whatever order; of a head, pages come as attention read them.
     pub fn observe(
         &mut self,
@@ -81,7 +81,7 @@ impl Layer {
         }
     }
 
-    /// What the policy keeps of a head at `len`.
+    /// The policy's state of a head at length `len`.
     pub fn own(&self, rule: &Rule, head: usize, len: u32) -> &[f32] {
         &self.heads[head].own[rule.version(len) * rule.head_words..][..rule.head_words]
     }
@@ -133,7 +133,7 @@ impl Layer {
     }
 }
 
-/// What the heads of a layer have in common when their policy is told of a step.
+/// What the heads of a layer have in common while their policy observes a step.
 struct Telling<'a> {
     rule: &'a Rule,
     inner: &'a CacheShape,
@@ -150,7 +150,7 @@ struct Telling<'a> {
     reused: bool,
 }
 
-/// Some rows that are told of at once.
+/// Rows that are observed at once.
 struct Cut<'a> {
     index: usize,
     /// Rows that the policy wants to know of.
@@ -234,7 +234,7 @@ impl Telling<'_> {
         }
     }
 
-    /// What all pages are told of alike, to be completed for each.
+    /// The fields that are the same for all pages of a cut.
     fn seen(&self, h: usize, page: PageId, cut: &Cut<'_>) -> Seen<'static> {
         let Cut { ref told, resident, .. } = *cut;
         Seen {
@@ -251,7 +251,7 @@ impl Telling<'_> {
         }
     }
 
-    /// Tells of pages of the ring, from that at `from` on; index of the first of another place.
+    /// Observes pages of the ring, from the one at `from` on; index of the first of another place.
     fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, from: usize, cut: &Cut<'_>) -> usize {
         let mut kept = head.states.version_mut(self.rule.version(cut.len));
         let mut at = from;
@@ -272,7 +272,7 @@ impl Telling<'_> {
         at
     }
 
-    /// Tells of pages of an expert, from that at `from` on; index of the first of another place.
+    /// Observes pages of an expert, from the one at `from` on; index of the first of another place.
     fn run(
         &self,
         h: usize,
@@ -284,7 +284,7 @@ impl Telling<'_> {
     ) -> usize {
         let place = weighed.pages[from].0.place;
         // From this page on there are tokens that were filed by the step: not all had been when attention looked, and not all
-        // are told of already.
+        // have been observed.
         let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
         let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
         let codec = self.codecs[h].as_ref();

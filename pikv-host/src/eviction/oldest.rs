@@ -29,14 +29,14 @@ impl Cursor<'_> {
         self.of.entries[self.at].position(self.codec, self.left.trailing_zeros())
     }
 
-    /// What goes of the page.
+    /// The lanes of the page that are evicted.
     fn page(&self) -> Option<Gone> {
         (self.gone != 0).then(|| (self.chain, self.of.entries[self.at].ordinal, self.gone))
     }
 }
 
-/// Adds to `gone` the `n` oldest tokens of the runs of experts that are not pinned, or all if there are fewer. O(those log runs), and
-/// what is pinned or gone before them.
+/// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. O(n log runs) and the number of
+/// pinned or evicted tokens before them.
 pub(crate) fn oldest(
     chains: &[Chain],
     codec: Option<&HeadCodec>,

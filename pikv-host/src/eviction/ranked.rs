@@ -1,4 +1,4 @@
-//! What may go from a head, and what its policy says it is worth.
+//! The tokens of a head that may be evicted, and their utility by its policy.
 
 use crate::base::huge_pages;
 use crate::base::scratch::emptied;
@@ -20,13 +20,13 @@ pub(crate) struct Room {
     lanes: Vec<u32>,
 }
 
-/// Those of a cache, as long as the longest rankings were: the system need not be asked for them, and for each of their pages,
+/// The lists of a cache, as long as the longest rankings were, so that the system need not map their memory
 /// again.
 #[derive(Debug, Default)]
 pub(crate) struct Rooms(Mutex<Vec<Room>>);
 
 impl Rooms {
-    /// All that nobody else has.
+    /// All lists that no other thread has taken.
     pub fn take(&self) -> Vec<Room> {
         mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -43,18 +43,18 @@ impl Rooms {
 /// How many pages ahead positions are fetched: they lie with their pages, each where the one before says nothing of.
 const AHEAD: usize = 8;
 
-/// Tokens of one page that go: the chain, the page's ordinal, its lanes.
+/// Tokens of one page to evict: the chain, the page's ordinal, its lanes.
 pub(crate) type Gone = (usize, u32, u32);
 
-/// What may go from a head.
+/// The tokens of a head that may be evicted.
 pub(crate) struct Ranked<'a> {
     pub excess: &'a Excess<'a>,
     pub head: usize,
     pub tokens: Candidates<'a>,
     pub utility: Vec<f32>,
-    /// Of each page, who goes.
+    /// Of each page, the lanes to evict.
     pub lanes: Vec<u32>,
-    /// Who goes of a head that was not ranked.
+    /// Tokens to evict of a head that was not ranked.
     pub unranked: Vec<Gone>,
 }
 
@@ -169,7 +169,7 @@ impl<'a> Ranked<'a> {
         tokens.for_each(|token| mark(&mut self.lanes, *token));
     }
 
-    /// Who goes.
+    /// The tokens to evict.
     pub fn gone(&self) -> impl Iterator<Item = Gone> {
         let pages = self.tokens.pages.iter().zip(&self.lanes).filter(|(_, lanes)| **lanes != 0);
         let of = |(page, lanes): (&Source<'_>, &u32)| (page.chain as usize, page.ordinal, *lanes);

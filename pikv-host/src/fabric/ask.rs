@@ -1,7 +1,8 @@
 //! A question: rows of a KV head, the blocks that they read, and what they find there.
 
 use super::wire::{Reader, flag};
-use crate::attend::reduce::{Tree, levels};
+use crate::attend::reduce::Tree;
+use crate::attend::tree::Subtree;
 use crate::base::rope_tables::Table;
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
@@ -199,9 +200,8 @@ impl<'a> Ask<'a> {
             let mut all = vec![0.0; len];
             let tree = Tree { lanes, acc_rows, rows: self.rows };
             let index: Vec<u32> = (0..self.blocks.len() as u32).collect();
-            let level = index.last().map_or(0, |last| levels(*last));
             let mut leaf = |i: usize, part: &mut [f32], _: &mut Vec<Vec<f32>>| block(i, part, None);
-            tree.reduce(&index, level, 0, 0, &mut leaf, &mut all, &mut Vec::new());
+            tree.reduce(Subtree::whole(&index, 0), &mut leaf, &mut all, &mut Vec::new());
             return all;
         }
         let mut all = Vec::new();

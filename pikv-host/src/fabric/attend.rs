@@ -223,7 +223,8 @@ impl Front {
                         }
                         let work = work.of(rank);
                         work.asks.items += 1;
-                        write(job, layer, &item, scratch, packed, manner, &mine, &mut work.asks.words);
+                        let question = Question { job, layer, item: &item, scratch, packed, manner };
+                        question.write(&mine, &mut work.asks.words);
                         expect(job, &item, packed, manner, &mine, order.entry(rank).or_default());
                     }
                 }
@@ -254,45 +255,54 @@ impl Front {
     }
 }
 
-/// Adds a question.
-#[allow(clippy::too_many_arguments)]
-fn write(
-    job: &Job<'_>,
+/// What a rank is asked of one head's rows: those of its blocks that lie there, packed or not.
+struct Question<'a> {
+    job: &'a Job<'a>,
     layer: usize,
-    item: &Item<'_>,
-    scratch: &Scratch,
+    item: &'a Item<'a>,
+    scratch: &'a Scratch,
     packed: bool,
     manner: Manner,
-    blocks: &[&Asked],
-    out: &mut Vec<u32>,
-) {
-    let set = |on: bool, bit| if on { bit } else { 0 };
-    let flags = set(manner.raw, flag::RAW)
-        | set(packed, flag::PACKED)
-        | set(manner.fast, flag::FAST)
-        | set(job.softcap.is_some(), flag::CAPPED);
-    let cap = job.softcap.unwrap_or(0.0).to_bits();
-    let most = job.most(item.forest) as u32;
-    out.extend([layer as u32, item.forest.head as u32, item.rows as u32, most, flags, cap]);
-    out.extend_from_slice(bytemuck::cast_slice(&scratch.packed.q));
-    for (pool, _) in &scratch.packed.sights {
-        out.extend([pool.floor, pool.lo, pool.sinks, pool.hi as u32]);
-    }
-    if packed {
-        out.extend_from_slice(bytemuck::cast_slice(scratch.packed.folded[0].as_flattened()));
-        out.extend_from_slice(bytemuck::cast_slice(&scratch.packed.start[0]));
-    }
-    let count = out.len();
-    out.push(0);
-    for Asked { block, pages, .. } in blocks {
-        out[count] += 1;
-        out.push(pages.len() as u32);
-        let listed = &item.forest.pages[item.forest.blocks[*block].clone()];
-        for (copy, page) in pages.iter().zip(listed) {
-            wire::push_u64(out, copy.id);
-            out.push(page.live);
-            if packed {
-                out.extend([page.last, page.by]);
+}
+
+impl Question<'_> {
+    /// Adds it to a message.
+    fn write(&self, blocks: &[&Asked], out: &mut Vec<u32>) {
+        let set = |on: bool, bit| if on { bit } else { 0 };
+        let flags = set(self.manner.raw, flag::RAW)
+            | set(self.packed, flag::PACKED)
+            | set(self.manner.fast, flag::FAST)
+            | set(self.job.softcap.is_some(), flag::CAPPED);
+        let cap = self.job.softcap.unwrap_or(0.0).to_bits();
+        let most = self.job.most(self.item.forest) as u32;
+        out.extend([
+            self.layer as u32,
+            self.item.forest.head as u32,
+            self.item.rows as u32,
+            most,
+            flags,
+            cap,
+        ]);
+        out.extend_from_slice(bytemuck::cast_slice(&self.scratch.packed.q));
+        for (pool, _) in &self.scratch.packed.sights {
+            out.extend([pool.floor, pool.lo, pool.sinks, pool.hi as u32]);
+        }
+        if self.packed {
+            out.extend_from_slice(bytemuck::cast_slice(self.scratch.packed.folded[0].as_flattened()));
+            out.extend_from_slice(bytemuck::cast_slice(&self.scratch.packed.start[0]));
+        }
+        let count = out.len();
+        out.push(0);
+        for Asked { block, pages, .. } in blocks {
+            out[count] += 1;
+            out.push(pages.len() as u32);
+            let listed = &self.item.forest.pages[self.item.forest.blocks[*block].clone()];
+            for (copy, page) in pages.iter().zip(listed) {
+                wire::push_u64(out, copy.id);
+                out.push(page.live);
+                if self.packed {
+                    out.extend([page.last, page.by]);
+                }
             }
         }
     }

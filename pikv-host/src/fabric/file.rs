@@ -78,8 +78,8 @@ pub(crate) struct Sent {
     slot: Arc<Stored>,
 }
 
-/// Whether a page that is here may go once positions below `kept` cannot be taken back: it takes no more tokens, and nobody else
-/// holds it.
+/// Whether a page in this process may be sent to its rank once positions below `kept` cannot be taken back: it takes no more tokens, and no
+/// other sequence holds it.
 fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
     let page = match &entry.held {
         Held::Gone { .. } | Held::Away(_) => return false,
@@ -91,7 +91,7 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
 }
 
 impl Chain {
-    /// Pages that are here and were not looked at, or had to stay.
+    /// Pages in this process that were not sent: not looked at yet, or such that had to stay.
     fn unsent(&self) -> impl Iterator<Item = (u32, &Entry)> {
         self.from(self.settled).map(|entry| (entry.ordinal, entry))
     }
@@ -121,7 +121,7 @@ impl Chain {
         common
     }
 
-    /// Looks no more at pages that went.
+    /// Marks the pages at the front that were sent, so that they are not looked at again.
     fn settle_sent(&mut self) {
         let mut at = self.settled;
         for entry in self.from(at) {
@@ -189,7 +189,7 @@ impl Chain {
         let Some(entry) = self.entry(ordinal) else { return Some(mirror) };
         // A packed page is sent whole or not at all.
         let needed = if matches!(entry.held, Held::Closed(_)) { PAGE } else { entry.fill };
-        // A page that is shared here too was written by nobody since.
+        // A page that is shared in this process too was not written since.
         let shared = Arc::strong_count(&mirror.copy) > 1;
         let written = mirror.synced < needed && !entry.page().is_some_and(Page::is_shared);
         Some(mirror).filter(|_| !(shared && written))
@@ -351,8 +351,8 @@ impl Front {
                             chain.unsent().filter(|(_, e)| may_go(e, codec.is_some(), kept))
                         {
                             let at = At { layer: l, head: h, chain: c, ordinal };
-                            let slot =
-                                self.send_page(inner, link, chain, entry, codec, at, &mut aside.work)?;
+                            let leaving = Leaving { chain, entry, codec, at };
+                            let slot = self.send_page(inner, link, leaving, &mut aside.work)?;
                             going.extend(slot.kept().map(|kept| (ordinal, kept.copies())));
                             sent.push(Sent { layer: l, head: h, chain: c, ordinal, slot });
                         }
@@ -378,18 +378,14 @@ impl Front {
         Ok(all)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn send_page(
         self: &Arc<Self>,
         inner: &CacheShape,
         link: &Link,
-        chain: &Chain,
-        entry: &Entry,
-        codec: Option<&HeadCodec>,
-        at: At,
+        page: Leaving<'_>,
         work: &mut ByRank,
     ) -> Result<Arc<Stored>, FabricError> {
-        let At { layer, head, chain: c, ordinal } = at;
+        let Leaving { chain, entry, codec, at: At { layer, head, chain: c, ordinal } } = page;
         let layout = &inner.config.layers[layer].layout;
         let run = run_of(layer, head, c);
         let block = Block { layer: run.layer, head: run.head, expert: run.expert, block: block_of(ordinal) };
@@ -457,6 +453,14 @@ impl Front {
 /// The run that is chain `c` of a head; the first are the sinks, which stay here.
 pub(super) fn run_of(layer: usize, head: usize, c: usize) -> RunOf {
     RunOf { layer: layer as u32, head: head as u32, expert: c as u16 - 1 }
+}
+
+/// A page that is sent to its ranks.
+struct Leaving<'a> {
+    chain: &'a Chain,
+    entry: &'a Entry,
+    codec: Option<&'a HeadCodec>,
+    at: At,
 }
 
 /// Which page.

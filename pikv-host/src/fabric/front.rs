@@ -1,4 +1,4 @@
-//! What a cache holds of its fabric: the link, where pages are, and which rank gets a new block.
+//! The front of a fabric, which a cache holds: the link to the ranks, where pages are, and which rank gets a new block.
 
 use super::link::{Answer, Link, Work};
 use super::store::fingerprint;
@@ -57,7 +57,7 @@ impl fmt::Debug for Front {
     }
 }
 
-/// What was fetched, `words` words from `at` on.
+/// `words` words of a page that was fetched, from word `at` of the answer on.
 pub(super) fn fetched(answer: &Answer, at: usize, words: usize) -> Result<&[u32], FabricError> {
     let cut = FabricError::Malformed { rank: answer.rank, what: "an answer is cut off" };
     answer.words.get(answer.at + at..answer.at + at + words).ok_or(cut)
@@ -75,7 +75,7 @@ pub(super) fn first_alive<'a>(link: &Link, copies: &'a [Arc<Copy>]) -> Result<&'
     lost
 }
 
-/// What a rank holds.
+/// Bytes and pages of a rank.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RankUsage {
@@ -85,7 +85,7 @@ pub struct RankUsage {
     pub bytes: u64,
     /// Pages.
     pub pages: u64,
-    /// Why it is asked nothing any more.
+    /// Why the rank is lost, if it is.
     pub lost: Option<FabricError>,
 }
 
@@ -93,7 +93,7 @@ impl Front {
     /// The front of a cache of this configuration.
     ///
     /// # Errors
-    /// What is wrong with the configuration, or does not go with a fabric; a rank that does not answer, or has another version or
+    /// An invalid configuration, or one that does not go with a fabric; a rank that does not answer, or has another version or
     /// configuration.
     pub fn new(
         config: &CacheConfig,
@@ -155,7 +155,7 @@ impl Front {
         };
         if link.last.elapsed() >= every {
             let all = link.alive().map(|rank| (rank, Work::default())).collect();
-            // A rank that is lost by it is told to whoever asks it next.
+            // A rank that is lost by it is an error of the next call that needs it.
             let _ = self.work(&mut link, all);
         }
     }
@@ -207,7 +207,7 @@ impl Front {
     pub(super) fn note(&self, block: Block, slot: &Arc<Stored>) {
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         let pages = book.entry(block).or_default();
-        // What was freed goes when there is as much of it as can be.
+        // Numbers of freed pages are sent once there is a message's worth of them.
         if pages.len() == pages.capacity() {
             pages.retain(|page| page.strong_count() > 0);
         }
@@ -232,7 +232,7 @@ impl Front {
         of.iter().for_each(|bytes| bytes.store(0, Ordering::Relaxed));
     }
 
-    /// What every rank that is there holds, once it has freed what it may.
+    /// Bytes and pages of every rank that is not lost, once it has freed what it may.
     pub fn usage(&self) -> Result<Vec<RankUsage>, FabricError> {
         let mut link = self.link();
         let all = link.alive().map(|rank| (rank, Work::default())).collect();

@@ -25,7 +25,7 @@ pub(super) struct Link {
     pub unsure: bool,
 }
 
-/// What a rank is to do, section by section.
+/// The work of a message to a rank, section by section.
 #[derive(Default)]
 pub(super) struct Work {
     pub writes: List,
@@ -203,7 +203,7 @@ impl Link {
             .zip(&answers)
             .position(|(rank, a)| a.is_none() && self.lost[*rank as usize].is_none())
         {
-            // What nobody waits for does not put the end off.
+            // An answer that is not waited for does not put the end off.
             let over = std::mem::replace(&mut idle, true) && Instant::now() >= until;
             let (rank, words) = match if over { Ok(None) } else { self.fabric.receive(until) } {
                 Ok(Some(answer)) => answer,
@@ -251,7 +251,7 @@ impl Link {
         Ok(ranks.into_iter().zip(answers).filter_map(|(rank, answer)| Some((rank, answer?))).collect())
     }
 
-    /// What is wrong with an answer of a rank to the present call; `None` of one that comes too late, to a call that was given up.
+    /// The fault of a rank's answer to the present call; `None` for an answer to a call that was given up.
     fn judge(&self, kind: u32, rank: u32, words: &[u32]) -> Option<Result<(), FabricError>> {
         match Reader::new(words).header() {
             Some(header) if header.version != VERSION => {

@@ -99,7 +99,7 @@ impl Mpi {
     /// besides the cache's own.
     ///
     /// # Errors
-    /// What is wrong with the configuration; a rank other than 0.
+    /// An invalid configuration; a rank other than 0.
     pub fn front(&self, config: &CacheConfig, budget: u64) -> Result<Box<dyn Fabric>, Error> {
         if self.world.rank != 0 {
             return Err(FabricError::Malformed { rank: self.world.rank, what: "the front is rank 0" }.into());
@@ -114,7 +114,7 @@ impl Mpi {
     /// hear of it four times as often.
     ///
     /// # Errors
-    /// What is wrong with the configuration; [`FabricError::Lost`] if the front is not heard of for three times `timeout`.
+    /// An invalid configuration; [`FabricError::Lost`] if the front is not heard of for three times `timeout`.
     pub fn serve(&self, config: &CacheConfig, budget: u64, timeout: Duration) -> Result<Store, Error> {
         let mut store = Store::new(config, budget)?.parallel(true);
         let mut mail = Mail::new(self.world.clone(), vec![0]);
@@ -149,10 +149,10 @@ struct Flight {
 struct Mail {
     world: Arc<World>,
     from: Vec<u32>,
-    /// Where to look next, so that nobody is passed by.
+    /// Where to look next, so that no rank is passed over.
     next: usize,
     leaving: Vec<Flight>,
-    /// One from a rank at most: who dies in the middle of a message holds up nobody else's.
+    /// One from a rank at most: a rank that dies in the middle of a message does not hold up the others'.
     coming: Vec<Flight>,
 }
 
@@ -179,7 +179,7 @@ impl Drop for Mail {
 fn test(flight: &mut Flight) -> Result<bool, ()> {
     let mut done = 0;
     let mut status = MaybeUninit::uninit();
-    // SAFETY: the request is live until it is done, when nobody asks again.
+    // SAFETY: the request is live until it is done, and is not asked about again after that.
     let code = unsafe { ffi::MPI_Test(&mut flight.request, &mut done, status.as_mut_ptr()) };
     if code == 0 { Ok(done != 0) } else { Err(()) }
 }
@@ -304,7 +304,7 @@ impl Mail {
                 return Ok(None);
             }
             turns += 1;
-            // Answers come within microseconds, or somebody computes.
+            // Answers come within microseconds, or a rank is computing.
             match turns {
                 0..200 => thread::yield_now(),
                 200..2000 => thread::sleep(Duration::from_micros(20)),

@@ -11,11 +11,11 @@ use crate::tiers::replica::{Block, Copies, Copy};
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, Weak};
 
-/// What was moved.
+/// What a rebalance moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Moves {
-    /// Pages that went to another rank.
+    /// Pages that were moved to another rank.
     pub moved: u64,
     /// Pages that a further rank has a copy of.
     pub replicated: u64,

@@ -1,4 +1,4 @@
-//! What a fabric would hold and send, from the page map and the messages alone, without data.
+//! Bytes that a fabric would hold and send, computed from the page map and the messages alone, without data.
 
 use super::front::no_ages;
 use super::wire;
@@ -16,7 +16,7 @@ use std::fmt;
 /// Words of a message around what it asks, and of its answer around what it says.
 const AROUND: (u64, u64) = (wire::HEADER as u64 + 6, wire::HEADER as u64 + 7);
 
-/// What goes to a rank in a decode step, and comes back.
+/// Traffic of one rank in a decode step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Wire {
@@ -52,7 +52,7 @@ pub struct RankPlan {
     pub fast: Wire,
 }
 
-/// What the ranks of a fabric hold of one sequence, and what a decode step of one row that reads all of it sends: the messages
+/// Bytes that the ranks of a fabric hold of one sequence, and that a decode step of one row that reads all of it sends: the messages
 /// as they are built, averaged over the 256 steps in which a block fills up.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -97,7 +97,7 @@ impl Schedule {
     /// head `h`, counted on over the layers, lies on rank `of(t, e, h)`. O(blocks of all heads + layers * heads of one * ranks).
     ///
     /// # Errors
-    /// What is wrong with the configuration; pages that a second codec packs again, as [`Cache::over`](crate::Cache::over).
+    /// An invalid configuration; a second codec for old pages, as [`Cache::over`](crate::Cache::over).
     ///
     /// # Panics
     /// If `of` names a rank past `ranks`.
@@ -146,7 +146,7 @@ struct Held {
     rooms: u64,
 }
 
-/// What a row reads in a layer.
+/// The pages that a row reads in a layer.
 struct Read<'a> {
     shape: &'a LayerShape,
     codecs: &'a [Option<HeadCodec>],

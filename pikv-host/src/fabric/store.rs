@@ -1,4 +1,4 @@
-//! What a rank keeps: pages, by their numbers; and what it does when it is asked.
+//! The store of a rank: pages by their numbers, and the answers to messages.
 
 use super::ask::{Ask, Listed};
 use crate::base::error::CudaError;
@@ -40,7 +40,7 @@ pub struct Store {
     parallel: bool,
 }
 
-/// What a message brings to pages: in the host's memory it is written at once, on a device all together.
+/// Writes to pages that a message brings: in the host's memory they are done at once, on a device all together.
 #[derive(Default)]
 struct Came<'m> {
     /// Tokens: their layer, the page's address, the lane, and the words.
@@ -49,7 +49,7 @@ struct Came<'m> {
     pages: Vec<(u64, &'m [u32])>,
 }
 
-/// What two ranks must have in common.
+/// A hash of what two ranks must have in common.
 pub(super) fn fingerprint(shape: &CacheShape) -> u64 {
     let CacheShape { config, frequencies, .. } = shape;
     let codecs: Vec<_> = config.codecs.iter().map(|rule| (rule.layer, rule.kv_head, &rule.codec)).collect();
@@ -68,7 +68,7 @@ impl Store {
     /// [`FabricError::Memory`]: crate::base::error::FabricError::Memory
     ///
     /// # Errors
-    /// What is wrong with the configuration.
+    /// An invalid configuration.
     pub fn new(config: &CacheConfig, budget: u64) -> Result<Store, Error> {
         let config = CacheConfig { budget, tiers: Tiers::new(), ..config.clone() }.shards(ShardMap::ONE);
         let pool = Pool::new(&Arc::new(CacheShape::new(config, false)?))?;
@@ -150,7 +150,7 @@ impl Store {
             self.pages.remove(&id);
             self.refused.remove(&id);
         }
-        // A token or page that cannot be kept is told when the page is asked for, or at the end where it came whole.
+        // Writes of tokens report a failure when the page is first read, whole pages at the end of this message.
         let (mut first, mut came) = (Ok(()), Came::default());
         self.take_tokens(reader, &mut came, &mut first)?;
         self.take_pages(reader, &mut came, &mut first)?;
@@ -392,13 +392,13 @@ impl Store {
     }
 }
 
-/// What a message is that ends too early or says what cannot be.
+/// The refusal of a message that ends too early or cannot be right.
 const CUT: Refusal = Refusal::Malformed;
 
 /// Bytes of a table of rotations that a rank with a small budget has all the same.
 const TABLE: u64 = 64 << 20;
 
-/// Pages that had no room, and that questions are told of, at most; the message that brings more fails whole.
+/// The most pages without room that are remembered, so that questions about them are refused; the message that brings more fails whole.
 const REFUSED: usize = 1 << 16;
 
 /// Bytes of pages that a thread should have to read: they take it about as long as it takes to be started.

@@ -19,7 +19,7 @@ pub struct InProcess {
 
 #[derive(Debug)]
 struct Worker {
-    /// `None` once it is told to end.
+    /// `None` once the thread is to end.
     queue: Option<Sender<Vec<u32>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -28,7 +28,7 @@ impl InProcess {
     /// `ranks` threads for a cache of this configuration, each with at most `budget` bytes of pages.
     ///
     /// # Errors
-    /// What is wrong with the configuration; [`FabricError::Nobody`] for no ranks, [`ConfigError::Shards`] for more than there can be
+    /// An invalid configuration; [`FabricError::Nobody`] for no ranks, [`ConfigError::Shards`] for more than there can be
     /// shards, [`FabricError::Transport`] if the system starts no
     /// thread.
     pub fn new(config: &CacheConfig, ranks: u32, budget: u64) -> Result<InProcess, Error> {
@@ -42,7 +42,7 @@ impl InProcess {
     /// A thread for each back end, whose pages lie there and are read there, with at most `budget` bytes each: one for every CUDA
     /// device of this host, or any mixture. The cache itself ([`Cache::over`](crate::Cache::over)) is of the CPU.
     ///
-    /// What goes to a device and comes from it passes through pinned memory of the host: queries and tokens up, partial results of
+    /// Copies to and from a device pass through pinned memory of the host: queries and tokens up, partial results of
     /// blocks down, as much as the traffic says, and pages that move, down and up again. So a device never reads another's memory,
     /// and devices need not be able to. One row of 32 query heads of 128 channels over 128K tokens has
     /// 8.5 MB of partial results a layer, which a bus may take longer for than the devices for the pages; with

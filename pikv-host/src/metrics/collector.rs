@@ -5,7 +5,7 @@ use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What a [`Collector`] has heard. Sums stop at their largest value.
+/// Sums of a [`Collector`]. They stop at their largest value.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Totals {
@@ -23,9 +23,9 @@ pub struct Totals {
     pub hits: Vec<f64>,
     /// Of each expert, pages that were wanted and not there.
     pub misses: Vec<f64>,
-    /// Tokens of the rows' experts that were held, and that were not, summed over steps, rows, layers and KV heads.
+    /// Tokens of the rows' experts that were held, summed over steps, rows, layers and KV heads.
     pub held_tokens: u64,
-    /// Those that were not.
+    /// Tokens of the rows' experts that were not held, summed alike.
     pub lost_tokens: u64,
     /// Pages evicted.
     pub evicted_pages: u64,
@@ -37,9 +37,9 @@ pub struct Totals {
     pub age: Histogram,
     /// Tokens of its sequence between two uses of a page.
     pub gap: Histogram,
-    /// What went over the cache's fabric, as it was last told.
+    /// The cache's last report of its fabric's traffic.
     pub traffic: Traffic,
-    /// Counts of work that failed without failing a call, as last told.
+    /// The cache's last report of work that failed without failing a call.
     pub failures: Failures,
 }
 
@@ -88,12 +88,12 @@ impl Collector {
         Collector { totals: Mutex::new(Totals { hits: counts.clone(), misses: counts, ..Totals::default() }) }
     }
 
-    /// What it has heard so far.
+    /// The sums so far.
     pub fn totals(&self) -> Totals {
         self.lock().clone()
     }
 
-    /// What it has heard so far, and forgets it; bytes after the last step stay, and are the peak to begin with.
+    /// The sums so far, which it then resets; bytes after the last step stay, and are the peak to begin with.
     pub fn take(&self) -> Totals {
         let mut totals = self.lock();
         let counts = vec![0.0; totals.hits.len()];

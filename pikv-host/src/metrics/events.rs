@@ -6,7 +6,7 @@ use crate::fabric::Traffic;
 use tracing::{debug, trace, warn};
 
 /// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level
-/// trace, what went wrong at level warn (nothing as long as nothing did). Hits and misses are summed over the experts.
+/// trace, failures at level warn, if there are any. Hits and misses are summed over the experts.
 ///
 /// Needs the feature `tracing`.
 #[derive(Clone, Copy, Debug, Default)]

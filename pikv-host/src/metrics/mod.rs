@@ -1,4 +1,4 @@
-//! What a cache does, in plain numbers: once a step, and for every page that leaves or comes back into use.
+//! Numbers of a cache for a sink: once a step, and for every page that is evicted or used again.
 //!
 //! A [`Sink`] takes them. [`ClosedLoop`](crate::ClosedLoop) calls it; without a loop your engine does. What sinks keep is bounded,
 //! however long they listen.
@@ -61,7 +61,7 @@ setters!(StepMetrics<'a> {
     lost_tokens: u64,
 });
 
-/// What went over a fabric since the cache was built.
+/// Traffic of a fabric since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
@@ -166,7 +166,7 @@ pub trait Sink: Send + Sync {
         true
     }
 
-    /// What went over the cache's fabric since it was built, as of a step that was committed. Sums, not differences.
+    /// Traffic of the cache's fabric since it was built, at the commit of a step. Sums, not differences.
     fn traffic(&self, _sums: &Traffic) {}
 
     /// Counts of work that failed without failing a call since the cache was built, after a committed step. Sums, not differences.

@@ -21,8 +21,8 @@ use std::sync::{Mutex, PoisonError};
 /// | `pikv_eviction_age_tokens` | histogram | pages that left |
 /// | `pikv_reuse_gap_tokens` | histogram | tokens of the sequence since a page was last used |
 /// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
-/// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that went to other ranks |
-/// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | what went wrong without failing a call ([`Failures`]) |
+/// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that were moved or copied to other ranks |
+/// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | work that failed without failing a call ([`Failures`]) |
 #[cfg(feature = "metrics")]
 pub struct MetricsSink {
     steps: Counter,

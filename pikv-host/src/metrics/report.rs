@@ -1,4 +1,4 @@
-//! What a step met.
+//! Hits, misses and evictions of a step.
 
 use crate::base::text::{Bytes, Share, Table};
 use crate::metrics::{Evicted, Reused};
@@ -8,7 +8,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a step met, once it is committed.
+/// Hits, misses and evictions of a step that was committed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepReport {
     pub(crate) experts: usize,
@@ -19,12 +19,12 @@ pub struct StepReport {
     pub(crate) remote: Vec<u64>,
     /// Bytes that the tokens of the step's sequences would take with nothing evicted, packed, shared or padded.
     pub logical_bytes: u64,
-    /// Tokens that policies let go of, page by page.
+    /// Evicted tokens, page by page.
     pub evicted: Vec<Evicted>,
-    /// Pages that were used again, where a policy is told what attention sees: used means that a page got its fair share. Of a
+    /// Pages that were used again, where a policy observes attention: used means that a page got its fair share of weight. Of a
     /// [`ClosedLoop`](crate::ClosedLoop) only where its sink [wants them](crate::metrics::Sink::wants_reused).
     pub reused: Vec<Reused>,
-    /// Whether nobody asks for them.
+    /// Whether `reused` is not collected.
     pub(crate) unasked: bool,
     /// Where a loop asks for it, what each sequence of the step met, and its ticket.
     pub(crate) by_part: Option<ByPart>,
@@ -62,7 +62,7 @@ impl fmt::Display for StepReport {
     }
 }
 
-/// What each sequence of a step met.
+/// Hits and misses of each sequence of a step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ByPart {
     /// Layer, index of the sequence, and what one of its rows met over all heads; by ascending layer, sequence, row and expert.
@@ -71,7 +71,7 @@ pub(crate) struct ByPart {
 }
 
 impl PartialEq for ByPart {
-    /// What a loop notes of a step is no part of the report.
+    /// Notes of a loop are not part of the report.
     fn eq(&self, _: &ByPart) -> bool {
         true
     }

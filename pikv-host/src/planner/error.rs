@@ -1,4 +1,4 @@
-//! What can go wrong in planning, with the value that was wrong.
+//! Errors of planning, each with the value that was wrong.
 
 use pikv_core::page::Position;
 use thiserror::Error;

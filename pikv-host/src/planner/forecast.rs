@@ -11,7 +11,7 @@ use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
 use std::fmt;
 
-/// What a cache is to hold: sequences that are all alike.
+/// The load of a cache: sequences that are all alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Load {
@@ -44,7 +44,7 @@ impl Load {
     }
 }
 
-/// What a decode step touches.
+/// Calls, bytes and operations of a decode step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Work {
@@ -66,7 +66,7 @@ impl Work {
 
 setters!(Work { calls: u64, bytes: u64, flops: u64 });
 
-/// What a load takes.
+/// The forecast of a load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Forecast {
@@ -174,7 +174,7 @@ impl Planner {
     /// Plans for caches of `config`. Takes no page memory.
     ///
     /// # Errors
-    /// What is wrong with the configuration.
+    /// An invalid configuration.
     pub fn new(config: CacheConfig) -> Result<Planner, PlanError> {
         Ok(Planner { cache: Cache::new(config)? })
     }

@@ -1,4 +1,4 @@
-//! What models have to be cached.
+//! Shapes of well-known models.
 
 use crate::config::CacheConfig;
 use pikv_core::dtype::Dtype;

@@ -4,7 +4,7 @@
 //! * [`StepTime`]: the time of a decode step, with constants that [`calibrate`] measures on the machine it runs on.
 //! * [`paper`]: the formulas of arXiv 2508.06526 to the letter, beside which to read the above.
 //! * [`Geometry`]: models to plan for.
-//! * `flexgen` (feature `plan`): which share of pages goes to which tier, by a linear program.
+//! * `flexgen` (feature `plan`): the share of pages that each tier holds, by a linear program.
 
 mod error;
 #[cfg(feature = "plan")]

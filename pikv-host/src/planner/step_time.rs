@@ -143,7 +143,7 @@ fn solve(rows: &[[f64; 3]], terms: u8) -> Option<[f64; 3]> {
     Some(x)
 }
 
-/// What to measure with.
+/// The shape and sizes to measure with.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Probe {
@@ -196,7 +196,7 @@ impl Default for Probe {
     }
 }
 
-/// What was measured, and the constants that follow from it.
+/// The samples of a measurement, and the constants fitted to them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Calibration {

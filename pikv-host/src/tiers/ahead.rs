@@ -39,14 +39,14 @@ pub(crate) struct Early {
     pub lifted: Option<crate::tiers::upload::Lifted>,
 }
 
-/// The thread, and where it hears of pages to read.
+/// The prefetch thread, and its queue.
 #[derive(Debug)]
 struct Thread {
     queue: Sender<Weak<Batch>>,
     handle: JoinHandle<()>,
 }
 
-/// Pages of a layer that were asked for ahead. Dropped, it leaves none of them on its way.
+/// A prefetch of a layer's pages. Dropping it cancels reads that have not begun, and waits for the one in progress.
 #[derive(Debug)]
 pub(crate) struct Ahead {
     index: HashMap<usize, usize>,
@@ -121,7 +121,7 @@ pub(crate) struct Staged {
     spare: Arc<Spare>,
 }
 
-/// Slots are told apart by where they lie, as long as somebody holds them.
+/// Slots are identified by their address, which is unique as long as they are held.
 fn key(slot: &Arc<Stored>) -> usize {
     Arc::as_ptr(slot) as usize
 }
@@ -360,7 +360,7 @@ impl Batch {
         }
     }
 
-    /// Reads the page at `at` if nobody else did; `false` past the last one.
+    /// Reads the page at `at` unless it was read; `false` past the last one.
     fn bring(&self, at: usize) -> bool {
         let slot = match self.pages().get_mut(at) {
             None => return false,
@@ -396,7 +396,7 @@ impl Drop for Ahead {
     }
 }
 
-/// What the thread does.
+/// The loop of the prefetch thread.
 fn bring_up(batches: &Receiver<Weak<Batch>>) {
     for batch in batches {
         let mut at = 0;

@@ -26,7 +26,7 @@ pub(crate) struct Level {
     failures: Arc<Counts>,
 }
 
-/// What of a tier is free.
+/// The free ranges of a tier.
 #[derive(Debug)]
 struct Room {
     used: u64,

@@ -1,6 +1,6 @@
 //! How fast tiers are, here and now.
 
-/// What a tier gives and takes.
+/// Rates of a tier, in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TierRate {

@@ -30,7 +30,7 @@ pub struct Block {
     pub block: u32,
 }
 
-/// Pages that nobody holds any more, by rank, which learns of it with the next message.
+/// Pages that no sequence holds any more, by rank; the rank frees them at the next message.
 #[derive(Debug, Default)]
 pub struct Freed(pub Mutex<Vec<Vec<u64>>>);
 
@@ -124,7 +124,7 @@ impl MirrorBook {
     fn add(&self, run: RunOf, list: &Arc<List>) {
         let mut book = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let lists = book.entry(run).or_default();
-        // Those of sequences that are gone go when there are as many as can be.
+        // Those of dropped sequences are removed once the list has doubled.
         if lists.len() == lists.capacity() {
             lists.retain(|list| list.strong_count() > 0);
         }

@@ -96,7 +96,7 @@ impl Drop for Lifted {
     fn drop(&mut self) {
         let _ = self.device.enter();
         let Some(mut lift) = self.lift.take() else { return };
-        // Whatever reads it was asked for by now. If that cannot be noted it goes, and the driver waits for its readers.
+        // All reads of it have been launched. If that cannot be recorded it is freed, and the driver waits for its readers.
         let read = lift.read.take().map_or_else(Moment::new, Ok);
         if let Ok(read) = read.and_then(|read| read.record(&self.device.stream).map(|()| read)) {
             lift.read = Some(read);

@@ -4,7 +4,7 @@ mod block;
 mod weights;
 
 use crate::attend::executor::{Cut, Executor, Results};
-use crate::attend::forest::{Forest, Task};
+use crate::attend::forest::{Done, Forest, Task};
 use crate::attend::job::{Item, Job, TILE, Widest};
 use crate::attend::mass::Wanted;
 use crate::attend::queries::{SCRATCH, Scratch};
@@ -101,10 +101,12 @@ impl Job<'_> {
             let Task { item, run, blocks } = &tasks[t];
             let item = &items[*item];
             self.with_scratch(item, |trees, scratch, leaf| {
-                let tree = trees.of(item.forest.codec_of_run(*run));
+                let shape = trees.of(item.forest.codec_of_run(*run));
                 // SAFETY: each task has a range of its own, as long as its partial result, and `offsets` are their prefix sums.
-                let part = unsafe { parts.part(offsets[t], tree.len()) };
-                item.forest.reduce_blocks(tree, *run, blocks.clone(), level, leaf, part, &mut scratch.spare);
+                let part = unsafe { parts.part(offsets[t], shape.len()) };
+                let mut leaf = |i: usize, out: &mut [f32], _: &mut Vec<Vec<f32>>| leaf(i, out);
+                let tree = item.forest.blocks_tree(blocks.clone(), level);
+                shape.reduce(tree, &mut leaf, part, &mut scratch.spare);
             });
         });
         let buffer = &buffer[..];
@@ -115,9 +117,10 @@ impl Job<'_> {
             let from = tasks.partition_point(|task| task.item < i);
             let mine = from..tasks.partition_point(|task| task.item <= i);
             let (tasks, roots, offsets) = (&tasks[mine.clone()], &roots[mine.clone()], &offsets[mine]);
+            let done = Done { tasks, roots, offsets, parts: buffer };
             SCRATCH.with_borrow_mut(|Scratch { part, spare, .. }| {
                 part.resize(full.len().max(part.len()), 0.0);
-                item.forest.join(&trees, level, tasks, roots, offsets, buffer, part, spare);
+                item.forest.join(&trees, &done, part, spare);
                 self.finish(item, &full.partial(part), out, lse);
             });
         });

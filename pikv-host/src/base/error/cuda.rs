@@ -1,4 +1,4 @@
-//! What a CUDA device can answer.
+//! Errors of CUDA devices.
 
 use thiserror::Error;
 
@@ -7,7 +7,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum CudaError {
     /// pikv was compiled without its CUDA back end.
-    #[error("pikv was built without its feature `cuda`")]
+    #[error("pikv was built without its feature `cuda`; add it in Cargo.toml: features = [\"cuda\"]")]
     NotBuilt,
     /// The driver's library cannot be opened.
     #[error("no CUDA driver, {name} cannot be opened: {reason}; PIKV_LIBCUDA names another library")]
@@ -18,7 +18,7 @@ pub enum CudaError {
         reason: String,
     },
     /// The driver has no device.
-    #[error("the CUDA driver finds no device")]
+    #[error("the CUDA driver finds no device; does CUDA_VISIBLE_DEVICES hide them?")]
     NoDevice,
     /// The driver has devices, but none of that number.
     #[error("no CUDA device {ordinal}: the driver counts {devices}, from 0")]

@@ -1,4 +1,4 @@
-//! What goes wrong between ranks.
+//! Errors between ranks.
 
 use std::time::Duration;
 use thiserror::Error;
@@ -7,7 +7,7 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum FabricError {
-    /// A rank died, hangs, or was lost before. Its pages are gone.
+    /// A rank died, hangs, or was lost before. Its pages are lost.
     #[error(
         "rank {rank} is lost: no answer within {waited:?}; the other ranks go on, without the pages that it held"
     )]

@@ -1,4 +1,4 @@
-//! What can go wrong, with the value that was wrong.
+//! Errors, each with the value that was wrong.
 
 mod cuda;
 mod fabric;
@@ -231,7 +231,7 @@ pub enum ConfigError {
     },
 }
 
-/// What a tier was asked to do.
+/// An operation of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierOperation {
     /// Make a store.
@@ -285,7 +285,10 @@ pub enum Error {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The step would pass the budget.
-    #[error("out of budget: the step needs up to {needed} bytes of pages, {available} are left")]
+    #[error(
+        "out of budget: the step needs up to {needed} bytes of pages, {available} are left; begin with fewer tokens, drop or evict \
+         sequences, or raise the budget"
+    )]
     OutOfBudget {
         /// The most bytes that the step can take.
         needed: u64,
@@ -390,7 +393,7 @@ pub enum Error {
         what: &'static str,
     },
     /// No such layer.
-    #[error("layer {layer}: there are {layers}")]
+    #[error("layer {layer}: the cache has layers 0..{layers}")]
     Layer {
         /// As given.
         layer: usize,
@@ -398,7 +401,7 @@ pub enum Error {
         layers: usize,
     },
     /// No such KV head.
-    #[error("KV head {kv_head}: layer {layer} has {kv_heads}")]
+    #[error("KV head {kv_head}: layer {layer} has KV heads 0..{kv_heads}")]
     KvHead {
         /// The layer.
         layer: usize,
@@ -525,7 +528,7 @@ pub enum Error {
     )]
     Poisoned,
     /// A sequence of another cache.
-    #[error("sequence {index} belongs to another cache")]
+    #[error("sequence {index} belongs to another cache; take sequences from this one by Cache::sequence")]
     ForeignSequence {
         /// Index in the call.
         index: usize,
@@ -570,7 +573,7 @@ pub enum Error {
         row: usize,
     },
     /// A layer was written twice in a step.
-    #[error("layer {layer} was already {what} in this step")]
+    #[error("layer {layer} was already {what} in this step; each layer is once")]
     Twice {
         /// The layer.
         layer: usize,
@@ -578,13 +581,13 @@ pub enum Error {
         what: &'static str,
     },
     /// Attending a layer before it was written.
-    #[error("layer {layer} is attended before its keys and values were appended")]
+    #[error("layer {layer} is attended before its keys and values were appended; call Step::append first")]
     NotAppended {
         /// The layer.
         layer: usize,
     },
     /// A step that is committed before every layer was written.
-    #[error("commit before layer {layer} was {what}")]
+    #[error("commit before layer {layer} was {what}; a step that is dropped instead changes nothing")]
     Incomplete {
         /// The first such layer.
         layer: usize,
@@ -592,7 +595,7 @@ pub enum Error {
         what: &'static str,
     },
     /// No such expert.
-    #[error("expert {expert} of row {row}, layer {layer}: there are {experts}")]
+    #[error("expert {expert} of row {row}, layer {layer}: the cache has experts 0..{experts}")]
     Expert {
         /// The layer.
         layer: usize,
@@ -604,7 +607,9 @@ pub enum Error {
         experts: u32,
     },
     /// The same expert twice for one token.
-    #[error("expert {expert} is named twice for row {row} of layer {layer}")]
+    #[error(
+        "expert {expert} is named twice for row {row} of layer {layer}; a row takes top_k different ones"
+    )]
     ExpertTwice {
         /// The layer.
         layer: usize,
@@ -622,7 +627,7 @@ pub enum Error {
         limit: u32,
     },
     /// No such page.
-    #[error("{page} is not there in layer {layer}, KV head {kv_head}")]
+    #[error("{page} is not there in layer {layer}, KV head {kv_head}; Sequence::pages lists those that are")]
     NoPage {
         /// The layer.
         layer: usize,
