@@ -93,6 +93,15 @@ pub mod rules {
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 
+/// Saved sequences: what [`Cache::restore`] makes of them, and why it would not. [`Sequence::save`] writes them.
+///
+/// Needs the feature `save`.
+#[cfg(feature = "save")]
+pub mod save {
+    pub use crate::base::error::{SaveError, SaveOperation};
+    pub use crate::cache::save::Restored;
+}
+
 /// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.
 pub mod cuda {
     pub use crate::base::device_slice::{DeviceExperts, DeviceOutput, DeviceRoutes, DeviceSlice};
