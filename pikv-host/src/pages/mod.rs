@@ -8,5 +8,6 @@ pub mod ghosts;
 pub mod past;
 #[cfg(feature = "save")]
 pub mod saved;
+pub mod seal;
 pub mod sealed;
 pub mod settle;
