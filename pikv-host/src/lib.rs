@@ -28,6 +28,7 @@ pub mod metrics;
 mod pages;
 pub mod planner;
 pub mod policy;
+pub mod prefix;
 #[cfg(feature = "cuda")]
 mod route_cuda;
 pub mod router;
@@ -90,6 +91,15 @@ pub mod report {
 pub mod rules {
     pub use crate::config::hits::Hits;
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
+}
+
+/// Saved sequences: what [`Cache::restore`] makes of them, and why it would not. [`Sequence::save`] writes them.
+///
+/// Needs the feature `save`.
+#[cfg(feature = "save")]
+pub mod save {
+    pub use crate::base::error::{SaveError, SaveOperation};
+    pub use crate::cache::save::Restored;
 }
 
 /// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.

@@ -10,6 +10,7 @@ mod halves;
 mod policies;
 mod ranks;
 mod route;
+mod save;
 mod script;
 mod standin;
 mod suite;

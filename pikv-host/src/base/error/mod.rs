@@ -2,8 +2,13 @@
 
 mod cuda;
 mod fabric;
+mod save;
 
-pub use self::{cuda::CudaError, fabric::FabricError};
+pub use self::{
+    cuda::CudaError,
+    fabric::FabricError,
+    save::{SaveError, SaveOperation},
+};
 
 use pikv_core::dtype::Dtype;
 use pikv_core::page::{MAX_DIM, Position};
@@ -302,6 +307,9 @@ pub enum Error {
     /// Another rank of the cache's fabric. The call can be made again; what lay on a rank that is lost is gone.
     #[error(transparent)]
     Fabric(#[from] FabricError),
+    /// A sequence could not be saved, or what was saved not restored.
+    #[error(transparent)]
+    Save(#[from] SaveError),
     /// A tier beneath the first failed. Its pages, and those that were to go there, are where they were; the call can be made again.
     #[error("{operation} of {bytes} bytes, tier {tier}: {kind}")]
     Tier {
@@ -615,6 +623,30 @@ pub enum Error {
         asked: u32,
         /// The most that would do.
         limit: u32,
+    },
+    /// A fork at an earlier length that cannot be had to the bit.
+    #[error(
+        "a fork at {asked} of {len} tokens: {why}; lengths that would do: {oldest} to {len}, and those of checkpoints: {checkpoints:?}"
+    )]
+    Cut {
+        /// As given.
+        asked: u32,
+        /// Tokens of the sequence.
+        len: u32,
+        /// What stands in the way.
+        why: &'static str,
+        /// The least length from which on any would do.
+        oldest: u32,
+        /// Lengths of checkpoints, which would do too.
+        checkpoints: Vec<u32>,
+    },
+    /// Something that a cache over a fabric does not do.
+    #[error("{what} in a cache over a fabric: {why}")]
+    OverFabric {
+        /// What was asked.
+        what: &'static str,
+        /// Why not.
+        why: &'static str,
     },
     /// No such page.
     #[error("{page} is not there in layer {layer}, KV head {kv_head}; Sequence::pages lists those that are")]
