@@ -93,13 +93,6 @@ impl Sealed {
     }
 }
 
-impl Chain {
-    /// Ordinal of the page that the next token goes to.
-    pub fn open_ordinal(&self) -> u32 {
-        self.next - u32::from(self.room().is_some())
-    }
-}
-
 impl Layer {
     /// The most bytes that [`Layer::seal`] takes.
     pub fn seal_bytes(&self, inner: &CacheShape, shape: &LayerShape, len: u32) -> u64 {
@@ -152,7 +145,7 @@ impl Layer {
         }
         let mut ahead = self.clone();
         ahead.file_tokens(inner, shape, len, inner.config.experts == 1, pages)?;
-        let from = |h: usize, c: usize| self.heads[h].chains[c].open_ordinal();
+        let from = |h: usize, c: usize| self.heads[h].chains[c].next_place(false).0;
         Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.chains[..]), from, None))
     }
 
