@@ -29,6 +29,8 @@ mod pages;
 pub mod planner;
 pub mod policy;
 pub mod prefix;
+#[cfg(feature = "cuda")]
+mod route_cuda;
 pub mod router;
 pub mod tiers;
 pub mod trace;
@@ -91,8 +93,17 @@ pub mod rules {
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 
+/// Saved sequences: what [`Cache::restore`] makes of them, and why it would not. [`Sequence::save`] writes them.
+///
+/// Needs the feature `save`.
+#[cfg(feature = "save")]
+pub mod save {
+    pub use crate::base::error::{SaveError, SaveOperation};
+    pub use crate::cache::save::Restored;
+}
+
 /// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.
 pub mod cuda {
-    pub use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+    pub use crate::base::device_slice::{DeviceExperts, DeviceOutput, DeviceRoutes, DeviceSlice};
     pub use crate::base::error::CudaError;
 }

@@ -9,6 +9,8 @@ mod faults;
 mod halves;
 mod policies;
 mod ranks;
+mod route;
+mod save;
 mod script;
 mod standin;
 mod suite;

@@ -1,4 +1,4 @@
-//! Bytes that nobody should have sent: messages to ranks and their answers, states of routers, traces, fitted maps. Whatever they say,
+//! Bytes that nobody should have sent: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences. Whatever they say,
 //! nothing panics, nothing waits for ever, and no more memory is asked for than is stated here.
 //!
 //! Mutations of valid bytes, the same ones each time: 2,000 of each kind, a hundred times as many where the variable `PIKV_TEST` is
@@ -11,12 +11,15 @@ use pikv::report::PageMass;
 use pikv::router::{
     Adaptive, CacheAware, Eplb, Feedback, Hashed, LoadBalanced, Router, RouterState, Routes, Shape, TopK,
 };
+use pikv::rules::Hits;
+use pikv::save::SaveError;
 use pikv::shard::ShardMap;
 use pikv::trace::{Reader, Row, Skewed, TraceError, Writer};
 use pikv::{
     Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Position, Rope, Rows, Sequence,
 };
 use pikv_test::numbers::{Rng, bits, noise};
+use safetensors::SafeTensors;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -508,6 +511,110 @@ fn traces_are_read_or_refused() {
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     let many = Skewed::default().wants(u32::MAX).rows().err();
     assert!(matches!(many, Some(TraceError::Value { name: "wants", .. })), "{many:?}");
+}
+
+/// A cache, and sequences of it that were saved: of other lengths, with tokens that can be taken back.
+fn saved() -> (Cache, Vec<Vec<u8>>) {
+    let mut config =
+        config().rollback(9).shards(ShardMap::ONE).evict_layer(0, Eviction::new(H2o, Budget::Tokens(80)));
+    config.layers.iter_mut().for_each(|layer| layer.rope = None);
+    let cache = Cache::new(config.sinks(1).bounds(true).hits(Hits::new().pages(2).every(1))).unwrap();
+    let lengths = [40, 150, 290].into_iter().map(|tokens| {
+        let mut sequence = cache.sequence();
+        for step in 0..tokens / 10 {
+            extend(&cache, &mut sequence, 10, step).unwrap();
+        }
+        let mut bytes = Vec::new();
+        sequence.save(b"note", &mut bytes).unwrap();
+        bytes
+    });
+    let files = lengths.collect();
+    (cache, files)
+}
+
+/// Where the numbers of a saved sequence lie, and not its pages.
+fn numbers(bytes: &[u8]) -> Vec<std::ops::Range<usize>> {
+    let (n, header) = SafeTensors::read_metadata(bytes).unwrap();
+    let tensors = header.tensors();
+    let states = tensors.iter().filter(|(name, _)| !name.ends_with("pages"));
+    let place = |(from, to)| 8 + n + from..8 + n + to;
+    states.map(|(_, info)| place(info.data_offsets)).filter(|range| range.len() >= 4).collect()
+}
+
+#[test]
+fn saved_sequences_are_read_or_refused() {
+    let ((cache, files), mut rng) = (saved(), Rng(6));
+    let (mut refused, mut signed, mut taken) = (0, 0, 0);
+    let begun = cache.usage();
+    for case in 0..5 * cases() {
+        let file = &files[rng.below(files.len() as u32) as usize];
+        let mut bytes = file.clone();
+        if rng.one_in(4) {
+            mutate(&mut rng, &mut bytes, file, byte);
+        } else {
+            // One or two numbers, which say how the rest is read.
+            let places = numbers(file);
+            for _ in 0..1 + rng.below(2) {
+                let place = places[rng.below(places.len() as u32) as usize].clone();
+                let at = place.start + 4 * rng.below((place.len() / 4) as u32) as usize;
+                let (before, _) = bytes[at..].split_first_chunk::<4>().unwrap();
+                let after = word(&mut rng, u32::from_le_bytes(*before)).to_le_bytes();
+                bytes[at..at + 4].copy_from_slice(&after);
+            }
+        }
+        for is_signed in [false, true] {
+            let (read, held) = weighed(|| cache.restore(&mut &bytes[..]));
+            assert!(held <= 65536 + 2 * bytes.len() as u64, "case {case}: {held} bytes of {}", bytes.len());
+            match read {
+                Ok(restored) => {
+                    assert!(is_signed || bytes == *file, "case {case}: bytes that nobody signed");
+                    taken += 1;
+                    if case % 3 == 0 {
+                        go_on(&cache, restored.sequence, case);
+                    }
+                    break;
+                }
+                Err(Error::Save(SaveError::Sum { found, actual })) => {
+                    // A sum that is right, as that of whoever writes such a file on purpose.
+                    let decoded = |hex: &str| {
+                        (0..32)
+                            .map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap())
+                            .collect::<Vec<u8>>()
+                    };
+                    let (found, actual) = (decoded(&found), decoded(&actual));
+                    let Some(at) = bytes.windows(32).position(|part| part == found) else { break };
+                    bytes[at..at + 32].copy_from_slice(&actual);
+                    signed += 1;
+                }
+                Err(_) => {
+                    refused += 1;
+                    break;
+                }
+            }
+        }
+        assert_eq!(cache.usage(), begun, "case {case}");
+    }
+    assert!(refused > cases() && signed > cases() && taken > cases() / 4, "{refused} {signed} {taken}");
+}
+
+/// Whatever a sequence has become, steps, rollbacks and evictions end in results or errors.
+fn go_on(cache: &Cache, mut sequence: Sequence, case: u64) {
+    let mut fork = sequence.fork();
+    for step in 0..3u32 {
+        let _ = extend(cache, &mut sequence, 1 + step as usize, case);
+        let _ = sequence.rollback(sequence.rollback_limit().min(3 * step + 1));
+    }
+    let _ = fork.rollback(fork.rollback_limit());
+    let _ = extend(cache, &mut fork, 20, case);
+    for layer in 0..LAYERS {
+        let pages: Vec<_> = sequence.pages(layer, 0).unwrap().collect();
+        for page in pages {
+            assert!(sequence.positions(layer, 0, page.id).unwrap().count() <= 32);
+            let _ = sequence.evict(layer, 0, page.id);
+        }
+    }
+    let _ = extend(cache, &mut sequence, 33, case);
+    sequence.save(b"", &mut Vec::new()).unwrap();
 }
 
 #[test]

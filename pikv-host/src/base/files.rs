@@ -1,7 +1,7 @@
 //! Files that the library makes: private where they hold what prompts were, whole where they take another's place, and an error where
 //! the system would end the process for their size.
 
-#[cfg(feature = "fit")]
+#[cfg(any(feature = "fit", feature = "save"))]
 use std::fs::TryLockError;
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, Hasher};
@@ -77,13 +77,29 @@ fn named(dir: &Path) -> io::Result<File> {
     }
 }
 
-/// Writes a file in one piece: under a random name beside `path`, synced, and then in place of what was there, with the permissions
-/// that this had. What was at `path` stays until the new file is whole. What earlier calls left that were killed is removed.
+/// Who may read a file that takes another's place.
+#[cfg(any(feature = "fit", feature = "save"))]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Readers {
+    /// Who could read the one before; who the process lets read new files, if there was none.
+    #[cfg(feature = "fit")]
+    AsBefore,
+    /// Its owner alone.
+    #[cfg(feature = "save")]
+    Owner,
+}
+
+/// Writes a file in one piece: under a random name beside `path`, synced, and then in place of what was there. What was at `path` stays until
+/// the new file is whole, which `write` makes it. What earlier calls left that were killed is removed.
 ///
 /// # Errors
-/// The file system's; `path` is as it was then, unless it is the directory that could not be synced.
-#[cfg(feature = "fit")]
-pub(crate) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+/// The file system's, and those of `write`; `path` is as it was then, unless it is the directory that could not be synced.
+#[cfg(any(feature = "fit", feature = "save"))]
+pub(crate) fn replace<T, E: From<io::Error>>(
+    path: &Path,
+    readers: Readers,
+    write: impl FnOnce(&mut Private) -> Result<T, E>,
+) -> Result<T, E> {
     let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "a path without a file name");
     let name = path.file_name().ok_or_else(no_name)?;
     let dir = match path.parent() {
@@ -93,47 +109,53 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     // Leftovers cost room and nothing else: where they cannot be removed, they stay.
     let _ = sweep(dir, name.as_encoded_bytes());
     let before = fs::symlink_metadata(path).ok().filter(|file| file.is_file()).map(|file| file.permissions());
-    let (part, mut file) = loop {
+    let (before, is_private) = match readers {
+        #[cfg(feature = "fit")]
+        Readers::AsBefore => (before.clone(), before.is_some()),
+        #[cfg(feature = "save")]
+        Readers::Owner => (None, true),
+    };
+    let (part, file) = loop {
         let mut part = name.to_owned();
         part.push(format!(".{}.part", random()));
         let part = dir.join(part);
         let mut options = File::options();
         let options = options.write(true).create_new(true);
-        let opened = match before {
-            Some(_) => private(options).open(&part),
-            None => options.open(&part),
+        let opened = match is_private {
+            true => private(options).open(&part),
+            false => options.open(&part),
         };
         match opened {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(error),
+            Err(error) => return Err(error.into()),
             Ok(file) if held(&file)? => break (part, file),
             // Another save took it for a leftover, and has removed it or will.
             Ok(_) => {}
         }
     };
-    let mut written = || {
-        room(&file, bytes.len() as u64)?;
-        file.write_all(bytes)?;
-        before.clone().map_or(Ok(()), |permissions| file.set_permissions(permissions))?;
-        file.sync_all()?;
-        fs::rename(&part, path)
-    };
-    if let Err(error) = written() {
+    let mut whole = Private { file, len: 0 };
+    let written = write(&mut whole).and_then(|written| {
+        before.map_or(Ok(()), |permissions| whole.file.set_permissions(permissions))?;
+        whole.sync()?;
+        fs::rename(&part, path)?;
+        Ok(written)
+    });
+    if written.is_err() {
         // The first error is what matters; at worst the part stays for the next save to remove.
         let _ = fs::remove_file(&part);
-        return Err(error);
+        return written;
     }
     match sync_dir(dir) {
         // A file system that does not know what that is has no more to give.
         Err(error) if !matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
-            Err(error)
+            Err(error.into())
         }
-        _ => Ok(()),
+        _ => written,
     }
 }
 
 /// Locks a part that was made, until it is closed, so that no other save takes it for a leftover; `false` if one already has.
-#[cfg(feature = "fit")]
+#[cfg(any(feature = "fit", feature = "save"))]
 fn held(file: &File) -> io::Result<bool> {
     match file.try_lock() {
         Err(TryLockError::WouldBlock) => return Ok(false),
@@ -148,7 +170,7 @@ fn held(file: &File) -> io::Result<bool> {
 }
 
 /// Has the directory's own entries outlast a loss of power.
-#[cfg(feature = "fit")]
+#[cfg(any(feature = "fit", feature = "save"))]
 fn sync_dir(dir: &Path) -> io::Result<()> {
     #[cfg(unix)]
     File::open(dir)?.sync_all()?;
@@ -158,7 +180,7 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
 }
 
 /// Removes temporary parts of files named `name` that no running save has locked.
-#[cfg(feature = "fit")]
+#[cfg(any(feature = "fit", feature = "save"))]
 fn sweep(dir: &Path, name: &[u8]) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
@@ -176,7 +198,7 @@ fn sweep(dir: &Path, name: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A private file that is written from its beginning, and refuses to pass the limit of the process.
+/// A file that is written from its beginning, and refuses to pass the limit of the process.
 #[derive(Debug)]
 pub(crate) struct Private {
     file: File,

@@ -4,11 +4,14 @@ pub mod deque;
 pub mod device_slice;
 pub mod error;
 pub mod failures;
+#[cfg(feature = "save")]
+pub mod fields;
 pub mod files;
 pub mod frequencies;
 pub mod huge_pages;
 pub mod ids;
 pub mod locks;
+pub mod page_sum;
 pub mod parallel;
 pub mod rope_tables;
 pub mod scratch;

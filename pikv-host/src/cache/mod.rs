@@ -8,6 +8,8 @@ pub mod inner;
 pub mod map;
 pub mod over;
 pub mod rates;
+#[cfg(feature = "save")]
+pub mod save;
 pub mod sequence;
 pub mod step;
 pub mod tiering;

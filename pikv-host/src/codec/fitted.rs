@@ -4,8 +4,9 @@ use super::{FitShape, Map, MapError};
 use crate::base::files;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 use thiserror::Error;
 
 /// What `format` in a file's metadata says.
@@ -312,7 +313,9 @@ impl Fitted {
     /// The file system's; a path without a file name; a file that would pass the size that the process may give one (`RLIMIT_FSIZE`).
     pub fn save(&self, path: &Path) -> Result<(), FittedError> {
         let bytes = self.to_bytes()?;
-        files::replace(path, &bytes).map_err(|source| FittedError::Io { path: path.to_owned(), source })
+        let write = |file: &mut files::Private| file.write_all(&bytes);
+        files::replace(path, files::Readers::AsBefore, write)
+            .map_err(|source| FittedError::Io { path: path.to_owned(), source })
     }
 
     /// Reads the file at `path`.

@@ -1,5 +1,8 @@
 //! What a sequence is made of: layers, heads, runs of pages; and how tokens get there and leave again.
 
+#[cfg(feature = "save")]
+pub mod save;
+
 use crate::base::deque::first_if;
 use crate::base::error::Error;
 use crate::base::ids::chain_place;

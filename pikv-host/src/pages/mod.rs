@@ -6,5 +6,8 @@ pub mod cut;
 pub mod filing;
 pub mod ghosts;
 pub mod past;
+#[cfg(feature = "save")]
+pub mod saved;
+pub mod seal;
 pub mod sealed;
 pub mod settle;

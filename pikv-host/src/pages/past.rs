@@ -4,6 +4,9 @@
 //! back since. So every change that a commit makes beside its own tokens is noted with the length of the sequence, for as long as
 //! a rollback can come back to before it, and a rollback undoes what was noted later than where it goes, the newest first.
 
+#[cfg(feature = "save")]
+mod save;
+
 use crate::base::deque::{first_if, last_if};
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
@@ -13,6 +16,7 @@ use crate::pages::chain::{Chain, Entry, Held};
 use crate::pages::compact::Whose;
 use crate::pages::filing::Layer;
 use crate::policy::state::Apart;
+use pikv_core::attend::filled;
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -311,7 +315,7 @@ impl Chain {
     /// Undoes [`Chain::settle`], but for a page that it freed.
     fn unsettle(&mut self, ordinal: u32, lanes: u32) {
         if let Some(entry) = self.entry_mut(ordinal).filter(|entry| !entry.is_gone()) {
-            entry.pending |= lanes & !entry.live;
+            entry.pending |= lanes & filled(entry.fill) & !entry.live;
         }
     }
 

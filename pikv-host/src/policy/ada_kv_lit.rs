@@ -63,6 +63,12 @@ impl Policy for AdaKvLit {
         "AdaKV-lit"
     }
 
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        let [recency, mass, frequency] = self.alpha;
+        let AdaKvLit { target, gamma, rate, half_life, .. } = *self;
+        [recency, mass, frequency, target, gamma, rate, half_life].iter().for_each(|x| to(&x.to_le_bytes()));
+    }
+
     fn feedback(&self) -> Feedback {
         Feedback::Mass
     }

@@ -23,6 +23,12 @@ impl<P: Policy> Policy for Chunks<P> {
         "ChunkKV"
     }
 
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        to(&self.size.to_le_bytes());
+        to(self.of.name().as_bytes());
+        self.of.parameters(to);
+    }
+
     fn feedback(&self) -> Feedback {
         self.of.feedback()
     }

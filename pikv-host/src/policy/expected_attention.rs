@@ -86,6 +86,14 @@ impl Policy for ExpectedAttention {
         "expected attention"
     }
 
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        // The rotation is asked for by itself.
+        let ExpectedAttention { rotated, ahead, skip, memory, epsilon, scale, .. } = *self;
+        [u32::from(rotated), ahead, skip, memory].iter().for_each(|n| to(&n.to_le_bytes()));
+        to(&epsilon.to_le_bytes());
+        to(scale.map(f32::to_le_bytes).as_ref().map_or(&[][..], |scale| scale));
+    }
+
     fn rotation(&self) -> Option<Rope> {
         self.rope
     }

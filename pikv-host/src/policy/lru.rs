@@ -27,12 +27,16 @@ pub(super) fn stored(position: u32) -> f32 {
 
 /// How many tokens ago that was.
 pub(super) fn age(now: u32, stored: f32) -> f32 {
-    (now - stored.to_bits()) as f32
+    now.saturating_sub(stored.to_bits()) as f32
 }
 
 impl Policy for Lru {
     fn name(&self) -> &str {
         "LRU"
+    }
+
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        to(&self.share.to_le_bytes());
     }
 
     fn feedback(&self) -> Feedback {

@@ -30,6 +30,10 @@ impl Policy for LruPlus {
         "LRU+"
     }
 
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        [self.lambda, self.decay, self.share].iter().for_each(|x| to(&x.to_le_bytes()));
+    }
+
     fn feedback(&self) -> Feedback {
         Feedback::Mass
     }

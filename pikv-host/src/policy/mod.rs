@@ -113,6 +113,10 @@ pub trait Policy: fmt::Debug + Send + Sync {
         0
     }
 
+    /// Passes on what it was made with, for the fingerprint of a saved sequence, which is restored under a policy of the same
+    /// [`name`](Policy::name) that passes on the same. A policy that has nothing to set passes on nothing.
+    fn parameters(&self, _to: &mut dyn FnMut(&[u8])) {}
+
     /// f32 kept of a token; they start as 0. Each takes 4 bytes a token and KV head, times the tokens that can be rolled back
     /// and one.
     fn words(&self) -> usize {

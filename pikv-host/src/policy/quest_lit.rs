@@ -177,6 +177,13 @@ impl Policy for QuestLit {
         "QUEST-lit"
     }
 
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        for Dense { weight, bias } in self.layers.iter() {
+            to(bytemuck::cast_slice(weight));
+            to(bytemuck::cast_slice(bias));
+        }
+    }
+
     /// The utility, found when the token comes.
     fn words(&self) -> usize {
         1

@@ -31,6 +31,11 @@ impl Policy for SnapKv {
         "SnapKV"
     }
 
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        to(&self.window.to_le_bytes());
+        to(&self.pool.to_le_bytes());
+    }
+
     fn feedback(&self) -> Feedback {
         Feedback::LastMass(self.window)
     }

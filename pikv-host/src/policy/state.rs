@@ -1,5 +1,8 @@
 //! What a policy keeps of the tokens of a run of pages.
 
+#[cfg(feature = "save")]
+mod save;
+
 use crate::base::huge_pages;
 use pikv_core::warp::LANES;
 use std::collections::VecDeque;

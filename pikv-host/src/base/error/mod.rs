@@ -2,8 +2,13 @@
 
 mod cuda;
 mod fabric;
+mod save;
 
-pub use self::{cuda::CudaError, fabric::FabricError};
+pub use self::{
+    cuda::CudaError,
+    fabric::FabricError,
+    save::{SaveError, SaveOperation},
+};
 
 use pikv_core::dtype::Dtype;
 use pikv_core::page::{MAX_DIM, Position};
@@ -302,6 +307,9 @@ pub enum Error {
     /// Another rank of the cache's fabric. The call can be made again; what lay on a rank that is lost is gone.
     #[error(transparent)]
     Fabric(#[from] FabricError),
+    /// A sequence could not be saved, or what was saved not restored.
+    #[error(transparent)]
+    Save(#[from] SaveError),
     /// A tier beneath the first failed. Its pages, and those that were to go there, are where they were; the call can be made again.
     #[error("{operation} of {bytes} bytes, tier {tier}: {kind}")]
     Tier {

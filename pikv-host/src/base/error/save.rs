@@ -1,0 +1,96 @@
+//! Why a sequence could not be saved or restored.
+
+use std::fmt;
+use std::io;
+use thiserror::Error;
+
+/// What was done with a saved sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SaveOperation {
+    /// Writing it.
+    Write,
+    /// Reading it.
+    Read,
+    /// Making its file, syncing it, or putting it in the place of an older one.
+    File,
+}
+
+impl fmt::Display for SaveOperation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SaveOperation::Write => "writing",
+            SaveOperation::Read => "reading",
+            SaveOperation::File => "making the file of",
+        })
+    }
+}
+
+/// Why a sequence could not be saved or restored. The cache and all sequences are as they were before the call.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum SaveError {
+    /// The reader, the writer or the file system. A file that ends early is of kind
+    /// [`UnexpectedEof`](io::ErrorKind::UnexpectedEof).
+    #[error("{operation} a saved sequence, at byte {at}: {kind}")]
+    Io {
+        /// What was done.
+        operation: SaveOperation,
+        /// Bytes that were read or written before.
+        at: u64,
+        /// What the system says.
+        kind: io::ErrorKind,
+    },
+    /// Bytes that no `Sequence::save` wrote.
+    #[error("not a saved sequence: byte {at} of the header; {wanted} is needed there")]
+    Header {
+        /// The byte of the file.
+        at: u64,
+        /// What would have worked.
+        wanted: String,
+    },
+    /// A format that came later.
+    #[error(
+        "a saved sequence of format version {found}; versions up to {newest} can be read: use a later version of pikv"
+    )]
+    Version {
+        /// In the file.
+        found: u64,
+        /// The last one that can be read.
+        newest: u64,
+    },
+    /// Another configuration.
+    #[error(
+        "{part}: not those of the sequence that was saved; restore it in a cache of the same configuration"
+    )]
+    Configuration {
+        /// What differs: of what the configuration says.
+        part: &'static str,
+    },
+    /// What was read is not what was written.
+    #[error("the file says its sum is {found}, its contents have {actual}: it is damaged")]
+    Sum {
+        /// In the file.
+        found: String,
+        /// Of what was read.
+        actual: String,
+    },
+    /// Contents that no sequence has.
+    #[error("tensor {tensor:?}: {what}; the file is damaged")]
+    Content {
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// More bytes after the end of a saved sequence.
+    #[error("a saved sequence of {bytes} bytes in a file of {file}")]
+    TooLong {
+        /// Bytes of the saved sequence.
+        bytes: u64,
+        /// Bytes of the file.
+        file: u64,
+    },
+    /// A sequence whose pages lie on ranks, or a cache over ranks.
+    #[error("sequences of a cache over a fabric are neither saved nor restored: what ranks hold is theirs")]
+    Fabric,
+}

@@ -1,0 +1,100 @@
+//! Numbers of a saved sequence, one after the other, as words of 32 bits.
+
+use crate::base::error::{Error, SaveError};
+
+/// That something in the present tensor is wrong; who knows the tensor's name adds it.
+pub fn content(what: &'static str) -> Error {
+    SaveError::Content { tensor: String::new(), what }.into()
+}
+
+/// That `is` holds.
+///
+/// # Errors
+/// [`content`].
+pub fn sure(is: bool, what: &'static str) -> Result<(), Error> {
+    if is { Ok(()) } else { Err(content(what)) }
+}
+
+/// Numbers that are read from the first to the last.
+pub struct Fields<'a>(&'a [u32]);
+
+impl<'a> Fields<'a> {
+    pub fn new(words: &'a [u32]) -> Fields<'a> {
+        Fields(words)
+    }
+
+    /// The next `n` words.
+    ///
+    /// # Errors
+    /// Fewer are left.
+    pub fn slice(&mut self, n: usize) -> Result<&'a [u32], Error> {
+        let (first, rest) = self.0.split_at_checked(n).ok_or_else(|| content("it ends early"))?;
+        self.0 = rest;
+        Ok(first)
+    }
+
+    /// The next word.
+    ///
+    /// # Errors
+    /// None is left.
+    pub fn word(&mut self) -> Result<u32, Error> {
+        Ok(self.slice(1)?[0])
+    }
+
+    /// The next two words, the lower half first.
+    ///
+    /// # Errors
+    /// Fewer are left.
+    pub fn long(&mut self) -> Result<u64, Error> {
+        let [low, high] = [self.word()?, self.word()?];
+        Ok(u64::from(low) | u64::from(high) << 32)
+    }
+
+    /// A number below `limit`.
+    ///
+    /// # Errors
+    /// `what` where it is not.
+    pub fn below(&mut self, limit: usize, what: &'static str) -> Result<usize, Error> {
+        let n = self.word()? as usize;
+        sure(n < limit, what)?;
+        Ok(n)
+    }
+
+    /// A number of items that take at least `each` words, so many of which are still to come.
+    ///
+    /// # Errors
+    /// Fewer words are left than they take.
+    pub fn count(&mut self, each: usize) -> Result<usize, Error> {
+        let n = self.word()? as usize;
+        sure(n.checked_mul(each).is_some_and(|words| words <= self.0.len()), "more items than words")?;
+        Ok(n)
+    }
+
+    /// Fills `to` with numbers.
+    ///
+    /// # Errors
+    /// Fewer words are left.
+    pub fn floats(&mut self, to: &mut [f32]) -> Result<(), Error> {
+        let words = self.slice(to.len())?;
+        to.iter_mut().zip(words).for_each(|(to, word)| *to = f32::from_bits(*word));
+        Ok(())
+    }
+
+    /// That all words were read.
+    ///
+    /// # Errors
+    /// Some are left.
+    pub fn end(self) -> Result<(), Error> {
+        sure(self.0.is_empty(), "it goes on past its end")
+    }
+}
+
+/// Adds a number of 64 bits, the lower half first.
+pub fn put_long(to: &mut Vec<u32>, n: u64) {
+    to.extend([n as u32, (n >> 32) as u32]);
+}
+
+/// Adds numbers by their bits.
+pub fn put_floats(to: &mut Vec<u32>, floats: &[f32]) {
+    to.extend(floats.iter().map(|x| x.to_bits()));
+}

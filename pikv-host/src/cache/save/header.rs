@@ -1,0 +1,172 @@
+//! The header of a saved sequence: that of a safetensors file, always written the same way, so that it is read without taking memory.
+
+use super::fingerprint::{PARTS, sum_of};
+use crate::base::error::{Error, SaveError};
+use crate::config::shape::CacheShape;
+use std::fmt::Write;
+
+/// What `format` in the metadata says.
+const FORMAT: &str = "pikv sequence";
+/// The version that is written, and the last that can be read.
+const VERSION: u64 = 1;
+/// Bytes of the length before the header.
+pub const LENGTH: u64 = 8;
+/// Bytes of the sum.
+pub const SUM: u64 = 32;
+/// Bytes that the header's metadata, and its line for a tensor, take at most.
+const METADATA: u64 = 2048;
+const LINE: u64 = 160;
+
+/// A tensor: its name, and whether it is of bytes or of words.
+pub struct Tensor {
+    pub name: String,
+    pub of: Of,
+}
+
+#[derive(Clone, Copy)]
+pub enum Of {
+    Bytes,
+    Words,
+}
+
+impl Of {
+    fn name(self) -> &'static str {
+        match self {
+            Of::Bytes => "U8",
+            Of::Words => "U32",
+        }
+    }
+
+    fn bytes(self) -> u64 {
+        match self {
+            Of::Bytes => 1,
+            Of::Words => 4,
+        }
+    }
+}
+
+/// The tensors of a sequence, in their order: numbers of the sequence; of each layer those of its tokens, of each head numbers and pages, then
+/// numbers and pages of what a rollback undoes; the caller's bytes; the sum of all that is before it.
+pub fn tensors(shape: &CacheShape) -> Vec<Tensor> {
+    let words = |name: String| Tensor { name, of: Of::Words };
+    let mut all = vec![words("sequence".to_owned())];
+    for (l, layer) in shape.config.layers.iter().enumerate() {
+        all.push(words(format!("layers.{l}.state")));
+        let heads = (0..layer.kv_heads).map(|h| format!("layers.{l}.heads.{h}"));
+        for part in heads.chain([format!("layers.{l}.past")]) {
+            all.extend([words(format!("{part}.state")), words(format!("{part}.pages"))]);
+        }
+    }
+    all.extend(["note", "sum"].map(|name| Tensor { name: name.to_owned(), of: Of::Bytes }));
+    all
+}
+
+/// Bytes of a header at most.
+pub fn most(tensors: &[Tensor]) -> u64 {
+    METADATA + LINE * tensors.len() as u64
+}
+
+/// The header, with its length before it, of tensors with so many elements.
+pub fn write(shape: &CacheShape, tensors: &[Tensor], elements: &[u64]) -> Vec<u8> {
+    let mut text = format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\"{VERSION}\"");
+    for part in &PARTS {
+        // Writing to a string cannot fail.
+        let _ = write!(text, ",\"{}\":\"{}\"", part.key, sum_of(part, shape));
+    }
+    text.push('}');
+    let mut at = 0;
+    for (tensor, n) in tensors.iter().zip(elements) {
+        let end = at + n * tensor.of.bytes();
+        let (name, of) = (&tensor.name, tensor.of.name());
+        let _ =
+            write!(text, ",\"{name}\":{{\"dtype\":\"{of}\",\"shape\":[{n}],\"data_offsets\":[{at},{end}]}}");
+        at = end;
+    }
+    text.push('}');
+    while !text.len().is_multiple_of(8) {
+        text.push(' ');
+    }
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+/// Reads a header without its length: the elements of each tensor.
+///
+/// # Errors
+/// Another format, a later version, the first part of the configuration that differs, or what else is not as [`write()`] leaves it.
+pub fn read(header: &[u8], shape: &CacheShape, tensors: &[Tensor]) -> Result<Vec<u64>, Error> {
+    let mut text = Text { all: header, at: 0 };
+    text.literal(&format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\""))?;
+    let found = text.number()?;
+    if found > VERSION {
+        return Err(SaveError::Version { found, newest: VERSION }.into());
+    }
+    if found < VERSION {
+        return Err(text.wanted("a version from 1 on"));
+    }
+    for part in &PARTS {
+        text.literal(&format!("\",\"{}\":\"", part.key))?;
+        let found = text.take(64)?;
+        if found != sum_of(part, shape).as_bytes() {
+            return Err(SaveError::Configuration { part: part.is }.into());
+        }
+    }
+    text.literal("\"}")?;
+    let (mut at, mut elements) = (0u64, Vec::with_capacity(tensors.len()));
+    for tensor in tensors {
+        let (name, of) = (&tensor.name, tensor.of.name());
+        text.literal(&format!(",\"{name}\":{{\"dtype\":\"{of}\",\"shape\":["))?;
+        let n = text.number()?;
+        let end = n.checked_mul(tensor.of.bytes()).and_then(|bytes| bytes.checked_add(at));
+        let end = end.ok_or_else(|| text.wanted("a length that memory can have"))?;
+        text.literal(&format!("],\"data_offsets\":[{at},{end}]}}"))?;
+        elements.push(n);
+        at = end;
+    }
+    if elements.last() != Some(&SUM) {
+        return Err(text.wanted("a sum of 32 bytes"));
+    }
+    text.literal("}")?;
+    let rest = &text.all[text.at..];
+    if rest.len() >= 8 || rest.iter().any(|c| *c != b' ') {
+        return Err(text.wanted("up to 7 blanks and the end of the header"));
+    }
+    Ok(elements)
+}
+
+/// A header that is read from its beginning.
+struct Text<'a> {
+    all: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Text<'a> {
+    fn wanted(&self, wanted: &str) -> Error {
+        let wanted = wanted.to_owned();
+        SaveError::Header { at: LENGTH + self.at as u64, wanted }.into()
+    }
+
+    fn literal(&mut self, literal: &str) -> Result<(), Error> {
+        if !self.all[self.at..].starts_with(literal.as_bytes()) {
+            return Err(self.wanted(literal));
+        }
+        self.at += literal.len();
+        Ok(())
+    }
+
+    fn take(&mut self, n: usize) -> Result<&'a [u8], Error> {
+        let found = self.all[self.at..].get(..n).ok_or_else(|| self.wanted("a sum of 64 digits"))?;
+        self.at += n;
+        Ok(found)
+    }
+
+    fn number(&mut self) -> Result<u64, Error> {
+        let digits = self.all[self.at..].iter().take_while(|c| c.is_ascii_digit()).count();
+        let text = &self.all[self.at..self.at + digits];
+        let number = text.iter().try_fold(0u64, |n, c| n.checked_mul(10)?.checked_add(u64::from(c - b'0')));
+        // One way only to write a number.
+        let plain = digits == 1 || text.first().is_some_and(|c| *c != b'0');
+        let number = number.filter(|_| plain).ok_or_else(|| self.wanted("a number of 64 bits"))?;
+        self.at += digits;
+        Ok(number)
+    }
+}

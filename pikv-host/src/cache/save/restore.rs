@@ -1,0 +1,234 @@
+//! A sequence, made again from what was saved.
+
+use super::header::{self, LENGTH, Tensor};
+use crate::base::error::{Error, SaveError, SaveOperation};
+use crate::base::fields::{Fields, sure};
+use crate::base::page_sum;
+use crate::cache::Cache;
+use crate::cache::inner::Inner;
+use crate::cache::sequence::Sequence;
+use crate::pages::filing::save::Reach;
+use crate::pages::saved::{In, Source};
+use pikv_core::page::Position;
+use std::io::Read;
+use std::sync::Arc;
+
+/// Bytes by which memory for what is read grows at least, so that a length alone takes none.
+const GROWTH: usize = 1 << 16;
+
+/// What [`Cache::restore`] makes.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Restored {
+    /// The sequence.
+    pub sequence: Sequence,
+    /// The caller's bytes that were saved with it.
+    pub note: Vec<u8>,
+    /// Bytes that were read.
+    pub bytes: u64,
+}
+
+/// Where a sequence is read from, with the sum of what was.
+struct Input<'r> {
+    from: &'r mut dyn Read,
+    sum: blake3::Hasher,
+    at: u64,
+}
+
+impl Input<'_> {
+    fn exactly(&mut self, to: &mut [u8]) -> Result<(), Error> {
+        let failed = |error: std::io::Error| SaveError::Io {
+            operation: SaveOperation::Read,
+            at: self.at,
+            kind: error.kind(),
+        };
+        self.from.read_exact(to).map_err(failed)?;
+        self.at += to.len() as u64;
+        Ok(())
+    }
+
+    fn bytes(&mut self, to: &mut [u8]) -> Result<(), Error> {
+        self.exactly(to)?;
+        self.sum.update(to);
+        Ok(())
+    }
+}
+
+impl Source for Input<'_> {
+    fn numbers(&mut self, words: &mut [u32]) -> Result<(), Error> {
+        self.bytes(bytemuck::cast_slice_mut(words))?;
+        words.iter_mut().for_each(|word| *word = u32::from_le(*word));
+        Ok(())
+    }
+
+    fn page(&mut self, words: &mut [u32]) -> Result<(), Error> {
+        self.exactly(bytemuck::cast_slice_mut(words))?;
+        words.iter_mut().for_each(|word| *word = u32::from_le(*word));
+        self.sum.update(&page_sum::sum(words).to_le_bytes());
+        Ok(())
+    }
+}
+
+/// Reads `n` items in parts, so that memory grows with what has come.
+fn gathered<T: Copy + Default>(
+    n: u64,
+    mut fill: impl FnMut(&mut [T]) -> Result<(), Error>,
+) -> Result<Vec<T>, Error> {
+    let mut all: Vec<T> = Vec::new();
+    while (all.len() as u64) < n {
+        let (from, part) = (all.len(), (GROWTH / size_of::<T>()).max(all.len() / 8));
+        let part = part.min((n - from as u64).min(part as u64) as usize);
+        let refused = |_| Error::OutOfMemory { bytes: ((from + part) * size_of::<T>()) as u64 };
+        all.try_reserve_exact(part).map_err(refused)?;
+        all.resize(from + part, T::default());
+        fill(&mut all[from..])?;
+    }
+    Ok(all)
+}
+
+/// The tensors of a file, from the first on.
+struct Tensors<'t> {
+    all: std::iter::Zip<std::slice::Iter<'t, Tensor>, std::slice::Iter<'t, u64>>,
+    name: &'t str,
+}
+
+impl<'t> Tensors<'t> {
+    /// The elements of the next one.
+    fn next(&mut self) -> u64 {
+        self.all.next().map_or(0, |(tensor, n)| {
+            self.name = &tensor.name;
+            *n
+        })
+    }
+}
+
+impl Cache {
+    /// Makes a sequence again that [`Sequence::save`] wrote, in this cache or another, of this process or another. The configuration has to
+    /// say the same of layers, ring, rollback, sinks, experts, codecs, policies, bounds and hits; back end, lanes, shards, budget and tiers may
+    /// differ. Pages that lay in a lower tier go there again where there is room, and else to the first. It reads as many bytes as were
+    /// written, and nothing behind them.
+    ///
+    /// What is read is checked as it comes, and its sum at the end; nothing of the cache changes before that. A length alone takes no memory:
+    /// beside the pages, at most twice the bytes that were read are held; tables of rotations as for any sequence of that length
+    /// ([`Cache::table_bytes`](crate::Cache::table_bytes)). The sum shows damage. It is no signature: who can write the file can write a sum, and restores
+    /// other tokens, but no more.
+    ///
+    /// # Errors
+    /// [`Error::Save`] with what is wrong: bytes that are no saved sequence, a later version, the part of the configuration that differs, an end that
+    /// comes early, a sum or contents that are wrong; [`SaveError::Fabric`]; [`Error::OutOfBudget`] where the pages do not fit,
+    /// [`Error::OutOfMemory`]; a device or a lower tier that fails. The cache is as before.
+    pub fn restore(&self, from: &mut impl Read) -> Result<Restored, Error> {
+        let inner = &self.inner;
+        if inner.fabric.is_some() {
+            return Err(SaveError::Fabric.into());
+        }
+        let mut input = Input { from, sum: blake3::Hasher::new(), at: 0 };
+        let tensors = header::tensors(&inner.shape);
+        let elements = read_header(inner, &mut input, &tensors)?;
+        let mut tensors = Tensors { all: tensors.iter().zip(&elements), name: "" };
+        let read = read(inner, &mut input, &mut tensors);
+        let named = |error| match error {
+            Error::Save(SaveError::Content { what, .. }) => {
+                SaveError::Content { tensor: tensors.name.to_owned(), what }.into()
+            }
+            other => other,
+        };
+        let (sequence, note) = read.map_err(named)?;
+        for layer in 0..inner.shape.config.layers.len() {
+            inner.pool.tables.grow(layer, sequence.len)?;
+        }
+        Ok(Restored { sequence, note, bytes: input.at })
+    }
+}
+
+/// The elements of each tensor.
+fn read_header(inner: &Inner, input: &mut Input<'_>, tensors: &[Tensor]) -> Result<Vec<u64>, Error> {
+    let mut length = [0; LENGTH as usize];
+    input.bytes(&mut length)?;
+    let (length, most) = (u64::from_le_bytes(length), header::most(tensors));
+    if length > most {
+        let wanted = format!("the length of a header of at most {most} bytes");
+        return Err(SaveError::Header { at: 0, wanted }.into());
+    }
+    let text = gathered(length, |part| input.bytes(part))?;
+    header::read(&text, &inner.shape, tensors)
+}
+
+/// Everything behind the header.
+fn read(
+    inner: &Arc<Inner>,
+    input: &mut Input<'_>,
+    tensors: &mut Tensors<'_>,
+) -> Result<(Sequence, Vec<u8>), Error> {
+    let mut sequence = Sequence::new(inner.clone());
+    let words = gathered(tensors.next(), |part| input.numbers(part))?;
+    let (here, away) = sequence.load_numbers(&mut Fields::new(&words))?;
+    let needed = if inner.pool.tiers.is_some() { here } else { here.saturating_add(away) };
+    let pages = inner.pool.arenas.reserve(needed)?;
+    let mut from = In { pool: &inner.pool, source: input, pages, left: 0, buffer: Vec::new() };
+    sequence.load_layers(&mut from, tensors)?;
+    drop(from);
+    let note = gathered(tensors.next(), |part| input.bytes(part))?;
+    tensors.next();
+    let actual = input.sum.finalize();
+    let mut found = [0; header::SUM as usize];
+    input.exactly(&mut found)?;
+    if *actual.as_bytes() != found {
+        let found = blake3::Hash::from_bytes(found).to_hex().to_string();
+        return Err(SaveError::Sum { found, actual: actual.to_hex().to_string() }.into());
+    }
+    Ok((sequence, note))
+}
+
+impl Sequence {
+    /// Reads what is said of the whole sequence; returns the bytes of its pages in the first tier, and in others.
+    fn load_numbers(&mut self, from: &mut Fields<'_>) -> Result<(u64, u64), Error> {
+        let ring = self.inner.shape.store.ring;
+        let [len, kept, floor] = [from.word()?, from.word()?, from.word()?];
+        let reaches = kept >= ring.kept_from(len)
+            && (kept == 0 || u64::from(kept) + u64::from(ring.window()) <= u64::from(len));
+        sure(len.max(floor) <= Position::MAX.0 && reaches, "a length that no sequence has")?;
+        (self.len, self.kept, self.floor) = (len, kept, floor);
+        for _ in 0..from.count(2)? {
+            let pin = from.word()?..from.word()?;
+            let apart = self.pins.last().is_none_or(|before| before.end < pin.start);
+            sure(!pin.is_empty() && apart, "pins out of order")?;
+            self.pins.push(pin);
+        }
+        for _ in 0..from.count(1)? {
+            let end = from.word()?;
+            sure(
+                end <= len && self.ends.back().is_none_or(|before| *before < end),
+                "ends of steps out of order",
+            )?;
+            self.ends.push_back(end);
+        }
+        let bytes = (from.long()?, from.long()?);
+        sure(std::mem::replace(from, Fields::new(&[])).end().is_ok(), "it goes on past its end")?;
+        Ok(bytes)
+    }
+
+    fn load_layers(&mut self, from: &mut In<'_>, tensors: &mut Tensors<'_>) -> Result<(), Error> {
+        let inner = self.inner.clone();
+        let reach = Reach { len: self.len, kept: self.kept, limit: self.rollback_limit() };
+        for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
+            let words = gathered(tensors.next(), |part| from.source.numbers(part))?;
+            let mut fields = Fields::new(&words);
+            layer.load_tags(&mut fields, &inner.shape, reach)?;
+            fields.end()?;
+            for h in 0..=layer.heads.len() {
+                let words = gathered(tensors.next(), |part| from.source.numbers(part))?;
+                let mut fields = Fields::new(&words);
+                from.left = tensors.next();
+                match h < layer.heads.len() {
+                    true => layer.load_head(h, &mut fields, from, (&inner.shape, shape), reach)?,
+                    false => layer.load_past(&mut fields, from, &inner.shape, shape)?,
+                }
+                fields.end()?;
+                sure(from.left == 0, "more pages than the numbers tell of")?;
+            }
+            layer.list_twice()?;
+        }
+        Ok(())
+    }
+}

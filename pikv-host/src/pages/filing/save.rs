@@ -1,0 +1,161 @@
+//! Layers and heads, as they are saved.
+
+use super::{Head, Layer, Original};
+use crate::base::error::Error;
+use crate::base::fields::{Fields, content, put_floats, sure};
+use crate::base::ids::Place;
+use crate::config::shape::CacheShape;
+use crate::memory::arena::Near;
+use crate::pages::chain::{Entry, Held};
+use crate::pages::ghosts::Ghosts;
+use crate::pages::saved::{In, Out, Words};
+use pikv_core::page::{Layout, PAGE};
+use pikv_core::plan::LayerShape;
+
+/// How far a sequence is.
+#[derive(Clone, Copy)]
+pub(crate) struct Reach {
+    pub len: u32,
+    /// First position that every ring still holds.
+    pub kept: u32,
+    /// The most tokens that can be taken back.
+    pub limit: u32,
+}
+
+impl Head {
+    /// Adds the ring, what the policy keeps of it and of the head, the known pages, and the runs in which something was filed.
+    pub fn save<'a>(&'a self, layout: &'a Layout, first_tile: u32, reach: Reach, to: &mut Out<'a>) {
+        for (tile, page) in (first_tile..).zip(&self.ring) {
+            to.pages.push(Words::plain(page, layout, (reach.len - tile * PAGE).min(PAGE)));
+        }
+        self.states.save(&mut to.fields, |_| true);
+        put_floats(&mut to.fields, &self.own);
+        self.ghosts.save(&mut to.fields);
+        let runs = self.chains.iter().enumerate().filter(|(_, chain)| !chain.is_fresh());
+        to.fields.push(runs.clone().count() as u32);
+        for (c, chain) in runs {
+            to.fields.push(c as u32);
+            chain.save(layout, reach.kept, to);
+        }
+    }
+}
+
+impl Layer {
+    /// Adds the experts of tokens.
+    pub fn save_tags(&self, to: &mut Vec<u32>) {
+        to.push(self.tags_from);
+        let half = |at: usize| self.tags.get(at).map_or(0, |tag| u32::from(*tag));
+        to.extend((0..self.tags.len()).step_by(2).map(|at| half(at) | half(at + 1) << 16));
+    }
+
+    /// Reads what [`Layer::save_tags`] added.
+    ///
+    /// # Errors
+    /// What is there is something else.
+    pub fn load_tags(
+        &mut self,
+        from: &mut Fields<'_>,
+        inner: &CacheShape,
+        reach: Reach,
+    ) -> Result<(), Error> {
+        let Reach { len, kept, .. } = reach;
+        (self.filed, self.first_tile) = (inner.store.ring.left(len), kept / PAGE);
+        self.tags_from = from.word()?;
+        let (experts, top_k) = (inner.config.experts, inner.config.top_k as usize);
+        if experts == 1 {
+            return sure(self.tags_from == 0, "experts where there is one");
+        }
+        let known = self.tags_from <= self.first_tile * PAGE && self.tags_from.is_multiple_of(PAGE);
+        sure(known, "tokens of the ring without their experts")?;
+        let n = (len - self.tags_from) as usize * top_k;
+        let words = from.slice(n.div_ceil(2))?;
+        self.tags.reserve_exact(n);
+        self.tags.extend((0..n).map(|at| (words[at / 2] >> (at % 2 * 16)) as u16));
+        sure(self.tags.iter().all(|tag| u32::from(*tag) < experts), "an expert that is not there")
+    }
+
+    /// Reads what [`Head::save`] added of head `h`.
+    ///
+    /// # Errors
+    /// What is there is something else; those of the source, and of the page memory.
+    pub fn load_head(
+        &mut self,
+        h: usize,
+        from: &mut Fields<'_>,
+        input: &mut In<'_>,
+        (inner, shape): (&CacheShape, &LayerShape),
+        reach: Reach,
+    ) -> Result<(), Error> {
+        let (layout, len) = (&shape.layout, reach.len);
+        let tiles = self.first_tile..len.div_ceil(PAGE);
+        for tile in tiles.clone() {
+            let shard = inner.shard_of(Place::Ring, tile, self.first_head + h as u32);
+            let near = Near::next(self.heads[h].ring.back());
+            let page = input.page(shard, layout.words(), near)?;
+            let first = tile * PAGE;
+            let here = (first..len.min(first + PAGE)).zip(page.positions());
+            sure(here.clone().all(|(is, at)| is == *at), "a token of the ring at another position")?;
+            self.heads[h].ring.push_back(page);
+        }
+        let head = &mut self.heads[h];
+        head.states.load(from, tiles.len())?;
+        from.floats(&mut head.own)?;
+        head.ghosts = Ghosts::load(from, layout, inner.config.experts, len, &input.pool.ghosts)?;
+        let mut least = 0;
+        for _ in 0..from.count(6)? {
+            let c = from.below(self.heads[h].chains.len(), "no such run of pages")?;
+            sure(c >= least, "runs out of order")?;
+            least = c + 1;
+            let codecs = self.codecs.clone();
+            let of = self.run_of(inner, shape, h, c, codecs[h].as_ref().filter(|_| c > 0));
+            // Of each page that is listed and gone a rollback reaches a token.
+            let gone = 1 + self.filed - reach.kept.min(self.filed);
+            self.heads[h].chains[c].load(from, input, &of, gone)?;
+        }
+        self.check_filed(h, (inner, shape), reach)
+    }
+
+    /// That each run was filed the tokens that a rollback would take from it.
+    fn check_filed(
+        &self,
+        h: usize,
+        (inner, shape): (&CacheShape, &LayerShape),
+        reach: Reach,
+    ) -> Result<(), Error> {
+        let mut taken = vec![0; self.heads[h].chains.len()];
+        for position in inner.store.ring.left(reach.len - reach.limit)..self.filed {
+            if let Some(c) = self.chain_of(inner, shape, position) {
+                taken[c] += 1;
+            }
+        }
+        let enough = taken.iter().zip(&self.heads[h].chains).all(|(n, chain)| *n <= chain.filed);
+        sure(enough, "a run without tokens that were filed in it")
+    }
+
+    /// Lists the pages that are held twice, once all heads are there.
+    ///
+    /// # Errors
+    /// One that is held as none is.
+    pub fn list_twice(&mut self) -> Result<(), Error> {
+        let heads = self.heads.iter().enumerate();
+        let entries = heads.flat_map(|(h, head)| {
+            let chains = head.chains.iter().enumerate();
+            chains.flat_map(move |(c, chain)| chain.entries.iter().map(move |entry| (h, c, entry)))
+        });
+        for (head, chain, Entry { held, ordinal, .. }) in entries {
+            let (Held::Closed(closed), Some(codec)) = (held, &self.codecs[head]) else { continue };
+            let (by, ordinal) = (closed.by, *ordinal);
+            if closed.original.is_some() {
+                self.originals.push_back(Original { head, chain, ordinal, by });
+            }
+            if closed.next.is_some() {
+                let by = codec.ages_at(by).ok_or_else(|| content("a page packed twice by one codec"))?;
+                self.aging.push_back(Original { head, chain, ordinal, by });
+            }
+        }
+        self.originals.make_contiguous().sort_by_key(|page| page.by);
+        self.aging.make_contiguous().sort_by_key(|page| page.by);
+        let done = self.heads.first().map_or(0, |head| head.ghosts.done());
+        sure(self.heads.iter().all(|head| head.ghosts.done() == done), "heads that know other tokens")
+    }
+}

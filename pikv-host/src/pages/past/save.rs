@@ -1,0 +1,199 @@
+//! What a rollback undoes, as it is saved.
+
+use super::{Before, Compacted, Killed, Noted, Was, Went, What};
+use crate::base::error::Error;
+use crate::base::fields::{Fields, content, put_long, sure};
+use crate::codec::HeadCodec;
+use crate::config::shape::CacheShape;
+use crate::memory::arena::Near;
+use crate::pages::chain::save::{RunOf, load_bounds, save_bounds};
+use crate::pages::chain::{Entry, Held};
+use crate::pages::filing::Layer;
+use crate::pages::saved::{In, Out, within};
+use crate::policy::state::Apart;
+use pikv_core::page::{Layout, PAGE};
+use pikv_core::plan::LayerShape;
+use pikv_core::warp::LANES;
+
+const FINAL: u32 = 0;
+const FREED: u32 = 1;
+const SLID: u32 = 2;
+const COMPACTED: u32 = 3;
+
+impl Killed {
+    fn save(&self, to: &mut Vec<u32>) {
+        to.extend([self.by, self.head as u32, self.chain as u32, self.ordinal, self.lanes]);
+        put_long(to, self.after);
+    }
+
+    fn load(from: &mut Fields<'_>, layer: &Layer) -> Result<Killed, Error> {
+        let by = from.word()?;
+        let (head, chain) = run(from, layer)?;
+        let [ordinal, lanes] = [from.word()?, from.word()?];
+        Ok(Killed { by, head, chain, ordinal, lanes, after: from.long()? })
+    }
+}
+
+/// A head and a chain that are there.
+fn run(from: &mut Fields<'_>, layer: &Layer) -> Result<(usize, usize), Error> {
+    let head = from.below(layer.heads.len(), "no such KV head")?;
+    Ok((head, from.below(layer.heads[head].chains.len(), "no such run of pages")?))
+}
+
+impl Layer {
+    /// Adds what a rollback undoes.
+    pub fn save_past<'a>(&'a self, layout: &'a Layout, to: &mut Out<'a>) {
+        let past = &self.past;
+        put_long(&mut to.fields, past.next);
+        to.fields.push(past.killed.len() as u32);
+        past.killed.iter().for_each(|killed| killed.save(&mut to.fields));
+        to.fields.push(past.noted.len() as u32);
+        for Noted { id, at, head, chain, dead, what } in &past.noted {
+            put_long(&mut to.fields, *id);
+            to.fields.extend([*at, *head as u32, *chain as u32, *dead]);
+            match what {
+                What::Final(killed) => {
+                    to.fields.push(FINAL);
+                    killed.save(&mut to.fields);
+                }
+                What::Freed(entry) => {
+                    to.fields.push(FREED);
+                    entry.save(layout, to);
+                }
+                What::Slid(entry, rows) => {
+                    to.fields.push(SLID);
+                    entry.save(layout, to);
+                    rows.save(&mut to.fields);
+                }
+                What::Compacted(compacted) => {
+                    to.fields.push(COMPACTED);
+                    compacted.save(layout, to);
+                }
+            }
+        }
+        to.fields.push(self.owed.len() as u32);
+        self.owed.iter().for_each(|(head, chain)| to.fields.extend([*head as u32, *chain as u32]));
+    }
+
+    /// Reads what [`Layer::save_past`] added, once the heads are there.
+    ///
+    /// # Errors
+    /// What is there is something else; those of the source, and of the page memory.
+    pub fn load_past(
+        &mut self,
+        from: &mut Fields<'_>,
+        input: &mut In<'_>,
+        inner: &CacheShape,
+        shape: &LayerShape,
+    ) -> Result<(), Error> {
+        let codecs = self.codecs.clone();
+        self.past.next = from.long()?;
+        let next = self.past.next;
+        sure(next <= u64::MAX / 2, "more changes than there can be")?;
+        for _ in 0..from.count(7)? {
+            let killed = Killed::load(from, self)?;
+            sure(killed.after <= next, "an eviction after changes to come")?;
+            self.past.killed.push_back(killed);
+        }
+        let mut least = 0;
+        for _ in 0..from.count(9)? {
+            let (id, at) = (from.long()?, from.word()?);
+            sure((least..next).contains(&id), "changes out of order")?;
+            least = id + 1;
+            let (head, chain) = run(from, self)?;
+            let dead = from.below(1 << 28, "more evicted tokens than there can be")? as u32;
+            let codec = codecs[head].as_ref().filter(|_| chain > 0);
+            let of = self.run_of(inner, shape, head, chain, codec);
+            let what = match from.word()? {
+                FINAL => What::Final(Killed::load(from, self)?),
+                FREED => What::Freed(Box::new(held(from, input, &of)?)),
+                SLID => {
+                    let entry = Box::new(held(from, input, &of)?);
+                    What::Slid(entry, Apart::load(from, &self.heads[head].chains[chain].kept)?)
+                }
+                COMPACTED => {
+                    sure(codec.is_none() && chain > 0, "packed pages that were put together")?;
+                    What::Compacted(Compacted::load(from, input, &of)?)
+                }
+                _ => return Err(content("a change that is not known")),
+            };
+            self.past.noted.push_back(Noted { id, at, head, chain, dead, what });
+        }
+        for _ in 0..from.count(2)? {
+            let owed = run(from, self)?;
+            sure(!self.owed.contains(&owed), "a run that is named twice")?;
+            self.owed.push(owed);
+        }
+        Ok(())
+    }
+
+    /// Which run of the layer.
+    pub fn run_of<'a>(
+        &self,
+        inner: &'a CacheShape,
+        shape: &'a LayerShape,
+        head: usize,
+        chain: usize,
+        codec: Option<&'a HeadCodec>,
+    ) -> RunOf<'a> {
+        let (head, filed) = (self.first_head + head as u32, self.filed);
+        RunOf { shape: inner, layout: &shape.layout, codec, head, chain, filed }
+    }
+}
+
+/// A page of which something is left.
+fn held(from: &mut Fields<'_>, input: &mut In<'_>, of: &RunOf<'_>) -> Result<Entry, Error> {
+    let entry = Entry::load(from, input, of, Near::Any)?;
+    sure(!entry.is_gone(), "a page that is kept and gone")?;
+    Ok(entry)
+}
+
+impl Compacted {
+    fn save<'a>(&'a self, layout: &'a Layout, to: &mut Out<'a>) {
+        to.fields.push(self.pages.len() as u32);
+        for Before { ordinal, fill, live, bounds, was } in &self.pages {
+            to.fields.extend([*ordinal, *fill, *live]);
+            to.fields.push(u32::from(bounds.is_some()) | u32::from(matches!(was, Was::Rewritten(_))) << 1);
+            match was {
+                Was::Replaced(held) => held.save(layout, *fill, None, to),
+                Was::Rewritten(positions) => to.fields.extend(positions),
+            }
+            save_bounds(bounds.as_deref(), &mut to.fields);
+        }
+        to.fields.push(self.moves.len() as u32);
+        for Went { from, to: target } in &self.moves {
+            to.fields.extend([from.0, from.1, target.0, target.1]);
+        }
+    }
+
+    fn load(from: &mut Fields<'_>, input: &mut In<'_>, of: &RunOf<'_>) -> Result<Compacted, Error> {
+        let mut pages = Vec::new();
+        let mut least = 0;
+        for _ in 0..from.count(5)? {
+            let [ordinal, fill, live, flags] = [from.word()?, from.word()?, from.word()?, from.word()?];
+            let sound = ordinal >= least && ordinal < u32::MAX / 2 && (1..=PAGE).contains(&fill);
+            sure(sound && within(live, fill) && flags < 4, "a page as none was before")?;
+            least = ordinal + 1;
+            let was = match flags >> 1 {
+                0 => Was::Replaced(Held::load(from, input, of, (ordinal, fill), Near::Any)?),
+                _ => {
+                    let words = from.slice(LANES)?;
+                    let there = words[..fill as usize].iter().all(|position| *position < of.filed);
+                    sure(there, "a token in a page at a position that did not leave the ring")?;
+                    Was::Rewritten(std::array::from_fn(|lane| words[lane]))
+                }
+            };
+            let gone = matches!(was, Was::Replaced(Held::Gone { .. }));
+            sure(!gone, "a page that is kept and gone")?;
+            let bounds = (flags & 1 != 0).then(|| load_bounds(from, of.layout)).transpose()?;
+            pages.push(Before { ordinal, fill, live, bounds, was });
+        }
+        let mut moves = Vec::new();
+        for _ in 0..from.count(4)? {
+            let [a, from_lane, b, to_lane] = [from.word()?, from.word()?, from.word()?, from.word()?];
+            sure(from_lane < PAGE && to_lane < PAGE, "a lane that no page has")?;
+            moves.push(Went { from: (a, from_lane), to: (b, to_lane) });
+        }
+        Ok(Compacted { pages, moves })
+    }
+}

@@ -1,0 +1,6 @@
+//! Sequences that were saved and restored: they go on as if nothing had been, or are refused, and say why.
+
+mod files;
+mod refused;
+mod same;
+mod setup;
