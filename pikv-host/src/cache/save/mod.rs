@@ -3,14 +3,17 @@
 mod file;
 mod fingerprint;
 mod header;
+mod park;
 mod restore;
 
+pub use park::Parked;
 pub use restore::Restored;
 
 use crate::base::error::{Error, SaveError, SaveOperation};
 use crate::base::fields::put_long;
 use crate::base::page_sum;
 use crate::cache::sequence::Sequence;
+use crate::config::shape::CacheShape;
 use crate::pages::chain::Held;
 use crate::pages::filing::save::Reach;
 use crate::pages::saved::Out;
@@ -60,14 +63,44 @@ fn little(words: &[u32]) -> Cow<'_, [u32]> {
     }
 }
 
+/// Writes a sequence of which there are these parts.
+fn write_parts(
+    shape: &CacheShape,
+    parts: &[Out<'_>],
+    note: &[u8],
+    to: &mut impl Write,
+) -> Result<u64, Error> {
+    let tensors = header::tensors(shape);
+    let mut elements = Vec::with_capacity(tensors.len());
+    // The first part has no pages, nor has what a layer says of its tokens.
+    for (tensor, part) in tensors.iter().zip(parts) {
+        let pages = part.pages.iter().map(|page| page.len()).sum();
+        elements.push(if tensor.name.ends_with(".pages") { pages } else { part.fields.len() as u64 });
+    }
+    elements.extend([note.len() as u64, header::SUM]);
+    let mut sink = Sink { to, sum: blake3::Hasher::new(), at: 0 };
+    sink.put(&header::write(shape, &tensors, &elements))?;
+    for part in parts {
+        sink.numbers(&part.fields)?;
+        part.pages.iter().try_for_each(|page| page.give(|words| sink.page(words)))?;
+    }
+    sink.put(note)?;
+    let sum = sink.sum.finalize();
+    sink.put(sum.as_bytes())?;
+    let (at, failed) = (sink.at, |kind| SaveError::Io { operation: SaveOperation::Write, at: sink.at, kind });
+    to.flush().map_err(|error| failed(error.kind()))?;
+    Ok(at)
+}
+
 impl Sequence {
-    /// Writes the sequence to `to`, with `note`, bytes of the caller's (the model's revision and the tokens, say); returns the bytes that were
-    /// written. [`Cache::restore`](crate::Cache::restore) makes a sequence of them that goes on as this one: the same bits from every
+    /// Writes the sequence to `to`, with `note`, bytes of the caller's (the model's revision and the tokens, say); returns the number of
+    /// bytes. [`Cache::restore`](crate::Cache::restore) makes a sequence of them that goes on as this one: the same bits from every
     /// step, eviction and rollback to come, as far back as this one can be taken. Forks that it shares pages with are not saved with it.
     ///
-    /// The bytes are a safetensors file: pages by layer and head as they are stored, packed ones packed; the format's version, sums of what the
-    /// configuration says, and a BLAKE3 sum of all of it (of pages by sums of their own). They are not encrypted: who reads them reads what the prompt left. Pages go out one
-    /// by one; beside them the call takes memory for what policies keep of tokens, and 24 bytes a page. O(bytes).
+    /// The bytes are a safetensors file: pages by layer and head as they are stored, packed ones packed; the format's version, sums of
+    /// what the configuration says, and a BLAKE3 sum of all of it, of pages by a sum of 64 bits each. They are not encrypted: who reads
+    /// them reads what the prompt left. Pages go out one by one; beside them the call takes memory for what policies keep of tokens,
+    /// and 24 bytes a page. O(bytes).
     ///
     /// What routers learnt of the tokens is not in it: a rollback of the restored sequence does not reach that
     /// ([`ClosedLoop`](crate::ClosedLoop)).
@@ -94,6 +127,7 @@ impl Sequence {
     /// # Errors
     /// [`SaveError::Io`] where `to` refuses, [`SaveError::Fabric`]; [`Error::Poisoned`]; a device or a lower tier that fails. What was
     /// written until then is no saved sequence.
+    #[cfg(feature = "save")]
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         self.sound()?;
         if self.inner.fabric.is_some() {
@@ -104,29 +138,7 @@ impl Sequence {
     }
 
     fn write_to(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
-        let shape = &self.inner.shape;
-        let parts = self.parts();
-        let tensors = header::tensors(shape);
-        let mut elements = Vec::with_capacity(tensors.len());
-        // The first part has no pages, nor has what a layer says of its tokens.
-        for (tensor, part) in tensors.iter().zip(&parts) {
-            let pages = part.pages.iter().map(|page| page.len()).sum();
-            elements.push(if tensor.name.ends_with(".pages") { pages } else { part.fields.len() as u64 });
-        }
-        elements.extend([note.len() as u64, header::SUM]);
-        let mut sink = Sink { to, sum: blake3::Hasher::new(), at: 0 };
-        sink.put(&header::write(shape, &tensors, &elements))?;
-        for part in &parts {
-            sink.numbers(&part.fields)?;
-            part.pages.iter().try_for_each(|page| page.give(|words| sink.page(words)))?;
-        }
-        sink.put(note)?;
-        let sum = sink.sum.finalize();
-        sink.put(sum.as_bytes())?;
-        let (at, failed) =
-            (sink.at, |kind| SaveError::Io { operation: SaveOperation::Write, at: sink.at, kind });
-        to.flush().map_err(|error| failed(error.kind()))?;
-        Ok(at)
+        write_parts(&self.inner.shape, &self.parts(), note, to)
     }
 
     /// What is saved, one part for each tensor but the last two.
