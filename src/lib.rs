@@ -33,6 +33,7 @@
 //! | use host memory and files | [`tiers`] | [tiers](guide::tiers) |
 //! | use threads, processes, several devices | [`fabric`] | [several machines](guide::several_machines) |
 //! | use a CUDA device | [`Backend`] | [CUDA](guide::cuda) |
+//! | find prefixes that were computed before | [`prefix`] | [serving](guide::serving) |
 //! | watch it | [`metrics`], [`StepReport`], [`report`], [`Sequence::map`] | [closed loop](guide::closed_loop) |
 //!
 //! [Costs](guide::costs) and the [glossary](guide::glossary) are for all of it; [performance](guide::performance) and
@@ -71,8 +72,8 @@ pub use pikv_core::{
 };
 pub use pikv_host::{
     Attend, Backend, Cache, CacheConfig, ClosedLoop, ConfigError, Error, Output, Read, Rows, Sequence, Step,
-    StepReport, closed_loop, codec, cuda, fabric, lanes, metrics, planner, policy, report, router, rules,
-    save, shape, shard, tiers, trace,
+    StepReport, closed_loop, codec, cuda, fabric, lanes, metrics, planner, policy, prefix, report, router,
+    rules, save, shape, shard, tiers, trace,
 };
 
 /// The examples of the README, as tests.

@@ -8,7 +8,7 @@ const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 /// ```
 /// assert_eq!(pikv_core::hash::mix(0), 0xe220_a839_7b1d_cdaf);
 /// ```
-#[inline]
+#[inline(always)]
 pub const fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(STEP);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -22,4 +22,18 @@ pub const fn next(state: &mut u64) -> u64 {
     let bits = mix(*state);
     *state = state.wrapping_add(STEP);
     bits
+}
+
+/// Expert `j` of a token whose experts start at `start`, `stride` apart: `(start + j stride) mod experts`, of at most 65,536 experts.
+///
+/// ```
+/// assert_eq!([0, 1, 2].map(|j| pikv_core::hash::expert(6, j, 3, 8)), [6, 1, 4]);
+/// ```
+///
+/// # Panics
+/// If there are no experts.
+#[inline(always)]
+pub const fn expert(start: u64, j: u32, stride: u32, experts: u32) -> u16 {
+    let experts = experts as u64;
+    ((start % experts + j as u64 * stride as u64) % experts) as u16
 }

@@ -43,10 +43,13 @@ const fn low(n: usize) -> u32 {
 /// One value an expert, into lanes; 0 where there is no expert. Values past `R` rows are not read.
 #[inline(always)]
 pub fn load<W: Warp, const R: usize>(w: W, values: &[f32]) -> [W::F; R] {
-    let words: &[u32] = bytemuck::cast_slice(values);
+    let words: &[u32] = bytemuck::must_cast_slice(values);
     let mut x = [w.splat(0.0); R];
-    for (x, words) in x.iter_mut().zip(words.chunks(LANES)) {
-        *x = w.from_bits(w.load_part(words));
+    // As many turns as there are rows: a device keeps the rows in registers, which have no index.
+    for (r, x) in x.iter_mut().enumerate() {
+        if r * LANES < words.len() {
+            *x = w.from_bits(w.load_part(&words[r * LANES..]));
+        }
     }
     x
 }
@@ -140,29 +143,65 @@ pub fn penalties<W: Warp>(
     }
 }
 
-/// Folds a token into the average of the gate's binary entropy about each expert: `h = keep h + (1 - keep) H2(p) / ln 2`, where p is
-/// the expert's share of the softmax over `logits`, both `[experts]`, and `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 where the gate gives
-/// the expert one half, 0 where it gives all or nothing. An average that began in [0, 1] stays there.
+/// The gate's binary entropy about each expert of row `r` of lanes, `H2(p) / ln 2` in 0..=1: p is the expert's share of the softmax `s`, and
+/// `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 where the gate gives the expert one half, 0 where it gives all or nothing.
+///
+/// # Panics
+/// If there is no such row.
+#[inline(always)]
+pub fn gate_entropy<W: Warp, const R: usize>(w: W, s: &Softmax<W::F, R>, r: usize) -> W::F {
+    let (zero, one) = (w.splat(0.0), w.splat(1.0));
+    // -x ln x, and 0 where x is 0.
+    let term = |x: W::F| w.select(w.lt(zero, x), w.mul(x, w.sub(zero, math::ln(w, x))), zero);
+    let p = w.div(w.pick(&s.e, r), w.splat(s.sum));
+    // The logarithm is not exact: near one half the sum may pass 1, and near 1 fall below 0.
+    let entropy = w.div(w.add(term(p), term(w.sub(one, p))), w.splat(core::f32::consts::LN_2));
+    w.max(w.select(w.lt(one, entropy), one, entropy), zero)
+}
+
+/// A moving average with one more value in it: `keep old + (1 - keep) x`.
+#[inline(always)]
+pub fn fold<W: Warp>(w: W, keep: f32, old: W::F, x: W::F) -> W::F {
+    w.add(w.mul(w.splat(keep), old), w.mul(w.splat(1.0 - keep), x))
+}
+
+/// Folds a token into the averages `h`, `[experts]`, of the gate's binary entropy about each expert ([`gate_entropy`]) over `logits`,
+/// `[experts]`. An average that began in [0, 1] stays there.
 ///
 /// # Panics
 /// If `h` is shorter than `logits`, or there are more than `32 R` experts or none.
 #[inline(always)]
 pub fn binary_entropy<W: Warp, const R: usize>(w: W, logits: &[f32], keep: f32, h: &mut [f32]) {
     let experts = logits.len();
-    let (zero, one) = (w.splat(0.0), w.splat(1.0));
     let s = softmax(w, &load::<W, R>(w, logits), &span::<R>(0, experts));
-    // -x ln x, and 0 where x is 0.
-    let term = |x: W::F| w.select(w.lt(zero, x), w.mul(x, w.sub(zero, math::ln(w, x))), zero);
-    let mut row = [0.0; LANES];
     for (r, h) in h[..experts].chunks_mut(LANES).enumerate() {
-        let p = w.div(s.e[r], w.splat(s.sum));
-        // The logarithm is not exact: near one half the sum may pass 1, and near 1 fall below 0.
-        let entropy = w.div(w.add(term(p), term(w.sub(one, p))), w.splat(core::f32::consts::LN_2));
-        let entropy = w.max(w.select(w.lt(one, entropy), one, entropy), zero);
+        let entropy = gate_entropy(w, &s, r);
         let [old] = load::<W, 1>(w, h);
-        w.store(w.add(w.mul(w.splat(keep), old), w.mul(w.splat(1.0 - keep), entropy)), &mut row);
-        h.copy_from_slice(&row[..h.len()]);
+        w.store_part(fold(w, keep, old, entropy), h);
     }
+}
+
+/// The average of an expert's load with a step in it, in which it got `n` of `total` choices, not 0, among `experts`:
+/// `keep mu + (1 - keep) experts n / total`.
+#[inline(always)]
+pub fn learn_load(keep: f32, mu: f32, n: u64, total: u64, experts: u32) -> f32 {
+    keep * mu + (1.0 - keep) * (f64::from(experts) * n as f64 / total as f64) as f32
+}
+
+/// The average of an expert's rate of misses with a step in it: `keep m + (1 - keep) missed / wanted`. Where nothing was wanted it stays.
+#[inline(always)]
+pub fn learn_rate(keep: f32, m: f32, wanted: u32, missed: u32) -> f32 {
+    if wanted == 0 {
+        return m;
+    }
+    keep * m + (1.0 - keep) * (f64::from(missed) / f64::from(wanted)) as f32
+}
+
+/// The decayed count of an expert's misses with a step in it, `of_page` parts of a page to one: `keep m + missed / of_page`.
+#[inline(always)]
+pub fn learn_count(keep: f32, m: f32, missed: u32, of_page: u32) -> f32 {
+    let of_page = if of_page == 0 { 1 } else { of_page };
+    keep * m + (f64::from(missed) / f64::from(of_page)) as f32
 }
 
 /// What is taken from the logits of a token.
@@ -211,22 +250,35 @@ pub fn take<W: Warp, const R: usize>(w: W, scores: &[W::F; R], live: &mut [u32; 
         }
     }
     let top = w.reduce_max(top);
+    let mut best = None;
     for r in 0..R {
         let equal = live[r] & !w.ballot(w.lt(scores[r], w.splat(top)));
         if equal != 0 {
-            let lane = equal.trailing_zeros();
-            live[r] &= !(1 << lane);
-            return ((r * LANES) as u16 + lane as u16, top);
+            best = Some(r * LANES + equal.trailing_zeros() as usize);
+            break;
         }
     }
-    unreachable!("no expert is live")
+    let Some(best) = best else { unreachable!("no expert is live") };
+    // Not before the loop is over: on a device a row that is found in it would be an index of its own.
+    w.put_bit(live, best, false);
+    (best as u16, top)
 }
+
+/// The number of an expert in a list: u16 on a host, u32 where an engine reads it on a device.
+pub trait Number: Copy + From<u16> + Into<u32> {}
+
+impl<T: Copy + From<u16> + Into<u32>> Number for T {}
 
 /// Takes the best experts at `live`, best first, as many as `chosen` holds; there must be as many.
 #[inline(always)]
-pub fn top_k<W: Warp, const R: usize>(w: W, scores: &[W::F; R], live: &mut [u32; R], chosen: &mut [u16]) {
+pub fn top_k<W: Warp, const R: usize>(
+    w: W,
+    scores: &[W::F; R],
+    live: &mut [u32; R],
+    chosen: &mut [impl Number],
+) {
     for expert in chosen.iter_mut() {
-        *expert = take(w, scores, live).0;
+        *expert = take(w, scores, live).0.into();
     }
 }
 
@@ -270,16 +322,22 @@ pub fn groups<W: Warp, const R: usize>(w: W, scores: &[W::F; R], experts: usize,
 /// Mixture weights: the softmax over the logits of the `chosen` experts, no bias in it. They depend on the set that was
 /// chosen, not on its order.
 #[inline(always)]
-pub fn weights<W: Warp, const R: usize>(w: W, logits: &[W::F; R], chosen: &[u16], out: &mut [f32]) {
+pub fn weights<W: Warp, const R: usize>(w: W, logits: &[W::F; R], chosen: &[impl Number], out: &mut [f32]) {
     let mut live = [0; R];
     for expert in chosen {
-        live[usize::from(*expert) / LANES] |= 1 << (*expert % LANES as u16);
+        w.put_bit(&mut live, number(*expert), true);
     }
     let s = softmax(w, logits, &live);
     for (expert, out) in chosen.iter().zip(out) {
-        let expert = usize::from(*expert);
-        *out = w.lane(s.e[expert / LANES], expert % LANES) / s.sum;
+        let expert = number(*expert);
+        *out = w.lane(w.pick(&s.e, expert / LANES), expert % LANES) / s.sum;
     }
+}
+
+#[inline(always)]
+fn number(expert: impl Number) -> usize {
+    let expert: u32 = expert.into();
+    expert as usize
 }
 
 /// How experts are ranked. The default is by their logits.
@@ -301,7 +359,7 @@ pub fn route<W: Warp, const R: usize>(
     w: W,
     logits: &[f32],
     ranking: &Ranking<'_>,
-    chosen: &mut [u16],
+    chosen: &mut [impl Number],
     weight: &mut [f32],
 ) {
     let experts = logits.len();
@@ -316,5 +374,6 @@ pub fn route<W: Warp, const R: usize>(
         live = groups(w, &s.e.map(|e| w.div(e, w.splat(s.sum))), experts, by);
     }
     top_k(w, &ranked, &mut live, chosen);
+    w.sync();
     weights(w, &x, chosen, weight);
 }

@@ -175,6 +175,38 @@ pub trait Warp: Copy {
     /// Lane `i` of `a`; the same in all lanes.
     fn lane(self, a: Self::F, i: usize) -> f32;
 
+    /// Row `r` of `rows`; `r` is the same in all lanes. On a device, whose registers have no index, it is a chain of comparisons.
+    ///
+    /// # Panics
+    /// If there is no such row; a device gives row 0.
+    #[inline(always)]
+    fn pick<const R: usize>(self, rows: &[Self::F; R], r: usize) -> Self::F {
+        rows[r]
+    }
+
+    /// Sets bit `i` of rows of 32 bits, or clears it; `i` is the same in all lanes.
+    ///
+    /// # Panics
+    /// If there is no such bit; a device leaves all as they are.
+    #[inline(always)]
+    fn put_bit<const R: usize>(self, bits: &mut [u32; R], i: usize, on: bool) {
+        let bit = 1 << (i % LANES);
+        if on {
+            bits[i / LANES] |= bit;
+        } else {
+            bits[i / LANES] &= !bit;
+        }
+    }
+
+    /// Lane `i` writes `row[i]` if there is one.
+    #[inline(always)]
+    fn store_part(self, x: Self::F, row: &mut [f32]) {
+        let mut all = [0.0; LANES];
+        self.store(x, &mut all);
+        let n = row.len().min(LANES);
+        row[..n].copy_from_slice(&all[..n]);
+    }
+
     /// Parks `a`.
     fn park(self, a: Self::F) -> Self::Slot;
     /// Takes back what was parked.

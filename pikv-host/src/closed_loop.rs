@@ -1,6 +1,9 @@
 //! The closed loop: what attention misses and what policies evict changes how the next tokens are routed.
 
-use crate::attend::options::{Attend, Output};
+mod device;
+
+use self::device::Devices;
+use crate::attend::options::{Attend, Output, Read};
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::cache::Cache;
@@ -111,6 +114,8 @@ pub struct ClosedLoop {
     routes: Vec<Routes>,
     report: StepReport,
     learnt: Learnt,
+    /// Routers as they are on the cache's device.
+    devices: Devices,
     /// Whether a step is under way, or was leaked.
     open: bool,
     scratch: Scratch,
@@ -163,8 +168,8 @@ impl ClosedLoop {
         let learnt = Learnt::new(cache.inner.shape.store.ring.slack());
         let by_part = learnt.is_on().then(ByPart::default);
         let (sink, report) = (Arc::new(()), StepReport { by_part, ..StepReport::default() });
-        let scratch = Scratch::default();
-        Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, open: false, scratch })
+        let (devices, scratch) = (Devices::default(), Scratch::default());
+        Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, devices, open: false, scratch })
     }
 
     /// Tells `sink` of every step.
@@ -221,6 +226,7 @@ impl ClosedLoop {
             // A step was leaked instead of dropped.
             self.routers.iter_mut().for_each(forget);
         }
+        self.devices.forget();
         let forgotten = self.learnt.forget(&mut self.routers);
         forgotten.map_err(|(layer, source)| LoopError::Route { layer, source })?;
         self.learnt.begin(self.routers.len(), step.parts());
@@ -288,14 +294,14 @@ impl<'a> LoopStep<'a> {
     /// No such layer, one that was already routed, or what the router refuses.
     pub fn route(&mut self, layer: usize, logits: &[f32]) -> Result<&Routes, LoopError> {
         let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
-        let ClosedLoop { cache, routers, routes, learnt, scratch, .. } = &mut *self.of;
+        let ClosedLoop { cache, routers, routes, learnt, devices, scratch, .. } = &mut *self.of;
         let Some(router) = routers.get_mut(layer) else {
             return Err(LoopError::Cache(Error::Layer { layer, layers: routes.len() }));
         };
         let starts = &mut scratch.starts;
         starts.clear();
         starts.extend(step.parts());
-        if step.routed(layer) {
+        if step.routed(layer) || devices.is_pending(layer) {
             return Err(LoopError::Cache(Error::Twice { layer, what: "routed" }));
         }
         let refused = |source| LoopError::Route { layer, source };
@@ -355,6 +361,7 @@ impl<'a> LoopStep<'a> {
         options: &Attend,
         out: Output<'_>,
     ) -> Result<(), LoopError> {
+        self.settle_to_read(layer, options)?;
         Ok(self.step().attend(layer, q, options, out)?)
     }
 
@@ -369,33 +376,48 @@ impl<'a> LoopStep<'a> {
         options: &Attend,
         out: DeviceOutput,
     ) -> Result<(), LoopError> {
+        self.settle_to_read(layer, options)?;
         Ok(self.step().attend_device(layer, q, options, out)?)
     }
 
-    /// As [`Step::check`].
+    /// As [`Step::check`], and of logits that were given on the device ([`route_device`](LoopStep::route_device)), which are judged last.
     ///
     /// # Errors
-    /// Those of [`Step::check`].
+    /// Those of [`Step::check`]; [`LoopError::Route`] for a logit that is not finite.
     pub fn check(&mut self) -> Result<(), LoopError> {
-        Ok(self.step().check()?)
+        self.step().check()?;
+        self.settle_all()
+    }
+
+    /// Waits for what the device chose for a layer, if its rows are to read the pages of their experts.
+    fn settle_to_read(&mut self, layer: usize, options: &Attend) -> Result<(), LoopError> {
+        if options.read == Read::Experts { self.settle(layer) } else { Ok(()) }
+    }
+
+    /// Waits for what the device chose for all layers.
+    fn settle_all(&mut self) -> Result<(), LoopError> {
+        // What came last is there last: the first wait is for all.
+        self.of.devices.wait()?;
+        (0..self.of.routers.len()).try_for_each(|layer| self.settle(layer))
     }
 
     /// Makes the tokens part of their sequences, evicts what is over the budgets, lets the routers learn, and tells the sink.
     ///
     /// # Errors
-    /// Those of [`Step::commit`]; [`LoopError::Committed`] if a router refuses to learn, after all others and the sink were told.
+    /// Those of [`Step::commit`]; [`LoopError::Route`] for a logit on the device that is not finite; [`LoopError::Committed`] if a router refuses to learn, after all others and the sink were told.
     ///
     /// # Panics
     /// If a policy does, as [`Step::commit`]: routers learn nothing of the step then. If a router does, after all others and the sink were
     /// told; the step is committed. If the sink does; the step is committed, and the routers have learnt.
     pub fn commit(mut self) -> Result<(), LoopError> {
+        self.settle_all()?;
         self.of.report.unasked = !self.of.sink.wants_reused();
         let Some(step) = self.step.take() else { return Ok(()) };
         let rows = step.rows() as u64;
         step.commit_with(&mut self.of.report)?;
         self.of.open = false;
         let (mut refused, mut panicked) = (Ok(()), None);
-        let ClosedLoop { cache, routers, sink, routes, report, learnt, scratch, .. } = &mut *self.of;
+        let ClosedLoop { cache, routers, sink, routes, report, learnt, devices, scratch, .. } = &mut *self.of;
         let Scratch {
             hits: all_hits, misses: all_misses, parts: [both, gone], wanted: asked, missed, ..
         } = scratch;
@@ -422,8 +444,9 @@ impl<'a> LoopStep<'a> {
                 let remote = report.remote_bytes(layer);
                 let feedback = Feedback::new(asked, missed).of_page(PAGE).remote_bytes(remote);
                 let told = catch_unwind(AssertUnwindSafe(|| router.observe(&feedback)));
-                if !matches!(told, Ok(Ok(()))) {
-                    forget(router);
+                match told {
+                    Ok(Ok(())) => devices.learn(layer, router.as_ref(), asked, missed),
+                    _ => forget(router),
                 }
                 match told {
                     Ok(told) => {
@@ -477,6 +500,7 @@ impl Drop for LoopStep<'_> {
         // Nor have the routers chosen anything in it.
         if std::mem::take(&mut self.of.open) {
             self.of.routers.iter_mut().for_each(forget);
+            self.of.devices.forget();
         }
     }
 }

@@ -28,6 +28,9 @@ pub mod metrics;
 mod pages;
 pub mod planner;
 pub mod policy;
+pub mod prefix;
+#[cfg(feature = "cuda")]
+mod route_cuda;
 pub mod router;
 pub mod tiers;
 pub mod trace;
@@ -99,6 +102,6 @@ pub mod save {
 
 /// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.
 pub mod cuda {
-    pub use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+    pub use crate::base::device_slice::{DeviceExperts, DeviceOutput, DeviceRoutes, DeviceSlice};
     pub use crate::base::error::CudaError;
 }

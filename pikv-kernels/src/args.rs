@@ -5,7 +5,7 @@ use pikv_core::attend::Sight;
 use pikv_core::codec::code::Code;
 use pikv_core::codec::packed::{Packed, Side};
 use pikv_core::dtype::Dtype;
-use pikv_core::page::Layout;
+use pikv_core::page::{Layout, Position, Slot};
 use pikv_core::rope::{Pairs, Rope};
 
 /// A [`Layout`].
@@ -260,21 +260,17 @@ pub struct MassArg {
     pub out: u32,
 }
 
-/// A token to be written into a page.
+/// A token to be written into a page of a ring, at the lane of its position ([`Slot`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct WriteArg {
     /// Address of the page.
     pub page: u64,
-    /// Lane in the page.
-    pub lane: u32,
     /// Position of the token.
     pub position: u32,
     /// Which row of the keys and values it is.
     pub row: u32,
-    /// Nothing.
-    pub pad: u32,
 }
 
 /// A query that is put into a bundle.
@@ -337,6 +333,101 @@ pub struct CopyArg {
     pub to: u32,
 }
 
+/// Rows of logits, and where their experts go. An address of 0 is none.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct RouteArg {
+    /// `[rows][experts]` f32: the gate's logits.
+    pub logits: u64,
+    /// What is taken from all rows' logits, `[rows of 32 experts][32]` f32; none where rows are ranked by their logits.
+    pub fixed: u64,
+    /// `[rows][top_k]` u32: the experts, the best first.
+    pub chosen: u64,
+    /// `[rows][top_k]` f32: their weights.
+    pub weights: u64,
+    /// As `chosen`, of the plain top-k; none where it is the same.
+    pub model: u64,
+    /// As `weights`, of the plain top-k.
+    pub model_weights: u64,
+    /// `[experts]` u64: choices are added.
+    pub counts: u64,
+    /// `[rows][experts]` f32: the gate's entropy about each expert.
+    pub entropies: u64,
+    /// A word of 64 bits in which the first logit is noted that is not finite.
+    pub fault: u64,
+    /// `[rows]` u32: positions, unless rows are ranked.
+    pub positions: u64,
+    /// Rows.
+    pub rows: u32,
+    /// Experts.
+    pub experts: u32,
+    /// Experts of a row.
+    pub top_k: u32,
+    /// What is taken from logits is held within so much; 0 for no bound.
+    pub cap: f32,
+    /// Groups of experts, 0 for none.
+    pub groups: u32,
+    /// Groups that are kept.
+    pub kept: u32,
+    /// Shares of the softmax in a group's score.
+    pub best: u32,
+    /// [`RouteArg::RANKED`], [`RouteArg::HASHED`], or by the position itself.
+    pub start: u32,
+    /// From one expert of a row to its next, unless rows are ranked.
+    pub stride: u32,
+    /// Nothing.
+    pub pad: u32,
+}
+
+impl RouteArg {
+    /// [`RouteArg::start`] of rows that are ranked by their logits.
+    pub const RANKED: u32 = 0;
+    /// [`RouteArg::start`] of rows whose experts start at a hash of the position.
+    pub const HASHED: u32 = 1;
+    /// [`RouteArg::start`] of rows whose experts start at the position.
+    pub const ROBIN: u32 = 2;
+}
+
+/// Averages of a router, and what a step brings. An address of 0 is none: what it says of is not kept.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
+#[repr(C)]
+pub struct LearnArg {
+    /// What is taken from logits, `[rows of 32 experts][32]` f32: it is worked out anew.
+    pub fixed: u64,
+    /// `[experts]` u64: choices of the step, which become 0.
+    pub counts: u64,
+    /// `[experts]` f32: averages of the load.
+    pub load: u64,
+    /// `[experts]` f32: averages or counts of misses.
+    pub miss: u64,
+    /// `[experts]` f32: averages of the gate's entropy.
+    pub entropy: u64,
+    /// `[experts]` f32: the same with the step in it.
+    pub next: u64,
+    /// `[experts]` u32: parts of pages that the step wanted.
+    pub wanted: u64,
+    /// `[experts]` u32: those of them that it missed.
+    pub missed: u64,
+    /// Experts.
+    pub experts: u32,
+    /// Parts of a page.
+    pub of_page: u32,
+    /// 0 for the rate of misses, 1 for their count.
+    pub count_misses: u32,
+    /// How much of the load's averages stays.
+    pub keep_load: f32,
+    /// How much of the misses' averages stays.
+    pub keep_miss: f32,
+    /// Weight of the load.
+    pub alpha: f32,
+    /// Weight of the misses.
+    pub lambda: f32,
+    /// Weight of the entropy.
+    pub beta: f32,
+}
+
 impl From<Layout> for LayoutArg {
     fn from(l: Layout) -> Self {
         LayoutArg { k_dim: l.k_dim, v_dim: l.v_dim, k: l.k.index(), v: l.v.index() }
@@ -366,6 +457,14 @@ impl TensorArg {
     /// Whether they are f32, which has kernels of its own.
     pub fn wide(&self) -> bool {
         self.dtype() == Dtype::F32
+    }
+}
+
+impl WriteArg {
+    /// The token's place in its ring: the lane of the page.
+    #[inline(always)]
+    pub fn lane(&self) -> u32 {
+        Slot::from(Position(self.position)).lane
     }
 }
 

@@ -356,6 +356,27 @@ impl Warp for Lane {
         warp::sync_warp();
     }
     #[inline(always)]
+    fn pick<const R: usize>(self, rows: &[f32; R], r: usize) -> f32 {
+        let mut x = rows[0];
+        for (i, row) in rows.iter().enumerate() {
+            x = if i == r { *row } else { x };
+        }
+        x
+    }
+    #[inline(always)]
+    fn put_bit<const R: usize>(self, bits: &mut [u32; R], i: usize, on: bool) {
+        for (r, bits) in bits.iter_mut().enumerate() {
+            let bit = if r == i / LANES { 1 << (i % LANES) } else { 0 };
+            *bits = if on { *bits | bit } else { *bits & !bit };
+        }
+    }
+    #[inline(always)]
+    fn store_part(self, x: f32, row: &mut [f32]) {
+        if let Some(word) = row.get_mut(self.0 as usize) {
+            *word = x;
+        }
+    }
+    #[inline(always)]
     fn park(self, a: f32) -> f32 {
         a
     }

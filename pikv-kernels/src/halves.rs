@@ -140,7 +140,7 @@ unsafe fn key_of(
         if let Some((channel, x)) = beyond(lanes, key, limit) {
             note(fault, write.row * layout.k_dim + channel, x);
         }
-        store::append_key(lanes, layout, page(layout, write), write.lane, write.position, key);
+        store::append_key(lanes, layout, page(layout, write), write.lane(), write.position, key);
     }
 }
 
@@ -162,7 +162,7 @@ unsafe fn value_of(
         if let Some((channel, x)) = beyond(lanes, value, limit) {
             note(fault, write.row * layout.v_dim + channel, x);
         }
-        store::append_value(lanes, layout, page(layout, write), write.lane, value);
+        store::append_value(lanes, layout, page(layout, write), write.lane(), value);
     }
 }
 

@@ -29,6 +29,8 @@ pub mod packed;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod ptx;
 #[cfg(target_arch = "nvptx64")]
+pub mod route;
+#[cfg(target_arch = "nvptx64")]
 pub mod rows;
 #[cfg(target_arch = "nvptx64")]
 pub mod store;

@@ -159,7 +159,7 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's token.
     unsafe {
         let Some(write) = entry(writes, count) else { return };
-        let WriteArg { lane, position, row, .. } = write;
+        let WriteArg { position, row, .. } = write;
         let lanes = Lane::new();
         let (page, key, value) = parts(&layout, &write, k.at as *const f32, v.at as *const f32);
         let [k_limit, v_limit] = *limits.add((row % heads) as usize);
@@ -169,7 +169,7 @@ pub unsafe extern "ptx-kernel" fn append_rows(
         if let Some((channel, x)) = beyond(lanes, value, v_limit) {
             note(faults.add(1), row * layout.v_dim + channel, x);
         }
-        store::append(lanes, &layout, page, lane, position, key, value);
+        store::append(lanes, &layout, page, write.lane(), position, key, value);
     }
 }
 

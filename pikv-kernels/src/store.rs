@@ -44,7 +44,7 @@ pub(crate) unsafe fn parts<'a>(
 /// layout's dtypes.
 ///
 /// # Safety
-/// The pointers must reach what is described, no lane of a page may stand twice in `writes`, and whole warps must be launched.
+/// The pointers must reach what is described, no position may stand twice in `writes` for a page, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn append(
     layout: LayoutArg,
@@ -62,7 +62,7 @@ pub unsafe extern "ptx-kernel" fn append(
     unsafe {
         let write = *writes.add(index as usize);
         let (page, key, value) = parts(&layout, &write, k, v);
-        store::append(Lane::new(), &layout, page, write.lane, write.position, key, value);
+        store::append(Lane::new(), &layout, page, write.lane(), write.position, key, value);
     }
 }
 

@@ -9,6 +9,7 @@ mod faults;
 mod halves;
 mod policies;
 mod ranks;
+mod route;
 mod save;
 mod script;
 mod standin;

@@ -27,6 +27,7 @@ pub enum Get {
     Waited = 4,
     Due = 5,
     Bytes = 6,
+    Uploaded = 7,
 }
 
 /// The stand-in, for one test at a time.

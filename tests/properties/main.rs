@@ -2,9 +2,11 @@
 
 mod bad_input;
 mod callbacks;
+mod cuts;
 mod edges;
 mod faults;
 mod named;
+mod prefixes;
 mod random_history;
 mod same_bits;
 mod traces;

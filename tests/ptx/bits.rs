@@ -607,8 +607,8 @@ fn appends_and_copies_with_the_bits_of_the_cpu() {
                 for &lane in lanes {
                     let row = rng.below(9);
                     let (key, value) = (&k[row as usize * k_dim..], &v[row as usize * v_dim..]);
-                    layout.write(&mut page.0, lane, Position(900 + lane), key, value).expect("finite");
-                    writes.push(WriteArg { page: page.1, lane, position: 900 + lane, row, pad: 0 });
+                    layout.write(&mut page.0, lane, Position(928 + lane), key, value).expect("finite");
+                    writes.push(WriteArg { page: page.1, position: 928 + lane, row });
                 }
             }
             let layout_arg = LayoutArg::from(layout);
@@ -801,6 +801,11 @@ fn atomic_minima_meet_each_other_and_nobody_else() {
     }
     let (_, _, apart) = cause(&least.replace("[%rd1]", "[%rd1+4]"), &[u32::MAX; 4], 32);
     assert!(matches!(apart, Cause::Misaligned { .. }));
+    // Sums, with a carry into the upper half, also by an address of no space.
+    for sum in ["atom.global.add.u64", "atom.add.u64"] {
+        let sum = least.replace("atom.global.min.u64", sum);
+        assert_eq!(run_tiny(&sum, &[u32::MAX, 3], 32).unwrap(), [(40 * 32 - 31 * 16) - 1, 4]);
+    }
 }
 
 #[test]
@@ -939,6 +944,26 @@ fn computes_as_the_instruction_set_says() {
             1 << 27,
             0,
             !7,
+        ),
+        (
+            "cvt.rn.f64.u32 %rd4, %r2;\n cvt.rn.f64.u32 %rd5, %r3;\n div.rn.f64 %rd4, %rd4, %rd5;\n cvt.rn.f32.f64 %r4, %rd4",
+            3,
+            7,
+            f(3.0 / 7.0),
+        ),
+        ("mov.b64 %rd4, {%r2, %r3};\n cvt.rn.f64.u64 %rd4, %rd4;\n mov.b64 {%r4, %r5}, %rd4", 1, 1 << 21, 0),
+        ("mov.b64 %rd4, {%r2, %r3};\n cvt.rn.f32.u64 %r4, %rd4", 1, 1, f(4_294_967_296.0)),
+        (
+            "cvt.rn.f64.u32 %rd4, %r2;\n mul.rn.f64 %rd4, %rd4, 0d3FE0000000000000;\n cvt.rn.f32.f64 %r4, %rd4",
+            0x0200_0002,
+            0,
+            f(16_777_216.0),
+        ),
+        (
+            "setp.eq.u32 %p1, %r2, 5;\n cvt.rn.f64.u32 %rd4, %r3;\n selp.f64 %rd4, 0d3FF0000000000000, %rd4, %p1;\n cvt.rn.f32.f64 %r4, %rd4",
+            5,
+            9,
+            f(1.0),
         ),
         ("mov.b64 %rd4, {%r2, %r3};\n neg.s64 %rd4, %rd4;\n mov.b64 {%r5, %r4}, %rd4", 1, 2, !2),
         (

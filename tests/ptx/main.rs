@@ -2,3 +2,4 @@
 
 mod bits;
 mod packed;
+mod route;

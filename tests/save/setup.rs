@@ -27,8 +27,12 @@ pub struct Setup {
     pub by_page: bool,
     pub codec: Option<u8>,
     pub aged: bool,
+    /// Not with the policy that goes by hits: a page in a lower tier is none.
     pub tiers: bool,
 }
+
+/// The policy that goes by hits.
+pub const BY_HITS: u8 = 8;
 
 /// Codec `i` of heads of these widths; whether its pages are smaller than those of int4.
 fn codec(i: u8, k_dim: u32, v_dim: u32) -> Codec {
@@ -71,6 +75,8 @@ impl Setup {
         let budget = || Budget::Tokens(model.ring + 50);
         let (heads, layers) = (model.kv_heads as usize, model.layers);
         let rope = config.layers[0].rope;
+        // Of means whole pages go.
+        let by_page = self.by_page || self.codec == Some(11);
         let eviction = match policy {
             0 => Eviction::new(H2o, budget()),
             1 => Eviction::new(KeyNorm, budget()),
@@ -86,7 +92,7 @@ impl Setup {
                 let layer = Dense::new(noise(5, QuestLit::STATISTICS), vec![0.25]);
                 Eviction::new(QuestLit::new(vec![layer]).unwrap(), budget())
             }
-            8 => Eviction::new(AdaKvLit::default(), budget()),
+            BY_HITS => Eviction::new(AdaKvLit::default(), budget()),
             9 => Eviction::new(DuoLit, budget()),
             10 => Eviction::new(ExpectedAttention::new(rope, false).memory(16), budget()),
             11 => Eviction::new(Chunks::new(H2o, 5), budget()),
@@ -94,13 +100,13 @@ impl Setup {
             13 => Eviction::new(H2o, budget()).adaptive(0.3),
             _ if layers > 1 => {
                 let rules = fast_v(layers, 1, |policy| Eviction::new(policy, budget())).unwrap();
-                return rules
-                    .into_iter()
-                    .fold(config, |config, (layer, rule)| config.evict_layer(layer, rule));
+                return rules.into_iter().fold(config, |config, (layer, mut rule)| {
+                    rule.by_page |= by_page;
+                    config.evict_layer(layer, rule)
+                });
             }
             _ => Eviction::new(H2o, budget()).batch(1),
         };
-        let by_page = self.by_page || self.codec == Some(11);
         let mut eviction = eviction;
         if by_page {
             (eviction.by_page, eviction.adaptive) = (true, None);
@@ -240,6 +246,16 @@ impl<'a> Twins<'a> {
             drop(before);
         }
         self.seen.saves += 1;
+    }
+
+    /// Files the ring of a pair ahead, and keeps it as it is.
+    pub fn seal(&mut self, sequence: u8) {
+        self.forked = true;
+        let at = twins::at(&self.pairs, sequence);
+        for sequence in &mut self.pairs[at] {
+            sequence.seal().unwrap();
+            sequence.checkpoint().unwrap();
+        }
     }
 
     /// Parks all sequences of the cache with tiers, and wakes them.

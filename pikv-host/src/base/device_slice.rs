@@ -73,3 +73,29 @@ impl DeviceOutput {
         self
     }
 }
+
+/// Where a device left the experts of a step's rows: [`LoopStep::route_device`](crate::closed_loop::LoopStep::route_device). The memory is
+/// the loop's, and on the device. It is written by work on the back end's stream, and stays as it is until the layer is routed again, in
+/// another step, or the loop is dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceRoutes {
+    /// What the model mixes: its own top-k, or the filing where the router's `model_choice` is set.
+    pub model: DeviceExperts,
+    /// What KV is filed under: the router's ranking. The same memory as `model` where the two are the same.
+    pub filing: DeviceExperts,
+    /// Rows of the step.
+    pub rows: usize,
+    /// Experts of a row.
+    pub top_k: usize,
+}
+
+/// Addresses of experts and of their weights in memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceExperts {
+    /// `[rows][top_k]` u32, the best first.
+    pub experts: u64,
+    /// `[rows][top_k]` f32, of the same experts: the softmax over the row's chosen raw logits.
+    pub weights: u64,
+}

@@ -1,6 +1,7 @@
 //! What the sequences and steps of a cache share.
 
 use crate::attend::executor::Executor;
+use crate::cache::idle::Idle;
 use crate::config::shape::CacheShape;
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
@@ -18,4 +19,6 @@ pub(crate) struct Inner {
     pub rooms: Rooms,
     /// The ranks that keep full pages.
     pub fabric: Option<Arc<Front>>,
+    /// Who gives pages back when a step would pass the budget.
+    pub idle: Idle,
 }

@@ -1,7 +1,9 @@
 //! The cache: configuration, page memory, and the way in to sequences and steps.
 
+pub mod cut;
 #[cfg(test)]
 mod growth_tests;
+pub mod idle;
 pub mod inner;
 pub mod map;
 pub mod over;
@@ -25,6 +27,7 @@ use crate::backend::Kind;
 use crate::base::error::Error;
 use crate::base::failures::Failures;
 use crate::base::text::{Bytes, Share, Table};
+use crate::cache::idle::Idle;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::cache::step::{Step, StepBytes};
@@ -171,7 +174,8 @@ impl Cache {
             #[cfg(feature = "cuda")]
             (Kind::Cuda(device), _) => Arc::new(Cuda(device.clone())),
         };
-        let inner = Inner { shape, pool, executor, rooms: Rooms::default(), fabric };
+        let (rooms, idle) = (Rooms::default(), Idle::default());
+        let inner = Inner { shape, pool, executor, rooms, fabric, idle };
         Ok(Cache { inner: Arc::new(inner) })
     }
 
@@ -298,8 +302,8 @@ impl Cache {
     }
 
     /// Starts a step that adds tokens to sequences: `parts` are pairs of a sequence and its number of new tokens. Pages are reserved
-    /// for all layers, or none. In a cache with [tiers](crate::tiers), older pages of these sequences move down if the step would else
-    /// pass the budget.
+    /// for all layers, or none. If the step would else pass the budget, prefixes that a [`PrefixIndex`](crate::prefix::PrefixIndex) holds and
+    /// no sequence reads make room; in a cache with [tiers](crate::tiers), older pages of these sequences move down then.
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, [poisoned](Error::Poisoned), with no

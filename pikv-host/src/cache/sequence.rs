@@ -100,6 +100,10 @@ pub struct Sequence {
     pub(crate) tickets: Tickets,
     /// Lengths at which steps ended, as far as a rollback reaches.
     pub(crate) ends: VecDeque<u32>,
+    /// The sequence as it was at shorter lengths, ascending.
+    pub(crate) checkpoints: Vec<Arc<Sequence>>,
+    /// By which a prefix index sees that its pages are read.
+    pub(crate) lease_of_prefix: Option<Arc<()>>,
 }
 
 impl Sequence {
@@ -111,8 +115,22 @@ impl Sequence {
         });
         let (layers, lease) = (layers.collect(), Lease::new(&inner.pool.arenas));
         let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
-        let ends = VecDeque::new();
-        Sequence { layers, inner, len: 0, kept: 0, floor: 0, pins, poisoned, stepping, lease, tickets, ends }
+        let (ends, checkpoints) = (VecDeque::new(), Vec::new());
+        Sequence {
+            layers,
+            inner,
+            len: 0,
+            kept: 0,
+            floor: 0,
+            pins,
+            poisoned,
+            stepping,
+            lease,
+            tickets,
+            ends,
+            checkpoints,
+            lease_of_prefix: None,
+        }
     }
 
     /// Tokens appended so far, which is the next token's position, whatever was evicted.
@@ -233,11 +251,12 @@ impl Sequence {
         }
     }
 
-    fn copied(&self) -> Sequence {
-        let Sequence { inner, layers, pins, tickets, ends, .. } = self;
+    pub(crate) fn copied(&self) -> Sequence {
+        let Sequence { inner, layers, pins, tickets, ends, checkpoints, .. } = self;
         let (inner, lease, ends) = (inner.clone(), Lease::new(&inner.pool.arenas), ends.clone());
         let (layers, pins, tickets) = (layers.clone(), pins.clone(), tickets.clone());
-        Sequence { inner, layers, pins, lease, tickets, ends, ..*self }
+        let (checkpoints, lease_of_prefix) = (checkpoints.clone(), self.lease_of_prefix.clone());
+        Sequence { inner, layers, pins, lease, tickets, ends, checkpoints, lease_of_prefix, ..*self }
     }
 
     /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
@@ -298,8 +317,12 @@ impl Sequence {
     }
 
     /// Bytes of pages of the first tier that the sequence refers to ([`Sequence::bytes_in_tier`] for others), those included that only a
-    /// rollback would read; shared ones count for each of their sequences.
+    /// rollback would read, those of its [checkpoints](Sequence::checkpoint), and those that were [sealed](Sequence::seal); shared ones
+    /// count for each of their sequences. O(pages).
     pub fn bytes(&self) -> u64 {
+        if !self.checkpoints.is_empty() || self.layers.iter().any(|layer| layer.sealed.is_some()) {
+            return self.distinct_bytes();
+        }
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
         let bytes = |head: &Head| {
             let filed = head.chains.iter().flat_map(|c| &c.entries).map(Entry::bytes);
@@ -325,8 +348,13 @@ impl Sequence {
     pub fn table_bytes(&self) -> u64 {
         let lists =
             self.layers.capacity() * size_of::<Layer>() + self.pins.capacity() * size_of::<Range<u32>>();
-        let ends = self.ends.capacity() * size_of::<u32>();
-        (lists + ends) as u64 + self.tickets.bytes() + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
+        let ends = self.ends.capacity() * size_of::<u32>()
+            + self.checkpoints.capacity() * size_of::<Arc<Sequence>>();
+        let kept: u64 = self.checkpoints.iter().map(|kept| kept.table_bytes()).sum();
+        (lists + ends) as u64
+            + kept
+            + self.tickets.bytes()
+            + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
     }
 
     /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
@@ -371,6 +399,7 @@ impl Sequence {
             layer.truncate(&inner.shape, shape, len);
         }
         self.len = len;
+        self.checkpoints.retain(|kept| kept.len <= len);
         self.tickets.cut(len);
         while self.ends.back().is_some_and(|end| *end > len) {
             self.ends.pop_back();

@@ -154,6 +154,9 @@ impl<'a> Step<'a> {
         }
         let mut pages = loop {
             match inner.pool.arenas.reserve(needed) {
+                // What nobody reads goes first.
+                Err(Error::OutOfBudget { needed, available })
+                    if needed <= inner.pool.arenas.budget() && inner.idle.give_back(needed - available) => {}
                 Err(Error::OutOfBudget { needed, available })
                     if inner.pool.tiers.is_some() && needed <= inner.pool.arenas.budget() =>
                 {
@@ -589,7 +592,9 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
         let mut early = u64::from(experts) * rounds;
         for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
             let fill = chain.room().map_or(0, |(_, fill)| fill);
-            let shared = chain.room().is_some_and(|(page, _)| page.is_shared());
+            // A page that was filled ahead takes the place of an open one, and is shared.
+            let sealed = layer.sealed.is_some();
+            let shared = chain.room().is_some_and(|(page, _)| sealed || page.is_shared());
             pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
             closed += u64::from((fill + n) / PAGE);
             early += u64::from(chain.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));

@@ -59,6 +59,10 @@ pub struct Kernels {
     pub merge_pairs: Kernel,
     pub finish_rows: Kernel,
     pub mass_pages: Kernel,
+    /// For up to 32, 256 and 1,024 experts.
+    pub route: [Kernel; 3],
+    pub fold_entropies: Kernel,
+    pub learn_router: Kernel,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -171,6 +175,9 @@ impl Device {
             merge_pairs: kernel("merge_pairs")?,
             finish_rows: kernel("finish_rows")?,
             mass_pages: kernel("mass_pages")?,
+            route: [kernel("route_r1")?, kernel("route_r8")?, kernel("route_r32")?],
+            fold_entropies: kernel("fold_entropies")?,
+            learn_router: kernel("learn_router")?,
         };
         let (work, lifts, downs) = (Mutex::default(), Lifts::new()?, Downs::default());
         Ok(Device { work, lifts, downs, kernels, _module: module, stream, context, name, ordinal })

@@ -31,11 +31,22 @@ impl Device {
     /// # Errors
     /// As there.
     pub fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error> {
+        self.check_wide("lse", slice, "log-sum-exps are f32")
+    }
+
+    /// As [`Device::check`], of a gate's logits.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_logits(&self, slice: DeviceSlice) -> Result<(), Error> {
+        self.check_wide("logits", slice, "logits are f32")
+    }
+
+    fn check_wide(&self, what: &'static str, slice: DeviceSlice, why: &'static str) -> Result<(), Error> {
         if slice.dtype() != Dtype::F32 {
-            let (address, why) = (slice.address(), "log-sum-exps are f32");
-            return Err(Error::DeviceTensor { what: "lse", address, why });
+            return Err(Error::DeviceTensor { what, address: slice.address(), why });
         }
-        self.check("lse", slice)
+        self.check(what, slice)
     }
 
     /// Whether kernels can read and write there, as far as the driver knows.

@@ -760,6 +760,16 @@ impl Page {
         self.count().load(Ordering::Acquire) != 1
     }
 
+    /// Whether both are handles on one page.
+    pub fn is(&self, other: &Page) -> bool {
+        self.counted == other.counted
+    }
+
+    /// A number that all handles on the page have, and those of other pages have not.
+    pub fn key(&self) -> usize {
+        self.counted.as_ptr().addr()
+    }
+
     /// Bytes of the page.
     pub fn bytes(&self) -> u64 {
         u64::from(self.arenas.classes[usize::from(self.counted().class)]) * 4

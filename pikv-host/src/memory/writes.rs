@@ -57,7 +57,9 @@ impl Reservation {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             of.map_or(Ok(()), |(key, value)| layout.check(key, value))?;
-            pending.write(WriteArg { page: page.address(), lane, position, row: token.row as u32, pad: 0 });
+            let write = WriteArg { page: page.address(), position, row: token.row as u32 };
+            debug_assert_eq!(write.lane(), lane, "a kernel writes at the place in the ring");
+            pending.write(write);
             only(page)[lane as usize] = position;
             return Ok(());
         }

@@ -1,6 +1,6 @@
 //! A sink for the `tracing` crate.
 
-use super::{Evicted, Reused, Sink, StepMetrics};
+use super::{Evicted, PrefixUsage, Reused, Sink, StepMetrics};
 use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use tracing::{debug, trace, warn};
@@ -44,5 +44,14 @@ impl Sink for TracingSink {
         if *sums != Failures::default() {
             warn!(target: "pikv", uncompacted, unwiped, "failures");
         }
+    }
+    fn prefixes(&self, sums: &PrefixUsage) {
+        let PrefixUsage { bytes, boundaries, lookups, asked_tokens, hits, hit_tokens, .. } = *sums;
+        let PrefixUsage { evictions, evicted_tokens, unequal, .. } = *sums;
+        let (hit_age, evicted_age) = (sums.hit_age.as_secs_f64(), sums.evicted_age.as_secs_f64());
+        debug!(
+            target: "pikv", bytes, boundaries, lookups, asked_tokens, hits, hit_tokens, hit_age, evictions, evicted_tokens, evicted_age,
+            unequal, "prefixes"
+        );
     }
 }

@@ -126,6 +126,48 @@ pub struct Reused {
 
 setters!(Reused { layer: u32, kv_head: u32, gap: u32 });
 
+/// What a [`PrefixIndex`](crate::prefix::PrefixIndex) was asked and found since it was made, and what it holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PrefixUsage {
+    /// Bytes of pages in the first tier that it holds, each page once; also those that sequences read.
+    pub bytes: u64,
+    /// Lengths at which prefixes can be found, and those between checkpoints.
+    pub boundaries: u64,
+    /// Look-ups.
+    pub lookups: u64,
+    /// Tokens that they asked for.
+    pub asked_tokens: u64,
+    /// Look-ups that found something.
+    pub hits: u64,
+    /// Tokens that they found, and that need not be computed.
+    pub hit_tokens: u64,
+    /// Time since what they found was last used, summed over hits.
+    pub hit_age: Duration,
+    /// Boundaries that were evicted.
+    pub evictions: u64,
+    /// Their tokens, 32 each.
+    pub evicted_tokens: u64,
+    /// Time since they were last used, summed.
+    pub evicted_age: Duration,
+    /// Times that the name of a prefix was that of other tokens, which were not given.
+    pub unequal: u64,
+}
+
+setters!(PrefixUsage {
+    bytes: u64,
+    boundaries: u64,
+    lookups: u64,
+    asked_tokens: u64,
+    hits: u64,
+    hit_tokens: u64,
+    hit_age: Duration,
+    evictions: u64,
+    evicted_tokens: u64,
+    evicted_age: Duration,
+    unequal: u64,
+});
+
 /// Takes the numbers. Every method does nothing unless it is written, and must not block for long: the loop waits for it.
 ///
 /// ```
@@ -171,6 +213,10 @@ pub trait Sink: Send + Sync {
 
     /// Counts of work that failed without failing a call since the cache was built, after a committed step. Sums, not differences.
     fn failures(&self, _sums: &Failures) {}
+
+    /// What a prefix index found and holds: [`PrefixIndex::usage`](crate::prefix::PrefixIndex::usage), which your engine passes on when it
+    /// likes. Sums, not differences.
+    fn prefixes(&self, _sums: &PrefixUsage) {}
 }
 
 /// Takes no notice.

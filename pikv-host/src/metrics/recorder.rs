@@ -1,6 +1,6 @@
 //! A sink for the `metrics` crate.
 
-use super::{Evicted, Reused, Sink, StepMetrics};
+use super::{Evicted, PrefixUsage, Reused, Sink, StepMetrics};
 use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use ::metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
@@ -43,6 +43,8 @@ pub struct MetricsSink {
     traffic: [Counter; 5],
     /// Heads not put together, pages not overwritten.
     failures: [Counter; 2],
+    prefix_bytes: Gauge,
+    prefixes: [Counter; 6],
 }
 
 impl MetricsSink {
@@ -73,6 +75,15 @@ impl MetricsSink {
                 counter!("pikv_replicated_pages_total"),
             ],
             failures: [counter!("pikv_uncompacted_total"), counter!("pikv_unwiped_pages_total")],
+            prefix_bytes: gauge!("pikv_prefix_bytes"),
+            prefixes: [
+                counter!("pikv_prefix_lookups_total"),
+                counter!("pikv_prefix_asked_tokens_total"),
+                counter!("pikv_prefix_hits_total"),
+                counter!("pikv_prefix_hit_tokens_total"),
+                counter!("pikv_prefix_evicted_tokens_total"),
+                counter!("pikv_prefix_unequal_total"),
+            ],
         }
     }
 }
@@ -116,6 +127,13 @@ impl Sink for MetricsSink {
     fn failures(&self, sums: &Failures) {
         let sums = [sums.uncompacted, sums.unwiped];
         self.failures.iter().zip(sums).for_each(|(counter, sum)| counter.absolute(sum));
+    }
+
+    fn prefixes(&self, sums: &PrefixUsage) {
+        self.prefix_bytes.set(sums.bytes as f64);
+        let PrefixUsage { lookups, asked_tokens, hits, hit_tokens, evicted_tokens, unequal, .. } = *sums;
+        let sums = [lookups, asked_tokens, hits, hit_tokens, evicted_tokens, unequal];
+        self.prefixes.iter().zip(sums).for_each(|(counter, sum)| counter.absolute(sum));
     }
 }
 

@@ -203,6 +203,11 @@ impl Entry {
     pub fn bytes(&self) -> u64 {
         self.held.bytes()
     }
+
+    /// Bytes of those of its pages in the first tier that nobody else holds.
+    pub fn own_bytes(&self) -> u64 {
+        self.held.pages().filter(|page| !page.is_shared()).map(Page::bytes).sum()
+    }
 }
 
 impl TokenPage for Entry {
@@ -233,16 +238,20 @@ impl TokenPage for Entry {
 }
 
 impl Held {
+    /// Its pages in the first tier.
+    pub fn pages(&self) -> impl Iterator<Item = &Page> {
+        let (page, closed) = match self {
+            Held::Gone { .. } | Held::Away(_) => (None, None),
+            Held::Open(page) => (Some(page), None),
+            Held::Closed(closed) => (Some(&closed.packed), Some(closed)),
+        };
+        let beside = closed.into_iter().flat_map(|closed| closed.original.iter().chain(&closed.next));
+        page.into_iter().chain(beside)
+    }
+
     /// Bytes that it takes in the first tier.
     pub fn bytes(&self) -> u64 {
-        match self {
-            Held::Gone { .. } | Held::Away(_) => 0,
-            Held::Open(page) => page.bytes(),
-            Held::Closed(closed) => {
-                let beside = closed.original.iter().chain(&closed.next).map(|page| page.bytes());
-                closed.packed.bytes() + beside.sum::<u64>()
-            }
-        }
+        self.pages().map(Page::bytes).sum()
     }
 }
 
@@ -516,7 +525,10 @@ impl Chain {
     ) {
         let Some(entry) = self.entries.back_mut() else { return };
         let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
-        pages.pack(codec, lanes, layout, page, entry.fill, &mut packed);
+        // One that others hold was packed when the sequence was sealed.
+        if !packed.is_shared() {
+            pages.pack(codec, lanes, layout, page, entry.fill, &mut packed);
+        }
         let original = Some(page.clone());
         entry.held = Held::Closed(Closed { packed, original, last, by, old: false, next: None });
     }

@@ -14,6 +14,7 @@ use crate::memory::pool::Pool;
 use crate::pages::chain::{Chain, Entry, Held};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::past::Past;
+use crate::pages::sealed::Sealed;
 use crate::policy::rule::Rule;
 use crate::policy::state::Kept;
 use pikv_core::codec::packed::Packed;
@@ -76,6 +77,8 @@ pub(crate) struct Layer {
     pub past: Past,
     /// Heads and chains whose pages could not be put together, to be tried again.
     pub owed: Vec<(usize, usize)>,
+    /// Pages in which tokens of the ring were filed ahead.
+    pub sealed: Option<Sealed>,
 }
 
 impl Layer {
@@ -108,6 +111,7 @@ impl Layer {
             rule,
             past: Past::default(),
             owed: Vec::new(),
+            sealed: None,
         }
     }
 
@@ -142,6 +146,34 @@ impl Layer {
         left: u32,
         pages: &mut Reservation,
     ) -> Result<(), Error> {
+        self.file_tokens(inner, shape, left, false, pages)?;
+        self.age(inner, shape, pages)
+    }
+
+    /// As [`Layer::file`], without packing pages again; `aliased` lets a page of the ring be a page of a run too where both have the same
+    /// tokens at the same lanes, which nobody may write to then.
+    pub fn file_tokens(
+        &mut self,
+        inner: &CacheShape,
+        shape: &LayerShape,
+        left: u32,
+        aliased: bool,
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
+        let sealed = self.sealed.take();
+        let filed = self.file_until(inner, shape, left, (sealed.as_ref(), aliased), pages);
+        self.sealed = sealed;
+        filed
+    }
+
+    fn file_until(
+        &mut self,
+        inner: &CacheShape,
+        shape: &LayerShape,
+        left: u32,
+        (sealed, aliased): (Option<&Sealed>, bool),
+        pages: &mut Reservation,
+    ) -> Result<(), Error> {
         while self.filed < left {
             let position = self.filed;
             if let Some(c) = self.chain_of(inner, shape, position) {
@@ -149,7 +181,8 @@ impl Layer {
                     // A head that runs out leaves the earlier ones with a token more: undone here, so that all agree.
                     let mut shared = None;
                     let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
-                    let token = Filed { inner, shape, chain: c, position, head, first_tile };
+                    let ahead = sealed.map(|sealed| (sealed, h));
+                    let token = Filed { inner, shape, chain: c, position, head, first_tile, ahead, aliased };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);
                     let filed = self.heads[h].file(&token, codec, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));
@@ -161,7 +194,8 @@ impl Layer {
                             head.chains[c]
                                 .packed_by(position)
                                 .for_each(|(_, packed)| pages.forget_pack(packed));
-                            let held = |chain: &Chain| chain.entries.iter().map(Entry::bytes).sum::<u64>();
+                            let held =
+                                |chain: &Chain| chain.entries.iter().map(Entry::own_bytes).sum::<u64>();
                             let before = held(&head.chains[c]);
                             head.chains[c].pop(position);
                             // The append may be made again, and needs them then.
@@ -179,7 +213,7 @@ impl Layer {
             }
             self.filed += 1;
         }
-        self.age(inner, shape, pages)
+        Ok(())
     }
 
     /// Packs pages again that are old enough now.
@@ -230,6 +264,9 @@ impl Layer {
 
     /// Undoes what was written past `len` tokens, once [`Layer::rewind`] has undone what policies made of them.
     pub fn truncate(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
+        if let Some(sealed) = &mut self.sealed {
+            sealed.until = sealed.until.min(len);
+        }
         let left = inner.store.ring.left(len);
         while self.filed > left {
             self.filed -= 1;
@@ -262,8 +299,9 @@ impl Layer {
     /// Undoes a step: back to `len` tokens, on the pages that were there.
     pub fn abort(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
         self.truncate(inner, shape, len);
-        // What was copied was not full, so once the step's tokens are gone it is the last of its run again.
-        for (head, chain, original) in self.undo.drain(..) {
+        // What was copied was not full, so once the step's tokens are gone it is the last of its run again; unless the step took it, out
+        // of what was filed ahead. The first copy is undone last.
+        for (head, chain, original) in self.undo.drain(..).rev() {
             let head = &mut self.heads[head];
             let page = match chain {
                 None => head.ring.back_mut(),
@@ -272,7 +310,7 @@ impl Layer {
                     _ => None,
                 },
             };
-            if let Some(page) = page {
+            if let Some(page) = page.filter(|page| page.positions()[0] == original.positions()[0]) {
                 *page = original;
             }
         }
@@ -290,6 +328,7 @@ impl Layer {
             self.first_tile += 1;
         }
         let kept = ring.kept_from(len);
+        self.sealed.take_if(|sealed| sealed.until <= kept);
         while let Some(&Original { head, chain, ordinal, .. }) =
             self.originals.front().filter(|original| original.by < kept)
         {
@@ -376,7 +415,8 @@ impl Layer {
             + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
             + self.undo.capacity() * size_of::<(usize, Option<usize>, Page)>()
             + self.owed.capacity() * size_of::<(usize, usize)>();
-        lists as u64 + self.past.table_bytes() + self.heads.iter().map(head).sum::<u64>()
+        let sealed = self.sealed.as_ref().map_or(0, Sealed::table_bytes);
+        lists as u64 + sealed + self.past.table_bytes() + self.heads.iter().map(head).sum::<u64>()
     }
 }
 
@@ -408,6 +448,32 @@ struct Filed<'a> {
     /// Counted on over the layers.
     head: u32,
     first_tile: u32,
+    /// Where it was filed ahead, and the head's index in its layer.
+    ahead: Option<(&'a Sealed, usize)>,
+    /// Whether a page of the ring may be one of the run.
+    aliased: bool,
+}
+
+impl Filed<'_> {
+    /// The page in which the token lies already, at `lane` of the page at `ordinal` of its run; `open` is the page that is there, of a
+    /// run that ends with one, and `ring` that of the ring.
+    fn page(&self, ordinal: u32, lane: u32, open: Option<&Page>, ring: &Page) -> Option<Page> {
+        let Filed { inner, chain, position, head, .. } = *self;
+        let ahead = self.ahead.and_then(|(sealed, h)| sealed.page(h, chain, ordinal, lane, position));
+        let same = || {
+            let shard = inner.shard_of(chain_place(chain), ordinal, head);
+            let first = open.map_or(position, |page| page.positions()[0]);
+            let is = position % PAGE == lane && first == position - lane && ring.positions()[0] == first;
+            self.aliased && is && ring.shard() == shard
+        };
+        ahead.cloned().or_else(|| same().then(|| ring.clone()))
+    }
+
+    /// The page at `ordinal` of the token's run as this token packs it, if that was done already.
+    fn packed(&self, ordinal: u32) -> Option<Page> {
+        let (sealed, h) = self.ahead?;
+        sealed.packed(h, self.chain, ordinal, self.position).cloned()
+    }
 }
 
 impl Head {
@@ -419,14 +485,26 @@ impl Head {
         pages: &mut Reservation,
         shared: &mut Option<Page>,
     ) -> Result<(), Error> {
-        let Filed { inner, shape, chain: c, position, head, first_tile } = *token;
+        let Filed { inner, shape, chain: c, position, head, first_tile, .. } = *token;
         let layout = &shape.layout;
         let Slot { tile, lane } = Position(position).into();
         let (chain, lanes) = (&mut self.chains[c], inner.config.lanes);
         let open = chain.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
         let wide = open.filter(|(first, ..)| codec.is_some() && !Packed::spans(*first, position));
+        let from = (tile - first_tile) as usize;
+        let fresh = open.is_none() || wide.is_some();
+        let (ordinal, to) = match open {
+            Some((_, fill, _)) if !fresh => (chain.next - 1, fill),
+            _ => (chain.next, 0),
+        };
+        let there = chain.room().map(|(page, _)| page).filter(|_| !fresh);
+        let ahead = token.page(ordinal, to, there, &self.ring[from]);
         // All that can fail comes before anything is counted.
         let mut take = |codec: &HeadCodec, shard| {
+            // It is the last page that is packed.
+            if let Some(packed) = token.packed(chain.next - 1) {
+                return Ok(packed);
+            }
             let last = chain.entries.iter().rev().find_map(|entry| match &entry.held {
                 Held::Closed(closed) => Some(&closed.packed),
                 _ => None,
@@ -442,13 +520,15 @@ impl Head {
             }
             _ => (None, None),
         };
-        if open.is_none() || wide.is_some() {
-            let ordinal = chain.next;
+        if fresh {
             let shard = inner.shard_of(chain_place(c), ordinal, head);
             let last = chain.entries.back().and_then(Entry::page);
             // One that will be packed makes way then.
             let near = if codec.is_some() { Near::Any } else { Near::next(last) };
-            let page = pages.take(shard, layout.words(), near)?;
+            let page = match &ahead {
+                Some(page) => page.clone(),
+                None => pages.take(shard, layout.words(), near)?,
+            };
             if let Some((codec, packed)) = before {
                 chain.close(codec, lanes, layout, position, packed, pages);
             }
@@ -457,9 +537,16 @@ impl Head {
         let Some(Entry { held: Held::Open(page), fill, .. }) = chain.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
-        own(page, layout, *fill, pages, shared)?;
-        pages.copy(layout, &self.ring[(tile - first_tile) as usize], lane, page, *fill);
-        let (from, to) = ((tile - first_tile) as usize, *fill);
+        match ahead {
+            // It has the tokens before this one too.
+            Some(ahead) if page.is(&ahead) => {}
+            Some(ahead) => *shared = Some(std::mem::replace(page, ahead)),
+            None => {
+                own(page, layout, *fill, pages, shared)?;
+                pages.copy(layout, &self.ring[from], lane, page, *fill);
+            }
+        }
+        let to = *fill;
         let to = (chain.entries.len() - 1, to);
         chain.kept.copy(0..chain.kept.versions(), &self.states, (from, lane), to);
         chain.wrote();

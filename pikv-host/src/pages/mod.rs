@@ -2,9 +2,12 @@
 
 pub mod chain;
 pub mod compact;
+pub mod cut;
 pub mod filing;
 pub mod ghosts;
 pub mod past;
 #[cfg(feature = "save")]
 pub mod saved;
+pub mod seal;
+pub mod sealed;
 pub mod settle;

@@ -1,8 +1,9 @@
 //! The core that R_T, R_LB, R_P, R_E and R_H are options of, and that R_A steers.
 
+use super::on_device::{Averages, DeviceChoice, DevicePlan};
 use super::{
     Coefficients, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient, decay,
-    positions,
+    length, positions,
 };
 use pikv_core::page::Position;
 use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
@@ -190,11 +191,7 @@ impl Biased {
             let plain = Ranking::default();
             self.shape.rank(logits, plain, &mut model.experts[old..], &mut model.weights[old..]);
         }
-        if !self.counts.is_empty() {
-            for expert in &filing.experts[old..] {
-                self.counts[usize::from(*expert)] += 1;
-            }
-        }
+        count(&mut self.counts, &filing.experts[old..]);
         if let Some(keep) = self.terms.entropy {
             binary_entropy(self.shape.lanes, logits, keep, &mut self.entropy_next);
         }
@@ -202,6 +199,30 @@ impl Biased {
             self.fetch_more(logits, out);
         }
         Ok(())
+    }
+
+    /// [`Router::device_plan`] where `fetch` of a row's experts are fetched.
+    pub(super) fn plan_fetching(&self, fetch: u32) -> Result<DevicePlan<'_>, RouteError> {
+        let Terms { coefficients, load, miss, entropy, cap, groups, model_choice, more, .. } = self.terms;
+        if more > 0 {
+            let why = "the experts that it fetches beside its own (EntropyPenalised::more) follow from logarithms in f64, which the host takes";
+            return Err(RouteError::HostOnly { router: self.kind, why });
+        }
+        let biased = coefficients != Coefficients::default();
+        let averages = Averages {
+            coefficients,
+            fixed: &self.fixed,
+            load: &self.load,
+            miss: &self.miss,
+            entropy: &self.entropy,
+            entropy_next: &self.entropy_next,
+            counts: &self.counts,
+            keep_load: load.unwrap_or_default(),
+            keep_miss: miss.unwrap_or_default(),
+            keep_entropy: entropy.unwrap_or_default(),
+        };
+        let choice = DeviceChoice::Ranked { biased, cap, groups };
+        Ok(DevicePlan { choice, fetch, same: model_choice || !(biased || groups.is_some()), averages })
     }
 
     /// Adds to `out` the experts behind the `top_k` of each row, and how many of them it fetches: the gate's entropy over that of a uniform
@@ -228,31 +249,30 @@ impl Biased {
         if let Some(keep) = self.terms.load
             && total > 0
         {
-            let scale = f64::from(self.shape.experts);
             for (mu, n) in self.load.iter_mut().zip(&mut self.counts) {
-                *mu = keep * *mu + (1.0 - keep) * (scale * *n as f64 / total as f64) as f32;
-                *n = 0;
+                *mu = score::learn_load(keep, *mu, std::mem::take(n), total, self.shape.experts);
             }
         }
         if let Some((measure, keep)) = self.terms.miss {
             for (m, (wanted, missed)) in self.miss.iter_mut().zip(feedback.wanted.iter().zip(feedback.missed))
             {
-                match measure {
-                    // An expert that nothing was wanted of keeps its rate.
-                    Misses::Rate if *wanted == 0 => {}
-                    Misses::Rate => {
-                        let rate = (f64::from(*missed) / f64::from(*wanted)) as f32;
-                        *m = keep * *m + (1.0 - keep) * rate;
-                    }
-                    Misses::Count => {
-                        let pages = f64::from(*missed) / f64::from(feedback.of_page.max(1));
-                        *m = keep * *m + pages as f32;
-                    }
-                }
+                *m = match measure {
+                    Misses::Rate => score::learn_rate(keep, *m, *wanted, *missed),
+                    Misses::Count => score::learn_count(keep, *m, *missed, feedback.of_page),
+                };
             }
         }
         self.entropy.copy_from_slice(&self.entropy_next);
         self.settle();
+    }
+}
+
+/// Adds choices to the `counts` of experts, if they are kept.
+fn count(counts: &mut [u64], chosen: &[u16]) {
+    if !counts.is_empty() {
+        for expert in chosen {
+            counts[usize::from(*expert)] += 1;
+        }
     }
 }
 
@@ -281,6 +301,18 @@ impl Router for Biased {
 
     fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
         self.route_fetching(first, logits, self.shape.top_k, out)
+    }
+
+    fn device_plan(&self) -> Result<DevicePlan<'_>, RouteError> {
+        self.plan_fetching(self.shape.top_k)
+    }
+
+    fn routed(&mut self, chosen: &[u16], entropy: &[f32]) -> Result<(), RouteError> {
+        self.shape.check_chosen(chosen)?;
+        length("entropy", entropy.len(), self.entropy_next.len(), "experts where it is kept")?;
+        count(&mut self.counts, chosen);
+        self.entropy_next.copy_from_slice(entropy);
+        Ok(())
     }
 
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {

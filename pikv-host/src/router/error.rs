@@ -190,6 +190,14 @@ pub enum RouteError {
         /// Pages wanted.
         wanted: u32,
     },
+    /// A router that chooses on the host only: give [`LoopStep::route`](crate::closed_loop::LoopStep::route) logits of the host.
+    #[error("{router} chooses on the host only: {why}; route the layer by logits of the host")]
+    HostOnly {
+        /// The router.
+        router: RouterKind,
+        /// Why.
+        why: &'static str,
+    },
     /// A state that cannot be restored.
     #[error(transparent)]
     State(#[from] StateError),

@@ -47,6 +47,7 @@ mod eplb;
 mod error;
 pub(crate) mod learnt;
 pub(crate) mod met;
+pub(crate) mod on_device;
 mod r_a;
 mod r_b;
 mod r_e;
@@ -61,6 +62,7 @@ pub use auxiliary::{Auxiliary, auxiliary};
 pub use biased::{Biased, Misses};
 pub use eplb::{Eplb, EplbError, Placement};
 pub use error::{RouteError, StateError};
+pub use on_device::DevicePlan;
 pub use pikv_core::score::Coefficients;
 pub use r_a::{Adaptive, Arm, Bandit};
 pub use r_b::{HashRouter, Hashed, Start};
@@ -112,6 +114,16 @@ impl Shape {
             return Err(RouteError::TopK { top_k, experts });
         }
         Ok(self)
+    }
+
+    /// That `chosen` is whole rows of experts that are there.
+    fn check_chosen(&self, chosen: &[u16]) -> Result<(), RouteError> {
+        let top_k = self.top_k as usize;
+        length("chosen", chosen.len(), chosen.len() / top_k * top_k, "rows * top_k")?;
+        match chosen.iter().position(|expert| u32::from(*expert) >= self.experts) {
+            Some(i) => Err(RouteError::Expert { row: i / top_k, expert: chosen[i], experts: self.experts }),
+            None => Ok(()),
+        }
     }
 
     /// Rows of `logits`, `[rows][experts]`, which must be finite.
@@ -247,6 +259,14 @@ impl Routes {
         self.counts.clear();
     }
 
+    /// Takes the place of all rows with `chosen`, `[rows][top_k]`, whose weights lie on a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn brought(&mut self, chosen: &[u16], top_k: usize, fetch: usize) {
+        self.clear();
+        (self.top_k, self.fetch) = (top_k, fetch);
+        self.filing.experts.extend_from_slice(chosen);
+    }
+
     /// Room for `rows` more; gives the number of elements there were.
     fn grow(&mut self, rows: usize, top_k: usize, fetch: usize) -> Result<usize, RouteError> {
         let held = self.filing.experts.len();
@@ -353,6 +373,29 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// # Errors
     /// Slices that are not `[experts]`, or more pages missed than wanted.
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError>;
+
+    /// What a device needs to choose in this router's place ([`LoopStep::route_device`](crate::closed_loop::LoopStep::route_device)). A
+    /// router of your own that wraps one of pikv's passes it on; any other leaves it as it is, and routes on the host.
+    ///
+    /// # Errors
+    /// [`RouteError::HostOnly`] with the reason.
+    fn device_plan(&self) -> Result<DevicePlan<'_>, RouteError> {
+        Err(RouteError::HostOnly {
+            router: self.kind(),
+            why: "it has no plan for a device (Router::device_plan)",
+        })
+    }
+
+    /// Takes in rows whose experts a device chose by [`device_plan`](Router::device_plan), as [`route`](Router::route) takes in those that
+    /// it chooses itself: `chosen` is `[rows][top_k]`, `entropy` `[experts]` the averages of the gate's entropy with the rows in them,
+    /// empty where they are not kept.
+    ///
+    /// # Errors
+    /// Slices of the wrong length, an expert that is not there, or [`RouteError::HostOnly`] of a router without a plan.
+    fn routed(&mut self, chosen: &[u16], entropy: &[f32]) -> Result<(), RouteError> {
+        let _ = (chosen, entropy);
+        self.device_plan().map(|_| ())
+    }
 
     /// Whether it learns from [`Feedback::wanted`]: a [`ClosedLoop`](crate::ClosedLoop) has hits counted then
     /// ([`Hits`](crate::rules::Hits)).

@@ -17,6 +17,7 @@
 //! seed gives the same run on every machine. A normal variate is 12 uniform ones less 6.
 
 use super::biased::Terms;
+use super::on_device::DevicePlan;
 use super::solve::solve;
 use super::{
     ArmState, BanditState, Biased, Coefficients, Feedback, Misses, RouteError, Router, RouterKind,
@@ -246,6 +247,14 @@ impl Router for Bandit {
     fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
         let fetch = self.options.arms[self.arm()].fetch;
         self.core.route_fetching(first, logits, fetch, out)
+    }
+
+    fn device_plan(&self) -> Result<DevicePlan<'_>, RouteError> {
+        self.core.plan_fetching(self.options.arms[self.arm()].fetch)
+    }
+
+    fn routed(&mut self, chosen: &[u16], entropy: &[f32]) -> Result<(), RouteError> {
+        self.core.routed(chosen, entropy)
     }
 
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {

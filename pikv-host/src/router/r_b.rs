@@ -1,7 +1,8 @@
 //! R_B: hash and round-robin routing (arXiv 2508.06526, R_B; hash layers, Roller et al., arXiv 2106.04426).
 
+use super::on_device::{Averages, DeviceChoice, DevicePlan};
 use super::{Choice, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, positions};
-use pikv_core::hash::mix;
+use pikv_core::hash;
 use pikv_core::page::Position;
 use pikv_core::score::Ranking;
 use pikv_lanes::route::weigh;
@@ -69,11 +70,10 @@ impl HashRouter {
     /// Expert `j` of the token at `t`.
     fn expert(&self, t: u32, j: u32) -> u16 {
         let start = match self.options.start {
-            Start::Hash => mix(t.into()),
+            Start::Hash => hash::mix(t.into()),
             Start::RoundRobin => t.into(),
         };
-        let experts = u64::from(self.shape.experts);
-        ((start % experts + u64::from(j) * u64::from(self.options.stride)) % experts) as u16
+        hash::expert(start, j, self.options.stride, self.shape.experts)
     }
 }
 
@@ -111,6 +111,17 @@ impl Router for HashRouter {
             self.shape.rank(logits, plain, &mut model.experts[old..], &mut model.weights[old..]);
         }
         Ok(())
+    }
+
+    fn device_plan(&self) -> Result<DevicePlan<'_>, RouteError> {
+        let Hashed { start, stride, model_choice } = self.options;
+        let choice = DeviceChoice::Placed { hashed: start == Start::Hash, stride };
+        let fetch = self.shape.top_k;
+        Ok(DevicePlan { choice, fetch, same: model_choice, averages: Averages::default() })
+    }
+
+    fn routed(&mut self, chosen: &[u16], _: &[f32]) -> Result<(), RouteError> {
+        self.shape.check_chosen(chosen)
     }
 
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {

@@ -28,6 +28,17 @@ fn canon(x: f32) -> u32 {
     if x.is_nan() { 0x7fff_ffff } else { x.to_bits() }
 }
 
+/// The same of f64.
+#[inline(always)]
+fn canon64(x: f64) -> u64 {
+    if x.is_nan() { 0x7fff_ffff_ffff_ffff } else { x.to_bits() }
+}
+
+#[inline(always)]
+fn double(x: u64) -> f64 {
+    f64::from_bits(x)
+}
+
 #[inline(always)]
 fn f(x: u32) -> f32 {
     f32::from_bits(x)
@@ -215,6 +226,8 @@ impl Registers {
             Bin64::And => self.zip64(on, d, a, b, |a, b| a & b),
             Bin64::Or => self.zip64(on, d, a, b, |a, b| a | b),
             Bin64::Xor => self.zip64(on, d, a, b, |a, b| a ^ b),
+            Bin64::FMul => self.zip64(on, d, a, b, |a, b| canon64(double(a) * double(b))),
+            Bin64::FDiv => self.zip64(on, d, a, b, |a, b| canon64(double(a) / double(b))),
         }
         Ok(())
     }
@@ -231,6 +244,7 @@ impl Registers {
                     Un64::Mov => *a,
                     Un64::Not => a.map(|x| !x),
                     Un64::Neg => a.map(u64::wrapping_neg),
+                    Un64::FromU64 => a.map(|x| (x as f64).to_bits()),
                 };
                 self.put64(on, d, v);
             }
@@ -253,6 +267,10 @@ impl Registers {
                 let a = self.r32[a as usize];
                 self.put64(on, d, a.map(|x| if signed { x as i32 as u64 } else { x.into() }));
             }
+            Op::Double(d, a) => {
+                let a = self.r32[a as usize];
+                self.put64(on, d, a.map(|x| f64::from(x).to_bits()));
+            }
             Op::Narrow(op, d, a) => {
                 let a = self.r64[a as usize];
                 let v = match op {
@@ -260,6 +278,8 @@ impl Registers {
                     Narrow::Low16 => a.map(|x| x as u32 & 0xffff),
                     Narrow::Popc => a.map(u64::count_ones),
                     Narrow::Clz => a.map(u64::leading_zeros),
+                    Narrow::Single => a.map(|x| canon(double(x) as f32)),
+                    Narrow::SingleU64 => a.map(|x| (x as f32).to_bits()),
                 };
                 self.put32(on, d, v);
             }

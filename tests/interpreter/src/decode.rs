@@ -1,7 +1,7 @@
 //! One instruction's text to an [`Op`].
 
 use super::parse::{Body, File, Result, number, operands};
-use super::{Bin32, Bin64, Logic, Narrow, Op, Order, Shfl, Shift, Space, Tri32, Un32, Un64};
+use super::{Atom, Bin32, Bin64, Logic, Narrow, Op, Order, Shfl, Shift, Space, Tri32, Un32, Un64};
 
 /// The orders that make a comparison true, by its name.
 fn orders(name: &str, float: bool) -> Result<u8> {
@@ -145,6 +145,13 @@ impl Body<'_> {
             ["rzi", "u32", "f32"] => self.un32(Un32::TruncU, 32, a),
             ["rn", "f32", "s32"] => self.un32(Un32::FromS32, 32, a),
             ["rn", "f32", "u32"] => self.un32(Un32::FromU32, 32, a),
+            ["rn", "f64", "u64"] => self.un64(Un64::FromU64, a),
+            ["rn", "f64", "u32"] => {
+                let &[d, s] = a else { return Err("not 2 operands".into()) };
+                Ok(Op::Double(self.reg(d, File::B64)?, self.value(s, 32)?))
+            }
+            ["rn", "f32", "f64"] => self.narrow(Narrow::Single, a),
+            ["rn", "f32", "u64"] => self.narrow(Narrow::SingleU64, a),
             ["f32", "f16"] => self.un32(Un32::FromF16, 16, a),
             _ => Err("unknown operation".into()),
         }
@@ -201,7 +208,7 @@ impl Body<'_> {
             ["setp", order, kind] => self.setp(order, kind, a),
             ["selp", "b16" | "u16" | "s16"] => self.selp(16, a),
             ["selp", "b32" | "u32" | "s32" | "f32"] => self.selp(32, a),
-            ["selp", "b64" | "u64" | "s64"] => self.selp(64, a),
+            ["selp", "b64" | "u64" | "s64" | "f64"] => self.selp(64, a),
             ["cvt", rest @ ..] => self.cvt(rest, a),
             // Addresses are the same in every state space here.
             ["cvta", "global" | "local" | "shared", "u64"]
@@ -269,6 +276,8 @@ impl Body<'_> {
             ["max", "s64"] => self.bin64(Bin64::MaxS, a),
             ["and", "b64"] => self.bin64(Bin64::And, a),
             ["or", "b64"] => self.bin64(Bin64::Or, a),
+            ["mul", "rn", "f64"] => self.bin64(Bin64::FMul, a),
+            ["div", "rn", "f64"] => self.bin64(Bin64::FDiv, a),
             ["xor", "b64"] => self.bin64(Bin64::Xor, a),
             ["not", "b64"] => self.un64(Un64::Not, a),
             ["neg", "s64"] => self.un64(Un64::Neg, a),
@@ -311,10 +320,11 @@ impl Body<'_> {
                 let &[mask] = a else { return Err("not 1 operand".into()) };
                 Ok(Op::SyncWarp(self.value(mask, 32)?))
             }
-            ["atom", "global", "min", "u64"] => {
+            ["atom", "global", kind @ ("min" | "add"), "u64"] | ["atom", kind @ ("min" | "add"), "u64"] => {
+                let kind = if *kind == "min" { Atom::Min } else { Atom::Add };
                 let &[d, at, x] = a else { return Err("not 3 operands".into()) };
                 let (d, (base, offset)) = (self.reg(d, File::B64)?, self.address(at)?);
-                Ok(Op::AtomMin64(d, base, offset, self.value(x, 64)?))
+                Ok(Op::Atom64(kind, d, base, offset, self.value(x, 64)?))
             }
             ["bra"] | ["bra", "uni"] => {
                 let &[label] = a else { return Err("not 1 operand".into()) };

@@ -400,11 +400,11 @@ impl Warp<'_> {
                 let at = self.regs.r64[a as usize].map(|x| x.wrapping_add_signed(offset));
                 self.access(matches!(op, Op::St(..)), space, data, at, on)?;
             }
-            Op::AtomMin64(d, a, offset, x) => {
+            Op::Atom64(kind, d, a, offset, x) => {
                 for lane in lanes(on) {
                     let address = self.regs.r64[a as usize][lane].wrapping_add_signed(offset);
                     let value = self.regs.r64[x as usize][lane];
-                    let before = self.memory.atomic_min(address, value, self.who.launch);
+                    let before = self.memory.atomic(kind, address, value, self.who.launch);
                     self.regs.r64[d as usize][lane] = before.map_err(|cause| (lane as u32, cause))?;
                 }
             }

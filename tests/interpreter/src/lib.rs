@@ -116,6 +116,8 @@ pub enum Op {
     Shift64(Shift, R, R, R),
     /// 32 bits to 64, signed or not.
     Widen(bool, R, R),
+    /// u32 to f64.
+    Double(R, R),
     /// 64 bits to 32.
     Narrow(Narrow, R, R),
     /// 32 times 32 bits to 64, signed or not, plus a 64-bit register.
@@ -138,8 +140,8 @@ pub enum Op {
     LdParam(Data, u32),
     Ld(Space, Data, R, i64),
     St(Space, Data, R, i64),
-    /// The lesser of 64 bits in global memory and a register, in memory; what was there before.
-    AtomMin64(R, R, i64, R),
+    /// 64 bits in global memory and a register combined, in memory; what was there before.
+    Atom64(Atom, R, R, i64, R),
     Shfl {
         kind: Shfl,
         d: R,
@@ -236,6 +238,8 @@ pub enum Un64 {
     Mov,
     Not,
     Neg,
+    /// u64 to f64.
+    FromU64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -253,6 +257,17 @@ pub enum Bin64 {
     And,
     Or,
     Xor,
+    FMul,
+    FDiv,
+}
+
+/// What an atomic operation leaves in memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Atom {
+    /// The lesser of the two, unsigned.
+    Min,
+    /// Their sum.
+    Add,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -268,6 +283,10 @@ pub enum Narrow {
     Low16,
     Popc,
     Clz,
+    /// f64 to f32, rounded to nearest even.
+    Single,
+    /// u64 to f32, rounded to nearest even.
+    SingleU64,
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,6 @@
 //! Global and shared memory: allocations apart from each other, bytes that know if they were written, words (or halves) that know by whom.
 
-use super::Cause;
+use super::{Atom, Cause};
 use bytemuck::Pod;
 
 /// Every allocation has its own 4 GiB of addresses, never given out again.
@@ -270,8 +270,8 @@ impl Memory {
         Ok(gather(&a.bytes[at..at + size]))
     }
 
-    /// A device's atomic minimum of 64 bits; what was there before.
-    pub(super) fn atomic_min(&mut self, address: u64, value: u64, launch: u32) -> Result<u64, Cause> {
+    /// A device's atomic operation on 64 bits; what was there before.
+    pub(super) fn atomic(&mut self, kind: Atom, address: u64, value: u64, launch: u32) -> Result<u64, Cause> {
         if !address.is_multiple_of(8) {
             return Err(Cause::Misaligned { address });
         }
@@ -284,7 +284,11 @@ impl Memory {
             word.atomic(address, launch)?;
         }
         let before = gather(&a.bytes[at..at + 8]);
-        a.bytes[at..at + 8].copy_from_slice(&before.min(value).to_le_bytes());
+        let after = match kind {
+            Atom::Min => before.min(value),
+            Atom::Add => before.wrapping_add(value),
+        };
+        a.bytes[at..at + 8].copy_from_slice(&after.to_le_bytes());
         Ok(before)
     }
 

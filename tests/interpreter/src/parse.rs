@@ -160,7 +160,7 @@ fn immediate(s: &str) -> Result<u64> {
     let (negative, digits) = s.strip_prefix('-').map_or((false, s), |s| (true, s));
     let value = if let Some(float) = digits.strip_prefix("0f") {
         u32::from_str_radix(float, 16).map(u64::from)
-    } else if let Some(hex) = digits.strip_prefix("0x") {
+    } else if let Some(hex) = digits.strip_prefix("0x").or(digits.strip_prefix("0d")) {
         u64::from_str_radix(hex, 16)
     } else {
         digits.parse()

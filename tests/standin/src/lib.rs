@@ -61,6 +61,8 @@ pub const WAITED: u32 = 4;
 pub const DUE: u32 = 5;
 /// [`standin_get`]: bytes of memory that was taken and not given back.
 pub const BYTES: u32 = 6;
+/// [`standin_get`]: bytes that were copied up so far.
+pub const UPLOADED: u32 = 7;
 
 /// All devices. Handles and addresses differ over them.
 struct Driver {
@@ -93,6 +95,7 @@ struct Device {
     allocated: u64,
     executed: u64,
     waited: u64,
+    uploaded: u64,
     allocations_left: Option<u64>,
     launches_left: Option<u64>,
     lose_in: Option<u64>,
@@ -287,6 +290,7 @@ impl Device {
             ALLOCATED => self.allocated,
             EXECUTED => self.executed + self.programs.values().map(|p| p.executed).sum::<u64>(),
             WAITED => self.waited,
+            UPLOADED => self.uploaded,
             DUE => {
                 let due = [self.allocations_left, self.launches_left, self.lose_in];
                 due.iter().filter(|left| left.is_some()).count() as u64
@@ -646,6 +650,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: u
             return INVALID_HANDLE;
         }
         device.asked += 1;
+        device.uploaded += bytes as u64;
         device.queue.push(Up { stream, number: device.asked, to, from: from as usize, bytes });
         SUCCESS
     })

@@ -626,6 +626,30 @@ pub enum Error {
         /// The most that would do.
         limit: u32,
     },
+    /// A fork at an earlier length that cannot be had to the bit.
+    #[error(
+        "a fork at {asked} of {len} tokens: {why}; lengths that would do: {oldest} to {len}, and those of checkpoints: {checkpoints:?}"
+    )]
+    Cut {
+        /// As given.
+        asked: u32,
+        /// Tokens of the sequence.
+        len: u32,
+        /// What stands in the way.
+        why: &'static str,
+        /// The least length from which on any would do.
+        oldest: u32,
+        /// Lengths of checkpoints, which would do too.
+        checkpoints: Vec<u32>,
+    },
+    /// Something that a cache over a fabric does not do.
+    #[error("{what} in a cache over a fabric: {why}")]
+    OverFabric {
+        /// What was asked.
+        what: &'static str,
+        /// Why not.
+        why: &'static str,
+    },
     /// No such page.
     #[error("{page} is not there in layer {layer}, KV head {kv_head}; Sequence::pages lists those that are")]
     NoPage {

@@ -14,9 +14,8 @@ use crate::base::fields::put_long;
 use crate::base::page_sum;
 use crate::cache::sequence::Sequence;
 use crate::config::shape::CacheShape;
-use crate::pages::chain::Held;
 use crate::pages::filing::save::Reach;
-use crate::pages::saved::Out;
+use crate::pages::saved::{Out, Words};
 use std::borrow::Cow;
 use std::io::Write;
 
@@ -102,8 +101,8 @@ impl Sequence {
     /// them reads what the prompt left. Pages go out one by one; beside them the call takes memory for what policies keep of tokens,
     /// and 24 bytes a page. O(bytes).
     ///
-    /// What routers learnt of the tokens is not in it: a rollback of the restored sequence does not reach that
-    /// ([`ClosedLoop`](crate::ClosedLoop)).
+    /// Not in it: [checkpoints](Sequence::checkpoint); what was filed ahead for forks ([`Sequence::seal`]); and what routers learnt of the
+    /// tokens, so that a rollback of the restored sequence does not reach that ([`ClosedLoop`](crate::ClosedLoop)).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -145,7 +144,7 @@ impl Sequence {
     fn parts(&self) -> Vec<Out<'_>> {
         let Sequence { inner, layers, len, kept, .. } = self;
         let reach = Reach { len: *len, kept: *kept, limit: self.rollback_limit() };
-        let mut parts = vec![Out { fields: self.numbers(), ..Out::default() }];
+        let mut parts = vec![Out::default()];
         for (layer, shape) in layers.iter().zip(&inner.shape.config.layers) {
             let mut tags = Out::default();
             layer.save_tags(&mut tags.fields);
@@ -159,25 +158,23 @@ impl Sequence {
             layer.save_past(&shape.layout, &mut past);
             parts.extend(past.apart());
         }
+        parts[0].fields = self.numbers(&parts);
         parts
     }
 
     /// What is said of the whole sequence.
-    fn numbers(&self) -> Vec<u32> {
+    fn numbers(&self, parts: &[Out<'_>]) -> Vec<u32> {
         let Sequence { len, kept, floor, pins, ends, .. } = self;
         let mut to = vec![*len, *kept, *floor, pins.len() as u32];
         to.extend(pins.iter().flat_map(|pin| [pin.start, pin.end]));
         to.push(ends.len() as u32);
         to.extend(ends);
-        put_long(&mut to, self.bytes());
-        let entries = self.layers.iter().flat_map(|layer| &layer.heads).flat_map(|head| &head.chains);
-        let held = entries.flat_map(|chain| &chain.entries).map(|entry| &entry.held);
-        let past = self.layers.iter().flat_map(|layer| layer.past.pages());
-        let away = held.chain(past).map(|held| match held {
-            Held::Away(away) => away.slot.bytes(),
-            _ => 0,
-        });
-        put_long(&mut to, away.sum());
+        // By the pages that are saved: of those that two places of a sequence share there are two.
+        let pages = || parts.iter().flat_map(|part| &part.pages);
+        let away: u64 =
+            pages().filter(|page| matches!(page, Words::Away(_))).map(|page| 4 * page.len()).sum();
+        put_long(&mut to, pages().map(|page| 4 * page.len()).sum::<u64>() - away);
+        put_long(&mut to, away);
         to
     }
 }

@@ -61,7 +61,8 @@ impl Sequence {
     /// Moves the whole sequence to tier `tier` (1 is the one beneath the first) or, where that is full, to the next one beneath: the ring, pages that
     /// still fill up and what a rollback could ask for too, which [`Sequence::demote`] leaves. This sequence is empty then, and what is
     /// [parked](crate::save::Parked) can wait, be saved, or wake. Its bytes in the first tier are free, but for pages that a fork reads as
-    /// well. What policies keep of tokens stays in memory of the host. O(bytes).
+    /// well. What policies keep of tokens stays in memory of the host;
+    /// [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
     ///
     /// ```
     /// # use pikv_host as pikv;

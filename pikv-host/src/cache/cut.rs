@@ -1,0 +1,270 @@
+//! Sequences as they were: cuts at an earlier length, checkpoints, and prefixes sealed for forks to share.
+
+use crate::base::error::Error;
+use crate::cache::sequence::Sequence;
+use crate::memory::arena::{Lease, Page};
+use crate::pages::cut::Cut;
+use crate::pages::filing::Layer;
+use crate::pages::sealed::Sealed;
+use std::collections::{HashSet, VecDeque};
+use std::ops::RangeBounds;
+use std::sync::Arc;
+
+impl Sequence {
+    /// A second sequence with the first `len` tokens, as this one was then: what is seen, filed, evicted and taken back of it from then on
+    /// has the bits of one that was given these tokens and no more. It shares full pages.
+    ///
+    /// * Where nothing of the cache packs or evicts tokens and no window has let any go, any length will do. What the ring no longer has
+    ///   is copied back into it: at most `ring + rollback` tokens a layer and head, nothing with one expert, one shard and sinks in
+    ///   multiples of 32.
+    /// * Any length that [`Sequence::rollback`] reaches will do; no more can be taken back of the fork then than of this one there.
+    /// * Otherwise the nearest [checkpoint](Sequence::checkpoint) at or before `len` is taken. **The fork may be shorter than `len`**:
+    ///   [`Sequence::next_position`] says how long it is.
+    ///
+    /// Pins stay, those of a checkpoint as they were then. Pages in lower tiers stay there. O(pages).
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape};
+    ///
+    /// let layer = LayerShape::new(1, 2, 64, Dtype::Bf16);
+    /// let cache = Cache::new(CacheConfig::new(vec![layer], 4 << 20).ring(64))?;
+    /// let mut sequence = cache.sequence();
+    /// let mut step = cache.begin([(&mut sequence, 500)])?;
+    /// step.append(0, &[0.5; 500 * 64], &[0.25; 500 * 64])?;
+    /// step.commit()?;
+    ///
+    /// let fork = sequence.fork_at(123)?;                      // as if 123 tokens had been appended
+    /// assert_eq!((fork.next_position().0, fork.in_ring().0), (123, 64));
+    /// assert!(matches!(sequence.fork_at(501), Err(Error::Cut { asked: 501, len: 500, .. })));
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Cut`] with the lengths that would do; [`Error::Poisoned`]; [`Error::OutOfBudget`] if there is no room for the ring's pages;
+    /// [`Error::Tier`] or [`Error::Device`] if pages cannot be read.
+    pub fn fork_at(&self, len: u32) -> Result<Sequence, Error> {
+        self.sound()?;
+        if self.stepping {
+            return self.repaired().fork_at(len);
+        }
+        let oldest = self.len - self.rollback_limit();
+        let why = match self.uncut(len) {
+            None if len <= self.len => return self.cut(len),
+            Some(_) if (oldest..=self.len).contains(&len) => {
+                let mut fork = self.fork();
+                fork.rollback(self.len - len)?;
+                return Ok(fork);
+            }
+            Some(why) if len <= self.len => why,
+            _ => "there are no more tokens",
+        };
+        let before = self.checkpoints.partition_point(|kept| kept.len <= len);
+        match before.checked_sub(1).filter(|_| len <= self.len) {
+            Some(i) => {
+                let mut fork = self.checkpoints[i].fork();
+                fork.checkpoints = self.checkpoints[..before].to_vec();
+                fork.lease_of_prefix = self.lease_of_prefix.clone();
+                Ok(fork)
+            }
+            None => Err(Error::Cut {
+                asked: len,
+                len: self.len,
+                why,
+                oldest,
+                checkpoints: self.checkpoints().collect(),
+            }),
+        }
+    }
+
+    /// Whether [`Sequence::fork_at`] gives any length from 0 on, without a checkpoint.
+    pub(crate) fn cuts_anywhere(&self) -> bool {
+        self.uncut(0).is_none()
+    }
+
+    /// What stands in the way of a cut at a length that a rollback does not reach.
+    fn uncut(&self, len: u32) -> Option<&'static str> {
+        if self.inner.fabric.is_some() {
+            return Some("its full pages lie on the ranks of a fabric");
+        }
+        let pool = &self.inner.pool;
+        let layers = self.layers.iter().zip(&self.inner.shape.config.layers);
+        layers.map(|(layer, shape)| layer.uncut(&Cut { pool, shape, len })).find(Option::is_some).flatten()
+    }
+
+    fn cut(&self, len: u32) -> Result<Sequence, Error> {
+        span!("cut", tokens = len, from = self.len);
+        let inner = self.inner.clone();
+        let layers = || self.layers.iter().zip(&inner.shape.config.layers);
+        let needed = layers().map(|(layer, shape)| layer.cut_bytes(&Cut { pool: &inner.pool, shape, len }));
+        let mut pages = inner.pool.arenas.reserve(needed.sum())?;
+        let cut =
+            layers().map(|(layer, shape)| layer.cut(&Cut { pool: &inner.pool, shape, len }, &mut pages));
+        let layers = cut.collect::<Result<Vec<Layer>, Error>>()?;
+        pages.flush_copies()?;
+        let ring = inner.shape.store.ring;
+        let mut tickets = self.tickets.clone();
+        tickets.cut(len);
+        let kept = self.checkpoints.partition_point(|kept| kept.len <= len);
+        Ok(Sequence {
+            layers,
+            len,
+            kept: ring.kept_from(len),
+            floor: len.saturating_sub(ring.slack()),
+            pins: self.pins.clone(),
+            poisoned: false,
+            stepping: false,
+            lease: Lease::new(&inner.pool.arenas),
+            tickets,
+            ends: VecDeque::new(),
+            checkpoints: self.checkpoints[..kept].to_vec(),
+            lease_of_prefix: self.lease_of_prefix.clone(),
+            inner,
+        })
+    }
+
+    /// Keeps the sequence as it is, for [`Sequence::fork_at`] to come back to however long it becomes: where a codec packs or a policy
+    /// evicts, what it lets go cannot be had otherwise. One of the same length is replaced.
+    ///
+    /// A checkpoint is a fork: it shares pages, and holds those that the sequence lets go or writes to afterwards, the ring and open pages
+    /// first. They count in the budget and in [`Sequence::bytes`], and stay in the first tier, until [`Sequence::drop_checkpoints`];
+    /// nothing drops a checkpoint by itself but a rollback to before it and [`Sequence::clear`]. Forks have the checkpoints too.
+    /// O(pages), no page is taken.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::policy::{Budget, Eviction, StreamingLlm};
+    /// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
+    ///
+    /// let layer = LayerShape::new(1, 2, 64, Dtype::Bf16);
+    /// let config = CacheConfig::new(vec![layer], 4 << 20).ring(64);
+    /// let cache = Cache::new(config.evict(Eviction::new(StreamingLlm, Budget::Tokens(128))))?;
+    /// let add = |sequence: &mut Sequence, n: usize| -> Result<(), Error> {
+    ///     let mut step = cache.begin([(sequence, n as u32)])?;
+    ///     step.append(0, &vec![0.5; n * 64], &vec![0.25; n * 64])?;
+    ///     step.commit()
+    /// };
+    /// let mut sequence = cache.sequence();
+    /// add(&mut sequence, 100)?;
+    /// sequence.checkpoint()?;
+    /// add(&mut sequence, 400)?;                               // evicts most of them
+    ///
+    /// let fork = sequence.fork_at(300)?;                      // the nearest checkpoint
+    /// assert_eq!((fork.next_position().0, fork.resident(0, 0)?.0), (100, 100));
+    /// assert!(matches!(sequence.fork_at(99), Err(Error::Cut { asked: 99, .. })));
+    /// sequence.drop_checkpoints(..);
+    /// assert!(sequence.fork_at(300).is_err());
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`].
+    pub fn checkpoint(&mut self) -> Result<(), Error> {
+        self.sound()?;
+        self.repair();
+        let mut kept = self.copied();
+        (kept.checkpoints, kept.lease_of_prefix) = (Vec::new(), None);
+        let at = self.checkpoints.partition_point(|other| other.len < self.len);
+        match self.checkpoints.get_mut(at) {
+            Some(other) if other.len == self.len => *other = Arc::new(kept),
+            _ => self.checkpoints.insert(at, Arc::new(kept)),
+        }
+        Ok(())
+    }
+
+    /// Lengths at which there are checkpoints, ascending.
+    pub fn checkpoints(&self) -> impl Iterator<Item = u32> {
+        self.checkpoints.iter().map(|kept| kept.len)
+    }
+
+    /// Drops the checkpoints of those lengths (`..` for all). Their pages are free for others, but for what a sequence still reads.
+    pub fn drop_checkpoints(&mut self, lengths: impl RangeBounds<u32>) {
+        self.checkpoints.retain(|kept| !lengths.contains(&kept.len));
+    }
+
+    /// Makes the pages now that the tokens of the ring will be filed in, so that forks share them. For a prefix that many sequences start
+    /// with: seal it, then fork it. Without it every fork copies what is in the ring into pages of its own as it goes on, packs them with
+    /// the head's codec, and a prefix no longer than the ring ends up stored once a fork.
+    ///
+    /// No result changes: forks of a sealed sequence have the bits of forks of one that was not sealed. The pages are a copy of at most
+    /// `ring` tokens a layer and head; none is made where pages of the ring can be those of the run too, with one expert, one shard and
+    /// sinks in multiples of 32. They are held by the sequence and its forks until the last token of the prefix can no longer be taken
+    /// back into the ring. What [`CacheConfig::age`](crate::CacheConfig::age) packs again is packed by each fork. A second call does nothing
+    /// until tokens are added.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape};
+    ///
+    /// let layer = LayerShape::new(1, 1, 64, Dtype::Bf16);
+    /// let page = layer.layout.bytes();
+    /// let cache = Cache::new(CacheConfig::new(vec![layer], 4 << 20).ring(256))?;
+    /// let mut prompt = cache.sequence();
+    /// let mut step = cache.begin([(&mut prompt, 256)])?;
+    /// step.append(0, &[0.5; 256 * 64], &[0.25; 256 * 64])?;
+    /// step.commit()?;
+    /// prompt.seal()?;
+    /// let mut forks: Vec<_> = (0..8).map(|_| prompt.fork()).collect();
+    /// let mut step = cache.begin(forks.iter_mut().map(|fork| (fork, 512)))?;
+    /// step.append(0, &vec![0.5; 8 * 512 * 64], &vec![0.25; 8 * 512 * 64])?;
+    /// step.commit()?;
+    /// assert_eq!(cache.usage().taken, (256 + 8 * 512) / 32 * page);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutOfBudget`], [`Error::OutOfMemory`]; [`Error::Poisoned`]; [`Error::OverFabric`], since full pages go to the ranks,
+    /// once for each fork; [`Error::Device`]. The sequence is as before.
+    pub fn seal(&mut self) -> Result<(), Error> {
+        span!("seal", tokens = self.len);
+        self.sound()?;
+        self.repair();
+        let inner = self.inner.clone();
+        if inner.fabric.is_some() {
+            let why = "full pages go to the ranks, once for each fork";
+            return Err(Error::OverFabric { what: "sealing a sequence", why });
+        }
+        let layers = || self.layers.iter().zip(&inner.shape.config.layers);
+        let needed = layers().map(|(layer, shape)| layer.seal_bytes(&inner.shape, shape, self.len));
+        let mut pages = inner.pool.arenas.reserve(needed.sum())?;
+        let sealed = layers().map(|(layer, shape)| layer.seal(&inner.shape, shape, self.len, &mut pages));
+        let sealed = sealed.collect::<Result<Vec<Sealed>, Error>>()?;
+        pages.flush_copies()?;
+        self.layers.iter_mut().zip(sealed).for_each(|(layer, sealed)| layer.take_sealed(sealed));
+        Ok(())
+    }
+
+    /// Has pages that hold the first `until` tokens be those of another sequence, which has the same tokens there.
+    pub(crate) fn share(&mut self, other: &Sequence, until: u32) {
+        let inner = self.inner.clone();
+        let shapes = inner.shape.config.layers.iter();
+        for ((layer, other), shape) in self.layers.iter_mut().zip(&other.layers).zip(shapes) {
+            layer.share(other, &Cut { pool: &inner.pool, shape, len: until });
+        }
+    }
+
+    /// Tells every page of the first tier that the sequence refers to, some of them several times.
+    pub(crate) fn each_page(&self, told: &mut dyn FnMut(&Page)) {
+        for layer in &self.layers {
+            for head in &layer.heads {
+                head.ring.iter().for_each(&mut *told);
+                let entries = head.chains.iter().flat_map(|chain| &chain.entries);
+                entries.flat_map(|entry| entry.held.pages()).for_each(&mut *told);
+            }
+            layer.past.pages().flat_map(|held| held.pages()).for_each(&mut *told);
+            layer.sealed.iter().flat_map(Sealed::pages).for_each(&mut *told);
+        }
+        self.checkpoints.iter().for_each(|kept| kept.each_page(told));
+    }
+
+    /// Bytes of the pages of the first tier that it refers to, each once.
+    pub(crate) fn distinct_bytes(&self) -> u64 {
+        let (mut seen, mut bytes) = (HashSet::new(), 0);
+        self.each_page(&mut |page| {
+            if seen.insert(page.key()) {
+                bytes += page.bytes();
+            }
+        });
+        bytes
+    }
+}

@@ -1,0 +1,311 @@
+//! A layer as it was at an earlier length, put together out of pages that are there.
+//!
+//! Where nothing was packed, evicted or slid out of a window, every token before that length lies in a run as it came. The runs are
+//! cut to the tokens that had left the ring, on the same pages; the ring is made again from the tokens that had not.
+
+use crate::base::error::Error;
+use crate::base::ids::{Place, chain_place};
+use crate::codec::HeadCodec;
+use crate::memory::arena::{Near, Page, Reservation};
+use crate::memory::pool::Pool;
+use crate::pages::chain::{Away, Chain, Entry, Held};
+use crate::pages::filing::{Head, Layer};
+use crate::pages::past::Past;
+use crate::pages::sealed::Sealed;
+use pikv_core::attend::filled;
+use pikv_core::page::PAGE;
+use pikv_core::plan::LayerShape;
+use std::collections::VecDeque;
+
+/// Who cuts, and where.
+pub(crate) struct Cut<'a> {
+    pub pool: &'a Pool,
+    pub shape: &'a LayerShape,
+    /// Tokens that are left.
+    pub len: u32,
+}
+
+impl Cut<'_> {
+    /// Tokens of it that have left the ring.
+    fn left(&self) -> u32 {
+        self.pool.shape.store.ring.left(self.len)
+    }
+
+    /// First tile of its ring.
+    fn first_tile(&self) -> u32 {
+        self.pool.shape.store.ring.tiles(self.len, self.len).start
+    }
+
+    /// Tiles that a layer's ring no longer has.
+    fn missing(&self, layer: &Layer) -> std::ops::Range<u32> {
+        let first = self.first_tile();
+        first..layer.first_tile.min(self.len.div_ceil(PAGE)).max(first)
+    }
+}
+
+impl Layer {
+    /// Why the layer cannot be cut at a length that a rollback does not reach, if it cannot.
+    pub fn uncut(&self, cut: &Cut<'_>) -> Option<&'static str> {
+        let Cut { pool, shape, len } = *cut;
+        if self.rule.is_some() {
+            return Some("a policy evicts");
+        }
+        if self.codecs.iter().any(Option::is_some) {
+            return Some("a codec packed its tokens");
+        }
+        if pool.hits().is_some() {
+            return Some("hits are counted");
+        }
+        let live = |head: &Head| head.chains.iter().map(|chain| chain.live).sum::<u32>();
+        // Pages that were evicted and whose tokens were taken back have left a gap.
+        let gaps = |head: &Head| head.chains.iter().any(|chain| chain.entries.len() != chain.next as usize);
+        if self.heads.iter().any(|head| live(head) != self.filed || gaps(head)) {
+            return Some("tokens were evicted, or left a window");
+        }
+        let slack = pool.shape.store.ring.slack();
+        let known = self.known_from(&pool.shape, shape, len).saturating_sub(slack);
+        let forgot = pool.shape.config.experts > 1 && self.tags_from > known - known % PAGE;
+        forgot.then_some("the experts of tokens that left a window are forgotten")
+    }
+
+    /// Bytes that [`Layer::cut`] takes.
+    pub fn cut_bytes(&self, cut: &Cut<'_>) -> u64 {
+        let (left, missing) = (cut.left(), cut.missing(self));
+        let pages: u64 = self
+            .heads
+            .iter()
+            .zip(self.first_head..)
+            .map(|(head, global)| {
+                let ring = missing.clone().filter(|tile| head.tile(cut, *tile, global).is_none()).count();
+                let away = head.chains.iter().filter(|chain| chain.cut_away(left)).count();
+                (ring + away) as u64
+            })
+            .sum();
+        pages * cut.shape.layout.bytes()
+    }
+
+    /// The layer as it was, for which [`Layer::uncut`] has nothing to say, on pages of `pages` beside those of this one.
+    ///
+    /// # Errors
+    /// A device or a lower tier that fails.
+    pub fn cut(&self, cut: &Cut<'_>, pages: &mut Reservation) -> Result<Layer, Error> {
+        let inner = &cut.pool.shape;
+        let heads = self.heads.iter().zip(self.first_head..);
+        let heads = heads.map(|(head, global)| head.cut(cut, (global, self.first_tile), pages));
+        let heads = heads.collect::<Result<Vec<Head>, Error>>()?;
+        let tags = cut.len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
+        let tags = if inner.config.experts > 1 { tags.min(self.tags.len()) } else { 0 };
+        // Tokens of the new ring that this layer filed, ahead or not, are shared in the pages that it filed them in. What was filed ahead
+        // for fewer tokens than have left the ring since has other tokens from there on.
+        let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
+        let known = ahead.map_or(self.filed, |sealed| sealed.until);
+        let from = |h: usize, c: usize| heads[h].chains[c].open_ordinal();
+        let chains = self.heads.iter().map(|head| &head.chains[..]);
+        let sealed = Sealed::of(cut.len.min(known), chains, from, ahead);
+        let sealed = (sealed.until > cut.left()).then_some(sealed);
+        Ok(Layer {
+            heads,
+            first_head: self.first_head,
+            store: self.store,
+            first_tile: cut.first_tile(),
+            filed: cut.left(),
+            tags: self.tags.range(..tags).copied().collect(),
+            tags_from: self.tags_from,
+            originals: VecDeque::new(),
+            aging: VecDeque::new(),
+            codecs: self.codecs.clone(),
+            undo: Vec::new(),
+            rule: None,
+            past: Past::default(),
+            owed: Vec::new(),
+            sealed,
+        })
+    }
+}
+
+impl Layer {
+    /// Has pages that hold tokens before the cut be those of `other`, a layer with the same tokens there.
+    pub fn share(&mut self, other: &Layer, cut: &Cut<'_>) {
+        self.sealed = None;
+        let (first, other_first, heads) = (self.first_tile, other.first_tile, self.first_head..);
+        for (h, (head, global)) in self.heads.iter_mut().zip(heads).enumerate() {
+            let (theirs, codec) = (&other.heads[h], self.codecs[h].as_ref());
+            for (tile, page) in
+                (first..).zip(&mut head.ring).take_while(|(tile, _)| (tile + 1) * PAGE <= cut.len)
+            {
+                let ring = tile.checked_sub(other_first).and_then(|at| theirs.ring.get(at as usize));
+                let same = ring.filter(|ring| ring.positions() == page.positions()).cloned();
+                if let Some(same) = same.or_else(|| theirs.tile(cut, tile, global)) {
+                    *page = same;
+                }
+            }
+            for (c, chain) in head.chains.iter_mut().enumerate() {
+                let sealed = other.sealed.as_ref();
+                let ahead = |entry: &Entry, last| sealed?.page(h, c, entry.ordinal, entry.fill - 1, last);
+                for entry in chain.entries.iter_mut().filter(|entry| entry.fill > 0) {
+                    let Some(last) = entry.last().filter(|last| *last < cut.len) else { continue };
+                    let known = theirs.chains[c].entry(entry.ordinal);
+                    entry.share(known, ahead(entry, last), codec);
+                }
+            }
+        }
+    }
+}
+
+impl Entry {
+    /// Takes the page of an entry with the same tokens, or the page `ahead` in which they were filed ahead.
+    fn share(&mut self, known: Option<&Entry>, ahead: Option<&Page>, codec: Option<&HeadCodec>) {
+        let positions =
+            |of: &Entry| -> Vec<_> { (0..self.fill).map(|lane| of.position(codec, lane)).collect() };
+        let equal = known.is_some_and(|known| known.fill >= self.fill && positions(known) == positions(self));
+        let written = ..self.fill as usize;
+        match (&mut self.held, known.filter(|_| equal).map(|known| &known.held)) {
+            (Held::Open(page), Some(Held::Open(other))) => *page = other.clone(),
+            (Held::Open(page), _) => {
+                let same = |other: &&Page| other.positions()[written] == page.positions()[written];
+                if let Some(other) = ahead.filter(same) {
+                    *page = other.clone();
+                }
+            }
+            (Held::Closed(own), Some(Held::Closed(other)))
+                if (own.by, own.last, own.old) == (other.by, other.last, other.old) =>
+            {
+                own.packed = other.packed.clone();
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Head {
+    /// `global` counts heads over the layers, `tiles` is the first tile of this one's ring.
+    fn cut(
+        &self,
+        cut: &Cut<'_>,
+        (global, tiles): (u32, u32),
+        pages: &mut Reservation,
+    ) -> Result<Head, Error> {
+        let chains = (0..).zip(&self.chains).map(|(c, chain)| chain.cut(cut, (global, c), pages));
+        let chains = chains.collect::<Result<Vec<Chain>, Error>>()?;
+        let mut ring = VecDeque::new();
+        for tile in cut.first_tile()..cut.len.div_ceil(PAGE) {
+            ring.push_back(match tile.checked_sub(tiles) {
+                Some(at) => self.ring[at as usize].clone(),
+                None => match self.tile(cut, tile, global) {
+                    Some(page) => page,
+                    None => self.gathered(cut, tile, global, pages)?,
+                },
+            });
+        }
+        let mut states = self.states.clone();
+        states.truncate(0);
+        ring.iter().for_each(|_| states.push_back());
+        Ok(Head { ring, chains, states, own: self.own.clone(), ghosts: Default::default() })
+    }
+
+    /// A page of a run that has the tokens of a tile of the ring at the same lanes, on the same shard.
+    fn tile(&self, cut: &Cut<'_>, tile: u32, global: u32) -> Option<Page> {
+        let shard = cut.pool.shape.shard_of(Place::Ring, tile, global);
+        self.chains.iter().find_map(|chain| {
+            let i = chain.first_of(tile * PAGE);
+            let Entry { held: Held::Open(page), fill: PAGE, .. } = chain.entries.get(i)? else { return None };
+            let is = page.positions().iter().zip(tile * PAGE..).all(|(position, wanted)| *position == wanted);
+            (is && page.shard() == shard).then(|| page.clone())
+        })
+    }
+
+    /// A page with the tokens of a tile, out of the pages that they were filed in.
+    fn gathered(
+        &self,
+        cut: &Cut<'_>,
+        tile: u32,
+        global: u32,
+        pages: &mut Reservation,
+    ) -> Result<Page, Error> {
+        let layout = &cut.shape.layout;
+        let shard = cut.pool.shape.shard_of(Place::Ring, tile, global);
+        let mut target = pages.take(shard, layout.words(), Near::Any)?;
+        let positions = tile * PAGE..(tile + 1) * PAGE;
+        let near = |entry: &&Entry| entry.position(None, 0).is_some_and(|first| first < positions.end);
+        let sources = || {
+            self.chains.iter().flat_map(|chain| {
+                let from = chain.first_of(positions.start).saturating_sub(1);
+                chain.entries.range(from..).take_while(near)
+            })
+        };
+        let away = |entry: &Entry| matches!(entry.held, Held::Away(_));
+        // On a device pages are copied by it, unless one has to be brought here.
+        let mut words = sources().any(away).then(|| vec![u32::MAX; layout.words() as usize]);
+        for entry in sources() {
+            let lanes = (0..entry.fill).filter_map(|lane| Some((lane, entry.position(None, lane)?)));
+            let lanes = lanes.filter(|(_, position)| positions.contains(position));
+            match (&mut words, &entry.held) {
+                (None, Held::Open(page)) => {
+                    lanes.for_each(|(lane, at)| pages.copy(layout, page, lane, &mut target, at % PAGE));
+                }
+                (Some(words), Held::Open(page)) => {
+                    let read = page.fetch()?;
+                    lanes.for_each(|(lane, at)| layout.copy(&read, lane, words, at % PAGE));
+                }
+                (Some(words), Held::Away(Away { slot, .. })) => {
+                    let read = slot.read()?;
+                    lanes.for_each(|(lane, at)| layout.copy(&read, lane, words, at % PAGE));
+                }
+                _ => {}
+            }
+        }
+        if let Some(words) = words {
+            target.put(&words)?;
+        }
+        Ok(target)
+    }
+}
+
+impl Chain {
+    /// The first page whose first token is at `position` or later. O(log pages).
+    fn first_of(&self, position: u32) -> usize {
+        self.entries.partition_point(|entry| entry.position(None, 0).is_some_and(|first| first < position))
+    }
+
+    /// Tokens before `left` in page `i`.
+    fn tokens_of(&self, i: usize, left: u32) -> u32 {
+        let entry = &self.entries[i];
+        let before = |lane: &u32| entry.position(None, *lane).is_some_and(|position| position < left);
+        (0..entry.fill).take_while(before).count() as u32
+    }
+
+    /// Whether the page that a cut at `left` tokens leaves open lies in a lower tier.
+    fn cut_away(&self, left: u32) -> bool {
+        let Some(last) = self.first_of(left).checked_sub(1) else { return false };
+        let entry = &self.entries[last];
+        matches!(entry.held, Held::Away(_)) && self.tokens_of(last, left) < entry.fill
+    }
+
+    /// The run as it was when the tokens before a length had been filed; it is chain `c` of head `global`.
+    fn cut(&self, cut: &Cut<'_>, (global, c): (u32, usize), pages: &mut Reservation) -> Result<Chain, Error> {
+        let left = cut.left();
+        let mut chain = Chain { kept: self.kept.clone(), ..Chain::default() };
+        chain.kept.truncate(0);
+        let pages_of_it = self.first_of(left);
+        for (i, entry) in self.entries.range(..pages_of_it).enumerate() {
+            // All tokens of a page come before those of the next.
+            let fill = if i + 1 < pages_of_it { entry.fill } else { self.tokens_of(i, left) };
+            let mut entry = entry.clone();
+            if fill < entry.fill {
+                (entry.fill, entry.live, entry.bounds) = (fill, filled(fill), None);
+                if let Held::Away(Away { slot, .. }) = &entry.held {
+                    let shard = cut.pool.shape.shard_of(chain_place(c), entry.ordinal, global);
+                    let mut page = pages.take(shard, slot.words() as u32, Near::Any)?;
+                    page.put(&slot.read()?)?;
+                    entry.held = Held::Open(page);
+                }
+            }
+            entry.tied = false;
+            chain.next = entry.ordinal + 1;
+            (chain.live, chain.filed) = (chain.live + fill, chain.filed + fill);
+            chain.entries.push_back(entry);
+            chain.kept.push_back();
+        }
+        Ok(chain)
+    }
+}

@@ -1,0 +1,84 @@
+//! Files the tokens of a layer's ring ahead, on pages that forks share: [`Sealed`].
+
+use crate::base::error::Error;
+use crate::config::shape::CacheShape;
+use crate::memory::arena::Reservation;
+use crate::pages::chain::{Chain, Entry, Held};
+use crate::pages::filing::{Head, Layer};
+use crate::pages::sealed::Sealed;
+use pikv_core::page::PAGE;
+use pikv_core::plan::{LayerShape, StoreShape};
+
+impl Layer {
+    /// The most bytes that [`Layer::seal`] takes.
+    pub fn seal_bytes(&self, inner: &CacheShape, shape: &LayerShape, len: u32) -> u64 {
+        if self.sealed.as_ref().is_some_and(|sealed| sealed.until == len) {
+            return 0;
+        }
+        let mut known = vec![0u32; self.store.experts as usize + 1];
+        for chain in (self.filed..len).filter_map(|position| self.chain_of(inner, shape, position)) {
+            known[chain] += 1;
+        }
+        // Within this many positions each expert packs a page early at most, and starts another in its place.
+        let early = 1 + u64::from((len - self.filed) >> 16);
+        let mut bytes = 0;
+        for (head, codec) in self.heads.iter().zip(self.codecs.iter()) {
+            let aliases = self.aliases(inner, head);
+            for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
+                let fill = chain.room().map_or(0, |(_, fill)| fill);
+                let mut pages = StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + 1;
+                if let Some(codec) = codec {
+                    pages += early;
+                    bytes += (u64::from((fill + n) / PAGE) + early) * codec.packed.bytes();
+                }
+                bytes += if aliases { 0 } else { pages * shape.layout.bytes() };
+            }
+        }
+        bytes
+    }
+
+    /// Whether the pages of a head's ring can be those of its run too: of one expert, at the same lanes, on the same shard.
+    fn aliases(&self, inner: &CacheShape, head: &Head) -> bool {
+        let at = |chain: &Chain| chain.room().map_or(0, |(_, fill)| fill);
+        let open = if self.filed < self.store.sinks { &head.chains[0] } else { &head.chains[1] };
+        let level = at(open) == self.filed % PAGE && self.store.sinks.is_multiple_of(PAGE);
+        inner.config.experts == 1 && inner.config.shards.shards() == 1 && level
+    }
+
+    /// Files the tokens of the ring ahead, on pages of `pages`. Nothing changes before [`Layer::take_sealed`].
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn seal(
+        &self,
+        inner: &CacheShape,
+        shape: &LayerShape,
+        len: u32,
+        pages: &mut Reservation,
+    ) -> Result<Sealed, Error> {
+        if let Some(sealed) = self.sealed.as_ref().filter(|sealed| sealed.until == len) {
+            return Ok(sealed.clone());
+        }
+        let mut ahead = self.clone();
+        ahead.file_tokens(inner, shape, len, inner.config.experts == 1, pages)?;
+        let from = |h: usize, c: usize| self.heads[h].chains[c].open_ordinal();
+        Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.chains[..]), from, None))
+    }
+
+    /// Has tokens filed in the pages of [`Layer::seal`], from those that are open now on.
+    pub fn take_sealed(&mut self, sealed: Sealed) {
+        for (h, head) in self.heads.iter_mut().enumerate() {
+            for (c, chain) in head.chains.iter_mut().enumerate() {
+                let Some(Entry { ordinal, fill, held: Held::Open(page), .. }) = chain.entries.back_mut()
+                else {
+                    continue;
+                };
+                let lane = fill.saturating_sub(1);
+                if let Some(ahead) = sealed.page(h, c, *ordinal, lane, page.positions()[lane as usize]) {
+                    *page = ahead.clone();
+                }
+            }
+        }
+        self.sealed = Some(sealed);
+    }
+}

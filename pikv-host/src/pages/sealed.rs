@@ -1,0 +1,96 @@
+//! Pages in which tokens of the ring were filed ahead, for forks to share; [`seal`](super::seal) makes them.
+//!
+//! What a token that leaves the ring finds of its run is known before it leaves: its page, its lane, and what a codec will make of the
+//! page. So the pages can be made once, and a sequence that files the token takes such a page in place of one of its own. What is read is
+//! told by lanes, so a page that has tokens which are still in the ring reads as one that has not.
+
+use crate::memory::arena::Page;
+use crate::pages::chain::{Chain, Closed, Entry, Held, find};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Pages in which tokens lie that are still in the ring.
+#[derive(Clone, Debug)]
+pub(crate) struct Sealed {
+    /// Tokens before this position are in them: those from here on were not there, or were taken back since.
+    pub until: u32,
+    /// Of each head, by ascending chain.
+    heads: Arc<[Vec<Run>]>,
+}
+
+/// The last pages of a run.
+#[derive(Debug)]
+struct Run {
+    chain: usize,
+    entries: VecDeque<Entry>,
+}
+
+impl Sealed {
+    fn entry(&self, head: usize, chain: usize, ordinal: u32) -> Option<&Entry> {
+        let runs = self.heads.get(head)?;
+        let run = &runs[runs.binary_search_by_key(&chain, |run| run.chain).ok()?];
+        let guess = ordinal.checked_sub(run.entries.front()?.ordinal)? as usize;
+        find(&run.entries, guess, ordinal).map(|i| &run.entries[i])
+    }
+
+    /// The page at `ordinal` of a run as its tokens came, if the token at `position` is at `lane` of it.
+    pub fn page(&self, head: usize, chain: usize, ordinal: u32, lane: u32, position: u32) -> Option<&Page> {
+        let entry = self.entry(head, chain, ordinal).filter(|_| position < self.until)?;
+        let page = match &entry.held {
+            Held::Open(page) => page,
+            Held::Closed(closed) => closed.original.as_ref()?,
+            Held::Gone { .. } | Held::Away(_) => return None,
+        };
+        (lane < entry.fill && page.positions()[lane as usize] == position).then_some(page)
+    }
+
+    /// The page at `ordinal` of a run, packed by the token at `by`.
+    pub fn packed(&self, head: usize, chain: usize, ordinal: u32, by: u32) -> Option<&Page> {
+        match &self.entry(head, chain, ordinal).filter(|_| by < self.until)?.held {
+            Held::Closed(Closed { packed, by: at, old: false, .. }) if *at == by => Some(packed),
+            _ => None,
+        }
+    }
+
+    /// The pages that are held.
+    pub fn pages(&self) -> impl Iterator<Item = &Page> {
+        let entries = self.heads.iter().flatten().flat_map(|run| &run.entries);
+        entries.flat_map(|entry| entry.held.pages())
+    }
+
+    /// Bytes of the lists; forks that share them count each.
+    pub fn table_bytes(&self) -> u64 {
+        let run = |run: &Run| run.entries.capacity() * size_of::<Entry>() + size_of::<Run>();
+        self.heads.iter().flatten().map(run).sum::<usize>() as u64
+    }
+
+    /// The pages of `runs`, of each head, as of `until` tokens. Those of a run come from its chain from the page on that `from` gives.
+    pub fn of<'a>(
+        until: u32,
+        heads: impl Iterator<Item = &'a [Chain]>,
+        from: impl Fn(usize, usize) -> u32,
+        newer: Option<&Sealed>,
+    ) -> Sealed {
+        let run = |h: usize, c: usize, chain: &Chain| {
+            let from = from(h, c);
+            let known = |ordinal| newer.and_then(|newer| newer.entry(h, c, ordinal));
+            let own = chain.from(from).map(|entry| known(entry.ordinal).unwrap_or(entry));
+            let more = (chain.next.max(from)..).map_while(known);
+            let first = |entry: &&Entry| entry.position(None, 0).is_none_or(|first| first < until);
+            let bare = |entry: &Entry| Entry { bounds: None, ..entry.clone() };
+            let entries: VecDeque<Entry> = own.chain(more).take_while(first).map(bare).collect();
+            (!entries.is_empty()).then_some(Run { chain: c, entries })
+        };
+        let heads = heads
+            .enumerate()
+            .map(|(h, chains)| chains.iter().enumerate().filter_map(|(c, chain)| run(h, c, chain)).collect());
+        Sealed { until, heads: heads.collect() }
+    }
+}
+
+impl Chain {
+    /// Ordinal of the page that the next token goes to.
+    pub fn open_ordinal(&self) -> u32 {
+        self.next - u32::from(self.room().is_some())
+    }
+}

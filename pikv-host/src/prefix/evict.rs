@@ -1,0 +1,95 @@
+//! What goes when an index is over its budget, or a step needs room: what no sequence reads, the least recently used first, the last
+//! tokens before those that they follow.
+
+use crate::cache::idle::Spare;
+use crate::prefix::tree::{Boundary, Stored, Tree};
+use crate::prefix::{Shared, add};
+use pikv_core::page::PAGE;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, PoisonError};
+
+impl Spare for Shared {
+    fn give_back(&self, bytes: u64) -> u64 {
+        self.free(&mut self.tree(), bytes)
+    }
+}
+
+impl Shared {
+    /// Evicts until so many bytes of the cache came free, or nothing more can go; returns how many did.
+    pub(super) fn free(&self, tree: &mut Tree, bytes: u64) -> u64 {
+        let arenas = &self.cache.inner.pool.arenas;
+        let before = arenas.taken();
+        let came = || before.saturating_sub(arenas.taken());
+        if bytes > 0 {
+            self.evict_until(tree, &|| came() >= bytes);
+        }
+        came()
+    }
+
+    /// Evicts until `enough` says so, or nothing more can go.
+    pub(super) fn evict_until(&self, tree: &mut Tree, enough: &dyn Fn() -> bool) {
+        while !enough() {
+            let idle = tree.leaves.values().filter(|leaf| !leaf.is_held());
+            let Some(leaf) = idle.min_by_key(|leaf| (leaf.used.load(Relaxed), leaf.key)).cloned() else {
+                return;
+            };
+            self.evict(tree, leaf);
+        }
+    }
+
+    /// Takes out a leaf, and those before it that are as old, whose pages go with it: an eighth of what is stored at least, so that long
+    /// prefixes are not cut many times.
+    fn evict(&self, tree: &mut Tree, leaf: Arc<Boundary>) {
+        let (used, now) = (leaf.used.load(Relaxed), self.now());
+        let stored = leaf.stored.get().cloned();
+        let most = (leaf.len / PAGE / 8).max(1);
+        let mut last = Some(leaf);
+        for taken in 0.. {
+            let Some(boundary) = last.take_if(|boundary| {
+                let own = match (boundary.stored.get(), &stored) {
+                    (Some(of), Some(stored)) => Arc::ptr_eq(of, stored) && taken < most,
+                    // Nobody can find it.
+                    (None, _) => true,
+                    (Some(_), None) => false,
+                };
+                let bare = boundary.children.load(Relaxed) == 0 && !boundary.is_held();
+                bare && own && boundary.used.load(Relaxed) <= used
+            }) else {
+                break;
+            };
+            self.part(&boundary.key).write().unwrap_or_else(PoisonError::into_inner).remove(&boundary.key);
+            tree.leaves.remove(&boundary.key);
+            add(&self.counts.evictions, 1);
+            add(&self.counts.evicted_tokens, u64::from(PAGE));
+            add(&self.counts.evicted_age, now.saturating_sub(boundary.used.load(Relaxed)));
+            self.counts.boundaries.fetch_sub(1, Relaxed);
+            last = boundary.parent();
+            if let Some(parent) = &last {
+                // Who used it used what it follows.
+                parent.used.fetch_max(boundary.used.load(Relaxed), Relaxed);
+                if parent.children.fetch_sub(1, Relaxed) == 1 {
+                    tree.leaves.insert(parent.key, parent.clone());
+                }
+            }
+        }
+        if let Some(stored) = stored {
+            let left = last.filter(|last| last.stored.get().is_some_and(|of| Arc::ptr_eq(of, &stored)));
+            self.trim(tree, &stored, left.map_or(0, |last| last.len));
+        }
+    }
+
+    /// Has a stored sequence hold no more than the first `len` tokens; nothing with 0.
+    fn trim(&self, tree: &mut Tree, stored: &Stored, len: u32) {
+        let mut sequence = stored.sequence.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(old) = sequence.take() else { return };
+        self.counts.bytes.fetch_sub(tree.take_pages(&old), Relaxed);
+        if len > 0 {
+            // Where there is no memory for the ring it stays as long as it is, until all of it goes.
+            let cut = old.fork_at(len).ok().filter(|cut| cut.len == len);
+            let mut kept = cut.unwrap_or(old);
+            kept.lease_of_prefix = None;
+            add(&self.counts.bytes, tree.add_pages(&kept));
+            *sequence = Some(kept);
+        }
+    }
+}

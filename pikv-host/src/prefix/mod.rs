@@ -1,0 +1,455 @@
+//! Prefixes of tokens that were computed once, found again by what they are: [`PrefixIndex`].
+
+mod evict;
+#[cfg(test)]
+mod tests;
+mod tree;
+
+use crate::base::error::Error;
+use crate::cache::Cache;
+use crate::cache::idle::Spare;
+use crate::cache::sequence::Sequence;
+use crate::metrics::PrefixUsage;
+use crate::prefix::tree::{Boundary, Stored, Tree};
+use pikv_core::page::PAGE;
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::time::Instant;
+
+/// The name of a boundary: a keyed hash of what it was computed for and of all tokens before it.
+pub(crate) type Key = [u8; 32];
+
+/// Parts of the map, each with a lock of its own.
+const PARTS: usize = 64;
+
+/// Who may find a prefix again, and what it was computed with. All of it is part of the name of a prefix, beside its tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PrefixScope<'a> {
+    /// Bytes that all must have in common who may find it: a tenant, a salt, the model's revision. Nothing is found across scopes.
+    pub scope: &'a [u8],
+    /// The adapter that computed keys and values; empty for none.
+    pub adapter: &'a str,
+    /// Its version: weights that changed are another adapter.
+    pub version: u64,
+}
+
+impl<'a> PrefixScope<'a> {
+    /// Those of `scope`, without an adapter.
+    pub fn new(scope: &'a [u8]) -> PrefixScope<'a> {
+        PrefixScope { scope, ..PrefixScope::default() }
+    }
+
+    /// What is hashed: each field with its length before it.
+    fn encoded(&self) -> Arc<[u8]> {
+        let mut bytes = b"pikv prefix 1".to_vec();
+        for field in [self.scope, self.adapter.as_bytes()] {
+            bytes.extend((field.len() as u64).to_le_bytes());
+            bytes.extend(field);
+        }
+        bytes.extend(self.version.to_le_bytes());
+        bytes.into()
+    }
+}
+
+setters!(PrefixScope<'a> {
+    scope: &'a [u8],
+    adapter: &'a str,
+    version: u64,
+});
+
+/// Finds the longest prefix of a request's tokens that was computed before, and gives a fork of it.
+///
+/// An index belongs to one cache, so that all it holds has the shapes, dtypes, codecs and policies of its configuration. Clones are handles
+/// on the same index. Calls from many threads do not wait for each other: a look-up waits for no more than one entry of a map being put
+/// in, or for a sequence nobody reads that is being evicted; those who put in wait for each other.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::prefix::{PrefixIndex, PrefixScope};
+/// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape};
+///
+/// let layer = LayerShape::new(1, 2, 64, Dtype::Bf16);
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 4 << 20).ring(64))?;
+/// let index = PrefixIndex::new(&cache, 1 << 20);          // at most 1 MiB of pages that no sequence reads
+/// let tenant = PrefixScope::new(b"tenant 7, model revision 3");
+/// let prompt: Vec<u32> = (0..200).collect();
+///
+/// for known in [0, 192] {
+///     let mut sequence = index.find(&tenant, &prompt)?;
+///     assert_eq!(sequence.next_position().0, known);      // what is known need not be computed
+///     let rest = &prompt[known as usize..];
+///     let mut step = cache.begin([(&mut sequence, rest.len() as u32)])?;
+///     step.append(0, &vec![0.5; rest.len() * 64], &vec![0.25; rest.len() * 64])?;
+///     step.commit()?;
+///     index.publish(&tenant, &prompt, &mut sequence)?;
+/// }
+/// assert_eq!(index.find(&PrefixScope::new(b"tenant 8"), &prompt)?.next_position().0, 0);
+/// assert_eq!(index.usage().hit_tokens, 192);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct PrefixIndex {
+    shared: Arc<Shared>,
+}
+
+/// What clones of an index share.
+#[derive(Debug)]
+struct Shared {
+    cache: Cache,
+    budget: u64,
+    key: Key,
+    parts: Vec<RwLock<HashMap<Key, Arc<Boundary>>>>,
+    tree: Mutex<Tree>,
+    since: Instant,
+    counts: Counts,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    bytes: AtomicU64,
+    boundaries: AtomicU64,
+    lookups: AtomicU64,
+    asked_tokens: AtomicU64,
+    hits: AtomicU64,
+    hit_tokens: AtomicU64,
+    hit_age: AtomicU64,
+    evictions: AtomicU64,
+    evicted_tokens: AtomicU64,
+    evicted_age: AtomicU64,
+    unequal: AtomicU64,
+}
+
+fn add(count: &AtomicU64, n: u64) {
+    count.fetch_add(n, Relaxed);
+}
+
+impl PrefixIndex {
+    /// An empty index of sequences of `cache`, which holds at most `budget` bytes of pages in the first tier. They count in the cache's
+    /// budget too: a step that would pass that takes what no sequence reads, before it is refused. With a budget of 0 nothing is held.
+    pub fn new(cache: &Cache, budget: u64) -> PrefixIndex {
+        let mut seed = Vec::new();
+        // Each has keys that the system drew.
+        (0..8).for_each(|i: u64| seed.extend(RandomState::new().hash_one(i).to_le_bytes()));
+        let shared = Arc::new(Shared {
+            cache: cache.clone(),
+            budget,
+            key: blake3::derive_key("pikv prefix index 2025 random key", &seed),
+            parts: (0..PARTS).map(|_| RwLock::default()).collect(),
+            tree: Mutex::default(),
+            since: Instant::now(),
+            counts: Counts::default(),
+        });
+        let spare: Arc<dyn Spare> = shared.clone();
+        cache.inner.idle.add(&spare);
+        PrefixIndex { shared }
+    }
+
+    /// A sequence with the longest prefix of `tokens` that is known within the scope, empty if none is; [`Sequence::next_position`] says
+    /// how long it is. It is a fork: its pages are its own to read for as long as it lives, and no eviction reaches them.
+    ///
+    /// Prefixes are found at every 32 tokens, where [`Sequence::fork_at`] forks at any length, and at checkpoints elsewhere. At least one of
+    /// `tokens` is left to compute. Tokens are compared before anything is given. Takes time in proportion to what is found, not to
+    /// `tokens`.
+    ///
+    /// # Errors
+    /// [`Error::Tier`], [`Error::Device`] if pages cannot be read. No memory for the ring's pages counts as nothing found.
+    pub fn find(&self, scope: &PrefixScope<'_>, tokens: &[u32]) -> Result<Sequence, Error> {
+        let shared = &*self.shared;
+        let counts = &shared.counts;
+        add(&counts.lookups, 1);
+        add(&counts.asked_tokens, tokens.len() as u64);
+        let root = scope.encoded();
+        let mut found = shared.longest(&root, tokens);
+        while let Some(boundary) = found {
+            if let Some(sequence) = shared.fork(&root, tokens, &boundary)? {
+                let now = shared.now();
+                add(&counts.hits, 1);
+                add(&counts.hit_tokens, u64::from(boundary.len));
+                add(&counts.hit_age, now.saturating_sub(boundary.used.swap(now, Relaxed)));
+                return Ok(sequence);
+            }
+            found = boundary.parent();
+        }
+        Ok(shared.cache.sequence())
+    }
+
+    /// Takes in the prefixes of a sequence, whose first tokens are `tokens`, for others to find; returns the length of the longest that can be
+    /// found then. Of what is known already nothing is held twice: the pages of the first who brought it stay.
+    ///
+    /// Where [`Sequence::fork_at`] forks at any length of it, a prefix is found at every 32 tokens. Elsewhere at its
+    /// [checkpoints](Sequence::checkpoint), and at its length, as far as these are multiples of 32. The sequence counts as one that was found,
+    /// so that its prefix is not evicted while it lives. O(tokens, and pages of the prefix).
+    ///
+    /// # Errors
+    /// A sequence of another cache, [`Error::Poisoned`]; [`Error::Tier`], [`Error::Device`] if pages cannot be read. What does not fit
+    /// is not taken in, which is no error.
+    pub fn publish(
+        &self,
+        scope: &PrefixScope<'_>,
+        tokens: &[u32],
+        sequence: &mut Sequence,
+    ) -> Result<u32, Error> {
+        self.shared.publish(scope, tokens, sequence)
+    }
+
+    /// What was asked and found since the index was made, and what is held.
+    pub fn usage(&self) -> PrefixUsage {
+        let counts = &self.shared.counts;
+        let of = |count: &AtomicU64| count.load(Relaxed);
+        PrefixUsage {
+            bytes: of(&counts.bytes),
+            boundaries: of(&counts.boundaries),
+            lookups: of(&counts.lookups),
+            asked_tokens: of(&counts.asked_tokens),
+            hits: of(&counts.hits),
+            hit_tokens: of(&counts.hit_tokens),
+            hit_age: std::time::Duration::from_nanos(of(&counts.hit_age)),
+            evictions: of(&counts.evictions),
+            evicted_tokens: of(&counts.evicted_tokens),
+            evicted_age: std::time::Duration::from_nanos(of(&counts.evicted_age)),
+            unequal: of(&counts.unequal),
+        }
+    }
+
+    /// Forgets all prefixes that no living sequence was found by.
+    pub fn clear(&self) {
+        self.shared.evict_until(&mut self.shared.tree(), &|| false);
+    }
+}
+
+impl Shared {
+    fn now(&self) -> u64 {
+        self.since.elapsed().as_nanos() as u64
+    }
+
+    fn tree(&self) -> MutexGuard<'_, Tree> {
+        // Code that holds it calls nothing of the user's.
+        self.tree.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn part(&self, key: &Key) -> &RwLock<HashMap<Key, Arc<Boundary>>> {
+        &self.parts[usize::from(key[0]) % PARTS]
+    }
+
+    fn get(&self, key: &Key) -> Option<Arc<Boundary>> {
+        self.part(key).read().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
+    }
+
+    /// The name of what comes before all tokens.
+    fn root_key(&self, root: &[u8]) -> Key {
+        *blake3::keyed_hash(&self.key, root).as_bytes()
+    }
+
+    /// The name of a boundary that is 32 tokens after another.
+    fn next_key(&self, before: &Key, tokens: &[u32]) -> Key {
+        let mut bytes = [0; 32 + 4 * PAGE as usize];
+        bytes[..32].copy_from_slice(before);
+        for (to, token) in bytes[32..].as_chunks_mut::<4>().0.iter_mut().zip(tokens) {
+            *to = token.to_le_bytes();
+        }
+        let key = *blake3::keyed_hash(&self.key, &bytes).as_bytes();
+        #[cfg(test)]
+        if tests::weak() {
+            return [1; 32].map(|byte: u8| byte.wrapping_add(before[0]));
+        }
+        key
+    }
+
+    /// The last boundary of `tokens` that is known by its name, at least one token before their end. Looks at 1, 2, 4, .. boundaries until
+    /// one is not there, and then between.
+    fn longest(&self, root: &[u8], tokens: &[u32]) -> Option<Arc<Boundary>> {
+        let blocks = tokens.len().saturating_sub(1) / PAGE as usize;
+        let mut keys = vec![self.root_key(root)];
+        let mut key_of = |block: usize| {
+            while keys.len() <= block {
+                let from = (keys.len() - 1) * PAGE as usize;
+                keys.push(self.next_key(&keys[keys.len() - 1], &tokens[from..from + PAGE as usize]));
+            }
+            keys[block]
+        };
+        let (mut low, mut found, mut step) = (0, None, 1);
+        let mut high = blocks + 1;
+        while low + 1 < high {
+            let at = if step > 0 { (low + step).min(high - 1) } else { low.midpoint(high) };
+            match self.get(&key_of(at)) {
+                Some(boundary) => (low, found, step) = (at, Some(boundary), 2 * step),
+                None => (high, step) = (at, 0),
+            }
+        }
+        found
+    }
+
+    /// A fork of what is stored at a boundary, if that has these tokens.
+    fn fork(&self, root: &[u8], tokens: &[u32], at: &Boundary) -> Result<Option<Sequence>, Error> {
+        let Some(stored) = at.stored.get() else { return Ok(None) };
+        // From here on it is not evicted.
+        let lease = at.lease.clone();
+        let known = tokens.get(..at.len as usize).is_some_and(|tokens| stored.starts_with(root, tokens));
+        if !known {
+            add(&self.counts.unequal, 1);
+            return Ok(None);
+        }
+        let mut again = true;
+        loop {
+            let sequence = stored.sequence.read().unwrap_or_else(PoisonError::into_inner);
+            let forked = sequence.as_ref().map(|sequence| sequence.fork_at(at.len));
+            drop(sequence);
+            match forked {
+                Some(Ok(mut fork)) if fork.len == at.len => {
+                    fork.lease_of_prefix = Some(lease);
+                    return Ok(Some(fork));
+                }
+                Some(Err(Error::OutOfBudget { needed, available })) if again => {
+                    again = false;
+                    self.cache.inner.idle.give_back(needed.saturating_sub(available));
+                }
+                None | Some(Ok(_) | Err(Error::OutOfBudget { .. } | Error::Cut { .. })) => return Ok(None),
+                Some(Err(error)) => return Err(error),
+            }
+        }
+    }
+
+    fn publish(
+        &self,
+        scope: &PrefixScope<'_>,
+        tokens: &[u32],
+        sequence: &mut Sequence,
+    ) -> Result<u32, Error> {
+        if !Arc::ptr_eq(&sequence.inner, &self.cache.inner) {
+            return Err(Error::ForeignSequence { index: 0 });
+        }
+        sequence.sound()?;
+        sequence.repair();
+        let most = sequence.len.min(tokens.len().try_into().unwrap_or(u32::MAX));
+        // Lengths of forks to hold, the longest last.
+        let lengths: Vec<u32> = match sequence.cuts_anywhere() {
+            true => vec![most - most % PAGE],
+            false => {
+                let own = sequence.checkpoints().filter(|len| *len != sequence.len).chain([sequence.len]);
+                own.filter(|len| *len <= most && len.is_multiple_of(PAGE)).collect()
+            }
+        };
+        let Some(&last) = lengths.last().filter(|last| **last > 0 && self.budget > 0) else { return Ok(0) };
+        let root = scope.encoded();
+        let mut keys = vec![self.root_key(&root)];
+        for block in tokens[..last as usize].chunks_exact(PAGE as usize) {
+            keys.push(self.next_key(&keys[keys.len() - 1], block));
+        }
+        let tree = &mut *self.tree();
+        let mut found = 0;
+        for &len in lengths.iter().filter(|len| **len > 0) {
+            match self.take_in(tree, (&root, &keys), &tokens[..len as usize], sequence)? {
+                Some(boundary) => {
+                    sequence.lease_of_prefix = Some(boundary.lease.clone());
+                    found = len;
+                }
+                None => break,
+            }
+        }
+        Ok(found)
+    }
+
+    /// Takes in the fork of a sequence that has just these tokens; returns its boundary, or nothing if it does not fit, or if another's
+    /// tokens have its name.
+    fn take_in(
+        &self,
+        tree: &mut Tree,
+        (root, keys): (&Arc<[u8]>, &[Key]),
+        tokens: &[u32],
+        sequence: &Sequence,
+    ) -> Result<Option<Arc<Boundary>>, Error> {
+        let (len, now) = (tokens.len() as u32, self.now());
+        let blocks = (len / PAGE) as usize;
+        let known: Vec<Arc<Boundary>> = keys[1..=blocks].iter().map_while(|key| self.get(key)).collect();
+        let same = |boundary: &Arc<Boundary>| {
+            let stored = boundary.stored.get()?;
+            Some(stored.starts_with(root, &tokens[..boundary.len as usize]))
+        };
+        if known.iter().any(|boundary| same(boundary) == Some(false)) {
+            add(&self.counts.unequal, 1);
+            return Ok(None);
+        }
+        if let Some(last) = known.get(blocks - 1).filter(|last| last.stored.get().is_some()) {
+            last.used.store(now, Relaxed);
+            return Ok(Some(last.clone()));
+        }
+        let anywhere = sequence.cuts_anywhere();
+        let mut kept = match self.making_room(tree, || sequence.fork_at(len)) {
+            Ok(kept) if kept.len == len => kept,
+            Ok(_) | Err(Error::OutOfBudget { .. }) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        (kept.checkpoints, kept.lease_of_prefix) = (Vec::new(), None);
+        kept.pins.clear();
+        if let Some((boundary, stored)) =
+            known.iter().rev().find_map(|known| Some((known, known.stored.get()?)))
+            && let Some(theirs) = &*stored.sequence.read().unwrap_or_else(PoisonError::into_inner)
+        {
+            kept.share(theirs, boundary.len);
+        }
+        if self.cache.inner.fabric.is_none()
+            && let Err(error) = self.making_room(tree, || kept.seal())
+            && !matches!(error, Error::OutOfBudget { .. })
+        {
+            return Err(error);
+        }
+        let bytes = tree.add_pages(&kept);
+        add(&self.counts.bytes, bytes);
+        self.evict_until(tree, &|| self.counts.bytes.load(Relaxed) <= self.budget);
+        // What it was to follow may have gone to make room for it.
+        let gone = known.last().is_some_and(|last| self.get(&last.key).is_none());
+        if gone || self.counts.bytes.load(Relaxed) > self.budget {
+            self.counts.bytes.fetch_sub(tree.take_pages(&kept), Relaxed);
+            return Ok(None);
+        }
+        let sequence = RwLock::new(Some(kept));
+        let stored = Arc::new(Stored { root: root.clone(), tokens: tokens.into(), sequence });
+        let mut parent = known.last().cloned();
+        if let Some(last) = known.get(blocks - 1) {
+            let _ = last.stored.set(stored);
+            return Ok(parent);
+        }
+        for block in known.len() + 1..=blocks {
+            let own = anywhere || block == blocks;
+            let boundary = Arc::new(Boundary {
+                key: keys[block],
+                len: block as u32 * PAGE,
+                parent: parent.as_ref().map_or_else(Weak::new, Arc::downgrade),
+                stored: if own { OnceLock::from(stored.clone()) } else { OnceLock::new() },
+                used: AtomicU64::new(now),
+                children: AtomicU32::new(0),
+                lease: Arc::default(),
+            });
+            if let Some(parent) = &parent {
+                parent.children.fetch_add(1, Relaxed);
+                tree.leaves.remove(&parent.key);
+            }
+            self.part(&boundary.key)
+                .write()
+                .unwrap_or_else(PoisonError::into_inner)
+                .insert(boundary.key, boundary.clone());
+            tree.leaves.insert(boundary.key, boundary.clone());
+            add(&self.counts.boundaries, 1);
+            parent = Some(boundary);
+        }
+        Ok(parent)
+    }
+
+    /// What `call` returns, after room was made for it if it needed some.
+    fn making_room<T>(
+        &self,
+        tree: &mut Tree,
+        mut call: impl FnMut() -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        match call() {
+            Err(Error::OutOfBudget { needed, available }) => {
+                self.free(tree, needed.saturating_sub(available));
+                call()
+            }
+            done => done,
+        }
+    }
+}

@@ -1,0 +1,400 @@
+//! Routing on a CUDA device: of each layer what its router has learnt, kept there beside the host's, and the choices of a step on their way
+//! down.
+//!
+//! The host's router stays the one that counts: it learns the same from the choices once they are down, by the same functions of the core.
+//! So the device's copy is only as good as the host says: before each use the two are compared on the host, and where it was restored,
+//! rolled back or asked to route by itself, the copy is written anew.
+
+use crate::base::device_slice::{DeviceExperts, DeviceRoutes, DeviceSlice};
+use crate::base::error::Error;
+use crate::device::Device;
+use crate::device::downs::Down;
+use crate::device::driver::arguments;
+use crate::device::memory::Memory;
+use crate::device::ring::Upload;
+use crate::router::on_device::{Averages, DeviceChoice, DevicePlan};
+use crate::router::{Misses, Shape};
+use pikv_core::page::{PAGE, Position};
+use pikv_core::score;
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{LearnArg, RouteArg};
+use std::fmt;
+use std::sync::Arc;
+
+/// Bytes of the word in which a fault is noted; it comes first.
+const FAULT: u64 = 8;
+/// No fault.
+const NONE: u64 = u64::MAX;
+
+/// Where the lists of a state lie, in words behind the fault. Counts are of 64 bits, and so come first.
+#[derive(Clone, Copy, Debug)]
+struct Places {
+    experts: usize,
+    fixed: usize,
+    load: usize,
+    miss: usize,
+    entropy: usize,
+    next: usize,
+    /// The end of what the host writes. Here goes the entropy after the rows that no rollback reaches.
+    firm: usize,
+    all: usize,
+}
+
+impl Places {
+    fn of(experts: usize) -> Places {
+        let fixed = 2 * experts;
+        let load = fixed + score::rows(experts) * LANES;
+        let [miss, entropy, next, firm, all] = [1, 2, 3, 4, 5].map(|n| load + n * experts);
+        Places { experts, fixed, load, miss, entropy, next, firm, all }
+    }
+
+    /// What a router has learnt, as words of the state.
+    fn fill(&self, of: &Averages<'_>, words: &mut Vec<u32>) {
+        words.clear();
+        words.resize(self.firm, 0);
+        let mut put = |at: usize, list: &[u32]| words[at..at + list.len()].copy_from_slice(list);
+        put(0, bytemuck::cast_slice(of.counts));
+        put(self.fixed, bytemuck::cast_slice(of.fixed));
+        for (at, list) in [
+            (self.load, of.load),
+            (self.miss, of.miss),
+            (self.entropy, of.entropy),
+            (self.next, of.entropy_next),
+        ] {
+            put(at, bytemuck::cast_slice(list));
+        }
+    }
+}
+
+/// The rows of a step.
+pub(crate) struct Batch<'a> {
+    pub logits: DeviceSlice,
+    /// First positions and rows of its sequences.
+    pub parts: &'a [(Position, usize)],
+    /// Rows, the first ones, that no rollback reaches; none of several sequences.
+    pub firm: usize,
+    /// Whether the logits of the others are wanted on the host.
+    pub bring_logits: bool,
+}
+
+impl Batch<'_> {
+    fn rows(&self) -> usize {
+        self.parts.iter().map(|(_, rows)| rows).sum()
+    }
+}
+
+/// Choices on their way down.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    down: Down,
+    pub firm: usize,
+    /// Experts whose pages are fetched.
+    pub fetch: usize,
+    choices: usize,
+    /// Experts, if the gate's entropy is kept; else 0.
+    entropies: usize,
+}
+
+/// What came down.
+pub(crate) struct Brought<'a> {
+    /// The first element of the logits that is not finite, and its value.
+    pub fault: Option<(usize, f32)>,
+    /// `[rows][top_k]`
+    pub chosen: &'a [u32],
+    /// Averages of the gate's entropy after the rows that no rollback reaches, if there are such.
+    pub firm_entropy: &'a [f32],
+    /// The same after all rows.
+    pub entropy: &'a [f32],
+    /// Logits of the rows that a rollback reaches, if they were wanted.
+    pub logits: &'a [f32],
+}
+
+impl Pending {
+    /// Waits for it.
+    ///
+    /// # Errors
+    /// The device.
+    pub fn wait(&self) -> Result<Brought<'_>, Error> {
+        self.down.done.wait()?;
+        let (fault, rest) = self.down.words().split_at(2);
+        let (chosen, rest) = rest.split_at(self.choices);
+        let (entropy, rest) = rest.split_at(self.entropies);
+        let (firm_entropy, logits) = rest.split_at(if self.firm > 0 { self.entropies } else { 0 });
+        let fault = u64::from(fault[0]) | u64::from(fault[1]) << 32;
+        Ok(Brought {
+            fault: (fault != NONE).then_some(((fault >> 32) as usize, f32::from_bits(fault as u32))),
+            chosen,
+            firm_entropy: bytemuck::cast_slice(firm_entropy),
+            entropy: bytemuck::cast_slice(entropy),
+            logits: bytemuck::cast_slice(logits),
+        })
+    }
+}
+
+/// A layer's router on a device.
+pub(crate) struct OnDevice {
+    places: Places,
+    state: Memory,
+    /// Choices, weights and entropies of a step's rows.
+    rows: Memory,
+    /// What `state` holds, unless a step is under way or was dropped.
+    held: Vec<u32>,
+    known: bool,
+    pending: Option<Pending>,
+    words: Vec<u32>,
+    device: Arc<Device>,
+}
+
+impl fmt::Debug for OnDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OnDevice").field("known", &self.known).finish_non_exhaustive()
+    }
+}
+
+impl OnDevice {
+    /// For a router of so many experts.
+    ///
+    /// # Errors
+    /// No memory on the device.
+    pub fn new(device: &Arc<Device>, experts: u32) -> Result<OnDevice, Error> {
+        device.enter()?;
+        let places = Places::of(experts as usize);
+        let state = Memory::new(FAULT + 4 * places.all as u64)?;
+        let (held, words) = (Vec::new(), Vec::new());
+        let (rows, device) = (Memory::default(), device.clone());
+        Ok(OnDevice { places, state, rows, held, known: false, pending: None, words, device })
+    }
+
+    /// Whether choices are on their way down.
+    pub fn is_pending(&self) -> bool {
+        self.pending.is_some()
+    }
+
+    /// Waits for choices that are on their way down.
+    ///
+    /// # Errors
+    /// The device.
+    pub fn wait(&self) -> Result<(), Error> {
+        Ok(self.pending.as_ref().map_or(Ok(()), |pending| pending.down.done.wait())?)
+    }
+
+    /// The choices that are on their way down, which are then the caller's, to be [put back](OnDevice::put_back).
+    pub fn take(&mut self) -> Option<Pending> {
+        self.pending.take()
+    }
+
+    pub fn put_back(&self, pending: Pending) {
+        self.device.downs.put_back(pending.down);
+    }
+
+    /// Forgets a step that is not committed.
+    pub fn forget(&mut self) {
+        if let Some(pending) = self.pending.take() {
+            self.put_back(pending);
+            self.known = false;
+        }
+    }
+
+    /// Address of a list of the state.
+    fn at(&self, place: usize) -> u64 {
+        self.state.address() + FAULT + 4 * place as u64
+    }
+
+    /// The same, or 0 if the list is not kept.
+    fn kept(&self, place: usize, list: &[f32]) -> u64 {
+        if list.is_empty() { 0 } else { self.at(place) }
+    }
+
+    /// Has the device choose the experts of rows, and brings the choices down. Nothing is waited for, unless there were never as many
+    /// rows.
+    ///
+    /// # Errors
+    /// Logits that are no f32 of this device, or a device that fails.
+    pub fn route(
+        &mut self,
+        plan: &DevicePlan<'_>,
+        shape: &Shape,
+        batch: &Batch<'_>,
+    ) -> Result<DeviceRoutes, Error> {
+        self.device.check_logits(batch.logits)?;
+        self.forget();
+        let device = self.device.clone();
+        let mut work = device.work()?;
+        let (rows, top_k, averages) = (batch.rows(), shape.top_k as usize, &plan.averages);
+        let choices = rows * top_k;
+        let entropies = if averages.entropy.is_empty() { 0 } else { self.places.experts };
+        let floats = if plan.same { 2 * choices } else { 4 * choices };
+        let bytes = 4 * (floats + rows * entropies) as u64;
+        let first = self.rows.reserve(bytes, &device.stream)?;
+        self.places.fill(averages, &mut self.words);
+        if !self.known || self.held != self.words {
+            self.known = false;
+            work.write(&device.stream, &[(self.at(0), &self.words)])?;
+            std::mem::swap(&mut self.held, &mut self.words);
+        }
+        self.known = !averages.learn();
+        let list = |n: usize| first + 4 * (n * choices) as u64;
+        let filing = DeviceExperts { experts: list(0), weights: list(1) };
+        let model = if plan.same { filing } else { DeviceExperts { experts: list(2), weights: list(3) } };
+        let mut of = self.arguments(plan, shape, batch, [filing, model]);
+        of.entropies = if entropies > 0 { first + 4 * floats as u64 } else { 0 };
+        if of.start != RouteArg::RANKED {
+            let words = &mut self.words;
+            words.clear();
+            words.extend(batch.parts.iter().flat_map(|(at, rows)| at.0..at.0 + *rows as u32));
+            let mut upload = Upload::new();
+            upload.add(words);
+            of.positions = work.send(&device.stream, &upload)?;
+        }
+        device.fill(of.fault, u32::MAX, 2)?;
+        let kernel = device.kernels.route[match score::rows(self.places.experts) {
+            0..=1 => 0,
+            2..=8 => 1,
+            _ => 2,
+        }];
+        let warps = if plan.same { rows } else { 2 * rows };
+        // SAFETY: the argument is the kernel's. It reaches as far as it says: the caller's tensor is as long as the rows need, which the
+        // caller checked, and is there; the rest was reserved above.
+        unsafe { device.launch(kernel, warps, arguments!(of))? };
+        if entropies > 0 {
+            self.fold(averages.keep_entropy, of.entropies, (rows, batch.firm))?;
+        }
+        let down = self.bring(filing.experts, choices, entropies, batch)?;
+        let fetch = plan.fetch as usize;
+        self.pending = Some(Pending { down, firm: batch.firm, fetch, choices, entropies });
+        Ok(DeviceRoutes { model, filing, rows, top_k })
+    }
+
+    fn arguments(
+        &self,
+        plan: &DevicePlan<'_>,
+        shape: &Shape,
+        batch: &Batch<'_>,
+        [filing, model]: [DeviceExperts; 2],
+    ) -> RouteArg {
+        let [model, model_weights] = if plan.same { [0; 2] } else { [model.experts, model.weights] };
+        let mut of = RouteArg {
+            logits: batch.logits.address(),
+            fixed: 0,
+            chosen: filing.experts,
+            weights: filing.weights,
+            model,
+            model_weights,
+            counts: if plan.averages.counts.is_empty() { 0 } else { self.at(0) },
+            entropies: 0,
+            fault: self.state.address(),
+            positions: 0,
+            rows: batch.rows() as u32,
+            experts: shape.experts,
+            top_k: shape.top_k,
+            cap: 0.0,
+            groups: 0,
+            kept: 0,
+            best: 0,
+            start: RouteArg::RANKED,
+            stride: 0,
+            pad: 0,
+        };
+        match plan.choice {
+            DeviceChoice::Ranked { biased, cap, groups } => {
+                of.fixed = if biased { self.at(self.places.fixed) } else { 0 };
+                of.cap = cap.unwrap_or(0.0);
+                if let Some(groups) = groups {
+                    (of.groups, of.kept, of.best) = (groups.count, groups.kept, groups.best);
+                }
+            }
+            DeviceChoice::Placed { hashed, stride } => {
+                (of.start, of.stride) = (if hashed { RouteArg::HASHED } else { RouteArg::ROBIN }, stride);
+            }
+        }
+        of
+    }
+
+    /// Folds the gate's entropies of rows into the averages: of those that no rollback reaches, then of the others.
+    fn fold(&self, keep: f32, entropies: u64, (rows, firm): (usize, usize)) -> Result<(), Error> {
+        let (experts, next) = (self.places.experts as u32, self.at(self.places.next));
+        let between = self.at(self.places.firm);
+        let runs = if firm > 0 {
+            [(0, firm, next, between), (firm, rows - firm, between, next)]
+        } else {
+            [(0, 0, next, next), (0, rows, next, next)]
+        };
+        for (first, rows, from, to) in runs.into_iter().filter(|(_, rows, ..)| *rows > 0) {
+            let (at, rows) = (entropies + 4 * (first * self.places.experts) as u64, rows as u32);
+            let arguments = arguments!(at, rows, experts, keep, from, to);
+            let warps = score::rows(self.places.experts);
+            // SAFETY: the arguments are the kernel's, and the lists are as long as it says.
+            unsafe { self.device.launch(self.device.kernels.fold_entropies, warps, arguments)? };
+        }
+        Ok(())
+    }
+
+    fn bring(&self, chosen: u64, choices: usize, entropies: usize, batch: &Batch<'_>) -> Result<Down, Error> {
+        let skipped = batch.firm * self.places.experts;
+        let logits = if batch.bring_logits { batch.logits.bytes() - 4 * skipped } else { 0 };
+        let places = [
+            (self.state.address(), FAULT as usize),
+            (chosen, 4 * choices),
+            (self.at(self.places.next), 4 * entropies),
+            (self.at(self.places.firm), if batch.firm > 0 { 4 * entropies } else { 0 }),
+            (batch.logits.address() + 4 * skipped as u64, logits),
+        ];
+        self.device.downs.bring(&self.device.stream, &places)
+    }
+
+    /// Has the device learn what the host's router has just learnt, which `plan` is of: from the choices that it counted, and what the step
+    /// wanted and missed of each expert.
+    ///
+    /// # Errors
+    /// A device that fails; what it holds is then written anew before it is used.
+    pub fn learn(&mut self, plan: &DevicePlan<'_>, wanted: &[u32], missed: &[u32]) -> Result<(), Error> {
+        let averages = &plan.averages;
+        if !averages.learn() {
+            return Ok(());
+        }
+        self.known = false;
+        let device = self.device.clone();
+        let mut work = device.work()?;
+        let mut upload = Upload::new();
+        let (mut wanted_at, mut missed_at) = (0, 0);
+        if !averages.miss.is_empty() {
+            let [wanted, missed] = [wanted, missed].map(|list| upload.add(list));
+            let first = work.send(&device.stream, &upload)?;
+            (wanted_at, missed_at) = (first + wanted, first + missed);
+        }
+        let (measure, keep_miss) = averages.keep_miss;
+        let places = &self.places;
+        let of = LearnArg {
+            fixed: self.at(places.fixed),
+            counts: if averages.counts.is_empty() { 0 } else { self.at(0) },
+            load: self.kept(places.load, averages.load),
+            miss: self.kept(places.miss, averages.miss),
+            entropy: self.kept(places.entropy, averages.entropy),
+            next: self.kept(places.next, averages.entropy),
+            wanted: wanted_at,
+            missed: missed_at,
+            experts: places.experts as u32,
+            of_page: PAGE,
+            count_misses: u32::from(measure == Misses::Count),
+            keep_load: averages.keep_load,
+            keep_miss,
+            alpha: averages.coefficients.alpha,
+            lambda: averages.coefficients.lambda,
+            beta: averages.coefficients.beta,
+        };
+        // SAFETY: the argument is the kernel's, and its lists are those of the state and of the upload, which were sent before.
+        unsafe { device.launch(device.kernels.learn_router, 1, arguments!(of))? };
+        places.fill(averages, &mut self.held);
+        self.known = true;
+        Ok(())
+    }
+}
+
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        self.forget();
+        // The memory is given back next, once nothing reads or writes it any more; a device that is lost has nothing more to give.
+        let _ = self.device.enter();
+        let _ = self.device.stream.synchronize();
+    }
+}
