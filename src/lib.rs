@@ -46,7 +46,6 @@
 //! | `rayon` | yes | attention on the threads of the rayon pool that the caller is in; without it on the calling thread |
 //! | `cuda` | no | the CUDA back end; its build needs the variable `CUDA_LIBRARY_PATH`, see [CUDA](guide::cuda) |
 //! | `fit` | no | `codec::Fitter` and others: fit maps to a model's keys and values, and keep them in a file |
-//! | `save` | no | `Sequence::save` and `Cache::restore`: sequences in files, for another process |
 //! | `plan` | no | `planner::flexgen`: place pages over tiers by a linear program |
 //! | `mpi` | no | `fabric::mpi`: ranks that are processes; its build needs an MPI and libclang |
 //! | `metrics` | no | `metrics::MetricsSink` for the crate `metrics` |

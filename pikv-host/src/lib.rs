@@ -93,10 +93,9 @@ pub mod rules {
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 
-/// Saved and parked sequences: what [`Cache`] and [`Sequence`] make of them with the feature `save`, and why they would not.
+/// Saved and parked sequences: what [`Cache`] and [`Sequence`] make of them, and why they would not.
 pub mod save {
     pub use crate::base::error::{SaveError, SaveOperation};
-    #[cfg(feature = "save")]
     pub use crate::cache::save::{Parked, Restored};
 }
 

@@ -1,7 +1,6 @@
 //! Files that the library makes: private where they hold what prompts were, whole where they take another's place, and an error where
 //! the system would end the process for their size.
 
-#[cfg(any(feature = "fit", feature = "save"))]
 use std::fs::TryLockError;
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, Hasher};
@@ -78,14 +77,12 @@ fn named(dir: &Path) -> io::Result<File> {
 }
 
 /// Who may read a file that takes another's place.
-#[cfg(any(feature = "fit", feature = "save"))]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Readers {
     /// Who could read the one before; who the process lets read new files, if there was none.
     #[cfg(feature = "fit")]
     AsBefore,
     /// Its owner alone.
-    #[cfg(feature = "save")]
     Owner,
 }
 
@@ -94,7 +91,6 @@ pub(crate) enum Readers {
 ///
 /// # Errors
 /// The file system's, and those of `write`; `path` is as it was then, unless it is the directory that could not be synced.
-#[cfg(any(feature = "fit", feature = "save"))]
 pub(crate) fn replace<T, E: From<io::Error>>(
     path: &Path,
     readers: Readers,
@@ -108,11 +104,13 @@ pub(crate) fn replace<T, E: From<io::Error>>(
     };
     // Leftovers cost room and nothing else: where they cannot be removed, they stay.
     let _ = sweep(dir, name.as_encoded_bytes());
-    let before = fs::symlink_metadata(path).ok().filter(|file| file.is_file()).map(|file| file.permissions());
     let (before, is_private) = match readers {
         #[cfg(feature = "fit")]
-        Readers::AsBefore => (before.clone(), before.is_some()),
-        #[cfg(feature = "save")]
+        Readers::AsBefore => {
+            let before = fs::symlink_metadata(path).ok().filter(|file| file.is_file());
+            let before = before.map(|file| file.permissions());
+            (before.clone(), before.is_some())
+        }
         Readers::Owner => (None, true),
     };
     let (part, file) = loop {
@@ -135,7 +133,7 @@ pub(crate) fn replace<T, E: From<io::Error>>(
     };
     let mut whole = Private { file, len: 0 };
     let written = write(&mut whole).and_then(|written| {
-        before.map_or(Ok(()), |permissions| whole.file.set_permissions(permissions))?;
+        before.map_or(Ok(()), |permissions: fs::Permissions| whole.file.set_permissions(permissions))?;
         whole.sync()?;
         fs::rename(&part, path)?;
         Ok(written)
@@ -155,7 +153,6 @@ pub(crate) fn replace<T, E: From<io::Error>>(
 }
 
 /// Locks a part that was made, until it is closed, so that no other save takes it for a leftover; `false` if one already has.
-#[cfg(any(feature = "fit", feature = "save"))]
 fn held(file: &File) -> io::Result<bool> {
     match file.try_lock() {
         Err(TryLockError::WouldBlock) => return Ok(false),
@@ -170,7 +167,6 @@ fn held(file: &File) -> io::Result<bool> {
 }
 
 /// Has the directory's own entries outlast a loss of power.
-#[cfg(any(feature = "fit", feature = "save"))]
 fn sync_dir(dir: &Path) -> io::Result<()> {
     #[cfg(unix)]
     File::open(dir)?.sync_all()?;
@@ -180,7 +176,6 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
 }
 
 /// Removes temporary parts of files named `name` that no running save has locked.
-#[cfg(any(feature = "fit", feature = "save"))]
 fn sweep(dir: &Path, name: &[u8]) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;

@@ -4,7 +4,6 @@ pub mod deque;
 pub mod device_slice;
 pub mod error;
 pub mod failures;
-#[cfg(feature = "save")]
 pub mod fields;
 pub mod files;
 pub mod frequencies;

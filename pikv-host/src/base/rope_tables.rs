@@ -87,6 +87,19 @@ impl Tables {
         }
     }
 
+    /// As [`Tables::grow`], for a length that a peer or a file says: a table that would take more than `most` bytes is not made.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] with the bytes that it would take.
+    pub fn grow_within(&self, layer: usize, last: u32, most: u64) -> Result<(), Error> {
+        let Some((index, growing)) = self.table(layer) else { return Ok(()) };
+        let bytes = Tables::bytes_at(&growing.turns.rope, last);
+        if bytes > most && growing.table.load().capacity <= last {
+            return Err(Error::OutOfMemory { bytes });
+        }
+        growing.reach(last, index).map_err(|_| Error::OutOfMemory { bytes })
+    }
+
     /// The most bytes that a table takes which reaches position `last`: its own, and those of the next one, which is twice as long.
     pub fn bytes_at(rope: &Rope, last: u32) -> u64 {
         3 * 4 * u64::from(rope.rotary_dim) * u64::from(capacity(last))
@@ -253,6 +266,20 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pikv_core::dtype::Dtype;
+
+    #[test]
+    fn lengths_from_outside_are_bounded() {
+        let layer = LayerShape::new(1, 1, 8, Dtype::F32).rope(Rope::new(100.0, 8));
+        let tables = Tables::new(&[layer], &[None]);
+        let most = Tables::bytes_at(&Rope::new(100.0, 8), 1000);
+        tables.grow_within(0, 1000, most).unwrap();
+        assert!(tables.bytes() <= most);
+        let error = tables.grow_within(0, 1 << 30, most).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { bytes } if bytes == 3 * 4 * 8 << 31), "{error}");
+        tables.grow_within(0, 1023, 0).unwrap();
+        assert!(tables.bytes() <= most);
+    }
 
     /// A table that grows token by token is the one that is worked out at once, and no step has more to work out than its own share and that
     /// of the one before.

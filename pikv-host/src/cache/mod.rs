@@ -8,7 +8,6 @@ pub mod inner;
 pub mod map;
 pub mod over;
 pub mod rates;
-#[cfg(feature = "save")]
 pub mod save;
 pub mod sequence;
 pub mod step;

@@ -12,7 +12,6 @@ use pikv_core::codec::read::{PackedRef, REBUILT};
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
 use pikv_core::plan::LayerShape;
-use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::{Block, Common, PACKED_ROWS, PackedBlock};
 use smallvec::SmallVec;
@@ -96,8 +95,8 @@ impl<'a> Ask<'a> {
     }
 
     /// The rotation that its keys still want, and the last position that it turns them to; `None` where they come rotated.
-    pub fn turned(&self) -> Option<(usize, &'a Rope, u32)> {
-        let rope = self.shape.rope.as_ref()?;
+    pub fn turned(&self) -> Option<(usize, u32)> {
+        self.shape.rope?;
         let last = |of: &Listed<'_>| {
             let positions = of.page.words().iter().zip(0..LANES).filter(|(_, lane)| of.live >> lane & 1 == 1);
             match self.codec {
@@ -105,7 +104,7 @@ impl<'a> Ask<'a> {
                 None => positions.map(|(position, _)| *position).max().unwrap_or(0),
             }
         };
-        Some((self.layer, rope, self.blocks.iter().flatten().map(last).max().unwrap_or(0)))
+        Some((self.layer, self.blocks.iter().flatten().map(last).max().unwrap_or(0)))
     }
 
     /// Takes the table of its rotation, which reaches its last position by now.

@@ -4,7 +4,6 @@ use super::ask::{Ask, Listed};
 use crate::base::error::CudaError;
 use crate::base::error::Error;
 use crate::base::parallel::threads;
-use crate::base::rope_tables::Tables;
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
 #[cfg(feature = "cuda")]
@@ -243,15 +242,13 @@ impl Store {
         out: &mut Vec<u32>,
     ) -> Result<(), Refusal> {
         let mut asks = (0..questions).map(|_| self.ask(reader)).collect::<Result<Vec<_>, _>>()?;
-        for (layer, rope, last) in asks.iter().filter_map(Ask::turned) {
+        let most = self.pool.arenas.budget().max(TABLE);
+        for (layer, last) in asks.iter().filter_map(Ask::turned) {
             if last > Position::MAX.0 {
                 return Err(Refusal::Malformed);
             }
-            let bytes = Tables::bytes_at(rope, last);
-            if bytes > self.pool.arenas.budget().max(TABLE) {
-                return Err(Refusal::Memory { bytes });
-            }
-            self.pool.tables.grow(layer, last).map_err(|_| Refusal::Memory { bytes })?;
+            let grown = self.pool.tables.grow_within(layer, last, most);
+            grown.map_err(|error| self.refusal(error))?;
         }
         asks.iter_mut().for_each(|ask| ask.take_table(&self.pool));
         let words: usize = asks.iter().map(Ask::answer_words).sum();

@@ -1,6 +1,5 @@
 //! A run of pages of one head: sinks, or what one expert's tokens were filed in.
 
-#[cfg(feature = "save")]
 pub mod save;
 
 use crate::base::deque::first_if;

@@ -1,6 +1,5 @@
 //! What a sequence is made of: layers, heads, runs of pages; and how tokens get there and leave again.
 
-#[cfg(feature = "save")]
 pub mod save;
 
 use crate::base::deque::first_if;

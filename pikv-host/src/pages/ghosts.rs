@@ -5,7 +5,6 @@
 //! taken back any more, and positions that can be are not looked at: so a rollback, a dropped step or a refused one changes nothing here,
 //! and which pages a row can want is a function of its position alone. Ghosts are pages that are known and no longer held.
 
-#[cfg(feature = "save")]
 mod save;
 
 use crate::memory::ghost_bytes::Total;

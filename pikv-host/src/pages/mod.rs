@@ -6,7 +6,6 @@ pub mod cut;
 pub mod filing;
 pub mod ghosts;
 pub mod past;
-#[cfg(feature = "save")]
 pub mod saved;
 pub mod seal;
 pub mod sealed;

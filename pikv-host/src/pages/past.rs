@@ -4,7 +4,6 @@
 //! back since. So every change that a commit makes beside its own tokens is noted with the length of the sequence, for as long as
 //! a rollback can come back to before it, and a rollback undoes what was noted later than where it goes, the newest first.
 
-#[cfg(feature = "save")]
 mod save;
 
 use crate::base::deque::{first_if, last_if};

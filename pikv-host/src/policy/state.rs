@@ -1,6 +1,5 @@
 //! What a policy keeps of the tokens of a run of pages.
 
-#[cfg(feature = "save")]
 mod save;
 
 use crate::base::huge_pages;

@@ -43,7 +43,6 @@ impl Sequence {
     /// Those of [`Sequence::save`]; [`SaveError::Io`] with what the file system says, or
     /// [`FileTooLarge`](io::ErrorKind::FileTooLarge) where the file would pass the size that the process may give one (`RLIMIT_FSIZE`). What is at
     /// `path` stays, unless it is the directory that could not be synced.
-    #[cfg(feature = "save")]
     pub fn save_file(&self, note: &[u8], path: &Path) -> Result<u64, Error> {
         let write = |file: &mut Private| {
             let mut buffered = BufWriter::with_capacity(BUFFER, file);
@@ -58,7 +57,6 @@ impl Cache {
     ///
     /// # Errors
     /// Those of [`Cache::restore`]; [`SaveError::Io`] for a file that is not there, [`SaveError::TooLong`].
-    #[cfg(feature = "save")]
     pub fn restore_file(&self, path: &Path) -> Result<Restored, Error> {
         let open = || -> Result<(File, u64), Failed> {
             let file = File::open(path)?;

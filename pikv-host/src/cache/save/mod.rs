@@ -126,7 +126,6 @@ impl Sequence {
     /// # Errors
     /// [`SaveError::Io`] where `to` refuses, [`SaveError::Fabric`]; [`Error::Poisoned`]; a device or a lower tier that fails. What was
     /// written until then is no saved sequence.
-    #[cfg(feature = "save")]
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         self.sound()?;
         if self.inner.fabric.is_some() {

@@ -16,7 +16,6 @@ use std::sync::Arc;
 /// A sequence that waits in a lower tier: [`Sequence::park`] makes it, [`Parked::wake`] a sequence of it again. It has no page in the first
 /// tier, so it can be in no step. Dropped, its pages are freed.
 #[derive(Debug)]
-#[cfg(feature = "save")]
 pub struct Parked {
     inner: Arc<Inner>,
     parts: Vec<Part>,
@@ -86,7 +85,6 @@ impl Sequence {
     /// # Errors
     /// [`Error::NoTiers`] without such a tier, [`Error::TierFull`] where no tier has room, [`Error::Tier`]; [`Error::Poisoned`],
     /// [`SaveError::Fabric`]; a device that fails. The sequence is as before.
-    #[cfg(feature = "save")]
     pub fn park(&mut self, tier: usize) -> Result<Parked, Error> {
         self.sound()?;
         if self.inner.fabric.is_some() {

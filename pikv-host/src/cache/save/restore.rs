@@ -19,7 +19,6 @@ const GROWTH: usize = 1 << 16;
 /// What [`Cache::restore`] makes.
 #[derive(Debug)]
 #[non_exhaustive]
-#[cfg(feature = "save")]
 pub struct Restored {
     /// The sequence.
     pub sequence: Sequence,
@@ -87,6 +86,9 @@ fn gathered<T: Copy + Default>(
     Ok(all)
 }
 
+/// Bytes of a table of rotations that a length in a file may ask for, whatever the budget.
+const TABLE: u64 = 1 << 30;
+
 /// The tensors of a file, from the first on.
 pub struct Tensors<'t> {
     all: std::iter::Zip<std::slice::Iter<'t, Tensor>, std::slice::Iter<'t, u64>>,
@@ -121,7 +123,6 @@ impl Cache {
     /// [`Error::Save`] with what is wrong: bytes that are no saved sequence, a later version, the part of the configuration that differs, an end that
     /// comes early, a sum or contents that are wrong; [`SaveError::Fabric`]; [`Error::OutOfBudget`] where the pages do not fit,
     /// [`Error::OutOfMemory`]; a device or a lower tier that fails. The cache is as before.
-    #[cfg(feature = "save")]
     pub fn restore(&self, from: &mut impl Read) -> Result<Restored, Error> {
         let inner = &self.inner;
         if inner.fabric.is_some() {
@@ -139,8 +140,9 @@ impl Cache {
             other => other,
         };
         let (sequence, note) = read.map_err(named)?;
+        let most = inner.pool.arenas.budget().max(TABLE);
         for layer in 0..inner.shape.config.layers.len() {
-            inner.pool.tables.grow(layer, sequence.len)?;
+            inner.pool.tables.grow_within(layer, sequence.len, most)?;
         }
         Ok(Restored { sequence, note, bytes: input.at })
     }
