@@ -73,11 +73,8 @@ pub use pikv_core::{
 pub use pikv_host::{
     Attend, Backend, Cache, CacheConfig, ClosedLoop, ConfigError, Error, Output, Read, Rows, Sequence, Step,
     StepReport, closed_loop, codec, cuda, fabric, lanes, metrics, planner, policy, prefix, report, router,
-    rules, shape, shard, tiers, trace,
+    rules, save, shape, shard, tiers, trace,
 };
-
-#[cfg(feature = "save")]
-pub use pikv_host::save;
 
 /// The examples of the README, as tests.
 #[cfg(doctest)]

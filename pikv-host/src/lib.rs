@@ -93,13 +93,11 @@ pub mod rules {
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 
-/// Saved sequences: what [`Cache::restore`] makes of them, and why it would not. [`Sequence::save`] writes them.
-///
-/// Needs the feature `save`.
-#[cfg(feature = "save")]
+/// Saved and parked sequences: what [`Cache`] and [`Sequence`] make of them with the feature `save`, and why they would not.
 pub mod save {
     pub use crate::base::error::{SaveError, SaveOperation};
-    pub use crate::cache::save::Restored;
+    #[cfg(feature = "save")]
+    pub use crate::cache::save::{Parked, Restored};
 }
 
 /// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.

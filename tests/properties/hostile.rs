@@ -1,5 +1,5 @@
-//! Bytes that nobody should have sent: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences. Whatever they say,
-//! nothing panics, nothing waits for ever, and no more memory is asked for than is stated here.
+//! Bytes that nobody should have sent: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences.
+//! Whatever they say, nothing panics, nothing waits for ever, and no more memory is asked for than is stated here.
 //!
 //! Mutations of valid bytes, the same ones each time: 2,000 of each kind, a hundred times as many where the variable `PIKV_TEST` is
 //! `full`.

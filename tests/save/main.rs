@@ -1,6 +1,7 @@
 //! Sequences that were saved and restored: they go on as if nothing had been, or are refused, and say why.
 
 mod files;
+mod parked;
 mod refused;
 mod same;
 mod setup;

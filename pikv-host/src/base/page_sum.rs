@@ -1,7 +1,7 @@
 //! A sum by which a page that comes back is known to be the one that went.
 
-/// Of the words in order. Files of saved sequences have it, so it stays as it is. Each step is a bijection of what came before, so that one word that changed always shows; other
-/// changes go unseen with a chance of about 2^-64.
+/// Of the words in order. Each step is a bijection of what came before, so that one word that changed always shows; other changes go
+/// unseen with a chance of about 2^-64. Files of saved sequences have it, so it stays as it is.
 pub(crate) fn sum(words: &[u32]) -> u64 {
     const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut lanes = [1, 2, 3, 4].map(|i: u64| i.wrapping_mul(ODD));

@@ -29,16 +29,20 @@ impl<'a> Out<'a> {
 pub(crate) enum Words<'a> {
     /// All of them.
     Page(&'a Page),
-    /// Of the first tokens only: what lies behind them was never written, or by another sequence.
+    /// Of some lanes only: what lies in others was never written, or by another sequence.
     Part(&'a Page, &'a Layout, u32),
     /// Those of a lower tier.
-    Away(&'a Stored),
+    Away(&'a Arc<Stored>),
 }
 
 impl<'a> Words<'a> {
-    /// A page of single tokens, of which the first `fill` lanes were written.
+    /// A page of single tokens, of which the first `fill` lanes were written, but for those that stayed free when tokens were put together.
     pub fn plain(page: &'a Page, layout: &'a Layout, fill: u32) -> Words<'a> {
-        if fill < PAGE { Words::Part(page, layout, fill) } else { Words::Page(page) }
+        let is_written = |lane: &u32| page.positions()[*lane as usize] != u32::MAX;
+        match (0..fill).filter(is_written).fold(0, |lanes, lane| lanes | 1 << lane) {
+            u32::MAX => Words::Page(page),
+            lanes => Words::Part(page, layout, lanes),
+        }
     }
 
     /// How many there are.
@@ -56,10 +60,11 @@ impl<'a> Words<'a> {
     pub fn give(&self, to: impl FnOnce(&[u32]) -> Result<(), Error>) -> Result<(), Error> {
         match self {
             Words::Page(page) => to(&page.fetch()?),
-            Words::Part(page, layout, fill) => {
+            Words::Part(page, layout, lanes) => {
                 let words = page.fetch()?;
                 let mut part = vec![u32::MAX; words.len()];
-                (0..*fill).for_each(|lane| layout.copy(&words, lane, &mut part, lane));
+                let written = (0..PAGE).filter(|lane| lanes >> lane & 1 == 1);
+                written.for_each(|lane| layout.copy(&words, lane, &mut part, lane));
                 to(&part)
             }
             Words::Away(slot) => match slot.in_place() {
@@ -83,6 +88,11 @@ pub(crate) trait Source {
     /// # Errors
     /// The reader's.
     fn page(&mut self, words: &mut [u32]) -> Result<(), Error>;
+
+    /// The next page where it lies in a lower tier, if that is where it comes from.
+    fn slot(&mut self) -> Option<Arc<Stored>> {
+        None
+    }
 }
 
 /// What pages are restored from, and to.
@@ -134,6 +144,9 @@ impl In<'_> {
         positions: impl FnOnce(&[u32]) -> Result<[u32; LANES], Error>,
     ) -> Result<Option<Arc<Stored>>, Error> {
         self.coming(words)?;
+        if let Some(slot) = self.source.slot() {
+            return Ok(Some(slot));
+        }
         self.buffer.resize(words as usize, 0);
         self.source.page(&mut self.buffer)?;
         let positions = positions(&self.buffer)?;

@@ -23,9 +23,9 @@ impl From<io::Error> for Failed {
 
 impl Sequence {
     /// [`Sequence::save`] to a file, in one piece: under a random name beside `path`, synced, and then in the place of what is at `path`. A
-    /// process that is killed, or a machine that loses power, leaves the old file or the new one; what killed saves left
-    /// (`NAME.0123456789abcdef.part`) the next one to `path` removes. Only its owner can read the file (mode 0600), also where it takes another's place.
-    /// Pages go to the file as they are, without a second copy in memory. Returns the file's bytes.
+    /// process that is killed, or a machine that loses power, leaves the old file or the new one; the next save to `path` removes what
+    /// killed ones left (`NAME.0123456789abcdef.part`). Only its owner can read the file (mode 0600), also where it takes another's
+    /// place. Pages go to the file one by one, without a second copy of the sequence in memory. Returns the file's bytes.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -43,6 +43,7 @@ impl Sequence {
     /// Those of [`Sequence::save`]; [`SaveError::Io`] with what the file system says, or
     /// [`FileTooLarge`](io::ErrorKind::FileTooLarge) where the file would pass the size that the process may give one (`RLIMIT_FSIZE`). What is at
     /// `path` stays, unless it is the directory that could not be synced.
+    #[cfg(feature = "save")]
     pub fn save_file(&self, note: &[u8], path: &Path) -> Result<u64, Error> {
         let write = |file: &mut Private| {
             let mut buffered = BufWriter::with_capacity(BUFFER, file);
@@ -57,6 +58,7 @@ impl Cache {
     ///
     /// # Errors
     /// Those of [`Cache::restore`]; [`SaveError::Io`] for a file that is not there, [`SaveError::TooLong`].
+    #[cfg(feature = "save")]
     pub fn restore_file(&self, path: &Path) -> Result<Restored, Error> {
         let open = || -> Result<(File, u64), Failed> {
             let file = File::open(path)?;

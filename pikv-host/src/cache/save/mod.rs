@@ -3,17 +3,19 @@
 mod file;
 mod fingerprint;
 mod header;
+mod park;
 mod restore;
 
+pub use park::Parked;
 pub use restore::Restored;
 
 use crate::base::error::{Error, SaveError, SaveOperation};
 use crate::base::fields::put_long;
 use crate::base::page_sum;
 use crate::cache::sequence::Sequence;
-use crate::pages::chain::Held;
+use crate::config::shape::CacheShape;
 use crate::pages::filing::save::Reach;
-use crate::pages::saved::Out;
+use crate::pages::saved::{Out, Words};
 use std::borrow::Cow;
 use std::io::Write;
 
@@ -60,17 +62,47 @@ fn little(words: &[u32]) -> Cow<'_, [u32]> {
     }
 }
 
+/// Writes a sequence of which there are these parts.
+fn write_parts(
+    shape: &CacheShape,
+    parts: &[Out<'_>],
+    note: &[u8],
+    to: &mut impl Write,
+) -> Result<u64, Error> {
+    let tensors = header::tensors(shape);
+    let mut elements = Vec::with_capacity(tensors.len());
+    // The first part has no pages, nor has what a layer says of its tokens.
+    for (tensor, part) in tensors.iter().zip(parts) {
+        let pages = part.pages.iter().map(|page| page.len()).sum();
+        elements.push(if tensor.name.ends_with(".pages") { pages } else { part.fields.len() as u64 });
+    }
+    elements.extend([note.len() as u64, header::SUM]);
+    let mut sink = Sink { to, sum: blake3::Hasher::new(), at: 0 };
+    sink.put(&header::write(shape, &tensors, &elements))?;
+    for part in parts {
+        sink.numbers(&part.fields)?;
+        part.pages.iter().try_for_each(|page| page.give(|words| sink.page(words)))?;
+    }
+    sink.put(note)?;
+    let sum = sink.sum.finalize();
+    sink.put(sum.as_bytes())?;
+    let (at, failed) = (sink.at, |kind| SaveError::Io { operation: SaveOperation::Write, at: sink.at, kind });
+    to.flush().map_err(|error| failed(error.kind()))?;
+    Ok(at)
+}
+
 impl Sequence {
-    /// Writes the sequence to `to`, with `note`, bytes of the caller's (the model's revision and the tokens, say); returns the bytes that were
-    /// written. [`Cache::restore`](crate::Cache::restore) makes a sequence of them that goes on as this one: the same bits from every
+    /// Writes the sequence to `to`, with `note`, bytes of the caller's (the model's revision and the tokens, say); returns the number of
+    /// bytes. [`Cache::restore`](crate::Cache::restore) makes a sequence of them that goes on as this one: the same bits from every
     /// step, eviction and rollback to come, as far back as this one can be taken. Forks that it shares pages with are not saved with it.
     ///
-    /// The bytes are a safetensors file: pages by layer and head as they are stored, packed ones packed; the format's version, sums of what the
-    /// configuration says, and a BLAKE3 sum of all of it (of pages by sums of their own). They are not encrypted: who reads them reads what the prompt left. Pages go out one
-    /// by one; beside them the call takes memory for what policies keep of tokens, and 24 bytes a page. O(bytes).
+    /// The bytes are a safetensors file: pages by layer and head as they are stored, packed ones packed; the format's version, sums of
+    /// what the configuration says, and a BLAKE3 sum of all of it, of pages by a sum of 64 bits each. They are not encrypted: who reads
+    /// them reads what the prompt left. Pages go out one by one; beside them the call takes memory for what policies keep of tokens,
+    /// and 24 bytes a page. O(bytes).
     ///
-    /// What routers learnt of the tokens is not in it: a rollback of the restored sequence does not reach that
-    /// ([`ClosedLoop`](crate::ClosedLoop)).
+    /// Not in it: [checkpoints](Sequence::checkpoint); what was filed ahead for forks ([`Sequence::seal`]); and what routers learnt of the
+    /// tokens, so that a rollback of the restored sequence does not reach that ([`ClosedLoop`](crate::ClosedLoop)).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -94,6 +126,7 @@ impl Sequence {
     /// # Errors
     /// [`SaveError::Io`] where `to` refuses, [`SaveError::Fabric`]; [`Error::Poisoned`]; a device or a lower tier that fails. What was
     /// written until then is no saved sequence.
+    #[cfg(feature = "save")]
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         self.sound()?;
         if self.inner.fabric.is_some() {
@@ -104,36 +137,14 @@ impl Sequence {
     }
 
     fn write_to(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
-        let shape = &self.inner.shape;
-        let parts = self.parts();
-        let tensors = header::tensors(shape);
-        let mut elements = Vec::with_capacity(tensors.len());
-        // The first part has no pages, nor has what a layer says of its tokens.
-        for (tensor, part) in tensors.iter().zip(&parts) {
-            let pages = part.pages.iter().map(|page| page.len()).sum();
-            elements.push(if tensor.name.ends_with(".pages") { pages } else { part.fields.len() as u64 });
-        }
-        elements.extend([note.len() as u64, header::SUM]);
-        let mut sink = Sink { to, sum: blake3::Hasher::new(), at: 0 };
-        sink.put(&header::write(shape, &tensors, &elements))?;
-        for part in &parts {
-            sink.numbers(&part.fields)?;
-            part.pages.iter().try_for_each(|page| page.give(|words| sink.page(words)))?;
-        }
-        sink.put(note)?;
-        let sum = sink.sum.finalize();
-        sink.put(sum.as_bytes())?;
-        let (at, failed) =
-            (sink.at, |kind| SaveError::Io { operation: SaveOperation::Write, at: sink.at, kind });
-        to.flush().map_err(|error| failed(error.kind()))?;
-        Ok(at)
+        write_parts(&self.inner.shape, &self.parts(), note, to)
     }
 
     /// What is saved, one part for each tensor but the last two.
     fn parts(&self) -> Vec<Out<'_>> {
         let Sequence { inner, layers, len, kept, .. } = self;
         let reach = Reach { len: *len, kept: *kept, limit: self.rollback_limit() };
-        let mut parts = vec![Out { fields: self.numbers(), ..Out::default() }];
+        let mut parts = vec![Out::default()];
         for (layer, shape) in layers.iter().zip(&inner.shape.config.layers) {
             let mut tags = Out::default();
             layer.save_tags(&mut tags.fields);
@@ -147,25 +158,23 @@ impl Sequence {
             layer.save_past(&shape.layout, &mut past);
             parts.extend(past.apart());
         }
+        parts[0].fields = self.numbers(&parts);
         parts
     }
 
     /// What is said of the whole sequence.
-    fn numbers(&self) -> Vec<u32> {
+    fn numbers(&self, parts: &[Out<'_>]) -> Vec<u32> {
         let Sequence { len, kept, floor, pins, ends, .. } = self;
         let mut to = vec![*len, *kept, *floor, pins.len() as u32];
         to.extend(pins.iter().flat_map(|pin| [pin.start, pin.end]));
         to.push(ends.len() as u32);
         to.extend(ends);
-        put_long(&mut to, self.bytes());
-        let entries = self.layers.iter().flat_map(|layer| &layer.heads).flat_map(|head| &head.chains);
-        let held = entries.flat_map(|chain| &chain.entries).map(|entry| &entry.held);
-        let past = self.layers.iter().flat_map(|layer| layer.past.pages());
-        let away = held.chain(past).map(|held| match held {
-            Held::Away(away) => away.slot.bytes(),
-            _ => 0,
-        });
-        put_long(&mut to, away.sum());
+        // By the pages that are saved: of those that two places of a sequence share there are two.
+        let pages = || parts.iter().flat_map(|part| &part.pages);
+        let away: u64 =
+            pages().filter(|page| matches!(page, Words::Away(_))).map(|page| 4 * page.len()).sum();
+        put_long(&mut to, pages().map(|page| 4 * page.len()).sum::<u64>() - away);
+        put_long(&mut to, away);
         to
     }
 }

@@ -19,6 +19,7 @@ const GROWTH: usize = 1 << 16;
 /// What [`Cache::restore`] makes.
 #[derive(Debug)]
 #[non_exhaustive]
+#[cfg(feature = "save")]
 pub struct Restored {
     /// The sequence.
     pub sequence: Sequence,
@@ -87,14 +88,18 @@ fn gathered<T: Copy + Default>(
 }
 
 /// The tensors of a file, from the first on.
-struct Tensors<'t> {
+pub struct Tensors<'t> {
     all: std::iter::Zip<std::slice::Iter<'t, Tensor>, std::slice::Iter<'t, u64>>,
     name: &'t str,
 }
 
 impl<'t> Tensors<'t> {
+    pub fn new(tensors: &'t [Tensor], elements: &'t [u64]) -> Tensors<'t> {
+        Tensors { all: tensors.iter().zip(elements), name: "" }
+    }
+
     /// The elements of the next one.
-    fn next(&mut self) -> u64 {
+    pub fn next(&mut self) -> u64 {
         self.all.next().map_or(0, |(tensor, n)| {
             self.name = &tensor.name;
             *n
@@ -108,15 +113,15 @@ impl Cache {
     /// differ. Pages that lay in a lower tier go there again where there is room, and else to the first. It reads as many bytes as were
     /// written, and nothing behind them.
     ///
-    /// What is read is checked as it comes, and its sum at the end; nothing of the cache changes before that. A length alone takes no memory:
-    /// beside the pages, at most twice the bytes that were read are held; tables of rotations as for any sequence of that length
-    /// ([`Cache::table_bytes`](crate::Cache::table_bytes)). The sum shows damage. It is no signature: who can write the file can write a sum, and restores
-    /// other tokens, but no more.
+    /// What is read is checked as it comes, and its sum at the end. A length alone takes no memory: memory grows with what was read, to
+    /// at most twice its bytes, and by tables of rotations as for any sequence of that length ([`Cache::table_bytes`]). The sum shows
+    /// damage. It is no signature: who can write the file can write a sum, and has other tokens restored.
     ///
     /// # Errors
     /// [`Error::Save`] with what is wrong: bytes that are no saved sequence, a later version, the part of the configuration that differs, an end that
     /// comes early, a sum or contents that are wrong; [`SaveError::Fabric`]; [`Error::OutOfBudget`] where the pages do not fit,
     /// [`Error::OutOfMemory`]; a device or a lower tier that fails. The cache is as before.
+    #[cfg(feature = "save")]
     pub fn restore(&self, from: &mut impl Read) -> Result<Restored, Error> {
         let inner = &self.inner;
         if inner.fabric.is_some() {
@@ -125,7 +130,7 @@ impl Cache {
         let mut input = Input { from, sum: blake3::Hasher::new(), at: 0 };
         let tensors = header::tensors(&inner.shape);
         let elements = read_header(inner, &mut input, &tensors)?;
-        let mut tensors = Tensors { all: tensors.iter().zip(&elements), name: "" };
+        let mut tensors = Tensors::new(&tensors, &elements);
         let read = read(inner, &mut input, &mut tensors);
         let named = |error| match error {
             Error::Save(SaveError::Content { what, .. }) => {
@@ -182,7 +187,7 @@ fn read(
 
 impl Sequence {
     /// Reads what is said of the whole sequence; returns the bytes of its pages in the first tier, and in others.
-    fn load_numbers(&mut self, from: &mut Fields<'_>) -> Result<(u64, u64), Error> {
+    pub(super) fn load_numbers(&mut self, from: &mut Fields<'_>) -> Result<(u64, u64), Error> {
         let ring = self.inner.shape.store.ring;
         let [len, kept, floor] = [from.word()?, from.word()?, from.word()?];
         let reaches = kept >= ring.kept_from(len)
@@ -208,7 +213,7 @@ impl Sequence {
         Ok(bytes)
     }
 
-    fn load_layers(&mut self, from: &mut In<'_>, tensors: &mut Tensors<'_>) -> Result<(), Error> {
+    pub(super) fn load_layers(&mut self, from: &mut In<'_>, tensors: &mut Tensors<'_>) -> Result<(), Error> {
         let inner = self.inner.clone();
         let reach = Reach { len: self.len, kept: self.kept, limit: self.rollback_limit() };
         for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {

@@ -49,11 +49,12 @@ impl RunOf<'_> {
         self.shape.shard_of(chain_place(self.chain), ordinal, self.head)
     }
 
-    /// The positions of the first `fill` tokens of a page, which must be there; of a packed one by its codec and last position.
-    fn positions(
+    /// The positions of the tokens of a page, which must be there; of a packed one by its codec and last position. Lanes whose tokens are not
+    /// read can be free, but for the last.
+    pub fn positions(
         &self,
         words: &[u32],
-        fill: u32,
+        Lanes { fill, read, .. }: Lanes,
         packed: Option<(&HeadCodec, u32)>,
     ) -> Result<[u32; LANES], Error> {
         let mut positions = [u32::MAX; LANES];
@@ -66,12 +67,24 @@ impl RunOf<'_> {
                 }
                 None => Some(words[lane as usize]),
             };
+            let is_free = read >> lane & 1 == 0 && lane + 1 < fill && position == Some(u32::MAX);
+            if is_free {
+                continue;
+            }
             let there = position.filter(|position| *position < self.filed);
             *to = there
                 .ok_or_else(|| content("a token in a page at a position that did not leave the ring"))?;
         }
         Ok(positions)
     }
+}
+
+/// The lanes of a page at `ordinal`: the first `fill` were written, and those in `read` have tokens that are read, or would be after a rollback.
+#[derive(Clone, Copy)]
+pub(crate) struct Lanes {
+    pub ordinal: u32,
+    pub fill: u32,
+    pub read: u32,
 }
 
 impl Held {
@@ -102,7 +115,7 @@ impl Held {
         }
     }
 
-    /// Reads what [`Held::save`] added, of the page at `ordinal`, which is to lie near `near`.
+    /// Reads what [`Held::save`] added, of a page that is to lie near `near`.
     ///
     /// # Errors
     /// What is there is something else; those of the source, and of the page memory.
@@ -110,16 +123,16 @@ impl Held {
         from: &mut Fields<'_>,
         input: &mut In<'_>,
         of: &RunOf<'_>,
-        (ordinal, fill): (u32, u32),
+        lanes: Lanes,
         near: Near<'_>,
     ) -> Result<Held, Error> {
         let word = from.word()?;
-        let (plain, shard) = (of.layout.words(), of.shard(ordinal));
+        let (plain, shard) = (of.layout.words(), of.shard(lanes.ordinal));
         match word & 0xff {
             GONE => Ok(Held::Gone { last: from.word()? }),
             OPEN => {
                 let page = input.page(shard, plain, near)?;
-                of.positions(page.positions(), fill, None)?;
+                of.positions(page.positions(), lanes, None)?;
                 Ok(Held::Open(page))
             }
             CLOSED => {
@@ -132,22 +145,22 @@ impl Held {
                 sure(!(old && has(NEXT | ORIGINAL)), "a page packed thrice")?;
                 let newest = aged.filter(|_| old).unwrap_or(codec);
                 let packed = input.page(shard, newest.packed.words(), near)?;
-                of.positions(packed.words(), fill, Some((newest, last)))?;
+                of.positions(packed.words(), lanes, Some((newest, last)))?;
                 let original = has(ORIGINAL).then(|| input.page(shard, plain, Near::Any)).transpose()?;
                 if let Some(page) = &original {
-                    of.positions(page.positions(), fill, None)?;
+                    of.positions(page.positions(), lanes, None)?;
                 }
                 let next = match aged.filter(|_| has(NEXT)) {
                     None => None,
                     Some(aged) => {
                         let page = input.page(shard, aged.packed.words(), Near::Any)?;
-                        of.positions(page.words(), fill, Some((aged, last)))?;
+                        of.positions(page.words(), lanes, Some((aged, last)))?;
                         Some(page)
                     }
                 };
                 Ok(Held::Closed(Closed { packed, original, last, by, old, next }))
             }
-            AWAY => Held::load_away(from, input, of, word, (shard, fill), near),
+            AWAY => Held::load_away(from, input, of, word, lanes, near),
             _ => Err(content("a page held as nothing that is known")),
         }
     }
@@ -158,12 +171,12 @@ impl Held {
         input: &mut In<'_>,
         of: &RunOf<'_>,
         word: u32,
-        (shard, fill): (u32, u32),
+        lanes: Lanes,
         near: Near<'_>,
     ) -> Result<Held, Error> {
-        let tier = (word >> TIER) as usize;
+        let (tier, shard) = ((word >> TIER) as usize, of.shard(lanes.ordinal));
         if word & PACKED == 0 {
-            let positions = |words: &[u32]| of.positions(words, fill, None);
+            let positions = |words: &[u32]| of.positions(words, lanes, None);
             return Ok(match input.away(tier, of.layout.words(), positions)? {
                 Some(slot) => Held::Away(Away { slot, by: None }),
                 None => Held::Open(input.raised(shard, near)?),
@@ -172,7 +185,7 @@ impl Held {
         let codec = of.codec.ok_or_else(|| content("a packed page of a head that packs none"))?;
         let [last, by] = [from.word()?, from.word()?];
         sure(last < of.filed && (last..of.filed).contains(&by), "a page packed by a token to come")?;
-        let positions = |words: &[u32]| of.positions(words, fill, Some((codec, last)));
+        let positions = |words: &[u32]| of.positions(words, lanes, Some((codec, last)));
         Ok(match input.away(tier, codec.packed.words(), positions)? {
             Some(slot) => Held::Away(Away { slot, by: Some(by) }),
             None => {
@@ -224,7 +237,7 @@ impl Entry {
         let fill = word & 0xff;
         let sound = (1..=PAGE).contains(&fill) && within(live | pending, fill) && live & pending == 0;
         sure(sound, "a page of tokens that were not written")?;
-        let held = Held::load(from, input, of, (ordinal, fill), near)?;
+        let held = Held::load(from, input, of, Lanes { ordinal, fill, read: live | pending }, near)?;
         sure(!matches!(held, Held::Gone { .. }) || live | pending == 0, "tokens of a page that is gone")?;
         let bounds = (word & BOUNDED != 0).then(|| load_bounds(from, of.layout)).transpose()?;
         Ok(Entry { ordinal, held, fill, live, pending, tied: word & TIED != 0, bounds })

@@ -6,7 +6,7 @@ use crate::base::fields::{Fields, content, put_long, sure};
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Near;
-use crate::pages::chain::save::{RunOf, load_bounds, save_bounds};
+use crate::pages::chain::save::{Lanes, RunOf, load_bounds, save_bounds};
 use crate::pages::chain::{Entry, Held};
 use crate::pages::filing::Layer;
 use crate::pages::saved::{In, Out, within};
@@ -174,12 +174,12 @@ impl Compacted {
             let sound = ordinal >= least && ordinal < u32::MAX / 2 && (1..=PAGE).contains(&fill);
             sure(sound && within(live, fill) && flags < 4, "a page as none was before")?;
             least = ordinal + 1;
+            let lanes = Lanes { ordinal, fill, read: live };
             let was = match flags >> 1 {
-                0 => Was::Replaced(Held::load(from, input, of, (ordinal, fill), Near::Any)?),
+                0 => Was::Replaced(Held::load(from, input, of, lanes, Near::Any)?),
                 _ => {
                     let words = from.slice(LANES)?;
-                    let there = words[..fill as usize].iter().all(|position| *position < of.filed);
-                    sure(there, "a token in a page at a position that did not leave the ring")?;
+                    of.positions(words, lanes, None)?;
                     Was::Rewritten(std::array::from_fn(|lane| words[lane]))
                 }
             };

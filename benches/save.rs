@@ -1,0 +1,95 @@
+//! Saving a sequence to memory, and restoring it, beside a copy of the same bytes.
+//!
+//! `cargo bench -p pikv-benches --bench save [-- --quick]`
+//!
+//! One sequence of 8 layers of 4 KV heads of 128 channels, in bf16 and packed by int4; the median of 15 runs of each, in turn, into memory
+//! that was written before. Writes `results/save.csv` and fails where a ratio is below 0.6. `--quick`: a short sequence, nothing is written.
+
+#[allow(dead_code, reason = "the other benches use the rest")]
+mod machine;
+
+use pikv::codec::{Code, Codec, Coding};
+use pikv::{Cache, CacheConfig, Dtype, LayerShape, Sequence};
+use std::error::Error;
+use std::hint::black_box;
+use std::time::Instant;
+
+const LAYERS: usize = 8;
+const KV_HEADS: usize = 4;
+const DIM: usize = 128;
+const ROW: usize = KV_HEADS * DIM;
+const COMMAND: &str = "cargo bench -p pikv-benches --bench save";
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let quick = std::env::args().any(|argument| argument == "--quick");
+    let tokens = if quick { 512 } else { 8192 };
+    let heads = KV_HEADS as u32;
+    let layer = LayerShape::new(heads, heads, DIM as u32, Dtype::Bf16);
+    let plain = CacheConfig::new(vec![layer; LAYERS], 1 << 32);
+    let int4 = Codec::new(Coding::new(Code::Int4), Coding::new(Code::Int4));
+    let mut csv = vec!["session,dtype,bytes,save_ratio,restore_ratio,machine,date,commit,command".to_owned()];
+    let mut worst = f64::INFINITY;
+    for (dtype, config) in [("bf16", plain.clone()), ("int4", plain.compress(int4))] {
+        let cache = Cache::new(config)?;
+        let sequence = filled(&cache, tokens)?;
+        let (bytes, [copy, save, restore]) = times(&cache, &sequence)?;
+        let (save, restore) = (copy / save, copy / restore);
+        println!(
+            "{dtype:>5} {bytes:>12} bytes: save {save:.2}, restore {restore:.2} of {:.1} GB/s",
+            bytes as f64 / copy / 1e9
+        );
+        worst = worst.min(save).min(restore);
+        csv.push(format!(
+            "{tokens} tokens,{dtype},{bytes},{save:.3},{restore:.3},{}",
+            machine::provenance(COMMAND)
+        ));
+    }
+    if quick {
+        return Ok(());
+    }
+    std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/results/save.csv"), csv.join("\n") + "\n")?;
+    println!("written to benches/results/save.csv");
+    match worst >= 0.6 {
+        true => Ok(()),
+        false => Err(format!("{worst:.2} of a copy; at least 0.6 is needed").into()),
+    }
+}
+
+/// A sequence of so many tokens.
+fn filled(cache: &Cache, tokens: usize) -> Result<Sequence, Box<dyn Error>> {
+    let noise: Vec<f32> = machine::noise(1).take(256 * ROW).collect();
+    let mut sequence = cache.sequence();
+    for _ in 0..tokens / 256 {
+        let mut step = cache.begin([(&mut sequence, 256)])?;
+        (0..LAYERS).try_for_each(|layer| step.append(layer, &noise, &noise))?;
+        step.commit()?;
+    }
+    Ok(sequence)
+}
+
+/// Bytes, and the median seconds of a copy, a save and a restore.
+fn times(cache: &Cache, sequence: &Sequence) -> Result<(usize, [f64; 3]), Box<dyn Error>> {
+    let mut saved = Vec::new();
+    sequence.save(b"", &mut saved)?;
+    let mut copy = saved.clone();
+    let mut took = [const { Vec::new() }; 3];
+    for _ in 0..15 {
+        let start = Instant::now();
+        copy.copy_from_slice(black_box(&saved));
+        black_box(&copy);
+        took[0].push(start.elapsed().as_secs_f64());
+        saved.clear();
+        let start = Instant::now();
+        sequence.save(b"", &mut saved)?;
+        took[1].push(start.elapsed().as_secs_f64());
+        let start = Instant::now();
+        let restored = cache.restore(&mut &saved[..])?;
+        took[2].push(start.elapsed().as_secs_f64());
+        drop(restored);
+    }
+    let median = |mut all: Vec<f64>| {
+        all.sort_unstable_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    Ok((saved.len(), took.map(median)))
+}

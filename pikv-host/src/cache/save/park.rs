@@ -1,0 +1,193 @@
+//! Sequences that wait in a lower tier, without a page in the first.
+
+use super::header;
+use super::restore::Tensors;
+use crate::base::error::{Error, SaveError};
+use crate::base::fields::{Fields, content};
+use crate::cache::inner::Inner;
+use crate::cache::sequence::Sequence;
+use crate::pages::saved::{In, Out, Source, Words};
+use crate::tiers::{Level, Stored};
+use pikv_core::page::Position;
+use pikv_core::warp::LANES;
+use std::io::Write;
+use std::sync::Arc;
+
+/// A sequence that waits in a lower tier: [`Sequence::park`] makes it, [`Parked::wake`] a sequence of it again. It has no page in the first
+/// tier, so it can be in no step. Dropped, its pages are freed.
+#[derive(Debug)]
+#[cfg(feature = "save")]
+pub struct Parked {
+    inner: Arc<Inner>,
+    parts: Vec<Part>,
+    len: u32,
+}
+
+/// A part of it: numbers, and pages in their order.
+#[derive(Debug)]
+struct Part {
+    fields: Vec<u32>,
+    pages: Vec<Arc<Stored>>,
+}
+
+impl Part {
+    fn out(&self) -> Out<'_> {
+        Out { fields: self.fields.clone(), pages: self.pages.iter().map(Words::Away).collect() }
+    }
+}
+
+/// Puts a page into the first of `levels` that has room; one that lies in a lower tier stays there.
+///
+/// # Errors
+/// What the last of them says where all are full; a tier or a device that fails.
+fn lower(page: &Words<'_>, levels: &[Arc<Level>]) -> Result<Arc<Stored>, Error> {
+    if let Words::Away(slot) = page {
+        return Ok((*slot).clone());
+    }
+    let mut slot = Err(Error::NoTiers);
+    page.give(|words| {
+        for level in levels {
+            slot = level.put(words, [u32::MAX; LANES]);
+            if !matches!(slot, Err(Error::TierFull { .. })) {
+                break;
+            }
+        }
+        Ok(())
+    })?;
+    slot.map(Arc::new)
+}
+
+impl Sequence {
+    /// Moves the whole sequence to tier `tier` (1 is the one beneath the first) or, where that is full, to the next one beneath: the ring, pages that
+    /// still fill up and what a rollback could ask for too, which [`Sequence::demote`] leaves. This sequence is empty then, and what is
+    /// [parked](crate::save::Parked) can wait, be saved, or wake. Its bytes in the first tier are free, but for pages that a fork reads as
+    /// well. What policies keep of tokens stays in memory of the host;
+    /// [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::tiers::Tiers;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let config = CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::F32)], 1 << 20);
+    /// let cache = Cache::new(config.tiers(Tiers::new().host(1 << 20)))?;
+    /// let mut sequence = cache.sequence();
+    /// let mut step = cache.begin([(&mut sequence, 100)])?;
+    /// step.append(0, &[0.5; 100 * 4], &[0.25; 100 * 4])?;
+    /// step.commit()?;
+    ///
+    /// let parked = sequence.park(1)?;
+    /// assert_eq!((cache.usage().taken, parked.next_position().0), (0, 100));
+    /// let sequence = parked.wake()?;
+    /// assert_eq!(sequence.next_position().0, 100);
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoTiers`] without such a tier, [`Error::TierFull`] where no tier has room, [`Error::Tier`]; [`Error::Poisoned`],
+    /// [`SaveError::Fabric`]; a device that fails. The sequence is as before.
+    #[cfg(feature = "save")]
+    pub fn park(&mut self, tier: usize) -> Result<Parked, Error> {
+        self.sound()?;
+        if self.inner.fabric.is_some() {
+            return Err(SaveError::Fabric.into());
+        }
+        self.repair();
+        let inner = self.inner.clone();
+        let levels = inner.pool.tiers.as_ref().and_then(|tiers| tiers.levels.get(tier.checked_sub(1)?..));
+        let levels = levels.filter(|levels| !levels.is_empty()).ok_or(Error::NoTiers)?;
+        let part = |part: Out<'_>| {
+            let pages = part.pages.iter().map(|page| lower(page, levels)).collect::<Result<_, Error>>()?;
+            Ok(Part { fields: part.fields, pages })
+        };
+        let parts = self.parts().into_iter().map(part).collect::<Result<_, Error>>()?;
+        let parked = Parked { inner, parts, len: self.len };
+        self.clear();
+        Ok(parked)
+    }
+}
+
+impl Parked {
+    /// Tokens of the sequence, which is the next token's position.
+    pub fn next_position(&self) -> Position {
+        Position(self.len)
+    }
+
+    /// Bytes of its pages, all of them in lower tiers.
+    pub fn bytes(&self) -> u64 {
+        self.parts.iter().flat_map(|part| &part.pages).map(|page| page.bytes()).sum()
+    }
+
+    /// Bytes of host memory that it takes beside its pages.
+    pub fn table_bytes(&self) -> u64 {
+        let part =
+            |part: &Part| 4 * part.fields.capacity() + size_of::<Arc<Stored>>() * part.pages.capacity();
+        let slots = self.parts.iter().map(|part| part.pages.len() * size_of::<Stored>()).sum::<usize>();
+        (self.parts.iter().map(part).sum::<usize>() + self.parts.capacity() * size_of::<Part>() + slots)
+            as u64
+    }
+
+    /// Makes a sequence again that goes on where the parked one stopped, with the same bits: pages that lay in a lower tier before stay there, the
+    /// others come up. What is parked stays until it is dropped, so that a second call makes a second sequence. O(bytes).
+    ///
+    /// # Errors
+    /// [`Error::OutOfBudget`] where the pages do not fit, [`Error::OutOfMemory`]; [`Error::Tier`], a device that fails. Nothing changes then.
+    pub fn wake(&self) -> Result<Sequence, Error> {
+        let inner = &self.inner;
+        let mut sequence = Sequence::new(inner.clone());
+        let (here, _) = sequence.load_numbers(&mut Fields::new(&self.parts[0].fields))?;
+        let pages = inner.pool.arenas.reserve(here)?;
+        let numbers = self.parts.iter().flat_map(|part| &part.fields).skip(self.parts[0].fields.len());
+        let slots = self.parts.iter().flat_map(|part| &part.pages);
+        let mut source = Slots { numbers, slots };
+        let tensors = header::tensors(&inner.shape);
+        let elements = self.elements();
+        let mut tensors = Tensors::new(&tensors, &elements);
+        tensors.next();
+        let mut from = In { pool: &inner.pool, source: &mut source, pages, left: 0, buffer: Vec::new() };
+        sequence.load_layers(&mut from, &mut tensors)?;
+        drop(from);
+        Ok(sequence)
+    }
+
+    /// Writes the sequence as [`Sequence::save`] does.
+    ///
+    /// # Errors
+    /// Those of [`Sequence::save`].
+    pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
+        let parts: Vec<Out<'_>> = self.parts.iter().map(Part::out).collect();
+        super::write_parts(&self.inner.shape, &parts, note, to)
+    }
+
+    /// Words of each part.
+    fn elements(&self) -> Vec<u64> {
+        let part = |part: &Part| match part.pages.is_empty() {
+            true => part.fields.len() as u64,
+            false => part.pages.iter().map(|page| page.words() as u64).sum(),
+        };
+        self.parts.iter().map(part).collect()
+    }
+}
+
+/// Numbers and pages of what is parked.
+struct Slots<N, S> {
+    numbers: N,
+    slots: S,
+}
+
+impl<'p, N: Iterator<Item = &'p u32>, S: Iterator<Item = &'p Arc<Stored>>> Source for Slots<N, S> {
+    fn numbers(&mut self, words: &mut [u32]) -> Result<(), Error> {
+        for word in words {
+            *word = *self.numbers.next().ok_or_else(|| content("it ends early"))?;
+        }
+        Ok(())
+    }
+
+    fn page(&mut self, words: &mut [u32]) -> Result<(), Error> {
+        self.slots.next().map_or_else(|| Err(content("it ends early")), |slot| slot.read_into(words))
+    }
+
+    fn slot(&mut self) -> Option<Arc<Stored>> {
+        self.slots.next().cloned()
+    }
+}
