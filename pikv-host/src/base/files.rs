@@ -108,10 +108,12 @@ pub(crate) fn replace<T, E: From<io::Error>>(
     };
     // Leftovers cost room and nothing else: where they cannot be removed, they stay.
     let _ = sweep(dir, name.as_encoded_bytes());
-    let before = fs::symlink_metadata(path).ok().filter(|file| file.is_file()).map(|file| file.permissions());
     let (before, is_private) = match readers {
         #[cfg(feature = "fit")]
-        Readers::AsBefore => (before.clone(), before.is_some()),
+        Readers::AsBefore => {
+            let file = fs::symlink_metadata(path).ok().filter(|file| file.is_file());
+            (file.as_ref().map(fs::Metadata::permissions), file.is_some())
+        }
         #[cfg(feature = "save")]
         Readers::Owner => (None, true),
     };
