@@ -61,7 +61,7 @@ impl Case {
             fixed
         });
         let cap = (fixed.is_some() && rng.one_in(2)).then(|| rng.of(&[0.25, 1.0]));
-        let count = (2..=32u32).filter(|n| (experts as u32).is_multiple_of(*n)).last();
+        let count = (2..=32u32).rfind(|n| (experts as u32).is_multiple_of(*n));
         let groups = count.filter(|_| rng.one_in(3)).and_then(|count| {
             let size = experts as u32 / count;
             let least = (top_k as u32).div_ceil(size);

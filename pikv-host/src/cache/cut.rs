@@ -119,6 +119,7 @@ impl Sequence {
             ends: VecDeque::new(),
             checkpoints: self.checkpoints[..kept].to_vec(),
             lease_of_prefix: self.lease_of_prefix.clone(),
+            altered: false,
             inner,
         })
     }

@@ -104,6 +104,8 @@ pub struct Sequence {
     pub(crate) checkpoints: Vec<Arc<Sequence>>,
     /// By which a prefix index sees that its pages are read.
     pub(crate) lease_of_prefix: Option<Arc<()>>,
+    /// Whether pages were evicted by hand.
+    pub(crate) altered: bool,
 }
 
 impl Sequence {
@@ -130,6 +132,7 @@ impl Sequence {
             ends,
             checkpoints,
             lease_of_prefix: None,
+            altered: false,
         }
     }
 
@@ -447,12 +450,14 @@ impl Sequence {
             return Err(missing);
         }
         state.past.lose(kv_head, chain, page.ordinal);
+        self.altered = true;
         Ok(())
     }
 
     /// Frees every page outside the ring, sinks included.
     pub fn evict_all(&mut self) {
         self.repair();
+        self.altered = true;
         for layer in &mut self.layers {
             for (h, head) in layer.heads.iter_mut().enumerate() {
                 for (c, chain) in head.chains.iter_mut().enumerate() {

@@ -8,7 +8,8 @@ use crate::base::error::Error;
 impl LoopStep<'_> {
     /// As [`route`](LoopStep::route), from logits in memory of the cache's device, `[rows][experts]` in f32. The experts and their weights
     /// are left in memory of the device, for the engine's own kernels; choices, weights and what the router learns have the bits of the
-    /// host's. All is put on the back end's stream, in the order of the calls: two launches at most, and copies.
+    /// host's. All is put on the back end's stream, in the order of the calls: a launch, one more where the router averages the gate's entropy (two
+    /// in a step with rows that no rollback reaches), and copies.
     ///
     /// Nothing is waited for here. The choices are on their way to the host, whose page tables file tokens by them, and the wait for them is
     /// in [`commit`](LoopStep::commit), or in [`check`](LoopStep::check) if that is called, once for all layers. Two things move it forward:
@@ -20,7 +21,9 @@ impl LoopStep<'_> {
     ///
     /// ```
     /// # use pikv_host as pikv;
-    /// # use pikv::{Error, LayerShape, Dtype, cuda::DeviceSlice, closed_loop::{LoopError, LoopStep}};
+    /// use pikv::closed_loop::{LoopError, LoopStep};
+    /// use pikv::{Dtype, cuda::DeviceSlice};
+    ///
     /// fn layer(step: &mut LoopStep<'_>, layer: usize, gate: u64, rows: usize) -> Result<u64, LoopError> {
     ///     // SAFETY: `gate` is a tensor [rows][experts] of the engine's, written on the same stream.
     ///     let logits = unsafe { DeviceSlice::new(gate, rows * 64, Dtype::F32) };

@@ -361,6 +361,14 @@ impl Chain {
         }
     }
 
+    /// Ordinal and lane of the next token; `closed` says that the open page, if there is one, takes no more.
+    pub fn next_place(&self, closed: bool) -> (u32, u32) {
+        match self.room() {
+            Some((_, fill)) if !closed => (self.next - 1, fill),
+            _ => (self.next, 0),
+        }
+    }
+
     /// The token that was filed last, as it came: its page, and the lane.
     pub fn newest(&self) -> Option<(&Page, u32)> {
         let entry = self.entries.back()?;

@@ -99,7 +99,7 @@ impl Layer {
         // for fewer tokens than have left the ring since has other tokens from there on.
         let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
         let known = ahead.map_or(self.filed, |sealed| sealed.until);
-        let from = |h: usize, c: usize| heads[h].chains[c].open_ordinal();
+        let from = |h: usize, c: usize| heads[h].chains[c].next_place(false).0;
         let chains = self.heads.iter().map(|head| &head.chains[..]);
         let sealed = Sealed::of(cut.len.min(known), chains, from, ahead);
         let sealed = (sealed.until > cut.left()).then_some(sealed);

@@ -455,14 +455,14 @@ struct Filed<'a> {
 }
 
 impl Filed<'_> {
-    /// The page in which the token lies already, at `lane` of the page at `ordinal` of its run; `open` is the page that is there, of a
-    /// run that ends with one, and `ring` that of the ring.
-    fn page(&self, ordinal: u32, lane: u32, open: Option<&Page>, ring: &Page) -> Option<Page> {
+    /// The page in which the token lies already, at an ordinal and a lane of its run; `ring` is that of the ring.
+    fn page(&self, run: &Chain, (ordinal, lane): (u32, u32), ring: &Page) -> Option<Page> {
         let Filed { inner, chain, position, head, .. } = *self;
         let ahead = self.ahead.and_then(|(sealed, h)| sealed.page(h, chain, ordinal, lane, position));
         let same = || {
             let shard = inner.shard_of(chain_place(chain), ordinal, head);
-            let first = open.map_or(position, |page| page.positions()[0]);
+            let open = run.room().filter(|_| lane > 0);
+            let first = open.map_or(position, |(page, _)| page.positions()[0]);
             let is = position % PAGE == lane && first == position - lane && ring.positions()[0] == first;
             self.aliased && is && ring.shard() == shard
         };
@@ -492,13 +492,9 @@ impl Head {
         let open = chain.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
         let wide = open.filter(|(first, ..)| codec.is_some() && !Packed::spans(*first, position));
         let from = (tile - first_tile) as usize;
-        let fresh = open.is_none() || wide.is_some();
-        let (ordinal, to) = match open {
-            Some((_, fill, _)) if !fresh => (chain.next - 1, fill),
-            _ => (chain.next, 0),
-        };
-        let there = chain.room().map(|(page, _)| page).filter(|_| !fresh);
-        let ahead = token.page(ordinal, to, there, &self.ring[from]);
+        let (ordinal, to) = chain.next_place(wide.is_some());
+        let fresh = to == 0;
+        let ahead = token.page(chain, (ordinal, to), &self.ring[from]);
         // All that can fail comes before anything is counted.
         let mut take = |codec: &HeadCodec, shard| {
             // It is the last page that is packed.

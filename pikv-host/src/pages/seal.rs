@@ -61,7 +61,7 @@ impl Layer {
         }
         let mut ahead = self.clone();
         ahead.file_tokens(inner, shape, len, inner.config.experts == 1, pages)?;
-        let from = |h: usize, c: usize| self.heads[h].chains[c].open_ordinal();
+        let from = |h: usize, c: usize| self.heads[h].chains[c].next_place(false).0;
         Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.chains[..]), from, None))
     }
 

@@ -87,10 +87,3 @@ impl Sealed {
         Sealed { until, heads: heads.collect() }
     }
 }
-
-impl Chain {
-    /// Ordinal of the page that the next token goes to.
-    pub fn open_ordinal(&self) -> u32 {
-        self.next - u32::from(self.room().is_some())
-    }
-}

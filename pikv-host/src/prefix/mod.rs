@@ -180,8 +180,9 @@ impl PrefixIndex {
     /// found then. Of what is known already nothing is held twice: the pages of the first who brought it stay.
     ///
     /// Where [`Sequence::fork_at`] forks at any length of it, a prefix is found at every 32 tokens. Elsewhere at its
-    /// [checkpoints](Sequence::checkpoint), and at its length, as far as these are multiples of 32. The sequence counts as one that was found,
-    /// so that its prefix is not evicted while it lives. O(tokens, and pages of the prefix).
+    /// [checkpoints](Sequence::checkpoint), and at its length, as far as these are multiples of 32 and nothing was evicted by
+    /// [`Sequence::evict`] before. What is found has no pins. The sequence counts as one that was found, so that its prefix is not evicted
+    /// while it lives. O(tokens, and pages of the prefix).
     ///
     /// # Errors
     /// A sequence of another cache, [`Error::Poisoned`]; [`Error::Tier`], [`Error::Device`] if pages cannot be read. What does not fit
@@ -361,24 +362,26 @@ impl Shared {
         tokens: &[u32],
         sequence: &Sequence,
     ) -> Result<Option<Arc<Boundary>>, Error> {
-        let (len, now) = (tokens.len() as u32, self.now());
+        let len = tokens.len() as u32;
         let blocks = (len / PAGE) as usize;
         let known: Vec<Arc<Boundary>> = keys[1..=blocks].iter().map_while(|key| self.get(key)).collect();
         let same = |boundary: &Arc<Boundary>| {
             let stored = boundary.stored.get()?;
             Some(stored.starts_with(root, &tokens[..boundary.len as usize]))
         };
-        if known.iter().any(|boundary| same(boundary) == Some(false)) {
+        // The last of them has the tokens of all.
+        if known.iter().rev().find_map(same) == Some(false) {
             add(&self.counts.unequal, 1);
             return Ok(None);
         }
         if let Some(last) = known.get(blocks - 1).filter(|last| last.stored.get().is_some()) {
-            last.used.store(now, Relaxed);
+            last.used.store(self.now(), Relaxed);
             return Ok(Some(last.clone()));
         }
         let anywhere = sequence.cuts_anywhere();
         let mut kept = match self.making_room(tree, || sequence.fork_at(len)) {
-            Ok(kept) if kept.len == len => kept,
+            // What was evicted by hand is not what another would compute.
+            Ok(kept) if kept.len == len && !kept.altered => kept,
             Ok(_) | Err(Error::OutOfBudget { .. }) => return Ok(None),
             Err(error) => return Err(error),
         };
@@ -412,30 +415,42 @@ impl Shared {
             let _ = last.stored.set(stored);
             return Ok(parent);
         }
-        for block in known.len() + 1..=blocks {
-            let own = anywhere || block == blocks;
-            let boundary = Arc::new(Boundary {
-                key: keys[block],
-                len: block as u32 * PAGE,
-                parent: parent.as_ref().map_or_else(Weak::new, Arc::downgrade),
-                stored: if own { OnceLock::from(stored.clone()) } else { OnceLock::new() },
-                used: AtomicU64::new(now),
-                children: AtomicU32::new(0),
-                lease: Arc::default(),
-            });
-            if let Some(parent) = &parent {
-                parent.children.fetch_add(1, Relaxed);
-                tree.leaves.remove(&parent.key);
-            }
-            self.part(&boundary.key)
-                .write()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(boundary.key, boundary.clone());
-            tree.leaves.insert(boundary.key, boundary.clone());
-            add(&self.counts.boundaries, 1);
-            parent = Some(boundary);
+        let since = known.len() + 1;
+        for (block, &key) in (since..).zip(&keys[since..=blocks]) {
+            // Only where there is a checkpoint is something found, unless any length is.
+            let own = (anywhere || block == blocks).then(|| stored.clone());
+            parent = Some(self.insert(tree, (key, block as u32 * PAGE), parent, own));
         }
         Ok(parent)
+    }
+
+    /// Puts a boundary in after another one, which is then no leaf.
+    fn insert(
+        &self,
+        tree: &mut Tree,
+        (key, len): (Key, u32),
+        parent: Option<Arc<Boundary>>,
+        stored: Option<Arc<Stored>>,
+    ) -> Arc<Boundary> {
+        let boundary = Arc::new(Boundary {
+            key,
+            len,
+            parent: parent.as_ref().map_or_else(Weak::new, Arc::downgrade),
+            stored: stored.map_or_else(OnceLock::new, OnceLock::from),
+            used: AtomicU64::new(self.now()),
+            children: AtomicU32::new(0),
+            lease: Arc::default(),
+        });
+        if let Some(parent) = parent {
+            parent.children.fetch_add(1, Relaxed);
+            tree.leaves.remove(&parent.key);
+        }
+        let mut part = self.part(&key).write().unwrap_or_else(PoisonError::into_inner);
+        part.insert(key, boundary.clone());
+        drop(part);
+        tree.leaves.insert(key, boundary.clone());
+        add(&self.counts.boundaries, 1);
+        boundary
     }
 
     /// What `call` returns, after room was made for it if it needed some.

@@ -375,7 +375,8 @@ pub trait Router: fmt::Debug + Send + Sync {
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError>;
 
     /// What a device needs to choose in this router's place ([`LoopStep::route_device`](crate::closed_loop::LoopStep::route_device)). A
-    /// router of your own that wraps one of pikv's passes it on; any other leaves it as it is, and routes on the host.
+    /// router of your own that wraps one of pikv's passes it on, and [`routed`](Router::routed) too; any other leaves both as they are, and
+    /// routes on the host.
     ///
     /// # Errors
     /// [`RouteError::HostOnly`] with the reason.
@@ -391,10 +392,11 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// empty where they are not kept.
     ///
     /// # Errors
-    /// Slices of the wrong length, an expert that is not there, or [`RouteError::HostOnly`] of a router without a plan.
+    /// Slices of the wrong length, an expert that is not there, or [`RouteError::HostOnly`] of a router that does not do it.
     fn routed(&mut self, chosen: &[u16], entropy: &[f32]) -> Result<(), RouteError> {
         let _ = (chosen, entropy);
-        self.device_plan().map(|_| ())
+        let why = "it does not take in what a device chose (Router::routed)";
+        Err(RouteError::HostOnly { router: self.kind(), why })
     }
 
     /// Whether it learns from [`Feedback::wanted`]: a [`ClosedLoop`](crate::ClosedLoop) has hits counted then

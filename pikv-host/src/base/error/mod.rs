@@ -383,9 +383,7 @@ pub enum Error {
         why: &'static str,
     },
     /// Tensors of the device where the host has to see them.
-    #[error(
-        "layer {layer}: tensors of the device do not go with {what}; append and attend with slices of the host"
-    )]
+    #[error("layer {layer}: tensors of the device do not go with {what}; use slices of the host")]
     HostTensors {
         /// The layer.
         layer: usize,
