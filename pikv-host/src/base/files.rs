@@ -107,9 +107,8 @@ pub(crate) fn replace<T, E: From<io::Error>>(
     let (before, is_private) = match readers {
         #[cfg(feature = "fit")]
         Readers::AsBefore => {
-            let before = fs::symlink_metadata(path).ok().filter(|file| file.is_file());
-            let before = before.map(|file| file.permissions());
-            (before.clone(), before.is_some())
+            let file = fs::symlink_metadata(path).ok().filter(|file| file.is_file());
+            (file.as_ref().map(fs::Metadata::permissions), file.is_some())
         }
         Readers::Owner => (None, true),
     };
@@ -133,7 +132,7 @@ pub(crate) fn replace<T, E: From<io::Error>>(
     };
     let mut whole = Private { file, len: 0 };
     let written = write(&mut whole).and_then(|written| {
-        before.map_or(Ok(()), |permissions: fs::Permissions| whole.file.set_permissions(permissions))?;
+        before.map_or(Ok(()), |permissions| whole.file.set_permissions(permissions))?;
         whole.sync()?;
         fs::rename(&part, path)?;
         Ok(written)
