@@ -288,7 +288,7 @@ fn on_the_device(c: &mut Criterion) {
         let mut want = words[0].clone();
         layout.write(&mut want, 3, Position(3), &row, &row).expect("noise is finite");
         let row = gpu.put(&row);
-        let write = |i: usize| WriteArg { page: page(i), lane: 3, position: 3, row: 0, pad: 0 };
+        let write = |i: usize| WriteArg { page: page(i), position: 3, row: 0 };
         let writes = gpu.put(&(0..blocks * BLOCK).map(write).collect::<Vec<_>>());
         let (row_at, writes_at, count) = (at(&row), at(&writes), (blocks * BLOCK) as u32);
         let arguments = arguments!(arg, row_at, row_at, writes_at, count);

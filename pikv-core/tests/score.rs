@@ -354,7 +354,7 @@ fn a_bias_moves_the_ranking_and_no_weight() {
     let mut fixed = [[0.0; LANES]];
     fixed[0][0] = 1.5;
     let go = |bias: Option<Bias<'_>>| {
-        let (mut chosen, mut weight) = ([0; 2], [0.0; 2]);
+        let (mut chosen, mut weight) = ([0u16; 2], [0.0; 2]);
         let ranking = Ranking { bias, groups: None };
         route::<_, 1>(Portable, &logits, &ranking, &mut chosen, &mut weight);
         (chosen, weight)

@@ -168,6 +168,7 @@ impl ClosedLoop {
         let learnt = Learnt::new(cache.inner.shape.store.ring.slack());
         let by_part = learnt.is_on().then(ByPart::default);
         let (sink, report) = (Arc::new(()), StepReport { by_part, ..StepReport::default() });
+        #[allow(clippy::default_constructed_unit_structs, reason = "a unit without CUDA")]
         let (devices, scratch) = (Devices::default(), Scratch::default());
         Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, devices, open: false, scratch })
     }

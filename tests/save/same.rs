@@ -154,7 +154,7 @@ fn every_policy_and_every_codec() {
     for codec in 0..CODECS {
         for i in 0..most {
             let i = (i + u64::from(codec)) as u32;
-            let policy = (i % 3 == 0).then_some((i % u32::from(POLICIES)) as u8);
+            let policy = i.is_multiple_of(3).then_some((i % u32::from(POLICIES)) as u8);
             let model = model([1, 3][i as usize / 2 % 2], None, [9, 0][i as usize % 2]);
             let (aged, tiers) = (i % 4 != 1, i % 4 == 1 && policy != Some(BY_HITS));
             let setup = Setup { policy, by_page: true, codec: Some(codec), aged, tiers, model };

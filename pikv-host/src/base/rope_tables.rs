@@ -276,7 +276,7 @@ mod tests {
         tables.grow_within(0, 1000, most).unwrap();
         assert!(tables.bytes() <= most);
         let error = tables.grow_within(0, 1 << 30, most).unwrap_err();
-        assert!(matches!(error, Error::OutOfMemory { bytes } if bytes == 3 * 4 * 8 << 31), "{error}");
+        assert!(matches!(error, Error::OutOfMemory { bytes } if bytes == (3 * 4 * 8) << 31), "{error}");
         tables.grow_within(0, 1023, 0).unwrap();
         assert!(tables.bytes() <= most);
     }
