@@ -203,6 +203,17 @@ fn checkpoints_are_what_is_found_where_tokens_are_evicted() {
     model.compute(&mut sequence, &prompt[..256], 32).unwrap();
     sequence.evict_all();
     assert_eq!(index.publish(&scope, &prompt, &mut sequence), Ok(0));
+    // Nor does it become that in a file.
+    let mut file = Vec::new();
+    sequence.save(b"", &mut file).unwrap();
+    let mut restored = model.cache.restore(&mut &file[..]).unwrap().sequence;
+    assert_eq!(index.publish(&scope, &prompt, &mut restored), Ok(0));
+    // Pins keep tokens that the policy would have evicted from another.
+    let mut sequence = model.cache.sequence();
+    sequence.pin(0..100);
+    model.compute(&mut sequence, &prompt[..256], 32).unwrap();
+    sequence.unpin();
+    assert_eq!(index.publish(&scope, &prompt, &mut sequence), Ok(0));
 }
 
 /// The index keeps its budget, the last tokens go before those they follow, and what a sequence reads stays.

@@ -104,7 +104,8 @@ pub struct Sequence {
     pub(crate) checkpoints: Vec<Arc<Sequence>>,
     /// By which a prefix index sees that its pages are read.
     pub(crate) lease_of_prefix: Option<Arc<()>>,
-    /// Whether pages were evicted by hand.
+    /// Whether it may hold other tokens than one that was given the same tokens and no more: pages were evicted by hand, or tokens pinned
+    /// that a policy would have evicted.
     pub(crate) altered: bool,
 }
 
@@ -475,6 +476,7 @@ impl Sequence {
         if positions.is_empty() {
             return;
         }
+        self.altered |= self.inner.shape.evicts();
         let from = self.pins.partition_point(|pin| pin.end < positions.start);
         let to = self.pins.partition_point(|pin| pin.start <= positions.end);
         match self.pins.get(from..to) {

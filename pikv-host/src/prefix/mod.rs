@@ -180,9 +180,9 @@ impl PrefixIndex {
     /// found then. Of what is known already nothing is held twice: the pages of the first who brought it stay.
     ///
     /// Where [`Sequence::fork_at`] forks at any length of it, a prefix is found at every 32 tokens. Elsewhere at its
-    /// [checkpoints](Sequence::checkpoint), and at its length, as far as these are multiples of 32 and nothing was evicted by
-    /// [`Sequence::evict`] before. What is found has no pins. The sequence counts as one that was found, so that its prefix is not evicted
-    /// while it lives. O(tokens, and pages of the prefix).
+    /// [checkpoints](Sequence::checkpoint), and at its length, as far as these are multiples of 32, and [`Sequence::evict`] evicted nothing
+    /// before, nor [`Sequence::pin`] kept anything from a policy. What is found has no pins. The sequence counts as one that was found, so
+    /// that its prefix is not evicted while it lives. O(tokens, and pages of the prefix).
     ///
     /// # Errors
     /// A sequence of another cache, [`Error::Poisoned`]; [`Error::Tier`], [`Error::Device`] if pages cannot be read. What does not fit
@@ -380,7 +380,7 @@ impl Shared {
         }
         let anywhere = sequence.cuts_anywhere();
         let mut kept = match self.making_room(tree, || sequence.fork_at(len)) {
-            // What was evicted by hand is not what another would compute.
+            // Tokens that were evicted by hand, or pinned, are not those that another would hold.
             Ok(kept) if kept.len == len && !kept.altered => kept,
             Ok(_) | Err(Error::OutOfBudget { .. }) => return Ok(None),
             Err(error) => return Err(error),

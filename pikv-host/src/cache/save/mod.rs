@@ -163,8 +163,8 @@ impl Sequence {
 
     /// What is said of the whole sequence.
     fn numbers(&self, parts: &[Out<'_>]) -> Vec<u32> {
-        let Sequence { len, kept, floor, pins, ends, .. } = self;
-        let mut to = vec![*len, *kept, *floor, pins.len() as u32];
+        let Sequence { len, kept, floor, altered, pins, ends, .. } = self;
+        let mut to = vec![*len, *kept, *floor, u32::from(*altered), pins.len() as u32];
         to.extend(pins.iter().flat_map(|pin| [pin.start, pin.end]));
         to.push(ends.len() as u32);
         to.extend(ends);

@@ -196,6 +196,9 @@ impl Sequence {
             && (kept == 0 || u64::from(kept) + u64::from(ring.window()) <= u64::from(len));
         sure(len.max(floor) <= Position::MAX.0 && reaches, "a length that no sequence has")?;
         (self.len, self.kept, self.floor) = (len, kept, floor);
+        let altered = from.word()?;
+        sure(altered <= 1, "a flag that is neither 0 nor 1")?;
+        self.altered = altered == 1;
         for _ in 0..from.count(2)? {
             let pin = from.word()?..from.word()?;
             let apart = self.pins.last().is_none_or(|before| before.end < pin.start);
