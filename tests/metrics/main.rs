@@ -7,7 +7,9 @@ mod text;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use pikv::fabric::Traffic;
-use pikv::metrics::{Collector, Evicted, Histogram, MetricsSink, Reused, Sink, StepMetrics, TracingSink};
+use pikv::metrics::{
+    Collector, Evicted, Histogram, MetricsSink, PrefixUsage, Reused, Sink, StepMetrics, TracingSink,
+};
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -150,7 +152,12 @@ fn histograms_of_the_ends() {
 fn the_metrics_crate() {
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();
-    metrics::with_local_recorder(&recorder, || play(&MetricsSink::new(2)));
+    metrics::with_local_recorder(&recorder, || {
+        let sink = MetricsSink::new(2);
+        play(&sink);
+        let found = PrefixUsage::default().bytes(640).lookups(4).asked_tokens(500).hits(3).hit_tokens(352);
+        sink.prefixes(&found.evictions(2).evicted_tokens(64).unequal(1));
+    });
     let mut seen: HashMap<String, DebugValue> = HashMap::new();
     for (key, _, _, value) in snapshotter.snapshot().into_vec() {
         let key = key.key();
@@ -176,6 +183,12 @@ fn the_metrics_crate() {
         ("pikv_replicated_pages_total ", 16),
         ("pikv_uncompacted_total ", 0),
         ("pikv_unwiped_pages_total ", 0),
+        ("pikv_prefix_lookups_total ", 4),
+        ("pikv_prefix_asked_tokens_total ", 500),
+        ("pikv_prefix_hits_total ", 3),
+        ("pikv_prefix_hit_tokens_total ", 352),
+        ("pikv_prefix_evicted_tokens_total ", 64),
+        ("pikv_prefix_unequal_total ", 1),
     ];
     for (name, n) in counters {
         assert_eq!(seen.remove(name), Some(DebugValue::Counter(n)), "{name}");
@@ -183,6 +196,7 @@ fn the_metrics_crate() {
     let gauge = |x: f64| Some(DebugValue::Gauge(x.into()));
     assert_eq!(seen.remove("pikv_resident_bytes "), gauge(100.0));
     assert_eq!(seen.remove("pikv_logical_bytes "), gauge(1250.0));
+    assert_eq!(seen.remove("pikv_prefix_bytes "), gauge(640.0));
     let histogram = |x: &[f64]| Some(DebugValue::Histogram(x.iter().map(|x| (*x).into()).collect()));
     assert_eq!(seen.remove("pikv_eviction_age_tokens "), histogram(&[70.0, 3.0]));
     assert_eq!(seen.remove("pikv_reuse_gap_tokens "), histogram(&[6.0]));

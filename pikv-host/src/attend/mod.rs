@@ -91,7 +91,7 @@ fn attend_views(
     lists: &mut Lists,
 ) -> Result<u64, Error> {
     let Call { executor, pool, layer, shape } = call;
-    let Attend { scale, softcap, split, read, closed_gaps } = *options;
+    let Attend { scale, read, .. } = *options;
     let factor = options.check(layer, shape, pool.shape.config.bounds)?;
     let mut single: Vec<View<'_>> = emptied(mem::take(&mut lists.single));
     let views = match read {
@@ -110,26 +110,8 @@ fn attend_views(
     let mut starts = mem::take(&mut lists.starts);
     let rows = first_rows(views, &mut starts);
     let q = tensors.check(layer, shape, rows)?;
-    let mut job = Job {
-        widest: executor.widest(),
-        inner: &pool.shape,
-        layer,
-        shape,
-        views,
-        starts: &starts,
-        q,
-        on_device: tensors.on_device(layer),
-        scale,
-        split,
-        factor,
-        softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
-        table: pool.tables.get(layer),
-        read,
-        closed_gaps,
-        stretch: pool.shape.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
-        remote: None,
-        overflow: AtomicUsize::new(usize::MAX),
-    };
+    let mut job = start_job(&call, options, factor, (views, &starts), q);
+    job.on_device = tensors.on_device(layer);
     let staged: Staged;
     // Held until the results are there.
     #[cfg(feature = "cuda")]
@@ -174,6 +156,38 @@ fn attend_views(
     lists.wanted = wanted;
     (lists.single, lists.starts) = (emptied(single), starts);
     Ok(remote)
+}
+
+/// A call of the rows of `views`, which start at the rows `starts` of it, with queries `q` if the host has them.
+fn start_job<'a>(
+    call: &Call<'a>,
+    options: &Attend,
+    factor: f32,
+    (views, starts): (&'a [View<'a>], &'a [usize]),
+    q: &'a [f32],
+) -> Job<'a> {
+    let Call { executor, pool, layer, shape } = *call;
+    let Attend { scale, softcap, split, read, closed_gaps } = *options;
+    Job {
+        widest: executor.widest(),
+        inner: &pool.shape,
+        layer,
+        shape,
+        views,
+        starts,
+        q,
+        on_device: None,
+        scale,
+        split,
+        factor,
+        softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
+        table: pool.tables.get(layer),
+        read,
+        closed_gaps,
+        stretch: pool.shape.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
+        remote: None,
+        overflow: AtomicUsize::new(usize::MAX),
+    }
 }
 
 /// Fills `starts` with the row of the call at which each view starts; returns the number of all rows.
