@@ -26,7 +26,7 @@ use crate::attend::feedback::together;
 use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
 use crate::attend::hits::Asking;
-use crate::attend::job::Job;
+use crate::attend::job::{Job, OnDevice};
 use crate::attend::lists::{LISTS, Lists};
 use crate::attend::mass::Wanted;
 use crate::attend::options::{Attend, Output, PageMass, Read};
@@ -110,8 +110,7 @@ fn attend_views(
     let mut starts = mem::take(&mut lists.starts);
     let rows = first_rows(views, &mut starts);
     let q = tensors.check(layer, shape, rows)?;
-    let mut job = start_job(&call, options, factor, (views, &starts), q);
-    job.on_device = tensors.on_device(layer);
+    let mut job = start_job(&call, options, factor, (views, &starts), (q, tensors.on_device(layer)));
     let staged: Staged;
     // Held until the results are there.
     #[cfg(feature = "cuda")]
@@ -158,13 +157,13 @@ fn attend_views(
     Ok(remote)
 }
 
-/// A call of the rows of `views`, which start at the rows `starts` of it, with queries `q` if the host has them.
+/// A call of the rows of `views`, which start at the rows `starts` of it, with queries that the host or a device has.
 fn start_job<'a>(
     call: &Call<'a>,
     options: &Attend,
     factor: f32,
     (views, starts): (&'a [View<'a>], &'a [usize]),
-    q: &'a [f32],
+    (q, on_device): (&'a [f32], Option<OnDevice>),
 ) -> Job<'a> {
     let Call { executor, pool, layer, shape } = *call;
     let Attend { scale, softcap, split, read, closed_gaps } = *options;
@@ -176,7 +175,7 @@ fn start_job<'a>(
         views,
         starts,
         q,
-        on_device: None,
+        on_device,
         scale,
         split,
         factor,
