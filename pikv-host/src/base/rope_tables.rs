@@ -277,6 +277,7 @@ mod tests {
         assert!(tables.bytes() <= most);
         let error = tables.grow_within(0, 1 << 30, most).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { bytes } if bytes == (3 * 4 * 8) << 31), "{error}");
+        assert!(tables.grow_within(0, 1024, most).is_err());
         tables.grow_within(0, 1023, 0).unwrap();
         assert!(tables.bytes() <= most);
     }
