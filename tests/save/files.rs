@@ -2,6 +2,7 @@
 
 use pikv::save::{SaveError, SaveOperation};
 use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
+use pikv_test::dir::Dir;
 use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
@@ -9,28 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A directory of a test's own, empty, and gone with it.
-struct Dir(PathBuf);
-
-impl Dir {
-    fn new(name: &str) -> Dir {
-        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("save-{}-{name}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        Dir(dir)
-    }
-
-    fn names(&self) -> Vec<String> {
-        let names = fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
-        let mut names: Vec<String> = names.collect();
-        names.sort();
-        names
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        fs::remove_dir_all(&self.0).unwrap();
-    }
+fn dir(name: &str) -> Dir {
+    Dir::new(env!("CARGO_TARGET_TMPDIR"), name)
 }
 
 fn cache() -> Cache {
@@ -65,7 +46,7 @@ fn read(cache: &Cache, path: &Path) -> Option<u8> {
 
 #[test]
 fn a_file_is_private_and_takes_the_place_of_another() {
-    let (dir, cache) = (Dir::new("place"), cache());
+    let (dir, cache) = (dir("place"), cache());
     let path = dir.0.join("chat");
     assert_eq!(read(&cache, &path), None);
     sequence(&cache, 70, 0.5).save_file(&[1], &path).unwrap();
@@ -126,7 +107,7 @@ fn start(path: &Path) -> Child {
 /// SIGKILL at any moment of a save: what is at the path is one of the two sequences, whole, and the next save removes what is left.
 #[test]
 fn a_kill_leaves_the_old_file_or_the_new_one() {
-    let (dir, cache) = (Dir::new("kill"), cache());
+    let (dir, cache) = (dir("kill"), cache());
     let path = dir.0.join("chat");
     let mut rng = pikv_test::numbers::Rng(7);
     let (mut seen, mut parts) = ([0, 0], 0);
@@ -156,7 +137,7 @@ fn a_kill_leaves_the_old_file_or_the_new_one() {
 /// Where the file may not grow, at whatever write of a save that is, what was there stays.
 #[test]
 fn a_write_that_is_refused_leaves_the_old_file() {
-    let (dir, cache) = (Dir::new("limit"), cache());
+    let (dir, cache) = (dir("limit"), cache());
     let path = dir.0.join("chat");
     sequence(&cache, 30, 0.5).save_file(&[1], &path).unwrap();
     let me = std::env::current_exe().unwrap();

@@ -6,6 +6,7 @@ use pikv::report::Failures;
 use pikv::tiers::{Store, TierOperation, Tiers};
 use pikv::trace::{Reader, Row, TraceFile, Writer};
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output};
+use pikv_test::dir::Dir;
 use std::fs::{self, File, FileTimes};
 use std::io::{self, BufReader};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -15,28 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-/// A directory of a test's own, empty, and gone with it.
-struct Dir(PathBuf);
-
-impl Dir {
-    fn new(name: &str) -> Dir {
-        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("files-{}-{name}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        Dir(dir.canonicalize().unwrap())
-    }
-
-    fn names(&self) -> Vec<String> {
-        let names = fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
-        let mut names: Vec<String> = names.collect();
-        names.sort();
-        names
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        fs::remove_dir_all(&self.0).unwrap();
-    }
+fn dir(name: &str) -> Dir {
+    Dir::new(env!("CARGO_TARGET_TMPDIR"), name)
 }
 
 fn mode(path: &Path) -> u32 {
@@ -70,7 +51,7 @@ fn open_in(dir: &Path) -> Vec<PathBuf> {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_file_of_a_tier_is_private_and_nameless() {
-    let dir = Dir::new("private");
+    let dir = dir("private");
     let _cache = cache(&dir.0, false);
     let open = open_in(&dir.0);
     assert_eq!(open.len(), 1);
@@ -83,7 +64,7 @@ fn a_file_of_a_tier_is_private_and_nameless() {
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 #[test]
 fn a_file_of_a_tier_never_has_a_name() {
-    let dir = Dir::new("nameless");
+    let dir = dir("nameless");
     const O_TMPFILE: i32 = 0o20_200_000;
     if fs::OpenOptions::new().write(true).custom_flags(O_TMPFILE).open(&dir.0).is_err() {
         println!("not run: {} has no files without names", dir.0.display());
@@ -98,7 +79,7 @@ fn a_file_of_a_tier_never_has_a_name() {
 /// A directory that is not there is an error that names the tier.
 #[test]
 fn a_directory_that_is_not_there() {
-    let dir = Dir::new("missing");
+    let dir = dir("missing");
     let layer = LayerShape::with_layout(1, 1, LAYOUT);
     let tiers = Tiers::new().file(dir.0.join("none"), 1 << 20);
     let refused = Cache::new(CacheConfig::new(vec![layer], 64 << 10).tiers(tiers)).unwrap_err();
@@ -122,7 +103,7 @@ fn contents(dir: &Path) -> Vec<u8> {
 #[test]
 fn pages_of_files_are_wiped_when_they_are_given_back() {
     for wipe in [false, true] {
-        let dir = Dir::new(if wipe { "wiped" } else { "kept" });
+        let dir = dir(if wipe { "wiped" } else { "kept" });
         let cache = cache(&dir.0, wipe);
         let mut sequence = cache.sequence();
         for _ in 0..16 {
@@ -143,7 +124,7 @@ fn pages_of_files_are_wiped_when_they_are_given_back() {
 #[test]
 fn wiping_changes_no_bit() {
     let outputs = [false, true].map(|wipe| {
-        let dir = Dir::new(if wipe { "bits-wiped" } else { "bits" });
+        let dir = dir(if wipe { "bits-wiped" } else { "bits" });
         let cache = cache(&dir.0, wipe);
         let mut all = Vec::new();
         for round in 0..3 {
@@ -180,7 +161,7 @@ fn load(path: &Path) -> Fitted {
 /// The name that earlier saves of this process wrote first does not stand in the way, and neither does a directory that has it.
 #[test]
 fn a_save_that_was_killed_stops_no_later_one() {
-    let dir = Dir::new("killed");
+    let dir = dir("killed");
     let path = dir.0.join("maps.safetensors");
     fs::write(dir.0.join(format!("maps.safetensors.{}.part", std::process::id())), "half").unwrap();
     fitted(1).save(&path).unwrap();
@@ -192,7 +173,7 @@ fn a_save_that_was_killed_stops_no_later_one() {
 /// What a killed save left is removed by the next one; nothing else is.
 #[test]
 fn leftovers_are_removed() {
-    let dir = Dir::new("leftovers");
+    let dir = dir("leftovers");
     let path = dir.0.join("maps");
     let left = ["maps.0123456789abcdef.part", "maps.ffffffffffffffff.part"];
     let others = ["maps.part", "maps.0123456789abcdeg.part", "maps2.0123456789abcdef.part", "maps.1.part"];
@@ -209,7 +190,7 @@ fn leftovers_are_removed() {
 /// A save that is under way is no leftover: many threads save to one path, and each time one of them is there, whole.
 #[test]
 fn saves_at_the_same_time() {
-    let dir = Dir::new("together");
+    let dir = dir("together");
     let path = dir.0.join("maps");
     std::thread::scope(|scope| {
         for seed in 0..4 {
@@ -225,7 +206,7 @@ fn saves_at_the_same_time() {
 /// A file that takes another's place has its permissions; one that cannot be written leaves what was there.
 #[test]
 fn a_save_keeps_permissions_and_what_was_there() {
-    let dir = Dir::new("modes");
+    let dir = dir("modes");
     let path = dir.0.join("maps");
     fitted(1).save(&path).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
@@ -255,7 +236,7 @@ fn trace(path: &Path, tokens: u32) -> Result<(), pikv::trace::TraceError> {
 /// reads nothing.
 #[test]
 fn a_trace_is_private() {
-    let dir = Dir::new("trace");
+    let dir = dir("trace");
     let path = dir.0.join("trace.csv");
     fs::write(&path, "old").unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
@@ -280,7 +261,7 @@ fn a_limit_on_files_is_an_error() {
     if let Ok(dir) = std::env::var(INSIDE) {
         return inside_a_limit(Path::new(&dir));
     }
-    let dir = Dir::new("limit");
+    let dir = dir("limit");
     let me = std::env::current_exe().unwrap();
     // Blocks of 512 or of 1024 bytes, as the shell will have it.
     let inside = "ulimit -f 32; exec \"$0\" --exact files::a_limit_on_files_is_an_error --nocapture";

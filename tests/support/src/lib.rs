@@ -2,6 +2,7 @@
 #![allow(clippy::new_without_default, clippy::should_implement_trait, reason = "nobody but tests uses it")]
 
 pub mod backend;
+pub mod dir;
 pub mod gguf_writer;
 pub mod numbers;
 pub mod twins;
