@@ -29,7 +29,7 @@ pub(crate) struct Feed {
 pub(crate) struct Of {
     /// Tokens that had been filed.
     pub filed: u32,
-    /// Its first row, and the number of its rows.
+    /// First row and number of rows of the sequence in the call.
     pub first: usize,
     pub rows: usize,
 }

@@ -232,7 +232,7 @@ fn lift(
     Ok(lifted)
 }
 
-/// What a call computes beside its output.
+/// Weights and hits that a call computes beside its output.
 struct Wants<'a> {
     /// The layer's policy, if it keeps something of what attention sees.
     rule: Option<&'a Rule>,

@@ -67,7 +67,7 @@ fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
     chain.entries.iter().position(seen).unwrap_or(chain.entries.len())
 }
 
-/// What pages are bounded under: queries of `rows` rows of lanes each, `[queries][rows]`.
+/// Queries that pages are bounded under, `[queries][rows]` with `rows` rows of lanes each.
 pub(crate) struct Asked<'a> {
     pub lanes: Lanes,
     pub queries: &'a [[f32; LANES]],

@@ -2,7 +2,7 @@
 //! the CPU joins as it goes down ([`Tree::reduce`](crate::attend::reduce::Tree::reduce)), a device gets lists of joins, ranks join what is
 //! theirs.
 //!
-//! It is a perfect binary tree over leaves 0, 1, 2, .. of which only some are there. A node joins its two halves, the lower leaves on the
+//! The tree is a perfect binary tree over leaves 0, 1, 2, .. of which only some are there. A node joins its two halves, the lower leaves on the
 //! left; where only one of them has leaves, it is that one.
 
 /// An aligned part of the tree, with the leaves that are there.
@@ -10,14 +10,14 @@
 pub(crate) struct Subtree<'a> {
     /// Indices in the tree of its leaves, ascending.
     index: &'a [u32],
-    /// It covers `2^level` leaves of the tree, from leaf `base`.
+    /// The subtree covers `2^level` leaves of the tree, from leaf `base`.
     level: u32,
     base: u64,
     /// Place of `index[0]` in the caller's list of leaves.
     first: usize,
 }
 
-/// What a subtree is made of.
+/// The parts of a subtree.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Split<'a> {
     /// No leaf is there.
@@ -41,7 +41,7 @@ impl<'a> Subtree<'a> {
         Subtree { index, level, base, first }
     }
 
-    /// Its two halves, or those of the smallest subtree that has the same leaves.
+    /// The two halves of the smallest subtree that has the same leaves.
     pub fn split(mut self) -> Split<'a> {
         if self.index.is_empty() {
             return Split::Empty;
