@@ -1,6 +1,7 @@
 //! Attention of some query rows over a block of pages, and the output of a row.
 
 use crate::Lanes;
+use crate::tile::{self, Tile};
 use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
 use pikv_core::codec::factors::{FactorPages, FactorScratch};
 use pikv_core::codec::packed::Packed;
@@ -10,6 +11,7 @@ use pikv_core::merge::{Partial, finish};
 use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
 use pikv_core::warp::{Holds, Kernel, LANES, Warp};
+use std::ops::Range;
 
 /// Rows in bundles of powers of two that are at most `most` wide: first row and width of each.
 pub fn bundles(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
@@ -58,7 +60,7 @@ impl<'a> Common<'a> {
     }
 
     #[inline(always)]
-    fn query<const R: usize>(&self, row: usize) -> Query<'a, R> {
+    pub(crate) fn query<const R: usize>(&self, row: usize) -> Query<'a, R> {
         let channels = self.layout.k_channels() as usize;
         Query {
             q: self.q[row * channels..][..channels * R].as_chunks().0,
@@ -100,7 +102,7 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
 }
 
 /// A block whose rows are attended in bundles.
-trait Rows {
+pub(crate) trait Rows {
     /// Attends to the `R` rows from `row` on. `#[inline(always)]`, as [`Kernel::run`].
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize);
 
@@ -111,6 +113,20 @@ trait Rows {
             self.rows::<W, R>(w, row);
         } else {
             unreachable!("a bundle is no wider than the lanes");
+        }
+    }
+}
+
+/// The rows of a block in bundles that are at most `most` wide.
+#[inline(always)]
+pub(crate) fn each_bundle<W: Warp>(w: W, rows: Range<usize>, most: usize, block: &mut impl Rows) {
+    for (row, width) in bundles(rows.len(), most) {
+        let row = rows.start + row;
+        match width {
+            8 => block.if_held::<W, 8>(w, row),
+            4 => block.if_held::<W, 4>(w, row),
+            2 => block.if_held::<W, 2>(w, row),
+            _ => block.rows::<W, 1>(w, row),
         }
     }
 }
@@ -129,6 +145,9 @@ pub struct Block<'a> {
     pub first: usize,
     /// Where the weights of the rows go.
     pub raw: Raw<'a>,
+    /// What many rows are attended in together, each page widened once for all of them; few do without. None attends in bundles,
+    /// however many rows there are: the bits are the same.
+    pub tile: Option<&'a mut Tile>,
 }
 
 impl Block<'_> {
@@ -155,13 +174,10 @@ impl Kernel for Block<'_> {
     type Out = ();
     #[inline(always)]
     fn run<W: Warp>(mut self, w: W) {
-        for (row, width) in bundles(self.common.sights.len(), self.common.most) {
-            match width {
-                8 => self.if_held::<W, 8>(w, row),
-                4 => self.if_held::<W, 4>(w, row),
-                2 => self.if_held::<W, 2>(w, row),
-                _ => self.rows::<W, 1>(w, row),
-            }
+        let (rows, most) = (self.common.sights.len(), self.common.most);
+        match self.tile.take() {
+            Some(tile) if tile::pays(rows, most) => tile::attend(w, self, tile),
+            _ => each_bundle(w, 0..rows, most, &mut self),
         }
     }
 }

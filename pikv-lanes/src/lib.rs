@@ -12,6 +12,7 @@ pub mod merge;
 pub mod pack;
 pub mod product;
 pub mod route;
+pub mod tile;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -9,4 +9,5 @@ mod named;
 mod prefixes;
 mod random_history;
 mod same_bits;
+mod tiles;
 mod traces;

@@ -6,6 +6,7 @@ use pikv_core::attend::Sight;
 use pikv_core::codec::read::REBUILT;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::bundles;
+use pikv_lanes::tile::Tile;
 use std::cell::RefCell;
 
 /// The queries of an item, as its blocks read them.
@@ -20,6 +21,8 @@ pub struct Packed {
     pub folded: [Vec<[f32; LANES]>; 2],
     pub start: [Vec<f32>; 2],
     pub rebuilt: Vec<[f32; LANES]>,
+    /// What blocks of full pages are attended in, where there are many rows.
+    pub tile: Tile,
 }
 
 /// Buffers of a thread.

@@ -14,6 +14,7 @@ use pikv_core::merge::Partial;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::{Block, Common, PACKED_ROWS, PackedBlock};
+use pikv_lanes::tile::Tile;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -161,6 +162,7 @@ impl<'a> Ask<'a> {
         let len = Partial::len(self.rows, acc_rows);
         let turned = self.codec.is_some() && common.rotation.is_some();
         let mut rebuilt = vec![[0.0; LANES]; if turned { REBUILT } else { 0 }];
+        let mut tile = Tile::default();
         let mut block = |i: usize, part: &mut [f32], raw: Option<&mut [[f32; LANES]]>| {
             let pages = &self.blocks[i];
             let after = self.blocks.get(i + 1).map_or(&[][..], |pages| pages);
@@ -191,7 +193,8 @@ impl<'a> Ask<'a> {
                 None => {
                     let refs = pages.iter().map(|of| PageRef { words: of.page.words(), live: of.live });
                     let list: SmallVec<[PageRef<'_>; BLOCK]> = refs.collect();
-                    Block { common, pages: &list, next, out, first: 0, raw }.run(lanes);
+                    let tile = Some(&mut tile);
+                    Block { common, pages: &list, next, out, first: 0, raw, tile }.run(lanes);
                 }
             }
         };

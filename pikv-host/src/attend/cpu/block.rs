@@ -73,7 +73,8 @@ impl Job<'_> {
                     *to = PageRef { words: from.words, live: from.live };
                 }
                 let out = Partial::new(part, item.rows, self.layout().acc_rows());
-                Block { common, pages: &list[..pages.len()], next, out, first: 0, raw }.run(lanes);
+                let tile = Some(&mut packed.tile);
+                Block { common, pages: &list[..pages.len()], next, out, first: 0, raw, tile }.run(lanes);
             }
         }
     }
@@ -171,6 +172,7 @@ impl Job<'_> {
                     out: Partial::new(part, item.rows, self.layout().acc_rows()),
                     first: row,
                     raw: raw.is_some().then_some(&mut weights[..n]),
+                    tile: None,
                 }
                 .run(self.inner.config.lanes);
                 if let Some(raw) = &mut raw {
