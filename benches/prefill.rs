@@ -63,7 +63,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             check(&cache, &parts, &q, &form)?;
             let seen = f64::from(n) * (f64::from(context) - f64::from(n - 1) / 2.0);
             let products = seen * (2 * HEAD_DIM * QUERY_HEADS) as f64;
-            for (threads, (ours, peak)) in THREADS.iter().zip(measure(&options, &pools, &cache, &parts, &q)?) {
+            for (threads, (ours, peak)) in THREADS.iter().zip(measure(&options, &pools, &cache, &parts, &q)?)
+            {
                 let at_peak = products / peak;
                 let share = at_peak / ours;
                 let name = form.name;
@@ -144,8 +145,7 @@ fn write(lines: &[String]) -> Result<(), Box<dyn Error>> {
     let new: Vec<_> = lines.iter().map(|line| key(line)).collect();
     let old = std::fs::read_to_string(PATH).unwrap_or_default();
     let kept = old.lines().skip(1).filter(|line| !new.contains(&key(line)));
-    let all: Vec<_> =
-        std::iter::once(COLUMNS).chain(kept).chain(lines.iter().map(String::as_str)).collect();
+    let all: Vec<_> = std::iter::once(COLUMNS).chain(kept).chain(lines.iter().map(String::as_str)).collect();
     std::fs::write(PATH, all.join("\n") + "\n")?;
     Ok(())
 }

@@ -45,9 +45,10 @@ pub struct Tile {
     seen: Vec<[u32; BLOCK]>,
 }
 
-/// Rows from which a tile is faster than bundles of `most`: widening is then shared by enough.
+/// Whether a tile is faster than bundles of `most`: widening is then shared by enough rows, and there are more than a token has, whose
+/// pages come from memory as they are read.
 pub fn pays(rows: usize, most: usize) -> bool {
-    rows >= 8 && rows >= 2 * most
+    rows >= 16 && rows >= 2 * most
 }
 
 impl Tile {
@@ -87,7 +88,7 @@ pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
     let (m, l) = (&mut out.m[first..first + rows], &mut out.l[first..first + rows]);
     w.call(Weights { pages: pages.len(), softcap: common.softcap, p, seen, m, l });
     if let Some(raw) = &mut raw {
-        for (raw, p) in raw.chunks_exact_mut(pages.len()).zip(p.chunks_exact(BLOCK)) {
+        for (raw, p) in raw.chunks_exact_mut(pages.len().max(1)).zip(p.chunks_exact(BLOCK)) {
             raw.iter_mut().zip(p).for_each(|(raw, p)| *raw = p.0);
         }
     }
@@ -205,7 +206,7 @@ impl<'a> Ahead<'a> {
     }
 }
 
-/// K of a page in f32: a channel a row, turned where `common` says so, then in the order of the chain.
+/// K of a page in f32: a channel a row, turned where `common` says so.
 struct Keys<'a> {
     common: &'a Common<'a>,
     words: &'a [u32],
@@ -333,7 +334,8 @@ fn store<W: Warp, const PART: usize>(w: W, x: W::F, row: &mut [f32; LANES]) {
 /// Rows that lanes of few registers take together, half of the lanes at a time.
 ///
 /// With 16 registers 2 rows of 32 lanes are 8 chains, as many as are under way while one multiply-add takes its 4 cycles on 2 units, and
-/// each word loaded serves 2 rows; 6 rows of 16 lanes are 12 chains, and each word serves 6. (Zen 3: 0.84 of the peak beside 0.70.)
+/// each word loaded serves 2 rows; 6 rows of 16 lanes are 12 chains, and each word serves 6. (The loop alone on Zen 3: 0.84 of the peak beside
+/// 0.69.)
 const SIX: usize = 6;
 
 /// Whether `R` rows are taken half of the lanes at a time. A branch on it alone leaves the other side uncompiled.
@@ -561,7 +563,8 @@ impl Rows for WeighRun<'_, '_> {
     #[inline(always)]
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
         self.ahead.fetch(w, R);
-        let whole = |seen: &[[u32; BLOCK]], i: usize| seen[row..row + R].iter().all(|seen| seen[i] == u32::MAX);
+        let whole =
+            |seen: &[[u32; BLOCK]], i: usize| seen[row..row + R].iter().all(|seen| seen[i] == u32::MAX);
         let mut i = self.run.start;
         while i < self.run.end {
             let from = i;

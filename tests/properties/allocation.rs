@@ -202,6 +202,37 @@ fn within_a_budget_nothing_is_asked_for() {
     settles("SnapKV", &config(None, None).evict(Eviction::new(SnapKv::default(), budget())), 1500);
 }
 
+/// Rows enough for tiles: what a thread attends them in is kept. (Pages and lists that grow are asked for now and then.)
+#[test]
+fn rows_of_a_prompt_are_attended_in_what_is_there() {
+    const ROWS: usize = 24;
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    let asked: Vec<u64> = pool.install(|| {
+        let layer = LayerShape::new(HEADS as u32, QUERY_HEADS as u32, DIM as u32, Dtype::Bf16).window(500);
+        let cache = Cache::new(CacheConfig::new(vec![layer], 256 << 20).ring(64).sinks(4)).unwrap();
+        let mut sequence = cache.sequence();
+        let mut seed = 3;
+        let mut rows = |heads: usize| (0..ROWS * heads * DIM).map(|_| noise(&mut seed)).collect::<Vec<f32>>();
+        let (k, v, q) = (rows(HEADS), rows(HEADS), rows(QUERY_HEADS));
+        let mut out = vec![0.0; q.len()];
+        let mut step = || {
+            let mut step = cache.begin([(&mut sequence, ROWS as u32)]).unwrap();
+            step.append(0, &k, &v).unwrap();
+            let before = ASKED.load(Ordering::Relaxed);
+            COUNTS.store(true, Ordering::Relaxed);
+            step.attend(0, &q, &OPTIONS, Output::new(&mut out)).unwrap();
+            COUNTS.store(false, Ordering::Relaxed);
+            step.commit().unwrap();
+            ASKED.load(Ordering::Relaxed) - before
+        };
+        (0..60).map(|_| step()).collect()
+    });
+    assert!(asked[0] > 0, "the first call makes the buffers");
+    let quiet = asked[30..].iter().filter(|asked| **asked == 0).count();
+    assert!(quiet >= 15, "{asked:?}");
+}
+
 #[test]
 fn growth_is_asked_for_page_by_page() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);

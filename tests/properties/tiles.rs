@@ -46,7 +46,8 @@ impl Case {
             rope.pairs(pick(rng, &[Pairs::Halves, Pairs::Neighbours]))
         });
         let angles = rope.map_or(0, |rope| rope.rotary_dim as usize / 2 * 2 * CAPACITY as usize);
-        let pages: Vec<_> = (0..1 + rng.next() % BLOCK as u64).map(|i| page(rng, &layout, i as u32)).collect();
+        let pages: Vec<_> =
+            (0..1 + rng.next() % BLOCK as u64).map(|i| page(rng, &layout, i as u32)).collect();
         let rows = 1 + rng.next() as usize % 80;
         let last = pages.len() as u32 * LANES as u32;
         let group = pick(rng, &[1, 3, 4, 8]);
@@ -119,11 +120,14 @@ impl Case {
     /// The same row by row, in the order of all rows together.
     fn apart(&self) -> Vec<f32> {
         let (rows, acc) = (self.q.len(), self.layout.acc_rows() as usize * LANES);
-        let each: Vec<_> =
-            (0..rows).map(|row| self.attend(Lanes::Portable, row, row + 1, 1, None)).collect();
+        let each: Vec<_> = (0..rows).map(|row| self.attend(Lanes::Portable, row, row + 1, 1, None)).collect();
         let part = |from: usize, to: usize| each.iter().flat_map(move |row| row[from..to].iter().copied());
         let raw = each[0].len();
-        part(0, acc).chain(part(acc, acc + 1)).chain(part(acc + 1, acc + 2)).chain(part(acc + 2, raw)).collect()
+        part(0, acc)
+            .chain(part(acc, acc + 1))
+            .chain(part(acc + 1, acc + 2))
+            .chain(part(acc + 2, raw))
+            .collect()
     }
 }
 
@@ -197,7 +201,9 @@ fn rows_of_one_call_have_the_bits_of_rows_in_calls_of_their_own() {
     const NEWEST: u32 = 70;
     let plain = |code| Some(Codec::new(Coding::new(code), Coding::new(code)));
     let mut rng = Rng(5);
-    for (case, codec) in [None, plain(Code::Int8), None, plain(Code::Int4), None, plain(Code::E4m3)].iter().enumerate() {
+    for (case, codec) in
+        [None, plain(Code::Int8), None, plain(Code::Int4), None, plain(Code::E4m3)].iter().enumerate()
+    {
         let mut layer = LayerShape::new(2, 8, 64, Dtype::ALL[case % 3]);
         if case % 2 == 1 {
             layer = layer.rope(Rope::new(10_000.0, 64));
@@ -242,7 +248,12 @@ fn rows_of_one_call_have_the_bits_of_rows_in_calls_of_their_own() {
                 let one = [Rows::new(part.sequence, Position(part.first.0 + row), 1)];
                 let mut alone = vec![0.0; 8 * 64];
                 cache.attend(0, &one, &q[at..at + 512], &options, Output::new(&mut alone)).unwrap();
-                assert_eq!(bits(&alone), bits(&together[at..at + 512]), "case {case}, row {row} of {}", part.rows);
+                assert_eq!(
+                    bits(&alone),
+                    bits(&together[at..at + 512]),
+                    "case {case}, row {row} of {}",
+                    part.rows
+                );
                 at += 512;
             }
         }
