@@ -107,6 +107,11 @@ impl Tokenizer {
         self.bytes.len()
     }
 
+    /// The token that stands for just these bytes: a control token by its text, say. O(tokens).
+    pub fn token(&self, bytes: &[u8]) -> Option<u32> {
+        self.bytes.iter().position(|token| token == bytes).map(|id| id as u32)
+    }
+
     /// The token that the model expects before any text, if it does.
     pub fn bos(&self) -> Option<u32> {
         self.bos
