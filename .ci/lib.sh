@@ -49,7 +49,7 @@ standin_decode() {
 # release BENCH..: examples with everything that is optional, the stand-in and these benches: one set of features, so that nothing is
 # built twice. (The lints check the other benches.)
 release() {
-  cargo build --release -p decode -p pikv-examples -p pikv-benches -p pikv-standin --lib --bins "${@/#/--bench=}" \
+  cargo build --release -p decode -p serve -p pikv-examples -p pikv-benches -p pikv-standin --lib --bins "${@/#/--bench=}" \
     --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi
 }
 

@@ -4,7 +4,6 @@
 //! |---|---|
 //! | [`model`] | a model as the server sees it: tokens of text, and logits of a batch of sequences |
 //! | [`text`] | text out of tokens: whole characters, stop strings |
-//! | [`sample`] | the next token from logits |
 //! | [`scheduler`] | who is in the next step: admission, chunks of prompts, parking, deadlines |
 //! | [`http`] | OpenAI's endpoints, metrics, the page that shows where bytes are |
 //! | [`client`] | an HTTP client of a few lines, for the tests and the load |
@@ -15,7 +14,6 @@ pub mod client;
 pub mod http;
 pub mod load;
 pub mod model;
-pub mod sample;
 pub mod scheduler;
 pub mod text;
 

@@ -19,10 +19,12 @@ const HELP: &str = "serve [OPTION VALUE]..
   --prefixes MIB     what the prefix index may hold of the budget, 64; 0 for no index
   --store FORM       f32, f16, bf16 (default), int8 or int4
   --requests N       open requests, 256
-  --deadline SECONDS the longest time of a request, 60
+  --deadline SECONDS the longest time of a request, 60; a day at most
   --load SECONDS     serve nobody, but measure clients that come and hang up
   --clients N        how many of them, 64
   --csv FILE         where their figures are added";
+
+const DAY: u64 = 24 * 60 * 60;
 
 fn main() -> ExitCode {
     match run() {
@@ -55,7 +57,7 @@ fn run() -> Result<(), Box<dyn Error>> {
             "--prefixes" => options.prefixes = bytes()?,
             "--store" => options.store = store(&value)?,
             "--requests" => options.requests = number()? as usize,
-            "--deadline" => options.deadline = Duration::from_secs(number()?),
+            "--deadline" => options.deadline = Duration::from_secs(number()?.min(DAY)),
             "--load" => seconds = number()?,
             "--clients" => load.clients = number()? as usize,
             "--csv" => load.csv = Some(PathBuf::from(&value)),

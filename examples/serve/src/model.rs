@@ -3,7 +3,7 @@
 use crate::{Options, Store};
 use pikv::codec::{Codec, Coding};
 use pikv::tiers::Tiers;
-use pikv::{Cache, CacheConfig, Dtype, LayerShape, Sequence};
+use pikv::{Cache, CacheConfig, Dtype, LayerShape};
 use pikv_engine::Parallelism;
 use pikv_engine::llama::{gguf::Gguf, model::Model as Llama, tokenizer::Tokenizer};
 use pikv_engine::moe::batch::Batch;
@@ -33,7 +33,8 @@ pub struct Model {
     pub chat: Option<(u32, u32)>,
     bos: Option<u32>,
     layers: usize,
-    heads: (usize, usize, usize),
+    /// KV heads, query heads, channels of each.
+    pub heads: (usize, usize, usize),
     experts: (usize, usize),
     kind: Kind,
 }
@@ -120,22 +121,7 @@ impl Model {
     /// Tokens of messages in ChatML, each a role and a text, up to where the assistant answers; none if the model has no such template.
     pub fn encode_chat(&self, messages: &[(String, String)]) -> Option<Result<Vec<u32>, String>> {
         let ((start, end), Kind::Llama(_, tokenizer)) = (self.chat?, &self.kind) else { return None };
-        let mut tokens = Vec::from_iter(self.bos);
-        let text = |text: &str, tokens: &mut Vec<u32>| {
-            tokens.extend(tokenizer.encode(text).map_err(|error| error.to_string())?);
-            Ok::<(), String>(())
-        };
-        let mut all = || {
-            for (role, content) in messages {
-                tokens.push(start);
-                text(&format!("{role}\n{content}"), &mut tokens)?;
-                tokens.push(end);
-                text("\n", &mut tokens)?;
-            }
-            tokens.push(start);
-            text("assistant\n", &mut tokens)
-        };
-        Some(all().map(|()| tokens))
+        Some(tokenizer.chat(messages, start, end).map_err(|error| error.to_string()))
     }
 
     /// The bytes that a token stands for; none for one that only structures a text.
@@ -171,10 +157,5 @@ impl Model {
     pub fn row<'l>(&self, logits: &'l [f32], rows: usize, row: usize) -> &'l [f32] {
         let width = logits.len() / rows.max(1);
         &logits[row * width..][..self.vocab.min(width)]
-    }
-
-    /// A batch of sequences, each with its number of new tokens.
-    pub fn batch<'a>(&self, cache: &'a Cache, parts: Vec<(&'a mut Sequence, u32)>) -> Batch<'a> {
-        Batch::new(cache, parts, self.heads.2)
     }
 }

@@ -1,6 +1,6 @@
 //! Text and tokens without a server.
 
-use pikv_serve::sample::Sampler;
+use pikv_engine::common::sample::Sampler;
 use pikv_serve::text::Text;
 
 /// The pieces that come of the bytes of `text`, given `n` at a time.

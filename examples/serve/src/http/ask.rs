@@ -2,7 +2,7 @@
 
 use super::error::ApiError;
 use crate::model::Model;
-use crate::sample::Sampler;
+use pikv_engine::common::sample::Sampler;
 use serde_json::{Map, Value, json};
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;

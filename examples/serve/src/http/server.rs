@@ -34,14 +34,14 @@ impl Server {
         let address = listener.local_addr()?;
         let listener = Listener {
             listener,
-            room: Arc::new(Semaphore::new(options.connections)),
+            room: Arc::new(Semaphore::new(options.connections.min(Semaphore::MAX_PERMITS))),
             // A request that waits for its turn is no stalled one.
             idle: options.deadline + options.deadline / 4,
         };
         let app = router(Arc::new(Front {
             model,
             scheduler: scheduler.clone(),
-            open: Arc::new(Semaphore::new(options.requests)),
+            open: Arc::new(Semaphore::new(options.requests.min(Semaphore::MAX_PERMITS))),
             requests: Default::default(),
             errors: Default::default(),
             options,

@@ -21,41 +21,36 @@ impl Times {
     }
 }
 
-/// Counts since the start.
-#[derive(Clone, Debug, Default)]
-pub struct Counts {
-    pub requests: u64,
-    pub finished: u64,
-    pub failed: u64,
-    pub hung_up: u64,
-    /// Times that a request was moved to host memory, and that it was put back to be computed again.
-    pub parked: u64,
-    pub recomputed: u64,
-    /// Prefixes that could not be taken in.
-    pub unpublished: u64,
-    pub steps: u64,
-    pub rows: u64,
-    pub generated: u64,
-    pub first_token: Times,
-    pub between_tokens: Times,
+/// Counts since the start, each with what it counts.
+macro_rules! counts {
+    ($($name:ident $help:literal)*) => {
+        #[derive(Clone, Debug, Default)]
+        pub struct Counts {
+            $(#[doc = $help] pub $name: u64,)*
+            pub first_token: Times,
+            pub between_tokens: Times,
+        }
+
+        impl Counts {
+            /// Name, what it counts, and how many there were.
+            pub fn named(&self) -> Vec<(&'static str, &'static str, u64)> {
+                vec![$((stringify!($name), $help, self.$name)),*]
+            }
+        }
+    };
 }
 
-impl Counts {
-    /// Each count's name, what it counts, and how many there were.
-    pub fn named(&self) -> [(&'static str, &'static str, u64); 10] {
-        [
-            ("requests", "Requests that reached the scheduler.", self.requests),
-            ("finished", "Requests that were answered whole.", self.finished),
-            ("failed", "Requests that ended with an error in the scheduler.", self.failed),
-            ("hung_up", "Requests whose client hung up.", self.hung_up),
-            ("parked", "Times that a request was moved to host memory.", self.parked),
-            ("recomputed", "Times that a request was put back to be computed again.", self.recomputed),
-            ("unpublished", "Prefixes that could not be taken in.", self.unpublished),
-            ("steps", "Steps of the cache.", self.steps),
-            ("rows", "Tokens that steps computed.", self.rows),
-            ("generated", "Tokens that were chosen.", self.generated),
-        ]
-    }
+counts! {
+    requests "Requests that reached the scheduler."
+    finished "Requests that were answered whole."
+    failed "Requests that ended with an error in the scheduler."
+    hung_up "Requests whose client hung up."
+    parked "Times that a request was moved to host memory."
+    recomputed "Times that a request was put back to be computed again."
+    unpublished "Prefixes that could not be taken in."
+    steps "Steps of the cache."
+    rows "Tokens that steps computed."
+    generated "Tokens that were chosen."
 }
 
 /// Where bytes are at one time.

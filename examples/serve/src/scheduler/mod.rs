@@ -16,6 +16,7 @@ use crate::{Options, Store};
 use look::Counts;
 use pikv::prefix::{PrefixIndex, PrefixScope};
 use pikv::{Cache, Error, Sequence};
+use pikv_engine::moe::batch::Batch;
 use request::{Place, Request};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -296,7 +297,7 @@ impl Scheduler {
                 sequences.push((sequence, *n as u32));
             }
         }
-        let mut batch = self.model.batch(&self.cache, sequences);
+        let mut batch = Batch::new(&self.cache, sequences, self.model.heads.2);
         self.model.forward(&mut batch, &tokens, &mut self.logits)
     }
 

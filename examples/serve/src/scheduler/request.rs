@@ -1,9 +1,9 @@
 //! A request on its way through the scheduler.
 
-use crate::sample::Sampler;
 use crate::text::Text;
 use pikv::Sequence;
 use pikv::save::Parked;
+use pikv_engine::common::sample::Sampler;
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
