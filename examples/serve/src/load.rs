@@ -92,12 +92,12 @@ fn client(at: SocketAddr, model: &str, text: &str, load: &Load, seed: u64, end: 
         let below = |random: &mut SplitMix, n: usize| (random.next() % n.max(1) as u64) as usize;
         let length = 10 + below(&mut random, load.prompt.saturating_sub(10));
         let own = below(&mut random, text.len() - load.prompt);
-        let system = if random.next() % 2 == 0 { load.system.min(length) } else { 0 };
+        let system = if random.next().is_multiple_of(2) { load.system.min(length) } else { 0 };
         let prompt = format!("{}{}", &text[..system], &text[own..own + length - system]);
         let (answer, seed) = (1 + below(&mut random, load.answer), random.next() >> 1);
         let body =
             json!({"model": model, "prompt": prompt, "max_tokens": answer, "seed": seed, "stream": true});
-        let give_up = random.next() % load.hang_up.max(1) == 0;
+        let give_up = random.next().is_multiple_of(load.hang_up.max(1));
         if let Err(error) = one(at, &body, give_up.then_some(answer / 2), &mut seen) {
             *seen.errors.entry(error.to_string()).or_default() += 1;
         }

@@ -11,10 +11,13 @@ use std::sync::Arc;
 fn requests() -> Vec<Value> {
     let n = if pikv_test::full() { 64 } else { 16 };
     let request = |i: usize| {
-        let system = &NOVEL[..if i % 2 == 0 { 100 } else { 0 }];
+        let system = &NOVEL[..if i.is_multiple_of(2) { 100 } else { 0 }];
         let prompt = format!("{system}{}", &NOVEL[1000 * i..][..20 + 37 * i % 300]);
-        let choice =
-            if i % 3 == 0 { json!({}) } else { json!({"temperature": 0.9, "top_p": 0.95, "seed": i}) };
+        let choice = if i.is_multiple_of(3) {
+            json!({})
+        } else {
+            json!({"temperature": 0.9, "top_p": 0.95, "seed": i})
+        };
         body(&prompt, 4 + i % 20, choice)
     };
     (0..n).map(request).collect()
@@ -58,7 +61,7 @@ fn a_request_that_was_put_back_has_the_same_tokens() {
     // Short prompts, so that many begin, and answers with which they outgrow the budget.
     let n = if pikv_test::full() { 32 } else { 5 };
     let request = |i: usize| {
-        let system = &NOVEL[..if i % 2 == 0 { 64 } else { 0 }];
+        let system = &NOVEL[..if i.is_multiple_of(2) { 64 } else { 0 }];
         let prompt = format!("{system}{}", &NOVEL[1000 * i..][..10 + i]);
         body(&prompt, 70 - 5 * i % 20, json!({"temperature": 0.8, "seed": i}))
     };

@@ -153,7 +153,7 @@ fn prompt(model: &Model, fields: &Map<String, Value>) -> Result<Vec<u32>, ApiErr
             known(model, "prompt", model.encode(text).map_err(|error| unreadable("prompt", error))?)
         }
         Some(Value::Array(tokens)) => {
-            let token = |value: &Value| Some(u32::try_from(value.as_u64()?).ok()?);
+            let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
             let tokens: Option<Vec<u32>> = tokens.iter().map(token).collect();
             known(model, "prompt", tokens.ok_or_else(|| wrong("prompt", must))?)
         }

@@ -346,7 +346,7 @@ impl Scheduler {
         let Place::Active(sequence) = &mut request.place else { return false };
         let len = sequence.next_position().0 as usize;
         let packed = matches!(self.options.store, Store::Packed(_));
-        if self.index.is_some() && packed && len % CHECKPOINT == 0 {
+        if self.index.is_some() && packed && len.is_multiple_of(CHECKPOINT) {
             // Without one, less is found again.
             let _ = sequence.checkpoint();
         }
