@@ -63,6 +63,30 @@ fn an_outlier_of_one_channel_fits_a_transform() {
     }
 }
 
+/// A token has to fit the code that its page is packed by when it is older, too.
+#[test]
+fn what_ages_fits_both_codes() {
+    let layer = LayerShape::new(1, 1, 8, Dtype::F32);
+    for (k, v) in [(Code::Int8, Code::F32), (Code::F32, Code::Int8)] {
+        let (first, second) = (Coding::new(Code::F32), Codec::new(Coding::new(k), Coding::new(v)));
+        let config = CacheConfig::new(vec![layer.clone()], 1 << 22).ring(1);
+        let config = config.compress(Codec::new(first.clone(), first)).age(32, second);
+        let cache = Cache::new(config).unwrap();
+        let mut sequence = cache.sequence();
+        let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
+        let large = [0.5, 0.5, 0.5, 100_000.0, 0.5, 0.5, 0.5, 0.5];
+        let (key, value) = if k == Code::Int8 { (large, [0.5; 8]) } else { ([0.5; 8], large) };
+        match step.append(0, &key, &value) {
+            Err(Error::Unstorable { what, channel: 3, value: 100_000.0, .. }) => {
+                assert_eq!(what, if k == Code::Int8 { "k" } else { "v" });
+            }
+            other => panic!("{k:?} {v:?}: {other:?}"),
+        }
+        step.append(0, &value, &key).unwrap();
+        step.commit().unwrap();
+    }
+}
+
 /// Block PCA knows the width of its rows.
 #[test]
 fn block_pca_takes_what_its_width_allows() {

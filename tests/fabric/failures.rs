@@ -26,6 +26,8 @@ enum Fault {
     Late,
     Version,
     Magic,
+    /// Gets messages of another version.
+    Asked,
     /// Answers to another call.
     Call,
     /// Answers that end early.
@@ -44,10 +46,12 @@ impl Fabric for Faulty {
         self.inner.ranks()
     }
 
-    fn send(&mut self, rank: u32, message: Vec<u32>) -> Result<(), FabricError> {
+    fn send(&mut self, rank: u32, mut message: Vec<u32>) -> Result<(), FabricError> {
         let (fault, at) = *self.fault.lock().unwrap();
-        if (fault, at) == (Fault::Dead, rank) {
-            return Ok(());
+        match fault {
+            Fault::Dead if at == rank => return Ok(()),
+            Fault::Asked if at == rank => message[1] += 1,
+            _ => {}
         }
         self.inner.send(rank, message)
     }
@@ -60,7 +64,7 @@ impl Fabric for Faulty {
                 return Ok(Some((rank, words)));
             }
             match fault {
-                Fault::None | Fault::Dead => {}
+                Fault::None | Fault::Dead | Fault::Asked => {}
                 Fault::Hangs => continue,
                 Fault::Late => {
                     self.late.push_back((rank, words));
@@ -228,6 +232,10 @@ fn a_front_of_another_version_or_configuration_is_refused() {
     let faulty = Faulty { inner, fault, late: VecDeque::new() };
     let made = Cache::over(config(), Box::new(faulty), Options::default().timeout(TIMEOUT));
     assert!(matches!(made, Err(Error::Fabric(FabricError::Version { rank: 2, .. }))), "{made:?}");
+    let inner = InProcess::new(&config(), 4, 1 << 24).unwrap();
+    let faulty = Faulty { inner, fault: Arc::new(Mutex::new((Fault::Asked, 1))), late: VecDeque::new() };
+    let made = Cache::over(config(), Box::new(faulty), Options::default().timeout(TIMEOUT));
+    assert!(matches!(made, Err(Error::Fabric(FabricError::Version { rank: 1, .. }))), "{made:?}");
     let mut other = config();
     other.layers[0].layout.k = Dtype::Bf16;
     let ranks = InProcess::new(&other, 4, 1 << 24).unwrap();

@@ -7,6 +7,7 @@ use pikv::rules::Hits;
 use pikv::tiers::{Fetches, Tiers};
 use pikv::{Attend, Cache, Error, Read, Sequence, StepReport};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
 
 fn filled(cache: &Cache, tokens: u32) -> Sequence {
     let mut sequence = cache.sequence();
@@ -126,6 +127,18 @@ fn hits_are_in_the_first_tier() {
     assert_eq!(report.remote_bytes(0), 0);
     // What the step had asked for, as the step before read all, was for nothing.
     assert_eq!(cache.fetches(), before);
+}
+
+/// Pages that lie where they belong are not written again.
+#[test]
+fn a_plan_that_holds_moves_nothing() {
+    let control = Arc::default();
+    let cache = Cache::new(config(1, 1 << 20).tiers(fake(Tiers::new(), 1 << 20, &control))).unwrap();
+    let mut sequence = filled(&cache, 8 + 32 * 10);
+    for (shares, written) in [([0.5, 0.5], 10), ([0.5, 0.5], 10), ([0.2, 0.8], 16), ([0.2, 0.8], 16)] {
+        sequence.arrange(0..1, &shares).unwrap();
+        assert_eq!(control.written.load(SeqCst), written);
+    }
 }
 
 #[test]
