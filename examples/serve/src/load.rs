@@ -158,7 +158,13 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
     let text: String = text.chars().filter(char::is_ascii).collect();
     let mut faults = Vec::new();
     for prefixes in [0, load.budget / 4] {
-        let options = Options { budget: load.budget, parking: load.budget, prefixes, ..Options::default() };
+        let options = Options {
+            budget: load.budget,
+            parking: load.budget,
+            prefixes,
+            deadline: Duration::from_secs(180),
+            ..Options::default()
+        };
         let server = Server::start(model.clone(), options, ([127, 0, 0, 1], 0).into())?;
         let began = Instant::now();
         let mut seen = run(server.address, &model.name, &text, load);
@@ -188,7 +194,7 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
 
 /// Where bytes are once every request is over, and prefixes are forgotten.
 pub fn settle(server: &Server) -> Option<Arc<crate::scheduler::Look>> {
-    for _ in 0..500 {
+    for _ in 0..3000 {
         let look = server.clear_prefixes()?;
         if look.rows.is_empty() {
             return Some(look);

@@ -152,10 +152,4 @@ impl Model {
             Kind::Llama(model, _) => model.forward(tokens, batch, logits),
         }
     }
-
-    /// Logits of a row.
-    pub fn row<'l>(&self, logits: &'l [f32], rows: usize, row: usize) -> &'l [f32] {
-        let width = logits.len() / rows.max(1);
-        &logits[row * width..][..self.vocab.min(width)]
-    }
 }

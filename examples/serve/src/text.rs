@@ -39,13 +39,11 @@ impl Text {
 
     /// The text that is left when no token follows.
     pub fn finish(&mut self) -> String {
-        if !self.bytes.is_empty() && !self.stopped {
-            self.bytes.clear();
+        if !std::mem::take(&mut self.bytes).is_empty() {
             self.held.push(char::REPLACEMENT_CHARACTER);
-            let text = self.give();
-            return text + &std::mem::take(&mut self.held);
         }
-        std::mem::take(&mut self.held)
+        let text = self.give();
+        text + &std::mem::take(&mut self.held)
     }
 
     /// What of the held text is certain.

@@ -1,6 +1,7 @@
 //! The layers that the models have in common, in f32.
 
 use gemm_common::Parallelism;
+use rayon::prelude::*;
 use std::num::NonZeroUsize;
 
 /// How products of matrices are computed.
@@ -51,14 +52,24 @@ impl Matrix {
         };
         let padded = n.div_ceil(rows) * rows;
         let mut y = vec![0.0; padded * self.outputs];
-        for (x, y) in x.chunks(rows * self.inputs).zip(y.chunks_exact_mut(rows * self.outputs)) {
-            if x.len() == rows * self.inputs {
-                self.mul_into(x, y, by.threads);
-            } else {
-                let mut last = vec![0.0; rows * self.inputs];
-                last[..x.len()].copy_from_slice(x);
-                self.mul_into(&last, y, by.threads);
+        let block = |threads| {
+            move |(x, y): (&[f32], &mut [f32])| {
+                if x.len() == rows * self.inputs {
+                    self.mul_into(x, y, threads);
+                } else {
+                    let mut last = vec![0.0; rows * self.inputs];
+                    last[..x.len()].copy_from_slice(x);
+                    self.mul_into(&last, y, threads);
+                }
             }
+        };
+        let (from, to) = (rows * self.inputs, rows * self.outputs);
+        match by.threads {
+            // Threads take whole blocks where there are several.
+            Parallelism::Rayon(_) if padded > rows => {
+                x.par_chunks(from).zip(y.par_chunks_exact_mut(to)).for_each(block(Parallelism::None));
+            }
+            threads => x.chunks(from).zip(y.chunks_exact_mut(to)).for_each(block(threads)),
         }
         y.truncate(n * self.outputs);
         y

@@ -274,9 +274,11 @@ impl Scheduler {
         self.counts.rows += rows as u64;
         let (mut row, mut finished) = (0, Vec::new());
         let logits = std::mem::take(&mut self.logits);
+        let width = logits.len() / rows;
         for (at, n) in parts {
             row += n;
-            if self.advance(at, self.model.clone().row(&logits, rows, row - 1)) {
+            let last = &logits[(row - 1) * width..][..self.model.vocab];
+            if self.advance(at, last) {
                 finished.push(at);
             }
         }
