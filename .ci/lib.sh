@@ -49,7 +49,7 @@ standin_decode() {
 # release BENCH..: examples with everything that is optional, the stand-in, the test of ranks that are processes, and these benches: one
 # set of features, so that nothing is built twice. (The lints check the other benches.)
 release() {
-  cargo build --release -p decode -p pikv-examples -p pikv-benches -p pikv-standin -p pikv-tests --lib --bins --test=mpi \
+  cargo build --release -p decode -p serve -p pikv-examples -p pikv-benches -p pikv-standin -p pikv-tests --lib --bins --test=mpi \
     "${@/#/--bench=}" --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi,pikv-tests/mpi
 }
 
