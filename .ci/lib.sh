@@ -46,15 +46,15 @@ standin_decode() {
   diff target/written <(target/release/decode --tokens "$1" --backend cpu)
 }
 
-# release BENCH..: examples with everything that is optional, the stand-in and these benches: one set of features, so that nothing is
-# built twice. (The lints check the other benches.)
+# release BENCH..: examples with everything that is optional, the stand-in, the test of ranks that are processes, and these benches: one
+# set of features, so that nothing is built twice. (The lints check the other benches.)
 release() {
-  cargo build --release -p decode -p pikv-examples -p pikv-benches -p pikv-standin --lib --bins "${@/#/--bench=}" \
-    --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi
+  cargo build --release -p decode -p serve -p pikv-examples -p pikv-benches -p pikv-standin -p pikv-tests --lib --bins --test=mpi \
+    "${@/#/--bench=}" --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi,pikv-tests/mpi
 }
 
-# bench NAME ARGUMENT..: runs a bench that `release` built. (Cargo would build it again, with the features of its package alone.)
-bench() {
+# built NAME ARGUMENT..: runs a bench or test that `release` built. (Cargo would build it again, with the features of its package alone.)
+built() {
   local name=$1
   shift
   "$(ls -t target/release/deps/"$name"-* | grep -v '\.d$' | head -1)" "$@"

@@ -1,13 +1,17 @@
 //! What every codec costs a real model: bytes, nats, KL of the logits, error of what is stored, time to attend.
 //!
-//! `cargo run --release -p pikv-examples --bin quality [-- --gguf FILE] [--tokens N] [--row NAME]... [--csv FILE]`
+//! `cargo run --release -p pikv-examples --bin quality [-- --gguf FILE] [--tokens N] [--row NAME]... [--csv FILE] [--codes]`
 //!
 //! Without `--gguf` it runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes; with it any
 //! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than is evaluated. Prints one table, of all rows
 //! or of those with the names or ids given; a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF)
 //! and a plot beside it.
+//!
+//! With `--codes` the rows are codes of 2 to 8 bits, with rings of two lengths, and the bytes are all those of the cache; a run over all of
+//! them writes `benches/results/codes.csv` (`codes-llama.csv`).
 
 mod capture;
+mod codes;
 mod plot;
 mod rows;
 mod timed;
@@ -27,7 +31,7 @@ use timed::Timed;
 const RING: usize = 128;
 const SINKS: u32 = 4;
 
-const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --row NAME or id (as often as you like), --csv FILE";
+const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --row NAME or id (as often as you like), --csv FILE, --codes";
 
 /// What one row came to.
 struct Outcome {
@@ -40,7 +44,7 @@ struct Outcome {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let Arguments { gguf, tokens, only, csv } = arguments()?;
+    let Arguments { gguf, tokens, only, csv, codes } = arguments()?;
     let mut subject = Subject::load(gguf.as_deref())?;
     let ids = subject.tokens()?;
     let window = subject.window();
@@ -52,6 +56,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             ids.len()
         )
         .into());
+    }
+    if codes {
+        return few_bits(&mut subject, &ids[..=tokens], &only, csv, gguf.is_some());
     }
     let calibration = &ids[ids.len() - 4 * window..];
     let bar = ProgressBar::new_spinner();
@@ -127,6 +134,59 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// The rows of [`codes::rows`] over the text `ids`: nats, and all bytes of the cache.
+fn few_bits(
+    subject: &mut Subject,
+    ids: &[u32],
+    only: &[String],
+    csv: Option<PathBuf>,
+    llama: bool,
+) -> Result<(), Box<dyn Error>> {
+    let (tokens, window) = (ids.len() - 1, subject.window());
+    let all = codes::rows(subject)?;
+    let chosen: Vec<&Row> = all.iter().filter(|row| only.is_empty() || only.contains(&row.name)).collect();
+    if chosen.is_empty() {
+        let names: Vec<&str> = all.iter().map(|row| &*row.name).collect();
+        return Err(format!("--row: there are {}", names.join(", ")).into());
+    }
+    let bar = ProgressBar::new(((chosen.len() + 1) * tokens) as u64);
+    bar.set_style(ProgressStyle::with_template("{msg:32} {bar:36} {percent}% of all, {eta} left")?);
+    bar.set_message("f32, nothing packed");
+    let first = Row { dtype: pikv::Dtype::F32, ..all[0].clone() };
+    let (reference, logits) = evaluate(subject, &first, ids, &[], &bar)?;
+    let file =
+        pikv_engine::example("../benches/results").join(if llama { "codes-llama.csv" } else { "codes.csv" });
+    let csv = csv.or_else(|| only.is_empty().then_some(file));
+    let mut text = "model,tokens,window,experts,ring,sinks,stored,k_codec,v_codec,packed_ratio,bytes,bf16_bytes,all_ratio,nats,\
+                    delta_nats,perplexity_percent,kl\n"
+        .to_owned();
+    println!("{text}");
+    for row in chosen {
+        bar.set_message(row.name.clone());
+        let o = evaluate(subject, row, ids, &logits, &bar)?.0;
+        let (plain, delta) = (codes::plain_bytes(subject, window), o.nats - reference.nats);
+        let Row { name, k, v, ring, .. } = row;
+        let experts = if row.by_expert { subject.experts.0 } else { 1 };
+        let line = format!(
+            "{},{tokens},{window},{experts},{ring},{SINKS},\"{name}\",{k},{v},{:.4},{},{plain},{:.4},{:.6},{delta:.6},{:.4},{:.3e}\n",
+            subject.name(),
+            o.ratio,
+            o.bytes,
+            plain as f64 / o.bytes as f64,
+            o.nats,
+            100.0 * delta.exp_m1(),
+            o.kl,
+        );
+        bar.suspend(|| print!("{line}"));
+        text += &line;
+        if let Some(path) = &csv {
+            std::fs::write(path, &text)?;
+        }
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
 /// What is known by now, as the file has it.
 fn table(model: &str, outcomes: &[(&Row, Outcome)], uncompressed: f64, base: Option<f64>) -> String {
     let mut csv =
@@ -151,14 +211,14 @@ fn evaluate(
     bar: &ProgressBar,
 ) -> Result<(Outcome, Vec<f32>), Box<dyn Error>> {
     subject.keys(row.keys);
-    let mut cache = Timed::new(timed::paged(subject, row, RING, SINKS)?);
+    let mut cache = Timed::new(timed::paged(subject, row, SINKS)?, row.by_expert);
     let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
     let (mut loss, mut kl, mut at) = (0.0, 0.0, 0);
     let (mut bytes, mut kept, mut packed) = (0, 1.0, f64::NAN);
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
     for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
         cache.clear();
-        for (inputs, targets) in inputs.chunks(RING).zip(targets.chunks(RING)) {
+        for (inputs, targets) in inputs.chunks(row.ring).zip(targets.chunks(row.ring)) {
             subject.forward(inputs, &mut cache, &mut logits)?;
             let rows = logits.par_chunks_exact(vocab).zip(targets);
             // Collected, so that the sums' order is fixed.
@@ -203,15 +263,17 @@ struct Arguments {
     tokens: Option<usize>,
     only: Vec<String>,
     csv: Option<PathBuf>,
+    codes: bool,
 }
 
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
-    let mut parsed = Arguments { gguf: None, tokens: None, only: Vec::new(), csv: None };
+    let mut parsed = Arguments { gguf: None, tokens: None, only: Vec::new(), csv: None, codes: false };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{name}: without a value; {HELP}"));
         match &*name {
             "--gguf" => parsed.gguf = Some(PathBuf::from(value()?)),
+            "--codes" => parsed.codes = true,
             "--row" => parsed.only.push(value()?),
             "--csv" => parsed.csv = Some(PathBuf::from(value()?)),
             "--tokens" => {

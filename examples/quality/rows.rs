@@ -17,6 +17,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 /// Heads of a distilled model at most: each takes seconds to fit.
 const DISTILLED: usize = 16;
 
+#[derive(Clone)]
 pub struct Row {
     pub id: &'static str,
     pub name: String,
@@ -32,10 +33,14 @@ pub struct Row {
     pub age: Option<(u32, Codec)>,
     /// How the layers drop tokens, of each that does.
     pub drops: Vec<(usize, Eviction)>,
+    /// Tokens of a prefill step, and of the ring.
+    pub ring: usize,
+    /// Whether tokens are filed by the expert that the model chose, rather than all together.
+    pub by_expert: bool,
 }
 
 impl Row {
-    fn new(
+    pub fn new(
         id: &'static str,
         name: impl Into<String>,
         budget: &str,
@@ -58,6 +63,8 @@ impl Row {
             codecs,
             age: None,
             drops: vec![],
+            ring: crate::RING,
+            by_expert: true,
         }
     }
 

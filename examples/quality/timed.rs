@@ -9,37 +9,43 @@ use std::error::Error;
 use std::time::{Duration, Instant};
 
 /// pikv over `subject` for a row.
-pub fn paged(subject: &Subject, row: &Row, ring: usize, sinks: u32) -> Result<Paged, Box<dyn Error>> {
+pub fn paged(subject: &Subject, row: &Row, sinks: u32) -> Result<Paged, Box<dyn Error>> {
     let layers = vec![subject.layer(row.dtype, row.keys); subject.layers];
-    let config = CacheConfig::new(layers, 4 << 30)
-        .ring(ring as u32)
-        .sinks(sinks)
-        .experts(subject.experts.0, subject.experts.1);
+    let config = CacheConfig::new(layers, 4 << 30).ring(row.ring as u32).sinks(sinks);
+    let config = match row.by_expert {
+        true => config.experts(subject.experts.0, subject.experts.1),
+        false => config,
+    };
     Ok(Paged::new(Cache::new(row.drop(row.compress(config)))?, subject.head_dim))
 }
 
 /// A cache that counts the time in which tokens are appended and attended to.
-pub struct Timed(Paged, Duration);
+pub struct Timed {
+    paged: Paged,
+    time: Duration,
+    /// Whether tokens are filed by expert.
+    by_expert: bool,
+}
 
 impl Timed {
-    pub fn new(paged: Paged) -> Timed {
-        Timed(paged, Duration::ZERO)
+    pub fn new(paged: Paged, by_expert: bool) -> Timed {
+        Timed { paged, time: Duration::ZERO, by_expert }
     }
 
     pub fn time(&self) -> Duration {
-        self.1
+        self.time
     }
 
     pub fn bytes(&self) -> u64 {
-        self.0.sequence.bytes()
+        self.paged.sequence.bytes()
     }
 
     /// The share of the tokens that left the ring, sinks apart, that is held.
     pub fn kept(&self) -> Result<f64, pikv::Error> {
-        let (config, sequence) = (self.0.cache.config(), &self.0.sequence);
+        let (config, sequence) = (self.paged.cache.config(), &self.paged.sequence);
         let (mut held, mut all) = (0, 0);
         for (layer, shape) in config.layers.iter().enumerate() {
-            let fixed = sequence.in_ring().0 + self.0.cache.store(layer)?.sinks;
+            let fixed = sequence.in_ring().0 + self.paged.cache.store(layer)?.sinks;
             let left = sequence.next_position().0.saturating_sub(fixed);
             for head in 0..shape.kv_heads as usize {
                 held += u64::from(sequence.resident(layer, head)?.0.saturating_sub(fixed));
@@ -52,10 +58,10 @@ impl Timed {
     /// bf16 bytes of the tokens of packed pages over the bytes of those pages.
     pub fn packed(&self) -> Result<f64, pikv::Error> {
         let (mut raw, mut packed) = (0, 0);
-        for (layer, shape) in self.0.cache.config().layers.iter().enumerate() {
+        for (layer, shape) in self.paged.cache.config().layers.iter().enumerate() {
             let token = 2 * u64::from(shape.layout.k_dim + shape.layout.v_dim);
             for head in 0..shape.kv_heads as usize {
-                for page in self.0.sequence.pages(layer, head)?.filter(|page| page.packed) {
+                for page in self.paged.sequence.pages(layer, head)?.filter(|page| page.packed) {
                     raw += token * u64::from(page.tokens);
                     packed += page.bytes;
                 }
@@ -65,22 +71,23 @@ impl Timed {
     }
 
     pub fn clear(&mut self) {
-        self.0.sequence.clear();
+        self.paged.sequence.clear();
     }
 }
 
-pub struct TimedStep<'a>(<Paged as AnyCache>::Step<'a>, &'a mut Duration);
+/// A step, its time, and whether its tokens are filed by expert.
+pub struct TimedStep<'a>(<Paged as AnyCache>::Step<'a>, &'a mut Duration, bool);
 
 impl AnyCache for Timed {
     type Error = pikv::Error;
     type Step<'a> = TimedStep<'a>;
 
     fn begin(&mut self, n: usize) -> std::result::Result<TimedStep<'_>, pikv::Error> {
-        Ok(TimedStep(self.0.begin(n)?, &mut self.1))
+        Ok(TimedStep(self.paged.begin(n)?, &mut self.time, self.by_expert))
     }
 
     fn len(&self) -> usize {
-        self.0.len()
+        self.paged.len()
     }
 
     fn clear(&mut self) {
@@ -106,7 +113,7 @@ impl AnyStep for TimedStep<'_> {
     }
 
     fn experts(&mut self, layer: usize, experts: &[u16]) -> std::result::Result<(), pikv::Error> {
-        self.0.experts(layer, experts)
+        if self.2 { self.0.experts(layer, experts) } else { Ok(()) }
     }
 
     fn commit(self) -> std::result::Result<(), pikv::Error> {

@@ -17,6 +17,18 @@ pub(crate) fn shifted_left<W: Warp>(w: W, mut a: W::U, by: u32) -> W::U {
     a
 }
 
+/// `a >> by`, `by` below 32: shifts by constants, where `by` is known when the routine is compiled.
+#[inline(always)]
+pub(crate) fn shifted_right<W: Warp>(w: W, a: W::U, by: u32) -> W::U {
+    let a = w.shr_nibbles(a, by as usize / 4);
+    match by % 4 {
+        0 => a,
+        1 => w.shr::<1>(a),
+        2 => w.shr::<2>(a),
+        _ => w.shr::<3>(a),
+    }
+}
+
 /// 32 lanes that execute together.
 ///
 /// A value of the type is the proof that the lanes can run here: the vector forms are built only after the

@@ -130,7 +130,7 @@ fn any(i: u64) -> (Setup, Attend) {
         [(32, 32), (64, 80), (80, 64), (128, 128), (256, 96), (96, 256), (33, 20), (3, 1), (160, 129)]
             [pick(0, 9)];
     let group = [1, 3, 4, 8][pick(1, 4)];
-    let (k, v) = (Code::ALL[pick(2, 7)], Code::ALL[pick(3, 7)]);
+    let (k, v) = (Code::ALL[pick(2, Code::ALL.len())], Code::ALL[pick(3, Code::ALL.len())]);
     let of = [Pairs::Halves, Pairs::Neighbours][pick(4, 2)];
     let whole = k_dim - k_dim % 2;
     let rotary_dim = [whole, (whole / 4).max(1) * 2][pick(5, 2)];
@@ -190,6 +190,10 @@ fn wide_heads() {
         (256, 256, Code::Int8, Code::Int4),
         (255, 256, Code::Int4, Code::Int8),
         (256, 255, Code::E4m3, Code::E5m2),
+        (255, 256, Code::Int3, Code::Int2),
+        (256, 255, Code::Int6, Code::Int5),
+        (256, 255, Code::Nvfp4, Code::Mxfp4),
+        (255, 256, Code::Mxfp4, Code::Nvfp4),
     ] {
         for group in [1, 3, 8] {
             let setup = Setup {
@@ -231,11 +235,21 @@ impl Kernel for Pack<'_> {
     }
 }
 
+/// Integer codes, and the largest of each.
+const INTEGERS: [(Code, f32); 6] = [
+    (Code::Int8, 255.0),
+    (Code::Int6, 63.0),
+    (Code::Int5, 31.0),
+    (Code::Int4, 15.0),
+    (Code::Int3, 7.0),
+    (Code::Int2, 3.0),
+];
+
 /// What rounding a query to 16 bits costs is below the bound that is stated, `top / 65278 sum_c max |q scale|`, and comes near it
 /// where all is as bad as can be: every channel half a step off, in one direction, under the largest code.
 #[test]
 fn the_bound_of_integer_scores_is_honest() {
-    for (code, top) in [(Code::Int8, 255.0), (Code::Int4, 15.0)] {
+    for (code, top) in INTEGERS {
         for k_dim in [2u32, 64, 200, 256] {
             for kind in 0..4u64 {
                 let packed = Packed::new(k_dim, 1, code, Code::F32);
@@ -261,12 +275,12 @@ fn the_bound_of_integer_scores_is_honest() {
                     lanes.run(Pack(&packed, &k, &mut words));
                     let got = lanes.run(Scores(&packed, &words, &rows));
                     let q = |c: usize| f64::from(rows[c / 32][c % 32]);
-                    let scale = |c: usize| shape.k_scale(&words, c).0;
+                    let scale = |c: usize| shape.k_scale(&words, 0, c).0;
                     let largest = (0..n).fold(0f64, |m, c| m.max((q(c) * scale(c)).abs()));
                     let bound = largest * n as f64 * f64::from(top) / 65278.0;
                     let most: f64 = (0..n)
                         .map(|c| {
-                            (q(c) * (shape.k_scale(&words, c).1.abs() + f64::from(top) * scale(c))).abs()
+                            (q(c) * (shape.k_scale(&words, 0, c).1.abs() + f64::from(top) * scale(c))).abs()
                         })
                         .sum();
                     let worst = (0..32).fold(0f64, |m, t| {
@@ -326,7 +340,7 @@ impl Kernel for PackValues<'_> {
 /// above an integer, under the largest code. Weights that are far below those of other pages lose no more than others.
 #[test]
 fn the_bound_of_integer_weights_is_honest() {
-    for (code, top) in [(Code::Int8, 255.0), (Code::Int4, 15.0)] {
+    for (code, top) in INTEGERS {
         for v_dim in [2u32, 20, 64, 200, 256] {
             for kind in 0..4u64 {
                 for least in [1.0, 2f32.powi(-40), 2f32.powi(-99)] {

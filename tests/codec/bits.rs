@@ -35,6 +35,24 @@ fn setups() -> Vec<Setup> {
             Codec::new(hadamard(48, Code::Int4), Coding::new(Code::E5m2)),
         ),
         Setup::new(shape(1, 2, 64, 32, Dtype::F32), RING, codec(Code::Bf16, Code::F16)),
+        Setup {
+            codecs: vec![Some(codec(Code::Int2, Code::Int5)), Some(codec(Code::Int6, Code::Int3))],
+            ..many(Setup::new(shape(2, 4, 33, 80, Dtype::F16), RING, codec(Code::Int2, Code::Int2)))
+        },
+        Setup::new(
+            shape(1, 3, 48, 20, Dtype::F32).rope(rope),
+            RING,
+            Codec::new(hadamard(48, Code::Int3), pca(Code::Int6, 9)),
+        ),
+        Setup {
+            codecs: vec![Some(codec(Code::Mxfp4, Code::Nvfp4)), Some(codec(Code::Nvfp4, Code::Mxfp4))],
+            ..many(Setup::new(shape(2, 4, 80, 33, Dtype::Bf16), RING, codec(Code::Mxfp4, Code::Mxfp4)))
+        },
+        Setup::new(
+            shape(1, 3, 48, 20, Dtype::F32).rope(rope),
+            RING,
+            Codec::new(pca(Code::Nvfp4, 20), pca(Code::Mxfp4, 9)),
+        ),
         many(Setup::new(
             shape(1, 4, 64, 80, Dtype::Bf16),
             RING,

@@ -147,3 +147,29 @@ fn factors_and_old_pages_are_all_that_is_held() {
         );
     }
 }
+
+/// Codes of few bits: as many bits as they say, their scales, and 64 bytes of positions.
+#[test]
+fn bytes_of_few_bits() {
+    let bits = [(Code::Int2, 2), (Code::Int3, 3), (Code::Int4, 4), (Code::Int5, 5), (Code::Int6, 6)];
+    for (code, bits) in bits {
+        for dim in [32u32, 64, 128, 256] {
+            // A word for 32 numbers, beside their codes.
+            let side = u64::from(32 * dim * (bits + 1) / 8);
+            assert_eq!(codec(code, code).packed(dim, dim).bytes(), 2 * side + 64, "{} {dim}", code.name());
+        }
+    }
+    for dim in [32u32, 64, 128, 256] {
+        // A byte for 32 numbers; for 16, and 32 bytes for the scale of all.
+        let (mx, nv) = (32 * dim / 2 + dim, 32 * dim / 2 + 2 * dim + 32);
+        let page = codec(Code::Mxfp4, Code::Nvfp4).packed(dim, dim);
+        assert_eq!(page.bytes(), u64::from(mx + nv) + 64, "{dim}");
+        // Of factors, fewer numbers.
+        let pca = Coding::block_pca(Code::Mxfp4, 7).unwrap();
+        assert_eq!(Codec::new(pca.clone(), pca).packed(dim, dim).stored_acc_rows(), 1);
+    }
+    // Widths that are no multiple of 32 are padded: of 5 bits, K's 33 channels to 40 and to 64.
+    let page = codec(Code::Int5, Code::Int5).packed(33, 33);
+    let (k, v) = (2 * 128 + 5 * 128 + 2 * 128, 2 * 128 + 5 * 40 * 4);
+    assert_eq!(page.bytes(), k + v + 64);
+}

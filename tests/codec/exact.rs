@@ -3,9 +3,13 @@
 //! What an integer code loses: half a scale. Beside it the step `(x - min) / scale` is rounded twice and the scale's own division
 //! twice, each by 2^-24 of at most the group's range, and the decoded value once: together below one ulp of the range (2^-22
 //! of it is taken) and one of the value.
+//!
+//! What a code in blocks loses: a quarter of the value, by its one bit of mantissa or, under a scale that is a power of two, since what is
+//! past the largest code becomes that; or a quarter of the scale, below the least normal code. Beside it, of a scale that is an E4M3, what
+//! that lost as a subnormal, half of 2^-9 times the page's scale, under the largest code.
 
 use crate::mix;
-use crate::oracle::{Shape, bits, fp8, half, integer, scaled, top};
+use crate::oracle::{Shape, bits, blocked, fp8, half, integer, scaled, top};
 use pikv::codec::{Code, Packed};
 use pikv::lanes::Lanes;
 use pikv::{Dtype, Layout, Position};
@@ -61,6 +65,7 @@ fn sample(kind: u64, code: Code, salt: u64, group: usize, t: usize, c: usize) ->
             let mid = match code {
                 Code::E4m3 => between(b % 0x7e, &|b| fp8(code, b).unwrap()) / 16.0,
                 Code::E5m2 => between(b % 0x7b, &|b| fp8(code, b).unwrap()) / 16.0,
+                _ if blocked(code) => between(b % 7, &|b| fp8(code, b).unwrap()) / 16.0,
                 Code::Bf16 => between(0x3f00 + b % 0x200, &|b| f64::from(f32::from_bits(b << 16))),
                 _ => between(b % 0x7bff, &half),
             };
@@ -85,13 +90,14 @@ fn sample(kind: u64, code: Code, salt: u64, group: usize, t: usize, c: usize) ->
         }
         9 => x * 2f32.powi((h % 40) as i32 - 28),
         // Past an f16's range where the code can.
-        _ if matches!(code, Code::F16 | Code::Int8 | Code::Int4) => x * 100.0,
+        _ if code == Code::F16 || integer(code) => x * 100.0,
+        _ if code == Code::Nvfp4 => x * 1.6e38,
         _ => x * 3.3e38,
     }
 }
 
 fn top_of(code: Code) -> f32 {
-    if scaled(code) { top(code) } else { 1.0 }
+    if scaled(code) || blocked(code) { top(code) } else { 1.0 }
 }
 
 /// One page, all lanes; the packed words.
@@ -135,18 +141,24 @@ fn check(shape: Shape, kind: u64, salt: u64, fill: usize) -> Result<Vec<u32>, Te
         packed.read_key(&got, t as u32, &mut key);
         packed.read_value(&got, t as u32, &mut value);
         for c in 0..k_dim {
-            let range = k.iter().fold(0f64, |m, row| m.max(f64::from(row[c])));
-            loss(k_code, shape.key(&got, t, c), key[c], k[from][c], shape.k_scale(&got, c), range)?;
+            let range = match blocked(k_code) {
+                true => shape.k_page(&got),
+                false => k.iter().fold(0f64, |m, row| m.max(f64::from(row[c]))),
+            };
+            loss(k_code, shape.key(&got, t, c), key[c], k[from][c], shape.k_scale(&got, t, c), range)?;
         }
         for c in 0..v_dim {
-            let range = v[from].iter().fold(0f64, |m, x| m.max(f64::from(*x)));
+            let range = match blocked(v_code) {
+                true => shape.v_page(&got),
+                false => v[from].iter().fold(0f64, |m, x| m.max(f64::from(*x))),
+            };
             loss(v_code, shape.value(&got, t, c), value[c], v[from][c], shape.v_scale(&got, t, c), range)?;
         }
     }
     Ok(got)
 }
 
-/// `decoded` exactly, `got` as f32, for `x`, in a group whose largest value is at most `high`.
+/// `decoded` exactly, `got` as f32, for `x`, in a group whose largest value is at most `high`, or of a page whose scale that is.
 fn loss(
     code: Code,
     decoded: f64,
@@ -166,6 +178,8 @@ fn loss(
         Code::E4m3 | Code::E5m2 if scale < 1.2e-38 => f64::MAX,
         Code::E4m3 => (m * 2f64.powi(-4)).max(scale * 2f64.powi(-10)) * (1.0 + 1e-6),
         Code::E5m2 => (m * 2f64.powi(-3)).max(scale * 2f64.powi(-17)) * (1.0 + 1e-6),
+        Code::Mxfp4 => (m / 4.0).max(scale / 4.0),
+        Code::Nvfp4 => (m / 4.0).max(scale / 4.0) + 6.0 * 2f64.powi(-10) * high,
         // And of a range that is no normal f32, the division may lose one of its least steps for each code.
         _ => scale / 2.0 + (high - min).max(0.0) * 2f64.powi(-22) + f64::from(top(code)) * 2f64.powi(-149),
     };
@@ -178,7 +192,7 @@ fn every_word() {
     for (i, k_dim) in WIDTHS.into_iter().enumerate() {
         for (j, k) in Code::ALL.into_iter().enumerate() {
             // Every code of V at every width too.
-            let (v_dim, v) = (WIDTHS[(i + j) % WIDTHS.len()], Code::ALL[(j + i) % 7]);
+            let (v_dim, v) = (WIDTHS[(i + j) % WIDTHS.len()], Code::ALL[(j + i) % Code::ALL.len()]);
             for kind in 0..KINDS {
                 let fill = if kind % 4 == 0 { 1 + (i * 7 + j) % 32 } else { 32 };
                 check(Shape { k_dim, v_dim, k, v }, kind, (i * 7 + j) as u64, fill).unwrap();
@@ -194,7 +208,16 @@ fn every_word() {
 #[test]
 fn partial_pages() {
     for fill in 1..=32 {
-        for (k, v) in [(Code::Int8, Code::Int4), (Code::Int4, Code::E4m3), (Code::E5m2, Code::Bf16)] {
+        let codes = [
+            (Code::Int8, Code::Int4),
+            (Code::Int4, Code::E4m3),
+            (Code::E5m2, Code::Bf16),
+            (Code::Int3, Code::Int6),
+            (Code::Int5, Code::Int2),
+            (Code::Nvfp4, Code::Mxfp4),
+            (Code::Mxfp4, Code::Nvfp4),
+        ];
+        for (k, v) in codes {
             check(Shape { k_dim: 20, v_dim: 33, k, v }, fill % KINDS, fill, fill as usize).unwrap();
         }
     }
@@ -203,7 +226,7 @@ fn partial_pages() {
 proptest! {
     #![proptest_config(pikv_test::cases(32, 64))]
     #[test]
-    fn any_page(k_dim in 1usize..=256, v_dim in 1usize..=256, k in 0usize..7, v in 0usize..7, kind in 0..KINDS,
+    fn any_page(k_dim in 1usize..=256, v_dim in 1usize..=256, k in 0..Code::ALL.len(), v in 0..Code::ALL.len(), kind in 0..KINDS,
         salt: u32, fill in 1usize..=32) {
         check(Shape { k_dim, v_dim, k: Code::ALL[k], v: Code::ALL[v] }, kind, u64::from(salt), fill)?;
     }
@@ -242,18 +265,33 @@ fn all_codes_decode() {
             }
         }
     }
+    for code in [Code::Mxfp4, Code::Nvfp4] {
+        for b in 0..16u32 {
+            let want = (fp8(code, b).unwrap() as f32).to_bits();
+            assert_eq!(code.decode(b).to_bits(), want, "{} {b:#x}", code.name());
+            for lanes in Lanes::available() {
+                let got = lanes.run(Parts(code, b * 0x1111_1111));
+                assert!(got.iter().all(|x| x.to_bits() == want), "{} {b:#x} {got:?}", code.name());
+            }
+        }
+    }
     for lanes in Lanes::available() {
+        let each = lanes.run(Parts(Code::Mxfp4, 0xf876_5321));
+        assert_eq!(each, [0.5, 1.0, 1.5, 3.0, 4.0, 6.0, -0.0, -6.0]);
         assert_eq!(lanes.run(Parts(Code::Int8, 0xff01_80fe)), [254., 128., 1., 255.]);
         let int4 = lanes.run(Parts(Code::Int4, 0xf021_8e97));
         assert_eq!(int4, [7., 9., 14., 8., 1., 2., 0., 15.]);
+        let int2 = lanes.run(Parts(Code::Int2, 0xe4e4_1b1b));
+        assert_eq!(int2, [3., 3., 0., 0., 2., 2., 1., 1., 1., 1., 2., 2., 0., 0., 3., 3.]);
     }
 }
 
 /// Under scale 1 each code that is a number becomes itself.
 #[test]
 fn all_codes_encode_to_themselves() {
-    for code in [Code::E4m3, Code::E5m2] {
-        let numbers: Vec<(u32, f64)> = (0..256).filter_map(|b| Some((b, fp8(code, b)?))).collect();
+    for code in [Code::E4m3, Code::E5m2, Code::Mxfp4, Code::Nvfp4] {
+        let last = u32::MAX >> (32 - bits(code));
+        let numbers: Vec<(u32, f64)> = (0..=last).filter_map(|b| Some((b, fp8(code, b)?))).collect();
         let pages: Vec<Vec<(u32, f64)>> = numbers.chunks(31).map(<[_]>::to_vec).collect();
         let (k_dim, v_dim) = (pages.len() as u32, 32);
         let layout = Layout::new(k_dim, Dtype::F32).values(v_dim, Dtype::F32);
@@ -270,10 +308,10 @@ fn all_codes_encode_to_themselves() {
         for lanes in Lanes::available() {
             let got = lanes.run(Close { layout: &layout, packed: &packed, page: &page, fill: 32 });
             for (c, page) in pages.iter().enumerate() {
-                assert_eq!((shape.k_scale(&got, c), shape.v_scale(&got, c, 0)), ((1.0, 0.0), (1.0, 0.0)));
+                assert_eq!((shape.k_scale(&got, 0, c), shape.v_scale(&got, c, 0)), ((1.0, 0.0), (1.0, 0.0)));
                 for (i, (b, _)) in page.iter().enumerate() {
                     for (word, shift) in [shape.k_at(i, c), shape.v_at(c, i)] {
-                        assert_eq!(got[word] >> shift & 0xff, *b, "{} on {}", code.name(), lanes.name());
+                        assert_eq!(got[word] >> shift & last, *b, "{} on {}", code.name(), lanes.name());
                     }
                 }
             }

@@ -69,7 +69,7 @@ fn what_ages_fits_both_codes() {
     let layer = LayerShape::new(1, 1, 8, Dtype::F32);
     for (k, v) in [(Code::Int8, Code::F32), (Code::F32, Code::Int8)] {
         let (first, second) = (Coding::new(Code::F32), Codec::new(Coding::new(k), Coding::new(v)));
-        let config = CacheConfig::new(vec![layer.clone()], 1 << 22).ring(1);
+        let config = CacheConfig::new(vec![layer], 1 << 22).ring(1);
         let config = config.compress(Codec::new(first.clone(), first)).age(32, second);
         let cache = Cache::new(config).unwrap();
         let mut sequence = cache.sequence();

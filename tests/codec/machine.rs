@@ -41,7 +41,7 @@ fn setup() -> impl Strategy<Value = Setup> {
     let dims = prop_oneof![Just((8u32, 16u32)), Just((5, 3)), Just((16, 33))];
     let window = prop_oneof![2 => Just(None), 1 => (20u32..=90).prop_map(Some)];
     let ring = prop_oneof![Just(64u32), Just(1), 2u32..=40];
-    let codes = (0usize..7, 0usize..7, 0usize..4);
+    let codes = (0..Code::ALL.len(), 0..Code::ALL.len(), 0usize..4);
     let rest = (
         prop_oneof![Just(0u32), 1u32..=40],
         0u32..=3,

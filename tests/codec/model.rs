@@ -217,7 +217,7 @@ impl Model {
             let fill = page.positions.len();
             let k_most = |c: usize| {
                 let x = k.iter().fold(0f64, |m, row: &Vec<f32>| m.max(f64::from(row[c].abs())));
-                most(stored.k, stored.k_scale(&words, c), x)
+                most(stored.k, stored.k_scale(&words, 0, c), x)
             };
             let v_most = (0..fill * stored.v_dim).map(|i| {
                 let (t, c) = (i / stored.v_dim, i % stored.v_dim);
@@ -239,7 +239,7 @@ impl Model {
             let step = if integer(stored.v) { f64::from(top(stored.v)) / 65278.0 } else { 0.0 };
             Decoded {
                 v_step: step * v_scale * gain,
-                k_scales: (0..stored.k_dim).map(|c| stored.k_scale(&words, c).0).collect(),
+                k_scales: (0..stored.k_dim).map(|c| stored.k_scale(&words, 0, c).0).collect(),
                 k_most: (0..stored.k_dim).map(k_most).collect(),
                 v_most: v_most.fold(0.0, f64::max) * gain,
                 keys,

@@ -8,6 +8,8 @@ use pikv::shape::Pairs;
 use pikv::{CacheConfig, Dtype, Rope};
 use pikv_test::{full, scaled};
 
+const CODES: u64 = Code::ALL.len() as u64;
+
 /// Some map of a width, by its number: none, the transform, a selection, a matrix, one with a bias.
 fn map(kind: u64, wide: u32) -> Option<Map> {
     let narrow = (wide / 2).max(1);
@@ -30,7 +32,7 @@ fn coding(code: Code, map: Option<Map>) -> Coding {
 /// A codec drawn for a head.
 fn codec(draw: u64, k_dim: u32, v_dim: u32) -> Codec {
     let of = |i: u64, n: u64| mix(&[draw, i]) % n;
-    let code = |i| Code::ALL[of(i, 7) as usize];
+    let code = |i| Code::ALL[of(i, CODES) as usize];
     Codec::new(coding(code(0), map(of(2, 5), k_dim)), coding(code(1), map(of(3, 5), v_dim)))
 }
 
@@ -47,7 +49,7 @@ fn factored(draw: u64, k_dim: u32, v_dim: u32) -> Codec {
     let of = |i: u64, n: u64| mix(&[draw, i, 5]) % n;
     let factors = |i: u64, other: Coding| match of(i, 5) {
         0 | 1 => means(Code::ALL[of(i + 1, 3) as usize], 1 + of(i + 2, 3) as u32),
-        2 | 3 => pca(Code::ALL[of(i + 1, 7) as usize], 1 + of(i + 2, 31) as u32),
+        2 | 3 => pca(Code::ALL[of(i + 1, CODES) as usize], 1 + of(i + 2, 31) as u32),
         _ => other,
     };
     let Codec { k, v, .. } = codec(draw, k_dim, v_dim);
@@ -57,7 +59,7 @@ fn factored(draw: u64, k_dim: u32, v_dim: u32) -> Codec {
 #[test]
 fn every_code() {
     for (i, code) in Code::ALL.into_iter().enumerate() {
-        let other = Code::ALL[(i + 3) % 7];
+        let other = Code::ALL[(i + 3) % Code::ALL.len()];
         let layers = vec![shape(1, 3, 40, 24, Dtype::Bf16, Dtype::F16)];
         let codec = Codec::new(Coding::new(code), Coding::new(other));
         let mut ops = vec![Op::Fill(vec![(0, 70)]), Op::Feed(vec![(0, 40)])];
@@ -125,15 +127,15 @@ fn the_mass_of_packed_pages() {
 #[test]
 fn means_and_bases_of_every_code() {
     for (i, code) in Code::ALL.into_iter().enumerate() {
-        let other = Code::ALL[(i + 2) % 7];
-        let plain = Code::ALL[i % 3];
+        let other = Code::ALL[(i + 2) % Code::ALL.len()];
+        let (plain, rank) = (Code::ALL[i % 3], i as u32 % 7);
         let layers = vec![shape(1, [3, 4][i % 2], 40, 24, Dtype::Bf16, Dtype::F16)];
         let mut ops = vec![Op::Fill(vec![(0, 70)]), Op::Feed(vec![(0, 40)])];
         ops.extend(decode(2));
         let codecs = [
             Codec::new(pca(code, 7), pca(other, 5)),
-            Codec::new(pca(code, 3 + 4 * i as u32), Coding::new(other)),
-            Codec::new(means(plain, 1 + i as u32 % 3), pca(other, 1 + 5 * i as u32)),
+            Codec::new(pca(code, 3 + 4 * rank), Coding::new(other)),
+            Codec::new(means(plain, 1 + i as u32 % 3), pca(other, 1 + 5 * rank)),
             Codec::new(Coding::new(code), means(plain, 1 + i as u32 % 3)),
         ];
         // Quick: each code in one of the four, each of the four with some code.

@@ -137,6 +137,7 @@ fn an_address_of_one_device_is_none_on_another() {
                 *unsafe { standin.library.get::<$kind>(concat!($name, "\0").as_bytes()) }.unwrap()
             };
         }
+        let of = get!("cuDeviceGet" as extern "C" fn(*mut i32, i32) -> u32);
         let (retain, release) = (
             get!("cuDevicePrimaryCtxRetain" as Context),
             get!("cuDevicePrimaryCtxRelease_v2" as extern "C" fn(i32) -> u32),
@@ -147,9 +148,10 @@ fn an_address_of_one_device_is_none_on_another() {
         let (destroy, wait) = (get!("cuStreamDestroy_v2" as One), get!("cuStreamSynchronize" as One));
         let word = 7u32;
         let mut back = 0u32;
-        let (mut contexts, mut streams, mut address) = ([0; 2], [0; 2], 0);
+        let (mut devices, mut contexts, mut streams, mut address) = ([0; 2], [0; 2], [0; 2], 0);
         for i in 0..2 {
-            assert_eq!(retain(&mut contexts[i], i as i32), 0);
+            assert_eq!(of(&mut devices[i], i as i32), 0);
+            assert_eq!(retain(&mut contexts[i], devices[i]), 0);
             assert_eq!(current(contexts[i]), 0);
             assert_eq!(stream(&mut streams[i], 0, 0), 0);
         }
@@ -171,10 +173,10 @@ fn an_address_of_one_device_is_none_on_another() {
         // The other one is as it was.
         standin.set(Set::Reset, 0);
         assert_eq!(destroy(streams[1]), 0);
-        assert_eq!(release(1), 0);
+        assert_eq!(release(devices[1]), 0);
         assert_eq!(current(contexts[0]), 0);
         assert_eq!((down(&mut back, address, 4), back), (0, 7));
-        assert_eq!((free(address), destroy(streams[0]), release(0)), (0, 0, 0));
+        assert_eq!((free(address), destroy(streams[0]), release(devices[0])), (0, 0, 0));
         assert_eq!(standin.get(Get::Live), 0);
     }
 }

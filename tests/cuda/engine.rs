@@ -47,8 +47,11 @@ pub struct Context {
 }
 
 impl Context {
-    pub fn new(device: i32) -> Context {
-        let mut handle = 0;
+    pub fn new(ordinal: i32) -> Context {
+        let (mut device, mut handle) = (0, 0);
+        // SAFETY: the driver's signature.
+        let of = unsafe { library().get::<extern "C" fn(*mut i32, i32) -> u32>(b"cuDeviceGet\0") };
+        done("device", of.expect("there")(&mut device, ordinal));
         // SAFETY: the driver's signature.
         let retain =
             unsafe { library().get::<extern "C" fn(*mut u64, i32) -> u32>(b"cuDevicePrimaryCtxRetain\0") };

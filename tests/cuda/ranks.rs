@@ -159,6 +159,8 @@ fn packed_pages() {
     let rope = Some(Rope::new(100.0, 8));
     let codecs = [
         Codec::new(code(Code::Int8), code(Code::Int4)),
+        Codec::new(code(Code::Int2), code(Code::Int5)),
+        Codec::new(code(Code::Nvfp4), code(Code::Mxfp4)),
         Codec::new(code(Code::Int4).map(Map::hadamard(8).unwrap()), code(Code::E4m3)),
         Codec::new(code(Code::F16).map(Map::identity_subset(8, &[1, 2, 5]).unwrap()), code(Code::Int8)),
         Codec::new(Coding::block_pca(Code::Int8, 3).unwrap(), code(Code::Int4)),
@@ -451,7 +453,7 @@ fn whatever_is_done() {
                 .experts(experts, 1)
                 .poison(below(2) == 0);
         if below(2) == 0 {
-            let codes = [below(7), below(7)].map(|i| code(Code::ALL[i as usize]));
+            let codes = [(); 2].map(|()| below(Code::ALL.len() as u64)).map(|i| code(Code::ALL[i as usize]));
             config = config.compress_layer(1, Codec::new(codes[0].clone(), codes[1].clone()));
         }
         if below(3) == 0 {

@@ -3,7 +3,7 @@
 use libloading::Library;
 use pikv::Backend;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
 /// What can be set; the stand-in has the same numbers.
 #[derive(Clone, Copy)]
@@ -30,10 +30,21 @@ pub enum Get {
     Uploaded = 7,
 }
 
-/// The stand-in, for one test at a time.
+/// One world of the stand-in's devices, which no other test uses meanwhile.
 pub struct Standin {
     pub library: &'static Library,
-    _turn: MutexGuard<'static, ()>,
+    world: u32,
+}
+
+/// The worlds in use, a bit each.
+static TAKEN: Mutex<u8> = Mutex::new(0);
+static FREED: Condvar = Condvar::new();
+
+impl Drop for Standin {
+    fn drop(&mut self) {
+        *TAKEN.lock().unwrap_or_else(PoisonError::into_inner) &= !(1 << self.world);
+        FREED.notify_one();
+    }
 }
 
 fn path() -> PathBuf {
@@ -55,14 +66,19 @@ pub fn library() -> &'static Library {
 }
 
 impl Standin {
-    /// Waits for the test's turn. There is one device.
+    /// Waits for a world, and puts the calling thread in it. There is one device.
     pub fn new() -> Standin {
-        static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let standin = Standin { library: library(), _turn: turn };
+        let library = library();
+        let taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken =
+            FREED.wait_while(taken, |taken| *taken == u8::MAX).unwrap_or_else(PoisonError::into_inner);
+        let world = taken.trailing_ones();
+        *taken |= 1 << world;
+        drop(taken);
+        let standin = Standin { library, world };
+        // The device of the test before is gone with all that was left on it.
+        standin.set(Set::Devices, 0);
         standin.set(Set::Devices, 1);
-        standin.set(Set::Reset, 0);
-        standin.set(Set::Capability, 80);
         standin
     }
 
@@ -73,14 +89,23 @@ impl Standin {
         standin
     }
 
+    /// Puts the calling thread in this world, where all its devices are.
+    fn enter(&self) {
+        // SAFETY: the function's signature.
+        let enter = unsafe { self.library.get::<extern "C" fn(u32)>(b"standin_enter\0") };
+        enter.expect("the stand-in has it")(self.world);
+    }
+
     /// Faults are those of the first device.
     pub fn set(&self, what: Set, value: u64) {
+        self.enter();
         // SAFETY: the function's signature.
         let set = unsafe { self.library.get::<extern "C" fn(u32, u64)>(b"standin_set\0") };
         set.expect("the stand-in has it")(what as u32, value);
     }
 
     pub fn set_on(&self, device: u32, what: Set, value: u64) {
+        self.enter();
         // SAFETY: the function's signature.
         let set = unsafe { self.library.get::<extern "C" fn(i32, u32, u64)>(b"standin_set_on\0") };
         set.expect("the stand-in has it")(device as i32, what as u32, value);
@@ -88,12 +113,14 @@ impl Standin {
 
     /// Over all devices.
     pub fn get(&self, what: Get) -> u64 {
+        self.enter();
         // SAFETY: the function's signature.
         let get = unsafe { self.library.get::<extern "C" fn(u32) -> u64>(b"standin_get\0") };
         get.expect("the stand-in has it")(what as u32)
     }
 
     pub fn get_on(&self, device: u32, what: Get) -> u64 {
+        self.enter();
         // SAFETY: the function's signature.
         let get = unsafe { self.library.get::<extern "C" fn(i32, u32) -> u64>(b"standin_get_on\0") };
         get.expect("the stand-in has it")(device as i32, what as u32)
@@ -101,11 +128,13 @@ impl Standin {
 
     /// The first device.
     pub fn backend(&self) -> Backend {
+        self.enter();
         Backend::cuda().unwrap_or_else(|e| panic!("{e}"))
     }
 
     /// All devices.
     pub fn backends(&self) -> Vec<Backend> {
+        self.enter();
         let devices = Backend::cuda_devices().unwrap_or_else(|e| panic!("{e}"));
         (0..devices).map(|i| Backend::cuda_device(i).unwrap_or_else(|e| panic!("{e}"))).collect()
     }

@@ -290,6 +290,8 @@ fn pages_in_bases_and_means() {
     for (rope, codec) in [
         (None, Codec::new(pca(5), pca(7))),
         (Some(rope), Codec::new(pca(5), Coding::new(Code::Int4))),
+        (None, Codec::new(Coding::new(Code::Int3), Coding::new(Code::Int5))),
+        (Some(rope), Codec::new(Coding::new(Code::Nvfp4), Coding::new(Code::Mxfp4))),
         (None, Codec::new(Coding::means(Code::Bf16, 2).unwrap(), Coding::means(Code::Bf16, 1).unwrap())),
     ] {
         let layer = LayerShape::new(1, 3, 80, Dtype::Bf16).values(70, Dtype::Bf16).rope(rope);

@@ -218,6 +218,8 @@ fn codecs() -> Vec<Option<Codec>> {
         codec(Code::Int8, Code::Int8),
         codec(Code::Int4, Code::E4m3),
         codec(Code::F16, Code::Int4),
+        codec(Code::Int3, Code::Int2),
+        codec(Code::Mxfp4, Code::Nvfp4),
         Some(Codec::new(Coding::new(Code::E5m2).map(narrow), Coding::new(Code::Int8))),
     ]
 }

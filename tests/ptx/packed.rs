@@ -18,6 +18,7 @@ use pikv_kernels::args::{CodecArg, LayoutArg, MapArg, PackArg, PackedArg, RopeAr
 use pikv_test::numbers::Rng;
 
 const DIMS: [u32; 11] = [1, 3, 20, 32, 33, 64, 80, 96, 128, 129, 256];
+const CODES: usize = Code::ALL.len();
 const FILES: [&str; 2] = ["pikv_sm_70.ptx", "pikv_sm_80.ptx"];
 
 fn machine(file: &str) -> Machine {
@@ -337,8 +338,8 @@ fn attends(file: &str) {
     let mut machine = machine(file);
     let mut rng = Rng(0xc0dec);
     for rows in [1, 4] {
-        for i in 0..7 * 7 * DIMS.len() {
-            let (k, v) = (Code::ALL[i % 7], Code::ALL[i / 7 % 7]);
+        for i in 0..CODES * CODES * 4 {
+            let (k, v) = (Code::ALL[i % CODES], Code::ALL[i / CODES % CODES]);
             let packed = Packed::new(rng.of(&DIMS), rng.of(&DIMS), k, v);
             let case = Case::new(&mut rng, rows, packed);
             let threads = rng.of(&[32, 64]);
@@ -370,9 +371,9 @@ fn reads_packed_pages_with_the_bits_of_the_cpu_sm_80() {
 fn factors(file: &str) {
     let mut machine = machine(file);
     let mut rng = Rng(0xfac7);
-    for i in 0..7 * 7 * 8 * 2 {
+    for i in 0..CODES * CODES * 5 {
         let mut side = |i: usize, wide: u32| {
-            let code = Code::ALL[i % 7];
+            let code = Code::ALL[i % CODES];
             match rng.below(5) {
                 0 => (code, wide, Side::Tokens),
                 1 | 2 => (Code::ALL[i % 3], wide, Side::Means { level: 1 + rng.below(3) }),
@@ -380,7 +381,7 @@ fn factors(file: &str) {
             }
         };
         let ((k, k_dim, k_side), (v, v_dim, v_side)) =
-            (side(i, DIMS[i % 11]), side(i / 7, DIMS[i / 11 % 11]));
+            (side(i, DIMS[i % 11]), side(i / CODES, DIMS[i / 11 % 11]));
         let packed = Packed::new(k_dim, v_dim, k, v).sides(k_side, v_side);
         let case = Case::new(&mut rng, 1, packed);
         let threads = rng.of(&[32, 64]);
@@ -410,8 +411,8 @@ fn reads_factors_with_the_bits_of_the_cpu_sm_80() {
 fn packs(file: &str) {
     let mut machine = machine(file);
     let mut rng = Rng(0x9ac4);
-    for i in 0..7 * 7 * 2 {
-        let (k, v) = (Code::ALL[i % 7], Code::ALL[i / 7 % 7]);
+    for i in 0..CODES * CODES {
+        let (k, v) = (Code::ALL[i % CODES], Code::ALL[i / CODES % CODES]);
         let dtypes = [(); 2].map(|()| rng.of(&Dtype::ALL));
         let layout = Layout::new(rng.of(&DIMS), dtypes[0]).values(rng.of(&DIMS), dtypes[1]);
         let fill = if rng.one_in(3) { 1 + rng.below(32) } else { 32 };
@@ -557,7 +558,7 @@ fn packs_pages_with_the_words_of_the_cpu_sm_80() {
 #[test]
 fn integer_products_at_their_ends() {
     let mut machine = machine(FILES[1]);
-    for code in [Code::Int8, Code::Int4] {
+    for code in [Code::Int8, Code::Int6, Code::Int5, Code::Int4, Code::Int3, Code::Int2] {
         for (rows, sign) in [(1, 1.0), (4, 1.0), (1, -1.0), (4, -1.0)] {
             let packed = Packed::new(256, 256, code, code);
             let mut rng = Rng(7);

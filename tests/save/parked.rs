@@ -1,5 +1,6 @@
 //! Sequences that wait in a lower tier.
 
+use pikv::prefix::{PrefixIndex, PrefixScope};
 use pikv::save::SaveError;
 use pikv::tiers::Tiers;
 use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
@@ -76,6 +77,32 @@ fn where_there_is_no_room_all_stays_as_it_was() {
     assert_eq!(small.usage(), before);
     drop(other);
     assert!(bytes(&parked.wake().unwrap()) == whole);
+}
+
+/// Prefixes that nobody reads make room for what wakes or is restored, as for a step.
+#[test]
+fn idle_prefixes_make_room_for_what_wakes() {
+    let cache = cache(30, 100, 0);
+    let index = PrefixIndex::new(&cache, 30 * PAGE);
+    let scope = PrefixScope::new(b"");
+    let fill = |first: u32| {
+        let mut published = sequence(&cache, 300);
+        index.publish(&scope, &(first..first + 300).collect::<Vec<_>>(), &mut published).unwrap();
+    };
+    let mut waits = sequence(&cache, 400);
+    let whole = bytes(&waits);
+    let parked = waits.park(1).unwrap();
+    [0, 500].into_iter().for_each(fill);
+    assert!(cache.usage().taken + parked.bytes() > 30 * PAGE);
+    let woken = parked.wake().unwrap();
+    assert!(bytes(&woken) == whole && index.usage().evictions > 0);
+
+    drop(woken);
+    [1000, 1500].into_iter().for_each(fill);
+    assert!(cache.usage().taken + parked.bytes() > 30 * PAGE);
+    let mut saved = Vec::new();
+    parked.save(b"", &mut saved).unwrap();
+    assert_eq!(cache.restore(&mut &saved[..]).unwrap().sequence.next_position().0, 400);
 }
 
 /// Pages on ranks are theirs.

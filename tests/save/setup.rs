@@ -17,7 +17,7 @@ use pikv_test::twins::{self, Change, Given, Model, Pair, Values};
 /// Rows of the table of policies, and heads that share their budgets.
 pub const POLICIES: u8 = 15;
 /// Rows of the table of codecs, in several codes.
-pub const CODECS: u8 = 14;
+pub const CODECS: u8 = 17;
 
 /// A model of twins, with a policy and a codec of the tables.
 #[derive(Clone, Debug)]
@@ -61,7 +61,10 @@ fn codec(i: u8, k_dim: u32, v_dim: u32) -> Codec {
         10 => mapped(&|dim| dense(dim, true)),
         11 => Codec::new(Coding::means(Code::Bf16, 1).unwrap(), Coding::means(Code::F16, 3).unwrap()),
         12 => Codec::new(Coding::block_pca(Code::F16, 1).unwrap(), Coding::new(Code::Bf16)),
-        _ => Codec::new(Coding::new(Code::Int8), Coding::block_pca(Code::Bf16, 3).unwrap()),
+        13 => Codec::new(Coding::new(Code::Int8), Coding::block_pca(Code::Bf16, 3).unwrap()),
+        14 => Codec::new(Coding::new(Code::Int2), Coding::new(Code::Int3)),
+        15 => Codec::new(Coding::new(Code::Int5), Coding::new(Code::Int6)),
+        _ => Codec::new(Coding::new(Code::Nvfp4), Coding::new(Code::Mxfp4)),
     }
 }
 

@@ -107,7 +107,7 @@ impl<'a, const R: usize> FactorPages<'a, R> {
             let word = w.load(row);
             let first = at * together;
             for part in 0..n {
-                let x = code.part(w, word, part);
+                let x = code.plain_part(w, word, part);
                 for (s, query) in s.iter_mut().zip(self.queries.iter()) {
                     let q = w.spread_row(&query[part * groups + first / LANES], first % LANES, slots);
                     *s = w.fma(x, q, *s);
@@ -251,7 +251,7 @@ impl<'a, const R: usize> FactorPages<'a, R> {
                         Some(words) => w.load(words),
                         None => w.load_part(row),
                     };
-                    let x = out.v.part(w, word, part);
+                    let x = out.v.plain_part(w, word, part);
                     for r in 0..R {
                         a[r] = w.fma(x, w.spread(&weights[r], t, width), a[r]);
                     }
@@ -271,7 +271,7 @@ fn mean_keys<W: Warp>(w: W, packed: &Packed, words: &[u32], level: u32, out: &mu
         let (word, part) = packed.k_table_at(0, c);
         let means = &words[word as usize..(word + packed.k_slots()) as usize];
         let word = w.bits(w.gather(bytemuck::cast_slice(means), run_of(w, level)));
-        w.store(packed.k_table_code().part(w, word, part as usize), out);
+        w.store(packed.k_table_code().plain_part(w, word, part as usize), out);
     }
 }
 
@@ -287,7 +287,7 @@ fn basis_keys<W: Warp>(
     stored_keys(w, packed, words, stored);
     let basis = |k: usize, c: u32| {
         let (word, part) = packed.k_table_at(k as u32, c);
-        packed.k_table_code().part(w, w.splat_u(words[word as usize]), part as usize)
+        packed.k_table_code().plain_part(w, w.splat_u(words[word as usize]), part as usize)
     };
     for (c, out) in (0..).zip(out) {
         let mut sum = w.splat(0.0);

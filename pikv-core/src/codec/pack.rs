@@ -1,7 +1,7 @@
 //! 32 tokens of a full page into a packed one: lane = token throughout.
 
-use super::code::{Code, Scale};
-use super::packed::{Packed, Side, TAGS};
+use super::code::{Code, Scale, field};
+use super::packed::{BYTES, Packed, Side, TAGS};
 use crate::attend::filled;
 use crate::dtype::{self, Bf16, Dtype, Element, F16, F32};
 use crate::page::{Layout, PAGE};
@@ -220,13 +220,16 @@ pub fn pack_tables(packed: &Packed, k: &[f32], v: &[f32], page: &mut [u32]) {
 
 #[inline(always)]
 fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [f32]) {
-    let (scales, rows) = words.split_at_mut((packed.k_scale_rows() * LANES as u32) as usize);
-    let (scales, rows) = (scales.as_chunks_mut::<LANES>().0, rows.as_chunks_mut::<LANES>().0);
-    let n = packed.k.per_word() as usize;
+    let (words, rows) = words.split_at_mut(packed.k_scale_words() as usize);
+    let (scales, rows) = (words, rows.as_chunks_mut::<LANES>().0);
+    let (page, scales) = page_scale(w, packed.k, k, scales);
     // 32 channels at a time, a group a lane where scales are made of extremes.
-    for (col, (k, rows)) in k.chunks(LANES).zip(rows.chunks_mut(LANES / n)).enumerate() {
+    for (col, k) in k.chunks(LANES).enumerate() {
         let (mut scale, mut min) = (w.park(w.splat(0.0)), w.park(w.splat(0.0)));
-        if packed.k.scale() != Scale::None {
+        if packed.k.scale() == Scale::Block {
+            let to = &mut scales[col * (packed.k.blocks() * BYTES) as usize..];
+            [scale, min] = key_blocks(w, packed.k, k, page, to).map(|scale| w.park(scale));
+        } else if packed.k.scale() != Scale::None {
             let (mut low, mut high) = (w.splat(0.0), w.splat(0.0));
             for (c, x) in k.iter().enumerate() {
                 let x = w.load_f(x);
@@ -236,25 +239,118 @@ fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [f3
             }
             let group = Group::of(w, packed.k, low, high);
             (scale, min) = (w.park(group.scale), w.park(group.min));
-            w.store(w.from_bits(group.word), &mut scales[col]);
+            w.store_part(w.from_bits(group.word), &mut scales[col * LANES..(col + 1) * LANES]);
         }
-        for ((i, x), row) in k.chunks(n).enumerate().zip(rows) {
-            let mut word = w.splat_u(0);
-            for (j, x) in x.iter().enumerate() {
-                let c = i * n + j;
-                let code = encode(w, packed.k, w.load_f(x), w.bcast(&scale, c), w.bcast(&min, c));
-                word = w.or(word, shifted_left(w, code, packed.k.place(j as u32) * packed.k.bits()));
+        let (mut shift, mut first) = (0, 0);
+        while let Some(bits) = packed.k.plane(shift) {
+            let n = LANES >> bits.trailing_zeros();
+            for (i, x) in k.chunks(n).enumerate() {
+                let mut word = w.splat_u(0);
+                for (j, x) in x.iter().enumerate() {
+                    let c = i * n + j;
+                    let (mut scale, min) = (w.bcast(&scale, c), w.bcast(&min, c));
+                    if packed.k.scale() == Scale::Block {
+                        scale = w.select(w.mask(0xffff), scale, min);
+                    }
+                    let code = encode(w, packed.k, w.load_f(x), scale, min);
+                    let code = plane_of(w, packed.k, code, shift, bits);
+                    word = w.or(word, shifted_left(w, code, packed.k.place(j as u32, bits)));
+                }
+                w.store(w.from_bits(word), &mut rows[(first + col as u32 * bits) as usize + i]);
             }
-            w.store(w.from_bits(word), row);
+            first += packed.k_plane_words(bits);
+            shift += bits;
         }
     }
 }
 
+/// The scale of a page's blocks of channels `x`, written before the scales of the blocks, which are what is left of `words`.
+#[inline(always)]
+fn page_scale<'a, W: Warp>(
+    w: W,
+    code: Code,
+    x: &[[f32; LANES]],
+    words: &'a mut [f32],
+) -> (f32, &'a mut [f32]) {
+    if code.page_words() == 0 {
+        return (1.0, words);
+    }
+    let most = x.iter().fold(w.splat(0.0), |most, x| w.max(most, magnitude(w, w.load_f(x))));
+    let scale = code.page_scale(w.reduce_max(most));
+    let (page, blocks) = words.split_at_mut(code.page_words() as usize);
+    w.store_part(w.select(w.mask(1), w.splat(scale), w.splat(0.0)), page);
+    (scale, blocks)
+}
+
+/// Writes the scales of the blocks of 32 channels of keys, and returns them, lane = channel: those of the first half of the tokens and
+/// those of the second.
+#[inline(always)]
+fn key_blocks<W: Warp>(w: W, code: Code, k: &[[f32; LANES]], page: f32, words: &mut [f32]) -> [W::F; 2] {
+    let mut scales = [w.splat(0.0); 2];
+    for (half, to) in words.chunks_mut(BYTES as usize).take(code.blocks() as usize).enumerate() {
+        let tokens = match (code.blocks(), half) {
+            (1, _) => u32::MAX,
+            (_, 0) => 0xffff,
+            _ => 0xffff_0000,
+        };
+        let mut most = w.splat(0.0);
+        for (c, x) in k.iter().enumerate() {
+            let x = w.select(w.mask(tokens), magnitude(w, w.load_f(x)), w.splat(0.0));
+            most = w.select(w.mask(1 << c), w.splat(w.reduce_max(x)), most);
+        }
+        let scale = blocks(w, code, most, page, to);
+        scales[1] = scale;
+        if half == 0 {
+            scales[0] = scale;
+        }
+    }
+    scales
+}
+
+/// Writes the bytes of the scales of 32 blocks, whose largest magnitudes are `most`, and returns what they stand for.
+#[inline(always)]
+fn blocks<W: Warp>(w: W, code: Code, most: W::F, page: f32, words: &mut [f32]) -> W::F {
+    let bytes = if code == Code::Nvfp4 {
+        fp8::<W, 20>(w, w.div(most, w.splat(6.0 * page)), 448.0, 120 << 3, 1.0 / 64.0, 512.0)
+    } else {
+        // The exponent less 2, at least 0.
+        let exponent = w.shr::<23>(w.bits(most));
+        let less = w.from_bits(w.sub_u(exponent, w.splat_u(2)));
+        w.bits(w.select(w.ge_i(exponent, w.splat_u(2)), less, w.splat(0.0)))
+    };
+    // Every fourth lane gets the bytes of four, the first of them its own; then those lanes go together.
+    let next = |x: W::U, lanes: u32| w.bits(w.shfl_xor(w.from_bits(x), lanes));
+    let two = w.or(bytes, w.shl::<8>(next(bytes, 1)));
+    let four = w.from_bits(w.or(two, w.shl::<16>(next(two, 2))));
+    let mut word = w.splat(0.0);
+    for i in 0..BYTES as usize {
+        word = w.select(w.mask(1 << i), w.splat(w.lane(four, 4 * i)), word);
+    }
+    w.store_part(word, &mut words[..BYTES as usize]);
+    code.block_scales(w, bytes, page)
+}
+
+#[inline(always)]
+fn magnitude<W: Warp>(w: W, x: W::F) -> W::F {
+    w.from_bits(w.and(w.bits(x), w.splat_u(0x7fff_ffff)))
+}
+
+/// The bits of codes that a plane of `bits` bits from bit `shift` on has.
+#[inline(always)]
+fn plane_of<W: Warp>(w: W, code: Code, codes: W::U, shift: u32, bits: u32) -> W::U {
+    if bits == code.bits() { codes } else { field(w, codes, shift, bits) }
+}
+
 #[inline(always)]
 fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &mut [f32]) {
-    let (rows, values) = words.split_at_mut((packed.v_scale_rows() * LANES as u32) as usize);
-    let (rows, _) = rows.as_chunks_mut::<LANES>();
-    let tokens = packed.v_tokens();
+    let (words, values) = words.split_at_mut(packed.v_scale_words() as usize);
+    let across = packed.v_across();
+    if packed.v.scale() == Scale::Block {
+        value_blocks(w, packed.v, &mut v[..packed.v_dim as usize], words);
+        w.sync();
+        return join_tokens(w, packed, v.as_flattened(), values);
+    }
+    let (rows, _) = words.as_chunks_mut::<LANES>();
     if packed.v.scale() != Scale::None {
         for (g, row) in (0u32..).zip(rows.iter_mut()) {
             let (mut low, mut high) = (w.splat(f32::INFINITY), w.splat(f32::NEG_INFINITY));
@@ -269,7 +365,7 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &m
             let (low, high) = (w.select(none, w.splat(0.0), low), w.select(none, w.splat(0.0), high));
             let group = Group::of(w, packed.v, low, high);
             w.store(w.from_bits(group.word), row);
-            if tokens > 1 {
+            if across {
                 // Channels lie in order where tokens share words, so a group is 32 of them.
                 for row in v[..packed.v_dim as usize].iter_mut().skip(g as usize * LANES).take(LANES) {
                     let code = encode(w, packed.v, w.load_f(row), group.scale, group.min);
@@ -279,26 +375,10 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &m
         }
     }
     let stride = packed.v_stride();
-    if tokens > 1 {
+    if across {
         w.sync();
         // From here on lane = channel.
-        let codes = v.as_flattened();
-        for row in 0..LANES as u32 / tokens {
-            for first in (0..stride).step_by(LANES) {
-                let channel = w.add_u(w.lane_id(), w.splat_u(first));
-                let inside = w.ge_i(w.splat_u(packed.v_dim - 1), channel);
-                let at = w.bits(w.select(inside, w.from_bits(w.shl::<5>(channel)), w.splat(0.0)));
-                let mut word = w.splat_u(0);
-                for t in 0..tokens {
-                    let code = w.bits(w.gather(codes, w.add_u(at, w.splat_u(row * tokens + t))));
-                    word = w.or(word, shifted_left(w, code, packed.v.place(t) * packed.v.bits()));
-                }
-                let word = w.select(inside, w.from_bits(word), w.splat(0.0));
-                let (start, end) = ((row * stride + first) as usize, ((row + 1) * stride) as usize);
-                w.scatter(word, &mut values[..end], start, 1);
-            }
-        }
-        return;
+        return join_tokens(w, packed, v.as_flattened(), values);
     }
     for i in 0..stride {
         let mut word = w.splat_u(0);
@@ -311,6 +391,52 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &m
             word = w.or(word, shifted_left(w, code, part as u32 * packed.v.bits()));
         }
         w.scatter(w.from_bits(word), values, i as usize, stride as usize);
+    }
+}
+
+/// Writes the scales of the blocks of values, and codes in the place of the values.
+#[inline(always)]
+fn value_blocks<W: Warp>(w: W, code: Code, v: &mut [[f32; LANES]], words: &mut [f32]) {
+    let (page, words) = page_scale(w, code, v, words);
+    let block = LANES / code.blocks() as usize;
+    for (g, to) in words.chunks_mut(BYTES as usize).enumerate() {
+        // The last may have no channels.
+        let (first, end) = ((g * block).min(v.len()), ((g + 1) * block).min(v.len()));
+        let v = &mut v[first..end];
+        let most = v.iter().fold(w.splat(0.0), |most, x| w.max(most, magnitude(w, w.load_f(x))));
+        let scale = blocks(w, code, most, page, to);
+        for row in v {
+            w.store(w.from_bits(encode(w, code, w.load_f(row), scale, w.splat(0.0))), row);
+        }
+    }
+}
+
+/// Writes the words of V that have codes of several tokens; `codes` are those of `[v_dim][32]` channels and tokens, as f32 of their
+/// bits. Lane = channel.
+#[inline(always)]
+fn join_tokens<W: Warp>(w: W, packed: &Packed, codes: &[f32], values: &mut [f32]) {
+    let stride = packed.v_stride();
+    let mut shift = 0;
+    while let Some(bits) = packed.v.plane(shift) {
+        let tokens = LANES as u32 >> bits.trailing_zeros();
+        for row in 0..bits {
+            for first in (0..stride).step_by(LANES) {
+                let channel = w.add_u(w.lane_id(), w.splat_u(first));
+                let inside = w.ge_i(w.splat_u(packed.v_dim - 1), channel);
+                let at = w.bits(w.select(inside, w.from_bits(w.shl::<5>(channel)), w.splat(0.0)));
+                let mut word = w.splat_u(0);
+                for t in 0..tokens {
+                    let code = w.bits(w.gather(codes, w.add_u(at, w.splat_u(row * tokens + t))));
+                    let code = plane_of(w, packed.v, code, shift, bits);
+                    word = w.or(word, shifted_left(w, code, packed.v.place(t, bits)));
+                }
+                let word = w.select(inside, w.from_bits(word), w.splat(0.0));
+                let row = shift + row;
+                let (start, end) = ((row * stride + first) as usize, ((row + 1) * stride) as usize);
+                w.scatter(word, &mut values[..end], start, 1);
+            }
+        }
+        shift += bits;
     }
 }
 
@@ -368,15 +494,20 @@ fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F) -> W::U {
             let limit = w.splat(code.limit());
             dtype::encode(w, dtype, least(w, w.max(x, w.sub(w.splat(-0.0), limit)), limit))
         }
-        Code::Int8 | Code::Int4 => {
-            let steps = divided(w, w.sub(x, min), scale);
-            let steps = least(w, w.max(steps, w.splat(0.0)), w.splat(code.top()));
-            w.and(w.bits(w.add(steps, w.splat(ROUND))), w.splat_u(0xff))
-        }
         // Rebias by 2^-120; the smallest normal is 2^-6.
         Code::E4m3 => fp8::<W, 20>(w, divided(w, x, scale), 448.0, 120 << 3, 1.0 / 64.0, 512.0),
         // By 2^-112; 2^-14.
         Code::E5m2 => fp8::<W, 21>(w, divided(w, x, scale), 57344.0, 112 << 2, 1.0 / 16384.0, 65536.0),
+        // By 2^-126; 1.
+        Code::Mxfp4 | Code::Nvfp4 => {
+            let x = divided(w, x, scale);
+            w.or(w.and(w.shr::<28>(w.bits(x)), w.splat_u(8)), float::<W, 22>(w, x, 6.0, 126 << 1, 1.0, 2.0))
+        }
+        _ => {
+            let steps = divided(w, w.sub(x, min), scale);
+            let steps = least(w, w.max(steps, w.splat(0.0)), w.splat(code.top()));
+            w.and(w.bits(w.add(steps, w.splat(ROUND))), w.splat_u(0xff))
+        }
     }
 }
 
@@ -392,17 +523,23 @@ fn least<W: Warp>(w: W, a: W::F, b: W::F) -> W::F {
     w.select(w.lt(b, a), b, a)
 }
 
-/// FP8 codes of `x`: the magnitude's bits from `DROP` on, rounded to nearest even; `normal` is the smallest normal number, and
-/// subnormals count in steps of `1 / steps`.
+/// FP8 codes of `x`, as [`float`] has them, with their signs.
 #[inline(always)]
 fn fp8<W: Warp, const DROP: u32>(w: W, x: W::F, top: f32, bias: u32, normal: f32, steps: f32) -> W::U {
     let sign = w.and(w.shr::<24>(w.bits(x)), w.splat_u(0x80));
-    let magnitude = least(w, w.from_bits(w.and(w.bits(x), w.splat_u(0x7fff_ffff))), w.splat(top));
+    w.or(sign, float::<W, DROP>(w, x, top, bias, normal, steps))
+}
+
+/// Codes of the magnitude of `x`: its bits from `DROP` on, rounded to nearest even, at most that of `top`; `normal` is the smallest
+/// normal number, and subnormals count in steps of `1 / steps`.
+#[inline(always)]
+fn float<W: Warp, const DROP: u32>(w: W, x: W::F, top: f32, bias: u32, normal: f32, steps: f32) -> W::U {
+    let magnitude = least(w, magnitude(w, x), w.splat(top));
     let bits = w.bits(magnitude);
     let odd = w.and(w.shr::<DROP>(bits), w.splat_u(1));
     let rounded = w.add_u(bits, w.add_u(odd, w.splat_u((1 << (DROP - 1)) - 1)));
     let large = w.sub_u(w.shr::<DROP>(rounded), w.splat_u(bias));
     let small = w.and(w.bits(w.add(w.mul(magnitude, w.splat(steps)), w.splat(ROUND))), w.splat_u(0x7f));
     let is_small = w.lt(magnitude, w.splat(normal));
-    w.or(sign, w.bits(w.select(is_small, w.from_bits(small), w.from_bits(large))))
+    w.bits(w.select(is_small, w.from_bits(small), w.from_bits(large)))
 }

@@ -2,18 +2,19 @@
 //!
 //! ```text
 //! [16 words]                  low halves of the positions: token i in the low half of word i, token 16 + i in the high one
-//! [k_cols][32] words          K scales, one a channel (none if the code has none)
-//! [k_rows][32] words          K: lane = token, as in a full page
-//! [v_groups][32] words        V scales: lane = token, a row a group of channels (none if the code has none)
+//! [k_cols][32] words          K scales, one a channel (none if the code has none; below for codes in blocks)
+//! [k_rows][32] words          K: lane = token, as in a full page; of codes of several planes, the rows of one after those of the other
+//! [v_groups][32] words        V scales: lane = token, a row a group of channels (none if the code has none; below for codes in blocks)
 //! [v_rows][v_stride] words    V, float codes: a row a token; part j of word w is channel j * v_stride + w
-//!                             V, integers: a row 4 tokens (int4: 8); code j of word w is channel w of token j of them
+//!                             V, others: a row as many tokens as a word has codes, of one plane after the other;
+//!                             code j of word w is channel w of token j of them
 //! ```
 //! A K group is a channel of the 32 tokens, a V group about 32 channels of a token (KIVI, arXiv 2402.02750). A group's scale is
 //! multiplied into the softmax weight of the token, once for the group, and no code is scaled one by one. So parts of a float word
 //! of V lie `v_stride` channels apart: a group is whole parts. A word of integers is codes of one channel, as many tokens as a
 //! product of bytes adds at once ([`Warp::dot4`](crate::warp::Warp::dot4)), and a group 32 words.
 //!
-//! Codes of a word lie in order from the low bits, of int4 as [`Code::place`] says.
+//! Codes of a word lie as [`Code::place`] says, planes are those of [`Code::plane`].
 //!
 //! K or V can be two [factors](Side) instead: [`factors`](super::factors) says how they are read.
 //!
@@ -22,6 +23,15 @@
 //! basis:  K and V as above, of coefficients; after each the basis in f16 and the mean as its last row: K's as a table of k_slots
 //!         slots, V's as [v_table_rows][v_table stride] words, as V of an f16 code lies
 //! table:  lane j * slots + i of row w is word w * (32 / slots) + j of slot i's channels
+//! ```
+//!
+//! Codes in blocks have a byte for the scale of each block instead, four of them a word: of K, a block is a channel of 32 tokens, or of
+//! 16, those of lanes 0..16 and those of lanes 16..32; of V, 32 or 16 channels of a token.
+//!
+//! ```text
+//! [8] words                   the page's scale and seven zeros, for codes that have one
+//! [k_cols][blocks][8] words   K: byte c of them is the scale of channel c of 32, of one half of the tokens and then of the other
+//! [v_cols][blocks][8] words   V: byte t of them is the scale of token t
 //! ```
 //!
 //! Positions are whole again with the last of them, which is kept beside the page; a page whose tokens span more than
@@ -33,6 +43,9 @@ use crate::warp::LANES;
 
 /// Words of a packed page that hold positions.
 pub const TAGS: u32 = PAGE / 2;
+
+/// Words of the scales of 32 blocks.
+pub(super) const BYTES: u32 = PAGE / 4;
 
 /// Scale groups of a value at most.
 pub const V_GROUPS: usize = 8;
@@ -78,38 +91,46 @@ pub struct Packed {
 
 impl Packed {
     /// The layout of `k_dim` and `v_dim` stored channels of every token.
-    #[inline]
+    #[inline(always)]
     pub const fn new(k_dim: u32, v_dim: u32, k: Code, v: Code) -> Packed {
         Packed { k_dim, v_dim, k, v, k_side: Side::Tokens, v_side: Side::Tokens }
     }
 
     /// With rows that stand for something else.
-    #[inline]
+    #[inline(always)]
     pub const fn sides(mut self, k: Side, v: Side) -> Packed {
         (self.k_side, self.v_side) = (k, v);
         self
     }
 
     /// Whether K or V is two factors.
-    #[inline]
+    #[inline(always)]
     pub const fn factored(&self) -> bool {
         !matches!((self.k_side, self.v_side), (Side::Tokens, Side::Tokens))
     }
 
     /// Whether 32 tokens from position `first` to `last` can share a packed page.
-    #[inline]
+    #[inline(always)]
     pub const fn spans(first: u32, last: u32) -> bool {
         last - first <= u16::MAX as u32
     }
 
     /// Words of a row of K.
-    #[inline]
+    #[inline(always)]
     const fn k_words(&self) -> u32 {
-        self.k_dim.div_ceil(self.k.per_word())
+        // The first plane, and the second if there is one.
+        let first = 32 / self.k.per_word();
+        self.k_plane_words(first) + self.k_plane_words(self.k.bits() - first)
+    }
+
+    /// Words of a row of K in a plane of `bits` bits.
+    #[inline(always)]
+    pub(super) const fn k_plane_words(&self, bits: u32) -> u32 {
+        (self.k_dim * bits).div_ceil(32)
     }
 
     /// Rows of 32 words that K takes, its basis apart.
-    #[inline]
+    #[inline(always)]
     pub const fn k_rows(&self) -> u32 {
         match self.k_side {
             Side::Means { level } => self.k_words().div_ceil(1 << level),
@@ -118,13 +139,13 @@ impl Packed {
     }
 
     /// Groups of 32 stored channels of a key.
-    #[inline]
+    #[inline(always)]
     pub const fn k_cols(&self) -> u32 {
-        (self.k_words() * self.k.per_word()).div_ceil(PAGE)
+        self.k_dim.div_ceil(PAGE)
     }
 
     /// Channels that a query is read with.
-    #[inline]
+    #[inline(always)]
     pub const fn query_dim(&self) -> u32 {
         match self.k_side {
             Side::Basis { wide } => wide,
@@ -133,7 +154,7 @@ impl Packed {
     }
 
     /// Groups of 32 channels that a query is read in.
-    #[inline]
+    #[inline(always)]
     pub const fn query_cols(&self) -> u32 {
         match self.k_side {
             Side::Basis { wide } => wide.div_ceil(PAGE),
@@ -142,7 +163,7 @@ impl Packed {
     }
 
     /// Slots of K's table: means, or basis vectors and the mean after them.
-    #[inline]
+    #[inline(always)]
     pub const fn k_slots(&self) -> u32 {
         match self.k_side {
             Side::Tokens => PAGE,
@@ -155,7 +176,7 @@ impl Packed {
     }
 
     /// Code of K's table.
-    #[inline]
+    #[inline(always)]
     pub const fn k_table_code(&self) -> Code {
         match self.k_side {
             Side::Basis { .. } => Code::F16,
@@ -164,7 +185,7 @@ impl Packed {
     }
 
     /// First word of K's table.
-    #[inline]
+    #[inline(always)]
     pub const fn k_table(&self) -> u32 {
         match self.k_side {
             Side::Basis { .. } => self.k_base() + self.k_rows() * PAGE,
@@ -173,7 +194,7 @@ impl Packed {
     }
 
     /// Rows of 32 words of K's table.
-    #[inline]
+    #[inline(always)]
     pub const fn k_table_rows(&self) -> u32 {
         match self.k_side {
             Side::Basis { wide } => wide.div_ceil(Code::F16.per_word()).div_ceil(PAGE / self.k_slots()),
@@ -182,48 +203,48 @@ impl Packed {
     }
 
     /// Word and part in it of channel `c` of slot `slot` of K's table.
-    #[inline]
+    #[inline(always)]
     pub const fn k_table_at(&self, slot: u32, c: u32) -> (u32, u32) {
         let (n, together) = (self.k_table_code().per_word(), PAGE / self.k_slots());
         let (word, part) = (c / n, c % n);
         (self.k_table() + word / together * PAGE + word % together * self.k_slots() + slot, part)
     }
 
-    /// Rows of 32 words that K's scales take.
-    #[inline]
-    pub const fn k_scale_rows(&self) -> u32 {
+    /// Words that K's scales take.
+    #[inline(always)]
+    pub const fn k_scale_words(&self) -> u32 {
         match self.k.scale() {
             Scale::None => 0,
-            _ => self.k_cols(),
+            Scale::Block => self.k.page_words() + self.k_cols() * self.k.blocks() * BYTES,
+            _ => self.k_cols() * PAGE,
         }
     }
 
     /// First word of K's scales.
-    #[inline]
+    #[inline(always)]
     pub const fn k_scales(&self) -> u32 {
         TAGS
     }
 
     /// First word of K.
-    #[inline]
+    #[inline(always)]
     pub const fn k_base(&self) -> u32 {
-        TAGS + self.k_scale_rows() * PAGE
+        TAGS + self.k_scale_words()
     }
 
-    /// Tokens whose codes share a word of V.
-    #[inline]
-    pub const fn v_tokens(&self) -> u32 {
-        match self.v.scale() {
-            Scale::Affine => self.v.per_word(),
-            _ => 1,
-        }
+    /// Whether a word of V has codes of one channel of several tokens.
+    #[inline(always)]
+    pub const fn v_across(&self) -> bool {
+        matches!(self.v.scale(), Scale::Affine | Scale::Block)
     }
 
     /// Words from one row of V to the next: enough for a value's channels, and 4, 8, 16 or a multiple of 8.
-    #[inline]
+    #[inline(always)]
     pub const fn v_stride(&self) -> u32 {
-        match self.v_dim.div_ceil(self.v.per_word() / self.v_tokens()) {
-            words if self.v_tokens() > 1 => words.next_multiple_of(8),
+        if self.v_across() {
+            return self.v_dim.next_multiple_of(8);
+        }
+        match self.v_dim.div_ceil(self.v.per_word()) {
             0..=4 => 4,
             words @ 5..=16 => words.next_power_of_two(),
             words => words.next_multiple_of(8),
@@ -231,28 +252,28 @@ impl Packed {
     }
 
     /// Words of 32 that are one row's: the stride where the lanes read several rows at once, else 32.
-    #[inline]
+    #[inline(always)]
     pub const fn v_words(&self) -> u32 {
         match self.v_stride() {
-            words @ 0..=16 if self.v_tokens() == 1 => words,
+            words @ 0..=16 if !self.v_across() => words,
             _ => PAGE,
         }
     }
 
     /// Groups of 32 words that a row of V is read in.
-    #[inline]
+    #[inline(always)]
     pub const fn v_cols(&self) -> u32 {
         self.v_stride().div_ceil(PAGE)
     }
 
     /// Parts of a word of V that hold channels.
-    #[inline]
+    #[inline(always)]
     pub const fn v_parts(&self) -> u32 {
         self.v_dim.div_ceil(self.v_stride())
     }
 
     /// Parts that share a scale: about 32 channels.
-    #[inline]
+    #[inline(always)]
     pub const fn v_group_parts(&self) -> u32 {
         match self.v_stride() {
             // A power of two. (A device's compiler may move a division to where the stride is another, and divide by 0.)
@@ -262,43 +283,55 @@ impl Packed {
     }
 
     /// Scale groups of a value in one group of 32 words.
-    #[inline]
+    #[inline(always)]
     pub const fn v_col_groups(&self) -> u32 {
         self.v_parts().div_ceil(self.v_group_parts())
     }
 
-    /// Rows of 32 words that V's scales take.
-    #[inline]
-    pub const fn v_scale_rows(&self) -> u32 {
+    /// Groups of channels of a value that have a scale.
+    #[inline(always)]
+    pub const fn v_groups(&self) -> u32 {
         match self.v.scale() {
             Scale::None => 0,
+            Scale::Block => self.v_cols() * self.v.blocks(),
             _ => self.v_cols() * self.v_col_groups(),
         }
     }
 
+    /// Words that V's scales take.
+    #[inline(always)]
+    pub const fn v_scale_words(&self) -> u32 {
+        match self.v.scale() {
+            Scale::Block => self.v.page_words() + self.v_groups() * BYTES,
+            _ => self.v_groups() * PAGE,
+        }
+    }
+
     /// First word of V's scales.
-    #[inline]
+    #[inline(always)]
     pub const fn v_scales(&self) -> u32 {
         self.k_table() + self.k_table_rows() * PAGE
     }
 
     /// First word of V.
-    #[inline]
+    #[inline(always)]
     pub const fn v_base(&self) -> u32 {
-        self.v_scales() + self.v_scale_rows() * PAGE
+        self.v_scales() + self.v_scale_words()
     }
 
     /// Rows of V, its basis apart: means, or as many as the tokens take; as many as the lanes read at once, or a multiple of that.
-    #[inline]
+    #[inline(always)]
     pub const fn v_rows(&self) -> u32 {
         match self.v_side {
             Side::Means { level } => (PAGE >> level).next_multiple_of(PAGE / self.v_words()),
-            _ => PAGE / self.v_tokens(),
+            // 32 bits of a channel fill a word.
+            _ if self.v_across() => self.v.bits(),
+            _ => PAGE,
         }
     }
 
     /// How V's table lies and what is summed: as V of this layout. V itself but where it has a basis.
-    #[inline]
+    #[inline(always)]
     pub const fn v_out(&self) -> Packed {
         match self.v_side {
             Side::Basis { wide } => Packed::new(1, wide, Code::F32, Code::F16),
@@ -307,7 +340,7 @@ impl Packed {
     }
 
     /// First word of V's table: rows of [`Packed::v_out`]'s stride.
-    #[inline]
+    #[inline(always)]
     pub const fn v_table(&self) -> u32 {
         match self.v_side {
             Side::Basis { .. } => self.v_base() + self.v_stride() * self.v_rows(),
@@ -316,7 +349,7 @@ impl Packed {
     }
 
     /// Rows of V's table.
-    #[inline]
+    #[inline(always)]
     pub const fn v_table_rows(&self) -> u32 {
         match self.v_side {
             Side::Basis { .. } => (self.v_dim + 1).next_multiple_of(PAGE / self.v_out().v_words()),
@@ -325,7 +358,7 @@ impl Packed {
     }
 
     /// Words of a page.
-    #[inline]
+    #[inline(always)]
     pub const fn words(&self) -> u32 {
         match self.v_side {
             Side::Basis { .. } => self.v_table() + self.v_out().v_stride() * self.v_table_rows(),
@@ -334,7 +367,7 @@ impl Packed {
     }
 
     /// Bytes of a page: codes, scales, positions and padding.
-    #[inline]
+    #[inline(always)]
     pub const fn bytes(&self) -> u64 {
         self.words() as u64 * 4
     }
@@ -355,7 +388,7 @@ impl Packed {
 
     /// Rows of 32 f32 that hold one query row's output while it is summed: row `col * v_parts + j` has, in lane `i`, channel
     /// `j * v_stride + col * 32 + i`.
-    #[inline]
+    #[inline(always)]
     pub const fn acc_rows(&self) -> u32 {
         match self.v_side {
             Side::Basis { .. } => self.v_out().stored_acc_rows(),
@@ -364,13 +397,13 @@ impl Packed {
     }
 
     /// The same while stored channels are summed.
-    #[inline]
+    #[inline(always)]
     pub const fn stored_acc_rows(&self) -> u32 {
         self.v_cols() * self.v_parts()
     }
 
     /// Channels of an output row.
-    #[inline]
+    #[inline(always)]
     pub const fn out_dim(&self) -> u32 {
         match self.v_side {
             Side::Basis { wide } => wide,
@@ -379,7 +412,7 @@ impl Packed {
     }
 
     /// Where channel `c` of an output row is summed: the acc row and the lane in it.
-    #[inline]
+    #[inline(always)]
     pub const fn acc_place(&self, c: u32) -> (u32, u32) {
         match self.v_side {
             Side::Basis { .. } => self.v_out().stored_acc_place(c),
@@ -388,15 +421,18 @@ impl Packed {
     }
 
     /// The same of stored channel `c`.
-    #[inline]
+    #[inline(always)]
     pub const fn stored_acc_place(&self, c: u32) -> (u32, u32) {
         let (part, word) = (c / self.v_stride(), c % self.v_stride());
         (word / PAGE * self.v_parts() + part, word % PAGE)
     }
 
     /// The scale group of channel `c` of V.
-    #[inline]
+    #[inline(always)]
     pub const fn v_group(&self, c: u32) -> u32 {
+        if matches!(self.v.scale(), Scale::Block) {
+            return c * self.v.blocks() / PAGE;
+        }
         let (part, word) = (c / self.v_stride(), c % self.v_stride());
         word / PAGE * self.v_col_groups() + part / self.v_group_parts()
     }
@@ -441,11 +477,14 @@ impl Packed {
     }
 
     fn read_stored_key(&self, words: &[u32], lane: u32, key: &mut [f32]) {
-        let n = self.k.per_word();
         for (c, x) in (0u32..).zip(&mut key[..self.k_dim as usize]) {
-            let word = words[(self.k_base() + c / n * PAGE + lane) as usize];
-            let bits = word >> (self.k.place(c % n) * self.k.bits());
-            *x = self.k.value(bits, || words[(self.k_scales() + c) as usize]);
+            let mut first = self.k_base();
+            let code = self.k.whole(|bits, _| {
+                let (word, n) = (first + c / (32 / bits) * PAGE + lane, 32 / bits);
+                first += self.k_plane_words(bits) * PAGE;
+                words[word as usize] >> self.k.place(c % n, bits)
+            });
+            *x = self.k.value(code, || self.k_scale(words, lane, c));
         }
     }
 
@@ -478,14 +517,37 @@ impl Packed {
     }
 
     fn read_stored_value(&self, words: &[u32], lane: u32, value: &mut [f32]) {
-        let (stride, tokens) = (self.v_stride(), self.v_tokens());
+        let (base, stride) = (self.v_base(), self.v_stride());
         for (c, x) in (0u32..).zip(&mut value[..self.v_dim as usize]) {
-            let word = words[(self.v_base() + lane / tokens * stride + c % stride) as usize];
-            let part = if tokens > 1 { self.v.place(lane % tokens) } else { c / stride };
-            let bits = word >> (part * self.v.bits());
-            *x = self
-                .v
-                .value(bits, || words[(self.v_scales() + self.v_group(c) * LANES as u32 + lane) as usize]);
+            let code = self.v.whole(|bits, shift| {
+                let tokens = 32 / bits;
+                if self.v_across() {
+                    let row = shift + lane / tokens;
+                    words[(base + row * stride + c) as usize] >> self.v.place(lane % tokens, bits)
+                } else {
+                    words[(base + lane * stride + c % stride) as usize] >> (c / stride * bits)
+                }
+            });
+            *x = self.v.value(code, || self.v_scale(words, lane, c));
+        }
+    }
+
+    /// The word of the scale of channel `c` of the key at `lane`, or the bits of the scale that a byte stands for.
+    pub(super) fn k_scale(&self, words: &[u32], lane: u32, c: u32) -> u32 {
+        match self.k.scale() {
+            Scale::Block => {
+                let block = c / PAGE * self.k.blocks() + lane * self.k.blocks() / PAGE;
+                self.k.block_word(&words[self.k_scales() as usize..], block, c % PAGE)
+            }
+            _ => words[(self.k_scales() + c) as usize],
+        }
+    }
+
+    /// The same of a value.
+    fn v_scale(&self, words: &[u32], lane: u32, c: u32) -> u32 {
+        match self.v.scale() {
+            Scale::Block => self.v.block_word(&words[self.v_scales() as usize..], self.v_group(c), lane),
+            _ => words[(self.v_scales() + self.v_group(c) * PAGE + lane) as usize],
         }
     }
 }
@@ -501,12 +563,29 @@ fn widened(stored: &[f32], row: impl Fn(u32, u32) -> f32, out: &mut [f32]) {
 }
 
 impl Code {
+    /// The bits of the scale of byte `i` of block `block`, of scales that start with `words`.
+    fn block_word(self, words: &[u32], block: u32, i: u32) -> u32 {
+        let page = if self.page_words() == 0 { 1.0 } else { f32::from_bits(words[0]) };
+        let word = words[(self.page_words() + block * BYTES + i / 4) as usize];
+        self.block_scale(word >> (i % 4 * 8) & 0xff, page).to_bits()
+    }
+
+    /// The bits of a code, of which `word(bits, shift)` has those of the plane at `shift` in its low bits.
+    fn whole(self, mut word: impl FnMut(u32, u32) -> u32) -> u32 {
+        let (mut code, mut shift) = (0, 0);
+        while let Some(bits) = self.plane(shift) {
+            code |= (word(bits, shift) & (u32::MAX >> (32 - bits))) << shift;
+            shift += bits;
+        }
+        code
+    }
+
     /// The value of coded bits under the scale word of their group.
     fn value(self, bits: u32, scale: impl Fn() -> u32) -> f32 {
         let code = self.decode(bits);
         match self.scale() {
             Scale::None => code,
-            Scale::Float => code * f32::from_bits(scale()),
+            Scale::Float | Scale::Block => code * f32::from_bits(scale()),
             Scale::Affine => {
                 let word = scale();
                 crate::portable::fma(code, Code::F16.decode(word), Code::F16.decode(word >> 16))

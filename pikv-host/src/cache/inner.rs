@@ -1,10 +1,12 @@
 //! What the sequences and steps of a cache share.
 
 use crate::attend::executor::Executor;
+use crate::base::error::Error;
 use crate::cache::idle::Idle;
 use crate::config::shape::CacheShape;
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
+use crate::memory::arena::Reservation;
 use crate::memory::pool::Pool;
 use std::sync::Arc;
 
@@ -21,4 +23,19 @@ pub(crate) struct Inner {
     pub fabric: Option<Arc<Front>>,
     /// Who gives pages back when a step would pass the budget.
     pub idle: Idle,
+}
+
+impl Inner {
+    /// Sets page memory aside. What nobody reads goes first where it would else pass the budget.
+    pub fn reserve(&self, bytes: u64) -> Result<Reservation, Error> {
+        loop {
+            match self.pool.arenas.reserve(bytes) {
+                // Again, as others may have taken what came free.
+                Err(Error::OutOfBudget { needed, available })
+                    if needed <= self.pool.arenas.budget()
+                        && self.idle.give_back(needed.saturating_sub(available)) => {}
+                reserved => return reserved,
+            }
+        }
+    }
 }

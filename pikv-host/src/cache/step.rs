@@ -153,10 +153,7 @@ impl<'a> Step<'a> {
             return Err(Error::NoSequences);
         }
         let mut pages = loop {
-            match inner.pool.arenas.reserve(needed) {
-                // What nobody reads goes first.
-                Err(Error::OutOfBudget { needed, available })
-                    if needed <= inner.pool.arenas.budget() && inner.idle.give_back(needed - available) => {}
+            match inner.reserve(needed) {
                 Err(Error::OutOfBudget { needed, available })
                     if inner.pool.tiers.is_some() && needed <= inner.pool.arenas.budget() =>
                 {

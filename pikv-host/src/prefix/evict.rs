@@ -29,10 +29,7 @@ impl Shared {
     /// Evicts until `enough` says so, or nothing more can go.
     pub(super) fn evict_until(&self, tree: &mut Tree, enough: &dyn Fn() -> bool) {
         while !enough() {
-            let idle = tree.leaves.values().filter(|leaf| !leaf.is_held());
-            let Some(leaf) = idle.min_by_key(|leaf| (leaf.used.load(Relaxed), leaf.key)).cloned() else {
-                return;
-            };
+            let Some(leaf) = tree.leaves.oldest_idle(self.now()) else { return };
             self.evict(tree, leaf);
         }
     }
@@ -68,7 +65,7 @@ impl Shared {
                 // Who used it used what it follows.
                 parent.used.fetch_max(boundary.used.load(Relaxed), Relaxed);
                 if parent.children.fetch_sub(1, Relaxed) == 1 {
-                    tree.leaves.insert(parent.key, parent.clone());
+                    tree.leaves.insert(parent.clone());
                 }
             }
         }

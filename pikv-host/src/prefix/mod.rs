@@ -1,6 +1,7 @@
 //! Prefixes of tokens that were computed once, found again by what they are: [`PrefixIndex`].
 
 mod evict;
+mod leaves;
 #[cfg(test)]
 mod tests;
 mod tree;
@@ -448,7 +449,7 @@ impl Shared {
         let mut part = self.part(&key).write().unwrap_or_else(PoisonError::into_inner);
         part.insert(key, boundary.clone());
         drop(part);
-        tree.leaves.insert(key, boundary.clone());
+        tree.leaves.insert(boundary.clone());
         add(&self.counts.boundaries, 1);
         boundary
     }

@@ -2,6 +2,7 @@
 
 use crate::cache::sequence::Sequence;
 use crate::prefix::Key;
+use crate::prefix::leaves::Leaves;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, OnceLock, RwLock, Weak};
@@ -57,7 +58,7 @@ impl Stored {
 #[derive(Debug, Default)]
 pub(crate) struct Tree {
     /// Boundaries without children.
-    pub leaves: HashMap<Key, Arc<Boundary>>,
+    pub leaves: Leaves,
     /// Of each page that is held: by how many sequences, and its bytes.
     pages: HashMap<usize, (u32, u64)>,
 }

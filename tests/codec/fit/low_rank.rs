@@ -15,7 +15,8 @@ fn svd_loses_its_tail_and_nothing_more() {
             let found = svd(&m, rank).unwrap();
             // Of a direction's two signs, that under which its largest entry is positive.
             for direction in found.map.encode().chunks(d) {
-                let most = direction.iter().fold(0.0f32, |most, x| if x.abs() > most.abs() { *x } else { most });
+                let most =
+                    direction.iter().fold(0.0f32, |most, x| if x.abs() > most.abs() { *x } else { most });
                 assert!(most > 0.0, "{d} {rank}: {direction:?}");
             }
             let want: f64 = oracle[rank as usize..].iter().sum();

@@ -197,6 +197,15 @@ impl Registers {
                 let x = a[i].checked_shr(from).unwrap_or(0);
                 if count >= 32 { x } else { x & ((1 << count) - 1) }
             }),
+            Tri32::BfeS => from_fn(|i| {
+                let (from, count) = (b[i] & 0xff, c[i] & 0xff);
+                if count == 0 {
+                    return 0;
+                }
+                // Past the top there are copies of the sign, which is the last bit of the field or, if that is past the top, bit 31.
+                let x = i64::from(a[i] as i32) >> from.min(63);
+                if count >= 32 { x as u32 } else { (x << (64 - count) >> (64 - count)) as u32 }
+            }),
             Tri32::ShfL => {
                 from_fn(|i| ((u64::from(b[i]) << 32 | u64::from(a[i])) << (c[i] & 31) >> 32) as u32)
             }

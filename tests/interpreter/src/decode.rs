@@ -261,6 +261,7 @@ impl Body<'_> {
             ["brev", "b32"] => self.un32(Un32::Brev, 32, a),
             ["mad", "lo", "s32" | "u32"] => self.tri32(Tri32::Mad, a),
             ["bfe", "u32"] => self.tri32(Tri32::BfeU, a),
+            ["bfe", "s32"] => self.tri32(Tri32::BfeS, a),
             ["shf", "l", "wrap", "b32"] => self.tri32(Tri32::ShfL, a),
             ["shf", "r", "wrap", "b32"] => self.tri32(Tri32::ShfR, a),
 

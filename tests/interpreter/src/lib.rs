@@ -228,6 +228,7 @@ pub enum Tri32 {
     Mad,
     Fma,
     BfeU,
+    BfeS,
     /// Funnel shifts of `{b, a}`, the amount modulo 32.
     ShfL,
     ShfR,

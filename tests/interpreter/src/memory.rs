@@ -6,7 +6,7 @@ use bytemuck::Pod;
 /// Every allocation has its own 4 GiB of addresses, never given out again.
 const SHIFT: u32 = 32;
 /// Allocations of a device, in bits of their number.
-const DEVICE: u32 = 20;
+const DEVICE: u32 = 17;
 /// [`Word::reader`] of a word that several warps read.
 const SEVERAL: u32 = u32::MAX;
 /// [`Word::writer`] of a word that atomic operations change.

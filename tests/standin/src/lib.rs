@@ -3,6 +3,10 @@
 //! It has as many devices as the environment variable `PIKV_STANDIN_DEVICES` says when it is first called, or [`DEVICES`] sets; one by
 //! default. Each has memory, streams and faults of its own: what belongs to one is no handle and no address on another.
 //!
+//! There are [`WORLDS`] such sets of devices, so that as many tests can run side by side: a thread counts and opens the devices of the
+//! world that [`standin_enter`] put it in, the first by default. A handle of a device, and its context, name the world too, so that
+//! other threads reach it by them.
+//!
 //! Work is done when it is asked for, but what goes wrong in it shows only later, as on a device: a launch that fails returns
 //! success, and every call after it the error. Copies up are done as late as may be: when something else is asked of their stream,
 //! or somebody waits for it, or for an event after them; so that a kernel of another stream that does not wait finds nothing, and
@@ -15,10 +19,17 @@
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use pikv_interpreter::{Memory, Program};
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::slice;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
+
+/// Sets of devices that know nothing of each other.
+pub const WORLDS: usize = 8;
+/// Devices of a world, at most.
+const MOST: usize = 8;
 
 const SUCCESS: u32 = 0;
 const INVALID_VALUE: u32 = 1;
@@ -64,11 +75,8 @@ pub const BYTES: u32 = 6;
 /// [`standin_get`]: bytes that were copied up so far.
 pub const UPLOADED: u32 = 7;
 
-/// All devices. Handles and addresses differ over them.
-struct Driver {
-    devices: Vec<Device>,
-    next: u64,
-}
+/// The devices of a world; none before it is first used.
+type World = Option<Vec<Mutex<Device>>>;
 
 #[derive(Default)]
 struct Device {
@@ -121,10 +129,14 @@ struct Down {
     bytes: Vec<u8>,
 }
 
-static DRIVER: Mutex<Option<Driver>> = Mutex::new(None);
+static ALL: [RwLock<World>; WORLDS] = [const { RwLock::new(None) }; WORLDS];
+/// The last handle that was given. Handles differ over all devices.
+static LAST: AtomicU64 = AtomicU64::new(0);
 thread_local! {
-    /// The context of the thread: 1 + its device, 0 for none.
-    static CURRENT: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+    /// The world of the thread.
+    static WORLD: Cell<usize> = const { Cell::new(0) };
+    /// The context of the thread: 1 + its device's handle, 0 for none.
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Counts down; true once it was at 0.
@@ -142,37 +154,62 @@ fn due(left: &mut Option<u64>) -> bool {
     }
 }
 
-/// [`Driver::devices`] of so many.
-fn devices(n: u64) -> Vec<Device> {
-    (0..n as u32).map(|i| Device { memory: Memory::of(i), capability: 80, ..Device::default() }).collect()
+/// Devices `from..to` of a world.
+fn devices(world: usize, from: usize, to: usize) -> impl Iterator<Item = Mutex<Device>> {
+    let memory = move |i| Memory::of((world * MOST + i) as u32);
+    (from..to.min(MOST))
+        .map(move |i| Mutex::new(Device { memory: memory(i), capability: 80, ..Device::default() }))
 }
 
-fn with(f: impl FnOnce(&mut Driver) -> u32) -> u32 {
-    let mut guard: MutexGuard<'_, Option<Driver>> = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
-    f(guard.get_or_insert_with(|| {
-        let named = std::env::var("PIKV_STANDIN_DEVICES").ok();
-        Driver { devices: devices(named.and_then(|n| n.parse().ok()).unwrap_or(1)), next: 0 }
-    }))
+/// The devices of a world, which is made if it is used for the first time.
+fn world(world: usize) -> RwLockReadGuard<'static, World> {
+    let read = || ALL[world].read().unwrap_or_else(PoisonError::into_inner);
+    if read().is_none() {
+        let named = std::env::var("PIKV_STANDIN_DEVICES").ok().and_then(|n| n.parse().ok());
+        let mut of = ALL[world].write().unwrap_or_else(PoisonError::into_inner);
+        of.get_or_insert_with(|| devices(world, 0, named.unwrap_or(1)).collect());
+    }
+    read()
 }
 
-/// The device of that number, if there is one.
-fn on(device: c_int, f: impl FnOnce(&mut Device) -> u32) -> u32 {
-    with(|driver| match driver.devices.get_mut(device as usize) {
-        Some(device) => f(device),
+/// The device of that handle, if there is one.
+fn on(handle: c_int, f: impl FnOnce(&mut Device) -> u32) -> u32 {
+    let at = handle as usize;
+    if at >= WORLDS * MOST {
+        return INVALID_DEVICE;
+    }
+    match world(at / MOST).as_ref().and_then(|devices| devices.get(at % MOST)) {
+        Some(device) => f(&mut device.lock().unwrap_or_else(PoisonError::into_inner)),
         None => INVALID_DEVICE,
-    })
+    }
+}
+
+/// The handle of a device of the thread's world; of no device if the number is too large.
+fn handle(ordinal: c_int) -> c_int {
+    match (ordinal as usize) < MOST {
+        true => (WORLD.get() * MOST) as c_int + ordinal,
+        false => c_int::MAX,
+    }
+}
+
+/// Every device of the thread's world.
+fn each(mut f: impl FnMut(&mut Device)) {
+    for device in world(WORLD.get()).iter().flatten() {
+        f(&mut device.lock().unwrap_or_else(PoisonError::into_inner));
+    }
 }
 
 /// The device of the thread's context, lost or not, and the next handle.
 fn current(f: impl FnOnce(&mut Device, u64) -> u32) -> u32 {
-    with(|driver| {
-        driver.next += 1;
-        let device = (CURRENT.get() as usize).checked_sub(1).and_then(|i| driver.devices.get_mut(i));
-        match device {
-            Some(device) if device.contexts > 0 => f(device, driver.next),
-            _ => INVALID_CONTEXT,
+    let Some(device) = CURRENT.get().checked_sub(1) else { return INVALID_CONTEXT };
+    let mut answer = INVALID_CONTEXT;
+    on(device as c_int, |device| {
+        if device.contexts > 0 {
+            answer = f(device, 1 + LAST.fetch_add(1, Ordering::Relaxed));
         }
-    })
+        answer
+    });
+    answer
 }
 
 /// As [`current`], for what needs a device that is there.
@@ -301,49 +338,51 @@ impl Device {
     }
 }
 
-/// Sets one of the constants: faults of the first device, all else of all. Without effect for others.
+/// Puts the calling thread in a world.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_enter(world: u32) {
+    WORLD.set(world as usize % WORLDS);
+}
+
+/// Sets one of the constants in the thread's world: faults of its first device, all else of all. Without effect for others.
 #[unsafe(no_mangle)]
 pub extern "C" fn standin_set(what: u32, value: u64) {
-    with(|driver| {
-        match what {
-            DEVICES => {
-                let kept = driver.devices.len().min(value as usize);
-                let more = devices(value).into_iter().skip(kept);
-                driver.devices.truncate(kept);
-                driver.devices.extend(more);
-            }
-            ALLOCATIONS | LAUNCHES | LOSE => driver.devices[0].set(what, value),
-            _ => driver.devices.iter_mut().for_each(|device| device.set(what, value)),
+    match what {
+        DEVICES => {
+            let at = WORLD.get();
+            drop(world(at));
+            let mut of = ALL[at].write().unwrap_or_else(PoisonError::into_inner);
+            let of = of.get_or_insert_default();
+            of.truncate(value as usize);
+            of.extend(devices(at, of.len(), value as usize));
         }
-        SUCCESS
-    });
+        ALLOCATIONS | LAUNCHES | LOSE => standin_set_on(0, what, value),
+        _ => each(|device| device.set(what, value)),
+    }
 }
 
 /// As [`standin_set`], of one device.
 #[unsafe(no_mangle)]
-pub extern "C" fn standin_set_on(device: c_int, what: u32, value: u64) {
-    on(device, |device| {
+pub extern "C" fn standin_set_on(ordinal: c_int, what: u32, value: u64) {
+    on(handle(ordinal), |device| {
         device.set(what, value);
         SUCCESS
     });
 }
 
-/// One of the counts, over all devices.
+/// One of the counts, over all devices of the thread's world.
 #[unsafe(no_mangle)]
 pub extern "C" fn standin_get(what: u32) -> u64 {
     let mut value = 0;
-    with(|driver| {
-        value = driver.devices.iter().map(|device| device.get(what)).sum();
-        SUCCESS
-    });
+    each(|device| value += device.get(what));
     value
 }
 
 /// As [`standin_get`], of one device.
 #[unsafe(no_mangle)]
-pub extern "C" fn standin_get_on(device: c_int, what: u32) -> u64 {
+pub extern "C" fn standin_get_on(ordinal: c_int, what: u32) -> u64 {
     let mut value = 0;
-    on(device, |device| {
+    on(handle(ordinal), |device| {
         value = device.get(what);
         SUCCESS
     });
@@ -378,20 +417,20 @@ pub unsafe extern "C" fn cuGetErrorString(_code: u32, text: *mut *const c_char) 
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
-    with(|driver| {
-        // SAFETY: the caller's promise.
-        unsafe { *count = driver.devices.len() as c_int };
-        SUCCESS
-    })
+    let devices = world(WORLD.get()).as_ref().map_or(0, Vec::len);
+    // SAFETY: the caller's promise.
+    unsafe { *count = devices as c_int };
+    SUCCESS
 }
 
 /// # Safety
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> u32 {
-    on(ordinal, |_| {
+    let found = handle(ordinal);
+    on(found, |_| {
         // SAFETY: the caller's promise.
-        unsafe { *device = ordinal };
+        unsafe { *device = found };
         SUCCESS
     })
 }
@@ -838,17 +877,15 @@ pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
 /// As the driver's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut u32, attribute: u32, address: u64) -> u32 {
-    with(|driver| {
-        let found = driver.devices.iter().position(|device| device.memory.holds(address));
-        match (attribute, found) {
-            (9, Some(ordinal)) => {
-                // SAFETY: the caller's promise.
-                unsafe { *value = ordinal as u32 };
-                SUCCESS
-            }
-            _ => INVALID_VALUE,
+    let holds = |at: &usize| on(*at as c_int, |device| u32::from(!device.memory.holds(address))) == SUCCESS;
+    match (attribute, (0..WORLDS * MOST).find(holds)) {
+        (9, Some(at)) => {
+            // SAFETY: the caller's promise.
+            unsafe { *value = (at % MOST) as u32 };
+            SUCCESS
         }
-    })
+        _ => INVALID_VALUE,
+    }
 }
 
 /// # Safety

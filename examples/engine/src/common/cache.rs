@@ -12,6 +12,10 @@ pub trait Cache {
     fn begin(&mut self, n: usize) -> Result<Self::Step<'_>, Self::Error>;
     /// Tokens so far: the next token's position.
     fn len(&self) -> usize;
+    /// Position of row `row` of the next tokens: those of one sequence follow each other, those of a batch do not.
+    fn position(&self, row: usize) -> usize {
+        self.len() + row
+    }
     /// Forgets everything.
     fn clear(&mut self);
 }

@@ -1,6 +1,18 @@
 //! The layers that the models have in common, in f32.
 
 use gemm_common::Parallelism;
+use rayon::prelude::*;
+use std::num::NonZeroUsize;
+
+/// How products of matrices are computed.
+#[derive(Clone, Copy)]
+pub struct Products {
+    /// How they may use threads; results do not depend on it.
+    pub threads: Parallelism,
+    /// Rows of a product, the last ones filled up with zeros: then a row's bits do not depend on how many are computed beside it. All rows
+    /// at once if `None`, which is the fastest; then one row alone can have other bits than among others.
+    pub rows: Option<NonZeroUsize>,
+}
 
 /// `[inputs][outputs]`: the transpose of a checkpoint's `[outputs][inputs]`, so that outputs are contiguous.
 pub struct Matrix {
@@ -31,10 +43,41 @@ impl Matrix {
     }
 
     /// `x`: `[n][inputs]`; returns `[n][outputs]`.
-    pub fn mul(&self, x: &[f32], threads: Parallelism) -> Vec<f32> {
+    pub fn mul(&self, x: &[f32], by: Products) -> Vec<f32> {
+        let n = x.len() / self.inputs;
+        let Some(rows) = by.rows.map(NonZeroUsize::get) else {
+            let mut y = vec![0.0; n * self.outputs];
+            self.mul_into(x, &mut y, by.threads);
+            return y;
+        };
+        let padded = n.div_ceil(rows) * rows;
+        let mut y = vec![0.0; padded * self.outputs];
+        let block = |threads| {
+            move |(x, y): (&[f32], &mut [f32])| {
+                if x.len() == rows * self.inputs {
+                    self.mul_into(x, y, threads);
+                } else {
+                    let mut last = vec![0.0; rows * self.inputs];
+                    last[..x.len()].copy_from_slice(x);
+                    self.mul_into(&last, y, threads);
+                }
+            }
+        };
+        let (from, to) = (rows * self.inputs, rows * self.outputs);
+        match by.threads {
+            // Threads take whole blocks where there are several.
+            Parallelism::Rayon(_) if padded > rows => {
+                x.par_chunks(from).zip(y.par_chunks_exact_mut(to)).for_each(block(Parallelism::None));
+            }
+            threads => x.chunks(from).zip(y.chunks_exact_mut(to)).for_each(block(threads)),
+        }
+        y.truncate(n * self.outputs);
+        y
+    }
+
+    fn mul_into(&self, x: &[f32], y: &mut [f32], threads: Parallelism) {
         let (k, m, n) = (self.inputs, self.outputs, x.len() / self.inputs);
-        assert!(x.len() == n * k && self.weights.len() == k * m);
-        let mut y = vec![0.0; n * m];
+        assert!(x.len() == n * k && y.len() == n * m && self.weights.len() == k * m);
         // gemm's column-major (m × k)(k × n) = (m × n): the weights, x and y as they lie.
         let (w, x, y_ptr) = (self.weights.as_ptr(), x.as_ptr(), y.as_mut_ptr());
         let (cols, k_cols) = (m as isize, k as isize);
@@ -44,7 +87,6 @@ impl Matrix {
             let gemm = gemm_f32::gemm::f32::get_gemm_fn();
             gemm(m, n, k, y_ptr, cols, 1, no, w, cols, 1, x, k_cols, 1, 0.0, 1.0, no, no, no, threads);
         }
-        y
     }
 }
 
@@ -71,7 +113,7 @@ pub fn frequencies(theta: f64, rotary_dim: usize) -> Vec<f64> {
     (0..rotary_dim).step_by(2).map(|i| theta.powf(-(i as f64) / rotary_dim as f64)).collect()
 }
 
-/// The rotation of some successive positions.
+/// The rotation of some positions.
 pub struct Rotation {
     /// cos and sin, `[n][pairs]`; angles in f64, so that they are right at any position.
     turns: Vec<(f32, f32)>,
@@ -79,9 +121,9 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// Of `n` positions from `first`.
-    pub fn new(frequencies: &[f64], first: usize, n: usize) -> Self {
-        let angles = (first..first + n).flat_map(|p| frequencies.iter().map(move |f| p as f64 * f));
+    /// Of these positions, one a row.
+    pub fn new(frequencies: &[f64], positions: impl Iterator<Item = usize>) -> Self {
+        let angles = positions.flat_map(|p| frequencies.iter().map(move |f| p as f64 * f));
         let turns = angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).collect();
         Self { turns, pairs: frequencies.len() }
     }

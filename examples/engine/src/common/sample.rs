@@ -26,6 +26,52 @@ pub fn sample(logits: &[f32], temperature: f32, random: &mut SplitMix) -> usize 
     greedy(logits)
 }
 
+/// Chooses the tokens of one text. The same seed gives the same tokens.
+pub struct Sampler {
+    temperature: f32,
+    top_p: f64,
+    random: SplitMix,
+}
+
+impl Sampler {
+    /// With temperature 0 the most likely token is taken; with `top_p` below 1 only the most likely ones are drawn from that have this much
+    /// probability together.
+    pub fn new(temperature: f32, top_p: f64, seed: u64) -> Sampler {
+        Sampler { temperature, top_p, random: SplitMix(seed) }
+    }
+
+    /// A token. `logits` has one at least.
+    pub fn choose(&mut self, logits: &[f32]) -> u32 {
+        if self.temperature == 0.0 {
+            return greedy(logits) as u32;
+        }
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |token: &usize| f64::from((logits[*token] - max) / self.temperature).exp();
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        if self.top_p < 1.0 {
+            // A stable order: of equals the first comes first.
+            order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+            let all: f64 = order.iter().map(weight).sum();
+            let mut sum = 0.0;
+            let kept = order.iter().take_while(|token| {
+                let more = sum < self.top_p * all;
+                sum += weight(token);
+                more
+            });
+            let kept = kept.count().max(1);
+            order.truncate(kept);
+        }
+        let mut left = self.random.unit() * order.iter().map(weight).sum::<f64>();
+        for token in &order {
+            left -= weight(token);
+            if left < 0.0 {
+                return *token as u32;
+            }
+        }
+        greedy(logits) as u32
+    }
+}
+
 /// SplitMix64.
 pub struct SplitMix(pub u64);
 

@@ -2,11 +2,12 @@
 
 use super::gguf::Gguf;
 use crate::common::cache::{Cache, Keys, Step};
-use crate::common::layers::{Matrix, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
+use crate::common::layers::{Matrix, Products, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
 use gemm_common::Parallelism;
 use pikv::Rope;
 use std::collections::BTreeSet;
 use std::error::Error;
+use std::num::NonZeroUsize;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -113,6 +114,8 @@ pub struct Model {
     frequencies_scaled: bool,
     /// How a matrix product may use threads; the logits' bits do not depend on it.
     pub parallelism: Parallelism,
+    /// Rows of a matrix product, see [`Products::rows`]; all at once by default.
+    pub rows: Option<NonZeroUsize>,
     /// What the cache is given.
     pub keys: Keys,
 }
@@ -170,6 +173,7 @@ impl Model {
             frequencies,
             frequencies_scaled,
             parallelism: Parallelism::None,
+            rows: None,
             keys: Keys::Rotated,
             config,
         })
@@ -201,28 +205,28 @@ impl Model {
         cache: &mut C,
         logits: &mut Vec<f32>,
     ) -> std::result::Result<(), C::Error> {
-        let (c, threads) = (&self.config, self.parallelism);
+        let (c, by) = (&self.config, Products { threads: self.parallelism, rows: self.rows });
         let (q, kv) = (c.query_heads * c.head_dim, c.kv_heads * c.head_dim);
         let embed = |&token: &u32| &self.embed[token as usize * c.hidden..][..c.hidden];
         let mut x = tokens.iter().flat_map(embed).copied().collect::<Vec<f32>>();
-        let rotation = Rotation::new(&self.frequencies, cache.len(), tokens.len());
+        let rotation = Rotation::new(&self.frequencies, (0..tokens.len()).map(|row| cache.position(row)));
         let mut out = vec![0.0; tokens.len() * q];
         let mut step = cache.begin(tokens.len())?;
         for (l, layer) in self.layers.iter().enumerate() {
             let h = rms_norm(&x, &layer.attention_norm, c.rms_eps);
-            let [mut queries, mut keys, values] = split_qkv(&layer.qkv.mul(&h, threads), q, kv);
+            let [mut queries, mut keys, values] = split_qkv(&layer.qkv.mul(&h, by), q, kv);
             if self.keys == Keys::Rotated {
                 rotation.apply(&mut queries, c.query_heads, c.head_dim);
                 rotation.apply(&mut keys, c.kv_heads, c.head_dim);
             }
             step.layer(l, &queries, &keys, &values, &mut out)?;
-            add(&mut x, &layer.o.mul(&out, threads), 1.0);
+            add(&mut x, &layer.o.mul(&out, by), 1.0);
 
             let h = rms_norm(&x, &layer.ffn_norm, c.rms_eps);
-            add(&mut x, &layer.down.mul(&swiglu(&layer.gate_up.mul(&h, threads), c.ffn), threads), 1.0);
+            add(&mut x, &layer.down.mul(&swiglu(&layer.gate_up.mul(&h, by), c.ffn), by), 1.0);
         }
         step.commit()?;
-        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), threads);
+        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), by);
         Ok(())
     }
 }

@@ -107,6 +107,29 @@ impl Tokenizer {
         self.bytes.len()
     }
 
+    /// The token that stands for just these bytes: a control token by its text, say. O(tokens).
+    pub fn token(&self, bytes: &[u8]) -> Option<u32> {
+        self.bytes.iter().position(|token| token == bytes).map(|id| id as u32)
+    }
+
+    /// The tokens of a chat in ChatML, up to where the assistant answers: messages are a role and a text each, and begin and end with
+    /// these tokens. What a message says is text, even where it spells one of them.
+    ///
+    /// # Errors
+    /// A byte that has no token.
+    pub fn chat(&self, messages: &[(String, String)], begin: u32, end: u32) -> Result<Vec<u32>> {
+        let mut tokens = Vec::from_iter(self.bos);
+        for (role, content) in messages {
+            tokens.push(begin);
+            tokens.extend(self.encode(&format!("{role}\n{content}"))?);
+            tokens.push(end);
+            tokens.extend(self.encode("\n")?);
+        }
+        tokens.push(begin);
+        tokens.extend(self.encode("assistant\n")?);
+        Ok(tokens)
+    }
+
     /// The token that the model expects before any text, if it does.
     pub fn bos(&self) -> Option<u32> {
         self.bos

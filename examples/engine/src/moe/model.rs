@@ -1,11 +1,11 @@
 //! The forward pass of a Mixtral-layout byte model in f32, generic over the cache that holds its keys and values.
 
 use crate::common::cache::{Cache, Keys, Step};
-use crate::common::layers::{Matrix, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
+use crate::common::layers::{Matrix, Products, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
 use gemm_common::Parallelism;
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
-use std::{error::Error, fs, path::Path};
+use std::{error::Error, fs, num::NonZeroUsize, path::Path};
 
 /// The figures of `config.json`.
 #[derive(Clone, Debug)]
@@ -85,6 +85,8 @@ pub struct Model {
     head: Matrix,
     /// How a matrix product may use threads; the logits' bits do not depend on it.
     pub parallelism: Parallelism,
+    /// Rows of a matrix product, see [`Products::rows`]; all at once by default.
+    pub rows: Option<NonZeroUsize>,
     /// What the cache is given.
     pub keys: Keys,
 }
@@ -124,6 +126,7 @@ impl Model {
             norm: tensor(&file, "model.norm.weight", &[hidden])?,
             head: matrix(&file, hidden, &[("lm_head.weight".into(), VOCAB)])?,
             parallelism: Parallelism::None,
+            rows: None,
             keys: Keys::Rotated,
             config,
         })
@@ -140,43 +143,46 @@ impl Model {
         cache: &mut C,
         logits: &mut Vec<f32>,
     ) -> Result<(), C::Error> {
-        let (c, threads) = (&self.config, self.parallelism);
+        let (c, by) = (&self.config, Products { threads: self.parallelism, rows: self.rows });
         let (q, kv) = (c.query_heads * c.head_dim, c.kv_heads * c.head_dim);
         let embed = |&token: &u8| &self.embed[usize::from(token) * c.hidden..][..c.hidden];
         let mut x = tokens.iter().flat_map(embed).copied().collect::<Vec<f32>>();
-        let rotation = Rotation::new(&frequencies(c.rope_theta, c.head_dim), cache.len(), tokens.len());
+        let rotation = Rotation::new(
+            &frequencies(c.rope_theta, c.head_dim),
+            (0..tokens.len()).map(|row| cache.position(row)),
+        );
         let mut out = vec![0.0; tokens.len() * q];
         let mut step = cache.begin(tokens.len())?;
         for (l, layer) in self.layers.iter().enumerate() {
             let h = rms_norm(&x, &layer.attention_norm, c.rms_eps);
-            let [mut queries, mut keys, values] = split_qkv(&layer.qkv.mul(&h, threads), q, kv);
+            let [mut queries, mut keys, values] = split_qkv(&layer.qkv.mul(&h, by), q, kv);
             if self.keys == Keys::Rotated {
                 rotation.apply(&mut queries, c.query_heads, c.head_dim);
                 rotation.apply(&mut keys, c.kv_heads, c.head_dim);
             }
             if C::Step::GATES {
                 let h = rms_norm(&x, &layer.moe_norm, c.rms_eps);
-                step.gates(l, &layer.router.mul(&h, threads))?;
+                step.gates(l, &layer.router.mul(&h, by))?;
             }
             step.layer(l, &queries, &keys, &values, &mut out)?;
-            add(&mut x, &layer.o.mul(&out, threads), 1.0);
+            add(&mut x, &layer.o.mul(&out, by), 1.0);
 
             let h = rms_norm(&x, &layer.moe_norm, c.rms_eps);
-            let (chosen, weights) = choose(&layer.router.mul(&h, threads), c);
+            let (chosen, weights) = choose(&layer.router.mul(&h, by), c);
             step.experts(l, &chosen)?;
             for (e, expert) in layer.experts.iter().enumerate() {
                 let slots: Vec<usize> =
                     (0..chosen.len()).filter(|&slot| usize::from(chosen[slot]) == e).collect();
                 let row = |slot: &usize| slot / c.top_k * c.hidden..(slot / c.top_k + 1) * c.hidden;
                 let h: Vec<f32> = slots.iter().flat_map(|slot| &h[row(slot)]).copied().collect();
-                let y = expert.down.mul(&swiglu(&expert.gate_up.mul(&h, threads), c.ffn), threads);
+                let y = expert.down.mul(&swiglu(&expert.gate_up.mul(&h, by), c.ffn), by);
                 for (slot, y) in slots.iter().zip(y.chunks_exact(c.hidden)) {
                     add(&mut x[row(slot)], y, weights[*slot]);
                 }
             }
         }
         step.commit()?;
-        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), threads);
+        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), by);
         Ok(())
     }
 }

@@ -18,7 +18,7 @@ impl Paged {
 }
 
 /// A step, and how it attends.
-pub struct Step<'a>(pikv::Step<'a>, Attend);
+pub struct Step<'a>(pub(super) pikv::Step<'a>, pub(super) Attend);
 
 impl cache::Cache for Paged {
     type Error = Error;

@@ -2,23 +2,27 @@
 //!
 //! *Integer K.* A score is `sum_c q_c (scale_c code_c + min_c)`. The scales go into the query, once a page: `q_c scale_c`, rounded
 //! to 16 bits against the largest of them, is multiplied with the codes as integers, exactly, and the minima make one number
-//! for the page. What the rounding adds to a logit is at most `255 / 65278 sum_c max_c |q_c scale_c|` (`15` for 4 bits), far
-//! below what the codes themselves lose.
-//! *FP8 K.* The scales go into the query as f32.
+//! for the page. What the rounding adds to a logit is at most `top / 65278 sum_c max_c |q_c scale_c|`, `top` the largest code, far
+//! below what the codes themselves lose. Codes of several planes are read plane by plane: the sums are exact, so those of a plane are
+//! shifted and added.
+//! *FP8 K, FP4 K.* The scales go into the query as f32; of blocks of 16 tokens, once for each half of the lanes.
 //! *V.* A group's scales go into the softmax weights of the page's tokens.
+//! *FP4 V.* Weights times the scales of a block are f32, for each half of 32 channels where a block is 16.
 //! *Integer V.* Weights under their scales, `p_t scale_t`, are rounded to 16 bits against the largest weight of the page times the
 //! largest scale of the group; their sum with the codes is exact, and becomes f32 once a page. What the rounding adds to
-//! `sum_t p_t v_t` is at most `255 / 65278 max_t p_t max_t scale_t` (`15` for 4 bits) for each token of the page: relative to the
-//! page's own weight, however little that is beside other pages'. `sum_t p_t min_t` is one number a group, in f32.
+//! `sum_t p_t v_t` is at most `top / 65278 max_t p_t max_t scale_t` for each token of the page: relative to the page's own
+//! weight, however little that is beside other pages'. `sum_t p_t min_t` is one number a group, in f32.
 //!
 //! Keys that are stored before their rotation are rebuilt channel by channel, and turned, in the lanes.
 
+mod blocks;
 pub(super) mod scores;
 mod values;
 
+use self::blocks::{BlockScores, WeighBlocks};
 use self::scores::{FloatScores, IntegerScores, RebuiltScores};
 use self::values::{Weigh, WeighIntegers};
-use super::code::{Code, Scale};
+use super::code::Scale;
 use super::packed::{K_COLS, Packed, TAGS, V_GROUPS};
 use crate::attend::{Form, Sight};
 use crate::page::MAX_DIM;
@@ -89,6 +93,7 @@ pub(super) const ROWS: usize = if K_COLS > V_GROUPS { K_COLS } else { V_GROUPS }
 pub struct Scratch<const R: usize> {
     pub(super) queries: [[[f32; LANES]; K_COLS]; R],
     /// Queries, then weights, as [`Warp::store_quads`] leaves them: a row of 32 channels, or of the weights for a group.
+    /// Of keys in blocks of 16, the queries under the scales of the second halves, as f32.
     pub(super) quads: [[[u32; LANES]; ROWS]; R],
     /// `sum_t p_t min_t` of each group, lane = token.
     pub(super) zero: [[[f32; LANES]; R]; V_GROUPS],
@@ -136,15 +141,15 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         scratch: &'a mut Scratch<R>,
         rebuilt: &'a mut [[f32; LANES]],
     ) -> Self {
-        let (v_scales, v_groups) = (packed.v_scales(), packed.v_scale_rows() as usize);
+        let (v_scales, v_groups) = (packed.v_scales(), packed.v_groups() as usize);
         PackedPages { packed, v_scales, v_groups, pages, next, query, scratch, rebuilt }
     }
 
     #[inline(always)]
     pub(super) fn folded_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
-        match self.packed.k {
-            Code::Int8 => w.call(IntegerScores::<R, 8>(self, i)),
-            Code::Int4 => w.call(IntegerScores::<R, 4>(self, i)),
+        match self.packed.k.scale() {
+            Scale::Affine => w.call(IntegerScores(self, i)),
+            Scale::Block => w.call(BlockScores(self, i)),
             _ => w.call(FloatScores(self, i)),
         }
     }
@@ -262,9 +267,9 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, R> {
 
     #[inline(always)]
     fn weigh(&mut self, w: W, i: usize, _: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
-        match self.packed.v {
-            Code::Int8 => w.call(WeighIntegers::<W, R, 8> { pages: self, i, p, acc }),
-            Code::Int4 => w.call(WeighIntegers::<W, R, 4> { pages: self, i, p, acc }),
+        match self.packed.v.scale() {
+            Scale::Affine => w.call(WeighIntegers { pages: self, i, p, acc }),
+            Scale::Block => w.call(WeighBlocks { pages: self, i, p, acc }),
             _ => w.call(Weigh { pages: self, i, p, acc }),
         }
     }
@@ -296,13 +301,28 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, R> {
     }
 }
 
-/// Codes that [`Warp::dot4`] takes at once, the `k`-th four of a word, as bytes.
+/// The first four codes of a word, as bytes, which [`Warp::dot4`] takes at once; leaves those after them in the word.
 #[inline(always)]
-pub(super) fn quad_codes<W: Warp, const BITS: u32>(w: W, word: W::U, k: usize) -> W::U {
-    match (BITS, k) {
-        (8, _) => word,
-        (_, 0) => w.and(word, w.splat_u(0x0f0f_0f0f)),
-        _ => w.and(w.shr::<4>(word), w.splat_u(0x0f0f_0f0f)),
+pub(super) fn next_quad<W: Warp, const BITS: u32>(w: W, word: &mut W::U) -> W::U {
+    if BITS == 8 {
+        return *word;
+    }
+    let codes = w.and(*word, w.splat_u(0x0101_0101 * ((1 << BITS) - 1)));
+    *word = w.shr::<BITS>(*word);
+    codes
+}
+
+/// Adds sums over a plane of codes to `to`: those of codes whose lowest bit is bit `shift`, which is 0, 2 or 4.
+#[inline(always)]
+pub(super) fn add_plane<W: Warp, const R: usize>(w: W, sum: &[W::Sum; R], shift: u32, to: &mut [W::U; R]) {
+    for (sum, to) in sum.iter().zip(to) {
+        let sum = w.total(*sum);
+        let sum = match shift {
+            0 => sum,
+            2 => w.shl::<2>(sum),
+            _ => w.shl::<4>(sum),
+        };
+        *to = w.add_u(*to, sum);
     }
 }
 

@@ -1,28 +1,27 @@
 //! Scores of a packed page.
 
-use super::{Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, positions, quad_codes, rows};
-use crate::codec::code::Scale;
+use super::{
+    Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, add_plane, next_quad, positions, rows,
+};
+use crate::codec::code::{Code, Scale, field};
 use crate::codec::pack::{Turn, turn};
 use crate::codec::packed::{Packed, TAGS};
 use crate::dtype::{Element, F16};
-use crate::page::MAX_DIM;
+use crate::page::{MAX_DIM, PAGE};
 use crate::turned::{self, Query};
-use crate::warp::{LANES, Routine, Warp};
+use crate::warp::{LANES, Routine, Warp, shifted_left};
 
 /// Folding the scales of 32 channels takes as long as this many products of a word.
 const FOLD: usize = 2;
 
 /// Scores by integer products.
-pub(super) struct IntegerScores<'a, 'b, const R: usize, const BITS: u32>(
-    pub &'a mut PackedPages<'b, R>,
-    pub usize,
-);
+pub(super) struct IntegerScores<'a, 'b, const R: usize>(pub &'a mut PackedPages<'b, R>, pub usize);
 
-impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for IntegerScores<'_, '_, R, BITS> {
+impl<W: Warp, const R: usize> Routine<W> for IntegerScores<'_, '_, R> {
     type Out = [W::F; R];
     #[inline(always)]
     fn run(self, w: W) -> [W::F; R] {
-        self.0.integer_scores::<W, BITS>(w, self.1)
+        self.0.integer_scores(w, self.1)
     }
 }
 
@@ -51,7 +50,7 @@ impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, R> {
 impl<'a, const R: usize> PackedPages<'a, R> {
     /// What is read after the keys of page `i`: those of the next, or the values of the first.
     #[inline(always)]
-    fn ahead<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
+    pub(super) fn ahead<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
         if !W::FETCHES {
             return &[];
         }
@@ -87,7 +86,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
             ahead.step(w, 1);
             let word = w.load(row);
             for j in 0..n {
-                let x = packed.k.part(w, word, j);
+                let x = packed.k.float_part(w, word, j);
                 let c = at * n + j;
                 for (s, query) in s.iter_mut().zip(&self.scratch.queries) {
                     *s = w.fma(x, w.splat(query.as_flattened()[c]), *s);
@@ -99,11 +98,11 @@ impl<'a, const R: usize> PackedPages<'a, R> {
     }
 
     #[inline(always)]
-    fn integer_scores<W: Warp, const BITS: u32>(&mut self, w: W, i: usize) -> [W::F; R] {
+    fn integer_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, words) = (self.packed, self.pages[i].words);
         let cols = packed.k_cols() as usize;
-        let k_rows = packed.k_rows() as usize;
-        let mut ahead = Ahead::new(self.ahead::<W>(i), (FOLD + R) * cols + k_rows * (8 / BITS as usize));
+        let quads = cols * (LANES / 4) * packed.k.bits().count_ones() as usize;
+        let mut ahead = Ahead::new(self.ahead::<W>(i), (FOLD + R) * cols + quads);
         let (mut top, mut base) = ([w.splat(0.0); R], [w.splat(0.0); R]);
         for (c, row) in rows(words, packed.k_scales(), cols as u32).iter().enumerate() {
             ahead.step(w, FOLD);
@@ -133,26 +132,51 @@ impl<'a, const R: usize> PackedPages<'a, R> {
             }
         }
         w.sync();
+        let mut sum = [w.splat_u(0); R];
+        let (mut shift, mut first) = (0, packed.k_base());
+        while let Some(bits) = packed.k.plane(shift) {
+            let words = rows(words, first, packed.k_plane_words(bits));
+            let plane = match bits {
+                8 => self.plane_scores::<W, 8>(w, words, &mut ahead),
+                4 => self.plane_scores::<W, 4>(w, words, &mut ahead),
+                2 => self.plane_scores::<W, 2>(w, words, &mut ahead),
+                _ => self.plane_scores::<W, 1>(w, words, &mut ahead),
+            };
+            add_plane(w, &plane, shift, &mut sum);
+            first += words.len() as u32 * PAGE;
+            shift += bits;
+        }
+        w.sync();
+        let mut s = [w.splat(0.0); R];
+        for r in 0..R {
+            s[r] = w.fma(w.to_f(sum[r]), step[r], base[r]);
+        }
+        s
+    }
+
+    /// Products of the queries' integers with the codes of a plane of `BITS` bits.
+    #[inline(always)]
+    fn plane_scores<W: Warp, const BITS: u32>(
+        &self,
+        w: W,
+        words: &[[u32; LANES]],
+        ahead: &mut Ahead<'_>,
+    ) -> [W::Sum; R] {
         let mut sum = [w.no_sum(); R];
         let quads = 8 / BITS as usize;
-        for (at, row) in rows(words, packed.k_base(), packed.k_rows()).iter().enumerate() {
+        for (at, row) in words.iter().enumerate() {
             ahead.step(w, quads);
-            let word = w.load(row);
+            let mut word = w.load(row);
             for k in 0..quads {
                 let quad = at * quads + k;
-                let x = quad_codes::<W, BITS>(w, word, k);
+                let x = next_quad::<W, BITS>(w, &mut word);
                 for (sum, row) in sum.iter_mut().zip(&self.scratch.quads) {
                     // The remainder, which changes nothing, spares a check of the index.
                     *sum = w.dot4(x, &row[quad / 8 % ROWS], quad % 8, *sum);
                 }
             }
         }
-        w.sync();
-        let mut s = [w.splat(0.0); R];
-        for r in 0..R {
-            s[r] = w.fma(w.to_f(w.total(sum[r])), step[r], base[r]);
-        }
-        s
+        sum
     }
 
     /// Keys rebuilt, and turned.
@@ -216,11 +240,21 @@ pub(in crate::codec) fn stored_keys<W: Warp>(
     let keys = rows(words, packed.k_base(), packed.k_rows());
     let n = packed.k.per_word() as usize;
     for (c, out) in stored.iter_mut().enumerate() {
-        let word = w.load(&keys[c / n]);
-        let part = packed.k.place((c % n) as u32) as usize;
-        let x = packed.k.part(w, word, part);
+        let x = match packed.k {
+            Code::Int2 | Code::Int3 | Code::Int5 | Code::Int6 => plane_key(w, packed, keys, c as u32),
+            code => {
+                let bits = code.bits();
+                let part = code.place((c % n) as u32, bits) / bits;
+                code.part(w, w.load(&keys[c / n]), part as usize)
+            }
+        };
         let x = match packed.k.scale() {
             Scale::None => x,
+            Scale::Block => {
+                let [first, second] =
+                    [0, TAGS].map(|lane| w.from_bits(w.splat_u(packed.k_scale(words, lane, c as u32))));
+                w.mul(x, w.select(w.mask(0xffff), first, second))
+            }
             scale => {
                 let word = w.splat_u(words[packed.k_scales() as usize + c]);
                 match scale {
@@ -231,6 +265,21 @@ pub(in crate::codec) fn stored_keys<W: Warp>(
         };
         w.store(x, out);
     }
+}
+
+/// Codes of channel `c` of keys, of all their planes.
+#[inline(always)]
+fn plane_key<W: Warp>(w: W, packed: &Packed, keys: &[[u32; LANES]], c: u32) -> W::F {
+    let (mut code, mut shift, mut first) = (w.splat_u(0), 0, 0);
+    while let Some(bits) = packed.k.plane(shift) {
+        let n = LANES as u32 >> bits.trailing_zeros();
+        let word = w.load(&keys[(first + c / n) as usize]);
+        let x = field(w, word, packed.k.place(c % n, bits), bits);
+        code = w.or(code, shifted_left(w, x, shift));
+        first += packed.k_plane_words(bits);
+        shift += bits;
+    }
+    w.to_f(code)
 }
 
 /// Scores of rebuilt keys, turned to their positions.

@@ -1,6 +1,6 @@
 //! Values of a packed page under their weights.
 
-use super::{Ahead, INTEGERS, PackedPages, TINY, quad_codes, rows};
+use super::{Ahead, INTEGERS, PackedPages, TINY, add_plane, next_quad, rows};
 use crate::codec::code::{Code, Scale};
 use crate::codec::packed::TAGS;
 use crate::dtype::{Element, F16};
@@ -22,19 +22,19 @@ impl<W: Warp, const R: usize> Routine<W> for Weigh<'_, '_, W, R> {
     }
 }
 
-/// The weighted values of page `i`, of an integer code of `BITS` bits.
-pub(super) struct WeighIntegers<'a, 'b, W: Warp, const R: usize, const BITS: u32> {
+/// The weighted values of page `i`, of an integer code.
+pub(super) struct WeighIntegers<'a, 'b, W: Warp, const R: usize> {
     pub pages: &'a mut PackedPages<'b, R>,
     pub i: usize,
     pub p: &'a [W::Slot; R],
     pub acc: &'a mut [[f32; LANES]],
 }
 
-impl<W: Warp, const R: usize, const BITS: u32> Routine<W> for WeighIntegers<'_, '_, W, R, BITS> {
+impl<W: Warp, const R: usize> Routine<W> for WeighIntegers<'_, '_, W, R> {
     type Out = ();
     #[inline(always)]
     fn run(self, w: W) {
-        self.pages.weigh_integers::<W, BITS>(w, self.i, self.p, self.acc);
+        self.pages.weigh_integers(w, self.i, self.p, self.acc);
     }
 }
 
@@ -44,7 +44,7 @@ const FOLD: usize = 3;
 impl<'a, const R: usize> PackedPages<'a, R> {
     /// What is read after the values of page `i`: those of the next, or what comes after the block.
     #[inline(always)]
-    fn after<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
+    pub(super) fn after<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
         if !W::FETCHES {
             return &[];
         }
@@ -59,16 +59,10 @@ impl<'a, const R: usize> PackedPages<'a, R> {
 
     /// A group's weights `p scale` as integers, in units of `max p max scale / 32639`; their exact sums with the codes as f32.
     #[inline(always)]
-    fn weigh_integers<W: Warp, const BITS: u32>(
-        &mut self,
-        w: W,
-        i: usize,
-        p: &[W::Slot; R],
-        acc: &mut [[f32; LANES]],
-    ) {
+    fn weigh_integers<W: Warp>(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let (packed, words) = (self.packed, self.pages[i].words);
         let groups = self.v_groups;
-        let mut ahead = Ahead::new(self.after::<W>(i), groups * (BITS as usize + FOLD));
+        let mut ahead = Ahead::new(self.after::<W>(i), groups * (packed.v.bits() as usize + FOLD));
         let (mut share, mut unit) = ([w.splat(0.0); R], [0.0; R]);
         for r in 0..R {
             let x = w.unpark(&p[r]);
@@ -94,27 +88,52 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         w.sync();
         let (v, stride) = (&words[self.v_scales as usize + groups * LANES..], packed.v_stride() as usize);
         for g in 0..groups {
-            let mut sum = [w.no_sum(); R];
-            let (first, end) = (g * LANES, stride.min((g + 1) * LANES));
-            for t in 0..BITS as usize {
-                ahead.step(w, 1);
-                let row = &v[t * stride + first..t * stride + end];
-                let word = w.load_part(row);
-                for k in 0..8 / BITS as usize {
-                    let codes = quad_codes::<W, BITS>(w, word, k);
-                    for (sum, quads) in sum.iter_mut().zip(&self.scratch.quads) {
-                        *sum = w.dot4(codes, &quads[g], t * (8 / BITS as usize) + k, *sum);
-                    }
-                }
+            let mut sum = [w.splat_u(0); R];
+            let mut shift = 0;
+            while let Some(bits) = packed.v.plane(shift) {
+                let v = &v[shift as usize * stride..];
+                let plane = match bits {
+                    8 => self.plane_values::<W, 8>(w, v, stride, g, &mut ahead),
+                    4 => self.plane_values::<W, 4>(w, v, stride, g, &mut ahead),
+                    2 => self.plane_values::<W, 2>(w, v, stride, g, &mut ahead),
+                    _ => self.plane_values::<W, 1>(w, v, stride, g, &mut ahead),
+                };
+                add_plane(w, &plane, shift, &mut sum);
+                shift += bits;
             }
             for r in 0..R {
                 let row = &mut acc[r * groups + g];
-                let x =
-                    w.fma(w.to_f(w.total(sum[r])), w.splat(unit[r] * self.scratch.tops[g]), w.load_f(row));
+                let x = w.fma(w.to_f(sum[r]), w.splat(unit[r] * self.scratch.tops[g]), w.load_f(row));
                 w.store(x, row);
             }
         }
         w.sync();
+    }
+
+    /// Products of the weights' integers for group `g` with the codes of a plane of `BITS` bits, whose rows start with `v`.
+    #[inline(always)]
+    fn plane_values<W: Warp, const BITS: u32>(
+        &self,
+        w: W,
+        v: &[u32],
+        stride: usize,
+        g: usize,
+        ahead: &mut Ahead<'_>,
+    ) -> [W::Sum; R] {
+        let mut sum = [w.no_sum(); R];
+        let (first, end) = (g * LANES, stride.min((g + 1) * LANES));
+        let quads = 8 / BITS as usize;
+        for t in 0..BITS as usize {
+            ahead.step(w, 1);
+            let mut word = w.load_part(&v[t * stride + first..t * stride + end]);
+            for k in 0..quads {
+                let codes = next_quad::<W, BITS>(w, &mut word);
+                for (sum, row) in sum.iter_mut().zip(&self.scratch.quads) {
+                    *sum = w.dot4(codes, &row[g], t * quads + k, *sum);
+                }
+            }
+        }
+        sum
     }
 
     /// Float codes: the group's scales go into the weights as f32.
@@ -124,7 +143,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         let (packed, words) = (self.packed, self.pages[i].words);
         let (parts, group_parts) = (packed.v_parts() as usize, packed.v_group_parts() as usize);
         let stride = packed.stored_acc_rows() as usize;
-        let scales = rows(words, packed.v_scales(), packed.v_scale_rows());
+        let scales = rows(words, packed.v_scales(), packed.v_groups());
         let mut ahead = Ahead::new(self.after::<W>(i), packed.v_cols() as usize * parts * width);
         for col in 0..packed.v_cols() as usize {
             let v = &words[packed.v_base() as usize..];
@@ -188,7 +207,7 @@ impl Column<'_> {
                 Some(words) if whole => w.load(words),
                 _ => w.load_part(&self.v[at..(t + 1) * self.stride]),
             };
-            let x = code.part(w, word, part);
+            let x = code.float_part(w, word, part);
             for r in 0..R {
                 a[r] = w.fma(x, w.spread(&weights[r], t, self.width), a[r]);
             }

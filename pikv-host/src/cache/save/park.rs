@@ -126,7 +126,8 @@ impl Parked {
     }
 
     /// Makes a sequence again that goes on where the parked one stopped, with the same bits: pages that lay in a lower tier before stay there, the
-    /// others come up. What is parked stays until it is dropped, so that a second call makes a second sequence. O(bytes).
+    /// others come up. What is parked stays until it is dropped, so that a second call makes a second sequence. As in [`Cache::begin`](crate::Cache::begin),
+    /// prefixes that an index holds and no sequence reads make room. O(bytes).
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] where the pages do not fit, [`Error::OutOfMemory`]; [`Error::Tier`], a device that fails. Nothing changes then.
@@ -134,7 +135,7 @@ impl Parked {
         let inner = &self.inner;
         let mut sequence = Sequence::new(inner.clone());
         let (here, _) = sequence.load_numbers(&mut Fields::new(&self.parts[0].fields))?;
-        let pages = inner.pool.arenas.reserve(here)?;
+        let pages = inner.reserve(here)?;
         let numbers = self.parts.iter().flat_map(|part| &part.fields).skip(self.parts[0].fields.len());
         let slots = self.parts.iter().flat_map(|part| &part.pages);
         let mut source = Slots { numbers, slots };

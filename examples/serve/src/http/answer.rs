@@ -1,0 +1,136 @@
+//! Answers out of the scheduler's events: whole, or as server-sent events.
+
+use super::error::{ApiError, json_response};
+use crate::scheduler::{Done, Event};
+use axum::body::Body;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures_core::Stream;
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+/// Where an answer comes from, and how it is written.
+pub struct Answer {
+    pub events: UnboundedReceiver<Event>,
+    /// The request's place among those that are open, given back when the answer is sent or the client is gone.
+    pub _open: OwnedSemaphorePermit,
+    pub id: String,
+    pub created: u64,
+    pub model: String,
+    pub chat: bool,
+    pub usage: bool,
+}
+
+impl Answer {
+    fn object(&self, kind: &str, choice: Value) -> Value {
+        let object = if self.chat { kind } else { "text_completion" };
+        let (id, created, model) = (&self.id, self.created, &self.model);
+        json!({"id": id, "object": object, "created": created, "model": model, "choices": [choice]})
+    }
+
+    /// The whole answer, once it is there.
+    pub async fn whole(mut self) -> Response {
+        let mut all = String::new();
+        loop {
+            match next(self.events.recv().await) {
+                Event::Text(text) => all.push_str(&text),
+                Event::Failed(fault) => return ApiError::from(fault).into_response(),
+                Event::Done(done) => {
+                    let message = json!({"role": "assistant", "content": all});
+                    let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": done.reason});
+                    let (name, value) = if self.chat { ("message", message) } else { ("text", all.into()) };
+                    choice[name] = value;
+                    let mut answer = self.object("chat.completion", choice);
+                    answer["usage"] = usage(&done);
+                    return json_response(&answer);
+                }
+            }
+        }
+    }
+
+    /// A stream of server-sent events. What fails before the first token is an error with a status of its own.
+    pub async fn stream(mut self) -> Response {
+        let first = match next(self.events.recv().await) {
+            Event::Failed(fault) => return ApiError::from(fault).into_response(),
+            first => first,
+        };
+        let ready = self.lines(first);
+        let body = Body::from_stream(Lines { answer: self, ready: Some(ready), over: false });
+        let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
+        (StatusCode::OK, headers, body).into_response()
+    }
+
+    /// An event as it is sent, and whether it is the last one.
+    fn lines(&self, event: Event) -> (String, bool) {
+        let choice = |text: Option<&str>, reason: Option<&str>| {
+            let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": reason});
+            let delta = text.map_or_else(|| json!({}), |text| json!({"role": "assistant", "content": text}));
+            let (name, value) =
+                if self.chat { ("delta", delta) } else { ("text", text.unwrap_or_default().into()) };
+            choice[name] = value;
+            self.object("chat.completion.chunk", choice)
+        };
+        match event {
+            Event::Text(text) => (line(&choice(Some(&text), None)), false),
+            Event::Failed(fault) => (line(&ApiError::from(fault).json()), true),
+            Event::Done(done) => {
+                let mut lines = line(&choice(None, Some(done.reason)));
+                if self.usage {
+                    let mut last = self.object("chat.completion.chunk", Value::Null);
+                    last["choices"] = json!([]);
+                    last["usage"] = usage(&done);
+                    lines.push_str(&line(&last));
+                }
+                (lines + "data: [DONE]\n\n", true)
+            }
+        }
+    }
+}
+
+/// An event; the scheduler says how each request ends unless it is gone.
+fn next(event: Option<Event>) -> Event {
+    event.unwrap_or_else(|| Event::Failed(crate::scheduler::Fault::Cache("the scheduler stopped".into())))
+}
+
+fn line(value: &Value) -> String {
+    format!("data: {value}\n\n")
+}
+
+fn usage(done: &Done) -> Value {
+    json!({
+        "prompt_tokens": done.prompt,
+        "completion_tokens": done.completion,
+        "total_tokens": done.prompt + done.completion,
+        "prompt_tokens_details": {"cached_tokens": done.cached},
+    })
+}
+
+/// The body of a stream. It is dropped when the client hangs up, which cancels the request.
+struct Lines {
+    answer: Answer,
+    ready: Option<(String, bool)>,
+    over: bool,
+}
+
+impl Stream for Lines {
+    type Item = Result<String, Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if self.over {
+            return Poll::Ready(None);
+        }
+        let (lines, over) = match self.ready.take() {
+            Some(ready) => ready,
+            None => match self.answer.events.poll_recv(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(event) => self.answer.lines(next(event)),
+            },
+        };
+        self.over = over;
+        Poll::Ready(Some(Ok(lines)))
+    }
+}

@@ -1,0 +1,97 @@
+//! Connections: a bounded number of them, and none on which nothing moves.
+
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, Sleep, sleep};
+
+/// Takes connections while there is room; others wait in the system's queue.
+pub struct Listener {
+    pub listener: TcpListener,
+    pub room: Arc<Semaphore>,
+    /// The longest time that nothing may move: a client that stalls while it sends or reads is cut off.
+    pub idle: Duration,
+}
+
+impl axum::serve::Listener for Listener {
+    type Io = Connection;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Connection, SocketAddr) {
+        loop {
+            // The semaphore is never closed.
+            let permit = self.room.clone().acquire_owned().await.ok();
+            match self.listener.accept().await {
+                Ok((stream, address)) => {
+                    // Tokens go out one by one.
+                    let _ = stream.set_nodelay(true);
+                    let timer = Box::pin(sleep(self.idle));
+                    return (Connection { stream, timer, idle: self.idle, _permit: permit }, address);
+                }
+                // Too many open files, say: some will close.
+                Err(_) => sleep(Duration::from_millis(50)).await,
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+/// A connection that fails once nothing has moved for a while.
+pub struct Connection {
+    stream: TcpStream,
+    timer: Pin<Box<Sleep>>,
+    idle: Duration,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Connection {
+    /// What a read or a write came to, unless it waits for too long.
+    fn moved<T>(&mut self, context: &mut Context<'_>, poll: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if poll.is_ready() {
+            self.timer.as_mut().reset(Instant::now() + self.idle);
+            return poll;
+        }
+        ready!(self.timer.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        to: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let poll = Pin::new(&mut self.stream).poll_read(context, to);
+        self.moved(context, poll)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        from: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let poll = Pin::new(&mut self.stream).poll_write(context, from);
+        self.moved(context, poll)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}

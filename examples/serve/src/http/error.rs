@@ -1,0 +1,75 @@
+//! Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`.
+
+use crate::scheduler::Fault;
+use axum::body::Body;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+/// An error that a client is told.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ApiError {
+    pub status: StatusCode,
+    /// One of a few words, which programs can tell apart.
+    pub code: &'static str,
+    /// The field that is wrong.
+    pub param: Option<String>,
+    pub message: String,
+}
+
+impl ApiError {
+    pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> ApiError {
+        ApiError { status, code, param: None, message: message.into() }
+    }
+
+    /// A field that cannot be used as it is.
+    pub fn field(param: &str, code: &'static str, message: impl Into<String>) -> ApiError {
+        let param = Some(param.into());
+        ApiError { param, ..ApiError::new(StatusCode::BAD_REQUEST, code, message) }
+    }
+
+    pub fn json(&self) -> Value {
+        let kind = match self.status.as_u16() {
+            408 | 500.. => "server_error",
+            429 => "rate_limit_error",
+            _ => "invalid_request_error",
+        };
+        let (message, param, code) = (&self.message, &self.param, self.code);
+        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    }
+}
+
+impl From<Fault> for ApiError {
+    fn from(fault: Fault) -> ApiError {
+        match fault {
+            Fault::Deadline => {
+                let message =
+                    "the request's time is over; ask for fewer tokens, or for more time with `timeout`";
+                ApiError::new(StatusCode::REQUEST_TIMEOUT, "deadline_exceeded", message)
+            }
+            Fault::TooLarge { needed, budget } => {
+                let message =
+                    format!("prompt and max_tokens take up to {needed} bytes, the cache has {budget}");
+                ApiError::new(StatusCode::BAD_REQUEST, "request_too_large", message)
+            }
+            Fault::Cache(message) => ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "cache_error", message),
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = json_response(&self.json());
+        *response.status_mut() = self.status;
+        if self.status == StatusCode::TOO_MANY_REQUESTS {
+            response.headers_mut().insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
+        }
+        // Counted by the layer that sees every response.
+        response.extensions_mut().insert(self);
+        response
+    }
+}
+
+pub fn json_response(value: &Value) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], Body::from(value.to_string())).into_response()
+}

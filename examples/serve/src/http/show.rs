@@ -1,0 +1,92 @@
+//! Where bytes are, as JSON for the page and as text for Prometheus.
+
+use crate::scheduler::Look;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// The page at `/`, which reads `/state`.
+pub const PAGE: &str = include_str!("page.html");
+
+/// What the page reads. Bytes, tokens, seconds.
+pub fn json(look: &Look) -> Value {
+    let tiers = look
+        .tiers
+        .iter()
+        .map(|(name, bytes, capacity)| json!({"name": name, "bytes": bytes, "capacity": capacity}));
+    let prefixes = look.prefixes.map(|p| {
+        json!({
+            "bytes": p.bytes, "boundaries": p.boundaries, "lookups": p.lookups, "hits": p.hits,
+            "asked_tokens": p.asked_tokens, "hit_tokens": p.hit_tokens, "evictions": p.evictions,
+        })
+    });
+    let counts: Map<String, Value> =
+        look.counts.named().into_iter().map(|(name, _, count)| (name.into(), count.into())).collect();
+    json!({
+        "taken": look.taken,
+        "budget": look.budget,
+        "tiers": tiers.collect::<Vec<_>>(),
+        "experts": look.experts,
+        "prefixes": prefixes,
+        "fetched": look.fetched,
+        "requests": look.rows,
+        "counts": counts,
+    })
+}
+
+/// Prometheus' text form of the same: `pikv_` and the names on the way to a number, with the element of a list as a label.
+pub fn prometheus(look: &Look, errors: &BTreeMap<&'static str, u64>) -> String {
+    let mut text = String::new();
+    let mut state = json(look);
+    let mut states = json!({"waiting": 0, "prompt": 0, "answer": 0, "parked": 0});
+    for row in &look.rows {
+        let count = &mut states[row["state"].as_str().unwrap_or_default()];
+        *count = (count.as_u64().unwrap_or(0) + 1).into();
+    }
+    state["requests"] = states;
+    numbers("pikv", &state, &mut text);
+    for (name, help, count) in look.counts.named() {
+        let name = format!("pikv_{name}_total");
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name} {count}");
+    }
+    let _ = writeln!(
+        text,
+        "# HELP pikv_errors_total Errors that were sent, by code.\n# TYPE pikv_errors_total counter"
+    );
+    for (code, count) in errors {
+        let _ = writeln!(text, "pikv_errors_total{{code=\"{code}\"}} {count}");
+    }
+    for (name, times) in
+        [("first_token", look.counts.first_token), ("between_tokens", look.counts.between_tokens)]
+    {
+        let (name, sum, count) = (format!("pikv_{name}_seconds"), times.sum.as_secs_f64(), times.count);
+        let _ = writeln!(text, "# TYPE {name} summary\n{name}_sum {sum}\n{name}_count {count}");
+    }
+    text
+}
+
+/// Writes the numbers of `value`, whose name begins with `name`.
+fn numbers(name: &str, value: &Value, text: &mut String) {
+    match value {
+        Value::Object(fields) => {
+            // Counts are written with what they count.
+            for (field, value) in fields.iter().filter(|(field, _)| *field != "counts") {
+                numbers(&format!("{name}_{field}"), value, text);
+            }
+        }
+        Value::Array(list) => {
+            for (at, value) in list.iter().enumerate() {
+                match value {
+                    Value::Object(fields) => fields.iter().for_each(|(field, value)| {
+                        numbers(&format!("{name}_{field}{{of=\"{at}\"}}"), value, text);
+                    }),
+                    value => numbers(&format!("{name}{{of=\"{at}\"}}"), value, text),
+                }
+            }
+        }
+        Value::Number(number) => {
+            let _ = writeln!(text, "{name} {number}");
+        }
+        _ => {}
+    }
+}

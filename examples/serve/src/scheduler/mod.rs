@@ -1,0 +1,401 @@
+//! Who is in the next step. One thread owns the model, the cache and all sequences; requests come over a channel.
+//!
+//! A step has the next token of every request that generates, and chunks of prompts in the order in which they came. A request begins
+//! when the rest of its prompt fits beside what the others still need. If a step does not fit all the same, as answers grow, the request
+//! that came last is parked in host memory, or, where that is full, its tokens are computed again later. The oldest is never put
+//! back, so every request ends.
+
+mod look;
+mod request;
+
+pub use look::Look;
+pub use request::{Done, Event, Fault, Job};
+
+use crate::model::Model;
+use crate::{Options, Store};
+use look::Counts;
+use pikv::prefix::{PrefixIndex, PrefixScope};
+use pikv::{Cache, Error, Sequence};
+use pikv_engine::moe::batch::Batch;
+use request::{Place, Request};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// Tokens between checkpoints, where prefixes are found at checkpoints only.
+const CHECKPOINT: usize = 256;
+/// How old what [`Message::Look`] gives may be: looking takes time in proportion to the pages.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// What comes over the channel.
+pub enum Message {
+    Job(Job),
+    /// Asks where bytes are.
+    Look(oneshot::Sender<Arc<Look>>),
+    /// Forgets all prefixes that no request reads, and looks afresh.
+    Clear(oneshot::Sender<Arc<Look>>),
+}
+
+/// The thread's state.
+struct Scheduler {
+    model: Arc<Model>,
+    options: Options,
+    cache: Cache,
+    index: Option<PrefixIndex>,
+    /// Those that are not finished, the oldest first.
+    requests: Vec<Request>,
+    next_id: u64,
+    counts: Counts,
+    looked: Option<(Instant, Arc<Look>)>,
+    logits: Vec<f32>,
+}
+
+/// Starts the thread. It ends once all senders are gone.
+///
+/// # Errors
+/// What is wrong with the cache's configuration; no thread from the system.
+pub fn start(model: Arc<Model>, options: Options) -> Result<Sender<Message>, Box<dyn std::error::Error>> {
+    let (sender, receiver) = channel();
+    let cache = model.cache(&options)?;
+    let index = (options.prefixes > 0).then(|| PrefixIndex::new(&cache, options.prefixes));
+    let scheduler = Scheduler {
+        model,
+        options,
+        cache,
+        index,
+        requests: Vec::new(),
+        next_id: 0,
+        counts: Counts::default(),
+        looked: None,
+        logits: Vec::new(),
+    };
+    std::thread::Builder::new().name("scheduler".into()).spawn(move || scheduler.run(&receiver))?;
+    Ok(sender)
+}
+
+impl Scheduler {
+    fn run(mut self, from: &Receiver<Message>) {
+        loop {
+            if self.requests.is_empty() {
+                let Ok(message) = from.recv() else { return };
+                self.take(message);
+            }
+            while let Ok(message) = from.try_recv() {
+                self.take(message);
+            }
+            self.drop_gone();
+            self.admit();
+            self.step();
+        }
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Job(job) => {
+                let needed = self.bytes_at_most(job.prompt.len() + job.max_tokens);
+                if needed > self.options.budget {
+                    let fault = Fault::TooLarge { needed, budget: self.options.budget };
+                    self.counts.failed += 1;
+                    let _ = job.to.send(Event::Failed(fault));
+                    return;
+                }
+                self.counts.requests += 1;
+                self.requests.push(Request::new(self.next_id, job));
+                self.next_id += 1;
+            }
+            Message::Look(to) => {
+                let last = self.looked.as_ref().filter(|(at, _)| at.elapsed() < LOOK);
+                let last = last.map(|(_, look)| look.clone());
+                let _ = to.send(last.unwrap_or_else(|| self.look()));
+            }
+            Message::Clear(to) => {
+                self.drop_gone();
+                if let Some(index) = &self.index {
+                    index.clear();
+                }
+                let _ = to.send(self.look());
+            }
+        }
+    }
+
+    fn look(&mut self) -> Arc<Look> {
+        let index = self.index.as_ref().map(PrefixIndex::usage);
+        let look = Arc::new(Look::new(&self.cache, index, &self.requests, self.counts.clone()));
+        self.looked = Some((Instant::now(), look.clone()));
+        look
+    }
+
+    /// The most bytes of a sequence of so many tokens on its way there, one token a step.
+    fn bytes_at_most(&self, tokens: usize) -> u64 {
+        let tokens = tokens.try_into().unwrap_or(u32::MAX);
+        let layers = 0..self.cache.config().layers.len();
+        let held: u64 = layers.map(|layer| self.cache.bytes_at_most(layer, tokens).unwrap_or(u64::MAX)).sum();
+        held.saturating_add(self.fresh_bytes(1))
+    }
+
+    /// Bytes that a step sets aside for tokens of a sequence that is empty.
+    fn fresh_bytes(&self, tokens: u32) -> u64 {
+        self.cache.step_bytes([(&self.cache.sequence(), tokens)]).map_or(u64::MAX, |bytes| bytes.needed)
+    }
+
+    /// Drops requests whose client hung up, and those past their deadline. Their pages are free then.
+    fn drop_gone(&mut self) {
+        let (now, counts) = (Instant::now(), &mut self.counts);
+        self.requests.retain(|request| {
+            if request.job.to.is_closed() {
+                counts.hung_up += 1;
+                return false;
+            }
+            if now >= request.job.deadline {
+                counts.failed += 1;
+                let _ = request.job.to.send(Event::Failed(Fault::Deadline));
+                return false;
+            }
+            true
+        });
+    }
+
+    /// Begins and wakes requests, the oldest first, as long as what is left of their prompts fits beside what the others need.
+    fn admit(&mut self) {
+        for at in 0..self.requests.len() {
+            let active = self.requests.iter().filter(|request| request.active().is_some()).count();
+            if self.requests[at].active().is_some() {
+                continue;
+            }
+            if active >= self.options.batch || !self.admit_one(at, active == 0) {
+                return;
+            }
+        }
+    }
+
+    /// Makes a request active if there is room; `alone` if no other is, so that there has to be.
+    fn admit_one(&mut self, at: usize, alone: bool) -> bool {
+        // Steps take pages of prefixes that nobody reads before they are refused.
+        let idle = self.index.as_ref().map_or(0, |index| index.usage().bytes);
+        let request = &self.requests[at];
+        let others =
+            self.requests.iter().filter_map(|request| Some((request.active()?, request.rest() as u32)));
+        let woken = match &request.place {
+            Place::Parked(parked) => {
+                let others = self.cache.step_bytes(others);
+                let (needed, available) =
+                    others.map_or((0, u64::MAX), |bytes| (bytes.needed, bytes.available));
+                let needed = needed + parked.bytes() + self.fresh_bytes(request.rest() as u32);
+                if !alone && needed > available.saturating_add(idle) {
+                    return false;
+                }
+                match parked.wake() {
+                    Ok(sequence) => sequence,
+                    Err(_) if !alone => return false,
+                    // Only prefixes are in its way.
+                    Err(_) => {
+                        self.index.iter().for_each(PrefixIndex::clear);
+                        // What cannot be read is computed again.
+                        parked.wake().unwrap_or_else(|_| self.cache.sequence())
+                    }
+                }
+            }
+            _ => {
+                let scope = PrefixScope::new(&request.job.scope);
+                let found = self
+                    .index
+                    .as_ref()
+                    .filter(|_| !request.apart)
+                    .map(|index| index.find(&scope, &request.tokens));
+                let sequence = found.and_then(Result::ok).unwrap_or_else(|| self.cache.sequence());
+                let rest = request.tokens.len() as u32 - sequence.next_position().0;
+                let bytes = self.cache.step_bytes(others.chain([(&sequence, rest)]));
+                let fits = bytes.is_ok_and(|bytes| bytes.needed <= bytes.available.saturating_add(idle));
+                if !alone && !fits {
+                    return false;
+                }
+                sequence
+            }
+        };
+        let request = &mut self.requests[at];
+        if request.generated() == 0 && matches!(request.place, Place::Waiting) {
+            request.cached = woken.next_position().0 as usize;
+        }
+        request.place = Place::Active(woken);
+        true
+    }
+
+    /// Requests of the next step and their tokens: one of each that generates, then chunks of prompts.
+    fn plan(&self, most: usize) -> Vec<(usize, usize)> {
+        let active = self.requests.iter().enumerate().filter(|(_, request)| request.active().is_some());
+        let (generating, prompts): (Vec<_>, Vec<_>) = active.partition(|(_, request)| request.rest() == 1);
+        let mut left = most.max(1);
+        let mut parts = Vec::new();
+        for (at, request) in generating.into_iter().chain(prompts) {
+            // A chunk ends where a checkpoint is wanted.
+            let to_checkpoint = CHECKPOINT - request.computed() % CHECKPOINT;
+            let chunk = request.rest().min(self.options.ring as usize).min(to_checkpoint).min(left);
+            if chunk > 0 {
+                parts.push((at, chunk));
+                left -= chunk;
+            }
+        }
+        // In the order of the requests, as the slices that go to the model.
+        parts.sort_unstable();
+        parts
+    }
+
+    /// One step of the cache, and what follows of it.
+    fn step(&mut self) {
+        let mut most = self.options.step;
+        let parts = loop {
+            let parts = self.plan(most);
+            if parts.is_empty() {
+                return;
+            }
+            match self.forward(&parts) {
+                Ok(()) => break parts,
+                Err(Error::OutOfBudget { needed, .. }) => {
+                    if self.put_back() {
+                        continue;
+                    }
+                    if most > 1 {
+                        most = (most / 2).min(parts.iter().map(|(_, n)| n / 2).sum()).max(1);
+                        continue;
+                    }
+                    if self.start_anew(parts[0].0) {
+                        most = self.options.step;
+                        continue;
+                    }
+                    let budget = self.options.budget;
+                    return self.fail(&parts, &Fault::TooLarge { needed, budget });
+                }
+                Err(error) => return self.fail(&parts, &Fault::Cache(error.to_string())),
+            }
+        };
+        let rows: usize = parts.iter().map(|(_, n)| n).sum();
+        self.counts.steps += 1;
+        self.counts.rows += rows as u64;
+        let (mut row, mut finished) = (0, Vec::new());
+        let logits = std::mem::take(&mut self.logits);
+        let width = logits.len() / rows;
+        for (at, n) in parts {
+            row += n;
+            let last = &logits[(row - 1) * width..][..self.model.vocab];
+            if self.advance(at, last) {
+                finished.push(at);
+            }
+        }
+        self.logits = logits;
+        finished.into_iter().rev().for_each(|at| drop(self.requests.remove(at)));
+    }
+
+    /// Runs the model over the parts of a step.
+    fn forward(&mut self, parts: &[(usize, usize)]) -> Result<(), Error> {
+        let mut tokens = Vec::new();
+        let mut sequences: Vec<(&mut Sequence, u32)> = Vec::with_capacity(parts.len());
+        let mut wanted = parts.iter().peekable();
+        for (at, request) in self.requests.iter_mut().enumerate() {
+            let Some((_, n)) = wanted.next_if(|part| part.0 == at) else { continue };
+            let from = request.computed();
+            tokens.extend_from_slice(&request.tokens[from..from + n]);
+            if let Place::Active(sequence) = &mut request.place {
+                sequences.push((sequence, *n as u32));
+            }
+        }
+        let mut batch = Batch::new(&self.cache, sequences, self.model.heads.2);
+        self.model.forward(&mut batch, &tokens, &mut self.logits)
+    }
+
+    /// Takes the request that came last out of the first tier, unless it is the only one there. Whether one was.
+    fn put_back(&mut self) -> bool {
+        let mut active = self.requests.iter_mut().filter(|request| request.active().is_some());
+        let (Some(last), Some(_)) = (active.next_back(), active.next_back()) else { return false };
+        let Place::Active(mut sequence) = std::mem::replace(&mut last.place, Place::Waiting) else {
+            return false;
+        };
+        match sequence.park(1) {
+            Ok(parked) => {
+                last.place = Place::Parked(parked);
+                self.counts.parked += 1;
+            }
+            // Its tokens are kept, and computed again.
+            Err(_) => self.counts.recomputed += 1,
+        }
+        true
+    }
+
+    /// Has the only active request compute its tokens again, without what it shares with prefixes: a page that both write to is there
+    /// twice. False if it shares nothing.
+    fn start_anew(&mut self, at: usize) -> bool {
+        let request = &mut self.requests[at];
+        if std::mem::replace(&mut request.apart, true) || self.index.is_none() {
+            return false;
+        }
+        request.place = Place::Active(self.cache.sequence());
+        self.index.iter().for_each(PrefixIndex::clear);
+        self.counts.recomputed += 1;
+        true
+    }
+
+    /// Ends the requests of a step that cannot be taken.
+    fn fail(&mut self, parts: &[(usize, usize)], fault: &Fault) {
+        for (at, _) in parts.iter().rev() {
+            self.counts.failed += 1;
+            let _ = self.requests.remove(*at).job.to.send(Event::Failed(fault.clone()));
+        }
+    }
+
+    /// What follows of a step for one of its requests, whose last row has these logits; whether it is finished.
+    fn advance(&mut self, at: usize, logits: &[f32]) -> bool {
+        let request = &mut self.requests[at];
+        let Place::Active(sequence) = &mut request.place else { return false };
+        let len = sequence.next_position().0 as usize;
+        let packed = matches!(self.options.store, Store::Packed(_));
+        if self.index.is_some() && packed && len.is_multiple_of(CHECKPOINT) {
+            // Without one, less is found again.
+            let _ = sequence.checkpoint();
+        }
+        if len < request.tokens.len() {
+            return false;
+        }
+        if len == request.job.prompt.len() {
+            self.publish(at);
+        }
+        let request = &mut self.requests[at];
+        let token = request.job.sampler.choose(logits);
+        let now = Instant::now();
+        match request.last.replace(now) {
+            None => self.counts.first_token.add(now - request.came),
+            Some(last) => self.counts.between_tokens.add(now - last),
+        }
+        self.counts.generated += 1;
+        request.tokens.push(token);
+        let ended = Some(token) == self.model.end;
+        let mut text = request.text.push(&self.model.bytes(token));
+        let reason = match request.generated() == request.job.max_tokens {
+            _ if ended || request.text.stopped => "stop",
+            true => "length",
+            false => {
+                let _ = request.job.to.send(Event::Text(text));
+                return false;
+            }
+        };
+        text.push_str(&request.text.finish());
+        let _ = request.job.to.send(Event::Text(text));
+        let _ = request.job.to.send(request.done(reason));
+        self.counts.finished += 1;
+        self.publish(at);
+        true
+    }
+
+    /// Lets later requests find what this one computed.
+    fn publish(&mut self, at: usize) {
+        let request = &mut self.requests[at];
+        if let (Some(index), Place::Active(sequence), false) =
+            (&self.index, &mut request.place, request.apart)
+        {
+            let scope = PrefixScope::new(&request.job.scope);
+            let known = sequence.next_position().0 as usize;
+            if index.publish(&scope, &request.tokens[..known], sequence).is_err() {
+                self.counts.unpublished += 1;
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! A request on its way through the scheduler.
+
+use crate::text::Text;
+use pikv::Sequence;
+use pikv::save::Parked;
+use pikv_engine::common::sample::Sampler;
+use std::time::Instant;
+use tokio::sync::mpsc::UnboundedSender;
+
+/// What a handler asks for.
+pub struct Job {
+    /// The prompt, one token at least.
+    pub prompt: Vec<u32>,
+    pub max_tokens: usize,
+    pub sampler: Sampler,
+    pub stops: Vec<String>,
+    pub deadline: Instant,
+    /// Who may find the prompt's prefix again.
+    pub scope: Vec<u8>,
+    /// Where the answer goes. A receiver that is gone cancels the request. At most `max_tokens + 1` events are sent, so that a client
+    /// that does not read holds a bounded amount of memory.
+    pub to: UnboundedSender<Event>,
+}
+
+/// What the scheduler says to a handler.
+#[derive(Debug)]
+pub enum Event {
+    /// The next piece of text, perhaps empty.
+    Text(String),
+    /// Nothing follows.
+    Done(Done),
+    /// Nothing follows, and the answer is not whole.
+    Failed(Fault),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Done {
+    /// "stop" at the end of the text or at a stop string, "length" after `max_tokens`.
+    pub reason: &'static str,
+    pub prompt: usize,
+    /// Tokens of the prompt that the index found.
+    pub cached: usize,
+    pub completion: usize,
+}
+
+/// Why a request ended early.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Fault {
+    Deadline,
+    /// The request takes more bytes at its end than the cache has.
+    TooLarge {
+        needed: u64,
+        budget: u64,
+    },
+    /// The cache refused a step for another reason.
+    Cache(String),
+}
+
+/// Where the keys and values of a request are.
+pub enum Place {
+    /// Nowhere: it waits for its first turn, or was put back to compute its tokens again.
+    Waiting,
+    /// In the first tier: it takes part in steps.
+    Active(Sequence),
+    /// In host memory, until there is room.
+    Parked(Parked),
+}
+
+/// A request that is not finished.
+pub struct Request {
+    pub id: u64,
+    pub job: Job,
+    /// The prompt and what was generated.
+    pub tokens: Vec<u32>,
+    pub text: Text,
+    pub place: Place,
+    pub cached: usize,
+    /// Whether it shares nothing with the prefix index.
+    pub apart: bool,
+    /// When it came, and when its last token was given.
+    pub came: Instant,
+    pub last: Option<Instant>,
+}
+
+impl Request {
+    pub fn new(id: u64, mut job: Job) -> Request {
+        let text = Text::new(std::mem::take(&mut job.stops));
+        let tokens = job.prompt.clone();
+        Request {
+            id,
+            job,
+            tokens,
+            text,
+            place: Place::Waiting,
+            cached: 0,
+            apart: false,
+            came: Instant::now(),
+            last: None,
+        }
+    }
+
+    /// Tokens whose keys and values are there.
+    pub fn computed(&self) -> usize {
+        match &self.place {
+            Place::Waiting => 0,
+            Place::Active(sequence) => sequence.next_position().0 as usize,
+            Place::Parked(parked) => parked.next_position().0 as usize,
+        }
+    }
+
+    /// Tokens to compute before the next one can be chosen: 1 while it generates.
+    pub fn rest(&self) -> usize {
+        self.tokens.len() - self.computed()
+    }
+
+    pub fn generated(&self) -> usize {
+        self.tokens.len() - self.job.prompt.len()
+    }
+
+    pub fn active(&self) -> Option<&Sequence> {
+        if let Place::Active(sequence) = &self.place { Some(sequence) } else { None }
+    }
+
+    /// The end of the answer.
+    pub fn done(&self, reason: &'static str) -> Event {
+        let (prompt, completion) = (self.job.prompt.len(), self.generated());
+        Event::Done(Done { reason, prompt, cached: self.cached, completion })
+    }
+}
