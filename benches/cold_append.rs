@@ -1,4 +1,4 @@
-//! What writing a token costs beside attention, in memory that is cold: 32 layers of 32 query heads over 8 KV heads of 128 channels in
+//! The cost of writing a token beside attention, in memory that is cold: 32 layers of 32 query heads over 8 KV heads of 128 channels in
 //! bf16, at 1,024 tokens.
 //!
 //! `cargo bench -p pikv-benches --bench cold_append [-- --quick]`

@@ -77,7 +77,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
     }
-    write(&lines)
+    Ok(machine::replace_rows(PATH, COLUMNS, KEY, &lines)?)
 }
 
 /// Seconds of a call and multiply-adds a second, medians over the rounds, for each number of threads.
@@ -135,17 +135,4 @@ fn arguments() -> Result<Options, Box<dyn Error>> {
         return Err("--rounds 0: at least 1 is wanted".into());
     }
     Ok(options)
-}
-
-fn write(lines: &[String]) -> Result<(), Box<dyn Error>> {
-    let key = |line: &str| {
-        let columns: Vec<_> = line.split(',').map(str::to_owned).collect();
-        KEY.map(|i| columns.get(i).cloned())
-    };
-    let new: Vec<_> = lines.iter().map(|line| key(line)).collect();
-    let old = std::fs::read_to_string(PATH).unwrap_or_default();
-    let kept = old.lines().skip(1).filter(|line| !new.contains(&key(line)));
-    let all: Vec<_> = std::iter::once(COLUMNS).chain(kept).chain(lines.iter().map(String::as_str)).collect();
-    std::fs::write(PATH, all.join("\n") + "\n")?;
-    Ok(())
 }

@@ -78,19 +78,7 @@ impl Record {
     pub fn write(self) -> Result<(), Box<dyn Error>> {
         println!("\nspread: of the middle half of the samples, over the median");
         println!("/ sum: time over what the bytes take at the rate of the longest sequence alone");
-        let key = |line: &str| {
-            let fields: Vec<&str> = line.split(',').collect();
-            KEY.map(|i| fields.get(i).unwrap_or(&"").to_string())
-        };
-        let new: Vec<_> = self.lines.iter().map(|line| key(line)).collect();
-        let old = match std::fs::read_to_string(PATH) {
-            Ok(old) => old,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(error.into()),
-        };
-        let kept = old.lines().skip(1).filter(|line| !new.contains(&key(line))).map(str::to_owned);
-        let all: Vec<String> = std::iter::once(COLUMNS.to_owned()).chain(kept).chain(self.lines).collect();
-        std::fs::write(PATH, all.join("\n") + "\n")?;
+        machine::replace_rows(PATH, COLUMNS, KEY, &self.lines)?;
         println!("written to benches/results/attend.csv");
         Ok(())
     }

@@ -141,3 +141,28 @@ pub fn provenance(command: &str) -> String {
     let (date, commit) = (said("date", &["-u", "+%F"]), said("git", &["rev-parse", "--short", "HEAD"]));
     format!("{},{date},{commit},{command}", name())
 }
+
+/// Writes rows to a CSV file with these columns, in the place of those that are alike in the columns `key`. Other rows stay.
+///
+/// # Errors
+/// A file that is there and cannot be read, or cannot be written.
+pub fn replace_rows<const N: usize>(
+    path: &str,
+    columns: &str,
+    key: [usize; N],
+    rows: &[String],
+) -> std::io::Result<()> {
+    let key = |row: &str| {
+        let fields: Vec<&str> = row.split(',').collect();
+        key.map(|i| fields.get(i).unwrap_or(&"").to_string())
+    };
+    let new: Vec<_> = rows.iter().map(|row| key(row)).collect();
+    let old = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        read => read?,
+    };
+    let kept = old.lines().skip(1).filter(|row| !new.contains(&key(row)));
+    let all: Vec<&str> =
+        std::iter::once(columns).chain(kept).chain(rows.iter().map(String::as_str)).collect();
+    std::fs::write(path, all.join("\n") + "\n")
+}

@@ -73,14 +73,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let all = rows(&subject, &rotated, &plain, wanted("C_Dis", ""), &bar)?;
     bar.finish_and_clear();
 
-    let chosen: Vec<&Row> = all.iter().filter(|row| wanted(row.id, &row.name)).collect();
-    if chosen.is_empty() {
-        let names: Vec<&str> = all.iter().map(|row| &*row.name).collect();
-        return Err(format!("--row: there are {}", names.join(", ")).into());
-    }
-    let bar = ProgressBar::new(((chosen.len() + 1) * tokens) as u64);
-    bar.set_style(ProgressStyle::with_template("{msg:32} {bar:36} {percent}% of all, {eta} left")?);
-    bar.set_message("f32, nothing packed");
+    let chosen = choose(&all, |row| wanted(row.id, &row.name))?;
+    let bar = progress(chosen.len(), tokens)?;
     let reference = evaluate(&mut subject, &all[0], &ids[..=tokens], &[], &bar)?;
     let logits = reference.1;
     println!("{}: {tokens} tokens in windows of {window}, ring {RING}, {SINKS} sinks\n", subject.name());
@@ -134,6 +128,27 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// The rows that are wanted.
+///
+/// # Errors
+/// None is: the names of all.
+fn choose(all: &[Row], wanted: impl Fn(&Row) -> bool) -> Result<Vec<&Row>, String> {
+    let chosen: Vec<&Row> = all.iter().filter(|row| wanted(row)).collect();
+    if chosen.is_empty() {
+        let names: Vec<&str> = all.iter().map(|row| &*row.name).collect();
+        return Err(format!("--row: there are {}", names.join(", ")));
+    }
+    Ok(chosen)
+}
+
+/// A bar over `tokens` tokens of so many rows and of the reference, which comes first.
+fn progress(rows: usize, tokens: usize) -> Result<ProgressBar, Box<dyn Error>> {
+    let bar = ProgressBar::new(((rows + 1) * tokens) as u64);
+    bar.set_style(ProgressStyle::with_template("{msg:32} {bar:36} {percent}% of all, {eta} left")?);
+    bar.set_message("f32, nothing packed");
+    Ok(bar)
+}
+
 /// The rows of [`codes::rows`] over the text `ids`: nats, and all bytes of the cache.
 fn few_bits(
     subject: &mut Subject,
@@ -144,14 +159,8 @@ fn few_bits(
 ) -> Result<(), Box<dyn Error>> {
     let (tokens, window) = (ids.len() - 1, subject.window());
     let all = codes::rows(subject)?;
-    let chosen: Vec<&Row> = all.iter().filter(|row| only.is_empty() || only.contains(&row.name)).collect();
-    if chosen.is_empty() {
-        let names: Vec<&str> = all.iter().map(|row| &*row.name).collect();
-        return Err(format!("--row: there are {}", names.join(", ")).into());
-    }
-    let bar = ProgressBar::new(((chosen.len() + 1) * tokens) as u64);
-    bar.set_style(ProgressStyle::with_template("{msg:32} {bar:36} {percent}% of all, {eta} left")?);
-    bar.set_message("f32, nothing packed");
+    let chosen = choose(&all, |row| only.is_empty() || only.contains(&row.name))?;
+    let bar = progress(chosen.len(), tokens)?;
     let first = Row { dtype: pikv::Dtype::F32, ..all[0].clone() };
     let (reference, logits) = evaluate(subject, &first, ids, &[], &bar)?;
     let file =

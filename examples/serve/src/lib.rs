@@ -21,7 +21,7 @@ pub use http::server::Server;
 
 use std::time::Duration;
 
-/// What a server is started with.
+/// Limits and stores of a server.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Bytes of pages of the first tier.

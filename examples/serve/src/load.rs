@@ -42,7 +42,7 @@ impl Default for Load {
     }
 }
 
-/// What clients saw.
+/// Times, counts and errors that clients saw.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub first: Vec<Duration>,

@@ -1,4 +1,4 @@
-//! What a request's body asks for. A field that this server cannot act on is refused, unless it has the value that means nothing.
+//! The fields of a request's body, checked. A field that this server cannot act on is refused, unless it has the value that means nothing.
 
 use super::error::ApiError;
 use crate::model::Model;
@@ -39,7 +39,7 @@ impl Ask {
     /// Reads a body. `chat` says which of the endpoints it came to, `longest` is the time that a request may take.
     ///
     /// # Errors
-    /// What is wrong with it, by field.
+    /// The field that is wrong, and what it must be.
     pub fn read(model: &Model, body: &[u8], chat: bool, longest: Duration) -> Result<Ask, ApiError> {
         let body: Value = serde_json::from_slice(body)
             .map_err(|error| ApiError::field("", "invalid_json", format!("the body is not JSON: {error}")))?;

@@ -55,7 +55,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// What a read or a write came to, unless it waits for too long.
+    /// The result of a read or a write; [`io::ErrorKind::TimedOut`] if it waits for too long.
     fn moved<T>(&mut self, context: &mut Context<'_>, poll: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if poll.is_ready() {
             self.timer.as_mut().reset(Instant::now() + self.idle);

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-/// What handlers share.
+/// The state that handlers share.
 pub struct Front {
     pub model: Arc<Model>,
     pub options: Options,

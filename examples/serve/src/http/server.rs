@@ -26,7 +26,7 @@ impl Server {
     /// Starts a server of a model at an address; port 0 takes one that is free.
     ///
     /// # Errors
-    /// What is wrong with the cache's configuration; an address that cannot be had.
+    /// A cache's configuration that is refused; an address that cannot be had.
     pub fn start(model: Arc<Model>, options: Options, address: SocketAddr) -> Result<Server, Box<dyn Error>> {
         let scheduler = scheduler::start(model.clone(), options.clone())?;
         let runtime = Builder::new_current_thread().enable_io().enable_time().build()?;

@@ -8,7 +8,7 @@ use std::fmt::Write;
 /// The page at `/`, which reads `/state`.
 pub const PAGE: &str = include_str!("page.html");
 
-/// What the page reads. Bytes, tokens, seconds.
+/// The numbers of the page: bytes, tokens, seconds.
 pub fn json(look: &Look) -> Value {
     let tiers = look
         .tiers

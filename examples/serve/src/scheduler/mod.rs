@@ -28,7 +28,7 @@ const CHECKPOINT: usize = 256;
 /// How old what [`Message::Look`] gives may be: looking takes time in proportion to the pages.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What comes over the channel.
+/// A message to the scheduler.
 pub enum Message {
     Job(Job),
     /// Asks where bytes are.
@@ -54,7 +54,7 @@ struct Scheduler {
 /// Starts the thread. It ends once all senders are gone.
 ///
 /// # Errors
-/// What is wrong with the cache's configuration; no thread from the system.
+/// A cache's configuration that is refused; no thread from the system.
 pub fn start(model: Arc<Model>, options: Options) -> Result<Sender<Message>, Box<dyn std::error::Error>> {
     let (sender, receiver) = channel();
     let cache = model.cache(&options)?;

@@ -7,7 +7,7 @@ use pikv_engine::common::sample::Sampler;
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
-/// What a handler asks for.
+/// A request as a handler gives it.
 pub struct Job {
     /// The prompt, one token at least.
     pub prompt: Vec<u32>,
@@ -22,7 +22,7 @@ pub struct Job {
     pub to: UnboundedSender<Event>,
 }
 
-/// What the scheduler says to a handler.
+/// A message of the scheduler to a handler.
 #[derive(Debug)]
 pub enum Event {
     /// The next piece of text, perhaps empty.
