@@ -170,7 +170,7 @@ impl Case {
                 sights: &sights,
                 ring: false,
                 softcap: self.softcap,
-                most: PACKED_ROWS,
+                most: lanes.rows().min(PACKED_ROWS),
                 q: &[],
                 rotation: None,
             },
