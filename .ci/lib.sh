@@ -40,20 +40,25 @@ apt() {
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
-# The bits of the CPU's decode from the CUDA back end over the stand-in, for so many tokens.
+# The bits of the CPU's decode from the CUDA back end over the stand-in: the profile that it was built with, and so many tokens.
 standin_decode() {
-  PIKV_LIBCUDA=$PWD/target/release/deps/libpikv_standin.so target/release/decode --tokens "$1" --backend cuda | tee target/written
-  diff target/written <(target/release/decode --tokens "$1" --backend cpu)
+  PIKV_LIBCUDA=$PWD/target/$1/deps/libpikv_standin.so target/$1/decode --tokens "$2" --backend cuda | tee target/written
+  diff target/written <(target/$1/decode --tokens "$2" --backend cpu)
 }
 
-# release BENCH..: examples with everything that is optional, the stand-in, the test of ranks that are processes, and these benches: one
-# set of features, so that nothing is built twice. (The lints check the other benches.)
+# A rank on each of three devices, after a prompt of so many bytes.
+standin_ranks() {
+  PIKV_LIBCUDA=$PWD/target/$1/deps/libpikv_standin.so PIKV_STANDIN_DEVICES=3 \
+    target/$1/distributed --backend cuda --prompt "$2" --tokens 2 --stream 0
+}
+
+# release BENCH..: examples, the stand-in and these benches, with one set of features, so that nothing is built twice.
 release() {
-  cargo build --release -p decode -p serve -p pikv-examples -p pikv-benches -p pikv-standin -p pikv-tests --lib --bins --test=mpi \
-    "${@/#/--bench=}" --features decode/cuda,pikv-examples/cuda,pikv-examples/mpi,pikv-tests/mpi
+  cargo build --release -p decode -p serve -p pikv-examples -p pikv-benches -p pikv-standin --lib --bins \
+    "${@/#/--bench=}" --features decode/cuda,pikv-examples/cuda
 }
 
-# built NAME ARGUMENT..: runs a bench or test that `release` built. (Cargo would build it again, with the features of its package alone.)
+# built NAME ARGUMENT..: runs a bench that `release` built. (Cargo would build it again, with the features of its package alone.)
 built() {
   local name=$1
   shift

@@ -32,7 +32,7 @@ enum World {
     Threads(u32),
     Devices(Vec<Backend>),
     #[cfg(feature = "mpi")]
-    Processes(pikv::fabric::mpi::Mpi),
+    Processes(pikv_mpi::Mpi),
 }
 
 impl World {
@@ -118,7 +118,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn world(ranks: u32) -> Result<World, Box<dyn Error>> {
     // What the launchers of MPICH and Open MPI tell their processes.
     let launched = ["PMI_RANK", "OMPI_COMM_WORLD_RANK"].iter().any(|name| std::env::var_os(name).is_some());
-    Ok(if launched { World::Processes(pikv::fabric::mpi::Mpi::init()?) } else { World::Threads(ranks) })
+    Ok(if launched { World::Processes(pikv_mpi::Mpi::init()?) } else { World::Threads(ranks) })
 }
 
 #[cfg(not(feature = "mpi"))]

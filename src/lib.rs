@@ -47,9 +47,10 @@
 //! | `cuda` | no | the CUDA back end; its build needs the variable `CUDA_LIBRARY_PATH`, see [CUDA](guide::cuda) |
 //! | `fit` | no | `codec::Fitter` and others: fit maps to a model's keys and values, and keep them in a file |
 //! | `plan` | no | `planner::flexgen`: place pages over tiers by a linear program |
-//! | `mpi` | no | `fabric::mpi`: ranks that are processes; its build needs an MPI and libclang |
 //! | `metrics` | no | `metrics::MetricsSink` for the crate `metrics` |
 //! | `tracing` | no | `metrics::TracingSink` for the crate `tracing`, and spans and events of each call (target `pikv`, level debug) |
+//!
+//! Ranks that are processes over MPI are a crate of their own, `pikv-mpi`, as its build needs an MPI and libclang.
 //!
 //! # Promises
 //!

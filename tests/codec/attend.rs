@@ -8,9 +8,9 @@ use pikv::lanes::Lanes;
 use pikv::shape::Pairs;
 use pikv::{Attend, Dtype, LayerShape, Rope};
 use pikv_core::attend::Form;
-use pikv_core::codec::pack::pack;
 use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
 use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_lanes::pack::{Channels, pack};
 use pikv_test::scaled;
 
 /// Feeds `total` tokens in steps of several lengths and checks every `some`-th row.
@@ -224,15 +224,14 @@ impl Kernel for Scores<'_> {
     }
 }
 
-struct Pack<'a>(&'a Packed, &'a [[f32; LANES]], &'a mut [u32]);
-
-impl Kernel for Pack<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let positions: Vec<u32> = (0..32).collect();
-        pack(w, self.0, &positions, self.1, &mut [[0.0; LANES]], bytemuck::cast_slice_mut(self.2));
-    }
+/// Packs 32 tokens; channels that are not given are 0.
+fn pack_page(lanes: Lanes, packed: &Packed, k: &[[f32; LANES]], v: &[[f32; LANES]], words: &mut [u32]) {
+    let positions: Vec<u32> = (0..32).collect();
+    let (mut k, mut v) = (k.to_vec(), v.to_vec());
+    k.resize(packed.k_dim as usize, [0.0; LANES]);
+    v.resize(packed.v_dim as usize, [0.0; LANES]);
+    let [k, v] = [&mut k, &mut v].map(|rows| Channels { rows, map: None });
+    pack(lanes, packed, &positions, k, v, words);
 }
 
 /// Integer codes, and the largest of each.
@@ -272,7 +271,7 @@ fn the_bound_of_integer_scores_is_honest() {
                 }
                 let shape = crate::oracle::Shape { k_dim: n, v_dim: 1, k: code, v: Code::F32 };
                 for lanes in Lanes::available() {
-                    lanes.run(Pack(&packed, &k, &mut words));
+                    pack_page(lanes, &packed, &k, &[], &mut words);
                     let got = lanes.run(Scores(&packed, &words, &rows));
                     let q = |c: usize| f64::from(rows[c / 32][c % 32]);
                     let scale = |c: usize| shape.k_scale(&words, 0, c).0;
@@ -325,17 +324,6 @@ impl Kernel for Weighed<'_> {
     }
 }
 
-struct PackValues<'a>(&'a Packed, &'a [[f32; LANES]], &'a mut [u32]);
-
-impl Kernel for PackValues<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let positions: Vec<u32> = (0..32).collect();
-        pack(w, self.0, &positions, &[[0.0; LANES]], &mut self.1.to_vec(), bytemuck::cast_slice_mut(self.2));
-    }
-}
-
 /// The same of the weights: below `32 top / 65278 max p max scale` for a page, and near it where 31 weights are half a step
 /// above an integer, under the largest code. Weights that are far below those of other pages lose no more than others.
 #[test]
@@ -373,7 +361,7 @@ fn the_bound_of_integer_weights_is_honest() {
                     let mut first: Option<Vec<f32>> = None;
                     for lanes in Lanes::available() {
                         let mut words = vec![0; packed.words() as usize];
-                        lanes.run(PackValues(&packed, &v, &mut words));
+                        pack_page(lanes, &packed, &[], &v, &mut words);
                         let got = lanes.run(Weighed(&packed, &words, &p));
                         let largest = p.iter().fold(0f64, |m, p| m.max(f64::from(*p)));
                         let mut worst = 0f64;

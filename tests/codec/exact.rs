@@ -13,31 +13,21 @@ use crate::oracle::{Shape, bits, blocked, fp8, half, integer, scaled, top};
 use pikv::codec::{Code, Packed};
 use pikv::lanes::Lanes;
 use pikv::{Dtype, Layout, Position};
-use pikv_core::codec::pack::{pack, unpack};
 use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_lanes::pack::{Channels, pack, unpack};
 use proptest::prelude::*;
 
 const WIDTHS: [usize; 15] = [1, 3, 4, 20, 32, 33, 64, 80, 96, 129, 130, 160, 200, 255, 256];
 
-struct Close<'a> {
-    layout: &'a Layout,
-    packed: &'a Packed,
-    page: &'a [u32],
-    fill: u32,
-}
-
-impl Kernel for Close<'_> {
-    type Out = Vec<u32>;
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) -> Vec<u32> {
-        let Close { layout, packed, page, fill } = self;
-        let mut k = vec![[f32::NAN; LANES]; layout.k_dim as usize];
-        let mut v = vec![[f32::NAN; LANES]; layout.v_dim as usize];
-        unpack(w, layout, bytemuck::cast_slice(page), fill, &mut k, &mut v);
-        let mut out = vec![u32::MAX; packed.words() as usize];
-        pack(w, packed, &page[..fill as usize], &k, &mut v, bytemuck::cast_slice_mut(&mut out));
-        out
-    }
+/// The words of a packed page of the first `fill` tokens of a full one.
+fn close(lanes: Lanes, layout: &Layout, packed: &Packed, page: &[u32], fill: u32) -> Vec<u32> {
+    let rows = |n: u32| vec![[f32::NAN; LANES]; n as usize];
+    let (mut k, mut v) = (rows(layout.k_dim), rows(layout.v_dim));
+    unpack(lanes, layout, page, fill, &mut k, &mut v);
+    let [k, v] = [&mut k, &mut v].map(|rows| Channels { rows, map: None });
+    let mut out = vec![u32::MAX; packed.words() as usize];
+    pack(lanes, packed, &page[..fill as usize], k, v, &mut out);
+    out
 }
 
 const KINDS: u64 = 11;
@@ -121,7 +111,7 @@ fn check(shape: Shape, kind: u64, salt: u64, fill: usize) -> Result<Vec<u32>, Te
     let want = shape.pack(&positions, &k, &v);
     let mut first: Option<Vec<u32>> = None;
     for lanes in Lanes::available() {
-        let got = lanes.run(Close { layout: &layout, packed: &packed, page: &page, fill: fill as u32 });
+        let got = close(lanes, &layout, &packed, &page, fill as u32);
         prop_assert_eq!(
             shape.clean(&got),
             shape.clean(&want),
@@ -306,7 +296,7 @@ fn all_codes_encode_to_themselves() {
             layout.write(&mut page, t as u32, Position(t as u32), &key, &value).unwrap();
         }
         for lanes in Lanes::available() {
-            let got = lanes.run(Close { layout: &layout, packed: &packed, page: &page, fill: 32 });
+            let got = close(lanes, &layout, &packed, &page, 32);
             for (c, page) in pages.iter().enumerate() {
                 assert_eq!((shape.k_scale(&got, 0, c), shape.v_scale(&got, c, 0)), ((1.0, 0.0), (1.0, 0.0)));
                 for (i, (b, _)) in page.iter().enumerate() {

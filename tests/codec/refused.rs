@@ -151,6 +151,9 @@ fn rules_that_name_nothing_are_refused() {
     };
     let rule = |layer, kv_head, kv_heads| ConfigError::CodecRule { layer, kv_head, layers: 2, kv_heads };
     assert_eq!(refused(base().compress_layer(2, int8())), rule(Some(2), None, 0));
+    assert_eq!(rule(Some(2), None, 0).to_string(), "a codec for layer 2; the cache has layers 0..2");
+    let head = "a codec for KV head 1 of layer 1, which has KV heads 0..1";
+    assert_eq!(rule(Some(1), Some(1), 1).to_string(), head);
     assert_eq!(refused(base().compress_head(1, 1, int8())), rule(Some(1), Some(1), 1));
     assert_eq!(refused(base().compress_head(usize::MAX, 0, int8())), rule(Some(usize::MAX), Some(0), 0));
     let mut every = base();

@@ -3,16 +3,18 @@
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;
-use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
+use pikv_core::attend::{BLOCK, Sight, filled};
 use pikv_core::dtype::Dtype;
-use pikv_core::full::{Full, PageRef, Query};
+use pikv_core::full::PageRef;
 use pikv_core::mass::ROW;
-use pikv_core::merge::{self, Partial};
+use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, Position};
 use pikv_core::rope::{Pairs, Rope, Rotation};
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::LANES;
 use pikv_interpreter::{Cause, Fault, Machine, Memory};
 use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
+use pikv_lanes::attend::{Block, Common, Finish, bundles};
+use pikv_lanes::merge::join;
 use pikv_test::numbers::Rng;
 use std::time::{Duration, Instant};
 
@@ -131,30 +133,47 @@ impl Case {
 
     /// Parts of all blocks, on the CPU.
     fn host(&self, lanes: Lanes) -> Vec<f32> {
-        let mut parts = vec![f32::NAN; self.len() * self.blocks.len()];
-        for (block, part) in parts.chunks_mut(self.len()).enumerate() {
-            match self.rows {
-                1 => lanes.run(Attend::<1> { case: self, block, part, raw: None }),
-                2 => lanes.run(Attend::<2> { case: self, block, part, raw: None }),
-                4 => lanes.run(Attend::<4> { case: self, block, part, raw: None }),
-                _ => lanes.run(Attend::<8> { case: self, block, part, raw: None }),
-            }
-        }
-        parts
+        (0..self.blocks.len()).flat_map(|block| self.attend(lanes, block, None)).collect()
     }
 
-    /// Weights of a block, `[rows][BLOCK]` rows of lanes, and its part, on the CPU.
-    fn weights(&self, block: usize) -> (Vec<[[f32; LANES]; BLOCK]>, Vec<f32>) {
+    /// Weights of a block, `[rows][pages]` rows of lanes, and its part, on the CPU.
+    fn weights(&self, block: usize) -> (Vec<[f32; LANES]>, Vec<f32>) {
+        let mut raw = vec![[f32::NAN; LANES]; self.rows * self.blocks[block].len()];
+        let part = self.attend(Lanes::detect(), block, Some(&mut raw));
+        (raw, part)
+    }
+
+    /// The part of a block, in bundles of as many rows as the lanes hold.
+    fn attend(&self, lanes: Lanes, block: usize, raw: Option<&mut [[f32; LANES]]>) -> Vec<f32> {
+        let pages: Vec<_> =
+            self.blocks[block].iter().map(|p| PageRef { words: &p.words, live: p.live }).collect();
+        let sights: Vec<_> =
+            self.sights[block * self.rows..][..self.rows].iter().map(|sight| (*sight, *sight)).collect();
+        let bundled: Vec<f32> = bundles(self.rows, lanes.rows())
+            .flat_map(|(row, width)| {
+                self.q.chunks_exact(self.rows).flat_map(move |q| &q[row..row + width]).copied()
+            })
+            .collect();
         let mut part = vec![f32::NAN; self.len()];
-        let mut weights = vec![[[f32::NAN; LANES]; BLOCK]; self.rows];
-        let (lanes, raw) = (Lanes::detect(), Some(&mut weights[..]));
-        match self.rows {
-            1 => lanes.run(Attend::<1> { case: self, block, part: &mut part, raw }),
-            2 => lanes.run(Attend::<2> { case: self, block, part: &mut part, raw }),
-            4 => lanes.run(Attend::<4> { case: self, block, part: &mut part, raw }),
-            _ => lanes.run(Attend::<8> { case: self, block, part: &mut part, raw }),
+        Block {
+            common: Common {
+                layout: &self.layout,
+                sights: &sights,
+                ring: false,
+                softcap: self.softcap,
+                most: lanes.rows(),
+                q: &bundled,
+                rotation: self.rope.map(|rope| Rotation { rope, table: &self.table, capacity: CAPACITY }),
+            },
+            pages: &pages,
+            next: [&[]; 2],
+            out: Partial::new(&mut part, self.rows, self.layout.acc_rows()),
+            first: 0,
+            raw,
+            tile: None,
         }
-        (weights, part)
+        .run(lanes);
+        part
     }
 
     /// Compares the weights that the PTX left at `raw` with the CPU's.
@@ -166,7 +185,7 @@ impl Case {
             let m: Vec<f32> = memory.read(at(self.rows * (ROW - 1)), self.rows).expect("written");
             for r in 0..self.rows {
                 assert_eq!(bits(m[r]), bits(part[width + r]), "m of row {r}, {self:?}");
-                for (i, want) in weights[r][..pages.len()].iter().enumerate() {
+                for (i, want) in weights[r * pages.len()..][..pages.len()].iter().enumerate() {
                     let got: Vec<f32> = memory.read(at((r * BLOCK + i) * LANES), LANES).expect("written");
                     let same = got.iter().zip(want).all(|(a, b)| bits(*a) == bits(*b));
                     assert!(same, "weights of row {r}, page {i}: {got:?}, {want:?}, {self:?}");
@@ -292,32 +311,6 @@ fn a_score_that_is_nan_reaches_the_end() {
     }
 }
 
-struct Attend<'a, const R: usize> {
-    case: &'a Case,
-    block: usize,
-    part: &'a mut [f32],
-    raw: Option<&'a mut [[[f32; LANES]; BLOCK]]>,
-}
-
-impl<const R: usize> Kernel for Attend<'_, R> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let Attend { case, block, part, raw } = self;
-        let pages: Vec<_> =
-            case.blocks[block].iter().map(|p| PageRef { words: &p.words, live: p.live }).collect();
-        let query = Query::<R> {
-            q: case.q.as_chunks().0,
-            k_dim: case.layout.k_dim as usize,
-            rotation: case.rope.map(|rope| Rotation { rope, table: &case.table, capacity: CAPACITY }),
-        };
-        let mut part = Partial::new(part, R, case.layout.acc_rows());
-        let looks = Looks { sight: case.sights[block * R..].as_chunks().0[0], softcap: case.softcap };
-        let mut form = Full { layout: &case.layout, pages: &pages, next: [&[]; 2], query };
-        attend_block(w, &mut form, &looks, &mut part, 0, raw);
-    }
-}
-
 /// The bits of `x`; those of a NaN are nobody's promise.
 fn bits(x: f32) -> u32 {
     if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
@@ -430,22 +423,6 @@ fn put_parts(machine: &mut Machine, parts: &[(Vec<f32>, Vec<bool>)], layout: &La
     address
 }
 
-struct Merge<'a> {
-    rows: usize,
-    layout: Layout,
-    left: &'a mut [f32],
-    right: &'a mut [f32],
-}
-
-impl Kernel for Merge<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let mut left = Partial::new(self.left, self.rows, self.layout.acc_rows());
-        merge::merge(w, &mut left, &Partial::new(self.right, self.rows, self.layout.acc_rows()));
-    }
-}
-
 #[test]
 fn merges_with_the_bits_of_the_cpu() {
     for file in FILES {
@@ -468,7 +445,9 @@ fn merges_with_the_bits_of_the_cpu() {
                 let mut host: Vec<_> = parts.iter().map(|p| p.0.clone()).collect();
                 for [left, right] in pairs.map(|p| p.map(|i| i as usize)) {
                     let mut source = host[right].clone();
-                    lanes.run(Merge { rows, layout, left: &mut host[left], right: &mut source });
+                    let [left, right] = [&mut host[left], &mut source]
+                        .map(|part| Partial::new(part, rows, layout.acc_rows()));
+                    join(lanes, left, right);
                 }
                 for (i, host) in host.iter().enumerate() {
                     let row = layout.acc_rows() as usize * LANES;
@@ -489,22 +468,6 @@ fn merges_with_the_bits_of_the_cpu() {
             machine.memory.free(address).unwrap();
             machine.memory.free(list).unwrap();
         }
-    }
-}
-
-struct Finish<'a> {
-    layout: Layout,
-    m: f32,
-    l: f32,
-    acc: &'a [[f32; LANES]],
-    out: &'a mut [f32],
-}
-
-impl Kernel for Finish<'_> {
-    type Out = f32;
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) -> f32 {
-        merge::finish(w, &self.layout, self.m, self.l, self.acc, self.out)
     }
 }
 
@@ -544,7 +507,8 @@ fn finishes_with_the_bits_of_the_cpu() {
                 let stride = layout.acc_rows() as usize;
                 let mut host = vec![f32::NAN; width];
                 let acc = &part.acc[r * stride..][..stride];
-                let host_lse = lanes.run(Finish { layout, m: part.m[r], l: part.l[r], acc, out: &mut host });
+                let host_lse =
+                    Finish { layout: &layout, m: part.m[r], l: part.l[r], acc, out: &mut host }.run(lanes);
                 let what = format!("{} lanes and {file}, row {r}, {layout:?}", lanes.name());
                 let ends = [host_lse, part.m[r], part.l[r]];
                 assert_eq!(ends.map(bits), device_ends[r].map(bits), "lse, m and l, {what}");

@@ -2,19 +2,21 @@
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;
-use pikv_core::attend::{BLOCK, Looks, Sight, attend_block, filled};
+use pikv_core::attend::{BLOCK, Sight, filled};
 use pikv_core::codec::code::{Code, Scale};
-use pikv_core::codec::factors::{FactorPages, FactorScratch};
-use pikv_core::codec::pack::{Turn, pack, pack_tables, turn, unpack};
+use pikv_core::codec::factors::FactorScratch;
+use pikv_core::codec::pack::{Turn, pack_tables};
 use pikv_core::codec::packed::{Packed, Side};
-use pikv_core::codec::read::{Folded, PackedPages, PackedRef, Scratch};
+use pikv_core::codec::read::{PackedRef, Scratch};
 use pikv_core::dtype::Dtype;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, Position};
-use pikv_core::warp::{Kernel, LANES, Warp};
+use pikv_core::warp::LANES;
 use pikv_interpreter::{Cause, Fault, Machine, Memory};
 use pikv_kernels::args::{CodecArg, LayoutArg, MapArg, PackArg, PackedArg, RopeArg, SightArg, TaskArg};
+use pikv_lanes::attend::{Common, PACKED_ROWS, PackedBlock};
+use pikv_lanes::pack::{Channels, pack, unpack};
 use pikv_test::numbers::Rng;
 
 const DIMS: [u32; 11] = [1, 3, 20, 32, 33, 64, 80, 96, 128, 129, 256];
@@ -34,21 +36,11 @@ struct Page {
     by: u32,
 }
 
-struct Pack<'a> {
-    packed: &'a Packed,
-    positions: &'a [u32],
-    k: &'a [[f32; LANES]],
-    v: &'a [[f32; LANES]],
-    page: &'a mut [u32],
-}
-
-impl Kernel for Pack<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let mut v = self.v.to_vec();
-        pack(w, self.packed, self.positions, self.k, &mut v, bytemuck::cast_slice_mut(self.page));
-    }
+/// Packs channels as they are, on the portable lanes.
+fn pack_page(packed: &Packed, positions: &[u32], k: &[[f32; LANES]], v: &[[f32; LANES]], page: &mut [u32]) {
+    let (mut k, mut v) = (k.to_vec(), v.to_vec());
+    let [k, v] = [&mut k, &mut v].map(|rows| Channels { rows, map: None });
+    pack(Lanes::Portable, packed, positions, k, v, page);
 }
 
 /// A page of ascending positions from `start` on, with gaps; of constant groups, wide and narrow ones.
@@ -74,7 +66,7 @@ fn page(rng: &mut Rng, packed: &Packed, start: u32) -> Page {
         row[fill as usize..].fill(last);
     }
     let mut words = vec![0; packed.words() as usize];
-    Lanes::Portable.run(Pack { packed, positions: &positions, k: &k, v: &v, page: &mut words });
+    pack_page(packed, &positions, &k, &v, &mut words);
     if packed.factored() {
         let mut table = |side: Side, stored: u32, dim: u32| {
             let rows = match side {
@@ -161,14 +153,39 @@ impl Case {
         Partial::len(self.rows, self.packed.acc_rows())
     }
 
-    /// The partial result of a block and its weights, `[rows][BLOCK]` rows of lanes, on the CPU.
-    fn host(&self, lanes: Lanes, block: usize) -> (Vec<f32>, Vec<[[f32; LANES]; BLOCK]>) {
+    /// The partial result of a block and its weights, `[rows][pages]` rows of lanes, on the CPU.
+    fn host(&self, lanes: Lanes, block: usize) -> (Vec<f32>, Vec<[f32; LANES]>) {
+        let pages = Vec::from_iter(self.blocks[block].iter().map(|page| {
+            let Page { words, live, last, by } = page;
+            PackedRef { words, live: *live, last: *last, by: *by }
+        }));
+        let rows = block * self.rows..(block + 1) * self.rows;
+        let sights = Vec::from_iter(self.sights[rows.clone()].iter().map(|sight| (*sight, *sight)));
         let mut part = vec![f32::NAN; self.len()];
-        let mut raw = vec![[[f32::NAN; LANES]; BLOCK]; self.rows];
-        match self.rows {
-            1 => lanes.run(Attend::<1> { case: self, block, part: &mut part, raw: &mut raw }),
-            _ => lanes.run(Attend::<4> { case: self, block, part: &mut part, raw: &mut raw }),
+        let mut raw = vec![[f32::NAN; LANES]; self.rows * pages.len()];
+        PackedBlock {
+            common: Common {
+                // Keys come rotated: the layout of full pages is not read.
+                layout: &Layout::new(1, Dtype::F32),
+                sights: &sights,
+                ring: false,
+                softcap: self.softcap,
+                most: lanes.rows().min(PACKED_ROWS),
+                q: &[],
+                rotation: None,
+            },
+            packed: &self.packed,
+            back: None,
+            pages: &pages,
+            next: &[],
+            folded: &self.q[block],
+            start: &self.start[rows],
+            rebuilt: &mut [],
+            out: Partial::new(&mut part, self.rows, self.packed.acc_rows()),
+            first: 0,
+            raw: Some(&mut raw),
         }
+        .run(lanes);
         (part, raw)
     }
 
@@ -283,12 +300,10 @@ impl Case {
                     ));
                 }
             }
-            for row in raw.iter().filter(|_| self.weights) {
-                for want in &row[..self.blocks[block].len()] {
-                    let got = weights.next().expect("as many");
-                    if want.map(bits) != *got.iter().map(|x| bits(*x)).collect::<Vec<_>>() {
-                        return Err(format!("weights of block {block}: {got:?} and {want:?}"));
-                    }
+            for want in raw.iter().filter(|_| self.weights) {
+                let got = weights.next().expect("as many");
+                if want.map(bits) != *got.iter().map(|x| bits(*x)).collect::<Vec<_>>() {
+                    return Err(format!("weights of block {block}: {got:?} and {want:?}"));
                 }
             }
         }
@@ -299,39 +314,6 @@ impl Case {
 /// The bits of `x`; those of a NaN are nobody's promise.
 fn bits(x: f32) -> u32 {
     if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
-}
-
-struct Attend<'a, const R: usize> {
-    case: &'a Case,
-    block: usize,
-    part: &'a mut [f32],
-    raw: &'a mut [[[f32; LANES]; BLOCK]],
-}
-
-impl<const R: usize> Kernel for Attend<'_, R> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let Attend { case, block, part, raw } = self;
-        let pages = Vec::from_iter(case.blocks[block].iter().map(|p| PackedRef {
-            words: &p.words,
-            live: p.live,
-            last: p.last,
-            by: p.by,
-        }));
-        let start = case.start.as_chunks().0[block];
-        let folded = Folded::<R> { rows: &case.q[block], start, whole: None };
-        let looks = Looks { sight: case.sights.as_chunks().0[block], softcap: case.softcap };
-        let mut part = Partial::new(part, R, case.packed.acc_rows());
-        if case.packed.factored() {
-            let mut scratch = FactorScratch::default();
-            let mut form = FactorPages::new(&case.packed, &pages, &[], folded, &mut scratch, &mut []);
-            return attend_block(w, &mut form, &looks, &mut part, 0, Some(raw));
-        }
-        let mut scratch = Scratch::default();
-        let mut form = PackedPages::new(&case.packed, &pages, &[], folded, &mut scratch, &mut []);
-        attend_block(w, &mut form, &looks, &mut part, 0, Some(raw));
-    }
 }
 
 fn attends(file: &str) {
@@ -439,15 +421,7 @@ fn packs(file: &str) {
         machine.launch("pack_pages", 1, 32, args).unwrap_or_else(|e| panic!("{e}, {what}"));
         let got: Vec<u32> = machine.memory.read(to, packed.words() as usize).expect("all was written");
         for lanes in Lanes::available() {
-            let mut want = vec![0; packed.words() as usize];
-            lanes.run(Close {
-                layout: &layout,
-                packed: &packed,
-                maps: &maps,
-                page: &page,
-                fill,
-                out: &mut want,
-            });
+            let want = close(lanes, &layout, &packed, &maps, &page, fill);
             assert!(got == want, "{} lanes, {what}", lanes.name());
         }
         let put = arguments.iter().flat_map(|(_, put)| put.iter().copied());
@@ -516,32 +490,25 @@ impl Form {
     }
 }
 
-struct Close<'a> {
-    layout: &'a Layout,
-    packed: &'a Packed,
-    maps: &'a [Form; 2],
-    page: &'a [u32],
+/// The words of a packed page of the first `fill` tokens of a full one.
+fn close(
+    lanes: Lanes,
+    layout: &Layout,
+    packed: &Packed,
+    maps: &[Form; 2],
+    page: &[u32],
     fill: u32,
-    out: &'a mut [u32],
-}
-
-impl Kernel for Close<'_> {
-    type Out = ();
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) {
-        let Close { layout, packed, maps, page, fill, out } = self;
-        let rows = |n: u32| vec![[0.0; LANES]; n as usize];
-        let (mut k, mut v) = (rows(layout.k_dim), rows(layout.v_dim));
-        unpack(w, layout, bytemuck::cast_slice(page), fill, &mut k, &mut v);
-        for (map, x, narrow) in [(&maps[0], &mut k, packed.k_dim), (&maps[1], &mut v, packed.v_dim)] {
-            if let Some(form) = map.turn(x.len()) {
-                let mut out = rows(narrow);
-                turn(w, &form, x, &mut out);
-                *x = out;
-            }
-        }
-        pack(w, packed, &page[..fill as usize], &k, &mut v, bytemuck::cast_slice_mut(out));
-    }
+) -> Vec<u32> {
+    let rows = |n: u32| vec![[0.0; LANES]; n as usize];
+    let (mut k, mut v) = (rows(layout.k_dim), rows(layout.v_dim));
+    unpack(lanes, layout, page, fill, &mut k, &mut v);
+    let (mut narrow_k, mut narrow_v) = (rows(packed.k_dim), rows(packed.v_dim));
+    let k_map = maps[0].turn(k.len()).map(|form| (form, &mut narrow_k[..]));
+    let v_map = maps[1].turn(v.len()).map(|form| (form, &mut narrow_v[..]));
+    let (k, v) = (Channels { rows: &mut k, map: k_map }, Channels { rows: &mut v, map: v_map });
+    let mut out = vec![0; packed.words() as usize];
+    pack(lanes, packed, &page[..fill as usize], k, v, &mut out);
+    out
 }
 
 #[test]
@@ -570,13 +537,7 @@ fn integer_products_at_their_ends() {
                 .collect();
             let positions: Vec<u32> = (0..32).collect();
             let mut words = vec![0; packed.words() as usize];
-            Lanes::Portable.run(Pack {
-                packed: &packed,
-                positions: &positions,
-                k: &x,
-                v: &x,
-                page: &mut words,
-            });
+            pack_page(&packed, &positions, &x, &x, &mut words);
             case.blocks = vec![vec![Page { words, live: u32::MAX, last: 31, by: 31 }]];
             case.q = vec![vec![[sign / 1024.0; LANES]; rows * 8]];
             case.start = vec![0.0; rows];

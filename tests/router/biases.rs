@@ -120,9 +120,14 @@ fn an_undecided_gate_fetches_more() {
     let shape = Shape::new(8, 2);
     let mut plain = EntropyPenalised::default().router(shape).unwrap();
     let mut more = EntropyPenalised::default().more(2).router(shape).unwrap();
-    // Sure, in between, undecided: entropies of 0.02, 0.50 and 1 of that of a uniform gate.
-    let rows =
-        [[9.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0], [3.0, 2.5, 0.9, 0.8, -2.0, -2.0, -2.0, -2.0], [0.0; 8]];
+    // Sure, in between, nearly undecided, undecided: entropies of 0.02, 0.50, 0.93 and 1 of that of a uniform gate. The last third of
+    // entropies fetches two more.
+    let rows = [
+        [9.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
+        [3.0, 2.5, 0.9, 0.8, -2.0, -2.0, -2.0, -2.0],
+        [1.5, 1.2, 0.9, 0.6, 0.0, 0.0, 0.0, 0.0],
+        [0.0; 8],
+    ];
     let (mut a, mut b) = (Routes::default(), Routes::default());
     for row in rows {
         plain.route(Position(0), &row, &mut a).unwrap();
@@ -130,9 +135,9 @@ fn an_undecided_gate_fetches_more() {
     }
     assert_eq!((a.filing(), a.model(), a.fetch()), (b.filing(), b.model(), b.fetch()));
     let fetched =
-        |routes: &Routes| (0..4).map(|row| routes.fetched(row).collect()).collect::<Vec<Vec<u16>>>();
-    assert_eq!(fetched(&a), [vec![0, 1], vec![0, 1], vec![0, 1], vec![]]);
-    assert_eq!(fetched(&b), [vec![0, 1], vec![0, 1, 2], vec![0, 1, 2, 3], vec![]]);
+        |routes: &Routes| (0..5).map(|row| routes.fetched(row).collect()).collect::<Vec<Vec<u16>>>();
+    assert_eq!(fetched(&a), [vec![0, 1], vec![0, 1], vec![0, 1], vec![0, 1], vec![]]);
+    assert_eq!(fetched(&b), [vec![0, 1], vec![0, 1, 2], vec![0, 1, 2, 3], vec![0, 1, 2, 3], vec![]]);
     b.clear();
     assert_eq!(b.fetched(0).count(), 0);
     // There are no more experts than there are.

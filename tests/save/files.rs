@@ -32,9 +32,11 @@ fn sequence(cache: &Cache, tokens: u32, x: f32) -> Sequence {
 /// Which sequence is at `path`: by its note, and by the bytes that it is saved as.
 fn read(cache: &Cache, path: &Path) -> Option<u8> {
     let restored = match cache.restore_file(path) {
-        Err(Error::Save(SaveError::Io {
-            operation: SaveOperation::File, kind: ErrorKind::NotFound, ..
-        })) => return None,
+        Err(Error::Save(SaveError::File {
+            operation: SaveOperation::Open,
+            kind: ErrorKind::NotFound,
+            path: named,
+        })) if Path::new(&named) == path => return None,
         restored => restored.unwrap(),
     };
     assert_eq!(restored.bytes, fs::metadata(path).unwrap().len());
@@ -65,7 +67,7 @@ fn a_file_is_private_and_takes_the_place_of_another() {
     for path in [dir.0.join("none").join("chat"), PathBuf::from("/"), dir.0.clone()] {
         let error = sequence(&cache, 9, 0.5).save_file(&[3], &path).unwrap_err();
         assert!(
-            matches!(error, Error::Save(SaveError::Io { operation: SaveOperation::File, .. })),
+            matches!(error, Error::Save(SaveError::File { operation: SaveOperation::Write, .. })),
             "{error}"
         );
     }

@@ -48,7 +48,7 @@ impl Sequence {
         if self.stepping {
             return self.repaired().fork_at(len);
         }
-        let oldest = self.len - self.rollback_limit();
+        let oldest = if self.cuts_anywhere() { 0 } else { self.len - self.rollback_limit() };
         let why = match self.uncut(len) {
             None if len <= self.len => return self.cut(len),
             Some(_) if (oldest..=self.len).contains(&len) => {
@@ -57,7 +57,7 @@ impl Sequence {
                 return Ok(fork);
             }
             Some(why) if len <= self.len => why,
-            _ => "there are no more tokens",
+            _ => "it has no more tokens",
         };
         let before = self.checkpoints.partition_point(|kept| kept.len <= len);
         match before.checked_sub(1).filter(|_| len <= self.len) {

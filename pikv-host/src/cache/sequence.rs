@@ -177,8 +177,9 @@ impl Sequence {
 
     /// The pages of a layer's KV head that are held, in whatever tier: sinks, experts, ring, each in order.
     ///
-    /// The first pages of the ring also list tokens that left it and are kept for rollback: those below
-    /// `next_position - in_ring`, which attention reads from the pool (or not at all, if they were evicted there).
+    /// The first pages of the ring also list tokens that left it, until their page is free: those below
+    /// `next_position - in_ring`, which attention reads from the pool (or not at all, if they were evicted there). So the positions of
+    /// all pages are more than [`Sequence::resident`] tokens.
     ///
     /// # Errors
     /// No such layer or KV head.

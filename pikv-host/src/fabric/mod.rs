@@ -7,8 +7,8 @@
 //! enter the same tree at their places, so that results have the bits of one process. Tokens of a page that still fills up are sent
 //! once the block has full pages, so that a block is read in one place.
 //!
-//! Forms: [`InProcess`], a thread for each shard with its pages in the host's memory or on a CUDA device ([`InProcess::on`]), and `mpi`
-//! (feature `mpi`), a process each. [`Fabric`] is the trait to add one.
+//! Forms: [`InProcess`], a thread for each shard with its pages in the host's memory or on a CUDA device ([`InProcess::on`]), and the
+//! crate `pikv-mpi`, a process each. [`Fabric`] is the trait to add one.
 //!
 //! What a rank that fails does to the others is in [`FabricError`]: every wait ends after [`Options::timeout`] without an answer.
 
@@ -17,8 +17,6 @@ mod attend;
 mod file;
 mod front;
 mod link;
-#[cfg(feature = "mpi")]
-pub mod mpi;
 #[cfg(feature = "cuda")]
 mod node_cuda;
 mod rebalance;

@@ -95,6 +95,12 @@ impl Store {
         Reader::new(message).header().is_some_and(|header| header.kind == kind::BYE)
     }
 
+    /// Whether a message that [asks the rank to end](Store::is_last) says that another rank was lost: a transport that ends by waiting
+    /// for all ranks would then wait for ever.
+    pub fn lost(message: &[u32]) -> bool {
+        Store::is_last(message) && message.get(HEADER).is_some_and(|lost| *lost != 0)
+    }
+
     /// Checks that the pages are those that the arena counts.
     ///
     /// # Errors

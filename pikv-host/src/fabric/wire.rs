@@ -168,12 +168,6 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Whether a farewell says that a rank was lost.
-#[cfg(feature = "mpi")]
-pub fn lost(message: &[u32]) -> bool {
-    message.get(HEADER).is_some_and(|lost| *lost != 0)
-}
-
 /// Words that a token of a page takes on the wire: its position, key and value.
 pub fn token_words(layout: &Layout) -> usize {
     1 + (layout.k_rows() + layout.v_stride()) as usize

@@ -43,14 +43,17 @@ impl Budget {
     pub const ALL: u32 = u32::MAX;
 
     pub(crate) fn check(&self, layer: usize, kv_heads: u32) -> Result<(), ConfigError> {
-        let bad = |why| Err(ConfigError::TokenBudget { layer, why });
+        let bad = |why: String| Err(ConfigError::TokenBudget { layer, why });
         match self {
-            Budget::Layers(layers) if layers.len() <= layer => bad("the list has no number for the layer"),
+            Budget::Layers(layers) if layers.len() <= layer => {
+                bad(format!("Budget::Layers has {} numbers, and none for this layer", layers.len()))
+            }
             Budget::Heads(heads) if heads.get(layer).is_none_or(|l| l.len() != kv_heads as usize) => {
-                bad("the list needs a number for each KV head of the layer")
+                let numbers = heads.get(layer).map_or(0, Vec::len);
+                bad(format!("Budget::Heads has {numbers} numbers for it; it has {kv_heads} KV heads"))
             }
             Budget::Share(share) if !(*share > 0.0 && *share <= 1.0) => {
-                bad("a share must be above 0 and at most 1")
+                bad(format!("Budget::Share({share}): it must be above 0 and at most 1"))
             }
             _ => Ok(()),
         }

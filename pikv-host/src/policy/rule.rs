@@ -46,18 +46,19 @@ impl Rule {
         rollback: u32,
     ) -> Result<Rule, ConfigError> {
         eviction.budget.check(layer, shape.kv_heads)?;
+        let refuse = |why: String| ConfigError::TokenBudget { layer, why };
         if eviction.batch == Some(0) {
-            return Err(ConfigError::TokenBudget { layer, why: "a batch must be at least 1" });
+            return Err(refuse("Eviction::batch(0): it must be at least 1".to_owned()));
         }
-        if eviction.adaptive.is_some_and(|floor| !(0.0..=1.0).contains(&floor)) {
-            return Err(ConfigError::TokenBudget {
-                layer,
-                why: "the floor of a head's share must be in 0..=1",
-            });
+        if let Some(floor) = eviction.adaptive.filter(|floor| !(0.0..=1.0).contains(floor)) {
+            return Err(refuse(format!(
+                "Eviction::adaptive({floor}): the floor of a head's share must be in 0..=1"
+            )));
         }
         if eviction.adaptive.is_some() && eviction.by_page {
-            let why = "heads can share budgets by tokens, not by whole pages";
-            return Err(ConfigError::TokenBudget { layer, why });
+            let why =
+                "Eviction::adaptive with by_page: heads can share budgets by tokens, not by whole pages";
+            return Err(refuse(why.to_owned()));
         }
         let policy = &eviction.policy;
         let (words, k_dim) = (policy.words(), shape.layout.k_dim as usize);
@@ -69,9 +70,10 @@ impl Rule {
         let versions = rollback as usize + 1;
         let of_page = words.checked_mul(LANES).and_then(|words| words.checked_add(head_words));
         if of_page.and_then(|words| words.checked_mul(4 * versions)).is_none_or(|bytes| bytes > MOST_KEPT) {
-            let why = "what the policy keeps of a page and of a head, times the tokens that can be rolled back and one, must be at \
-                       most 1 GiB";
-            return Err(ConfigError::TokenBudget { layer, why });
+            return Err(refuse(format!(
+                "its policy keeps {words} words a token and {head_words} a head, for each of {versions} lengths that can be gone back to; \
+                 a page's and a head's must be at most 1 GiB"
+            )));
         }
         Ok(Rule {
             layer,

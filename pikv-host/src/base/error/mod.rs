@@ -156,9 +156,7 @@ pub enum ConfigError {
         dim: u32,
     },
     /// A codec for a layer or KV head that does not exist.
-    #[error(
-        "a codec for layer {layer:?}, KV head {kv_head:?}; there are {layers} layers, and {kv_heads} KV heads at least"
-    )]
+    #[error("{}", no_place("a codec", *layer, *kv_head, *layers, *kv_heads))]
     CodecRule {
         /// The layer as given.
         layer: Option<usize>,
@@ -195,13 +193,13 @@ pub enum ConfigError {
         /// What would do.
         instead: &'static str,
     },
-    /// Invalid token budget of an eviction policy.
-    #[error("layer {layer}: the budget of its policy: {why}")]
+    /// A budget or an option of an eviction rule that cannot act.
+    #[error("layer {layer}: its eviction rule: {why}")]
     TokenBudget {
         /// The layer.
         layer: usize,
-        /// What is wrong.
-        why: &'static str,
+        /// What is wrong, with the value that was given.
+        why: String,
     },
     /// Hits of no pages, or of no rows.
     #[error("hits: {pages} wanted pages at every {every} positions; both must be at least 1")]
@@ -257,6 +255,37 @@ fn largest(dtype: &str) -> f32 {
     Dtype::ALL.into_iter().find(|of| of.name() == dtype).map_or(f32::MAX, Dtype::largest)
 }
 
+/// That a rule names a layer or a KV head that is not there.
+fn no_place(
+    what: &str,
+    layer: Option<usize>,
+    kv_head: Option<usize>,
+    layers: usize,
+    kv_heads: u32,
+) -> String {
+    match (layer, kv_head) {
+        (Some(layer), _) if layer >= layers => {
+            format!("{what} for layer {layer}; the cache has layers 0..{layers}")
+        }
+        (Some(layer), Some(head)) => {
+            format!("{what} for KV head {head} of layer {layer}, which has KV heads 0..{kv_heads}")
+        }
+        (_, Some(head)) => {
+            format!("{what} for KV head {head} of all layers, of which one has KV heads 0..{kv_heads}")
+        }
+        (_, None) => format!("{what} in a cache of {layers} layers"),
+    }
+}
+
+/// The lengths at which a sequence can be forked.
+fn forks(oldest: u32, len: u32, checkpoints: &[u32]) -> String {
+    let mut text = format!("lengths that would do: {oldest} to {len}");
+    if !checkpoints.is_empty() {
+        text += &format!(", and those of checkpoints: {checkpoints:?}");
+    }
+    text
+}
+
 /// Why a call was refused. Whatever the cause, the cache and every sequence are as they were before the call, or, inside a
 /// step, as they are once the step is dropped.
 ///
@@ -284,13 +313,13 @@ pub enum Error {
     /// The configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The step would pass the budget.
+    /// The step, or what is restored, would pass the budget.
     #[error(
-        "out of budget: the step needs up to {needed} bytes of pages, {available} are left; begin with fewer tokens, drop or evict \
+        "out of budget: up to {needed} bytes of pages are needed, {available} are left; begin with fewer tokens, drop or evict \
          sequences, or raise the budget"
     )]
     OutOfBudget {
-        /// The most bytes that the step can take.
+        /// The most bytes that it can take.
         needed: u64,
         /// Bytes left.
         available: u64,
@@ -617,7 +646,9 @@ pub enum Error {
         expert: u16,
     },
     /// Taking back more than is kept.
-    #[error("rollback of {asked} tokens: at most {limit} can be taken back now")]
+    #[error(
+        "rollback of {asked} tokens: at most {limit} can be taken back now; CacheConfig::rollback sets how many are kept"
+    )]
     RollbackTooFar {
         /// As given.
         asked: u32,
@@ -625,9 +656,7 @@ pub enum Error {
         limit: u32,
     },
     /// A fork at an earlier length that cannot be had to the bit.
-    #[error(
-        "a fork at {asked} of {len} tokens: {why}; lengths that would do: {oldest} to {len}, and those of checkpoints: {checkpoints:?}"
-    )]
+    #[error("a fork at {asked} of {len} tokens: {why}; {}", forks(*oldest, *len, checkpoints))]
     Cut {
         /// As given.
         asked: u32,

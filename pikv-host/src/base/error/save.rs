@@ -11,8 +11,8 @@ pub enum SaveOperation {
     Write,
     /// Reading it.
     Read,
-    /// Making its file, syncing it, or putting it in the place of an older one.
-    File,
+    /// Opening its file.
+    Open,
 }
 
 impl fmt::Display for SaveOperation {
@@ -20,7 +20,7 @@ impl fmt::Display for SaveOperation {
         f.write_str(match self {
             SaveOperation::Write => "writing",
             SaveOperation::Read => "reading",
-            SaveOperation::File => "making the file of",
+            SaveOperation::Open => "opening",
         })
     }
 }
@@ -37,6 +37,16 @@ pub enum SaveError {
         operation: SaveOperation,
         /// Bytes that were read or written before.
         at: u64,
+        /// What the system says.
+        kind: io::ErrorKind,
+    },
+    /// The file of a saved sequence: one that could not be opened, or made, synced and put in the place of an older one.
+    #[error("{operation} {path}: {kind}")]
+    File {
+        /// What was done.
+        operation: SaveOperation,
+        /// The file, as it was named.
+        path: String,
         /// What the system says.
         kind: io::ErrorKind,
     },
@@ -60,7 +70,8 @@ pub enum SaveError {
     },
     /// Another configuration.
     #[error(
-        "{part}: not those of the sequence that was saved; restore it in a cache of the same configuration"
+        "{part}: this cache's differ from those of the sequence that was saved; restore it in a cache of the same configuration \
+         (a saved sequence has a sum of its configuration only; Sequence::save takes a note that can say more)"
     )]
     Configuration {
         /// What differs: of what the configuration says.

@@ -12,13 +12,21 @@ use std::path::Path;
 /// Bytes that are read or written at a time, beside pages that are larger.
 const BUFFER: usize = 1 << 18;
 
-/// What a file is made or opened by failed.
-struct Failed(Error);
+/// What making a file failed by.
+enum Failed {
+    File(io::ErrorKind),
+    Save(Error),
+}
 
 impl From<io::Error> for Failed {
     fn from(error: io::Error) -> Failed {
-        Failed(SaveError::Io { operation: SaveOperation::File, at: 0, kind: error.kind() }.into())
+        Failed::File(error.kind())
     }
+}
+
+/// That a file cannot be opened or made.
+fn refused(operation: SaveOperation, path: &Path, kind: io::ErrorKind) -> Error {
+    SaveError::File { operation, path: path.display().to_string(), kind }.into()
 }
 
 impl Sequence {
@@ -40,15 +48,19 @@ impl Sequence {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Sequence::save`]; [`SaveError::Io`] with what the file system says, or
+    /// Those of [`Sequence::save`]; [`SaveError::File`] with what the file system says; [`SaveError::Io`] of kind
     /// [`FileTooLarge`](io::ErrorKind::FileTooLarge) where the file would pass the size that the process may give one (`RLIMIT_FSIZE`). What is at
     /// `path` stays, unless it is the directory that could not be synced.
-    pub fn save_file(&self, note: &[u8], path: &Path) -> Result<u64, Error> {
+    pub fn save_file(&self, note: &[u8], path: impl AsRef<Path>) -> Result<u64, Error> {
+        let path = path.as_ref();
         let write = |file: &mut Private| {
             let mut buffered = BufWriter::with_capacity(BUFFER, file);
-            self.save(note, &mut buffered).map_err(Failed)
+            self.save(note, &mut buffered).map_err(Failed::Save)
         };
-        files::replace(path, Readers::Owner, write).map_err(|Failed(error)| error)
+        files::replace(path, Readers::Owner, write).map_err(|failed| match failed {
+            Failed::File(kind) => refused(SaveOperation::Write, path, kind),
+            Failed::Save(error) => error,
+        })
     }
 }
 
@@ -56,14 +68,12 @@ impl Cache {
     /// [`Cache::restore`] from a file, which holds one saved sequence and nothing behind it.
     ///
     /// # Errors
-    /// Those of [`Cache::restore`]; [`SaveError::Io`] for a file that is not there, [`SaveError::TooLong`].
-    pub fn restore_file(&self, path: &Path) -> Result<Restored, Error> {
-        let open = || -> Result<(File, u64), Failed> {
-            let file = File::open(path)?;
-            let bytes = file.metadata()?.len();
-            Ok((file, bytes))
-        };
-        let (file, all) = open().map_err(|Failed(error)| error)?;
+    /// Those of [`Cache::restore`]; [`SaveError::File`] for a file that is not there, [`SaveError::TooLong`].
+    pub fn restore_file(&self, path: impl AsRef<Path>) -> Result<Restored, Error> {
+        let path = path.as_ref();
+        let failed = |error: io::Error| refused(SaveOperation::Open, path, error.kind());
+        let file = File::open(path).map_err(failed)?;
+        let all = file.metadata().map_err(failed)?.len();
         let restored = self.restore(&mut BufReader::with_capacity(BUFFER, file))?;
         if all > restored.bytes {
             return Err(SaveError::TooLong { bytes: restored.bytes, file: all }.into());

@@ -1,4 +1,4 @@
-//! Ranks that are processes, over MPI: the `mpi` crate, over MPICH or Open MPI. Needs the feature `mpi`.
+//! Ranks of [pikv](pikv::fabric) that are processes, over MPI: the `mpi` crate, over MPICH or Open MPI.
 //!
 //! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the
 //! others do; they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over
@@ -9,13 +9,31 @@
 //! ends (with `-disable-auto-cleanup` too), unless it does not see it: let it start a shell that starts the rank and stays. Its
 //! UCX aborts whoever shares memory with the dead by system calls: `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine.
 //! `tests/mpi.rs` does both. After a loss nobody calls `MPI_Finalize`, which would wait for the dead.
+//!
+//! ```no_run
+//! use pikv::fabric::Options;
+//! use pikv::shard::ShardMap;
+//! use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+//! use pikv_mpi::Mpi;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let mpi = Mpi::init()?;
+//! let layer = LayerShape::new(2, 8, 64, Dtype::Bf16);
+//! let config = CacheConfig::new(vec![layer; 4], 256 << 20).experts(8, 2).shards(ShardMap::sum(mpi.ranks())?);
+//! if mpi.rank() > 0 {
+//!     mpi.serve(&config, 1 << 30, Options::default().timeout)?; // until the front is gone
+//!     return Ok(());
+//! }
+//! let cache = Cache::over(config.clone(), mpi.front(&config, 1 << 30)?, Options::default())?;
+//! # let _ = cache;
+//! # Ok(())
+//! # }
+//! ```
 
-use super::{Fabric, Store, wire};
-use crate::base::error::Error;
-use crate::base::error::FabricError;
-use crate::config::CacheConfig;
-use ::mpi::environment::Universe;
-use ::mpi::ffi;
+use mpi::environment::Universe;
+use mpi::ffi;
+use pikv::fabric::{Fabric, FabricError, Store};
+use pikv::{CacheConfig, Error};
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::fmt;
@@ -63,9 +81,9 @@ impl Mpi {
     /// [`FabricError::Transport`] if it was initialised before, or does not take calls from several threads in turn.
     pub fn init() -> Result<Mpi, FabricError> {
         let failed = |what: &str| FabricError::Transport(what.to_owned());
-        let (universe, threading) = ::mpi::initialize_with_threading(::mpi::Threading::Serialized)
+        let (universe, threading) = mpi::initialize_with_threading(mpi::Threading::Serialized)
             .ok_or_else(|| failed("MPI was initialised before"))?;
-        if threading < ::mpi::Threading::Serialized {
+        if threading < mpi::Threading::Serialized {
             return Err(failed("this MPI takes calls from one thread only"));
         }
         let (mut rank, mut ranks) = (0, 0);
@@ -95,7 +113,7 @@ impl Mpi {
         self.world.ranks
     }
 
-    /// The fabric of a front, for [`Cache::over`](crate::Cache::over). It is a rank too, with at most `budget` bytes of pages
+    /// The fabric of a front, for [`Cache::over`](pikv::Cache::over). It is a rank too, with at most `budget` bytes of pages
     /// besides the cache's own.
     ///
     /// # Errors
@@ -110,7 +128,7 @@ impl Mpi {
     }
 
     /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it is dropped; then gives the
-    /// store back, for [`Store::check`]. `timeout` is that of the front's [`Options`](super::Options), which lets every rank
+    /// store back, for [`Store::check`]. `timeout` is that of the front's [`Options`](pikv::fabric::Options), which lets every rank
     /// hear of it four times as often.
     ///
     /// # Errors
@@ -126,7 +144,7 @@ impl Mpi {
                 return Err(FabricError::Lost { rank: 0, waited: patience }.into());
             };
             if Store::is_last(&message) {
-                if wire::lost(&message) {
+                if Store::lost(&message) {
                     self.world.broken.store(true, Ordering::Relaxed);
                 }
                 return Ok(store);

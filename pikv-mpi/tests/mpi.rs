@@ -1,16 +1,16 @@
 //! Ranks that are processes, through `mpiexec`: the bits of one process, and what the others do when one is killed or stopped.
 //!
-//! `cargo test --features mpi --test mpi`. Each test starts this binary again under `mpiexec`, where the ignored test `rank` is
+//! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is
 //! every rank. The launcher starts each rank by a shell that outlives it, so that it does not end the others when one dies, and
 //! UCX, which Debian's MPICH is built over, may only use what does not abort them.
 
-use pikv::fabric::mpi::Mpi;
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
 use pikv::report::PageMass;
 use pikv::shard::ShardMap;
 use pikv::{
     Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence,
 };
+use pikv_mpi::Mpi;
 use pikv_test::numbers::{bits, noise};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
