@@ -367,7 +367,8 @@ impl Cache {
                 return Err(Error::QueryPosition { first, end, oldest, len });
             }
         }
-        span!("attend", layer = layer, rows = rows.iter().map(|part| part.rows).sum::<u32>());
+        let all = rows.iter().map(|part| part.rows as usize).sum();
+        span!("attend", layer = layer, rows = all);
         let shape = self.inner.shape.layer(layer)?;
         // What a leaked step wrote is not seen.
         let mut repaired: Vec<Option<Sequence>> = Vec::new();
@@ -375,7 +376,11 @@ impl Cache {
             repaired.extend(rows.iter().map(|part| part.sequence.stepping.then(|| part.sequence.repaired())));
         }
         let whole = |i: usize| repaired.get(i).and_then(Option::as_ref).unwrap_or(rows[i].sequence);
-        let views = rows.iter().enumerate().map(|(sequence, part)| View {
+        let starts = rows.iter().scan(0, |sum, part| {
+            *sum += part.rows as usize;
+            Some(*sum - part.rows as usize)
+        });
+        let views = rows.iter().zip(starts).enumerate().map(|(sequence, (part, start))| View {
             sequence,
             row: 0,
             layer: &whole(sequence).layers[layer],
@@ -383,9 +388,11 @@ impl Cache {
             rows: part.rows,
             len: part.sequence.len,
             fetched: Fetched::default(),
-            of_step: 0,
+            start,
+            read: options.read,
+            closed_gaps: options.closed_gaps,
         });
-        let call = Call { executor: &*self.inner.executor, pool: &self.inner.pool, layer, shape };
+        let call = Call { executor: &*self.inner.executor, pool: &self.inner.pool, layer, shape, rows: all };
         attend(call, views, Tensors::Host(q, out), options, None, None).map(|_| ())
     }
 }
