@@ -93,9 +93,10 @@ pub mod rules {
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 
-/// Saved and parked sequences: what [`Cache`] and [`Sequence`] make of them, and why they would not.
+/// Saved, parked and parkable sequences: what [`Cache`] and [`Sequence`] make of them, and why they would not.
 pub mod save {
     pub use crate::base::error::{SaveError, SaveOperation};
+    pub use crate::cache::parkable::{Awake, MadeRoom, Parkable};
     pub use crate::cache::save::{Parked, Restored};
 }
 

@@ -10,6 +10,7 @@ mod named;
 mod prefixes;
 mod random_history;
 mod reads;
+mod rooms;
 mod same_bits;
 mod tiles;
 mod traces;

@@ -7,6 +7,7 @@ pub mod idle;
 pub mod inner;
 pub mod map;
 pub mod over;
+pub mod parkable;
 pub mod rates;
 pub mod save;
 pub mod sequence;
@@ -174,7 +175,8 @@ impl Cache {
             (Kind::Cuda(device), _) => Arc::new(Cuda(device.clone())),
         };
         let (rooms, idle) = (Rooms::default(), Idle::default());
-        let inner = Inner { shape, pool, executor, rooms, fabric, idle };
+        let (parkables, clock) = Default::default();
+        let inner = Inner { shape, pool, executor, rooms, fabric, idle, parkables, clock };
         Ok(Cache { inner: Arc::new(inner) })
     }
 
@@ -302,11 +304,12 @@ impl Cache {
 
     /// Starts a step that adds tokens to sequences: `parts` are pairs of a sequence and its number of new tokens. Pages are reserved
     /// for all layers, or none. If the step would else pass the budget, prefixes that a [`PrefixIndex`](crate::prefix::PrefixIndex) holds and
-    /// no sequence reads make room; in a cache with [tiers](crate::tiers), older pages of these sequences move down then.
+    /// no sequence reads make room; in a cache with [tiers](crate::tiers), [`Parkable`](crate::save::Parkable) sequences are parked then
+    /// ([`Cache::make_room`]), and after those older pages of these sequences move down.
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, [poisoned](Error::Poisoned), with no
-    /// tokens to add, or at the end of positions; [`Error::Tier`] if pages could not go down. Nothing changes then, but that pages which went down
+    /// tokens to add, or at the end of positions; [`Error::Tier`] or a device if pages could not go down. Nothing changes then, but that pages which went down
     /// stay there.
     pub fn begin<'a>(
         &self,

@@ -16,6 +16,7 @@ use pikv_core::page::{PAGE, Position, Resident};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// One page that is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +108,8 @@ pub struct Sequence {
     /// Whether it may hold other tokens than one that was given the same tokens and no more: pages were evicted by hand, or tokens pinned
     /// that a policy would have evicted.
     pub(crate) altered: bool,
+    /// When it was in a step last, or made, by the cache's clock.
+    pub(crate) stepped: u64,
 }
 
 impl Sequence {
@@ -119,6 +122,7 @@ impl Sequence {
         let (layers, lease) = (layers.collect(), Lease::new(&inner.pool.arenas));
         let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
         let (ends, checkpoints) = (VecDeque::new(), Vec::new());
+        let stepped = inner.clock.load(Ordering::Relaxed);
         Sequence {
             layers,
             inner,
@@ -134,6 +138,7 @@ impl Sequence {
             checkpoints,
             lease_of_prefix: None,
             altered: false,
+            stepped,
         }
     }
 

@@ -86,7 +86,8 @@ pub struct StepBytes {
 }
 
 impl StepBytes {
-    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory. In a cache with tiers it also makes room, by moving pages down.
+    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory as it is. It also makes room: of prefixes that nobody reads, and in a
+    /// cache with tiers by parking sequences and moving pages down.
     pub fn fits(&self) -> bool {
         self.needed <= self.available
     }
@@ -188,7 +189,10 @@ impl<'a> Step<'a> {
             bytes = needed
         );
         pages.lend(&taken[0].sequence.lease);
-        taken.iter_mut().for_each(|part| part.sequence.stepping = true);
+        let now = inner.clock.fetch_add(1, Ordering::Relaxed) + 1;
+        for part in &mut taken {
+            (part.sequence.stepping, part.sequence.stepped) = (true, now);
+        }
         layers.resize_with(inner.shape.config.layers.len(), Done::default);
         let mut step =
             Step { inner, parts: taken, pages, layers, rows, committed: false, ahead: None, late: None };
