@@ -38,7 +38,7 @@ pub mod trace;
 pub use attend::options::{Attend, Output, Read};
 pub use backend::Backend;
 pub use base::error::{ConfigError, Error};
-pub use cache::sequence::Sequence;
+pub use cache::sequence::{Sequence, SequenceOptions};
 pub use cache::step::Step;
 pub use cache::{Cache, Rows};
 pub use closed_loop::ClosedLoop;

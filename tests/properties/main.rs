@@ -1,6 +1,7 @@
 //! Promises that hold of every part at once: equal bits, histories at random, faults at every call, bad input.
 
 mod bad_input;
+mod budgets;
 mod callbacks;
 mod cuts;
 mod edges;

@@ -121,6 +121,7 @@ impl Sequence {
             lease_of_prefix: self.lease_of_prefix.clone(),
             altered: false,
             stepped: self.stepped,
+            budget: self.budget,
             inner,
         })
     }

@@ -29,7 +29,7 @@ use crate::base::failures::Failures;
 use crate::base::text::{Bytes, Share, Table};
 use crate::cache::idle::Idle;
 use crate::cache::inner::Inner;
-use crate::cache::sequence::Sequence;
+use crate::cache::sequence::{Sequence, SequenceOptions};
 use crate::cache::step::{Step, StepBytes};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
@@ -281,6 +281,37 @@ impl Cache {
     /// An empty sequence.
     pub fn sequence(&self) -> Sequence {
         Sequence::new(self.inner.clone())
+    }
+
+    /// An empty sequence with options of its own: a request that may hold less than others, say.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::policy::{Budget, Eviction, StreamingLlm};
+    /// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, SequenceOptions};
+    ///
+    /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
+    /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32);
+    /// let cache = Cache::new(config.evict(Eviction::new(StreamingLlm, Budget::Tokens(400))))?;
+    /// let mut small = cache.sequence_with(SequenceOptions::new().budget(100))?;
+    /// let mut large = cache.sequence();
+    /// let mut step = cache.begin([(&mut small, 600), (&mut large, 600)])?;
+    /// step.append(0, &[0.5; 1200 * 4], &[0.25; 1200 * 4])?;
+    /// step.commit()?;
+    /// assert!(small.resident(0, 0)?.0 <= 100 && large.resident(0, 0)?.0 > 300);
+    /// assert!(matches!(cache.sequence_with(SequenceOptions::new().budget(500)), Err(Error::SequenceBudget { .. })));
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::SequenceBudget`] for a budget that could not act.
+    pub fn sequence_with(&self, options: SequenceOptions) -> Result<Sequence, Error> {
+        let mut sequence = self.sequence();
+        if let Some(tokens) = options.budget {
+            self.inner.shape.check_budget(tokens)?;
+        }
+        sequence.budget = options.budget;
+        Ok(sequence)
     }
 
     /// Bytes of pages in use.

@@ -110,7 +110,28 @@ pub struct Sequence {
     pub(crate) altered: bool,
     /// When it was in a step last, or made, by the cache's clock.
     pub(crate) stepped: u64,
+    /// Tokens that a head may hold, where that is less than what the configuration lets it.
+    pub(crate) budget: Option<u32>,
 }
+
+/// What one sequence has of its own, for [`Cache::sequence_with`](crate::Cache::sequence_with).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SequenceOptions {
+    /// Tokens that each KV head of a layer that evicts may hold, sinks, ring and pages together: what is over it goes as the layer's policy
+    /// says. It acts beside the configuration's [`Budget`](crate::policy::Budget): the lesser counts, in heads too that keep all by that.
+    /// Sinks and ring stay even if they are more.
+    pub budget: Option<u32>,
+}
+
+impl SequenceOptions {
+    /// Nothing of its own.
+    pub fn new() -> SequenceOptions {
+        SequenceOptions::default()
+    }
+}
+
+setters!(SequenceOptions {} optional { budget: u32 });
 
 impl Sequence {
     pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
@@ -139,6 +160,7 @@ impl Sequence {
             lease_of_prefix: None,
             altered: false,
             stepped,
+            budget: None,
         }
     }
 
@@ -415,7 +437,7 @@ impl Sequence {
         }
         // A step that had ended here would have evicted and tidied up here; one that did has.
         if inner.shape.evicts() && len > 0 && self.ends.back() != Some(&len) {
-            enforce(&mut self.layers, &inner.shape, &inner.rooms, len, &self.pins, None);
+            enforce(&mut self.layers, &inner.shape, &inner.rooms, (len, self.budget), &self.pins, None);
             for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
                 if layer.rule.is_some() {
                     layer.tidy(&inner.pool, shape, len);
@@ -497,9 +519,17 @@ impl Sequence {
         self.pins.clear();
     }
 
-    /// Forgets everything; the next position is 0 again.
+    /// Forgets everything but its [budget](Sequence::budget); the next position is 0 again.
     pub fn clear(&mut self) {
+        let budget = self.budget;
         *self = Sequence::new(self.inner.clone());
+        self.budget = budget;
+    }
+
+    /// Tokens that each KV head of it may hold, where that is less than the configuration's: [`SequenceOptions::budget`]. Forks, checkpoints,
+    /// parked and saved sequences have the same.
+    pub fn budget(&self) -> Option<u32> {
+        self.budget
     }
 
     /// An error if a panic left it half changed.

@@ -500,9 +500,9 @@ impl Part<'_> {
     /// `sent` to ranks take the place of those here.
     fn commit(&mut self, inner: &Inner, mut report: Option<&mut StepReport>, sent: Option<Vec<Sent>>) {
         let (len, ring) = (self.len, inner.shape.store.ring);
-        let Sequence { layers, pins, .. } = &mut *self.sequence;
+        let Sequence { layers, pins, budget, .. } = &mut *self.sequence;
         let evicted = report.as_deref_mut().map(|report| &mut report.evicted);
-        enforce(layers, &inner.shape, &inner.rooms, len, pins, evicted);
+        enforce(layers, &inner.shape, &inner.rooms, (len, *budget), pins, evicted);
         if let Some(report) = &mut report {
             let bits: u64 = inner.shape.config.layers.iter().map(logical_bits).sum();
             report.logical_bytes += bits * u64::from(len) / 8;

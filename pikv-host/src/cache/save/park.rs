@@ -22,6 +22,8 @@ pub struct Parked {
     len: u32,
     /// Bytes of pages that lay in the first tier.
     here: u64,
+    /// That of the sequence.
+    budget: Option<u32>,
 }
 
 /// A part of it: numbers, and pages in their order.
@@ -104,7 +106,7 @@ impl Sequence {
         let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
         let here = near.map(|page| 4 * page.len()).sum();
         let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
-        let parked = Parked { inner, parts, len: self.len, here };
+        let parked = Parked { inner, parts, len: self.len, here, budget: self.budget };
         self.clear();
         Ok(parked)
     }
@@ -144,7 +146,8 @@ impl Parked {
     pub fn wake(&self) -> Result<Sequence, Error> {
         let inner = &self.inner;
         let mut sequence = Sequence::new(inner.clone());
-        let (here, _) = sequence.load_numbers(&mut Fields::new(&self.parts[0].fields))?;
+        let (here, _) =
+            sequence.load_numbers(header::version(self.budget), &mut Fields::new(&self.parts[0].fields))?;
         let pages = inner.reserve(here)?;
         let numbers = self.parts.iter().flat_map(|part| &part.fields).skip(self.parts[0].fields.len());
         let slots = self.parts.iter().flat_map(|part| &part.pages);
@@ -165,7 +168,7 @@ impl Parked {
     /// Those of [`Sequence::save`].
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         let parts: Vec<Out<'_>> = self.parts.iter().map(Part::out).collect();
-        super::write_parts(&self.inner.shape, &parts, note, to)
+        super::write_parts(header::version(self.budget), &self.inner.shape, &parts, note, to)
     }
 
     /// Words of each part.
