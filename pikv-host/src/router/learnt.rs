@@ -162,6 +162,7 @@ pub(crate) struct Learnt {
     spare: Vec<Kept>,
     /// Tokens that can be taken back.
     slack: u32,
+    none: Arc<Left>,
     routes: Routes,
     wanted: Vec<u32>,
     missed: Vec<u32>,
@@ -186,7 +187,8 @@ impl Learnt {
     pub fn begin(&mut self, layers: usize, parts: impl Iterator<Item = (Position, usize)>) {
         self.now.parts.clear();
         for (first, rows) in parts {
-            let (rows, left) = (rows as u32, Arc::default());
+            // Its own once the step is committed.
+            let (rows, left) = (rows as u32, self.none.clone());
             self.now.parts.push(Part { left, first, firm: 0, learnt: rows, rows });
         }
         // Of one long step alone the rows that stay need not be learnt again.
