@@ -14,6 +14,7 @@ use crate::metrics::{Sink, StepMetrics};
 use crate::router::learnt::{Learnt, narrow};
 use crate::router::{Feedback, RouteError, Router, Routes};
 use pikv_core::page::{PAGE, Position};
+use smallvec::SmallVec;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use thiserror::Error;
@@ -288,6 +289,33 @@ impl<'a> LoopStep<'a> {
         Ok(self.step().append_device(layer, k, v)?)
     }
 
+    /// As [`Step::leave_out`], for routers too: as if the sequence's rows had never been routed. What they chose for the others stays.
+    /// Its rows stay in logits and [`Routes`], where they are zeros from then on.
+    ///
+    /// # Errors
+    /// Those of [`Step::leave_out`]; [`Error::HostTensors`] after [`route_device`](LoopStep::route_device), as a device counts what it
+    /// chose for all rows: the sequence is in the step still. [`LoopError::Route`] for a router that refuses rows that it took before: the
+    /// sequence is left out, and that router has forgotten what it chose in the step.
+    ///
+    /// # Panics
+    /// If a router does. The sequence is left out, and that router has forgotten what it chose in the step.
+    pub fn leave_out(&mut self, sequence: usize) -> Result<(), LoopError> {
+        let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
+        let ClosedLoop { routers, learnt, devices, .. } = &mut *self.of;
+        if let Some(layer) = (0..routers.len()).find(|layer| devices.has_chosen(*layer)) {
+            let what = "leaving a sequence out of a step whose experts the device has ranked";
+            return Err(LoopError::Cache(Error::HostTensors { layer, what }));
+        }
+        let known = step.live_rows();
+        step.leave_out(sequence)?;
+        if !(1..known).contains(&step.live_rows()) {
+            // It had left before; or all have, and nothing is learnt.
+            return Ok(());
+        }
+        let left = learnt.leave_out(sequence, routers);
+        left.map_err(|(layer, source)| LoopError::Route { layer, source })
+    }
+
     /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]`, and files the rows by them. The model's own
     /// choice and its weights are in [`Routes::model`].
     ///
@@ -318,6 +346,9 @@ impl<'a> LoopStep<'a> {
         // What a router that panics or refuses has counted is forgotten, as the layer can be routed again.
         let chosen = catch_unwind(AssertUnwindSafe(|| {
             let mut rest = logits;
+            if step.live_rows() == 0 {
+                return Ok(());
+            }
             // Rows that stay are learnt before the state is noted that the others are learnt from.
             let firm = learnt.firm();
             if let (1.., [(first, rows)]) = (firm, &mut starts[..]) {
@@ -326,16 +357,20 @@ impl<'a> LoopStep<'a> {
                 router.route(*first, own, routes)?;
                 (*first, *rows) = (Position(first.0 + firm as u32), *rows - firm);
             }
-            learnt.routing(layer, router.as_ref(), rest);
-            for &(first, rows) in &*starts {
+            let own = starts.iter().enumerate().filter_map(|(sequence, (first, rows))| {
                 let (own, others) = rest.split_at(rows * experts);
                 rest = others;
-                router.route(first, own, routes)?;
-            }
-            Ok(())
+                (!step.is_out(sequence)).then_some((*first, own))
+            });
+            let own: SmallVec<[(Position, &[f32]); 8]> = own.collect();
+            learnt.routing(layer, router.as_ref(), own.iter().map(|(_, logits)| *logits));
+            own.into_iter().try_for_each(|(first, logits)| router.route(first, logits, routes))
         }));
         let filed = match chosen {
-            Ok(Ok(())) => step.route(layer, &routes.filing().experts).map_err(LoopError::Cache),
+            Ok(Ok(())) => {
+                routes.spread(step.gaps(), cache.config().top_k as usize);
+                step.route(layer, &routes.filing().experts).map_err(LoopError::Cache)
+            }
             Ok(Err(source)) => Err(refused(source)),
             Err(panic) => {
                 forget(router);
@@ -390,9 +425,26 @@ impl<'a> LoopStep<'a> {
         self.settle_all()
     }
 
-    /// Waits for what the device chose for a layer, if its rows are to read the pages of their experts.
+    /// As [`Step::reads`].
+    ///
+    /// # Errors
+    /// Those of [`Step::reads`].
+    pub fn reads(&mut self, sequence: usize, read: Read) -> Result<(), LoopError> {
+        Ok(self.step().reads(sequence, read)?)
+    }
+
+    /// As [`Step::closes_gaps`].
+    ///
+    /// # Errors
+    /// Those of [`Step::closes_gaps`].
+    pub fn closes_gaps(&mut self, sequence: usize, on: bool) -> Result<(), LoopError> {
+        Ok(self.step().closes_gaps(sequence, on)?)
+    }
+
+    /// Waits for what the device chose for a layer, if rows are to read the pages of their experts.
     fn settle_to_read(&mut self, layer: usize, options: &Attend) -> Result<(), LoopError> {
-        if options.read == Read::Experts { self.settle(layer) } else { Ok(()) }
+        let any = self.step().reads_of(options).any(|read| read == Read::Experts);
+        if any { self.settle(layer) } else { Ok(()) }
     }
 
     /// Waits for what the device chose for all layers.
@@ -414,7 +466,11 @@ impl<'a> LoopStep<'a> {
         self.settle_all()?;
         self.of.report.unasked = !self.of.sink.wants_reused();
         let Some(step) = self.step.take() else { return Ok(()) };
-        let rows = step.rows() as u64;
+        let rows = step.live_rows() as u64;
+        if rows == 0 {
+            // As if there had been no step.
+            return Ok(());
+        }
         step.commit_with(&mut self.of.report)?;
         self.of.open = false;
         let (mut refused, mut panicked) = (Ok(()), None);

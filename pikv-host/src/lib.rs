@@ -38,7 +38,7 @@ pub mod trace;
 pub use attend::options::{Attend, Output, Read};
 pub use backend::Backend;
 pub use base::error::{ConfigError, Error};
-pub use cache::sequence::Sequence;
+pub use cache::sequence::{Sequence, SequenceOptions};
 pub use cache::step::Step;
 pub use cache::{Cache, Rows};
 pub use closed_loop::ClosedLoop;
@@ -93,9 +93,10 @@ pub mod rules {
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 
-/// Saved and parked sequences: what [`Cache`] and [`Sequence`] make of them, and why they would not.
+/// Saved, parked and parkable sequences: what [`Cache`] and [`Sequence`] make of them, and why they would not.
 pub mod save {
     pub use crate::base::error::{SaveError, SaveOperation};
+    pub use crate::cache::parkable::{Awake, MadeRoom, Parkable};
     pub use crate::cache::save::{Parked, Restored};
 }
 

@@ -1,6 +1,7 @@
 //! The closed loop against its stages called one by one, and every value that goes round in it.
 
 mod hits;
+mod left_out;
 mod rollback;
 mod trace;
 

@@ -421,3 +421,25 @@ fn a_device_that_refuses_once() {
         assert_eq!(standin.get(Get::Live), live);
     }
 }
+
+#[test]
+fn nobody_leaves_a_step_whose_experts_the_device_has_ranked() {
+    let standin = Standin::new();
+    let backend = standin.backend();
+    let mut run = Run::new(setup(8, 2, 0), Some(backend), 2, 2);
+    let Run { pikv, sequences, engine, .. } = &mut run;
+    let engine = engine.as_mut().unwrap();
+    let refused = |layer, what| Err(LoopError::Cache(Error::HostTensors { layer, what }));
+    let mut step = pikv.begin(sequences.iter_mut().map(|sequence| (sequence, 1))).unwrap();
+    step.route_device(1, engine.put(logits(3, 1, 2, 8))).unwrap();
+    let what = "leaving a sequence out of a step whose experts the device has ranked";
+    assert_eq!(step.leave_out(0), refused(1, what));
+    drop(step);
+    let mut step = pikv.begin(sequences.iter_mut().map(|sequence| (sequence, 1))).unwrap();
+    step.leave_out(0).unwrap();
+    let ranked = step.route_device(0, engine.put(logits(3, 0, 2, 8)));
+    let what = "a step that a sequence was left out of";
+    assert_eq!(ranked.map(|_| ()), refused(0, what));
+    // From logits of the host it goes on.
+    assert_eq!(step.route(0, &logits(3, 0, 2, 8)).unwrap().rows(), 2);
+}

@@ -467,3 +467,81 @@ fn a_step_that_is_checked_twice_is_checked_anew() {
     }
     assert!(matches!(step.check(), Err(Error::Query { layer: 1, row: 0, head: 0, channel: 3, .. })));
 }
+
+/// Two sequences step over tensors of the device, and one leaves: the other has what it has alone, on the host.
+#[test]
+fn a_sequence_leaves_a_step_of_tensors_of_the_device() {
+    let standin = Standin::new();
+    let evict = Eviction::new(KeyNorm, Budget::Tokens(60)).batch(2);
+    for config in [setup(), setup().evict(evict), setup().evict(Eviction::new(H2o, Budget::Tokens(60)))] {
+        let backend = standin.backend();
+        let mut engine = Engine::new(&backend);
+        let device = Cache::new(config.clone().backend(backend)).unwrap();
+        let host = Cache::new(config).unwrap();
+        let (mut gone, mut stays, mut alone) = (device.sequence(), device.sequence(), host.sequence());
+        let layers = device.config().layers.len();
+        for turn in 0..12usize {
+            // The one that leaves comes first, and has another length each time.
+            let (first, own) = (1 + turn % 5, 1 + turn * 7 % 20);
+            let mut step = device.begin([(&mut gone, first as u32), (&mut stays, own as u32)]).unwrap();
+            let mut twin = host.begin([(&mut alone, own as u32)]).unwrap();
+            for layer in 0..layers {
+                let shape = device.config().layers[layer];
+                let (kv, heads) = (shape.kv_heads as usize, shape.query_heads as usize);
+                let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
+                let left = turn % 4 * layers / 2;
+                if layer >= left {
+                    step.leave_out(0).unwrap();
+                }
+                let given = [kv * k_dim, kv * v_dim, heads * k_dim].map(|width| {
+                    let mut all = noise(&[turn as u64, layer as u64, width as u64], (first + own) * width);
+                    let rest = all[first * width..].to_vec();
+                    // Nobody looks at what the row of one that left would be.
+                    all[..first * width].iter_mut().filter(|_| layer >= left).for_each(|x| *x = f32::NAN);
+                    (all, rest)
+                });
+                let [k, v, q] = given.each_ref().map(|(all, _)| engine.put(all.clone()));
+                let (out, lse) = (
+                    engine.put(vec![7.0; (first + own) * heads * v_dim]),
+                    engine.room((first + own) * heads),
+                );
+                step.append_device(layer, k, v).unwrap();
+                let how = Attend::new(0.3);
+                step.attend_device(layer, q, &how, DeviceOutput::new(out).lse(lse)).unwrap();
+                let mut want = vec![0.0; own * heads * v_dim];
+                twin.append(layer, &given[0].1, &given[1].1).unwrap();
+                twin.attend(layer, &given[2].1, &how, Output::new(&mut want)).unwrap();
+                let got = engine.read(out);
+                let (before, got) = got.split_at(first * heads * v_dim);
+                assert!(layer < left || before.iter().all(|x| *x == 7.0), "written to");
+                assert_eq!(pikv_test::numbers::bits(got), pikv_test::numbers::bits(&want), "{turn}, {layer}");
+            }
+            step.leave_out(0).unwrap();
+            step.check().unwrap();
+            step.commit().unwrap();
+            twin.commit().unwrap();
+            assert_eq!((gone.next_position().0, gone.bytes()), (0, 0));
+            for (layer, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                assert_eq!(stays.resident(layer, head), alone.resident(layer, head));
+            }
+        }
+    }
+}
+
+/// A fault of its own keeps a sequence in the step, as it may hide those of others.
+#[test]
+fn a_fault_on_the_device_is_told_before_anybody_leaves() {
+    let standin = Standin::new();
+    let backend = standin.backend();
+    let mut engine = Engine::new(&backend);
+    let cache = Cache::new(setup().backend(backend)).unwrap();
+    let (mut bad, mut good) = (cache.sequence(), cache.sequence());
+    let mut step = cache.begin([(&mut bad, 1), (&mut good, 1)]).unwrap();
+    let mut k = noise(&[1], 2 * 16);
+    k[3] = f32::NAN;
+    let (k, v) = (engine.put(k), engine.put(noise(&[2], 2 * 16)));
+    step.append_device(0, k, v).unwrap();
+    assert!(matches!(step.leave_out(0), Err(Error::Unstorable { row: 0, .. })));
+    drop(step);
+    assert_eq!(cache.usage().taken, 0);
+}

@@ -1,13 +1,17 @@
 //! Promises that hold of every part at once: equal bits, histories at random, faults at every call, bad input.
 
 mod bad_input;
+mod budgets;
 mod callbacks;
 mod cuts;
 mod edges;
 mod faults;
+mod left_out;
 mod named;
 mod prefixes;
 mod random_history;
+mod reads;
+mod rooms;
 mod same_bits;
 mod tiles;
 mod traces;

@@ -6,7 +6,7 @@ use pikv::rules::Hits;
 use pikv::save::{SaveError, SaveOperation};
 use pikv::shape::Frequencies;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Rope, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Rope, Sequence, SequenceOptions};
 use pikv_test::numbers::{bits, noise};
 use safetensors::SafeTensors;
 use std::io::{self, ErrorKind, Write};
@@ -48,8 +48,12 @@ fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) -> Vec<u32> {
 }
 
 fn saved(config: CacheConfig, tokens: u32) -> Vec<u8> {
+    saved_with(config, tokens, SequenceOptions::new())
+}
+
+fn saved_with(config: CacheConfig, tokens: u32, options: SequenceOptions) -> Vec<u8> {
     let cache = Cache::new(config).unwrap();
-    let mut sequence = cache.sequence();
+    let mut sequence = cache.sequence_with(options).unwrap();
     feed(&cache, &mut sequence, tokens);
     sequence.pin(3..6);
     let mut bytes = Vec::new();
@@ -188,8 +192,11 @@ fn other_versions_and_lengths_that_overflow() {
     let (bytes, cache) = (saved(config(), 60), Cache::new(config()).unwrap());
     let with = |from: &str, to: &str| with_header(&bytes, |header| header.replacen(from, to, 1));
     let error = |from: &str, to: &str| damage(&cache, &with(from, to));
-    let later = |version| SaveError::Version { found: version, newest: 1 };
-    assert_eq!(error("\"version\":\"1\"", "\"version\":\"2\""), later(2));
+    let later = |version| SaveError::Version { found: version, newest: 2 };
+    assert_eq!(error("\"version\":\"1\"", "\"version\":\"3\""), later(3));
+    // What the second adds is not there.
+    let short = error("\"version\":\"1\"", "\"version\":\"2\"");
+    assert!(matches!(short, SaveError::Content { tensor, .. } if tensor == "sequence"));
     assert_eq!(error("\"version\":\"1\"", &format!("\"version\":\"{}\"", u64::MAX)), later(u64::MAX));
     for (from, to) in [
         ("\"version\":\"1\"", "\"version\":\"0\""),
@@ -291,22 +298,51 @@ fn nothing_of_other_sequences_is_saved() {
 /// A file of each version that was ever written is restored, and goes on as a sequence that never stopped.
 #[test]
 fn files_of_every_version() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("save/version_1.safetensors");
-    let now = saved(config(), 150);
-    // Made anew where the variable is set: with a version that is not written yet.
-    if std::env::var_os("PIKV_WRITE_SAVED").is_some() {
-        std::fs::write(&path, &now).unwrap();
+    // A sequence is written in the first version that holds it: the second has budgets of sequences.
+    for (version, budget) in [(1, None), (2, Some(40))] {
+        let name = format!("save/version_{version}.safetensors");
+        let (path, options) =
+            (Path::new(env!("CARGO_MANIFEST_DIR")).join(name), SequenceOptions::new().budget(budget));
+        let now = saved_with(config(), 150, options);
+        // Made anew where the variable is set: with a version that is not written yet.
+        if std::env::var_os("PIKV_WRITE_SAVED").is_some() {
+            std::fs::write(&path, &now).unwrap();
+        }
+        let file = std::fs::read(path).unwrap();
+        assert!(
+            file == now,
+            "what is written differs from what version {version} was: it needs another number"
+        );
+        let cache = Cache::new(config()).unwrap();
+        let restored = cache.restore(&mut &file[..]).unwrap();
+        assert_eq!((&restored.note[..], restored.sequence.budget()), (&b"a note"[..], budget));
+        let (mut sequence, mut plain) = (restored.sequence, cache.sequence_with(options).unwrap());
+        feed(&cache, &mut plain, 150);
+        plain.pin(3..6);
+        for _ in 0..20 {
+            assert_eq!(feed(&cache, &mut sequence, 4), feed(&cache, &mut plain, 4));
+            assert_eq!((sequence.rollback(2), plain.rollback(2)), (Ok(()), Ok(())));
+        }
+        assert!(plain.resident(1, 0).unwrap().0 <= budget.unwrap_or(70));
     }
-    let file = std::fs::read(path).unwrap();
-    assert!(file == now, "what is written differs from what version 1 was: it needs another number");
+}
+
+/// A budget that the cache would refuse is refused when it is read, and one of another sequence shows in the sum.
+#[test]
+fn budgets_that_could_not_act() {
+    let file = saved_with(config(), 60, SequenceOptions::new().budget(40));
     let cache = Cache::new(config()).unwrap();
-    let restored = cache.restore(&mut &file[..]).unwrap();
-    assert_eq!(restored.note, b"a note");
-    let (mut sequence, mut plain) = (restored.sequence, cache.sequence());
-    feed(&cache, &mut plain, 150);
-    plain.pin(3..6);
-    for _ in 0..20 {
-        assert_eq!(feed(&cache, &mut sequence, 4), feed(&cache, &mut plain, 4));
-        assert_eq!((sequence.rollback(2), plain.rollback(2)), (Ok(()), Ok(())));
+    let words: Vec<usize> =
+        (0..file.len() - 4).step_by(4).filter(|at| file[*at..at + 4] == 40u32.to_le_bytes()).collect();
+    for tokens in [0, 70, u32::MAX, 41] {
+        let mut found = Vec::new();
+        for at in &words {
+            let mut bytes = file.clone();
+            bytes[*at..at + 4].copy_from_slice(&u32::to_le_bytes(tokens));
+            found.push(damage(&cache, &bytes));
+        }
+        let acts =
+            |error: &SaveError| matches!(error, SaveError::Content { what: "a budget that cannot act", .. });
+        assert_eq!(found.iter().any(acts), tokens != 41, "{tokens}: {found:?}");
     }
 }

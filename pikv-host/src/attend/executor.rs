@@ -6,12 +6,14 @@ use crate::attend::job::{Item, Job, OnDevice, Widest};
 use crate::attend::mass::Wanted;
 use crate::attend::options::Output;
 use crate::attend::options::Read;
+use crate::attend::view::View;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::{Error, length};
 use crate::config::HeadCodecs;
 use pikv_core::plan::LayerShape;
 use std::borrow::Cow;
 use std::fmt::Debug;
+use std::ops::Range;
 
 /// Queries, and where results go.
 pub(crate) enum Tensors<'a> {
@@ -28,8 +30,14 @@ impl<'a> Tensors<'a> {
     /// The queries that the host has.
     ///
     /// # Errors
-    /// Tensors of another length than `rows` rows of the layer take, or a query that is not finite.
-    pub fn check(&self, layer: usize, shape: &LayerShape, rows: usize) -> Result<&'a [f32], Error> {
+    /// Tensors of another length than `rows` rows of the layer take, or a query of the views' rows that is not finite.
+    pub fn check(
+        &self,
+        layer: usize,
+        shape: &LayerShape,
+        rows: usize,
+        views: &[View<'_>],
+    ) -> Result<&'a [f32], Error> {
         let heads = shape.query_heads as usize;
         let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
         let (q_len, out_len, lse_len) = match self {
@@ -42,7 +50,10 @@ impl<'a> Tensors<'a> {
             length("lse", lse_len, rows * heads, "rows * query_heads")?;
         }
         let Tensors::Host(q, _) = *self else { return Ok(&[]) };
-        if let Some(at) = q.iter().position(|x| !x.is_finite()) {
+        let width = heads * k_dim;
+        let own = |view: &View<'_>| view.start * width..(view.start + view.rows as usize) * width;
+        let bad = |of: Range<usize>| Some(of.start + q[of].iter().position(|x| !x.is_finite())?);
+        if let Some(at) = views.iter().map(own).find_map(bad) {
             let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
             return Err(Error::Query { layer, row, head, channel, value: q[at] });
         }
@@ -110,8 +121,6 @@ pub(crate) struct Results<'a> {
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
 pub(crate) struct Asked {
     pub sequences: Vec<Of>,
-    /// The pages that rows read. Unless these are all, rows were attended one by one.
-    pub read: Read,
     /// Whether queries are wanted too.
     pub queries: bool,
 }
@@ -169,8 +178,8 @@ pub(crate) trait Session: Debug + Send + Sync {
     /// Keys and values of a layer, if a policy wants them; they were waited for.
     fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]>;
 
-    /// The pages that rows of a layer read.
-    fn read(&self, layer: usize) -> Read;
+    /// The pages that rows of a sequence read in a layer.
+    fn read(&self, layer: usize, sequence: usize) -> Read;
 
     /// The feeds of a layer, if attention was last given tensors of the device. Waits for the device.
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>>;

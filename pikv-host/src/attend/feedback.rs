@@ -1,6 +1,7 @@
 //! Softmax weights and hits of one KV head, for the layer's policy and the router.
 
 use crate::attend::mass::Weighed;
+use crate::attend::options::Read;
 use crate::metrics::Reused;
 use crate::router::met::Met;
 use pikv_core::plan::LayerShape;
@@ -32,6 +33,9 @@ pub(crate) struct Of {
     /// First row and number of rows of the sequence in the call.
     pub first: usize,
     pub rows: usize,
+    /// The pages that they read. Unless these are all, they are attended one by one.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
+    pub read: Read,
 }
 
 impl Feed {

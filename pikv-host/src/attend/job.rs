@@ -1,7 +1,6 @@
 //! One call of attention: what it reads, and how its rows are numbered.
 
 use crate::attend::forest::Forest;
-use crate::attend::options::Read;
 use crate::attend::reduce::Trees;
 use crate::attend::view::View;
 use crate::base::device_slice::DeviceSlice;
@@ -14,6 +13,8 @@ use pikv_core::rope::Rotation;
 use pikv_core::rows::TOP_SCORE;
 use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
+use smallvec::SmallVec;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -62,8 +63,6 @@ pub struct Job<'a> {
     pub layer: usize,
     pub shape: &'a LayerShape,
     pub views: &'a [View<'a>],
-    /// Row of the call at which each view starts.
-    pub starts: &'a [usize],
     /// `[rows][query_heads][k_dim]`, if the host has them.
     pub q: &'a [f32],
     /// The queries, if a device has them.
@@ -78,8 +77,6 @@ pub struct Job<'a> {
     pub factor: f32,
     pub softcap: Option<f32>,
     pub table: Option<Arc<Table>>,
-    pub read: Read,
-    pub closed_gaps: bool,
     /// By how much products of turned channels are larger than those before the rotation; 1 but where frequencies are scaled.
     pub stretch: f32,
     /// What other ranks worked out.
@@ -105,6 +102,11 @@ impl<'a> Job<'a> {
     /// Rows of an item that holds whole tokens.
     pub fn whole(&self) -> usize {
         (TILE / self.group()).max(1) * self.group()
+    }
+
+    /// Whether the rows of an item see sinks across what was evicted.
+    pub fn closed_gaps(&self, item: &Item<'_>) -> bool {
+        self.views[item.forest.view].closed_gaps
     }
 
     pub fn codec(&self, forest: &Forest<'_>) -> Option<&'a HeadCodec> {
@@ -133,7 +135,21 @@ impl<'a> Job<'a> {
 
     /// Index of (row, query head) in the call.
     pub fn row_of(&self, view: usize, row: usize, head: usize) -> usize {
-        (self.starts[view] + row) * self.shape.query_heads as usize + head
+        (self.views[view].start + row) * self.shape.query_heads as usize + head
+    }
+
+    /// The rows of the call that are attended, those next to each other as one range: rows of sequences that were left out are none.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
+    pub fn attended(&self) -> SmallVec<[Range<usize>; 2]> {
+        let mut all: SmallVec<[Range<usize>; 2]> = SmallVec::new();
+        for view in self.views.iter().filter(|view| view.rows > 0) {
+            let rows = view.start..view.start + view.rows as usize;
+            match all.last_mut() {
+                Some(last) if last.end == rows.start => last.end = rows.end,
+                _ => all.push(rows),
+            }
+        }
+        all
     }
 
     /// Where row `r` of an item goes.

@@ -76,7 +76,7 @@ impl<'a> Job<'a> {
     /// What a row reads of a head's expert pages, unless it is everything.
     fn selection(&self, view: usize, head: usize) -> Option<Selection> {
         let of = &self.views[view];
-        let pages = match self.read {
+        let pages = match of.read {
             Read::All => return None,
             Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
             Read::Quest { pages } => pages as usize,

@@ -13,7 +13,6 @@ pub struct Lists {
     pub views: Vec<View<'static>>,
     /// Rows that are attended one by one.
     pub single: Vec<View<'static>>,
-    pub starts: Vec<usize>,
     pub forests: Vec<Forest<'static>>,
     /// Forests that are not in use, kept for the next call.
     pub felled: Vec<Forest<'static>>,

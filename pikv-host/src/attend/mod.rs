@@ -38,16 +38,16 @@ use crate::base::scratch::emptied;
 use crate::config::hits::Hits;
 use crate::memory::pool::Pool;
 use crate::policy::rule::Rule;
-use crate::tiers::{Early, Staged};
+use crate::tiers::{Early, Staged, Stored};
 use pikv_core::plan::LayerShape;
 use std::mem;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 #[cfg(feature = "cuda")]
 use {
-    crate::tiers::{Levels, Stored, upload::Lifted},
+    crate::tiers::{Levels, upload::Lifted},
     smallvec::SmallVec,
-    std::sync::Arc,
 };
 
 /// A layer of a cache, and who computes attention over it.
@@ -57,10 +57,31 @@ pub(crate) struct Call<'a> {
     pub pool: &'a Pool,
     pub layer: usize,
     pub shape: &'a LayerShape,
+    /// Rows of its tensors.
+    pub rows: usize,
 }
 
-/// Attends rows of `sequences`. Weights and hits for policies and routers are added to `feeds`. Returns the bytes of pages that were read
-/// from lower tiers, of which those in `ahead` were asked for before.
+/// What a step keeps of a call.
+pub(crate) struct Noted<'a> {
+    /// Weights and hits for policies and routers.
+    pub feeds: &'a mut Vec<Feed>,
+    /// Pages that sequences read from lower tiers, if it is wanted whose they are.
+    pub lower: Option<&'a mut Vec<Lower>>,
+}
+
+/// A page that a sequence read from a lower tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Lower {
+    /// Which call of those that were noted.
+    pub call: u32,
+    /// Which page, as long as somebody holds it.
+    pub slot: usize,
+    pub sequence: usize,
+    pub bytes: u64,
+}
+
+/// Attends rows of `sequences`. What a step keeps is added to `noted`. Returns the bytes of pages that were read from lower tiers, of
+/// which those in `ahead` were asked for before.
 ///
 /// # Errors
 /// Options, lengths or queries that are refused; scores that overflow; a tier, a device or a rank that fails.
@@ -69,13 +90,13 @@ pub(crate) fn attend<'v>(
     sequences: impl Iterator<Item = View<'v>>,
     tensors: Tensors<'_>,
     options: &Attend,
-    feeds: Option<&mut Vec<Feed>>,
+    noted: Option<Noted<'_>>,
     ahead: Option<Early>,
 ) -> Result<u64, Error> {
     let mut lists = LISTS.take();
     let mut views: Vec<View<'_>> = emptied(mem::take(&mut lists.views));
     views.extend(sequences);
-    let done = attend_views(call, &views, tensors, options, feeds, ahead, &mut lists);
+    let done = attend_views(call, &views, tensors, options, noted, ahead, &mut lists);
     lists.views = emptied(views);
     LISTS.set(lists);
     done
@@ -86,31 +107,38 @@ fn attend_views(
     sequences: &[View<'_>],
     mut tensors: Tensors<'_>,
     options: &Attend,
-    feeds: Option<&mut Vec<Feed>>,
+    noted: Option<Noted<'_>>,
     ahead: Option<Early>,
     lists: &mut Lists,
 ) -> Result<u64, Error> {
-    let Call { executor, pool, layer, shape } = call;
-    let Attend { scale, read, .. } = *options;
-    let factor = options.check(layer, shape, pool.shape.config.bounds)?;
+    let Call { executor, pool, layer, shape, rows } = call;
+    let (feeds, lower) = noted.map_or((None, None), |noted| (Some(noted.feeds), noted.lower));
+    let Attend { scale, .. } = *options;
+    let bounds = pool.shape.config.bounds;
+    let factor = options.check(layer, shape, bounds)?;
+    for View { read, closed_gaps, .. } in sequences.iter().copied().filter(|view| view.rows > 0) {
+        Attend { read, closed_gaps, ..*options }.check(layer, shape, bounds)?;
+    }
     let mut single: Vec<View<'_>> = emptied(mem::take(&mut lists.single));
-    let views = match read {
-        Read::All => sequences,
-        // What is read differs from row to row.
-        Read::Experts | Read::Quest { .. } => {
-            single.extend(sequences.iter().flat_map(View::rows));
+    let views = match sequences.iter().all(|view| view.read == Read::All) {
+        true => sequences,
+        false => {
+            for view in sequences {
+                match view.read {
+                    Read::All => single.push(*view),
+                    // What is read differs from row to row.
+                    Read::Experts | Read::Quest { .. } => single.extend(view.rows()),
+                }
+            }
             &single[..]
         }
     };
-    if read == Read::Experts
-        && let Some(row) = views.iter().position(|view| !view.routed(&pool.shape))
-    {
-        return Err(Error::NotRouted { layer, row });
+    let by_experts = |view: &&View<'_>| view.read == Read::Experts;
+    if let Some(view) = views.iter().filter(by_experts).find(|view| !view.routed(&pool.shape)) {
+        return Err(Error::NotRouted { layer, row: view.start });
     }
-    let mut starts = mem::take(&mut lists.starts);
-    let rows = first_rows(views, &mut starts);
-    let q = tensors.check(layer, shape, rows)?;
-    let mut job = start_job(&call, options, factor, (views, &starts), (q, tensors.on_device(layer)));
+    let q = tensors.check(layer, shape, rows, sequences)?;
+    let mut job = start_job(&call, options, factor, views, (q, tensors.on_device(layer)));
     let staged: Staged;
     // Held until the results are there.
     #[cfg(feature = "cuda")]
@@ -123,6 +151,7 @@ fn attend_views(
         let early = ahead.unwrap_or_default();
         (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), early.ahead)?;
         forests.iter_mut().for_each(|forest| forest.stage(&staged));
+        lower.into_iter().for_each(|lower| note_lower(&job, &forests, lower));
         #[cfg(feature = "cuda")]
         {
             _lifted = lift(pool, tiers, early.lifted, &mut forests)?;
@@ -153,27 +182,26 @@ fn attend_views(
     lists.felled.extend(forests.drain(..).map(Forest::felled));
     lists.forests = emptied(forests);
     lists.wanted = wanted;
-    (lists.single, lists.starts) = (emptied(single), starts);
+    lists.single = emptied(single);
     Ok(remote)
 }
 
-/// A call of the rows of `views`, which start at the rows `starts` of it, with queries that the host or a device has.
+/// A call of the rows of `views`, with queries that the host or a device has.
 fn start_job<'a>(
     call: &Call<'a>,
     options: &Attend,
     factor: f32,
-    (views, starts): (&'a [View<'a>], &'a [usize]),
+    views: &'a [View<'a>],
     (q, on_device): (&'a [f32], Option<OnDevice>),
 ) -> Job<'a> {
-    let Call { executor, pool, layer, shape } = *call;
-    let Attend { scale, softcap, split, read, closed_gaps } = *options;
+    let Call { executor, pool, layer, shape, .. } = *call;
+    let Attend { scale, softcap, split, .. } = *options;
     Job {
         widest: executor.widest(),
         inner: &pool.shape,
         layer,
         shape,
         views,
-        starts,
         q,
         on_device,
         scale,
@@ -181,23 +209,23 @@ fn start_job<'a>(
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
         table: pool.tables.get(layer),
-        read,
-        closed_gaps,
         stretch: pool.shape.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
         remote: None,
         overflow: AtomicUsize::new(usize::MAX),
     }
 }
 
-/// Fills `starts` with the row of the call at which each view starts; returns the number of all rows.
-fn first_rows(views: &[View<'_>], starts: &mut Vec<usize>) -> usize {
-    starts.clear();
-    let mut rows = 0;
-    for view in views {
-        starts.push(rows);
-        rows += view.rows as usize;
+/// Notes which sequences read which pages of lower tiers, in order.
+fn note_lower(job: &Job<'_>, forests: &[Forest<'_>], lower: &mut Vec<Lower>) {
+    let (from, call) = (lower.len(), lower.last().map_or(0, |last| last.call + 1));
+    for forest in forests {
+        let sequence = job.views[forest.view].sequence;
+        let slot = |slot: &Arc<Stored>| (Arc::as_ptr(slot) as usize, slot.bytes());
+        let read = forest.away().map(slot);
+        lower.extend(read.map(|(slot, bytes)| Lower { call, slot, sequence, bytes }));
     }
-    rows
+    lower[from..].sort_unstable();
+    lower.dedup();
 }
 
 /// An empty list of pages for each view that has rows and each KV head, out of those in `spare`.
@@ -276,9 +304,9 @@ impl<'a> Wants<'a> {
 }
 
 /// A sequence of the call.
-fn info(job: &Job<'_>, sequences: &[View<'_>], sequence: usize) -> Of {
-    let (view, first) = (&sequences[sequence], job.views.iter().position(|view| view.sequence == sequence));
-    Of { filed: view.layer.filed, first: first.map_or(0, |view| job.starts[view]), rows: view.rows as usize }
+fn info(sequences: &[View<'_>], sequence: usize) -> Of {
+    let view = &sequences[sequence];
+    Of { filed: view.layer.filed, first: view.start, rows: view.rows as usize, read: view.read }
 }
 
 /// A call whose pages are listed.
@@ -318,9 +346,9 @@ impl Computed<'_, '_> {
                 let mut none = Vec::new();
                 let seen = if wants.told() { seen } else { &mut none };
                 // What is said of each sequence once the host has its masses.
-                let of = (0..sequences.len()).map(|sequence| info(job, sequences, sequence)).collect();
+                let of = (0..sequences.len()).map(|sequence| info(sequences, sequence)).collect();
                 let queries = wants.queries || wants.hits.is_some();
-                let asked = Asked { sequences: of, read: job.read, queries };
+                let asked = Asked { sequences: of, queries };
                 session.attend(job, forests, wants.weights, *output, seen, asked)?;
                 Ok(None)
             }
@@ -336,7 +364,7 @@ fn hand_back(
     mass: Option<&mut Vec<PageMass>>,
     seen: &mut Vec<Feed>,
 ) {
-    if job.read != Read::All && wants.told() {
+    if sequences.iter().any(|view| view.read != Read::All) && wants.told() {
         // Rows that were attended one by one are one call all the same.
         together(seen);
     }
@@ -353,18 +381,18 @@ fn hand_back(
         return;
     }
     for feed in seen.iter_mut() {
-        feed.belongs(&info(job, sequences, feed.sequence), job.shape, wants.queries.then_some(job.q));
+        feed.belongs(&info(sequences, feed.sequence), job.shape, wants.queries.then_some(job.q));
     }
     let Some(hits) = wants.hits else { return };
-    let Job { inner, shape, stretch, read, q, .. } = *job;
+    let Job { inner, shape, stretch, q, .. } = *job;
     let (k_dim, group, heads) =
         (shape.layout.k_dim as usize, shape.group() as usize, shape.query_heads as usize);
     each_mut(seen, |_, feed| {
         let view = &sequences[feed.sequence];
-        let (rows, fetched) = (view.first..view.first + view.rows, view.fetched);
+        let (rows, fetched, read) = (view.first..view.first + view.rows, view.fetched, view.read);
         let asking = Asking { inner, hits, shape, stretch, layer: view.layer, rows, read, fetched };
-        let (h, first) = (feed.head, info(job, sequences, feed.sequence).first);
+        let (h, first) = (feed.head, view.start);
         let queries = |row: usize| &q[((first + row) * heads + h * group) * k_dim..][..group * k_dim];
-        feed.far = asking.meet(h, view.of_step, queries, &mut feed.met);
+        feed.far = asking.meet(h, view.start, queries, &mut feed.met);
     });
 }

@@ -51,8 +51,9 @@ impl Job<'_> {
         packed.q.clear();
         packed.q.resize(channels * item.rows, 0.0);
         packed.sinks.clear();
-        packed.sinks.resize(if self.closed_gaps { packed.q.len() } else { 0 }, 0.0);
-        let oldest = if self.closed_gaps { self.oldest(item.forest) } else { 0 };
+        let closed_gaps = self.closed_gaps(item);
+        packed.sinks.resize(if closed_gaps { packed.q.len() } else { 0 }, 0.0);
+        let oldest = if closed_gaps { self.oldest(item.forest) } else { 0 };
         self.sights(item, &mut packed.sights);
         let codecs = self.codecs(item.forest);
         let cols = codecs.map(|codec| codec.map_or(0, |codec| codec.packed.query_cols() as usize));
@@ -70,7 +71,7 @@ impl Job<'_> {
                 let query = &self.q[self.output_row(item, row + r) * k_dim..][..k_dim];
                 source.clear();
                 source.extend_from_slice(query);
-                if let (Some(rotation), true) = (&rotation, self.closed_gaps) {
+                if let (Some(rotation), true) = (&rotation, closed_gaps) {
                     rotation.rotate(source, self.closed(position, oldest));
                     for (c, x) in source.iter().enumerate() {
                         packed.sinks[at + c * width + r] = x * self.factor;

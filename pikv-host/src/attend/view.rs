@@ -1,6 +1,7 @@
 //! The rows of one sequence in a call.
 
 use crate::attend::hits::Fetched;
+use crate::attend::options::Read;
 use crate::config::shape::CacheShape;
 use crate::pages::filing::Layer;
 use crate::policy::Feedback;
@@ -19,10 +20,13 @@ pub(crate) struct View<'a> {
     pub rows: u32,
     /// Tokens written to the ring.
     pub len: u32,
+    /// Which pages its rows read, and whether they see sinks across what was evicted.
+    pub read: Read,
+    pub closed_gaps: bool,
     /// Which of a row's experts it reads.
     pub fetched: Fetched<'a>,
-    /// Place of its first row among those of the step.
-    pub of_step: usize,
+    /// Its first row among those of the call, which are those of the step.
+    pub start: usize,
 }
 
 impl<'a> View<'a> {
@@ -33,7 +37,7 @@ impl<'a> View<'a> {
             row: view.row + i,
             first: view.first + i,
             rows: 1,
-            of_step: view.of_step + i as usize,
+            start: view.start + i as usize,
             ..view
         };
         (0..view.rows).map(row)
@@ -50,7 +54,7 @@ impl<'a> View<'a> {
     /// The experts of the first row.
     pub fn experts(&self, inner: &CacheShape) -> Vec<u16> {
         let wanted = self.fetched.first.map_or(usize::MAX, |n| n as usize);
-        let more = self.fetched.more(self.of_step).iter().copied();
+        let more = self.fetched.more(self.start).iter().copied();
         self.layer.experts(inner, self.first).take(wanted).chain(more).collect()
     }
 

@@ -25,6 +25,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg, TensorArg};
 use std::mem;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
@@ -434,8 +435,11 @@ fn attend_all(
     let out_at = TensorArg::new(first, Dtype::F32);
     let to = To { out: out_at, ends: Ends::Host(ends), mass: ends + 12 * lse.len() as u64 };
     let blank = forests.iter().any(|forest| forest.blocks.is_empty());
-    if masses > 0 || blank {
-        // Sums go on from wave to wave; and of rows that nothing is there for nobody else writes the output.
+    let attended = job.attended();
+    let rows: usize = attended.iter().map(Range::len).sum();
+    let left_out = rows * (job.shape.query_heads as usize) < lse.len();
+    if masses > 0 || blank || left_out {
+        // Sums go on from wave to wave; and of rows that nothing is there for, or that are left out, nobody else writes the output.
         device.fill(first, 0, floats as u32)?;
     }
     waves(device, &mut work, job, forests, wanted, to, &firsts)?;
@@ -443,11 +447,13 @@ fn attend_all(
         let floats: &[f32] = bytemuck::cast_slice(words);
         let (from, rest) = floats.split_at(out.len());
         let (ends, mass) = rest.split_at(3 * lse.len());
-        out.copy_from_slice(from);
-        let width = out.len() / lse.len();
-        for (at, ([end, m, l], lse)) in ends.as_chunks().0.iter().zip(lse.iter_mut()).enumerate() {
-            *lse = *end;
-            job.judge(at, *m, *l, &out[at * width..][..width]);
+        let (width, heads) = (out.len() / lse.len(), job.shape.query_heads as usize);
+        for at in attended.into_iter().flat_map(|rows| rows.start * heads..rows.end * heads) {
+            let own = at * width..(at + 1) * width;
+            let [end, m, l] = ends.as_chunks().0[at];
+            lse[at] = end;
+            out[own.clone()].copy_from_slice(&from[own.clone()]);
+            job.judge(at, m, l, &out[own]);
         }
         let Some(wanted) = wanted else { return };
         for ((forest, first), feed) in forests.iter().zip(&firsts).zip(feeds) {
@@ -528,9 +534,13 @@ pub(crate) fn attend_in_place(
     }
     let (out, lse) = (output.out, output.lse);
     if forests.iter().any(|forest| forest.blocks.is_empty()) {
-        device.zero(out)?;
-        if let Some(lse) = lse {
-            device.fill(lse.address(), f32::NEG_INFINITY.to_bits(), lse.len() as u32)?;
+        let (heads, v_dim) = (job.shape.query_heads as usize, job.shape.layout.v_dim as usize);
+        for rows in job.attended() {
+            let (first, ends) = (rows.start * heads, rows.len() * heads);
+            device.zero(out.part(first * v_dim, ends * v_dim))?;
+            if let Some(lse) = lse {
+                device.fill(lse.part(first, ends).address(), f32::NEG_INFINITY.to_bits(), ends as u32)?;
+            }
         }
     }
     let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), faults: late.fault(job.layer, 3) };

@@ -61,8 +61,6 @@ struct Layer {
     tokens: Option<(Down, [DeviceSlice; 2])>,
     saw: Option<Saw>,
     sequences: Vec<Of>,
-    /// What rows read; unless it is all they were attended one by one.
-    read: Read,
     scale: f32,
     /// The name of the dtype of outputs.
     out: &'static str,
@@ -173,7 +171,7 @@ impl Session for Late {
         self.forget(job.layer);
         let layer = &mut self.layers[job.layer];
         (layer.scale, layer.out, layer.saw) = (job.scale, output.out.dtype().name(), Some(saw));
-        (layer.sequences, layer.read) = (asked.sequences, asked.read);
+        layer.sequences = asked.sequences;
         Ok(())
     }
 
@@ -231,12 +229,12 @@ impl Session for Late {
         Some([k, split(rest, *v).0])
     }
 
-    fn read(&self, layer: usize) -> Read {
-        self.layers[layer].read
+    fn read(&self, layer: usize, sequence: usize) -> Read {
+        self.layers[layer].sequences[sequence].read
     }
 
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
-        let Layer { saw, sequences, read, .. } = &mut self.layers[layer];
+        let Layer { saw, sequences, .. } = &mut self.layers[layer];
         let Saw { mut feeds, masses, q, down, rows } = saw.take()?;
         let words = down.as_ref().map_or(&[][..], Down::words);
         let (mass, rest) = words.split_at(rows * LANES);
@@ -245,7 +243,7 @@ impl Session for Late {
             feed.weighed.fill(&bytemuck::cast_slice(mass).as_chunks().0[first..]);
             feed.weighed.one_form(passes.into_iter());
         }
-        if *read != Read::All {
+        if sequences.iter().any(|of| of.read != Read::All) {
             together(&mut feeds);
         }
         for feed in &mut feeds {

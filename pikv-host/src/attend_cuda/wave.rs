@@ -170,7 +170,7 @@ impl<'a> Wave<'a> {
                     let (first, packed) = (self.q.len(), &scratch.packed);
                     self.q.extend(&packed.q);
                     // Where gaps are closed the sinks are read by queries of their own.
-                    let sinks = if job.closed_gaps { self.q.len() } else { first };
+                    let sinks = if job.closed_gaps(item) { self.q.len() } else { first };
                     self.q.extend(&packed.sinks);
                     (first, sinks)
                 }
@@ -343,7 +343,7 @@ impl<'a> Wave<'a> {
     fn gather(&mut self, job: &Job<'_>, item: &Item<'_>, scratch: &mut Scratch) -> (usize, usize) {
         job.sights(item, &mut scratch.packed.sights);
         let channels = u64::from(job.shape.layout.k_channels());
-        let oldest = if job.closed_gaps { job.oldest(item.forest) } else { 0 };
+        let oldest = if job.closed_gaps(item) { job.oldest(item.forest) } else { 0 };
         let mut add = |sinks: bool| {
             let first = self.bundles;
             for (row, width) in bundles(item.rows, job.most(item.forest)) {
@@ -362,7 +362,7 @@ impl<'a> Wave<'a> {
             first as usize
         };
         let first = add(false);
-        (first, if job.closed_gaps { add(true) } else { first })
+        (first, if job.closed_gaps(item) { add(true) } else { first })
     }
 
     /// Where it all goes, if the queries are on the device.

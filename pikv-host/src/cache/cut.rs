@@ -120,6 +120,8 @@ impl Sequence {
             checkpoints: self.checkpoints[..kept].to_vec(),
             lease_of_prefix: self.lease_of_prefix.clone(),
             altered: false,
+            stepped: self.stepped,
+            budget: self.budget,
             inner,
         })
     }
@@ -246,6 +248,12 @@ impl Sequence {
 
     /// Tells every page of the first tier that the sequence refers to, some of them several times.
     pub(crate) fn each_page(&self, told: &mut dyn FnMut(&Page)) {
+        self.each_own_page(told);
+        self.checkpoints.iter().for_each(|kept| kept.each_page(told));
+    }
+
+    /// The same without those of its checkpoints.
+    pub(crate) fn each_own_page(&self, told: &mut dyn FnMut(&Page)) {
         for layer in &self.layers {
             for head in &layer.heads {
                 head.ring.iter().for_each(&mut *told);
@@ -255,7 +263,6 @@ impl Sequence {
             layer.past.pages().flat_map(|held| held.pages()).for_each(&mut *told);
             layer.sealed.iter().flat_map(Sealed::pages).for_each(&mut *told);
         }
-        self.checkpoints.iter().for_each(|kept| kept.each_page(told));
     }
 
     /// Bytes of the pages of the first tier that it refers to, each once.

@@ -21,8 +21,8 @@ impl Idle {
         known.push(Arc::downgrade(spare));
     }
 
-    /// Asks for `bytes`; whether any came.
-    pub fn give_back(&self, bytes: u64) -> bool {
+    /// Asks for `bytes`; returns how many came.
+    pub fn give_back(&self, bytes: u64) -> u64 {
         let known: Vec<Arc<dyn Spare>> = {
             let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
             known.iter().filter_map(Weak::upgrade).collect()
@@ -33,6 +33,6 @@ impl Idle {
                 came += spare.give_back(bytes - came);
             }
         }
-        came > 0
+        came
     }
 }

@@ -7,6 +7,7 @@ pub mod idle;
 pub mod inner;
 pub mod map;
 pub mod over;
+pub mod parkable;
 pub mod rates;
 pub mod save;
 pub mod sequence;
@@ -28,7 +29,7 @@ use crate::base::failures::Failures;
 use crate::base::text::{Bytes, Share, Table};
 use crate::cache::idle::Idle;
 use crate::cache::inner::Inner;
-use crate::cache::sequence::Sequence;
+use crate::cache::sequence::{Sequence, SequenceOptions};
 use crate::cache::step::{Step, StepBytes};
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
@@ -174,7 +175,8 @@ impl Cache {
             (Kind::Cuda(device), _) => Arc::new(Cuda(device.clone())),
         };
         let (rooms, idle) = (Rooms::default(), Idle::default());
-        let inner = Inner { shape, pool, executor, rooms, fabric, idle };
+        let (parkables, clock) = Default::default();
+        let inner = Inner { shape, pool, executor, rooms, fabric, idle, parkables, clock };
         Ok(Cache { inner: Arc::new(inner) })
     }
 
@@ -281,6 +283,37 @@ impl Cache {
         Sequence::new(self.inner.clone())
     }
 
+    /// An empty sequence with options of its own: a request that may hold less than others, say.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::policy::{Budget, Eviction, StreamingLlm};
+    /// use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, SequenceOptions};
+    ///
+    /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
+    /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32);
+    /// let cache = Cache::new(config.evict(Eviction::new(StreamingLlm, Budget::Tokens(400))))?;
+    /// let mut small = cache.sequence_with(SequenceOptions::new().budget(100))?;
+    /// let mut large = cache.sequence();
+    /// let mut step = cache.begin([(&mut small, 600), (&mut large, 600)])?;
+    /// step.append(0, &[0.5; 1200 * 4], &[0.25; 1200 * 4])?;
+    /// step.commit()?;
+    /// assert!(small.resident(0, 0)?.0 <= 100 && large.resident(0, 0)?.0 > 300);
+    /// assert!(matches!(cache.sequence_with(SequenceOptions::new().budget(500)), Err(Error::SequenceBudget { .. })));
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::SequenceBudget`] for a budget that could not act.
+    pub fn sequence_with(&self, options: SequenceOptions) -> Result<Sequence, Error> {
+        let mut sequence = self.sequence();
+        if let Some(tokens) = options.budget {
+            self.inner.shape.check_budget(tokens)?;
+        }
+        sequence.budget = options.budget;
+        Ok(sequence)
+    }
+
     /// Bytes of pages in use.
     pub fn usage(&self) -> Usage {
         let arenas = &self.inner.pool.arenas;
@@ -302,11 +335,12 @@ impl Cache {
 
     /// Starts a step that adds tokens to sequences: `parts` are pairs of a sequence and its number of new tokens. Pages are reserved
     /// for all layers, or none. If the step would else pass the budget, prefixes that a [`PrefixIndex`](crate::prefix::PrefixIndex) holds and
-    /// no sequence reads make room; in a cache with [tiers](crate::tiers), older pages of these sequences move down then.
+    /// no sequence reads make room; in a cache with [tiers](crate::tiers), [`Parkable`](crate::save::Parkable) sequences are parked then
+    /// ([`Cache::make_room`]), and after those older pages of these sequences move down.
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, [poisoned](Error::Poisoned), with no
-    /// tokens to add, or at the end of positions; [`Error::Tier`] if pages could not go down. Nothing changes then, but that pages which went down
+    /// tokens to add, or at the end of positions; [`Error::Tier`] or a device if pages could not go down. Nothing changes then, but that pages which went down
     /// stay there.
     pub fn begin<'a>(
         &self,
@@ -367,7 +401,8 @@ impl Cache {
                 return Err(Error::QueryPosition { first, end, oldest, len });
             }
         }
-        span!("attend", layer = layer, rows = rows.iter().map(|part| part.rows).sum::<u32>());
+        let all = rows.iter().map(|part| part.rows as usize).sum();
+        span!("attend", layer = layer, rows = all);
         let shape = self.inner.shape.layer(layer)?;
         // What a leaked step wrote is not seen.
         let mut repaired: Vec<Option<Sequence>> = Vec::new();
@@ -375,7 +410,11 @@ impl Cache {
             repaired.extend(rows.iter().map(|part| part.sequence.stepping.then(|| part.sequence.repaired())));
         }
         let whole = |i: usize| repaired.get(i).and_then(Option::as_ref).unwrap_or(rows[i].sequence);
-        let views = rows.iter().enumerate().map(|(sequence, part)| View {
+        let starts = rows.iter().scan(0, |sum, part| {
+            *sum += part.rows as usize;
+            Some(*sum - part.rows as usize)
+        });
+        let views = rows.iter().zip(starts).enumerate().map(|(sequence, (part, start))| View {
             sequence,
             row: 0,
             layer: &whole(sequence).layers[layer],
@@ -383,9 +422,11 @@ impl Cache {
             rows: part.rows,
             len: part.sequence.len,
             fetched: Fetched::default(),
-            of_step: 0,
+            start,
+            read: options.read,
+            closed_gaps: options.closed_gaps,
         });
-        let call = Call { executor: &*self.inner.executor, pool: &self.inner.pool, layer, shape };
+        let call = Call { executor: &*self.inner.executor, pool: &self.inner.pool, layer, shape, rows: all };
         attend(call, views, Tensors::Host(q, out), options, None, None).map(|_| ())
     }
 }

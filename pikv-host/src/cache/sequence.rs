@@ -16,6 +16,7 @@ use pikv_core::page::{PAGE, Position, Resident};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// One page that is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,7 +108,30 @@ pub struct Sequence {
     /// Whether it may hold other tokens than one that was given the same tokens and no more: pages were evicted by hand, or tokens pinned
     /// that a policy would have evicted.
     pub(crate) altered: bool,
+    /// When it was in a step last, or made, by the cache's clock.
+    pub(crate) stepped: u64,
+    /// Tokens that a head may hold, where that is less than what the configuration lets it.
+    pub(crate) budget: Option<u32>,
 }
+
+/// What one sequence has of its own, for [`Cache::sequence_with`](crate::Cache::sequence_with).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SequenceOptions {
+    /// Tokens that each KV head of a layer that evicts may hold, sinks, ring and pages together: what is over it goes as the layer's policy
+    /// says. It acts beside the configuration's [`Budget`](crate::policy::Budget): the lesser counts, in heads too that keep all by that.
+    /// Sinks and ring stay even if they are more.
+    pub budget: Option<u32>,
+}
+
+impl SequenceOptions {
+    /// Nothing of its own.
+    pub fn new() -> SequenceOptions {
+        SequenceOptions::default()
+    }
+}
+
+setters!(SequenceOptions {} optional { budget: u32 });
 
 impl Sequence {
     pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
@@ -119,6 +143,7 @@ impl Sequence {
         let (layers, lease) = (layers.collect(), Lease::new(&inner.pool.arenas));
         let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
         let (ends, checkpoints) = (VecDeque::new(), Vec::new());
+        let stepped = inner.clock.load(Ordering::Relaxed);
         Sequence {
             layers,
             inner,
@@ -134,6 +159,8 @@ impl Sequence {
             checkpoints,
             lease_of_prefix: None,
             altered: false,
+            stepped,
+            budget: None,
         }
     }
 
@@ -411,7 +438,7 @@ impl Sequence {
         }
         // A step that had ended here would have evicted and tidied up here; one that did has.
         if inner.shape.evicts() && len > 0 && self.ends.back() != Some(&len) {
-            enforce(&mut self.layers, &inner.shape, &inner.rooms, len, &self.pins, None);
+            enforce(&mut self.layers, &inner.shape, &inner.rooms, (len, self.budget), &self.pins, None);
             for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
                 if layer.rule.is_some() {
                     layer.tidy(&inner.pool, shape, len);
@@ -493,9 +520,17 @@ impl Sequence {
         self.pins.clear();
     }
 
-    /// Forgets everything; the next position is 0 again.
+    /// Forgets everything but its [budget](Sequence::budget); the next position is 0 again.
     pub fn clear(&mut self) {
+        let budget = self.budget;
         *self = Sequence::new(self.inner.clone());
+        self.budget = budget;
+    }
+
+    /// Tokens that each KV head of it may hold, where that is less than the configuration's: [`SequenceOptions::budget`]. Forks, checkpoints,
+    /// parked and saved sequences have the same.
+    pub fn budget(&self) -> Option<u32> {
+        self.budget
     }
 
     /// An error if a panic left it half changed.

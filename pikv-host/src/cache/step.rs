@@ -2,6 +2,8 @@
 
 mod append;
 mod device;
+mod leave;
+mod reads;
 
 use crate::attend::executor::Session;
 use crate::attend::executor::Tensors;
@@ -9,7 +11,7 @@ use crate::attend::feedback::Feed;
 use crate::attend::hits::Fetched;
 use crate::attend::options::{Attend, Output, Read};
 use crate::attend::view::View;
-use crate::attend::{Call, attend};
+use crate::attend::{Call, Lower, Noted, attend};
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::scratch::emptied;
@@ -84,7 +86,8 @@ pub struct StepBytes {
 }
 
 impl StepBytes {
-    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory. In a cache with tiers it also makes room, by moving pages down.
+    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory as it is. It also makes room: of prefixes that nobody reads, and in a
+    /// cache with tiers by parking sequences and moving pages down.
     pub fn fits(&self) -> bool {
         self.needed <= self.available
     }
@@ -107,6 +110,13 @@ struct Part<'a> {
     sequence: &'a mut Sequence,
     /// Tokens once the step is committed; `sequence.len` is still the old number.
     len: u32,
+    /// Its first row of the step.
+    row: usize,
+    /// Whether it was left out since the step began.
+    out: bool,
+    /// What its rows read, and whether they close gaps, whatever the options of a call say.
+    read: Option<Read>,
+    closed_gaps: Option<bool>,
 }
 
 #[derive(Debug, Default)]
@@ -122,12 +132,16 @@ pub(crate) struct Done {
     told: bool,
     /// Bytes that were read from lower tiers.
     remote: u64,
+    /// Which sequences read them, call by call, in a step of several.
+    lower: Vec<Lower>,
 }
 
 impl Done {
     /// As before the step, with the room of its lists.
     fn clear(&mut self) {
-        *self = Done { feeds: mem::take(&mut self.feeds), ..Done::default() };
+        let Done { feeds, mut lower, .. } = mem::take(self);
+        lower.clear();
+        *self = Done { feeds, lower, ..Done::default() };
     }
 }
 
@@ -146,8 +160,8 @@ impl<'a> Step<'a> {
             sequence.poisoned = true;
             needed = sequence_needs(&inner, sequence, len).saturating_add(needed);
             sequence.poisoned = false;
+            taken.push(Part { sequence, len, row: rows, out: false, read: None, closed_gaps: None });
             rows += n as usize;
-            taken.push(Part { sequence, len });
         }
         if taken.is_empty() {
             return Err(Error::NoSequences);
@@ -175,7 +189,10 @@ impl<'a> Step<'a> {
             bytes = needed
         );
         pages.lend(&taken[0].sequence.lease);
-        taken.iter_mut().for_each(|part| part.sequence.stepping = true);
+        let now = inner.clock.fetch_add(1, Ordering::Relaxed) + 1;
+        for part in &mut taken {
+            (part.sequence.stepping, part.sequence.stepped) = (true, now);
+        }
         layers.resize_with(inner.shape.config.layers.len(), Done::default);
         let mut step =
             Step { inner, parts: taken, pages, layers, rows, committed: false, ahead: None, late: None };
@@ -212,7 +229,7 @@ impl<'a> Step<'a> {
 
     /// Pages of a layer that are read from lower tiers.
     fn away(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
-        let heads = self.parts.iter().flat_map(move |part| &part.sequence.layers[layer].heads);
+        let heads = self.live().flat_map(move |part| &part.sequence.layers[layer].heads);
         let entries = heads.flat_map(|head| &head.chains).flat_map(|chain| &chain.entries);
         entries.filter(|entry| entry.live != 0).filter_map(|entry| match &entry.held {
             Held::Away(Away { slot, .. }) => Some(slot),
@@ -220,7 +237,12 @@ impl<'a> Step<'a> {
         })
     }
 
-    /// Rows of the step, over all its sequences.
+    /// The sequences that were not left out.
+    fn live(&self) -> impl Iterator<Item = &Part<'a>> {
+        self.parts.iter().filter(|part| !part.out)
+    }
+
+    /// Rows of the step, over all its sequences, those that were [left out](Step::leave_out) included.
     pub fn rows(&self) -> usize {
         self.rows
     }
@@ -256,34 +278,39 @@ impl<'a> Step<'a> {
         }
         let ahead = self.ahead.take_if(|ahead| ahead.layer == layer);
         if let Some(tiers) = &inner.pool.tiers {
-            let all = options.read == Read::All;
+            let all = self.reads_of(options).all(|read| read == Read::All);
             tiers.reads_all.store(all, Ordering::Relaxed);
             let used = if all { self.away(layer).map(|slot| tiers.staged(slot)).sum() } else { 0 };
             self.look_ahead(layer + 1, used);
         }
         let (first, (more, counts)) = (self.layers[layer].fetch, mem::take(&mut self.layers[layer].more));
         let fetched = Fetched { first, more: &more, counts: &counts };
-        let views = self.parts.iter().enumerate().scan(0, |rows, (sequence, part)| {
-            let of_step = *rows;
-            *rows += (part.len - part.sequence.len) as usize;
-            Some(View {
-                sequence,
-                row: 0,
-                layer: &part.sequence.layers[layer],
-                first: part.sequence.len,
-                rows: part.len - part.sequence.len,
-                len: part.len,
-                fetched,
-                of_step,
-            })
+        let views = self.parts.iter().enumerate().map(|(sequence, part)| View {
+            sequence,
+            row: 0,
+            layer: &part.sequence.layers[layer],
+            first: part.sequence.len,
+            // Of one that was left out nothing is attended, and its rows stay in the tensors.
+            rows: if part.out { 0 } else { part.rows() as u32 },
+            len: part.len,
+            fetched,
+            start: part.row,
+            read: part.read.unwrap_or(options.read),
+            closed_gaps: part.closed_gaps.unwrap_or(options.closed_gaps),
         });
         if let (Tensors::Host(..), Some(late)) = (&tensors, &mut self.late) {
             late.forget(layer);
         }
         let done = &mut self.layers[layer];
-        let call = Call { executor: &*inner.executor, pool: &inner.pool, layer, shape };
-        let attended = attend(call, views, tensors, options, Some(&mut done.feeds), ahead);
+        let call = Call { executor: &*inner.executor, pool: &inner.pool, layer, shape, rows: self.rows };
+        let known = done.lower.len();
+        let lower = (self.parts.len() > 1).then_some(&mut done.lower);
+        let noted = Noted { feeds: &mut done.feeds, lower };
+        let attended = attend(call, views, tensors, options, Some(noted), ahead);
         done.more = (more, counts);
+        if attended.is_err() {
+            done.lower.truncate(known);
+        }
         done.remote += attended?;
         done.told = true;
         Ok(())
@@ -302,7 +329,8 @@ impl<'a> Step<'a> {
         }
         let (count, top_k) = (self.inner.shape.config.experts, self.inner.shape.config.top_k as usize);
         length("experts", experts.len(), self.rows * top_k, "rows * top_k")?;
-        for (row, chosen) in experts.chunks_exact(top_k).enumerate() {
+        for row in self.live().flat_map(|part| part.row..part.row + part.rows()) {
+            let chosen = &experts[row * top_k..][..top_k];
             for (i, &expert) in chosen.iter().enumerate() {
                 if u32::from(expert) >= count {
                     return Err(Error::Expert { layer, row, expert, experts: count });
@@ -313,20 +341,18 @@ impl<'a> Step<'a> {
             }
         }
         if count > 1 {
-            let mut rest = experts;
-            for part in &mut self.parts {
-                let n = (part.len - part.sequence.len) as usize * top_k;
-                part.sequence.layers[layer].tags.extend(&rest[..n]);
-                rest = &rest[n..];
+            for part in self.parts.iter_mut().filter(|part| !part.out) {
+                let own = &experts[part.row * top_k..][..part.rows() * top_k];
+                part.sequence.layers[layer].tags.extend(own);
             }
         }
         self.layers[layer].routed = true;
         Ok(())
     }
 
-    /// The sequences' first positions and rows.
+    /// The sequences' first positions and rows, those that were left out included.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (Position, usize)> {
-        self.parts.iter().map(|part| (Position(part.sequence.len), (part.len - part.sequence.len) as usize))
+        self.parts.iter().map(|part| (Position(part.sequence.len), part.rows()))
     }
 
     pub(crate) fn routed(&self, layer: usize) -> bool {
@@ -365,24 +391,33 @@ impl<'a> Step<'a> {
     }
 
     fn finish(mut self, mut report: Option<&mut StepReport>) -> Result<(), Error> {
-        span!("commit", sequences = self.parts.len(), rows = self.rows);
+        let (sequences, rows) = (self.live().count(), self.live_rows());
+        span!("commit", sequences = sequences, rows = rows);
+        if sequences == 0 {
+            return Ok(());
+        }
         let inner = self.inner.clone();
         self.check_complete()?;
         self.settle()?;
         let mut sent = self.file_rest()?.into_iter();
         self.committed = true;
         // From here on a policy that panics leaves what was told it, and what was not, in between.
-        self.parts.iter_mut().for_each(|part| part.sequence.poisoned = true);
+        self.parts.iter_mut().filter(|part| !part.out).for_each(|part| part.sequence.poisoned = true);
         self.observe(report.as_deref_mut());
         for part in &mut self.parts {
+            if part.out {
+                // Tickets are by the place in the step.
+                let by_part = report.as_deref_mut().and_then(|report| report.by_part.as_mut());
+                by_part.into_iter().for_each(|by_part| by_part.tickets.push(Arc::default()));
+                continue;
+            }
             part.commit(&inner, report.as_deref_mut(), sent.next());
         }
         if let Some(front) = &inner.fabric {
-            let layers: SmallVec<[&[Layer]; 8]> =
-                self.parts.iter().map(|part| &part.sequence.layers[..]).collect();
+            let layers: SmallVec<[&[Layer]; 8]> = self.live().map(|part| &part.sequence.layers[..]).collect();
             front.set_aside_thinned(&inner.pool, &layers);
         }
-        inner.pool.arenas.grow_ahead(self.parts.len() as u64, self.rows as u64);
+        inner.pool.arenas.grow_ahead(sequences as u64, rows as u64);
         Ok(())
     }
 
@@ -402,21 +437,21 @@ impl<'a> Step<'a> {
     /// Files the tokens that have left the ring since, and sends full pages to the ranks of a fabric: of each sequence those that were sent.
     fn file_rest(&mut self) -> Result<Vec<Vec<Sent>>, Error> {
         let inner = self.inner.clone();
-        for part in &mut self.parts {
+        for part in self.parts.iter_mut().filter(|part| !part.out) {
             let left = inner.shape.store.ring.left(part.len);
             for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
                 layer.file(&inner.shape, shape, left, &mut self.pages)?;
             }
         }
         self.pages.flush_copies()?;
-        for part in &mut self.parts {
+        for part in self.parts.iter_mut().filter(|part| !part.out) {
             for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
                 layer.bound(&inner.shape, shape)?;
             }
         }
         let Some(front) = &inner.fabric else { return Ok(Vec::new()) };
         let kept = |part: &Part<'_>| part.sequence.kept.max(inner.shape.store.ring.kept_from(part.len));
-        front.send(&inner.shape, self.parts.iter().map(|part| (&part.sequence.layers[..], kept(part))))
+        front.send(&inner.shape, self.live().map(|part| (&part.sequence.layers[..], kept(part))))
     }
 
     /// Tells policies what the step's rows saw, layer by layer, and counts what they wanted.
@@ -430,7 +465,7 @@ impl<'a> Step<'a> {
                 report.remote.push(done.remote);
             }
             let feeds = if done.told { &mut done.feeds[..] } else { &mut [] };
-            for (i, part) in self.parts.iter_mut().enumerate() {
+            for (i, part) in self.parts.iter_mut().enumerate().filter(|(_, part)| !part.out) {
                 let own = feeds.partition_point(|feed| feed.sequence < i);
                 let own = own..feeds.partition_point(|feed| feed.sequence <= i);
                 let Sequence { layers, len, .. } = &mut *part.sequence;
@@ -447,13 +482,27 @@ impl<'a> Step<'a> {
 }
 
 impl Part<'_> {
+    /// Its rows of the step, until that is committed.
+    fn rows(&self) -> usize {
+        (self.len - self.sequence.len) as usize
+    }
+
+    /// Undoes what the step wrote, as if it had not been in it.
+    fn abort(&mut self, inner: &Inner) {
+        let len = self.sequence.len;
+        for (layer, shape) in self.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
+            layer.abort(&inner.shape, shape, len);
+        }
+        self.sequence.stepping = false;
+    }
+
     /// Makes the step's tokens the sequence's: evicts what is over the budgets, frees what nobody sees any more, and has pages that were
     /// `sent` to ranks take the place of those here.
     fn commit(&mut self, inner: &Inner, mut report: Option<&mut StepReport>, sent: Option<Vec<Sent>>) {
         let (len, ring) = (self.len, inner.shape.store.ring);
-        let Sequence { layers, pins, .. } = &mut *self.sequence;
+        let Sequence { layers, pins, budget, .. } = &mut *self.sequence;
         let evicted = report.as_deref_mut().map(|report| &mut report.evicted);
-        enforce(layers, &inner.shape, &inner.rooms, len, pins, evicted);
+        enforce(layers, &inner.shape, &inner.rooms, (len, *budget), pins, evicted);
         if let Some(report) = &mut report {
             let bits: u64 = inner.shape.config.layers.iter().map(logical_bits).sum();
             report.logical_bytes += bits * u64::from(len) / 8;
@@ -487,13 +536,8 @@ impl Part<'_> {
 impl Drop for Step<'_> {
     fn drop(&mut self) {
         if !self.committed {
-            for part in &mut self.parts {
-                let len = part.sequence.len;
-                for (layer, shape) in part.sequence.layers.iter_mut().zip(&self.inner.shape.config.layers) {
-                    layer.abort(&self.inner.shape, shape, len);
-                }
-                part.sequence.stepping = false;
-            }
+            let inner = &self.inner;
+            self.parts.iter_mut().filter(|part| !part.out).for_each(|part| part.abort(inner));
         }
         self.layers.iter_mut().for_each(Done::clear);
         let (parts, layers) = (mem::take(&mut self.parts), mem::take(&mut self.layers));

@@ -33,7 +33,8 @@ impl LoopStep<'_> {
     /// ```
     ///
     /// # Errors
-    /// No such layer, one that was already routed, logits of another length; [`Error::HostTensors`] for a cache on the CPU;
+    /// No such layer, one that was already routed, logits of another length; [`Error::HostTensors`] for a cache on the CPU, and once a sequence
+    /// was [left out](LoopStep::leave_out);
     /// [`Error::DeviceTensor`] for logits that are not f32, and as [`append_device`](LoopStep::append_device); a device that fails.
     /// [`LoopError::Route`] with [`RouteError::HostOnly`](crate::router::RouteError::HostOnly) for a router that chooses on the host only: one of
     /// your own, and R_E with [`more`](crate::router::EntropyPenalised#structfield.more). R_A draws its arm on the host, in `commit`, and
@@ -53,6 +54,10 @@ impl LoopStep<'_> {
             let what = "logits";
             return Err(LoopError::Cache(Error::Length { what, got, expected, shape: "rows * experts" }));
         }
+        if step.any_out() {
+            let what = "a step that a sequence was left out of";
+            return Err(LoopError::Cache(Error::HostTensors { layer, what }));
+        }
         let starts = &mut self.of.scratch.starts;
         starts.clear();
         starts.extend(step.parts());
@@ -70,6 +75,10 @@ mod without {
 
     impl Devices {
         pub fn is_pending(&self, _: usize) -> bool {
+            false
+        }
+
+        pub fn has_chosen(&self, _: usize) -> bool {
             false
         }
 
@@ -122,6 +131,11 @@ mod with {
     impl Devices {
         pub fn is_pending(&self, layer: usize) -> bool {
             self.layers.get(layer).and_then(Option::as_ref).is_some_and(OnDevice::is_pending)
+        }
+
+        /// Whether it chose in the step under way.
+        pub fn has_chosen(&self, layer: usize) -> bool {
+            self.chose.get(layer).is_some_and(|chose| *chose)
         }
 
         /// Waits for the choices of all layers, of the last ones first.
@@ -220,7 +234,7 @@ mod with {
                 if of.firm > 0 {
                     router.routed(firm, brought.firm_entropy)?;
                 }
-                learnt.routing(layer, router.as_ref(), brought.logits);
+                learnt.routing(layer, router.as_ref(), std::iter::once(brought.logits));
                 router.routed(others, brought.entropy)
             }));
             let filed = match taken {

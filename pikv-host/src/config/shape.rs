@@ -6,7 +6,7 @@ use crate::base::ids::{Place, block_of};
 use crate::config::{CacheConfig, HeadCodecs};
 use crate::policy::rule::Rule;
 use pikv_core::codec::packed::Packed;
-use pikv_core::page::PAGE;
+use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use std::sync::Arc;
@@ -76,6 +76,29 @@ impl CacheShape {
     /// Whether a layer evicts.
     pub fn evicts(&self) -> bool {
         self.rules.iter().any(Option::is_some)
+    }
+
+    /// Whether a sequence may hold so many tokens in a head by a budget of its own.
+    ///
+    /// # Errors
+    /// [`Error::SequenceBudget`] if that could not act.
+    pub fn check_budget(&self, tokens: u32) -> Result<(), Error> {
+        let refused = |why| Err(Error::SequenceBudget { tokens, why });
+        if tokens == 0 {
+            return refused("it must be at least 1");
+        }
+        if !self.evicts() {
+            return refused("no layer of the cache evicts; set CacheConfig::evict");
+        }
+        let acts = |rule: &Rule| {
+            let most = |head| rule.eviction.budget.tokens(rule.layer, head, Position::MAX.0);
+            let heads = 0..self.config.layers[rule.layer].kv_heads as usize;
+            heads.into_iter().any(|head| most(head).is_none_or(|most| most > tokens))
+        };
+        if self.rules.iter().flatten().any(|rule| acts(rule)) {
+            return Ok(());
+        }
+        refused("the configuration lets no head hold more; give less than its budget")
     }
 
     /// The shard of a page of a KV head, `head` counted on over the layers. All follow the map, a block of pages together.

@@ -14,11 +14,19 @@ use smallvec::SmallVec;
 use std::ops::Range;
 
 impl Layer {
-    /// How many tokens of its pages (sinks apart) a head may keep at `len`.
-    fn quota(&self, inner: &CacheShape, shape: &LayerShape, rule: &Rule, head: usize, len: u32) -> u32 {
+    /// How many tokens of its pages (sinks apart) a head may keep at `len`; `own` is what the sequence may hold in a head.
+    fn quota(
+        &self,
+        inner: &CacheShape,
+        shape: &LayerShape,
+        rule: &Rule,
+        head: usize,
+        (len, own): (u32, Option<u32>),
+    ) -> u32 {
         let ring = inner.store.ring;
         let fixed = ring.resident(len).0 + self.heads[head].chains[0].live;
-        match rule.eviction.budget.tokens(rule.layer, head, len) {
+        let own = own.map_or(u32::MAX, |tokens| tokens.saturating_sub(fixed));
+        let quota = match rule.eviction.budget.tokens(rule.layer, head, len) {
             Some(tokens) => tokens.saturating_sub(fixed),
             None => {
                 let Budget::Bytes(bytes) = rule.eviction.budget else { return u32::MAX };
@@ -35,7 +43,8 @@ impl Layer {
                 let pages = bytes.saturating_sub(fixed) / page * 4 / 5;
                 u32::try_from(pages * u64::from(PAGE)).unwrap_or(u32::MAX)
             }
-        }
+        };
+        quota.min(own)
     }
 }
 
@@ -55,10 +64,16 @@ pub(crate) struct Excess<'a> {
 }
 
 impl<'a> Excess<'a> {
-    fn new(layer: &'a Layer, shape: &'a LayerShape, inner: &CacheShape, len: u32) -> Option<Excess<'a>> {
+    fn new(
+        layer: &'a Layer,
+        shape: &'a LayerShape,
+        inner: &CacheShape,
+        len: u32,
+        own: Option<u32>,
+    ) -> Option<Excess<'a>> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
-        let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, len)).collect();
+        let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, (len, own))).collect();
         let held = layer.heads.iter().map(|head| head.chains[1..].iter().map(|c| c.live).sum()).collect();
         let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len)));
         let limit = limit.map(|limit| limit.filter(|limit| !limit.is_nan())).collect();
@@ -198,21 +213,21 @@ fn total(of: &[u32]) -> u64 {
     of.iter().map(|n| u64::from(*n)).sum()
 }
 
-/// Evicts from the layers of a sequence of `len` tokens what is over their budgets.
+/// Evicts from the layers of a sequence of `len` tokens what is over their budgets, and over the sequence's `own`, in tokens of a head.
 pub(crate) fn enforce(
     layers: &mut [Layer],
     inner: &CacheShape,
     rooms: &Rooms,
-    len: u32,
+    (len, own): (u32, Option<u32>),
     pins: &[Range<u32>],
     mut report: Option<&mut Vec<Evicted>>,
 ) {
     let shapes = &inner.config.layers;
-    let excess = |(layer, shape)| Excess::new(layer, shape, inner, len);
+    let excess = |(layer, shape)| Excess::new(layer, shape, inner, len, own);
     if !layers.iter().zip(shapes).filter_map(excess).any(|e| e.any()) {
         return;
     }
-    for (layer, h, (c, ordinal, lanes)) in choose(layers, inner, rooms, len, pins) {
+    for (layer, h, (c, ordinal, lanes)) in choose(layers, inner, rooms, (len, own), pins) {
         let state = &mut layers[layer];
         let chain = &mut state.heads[h].chains[c];
         if let (Some(report), Some(entry)) = (&mut report, chain.entry(ordinal)) {
@@ -235,12 +250,12 @@ fn choose(
     layers: &[Layer],
     inner: &CacheShape,
     all: &Rooms,
-    len: u32,
+    (len, own): (u32, Option<u32>),
     pins: &[Range<u32>],
 ) -> Vec<(usize, usize, Gone)> {
     let shapes = &inner.config.layers;
     let excess: Vec<Option<Excess<'_>>> =
-        layers.iter().zip(shapes).map(|(layer, shape)| Excess::new(layer, shape, inner, len)).collect();
+        layers.iter().zip(shapes).map(|(layer, shape)| Excess::new(layer, shape, inner, len, own)).collect();
     let mut rooms = all.take();
     let mut gone = Vec::new();
     let sound = (0..layers.len()).all(|l| choose_of(&excess, l, len, pins, &mut rooms, &mut gone));

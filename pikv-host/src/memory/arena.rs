@@ -753,6 +753,11 @@ impl Page {
         Some(unsafe { std::slice::from_raw_parts_mut(self.words.as_ptr(), words) })
     }
 
+    /// Handles on it.
+    pub fn handles(&self) -> u32 {
+        self.count().load(Ordering::Acquire)
+    }
+
     /// Whether there are other handles.
     #[inline]
     pub fn is_shared(&self) -> bool {

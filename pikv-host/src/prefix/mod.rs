@@ -9,7 +9,7 @@ mod tree;
 use crate::base::error::Error;
 use crate::cache::Cache;
 use crate::cache::idle::Spare;
-use crate::cache::sequence::Sequence;
+use crate::cache::sequence::{Sequence, SequenceOptions};
 use crate::metrics::PrefixUsage;
 use crate::prefix::tree::{Boundary, Stored, Tree};
 use pikv_core::page::PAGE;
@@ -35,6 +35,9 @@ pub struct PrefixScope<'a> {
     pub adapter: &'a str,
     /// Its version: weights that changed are another adapter.
     pub version: u64,
+    /// The [budget](Sequence::budget) of sequences that are looked for; none to begin with. What is published is found with its own, and
+    /// a sequence of another budget never.
+    pub budget: Option<u32>,
 }
 
 impl<'a> PrefixScope<'a> {
@@ -43,14 +46,15 @@ impl<'a> PrefixScope<'a> {
         PrefixScope { scope, ..PrefixScope::default() }
     }
 
-    /// What is hashed: each field with its length before it.
-    fn encoded(&self) -> Arc<[u8]> {
+    /// What is hashed, of sequences with a budget: each field with its length before it.
+    fn encoded(&self, budget: Option<u32>) -> Arc<[u8]> {
         let mut bytes = b"pikv prefix 1".to_vec();
         for field in [self.scope, self.adapter.as_bytes()] {
             bytes.extend((field.len() as u64).to_le_bytes());
             bytes.extend(field);
         }
         bytes.extend(self.version.to_le_bytes());
+        bytes.extend(budget.into_iter().flat_map(u32::to_le_bytes));
         bytes.into()
     }
 }
@@ -59,7 +63,7 @@ setters!(PrefixScope<'a> {
     scope: &'a [u8],
     adapter: &'a str,
     version: u64,
-});
+} optional { budget: u32 });
 
 /// Finds the longest prefix of a request's tokens that was computed before, and gives a fork of it.
 ///
@@ -157,12 +161,13 @@ impl PrefixIndex {
     ///
     /// # Errors
     /// [`Error::Tier`], [`Error::Device`] if pages cannot be read. No memory for the ring's pages counts as nothing found.
+    /// [`Error::SequenceBudget`] for a budget that could not act.
     pub fn find(&self, scope: &PrefixScope<'_>, tokens: &[u32]) -> Result<Sequence, Error> {
         let shared = &*self.shared;
         let counts = &shared.counts;
         add(&counts.lookups, 1);
         add(&counts.asked_tokens, tokens.len() as u64);
-        let root = scope.encoded();
+        let root = scope.encoded(scope.budget);
         let mut found = shared.longest(&root, tokens);
         while let Some(boundary) = found {
             if let Some(sequence) = shared.fork(&root, tokens, &boundary)? {
@@ -174,7 +179,8 @@ impl PrefixIndex {
             }
             found = boundary.parent();
         }
-        Ok(shared.cache.sequence())
+        let options = SequenceOptions { budget: scope.budget };
+        shared.cache.sequence_with(options)
     }
 
     /// Takes in the prefixes of a sequence, whose first tokens are `tokens`, for others to find; returns the length of the longest that can be
@@ -335,7 +341,7 @@ impl Shared {
             }
         };
         let Some(&last) = lengths.last().filter(|last| **last > 0 && self.budget > 0) else { return Ok(0) };
-        let root = scope.encoded();
+        let root = scope.encoded(sequence.budget);
         let mut keys = vec![self.root_key(&root)];
         for block in tokens[..last as usize].chunks_exact(PAGE as usize) {
             keys.push(self.next_key(&keys[keys.len() - 1], block));

@@ -3,7 +3,8 @@
 //! A router learns once a step, from the rows of all its sequences. So that it can forget some of them, each step of a
 //! [`ClosedLoop`](crate::ClosedLoop) is kept as long as one of its tokens can be taken back: the state that the routers had before it,
 //! the logits, and what the cache had or missed. Once tokens of it were taken back, the routers go back to that state and learn the
-//! step again without them, and those that followed. Nothing is kept where the cache has no rollback.
+//! step again without them, and those that followed. Where the cache has no rollback only the step under way is kept, as sequences may
+//! be left out of it.
 
 use crate::router::met::Met;
 use crate::router::{Feedback, RouteError, Router, RouterState, Routes};
@@ -133,8 +134,10 @@ struct Part {
 /// A step in one layer.
 #[derive(Debug, Default)]
 struct Layer {
-    /// Before the rows that are kept.
+    /// Before the rows that are kept, where the step is.
     before: Option<RouterState>,
+    /// Whether the layer's router was asked.
+    routed: bool,
     /// Of those rows: `[rows][experts]`.
     logits: Vec<f32>,
     /// What rows met, by index of the sequence, then by row; what those met that cannot be taken back is that of row 0.
@@ -159,6 +162,7 @@ pub(crate) struct Learnt {
     spare: Vec<Kept>,
     /// Tokens that can be taken back.
     slack: u32,
+    none: Arc<Left>,
     routes: Routes,
     wanted: Vec<u32>,
     missed: Vec<u32>,
@@ -181,21 +185,20 @@ impl Learnt {
 
     /// Starts a step of `layers` layers over sequences with these first positions and rows.
     pub fn begin(&mut self, layers: usize, parts: impl Iterator<Item = (Position, usize)>) {
-        if !self.is_on() {
-            return;
-        }
         self.now.parts.clear();
         for (first, rows) in parts {
-            let (rows, left) = (rows as u32, Arc::default());
+            // Its own once the step is committed.
+            let (rows, left) = (rows as u32, self.none.clone());
             self.now.parts.push(Part { left, first, firm: 0, learnt: rows, rows });
         }
         // Of one long step alone the rows that stay need not be learnt again.
-        if let ([part], true) = (&mut self.now.parts[..], self.steps.is_empty()) {
+        let first = self.is_on() && self.steps.is_empty();
+        if let ([part], true) = (&mut self.now.parts[..], first) {
             part.firm = part.rows.saturating_sub(self.slack);
             part.first = Position(part.first.0 + part.firm);
         }
         self.now.layers.resize_with(layers, Layer::default);
-        self.now.layers.iter_mut().for_each(|layer| layer.before = None);
+        self.now.layers.iter_mut().for_each(|layer| (layer.before, layer.routed) = (None, false));
     }
 
     /// Rows of the step's only sequence that cannot be taken back, to be routed apart from the others.
@@ -203,13 +206,65 @@ impl Learnt {
         self.now.parts.first().map_or(0, |part| part.firm as usize)
     }
 
-    /// Notes what a layer's router is about to be asked: its state, and the logits of the rows that can be taken back.
-    pub fn routing(&mut self, layer: usize, router: &dyn Router, logits: &[f32]) {
-        if let Some(layer) = self.now.layers.get_mut(layer).filter(|_| self.slack > 0) {
-            layer.before = Some(router.state());
+    /// Notes what a layer's router is about to be asked: its state, and sequence by sequence the logits of the rows that can be taken
+    /// back.
+    pub fn routing<'l>(
+        &mut self,
+        layer: usize,
+        router: &dyn Router,
+        logits: impl Iterator<Item = &'l [f32]>,
+    ) {
+        let on = self.is_on();
+        if let Some(layer) = self.now.layers.get_mut(layer) {
+            (layer.before, layer.routed) = (on.then(|| router.state()), true);
             layer.logits.clear();
-            layer.logits.extend_from_slice(logits);
+            logits.for_each(|own| layer.logits.extend_from_slice(own));
         }
+    }
+
+    /// Takes one sequence, which is not the last, out of the step under way: routers forget what they chose for it.
+    ///
+    /// # Errors
+    /// The first layer whose router refuses rows that it took before, and why. It has forgotten its choices of the step.
+    ///
+    /// # Panics
+    /// If a router does; it has forgotten its choices, and the others have forgotten the sequence.
+    pub fn leave_out(
+        &mut self,
+        sequence: usize,
+        routers: &mut [Box<dyn Router>],
+    ) -> Result<(), (usize, RouteError)> {
+        let Learnt { now: Kept { parts, layers }, routes, .. } = self;
+        let first: u32 = parts[..sequence].iter().map(|part| part.rows).sum();
+        let gone = first as usize..(first + parts[sequence].rows) as usize;
+        (parts[sequence].rows, parts[sequence].learnt) = (0, 0);
+        let (mut panicked, mut refused) = (None, Ok(()));
+        for (l, (layer, router)) in layers.iter_mut().zip(routers).enumerate().filter(|(_, of)| of.0.routed) {
+            let experts = router.shape().experts as usize;
+            layer.logits.drain(gone.start * experts..gone.end * experts);
+            let again = catch_unwind(AssertUnwindSafe(|| {
+                router.discard();
+                let mut rest = &layer.logits[..];
+                routes.clear();
+                for part in parts.iter().filter(|part| part.rows > 0) {
+                    let (own, others) = rest.split_at(part.rows as usize * experts);
+                    rest = others;
+                    router.route(part.first, own, routes)?;
+                }
+                Ok(())
+            }));
+            if !matches!(again, Ok(Ok(()))) {
+                let _ = catch_unwind(AssertUnwindSafe(|| router.discard()));
+            }
+            match again {
+                Ok(again) => refused = refused.and(again.map_err(|error| (l, error))),
+                Err(panic) => panicked = panicked.or(Some(panic)),
+            }
+        }
+        if let Some(panic) = panicked {
+            resume_unwind(panic);
+        }
+        refused
     }
 
     /// Notes what a layer of `experts` experts met, of each sequence by ascending rows.

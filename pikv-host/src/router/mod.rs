@@ -77,6 +77,7 @@ use pikv_core::page::Position;
 use pikv_core::score::{MAX_EXPERTS, Ranking};
 use pikv_lanes::{Lanes, route::rank};
 use std::fmt;
+use std::ops::Range;
 
 /// The largest weight of a part of a bias: with it no score overflows.
 pub const MAX_COEFFICIENT: f32 = 1e6;
@@ -267,6 +268,22 @@ impl Routes {
         self.filing.experts.extend_from_slice(chosen);
     }
 
+    /// Adds rows of zeros at `gaps`, ranges of the rows that there are then, ascending: those of sequences that were left out of a step.
+    pub(crate) fn spread(&mut self, gaps: impl Iterator<Item = Range<usize>>, top_k: usize) {
+        let width = self.more.len().checked_div(self.counts.len());
+        self.top_k = top_k;
+        for gap in gaps {
+            for choice in [&mut self.model, &mut self.filing] {
+                zeros(&mut choice.experts, &gap, top_k);
+                zeros(&mut choice.weights, &gap, top_k);
+            }
+            if let Some(width) = width {
+                zeros(&mut self.more, &gap, width);
+                zeros(&mut self.counts, &gap, 1);
+            }
+        }
+    }
+
     /// Room for `rows` more; gives the number of elements there were.
     fn grow(&mut self, rows: usize, top_k: usize, fetch: usize) -> Result<usize, RouteError> {
         let held = self.filing.experts.len();
@@ -416,6 +433,12 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`RouteError::State`] for the state of another router or shape, or with values that no router comes to.
     fn restore(&mut self, state: &RouterState) -> Result<(), RouteError>;
+}
+
+/// Adds rows of `width` zeros to a list of rows; at its end if it is shorter than it should be.
+fn zeros<T: Clone + Default>(list: &mut Vec<T>, rows: &Range<usize>, width: usize) {
+    let at = list.len().min(rows.start * width);
+    list.splice(at..at, std::iter::repeat_n(T::default(), rows.len() * width));
 }
 
 fn length(what: &'static str, got: usize, expected: usize, shape: &'static str) -> Result<(), RouteError> {

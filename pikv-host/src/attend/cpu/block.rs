@@ -43,7 +43,7 @@ impl Job<'_> {
             softcap: self.softcap,
             most: self.most(forest),
             q: match pages[0].id.place {
-                Place::Sinks if self.closed_gaps => &packed.sinks,
+                Place::Sinks if self.closed_gaps(item) => &packed.sinks,
                 _ => &packed.q,
             },
             rotation: self.rotation(),

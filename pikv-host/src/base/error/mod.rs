@@ -554,6 +554,22 @@ pub enum Error {
         "a panic of a policy or of a tier's store left the sequence half changed; clear or drop it, and append its tokens again"
     )]
     Poisoned,
+    /// A budget of a sequence that could not act.
+    #[error("a sequence with a budget of {tokens} tokens a head: {why}")]
+    SequenceBudget {
+        /// Tokens as given.
+        tokens: u32,
+        /// Why not.
+        why: &'static str,
+    },
+    /// A sequence that is not in the step.
+    #[error("sequence {sequence} of the step; it began with {sequences} sequences, counted from 0")]
+    NotInStep {
+        /// Its place among them, as given.
+        sequence: usize,
+        /// Sequences that the step began with.
+        sequences: usize,
+    },
     /// A sequence of another cache.
     #[error("sequence {index} belongs to another cache; take sequences from this one by Cache::sequence")]
     ForeignSequence {

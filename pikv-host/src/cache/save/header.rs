@@ -7,8 +7,13 @@ use std::fmt::Write;
 
 /// What `format` in the metadata says.
 const FORMAT: &str = "pikv sequence";
-/// The version that is written, and the last that can be read.
-const VERSION: u64 = 1;
+/// The last version that can be read. Each sequence is written in the first that can hold it.
+const NEWEST: u64 = 2;
+/// The version of a sequence with or without a budget of its own.
+pub fn version(budget: Option<u32>) -> u64 {
+    if budget.is_some() { NEWEST } else { 1 }
+}
+
 /// Bytes of the length before the header.
 pub const LENGTH: u64 = 8;
 /// Bytes of the sum.
@@ -67,8 +72,8 @@ pub fn most(tensors: &[Tensor]) -> u64 {
 }
 
 /// The header, with its length before it, of tensors with so many elements.
-pub fn write(shape: &CacheShape, tensors: &[Tensor], elements: &[u64]) -> Vec<u8> {
-    let mut text = format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\"{VERSION}\"");
+pub fn write(version: u64, shape: &CacheShape, tensors: &[Tensor], elements: &[u64]) -> Vec<u8> {
+    let mut text = format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\"{version}\"");
     for part in &PARTS {
         // Writing to a string cannot fail.
         let _ = write!(text, ",\"{}\":\"{}\"", part.key, sum_of(part, shape));
@@ -89,18 +94,18 @@ pub fn write(shape: &CacheShape, tensors: &[Tensor], elements: &[u64]) -> Vec<u8
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// Reads a header without its length: the elements of each tensor.
+/// Reads a header without its length: the version, and the elements of each tensor.
 ///
 /// # Errors
 /// Another format, a later version, the first part of the configuration that differs, or what else is not as [`write()`] leaves it.
-pub fn read(header: &[u8], shape: &CacheShape, tensors: &[Tensor]) -> Result<Vec<u64>, Error> {
+pub fn read(header: &[u8], shape: &CacheShape, tensors: &[Tensor]) -> Result<(u64, Vec<u64>), Error> {
     let mut text = Text { all: header, at: 0 };
     text.literal(&format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\""))?;
-    let found = text.number()?;
-    if found > VERSION {
-        return Err(SaveError::Version { found, newest: VERSION }.into());
+    let version = text.number()?;
+    if version > NEWEST {
+        return Err(SaveError::Version { found: version, newest: NEWEST }.into());
     }
-    if found < VERSION {
+    if version < 1 {
         return Err(text.wanted("a version from 1 on"));
     }
     for part in &PARTS {
@@ -130,7 +135,7 @@ pub fn read(header: &[u8], shape: &CacheShape, tensors: &[Tensor]) -> Result<Vec
     if rest.len() >= 8 || rest.iter().any(|c| *c != b' ') {
         return Err(text.wanted("up to 7 blanks and the end of the header"));
     }
-    Ok(elements)
+    Ok((version, elements))
 }
 
 /// A header that is read from its beginning.

@@ -62,8 +62,9 @@ fn little(words: &[u32]) -> Cow<'_, [u32]> {
     }
 }
 
-/// Writes a sequence of which there are these parts.
+/// Writes a sequence of which there are these parts, in a version of the format that holds them.
 fn write_parts(
+    version: u64,
     shape: &CacheShape,
     parts: &[Out<'_>],
     note: &[u8],
@@ -78,7 +79,7 @@ fn write_parts(
     }
     elements.extend([note.len() as u64, header::SUM]);
     let mut sink = Sink { to, sum: blake3::Hasher::new(), at: 0 };
-    sink.put(&header::write(shape, &tensors, &elements))?;
+    sink.put(&header::write(version, shape, &tensors, &elements))?;
     for part in parts {
         sink.numbers(&part.fields)?;
         part.pages.iter().try_for_each(|page| page.give(|words| sink.page(words)))?;
@@ -136,7 +137,7 @@ impl Sequence {
     }
 
     fn write_to(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
-        write_parts(&self.inner.shape, &self.parts(), note, to)
+        write_parts(header::version(self.budget), &self.inner.shape, &self.parts(), note, to)
     }
 
     /// What is saved, one part for each tensor but the last two.
@@ -163,11 +164,13 @@ impl Sequence {
 
     /// What is said of the whole sequence.
     fn numbers(&self, parts: &[Out<'_>]) -> Vec<u32> {
-        let Sequence { len, kept, floor, altered, pins, ends, .. } = self;
+        let Sequence { len, kept, floor, altered, pins, ends, budget, .. } = self;
         let mut to = vec![*len, *kept, *floor, u32::from(*altered), pins.len() as u32];
         to.extend(pins.iter().flat_map(|pin| [pin.start, pin.end]));
         to.push(ends.len() as u32);
         to.extend(ends);
+        // Where there is none, the version says so.
+        to.extend(budget);
         // By the pages that are saved: of those that two places of a sequence share there are two.
         let pages = || parts.iter().flat_map(|part| &part.pages);
         let away: u64 =

@@ -20,6 +20,10 @@ pub struct Parked {
     inner: Arc<Inner>,
     parts: Vec<Part>,
     len: u32,
+    /// Bytes of pages that lay in the first tier.
+    here: u64,
+    /// That of the sequence.
+    budget: Option<u32>,
 }
 
 /// A part of it: numbers, and pages in their order.
@@ -98,8 +102,11 @@ impl Sequence {
             let pages = part.pages.iter().map(|page| lower(page, levels)).collect::<Result<_, Error>>()?;
             Ok(Part { fields: part.fields, pages })
         };
-        let parts = self.parts().into_iter().map(part).collect::<Result<_, Error>>()?;
-        let parked = Parked { inner, parts, len: self.len };
+        let parts = self.parts();
+        let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
+        let here = near.map(|page| 4 * page.len()).sum();
+        let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
+        let parked = Parked { inner, parts, len: self.len, here, budget: self.budget };
         self.clear();
         Ok(parked)
     }
@@ -116,6 +123,11 @@ impl Parked {
         self.parts.iter().flat_map(|part| &part.pages).map(|page| page.bytes()).sum()
     }
 
+    /// Bytes of the first tier that [`Parked::wake`] takes: those of pages that lay there.
+    pub fn bytes_to_wake(&self) -> u64 {
+        self.here
+    }
+
     /// Bytes of host memory that it takes beside its pages.
     pub fn table_bytes(&self) -> u64 {
         let part =
@@ -127,14 +139,15 @@ impl Parked {
 
     /// Makes a sequence again that goes on where the parked one stopped, with the same bits: pages that lay in a lower tier before stay there, the
     /// others come up. What is parked stays until it is dropped, so that a second call makes a second sequence. As in [`Cache::begin`](crate::Cache::begin),
-    /// prefixes that an index holds and no sequence reads make room. O(bytes).
+    /// prefixes that an index holds and no sequence reads make room, then [`Parkable`](crate::save::Parkable) sequences. O(bytes).
     ///
     /// # Errors
     /// [`Error::OutOfBudget`] where the pages do not fit, [`Error::OutOfMemory`]; [`Error::Tier`], a device that fails. Nothing changes then.
     pub fn wake(&self) -> Result<Sequence, Error> {
         let inner = &self.inner;
         let mut sequence = Sequence::new(inner.clone());
-        let (here, _) = sequence.load_numbers(&mut Fields::new(&self.parts[0].fields))?;
+        let (here, _) =
+            sequence.load_numbers(header::version(self.budget), &mut Fields::new(&self.parts[0].fields))?;
         let pages = inner.reserve(here)?;
         let numbers = self.parts.iter().flat_map(|part| &part.fields).skip(self.parts[0].fields.len());
         let slots = self.parts.iter().flat_map(|part| &part.pages);
@@ -155,7 +168,7 @@ impl Parked {
     /// Those of [`Sequence::save`].
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         let parts: Vec<Out<'_>> = self.parts.iter().map(Part::out).collect();
-        super::write_parts(&self.inner.shape, &parts, note, to)
+        super::write_parts(header::version(self.budget), &self.inner.shape, &parts, note, to)
     }
 
     /// Words of each part.

@@ -130,9 +130,9 @@ impl Cache {
         }
         let mut input = Input { from, sum: blake3::Hasher::new(), at: 0 };
         let tensors = header::tensors(&inner.shape);
-        let elements = read_header(inner, &mut input, &tensors)?;
+        let (version, elements) = read_header(inner, &mut input, &tensors)?;
         let mut tensors = Tensors::new(&tensors, &elements);
-        let read = read(inner, &mut input, &mut tensors);
+        let read = read(inner, version, &mut input, &mut tensors);
         let named = |error| match error {
             Error::Save(SaveError::Content { what, .. }) => {
                 SaveError::Content { tensor: tensors.name.to_owned(), what }.into()
@@ -148,8 +148,8 @@ impl Cache {
     }
 }
 
-/// The elements of each tensor.
-fn read_header(inner: &Inner, input: &mut Input<'_>, tensors: &[Tensor]) -> Result<Vec<u64>, Error> {
+/// The version, and the elements of each tensor.
+fn read_header(inner: &Inner, input: &mut Input<'_>, tensors: &[Tensor]) -> Result<(u64, Vec<u64>), Error> {
     let mut length = [0; LENGTH as usize];
     input.bytes(&mut length)?;
     let (length, most) = (u64::from_le_bytes(length), header::most(tensors));
@@ -164,12 +164,13 @@ fn read_header(inner: &Inner, input: &mut Input<'_>, tensors: &[Tensor]) -> Resu
 /// Everything behind the header.
 fn read(
     inner: &Arc<Inner>,
+    version: u64,
     input: &mut Input<'_>,
     tensors: &mut Tensors<'_>,
 ) -> Result<(Sequence, Vec<u8>), Error> {
     let mut sequence = Sequence::new(inner.clone());
     let words = gathered(tensors.next(), |part| input.numbers(part))?;
-    let (here, away) = sequence.load_numbers(&mut Fields::new(&words))?;
+    let (here, away) = sequence.load_numbers(version, &mut Fields::new(&words))?;
     let needed = if inner.pool.tiers.is_some() { here } else { here.saturating_add(away) };
     let pages = inner.reserve(needed)?;
     let mut from = In { pool: &inner.pool, source: input, pages, left: 0, buffer: Vec::new() };
@@ -189,7 +190,7 @@ fn read(
 
 impl Sequence {
     /// Reads what is said of the whole sequence; returns the bytes of its pages in the first tier, and in others.
-    pub(super) fn load_numbers(&mut self, from: &mut Fields<'_>) -> Result<(u64, u64), Error> {
+    pub(super) fn load_numbers(&mut self, version: u64, from: &mut Fields<'_>) -> Result<(u64, u64), Error> {
         let ring = self.inner.shape.store.ring;
         let [len, kept, floor] = [from.word()?, from.word()?, from.word()?];
         let reaches = kept >= ring.kept_from(len)
@@ -212,6 +213,11 @@ impl Sequence {
                 "ends of steps out of order",
             )?;
             self.ends.push_back(end);
+        }
+        if version > 1 {
+            let tokens = from.word()?;
+            sure(self.inner.shape.check_budget(tokens).is_ok(), "a budget that cannot act")?;
+            self.budget = Some(tokens);
         }
         let bytes = (from.long()?, from.long()?);
         sure(std::mem::replace(from, Fields::new(&[])).end().is_ok(), "it goes on past its end")?;

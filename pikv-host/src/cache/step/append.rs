@@ -38,24 +38,26 @@ impl Step<'_> {
 
     pub(super) fn append_tokens(&mut self, layer: usize, tokens: &Tokens<'_>) -> Result<(), Error> {
         span!("append", layer = layer, rows = self.rows);
+        if self.live().next().is_none() {
+            self.layers[layer].appended = true;
+            return Ok(());
+        }
         let inner = self.inner.clone();
         let shape = inner.shape.layer(layer)?;
         // Not before the tokens are there: a table costs as much as they do.
-        inner.pool.tables.grow(layer, self.parts.iter().map(|part| part.len).max().unwrap_or(0))?;
-        let mut row = 0;
-        for part in &mut self.parts {
+        inner.pool.tables.grow(layer, self.live().map(|part| part.len).max().unwrap_or(0))?;
+        for part in self.parts.iter_mut().filter(|part| !part.out) {
             let (old, new) = (part.sequence.len, part.len);
-            let to = Target { inner: &inner, layer, shape, old, new, first_row: row };
+            let to = Target { inner: &inner, layer, shape, old, new, first_row: part.row };
             let written = to.write(&mut part.sequence.layers[layer], tokens, &mut self.pages);
             if written.is_err() {
                 self.pages.forget_writes();
                 return written;
             }
-            row += (new - old) as usize;
         }
         self.pages.flush_writes(&shape.layout, tokens)?;
         let mut filed = false;
-        for part in &mut self.parts {
+        for part in self.parts.iter_mut().filter(|part| !part.out) {
             // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
             let left = inner.shape.store.ring.left(part.len).min(part.sequence.len);
             let state = &mut part.sequence.layers[layer];
@@ -64,13 +66,9 @@ impl Step<'_> {
         }
         self.pages.flush_copies()?;
         if let Some(front) = inner.fabric.as_ref().filter(|_| filed) {
-            front.set_aside(
-                &inner.shape,
-                layer,
-                self.parts.iter().map(|part| &part.sequence.layers[layer]),
-            )?;
+            front.set_aside(&inner.shape, layer, self.live().map(|part| &part.sequence.layers[layer]))?;
         }
-        for part in &mut self.parts {
+        for part in self.parts.iter_mut().filter(|part| !part.out) {
             part.sequence.layers[layer].bound(&inner.shape, shape)?;
         }
         self.layers[layer].appended = true;

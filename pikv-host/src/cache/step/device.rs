@@ -65,7 +65,7 @@ impl Step<'_> {
     /// # Errors
     /// Those of `attend` but for what queries and scores are; [`Error::DeviceTensor`] and [`Error::HostTensors`] as
     /// [`append_device`](Step::append_device), the first also for log-sum-exps that are not f32, the latter
-    /// also for [`Read::Quest`](crate::attend::options::Read::Quest), for which the host chooses pages by the queries. `out` is then undefined.
+    /// also where rows read by [`Read::Quest`](crate::attend::options::Read::Quest), for which the host chooses pages by the queries. `out` is then undefined.
     pub fn attend_device(
         &mut self,
         layer: usize,
@@ -74,7 +74,7 @@ impl Step<'_> {
         out: DeviceOutput,
     ) -> Result<(), Error> {
         self.inner.shape.layer(layer)?;
-        if matches!(options.read, Read::Quest { .. }) {
+        if self.reads_of(options).any(|read| matches!(read, Read::Quest { .. })) {
             return Err(Error::HostTensors { layer, what: "pages chosen by the queries (Read::Quest)" });
         }
         let mut late = self.late(layer)?;
@@ -159,10 +159,9 @@ impl Step<'_> {
                 let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
                 let [k, v] = &tokens;
                 let tokens = Tokens::Host { k, v };
-                let mut row = 0;
-                for part in &mut self.parts {
+                for part in self.parts.iter_mut().filter(|part| !part.out) {
                     let state = &mut part.sequence.layers[layer];
-                    for position in part.sequence.len..part.len {
+                    for (row, position) in (part.row..).zip(part.sequence.len..part.len) {
                         let at = (position / PAGE - state.first_tile) as usize;
                         for (h, head) in state.heads.iter_mut().enumerate() {
                             let Some((key, value)) = tokens.row(layout, row * heads + h) else { continue };
@@ -172,20 +171,13 @@ impl Step<'_> {
                                 rule.born(&token, &mut head.states, at);
                             }
                         }
-                        row += 1;
                     }
                 }
             }
             if let Some(mut feeds) = late.feeds(layer, shape) {
+                feeds.retain(|feed| !self.parts[feed.sequence].out);
                 if let Some(hits) = self.inner.pool.hits() {
-                    let read = late.read(layer);
                     let (first, (more, counts)) = (done.fetch, &done.more);
-                    let firsts = self.parts.iter().scan(0, |rows, part| {
-                        let first = *rows;
-                        *rows += (part.len - part.sequence.len) as usize;
-                        Some(first)
-                    });
-                    let firsts: SmallVec<[usize; 8]> = firsts.collect();
                     for feed in &mut feeds {
                         let (part, h) = (&self.parts[feed.sequence], feed.head);
                         let asking = Asking {
@@ -197,12 +189,12 @@ impl Step<'_> {
                                 .map_or(1.0, Frequencies::stretch),
                             layer: &part.sequence.layers[layer],
                             rows: part.sequence.len..part.len,
-                            read,
+                            read: late.read(layer, feed.sequence),
                             fetched: Fetched { first, more, counts },
                         };
                         let width = shape.group() as usize * shape.layout.k_dim as usize;
                         let queries = |row: usize| &feed.queries[row * width..][..width];
-                        feed.far = asking.meet(h, firsts[feed.sequence], queries, &mut feed.met);
+                        feed.far = asking.meet(h, part.row, queries, &mut feed.met);
                     }
                 }
                 done.feeds = feeds;

@@ -1,0 +1,382 @@
+//! Sequences that a cache may park by itself, when room is wanted.
+
+use crate::base::error::Error;
+use crate::cache::Cache;
+use crate::cache::inner::Inner;
+use crate::cache::save::Parked;
+use crate::cache::sequence::Sequence;
+use crate::memory::arena::Page;
+use pikv_core::page::Position;
+use std::collections::HashMap;
+use std::fmt;
+use std::mem;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+
+/// Where the pages of a parkable sequence are.
+#[derive(Debug)]
+enum State {
+    Awake(Box<Sequence>),
+    Parked(Parked),
+    /// The handle gave it away.
+    Gone,
+}
+
+#[derive(Debug)]
+struct Slot {
+    id: u64,
+    priority: AtomicI32,
+    state: Mutex<State>,
+}
+
+impl Slot {
+    /// What it is, once nobody else looks. A thread that panicked with it left a sequence that says itself whether it is whole.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, unless somebody has it: a step, or another thread that makes room.
+    fn idle(&self) -> Option<MutexGuard<'_, State>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+/// The parkable sequences of a cache.
+#[derive(Debug, Default)]
+pub(crate) struct Parkables {
+    slots: RwLock<Vec<Weak<Slot>>>,
+    next: AtomicU64,
+}
+
+impl Parkables {
+    fn add(&self, state: State) -> Arc<Slot> {
+        let (id, priority) = (self.next.fetch_add(1, Ordering::Relaxed), AtomicI32::new(0));
+        let slot = Arc::new(Slot { id, priority, state: Mutex::new(state) });
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        if slots.len() == slots.capacity() {
+            // As often as the list grows, so that it is in proportion to those that are there.
+            slots.retain(|slot| slot.strong_count() > 0);
+        }
+        slots.push(Arc::downgrade(&slot));
+        slot
+    }
+
+    /// Those that nobody has: of the lowest priority first, of equals the one first that was stepped least recently.
+    fn in_turn(&self, inner: &Inner) -> Vec<Arc<Slot>> {
+        let slots: Vec<Arc<Slot>> = {
+            let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+            slots.iter().filter_map(Weak::upgrade).collect()
+        };
+        let turn = |slot: Arc<Slot>| {
+            let stepped = match &*slot.idle()? {
+                State::Awake(sequence) if may_go(sequence, inner) => sequence.stepped,
+                _ => return None,
+            };
+            Some((slot.priority.load(Ordering::Relaxed), stepped, slot.id, slot))
+        };
+        let mut turns: Vec<_> = slots.into_iter().filter_map(turn).collect();
+        turns.sort_unstable_by_key(|(priority, stepped, id, _)| (*priority, *stepped, *id));
+        turns.into_iter().map(|(.., slot)| slot).collect()
+    }
+}
+
+/// Whether a sequence lies in this cache, and is whole.
+fn may_go(sequence: &Sequence, inner: &Inner) -> bool {
+    std::ptr::eq(&*sequence.inner, inner) && sequence.sound().is_ok()
+}
+
+/// A sequence that its cache may park: a [`Step`](crate::Step) or [`Cache::make_room`] that lacks memory moves whole parkable sequences to a
+/// lower tier, of the lowest [priority](Parkable::set_priority) first, of equals the one first that was in a step least recently. A server
+/// keeps its requests in handles like this, and takes a sequence out for the time of a step.
+///
+/// Nobody parks a sequence that is [awake](Parkable::awake) as long as the guard is there, so none that is in a step; and whoever makes room
+/// passes over it instead of waiting for it, so no order of threads waits for itself. A thread that panics with a guard leaves the handle
+/// as usable as the sequence is.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::save::Parkable;
+/// use pikv::tiers::Tiers;
+/// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+///
+/// let config = CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::F32)], 8 << 10);
+/// let cache = Cache::new(config.tiers(Tiers::new().host(1 << 20)))?;
+/// let mut chats: Vec<Parkable> = (0..3).map(|_| Parkable::new(cache.sequence())).collect();
+/// for chat in &mut chats {
+///     let mut chat = chat.awake()?;
+///     let mut step = cache.begin([(&mut *chat, 100)])?;       // the third finds no room, and the first is parked for it
+///     step.append(0, &[0.5; 100 * 4], &[0.25; 100 * 4])?;
+///     step.commit()?;
+/// }
+/// assert!(chats[0].is_parked() && !chats[2].is_parked());
+/// assert_eq!(chats[0].awake()?.next_position().0, 100);       // it wakes, and the second makes room
+/// assert!(chats[1].is_parked());
+/// # Ok::<(), pikv::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Parkable {
+    slot: Arc<Slot>,
+}
+
+impl Parkable {
+    /// Has the cache of a sequence park it when room is wanted. O(1).
+    pub fn new(sequence: Sequence) -> Parkable {
+        let inner = sequence.inner.clone();
+        Parkable { slot: inner.parkables.add(State::Awake(Box::new(sequence))) }
+    }
+
+    /// A number that no other handle of the cache has or had, by which [`MadeRoom`] names it.
+    pub fn id(&self) -> u64 {
+        self.slot.id
+    }
+
+    /// How much it matters that the sequence stays, 0 to begin with: those of a lower one are parked first.
+    pub fn priority(&self) -> i32 {
+        self.slot.priority.load(Ordering::Relaxed)
+    }
+
+    /// Sets [`priority`](Parkable::priority).
+    pub fn set_priority(&self, priority: i32) {
+        self.slot.priority.store(priority, Ordering::Relaxed);
+    }
+
+    /// The sequence, which nobody parks as long as the guard is there. If it is parked it wakes, and others are parked for it if need be. O(1)
+    /// where it is awake, else as [`Parked::wake`].
+    ///
+    /// # Errors
+    /// Those of [`Parked::wake`]; it is parked still then.
+    pub fn awake(&mut self) -> Result<Awake<'_>, Error> {
+        let mut state = self.slot.state();
+        if let State::Parked(parked) = &*state {
+            *state = State::Awake(Box::new(parked.wake()?));
+        }
+        Ok(Awake { state })
+    }
+
+    /// The sequence if it is awake, as [`Parkable::awake`].
+    pub fn if_awake(&mut self) -> Option<Awake<'_>> {
+        let state = self.slot.state();
+        matches!(&*state, State::Awake(_)).then_some(Awake { state })
+    }
+
+    /// Whether it is parked.
+    pub fn is_parked(&self) -> bool {
+        matches!(&*self.slot.state(), State::Parked(_))
+    }
+
+    /// Tokens of the sequence, which is the next token's position, parked or not.
+    pub fn next_position(&self) -> Position {
+        match &*self.slot.state() {
+            State::Awake(sequence) => sequence.next_position(),
+            State::Parked(parked) => parked.next_position(),
+            State::Gone => Position(0),
+        }
+    }
+
+    /// Bytes that waking it takes of the first tier; 0 if it is awake. Pages that lay in a lower tier before it was parked stay there.
+    pub fn bytes_to_wake(&self) -> u64 {
+        match &*self.slot.state() {
+            State::Parked(parked) => parked.bytes_to_wake(),
+            _ => 0,
+        }
+    }
+
+    /// Parks it now, as [`Sequence::park`]; nothing if it is parked.
+    ///
+    /// # Errors
+    /// Those of [`Sequence::park`]; it is awake still then.
+    pub fn park(&mut self, tier: usize) -> Result<(), Error> {
+        let mut state = self.slot.state();
+        if let State::Awake(sequence) = &mut *state {
+            let parked = sequence.park(tier)?;
+            *state = State::Parked(parked);
+        }
+        Ok(())
+    }
+
+    /// The sequence, or what is parked of it; nobody else parks it from then on.
+    ///
+    /// # Errors
+    /// What is parked, if it is: it can wake, and be saved.
+    pub fn into_inner(self) -> Result<Sequence, Parked> {
+        match mem::replace(&mut *self.slot.state(), State::Gone) {
+            State::Awake(sequence) => Ok(*sequence),
+            State::Parked(parked) => Err(parked),
+            State::Gone => unreachable!("only this call takes it out, and ends the handle"),
+        }
+    }
+}
+
+/// A [`Parkable`] sequence that stays awake as long as this is there. It is used as the [`Sequence`] that it holds.
+pub struct Awake<'a> {
+    state: MutexGuard<'a, State>,
+}
+
+impl fmt::Debug for Awake<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Awake").field(&**self).finish()
+    }
+}
+
+impl Deref for Awake<'_> {
+    type Target = Sequence;
+
+    fn deref(&self) -> &Sequence {
+        let State::Awake(sequence) = &*self.state else {
+            unreachable!("a guard is made of one that is awake")
+        };
+        sequence
+    }
+}
+
+impl DerefMut for Awake<'_> {
+    fn deref_mut(&mut self) -> &mut Sequence {
+        let State::Awake(sequence) = &mut *self.state else {
+            unreachable!("a guard is made of one that is awake")
+        };
+        sequence
+    }
+}
+
+/// What [`Cache::make_room`] did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MadeRoom {
+    /// Bytes of the first tier that came free by it.
+    pub freed: u64,
+    /// What the budget has left afterwards, as far as other threads took none meanwhile: less than was asked for where nothing more can go.
+    pub available: u64,
+    /// [`Parkable::id`] of the sequences that were parked, in order.
+    pub parked: Vec<u64>,
+    /// Of those whose full pages went down, as no tier had room for the whole.
+    pub demoted: Vec<u64>,
+}
+
+impl Cache {
+    /// Has `bytes` of the budget be free: as long as they are not, prefixes go that an index holds and no sequence reads, then [`Parkable`]
+    /// sequences are parked in the tiers beneath, of the lowest priority first, of equals the one first that was in a step least recently.
+    /// It passes over those that are [awake](Parkable::awake) in somebody's hands, in a step for one, and those that share all their pages, and
+    /// stops as soon as there is enough. Where no tier has room for a whole sequence, its full pages are [demoted](Sequence::demote).
+    ///
+    /// [`Cache::begin`], [`Parked::wake`] and [`Cache::restore`] do the same before they return [`Error::OutOfBudget`], since who registers a
+    /// sequence as parkable agrees to that; a server calls this to do it at a time of its own. O(bytes moved, and pages looked at).
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::save::Parkable;
+    /// use pikv::tiers::Tiers;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let config = CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::F32)], 1 << 20);
+    /// let cache = Cache::new(config.tiers(Tiers::new().host(1 << 20)))?;
+    /// let mut chats: Vec<Parkable> = (0..2).map(|_| Parkable::new(cache.sequence())).collect();
+    /// for chat in &mut chats {
+    ///     let mut chat = chat.awake()?;
+    ///     let mut step = cache.begin([(&mut *chat, 100)])?;
+    ///     step.append(0, &[0.5; 100 * 4], &[0.25; 100 * 4])?;
+    ///     step.commit()?;
+    /// }
+    /// chats[0].set_priority(1);                                   // it is parked last
+    /// let usage = cache.usage();
+    /// let made = cache.make_room(usage.budget - usage.taken + 1)?; // a byte more than there is
+    /// assert_eq!((made.parked, made.freed), (vec![chats[1].id()], usage.taken / 2));
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoTiers`] in a cache without tiers, before anything goes; [`Error::Tier`] or a device, if they failed and there is less than
+    /// was asked for. What moved before stays moved, and nothing is lost.
+    pub fn make_room(&self, bytes: u64) -> Result<MadeRoom, Error> {
+        if self.inner.pool.tiers.is_none() {
+            return Err(Error::NoTiers);
+        }
+        self.inner.make_room(bytes)
+    }
+}
+
+impl Inner {
+    /// [`Cache::make_room`]; without tiers only prefixes can go.
+    pub(crate) fn make_room(&self, bytes: u64) -> Result<MadeRoom, Error> {
+        let arenas = &self.pool.arenas;
+        let available = || arenas.budget().saturating_sub(arenas.taken());
+        let (mut made, mut failed) = (MadeRoom::default(), None);
+        let mut turns = None;
+        loop {
+            let missing = bytes.saturating_sub(available());
+            if missing == 0 {
+                break;
+            }
+            // Again after each that was parked: what it shared with prefixes may be idle then.
+            let came = self.idle.give_back(missing);
+            made.freed += came;
+            if came > 0 {
+                continue;
+            }
+            let turns = turns.get_or_insert_with(|| match self.pool.tiers.is_some() {
+                true => self.parkables.in_turn(self).into_iter(),
+                false => Vec::new().into_iter(),
+            });
+            let Some(slot) = turns.next() else { break };
+            if let Err(error) = self.lower(&slot, missing, &mut made) {
+                failed = failed.or(Some(error));
+            }
+        }
+        made.available = available();
+        event!("made room", bytes = made.freed, parked = made.parked.len());
+        match failed {
+            Some(error) if made.available < bytes => Err(error),
+            _ => Ok(made),
+        }
+    }
+
+    /// Parks a sequence, or demotes its pages where it finds no room; nothing if somebody has it by now.
+    fn lower(&self, slot: &Slot, missing: u64, made: &mut MadeRoom) -> Result<(), Error> {
+        let Some(mut state) = slot.idle() else { return Ok(()) };
+        let State::Awake(sequence) = &mut *state else { return Ok(()) };
+        if !may_go(sequence, self) {
+            return Ok(());
+        }
+        let own = sequence.own_bytes();
+        if own == 0 {
+            return Ok(());
+        }
+        match sequence.park(1) {
+            Ok(parked) => {
+                *state = State::Parked(parked);
+                made.freed += own;
+                made.parked.push(slot.id);
+                Ok(())
+            }
+            Err(Error::TierFull { .. }) => {
+                let came = sequence.demote(missing)?;
+                made.freed += came;
+                if came > 0 {
+                    made.demoted.push(slot.id);
+                }
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Sequence {
+    /// Bytes of pages of the first tier that nobody else refers to.
+    fn own_bytes(&self) -> u64 {
+        let mut seen: HashMap<usize, (u32, u32, u64)> = HashMap::new();
+        let mut told = |page: &Page| {
+            let (times, ..) = seen.entry(page.key()).or_insert((0, page.handles(), page.bytes()));
+            *times += 1;
+        };
+        self.each_own_page(&mut told);
+        // Forks have the same checkpoints.
+        let kept = self.checkpoints.iter().filter(|kept| Arc::strong_count(kept) == 1);
+        kept.for_each(|kept| kept.each_own_page(&mut told));
+        seen.values().filter(|(times, handles, _)| times == handles).map(|(.., bytes)| bytes).sum()
+    }
+}

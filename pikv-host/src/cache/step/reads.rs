@@ -1,0 +1,61 @@
+//! What the rows of one sequence of a step read, where it is not what those of the others do.
+
+use super::{Part, Step};
+use crate::attend::options::{Attend, Read};
+use crate::base::error::Error;
+
+impl Step<'_> {
+    /// Has the rows of one sequence read these pages in every later call of [`attend`](Step::attend) of the step, whatever
+    /// [`Attend::read`] says there, which is for the others. `sequence` is its place among those that the step began with. Results have the
+    /// bits of a step of that sequence alone with this option.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read};
+    ///
+    /// let layer = LayerShape::new(1, 1, 4, Dtype::F32);
+    /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).bounds(true))?;
+    /// let (mut long, mut short) = (cache.sequence(), cache.sequence());
+    /// for n in [500, 1] {
+    ///     let mut step = cache.begin([(&mut long, n), (&mut short, 1)])?;
+    ///     step.reads(0, Read::Quest { pages: 4 })?;           // the short one reads all
+    ///     let rows = vec![0.5; step.rows() * 4];
+    ///     step.append(0, &rows, &rows)?;
+    ///     step.attend(0, &rows, &Attend::new(0.5), Output::new(&mut vec![0.0; rows.len()]))?;
+    ///     step.commit()?;
+    /// }
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`Read::Quest`] in a cache that keeps none.
+    pub fn reads(&mut self, sequence: usize, read: Read) -> Result<(), Error> {
+        if matches!(read, Read::Quest { .. }) && !self.inner.shape.config.bounds {
+            return Err(Error::NoBounds);
+        }
+        self.part_mut(sequence)?.read = Some(read);
+        Ok(())
+    }
+
+    /// Has the rows of one sequence see sinks across what was evicted, or not, in every later call of [`attend`](Step::attend) of the step,
+    /// whatever [`Attend::closed_gaps`] says there. As [`reads`](Step::reads).
+    ///
+    /// # Errors
+    /// [`Error::NotInStep`]. Where a layer's keys are stored after their rotation, its `attend` returns [`Error::NoRotation`].
+    pub fn closes_gaps(&mut self, sequence: usize, on: bool) -> Result<(), Error> {
+        self.part_mut(sequence)?.closed_gaps = Some(on);
+        Ok(())
+    }
+
+    /// What the rows of the sequences that were not left out read in a call.
+    pub(crate) fn reads_of(&self, options: &Attend) -> impl Iterator<Item = Read> {
+        self.live().map(|part| part.read.unwrap_or(options.read))
+    }
+}
+
+impl<'a> Step<'a> {
+    fn part_mut(&mut self, sequence: usize) -> Result<&mut Part<'a>, Error> {
+        let sequences = self.parts.len();
+        self.parts.get_mut(sequence).ok_or(Error::NotInStep { sequence, sequences })
+    }
+}

@@ -1,0 +1,264 @@
+//! Sequences that make room for each other: who is parked, in which order, by how much; by threads that step at once; and what is
+//! refused.
+
+use pikv::policy::{Budget, Eviction, H2o};
+use pikv::prefix::{PrefixIndex, PrefixScope};
+use pikv::save::Parkable;
+use pikv::tiers::Tiers;
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence};
+use pikv_test::backend::backend;
+use pikv_test::numbers::{Rng, bits, noise};
+use pikv_test::scaled;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+const LAYERS: usize = 2;
+
+/// Bytes of a page of every layer.
+fn page() -> u64 {
+    LAYERS as u64 * shape().layout.bytes()
+}
+
+fn shape() -> LayerShape {
+    LayerShape::new(1, 1, 4, Dtype::F32)
+}
+
+/// A cache of so many pages, with as many as asked for beneath.
+fn cache(pages: u64, host: u64) -> Cache {
+    let config = CacheConfig::new(vec![shape(); LAYERS], pages * page()).ring(32).backend(backend());
+    let config = if host > 0 { config.tiers(Tiers::new().host(host * page())) } else { config };
+    Cache::new(config).unwrap()
+}
+
+/// Appends and attends tokens that a seed and their positions give; the bits of the outputs.
+fn add(cache: &Cache, sequence: &mut Sequence, seed: u64, n: u32) -> Result<Vec<u32>, Error> {
+    let first = u64::from(sequence.next_position().0);
+    let rows: Vec<f32> = (first..first + u64::from(n)).flat_map(|p| noise(seed << 32 ^ p << 3, 4)).collect();
+    let mut all = Vec::new();
+    let mut step = cache.begin([(sequence, n)])?;
+    for layer in 0..LAYERS {
+        let mut out = vec![0.0; rows.len()];
+        step.append(layer, &rows, &rows)?;
+        step.attend(layer, &rows, &Attend::new(0.5), Output::new(&mut out))?;
+        all.extend(bits(&out));
+    }
+    step.commit()?;
+    Ok(all)
+}
+
+fn chats(cache: &Cache, lengths: &[u32]) -> Vec<Parkable> {
+    let chat = |(seed, n): (u64, &u32)| {
+        let mut sequence = cache.sequence();
+        add(cache, &mut sequence, seed, *n).unwrap();
+        Parkable::new(sequence)
+    };
+    (0..).zip(lengths).map(chat).collect()
+}
+
+fn parked(chats: &[Parkable]) -> Vec<bool> {
+    chats.iter().map(Parkable::is_parked).collect()
+}
+
+#[test]
+fn the_least_recently_stepped_goes_first_and_no_more_than_needed() {
+    let cache = cache(40, 1000);
+    // 4 pages each.
+    let mut chats = chats(&cache, &[128; 4]);
+    let ids: Vec<u64> = chats.iter().map(Parkable::id).collect();
+    let (taken, budget) = (cache.usage().taken, cache.usage().budget);
+    assert_eq!(taken, 16 * page());
+    // What is free already needs nobody to go.
+    let made = cache.make_room(budget - taken).unwrap();
+    assert_eq!((made.freed, made.available, made.parked.len()), (0, budget - taken, 0));
+    add(&cache, &mut chats[0].awake().unwrap(), 0, 1).unwrap();
+    let taken = cache.usage().taken;
+    // A byte more than one of them has: two go, of which the first in turn is the second.
+    let made = cache.make_room(budget - taken + 4 * page() + 1).unwrap();
+    assert_eq!((made.freed, made.parked, made.demoted), (8 * page(), vec![ids[1], ids[2]], vec![]));
+    assert_eq!(made.available, budget - taken + 8 * page());
+    assert_eq!(parked(&chats), [false, true, true, false]);
+    assert_eq!([&chats[0], &chats[1]].map(|chat| chat.next_position().0), [129, 128]);
+    assert_eq!([&chats[0], &chats[1]].map(Parkable::bytes_to_wake), [0, 4 * page()]);
+    // The lowest priority goes first, however late it was stepped.
+    chats[3].set_priority(7);
+    let made = cache.make_room(budget - 4 * page()).unwrap();
+    assert_eq!((made.parked, chats[3].priority()), (vec![ids[0]], 7));
+    // All there is, and what is left if that is not enough.
+    let made = cache.make_room(budget + 1).unwrap();
+    assert_eq!((made.parked, made.available), (vec![ids[3]], budget));
+    // They go on as if nothing had been.
+    for (seed, chat) in (0..).zip(&mut chats) {
+        let mut alone = Parkable::new(cache.sequence());
+        add(&cache, &mut alone.awake().unwrap(), seed, 128).unwrap();
+        if seed == 0 {
+            add(&cache, &mut alone.awake().unwrap(), 0, 1).unwrap();
+        }
+        let got = add(&cache, &mut chat.awake().unwrap(), seed, 5).unwrap();
+        assert_eq!(got, add(&cache, &mut alone.awake().unwrap(), seed, 5).unwrap());
+    }
+}
+
+#[test]
+fn who_is_awake_stays_and_so_does_what_others_read_too() {
+    let cache = cache(40, 1000);
+    let mut chats = chats(&cache, &[128; 3]);
+    let (budget, ids) = (cache.usage().budget, [chats[0].id(), chats[2].id()]);
+    // All of its pages are a fork's too: parking it would free nothing.
+    let fork = chats[1].awake().unwrap().fork();
+    let awake = chats[0].awake().unwrap();
+    let made = cache.make_room(budget).unwrap();
+    assert_eq!((made.parked, made.available), (vec![ids[1]], budget - 8 * page()));
+    assert_eq!(awake.next_position().0, 128);
+    drop((awake, fork));
+    let made = cache.make_room(budget).unwrap();
+    assert_eq!((made.parked.len(), made.available), (2, budget));
+    assert!(chats[0].if_awake().is_none());
+    assert_eq!(chats[0].awake().unwrap().next_position().0, 128);
+    assert!(chats[0].if_awake().is_some());
+    chats[0].park(1).unwrap();
+    assert_eq!(cache.usage().taken, 0);
+    // A handle that is given up is a sequence, or what is parked of it.
+    assert_eq!(chats.remove(0).into_inner().unwrap_err().next_position().0, 128);
+    let mut last = chats.remove(0);
+    drop(last.awake().unwrap());
+    let sequence = last.into_inner().unwrap();
+    assert_eq!(cache.make_room(budget).unwrap().parked, vec![0u64; 0]);
+    assert_eq!((sequence.next_position().0, cache.usage().taken), (128, 4 * page()));
+}
+
+#[test]
+fn a_step_has_room_made_for_it_before_its_own_pages_go() {
+    let cache = cache(13, 1000);
+    let mut chats = chats(&cache, &[128, 128, 128]);
+    // The first has to go for it, and only that.
+    add(&cache, &mut chats[2].awake().unwrap(), 2, 60).unwrap();
+    assert_eq!(parked(&chats), [true, false, false]);
+    assert_eq!(chats[2].awake().unwrap().bytes_in_tier(1), 0);
+    // So it is for one that wakes.
+    chats[0].awake().unwrap();
+    assert_eq!(parked(&chats), [false, true, false]);
+    // What can never fit has nobody parked.
+    let mut huge = cache.sequence();
+    assert!(matches!(add(&cache, &mut huge, 9, 1000), Err(Error::OutOfBudget { .. })));
+    assert_eq!(parked(&chats), [false, true, false]);
+}
+
+#[test]
+fn prefixes_that_nobody_reads_go_before_sequences() {
+    let cache = cache(40, 1000);
+    let index = PrefixIndex::new(&cache, 1 << 30);
+    let scope = PrefixScope::new(b"all");
+    let tokens: Vec<u32> = (0..128).collect();
+    let mut sequence = cache.sequence();
+    add(&cache, &mut sequence, 1, 128).unwrap();
+    index.publish(&scope, &tokens, &mut sequence).unwrap();
+    drop(sequence);
+    let chats = chats(&cache, &[128]);
+    let budget = cache.usage().budget;
+    let made = cache.make_room(budget - 4 * page()).unwrap();
+    assert_eq!((made.freed >= 4 * page(), made.parked.len()), (true, 0));
+    assert_eq!(cache.make_room(budget).unwrap().parked, [chats[0].id()]);
+}
+
+#[test]
+fn without_tiers_nobody_is_parked_and_where_they_are_full_pages_go_down() {
+    let none = cache(20, 0);
+    let mut handles = chats(&none, &[128, 128, 128]);
+    assert_eq!(none.make_room(1), Err(Error::NoTiers));
+    assert_eq!(handles[0].park(1), Err(Error::NoTiers));
+    let refused = add(&none, &mut handles[2].awake().unwrap(), 2, 400);
+    assert!(matches!(refused, Err(Error::OutOfBudget { .. })));
+    assert_eq!(parked(&handles), [false; 3]);
+    // Room for two pages, and the sequence has four, of which one that is full has left the ring and more.
+    let tight = cache(40, 3);
+    let mut handles = chats(&tight, &[200]);
+    let before = tight.usage().taken;
+    let made = tight.make_room(tight.usage().budget).unwrap();
+    assert_eq!((made.parked.len(), made.demoted), (0, vec![handles[0].id()]));
+    assert_eq!((made.freed, tight.usage().taken), (3 * page(), before - 3 * page()));
+    let other = cache(40, 0);
+    let mut alone = other.sequence();
+    add(&other, &mut alone, 0, 200).unwrap();
+    let got = add(&tight, &mut handles[0].awake().unwrap(), 0, 3).unwrap();
+    assert_eq!(got, add(&other, &mut alone, 0, 3).unwrap());
+}
+
+#[test]
+fn a_panic_with_a_guard_leaves_the_handle_and_the_cache_usable() {
+    let cache = cache(40, 1000);
+    let mut chats = chats(&cache, &[128, 128]);
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let mut chat = chats[0].awake().unwrap();
+        let mut step = cache.begin([(&mut *chat, 1)]).unwrap();
+        step.append(0, &[1.0; 4], &[1.0; 4]).unwrap();
+        panic!("the engine's own");
+    }));
+    assert!(panicked.is_err());
+    // One of another cache under a handle is not this one's to park.
+    let other = self::cache(40, 1000);
+    *chats[1].awake().unwrap() = other.sequence();
+    let made = cache.make_room(cache.usage().budget).unwrap();
+    assert_eq!((made.parked, cache.usage().taken), (vec![chats[0].id()], 0));
+    assert_eq!(chats[0].awake().unwrap().next_position().0, 128);
+}
+
+/// Threads with sequences of their own in a cache that holds a third of them: each steps, others are parked for it, and every output is
+/// that of a cache that holds all.
+#[test]
+fn threads_that_step_at_once_make_room_for_each_other() {
+    let (threads, each, rounds) = (3, 3, scaled(12, 200));
+    for policy in [false, true] {
+        let config = |pages: u64| {
+            let config = CacheConfig::new(vec![shape(); LAYERS], pages * page()).ring(32).backend(backend());
+            let evict = Eviction::new(H2o, Budget::Tokens(150)).batch(4);
+            if policy { config.evict(evict) } else { config }
+        };
+        let tight = Cache::new(config(40).tiers(Tiers::new().host(10_000 * page()))).unwrap();
+        let wide = Cache::new(config(10_000)).unwrap();
+        let (refused, slept) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for thread in 0..threads {
+                let (tight, wide, refused, slept) = (&tight, &wide, &refused, &slept);
+                scope.spawn(move || {
+                    let mut rng = Rng(thread);
+                    let mut own: Vec<(Parkable, Sequence)> =
+                        (0..each).map(|_| (Parkable::new(tight.sequence()), wide.sequence())).collect();
+                    for round in 0..rounds {
+                        let at = rng.below(each);
+                        let (chat, twin) = &mut own[at as usize];
+                        slept.fetch_add(usize::from(chat.is_parked()), SeqCst);
+                        let seed = 100 * thread + u64::from(at);
+                        let n = 1 + rng.below(if round < 6 { 60 } else { 3 });
+                        // Others may hold all there is at the moment: then it is asked again.
+                        let got = loop {
+                            let made = chat.awake().and_then(|mut chat| add(tight, &mut chat, seed, n));
+                            match made {
+                                Err(Error::OutOfBudget { .. }) => refused.fetch_add(1, SeqCst),
+                                made => break made.unwrap(),
+                            };
+                            std::thread::yield_now();
+                        };
+                        assert_eq!(got, add(wide, twin, seed, n).unwrap());
+                        if rng.one_in(5) {
+                            tight.make_room(u64::from(rng.below(40)) * page()).unwrap();
+                        }
+                        if rng.one_in(20) {
+                            own[at as usize] = (Parkable::new(tight.sequence()), wide.sequence());
+                        }
+                    }
+                });
+            }
+        });
+        assert!(slept.load(SeqCst) > 0, "nobody was parked");
+        assert_eq!((tight.usage().taken, tight.usage().tiers[0].bytes), (0, 0));
+    }
+}
+
+#[test]
+fn handles_that_are_gone_leave_nothing_behind() {
+    let cache = cache(40, 1000);
+    for id in 0..10_000 {
+        assert_eq!(Parkable::new(cache.sequence()).id(), id);
+    }
+    assert_eq!(cache.make_room(cache.usage().budget).unwrap().parked, vec![0u64; 0]);
+}
