@@ -3,6 +3,7 @@
 mod bad_input;
 mod callbacks;
 mod cuts;
+mod dtypes;
 mod edges;
 mod faults;
 mod named;

@@ -8,6 +8,7 @@ use crate::attend::options::Output;
 use crate::attend::options::Read;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::{Error, length};
+use crate::base::host_slice::{HostSlice, HostSliceMut};
 use crate::config::HeadCodecs;
 use pikv_core::plan::LayerShape;
 use std::borrow::Cow;
@@ -15,7 +16,7 @@ use std::fmt::Debug;
 
 /// Queries, and where results go.
 pub(crate) enum Tensors<'a> {
-    Host(&'a [f32], Output<'a>),
+    Host(HostSlice<'a>, Output<'a>),
     /// On the device of a session.
     Device {
         q: DeviceSlice,
@@ -29,7 +30,7 @@ impl<'a> Tensors<'a> {
     ///
     /// # Errors
     /// Tensors of another length than `rows` rows of the layer take, or a query that is not finite.
-    pub fn check(&self, layer: usize, shape: &LayerShape, rows: usize) -> Result<&'a [f32], Error> {
+    pub fn check(&self, layer: usize, shape: &LayerShape, rows: usize) -> Result<HostSlice<'a>, Error> {
         let heads = shape.query_heads as usize;
         let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
         let (q_len, out_len, lse_len) = match self {
@@ -41,10 +42,10 @@ impl<'a> Tensors<'a> {
         if let Some(lse_len) = lse_len {
             length("lse", lse_len, rows * heads, "rows * query_heads")?;
         }
-        let Tensors::Host(q, _) = *self else { return Ok(&[]) };
-        if let Some(at) = q.iter().position(|x| !x.is_finite()) {
+        let Tensors::Host(q, _) = *self else { return Ok(HostSlice::F32(&[])) };
+        if let Some((at, value)) = q.wild() {
             let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
-            return Err(Error::Query { layer, row, head, channel, value: q[at] });
+            return Err(Error::Query { layer, row, head, channel, value });
         }
         Ok(q)
     }
@@ -99,7 +100,7 @@ pub struct Cut {
 /// Where results go, in memory of the host.
 pub(crate) struct Results<'a> {
     /// `[rows][query_heads][v_dim]`
-    pub out: &'a mut [f32],
+    pub out: HostSliceMut<'a>,
     /// `[rows][query_heads]`
     pub lse: &'a mut [f32],
     /// Of each forest, where something is wanted of it.

@@ -421,7 +421,7 @@ fn attend_all(
     wanted: Option<&[Wanted]>,
     results: Results<'_>,
 ) -> Result<(), Error> {
-    let Results { out, lse, seen: feeds } = results;
+    let Results { mut out, lse, seen: feeds } = results;
     if lse.is_empty() {
         return Ok(());
     }
@@ -443,11 +443,11 @@ fn attend_all(
         let floats: &[f32] = bytemuck::cast_slice(words);
         let (from, rest) = floats.split_at(out.len());
         let (ends, mass) = rest.split_at(3 * lse.len());
-        out.copy_from_slice(from);
-        let width = out.len() / lse.len();
+        job.note_beyond(out.write(from));
+        let width = from.len() / lse.len();
         for (at, ([end, m, l], lse)) in ends.as_chunks().0.iter().zip(lse.iter_mut()).enumerate() {
             *lse = *end;
-            job.judge(at, *m, *l, &out[at * width..][..width]);
+            job.judge(at, *m, *l, &from[at * width..][..width]);
         }
         let Some(wanted) = wanted else { return };
         for ((forest, first), feed) in forests.iter().zip(&firsts).zip(feeds) {
