@@ -71,9 +71,9 @@ pub use pikv_core::{
     rope::Rope,
 };
 pub use pikv_host::{
-    Attend, Backend, Cache, CacheConfig, ClosedLoop, ConfigError, Error, Output, Read, Rows, Sequence,
-    SequenceOptions, Step, StepReport, closed_loop, codec, cuda, fabric, lanes, metrics, planner, policy,
-    prefix, report, router, rules, save, shape, shard, tiers, trace,
+    Attend, Backend, Cache, CacheConfig, ClosedLoop, ConfigError, Error, Output, Read, Rows, Scalar,
+    Sequence, SequenceOptions, Step, StepReport, closed_loop, codec, cuda, fabric, lanes, metrics, planner,
+    policy, prefix, report, router, rules, save, shape, shard, tiers, trace,
 };
 
 /// The examples of the README, as tests.

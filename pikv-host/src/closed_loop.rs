@@ -6,6 +6,7 @@ use self::device::Devices;
 use crate::attend::options::{Attend, Output, Read};
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
+use crate::base::host_slice::{HostSlice, Scalar};
 use crate::cache::Cache;
 use crate::cache::sequence::Sequence;
 use crate::cache::step::Step;
@@ -127,6 +128,8 @@ pub struct ClosedLoop {
 struct Scratch {
     /// First positions and rows of a step's sequences.
     starts: Vec<(Position, usize)>,
+    /// Logits in f32, where they come in 16 bits.
+    logits: Vec<f32>,
     /// Of each expert, over all layers.
     hits: Vec<f64>,
     misses: Vec<f64>,
@@ -277,7 +280,7 @@ impl<'a> LoopStep<'a> {
     ///
     /// # Errors
     /// Those of [`Step::append`].
-    pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), LoopError> {
+    pub fn append(&mut self, layer: usize, k: &[impl Scalar], v: &[impl Scalar]) -> Result<(), LoopError> {
         Ok(self.step().append(layer, k, v)?)
     }
 
@@ -316,18 +319,23 @@ impl<'a> LoopStep<'a> {
         left.map_err(|(layer, source)| LoopError::Route { layer, source })
     }
 
-    /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]`, and files the rows by them. The model's own
-    /// choice and its weights are in [`Routes::model`].
+    /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]` in f32, f16 or bf16 ([`Scalar`]), and files the rows by
+    /// them. The model's own choice and its weights are in [`Routes::model`]. Routers take f32: logits in 16 bits are widened into a list of
+    /// the loop's, 4 bytes a row and expert of the largest step.
     ///
     /// # Errors
     /// No such layer, one that was already routed, or what the router refuses.
-    pub fn route(&mut self, layer: usize, logits: &[f32]) -> Result<&Routes, LoopError> {
+    pub fn route(&mut self, layer: usize, logits: &[impl Scalar]) -> Result<&Routes, LoopError> {
+        self.route_slice(layer, HostSlice::of(logits))
+    }
+
+    fn route_slice(&mut self, layer: usize, logits: HostSlice<'_>) -> Result<&Routes, LoopError> {
         let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
         let ClosedLoop { cache, routers, routes, learnt, devices, scratch, .. } = &mut *self.of;
         let Some(router) = routers.get_mut(layer) else {
             return Err(LoopError::Cache(Error::Layer { layer, layers: routes.len() }));
         };
-        let starts = &mut scratch.starts;
+        let Scratch { starts, logits: wide, .. } = scratch;
         starts.clear();
         starts.extend(step.parts());
         if step.routed(layer) || devices.is_pending(layer) {
@@ -341,6 +349,7 @@ impl<'a> LoopStep<'a> {
             let what = "logits";
             return Err(LoopError::Cache(Error::Length { what, got, expected, shape: "rows * experts" }));
         }
+        let logits = logits.wide(wide);
         let routes = &mut routes[layer];
         routes.clear();
         // What a router that panics or refuses has counted is forgotten, as the layer can be routed again.
@@ -393,7 +402,7 @@ impl<'a> LoopStep<'a> {
     pub fn attend(
         &mut self,
         layer: usize,
-        q: &[f32],
+        q: &[impl Scalar],
         options: &Attend,
         out: Output<'_>,
     ) -> Result<(), LoopError> {

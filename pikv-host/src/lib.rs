@@ -38,6 +38,7 @@ pub mod trace;
 pub use attend::options::{Attend, Output, Read};
 pub use backend::Backend;
 pub use base::error::{ConfigError, Error};
+pub use base::host_slice::Scalar;
 pub use cache::sequence::{Sequence, SequenceOptions};
 pub use cache::step::Step;
 pub use cache::{Cache, Rows};

@@ -1,11 +1,12 @@
 //! A step of a size that was seen before asks the allocator for nothing: append, pack, attend, route, tell policies, commit. Only when
 //! a policy ranks its tokens, which is due once in a sixteenth of its budget, are there lists for it.
 
+use half::bf16;
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Rope, Sequence};
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Rope, Scalar, Sequence};
 use pikv_test::full;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -74,20 +75,44 @@ fn noise(seed: &mut u64) -> f32 {
     (*seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
+/// What tensors hold.
+trait Number: Scalar {
+    fn of(x: f32) -> Self;
+    fn is_finite(&self) -> bool;
+}
+
+impl Number for f32 {
+    fn of(x: f32) -> f32 {
+        x
+    }
+    fn is_finite(&self) -> bool {
+        f32::is_finite(*self)
+    }
+}
+
+impl Number for bf16 {
+    fn of(x: f32) -> bf16 {
+        bf16::from_f32(x)
+    }
+    fn is_finite(&self) -> bool {
+        bf16::is_finite(*self)
+    }
+}
+
 /// Three sequences in a loop, with room for a step's rows.
-struct Decoding {
+struct Decoding<T> {
     of: ClosedLoop,
     sequences: Vec<Sequence>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-    q: Vec<f32>,
-    logits: Vec<f32>,
-    out: Vec<f32>,
+    k: Vec<T>,
+    v: Vec<T>,
+    q: Vec<T>,
+    logits: Vec<T>,
+    out: Vec<T>,
     seed: u64,
 }
 
-impl Decoding {
-    fn new(config: CacheConfig, balanced: bool) -> Decoding {
+impl<T: Number> Decoding<T> {
+    fn new(config: CacheConfig, balanced: bool) -> Decoding<T> {
         let cache = Cache::new(config).unwrap();
         let shape = Shape::new(EXPERTS as u32, TOP_K as u32);
         let router = || -> Box<dyn Router> {
@@ -101,11 +126,11 @@ impl Decoding {
         Decoding {
             of: ClosedLoop::new(cache, (0..LAYERS).map(|_| router()).collect()).unwrap(),
             sequences,
-            k: vec![0.0; rows * HEADS * DIM],
-            v: vec![0.0; rows * HEADS * DIM],
-            q: vec![0.0; rows * QUERY_HEADS * DIM],
-            logits: vec![0.0; rows * EXPERTS],
-            out: vec![0.0; rows * QUERY_HEADS * DIM],
+            k: vec![T::of(0.0); rows * HEADS * DIM],
+            v: vec![T::of(0.0); rows * HEADS * DIM],
+            q: vec![T::of(0.0); rows * QUERY_HEADS * DIM],
+            logits: vec![T::of(0.0); rows * EXPERTS],
+            out: vec![T::of(0.0); rows * QUERY_HEADS * DIM],
             seed: 7,
         }
     }
@@ -115,7 +140,7 @@ impl Decoding {
         let mut step = self.of.begin(self.sequences.iter_mut().map(|sequence| (sequence, 1))).unwrap();
         for layer in 0..LAYERS {
             for x in [&mut self.k, &mut self.v, &mut self.q, &mut self.logits] {
-                x.iter_mut().for_each(|x| *x = noise(&mut self.seed));
+                x.iter_mut().for_each(|x| *x = T::of(noise(&mut self.seed)));
             }
             step.append(layer, &self.k, &self.v).unwrap();
             step.attend(layer, &self.q, &OPTIONS, Output::new(&mut self.out)).unwrap();
@@ -148,6 +173,11 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// Has `config` settle over `warm` steps, and counts over as many again, with one thread and with two. Each thread has lists of its
 /// own, and which meets the largest tasks is chance: so they get up to seven more rounds, until one asks for nothing.
 fn settles(name: &str, config: &CacheConfig, warm: usize) {
+    settles_in::<f32>(name, config, warm);
+}
+
+/// [`settles`], with tensors of some dtype.
+fn settles_in<T: Number>(name: &str, config: &CacheConfig, warm: usize) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for threads in [1, 2] {
         // Inside a pool: to be let in from outside, a call puts itself in a queue that grows.
@@ -155,7 +185,7 @@ fn settles(name: &str, config: &CacheConfig, warm: usize) {
         // Quick: one router with one thread, the other with two.
         for balanced in [true, false].into_iter().filter(|b| full() || *b == (threads == 1)) {
             let asked = pool.install(|| {
-                let mut decoding = Decoding::new(config.clone(), balanced);
+                let mut decoding = Decoding::<T>::new(config.clone(), balanced);
                 (0..warm).for_each(|_| decoding.step());
                 let mut least = decoding.asks(warm);
                 for _ in 0..7 {
@@ -191,6 +221,15 @@ fn behind_a_window_nothing_is_asked_for() {
     settles("window, rotated", &config(Some(500), Some(rope)), 1500);
     let codec = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4));
     settles("window, packed", &config(Some(500), None).compress(codec), 1500);
+}
+
+#[test]
+fn tensors_in_16_bits_are_widened_in_what_is_there() {
+    let rope = Rope::new(10_000.0, DIM as u32);
+    let codec = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4));
+    settles_in::<bf16>("bf16", &config(Some(500), Some(rope)).compress(codec), 1500);
+    let evicted = config(None, None).evict(Eviction::new(H2o, Budget::Tokens(400)));
+    settles_in::<bf16>("bf16, H2O", &evicted, 1500);
 }
 
 #[test]
@@ -238,7 +277,7 @@ fn growth_is_asked_for_page_by_page() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
     pool.install(|| {
-        let mut decoding = Decoding::new(config(None, None), true);
+        let mut decoding = Decoding::<f32>::new(config(None, None), true);
         (0..1000).for_each(|_| decoding.step());
         let asked: Vec<Option<u64>> = (0..500).map(|_| decoding.ask()).collect();
         let quiet = asked.iter().filter(|asked| **asked == Some(0)).count();

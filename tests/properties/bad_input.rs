@@ -173,9 +173,9 @@ fn calls() -> Vec<Case> {
         ("split 3", |c, s| attend(c, s, &[0.0; Q], Attend::new(1.0).split(3), [OUT, LSE]), Error::Split(3), &["3 blocks"]),
         ("split u32::MAX", |c, s| attend(c, s, &[0.0; Q], Attend::new(1.0).split(u32::MAX), [OUT, LSE]), Error::Split(u32::MAX), &["4294967295"]),
         // Layers, heads, experts.
-        ("append layer", |c, s| begin(c, s).append(2, &[], &[]), Error::Layer { layer: 2, layers: 2 }, &["layer 2", "layers 0..2"]),
-        ("append layer usize::MAX", |c, s| begin(c, s).append(usize::MAX, &[], &[]), Error::Layer { layer: usize::MAX, layers: 2 }, &["18446744073709551615"]),
-        ("step attend layer", |c, s| begin(c, s).attend(7, &[], &Attend::new(1.0), Output::new(&mut [])), Error::Layer { layer: 7, layers: 2 }, &["layer 7"]),
+        ("append layer", |c, s| begin(c, s).append(2, &[0.0; 0], &[0.0; 0]), Error::Layer { layer: 2, layers: 2 }, &["layer 2", "layers 0..2"]),
+        ("append layer usize::MAX", |c, s| begin(c, s).append(usize::MAX, &[0.0; 0], &[0.0; 0]), Error::Layer { layer: usize::MAX, layers: 2 }, &["18446744073709551615"]),
+        ("step attend layer", |c, s| begin(c, s).attend(7, &[0.0; 0], &Attend::new(1.0), Output::new(&mut [0.0; 0])), Error::Layer { layer: 7, layers: 2 }, &["layer 7"]),
         ("attend layer", |c, s| ask(c, s, 9, LEN, 1), Error::Layer { layer: 9, layers: 2 }, &["layer 9"]),
         ("route layer", |c, s| begin(c, s).route(5, &[0, 1, 1, 0]), Error::Layer { layer: 5, layers: 2 }, &["layer 5"]),
         ("pages layer", |_, s| s.pages(3, 0).map(drop), Error::Layer { layer: 3, layers: 2 }, &["layer 3"]),

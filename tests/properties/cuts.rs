@@ -181,7 +181,7 @@ impl Twins<'_> {
             let mut step = self.caches[1].begin([(&mut sequence, tokens.len() as u32)]).unwrap();
             for layer in 0..self.setup.model.layers {
                 let of = tokens.iter().map(|Token(layers)| &layers[layer]);
-                let (mut k, mut v, mut routes) = (Vec::new(), Vec::new(), Vec::new());
+                let (mut k, mut v, mut routes) = (Vec::<f32>::new(), Vec::<f32>::new(), Vec::new());
                 for (key, value, route) in of {
                     k.extend(key);
                     v.extend(value);

@@ -714,7 +714,7 @@ fn empty_and_masked_rows() {
         assert!((mass.iter().map(PageMass::total).sum::<f32>() - 2.0).abs() < 1e-6);
     }
     // No rows at all.
-    cache.attend(0, &[], &[], &Attend::new(0.5), Output::new(&mut [])).unwrap();
+    cache.attend(0, &[], &[0.0; 0], &Attend::new(0.5), Output::new(&mut [0.0; 0])).unwrap();
 }
 
 /// flash-attention#1745: uninitialised padding in V became NaN. Here fresh and freed pages are NaN throughout.

@@ -4,6 +4,7 @@ mod bad_input;
 mod budgets;
 mod callbacks;
 mod cuts;
+mod dtypes;
 mod edges;
 mod faults;
 mod left_out;

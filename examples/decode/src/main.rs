@@ -55,7 +55,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 
     let variants = variants();
-    println!("reads {bytes} bytes of a novel in {} forms of the cache; that takes minutes", variants.len() + 1);
+    println!(
+        "reads {bytes} bytes of a novel in {} forms of the cache; that takes minutes",
+        variants.len() + 1
+    );
     let bar = ProgressBar::new((variants.len() + 1) as u64 * bytes as u64);
     bar.set_style(ProgressStyle::with_template("{msg:24} {bar:40} {percent}% of all, {eta} left")?);
     let c = model.config().clone();
@@ -223,7 +226,10 @@ fn generate(
         text.push(next);
         model.forward(&[next], &mut paged, &mut logits)?;
     }
-    println!("{}\n\nhash of all logits, the same on every back end: {hash:016x}\n", String::from_utf8_lossy(&text));
+    println!(
+        "{}\n\nhash of all logits, the same on every back end: {hash:016x}\n",
+        String::from_utf8_lossy(&text)
+    );
     Ok(())
 }
 

@@ -9,15 +9,15 @@ use crate::attend::options::Read;
 use crate::attend::view::View;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::{Error, length};
+use crate::base::host_slice::{HostSlice, HostSliceMut};
 use crate::config::HeadCodecs;
 use pikv_core::plan::LayerShape;
 use std::borrow::Cow;
 use std::fmt::Debug;
-use std::ops::Range;
 
 /// Queries, and where results go.
 pub(crate) enum Tensors<'a> {
-    Host(&'a [f32], Output<'a>),
+    Host(HostSlice<'a>, Output<'a>),
     /// On the device of a session.
     Device {
         q: DeviceSlice,
@@ -37,7 +37,7 @@ impl<'a> Tensors<'a> {
         shape: &LayerShape,
         rows: usize,
         views: &[View<'_>],
-    ) -> Result<&'a [f32], Error> {
+    ) -> Result<HostSlice<'a>, Error> {
         let heads = shape.query_heads as usize;
         let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
         let (q_len, out_len, lse_len) = match self {
@@ -49,13 +49,16 @@ impl<'a> Tensors<'a> {
         if let Some(lse_len) = lse_len {
             length("lse", lse_len, rows * heads, "rows * query_heads")?;
         }
-        let Tensors::Host(q, _) = *self else { return Ok(&[]) };
+        let Tensors::Host(q, _) = *self else { return Ok(HostSlice::F32(&[])) };
         let width = heads * k_dim;
-        let own = |view: &View<'_>| view.start * width..(view.start + view.rows as usize) * width;
-        let bad = |of: Range<usize>| Some(of.start + q[of].iter().position(|x| !x.is_finite())?);
-        if let Some(at) = views.iter().map(own).find_map(bad) {
+        let wild = |view: &View<'_>| {
+            let from = view.start * width;
+            let (i, value) = q.part(from, view.rows as usize * width).wild()?;
+            Some((from + i, value))
+        };
+        if let Some((at, value)) = views.iter().find_map(wild) {
             let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
-            return Err(Error::Query { layer, row, head, channel, value: q[at] });
+            return Err(Error::Query { layer, row, head, channel, value });
         }
         Ok(q)
     }
@@ -110,7 +113,7 @@ pub struct Cut {
 /// Where results go, in memory of the host.
 pub(crate) struct Results<'a> {
     /// `[rows][query_heads][v_dim]`
-    pub out: &'a mut [f32],
+    pub out: HostSliceMut<'a>,
     /// `[rows][query_heads]`
     pub lse: &'a mut [f32],
     /// Of each forest, where something is wanted of it.

@@ -2,6 +2,7 @@
 
 use crate::attend::mass::Weighed;
 use crate::attend::options::Read;
+use crate::base::host_slice::HostSlice;
 use crate::metrics::Reused;
 use crate::router::met::Met;
 use pikv_core::plan::LayerShape;
@@ -50,13 +51,13 @@ impl Feed {
     }
 
     /// Notes whose it is: what was known of the sequence, and the head's queries out of those of the call, if any are asked for.
-    pub fn belongs(&mut self, of: &Of, shape: &LayerShape, q: Option<&[f32]>) {
+    pub fn belongs(&mut self, of: &Of, shape: &LayerShape, q: Option<HostSlice<'_>>) {
         self.filed = of.filed;
         let Some(q) = q else { return };
         let (group, k_dim) = (shape.group() as usize, shape.layout.k_dim as usize);
         for row in of.first..of.first + of.rows {
             let at = (row * shape.query_heads as usize + self.head * group) * k_dim;
-            self.queries.extend_from_slice(&q[at..][..group * k_dim]);
+            q.part(at, group * k_dim).extend(&mut self.queries);
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::attend::options::Read;
 use crate::attend::select::{folded, largest};
+use crate::base::host_slice::HostSlice;
 use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;
 use crate::config::hits::Hits;
@@ -26,6 +27,7 @@ type Experts = SmallVec<[u16; 8]>;
 struct Room {
     pages: Vec<&'static [[u32; LANES]]>,
     marks: Vec<Mark>,
+    wide: Vec<f32>,
     queries: Vec<[f32; LANES]>,
     most: Vec<f32>,
     order: Vec<usize>,
@@ -72,10 +74,16 @@ impl Fetched<'_> {
 impl Asking<'_> {
     /// What the rows of head `h` want and meet, into `met`; `q` gives the queries of a row, `[group][k_dim]`, and `row` is the place of the
     /// sequence's first row among those of the step. Bytes of wanted pages that lie on other ranks.
-    pub fn meet<'q>(&self, h: usize, row: usize, q: impl Fn(usize) -> &'q [f32], met: &mut Vec<Met>) -> u64 {
+    pub fn meet<'q>(
+        &self,
+        h: usize,
+        row: usize,
+        q: impl Fn(usize) -> HostSlice<'q>,
+        met: &mut Vec<Met>,
+    ) -> u64 {
         let Asking { inner, hits, shape, layer, .. } = self;
         let (head, codec) = (&layer.heads[h], layer.codecs[h].as_ref());
-        let Room { pages, mut marks, mut queries, mut most, mut order } = ROOM.take();
+        let Room { pages, mut marks, mut wide, mut queries, mut most, mut order } = ROOM.take();
         let (mut far, mut pages) = (0, emptied(pages));
         let floor = inner.known_before(self.rows.start);
         let (dtype, rows) =
@@ -103,7 +111,7 @@ impl Asking<'_> {
             if marks.is_empty() {
                 continue;
             }
-            folded(shape, self.stretch, q(i as usize), &mut queries);
+            folded(shape, self.stretch, q(i as usize).wide(&mut wide), &mut queries);
             most.clear();
             most.resize(pages.len(), 0.0);
             pikv_lanes::bounds::largest_of_halves(
@@ -125,7 +133,7 @@ impl Asking<'_> {
             }
             combined(met, from, |met| met);
         }
-        ROOM.set(Room { pages: emptied(pages), marks, queries, most, order });
+        ROOM.set(Room { pages: emptied(pages), marks, wide, queries, most, order });
         far
     }
 

@@ -4,6 +4,8 @@ use crate::attend::forest::Forest;
 use crate::attend::reduce::Trees;
 use crate::attend::view::View;
 use crate::base::device_slice::DeviceSlice;
+use crate::base::host_slice::HostSlice;
+use crate::base::locks::Mutex;
 use crate::base::rope_tables::Table;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
@@ -15,8 +17,8 @@ use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
 use smallvec::SmallVec;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError};
 
 /// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
 /// their partial results to stay there.
@@ -64,7 +66,7 @@ pub struct Job<'a> {
     pub shape: &'a LayerShape,
     pub views: &'a [View<'a>],
     /// `[rows][query_heads][k_dim]`, if the host has them.
-    pub q: &'a [f32],
+    pub q: HostSlice<'a>,
     /// The queries, if a device has them.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub on_device: Option<OnDevice>,
@@ -82,6 +84,8 @@ pub struct Job<'a> {
     /// What other ranks worked out.
     pub remote: Option<Arc<dyn Elsewhere>>,
     pub overflow: AtomicUsize,
+    /// The first element of the output that its dtype does not hold, and the value.
+    pub beyond: Mutex<Option<(usize, f32)>>,
 }
 
 impl<'a> Job<'a> {
@@ -165,5 +169,19 @@ impl<'a> Job<'a> {
         if !empty && !sound {
             self.overflow.fetch_min(at, Ordering::Relaxed);
         }
+    }
+
+    /// Notes an element of the output that its dtype does not hold, if it is the first.
+    pub fn note_beyond(&self, found: Option<(usize, f32)>) {
+        let Some((at, value)) = found else { return };
+        let mut beyond = self.beyond.lock().unwrap_or_else(PoisonError::into_inner);
+        if beyond.is_none_or(|(first, _)| at < first) {
+            *beyond = Some((at, value));
+        }
+    }
+
+    /// What was noted.
+    pub fn found_beyond(&self) -> Option<(usize, f32)> {
+        *self.beyond.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

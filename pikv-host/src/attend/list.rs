@@ -83,9 +83,9 @@ impl<'a> Job<'a> {
         };
         let (k_dim, group) = (self.shape.layout.k_dim as usize, self.group());
         let rows = bound::rows(self.shape.layout.k_dim);
-        let own = &self.q[self.row_of(view, 0, head * group) * k_dim..][..group * k_dim];
-        let mut queries = Vec::new();
-        select::folded(self.shape, self.stretch, own, &mut queries);
+        let own = self.q.part(self.row_of(view, 0, head * group) * k_dim, group * k_dim);
+        let (mut wide, mut queries) = (Vec::new(), Vec::new());
+        select::folded(self.shape, self.stretch, own.wide(&mut wide), &mut queries);
         let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
         let (codec, head) = (of.layer.codecs[head].as_ref(), &of.layer.heads[head]);
         let sight = (self.lo(of.first), floor);

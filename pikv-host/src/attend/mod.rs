@@ -33,6 +33,8 @@ use crate::attend::options::{Attend, Output, PageMass, Read};
 use crate::attend::view::View;
 use crate::base::error::Error;
 use crate::base::frequencies::Frequencies;
+use crate::base::host_slice::HostSlice;
+use crate::base::locks::Mutex;
 use crate::base::parallel::each_mut;
 use crate::base::scratch::emptied;
 use crate::config::hits::Hits;
@@ -172,6 +174,11 @@ fn attend_views(
         let heads = shape.query_heads as usize;
         return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
     }
+    if let (Some((at, value)), Tensors::Host(_, to)) = (job.found_beyond(), &tensors) {
+        let (heads, v_dim) = (shape.query_heads as usize, shape.layout.v_dim as usize);
+        let (row, head, channel) = (at / (heads * v_dim), at / v_dim % heads, at % v_dim);
+        return Err(Error::Output { layer, row, head, channel, value, dtype: to.out.dtype().name() });
+    }
     if matches!(tensors, Tensors::Host(..)) {
         hand_back(&job, sequences, &wants, mass, &mut seen);
         if let Some(feeds) = feeds.filter(|_| wants.rule.is_some() || wants.hits.is_some()) {
@@ -192,7 +199,7 @@ fn start_job<'a>(
     options: &Attend,
     factor: f32,
     views: &'a [View<'a>],
-    (q, on_device): (&'a [f32], Option<OnDevice>),
+    (q, on_device): (HostSlice<'a>, Option<OnDevice>),
 ) -> Job<'a> {
     let Call { executor, pool, layer, shape, .. } = *call;
     let Attend { scale, softcap, split, .. } = *options;
@@ -212,6 +219,7 @@ fn start_job<'a>(
         stretch: pool.shape.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
         remote: None,
         overflow: AtomicUsize::new(usize::MAX),
+        beyond: Mutex::new(None),
     }
 }
 
@@ -338,6 +346,7 @@ impl Computed<'_, '_> {
                         &mut no_lse[..rows]
                     }
                 };
+                let out = out.again();
                 executor.run(job, forests, wants.weights, Results { out, lse, seen }, cut)?;
                 Ok(mass.take())
             }
@@ -392,7 +401,7 @@ fn hand_back(
         let (rows, fetched, read) = (view.first..view.first + view.rows, view.fetched, view.read);
         let asking = Asking { inner, hits, shape, stretch, layer: view.layer, rows, read, fetched };
         let (h, first) = (feed.head, view.start);
-        let queries = |row: usize| &q[((first + row) * heads + h * group) * k_dim..][..group * k_dim];
+        let queries = |row: usize| q.part(((first + row) * heads + h * group) * k_dim, group * k_dim);
         feed.far = asking.meet(h, view.start, queries, &mut feed.met);
     });
 }

@@ -1,6 +1,7 @@
 //! Options of a call of attention, and where its results are written.
 
 use crate::base::error::Error;
+use crate::base::host_slice::{HostSliceMut, Scalar};
 use crate::base::ids::PageId;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -159,15 +160,16 @@ impl Attend {
 /// ```
 #[derive(Debug)]
 pub struct Output<'a> {
-    pub(crate) out: &'a mut [f32],
+    pub(crate) out: HostSliceMut<'a>,
     pub(crate) lse: Option<&'a mut [f32]>,
     pub(crate) mass: Option<&'a mut Vec<PageMass>>,
 }
 
 impl<'a> Output<'a> {
-    /// Attention output, `[rows][query_heads][v_dim]`. A row that sees nothing gets zeros.
-    pub fn new(out: &'a mut [f32]) -> Output<'a> {
-        Output { out, lse: None, mass: None }
+    /// Attention output, `[rows][query_heads][v_dim]`, in f32, or rounded to nearest even in f16 or bf16 ([`Scalar`]). A row that sees
+    /// nothing gets zeros.
+    pub fn new(out: &'a mut [impl Scalar]) -> Output<'a> {
+        Output { out: HostSliceMut::of(out), lse: None, mass: None }
     }
 
     /// Also the natural log-sum-exp of the scaled logits, `[rows][query_heads]`; -inf for a row that sees nothing.

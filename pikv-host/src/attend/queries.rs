@@ -68,15 +68,15 @@ impl Job<'_> {
         for (row, width) in bundles(item.rows, self.most(item.forest)) {
             for r in 0..width {
                 let position = self.position(item, row + r);
-                let query = &self.q[self.output_row(item, row + r) * k_dim..][..k_dim];
-                source.clear();
-                source.extend_from_slice(query);
+                let query = self.q.part(self.output_row(item, row + r) * k_dim, k_dim);
+                source.resize(k_dim, 0.0);
+                query.widen(source);
                 if let (Some(rotation), true) = (&rotation, closed_gaps) {
                     rotation.rotate(source, self.closed(position, oldest));
                     for (c, x) in source.iter().enumerate() {
                         packed.sinks[at + c * width + r] = x * self.factor;
                     }
-                    source.copy_from_slice(query);
+                    query.widen(source);
                 }
                 if let Some(rotation) = &rotation {
                     rotation.rotate(source, position);

@@ -422,7 +422,7 @@ fn attend_all(
     wanted: Option<&[Wanted]>,
     results: Results<'_>,
 ) -> Result<(), Error> {
-    let Results { out, lse, seen: feeds } = results;
+    let Results { mut out, lse, seen: feeds } = results;
     if lse.is_empty() {
         return Ok(());
     }
@@ -447,13 +447,17 @@ fn attend_all(
         let floats: &[f32] = bytemuck::cast_slice(words);
         let (from, rest) = floats.split_at(out.len());
         let (ends, mass) = rest.split_at(3 * lse.len());
-        let (width, heads) = (out.len() / lse.len(), job.shape.query_heads as usize);
-        for at in attended.into_iter().flat_map(|rows| rows.start * heads..rows.end * heads) {
-            let own = at * width..(at + 1) * width;
-            let [end, m, l] = ends.as_chunks().0[at];
-            lse[at] = end;
-            out[own.clone()].copy_from_slice(&from[own.clone()]);
-            job.judge(at, m, l, &out[own]);
+        let (width, heads) = (from.len() / lse.len(), job.shape.query_heads as usize);
+        for rows in attended {
+            let of = rows.start * heads..rows.end * heads;
+            let own = of.start * width..of.end * width;
+            let beyond = out.part(own.start, own.len()).write(&from[own.clone()]);
+            job.note_beyond(beyond.map(|(i, value)| (own.start + i, value)));
+            for at in of {
+                let [end, m, l] = ends.as_chunks().0[at];
+                lse[at] = end;
+                job.judge(at, m, l, &from[at * width..][..width]);
+            }
         }
         let Some(wanted) = wanted else { return };
         for ((forest, first), feed) in forests.iter().zip(&firsts).zip(feeds) {

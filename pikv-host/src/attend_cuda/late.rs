@@ -11,6 +11,7 @@ use crate::attend::options::Read;
 use crate::attend_cuda::attend::attend_in_place;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
+use crate::base::host_slice::HostSlice;
 use crate::config::HeadCodecs;
 use crate::device::Device;
 use crate::device::downs::Down;
@@ -247,7 +248,7 @@ impl Session for Late {
             together(&mut feeds);
         }
         for feed in &mut feeds {
-            feed.belongs(&sequences[feed.sequence], shape, q.as_deref());
+            feed.belongs(&sequences[feed.sequence], shape, q.as_deref().map(HostSlice::F32));
         }
         down.into_iter().for_each(|down| self.device.downs.put_back(down));
         Some(feeds)

@@ -7,6 +7,7 @@ pub mod failures;
 pub mod fields;
 pub mod files;
 pub mod frequencies;
+pub mod host_slice;
 pub mod huge_pages;
 pub mod ids;
 pub mod locks;

@@ -4,24 +4,24 @@
 pub(crate) const MANY: usize = 2048;
 
 /// A slice that tasks write disjoint parts of.
-pub struct Shared<'a> {
-    start: *mut f32,
+pub struct Shared<'a, T = f32> {
+    start: *mut T,
     len: usize,
-    _slice: std::marker::PhantomData<&'a mut [f32]>,
+    _slice: std::marker::PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the slice is borrowed mutably for 'a, and `part` obliges its callers to keep parts apart.
-unsafe impl Sync for Shared<'_> {}
+// SAFETY: the slice is borrowed mutably for 'a, its elements may go to other threads, and `part` obliges its callers to keep parts apart.
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
-impl<'a> Shared<'a> {
-    pub fn new(slice: &'a mut [f32]) -> Self {
+impl<'a, T> Shared<'a, T> {
+    pub fn new(slice: &'a mut [T]) -> Self {
         Shared { start: slice.as_mut_ptr(), len: slice.len(), _slice: std::marker::PhantomData }
     }
 
     /// # Safety
     /// No two live parts may overlap.
     #[allow(clippy::mut_from_ref)]
-    pub unsafe fn part(&self, at: usize, n: usize) -> &mut [f32] {
+    pub unsafe fn part(&self, at: usize, n: usize) -> &mut [T] {
         assert!(n <= self.len && at <= self.len - n);
         // SAFETY: within the slice by the assertion; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), n) }

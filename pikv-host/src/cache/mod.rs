@@ -26,6 +26,7 @@ use crate::attend_cuda::attend::Cuda;
 use crate::backend::Kind;
 use crate::base::error::Error;
 use crate::base::failures::Failures;
+use crate::base::host_slice::{HostSlice, Scalar};
 use crate::base::text::{Bytes, Share, Table};
 use crate::cache::idle::Idle;
 use crate::cache::inner::Inner;
@@ -375,8 +376,8 @@ impl Cache {
         step::step_bytes(&self.inner, parts)
     }
 
-    /// Attends query rows over what sequences hold, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, the
-    /// rows of all sequences one after the other.
+    /// Attends query rows over what sequences hold, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, in
+    /// f32, f16 or bf16 ([`Scalar`]), the rows of all sequences one after the other.
     ///
     /// # Errors
     /// As [`Step::attend`]; a sequence of another cache, or a [poisoned](Error::Poisoned) one; and rows at positions that a sequence has not reached, or that lie before its ring.
@@ -384,7 +385,7 @@ impl Cache {
         &self,
         layer: usize,
         rows: &[Rows<'_>],
-        q: &[f32],
+        q: &[impl Scalar],
         options: &Attend,
         out: Output<'_>,
     ) -> Result<(), Error> {
@@ -427,6 +428,6 @@ impl Cache {
             closed_gaps: options.closed_gaps,
         });
         let call = Call { executor: &*self.inner.executor, pool: &self.inner.pool, layer, shape, rows: all };
-        attend(call, views, Tensors::Host(q, out), options, None, None).map(|_| ())
+        attend(call, views, Tensors::Host(HostSlice::of(q), out), options, None, None).map(|_| ())
     }
 }

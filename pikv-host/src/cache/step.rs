@@ -14,6 +14,7 @@ use crate::attend::view::View;
 use crate::attend::{Call, Lower, Noted, attend};
 use crate::base::error::Error;
 use crate::base::error::length;
+use crate::base::host_slice::{HostSlice, Scalar};
 use crate::base::scratch::emptied;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
@@ -73,6 +74,8 @@ pub struct Step<'a> {
     ahead: Option<Early>,
     /// What the host is told later of tensors that lie on the device.
     late: Option<Box<dyn Session>>,
+    /// A key and a value in f32, where they come in 16 bits.
+    room: [Vec<f32>; 2],
 }
 
 /// Bytes of page memory for a step: [`Cache::step_bytes`](crate::Cache::step_bytes).
@@ -98,6 +101,7 @@ impl StepBytes {
 struct StepLists {
     parts: Vec<Part<'static>>,
     layers: Vec<Done>,
+    room: [Vec<f32>; 2],
 }
 
 thread_local! {
@@ -151,7 +155,7 @@ impl<'a> Step<'a> {
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<Step<'a>, Error> {
         span!("begin");
-        let StepLists { parts: taken, mut layers } = STEP.take();
+        let StepLists { parts: taken, mut layers, room } = STEP.take();
         let mut taken: Vec<Part<'a>> = emptied(taken);
         let (mut rows, mut needed) = (0, 0u64);
         for (index, (sequence, n)) in parts.into_iter().enumerate() {
@@ -194,8 +198,17 @@ impl<'a> Step<'a> {
             (part.sequence.stepping, part.sequence.stepped) = (true, now);
         }
         layers.resize_with(inner.shape.config.layers.len(), Done::default);
-        let mut step =
-            Step { inner, parts: taken, pages, layers, rows, committed: false, ahead: None, late: None };
+        let mut step = Step {
+            inner,
+            parts: taken,
+            pages,
+            layers,
+            rows,
+            committed: false,
+            ahead: None,
+            late: None,
+            room,
+        };
         if step.inner.pool.tiers.is_some() {
             step.look_ahead(0, 0);
         }
@@ -247,8 +260,8 @@ impl<'a> Step<'a> {
         self.rows
     }
 
-    /// Attends the step's rows over their sequences: `q` is `[rows][query_heads][k_dim]`. Row `i` of a sequence sees the
-    /// tokens up to its own position, through the layer's window.
+    /// Attends the step's rows over their sequences: `q` is `[rows][query_heads][k_dim]`, in f32, f16 or bf16 ([`Scalar`]). Row `i` of a
+    /// sequence sees the tokens up to its own position, through the layer's window.
     ///
     /// A row's result does not depend on how the tokens were cut into steps, as long as no step is longer than the ring
     /// (tokens that leave the ring in the step that brings them are read before they are filed, in another order), and nothing is
@@ -258,15 +271,15 @@ impl<'a> Step<'a> {
     ///
     /// # Errors
     /// No such layer, one that was not yet appended, slices of the wrong length, a query that is not finite, options out of
-    /// range, or scores that overflow; `out` is then undefined.
+    /// range, scores that overflow, or results that the dtype of `out` cannot hold; `out` is then undefined.
     pub fn attend(
         &mut self,
         layer: usize,
-        q: &[f32],
+        q: &[impl Scalar],
         options: &Attend,
         out: Output<'_>,
     ) -> Result<(), Error> {
-        self.attend_tensors(layer, options, Tensors::Host(q, out))
+        self.attend_tensors(layer, options, Tensors::Host(HostSlice::of(q), out))
     }
 
     fn attend_tensors(&mut self, layer: usize, options: &Attend, tensors: Tensors<'_>) -> Result<(), Error> {
@@ -541,7 +554,7 @@ impl Drop for Step<'_> {
         }
         self.layers.iter_mut().for_each(Done::clear);
         let (parts, layers) = (mem::take(&mut self.parts), mem::take(&mut self.layers));
-        STEP.set(StepLists { parts: emptied(parts), layers });
+        STEP.set(StepLists { parts: emptied(parts), layers, room: mem::take(&mut self.room) });
     }
 }
 

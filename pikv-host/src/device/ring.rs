@@ -2,6 +2,7 @@
 
 use crate::base::error::CudaError;
 use crate::base::error::Error;
+use crate::base::host_slice::HostSlice;
 use crate::device::memory::{Memory, Pinned};
 use crate::device::stream::{Moment, Stream};
 use std::collections::VecDeque;
@@ -14,9 +15,17 @@ const UPLOADS: usize = 64;
 const LEAST: usize = 16 << 10;
 const MOST: usize = 16 << 20;
 
+/// A list.
+#[derive(Clone, Copy)]
+enum Section<'a> {
+    Bytes(&'a [u8]),
+    /// Sent in f32.
+    Wide(HostSlice<'a>),
+}
+
 /// Lists that are sent together.
 pub struct Upload<'a> {
-    sections: Vec<&'a [u8]>,
+    sections: Vec<Section<'a>>,
     words: usize,
 }
 
@@ -27,10 +36,19 @@ impl<'a> Upload<'a> {
 
     /// Adds a list; where it will lie, from the start of all.
     pub fn add<T: bytemuck::NoUninit>(&mut self, list: &'a [T]) -> u64 {
-        let at = self.words as u64 * 4;
         let bytes: &[u8] = bytemuck::cast_slice(list);
-        self.sections.push(bytes);
-        self.words += bytes.len().next_multiple_of(ALIGN) / 4;
+        self.push(Section::Bytes(bytes), bytes.len())
+    }
+
+    /// Adds elements in f32; where they will lie, from the start of all.
+    pub fn add_wide(&mut self, list: HostSlice<'a>) -> u64 {
+        self.push(Section::Wide(list), 4 * list.len())
+    }
+
+    fn push(&mut self, section: Section<'a>, bytes: usize) -> u64 {
+        let at = self.words as u64 * 4;
+        self.sections.push(section);
+        self.words += bytes.next_multiple_of(ALIGN) / 4;
         at
     }
 }
@@ -118,8 +136,17 @@ impl Ring {
         let host = self.words(first, words)?;
         let mut rest = &mut host[..];
         for section in &upload.sections {
-            let (to, after) = rest.split_at_mut(section.len().next_multiple_of(ALIGN) / 4);
-            bytemuck::cast_slice_mut::<u32, u8>(to)[..section.len()].copy_from_slice(section);
+            let bytes = match section {
+                Section::Bytes(bytes) => bytes.len(),
+                Section::Wide(list) => 4 * list.len(),
+            };
+            let (to, after) = rest.split_at_mut(bytes.next_multiple_of(ALIGN) / 4);
+            match section {
+                Section::Bytes(list) => {
+                    bytemuck::cast_slice_mut::<u32, u8>(to)[..bytes].copy_from_slice(list)
+                }
+                Section::Wide(list) => list.widen(&mut bytemuck::cast_slice_mut(to)[..list.len()]),
+            }
             rest = after;
         }
         // SAFETY: both are that long; the pinned words are not touched again before they are copied, and kernels that read what lies

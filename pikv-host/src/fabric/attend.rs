@@ -15,6 +15,7 @@ use crate::attend::mass::Wanted;
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::base::error::Error;
 use crate::base::error::FabricError;
+use crate::base::host_slice::SharedRows;
 use crate::base::ids::Place;
 use crate::base::parallel::{Shared, each, each_mut};
 use crate::tiers::replica::{Copies, Copy};
@@ -380,8 +381,8 @@ impl Executor for Front {
         if !forests.iter().any(|forest| forest.away().next().is_some()) {
             return Cpu.run(job, forests, wanted, results, cut);
         }
-        let Results { out, lse, seen } = results;
-        attend(self, job, forests, wanted, &Shared::new(out), &Shared::new(lse), seen)
+        let Results { mut out, lse, seen } = results;
+        attend(self, job, forests, wanted, &out.shared(), &Shared::new(lse), seen)
     }
 }
 
@@ -391,7 +392,7 @@ fn attend(
     job: &mut Job<'_>,
     forests: &[Forest<'_>],
     wanted: Option<&[Wanted]>,
-    out: &Shared<'_>,
+    out: &SharedRows<'_>,
     lse: &Shared<'_>,
     feeds: &mut [Feed],
 ) -> Result<(), Error> {
@@ -449,7 +450,7 @@ fn one(
     item: &Item<'_>,
     fast: bool,
     merged: Option<&Remote>,
-    out: &Shared<'_>,
+    out: &SharedRows<'_>,
     lse: &Shared<'_>,
 ) {
     let here = fast.then(|| near(item.forest));

@@ -2,6 +2,7 @@
 
 use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
+use crate::base::host_slice::HostSlice;
 use crate::codec::{HeadCodec, Old};
 use crate::memory::arena::{Page, Reservation};
 #[cfg(feature = "cuda")]
@@ -15,8 +16,8 @@ use pikv_lanes::Lanes;
 #[derive(Clone, Copy)]
 pub(crate) enum Tokens<'a> {
     Host {
-        k: &'a [f32],
-        v: &'a [f32],
+        k: HostSlice<'a>,
+        v: HostSlice<'a>,
     },
     /// On the device of the cache; `limits` are what each head takes of a key and a value, and what is beyond is noted at `faults`.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
@@ -29,11 +30,22 @@ pub(crate) enum Tokens<'a> {
 }
 
 impl<'a> Tokens<'a> {
-    /// Key and value of a row, if the host has them.
-    pub fn row(&self, layout: &Layout, row: usize) -> Option<(&'a [f32], &'a [f32])> {
+    /// Key and value of a row, if the host has them: they themselves, or widened into `room`.
+    pub fn row<'r>(
+        &self,
+        layout: &Layout,
+        row: usize,
+        room: &'r mut [Vec<f32>; 2],
+    ) -> Option<(&'r [f32], &'r [f32])>
+    where
+        'a: 'r,
+    {
         let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
+        let [k_room, v_room] = room;
         match *self {
-            Tokens::Host { k, v } => Some((&k[row * k_dim..][..k_dim], &v[row * v_dim..][..v_dim])),
+            Tokens::Host { k, v } => {
+                Some((k.part(row * k_dim, k_dim).wide(k_room), v.part(row * v_dim, v_dim).wide(v_room)))
+            }
             Tokens::Device { .. } => None,
         }
     }

@@ -10,6 +10,7 @@ use crate::attend::mass::Wanted;
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::attend::reduce::Trees;
 use crate::base::error::Error;
+use crate::base::host_slice::SharedRows;
 use crate::base::parallel::{Shared, each_index, each_mut, threads};
 use crate::base::scratch::emptied;
 use pikv_core::merge::Partial;
@@ -35,8 +36,8 @@ impl Executor for Cpu {
         results: Results<'_>,
         cut: &mut Cut,
     ) -> Result<(), Error> {
-        let Results { out, lse, seen } = results;
-        let (out, lse) = (Shared::new(out), Shared::new(lse));
+        let Results { mut out, lse, seen } = results;
+        let (out, lse) = (out.shared(), Shared::new(lse));
         match wanted {
             Some(wanted) => each_mut(seen, |i, feed| {
                 let forest = &forests[i];
@@ -50,7 +51,7 @@ impl Executor for Cpu {
 
 impl Job<'_> {
     /// Rows cut into tiles, whole subtrees into tasks, tasks to threads.
-    pub fn run(&self, forests: &[Forest<'_>], lists: &mut Cut, out: &Shared<'_>, lse: &Shared<'_>) {
+    pub fn run(&self, forests: &[Forest<'_>], lists: &mut Cut, out: &SharedRows<'_>, lse: &Shared<'_>) {
         let mut items: Vec<Item<'_>> = emptied(std::mem::take(&mut lists.items));
         for forest in forests {
             items.extend(self.items(forest, TILE));
@@ -79,7 +80,14 @@ impl Job<'_> {
     }
 
     /// A task a subtree of `2^level` blocks, then an item's tasks joined.
-    fn in_tasks(&self, items: &[Item<'_>], level: u32, lists: &mut Cut, out: &Shared<'_>, lse: &Shared<'_>) {
+    fn in_tasks(
+        &self,
+        items: &[Item<'_>],
+        level: u32,
+        lists: &mut Cut,
+        out: &SharedRows<'_>,
+        lse: &Shared<'_>,
+    ) {
         let Cut { tasks, roots, offsets, parts: buffer, .. } = lists;
         tasks.clear();
         roots.clear();
@@ -141,18 +149,22 @@ impl Job<'_> {
         });
     }
 
-    pub fn finish(&self, item: &Item<'_>, part: &Partial<'_>, out: &Shared<'_>, lse: &Shared<'_>) {
+    pub fn finish(&self, item: &Item<'_>, part: &Partial<'_>, out: &SharedRows<'_>, lse: &Shared<'_>) {
         let v_dim = self.shape.layout.v_dim as usize;
         let stride = self.layout().acc_rows() as usize;
         for r in 0..item.rows {
             let (m, l) = (part.m[r], part.l[r]);
             let at = self.output_row(item, r);
-            // SAFETY: (row, query head) belongs to one item only, and an item is finished by one task.
-            let (out, lse) = unsafe { (out.part(at * v_dim, v_dim), lse.part(at, 1)) };
             let acc = &part.acc[r * stride..][..stride];
-            let finish = Finish { layout: self.layout(), m, l, acc, out: &mut *out };
-            lse[0] = finish.run(self.inner.config.lanes);
-            self.judge(at, m, l, out);
+            // SAFETY: (row, query head) belongs to one item only, and an item is finished by one task.
+            let lse = unsafe { lse.part(at, 1) };
+            let finish = |out: &mut [f32]| {
+                let finish = Finish { layout: self.layout(), m, l, acc, out: &mut *out };
+                lse[0] = finish.run(self.inner.config.lanes);
+                self.judge(at, m, l, out);
+            };
+            // SAFETY: as above.
+            self.note_beyond(unsafe { out.write(at * v_dim, v_dim, finish) });
         }
     }
 }

@@ -4,6 +4,7 @@ use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE};
 use crate::attend::mass::{Wanted, Weighed};
 use crate::attend::queries::{SCRATCH, Scratch};
+use crate::base::host_slice::SharedRows;
 use crate::base::parallel::Shared;
 use pikv_core::math::exp2i;
 use pikv_core::warp::LANES;
@@ -16,7 +17,7 @@ impl Job<'_> {
         &self,
         forest: &Forest<'_>,
         wanted: &Wanted,
-        out: &Shared<'_>,
+        out: &SharedRows<'_>,
         lse: &Shared<'_>,
         weighed: &mut Weighed,
     ) {

@@ -513,7 +513,7 @@ pub enum Error {
         /// The scale as given.
         scale: f32,
     },
-    /// A result that the dtype of the device's tensor cannot hold.
+    /// A result that the dtype of the tensor it goes to cannot hold.
     #[error(
         "out of layer {layer}, row {row}, query head {head}, channel {channel}: {value} is not finite as {dtype}"
     )]

@@ -2,6 +2,7 @@
 
 use crate::base::error::Error;
 use crate::base::error::length;
+use crate::base::host_slice::{HostSlice, Scalar};
 use crate::cache::inner::Inner;
 use crate::cache::step::Step;
 use crate::codec::Unpackable;
@@ -13,16 +14,16 @@ use pikv_core::page::{PAGE, Position, Slot, Unstorable};
 use pikv_core::plan::LayerShape;
 
 impl Step<'_> {
-    /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`. Tokens that
-    /// leave the ring by it are filed by their experts. O(rows) a head.
+    /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`, each in f32, f16 or bf16
+    /// ([`Scalar`]). Tokens that leave the ring by it are filed by their experts. O(rows) a head.
     ///
     /// # Errors
     /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype or the head's codec
     /// cannot hold ([`Limits`](crate::codec::Limits)), no memory from the system (for pages, or for a table of rotations), or a device
     /// that fails; the layer may then be appended again.
-    pub fn append(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
+    pub fn append(&mut self, layer: usize, k: &[impl Scalar], v: &[impl Scalar]) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
-        self.append_tokens(layer, &Tokens::Host { k, v })
+        self.append_tokens(layer, &Tokens::Host { k: HostSlice::of(k), v: HostSlice::of(v) })
     }
 
     /// Whether a layer can be appended, with so many elements.
@@ -49,7 +50,7 @@ impl Step<'_> {
         for part in self.parts.iter_mut().filter(|part| !part.out) {
             let (old, new) = (part.sequence.len, part.len);
             let to = Target { inner: &inner, layer, shape, old, new, first_row: part.row };
-            let written = to.write(&mut part.sequence.layers[layer], tokens, &mut self.pages);
+            let written = to.write(&mut part.sequence.layers[layer], tokens, &mut self.pages, &mut self.room);
             if written.is_err() {
                 self.pages.forget_writes();
                 return written;
@@ -88,7 +89,13 @@ struct Target<'a> {
 
 impl Target<'_> {
     /// Writes them into the ring tiles.
-    fn write(&self, state: &mut Layer, tokens: &Tokens<'_>, pages: &mut Reservation) -> Result<(), Error> {
+    fn write(
+        &self,
+        state: &mut Layer,
+        tokens: &Tokens<'_>,
+        pages: &mut Reservation,
+        room: &mut [Vec<f32>; 2],
+    ) -> Result<(), Error> {
         let Target { inner, layer, shape, old, new, first_row } = *self;
         let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
         for (h, head) in state.heads.iter_mut().enumerate() {
@@ -110,7 +117,7 @@ impl Target<'_> {
                 state.undo.extend(shared.map(|page| (h, None, page)));
                 for p in position..new.min((tile + 1) * PAGE) {
                     let row = first_row + (p - old) as usize;
-                    let token = tokens.row(layout, row * heads + h);
+                    let token = tokens.row(layout, row * heads + h, room);
                     let write = Write { lane: p % PAGE, position: p, row: row * heads + h, token };
                     let of = |key| if key { ("k", layout.k) } else { ("v", layout.v) };
                     let unstorable = |bad: Unstorable, limit: Option<f32>| {

@@ -8,6 +8,7 @@ use crate::attend::options::Read;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::base::frequencies::Frequencies;
+use crate::base::host_slice::HostSlice;
 use crate::cache::step::Step;
 use crate::memory::writes::Tokens;
 use crate::policy::Token;
@@ -158,13 +159,14 @@ impl Step<'_> {
             if let Some(tokens) = late.tokens(layer) {
                 let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
                 let [k, v] = &tokens;
-                let tokens = Tokens::Host { k, v };
+                let tokens = Tokens::Host { k: HostSlice::F32(k), v: HostSlice::F32(v) };
                 for part in self.parts.iter_mut().filter(|part| !part.out) {
                     let state = &mut part.sequence.layers[layer];
                     for (row, position) in (part.row..).zip(part.sequence.len..part.len) {
                         let at = (position / PAGE - state.first_tile) as usize;
                         for (h, head) in state.heads.iter_mut().enumerate() {
-                            let Some((key, value)) = tokens.row(layout, row * heads + h) else { continue };
+                            let of = row * heads + h;
+                            let Some((key, value)) = tokens.row(layout, of, &mut self.room) else { continue };
                             let position = Position(position);
                             let token = Token { layer, kv_head: h, position, key, value };
                             if let Some(rule) = state.rule.as_deref() {
@@ -193,7 +195,7 @@ impl Step<'_> {
                             fetched: Fetched { first, more, counts },
                         };
                         let width = shape.group() as usize * shape.layout.k_dim as usize;
-                        let queries = |row: usize| &feed.queries[row * width..][..width];
+                        let queries = |row: usize| HostSlice::F32(&feed.queries[row * width..][..width]);
                         feed.far = asking.meet(h, part.row, queries, &mut feed.met);
                     }
                 }

@@ -178,7 +178,7 @@ impl Pending {
         let (layout, count) = (LayoutArg::from(*layout), self.writes.len() as u32);
         match *tokens {
             Tokens::Host { k, v } => {
-                let (at_k, at_v) = (upload.add(k), upload.add(v));
+                let (at_k, at_v) = (upload.add_wide(k), upload.add_wide(v));
                 let base = work.send(&device.stream, &upload)?;
                 let (k, v, list) = (base + at_k, base + at_v, base + at_list);
                 // SAFETY: the parameters of `append`. Rows and pages are those of the call and of the step, which holds the pages; a
