@@ -202,8 +202,8 @@ fn a_pass_that_is_not_over_is_taken_back() {
 /// A pass; the last layer's output.
 fn pass(layers: &[LayerCache], salt: usize, tokens: usize) -> Vec<u32> {
     let [q, k, v] = given(salt, 1, tokens, DTYPES).map(|x| heads_first(&x, false));
-    let outs = layers.iter().map(|layer| layer.attend(&q, &k, &v, &attend()).unwrap());
-    bits(&outs.last().unwrap())
+    let outs: Vec<Tensor> = layers.iter().map(|layer| layer.attend(&q, &k, &v, &attend()).unwrap()).collect();
+    bits(&outs[LAYERS - 1])
 }
 
 #[test]
