@@ -1,13 +1,15 @@
 //! What the sequences and steps of a cache share.
 
 use crate::attend::executor::Executor;
+use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::idle::Idle;
-use crate::config::shape::CacheShape;
+use crate::config::shape::{CacheShape, first_heads};
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
 use crate::memory::arena::Reservation;
 use crate::memory::pool::Pool;
+use crate::pages::filing::Layer;
 use std::sync::Arc;
 
 /// What sequences of a cache share.
@@ -23,6 +25,18 @@ pub(crate) struct Inner {
     pub fabric: Option<Arc<Front>>,
     /// Who gives pages back when a step would pass the budget.
     pub idle: Idle,
+    /// The layers of a sequence without tokens, which those share.
+    pub blank: Vec<Common<Layer>>,
+}
+
+/// Layers without tokens.
+pub(crate) fn blank(inner: &CacheShape) -> Vec<Common<Layer>> {
+    let shapes = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
+    let rules = inner.stores.iter().zip(&inner.codecs).zip(&inner.rules);
+    let layers = shapes.zip(rules).map(|((shape, first), ((store, codecs), rule))| {
+        Common::new(Layer::new(shape, first, *store, codecs.clone(), rule.clone()))
+    });
+    layers.collect()
 }
 
 impl Inner {

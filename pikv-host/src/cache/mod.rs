@@ -27,7 +27,7 @@ use crate::base::error::Error;
 use crate::base::failures::Failures;
 use crate::base::text::{Bytes, Share, Table};
 use crate::cache::idle::Idle;
-use crate::cache::inner::Inner;
+use crate::cache::inner::{Inner, blank};
 use crate::cache::sequence::Sequence;
 use crate::cache::step::{Step, StepBytes};
 use crate::codec::HeadCodec;
@@ -174,7 +174,8 @@ impl Cache {
             (Kind::Cuda(device), _) => Arc::new(Cuda(device.clone())),
         };
         let (rooms, idle) = (Rooms::default(), Idle::default());
-        let inner = Inner { shape, pool, executor, rooms, fabric, idle };
+        let blank = blank(&shape);
+        let inner = Inner { shape, pool, executor, rooms, fabric, idle, blank };
         Ok(Cache { inner: Arc::new(inner) })
     }
 

@@ -67,7 +67,7 @@ impl Step<'_> {
             front.set_aside(
                 &inner.shape,
                 layer,
-                self.parts.iter().map(|part| &part.sequence.layers[layer]),
+                self.parts.iter().map(|part| &*part.sequence.layers[layer]),
             )?;
         }
         for part in &mut self.parts {
