@@ -9,7 +9,7 @@ use pikv::rules::Hits;
 use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Rope, Scalar, Sequence};
 use pikv_test::full;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The system's allocator, which counts what it is asked for while it is told to.
@@ -17,34 +17,40 @@ struct Counting;
 
 static COUNTS: AtomicBool = AtomicBool::new(false);
 static ASKED: AtomicU64 = AtomicU64::new(0);
+/// Bytes that were asked for and not given back.
+static HELD: AtomicI64 = AtomicI64::new(0);
 
-fn asked() {
+fn asked(bytes: i64) {
     if COUNTS.load(Ordering::Relaxed) {
         ASKED.fetch_add(1, Ordering::Relaxed);
+        HELD.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
 // SAFETY: every call goes to the system's allocator as it came; counting touches none of the memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
-        asked();
+        asked(layout.size() as i64);
         // SAFETY: by the caller's promise.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Memory) -> *mut u8 {
-        asked();
+        asked(layout.size() as i64);
         // SAFETY: by the caller's promise.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Memory, size: usize) -> *mut u8 {
-        asked();
+        asked(size as i64 - layout.size() as i64);
         // SAFETY: by the caller's promise.
         unsafe { System.realloc(at, layout, size) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Memory) {
+        if COUNTS.load(Ordering::Relaxed) {
+            HELD.fetch_sub(layout.size() as i64, Ordering::Relaxed);
+        }
         // SAFETY: by the caller's promise.
         unsafe { System.dealloc(at, layout) }
     }
@@ -283,4 +289,70 @@ fn growth_is_asked_for_page_by_page() {
         let quiet = asked.iter().filter(|asked| **asked == Some(0)).count();
         assert!(quiet >= 400, "{asked:?}");
     });
+}
+
+/// What `make` makes, and the bytes that it asked for and kept.
+fn kept<T>(make: impl FnOnce() -> T) -> (T, i64) {
+    let before = HELD.load(Ordering::Relaxed);
+    COUNTS.store(true, Ordering::Relaxed);
+    let made = make();
+    COUNTS.store(false, Ordering::Relaxed);
+    (made, HELD.load(Ordering::Relaxed) - before)
+}
+
+/// A fork takes a pointer a layer however long it is, its first token what is written then, and forgets nothing of it when it goes.
+#[test]
+fn a_fork_takes_little_until_it_grows() {
+    const LAYERS: usize = 8;
+    const HEADS: usize = 4;
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    pool.install(|| {
+        let layer = LayerShape::new(HEADS as u32, HEADS as u32, 8, Dtype::Bf16);
+        let cache = Cache::new(CacheConfig::new(vec![layer; LAYERS], 1 << 30).ring(64)).unwrap();
+        let add = |sequence: &mut Sequence, n: usize| {
+            let rows = vec![0.5; n * HEADS * 8];
+            let mut step = cache.begin([(sequence, n as u32)]).unwrap();
+            (0..LAYERS).for_each(|layer| step.append(layer, &rows, &rows).unwrap());
+            step.commit().unwrap();
+        };
+        for tokens in [0, 40, 4_000, 16_000] {
+            let mut sequence = cache.sequence();
+            (0..tokens / 40).for_each(|_| add(&mut sequence, 40));
+            let (mut fork, bytes) = kept(|| sequence.fork());
+            let heads = (LAYERS * HEADS) as i64;
+            assert!(bytes <= 64 * heads, "{bytes} bytes of a fork of {tokens} tokens");
+            // Lists of a few pages, and a pointer for every 16 others.
+            let ((), grown) = kept(|| add(&mut fork, 1));
+            let lists = (tokens as i64 / 32 / 16 + 6) * 64 + 16 * 128 + 1_500;
+            assert!(grown <= heads * lists, "{grown} bytes of a fork's first token after {tokens}");
+            let (_, left) = kept(|| drop(fork));
+            assert!(left <= -bytes, "{left} of {bytes} bytes");
+        }
+    });
+}
+
+/// Experts without tokens take nothing, nor do layers without tokens.
+#[test]
+fn an_empty_sequence_takes_little_whatever_its_shape() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let layer = LayerShape::new(8, 8, 8, Dtype::Bf16);
+    let config = CacheConfig::new(vec![layer; 92], 1 << 30).ring(64).experts(160, 8);
+    let cache = Cache::new(config).unwrap();
+    let (mut sequence, bytes) = kept(|| cache.sequence());
+    assert!(bytes <= 64 << 10, "{bytes} bytes of an empty sequence");
+    assert!(sequence.table_bytes() <= 64 << 10, "{} bytes of tables", sequence.table_bytes());
+    let (_, fork) = kept(|| sequence.fork());
+    assert!(fork <= 64 << 10, "{fork} bytes of its fork");
+    // The first tokens are filed by some of the experts: the others still take nothing.
+    let ((), grown) = kept(|| {
+        let rows = vec![0.5; 128 * 64];
+        let mut step = cache.begin([(&mut sequence, 128)]).unwrap();
+        for layer in 0..92 {
+            step.append(layer, &rows, &rows).unwrap();
+            step.route(layer, &[[1, 2, 3, 4, 5, 6, 7, 8]; 128].concat()).unwrap();
+        }
+        step.commit().unwrap();
+    });
+    assert!(grown <= 92 * 8 * (6 << 10), "{grown} bytes of a sequence of 128 tokens");
 }

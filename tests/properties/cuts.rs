@@ -1,12 +1,13 @@
 //! Sequences cut at an earlier length, taken back to checkpoints, and sealed, in random histories beside ones that never were: each cut is
-//! held against a sequence that was given those tokens and no more, each checkpoint against a fork kept since, each sealed sequence
-//! against one that was not sealed. What comes after goes to both, and may not differ in a bit.
+//! held against a sequence that was given those tokens and no more, each fork against one that was saved and restored and so shares
+//! nothing, each checkpoint against a fork kept since, each sealed sequence against one that was not sealed. What comes after goes to both, and may not differ in a bit.
 
 use pikv::fabric::{InProcess, Options};
+use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::{PageInfo, Place};
 use pikv::shard::ShardMap;
 use pikv::tiers::Tiers;
-use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, Step};
+use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, Step};
 use pikv_test::numbers::bits;
 use pikv_test::twins::{self, Change, Given, Model, Pair, Values, at};
 use proptest::prelude::*;
@@ -111,6 +112,7 @@ struct Log {
 #[derive(Debug, Default)]
 struct Seen {
     cuts: u32,
+    forks: u32,
     checkpoints: u32,
     refused: u32,
     sealed: u32,
@@ -278,6 +280,14 @@ impl Twins<'_> {
         heads.map(|(layer, head)| self.pairs[i][1].resident(layer, head).unwrap().0).sum()
     }
 
+    /// A copy of the second sequence of a pair that shares nothing with it: what another writes to a list or a page that a fork has in
+    /// common does not show in it.
+    fn restored(&self, i: usize) -> Sequence {
+        let mut bytes = Vec::new();
+        self.pairs[i][1].save(&[], &mut bytes).unwrap();
+        self.caches[1].restore(&mut &bytes[..]).unwrap().sequence
+    }
+
     fn change(&mut self, change: &Change) {
         let at = |sequence: u8| at(&self.pairs, sequence);
         match *change {
@@ -290,11 +300,15 @@ impl Twins<'_> {
                 self.logs[i].kept.retain(|(at, _)| *at <= len);
                 return;
             }
-            Change::Fork { sequence } if self.pairs.len() < 4 => {
-                let log = self.logs[at(sequence)].clone();
-                self.logs.push(log);
+            Change::Fork { sequence } => {
+                let i = at(sequence);
+                if self.pairs.len() < 4 {
+                    self.seen.forks += 1;
+                    self.pairs.push([self.pairs[i][0].fork(), self.restored(i)]);
+                    self.logs.push(self.logs[i].clone());
+                }
+                return;
             }
-            Change::Fork { .. } => {}
             Change::Drop { sequence } => {
                 let i = at(sequence);
                 if self.pairs.len() > 1 {
@@ -402,17 +416,18 @@ fn histories_reach_what_they_are_for() {
     let strategy = (setup(), proptest::collection::vec(op(), 30..60));
     for _ in 0..40 {
         let (setup, ops) = strategy.new_tree(&mut runner).unwrap().current();
-        let Seen { cuts, checkpoints, refused, sealed, shared, away } = run(&setup, &ops);
+        let Seen { cuts, forks, checkpoints, refused, sealed, shared, away } = run(&setup, &ops);
         sum.cuts += cuts;
+        sum.forks += forks;
         sum.checkpoints += checkpoints;
         sum.refused += refused;
         sum.sealed += sealed;
         sum.shared += shared;
         sum.away += away;
     }
-    let Seen { cuts, checkpoints, refused, sealed, shared, away } = sum;
+    let Seen { cuts, forks, checkpoints, refused, sealed, shared, away } = sum;
     assert!(cuts > 60 && checkpoints > 10 && refused > 10 && sealed > 60 && shared > 500, "{sum:?}");
-    assert!(away > 100, "{sum:?}");
+    assert!(away > 100 && forks > 20, "{sum:?}");
 }
 
 /// Adds tokens to sequences, the same to each.
@@ -503,4 +518,56 @@ fn checkpoints_of_one_length_are_one() {
     assert_eq!(cache.usage().taken, bytes);
     sequence.clear();
     assert_eq!(cache.usage().taken, 0);
+}
+
+/// Runs of more pages than forks share in one piece: what a policy takes out of the old ones, and what a rollback brings back, is written to
+/// copies. Sequence and fork go on side by side, each beside one that was saved and restored.
+#[test]
+fn what_a_policy_does_to_long_runs_in_common_shows_in_no_fork() {
+    let layer = LayerShape::new(1, 1, 8, Dtype::Bf16);
+    let config = CacheConfig::new(vec![layer], 64 << 20).ring(8).rollback(12);
+    let config = config.evict(Eviction::new(H2o, Budget::Tokens(900)).batch(16));
+    let cache = Cache::new(config.backend(pikv_test::backend::backend())).unwrap();
+    let copy = |sequence: &Sequence| {
+        let mut bytes = Vec::new();
+        sequence.save(&[], &mut bytes).unwrap();
+        cache.restore(&mut &bytes[..]).unwrap().sequence
+    };
+    let mut seed = 0u32;
+    let mut add = |sequences: &mut [&mut Sequence], n: usize| {
+        seed += 1;
+        let rows = |salt: u32| -> Vec<f32> {
+            let x =
+                |i: u32| ((i.wrapping_mul(0x9e37_79b9) ^ seed.wrapping_mul(salt)) >> 16) as f32 / 1e4 - 3.0;
+            (0..8 * n as u32).map(x).collect()
+        };
+        let (k, v, q) = (rows(77_773), rows(99_991), rows(55_551));
+        let outs = sequences.iter_mut().map(|sequence| {
+            let (mut step, mut out) = (cache.begin([(&mut **sequence, n as u32)]).unwrap(), vec![0.0; 8 * n]);
+            step.append(0, &k, &v).unwrap();
+            step.attend(0, &q, &Attend::new(0.3), Output::new(&mut out)).unwrap();
+            step.commit().unwrap();
+            bits(&out)
+        });
+        let outs: Vec<Vec<u32>> = outs.collect();
+        assert!(outs.windows(2).all(|two| two[0] == two[1]));
+    };
+    let mut sequence = cache.sequence();
+    (0..300).for_each(|_| add(&mut [&mut sequence], 4));
+    let pages = |sequence: &Sequence| sequence.pages(0, 0).unwrap().count();
+    assert!(pages(&sequence) > 25);
+    for round in 0..40 {
+        let (mut fork, mut alone) = (sequence.fork(), copy(&sequence));
+        // Lists are in common, pages are not counted twice: the rollback takes its own.
+        assert_eq!((fork.rollback(round % 12), alone.rollback(round % 12)), (Ok(()), Ok(())));
+        let mut beside = copy(&sequence);
+        for _ in 0..4 {
+            add(&mut [&mut fork, &mut alone], 1 + round as usize % 5);
+            add(&mut [&mut sequence, &mut beside], 4);
+        }
+        for (one, other) in [(&fork, &alone), (&sequence, &beside)] {
+            assert_eq!(one.resident(0, 0), other.resident(0, 0));
+            assert_eq!((one.bytes(), pages(one)), (other.bytes(), pages(other)));
+        }
+    }
 }

@@ -69,6 +69,28 @@ fn what_rollback_or_a_fork_needs_stays() {
     fork.rollback(40).unwrap();
 }
 
+/// Forks have long lists of pages in common, each page counted once: what one of them moved down would not come free.
+#[test]
+fn what_two_forks_list_together_stays() {
+    let cache = Cache::new(config(1, 1 << 22).tiers(Tiers::new().host(1 << 22))).unwrap();
+    let mut sequence = filled(&cache, 8 + 40 * 32);
+    let mut fork = sequence.fork();
+    for sequence in [&mut fork, &mut sequence] {
+        feed(&cache, sequence, 1, 7).unwrap();
+    }
+    let before = bytes(&cache);
+    for (sequence, other) in [(&mut fork, 0), (&mut sequence, 1)] {
+        assert!(pool(sequence, 0, 0)[..39].iter().all(|page| page.shared), "sequence {other}");
+        assert_eq!(sequence.demote(u64::MAX), Ok(0));
+        assert_eq!(bytes(&cache), before);
+    }
+    drop(fork);
+    let taken = cache.usage().taken;
+    let freed = sequence.demote(u64::MAX).unwrap();
+    assert!(freed >= 2 * 38 * PAGE_BYTES, "{freed}");
+    assert_eq!(cache.usage().taken, taken - freed);
+}
+
 /// A step makes room by itself, and only as much as it needs.
 #[test]
 fn a_step_that_lacks_bytes_moves_the_oldest_pages() {

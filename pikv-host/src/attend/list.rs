@@ -22,7 +22,7 @@ impl<'a> Job<'a> {
     pub fn grow(&self, forests: &mut [Forest<'a>]) {
         let pages = |forest: &Forest<'_>| -> usize {
             let View { layer, .. } = self.views[forest.view];
-            layer.heads[forest.head].chains.iter().map(|chain| chain.entries.len()).sum()
+            layer.heads[forest.head].chains.iter().map(|(_, chain)| chain.entries.len()).sum()
         };
         if forests.iter().map(pages).sum::<usize>() >= MANY {
             each_mut(forests, |_, forest| self.list(forest));
@@ -37,17 +37,19 @@ impl<'a> Job<'a> {
         let View { layer, len, .. } = self.views[view];
         let Head { chains, ring, .. } = &layer.heads[head];
         let selection = self.selection(view, head);
-        let read = |c: usize| entries(c, &chains[c], selection.as_ref());
+        let read = |c: usize, chain| entries(c, chain, selection.as_ref());
         let ring_run = match layer.codecs[head].as_ref() {
             None => {
-                (0..chains.len()).for_each(|c| forest.push_run(c as u32, read(c).filter_map(whole)));
-                chains.len() as u32
+                for (c, chain) in chains.iter() {
+                    forest.push_run(c as u32, read(c, chain).filter_map(whole));
+                }
+                chains.most() as u32
             }
             Some(codec) => {
                 for old in [false, true] {
                     let before = forest.runs.len();
-                    for c in 1..chains.len() {
-                        let packed = read(c).filter_map(|(id, entry)| packed(id, entry, codec, old));
+                    for (c, chain) in chains.experts() {
+                        let packed = read(c, chain).filter_map(|(id, entry)| packed(id, entry, codec, old));
                         forest.push_run(c as u32 - 1, packed);
                     }
                     forest.packed[usize::from(old)] = forest.runs.len() - before;
@@ -55,10 +57,10 @@ impl<'a> Job<'a> {
                         break;
                     }
                 }
-                forest.push_run(0, read(0).filter_map(whole));
-                let open = (1..chains.len()).flat_map(|c| {
-                    let from = open_from(&chains[c]);
-                    let late = read(c).skip_while(move |(id, _)| id.ordinal < from);
+                forest.push_run(0, read(0, &chains[0]).filter_map(whole));
+                let open = chains.experts().flat_map(|(c, chain)| {
+                    let from = open_from(chain);
+                    let late = read(c, chain).skip_while(move |(id, _)| id.ordinal < from);
                     late.filter_map(move |(id, entry)| Some((c as u32 - 1, open(id, entry)?)))
                 });
                 forest.push_run(PACKED_RUN[0] + 1, open);
@@ -97,11 +99,11 @@ impl<'a> Job<'a> {
     pub fn oldest(&self, forest: &Forest<'_>) -> u32 {
         let View { layer, .. } = self.views[forest.view];
         let codec = self.codec(forest);
-        let first = |chain: &Chain| {
+        let first = |(_, chain): (usize, &Chain)| {
             let entry = chain.entries.iter().find(|entry| entry.live != 0)?;
             entry.position(codec, entry.live.trailing_zeros())
         };
-        let filed = layer.heads[forest.head].chains[1..].iter().filter_map(first).min();
+        let filed = layer.heads[forest.head].chains.experts().filter_map(first).min();
         filed.unwrap_or(layer.filed)
     }
 }

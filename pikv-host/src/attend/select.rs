@@ -96,7 +96,7 @@ pub(crate) fn highest(
     n: usize,
 ) -> Selection {
     let (mut ids, mut pages) = (Vec::new(), Vec::new());
-    for (c, chain) in head.chains.iter().enumerate().skip(1) {
+    for (c, chain) in head.chains.experts() {
         let from = seen_from(chain, codec, lo);
         for entry in chain.entries.range(from..) {
             if let Some(bounds) = bounds(entry, floor).filter(|_| entry.live != 0) {

@@ -1,5 +1,6 @@
 //! Types and helpers that every folder may use, and that import none of them.
 
+pub mod chunks;
 pub mod deque;
 pub mod device_slice;
 pub mod error;

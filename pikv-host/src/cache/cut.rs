@@ -1,5 +1,6 @@
 //! Sequences as they were: cuts at an earlier length, checkpoints, and prefixes sealed for forks to share.
 
+use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::sequence::Sequence;
 use crate::memory::arena::{Lease, Page};
@@ -100,7 +101,8 @@ impl Sequence {
         let mut pages = inner.pool.arenas.reserve(needed.sum())?;
         let cut =
             layers().map(|(layer, shape)| layer.cut(&Cut { pool: &inner.pool, shape, len }, &mut pages));
-        let layers = cut.collect::<Result<Vec<Layer>, Error>>()?;
+        let layers =
+            cut.map(|layer| layer.map(Common::new)).collect::<Result<Vec<Common<Layer>>, Error>>()?;
         pages.flush_copies()?;
         let ring = inner.shape.store.ring;
         let mut tickets = self.tickets.clone();
@@ -132,7 +134,7 @@ impl Sequence {
     /// A checkpoint is a fork: it shares pages, and holds those that the sequence lets go or writes to afterwards, the ring and open pages
     /// first. They count in the budget and in [`Sequence::bytes`], and stay in the first tier, until [`Sequence::drop_checkpoints`];
     /// nothing drops a checkpoint by itself but a rollback to before it and [`Sequence::clear`]. Forks have the checkpoints too.
-    /// O(pages), no page is taken.
+    /// O(layers), no page is taken.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -257,7 +259,7 @@ impl Sequence {
         for layer in &self.layers {
             for head in &layer.heads {
                 head.ring.iter().for_each(&mut *told);
-                let entries = head.chains.iter().flat_map(|chain| &chain.entries);
+                let entries = head.chains.iter().flat_map(|(_, chain)| &chain.entries);
                 entries.flat_map(|entry| entry.held.pages()).for_each(&mut *told);
             }
             layer.past.pages().flat_map(|held| held.pages()).for_each(&mut *told);

@@ -1,14 +1,16 @@
 //! What the sequences and steps of a cache share.
 
 use crate::attend::executor::Executor;
+use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::idle::Idle;
 use crate::cache::parkable::Parkables;
-use crate::config::shape::CacheShape;
+use crate::config::shape::{CacheShape, first_heads};
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
 use crate::memory::arena::Reservation;
 use crate::memory::pool::Pool;
+use crate::pages::filing::Layer;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -29,6 +31,18 @@ pub(crate) struct Inner {
     pub parkables: Parkables,
     /// Steps that were begun.
     pub clock: AtomicU64,
+    /// The layers of a sequence without tokens, which those share.
+    pub blank: Vec<Common<Layer>>,
+}
+
+/// Layers without tokens.
+pub(crate) fn blank(inner: &CacheShape) -> Vec<Common<Layer>> {
+    let shapes = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
+    let rules = inner.stores.iter().zip(&inner.codecs).zip(&inner.rules);
+    let layers = shapes.zip(rules).map(|((shape, first), ((store, codecs), rule))| {
+        Common::new(Layer::new(shape, first, *store, codecs.clone(), rule.clone()))
+    });
+    layers.collect()
 }
 
 impl Inner {

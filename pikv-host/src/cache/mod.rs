@@ -29,7 +29,7 @@ use crate::base::failures::Failures;
 use crate::base::host_slice::{HostSlice, Scalar};
 use crate::base::text::{Bytes, Share, Table};
 use crate::cache::idle::Idle;
-use crate::cache::inner::Inner;
+use crate::cache::inner::{Inner, blank};
 use crate::cache::sequence::{Sequence, SequenceOptions};
 use crate::cache::step::{Step, StepBytes};
 use crate::codec::HeadCodec;
@@ -177,7 +177,8 @@ impl Cache {
         };
         let (rooms, idle) = (Rooms::default(), Idle::default());
         let (parkables, clock) = Default::default();
-        let inner = Inner { shape, pool, executor, rooms, fabric, idle, parkables, clock };
+        let blank = blank(&shape);
+        let inner = Inner { shape, pool, executor, rooms, fabric, idle, parkables, clock, blank };
         Ok(Cache { inner: Arc::new(inner) })
     }
 

@@ -1,10 +1,10 @@
 //! A sequence: a ring of its newest tokens, and pages of older ones filed by expert.
 
+use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::base::ids::{PageId, Place, chain_place};
 use crate::cache::inner::Inner;
 use crate::codec::HeadCodec;
-use crate::config::shape::first_heads;
 use crate::eviction::evict::enforce;
 use crate::memory::arena::{Lease, Page};
 use crate::pages::chain::{Away, Entry, Held};
@@ -83,7 +83,8 @@ pub struct PageInfo {
 #[derive(Debug)]
 pub struct Sequence {
     pub(crate) inner: Arc<Inner>,
-    pub(crate) layers: Vec<Layer>,
+    /// A fork has them in common until one of both changes.
+    pub(crate) layers: Vec<Common<Layer>>,
     pub(crate) len: u32,
     /// First position that every ring still holds.
     pub(crate) kept: u32,
@@ -135,12 +136,7 @@ setters!(SequenceOptions {} optional { budget: u32 });
 
 impl Sequence {
     pub(crate) fn new(inner: Arc<Inner>) -> Sequence {
-        let shapes = inner.shape.config.layers.iter().zip(first_heads(&inner.shape.config.layers));
-        let rules = inner.shape.stores.iter().zip(&inner.shape.codecs).zip(&inner.shape.rules);
-        let layers = shapes.zip(rules).map(|((shape, first), ((store, codecs), rule))| {
-            Layer::new(shape, first, *store, codecs.clone(), rule.clone())
-        });
-        let (layers, lease) = (layers.collect(), Lease::new(&inner.pool.arenas));
+        let (layers, lease) = (inner.blank.clone(), Lease::new(&inner.pool.arenas));
         let (pins, poisoned, stepping, tickets) = (Vec::new(), false, false, Tickets::default());
         let (ends, checkpoints) = (VecDeque::new(), Vec::new());
         let stepped = inner.clock.load(Ordering::Relaxed);
@@ -183,7 +179,7 @@ impl Sequence {
             return self.repaired().resident(layer, kv_head);
         }
         let head = self.head(layer, kv_head)?;
-        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|chain| chain.live).sum::<u32>()))
+        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>()))
     }
 
     /// The experts that a token was filed by, first choice first; `None` once they are forgotten, and where the cache has one
@@ -224,8 +220,9 @@ impl Sequence {
         let state = &self.layers[layer];
         let (first_tile, codec) = (state.first_tile, state.codecs[kv_head].as_ref());
         let global_head = state.first_head + kv_head as u32;
-        let chains = head.chains.iter().enumerate().flat_map(move |(c, chain)| {
-            chain.entries.iter().filter_map(move |entry| {
+        let in_common = state.is_shared();
+        let chains = head.chains.iter().flat_map(move |(c, chain)| {
+            chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
                 let id = PageId { place: chain_place(c), ordinal: entry.ordinal };
                 let away = match &entry.held {
                     Held::Away(away) => away.slot.kept().map(|kept| kept.rank()),
@@ -233,14 +230,14 @@ impl Sequence {
                 };
                 let shard =
                     away.unwrap_or_else(|| self.inner.shape.shard_of(id.place, id.ordinal, global_head));
-                Some(Found::new(entry, codec)?.info(id, shard))
+                Some(Found::new(entry, codec)?.info(id, shard, in_common || chain.shares(i)))
             })
         });
         let ring = head.ring.iter().enumerate().filter_map(move |(i, page)| {
             let tile = first_tile + i as u32;
             let fill = self.len.saturating_sub(tile * PAGE).min(PAGE);
             let id = PageId { place: Place::Ring, ordinal: tile };
-            (fill > 0).then(|| Found::ring(page, fill).info(id, page.shard()))
+            (fill > 0).then(|| Found::ring(page, fill).info(id, page.shard(), in_common))
         });
         Ok(chains.chain(ring))
     }
@@ -357,7 +354,7 @@ impl Sequence {
         }
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
         let bytes = |head: &Head| {
-            let filed = head.chains.iter().flat_map(|c| &c.entries).map(Entry::bytes);
+            let filed = head.chains.iter().flat_map(|(_, c)| &c.entries).map(Entry::bytes);
             head.ring.iter().map(Page::bytes).chain(filed).sum::<u64>()
         };
         self.past_bytes() + heads.map(bytes).sum::<u64>()
@@ -376,17 +373,17 @@ impl Sequence {
     /// Bytes of host memory that the sequence takes beside its pages, which no budget bounds: lists of pages with what policies keep
     /// of their tokens, of the experts of tokens, and of what a rollback would bring back. From the capacities of the lists; without
     /// what the allocator adds. Where a policy evicts, or a window slides, it is in proportion to what is held, however many tokens
-    /// there were. O(experts and pages).
+    /// there were. Lists that a fork has in common count for each of their sequences: of a fork that was not added to, all but a pointer a
+    /// layer. A layer without tokens takes no more than that. O(experts and pages).
     pub fn table_bytes(&self) -> u64 {
-        let lists =
-            self.layers.capacity() * size_of::<Layer>() + self.pins.capacity() * size_of::<Range<u32>>();
+        let lists = self.layers.capacity() * size_of::<Common<Layer>>()
+            + self.pins.capacity() * size_of::<Range<u32>>();
+        let own = self.layers.iter().zip(&self.inner.blank).filter(|(layer, blank)| !layer.is(blank));
+        let layers: u64 = own.map(|(layer, _)| size_of::<Layer>() as u64 + layer.table_bytes()).sum();
         let ends = self.ends.capacity() * size_of::<u32>()
             + self.checkpoints.capacity() * size_of::<Arc<Sequence>>();
         let kept: u64 = self.checkpoints.iter().map(|kept| kept.table_bytes()).sum();
-        (lists + ends) as u64
-            + kept
-            + self.tickets.bytes()
-            + self.layers.iter().map(Layer::table_bytes).sum::<u64>()
+        (lists + ends) as u64 + kept + self.tickets.bytes() + layers
     }
 
     /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
@@ -422,8 +419,9 @@ impl Sequence {
         }
         let len = self.len - n;
         let inner = self.inner.clone();
-        let layers = self.layers.iter().zip(&inner.shape.config.layers);
-        let needed = layers.map(|(layer, shape)| layer.rewind_bytes(shape, len)).sum();
+        // Taken out of what a fork shares first, so that pages count for all who hold them.
+        let layers = self.layers.iter_mut().zip(&inner.shape.config.layers);
+        let needed = layers.map(|(layer, shape)| Common::own(layer).rewind_bytes(shape, len)).sum();
         let mut pages = inner.pool.arenas.reserve(needed)?;
         self.poisoned = true;
         for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
@@ -453,8 +451,9 @@ impl Sequence {
         Ok(())
     }
 
-    /// A second sequence with the same tokens. It shares all pages; whoever writes to a shared page first copies it.
-    /// O(pages), no page is taken. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
+    /// A second sequence with the same tokens. It shares all pages, and the lists of them; whoever writes to a shared page first copies it.
+    /// O(layers), no page is taken. Who goes on first copies what a layer has in its ring, and of each run of pages the list of the
+    /// newest 16 and a pointer for each 16 others. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
     pub fn fork(&self) -> Sequence {
         if self.stepping { self.repaired() } else { self.copied() }
     }
@@ -474,7 +473,7 @@ impl Sequence {
         };
         let missing = Error::NoPage { layer, kv_head, page };
         let state = &mut self.layers[layer];
-        let run = state.heads[kv_head].chains.get_mut(chain).ok_or_else(|| missing.clone())?;
+        let run = state.heads[kv_head].chains.made_mut(chain).ok_or_else(|| missing.clone())?;
         if !run.evict(page.ordinal, self.kept) {
             return Err(missing);
         }
@@ -487,9 +486,9 @@ impl Sequence {
     pub fn evict_all(&mut self) {
         self.repair();
         self.altered = true;
-        for layer in &mut self.layers {
+        for layer in self.layers.iter_mut().map(Common::own) {
             for (h, head) in layer.heads.iter_mut().enumerate() {
-                for (c, chain) in head.chains.iter_mut().enumerate() {
+                for (c, chain) in head.chains.iter_mut() {
                     chain.evict_all();
                     layer.past.lose_all(h, c);
                 }
@@ -540,7 +539,8 @@ impl Sequence {
 
     pub(crate) fn layer(&self, layer: usize) -> Result<&Layer, Error> {
         self.sound()?;
-        self.layers.get(layer).ok_or(Error::Layer { layer, layers: self.layers.len() })
+        let found = self.layers.get(layer).map(|layer| &**layer);
+        found.ok_or(Error::Layer { layer, layers: self.layers.len() })
     }
 
     fn head(&self, layer: usize, kv_head: usize) -> Result<&Head, Error> {
@@ -559,7 +559,7 @@ impl Sequence {
                 let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
                 return Ok(page.map(|page| Found::ring(page, fill)));
             }
-            Place::Sinks => head.chains.first(),
+            Place::Sinks => head.chains.get(0),
             Place::Expert(e) => head.chains.get(usize::from(e) + 1),
         };
         let entry = chain.and_then(|chain| chain.entry(ordinal));
@@ -623,11 +623,13 @@ impl<'a> Found<'a> {
         }
     }
 
-    fn info(&self, id: PageId, shard: u32) -> PageInfo {
+    /// `in_common` says that a fork has the list in which it stands.
+    fn info(&self, id: PageId, shard: u32, in_common: bool) -> PageInfo {
         let (tier, shard, shared, remote) = match self.at {
             At::Page(page) => (0, page.shard(), page.is_shared(), false),
             At::Slot(slot) => (slot.level.index, shard, Arc::strong_count(slot) > 1, slot.kept().is_some()),
         };
+        let shared = in_common || shared;
         PageInfo {
             id,
             tokens: self.live.count_ones(),

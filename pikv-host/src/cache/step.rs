@@ -12,6 +12,7 @@ use crate::attend::hits::Fetched;
 use crate::attend::options::{Attend, Output, Read};
 use crate::attend::view::View;
 use crate::attend::{Call, Lower, Noted, attend};
+use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::host_slice::{HostSlice, Scalar};
@@ -243,7 +244,7 @@ impl<'a> Step<'a> {
     /// Pages of a layer that are read from lower tiers.
     fn away(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
         let heads = self.live().flat_map(move |part| &part.sequence.layers[layer].heads);
-        let entries = heads.flat_map(|head| &head.chains).flat_map(|chain| &chain.entries);
+        let entries = heads.flat_map(|head| head.chains.iter()).flat_map(|(_, chain)| &chain.entries);
         entries.filter(|entry| entry.live != 0).filter_map(|entry| match &entry.held {
             Held::Away(Away { slot, .. }) => Some(slot),
             _ => None,
@@ -356,7 +357,7 @@ impl<'a> Step<'a> {
         if count > 1 {
             for part in self.parts.iter_mut().filter(|part| !part.out) {
                 let own = &experts[part.row * top_k..][..part.rows() * top_k];
-                part.sequence.layers[layer].tags.extend(own);
+                part.sequence.layers[layer].tags.extend_from_slice(own);
             }
         }
         self.layers[layer].routed = true;
@@ -427,7 +428,8 @@ impl<'a> Step<'a> {
             part.commit(&inner, report.as_deref_mut(), sent.next());
         }
         if let Some(front) = &inner.fabric {
-            let layers: SmallVec<[&[Layer]; 8]> = self.live().map(|part| &part.sequence.layers[..]).collect();
+            let layers: SmallVec<[&[Common<Layer>]; 8]> =
+                self.live().map(|part| &part.sequence.layers[..]).collect();
             front.set_aside_thinned(&inner.pool, &layers);
         }
         inner.pool.arenas.grow_ahead(sequences as u64, rows as u64);
@@ -614,8 +616,9 @@ pub(crate) fn step_bytes<'s>(
 }
 
 /// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
-fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new: u32) -> u64 {
+fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u32, new: u32) -> u64 {
     let (store, experts) = (&layer.store, inner.shape.config.experts);
+    let in_common = layer.is_shared();
     let left = store.ring.left(new);
     // Tokens that leave the ring and whose experts are known, counted by chain.
     let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];
@@ -641,14 +644,16 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
         let tiles = layer.first_tile + head.ring.len() as u32;
         let mut pages = u64::from(new.div_ceil(PAGE) - tiles) + unknown;
         let mut closed = unknown_closed;
-        let partial = !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| page.is_shared());
+        let partial =
+            !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| in_common || page.is_shared());
         pages += u64::from(partial);
         let mut early = u64::from(experts) * rounds;
-        for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
+        for (c, &n) in known.iter().enumerate().filter(|(_, n)| **n > 0) {
+            let chain = &head.chains[c];
             let fill = chain.room().map_or(0, |(_, fill)| fill);
             // A page that was filled ahead takes the place of an open one, and is shared.
-            let sealed = layer.sealed.is_some();
-            let shared = chain.room().is_some_and(|(page, _)| sealed || page.is_shared());
+            let taken = in_common || layer.sealed.is_some();
+            let shared = chain.room().is_some_and(|_| taken || chain.shares_room());
             pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
             closed += u64::from((fill + n) / PAGE);
             early += u64::from(chain.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));
@@ -660,7 +665,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Layer, old: u32, new:
         bytes += pages * shape.layout.bytes();
         bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());
         if let Some((codec, aged)) = codec.as_ref().and_then(|codec| Some((codec, codec.aged.as_ref()?))) {
-            let due: u64 = head.chains[1..].iter().map(|chain| chain.due(codec, left)).sum();
+            let due: u64 = head.chains.experts().map(|(_, chain)| chain.due(codec, left)).sum();
             // Those that the step itself packs, if it is that long.
             let within = if left.saturating_sub(layer.filed) > aged.after { closed } else { 0 };
             bytes += (due + within) * aged.codec.packed.bytes();

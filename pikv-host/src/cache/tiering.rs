@@ -30,7 +30,7 @@ struct Movable {
 
 impl Entry {
     /// Whether it lies in the first tier and may go down: it takes no more tokens, no rollback to a length that keeps positions
-    /// below `kept` changes it, and nobody else holds it, so that its bytes come free.
+    /// below `kept` changes it, and nobody else holds it, so that its bytes come free; unless a fork has its list in common.
     fn may_go(&self, codec: Option<&HeadCodec>, kept: u32) -> bool {
         match &self.held {
             Held::Gone { .. } | Held::Away(_) => false,
@@ -76,13 +76,19 @@ impl Sequence {
     fn movable(&self, layers: Range<usize>) -> Vec<Movable> {
         let mut found = Vec::new();
         for layer in layers {
+            // What it has in common with a fork, that one holds too.
+            let in_common = self.layers[layer].is_shared();
             let codecs = &self.layers[layer].codecs;
             for (head, state) in self.layers[layer].heads.iter().enumerate() {
-                for (chain, run) in state.chains.iter().enumerate().skip(1) {
-                    for entry in &run.entries {
+                for (chain, run) in state.chains.experts() {
+                    for (i, entry) in run.entries.iter().enumerate() {
+                        let may_go = || {
+                            let own = !in_common && !run.shares(i);
+                            own && entry.may_go(codecs[head].as_ref(), self.kept)
+                        };
                         let (tier, bytes) = match &entry.held {
                             Held::Away(Away { slot, .. }) => (slot.level.index, slot.bytes()),
-                            _ if entry.may_go(codecs[head].as_ref(), self.kept) => (0, entry.bytes()),
+                            _ if may_go() => (0, entry.bytes()),
                             _ => continue,
                         };
                         let last = entry.last().unwrap_or(0);
@@ -228,7 +234,7 @@ impl Sequence {
     /// a rollback would read; forks count each.
     pub fn bytes_in_tier(&self, tier: usize) -> u64 {
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
-        let entries = heads.flat_map(|head| &head.chains).flat_map(|chain| &chain.entries);
+        let entries = heads.flat_map(|head| head.chains.iter()).flat_map(|(_, chain)| &chain.entries);
         let past = self.layers.iter().flat_map(|layer| layer.past.pages());
         let bytes = entries.map(|entry| &entry.held).chain(past).filter_map(|held| match held {
             Held::Away(Away { slot, .. }) if slot.level.index == tier => Some(slot.bytes()),

@@ -1,5 +1,6 @@
 //! Eviction of tokens from the pages of a sequence, by the rankings of its layers' policies.
 
+use crate::base::chunks::Common;
 use crate::base::parallel::each_mut;
 use crate::config::shape::CacheShape;
 use crate::eviction::oldest::oldest;
@@ -74,7 +75,7 @@ impl<'a> Excess<'a> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
         let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, (len, own))).collect();
-        let held = layer.heads.iter().map(|head| head.chains[1..].iter().map(|c| c.live).sum()).collect();
+        let held = layer.heads.iter().map(|head| head.chains.experts().map(|(_, c)| c.live).sum()).collect();
         let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len)));
         let limit = limit.map(|limit| limit.filter(|limit| !limit.is_nan())).collect();
         let heads = 0..layer.heads.len();
@@ -215,7 +216,7 @@ fn total(of: &[u32]) -> u64 {
 
 /// Evicts from the layers of a sequence of `len` tokens what is over their budgets, and over the sequence's `own`, in tokens of a head.
 pub(crate) fn enforce(
-    layers: &mut [Layer],
+    layers: &mut [Common<Layer>],
     inner: &CacheShape,
     rooms: &Rooms,
     (len, own): (u32, Option<u32>),
@@ -223,12 +224,13 @@ pub(crate) fn enforce(
     mut report: Option<&mut Vec<Evicted>>,
 ) {
     let shapes = &inner.config.layers;
-    let excess = |(layer, shape)| Excess::new(layer, shape, inner, len, own);
-    if !layers.iter().zip(shapes).filter_map(excess).any(|e| e.any()) {
+    let mut excess =
+        layers.iter().zip(shapes).filter_map(|(layer, shape)| Excess::new(layer, shape, inner, len, own));
+    if !excess.any(|e| e.any()) {
         return;
     }
     for (layer, h, (c, ordinal, lanes)) in choose(layers, inner, rooms, (len, own), pins) {
-        let state = &mut layers[layer];
+        let state = Common::own(&mut layers[layer]);
         let chain = &mut state.heads[h].chains[c];
         if let (Some(report), Some(entry)) = (&mut report, chain.entry(ordinal)) {
             let newest = entry.position(state.codecs[h].as_ref(), lanes.ilog2());
@@ -247,7 +249,7 @@ pub(crate) fn enforce(
 
 /// The tokens to evict, with their layer and head. If a page could not be read for a ranking, none: the next step tries again.
 fn choose(
-    layers: &[Layer],
+    layers: &[Common<Layer>],
     inner: &CacheShape,
     all: &Rooms,
     (len, own): (u32, Option<u32>),

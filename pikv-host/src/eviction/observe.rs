@@ -11,7 +11,7 @@ use crate::memory::pool::Pool;
 use crate::metrics::Reused;
 use crate::metrics::report::StepReport;
 use crate::pages::chain::{Chain, find};
-use crate::pages::filing::{Head, Layer, experts};
+use crate::pages::filing::{Head, Layer, Tags, experts};
 use crate::policy::rule::Rule;
 use crate::policy::{HeadSeen, Positions, Seen};
 use crate::router::met::combined;
@@ -20,7 +20,6 @@ use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
-use std::collections::VecDeque;
 use std::ops::Range;
 
 /// A token that a step moved from the ring to a page.
@@ -139,7 +138,7 @@ struct Telling<'a> {
     inner: &'a CacheShape,
     shape: &'a LayerShape,
     codecs: &'a HeadCodecs,
-    tags: &'a VecDeque<u16>,
+    tags: &'a Tags,
     tags_from: u32,
     first_tile: u32,
     filed: u32,
@@ -210,7 +209,7 @@ impl Telling<'_> {
                 let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
                 let from = done.partition_point(|token| token.position < floor);
                 follow(&mut feed.weighed, index, &done[from..]);
-                let filed: u32 = head.chains.iter().map(|chain| chain.live).sum();
+                let filed: u32 = head.chains.iter().map(|(_, chain)| chain.live).sum();
                 let sinks = |left: u32| left.min(self.sinks);
                 let late = late.len() as u32 + sinks(self.filed) - sinks(left);
                 let resident = ring.resident(rows.end).0 + filed - late;
@@ -359,7 +358,7 @@ impl Telling<'_> {
             return;
         }
         let (from, to) = (rule.version(from), rule.version(to));
-        let runs = head.chains.iter_mut().map(|chain| &mut chain.kept);
+        let runs = head.chains.iter_mut().map(|(_, chain)| &mut chain.kept);
         runs.chain([&mut head.states]).for_each(|kept| kept.turn(from, to));
         let words = rule.head_words;
         head.own.copy_within(from * words..(from + 1) * words, to * words);

@@ -3,6 +3,7 @@
 use crate::codec::HeadCodec;
 use crate::eviction::ranked::Gone;
 use crate::pages::chain::Chain;
+use crate::pages::runs::Runs;
 use crate::policy::pinned;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -38,13 +39,13 @@ impl Cursor<'_> {
 /// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. O(n log runs) and the number of
 /// pinned or evicted tokens before them.
 pub(crate) fn oldest(
-    chains: &[Chain],
+    chains: &Runs,
     codec: Option<&HeadCodec>,
     mut n: usize,
     pins: &[Range<u32>],
     gone: &mut Vec<Gone>,
 ) {
-    let live = chains.iter().enumerate().skip(1).filter(|(_, of)| of.live > 0);
+    let live = chains.experts().filter(|(_, of)| of.live > 0);
     let start = |(chain, of)| Cursor { chain, of, codec, at: 0, left: of.entries[0].live, gone: 0 };
     let mut cursors: Vec<Cursor<'_>> = live.map(start).collect();
     let first = |(i, cursor): (usize, &mut Cursor<'_>)| Some(Reverse((cursor.next()?, i)));

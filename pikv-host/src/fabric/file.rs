@@ -3,6 +3,7 @@
 use super::front::Front;
 use super::link::{Link, List, Work};
 use super::wire;
+use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::base::error::FabricError;
 use crate::base::ids::block_of;
@@ -79,7 +80,7 @@ pub(crate) struct Sent {
 }
 
 /// Whether a page in this process may be sent to its rank once positions below `kept` cannot be taken back: it takes no more tokens, and no
-/// other sequence holds it.
+/// other sequence holds it, unless it has its list in common.
 fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
     let page = match &entry.held {
         Held::Gone { .. } | Held::Away(_) => return false,
@@ -191,7 +192,8 @@ impl Chain {
         let needed = if matches!(entry.held, Held::Closed(_)) { PAGE } else { entry.fill };
         // A page that is shared in this process too was not written since.
         let shared = Arc::strong_count(&mirror.copy) > 1;
-        let written = mirror.synced < needed && !entry.page().is_some_and(Page::is_shared);
+        let same = self.shares_at(ordinal) || entry.page().is_some_and(Page::is_shared);
+        let written = mirror.synced < needed && !same;
         Some(mirror).filter(|_| !(shared && written))
     }
 
@@ -250,7 +252,7 @@ impl Front {
         for layer in layers {
             for (h, head) in layer.heads.iter().enumerate() {
                 let (layout, codec) = (&inner.config.layers[l].layout, layer.codecs[h].as_ref());
-                for (c, chain) in head.chains.iter().enumerate().skip(1) {
+                for (c, chain) in head.chains.experts() {
                     let whose = Whose { run: run_of(l, h, c), layout, codec };
                     self.set_aside_of(&link, chain, whose, &[], &mut aside);
                 }
@@ -272,9 +274,9 @@ impl Front {
 
     /// The same of all layers that a policy thins out, of several sequences, whose pages it may just have put together. A rank that has no
     /// room refuses who reads them, until it has.
-    pub fn set_aside_thinned(&self, pool: &Pool, sequences: &[&[Layer]]) {
+    pub fn set_aside_thinned(&self, pool: &Pool, sequences: &[&[Common<Layer>]]) {
         for (l, _) in pool.shape.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
-            if self.set_aside(&pool.shape, l, sequences.iter().map(|layers| &layers[l])).is_err() {
+            if self.set_aside(&pool.shape, l, sequences.iter().map(|layers| &*layers[l])).is_err() {
                 pool.failures.uncompacted();
             }
         }
@@ -323,7 +325,7 @@ impl Front {
     pub fn send<'a>(
         self: &Arc<Self>,
         inner: &CacheShape,
-        parts: impl Iterator<Item = (&'a [Layer], u32)>,
+        parts: impl Iterator<Item = (&'a [Common<Layer>], u32)>,
     ) -> Result<Vec<Vec<Sent>>, Error> {
         let mut link = self.link();
         link.unsure = true;
@@ -336,7 +338,7 @@ impl Front {
         self: &Arc<Self>,
         link: &mut Link,
         inner: &CacheShape,
-        parts: impl Iterator<Item = (&'a [Layer], u32)>,
+        parts: impl Iterator<Item = (&'a [Common<Layer>], u32)>,
     ) -> Result<Vec<Vec<Sent>>, FabricError> {
         let mut aside = Aside::default();
         let mut all = Vec::new();
@@ -345,11 +347,11 @@ impl Front {
             for (l, layer) in layers.iter().enumerate() {
                 for (h, head) in layer.heads.iter().enumerate() {
                     let codec = layer.codecs[h].as_ref();
-                    for (c, chain) in head.chains.iter().enumerate().skip(1) {
+                    for (c, chain) in head.chains.experts() {
                         let mut going: SmallVec<[(u32, Copies); 4]> = SmallVec::new();
-                        for (ordinal, entry) in
-                            chain.unsent().filter(|(_, e)| may_go(e, codec.is_some(), kept))
-                        {
+                        for (ordinal, entry) in chain.unsent().filter(|(ordinal, entry)| {
+                            !chain.shares_at(*ordinal) && may_go(entry, codec.is_some(), kept)
+                        }) {
                             let at = At { layer: l, head: h, chain: c, ordinal };
                             let leaving = Leaving { chain, entry, codec, at };
                             let slot = self.send_page(inner, link, leaving, &mut aside.work)?;
@@ -427,7 +429,7 @@ impl Front {
     }
 
     /// Has the pages that ranks have take the place of those here.
-    pub fn place(&self, layers: &mut [Layer], sent: Vec<Sent>, kept: u32) {
+    pub fn place(&self, layers: &mut [Common<Layer>], sent: Vec<Sent>, kept: u32) {
         for Sent { layer, head, chain, ordinal, slot } in sent {
             let codecs = layers[layer].codecs.clone();
             let codec = codecs[head].as_ref();

@@ -2,9 +2,8 @@
 
 pub mod save;
 
-use crate::base::deque::first_if;
+use crate::base::chunks::Chunks;
 use crate::base::error::Error;
-use crate::base::huge_pages;
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::policy::page::TokenPage;
@@ -17,7 +16,6 @@ use pikv_core::page::{Layout, MAX_DIM, PAGE};
 use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// A page of a run.
@@ -262,8 +260,9 @@ pub(crate) struct Chain {
     /// Ordinal of the first entry that the head's second codec has still to come to.
     pub aged: u32,
     /// The pages that are left, and evicted ones that a rollback can reach, by ascending ordinal. A token that is filed next never goes
-    /// to a page before the last one: those are full, packed or evicted.
-    pub entries: VecDeque<Entry>,
+    /// to a page before the last one: those are full, packed or evicted. Forks share the list by chunks: a page that one of them has by
+    /// itself in a chunk that it shares is not its own, so who asks whether a page may be written asks [`Chain::shares`].
+    pub entries: Chunks<Entry>,
     /// What the layer's policy keeps of the tokens of each entry.
     pub kept: Kept,
     /// Tokens that are read.
@@ -297,7 +296,7 @@ impl Chain {
             Held::Away(Away { by: Some(by), .. }) if *by >= kept => false,
             _ => entry.last().is_some_and(|last| last < seen),
         };
-        let entry = first_if(&mut self.entries, unseen)?;
+        let entry = self.entries.pop_front_if(unseen)?;
         self.filed -= entry.fill;
         self.live -= entry.live.count_ones();
         let rows = if noted { self.kept.rows_of(0) } else { Apart::default() };
@@ -329,7 +328,7 @@ impl Chain {
 
     /// Gives room back where lists hold a quarter of what they once did.
     pub fn tighten(&mut self) {
-        huge_pages::tighten(&mut self.entries);
+        self.entries.tighten();
         self.kept.tighten();
     }
 
@@ -341,8 +340,7 @@ impl Chain {
         };
         let bounds = |entry: &Entry| entry.bounds.as_ref().map_or(0, |bounds| size_of_val(&bounds[..]));
         let apart: usize = self.entries.iter().map(|entry| beside(entry) + bounds(entry)).sum();
-        let entries = self.entries.capacity() * size_of::<Entry>();
-        (entries + apart + self.mirrors.bytes()) as u64 + self.kept.bytes()
+        (self.entries.bytes() + apart + self.mirrors.bytes()) as u64 + self.kept.bytes()
     }
 
     /// Tokens that are read, in lower tiers. O(pages).
@@ -403,6 +401,28 @@ impl Chain {
         self.entries.partition_point(|entry| entry.ordinal < ordinal)
     }
 
+    /// Whether a fork has the list of pages around page `i` in common with this run. Its pages are nobody's to write or to move then,
+    /// whatever [`Page::is_shared`] says: to change the list copies that part of it, and all handles there.
+    pub fn shares(&self, i: usize) -> bool {
+        self.entries.is_shared(i)
+    }
+
+    /// [`Chain::shares`] of the page at `ordinal`.
+    pub fn shares_at(&self, ordinal: u32) -> bool {
+        self.index(ordinal).is_some_and(|i| self.shares(i))
+    }
+
+    /// Whether another sequence has page `i`, or nothing is left of it in the first tier.
+    pub fn shares_page(&self, i: usize) -> bool {
+        self.shares(i) || self.entries[i].page().is_none_or(Page::is_shared)
+    }
+
+    /// Whether another sequence has the page that takes the next token, which is copied then.
+    pub fn shares_room(&self) -> bool {
+        let last = self.entries.len().saturating_sub(1);
+        self.room().is_some_and(|(page, _)| self.shares(last) || page.is_shared())
+    }
+
     /// The page at `ordinal`.
     pub fn entry(&self, ordinal: u32) -> Option<&Entry> {
         Some(&self.entries[self.index(ordinal)?])
@@ -453,9 +473,21 @@ impl Chain {
         self.mirrors.cut(last, held.map_or(0, |entry| entry.fill.min(PAGE - 1)));
     }
 
+    /// As [`Chain::pop`]; returns the bytes of pages that came free.
+    pub fn take_back(&mut self, position: u32) -> u64 {
+        // It changes the last two at most. They are taken out of what a fork shares first, so that pages count for all who hold them.
+        let from = self.entries.len().saturating_sub(2);
+        (from..self.entries.len()).for_each(|i| self.entries.own(i));
+        let first = self.entries.get(from).map(|entry| entry.ordinal);
+        let held = |run: &Chain| first.map_or(0, |first| run.from(first).map(Entry::own_bytes).sum::<u64>());
+        let before = held(self);
+        self.pop(position);
+        before - held(self)
+    }
+
     /// Adds a page that no token was written to.
     pub fn push(&mut self, page: Page) {
-        huge_pages::push_back(&mut self.entries, Entry::open(self.next, page));
+        self.entries.push_back(Entry::open(self.next, page));
         self.next += 1;
         self.kept.push_back();
     }
@@ -553,16 +585,18 @@ impl Chain {
         let Some(aged) = &codec.aged else { return Ok(()) };
         let from = self.before(self.aged);
         let mut last = from.checked_sub(1).and_then(|i| self.entries[i].page()).cloned();
-        for entry in self.entries.range_mut(from..) {
-            let (fill, ordinal) = (entry.fill, entry.ordinal);
-            match &mut entry.held {
+        for i in from..self.entries.len() {
+            let Entry { fill, ordinal, ref held, .. } = self.entries[i];
+            match held {
                 Held::Closed(closed) if !closed.old && closed.next.is_none() => {
                     let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
                     let near = Near::next(last.as_ref());
                     let mut page = pages.take(closed.packed.shard(), aged.codec.packed.words(), near)?;
                     pages.repack(codec, lanes, layout, &closed.packed, fill, closed.last, &mut page);
                     last = Some(page.clone());
-                    closed.next = Some(page);
+                    if let Held::Closed(closed) = &mut self.entries[i].held {
+                        closed.next = Some(page);
+                    }
                     told(ordinal, by);
                 }
                 Held::Open(_) => break,
@@ -578,14 +612,16 @@ impl Chain {
         // Pages that were taken back come again under their ordinals.
         self.aged = self.aged.min(self.next);
         let until = self.before(self.aged);
-        for entry in self.entries.range_mut(..until).rev() {
-            if let Held::Closed(closed) = &mut entry.held {
+        for i in (0..until).rev() {
+            if let Held::Closed(closed) = &self.entries[i].held {
                 if closed.old || codec.ages_at(closed.by).is_none_or(|by| by < filed) {
                     break;
                 }
-                closed.next = None;
+                if let Held::Closed(closed) = &mut self.entries[i].held {
+                    closed.next = None;
+                }
             }
-            self.aged = entry.ordinal;
+            self.aged = self.entries[i].ordinal;
         }
     }
 
@@ -601,11 +637,10 @@ impl Chain {
 }
 
 /// Where the page at `ordinal` stands in a list by ascending ordinals; looked for at `guess` first, where it stands if none is missing.
-pub(crate) fn find(entries: &VecDeque<Entry>, guess: usize, ordinal: u32) -> Option<usize> {
-    match entries.get(guess) {
-        Some(entry) if entry.ordinal == ordinal => Some(guess),
-        _ => entries.binary_search_by_key(&ordinal, |entry| entry.ordinal).ok(),
-    }
+pub(crate) fn find(entries: &Chunks<Entry>, guess: usize, ordinal: u32) -> Option<usize> {
+    let is = |i: &usize| entries.get(*i).is_some_and(|entry| entry.ordinal == ordinal);
+    let found = || entries.partition_point(|entry| entry.ordinal < ordinal);
+    Some(guess).filter(is).or_else(|| Some(found()).filter(is))
 }
 
 /// What the README says of host tables.

@@ -391,7 +391,7 @@ impl Chain {
                 break;
             }
             match &self.entries[i].held {
-                Held::Open(page) if !page.is_shared() => targets.push((i, Target::There)),
+                Held::Open(_) if !self.shares_page(i) => targets.push((i, Target::There)),
                 // Tokens of older pages cannot pass it by: they would come to lie before older ones.
                 Held::Open(_) => targets.push((i, fresh(i)?)),
                 Held::Away(away) if away.slot.kept().is_some() => targets.push((i, fresh(i)?)),

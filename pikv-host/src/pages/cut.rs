@@ -56,9 +56,10 @@ impl Layer {
         if pool.hits().is_some() {
             return Some("hits are counted");
         }
-        let live = |head: &Head| head.chains.iter().map(|chain| chain.live).sum::<u32>();
+        let live = |head: &Head| head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>();
         // Pages that were evicted and whose tokens were taken back have left a gap.
-        let gaps = |head: &Head| head.chains.iter().any(|chain| chain.entries.len() != chain.next as usize);
+        let gaps =
+            |head: &Head| head.chains.iter().any(|(_, chain)| chain.entries.len() != chain.next as usize);
         if self.heads.iter().any(|head| live(head) != self.filed || gaps(head)) {
             return Some("tokens were evicted, or left a window");
         }
@@ -77,7 +78,7 @@ impl Layer {
             .zip(self.first_head..)
             .map(|(head, global)| {
                 let ring = missing.clone().filter(|tile| head.tile(cut, *tile, global).is_none()).count();
-                let away = head.chains.iter().filter(|chain| chain.cut_away(left)).count();
+                let away = head.chains.iter().filter(|(_, chain)| chain.cut_away(left)).count();
                 (ring + away) as u64
             })
             .sum();
@@ -100,7 +101,7 @@ impl Layer {
         let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
         let known = ahead.map_or(self.filed, |sealed| sealed.until);
         let from = |h: usize, c: usize| heads[h].chains[c].next_place(false).0;
-        let chains = self.heads.iter().map(|head| &head.chains[..]);
+        let chains = self.heads.iter().map(|head| &head.chains);
         let sealed = Sealed::of(cut.len.min(known), chains, from, ahead);
         let sealed = (sealed.until > cut.left()).then_some(sealed);
         Ok(Layer {
@@ -109,7 +110,7 @@ impl Layer {
             store: self.store,
             first_tile: cut.first_tile(),
             filed: cut.left(),
-            tags: self.tags.range(..tags).copied().collect(),
+            tags: self.tags.first(tags),
             tags_from: self.tags_from,
             originals: VecDeque::new(),
             aging: VecDeque::new(),
@@ -139,13 +140,14 @@ impl Layer {
                     *page = same;
                 }
             }
-            for (c, chain) in head.chains.iter_mut().enumerate() {
+            for (c, chain) in head.chains.iter_mut() {
                 let sealed = other.sealed.as_ref();
                 let ahead = |entry: &Entry, last| sealed?.page(h, c, entry.ordinal, entry.fill - 1, last);
-                for entry in chain.entries.iter_mut().filter(|entry| entry.fill > 0) {
+                for i in (0..chain.entries.len()).filter(|i| chain.entries[*i].fill > 0).collect::<Vec<_>>() {
+                    let entry = &chain.entries[i];
                     let Some(last) = entry.last().filter(|last| *last < cut.len) else { continue };
-                    let known = theirs.chains[c].entry(entry.ordinal);
-                    entry.share(known, ahead(entry, last), codec);
+                    let (known, ahead) = (theirs.chains[c].entry(entry.ordinal), ahead(entry, last));
+                    chain.entries[i].share(known, ahead, codec);
                 }
             }
         }
@@ -185,8 +187,7 @@ impl Head {
         (global, tiles): (u32, u32),
         pages: &mut Reservation,
     ) -> Result<Head, Error> {
-        let chains = (0..).zip(&self.chains).map(|(c, chain)| chain.cut(cut, (global, c), pages));
-        let chains = chains.collect::<Result<Vec<Chain>, Error>>()?;
+        let chains = self.chains.map(|c, chain| chain.cut(cut, (global, c), pages))?;
         let mut ring = VecDeque::new();
         for tile in cut.first_tile()..cut.len.div_ceil(PAGE) {
             ring.push_back(match tile.checked_sub(tiles) {
@@ -206,7 +207,7 @@ impl Head {
     /// A page of a run that has the tokens of a tile of the ring at the same lanes, on the same shard.
     fn tile(&self, cut: &Cut<'_>, tile: u32, global: u32) -> Option<Page> {
         let shard = cut.pool.shape.shard_of(Place::Ring, tile, global);
-        self.chains.iter().find_map(|chain| {
+        self.chains.iter().find_map(|(_, chain)| {
             let i = chain.first_of(tile * PAGE);
             let Entry { held: Held::Open(page), fill: PAGE, .. } = chain.entries.get(i)? else { return None };
             let is = page.positions().iter().zip(tile * PAGE..).all(|(position, wanted)| *position == wanted);
@@ -228,7 +229,7 @@ impl Head {
         let positions = tile * PAGE..(tile + 1) * PAGE;
         let near = |entry: &&Entry| entry.position(None, 0).is_some_and(|first| first < positions.end);
         let sources = || {
-            self.chains.iter().flat_map(|chain| {
+            self.chains.iter().flat_map(|(_, chain)| {
                 let from = chain.first_of(positions.start).saturating_sub(1);
                 chain.entries.range(from..).take_while(near)
             })
@@ -284,28 +285,25 @@ impl Chain {
     /// The run as it was when the tokens before a length had been filed; it is chain `c` of head `global`.
     fn cut(&self, cut: &Cut<'_>, (global, c): (u32, usize), pages: &mut Reservation) -> Result<Chain, Error> {
         let left = cut.left();
-        let mut chain = Chain { kept: self.kept.clone(), ..Chain::default() };
-        chain.kept.truncate(0);
         let pages_of_it = self.first_of(left);
-        for (i, entry) in self.entries.range(..pages_of_it).enumerate() {
-            // All tokens of a page come before those of the next.
-            let fill = if i + 1 < pages_of_it { entry.fill } else { self.tokens_of(i, left) };
-            let mut entry = entry.clone();
-            if fill < entry.fill {
-                (entry.fill, entry.live, entry.bounds) = (fill, filled(fill), None);
-                if let Held::Away(Away { slot, .. }) = &entry.held {
-                    let shard = cut.pool.shape.shard_of(chain_place(c), entry.ordinal, global);
-                    let mut page = pages.take(shard, slot.words() as u32, Near::Any)?;
-                    page.put(&slot.read()?)?;
-                    entry.held = Held::Open(page);
-                }
+        // Nothing was evicted and no policy keeps anything: whole pages are as they were.
+        let mut chain = Chain { entries: self.entries.first(pages_of_it), ..Chain::default() };
+        let Some(last) = pages_of_it.checked_sub(1) else { return Ok(chain) };
+        // All tokens of a page come before those of the next.
+        let fill = self.tokens_of(last, left);
+        if fill < chain.entries[last].fill {
+            let entry = &mut chain.entries[last];
+            (entry.fill, entry.live, entry.bounds) = (fill, filled(fill), None);
+            if let Held::Away(Away { slot, .. }) = &entry.held {
+                let shard = cut.pool.shape.shard_of(chain_place(c), entry.ordinal, global);
+                let mut page = pages.take(shard, slot.words() as u32, Near::Any)?;
+                page.put(&slot.read()?)?;
+                entry.held = Held::Open(page);
             }
-            entry.tied = false;
-            chain.next = entry.ordinal + 1;
-            (chain.live, chain.filed) = (chain.live + fill, chain.filed + fill);
-            chain.entries.push_back(entry);
-            chain.kept.push_back();
         }
+        chain.next = chain.entries[last].ordinal + 1;
+        chain.filed = chain.entries.iter().map(|entry| entry.fill).sum();
+        chain.live = chain.filed;
         Ok(chain)
     }
 }

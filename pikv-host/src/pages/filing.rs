@@ -2,6 +2,7 @@
 
 pub mod save;
 
+use crate::base::chunks::Chunks;
 use crate::base::deque::first_if;
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
@@ -13,6 +14,7 @@ use crate::memory::pool::Pool;
 use crate::pages::chain::{Chain, Entry, Held};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::past::Past;
+use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
 use crate::policy::rule::Rule;
 use crate::policy::state::Kept;
@@ -31,13 +33,16 @@ pub(crate) struct Original {
     by: u32,
 }
 
+/// Experts of tokens: all that a layer without a policy or a window was given are known, and forks have them in common.
+pub(crate) type Tags = Chunks<u16, 1024>;
+
 /// One KV head of one layer.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Head {
     /// Tiles by position, from the layer's `first_tile`.
     pub ring: VecDeque<Page>,
     /// The sinks, then each expert.
-    pub chains: Vec<Chain>,
+    pub chains: Runs,
     /// What the policy keeps of the tokens of each tile of the ring.
     pub states: Kept,
     /// What the policy keeps of the head, a version for each length that can be gone back to.
@@ -59,7 +64,7 @@ pub(crate) struct Layer {
     /// Tokens that left the ring: positions `0..filed` are in the chains, or gone.
     pub filed: u32,
     /// Experts of positions `tags_from..`, `top_k` each.
-    pub tags: VecDeque<u16>,
+    pub tags: Tags,
     pub tags_from: u32,
     /// Pages that were packed and whose original is still kept, by ascending `by`.
     pub originals: VecDeque<Original>,
@@ -90,9 +95,8 @@ impl Layer {
     ) -> Layer {
         let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
         let states = rule.as_deref().map_or_else(Kept::default, Rule::kept);
-        let run = Chain { kept: states.clone(), ..Chain::default() };
-        // No policy looks at the sinks.
-        let chains = [vec![Chain::default()], vec![run; store.experts as usize]].concat();
+        let kept = rule.as_ref().map_or((0, 0), |rule| (rule.words, rule.versions));
+        let chains = Runs::new(store.experts, kept);
         let head =
             Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own], ghosts: Ghosts::default() };
         Layer {
@@ -101,7 +105,7 @@ impl Layer {
             store,
             first_tile: 0,
             filed: 0,
-            tags: VecDeque::new(),
+            tags: Tags::default(),
             tags_from: 0,
             originals: VecDeque::new(),
             aging: VecDeque::new(),
@@ -193,12 +197,8 @@ impl Layer {
                             head.chains[c]
                                 .packed_by(position)
                                 .for_each(|(_, packed)| pages.forget_pack(packed));
-                            let held =
-                                |chain: &Chain| chain.entries.iter().map(Entry::own_bytes).sum::<u64>();
-                            let before = held(&head.chains[c]);
-                            head.chains[c].pop(position);
                             // The append may be made again, and needs them then.
-                            pages.regain(before - held(&head.chains[c]));
+                            pages.regain(head.chains[c].take_back(position));
                         }
                         while self.originals.back().is_some_and(|kept| kept.by == position) {
                             self.originals.pop_back();
@@ -222,7 +222,7 @@ impl Layer {
             let Some(codec) = self.codecs[head].as_ref().filter(|codec| codec.aged.is_some()) else {
                 continue;
             };
-            for (chain, run) in state.chains.iter_mut().enumerate().skip(1) {
+            for (chain, run) in state.chains.experts_mut() {
                 let told = |ordinal, by| self.aging.push_back(Original { head, chain, ordinal, by });
                 run.age(codec, inner.config.lanes, &shape.layout, self.filed, pages, told)?;
             }
@@ -239,22 +239,25 @@ impl Layer {
     pub fn bound(&mut self, inner: &CacheShape, shape: &LayerShape) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(device) = inner.config.backend.device().filter(|_| inner.config.bounds) {
-            let chains = self.heads.iter_mut().flat_map(|head| &mut head.chains[1..]);
-            let newest = chains
-                .flat_map(|chain| chain.entries.iter_mut().rev().take_while(|entry| entry.bounds.is_none()));
             let (mut due, mut places) = (Vec::new(), Vec::new());
             // Positions and keys.
             let words = shape.layout.v_base() as usize;
-            for entry in newest {
-                if let Some(address) = entry.unbounded().map(Page::address) {
-                    places.push((address, words));
-                    due.push(entry);
+            for (h, head) in self.heads.iter().enumerate() {
+                for (c, chain) in head.chains.experts() {
+                    let newest = chain.entries.iter().rev().take_while(|entry| entry.bounds.is_none());
+                    for (entry, page) in newest.filter_map(|entry| Some((entry, entry.unbounded()?))) {
+                        places.push((page.address(), words));
+                        due.push((h, c, entry.ordinal));
+                    }
                 }
             }
+            let heads = &mut self.heads;
             device.read_all(&places, |read| {
-                for (entry, words) in due.into_iter().zip(read.chunks_exact(words)) {
-                    let bounds = Entry::bounds_of(entry.live, words, &shape.layout, shape.rope.as_ref());
-                    entry.bounds = Some(bounds);
+                for ((h, c, ordinal), words) in due.into_iter().zip(read.chunks_exact(words)) {
+                    if let Some(entry) = heads[h].chains[c].entry_mut(ordinal) {
+                        let bounds = Entry::bounds_of(entry.live, words, &shape.layout, shape.rope.as_ref());
+                        entry.bounds = Some(bounds);
+                    }
                 }
             })?;
         }
@@ -282,7 +285,7 @@ impl Layer {
         }
         for (head, codec) in self.heads.iter_mut().zip(self.codecs.iter()) {
             let Some(codec) = codec.as_ref().filter(|codec| codec.aged.is_some()) else { continue };
-            head.chains[1..].iter_mut().for_each(|chain| chain.rejuvenate(codec, self.filed));
+            head.chains.experts_mut().for_each(|(_, chain)| chain.rejuvenate(codec, self.filed));
         }
         let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
         for head in &mut self.heads {
@@ -368,16 +371,14 @@ impl Layer {
     fn slide(&mut self, seen: u32, kept: u32, len: u32, noted: bool) {
         for h in 0..self.heads.len() {
             // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
-            for c in 1..self.heads[h].chains.len() {
-                loop {
-                    let codec = self.codecs[h].as_ref();
-                    let slid = self.heads[h].chains[c].slide(seen, kept, codec, noted);
-                    let Some((entry, rows)) = slid else { break };
+            let codec = self.codecs[h].as_ref();
+            for (c, chain) in self.heads[h].chains.experts_mut() {
+                while let Some((entry, rows)) = chain.slide(seen, kept, codec, noted) {
                     if noted {
-                        self.note_slid(len, h, c, entry, rows);
+                        self.past.note_slid((len, h, c), chain.dead, entry, rows);
                     }
                 }
-                self.heads[h].chains[c].tighten();
+                chain.tighten();
             }
         }
     }
@@ -396,7 +397,8 @@ impl Layer {
     fn forget_experts(&mut self, inner: &CacheShape, position: u32) {
         if inner.config.experts > 1 && position > self.tags_from {
             let tags = (position - self.tags_from) as usize * inner.config.top_k as usize;
-            self.tags.drain(..tags.min(self.tags.len()));
+            self.tags.drop_front(tags);
+            self.tags.tighten();
             self.tags_from = position;
         }
     }
@@ -405,12 +407,10 @@ impl Layer {
     pub fn table_bytes(&self) -> u64 {
         let head = |head: &Head| {
             let lists = head.ring.capacity() * size_of::<Page>() + head.own.capacity() * size_of::<f32>();
-            let chains = head.chains.capacity() * size_of::<Chain>();
-            let pages: u64 = head.chains.iter().map(Chain::table_bytes).sum();
-            (lists + chains) as u64 + head.states.bytes() + head.ghosts.table_bytes() + pages
+            lists as u64 + head.states.bytes() + head.ghosts.table_bytes() + head.chains.table_bytes()
         };
         let lists = self.heads.capacity() * size_of::<Head>()
-            + self.tags.capacity() * size_of::<u16>()
+            + self.tags.bytes()
             + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
             + self.undo.capacity() * size_of::<(usize, Option<usize>, Page)>()
             + self.owed.capacity() * size_of::<(usize, usize)>();
@@ -428,7 +428,7 @@ fn seen_from(inner: &CacheShape, shape: &LayerShape, len: u32) -> Option<u32> {
 /// The experts of the token at `position`, where `tags` are those of the tokens from position `from` on.
 pub(crate) fn experts<'a>(
     inner: &CacheShape,
-    tags: &'a VecDeque<u16>,
+    tags: &'a Tags,
     from: u32,
     position: u32,
 ) -> impl Iterator<Item = u16> + use<'a> {

@@ -6,6 +6,7 @@ pub mod cut;
 pub mod filing;
 pub mod ghosts;
 pub mod past;
+pub mod runs;
 pub mod saved;
 pub mod seal;
 pub mod sealed;

@@ -19,6 +19,7 @@ use pikv_core::attend::filled;
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 
 /// Tokens of a page that were evicted.
@@ -126,6 +127,17 @@ impl Past {
         self.next += 1;
     }
 
+    /// Notes that a page left the window at so many tokens of the sequence, out of a run of a head.
+    pub fn note_slid(
+        &mut self,
+        (at, head, chain): (u32, usize, usize),
+        dead: u32,
+        entry: Entry,
+        rows: Apart,
+    ) {
+        self.note(at, head, chain, dead, What::Slid(Box::new(entry), rows));
+    }
+
     /// Forgets the oldest change if no rollback undoes it that goes back by `slack` tokens from `len`; returns the run that it was of.
     pub fn forget(&mut self, len: u32, slack: u32) -> Option<(usize, usize)> {
         let noted = first_if(&mut self.noted, |noted| noted.at.saturating_add(slack) <= len)?;
@@ -213,12 +225,6 @@ impl Layer {
         }
     }
 
-    /// Notes a page that left the window.
-    pub fn note_slid(&mut self, at: u32, head: usize, chain: usize, entry: Entry, rows: Apart) {
-        let dead = self.heads[head].chains[chain].dead;
-        self.past.note(at, head, chain, dead, What::Slid(Box::new(entry), rows));
-    }
-
     /// Notes pages that were put together.
     pub fn note_compacted(&mut self, at: u32, head: usize, chain: usize, dead: u32, compacted: Compacted) {
         self.past.note(at, head, chain, dead, What::Compacted(compacted));
@@ -228,10 +234,13 @@ impl Layer {
     /// Marks the pages of a run that have to stay in the first tier, as a rollback would move tokens back to them.
     pub fn tie(&mut self, head: usize, chain: usize) {
         let run = &mut self.heads[head].chains[chain];
-        run.entries.iter_mut().for_each(|entry| entry.tied = false);
-        for ordinal in self.past.tied(head, chain) {
-            if let Some(entry) = run.entry_mut(ordinal) {
-                entry.tied = true;
+        let tied: SmallVec<[u32; 32]> = self.past.tied(head, chain).collect();
+        // What stays as it is stays in common with forks.
+        for i in 0..run.entries.len() {
+            let entry = &run.entries[i];
+            let ties = tied.contains(&entry.ordinal);
+            if entry.tied != ties {
+                run.entries[i].tied = ties;
             }
         }
     }
@@ -254,7 +263,7 @@ impl Layer {
                     }
                     Was::Rewritten(_) => match back[..known].iter().rfind(|(back, _)| *back == of) {
                         Some((_, shared)) => *shared,
-                        None => run.entry(page.ordinal).and_then(Entry::page).is_none_or(Page::is_shared),
+                        None => run.index(page.ordinal).is_none_or(|i| run.shares_page(i)),
                     },
                 };
                 pages += u64::from(shared);

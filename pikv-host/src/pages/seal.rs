@@ -24,7 +24,8 @@ impl Layer {
         let mut bytes = 0;
         for (head, codec) in self.heads.iter().zip(self.codecs.iter()) {
             let aliases = self.aliases(inner, head);
-            for (chain, &n) in head.chains.iter().zip(&known).filter(|(_, n)| **n > 0) {
+            let runs = known.iter().enumerate().map(|(c, n)| (&head.chains[c], *n));
+            for (chain, n) in runs.filter(|(_, n)| *n > 0) {
                 let fill = chain.room().map_or(0, |(_, fill)| fill);
                 let mut pages = StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + 1;
                 if let Some(codec) = codec {
@@ -62,13 +63,13 @@ impl Layer {
         let mut ahead = self.clone();
         ahead.file_tokens(inner, shape, len, inner.config.experts == 1, pages)?;
         let from = |h: usize, c: usize| self.heads[h].chains[c].next_place(false).0;
-        Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.chains[..]), from, None))
+        Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.chains), from, None))
     }
 
     /// Has tokens filed in the pages of [`Layer::seal`], from those that are open now on.
     pub fn take_sealed(&mut self, sealed: Sealed) {
         for (h, head) in self.heads.iter_mut().enumerate() {
-            for (c, chain) in head.chains.iter_mut().enumerate() {
+            for (c, chain) in head.chains.iter_mut() {
                 let Some(Entry { ordinal, fill, held: Held::Open(page), .. }) = chain.entries.back_mut()
                 else {
                     continue;

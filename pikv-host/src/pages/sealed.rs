@@ -4,9 +4,10 @@
 //! page. So the pages can be made once, and a sequence that files the token takes such a page in place of one of its own. What is read is
 //! told by lanes, so a page that has tokens which are still in the ring reads as one that has not.
 
+use crate::base::chunks::Chunks;
 use crate::memory::arena::Page;
 use crate::pages::chain::{Chain, Closed, Entry, Held, find};
-use std::collections::VecDeque;
+use crate::pages::runs::Runs;
 use std::sync::Arc;
 
 /// Pages in which tokens lie that are still in the ring.
@@ -22,7 +23,7 @@ pub(crate) struct Sealed {
 #[derive(Debug)]
 struct Run {
     chain: usize,
-    entries: VecDeque<Entry>,
+    entries: Chunks<Entry>,
 }
 
 impl Sealed {
@@ -60,14 +61,14 @@ impl Sealed {
 
     /// Bytes of the lists; forks that share them count each.
     pub fn table_bytes(&self) -> u64 {
-        let run = |run: &Run| run.entries.capacity() * size_of::<Entry>() + size_of::<Run>();
+        let run = |run: &Run| run.entries.bytes() + size_of::<Run>();
         self.heads.iter().flatten().map(run).sum::<usize>() as u64
     }
 
     /// The pages of `runs`, of each head, as of `until` tokens. Those of a run come from its chain from the page on that `from` gives.
     pub fn of<'a>(
         until: u32,
-        heads: impl Iterator<Item = &'a [Chain]>,
+        heads: impl Iterator<Item = &'a Runs>,
         from: impl Fn(usize, usize) -> u32,
         newer: Option<&Sealed>,
     ) -> Sealed {
@@ -78,12 +79,12 @@ impl Sealed {
             let more = (chain.next.max(from)..).map_while(known);
             let first = |entry: &&Entry| entry.position(None, 0).is_none_or(|first| first < until);
             let bare = |entry: &Entry| Entry { bounds: None, ..entry.clone() };
-            let entries: VecDeque<Entry> = own.chain(more).take_while(first).map(bare).collect();
+            let entries: Chunks<Entry> = own.chain(more).take_while(first).map(bare).collect();
             (!entries.is_empty()).then_some(Run { chain: c, entries })
         };
         let heads = heads
             .enumerate()
-            .map(|(h, chains)| chains.iter().enumerate().filter_map(|(c, chain)| run(h, c, chain)).collect());
+            .map(|(h, chains)| chains.iter().filter_map(|(c, chain)| run(h, c, chain)).collect());
         Sealed { until, heads: heads.collect() }
     }
 }

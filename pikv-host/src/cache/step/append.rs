@@ -67,7 +67,7 @@ impl Step<'_> {
         }
         self.pages.flush_copies()?;
         if let Some(front) = inner.fabric.as_ref().filter(|_| filed) {
-            front.set_aside(&inner.shape, layer, self.live().map(|part| &part.sequence.layers[layer]))?;
+            front.set_aside(&inner.shape, layer, self.live().map(|part| &*part.sequence.layers[layer]))?;
         }
         for part in self.parts.iter_mut().filter(|part| !part.out) {
             part.sequence.layers[layer].bound(&inner.shape, shape)?;

@@ -5,6 +5,7 @@ use crate::attend::executor::Tensors;
 use crate::attend::hits::{Asking, Fetched};
 use crate::attend::options::Attend;
 use crate::attend::options::Read;
+use crate::base::chunks::Common;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::base::frequencies::Frequencies;
@@ -161,7 +162,7 @@ impl Step<'_> {
                 let [k, v] = &tokens;
                 let tokens = Tokens::Host { k: HostSlice::F32(k), v: HostSlice::F32(v) };
                 for part in self.parts.iter_mut().filter(|part| !part.out) {
-                    let state = &mut part.sequence.layers[layer];
+                    let state = Common::own(&mut part.sequence.layers[layer]);
                     for (row, position) in (part.row..).zip(part.sequence.len..part.len) {
                         let at = (position / PAGE - state.first_tile) as usize;
                         for (h, head) in state.heads.iter_mut().enumerate() {

@@ -31,7 +31,7 @@ impl Head {
         self.states.save(&mut to.fields, |_| true);
         put_floats(&mut to.fields, &self.own);
         self.ghosts.save(&mut to.fields);
-        let runs = self.chains.iter().enumerate().filter(|(_, chain)| !chain.is_fresh());
+        let runs = self.chains.iter().filter(|(_, chain)| !chain.is_fresh());
         to.fields.push(runs.clone().count() as u32);
         for (c, chain) in runs {
             to.fields.push(c as u32);
@@ -69,8 +69,7 @@ impl Layer {
         sure(known, "tokens of the ring without their experts")?;
         let n = (len - self.tags_from) as usize * top_k;
         let words = from.slice(n.div_ceil(2))?;
-        self.tags.reserve_exact(n);
-        self.tags.extend((0..n).map(|at| (words[at / 2] >> (at % 2 * 16)) as u16));
+        self.tags = (0..n).map(|at| (words[at / 2] >> (at % 2 * 16)) as u16).collect();
         sure(self.tags.iter().all(|tag| u32::from(*tag) < experts), "an expert that is not there")
     }
 
@@ -103,7 +102,7 @@ impl Layer {
         head.ghosts = Ghosts::load(from, layout, inner.config.experts, len, &input.pool.ghosts)?;
         let mut least = 0;
         for _ in 0..from.count(6)? {
-            let c = from.below(self.heads[h].chains.len(), "no such run of pages")?;
+            let c = from.below(self.heads[h].chains.most(), "no such run of pages")?;
             sure(c >= least, "runs out of order")?;
             least = c + 1;
             let codecs = self.codecs.clone();
@@ -122,13 +121,13 @@ impl Layer {
         (inner, shape): (&CacheShape, &LayerShape),
         reach: Reach,
     ) -> Result<(), Error> {
-        let mut taken = vec![0; self.heads[h].chains.len()];
+        let mut taken = vec![0; self.heads[h].chains.most()];
         for position in inner.store.ring.left(reach.len - reach.limit)..self.filed {
             if let Some(c) = self.chain_of(inner, shape, position) {
                 taken[c] += 1;
             }
         }
-        let enough = taken.iter().zip(&self.heads[h].chains).all(|(n, chain)| *n <= chain.filed);
+        let enough = taken.iter().enumerate().all(|(c, n)| *n <= self.heads[h].chains[c].filed);
         sure(enough, "a run without tokens that were filed in it")
     }
 
@@ -139,8 +138,9 @@ impl Layer {
     pub fn list_twice(&mut self) -> Result<(), Error> {
         let heads = self.heads.iter().enumerate();
         let entries = heads.flat_map(|(h, head)| {
-            let chains = head.chains.iter().enumerate();
-            chains.flat_map(move |(c, chain)| chain.entries.iter().map(move |entry| (h, c, entry)))
+            head.chains
+                .iter()
+                .flat_map(move |(c, chain)| chain.entries.iter().map(move |entry| (h, c, entry)))
         });
         for (head, chain, Entry { held, ordinal, .. }) in entries {
             let (Held::Closed(closed), Some(codec)) = (held, &self.codecs[head]) else { continue };

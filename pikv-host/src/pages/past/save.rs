@@ -37,7 +37,7 @@ impl Killed {
 /// A head and a chain that are there.
 fn run(from: &mut Fields<'_>, layer: &Layer) -> Result<(usize, usize), Error> {
     let head = from.below(layer.heads.len(), "no such KV head")?;
-    Ok((head, from.below(layer.heads[head].chains.len(), "no such run of pages")?))
+    Ok((head, from.below(layer.heads[head].chains.most(), "no such run of pages")?))
 }
 
 impl Layer {
@@ -109,7 +109,8 @@ impl Layer {
                 FREED => What::Freed(Box::new(held(from, input, &of)?)),
                 SLID => {
                     let entry = Box::new(held(from, input, &of)?);
-                    What::Slid(entry, Apart::load(from, &self.heads[head].chains[chain].kept)?)
+                    let kept = &(&mut self.heads[head].chains)[chain].kept;
+                    What::Slid(entry, Apart::load(from, kept)?)
                 }
                 COMPACTED => {
                     sure(codec.is_none() && chain > 0, "packed pages that were put together")?;

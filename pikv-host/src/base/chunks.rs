@@ -1,0 +1,535 @@
+//! A list whose copies share what none of them has written.
+
+use smallvec::SmallVec;
+use std::ops::{Deref, DerefMut, Index, IndexMut, RangeBounds};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+/// Whether others have it too. Read from the outside in: who gives up an outer share has taken its own of what is inside before.
+fn is_shared<T>(of: &Arc<T>) -> bool {
+    let shared = Arc::strong_count(of) > 1;
+    // What another holder counted within, before it let go, is seen after this.
+    fence(Ordering::Acquire);
+    shared
+}
+
+/// A value that clones share until one of them is written: whoever writes first gets a copy.
+#[derive(Debug, Default)]
+pub(crate) struct Common<T>(Arc<T>);
+
+impl<T> Common<T> {
+    pub fn new(value: T) -> Common<T> {
+        Common(Arc::new(value))
+    }
+
+    /// Whether there are other clones that share it.
+    pub fn is_shared(&self) -> bool {
+        is_shared(&self.0)
+    }
+
+    /// Whether both share one value.
+    pub fn is(&self, other: &Common<T>) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl<T: Clone> Common<T> {
+    /// Takes a copy if others share it.
+    pub fn own(of: &mut Common<T>) -> &mut T {
+        Arc::make_mut(&mut of.0)
+    }
+}
+
+impl<T> Clone for Common<T> {
+    fn clone(&self) -> Common<T> {
+        Common(self.0.clone())
+    }
+}
+
+impl<T> Deref for Common<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Clone> DerefMut for Common<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        Common::own(self)
+    }
+}
+
+/// Neighbours of a list.
+#[derive(Debug)]
+pub(crate) struct Chunk<T>(Vec<T>);
+
+impl<T: Clone> Clone for Chunk<T> {
+    fn clone(&self) -> Chunk<T> {
+        let mut items = Vec::with_capacity(self.0.capacity());
+        items.extend_from_slice(&self.0);
+        Chunk(items)
+    }
+}
+
+/// A list that grows and is shared by chunks of `N` items: a clone costs a pointer a chunk, writing an item of a chunk that others share
+/// copies that chunk first. No push moves more than one chunk's items; one in `N` asks for memory. Items at both ends come and go
+/// in O(N), those between in O(items after them).
+#[derive(Debug)]
+pub(crate) struct Chunks<T, const N: usize = 16> {
+    /// Those with items, all but the first and the last of them full, then empty ones that nobody shares, for items to come.
+    chunks: SmallVec<[Arc<Chunk<T>>; 2]>,
+    /// How many have items.
+    used: usize,
+    len: usize,
+}
+
+impl<T, const N: usize> Default for Chunks<T, N> {
+    fn default() -> Chunks<T, N> {
+        Chunks { chunks: SmallVec::new(), used: 0, len: 0 }
+    }
+}
+
+impl<T, const N: usize> Clone for Chunks<T, N> {
+    fn clone(&self) -> Chunks<T, N> {
+        Chunks { chunks: self.chunks[..self.used].iter().cloned().collect(), ..*self }
+    }
+}
+
+impl<T, const N: usize> Chunks<T, N> {
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The chunk of item `i`, and its place there; past the end, where it would be.
+    fn place(&self, i: usize) -> (usize, usize) {
+        let first = self.chunks.first().map_or(0, |chunk| chunk.0.len());
+        match i.checked_sub(first) {
+            None => (0, i),
+            Some(i) => (1 + i / N, i % N),
+        }
+    }
+
+    pub fn get(&self, i: usize) -> Option<&T> {
+        let (chunk, at) = self.place(i);
+        self.chunks.get(chunk)?.0.get(at)
+    }
+
+    pub fn front(&self) -> Option<&T> {
+        self.chunks.first()?.0.first()
+    }
+
+    pub fn back(&self) -> Option<&T> {
+        self.chunks.get(self.used.checked_sub(1)?)?.0.last()
+    }
+
+    /// Whether a clone shares item `i`: it is written to a copy then.
+    pub fn is_shared(&self, i: usize) -> bool {
+        self.chunks.get(self.place(i).0).is_some_and(is_shared)
+    }
+
+    /// The items, in order.
+    pub fn iter(&self) -> Iter<'_, T> {
+        self.chunks[..self.used].iter().flat_map(items as fn(_) -> _)
+    }
+
+    /// Some of the items, in order.
+    pub fn range(&self, range: impl RangeBounds<usize>) -> impl DoubleEndedIterator<Item = &T> + Clone {
+        let all = std::ops::Range { start: 0, end: self.len };
+        let from = match range.start_bound() {
+            std::ops::Bound::Included(from) => *from,
+            std::ops::Bound::Excluded(from) => *from + 1,
+            std::ops::Bound::Unbounded => all.start,
+        };
+        let to = match range.end_bound() {
+            std::ops::Bound::Included(to) => *to + 1,
+            std::ops::Bound::Excluded(to) => *to,
+            std::ops::Bound::Unbounded => all.end,
+        };
+        debug_assert!(from <= to && to <= all.end, "{from}..{to} of {}", all.end);
+        let ((first, at), (last, until)) = (self.place(from), self.place(to));
+        (first..=last).flat_map(move |i| {
+            let items = self.chunks.get(i).map_or(&[][..], |chunk| &chunk.0);
+            let to = if i == last { until } else { items.len() };
+            items[if i == first { at.min(to) } else { 0 }..to].iter()
+        })
+    }
+
+    /// How many items come first of which `is` holds, where it holds of none after them. O(log items).
+    pub fn partition_point(&self, is: impl Fn(&T) -> bool) -> usize {
+        let (mut from, mut to) = (0, self.len);
+        while from < to {
+            let middle = (from + to) / 2;
+            if is(&self[middle]) { from = middle + 1 } else { to = middle }
+        }
+        from
+    }
+
+    /// Bytes of its memory, from the capacities of the chunks; clones that share them count each.
+    pub fn bytes(&self) -> usize {
+        let counts = 2 * size_of::<usize>();
+        let chunk =
+            |chunk: &Arc<Chunk<T>>| counts + size_of::<Chunk<T>>() + chunk.0.capacity() * size_of::<T>();
+        let list = if self.chunks.spilled() { self.chunks.capacity() * size_of::<usize>() } else { 0 };
+        list + self.chunks.iter().map(chunk).sum::<usize>()
+    }
+
+    /// Gives empty chunks back beyond three for each with items.
+    pub fn tighten(&mut self) {
+        let most = 4 * self.used.max(1);
+        self.chunks.truncate(most);
+        if self.chunks.spilled() && self.chunks.capacity() > 4 * most.max(4) {
+            self.chunks.shrink_to_fit();
+        }
+    }
+}
+
+impl<T: Clone, const N: usize> Chunks<T, N> {
+    /// Takes item `i` out of what others share.
+    pub fn own(&mut self, i: usize) {
+        _ = &mut self[i];
+    }
+
+    pub fn back_mut(&mut self) -> Option<&mut T> {
+        let last = self.chunks.get_mut(self.used.checked_sub(1)?)?;
+        Arc::make_mut(last).0.last_mut()
+    }
+
+    /// The last chunk, which has room for an item.
+    fn room(&mut self) -> &mut Vec<T> {
+        let full = |chunk: &Arc<Chunk<T>>| chunk.0.len() == N;
+        if self.used.checked_sub(1).is_none_or(|last| full(&self.chunks[last])) {
+            if self.used == self.chunks.len() {
+                // The first grows to its size, as most runs of many experts are short.
+                let room = if self.used == 0 { 0 } else { N };
+                self.chunks.push(Arc::new(Chunk(Vec::with_capacity(room))));
+            }
+            self.used += 1;
+        }
+        &mut Arc::make_mut(&mut self.chunks[self.used - 1]).0
+    }
+
+    pub fn push_back(&mut self, item: T) {
+        self.room().push(item);
+        self.len += 1;
+    }
+
+    pub fn extend_from_slice(&mut self, mut items: &[T]) {
+        while !items.is_empty() {
+            let room = self.room();
+            let (these, others) = items.split_at(items.len().min(N - room.len()));
+            room.extend_from_slice(these);
+            (self.len, items) = (self.len + these.len(), others);
+        }
+    }
+
+    pub fn pop_back(&mut self) -> Option<T> {
+        let last = self.used.checked_sub(1)?;
+        let chunk = Arc::make_mut(&mut self.chunks[last]);
+        let item = chunk.0.pop();
+        self.used -= usize::from(chunk.0.is_empty());
+        self.len -= 1;
+        item
+    }
+
+    pub fn pop_front(&mut self) -> Option<T> {
+        let first = self.chunks.first_mut().filter(|_| self.len > 0)?;
+        let Some(chunk) = Arc::get_mut(first) else {
+            let item = self.front().cloned();
+            self.drop_front(1);
+            return item;
+        };
+        let item = chunk.0.remove(0);
+        self.len -= 1;
+        if chunk.0.is_empty() {
+            self.set_aside();
+        }
+        Some(item)
+    }
+
+    /// Keeps the first chunk, which is empty and nobody else's, for items to come.
+    fn set_aside(&mut self) {
+        self.chunks[..].rotate_left(1);
+        self.used -= 1;
+    }
+
+    /// Takes the first `n` items out, or all.
+    pub fn drop_front(&mut self, n: usize) {
+        let mut left = n.min(self.len);
+        self.len -= left;
+        while left > 0 {
+            let chunk = &mut self.chunks[0];
+            let all = chunk.0.len();
+            if left < all {
+                Arc::make_mut(chunk).0.drain(..left);
+                return;
+            }
+            left -= all;
+            match Arc::get_mut(chunk) {
+                Some(chunk) => {
+                    chunk.0.clear();
+                    self.set_aside();
+                }
+                None => {
+                    self.chunks.remove(0);
+                    self.used -= 1;
+                }
+            }
+        }
+    }
+
+    /// Takes all but the first `n` items out.
+    pub fn truncate(&mut self, n: usize) {
+        while self.len > n {
+            self.pop_back();
+        }
+    }
+
+    /// Takes the first item if `is` says so.
+    pub fn pop_front_if(&mut self, is: impl FnOnce(&T) -> bool) -> Option<T> {
+        if self.front().is_some_and(is) { self.pop_front() } else { None }
+    }
+
+    /// Has two items change places, the first `a < b`.
+    fn swap(&mut self, a: usize, b: usize) {
+        let ((first, from), (last, to)) = (self.place(a), self.place(b));
+        let (before, after) = self.chunks.split_at_mut(last);
+        let last = &mut Arc::make_mut(&mut after[0]).0;
+        match before.get_mut(first) {
+            Some(first) => std::mem::swap(&mut Arc::make_mut(first).0[from], &mut last[to]),
+            None => last.swap(from, to),
+        }
+    }
+
+    /// Adds an item before item `i`.
+    pub fn insert(&mut self, i: usize, item: T) {
+        self.push_back(item);
+        (i + 1..self.len).rev().for_each(|at| self.swap(at - 1, at));
+    }
+
+    /// Takes out the items that are not to stay.
+    pub fn retain(&mut self, stays: impl Fn(&T) -> bool) {
+        let mut left = 0;
+        for i in 0..self.len {
+            if stays(&self[i]) {
+                if left < i {
+                    self.swap(left, i);
+                }
+                left += 1;
+            }
+        }
+        self.truncate(left);
+    }
+
+    /// The first `n` items, of which whole chunks are shared.
+    pub fn first(&self, n: usize) -> Chunks<T, N> {
+        let mut first = self.clone();
+        let (chunk, at) = self.place(n.min(self.len));
+        if n < self.len {
+            first.chunks.truncate(chunk);
+            first.used = first.chunks.len();
+            first.len = n - at;
+            self.chunks.get(chunk).into_iter().for_each(|chunk| first.extend_from_slice(&chunk.0[..at]));
+        }
+        first
+    }
+}
+
+fn items<T>(chunk: &Arc<Chunk<T>>) -> std::slice::Iter<'_, T> {
+    chunk.0.iter()
+}
+
+/// The items of a list.
+pub(crate) type Iter<'a, T> = std::iter::FlatMap<
+    std::slice::Iter<'a, Arc<Chunk<T>>>,
+    std::slice::Iter<'a, T>,
+    fn(&'a Arc<Chunk<T>>) -> std::slice::Iter<'a, T>,
+>;
+
+impl<'a, T, const N: usize> IntoIterator for &'a Chunks<T, N> {
+    type Item = &'a T;
+    type IntoIter = Iter<'a, T>;
+
+    fn into_iter(self) -> Iter<'a, T> {
+        self.iter()
+    }
+}
+
+impl<T: Clone, const N: usize> FromIterator<T> for Chunks<T, N> {
+    fn from_iter<I: IntoIterator<Item = T>>(items: I) -> Chunks<T, N> {
+        let mut list = Chunks::default();
+        items.into_iter().for_each(|item| list.push_back(item));
+        list
+    }
+}
+
+impl<T, const N: usize> Index<usize> for Chunks<T, N> {
+    type Output = T;
+
+    fn index(&self, i: usize) -> &T {
+        let (chunk, at) = self.place(i);
+        &self.chunks[chunk].0[at]
+    }
+}
+
+impl<T: Clone, const N: usize> IndexMut<usize> for Chunks<T, N> {
+    fn index_mut(&mut self, i: usize) -> &mut T {
+        let (chunk, at) = self.place(i);
+        &mut Arc::make_mut(&mut self.chunks[chunk]).0[at]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Chunks, Common};
+    use std::sync::Arc;
+
+    const CHUNK: usize = 16;
+
+    /// Draws of a linear congruence.
+    fn draw(seed: &mut u32, n: usize) -> usize {
+        *seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (*seed >> 8) as usize % n.max(1)
+    }
+
+    /// One change of a list and of a plain one.
+    fn change(seed: &mut u32, list: &mut Chunks<Arc<usize>>, plain: &mut Vec<usize>, grows: bool) {
+        let (x, at) = (draw(seed, 1 << 20), draw(seed, plain.len()));
+        match draw(seed, if grows { 8 } else { 14 }) {
+            0..4 => {
+                list.push_back(Arc::new(x));
+                plain.push(x);
+            }
+            4 if !plain.is_empty() => {
+                list[at] = Arc::new(x);
+                plain[at] = x;
+            }
+            5 => {
+                list.insert(at, Arc::new(x));
+                plain.insert(at, x);
+            }
+            6 | 8 => {
+                let front = (!plain.is_empty()).then(|| plain.remove(0));
+                assert_eq!(list.pop_front().as_deref(), front.as_ref());
+            }
+            7 | 9 => assert_eq!(list.pop_back().as_deref(), plain.pop().as_ref()),
+            10 => {
+                list.retain(|item| **item % 8 > 0);
+                plain.retain(|item| item % 8 > 0);
+                list.tighten();
+            }
+            11 => {
+                let more: Vec<usize> = (0..x % 40).collect();
+                list.extend_from_slice(&more.iter().copied().map(Arc::new).collect::<Vec<_>>());
+                plain.extend(more);
+            }
+            12 => {
+                list.drop_front(x % 50);
+                plain.drain(..(x % 50).min(plain.len()));
+            }
+            13 => {
+                list.truncate(at);
+                plain.truncate(at);
+            }
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn clones_hold_what_plain_lists_do_whatever_becomes_of_the_others() {
+        let mut seed = 5;
+        let mut lists: Vec<(Chunks<Arc<usize>>, Vec<usize>)> = vec![Default::default()];
+        for round in 0..6000 {
+            let i = draw(&mut seed, lists.len());
+            match draw(&mut seed, 40) {
+                0 if lists.len() < 5 => lists.push(lists[i].clone()),
+                1 if lists.len() > 1 => drop(lists.swap_remove(i)),
+                2 if lists.len() < 5 => {
+                    let n = draw(&mut seed, lists[i].1.len() + 1);
+                    lists.push((lists[i].0.first(n), lists[i].1[..n].to_vec()));
+                }
+                _ => {
+                    let (list, plain) = &mut lists[i];
+                    change(&mut seed, list, plain, round / 700 % 2 == 0);
+                }
+            }
+            for (list, plain) in &lists {
+                let n = plain.len();
+                assert_eq!((list.len(), list.is_empty()), (n, n == 0));
+                assert!(list.iter().map(|item| &**item).eq(plain), "{list:?} {plain:?}");
+                assert!(list.iter().rev().map(|item| &**item).eq(plain.iter().rev()));
+                let from = draw(&mut seed, n + 1);
+                let to = from + draw(&mut seed, n + 1 - from);
+                assert!(list.range(from..to).map(|item| &**item).eq(&plain[from..to]));
+                assert!(list.range(from..).rev().map(|item| &**item).eq(plain[from..].iter().rev()));
+                assert_eq!(
+                    (list.front().map(|x| **x), list.back().map(|x| **x)),
+                    (plain.first().copied(), plain.last().copied())
+                );
+                assert_eq!(list.get(n), None);
+                assert!((0..n).all(|i| *list[i] == plain[i]));
+            }
+        }
+        drop(lists);
+    }
+
+    #[test]
+    fn a_clone_takes_a_pointer_a_chunk_and_a_write_one_chunk() {
+        let item = Arc::new(7);
+        let mut list: Chunks<Arc<usize>> = std::iter::repeat_n(item.clone(), 10 * CHUNK).collect();
+        let fork = list.clone();
+        assert_eq!(Arc::strong_count(&item), 1 + 10 * CHUNK);
+        assert!((0..list.len()).all(|i| list.is_shared(i)));
+        list[3 * CHUNK] = Arc::new(8);
+        // The items of the chunk, but for the one that was written.
+        assert_eq!(Arc::strong_count(&item), 1 + 11 * CHUNK - 1);
+        assert!(
+            (0..list.len())
+                .all(|i| list.is_shared(i) == (i / CHUNK != 3) && list.is_shared(i) == fork.is_shared(i))
+        );
+        drop(fork);
+        assert!(!(0..list.len()).any(|i| list.is_shared(i)));
+        assert_eq!(Arc::strong_count(&item), 10 * CHUNK);
+    }
+
+    #[test]
+    fn lists_that_slide_ask_for_no_memory_and_give_back_what_they_leave() {
+        let mut list: Chunks<usize> = (0..5 * CHUNK).collect();
+        let chunks = |list: &Chunks<usize>| list.chunks.iter().map(Arc::as_ptr).collect::<Vec<_>>();
+        for i in 0..CHUNK {
+            list.push_back(i);
+            list.pop_front();
+        }
+        let mut before = chunks(&list);
+        for i in 0..10 * CHUNK {
+            list.push_back(i);
+            list.pop_front();
+        }
+        let mut after = chunks(&list);
+        before.sort_unstable();
+        after.sort_unstable();
+        assert_eq!(before, after);
+        let held = list.bytes();
+        list.retain(|item| *item == 0);
+        list.tighten();
+        assert!(list.bytes() <= held, "{} of {held}", list.bytes());
+        (0..100 * CHUNK).for_each(|i| list.push_back(i));
+        (0..100 * CHUNK).for_each(|_| _ = list.pop_front());
+        list.tighten();
+        assert!(list.bytes() < 8 * CHUNK * size_of::<usize>(), "{}", list.bytes());
+    }
+
+    #[test]
+    fn a_shared_value_is_copied_by_who_writes() {
+        let mut a = Common::new(vec![1]);
+        let b = a.clone();
+        assert!(a.is_shared() && a.is(&b));
+        a.push(2);
+        assert!(!a.is_shared() && !b.is_shared() && !a.is(&b));
+        assert_eq!((&*a, &*b), (&vec![1, 2], &vec![1]));
+    }
+}

@@ -1,0 +1,103 @@
+//! The runs of pages of a head.
+
+use crate::pages::chain::Chain;
+use crate::policy::state::Kept;
+use std::ops::{Index, IndexMut};
+use std::sync::LazyLock;
+
+/// The sinks, then each expert: of experts by the thousand only those have a run that some token was filed by. The others read as a run
+/// without pages, and take nothing.
+#[derive(Clone, Debug)]
+pub(crate) struct Runs {
+    /// By ascending index.
+    made: Vec<(usize, Box<Chain>)>,
+    /// How many there can be.
+    most: usize,
+    /// Words that the policy keeps of a token, and in how many versions.
+    kept: (usize, usize),
+}
+
+/// A run without pages.
+static BLANK: LazyLock<Chain> = LazyLock::new(Chain::default);
+
+impl Runs {
+    /// The sinks and so many experts, of whose tokens a policy keeps `words` in `versions`.
+    pub fn new(experts: u32, (words, versions): (usize, usize)) -> Runs {
+        Runs { made: Vec::new(), most: experts as usize + 1, kept: (words, versions) }
+    }
+
+    /// How many there can be: the sinks, and one for each expert.
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
+    fn at(&self, c: usize) -> Result<usize, usize> {
+        self.made.binary_search_by_key(&c, |(made, _)| *made)
+    }
+
+    /// Those in which something was filed, by index.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, &Chain)> + Clone {
+        self.made.iter().map(|(c, chain)| (*c, &**chain))
+    }
+
+    /// The same, to be changed.
+    pub fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Chain)> {
+        self.made.iter_mut().map(|(c, chain)| (*c, &mut **chain))
+    }
+
+    /// The same without the sinks: run `1 + e` is that of expert `e`.
+    pub fn experts(&self) -> impl DoubleEndedIterator<Item = (usize, &Chain)> + Clone {
+        self.iter().filter(|(c, _)| *c > 0)
+    }
+
+    /// The same, to be changed.
+    pub fn experts_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Chain)> {
+        self.iter_mut().filter(|(c, _)| *c > 0)
+    }
+
+    /// Run `c`, if something was filed in it.
+    pub fn made_mut(&mut self, c: usize) -> Option<&mut Chain> {
+        let at = self.at(c).ok()?;
+        Some(&mut self.made[at].1)
+    }
+
+    /// Run `c`, without pages if nothing was filed in it; `None` if there can be none.
+    pub fn get(&self, c: usize) -> Option<&Chain> {
+        (c < self.most).then(|| &self[c])
+    }
+
+    /// Bytes of the lists, from their capacities.
+    pub fn table_bytes(&self) -> u64 {
+        let runs: u64 =
+            self.made.iter().map(|(_, chain)| size_of::<Chain>() as u64 + chain.table_bytes()).sum();
+        runs + (self.made.capacity() * size_of::<(usize, Box<Chain>)>()) as u64
+    }
+
+    /// The same runs, each made anew out of the old one.
+    pub fn map<E>(&self, mut made: impl FnMut(usize, &Chain) -> Result<Chain, E>) -> Result<Runs, E> {
+        let runs = self.iter().map(|(c, chain)| Ok((c, Box::new(made(c, chain)?))));
+        Ok(Runs { made: runs.collect::<Result<_, E>>()?, ..*self })
+    }
+}
+
+impl Index<usize> for Runs {
+    type Output = Chain;
+
+    fn index(&self, c: usize) -> &Chain {
+        self.at(c).map_or(&*BLANK, |at| &self.made[at].1)
+    }
+}
+
+impl IndexMut<usize> for Runs {
+    /// Makes the run if nothing was filed in it.
+    fn index_mut(&mut self, c: usize) -> &mut Chain {
+        let at = self.at(c).unwrap_or_else(|at| {
+            let (words, versions) = self.kept;
+            // No policy looks at the sinks.
+            let kept = if c > 0 { Kept::new(words, versions) } else { Kept::default() };
+            self.made.insert(at, (c, Box::new(Chain { kept, ..Chain::default() })));
+            at
+        });
+        &mut self.made[at].1
+    }
+}
