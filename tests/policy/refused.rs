@@ -26,16 +26,16 @@ fn budgets_and_rules_that_are_none() {
     for share in [0.0, -0.5, 1.5, f32::NAN, f32::INFINITY] {
         refused(of(Budget::Share(share)), "above 0 and at most 1");
     }
-    refused(of(Budget::Layers([5].into())), "no number for the layer");
-    refused(of(Budget::Heads([vec![5, 5]].into())), "each KV head");
-    refused(of(Budget::Heads([vec![5, 5], vec![5]].into())), "each KV head");
-    refused(of(Budget::Heads([vec![5, 5], vec![5, 5, 5]].into())), "each KV head");
+    refused(of(Budget::Layers([5].into())), "none for this layer");
+    refused(of(Budget::Heads([vec![5, 5]].into())), "0 numbers for it; it has 2 KV heads");
+    refused(of(Budget::Heads([vec![5, 5], vec![5]].into())), "1 numbers for it; it has 2 KV heads");
+    refused(of(Budget::Heads([vec![5, 5], vec![5, 5, 5]].into())), "3 numbers for it; it has 2 KV heads");
     refused(of(Budget::Tokens(9)).batch(0), "at least 1");
     for floor in [-0.1, 1.1, f32::NAN] {
         refused(of(Budget::Tokens(9)).adaptive(floor), "0..=1");
     }
     refused(of(Budget::Tokens(9)).adaptive(0.2).by_page(), "by tokens");
-    refused(Duo::new(vec![vec![1.0; 2]], 9).eviction(), "each KV head");
+    refused(Duo::new(vec![vec![1.0; 2]], 9).eviction(), "0 numbers for it; it has 2 KV heads");
     let error = Cache::new(config(2).evict_layer(2, of(Budget::Tokens(9)))).unwrap_err();
     assert_eq!(error, Error::Config(ConfigError::PolicyLayer { layer: 2, layers: 2 }));
     // What is large is no error.
