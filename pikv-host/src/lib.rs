@@ -97,7 +97,8 @@ pub mod rules {
 /// Saved, parked and parkable sequences: what [`Cache`] and [`Sequence`] make of them, and why they would not.
 pub mod save {
     pub use crate::base::error::{SaveError, SaveOperation};
-    pub use crate::cache::parkable::{Awake, MadeRoom, Parkable};
+    pub use crate::cache::parkable::{Awake, Parkable};
+    pub use crate::cache::parkables::MadeRoom;
     pub use crate::cache::save::{Parked, Restored};
 }
 

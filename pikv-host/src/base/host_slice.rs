@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use pikv_core::dtype::Dtype;
 use pikv_core::page::MAX_DIM;
 
-/// What the elements of a tensor in the host's memory are: `f32`, or [`f16`] or [`bf16`] of the crate `half`, version 2. Calls that take
+/// What the elements of a tensor in the host's memory are: `f32`, or `f16` or `bf16` of the crate `half`, version 2. Calls that take
 /// slices of it ([`Step::append`](crate::Step::append), [`Step::attend`](crate::Step::attend), [`Output::new`](crate::Output::new),
 /// [`LoopStep::route`](crate::closed_loop::LoopStep::route)) take each tensor in a dtype of its own.
 ///

@@ -4,7 +4,7 @@ use crate::attend::executor::Executor;
 use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::idle::Idle;
-use crate::cache::parkable::Parkables;
+use crate::cache::parkables::{MadeRoom, Parkables};
 use crate::config::shape::{CacheShape, first_heads};
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
@@ -58,6 +58,40 @@ impl Inner {
                     if needed <= self.pool.arenas.budget() && self.make_room(needed)?.freed > 0 => {}
                 reserved => return reserved,
             }
+        }
+    }
+
+    /// [`Cache::make_room`](crate::Cache::make_room); without tiers only prefixes can go.
+    pub(crate) fn make_room(&self, bytes: u64) -> Result<MadeRoom, Error> {
+        let arenas = &self.pool.arenas;
+        let available = || arenas.budget().saturating_sub(arenas.taken());
+        let (mut made, mut failed) = (MadeRoom::default(), None);
+        let mut turns = None;
+        loop {
+            let missing = bytes.saturating_sub(available());
+            if missing == 0 {
+                break;
+            }
+            // Again after each that was parked: what it shared with prefixes may be idle then.
+            let came = self.idle.give_back(missing);
+            made.freed += came;
+            if came > 0 {
+                continue;
+            }
+            let turns = turns.get_or_insert_with(|| match self.pool.tiers.is_some() {
+                true => self.parkables.in_turn(&self.pool).into_iter(),
+                false => Vec::new().into_iter(),
+            });
+            let Some(slot) = turns.next() else { break };
+            if let Err(error) = slot.lower(&self.pool, missing, &mut made) {
+                failed = failed.or(Some(error));
+            }
+        }
+        made.available = available();
+        event!("made room", bytes = made.freed, parked = made.parked.len());
+        match failed {
+            Some(error) if made.available < bytes => Err(error),
+            _ => Ok(made),
         }
     }
 }

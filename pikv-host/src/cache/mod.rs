@@ -8,6 +8,7 @@ pub mod inner;
 pub mod map;
 pub mod over;
 pub mod parkable;
+pub mod parkables;
 pub mod rates;
 pub mod save;
 pub mod sequence;

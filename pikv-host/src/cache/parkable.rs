@@ -2,17 +2,18 @@
 
 use crate::base::error::Error;
 use crate::cache::Cache;
-use crate::cache::inner::Inner;
+use crate::cache::parkables::{MadeRoom, ParkableSlot, Turn};
 use crate::cache::save::Parked;
 use crate::cache::sequence::Sequence;
 use crate::memory::arena::Page;
+use crate::memory::pool::Pool;
 use pikv_core::page::Position;
 use std::collections::HashMap;
 use std::fmt;
 use std::mem;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// Where the pages of a parkable sequence are.
 #[derive(Debug)]
@@ -46,48 +47,51 @@ impl Slot {
     }
 }
 
-/// The parkable sequences of a cache.
-#[derive(Debug, Default)]
-pub(crate) struct Parkables {
-    slots: RwLock<Vec<Weak<Slot>>>,
-    next: AtomicU64,
-}
-
-impl Parkables {
-    fn add(&self, state: State) -> Arc<Slot> {
-        let (id, priority) = (self.next.fetch_add(1, Ordering::Relaxed), AtomicI32::new(0));
-        let slot = Arc::new(Slot { id, priority, state: Mutex::new(state) });
-        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
-        if slots.len() == slots.capacity() {
-            // As often as the list grows, so that it is in proportion to those that are there.
-            slots.retain(|slot| slot.strong_count() > 0);
+impl ParkableSlot for Slot {
+    fn turn(&self, pool: &Pool) -> Option<Turn> {
+        match &*self.idle()? {
+            State::Awake(sequence) if may_go(sequence, pool) => Some(Turn {
+                priority: self.priority.load(Ordering::Relaxed),
+                stepped: sequence.stepped,
+                id: self.id,
+            }),
+            _ => None,
         }
-        slots.push(Arc::downgrade(&slot));
-        slot
     }
 
-    /// Those that nobody has: of the lowest priority first, of equals the one first that was stepped least recently.
-    fn in_turn(&self, inner: &Inner) -> Vec<Arc<Slot>> {
-        let slots: Vec<Arc<Slot>> = {
-            let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-            slots.iter().filter_map(Weak::upgrade).collect()
-        };
-        let turn = |slot: Arc<Slot>| {
-            let stepped = match &*slot.idle()? {
-                State::Awake(sequence) if may_go(sequence, inner) => sequence.stepped,
-                _ => return None,
-            };
-            Some((slot.priority.load(Ordering::Relaxed), stepped, slot.id, slot))
-        };
-        let mut turns: Vec<_> = slots.into_iter().filter_map(turn).collect();
-        turns.sort_unstable_by_key(|(priority, stepped, id, _)| (*priority, *stepped, *id));
-        turns.into_iter().map(|(.., slot)| slot).collect()
+    fn lower(&self, pool: &Pool, missing: u64, made: &mut MadeRoom) -> Result<(), Error> {
+        let Some(mut state) = self.idle() else { return Ok(()) };
+        let State::Awake(sequence) = &mut *state else { return Ok(()) };
+        if !may_go(sequence, pool) {
+            return Ok(());
+        }
+        let own = sequence.own_bytes();
+        if own == 0 {
+            return Ok(());
+        }
+        match sequence.park(1) {
+            Ok(parked) => {
+                *state = State::Parked(parked);
+                made.freed += own;
+                made.parked.push(self.id);
+                Ok(())
+            }
+            Err(Error::TierFull { .. }) => {
+                let came = sequence.demote(missing)?;
+                made.freed += came;
+                if came > 0 {
+                    made.demoted.push(self.id);
+                }
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
     }
 }
 
-/// Whether a sequence lies in this cache, and is whole.
-fn may_go(sequence: &Sequence, inner: &Inner) -> bool {
-    std::ptr::eq(&*sequence.inner, inner) && sequence.sound().is_ok()
+/// Whether a sequence lies in the cache of these pages, and is whole.
+fn may_go(sequence: &Sequence, pool: &Pool) -> bool {
+    std::ptr::eq(&sequence.inner.pool, pool) && sequence.sound().is_ok()
 }
 
 /// A sequence that its cache may park: a [`Step`](crate::Step) or [`Cache::make_room`] that lacks memory moves whole parkable sequences to a
@@ -127,7 +131,10 @@ impl Parkable {
     /// Has the cache of a sequence park it when room is wanted. O(1).
     pub fn new(sequence: Sequence) -> Parkable {
         let inner = sequence.inner.clone();
-        Parkable { slot: inner.parkables.add(State::Awake(Box::new(sequence))) }
+        let (id, priority) = (inner.parkables.id(), AtomicI32::new(0));
+        let slot = Arc::new(Slot { id, priority, state: Mutex::new(State::Awake(Box::new(sequence))) });
+        inner.parkables.add(slot.clone());
+        Parkable { slot }
     }
 
     /// A number that no other handle of the cache has or had, by which [`MadeRoom`] names it.
@@ -243,20 +250,6 @@ impl DerefMut for Awake<'_> {
     }
 }
 
-/// What [`Cache::make_room`] did.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MadeRoom {
-    /// Bytes of the first tier that came free by it.
-    pub freed: u64,
-    /// What the budget has left afterwards, as far as other threads took none meanwhile: less than was asked for where nothing more can go.
-    pub available: u64,
-    /// [`Parkable::id`] of the sequences that were parked, in order.
-    pub parked: Vec<u64>,
-    /// Of those whose full pages went down, as no tier had room for the whole.
-    pub demoted: Vec<u64>,
-}
-
 impl Cache {
     /// Has `bytes` of the budget be free: as long as they are not, prefixes go that an index holds and no sequence reads, then [`Parkable`]
     /// sequences are parked in the tiers beneath, of the lowest priority first, of equals the one first that was in a step least recently.
@@ -296,72 +289,6 @@ impl Cache {
             return Err(Error::NoTiers);
         }
         self.inner.make_room(bytes)
-    }
-}
-
-impl Inner {
-    /// [`Cache::make_room`]; without tiers only prefixes can go.
-    pub(crate) fn make_room(&self, bytes: u64) -> Result<MadeRoom, Error> {
-        let arenas = &self.pool.arenas;
-        let available = || arenas.budget().saturating_sub(arenas.taken());
-        let (mut made, mut failed) = (MadeRoom::default(), None);
-        let mut turns = None;
-        loop {
-            let missing = bytes.saturating_sub(available());
-            if missing == 0 {
-                break;
-            }
-            // Again after each that was parked: what it shared with prefixes may be idle then.
-            let came = self.idle.give_back(missing);
-            made.freed += came;
-            if came > 0 {
-                continue;
-            }
-            let turns = turns.get_or_insert_with(|| match self.pool.tiers.is_some() {
-                true => self.parkables.in_turn(self).into_iter(),
-                false => Vec::new().into_iter(),
-            });
-            let Some(slot) = turns.next() else { break };
-            if let Err(error) = self.lower(&slot, missing, &mut made) {
-                failed = failed.or(Some(error));
-            }
-        }
-        made.available = available();
-        event!("made room", bytes = made.freed, parked = made.parked.len());
-        match failed {
-            Some(error) if made.available < bytes => Err(error),
-            _ => Ok(made),
-        }
-    }
-
-    /// Parks a sequence, or demotes its pages where it finds no room; nothing if somebody has it by now.
-    fn lower(&self, slot: &Slot, missing: u64, made: &mut MadeRoom) -> Result<(), Error> {
-        let Some(mut state) = slot.idle() else { return Ok(()) };
-        let State::Awake(sequence) = &mut *state else { return Ok(()) };
-        if !may_go(sequence, self) {
-            return Ok(());
-        }
-        let own = sequence.own_bytes();
-        if own == 0 {
-            return Ok(());
-        }
-        match sequence.park(1) {
-            Ok(parked) => {
-                *state = State::Parked(parked);
-                made.freed += own;
-                made.parked.push(slot.id);
-                Ok(())
-            }
-            Err(Error::TierFull { .. }) => {
-                let came = sequence.demote(missing)?;
-                made.freed += came;
-                if came > 0 {
-                    made.demoted.push(slot.id);
-                }
-                Ok(())
-            }
-            Err(error) => Err(error),
-        }
     }
 }
 
