@@ -146,12 +146,14 @@ fn generate(
     prompt: &[u8],
     tokens: usize,
     paged: &mut Paged,
+    after_prompt: impl FnOnce(&Paged) -> Result<(), Box<dyn Error>>,
 ) -> Result<Written, Box<dyn Error>> {
     let (mut logits, mut random, mut all) = (Vec::new(), SplitMix(1), Vec::new());
     let mut text = prompt.to_vec();
     for chunk in prompt.chunks(CHUNK) {
         model.forward(chunk, paged, &mut logits)?;
     }
+    after_prompt(paged)?;
     for _ in 0..tokens {
         all.extend(logits.iter().map(|x| x.to_bits()));
         let next = sample(&logits[logits.len() - VOCAB..], 0.7, &mut random) as u8;
@@ -170,15 +172,14 @@ fn write(
     form: &CacheConfig,
 ) -> Result<(), Box<dyn Error>> {
     let dim = model.config().head_dim;
-    let one = generate(model, prompt, tokens, &mut Paged::new(Cache::new(form.clone())?, dim))?;
+    let one = generate(model, prompt, tokens, &mut Paged::new(Cache::new(form.clone())?, dim), |_| Ok(()))?;
     let mut paged = Paged::new(world.cache(form.clone())?, dim);
-    // The prompt apart, so that a decode step is measured.
-    let many = generate(model, prompt, 0, &mut paged)?;
-    let (after, from) = (Instant::now(), paged.cache.traffic()?);
-    paged.clear();
-    drop(many);
-    let many = generate(model, prompt, tokens, &mut paged)?;
-    let to = paged.cache.traffic()?;
+    let (mut of_prompt, mut after) = (Traffic::default(), Instant::now());
+    let many = generate(model, prompt, tokens, &mut paged, |paged| {
+        (of_prompt, after) = (paged.cache.traffic()?, Instant::now());
+        Ok(())
+    })?;
+    let (to, took) = (paged.cache.traffic()?, after.elapsed().as_secs_f64());
     println!("{}\n", String::from_utf8_lossy(&many.text[prompt.len()..]));
     let differ = one.logits.iter().zip(&many.logits).filter(|(a, b)| a != b).count();
     let names = match world {
@@ -199,16 +200,15 @@ fn write(
         println!("{:>5} {:>10} {:>6} {:>8.3}", rank.rank, rank.bytes, rank.pages, rank.bytes as f64 / mean);
     }
     println!("front {:>10}  ring, and pages that fill up", paged.cache.usage().taken);
-    let prefill = (from.sent + from.received) as f64;
-    let decode = ((to.sent + to.received) as f64 - 2.0 * prefill) / tokens.max(1) as f64;
+    let prefill = (of_prompt.sent + of_prompt.received) as f64;
+    let decode = ((to.sent + to.received) as f64 - prefill) / tokens.max(1) as f64;
     println!("\na decode step: {decode:.0} bytes on the wire; the prompt: {prefill:.0}");
     let share = |t: &Traffic| t.waited.saturating_sub(t.computed).as_secs_f64();
-    let wire = share(&to) - share(&from);
+    let wire = share(&to) - share(&of_prompt);
     println!(
-        "of {:.2} s, {:.1} % on the way there and back ({:.1} % in waiting for ranks in all)",
-        after.elapsed().as_secs_f64(),
-        100.0 * wire / after.elapsed().as_secs_f64(),
-        100.0 * (to.waited - from.waited).as_secs_f64() / after.elapsed().as_secs_f64(),
+        "of {took:.2} s after the prompt, {:.1} % on the way there and back ({:.1} % in waiting for ranks in all)",
+        100.0 * wire / took,
+        100.0 * (to.waited - of_prompt.waited).as_secs_f64() / took,
     );
     if differ > 0 || one.text != many.text { Err("the ranks change a bit".into()) } else { Ok(()) }
 }
