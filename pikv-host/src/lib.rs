@@ -83,8 +83,8 @@ pub mod report {
     pub use crate::base::failures::Failures;
     pub use crate::base::ids::{PageId, Place};
     pub use crate::cache::Usage;
+    pub use crate::cache::held::PageInfo;
     pub use crate::cache::map::{Form, SequenceMap};
-    pub use crate::cache::sequence::PageInfo;
     pub use crate::cache::step::StepBytes;
 }
 

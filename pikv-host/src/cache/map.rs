@@ -2,7 +2,8 @@
 
 use crate::base::ids::Place;
 use crate::base::text::Bytes;
-use crate::cache::sequence::{PageInfo, Sequence};
+use crate::cache::held::PageInfo;
+use crate::cache::sequence::Sequence;
 use pikv_core::page::PAGE;
 use std::fmt::Write;
 

@@ -3,6 +3,7 @@
 pub mod cut;
 #[cfg(test)]
 mod growth_tests;
+pub mod held;
 pub mod idle;
 pub mod inner;
 pub mod map;
