@@ -233,9 +233,8 @@ fn behind_a_window_nothing_is_asked_for() {
 fn tensors_in_16_bits_are_widened_in_what_is_there() {
     let rope = Rope::new(10_000.0, DIM as u32);
     let codec = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4));
-    settles_in::<bf16>("bf16", &config(Some(500), Some(rope)).compress(codec), 1500);
-    let evicted = config(None, None).evict(Eviction::new(H2o, Budget::Tokens(400)));
-    settles_in::<bf16>("bf16, H2O", &evicted, 1500);
+    let evicted = Eviction::new(H2o, Budget::Tokens(400));
+    settles_in::<bf16>("bf16", &config(Some(500), Some(rope)).compress(codec).evict(evicted), 1500);
 }
 
 #[test]
