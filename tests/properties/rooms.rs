@@ -98,6 +98,22 @@ fn the_least_recently_stepped_goes_first_and_no_more_than_needed() {
     }
 }
 
+/// A checkpoint shares its sequence's layers and lists of pages: both are the sequence's own.
+#[test]
+fn checkpoints_of_its_own_keep_no_sequence_here() {
+    let cache = cache(40, 1000);
+    let mut chats = chats(&cache, &[128; 2]);
+    let budget = cache.usage().budget;
+    chats[0].awake().unwrap().checkpoint().unwrap();
+    add(&cache, &mut chats[1].awake().unwrap(), 1, 40).unwrap();
+    chats[1].awake().unwrap().checkpoint().unwrap();
+    add(&cache, &mut chats[1].awake().unwrap(), 1, 40).unwrap();
+    let taken = cache.usage().taken;
+    let made = cache.make_room(budget).unwrap();
+    assert_eq!(made.parked, [chats[0].id(), chats[1].id()]);
+    assert_eq!(made.freed, taken - cache.usage().taken);
+}
+
 #[test]
 fn who_is_awake_stays_and_so_does_what_others_read_too() {
     let cache = cache(40, 1000);
@@ -206,7 +222,8 @@ fn a_panic_with_a_guard_leaves_the_handle_and_the_cache_usable() {
 /// that of a cache that holds all.
 #[test]
 fn threads_that_step_at_once_make_room_for_each_other() {
-    let (threads, each, rounds) = (3, 3, scaled(12, 200));
+    let (threads, each, rounds) = (3, 3, scaled(60, 300));
+    let slept = AtomicUsize::new(0);
     for policy in [false, true] {
         let config = |pages: u64| {
             let config = CacheConfig::new(vec![shape(); LAYERS], pages * page()).ring(32).backend(backend());
@@ -215,7 +232,7 @@ fn threads_that_step_at_once_make_room_for_each_other() {
         };
         let tight = Cache::new(config(40).tiers(Tiers::new().host(10_000 * page()))).unwrap();
         let wide = Cache::new(config(10_000)).unwrap();
-        let (refused, slept) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let refused = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for thread in 0..threads {
                 let (tight, wide, refused, slept) = (&tight, &wide, &refused, &slept);
@@ -249,9 +266,9 @@ fn threads_that_step_at_once_make_room_for_each_other() {
                 });
             }
         });
-        assert!(slept.load(SeqCst) > 0, "nobody was parked");
         assert_eq!((tight.usage().taken, tight.usage().tiers[0].bytes), (0, 0));
     }
+    assert!(slept.load(SeqCst) > 0, "nobody was parked");
 }
 
 #[test]

@@ -27,6 +27,11 @@ impl<T> Common<T> {
         is_shared(&self.0)
     }
 
+    /// Its address, and how many clones share it.
+    pub fn holders(&self) -> (usize, usize) {
+        (Arc::as_ptr(&self.0) as usize, Arc::strong_count(&self.0))
+    }
+
     /// Whether both share one value.
     pub fn is(&self, other: &Common<T>) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -135,6 +140,12 @@ impl<T, const N: usize> Chunks<T, N> {
     /// The items, in order.
     pub fn iter(&self) -> Iter<'_, T> {
         self.chunks[..self.used].iter().flat_map(items as fn(_) -> _)
+    }
+
+    /// The items by chunks: the address of each, how many lists share it, and its items.
+    pub fn parts(&self) -> impl Iterator<Item = ((usize, usize), &[T])> {
+        let part = |chunk: &'_ Arc<Chunk<T>>| (Arc::as_ptr(chunk) as usize, Arc::strong_count(chunk));
+        self.chunks[..self.used].iter().map(move |chunk| (part(chunk), &chunk.0[..]))
     }
 
     /// Some of the items, in order.

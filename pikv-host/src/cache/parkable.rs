@@ -1,5 +1,6 @@
 //! Sequences that a cache may park by itself, when room is wanted.
 
+use crate::base::chunks::Chunks;
 use crate::base::error::Error;
 use crate::cache::Cache;
 use crate::cache::parkables::{MadeRoom, ParkableSlot, Turn};
@@ -7,6 +8,7 @@ use crate::cache::save::Parked;
 use crate::cache::sequence::Sequence;
 use crate::memory::arena::Page;
 use crate::memory::pool::Pool;
+use crate::pages::sealed::Sealed;
 use pikv_core::page::Position;
 use std::collections::HashMap;
 use std::fmt;
@@ -292,18 +294,48 @@ impl Cache {
     }
 }
 
+/// References to values that several may hold, by address.
+struct References<T>(HashMap<usize, (usize, usize, T)>);
+
+impl<T> References<T> {
+    fn new() -> References<T> {
+        References(HashMap::new())
+    }
+
+    /// One more to the value at an address, which has so many holders in all.
+    fn note(&mut self, (at, holders): (usize, usize), value: T) {
+        self.0.entry(at).or_insert((0, holders, value)).0 += 1;
+    }
+
+    /// The values of which all holders were noted: nobody else has them.
+    fn own(self) -> impl Iterator<Item = T> {
+        self.0.into_values().filter(|(noted, holders, _)| noted == holders).map(|(.., value)| value)
+    }
+}
+
 impl Sequence {
-    /// Bytes of pages of the first tier that nobody else refers to.
+    /// Bytes of pages of the first tier that nobody else refers to: neither to the page, nor to the list or the layer in which it stands.
     fn own_bytes(&self) -> u64 {
-        let mut seen: HashMap<usize, (u32, u32, u64)> = HashMap::new();
-        let mut told = |page: &Page| {
-            let (times, ..) = seen.entry(page.key()).or_insert((0, page.handles(), page.bytes()));
-            *times += 1;
-        };
-        self.each_own_page(&mut told);
         // Forks have the same checkpoints.
         let kept = self.checkpoints.iter().filter(|kept| Arc::strong_count(kept) == 1);
-        kept.for_each(|kept| kept.each_own_page(&mut told));
-        seen.values().filter(|(times, handles, _)| times == handles).map(|(.., bytes)| bytes).sum()
+        let mut layers = References::new();
+        let all = self.layers.iter().chain(kept.flat_map(|kept| &kept.layers));
+        all.for_each(|layer| layers.note(layer.holders(), &**layer));
+        let (mut sealed, mut lists, mut pages) = (References::new(), References::new(), References::new());
+        let mut note = |page: &Page| pages.note((page.key(), page.handles() as usize), page.bytes());
+        for layer in layers.own() {
+            for head in &layer.heads {
+                head.ring.iter().for_each(&mut note);
+                let parts = head.chains.iter().flat_map(|(_, chain)| chain.entries.parts());
+                parts.for_each(|(holders, entries)| lists.note(holders, entries));
+            }
+            layer.past.pages().flat_map(|held| held.pages()).for_each(&mut note);
+            layer.sealed.iter().for_each(|ahead| sealed.note(ahead.holders(), ahead));
+        }
+        let parts = sealed.own().flat_map(Sealed::lists).flat_map(Chunks::parts);
+        parts.for_each(|(holders, entries)| lists.note(holders, entries));
+        let entries = lists.own().flatten();
+        entries.flat_map(|entry| entry.held.pages()).for_each(&mut note);
+        pages.own().sum()
     }
 }

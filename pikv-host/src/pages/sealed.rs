@@ -53,6 +53,16 @@ impl Sealed {
         }
     }
 
+    /// The address of its lists, and how many share them.
+    pub fn holders(&self) -> (usize, usize) {
+        (Arc::as_ptr(&self.heads) as *const Vec<Run> as usize, Arc::strong_count(&self.heads))
+    }
+
+    /// The lists of its pages.
+    pub fn lists(&self) -> impl Iterator<Item = &Chunks<Entry>> {
+        self.heads.iter().flatten().map(|run| &run.entries)
+    }
+
     /// The pages that are held.
     pub fn pages(&self) -> impl Iterator<Item = &Page> {
         let entries = self.heads.iter().flatten().flat_map(|run| &run.entries);
