@@ -1,8 +1,9 @@
 //! Ranks that are processes, through `mpiexec`: the bits of one process, and what the others do when one is killed or stopped.
 //!
-//! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is
-//! every rank. The launcher starts each rank by a shell that outlives it, so that it does not end the others when one dies, and
-//! UCX, which Debian's MPICH is built over, may only use what does not abort them.
+//! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is every rank. The launcher starts each rank by a
+//! shell that outlives it, so that it does not end the others when one dies, and UCX, which Debian's MPICH is built over, may only use what
+//! does not abort them. `PIKV_LIBCUDA` names the stand-in for the CUDA driver, of which each rank has a device
+//! (`target/debug/deps/libpikv_standin.so` of the workspace).
 
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
 use pikv::report::PageMass;
@@ -21,6 +22,8 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 /// What a machine with more ranks than cores may take besides.
 const SLACK: Duration = Duration::from_secs(12);
 const BUDGET: u64 = 256 << 20;
+/// What a case may take: with a device each, three ranks interpret kernels on the cores of one machine.
+const PATIENCE: Duration = Duration::from_secs(240);
 
 /// Two layers of 2 KV heads of 4 query heads, 64 channels of bf16, 8 experts.
 fn config(ranks: u32) -> CacheConfig {
@@ -294,7 +297,6 @@ fn world(ranks: u32, case: &str, gone: &[u32]) {
         .args(["--exact", "rank", "--ignored", "--nocapture", "--test-threads=1"])
         .env("PIKV_RANKS", &dir)
         .env("PIKV_CASE", case)
-        .env("PIKV_LIBCUDA", me.with_file_name("libpikv_standin.so"))
         .env("PIKV_STANDIN_DEVICES", ranks.to_string())
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
@@ -307,7 +309,7 @@ fn world(ranks: u32, case: &str, gone: &[u32]) {
         .map(|rank| if rank == 0 { "done".to_owned() } else { format!("served-{rank}") })
         .collect();
     let there = || names.iter().all(|name| dir.join(name).exists());
-    while !there() && begun.elapsed() < Duration::from_secs(60) && child.try_wait().unwrap().is_none() {
+    while !there() && begun.elapsed() < PATIENCE && child.try_wait().unwrap().is_none() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let missing: Vec<&String> = names.iter().filter(|name| !dir.join(name).exists()).collect();
