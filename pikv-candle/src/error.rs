@@ -1,4 +1,4 @@
-//! What goes wrong between candle and pikv.
+//! Errors of calls with tensors.
 
 use candle_core::DType;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ pub enum Error {
     Shape {
         /// Which tensor.
         what: &'static str,
-        /// Its dimensions.
+        /// Dimensions of the tensor.
         got: Vec<usize>,
-        /// Those that would have done.
+        /// Dimensions that the layer and the pass need.
         expected: Vec<usize>,
     },
     /// A tensor of other numbers.
@@ -28,7 +28,7 @@ pub enum Error {
     Dtype {
         /// Which tensor.
         what: &'static str,
-        /// What it is of.
+        /// Dtype of the tensor.
         got: DType,
     },
     /// A tensor on a device.

@@ -69,7 +69,7 @@ impl KvCache {
     /// repeated, and there is no mask: a token sees those before it and itself, through the layer's window. Keys and queries are rotated
     /// by the model, unless the layer has a [`Rope`](pikv::Rope).
     ///
-    /// What is read and written lies token by token, `[batch, tokens, heads, dim]`. A tensor whose `transpose(1, 2)` is contiguous is read
+    /// pikv reads and writes tensors token by token, `[batch, tokens, heads, dim]`. A tensor whose `transpose(1, 2)` is contiguous is read
     /// where it lies: one that was transposed from there, and any of a single token. Others are copied once. The result is such a view;
     /// transposed back it is contiguous.
     ///
@@ -188,7 +188,7 @@ pub struct LayerCache {
 }
 
 impl LayerCache {
-    /// As [`KvCache::attend`].
+    /// [`KvCache::attend`] of this layer.
     ///
     /// # Errors
     /// Those of [`KvCache::attend`].
@@ -196,7 +196,7 @@ impl LayerCache {
         self.kv.attend(self.layer, q, k, v, options)
     }
 
-    /// As [`KvCache::route`].
+    /// [`KvCache::route`] of this layer.
     ///
     /// # Errors
     /// Those of [`KvCache::route`].

@@ -4,11 +4,14 @@
 use super::{DIM, EXPERTS, LAYERS, bits, config, routers, rows, states};
 use pikv::closed_loop::LoopError;
 use pikv::policy::{Budget, Eviction, H2o};
-use pikv::router::{Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, TopK};
+use pikv::router::{RouteError, Router, Shape, TopK};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, ClosedLoop, Error, Output, Position, Read, Sequence};
+use pikv::{Attend, Cache, ClosedLoop, Error, Output, Read, Sequence};
 use pikv_test::numbers::Rng;
+use pikv_test::routers::Wrapped;
 use pikv_test::scaled;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 fn looped(id: usize, rollback: u32) -> (Cache, ClosedLoop) {
     let evict = Eviction::new(H2o, Budget::Tokens(40)).batch(4);
@@ -111,45 +114,12 @@ fn what_leaves_was_never_routed() {
     assert!(left > 50);
 }
 
-/// A router that refuses rows once it is told to.
-#[derive(Debug)]
-struct Refuses<R>(R, std::sync::Arc<std::sync::atomic::AtomicBool>);
-
-impl<R: Router> Router for Refuses<R> {
-    fn kind(&self) -> RouterKind {
-        self.0.kind()
-    }
-    fn shape(&self) -> Shape {
-        self.0.shape()
-    }
-    fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
-        match self.1.load(std::sync::atomic::Ordering::SeqCst) {
-            true => Err(RouteError::Experts(77)),
-            false => self.0.route(first, logits, out),
-        }
-    }
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
-        self.0.observe(feedback)
-    }
-    fn discard(&mut self) {
-        self.0.discard();
-    }
-    fn state(&self) -> RouterState {
-        self.0.state()
-    }
-    fn restore(&mut self, state: &RouterState) -> Result<(), RouteError> {
-        self.0.restore(state)
-    }
-}
-
 #[test]
 fn a_router_that_refuses_is_named_and_the_sequence_has_left() {
-    let stubborn = std::sync::Arc::default();
+    let stubborn: Arc<AtomicBool> = Arc::default();
     let routers = (0..LAYERS).map(|_| -> Box<dyn Router> {
-        Box::new(Refuses(
-            TopK.router(Shape::new(EXPERTS as u32, 2)).unwrap(),
-            std::sync::Arc::clone(&stubborn),
-        ))
+        let router = Box::new(TopK.router(Shape::new(EXPERTS as u32, 2)).unwrap());
+        Box::new(Wrapped { router, refuses: Arc::clone(&stubborn) })
     });
     let cache = Cache::new(config(2)).unwrap();
     let mut pikv = ClosedLoop::new(cache.clone(), routers.collect()).unwrap();
@@ -163,7 +133,7 @@ fn a_router_that_refuses_is_named_and_the_sequence_has_left() {
         step.append(layer, &k, &v).unwrap();
         step.attend(layer, &q, &Attend::new(1.0), Output::new(&mut vec![0.0; q.len()])).unwrap();
     }
-    stubborn.store(true, std::sync::atomic::Ordering::SeqCst);
+    stubborn.store(true, Ordering::SeqCst);
     let refused = LoopError::Route { layer: 0, source: RouteError::Experts(77) };
     assert_eq!(step.leave_out(0), Err(refused));
     step.commit().unwrap();

@@ -8,12 +8,13 @@ use pikv::closed_loop::LoopError;
 use pikv::cuda::{DeviceOutput, DeviceRoutes, DeviceSlice};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::router::{
-    Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Misses, RouteError,
-    Router, RouterKind, RouterState, Routes, Shape, Start, TopK,
+    Adaptive, CacheAware, EntropyPenalised, Hashed, Hierarchical, LoadBalanced, Misses, RouteError, Router,
+    RouterKind, Shape, Start, TopK,
 };
 use pikv::rules::Hits;
-use pikv::{Attend, Backend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Output, Position, Read, Sequence};
+use pikv::{Attend, Backend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Output, Read, Sequence};
 use pikv_test::numbers::{Rng, bits};
+use pikv_test::routers::Wrapped;
 use pikv_test::scaled;
 
 const LAYERS: usize = 2;
@@ -299,34 +300,6 @@ fn logits_that_are_not_finite() {
     }
 }
 
-/// A router of somebody's own, which wraps one of pikv's and knows no device.
-#[derive(Debug)]
-struct Wrapped(Box<dyn Router>);
-
-impl Router for Wrapped {
-    fn kind(&self) -> RouterKind {
-        self.0.kind()
-    }
-    fn shape(&self) -> Shape {
-        self.0.shape()
-    }
-    fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
-        self.0.route(first, logits, out)
-    }
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
-        self.0.observe(feedback)
-    }
-    fn discard(&mut self) {
-        self.0.discard();
-    }
-    fn state(&self) -> RouterState {
-        self.0.state()
-    }
-    fn restore(&mut self, state: &RouterState) -> Result<(), RouteError> {
-        self.0.restore(state)
-    }
-}
-
 #[test]
 fn what_is_refused_leaves_the_layer_to_be_routed() {
     let standin = Standin::new();
@@ -370,7 +343,8 @@ fn what_is_refused_leaves_the_layer_to_be_routed() {
     assert_eq!(sequence.next_position().0, 1);
 
     let more = EntropyPenalised::default().more(1).router(of).unwrap();
-    for (router, id) in [(Box::new(Wrapped(top_k())) as Box<dyn Router>, "R_T"), (Box::new(more), "R_E")] {
+    for (router, id) in [(Box::new(Wrapped::new(top_k())) as Box<dyn Router>, "R_T"), (Box::new(more), "R_E")]
+    {
         let (mut sequence, mut pikv) = looped(router, &backend);
         let mut step = pikv.begin([(&mut sequence, 1)]).unwrap();
         let error = step.route_device(0, gate).unwrap_err();

@@ -57,7 +57,7 @@ impl<'a> Tensors<'a> {
             Some((from + i, value))
         };
         if let Some((at, value)) = views.iter().find_map(wild) {
-            let (row, head, channel) = (at / (heads * k_dim), at / k_dim % heads, at % k_dim);
+            let (row, head, channel) = (at / width, at / k_dim % heads, at % k_dim);
             return Err(Error::Query { layer, row, head, channel, value });
         }
         Ok(q)

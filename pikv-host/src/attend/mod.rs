@@ -118,8 +118,12 @@ fn attend_views(
     let Attend { scale, .. } = *options;
     let bounds = pool.shape.config.bounds;
     let factor = options.check(layer, shape, bounds)?;
-    for View { read, closed_gaps, .. } in sequences.iter().copied().filter(|view| view.rows > 0) {
-        Attend { read, closed_gaps, ..*options }.check(layer, shape, bounds)?;
+    // Those of sequences that have their own.
+    for View { rows, read, closed_gaps, .. } in sequences.iter().copied() {
+        let own = Attend { read, closed_gaps, ..*options };
+        if rows > 0 && own != *options {
+            own.check(layer, shape, bounds)?;
+        }
     }
     let mut single: Vec<View<'_>> = emptied(mem::take(&mut lists.single));
     let views = match sequences.iter().all(|view| view.read == Read::All) {
@@ -346,7 +350,8 @@ impl Computed<'_, '_> {
                         &mut no_lse[..rows]
                     }
                 };
-                let out = out.again();
+                let all = out.len();
+                let out = out.part(0, all);
                 executor.run(job, forests, wants.weights, Results { out, lse, seen }, cut)?;
                 Ok(mass.take())
             }

@@ -171,17 +171,7 @@ impl<'a> HostSliceMut<'a> {
         }
     }
 
-    /// The same, for a shorter time.
-    pub fn again(&mut self) -> HostSliceMut<'_> {
-        match self {
-            HostSliceMut::F32(of) => HostSliceMut::F32(of),
-            HostSliceMut::F16(of) => HostSliceMut::F16(of),
-            HostSliceMut::Bf16(of) => HostSliceMut::Bf16(of),
-        }
-    }
-
     /// The `n` elements from `at` on.
-    #[cfg(feature = "cuda")]
     pub fn part(&mut self, at: usize, n: usize) -> HostSliceMut<'_> {
         match self {
             HostSliceMut::F32(of) => HostSliceMut::F32(&mut of[at..][..n]),

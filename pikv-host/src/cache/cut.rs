@@ -49,7 +49,7 @@ impl Sequence {
         if self.stepping {
             return self.repaired().fork_at(len);
         }
-        let oldest = if self.cuts_anywhere() { 0 } else { self.len - self.rollback_limit() };
+        let oldest = self.len - self.rollback_limit();
         let why = match self.uncut(len) {
             None if len <= self.len => return self.cut(len),
             Some(_) if (oldest..=self.len).contains(&len) => {
@@ -72,7 +72,7 @@ impl Sequence {
                 asked: len,
                 len: self.len,
                 why,
-                oldest,
+                oldest: if self.cuts_anywhere() { 0 } else { oldest },
                 checkpoints: self.checkpoints().collect(),
             }),
         }
@@ -250,12 +250,6 @@ impl Sequence {
 
     /// Tells every page of the first tier that the sequence refers to, some of them several times.
     pub(crate) fn each_page(&self, told: &mut dyn FnMut(&Page)) {
-        self.each_own_page(told);
-        self.checkpoints.iter().for_each(|kept| kept.each_page(told));
-    }
-
-    /// The same without those of its checkpoints.
-    pub(crate) fn each_own_page(&self, told: &mut dyn FnMut(&Page)) {
         for layer in &self.layers {
             for head in &layer.heads {
                 head.ring.iter().for_each(&mut *told);
@@ -265,6 +259,7 @@ impl Sequence {
             layer.past.pages().flat_map(|held| held.pages()).for_each(&mut *told);
             layer.sealed.iter().flat_map(Sealed::pages).for_each(&mut *told);
         }
+        self.checkpoints.iter().for_each(|kept| kept.each_page(told));
     }
 
     /// Bytes of the pages of the first tier that it refers to, each once.

@@ -5,6 +5,7 @@ pub mod backend;
 pub mod dir;
 pub mod gguf_writer;
 pub mod numbers;
+pub mod routers;
 pub mod twins;
 
 use proptest::prelude::ProptestConfig;
