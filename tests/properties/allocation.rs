@@ -234,7 +234,8 @@ fn tensors_in_16_bits_are_widened_in_what_is_there() {
     let rope = Rope::new(10_000.0, DIM as u32);
     let codec = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4));
     let evicted = Eviction::new(H2o, Budget::Tokens(400));
-    settles_in::<bf16>("bf16", &config(Some(500), Some(rope)).compress(codec).evict(evicted), 1500);
+    // Without a window, which would have each head rank at steps of its own, in half of all.
+    settles_in::<bf16>("bf16", &config(None, Some(rope)).compress(codec).evict(evicted), 1500);
 }
 
 #[test]
