@@ -1,8 +1,9 @@
 //! Which pages of the pool a row reads.
 
 use crate::codec::HeadCodec;
-use crate::pages::chain::{Chain, Entry};
-use crate::pages::filing::Head;
+use crate::pages::chain::Chain;
+use crate::pages::entry::Entry;
+use crate::pages::head::Head;
 use pikv_core::bound;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;

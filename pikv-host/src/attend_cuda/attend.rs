@@ -1,16 +1,8 @@
-//! Attention on the device: all blocks of all rows in one launch a width of bundle (and form of packed pages), the tree level by
-//! level, the end in one; where the mass of pages is wanted, that in one more.
+//! Launches of a wave: all blocks of its rows in one launch for each width of bundle (and form of packed pages), the tree level by
+//! level, the ends of rows in one; where the mass of pages is wanted, that in one more.
 
-use crate::attend::executor::Cut;
-use crate::attend::executor::{Executor, Results, Session};
-use crate::attend::feedback::Feed;
-use crate::attend::forest::Forest;
-use crate::attend::job::OnDevice;
-use crate::attend::job::{Job, TILE, Widest};
-use crate::attend::mass::Wanted;
-use crate::attend_cuda::late::{Late, Saw};
-use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave, most};
-use crate::base::device_slice::DeviceOutput;
+use crate::attend::job::{Job, OnDevice};
+use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave};
 use crate::base::error::Error;
 use crate::base::rope_tables::Table;
 use crate::device::Device;
@@ -20,13 +12,9 @@ use crate::device::work::{Way, Work};
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
-use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg, TensorArg};
-use std::mem;
-use std::ops::Range;
-use std::sync::Arc;
 
 /// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
 pub const WAVE: u64 = 16 << 20;
@@ -34,14 +22,14 @@ pub const WAVE: u64 = 16 << 20;
 /// Addresses of results.
 #[derive(Clone, Copy)]
 pub struct To {
-    out: TensorArg,
-    ends: Ends,
-    mass: u64,
+    pub out: TensorArg,
+    pub ends: Ends,
+    pub mass: u64,
 }
 
 /// Where the ends of rows go.
 #[derive(Clone, Copy)]
-enum Ends {
+pub enum Ends {
     /// Log-sum-exp, exponent and sum, which the host judges.
     Host(u64),
     /// The log-sum-exp, or null, and where rows and outputs that overflow are noted.
@@ -59,7 +47,7 @@ pub struct Shape<'a> {
 }
 
 impl<'a> Shape<'a> {
-    fn of(job: &'a Job<'_>) -> Shape<'a> {
+    pub fn of(job: &'a Job<'_>) -> Shape<'a> {
         let on_device = job.on_device.map(|on_device| (on_device, job.factor));
         Shape { of: job.shape, table: job.table.as_deref(), softcap: job.softcap, on_device }
     }
@@ -381,186 +369,4 @@ impl Packed<'_> {
         }
         Ok(())
     }
-}
-
-/// A device.
-#[derive(Debug)]
-pub(crate) struct Cuda(pub Arc<Device>);
-
-impl Executor for Cuda {
-    fn widest(&self) -> Widest {
-        |_, codecs| most(codecs.into_iter().flatten())
-    }
-
-    fn run(
-        &self,
-        job: &mut Job<'_>,
-        forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
-        results: Results<'_>,
-        _: &mut Cut,
-    ) -> Result<(), Error> {
-        let done = attend_all(&self.0, job, forests, wanted, results);
-        if done.is_err() {
-            // What was asked for is over all the same, so that nobody still reads pages that were brought up for it.
-            let _ = self.0.stream.synchronize();
-        }
-        done
-    }
-
-    fn session(&self, layers: usize) -> Result<Option<Box<dyn Session>>, Error> {
-        Ok(Some(Box::new(Late::new(&self.0, layers)?)))
-    }
-}
-
-/// Attends the forests of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`. With `wanted`, of each view,
-/// the masses of each forest's pages too.
-fn attend_all(
-    device: &Device,
-    job: &Job<'_>,
-    forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
-    results: Results<'_>,
-) -> Result<(), Error> {
-    let Results { mut out, lse, seen: feeds } = results;
-    if lse.is_empty() {
-        return Ok(());
-    }
-    let mut work = device.work()?;
-    let stream = &device.stream;
-    let (firsts, masses) = rows_of_masses(forests, wanted);
-    let floats = out.len() + 3 * lse.len() + LANES * masses;
-    let first = work.out(stream, floats as u64)?;
-    let ends = first + 4 * out.len() as u64;
-    let out_at = TensorArg::new(first, Dtype::F32);
-    let to = To { out: out_at, ends: Ends::Host(ends), mass: ends + 12 * lse.len() as u64 };
-    let blank = forests.iter().any(|forest| forest.blocks.is_empty());
-    let attended = job.attended();
-    let rows: usize = attended.iter().map(Range::len).sum();
-    let left_out = rows * (job.shape.query_heads as usize) < lse.len();
-    if masses > 0 || blank || left_out {
-        // Sums go on from wave to wave; and of rows that nothing is there for, or that are left out, nobody else writes the output.
-        device.fill(first, 0, floats as u32)?;
-    }
-    waves(device, &mut work, job, forests, wanted, to, &firsts)?;
-    work.fetch(stream, first, floats, |words| {
-        let floats: &[f32] = bytemuck::cast_slice(words);
-        let (from, rest) = floats.split_at(out.len());
-        let (ends, mass) = rest.split_at(3 * lse.len());
-        let (width, heads) = (from.len() / lse.len(), job.shape.query_heads as usize);
-        for rows in attended {
-            let of = rows.start * heads..rows.end * heads;
-            let own = of.start * width..of.end * width;
-            let beyond = out.part(own.start, own.len()).write(&from[own.clone()]);
-            job.note_beyond(beyond.map(|(i, value)| (own.start + i, value)));
-            for at in of {
-                let [end, m, l] = ends.as_chunks().0[at];
-                lse[at] = end;
-                job.judge(at, m, l, &from[at * width..][..width]);
-            }
-        }
-        let Some(wanted) = wanted else { return };
-        for ((forest, first), feed) in forests.iter().zip(&firsts).zip(feeds) {
-            let weighed = &mut feed.weighed;
-            weighed.start(forest, &wanted[forest.view]);
-            weighed.fill(&mass.as_chunks().0[*first..]);
-            weighed.one_form(forest.passes());
-        }
-    })?;
-    for forest in forests.iter().filter(|forest| forest.blocks.is_empty()) {
-        for item in job.items(forest, TILE) {
-            (0..item.rows).for_each(|r| lse[job.output_row(&item, r)] = f32::NEG_INFINITY);
-        }
-    }
-    Ok(())
-}
-
-/// Of each forest its first row of masses, and the rows of all.
-fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[Wanted]>) -> (Vec<usize>, usize) {
-    let (mut firsts, mut masses) = (Vec::with_capacity(forests.len()), 0);
-    for forest in forests {
-        firsts.push(masses);
-        masses += wanted.map_or(0, |wanted| wanted[forest.view].sets().count()) * forest.pages.len();
-    }
-    (firsts, masses)
-}
-
-/// Launches all rows of forests that have pages, as many at a time as there is room for.
-fn waves(
-    device: &Device,
-    work: &mut Work,
-    job: &Job<'_>,
-    forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
-    to: To,
-    firsts: &[usize],
-) -> Result<(), Error> {
-    let most = if wanted.is_some() { job.whole() } else { TILE };
-    let mut wave = Wave::default();
-    let go = |wave: &mut Wave<'_>, work: &mut Work| {
-        let wave = mem::take(wave);
-        let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(job, forests, wanted, firsts));
-        wave.launch(device, work, &Shape::of(job), Some((to, &masses)))
-    };
-    for (index, forest) in forests.iter().enumerate().filter(|(_, forest)| !forest.blocks.is_empty()) {
-        for item in job.items(forest, Wave::step(job, forest, most)) {
-            if wave.size > 0 && wave.size + Wave::cost(job, &item, wanted.is_some()) > WAVE {
-                go(&mut wave, work)?;
-            }
-            wave.push(job, index, &item, wanted.is_some());
-        }
-    }
-    if wave.size > 0 {
-        go(&mut wave, work)?;
-    }
-    Ok(())
-}
-
-/// As [`attend_all`], of queries and to results on the device. Nothing is waited for; masses, and queries if they are asked for, are on
-/// their way down, and what is returned is how they lie.
-pub(crate) fn attend_in_place(
-    job: &Job<'_>,
-    forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
-    output: DeviceOutput,
-    feeds: &mut Vec<Feed>,
-    queries: bool,
-    late: &Late,
-) -> Result<Saw, Error> {
-    let device = late.device().clone();
-    let mut work = device.work()?;
-    let stream = &device.stream;
-    let (firsts, rows) = rows_of_masses(forests, wanted);
-    let floats = LANES * rows;
-    let mass = if rows > 0 { work.out(stream, floats as u64)? } else { 0 };
-    if rows > 0 {
-        device.fill(mass, 0, floats as u32)?;
-    }
-    let (out, lse) = (output.out, output.lse);
-    if forests.iter().any(|forest| forest.blocks.is_empty()) {
-        let (heads, v_dim) = (job.shape.query_heads as usize, job.shape.layout.v_dim as usize);
-        for rows in job.attended() {
-            let (first, ends) = (rows.start * heads, rows.len() * heads);
-            device.zero(out.part(first * v_dim, ends * v_dim))?;
-            if let Some(lse) = lse {
-                device.fill(lse.part(first, ends).address(), f32::NEG_INFINITY.to_bits(), ends as u32)?;
-            }
-        }
-    }
-    let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), faults: late.fault(job.layer, 3) };
-    waves(&device, &mut work, job, forests, wanted, To { out: out.into(), ends, mass }, &firsts)?;
-    let mut saw =
-        Saw { rows, q: job.on_device.filter(|_| queries).map(|on_device| on_device.q), ..Saw::default() };
-    let places = [(mass, 4 * floats), saw.q.map_or((0, 0), |q| (q.address(), q.bytes()))];
-    if places.iter().any(|(_, bytes)| *bytes > 0) {
-        saw.down = Some(device.downs.bring(stream, &places)?);
-    }
-    if let Some(wanted) = wanted {
-        for ((forest, first), feed) in forests.iter().zip(firsts).zip(feeds.iter_mut()) {
-            feed.weighed.start(forest, &wanted[forest.view]);
-            saw.masses.push((first, forest.passes().collect()));
-        }
-    }
-    saw.feeds = mem::take(feeds);
-    Ok(saw)
 }

@@ -8,7 +8,7 @@ use crate::attend::forest::Forest;
 use crate::attend::job::Job;
 use crate::attend::mass::Wanted;
 use crate::attend::options::Read;
-use crate::attend_cuda::attend::attend_in_place;
+use crate::attend_cuda::executor::attend_in_place;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::base::host_slice::HostSlice;

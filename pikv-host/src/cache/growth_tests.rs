@@ -32,7 +32,7 @@ fn alone(test: impl FnOnce() + Send) {
 fn steps_that_open_pages_find_them_free() {
     alone(|| {
         let cache = cache(1 << 30);
-        let free = || cache.inner.pool.arenas.arena(0, 0).free();
+        let free = || cache.inner.pool.arenas.size(0, 0).free();
         let mut sequences: Vec<Sequence> = (0..8).map(|_| cache.sequence()).collect();
         let heads = 8 * LAYERS as u64 * u64::from(HEADS);
         for token in 0..1000 {
@@ -59,7 +59,7 @@ fn memory_that_is_cleared_ahead_stays_within_the_budget() {
         let mut tokens = 0;
         while step(&cache, &mut sequences).is_ok() {
             tokens += 1;
-            let free = cache.inner.pool.arenas.arena(0, 0).free();
+            let free = cache.inner.pool.arenas.size(0, 0).free();
             let held = cache.usage().taken + free * (16 << 10);
             // Runs have room for an eighth besides, and a chunk is taken whole.
             assert!(held <= budget + budget / 8 + (4 << 20), "{held} bytes at {tokens} tokens");

@@ -5,7 +5,7 @@ use crate::base::ids::{PageId, Place, chain_place};
 use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
-use crate::pages::chain::{Away, Entry, Held};
+use crate::pages::entry::{Away, Entry, Held};
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};

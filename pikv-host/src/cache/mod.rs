@@ -24,7 +24,7 @@ use crate::attend::options::{Attend, Output};
 use crate::attend::view::View;
 use crate::attend::{Call, attend};
 #[cfg(feature = "cuda")]
-use crate::attend_cuda::attend::Cuda;
+use crate::attend_cuda::executor::Cuda;
 use crate::backend::Kind;
 use crate::base::error::Error;
 use crate::base::failures::Failures;

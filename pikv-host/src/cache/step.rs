@@ -24,7 +24,7 @@ use crate::eviction::evict::enforce;
 use crate::fabric::Sent;
 use crate::memory::arena::Reservation;
 use crate::metrics::report::StepReport;
-use crate::pages::chain::{Away, Held};
+use crate::pages::entry::{Away, Held};
 use crate::pages::filing::Layer;
 use crate::tiers::{Early, Stored};
 use pikv_core::codec::packed::Packed;

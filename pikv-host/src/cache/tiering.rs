@@ -6,7 +6,7 @@ use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::Near;
-use crate::pages::chain::{Away, Closed, Entry, Held};
+use crate::pages::entry::{Away, Closed, Entry, Held};
 use crate::tiers::ahead::Levels;
 use crate::tiers::level::Level;
 use pikv_core::page::PAGE;

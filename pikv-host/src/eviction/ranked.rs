@@ -3,7 +3,7 @@
 use crate::base::huge_pages;
 use crate::base::scratch::emptied;
 use crate::eviction::evict::Excess;
-use crate::pages::chain::{Entry, Held};
+use crate::pages::entry::{Entry, Held};
 use crate::policy::{Candidate, Candidates, Source, order_bits, pinned, worst, worth};
 use pikv_core::page::PAGE;
 use pikv_lanes::fetch;

@@ -11,7 +11,8 @@ use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Page;
 use crate::memory::pool::Pool;
-use crate::pages::chain::{Chain, Closed, Entry, Held};
+use crate::pages::chain::Chain;
+use crate::pages::entry::{Closed, Entry, Held};
 use crate::pages::filing::Layer;
 use crate::tiers::Stored;
 use crate::tiers::replica::{Block, Copies, Copy, Kept, Mirror, Mirrors, RunOf};
@@ -445,7 +446,7 @@ impl Front {
                     Held::Closed(closed) => Some(closed.by),
                     _ => None,
                 };
-                entry.held = Held::Away(crate::pages::chain::Away { slot, by });
+                entry.held = Held::Away(crate::pages::entry::Away { slot, by });
             }
             chain.settle_sent();
         }

@@ -3,7 +3,8 @@
 //! All heads of all layers open a page in the same step, one of 32. That step would wait for the system, which clears 2 MiB at the first
 //! touch of each chunk. So every commit has the share of the memory cleared that its tokens will fill.
 
-use crate::memory::arena::{Arenas, mapped, pages_of_chunk};
+use crate::memory::arena::Arenas;
+use crate::memory::size_class::{mapped, pages_of_chunk};
 use pikv_core::page::PAGE;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -93,13 +94,13 @@ impl Arenas {
         }
     }
 
-    /// Free pages of an arena that has fewer than all heads can ask for in one step, and what runs are given room for.
+    /// Free pages of a size class that has fewer than all heads can ask for in one step, and what runs are given room for.
     fn wants(&self, shard: usize, class: usize) -> Option<u64> {
         let wanted = self.growth().classes[class].wanted.load(Ordering::Relaxed);
-        self.arena(shard, class).wants(wanted.div_ceil(self.shards() as u64))
+        self.size(shard, class).wants(wanted.div_ceil(self.shards() as u64))
     }
 
-    /// Adds a chunk of cleared memory to an arena that [wants](Self::wants) it. Returns whether it did: not past the budget, and not where
+    /// Adds a chunk of cleared memory to a size class that [wants](Self::wants) it. Returns whether it did: not past the budget, and not where
     /// the system has none, which a step that needs it will say.
     fn grow_by_one(&self, shard: usize, class: usize) -> bool {
         let words = self.classes()[class];
@@ -112,7 +113,7 @@ impl Arenas {
         // SAFETY: the `bytes` bytes of the chunk that was just mapped, which nobody else knows of yet; all zero.
         let chunk = unsafe { std::slice::from_raw_parts_mut(base.as_ptr(), bytes as usize / 4) };
         chunk.iter_mut().step_by(SMALL / 4).for_each(|word| *word = 0);
-        self.arena(shard, class).add(base, memory, (shard as u32, class as u16), pages_of_chunk(words));
+        self.size(shard, class).add(base, memory, (shard as u32, class as u16), pages_of_chunk(words));
         true
     }
 }

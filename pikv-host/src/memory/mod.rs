@@ -3,7 +3,9 @@
 pub mod arena;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod free;
 pub mod ghost_bytes;
 pub mod growth;
 pub mod pool;
+mod size_class;
 pub mod writes;

@@ -4,10 +4,12 @@ use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
 use crate::base::host_slice::HostSlice;
 use crate::codec::{HeadCodec, Old};
-use crate::memory::arena::{Page, Reservation};
+use crate::memory::arena::{Near, Page, Reservation};
+use crate::memory::size_class::POISON;
 #[cfg(feature = "cuda")]
 use pikv_core::codec::packed::{Packed, TAGS};
 use pikv_core::page::{Layout, Position, Unstorable};
+use pikv_core::warp::LANES;
 #[cfg(feature = "cuda")]
 use pikv_kernels::args::{CopyArg, WriteArg};
 use pikv_lanes::Lanes;
@@ -90,6 +92,26 @@ impl Reservation {
             return;
         }
         layout.copy(source.words(), from, only(target), to);
+    }
+
+    /// Makes a page one that may be written: where others hold it, a copy of its first `fill` lanes takes its place, and the original is
+    /// returned. One copy of its words; on a device, of each lane.
+    ///
+    /// # Errors
+    /// No memory, or the device. The page is as before then.
+    pub fn own(&mut self, layout: &Layout, page: &mut Page, fill: u32) -> Result<Option<Page>, Error> {
+        if !page.is_shared() {
+            return Ok(None);
+        }
+        let mut copy = self.take(page.shard(), layout.words(), Near::Any)?;
+        if page.is_near() {
+            let words = only(&mut copy);
+            words.copy_from_slice(page.words());
+            words[fill as usize..LANES].fill(POISON);
+        } else {
+            (0..fill).for_each(|lane| self.copy(layout, page, lane, &mut copy, lane));
+        }
+        Ok(Some(std::mem::replace(page, copy)))
     }
 
     /// Packs the first `fill` tokens of a page; on a device once [`Reservation::flush_copies`] is called. The target must have no other

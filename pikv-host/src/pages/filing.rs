@@ -1,25 +1,23 @@
-//! What a sequence is made of: layers, heads, runs of pages; and how tokens get there and leave again.
+//! A layer of a sequence: how tokens that leave the ring are filed in runs of pages, and taken back.
 
 pub mod save;
 
 use crate::base::chunks::Chunks;
 use crate::base::deque::first_if;
 use crate::base::error::Error;
-use crate::base::ids::chain_place;
-use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
 use crate::config::shape::CacheShape;
-use crate::memory::arena::{Near, Page, Reservation};
+use crate::memory::arena::{Page, Reservation};
 use crate::memory::pool::Pool;
-use crate::pages::chain::{Chain, Entry, Held};
+use crate::pages::entry::{Entry, Held};
 use crate::pages::ghosts::Ghosts;
+use crate::pages::head::{Filed, Head};
 use crate::pages::past::Past;
 use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
 use crate::policy::rule::Rule;
 use crate::policy::state::Kept;
-use pikv_core::codec::packed::Packed;
-use pikv_core::page::{Layout, PAGE, Position, Slot};
+use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -35,21 +33,6 @@ pub(crate) struct Original {
 
 /// Experts of tokens: all that a layer without a policy or a window was given are known, and forks have them in common.
 pub(crate) type Tags = Chunks<u16, 1024>;
-
-/// One KV head of one layer.
-#[derive(Clone, Debug)]
-pub(crate) struct Head {
-    /// Tiles by position, from the layer's `first_tile`.
-    pub ring: VecDeque<Page>,
-    /// The sinks, then each expert.
-    pub chains: Runs,
-    /// What the policy keeps of the tokens of each tile of the ring.
-    pub states: Kept,
-    /// What the policy keeps of the head, a version for each length that can be gone back to.
-    pub own: Vec<f32>,
-    /// The pages that a row can want.
-    pub ghosts: Ghosts,
-}
 
 /// One layer of a sequence.
 #[derive(Clone, Debug)]
@@ -436,143 +419,4 @@ pub(crate) fn experts<'a>(
     let at = position.checked_sub(from).map_or(end, |row| (row as usize * top_k).min(end));
     let only = (inner.config.experts == 1).then_some(0);
     only.into_iter().chain(tags.range(at..(at + top_k).min(end)).copied())
-}
-
-/// A token that leaves the ring.
-struct Filed<'a> {
-    inner: &'a CacheShape,
-    shape: &'a LayerShape,
-    chain: usize,
-    position: u32,
-    /// Counted on over the layers.
-    head: u32,
-    first_tile: u32,
-    /// Where it was filed ahead, and the head's index in its layer.
-    ahead: Option<(&'a Sealed, usize)>,
-    /// Whether a page of the ring may be one of the run.
-    aliased: bool,
-}
-
-impl Filed<'_> {
-    /// The page in which the token lies already, at an ordinal and a lane of its run; `ring` is that of the ring.
-    fn page(&self, run: &Chain, (ordinal, lane): (u32, u32), ring: &Page) -> Option<Page> {
-        let Filed { inner, chain, position, head, .. } = *self;
-        let ahead = self.ahead.and_then(|(sealed, h)| sealed.page(h, chain, ordinal, lane, position));
-        let same = || {
-            let shard = inner.shard_of(chain_place(chain), ordinal, head);
-            let open = run.room().filter(|_| lane > 0);
-            let first = open.map_or(position, |(page, _)| page.positions()[0]);
-            let is = position % PAGE == lane && first == position - lane && ring.positions()[0] == first;
-            self.aliased && is && ring.shard() == shard
-        };
-        ahead.cloned().or_else(|| same().then(|| ring.clone()))
-    }
-
-    /// The page at `ordinal` of the token's run as this token packs it, if that was done already.
-    fn packed(&self, ordinal: u32) -> Option<Page> {
-        let (sealed, h) = self.ahead?;
-        sealed.packed(h, self.chain, ordinal, self.position).cloned()
-    }
-}
-
-impl Head {
-    /// Copies a token to the end of its chain, and packs the page if that fills it.
-    fn file(
-        &mut self,
-        token: &Filed<'_>,
-        codec: Option<&HeadCodec>,
-        pages: &mut Reservation,
-        shared: &mut Option<Page>,
-    ) -> Result<(), Error> {
-        let Filed { inner, shape, chain: c, position, head, first_tile, .. } = *token;
-        let layout = &shape.layout;
-        let Slot { tile, lane } = Position(position).into();
-        let (chain, lanes) = (&mut self.chains[c], inner.config.lanes);
-        let open = chain.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
-        let wide = open.filter(|(first, ..)| codec.is_some() && !Packed::spans(*first, position));
-        let from = (tile - first_tile) as usize;
-        let (ordinal, to) = chain.next_place(wide.is_some());
-        let fresh = to == 0;
-        let ahead = token.page(chain, (ordinal, to), &self.ring[from]);
-        // All that can fail comes before anything is counted.
-        let mut take = |codec: &HeadCodec, shard| {
-            // It is the last page that is packed.
-            if let Some(packed) = token.packed(chain.next - 1) {
-                return Ok(packed);
-            }
-            let last = chain.entries.iter().rev().find_map(|entry| match &entry.held {
-                Held::Closed(closed) => Some(&closed.packed),
-                _ => None,
-            });
-            pages.take(shard, codec.packed.words(), Near::next(last))
-        };
-        let (before, after) = match (codec, open) {
-            (Some(codec), Some((_, _, shard))) if wide.is_some() => {
-                (Some((codec, take(codec, shard)?)), None)
-            }
-            (Some(codec), Some((_, fill, shard))) if fill == PAGE - 1 => {
-                (None, Some((codec, take(codec, shard)?)))
-            }
-            _ => (None, None),
-        };
-        if fresh {
-            let shard = inner.shard_of(chain_place(c), ordinal, head);
-            let last = chain.entries.back().and_then(Entry::page);
-            // One that will be packed makes way then.
-            let near = if codec.is_some() { Near::Any } else { Near::next(last) };
-            let page = match &ahead {
-                Some(page) => page.clone(),
-                None => pages.take(shard, layout.words(), near)?,
-            };
-            if let Some((codec, packed)) = before {
-                chain.close(codec, lanes, layout, position, packed, pages);
-            }
-            chain.push(page);
-        }
-        let Some(Entry { held: Held::Open(page), fill, .. }) = chain.entries.back_mut() else {
-            unreachable!("there is room, or a page was just pushed")
-        };
-        match ahead {
-            // It has the tokens before this one too.
-            Some(ahead) if page.is(&ahead) => {}
-            Some(ahead) => *shared = Some(std::mem::replace(page, ahead)),
-            None => {
-                own(page, layout, *fill, pages, shared)?;
-                pages.copy(layout, &self.ring[from], lane, page, *fill);
-            }
-        }
-        let to = *fill;
-        let to = (chain.entries.len() - 1, to);
-        chain.kept.copy(0..chain.kept.versions(), &self.states, (from, lane), to);
-        chain.wrote();
-        if c > 0
-            && inner.config.bounds
-            && let Some(entry) = chain.entries.back_mut().filter(|entry| entry.fill == PAGE)
-        {
-            entry.bound(layout, shape.rope.as_ref());
-        }
-        if let Some((codec, packed)) = after {
-            chain.close(codec, lanes, layout, position, packed, pages);
-        }
-        Ok(())
-    }
-}
-
-/// Makes a page one that may be written: if it is shared, a copy of its first `fill` lanes takes its place, and the original is
-/// left in `shared`.
-pub(crate) fn own(
-    page: &mut Page,
-    layout: &Layout,
-    fill: u32,
-    pages: &mut Reservation,
-    shared: &mut Option<Page>,
-) -> Result<(), Error> {
-    if page.is_shared() {
-        let mut copy = pages.take(page.shard(), layout.words(), Near::Any)?;
-        for lane in 0..fill {
-            pages.copy(layout, page, lane, &mut copy, lane);
-        }
-        *shared = Some(std::mem::replace(page, copy));
-    }
-    Ok(())
 }

@@ -8,8 +8,6 @@
 mod save;
 
 use crate::memory::ghost_bytes::Total;
-use crate::memory::pool::Pool;
-use crate::pages::filing::Layer;
 use half::f16;
 use pikv_core::bound;
 use pikv_core::dtype::Dtype;
@@ -121,7 +119,7 @@ pub(crate) struct Ghosts {
     /// By expert.
     open: Vec<Open>,
     /// Tiles of 32 positions that were looked at, from the first on.
-    done: u32,
+    pub done: u32,
     /// Those that were forgotten, for the next that are needed: a tile can fill two.
     spare: SmallVec<[Arc<Sheet>; 2]>,
 }
@@ -162,18 +160,18 @@ fn extremes(dtype: Dtype, word: u32) -> (f32, f32) {
 }
 
 /// Of whom the pages of a tile are.
-struct Tile<'a> {
-    shape: &'a LayerShape,
+pub(crate) struct Tile<'a> {
+    pub shape: &'a LayerShape,
     /// Position of the first token.
-    first: u32,
+    pub first: u32,
     /// The expert of each token; none of sinks, and of tokens that are not filed.
-    homes: &'a [Option<u16>; LANES],
-    total: &'a Arc<Total>,
+    pub homes: &'a [Option<u16>; LANES],
+    pub total: &'a Arc<Total>,
 }
 
 impl Ghosts {
     /// Adds the tokens of a tile of the ring, whose keys are in `words`.
-    fn add(&mut self, tile: &Tile<'_>, words: &[u32]) {
+    pub fn add(&mut self, tile: &Tile<'_>, words: &[u32]) {
         let LayerShape { layout, rope, .. } = tile.shape;
         let (dtype, rows) = (dtype(layout, rope.as_ref()), bound::rows(layout.k_dim));
         let mut wide = [[0.0; LANES]; 2 * bound::rows(MAX_DIM)];
@@ -255,7 +253,7 @@ impl Ghosts {
 
     /// Frees pages that no row sees any more whose window starts at `seen` or later, and those before the newest `known` as of a row
     /// that sees what lies before `floor`: whole sheets, so up to 7 pages more stay. Rows go by [`Ghosts::seen`], which does not see them.
-    fn forget(&mut self, seen: u32, floor: u32, known: usize) {
+    pub fn forget(&mut self, seen: u32, floor: u32, known: usize) {
         while let Some(sheet) = self.sheets.front() {
             let before = self.before(floor);
             let gone = sheet.marks.len() == SHEET
@@ -292,54 +290,6 @@ impl Ghosts {
         let lists =
             self.open.capacity() * size_of::<Open>() + self.sheets.capacity() * size_of::<Arc<Sheet>>();
         (lists + words) as u64
-    }
-}
-
-impl Layer {
-    /// Takes the extremes of the keys of tokens that can no longer be taken back at `len` tokens, if hits are counted. Their tiles are
-    /// still in the ring. Those of a device that fails stay unknown.
-    pub fn remember(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
-        let Some(hits) = pool.hits() else { return };
-        let until = pool.shape.known_before(len) / PAGE;
-        let done = self.heads.first().map_or(0, |head| head.ghosts.done);
-        if done >= until {
-            return;
-        }
-        for tile in done.max(self.first_tile)..until {
-            let first = tile * PAGE;
-            let home = |lane: usize| {
-                let chain = self.chain_of(&pool.shape, shape, first + lane as u32)?;
-                chain.checked_sub(1).map(|expert| expert as u16)
-            };
-            let homes: [Option<u16>; LANES] = std::array::from_fn(home);
-            if homes.iter().all(Option::is_none) {
-                continue;
-            }
-            let tile_of = Tile { shape, first, homes: &homes, total: &pool.ghosts };
-            let at = (tile - self.first_tile) as usize;
-            #[cfg(feature = "cuda")]
-            if let Some(device) = pool.shape.config.backend.device() {
-                let words = shape.layout.v_base() as usize;
-                let places: Vec<(u64, usize)> =
-                    self.heads.iter().map(|head| (head.ring[at].address(), words)).collect();
-                let heads = &mut self.heads;
-                let _ = device.read_all(&places, |read| {
-                    let read = read.chunks_exact(words);
-                    heads.iter_mut().zip(read).for_each(|(head, words)| head.ghosts.add(&tile_of, words));
-                });
-                continue;
-            }
-            for head in &mut self.heads {
-                head.ghosts.add(&tile_of, head.ring[at].words());
-            }
-        }
-        let slack = pool.shape.store.ring.slack();
-        let floor = pool.shape.known_before(len.saturating_sub(slack));
-        let seen = shape.window.map_or(0, |window| len.saturating_sub(window.saturating_add(slack)));
-        for head in &mut self.heads {
-            head.ghosts.done = until;
-            head.ghosts.forget(seen, floor, hits.known as usize);
-        }
     }
 }
 

@@ -3,9 +3,12 @@
 pub mod chain;
 pub mod compact;
 pub mod cut;
+pub mod entry;
 pub mod filing;
 pub mod ghosts;
+pub mod head;
 pub mod past;
+pub mod remember;
 pub mod runs;
 pub mod saved;
 pub mod seal;

@@ -3,8 +3,10 @@
 use crate::base::error::Error;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Reservation;
-use crate::pages::chain::{Chain, Entry, Held};
-use crate::pages::filing::{Head, Layer};
+use crate::pages::chain::Chain;
+use crate::pages::entry::{Entry, Held};
+use crate::pages::filing::Layer;
+use crate::pages::head::Head;
 use crate::pages::sealed::Sealed;
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};

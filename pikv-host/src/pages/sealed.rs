@@ -6,7 +6,8 @@
 
 use crate::base::chunks::Chunks;
 use crate::memory::arena::Page;
-use crate::pages::chain::{Chain, Closed, Entry, Held, find};
+use crate::pages::chain::{Chain, find};
+use crate::pages::entry::{Closed, Entry, Held};
 use crate::pages::runs::Runs;
 use std::sync::Arc;
 

@@ -8,7 +8,7 @@ use crate::cache::step::Step;
 use crate::codec::Unpackable;
 use crate::memory::arena::{Near, Reservation};
 use crate::memory::writes::{Tokens, Write};
-use crate::pages::filing::{Layer, own};
+use crate::pages::filing::Layer;
 use crate::policy::Token;
 use pikv_core::page::{PAGE, Position, Slot, Unstorable};
 use pikv_core::plan::LayerShape;
@@ -111,9 +111,8 @@ impl Target<'_> {
                     head.ring.push_back(pages.take(shard, layout.words(), near)?);
                     head.states.push_back();
                 }
-                let mut shared = None;
                 let page = &mut head.ring[at];
-                own(page, layout, lane, pages, &mut shared)?;
+                let shared = pages.own(layout, page, lane)?;
                 state.undo.extend(shared.map(|page| (h, None, page)));
                 for p in position..new.min((tile + 1) * PAGE) {
                     let row = first_row + (p - old) as usize;

@@ -1,12 +1,13 @@
 //! A run of pages, as it is saved.
 
-use super::{Away, Chain, Closed, Entry, Held};
+use super::Chain;
 use crate::base::error::Error;
 use crate::base::fields::{Fields, content, put_floats, sure};
 use crate::base::ids::chain_place;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page};
+use crate::pages::entry::{Away, Closed, Entry, Held};
 use crate::pages::saved::{In, Out, Words, within};
 use pikv_core::bound;
 use pikv_core::page::{Layout, PAGE};

@@ -6,7 +6,7 @@ use crate::base::fields::{Fields, content, put_floats, sure};
 use crate::base::ids::Place;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Near;
-use crate::pages::chain::{Entry, Held};
+use crate::pages::entry::{Entry, Held};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::saved::{In, Out, Words};
 use pikv_core::page::{Layout, PAGE};

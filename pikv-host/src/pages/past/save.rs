@@ -7,7 +7,7 @@ use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Near;
 use crate::pages::chain::save::{Lanes, RunOf, load_bounds, save_bounds};
-use crate::pages::chain::{Entry, Held};
+use crate::pages::entry::{Entry, Held};
 use crate::pages::filing::Layer;
 use crate::pages::saved::{In, Out, within};
 use crate::policy::state::Apart;
