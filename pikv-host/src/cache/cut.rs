@@ -124,6 +124,7 @@ impl Sequence {
             altered: false,
             stepped: self.stepped,
             budget: self.budget,
+            priority: None,
             inner,
         })
     }

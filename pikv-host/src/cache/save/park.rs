@@ -144,11 +144,16 @@ impl Parked {
     /// # Errors
     /// [`Error::OutOfBudget`] where the pages do not fit, [`Error::OutOfMemory`]; [`Error::Tier`], a device that fails. Nothing changes then.
     pub fn wake(&self) -> Result<Sequence, Error> {
+        self.wake_for(None)
+    }
+
+    /// The same; nobody of a higher priority is parked for it.
+    pub(crate) fn wake_for(&self, priority: Option<i32>) -> Result<Sequence, Error> {
         let inner = &self.inner;
         let mut sequence = Sequence::new(inner.clone());
         let (here, _) =
             sequence.load_numbers(header::version(self.budget), &mut Fields::new(&self.parts[0].fields))?;
-        let pages = inner.reserve(here)?;
+        let pages = inner.reserve(here, priority)?;
         let numbers = self.parts.iter().flat_map(|part| &part.fields).skip(self.parts[0].fields.len());
         let slots = self.parts.iter().flat_map(|part| &part.pages);
         let mut source = Slots { numbers, slots };

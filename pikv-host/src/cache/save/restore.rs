@@ -172,7 +172,7 @@ fn read(
     let words = gathered(tensors.next(), |part| input.numbers(part))?;
     let (here, away) = sequence.load_numbers(version, &mut Fields::new(&words))?;
     let needed = if inner.pool.tiers.is_some() { here } else { here.saturating_add(away) };
-    let pages = inner.reserve(needed)?;
+    let pages = inner.reserve(needed, None)?;
     let mut from = In { pool: &inner.pool, source: input, pages, left: 0, buffer: Vec::new() };
     sequence.load_layers(&mut from, tensors)?;
     drop(from);
