@@ -1,6 +1,7 @@
 //! The closed loop: what attention misses and what policies evict changes how the next tokens are routed.
 
 mod device;
+mod save;
 
 use self::device::Devices;
 use crate::attend::options::{Attend, Output, Read};
@@ -191,7 +192,7 @@ impl ClosedLoop {
         &self.cache
     }
 
-    /// The routers, to save their states: as if tokens that were taken back since had never been routed.
+    /// The routers, to look at their states ([`ClosedLoop::save`] writes them): as if tokens that were taken back since had never been routed.
     pub fn routers(&mut self) -> &[Box<dyn Router>] {
         self.routers_mut()
     }

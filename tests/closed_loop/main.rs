@@ -3,6 +3,7 @@
 mod hits;
 mod left_out;
 mod rollback;
+mod saved;
 mod trace;
 
 use pikv::closed_loop::LoopError;

@@ -8,7 +8,7 @@ use pikv_test::numbers::Rng;
 use pikv_test::scaled;
 
 /// A loop whose cache can take 8 tokens back.
-fn looped(id: usize) -> (Cache, ClosedLoop) {
+pub fn looped(id: usize) -> (Cache, ClosedLoop) {
     let evict = Eviction::new(H2o, Budget::Tokens(40)).batch(4);
     let hits = Hits::new().pages(2).every(1);
     let cache = Cache::new(config(2).rollback(8).hits(hits).evict(evict)).unwrap();
@@ -16,7 +16,7 @@ fn looped(id: usize) -> (Cache, ClosedLoop) {
 }
 
 /// One step of several sequences: rows of each, and the seed of its numbers.
-fn together(pikv: &mut ClosedLoop, parts: Vec<(&mut Sequence, usize, u64)>) {
+pub fn together(pikv: &mut ClosedLoop, parts: Vec<(&mut Sequence, usize, u64)>) {
     let of: Vec<(usize, u64)> = parts.iter().map(|(_, n, seed)| (*n, *seed)).collect();
     let mut step = pikv.begin(parts.into_iter().map(|(s, n, _)| (s, n as u32))).unwrap();
     for layer in 0..LAYERS {

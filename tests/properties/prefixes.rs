@@ -279,6 +279,51 @@ fn steps_take_what_is_idle() {
     }
 }
 
+/// In a cache with tiers a step has idle prefixes moved down, and none evicted: all are found, with the bits of what is computed, and where
+/// the bytes are adds up. The index keeps its budget over all tiers.
+#[test]
+fn prefixes_move_down_before_they_go() {
+    let scope = PrefixScope::new(b"all");
+    let prompt = |seed| [tokens(seed, 512), tokens(50 + seed, 40)].concat();
+    for (experts, pages) in [(1, 130), (3, 200)] {
+        let page = Model::config(1, 1, 1, 1).layers[0].layout.bytes();
+        let wide = Model::new(Model::config(2, 1, experts, 10_000 * page));
+        for most in [u64::MAX, 150 * page] {
+            let tiers = Tiers::new().host(10_000 * page);
+            let model = Model::new(Model::config(2, 1, experts, pages * page).tiers(tiers));
+            let index = PrefixIndex::new(&model.cache, most);
+            let sums = || {
+                let (index, cache) = (index.usage(), model.cache.usage());
+                assert_eq!((index.bytes - index.lower, index.lower), (cache.taken, cache.tiers[0].bytes));
+                index
+            };
+            for seed in 0..8 {
+                let mut sequence = model.cache.sequence();
+                model.compute(&mut sequence, &tokens(seed, 512), 32).unwrap();
+                assert_eq!(index.publish(&scope, &tokens(seed, 512), &mut sequence), Ok(512));
+                drop(sequence);
+                assert!(sums().bytes <= most);
+            }
+            if most < u64::MAX {
+                assert!(sums().evictions > 0);
+                continue;
+            }
+            assert!(sums().evictions == 0 && sums().lower > 100 * page, "{:?}", sums());
+            for seed in 0..8 {
+                let mut found = index.find(&scope, &prompt(seed)).unwrap();
+                assert_eq!(found.next_position().0, 512);
+                let mut fresh = wide.cache.sequence();
+                wide.compute(&mut fresh, &tokens(seed, 512), 32).unwrap();
+                let wanted = wide.compute(&mut fresh, &prompt(seed), 7).unwrap();
+                assert!(model.compute(&mut found, &prompt(seed), 7).unwrap() == wanted, "{experts} {seed}");
+            }
+            sums();
+            index.clear();
+            assert_eq!(sums().bytes, 0);
+        }
+    }
+}
+
 /// Threads that find, compute, publish and drop at once.
 #[test]
 fn threads_share_an_index() {

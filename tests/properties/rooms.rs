@@ -159,6 +159,49 @@ fn a_step_has_room_made_for_it_before_its_own_pages_go() {
     assert_eq!(parked(&chats), [false, true, false]);
 }
 
+/// Nobody is parked for one of a lower priority, neither when that wakes nor for its step, alone or beside a higher one; those of its own
+/// priority and of lower ones are.
+#[test]
+fn nobody_is_parked_for_one_of_a_lower_priority() {
+    let cache = cache(21, 1000);
+    let mut chats = chats(&cache, &[128; 3]);
+    (0..3).zip([0, 5, 3]).for_each(|(at, priority): (usize, _)| chats[at].set_priority(priority));
+    chats[0].park(1).unwrap();
+    // Less is left than the 4 pages of one that wakes.
+    let mut filler = cache.sequence();
+    let available = || cache.usage().budget - cache.usage().taken;
+    while available() > 3 * page() {
+        add(&cache, &mut filler, 9, 1).unwrap();
+    }
+    let refused = chats[0].awake().err();
+    let expected = Error::OutOfBudget { needed: 4 * page(), available: available() };
+    assert_eq!((refused, parked(&chats)), (Some(expected), vec![true, false, false]));
+    // 4 is more than 3, and no more than 4.
+    chats[0].set_priority(4);
+    assert_eq!(chats[0].awake().unwrap().next_position().0, 128);
+    assert_eq!(parked(&chats), [false, false, true]);
+    chats[2].set_priority(4);
+    chats[2].awake().unwrap();
+    assert_eq!(parked(&chats), [true, false, false]);
+    // Steps of more than what their own pages could make room for, one beside a sequence of the highest priority.
+    let mut best = Parkable::new(cache.sequence());
+    best.set_priority(i32::MAX);
+    for beside in [false, true] {
+        let (mut chat, mut best) = (chats[2].awake().unwrap(), best.awake().unwrap());
+        chat.clear();
+        let parts = [(&mut *chat, 200), (&mut *best, 1)];
+        let refused = cache.begin(parts.into_iter().take(1 + usize::from(beside)));
+        assert!(matches!(refused.err(), Some(Error::OutOfBudget { .. })));
+    }
+    assert_eq!(parked(&chats), [true, false, false]);
+    assert!(cache.begin([(&mut *best.awake().unwrap(), 100)]).is_ok());
+    assert_eq!(parked(&chats), [true, true, false]);
+    // For a sequence without a handle everybody may go.
+    chats[1].awake().unwrap();
+    add(&cache, &mut filler, 9, 100).unwrap();
+    assert_eq!(parked(&chats), [true, true, false]);
+}
+
 #[test]
 fn prefixes_that_nobody_reads_go_before_sequences() {
     let cache = cache(40, 1000);

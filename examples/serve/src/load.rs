@@ -176,7 +176,7 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
         let row = format!(
             "{clients},{},{rate:.0},{first_50:.1},{first_99:.1},{between_50:.1},{between_99:.1},{errors},{}",
             prefixes > 0,
-            look.taken
+            look.usage.taken
         );
         println!(
             "{row}\n{} answers, {} hung up, errors {:?}\n{:?}",
@@ -185,7 +185,7 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
         if let Some(path) = &load.csv {
             write(path, &row)?;
         }
-        if errors > 0 || look.taken > 0 {
+        if errors > 0 || look.usage.taken > 0 {
             faults.push(row);
         }
     }

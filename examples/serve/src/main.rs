@@ -79,12 +79,8 @@ fn run() -> Result<(), Box<dyn Error>> {
 }
 
 fn store(name: &str) -> Result<Store, String> {
-    Ok(match name {
-        "f32" => Store::Dtype(Dtype::F32),
-        "f16" => Store::Dtype(Dtype::F16),
-        "bf16" => Store::Dtype(Dtype::Bf16),
-        "int8" => Store::Packed(Code::Int8),
-        "int4" => Store::Packed(Code::Int4),
-        _ => return Err(format!("--store: {name:?}; f32, f16, bf16, int8 and int4 are known")),
-    })
+    let plain = [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().find(|dtype| dtype.name() == name);
+    let packed = [Code::Int8, Code::Int4].into_iter().find(|code| code.name() == name);
+    let store = plain.map(Store::Dtype).or(packed.map(Store::Packed));
+    store.ok_or_else(|| format!("--store: {name:?}; f32, f16, bf16, int8 and int4 are known"))
 }

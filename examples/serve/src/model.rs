@@ -45,18 +45,21 @@ impl Model {
         let mut model = Moe::load(&pikv_engine::example("models/austen-moe"))?;
         (model.parallelism, model.rows) = (Parallelism::Rayon(0), Some(ROWS));
         let c = model.config().clone();
-        Ok(Model {
-            name: "austen-moe".into(),
-            context: c.context,
-            vocab: VOCAB,
-            end: None,
-            chat: None,
-            bos: None,
-            layers: c.layers,
-            heads: (c.kv_heads, c.query_heads, c.head_dim),
-            experts: (c.experts, c.top_k),
-            kind: Kind::Moe(Box::new(model)),
-        })
+        let heads = (c.kv_heads, c.query_heads, c.head_dim);
+        let kind = Kind::Moe(Box::new(model));
+        let plain = Model::new("austen-moe", (c.context, VOCAB), (c.layers, heads), kind);
+        Ok(Model { experts: (c.experts, c.top_k), ..plain })
+    }
+
+    /// A model without experts or tokens of its own for anything.
+    fn new(
+        name: &str,
+        (context, vocab): (usize, usize),
+        (layers, heads): (usize, (usize, usize, usize)),
+        kind: Kind,
+    ) -> Model {
+        let (name, experts) = (name.into(), (1, 1));
+        Model { name, context, vocab, end: None, chat: None, bos: None, layers, heads, experts, kind }
     }
 
     /// A Llama from a GGUF file.
@@ -70,18 +73,12 @@ impl Model {
         // Templates are programs. The one that is known is recognised by its tokens.
         let template = if gguf.has(template) { gguf.string(template)? } else { "" };
         let token = |text: &str| tokenizer.token(text.as_bytes()).filter(|_| template.contains(text));
-        Ok(Model {
-            name: name.into(),
-            context: c.context,
-            vocab: tokenizer.len().min(c.vocab),
-            end: if gguf.has(end) { Some(gguf.whole(end)?) } else { None },
-            chat: token("<|im_start|>").zip(token("<|im_end|>")),
-            bos: tokenizer.bos(),
-            layers: c.layers,
-            heads: (c.kv_heads, c.query_heads, c.head_dim),
-            experts: (1, 1),
-            kind: Kind::Llama(Box::new(model), Box::new(tokenizer)),
-        })
+        let end = if gguf.has(end) { Some(gguf.whole(end)?) } else { None };
+        let chat = token("<|im_start|>").zip(token("<|im_end|>"));
+        let (bos, vocab) = (tokenizer.bos(), tokenizer.len().min(c.vocab));
+        let heads = (c.kv_heads, c.query_heads, c.head_dim);
+        let kind = Kind::Llama(Box::new(model), Box::new(tokenizer));
+        Ok(Model { end, chat, bos, ..Model::new(name, (c.context, vocab), (c.layers, heads), kind) })
     }
 
     pub fn open(path: &Path) -> Result<Model, Box<dyn Error>> {

@@ -48,6 +48,6 @@ fn answer(server: &Server, body: &Value) -> Value {
 fn nothing_is_left(server: &Server) {
     let look = load::settle(server).unwrap();
     assert!(look.rows.is_empty(), "{:?}", look.rows);
-    assert_eq!(look.taken, 0);
-    assert!(look.tiers.iter().all(|tier| tier.1 == 0), "{:?}", look.tiers);
+    assert_eq!(look.usage.taken, 0);
+    assert!(look.usage.tiers.iter().all(|tier| tier.bytes == 0), "{:?}", look.usage.tiers);
 }

@@ -4,9 +4,11 @@ use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::sequence::Sequence;
 use crate::memory::arena::{Lease, Page};
+use crate::pages::chain::{Away, Held};
 use crate::pages::cut::Cut;
 use crate::pages::filing::Layer;
 use crate::pages::sealed::Sealed;
+use crate::tiers::Stored;
 use std::collections::{HashSet, VecDeque};
 use std::ops::RangeBounds;
 use std::sync::Arc;
@@ -124,6 +126,7 @@ impl Sequence {
             altered: false,
             stepped: self.stepped,
             budget: self.budget,
+            priority: None,
             inner,
         })
     }
@@ -260,6 +263,21 @@ impl Sequence {
             layer.sealed.iter().flat_map(Sealed::pages).for_each(&mut *told);
         }
         self.checkpoints.iter().for_each(|kept| kept.each_page(told));
+    }
+
+    /// Tells every page of a lower tier that the sequence refers to, some of them several times.
+    pub(crate) fn each_slot(&self, told: &mut dyn FnMut(&Arc<Stored>)) {
+        for layer in &self.layers {
+            let entries = layer.heads.iter().flat_map(|head| head.chains.iter());
+            let held = entries.flat_map(|(_, chain)| &chain.entries).map(|entry| &entry.held);
+            let ahead = layer.sealed.iter().flat_map(Sealed::held);
+            for held in held.chain(layer.past.pages()).chain(ahead) {
+                if let Held::Away(Away { slot, .. }) = held {
+                    told(slot);
+                }
+            }
+        }
+        self.checkpoints.iter().for_each(|kept| kept.each_slot(told));
     }
 
     /// Bytes of the pages of the first tier that it refers to, each once.

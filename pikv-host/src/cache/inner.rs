@@ -46,23 +46,25 @@ pub(crate) fn blank(inner: &CacheShape) -> Vec<Common<Layer>> {
 }
 
 impl Inner {
-    /// Sets page memory aside. Where it would else pass the budget, what nobody reads goes first, then parkable sequences.
+    /// Sets page memory aside. Where it would else pass the budget, what nobody reads goes first, then parkable sequences, none of a higher
+    /// `priority` than this.
     ///
     /// # Errors
     /// [`Error::OutOfBudget`]; of a tier or a device that sequences could not go to.
-    pub fn reserve(&self, bytes: u64) -> Result<Reservation, Error> {
+    pub fn reserve(&self, bytes: u64, priority: Option<i32>) -> Result<Reservation, Error> {
         loop {
             match self.pool.arenas.reserve(bytes) {
                 // Again, as others may have taken what came free.
                 Err(Error::OutOfBudget { needed, .. })
-                    if needed <= self.pool.arenas.budget() && self.make_room(needed)?.freed > 0 => {}
+                    if needed <= self.pool.arenas.budget() && self.make_room(needed, priority)?.freed > 0 => {
+                }
                 reserved => return reserved,
             }
         }
     }
 
-    /// [`Cache::make_room`](crate::Cache::make_room); without tiers only prefixes can go.
-    pub(crate) fn make_room(&self, bytes: u64) -> Result<MadeRoom, Error> {
+    /// [`Cache::make_room`](crate::Cache::make_room), by sequences of at most this priority; without tiers only prefixes can go.
+    pub(crate) fn make_room(&self, bytes: u64, priority: Option<i32>) -> Result<MadeRoom, Error> {
         let arenas = &self.pool.arenas;
         let available = || arenas.budget().saturating_sub(arenas.taken());
         let (mut made, mut failed) = (MadeRoom::default(), None);
@@ -79,7 +81,7 @@ impl Inner {
                 continue;
             }
             let turns = turns.get_or_insert_with(|| match self.pool.tiers.is_some() {
-                true => self.parkables.in_turn(&self.pool).into_iter(),
+                true => self.parkables.in_turn(&self.pool, priority).into_iter(),
                 false => Vec::new().into_iter(),
             });
             let Some(slot) = turns.next() else { break };

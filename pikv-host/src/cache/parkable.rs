@@ -100,6 +100,10 @@ fn may_go(sequence: &Sequence, pool: &Pool) -> bool {
 /// lower tier, of the lowest [priority](Parkable::set_priority) first, of equals the one first that was in a step least recently. A server
 /// keeps its requests in handles like this, and takes a sequence out for the time of a step.
 ///
+/// A priority protects: nobody is parked for a handle of a lower one that wakes, nor for a step with a sequence of such a handle; that is
+/// refused with [`Error::OutOfBudget`], and a server can take the sequence out of the step. For sequences that are not in a handle, and
+/// for [`Cache::make_room`], everybody may go.
+///
 /// Nobody parks a sequence that is [awake](Parkable::awake) as long as the guard is there, so none that is in a step; and whoever makes room
 /// passes over it instead of waiting for it, so no order of threads waits for itself. A thread that panics with a guard leaves the handle
 /// as usable as the sequence is.
@@ -144,7 +148,8 @@ impl Parkable {
         self.slot.id
     }
 
-    /// How much it matters that the sequence stays, 0 to begin with: those of a lower one are parked first.
+    /// How much it matters that the sequence stays, 0 to begin with: those of a lower one are parked first, and nobody is parked for one of
+    /// a lower priority than its own.
     pub fn priority(&self) -> i32 {
         self.slot.priority.load(Ordering::Relaxed)
     }
@@ -154,23 +159,24 @@ impl Parkable {
         self.slot.priority.store(priority, Ordering::Relaxed);
     }
 
-    /// The sequence, which nobody parks as long as the guard is there. If it is parked it wakes, and others are parked for it if need be. O(1)
-    /// where it is awake, else as [`Parked::wake`].
+    /// The sequence, which nobody parks as long as the guard is there. If it is parked it wakes, and others of at most its priority are parked
+    /// for it if need be. O(1) where it is awake, else as [`Parked::wake`].
     ///
     /// # Errors
     /// Those of [`Parked::wake`]; it is parked still then.
     pub fn awake(&mut self) -> Result<Awake<'_>, Error> {
+        let priority = Some(self.priority());
         let mut state = self.slot.state();
         if let State::Parked(parked) = &*state {
-            *state = State::Awake(Box::new(parked.wake()?));
+            *state = State::Awake(Box::new(parked.wake_for(priority)?));
         }
-        Ok(Awake { state })
+        Ok(Awake::new(state, priority))
     }
 
     /// The sequence if it is awake, as [`Parkable::awake`].
     pub fn if_awake(&mut self) -> Option<Awake<'_>> {
-        let state = self.slot.state();
-        matches!(&*state, State::Awake(_)).then_some(Awake { state })
+        let (priority, state) = (Some(self.priority()), self.slot.state());
+        matches!(&*state, State::Awake(_)).then(|| Awake::new(state, priority))
     }
 
     /// Whether it is parked.
@@ -184,6 +190,18 @@ impl Parkable {
             State::Awake(sequence) => sequence.next_position(),
             State::Parked(parked) => parked.next_position(),
             State::Gone => Position(0),
+        }
+    }
+
+    /// Bytes of its pages, those in lower tiers included.
+    pub fn bytes(&self) -> u64 {
+        match &*self.slot.state() {
+            State::Awake(sequence) => {
+                let tiers = sequence.inner.pool.tiers.as_ref().map_or(0, |tiers| tiers.levels.len());
+                sequence.bytes() + (1..=tiers).map(|tier| sequence.bytes_in_tier(tier)).sum::<u64>()
+            }
+            State::Parked(parked) => parked.bytes(),
+            State::Gone => 0,
         }
     }
 
@@ -214,7 +232,10 @@ impl Parkable {
     /// What is parked, if it is: it can wake, and be saved.
     pub fn into_inner(self) -> Result<Sequence, Parked> {
         match mem::replace(&mut *self.slot.state(), State::Gone) {
-            State::Awake(sequence) => Ok(*sequence),
+            State::Awake(mut sequence) => {
+                sequence.priority = None;
+                Ok(*sequence)
+            }
             State::Parked(parked) => Err(parked),
             State::Gone => unreachable!("only this call takes it out, and ends the handle"),
         }
@@ -224,6 +245,16 @@ impl Parkable {
 /// A [`Parkable`] sequence that stays awake as long as this is there. It is used as the [`Sequence`] that it holds.
 pub struct Awake<'a> {
     state: MutexGuard<'a, State>,
+}
+
+impl<'a> Awake<'a> {
+    /// Of one that is awake: steps see what its handle's priority is.
+    fn new(mut state: MutexGuard<'a, State>, priority: Option<i32>) -> Awake<'a> {
+        if let State::Awake(sequence) = &mut *state {
+            sequence.priority = priority;
+        }
+        Awake { state }
+    }
 }
 
 impl fmt::Debug for Awake<'_> {
@@ -290,7 +321,7 @@ impl Cache {
         if self.inner.pool.tiers.is_none() {
             return Err(Error::NoTiers);
         }
-        self.inner.make_room(bytes)
+        self.inner.make_room(bytes, None)
     }
 }
 

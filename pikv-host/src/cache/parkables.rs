@@ -49,13 +49,14 @@ impl Parkables {
         slots.push(Arc::downgrade(&slot));
     }
 
-    /// Those that nobody has, in their order.
-    pub fn in_turn(&self, pool: &Pool) -> Vec<Arc<dyn ParkableSlot>> {
+    /// Those that nobody has, of at most this priority, in their order.
+    pub fn in_turn(&self, pool: &Pool, most: Option<i32>) -> Vec<Arc<dyn ParkableSlot>> {
         let slots: Vec<Arc<dyn ParkableSlot>> = {
             let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
             slots.iter().filter_map(Weak::upgrade).collect()
         };
         let mut turns: Vec<_> = slots.into_iter().filter_map(|slot| Some((slot.turn(pool)?, slot))).collect();
+        turns.retain(|(turn, _)| most.is_none_or(|most| turn.priority <= most));
         turns.sort_unstable_by_key(|(turn, _)| *turn);
         turns.into_iter().map(|(_, slot)| slot).collect()
     }

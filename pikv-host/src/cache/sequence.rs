@@ -81,6 +81,8 @@ pub struct Sequence {
     pub(crate) stepped: u64,
     /// Tokens that a head may hold, where that is less than what the configuration lets it.
     pub(crate) budget: Option<u32>,
+    /// That of the [handle](crate::save::Parkable) that it was taken out of, as long as it is: nobody of a higher one is parked for it.
+    pub(crate) priority: Option<i32>,
 }
 
 /// What one sequence has of its own, for [`Cache::sequence_with`](crate::Cache::sequence_with).
@@ -125,6 +127,7 @@ impl Sequence {
             altered: false,
             stepped,
             budget: None,
+            priority: None,
         }
     }
 
@@ -189,7 +192,19 @@ impl Sequence {
         let (inner, lease, ends) = (inner.clone(), Lease::new(&inner.pool.arenas), ends.clone());
         let (layers, pins, tickets) = (layers.clone(), pins.clone(), tickets.clone());
         let (checkpoints, lease_of_prefix) = (checkpoints.clone(), self.lease_of_prefix.clone());
-        Sequence { inner, layers, pins, lease, tickets, ends, checkpoints, lease_of_prefix, ..*self }
+        let priority = None;
+        Sequence {
+            inner,
+            layers,
+            pins,
+            lease,
+            tickets,
+            ends,
+            checkpoints,
+            lease_of_prefix,
+            priority,
+            ..*self
+        }
     }
 
     /// Bytes of pages of the first tier that the sequence refers to ([`Sequence::bytes_in_tier`] for others), those included that only a
@@ -368,9 +383,9 @@ impl Sequence {
 
     /// Forgets everything but its [budget](Sequence::budget); the next position is 0 again.
     pub fn clear(&mut self) {
-        let budget = self.budget;
+        let (budget, priority) = (self.budget, self.priority);
         *self = Sequence::new(self.inner.clone());
-        self.budget = budget;
+        (self.budget, self.priority) = (budget, priority);
     }
 
     /// Tokens that each KV head of it may hold, where that is less than the configuration's: [`SequenceOptions::budget`]. Forks, checkpoints,

@@ -171,8 +171,9 @@ impl<'a> Step<'a> {
         if taken.is_empty() {
             return Err(Error::NoSequences);
         }
+        let priority = taken.iter().filter_map(|part| part.sequence.priority).min();
         let mut pages = loop {
-            match inner.reserve(needed) {
+            match inner.reserve(needed, priority) {
                 Err(Error::OutOfBudget { needed, available })
                     if inner.pool.tiers.is_some() && needed <= inner.pool.arenas.budget() =>
                 {

@@ -46,12 +46,12 @@ impl Sink for TracingSink {
         }
     }
     fn prefixes(&self, sums: &PrefixUsage) {
-        let PrefixUsage { bytes, boundaries, lookups, asked_tokens, hits, hit_tokens, .. } = *sums;
+        let PrefixUsage { bytes, lower, boundaries, lookups, asked_tokens, hits, hit_tokens, .. } = *sums;
         let PrefixUsage { evictions, evicted_tokens, unequal, .. } = *sums;
         let (hit_age, evicted_age) = (sums.hit_age.as_secs_f64(), sums.evicted_age.as_secs_f64());
         debug!(
-            target: "pikv", bytes, boundaries, lookups, asked_tokens, hits, hit_tokens, hit_age, evictions, evicted_tokens, evicted_age,
-            unequal, "prefixes"
+            target: "pikv", bytes, lower, boundaries, lookups, asked_tokens, hits, hit_tokens, hit_age, evictions, evicted_tokens,
+            evicted_age, unequal, "prefixes"
         );
     }
 }

@@ -130,8 +130,10 @@ setters!(Reused { layer: u32, kv_head: u32, gap: u32 });
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrefixUsage {
-    /// Bytes of pages in the first tier that it holds, each page once; also those that sequences read.
+    /// Bytes of pages that it holds, in whatever tier, each page once; also those that sequences read.
     pub bytes: u64,
+    /// Those of them in lower tiers.
+    pub lower: u64,
     /// Lengths at which prefixes can be found, and those between checkpoints.
     pub boundaries: u64,
     /// Look-ups.
@@ -156,6 +158,7 @@ pub struct PrefixUsage {
 
 setters!(PrefixUsage {
     bytes: u64,
+    lower: u64,
     boundaries: u64,
     lookups: u64,
     asked_tokens: u64,

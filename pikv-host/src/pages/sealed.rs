@@ -64,10 +64,14 @@ impl Sealed {
         self.heads.iter().flatten().map(|run| &run.entries)
     }
 
-    /// The pages that are held.
+    /// The pages that are held in the first tier.
     pub fn pages(&self) -> impl Iterator<Item = &Page> {
-        let entries = self.heads.iter().flatten().flat_map(|run| &run.entries);
-        entries.flat_map(|entry| entry.held.pages())
+        self.held().flat_map(Held::pages)
+    }
+
+    /// All pages that are held.
+    pub fn held(&self) -> impl Iterator<Item = &Held> {
+        self.heads.iter().flatten().flat_map(|run| &run.entries).map(|entry| &entry.held)
     }
 
     /// Bytes of the lists; forks that share them count each.

@@ -1,5 +1,5 @@
 //! What goes when an index is over its budget, or a step needs room: what no sequence reads, the least recently used first, the last
-//! tokens before those that they follow.
+//! tokens before those that they follow. What a step needs goes to lower tiers first, as far as it can.
 
 use crate::cache::idle::Spare;
 use crate::prefix::tree::{Boundary, Stored, Tree};
@@ -15,15 +15,40 @@ impl Spare for Shared {
 }
 
 impl Shared {
-    /// Evicts until so many bytes of the cache came free, or nothing more can go; returns how many did.
+    /// Demotes until so many bytes of the cache came free, then evicts until they did, or nothing more can go; returns how many did.
     pub(super) fn free(&self, tree: &mut Tree, bytes: u64) -> u64 {
         let arenas = &self.cache.inner.pool.arenas;
         let before = arenas.taken();
         let came = || before.saturating_sub(arenas.taken());
         if bytes > 0 {
+            self.demote_until(tree, bytes, &came);
             self.evict_until(tree, &|| came() >= bytes);
         }
         came()
+    }
+
+    /// Moves pages of leaves that no sequence reads to lower tiers, of the least recently used first, until `bytes` came. A page that several
+    /// stored sequences have stays. A tier that fails ends it: what is left can be evicted.
+    fn demote_until(&self, tree: &mut Tree, bytes: u64, came: &dyn Fn() -> u64) {
+        if self.cache.inner.pool.tiers.is_none() {
+            return;
+        }
+        let idle: Vec<Arc<Stored>> = tree.leaves.idle().filter(|of| !of.lowered.load(Relaxed)).collect();
+        for stored in idle {
+            let missing = bytes.saturating_sub(came());
+            if missing == 0 {
+                return;
+            }
+            let mut sequence = stored.sequence.write().unwrap_or_else(PoisonError::into_inner);
+            let Some(sequence) = &mut *sequence else { continue };
+            self.counts.let_go(tree.take_pages(sequence));
+            let demoted = sequence.demote(missing);
+            self.counts.hold(tree.add_pages(sequence));
+            match demoted {
+                Ok(freed) => stored.lowered.store(freed < missing, Relaxed),
+                Err(_) => return,
+            }
+        }
     }
 
     /// Evicts until `enough` says so, or nothing more can go.
@@ -79,13 +104,14 @@ impl Shared {
     fn trim(&self, tree: &mut Tree, stored: &Stored, len: u32) {
         let mut sequence = stored.sequence.write().unwrap_or_else(PoisonError::into_inner);
         let Some(old) = sequence.take() else { return };
-        self.counts.bytes.fetch_sub(tree.take_pages(&old), Relaxed);
+        self.counts.let_go(tree.take_pages(&old));
         if len > 0 {
             // Where there is no memory for the ring it stays as long as it is, until all of it goes.
             let cut = old.fork_at(len).ok().filter(|cut| cut.len == len);
             let mut kept = cut.unwrap_or(old);
             kept.lease_of_prefix = None;
-            add(&self.counts.bytes, tree.add_pages(&kept));
+            self.counts.hold(tree.add_pages(&kept));
+            stored.lowered.store(false, Relaxed);
             *sequence = Some(kept);
         }
     }

@@ -1,7 +1,7 @@
 //! Boundaries that no other one follows, in the order in which they are evicted.
 
 use crate::prefix::Key;
-use crate::prefix::tree::Boundary;
+use crate::prefix::tree::{Boundary, Stored};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -30,6 +30,12 @@ impl Leaves {
         if let Some((used, _)) = self.of.remove(key) {
             self.order.remove(&(used, *key));
         }
+    }
+
+    /// What is stored at leaves that no sequence holds, roughly the least recently used first. O(leaves).
+    pub fn idle(&self) -> impl Iterator<Item = Arc<Stored>> {
+        let leaves = self.order.iter().filter_map(|(_, key)| Some(&self.of.get(key)?.1));
+        leaves.filter(|leaf| !leaf.is_held()).filter_map(|leaf| leaf.stored.get().cloned())
     }
 
     /// The least recently used leaf that no sequence holds, `now` being nanoseconds since the index was made. O(log leaves) for it, and

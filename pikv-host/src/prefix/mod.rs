@@ -11,11 +11,11 @@ use crate::cache::Cache;
 use crate::cache::idle::Spare;
 use crate::cache::sequence::{Sequence, SequenceOptions};
 use crate::metrics::PrefixUsage;
-use crate::prefix::tree::{Boundary, Stored, Tree};
+use crate::prefix::tree::{Boundary, Bytes, Stored, Tree};
 use pikv_core::page::PAGE;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 use std::time::Instant;
 
@@ -115,6 +115,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Counts {
     bytes: AtomicU64,
+    lower: AtomicU64,
     boundaries: AtomicU64,
     lookups: AtomicU64,
     asked_tokens: AtomicU64,
@@ -127,13 +128,27 @@ struct Counts {
     unequal: AtomicU64,
 }
 
+impl Counts {
+    fn hold(&self, bytes: Bytes) {
+        add(&self.bytes, bytes.all);
+        add(&self.lower, bytes.lower);
+    }
+
+    fn let_go(&self, bytes: Bytes) {
+        self.bytes.fetch_sub(bytes.all, Relaxed);
+        self.lower.fetch_sub(bytes.lower, Relaxed);
+    }
+}
+
 fn add(count: &AtomicU64, n: u64) {
     count.fetch_add(n, Relaxed);
 }
 
 impl PrefixIndex {
-    /// An empty index of sequences of `cache`, which holds at most `budget` bytes of pages in the first tier. They count in the cache's
-    /// budget too: a step that would pass that takes what no sequence reads, before it is refused. With a budget of 0 nothing is held.
+    /// An empty index of sequences of `cache`, which holds at most `budget` bytes of pages, in whatever tier. Those in the first count in the
+    /// cache's budget too: a step that would pass that takes what no sequence reads, before it is refused. In a cache with
+    /// [tiers](crate::tiers) full pages of prefixes move down for it, of the least recently used first, and are evicted where that is not
+    /// enough. With a budget of 0 nothing is held.
     pub fn new(cache: &Cache, budget: u64) -> PrefixIndex {
         let mut seed = Vec::new();
         // Each has keys that the system drew.
@@ -209,6 +224,7 @@ impl PrefixIndex {
         let of = |count: &AtomicU64| count.load(Relaxed);
         PrefixUsage {
             bytes: of(&counts.bytes),
+            lower: of(&counts.lower),
             boundaries: of(&counts.boundaries),
             lookups: of(&counts.lookups),
             asked_tokens: of(&counts.asked_tokens),
@@ -407,16 +423,17 @@ impl Shared {
             return Err(error);
         }
         let bytes = tree.add_pages(&kept);
-        add(&self.counts.bytes, bytes);
+        self.counts.hold(bytes);
         self.evict_until(tree, &|| self.counts.bytes.load(Relaxed) <= self.budget);
         // What it was to follow may have gone to make room for it.
         let gone = known.last().is_some_and(|last| self.get(&last.key).is_none());
         if gone || self.counts.bytes.load(Relaxed) > self.budget {
-            self.counts.bytes.fetch_sub(tree.take_pages(&kept), Relaxed);
+            self.counts.let_go(tree.take_pages(&kept));
             return Ok(None);
         }
         let sequence = RwLock::new(Some(kept));
-        let stored = Arc::new(Stored { root: root.clone(), tokens: tokens.into(), sequence });
+        let (tokens, lowered) = (tokens.into(), AtomicBool::new(false));
+        let stored = Arc::new(Stored { root: root.clone(), tokens, sequence, lowered });
         let mut parent = known.last().cloned();
         if let Some(last) = known.get(blocks - 1) {
             let _ = last.stored.set(stored);

@@ -4,7 +4,7 @@ use crate::cache::sequence::Sequence;
 use crate::prefix::Key;
 use crate::prefix::leaves::Leaves;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, OnceLock, RwLock, Weak};
 
 /// A length at which a prefix may be found.
@@ -45,6 +45,8 @@ pub(crate) struct Stored {
     pub tokens: Arc<[u32]>,
     /// Nothing once it was evicted. Written by who holds the tree.
     pub sequence: RwLock<Option<Sequence>>,
+    /// Whether all that can lie in lower tiers does.
+    pub lowered: AtomicBool,
 }
 
 impl Stored {
@@ -59,31 +61,53 @@ impl Stored {
 pub(crate) struct Tree {
     /// Boundaries without children.
     pub leaves: Leaves,
-    /// Of each page that is held: by how many sequences, and its bytes.
-    pages: HashMap<usize, (u32, u64)>,
+    /// Of each page that is held: by how many sequences, its bytes, and whether it lies in a lower tier.
+    pages: HashMap<usize, (u32, u64, bool)>,
+}
+
+/// Bytes of pages: of all, and of those in lower tiers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Bytes {
+    pub all: u64,
+    pub lower: u64,
+}
+
+impl Bytes {
+    fn add(&mut self, bytes: u64, lower: bool) {
+        self.all += bytes;
+        self.lower += if lower { bytes } else { 0 };
+    }
+}
+
+/// Tells the pages of a sequence: a number that no other page has meanwhile, bytes, and whether it lies in a lower tier.
+fn each(sequence: &Sequence, told: &mut dyn FnMut(usize, u64, bool)) {
+    sequence.each_page(&mut |page| told(page.key(), page.bytes(), false));
+    sequence.each_slot(&mut |slot| told(Arc::as_ptr(slot).addr(), slot.bytes(), true));
 }
 
 impl Tree {
     /// Counts the pages of a sequence; returns the bytes of those that were not held.
-    pub fn add_pages(&mut self, sequence: &Sequence) -> u64 {
-        let mut added = 0;
-        sequence.each_page(&mut |page| {
-            let (count, bytes) = self.pages.entry(page.key()).or_insert((0, page.bytes()));
-            added += if *count == 0 { *bytes } else { 0 };
+    pub fn add_pages(&mut self, sequence: &Sequence) -> Bytes {
+        let mut added = Bytes::default();
+        each(sequence, &mut |key, bytes, lower| {
+            let (count, ..) = self.pages.entry(key).or_insert((0, bytes, lower));
             *count += 1;
+            if *count == 1 {
+                added.add(bytes, lower);
+            }
         });
         added
     }
 
     /// Undoes [`Tree::add_pages`].
-    pub fn take_pages(&mut self, sequence: &Sequence) -> u64 {
-        let mut taken = 0;
-        sequence.each_page(&mut |page| {
-            if let Some((count, bytes)) = self.pages.get_mut(&page.key()) {
+    pub fn take_pages(&mut self, sequence: &Sequence) -> Bytes {
+        let mut taken = Bytes::default();
+        each(sequence, &mut |key, _, _| {
+            if let Some((count, bytes, lower)) = self.pages.get_mut(&key) {
                 *count -= 1;
                 if *count == 0 {
-                    taken += *bytes;
-                    self.pages.remove(&page.key());
+                    taken.add(*bytes, *lower);
+                    self.pages.remove(&key);
                 }
             }
         });

@@ -198,6 +198,14 @@ pub enum RouteError {
         /// Why.
         why: &'static str,
     },
+    /// A router that cannot be saved ([`Router::saves`](super::Router::saves)).
+    #[error("{router} cannot be saved: {why}; save its sequences alone, by Sequence::save")]
+    Unsaved {
+        /// The router.
+        router: RouterKind,
+        /// Why.
+        why: &'static str,
+    },
     /// A state that cannot be restored.
     #[error(transparent)]
     State(#[from] StateError),

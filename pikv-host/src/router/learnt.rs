@@ -6,6 +6,8 @@
 //! step again without them, and those that followed. Where the cache has no rollback only the step under way is kept, as sequences may
 //! be left out of it.
 
+pub(crate) mod save;
+
 use crate::router::met::Met;
 use crate::router::{Feedback, RouteError, Router, RouterState, Routes};
 use pikv_core::page::{PAGE, Position};
@@ -16,6 +18,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Steps that are kept at most, beside four for each token that can be taken back. Older ones stay learnt: an average of .9 keeps
 /// a thousandth of them by then.
 const STEPS: usize = 64;
+
+/// Steps that are kept at most where so many tokens can be taken back.
+fn most_steps(slack: u32) -> usize {
+    STEPS + 4 * slack as usize
+}
 
 /// How many tokens that sequences brought to a step together are left: as many as the one has that took back the fewest. A fork has them in
 /// common with its original; what a sequence had when it was dropped stays.
@@ -33,6 +40,18 @@ struct Counts {
 impl Left {
     fn counts(&self) -> MutexGuard<'_, Counts> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tokens of a sequence that is over.
+    fn of_gone(stays: u32) -> Left {
+        Left(Mutex::new(Counts { stays, of: Vec::new() }))
+    }
+
+    /// Tokens that are left to all but the one whose count is `own`.
+    fn without(&self, own: Option<usize>) -> u32 {
+        let counts = self.counts();
+        let others = counts.of.iter().enumerate().filter(|(at, _)| Some(*at) != own);
+        others.filter_map(|(_, count)| *count).fold(counts.stays, u32::max)
     }
 
     /// Tokens that are left.
@@ -303,7 +322,7 @@ impl Learnt {
         }
         let next = self.spare.pop().unwrap_or_default();
         self.steps.push_back(std::mem::replace(&mut self.now, next));
-        let most = STEPS + 4 * self.slack as usize;
+        let most = most_steps(self.slack);
         // A step of which nobody else holds a ticket cannot be taken back.
         let over = |step: &Kept| step.parts.iter().all(|part| Arc::strong_count(&part.left) == 1);
         while self.steps.len() > most || self.steps.front().is_some_and(over) {

@@ -425,6 +425,15 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// Forgets the choices since the last [`observe`](Router::observe), as when a step is dropped.
     fn discard(&mut self);
 
+    /// Whether [`state`](Router::state) has all that the router has learnt, so that [`ClosedLoop::save`](crate::ClosedLoop::save) can write
+    /// it. A router of your own that learns more than a [`RouterState`] holds returns [`RouteError::Unsaved`]; one that wraps another passes it on.
+    ///
+    /// # Errors
+    /// [`RouteError::Unsaved`] with the reason.
+    fn saves(&self) -> Result<(), RouteError> {
+        Ok(())
+    }
+
     /// What the router has learnt. The options are not part of it.
     fn state(&self) -> RouterState;
 

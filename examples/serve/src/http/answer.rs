@@ -26,8 +26,14 @@ pub struct Answer {
 }
 
 impl Answer {
-    fn object(&self, kind: &str, choice: Value) -> Value {
-        let object = if self.chat { kind } else { "text_completion" };
+    /// An object with one choice, of which a chat has `chat`, and a completion `text`.
+    fn object(&self, kind: &str, chat: (&str, Value), text: Option<&str>, reason: Option<&str>) -> Value {
+        let (object, (name, value)) = match self.chat {
+            true => (kind, chat),
+            false => ("text_completion", ("text", text.unwrap_or_default().into())),
+        };
+        let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": reason});
+        choice[name] = value;
         let (id, created, model) = (&self.id, self.created, &self.model);
         json!({"id": id, "object": object, "created": created, "model": model, "choices": [choice]})
     }
@@ -40,11 +46,8 @@ impl Answer {
                 Event::Text(text) => all.push_str(&text),
                 Event::Failed(fault) => return ApiError::from(fault).into_response(),
                 Event::Done(done) => {
-                    let message = json!({"role": "assistant", "content": all});
-                    let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": done.reason});
-                    let (name, value) = if self.chat { ("message", message) } else { ("text", all.into()) };
-                    choice[name] = value;
-                    let mut answer = self.object("chat.completion", choice);
+                    let message = ("message", json!({"role": "assistant", "content": all}));
+                    let mut answer = self.object("chat.completion", message, Some(&all), Some(done.reason));
                     answer["usage"] = usage(&done);
                     return json_response(&answer);
                 }
@@ -67,12 +70,8 @@ impl Answer {
     /// An event as it is sent, and whether it is the last one.
     fn lines(&self, event: Event) -> (String, bool) {
         let choice = |text: Option<&str>, reason: Option<&str>| {
-            let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": reason});
             let delta = text.map_or_else(|| json!({}), |text| json!({"role": "assistant", "content": text}));
-            let (name, value) =
-                if self.chat { ("delta", delta) } else { ("text", text.unwrap_or_default().into()) };
-            choice[name] = value;
-            self.object("chat.completion.chunk", choice)
+            self.object("chat.completion.chunk", ("delta", delta), text, reason)
         };
         match event {
             Event::Text(text) => (line(&choice(Some(&text), None)), false),
@@ -80,7 +79,7 @@ impl Answer {
             Event::Done(done) => {
                 let mut lines = line(&choice(None, Some(done.reason)));
                 if self.usage {
-                    let mut last = self.object("chat.completion.chunk", Value::Null);
+                    let mut last = choice(None, None);
                     last["choices"] = json!([]);
                     last["usage"] = usage(&done);
                     lines.push_str(&line(&last));

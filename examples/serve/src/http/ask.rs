@@ -52,7 +52,7 @@ impl Ask {
             let nothing = value.is_null() || idle.get(name).is_some_and(|idle| same(idle, value));
             if !read && !nothing {
                 // A name as long as the body would come back whole.
-                let name: String = name.chars().take(64).collect();
+                let name = short(name);
                 let message = format!("{name}: this server cannot act on it; leave it out");
                 return Err(ApiError::field(&name, "unsupported_parameter", message));
             }
@@ -61,11 +61,8 @@ impl Ask {
         let prompt = if chat { messages(model, &fields)? } else { prompt(model, &fields)? };
         if prompt.is_empty() {
             let field = if chat { "messages" } else { "prompt" };
-            return Err(ApiError::field(
-                field,
-                "empty_prompt",
-                format!("{field}: must have one token at least"),
-            ));
+            let message = format!("{field}: must have one token at least");
+            return Err(ApiError::field(field, "empty_prompt", message));
         }
         let room = model.context.saturating_sub(prompt.len());
         let asked = whole(&fields, "max_tokens")?.or(whole(&fields, "max_completion_tokens")?);
@@ -90,14 +87,15 @@ impl Ask {
             stops: stops(&fields)?,
             timeout: timeout.map_or(longest, Duration::from_secs_f64),
             stream: flag(&fields, "stream")?,
-            usage: match fields.get("stream_options") {
-                Some(Value::Object(options)) => flag(options, "include_usage")?,
-                None | Some(Value::Null) => false,
-                Some(_) => return Err(wrong("stream_options", "an object")),
+            usage: match field(&fields, "stream_options", "an object", Value::as_object)? {
+                Some(options) => flag(options, "include_usage")?,
+                None => false,
             },
         })
     }
 }
+
+type Fields = Map<String, Value>;
 
 /// Whether two values mean the same: 0 and 0.0 do.
 fn same(a: &Value, b: &Value) -> bool {
@@ -108,60 +106,62 @@ fn wrong(param: &str, must: &str) -> ApiError {
     ApiError::field(param, "invalid_type", format!("{param}: must be {must}"))
 }
 
-fn whole(fields: &Map<String, Value>, name: &str) -> Result<Option<u64>, ApiError> {
-    match fields.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => value.as_u64().map(Some).ok_or_else(|| wrong(name, "an integer, 0 or more")),
-    }
+/// A field as `read` takes it; nothing where it is not there or null.
+fn field<'f, T>(
+    fields: &'f Fields,
+    name: &str,
+    must: &str,
+    read: impl FnOnce(&'f Value) -> Option<T>,
+) -> Result<Option<T>, ApiError> {
+    let value = fields.get(name).filter(|value| !value.is_null());
+    value.map(|value| read(value).ok_or_else(|| wrong(name, must))).transpose()
 }
 
-fn number(fields: &Map<String, Value>, name: &str, least: f64, most: f64) -> Result<Option<f64>, ApiError> {
-    match fields.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => match value.as_f64() {
-            Some(number) if (least..=most).contains(&number) => Ok(Some(number)),
-            _ => Err(wrong(name, &format!("a number from {least} to {most}"))),
-        },
-    }
+fn whole(fields: &Fields, name: &str) -> Result<Option<u64>, ApiError> {
+    field(fields, name, "an integer, 0 or more", Value::as_u64)
 }
 
-fn flag(fields: &Map<String, Value>, name: &str) -> Result<bool, ApiError> {
-    match fields.get(name) {
-        None | Some(Value::Null) => Ok(false),
-        Some(value) => value.as_bool().ok_or_else(|| wrong(name, "true or false")),
-    }
+fn number(fields: &Fields, name: &str, least: f64, most: f64) -> Result<Option<f64>, ApiError> {
+    let must = format!("a number from {least} to {most}");
+    field(fields, name, &must, |value| value.as_f64().filter(|number| (least..=most).contains(number)))
 }
 
-fn check_model(model: &Model, fields: &Map<String, Value>) -> Result<(), ApiError> {
-    match fields.get("model") {
-        Some(Value::String(name)) if *name == model.name => Ok(()),
-        Some(Value::String(name)) => {
-            let name: String = name.chars().take(64).collect();
-            let message = format!("model: {name:?} is not here; {:?} is", model.name);
-            let status = axum::http::StatusCode::NOT_FOUND;
-            Err(ApiError { status, ..ApiError::field("model", "model_not_found", message) })
-        }
-        _ => Err(wrong("model", &format!("the string {:?}", model.name))),
+fn flag(fields: &Fields, name: &str) -> Result<bool, ApiError> {
+    Ok(field(fields, name, "true or false", Value::as_bool)?.unwrap_or(false))
+}
+
+/// The beginning of what a client sent, to be named in an error.
+fn short(text: &str) -> String {
+    text.chars().take(64).collect()
+}
+
+fn check_model(model: &Model, fields: &Fields) -> Result<(), ApiError> {
+    let must = format!("the string {:?}", model.name);
+    let name = field(fields, "model", &must, Value::as_str)?.ok_or_else(|| wrong("model", &must))?;
+    if name == model.name {
+        return Ok(());
     }
+    let message = format!("model: {:?} is not here; {:?} is", short(name), model.name);
+    let status = axum::http::StatusCode::NOT_FOUND;
+    Err(ApiError { status, ..ApiError::field("model", "model_not_found", message) })
 }
 
 /// A prompt is a text or tokens.
-fn prompt(model: &Model, fields: &Map<String, Value>) -> Result<Vec<u32>, ApiError> {
+fn prompt(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
     let must = "a string, or an array of the vocabulary's tokens";
-    match fields.get("prompt") {
-        Some(Value::String(text)) => {
-            known(model, "prompt", model.encode(text).map_err(|error| unreadable("prompt", error))?)
-        }
-        Some(Value::Array(tokens)) => {
-            let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
-            let tokens: Option<Vec<u32>> = tokens.iter().map(token).collect();
-            known(model, "prompt", tokens.ok_or_else(|| wrong("prompt", must))?)
-        }
-        _ => Err(wrong("prompt", must)),
-    }
+    let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
+    let tokens = field(fields, "prompt", must, |value| match value {
+        Value::String(text) => Some(model.encode(text)),
+        Value::Array(tokens) => Some(Ok(tokens.iter().map(token).collect::<Option<_>>()?)),
+        _ => None,
+    })?;
+    known(model, "prompt", tokens.ok_or_else(|| wrong("prompt", must))?)
 }
 
-fn known(model: &Model, param: &str, tokens: Vec<u32>) -> Result<Vec<u32>, ApiError> {
+/// Tokens of a text that the tokenizer took, and that are in the vocabulary.
+fn known(model: &Model, param: &str, tokens: Result<Vec<u32>, String>) -> Result<Vec<u32>, ApiError> {
+    let tokens =
+        tokens.map_err(|error| ApiError::field(param, "invalid_text", format!("{param}: {error}")))?;
     match tokens.iter().find(|token| **token as usize >= model.vocab) {
         Some(token) => {
             let message = format!("{param}: token {token} of a vocabulary of {}", model.vocab);
@@ -171,47 +171,38 @@ fn known(model: &Model, param: &str, tokens: Vec<u32>) -> Result<Vec<u32>, ApiEr
     }
 }
 
-fn unreadable(param: &str, error: String) -> ApiError {
-    ApiError::field(param, "invalid_text", format!("{param}: {error}"))
-}
-
-fn messages(model: &Model, fields: &Map<String, Value>) -> Result<Vec<u32>, ApiError> {
+fn messages(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
     let must = "an array of objects, each with the strings role and content";
-    let Some(Value::Array(messages)) = fields.get("messages") else { return Err(wrong("messages", must)) };
     let message = |value: &Value| {
-        let field = |name| value.get(name)?.as_str().map(String::from);
-        Some((field("role")?, field("content")?))
+        let text = |name| value.get(name)?.as_str().map(String::from);
+        Some((text("role")?, text("content")?))
     };
-    let messages: Option<Vec<_>> = messages.iter().map(message).collect();
-    let messages = messages.filter(|messages| !messages.is_empty()).ok_or_else(|| wrong("messages", must))?;
-    if let Some((role, _)) =
-        messages.iter().find(|(role, _)| !["system", "user", "assistant"].contains(&role.as_str()))
-    {
-        let role: String = role.chars().take(64).collect();
-        let message = format!("messages: role {role:?}; must be system, user or assistant");
+    let all = |value: &Value| value.as_array()?.iter().map(message).collect::<Option<Vec<_>>>();
+    let messages = field(fields, "messages", must, all)?.filter(|messages| !messages.is_empty());
+    let messages = messages.ok_or_else(|| wrong("messages", must))?;
+    let roles = ["system", "user", "assistant"];
+    if let Some((role, _)) = messages.iter().find(|(role, _)| !roles.contains(&role.as_str())) {
+        let message = format!("messages: role {:?}; must be system, user or assistant", short(role));
         return Err(ApiError::field("messages", "invalid_value", message));
     }
-    match model.encode_chat(&messages) {
-        Some(tokens) => known(model, "messages", tokens.map_err(|error| unreadable("messages", error))?),
-        None => {
-            let message = format!("{} has no chat template; use /v1/completions", model.name);
-            Err(ApiError::field("model", "no_chat_template", message))
-        }
-    }
+    let tokens = model.encode_chat(&messages).ok_or_else(|| {
+        let message = format!("{} has no chat template; use /v1/completions", model.name);
+        ApiError::field("model", "no_chat_template", message)
+    })?;
+    known(model, "messages", tokens)
 }
 
-fn stops(fields: &Map<String, Value>) -> Result<Vec<String>, ApiError> {
-    let stops: Option<Vec<String>> = match fields.get("stop") {
-        None | Some(Value::Null) => return Ok(Vec::new()),
-        Some(Value::String(stop)) => Some(vec![stop.clone()]),
-        Some(Value::Array(stops)) => stops.iter().map(|stop| stop.as_str().map(String::from)).collect(),
-        Some(_) => None,
-    };
-    let fits = |stop: &String| (1..=STOP_BYTES).contains(&stop.len());
-    stops.filter(|stops| stops.len() <= STOPS && stops.iter().all(fits)).ok_or_else(|| {
-        wrong(
-            "stop",
-            &format!("a string, or an array of up to {STOPS} strings, of 1 to {STOP_BYTES} bytes each"),
-        )
-    })
+fn stops(fields: &Fields) -> Result<Vec<String>, ApiError> {
+    let must = format!("a string, or an array of up to {STOPS} strings, of 1 to {STOP_BYTES} bytes each");
+    let stops = field(fields, "stop", &must, |value| {
+        let stops: Vec<String> = match value {
+            Value::String(stop) => vec![stop.clone()],
+            value => {
+                value.as_array()?.iter().map(|stop| stop.as_str().map(String::from)).collect::<Option<_>>()?
+            }
+        };
+        let fits = |stop: &String| (1..=STOP_BYTES).contains(&stop.len());
+        (stops.len() <= STOPS && stops.iter().all(fits)).then_some(stops)
+    })?;
+    Ok(stops.unwrap_or_default())
 }

@@ -91,29 +91,16 @@ async fn complete(front: &Front, request: Request, chat: bool) -> Result<Respons
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
     })?;
     let ask = Ask::read(&front.model, &body, chat, front.options.deadline)?;
+    let Ask { prompt, max_tokens, sampler, stops, timeout, stream, usage } = ask;
     let (to, events) = mpsc::unbounded_channel();
-    let job = Job {
-        prompt: ask.prompt,
-        max_tokens: ask.max_tokens,
-        sampler: ask.sampler,
-        stops: ask.stops,
-        deadline: came + ask.timeout,
-        scope: scope(&front.model, &parts.headers),
-        to,
-    };
+    let (deadline, scope) = (came + timeout, scope(&front.model, &parts.headers));
+    let job = Job { prompt, max_tokens, sampler, stops, deadline, scope, to };
     front.scheduler.send(Message::Job(job)).map_err(|_| stopped())?;
     let number = front.requests.fetch_add(1, Relaxed);
+    let id = format!("{}-{number}", if chat { "chatcmpl" } else { "cmpl" });
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let answer = Answer {
-        events,
-        _open: open,
-        id: format!("{}-{number}", if chat { "chatcmpl" } else { "cmpl" }),
-        created,
-        model: front.model.name.clone(),
-        chat,
-        usage: ask.usage,
-    };
-    Ok(if ask.stream { answer.stream().await } else { answer.whole().await })
+    let answer = Answer { events, _open: open, id, created, model: front.model.name.clone(), chat, usage };
+    Ok(if stream { answer.stream().await } else { answer.whole().await })
 }
 
 /// Who may find a prompt's prefix again: those that come with the same key, as the time of a request shows what is known.

@@ -32,16 +32,14 @@ impl Server {
         let runtime = Builder::new_current_thread().enable_io().enable_time().build()?;
         let listener = runtime.block_on(TcpListener::bind(address))?;
         let address = listener.local_addr()?;
-        let listener = Listener {
-            listener,
-            room: Arc::new(Semaphore::new(options.connections.min(Semaphore::MAX_PERMITS))),
-            // A request that waits for its turn is no stalled one.
-            idle: options.deadline + options.deadline / 4,
-        };
+        let room = |permits: usize| Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS)));
+        // A request that waits for its turn is no stalled one.
+        let idle = options.deadline + options.deadline / 4;
+        let listener = Listener { listener, room: room(options.connections), idle };
         let app = router(Arc::new(Front {
             model,
             scheduler: scheduler.clone(),
-            open: Arc::new(Semaphore::new(options.requests.min(Semaphore::MAX_PERMITS))),
+            open: room(options.requests),
             requests: Default::default(),
             errors: Default::default(),
             options,

@@ -10,21 +10,19 @@ pub const PAGE: &str = include_str!("page.html");
 
 /// The numbers of the page: bytes, tokens, seconds.
 pub fn json(look: &Look) -> Value {
-    let tiers = look
-        .tiers
-        .iter()
-        .map(|(name, bytes, capacity)| json!({"name": name, "bytes": bytes, "capacity": capacity}));
+    let tiers = look.usage.tiers.iter();
+    let tiers = tiers.map(|tier| json!({"name": tier.name, "bytes": tier.bytes, "capacity": tier.capacity}));
     let prefixes = look.prefixes.map(|p| {
         json!({
-            "bytes": p.bytes, "boundaries": p.boundaries, "lookups": p.lookups, "hits": p.hits,
+            "bytes": p.bytes, "lower": p.lower, "boundaries": p.boundaries, "lookups": p.lookups, "hits": p.hits,
             "asked_tokens": p.asked_tokens, "hit_tokens": p.hit_tokens, "evictions": p.evictions,
         })
     });
     let counts: Map<String, Value> =
         look.counts.named().into_iter().map(|(name, _, count)| (name.into(), count.into())).collect();
     json!({
-        "taken": look.taken,
-        "budget": look.budget,
+        "taken": look.usage.taken,
+        "budget": look.usage.budget,
         "tiers": tiers.collect::<Vec<_>>(),
         "experts": look.experts,
         "prefixes": prefixes,

@@ -1,9 +1,9 @@
 //! Where bytes are, and what was counted.
 
-use super::request::{Place, Request};
+use super::request::Request;
 use pikv::metrics::PrefixUsage;
-use pikv::report::{PageInfo, Place as PagePlace};
-use pikv::{Cache, Sequence};
+use pikv::report::{Place, Usage};
+use pikv::{Cache, LayerShape};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ counts! {
     finished "Requests that were answered whole."
     failed "Requests that ended with an error in the scheduler."
     hung_up "Requests whose client hung up."
-    parked "Times that a request was moved to host memory."
+    parked "Times that a request came back from host memory."
     recomputed "Times that a request was put back to be computed again."
     unpublished "Prefixes that could not be taken in."
     steps "Steps of the cache."
@@ -58,10 +58,7 @@ counts! {
 pub struct Look {
     /// The open requests with their bytes, as the page reads them.
     pub rows: Vec<Value>,
-    pub taken: u64,
-    pub budget: u64,
-    /// Name, bytes and capacity of each lower tier.
-    pub tiers: Vec<(String, u64, u64)>,
+    pub usage: Usage,
     /// Bytes of all sequences' pages by expert.
     pub experts: Vec<u64>,
     /// None without an index.
@@ -75,63 +72,49 @@ impl Look {
     pub(super) fn new(
         cache: &Cache,
         prefixes: Option<PrefixUsage>,
-        requests: &[Request],
+        requests: &mut [Request],
         counts: Counts,
     ) -> Look {
-        let (usage, fetches) = (cache.usage(), cache.fetches());
         let mut experts = vec![0; cache.config().experts as usize];
         let layers = &cache.config().layers;
-        let heads: Vec<(usize, usize)> = layers
-            .iter()
-            .enumerate()
-            .flat_map(|(layer, shape)| (0..shape.kv_heads as usize).map(move |head| (layer, head)))
-            .collect();
-        let rows = requests.iter().map(|request| row(request, &heads, &mut experts)).collect();
-        Look {
-            rows,
-            taken: usage.taken,
-            budget: usage.budget,
-            tiers: usage.tiers.into_iter().map(|tier| (tier.name, tier.bytes, tier.capacity)).collect(),
-            experts,
-            prefixes,
-            fetched: fetches.in_place + fetches.ahead + fetches.awaited,
-            counts,
-        }
+        let rows = requests.iter_mut().map(|request| row(request, layers, &mut experts)).collect();
+        let fetches = cache.fetches();
+        let fetched = fetches.in_place + fetches.ahead + fetches.awaited;
+        Look { rows, usage: cache.usage(), experts, prefixes, fetched, counts }
     }
 }
 
 /// A request: tokens of its prompt, of those how many the index found, tokens that are computed, and generated; bytes of its ring, of pages of
 /// experts that are not packed, of packed ones, of pages in lower tiers, and of all those that others read too.
-fn row(request: &Request, heads: &[(usize, usize)], experts: &mut [u64]) -> Value {
+fn row(request: &mut Request, layers: &[LayerShape], experts: &mut [u64]) -> Value {
     let (mut ring, mut filed, mut packed, mut lower, mut shared) = (0, 0, 0, 0, 0);
-    let state = match &request.place {
-        Place::Waiting => "waiting",
-        Place::Parked(parked) => {
-            lower = parked.bytes();
+    let state = match &request.sequence {
+        None => "waiting",
+        Some(sequence) if sequence.is_parked() => {
+            lower = sequence.bytes();
             "parked"
         }
-        Place::Active(_) if request.generated() == 0 => "prompt",
-        Place::Active(_) => "answer",
+        Some(_) if request.generated() == 0 => "prompt",
+        Some(_) => "answer",
     };
-    let pages = |sequence: &Sequence| -> Vec<PageInfo> {
-        let pages = heads.iter().flat_map(|(layer, head)| sequence.pages(*layer, *head));
-        pages.flatten().collect()
-    };
-    for page in request.active().map(pages).unwrap_or_default() {
+    let sequence = request.active().map(|(sequence, _)| sequence);
+    let heads = (0..).zip(layers).flat_map(|(l, layer)| (0..layer.kv_heads as usize).map(move |h| (l, h)));
+    for page in heads.filter_map(|(layer, head)| sequence.as_ref()?.pages(layer, head).ok()).flatten() {
         let part = match page.id.place {
             _ if page.tier > 0 => &mut lower,
-            PagePlace::Ring => &mut ring,
+            Place::Ring => &mut ring,
             _ if page.packed => &mut packed,
             _ => &mut filed,
         };
         *part += page.bytes;
         shared += if page.shared { page.bytes } else { 0 };
-        if let PagePlace::Expert(expert) = page.id.place
+        if let Place::Expert(expert) = page.id.place
             && let Some(bytes) = experts.get_mut(usize::from(expert))
         {
             *bytes += page.bytes;
         }
     }
+    drop(sequence);
     json!({
         "id": request.id, "state": state, "prompt": request.job.prompt.len(), "cached": request.cached,
         "computed": request.computed(), "generated": request.generated(), "ring": ring, "filed": filed, "packed": packed,

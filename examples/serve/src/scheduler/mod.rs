@@ -1,8 +1,8 @@
 //! Who is in the next step. One thread owns the model, the cache and all sequences; requests come over a channel.
 //!
 //! A step has the next token of every request that generates, and chunks of prompts in the order in which they came. A request begins
-//! when the rest of its prompt fits beside what the others still need. If a step does not fit all the same, as answers grow, the request
-//! that came last is parked in host memory, or, where that is full, its tokens are computed again later. The oldest is never put
+//! when the rest of its prompt fits beside what the others still need. If a step does not fit all the same, as answers grow, the cache
+//! parks those that came last in host memory, or, where that is full, their tokens are computed again later. The oldest is never put
 //! back, so every request ends.
 
 mod look;
@@ -15,9 +15,10 @@ use crate::model::Model;
 use crate::{Options, Store};
 use look::Counts;
 use pikv::prefix::{PrefixIndex, PrefixScope};
-use pikv::{Cache, Error, Sequence};
+use pikv::save::{Awake, Parkable};
+use pikv::{Cache, Error};
 use pikv_engine::moe::batch::Batch;
-use request::{Place, Request};
+use request::Request;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
@@ -59,17 +60,9 @@ pub fn start(model: Arc<Model>, options: Options) -> Result<Sender<Message>, Box
     let (sender, receiver) = channel();
     let cache = model.cache(&options)?;
     let index = (options.prefixes > 0).then(|| PrefixIndex::new(&cache, options.prefixes));
-    let scheduler = Scheduler {
-        model,
-        options,
-        cache,
-        index,
-        requests: Vec::new(),
-        next_id: 0,
-        counts: Counts::default(),
-        looked: None,
-        logits: Vec::new(),
-    };
+    let (requests, counts, logits) = Default::default();
+    let scheduler =
+        Scheduler { model, options, cache, index, requests, next_id: 0, counts, looked: None, logits };
     std::thread::Builder::new().name("scheduler".into()).spawn(move || scheduler.run(&receiver))?;
     Ok(sender)
 }
@@ -105,15 +98,12 @@ impl Scheduler {
                 self.next_id += 1;
             }
             Message::Look(to) => {
-                let last = self.looked.as_ref().filter(|(at, _)| at.elapsed() < LOOK);
-                let last = last.map(|(_, look)| look.clone());
-                let _ = to.send(last.unwrap_or_else(|| self.look()));
+                let last = self.looked.clone().filter(|(at, _)| at.elapsed() < LOOK);
+                let _ = to.send(last.map_or_else(|| self.look(), |(_, look)| look));
             }
             Message::Clear(to) => {
                 self.drop_gone();
-                if let Some(index) = &self.index {
-                    index.clear();
-                }
+                self.index.iter().for_each(PrefixIndex::clear);
                 let _ = to.send(self.look());
             }
         }
@@ -121,7 +111,7 @@ impl Scheduler {
 
     fn look(&mut self) -> Arc<Look> {
         let index = self.index.as_ref().map(PrefixIndex::usage);
-        let look = Arc::new(Look::new(&self.cache, index, &self.requests, self.counts.clone()));
+        let look = Arc::new(Look::new(&self.cache, index, &mut self.requests, self.counts.clone()));
         self.looked = Some((Instant::now(), look.clone()));
         look
     }
@@ -143,24 +133,21 @@ impl Scheduler {
     fn drop_gone(&mut self) {
         let (now, counts) = (Instant::now(), &mut self.counts);
         self.requests.retain(|request| {
-            if request.job.to.is_closed() {
-                counts.hung_up += 1;
-                return false;
-            }
-            if now >= request.job.deadline {
-                counts.failed += 1;
+            let (gone, late) = (request.job.to.is_closed(), now >= request.job.deadline);
+            counts.hung_up += u64::from(gone);
+            counts.failed += u64::from(late && !gone);
+            if late {
                 let _ = request.job.to.send(Event::Failed(Fault::Deadline));
-                return false;
             }
-            true
+            !gone && !late
         });
     }
 
     /// Begins and wakes requests, the oldest first, as long as what is left of their prompts fits beside what the others need.
     fn admit(&mut self) {
         for at in 0..self.requests.len() {
-            let active = self.requests.iter().filter(|request| request.active().is_some()).count();
-            if self.requests[at].active().is_some() {
+            let active = self.requests.iter().filter(|request| request.is_active()).count();
+            if self.requests[at].is_active() {
                 continue;
             }
             if active >= self.options.batch || !self.admit_one(at, active == 0) {
@@ -171,59 +158,49 @@ impl Scheduler {
 
     /// Makes a request active if there is room; `alone` if no other is, so that there has to be.
     fn admit_one(&mut self, at: usize, alone: bool) -> bool {
-        // Steps take pages of prefixes that nobody reads before they are refused.
-        let idle = self.index.as_ref().map_or(0, |index| index.usage().bytes);
-        let request = &self.requests[at];
-        let others =
-            self.requests.iter().filter_map(|request| Some((request.active()?, request.rest() as u32)));
-        let woken = match &request.place {
-            Place::Parked(parked) => {
-                let others = self.cache.step_bytes(others);
-                let (needed, available) =
-                    others.map_or((0, u64::MAX), |bytes| (bytes.needed, bytes.available));
-                let needed = needed + parked.bytes() + self.fresh_bytes(request.rest() as u32);
-                if !alone && needed > available.saturating_add(idle) {
-                    return false;
-                }
-                match parked.wake() {
-                    Ok(sequence) => sequence,
-                    Err(_) if !alone => return false,
-                    // Only prefixes are in its way.
-                    Err(_) => {
-                        self.index.iter().for_each(PrefixIndex::clear);
-                        // What cannot be read is computed again.
-                        parked.wake().unwrap_or_else(|_| self.cache.sequence())
-                    }
-                }
-            }
-            _ => {
-                let scope = PrefixScope::new(&request.job.scope);
-                let found = self
-                    .index
-                    .as_ref()
-                    .filter(|_| !request.apart)
-                    .map(|index| index.find(&scope, &request.tokens));
-                let sequence = found.and_then(Result::ok).unwrap_or_else(|| self.cache.sequence());
-                let rest = request.tokens.len() as u32 - sequence.next_position().0;
-                let bytes = self.cache.step_bytes(others.chain([(&sequence, rest)]));
-                let fits = bytes.is_ok_and(|bytes| bytes.needed <= bytes.available.saturating_add(idle));
-                if !alone && !fits {
-                    return false;
-                }
-                sequence
-            }
-        };
         let request = &mut self.requests[at];
-        if request.generated() == 0 && matches!(request.place, Place::Waiting) {
-            request.cached = woken.next_position().0 as usize;
+        let fresh = request.sequence.is_none();
+        if fresh {
+            let scope = PrefixScope::new(&request.job.scope);
+            let index = self.index.as_ref().filter(|_| !request.apart);
+            let found = index.and_then(|index| index.find(&scope, &request.tokens).ok());
+            request.begin(found.unwrap_or_else(|| self.cache.sequence()));
         }
-        request.place = Place::Active(woken);
+        if !alone && !self.has_room(at) {
+            // Nothing is held for one that waits.
+            self.requests[at].sequence.take_if(|_| fresh);
+            return false;
+        }
+        let request = &mut self.requests[at];
+        if fresh && request.generated() == 0 {
+            request.cached = request.computed();
+        }
+        match request.sequence.as_mut().map(|sequence| sequence.awake().map(drop)) {
+            Some(Ok(())) => self.counts.parked += u64::from(!fresh),
+            Some(Err(_)) if !alone => return false,
+            // What cannot be read is computed again.
+            _ => {
+                self.counts.recomputed += 1;
+                request.begin(self.cache.sequence());
+            }
+        }
         true
+    }
+
+    /// Whether what is left of a request's prompt fits beside what the active ones need.
+    fn has_room(&mut self, at: usize) -> bool {
+        let parked = self.requests[at].sequence.as_ref().map_or(0, Parkable::bytes_to_wake);
+        let woken = if parked > 0 { parked + self.fresh_bytes(self.requests[at].rest() as u32) } else { 0 };
+        let active: Vec<(Awake<'_>, u32)> = self.requests.iter_mut().filter_map(Request::active).collect();
+        let bytes = self.cache.step_bytes(active.iter().map(|(sequence, rest)| (&**sequence, *rest)));
+        // Steps take pages of prefixes that nobody reads before they are refused.
+        let idle = self.index.as_ref().map_or(0, |index| index.usage().bytes - index.usage().lower);
+        bytes.is_ok_and(|bytes| bytes.needed.saturating_add(woken) <= bytes.available.saturating_add(idle))
     }
 
     /// Requests of the next step and their tokens: one of each that generates, then chunks of prompts.
     fn plan(&self, most: usize) -> Vec<(usize, usize)> {
-        let active = self.requests.iter().enumerate().filter(|(_, request)| request.active().is_some());
+        let active = self.requests.iter().enumerate().filter(|(_, request)| request.is_active());
         let (generating, prompts): (Vec<_>, Vec<_>) = active.partition(|(_, request)| request.rest() == 1);
         let mut left = most.max(1);
         let mut parts = Vec::new();
@@ -251,8 +228,8 @@ impl Scheduler {
             }
             match self.forward(&parts) {
                 Ok(()) => break parts,
-                Err(Error::OutOfBudget { needed, .. }) => {
-                    if self.put_back() {
+                Err(Error::OutOfBudget { needed, available }) => {
+                    if self.put_back(available + 1) {
                         continue;
                     }
                     if most > 1 {
@@ -289,34 +266,31 @@ impl Scheduler {
     /// Runs the model over the parts of a step.
     fn forward(&mut self, parts: &[(usize, usize)]) -> Result<(), Error> {
         let mut tokens = Vec::new();
-        let mut sequences: Vec<(&mut Sequence, u32)> = Vec::with_capacity(parts.len());
+        let mut awake: Vec<(Awake<'_>, u32)> = Vec::with_capacity(parts.len());
         let mut wanted = parts.iter().peekable();
         for (at, request) in self.requests.iter_mut().enumerate() {
             let Some((_, n)) = wanted.next_if(|part| part.0 == at) else { continue };
             let from = request.computed();
             tokens.extend_from_slice(&request.tokens[from..from + n]);
-            if let Place::Active(sequence) = &mut request.place {
-                sequences.push((sequence, *n as u32));
-            }
+            awake.extend(request.active().map(|(sequence, _)| (sequence, *n as u32)));
         }
+        let sequences = awake.iter_mut().map(|(sequence, n)| (&mut **sequence, *n)).collect();
         let mut batch = Batch::new(&self.cache, sequences, self.model.heads.2);
         self.model.forward(&mut batch, &tokens, &mut self.logits)
     }
 
-    /// Takes the request that came last out of the first tier, unless it is the only one there. Whether one was.
-    fn put_back(&mut self) -> bool {
-        let mut active = self.requests.iter_mut().filter(|request| request.active().is_some());
-        let (Some(last), Some(_)) = (active.next_back(), active.next_back()) else { return false };
-        let Place::Active(mut sequence) = std::mem::replace(&mut last.place, Place::Waiting) else {
-            return false;
-        };
-        match sequence.park(1) {
-            Ok(parked) => {
-                last.place = Place::Parked(parked);
-                self.counts.parked += 1;
-            }
-            // Its tokens are kept, and computed again.
-            Err(_) => self.counts.recomputed += 1,
+    /// Has the cache park requests, the one that came last first, until `bytes` of the first tier are free; where it cannot, the last one
+    /// is computed again. Never the oldest. Whether there is more room then.
+    fn put_back(&mut self, bytes: u64) -> bool {
+        let mut active = self.requests.iter_mut().filter(|request| request.is_active());
+        let oldest = active.next();
+        // The cache parks nobody whose sequence is in somebody's hands.
+        let oldest = oldest.and_then(Request::active);
+        let Some(last) = active.next_back() else { return false };
+        if !self.cache.make_room(bytes).is_ok_and(|made| made.freed > 0) {
+            drop(oldest);
+            last.sequence = None;
+            self.counts.recomputed += 1;
         }
         true
     }
@@ -328,7 +302,7 @@ impl Scheduler {
         if std::mem::replace(&mut request.apart, true) || self.index.is_none() {
             return false;
         }
-        request.place = Place::Active(self.cache.sequence());
+        request.begin(self.cache.sequence());
         self.index.iter().for_each(PrefixIndex::clear);
         self.counts.recomputed += 1;
         true
@@ -345,13 +319,14 @@ impl Scheduler {
     /// What follows of a step for one of its requests, whose last row has these logits; whether it is finished.
     fn advance(&mut self, at: usize, logits: &[f32]) -> bool {
         let request = &mut self.requests[at];
-        let Place::Active(sequence) = &mut request.place else { return false };
+        let Some((mut sequence, _)) = request.active() else { return false };
         let len = sequence.next_position().0 as usize;
         let packed = matches!(self.options.store, Store::Packed(_));
         if self.index.is_some() && packed && len.is_multiple_of(CHECKPOINT) {
             // Without one, less is found again.
             let _ = sequence.checkpoint();
         }
+        drop(sequence);
         if len < request.tokens.len() {
             return false;
         }
@@ -370,15 +345,15 @@ impl Scheduler {
         let ended = Some(token) == self.model.end;
         let mut text = request.text.push(&self.model.bytes(token));
         let reason = match request.generated() == request.job.max_tokens {
-            _ if ended || request.text.stopped => "stop",
-            true => "length",
-            false => {
-                let _ = request.job.to.send(Event::Text(text));
-                return false;
-            }
+            _ if ended || request.text.stopped => Some("stop"),
+            true => Some("length"),
+            false => None,
         };
-        text.push_str(&request.text.finish());
+        if reason.is_some() {
+            text.push_str(&request.text.finish());
+        }
         let _ = request.job.to.send(Event::Text(text));
+        let Some(reason) = reason else { return false };
         let _ = request.job.to.send(request.done(reason));
         self.counts.finished += 1;
         self.publish(at);
@@ -387,15 +362,12 @@ impl Scheduler {
 
     /// Lets later requests find what this one computed.
     fn publish(&mut self, at: usize) {
-        let request = &mut self.requests[at];
-        if let (Some(index), Place::Active(sequence), false) =
-            (&self.index, &mut request.place, request.apart)
-        {
-            let scope = PrefixScope::new(&request.job.scope);
+        let Request { job, tokens, sequence, apart: false, .. } = &mut self.requests[at] else { return };
+        let sequence = sequence.as_mut().and_then(Parkable::if_awake);
+        if let (Some(index), Some(mut sequence)) = (&self.index, sequence) {
             let known = sequence.next_position().0 as usize;
-            if index.publish(&scope, &request.tokens[..known], sequence).is_err() {
-                self.counts.unpublished += 1;
-            }
+            let published = index.publish(&PrefixScope::new(&job.scope), &tokens[..known], &mut sequence);
+            self.counts.unpublished += u64::from(published.is_err());
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::text::Text;
 use pikv::Sequence;
-use pikv::save::Parked;
+use pikv::save::{Awake, Parkable};
 use pikv_engine::common::sample::Sampler;
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
@@ -56,16 +56,6 @@ pub enum Fault {
     Cache(String),
 }
 
-/// Where the keys and values of a request are.
-pub enum Place {
-    /// Nowhere: it waits for its first turn, or was put back to compute its tokens again.
-    Waiting,
-    /// In the first tier: it takes part in steps.
-    Active(Sequence),
-    /// In host memory, until there is room.
-    Parked(Parked),
-}
-
 /// A request that is not finished.
 pub struct Request {
     pub id: u64,
@@ -73,7 +63,8 @@ pub struct Request {
     /// The prompt and what was generated.
     pub tokens: Vec<u32>,
     pub text: Text,
-    pub place: Place,
+    /// Its keys and values. None while it waits for its first turn, or to compute its tokens again.
+    pub sequence: Option<Parkable>,
     pub cached: usize,
     /// Whether it shares nothing with the prefix index.
     pub apart: bool,
@@ -84,28 +75,31 @@ pub struct Request {
 
 impl Request {
     pub fn new(id: u64, mut job: Job) -> Request {
-        let text = Text::new(std::mem::take(&mut job.stops));
-        let tokens = job.prompt.clone();
-        Request {
-            id,
-            job,
-            tokens,
-            text,
-            place: Place::Waiting,
-            cached: 0,
-            apart: false,
-            came: Instant::now(),
-            last: None,
-        }
+        let (text, tokens) = (Text::new(std::mem::take(&mut job.stops)), job.prompt.clone());
+        let came = Instant::now();
+        Request { id, job, tokens, text, sequence: None, cached: 0, apart: false, came, last: None }
+    }
+
+    /// Gives the request to the cache, which parks it for those that came before it.
+    pub fn begin(&mut self, sequence: Sequence) {
+        let sequence = Parkable::new(sequence);
+        sequence.set_priority(-i32::try_from(self.id).unwrap_or(i32::MAX));
+        self.sequence = Some(sequence);
+    }
+
+    /// Its sequence and the tokens that are to be computed, if it takes part in steps. It is not parked as long as that is held.
+    pub fn active(&mut self) -> Option<(Awake<'_>, u32)> {
+        let rest = self.rest() as u32;
+        Some((self.sequence.as_mut()?.if_awake()?, rest))
+    }
+
+    pub fn is_active(&self) -> bool {
+        self.sequence.as_ref().is_some_and(|sequence| !sequence.is_parked())
     }
 
     /// Tokens whose keys and values are there.
     pub fn computed(&self) -> usize {
-        match &self.place {
-            Place::Waiting => 0,
-            Place::Active(sequence) => sequence.next_position().0 as usize,
-            Place::Parked(parked) => parked.next_position().0 as usize,
-        }
+        self.sequence.as_ref().map_or(0, |sequence| sequence.next_position().0 as usize)
     }
 
     /// Tokens to compute before the next one can be chosen: 1 while it generates.
@@ -115,10 +109,6 @@ impl Request {
 
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.job.prompt.len()
-    }
-
-    pub fn active(&self) -> Option<&Sequence> {
-        if let Place::Active(sequence) = &self.place { Some(sequence) } else { None }
     }
 
     /// The end of the answer.

@@ -101,6 +101,11 @@ pub enum SaveError {
         /// Bytes of the file.
         file: u64,
     },
+    /// A sequence that was saved without the routers of a loop.
+    #[error(
+        "a sequence that was saved alone (Sequence::save), without routers; restore it with Cache::restore"
+    )]
+    NoRouters,
     /// A sequence whose pages lie on ranks, or a cache over ranks.
     #[error("sequences of a cache over a fabric are neither saved nor restored: what ranks hold is theirs")]
     Fabric,

@@ -13,15 +13,42 @@ use std::path::Path;
 const BUFFER: usize = 1 << 18;
 
 /// What making a file failed by.
-enum Failed {
+enum Failed<E> {
     File(io::ErrorKind),
-    Save(Error),
+    Save(E),
 }
 
-impl From<io::Error> for Failed {
-    fn from(error: io::Error) -> Failed {
+impl<E> From<io::Error> for Failed<E> {
+    fn from(error: io::Error) -> Failed<E> {
         Failed::File(error.kind())
     }
+}
+
+/// Has `save` write the file at `path`, which is the old one or the whole new one at any time.
+pub(crate) fn write_file<E: From<Error>>(
+    path: &Path,
+    save: impl FnOnce(&mut BufWriter<&mut Private>) -> Result<u64, E>,
+) -> Result<u64, E> {
+    let write = |file: &mut Private| save(&mut BufWriter::with_capacity(BUFFER, file)).map_err(Failed::Save);
+    files::replace(path, Readers::Owner, write).map_err(|failed| match failed {
+        Failed::File(kind) => refused(SaveOperation::Write, path, kind).into(),
+        Failed::Save(error) => error,
+    })
+}
+
+/// Has `restore` read the file at `path`, which has nothing behind what it reads.
+pub(crate) fn read_file<E: From<Error>>(
+    path: &Path,
+    restore: impl FnOnce(&mut BufReader<File>) -> Result<Restored, E>,
+) -> Result<Restored, E> {
+    let failed = |error: io::Error| refused(SaveOperation::Open, path, error.kind());
+    let file = File::open(path).map_err(failed)?;
+    let all = file.metadata().map_err(failed)?.len();
+    let restored = restore(&mut BufReader::with_capacity(BUFFER, file))?;
+    if all > restored.bytes {
+        return Err(Error::from(SaveError::TooLong { bytes: restored.bytes, file: all }).into());
+    }
+    Ok(restored)
 }
 
 /// That a file cannot be opened or made.
@@ -52,15 +79,7 @@ impl Sequence {
     /// [`FileTooLarge`](io::ErrorKind::FileTooLarge) where the file would pass the size that the process may give one (`RLIMIT_FSIZE`). What is at
     /// `path` stays, unless it is the directory that could not be synced.
     pub fn save_file(&self, note: &[u8], path: impl AsRef<Path>) -> Result<u64, Error> {
-        let path = path.as_ref();
-        let write = |file: &mut Private| {
-            let mut buffered = BufWriter::with_capacity(BUFFER, file);
-            self.save(note, &mut buffered).map_err(Failed::Save)
-        };
-        files::replace(path, Readers::Owner, write).map_err(|failed| match failed {
-            Failed::File(kind) => refused(SaveOperation::Write, path, kind),
-            Failed::Save(error) => error,
-        })
+        write_file(path.as_ref(), |to| self.save(note, to))
     }
 }
 
@@ -70,14 +89,6 @@ impl Cache {
     /// # Errors
     /// Those of [`Cache::restore`]; [`SaveError::File`] for a file that is not there, [`SaveError::TooLong`].
     pub fn restore_file(&self, path: impl AsRef<Path>) -> Result<Restored, Error> {
-        let path = path.as_ref();
-        let failed = |error: io::Error| refused(SaveOperation::Open, path, error.kind());
-        let file = File::open(path).map_err(failed)?;
-        let all = file.metadata().map_err(failed)?.len();
-        let restored = self.restore(&mut BufReader::with_capacity(BUFFER, file))?;
-        if all > restored.bytes {
-            return Err(SaveError::TooLong { bytes: restored.bytes, file: all }.into());
-        }
-        Ok(restored)
+        read_file(path.as_ref(), |from| self.restore(from))
     }
 }

@@ -8,10 +8,19 @@ use std::fmt::Write;
 /// What `format` in the metadata says.
 const FORMAT: &str = "pikv sequence";
 /// The last version that can be read. Each sequence is written in the first that can hold it.
-const NEWEST: u64 = 2;
-/// The version of a sequence with or without a budget of its own.
-pub fn version(budget: Option<u32>) -> u64 {
-    if budget.is_some() { NEWEST } else { 1 }
+const NEWEST: u64 = ROUTERS;
+/// The first version with a budget of the sequence's own, which those before do not have.
+pub const BUDGET: u64 = 2;
+/// The first version with the routers of a loop, and with a budget that may be 0 for none.
+pub const ROUTERS: u64 = 3;
+
+/// The version of a sequence with or without a budget of its own, and with or without routers.
+pub fn version(budget: Option<u32>, routers: bool) -> u64 {
+    match budget {
+        _ if routers => ROUTERS,
+        Some(_) => BUDGET,
+        None => 1,
+    }
 }
 
 /// Bytes of the length before the header.
@@ -51,8 +60,9 @@ impl Of {
 }
 
 /// The tensors of a sequence, in their order: numbers of the sequence; of each layer those of its tokens, of each head numbers and pages, then
-/// numbers and pages of what a rollback undoes; the caller's bytes; the sum of all that is before it.
-pub fn tensors(shape: &CacheShape) -> Vec<Tensor> {
+/// numbers and pages of what a rollback undoes; from [`ROUTERS`] on what the routers of a loop have learnt; the caller's bytes; the sum of all
+/// that is before it.
+pub fn tensors(version: u64, shape: &CacheShape) -> Vec<Tensor> {
     let words = |name: String| Tensor { name, of: Of::Words };
     let mut all = vec![words("sequence".to_owned())];
     for (l, layer) in shape.config.layers.iter().enumerate() {
@@ -62,13 +72,16 @@ pub fn tensors(shape: &CacheShape) -> Vec<Tensor> {
             all.extend([words(format!("{part}.state")), words(format!("{part}.pages"))]);
         }
     }
+    if version >= ROUTERS {
+        all.push(words("routers".to_owned()));
+    }
     all.extend(["note", "sum"].map(|name| Tensor { name: name.to_owned(), of: Of::Bytes }));
     all
 }
 
 /// Bytes of a header at most.
-pub fn most(tensors: &[Tensor]) -> u64 {
-    METADATA + LINE * tensors.len() as u64
+pub fn most(shape: &CacheShape) -> u64 {
+    METADATA + LINE * tensors(NEWEST, shape).len() as u64
 }
 
 /// The header, with its length before it, of tensors with so many elements.
@@ -94,11 +107,11 @@ pub fn write(version: u64, shape: &CacheShape, tensors: &[Tensor], elements: &[u
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// Reads a header without its length: the version, and the elements of each tensor.
+/// Reads a header without its length: the version, the tensors and the elements of each.
 ///
 /// # Errors
 /// Another format, a later version, the first part of the configuration that differs, or what else is not as [`write()`] leaves it.
-pub fn read(header: &[u8], shape: &CacheShape, tensors: &[Tensor]) -> Result<(u64, Vec<u64>), Error> {
+pub fn read(header: &[u8], shape: &CacheShape) -> Result<(u64, Vec<Tensor>, Vec<u64>), Error> {
     let mut text = Text { all: header, at: 0 };
     text.literal(&format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\""))?;
     let version = text.number()?;
@@ -116,8 +129,9 @@ pub fn read(header: &[u8], shape: &CacheShape, tensors: &[Tensor]) -> Result<(u6
         }
     }
     text.literal("\"}")?;
+    let tensors = tensors(version, shape);
     let (mut at, mut elements) = (0u64, Vec::with_capacity(tensors.len()));
-    for tensor in tensors {
+    for tensor in &tensors {
         let (name, of) = (&tensor.name, tensor.of.name());
         text.literal(&format!(",\"{name}\":{{\"dtype\":\"{of}\",\"shape\":["))?;
         let n = text.number()?;
@@ -135,7 +149,7 @@ pub fn read(header: &[u8], shape: &CacheShape, tensors: &[Tensor]) -> Result<(u6
     if rest.len() >= 8 || rest.iter().any(|c| *c != b' ') {
         return Err(text.wanted("up to 7 blanks and the end of the header"));
     }
-    Ok((version, elements))
+    Ok((version, tensors, elements))
 }
 
 /// A header that is read from its beginning.

@@ -1,6 +1,6 @@
 //! Sequences that outlive their process: written to bytes, and made again from them.
 
-mod file;
+pub(crate) mod file;
 mod fingerprint;
 mod header;
 mod park;
@@ -70,7 +70,7 @@ fn write_parts(
     note: &[u8],
     to: &mut impl Write,
 ) -> Result<u64, Error> {
-    let tensors = header::tensors(shape);
+    let tensors = header::tensors(version, shape);
     let mut elements = Vec::with_capacity(tensors.len());
     // The first part has no pages, nor has what a layer says of its tokens.
     for (tensor, part) in tensors.iter().zip(parts) {
@@ -103,7 +103,7 @@ impl Sequence {
     /// and 24 bytes a page. O(bytes).
     ///
     /// Not in it: [checkpoints](Sequence::checkpoint); what was filed ahead for forks ([`Sequence::seal`]); and what routers learnt of the
-    /// tokens, so that a rollback of the restored sequence does not reach that ([`ClosedLoop`](crate::ClosedLoop)).
+    /// tokens, so that a rollback of the restored sequence does not reach that: [`ClosedLoop::save`](crate::ClosedLoop::save) has it.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -128,20 +128,30 @@ impl Sequence {
     /// [`SaveError::Io`] where `to` refuses, [`SaveError::Fabric`]; [`Error::Poisoned`]; a device or a lower tier that fails. What was
     /// written until then is no saved sequence.
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
+        self.save_with(None, note, to)
+    }
+
+    /// The same, with what the routers of a loop have learnt.
+    pub(crate) fn save_with(
+        &self,
+        routers: Option<Vec<u32>>,
+        note: &[u8],
+        to: &mut impl Write,
+    ) -> Result<u64, Error> {
         self.sound()?;
         if self.inner.fabric.is_some() {
             return Err(SaveError::Fabric.into());
         }
         // What a leaked step wrote is not saved.
-        if self.stepping { self.repaired().write_to(note, to) } else { self.write_to(note, to) }
-    }
-
-    fn write_to(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
-        write_parts(header::version(self.budget), &self.inner.shape, &self.parts(), note, to)
+        let repaired = self.stepping.then(|| self.repaired());
+        let version = header::version(self.budget, routers.is_some());
+        let mut parts = repaired.as_ref().unwrap_or(self).parts(version);
+        parts.extend(routers.map(|fields| Out { fields, pages: Vec::new() }));
+        write_parts(version, &self.inner.shape, &parts, note, to)
     }
 
     /// What is saved, one part for each tensor but the last two.
-    fn parts(&self) -> Vec<Out<'_>> {
+    fn parts(&self, version: u64) -> Vec<Out<'_>> {
         let Sequence { inner, layers, len, kept, .. } = self;
         let reach = Reach { len: *len, kept: *kept, limit: self.rollback_limit() };
         let mut parts = vec![Out::default()];
@@ -158,19 +168,23 @@ impl Sequence {
             layer.save_past(&shape.layout, &mut past);
             parts.extend(past.apart());
         }
-        parts[0].fields = self.numbers(&parts);
+        parts[0].fields = self.numbers(version, &parts);
         parts
     }
 
     /// What is said of the whole sequence.
-    fn numbers(&self, parts: &[Out<'_>]) -> Vec<u32> {
+    fn numbers(&self, version: u64, parts: &[Out<'_>]) -> Vec<u32> {
         let Sequence { len, kept, floor, altered, pins, ends, budget, .. } = self;
         let mut to = vec![*len, *kept, *floor, u32::from(*altered), pins.len() as u32];
         to.extend(pins.iter().flat_map(|pin| [pin.start, pin.end]));
         to.push(ends.len() as u32);
         to.extend(ends);
-        // Where there is none, the version says so.
-        to.extend(budget);
+        // In older versions the version says whether there is one.
+        if version >= header::ROUTERS {
+            to.push(budget.unwrap_or(0));
+        } else {
+            to.extend(budget);
+        }
         // By the pages that are saved: of those that two places of a sequence share there are two.
         let pages = || parts.iter().flat_map(|part| &part.pages);
         let away: u64 =

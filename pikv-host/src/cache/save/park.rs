@@ -102,7 +102,7 @@ impl Sequence {
             let pages = part.pages.iter().map(|page| lower(page, levels)).collect::<Result<_, Error>>()?;
             Ok(Part { fields: part.fields, pages })
         };
-        let parts = self.parts();
+        let parts = self.parts(header::version(self.budget, false));
         let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
         let here = near.map(|page| 4 * page.len()).sum();
         let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
@@ -144,15 +144,19 @@ impl Parked {
     /// # Errors
     /// [`Error::OutOfBudget`] where the pages do not fit, [`Error::OutOfMemory`]; [`Error::Tier`], a device that fails. Nothing changes then.
     pub fn wake(&self) -> Result<Sequence, Error> {
+        self.wake_for(None)
+    }
+
+    /// The same; nobody of a higher priority is parked for it.
+    pub(crate) fn wake_for(&self, priority: Option<i32>) -> Result<Sequence, Error> {
         let inner = &self.inner;
         let mut sequence = Sequence::new(inner.clone());
-        let (here, _) =
-            sequence.load_numbers(header::version(self.budget), &mut Fields::new(&self.parts[0].fields))?;
-        let pages = inner.reserve(here)?;
+        let (here, _) = sequence.load_numbers(self.version(), &mut Fields::new(&self.parts[0].fields))?;
+        let pages = inner.reserve(here, priority)?;
         let numbers = self.parts.iter().flat_map(|part| &part.fields).skip(self.parts[0].fields.len());
         let slots = self.parts.iter().flat_map(|part| &part.pages);
         let mut source = Slots { numbers, slots };
-        let tensors = header::tensors(&inner.shape);
+        let tensors = header::tensors(self.version(), &inner.shape);
         let elements = self.elements();
         let mut tensors = Tensors::new(&tensors, &elements);
         tensors.next();
@@ -168,7 +172,11 @@ impl Parked {
     /// Those of [`Sequence::save`].
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         let parts: Vec<Out<'_>> = self.parts.iter().map(Part::out).collect();
-        super::write_parts(header::version(self.budget), &self.inner.shape, &parts, note, to)
+        super::write_parts(self.version(), &self.inner.shape, &parts, note, to)
+    }
+
+    fn version(&self) -> u64 {
+        header::version(self.budget, false)
     }
 
     /// Words of each part.

@@ -124,13 +124,17 @@ impl Cache {
     /// comes early, a sum or contents that are wrong; [`SaveError::Fabric`]; [`Error::OutOfBudget`] where the pages do not fit,
     /// [`Error::OutOfMemory`]; a device or a lower tier that fails. The cache is as before.
     pub fn restore(&self, from: &mut impl Read) -> Result<Restored, Error> {
+        Ok(self.restore_with(from)?.0)
+    }
+
+    /// The same, and what routers of a loop had learnt, if the sequence was saved with them.
+    pub(crate) fn restore_with(&self, from: &mut impl Read) -> Result<(Restored, Option<Vec<u32>>), Error> {
         let inner = &self.inner;
         if inner.fabric.is_some() {
             return Err(SaveError::Fabric.into());
         }
         let mut input = Input { from, sum: blake3::Hasher::new(), at: 0 };
-        let tensors = header::tensors(&inner.shape);
-        let (version, elements) = read_header(inner, &mut input, &tensors)?;
+        let (version, tensors, elements) = read_header(inner, &mut input)?;
         let mut tensors = Tensors::new(&tensors, &elements);
         let read = read(inner, version, &mut input, &mut tensors);
         let named = |error| match error {
@@ -139,26 +143,26 @@ impl Cache {
             }
             other => other,
         };
-        let (sequence, note) = read.map_err(named)?;
+        let (sequence, routers, note) = read.map_err(named)?;
         let most = inner.pool.arenas.budget().max(TABLE);
         for layer in 0..inner.shape.config.layers.len() {
             inner.pool.tables.grow_within(layer, sequence.len, most)?;
         }
-        Ok(Restored { sequence, note, bytes: input.at })
+        Ok((Restored { sequence, note, bytes: input.at }, routers))
     }
 }
 
-/// The version, and the elements of each tensor.
-fn read_header(inner: &Inner, input: &mut Input<'_>, tensors: &[Tensor]) -> Result<(u64, Vec<u64>), Error> {
+/// The version, the tensors and the elements of each.
+fn read_header(inner: &Inner, input: &mut Input<'_>) -> Result<(u64, Vec<Tensor>, Vec<u64>), Error> {
     let mut length = [0; LENGTH as usize];
     input.bytes(&mut length)?;
-    let (length, most) = (u64::from_le_bytes(length), header::most(tensors));
+    let (length, most) = (u64::from_le_bytes(length), header::most(&inner.shape));
     if length > most {
         let wanted = format!("the length of a header of at most {most} bytes");
         return Err(SaveError::Header { at: 0, wanted }.into());
     }
     let text = gathered(length, |part| input.bytes(part))?;
-    header::read(&text, &inner.shape, tensors)
+    header::read(&text, &inner.shape)
 }
 
 /// Everything behind the header.
@@ -167,15 +171,18 @@ fn read(
     version: u64,
     input: &mut Input<'_>,
     tensors: &mut Tensors<'_>,
-) -> Result<(Sequence, Vec<u8>), Error> {
+) -> Result<(Sequence, Option<Vec<u32>>, Vec<u8>), Error> {
     let mut sequence = Sequence::new(inner.clone());
     let words = gathered(tensors.next(), |part| input.numbers(part))?;
     let (here, away) = sequence.load_numbers(version, &mut Fields::new(&words))?;
     let needed = if inner.pool.tiers.is_some() { here } else { here.saturating_add(away) };
-    let pages = inner.reserve(needed)?;
+    let pages = inner.reserve(needed, None)?;
     let mut from = In { pool: &inner.pool, source: input, pages, left: 0, buffer: Vec::new() };
     sequence.load_layers(&mut from, tensors)?;
     drop(from);
+    let has_routers = version >= header::ROUTERS;
+    let routers =
+        if has_routers { Some(gathered(tensors.next(), |part| input.numbers(part))?) } else { None };
     let note = gathered(tensors.next(), |part| input.bytes(part))?;
     tensors.next();
     let actual = input.sum.finalize();
@@ -185,7 +192,7 @@ fn read(
         let found = blake3::Hash::from_bytes(found).to_hex().to_string();
         return Err(SaveError::Sum { found, actual: actual.to_hex().to_string() }.into());
     }
-    Ok((sequence, note))
+    Ok((sequence, routers, note))
 }
 
 impl Sequence {
@@ -214,8 +221,8 @@ impl Sequence {
             )?;
             self.ends.push_back(end);
         }
-        if version > 1 {
-            let tokens = from.word()?;
+        let tokens = if version >= header::BUDGET { from.word()? } else { 0 };
+        if tokens > 0 || version == header::BUDGET {
             sure(self.inner.shape.check_budget(tokens).is_ok(), "a budget that cannot act")?;
             self.budget = Some(tokens);
         }

@@ -1,0 +1,145 @@
+//! A loop that outlives its process: a sequence with all that the routers have learnt.
+
+use super::{ClosedLoop, LoopError, forget};
+use crate::base::error::{Error, SaveError};
+use crate::cache::save::Restored;
+use crate::cache::save::file::{read_file, write_file};
+use crate::cache::sequence::Sequence;
+use crate::router::Routes;
+use crate::router::learnt::Learnt;
+use crate::router::learnt::save::{Words, check_saved, put_state};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+impl ClosedLoop {
+    /// Writes a sequence of the loop as [`Sequence::save`] does, and with it what the routers have learnt: averages, counts, bandits with
+    /// their random numbers, and what they would forget of tokens that can be taken back. [`ClosedLoop::restore`] goes on from there with the
+    /// same bits of every step, routing, eviction and rollback, as a loop in which all other sequences were dropped. Options of routers are
+    /// not in it, as they are not in a [`RouterState`](crate::router::RouterState): give the loop that restores it routers of the same ones.
+    ///
+    /// The file is that of a saved sequence with a tensor of the routers; [`Cache::restore`](crate::Cache::restore) reads the sequence alone,
+    /// and of several sequences of a loop one is saved here and the others by [`Sequence::save`]. Beside the pages it has 4 bytes a number
+    /// that routers have learnt, twice for each of the [steps that are kept](ClosedLoop::kept_steps), with their logits.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::router::{CacheAware, Shape};
+    /// use pikv::{Cache, CacheConfig, ClosedLoop, Dtype, LayerShape};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let config = CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::F32)], 1 << 20).experts(4, 2);
+    /// let looped = || -> Result<ClosedLoop, Box<dyn std::error::Error>> {
+    ///     let router = CacheAware::default().router(Shape::new(4, 2))?;
+    ///     Ok(ClosedLoop::new(Cache::new(config.clone())?, vec![Box::new(router)])?)
+    /// };
+    /// let mut first = looped()?;
+    /// let mut sequence = first.cache().sequence();
+    /// let mut step = first.begin([(&mut sequence, 1)])?;
+    /// step.append(0, &[0.5; 4], &[0.25; 4])?;
+    /// step.route(0, &[0.1, 0.9, 0.3, -1.0])?;
+    /// step.commit()?;
+    ///
+    /// let mut bytes = Vec::new();
+    /// first.save(&sequence, b"model 7", &mut bytes)?;
+    /// let mut second = looped()?;
+    /// let restored = second.restore(&mut &bytes[..])?;
+    /// assert_eq!(restored.sequence.next_position().0, 1);
+    /// assert_eq!(second.routers()[0].state(), first.routers()[0].state());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Sequence::save`]; a sequence of another cache; [`LoopError::Route`] with the layer of a router of your own that cannot be
+    /// saved ([`Router::saves`](crate::router::Router::saves)) or gives a state that no router comes to, or of one that refuses to forget tokens that were taken back.
+    pub fn save(&mut self, sequence: &Sequence, note: &[u8], to: &mut impl Write) -> Result<u64, LoopError> {
+        if !Arc::ptr_eq(&sequence.inner, &self.cache.inner) {
+            return Err(LoopError::Cache(Error::ForeignSequence { index: 0 }));
+        }
+        self.settle_down()?;
+        let mut words = vec![self.routers.len() as u32];
+        for (layer, router) in self.routers.iter().enumerate() {
+            let refused = |source| LoopError::Route { layer, source };
+            router.saves().map_err(refused)?;
+            let state = router.state();
+            check_saved(&state).map_err(|error| refused(error.into()))?;
+            put_state(&state, &mut words);
+        }
+        let kept = self.learnt.save(&sequence.tickets, &mut words);
+        kept.map_err(|(layer, error)| LoopError::Route { layer, source: error.into() })?;
+        Ok(sequence.save_with(Some(words), note, to)?)
+    }
+
+    /// [`ClosedLoop::save`] to a file, as [`Sequence::save_file`].
+    ///
+    /// # Errors
+    /// Those of [`ClosedLoop::save`] and [`Sequence::save_file`].
+    pub fn save_file(
+        &mut self,
+        sequence: &Sequence,
+        note: &[u8],
+        path: impl AsRef<Path>,
+    ) -> Result<u64, LoopError> {
+        write_file(path.as_ref(), |to| self.save(sequence, note, to))
+    }
+
+    /// Makes a sequence again that [`ClosedLoop::save`] wrote, and has the routers go on from what they had learnt then: what they learnt in
+    /// this loop is forgotten. They must be of the same kinds, experts and options. What is read is checked as by
+    /// [`Cache::restore`](crate::Cache::restore), numbers of routers after the sum.
+    ///
+    /// # Errors
+    /// Those of [`Cache::restore`](crate::Cache::restore); [`SaveError::NoRouters`] for a sequence that was saved alone; [`LoopError::Route`]
+    /// with the layer of a router that refuses the state, being of another kind or shape. Cache and routers are as before.
+    ///
+    /// # Panics
+    /// If a router does; those of the layers before it have taken their states.
+    pub fn restore(&mut self, from: &mut impl Read) -> Result<Restored, LoopError> {
+        let (mut restored, words) = self.cache.restore_with(from)?;
+        let words = words.ok_or(Error::Save(SaveError::NoRouters))?;
+        let wrong = |what| Error::Save(SaveError::Content { tensor: "routers".to_owned(), what });
+        let mut from = Words(&words);
+        if from.word().map_err(wrong)? as usize != self.routers.len() {
+            return Err(wrong("not a router for each layer").into());
+        }
+        let states =
+            self.routers.iter().map(|_| from.state()).collect::<Result<Vec<_>, _>>().map_err(wrong)?;
+        let (slack, len) = (self.cache.inner.shape.store.ring.slack(), restored.sequence.len);
+        let (learnt, tickets) = Learnt::load(slack, len, &states, &mut from).map_err(wrong)?;
+        if !from.0.is_empty() {
+            return Err(wrong("it goes on past its end").into());
+        }
+        self.settle_down()?;
+        let before: Vec<_> = self.routers.iter().map(|router| router.state()).collect();
+        for layer in 0..states.len() {
+            if let Err(source) = self.routers[layer].restore(&states[layer]) {
+                for (router, state) in self.routers.iter_mut().zip(&before[..layer]) {
+                    router.restore(state).map_err(|source| LoopError::Route { layer, source })?;
+                }
+                return Err(LoopError::Route { layer, source });
+            }
+        }
+        self.learnt = learnt;
+        restored.sequence.tickets = tickets;
+        self.routes.iter_mut().for_each(Routes::clear);
+        Ok(restored)
+    }
+
+    /// [`ClosedLoop::restore`] from a file, as [`Cache::restore_file`](crate::Cache::restore_file).
+    ///
+    /// # Errors
+    /// Those of [`ClosedLoop::restore`] and [`Cache::restore_file`](crate::Cache::restore_file).
+    pub fn restore_file(&mut self, path: impl AsRef<Path>) -> Result<Restored, LoopError> {
+        read_file(path.as_ref(), |from| self.restore(from))
+    }
+
+    /// Has the routers forget what was taken back, and what they chose in a step that was leaked.
+    fn settle_down(&mut self) -> Result<(), LoopError> {
+        if std::mem::take(&mut self.open) {
+            self.routers.iter_mut().for_each(forget);
+        }
+        self.devices.forget();
+        let forgotten = self.learnt.forget(&mut self.routers);
+        forgotten.map_err(|(layer, source)| LoopError::Route { layer, source })
+    }
+}
