@@ -19,11 +19,11 @@ const SAMPLES: usize = 31;
 pub fn run(_: &mut Subject, _: &[u32]) -> Result<()> {
     let mut sheet = Sheet::new(results::file("experts.csv"), COLUMNS, "loop")?;
     for tokens in TOKENS {
-        let mut one = Layer::new(tokens, (1, 1), None)?;
+        let mut one = Layer::new(tokens, (1, 1), None, false)?;
         let of_one = one.sequence.bytes();
         for experts in EXPERTS {
             let top_k = if experts == 1 { 1 } else { 2.max(experts / 32).min(8) };
-            let mut layer = Layer::new(tokens, (experts, top_k), None)?;
+            let mut layer = Layer::new(tokens, (experts, top_k), None, false)?;
             // In turns, so that what disturbs one disturbs both.
             let (mut base, mut attend) = (f64::INFINITY, f64::INFINITY);
             for _ in 0..SAMPLES {

@@ -73,7 +73,7 @@ fn plain(subject: &Subject, ids: &[u32], length: usize, row: &Row, budget: u32) 
 fn long_codes(sheet: &mut Sheet, length: u32) -> Result<()> {
     let mut first = None;
     for code in CODES {
-        let mut layer = Layer::new(length, (1, 1), codec(code))?;
+        let mut layer = Layer::new(length, (1, 1), codec(code), false)?;
         let time = layer.times(&[Read::All], SAMPLES)?[0];
         let bytes = layer.sequence.bytes();
         let (of_bf16, base) = *first.get_or_insert((bytes, time));

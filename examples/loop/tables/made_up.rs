@@ -41,10 +41,15 @@ pub fn drawn(random: &mut SplitMix, experts: u32, top_k: u32) -> Vec<u16> {
 }
 
 impl Layer {
-    /// `tokens` tokens in bf16, or packed, filed under even experts.
-    pub fn new(tokens: u32, (experts, top_k): (u32, u32), codec: Option<Codec>) -> Result<Layer> {
+    /// `tokens` tokens in bf16, or packed, filed under even experts; with the extremes of keys that Quest needs, or without.
+    pub fn new(
+        tokens: u32,
+        (experts, top_k): (u32, u32),
+        codec: Option<Codec>,
+        bounds: bool,
+    ) -> Result<Layer> {
         let shape = LayerShape::new(KV_HEADS as u32, QUERY_HEADS as u32, DIM as u32, Dtype::Bf16);
-        let config = CacheConfig::new(vec![shape], 8 << 30).ring(RING).sinks(4).bounds(true);
+        let config = CacheConfig::new(vec![shape], 8 << 30).ring(RING).sinks(4).bounds(bounds);
         let config = config.experts(experts, top_k);
         let cache = Cache::new(match codec {
             Some(codec) => config.compress(codec),

@@ -44,7 +44,7 @@ pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
 }
 
 fn long(sheet: &mut Sheet, length: u32, (experts, top_k): (u32, u32)) -> Result<()> {
-    let mut layer = Layer::new(length, (experts, top_k), None)?;
+    let mut layer = Layer::new(length, (experts, top_k), None, true)?;
     let reads = [("exact", Read::All), ("experts", Read::Experts), ("Quest 1/8", quest(length as usize))];
     let times = layer.times(&reads.map(|(_, read)| read), SAMPLES)?;
     let mut exact = None;
