@@ -13,7 +13,7 @@ use pikv_engine::measure::subject::Subject;
 const COLUMNS: &str =
     "stream,length,tokens,kind,row,budget,nats,delta_nats,found_share,bytes,bytes_of_bf16,time_ratio";
 /// Tokens of the model for each of its lengths.
-const TOKENS: usize = 4096;
+const TOKENS: usize = 2048;
 const LENGTHS: [usize; 4] = [256, 512, 1024, 2048];
 const LONG: [u32; 4] = [4 << 10, 16 << 10, 64 << 10, 128 << 10];
 /// Lengths of the stream, token by token.
@@ -87,7 +87,7 @@ fn long_codes(sheet: &mut Sheet, length: u32) -> Result<()> {
     Ok(())
 }
 
-/// Policies at a quarter of the length, and at 128 tokens.
+/// Policies at a quarter of the length.
 fn model_policies(
     sheet: &mut Sheet,
     subject: &Subject,
@@ -95,37 +95,30 @@ fn model_policies(
     length: usize,
     far: &[Vec<f32>],
 ) -> Result<()> {
+    let budget = (length / 4) as u32;
+    let setup = Setup {
+        layers: subject.layers,
+        budget,
+        fixed: ring(budget) + crate::SINKS,
+        window: length as u32,
+        far,
+        rope: Some(subject.rope),
+    };
     let mut first = None;
-    for budget in [(length / 4) as u32, 128] {
-        if budget == 128 && length <= 512 {
-            continue;
-        }
-        let setup = Setup {
-            layers: subject.layers,
-            budget,
-            fixed: ring(budget) + crate::SINKS,
-            window: length as u32,
-            far,
-            rope: Some(subject.rope),
-        };
-        for row in policies::rows(&setup)? {
-            if row.name == "none" && first.is_some() {
-                continue;
-            }
-            let o = plain(subject, ids, length, &row, budget)?;
-            let (nats, bytes, time) = *first.get_or_insert((o.nats, o.bytes, o.time));
-            sheet.row(&format!(
-                "{},{length},{TOKENS},policy,{},{},{:.6},{:.6},,{},{:.4},{:.3}",
-                subject.name(),
-                row.name,
-                o.budget,
-                o.nats,
-                o.nats - nats,
-                o.bytes,
-                o.bytes as f64 / bytes as f64,
-                o.time.as_secs_f64() / time.as_secs_f64()
-            ))?;
-        }
+    for row in policies::rows(&setup)? {
+        let o = plain(subject, ids, length, &row, budget)?;
+        let (nats, bytes, time) = *first.get_or_insert((o.nats, o.bytes, o.time));
+        sheet.row(&format!(
+            "{},{length},{TOKENS},policy,{},{},{:.6},{:.6},,{},{:.4},{:.3}",
+            subject.name(),
+            row.name,
+            o.budget,
+            o.nats,
+            o.nats - nats,
+            o.bytes,
+            o.bytes as f64 / bytes as f64,
+            o.time.as_secs_f64() / time.as_secs_f64()
+        ))?;
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use pikv_engine::measure::subject::Subject;
 const COLUMNS: &str =
     "stream,experts,top_k,length,tokens,read,bytes_read,bytes_ratio,time_ratio,reads_share,nats,delta_nats";
 /// Tokens of the model for each of its lengths.
-const TOKENS: usize = 4096;
+const TOKENS: usize = 2048;
 const LENGTHS: [usize; 4] = [256, 512, 1024, 2048];
 const LONG: [u32; 4] = [4 << 10, 16 << 10, 64 << 10, 128 << 10];
 /// Decode rows that are timed, and that are counted.
