@@ -360,3 +360,29 @@ fn arguments() -> Result<Arguments> {
     }
     Ok(parsed)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn imbalance_is_0_of_even_shares_and_one_less_than_the_experts_of_one_that_has_all() {
+        assert_eq!(imbalance(&[5, 5, 5, 5]), 0.0);
+        assert_eq!(imbalance(&[0, 8, 0, 0]), 3.0);
+    }
+
+    #[test]
+    fn rows_of_results_end_with_where_they_come_from() {
+        let path = std::env::temp_dir().join(format!("pikv-sheet-{}.csv", std::process::id()));
+        let mut sheet = Sheet::new(path.clone(), "a,b", "loop").unwrap();
+        sheet.row("1,\"two, quoted\"").unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let [head, row] = text.lines().collect::<Vec<_>>()[..] else { panic!("{text}") };
+        assert_eq!(head, "a,b,machine,date,commit,command");
+        assert!(row.starts_with("1,\"two, quoted\",\""), "{row}");
+        assert!(row.contains(",cargo run --release -p pikv-examples --bin loop"), "{row}");
+        let other = std::panic::catch_unwind(move || sheet.row("1,2,3"));
+        assert!(other.is_err(), "a cell too many");
+    }
+}

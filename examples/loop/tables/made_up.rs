@@ -132,3 +132,33 @@ impl Layer {
         Ok(sum as f64 / samples as f64)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pikv::codec::Code;
+
+    #[test]
+    fn bytes_read_are_those_of_the_pages_that_a_row_attends() {
+        let mut layer = Layer::new(4096, (8, 2), None, true).unwrap();
+        let all = layer.bytes_read(Read::All, 1).unwrap();
+        assert_eq!(all, layer.sequence.bytes() as f64);
+        let few = layer.bytes_read(Read::Experts, 8).unwrap() / all;
+        // A quarter of what lies in experts' pages, and all of the ring and the sinks.
+        assert!((0.2..0.35).contains(&few), "{few}");
+        let pages = layer.bytes_read(Read::Quest { pages: 8 }, 8).unwrap() / all;
+        assert!((0.05..0.2).contains(&pages), "{pages}");
+        let mut every = Layer::new(2048, (8, 8), None, false).unwrap();
+        let of_all = every.bytes_read(Read::Experts, 1).unwrap();
+        assert_eq!(of_all, every.sequence.bytes() as f64);
+    }
+
+    #[test]
+    fn packed_layers_take_fewer_bytes() {
+        let bytes = |code| {
+            Layer::new(4096, (1, 1), crate::tables::codec(code), false).unwrap().sequence.bytes() as f64
+        };
+        let ratio = bytes(Code::Int4) / bytes(Code::Bf16);
+        assert!((0.25..0.4).contains(&ratio), "{ratio}");
+    }
+}
