@@ -12,12 +12,11 @@
 //! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens, where only policies matter. With `--trace` no
 //! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
 //! MoE. `--acts` sets every
-//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. `--table` writes one of the tables of `tables/mod.rs`. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map,
+//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. `--table` writes one of the tables of `tables/mod.rs`. Prints one table; a run over everything writes `benches/results/loop*.csv`,
 //! and `--out` has the rows of any run written to a file of that form, from which `benches/ranks` says how well hits predict nats.
 
 mod acts;
 mod far;
-mod heat;
 mod looped;
 mod policies;
 mod replay;
@@ -159,10 +158,6 @@ fn main() -> Result<()> {
     }
     bar.finish_and_clear();
     table(&subject, &outcomes, &reference);
-    if whole && arguments.out.is_none() {
-        heat::write(&results::file(&format!("{stem}.svg")), subject.name(), &outcomes, reference.nats)?;
-        println!("written to benches/results/{stem}.csv and .svg");
-    }
     Ok(())
 }
 

@@ -118,6 +118,20 @@ pub fn int4(subject: &Subject) -> Result<Vec<Vec<Codec>>> {
     })
 }
 
+/// Of each head, what each of `options` takes and errs by.
+fn costs(subject: &Subject, of: &Capture, options: &[(&str, Vec<Vec<Codec>>)]) -> Result<Vec<Vec<Cost>>> {
+    let dim = subject.head_dim as u32;
+    let mut heads: Vec<Vec<Cost>> = vec![Vec::new(); subject.layers * subject.kv_heads];
+    for (name, codecs) in options {
+        let row = Row::new("C_Hy", *name, "1", Keys::Rotated, codecs.clone());
+        let errors = of.errors(&row, subject)?;
+        for (i, (error, codec)) in errors.iter().flatten().zip(codecs.iter().flatten()).enumerate() {
+            heads[i].push(Cost::new(codec.packed(dim, dim).bytes(), error.0 / error.1));
+        }
+    }
+    Ok(heads)
+}
+
 /// Of `options`, which cost `heads`, the one for each head within a budget of bytes.
 fn by_head(
     subject: &Subject,
@@ -214,16 +228,12 @@ pub fn rows(
         rows.extend(trained::rows(subject, plain, bar)?);
     }
 
-    // Between int4 and int8, head by head, in the bytes that lie half-way.
-    let options = [("int4", hadamard), ("int8", code(Code::Int8, Code::Int8)?)];
-    let mut heads: Vec<Vec<Cost>> = vec![Vec::new(); subject.layers * subject.kv_heads];
-    for (name, codecs) in &options {
-        let row = Row::new("C_Hy", *name, "1", after, codecs.clone());
-        let errors = rotated.errors(&row, subject)?;
-        for (i, (error, codec)) in errors.iter().flatten().zip(codecs.iter().flatten()).enumerate() {
-            heads[i].push(Cost::new(codec.packed(dim, dim).bytes(), error.0 / error.1));
-        }
-    }
+    // Between int4 and int8, head by head, in the bytes that lie half-way; and among three, in int4's.
+    let options = [("int4", hadamard.clone()), ("int8", code(Code::Int8, Code::Int8)?)];
+    let two = each(subject, |_, _| Ok(Codec::new(turned(Code::Int2)?, Coding::new(Code::Int2))))?;
+    let three = [("int2", two), ("int4", hadamard), options[1].clone()];
+    let heads = costs(subject, rotated, &options)?;
+    let of_three = costs(subject, rotated, &three)?;
     let bytes = |i: usize| heads.iter().map(|costs| costs[i].bytes).sum::<u64>();
     let budget = (bytes(0) + bytes(1)) / 2;
     let mixed = by_head(subject, &options, &heads, &vec![1.0; heads.len()], budget)?;
@@ -291,9 +301,13 @@ pub fn rows(
         &fast_v(subject.layers, 2, |p| fast(p).by_page())?,
     )?);
     if let Some(importance) = importance {
-        let mixed = by_head(subject, &options, &heads, importance, budget)?;
-        let name = "int8 or int4 by head, by measured importance";
-        rows.push(Row { k: "mixed".into(), v: "mixed".into(), ..Row::new("C_Hy", name, "1", after, mixed) });
+        let equal = vec![1.0; importance.len()];
+        for (name, importance) in [("heads alike", &*equal), ("by measured importance", importance)] {
+            let mixed = by_head(subject, &three, &of_three, importance, bytes(0))?;
+            let name = format!("int2, int4 or int8 by head, {name}");
+            let row = Row::new("C_Hy", name, "1", after, mixed);
+            rows.push(Row { k: "mixed".into(), v: "mixed".into(), ..row });
+        }
     }
     debug_assert!(rotated.keys() == after && plain.keys() == before);
     Ok(rows)
