@@ -90,7 +90,8 @@ fn beside_copies(noise: &[f32]) -> Result<(), Box<dyn Error>> {
     ];
     let name = machine::name();
     println!("\n{:>6} {:>12} {:>8} {:>8}", "form", "ns a token", "row", "places");
-    let mut csv = vec!["machine,form,row_ratio,places_ratio".to_owned()];
+    let when = machine::when("cargo bench -p pikv-benches --bench append");
+    let mut csv = vec!["machine,form,row_ratio,places_ratio,date,commit,command".to_owned()];
     for (form, config) in forms {
         let (mut appended, mut rows, mut places) = (vec![], vec![], vec![]);
         for _ in 0..9 {
@@ -115,7 +116,7 @@ fn beside_copies(noise: &[f32]) -> Result<(), Box<dyn Error>> {
         let [appended, rows, places] = [appended, rows, places].map(|of| median(&of));
         let (row, place) = (appended / rows, appended / places);
         println!("{form:>6} {:>12.0} {row:>8.2} {place:>8.2}", appended * 1e9);
-        csv.push(format!("{name},{form},{row:.3},{place:.3}"));
+        csv.push(format!("{name},{form},{row:.3},{place:.3},{when}"));
     }
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/results/append.csv");
     writeln!(std::fs::File::create(path)?, "{}", csv.join("\n"))?;

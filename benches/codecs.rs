@@ -58,8 +58,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         "{:24} {:>7} {:>7} {:>9} {:>9} {:>8} {:>7}  spread",
         "codec", "threads", "ratio", "x bf16", "KV GB/s", "roof", "/ roof"
     );
-    let mut csv =
-        vec!["machine,lanes,codec,context,threads,ratio,x_bf16,kv_gbps,roof_gbps,roof_ratio".to_owned()];
+    let when = machine::when("cargo bench -p pikv-benches --bench codecs");
+    let mut csv = vec![
+        "machine,lanes,codec,context,threads,ratio,x_bf16,kv_gbps,roof_gbps,roof_ratio,date,commit,command"
+            .to_owned(),
+    ];
     let q: Vec<f32> = machine::noise(3).map(|x| 4.0 * x).take(QUERY_HEADS * DIM).collect();
     let rows = rows()?;
     let plain = build(lanes, None, context)?;
@@ -92,7 +95,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 rate / roof
             );
             csv.push(format!(
-                "{name},{},{label},{context},{threads},{ratio:.4},{speed:.4},{rate:.3},{roof:.3},{:.4}",
+                "{name},{},{label},{context},{threads},{ratio:.4},{speed:.4},{rate:.3},{roof:.3},{:.4},{when}",
                 lanes.name(),
                 rate / roof
             ));

@@ -45,7 +45,9 @@ fn main() -> Result<()> {
     let (quick, only_hits) = (given("--quick"), given("--hits"));
     let name = machine::name();
     println!("{name}\n");
-    let mut csv = vec!["machine,what,case,tokens,attend_ratio,stages,evict,ratio".to_owned()];
+    let when = machine::when("cargo bench -p pikv-benches --bench schedule");
+    let mut csv =
+        vec!["machine,what,case,tokens,attend_ratio,stages,evict,ratio,date,commit,command".to_owned()];
     let (context, samples) = if quick { (4096, 5) } else { (32_768, 101) };
     println!("{:28} {:>8} {:>8} {:>8} {:>8}", "hits", "tokens", "attend", "stages", "bytes");
     for every in [1, 4] {
@@ -53,7 +55,7 @@ fn main() -> Result<()> {
         let label = format!("every {every}");
         let (stages_percent, percent) = (stages * 100.0, bytes * 100.0);
         println!("{label:28} {context:>8} {attend:>8.4} {stages_percent:>6.2} % {percent:>6.2} %");
-        csv.push(format!("{name},hits,{label},{context},{attend:.4},{stages:.5},,{bytes:.5}"));
+        csv.push(format!("{name},hits,{label},{context},{attend:.4},{stages:.5},,{bytes:.5},{when}"));
     }
     if only_hits {
         return Ok(());
@@ -64,7 +66,7 @@ fn main() -> Result<()> {
         let label = case.name;
         let Costs { attend, stages, evict } = costs(case, context, samples)?;
         println!("{label:28} {context:>8} {attend:>8.3} {:>6.2} % {:>6.2} %", stages * 100.0, evict * 100.0);
-        csv.push(format!("{name},loop,{label},{context},{attend:.4},{stages:.5},{evict:.5},"));
+        csv.push(format!("{name},loop,{label},{context},{attend:.4},{stages:.5},{evict:.5},,{when}"));
     }
     let sizes = if quick { [1_000u32, 30_000] } else { [1_000, 1_000_000] };
     println!("\n{:28} {:>10} {:>10}  us a page", "eviction", "pages", "ratio");
@@ -78,7 +80,7 @@ fn main() -> Result<()> {
             let cost = eviction_cost(&eviction, pages)?;
             let ratio = cost / *first.get_or_insert(cost);
             println!("{label:28} {pages:>10} {ratio:>10.2}  {:.2}", cost * 1e6);
-            csv.push(format!("{name},eviction,{label},{},,,,{ratio:.3}", u64::from(pages) * 32));
+            csv.push(format!("{name},eviction,{label},{},,,,{ratio:.3},{when}", u64::from(pages) * 32));
         }
     }
     if !quick {

@@ -1,6 +1,6 @@
 //! Fabrics that nobody here has: the page map and the messages of a decode step replayed, without data, for 8 to 1024 devices.
 //!
-//! `cargo run --release -p pikv-examples --bin scale` writes `benches/results/scale.csv` and `scale.svg`, and prints the rows of one model.
+//! `cargo run --release -p pikv-examples --bin scale` writes `benches/results/scale.csv`, `scale.svg` and `maps.csv`, and prints the rows of one model.
 //!
 //! For each model of the planner, context (of 4K up to 64 devices) and number of devices: bytes of pages on the fullest device, alone
 //! and over the mean (0 where no page is full), and at the front; bytes and messages of a decode step of one row that reads everything,
@@ -12,7 +12,8 @@
 use pikv::Dtype;
 use pikv::fabric::{RankPlan, Schedule, Wire};
 use pikv::planner::Geometry;
-use pikv::shard::ShardMap;
+use pikv::shard::{ShardError, ShardMap};
+use pikv_engine::measure::results::{self, Sheet};
 use plotters::prelude::*;
 use std::error::Error;
 use std::fmt::Write as _;
@@ -78,11 +79,11 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
     }
-    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/results");
-    let mut csv = "model,context,devices,bytes_fullest,of_mean,bytes_front,exact_sent,exact_received,exact_messages,fast_sent,\
-                   fast_received,fast_messages,exact_ms_nvlink,exact_ms_400g,fast_ms_nvlink,fast_ms_400g\n"
-        .to_owned();
+    let columns = "model,context,devices,bytes_fullest,of_mean,bytes_front,exact_sent,exact_received,exact_messages,fast_sent,\
+                   fast_received,fast_messages,exact_ms_nvlink,exact_ms_400g,fast_ms_nvlink,fast_ms_400g";
+    let mut sheet = Sheet::new(results::file("scale.csv"), columns, "scale")?;
     for row in &rows {
+        let mut csv = String::new();
         let Row { model, context, devices, fullest, of_mean, front, exact, fast } = row;
         write!(csv, "{model},{context},{devices},{fullest},{of_mean:.4},{front}")?;
         for wire in [exact, fast] {
@@ -93,10 +94,10 @@ fn main() -> Result<(), Box<dyn Error>> {
                 write!(csv, ",{:.4}", 1e3 * seconds(wire, rate))?;
             }
         }
-        writeln!(csv)?;
+        sheet.row(&csv)?;
     }
-    std::fs::write(results.join("scale.csv"), csv)?;
-    plot(&results.join("scale.svg"), &rows)?;
+    write_maps()?;
+    plot(&results::file("scale.svg"), &rows)?;
     println!(
         "{:>8} {:>8} {:>12} {:>8} {:>10} {:>10} {:>12} {:>12} {:>10}",
         "context",
@@ -128,6 +129,54 @@ fn main() -> Result<(), Box<dyn Error>> {
         Geometry::ALL[0].name,
         Geometry::ALL.len()
     );
+    Ok(())
+}
+
+/// Maps from blocks to devices, as far as one for so many experts and devices can be made.
+fn maps(experts: u32, devices: u32) -> [(&'static str, Result<ShardMap, ShardError>); 4] {
+    [
+        ("paper: block xor expert", ShardMap::xor(devices.max(experts), experts, devices)),
+        ("whole experts", ShardMap::xor(1, experts, devices)),
+        ("sum", ShardMap::sum(devices)),
+        ("spread", ShardMap::spread(devices)),
+    ]
+}
+
+/// Bytes of pages on the fullest device, and over the mean, under each map: even experts, and one that has a half of the tokens.
+fn write_maps() -> Result<(), Box<dyn Error>> {
+    let columns = "model,context,devices,map,experts,bytes_fullest,of_mean,devices_without";
+    let mut sheet = Sheet::new(results::file("maps.csv"), columns, "scale")?;
+    for geometry in Geometry::ALL {
+        let (name, experts) = (geometry.name, geometry.experts);
+        for (context, devices) in DEVICES.into_iter().flat_map(|g| [(SHORT.0, g), (CONTEXTS[0].0, g)]) {
+            let tokens = context - RING - 4;
+            let even = |e: u32| tokens / experts + u32::from(e < tokens % experts);
+            let rest = tokens - tokens / 2;
+            let uneven = |e: u32| match e {
+                0 => tokens / 2,
+                _ => rest / (experts - 1) + u32::from(e <= rest % (experts - 1)),
+            };
+            for (loads, filed) in [
+                ("even", (0..experts).map(even).collect::<Vec<u32>>()),
+                ("half to one", (0..experts).map(uneven).collect()),
+            ] {
+                for (called, map) in maps(experts, devices) {
+                    let Ok(map) = map else { continue };
+                    let config = geometry.config(Dtype::Bf16, Dtype::Bf16, 1 << 40).ring(RING).sinks(4);
+                    let plan = Schedule::new(&config.shards(map), devices, &filed, |t, e, head| {
+                        map.shard(u64::from(t), u32::from(e), head)
+                    })?;
+                    let bytes: Vec<u64> = plan.ranks.iter().map(|rank| rank.bytes).collect();
+                    let (most, all) = (bytes.iter().max().unwrap_or(&0), bytes.iter().sum::<u64>().max(1));
+                    let without = bytes.iter().filter(|bytes| **bytes == 0).count();
+                    let of_mean = *most as f64 * f64::from(devices) / all as f64;
+                    sheet.row(&format!(
+                        "{name},{context},{devices},{called},{loads},{most},{of_mean:.4},{without}"
+                    ))?;
+                }
+            }
+        }
+    }
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use pikv::lanes::Lanes;
 use std::error::Error;
 
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/results/attend.csv");
-const COLUMNS: &str = "machine,lanes,dtype,context,batch,threads,kv_gbps,read_gbps,fma_gbps,roof_ratio,rows,tokens_per_s,over_sum";
+const COLUMNS: &str = "machine,lanes,dtype,context,batch,threads,kv_gbps,read_gbps,fma_gbps,roof_ratio,rows,tokens_per_s,over_sum,date,commit,command";
 /// Columns that tell a row's configuration: machine to threads, and rows.
 const KEY: [usize; 7] = [0, 1, 2, 3, 4, 5, 10];
 
@@ -28,6 +28,7 @@ pub struct Row {
 /// Rows as they come.
 pub struct Record {
     machine: String,
+    when: String,
     lines: Vec<String>,
 }
 
@@ -50,7 +51,8 @@ impl Record {
             "tokens/s",
             "/ sum"
         );
-        Record { machine, lines: Vec::new() }
+        let when = machine::when("cargo bench -p pikv-benches --bench attend");
+        Record { machine, when, lines: Vec::new() }
     }
 
     pub fn add(&mut self, row: Row) {
@@ -69,8 +71,8 @@ impl Record {
              {ratio:>6.3} {tokens:>9.1} {sum:>8}  {spread:.0} %"
         );
         self.lines.push(format!(
-            "{},{lanes},{form},{context},{batch},{threads},{rate:.3},{read:.3},{fma:.3},{ratio:.4},{rows},{tokens:.2},{sum}",
-            self.machine
+            "{},{lanes},{form},{context},{batch},{threads},{rate:.3},{read:.3},{fma:.3},{ratio:.4},{rows},{tokens:.2},{sum},{}",
+            self.machine, self.when
         ));
     }
 

@@ -134,12 +134,17 @@ pub fn name() -> String {
 
 /// The last columns of a row of results: `machine,date,commit,command`.
 pub fn provenance(command: &str) -> String {
+    format!("{},{}", name(), when(command))
+}
+
+/// The last columns of a row that begins with the machine: `date,commit,command`.
+pub fn when(command: &str) -> String {
     let said = |program: &str, arguments: &[&str]| {
         let out = std::process::Command::new(program).args(arguments).output();
         out.map_or(String::new(), |out| String::from_utf8_lossy(&out.stdout).trim().to_owned())
     };
     let (date, commit) = (said("date", &["-u", "+%F"]), said("git", &["rev-parse", "--short", "HEAD"]));
-    format!("{},{date},{commit},{command}", name())
+    format!("{date},{commit},{command}")
 }
 
 /// Writes rows to a CSV file with these columns, in the place of those that are alike in the columns `key`. Other rows stay.

@@ -18,9 +18,9 @@ use pikv::trace::Skewed;
 use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Output, Read, Sequence};
 use pikv_engine::common::cache::{Cache as _, Keys};
 use pikv_engine::common::sample::{SplitMix, nats};
+use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::process::Command;
 use std::sync::Arc;
 
 /// Rows of a router's ranking that differ from the model's own, and all rows.
@@ -91,37 +91,15 @@ impl Act {
 pub fn run(subject: &Subject, ids: &[u32], tokens: usize) -> Result<()> {
     let mut acts = model(subject, ids, tokens)?;
     acts.extend(skewed(4096)?);
-    let mut csv =
-        "row,baseline,stream,differs_share,nats_delta,hit_delta,residency_delta,machine,date,commit,command\n"
-            .to_owned();
-    let said = |program: &str, arguments: &[&str]| -> Result<String> {
-        let out = Command::new(program).args(arguments).output().map_err(|e| format!("{program}: {e}"))?;
-        Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned())
-    };
-    let (date, commit) = (said("date", &["-u", "+%F"])?, said("git", &["rev-parse", "--short", "HEAD"])?);
-    let command = format!("cargo run --release -p pikv-examples --bin loop -- --acts --tokens {tokens}");
+    let columns = "row,baseline,stream,differs_share,nats_delta,hit_delta,residency_delta";
+    let mut sheet = Sheet::new(results::file("acts.csv"), columns, "loop")?;
     for Act { row, baseline, stream, share, nats, hits, residency } in &acts {
         println!("{row:18} {baseline:13} {stream:12} {share:.4} {hits:+.4}");
         let nats = nats.map_or(String::new(), |nats| format!("{nats:.6}"));
-        let machine = machine();
-        csv += &format!(
-            "{row},{baseline},{stream},{share:.5},{nats},{hits:.5},{residency:.5},\"{machine}\",{date},{commit},{command}\n"
-        );
+        sheet.row(&format!("{row},{baseline},{stream},{share:.5},{nats},{hits:.5},{residency:.5}"))?;
     }
-    std::fs::write(pikv_engine::example("../benches/results").join("acts.csv"), csv)?;
     let idle: Vec<&str> = acts.iter().filter(|act| act.share == 0.0).map(|act| &*act.row).collect();
     if idle.is_empty() { Ok(()) } else { Err(format!("these differ in nothing: {}", idle.join(", ")).into()) }
-}
-
-fn machine() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = info.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    format!(
-        "{}, {cores} cores, {}",
-        model.trim_start_matches([' ', '\t', ':']),
-        pikv::lanes::Lanes::detect().name()
-    )
 }
 
 /// The rows that evict; StreamingLLM first.
@@ -261,7 +239,7 @@ fn skewed(tokens: u32) -> Result<Vec<Act>> {
     Ok(acts)
 }
 
-/// One run of it: logits as [`crate::seeds`] makes them.
+/// One run of it: logits as [`replay::logits`] makes them.
 fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) -> Result<Run> {
     let options = Skewed::default();
     let (experts, top_k) = (options.experts, options.top_k);
@@ -272,7 +250,7 @@ fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) ->
     let (mut sequence, mut rows, mut random) = (cache.sequence(), options.rows()?, SplitMix(options.seed));
     let (mut ranked, mut held) = (Ranked::default(), Vec::new());
     for position in 0..tokens as usize {
-        let logits = crate::seeds::logits(rows.by_rank(), options.skew, &mut random);
+        let logits = replay::logits(rows.by_rank(), options.skew, &mut random);
         let query = rows.next().map(|row| look(&row.wanted)).unwrap_or_default();
         let mut step = pikv.begin([(&mut sequence, 1)])?;
         // A value of 0 would be worth nothing to a policy that looks at values.

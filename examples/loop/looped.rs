@@ -5,8 +5,9 @@ use pikv::closed_loop::{LoopError, LoopStep};
 use pikv::metrics::Collector;
 use pikv::{Attend, ClosedLoop, Output, Sequence};
 use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
+use pikv_engine::measure::results::cpu_time;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub struct Looped {
     pub pikv: ClosedLoop,
@@ -39,7 +40,7 @@ impl Looped {
         }
     }
 
-    /// Time spent in the cache.
+    /// CPU time spent in the cache.
     pub fn time(&self) -> Duration {
         self.time
     }
@@ -64,9 +65,9 @@ pub struct Step<'a> {
 
 impl Step<'_> {
     fn timed<T>(&mut self, f: impl FnOnce(&mut Self) -> T) -> T {
-        let start = Instant::now();
+        let start = cpu_time();
         let result = f(self);
-        *self.time += start.elapsed();
+        *self.time += cpu_time() - start;
         result
     }
 }
@@ -131,10 +132,10 @@ impl AnyStep for Step<'_> {
     }
 
     fn commit(self) -> Result<(), LoopError> {
-        let start = Instant::now();
+        let start = cpu_time();
         let Step { step, time, .. } = self;
         let result = step.commit();
-        *time += start.elapsed();
+        *time += cpu_time() - start;
         result
     }
 }

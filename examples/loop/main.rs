@@ -4,25 +4,24 @@
 //! `cargo run --release -p pikv-examples --bin loop -- --gguf FILE [--tokens N] [--policy NAME]`
 //! `cargo run --release -p pikv-examples --bin loop -- --trace FILE|skewed [--tokens N]`
 //! `cargo run --release -p pikv-examples --bin loop -- --record FILE [--tokens N]`
-//! `cargo run --release -p pikv-examples --bin loop -- --seeds N`
 //! `cargo run --release -p pikv-examples --bin loop -- --acts [--tokens N]`
+//! `cargo run --release -p pikv-examples --bin loop -- --table NAME`
 //!
 //! The first runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes: rows are routed by
 //! what the layer's gate makes of them before they attend, and read the pages of the experts that their router names; the model's own
 //! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens, where only policies matter. With `--trace` no
 //! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
-//! MoE. `--seeds` sets R_P beside R_T, on as many skewed streams and parts of the novel. `--acts` sets every
-//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. Prints one table; a run over everything writes `benches/results/loop*.csv` and a heat map,
+//! MoE. `--acts` sets every
+//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. `--table` writes one of the tables of `tables/mod.rs`. Prints one table; a run over everything writes `benches/results/loop*.csv`,
 //! and `--out` has the rows of any run written to a file of that form, from which `benches/ranks` says how well hits predict nats.
 
 mod acts;
 mod far;
-mod heat;
 mod looped;
 mod policies;
 mod replay;
 mod routers;
-mod seeds;
+mod tables;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use looped::Looped;
@@ -31,6 +30,7 @@ use pikv::rules::Hits;
 use pikv::shape::PAGE;
 use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Read};
 use pikv_engine::common::cache::Keys;
+use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
 use policies::{Row, Setup};
 use rayon::prelude::*;
@@ -42,7 +42,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const SINKS: u32 = 4;
 
-const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --seeds N | --acts, --tokens N, --router ID, --policy NAME, --out FILE";
+const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --table NAME | --acts, --tokens N, --router ID, --policy NAME, --out FILE";
 
 /// What one cell of the table came to.
 struct Outcome {
@@ -53,6 +53,8 @@ struct Outcome {
     nats: f64,
     /// Bytes of pages at the end of the last window.
     bytes: u64,
+    /// Of those, bytes of the shard that holds most.
+    fullest: u64,
     /// Of the pages that rows wanted, those that were held; 1 if none was wanted.
     hit_rate: f64,
     /// Of the tokens of the rows' experts, those that were held.
@@ -62,6 +64,7 @@ struct Outcome {
     /// Of each expert.
     misses: Vec<f64>,
     balance: f64,
+    imbalance: f64,
     time: Duration,
 }
 
@@ -73,8 +76,8 @@ fn main() -> Result<()> {
     let mut subject = Subject::load(arguments.gguf.as_deref())?;
     subject.keys(Keys::Rotated);
     let ids = subject.tokens()?;
-    if let Some(seeds) = arguments.seeds {
-        return seeds::run(&subject, &ids, seeds);
+    if let Some(table) = &arguments.table {
+        return tables::run(table, &mut subject, &ids);
     }
     let window = subject.window();
     if arguments.acts {
@@ -130,7 +133,8 @@ fn main() -> Result<()> {
         let (experts, top_k) = subject.experts;
         Ok((id, routers::routers(id, experts, top_k, subject.layers)?))
     };
-    let reference = evaluate(&subject, routed("-")?, budgets[0], &all, Read::All, &ids[..=tokens], &bar)?;
+    let text = Text { ids: &ids[..=tokens], window };
+    let reference = evaluate(&subject, routed("-")?, budgets[0], &all, Read::All, text, &bar)?;
     println!(
         "{}: {tokens} tokens in windows of {window}, {SINKS} sinks, ring a quarter of the budget; everything held and read: {:.5} nats a \
          token, {} bytes\n",
@@ -139,23 +143,21 @@ fn main() -> Result<()> {
         reference.bytes
     );
     let fetched = if subject.experts.0 > 1 { Read::Experts } else { Read::All };
+    let stem = if arguments.gguf.is_some() { "loop-llama" } else { "loop" };
+    let whole = arguments.router.is_none() && arguments.policy.is_none();
+    let file = arguments.out.clone().or_else(|| whole.then(|| results::file(&format!("{stem}.csv"))));
+    let mut sheet = file.map(|file| Sheet::new(file, COLUMNS, "loop")).transpose()?;
+    let line = |o: &Outcome, policy: &str| line(&subject, o, policy, &reference, tokens);
+    sheet.iter_mut().try_for_each(|sheet| sheet.row(&line(&reference, "everything read")))?;
     let mut outcomes = Vec::new();
     for (router, budget, row) in &cells {
         bar.set_message(format!("{router} {} {budget}", row.name));
-        outcomes.push(evaluate(&subject, routed(router)?, *budget, row, fetched, &ids[..=tokens], &bar)?);
+        let o = evaluate(&subject, routed(router)?, *budget, row, fetched, text, &bar)?;
+        sheet.iter_mut().try_for_each(|sheet| sheet.row(&line(&o, row.name)))?;
+        outcomes.push(o);
     }
     bar.finish_and_clear();
     table(&subject, &outcomes, &reference);
-    if let Some(file) = &arguments.out {
-        std::fs::write(file, csv(&subject, &outcomes, &reference, window))?;
-        println!("written to {}", file.display());
-    } else if arguments.router.is_none() && arguments.policy.is_none() {
-        let stem = if arguments.gguf.is_some() { "loop-llama" } else { "loop" };
-        let results = pikv_engine::example("../benches/results");
-        std::fs::write(results.join(format!("{stem}.csv")), csv(&subject, &outcomes, &reference, window))?;
-        heat::write(&results.join(format!("{stem}.svg")), subject.name(), &outcomes, reference.nats)?;
-        println!("written to benches/results/{stem}.csv and .svg");
-    }
     Ok(())
 }
 
@@ -169,6 +171,19 @@ fn hits(budget: u32) -> Hits {
     Hits::new().pages((budget / PAGE).max(1))
 }
 
+/// `E sum_e share_e^2 - 1` over the experts' shares of what was filed: 0 if they are even, `E - 1` if one has all.
+fn imbalance(filed: &[u64]) -> f64 {
+    let all = filed.iter().sum::<u64>().max(1) as f64;
+    filed.len() as f64 * filed.iter().map(|n| (*n as f64 / all).powi(2)).sum::<f64>() - 1.0
+}
+
+/// Tokens, of which a window begins anew after `window`; the last is read only to score the one before.
+#[derive(Clone, Copy)]
+struct Text<'a> {
+    ids: &'a [u32],
+    window: usize,
+}
+
 /// Nats a token, and what the cache says of it.
 fn evaluate(
     subject: &Subject,
@@ -176,7 +191,7 @@ fn evaluate(
     budget: u32,
     row: &Row,
     fetched: Read,
-    ids: &[u32],
+    Text { ids, window }: Text<'_>,
     bar: &ProgressBar,
 ) -> Result<Outcome> {
     let layers = vec![subject.layer(Dtype::Bf16, Keys::Rotated); subject.layers];
@@ -191,7 +206,7 @@ fn evaluate(
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
     // Steps no longer than the ring, so that every row reads the pool as it is by then.
     let step = ring(budget).min(64) as usize;
-    for (inputs, targets) in inputs.chunks(subject.window()).zip(targets.chunks(subject.window())) {
+    for (inputs, targets) in inputs.chunks(window).zip(targets.chunks(window)) {
         pikv_engine::common::cache::Cache::clear(&mut looped);
         for (inputs, targets) in inputs.chunks(step).zip(targets.chunks(step)) {
             subject.forward(inputs, &mut looped, &mut logits)?;
@@ -204,11 +219,12 @@ fn evaluate(
         }
         bytes = looped.sequence.bytes();
     }
+    let fullest = looped.pikv.cache().usage().shards.into_iter().max().unwrap_or(0);
     let totals = looped.sink.totals();
     // In the ring, as sinks once they have left it, and in pages of the row's experts.
     let ring = ring(budget) as usize;
     let always = |tokens: usize| tokens.min(ring) + tokens.saturating_sub(ring).min(SINKS as usize);
-    let rows = || (0..inputs.len()).map(|i| i % subject.window() + 1);
+    let rows = || (0..inputs.len()).map(|i| i % window + 1);
     let heads = subject.layers as u64 * u64::from(subject.layer(Dtype::Bf16, Keys::Rotated).kv_heads);
     let read = totals.held_tokens + heads * rows().map(always).sum::<usize>() as u64;
     let sees = match row.selects.unwrap_or(fetched) {
@@ -218,14 +234,16 @@ fn evaluate(
     Ok(Outcome {
         router: router.to_owned(),
         policy: row.name.to_owned(),
-        budget: if row.bounded || row.selects.is_some() { budget } else { subject.window() as u32 },
+        budget: if row.bounded || row.selects.is_some() { budget } else { window as u32 },
         nats: loss / inputs.len() as f64,
         bytes,
+        fullest,
         hit_rate: totals.hit_rate_of_all().unwrap_or(1.0),
         residency: totals.residency().unwrap_or(1.0),
         sees,
         misses: totals.misses,
         balance: looped.balance(),
+        imbalance: imbalance(&looped.filed),
         time: looped.time(),
     })
 }
@@ -260,7 +278,7 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
         "\nbudget: tokens a KV head; hits: of the pages that rows wanted, as many as the budget holds, those that were there; held: of \
          the tokens that rows' experts were given, those still held; sees: of the tokens up to its own what a row reads, on the mean, \
          where it chooses by experts and fetches all of them; balance: tokens of the \
-         least over those of the most used expert; overhead: time in the cache over that of the first line's run; misses: in hundredths of \
+         least over those of the most used expert; overhead: CPU time in the cache over that of the run that reads everything; misses: in hundredths of \
          the largest"
     );
     if subject.experts.0 > 1 {
@@ -271,34 +289,29 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
     }
 }
 
-fn csv(subject: &Subject, outcomes: &[Outcome], reference: &Outcome, window: usize) -> String {
-    let mut csv =
-        vec!["model,router,policy,budget,seed,nats,bytes,hit_rate,balance,overhead,residency".to_owned()];
-    let everything = std::iter::once(reference);
-    for (i, o) in everything.chain(outcomes).enumerate() {
-        let policy = if i == 0 { "everything read" } else { &o.policy };
-        csv.push(format!(
-            "{},{},{policy},{:.4},{},{:.6},{},{:.5},{:.4},{:.3},{:.5}",
-            subject.name(),
-            o.router,
-            f64::from(o.budget) / window as f64,
-            routers::SEED,
-            o.nats,
-            o.bytes,
-            o.hit_rate,
-            o.balance,
-            o.time.as_secs_f64() / reference.time.as_secs_f64(),
-            o.residency
-        ));
-    }
-    csv.join("\n") + "\n"
+const COLUMNS: &str = "model,tokens,router,policy,budget,seed,nats,bytes,hit_rate,balance,overhead,residency";
+
+fn line(subject: &Subject, o: &Outcome, policy: &str, reference: &Outcome, tokens: usize) -> String {
+    format!(
+        "{},{tokens},{},{policy},{:.4},{},{:.6},{},{:.5},{:.4},{:.3},{:.5}",
+        subject.name(),
+        o.router,
+        f64::from(o.budget) / subject.window() as f64,
+        routers::SEED,
+        o.nats,
+        o.bytes,
+        o.hit_rate,
+        o.balance,
+        o.time.as_secs_f64() / reference.time.as_secs_f64(),
+        o.residency
+    )
 }
 
 struct Arguments {
     gguf: Option<PathBuf>,
     trace: Option<String>,
     record: Option<PathBuf>,
-    seeds: Option<usize>,
+    table: Option<String>,
     acts: bool,
     tokens: Option<usize>,
     router: Option<String>,
@@ -311,7 +324,7 @@ fn arguments() -> Result<Arguments> {
         gguf: None,
         trace: None,
         record: None,
-        seeds: None,
+        table: None,
         acts: false,
         tokens: None,
         router: None,
@@ -331,14 +344,40 @@ fn arguments() -> Result<Arguments> {
             "--record" => parsed.record = Some(PathBuf::from(value()?)),
             "--router" => parsed.router = Some(value()?),
             "--policy" => parsed.policy = Some(value()?),
+            "--table" => parsed.table = Some(value()?),
             "--out" => parsed.out = Some(PathBuf::from(value()?)),
-            "--tokens" | "--seeds" => {
+            "--tokens" => {
                 let n = value()?;
-                let n = n.parse().map_err(|e| format!("{name} {n}: {e}; {HELP}"))?;
-                *if name == "--seeds" { &mut parsed.seeds } else { &mut parsed.tokens } = Some(n);
+                parsed.tokens = Some(n.parse().map_err(|e| format!("--tokens {n}: {e}; {HELP}"))?);
             }
             _ => return Err(format!("{name}: unknown; {HELP}").into()),
         }
     }
     Ok(parsed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn imbalance_is_0_of_even_shares_and_one_less_than_the_experts_of_one_that_has_all() {
+        assert_eq!(imbalance(&[5, 5, 5, 5]), 0.0);
+        assert_eq!(imbalance(&[0, 8, 0, 0]), 3.0);
+    }
+
+    #[test]
+    fn rows_of_results_end_with_where_they_come_from() {
+        let path = std::env::temp_dir().join(format!("pikv-sheet-{}.csv", std::process::id()));
+        let mut sheet = Sheet::new(path.clone(), "a,b", "loop").unwrap();
+        sheet.row("1,\"two, quoted\"").unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let [head, row] = text.lines().collect::<Vec<_>>()[..] else { panic!("{text}") };
+        assert_eq!(head, "a,b,machine,date,commit,command");
+        assert!(row.starts_with("1,\"two, quoted\",\""), "{row}");
+        assert!(row.contains(",cargo run --release -p pikv-examples --bin loop"), "{row}");
+        let other = std::panic::catch_unwind(move || sheet.row("1,2,3"));
+        assert!(other.is_err(), "a cell too many");
+    }
 }

@@ -125,6 +125,21 @@ impl Row {
         Row { name, bounded: true, configure: all(eviction), selects: None }
     }
 
+    /// What `configure` makes of a cache, with all pages read that are fetched.
+    pub fn of(
+        name: &'static str,
+        bounded: bool,
+        configure: impl Fn(CacheConfig) -> CacheConfig + 'static,
+    ) -> Row {
+        Row { name, bounded, configure: Box::new(configure), selects: None }
+    }
+
+    /// Its attention reads this of the pages, after the first [`DENSE`] layers.
+    pub fn selecting(mut self, read: Read) -> Row {
+        self.selects = Some(read);
+        self
+    }
+
     /// Everything is held and read.
     pub fn everything() -> Row {
         Row { name: "none", bounded: false, configure: Box::new(|config| config), selects: Some(Read::All) }

@@ -67,7 +67,7 @@ fn rows_of(budget: u32, window: u32, far: &[Vec<f32>]) -> Result<Vec<policies::R
 }
 
 /// The share of the wanted tokens that were held when their query came.
-fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
+pub fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
     let mut sequence = cache.sequence();
     let (mut wanted, mut found) = (0u64, 0u64);
     let mut held = vec![false; rows.len()];
@@ -102,6 +102,17 @@ pub fn key(position: usize) -> Vec<f32> {
     let norm = key.iter().map(|x| x * x).sum::<f32>().sqrt();
     key.iter_mut().for_each(|x| *x /= norm);
     key
+}
+
+/// Logits of a token whose experts are drawn as [`Skewed`] says, from the likeliest on: the largest of `ln(weight)` and a draw of
+/// Gumbel's are experts drawn by their weights without putting back.
+pub fn logits(by_rank: &[u16], skew: f64, random: &mut SplitMix) -> Vec<f32> {
+    let mut logits = vec![0.0; by_rank.len()];
+    for (rank, expert) in by_rank.iter().enumerate() {
+        let gumbel = -(-random.unit().clamp(1e-12, 1.0 - 1e-12).ln()).ln();
+        logits[usize::from(*expert)] = (gumbel - skew * (rank as f64 + 1.0).ln()) as f32;
+    }
+    logits
 }
 
 fn hold(sequence: &Sequence, held: &mut [bool]) -> Result<()> {

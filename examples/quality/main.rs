@@ -15,10 +15,13 @@ mod codes;
 mod plot;
 mod rows;
 mod timed;
+mod trained;
 
 use capture::Capture;
 use indicatif::{ProgressBar, ProgressStyle};
+use pikv::codec::{Code, Codec, Coding};
 use pikv_engine::common::cache::Keys;
+use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
 use rayon::prelude::*;
 use rows::{Row, rows};
@@ -70,7 +73,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rotated = capture(Keys::Rotated, "fitting: keys after their rotation")?;
     let plain = capture(Keys::Unrotated, "fitting: keys before their rotation")?;
     let wanted = |id: &str, name: &str| only.is_empty() || only.iter().any(|o| o == id || o == name);
-    let all = rows(&subject, &rotated, &plain, wanted("C_Dis", ""), &bar)?;
+    let few = rows::small(&subject);
+    let importance = match wanted("C_Hy", "") && few {
+        true => Some(importance(&mut subject, &rotated, &calibration[..=window], &bar)?),
+        false => None,
+    };
+    let trains = wanted("C_Dis", "") || wanted("C_Lo", "");
+    let all = rows(&subject, &rotated, &plain, trains, importance.as_deref(), &bar)?;
     bar.finish_and_clear();
 
     let chosen = choose(&all, |row| wanted(row.id, &row.name))?;
@@ -83,8 +92,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         "row", "what is stored", "budget", "ratio", "nats", "delta", "KL", "error", "bytes", "attend x"
     );
     let stem = if gguf.is_some() { "quality-llama" } else { "quality" };
-    let results = pikv_engine::example("../benches/results");
-    let csv = csv.or_else(|| only.is_empty().then(|| results.join(format!("{stem}.csv"))));
+    let csv = csv.or_else(|| only.is_empty().then(|| results::file(&format!("{stem}.csv"))));
+    let mut sheet = csv.map(|path| Sheet::new(path, COLUMNS, "quality")).transpose()?;
     let (mut outcomes, mut base) = (Vec::new(), None);
     for row in chosen {
         bar.set_message(row.name.clone());
@@ -111,18 +120,27 @@ fn main() -> Result<(), Box<dyn Error>> {
             attend.map_or("-".into(), |attend| format!("{attend:.2}"))
         );
         bar.suspend(|| println!("{line}"));
-        outcomes.push((row, o));
-        if let Some(path) = &csv {
-            std::fs::write(path, table(subject.name(), &outcomes, reference.0.nats, base))?;
+        if let Some(sheet) = &mut sheet {
+            let Row { id, name, k, v, budget, .. } = row;
+            sheet.row(&format!(
+                "{},{tokens},{id},\"{name}\",{k},{v},{budget},{:.4},{:.6},{delta:.6},{:.3e},{:.6},{}",
+                subject.name(),
+                o.ratio,
+                o.nats,
+                o.kl,
+                o.error,
+                attend.map_or(String::new(), |attend| format!("{attend:.3}"))
+            ))?;
         }
+        outcomes.push((row, o));
     }
     bar.finish_and_clear();
     println!(
         "\nratio: bf16 bytes of what left the ring over those that are left of it, scales and positions included; bytes: all pages at the end of the last \
-         window, ring and open pages in bf16; attend x: the time of append and attend of bf16 over the row's"
+         window, ring and open pages in bf16; attend x: the CPU time of append and attend of bf16 over the row's"
     );
     if only.is_empty() {
-        plot::write(&results.join(format!("{stem}.svg")), subject.name(), &outcomes, reference.0.nats)?;
+        plot::write(&results::file(&format!("{stem}.svg")), subject.name(), &outcomes, reference.0.nats)?;
         println!("written to benches/results/{stem}.csv and .svg");
     }
     Ok(())
@@ -163,13 +181,12 @@ fn few_bits(
     let bar = progress(chosen.len(), tokens)?;
     let first = Row { dtype: pikv::Dtype::F32, ..all[0].clone() };
     let (reference, logits) = evaluate(subject, &first, ids, &[], &bar)?;
-    let file =
-        pikv_engine::example("../benches/results").join(if llama { "codes-llama.csv" } else { "codes.csv" });
+    let file = results::file(if llama { "codes-llama.csv" } else { "codes.csv" });
     let csv = csv.or_else(|| only.is_empty().then_some(file));
-    let mut text = "model,tokens,window,experts,ring,sinks,stored,k_codec,v_codec,packed_ratio,bytes,bf16_bytes,all_ratio,nats,\
-                    delta_nats,perplexity_percent,kl\n"
-        .to_owned();
-    println!("{text}");
+    let columns = "model,tokens,window,experts,ring,sinks,stored,k_codec,v_codec,packed_ratio,bytes,bf16_bytes,all_ratio,nats,\
+                   delta_nats,perplexity_percent,kl";
+    let mut sheet = csv.map(|path| Sheet::new(path, columns, "quality")).transpose()?;
+    println!("{columns}");
     for row in chosen {
         bar.set_message(row.name.clone());
         let o = evaluate(subject, row, ids, &logits, &bar)?.0;
@@ -177,7 +194,7 @@ fn few_bits(
         let Row { name, k, v, ring, .. } = row;
         let experts = if row.by_expert { subject.experts.0 } else { 1 };
         let line = format!(
-            "{},{tokens},{window},{experts},{ring},{SINKS},\"{name}\",{k},{v},{:.4},{},{plain},{:.4},{:.6},{delta:.6},{:.4},{:.3e}\n",
+            "{},{tokens},{window},{experts},{ring},{SINKS},\"{name}\",{k},{v},{:.4},{},{plain},{:.4},{:.6},{delta:.6},{:.4},{:.3e}",
             subject.name(),
             o.ratio,
             o.bytes,
@@ -186,29 +203,42 @@ fn few_bits(
             100.0 * delta.exp_m1(),
             o.kl,
         );
-        bar.suspend(|| print!("{line}"));
-        text += &line;
-        if let Some(path) = &csv {
-            std::fs::write(path, &text)?;
-        }
+        bar.suspend(|| println!("{line}"));
+        sheet.iter_mut().try_for_each(|sheet| sheet.row(&line))?;
     }
     bar.finish_and_clear();
     Ok(())
 }
 
-/// What is known by now, as the file has it.
-fn table(model: &str, outcomes: &[(&Row, Outcome)], uncompressed: f64, base: Option<f64>) -> String {
-    let mut csv =
-        "model,row,k_codec,v_codec,budget,ratio,nats,delta_nats,kl,rel_error,attend_ratio\n".to_owned();
-    for (row, o) in outcomes {
-        let Row { id, k, v, budget, .. } = row;
-        let (delta, attend) = (o.nats - uncompressed, base.unwrap_or(f64::NAN) / o.time.as_secs_f64());
-        csv += &format!(
-            "{model},{id},{k},{v},{budget},{:.4},{:.6},{delta:.6},{:.3e},{:.6},{attend:.3}\n",
-            o.ratio, o.nats, o.kl, o.error
-        );
+const COLUMNS: &str =
+    "model,tokens,row,stored,k_codec,v_codec,budget,ratio,nats,delta_nats,kl,rel_error,attend_ratio";
+
+/// Of each head, the KL of the logits for a unit of relative error, with that head alone in int4 over `ids`.
+fn importance(
+    subject: &mut Subject,
+    rotated: &Capture,
+    ids: &[u32],
+    bar: &ProgressBar,
+) -> Result<Vec<f64>, Box<dyn Error>> {
+    let hidden = ProgressBar::hidden();
+    let row = |codecs| Row::new("C_Hy", "one head", "1", Keys::Rotated, codecs);
+    let logits = evaluate(subject, &row(vec![]), ids, &[], &hidden)?.1;
+    let int4 = rows::int4(subject)?;
+    let errors = rotated.errors(&row(int4.clone()), subject)?;
+    let same = || Coding::new(Code::Bf16);
+    let mut found = Vec::new();
+    for (layer, heads) in int4.iter().enumerate() {
+        for (head, codec) in heads.iter().enumerate() {
+            bar.set_message(format!("importance of layer {layer}, KV head {head}"));
+            bar.tick();
+            let mut alone = vec![vec![Codec::new(same(), same()); heads.len()]; int4.len()];
+            alone[layer][head] = codec.clone();
+            let kl = evaluate(subject, &row(alone), ids, &logits, &hidden)?.0.kl;
+            let (wrong, all) = errors[layer][head];
+            found.push((kl * all / wrong).max(0.0));
+        }
     }
-    csv
+    Ok(found)
 }
 
 /// Nats a token, KL to `reference`, and the logits.

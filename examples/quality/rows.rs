@@ -1,10 +1,11 @@
 //! The rows of the table: every way of packing that the store knows.
 
 use crate::capture::Capture;
+use crate::trained;
 use indicatif::ProgressBar;
 use pikv::codec::{
-    Code, Codec, Coding, Cost, CropBy, Distil, HeadCodings, Map, PyramidKv, crop, distil, fit_lora_plus,
-    hybrid, lora, svd, think,
+    Code, Codec, Coding, Cost, CropBy, HeadCodings, Map, PyramidKv, crop, fit_lora_plus, hybrid, lora, svd,
+    think,
 };
 use pikv::policy::{Budget, Chunks, Eviction, SnapKv, fast_v};
 use pikv::{CacheConfig, Dtype};
@@ -98,17 +99,63 @@ impl Row {
 }
 
 /// A codec for every head.
-fn each(subject: &Subject, mut make: impl FnMut(u32, u32) -> Result<Codec>) -> Result<Vec<Vec<Codec>>> {
+pub fn each(subject: &Subject, mut make: impl FnMut(u32, u32) -> Result<Codec>) -> Result<Vec<Vec<Codec>>> {
     let layer = |l: u32| (0..subject.kv_heads as u32).map(|h| make(l, h)).collect();
     (0..subject.layers as u32).map(layer).collect()
 }
 
-/// All rows; the first is f32 and nothing packed. Fits a distilled one if `distils`, as that takes longest.
+/// Whether a model has few enough heads for what is fitted or measured head by head.
+pub fn small(subject: &Subject) -> bool {
+    subject.layers * subject.kv_heads <= DISTILLED
+}
+
+/// K after a Hadamard transform, and V, in int4.
+pub fn int4(subject: &Subject) -> Result<Vec<Vec<Codec>>> {
+    let dim = subject.head_dim as u32;
+    each(subject, |_, _| {
+        let turned = Coding::new(Code::Int4).map(Map::hadamard(dim)?);
+        Ok(Codec::new(turned, Coding::new(Code::Int4)))
+    })
+}
+
+/// Of each head, what each of `options` takes and errs by.
+fn costs(subject: &Subject, of: &Capture, options: &[(&str, Vec<Vec<Codec>>)]) -> Result<Vec<Vec<Cost>>> {
+    let dim = subject.head_dim as u32;
+    let mut heads: Vec<Vec<Cost>> = vec![Vec::new(); subject.layers * subject.kv_heads];
+    for (name, codecs) in options {
+        let row = Row::new("C_Hy", *name, "1", Keys::Rotated, codecs.clone());
+        let errors = of.errors(&row, subject)?;
+        for (i, (error, codec)) in errors.iter().flatten().zip(codecs.iter().flatten()).enumerate() {
+            heads[i].push(Cost::new(codec.packed(dim, dim).bytes(), error.0 / error.1));
+        }
+    }
+    Ok(heads)
+}
+
+/// Of `options`, which cost `heads`, the one for each head within a budget of bytes.
+fn by_head(
+    subject: &Subject,
+    options: &[(&str, Vec<Vec<Codec>>)],
+    heads: &[Vec<Cost>],
+    importance: &[f64],
+    budget: u64,
+) -> Result<Vec<Vec<Codec>>> {
+    let heads = importance.iter().zip(heads).map(|(of, codings)| HeadCodings::new(*of, codings.clone()));
+    let chosen = hybrid(&heads.collect::<Vec<_>>(), budget)?.chosen;
+    each(subject, |l, h| {
+        let head = l as usize * subject.kv_heads + h as usize;
+        Ok(options[chosen[head]].1[l as usize][h as usize].clone())
+    })
+}
+
+/// All rows; the first is f32 and nothing packed. Fits those that are trained if `distils`, as that takes longest. `importance` is of each
+/// head, what a unit of its relative error costs.
 pub fn rows(
     subject: &Subject,
     rotated: &Capture,
     plain: &Capture,
     distils: bool,
+    importance: Option<&[f64]>,
     bar: &ProgressBar,
 ) -> Result<Vec<Row>> {
     let dim = subject.head_dim as u32;
@@ -131,7 +178,7 @@ pub fn rows(
         Row::new("C_Q", "int4", "1", after, code(Code::Int4, Code::Int4)?),
         Row::new("C_Q", "int4 K before rotation", "1", before, code(Code::Int4, Code::Int4)?),
     ];
-    let hadamard = each(subject, |_, _| Ok(Codec::new(turned(Code::Int4)?, Coding::new(Code::Int4))))?;
+    let hadamard = int4(subject)?;
     rows.push(Row::new("C_Q", "int4 Hadamard K", "1", after, hadamard.clone()));
     let both = each(subject, |_, _| Ok(Codec::new(turned(Code::Int4)?, turned(Code::Int4)?)))?;
     rows.push(Row::new("C_Q", "int4 Hadamard K and V", "1", after, both));
@@ -177,40 +224,19 @@ pub fn rows(
     })?;
     rows.push(Row::new("C_Pr", "ThinK, 3/4 of K", "3/4", after, pruned));
 
-    if distils && subject.layers * subject.kv_heads <= DISTILLED {
-        let scale = 1.0 / (dim as f64).sqrt();
-        let distilled = each(subject, |l, h| {
-            bar.set_message(format!("distilling layer {l}, KV head {h}"));
-            bar.tick();
-            let fitter = &plain.fitter;
-            let start = fit_lora_plus(fitter.k(l, h)?, half)?.map;
-            let whole = Map::identity_subset(dim, &(0..dim).collect::<Vec<u32>>())?;
-            let options = Distil::default().steps(150).scale(scale).rope(subject.rope);
-            let found = distil(&fitter.segments(l, h)?, &start, &whole, &options, |_, _| ())?;
-            Ok(Codec::new(bf16().map(found.k), bf16()))
-        })?;
-        rows.push(Row::new("C_Dis", "distilled, 1/2 of K", "1/2", before, distilled));
+    if distils && small(subject) {
+        rows.extend(trained::rows(subject, plain, bar)?);
     }
 
-    // Between int4 and int8, head by head, in the bytes that lie half-way.
-    let options = [("int4", hadamard), ("int8", code(Code::Int8, Code::Int8)?)];
-    let mut heads: Vec<Vec<Cost>> = vec![Vec::new(); subject.layers * subject.kv_heads];
-    for (name, codecs) in &options {
-        let row = Row::new("C_Hy", *name, "1", after, codecs.clone());
-        let errors = rotated.errors(&row, subject)?;
-        for (i, (error, codec)) in errors.iter().flatten().zip(codecs.iter().flatten()).enumerate() {
-            heads[i].push(Cost::new(codec.packed(dim, dim).bytes(), error.0 / error.1));
-        }
-    }
+    // Between int4 and int8, head by head, in the bytes that lie half-way; and among three, in int4's.
+    let options = [("int4", hadamard.clone()), ("int8", code(Code::Int8, Code::Int8)?)];
+    let two = each(subject, |_, _| Ok(Codec::new(turned(Code::Int2)?, Coding::new(Code::Int2))))?;
+    let three = [("int2", two), ("int4", hadamard), options[1].clone()];
+    let heads = costs(subject, rotated, &options)?;
+    let of_three = costs(subject, rotated, &three)?;
     let bytes = |i: usize| heads.iter().map(|costs| costs[i].bytes).sum::<u64>();
     let budget = (bytes(0) + bytes(1)) / 2;
-    let heads: Vec<HeadCodings> =
-        heads.iter().map(|codings| HeadCodings::new(1.0, codings.clone())).collect();
-    let chosen = hybrid(&heads, budget)?.chosen;
-    let mixed = each(subject, |l, h| {
-        let head = l as usize * subject.kv_heads + h as usize;
-        Ok(options[chosen[head]].1[l as usize][h as usize].clone())
-    })?;
+    let mixed = by_head(subject, &options, &heads, &vec![1.0; heads.len()], budget)?;
     rows.push(Row {
         k: "mixed".into(),
         v: "mixed".into(),
@@ -274,6 +300,15 @@ pub fn rows(
         Some(Code::Int8),
         &fast_v(subject.layers, 2, |p| fast(p).by_page())?,
     )?);
+    if let Some(importance) = importance {
+        let equal = vec![1.0; importance.len()];
+        for (name, importance) in [("heads alike", &*equal), ("by measured importance", importance)] {
+            let mixed = by_head(subject, &three, &of_three, importance, bytes(0))?;
+            let name = format!("int2, int4 or int8 by head, {name}");
+            let row = Row::new("C_Hy", name, "1", after, mixed);
+            rows.push(Row { k: "mixed".into(), v: "mixed".into(), ..row });
+        }
+    }
     debug_assert!(rotated.keys() == after && plain.keys() == before);
     Ok(rows)
 }

@@ -3,10 +3,11 @@
 use crate::rows::Row;
 use pikv::{Cache, CacheConfig};
 use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
+use pikv_engine::measure::results::cpu_time;
 use pikv_engine::measure::subject::Subject;
 use pikv_engine::moe::paged::Paged;
 use std::error::Error;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// pikv over `subject` for a row.
 pub fn paged(subject: &Subject, row: &Row, sinks: u32) -> Result<Paged, Box<dyn Error>> {
@@ -19,7 +20,7 @@ pub fn paged(subject: &Subject, row: &Row, sinks: u32) -> Result<Paged, Box<dyn 
     Ok(Paged::new(Cache::new(row.drop(row.compress(config)))?, subject.head_dim))
 }
 
-/// A cache that counts the time in which tokens are appended and attended to.
+/// A cache that counts the CPU time in which tokens are appended and attended to.
 pub struct Timed {
     paged: Paged,
     time: Duration,
@@ -106,9 +107,9 @@ impl AnyStep for TimedStep<'_> {
         v: &[f32],
         out: &mut [f32],
     ) -> std::result::Result<(), pikv::Error> {
-        let start = Instant::now();
+        let start = cpu_time();
         let result = self.0.layer(layer, q, k, v, out);
-        *self.1 += start.elapsed();
+        *self.1 += cpu_time() - start;
         result
     }
 
