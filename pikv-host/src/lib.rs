@@ -85,7 +85,7 @@ pub mod report {
     pub use crate::cache::Usage;
     pub use crate::cache::held::PageInfo;
     pub use crate::cache::map::{Form, SequenceMap};
-    pub use crate::cache::step::StepBytes;
+    pub use crate::cache::step::bytes::StepBytes;
 }
 
 /// Parts of a [`CacheConfig`]: how layers and heads compress and evict, as its methods noted it, and what counts as a hit.

@@ -33,7 +33,8 @@ use crate::base::text::{Bytes, Share, Table};
 use crate::cache::idle::Idle;
 use crate::cache::inner::{Inner, blank};
 use crate::cache::sequence::{Sequence, SequenceOptions};
-use crate::cache::step::{Step, StepBytes};
+use crate::cache::step::Step;
+use crate::cache::step::bytes::StepBytes;
 use crate::codec::HeadCodec;
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
@@ -376,7 +377,7 @@ impl Cache {
         &self,
         parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
     ) -> Result<StepBytes, Error> {
-        step::step_bytes(&self.inner, parts)
+        step::bytes::step_bytes(&self.inner, parts)
     }
 
     /// Attends query rows over what sequences hold, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, in

@@ -1,6 +1,8 @@
 //! A step: tokens added to some sequences, layer by layer, all or nothing.
 
 mod append;
+pub(crate) mod bytes;
+mod commit;
 mod device;
 mod leave;
 mod reads;
@@ -12,25 +14,18 @@ use crate::attend::hits::Fetched;
 use crate::attend::options::{Attend, Output, Read};
 use crate::attend::view::View;
 use crate::attend::{Call, Lower, Noted, attend};
-use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::base::error::length;
 use crate::base::host_slice::{HostSlice, Scalar};
 use crate::base::scratch::emptied;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
+use crate::cache::step::bytes::{end_of, sequence_needs};
 use crate::cache::tiering::make_room;
-use crate::eviction::evict::enforce;
-use crate::fabric::Sent;
 use crate::memory::arena::Reservation;
-use crate::metrics::report::StepReport;
 use crate::pages::entry::{Away, Held};
-use crate::pages::filing::Layer;
 use crate::tiers::{Early, Stored};
-use pikv_core::codec::packed::Packed;
-use pikv_core::page::{Layout, PAGE, Position};
-use pikv_core::plan::{LayerShape, StoreShape};
-use smallvec::{SmallVec, smallvec};
+use pikv_core::page::Position;
 use std::cell::Cell;
 use std::mem;
 use std::sync::Arc;
@@ -77,24 +72,6 @@ pub struct Step<'a> {
     late: Option<Box<dyn Session>>,
     /// A key and a value in f32, where they come in 16 bits.
     room: [Vec<f32>; 2],
-}
-
-/// Bytes of page memory for a step: [`Cache::step_bytes`](crate::Cache::step_bytes).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StepBytes {
-    /// What [`Cache::begin`](crate::Cache::begin) sets aside: the most that the step can take, wherever its tokens are filed.
-    pub needed: u64,
-    /// What the budget has left.
-    pub available: u64,
-}
-
-impl StepBytes {
-    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory as it is. It also makes room: of prefixes that nobody reads, and in a
-    /// cache with tiers by parking sequences and moving pages down.
-    pub fn fits(&self) -> bool {
-        self.needed <= self.available
-    }
 }
 
 /// Lists that a step fills, kept by its thread from step to step.
@@ -383,118 +360,6 @@ impl<'a> Step<'a> {
         done.more.1.clear();
         done.more.1.extend_from_slice(counts);
     }
-
-    /// Makes the tokens part of their sequences, and evicts what is over the budgets.
-    ///
-    /// # Errors
-    /// A layer that was not appended or not routed, no memory from the system, or a device that fails; what [`Step::check`] finds, if a
-    /// policy has to be told of tensors of the device. The step is over, and the sequences are as before it.
-    ///
-    /// # Panics
-    /// If a policy does. The step's sequences are committed then, or [poisoned](Error::Poisoned); others go on.
-    pub fn commit(self) -> Result<(), Error> {
-        self.finish(None)
-    }
-
-    /// As [`Step::commit`], and says what the step met.
-    ///
-    /// # Errors
-    /// Those of [`Step::commit`].
-    pub fn commit_with(self, report: &mut StepReport) -> Result<(), Error> {
-        report.clear(self.layers.len(), self.inner.shape.config.experts as usize);
-        self.finish(Some(report))
-    }
-
-    fn finish(mut self, mut report: Option<&mut StepReport>) -> Result<(), Error> {
-        let (sequences, rows) = (self.live().count(), self.live_rows());
-        span!("commit", sequences = sequences, rows = rows);
-        if sequences == 0 {
-            return Ok(());
-        }
-        let inner = self.inner.clone();
-        self.check_complete()?;
-        self.settle()?;
-        let mut sent = self.file_rest()?.into_iter();
-        self.committed = true;
-        // From here on a policy that panics leaves what was told it, and what was not, in between.
-        self.parts.iter_mut().filter(|part| !part.out).for_each(|part| part.sequence.poisoned = true);
-        self.observe(report.as_deref_mut());
-        for part in &mut self.parts {
-            if part.out {
-                // Tickets are by the place in the step.
-                let by_part = report.as_deref_mut().and_then(|report| report.by_part.as_mut());
-                by_part.into_iter().for_each(|by_part| by_part.tickets.push(Arc::default()));
-                continue;
-            }
-            part.commit(&inner, report.as_deref_mut(), sent.next());
-        }
-        if let Some(front) = &inner.fabric {
-            let layers: SmallVec<[&[Common<Layer>]; 8]> =
-                self.live().map(|part| &part.sequence.layers[..]).collect();
-            front.set_aside_thinned(&inner.pool, &layers);
-        }
-        inner.pool.arenas.grow_ahead(sequences as u64, rows as u64);
-        Ok(())
-    }
-
-    /// That every layer was appended and routed.
-    fn check_complete(&self) -> Result<(), Error> {
-        for (layer, done) in self.layers.iter().enumerate() {
-            if !done.appended {
-                return Err(Error::Incomplete { layer, what: "appended" });
-            }
-            if !done.routed && self.inner.shape.config.experts > 1 {
-                return Err(Error::Incomplete { layer, what: "routed" });
-            }
-        }
-        Ok(())
-    }
-
-    /// Files the tokens that have left the ring since, and sends full pages to the ranks of a fabric: of each sequence those that were sent.
-    fn file_rest(&mut self) -> Result<Vec<Vec<Sent>>, Error> {
-        let inner = self.inner.clone();
-        for part in self.parts.iter_mut().filter(|part| !part.out) {
-            let left = inner.shape.store.ring.left(part.len);
-            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
-                layer.file(&inner.shape, shape, left, &mut self.pages)?;
-            }
-        }
-        self.pages.flush_copies()?;
-        for part in self.parts.iter_mut().filter(|part| !part.out) {
-            for (layer, shape) in part.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {
-                layer.bound(&inner.shape, shape)?;
-            }
-        }
-        let Some(front) = &inner.fabric else { return Ok(Vec::new()) };
-        let kept = |part: &Part<'_>| part.sequence.kept.max(inner.shape.store.ring.kept_from(part.len));
-        front.send(&inner.shape, self.live().map(|part| (&part.sequence.layers[..], kept(part))))
-    }
-
-    /// Tells policies what the step's rows saw, layer by layer, and counts what they wanted.
-    fn observe(&mut self, mut report: Option<&mut StepReport>) {
-        let inner = &*self.inner;
-        for (l, done) in self.layers.iter_mut().enumerate() {
-            if inner.shape.rules[l].is_none() && report.is_none() {
-                continue;
-            }
-            if let Some(report) = &mut report {
-                report.remote.push(done.remote);
-            }
-            let feeds = if done.told { &mut done.feeds[..] } else { &mut [] };
-            for (i, part) in self.parts.iter_mut().enumerate().filter(|(_, part)| !part.out) {
-                let own = feeds.partition_point(|feed| feed.sequence < i);
-                let own = own..feeds.partition_point(|feed| feed.sequence <= i);
-                let Sequence { layers, len, .. } = &mut *part.sequence;
-                let (layer, shape) = (&mut layers[l], &inner.shape.config.layers[l]);
-                let asked = report.as_deref_mut().filter(|report| !report.unasked);
-                let reused = asked.map(|report| &mut report.reused);
-                layer.observe(&inner.shape, shape, *len, part.len, &mut feeds[own.clone()], reused);
-                if let Some(report) = &mut report {
-                    layer.count_into(&inner.pool, l, i, *len..part.len, &feeds[own], report);
-                }
-            }
-        }
-    }
 }
 
 impl Part<'_> {
@@ -511,42 +376,6 @@ impl Part<'_> {
         }
         self.sequence.stepping = false;
     }
-
-    /// Makes the step's tokens the sequence's: evicts what is over the budgets, frees what nobody sees any more, and has pages that were
-    /// `sent` to ranks take the place of those here.
-    fn commit(&mut self, inner: &Inner, mut report: Option<&mut StepReport>, sent: Option<Vec<Sent>>) {
-        let (len, ring) = (self.len, inner.shape.store.ring);
-        let Sequence { layers, pins, budget, .. } = &mut *self.sequence;
-        let evicted = report.as_deref_mut().map(|report| &mut report.evicted);
-        enforce(layers, &inner.shape, &inner.rooms, (len, *budget), pins, evicted);
-        if let Some(report) = &mut report {
-            let bits: u64 = inner.shape.config.layers.iter().map(logical_bits).sum();
-            report.logical_bytes += bits * u64::from(len) / 8;
-        }
-        for (layer, shape) in layers.iter_mut().zip(&inner.shape.config.layers) {
-            layer.undo.clear();
-            layer.remember(&inner.pool, shape, len);
-            layer.release(&inner.pool, shape, len);
-        }
-        let floor = len.saturating_sub(ring.slack());
-        let sequence = &mut *self.sequence;
-        if let Some(by_part) = report.and_then(|report| report.by_part.as_mut()) {
-            by_part.tickets.push(sequence.tickets.add(sequence.len, len, floor));
-        }
-        sequence.len = len;
-        if ring.slack() > 0 && inner.shape.evicts() {
-            while sequence.ends.front().is_some_and(|end| *end < floor) {
-                sequence.ends.pop_front();
-            }
-            sequence.ends.push_back(len);
-        }
-        sequence.floor = sequence.floor.max(floor);
-        sequence.kept = sequence.kept.max(ring.kept_from(len));
-        if let (Some(front), Some(sent)) = (&inner.fabric, sent) {
-            front.place(&mut sequence.layers, sent, sequence.kept);
-        }
-        (sequence.poisoned, sequence.stepping) = (false, false);
-    }
 }
 
 impl Drop for Step<'_> {
@@ -559,118 +388,4 @@ impl Drop for Step<'_> {
         let (parts, layers) = (mem::take(&mut self.parts), mem::take(&mut self.layers));
         STEP.set(StepLists { parts: emptied(parts), layers, room: mem::take(&mut self.room) });
     }
-}
-
-/// Bits of a token's keys and values in one layer, as they came.
-fn logical_bits(shape: &LayerShape) -> u64 {
-    let Layout { k_dim, v_dim, k, v, .. } = shape.layout;
-    let head = u64::from(k_dim) * u64::from(k.bits()) + u64::from(v_dim) * u64::from(v.bits());
-    u64::from(shape.kv_heads) * head
-}
-
-/// Tokens of a sequence once a step of `n` more is committed; `index` is its place in the step.
-///
-/// # Errors
-/// What keeps it from being in a step.
-fn end_of(inner: &Arc<Inner>, index: usize, sequence: &Sequence, n: u32) -> Result<u32, Error> {
-    if !Arc::ptr_eq(&sequence.inner, inner) {
-        return Err(Error::ForeignSequence { index });
-    }
-    sequence.sound()?;
-    if n == 0 {
-        return Err(Error::NoTokens { index });
-    }
-    let end = u64::from(sequence.len) + u64::from(n);
-    if end > u64::from(Position::MAX.0) {
-        return Err(Error::PositionOverflow { position: end });
-    }
-    Ok(end as u32)
-}
-
-/// The most bytes that a sequence takes on the way to `len` tokens.
-fn sequence_needs(inner: &Inner, sequence: &Sequence, len: u32) -> u64 {
-    let layers = sequence.layers.iter().zip(&inner.shape.config.layers);
-    layers.fold(0, |sum, (layer, shape)| {
-        bytes_needed(inner, shape, layer, sequence.len, len).saturating_add(sum)
-    })
-}
-
-/// What [`Cache::step_bytes`](crate::Cache::step_bytes) returns.
-pub(crate) fn step_bytes<'s>(
-    inner: &Arc<Inner>,
-    parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
-) -> Result<StepBytes, Error> {
-    let (arenas, mut some) = (&inner.pool.arenas, false);
-    let mut bytes = StepBytes { needed: 0, available: arenas.budget().saturating_sub(arenas.taken()) };
-    for (index, (sequence, n)) in parts.into_iter().enumerate() {
-        some = true;
-        let len = end_of(inner, index, sequence, n)?;
-        // A step that was leaked is undone by the next one.
-        bytes.available += sequence.lease.left();
-        let needed = match sequence.stepping {
-            true => sequence_needs(inner, &sequence.repaired(), len),
-            false => sequence_needs(inner, sequence, len),
-        };
-        bytes.needed = needed.saturating_add(bytes.needed);
-    }
-    if some { Ok(bytes) } else { Err(Error::NoSequences) }
-}
-
-/// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
-fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u32, new: u32) -> u64 {
-    let (store, experts) = (&layer.store, inner.shape.config.experts);
-    let in_common = layer.is_shared();
-    let left = store.ring.left(new);
-    // Tokens that leave the ring and whose experts are known, counted by chain.
-    let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];
-    for position in layer.filed..left.min(old) {
-        if let Some(chain) = layer.chain_of(&inner.shape, shape, position) {
-            known[chain] += 1;
-        }
-    }
-    // Those of this step: each may go to an expert of its own, whose last page may be shared and full after one token.
-    let fresh = layer.filed.max(old).min(left);
-    let sinks = left.min(store.sinks).saturating_sub(fresh);
-    let filed = if store.files(shape, u32::MAX) { left - fresh - sinks } else { 0 };
-    let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
-    // Each page that may be full by then is packed besides.
-    let unknown_closed = u64::from(filed.min(experts)) + u64::from(filed / PAGE);
-    // Within this many positions each expert packs a page early at most, and starts another in its place.
-    let rounds = u64::from((left - layer.filed.min(left)) >> 16);
-    if sinks > 0 {
-        unknown += StoreShape::run_pages(sinks, 0) + 1;
-    }
-    let mut bytes = 0;
-    for (head, codec) in layer.heads.iter().zip(layer.codecs.iter()) {
-        let tiles = layer.first_tile + head.ring.len() as u32;
-        let mut pages = u64::from(new.div_ceil(PAGE) - tiles) + unknown;
-        let mut closed = unknown_closed;
-        let partial =
-            !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| in_common || page.is_shared());
-        pages += u64::from(partial);
-        let mut early = u64::from(experts) * rounds;
-        for (c, &n) in known.iter().enumerate().filter(|(_, n)| **n > 0) {
-            let chain = &head.chains[c];
-            let fill = chain.room().map_or(0, |(_, fill)| fill);
-            // A page that was filled ahead takes the place of an open one, and is shared.
-            let taken = in_common || layer.sealed.is_some();
-            let shared = chain.room().is_some_and(|_| taken || chain.shares_room());
-            pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
-            closed += u64::from((fill + n) / PAGE);
-            early += u64::from(chain.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));
-        }
-        if codec.is_some() {
-            pages += early;
-            closed += early;
-        }
-        bytes += pages * shape.layout.bytes();
-        bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());
-        if let Some((codec, aged)) = codec.as_ref().and_then(|codec| Some((codec, codec.aged.as_ref()?))) {
-            let due: u64 = head.chains.experts().map(|(_, chain)| chain.due(codec, left)).sum();
-            // Those that the step itself packs, if it is that long.
-            let within = if left.saturating_sub(layer.filed) > aged.after { closed } else { 0 };
-            bytes += (due + within) * aged.codec.packed.bytes();
-        }
-    }
-    bytes
 }

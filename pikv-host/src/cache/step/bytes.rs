@@ -1,0 +1,137 @@
+//! Bytes of page memory that a step reserves: the most that it can take, wherever its tokens are filed.
+
+use crate::base::chunks::Common;
+use crate::base::error::Error;
+use crate::cache::inner::Inner;
+use crate::cache::sequence::Sequence;
+use crate::pages::filing::Layer;
+use pikv_core::codec::packed::Packed;
+use pikv_core::page::{PAGE, Position};
+use pikv_core::plan::{LayerShape, StoreShape};
+use smallvec::{SmallVec, smallvec};
+use std::sync::Arc;
+
+/// Bytes of page memory for a step: [`Cache::step_bytes`](crate::Cache::step_bytes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepBytes {
+    /// What [`Cache::begin`](crate::Cache::begin) sets aside: the most that the step can take, wherever its tokens are filed.
+    pub needed: u64,
+    /// What the budget has left.
+    pub available: u64,
+}
+
+impl StepBytes {
+    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory as it is. It also makes room: of prefixes that nobody reads, and in a
+    /// cache with tiers by parking sequences and moving pages down.
+    pub fn fits(&self) -> bool {
+        self.needed <= self.available
+    }
+}
+
+/// Tokens of a sequence once a step of `n` more is committed; `index` is its place in the step.
+///
+/// # Errors
+/// What keeps it from being in a step.
+pub(super) fn end_of(inner: &Arc<Inner>, index: usize, sequence: &Sequence, n: u32) -> Result<u32, Error> {
+    if !Arc::ptr_eq(&sequence.inner, inner) {
+        return Err(Error::ForeignSequence { index });
+    }
+    sequence.sound()?;
+    if n == 0 {
+        return Err(Error::NoTokens { index });
+    }
+    let end = u64::from(sequence.len) + u64::from(n);
+    if end > u64::from(Position::MAX.0) {
+        return Err(Error::PositionOverflow { position: end });
+    }
+    Ok(end as u32)
+}
+
+/// The most bytes that a sequence takes on the way to `len` tokens.
+pub(super) fn sequence_needs(inner: &Inner, sequence: &Sequence, len: u32) -> u64 {
+    let layers = sequence.layers.iter().zip(&inner.shape.config.layers);
+    layers.fold(0, |sum, (layer, shape)| {
+        bytes_needed(inner, shape, layer, sequence.len, len).saturating_add(sum)
+    })
+}
+
+/// What [`Cache::step_bytes`](crate::Cache::step_bytes) returns.
+pub(crate) fn step_bytes<'s>(
+    inner: &Arc<Inner>,
+    parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
+) -> Result<StepBytes, Error> {
+    let (arenas, mut some) = (&inner.pool.arenas, false);
+    let mut bytes = StepBytes { needed: 0, available: arenas.budget().saturating_sub(arenas.taken()) };
+    for (index, (sequence, n)) in parts.into_iter().enumerate() {
+        some = true;
+        let len = end_of(inner, index, sequence, n)?;
+        // A step that was leaked is undone by the next one.
+        bytes.available += sequence.lease.left();
+        let needed = match sequence.stepping {
+            true => sequence_needs(inner, &sequence.repaired(), len),
+            false => sequence_needs(inner, sequence, len),
+        };
+        bytes.needed = needed.saturating_add(bytes.needed);
+    }
+    if some { Ok(bytes) } else { Err(Error::NoSequences) }
+}
+
+/// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
+fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u32, new: u32) -> u64 {
+    let (store, experts) = (&layer.store, inner.shape.config.experts);
+    let in_common = layer.is_shared();
+    let left = store.ring.left(new);
+    // Tokens that leave the ring and whose experts are known, counted by chain.
+    let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];
+    for position in layer.filed..left.min(old) {
+        if let Some(chain) = layer.chain_of(&inner.shape, shape, position) {
+            known[chain] += 1;
+        }
+    }
+    // Those of this step: each may go to an expert of its own, whose last page may be shared and full after one token.
+    let fresh = layer.filed.max(old).min(left);
+    let sinks = left.min(store.sinks).saturating_sub(fresh);
+    let filed = if store.files(shape, u32::MAX) { left - fresh - sinks } else { 0 };
+    let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
+    // Each page that may be full by then is packed besides.
+    let unknown_closed = u64::from(filed.min(experts)) + u64::from(filed / PAGE);
+    // Within this many positions each expert packs a page early at most, and starts another in its place.
+    let rounds = u64::from((left - layer.filed.min(left)) >> 16);
+    if sinks > 0 {
+        unknown += StoreShape::run_pages(sinks, 0) + 1;
+    }
+    let mut bytes = 0;
+    for (head, codec) in layer.heads.iter().zip(layer.codecs.iter()) {
+        let tiles = layer.first_tile + head.ring.len() as u32;
+        let mut pages = u64::from(new.div_ceil(PAGE) - tiles) + unknown;
+        let mut closed = unknown_closed;
+        let partial =
+            !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| in_common || page.is_shared());
+        pages += u64::from(partial);
+        let mut early = u64::from(experts) * rounds;
+        for (c, &n) in known.iter().enumerate().filter(|(_, n)| **n > 0) {
+            let chain = &head.chains[c];
+            let fill = chain.room().map_or(0, |(_, fill)| fill);
+            // A page that was filled ahead takes the place of an open one, and is shared.
+            let taken = in_common || layer.sealed.is_some();
+            let shared = chain.room().is_some_and(|_| taken || chain.shares_room());
+            pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
+            closed += u64::from((fill + n) / PAGE);
+            early += u64::from(chain.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));
+        }
+        if codec.is_some() {
+            pages += early;
+            closed += early;
+        }
+        bytes += pages * shape.layout.bytes();
+        bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());
+        if let Some((codec, aged)) = codec.as_ref().and_then(|codec| Some((codec, codec.aged.as_ref()?))) {
+            let due: u64 = head.chains.experts().map(|(_, chain)| chain.due(codec, left)).sum();
+            // Those that the step itself packs, if it is that long.
+            let within = if left.saturating_sub(layer.filed) > aged.after { closed } else { 0 };
+            bytes += (due + within) * aged.codec.packed.bytes();
+        }
+    }
+    bytes
+}

@@ -1,0 +1,356 @@
+//! A step of a closed loop: routers choose, and learn at the commit what attention met.
+
+use super::{ClosedLoop, LoopError, Scratch, forget};
+use crate::attend::options::{Attend, Output, Read};
+use crate::base::device_slice::{DeviceOutput, DeviceSlice};
+use crate::base::error::Error;
+use crate::base::host_slice::{HostSlice, Scalar};
+use crate::cache::step::Step;
+use crate::metrics::StepMetrics;
+use crate::metrics::report::ByPart;
+use crate::router::learnt::narrow;
+use crate::router::{Feedback, Routes};
+use pikv_core::page::{PAGE, Position};
+use smallvec::SmallVec;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+/// A step of a [`ClosedLoop`]. Dropped without a commit it never happened, for the routers either.
+///
+/// ```
+/// # use pikv_host as pikv;
+/// use pikv::router::{Shape, TopK};
+/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Read};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).experts(4, 2))?;
+/// let router = TopK::default().router(Shape::new(4, 2))?;
+/// let mut looped = ClosedLoop::new(cache.clone(), vec![Box::new(router)])?;
+/// let mut sequence = cache.sequence();
+/// let mut step = looped.begin([(&mut sequence, 1)])?;
+/// step.route(0, &[0.1, 0.9, 0.3, -1.0])?;                 // before attend, as rows read their experts' pages
+/// step.append(0, &[0.5; 4], &[0.25; 4])?;
+/// step.attend(0, &[1.0; 8], &Attend::new(0.5).read(Read::Experts), Output::new(&mut [0.0; 8]))?;
+/// step.commit()?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct LoopStep<'a> {
+    /// `None` once it was committed.
+    pub(super) step: Option<Step<'a>>,
+    pub(super) of: &'a mut ClosedLoop,
+}
+
+impl<'a> LoopStep<'a> {
+    pub(super) fn step(&mut self) -> &mut Step<'a> {
+        match &mut self.step {
+            Some(step) => step,
+            None => unreachable!("a commit takes the whole"),
+        }
+    }
+
+    /// As [`Step::append`].
+    ///
+    /// # Errors
+    /// Those of [`Step::append`].
+    pub fn append(&mut self, layer: usize, k: &[impl Scalar], v: &[impl Scalar]) -> Result<(), LoopError> {
+        Ok(self.step().append(layer, k, v)?)
+    }
+
+    /// As [`Step::append_device`].
+    ///
+    /// # Errors
+    /// Those of [`Step::append_device`].
+    pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), LoopError> {
+        Ok(self.step().append_device(layer, k, v)?)
+    }
+
+    /// As [`Step::leave_out`], for routers too: as if the sequence's rows had never been routed. What they chose for the others stays.
+    /// Its rows stay in logits and [`Routes`], where they are zeros from then on.
+    ///
+    /// # Errors
+    /// Those of [`Step::leave_out`]; [`Error::HostTensors`] after [`route_device`](LoopStep::route_device), as a device counts what it
+    /// chose for all rows: the sequence is in the step still. [`LoopError::Route`] for a router that refuses rows that it took before: the
+    /// sequence is left out, and that router has forgotten what it chose in the step.
+    ///
+    /// # Panics
+    /// If a router does. The sequence is left out, and that router has forgotten what it chose in the step.
+    pub fn leave_out(&mut self, sequence: usize) -> Result<(), LoopError> {
+        let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
+        let ClosedLoop { routers, learnt, devices, .. } = &mut *self.of;
+        if let Some(layer) = (0..routers.len()).find(|layer| devices.has_chosen(*layer)) {
+            let what = "leaving a sequence out of a step whose experts the device has ranked";
+            return Err(LoopError::Cache(Error::HostTensors { layer, what }));
+        }
+        let known = step.live_rows();
+        step.leave_out(sequence)?;
+        if !(1..known).contains(&step.live_rows()) {
+            // It had left before; or all have, and nothing is learnt.
+            return Ok(());
+        }
+        let left = learnt.leave_out(sequence, routers);
+        left.map_err(|(layer, source)| LoopError::Route { layer, source })
+    }
+
+    /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]` in f32, f16 or bf16 ([`Scalar`]), and files the rows by
+    /// them. The model's own choice and its weights are in [`Routes::model`]. Routers take f32: logits in 16 bits are widened into a list of
+    /// the loop's, 4 bytes a row and expert of the largest step.
+    ///
+    /// # Errors
+    /// No such layer, one that was already routed, or what the router refuses.
+    pub fn route(&mut self, layer: usize, logits: &[impl Scalar]) -> Result<&Routes, LoopError> {
+        self.route_slice(layer, HostSlice::of(logits))
+    }
+
+    fn route_slice(&mut self, layer: usize, logits: HostSlice<'_>) -> Result<&Routes, LoopError> {
+        let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
+        let ClosedLoop { cache, routers, routes, learnt, devices, scratch, .. } = &mut *self.of;
+        let Some(router) = routers.get_mut(layer) else {
+            return Err(LoopError::Cache(Error::Layer { layer, layers: routes.len() }));
+        };
+        let Scratch { starts, logits: wide, .. } = scratch;
+        starts.clear();
+        starts.extend(step.parts());
+        if step.routed(layer) || devices.is_pending(layer) {
+            return Err(LoopError::Cache(Error::Twice { layer, what: "routed" }));
+        }
+        let refused = |source| LoopError::Route { layer, source };
+        let experts = cache.config().experts as usize;
+        let rows: usize = starts.iter().map(|(_, rows)| rows).sum();
+        let (got, expected) = (logits.len(), rows * experts);
+        if got != expected {
+            let what = "logits";
+            return Err(LoopError::Cache(Error::Length { what, got, expected, shape: "rows * experts" }));
+        }
+        let logits = logits.wide(wide);
+        let routes = &mut routes[layer];
+        routes.clear();
+        // What a router that panics or refuses has counted is forgotten, as the layer can be routed again.
+        let chosen = catch_unwind(AssertUnwindSafe(|| {
+            let mut rest = logits;
+            if step.live_rows() == 0 {
+                return Ok(());
+            }
+            // Rows that stay are learnt before the state is noted that the others are learnt from.
+            let firm = learnt.firm();
+            if let (1.., [(first, rows)]) = (firm, &mut starts[..]) {
+                let (own, others) = rest.split_at(firm * experts);
+                rest = others;
+                router.route(*first, own, routes)?;
+                (*first, *rows) = (Position(first.0 + firm as u32), *rows - firm);
+            }
+            let own = starts.iter().enumerate().filter_map(|(sequence, (first, rows))| {
+                let (own, others) = rest.split_at(rows * experts);
+                rest = others;
+                (!step.is_out(sequence)).then_some((*first, own))
+            });
+            let own: SmallVec<[(Position, &[f32]); 8]> = own.collect();
+            learnt.routing(layer, router.as_ref(), own.iter().map(|(_, logits)| *logits));
+            own.into_iter().try_for_each(|(first, logits)| router.route(first, logits, routes))
+        }));
+        let filed = match chosen {
+            Ok(Ok(())) => {
+                routes.spread(step.gaps(), cache.config().top_k as usize);
+                step.route(layer, &routes.filing().experts).map_err(LoopError::Cache)
+            }
+            Ok(Err(source)) => Err(refused(source)),
+            Err(panic) => {
+                forget(router);
+                resume_unwind(panic)
+            }
+        };
+        if let Err(error) = filed {
+            forget(router);
+            return Err(error);
+        }
+        let (more, counts) = routes.more();
+        step.fetch(layer, routes.fetch() as u32, more, counts);
+        Ok(routes)
+    }
+
+    /// As [`Step::attend`]. Where rows read the pages of their experts only, they read those of as many as the router would fetch.
+    ///
+    /// # Errors
+    /// Those of [`Step::attend`].
+    pub fn attend(
+        &mut self,
+        layer: usize,
+        q: &[impl Scalar],
+        options: &Attend,
+        out: Output<'_>,
+    ) -> Result<(), LoopError> {
+        self.settle_to_read(layer, options)?;
+        Ok(self.step().attend(layer, q, options, out)?)
+    }
+
+    /// As [`Step::attend_device`], and as [`attend`](LoopStep::attend).
+    ///
+    /// # Errors
+    /// Those of [`Step::attend_device`].
+    pub fn attend_device(
+        &mut self,
+        layer: usize,
+        q: DeviceSlice,
+        options: &Attend,
+        out: DeviceOutput,
+    ) -> Result<(), LoopError> {
+        self.settle_to_read(layer, options)?;
+        Ok(self.step().attend_device(layer, q, options, out)?)
+    }
+
+    /// As [`Step::check`], and of logits that were given on the device ([`route_device`](LoopStep::route_device)), which are judged last.
+    ///
+    /// # Errors
+    /// Those of [`Step::check`]; [`LoopError::Route`] for a logit that is not finite.
+    pub fn check(&mut self) -> Result<(), LoopError> {
+        self.step().check()?;
+        self.settle_all()
+    }
+
+    /// As [`Step::reads`].
+    ///
+    /// # Errors
+    /// Those of [`Step::reads`].
+    pub fn reads(&mut self, sequence: usize, read: Read) -> Result<(), LoopError> {
+        Ok(self.step().reads(sequence, read)?)
+    }
+
+    /// As [`Step::closes_gaps`].
+    ///
+    /// # Errors
+    /// Those of [`Step::closes_gaps`].
+    pub fn closes_gaps(&mut self, sequence: usize, on: bool) -> Result<(), LoopError> {
+        Ok(self.step().closes_gaps(sequence, on)?)
+    }
+
+    /// Waits for what the device chose for a layer, if rows are to read the pages of their experts.
+    fn settle_to_read(&mut self, layer: usize, options: &Attend) -> Result<(), LoopError> {
+        let any = self.step().reads_of(options).any(|read| read == Read::Experts);
+        if any { self.settle(layer) } else { Ok(()) }
+    }
+
+    /// Waits for what the device chose for all layers.
+    fn settle_all(&mut self) -> Result<(), LoopError> {
+        // What came last is there last: the first wait is for all.
+        self.of.devices.wait()?;
+        (0..self.of.routers.len()).try_for_each(|layer| self.settle(layer))
+    }
+
+    /// Makes the tokens part of their sequences, evicts what is over the budgets, lets the routers learn, and tells the sink.
+    ///
+    /// # Errors
+    /// Those of [`Step::commit`]; [`LoopError::Route`] for a logit on the device that is not finite; [`LoopError::Committed`] if a router refuses to learn, after all others and the sink were told.
+    ///
+    /// # Panics
+    /// If a policy does, as [`Step::commit`]: routers learn nothing of the step then. If a router does, after all others and the sink were
+    /// told; the step is committed. If the sink does; the step is committed, and the routers have learnt.
+    pub fn commit(mut self) -> Result<(), LoopError> {
+        self.settle_all()?;
+        self.of.report.unasked = !self.of.sink.wants_reused();
+        let Some(step) = self.step.take() else { return Ok(()) };
+        let rows = step.live_rows() as u64;
+        if rows == 0 {
+            // As if there had been no step.
+            return Ok(());
+        }
+        step.commit_with(&mut self.of.report)?;
+        self.of.open = false;
+        let (refused, panicked) = self.of.learn();
+        self.of.tell_sink(rows);
+        match panicked {
+            Some(panic) => resume_unwind(panic),
+            None => refused,
+        }
+    }
+}
+
+impl ClosedLoop {
+    /// Has each router learn what the step met; a router that refuses or panics forgets what it chose. Returns the first refusal and the
+    /// first panic. Sums hits and misses over the layers.
+    fn learn(&mut self) -> (Result<(), LoopError>, Option<Box<dyn Any + Send>>) {
+        let (mut refused, mut panicked) = (Ok(()), None);
+        let ClosedLoop { routers, routes, report, learnt, devices, scratch, .. } = self;
+        let Scratch {
+            hits: all_hits, misses: all_misses, parts: [both, gone], wanted: asked, missed, ..
+        } = scratch;
+        for sums in [&mut *all_hits, &mut *all_misses] {
+            sums.clear();
+            sums.resize(report.experts, 0.0);
+        }
+        for (layer, router) in routers.iter_mut().enumerate() {
+            let (hits, misses) = (report.hits(layer), report.misses(layer));
+            let parts = |pages: f64| (pages * f64::from(PAGE)) as u64;
+            both.clear();
+            both.extend(hits.iter().zip(misses).map(|(hit, miss)| parts(hit + miss)));
+            gone.clear();
+            gone.extend(misses.iter().map(|miss| parts(*miss)));
+            narrow(both, gone, asked, missed);
+            if let Some(ByPart { met, .. }) = &report.by_part {
+                let of =
+                    met.partition_point(|(l, ..)| *l < layer)..met.partition_point(|(l, ..)| *l <= layer);
+                let met = met[of].iter().map(|(_, part, met)| (*part, *met));
+                learnt.met(layer, report.experts, met, report.remote_bytes(layer));
+            }
+            // A layer without rows has nothing to tell.
+            if routes[layer].rows() > 0 {
+                let remote = report.remote_bytes(layer);
+                let feedback = Feedback::new(asked, missed).of_page(PAGE).remote_bytes(remote);
+                let told = catch_unwind(AssertUnwindSafe(|| router.observe(&feedback)));
+                match told {
+                    Ok(Ok(())) => devices.learn(layer, router.as_ref(), asked, missed),
+                    _ => forget(router),
+                }
+                match told {
+                    Ok(told) => {
+                        refused = refused.and(told.map_err(|source| LoopError::Committed { layer, source }));
+                    }
+                    Err(panic) => panicked = panicked.or(Some(panic)),
+                }
+            }
+            all_hits.iter_mut().zip(hits).for_each(|(sum, n)| *sum += n);
+            all_misses.iter_mut().zip(misses).for_each(|(sum, n)| *sum += n);
+        }
+        if let Some(by_part) = &mut report.by_part {
+            learnt.committed(&mut by_part.tickets);
+        }
+        (refused, panicked)
+    }
+
+    /// Reports a committed step of `rows` rows to the sink.
+    fn tell_sink(&self, rows: u64) {
+        let ClosedLoop { cache, sink, report, scratch, .. } = self;
+        let near: u64 = cache.inner.pool.arenas.bytes_by_shard().sum();
+        let resident_bytes = near + cache.inner.fabric.as_ref().map_or(0, |front| front.held());
+        let logical_bytes = report.logical_bytes;
+        let [held_tokens, lost_tokens] = [&report.held, &report.lost].map(|of| of.iter().sum());
+        let Scratch { hits, misses, .. } = scratch;
+        sink.step(&StepMetrics {
+            rows,
+            resident_bytes,
+            logical_bytes,
+            hits,
+            misses,
+            held_tokens,
+            lost_tokens,
+        });
+        report.evicted.iter().for_each(|page| sink.evicted(page));
+        report.reused.iter().for_each(|page| sink.reused(page));
+        sink.failures(&cache.failures());
+        if let Some(front) = &cache.inner.fabric {
+            sink.traffic(&front.traffic());
+        }
+    }
+}
+
+impl Drop for LoopStep<'_> {
+    fn drop(&mut self) {
+        // The step itself undoes what it did to the sequences.
+        // Nor have the routers chosen anything in it.
+        if std::mem::take(&mut self.of.open) {
+            self.of.routers.iter_mut().for_each(forget);
+            self.of.devices.forget();
+        }
+    }
+}
