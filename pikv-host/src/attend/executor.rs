@@ -143,7 +143,7 @@ pub(crate) trait Session: Debug + Send + Sync {
     /// [`Error::DeviceTensor`] with the reason.
     fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error>;
 
-    /// Address of the words that record faults: of k and later tensors (`cause` 0), or of q and later ones (2).
+    /// Address of the word that records faults of `cause`, 0 to 4: k, v, q, scores, outputs. The words of a layer are adjacent.
     fn fault(&self, layer: usize, cause: usize) -> u64;
 
     /// Starts the copy of keys and values to the host, for a policy that reads them.
