@@ -1,4 +1,4 @@
-//! What a cache is made of.
+//! Configuration of a cache.
 
 pub(crate) mod hits;
 pub(crate) mod shape;

@@ -140,7 +140,6 @@ pub enum ConfigError {
         /// `k` or `v`.
         what: &'static str,
         /// Channels of the map.
-        /// Layer given.
         wide: u32,
         /// Channels of the head.
         dim: u32,
@@ -148,7 +147,7 @@ pub enum ConfigError {
     /// A codec for a layer or KV head that does not exist.
     #[error("{}", no_place("a codec", *layer, *kv_head, *layers, *kv_heads))]
     CodecRule {
-        /// The layer as given.
+        /// Layer given.
         layer: Option<usize>,
         /// KV head given.
         kv_head: Option<usize>,
@@ -157,7 +156,7 @@ pub enum ConfigError {
         /// Fewest KV heads of the layers of the rule; 0 if there are none.
         kv_heads: u32,
     },
-    /// A second codec without effect, or with tiers.
+    /// A second codec that cannot be applied: without a first codec or a smaller form, with `after` 0, or with tiers.
     #[error("layer {layer}, KV head {kv_head}: pages that are packed again after {after} tokens: {why}")]
     Age {
         /// The layer.
