@@ -71,7 +71,7 @@ impl Backend {
         }
     }
 
-    /// [`Backend::cuda_device`] on a stream of yours. A call of the cache enqueues all its work on `stream`, after the work that you
+    /// [`Backend::cuda_device`] on a stream of yours. All work of a call is ordered on `stream`: after the work that you
     /// enqueued before the call, and before the work that you enqueue after it. An engine with tensors on the device
     /// ([`Step::append_device`](crate::Step::append_device)) thus needs no event and no wait to order its work against the cache's.
     /// `stream` is a `CUstream`, such as `cudarc`'s `CudaStream::cu_stream`; null is the default stream.

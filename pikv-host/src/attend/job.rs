@@ -108,7 +108,7 @@ impl<'a> Job<'a> {
         (TILE / self.group()).max(1) * self.group()
     }
 
-    /// Whether sinks move next to the oldest held token for the rows of an item.
+    /// Whether the rows of an item treat sinks as adjacent to the oldest held token.
     pub fn closed_gaps(&self, item: &Item<'_>) -> bool {
         self.views[item.forest.view].closed_gaps
     }

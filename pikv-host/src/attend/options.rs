@@ -33,7 +33,7 @@ pub struct Attend {
     pub split: Option<u32>,
     /// Pages outside the ring that a row reads.
     pub read: Read,
-    /// Moves sinks next to the oldest other token that is still held, as if the tokens between them had never existed:
+    /// Treats sinks as adjacent to the oldest other token that is still held, as if the tokens between them had never existed:
     /// StreamingLLM's positions inside the cache (arXiv 2309.17453). Needs keys stored before RoPE.
     pub closed_gaps: bool,
 }
@@ -99,7 +99,7 @@ impl Attend {
         self
     }
 
-    /// Sets whether sinks move next to the oldest held token.
+    /// Sets whether sinks are treated as adjacent to the oldest held token.
     pub const fn closed_gaps(mut self, on: bool) -> Attend {
         self.closed_gaps = on;
         self

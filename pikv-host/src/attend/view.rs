@@ -20,7 +20,7 @@ pub(crate) struct View<'a> {
     pub rows: u32,
     /// Tokens written to the ring.
     pub len: u32,
-    /// Pages that the rows read, and whether sinks move next to the oldest held token.
+    /// Pages that the rows read, and whether sinks are treated as adjacent to the oldest held token.
     pub read: Read,
     pub closed_gaps: bool,
     /// Experts of each row whose pages it reads.

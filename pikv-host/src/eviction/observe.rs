@@ -206,7 +206,7 @@ impl Telling<'_> {
             let own = &mut head.own[rule.version(rows.end) * rule.head_words..];
             rule.eviction.policy.observe_head(&seen, &mut own[..rule.head_words]);
             if rule.words > 0 && !told.is_empty() {
-                // The first of the rows read later tokens in the ring.
+                // The first of the rows read tokens from `floor` on in the ring.
                 let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
                 let from = done.partition_point(|token| token.position < floor);
                 follow(&mut feed.weighed, index, &done[from..]);
