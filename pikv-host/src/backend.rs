@@ -42,7 +42,7 @@ impl Backend {
     /// Opens the first CUDA device: [`Backend::cuda_device`] of 0.
     ///
     /// # Errors
-    /// Those of [`Backend::cuda_device`], such as [`CudaError::NotBuilt`] without the feature `cuda`.
+    /// Errors of [`Backend::cuda_device`], such as [`CudaError::NotBuilt`] without the feature `cuda`.
     pub fn cuda() -> Result<Backend, CudaError> {
         Backend::cuda_device(0)
     }
@@ -77,7 +77,7 @@ impl Backend {
     /// `stream` is a `CUstream`, such as `cudarc`'s `CudaStream::cu_stream`; null is the default stream.
     ///
     /// # Errors
-    /// Those of [`Backend::cuda_device`].
+    /// Errors of [`Backend::cuda_device`].
     ///
     /// # Safety
     /// `stream` is a stream of the device's primary context, and outlives every clone of the back end and every cache built on one. It

@@ -128,7 +128,7 @@ impl TraceFile {
     /// Creates the file at `path`. A file that exists there is unlinked; processes that have it open do not see the new one.
     ///
     /// # Errors
-    /// Those of the file system; `path` is something other than a file, such as a link or a device (open such a path yourself for
+    /// Errors of the file system; `path` is something other than a file, such as a link or a device (open such a path yourself for
     /// [`Writer::new`]).
     pub fn create(path: impl AsRef<Path>) -> io::Result<TraceFile> {
         Ok(TraceFile(BufWriter::new(Private::create(path.as_ref())?)))
@@ -137,7 +137,7 @@ impl TraceFile {
     /// Flushes the buffer, and waits until the data would survive a loss of power.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Errors of the file system.
     pub fn sync(&mut self) -> io::Result<()> {
         self.0.flush()?;
         self.0.get_ref().sync()

@@ -28,11 +28,11 @@ pub struct Listed<'a> {
     pub live: u32,
     /// Position of the last token, for packed pages.
     pub last: u32,
-    /// For a packed page and its original: the position whose step packed it.
+    /// For a packed page and its original: the position whose token packed it.
     pub by: u32,
     /// Whether this is the original of a packed page, for rows that have `by` still in their ring.
     pub original: bool,
-    /// For a page that was packed again: the position whose step packed it again; rows that have it still in their ring read this form.
+    /// For a page that was packed again: the position whose token packed it again; rows that have it still in their ring read this form.
     pub until: Option<u32>,
     pub id: PageId,
 }

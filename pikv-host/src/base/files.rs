@@ -79,7 +79,7 @@ fn named(dir: &Path) -> io::Result<File> {
 /// Permissions of a file that replaces another.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Readers {
-    /// Those of the old file; those that the process gives new files if there was none.
+    /// Permissions of the old file; those that the process gives new files if there was none.
     #[cfg(feature = "fit")]
     AsBefore,
     /// The owner alone.
@@ -90,7 +90,7 @@ pub(crate) enum Readers {
 /// at `path` until then. Removes files that killed processes left.
 ///
 /// # Errors
-/// Those of the file system and of `write`; `path` is then unchanged, unless only the directory could not be synced.
+/// Errors of the file system and of `write`; `path` is then unchanged, unless only the directory could not be synced.
 pub(crate) fn replace<T, E: From<io::Error>>(
     path: &Path,
     readers: Readers,
@@ -204,7 +204,7 @@ impl Private {
     /// the new one.
     ///
     /// # Errors
-    /// Those of the file system; `path` is something other than a file.
+    /// Errors of the file system; `path` is something other than a file.
     pub fn create(path: &Path) -> io::Result<Private> {
         if fs::symlink_metadata(path).is_ok_and(|file| file.is_file()) {
             fs::remove_file(path)?;
@@ -216,7 +216,7 @@ impl Private {
     /// Syncs the file, so that its data survives a loss of power.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Errors of the file system.
     pub fn sync(&self) -> io::Result<()> {
         self.file.sync_all()
     }

@@ -80,13 +80,13 @@ pub(crate) trait Source {
     /// Fills `words` with numbers.
     ///
     /// # Errors
-    /// Those of the reader.
+    /// Errors of the reader.
     fn numbers(&mut self, words: &mut [u32]) -> Result<(), Error>;
 
     /// Fills `words` with the words of a page.
     ///
     /// # Errors
-    /// Those of the reader.
+    /// Errors of the reader.
     fn page(&mut self, words: &mut [u32]) -> Result<(), Error>;
 
     /// The next page as a slot of a lower tier, if the source has it there.
@@ -116,7 +116,7 @@ impl In<'_> {
     /// Reads the next page into the first tier.
     ///
     /// # Errors
-    /// Those of the source; no memory; a failed device.
+    /// Errors of the source; no memory; a failed device.
     pub fn page(&mut self, shard: u32, words: u32, near: Near<'_>) -> Result<Page, Error> {
         self.coming(words)?;
         let mut page = self.pages.take(shard, words, near)?;
@@ -136,7 +136,7 @@ impl In<'_> {
     /// `positions` gives the positions of its tokens.
     ///
     /// # Errors
-    /// Those of the source and of `positions`; a failed tier.
+    /// Errors of the source and of `positions`; a failed tier.
     pub fn away(
         &mut self,
         tier: usize,

@@ -227,7 +227,7 @@ impl Entry {
     /// Reads the data of [`Entry::save`].
     ///
     /// # Errors
-    /// Those of [`Held::load`].
+    /// Errors of [`Held::load`].
     pub fn load(
         from: &mut Fields<'_>,
         input: &mut In<'_>,
@@ -264,7 +264,7 @@ impl Chain {
     /// data.
     ///
     /// # Errors
-    /// Those of [`Held::load`].
+    /// Errors of [`Held::load`].
     pub fn load(
         &mut self,
         from: &mut Fields<'_>,
