@@ -1,4 +1,4 @@
-//! Where pages lie and are read: in the host's memory by its lanes, or on a CUDA device by its kernels.
+//! Where pages lie and attention runs: host memory and SIMD lanes, or a CUDA device and its kernels.
 
 use crate::base::error::CudaError;
 #[cfg(feature = "cuda")]
@@ -7,9 +7,9 @@ use std::ffi::c_void;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
-/// Where a cache keeps its pages and attends. Results have the same bits.
+/// Where a cache keeps its pages and runs attention. All back ends give the same bits.
 ///
-/// A clone is the same device: caches built on it share its memory and its stream.
+/// Clones share one device: caches built on them share its memory and its stream.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -36,30 +36,31 @@ pub(crate) enum Kind {
 }
 
 impl Backend {
-    /// The host: [`Lanes`](pikv_lanes::Lanes) and its memory.
+    /// Host memory and [`Lanes`](pikv_lanes::Lanes).
     pub const CPU: Backend = Backend(Kind::Cpu);
 
-    /// The first CUDA device: [`Backend::cuda_device`] of 0.
+    /// Opens the first CUDA device: [`Backend::cuda_device`] of 0.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Errors of [`Backend::cuda_device`], such as [`CudaError::NotBuilt`] without the feature `cuda`.
     pub fn cuda() -> Result<Backend, CudaError> {
         Backend::cuda_device(0)
     }
 
-    /// A CUDA device, by its number as the driver counts (`CUDA_VISIBLE_DEVICES` says which it counts). Loads the kernels, for its
-    /// compute capability, into its primary context, which every call makes that of the calling thread: several devices can be used
-    /// from one thread in turn, and from many.
+    /// Opens a CUDA device by the driver's number (after `CUDA_VISIBLE_DEVICES`), and loads the kernels for its compute capability into its
+    /// primary context. Every call makes that context current on the calling thread, so a thread can use several devices in turn, and
+    /// several threads can use one device.
     ///
-    /// The driver's library is opened at run time: `libcuda.so.1`, or what the environment variable `PIKV_LIBCUDA` names when the
-    /// first call of a process is made. With the feature `cuda` a program needs no driver until it calls this.
+    /// The driver's library is opened at run time: `libcuda.so.1`, or the path in the environment variable `PIKV_LIBCUDA` at the first
+    /// call of the process. A program built with the feature `cuda` needs no driver until it calls this.
     ///
-    /// All shards of a cache lie on the one device; [`InProcess::on`](crate::fabric::InProcess::on) spreads them over several. Policies
-    /// run on the host, from the masses that attention hands out; those that read keys and values to rank tokens copy pages from the
-    /// device for it.
+    /// All shards of a cache lie on this device; [`InProcess::on`](crate::fabric::InProcess::on) spreads them over several. Policies
+    /// run on the host, on the attention masses that the device returns; a policy that ranks tokens by their keys or values copies
+    /// those pages to the host.
     ///
     /// # Errors
-    /// Why there is none; [`CudaError::Ordinal`] says how many there are.
+    /// [`CudaError::NotBuilt`] without the feature `cuda`; [`CudaError::Ordinal`] (with the number of devices) if there is no such device;
+    /// errors of the driver.
     pub fn cuda_device(ordinal: u32) -> Result<Backend, CudaError> {
         #[cfg(feature = "cuda")]
         return Ok(Backend(Kind::Cuda(Arc::new(Device::open(ordinal)?))));
@@ -70,17 +71,17 @@ impl Backend {
         }
     }
 
-    /// As [`Backend::cuda_device`], with all work put on a stream of yours, in the order of the calls: what you put on it before a call
-    /// is done before what the call puts there, and that before what you put on it later. This is how an engine whose tensors lie on
-    /// the device ([`Step::append_device`](crate::Step::append_device)) orders its work against the cache's, without an event
-    /// or a wait. `stream` is a `CUstream`, as `cudarc`'s `CudaStream::cu_stream` and others give it; null is the default stream.
+    /// [`Backend::cuda_device`] on a stream of yours. All work of a call is ordered on `stream`: after the work that you
+    /// enqueued before the call, and before the work that you enqueue after it. An engine with tensors on the device
+    /// ([`Step::append_device`](crate::Step::append_device)) thus needs no event and no wait to order its work against the cache's.
+    /// `stream` is a `CUstream`, such as `cudarc`'s `CudaStream::cu_stream`; null is the default stream.
     ///
     /// # Errors
-    /// Those of [`Backend::cuda_device`].
+    /// Errors of [`Backend::cuda_device`].
     ///
     /// # Safety
     /// `stream` is a stream of the device's primary context, and outlives every clone of the back end and every cache built on one. It
-    /// is not being captured into a graph while a call is made.
+    /// is not being captured into a graph during a call.
     pub unsafe fn cuda_stream(ordinal: u32, stream: *mut c_void) -> Result<Backend, CudaError> {
         #[cfg(feature = "cuda")]
         // SAFETY: the caller's promise.
@@ -92,8 +93,8 @@ impl Backend {
         }
     }
 
-    /// The stream that work is put on, a `CUstream`; `None` on the CPU. Whoever has another stream orders the two by events of the
-    /// driver: `cuEventRecord` on one, `cuStreamWaitEvent` on the other. It lives as long as the back end.
+    /// The `CUstream` that work is enqueued on; `None` on the CPU. To order it against another stream, use the driver's events:
+    /// `cuEventRecord` on one stream, `cuStreamWaitEvent` on the other. The stream lives as long as the back end.
     pub fn stream(&self) -> Option<*mut c_void> {
         match &self.0 {
             Kind::Cpu => None,
@@ -102,10 +103,10 @@ impl Backend {
         }
     }
 
-    /// CUDA devices that the driver counts, numbered from 0.
+    /// Number of CUDA devices that the driver reports; they are numbered from 0.
     ///
     /// # Errors
-    /// Why there is none, as [`Backend::cuda_device`].
+    /// [`CudaError::NotBuilt`] without the feature `cuda`; errors of the driver.
     pub fn cuda_devices() -> Result<u32, CudaError> {
         #[cfg(feature = "cuda")]
         return Device::count();

@@ -1,7 +1,7 @@
-//! Host runtime of pikv: lanes of x86-64, the page store, sequences and their transactions, attention over shards.
+//! Host runtime of pikv: SIMD lanes of x86-64, the page store, sequences and their steps, attention over shards.
 //!
-//! Start at [`Cache`]. Everything is `Send + Sync`; nothing is global; threads are those of the rayon pool that
-//! the caller is in, or rayon's global one, and of a rank of a fabric its own ([`fabric::Store::parallel`]).
+//! Start at [`Cache`]. Every type is `Send + Sync`; there is no global state. Work runs in the caller's rayon pool, or in rayon's global
+//! one; a rank of a fabric uses its own pool ([`fabric::Store::parallel`]).
 #![deny(missing_docs)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -47,7 +47,7 @@ pub use config::CacheConfig;
 pub use metrics::report::StepReport;
 pub use pikv_lanes as lanes;
 
-/// Those of the core that stand at the root of pikv, so that examples here read as in a crate that uses pikv.
+/// Core types that `pikv` exports at its root, so that examples here read as in a crate that uses pikv.
 #[doc(hidden)]
 pub use pikv_core::{
     dtype::Dtype,
@@ -56,10 +56,10 @@ pub use pikv_core::{
     rope::Rope,
 };
 
-/// Details of a model's attention, and of how its tokens are stored: beside [`LayerShape`], [`Layout`] and [`Rope`].
+/// Details of a model's attention and of how its tokens are stored, beside [`LayerShape`], [`Layout`] and [`Rope`].
 ///
-/// Frequencies of rotations come from `config.json`: [`Frequencies::scaled`](shape::Frequencies::scaled). [`StoreShape`](shape::StoreShape) and
-/// [`Ring`](shape::Ring) count pages and bytes without a cache.
+/// [`Frequencies::scaled`](shape::Frequencies::scaled) computes RoPE frequencies from the values of `config.json`.
+/// [`StoreShape`](shape::StoreShape) and [`Ring`](shape::Ring) count pages and bytes without a cache.
 pub mod shape {
     pub use crate::base::frequencies::{Frequencies, FrequencyError, Scaling};
     pub use pikv_core::{
@@ -76,8 +76,7 @@ pub mod shard {
     pub use pikv_core::shard::{Rule, ShardError, ShardMap};
 }
 
-/// What a cache says of itself: bytes in use, pages, attention weights, what went wrong without an error. What a step did is in
-/// [`StepReport`].
+/// State of a cache: bytes in use, pages, attention weights, and failures that returned no error. [`StepReport`] describes one step.
 pub mod report {
     pub use crate::attend::options::PageMass;
     pub use crate::base::failures::Failures;
@@ -88,13 +87,13 @@ pub mod report {
     pub use crate::cache::step::bytes::StepBytes;
 }
 
-/// Parts of a [`CacheConfig`]: how layers and heads compress and evict, as its methods noted it, and what counts as a hit.
+/// Parts of a [`CacheConfig`]: the codec and eviction rules of layers and heads, and the definition of a hit.
 pub mod rules {
     pub use crate::config::hits::Hits;
     pub use crate::config::{AgeRule, CodecRule, EvictionRule};
 }
 
-/// Saved, parked and parkable sequences: what [`Cache`] and [`Sequence`] make of them, and why they would not.
+/// Saved, parked and parkable sequences, and the errors of saving and restoring.
 pub mod save {
     pub use crate::base::error::{SaveError, SaveOperation};
     pub use crate::cache::parkable::{Awake, Parkable};
@@ -102,7 +101,7 @@ pub mod save {
     pub use crate::cache::save::{Parked, Restored};
 }
 
-/// Tensors on a CUDA device, and errors of its driver. [`Backend::cuda`] opens a device.
+/// Tensors on a CUDA device, and errors of the CUDA driver. [`Backend::cuda`] opens a device.
 pub mod cuda {
     pub use crate::base::device_slice::{DeviceExperts, DeviceOutput, DeviceRoutes, DeviceSlice};
     pub use crate::base::error::CudaError;

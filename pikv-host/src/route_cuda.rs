@@ -1,9 +1,8 @@
-//! Routing on a CUDA device: of each layer what its router has learnt, kept there beside the host's, and the choices of a step on their way
-//! down.
+//! Routing on a CUDA device: the device's copy of each layer's router state, and the choices of a step on their way to the host.
 //!
-//! The host's router stays the one that counts: it learns the same from the choices once they are down, by the same functions of the core.
-//! So the device's copy is only as good as the host says: before each use the two are compared on the host, and where it was restored,
-//! rolled back or asked to route by itself, the copy is written anew.
+//! The host's router has the authoritative state: it learns from the choices once they are on the host, by the same functions of the core.
+//! Before each use the host compares its state with the state that the copy should have, and writes the copy anew if they differ, such as
+//! after a restore, a rollback or a step routed by the host.
 
 use crate::base::device_slice::{DeviceExperts, DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
@@ -21,12 +20,12 @@ use pikv_kernels::args::{LearnArg, RouteArg};
 use std::fmt;
 use std::sync::Arc;
 
-/// Bytes of the word in which a fault is noted; it comes first.
+/// Bytes of the word that records a fault, at the start of the state.
 const FAULT: u64 = 8;
 /// No fault.
 const NONE: u64 = u64::MAX;
 
-/// Where the lists of a state lie, in words behind the fault. Counts are of 64 bits, and so come first.
+/// Offsets of the lists of a state, in words behind the fault. Counts are 64 bits wide, and so come first.
 #[derive(Clone, Copy, Debug)]
 struct Places {
     experts: usize,
@@ -35,7 +34,7 @@ struct Places {
     miss: usize,
     entropy: usize,
     next: usize,
-    /// The end of what the host writes. Here goes the entropy after the rows that no rollback reaches.
+    /// End of the words that the host writes. The entropies after the rows that no rollback reaches follow here.
     firm: usize,
     all: usize,
 }
@@ -48,7 +47,7 @@ impl Places {
         Places { experts, fixed, load, miss, entropy, next, firm, all }
     }
 
-    /// What a router has learnt, as words of the state.
+    /// Writes a router's averages as words of the state.
     fn fill(&self, of: &Averages<'_>, words: &mut Vec<u32>) {
         words.clear();
         words.resize(self.firm, 0);
@@ -69,11 +68,11 @@ impl Places {
 /// The rows of a step.
 pub(crate) struct Batch<'a> {
     pub logits: DeviceSlice,
-    /// First positions and rows of its sequences.
+    /// First position and number of rows of each sequence.
     pub parts: &'a [(Position, usize)],
-    /// Rows, the first ones, that no rollback reaches; none of several sequences.
+    /// Number of leading rows that no rollback reaches; 0 for several sequences.
     pub firm: usize,
-    /// Whether the logits of the others are wanted on the host.
+    /// Whether the host needs the logits of the rows after `firm`.
     pub bring_logits: bool,
 }
 
@@ -83,37 +82,37 @@ impl Batch<'_> {
     }
 }
 
-/// Choices on their way down.
+/// Choices on their way to the host.
 #[derive(Debug)]
 pub(crate) struct Pending {
     down: Down,
     pub firm: usize,
-    /// Experts whose pages are fetched.
+    /// Number of experts whose pages are fetched.
     pub fetch: usize,
     choices: usize,
-    /// Experts, if the gate's entropy is kept; else 0.
+    /// Number of experts if entropies are kept, else 0.
     entropies: usize,
 }
 
-/// What came down.
+/// Choices on the host.
 pub(crate) struct Brought<'a> {
-    /// The first element of the logits that is not finite, and its value.
+    /// Index and value of the first logit that is not finite.
     pub fault: Option<(usize, f32)>,
     /// `[rows][top_k]`
     pub chosen: &'a [u32],
-    /// Averages of the gate's entropy after the rows that no rollback reaches, if there are such.
+    /// Averages of the gate's entropy after the first `firm` rows, if there are any.
     pub firm_entropy: &'a [f32],
-    /// The same after all rows.
+    /// Averages of the gate's entropy after all rows.
     pub entropy: &'a [f32],
-    /// Logits of the rows that a rollback reaches, if they were wanted.
+    /// Logits of the rows after `firm`, if they were asked for.
     pub logits: &'a [f32],
 }
 
 impl Pending {
-    /// Waits for it.
+    /// Waits for the copy.
     ///
     /// # Errors
-    /// The device.
+    /// A failed device.
     pub fn wait(&self) -> Result<Brought<'_>, Error> {
         self.down.done.wait()?;
         let (fault, rest) = self.down.words().split_at(2);
@@ -137,7 +136,7 @@ pub(crate) struct OnDevice {
     state: Memory,
     /// Choices, weights and entropies of a step's rows.
     rows: Memory,
-    /// What `state` holds, unless a step is under way or was dropped.
+    /// Content of `state`, valid if `known`.
     held: Vec<u32>,
     known: bool,
     pending: Option<Pending>,
@@ -152,7 +151,7 @@ impl fmt::Debug for OnDevice {
 }
 
 impl OnDevice {
-    /// For a router of so many experts.
+    /// For a router of `experts` experts.
     ///
     /// # Errors
     /// No memory on the device.
@@ -165,20 +164,20 @@ impl OnDevice {
         Ok(OnDevice { places, state, rows, held, known: false, pending: None, words, device })
     }
 
-    /// Whether choices are on their way down.
+    /// Whether choices are on their way to the host.
     pub fn is_pending(&self) -> bool {
         self.pending.is_some()
     }
 
-    /// Waits for choices that are on their way down.
+    /// Waits for choices on their way to the host.
     ///
     /// # Errors
-    /// The device.
+    /// A failed device.
     pub fn wait(&self) -> Result<(), Error> {
         Ok(self.pending.as_ref().map_or(Ok(()), |pending| pending.down.done.wait())?)
     }
 
-    /// The choices that are on their way down, which are then the caller's, to be [put back](OnDevice::put_back).
+    /// Takes the choices on their way to the host; the caller [puts them back](OnDevice::put_back).
     pub fn take(&mut self) -> Option<Pending> {
         self.pending.take()
     }
@@ -187,7 +186,7 @@ impl OnDevice {
         self.device.downs.put_back(pending.down);
     }
 
-    /// Forgets a step that is not committed.
+    /// Drops the choices of a step that is not committed.
     pub fn forget(&mut self) {
         if let Some(pending) = self.pending.take() {
             self.put_back(pending);
@@ -200,16 +199,16 @@ impl OnDevice {
         self.state.address() + FAULT + 4 * place as u64
     }
 
-    /// The same, or 0 if the list is not kept.
+    /// Address of a list of the state, or 0 if the list is empty.
     fn kept(&self, place: usize, list: &[f32]) -> u64 {
         if list.is_empty() { 0 } else { self.at(place) }
     }
 
-    /// Has the device choose the experts of rows, and brings the choices down. Nothing is waited for, unless there were never as many
-    /// rows.
+    /// Launches the choice of experts for rows, and the copy of the choices to the host. Waits only if there are more rows than ever
+    /// before.
     ///
     /// # Errors
-    /// Logits that are no f32 of this device, or a device that fails.
+    /// Logits that are not f32 on this device; a failed device.
     pub fn route(
         &mut self,
         plan: &DevicePlan<'_>,
@@ -253,8 +252,8 @@ impl OnDevice {
             _ => 2,
         }];
         let warps = if plan.same { rows } else { 2 * rows };
-        // SAFETY: the argument is the kernel's. It reaches as far as it says: the caller's tensor is as long as the rows need, which the
-        // caller checked, and is there; the rest was reserved above.
+        // SAFETY: the argument has the kernel's type, and its lists have the lengths that it gives: the caller's tensor is valid and long
+        // enough for the rows, which the caller checked; the other lists were reserved above.
         unsafe { device.launch(kernel, warps, arguments!(of))? };
         if entropies > 0 {
             self.fold(averages.keep_entropy, of.entropies, (rows, batch.firm))?;
@@ -310,7 +309,7 @@ impl OnDevice {
         of
     }
 
-    /// Folds the gate's entropies of rows into the averages: of those that no rollback reaches, then of the others.
+    /// Folds the gate's entropies into the averages: of the first `firm` rows, then of the others.
     fn fold(&self, keep: f32, entropies: u64, (rows, firm): (usize, usize)) -> Result<(), Error> {
         let (experts, next) = (self.places.experts as u32, self.at(self.places.next));
         let between = self.at(self.places.firm);
@@ -323,7 +322,7 @@ impl OnDevice {
             let (at, rows) = (entropies + 4 * (first * self.places.experts) as u64, rows as u32);
             let arguments = arguments!(at, rows, experts, keep, from, to);
             let warps = score::rows(self.places.experts);
-            // SAFETY: the arguments are the kernel's, and the lists are as long as it says.
+            // SAFETY: the arguments have the kernel's types, and the lists have the lengths that they give.
             unsafe { self.device.launch(self.device.kernels.fold_entropies, warps, arguments)? };
         }
         Ok(())
@@ -342,11 +341,11 @@ impl OnDevice {
         self.device.downs.bring(&self.device.stream, &places)
     }
 
-    /// Has the device learn what the host's router has just learnt, which `plan` is of: from the choices that it counted, and what the step
-    /// wanted and missed of each expert.
+    /// Launches the update of the device's state that the host's router has just made (`plan` has the host's averages), from the choices
+    /// on the device and the pages of each expert that the step wanted and missed.
     ///
     /// # Errors
-    /// A device that fails; what it holds is then written anew before it is used.
+    /// A failed device; the state is then written anew before its next use.
     pub fn learn(&mut self, plan: &DevicePlan<'_>, wanted: &[u32], missed: &[u32]) -> Result<(), Error> {
         let averages = &plan.averages;
         if !averages.learn() {
@@ -382,7 +381,7 @@ impl OnDevice {
             lambda: averages.coefficients.lambda,
             beta: averages.coefficients.beta,
         };
-        // SAFETY: the argument is the kernel's, and its lists are those of the state and of the upload, which were sent before.
+        // SAFETY: the argument has the kernel's type; its lists lie in the state and in the upload, which was sent before.
         unsafe { device.launch(device.kernels.learn_router, 1, arguments!(of))? };
         places.fill(averages, &mut self.held);
         self.known = true;
@@ -393,7 +392,7 @@ impl OnDevice {
 impl Drop for OnDevice {
     fn drop(&mut self) {
         self.forget();
-        // The memory is given back next, once nothing reads or writes it any more; a device that is lost has nothing more to give.
+        // `state` and `rows` are freed next, so no kernel may still use them; a lost device has nothing to free.
         let _ = self.device.enter();
         let _ = self.device.stream.synchronize();
     }

@@ -1,7 +1,7 @@
-//! Methods that change one field of a struct of options.
+//! Builder methods for structs of options.
 
-/// Gives a struct a method of each field's name that returns the value with that field changed. Those in `optional` take a value or
-/// `None`.
+/// Adds a method for each field, of the field's name, that returns the struct with that field changed. Fields in `optional` take a value
+/// or `None`.
 macro_rules! setters {
     ($type:ident$(<$life:lifetime>)? { $($field:ident: $kind:ty),* $(,)? } $(optional { $($option:ident: $inner:ty),* $(,)? })?) => {
         impl$(<$life>)? $type$(<$life>)? {

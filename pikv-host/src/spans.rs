@@ -1,5 +1,5 @@
-//! Spans and events of the `tracing` crate, with target `pikv`. Without the feature `tracing` they are nothing, and their fields are not
-//! evaluated; without a subscriber that wants them they cost a comparison.
+//! Spans and events of the `tracing` crate, with target `pikv`. Without the feature `tracing` the macros expand to nothing and do not
+//! evaluate their fields; with it, but without an interested subscriber, each costs a comparison.
 
 /// A span at level debug, from here to the end of the block: `span!("append", layer = layer, rows = self.rows)`.
 macro_rules! span {

@@ -1,15 +1,15 @@
-//! Streams of tokens, their experts, and what their queries look at: recorded, replayed, or made up. For studies of caches
-//! without a model.
+//! Token streams with the experts of each token and the positions that its query attends to: recorded, replayed or synthetic. For
+//! studies of caches without a model.
 //!
-//! A trace is a CSV file, a line a token after the header, lists separated by blanks:
+//! A trace is a CSV file: a header, then a line for each token, lists separated by blanks:
 //!
 //! ```text
 //! token,experts of 16,wanted
 //! 17,3 5,
 //! 4,3 0,0
 //! ```
-//! A trace holds the tokens of prompts, so a [`TraceFile`] is for its owner's eyes. `wanted` are positions of earlier tokens, those whose absence the query would feel: the largest attention masses of a recorded
-//! run, or draws from a distribution.
+//! `wanted` are earlier positions with the largest attention masses in a recorded run, or draws from a distribution. A trace contains
+//! the tokens of prompts, so [`TraceFile`] makes files that only their owner can read.
 
 use crate::base::files::Private;
 use pikv_core::hash::next;
@@ -17,58 +17,58 @@ use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;
 use thiserror::Error;
 
-/// One token of a stream. Its position is its index.
+/// One token of a stream. Its position is its index in the stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Row {
-    /// The token.
+    /// Token id.
     pub token: u32,
-    /// Its experts, first choice first.
+    /// Experts of the token, first choice first.
     pub experts: Vec<u16>,
-    /// Positions that its query looks at, all before its own.
+    /// Positions that the token's query attends to, all before its own.
     pub wanted: Vec<u32>,
 }
 
 impl Row {
-    /// A token, its experts and the positions that its query looks at.
+    /// A row of these fields.
     pub fn new(token: u32, experts: Vec<u16>, wanted: Vec<u32>) -> Row {
         Row { token, experts, wanted }
     }
 }
 
-/// Why a trace cannot be read or made.
+/// Errors of reading, writing or generating a trace.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TraceError {
-    /// The file.
+    /// Error of the file.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// A first line that is no header.
+    /// The first line is not a valid header.
     #[error("the first line is {found:?}; a trace begins with \"token,experts of N,wanted\", N in 1..=65535")]
     Header {
-        /// As found, or as it would have been written.
+        /// The first line as read, or as it would have been written.
         found: String,
     },
-    /// A line that is no row.
+    /// A line that is not a valid row.
     #[error("line {line}: {what} {found:?}; it must be {expected}")]
     Row {
-        /// The line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// Which part.
+        /// Part of the row: `the row`, `token`, `experts` or `wanted`.
         what: &'static str,
-        /// As found.
+        /// Text of that part.
         found: String,
-        /// What would do.
+        /// Accepted values.
         expected: String,
     },
-    /// A stream that cannot be made.
+    /// A parameter of a [`Skewed`] stream is out of range.
     #[error("{name} {value}; it must be {range}")]
     Value {
-        /// Which number.
+        /// Field name.
         name: &'static str,
-        /// As given.
+        /// Value given.
         value: f64,
-        /// What would do.
+        /// Accepted values.
         range: &'static str,
     },
 }
@@ -82,10 +82,10 @@ pub struct Writer<W> {
 }
 
 impl<W: Write> Writer<W> {
-    /// Begins a trace of a model with `experts` experts.
+    /// Writes the header of a trace of a model with `experts` experts.
     ///
     /// # Errors
-    /// Experts that are not 1..=65535; the file's.
+    /// [`TraceError::Header`] unless `experts` is in 1..=65535; [`TraceError::Io`].
     pub fn new(mut out: W, experts: u32) -> Result<Writer<W>, TraceError> {
         let header = header(experts);
         if experts == 0 || experts > u32::from(u16::MAX) {
@@ -95,10 +95,10 @@ impl<W: Write> Writer<W> {
         Ok(Writer { out, experts, line: 1 })
     }
 
-    /// Adds a row.
+    /// Writes a row.
     ///
     /// # Errors
-    /// A row that could not be read again; nothing is written then. The file's.
+    /// [`TraceError::Row`] for a row that a [`Reader`] would refuse; nothing is written. [`TraceError::Io`].
     pub fn write(&mut self, row: &Row) -> Result<(), TraceError> {
         check(row, self.experts, self.line + 1)?;
         self.line += 1;
@@ -107,37 +107,37 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Ends the trace.
+    /// Flushes the trace and returns the file.
     ///
     /// # Errors
-    /// The file's.
+    /// [`TraceError::Io`].
     pub fn finish(mut self) -> Result<W, TraceError> {
         self.out.flush()?;
         Ok(self.out)
     }
 }
 
-/// A file for a [`Writer`], buffered, which its owner alone can read (mode 0600).
+/// A buffered file for a [`Writer`] that only its owner can read (mode 0600).
 ///
-/// Writes that would pass the size that the process may give a file (`RLIMIT_FSIZE`) are errors of kind
-/// [`FileTooLarge`](io::ErrorKind::FileTooLarge), and raise no `SIGXFSZ`.
+/// Writes past the process's limit of file sizes (`RLIMIT_FSIZE`) return an error of kind
+/// [`FileTooLarge`](io::ErrorKind::FileTooLarge) and raise no `SIGXFSZ`.
 #[derive(Debug)]
 pub struct TraceFile(BufWriter<Private>);
 
 impl TraceFile {
-    /// Makes the file at `path`. A file that is there loses its name, and who has it open sees nothing of the new one.
+    /// Creates the file at `path`. A file that exists there is unlinked; processes that have it open do not see the new one.
     ///
     /// # Errors
-    /// The file system's; something else than a file at `path`, such as a link or a device ([`Writer::new`] takes those that you open
-    /// yourself).
+    /// Errors of the file system; `path` is something other than a file, such as a link or a device (open such a path yourself for
+    /// [`Writer::new`]).
     pub fn create(path: impl AsRef<Path>) -> io::Result<TraceFile> {
         Ok(TraceFile(BufWriter::new(Private::create(path.as_ref())?)))
     }
 
-    /// Writes out what is buffered, and waits until it would outlast a loss of power.
+    /// Flushes the buffer, and waits until the data would survive a loss of power.
     ///
     /// # Errors
-    /// The file system's.
+    /// Errors of the file system.
     pub fn sync(&mut self) -> io::Result<()> {
         self.0.flush()?;
         self.0.get_ref().sync()
@@ -174,10 +174,10 @@ pub struct Reader<R> {
 }
 
 impl<R: BufRead> Reader<R> {
-    /// Begins to read.
+    /// Reads the header.
     ///
     /// # Errors
-    /// No header; the file's.
+    /// [`TraceError::Header`] if it is not valid; [`TraceError::Io`].
     pub fn new(file: R) -> Result<Reader<R>, TraceError> {
         let mut lines = file.lines();
         let found = lines.next().transpose()?.unwrap_or_default();
@@ -188,7 +188,7 @@ impl<R: BufRead> Reader<R> {
         }
     }
 
-    /// Experts of the model.
+    /// Number of experts of the model.
     pub fn experts(&self) -> u32 {
         self.experts
     }
@@ -237,7 +237,7 @@ fn numbers<T: std::str::FromStr>(text: &str) -> Option<Vec<T>> {
     text.split_ascii_whitespace().map(|n| n.parse().ok()).collect()
 }
 
-/// Experts there are, each once; positions that came before.
+/// Checks that experts exist and none repeats, and that wanted positions precede the token's own.
 fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
     let bad = |what, found: String, expected: String| Err(TraceError::Row { line, what, found, expected });
     let mut sorted = row.experts.clone();
@@ -253,11 +253,11 @@ fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
     }
 }
 
-/// A stream whose experts are used unevenly, and not always the same ones; endless, and the same for the same numbers.
+/// An endless synthetic stream with an uneven use of experts that changes over time. Equal parameters give equal streams.
 ///
-/// Expert of rank `r` (from 1) is drawn with weight `r^-skew`, a token's experts without putting back. Every `drift` tokens a
-/// rank is drawn the same way and trades places with another, drawn evenly: so it is mostly the hot ones that cool down. A query
-/// looks `d` tokens back with weight `1/d`, `wants` times (fewer where draws meet).
+/// The expert of rank `r` (from 1) is drawn with weight `r^-skew`, those of one token without replacement. Every `drift` tokens a
+/// rank drawn by the same weights swaps experts with a rank drawn uniformly, so mostly the hot experts cool down. A query
+/// attends to the token `d` positions back with weight `1/d`; it draws `wants` times, and equal draws count once.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -272,34 +272,34 @@ fn check(row: &Row, experts: u32, line: usize) -> Result<(), TraceError> {
 pub struct Skewed {
     /// Experts, 1..=65535.
     pub experts: u32,
-    /// Experts a token, 1..=experts.
+    /// Experts of each token, 1..=experts.
     pub top_k: u32,
-    /// 0 is even; Zipf's law is 1.
+    /// Exponent of the weights, 0 to 16: 0 is uniform, 1 is Zipf's law.
     pub skew: f64,
-    /// Tokens from one trade of ranks to the next; never if 0.
+    /// Tokens between swaps of ranks; 0 for no swaps.
     pub drift: u32,
-    /// Looks back of a query, 0..=65535.
+    /// Draws of wanted positions for each query, 0..=65535.
     pub wants: u32,
-    /// Different tokens, drawn evenly; at least 1.
+    /// Number of token ids, drawn uniformly; at least 1.
     pub vocabulary: u32,
-    /// Of the draws.
+    /// Seed of the random draws.
     pub seed: u64,
 }
 
 setters!(Skewed { experts: u32, top_k: u32, skew: f64, drift: u32, wants: u32, vocabulary: u32, seed: u64 });
 
 impl Default for Skewed {
-    /// 2 of 16 experts by Zipf's law, a trade every 64 tokens, 4 looks back, 32000 tokens, seed 0.
+    /// 2 of 16 experts by Zipf's law, a swap every 64 tokens, 4 draws for each query, 32000 token ids, seed 0.
     fn default() -> Skewed {
         Skewed { experts: 16, top_k: 2, skew: 1.0, drift: 64, wants: 4, vocabulary: 32000, seed: 0 }
     }
 }
 
 impl Skewed {
-    /// The stream, from its beginning.
+    /// The stream from its first token.
     ///
     /// # Errors
-    /// A number out of range.
+    /// [`TraceError::Value`] for a field out of range.
     pub fn rows(self) -> Result<Rows, TraceError> {
         let value = |name, value: f64, fine: bool, range| {
             if fine { Ok(()) } else { Err(TraceError::Value { name, value, range }) }
@@ -328,22 +328,22 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// The expert of each rank at the next token, the most used first.
+    /// The expert of each rank at the next token, most used first.
     pub fn by_rank(&self) -> &[u16] {
         &self.by_rank
     }
 
-    /// In 0..1.
+    /// Uniform in 0..1.
     fn unit(&mut self) -> f64 {
         (next(&mut self.state) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// In 0..n, evenly.
+    /// Uniform in 0..n.
     fn below(&mut self, n: u32) -> u32 {
         ((u128::from(next(&mut self.state)) * u128::from(n)) >> 64) as u32
     }
 
-    /// A rank, by its weight, that is not in `without`.
+    /// Draws a rank outside `without` by its weight.
     fn rank(&mut self, without: &[usize]) -> usize {
         let free = |rank: &usize| !without.contains(rank);
         let all = 0..self.weights.len();
@@ -379,7 +379,7 @@ impl Iterator for Rows {
         let mut wanted = Vec::new();
         if self.position > 0 {
             for _ in 0..wants {
-                // The power of an even draw is a distance whose logarithm is even: weight 1/d.
+                // `position` to a uniform power has a uniform logarithm: weight 1/d.
                 let back = f64::from(self.position).powf(self.unit()).floor() as u32;
                 let position = self.position - back.clamp(1, self.position);
                 if !wanted.contains(&position) {

@@ -1,4 +1,4 @@
-//! Who computes a call of attention: the lanes of the CPU, a device, or ranks beside the CPU.
+//! The trait of implementations of attention: the lanes of the CPU, a device, or the CPU with other ranks.
 
 use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::{Forest, Task};
@@ -15,7 +15,7 @@ use pikv_core::plan::LayerShape;
 use std::borrow::Cow;
 use std::fmt::Debug;
 
-/// Queries, and where results go.
+/// Queries and outputs.
 pub(crate) enum Tensors<'a> {
     Host(HostSlice<'a>, Output<'a>),
     /// On the device of a session.
@@ -27,10 +27,11 @@ pub(crate) enum Tensors<'a> {
 }
 
 impl<'a> Tensors<'a> {
-    /// The queries that the host has.
+    /// Checks the tensors; returns the queries if they are on the host.
     ///
     /// # Errors
-    /// Tensors of another length than `rows` rows of the layer take, or a query of the views' rows that is not finite.
+    /// [`Error::Length`] if a tensor does not have the length of `rows` rows; [`Error::Query`] for a query of the views' rows that is
+    /// not finite.
     pub fn check(
         &self,
         layer: usize,
@@ -63,7 +64,7 @@ impl<'a> Tensors<'a> {
         Ok(q)
     }
 
-    /// The queries, if a device has them.
+    /// The queries, if they are on a device.
     pub fn on_device(&self, layer: usize) -> Option<OnDevice> {
         match self {
             Tensors::Host(..) => None,
@@ -72,16 +73,16 @@ impl<'a> Tensors<'a> {
     }
 }
 
-/// Computes the partial results of a call, and joins them.
+/// Computes the partial results of a call and joins them.
 pub(crate) trait Executor: Debug + Send + Sync {
-    /// How wide bundles of rows are.
+    /// Most rows of a bundle.
     fn widest(&self) -> Widest;
 
-    /// Attends the forests of a job whose queries the host has. With `wanted`, of each view, the masses of the forests' pages go to
+    /// Attention of the forests of a job with queries on the host. `wanted` has, for each view, the rows whose weights are added to
     /// `results.seen`.
     ///
     /// # Errors
-    /// A device or a rank that fails. Results are then undefined.
+    /// A failed device or rank; results are then undefined.
     fn run(
         &self,
         job: &mut Job<'_>,
@@ -91,7 +92,7 @@ pub(crate) trait Executor: Debug + Send + Sync {
         cut: &mut Cut,
     ) -> Result<(), Error>;
 
-    /// The session of a step whose tensors lie on the executor's device; `None` of an executor without one.
+    /// A session for a step with tensors on the executor's device; `None` for an executor without one.
     ///
     /// # Errors
     /// No memory on the device.
@@ -100,7 +101,7 @@ pub(crate) trait Executor: Debug + Send + Sync {
     }
 }
 
-/// Lists of a call cut into tasks, kept from call to call.
+/// Tasks of a call; the lists are kept between calls.
 #[derive(Default)]
 pub struct Cut {
     pub items: Vec<Item<'static>>,
@@ -110,52 +111,52 @@ pub struct Cut {
     pub parts: Vec<f32>,
 }
 
-/// Where results go, in memory of the host.
+/// Outputs in host memory.
 pub(crate) struct Results<'a> {
     /// `[rows][query_heads][v_dim]`
     pub out: HostSliceMut<'a>,
     /// `[rows][query_heads]`
     pub lse: &'a mut [f32],
-    /// Of each forest, where something is wanted of it.
+    /// For each forest, if weights or hits are computed.
     pub seen: &'a mut [Feed],
 }
 
-/// Of whom a policy wants to know what attention saw.
+/// Sequences whose weights or hits are computed.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
 pub(crate) struct Asked {
     pub sequences: Vec<Of>,
-    /// Whether queries are wanted too.
+    /// Whether queries are needed too.
     pub queries: bool,
 }
 
-/// A step whose tensors lie on a device: its calls, and their results that the host reads once it waits.
+/// A step with tensors on a device: its calls, and their results, which the host reads after a wait.
 pub(crate) trait Session: Debug + Send + Sync {
-    /// Whether kernels can read and write there, as far as the driver knows.
+    /// Checks that kernels can read and write a tensor, as far as the driver knows.
     ///
     /// # Errors
-    /// Why not.
+    /// [`Error::DeviceTensor`] with the reason.
     fn check(&self, what: &'static str, slice: DeviceSlice) -> Result<(), Error>;
 
-    /// Whether kernels can write log-sum-exps there, as far as the driver knows.
+    /// Checks that kernels can write log-sum-exps to a tensor, as far as the driver knows.
     ///
     /// # Errors
-    /// Why not.
+    /// [`Error::DeviceTensor`] with the reason.
     fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error>;
 
-    /// Where a fault is noted: of k and the words after it (0), or of q and the word after it (2).
+    /// Address of the word that records faults of `cause`, 0 to 4: k, v, q, scores, outputs. The words of a layer are adjacent.
     fn fault(&self, layer: usize, cause: usize) -> u64;
 
-    /// Starts to bring keys and values down, for a policy that looks at them.
+    /// Starts the copy of keys and values to the host, for a policy that reads them.
     ///
     /// # Errors
-    /// The device.
+    /// A failed device.
     fn bring_tokens(&mut self, layer: usize, of: [DeviceSlice; 2]) -> Result<(), Error>;
 
-    /// Attends the forests of a job whose queries lie on the device. Nothing is waited for: what policies want is on its way down. `seen`
-    /// are the lists of each forest if something is wanted of it, and none else.
+    /// Launches attention of the forests of a job with queries on the device, and the copy of its feeds to the host. Does not wait. `seen`
+    /// has a feed for each forest if weights or hits are computed, and is empty otherwise.
     ///
     /// # Errors
-    /// The device, or no memory there.
+    /// A failed device, or no memory there.
     fn attend(
         &mut self,
         job: &Job<'_>,
@@ -166,24 +167,24 @@ pub(crate) trait Session: Debug + Send + Sync {
         asked: Asked,
     ) -> Result<(), Error>;
 
-    /// Forgets what attention saw of a layer: a later call counts.
+    /// Drops the feeds of a layer, because a later call replaces them.
     fn forget(&mut self, layer: usize);
 
-    /// Whether a policy wants to know something.
+    /// Whether results for a policy are pending.
     fn owes(&self) -> bool;
 
-    /// Waits for all that was asked for, and says what was wrong first: by layers, of each k, v, q, scores, then outputs.
+    /// Waits for all pending work, and returns the first fault: by layers, and in each of k, v, q, scores, then outputs.
     ///
     /// # Errors
-    /// What was wrong, or the device.
+    /// The first fault, such as [`Error::Unstorable`] or [`Error::ScoreOverflow`]; a failed device.
     fn judge(&self, shapes: &[LayerShape], codecs: &[HeadCodecs]) -> Result<(), Error>;
 
-    /// Keys and values of a layer, if a policy wants them; they were waited for.
+    /// Keys and values of a layer, if a policy needs them. Call after a wait.
     fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]>;
 
-    /// The pages that rows of a sequence read in a layer.
+    /// Pages that rows of a sequence read in a layer.
     fn read(&self, layer: usize, sequence: usize) -> Read;
 
-    /// The feeds of a layer, if attention was last given tensors of the device. Waits for the device.
+    /// Feeds of a layer, if its last attention had tensors on the device. Waits for the device.
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>>;
 }

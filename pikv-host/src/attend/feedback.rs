@@ -14,33 +14,33 @@ pub(crate) struct Feed {
     /// Index of the sequence in the call.
     pub sequence: usize,
     pub head: usize,
-    /// Tokens that had been filed then.
+    /// Filed tokens of the sequence at the time of the call.
     pub filed: u32,
     pub weighed: Weighed,
-    /// `[rows][group][k_dim]`, if something is kept of heads.
+    /// `[rows][group][k_dim]`, if the policy keeps state of heads.
     pub queries: Vec<f32>,
-    /// Pages that were used again, where the policy observed them.
+    /// Reuses of pages, if the policy recorded them.
     pub reused: Vec<Reused>,
-    /// What the rows wanted and met, by row and expert, where hits are counted; and bytes of wanted pages that lay on other ranks.
+    /// Wanted and held pages by row and expert, if hits are counted; and bytes of wanted pages on other ranks.
     pub met: Vec<Met>,
     pub far: u64,
 }
 
-/// A sequence of the call.
+/// Rows of one sequence in a call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Of {
-    /// Tokens that had been filed.
+    /// Filed tokens of the sequence.
     pub filed: u32,
     /// First row and number of rows of the sequence in the call.
     pub first: usize,
     pub rows: usize,
-    /// The pages that they read. Unless these are all, they are attended one by one.
+    /// Pages that the rows read. Unless it is [`Read::All`], rows are attended one by one.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub read: Read,
 }
 
 impl Feed {
-    /// Nothing was seen yet of a head.
+    /// Resets the feed for a head.
     pub fn start(&mut self, sequence: usize, head: usize) {
         (self.sequence, self.head, self.filed) = (sequence, head, 0);
         self.weighed.clear();
@@ -50,7 +50,7 @@ impl Feed {
         self.far = 0;
     }
 
-    /// Notes whose it is: what was known of the sequence, and the head's queries out of those of the call, if any are asked for.
+    /// Adds the state of the sequence, and the head's queries if `q` has those of the call.
     pub fn belongs(&mut self, of: &Of, shape: &LayerShape, q: Option<HostSlice<'_>>) {
         self.filed = of.filed;
         let Some(q) = q else { return };
@@ -61,13 +61,13 @@ impl Feed {
         }
     }
 
-    /// Whose it is.
+    /// Sequence and head.
     pub fn of(&self) -> (usize, usize) {
         (self.sequence, self.head)
     }
 }
 
-/// Puts together what rows of a head saw that were attended apart, page by page, and orders by sequence and head.
+/// Merges the feeds of rows of a head that were attended one by one, page by page, and sorts by sequence and head.
 pub(crate) fn together(feeds: &mut Vec<Feed>) {
     feeds.sort_by_key(Feed::of);
     let mut index = HashMap::new();

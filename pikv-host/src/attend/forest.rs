@@ -1,9 +1,9 @@
-//! The pages that one KV head of a sequence reads: runs of pages, cut into blocks of 8, and the trees that join their results.
+//! The pages that one KV head of a sequence reads: runs of pages, split into blocks of 8, and the trees that join their results.
 //!
-//! Without a codec the runs are the sinks, each expert, and the ring, and one tree joins them. With one, an expert's packed pages
-//! and the page that is still open are read apart: a tree joins the packed runs of all experts, in the channels that are stored;
-//! the result is taken back to the head's channels once, and joined with the sinks, the open pages (page `e` that of expert `e`)
-//! and the ring, in that order. What a second codec packed again is a third kind of run, joined last.
+//! Without a codec the runs are the sinks, each expert, and the ring, and one tree joins them. With a codec, an expert's packed pages
+//! and its open page are separate runs. A tree joins the packed runs of all experts in the packed channels; its result is converted once
+//! to the head's channels, and joined with the sinks, the open pages (page `e` is that of expert `e`) and the ring, in that order.
+//! Pages that a second codec packed are a third kind of run, joined last.
 
 use crate::attend::reduce::{Leaf, Tree, Trees};
 use crate::attend::tree::Subtree;
@@ -14,56 +14,56 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A page that is read.
+/// A page to read.
 #[derive(Clone, Copy)]
 pub struct Listed<'a> {
-    /// Its words; of a page on a device the positions, and nothing where the page is still to be staged.
+    /// Words of the page; only positions for a page on a device, empty before a page of a lower tier is staged.
     pub words: &'a [u32],
-    /// Where it lies on a device.
+    /// Address on a device.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub address: u64,
-    /// Where it lies, in a lower tier.
+    /// Slot in a lower tier.
     pub slot: Option<&'a Arc<Stored>>,
     /// Lanes that are read, a bit each.
     pub live: u32,
-    /// Of a packed page: the position of its last token.
+    /// Position of the last token, for packed pages.
     pub last: u32,
-    /// Of a packed page, and of the original of one: the position that packed it.
+    /// For a packed page and its original: the position whose token packed it.
     pub by: u32,
-    /// Whether it is the original of a packed page: read by rows that have `by` still in their ring.
+    /// Whether this is the original of a packed page, for rows that have `by` still in their ring.
     pub original: bool,
-    /// Of a packed page that was packed again, the position that did: read by rows that have it still in their ring.
+    /// For a page that was packed again: the position whose token packed it again; rows that have it still in their ring read this form.
     pub until: Option<u32>,
     pub id: PageId,
 }
 
 impl Listed<'_> {
-    /// Of a page that is read as its tokens came: whether the row that reads tokens up to `hi` in pages found it open. Of the pages of one
-    /// expert at most one was open, and had tokens, when the row came.
+    /// For a page in the dtype of its layer: whether it was open to a row that reads tokens up to `hi` in pages. At most one page of an
+    /// expert was open, and had tokens, at that row.
     pub fn is_open_to(&self, hi: i32) -> bool {
         self.words[0] as i32 <= hi && (!self.original || self.by as i32 > hi)
     }
 
-    /// Of a packed page: whether that row reads it as it was before it was packed again, if it was.
+    /// For a packed page: whether such a row reads this form, and not the one of the second codec.
     pub fn is_young_to(&self, hi: i32) -> bool {
         self.until.is_none_or(|until| hi < until as i32)
     }
 }
 
-/// An aligned subtree of a run of an item.
+/// An aligned subtree of a run, for the rows of an item.
 pub struct Task {
     pub item: usize,
-    /// The run's place in the forest's list.
+    /// Index of the run in the forest's list.
     pub run: usize,
     pub blocks: Range<usize>,
 }
 
-/// Tasks of one item, the subtrees that [`Forest::subtrees`] lists, with their results.
+/// Results of the tasks of one item, which are the subtrees of [`Forest::subtrees`].
 pub struct Done<'a> {
     pub tasks: &'a [Task],
-    /// Indices of the subtrees among those of their level.
+    /// Index of each subtree in its level.
     pub roots: &'a [u32],
-    /// Where each result begins in `parts`.
+    /// Offset of each result in `parts`.
     pub offsets: &'a [usize],
     pub parts: &'a [f32],
 }
@@ -74,22 +74,22 @@ pub struct Forest<'a> {
     pub view: usize,
     pub head: usize,
     pub pages: Vec<Listed<'a>>,
-    /// Blocks: a range of pages each.
+    /// Ranges of pages.
     pub blocks: Vec<Range<usize>>,
     /// Index of each block in the tree of its run.
     pub index: Vec<u32>,
-    /// Runs: their index in the tree over runs, and their blocks. Packed runs come first.
+    /// Runs: index in the tree over runs, and range of blocks. Packed runs come first.
     pub runs: Vec<u32>,
     pub run_blocks: Vec<Range<usize>>,
-    /// Runs that the first codec packed, then those of the second; their indices are those of trees of their own.
+    /// Number of runs of the first codec, then of the second. The indices of such runs are those of separate trees.
     pub packed: [usize; 2],
 }
 
-/// Index of the packed runs' result in the tree over the other runs, of either codec.
+/// Index of the joined packed runs in the tree over the other runs, for each codec.
 pub const PACKED_RUN: [u32; 2] = [1, 4];
 
 impl<'a> Forest<'a> {
-    /// No pages, with the room of this one's lists.
+    /// Empties the forest, and keeps the memory of its lists.
     pub fn felled(self) -> Forest<'static> {
         let Forest { pages, mut blocks, mut index, mut runs, mut run_blocks, .. } = self;
         blocks.clear();
@@ -99,7 +99,7 @@ impl<'a> Forest<'a> {
         Forest { view: 0, head: 0, pages: emptied(pages), blocks, index, runs, run_blocks, packed: [0, 0] }
     }
 
-    /// Adds a run of pages with ascending ordinals, cut into blocks.
+    /// Adds a run of pages with ascending ordinals, split into blocks.
     pub fn push_run(&mut self, run: u32, pages: impl Iterator<Item = (u32, Listed<'a>)>) {
         let first_block = self.blocks.len();
         for (ordinal, page) in pages {
@@ -120,7 +120,7 @@ impl<'a> Forest<'a> {
         }
     }
 
-    /// Pages of which some rows read another form, which is listed too.
+    /// Indices of pages that are listed in a second form, which other rows read.
     pub fn passes(&self) -> impl DoubleEndedIterator<Item = usize> + use<'_> {
         (0..self.pages.len()).filter(|i| self.pages[*i].original || self.pages[*i].until.is_some())
     }
@@ -141,19 +141,19 @@ impl<'a> Forest<'a> {
         self.pages.iter().filter_map(|page| Some((page.slot?, page.words)))
     }
 
-    /// Has staged pages read from where they are now.
+    /// Sets the words of pages that were staged.
     pub fn stage(&mut self, staged: &'a Staged) {
         for page in self.pages.iter_mut().filter(|page| page.words.is_empty()) {
             page.words = page.slot.map_or(&[], |slot| staged.words(slot));
         }
     }
 
-    /// Which codec packed a block's pages, if one did.
+    /// Index of the codec of a block's pages, if they are packed.
     pub fn codec(&self, block: usize) -> Option<usize> {
         self.codec_of_run(self.run_blocks.partition_point(|blocks| blocks.end <= block))
     }
 
-    /// Which codec packed the pages of run `i` of the list, if one did.
+    /// Index of the codec of run `i` of the list, if it is packed.
     pub fn codec_of_run(&self, i: usize) -> Option<usize> {
         let [first, second] = self.packed;
         (i < first + second).then_some(usize::from(i >= first))
@@ -164,7 +164,7 @@ impl<'a> Forest<'a> {
         self.packed != [0, 0]
     }
 
-    /// Has pages of lower tiers read from where they are on a device.
+    /// Sets the device addresses of pages of lower tiers.
     #[cfg(feature = "cuda")]
     pub fn lift(&mut self, address: impl Fn(&Arc<Stored>) -> Option<u64>) {
         for page in &mut self.pages {
@@ -178,17 +178,17 @@ impl<'a> Forest<'a> {
         Subtree::whole(&self.index[blocks.clone()], blocks.start)
     }
 
-    /// The aligned subtree of `2^level` blocks of a run that has these.
+    /// The aligned subtree of `2^level` leaves with these blocks of a run.
     pub fn blocks_tree(&self, blocks: Range<usize>, level: u32) -> Subtree<'_> {
         Subtree::aligned(&self.index[blocks.clone()], level, blocks.start)
     }
 
-    /// The shape of partial results of run `i` of the list.
+    /// Shape of partial results of run `i` of the list.
     fn shape<'t>(&self, trees: &'t Trees<'_>, i: usize) -> &'t Tree {
         trees.of(self.codec_of_run(i))
     }
 
-    /// The whole forest into `out`; `leaf(i, ..)` computes block `i`.
+    /// Joins the whole forest into `out`; `leaf(i, ..)` computes block `i`.
     pub fn reduce(
         &self,
         trees: &Trees<'_>,
@@ -203,7 +203,7 @@ impl<'a> Forest<'a> {
         self.join_runs(trees, &mut run, out, spare);
     }
 
-    /// The runs of the upper tree: their indices, and their places in the list, those of one codec together.
+    /// Runs of the upper tree: their indices, and their ranges in the list. All runs of a codec are one.
     pub fn upper(&self) -> SmallVec<[(u32, Range<usize>); 8]> {
         let [first, second] = self.packed;
         let of_codec = [0..first, first..first + second];
@@ -216,7 +216,7 @@ impl<'a> Forest<'a> {
         upper
     }
 
-    /// Joins the runs' results.
+    /// Joins the results of the runs.
     fn join_runs(&self, trees: &Trees<'_>, run: &mut Leaf<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
         let (full, upper) = (trees.of(None), self.upper());
         let index: SmallVec<[u32; 8]> = upper.iter().map(|(index, _)| *index).collect();
@@ -234,7 +234,7 @@ impl<'a> Forest<'a> {
         full.reduce(Subtree::whole(&index, 0), &mut leaf, &mut out[..full.len()], spare);
     }
 
-    /// The subtrees of `2^level` leaves that have blocks: the run's place in the list, and the blocks.
+    /// Subtrees of `2^level` leaves that have blocks: index of the run in the list, and the blocks.
     pub fn subtrees(&self, level: u32) -> impl Iterator<Item = (usize, Range<usize>)> {
         self.run_blocks.iter().enumerate().flat_map(move |(run, blocks)| {
             let mut rest = blocks.clone();
@@ -248,7 +248,7 @@ impl<'a> Forest<'a> {
         })
     }
 
-    /// Joins the results of the head's tasks into `out`.
+    /// Joins the results of an item's tasks into `out`.
     pub fn join(&self, trees: &Trees<'_>, done: &Done<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
         let mut run = |i: usize, out: &mut [f32], spare: &mut Vec<Vec<f32>>| {
             let from = done.tasks.partition_point(|task| task.run < i);

@@ -1,4 +1,4 @@
-//! Which pages rows of attention want, and which of them were there.
+//! Wanted pages of rows, and which of them are hits.
 
 use crate::attend::options::Read;
 use crate::attend::select::{folded, largest};
@@ -23,7 +23,7 @@ use std::ops::Range;
 /// Experts of a row, first choice first.
 type Experts = SmallVec<[u16; 8]>;
 
-/// Lists that a thread keeps from call to call, so that steps of a size that was seen before ask the system for no memory.
+/// Buffers that a thread keeps between calls: a step of a size that the thread has seen allocates nothing.
 #[derive(Default)]
 struct Room {
     pages: Vec<&'static [[u32; LANES]]>,
@@ -38,27 +38,27 @@ thread_local! {
     static ROOM: Cell<Room> = Cell::default();
 }
 
-/// What is asked of the rows of a sequence in a layer.
+/// Rows of a sequence in a layer, and how hits are counted.
 pub(crate) struct Asking<'a> {
     pub inner: &'a CacheShape,
     pub hits: Hits,
     pub shape: &'a LayerShape,
-    /// By how much products of turned channels are larger than those before the rotation.
+    /// Factor by which scaled RoPE enlarges products of rotated channels.
     pub stretch: f32,
     pub layer: &'a Layer,
     /// Positions of the rows.
     pub rows: Range<u32>,
     pub read: Read,
-    /// Experts of each row, where they are not those that it is filed by.
+    /// Experts whose pages each row reads, if they are not those of its filing.
     pub fetched: Fetched<'a>,
 }
 
-/// Which of a row's experts are read, where rows read the pages of their experts.
+/// Experts of a row whose pages it reads, with [`Read::Experts`].
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Fetched<'a> {
-    /// The first so many of those that it is filed by; all if `None`.
+    /// Number of filing experts that are read; all if `None`.
     pub first: Option<u32>,
-    /// Of each row of the step `width` more experts that it may read, the first so many of them in `counts`.
+    /// More experts of each row of the step, `[rows][width]`, and how many of them are read.
     pub more: &'a [u16],
     pub counts: &'a [u8],
 }
@@ -73,8 +73,8 @@ impl Fetched<'_> {
 }
 
 impl Asking<'_> {
-    /// What the rows of head `h` want and meet, into `met`; `q` gives the queries of a row, `[group][k_dim]`, and `row` is the place of the
-    /// sequence's first row among those of the step. Bytes of wanted pages that lie on other ranks.
+    /// Adds the wanted and held pages of the rows of head `h` to `met`. `q` gives the queries of a row, `[group][k_dim]`; `row` is the
+    /// index of the sequence's first row in the step. Returns the bytes of wanted pages on other ranks.
     pub fn meet<'q>(
         &self,
         h: usize,
@@ -89,7 +89,7 @@ impl Asking<'_> {
         let floor = inner.known_before(self.rows.start);
         let (dtype, rows) =
             (ghosts::dtype(&shape.layout, shape.rope.as_ref()), bound::rows(shape.layout.k_dim));
-        // What all rows see alike is listed once.
+        // Marks that all rows see are listed once.
         let mut listed = false;
         for (i, position) in (0..).zip(self.rows.clone()).filter(|(_, p)| p.is_multiple_of(hits.every)) {
             let experts = self.experts(position, row + i as usize);
@@ -138,8 +138,8 @@ impl Asking<'_> {
         far
     }
 
-    /// The experts whose pages the row at `position` can want, and those of them that it reads; `None` where rows read whatever they
-    /// choose of all.
+    /// Experts whose pages the row at `position` can want, and those whose pages it reads; `None` unless rows read the pages of their
+    /// experts.
     fn experts(&self, position: u32, row: usize) -> Option<(Experts, Experts)> {
         if self.read != Read::Experts {
             return None;
@@ -153,8 +153,8 @@ impl Asking<'_> {
 }
 
 impl Chain {
-    /// Tokens at `positions` that are read and lie in the first tier, and bytes of pages on other ranks that hold some. O(log pages) and
-    /// what the pages hold.
+    /// Number of live tokens at `positions` in the first tier, and bytes of pages on other ranks that have some. `O(log pages)`, plus the
+    /// tokens of the pages.
     fn held(&self, codec: Option<&HeadCodec>, positions: Range<u32>) -> (u32, u64) {
         let (mut held, mut far) = (0, 0);
         for entry in self.entries.range(self.first_with(positions.start)..) {
@@ -184,7 +184,7 @@ impl Chain {
         (held, far)
     }
 
-    /// Index of the first page whose last token is at `position` or later; pages of which nothing is left have none.
+    /// Index of the first page whose last token is at `position` or later; evicted pages have no last token.
     fn first_with(&self, position: u32) -> usize {
         let (mut from, mut to) = (0, self.entries.len());
         while from < to {

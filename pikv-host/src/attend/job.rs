@@ -1,4 +1,4 @@
-//! One call of attention: what it reads, and how its rows are numbered.
+//! One call of attention: the data that tasks read, and the numbering of rows.
 
 use crate::attend::forest::Forest;
 use crate::attend::reduce::Trees;
@@ -20,11 +20,11 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 
-/// Query rows of one head that a task takes at most: enough to read a block from the cache many times, few enough for
-/// their partial results to stay there.
+/// Most query rows of one head in a task: enough to read a cached block many times, few enough for their partial results to stay in
+/// the CPU's cache.
 pub const TILE: usize = 64;
 
-/// Some rows of one forest.
+/// A range of rows of one forest.
 #[derive(Clone, Copy)]
 pub struct Item<'a> {
     pub forest: &'a Forest<'a>,
@@ -33,19 +33,19 @@ pub struct Item<'a> {
     pub rows: usize,
 }
 
-/// Queries of a job that lie on a device.
+/// Queries of a job on a device.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
 pub(crate) struct OnDevice {
     /// `[rows][query_heads][k_dim]`
     pub q: DeviceSlice,
-    /// Where one that is not finite is noted.
+    /// Address of the word that records a query that is not finite.
     pub fault: u64,
 }
 
-/// Partial results of blocks that were worked out elsewhere.
+/// Partial results of blocks that other ranks computed.
 pub(crate) trait Elsewhere: Send + Sync {
-    /// The partial result of a block, and the weights behind it, if it was worked out.
+    /// Writes the partial result of a block, and its weights, if another rank computed it; returns whether it did.
     fn place(
         &self,
         item: &Item<'_>,
@@ -55,36 +55,36 @@ pub(crate) trait Elsewhere: Send + Sync {
     ) -> bool;
 }
 
-/// Rows of a bundle at most, by the lanes of the cache and the codecs that packed what is read.
+/// Most rows of a bundle, by the lanes of the cache and the codecs of the pages that are read.
 pub type Widest = fn(Lanes, [Option<&HeadCodec>; 2]) -> usize;
 
-/// Everything that a task reads.
+/// Data that all tasks of a call read.
 pub struct Job<'a> {
     pub widest: Widest,
     pub inner: &'a CacheShape,
     pub layer: usize,
     pub shape: &'a LayerShape,
     pub views: &'a [View<'a>],
-    /// `[rows][query_heads][k_dim]`, if the host has them.
+    /// `[rows][query_heads][k_dim]`, if the queries are on the host.
     pub q: HostSlice<'a>,
-    /// The queries, if a device has them.
+    /// The queries, if they are on a device.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub on_device: Option<OnDevice>,
-    /// As asked for, to be named by errors.
+    /// Scale from the options, for errors.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub scale: f32,
-    /// Blocks of a task, if that is asked for.
+    /// Blocks of a task, if the options set it.
     pub split: Option<u32>,
-    /// Factor of q, in base 2 unless there is a cap.
+    /// Factor of q: gives logits to base 2, or in units of the softcap.
     pub factor: f32,
     pub softcap: Option<f32>,
     pub table: Option<Arc<Table>>,
-    /// By how much products of turned channels are larger than those before the rotation; 1 but where frequencies are scaled.
+    /// Factor by which scaled RoPE enlarges products of rotated channels; 1 without scaling.
     pub stretch: f32,
-    /// What other ranks worked out.
+    /// Partial results of other ranks.
     pub remote: Option<Arc<dyn Elsewhere>>,
     pub overflow: AtomicUsize,
-    /// The first element of the output that its dtype does not hold, and the value.
+    /// Index and value of the first output that does not fit its dtype.
     pub beyond: Mutex<Option<(usize, f32)>>,
 }
 
@@ -97,18 +97,18 @@ impl<'a> Job<'a> {
         &self.shape.layout
     }
 
-    /// The rows of a forest, `step` at a time.
+    /// Rows of a forest, in items of `step`.
     pub fn items<'f>(&self, forest: &'f Forest<'f>, step: usize) -> impl Iterator<Item = Item<'f>> + use<'f> {
         let rows = self.views[forest.view].rows as usize * self.group();
         (0..rows).step_by(step).map(move |row| Item { forest, row, rows: step.min(rows - row) })
     }
 
-    /// Rows of an item that holds whole tokens.
+    /// Rows of an item of whole tokens.
     pub fn whole(&self) -> usize {
         (TILE / self.group()).max(1) * self.group()
     }
 
-    /// Whether the rows of an item see sinks across what was evicted.
+    /// Whether the rows of an item treat sinks as adjacent to the oldest held token.
     pub fn closed_gaps(&self, item: &Item<'_>) -> bool {
         self.views[item.forest.view].closed_gaps
     }
@@ -117,14 +117,14 @@ impl<'a> Job<'a> {
         self.views[forest.view].layer.codecs[forest.head].as_ref()
     }
 
-    /// Those that have packed pages, in turn.
+    /// The first and the second codec, each if the forest has pages packed by it.
     pub fn codecs(&self, forest: &Forest<'_>) -> [Option<&'a HeadCodec>; 2] {
         let first = self.codec(forest);
         let second = first.and_then(|codec| Some(&codec.aged.as_ref()?.codec));
         [first.filter(|_| forest.packed[0] > 0), second.filter(|_| forest.packed[1] > 0)]
     }
 
-    /// Rows of a bundle at most.
+    /// Most rows of a bundle.
     pub fn most(&self, forest: &Forest<'_>) -> usize {
         (self.widest)(self.inner.config.lanes, self.codecs(forest))
     }
@@ -137,12 +137,12 @@ impl<'a> Job<'a> {
         Some(self.table.as_ref()?.rotation(self.shape.rope?))
     }
 
-    /// Index of (row, query head) in the call.
+    /// Index of (row, query head) in the call's tensors.
     pub fn row_of(&self, view: usize, row: usize, head: usize) -> usize {
         (self.views[view].start + row) * self.shape.query_heads as usize + head
     }
 
-    /// The rows of the call that are attended, those next to each other as one range: rows of sequences that were left out are none.
+    /// Rows of the call that are attended, adjacent ones merged into ranges.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub fn attended(&self) -> SmallVec<[Range<usize>; 2]> {
         let mut all: SmallVec<[Range<usize>; 2]> = SmallVec::new();
@@ -156,13 +156,13 @@ impl<'a> Job<'a> {
         all
     }
 
-    /// Where row `r` of an item goes.
+    /// Index of row `r` of an item in the call's output, in rows of one query head.
     pub fn output_row(&self, item: &Item<'_>, r: usize) -> usize {
         let (group, i) = (self.group(), item.row + r);
         self.row_of(item.forest.view, i / group, item.forest.head * group + i % group)
     }
 
-    /// Whether exponent, sum and output of row `at` of the call are those of scores that f32 holds.
+    /// Records row `at` of the call if its exponent, sum or output shows that its scores overflowed.
     pub fn judge(&self, at: usize, m: f32, l: f32, out: &[f32]) {
         let empty = m == f32::NEG_INFINITY;
         let sound = m.abs() < TOP_SCORE && l.is_finite() && out.iter().all(|x| x.is_finite());
@@ -171,7 +171,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Notes an element of the output that its dtype does not hold, if it is the first.
+    /// Records an output that does not fit its dtype, if it is the first.
     pub fn note_beyond(&self, found: Option<(usize, f32)>) {
         let Some((at, value)) = found else { return };
         let mut beyond = self.beyond.lock().unwrap_or_else(PoisonError::into_inner);
@@ -180,7 +180,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// What was noted.
+    /// The first output that does not fit its dtype.
     pub fn found_beyond(&self) -> Option<(usize, f32)> {
         *self.beyond.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -19,7 +19,7 @@ use pikv_core::page::PAGE;
 use std::sync::Arc;
 
 impl<'a> Job<'a> {
-    /// Lists the pages of each forest's KV head.
+    /// Lists the pages of every forest.
     pub fn grow(&self, forests: &mut [Forest<'a>]) {
         let pages = |forest: &Forest<'_>| -> usize {
             let View { layer, .. } = self.views[forest.view];
@@ -32,7 +32,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Lists the pages of a forest's KV head, in the order of the reduction.
+    /// Lists the pages of one forest, in the order of the reduction.
     fn list(&self, forest: &mut Forest<'a>) {
         let (view, head) = (forest.view, forest.head);
         let View { layer, len, .. } = self.views[view];
@@ -76,7 +76,7 @@ impl<'a> Job<'a> {
         forest.push_run(ring_run, tiles);
     }
 
-    /// What a row reads of a head's expert pages, unless it is everything.
+    /// Expert pages of a head that a row reads; `None` for all of them.
     fn selection(&self, view: usize, head: usize) -> Option<Selection> {
         let of = &self.views[view];
         let pages = match of.read {
@@ -96,7 +96,7 @@ impl<'a> Job<'a> {
         Some(select::highest(head, codec, sight, &asked, pages))
     }
 
-    /// Position of the oldest token that a head holds, sinks apart.
+    /// Position of the oldest token that a head holds outside the sinks.
     pub fn oldest(&self, forest: &Forest<'_>) -> u32 {
         let View { layer, .. } = self.views[forest.view];
         let codec = self.codec(forest);
@@ -109,13 +109,13 @@ impl<'a> Job<'a> {
     }
 }
 
-/// A page of the first tier, as its tokens came.
+/// A page of the first tier in the dtype of its layer.
 fn plain(page: &Page, live: u32, id: PageId) -> Listed<'_> {
     let (words, address) = (page.words(), page.address());
     Listed { words, address, slot: None, live, last: 0, by: 0, original: false, until: None, id }
 }
 
-/// A page of a lower tier, or on a rank.
+/// A page in a lower tier or on a rank.
 fn away(slot: &Arc<Stored>, live: u32, id: PageId) -> Listed<'_> {
     let words = slot.in_place().unwrap_or_default();
     Listed { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, until: None, id }
@@ -130,7 +130,7 @@ fn whole((id, entry): (PageId, &Entry)) -> Option<(u32, Listed<'_>)> {
     Some((id.ordinal, listed))
 }
 
-/// A page as the head's first codec left it, or, if `old`, the second.
+/// A page packed by the head's first codec, or, if `old`, by the second.
 fn packed<'a>(id: PageId, entry: &'a Entry, codec: &HeadCodec, old: bool) -> Option<(u32, Listed<'a>)> {
     match &entry.held {
         Held::Closed(closed) => {
@@ -146,7 +146,7 @@ fn packed<'a>(id: PageId, entry: &'a Entry, codec: &HeadCodec, old: bool) -> Opt
     }
 }
 
-/// The open page of a run, or the original of one that was packed.
+/// The open page of a run, or the original of a packed page.
 fn open(id: PageId, entry: &Entry) -> Option<Listed<'_>> {
     match &entry.held {
         Held::Gone { .. } | Held::Away(_) => None,
@@ -158,7 +158,7 @@ fn open(id: PageId, entry: &Entry) -> Option<Listed<'_>> {
     }
 }
 
-/// Ordinal of the first page that may be open: what is not packed for good is at the end.
+/// Ordinal of the first page that may be open or have an original; all of these are at the end of a chain.
 fn open_from(chain: &Chain) -> u32 {
     let packed = |entry: &&Entry| match &entry.held {
         Held::Closed(closed) => closed.original.is_none(),
@@ -168,7 +168,7 @@ fn open_from(chain: &Chain) -> u32 {
     chain.entries.iter().rev().find(packed).map_or(0, |entry| entry.ordinal + 1)
 }
 
-/// The entries of chain `c` that are read, and their names.
+/// Entries of chain `c` that are read, with their names.
 fn entries<'a>(
     c: usize,
     chain: &'a Chain,

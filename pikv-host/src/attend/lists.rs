@@ -1,4 +1,4 @@
-//! Lists that a call fills, kept by its thread from call to call: steps of a size that was seen before ask the system for no memory.
+//! Buffers of a call that its thread keeps between calls: a step of a size that the thread has seen allocates nothing.
 
 use crate::attend::executor::Cut;
 use crate::attend::feedback::Feed;
@@ -7,23 +7,23 @@ use crate::attend::mass::Wanted;
 use crate::attend::view::View;
 use std::cell::Cell;
 
-/// Of attention.
+/// Buffers of attention.
 #[derive(Default)]
 pub struct Lists {
     pub views: Vec<View<'static>>,
-    /// Rows that are attended one by one.
+    /// Views of one row each.
     pub single: Vec<View<'static>>,
     pub forests: Vec<Forest<'static>>,
-    /// Forests that are not in use, kept for the next call.
+    /// Unused forests, kept for the next call.
     pub felled: Vec<Forest<'static>>,
     pub wanted: Vec<Wanted>,
     pub lse: Vec<f32>,
-    /// Lists of feeds that are not in use, kept for the next call.
+    /// Unused feeds, kept for the next call.
     pub seen: Vec<Feed>,
     pub cut: Cut,
 }
 
 thread_local! {
-    /// A thread's buffers. A call takes them and puts them back; those in use when a call fails are dropped, and grow again.
+    /// Buffers of a thread. A call takes them and puts them back; a call that fails drops those in use, and they grow again.
     pub static LISTS: Cell<Lists> = Cell::default();
 }

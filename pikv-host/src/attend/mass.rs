@@ -8,41 +8,40 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
 
-/// The softmax weights that the tokens of pages received, from several sets of rows each: from all, if asked for, then from each
-/// cut.
+/// Softmax weights of the tokens of pages, summed over sets of rows: all rows, if asked for, then each cut.
 #[derive(Debug, Default)]
 pub(crate) struct Weighed {
-    /// The pages, and their lanes that were read, a bit each.
+    /// Pages, and their lanes that were read, a bit each.
     pub pages: Vec<(PageId, u32)>,
     pub(super) sets: usize,
-    /// Whether the first set is that of all rows.
+    /// Whether the first set is all rows.
     all: bool,
     /// `[pages][sets]`
     pub(super) mass: Vec<[f32; LANES]>,
-    /// `[pages][sets]`: whether rows of the set read the page at all.
+    /// `[pages][sets]`: whether rows of the set read the page.
     read: Vec<bool>,
 }
 
-/// Whose weights are wanted.
+/// Rows whose weights are computed.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
     pub all: bool,
-    /// Rows of the sequence, apart, ascending.
+    /// Disjoint ranges of rows of the sequence, ascending.
     pub cuts: SmallVec<[Range<u32>; 2]>,
 }
 
 impl Wanted {
-    /// The sets of rows whose weights are wanted apart.
+    /// The sets of rows whose weights are summed separately.
     pub fn sets(&self) -> impl Iterator<Item = Range<u32>> {
         self.all.then_some(0..u32::MAX).into_iter().chain(self.cuts.iter().cloned())
     }
 
-    /// Whether some of the rows are wanted.
+    /// Whether any of the rows is in a set.
     pub(super) fn any(&self, rows: &Range<u32>) -> bool {
         self.all || self.cuts.iter().any(|cut| cut.start < rows.end && rows.start < cut.end)
     }
 
-    /// The sets that a row belongs to.
+    /// The sets of a row.
     pub(super) fn of(&self, row: u32) -> SmallVec<[usize; 2]> {
         let cut = self.cuts.iter().position(|cut| cut.contains(&row));
         let cut = cut.map(|cut| usize::from(self.all) + cut);
@@ -51,7 +50,7 @@ impl Wanted {
 }
 
 impl Weighed {
-    /// Of the pages of a forest. What they weigh is left over from what was there before, and still to be written.
+    /// Takes the pages of a forest. Their weights have stale values, and are still to be written.
     pub fn start(&mut self, forest: &Forest<'_>, wanted: &Wanted) {
         self.pages.clear();
         self.pages.extend(forest.pages.iter().map(|page| (page.id, page.live)));
@@ -63,30 +62,30 @@ impl Weighed {
         }
     }
 
-    /// Empties the list of pages. Old weights stay allocated, and [`start`](Self::start) overwrites them.
+    /// Empties the list of pages. Stale weights stay allocated; [`start`](Self::start) reuses them.
     pub fn clear(&mut self) {
         self.pages.clear();
         self.read.clear();
         self.sets = 0;
     }
 
-    /// The weights of page `i` from set `set`.
+    /// The weights of page `i` in set `set`.
     fn mass_mut(&mut self, i: usize, set: usize) -> &mut [f32; LANES] {
         &mut self.mass[i * self.sets + set]
     }
 
-    /// The weights of page `i` from all rows, if they were asked for.
+    /// The weights of page `i` over all rows, if they were asked for.
     pub fn all(&self, i: usize) -> &[f32; LANES] {
         &self.mass[i * self.sets]
     }
 
-    /// The weights of page `i` from the rows of a cut, if one of them read it.
+    /// The weights of page `i` over the rows of a cut, if one of them read it.
     pub fn cut(&self, i: usize, cut: usize) -> Option<&[f32; LANES]> {
         let at = i * self.sets + usize::from(self.all) + cut;
         self.read[at].then_some(&self.mass[at])
     }
 
-    /// Adds a page that weighs nothing; returns its index.
+    /// Adds a page with weight 0; returns its index.
     fn push(&mut self, page: PageId, live: u32) -> usize {
         self.pages.push((page, live));
         self.mass.resize(self.pages.len() * self.sets, [0.0; LANES]);
@@ -94,8 +93,7 @@ impl Weighed {
         self.pages.len() - 1
     }
 
-    /// Takes a token's weight in a cut along to where it lies now: from page `from` to lane `lane` of `to`, which is added if it is
-    /// missing.
+    /// Moves a token's weight in a cut, from page `from` to lane `to_lane` of page `to`, which is added if it is missing.
     pub fn carry(
         &mut self,
         index: &mut HashMap<PageId, usize>,
@@ -111,12 +109,12 @@ impl Weighed {
         self.read[to * self.sets + set] = true;
     }
 
-    /// Index of each page.
+    /// Index of each page by its name.
     pub fn index(&self) -> HashMap<PageId, usize> {
         self.pages.iter().enumerate().map(|(i, (page, _))| (*page, i)).collect()
     }
 
-    /// Adds what other rows of the same head saw; `index` is that of these pages.
+    /// Adds the weights of other rows of the same head; `index` is that of `self`.
     pub fn merge(&mut self, index: &mut HashMap<PageId, usize>, other: &Weighed) {
         for (i, &(page, live)) in other.pages.iter().enumerate() {
             let own = i * other.sets..(i + 1) * other.sets;
@@ -130,14 +128,14 @@ impl Weighed {
         }
     }
 
-    /// Adds what page `from` of `other` weighs, to page `to`.
+    /// Adds the weights of a page of another list to page `to`.
     fn add(&mut self, to: usize, other: &[[f32; LANES]]) {
         for (sum, x) in self.mass[to * self.sets..].iter_mut().zip(other) {
             sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
         }
     }
 
-    /// Writes what was weighed, `[sets][pages]`.
+    /// Writes the weights from `[sets][pages]`.
     #[cfg(feature = "cuda")]
     pub fn fill(&mut self, mass: &[[f32; LANES]]) {
         let pages = self.pages.len();
@@ -146,8 +144,7 @@ impl Weighed {
         }
     }
 
-    /// A page that was packed in between is listed in two forms or three, of which each row read one: puts their masses
-    /// together. `passes`: those of the forest.
+    /// Merges the weights of pages that are listed in two or three forms, of which each row read one. `passes` are those of the forest.
     pub fn one_form(&mut self, passes: impl DoubleEndedIterator<Item = usize>) {
         for original in passes.rev() {
             let (page, _) = self.pages.remove(original);

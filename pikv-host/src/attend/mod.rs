@@ -1,8 +1,8 @@
 //! Attention over a sequence's sinks, expert pages and ring, on all shards.
 //!
-//! What is read is a *forest*: for each run of pages (sinks, each expert, ring) the fixed tree over its blocks, and a
-//! fixed tree over the runs. A block is a leaf; which thread computes it, and how leaves are grouped into tasks, does not
-//! show in the result.
+//! A call reads a *forest*: for each run of pages (sinks, each expert, ring) the fixed tree over its blocks, and a
+//! fixed tree over the runs. A block is a leaf. The result does not depend on which thread computes a block or on how blocks are grouped
+//! into tasks.
 
 pub mod cpu;
 pub mod executor;
@@ -52,41 +52,41 @@ use {
     smallvec::SmallVec,
 };
 
-/// A layer of a cache, and who computes attention over it.
+/// A layer of a cache, and the executor of its attention.
 #[derive(Clone, Copy)]
 pub(crate) struct Call<'a> {
     pub executor: &'a dyn Executor,
     pub pool: &'a Pool,
     pub layer: usize,
     pub shape: &'a LayerShape,
-    /// Rows of its tensors.
+    /// Rows of the call's tensors.
     pub rows: usize,
 }
 
-/// What a step keeps of a call.
+/// Lists of a step that a call adds to.
 pub(crate) struct Noted<'a> {
     /// Weights and hits for policies and routers.
     pub feeds: &'a mut Vec<Feed>,
-    /// Pages that sequences read from lower tiers, if it is wanted whose they are.
+    /// Pages that sequences read from lower tiers, if they are tracked.
     pub lower: Option<&'a mut Vec<Lower>>,
 }
 
 /// A page that a sequence read from a lower tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Lower {
-    /// Which call of those that were noted.
+    /// Index of the call among the noted calls.
     pub call: u32,
-    /// Which page, as long as somebody holds it.
+    /// Address of the page's [`Stored`], unique while the page exists.
     pub slot: usize,
     pub sequence: usize,
     pub bytes: u64,
 }
 
-/// Attends rows of `sequences`. What a step keeps is added to `noted`. Returns the bytes of pages that were read from lower tiers, of
-/// which those in `ahead` were asked for before.
+/// Attention for the rows of `sequences`; adds to `noted`. Returns the bytes of pages read from lower tiers. `ahead` has the pages that
+/// were prefetched.
 ///
 /// # Errors
-/// Options, lengths or queries that are refused; scores that overflow; a tier, a device or a rank that fails.
+/// Options, lengths or queries that are not valid; [`Error::ScoreOverflow`]; a failed tier, device or rank.
 pub(crate) fn attend<'v>(
     call: Call<'_>,
     sequences: impl Iterator<Item = View<'v>>,
@@ -118,7 +118,7 @@ fn attend_views(
     let Attend { scale, .. } = *options;
     let bounds = pool.shape.config.bounds;
     let factor = options.check(layer, shape, bounds)?;
-    // Those of sequences that have their own.
+    // Sequences can have options of their own.
     for View { rows, read, closed_gaps, .. } in sequences.iter().copied() {
         let own = Attend { read, closed_gaps, ..*options };
         if rows > 0 && own != *options {
@@ -132,7 +132,7 @@ fn attend_views(
             for view in sequences {
                 match view.read {
                     Read::All => single.push(*view),
-                    // What is read differs from row to row.
+                    // Each row reads other pages.
                     Read::Experts | Read::Quest { .. } => single.extend(view.rows()),
                 }
             }
@@ -146,7 +146,7 @@ fn attend_views(
     let q = tensors.check(layer, shape, rows, sequences)?;
     let mut job = start_job(&call, options, factor, views, (q, tensors.on_device(layer)));
     let staged: Staged;
-    // Held until the results are there.
+    // Held until the results are computed.
     #[cfg(feature = "cuda")]
     let _lifted;
     let mut remote = 0;
@@ -197,7 +197,7 @@ fn attend_views(
     Ok(remote)
 }
 
-/// A call of the rows of `views`, with queries that the host or a device has.
+/// A job for the rows of `views`, with queries on the host or on a device.
 fn start_job<'a>(
     call: &Call<'a>,
     options: &Attend,
@@ -227,7 +227,7 @@ fn start_job<'a>(
     }
 }
 
-/// Notes which sequences read which pages of lower tiers, in order.
+/// Records the pages of lower tiers that each sequence reads, in order.
 fn note_lower(job: &Job<'_>, forests: &[Forest<'_>], lower: &mut Vec<Lower>) {
     let (from, call) = (lower.len(), lower.last().map_or(0, |last| last.call + 1));
     for forest in forests {
@@ -240,7 +240,7 @@ fn note_lower(job: &Job<'_>, forests: &[Forest<'_>], lower: &mut Vec<Lower>) {
     lower.dedup();
 }
 
-/// An empty list of pages for each view that has rows and each KV head, out of those in `spare`.
+/// Pushes an empty forest for each KV head of each view with rows, from those in `spare`.
 fn start_forests<'a>(job: &Job<'a>, forests: &mut Vec<Forest<'a>>, spare: &mut Vec<Forest<'static>>) {
     for (view, _) in job.views.iter().enumerate().filter(|(_, of)| of.rows > 0) {
         for head in 0..job.shape.kv_heads as usize {
@@ -249,7 +249,7 @@ fn start_forests<'a>(job: &Job<'a>, forests: &mut Vec<Forest<'a>>, spare: &mut V
     }
 }
 
-/// Has pages of lower tiers come up to the device, if there is one, and be read from there.
+/// Copies pages of lower tiers to the device, if there is one, so that it reads them there.
 #[cfg(feature = "cuda")]
 fn lift(
     pool: &Pool,
@@ -274,18 +274,18 @@ fn lift(
 
 /// Weights and hits that a call computes beside its output.
 struct Wants<'a> {
-    /// The layer's policy, if it keeps something of what attention sees.
+    /// The layer's policy, if it keeps state from attention.
     rule: Option<&'a Rule>,
-    /// Which pages rows would have wanted.
+    /// Hit counting, if it is on.
     hits: Option<Hits>,
-    /// Of each view, whose weights are wanted; none if no weights are.
+    /// For each view, the rows whose weights are computed; `None` if no weights are.
     weights: Option<&'a [Wanted]>,
-    /// Whether queries are wanted, for the policy.
+    /// Whether the policy needs queries.
     queries: bool,
 }
 
 impl<'a> Wants<'a> {
-    /// `fed` says whether feeds are collected; `wanted` is a list to be filled.
+    /// `fed` says whether feeds are collected; `wanted` is a list to fill.
     fn new(
         pool: &'a Pool,
         job: &Job<'_>,
@@ -309,19 +309,19 @@ impl<'a> Wants<'a> {
         Wants { rule, hits: pool.hits().filter(|_| fed), weights: some.then_some(&wanted[..]), queries }
     }
 
-    /// Whether something is noted of each KV head.
+    /// Whether the call produces feeds.
     fn told(&self) -> bool {
         self.weights.is_some() || self.rule.is_some() || self.hits.is_some()
     }
 }
 
-/// A sequence of the call.
+/// Rows of a sequence of the call.
 fn info(sequences: &[View<'_>], sequence: usize) -> Of {
     let view = &sequences[sequence];
     Of { filed: view.layer.filed, first: view.start, rows: view.rows as usize, read: view.read }
 }
 
-/// A call whose pages are listed.
+/// A call with its lists of pages.
 struct Computed<'c, 'a> {
     job: &'c mut Job<'a>,
     forests: &'c [Forest<'c>],
@@ -330,7 +330,7 @@ struct Computed<'c, 'a> {
 }
 
 impl Computed<'_, '_> {
-    /// Has the executor compute it; returns where masses of pages go, if the caller wants them.
+    /// Runs the executor; returns the caller's list of masses, if there is one.
     fn compute<'o>(
         self,
         executor: &dyn Executor,
@@ -356,10 +356,10 @@ impl Computed<'_, '_> {
                 Ok(mass.take())
             }
             Tensors::Device { output, session, .. } => {
-                // Lists of an older call may be reused.
+                // The lists may still hold an earlier call.
                 let mut none = Vec::new();
                 let seen = if wants.told() { seen } else { &mut none };
-                // What is said of each sequence once the host has its masses.
+                // Rows of each sequence, for the time when the host reads the masses.
                 let of = (0..sequences.len()).map(|sequence| info(sequences, sequence)).collect();
                 let queries = wants.queries || wants.hits.is_some();
                 let asked = Asked { sequences: of, queries };
@@ -370,7 +370,7 @@ impl Computed<'_, '_> {
     }
 }
 
-/// Turns the sums of weights into the caller's masses and the policies' feeds.
+/// Turns sums of weights into the caller's masses and the policies' feeds.
 fn hand_back(
     job: &Job<'_>,
     sequences: &[View<'_>],
@@ -379,12 +379,12 @@ fn hand_back(
     seen: &mut Vec<Feed>,
 ) {
     if sequences.iter().any(|view| view.read != Read::All) && wants.told() {
-        // Rows that were attended one by one are one call all the same.
+        // Rows that were attended one by one still are one call.
         together(seen);
     }
     if let Some(mass) = mass {
         mass.clear();
-        // Without rows nothing was seen, and the list is an older call's.
+        // Without rows no weights are computed, and the list holds an earlier call.
         for Feed { sequence, head, weighed, .. } in seen.iter().filter(|_| wants.weights.is_some()) {
             let (sequence, kv_head) = (*sequence, *head);
             let of = |(i, &(page, _))| PageMass { sequence, kv_head, page, tokens: *weighed.all(i) };

@@ -1,4 +1,4 @@
-//! Options of a call of attention, and where its results are written.
+//! Options of an attention call, and its outputs.
 
 use crate::base::error::Error;
 use crate::base::host_slice::{HostSliceMut, Scalar};
@@ -6,7 +6,7 @@ use crate::base::ids::PageId;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 
-/// Options of attention: the scale, a cap of the logits, and which pages are read.
+/// Options of attention: the scale, the softcap, and the pages that are read.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -19,26 +19,26 @@ use pikv_core::warp::LANES;
 /// # let _ = gemma;
 /// ```
 ///
-/// What is read is a *forest*: for each run of pages (sinks, each expert, ring) a fixed tree over its blocks of 8 pages, and a fixed tree
-/// over the runs. Which thread computes a block, and how blocks are grouped into tasks, does not change the result.
+/// A call reads a *forest*: for each run of pages (sinks, each expert, ring) a fixed tree over its blocks of 8 pages, and a fixed tree
+/// over the runs. The result does not depend on which thread computes a block or on how blocks are grouped into tasks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Attend {
     /// Factor of `q . k`, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
-    /// Logits become `softcap * tanh(logit / softcap)`, as in Gemma 2; to within 1.2e-7 of the cap.
+    /// Logits become `softcap * tanh(logit / softcap)`, as in Gemma 2, to within 1.2e-7 of the cap.
     pub softcap: Option<f32>,
-    /// Blocks of 256 tokens that a task takes, a power of two. By default chosen from the work and the threads. It bears on
-    /// speed only.
+    /// Blocks of 256 tokens for each task, a power of two; by default chosen from the work and the number of threads. It affects speed
+    /// only.
     pub split: Option<u32>,
-    /// Which of the pages that left the ring a row reads.
+    /// Pages outside the ring that a row reads.
     pub read: Read,
-    /// Sinks are seen as near as they would be if the tokens between them and the oldest one that is still held had never been:
-    /// StreamingLLM's positions inside the cache (arXiv 2309.17453). Needs keys stored before their rotation.
+    /// Treats sinks as adjacent to the oldest other token that is still held, as if the tokens between them had never existed:
+    /// StreamingLLM's positions inside the cache (arXiv 2309.17453). Needs keys stored before RoPE.
     pub closed_gaps: bool,
 }
 
-/// Which of the pages that left the ring a row reads. Sinks and ring are always read.
+/// Pages outside the ring that a row reads. It always reads sinks and ring.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -62,59 +62,60 @@ pub struct Attend {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Read {
-    /// All: the result is that of attention over everything that is held.
+    /// All pages that are held.
     #[default]
     All,
-    /// Those of the experts that the row was routed to, by their home expert. The row's [`route`](crate::Step::route) must
-    /// come first. Each row is then attended for itself.
+    /// Pages of the experts that the row was routed to, by the home experts of their tokens. Call [`route`](crate::Step::route) first.
+    /// Each row is attended on its own.
     Experts,
-    /// So many full pages of each KV head, those whose scores could be highest (Quest, arXiv 2406.10774), and each expert's
+    /// For each KV head the `pages` full pages with the highest bounds on their scores (Quest, arXiv 2406.10774), and each expert's
     /// newest page. Needs [`CacheConfig::bounds`](crate::CacheConfig::bounds). The paper reads everything in the first two
-    /// layers. Of a KV head the query heads read the same pages; each row is attended for itself. Where a codec packed a page, the
-    /// bounds are those of the keys before.
+    /// layers. All query heads of a KV head read the same pages; each row is attended on its own. For packed pages the bounds are those
+    /// of the keys before packing.
     Quest {
-        /// Full pages.
+        /// Full pages of each KV head.
         pages: u32,
     },
 }
 
-/// Capped logits stay below what the scores can be.
+/// Capped logits stay below the largest score.
 const MAX_SOFTCAP: f32 = 8_388_608.0;
 
 impl Attend {
-    /// Attention with factor `scale`.
+    /// Attention over all pages with factor `scale`.
     pub const fn new(scale: f32) -> Attend {
         Attend { scale, softcap: None, split: None, read: Read::All, closed_gaps: false }
     }
 
-    /// Sets the cap of the logits.
+    /// Sets the softcap of the logits.
     pub const fn softcap(mut self, cap: f32) -> Attend {
         self.softcap = Some(cap);
         self
     }
 
-    /// Sets which pages are read.
+    /// Sets the pages that are read.
     pub const fn read(mut self, read: Read) -> Attend {
         self.read = read;
         self
     }
 
-    /// Sets whether sinks are seen across what was evicted.
+    /// Sets whether sinks are treated as adjacent to the oldest held token.
     pub const fn closed_gaps(mut self, on: bool) -> Attend {
         self.closed_gaps = on;
         self
     }
 
-    /// Sets the blocks of a task.
+    /// Sets the blocks of each task.
     pub const fn split(mut self, blocks: u32) -> Attend {
         self.split = Some(blocks);
         self
     }
 
-    /// The factor of `q . k`: to base 2, or to the unit of the cap.
+    /// Factor of `q . k` that gives logits to base 2, or in units of the softcap.
     ///
     /// # Errors
-    /// What of the options is out of range, or does not go with the layer; `bounds` says whether the cache keeps those of pages.
+    /// An option out of range; [`Error::NoBounds`] for [`Read::Quest`] unless `bounds`, which says whether the cache keeps bounds of pages;
+    /// [`Error::NoRotation`] for closed gaps in a layer without RoPE.
     pub(crate) fn check(&self, layer: usize, shape: &LayerShape, bounds: bool) -> Result<f32, Error> {
         let Attend { scale, softcap, split, read, closed_gaps } = *self;
         if !(scale.is_finite() && scale > 0.0) {
@@ -140,7 +141,7 @@ impl Attend {
     }
 }
 
-/// Where results of attention go: the output, and if wanted log-sum-exps and the weight of every token.
+/// Outputs of attention: the result, and optionally log-sum-exps and the weight of every token.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -167,26 +168,26 @@ pub struct Output<'a> {
 
 impl<'a> Output<'a> {
     /// Attention output, `[rows][query_heads][v_dim]`, in f32, or rounded to nearest even in f16 or bf16 ([`Scalar`]). A row that sees
-    /// nothing gets zeros.
+    /// no token gets zeros.
     pub fn new(out: &'a mut [impl Scalar]) -> Output<'a> {
         Output { out: HostSliceMut::of(out), lse: None, mass: None }
     }
 
-    /// Also the natural log-sum-exp of the scaled logits, `[rows][query_heads]`; -inf for a row that sees nothing.
+    /// Also writes the natural log-sum-exp of the scaled logits, `[rows][query_heads]`; -inf for a row that sees no token.
     pub fn lse(mut self, lse: &'a mut [f32]) -> Output<'a> {
         self.lse = Some(lse);
         self
     }
 
-    /// Also the attention mass of every page read; `mass` is cleared first. The scores are kept meanwhile: 4 bytes a row, head
-    /// and token.
+    /// Also writes the attention mass of every page read; clears `mass` first. During the call the scores take 4 bytes for each row, query
+    /// head and token.
     pub fn mass(mut self, mass: &'a mut Vec<PageMass>) -> Output<'a> {
         self.mass = Some(mass);
         self
     }
 }
 
-/// The softmax weight that the tokens of one page received.
+/// Softmax weights that the tokens of one page received.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PageMass {
@@ -194,14 +195,14 @@ pub struct PageMass {
     pub sequence: usize,
     /// KV head.
     pub kv_head: usize,
-    /// The page.
+    /// Name of the page.
     pub page: PageId,
-    /// For each lane the weights summed over the query heads of the KV head, then over the rows; 0 for lanes not seen.
+    /// For each lane the weights, summed over the query heads of the KV head, then over the rows; 0 for lanes that no row sees.
     pub tokens: [f32; LANES],
 }
 
 impl PageMass {
-    /// Weight of the whole page.
+    /// Sum over the tokens of the page.
     pub fn total(&self) -> f32 {
         self.tokens.iter().sum()
     }

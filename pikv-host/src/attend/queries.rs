@@ -1,4 +1,4 @@
-//! The queries of a call as blocks read them, and what each row sees.
+//! Queries of a call in the form that blocks read, and the positions that each row sees.
 
 use crate::attend::job::{Item, Job};
 use crate::attend::view::View;
@@ -9,19 +9,19 @@ use pikv_lanes::attend::bundles;
 use pikv_lanes::tile::Tile;
 use std::cell::RefCell;
 
-/// The queries of an item, as its blocks read them.
+/// Queries of an item in the form that its blocks read.
 #[derive(Default)]
 pub struct Packed {
     pub q: Vec<f32>,
-    /// The same for the sinks, where gaps are closed.
+    /// The queries for the sinks, if gaps are closed.
     pub sinks: Vec<f32>,
-    /// Of each row, in the pool and in the ring.
+    /// For each row, the positions that it sees in the pool and in the ring.
     pub sights: Vec<(Sight, Sight)>,
-    /// What either of the head's codecs leaves of the queries, and what their scores start from.
+    /// For each codec of the head: the queries in its channels, and the constant terms of their scores.
     pub folded: [Vec<[f32; LANES]>; 2],
     pub start: [Vec<f32>; 2],
     pub rebuilt: Vec<[f32; LANES]>,
-    /// What blocks of full pages are attended in, where there are many rows.
+    /// Buffer for blocks of full pages, used with many rows.
     pub tile: Tile,
 }
 
@@ -32,7 +32,7 @@ pub struct Scratch {
     pub part: Vec<f32>,
     pub spare: Vec<Vec<f32>>,
     pub row: Vec<f32>,
-    /// Where masses are wanted: the weights of a forest's pages in each row, and each block's exponents.
+    /// If masses are computed: the weights of a forest's pages in each row, and each block's exponents.
     pub raw: Vec<[f32; LANES]>,
     pub tops: Vec<f32>,
 }
@@ -42,7 +42,7 @@ thread_local! {
 }
 
 impl Job<'_> {
-    /// Scales, turns and packs the queries of an item.
+    /// Scales, rotates and packs the queries of an item.
     pub fn pack(&self, item: &Item<'_>, scratch: &mut Scratch) {
         let k_dim = self.shape.layout.k_dim as usize;
         let channels = self.layout().k_channels() as usize;
@@ -94,7 +94,7 @@ impl Job<'_> {
         }
     }
 
-    /// What the rows of an item see, in the pool and in the ring.
+    /// Positions that the rows of an item see, in the pool and in the ring.
     pub fn sights(&self, item: &Item<'_>, sights: &mut Vec<(Sight, Sight)>) {
         sights.clear();
         let view = &self.views[item.forest.view];
@@ -111,20 +111,19 @@ impl Job<'_> {
         self.views[item.forest.view].first + ((item.row + r) / self.group()) as u32
     }
 
-    /// The first position that the window of the row at `position` shows.
+    /// First position in the window of the row at `position`.
     pub(crate) fn lo(&self, position: u32) -> u32 {
         self.shape.window.map_or(0, |w| (position + 1).saturating_sub(w))
     }
 
-    /// Where the row at `position` stands for the sinks, where gaps are closed; `oldest` is the oldest token that is held beside them.
+    /// Position of the row at `position` as the sinks see it if gaps are closed; `oldest` is the oldest token held outside the sinks.
     pub fn closed(&self, position: u32, oldest: u32) -> u32 {
         let sinks = self.views.first().map_or(0, |view| view.layer.store.sinks);
         let gap = oldest.max(self.lo(position)).saturating_sub(sinks);
         position - gap.min(position)
     }
 
-    /// The first position that the row at `position` finds in the ring: its own token and the `ring - 1` before it, and whatever
-    /// was not filed yet.
+    /// First position that the row at `position` reads in the ring: the ring's tokens up to its own, and older ones that are not filed yet.
     pub fn floor(&self, view: &View<'_>, position: u32) -> u32 {
         (position + 1).saturating_sub(self.inner.store.ring.window()).min(view.layer.filed)
     }

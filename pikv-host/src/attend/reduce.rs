@@ -1,4 +1,4 @@
-//! Partial results and what joins them on the CPU.
+//! Partial results and their joins on the CPU.
 
 use crate::attend::tree::{Split, Subtree};
 use crate::codec::HeadCodec;
@@ -7,16 +7,16 @@ use pikv_core::page::{Layout, MAX_DIM, PAGE};
 use pikv_core::warp::LANES;
 use pikv_lanes::{Lanes, merge::join};
 
-/// Shape of the partial results of one reduction.
+/// Shape of the partial results in one tree.
 #[derive(Clone, Copy)]
 pub(crate) struct Tree {
     pub lanes: Lanes,
-    /// Rows of lanes that one query row's output takes.
+    /// Rows of lanes in the output of one query row.
     pub acc_rows: u32,
     pub rows: usize,
 }
 
-/// The trees of a head: over full pages, and over those that either codec packed.
+/// The trees of a head: over full pages, and over the pages of each codec.
 pub(crate) struct Trees<'a> {
     full: Tree,
     packed: [Tree; 2],
@@ -37,12 +37,12 @@ impl<'a> Trees<'a> {
         Trees { full, packed, layout, codecs }
     }
 
-    /// The tree over the pages that a codec packed, or over full ones.
+    /// The tree over the pages of a codec, or over full pages.
     pub fn of(&self, codec: Option<usize>) -> &Tree {
         codec.map_or(&self.full, |codec| &self.packed[codec])
     }
 
-    /// A partial result over packed pages taken back to the head's channels.
+    /// Converts a partial result over packed pages to the head's channels.
     pub fn unpack(&self, codec: usize, part: &mut [f32], out: &mut [f32]) {
         let tree = &self.packed[codec];
         let Some(codec) = self.codecs[codec] else { unreachable!("only a codec packs pages") };
@@ -79,7 +79,7 @@ impl<'a> Trees<'a> {
     }
 }
 
-/// Writes the partial result of a leaf of the list; the buffers are spare.
+/// Writes the partial result of a leaf; the buffers are scratch memory.
 pub(crate) type Leaf<'a> = dyn FnMut(usize, &mut [f32], &mut Vec<Vec<f32>>) + 'a;
 
 impl Tree {
@@ -91,13 +91,13 @@ impl Tree {
         Partial::new(buffer, self.rows, self.acc_rows)
     }
 
-    /// Adds a partial result of its shape to another, `left` being the lower leaves.
+    /// Joins two partial results into `left`, which has the lower leaves.
     pub fn join(&self, left: &mut [f32], right: &mut [f32]) {
         join(self.lanes, self.partial(left), self.partial(right));
     }
 
-    /// Joins the leaves of a subtree into `out`, which is cleared where there are none; `leaf(i, ..)` writes the partial result of the list's
-    /// leaf `i`. `spare` holds buffers between calls.
+    /// Joins the leaves of a subtree into `out`; clears `out` if there are none. `leaf(i, ..)` writes the partial result of leaf `i` of the
+    /// list. `spare` holds buffers between calls.
     pub fn reduce(&self, tree: Subtree<'_>, leaf: &mut Leaf<'_>, out: &mut [f32], spare: &mut Vec<Vec<f32>>) {
         match tree.split() {
             Split::Empty => self.partial(out).clear(),

@@ -1,4 +1,4 @@
-//! Which pages of the pool a row reads.
+//! Selection of the expert pages that a row reads.
 
 use crate::codec::HeadCodec;
 use crate::pages::chain::Chain;
@@ -9,13 +9,13 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_lanes::Lanes;
 
-/// The expert pages of a head that a row reads.
+/// Expert pages of a head that a row reads.
 #[derive(Clone, Debug)]
 pub(crate) enum Selection {
     /// The chains of these experts.
     Experts(Vec<u16>),
-    /// Of the pages that were full when the row came these, by chain and ordinal, ascending; the others all. Tokens from
-    /// `floor` on were in the ring then.
+    /// `chosen` (chain and ordinal, ascending) among the pages that were full before the row's step, and all other pages. Tokens from
+    /// `floor` on were then in the ring.
     Pages { chosen: Vec<(usize, u32)>, floor: u32 },
 }
 
@@ -31,15 +31,15 @@ impl Selection {
     }
 }
 
-/// The extremes of a page that was full when all tokens before `floor` were filed: what a row reads does not depend on how many
-/// tokens its step filed after it.
+/// Bounds of a page that was full once all tokens before `floor` were filed, so that the pages that a row reads do not depend on the number
+/// of later tokens in its step.
 fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
     let bounds = entry.bounds.as_deref()?;
     entry.last().is_some_and(|last| last < floor).then_some(bounds)
 }
 
-/// The queries of a row for a KV head, `[group][k_dim]`, as bounds take them: `[group][rows]`. `stretch` is by how much products of
-/// turned channels are larger than those before the rotation.
+/// Converts the queries of a row for a KV head, `[group][k_dim]`, for bounds: `[group][rows]`. `stretch` is the factor by which scaled
+/// RoPE enlarges products of rotated channels.
 pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32], all: &mut Vec<[f32; LANES]>) {
     let (k_dim, rope) = (shape.layout.k_dim, shape.rope.as_ref());
     let rows = bound::rows(k_dim);
@@ -54,8 +54,7 @@ pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32], all: &mu
     }
 }
 
-/// Index of the first page of a run that may hold a token that is read and that a row sees whose window starts at position `lo`: those
-/// before it lie outside the window.
+/// Index of the first page of a run with a live token at position `lo`, where the row's window starts, or later.
 fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
     if lo == 0 {
         return 0;
@@ -68,14 +67,14 @@ fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
     chain.entries.iter().position(seen).unwrap_or(chain.entries.len())
 }
 
-/// Queries that pages are bounded under, `[queries][rows]` with `rows` rows of lanes each.
+/// Queries for bounds of pages, `[queries][rows]` with `rows` rows of lanes each.
 pub(crate) struct Asked<'a> {
     pub lanes: Lanes,
     pub queries: &'a [[f32; LANES]],
     pub rows: usize,
 }
 
-/// Puts the places of the `n` largest into `order`, of equals the first, in no order.
+/// Puts the indices of the `n` largest values into `order`, in no order; the lower index wins a tie.
 pub(crate) fn largest(of: &[f32], n: usize, order: &mut Vec<usize>) {
     order.clear();
     order.extend(0..of.len());
@@ -87,8 +86,8 @@ pub(crate) fn largest(of: &[f32], n: usize, order: &mut Vec<usize>) {
     }
 }
 
-/// The `n` full pages of a head, as of `floor`, that have a token at position `lo` or later, with the highest bounds under the
-/// queries; of equals the lower in order.
+/// The `n` full pages of a head, as of `floor`, with the highest bounds under the queries among those with a token at position `lo` or
+/// later; the lower chain and ordinal win a tie.
 pub(crate) fn highest(
     head: &Head,
     codec: Option<&HeadCodec>,

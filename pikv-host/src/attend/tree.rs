@@ -1,47 +1,47 @@
-//! The canonical tree: which partial results are joined, and in which order. Equal bits on every back end hang on it, so it is written once:
-//! the CPU joins as it goes down ([`Tree::reduce`](crate::attend::reduce::Tree::reduce)), a device gets lists of joins, ranks join what is
-//! theirs.
+//! The canonical tree: which partial results are joined, and in which order. Equal bits on every back end depend on it, so it exists once:
+//! the CPU joins while it walks the tree ([`Tree::reduce`](crate::attend::reduce::Tree::reduce)), a device gets lists of joins, and each
+//! rank joins its own leaves.
 //!
-//! The tree is a perfect binary tree over leaves 0, 1, 2, .. of which only some are there. A node joins its two halves, the lower leaves on the
-//! left; where only one of them has leaves, it is that one.
+//! The tree is a perfect binary tree over leaves 0, 1, 2, .., of which only some exist. A node joins its two halves, the lower leaves on
+//! the left; if only one half has leaves, the node is that half.
 
-/// An aligned part of the tree, with the leaves that are there.
+/// An aligned part of the tree, with its existing leaves.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Subtree<'a> {
-    /// Indices in the tree of its leaves, ascending.
+    /// Indices of the leaves in the tree, ascending.
     index: &'a [u32],
     /// The subtree covers `2^level` leaves of the tree, from leaf `base`.
     level: u32,
     base: u64,
-    /// Place of `index[0]` in the caller's list of leaves.
+    /// Index of leaf `index[0]` in the caller's list.
     first: usize,
 }
 
 /// The parts of a subtree.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Split<'a> {
-    /// No leaf is there.
+    /// No leaf.
     Empty,
-    /// One leaf: its place in the caller's list.
+    /// One leaf: its index in the caller's list.
     Leaf(usize),
     /// The join of two subtrees, neither empty, the lower leaves first.
     Join(Subtree<'a>, Subtree<'a>),
 }
 
 impl<'a> Subtree<'a> {
-    /// The smallest tree from leaf 0 that has all of `index`, whose first is the caller's leaf `first`.
+    /// The smallest tree from leaf 0 with all of `index`; `index[0]` is the caller's leaf `first`.
     pub fn whole(index: &'a [u32], first: usize) -> Subtree<'a> {
         let level = index.last().map_or(0, |last| u32::BITS - last.leading_zeros());
         Subtree { index, level, base: 0, first }
     }
 
-    /// The aligned subtree of `2^level` leaves that has all of `index`, whose first is the caller's leaf `first`.
+    /// The aligned subtree of `2^level` leaves with all of `index`; `index[0]` is the caller's leaf `first`.
     pub fn aligned(index: &'a [u32], level: u32, first: usize) -> Subtree<'a> {
         let base = index.first().map_or(0, |i| u64::from(*i) >> level << level);
         Subtree { index, level, base, first }
     }
 
-    /// The two halves of the smallest subtree that has the same leaves.
+    /// Splits the smallest subtree with the same leaves.
     pub fn split(mut self) -> Split<'a> {
         if self.index.is_empty() {
             return Split::Empty;
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The joins of a subtree as text: `(left right)`, a leaf as its place.
+    /// The joins of a subtree as text: `(left right)`, a leaf as its index.
     fn text(tree: Subtree<'_>) -> String {
         match tree.split() {
             Split::Empty => String::new(),
@@ -76,7 +76,7 @@ mod tests {
         }
     }
 
-    /// The same over all leaves of the perfect tree, there or not.
+    /// The same text, from the perfect tree over all leaves.
     fn perfect(index: &[u32], from: u64, to: u64, first: usize) -> String {
         if to - from == 1 {
             let place = index.iter().position(|i| u64::from(*i) == from);

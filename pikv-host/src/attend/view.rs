@@ -1,4 +1,4 @@
-//! The rows of one sequence in a call.
+//! Rows of one sequence in a call.
 
 use crate::attend::hits::Fetched;
 use crate::attend::options::Read;
@@ -12,7 +12,7 @@ use std::ops::Range;
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a> {
     pub layer: &'a Layer,
-    /// Index of the sequence in the call, and the first row's among its rows.
+    /// Index of the sequence in the call, and of the view's first row among the sequence's rows.
     pub sequence: usize,
     pub row: u32,
     /// Position of the first row.
@@ -20,17 +20,17 @@ pub(crate) struct View<'a> {
     pub rows: u32,
     /// Tokens written to the ring.
     pub len: u32,
-    /// Which pages its rows read, and whether they see sinks across what was evicted.
+    /// Pages that the rows read, and whether sinks are treated as adjacent to the oldest held token.
     pub read: Read,
     pub closed_gaps: bool,
-    /// Which of a row's experts it reads.
+    /// Experts of each row whose pages it reads.
     pub fetched: Fetched<'a>,
-    /// Its first row among those of the call, which are those of the step.
+    /// Index of the first row among the rows of the call, which are those of the step.
     pub start: usize,
 }
 
 impl<'a> View<'a> {
-    /// Row by row.
+    /// One view for each row.
     pub fn rows(&self) -> impl Iterator<Item = View<'a>> + use<'a> {
         let view = *self;
         let row = move |i| View {
@@ -43,7 +43,7 @@ impl<'a> View<'a> {
         (0..view.rows).map(row)
     }
 
-    /// Whether the experts of all rows are known.
+    /// Whether all rows were routed.
     pub fn routed(&self, inner: &CacheShape) -> bool {
         let known = self.layer.tags.len() / inner.config.top_k as usize;
         let from = self.layer.tags_from;
@@ -51,14 +51,14 @@ impl<'a> View<'a> {
         inner.config.experts == 1 || (self.first >= from && end <= u64::from(from) + known as u64)
     }
 
-    /// The experts of the first row.
+    /// Experts whose pages the first row reads.
     pub fn experts(&self, inner: &CacheShape) -> Vec<u16> {
         let wanted = self.fetched.first.map_or(usize::MAX, |n| n as usize);
         let more = self.fetched.more(self.start).iter().copied();
         self.layer.experts(inner, self.first).take(wanted).chain(more).collect()
     }
 
-    /// The rows whose weights the layer's policy wants, as sets that are summed apart.
+    /// Rows whose weights the layer's policy needs, as sets that are summed separately.
     pub fn cuts(&self, rule: Option<&Rule>) -> impl Iterator<Item = Range<u32>> + use<> {
         let rule = rule.filter(|rule| rule.feedback != Feedback::None);
         let (first, end) = (self.first, self.first + self.rows);

@@ -1,5 +1,5 @@
-//! Launches of a wave: all blocks of its rows in one launch for each width of bundle (and form of packed pages), the tree level by
-//! level, the ends of rows in one; where the mass of pages is wanted, that in one more.
+//! Launches of a wave: one for all blocks of each width of bundles (and form of packed pages), one for each height of the tree, one for the
+//! ends of rows, and one for the masses of pages if they are wanted.
 
 use crate::attend::job::{Job, OnDevice};
 use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave};
@@ -16,7 +16,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg, TensorArg};
 
-/// f32 of partial results and weights that a wave of items takes, unless it is a single item: 64 MiB.
+/// f32 of partial results and weights in a wave, unless it has a single item: 64 MiB.
 pub const WAVE: u64 = 16 << 20;
 
 /// Addresses of results.
@@ -27,22 +27,22 @@ pub struct To {
     pub mass: u64,
 }
 
-/// Where the ends of rows go.
+/// Where ends of rows are written.
 #[derive(Clone, Copy)]
 pub enum Ends {
-    /// Log-sum-exp, exponent and sum, which the host judges.
+    /// Log-sum-exp, exponent and sum, which the host checks.
     Host(u64),
-    /// The log-sum-exp, or null, and where rows and outputs that overflow are noted.
+    /// Log-sum-exp (or null), and the words that record rows and outputs that overflow.
     Device { lse: u64, faults: u64 },
 }
 
-/// The arguments that all launches of a call have in common.
+/// Arguments of all launches of a call.
 #[derive(Clone, Copy)]
 pub struct Shape<'a> {
     pub of: &'a LayerShape,
     pub table: Option<&'a Table>,
     pub softcap: Option<f32>,
-    /// Queries that are gathered on the device, and their factor.
+    /// Queries on the device, and their factor.
     pub on_device: Option<(OnDevice, f32)>,
 }
 
@@ -53,7 +53,7 @@ impl<'a> Shape<'a> {
     }
 }
 
-/// Addresses of what all kernels of a wave read.
+/// Addresses of lists of all kernels in a wave.
 #[derive(Clone, Copy)]
 struct Lists {
     q: u64,
@@ -66,23 +66,23 @@ struct Lists {
     raw: u64,
 }
 
-/// A wave whose lists are on their way up: addresses, and what its launches have in common.
+/// A wave whose lists are uploaded: addresses, and arguments of its launches.
 struct Sent<'a> {
     device: &'a Device,
     layout: LayoutArg,
-    /// The rotation and its table; none where keys come rotated.
+    /// The rotation and its table; none for layers that receive rotated keys.
     turn: (RopeArg, u64),
     softcap: f32,
     lists: Lists,
-    /// Queries to be gathered, to be folded, and the maps for that.
+    /// Lists of queries to gather and to fold, and maps for the folds.
     gathers: u64,
     folds: (u64, u32),
     fold_maps: u64,
-    /// Where queries are gathered, and where what is left of those of [`Wave::packed`] lies.
+    /// Address of the gathered queries, and offsets of the folded queries for each entry of [`Wave::packed`].
     bundles: u64,
     gathered: Vec<[u64; 2]>,
     tasks: [u64; 4],
-    /// Of each of [`Wave::packed`]: queries, what scores start from, and tasks.
+    /// For each entry of [`Wave::packed`]: queries, constant terms of scores, and tasks.
     packed: Vec<[u64; 3]>,
     pairs: Vec<u64>,
     backs: Vec<u64>,
@@ -93,7 +93,7 @@ struct Sent<'a> {
 }
 
 impl Wave<'_> {
-    /// `to`: where rows that are done go, and the masses that are wanted; without it partial results are all.
+    /// `to`: addresses of results, and the sums of masses; `None` to compute only partial results.
     pub fn launch(
         &self,
         device: &Device,
@@ -122,7 +122,7 @@ impl Wave<'_> {
         }
         let Sent { layout, weighed, sums, lists: Lists { parts, raw, .. }, .. } = sent;
         let (group, count, mass) = (shape.of.group(), masses.len() as u32, to.mass);
-        // SAFETY: the parameters of `mass_pages`; a page and a set of rows have one output, and stand once in a wave.
+        // SAFETY: the parameters of `mass_pages`; each (page, set of rows) has its own output, and occurs once in a wave.
         unsafe {
             let arguments = arguments!(layout, group, sums, count, weighed, raw, parts, mass);
             device.launch(device.kernels.mass_pages, masses.len(), arguments)?;
@@ -130,7 +130,7 @@ impl Wave<'_> {
         Ok(())
     }
 
-    /// Makes room for what the wave works in, and sends its lists up.
+    /// Reserves the buffers of the wave, and uploads its lists.
     fn send<'d>(
         &self,
         device: &'d Device,
@@ -193,7 +193,7 @@ impl Wave<'_> {
         })
     }
 
-    /// Puts queries of the caller's into bundles, and folds them through the maps of codecs.
+    /// Gathers the caller's queries in bundles, and folds them through the maps of codecs.
     fn launch_gathers(&self, sent: &Sent<'_>, (from, factor): (OnDevice, f32)) -> Result<(), Error> {
         let Sent { device, layout, turn: (rope, table), bundles, gathers: list, .. } = *sent;
         let (fault, from) = (from.fault, TensorArg::from(from.q));
@@ -202,8 +202,8 @@ impl Wave<'_> {
             true => (kernels.gather_queries, kernels.fold_queries),
             false => (kernels.gather_halves, kernels.fold_halves),
         };
-        // SAFETY: the parameters of `gather_queries` and `gather_halves`: the caller's queries, `[rows][query_heads][k_dim]`, which
-        // stay until the stream has passed, and bundles that have room for all; of a bundle each row stands once.
+        // SAFETY: the parameters of `gather_queries` and `gather_halves`: the caller's queries, `[rows][query_heads][k_dim]`, stay
+        // allocated until the stream has passed, and the bundles have room for all; each row of a bundle occurs once.
         unsafe {
             let arguments = arguments!(layout, from, factor, rope, table, list, count, bundles, fault);
             device.launch(gather, self.gathers.len(), arguments)?;
@@ -220,7 +220,7 @@ impl Wave<'_> {
         Ok(())
     }
 
-    /// Attends blocks of full pages, a launch for each width of bundles.
+    /// Attention of blocks of full pages, a launch for each width of bundles.
     fn launch_full(&self, sent: &Sent<'_>) -> Result<(), Error> {
         let Sent { device, layout, turn: (rope, table), softcap, .. } = *sent;
         let Lists { q, pages, live, sights, parts, raw, .. } = sent.lists;
@@ -229,8 +229,8 @@ impl Wave<'_> {
                 continue;
             }
             let count = tasks.len() as u32;
-            // SAFETY: the parameters of `attend_r*`. The lists are on the device, and the pages held by the views' sequences; each
-            // task's part is its own, within `parts`, and so are its weights within `raw`.
+            // SAFETY: the parameters of `attend_r*`. The lists are on the device, and the views' sequences hold the pages; each
+            // task has its own part within `parts`, and its own weights within `raw`.
             unsafe {
                 let arguments =
                     arguments!(layout, q, pages, live, list, count, sights, softcap, rope, table, parts, raw);
@@ -240,19 +240,19 @@ impl Wave<'_> {
         Ok(())
     }
 
-    /// Joins partial results, height by height, and takes those of packed pages back to the heads' channels.
+    /// Joins partial results, height by height, and converts those of packed pages to the heads' channels.
     fn launch_joins(&self, sent: &Sent<'_>, work: &mut Work) -> Result<(), Error> {
         let Sent { device, layout, heads, lists: Lists { parts, .. }, .. } = *sent;
         for height in 0..self.joins.pairs.len().max(self.joins.backs.len()) {
             if let Some(count) = self.joins.pairs.get(height).map(Vec::len).filter(|n| *n > 0) {
                 let (list, n) = (sent.pairs[height], count as u32);
-                // SAFETY: the parameters of `merge_pairs`; at one height of a tree no part stands twice.
+                // SAFETY: the parameters of `merge_pairs`; at one height of a tree no part occurs twice.
                 unsafe { device.launch(device.kernels.merge_pairs, count, arguments!(list, n, parts))? };
             }
             if let Some(count) = self.joins.backs.get(height).map(Vec::len).filter(|n| *n > 0) {
                 let (list, n) = (sent.backs[height], count as u32);
                 let room = work.scratch(&device.stream, (count * back::WORK * LANES * 4) as u64)?;
-                // SAFETY: the parameters of `back_rows`; each row has an output and room of its own, and its input is done.
+                // SAFETY: the parameters of `back_rows`; each row has its own output and scratch memory, and its input is complete.
                 unsafe {
                     let arguments = arguments!(layout, heads, list, n, room, parts);
                     device.launch(device.kernels.back_rows, count, arguments)?;
@@ -262,12 +262,12 @@ impl Wave<'_> {
         Ok(())
     }
 
-    /// Normalizes the rows and writes them out.
+    /// Normalizes the rows, and writes them to the output.
     fn launch_ends(&self, sent: &Sent<'_>, To { out, ends, .. }: To) -> Result<(), Error> {
         let Sent { device, layout, rows, lists: Lists { parts, .. }, .. } = *sent;
         let count = self.rows.len() as u32;
         match ends {
-            // SAFETY: the parameters of `finish_rows`; a row of the call is one item's, and `out` and `ends` have room for all.
+            // SAFETY: the parameters of `finish_rows`; each row of the call belongs to one item, and `out` and `ends` have room for all.
             Ends::Host(ends) => unsafe {
                 let out = out.at;
                 let arguments = arguments!(layout, rows, count, parts, out, ends);
@@ -276,8 +276,8 @@ impl Wave<'_> {
             Ends::Device { lse, faults } => {
                 let wide = out.wide();
                 let kernel = if wide { device.kernels.finish_in_place } else { device.kernels.finish_halves };
-                // SAFETY: the parameters of `finish_in_place` and `finish_halves`, as above; the caller's tensors stay until the stream
-                // has passed, and nobody else touches them.
+                // SAFETY: the parameters of `finish_in_place` and `finish_halves`, as above; the caller's tensors stay allocated until the
+                // stream has passed, and nothing else accesses them.
                 unsafe {
                     let arguments = arguments!(layout, rows, count, parts, out, lse, faults);
                     device.launch(kernel, self.rows.len(), arguments)?;
@@ -287,7 +287,7 @@ impl Wave<'_> {
         Ok(())
     }
 
-    /// Of the codecs of [`Wave::packed`] the maps that queries are folded through, if any are.
+    /// The maps through which queries are folded, for the codecs of [`Wave::packed`]; empty unless `any`.
     fn fold_maps(&self, work: &mut Work, device: &Device, any: bool) -> Result<Vec<FoldMapArg>, Error> {
         let of = |of: &Packed<'_>| {
             let map = work.map(&device.stream, of.codec.codec.k.mapped(), Way::Back)?;
@@ -297,7 +297,7 @@ impl Wave<'_> {
         self.packed.iter().filter(|_| any).map(of).collect()
     }
 
-    /// How the values of each codec's heads come back, the maps on the device.
+    /// For each codec, the layout and the map of its values.
     fn heads(&self, work: &mut Work, device: &Device) -> Result<Vec<HeadArg>, Error> {
         let head = |codec: &&crate::codec::HeadCodec| {
             let map = work.map(&device.stream, codec.codec.v.mapped(), Way::Sum)?;
@@ -308,7 +308,7 @@ impl Wave<'_> {
 }
 
 impl Packed<'_> {
-    /// `at`: queries, what scores start from, and tasks.
+    /// `at`: queries, constant terms of scores, and tasks.
     fn launch(
         &self,
         device: &Device,
@@ -358,8 +358,8 @@ impl Packed<'_> {
             }
             return Ok(());
         }
-        // SAFETY: the parameters of `attend_packed_r*`. The lists are on the device, and the pages held by the views' sequences; each
-        // task's part is its own, within `parts`, and so are its weights within `raw` and its scratch.
+        // SAFETY: the parameters of `attend_packed_r*`. The lists are on the device, and the views' sequences hold the pages; each
+        // task has its own part within `parts`, its own weights within `raw`, and its own scratch memory.
         unsafe {
             let arguments = arguments!(
                 packed, folded, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,

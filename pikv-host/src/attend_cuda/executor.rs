@@ -1,4 +1,4 @@
-//! Attention on a device: the rows of a call in waves, results fetched or left on the device.
+//! Attention on a device: the rows of a call in waves, with results copied to the host or left on the device.
 
 use crate::attend::executor::{Cut, Executor, Results, Session};
 use crate::attend::feedback::Feed;
@@ -19,7 +19,7 @@ use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A device.
+/// Attention on a device.
 #[derive(Debug)]
 pub(crate) struct Cuda(pub Arc<Device>);
 
@@ -38,7 +38,7 @@ impl Executor for Cuda {
     ) -> Result<(), Error> {
         let done = attend_all(&self.0, job, forests, wanted, results);
         if done.is_err() {
-            // What was asked for is over all the same, so that nobody still reads pages that were brought up for it.
+            // Waits for launched work, so that nothing still reads pages that were copied to the device for it.
             let _ = self.0.stream.synchronize();
         }
         done
@@ -49,8 +49,8 @@ impl Executor for Cuda {
     }
 }
 
-/// Attends the forests of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`. With `wanted`, of each view,
-/// the masses of each forest's pages too.
+/// Attention of the forests of a job. `out` is `[rows][query_heads][v_dim]`, `lse` `[rows][query_heads]`. `wanted` has, for each view,
+/// the rows whose weights are added up for each forest's pages.
 fn attend_all(
     device: &Device,
     job: &Job<'_>,
@@ -75,7 +75,7 @@ fn attend_all(
     let rows: usize = attended.iter().map(Range::len).sum();
     let left_out = rows * (job.shape.query_heads as usize) < lse.len();
     if masses > 0 || blank || left_out {
-        // Sums go on from wave to wave; and of rows that nothing is there for, or that are left out, nobody else writes the output.
+        // Sums accumulate over waves; and no kernel writes the output of rows without pages or of sequences that were left out.
         device.fill(first, 0, floats as u32)?;
     }
     waves(device, &mut work, job, forests, wanted, to, &firsts)?;
@@ -111,7 +111,7 @@ fn attend_all(
     Ok(())
 }
 
-/// Of each forest its first row of masses, and the rows of all.
+/// For each forest its first row of masses, and the number of rows of all.
 fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[Wanted]>) -> (Vec<usize>, usize) {
     let (mut firsts, mut masses) = (Vec::with_capacity(forests.len()), 0);
     for forest in forests {
@@ -121,7 +121,7 @@ fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[Wanted]>) -> (Vec<usi
     (firsts, masses)
 }
 
-/// Launches all rows of forests that have pages, as many at a time as there is room for.
+/// Launches all rows of forests with pages, in waves of limited size.
 fn waves(
     device: &Device,
     work: &mut Work,
@@ -152,8 +152,8 @@ fn waves(
     Ok(())
 }
 
-/// As [`attend_all`], of queries and to results on the device. Nothing is waited for; masses, and queries if they are asked for, are on
-/// their way down, and what is returned is how they lie.
+/// [`attend_all`] with queries and results on the device. Does not wait: returns the layout of the masses, and of the queries if they are
+/// asked for, which are on their way to the host.
 pub(crate) fn attend_in_place(
     job: &Job<'_>,
     forests: &[Forest<'_>],

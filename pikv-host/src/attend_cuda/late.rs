@@ -24,12 +24,12 @@ use std::fmt;
 use std::mem;
 use std::sync::{Arc, PoisonError};
 
-/// Words of 64 bits a layer, in which kernels note faults: of k, v, q, scores and outputs. The element is in the upper half.
+/// Words of 64 bits for each layer, in which kernels record faults in k, v, q, scores and outputs. The upper half is the element's index.
 const CAUSES: usize = 5;
 /// No fault.
 const NONE: u64 = u64::MAX;
 
-/// The words that a tensor takes, and those after it.
+/// The elements of a tensor as f32, and the words after it.
 fn split(words: &[u32], of: DeviceSlice) -> (Cow<'_, [f32]>, &[u32]) {
     let (words, rest) = words.split_at(of.bytes().div_ceil(4));
     let floats = match of.dtype() {
@@ -46,11 +46,11 @@ fn split(words: &[u32], of: DeviceSlice) -> (Cow<'_, [f32]>, &[u32]) {
 #[derive(Debug, Default)]
 pub struct Saw {
     pub feeds: Vec<Feed>,
-    /// Of each feed its first row of masses, and pages that are listed in several forms; none where no mass is wanted.
+    /// For each feed, its first row of masses, and its pages that are listed in several forms; empty if no masses are wanted.
     pub masses: Vec<(usize, Vec<usize>)>,
     /// The queries, if they are wanted.
     pub q: Option<DeviceSlice>,
-    /// The masses, then the queries, if either is wanted.
+    /// The copy of the masses, then the queries, if either is wanted.
     pub down: Option<Down>,
     /// Rows of masses.
     pub rows: usize,
@@ -63,7 +63,7 @@ struct Layer {
     saw: Option<Saw>,
     sequences: Vec<Of>,
     scale: f32,
-    /// The name of the dtype of outputs.
+    /// Name of the dtype of outputs.
     out: &'static str,
 }
 
@@ -100,7 +100,7 @@ impl Late {
         &self.device
     }
 
-    /// Where a fault is noted: of k and the words after it, or of q and the word after it.
+    /// Address of the word that records faults of `cause`, 0 to 4: k, v, q, scores, outputs. The words of a layer are adjacent.
     pub fn fault(&self, layer: usize, cause: usize) -> u64 {
         self.faults.address() + (8 * (layer * CAUSES + cause)) as u64
     }
@@ -119,7 +119,7 @@ impl Late {
             let kv_head = at / dim as usize % heads;
             let packed = codecs[kv_head].as_ref();
             let each = packed.map(|c| if what == "k" { c.k_limits.each } else { c.v_limits.each });
-            // The dtype's own limit is the first that is looked at.
+            // Kernels check the dtype's own limit first.
             let past = value.is_nan() || value.abs() > dtype.limit();
             let limit = each.filter(|_| !past).unwrap_or(dtype.largest());
             let (row, channel, dtype) = (at / (dim as usize * heads), at as u32 % dim, dtype.name());
@@ -168,7 +168,7 @@ impl Session for Late {
         asked: Asked,
     ) -> Result<(), Error> {
         let saw = attend_in_place(job, forests, wanted, output, seen, asked.queries, self)?;
-        // Of several calls the last counts.
+        // The last of several calls counts.
         self.forget(job.layer);
         let layer = &mut self.layers[job.layer];
         (layer.scale, layer.out, layer.saw) = (job.scale, output.out.dtype().name(), Some(saw));
@@ -261,7 +261,7 @@ impl Drop for Late {
             let downs = tokens.map(|of| of.0).into_iter().chain(saw.and_then(|saw| saw.down));
             downs.for_each(|down| self.device.downs.put_back(down));
         }
-        // Whoever takes it next is behind in the stream.
+        // Later users of the memory come after this step in the stream.
         let faults = mem::take(&mut self.faults);
         self.device.downs.faults.lock().unwrap_or_else(PoisonError::into_inner).push(faults);
     }

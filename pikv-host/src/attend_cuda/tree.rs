@@ -1,4 +1,4 @@
-//! The tree over partial results as lists that kernels read.
+//! The tree over partial results as lists of joins for kernels.
 
 use crate::attend::forest::Forest;
 use crate::attend::tree::{Split, Subtree};
@@ -9,7 +9,7 @@ use pikv_kernels::args::{BackArg, PairArg};
 #[derive(Default)]
 pub struct Joins {
     pub pairs: Vec<Vec<PairArg>>,
-    /// Rows that are taken back to the head's channels.
+    /// Conversions of rows to the head's channels.
     pub backs: Vec<Vec<BackArg>>,
 }
 
@@ -17,11 +17,11 @@ pub struct Joins {
 #[derive(Clone, Copy)]
 pub struct Node {
     pub part: u64,
-    /// Launches that must have been before.
+    /// Number of launches that must come before.
     height: usize,
 }
 
-/// Entry `at` of a list that is as long as it has to be.
+/// Entry `at` of a list, which grows as needed.
 fn at<T>(lists: &mut Vec<Vec<T>>, at: usize) -> &mut Vec<T> {
     while lists.len() <= at {
         lists.push(Vec::new());
@@ -32,18 +32,18 @@ fn at<T>(lists: &mut Vec<Vec<T>>, at: usize) -> &mut Vec<T> {
 /// The tree of [`Forest::reduce`] as lists of joins.
 pub struct Tree<'a> {
     pub forest: &'a Forest<'a>,
-    /// Of each block.
+    /// By block.
     pub parts: &'a [u64],
     pub rows: u32,
-    /// Rows of lanes of one row's result over full pages, and over those that either codec packed.
+    /// Rows of lanes in the result of one row over full pages, and over pages of either codec.
     pub full: u32,
     pub packed: [u32; 2],
-    /// The codecs' places in the list.
+    /// Indices of the codecs in the list.
     pub heads: [u32; 2],
 }
 
 impl Tree<'_> {
-    /// The root. Results that need room of their own are placed at `end`, which is moved on.
+    /// The root of the tree. Results that need memory of their own are placed at `end`, which advances.
     pub fn join(&self, joins: &mut Joins, end: &mut u64) -> Option<Node> {
         let forest = self.forest;
         let upper = forest.upper();
@@ -67,7 +67,7 @@ impl Tree<'_> {
         self.subtree(self.forest.run_tree(run), &mut leaf, acc_rows, joins)
     }
 
-    /// Takes the result of the runs that a codec packed back to the head's channels.
+    /// Converts the result over a codec's runs to the head's channels.
     fn back(&self, root: Node, codec: usize, joins: &mut Joins, end: &mut u64) -> Node {
         let (from, to, rows, head) = (root.part, *end, self.rows, self.heads[codec]);
         *end += Partial::len(rows as usize, self.full) as u64;
@@ -82,7 +82,7 @@ impl Tree<'_> {
         Node { part: to, height: root.height + 1 }
     }
 
-    /// The joins of a subtree, each in the list of its height; `leaf(i, ..)` is the partial result of the list's leaf `i`, of `acc_rows` rows of
+    /// Lists the joins of a subtree by height; `leaf(i, ..)` is the partial result of leaf `i` of the list, with `acc_rows` rows of
     /// lanes for each row.
     fn subtree(
         &self,

@@ -1,4 +1,4 @@
-//! Items of a call whose partial results are on the device together, as lists that kernels read.
+//! Items of a call that a device computes together, as lists for its kernels.
 
 use crate::attend::forest::{Forest, Listed};
 use crate::attend::job::{Item, Job};
@@ -18,13 +18,13 @@ use pikv_kernels::args::{FoldArg, MassArg, QueryArg, RowArg, SightArg, TaskArg, 
 use pikv_lanes::attend::{PACKED_ROWS, bundles};
 use std::ops::Range;
 
-/// Rows of a bundle at most.
+/// Most rows of a bundle.
 const ROWS: usize = 8;
 
-/// The same where pages are factored.
+/// Most rows of a bundle for factored pages.
 pub const FACTORED_ROWS: usize = 1;
 
-/// The same where pages are read that these codecs packed too.
+/// Most rows of a bundle if pages of these codecs are read too.
 pub(crate) fn most<'c>(codecs: impl Iterator<Item = &'c HeadCodec>) -> usize {
     let of = |codec: &HeadCodec| if codec.packed.factored() { FACTORED_ROWS } else { PACKED_ROWS };
     codecs.map(of).fold(ROWS, usize::min)
@@ -34,10 +34,10 @@ pub(crate) fn most<'c>(codecs: impl Iterator<Item = &'c HeadCodec>) -> usize {
 #[derive(Default)]
 pub struct Wave<'a> {
     pub q: Vec<f32>,
-    /// Queries that are on the device, and f32 of the bundles that they are gathered in. There are those or `q`.
+    /// Queries on the device, and f32 of the bundles in which they are gathered; used instead of `q`.
     pub gathers: Vec<QueryArg>,
     bundles: u64,
-    /// Of every page that is read: its address, the lanes that are read, and of a packed one the last position and the one that
+    /// For each page: its address and the lanes to read; for a packed page also its last position and the position that
     /// packed it.
     pub pages: Vec<u64>,
     pub live: Vec<u32>,
@@ -47,16 +47,16 @@ pub struct Wave<'a> {
     /// For 1, 2, 4 and 8 rows.
     pub tasks: [Vec<TaskArg>; 4],
     pub packed: Vec<Packed<'a>>,
-    /// The codecs that packed what is read.
+    /// The codecs of the pages.
     pub heads: Vec<&'a HeadCodec>,
     pub joins: Joins,
     pub rows: Vec<RowArg>,
     /// f32 of the partial results.
     pub parts: u64,
-    /// f32 of the weights, where they are kept, and whose they are.
+    /// f32 of the weights, if they are kept, and their rows.
     pub raw: u64,
     pub weighed: Vec<WeighedArg>,
-    /// f32 that all of it takes on the device, with what kernels work in.
+    /// f32 of the device memory for the wave, with scratch memory of kernels.
     pub size: u64,
     forests: Vec<Part>,
 }
@@ -65,29 +65,29 @@ pub struct Wave<'a> {
 pub struct Packed<'a> {
     pub codec: &'a HeadCodec,
     pub width: usize,
-    /// What the codec left of the queries, `[bundle][width][query_cols]` rows of lanes, and what their scores start from. Empty where keys
-    /// are turned as they are read.
+    /// Queries in the codec's channels, `[bundle][width][query_cols]` rows of lanes, and the constant terms of their scores. Empty if keys
+    /// are rotated when they are read.
     pub q: Vec<[f32; LANES]>,
     pub start: Vec<f32>,
-    /// The same of queries that are on the device: which they are.
+    /// Indices of the queries on the device, if they are there.
     folds: Vec<u32>,
     pub tasks: Vec<TaskArg>,
 }
 
-/// What the codec left of the queries of an item, and what their scores start from; or which queries they are, on the device.
+/// Queries of an item in a codec's channels, and the constant terms of their scores; or the indices of the queries on the device.
 #[derive(Clone, Copy)]
 pub enum Left<'l> {
     Host(&'l [[f32; LANES]], &'l [f32]),
     Device(&'l [u32]),
 }
 
-/// Where a wave's queries go that are gathered and folded on the device, in f32 from the start of all.
+/// Places of a wave's queries that are gathered and folded on the device, as offsets in f32.
 #[derive(Default)]
 pub struct Gathered {
     pub folds: Vec<FoldArg>,
-    /// Of each of [`Wave::packed`], what is left of its queries, and what their scores start from.
+    /// For each entry of [`Wave::packed`], the folded queries and the constant terms of their scores.
     pub packed: Vec<[u64; 2]>,
-    /// All of it.
+    /// f32 of all of these.
     pub floats: u64,
 }
 
@@ -95,36 +95,36 @@ pub struct Gathered {
 struct Pushed<'p, 'a> {
     job: &'p Job<'a>,
     item: &'p Item<'p>,
-    /// The queries as the host has them.
+    /// The queries on the host.
     packed: &'p Queries,
-    /// Where the queries begin, and those for sinks.
+    /// Start of the queries, and of those for the sinks.
     q: usize,
     sinks: usize,
-    /// The rows' queries on the device, if they are there.
+    /// Indices of the rows' queries on the device, if they are there.
     device: Vec<u32>,
-    /// Of each block, where its pages are in the list, and how many.
+    /// For each block, the index of its first page in the list, and the number of its pages.
     lists: Vec<(u32, u32)>,
     codecs: [Option<&'a HeadCodec>; 2],
-    /// Where the codecs are in [`Wave::heads`].
+    /// Indices of the codecs in [`Wave::heads`].
     heads: [u32; 2],
     /// Whether weights are kept.
     wanted: bool,
 }
 
-/// What a wave has of a forest.
+/// A forest's share of a wave.
 struct Part {
     /// Index of the forest in the call.
     forest: usize,
-    /// Its first page in the list.
+    /// Index of its first page in the list.
     page: u32,
-    /// The first token of the rows, and past the last one.
+    /// The tokens of its rows.
     tokens: Range<u32>,
     /// Its entries of `weighed`.
     weighed: Range<u32>,
 }
 
-/// The pages of a block of which some are packed by now: at most one of an expert was open when a row came, and takes the
-/// expert's place.
+/// Place of a page in a block with open pages some of which were packed since. At most one page of an expert was open at a row, and it
+/// takes the expert's place.
 fn place_of(page: &Listed<'_>) -> usize {
     match page.id.place {
         Place::Expert(e) => usize::from(e) % BLOCK,
@@ -132,30 +132,30 @@ fn place_of(page: &Listed<'_>) -> usize {
     }
 }
 
-/// f32 that a row of a block of packed pages is read with, beside its partial result.
+/// f32 of scratch memory for a row of a block of packed pages, beside its partial result.
 pub fn packed_room(turned: bool) -> usize {
     size_of::<FactorScratch<1>>() / 4 + if turned { REBUILT * LANES } else { 0 }
 }
 
 impl<'a> Wave<'a> {
-    /// Rows of an item of a forest, of which `whole` tokens' are wanted at most.
+    /// Rows of an item of a forest, at most `most`.
     pub fn step(job: &Job<'_>, forest: &Forest<'_>, most: usize) -> usize {
-        // Which pages were open, or not packed again yet, differs from token to token.
+        // The pages that were open, or not packed again yet, differ between tokens.
         let differs = forest.passes().next().is_some();
         if differs { job.group() } else { most }
     }
 
-    /// f32 that an item will take.
+    /// f32 that an item takes in a wave.
     pub fn cost(job: &Job<'_>, item: &Item<'_>, wanted: bool) -> u64 {
         let forest = item.forest;
         let row = Partial::len(1, job.shape.layout.acc_rows()) + if wanted { ROW } else { 0 };
         let packed = (0..forest.blocks.len()).filter(|block| forest.codec(*block).is_some()).count();
-        // The widest partial result over packed pages has as many rows of lanes as a value has groups, at most.
+        // Upper bound: a partial result over packed pages has at most as many rows of lanes as a value has groups.
         let more = packed_room(job.shape.rope.is_some()) + 8 * LANES;
         (item.rows * (row * forest.blocks.len() + more * packed)) as u64
     }
 
-    /// Adds an item of forest `index` of the call; its weights are kept if they are `wanted`.
+    /// Adds an item of forest `index` of the call; keeps its weights if `wanted`.
     pub fn push(&mut self, job: &Job<'a>, index: usize, item: &Item<'_>, wanted: bool) {
         self.size += Wave::cost(job, item, wanted);
         let forest = item.forest;
@@ -169,7 +169,7 @@ impl<'a> Wave<'a> {
                     job.pack(item, scratch);
                     let (first, packed) = (self.q.len(), &scratch.packed);
                     self.q.extend(&packed.q);
-                    // Where gaps are closed the sinks are read by queries of their own.
+                    // With closed gaps the sinks have queries of their own.
                     let sinks = if job.closed_gaps(item) { self.q.len() } else { first };
                     self.q.extend(&packed.sinks);
                     (first, sinks)
@@ -200,7 +200,7 @@ impl<'a> Wave<'a> {
         }
     }
 
-    /// Lists the pages of an item's forest, unless its last item did; index of the first.
+    /// Lists the pages of an item's forest, unless its last item did; returns the index of the first.
     fn begin(&mut self, job: &Job<'a>, index: usize, item: &Item<'_>) -> u32 {
         let first = (item.row / job.group()) as u32;
         if self.forests.last().is_none_or(|part| part.forest != index) {
@@ -212,7 +212,7 @@ impl<'a> Wave<'a> {
         self.forests.last().map_or(0, |part| part.page)
     }
 
-    /// Adds `width` rows of an item from `row` on, which are read together: a task for each block, and the tree over them.
+    /// Adds `width` rows of an item from `row` on, which are computed together: a task for each block, and the tree over them.
     fn push_bundle(&mut self, of: &Pushed<'_, 'a>, (row, width): (usize, usize)) {
         let Pushed { job, item, packed, ref device, codecs, heads, .. } = *of;
         let (forest, shape) = (item.forest, job.shape);
@@ -275,8 +275,8 @@ impl<'a> Wave<'a> {
         self.by.push(page.by);
     }
 
-    /// Lists the pages of a block that rows which read up to `hi` find open, each in its expert's place; nothing is read of
-    /// what fills the other places.
+    /// Lists the pages of a block that are open to rows that read pages up to `hi`, each in its expert's place; other places have
+    /// a page without lanes.
     fn list_open(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
         let first = self.pages.len() as u32;
         let count = pages.iter().map(place_of).max().map_or(0, |last| last + 1);
@@ -289,7 +289,7 @@ impl<'a> Wave<'a> {
         (first, count as u32)
     }
 
-    /// Lists the pages of a block of packed ones; nothing is read of those that rows which read up to `hi` find packed again.
+    /// Lists the pages of a block of packed pages; without lanes if rows that read pages up to `hi` read the second form.
     fn list_young(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
         let first = self.pages.len() as u32;
         for page in pages {
@@ -298,7 +298,7 @@ impl<'a> Wave<'a> {
         (first, pages.len() as u32)
     }
 
-    /// The codec's place in the list.
+    /// Index of the codec in the list.
     fn head(&mut self, codec: &'a HeadCodec) -> u32 {
         let known = self.heads.iter().position(|known| std::ptr::eq(*known, codec));
         known.unwrap_or_else(|| {
@@ -307,9 +307,9 @@ impl<'a> Wave<'a> {
         }) as u32
     }
 
-    /// Adds the rows `row..row + width` to the bundles of this width that read pages which `codec` packed: which these are, and what
-    /// tasks are told of where the queries lie. That is `whole` where keys are turned as they are read; else what the codec left of them,
-    /// of all rows in `folded` and `start`, is added too.
+    /// Adds the rows `row..row + width` to the bundles of this width that read pages of `codec`; returns the index of these bundles, and
+    /// the offset of the queries for tasks. The offset is `whole` if keys are rotated when they are read; otherwise the folded queries of
+    /// `left` are added.
     pub fn bundle(
         &mut self,
         codec: &'a HeadCodec,
@@ -339,7 +339,7 @@ impl<'a> Wave<'a> {
         (of, first as u32)
     }
 
-    /// Adds the queries of an item, which are on the device: where their bundles begin, and where those of the sinks do.
+    /// Adds the queries of an item on the device; returns the offsets of their bundles, and of those for the sinks.
     fn gather(&mut self, job: &Job<'_>, item: &Item<'_>, scratch: &mut Scratch) -> (usize, usize) {
         job.sights(item, &mut scratch.packed.sights);
         let channels = u64::from(job.shape.layout.k_channels());
@@ -365,7 +365,7 @@ impl<'a> Wave<'a> {
         (first, if job.closed_gaps(item) { add(true) } else { first })
     }
 
-    /// Where it all goes, if the queries are on the device.
+    /// Offsets of gathered and folded queries, if the queries are on the device.
     pub fn gathered(&self, on_device: bool) -> Gathered {
         let mut gathered = Gathered { floats: self.bundles, ..Gathered::default() };
         for (map, of) in (0..).zip(self.packed.iter().filter(|_| on_device)) {
@@ -385,7 +385,7 @@ impl<'a> Wave<'a> {
         gathered
     }
 
-    /// What is to be added up for each page and each set of rows that is wanted. Output rows of forest `f` begin at `firsts[f]`.
+    /// Sums to compute for each page and each set of rows. Output rows of forest `f` begin at `firsts[f]`.
     pub fn masses(
         &self,
         job: &Job<'_>,
@@ -426,7 +426,7 @@ impl<'a> Wave<'a> {
     }
 }
 
-/// The tokens among `tokens` whose rows find the page open.
+/// The tokens among `tokens` to whose rows the page is open.
 fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &Listed<'_>, tokens: &Range<u32>) -> Range<u32> {
     let view = &job.views[forest.view];
     let finds = |token: &u32| page.is_open_to(job.floor(view, view.first + token) as i32 - 1);

@@ -1,19 +1,19 @@
-//! A list whose copies share what none of them has written.
+//! Copy-on-write lists and values.
 
 use smallvec::SmallVec;
 use std::ops::{Deref, DerefMut, Index, IndexMut, RangeBounds};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// Whether others have it too. Read from the outside in: who gives up an outer share has taken its own of what is inside before.
+/// Whether other handles exist. Check outer handles before inner ones: a holder copies the inner handles before it drops the outer one.
 fn is_shared<T>(of: &Arc<T>) -> bool {
     let shared = Arc::strong_count(of) > 1;
-    // What another holder counted within, before it let go, is seen after this.
+    // Makes the counts of inner handles, which another holder changed before it dropped the outer one, visible.
     fence(Ordering::Acquire);
     shared
 }
 
-/// A value that clones share until one of them is written: whoever writes first gets a copy.
+/// A copy-on-write value: clones share it, and the first write through one of them copies it.
 #[derive(Debug, Default)]
 pub(crate) struct Common<T>(Arc<T>);
 
@@ -22,24 +22,24 @@ impl<T> Common<T> {
         Common(Arc::new(value))
     }
 
-    /// Whether there are other clones that share it.
+    /// Whether other clones share the value.
     pub fn is_shared(&self) -> bool {
         is_shared(&self.0)
     }
 
-    /// Its address, and how many clones share it.
+    /// Address of the value, and the number of clones that share it.
     pub fn holders(&self) -> (usize, usize) {
         (Arc::as_ptr(&self.0) as usize, Arc::strong_count(&self.0))
     }
 
-    /// Whether both share one value.
+    /// Whether both clones share one value.
     pub fn is(&self, other: &Common<T>) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
 impl<T: Clone> Common<T> {
-    /// Takes a copy if others share it.
+    /// The value for writing; copies it first if other clones share it.
     pub fn own(of: &mut Common<T>) -> &mut T {
         Arc::make_mut(&mut of.0)
     }
@@ -65,7 +65,7 @@ impl<T: Clone> DerefMut for Common<T> {
     }
 }
 
-/// Neighbours of a list.
+/// Adjacent items of a list.
 #[derive(Debug)]
 pub(crate) struct Chunk<T>(Vec<T>);
 
@@ -77,14 +77,14 @@ impl<T: Clone> Clone for Chunk<T> {
     }
 }
 
-/// A list that grows and is shared by chunks of `N` items: a clone costs a pointer a chunk, writing an item of a chunk that others share
-/// copies that chunk first. No push moves more than one chunk's items; one in `N` asks for memory. Items at both ends come and go
-/// in O(N), those between in O(items after them).
+/// A copy-on-write list, shared by chunks of `N` items: a clone copies a pointer for each chunk, and a write to an item of a shared
+/// chunk copies that chunk first. A push moves at most one chunk of items, and one push in `N` allocates. Pushes and pops at either end
+/// are `O(N)`, inserts `O(items after them)`.
 #[derive(Debug)]
 pub(crate) struct Chunks<T, const N: usize = 16> {
-    /// Those with items, all but the first and the last of them full, then empty ones that nobody shares, for items to come.
+    /// Chunks with items, all but the first and the last full, then empty chunks that no clone shares, kept for reuse.
     chunks: SmallVec<[Arc<Chunk<T>>; 2]>,
-    /// How many have items.
+    /// Number of chunks with items.
     used: usize,
     len: usize,
 }
@@ -110,7 +110,7 @@ impl<T, const N: usize> Chunks<T, N> {
         self.len == 0
     }
 
-    /// The chunk of item `i`, and its place there; past the end, where it would be.
+    /// The chunk of item `i`, and its index there; also defined past the end.
     fn place(&self, i: usize) -> (usize, usize) {
         let first = self.chunks.first().map_or(0, |chunk| chunk.0.len());
         match i.checked_sub(first) {
@@ -132,7 +132,7 @@ impl<T, const N: usize> Chunks<T, N> {
         self.chunks.get(self.used.checked_sub(1)?)?.0.last()
     }
 
-    /// Whether a clone shares item `i`: it is written to a copy then.
+    /// Whether a clone shares item `i`, so that a write copies its chunk.
     pub fn is_shared(&self, i: usize) -> bool {
         self.chunks.get(self.place(i).0).is_some_and(is_shared)
     }
@@ -142,13 +142,13 @@ impl<T, const N: usize> Chunks<T, N> {
         self.chunks[..self.used].iter().flat_map(items as fn(_) -> _)
     }
 
-    /// The items by chunks: the address of each, how many lists share it, and its items.
+    /// The chunks: address and number of lists that share it, and items.
     pub fn parts(&self) -> impl Iterator<Item = ((usize, usize), &[T])> {
         let part = |chunk: &'_ Arc<Chunk<T>>| (Arc::as_ptr(chunk) as usize, Arc::strong_count(chunk));
         self.chunks[..self.used].iter().map(move |chunk| (part(chunk), &chunk.0[..]))
     }
 
-    /// Some of the items, in order.
+    /// A range of the items, in order.
     pub fn range(&self, range: impl RangeBounds<usize>) -> impl DoubleEndedIterator<Item = &T> + Clone {
         let all = std::ops::Range { start: 0, end: self.len };
         let from = match range.start_bound() {
@@ -170,7 +170,7 @@ impl<T, const N: usize> Chunks<T, N> {
         })
     }
 
-    /// How many items come first of which `is` holds, where it holds of none after them. O(log items).
+    /// Number of leading items that satisfy `is`, which no item after them does. `O(log items)`.
     pub fn partition_point(&self, is: impl Fn(&T) -> bool) -> usize {
         let (mut from, mut to) = (0, self.len);
         while from < to {
@@ -180,7 +180,7 @@ impl<T, const N: usize> Chunks<T, N> {
         from
     }
 
-    /// Bytes of its memory, from the capacities of the chunks; clones that share them count each.
+    /// Bytes of memory, from the capacities of the chunks; each clone counts shared chunks in full.
     pub fn bytes(&self) -> usize {
         let counts = 2 * size_of::<usize>();
         let chunk =
@@ -189,7 +189,7 @@ impl<T, const N: usize> Chunks<T, N> {
         list + self.chunks.iter().map(chunk).sum::<usize>()
     }
 
-    /// Gives empty chunks back beyond three for each with items.
+    /// Frees empty chunks beyond three for each chunk with items.
     pub fn tighten(&mut self) {
         let most = 4 * self.used.max(1);
         self.chunks.truncate(most);
@@ -200,7 +200,7 @@ impl<T, const N: usize> Chunks<T, N> {
 }
 
 impl<T: Clone, const N: usize> Chunks<T, N> {
-    /// Takes item `i` out of what others share.
+    /// Copies the chunk of item `i` if it is shared.
     pub fn own(&mut self, i: usize) {
         _ = &mut self[i];
     }
@@ -210,12 +210,12 @@ impl<T: Clone, const N: usize> Chunks<T, N> {
         Arc::make_mut(last).0.last_mut()
     }
 
-    /// The last chunk, which has room for an item.
+    /// The last chunk, with room for an item.
     fn room(&mut self) -> &mut Vec<T> {
         let full = |chunk: &Arc<Chunk<T>>| chunk.0.len() == N;
         if self.used.checked_sub(1).is_none_or(|last| full(&self.chunks[last])) {
             if self.used == self.chunks.len() {
-                // The first grows to its size, as most runs of many experts are short.
+                // The first chunk grows to its size, because most runs of models with many experts are short.
                 let room = if self.used == 0 { 0 } else { N };
                 self.chunks.push(Arc::new(Chunk(Vec::with_capacity(room))));
             }
@@ -262,13 +262,13 @@ impl<T: Clone, const N: usize> Chunks<T, N> {
         Some(item)
     }
 
-    /// Keeps the first chunk, which is empty and nobody else's, for items to come.
+    /// Moves the first chunk, which is empty and not shared, to the end for reuse.
     fn set_aside(&mut self) {
         self.chunks[..].rotate_left(1);
         self.used -= 1;
     }
 
-    /// Takes the first `n` items out, or all.
+    /// Removes the first `n` items, or all.
     pub fn drop_front(&mut self, n: usize) {
         let mut left = n.min(self.len);
         self.len -= left;
@@ -293,19 +293,19 @@ impl<T: Clone, const N: usize> Chunks<T, N> {
         }
     }
 
-    /// Takes all but the first `n` items out.
+    /// Removes all but the first `n` items.
     pub fn truncate(&mut self, n: usize) {
         while self.len > n {
             self.pop_back();
         }
     }
 
-    /// Takes the first item if `is` says so.
+    /// Pops the first item if `is` returns true for it.
     pub fn pop_front_if(&mut self, is: impl FnOnce(&T) -> bool) -> Option<T> {
         if self.front().is_some_and(is) { self.pop_front() } else { None }
     }
 
-    /// Has two items change places, the first `a < b`.
+    /// Swaps two items, `a < b`.
     fn swap(&mut self, a: usize, b: usize) {
         let ((first, from), (last, to)) = (self.place(a), self.place(b));
         let (before, after) = self.chunks.split_at_mut(last);
@@ -316,13 +316,13 @@ impl<T: Clone, const N: usize> Chunks<T, N> {
         }
     }
 
-    /// Adds an item before item `i`.
+    /// Inserts an item before item `i`.
     pub fn insert(&mut self, i: usize, item: T) {
         self.push_back(item);
         (i + 1..self.len).rev().for_each(|at| self.swap(at - 1, at));
     }
 
-    /// Takes out the items that are not to stay.
+    /// Keeps only the items for which `stays` returns true.
     pub fn retain(&mut self, stays: impl Fn(&T) -> bool) {
         let mut left = 0;
         for i in 0..self.len {
@@ -336,7 +336,7 @@ impl<T: Clone, const N: usize> Chunks<T, N> {
         self.truncate(left);
     }
 
-    /// The first `n` items, of which whole chunks are shared.
+    /// The first `n` items; shares whole chunks.
     pub fn first(&self, n: usize) -> Chunks<T, N> {
         let mut first = self.clone();
         let (chunk, at) = self.place(n.min(self.len));

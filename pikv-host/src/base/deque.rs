@@ -1,13 +1,13 @@
-//! Methods of `VecDeque` that std has from Rust 1.93 on.
+//! Methods of `VecDeque` that std has since Rust 1.93.
 
 use std::collections::VecDeque;
 
-/// Takes the first item if `is` says so.
+/// Pops the first item if `is` returns true for it.
 pub fn first_if<T>(queue: &mut VecDeque<T>, is: impl FnOnce(&T) -> bool) -> Option<T> {
     if queue.front().is_some_and(is) { queue.pop_front() } else { None }
 }
 
-/// Takes the last item if `is` says so.
+/// Pops the last item if `is` returns true for it.
 pub fn last_if<T>(queue: &mut VecDeque<T>, is: impl FnOnce(&T) -> bool) -> Option<T> {
     if queue.back().is_some_and(is) { queue.pop_back() } else { None }
 }

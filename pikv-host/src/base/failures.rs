@@ -1,20 +1,20 @@
-//! Counts of work that failed without failing a call.
+//! Counts of failures that return no error.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Work that a cache put off because memory, a tier or a device refused it, counted since the cache was built. No result is wrong for
-/// it: bytes stay in use that would have come free, or stay readable that would have been overwritten.
+/// Work that failed because memory, a tier or a device refused it, without an error for the caller; counted since the cache was built. It
+/// affects no result: bytes stay in use that would have been freed, or readable that would have been overwritten.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failures {
-    /// Times that pages of a KV head which lost tokens could not be put together, so that no memory came back. Each is tried again
-    /// whenever the next step tidies up, and counted again if it fails again.
+    /// Failed compactions: pages of a KV head that lost tokens could not be merged, so no memory was freed. Each is tried again
+    /// at the next step that compacts, and counted again if it fails again.
     pub uncompacted: u64,
-    /// Pages that were given back as they were in spite of [`CacheConfig::wipe`](crate::CacheConfig::wipe).
+    /// Pages that were freed without being overwritten in spite of [`CacheConfig::wipe`](crate::CacheConfig::wipe).
     pub unwiped: u64,
 }
 
-/// [`Failures`] as they are counted.
+/// The counters of [`Failures`].
 #[derive(Debug, Default)]
 pub(crate) struct Counts {
     uncompacted: AtomicU64,
@@ -22,17 +22,17 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// Counts a chain that was not put together.
+    /// Counts a chain that could not be compacted.
     pub fn uncompacted(&self) {
         self.uncompacted.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a page that was not overwritten.
+    /// Counts a page that could not be overwritten.
     pub fn unwiped(&self) {
         self.unwiped.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The counts as of now.
+    /// The present counts.
     pub fn read(&self) -> Failures {
         let Counts { uncompacted, unwiped } = self;
         let [uncompacted, unwiped] = [uncompacted, unwiped].map(|count| count.load(Ordering::Relaxed));

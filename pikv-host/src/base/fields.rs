@@ -1,21 +1,21 @@
-//! Numbers of a saved sequence, one after the other, as words of 32 bits.
+//! Sequential numbers of a saved sequence, as words of 32 bits.
 
 use crate::base::error::{Error, SaveError};
 
-/// That something in the present tensor is wrong; who knows the tensor's name adds it.
+/// An error about the current tensor, whose name the caller adds.
 pub fn content(what: &'static str) -> Error {
     SaveError::Content { tensor: String::new(), what }.into()
 }
 
-/// That `is` holds.
+/// Checks a condition.
 ///
 /// # Errors
-/// [`content`].
+/// [`content`] if it is false.
 pub fn sure(is: bool, what: &'static str) -> Result<(), Error> {
     if is { Ok(()) } else { Err(content(what)) }
 }
 
-/// Numbers that are read from the first to the last.
+/// Reads numbers in order.
 pub struct Fields<'a>(&'a [u32]);
 
 impl<'a> Fields<'a> {
@@ -26,7 +26,7 @@ impl<'a> Fields<'a> {
     /// The next `n` words.
     ///
     /// # Errors
-    /// Fewer are left.
+    /// Fewer words are left.
     pub fn slice(&mut self, n: usize) -> Result<&'a [u32], Error> {
         let (first, rest) = self.0.split_at_checked(n).ok_or_else(|| content("it ends early"))?;
         self.0 = rest;
@@ -36,7 +36,7 @@ impl<'a> Fields<'a> {
     /// The next word.
     ///
     /// # Errors
-    /// None is left.
+    /// No word is left.
     pub fn word(&mut self) -> Result<u32, Error> {
         Ok(self.slice(1)?[0])
     }
@@ -44,7 +44,7 @@ impl<'a> Fields<'a> {
     /// The next two words, the lower half first.
     ///
     /// # Errors
-    /// Fewer are left.
+    /// Fewer words are left.
     pub fn long(&mut self) -> Result<u64, Error> {
         let [low, high] = [self.word()?, self.word()?];
         Ok(u64::from(low) | u64::from(high) << 32)
@@ -53,24 +53,24 @@ impl<'a> Fields<'a> {
     /// A number below `limit`.
     ///
     /// # Errors
-    /// `what` where it is not.
+    /// [`content`] with `what` for a larger number.
     pub fn below(&mut self, limit: usize, what: &'static str) -> Result<usize, Error> {
         let n = self.word()? as usize;
         sure(n < limit, what)?;
         Ok(n)
     }
 
-    /// A number of items that take at least `each` words, so many of which are still to come.
+    /// Reads a number of items, each of which takes at least `each` of the words that follow.
     ///
     /// # Errors
-    /// Fewer words are left than they take.
+    /// Fewer words are left.
     pub fn count(&mut self, each: usize) -> Result<usize, Error> {
         let n = self.word()? as usize;
         sure(n.checked_mul(each).is_some_and(|words| words <= self.0.len()), "more items than words")?;
         Ok(n)
     }
 
-    /// Fills `to` with numbers.
+    /// Fills `to` with f32 numbers.
     ///
     /// # Errors
     /// Fewer words are left.
@@ -80,21 +80,21 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// That all words were read.
+    /// Checks that all words were read.
     ///
     /// # Errors
-    /// Some are left.
+    /// Words are left.
     pub fn end(self) -> Result<(), Error> {
         sure(self.0.is_empty(), "it goes on past its end")
     }
 }
 
-/// Adds a number of 64 bits, the lower half first.
+/// Appends a number of 64 bits, the lower half first.
 pub fn put_long(to: &mut Vec<u32>, n: u64) {
     to.extend([n as u32, (n >> 32) as u32]);
 }
 
-/// Adds numbers by their bits.
+/// Appends the bits of numbers.
 pub fn put_floats(to: &mut Vec<u32>, floats: &[f32]) {
     to.extend(floats.iter().map(|x| x.to_bits()));
 }

@@ -1,5 +1,5 @@
-//! Files that the library makes: private where they hold what prompts were, whole where they take another's place, and an error where
-//! the system would end the process for their size.
+//! Files that the library writes: private if they contain data of prompts, replaced atomically, and with an error instead of a signal
+//! at the limit of file sizes.
 
 use std::fs::TryLockError;
 use std::fs::{self, File, OpenOptions};
@@ -7,20 +7,20 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// 16 random digits, which cannot be guessed: two processes of one number (in two containers, say) do not choose the same name.
+/// 16 random hex digits that cannot be guessed: two processes with the same pid (in two containers, say) get different names.
 fn random() -> String {
     format!("{:016x}", std::hash::RandomState::new().build_hasher().finish())
 }
 
-/// Has the file that is made be readable and writable by its owner alone, from its first instant.
+/// Creates the file readable and writable by its owner alone (mode 0600).
 fn private(options: &mut OpenOptions) -> &mut OpenOptions {
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(options, 0o600);
     options
 }
 
-/// Whether `file` may reach `end` bytes. Past the limit of the process (`RLIMIT_FSIZE`) a write would raise `SIGXFSZ`, which ends the
-/// process unless it is handled; so writes ask first.
+/// Checks that `file` may grow to `end` bytes. A write past the process's limit (`RLIMIT_FSIZE`) would raise `SIGXFSZ`, which ends the
+/// process unless it is handled.
 ///
 /// # Errors
 /// [`io::ErrorKind::FileTooLarge`].
@@ -28,7 +28,7 @@ pub(crate) fn room(file: &File, end: u64) -> io::Result<()> {
     #[cfg(unix)]
     {
         let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-        // SAFETY: the call writes `limit` and nothing else, and needs nothing of what it holds.
+        // SAFETY: the call writes `limit`, which is valid, and reads nothing of it.
         let known = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) } == 0;
         #[allow(clippy::unnecessary_cast, reason = "it has 64 bits on most systems, not on all")]
         let past = limit.rlim_cur != libc::RLIM_INFINITY && end > limit.rlim_cur as u64;
@@ -42,7 +42,7 @@ pub(crate) fn room(file: &File, end: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// A private file in `dir` that has no name: from the first instant where the file system makes such files, else once it is open.
+/// A private file in `dir` without a name: created so if the file system supports it, else unlinked once it is open.
 #[cfg(unix)]
 pub(crate) fn nameless(dir: &Path) -> io::Result<File> {
     #[cfg(target_os = "linux")]
@@ -50,7 +50,7 @@ pub(crate) fn nameless(dir: &Path) -> io::Result<File> {
         let mut options = File::options();
         std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_TMPFILE | libc::O_EXCL);
         let opened = private(options.read(true).write(true)).open(dir);
-        // What file systems and kernels say that make none.
+        // Errors of file systems and kernels without such files.
         let none = [libc::EOPNOTSUPP, libc::EISDIR, libc::EINVAL];
         match &opened {
             Err(error) if error.raw_os_error().is_some_and(|code| none.contains(&code)) => {}
@@ -60,7 +60,7 @@ pub(crate) fn nameless(dir: &Path) -> io::Result<File> {
     named(dir)
 }
 
-/// A private file whose name is removed as soon as it is open.
+/// A private file that is unlinked as soon as it is open.
 #[cfg(unix)]
 fn named(dir: &Path) -> io::Result<File> {
     loop {
@@ -76,21 +76,21 @@ fn named(dir: &Path) -> io::Result<File> {
     }
 }
 
-/// Who may read a file that takes another's place.
+/// Permissions of a file that replaces another.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Readers {
-    /// Who could read the one before; who the process lets read new files, if there was none.
+    /// Permissions of the old file; those that the process gives new files if there was none.
     #[cfg(feature = "fit")]
     AsBefore,
-    /// Its owner alone.
+    /// The owner alone.
     Owner,
 }
 
-/// Writes a file in one piece: under a random name beside `path`, synced, and then in place of what was there. What was at `path` stays until
-/// the new file is whole, which `write` makes it. What earlier calls left that were killed is removed.
+/// Replaces a file atomically: `write` writes a file with a random name beside `path`, which is then synced and renamed. The old file stays
+/// at `path` until then. Removes files that killed processes left.
 ///
 /// # Errors
-/// The file system's, and those of `write`; `path` is as it was then, unless it is the directory that could not be synced.
+/// Errors of the file system and of `write`; `path` is then unchanged, unless only the directory could not be synced.
 pub(crate) fn replace<T, E: From<io::Error>>(
     path: &Path,
     readers: Readers,
@@ -102,7 +102,7 @@ pub(crate) fn replace<T, E: From<io::Error>>(
         Some(dir) if dir != Path::new("") => dir,
         _ => Path::new("."),
     };
-    // Leftovers cost room and nothing else: where they cannot be removed, they stay.
+    // Leftover files only take room, so a failure to remove them is ignored.
     let _ = sweep(dir, name.as_encoded_bytes());
     let (before, is_private) = match readers {
         #[cfg(feature = "fit")]
@@ -126,7 +126,7 @@ pub(crate) fn replace<T, E: From<io::Error>>(
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error.into()),
             Ok(file) if held(&file)? => break (part, file),
-            // Another save took it for a leftover, and has removed it or will.
+            // Another save took the file for a leftover, and has removed it or will.
             Ok(_) => {}
         }
     };
@@ -138,12 +138,12 @@ pub(crate) fn replace<T, E: From<io::Error>>(
         Ok(written)
     });
     if written.is_err() {
-        // The first error is what matters; at worst the part stays for the next save to remove.
+        // The first error is returned; if this one fails too, the next save removes the file.
         let _ = fs::remove_file(&part);
         return written;
     }
     match sync_dir(dir) {
-        // A file system that does not know what that is has no more to give.
+        // File systems that cannot sync a directory.
         Err(error) if !matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
             Err(error.into())
         }
@@ -151,11 +151,11 @@ pub(crate) fn replace<T, E: From<io::Error>>(
     }
 }
 
-/// Locks a part that was made, until it is closed, so that no other save takes it for a leftover; `false` if one already has.
+/// Locks a new temporary file until it is closed, so that no other save removes it as a leftover; `false` if one has.
 fn held(file: &File) -> io::Result<bool> {
     match file.try_lock() {
         Err(TryLockError::WouldBlock) => return Ok(false),
-        // Where nothing can be locked, nothing is removed either.
+        // `sweep` removes nothing on file systems without locks.
         Ok(()) | Err(TryLockError::Error(_)) => {}
     }
     #[cfg(unix)]
@@ -165,7 +165,7 @@ fn held(file: &File) -> io::Result<bool> {
     Ok(linked)
 }
 
-/// Has the directory's own entries outlast a loss of power.
+/// Syncs the entries of a directory.
 fn sync_dir(dir: &Path) -> io::Result<()> {
     #[cfg(unix)]
     File::open(dir)?.sync_all()?;
@@ -174,7 +174,7 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes temporary parts of files named `name` that no running save has locked.
+/// Removes temporary files of `name` that no running save has locked.
 fn sweep(dir: &Path, name: &[u8]) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
@@ -192,7 +192,7 @@ fn sweep(dir: &Path, name: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A file that is written from its beginning, and refuses to pass the limit of the process.
+/// A file for sequential writes that returns an error at the process's limit of file sizes.
 #[derive(Debug)]
 pub(crate) struct Private {
     file: File,
@@ -200,10 +200,11 @@ pub(crate) struct Private {
 }
 
 impl Private {
-    /// Makes the file. A file that has the name loses it first, so that who has that open, or could, sees nothing of the new one.
+    /// Creates the file. An existing file of that name is unlinked first, so that a process that has it open, or may open it, does not see
+    /// the new one.
     ///
     /// # Errors
-    /// The file system's; something else than a file that has the name.
+    /// Errors of the file system; `path` is something other than a file.
     pub fn create(path: &Path) -> io::Result<Private> {
         if fs::symlink_metadata(path).is_ok_and(|file| file.is_file()) {
             fs::remove_file(path)?;
@@ -212,10 +213,10 @@ impl Private {
         Ok(Private { file, len: 0 })
     }
 
-    /// Has what was written outlast a loss of power.
+    /// Syncs the file, so that its data survives a loss of power.
     ///
     /// # Errors
-    /// The file system's.
+    /// Errors of the file system.
     pub fn sync(&self) -> io::Result<()> {
         self.file.sync_all()
     }
@@ -239,7 +240,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
 
-    /// The way of file systems without nameless files, which the tests' own may not be.
+    /// Covers file systems without nameless files, which the test's own may support.
     #[test]
     fn a_name_is_gone_once_the_file_is_open() {
         let dir = std::env::temp_dir().join(format!("pikv-files-{}", random()));

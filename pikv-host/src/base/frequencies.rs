@@ -1,17 +1,17 @@
-//! Rotations whose frequencies are scaled, as `rope_scaling` in a model's `config.json` says.
+//! Scaled RoPE frequencies, from `rope_scaling` in a model's `config.json`.
 
 use pikv_core::page::MAX_DIM;
 use std::f64::consts::TAU;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Angles by which pairs of channels turn, and a factor on what is turned: what a model's `rope_scaling` comes to.
+/// Angles by which pairs of channels rotate, and a factor on rotated channels: the result of a model's `rope_scaling`.
 ///
-/// Given to [`CacheConfig::frequencies`](crate::CacheConfig::frequencies) for layers whose keys are stored before their rotation
-/// ([`LayerShape::rope`](pikv_core::plan::LayerShape::rope)). Pair `i` turns by `inverse[i]` radians a position; turned channels of queries
-/// and keys alike are multiplied by `factor`, YaRN's and LongRoPE's attention factor.
+/// For [`CacheConfig::frequencies`](crate::CacheConfig::frequencies), in layers with keys stored before RoPE
+/// ([`LayerShape::rope`](pikv_core::plan::LayerShape::rope)). Pair `i` rotates by `inverse[i]` radians per position; rotated channels of
+/// queries and keys are multiplied by `factor`, the attention factor of YaRN and LongRoPE.
 ///
-/// Formulas are those of the models' own configurations in Hugging Face's transformers, in f64.
+/// The formulas are those of the configurations in Hugging Face's transformers, in f64.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -33,13 +33,13 @@ pub struct Frequencies {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Scaling {
-    /// `linear`: all pairs turn by `1 / factor` of the angle.
+    /// `linear`: all pairs rotate by `1 / factor` of the angle.
     Linear {
         /// `factor`.
         factor: f64,
     },
-    /// `dynamic`: a base that grows with the length. Frequencies are those of sequences of `len` tokens; as keys are stored before their
-    /// rotation, a cache that is built for another `len` reads all of them by its own.
+    /// `dynamic`: a base that grows with the length. The frequencies are those for sequences of `len` tokens. Because keys are stored
+    /// before RoPE, a cache with another `len` applies its own frequencies to all keys.
     Dynamic {
         /// `factor`.
         factor: f64,
@@ -48,7 +48,7 @@ pub enum Scaling {
         /// Tokens of the longest sequence.
         len: u32,
     },
-    /// `llama3`: bands, as Llama 3.1 and later have them.
+    /// `llama3`: frequency bands, in Llama 3.1 and later.
     Llama3 {
         /// `factor`.
         factor: f64,
@@ -59,7 +59,7 @@ pub enum Scaling {
         /// `original_max_position_embeddings`.
         original: u32,
     },
-    /// `yarn` (arXiv 2309.00071), as Qwen, DeepSeek and gpt-oss have it.
+    /// `yarn` (arXiv 2309.00071), in Qwen, DeepSeek and gpt-oss.
     Yarn {
         /// `factor`.
         factor: f64,
@@ -69,29 +69,29 @@ pub enum Scaling {
         fast: f64,
         /// `beta_slow`, usually 1.
         slow: f64,
-        /// `truncate`: whether the ends of the ramp are whole pairs; `true` but for gpt-oss.
+        /// `truncate`: whether the ramp starts and ends at whole pairs; `true` except for gpt-oss.
         truncate: bool,
-        /// `attention_factor`; `None` is `0.1 ln(factor) + 1`. DeepSeek's is the quotient of [`Scaling::mscale`] of `mscale` and
-        /// of `mscale_all_dim`.
+        /// `attention_factor`; `None` is `0.1 ln(factor) + 1`. DeepSeek's is [`Scaling::mscale`] of `mscale` divided by that of
+        /// `mscale_all_dim`.
         attention: Option<f64>,
     },
-    /// `longrope` (arXiv 2402.13753), as Phi has it: a factor for each pair.
+    /// `longrope` (arXiv 2402.13753), in Phi: a factor for each pair.
     LongRope {
-        /// `short_factor`, or `long_factor` for sequences that are longer than `original`.
+        /// `short_factor`, or `long_factor` for sequences longer than `original`.
         factors: Vec<f64>,
-        /// `max_position_embeddings / original_max_position_embeddings`, or `factor` where it is given.
+        /// `max_position_embeddings / original_max_position_embeddings`, or `factor` if it is given.
         factor: f64,
         /// `original_max_position_embeddings`.
         original: u32,
         /// `attention_factor`; `None` is `sqrt(1 + ln(factor) / ln(original))`.
         attention: Option<f64>,
     },
-    /// `proportional`, as Gemma 4's global layers have it: of a head of `rotary_dim` channels a share turns, by angles that are counted
-    /// over all of them; the other pairs stand still.
+    /// `proportional`, in Gemma 4's global layers: only a share of the pairs of a head with `rotary_dim` channels rotates, by the angles of
+    /// RoPE over all of them.
     Proportional {
         /// `partial_rotary_factor`, in 0..=1.
         share: f64,
-        /// `factor`, 1 where there is none.
+        /// `factor`, 1 if it is missing.
         factor: f64,
     },
 }
@@ -103,26 +103,26 @@ impl Scaling {
     }
 }
 
-/// Frequencies that are none.
+/// Invalid frequencies or scaling.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum FrequencyError {
-    /// A number out of range.
+    /// A number is out of range.
     #[error("{name} is {value}; it must be {range}")]
     Value {
-        /// The number.
+        /// Name of the number.
         name: &'static str,
-        /// What it is.
+        /// Value given.
         value: f64,
-        /// What it may be.
+        /// Accepted values.
         range: &'static str,
     },
-    /// Not a number for each pair.
+    /// The number of factors is not that of the pairs.
     #[error("{got} factors for {pairs} pairs of channels; one for each is needed")]
     Count {
         /// Factors given.
         got: usize,
-        /// Pairs.
+        /// Pairs of channels.
         pairs: usize,
     },
 }
@@ -141,10 +141,10 @@ fn positive(name: &'static str, value: f64) -> Result<f64, FrequencyError> {
 }
 
 impl Frequencies {
-    /// Angles a position of each pair, and the factor on turned channels.
+    /// Angles in radians per position for each pair, and the factor on rotated channels.
     ///
     /// # Errors
-    /// An angle that is not in 0..=2 pi, a factor that is not in 2^-10..=2^10.
+    /// [`FrequencyError::Value`] for an angle outside 0..=2 pi, or a factor outside 2^-10..=2^10.
     pub fn new(inverse: &[f64], factor: f64) -> Result<Frequencies, FrequencyError> {
         for angle in inverse {
             within("an angle", *angle, (0.0..=TAU).contains(angle), "in 0..=2 pi")?;
@@ -154,10 +154,10 @@ impl Frequencies {
         Ok(Frequencies { inverse: inverse.into(), factor })
     }
 
-    /// Those of a rotation without scaling: pair `i` of `rotary_dim / 2` turns by `theta^(-2 i / rotary_dim)`.
+    /// RoPE without scaling: pair `i` of `rotary_dim / 2` rotates by `theta^(-2 i / rotary_dim)`.
     ///
     /// # Errors
-    /// A base below 1, more channels than a head can have.
+    /// [`FrequencyError::Value`] for a base below 1, or more than 256 channels.
     pub fn plain(theta: f64, rotary_dim: u32) -> Result<Frequencies, FrequencyError> {
         at_least_1("theta", theta)?;
         within("rotary_dim", f64::from(rotary_dim), rotary_dim <= MAX_DIM, "at most 256")?;
@@ -165,10 +165,10 @@ impl Frequencies {
         Frequencies::new(&inverse, 1.0)
     }
 
-    /// Those of a rotation with the base `theta` (`rope_theta`) over `rotary_dim` channels, scaled.
+    /// RoPE with base `theta` (`rope_theta`) over `rotary_dim` channels, scaled.
     ///
     /// # Errors
-    /// Numbers out of range, or another count of LongRoPE's factors than `rotary_dim / 2`.
+    /// [`FrequencyError::Value`] for a number out of range; [`FrequencyError::Count`] if LongRoPE does not have `rotary_dim / 2` factors.
     pub fn scaled(theta: f64, rotary_dim: u32, scaling: &Scaling) -> Result<Frequencies, FrequencyError> {
         let plain = Frequencies::plain(theta, rotary_dim)?;
         let each = |f: &dyn Fn(usize, f64) -> f64, factor| {
@@ -227,29 +227,29 @@ impl Frequencies {
         }
     }
 
-    /// Radians by which each pair turns a position.
+    /// Radians per position for each pair.
     pub fn inverse(&self) -> &[f64] {
         &self.inverse
     }
 
-    /// What turned channels of queries and keys are multiplied by.
+    /// Factor on rotated channels of queries and keys.
     pub fn factor(&self) -> f64 {
         self.factor
     }
 
-    /// By how much products of turned channels are larger than those before the rotation, and a hair more unless it is 1.
+    /// Factor by which products of rotated channels exceed those before RoPE; rounded up unless it is 1.
     pub(crate) fn stretch(&self) -> f32 {
         let square = (self.factor * self.factor) as f32;
         if self.factor == 1.0 { 1.0 } else { square * (1.0 + f32::EPSILON) }
     }
 }
 
-/// The angle of pair `i` without scaling.
+/// Angle of pair `i` per position without scaling.
 pub(crate) fn turn(theta: f64, rotary_dim: u32, i: u32) -> f64 {
     libm::pow(theta, -2.0 * f64::from(i) / f64::from(rotary_dim))
 }
 
-/// Llama 3.1's bands: slow pairs turn by a part of the angle, fast ones by all of it, those between by something between.
+/// Llama 3.1's bands: slow pairs rotate by `1 / factor` of the angle, fast ones by all of it, those between by an interpolation.
 fn banded(angle: f64, factor: f64, (low, high): (f64, f64), original: f64) -> f64 {
     let wave = TAU / angle;
     if wave > original / low {
@@ -270,7 +270,7 @@ struct Ramp {
 
 impl Ramp {
     fn new(dim: f64, theta: f64, original: f64, (fast, slow): (f64, f64), truncate: bool) -> Ramp {
-        // The pair that turns so many times over the original length.
+        // The pair that rotates this many times over the original length.
         let pair = |turns: f64| dim * libm::log(original / (turns * TAU)) / (2.0 * libm::log(theta));
         let (mut low, mut high) = (pair(fast), pair(slow));
         if truncate {

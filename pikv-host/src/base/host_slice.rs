@@ -1,4 +1,4 @@
-//! Tensors of an engine that lie in the host's memory, in any dtype.
+//! Tensors in host memory, in any dtype.
 
 use crate::base::parallel::Shared;
 use half::slice::HalfFloatSliceExt;
@@ -6,13 +6,13 @@ use half::{bf16, f16};
 use pikv_core::dtype::Dtype;
 use pikv_core::page::MAX_DIM;
 
-/// What the elements of a tensor in the host's memory are: `f32`, or `f16` or `bf16` of the crate `half`, version 2. Calls that take
-/// slices of it ([`Step::append`](crate::Step::append), [`Step::attend`](crate::Step::attend), [`Output::new`](crate::Output::new),
-/// [`LoopStep::route`](crate::closed_loop::LoopStep::route)) take each tensor in a dtype of its own.
+/// Element type of a tensor in host memory: `f32`, or `f16` or `bf16` of the crate `half`, version 2. In calls with such slices
+/// ([`Step::append`](crate::Step::append), [`Step::attend`](crate::Step::attend), [`Output::new`](crate::Output::new),
+/// [`LoopStep::route`](crate::closed_loop::LoopStep::route)) each tensor can have its own type.
 ///
-/// What is read is widened row by row, which is exact, and from there on all is as in f32, to the bit: keys and values go to pages of the
-/// layer's dtypes as they are, and no tensor is copied whole. Results are rounded to nearest even as they are written. Nobody else
-/// implements it.
+/// Inputs are widened to f32 row by row, which is exact, so results have the bits of f32 tensors: keys and values are stored in the
+/// layer's dtypes, and no tensor is copied as a whole. Results are rounded to nearest even when they are written. The trait is
+/// sealed.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -39,14 +39,14 @@ use pikv_core::page::MAX_DIM;
 /// # Ok::<(), pikv::Error>(())
 /// ```
 pub trait Scalar: sealed::Slices {
-    /// The same, as a value.
+    /// The element type as a value.
     const DTYPE: Dtype;
 }
 
 mod sealed {
     use super::{HostSlice, HostSliceMut};
 
-    /// Slices whose dtype is known when the program runs.
+    /// Conversion to slices with a dtype at run time.
     pub trait Slices: Copy + Default + Send + Sync + 'static {
         fn host(of: &[Self]) -> HostSlice<'_>;
         fn host_mut(of: &mut [Self]) -> HostSliceMut<'_>;
@@ -73,7 +73,7 @@ scalar!(f32, F32);
 scalar!(f16, F16);
 scalar!(bf16, Bf16);
 
-/// Elements to be read.
+/// A slice to read.
 #[derive(Clone, Copy, Debug)]
 pub enum HostSlice<'a> {
     F32(&'a [f32]),
@@ -94,7 +94,7 @@ impl<'a> HostSlice<'a> {
         }
     }
 
-    /// The `n` elements from `at` on.
+    /// `n` elements from index `at`.
     pub fn part(self, at: usize, n: usize) -> HostSlice<'a> {
         match self {
             HostSlice::F32(of) => HostSlice::F32(&of[at..][..n]),
@@ -103,7 +103,7 @@ impl<'a> HostSlice<'a> {
         }
     }
 
-    /// Its elements in f32, into as many.
+    /// Writes the elements as f32 to `out`, which has the same length.
     pub fn widen(self, out: &mut [f32]) {
         match self {
             HostSlice::F32(of) => out.copy_from_slice(of),
@@ -112,7 +112,7 @@ impl<'a> HostSlice<'a> {
         }
     }
 
-    /// Its elements in f32: they themselves, or widened into `room`.
+    /// The elements as f32: the slice itself, or a copy in `room`.
     pub fn wide<'r>(self, room: &'r mut Vec<f32>) -> &'r [f32]
     where
         'a: 'r,
@@ -125,14 +125,14 @@ impl<'a> HostSlice<'a> {
         room
     }
 
-    /// Adds its elements to a list.
+    /// Appends the elements as f32 to a list.
     pub fn extend(self, list: &mut Vec<f32>) {
         let from = list.len();
         list.resize(from + self.len(), 0.0);
         self.widen(&mut list[from..]);
     }
 
-    /// The first element that is not finite.
+    /// Index and value of the first element that is not finite.
     pub fn wild(self) -> Option<(usize, f32)> {
         match self {
             HostSlice::F32(of) => of.iter().position(|x| !x.is_finite()).map(|at| (at, of[at])),
@@ -142,7 +142,7 @@ impl<'a> HostSlice<'a> {
     }
 }
 
-/// Elements to be written.
+/// A slice to write.
 #[derive(Debug)]
 pub enum HostSliceMut<'a> {
     F32(&'a mut [f32]),
@@ -171,7 +171,7 @@ impl<'a> HostSliceMut<'a> {
         }
     }
 
-    /// The `n` elements from `at` on.
+    /// `n` elements from index `at`.
     pub fn part(&mut self, at: usize, n: usize) -> HostSliceMut<'_> {
         match self {
             HostSliceMut::F32(of) => HostSliceMut::F32(&mut of[at..][..n]),
@@ -180,7 +180,7 @@ impl<'a> HostSliceMut<'a> {
         }
     }
 
-    /// Writes as many elements, rounded to nearest even; of those the first that its dtype does not hold, which is not finite there.
+    /// Writes all elements, rounded to nearest even. Returns the index and the unrounded value of the first that is not finite as written.
     pub fn write(&mut self, from: &[f32]) -> Option<(usize, f32)> {
         let wild = match self {
             HostSliceMut::F32(of) => {
@@ -199,7 +199,7 @@ impl<'a> HostSliceMut<'a> {
         wild.map(|at| (at, from[at]))
     }
 
-    /// The same for tasks that write disjoint rows.
+    /// The slice for tasks that write disjoint rows.
     pub fn shared(&mut self) -> SharedRows<'_> {
         match self {
             HostSliceMut::F32(of) => SharedRows::F32(Shared::new(of)),
@@ -209,7 +209,7 @@ impl<'a> HostSliceMut<'a> {
     }
 }
 
-/// Rows of at most [`MAX_DIM`] elements that tasks write.
+/// Rows of at most [`MAX_DIM`] elements for concurrent writes.
 pub enum SharedRows<'a> {
     F32(Shared<'a, f32>),
     F16(Shared<'a, f16>),
@@ -217,12 +217,13 @@ pub enum SharedRows<'a> {
 }
 
 impl SharedRows<'_> {
-    /// Has `f` write `n` elements from `at` on, as f32; of those, rounded to nearest even, the first that its dtype does not hold.
+    /// Calls `f` to write `n` elements from index `at` as f32, and rounds them to nearest even. Returns the index and the unrounded value
+    /// of the first that is not finite as written.
     ///
     /// # Safety
-    /// No other task writes these elements meanwhile.
+    /// No other task may access these elements during the call.
     pub unsafe fn write(&self, at: usize, n: usize, f: impl FnOnce(&mut [f32])) -> Option<(usize, f32)> {
-        // SAFETY: by the caller.
+        // SAFETY: the caller's promise.
         let mut to = unsafe {
             match self {
                 SharedRows::F32(of) => HostSliceMut::F32(of.part(at, n)),

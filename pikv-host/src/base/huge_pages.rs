@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 
-/// Bytes from which on a list asks for huge pages: some of them, so that what their ends waste does not matter.
+/// Smallest list, in bytes, that uses huge pages: several of them, so that the partial pages at its ends do not matter.
 const LARGE: usize = 8 << 20;
 
-/// Room for `n` elements in all, on huge pages if it is large: a list of hundreds of megabytes that is gone through costs one entry
-/// of the address cache, and when it is new one fault, each 2 MiB instead of each 4 KiB.
+/// Reserves capacity for `n` elements in all, on huge pages if the list is large: a scan of hundreds of megabytes then takes one TLB
+/// entry, and one page fault in new memory, for each 2 MiB instead of each 4 KiB.
 pub fn reserve<T>(list: &mut Vec<T>, n: usize) {
     if n > list.capacity() {
         list.reserve_exact(n - list.len());
@@ -14,7 +14,7 @@ pub fn reserve<T>(list: &mut Vec<T>, n: usize) {
     }
 }
 
-/// As `list.push_back(item)`.
+/// `list.push_back(item)`, on huge pages if the list is large.
 pub fn push_back<T>(list: &mut VecDeque<T>, item: T) {
     if list.len() == list.capacity() && 2 * list.len() * size_of::<T>() >= LARGE {
         let mut larger = Vec::new();
@@ -25,17 +25,17 @@ pub fn push_back<T>(list: &mut VecDeque<T>, item: T) {
     list.push_back(item);
 }
 
-/// Elements below which a list is not worth giving room back.
+/// Lists with fewer elements are not shrunk.
 pub const FEW: usize = 32;
 
-/// Gives room back if elements are left in a quarter of it or less: half of what stays is free for those that come.
+/// Shrinks the capacity if a quarter of it or less is in use, to twice the length.
 pub fn tighten<T>(list: &mut VecDeque<T>) {
     if list.capacity() >= 2 * FEW && list.len() <= list.capacity() / 4 {
         list.shrink_to(2 * list.len());
     }
 }
 
-/// As `list.resize(n, item)`.
+/// `list.resize(n, item)`, on huge pages if the list is large.
 pub fn resize<T: Clone>(list: &mut Vec<T>, n: usize, item: T) {
     if n > list.capacity() && n * size_of::<T>() >= LARGE {
         reserve(list, n.max(2 * list.capacity()));
@@ -43,7 +43,7 @@ pub fn resize<T: Clone>(list: &mut Vec<T>, n: usize, item: T) {
     list.resize(n, item);
 }
 
-/// A hint: without huge pages everything works, slower.
+/// Asks for huge pages. Only a hint: without them everything works, slower.
 fn advise<T>(list: &Vec<T>) {
     #[cfg(target_os = "linux")]
     {
@@ -51,7 +51,7 @@ fn advise<T>(list: &Vec<T>) {
         let (start, bytes) = (list.as_ptr() as usize, list.capacity() * size_of::<T>());
         let (from, to) = (start.next_multiple_of(HUGE), (start + bytes) / HUGE * HUGE);
         if bytes >= LARGE && from < to {
-            // SAFETY: whole pages within the list's own allocation, of which this changes nothing that can be read.
+            // SAFETY: whole pages within the list's own allocation; the advice changes no content.
             unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
         }
     }

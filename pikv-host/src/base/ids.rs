@@ -6,9 +6,9 @@ use std::fmt;
 /// A run of pages of one head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Place {
-    /// First positions, which no window drops.
+    /// First positions, in every sliding window.
     Sinks,
-    /// Older tokens whose first choice was this expert.
+    /// Tokens outside the ring with this home expert.
     Expert(u16),
     /// Newest tokens, by position.
     Ring,
@@ -27,9 +27,9 @@ impl fmt::Display for Place {
 /// A page of a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageId {
-    /// The run it is in.
+    /// Run of the page.
     pub place: Place,
-    /// Its index in the run; eviction leaves gaps.
+    /// Index in the run; eviction leaves gaps.
     pub ordinal: u32,
 }
 

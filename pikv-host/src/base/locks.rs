@@ -1,7 +1,6 @@
-//! Locks, channels and threads for what several threads change at once.
+//! Locks, channels and threads for state that several threads change.
 //!
-//! With `--cfg pikv_shuttle` they are those of the crate `shuttle`, under which `tests/orders` tries many orders in which threads come to
-//! them.
+//! With `--cfg pikv_shuttle` they are those of the crate `shuttle`, under which `tests/orders` tries many schedules of the threads.
 
 #[cfg(pikv_shuttle)]
 pub use shuttle::{

@@ -1,4 +1,4 @@
-//! Types and helpers that every folder may use, and that import none of them.
+//! Types and helpers for all folders, which import none of them.
 
 pub mod chunks;
 pub mod deque;

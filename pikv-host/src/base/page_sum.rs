@@ -1,7 +1,7 @@
-//! A sum by which a page that comes back is known to be the one that went.
+//! Checksum of a page, to verify a page that is read back from a lower tier or a file.
 
-/// Of the words in order. Each step is a bijection of what came before, so that one word that changed always shows; other changes go
-/// unseen with a chance of about 2^-64. Files of saved sequences have it, so it stays as it is.
+/// Checksum of words in order. Each step is a bijection of its state, so a change of one word always changes the sum; other changes are
+/// missed with a probability of about 2^-64. Files of saved sequences contain the sum, so it must not change.
 pub(crate) fn sum(words: &[u32]) -> u64 {
     const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut lanes = [1, 2, 3, 4].map(|i: u64| i.wrapping_mul(ODD));
@@ -40,7 +40,7 @@ mod tests {
         assert_ne!(sum(&[0; 8]), sum(&[0; 9]));
     }
 
-    /// Files have it.
+    /// Files contain the sum.
     #[test]
     fn a_sum_stays_as_it_is() {
         let words: Vec<u32> = (0..45u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();

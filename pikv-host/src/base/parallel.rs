@@ -1,16 +1,16 @@
-//! Work over several threads, in whatever order.
+//! Work over several threads, in any order.
 
-/// Pages from which on heads are gone through in parallel: fewer take less time than waking a thread.
+/// From this many pages heads are scanned in parallel: fewer take less time than waking a thread.
 pub(crate) const MANY: usize = 2048;
 
-/// A slice that tasks write disjoint parts of.
+/// A slice with disjoint parts that tasks write concurrently.
 pub struct Shared<'a, T = f32> {
     start: *mut T,
     len: usize,
     _slice: std::marker::PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the slice is borrowed mutably for 'a, its elements may go to other threads, and `part` obliges its callers to keep parts apart.
+// SAFETY: the slice is borrowed mutably for 'a, its elements are `Send`, and `part` requires its callers to keep parts disjoint.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
@@ -28,7 +28,7 @@ impl<'a, T> Shared<'a, T> {
     }
 }
 
-/// Calls `f` on every item, in whatever order, and gives the results in the items' order.
+/// Calls `f` on every item, in any order, and returns the results in the items' order.
 pub fn each<I: Sync, O: Send>(items: &[I], f: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
     #[cfg(feature = "rayon")]
     {
@@ -40,7 +40,7 @@ pub fn each<I: Sync, O: Send>(items: &[I], f: impl Fn(&I) -> O + Sync + Send) ->
     items.iter().map(f).collect()
 }
 
-/// Calls `f` on every number below `n`, in whatever order.
+/// Calls `f` on every number below `n`, in any order.
 pub fn each_index(n: usize, f: impl Fn(usize) + Sync + Send) {
     #[cfg(feature = "rayon")]
     {
@@ -52,7 +52,7 @@ pub fn each_index(n: usize, f: impl Fn(usize) + Sync + Send) {
     (0..n).for_each(f);
 }
 
-/// Calls `f` on every item and its index, in whatever order.
+/// Calls `f` on every item and its index, in any order.
 pub fn each_mut<I: Send>(items: &mut [I], f: impl Fn(usize, &mut I) + Sync + Send) {
     #[cfg(feature = "rayon")]
     {
@@ -64,7 +64,7 @@ pub fn each_mut<I: Send>(items: &mut [I], f: impl Fn(usize, &mut I) + Sync + Sen
     items.iter_mut().enumerate().for_each(|(i, item)| f(i, item));
 }
 
-/// Threads of the rayon pool that the caller is in, or of the global one; 1 without the feature `rayon`.
+/// Threads of the caller's rayon pool, or of the global one; 1 without the feature `rayon`.
 pub fn threads() -> usize {
     #[cfg(feature = "rayon")]
     return rayon::current_num_threads();

@@ -1,4 +1,4 @@
-//! Tables of cosines and sines, one for each rotation in use, grown as sequences grow.
+//! RoPE tables of cosines and sines, one for each rotation in use, which grow with the sequences.
 
 use crate::base::error::Error;
 use crate::base::frequencies::{Frequencies, turn};
@@ -10,17 +10,17 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The tables of a cache.
+/// RoPE tables of a cache.
 #[derive(Debug)]
 pub(crate) struct Tables {
     /// One for each rotation.
     tables: Vec<Growing>,
-    /// Of each layer, its table.
+    /// Index of each layer's table.
     of: Vec<Option<usize>>,
 }
 
-/// A table, and the one of twice as many positions that takes its place: it is worked out bit by bit as sequences come to the second half
-/// of the present one, so that no step has to wait for all of it.
+/// A table, and its successor of twice as many positions: positions in the second half of the table compute a share of the successor,
+/// so that no step computes all of it.
 #[derive(Debug)]
 struct Growing {
     turns: Turns,
@@ -28,30 +28,30 @@ struct Growing {
     next: Mutex<Option<Begun>>,
 }
 
-/// A table of which the first `done` positions are there.
+/// A table with its first `done` positions computed.
 struct Begun {
     table: Table,
     done: u32,
 }
 
-/// How pairs of channels turn.
+/// Rotation of pairs of channels.
 #[derive(Clone, Debug, PartialEq)]
 struct Turns {
     rope: Rope,
     scaled: Option<Frequencies>,
 }
 
-/// A table and the positions in it.
+/// Cosines and sines for each pair and position.
 pub(crate) struct Table {
     values: Box<[f32]>,
     capacity: u32,
-    /// Which of the cache's tables it is.
+    /// Index among the cache's tables.
     #[cfg(feature = "cuda")]
     index: usize,
 }
 
 impl Tables {
-    /// Of these layers, with the frequencies of those that have their own.
+    /// Tables for these layers, with the frequencies of layers that have scaled RoPE.
     pub fn new(layers: &[LayerShape], frequencies: &[Option<Frequencies>]) -> Tables {
         let (mut tables, mut of): (Vec<Growing>, _) = (Vec::new(), Vec::new());
         for (rope, scaled) in layers.iter().map(|layer| layer.rope).zip(frequencies) {
@@ -75,11 +75,11 @@ impl Tables {
         Some((index, &self.tables[index]))
     }
 
-    /// Makes the table of a layer's rotation reach position `last`, which is [`Position::MAX`](pikv_core::page::Position::MAX) or below. The
-    /// caller holds so many tokens: this takes [`Tables::bytes_at`], and a time in proportion to the tokens that came.
+    /// Grows the table of a layer to position `last`, at most [`Position::MAX`](pikv_core::page::Position::MAX). For a `last` that the
+    /// caller holds tokens for: memory is bounded by [`Tables::bytes_at`], and time is proportional to the new tokens.
     ///
     /// # Errors
-    /// No memory for it.
+    /// [`Error::OutOfMemory`].
     pub fn grow(&self, layer: usize, last: u32) -> Result<(), Error> {
         match self.table(layer) {
             Some((index, growing)) => growing.reach(last, index),
@@ -87,10 +87,10 @@ impl Tables {
         }
     }
 
-    /// As [`Tables::grow`], for a length that a peer or a file says: a table that would take more than `most` bytes is not made.
+    /// [`Tables::grow`] for a length from a peer or a file: refuses a table of more than `most` bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] with the bytes that it would take.
+    /// [`Error::OutOfMemory`] with the bytes of the table.
     pub fn grow_within(&self, layer: usize, last: u32, most: u64) -> Result<(), Error> {
         let Some((index, growing)) = self.table(layer) else { return Ok(()) };
         let bytes = Tables::bytes_at(&growing.turns.rope, last);
@@ -100,7 +100,7 @@ impl Tables {
         growing.reach(last, index).map_err(|_| Error::OutOfMemory { bytes })
     }
 
-    /// The most bytes that a table takes which reaches position `last`: its own, and those of the next one, which is twice as long.
+    /// Largest number of bytes for a table up to position `last`: its own, and those of its successor, which is twice as long.
     pub fn bytes_at(rope: &Rope, last: u32) -> u64 {
         3 * 4 * u64::from(rope.rotary_dim) * u64::from(capacity(last))
     }
@@ -114,7 +114,7 @@ impl Tables {
         self.tables.iter().map(of).sum()
     }
 
-    /// That of a layer. Without a lock: a reader keeps the table that it found.
+    /// The table of a layer. Takes no lock: a reader keeps the table that it loaded.
     pub fn get(&self, layer: usize) -> Option<Arc<Table>> {
         let (_, growing) = self.table(layer)?;
         Some(growing.table.load_full())
@@ -126,7 +126,7 @@ impl Growing {
         self.next.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As [`Tables::grow`]; it is the cache's `index`th table.
+    /// [`Tables::grow`] for this table; `index` is its index in the cache.
     fn reach(&self, last: u32, index: usize) -> Result<(), Error> {
         let present = self.table.load_full();
         let half = present.capacity / 2;
@@ -135,7 +135,7 @@ impl Growing {
         }
         let mut next = self.next();
         if self.table.load().capacity != present.capacity {
-            // Another step came further meanwhile.
+            // Another step replaced the table meanwhile.
             drop(next);
             return self.reach(last, index);
         }
@@ -145,7 +145,7 @@ impl Growing {
                 none.insert(Begun { table: Table::empty(&self.turns, 2 * present.capacity, index)?, done: 0 })
             }
         };
-        // All of it once the second half is full: four of its positions for each of those.
+        // Four positions for each position of the second half, so that the successor is complete when the table is full.
         let until = (u64::from(last - half) + 1) * 4;
         let until = until.min(u64::from(begun.table.capacity)) as u32;
         if until > begun.done {
@@ -163,22 +163,22 @@ impl Growing {
         self.jump(last, index)
     }
 
-    /// Works out a table that reaches `last` at once.
+    /// Computes a table up to `last` at once.
     fn jump(&self, last: u32, index: usize) -> Result<(), Error> {
         let mut table = Table::empty(&self.turns, capacity(last), index)?;
         table.fill(&self.turns, 0..table.capacity);
         let grown = Arc::new(table);
-        // Another step may have come further meanwhile.
+        // Another step may have stored a longer table meanwhile.
         self.table.rcu(|table| if table.capacity < grown.capacity { &grown } else { table }.clone());
         *self.next() = None;
         Ok(())
     }
 }
 
-/// Positions of a table, at least, once there are tokens.
+/// Fewest positions of a table, after the first token.
 const SMALLEST: u32 = 256;
 
-/// Positions in a table that reaches `last`.
+/// Positions of a table that reaches `last`.
 fn capacity(last: u32) -> u32 {
     (last + 1).next_power_of_two().max(SMALLEST)
 }
@@ -196,7 +196,7 @@ impl fmt::Debug for Begun {
 }
 
 impl Table {
-    /// Position 0 alone: what an empty sequence is asked at.
+    /// The table of position 0 alone, for empty sequences.
     fn first(turns: &Turns, index: usize) -> Table {
         let factor = turns.scaled.as_ref().map_or(1.0, Frequencies::factor) as f32;
         let values = [factor, 0.0].repeat(turns.rope.rotary_dim as usize / 2);
@@ -213,17 +213,17 @@ impl Table {
         }
     }
 
-    /// One whose positions are still to be worked out.
+    /// A table with no position computed.
     fn empty(turns: &Turns, capacity: u32, index: usize) -> Result<Table, Error> {
         let len = turns.rope.rotary_dim as usize / 2 * 2 * capacity as usize;
-        // Memory that the system clears as it is written.
+        // Zeroed memory of the system, cleared at the first write.
         let values = bytemuck::allocation::try_zeroed_slice_box(len);
         let values = values.map_err(|()| Error::OutOfMemory { bytes: 4 * len as u64 })?;
         Ok(Table::of(values, capacity, index))
     }
 
-    /// Works out some positions. Angles in f64, so that they are right at any position; each value is rounded once. libm's functions, not
-    /// std's, whose last bit differs from platform to platform.
+    /// Computes positions. Angles are f64, precise at every position, and each value is rounded once. Uses libm's functions, because the
+    /// last bit of std's differs between platforms.
     fn fill(&mut self, turns: &Turns, positions: Range<u32>) {
         let Turns { rope, scaled } = turns;
         let n = self.capacity as usize;
@@ -282,8 +282,8 @@ mod tests {
         assert!(tables.bytes() <= most);
     }
 
-    /// A table that grows token by token is the one that is worked out at once, and no step has more to work out than its own share and that
-    /// of the one before.
+    /// A table that grows token by token equals one computed at once, and no step computes more than its own share and that of the step
+    /// before.
     #[test]
     fn tables_grow_bit_by_bit() {
         let turns = Turns { rope: Rope::new(100.0, 4), scaled: None };

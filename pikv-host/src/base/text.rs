@@ -1,4 +1,4 @@
-//! Reports as text: numbers with units, and tables of them.
+//! Text of reports: numbers with units, and tables of them.
 
 use std::fmt;
 
@@ -36,7 +36,7 @@ impl fmt::Display for Seconds {
     }
 }
 
-/// A part of a whole: `12.5 %`, or a dash where there is no whole.
+/// A part of a whole: `12.5 %`, or a dash if the whole is 0.
 pub struct Share(pub f64, pub f64);
 
 impl fmt::Display for Share {
@@ -48,7 +48,7 @@ impl fmt::Display for Share {
     }
 }
 
-/// A number below `base` with the first unit, else with one digit after the point and the unit that fits.
+/// A number below `base` with the first unit; a larger one with one decimal and the largest unit that fits.
 fn scaled(f: &mut fmt::Formatter<'_>, number: f64, base: f64, units: &[&str]) -> fmt::Result {
     let (mut number, mut unit) = (number, 0);
     // 1023.95 KiB would print as 1024.0 KiB.
@@ -63,7 +63,7 @@ fn scaled(f: &mut fmt::Formatter<'_>, number: f64, base: f64, units: &[&str]) ->
     }
 }
 
-/// Rows of cells in columns, two blanks apart: the first to the left, the others to the right.
+/// Rows of cells in columns, two blanks apart: the first left-aligned, the others right-aligned.
 #[derive(Default)]
 pub struct Table(Vec<Vec<String>>);
 
@@ -80,7 +80,7 @@ impl Table {
 }
 
 impl fmt::Display for Table {
-    /// Without a line's end after the last row.
+    /// Writes no newline after the last row.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = |column: usize| {
             self.0.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max()

@@ -1,17 +1,17 @@
-//! What counts as a hit.
+//! Configuration of hit counting.
 
-/// What is counted as a hit, for [`CacheConfig::hits`](crate::CacheConfig::hits).
+/// Definition of a hit, for [`CacheConfig::hits`](crate::CacheConfig::hits).
 ///
-/// A row *wants*, of all pages of a KV head that left the ring, those with the highest bounds on its scores
-/// ([`Read::Quest`](crate::attend::options::Read::Quest) reads by the same bounds), whether they are held or not; where rows read the pages of their
-/// experts only, those of its experts. A wanted page that lies in the first tier is a *hit*; a page that lost some of its tokens counts by
-/// the share of them that is held. A wanted page that was evicted, lies in a lower tier or on another rank of a fabric, or is of an expert
-/// that is not fetched, is a *miss*. Both are counted in pages.
+/// Of all pages of a KV head that left the ring, held or not, a row *wants* those with the highest bounds on its scores
+/// ([`Read::Quest`](crate::attend::options::Read::Quest) selects by the same bounds); where rows read the pages of their experts only, it
+/// wants only pages of its experts. A wanted page in the first tier is a *hit*; a page that lost some of its tokens counts by the share of
+/// them that is held. A wanted page is a *miss* if it was evicted, lies in a lower tier or on another rank of a fabric, or belongs to an
+/// expert that is not fetched. Hits and misses are counted in pages.
 ///
-/// A page counts from the time on when none of its tokens can be taken back, looked at every 32 positions. So that pages that were evicted
-/// can be wanted, the extremes of each channel of a page's keys stay when it is evicted: 4 bytes a channel of K, rounded up to 32 channels, which
-/// is 3.1 % of a page in 16 bits. Those of pages that are held are kept too; [`Cache::bytes_at`](crate::Cache::bytes_at) and
-/// [`Usage::ghosts`](crate::report::Usage::ghosts) count them.
+/// A page counts once no rollback can reach its tokens, checked every 32 positions. To rank evicted pages, the cache keeps the least and
+/// largest value of each channel of their keys: 4 bytes a channel of K, rounded up to 32 channels, which is 3.1 % of a page in 16 bits.
+/// It keeps them for held pages too; [`Cache::bytes_at`](crate::Cache::bytes_at) and
+/// [`Usage::ghosts`](crate::report::Usage::ghosts) count the bytes.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -38,11 +38,11 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Hits {
-    /// Pages of each KV head that a row wants, at least 1; 16 by default, which is 512 tokens.
+    /// Pages that a row wants in each KV head, at least 1; 16 by default, which is 512 tokens.
     pub pages: u32,
-    /// Rows at positions that are a multiple of this are looked at, at least 1; 4 by default.
+    /// Only rows at multiples of this position are counted, at least 1; 4 by default.
     pub every: u32,
-    /// Pages of each KV head of a sequence that are known at most, the newest; 4096 by default, which is 131,072 tokens.
+    /// Most pages remembered for each KV head of a sequence, the newest; 4096 by default, which is 131,072 tokens.
     pub known: u32,
 }
 

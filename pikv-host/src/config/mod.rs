@@ -1,4 +1,4 @@
-//! What a cache is made of.
+//! Configuration of a cache.
 
 pub(crate) mod hits;
 pub(crate) mod shape;
@@ -20,9 +20,10 @@ use pikv_lanes::Lanes;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Shape, policy and budget of a [`Cache`](crate::Cache). Checked when the cache is built.
+/// Shape, policies and budget of a [`Cache`](crate::Cache). Building the cache checks it.
 ///
-/// Start with [`CacheConfig::new`] and set what differs from its defaults. A dense model needs none of `experts`, `top_k` and `shards`.
+/// Start with [`CacheConfig::new`] and set the fields that differ from the defaults. A dense model needs none of `experts`, `top_k` and
+/// `shards`.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -47,89 +48,89 @@ use std::sync::Arc;
 pub struct CacheConfig {
     /// The attention layers, in order.
     pub layers: Vec<LayerShape>,
-    /// Newest tokens of each sequence that stay in the ring, in order of position, neither packed nor evicted; 256 by default. At
-    /// least the longest step: then results do not depend on how tokens are cut into steps. A ring costs `ring / 32 + 1` pages for
-    /// each layer, KV head and sequence.
+    /// Newest tokens of each sequence, which stay in the ring in order of position, neither packed nor evicted; 256 by default. Make it at
+    /// least as long as the longest step: then results do not depend on how tokens are split into steps. A ring costs `ring / 32 + 1` pages
+    /// for each layer, KV head and sequence.
     pub ring: u32,
-    /// First positions, filed apart from the experts: seen from every sliding window, and neither dropped when it moves on nor evicted.
-    /// `None` is what the policy of each layer asks for, [`Policy::sinks`](crate::policy::Policy::sinks): 4 for
-    /// [`StreamingLlm`](crate::policy::StreamingLlm), 0 for all others that are here and in layers without a policy.
+    /// First positions of a sequence, kept in pages of their own: every sliding window sees them, and they are never evicted.
+    /// `None` takes the number from the policy of each layer, [`Policy::sinks`](crate::policy::Policy::sinks): 4 for
+    /// [`StreamingLlm`](crate::policy::StreamingLlm), 0 for the other policies of this crate and for layers without one.
     pub sinks: Option<u32>,
-    /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can take back after any step: draft length of speculative
-    /// decoding. At most 1024 where a policy keeps something of tokens or heads; 0 by default.
+    /// Tokens that [`Sequence::rollback`](crate::Sequence::rollback) can take back after any step, such as the draft length of speculative
+    /// decoding; 0 by default. At most 1024 with a policy that keeps state per token or head.
     pub rollback: u32,
-    /// Experts of the model, at most 65,535; 1 by default, for a dense one.
+    /// Experts of the model, at most 65,535; 1 by default, for a dense model.
     pub experts: u32,
-    /// Experts that a token is routed to; 1 by default.
+    /// Experts of each token; 1 by default.
     pub top_k: u32,
-    /// Which shard holds which blocks of pages; one shard by default.
+    /// Assignment of blocks of pages to shards; one shard by default.
     pub shards: ShardMap,
-    /// Bytes of pages that may be in use, over all shards. Pages live in chunks of 2 MiB, one size and one shard to a chunk,
-    /// so what the process holds can be up to a chunk a size and shard more, and after evictions more by what shares a
-    /// chunk with pages that stay. Tables of rotations are apart.
+    /// Bytes of pages that may be in use, over all shards. Pages live in chunks of 2 MiB, and a chunk has one page size and one shard: the
+    /// process can hold up to a chunk more for each size and shard, and after evictions the free pages of chunks that still have pages in
+    /// use. RoPE tables are not counted.
     pub budget: u64,
-    /// Fill pages with NaN when they are taken and given back, to find reads of what was never written; off by default.
+    /// Fill pages with NaN when they are allocated and when they are freed, to find reads of unwritten memory; off by default.
     pub poison: bool,
-    /// Overwrite pages when they are given back, in the budget and in lower tiers, so that nothing of a sequence stays in them once it
-    /// is gone. It costs a write of each page. It does not reach what a call copied on its way (staging buffers, tensors of the
-    /// caller), what a [`Store`](crate::tiers::Store) keeps of what is overwritten, and pages that a process which is killed leaves to
-    /// the system. Pages that could not be overwritten are counted: [`Cache::failures`](crate::Cache::failures).
+    /// Overwrite pages when they are freed, in the budget and in lower tiers, so that no data of a sequence stays in them; off by default.
+    /// It costs a write of each page. It does not cover copies made during a call (staging buffers, tensors of the
+    /// caller), data that a [`Store`](crate::tiers::Store) keeps after an overwrite, and pages of a process that is killed.
+    /// [`Cache::failures`](crate::Cache::failures) counts pages that could not be overwritten.
     pub wipe: bool,
-    /// Keep the extremes of each full page's keys, which [`Read::Quest`](crate::attend::options::Read::Quest) selects by: 8 bytes a channel of K
-    /// and page.
+    /// Keep the least and largest keys of each full page, from which [`Read::Quest`](crate::attend::options::Read::Quest) selects pages: 8
+    /// bytes for each channel of K and page.
     pub bounds: bool,
-    /// What counts as a hit: set, hits are counted from the first token on. `None`, the default, is [`Hits::default`] from the time on when
-    /// a policy, the router of a [`ClosedLoop`](crate::ClosedLoop) or its sink asks for hits, and nothing before.
+    /// Definition of a hit; if set, hits are counted from the first token. With `None`, the default, counting starts, by
+    /// [`Hits::default`], when a policy, the router of a [`ClosedLoop`](crate::ClosedLoop) or its sink asks for hits.
     pub hits: Option<Hits>,
-    /// Lanes (SIMD instructions) to compute with; the fastest of this machine by default. Results do not depend on it.
+    /// SIMD instructions to compute with; the fastest of this machine by default. Results do not depend on them.
     pub lanes: Lanes,
-    /// Where pages lie, and what attends; the CPU by default.
+    /// Where pages lie and attention runs; the CPU by default.
     pub backend: Backend,
-    /// How what left the ring is packed; of two rules for a head, the later holds. Heads without one keep their dtype.
+    /// Codecs of tokens that left the ring; the last rule for a head applies. Heads without a rule keep the dtype of their layer.
     pub codecs: Vec<CodecRule>,
-    /// How packed pages are packed again, and when; of two rules for a head, the one given later holds.
+    /// Second codecs of packed pages; the last rule for a head applies.
     pub ages: Vec<AgeRule>,
-    /// How tokens that left the ring are evicted; of two rules for a layer, the later holds. Layers without one keep all.
+    /// Eviction of tokens that left the ring; the last rule for a layer applies. Layers without a rule keep all tokens.
     pub evictions: Vec<EvictionRule>,
-    /// Frequencies of scaled rotations, of ranges of layers; none by default. Of several for a layer, the last holds.
+    /// Frequencies of scaled RoPE, for ranges of layers; none by default. The last entry for a layer applies.
     pub frequencies: Vec<(Range<usize>, Frequencies)>,
-    /// Where pages go that the budget does not hold; nowhere by default.
+    /// Lower tiers for pages beyond the budget; none by default.
     pub tiers: Tiers,
 }
 
-/// How some layers evict.
+/// Eviction of one layer or all.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct EvictionRule {
-    /// The layer; all of them if `None`.
+    /// Layer; all layers if `None`.
     pub layer: Option<usize>,
-    /// How.
+    /// Policy and budget.
     pub eviction: Eviction,
 }
 
-/// A codec, and the heads that use it.
+/// Codec of one head, one layer or all.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CodecRule {
-    /// The layer; all of them if `None`.
+    /// Layer; all layers if `None`.
     pub layer: Option<usize>,
-    /// The KV head; all of them if `None`.
+    /// KV head; all KV heads if `None`.
     pub kv_head: Option<usize>,
-    /// The codec.
+    /// Codec of tokens that left the ring.
     pub codec: Codec,
 }
 
-/// A second codec, and the heads that use it.
+/// Second codec of one head, one layer or all.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AgeRule {
-    /// The layer; all of them if `None`.
+    /// Layer; all layers if `None`.
     pub layer: Option<usize>,
-    /// The KV head; all of them if `None`.
+    /// KV head; all KV heads if `None`.
     pub kv_head: Option<usize>,
-    /// Tokens that leave the ring between the two.
+    /// Tokens that leave the ring between the first packing and the second.
     pub after: u32,
-    /// The codec.
+    /// Second codec.
     pub codec: Codec,
 }
 
@@ -137,8 +138,8 @@ pub struct AgeRule {
 pub(crate) type HeadCodecs = Arc<[Option<HeadCodec>]>;
 
 impl CacheConfig {
-    /// A cache of `budget` bytes over `layers`: a ring of 256 tokens, sinks as the policies ask, no rollback, one expert, one shard,
-    /// the best lanes of the machine.
+    /// A configuration with `budget` bytes of pages for `layers`: a ring of 256 tokens, sinks of the policies, no rollback, one expert, one
+    /// shard, the fastest lanes of the machine.
     pub fn new(layers: Vec<LayerShape>, budget: u64) -> Self {
         CacheConfig {
             layers,
@@ -163,62 +164,62 @@ impl CacheConfig {
         }
     }
 
-    /// Sets the ring's tokens.
+    /// Sets the tokens of the ring.
     pub fn ring(mut self, tokens: u32) -> Self {
         self.ring = tokens;
         self
     }
 
-    /// Sets the sinks of all layers, whatever their policies; 0 is none.
+    /// Sets the sinks of all layers, whatever their policies ask for; 0 for none.
     pub fn sinks(mut self, tokens: u32) -> Self {
         self.sinks = Some(tokens);
         self
     }
 
-    /// Sets the tokens that can be taken back after any step.
+    /// Sets how many tokens a rollback can take back after any step.
     pub fn rollback(mut self, tokens: u32) -> Self {
         self.rollback = tokens;
         self
     }
 
-    /// Sets the number of the model's experts, and how many of them a token is routed to.
+    /// Sets the number of experts of the model, and of each token.
     pub fn experts(mut self, experts: u32, top_k: u32) -> Self {
         self.experts = experts;
         self.top_k = top_k;
         self
     }
 
-    /// Sets the shard map.
+    /// Sets the assignment of pages to shards.
     pub fn shards(mut self, map: ShardMap) -> Self {
         self.shards = map;
         self
     }
 
-    /// Sets whether pages are poisoned.
+    /// Sets whether allocated and freed pages are filled with NaN.
     pub fn poison(mut self, on: bool) -> Self {
         self.poison = on;
         self
     }
 
-    /// Sets whether pages are overwritten when they are given back.
+    /// Sets whether pages are overwritten when they are freed.
     pub fn wipe(mut self, on: bool) -> Self {
         self.wipe = on;
         self
     }
 
-    /// Sets whether the extremes of keys are kept.
+    /// Sets whether the least and largest keys of each page are kept.
     pub fn bounds(mut self, on: bool) -> Self {
         self.bounds = on;
         self
     }
 
-    /// Has hits counted from the first token on, whoever asks, and sets what counts as one.
+    /// Sets the definition of a hit, and counts hits from the first token.
     pub fn hits(mut self, hits: Hits) -> Self {
         self.hits = Some(hits);
         self
     }
 
-    /// Sets the lanes.
+    /// Sets the SIMD instructions.
     pub fn lanes(mut self, lanes: Lanes) -> Self {
         self.lanes = lanes;
         self
@@ -230,27 +231,27 @@ impl CacheConfig {
         self
     }
 
-    /// Packs what leaves the ring, in every layer and head.
+    /// Packs tokens that leave the ring, in every layer and head.
     pub fn compress(mut self, codec: Codec) -> Self {
         self.codecs.push(CodecRule { layer: None, kv_head: None, codec });
         self
     }
 
-    /// Packs what leaves the ring of one layer.
+    /// Packs tokens that leave the ring of one layer.
     pub fn compress_layer(mut self, layer: usize, codec: Codec) -> Self {
         self.codecs.push(CodecRule { layer: Some(layer), kv_head: None, codec });
         self
     }
 
-    /// Packs what leaves the ring of one KV head of one layer.
+    /// Packs tokens that leave the ring of one KV head of one layer.
     pub fn compress_head(mut self, layer: usize, kv_head: usize, codec: Codec) -> Self {
         self.codecs.push(CodecRule { layer: Some(layer), kv_head: Some(kv_head), codec });
         self
     }
 
-    /// Packs pages again, by `codec`, when `after` more tokens have left the ring than when they were packed first: int8, then int4,
-    /// say. What the first codec left of a page is what the second one packs. A rollback makes pages young again, to the bit:
-    /// what it could ask for is held both ways until then.
+    /// Packs pages a second time, by `codec`, when `after` more tokens have left the ring since the first packing: int8, then int4,
+    /// say. The second codec packs the output of the first. A rollback restores the first form to the bit: pages within its reach
+    /// are held in both forms.
     pub fn age(mut self, after: u32, codec: Codec) -> Self {
         self.ages.push(AgeRule { layer: None, kv_head: None, after, codec });
         self
@@ -280,22 +281,22 @@ impl CacheConfig {
         self
     }
 
-    /// Sets the frequencies of the rotations of some layers, in place of those that [`Rope::theta`](pikv_core::rope::Rope) gives: models
-    /// whose `config.json` has `rope_scaling`. Of several calls for a layer, the last holds. In layers whose keys come rotated nothing
-    /// is turned by them; they tell policies how keys were turned
+    /// Sets the RoPE frequencies of some layers, in place of those that [`Rope::theta`](pikv_core::rope::Rope) gives: for models
+    /// with `rope_scaling` in their `config.json`. The last call for a layer applies. In layers that receive rotated keys the cache
+    /// rotates nothing; the frequencies tell policies how the keys were rotated
     /// ([`ExpectedAttention`](crate::policy::ExpectedAttention)).
     pub fn frequencies(mut self, layers: Range<usize>, frequencies: Frequencies) -> Self {
         self.frequencies.push((layers, frequencies));
         self
     }
 
-    /// Sets the tiers beneath the budget.
+    /// Sets the tiers below the budget.
     pub fn tiers(mut self, tiers: Tiers) -> Self {
         self.tiers = tiers;
         self
     }
 
-    /// The rule that holds for a layer.
+    /// The eviction rule of a layer.
     fn eviction_of(&self, layer: usize) -> Option<&EvictionRule> {
         self.evictions.iter().rev().find(|rule| rule.layer.is_none_or(|of| of == layer))
     }
@@ -306,10 +307,10 @@ impl CacheConfig {
         self.sinks.unwrap_or_else(asked)
     }
 
-    /// The rule of each layer.
+    /// The eviction rule of each layer.
     ///
     /// # Errors
-    /// A rule for a layer that is not there, or a budget that does not fit its layer.
+    /// [`ConfigError::PolicyLayer`] for a rule of a missing layer; errors of [`Rule::new`], such as a budget that does not fit the layer.
     pub(crate) fn rules(
         &self,
         frequencies: &[Option<Frequencies>],
@@ -328,7 +329,7 @@ impl CacheConfig {
         self.layers.iter().enumerate().map(rule).collect()
     }
 
-    /// The frequencies of layers that have their own.
+    /// Frequencies of each layer with scaled RoPE, `None` for the others.
     pub(crate) fn layers_frequencies(&self) -> Result<Vec<Option<Frequencies>>, ConfigError> {
         let mut of: Vec<Option<Frequencies>> = vec![None; self.layers.len()];
         for (layers, frequencies) in &self.frequencies {
@@ -357,7 +358,7 @@ impl CacheConfig {
     /// The codecs of every head.
     ///
     /// # Errors
-    /// A rule for a layer or head that is not there, or a map of another width than its head's.
+    /// [`ConfigError::CodecRule`] for a missing layer or head; errors of [`HeadCodec::new`], such as a map of another width than the head.
     pub(crate) fn head_codecs(&self) -> Result<Vec<HeadCodecs>, ConfigError> {
         let rules = self.codecs.iter().map(|rule| (&rule.layer, &rule.kv_head));
         for (layer, kv_head) in rules.chain(self.ages.iter().map(|rule| (&rule.layer, &rule.kv_head))) {
@@ -403,7 +404,7 @@ impl CacheConfig {
         Ok(codecs)
     }
 
-    /// A head's codec with the second one of `rule`.
+    /// A head's codec, with the second codec of `rule`.
     fn aged(
         &self,
         layer: usize,
@@ -434,10 +435,10 @@ impl CacheConfig {
             .ok_or(ConfigError::Ring { ring: self.ring, rollback: self.rollback })
     }
 
-    /// The rules by which sequences take pages in each layer; the planner's and the allocator's.
+    /// How sequences take pages in each layer, for the planner and the allocator.
     ///
     /// # Errors
-    /// An invalid configuration.
+    /// The first invalid value, such as [`ConfigError::NoLayers`], [`ConfigError::Ring`] or [`ConfigError::Budget`].
     pub fn stores(&self) -> Result<Vec<StoreShape>, ConfigError> {
         if self.layers.is_empty() {
             return Err(ConfigError::NoLayers);

@@ -1,4 +1,4 @@
-//! A configuration that was checked, and what follows from it: it stays as it is as long as the cache.
+//! A checked configuration and the values derived from it, fixed for the life of a cache.
 
 use crate::base::error::{ConfigError, Error};
 use crate::base::frequencies::Frequencies;
@@ -11,30 +11,30 @@ use pikv_core::plan::{LayerShape, StoreShape};
 use pikv_core::ring::Ring;
 use std::sync::Arc;
 
-/// The shape of a cache: its configuration, and what each layer makes of it.
+/// Shape of a cache: its configuration, and the values of each layer that follow from it.
 #[derive(Debug)]
 pub(crate) struct CacheShape {
     pub config: CacheConfig,
     pub store: Common,
-    /// Of every layer.
+    /// By layer.
     pub stores: Vec<StoreShape>,
-    /// Of every layer.
+    /// By layer.
     pub codecs: Vec<HeadCodecs>,
-    /// How each layer evicts.
+    /// Eviction of each layer.
     pub rules: Vec<Option<Arc<Rule>>>,
-    /// Of layers whose rotations are scaled.
+    /// By layer; `None` without scaled RoPE.
     pub frequencies: Vec<Option<Frequencies>>,
-    /// Whether full pages lie on the ranks of a fabric, so that the pages that are here have one arena.
+    /// Whether full pages lie on the ranks of a fabric; the pages of this process then have one arena.
     apart: bool,
 }
 
-/// What all layers file pages by.
+/// Values that all layers share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Common {
     pub ring: Ring,
 }
 
-/// Of each layer, the KV heads of the layers before it.
+/// For each layer, the number of KV heads in the layers before it.
 pub(crate) fn first_heads(layers: &[LayerShape]) -> impl Iterator<Item = u32> + '_ {
     layers.iter().scan(0, |sum, layer| {
         let first = *sum;
@@ -44,10 +44,10 @@ pub(crate) fn first_heads(layers: &[LayerShape]) -> impl Iterator<Item = u32> + 
 }
 
 impl CacheShape {
-    /// Checks a configuration; `apart` says whether its full pages lie on the ranks of a fabric.
+    /// Checks a configuration; `apart` says whether full pages lie on the ranks of a fabric.
     ///
     /// # Errors
-    /// An invalid configuration.
+    /// As [`CacheConfig::stores`], and invalid codecs, frequencies and eviction rules.
     pub fn new(config: CacheConfig, apart: bool) -> Result<CacheShape, ConfigError> {
         let stores = config.stores()?;
         let store = Common { ring: config.common_ring()? };
@@ -61,27 +61,27 @@ impl CacheShape {
         self.config.layers.get(layer).ok_or(Error::Layer { layer, layers: self.config.layers.len() })
     }
 
-    /// The layout of packed pages of each KV head of a layer that exists.
+    /// Layout of packed pages of each KV head of an existing layer.
     pub fn packed(&self, layer: usize) -> impl Iterator<Item = Option<&Packed>> {
         self.codecs[layer].iter().map(|codec| codec.as_ref().map(|codec| &codec.packed))
     }
 
-    /// Rows of a step at `first` know pages whose tokens all lie before this: they can no longer be taken back, and the tile of 32 positions
-    /// that each lies in is full.
+    /// Rows of a step at `first` count pages (as hits or misses) whose tokens all lie before this position: no rollback reaches them, and
+    /// their tile of 32 positions is full.
     pub fn known_before(&self, first: u32) -> u32 {
         let kept = self.store.ring.kept_from(first);
         kept - kept % PAGE
     }
 
-    /// Whether a layer evicts.
+    /// Whether any layer evicts.
     pub fn evicts(&self) -> bool {
         self.rules.iter().any(Option::is_some)
     }
 
-    /// Whether a sequence may hold so many tokens in a head by a budget of its own.
+    /// Checks that a sequence can have a budget of `tokens` for each head.
     ///
     /// # Errors
-    /// [`Error::SequenceBudget`] if that could not act.
+    /// [`Error::SequenceBudget`] if it is 0, no layer evicts, or every head already has a budget as low.
     pub fn check_budget(&self, tokens: u32) -> Result<(), Error> {
         let refused = |why| Err(Error::SequenceBudget { tokens, why });
         if tokens == 0 {
@@ -101,10 +101,10 @@ impl CacheShape {
         refused("the configuration lets no head hold more; give less than its budget")
     }
 
-    /// The shard of a page of a KV head, `head` counted on over the layers. All follow the map, a block of pages together.
+    /// Shard of a page of a KV head, `head` counted over all layers. The pages of a block share a shard.
     pub fn shard_of(&self, place: Place, ordinal: u32, head: u32) -> u32 {
         if self.apart {
-            // What is here has one arena.
+            // The pages of this process have one arena.
             return 0;
         }
         let (map, block) = (&self.config.shards, u64::from(block_of(ordinal)));

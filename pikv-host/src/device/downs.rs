@@ -1,11 +1,11 @@
-//! Words on their way down from the device, that the host waits for later.
+//! Copies from the device to the host that the host waits for later.
 
 use super::stream::{Moment, Stream};
 use crate::base::error::Error;
 use crate::device::memory::{Memory, Pinned};
 use std::sync::{Mutex, PoisonError};
 
-/// Words on their way down to pinned memory.
+/// A copy to pinned memory.
 #[derive(Debug)]
 pub struct Down {
     host: Pinned,
@@ -15,13 +15,13 @@ pub struct Down {
 }
 
 impl Down {
-    /// Once it has passed.
+    /// The words. Wait for `done` first.
     pub fn words(&self) -> &[u32] {
         &self.host.words()[..self.words]
     }
 }
 
-/// What may be used again.
+/// Buffers for reuse.
 #[derive(Debug, Default)]
 pub struct Downs {
     spare: Mutex<Vec<Down>>,
@@ -29,7 +29,7 @@ pub struct Downs {
 }
 
 impl Downs {
-    /// Starts to bring bytes down from several places, one after the other, each in words of its own.
+    /// Starts copies of bytes from several places; each starts at a word of the result.
     pub fn bring(&self, stream: &Stream, places: &[(u64, usize)]) -> Result<Down, Error> {
         let all = places.iter().map(|(_, bytes)| bytes.div_ceil(4)).sum();
         let taken = {
@@ -58,10 +58,10 @@ impl Downs {
 
 impl Down {
     fn bring(&mut self, stream: &Stream, places: &[(u64, usize)], all: usize) -> Result<(), Error> {
-        // Nobody waited for what was not wanted in the end.
+        // A copy whose result was not needed may still run.
         self.done.wait()?;
         let to = &mut self.host.reserve(all)?[..all];
-        // SAFETY: as long as all places, and nobody reads or writes there before `done`.
+        // SAFETY: `to` has the length of all places, and is not accessed before `done`.
         unsafe { stream.down(places.iter().copied(), to)? };
         self.words = all;
         Ok(self.done.record(stream)?)

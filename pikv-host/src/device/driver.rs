@@ -1,10 +1,10 @@
-//! What the driver answers, as errors of pikv.
+//! Results of the driver as errors of pikv.
 
 use crate::base::error::{CudaError, Error};
 use cust::error::CudaError as Answer;
 use cust::sys;
 
-/// cust's error with the call that it answers.
+/// Error of a call.
 pub fn failure(call: &'static str, error: Answer) -> CudaError {
     CudaError::Driver { call, code: error as u32, name: format!("{error:?}") }
 }
@@ -13,7 +13,7 @@ pub fn answer<T>(call: &'static str, result: Result<T, Answer>) -> Result<T, Cud
     result.map_err(|error| failure(call, error))
 }
 
-/// Memory that was asked for; that there is none has an error of its own.
+/// Result of an allocation; [`Error::OutOfMemory`] if there is no memory.
 pub fn granted<T>(call: &'static str, bytes: u64, result: Result<T, Answer>) -> Result<T, Error> {
     result.map_err(|error| match error {
         Answer::OutOfMemory => Error::OutOfMemory { bytes },
@@ -21,7 +21,7 @@ pub fn granted<T>(call: &'static str, bytes: u64, result: Result<T, Answer>) -> 
     })
 }
 
-/// As [`answer`] for calls that cust leaves bare.
+/// [`answer`] for calls without a wrapper in cust.
 pub fn bare(call: &'static str, code: sys::cudaError_enum) -> Result<(), CudaError> {
     match code {
         sys::cudaError_enum::CUDA_SUCCESS => Ok(()),

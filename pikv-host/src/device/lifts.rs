@@ -1,30 +1,30 @@
-//! Memory in which pages come up to the device, on a stream of their own, and which is used again.
+//! Reused device buffers for pages from lower tiers, and the stream of their copies.
 
 use super::stream::{Moment, Stream};
 use crate::base::error::CudaError;
 use crate::device::memory::{Memory, Pinned};
 use std::sync::Mutex;
 
-/// The stream, and what was brought up in and may be used again.
+/// The stream, and buffers for reuse.
 #[derive(Debug)]
 pub struct Lifts {
     pub spare: Mutex<Vec<Lift>>,
     pub stream: Stream,
 }
 
-/// A batch of pages in memory of the device, and in the pinned memory that they come from.
+/// Buffers of a batch of pages: device memory, and the pinned memory that it is copied from.
 #[derive(Debug)]
 pub struct Lift {
     pub host: Pinned,
     pub memory: Memory,
     /// After the copy.
     pub done: Moment,
-    /// After what read it last, on the device's own stream.
+    /// After the last kernel that reads the buffer, on the device's main stream.
     pub read: Option<Moment>,
 }
 
 impl Lift {
-    /// Whether nothing reads it any more, so that it need not be waited for.
+    /// Whether no kernel reads the buffer any more, so that reuse needs no wait.
     pub fn is_over(&self) -> bool {
         self.read.as_ref().is_none_or(|read| read.passed().is_ok_and(|passed| passed))
     }

@@ -5,7 +5,7 @@ use super::stream::Stream;
 use crate::base::error::Error;
 use cust::memory::{DevicePointer, LockedBuffer, cuda_free, cuda_malloc};
 
-/// Device memory, given back on drop. The context must be current.
+/// Device memory, freed on drop. The context must be current.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     address: u64,
@@ -14,7 +14,7 @@ pub(crate) struct Memory {
 
 impl Memory {
     pub fn new(bytes: u64) -> Result<Memory, Error> {
-        // SAFETY: given back on drop; nobody reads what was not written.
+        // SAFETY: freed on drop; nothing reads bytes that were not written.
         let address = granted("cuMemAlloc", bytes, unsafe { cuda_malloc::<u8>(bytes as usize) })?;
         Ok(Memory { address: address.as_raw(), bytes })
     }
@@ -27,10 +27,10 @@ impl Memory {
         self.bytes
     }
 
-    /// Makes room for `bytes` bytes; what was there is gone.
+    /// Makes room for `bytes` bytes; a larger buffer does not keep the old content.
     pub fn reserve(&mut self, bytes: u64, stream: &Stream) -> Result<u64, Error> {
         if self.bytes < bytes {
-            // Work under way still reads the old one.
+            // Work in flight may still read the old buffer.
             stream.synchronize()?;
             *self = Memory::default();
             *self = Memory::new(bytes.next_power_of_two())?;
@@ -42,7 +42,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: from `cuda_malloc`, once. A lost device refuses, and has lost the memory with everything else.
+            // SAFETY: from `cuda_malloc`, freed once. A lost device returns an error, and has lost the memory anyway.
             let _ = unsafe { cuda_free(DevicePointer::<u8>::from_raw(self.address)) };
         }
     }
@@ -53,7 +53,7 @@ impl Drop for Memory {
 pub struct Pinned(Option<LockedBuffer<u32>>);
 
 impl Pinned {
-    /// At least `words` words; nothing may be copied to or from them.
+    /// At least `words` words. No copy from or to them may be in flight.
     pub fn reserve(&mut self, words: usize) -> Result<&mut [u32], Error> {
         if self.0.as_ref().is_none_or(|buffer| buffer.len() < words) {
             self.0 = None;
@@ -64,12 +64,12 @@ impl Pinned {
         Ok(self.0.as_deref_mut().unwrap_or_default())
     }
 
-    /// All of them.
+    /// All words.
     pub fn words(&self) -> &[u32] {
         self.0.as_deref().unwrap_or_default()
     }
 
-    /// How many there are.
+    /// Number of words.
     pub fn room(&self) -> usize {
         self.words().len()
     }

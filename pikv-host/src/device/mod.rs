@@ -1,8 +1,8 @@
-//! The CUDA back end: of each device its primary context, the kernels, and the memory that they work in.
+//! The CUDA back end: for each device its primary context, the kernels, and their memory.
 //!
-//! Whatever a cache asks for is put on the one stream, in order, but that pages of lower tiers come up on another; the host waits
-//! only where it is given results. Lists that kernels read go up through a ring of pinned memory, guarded by events. Buffers only
-//! grow, so that steps of a size that was seen before allocate nothing.
+//! All work of a cache is enqueued on one stream, in order, except copies of pages from lower tiers, which have a stream of their own. The
+//! host waits only for results that it reads. Uploads use a ring of pinned memory, guarded by events. Buffers only
+//! grow, so a step of a size that was seen before allocates nothing.
 
 pub mod downs;
 pub mod driver;
@@ -30,17 +30,17 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Threads of a block of a launch: whole warps.
+/// Threads of a block: whole warps.
 const THREADS: u32 = 32 * pikv_kernels::WARPS as u32;
 
-/// The kernels.
+/// Handles of all kernels.
 #[derive(Debug)]
 pub struct Kernels {
     pub append: Kernel,
     pub copy_tokens: Kernel,
     /// For 1, 2, 4 and 8 rows.
     pub attend: [Kernel; 4],
-    /// For 1, 2 and 4 rows; the second where keys are turned as they are read.
+    /// For 1, 2 and 4 rows; `attend_rebuilt` rotates keys when it reads them.
     pub attend_packed: [Kernel; 3],
     pub attend_rebuilt: [Kernel; 3],
     /// For single rows.
@@ -49,7 +49,7 @@ pub struct Kernels {
     pub gather_queries: Kernel,
     pub fold_queries: Kernel,
     pub finish_in_place: Kernel,
-    /// The same of tensors in 16 bits.
+    /// The same for tensors with 16-bit elements.
     pub append_halves: Kernel,
     pub gather_halves: Kernel,
     pub fold_halves: Kernel,
@@ -68,12 +68,12 @@ pub struct Kernels {
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel(sys::CUfunction);
 
-// SAFETY: a handle on a function of a module, which any thread may launch.
+// SAFETY: a handle of a function in a module, which any thread may launch.
 unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// A device with what pikv holds of it. Fields are given back in their order.
+/// A device and the driver's objects on it, dropped in the order of the fields.
 pub(crate) struct Device {
     work: Mutex<Work>,
     pub lifts: Lifts,
@@ -93,7 +93,7 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
-    /// The devices that the driver has; one at least.
+    /// Number of devices of the driver, at least 1.
     pub fn count() -> Result<u32, CudaError> {
         pikv_cuda_lazy::open().map_err(|reason| CudaError::NoLibrary {
             name: pikv_cuda_lazy::name().to_string_lossy().into_owned(),
@@ -110,21 +110,21 @@ impl Device {
         if devices == 0 { Err(CudaError::NoDevice) } else { Ok(devices) }
     }
 
-    /// Puts work on a stream of its own.
+    /// Opens a device with a stream of its own.
     pub fn open(ordinal: u32) -> Result<Device, CudaError> {
         Device::with(ordinal, Stream::new)
     }
 
-    /// Puts work on somebody else's stream.
+    /// Opens a device with the caller's stream.
     ///
     /// # Safety
-    /// It is a stream of the device's primary context, or null, and outlives the device.
+    /// `stream` is a stream of the device's primary context, or null, and outlives the device.
     pub unsafe fn open_on(ordinal: u32, stream: *mut c_void) -> Result<Device, CudaError> {
         // SAFETY: the caller's promise.
         Device::with(ordinal, || Ok(unsafe { Stream::of(stream) }))
     }
 
-    /// The stream that work is put on.
+    /// The stream of all work.
     pub fn stream(&self) -> *mut c_void {
         self.stream.handle().cast()
     }
@@ -183,19 +183,19 @@ impl Device {
         Ok(Device { work, lifts, downs, kernels, _module: module, stream, context, name, ordinal })
     }
 
-    /// Makes the device's context that of the calling thread.
+    /// Makes the device's context current on the calling thread.
     pub fn enter(&self) -> Result<(), CudaError> {
         answer("cuCtxSetCurrent", CurrentContext::set_current(&self.context))
     }
 
-    /// The right to put work on the stream.
+    /// Locks the buffers for work on the stream.
     pub fn work(&self) -> Result<MutexGuard<'_, Work>, CudaError> {
         self.enter()?;
-        // A thread that panicked left at most a buffer whose content nobody reads again.
+        // A thread that panicked leaves at most a buffer whose content nothing reads.
         Ok(self.work.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Memory for pages, whose content is undefined.
+    /// Allocates memory for pages; its content is undefined.
     pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<PageMemory, Error> {
         self.enter()?;
         Ok(PageMemory { memory: Memory::new(bytes)?, device: self.clone() })
@@ -204,7 +204,7 @@ impl Device {
     /// Fills `words` words from `address` on.
     pub fn fill(&self, address: u64, word: u32, words: u32) -> Result<(), CudaError> {
         self.enter()?;
-        // SAFETY: page memory and its extent, which the caller holds; a fill has no other requirement.
+        // SAFETY: memory that the caller holds, with its length; a fill needs nothing else.
         let code = unsafe { sys::cuMemsetD32Async(address, word, words as usize, self.stream.handle()) };
         bare("cuMemsetD32Async", code)
     }
@@ -214,13 +214,13 @@ impl Device {
         self.work()?.write(&self.stream, &[(address, words)])
     }
 
-    /// What lies at `address`, once all that was asked for is done.
+    /// Waits for all work, and reads words from `address` on.
     pub fn read(&self, address: u64, words: u32) -> Result<Vec<u32>, Error> {
         let mut work = self.work()?;
         work.fetch(&self.stream, address, words as usize, |words| words.to_vec())
     }
 
-    /// As [`Device::read`] of several places, one after the other, given to `f`; of none it waits for nothing.
+    /// [`Device::read`] from several places; `f` gets their words in order. Without places it does not wait, and does not call `f`.
     pub fn read_all(&self, places: &[(u64, usize)], f: impl FnOnce(&[u32])) -> Result<(), Error> {
         if places.is_empty() {
             return Ok(());
@@ -231,7 +231,7 @@ impl Device {
     /// Launches a kernel over `warps` warps.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, and what it is promised holds.
+    /// `arguments` point to the kernel's parameters, and the kernel's own requirements hold.
     pub unsafe fn launch(
         &self,
         kernel: Kernel,
@@ -261,7 +261,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // What follows gives everything back, once nothing is copied there any more; a device that is lost has nothing more to give.
+        // The fields are freed next, so no copy may still use them; a lost device has nothing to free.
         let _ = self.enter();
         let _ = self.stream.synchronize();
     }
@@ -282,7 +282,7 @@ impl PageMemory {
 
 impl Drop for PageMemory {
     fn drop(&mut self) {
-        // The memory itself is given back next.
+        // The memory is freed next, which needs the context.
         let _ = self.device.enter();
     }
 }

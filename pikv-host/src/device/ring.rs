@@ -1,4 +1,4 @@
-//! The way up: pinned memory of the host that lists go through, round and round, and the memory of the device where they lie.
+//! Uploads to the device, through a ring of pinned memory on the host and one of device memory.
 
 use crate::base::error::CudaError;
 use crate::base::error::Error;
@@ -7,23 +7,23 @@ use crate::device::memory::{Memory, Pinned};
 use crate::device::stream::{Moment, Stream};
 use std::collections::VecDeque;
 
-/// Bytes that a section of an upload is aligned to.
+/// Alignment of a section of an upload, in bytes.
 const ALIGN: usize = 16;
-/// Uploads of the largest size seen that the ring has room for.
+/// Number of uploads of the largest size seen that fit in the ring.
 const UPLOADS: usize = 64;
-/// Words that it takes at least, 64 KiB, and for that at most, 64 MiB. For a single upload there is room twice.
+/// Words of the ring: at least 64 KiB; at most 64 MiB, unless a larger upload needs room for two.
 const LEAST: usize = 16 << 10;
 const MOST: usize = 16 << 20;
 
-/// A list.
+/// A list of an upload.
 #[derive(Clone, Copy)]
 enum Section<'a> {
     Bytes(&'a [u8]),
-    /// Sent in f32.
+    /// Sent as f32.
     Wide(HostSlice<'a>),
 }
 
-/// Lists that are sent together.
+/// Lists that are uploaded together.
 pub struct Upload<'a> {
     sections: Vec<Section<'a>>,
     words: usize,
@@ -34,13 +34,13 @@ impl<'a> Upload<'a> {
         Upload { sections: Vec::new(), words: 0 }
     }
 
-    /// Adds a list; where it will lie, from the start of all.
+    /// Adds a list; returns its offset in bytes.
     pub fn add<T: bytemuck::NoUninit>(&mut self, list: &'a [T]) -> u64 {
         let bytes: &[u8] = bytemuck::cast_slice(list);
         self.push(Section::Bytes(bytes), bytes.len())
     }
 
-    /// Adds elements in f32; where they will lie, from the start of all.
+    /// Adds elements as f32; returns their offset in bytes.
     pub fn add_wide(&mut self, list: HostSlice<'a>) -> u64 {
         self.push(Section::Wide(list), 4 * list.len())
     }
@@ -53,7 +53,8 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// What is written once is copied by the stream later; until then nobody writes there. Places are counted on and on, in words.
+/// Uploads in flight: the stream copies words of `host` later, and until then they are not written. Offsets in words count on over all
+/// rounds.
 #[derive(Debug, Default)]
 pub struct Ring {
     host: Pinned,
@@ -61,13 +62,13 @@ pub struct Ring {
     /// Words, a power of two.
     room: usize,
     next: usize,
-    /// Copies that may be under way, in the order of the stream: where each begins, and the moment after it.
+    /// Copies in flight, in the order of the stream: first word, and the event after the copy.
     sent: VecDeque<(usize, Moment)>,
     spare: Vec<Moment>,
 }
 
 impl Ring {
-    /// So many words that nothing is copied from; where they begin. Waits where the copies before the last round are still under way.
+    /// Allocates words that no copy reads; returns the first. Waits only if copies of the last round still read them.
     fn take(&mut self, words: usize, stream: &Stream) -> Result<usize, Error> {
         let words = words.next_multiple_of(ALIGN / 4);
         let wanted = (words * UPLOADS).clamp(LEAST, MOST).max(2 * words).next_power_of_two();
@@ -79,7 +80,7 @@ impl Ring {
             self.host.reserve(wanted)?;
             self.room = wanted;
         }
-        // What has passed is taken away as fast as it comes.
+        // Retires two copies for each new one, so the list stays short.
         for _ in 0..2 {
             if let Some((_, moment)) = self.sent.front()
                 && moment.passed()?
@@ -99,13 +100,13 @@ impl Ring {
         Ok(first)
     }
 
-    /// Words from a place on.
+    /// Words from `first` on.
     fn words(&mut self, first: usize, words: usize) -> Result<&mut [u32], Error> {
         let at = first % self.room;
         Ok(&mut self.host.reserve(self.room)?[at..at + words])
     }
 
-    /// Guards what was copied from a place on.
+    /// Records an event after the copies from `first` on.
     fn guard(&mut self, first: usize, stream: &Stream) -> Result<(), CudaError> {
         let moment = self.spare.pop().map_or_else(Moment::new, Ok)?;
         moment.record(stream)?;
@@ -113,7 +114,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Writes words to where they belong.
+    /// Copies words to their addresses.
     pub fn write(&mut self, stream: &Stream, targets: &[(u64, &[u32])]) -> Result<(), Error> {
         let all = targets.iter().map(|(_, words)| words.len()).sum();
         let first = self.take(all, stream)?;
@@ -122,13 +123,13 @@ impl Ring {
             let (host, after) = rest.split_at_mut(words.len());
             host.copy_from_slice(words);
             rest = after;
-            // SAFETY: as long as the words, by the caller; the pinned words are not touched again before they are copied.
+            // SAFETY: the caller's targets have the length of the words; the pinned words are not written again before they are copied.
             unsafe { stream.up(*to, host)? };
         }
         Ok(self.guard(first, stream)?)
     }
 
-    /// Sends lists up; the address of the first.
+    /// Uploads lists; returns the address of the first.
     pub fn send(&mut self, stream: &Stream, upload: &Upload<'_>) -> Result<u64, Error> {
         let words = upload.words.max(1);
         let first = self.take(words, stream)?;
@@ -149,8 +150,8 @@ impl Ring {
             }
             rest = after;
         }
-        // SAFETY: both are that long; the pinned words are not touched again before they are copied, and kernels that read what lies
-        // in the device's are before the copy in the stream.
+        // SAFETY: both have `words` words. The pinned words are not written again before they are copied, and kernels that read the old
+        // content of the device's words come before the copy in the stream.
         unsafe { stream.up(to, host)? };
         self.guard(first, stream)?;
         Ok(to)

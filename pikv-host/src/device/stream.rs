@@ -1,5 +1,4 @@
-//! Streams and events, as handles of the driver: cust has no form for a stream that somebody else made, and its events are consumed
-//! by the stream that waits for them.
+//! Streams and events as raw handles of the driver: cust cannot wrap a foreign stream, and its `wait_event` consumes the event.
 
 use crate::base::error::CudaError;
 use crate::device::driver::bare;
@@ -7,33 +6,33 @@ use cust::sys;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-/// A stream: one of its own, or somebody else's.
+/// A stream: its own, or the caller's.
 #[derive(Debug)]
 pub struct Stream {
     handle: sys::CUstream,
     own: bool,
 }
 
-// SAFETY: a handle, which the driver takes from any thread.
+// SAFETY: a handle that the driver accepts from any thread.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new one, which does not wait for the default stream.
+    /// Creates a stream that does not synchronize with the default stream.
     pub fn new() -> Result<Stream, CudaError> {
         let mut handle = null_mut();
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: a place for a handle.
+        // SAFETY: `handle` is valid for the write.
         let code = unsafe { sys::cuStreamCreateWithPriority(&mut handle, flags, 0) };
         bare("cuStreamCreateWithPriority", code)?;
         Ok(Stream { handle, own: true })
     }
 
-    /// Somebody else's.
+    /// Wraps the caller's stream.
     ///
     /// # Safety
-    /// It is a stream of the device's primary context, or null, and outlives this.
+    /// `handle` is a stream of the device's primary context, or null, and outlives this value.
     pub unsafe fn of(handle: *mut c_void) -> Stream {
         Stream { handle: handle.cast(), own: false }
     }
@@ -42,10 +41,10 @@ impl Stream {
         self.handle
     }
 
-    /// Copies words up.
+    /// Enqueues a copy of words to the device.
     ///
     /// # Safety
-    /// There must be room for them at `to`, in memory of the device, and they must stay as they are until the stream has passed.
+    /// `to` has room for them in memory of the device, and they must not change until the stream has passed.
     pub unsafe fn up(&self, to: u64, words: &[u32]) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         let code =
@@ -53,10 +52,10 @@ impl Stream {
         bare("cuMemcpyHtoDAsync", code)
     }
 
-    /// Copies bytes down from several places, one after the other, each to words of its own.
+    /// Enqueues copies of bytes from several places to the host; each starts at a word of `to`.
     ///
     /// # Safety
-    /// The places must be memory of the device, `to` as long as all of them, and nobody may read or write there until the stream has
+    /// The places must be memory of the device, `to` as long as all of them, and nothing may read or write `to` until the stream has
     /// passed.
     pub unsafe fn down(
         &self,
@@ -74,9 +73,9 @@ impl Stream {
         Ok(())
     }
 
-    /// Waits until all that was put on it is done.
+    /// Waits for all enqueued work.
     pub fn synchronize(&self) -> Result<(), CudaError> {
-        // SAFETY: a stream that lives.
+        // SAFETY: a live stream.
         bare("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
     }
 }
@@ -84,17 +83,17 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.own {
-            // SAFETY: from `cuStreamCreateWithPriority`, once. A lost device refuses, and has lost it with everything else.
+            // SAFETY: from `cuStreamCreateWithPriority`, destroyed once. A lost device returns an error, and has lost the stream anyway.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.handle) };
         }
     }
 }
 
-/// A place in a stream: an event without times. One that was never put anywhere has passed.
+/// An event without timing, recorded in a stream. An event that was never recorded has passed.
 #[derive(Debug)]
 pub struct Moment(sys::CUevent);
 
-// SAFETY: a handle, which the driver takes from any thread.
+// SAFETY: a handle that the driver accepts from any thread.
 unsafe impl Send for Moment {}
 // SAFETY: as above.
 unsafe impl Sync for Moment {}
@@ -103,27 +102,27 @@ impl Moment {
     pub fn new() -> Result<Moment, CudaError> {
         let mut event = null_mut();
         let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: a place for a handle.
+        // SAFETY: `event` is valid for the write.
         bare("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
         Ok(Moment(event))
     }
 
-    /// Puts it behind all that was put on `stream` so far.
+    /// Records the event after all work enqueued on `stream`.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
-        // SAFETY: handles that live.
+        // SAFETY: live handles.
         bare("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream.handle) })
     }
 
     /// Whether it has passed.
     pub fn passed(&self) -> Result<bool, CudaError> {
-        // SAFETY: a handle that lives.
+        // SAFETY: a live handle.
         match unsafe { sys::cuEventQuery(self.0) } {
             sys::cudaError_enum::CUDA_ERROR_NOT_READY => Ok(false),
             code => bare("cuEventQuery", code).map(|()| true),
         }
     }
 
-    /// Waits for it, unless it has passed.
+    /// Waits for the event, unless it has passed.
     pub fn wait(&self) -> Result<(), CudaError> {
         if self.passed()? {
             return Ok(());
@@ -132,7 +131,7 @@ impl Moment {
         bare("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
     }
 
-    /// Has what is put on `stream` from here on wait for it.
+    /// Makes later work on `stream` wait for the event.
     pub fn before(&self, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: as above.
         bare("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.handle, self.0, 0) })
@@ -141,7 +140,7 @@ impl Moment {
 
 impl Drop for Moment {
     fn drop(&mut self) {
-        // SAFETY: from `cuEventCreate`, once. A lost device refuses, and has lost it with everything else.
+        // SAFETY: from `cuEventCreate`, destroyed once. A lost device returns an error, and has lost the event anyway.
         let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
     }
 }

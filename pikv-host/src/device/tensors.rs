@@ -1,4 +1,4 @@
-//! Tensors of the device that a call is given.
+//! Device tensors of a call.
 
 use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
@@ -15,29 +15,29 @@ impl From<DeviceSlice> for TensorArg {
 }
 
 impl Device {
-    /// Makes all of a tensor 0.
+    /// Fills a tensor with 0.
     pub fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
         if slice.dtype() == Dtype::F32 {
             return Ok(self.fill(slice.address(), 0, slice.len() as u32)?);
         }
         self.enter()?;
-        // SAFETY: a tensor in 16 bits of the caller's, which stays until the stream has passed; a fill has no other requirement.
+        // SAFETY: the caller's tensor of 16-bit elements, which stays allocated until the stream has passed; a fill needs nothing else.
         let code = unsafe { sys::cuMemsetD16Async(slice.address(), 0, slice.len(), self.stream.handle()) };
         Ok(bare("cuMemsetD16Async", code)?)
     }
 
-    /// As [`Device::check`], of log-sum-exps.
+    /// [`Device::check`] for log-sum-exps, which must be f32.
     ///
     /// # Errors
-    /// As there.
+    /// [`Error::DeviceTensor`].
     pub fn check_lse(&self, slice: DeviceSlice) -> Result<(), Error> {
         self.check_wide("lse", slice, "log-sum-exps are f32")
     }
 
-    /// As [`Device::check`], of a gate's logits.
+    /// [`Device::check`] for a gate's logits, which must be f32.
     ///
     /// # Errors
-    /// As there.
+    /// [`Error::DeviceTensor`].
     pub fn check_logits(&self, slice: DeviceSlice) -> Result<(), Error> {
         self.check_wide("logits", slice, "logits are f32")
     }
@@ -49,10 +49,10 @@ impl Device {
         self.check(what, slice)
     }
 
-    /// Whether kernels can read and write there, as far as the driver knows.
+    /// Checks that kernels can read and write a tensor, as far as the driver knows.
     ///
     /// # Errors
-    /// Why not.
+    /// [`Error::DeviceTensor`] with the reason.
     pub fn check(&self, what: &'static str, slice: DeviceSlice) -> Result<(), Error> {
         let address = slice.address();
         let refused = |why| Err(Error::DeviceTensor { what, address, why });
@@ -70,7 +70,7 @@ impl Device {
         }
         let mut ordinal = 0u32;
         let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
-        // SAFETY: a place for the attribute's value; the driver looks the address up, and reads nothing there.
+        // SAFETY: `ordinal` has the type of the attribute; the driver looks the address up, and reads nothing there.
         let code = unsafe { sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address) };
         match code {
             sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE => refused("the driver knows no memory there"),

@@ -1,4 +1,4 @@
-//! Memory that launches work in: lists on their way up, partial results, and results on their way back.
+//! Buffers of launches: uploads, partial results, and results for the host.
 
 use crate::base::error::Error;
 use crate::codec::Map;
@@ -10,7 +10,7 @@ use crate::device::stream::Stream;
 use pikv_core::codec::read::Back;
 use pikv_kernels::args::MapArg;
 
-/// What launches work in.
+/// Buffers of launches.
 #[derive(Debug, Default)]
 pub struct Work {
     ring: Ring,
@@ -20,60 +20,60 @@ pub struct Work {
     out: Memory,
     scratch: Memory,
     back: Pinned,
-    /// Tables of rotations, and the positions in them.
+    /// RoPE tables: index in the cache, positions, and memory.
     tables: Vec<(usize, u32, Memory)>,
     /// Maps of codecs.
     maps: Vec<(Map, Way, MapArg, Memory)>,
 }
 
-/// What a map is for, and so which of its matrices.
+/// Direction of a map, which selects one of its matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// To what is stored.
+    /// To stored channels.
     Store,
     /// Back, for 32 tokens.
     Back,
-    /// Back, for a sum of tokens: the matrix is transposed.
+    /// Back, for a sum of tokens: the transposed matrix.
     Sum,
 }
 
 impl Work {
-    /// Writes words to where they belong.
+    /// Copies words to their addresses.
     pub fn write(&mut self, stream: &Stream, targets: &[(u64, &[u32])]) -> Result<(), Error> {
         self.ring.write(stream, targets)
     }
 
-    /// Sends lists up; the address of the first.
+    /// Uploads lists; returns the address of the first.
     pub fn send(&mut self, stream: &Stream, upload: &Upload<'_>) -> Result<u64, Error> {
         self.ring.send(stream, upload)
     }
 
-    /// Room for the queries of a wave, where kernels gather them.
+    /// Buffer for the gathered queries of a wave.
     pub fn queries(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
         self.queries.reserve(floats * 4, stream)
     }
 
-    /// Room for the partial results of a wave.
+    /// Buffer for the partial results of a wave.
     pub fn parts(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
         self.parts.reserve(floats * 4, stream)
     }
 
-    /// Room for the weights of a wave.
+    /// Buffer for the weights of a wave.
     pub fn raw(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
         self.raw.reserve(floats * 4, stream)
     }
 
-    /// Room for results.
+    /// Buffer for results.
     pub fn out(&mut self, stream: &Stream, floats: u64) -> Result<u64, Error> {
         self.out.reserve(floats * 4, stream)
     }
 
-    /// Room that kernels work in, until the next launch that asks for some.
+    /// Scratch buffer of kernels; the next launch that needs one reuses it.
     pub fn scratch(&mut self, stream: &Stream, bytes: u64) -> Result<u64, Error> {
         self.scratch.reserve(bytes, stream)
     }
 
-    /// A map, one of its ways.
+    /// A map in one direction.
     pub fn map(&mut self, stream: &Stream, map: Option<&Map>, way: Way) -> Result<MapArg, Error> {
         let Some(map) = map else { return Ok(MapArg::NONE) };
         let known = |of: &&(Map, Way, MapArg, Memory)| of.1 == way && of.0.is(map);
@@ -104,7 +104,7 @@ impl Work {
         let (at, bytes) = (memory.address(), size_of_val(&table[..]) as u64);
         let bias = if bias.is_empty() { 0 } else { at + bytes };
         let argument = MapArg { form, table: at, bias, ..none };
-        // Those that no codec has any more have no readers once all work is done.
+        // Maps that no codec uses have no readers once all work is done.
         if self.maps.iter().any(|(map, ..)| map.is_last()) {
             stream.synchronize()?;
             self.maps.retain(|(map, ..)| !map.is_last());
@@ -113,7 +113,7 @@ impl Work {
         Ok(argument)
     }
 
-    /// The table of a rotation, the cache's `index`th.
+    /// The RoPE table with index `index` in the cache.
     pub fn table(
         &mut self,
         stream: &Stream,
@@ -126,17 +126,17 @@ impl Work {
             return Ok(memory.address());
         }
         let memory = Memory::new(size_of_val(values) as u64)?;
-        // SAFETY: the memory is that long. Nothing but the call itself reads the host's values: it waits for the copy.
+        // SAFETY: the memory has the length of `values`, which stay borrowed until the copy is done: the call waits for it.
         unsafe { stream.up(memory.address(), bytemuck::cast_slice(values))? };
         stream.synchronize()?;
-        // A shorter one has no more readers, all work being done.
+        // All work is done, so an older, shorter table has no readers.
         self.tables.retain(|(known, ..)| *known != index);
         let address = memory.address();
         self.tables.push((index, capacity, memory));
         Ok(address)
     }
 
-    /// Waits for all that was asked for, and gives `f` the words at `address`.
+    /// Waits for all work, and calls `f` with `words` words from `address`.
     pub fn fetch<T>(
         &mut self,
         stream: &Stream,
@@ -147,7 +147,7 @@ impl Work {
         self.fetch_all(stream, &[(address, words)], f)
     }
 
-    /// As [`Work::fetch`] of several places, one after the other.
+    /// [`Work::fetch`] from several places; `f` gets their words in order.
     pub fn fetch_all<T>(
         &mut self,
         stream: &Stream,
@@ -156,7 +156,7 @@ impl Work {
     ) -> Result<T, Error> {
         let all = places.iter().map(|(_, words)| words).sum();
         let host = &mut self.back.reserve(all)?[..all];
-        // SAFETY: as long as all places, and the stream is waited for before anyone reads.
+        // SAFETY: `host` has the length of all places, and is read only after the stream is synchronized.
         unsafe { stream.down(places.iter().map(|(address, words)| (*address, 4 * words)), host)? };
         stream.synchronize()?;
         Ok(f(host))

@@ -1,4 +1,4 @@
-//! Eviction of tokens from the pages of a sequence, by the rankings of its layers' policies.
+//! Evicts tokens from the pages of a sequence, by the rankings of its layers' policies.
 
 use crate::base::chunks::Common;
 use crate::base::parallel::each_mut;
@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use std::ops::Range;
 
 impl Layer {
-    /// How many tokens of its pages (sinks apart) a head may keep at `len`; `own` is what the sequence may hold in a head.
+    /// Most tokens in pages outside the sinks that a head may keep at `len`; `own` is the sequence's own budget for a head.
     fn quota(
         &self,
         inner: &CacheShape,
@@ -36,11 +36,11 @@ impl Layer {
                 let sinks = StoreShape::run_pages(self.store.sinks, 0);
                 let ring = u64::from(ring.window() + ring.slack()).div_ceil(u64::from(PAGE)) + 1;
                 let heads = u64::from(shape.kv_heads);
-                // Of each expert the newest page, and one that is not worth putting together.
+                // For each expert: its newest page, and one page of evicted lanes, below the threshold of compaction.
                 let fixed = heads * full * (ring + sinks + 2 * experts);
                 let page: u64 =
                     self.codecs.iter().map(|c| c.as_ref().map_or(full, |c| c.packed.bytes())).sum();
-                // A chain is put together once a fifth of its lanes are empty.
+                // A chain is compacted once a fifth of its lanes are evicted.
                 let pages = bytes.saturating_sub(fixed) / page * 4 / 5;
                 u32::try_from(pages * u64::from(PAGE)).unwrap_or(u32::MAX)
             }
@@ -49,17 +49,17 @@ impl Layer {
     }
 }
 
-/// The heads of a layer that are over their budgets.
+/// Heads of a layer that are over their budgets.
 pub(crate) struct Excess<'a> {
     pub layer: &'a Layer,
     pub shape: &'a LayerShape,
     pub rule: &'a Rule,
-    /// Of each head: tokens of its pages that may stay, and that are there.
+    /// For each head: quota of tokens in pages, and live tokens there.
     quota: SmallVec<[u32; 16]>,
     pub held: SmallVec<[u32; 16]>,
     /// Tokens below this utility are evicted whatever the budget.
     limit: SmallVec<[Option<f32>; 16]>,
-    /// Where the heads share the sum of their quotas: what each may keep, if they hold more than that.
+    /// If heads share the sum of their quotas and exceed it: the tokens that each may keep.
     parts: Option<SmallVec<[u32; 16]>>,
     shares: bool,
 }
@@ -91,7 +91,7 @@ impl<'a> Excess<'a> {
         Some(excess)
     }
 
-    /// Whether anything of a head may have to go.
+    /// Whether tokens of a head may have to be evicted.
     fn over(&self, head: usize) -> bool {
         let over = match (self.rule.eviction.adaptive, &self.parts) {
             (Some(_), _) => total(&self.held) > total(&self.quota),
@@ -101,24 +101,24 @@ impl<'a> Excess<'a> {
         over || self.limit[head].is_some()
     }
 
-    /// Whether anything may have to go: what most steps ask, and nothing more.
+    /// Whether tokens may have to be evicted: most steps ask only this.
     fn any(&self) -> bool {
         (0..self.held.len()).any(|head| self.over(head))
     }
 
-    /// Tokens that stay of a quota, so that the next ranking is not due at once.
+    /// Tokens of a quota that stay after an eviction: a batch fewer, so that the next ranking is not due at once.
     fn target(&self, quota: u64) -> u64 {
         let batch = self.rule.eviction.batch.map_or((quota / 16).max(1), u64::from);
         (quota + 1).saturating_sub(batch)
     }
 
-    /// Whether the oldest go whatever a ranking would say.
+    /// Whether the policy always evicts the oldest tokens, so that no ranking is needed.
     fn by_age(&self) -> bool {
         let Rule { eviction: Eviction { by_page, adaptive, .. }, oldest_first, scope, .. } = self.rule;
         *oldest_first && !by_page && adaptive.is_none() && *scope == Scope::Head
     }
 
-    /// Tokens that have to go from a head, whatever the others have.
+    /// Number of tokens to evict from a head, independent of other heads.
     fn surplus(&self, h: usize) -> usize {
         let (held, quota) = (self.held[h], self.quota[h]);
         if let Some(parts) = &self.parts {
@@ -131,7 +131,7 @@ impl<'a> Excess<'a> {
         if over { (u64::from(held) - self.target(u64::from(quota))) as usize } else { 0 }
     }
 
-    /// Marks the tokens to evict of the layer's heads.
+    /// Marks the tokens to evict in the layer's heads.
     fn victims(&self, ranked: &mut [Ranked<'_>]) {
         each_mut(ranked, |h, ranked| {
             let n = self.surplus(h);
@@ -156,7 +156,7 @@ impl<'a> Excess<'a> {
 }
 
 impl Excess<'_> {
-    /// The tokens to evict where the heads share their budgets.
+    /// The tokens to evict if the heads share their budgets by Ada-KV, as indices for each head.
     fn shared(&self, ranked: &[Ranked<'_>], floor: f32) -> Vec<Vec<usize>> {
         let quota = total(&self.quota);
         let target = self.target(quota);
@@ -167,7 +167,7 @@ impl Excess<'_> {
             .map(|(h, ranked)| {
                 let pinned = self.held[h] as usize - ranked.utility.len();
                 pinned_of_all += pinned as u64;
-                // Of what stays in all, so that a large batch is not at the expense of the last heads.
+                // Relative to `target`, so that a large batch does not take the sure tokens of some heads.
                 let share = target as f64 / quota.max(1) as f64;
                 let sure = (f64::from(self.quota[h]) * f64::from(floor) * share) as usize;
                 let positions = ranked.tokens.tokens.iter().map(|token| token.position).collect();
@@ -178,17 +178,17 @@ impl Excess<'_> {
     }
 }
 
-/// The least that a head keeps of its own quota where heads share theirs.
+/// Least share of its own quota that a head keeps when heads share their quotas.
 const SURE: f64 = 0.2;
 
-/// How many tokens each head may keep so that `target` stay in all, which is less than they hold: in proportion to its quota times
-/// `2^lean`, at least [`SURE`] of its quota's part; what a head does not need the others have.
+/// Splits `target` tokens, fewer than the heads hold, among the heads: in proportion to quota times `2^lean`, and at least [`SURE`] of the
+/// quota's part; the others get the tokens that a head does not need.
 fn parts(quota: &[u32], held: &[u32], lean: &[f32], target: u64) -> SmallVec<[u32; 16]> {
     let mut parts: SmallVec<[u32; 16]> = held.into();
     let mut open: SmallVec<[usize; 16]> = (0..held.len()).collect();
     let mut left = target;
     loop {
-        // What is not a number leans neither way; the largest weight is its quota, so that no power overflows.
+        // NaN counts as 0. The largest weight is the head's quota, so that no power overflows.
         let lean = |h: usize| if lean[h].is_nan() { 0.0 } else { f64::from(lean[h]).clamp(-1e6, 1e6) };
         let most = open.iter().map(|h| lean(*h)).fold(f64::NEG_INFINITY, f64::max);
         let own = |h: usize| f64::from(quota[h].max(1));
@@ -214,7 +214,7 @@ fn total(of: &[u32]) -> u64 {
     of.iter().map(|n| u64::from(*n)).sum()
 }
 
-/// Evicts from the layers of a sequence of `len` tokens what is over their budgets, and over the sequence's `own`, in tokens of a head.
+/// Evicts tokens over the budgets of a sequence of `len` tokens, and over the sequence's `own` budget, in tokens of a head.
 pub(crate) fn enforce(
     layers: &mut [Common<Layer>],
     inner: &CacheShape,
@@ -247,7 +247,7 @@ pub(crate) fn enforce(
     }
 }
 
-/// The tokens to evict, with their layer and head. If a page could not be read for a ranking, none: the next step tries again.
+/// The tokens to evict, with layer and head; none if a page could not be read for a ranking (the next step tries again).
 fn choose(
     layers: &[Common<Layer>],
     inner: &CacheShape,
@@ -265,13 +265,13 @@ fn choose(
     if !sound {
         return Vec::new();
     }
-    // Layers that decide together were handled at the first of them.
+    // Layers that rank together were listed at the first of them.
     gone.sort_by_key(|(layer, ..)| *layer);
     gone
 }
 
-/// Adds to `gone` the tokens to evict of layer `l`, and of the later ones that decide together with it; `false` if a page could not be
-/// read.
+/// Adds to `gone` the tokens to evict in layer `l`, and in later layers that rank together with it; returns `false` if a page could not
+/// be read.
 fn choose_of(
     excess: &[Option<Excess<'_>>],
     l: usize,
@@ -291,7 +291,7 @@ fn choose_of(
             known.filter(|(_, e)| peer(e)).collect()
         }
     };
-    // The first of its kind stands for all.
+    // The first layer of a group handles the whole group.
     if same[0].0 != l || !same.iter().any(|(_, e)| e.any()) {
         return true;
     }
@@ -300,7 +300,7 @@ fn choose_of(
         heads.map(|(e, h)| Ranked::new(e, h, len, rooms.pop().unwrap_or_default())).collect();
     each_mut(&mut ranked, |_, ranked| {
         let (e, h) = (ranked.excess, ranked.head);
-        // A head that keeps all it has is ranked only if others ask it.
+        // A head within its budget is ranked only if other heads need its utilities.
         if scope == Scope::Head && !e.over(h) {
             return;
         }
@@ -329,14 +329,14 @@ fn choose_of(
     sound
 }
 
-/// Replaces utilities by their sums over all heads, by position. Takes 8 bytes for each token of each head.
+/// Replaces utilities by their sums over all heads, by position. Takes up to 8 bytes for each token of each head.
 fn agree(ranked: &mut [Ranked<'_>]) {
     let tokens = ranked.iter().flat_map(|ranked| &ranked.tokens.tokens);
     let mut positions: Vec<u32> = tokens.map(|token| token.position).collect();
     positions.sort_unstable();
     positions.dedup();
     let mut sums = vec![0.0f32; positions.len()];
-    // Tokens of a head ascend too.
+    // Tokens of a head ascend in position.
     let place = |at: &mut usize, position: u32| {
         if positions[*at] < position {
             *at += 1;
@@ -364,17 +364,17 @@ mod tests {
 
     #[test]
     fn parts_of_a_shared_budget_lean_and_add_up() {
-        // Their quotas as they are, where no head leans.
+        // Without a lean the parts are the quotas.
         assert_eq!(parts(&[100, 100], &[150, 150], &[0.5, 0.5], 200)[..], [100, 100]);
         assert_eq!(parts(&[100, 300], &[200, 400], &[0.0, 0.0], 400)[..], [100, 300]);
-        // A fifth is sure; of the rest one head has four times as much as the other.
+        // A fifth is sure; one head gets four times as much of the rest as the other.
         assert_eq!(parts(&[100, 100], &[190, 190], &[0.0, 2.0], 200)[..], [52, 148]);
-        // However far one leans, the other keeps its fifth.
+        // The other head keeps its fifth, however large the lean.
         assert_eq!(parts(&[100, 100], &[190, 190], &[-1e9, 1e9], 200)[..], [20, 180]);
         assert_eq!(parts(&[100, 100], &[190, 190], &[f32::NAN, f32::INFINITY], 200)[..], [20, 180]);
-        // What a head does not hold the others keep.
+        // The other heads get the tokens that a head does not hold.
         assert_eq!(parts(&[100, 100, 100], &[200, 40, 200], &[0.0, 2.0, 0.0], 300)[..], [130, 40, 130]);
-        // To the token.
+        // The parts add up to the target.
         for target in 0..60u64 {
             let got = parts(&[10, 20, 30], &[20, 40, 60], &[0.3, -0.2, 0.1], target);
             assert_eq!(got.iter().sum::<u32>() as u64, target);

@@ -1,4 +1,4 @@
-//! Which tokens are evicted when a head is over its budget, and what policies observe.
+//! Eviction of tokens when a head is over its budget, and observation of steps by policies.
 
 pub mod evict;
 pub mod observe;

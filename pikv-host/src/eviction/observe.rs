@@ -1,4 +1,4 @@
-//! Has a layer's policy observe a step, and counts hits and misses for routers and sinks.
+//! Passes a step to a layer's policy, and counts hits and misses for routers and sinks.
 
 use crate::attend::feedback::Feed;
 use crate::attend::mass::Weighed;
@@ -33,11 +33,11 @@ struct Moved {
 }
 
 impl Layer {
-    /// Has the policy observe the rows of a step, once the tokens that left the ring are filed. It observes each row as if
-    /// the step had ended with it: which tokens lie in the ring, and in which page, is what it would have been then.
+    /// Calls the policy for the rows of a step, after tokens that left the ring are filed. The policy sees each row as if
+    /// the step had ended with it: the tokens in the ring, and the page of each token, are those at that length.
     ///
-    /// `feeds` are those of the heads in their order, or none if nothing was attended. Heads are observed each for itself, in
-    /// whatever order; of a head, pages come as attention read them.
+    /// `feeds` are those of the heads in order, or empty if there was no attention. Heads are observed independently, in
+    /// any order; the pages of a head come in the order in which attention read them.
     pub fn observe(
         &mut self,
         inner: &CacheShape,
@@ -86,7 +86,7 @@ impl Layer {
         &self.heads[head].own[rule.version(len) * rule.head_words..][..rule.head_words]
     }
 
-    /// Adds to a report what rows at `rows` of layer `l` met, and what they met by themselves if that is asked.
+    /// Adds the hits and misses of `rows` of layer `l` to a report, and those of each row if the report asks for them.
     pub fn count_into(
         &self,
         pool: &Pool,
@@ -118,8 +118,8 @@ impl Layer {
         }
     }
 
-    /// Adds, for each expert that rows at `rows` chose, the tokens of its pages over all heads: those that the first tier holds, and
-    /// those that it does not.
+    /// For each expert that `rows` chose, adds the tokens of its pages over all heads: those in the first tier to `held`, the others
+    /// to `lost`.
     fn count(&self, pool: &Pool, rows: Range<u32>, held: &mut [u64], lost: &mut [u64]) {
         let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, held.len());
         rows.for_each(|row| self.experts(&pool.shape, row).for_each(|e| times[usize::from(e)] += 1));
@@ -133,7 +133,7 @@ impl Layer {
     }
 }
 
-/// What the heads of a layer have in common while their policy observes a step.
+/// Parameters of all heads of a layer while its policy observes a step.
 struct Telling<'a> {
     rule: &'a Rule,
     inner: &'a CacheShape,
@@ -146,16 +146,16 @@ struct Telling<'a> {
     sinks: u32,
     old: u32,
     new: u32,
-    /// Whether pages that are used again are asked for.
+    /// Whether reuses of pages are recorded.
     reused: bool,
 }
 
-/// Rows that are observed at once.
+/// Rows that are observed together.
 struct Cut<'a> {
     index: usize,
-    /// Rows that the policy wants to know of.
+    /// Rows whose weights the policy needs.
     told: Range<u32>,
-    /// Tokens at the end of the last of the rows, and of these those that had left the ring.
+    /// Length of the sequence after the last of the rows, and tokens outside the ring at that length.
     len: u32,
     left: u32,
     /// Tokens that the step moved to pages.
@@ -165,7 +165,7 @@ struct Cut<'a> {
 }
 
 impl Telling<'_> {
-    /// Tells of one head.
+    /// Passes the rows of one head to the policy.
     fn tell(&self, h: usize, head: &mut Head, mut feed: Option<&mut Feed>) {
         let Telling { rule, inner, shape, old, .. } = *self;
         let ring = inner.store.ring;
@@ -206,7 +206,7 @@ impl Telling<'_> {
             let own = &mut head.own[rule.version(rows.end) * rule.head_words..];
             rule.eviction.policy.observe_head(&seen, &mut own[..rule.head_words]);
             if rule.words > 0 && !told.is_empty() {
-                // From here on the first of the rows found tokens in the ring.
+                // The first of the rows read tokens from `floor` on in the ring.
                 let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
                 let from = done.partition_point(|token| token.position < floor);
                 follow(&mut feed.weighed, index, &done[from..]);
@@ -219,7 +219,7 @@ impl Telling<'_> {
         }
     }
 
-    /// Tells of the pages of a head, one by one.
+    /// Passes the pages of a head to the policy, one by one.
     fn pages(&self, h: usize, head: &mut Head, feed: &mut Feed, cut: &Cut<'_>) {
         let Feed { weighed, reused, .. } = feed;
         let mut at = 0;
@@ -234,7 +234,7 @@ impl Telling<'_> {
         }
     }
 
-    /// The fields that are the same for all pages of a cut.
+    /// The fields that are equal for all pages of a cut.
     fn seen(&self, h: usize, page: PageId, cut: &Cut<'_>) -> Seen<'static> {
         let Cut { ref told, resident, .. } = *cut;
         Seen {
@@ -251,7 +251,7 @@ impl Telling<'_> {
         }
     }
 
-    /// Observes pages of the ring, from the one at `from` on; index of the first of another place.
+    /// Observes pages of the ring from index `from` on; returns the index of the first page elsewhere.
     fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, from: usize, cut: &Cut<'_>) -> usize {
         let mut kept = head.states.version_mut(self.rule.version(cut.len));
         let mut at = from;
@@ -263,7 +263,7 @@ impl Telling<'_> {
             let live = below(cut.len) & !below(cut.left);
             let tile = page.ordinal.wrapping_sub(self.first_tile) as usize;
             if let Some((rows, _)) = kept.page_mut(tile).filter(|_| live != 0) {
-                // Tokens that left since, sinks for one, may have some.
+                // Lanes of tokens that left the ring since, such as sinks, may have mass.
                 let mass = &of_lanes(mass, live);
                 let seen = Seen { live, positions: Positions::first(first), mass, ..self.seen(h, page, cut) };
                 self.rule.observe(&seen, rows);
@@ -272,7 +272,7 @@ impl Telling<'_> {
         at
     }
 
-    /// Observes pages of an expert, from the one at `from` on; index of the first of another place.
+    /// Observes pages of an expert from index `from` on; returns the index of the first page elsewhere.
     fn run(
         &self,
         h: usize,
@@ -283,16 +283,16 @@ impl Telling<'_> {
         reused: &mut Vec<Reused>,
     ) -> usize {
         let place = weighed.pages[from].0.place;
-        // From this page on there are tokens that were filed by the step: not all had been when attention looked, and not all
-        // have been observed.
+        // Pages from this ordinal on have tokens that the step filed: some were not filed at the time of attention, or are not observed
+        // yet.
         let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
         let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
         let codec = self.codecs[h].as_ref();
         let Chain { entries, kept, .. } = chain;
         let mut kept = kept.version_mut(self.rule.version(cut.len));
-        // One for all of them, as there are thousands a step.
+        // Shared by thousands of pages in a step.
         let all = self.seen(h, weighed.pages[from].0, cut);
-        // Pages come by ascending ordinals, mostly one after the other.
+        // Pages come by ascending ordinals, mostly adjacent.
         let (mut at, mut next) = (from, 0);
         while let Some(&(page, mut live)) = weighed.pages.get(at).filter(|(page, _)| page.place == place) {
             at += 1;
@@ -313,10 +313,10 @@ impl Telling<'_> {
             }
             let seen = Seen { page, live, positions: Positions::page(entry, codec), mass, ..all };
             if self.reused && seen.used(1.0) {
-                // A page that was never used before was there with its last token.
+                // A page without a recorded use counts as used when its last token came.
                 let before = if *used == 0 { entry.last().unwrap_or_default() + 1 } else { *used };
                 let (layer, kv_head) = (seen.layer as u32, h as u32);
-                // Its last use may have been taken back.
+                // The last use may have been rolled back.
                 let gap = cut.len.checked_sub(before).filter(|gap| *gap > 0);
                 reused.extend(gap.map(|gap| Reused { layer, kv_head, gap }));
                 *used = cut.len;
@@ -326,11 +326,11 @@ impl Telling<'_> {
         at
     }
 
-    /// The tokens from position `from` on that lie in pages of experts by now, by position.
+    /// Tokens from position `from` on that are in pages of experts, by position.
     fn moved(&self, h: usize, head: &Head, from: u32) -> SmallVec<[Moved; 4]> {
         let codec = self.codecs[h].as_ref();
         let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
-        // Mostly one token: the runs of other experts are not looked into, as that would fetch each from memory.
+        // Mostly one token. Other runs are skipped, because each would be fetched from memory.
         let home = |position| experts(self.inner, self.tags, self.tags_from, position).next();
         let mut homes: SmallVec<[usize; 4]> =
             (from..self.filed).filter_map(home).map(|e| usize::from(e) + 1).collect();
@@ -352,7 +352,7 @@ impl Telling<'_> {
         moved
     }
 
-    /// Starts the version of `to` tokens from that of `from`.
+    /// Copies the version of length `from` to that of length `to`.
     fn turn(&self, head: &mut Head, from: u32, to: u32) {
         let rule = self.rule;
         if rule.versions == 1 {
@@ -365,7 +365,7 @@ impl Telling<'_> {
         head.own.copy_within(from * words..(from + 1) * words, to * words);
     }
 
-    /// Takes what is kept of tokens of the ring along to their pages, as of `len` tokens.
+    /// Copies the policy's state of tokens from the ring to their pages, as of `len` tokens.
     fn carry(&self, head: &mut Head, moved: &[Moved], len: u32) {
         let Head { chains, states, .. } = head;
         let version = self.rule.version(len);
@@ -379,12 +379,12 @@ impl Telling<'_> {
     }
 }
 
-/// The masses of some lanes, and 0 of the others.
+/// The masses of the given lanes, 0 in the others.
 fn of_lanes(mass: &[f32; LANES], lanes: u32) -> [f32; LANES] {
     std::array::from_fn(|lane| if lanes >> lane & 1 != 0 { mass[lane] } else { 0.0 })
 }
 
-/// Moves what tokens received in the ring to the pages where they lie by now.
+/// Moves the masses of tokens from the ring to their pages.
 fn follow(weighed: &mut Weighed, cut: usize, moved: &[Moved]) {
     if moved.is_empty() {
         return;

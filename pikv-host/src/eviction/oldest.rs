@@ -1,4 +1,4 @@
-//! The oldest tokens of a head, found without a ranking.
+//! Finds the oldest tokens of a head without a ranking.
 
 use crate::codec::HeadCodec;
 use crate::eviction::ranked::Gone;
@@ -9,12 +9,12 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-/// Where a run has been read to.
+/// Reading position in a run.
 struct Cursor<'a> {
     chain: usize,
     of: &'a Chain,
     codec: Option<&'a HeadCodec>,
-    /// Place in the run of the page, and its lanes that are left and that go.
+    /// Index of the page in the run, its lanes not visited yet, and its lanes to evict.
     at: usize,
     left: u32,
     gone: u32,
@@ -30,14 +30,14 @@ impl Cursor<'_> {
         self.of.entries[self.at].position(self.codec, self.left.trailing_zeros())
     }
 
-    /// The lanes of the page that are evicted.
+    /// The lanes of the page to evict.
     fn page(&self) -> Option<Gone> {
         (self.gone != 0).then(|| (self.chain, self.of.entries[self.at].ordinal, self.gone))
     }
 }
 
-/// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. O(n log runs) and the number of
-/// pinned or evicted tokens before them.
+/// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. `O(n log runs)`, plus the number of
+/// pinned and evicted tokens before them.
 pub(crate) fn oldest(
     chains: &Runs,
     codec: Option<&HeadCodec>,
@@ -53,7 +53,7 @@ pub(crate) fn oldest(
     while let Some(Reverse((mut position, i))) = heads.pop().filter(|_| n > 0) {
         let until = heads.peek().map_or(u32::MAX, |Reverse((position, _))| *position);
         let cursor = &mut cursors[i];
-        // A whole page at once where nothing stands between.
+        // Stays in one page while its tokens are older than those of all other runs.
         let page = cursor.at;
         loop {
             let bit = cursor.left & cursor.left.wrapping_neg();

@@ -1,4 +1,4 @@
-//! The tokens of a head that may be evicted, and their utility by its policy.
+//! Candidates for eviction in a head, and their utility by its policy.
 
 use crate::base::huge_pages;
 use crate::base::scratch::emptied;
@@ -11,7 +11,7 @@ use std::mem;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// The lists of a ranking: 12 bytes a token, 52 a page.
+/// Buffers of a ranking: 12 bytes for each token, 52 for each page.
 #[derive(Debug, Default)]
 pub(crate) struct Room {
     pages: Vec<Source<'static>>,
@@ -20,18 +20,18 @@ pub(crate) struct Room {
     lanes: Vec<u32>,
 }
 
-/// The lists of a cache, as long as the longest rankings were, so that the system need not map their memory
-/// again.
+/// Buffers of a cache, as large as its largest rankings, so that the system does not map memory for each
+/// ranking.
 #[derive(Debug, Default)]
 pub(crate) struct Rooms(Mutex<Vec<Room>>);
 
 impl Rooms {
-    /// All lists that no other thread has taken.
+    /// Takes all buffers that no other thread has taken.
     pub fn take(&self) -> Vec<Room> {
         mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Gives them back; if others did meanwhile, the larger part stays.
+    /// Returns buffers; if another thread returned some meanwhile, the longer list is kept.
     pub fn give(&self, rooms: Vec<Room>) {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if rooms.len() > held.len() {
@@ -40,26 +40,26 @@ impl Rooms {
     }
 }
 
-/// How many pages ahead positions are fetched: they lie with their pages, each where the one before says nothing of.
+/// Number of pages to prefetch positions ahead: they lie in their pages, at addresses that the hardware cannot predict.
 const AHEAD: usize = 8;
 
-/// Tokens of one page to evict: the chain, the page's ordinal, its lanes.
+/// Tokens of one page to evict: index of the chain, ordinal of the page, lanes.
 pub(crate) type Gone = (usize, u32, u32);
 
-/// The tokens of a head that may be evicted.
+/// Candidates for eviction in a head.
 pub(crate) struct Ranked<'a> {
     pub excess: &'a Excess<'a>,
     pub head: usize,
     pub tokens: Candidates<'a>,
     pub utility: Vec<f32>,
-    /// Of each page, the lanes to evict.
+    /// For each page, the lanes to evict.
     pub lanes: Vec<u32>,
-    /// Tokens to evict of a head that was not ranked.
+    /// Tokens to evict in a head that was not ranked.
     pub unranked: Vec<Gone>,
 }
 
 impl<'a> Ranked<'a> {
-    /// A head of which nothing is known yet.
+    /// An empty list of candidates for a head.
     pub fn new(excess: &'a Excess<'a>, head: usize, len: u32, room: Room) -> Ranked<'a> {
         let (rule, layer) = (excess.rule, excess.layer);
         let Room { pages, mut tokens, mut utility, mut lanes } = room;
@@ -82,13 +82,13 @@ impl<'a> Ranked<'a> {
         Ranked { excess, head, tokens, utility, lanes, unranked: Vec::new() }
     }
 
-    /// The lists, for others.
+    /// Returns the buffers for reuse.
     pub fn room(self) -> Room {
         let Candidates { pages, tokens, .. } = self.tokens;
         Room { pages: emptied(pages), tokens, utility: self.utility, lanes: self.lanes }
     }
 
-    /// Has the policy say what each token is worth that is not pinned.
+    /// Lists the tokens that are not pinned, and calls the policy for their utility.
     pub fn rank(&mut self, pins: &[Range<u32>]) {
         let Ranked { excess: e, tokens, utility, .. } = self;
         let (head, version) = (&e.layer.heads[self.head], e.rule.version(tokens.now));
@@ -108,13 +108,13 @@ impl<'a> Ranked<'a> {
             }
         }
         if runs > 1 {
-            // The runs ascend already, which this sort makes use of.
+            // Each run ascends already, so the sort merges runs.
             tokens.tokens.sort_by_key(|token| token.position);
         }
         utility.resize(tokens.len(), 0.0);
         self.lanes.resize(tokens.pages.len(), 0);
         e.rule.eviction.policy.rank(tokens, utility);
-        // What left the window is in the way until its whole page has.
+        // Tokens outside the window are evicted first: no row sees them, but their page is not freed before all of it leaves the window.
         if let Some(window) = e.shape.window.filter(|_| !e.rule.eviction.by_page) {
             let first = (tokens.now + 1).saturating_sub(window);
             let unseen = tokens.tokens.partition_point(|token| token.position < first);
@@ -122,25 +122,25 @@ impl<'a> Ranked<'a> {
         }
     }
 
-    /// Marks token `i`.
+    /// Marks token `i` for eviction.
     pub fn mark(&mut self, i: usize) {
         mark(&mut self.lanes, self.tokens.tokens[i]);
     }
 
-    /// Marks the tokens that are worth less than `limit`.
+    /// Marks the tokens with a utility below `limit`.
     pub fn below(&mut self, limit: f32) {
         let Ranked { tokens, utility, lanes, .. } = self;
         let below = tokens.tokens.iter().zip(utility).filter(|(_, utility)| worth(**utility) < limit);
         below.for_each(|(token, _)| mark(lanes, *token));
     }
 
-    /// Marks the `n` worst tokens, of equals the older.
+    /// Marks the `n` tokens with the lowest utility; the older one first in a tie.
     pub fn worst(&mut self, n: usize) {
         let Ranked { tokens, utility, lanes, .. } = self;
         worst(utility, n, |i| mark(lanes, tokens.tokens[i]));
     }
 
-    /// Marks whole pages, the worst first (of equals the one with the oldest token), until at least `n` tokens go.
+    /// Marks whole pages by mean utility, lowest first (in a tie the page with the oldest token), until at least `n` tokens are marked.
     pub fn worst_pages(&mut self, n: usize) {
         let mut sums: Vec<(f32, u32, u32)> = vec![(0.0, 0, 0); self.tokens.pages.len()];
         for (token, utility) in self.tokens.tokens.iter().zip(&self.utility) {
@@ -161,7 +161,7 @@ impl<'a> Ranked<'a> {
             if left == 0 {
                 break;
             }
-            // None of its tokens is left to count.
+            // A count of 0 marks the page for eviction.
             let count = mem::take(&mut sums[page as usize].1);
             left = left.saturating_sub(count as usize);
         }
@@ -177,7 +177,7 @@ impl<'a> Ranked<'a> {
     }
 }
 
-/// Adds a page whose tokens in `lanes` may go; positions of a run ascend.
+/// Adds a page and its live tokens that are not pinned; positions of a run ascend.
 fn push<'a>(to: &mut Candidates<'a>, entry: &'a Entry, page: Source<'a>, pins: &[Range<u32>]) {
     let lanes = entry.live;
     let first = to.pages.len() as u32 * PAGE;
@@ -209,7 +209,7 @@ fn push<'a>(to: &mut Candidates<'a>, entry: &'a Entry, page: Source<'a>, pins: &
     }
 }
 
-/// Marks a token in the lanes of its page.
+/// Adds a token to the marked lanes of its page.
 fn mark(lanes: &mut [u32], token: Candidate) {
     lanes[token.page()] |= 1 << token.lane();
 }

@@ -1,6 +1,6 @@
-//! Page memory: a size class for each shard and page size, pages that come back on drop, one budget over all.
+//! Page memory: a size class for each shard and page size, handles that free their page on drop, and one budget over all.
 //!
-//! Of a page on a device the host has a header: the positions of its tokens, which say what a sequence holds, and its address.
+//! For a page on a device the host keeps a header: the positions of its tokens, which the cache's bookkeeping reads, and its address.
 
 use crate::backend::Backend;
 use crate::base::error::Error;
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// All page memory of a cache.
 pub struct Arenas {
-    /// Words of a page, for each size in use.
+    /// Words of a page, for each size in use, ascending.
     classes: Vec<u32>,
     /// `[shard][class]`.
     sizes: Vec<Mutex<SizeClass>>,
@@ -31,37 +31,37 @@ pub struct Arenas {
     taken: AtomicU64,
     growth: Growth,
     poison: bool,
-    /// Whether pages that are given back are overwritten, and where it is counted that they could not be.
+    /// Whether freed pages are overwritten, and the count of failures to do so.
     wipe: bool,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device can refuse"))]
     failures: Arc<Counts>,
 }
 
-/// Where a page would best lie.
+/// Preferred location of a new page.
 #[derive(Clone, Copy)]
 pub(crate) enum Near<'a> {
-    /// It comes and goes.
+    /// Anywhere: for pages that are freed soon.
     Any,
-    /// It starts a run of pages that are read together.
+    /// At the start of a run of pages that are read together.
     Run,
-    /// Behind this one, with which it is read.
+    /// After this page, which is read just before.
     After(&'a Page),
 }
 
 impl<'a> Near<'a> {
-    /// The next of a run that ends with `last`.
+    /// Location of the page after `last` in a run.
     pub fn next(last: Option<&'a Page>) -> Near<'a> {
         last.map_or(Near::Run, Near::After)
     }
 }
 
-/// Bytes set aside for pages that will be taken. What is not used comes back on drop.
+/// Reserved bytes for pages. Unused bytes are released on drop.
 #[derive(Debug)]
 pub struct Reservation {
     arenas: Arc<Arenas>,
-    /// Bytes that are left, or 0 if they are lent.
+    /// Bytes left, or 0 if they are lent.
     bytes: u64,
-    /// Who owns what is left instead.
+    /// Bytes left, if a [`Lease`] owns them.
     lent: Option<Arc<AtomicU64>>,
     #[cfg(feature = "cuda")]
     pub(crate) pending: Option<Pending>,
@@ -76,8 +76,8 @@ impl Drop for Reservation {
     }
 }
 
-/// The bytes that a step reserved and did not take, owned by a sequence of the step: where the step is leaked instead of dropped, they
-/// come back when the sequence is used again or dropped.
+/// Unused reserved bytes of a step, owned by a sequence of the step: if the step is leaked instead of dropped, they are released when
+/// the sequence is used again or dropped.
 #[derive(Debug)]
 pub(crate) struct Lease {
     arenas: Arc<Arenas>,
@@ -85,17 +85,17 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
-    /// Of nothing.
+    /// A lease of 0 bytes.
     pub fn new(arenas: &Arc<Arenas>) -> Lease {
         Lease { arenas: arenas.clone(), left: Arc::default() }
     }
 
-    /// What a leaked step left.
+    /// Bytes that a leaked step left.
     pub fn left(&self) -> u64 {
         self.left.load(Ordering::Relaxed)
     }
 
-    /// Gives back what a leaked step left.
+    /// Releases the bytes that a leaked step left.
     pub fn give_back(&self) {
         self.arenas.taken.fetch_sub(self.left.swap(0, Ordering::Relaxed), Ordering::Relaxed);
     }
@@ -107,15 +107,15 @@ impl Drop for Lease {
     }
 }
 
-/// A handle on a page. Clones share it; the page comes back with the last of them.
+/// A handle of a page. Clones share the page; the last drop frees it.
 pub struct Page {
     arenas: Arc<Arenas>,
     words: NonNull<u32>,
     counted: NonNull<Counted>,
 }
 
-// SAFETY: shared handles only read the words; they are written through `Page::words_mut`, which needs the only handle, and
-// the count is atomic.
+// SAFETY: shared handles only read the words; writes need `Page::words_mut`, which needs the sole handle, and the count is
+// atomic.
 unsafe impl Send for Page {}
 // SAFETY: as above; `&Page` gives `&[u32]` only.
 unsafe impl Sync for Page {}
@@ -137,7 +137,7 @@ impl fmt::Debug for Page {
 }
 
 impl Arenas {
-    /// Without memory yet. `heads`: words of each size of page, and the heads whose tokens are kept in such pages.
+    /// Starts without memory. `heads`: words of each page size, and the number of heads with pages of that size.
     pub(crate) fn new(
         config: &CacheConfig,
         heads: impl IntoIterator<Item = (u32, u32)>,
@@ -157,7 +157,7 @@ impl Arenas {
         Arc::new(Arenas { classes, sizes, shards, backend, budget, taken, growth, poison, wipe, failures })
     }
 
-    /// Bytes of pages in use, on each shard.
+    /// Bytes of pages in use on each shard.
     pub fn bytes_by_shard(&self) -> impl Iterator<Item = u64> {
         self.shards.iter().map(|bytes| bytes.load(Ordering::Relaxed))
     }
@@ -175,7 +175,7 @@ impl Arenas {
         &self.growth
     }
 
-    /// Whether pages lie in the host's memory.
+    /// Whether pages lie in host memory.
     pub(crate) fn on_host(&self) -> bool {
         self.backend.is_cpu()
     }
@@ -190,7 +190,7 @@ impl Arenas {
         self.budget
     }
 
-    /// Sets `needed` bytes aside.
+    /// Reserves `needed` bytes of the budget.
     pub(crate) fn reserve(self: &Arc<Self>, needed: u64) -> Result<Reservation, Error> {
         self.taken
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |taken| {
@@ -207,11 +207,11 @@ impl Arenas {
     }
 
     pub(crate) fn size(&self, shard: usize, class: usize) -> MutexGuard<'_, SizeClass> {
-        // A size class does not panic between two states that matter, so a poisoned lock still guards a sound one.
+        // A size class does not panic halfway through a change, so its state behind a poisoned lock is valid.
         self.sizes[shard * self.classes.len() + class].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Words of a page of a class that the host has.
+    /// Words of a page that are in host memory: all, or the positions of a device page.
     fn near(&self, class: u16) -> usize {
         match self.backend.is_cpu() {
             true => self.classes[usize::from(class)] as usize,
@@ -225,7 +225,7 @@ impl Arenas {
         let (shard, class) = (shard as usize, usize::from(class));
         let words = self.classes[class] as usize;
         if self.poison || self.wipe {
-            // SAFETY: the last handle is being dropped, so nobody else reads or writes these `near` words of the chunk.
+            // SAFETY: the last handle is being dropped, so nothing else accesses these `near` words of the chunk.
             unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), near) }.fill(POISON);
         }
         #[cfg(feature = "cuda")]
@@ -242,14 +242,14 @@ impl Arenas {
 }
 
 impl Reservation {
-    /// Sets bytes aside again that this step took and has just given back, unless others were quicker.
+    /// Reserves bytes again that this step took and has just freed, unless other steps took them meanwhile.
     pub(crate) fn regain(&mut self, bytes: u64) {
         if let Ok(mut again) = self.arenas.reserve(bytes) {
             self.add(std::mem::take(&mut again.bytes));
         }
     }
 
-    /// Has `lease` own what is left.
+    /// Lends the bytes left to `lease`.
     pub(crate) fn lend(&mut self, lease: &Lease) {
         lease.left.store(std::mem::take(&mut self.bytes), Ordering::Relaxed);
         self.lent = Some(lease.left.clone());
@@ -273,20 +273,20 @@ impl Reservation {
         }
     }
 
-    /// A page of `words` words on `shard`, out of what was reserved: without positions, its words undefined.
+    /// Allocates a page of `words` words on `shard` from the reserved bytes. It has no positions, and its other words are undefined.
     pub(crate) fn take(&mut self, shard: u32, words: u32, near: Near<'_>) -> Result<Page, Error> {
         let bytes = u64::from(words) * 4;
         let arenas = &self.arenas;
         let Ok(class) = arenas.classes.binary_search(&words) else {
             unreachable!("the classes are those of the layers")
         };
-        // A step reserves the most that it can take; if that was ever wrong, it is this step that fails.
+        // A step reserves an upper bound of its bytes; if the bound were wrong, this step fails and no other.
         let available = self.left();
         if bytes > available {
             return Err(Error::OutOfBudget { needed: bytes, available });
         }
         let place = (shard, class as u16);
-        // Of other pages the neighbours are of no use.
+        // A page of another class or shard has no useful neighbours.
         let spot = match near {
             Near::Any => Spot::Any,
             Near::After(page) if (page.shard(), page.counted().class) == place => {
@@ -305,7 +305,7 @@ impl Reservation {
             let n = if all { words.len() } else { LANES };
             words[..n].fill(POISON);
         }
-        // The whole of it: a device reads the keys of all lanes, whether they were written or not.
+        // The whole page: a device reads the keys of all lanes, written or not.
         #[cfg(feature = "cuda")]
         if let Some(device) = page.arenas.backend.device() {
             device.fill(page.address(), POISON, words)?;
@@ -315,27 +315,27 @@ impl Reservation {
 }
 
 impl Page {
-    /// The page's words; of a page on a device the positions.
+    /// The page's words; only the positions for a page on a device.
     #[inline]
     pub fn words(&self) -> &[u32] {
         let words = self.arenas.near(self.counted().class);
-        // SAFETY: the chunk lives as long as the arenas hold it, which is at least while this handle counts, and holds `words`
-        // initialised words from here; they are written only through an only handle borrowed mutably, which `self` is not.
+        // SAFETY: this handle holds the arenas, which keep a chunk while one of its pages has a handle; from here the chunk has `words`
+        // initialised words, which are written only through a sole handle borrowed mutably, and `self` is borrowed shared.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), words) }
     }
 
-    /// Its first words: of a page of single tokens the positions.
+    /// The page's first words: the positions in a page of single tokens.
     #[inline]
     pub fn positions(&self) -> &[u32; LANES] {
-        // SAFETY: as in `words`; no page has fewer, and those of a device have these here. (How many there are stands elsewhere, and is
-        // not worth fetching for these.)
+        // SAFETY: as in `words`; every page has at least `LANES` words, and for a device page these are in host memory. (`near`, which
+        // would say so, costs a memory access.)
         unsafe { &*self.words.as_ptr().cast() }
     }
 
-    /// All of the page's words, wherever they lie.
+    /// All words of the page, from host memory or the device.
     ///
     /// # Errors
-    /// The device.
+    /// A failed device.
     pub fn fetch(&self) -> Result<Cow<'_, [u32]>, Error> {
         #[cfg(feature = "cuda")]
         if let Some(device) = self.arenas.backend.device() {
@@ -345,10 +345,10 @@ impl Page {
         Ok(Cow::Borrowed(self.words()))
     }
 
-    /// Fills the page, of which this is the only handle, with `words`.
+    /// Fills the page with `words`. This must be its only handle.
     ///
     /// # Errors
-    /// The device.
+    /// A failed device.
     pub fn put(&mut self, words: &[u32]) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(device) = self.arenas.backend.device() {
@@ -361,23 +361,24 @@ impl Page {
         Ok(())
     }
 
-    /// Whether [`Page::words`] are all of its words.
+    /// Whether [`Page::words`] gives all of its words.
     pub fn is_near(&self) -> bool {
         self.arenas.backend.is_cpu()
     }
 
-    /// Where the page lies on a device; 0 in the host's memory.
+    /// Address of the page on a device; 0 in host memory.
     pub fn address(&self) -> u64 {
         #[cfg(feature = "cuda")]
         if !self.arenas.backend.is_cpu() {
-            // SAFETY: a header has HEADER words, which live as the positions do; the last two are never written again.
+            // SAFETY: a device page has a header of HEADER words, which live as long as the positions; the last two are never written
+            // again.
             let [low, high] = unsafe { self.words.add(LANES).cast::<[u32; 2]>().read() };
             return u64::from(low) | u64::from(high) << 32;
         }
         0
     }
 
-    /// What [`Page::words`] gives, to be written, if this is the only handle.
+    /// The words of [`Page::words`] for writing, if this is the only handle.
     #[inline]
     pub fn words_mut(&mut self) -> Option<&mut [u32]> {
         if self.is_shared() {
@@ -388,7 +389,7 @@ impl Page {
         Some(unsafe { std::slice::from_raw_parts_mut(self.words.as_ptr(), words) })
     }
 
-    /// Handles on it.
+    /// Number of handles.
     pub fn handles(&self) -> u32 {
         self.count().load(Ordering::Acquire)
     }
@@ -396,16 +397,16 @@ impl Page {
     /// Whether there are other handles.
     #[inline]
     pub fn is_shared(&self) -> bool {
-        // Acquire: what other handles read happened before this one writes.
+        // Acquire: reads through other handles happen before writes through this one.
         self.count().load(Ordering::Acquire) != 1
     }
 
-    /// Whether both are handles on one page.
+    /// Whether both are handles of one page.
     pub fn is(&self, other: &Page) -> bool {
         self.counted == other.counted
     }
 
-    /// A number that all handles on the page have, and those of other pages have not.
+    /// A number that is equal for handles of one page, and differs between pages.
     pub fn key(&self) -> usize {
         self.counted.as_ptr().addr()
     }
@@ -425,14 +426,14 @@ impl Page {
     }
 
     fn counted(&self) -> &Counted {
-        // SAFETY: it lies in the chunk, which outlives its pages' handles, and only its count is ever written.
+        // SAFETY: it lies in the chunk, which outlives the handles of its pages, and only the atomic count is ever written.
         unsafe { self.counted.as_ref() }
     }
 }
 
 impl Clone for Page {
     fn clone(&self) -> Page {
-        // As in `Arc`: forks that are forgotten by the billion must not bring the count round to 0.
+        // As in `Arc`: billions of leaked clones must not wrap the count to 0.
         if self.count().fetch_add(1, Ordering::Relaxed) > i32::MAX as u32 {
             std::process::abort();
         }

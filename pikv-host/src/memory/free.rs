@@ -1,23 +1,23 @@
-//! Which pages of a chunk of memory are free, and which of them is given out next.
+//! Free pages of a chunk, and the order in which they are allocated.
 
-/// Pages of a chunk that nobody has. They are given out in the order of their addresses, going round: what a step takes is then read
-/// in that order too, and the processor's own prefetchers follow.
+/// Free pages of a chunk. They are allocated in the order of their addresses, cyclically, so that the pages of a step are also read
+/// in that order and the processor's prefetchers help.
 ///
-/// A run of pages that are read one after the other is better off with neighbours: a page asks for the one after it, and the first of a
-/// run for the first of eight that are all free, which leaves room behind it.
+/// A run of pages that are read in order does best with adjacent pages: a page asks for the one after the last page of its run, and the
+/// first page of a run for the first of eight that are all free, which leaves room after it.
 #[derive(Debug)]
 pub(super) struct Free {
     /// Bit `i % 64` of word `i / 64` is set if page `i` is free.
     bits: Box<[u64]>,
     pub pages: u32,
     pub count: u32,
-    /// Eights (of the last, what there is) whose pages are all free.
+    /// Groups of eight pages (the last may be shorter) that are all free.
     pub whole: u32,
-    /// The page after the last one given out.
+    /// The page after the last allocated one.
     from: u32,
 }
 
-/// Pages that a run is given room for.
+/// Pages of a group, the room of a run.
 const EIGHT: u32 = 8;
 
 impl Free {
@@ -27,13 +27,13 @@ impl Free {
         Free { bits: bits.collect(), pages, count: pages, whole: pages.div_ceil(EIGHT), from: 0 }
     }
 
-    /// The first free page from the last one on.
+    /// Allocates the first free page after the last allocated one, cyclically.
     pub fn any(&mut self) -> Option<u32> {
         let bit = self.find(|bits| bits)?;
         Some(self.remove(bit))
     }
 
-    /// The first of an eight of which all are free.
+    /// Allocates the first page of a group of eight that are all free.
     pub fn first_of_eight(&mut self) -> Option<u32> {
         let last = self.pages.next_multiple_of(EIGHT) - EIGHT;
         let bit = (self.whole > 0).then(|| self.find(whole_eights)).flatten();
@@ -42,24 +42,24 @@ impl Free {
         Some(self.remove(bit))
     }
 
-    /// Page `index`, if it is free and does not open an eight that others have begun.
+    /// Allocates page `index`, if it is free, and does not start a group with pages in use.
     pub fn at(&mut self, index: u32) -> Option<u32> {
         let free = index < self.pages && self.bits[index as usize / 64] >> (index % 64) & 1 == 1;
         let fits = free && (!index.is_multiple_of(EIGHT) || self.is_whole(index));
         fits.then(|| self.remove(index))
     }
 
-    /// Whether all pages of the eight that page `index` is in are free.
+    /// Whether all pages of the group of page `index` are free.
     fn is_whole(&self, index: u32) -> bool {
         let first = index - index % EIGHT;
         let all = u64::MAX >> (64 - (self.pages - first).min(EIGHT));
         self.bits[first as usize / 64] >> (first % 64) & all == all
     }
 
-    /// The first page, from the last one given out on and round, whose bit `of` leaves.
+    /// The first page after the last allocated one, cyclically, whose bit `of` keeps.
     fn find(&self, of: impl Fn(u64) -> u64) -> Option<u32> {
         let (first, words) = (self.from as usize / 64, self.bits.len());
-        // The first word is looked at twice: from where the search starts, and up to there.
+        // The first word is checked twice: from the start of the search, and up to it.
         let after = u64::MAX << (self.from % 64);
         let looks = (0..=words).map(|i| match i {
             0 => (first, after),
@@ -86,7 +86,7 @@ impl Free {
     }
 }
 
-/// Of each byte whose bits are all set, the first.
+/// Keeps the lowest bit of each byte whose bits are all set.
 fn whole_eights(mut bits: u64) -> u64 {
     for shift in [1, 2, 4] {
         bits &= bits >> shift;
@@ -117,7 +117,7 @@ mod tests {
                     0 => (free.any(), round.clone().find(|i| !held.contains(i))),
                     1 => {
                         let mut firsts = round.filter(|i| i % 8 == 0);
-                        // Of a short eight at the end nobody asks before there is no other.
+                        // A short group at the end is used only if there is no other.
                         let full = firsts.clone().find(|i| i + 8 <= pages && whole(&held, *i));
                         (free.first_of_eight(), full.or_else(|| firsts.find(|i| whole(&held, *i))))
                     }

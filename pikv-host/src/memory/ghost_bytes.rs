@@ -1,12 +1,12 @@
-//! Bytes in which the extremes of the keys of known pages lie: host memory beside the budget.
+//! Bytes of the bounds that are kept for hits: host memory outside the budget.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of all sheets of a cache, those that forks share once.
+/// Bytes of all sheets of a cache; a sheet that forks share counts once.
 #[derive(Debug, Default)]
 pub(crate) struct Total {
     bytes: AtomicU64,
-    /// Whether what is given back is overwritten.
+    /// Whether freed sheets are overwritten.
     pub wipe: bool,
 }
 
@@ -19,12 +19,12 @@ impl Total {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// A sheet of so many bytes came.
+    /// Adds the bytes of a new sheet.
     pub fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// A sheet went.
+    /// Subtracts the bytes of a freed sheet.
     pub fn take(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! Pages of the first tier: their memory, their budget, and how tokens are written there.
+//! Pages of the first tier: their memory, their budget, and writes of tokens.
 
 pub mod arena;
 #[cfg(feature = "cuda")]

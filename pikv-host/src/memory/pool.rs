@@ -1,4 +1,4 @@
-//! What the sequences of a cache share beside its shape: page memory, tiers beneath it, and tables of rotations.
+//! State that the sequences of a cache share beside its shape: page memory, lower tiers, and RoPE tables.
 
 use crate::base::error::Error;
 use crate::base::failures::Counts;
@@ -12,23 +12,23 @@ use crate::tiers::Levels;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Page memory of a cache, and what is read beside it.
+/// Page memory of a cache, and tables that are read with it.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub shape: Arc<CacheShape>,
     pub arenas: Arc<Arenas>,
     pub tables: Tables,
     pub tiers: Option<Levels>,
-    /// Counts of work that failed without failing a call.
+    /// Counts of failures that return no error.
     pub failures: Arc<Counts>,
-    /// Whether somebody asks for hits.
+    /// Whether hits are counted.
     asked: AtomicBool,
-    /// Bytes of what is kept of known pages.
+    /// Bytes of the bounds that are kept for hits.
     pub ghosts: Arc<Total>,
 }
 
 impl Pool {
-    /// Page memory for a cache of this shape, of which none is taken yet.
+    /// The pool of a cache of this shape, with no page in use.
     ///
     /// # Errors
     /// [`Error::Tier`] for a tier that could not be opened.
@@ -48,12 +48,12 @@ impl Pool {
         Ok(Pool { shape: shape.clone(), arenas, tables, tiers, failures, asked, ghosts })
     }
 
-    /// What is counted as a hit, if anybody asks.
+    /// Definition of a hit, if hits are counted.
     pub fn hits(&self) -> Option<Hits> {
         self.asked.load(Ordering::Relaxed).then_some(self.shape.config.hits.unwrap_or_default())
     }
 
-    /// Has hits counted, and pages known that leave the ring from now on.
+    /// Starts to count hits, and to keep bounds of pages that leave the ring from here on.
     pub fn ask(&self) {
         self.asked.store(true, Ordering::Relaxed);
     }

@@ -11,14 +11,14 @@ use pikv_core::LANES;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Bytes that a size class takes from the system at a time: one huge page, since pages of 8 to 64 KiB that lie anywhere would
-/// else cost an address translation every few of their rows.
+/// Bytes of a chunk of a size class: one huge page, because scattered pages of 8 to 64 KiB would need an address translation every few
+/// rows.
 const CHUNK: u64 = 2 << 20;
 
-/// What poisoned pages hold: NaN as f32, f16 and bf16, and no position.
+/// Word of poisoned pages: NaN as f32, f16 and bf16, and not a position.
 pub(super) const POISON: u32 = u32::MAX;
 
-/// Words of the header of a page on a device: positions, then the address.
+/// Words of the header of a device page: positions, then the address.
 #[cfg(feature = "cuda")]
 const HEADER: usize = LANES + 2;
 
@@ -28,33 +28,33 @@ pub(crate) struct SizeClass {
     chunks: Vec<Option<Chunk>>,
     /// Chunks with a free page.
     open: Vec<u32>,
-    /// Chunks that had an eight of free pages when they were last looked at.
+    /// Chunks that had eight adjacent free pages when last checked.
     roomy: Vec<u32>,
-    /// Pages that somebody has, and that nobody has.
+    /// Pages with handles, and free pages.
     used: u64,
     free: u64,
-    /// Places in `chunks` that were given back to the system.
+    /// Indices in `chunks` of freed chunks.
     holes: Vec<u32>,
-    /// Chunks that had no page in use when they were last looked at.
+    /// Chunks that had no page in use when last checked.
     empty: Vec<u32>,
-    /// Free pages that the steps under way may ask for at once.
+    /// Free pages that the current steps can need at once.
     wanted: u64,
 }
 
 #[derive(Debug)]
 struct Chunk {
     base: NonNull<u32>,
-    /// What `base` points into, given back on drop.
+    /// Memory of `base`, freed on drop.
     _memory: Memory,
     pages: Box<[Counted]>,
     free: Free,
-    /// Whether it is listed as roomy.
+    /// Whether the chunk is in `roomy`.
     roomy: bool,
-    /// Whether it is listed as empty.
+    /// Whether the chunk is in `empty`.
     empty: bool,
 }
 
-/// Where a page lies, and how many handles there are on it. Beside the pages, so that a handle is three words.
+/// Location of a page, and its number of handles. Apart from the page, so that a handle is three words.
 #[derive(Debug)]
 pub(super) struct Counted {
     pub refs: AtomicU32,
@@ -68,33 +68,33 @@ pub(super) struct Counted {
 #[derive(Debug)]
 #[allow(dead_code)]
 pub(crate) enum Memory {
-    /// All zero at first.
+    /// Zeroed at first.
     Host(MmapMut),
-    /// Headers, and the pages themselves.
+    /// Headers on the host, and the pages.
     #[cfg(feature = "cuda")]
     Device(Vec<u32>, PageMemory),
 }
 
-// SAFETY: a chunk owns its memory; the words are reached through `Page` only, which hands out `&mut` where it is the only
-// handle, and the size class itself touches them only while a page has no handle.
+// SAFETY: a chunk owns its memory. The words are accessed through `Page` only, which gives `&mut` only to a sole handle; the size class
+// accesses them only while a page has no handle.
 unsafe impl Send for Chunk {}
 
-/// Where a page would best lie.
+/// Preferred location of a new page.
 #[derive(Clone, Copy)]
 pub(super) enum Spot {
     /// Anywhere.
     Any,
-    /// First of eight free ones.
+    /// First of eight free pages.
     Run,
-    /// Behind page `index` of a chunk of this class.
+    /// After page `index` of a chunk of this class.
     After { chunk: u32, index: u32 },
 }
 
 impl SizeClass {
-    /// A free page: its first word, and its count, which is 1.
+    /// Allocates a page: its first word, and its count, which is 1.
     ///
     /// # Errors
-    /// The system or the device has no memory.
+    /// [`Error::OutOfMemory`] of the system or the device.
     pub(super) fn take(
         &mut self,
         backend: &Backend,
@@ -126,7 +126,7 @@ impl SizeClass {
             #[cfg(feature = "cuda")]
             Memory::Device(..) => HEADER,
         };
-        // SAFETY: `index` is below the pages of the chunk, each `stride` words long.
+        // SAFETY: `index` is below the number of pages in the chunk, each `stride` words long.
         let first = unsafe { chunk.base.add(index as usize * stride) };
         Ok((first, NonNull::from(counted)))
     }
@@ -148,23 +148,23 @@ impl SizeClass {
         Ok((at, index.unwrap_or_else(|| unreachable!("open chunks have a free page"))))
     }
 
-    /// The page behind page `index` of a chunk, if it is free for it.
+    /// The page after page `index` of a chunk, if it is free and fits [`Free::at`].
     fn behind(&mut self, chunk: u32, index: u32) -> Option<(u32, u32)> {
         Some((chunk, self.chunk(chunk).free.at(index + 1)?))
     }
 
-    /// The first page of a free eight, if there is one, or room for one costs no memory to speak of.
+    /// The first page of eight free ones. If there are none, adds a chunk, unless an eighth of the pages in use are free.
     fn eight(&mut self, backend: &Backend, place: (u32, u16), words: u32) -> Option<(u32, u32)> {
         let found = self.whole();
         if found.is_some() || self.used / 8 <= self.free {
             return found;
         }
-        // Without memory for it, any page will do.
+        // Without memory for a chunk, any page will do.
         self.grow(backend, place, words).ok()?;
         self.whole()
     }
 
-    /// The first page of a free eight, if there is one.
+    /// The first page of eight free ones, if there are any.
     fn whole(&mut self) -> Option<(u32, u32)> {
         while let Some(&at) = self.roomy.last() {
             let chunk = self.chunk(at);
@@ -196,7 +196,7 @@ impl SizeClass {
         Ok(self.add(base, memory, (shard, class), pages))
     }
 
-    /// Adds a chunk of `pages` free pages in `memory`, the first at `base`. Older chunks are used up first.
+    /// Adds a chunk of `pages` free pages in `memory`, the first at `base`. It is used after the older chunks.
     pub fn add(&mut self, base: NonNull<u32>, memory: Memory, (shard, class): (u32, u16), pages: u64) -> u32 {
         let at = match self.holes.pop() {
             Some(at) => at,
@@ -238,20 +238,20 @@ impl SizeClass {
         self.shrink();
     }
 
-    /// Free pages, if they are fewer than `wanted`, which steps may ask for at once, and the eighth that runs are given room for.
+    /// The number of free pages, if it is below `wanted`, the pages that steps can need at once, plus an eighth of the pages in use.
     pub fn wants(&mut self, wanted: u64) -> Option<u64> {
         self.wanted = wanted;
         (self.free < self.used / 8 + wanted).then_some(self.free)
     }
 
-    /// Pages that nobody has.
+    /// Free pages.
     #[cfg(test)]
     pub fn free(&self) -> u64 {
         self.free
     }
 
-    /// Gives empty chunks back to the system where far more is free than [`SizeClass::wants`] asks for: what a step gives back, the next
-    /// ones take again. One chunk is kept in any case, so that a page that comes and goes does not ask the system each time.
+    /// Frees empty chunks if far more pages are free than [`SizeClass::wants`] asks for, because the next steps need the pages that a step
+    /// freed. Keeps at least one chunk, so that a single page that is allocated and freed does not map memory each time.
     fn shrink(&mut self) {
         let keep = self.used / 8 + 2 * self.wanted.min(self.used / 8);
         while let Some(&at) = self.empty.last() {
@@ -278,9 +278,9 @@ pub(crate) fn pages_of_chunk(words: u32) -> u64 {
     (CHUNK / (u64::from(words) * 4)).max(1)
 }
 
-/// Memory of the system for a chunk, and its first word.
+/// Maps memory of the system for a chunk; returns its first word.
 pub(crate) fn mapped(bytes: u64) -> Result<(NonNull<u32>, Memory), Error> {
-    // Mappings are aligned to small pages only: twice the length holds an aligned chunk. What is not touched takes no memory.
+    // Mappings are aligned to small pages only: twice the length contains an aligned chunk. Untouched pages take no memory.
     let align = CHUNK as usize;
     let refused = |_| Error::OutOfMemory { bytes };
     let mut memory = MmapMut::map_anon(bytes as usize + align).map_err(refused)?;

@@ -1,4 +1,4 @@
-//! Tokens written into pages and copied between them: at once in the host's memory, by a device when it is told.
+//! Writes and copies of tokens in pages: at once in host memory, deferred to a launch on a device.
 
 use crate::base::device_slice::DeviceSlice;
 use crate::base::error::Error;
@@ -21,7 +21,7 @@ pub(crate) enum Tokens<'a> {
         k: HostSlice<'a>,
         v: HostSlice<'a>,
     },
-    /// On the device of the cache; `limits` are what each head takes of a key and a value, and what is beyond is noted at `faults`.
+    /// On the cache's device; `limits` are the largest key and value of each head, and values beyond them are recorded at `faults`.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     Device {
         k: DeviceSlice,
@@ -32,7 +32,7 @@ pub(crate) enum Tokens<'a> {
 }
 
 impl<'a> Tokens<'a> {
-    /// Key and value of a row, if the host has them: they themselves, or widened into `room`.
+    /// Key and value of a row as f32, if they are on the host: slices of the tensors, or copies in `room`.
     pub fn row<'r>(
         &self,
         layout: &Layout,
@@ -53,19 +53,19 @@ impl<'a> Tokens<'a> {
     }
 }
 
-/// A token to be written.
+/// A token to write.
 pub(crate) struct Write<'a> {
     pub lane: u32,
     pub position: u32,
-    /// Which row of the call's keys and values it is.
+    /// Row of the call's keys and values.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub row: usize,
-    /// Key and value, unless they are on the device that writes them.
+    /// Key and value, unless they are on the device.
     pub token: Option<(&'a [f32], &'a [f32])>,
 }
 
 impl Reservation {
-    /// Writes a token; on a device once [`Reservation::flush_writes`] is called. The page must have no other handle.
+    /// Writes a token; on a device at [`Reservation::flush_writes`]. The page must have no other handle.
     pub fn write(&mut self, layout: &Layout, page: &mut Page, token: &Write<'_>) -> Result<(), Unstorable> {
         let Write { lane, position, token: of, .. } = *token;
         #[cfg(feature = "cuda")]
@@ -83,7 +83,7 @@ impl Reservation {
         layout.write(only(page), lane, Position(position), key, value)
     }
 
-    /// Copies a token; on a device once [`Reservation::flush_copies`] is called. The target must have no other handle.
+    /// Copies a token; on a device at [`Reservation::flush_copies`]. The target must have no other handle.
     pub fn copy(&mut self, layout: &Layout, source: &Page, from: u32, target: &mut Page, to: u32) {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
@@ -94,11 +94,11 @@ impl Reservation {
         layout.copy(source.words(), from, only(target), to);
     }
 
-    /// Makes a page one that may be written: where others hold it, a copy of its first `fill` lanes takes its place, and the original is
-    /// returned. One copy of its words; on a device, of each lane.
+    /// Makes a page writable: a shared page is replaced by a copy of its first `fill` lanes, and returned. Copies all words at once; on a
+    /// device, each lane.
     ///
     /// # Errors
-    /// No memory, or the device. The page is as before then.
+    /// No memory, or a failed device. The page is then unchanged.
     pub fn own(&mut self, layout: &Layout, page: &mut Page, fill: u32) -> Result<Option<Page>, Error> {
         if !page.is_shared() {
             return Ok(None);
@@ -114,8 +114,8 @@ impl Reservation {
         Ok(Some(std::mem::replace(page, copy)))
     }
 
-    /// Packs the first `fill` tokens of a page; on a device once [`Reservation::flush_copies`] is called. The target must have no other
-    /// handle, and the page keep its tokens until then.
+    /// Packs the first `fill` tokens of a page; on a device at [`Reservation::flush_copies`]. The target must have no other
+    /// handle, and the page must keep its tokens until then.
     pub fn pack(
         &mut self,
         codec: &HeadCodec,
@@ -136,7 +136,7 @@ impl Reservation {
         codec.pack(lanes, layout, page.words(), fill, only(packed));
     }
 
-    /// Packs the `fill` tokens of a page that `codec` packed, whose last position is `last`, by its second codec; as
+    /// Packs the `fill` tokens of a page that `codec` packed, with last position `last`, by the second codec; deferred like
     /// [`Reservation::pack`].
     #[allow(clippy::too_many_arguments)]
     pub fn repack(
@@ -159,7 +159,7 @@ impl Reservation {
         codec.repack(lanes, layout, Old { words: page.words(), fill, last }, only(packed));
     }
 
-    /// Forgets that a page was to be packed, which was not flushed.
+    /// Drops a deferred pack to a page.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn forget_pack(&mut self, packed: &Page) {
         #[cfg(feature = "cuda")]
@@ -168,7 +168,7 @@ impl Reservation {
         }
     }
 
-    /// Forgets the copy to a lane, which was asked for last of those to its page and not flushed: the page may be given back.
+    /// Drops the deferred copy to a lane, the last one to its page, so that the page can be freed.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn forget_copy(&mut self, target: &Page, to: u32) {
         #[cfg(feature = "cuda")]
@@ -177,7 +177,7 @@ impl Reservation {
         }
     }
 
-    /// Forgets writes that were not flushed.
+    /// Drops deferred writes.
     pub fn forget_writes(&mut self) {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
@@ -185,10 +185,10 @@ impl Reservation {
         }
     }
 
-    /// Has a device do the writes; their rows are those of `tokens`.
+    /// Launches the deferred writes of rows of `tokens`.
     ///
     /// # Errors
-    /// No memory, or the device. Nothing was written then.
+    /// No memory, or a failed device. Nothing was written then.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn flush_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
@@ -200,10 +200,10 @@ impl Reservation {
         Ok(())
     }
 
-    /// Has a device do the copies, and then pack.
+    /// Launches the deferred copies, then the packs.
     ///
     /// # Errors
-    /// No memory, or the device. What was not done then is done by the next call.
+    /// No memory, or a failed device. The next call launches the rest.
     pub fn flush_copies(&mut self) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
@@ -214,7 +214,7 @@ impl Reservation {
     }
 }
 
-/// The words of a page that the host has, to be written.
+/// The words of a page in host memory, for writing.
 fn only(page: &mut Page) -> &mut [u32] {
     match page.words_mut() {
         Some(words) => words,

@@ -1,4 +1,4 @@
-//! A run of pages of one head: sinks, or what one expert's tokens were filed in.
+//! A run of pages of one head: the sinks, or the tokens of one expert.
 
 pub mod save;
 
@@ -17,31 +17,31 @@ use pikv_lanes::Lanes;
 /// Pages of one expert (or the sinks) of one head, oldest first.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Chain {
-    /// Ordinal of the page that comes next.
+    /// Ordinal of the next page.
     pub next: u32,
-    /// Ordinal of the first entry that the head's second codec has still to come to.
+    /// Ordinal of the first entry that the head's second codec has not packed yet.
     pub aged: u32,
-    /// The pages that are left, and evicted ones that a rollback can reach, by ascending ordinal. A token that is filed next never goes
-    /// to a page before the last one: those are full, packed or evicted. Forks share the list by chunks: a page that one of them has by
-    /// itself in a chunk that it shares is not its own, so who asks whether a page may be written asks [`Chain::shares`].
+    /// Pages with tokens, and evicted pages that a rollback can reach, by ascending ordinal. New tokens are filed in the last page or after
+    /// it; earlier pages are full, packed or evicted. Forks share the list in chunks: a page in a shared chunk has one handle but several
+    /// sequences, so code that writes a page must check [`Chain::shares`].
     pub entries: Chunks<Entry>,
-    /// What the layer's policy keeps of the tokens of each entry.
+    /// The policy's state of each entry's tokens.
     pub kept: Kept,
     /// Tokens that are read.
     pub live: u32,
-    /// Tokens that would be, had none been evicted.
+    /// Tokens filed, including evicted ones.
     pub filed: u32,
-    /// Evicted lanes of pages that are left: at most so many.
+    /// Upper bound of the evicted lanes in pages that still have tokens.
     pub dead: u32,
-    /// Over a fabric: pages before this ordinal are with their ranks, or gone.
+    /// Over a fabric: pages before this ordinal are on their ranks, or evicted.
     pub settled: u32,
-    /// Over a fabric: what ranks know of pages that are here.
+    /// Over a fabric: copies on ranks of pages of this process.
     pub mirrors: Mirrors,
 }
 
 impl Chain {
-    /// Takes out the first page if it takes no more tokens, none of which is at `seen` or later, and evicted ones before it; with what
-    /// is kept of its tokens if `noted`. Pages that the token at `kept` packed, or a later one, stay.
+    /// Removes the first page, and evicted pages before it, if it takes no more tokens and all its tokens are before `seen`. Returns its
+    /// policy state if `noted`. Pages that the token at `kept` or a later one packed stay.
     pub fn slide(
         &mut self,
         seen: u32,
@@ -53,7 +53,7 @@ impl Chain {
         let old = |by| codec.and_then(|codec| codec.ages_at(by)).unwrap_or(by);
         let unseen = |entry: &Entry| match &entry.held {
             Held::Open(_) if entry.fill < PAGE => false,
-            // Packed early, it may be the open page again.
+            // Packed early, it can become the open page again.
             Held::Closed(closed) if closed.by >= if closed.old { old(kept) } else { kept } => false,
             Held::Away(Away { by: Some(by), .. }) if *by >= kept => false,
             _ => entry.last().is_some_and(|last| last < seen),
@@ -66,7 +66,7 @@ impl Chain {
         Some((entry, rows))
     }
 
-    /// Drops evicted pages from the front. Nobody knows which of their tokens have left a window since: they count as evicted for good.
+    /// Drops evicted pages from the front. Whether their tokens have left a window since is not tracked: they count as evicted for good.
     fn drop_gone(&mut self) {
         while self.entries.front().is_some_and(Entry::is_gone) {
             self.entries.pop_front();
@@ -74,8 +74,8 @@ impl Chain {
         }
     }
 
-    /// Drops evicted pages: those at the front, and of the others those all of whose tokens lie before `kept`, which no rollback
-    /// reaches. O(pages).
+    /// Drops evicted pages: those at the front, and others whose tokens all lie before `kept`, which no rollback
+    /// reaches. `O(pages)`.
     pub fn sweep(&mut self, kept: u32) {
         self.drop_gone();
         self.tighten();
@@ -88,13 +88,13 @@ impl Chain {
         self.tighten();
     }
 
-    /// Gives room back where lists hold a quarter of what they once did.
+    /// Shrinks lists that use a quarter of their capacity or less.
     pub fn tighten(&mut self) {
         self.entries.tighten();
         self.kept.tighten();
     }
 
-    /// Bytes of the lists of its pages, from their capacities. O(pages).
+    /// Bytes of the lists of its pages, from their capacities. `O(pages)`.
     pub fn table_bytes(&self) -> u64 {
         let beside = |entry: &Entry| match &entry.held {
             Held::Away(_) => size_of::<Stored>(),
@@ -105,14 +105,14 @@ impl Chain {
         (self.entries.bytes() + apart + self.mirrors.bytes()) as u64 + self.kept.bytes()
     }
 
-    /// Tokens that are read, in lower tiers. O(pages).
+    /// Number of tokens in lower tiers that are read. `O(pages)`.
     pub fn away(&self) -> u32 {
         let lower = |entry: &&Entry| matches!(&entry.held, Held::Away(away) if away.slot.kept().is_none());
         let away = self.entries.iter().filter(lower);
         away.map(|entry| entry.live.count_ones()).sum()
     }
 
-    /// Where the next token goes, if that is in the last page.
+    /// The last page and the lane for the next token, if the page has room.
     pub fn room(&self) -> Option<(&Page, u32)> {
         match self.entries.back()? {
             Entry { held: Held::Open(page), fill, .. } if *fill < PAGE => Some((page, *fill)),
@@ -120,7 +120,7 @@ impl Chain {
         }
     }
 
-    /// Ordinal and lane of the next token; `closed` says that the open page, if there is one, takes no more.
+    /// Ordinal and lane of the next token; `closed` if the open page takes no more tokens.
     pub fn next_place(&self, closed: bool) -> (u32, u32) {
         match self.room() {
             Some((_, fill)) if !closed => (self.next - 1, fill),
@@ -128,7 +128,7 @@ impl Chain {
         }
     }
 
-    /// The token that was filed last, as it came: its page, and the lane.
+    /// Page (in the dtype of its layer) and lane of the token filed last.
     pub fn newest(&self) -> Option<(&Page, u32)> {
         let entry = self.entries.back()?;
         let page = match &entry.held {
@@ -147,7 +147,7 @@ impl Chain {
         })
     }
 
-    /// Where the page at `ordinal` stands in the list.
+    /// Index of the page at `ordinal` in the list.
     pub fn index(&self, ordinal: u32) -> Option<usize> {
         let first = self.entries.front()?.ordinal;
         find(&self.entries, ordinal.checked_sub(first)? as usize, ordinal)
@@ -158,13 +158,13 @@ impl Chain {
         self.entries.range(self.before(ordinal)..)
     }
 
-    /// How many pages come before `ordinal`.
+    /// Number of pages before `ordinal`.
     pub fn before(&self, ordinal: u32) -> usize {
         self.entries.partition_point(|entry| entry.ordinal < ordinal)
     }
 
-    /// Whether a fork has the list of pages around page `i` in common with this run. Its pages are nobody's to write or to move then,
-    /// whatever [`Page::is_shared`] says: to change the list copies that part of it, and all handles there.
+    /// Whether a fork shares the chunk of page `i`. Its pages must then not be written or moved, even if
+    /// [`Page::is_shared`] is false: a change of the list first copies the chunk with all its handles.
     pub fn shares(&self, i: usize) -> bool {
         self.entries.is_shared(i)
     }
@@ -174,12 +174,12 @@ impl Chain {
         self.index(ordinal).is_some_and(|i| self.shares(i))
     }
 
-    /// Whether another sequence has page `i`, or nothing is left of it in the first tier.
+    /// Whether another sequence shares page `i`, or the page is not in the first tier.
     pub fn shares_page(&self, i: usize) -> bool {
         self.shares(i) || self.entries[i].page().is_none_or(Page::is_shared)
     }
 
-    /// Whether another sequence has the page that takes the next token, which is copied then.
+    /// Whether another sequence shares the page for the next token, so that a write copies it.
     pub fn shares_room(&self) -> bool {
         let last = self.entries.len().saturating_sub(1);
         self.room().is_some_and(|(page, _)| self.shares(last) || page.is_shared())
@@ -196,7 +196,7 @@ impl Chain {
         Some(&mut self.entries[i])
     }
 
-    /// Counts the token that was just written to the last page's next lane.
+    /// Counts a token that was written to the next lane of the last page.
     pub fn wrote(&mut self) {
         if let Some(entry) = self.entries.back_mut() {
             entry.live |= 1 << entry.fill;
@@ -206,7 +206,7 @@ impl Chain {
         }
     }
 
-    /// Takes back the token at `position`, which was filed last. A run of pages that is empty already had it evicted.
+    /// Removes the token at `position`, which was filed last. If the run has no page left, the token was evicted.
     pub fn pop(&mut self, position: u32) {
         self.filed -= 1;
         if let Some(entry) = self.entries.back_mut() {
@@ -222,7 +222,7 @@ impl Chain {
                 self.kept.pop_back();
             }
         }
-        // What the token packed is open again.
+        // The page that the token packed is open again.
         if let Some(Entry { held, .. }) = self.entries.back_mut()
             && let Held::Closed(closed) = held
             && closed.by == position
@@ -235,9 +235,9 @@ impl Chain {
         self.mirrors.cut(last, held.map_or(0, |entry| entry.fill.min(PAGE - 1)));
     }
 
-    /// As [`Chain::pop`]; returns the bytes of pages that came free.
+    /// [`Chain::pop`]; returns the bytes of pages that it freed.
     pub fn take_back(&mut self, position: u32) -> u64 {
-        // It changes the last two at most. They are taken out of what a fork shares first, so that pages count for all who hold them.
+        // It changes the last two pages at most. Their chunks are copied first, so that shared pages have a handle for each sequence.
         let from = self.entries.len().saturating_sub(2);
         (from..self.entries.len()).for_each(|i| self.entries.own(i));
         let first = self.entries.get(from).map(|entry| entry.ordinal);
@@ -247,20 +247,20 @@ impl Chain {
         before - held(self)
     }
 
-    /// Adds a page that no token was written to.
+    /// Adds a page without tokens.
     pub fn push(&mut self, page: Page) {
         self.entries.push_back(Entry::open(self.next, page));
         self.next += 1;
         self.kept.push_back();
     }
 
-    /// Frees page `i` of those that are left. Its tokens are still counted.
+    /// Frees the page at index `i`. Its tokens stay counted.
     pub fn free(&mut self, i: usize) {
         self.entries[i].free();
         self.kept.free(i);
     }
 
-    /// Frees the page at `ordinal`, which no rollback reaches if its tokens lie before `kept`; `false` if there is none.
+    /// Frees the page at `ordinal` and sweeps with `kept`, as in [`Chain::sweep`]; `false` if there is no such page.
     pub fn evict(&mut self, ordinal: u32, kept: u32) -> bool {
         let Some(i) = self.index(ordinal).filter(|i| !self.entries[*i].is_gone()) else {
             return false;
@@ -278,7 +278,7 @@ impl Chain {
         self.sweep(0);
     }
 
-    /// Has the lanes in `lanes` of a page read no more; its bytes are kept until [`Chain::settle`].
+    /// Evicts the lanes in `lanes` of a page; its bytes are kept until [`Chain::settle`].
     pub fn kill(&mut self, ordinal: u32, lanes: u32) {
         if let Some(entry) = self.entry_mut(ordinal) {
             let killed = entry.live & lanes;
@@ -298,7 +298,7 @@ impl Chain {
         }
     }
 
-    /// Makes [`Chain::kill`] final, and frees the page if nothing of it is read any more; returns it then.
+    /// Makes [`Chain::kill`] final; frees the page, and returns it, if no lane is live or pending.
     pub fn settle(&mut self, ordinal: u32, lanes: u32) -> Option<Entry> {
         let i = self.index(ordinal)?;
         let entry = &mut self.entries[i];
@@ -314,7 +314,7 @@ impl Chain {
         Some(entry)
     }
 
-    /// The last page, packed by the token at `by`, into `packed`.
+    /// Packs the last page into `packed`; `by` is the position of the token that packs it.
     pub fn close(
         &mut self,
         codec: &HeadCodec,
@@ -326,7 +326,7 @@ impl Chain {
     ) {
         let Some(entry) = self.entries.back_mut() else { return };
         let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
-        // One that others hold was packed when the sequence was sealed.
+        // A page with other handles was packed when the sequence was sealed.
         if !packed.is_shared() {
             pages.pack(codec, lanes, layout, page, entry.fill, &mut packed);
         }
@@ -334,7 +334,7 @@ impl Chain {
         entry.held = Held::Closed(Closed { packed, original, last, by, old: false, next: None });
     }
 
-    /// Packs pages again whose time has come at `filed` tokens filed; tells the ordinal of each, and the position that did it.
+    /// Packs pages again that are due at `filed` filed tokens; calls `told` with the ordinal of each and the position that packed it.
     pub fn age(
         &mut self,
         codec: &HeadCodec,
@@ -369,9 +369,9 @@ impl Chain {
         Ok(())
     }
 
-    /// Undoes [`Chain::age`] as far as it would not have come at `filed` tokens filed.
+    /// Undoes [`Chain::age`] for pages that are not due at `filed` filed tokens.
     pub fn rejuvenate(&mut self, codec: &HeadCodec, filed: u32) {
-        // Pages that were taken back come again under their ordinals.
+        // Ordinals of pages that a rollback removed are used again.
         self.aged = self.aged.min(self.next);
         let until = self.before(self.aged);
         for i in (0..until).rev() {
@@ -387,7 +387,7 @@ impl Chain {
         }
     }
 
-    /// Pages that [`Chain::age`] will pack again by `filed` tokens filed. O(those).
+    /// Number of pages that [`Chain::age`] will pack again up to `filed` filed tokens. `O(such pages)`.
     pub fn due(&self, codec: &HeadCodec, filed: u32) -> u64 {
         let closed = self.from(self.aged).take_while(|entry| match &entry.held {
             Held::Closed(closed) => codec.ages_at(closed.by).is_some_and(|by| by < filed),
@@ -398,7 +398,7 @@ impl Chain {
     }
 }
 
-/// Where the page at `ordinal` stands in a list by ascending ordinals; looked for at `guess` first, where it stands if none is missing.
+/// Index of the page at `ordinal` in a list with ascending ordinals; tries `guess` first, which is right if no ordinal is missing.
 pub(crate) fn find(entries: &Chunks<Entry>, guess: usize, ordinal: u32) -> Option<usize> {
     let is = |i: &usize| entries.get(*i).is_some_and(|entry| entry.ordinal == ordinal);
     let found = || entries.partition_point(|entry| entry.ordinal < ordinal);

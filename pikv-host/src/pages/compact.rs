@@ -1,4 +1,4 @@
-//! Pages of a chain that lost tokens, put together.
+//! Compaction: merges pages of a chain that lost tokens.
 
 use crate::base::deque::first_if;
 use crate::base::error::Error;
@@ -16,40 +16,40 @@ use pikv_core::warp::LANES;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Whose pages they are.
+/// The chain of a compaction.
 #[derive(Clone, Copy)]
 pub(crate) struct Whose<'a> {
     pub pool: &'a Pool,
     pub shape: &'a LayerShape,
-    /// Counted on over the layers.
+    /// Index of the KV head over all layers.
     pub head: u32,
     /// Index of the chain.
     pub chain: usize,
 }
 
-/// Where tokens are put together.
+/// Destination of merged tokens.
 enum Target {
-    /// Where the page is.
+    /// The page itself.
     There,
-    /// On a page that takes its place.
+    /// A new page that replaces it.
     Fresh(Page),
-    /// In a lower tier, once they are put together.
+    /// A lower tier, after the tokens are merged on the host.
     Lower,
 }
 
 impl Target {
-    /// Whether the page is in the first tier.
+    /// Whether the target is in the first tier.
     fn is_here(&self) -> bool {
         !matches!(self, Target::Lower)
     }
 
-    /// Whether a token would be moved to where it is.
+    /// Whether a token is already at its destination.
     fn is_at(&self, to: usize, moved: &Move) -> bool {
         matches!(self, Target::There) && (moved.from, moved.lane) == (to, moved.to_lane)
     }
 }
 
-/// A token, and where it goes: from the newest one back.
+/// A move of a token; moves are listed from the newest token back.
 struct Move {
     from: usize,
     lane: u32,
@@ -58,25 +58,25 @@ struct Move {
     to_lane: u32,
 }
 
-/// What is moved where.
+/// All moves of a compaction.
 struct Plan {
-    /// Pages whose tokens move: the first of the run.
+    /// Number of leading pages whose tokens move.
     end: usize,
-    /// Pages that will be left, from the newest on: which of the run's they take the place of.
+    /// Pages that remain, newest first: the page of the run that each replaces.
     targets: Vec<(usize, Target)>,
-    /// From the newest token back; 32 for each target, but for the last.
+    /// From the newest token back; 32 for each target except the last.
     moves: Vec<Move>,
-    /// Of each target, the lanes that will be read.
+    /// Live lanes of each target.
     filled: Vec<u32>,
 }
 
-/// What was read and written for a plan before the run changes.
+/// Data that a compaction reads and writes before the run changes.
 struct Ready {
-    /// Of each page, its words if they were elsewhere.
+    /// Words of each page that was read from a lower tier or a device.
     away: Vec<Option<Box<[u32]>>>,
     /// Targets in a lower tier, in their order.
     lower: VecDeque<(Vec<u32>, Stored)>,
-    /// Extremes of the keys of targets on a device, in their order.
+    /// Bounds of targets on a device, in their order.
     bounds: VecDeque<Option<Box<[[f32; LANES]]>>>,
 }
 
@@ -88,19 +88,19 @@ impl Whose<'_> {
 }
 
 impl Chain {
-    /// Moves the tokens of pages towards the newest of them, and frees those that are left empty, once a fifth of all lanes
-    /// are. What a rollback could still touch, which lies at or after `kept`, and packed pages stay as they are.
+    /// Moves tokens of pages towards the newest of these pages, and frees pages that are then empty, if at least a fifth of all lanes
+    /// is evicted. Pages with tokens at or after `kept`, which a rollback can reach, and packed pages do not change.
     ///
-    /// Blocks are cut by ordinals, and shards hold blocks, so tokens move to pages of the shard that their new ordinal says.
-    /// Pages in lower tiers are put together as if they were here: where pages lie must not show. O(tokens) of the chain, which
-    /// is little for each that was evicted. With `noted` returns how pages were, if any changed.
+    /// Blocks, and so shards, depend on ordinals: a token moves to a page on the shard of its new ordinal.
+    /// Pages in lower tiers are compacted like others, so that results do not depend on tiers. `O(tokens)` of the chain, which
+    /// is amortised by the evicted tokens. With `noted` returns the former pages, if any changed.
     ///
     /// # Errors
-    /// No memory for a copy of a page that is shared; a lower tier or a device that fails. Everything stays as it was.
+    /// No memory for a copy of a shared page; a failed lower tier or device. The chain is then unchanged.
     pub fn compact(&mut self, whose: &Whose<'_>, kept: u32, noted: bool) -> Result<Option<Compacted>, Error> {
         let Some((end, live)) = self.thinned(kept) else { return Ok(None) };
         let mut plan = self.plan(whose, end, live)?;
-        // All that can fail comes before anything is changed.
+        // Everything that can fail comes before the run changes.
         let ready = self.prepare(whose, &plan)?;
         let before = noted.then(|| self.before_moves(&plan));
         self.move_tokens(whose, &mut plan, &ready.away);
@@ -112,7 +112,7 @@ impl Chain {
         Ok(before)
     }
 
-    /// How many of the first pages can be put together, and the tokens in them that are read; `None` if it is not worth it.
+    /// Number of leading pages to compact, and their live tokens; `None` if it is not worth it.
     fn thinned(&mut self, kept: u32) -> Option<(usize, u32)> {
         if self.dead < PAGE || self.dead * 4 < self.live {
             return None;
@@ -124,7 +124,7 @@ impl Chain {
             Held::Closed(_) | Held::Away(_) => false,
         };
         let mut end = self.entries.iter().take_while(still).count();
-        // Positions ascend: what a rollback could still touch is at the end. Looking there only spares a look into every page.
+        // Positions ascend, so pages that a rollback can reach are at the end: the search stops at the first other page.
         for i in (0..end).rev() {
             match self.entries[i].last() {
                 None => {}
@@ -138,13 +138,13 @@ impl Chain {
         (dead >= PAGE && dead * 4 >= self.live).then_some((end, live))
     }
 
-    /// Where the `live` tokens of the first `end` pages go.
+    /// Plans the moves of the `live` tokens of the first `end` pages.
     ///
     /// # Errors
     /// No memory for a page that is needed.
     fn plan(&self, whose: &Whose<'_>, end: usize, live: u32) -> Result<Plan, Error> {
         let targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
-        // From the newest token back: its place is never before its own, so nothing is overwritten that is still to move.
+        // From the newest token back: a destination is never before its source, so no token is overwritten before it moves.
         let mut moves = Vec::with_capacity(live as usize);
         for from in (0..end).rev() {
             let live = self.entries[from].live;
@@ -158,15 +158,15 @@ impl Chain {
         Ok(Plan { end, targets, moves, filled })
     }
 
-    /// Reads pages that are elsewhere, writes those that go to a lower tier, and has a device move its tokens. The lists of the run stay as
-    /// they are.
+    /// Reads pages that the host does not have, writes targets in lower tiers, and lets a device move its tokens. The lists of the run do
+    /// not change.
     ///
     /// # Errors
-    /// A lower tier or a device that fails.
+    /// A failed lower tier or device.
     fn prepare(&self, whose: &Whose<'_>, plan: &Plan) -> Result<Ready, Error> {
         let Plan { end, targets, moves, filled } = plan;
         let (shape, layout, rope) = (&whose.pool.shape, &whose.shape.layout, whose.shape.rope.as_ref());
-        // A device moves tokens by itself, unless some of the pages are elsewhere or their keys are wanted.
+        // A device moves tokens itself, unless a page is in a lower tier or the host needs keys for bounds.
         let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
         let far = whose.is_far();
         let fetches = far && (shape.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
@@ -190,7 +190,7 @@ impl Chain {
         Ok(Ready { away, lower, bounds })
     }
 
-    /// Moves tokens to their targets, one by one; where a device moved them, their positions, which the host has.
+    /// Moves tokens to their targets one by one; after a device moved them, only their positions on the host.
     fn move_tokens(&mut self, whose: &Whose<'_>, plan: &mut Plan, away: &[Option<Box<[u32]>>]) {
         let (layout, far) = (&whose.shape.layout, whose.is_far());
         let mut token = vec![0; if far { 1 } else { layout.words() as usize }];
@@ -260,7 +260,7 @@ impl Chain {
         }
     }
 
-    /// How the pages of a plan are before their tokens move.
+    /// The pages of a plan before its moves.
     fn before_moves(&self, plan: &Plan) -> Compacted {
         let Plan { end, targets, moves, .. } = plan;
         let mut there = vec![false; *end];
@@ -282,18 +282,18 @@ impl Chain {
         Compacted { pages, moves: moves.iter().map(went).collect() }
     }
 
-    /// Evicted lanes of pages that are left.
+    /// Number of evicted lanes in pages that still have tokens.
     fn count_dead(&self) -> u32 {
         let left = self.entries.iter().filter(|entry| !entry.is_gone());
         left.map(|entry| (filled(entry.fill) & !(entry.live | entry.pending)).count_ones()).sum()
     }
 
-    /// The words of page `i`, those of pages in lower tiers out of `away`.
+    /// The words of page `i`; from `away` if the host does not have them.
     fn source<'a>(&'a self, i: usize, away: &'a [Option<Box<[u32]>>]) -> Option<&'a [u32]> {
         away[i].as_deref().or_else(|| self.entries[i].page().map(Page::words))
     }
 
-    /// The pages that targets will be, put together here.
+    /// The pages of all targets, assembled on the host.
     fn assembled(
         &self,
         layout: &Layout,
@@ -310,7 +310,7 @@ impl Chain {
         pages
     }
 
-    /// Has a device move the tokens, out of pages that were put together here if there are any. All or nothing, unless the device
+    /// Launches the moves on a device, from `assembled` pages if there are any. All moves are done or none, unless the device
     /// is lost.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn move_far(
@@ -345,7 +345,7 @@ impl Chain {
         Ok(())
     }
 
-    /// The pages that go to lower tiers, in the order of `targets`.
+    /// Stores the targets of lower tiers, in the order of `targets`.
     fn lower(
         &self,
         whose: &Whose<'_>,
@@ -372,10 +372,10 @@ impl Chain {
         Ok(lower)
     }
 
-    /// The newest `n` of the first `end` pages that tokens can be moved to, from the newest on.
+    /// The newest `n` of the first `end` pages to which tokens can move, newest first.
     ///
     /// # Errors
-    /// No memory for one that is needed.
+    /// No memory for a page that is needed.
     fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Result<Vec<(usize, Target)>, Error> {
         let words = whose.shape.layout.words();
         let lower = || whose.pool.tiers.is_some().then_some(Target::Lower);
@@ -393,7 +393,7 @@ impl Chain {
             }
             match &self.entries[i].held {
                 Held::Open(_) if !self.shares_page(i) => targets.push((i, Target::There)),
-                // Tokens of older pages cannot pass it by: they would come to lie before older ones.
+                // Tokens of older pages cannot skip this page: they would then follow newer tokens.
                 Held::Open(_) => targets.push((i, fresh(i)?)),
                 Held::Away(away) if away.slot.kept().is_some() => targets.push((i, fresh(i)?)),
                 Held::Away(_) => targets.push((i, Target::Lower)),

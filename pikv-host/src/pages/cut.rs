@@ -1,7 +1,7 @@
-//! A layer as it was at an earlier length, put together out of pages that are there.
+//! Builds a layer as it was at an earlier length, from existing pages.
 //!
-//! Where nothing was packed, evicted or slid out of a window, every token before that length lies in a run as it came. The runs are
-//! cut to the tokens that had left the ring, on the same pages; the ring is made again from the tokens that had not.
+//! If no token was packed, evicted or freed behind a window, every token before that length is in a run in the dtype of its layer. The
+//! runs are cut to the tokens that had left the ring, on the same pages; the ring is rebuilt from the other tokens.
 
 use crate::base::error::Error;
 use crate::base::ids::{Place, chain_place};
@@ -19,26 +19,26 @@ use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use std::collections::VecDeque;
 
-/// Who cuts, and where.
+/// Parameters of a cut.
 pub(crate) struct Cut<'a> {
     pub pool: &'a Pool,
     pub shape: &'a LayerShape,
-    /// Tokens that are left.
+    /// Length after the cut, in tokens.
     pub len: u32,
 }
 
 impl Cut<'_> {
-    /// Tokens of it that have left the ring.
+    /// Tokens outside the ring after the cut.
     fn left(&self) -> u32 {
         self.pool.shape.store.ring.left(self.len)
     }
 
-    /// First tile of its ring.
+    /// First tile of the ring after the cut.
     fn first_tile(&self) -> u32 {
         self.pool.shape.store.ring.tiles(self.len, self.len).start
     }
 
-    /// Tiles that a layer's ring no longer has.
+    /// Tiles of the ring after the cut that a layer's ring does not have any more.
     fn missing(&self, layer: &Layer) -> std::ops::Range<u32> {
         let first = self.first_tile();
         first..layer.first_tile.min(self.len.div_ceil(PAGE)).max(first)
@@ -46,7 +46,7 @@ impl Cut<'_> {
 }
 
 impl Layer {
-    /// Why the layer cannot be cut at a length that a rollback does not reach, if it cannot.
+    /// The reason why the layer cannot be cut at a length that no rollback reaches; `None` if it can.
     pub fn uncut(&self, cut: &Cut<'_>) -> Option<&'static str> {
         let Cut { pool, shape, len } = *cut;
         if self.rule.is_some() {
@@ -59,7 +59,7 @@ impl Layer {
             return Some("hits are counted");
         }
         let live = |head: &Head| head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>();
-        // Pages that were evicted and whose tokens were taken back have left a gap.
+        // Ordinals that are missing belong to evicted pages whose tokens were rolled back.
         let gaps =
             |head: &Head| head.chains.iter().any(|(_, chain)| chain.entries.len() != chain.next as usize);
         if self.heads.iter().any(|head| live(head) != self.filed || gaps(head)) {
@@ -87,10 +87,10 @@ impl Layer {
         pages * cut.shape.layout.bytes()
     }
 
-    /// The layer as it was, for which [`Layer::uncut`] has nothing to say, on pages of `pages` beside those of this one.
+    /// The layer at the cut, on pages of `pages` and pages shared with this layer. [`Layer::uncut`] must have returned `None`.
     ///
     /// # Errors
-    /// A device or a lower tier that fails.
+    /// A failed device or lower tier.
     pub fn cut(&self, cut: &Cut<'_>, pages: &mut Reservation) -> Result<Layer, Error> {
         let inner = &cut.pool.shape;
         let heads = self.heads.iter().zip(self.first_head..);
@@ -98,8 +98,8 @@ impl Layer {
         let heads = heads.collect::<Result<Vec<Head>, Error>>()?;
         let tags = cut.len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
         let tags = if inner.config.experts > 1 { tags.min(self.tags.len()) } else { 0 };
-        // Tokens of the new ring that this layer filed, ahead or not, are shared in the pages that it filed them in. What was filed ahead
-        // for fewer tokens than have left the ring since has other tokens from there on.
+        // Tokens of the new ring that this layer filed, or filed ahead, are shared in those pages. Pages filed ahead for fewer tokens than
+        // have left the ring since have other tokens after that point.
         let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
         let known = ahead.map_or(self.filed, |sealed| sealed.until);
         let from = |h: usize, c: usize| heads[h].chains[c].next_place(false).0;
@@ -127,7 +127,7 @@ impl Layer {
 }
 
 impl Layer {
-    /// Has pages that hold tokens before the cut be those of `other`, a layer with the same tokens there.
+    /// Replaces pages of tokens before the cut by those of `other`, a layer with the same tokens there.
     pub fn share(&mut self, other: &Layer, cut: &Cut<'_>) {
         self.sealed = None;
         let (first, other_first, heads) = (self.first_tile, other.first_tile, self.first_head..);
@@ -182,7 +182,7 @@ impl Entry {
 }
 
 impl Head {
-    /// `global` counts heads over the layers, `tiles` is the first tile of this one's ring.
+    /// `global` is the head's index over all layers, `tiles` the first tile of this head's ring.
     fn cut(
         &self,
         cut: &Cut<'_>,
@@ -206,7 +206,7 @@ impl Head {
         Ok(Head { ring, chains, states, own: self.own.clone(), ghosts: Default::default() })
     }
 
-    /// A page of a run that has the tokens of a tile of the ring at the same lanes, on the same shard.
+    /// A page of a run with the tokens of a ring tile at the same lanes, on the same shard.
     fn tile(&self, cut: &Cut<'_>, tile: u32, global: u32) -> Option<Page> {
         let shard = cut.pool.shape.shard_of(Place::Ring, tile, global);
         self.chains.iter().find_map(|(_, chain)| {
@@ -217,7 +217,7 @@ impl Head {
         })
     }
 
-    /// A page with the tokens of a tile, out of the pages that they were filed in.
+    /// Copies the tokens of a tile from their pages to a new page.
     fn gathered(
         &self,
         cut: &Cut<'_>,
@@ -237,7 +237,7 @@ impl Head {
             })
         };
         let away = |entry: &Entry| matches!(entry.held, Held::Away(_));
-        // On a device pages are copied by it, unless one has to be brought here.
+        // A device copies tokens between its pages; pages of lower tiers are assembled on the host.
         let mut words = sources().any(away).then(|| vec![u32::MAX; layout.words() as usize]);
         for entry in sources() {
             let lanes = (0..entry.fill).filter_map(|lane| Some((lane, entry.position(None, lane)?)));
@@ -265,30 +265,30 @@ impl Head {
 }
 
 impl Chain {
-    /// The first page whose first token is at `position` or later. O(log pages).
+    /// Index of the first page whose first token is at `position` or later. `O(log pages)`.
     fn first_of(&self, position: u32) -> usize {
         self.entries.partition_point(|entry| entry.position(None, 0).is_some_and(|first| first < position))
     }
 
-    /// Tokens before `left` in page `i`.
+    /// Number of tokens before `left` in page `i`.
     fn tokens_of(&self, i: usize, left: u32) -> u32 {
         let entry = &self.entries[i];
         let before = |lane: &u32| entry.position(None, *lane).is_some_and(|position| position < left);
         (0..entry.fill).take_while(before).count() as u32
     }
 
-    /// Whether the page that a cut at `left` tokens leaves open lies in a lower tier.
+    /// Whether the page that is partial after a cut at `left` tokens is in a lower tier.
     fn cut_away(&self, left: u32) -> bool {
         let Some(last) = self.first_of(left).checked_sub(1) else { return false };
         let entry = &self.entries[last];
         matches!(entry.held, Held::Away(_)) && self.tokens_of(last, left) < entry.fill
     }
 
-    /// The run as it was when the tokens before a length had been filed; it is chain `c` of head `global`.
+    /// The run with the tokens that are outside the ring at the cut; it is chain `c` of head `global`.
     fn cut(&self, cut: &Cut<'_>, (global, c): (u32, usize), pages: &mut Reservation) -> Result<Chain, Error> {
         let left = cut.left();
         let pages_of_it = self.first_of(left);
-        // Nothing was evicted and no policy keeps anything: whole pages are as they were.
+        // Nothing was evicted and there is no policy state, so whole pages are unchanged.
         let mut chain = Chain { entries: self.entries.first(pages_of_it), ..Chain::default() };
         let Some(last) = pages_of_it.checked_sub(1) else { return Ok(chain) };
         // All tokens of a page come before those of the next.

@@ -1,4 +1,4 @@
-//! A page of a run, and what is left of it: as its tokens came, packed, in a lower tier, or evicted.
+//! A page of a run: open, packed, in a lower tier, or evicted.
 
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
@@ -20,24 +20,24 @@ pub(crate) struct Entry {
     pub fill: u32,
     /// Bit `t` is set if the token at lane `t` is read: it was written, and not evicted.
     pub live: u32,
-    /// Evicted lanes that a rollback would bring back; the page is kept for them.
+    /// Evicted lanes that a rollback can revive; the page is kept for them.
     pub pending: u32,
-    /// Whether a rollback would move tokens back to it, so that it has to stay in the first tier.
+    /// Whether a rollback moves tokens back to this page, so that it must stay in the first tier.
     pub tied: bool,
-    /// The extremes of the keys of a page that takes no more tokens, if the cache keeps them.
+    /// Least and largest keys of a full page, if the cache keeps them.
     pub bounds: Option<Box<[[f32; LANES]]>>,
 }
 
-/// What is left of a page of a run.
+/// Storage of a page.
 #[derive(Clone, Debug)]
 pub(crate) enum Held {
-    /// Nothing: it was evicted. It is listed as long as a rollback can reach its tokens, the last of which is at `last`.
+    /// Evicted. The entry stays while a rollback can reach its tokens, the last of which is at `last`.
     Gone { last: u32 },
-    /// As its tokens came.
+    /// In the dtype of its layer.
     Open(Page),
     /// Packed.
     Closed(Closed),
-    /// In a lower tier. No rollback reaches it.
+    /// In a lower tier. No rollback reaches its tokens.
     Away(Away),
 }
 
@@ -45,29 +45,29 @@ pub(crate) enum Held {
 #[derive(Clone, Debug)]
 pub(crate) struct Away {
     pub slot: Arc<Stored>,
-    /// The position that packed it, if it is packed.
+    /// For a packed page, the position whose token packed it.
     pub by: Option<u32>,
 }
 
-/// A packed page. It was packed when the token at position `by` left the ring: its own last one, or, where its tokens would
-/// have spanned more positions than a packed page can, the next of its run.
+/// A packed page. It was packed when the token at position `by` left the ring: its own last token, or the next token of its run if that
+/// token would have made the page span more positions than a packed page can.
 #[derive(Clone, Debug)]
 pub(crate) struct Closed {
     pub packed: Page,
-    /// As its tokens came; kept as long as the one at `by` can be taken back, and for rows of a step that come before it.
+    /// In the dtype of its layer; kept while a rollback can reach `by`, and for rows of a step before that position.
     pub original: Option<Page>,
     /// Position of the last token.
     pub last: u32,
     pub by: u32,
-    /// Whether `packed` is what the head's second codec left of it; `by` is then the position that it was packed at again.
+    /// Whether `packed` is by the head's second codec; `by` is then the position that packed it again.
     pub old: bool,
-    /// The same, while rows (or a rollback to where there are such) still read `packed`.
+    /// The page by the second codec, while rows (or rows after a rollback) still read `packed`.
     pub next: Option<Page>,
 }
 
 impl Closed {
-    /// As the first or the second codec packed it, if it is held so: the page, from which position on rows read it, and from which
-    /// on they read the other.
+    /// The form of the first or the second codec, if the page has it: the page, the first position whose row reads it, and the first whose
+    /// row reads the other.
     pub fn form(&self, codec: &HeadCodec, old: bool) -> Option<(&Page, u32, Option<u32>)> {
         match (&self.next, old) {
             (None, _) => (self.old == old).then_some((&self.packed, self.by, None)),
@@ -76,7 +76,7 @@ impl Closed {
         }
     }
 
-    /// The page that newer rows read, and its codec.
+    /// The form that the newest rows read, and its codec.
     pub fn newest<'a>(&'a self, codec: &'a HeadCodec) -> (&'a Page, &'a HeadCodec) {
         match (&codec.aged, &self.next) {
             (Some(aged), Some(next)) => (next, &aged.codec),
@@ -85,7 +85,7 @@ impl Closed {
         }
     }
 
-    /// Nobody reads it as the first codec left it any more.
+    /// Drops the form of the first codec, which no row reads any more.
     pub fn settle(&mut self, codec: &HeadCodec) {
         if let (Some(next), Some(by)) = (self.next.take(), codec.ages_at(self.by)) {
             *self = Closed { packed: next, original: None, last: self.last, by, old: true, next: None };
@@ -94,18 +94,18 @@ impl Closed {
 }
 
 impl Entry {
-    /// A page that no token was written to.
+    /// A page without tokens.
     pub fn open(ordinal: u32, page: Page) -> Entry {
         Entry { ordinal, held: Held::Open(page), fill: 0, live: 0, pending: 0, tied: false, bounds: None }
     }
 
-    /// A page of which nothing is left.
+    /// An evicted page without tokens.
     pub fn gone(ordinal: u32) -> Entry {
         let held = Held::Gone { last: 0 };
         Entry { ordinal, held, fill: PAGE, live: 0, pending: 0, tied: false, bounds: None }
     }
 
-    /// Frees the page. Its tokens are still counted.
+    /// Frees the page. Its tokens stay counted in `fill`.
     pub fn free(&mut self) {
         if let Some(last) = self.last() {
             self.held = Held::Gone { last };
@@ -113,7 +113,7 @@ impl Entry {
         (self.live, self.pending, self.bounds) = (0, 0, None);
     }
 
-    /// Takes the extremes of the keys of a page as they came, if the host has them.
+    /// Computes the bounds of the keys of an open page in host memory.
     pub fn bound(&mut self, layout: &Layout, rope: Option<&Rope>) {
         if let Held::Open(page) = &self.held
             && page.is_near()
@@ -122,7 +122,7 @@ impl Entry {
         }
     }
 
-    /// A full page on a device whose extremes are not known yet, as its tokens came.
+    /// A full page on a device without bounds, in the dtype of its layer.
     #[cfg(feature = "cuda")]
     pub fn unbounded(&self) -> Option<&Page> {
         let page = match &self.held {
@@ -133,7 +133,7 @@ impl Entry {
         page.filter(|_| self.fill == PAGE && self.bounds.is_none())
     }
 
-    /// The extremes of the keys in `words`, of the lanes in `live`.
+    /// Least and largest keys in `words`, over the lanes in `live`.
     pub fn bounds_of(live: u32, words: &[u32], layout: &Layout, rope: Option<&Rope>) -> Box<[[f32; LANES]]> {
         let mut bounds = vec![[f32::INFINITY; LANES]; 2 * bound::rows(layout.k_dim)].into_boxed_slice();
         bounds.iter_mut().skip(1).step_by(2).for_each(|most| most.fill(f32::NEG_INFINITY));
@@ -143,7 +143,7 @@ impl Entry {
             layout.read_key(words, lane, key);
             bound::widen(&mut bounds, key, rope);
         }
-        // The padding of the last row.
+        // Padding of the last row.
         let pad = layout.k_dim as usize % LANES;
         if let (1.., [.., least, most]) = (pad, &mut bounds[..]) {
             least[pad..].fill(0.0);
@@ -152,7 +152,7 @@ impl Entry {
         bounds
     }
 
-    /// The position at each lane that was written.
+    /// Position of the token at a written lane; `None` if the page is evicted.
     pub fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
         match (&self.held, codec) {
             (Held::Open(page), _) => Some(page.positions()[lane as usize]),
@@ -164,7 +164,7 @@ impl Entry {
         }
     }
 
-    /// The page that newer rows read, in the first tier.
+    /// The form that the newest rows read, if it is in the first tier.
     pub fn page(&self) -> Option<&Page> {
         match &self.held {
             Held::Gone { .. } | Held::Away(_) => None,
@@ -173,12 +173,12 @@ impl Entry {
         }
     }
 
-    /// Whether nothing is left of it.
+    /// Whether the page is evicted.
     pub fn is_gone(&self) -> bool {
         matches!(self.held, Held::Gone { .. })
     }
 
-    /// Position of the last token.
+    /// Position of the last token; `None` if the page is evicted.
     pub fn last(&self) -> Option<u32> {
         match &self.held {
             Held::Gone { .. } => None,
@@ -188,12 +188,12 @@ impl Entry {
         }
     }
 
-    /// Bytes that it holds in the first tier.
+    /// Bytes in the first tier.
     pub fn bytes(&self) -> u64 {
         self.held.bytes()
     }
 
-    /// Bytes of those of its pages in the first tier that nobody else holds.
+    /// Bytes in the first tier of pages with no other handle.
     pub fn own_bytes(&self) -> u64 {
         self.held.pages().filter(|page| !page.is_shared()).map(Page::bytes).sum()
     }
@@ -227,7 +227,7 @@ impl TokenPage for Entry {
 }
 
 impl Held {
-    /// Its pages in the first tier.
+    /// The pages in the first tier.
     pub fn pages(&self) -> impl Iterator<Item = &Page> {
         let (page, closed) = match self {
             Held::Gone { .. } | Held::Away(_) => (None, None),
@@ -238,11 +238,11 @@ impl Held {
         page.into_iter().chain(beside)
     }
 
-    /// Bytes that it takes in the first tier.
+    /// Bytes in the first tier.
     pub fn bytes(&self) -> u64 {
         self.pages().map(Page::bytes).sum()
     }
 }
 
-/// What the README says of host tables.
+/// The README states this size.
 const _: () = assert!(size_of::<Entry>() <= 128);

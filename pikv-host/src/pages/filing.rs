@@ -1,4 +1,4 @@
-//! A layer of a sequence: how tokens that leave the ring are filed in runs of pages, and taken back.
+//! A layer of a sequence: filing of tokens that leave the ring in runs of pages, and its undo.
 
 pub mod save;
 
@@ -22,7 +22,7 @@ use pikv_core::plan::{LayerShape, StoreShape};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Where a packed page is that is still kept as it was before, and the position that packed it.
+/// Location of a packed page that has another form too, and the position that packed it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Original {
     head: usize,
@@ -31,38 +31,38 @@ pub(crate) struct Original {
     by: u32,
 }
 
-/// Experts of tokens: all that a layer without a policy or a window was given are known, and forks have them in common.
+/// Experts of tokens. A layer without a policy or a window keeps those of all tokens; forks share them.
 pub(crate) type Tags = Chunks<u16, 1024>;
 
 /// One layer of a sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
     pub heads: Vec<Head>,
-    /// KV heads of the layers before it.
+    /// Number of KV heads in the layers before this one.
     pub first_head: u32,
-    /// By which it takes pages.
+    /// Rules by which it takes pages.
     pub store: StoreShape,
-    /// Tile of the front of each head's ring.
+    /// First tile of each head's ring.
     pub first_tile: u32,
-    /// Tokens that left the ring: positions `0..filed` are in the chains, or gone.
+    /// Tokens that left the ring: positions `0..filed` are in the chains, or evicted.
     pub filed: u32,
     /// Experts of positions `tags_from..`, `top_k` each.
     pub tags: Tags,
     pub tags_from: u32,
-    /// Pages that were packed and whose original is still kept, by ascending `by`.
+    /// Packed pages with an original, by ascending `by`.
     pub originals: VecDeque<Original>,
-    /// Pages that were packed again and are still kept as they were, by ascending `by`.
+    /// Pages with both the first and the second codec's form, by ascending `by`.
     pub aging: VecDeque<Original>,
     /// The heads' codecs.
     pub codecs: HeadCodecs,
-    /// Pages that the step under way copied because they were shared: the head, the chain (or the ring), and the original, to
-    /// be put back if the step is dropped.
+    /// Shared pages that the current step copied: the head, the chain (or the ring if `None`), and the original, which is
+    /// put back if the step is dropped.
     pub undo: Vec<(usize, Option<usize>, Page)>,
-    /// How it evicts.
+    /// Eviction of the layer.
     pub rule: Option<Arc<Rule>>,
-    /// What was evicted and tidied up, as far as a rollback undoes it.
+    /// Evictions and compactions that a rollback undoes.
     pub past: Past,
-    /// Heads and chains whose pages could not be put together, to be tried again.
+    /// Heads and chains whose compaction failed, to try again.
     pub owed: Vec<(usize, usize)>,
     /// Pages in which tokens of the ring were filed ahead.
     pub sealed: Option<Sealed>,
@@ -101,7 +101,7 @@ impl Layer {
         }
     }
 
-    /// The chain that the token at `position` is filed in; `None` if nobody will see it again.
+    /// Chain for the token at `position`; `None` if no row can see it after it leaves the ring.
     pub fn chain_of(&self, inner: &CacheShape, shape: &LayerShape, position: u32) -> Option<usize> {
         if position < self.store.sinks {
             return Some(0);
@@ -109,13 +109,13 @@ impl Layer {
         self.store.files(shape, position).then(|| 1 + usize::from(self.home(inner, position)))
     }
 
-    /// The experts of the token at `position`, first choice first; none where they are not known yet or forgotten. Where
-    /// there is just one expert, that one.
+    /// Experts of the token at `position`, first choice first; none if they are not known. Expert 0 for a model with one
+    /// expert.
     pub fn experts(&self, inner: &CacheShape, position: u32) -> impl Iterator<Item = u16> + use<'_> {
         experts(inner, &self.tags, self.tags_from, position)
     }
 
-    /// First choice of the token at `position`; expert 0 where there is just one.
+    /// Home expert of the token at `position`; 0 for a model with one expert.
     fn home(&self, inner: &CacheShape, position: u32) -> u16 {
         if inner.config.experts == 1 {
             return 0;
@@ -124,7 +124,7 @@ impl Layer {
         self.tags[at]
     }
 
-    /// Files the tokens that leave the ring at `left` tokens filed; their experts must be known.
+    /// Files the tokens before position `left`; their experts must be known.
     pub fn file(
         &mut self,
         inner: &CacheShape,
@@ -136,8 +136,8 @@ impl Layer {
         self.age(inner, shape, pages)
     }
 
-    /// As [`Layer::file`], without packing pages again; `aliased` lets a page of the ring be a page of a run too where both have the same
-    /// tokens at the same lanes, which nobody may write to then.
+    /// [`Layer::file`] without the second codec. `aliased` allows a page of the ring to be a page of a run too if both have the same
+    /// tokens at the same lanes; such a page must not be written.
     pub fn file_tokens(
         &mut self,
         inner: &CacheShape,
@@ -164,7 +164,7 @@ impl Layer {
             let position = self.filed;
             if let Some(c) = self.chain_of(inner, shape, position) {
                 for h in 0..self.heads.len() {
-                    // A head that runs out leaves the earlier ones with a token more: undone here, so that all agree.
+                    // If a head runs out of memory, the token is removed from the heads before it, so that all heads agree.
                     let mut shared = None;
                     let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
                     let ahead = sealed.map(|sealed| (sealed, h));
@@ -180,7 +180,7 @@ impl Layer {
                             head.chains[c]
                                 .packed_by(position)
                                 .for_each(|(_, packed)| pages.forget_pack(packed));
-                            // The append may be made again, and needs them then.
+                            // A repeated append needs these bytes.
                             pages.regain(head.chains[c].take_back(position));
                         }
                         while self.originals.back().is_some_and(|kept| kept.by == position) {
@@ -198,7 +198,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Packs pages again that are old enough now.
+    /// Packs pages again that are due.
     fn age(&mut self, inner: &CacheShape, shape: &LayerShape, pages: &mut Reservation) -> Result<(), Error> {
         let known = self.aging.len();
         for (head, state) in self.heads.iter_mut().enumerate() {
@@ -214,10 +214,10 @@ impl Layer {
         Ok(())
     }
 
-    /// Takes the extremes of the keys of pages on a device that are full by now, if the cache keeps them.
+    /// Computes the bounds of full pages on a device, if the cache keeps bounds.
     ///
     /// # Errors
-    /// The device. What was not done then is done by the next call.
+    /// A failed device. The next call computes the rest.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn bound(&mut self, inner: &CacheShape, shape: &LayerShape) -> Result<(), Error> {
         #[cfg(feature = "cuda")]
@@ -247,7 +247,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Undoes what was written past `len` tokens, once [`Layer::rewind`] has undone what policies made of them.
+    /// Removes the tokens after `len`. [`Layer::rewind`] must have undone evictions before.
     pub fn truncate(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
         if let Some(sealed) = &mut self.sealed {
             sealed.until = sealed.until.min(len);
@@ -281,11 +281,11 @@ impl Layer {
         }
     }
 
-    /// Undoes a step: back to `len` tokens, on the pages that were there.
+    /// Undoes a step: removes the tokens after `len`, and puts original pages back.
     pub fn abort(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
         self.truncate(inner, shape, len);
-        // What was copied was not full, so once the step's tokens are gone it is the last of its run again; unless the step took it, out
-        // of what was filed ahead. The first copy is undone last.
+        // A copied page was not full, so it is the last of its run again once the step's tokens are removed; unless the page is one that
+        // was filed ahead. The first copy is undone last.
         for (head, chain, original) in self.undo.drain(..).rev() {
             let head = &mut self.heads[head];
             let page = match chain {
@@ -301,7 +301,7 @@ impl Layer {
         }
     }
 
-    /// Frees what nobody can see or take back at `len` tokens.
+    /// Frees pages that no row sees and no rollback reaches at `len` tokens.
     pub fn release(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
         let ring = pool.shape.store.ring;
         let first = ring.tiles(len, len).start;
@@ -338,22 +338,23 @@ impl Layer {
         self.tidy(pool, shape, len);
     }
 
-    /// Frees what left the window, and settles what was evicted, as of `len` tokens: what depends on them and on nothing later.
+    /// Frees pages that left the window, and settles evictions, as of `len` tokens. The result depends on no later token.
     pub fn tidy(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
         let ring = pool.shape.store.ring;
         if let Some(seen) = seen_from(&pool.shape, shape, len) {
             self.slide(seen, ring.kept_from(len), len, self.rule.is_some() && ring.slack() > 0);
         }
-        // A rollback asks for those that were known where it goes; those of a tile that is not full stay, as its pages are still to be known.
+        // A rollback needs the experts known at its target; those of a partial tile stay, because bounds of its pages are still to be
+        // computed.
         let known = self.known_from(&pool.shape, shape, len).saturating_sub(ring.slack());
         self.forget_experts(&pool.shape, known - known % PAGE);
         self.settle(pool, shape, len);
     }
 
-    /// Frees pages whose tokens, all before `seen`, no row sees any more at `len` tokens; notes them if `noted`, as a policy counts them.
+    /// Frees pages with all tokens before `seen`, which no row sees at `len` tokens. Records them if `noted`, because a policy counts them.
     fn slide(&mut self, seen: u32, kept: u32, len: u32, noted: bool) {
         for h in 0..self.heads.len() {
-            // Only full pages (or evicted ones): which page a token is filed in must not depend on when the window moved on.
+            // Only full (or evicted) pages: the page in which a token is filed must not depend on when the window moved.
             let codec = self.codecs[h].as_ref();
             for (c, chain) in self.heads[h].chains.experts_mut() {
                 while let Some((entry, rows)) = chain.slide(seen, kept, codec, noted) {
@@ -366,7 +367,7 @@ impl Layer {
         }
     }
 
-    /// First position whose experts are known at `len` tokens.
+    /// First position with known experts at `len` tokens.
     pub fn known_from(&self, inner: &CacheShape, shape: &LayerShape, len: u32) -> u32 {
         let kept = inner.store.ring.kept_from(len);
         match (seen_from(inner, shape, len), &self.rule) {
@@ -376,7 +377,7 @@ impl Layer {
         }
     }
 
-    /// Forgets the experts of tokens before `position`.
+    /// Drops the experts of tokens before `position`.
     fn forget_experts(&mut self, inner: &CacheShape, position: u32) {
         if inner.config.experts > 1 && position > self.tags_from {
             let tags = (position - self.tags_from) as usize * inner.config.top_k as usize;
@@ -386,7 +387,7 @@ impl Layer {
         }
     }
 
-    /// Bytes of the layer's lists, from their capacities. O(experts and pages).
+    /// Bytes of the layer's lists, from their capacities. `O(experts + pages)`.
     pub fn table_bytes(&self) -> u64 {
         let head = |head: &Head| {
             let lists = head.ring.capacity() * size_of::<Page>() + head.own.capacity() * size_of::<f32>();
@@ -402,13 +403,13 @@ impl Layer {
     }
 }
 
-/// First position that a row can still see through the layer's window: that of the oldest one that can be asked for, one before the
-/// `len` tokens less the rollback.
+/// First position in the window of any row that can still be computed: the oldest such row is at `len` less the rollback. `None` without
+/// a window.
 fn seen_from(inner: &CacheShape, shape: &LayerShape, len: u32) -> Option<u32> {
     Some(len.saturating_sub(shape.window?.saturating_add(inner.store.ring.slack())))
 }
 
-/// The experts of the token at `position`, where `tags` are those of the tokens from position `from` on.
+/// Experts of the token at `position`; `tags` are those from position `from` on.
 pub(crate) fn experts<'a>(
     inner: &CacheShape,
     tags: &'a Tags,

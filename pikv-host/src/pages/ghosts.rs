@@ -1,9 +1,9 @@
-//! What stays of the pages of a KV head whether or not they are held: the least and the largest value of each channel of their keys, by
-//! which a query says what it wants.
+//! Bounds of the pages of a KV head, held or not: the least and largest value of each channel of their keys, by which queries rank
+//! pages.
 //!
-//! A page is here what 32 tokens of one expert are, in the order in which they were filed. It is known once none of its tokens can be
-//! taken back any more, and positions that can be are not looked at: so a rollback, a dropped step or a refused one changes nothing here,
-//! and which pages a row can want is a function of its position alone. Ghosts are pages that are known and no longer held.
+//! A page here is 32 tokens of one expert in the order of filing. It is known once no rollback can reach its tokens, and rows ignore
+//! later positions. So a rollback, a dropped step or a refused step changes nothing here,
+//! and the pages that a row can want depend on its position alone. Ghosts are known pages that are not held any more.
 
 mod save;
 
@@ -22,7 +22,7 @@ use std::sync::Arc;
 /// Pages of a sheet.
 pub(crate) const SHEET: usize = 8;
 
-/// The tokens of a page: what its expert was given from position `first` to `last`.
+/// Tokens of a page: those of its expert from position `first` to `last`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mark {
     pub expert: u16,
@@ -34,18 +34,18 @@ pub(crate) struct Mark {
 #[derive(Debug)]
 struct Sheet {
     marks: Vec<Mark>,
-    /// `[pages][rows]`: the least value of a channel in the low half, the largest in the high one.
+    /// `[pages][rows]`: the least value of a channel in the low half, the largest in the high half.
     words: Vec<[u32; LANES]>,
     rows: usize,
     of: Arc<Total>,
 }
 
-/// Bytes of a sheet of keys of so many rows of 32 channels.
+/// Bytes of a sheet for keys of `rows` rows of 32 channels.
 fn sheet_bytes(rows: usize) -> u64 {
     (size_of::<Sheet>() + SHEET * (size_of::<Mark>() + rows * size_of::<[u32; LANES]>())) as u64
 }
 
-/// Bytes of so many known pages of a KV head, as whole sheets.
+/// Bytes of `pages` known pages of a KV head, in whole sheets.
 pub(crate) fn bytes(layout: &Layout, pages: u64) -> u64 {
     pages.div_ceil(SHEET as u64) * sheet_bytes(bound::rows(layout.k_dim))
 }
@@ -59,7 +59,7 @@ impl Sheet {
 }
 
 impl Sheet {
-    /// Empties it.
+    /// Empties the sheet for reuse.
     fn clear(&mut self) {
         if self.of.wipe {
             wipe(&mut self.words);
@@ -87,7 +87,7 @@ impl Drop for Sheet {
     }
 }
 
-/// Tokens of an expert that are not a page yet.
+/// Tokens of an expert that do not fill a page yet.
 #[derive(Clone, Debug)]
 struct Open {
     expert: u16,
@@ -105,34 +105,34 @@ impl Drop for Open {
     }
 }
 
-/// Overwrites what nobody reads again.
+/// Overwrites words that are not read again.
 fn wipe(words: &mut [[u32; LANES]]) {
     words.as_flattened_mut().fill(0);
     std::hint::black_box(words);
 }
 
-/// The known pages of a KV head, by ascending position of their last token.
+/// Known pages of a KV head, by ascending position of their last token.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ghosts {
     /// All but the last are full.
     sheets: VecDeque<Arc<Sheet>>,
     /// By expert.
     open: Vec<Open>,
-    /// Tiles of 32 positions that were looked at, from the first on.
+    /// Number of leading tiles of 32 positions that were added.
     pub done: u32,
-    /// Those that were forgotten, for the next that are needed: a tile can fill two.
+    /// Empty sheets for reuse, up to two, because a tile can fill two pages.
     spare: SmallVec<[Arc<Sheet>; 2]>,
 }
 
-/// The form in which extremes are kept: that of the keys where it has 16 bits, and bf16, rounded outwards, for others. The length of a
-/// pair that is turned as it is read can be more than f16 holds.
+/// Dtype of the bounds: f16 for keys in f16 without RoPE, else bf16, rounded outwards. With RoPE a bound is the length of a pair, which
+/// f16 may not hold.
 pub(crate) fn dtype(layout: &Layout, rope: Option<&Rope>) -> Dtype {
     if layout.k == Dtype::F16 && rope.is_none() { Dtype::F16 } else { Dtype::Bf16 }
 }
 
-/// The largest value of the form that is not above `x`.
+/// The largest value of the dtype that is not above `x`.
 fn below(dtype: Dtype, x: f32) -> u32 {
-    // Of zeros the one without a sign, so that it does not matter which of them is the least.
+    // Zero without a sign, so that the result does not depend on which zero is least.
     let x = x + 0.0;
     if dtype == Dtype::F16 {
         return u32::from(f16::from_f32(x).to_bits());
@@ -154,23 +154,23 @@ fn word(dtype: Dtype, least: f32, most: f32) -> u32 {
     below(dtype, least) | above << 16
 }
 
-/// [`word`] the other way.
+/// The inverse of [`word`].
 fn extremes(dtype: Dtype, word: u32) -> (f32, f32) {
     (dtype.decode(word & 0xffff), dtype.decode(word >> 16))
 }
 
-/// Of whom the pages of a tile are.
+/// Tokens of a tile.
 pub(crate) struct Tile<'a> {
     pub shape: &'a LayerShape,
     /// Position of the first token.
     pub first: u32,
-    /// The expert of each token; none of sinks, and of tokens that are not filed.
+    /// Home expert of each token; `None` for sinks and for tokens that are not filed.
     pub homes: &'a [Option<u16>; LANES],
     pub total: &'a Arc<Total>,
 }
 
 impl Ghosts {
-    /// Adds the tokens of a tile of the ring, whose keys are in `words`.
+    /// Adds the tokens of a ring tile; `words` has their keys.
     pub fn add(&mut self, tile: &Tile<'_>, words: &[u32]) {
         let LayerShape { layout, rope, .. } = tile.shape;
         let (dtype, rows) = (dtype(layout, rope.as_ref()), bound::rows(layout.k_dim));
@@ -178,7 +178,7 @@ impl Ghosts {
         let wide = &mut wide[..2 * rows];
         let mut key = [0.0; MAX_DIM as usize];
         let key = &mut key[..layout.k_dim as usize];
-        // The group that is being widened, as f32.
+        // Index of the group whose bounds are in `wide` as f32.
         let mut at: Option<usize> = None;
         for (lane, home) in (0..).zip(tile.homes) {
             let Some(expert) = *home else { continue };
@@ -202,7 +202,7 @@ impl Ghosts {
         self.close(at, dtype, wide);
     }
 
-    /// The group of an expert, its extremes in `wide`.
+    /// Index of the group of an expert; loads its bounds into `wide`.
     fn open(&mut self, expert: u16, dtype: Dtype, wide: &mut [[f32; LANES]], wipe: bool) -> usize {
         let at = self.open.partition_point(|open| open.expert < expert);
         if self.open.get(at).is_none_or(|open| open.expert != expert) {
@@ -222,7 +222,7 @@ impl Ghosts {
         at
     }
 
-    /// Puts the extremes of a group back.
+    /// Stores the bounds of a group.
     fn close(&mut self, at: Option<usize>, dtype: Dtype, wide: &[[f32; LANES]]) {
         let Some(open) = at.and_then(|at| self.open.get_mut(at)) else { return };
         for ([least, most], words) in wide.as_chunks::<2>().0.iter().zip(&mut open.words) {
@@ -232,14 +232,14 @@ impl Ghosts {
         }
     }
 
-    /// Makes a page of a group of 32 tokens, the last at `last`.
+    /// Turns a group of 32 tokens, the last at `last`, into a known page.
     fn fill(&mut self, at: usize, last: u32, total: &Arc<Total>) {
         let open = &mut self.open[at];
         let mark = Mark { expert: open.expert, first: open.first, last };
         open.tokens = 0;
         if self.sheets.back().is_none_or(|sheet| sheet.marks.len() == SHEET) {
             let spare = self.spare.pop().and_then(|mut sheet| {
-                // A fork may have it too.
+                // A fork may share it.
                 Arc::get_mut(&mut sheet)?.clear();
                 Some(sheet)
             });
@@ -251,8 +251,8 @@ impl Ghosts {
         }
     }
 
-    /// Frees pages that no row sees any more whose window starts at `seen` or later, and those before the newest `known` as of a row
-    /// that sees what lies before `floor`: whole sheets, so up to 7 pages more stay. Rows go by [`Ghosts::seen`], which does not see them.
+    /// Frees pages that lie before all windows that start at `seen` or later, and all but the newest `known` pages before
+    /// `floor`: whole sheets, so up to 7 more pages stay. [`Ghosts::seen`] does not return those to rows.
     pub fn forget(&mut self, seen: u32, floor: u32, known: usize) {
         while let Some(sheet) = self.sheets.front() {
             let before = self.before(floor);
@@ -266,7 +266,7 @@ impl Ghosts {
         }
     }
 
-    /// Pages whose tokens all lie before `floor`.
+    /// Number of pages whose tokens all lie before `floor`.
     fn before(&self, floor: u32) -> usize {
         let after = |sheet: &&Arc<Sheet>| sheet.marks.iter().any(|mark| mark.last >= floor);
         let late = self.sheets.iter().rev().take_while(after);
@@ -275,7 +275,7 @@ impl Ghosts {
         self.sheets.iter().map(|sheet| sheet.marks.len()).sum::<usize>() - late
     }
 
-    /// The newest `known` pages whose tokens all lie before `floor`, the oldest first: of each the tokens, and `[rows]` of extremes.
+    /// The newest `known` pages whose tokens all lie before `floor`, oldest first: tokens and `[rows]` of bounds.
     pub fn seen(&self, floor: u32, known: usize) -> impl Iterator<Item = (Mark, &[[u32; LANES]])> {
         let before = self.before(floor);
         let all = self.sheets.iter().flat_map(|sheet| {
@@ -284,7 +284,7 @@ impl Ghosts {
         all.take(before).skip(before.saturating_sub(known))
     }
 
-    /// Bytes of the lists, from their capacities; without the sheets.
+    /// Bytes of the lists, from their capacities, without the sheets.
     pub fn table_bytes(&self) -> u64 {
         let words: usize = self.open.iter().map(|open| size_of_val(&open.words[..])).sum();
         let lists =

@@ -1,4 +1,4 @@
-//! A KV head of a layer: its ring and its runs of pages, and how a token gets from one to the other.
+//! A KV head of a layer: its ring, its runs of pages, and the filing of tokens from one to the other.
 
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
@@ -23,11 +23,11 @@ pub(crate) struct Head {
     pub ring: VecDeque<Page>,
     /// The sinks, then each expert.
     pub chains: Runs,
-    /// What the policy keeps of the tokens of each tile of the ring.
+    /// The policy's state of tokens in each tile of the ring.
     pub states: Kept,
-    /// What the policy keeps of the head, a version for each length that can be gone back to.
+    /// The policy's state of the head, a version for each length that a rollback can return to.
     pub own: Vec<f32>,
-    /// The pages that a row can want.
+    /// Bounds of the pages that a row can want.
     pub ghosts: Ghosts,
 }
 
@@ -37,17 +37,17 @@ pub(crate) struct Filed<'a> {
     pub shape: &'a LayerShape,
     pub chain: usize,
     pub position: u32,
-    /// Counted on over the layers.
+    /// Index of the KV head over all layers.
     pub head: u32,
     pub first_tile: u32,
-    /// Where it was filed ahead, and the head's index in its layer.
+    /// Pages filed ahead, and the head's index in its layer.
     pub ahead: Option<(&'a Sealed, usize)>,
-    /// Whether a page of the ring may be one of the run.
+    /// Whether a page of the ring may also be a page of the run.
     pub aliased: bool,
 }
 
 impl Filed<'_> {
-    /// The page in which the token lies already, at an ordinal and a lane of its run; `ring` is that of the ring.
+    /// The page that already has the token at this ordinal and lane of its run; `ring` is the token's page in the ring.
     fn page(&self, run: &Chain, (ordinal, lane): (u32, u32), ring: &Page) -> Option<Page> {
         let Filed { inner, chain, position, head, .. } = *self;
         let ahead = self.ahead.and_then(|(sealed, h)| sealed.page(h, chain, ordinal, lane, position));
@@ -61,7 +61,7 @@ impl Filed<'_> {
         ahead.cloned().or_else(|| same().then(|| ring.clone()))
     }
 
-    /// The page at `ordinal` of the token's run as this token packs it, if that was done already.
+    /// The page at `ordinal` of the token's run, already packed by this token.
     fn packed(&self, ordinal: u32) -> Option<Page> {
         let (sealed, h) = self.ahead?;
         sealed.packed(h, self.chain, ordinal, self.position).cloned()
@@ -69,11 +69,11 @@ impl Filed<'_> {
 }
 
 impl Head {
-    /// Copies a token to the end of its chain, and packs the page if that fills it. A page that forks share is copied first: `shared`
-    /// takes the original.
+    /// Copies a token to the end of its chain, and packs the page if it is then full. A shared page is copied first, and `shared`
+    /// gets the original.
     ///
     /// # Errors
-    /// No memory, or the device. Nothing was counted then.
+    /// No memory, or a failed device. Nothing is counted then.
     pub fn file(
         &mut self,
         token: &Filed<'_>,
@@ -91,9 +91,9 @@ impl Head {
         let (ordinal, to) = chain.next_place(wide.is_some());
         let fresh = to == 0;
         let ahead = token.page(chain, (ordinal, to), &self.ring[from]);
-        // All that can fail comes before anything is counted.
+        // Everything that can fail comes before the counts change.
         let mut take = |codec: &HeadCodec, shard| {
-            // It is the last page that is packed.
+            // It packs the last page.
             if let Some(packed) = token.packed(chain.next - 1) {
                 return Ok(packed);
             }
@@ -115,7 +115,7 @@ impl Head {
         if fresh {
             let shard = inner.shard_of(chain_place(c), ordinal, head);
             let last = chain.entries.back().and_then(Entry::page);
-            // One that will be packed makes way then.
+            // A page that will be packed is freed soon.
             let near = if codec.is_some() { Near::Any } else { Near::next(last) };
             let page = match &ahead {
                 Some(page) => page.clone(),
@@ -130,7 +130,7 @@ impl Head {
             unreachable!("there is room, or a page was just pushed")
         };
         match ahead {
-            // It has the tokens before this one too.
+            // The page also has the tokens before this one.
             Some(ahead) if page.is(&ahead) => {}
             Some(ahead) => *shared = Some(std::mem::replace(page, ahead)),
             None => {

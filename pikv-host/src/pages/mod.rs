@@ -1,4 +1,4 @@
-//! The page table of a sequence: which tokens lie in which page of which KV head.
+//! The page table of a sequence: the tokens in each page of each KV head.
 
 pub mod chain;
 pub mod compact;

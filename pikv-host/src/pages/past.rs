@@ -1,8 +1,8 @@
-//! What was evicted and tidied up of a layer's pages, as far as a rollback undoes it.
+//! Evictions and compactions of a layer's pages, for rollback.
 //!
-//! Which tokens a policy ranks, and the order in which they lie, is a function of the tokens of a sequence and of nothing that was taken
-//! back since. So every change that a commit makes beside its own tokens is noted with the length of the sequence, for as long as
-//! a rollback can come back to before it, and a rollback undoes what was noted later than where it goes, the newest first.
+//! Which tokens a policy ranks, and their order in pages, must depend only on the tokens of a sequence, and not on tokens that were rolled
+//! back. So every change that a commit makes to earlier tokens is recorded with the sequence's length, while a rollback can
+//! reach that length. A rollback undoes the changes recorded after its target, newest first.
 
 mod save;
 
@@ -23,16 +23,16 @@ use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
-/// Tokens of a page that were evicted.
+/// Evicted tokens of a page.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Killed {
-    /// Tokens of the sequence then.
+    /// Length of the sequence at the eviction.
     pub by: u32,
     pub head: usize,
     pub chain: usize,
     pub ordinal: u32,
     pub lanes: u32,
-    /// The id of the change that is noted next.
+    /// Id of the next recorded change at that time.
     pub after: u64,
 }
 
@@ -40,11 +40,11 @@ pub(crate) struct Killed {
 #[derive(Clone, Debug)]
 struct Noted {
     id: u64,
-    /// Tokens of the sequence then.
+    /// Length of the sequence at the change.
     at: u32,
     head: usize,
     chain: usize,
-    /// [`Chain::dead`] before.
+    /// [`Chain::dead`] before the change.
     dead: u32,
     what: What,
 }
@@ -53,16 +53,16 @@ struct Noted {
 enum What {
     /// An eviction became final.
     Final(Killed),
-    /// A page was freed, as none of its tokens is read any more.
+    /// A page was freed, because none of its tokens is read.
     Freed(Box<Entry>),
-    /// A page left the layer's window; with what the policy kept of its tokens.
+    /// A page left the layer's window; with the policy's state of its tokens.
     Slid(Box<Entry>, Apart),
-    /// Pages were put together.
+    /// Pages were compacted.
     Compacted(Compacted),
 }
 
 impl Noted {
-    /// What is held for it: a page, or those among these.
+    /// Storage that the change keeps: a page, or pages.
     fn pages(&self) -> (Option<&Held>, &[Before]) {
         match &self.what {
             What::Final(_) => (None, &[]),
@@ -72,16 +72,16 @@ impl Noted {
     }
 }
 
-/// Pages of a run that were put together.
+/// A compaction of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct Compacted {
-    /// By ascending ordinal; pages of which nothing was left are not among them.
+    /// By ascending ordinal, without pages that were evicted.
     pub pages: Vec<Before>,
-    /// Where tokens went, by descending place.
+    /// Moves of tokens, by descending place.
     pub moves: Vec<Went>,
 }
 
-/// How a page was before it was put together with others.
+/// A page before a compaction.
 #[derive(Clone, Debug)]
 pub(crate) struct Before {
     pub ordinal: u32,
@@ -93,32 +93,32 @@ pub(crate) struct Before {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Was {
-    /// This, which another page or none took the place of.
+    /// Storage that was replaced or freed.
     Replaced(Held),
-    /// The page that is there, to which other tokens were moved; with the positions of its lanes.
+    /// The page is the same, but has other tokens; these are the former positions of its lanes.
     Rewritten([u32; PAGE as usize]),
 }
 
-/// A token that was moved, from ordinal and lane to ordinal and lane.
+/// A move of a token, from (ordinal, lane) to (ordinal, lane).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Went {
     pub from: (u32, u32),
     pub to: (u32, u32),
 }
 
-/// What happened to the pages of a layer that a rollback undoes.
+/// Changes of a layer's pages that a rollback undoes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Past {
     /// Evictions that are not final, by ascending length of the sequence.
     pub killed: VecDeque<Killed>,
-    /// The newest last.
+    /// Oldest first.
     noted: VecDeque<Noted>,
-    /// The id of the change that is noted next.
+    /// Id of the next recorded change.
     next: u64,
 }
 
 impl Past {
-    /// Notes that tokens were evicted at `by` tokens of the sequence.
+    /// Records an eviction at `by` tokens of the sequence.
     pub fn kill(&mut self, by: u32, head: usize, chain: usize, ordinal: u32, lanes: u32) {
         self.killed.push_back(Killed { by, head, chain, ordinal, lanes, after: self.next });
     }
@@ -128,7 +128,7 @@ impl Past {
         self.next += 1;
     }
 
-    /// Notes that a page left the window at so many tokens of the sequence, out of a run of a head.
+    /// Records that a page of a head's run left the window at `at` tokens of the sequence.
     pub fn note_slid(
         &mut self,
         (at, head, chain): (u32, usize, usize),
@@ -139,13 +139,13 @@ impl Past {
         self.note(at, head, chain, dead, What::Slid(Box::new(entry), rows));
     }
 
-    /// Forgets the oldest change if no rollback undoes it that goes back by `slack` tokens from `len`; returns the run that it was of.
+    /// Drops the oldest change if no rollback of up to `slack` tokens from `len` can undo it; returns its run.
     pub fn forget(&mut self, len: u32, slack: u32) -> Option<(usize, usize)> {
         let noted = first_if(&mut self.noted, |noted| noted.at.saturating_add(slack) <= len)?;
         Some((noted.head, noted.chain))
     }
 
-    /// Pages that are held for a rollback.
+    /// Pages kept for rollback.
     pub fn pages(&self) -> impl Iterator<Item = &Held> {
         self.noted.iter().map(Noted::pages).flat_map(|(page, pages)| {
             page.into_iter().chain(pages.iter().filter_map(|page| match &page.was {
@@ -173,7 +173,7 @@ impl Past {
             as u64
     }
 
-    /// Pages of a run that a rollback would move tokens back to.
+    /// Ordinals of the pages of a run to which a rollback moves tokens back.
     fn tied(&self, head: usize, chain: usize) -> impl Iterator<Item = u32> {
         let of = self.noted.iter().filter(move |noted| (noted.head, noted.chain) == (head, chain));
         let compacted = of.filter_map(|noted| match &noted.what {
@@ -184,7 +184,7 @@ impl Past {
         pages.map(|page| page.ordinal)
     }
 
-    /// Forgets the tokens of a page that was freed for good, wherever they were before.
+    /// Drops the tokens of a page that was freed for good, in all recorded changes.
     pub fn lose(&mut self, head: usize, chain: usize, ordinal: u32) {
         let mut lost = vec![(ordinal, u32::MAX)];
         for noted in self.noted.iter_mut().rev().filter(|noted| (noted.head, noted.chain) == (head, chain)) {
@@ -204,20 +204,20 @@ impl Past {
                 let of = earlier.iter().filter(|(ordinal, _)| *ordinal == page.ordinal);
                 page.live &= !of.fold(0, |lanes, (_, lane)| lanes | lane);
             }
-            // Pages that were not put together then are as they were.
+            // Pages that the compaction did not touch stay lost before it.
             lost.retain(|(ordinal, _)| pages.iter().all(|page| page.ordinal != *ordinal));
             lost.extend(earlier);
         }
     }
 
-    /// Forgets a run whose pages were all freed for good.
+    /// Drops the changes of a run whose pages were all freed for good.
     pub fn lose_all(&mut self, head: usize, chain: usize) {
         self.noted.retain(|noted| (noted.head, noted.chain) != (head, chain));
     }
 }
 
 impl Layer {
-    /// Notes that an eviction is final, and the page if that freed it.
+    /// Records a final eviction, and the page if it was freed.
     pub fn note_final(&mut self, at: u32, dead: u32, killed: Killed, freed: Option<Entry>) {
         let Killed { head, chain, .. } = killed;
         self.past.note(at, head, chain, dead, What::Final(killed));
@@ -226,17 +226,17 @@ impl Layer {
         }
     }
 
-    /// Notes pages that were put together.
+    /// Records a compaction.
     pub fn note_compacted(&mut self, at: u32, head: usize, chain: usize, dead: u32, compacted: Compacted) {
         self.past.note(at, head, chain, dead, What::Compacted(compacted));
         self.tie(head, chain);
     }
 
-    /// Marks the pages of a run that have to stay in the first tier, as a rollback would move tokens back to them.
+    /// Marks the pages of a run to which a rollback moves tokens back, which must stay in the first tier.
     pub fn tie(&mut self, head: usize, chain: usize) {
         let run = &mut self.heads[head].chains[chain];
         let tied: SmallVec<[u32; 32]> = self.past.tied(head, chain).collect();
-        // What stays as it is stays in common with forks.
+        // Writes only entries that change, so that forks keep sharing the others.
         for i in 0..run.entries.len() {
             let entry = &run.entries[i];
             let ties = tied.contains(&entry.ordinal);
@@ -246,10 +246,10 @@ impl Layer {
         }
     }
 
-    /// Bytes that [`Layer::rewind`] takes: of pages that tokens are moved back to and that a fork shares by now.
+    /// Bytes that [`Layer::rewind`] takes: for pages to which tokens are moved back and that a fork shares.
     pub fn rewind_bytes(&self, shape: &LayerShape, len: u32) -> u64 {
         let mut pages = 0;
-        // Pages that later changes replaced, which come back first: whose they are, and whether a fork has them too.
+        // Pages that later changes replaced, which are restored first: head, chain and ordinal, and whether a fork shares the page.
         let mut back: Vec<((usize, usize, u32), bool)> = Vec::new();
         for noted in self.past.noted.iter().rev().take_while(|noted| noted.at > len) {
             let What::Compacted(compacted) = &noted.what else { continue };
@@ -273,10 +273,10 @@ impl Layer {
         pages * shape.layout.bytes()
     }
 
-    /// Undoes evictions and what was tidied up past `len` tokens, on pages of `pages` where a fork shares those of the run.
+    /// Undoes evictions and compactions after `len` tokens, on pages of `pages` where a fork shares those of the run.
     ///
     /// # Errors
-    /// A device or a lower tier that fails; the layer is between two states then.
+    /// A failed device or lower tier; the layer is then inconsistent.
     pub fn rewind(
         &mut self,
         pool: &Pool,
@@ -285,7 +285,7 @@ impl Layer {
         pages: &mut Reservation,
     ) -> Result<(), Error> {
         loop {
-            // Of an eviction and a change, that which came last is undone first. What came before it is no later.
+            // Undoes the newer of the last eviction and the last change. The older one is not later than `len` if the newer is not.
             let newest = self.past.noted.back().map(|noted| noted.id);
             let evicted = self.past.killed.back().filter(|killed| newest.is_none_or(|id| killed.after > id));
             if let Some(&Killed { by, head, chain, ordinal, lanes, .. }) = evicted {
@@ -321,14 +321,14 @@ impl Layer {
 }
 
 impl Chain {
-    /// Undoes [`Chain::settle`], but for a page that it freed.
+    /// Undoes [`Chain::settle`], except for a page that it freed.
     fn unsettle(&mut self, ordinal: u32, lanes: u32) {
         if let Some(entry) = self.entry_mut(ordinal).filter(|entry| !entry.is_gone()) {
             entry.pending |= lanes & filled(entry.fill) & !entry.live;
         }
     }
 
-    /// Lists a page again as it was, with what the policy kept of its tokens.
+    /// Restores a page, and the policy's state of its tokens.
     fn put_back(&mut self, entry: Entry, rows: Option<&Apart>) {
         let i = self.listed(entry.ordinal);
         let live = entry.live.count_ones();
@@ -338,7 +338,7 @@ impl Chain {
         self.settled = 0;
     }
 
-    /// Where the page at `ordinal` stands in the list, as one of which nothing is left if it was not listed any more.
+    /// Index of the page at `ordinal`; inserts an evicted entry if there is none.
     fn listed(&mut self, ordinal: u32) -> usize {
         let i = self.before(ordinal);
         if self.entries.get(i).is_none_or(|entry| entry.ordinal != ordinal) {
@@ -358,11 +358,11 @@ impl Chain {
         let Compacted { pages: before, moves } = compacted;
         self.mirrors.forget(before.last().map_or(0, |page| page.ordinal + 1));
         let places: Vec<usize> = before.iter().map(|page| self.listed(page.ordinal)).collect();
-        // All that is read is read before anything is written.
+        // All reads come before the first write.
         let words = self.rewritten(whose.shape, &before, &places, &moves)?;
         let mut words = words.into_iter();
         for (i, page) in places.into_iter().zip(before) {
-            // A page that the caller evicted since, and of whose tokens none is elsewhere, stays away.
+            // A page that the caller evicted since, and none of whose tokens was moved elsewhere, stays evicted.
             if matches!(page.was, Was::Rewritten(_))
                 && let Some(words) = words.next().flatten()
             {
@@ -385,8 +385,7 @@ impl Chain {
         Ok(())
     }
 
-    /// The words of each of the pages that other tokens were moved to, as they were; `None` where nothing is left of the page, and nothing
-    /// comes back to it.
+    /// The former words of each page that got other tokens; `None` for an evicted page to which no token is moved back.
     fn rewritten(
         &self,
         shape: &LayerShape,
@@ -421,7 +420,7 @@ impl Chain {
         Ok(all)
     }
 
-    /// All words of page `i`, wherever it lies.
+    /// All words of page `i`, from any tier.
     fn words(&self, i: usize) -> Result<Option<Vec<u32>>, Error> {
         Ok(match &self.entries[i].held {
             Held::Away(away) => Some(match away.slot.in_place() {
@@ -432,7 +431,7 @@ impl Chain {
         })
     }
 
-    /// Writes the words of page `i`, on another page if a fork shares it, or if it was evicted.
+    /// Writes the words of page `i`, to a new page if it is shared or evicted.
     fn rewrite(
         &mut self,
         whose: &Whose<'_>,

@@ -1,4 +1,4 @@
-//! Keys of tokens that leave the ring are remembered in the [`Ghosts`](crate::pages::ghosts::Ghosts) of each head of a layer.
+//! Adds keys of tokens that leave the ring to the [`Ghosts`](crate::pages::ghosts::Ghosts) of each head of a layer.
 
 use crate::memory::pool::Pool;
 use crate::pages::filing::Layer;
@@ -8,8 +8,8 @@ use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 
 impl Layer {
-    /// Takes the extremes of the keys of tokens that can no longer be taken back at `len` tokens, if hits are counted. Their tiles are
-    /// still in the ring. Those of a device that fails stay unknown.
+    /// Adds the bounds of keys that no rollback can reach at `len` tokens, if hits are counted. Their tiles are still in the ring. Keys
+    /// that cannot be read from a device are left out.
     pub fn remember(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
         let Some(hits) = pool.hits() else { return };
         let until = pool.shape.known_before(len) / PAGE;

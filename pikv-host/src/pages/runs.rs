@@ -5,15 +5,15 @@ use crate::policy::state::Kept;
 use std::ops::{Index, IndexMut};
 use std::sync::LazyLock;
 
-/// The sinks, then each expert: of experts by the thousand only those have a run that some token was filed by. The others read as a run
-/// without pages, and take nothing.
+/// The sinks, then each expert. Only runs with filed tokens exist, because a model can have thousands of experts; the others read as a run
+/// without pages, and take no memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
-    /// By ascending index.
+    /// Existing runs by ascending index.
     made: Vec<(usize, Box<Chain>)>,
-    /// How many there can be.
+    /// Number of possible runs.
     most: usize,
-    /// Words that the policy keeps of a token, and in how many versions.
+    /// Words of the policy's state for each token, and the number of versions.
     kept: (usize, usize),
 }
 
@@ -21,12 +21,12 @@ pub(crate) struct Runs {
 static BLANK: LazyLock<Chain> = LazyLock::new(Chain::default);
 
 impl Runs {
-    /// The sinks and so many experts, of whose tokens a policy keeps `words` in `versions`.
+    /// Runs for the sinks and `experts` experts; a policy keeps `words` of each token in `versions` versions.
     pub fn new(experts: u32, (words, versions): (usize, usize)) -> Runs {
         Runs { made: Vec::new(), most: experts as usize + 1, kept: (words, versions) }
     }
 
-    /// How many there can be: the sinks, and one for each expert.
+    /// Number of possible runs: the sinks, and one for each expert.
     pub fn most(&self) -> usize {
         self.most
     }
@@ -35,33 +35,33 @@ impl Runs {
         self.made.binary_search_by_key(&c, |(made, _)| *made)
     }
 
-    /// Those in which something was filed, by index.
+    /// Existing runs, by index.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, &Chain)> + Clone {
         self.made.iter().map(|(c, chain)| (*c, &**chain))
     }
 
-    /// The same, to be changed.
+    /// Existing runs for writing.
     pub fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Chain)> {
         self.made.iter_mut().map(|(c, chain)| (*c, &mut **chain))
     }
 
-    /// The same without the sinks: run `1 + e` is that of expert `e`.
+    /// Existing runs without the sinks: run `1 + e` is that of expert `e`.
     pub fn experts(&self) -> impl DoubleEndedIterator<Item = (usize, &Chain)> + Clone {
         self.iter().filter(|(c, _)| *c > 0)
     }
 
-    /// The same, to be changed.
+    /// Existing runs without the sinks, for writing.
     pub fn experts_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Chain)> {
         self.iter_mut().filter(|(c, _)| *c > 0)
     }
 
-    /// Run `c`, if something was filed in it.
+    /// Run `c`, if it exists.
     pub fn made_mut(&mut self, c: usize) -> Option<&mut Chain> {
         let at = self.at(c).ok()?;
         Some(&mut self.made[at].1)
     }
 
-    /// Run `c`, without pages if nothing was filed in it; `None` if there can be none.
+    /// Run `c`, without pages if it does not exist; `None` if `c` is out of range.
     pub fn get(&self, c: usize) -> Option<&Chain> {
         (c < self.most).then(|| &self[c])
     }
@@ -73,7 +73,7 @@ impl Runs {
         runs + (self.made.capacity() * size_of::<(usize, Box<Chain>)>()) as u64
     }
 
-    /// The same runs, each made anew out of the old one.
+    /// The runs with each chain converted by `made`.
     pub fn map<E>(&self, mut made: impl FnMut(usize, &Chain) -> Result<Chain, E>) -> Result<Runs, E> {
         let runs = self.iter().map(|(c, chain)| Ok((c, Box::new(made(c, chain)?))));
         Ok(Runs { made: runs.collect::<Result<_, E>>()?, ..*self })
@@ -89,11 +89,11 @@ impl Index<usize> for Runs {
 }
 
 impl IndexMut<usize> for Runs {
-    /// Makes the run if nothing was filed in it.
+    /// Creates the run if it does not exist.
     fn index_mut(&mut self, c: usize) -> &mut Chain {
         let at = self.at(c).unwrap_or_else(|at| {
             let (words, versions) = self.kept;
-            // No policy looks at the sinks.
+            // No policy ranks sinks.
             let kept = if c > 0 { Kept::new(words, versions) } else { Kept::default() };
             self.made.insert(at, (c, Box::new(Chain { kept, ..Chain::default() })));
             at

@@ -1,4 +1,4 @@
-//! Pages of a sequence on their way to where it is saved, and back.
+//! Pages on the way to and from a saved sequence.
 
 use crate::base::error::Error;
 use crate::base::fields::content;
@@ -10,7 +10,7 @@ use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 use std::sync::Arc;
 
-/// What is saved of a part of a sequence: numbers, and pages in the order in which the numbers tell of them.
+/// Data of a part of a sequence: numbers, and pages in the order of their numbers.
 #[derive(Default)]
 pub(crate) struct Out<'a> {
     pub fields: Vec<u32>,
@@ -18,7 +18,7 @@ pub(crate) struct Out<'a> {
 }
 
 impl<'a> Out<'a> {
-    /// The numbers alone, and the pages alone.
+    /// Splits the data into numbers and pages.
     pub fn apart(self) -> [Out<'a>; 2] {
         let Out { fields, pages } = self;
         [Out { fields, pages: Vec::new() }, Out { fields: Vec::new(), pages }]
@@ -27,16 +27,16 @@ impl<'a> Out<'a> {
 
 /// The words of a page.
 pub(crate) enum Words<'a> {
-    /// All of them.
+    /// All words.
     Page(&'a Page),
-    /// Of some lanes only: what lies in others was never written, or by another sequence.
+    /// Words of some lanes only: other lanes were never written, or by another sequence.
     Part(&'a Page, &'a Layout, u32),
-    /// Those of a lower tier.
+    /// Words of a page in a lower tier.
     Away(&'a Arc<Stored>),
 }
 
 impl<'a> Words<'a> {
-    /// A page of single tokens, of which the first `fill` lanes were written, but for those that stayed free when tokens were put together.
+    /// A page of single tokens with `fill` lanes, without those that compaction left free.
     pub fn plain(page: &'a Page, layout: &'a Layout, fill: u32) -> Words<'a> {
         let is_written = |lane: &u32| page.positions()[*lane as usize] != u32::MAX;
         match (0..fill).filter(is_written).fold(0, |lanes, lane| lanes | 1 << lane) {
@@ -45,7 +45,7 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// How many there are.
+    /// Number of words.
     pub fn len(&self) -> u64 {
         match self {
             Words::Page(page) | Words::Part(page, ..) => page.bytes() / 4,
@@ -53,10 +53,10 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// Passes them on.
+    /// Passes the words to `to`.
     ///
     /// # Errors
-    /// A device or a lower tier that fails; those of `to`.
+    /// A failed device or lower tier; errors of `to`.
     pub fn give(&self, to: impl FnOnce(&[u32]) -> Result<(), Error>) -> Result<(), Error> {
         match self {
             Words::Page(page) => to(&page.fetch()?),
@@ -75,33 +75,33 @@ impl<'a> Words<'a> {
     }
 }
 
-/// Where numbers and pages come from, one after the other.
+/// Sequential source of numbers and pages.
 pub(crate) trait Source {
     /// Fills `words` with numbers.
     ///
     /// # Errors
-    /// The reader's.
+    /// Errors of the reader.
     fn numbers(&mut self, words: &mut [u32]) -> Result<(), Error>;
 
-    /// Fills `words` with those of a page.
+    /// Fills `words` with the words of a page.
     ///
     /// # Errors
-    /// The reader's.
+    /// Errors of the reader.
     fn page(&mut self, words: &mut [u32]) -> Result<(), Error>;
 
-    /// The next page where it lies in a lower tier, if that is where it comes from.
+    /// The next page as a slot of a lower tier, if the source has it there.
     fn slot(&mut self) -> Option<Arc<Stored>> {
         None
     }
 }
 
-/// What pages are restored from, and to.
+/// State of a restore.
 pub(crate) struct In<'a> {
     pub pool: &'a Pool,
     pub source: &'a mut dyn Source,
-    /// What was set aside for pages of the first tier.
+    /// Reserved bytes for pages of the first tier.
     pub pages: Reservation,
-    /// Words of the present tensor that are still to come.
+    /// Words left in the current tensor.
     pub left: u64,
     pub buffer: Vec<u32>,
 }
@@ -113,10 +113,10 @@ impl In<'_> {
         Ok(())
     }
 
-    /// The next page, in the first tier.
+    /// Reads the next page into the first tier.
     ///
     /// # Errors
-    /// The source's; no memory; a device that fails.
+    /// Errors of the source; no memory; a failed device.
     pub fn page(&mut self, shard: u32, words: u32, near: Near<'_>) -> Result<Page, Error> {
         self.coming(words)?;
         let mut page = self.pages.take(shard, words, near)?;
@@ -132,11 +132,11 @@ impl In<'_> {
         Ok(page)
     }
 
-    /// The next page, in tier `tier` or the first one beneath that has room; `None` if none has, and its words are in the buffer. `positions`
-    /// says where its tokens are.
+    /// Reads the next page into tier `tier`, or the first lower one with room. `None` if none has room; the words are then in the buffer.
+    /// `positions` gives the positions of its tokens.
     ///
     /// # Errors
-    /// The source's; a tier that fails; those of `positions`.
+    /// Errors of the source and of `positions`; a failed tier.
     pub fn away(
         &mut self,
         tier: usize,
@@ -161,14 +161,14 @@ impl In<'_> {
         Ok(None)
     }
 
-    /// A page of the first tier with what is in the buffer.
+    /// A page of the first tier with the words in the buffer.
     ///
     /// # Errors
-    /// No memory; a device that fails.
+    /// No memory; a failed device.
     pub fn raised(&mut self, shard: u32, near: Near<'_>) -> Result<Page, Error> {
         let words = self.buffer.len() as u32;
         let mut page = match self.pool.tiers.is_some() {
-            // Nothing was set aside for it.
+            // No bytes were reserved for it.
             true => self.pool.arenas.reserve(u64::from(words) * 4)?.take(shard, words, near)?,
             false => self.pages.take(shard, words, near)?,
         };
@@ -177,7 +177,7 @@ impl In<'_> {
     }
 }
 
-/// Whether no lane but the first `fill` is named.
+/// Whether all lanes are among the first `fill`.
 pub(crate) fn within(lanes: u32, fill: u32) -> bool {
     lanes & !filled(fill) == 0
 }

@@ -1,4 +1,4 @@
-//! Files the tokens of a layer's ring ahead, on pages that forks share: [`Sealed`].
+//! Files the tokens of a layer's ring ahead of time, on pages that forks share: [`Sealed`].
 
 use crate::base::error::Error;
 use crate::config::shape::CacheShape;
@@ -12,7 +12,7 @@ use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 
 impl Layer {
-    /// The most bytes that [`Layer::seal`] takes.
+    /// Most bytes that [`Layer::seal`] takes.
     pub fn seal_bytes(&self, inner: &CacheShape, shape: &LayerShape, len: u32) -> u64 {
         if self.sealed.as_ref().is_some_and(|sealed| sealed.until == len) {
             return 0;
@@ -21,7 +21,7 @@ impl Layer {
         for chain in (self.filed..len).filter_map(|position| self.chain_of(inner, shape, position)) {
             known[chain] += 1;
         }
-        // Within this many positions each expert packs a page early at most, and starts another in its place.
+        // In each span of 2^16 positions an expert packs at most one page early, and starts another in its place.
         let early = 1 + u64::from((len - self.filed) >> 16);
         let mut bytes = 0;
         for (head, codec) in self.heads.iter().zip(self.codecs.iter()) {
@@ -40,7 +40,7 @@ impl Layer {
         bytes
     }
 
-    /// Whether the pages of a head's ring can be those of its run too: of one expert, at the same lanes, on the same shard.
+    /// Whether pages of a head's ring can also be pages of its run: with one expert, the same lanes and one shard.
     fn aliases(&self, inner: &CacheShape, head: &Head) -> bool {
         let at = |chain: &Chain| chain.room().map_or(0, |(_, fill)| fill);
         let open = if self.filed < self.store.sinks { &head.chains[0] } else { &head.chains[1] };
@@ -48,7 +48,7 @@ impl Layer {
         inner.config.experts == 1 && inner.config.shards.shards() == 1 && level
     }
 
-    /// Files the tokens of the ring ahead, on pages of `pages`. Nothing changes before [`Layer::take_sealed`].
+    /// Files the tokens of the ring ahead, on pages of `pages`. The layer does not change until [`Layer::take_sealed`].
     ///
     /// # Errors
     /// No memory.
@@ -68,7 +68,7 @@ impl Layer {
         Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.chains), from, None))
     }
 
-    /// Has tokens filed in the pages of [`Layer::seal`], from those that are open now on.
+    /// Uses the pages of [`Layer::seal`] for the open pages and for later tokens.
     pub fn take_sealed(&mut self, sealed: Sealed) {
         for (h, head) in self.heads.iter_mut().enumerate() {
             for (c, chain) in head.chains.iter_mut() {

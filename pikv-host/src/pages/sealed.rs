@@ -1,8 +1,8 @@
-//! Pages in which tokens of the ring were filed ahead, for forks to share; [`seal`](super::seal) makes them.
+//! Pages in which tokens of the ring were filed ahead, for forks to share; [`seal`](super::seal) creates them.
 //!
-//! What a token that leaves the ring finds of its run is known before it leaves: its page, its lane, and what a codec will make of the
-//! page. So the pages can be made once, and a sequence that files the token takes such a page in place of one of its own. What is read is
-//! told by lanes, so a page that has tokens which are still in the ring reads as one that has not.
+//! The place of a token in its run is known before it leaves the ring: its page, its lane, and the packed form of the
+//! page. So these pages can be built once, and a sequence that files the token takes the shared page instead of one of its own. Rows read
+//! pages by lanes, so a page with tokens that are still in the ring reads like one without them.
 
 use crate::base::chunks::Chunks;
 use crate::memory::arena::Page;
@@ -11,16 +11,16 @@ use crate::pages::entry::{Closed, Entry, Held};
 use crate::pages::runs::Runs;
 use std::sync::Arc;
 
-/// Pages in which tokens lie that are still in the ring.
+/// Pages with tokens that are still in the ring.
 #[derive(Clone, Debug)]
 pub(crate) struct Sealed {
-    /// Tokens before this position are in them: those from here on were not there, or were taken back since.
+    /// The pages are valid for tokens before this position: later ones were not filed, or were rolled back since.
     pub until: u32,
-    /// Of each head, by ascending chain.
+    /// For each head, by ascending chain.
     heads: Arc<[Vec<Run>]>,
 }
 
-/// The last pages of a run.
+/// Last pages of a run.
 #[derive(Debug)]
 struct Run {
     chain: usize,
@@ -35,7 +35,7 @@ impl Sealed {
         find(&run.entries, guess, ordinal).map(|i| &run.entries[i])
     }
 
-    /// The page at `ordinal` of a run as its tokens came, if the token at `position` is at `lane` of it.
+    /// The page at `ordinal` of a run in the dtype of its layer, if the token at `position` is at `lane` of it.
     pub fn page(&self, head: usize, chain: usize, ordinal: u32, lane: u32, position: u32) -> Option<&Page> {
         let entry = self.entry(head, chain, ordinal).filter(|_| position < self.until)?;
         let page = match &entry.held {
@@ -54,33 +54,34 @@ impl Sealed {
         }
     }
 
-    /// The address of its lists, and how many share them.
+    /// Address of the lists, and the number of sequences that share them.
     pub fn holders(&self) -> (usize, usize) {
         (Arc::as_ptr(&self.heads) as *const Vec<Run> as usize, Arc::strong_count(&self.heads))
     }
 
-    /// The lists of its pages.
+    /// The lists of pages.
     pub fn lists(&self) -> impl Iterator<Item = &Chunks<Entry>> {
         self.heads.iter().flatten().map(|run| &run.entries)
     }
 
-    /// The pages that are held in the first tier.
+    /// The pages in the first tier.
     pub fn pages(&self) -> impl Iterator<Item = &Page> {
         self.held().flat_map(Held::pages)
     }
 
-    /// All pages that are held.
+    /// Storage of all pages.
     pub fn held(&self) -> impl Iterator<Item = &Held> {
         self.heads.iter().flatten().flat_map(|run| &run.entries).map(|entry| &entry.held)
     }
 
-    /// Bytes of the lists; forks that share them count each.
+    /// Bytes of the lists; each fork counts shared lists in full.
     pub fn table_bytes(&self) -> u64 {
         let run = |run: &Run| run.entries.bytes() + size_of::<Run>();
         self.heads.iter().flatten().map(run).sum::<usize>() as u64
     }
 
-    /// The pages of `runs`, of each head, as of `until` tokens. Those of a run come from its chain from the page on that `from` gives.
+    /// The last pages of all runs, as of `until` tokens; `from` gives the first page of each run. Pages of `newer` replace those of the
+    /// chain.
     pub fn of<'a>(
         until: u32,
         heads: impl Iterator<Item = &'a Runs>,

@@ -1,4 +1,4 @@
-//! Evictions made final, and pages put together that lost tokens.
+//! Final evictions, and compaction of pages that lost tokens.
 
 use crate::base::deque::first_if;
 use crate::memory::pool::Pool;
@@ -9,14 +9,14 @@ use pikv_core::plan::LayerShape;
 use smallvec::SmallVec;
 
 impl Layer {
-    /// Makes final what no rollback to `len` tokens or more brings back, and puts the pages together that lost tokens. Notes what
-    /// changes where a rollback to fewer tokens is possible.
+    /// Makes evictions final that no rollback to `len` tokens or more can undo, and compacts pages that lost tokens. Records the
+    /// changes if a rollback to fewer tokens is possible.
     pub fn settle(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
         if self.rule.is_none() {
             return;
         }
         let slack = pool.shape.store.ring.slack();
-        // Those that could not be put together before are tried again.
+        // Runs whose compaction failed before are tried again.
         let mut thinned: SmallVec<[(usize, usize); 8]> = self.owed.drain(..).collect();
         while let Some(killed) =
             first_if(&mut self.past.killed, |killed| killed.by.saturating_add(slack) <= len)

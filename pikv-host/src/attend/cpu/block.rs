@@ -18,7 +18,7 @@ fn reference<'a>(page: &Listed<'a>) -> PackedRef<'a> {
 }
 
 impl Job<'_> {
-    /// One block of an item, by the form of its pages.
+    /// Computes one block of an item, by the form of its pages.
     pub fn block(
         &self,
         item: &Item<'_>,
@@ -79,8 +79,8 @@ impl Job<'_> {
         }
     }
 
-    /// A block of packed pages. Where some were packed again meanwhile, each row is attended for itself, over those that it reads. Rare,
-    /// but while a rollback could make them young again.
+    /// A block of packed pages. If some of them were packed again, each row is attended on its own, over the forms that it reads. This
+    /// happens only while a rollback can restore the first form.
     fn packed(&self, pages: &[Listed<'_>], mut all: PackedBlock<'_>, mut raw: Raw<'_>) {
         let lanes = self.inner.config.lanes;
         let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
@@ -89,7 +89,7 @@ impl Job<'_> {
             PackedBlock { pages: &list[..pages.len()], raw, ..all }.run(lanes);
             return;
         }
-        // What a row does not read weighs nothing in it.
+        // Pages that a row does not read have weight 0 in it.
         raw.iter_mut().for_each(|raw| raw.fill([0.0; LANES]));
         let (common, cols) = (all.common, all.packed.query_cols() as usize);
         let channels = self.layout().k_channels() as usize;
@@ -134,8 +134,8 @@ impl Job<'_> {
         }
     }
 
-    /// A block of open pages of which some are packed by now: each row reads the page that was open when it came, so that it
-    /// makes no difference whether later rows belong to the same step. Rare: a page is in between once.
+    /// A block of open pages some of which were packed since: each row reads the page that was open at its position, so that the result
+    /// does not depend on later rows of the same step. Rare: a page is in this state once.
     fn mixed(
         &self,
         item: &Item<'_>,
@@ -144,7 +144,7 @@ impl Job<'_> {
         part: &mut [f32],
         mut raw: Raw<'_>,
     ) {
-        // What a row does not read weighs nothing in it.
+        // Pages that a row does not read have weight 0 in it.
         raw.iter_mut().for_each(|raw| raw.fill([0.0; LANES]));
         let channels = self.layout().k_channels() as usize;
         let mut single = [0.0; MAX_DIM as usize];

@@ -1,4 +1,4 @@
-//! Attention on the lanes of the CPU: a call cut into tasks for the threads.
+//! Attention on the lanes of the CPU: a call split into tasks for the threads.
 
 mod block;
 mod weights;
@@ -50,7 +50,7 @@ impl Executor for Cpu {
 }
 
 impl Job<'_> {
-    /// Rows cut into tiles, whole subtrees into tasks, tasks to threads.
+    /// Splits rows into items, and items into tasks of whole subtrees if that keeps more threads busy.
     pub fn run(&self, forests: &[Forest<'_>], lists: &mut Cut, out: &SharedRows<'_>, lse: &Shared<'_>) {
         let mut items: Vec<Item<'_>> = emptied(std::mem::take(&mut lists.items));
         for forest in forests {
@@ -59,7 +59,7 @@ impl Job<'_> {
         let blocks: usize = items.iter().map(|item| item.forest.blocks.len()).sum();
         let level = match self.split {
             Some(blocks) => Some(blocks.ilog2()),
-            // Enough items to keep the threads busy, or too little work to cut: whole items.
+            // Whole items: enough of them for all threads, or too little work to split.
             None if threads() == 1 || items.len() >= 8 * threads() || blocks <= 2 * items.len() => None,
             None => Some((blocks / (8 * threads())).max(1).ilog2()),
         };
@@ -79,7 +79,7 @@ impl Job<'_> {
         lists.items = emptied(items);
     }
 
-    /// A task a subtree of `2^level` blocks, then an item's tasks joined.
+    /// Runs a task for each subtree of `2^level` blocks, then joins the tasks of each item.
     fn in_tasks(
         &self,
         items: &[Item<'_>],
@@ -102,7 +102,7 @@ impl Job<'_> {
                 tasks.push(Task { item: i, run, blocks });
             }
         }
-        // Each part is written whole.
+        // Each task writes all of its part.
         buffer.resize(total.max(buffer.len()), 0.0);
         let parts = Shared::new(buffer);
         each_index(tasks.len(), |t| {
@@ -110,7 +110,8 @@ impl Job<'_> {
             let item = &items[*item];
             self.with_scratch(item, |trees, scratch, leaf| {
                 let shape = trees.of(item.forest.codec_of_run(*run));
-                // SAFETY: each task has a range of its own, as long as its partial result, and `offsets` are their prefix sums.
+                // SAFETY: `offsets` are the prefix sums of the lengths of the parts, so each task has a range of its own, as long as its
+                // part.
                 let part = unsafe { parts.part(offsets[t], shape.len()) };
                 let mut leaf = |i: usize, out: &mut [f32], _: &mut Vec<Vec<f32>>| leaf(i, out);
                 let tree = item.forest.blocks_tree(blocks.clone(), level);
@@ -134,7 +135,7 @@ impl Job<'_> {
         });
     }
 
-    /// Scales, turns and packs the queries of an item, and calls `f` with the routine that computes a block of it.
+    /// Scales, rotates and packs the queries of an item, and calls `f` with a function that computes a block of it.
     pub fn with_scratch(
         &self,
         item: &Item<'_>,
@@ -156,7 +157,7 @@ impl Job<'_> {
             let (m, l) = (part.m[r], part.l[r]);
             let at = self.output_row(item, r);
             let acc = &part.acc[r * stride..][..stride];
-            // SAFETY: (row, query head) belongs to one item only, and an item is finished by one task.
+            // SAFETY: (row, query head) belongs to one item only, and one task finishes an item.
             let lse = unsafe { lse.part(at, 1) };
             let finish = |out: &mut [f32]| {
                 let finish = Finish { layout: self.layout(), m, l, acc, out: &mut *out };

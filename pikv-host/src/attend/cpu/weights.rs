@@ -1,4 +1,4 @@
-//! The softmax weights of pages, beside the output.
+//! Softmax weights of pages, computed beside the output.
 
 use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE};
@@ -12,7 +12,7 @@ use pikv_lanes::mass::Sum;
 use smallvec::SmallVec;
 
 impl Job<'_> {
-    /// As [`Job::run`] for one forest, and the mass of its pages.
+    /// [`Job::run`] for one forest, and the weights of its pages.
     pub fn with_mass(
         &self,
         forest: &Forest<'_>,
@@ -33,7 +33,7 @@ impl Job<'_> {
             SCRATCH.with_borrow_mut(|scratch| {
                 self.pack(&item, scratch);
                 let Scratch { packed, part, spare, raw, tops, .. } = scratch;
-                // Every block writes all of its own.
+                // Every block writes all of its part.
                 raw.resize(if counts { forest.pages.len() * item.rows } else { 0 }, [0.0; LANES]);
                 tops.resize(forest.blocks.len() * item.rows, 0.0);
                 let trees = self.trees(&item);

@@ -1,17 +1,17 @@
-//! Lists beside plain ones, what clones take, and what sliding lists ask for.
+//! Lists compared with plain ones, the memory of clones, and the allocations of sliding lists.
 
 use super::{Chunks, Common};
 use std::sync::Arc;
 
 const CHUNK: usize = 16;
 
-/// Draws of a linear congruence.
+/// Draws from a linear congruential generator.
 fn draw(seed: &mut u32, n: usize) -> usize {
     *seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
     (*seed >> 8) as usize % n.max(1)
 }
 
-/// One change of a list and of a plain one.
+/// Applies one random change to a list and to a plain one.
 fn change(seed: &mut u32, list: &mut Chunks<Arc<usize>>, plain: &mut Vec<usize>, grows: bool) {
     let (x, at) = (draw(seed, 1 << 20), draw(seed, plain.len()));
     match draw(seed, if grows { 8 } else { 14 }) {
@@ -100,7 +100,7 @@ fn a_clone_takes_a_pointer_a_chunk_and_a_write_one_chunk() {
     assert_eq!(Arc::strong_count(&item), 1 + 10 * CHUNK);
     assert!((0..list.len()).all(|i| list.is_shared(i)));
     list[3 * CHUNK] = Arc::new(8);
-    // The items of the chunk, but for the one that was written.
+    // Items of the chunk without the written one.
     assert_eq!(Arc::strong_count(&item), 1 + 11 * CHUNK - 1);
     assert!(
         (0..list.len())

@@ -1,19 +1,19 @@
-//! Configurations that no cache can be built from.
+//! Errors of configurations.
 
 use pikv_core::page::{MAX_DIM, Position};
 use thiserror::Error;
 
-/// Shards of a cache at most. Each has an arena for every page size.
+/// Most shards of a cache. Each has an arena for every page size.
 pub(crate) const MAX_SHARDS: u32 = 1 << 16;
 
-/// A configuration that no cache can be built from.
+/// An invalid configuration.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// There are no layers.
+    /// No layers.
     #[error("a cache needs at least 1 layer")]
     NoLayers,
-    /// A layer's heads.
+    /// A number of heads is 0, or `query_heads` is not a multiple of `kv_heads`.
     #[error(
         "layer {layer}: {query_heads} query heads over {kv_heads} KV heads; both must be at least 1, and the former a \
          multiple of the latter"
@@ -21,12 +21,12 @@ pub enum ConfigError {
     Heads {
         /// The layer.
         layer: usize,
-        /// Its KV heads.
+        /// KV heads of the layer.
         kv_heads: u32,
-        /// Its query heads.
+        /// Query heads of the layer.
         query_heads: u32,
     },
-    /// A layer's widths.
+    /// `k_dim` or `v_dim` is 0 or too large.
     #[error("layer {layer}: k_dim {k_dim}, v_dim {v_dim}; each must be 1..={MAX_DIM}")]
     Dim {
         /// The layer.
@@ -36,15 +36,15 @@ pub enum ConfigError {
         /// Channels of a value.
         v_dim: u32,
     },
-    /// A sliding window of 0 tokens, or of more than there are positions.
+    /// A sliding window of 0 tokens, or of more tokens than there are positions.
     #[error("layer {layer}: a sliding window of {window} tokens; it must be 1..={max}", max = Position::MAX.0)]
     Window {
         /// The layer.
         layer: usize,
-        /// Its window.
+        /// Window in tokens.
         window: u32,
     },
-    /// Invalid rope parameters.
+    /// Invalid RoPE parameters.
     #[error(
         "layer {layer}: rope with theta {theta} over {rotary_dim} of {k_dim} channels; theta must be finite and at least 1, \
          the channels even, at least 2 and at most k_dim"
@@ -54,12 +54,12 @@ pub enum ConfigError {
         layer: usize,
         /// Base of the frequencies.
         theta: f64,
-        /// Channels that turn.
+        /// Channels that are rotated.
         rotary_dim: u32,
-        /// Channels there are.
+        /// Channels of a key.
         k_dim: u32,
     },
-    /// Frequencies of a layer that is not there.
+    /// RoPE frequencies for a layer that does not exist.
     #[error("frequencies of layer {layer}; the cache has {layers} layers")]
     FrequencyLayer {
         /// The layer.
@@ -67,7 +67,7 @@ pub enum ConfigError {
         /// Layers of the cache.
         layers: usize,
     },
-    /// Frequencies of another number of pairs than the layer's rope turns, or the policy's where keys come rotated.
+    /// The number of frequencies is not that of rotated pairs in the layer's RoPE, or in its policy's if the layer receives rotated keys.
     #[error(
         "layer {layer}: {got} frequencies, and its rope turns {pairs} pairs of channels; one for each is needed"
     )]
@@ -76,10 +76,10 @@ pub enum ConfigError {
         layer: usize,
         /// Frequencies given.
         got: usize,
-        /// Pairs that the layer's rope turns, or its policy's; 0 without one.
+        /// Rotated pairs of the layer's RoPE, or of its policy's; 0 without one.
         pairs: u32,
     },
-    /// A policy that turns keys by another rotation than the layer's.
+    /// A policy with another RoPE than its layer.
     #[error(
         "layer {layer}: the policy {policy} was given another rope than the layer's; give it that of LayerShape::rope"
     )]
@@ -89,7 +89,7 @@ pub enum ConfigError {
         /// The policy's name.
         policy: String,
     },
-    /// More rollback than there is memory for under a policy that keeps something of tokens or heads.
+    /// More rollback than there is memory for, with a policy that keeps state per token or head.
     #[error(
         "layer {layer}: a rollback of {rollback} tokens under the policy {policy}, which keeps numbers of each token or head for each \
          length that can be gone back to; at most {limit} tokens can be taken back"
@@ -99,12 +99,12 @@ pub enum ConfigError {
         layer: usize,
         /// The policy's name.
         policy: String,
-        /// Tokens of rollback.
+        /// Tokens of rollback given.
         rollback: u32,
-        /// The most there can be.
+        /// Most tokens accepted.
         limit: u32,
     },
-    /// A ring of 0 tokens, or of more than there are positions.
+    /// A ring of 0 tokens, or of more tokens than there are positions.
     #[error("a ring of {ring} tokens with {rollback} more for rollback; the ring must hold at least 1, both at most {max}", max = Position::MAX.0)]
     Ring {
         /// Tokens of the ring.
@@ -112,34 +112,34 @@ pub enum ConfigError {
         /// Tokens of rollback.
         rollback: u32,
     },
-    /// Experts.
+    /// `experts` or `top_k` is 0, `top_k` is above `experts`, or there are more than 65,535 experts.
     #[error("{top_k} of {experts} experts a token; experts must be 1..={max}, and top_k 1..=experts", max = u16::MAX)]
     Experts {
         /// Experts of the model.
         experts: u32,
-        /// Experts a token.
+        /// Experts of each token.
         top_k: u32,
     },
-    /// More shards than make sense.
+    /// More shards than a cache can have.
     #[error("{shards} shards; at most {max}", max = MAX_SHARDS)]
     Shards {
-        /// As given.
+        /// Shards given.
         shards: u32,
     },
-    /// Sinks.
+    /// More sinks than there are positions.
     #[error("{sinks} sinks; at most {max}", max = Position::MAX.0)]
     Sinks {
-        /// First positions that stay.
+        /// Sinks given.
         sinks: u32,
     },
-    /// A map of a codec that does not fit the head.
+    /// A codec's map of another width than the head.
     #[error("layer {layer}: the map of {what} takes rows of {wide} channels, the head has {dim}")]
     Map {
         /// The layer.
         layer: usize,
-        /// K or V.
+        /// `k` or `v`.
         what: &'static str,
-        /// Channels that the map takes.
+        /// Channels of the map.
         wide: u32,
         /// Channels of the head.
         dim: u32,
@@ -147,50 +147,50 @@ pub enum ConfigError {
     /// A codec for a layer or KV head that does not exist.
     #[error("{}", no_place("a codec", *layer, *kv_head, *layers, *kv_heads))]
     CodecRule {
-        /// The layer as given.
+        /// Layer given.
         layer: Option<usize>,
-        /// The KV head as given.
+        /// KV head given.
         kv_head: Option<usize>,
         /// Layers of the cache.
         layers: usize,
-        /// The fewest KV heads of the layers meant; 0 if there are none.
+        /// Fewest KV heads of the layers of the rule; 0 if there are none.
         kv_heads: u32,
     },
-    /// A second codec that cannot act.
+    /// A second codec that cannot be applied: without a first codec or a smaller form, with `after` 0, or with tiers.
     #[error("layer {layer}, KV head {kv_head}: pages that are packed again after {after} tokens: {why}")]
     Age {
         /// The layer.
         layer: usize,
         /// The KV head.
         kv_head: usize,
-        /// Tokens as given.
+        /// Tokens given.
         after: u32,
-        /// What is wrong.
+        /// Reason.
         why: &'static str,
     },
-    /// Single tokens that are evicted out of means, which would go on to hold them.
+    /// Eviction of single tokens from means, which would still contain them.
     #[error("layer {layer} stores means of tokens and evicts single ones; set Eviction::by_page")]
     MeansEvicted {
         /// The layer.
         layer: usize,
     },
-    /// Something that a cache over a fabric does not do.
+    /// A feature that a cache over a fabric does not support.
     #[error("a cache over a fabric has no {what} yet; {instead} would do")]
     Fabric {
-        /// What it lacks.
+        /// The feature.
         what: &'static str,
-        /// What would do.
+        /// Supported alternative.
         instead: &'static str,
     },
-    /// A budget or an option of an eviction rule that cannot act.
+    /// An invalid budget or option of an eviction rule.
     #[error("layer {layer}: its eviction rule: {why}")]
     TokenBudget {
         /// The layer.
         layer: usize,
-        /// What is wrong, with the value that was given.
+        /// Reason, with the value given.
         why: String,
     },
-    /// Hits of no pages, or of no rows.
+    /// Hits with 0 wanted pages, or at every 0 positions.
     #[error("hits: {pages} wanted pages at every {every} positions; both must be at least 1")]
     Hits {
         /// [`Hits::pages`](crate::rules::Hits::pages).
@@ -201,24 +201,24 @@ pub enum ConfigError {
     /// An eviction policy for a layer that does not exist.
     #[error("a policy for layer {layer}; there are {layers} layers")]
     PolicyLayer {
-        /// As given.
+        /// Layer given.
         layer: usize,
         /// Layers of the cache.
         layers: usize,
     },
-    /// Not even one token fits.
+    /// The budget does not hold one token.
     #[error(
         "a budget of {budget} bytes; the first token alone takes {needed} (one page a layer and KV head)"
     )]
     Budget {
-        /// Bytes as given.
+        /// Bytes given.
         budget: u64,
-        /// Bytes of one page of every layer and head.
+        /// Bytes of one page for every layer and KV head.
         needed: u64,
     },
 }
 
-/// That a rule names a layer or a KV head that is not there.
+/// Text for a rule of a missing layer or KV head.
 fn no_place(
     what: &str,
     layer: Option<usize>,

@@ -2,51 +2,51 @@
 
 use thiserror::Error;
 
-/// Why a CUDA device cannot be used, or what it answered.
+/// Why a CUDA device cannot be used, or why a call of the driver failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// pikv was compiled without its CUDA back end.
+    /// pikv was compiled without the feature `cuda`.
     #[error("pikv was built without its feature `cuda`; add it in Cargo.toml: features = [\"cuda\"]")]
     NotBuilt,
     /// The driver's library cannot be opened.
     #[error("no CUDA driver, {name} cannot be opened: {reason}; PIKV_LIBCUDA names another library")]
     NoLibrary {
-        /// The library.
+        /// Name of the library.
         name: String,
-        /// What the system says.
+        /// Reason of the system.
         reason: String,
     },
     /// The driver has no device.
     #[error("the CUDA driver finds no device; does CUDA_VISIBLE_DEVICES hide them?")]
     NoDevice,
-    /// The driver has devices, but none of that number.
+    /// The driver has devices, but none with that number.
     #[error("no CUDA device {ordinal}: the driver counts {devices}, from 0")]
     Ordinal {
-        /// As given.
+        /// Number given.
         ordinal: u32,
-        /// How many there are.
+        /// Number of devices.
         devices: u32,
     },
     /// The device is too old.
     #[error("{device} has compute capability {major}.{minor}; the kernels need 7.0 or later")]
     Capability {
-        /// Its name.
+        /// Name of the device.
         device: String,
-        /// Its compute capability.
+        /// Major compute capability.
         major: i32,
-        /// Its compute capability.
+        /// Minor compute capability.
         minor: i32,
     },
-    /// The driver's answer to a call. Work of earlier calls may be what failed; a device that answers so once its work has
-    /// failed answers so ever after, and what it held is lost.
+    /// A call of the driver failed. The cause may be earlier asynchronous work; if such work failed, every later call on that device fails
+    /// too, and its memory is lost.
     #[error("{call}: the CUDA driver answers {name} ({code})")]
     Driver {
-        /// The call.
+        /// Name of the call.
         call: &'static str,
-        /// Its `CUresult`.
+        /// `CUresult` code.
         code: u32,
-        /// The code's name.
+        /// Name of the code.
         name: String,
     },
 }

@@ -1,111 +1,111 @@
-//! Errors between ranks.
+//! Errors of fabrics.
 
 use std::time::Duration;
 use thiserror::Error;
 
-/// Why a call over a fabric failed. What the other ranks hold is as it was; a rank that is lost is asked nothing any more.
+/// Why a call over a fabric failed. The pages of other ranks are unchanged; a lost rank receives no more requests.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum FabricError {
-    /// A rank died, hangs, or was lost before. Its pages are lost.
+    /// A rank died, does not answer, or was lost before. Its pages are lost.
     #[error(
         "rank {rank} is lost: no answer within {waited:?}; the other ranks go on, without the pages that it held"
     )]
     Lost {
         /// The rank.
         rank: u32,
-        /// How long it was waited for, when it was lost.
+        /// Time waited for the answer when the rank was lost.
         waited: Duration,
     },
-    /// A rank speaks another version, or not this protocol at all.
+    /// A rank uses another version, or another protocol.
     #[error(
         "rank {rank} answers with version {theirs}, this is version {ours}; it is asked nothing any more"
     )]
     Version {
         /// The rank.
         rank: u32,
-        /// What it said.
+        /// Version of the rank.
         theirs: u32,
-        /// The version of this build.
+        /// Version of this build.
         ours: u32,
     },
-    /// A rank was built from another configuration (layers, codecs, rows of the lanes).
+    /// A rank has another configuration (layers, codecs, rows of the lanes).
     #[error(
         "rank {rank} has another configuration: its fingerprint is {theirs:016x}, here it is {ours:016x}"
     )]
     Configuration {
         /// The rank.
         rank: u32,
-        /// Its fingerprint.
+        /// Fingerprint of the rank.
         theirs: u64,
-        /// The fingerprint here.
+        /// Fingerprint of this process.
         ours: u64,
     },
-    /// A rank answered something that cannot be, or was asked it.
+    /// A rank sent or received an invalid message.
     #[error("rank {rank}: a message that is none ({what})")]
     Malformed {
         /// The rank.
         rank: u32,
-        /// What is wrong with it.
+        /// Reason.
         what: &'static str,
     },
-    /// A rank's own budget is spent.
+    /// A rank is out of budget.
     #[error("rank {rank} is out of budget: a page needs {needed} bytes, {available} are left")]
     Budget {
         /// The rank.
         rank: u32,
         /// Bytes of the page.
         needed: u64,
-        /// Bytes left there.
+        /// Bytes left on the rank.
         available: u64,
     },
-    /// The system of a rank has no memory for pages that its budget would allow.
+    /// The system of a rank has no memory for pages within its budget.
     #[error("rank {rank}: the system refused {bytes} bytes for pages")]
     Memory {
         /// The rank.
         rank: u32,
-        /// Bytes asked for.
+        /// Bytes asked of the system.
         bytes: u64,
     },
-    /// The driver of a rank's device refused. One that is lost is asked nothing any more, and what it held is gone; of another the call
-    /// can be made again.
+    /// The CUDA driver of a rank failed. If the device is lost, its pages are lost and it receives no more requests; otherwise the call
+    /// can be repeated.
     #[error("rank {rank}: its CUDA driver answers {code}{}", if *lost { "; the device is lost, with the pages that it held" } else { "" })]
     Device {
         /// The rank.
         rank: u32,
-        /// Its `CUresult`.
+        /// `CUresult` of the driver.
         code: u32,
-        /// Whether it answers so to every call.
+        /// Whether every later call fails too.
         lost: bool,
     },
-    /// A rank does not hold a page that it should. No other page is given in its place.
+    /// A rank does not hold a page that it should. No other page is returned instead.
     #[error("rank {rank} does not hold page {page}")]
     Missing {
         /// The rank.
         rank: u32,
-        /// The page's number, which no other page ever has.
+        /// Number of the page, unique for ever.
         page: u64,
     },
-    /// No rank is left.
+    /// No rank is left to hold pages.
     #[error("no rank is left that could hold pages")]
     Nobody,
-    /// More or fewer ranks than there is something for.
+    /// A number that does not match the ranks or the experts.
     #[error("{got} {what}; there must be {wanted}")]
     Count {
-        /// Of what.
+        /// `loads`, `devices` or `copies`.
         what: &'static str,
-        /// As given.
+        /// Number given.
         got: usize,
-        /// How many there must be.
+        /// Number needed; for copies the largest accepted.
         wanted: usize,
     },
-    /// A placement of experts that does not fit.
+    /// An invalid placement of experts.
     #[error(transparent)]
     Placement(#[from] crate::router::EplbError),
-    /// A call for caches over a fabric.
+    /// A call that needs a cache over a fabric.
     #[error("the cache is not over a fabric; build it with Cache::over")]
     None,
-    /// The transport itself.
+    /// The transport failed.
     #[error("the transport failed: {0}")]
     Transport(String),
 }

@@ -1,4 +1,4 @@
-//! Errors, each with the value that was wrong.
+//! Errors, each with the invalid value.
 
 mod config;
 mod cuda;
@@ -21,11 +21,11 @@ use thiserror::Error;
 /// An operation of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierOperation {
-    /// Make a store.
+    /// Create a store.
     Open,
-    /// Take a page.
+    /// Write a page.
     Write,
-    /// Give a page.
+    /// Read a page.
     Read,
 }
 
@@ -39,12 +39,12 @@ impl std::fmt::Display for TierOperation {
     }
 }
 
-/// The largest value of the dtype of that name.
+/// Largest value of the dtype with this name.
 fn largest(dtype: &str) -> f32 {
     Dtype::ALL.into_iter().find(|of| of.name() == dtype).map_or(f32::MAX, Dtype::largest)
 }
 
-/// The lengths at which a sequence can be forked.
+/// Text with the lengths at which a sequence can be forked.
 fn forks(oldest: u32, len: u32, checkpoints: &[u32]) -> String {
     let mut text = format!("lengths that would do: {oldest} to {len}");
     if !checkpoints.is_empty() {
@@ -53,8 +53,8 @@ fn forks(oldest: u32, len: u32, checkpoints: &[u32]) -> String {
     text
 }
 
-/// Why a call was refused. Whatever the cause, the cache and every sequence are as they were before the call, or, inside a
-/// step, as they are once the step is dropped.
+/// Why a call failed. A failed call changes neither the cache nor any sequence; for a call inside a step this holds once the step is
+/// dropped.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -77,58 +77,58 @@ fn forks(oldest: u32, len: u32, checkpoints: &[u32]) -> String {
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The configuration.
+    /// An invalid configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The step, or what is restored, would pass the budget.
+    /// The pages of the step, or of a restored sequence, would exceed the budget.
     #[error(
         "out of budget: up to {needed} bytes of pages are needed, {available} are left; begin with fewer tokens, drop or evict \
          sequences, or raise the budget"
     )]
     OutOfBudget {
-        /// The most bytes that it can take.
+        /// Upper bound of the bytes needed.
         needed: u64,
         /// Bytes left.
         available: u64,
     },
-    /// The system (or the device) has no memory for pages that the budget would allow, or for a table of rotations.
+    /// The system, or the device, has no memory for pages within the budget or for a RoPE table.
     #[error("the system refused {bytes} bytes for pages or tables")]
     OutOfMemory {
         /// Bytes asked of the system.
         bytes: u64,
     },
-    /// The device, or its driver. What was appended in a step that is under way may be lost then: drop the step.
+    /// The device or its driver failed. Tokens appended in the current step may be lost: drop the step.
     #[error(transparent)]
     Device(#[from] CudaError),
-    /// Another rank of the cache's fabric. The call can be made again; what lay on a rank that is lost is gone.
+    /// Another rank of the cache's fabric failed. The call can be repeated; the pages of a lost rank are gone.
     #[error(transparent)]
     Fabric(#[from] FabricError),
-    /// A sequence could not be saved, or what was saved not restored.
+    /// A sequence could not be saved or restored.
     #[error(transparent)]
     Save(#[from] SaveError),
-    /// A tier beneath the first failed. Its pages, and those that were to go there, are where they were; the call can be made again.
+    /// A tier below the first failed. Pages stay where they were; the call can be repeated.
     #[error("{operation} of {bytes} bytes, tier {tier}: {kind}")]
     Tier {
-        /// What was tried.
+        /// The operation that failed.
         operation: TierOperation,
         /// The tier's name.
         tier: String,
-        /// Bytes of the page; of the whole tier, where it could not be opened.
+        /// Bytes of the page, or of the whole tier if it could not be opened.
         bytes: u64,
-        /// What the system says.
+        /// Error kind of the system.
         kind: std::io::ErrorKind,
     },
-    /// A tier that has no room for a page, or none in one piece.
+    /// A tier has no contiguous room for a page.
     #[error("tier {tier} has no room for a page of {needed} bytes; {available} are free")]
     TierFull {
         /// The tier's name.
         tier: String,
         /// Bytes of the page.
         needed: u64,
-        /// Bytes that are free, perhaps not next to each other.
+        /// Free bytes, not necessarily contiguous.
         available: u64,
     },
-    /// More pages to be read from files by one call than can be staged.
+    /// One call reads more pages from files than the staging area holds.
     #[error(
         "layer {layer}: the call reads {needed} bytes of pages from files, and stages {staging}; set Tiers::staging to that, attend \
          fewer sequences at a time, or promote pages"
@@ -136,60 +136,60 @@ pub enum Error {
     Staging {
         /// The layer.
         layer: usize,
-        /// Bytes of pages.
+        /// Bytes of pages to read.
         needed: u64,
         /// Bytes of the staging area.
         staging: u64,
     },
-    /// Moving pages in a cache without tiers.
+    /// An operation on tiers in a cache without tiers.
     #[error("the cache has no tiers; set CacheConfig::tiers")]
     NoTiers,
-    /// Shares of tiers that do not sum to 1, or are not one for each tier.
+    /// The shares of tiers do not sum to 1, or their number is not that of the tiers.
     #[error(
         "{got} shares for {tiers} tiers, which add up to {sum}; each tier needs one in 0..=1, and the sum must be 1"
     )]
     Shares {
         /// Shares given.
         got: usize,
-        /// Tiers of the cache, the first counted.
+        /// Tiers of the cache, including the first.
         tiers: usize,
-        /// Their sum.
+        /// Sum of the shares.
         sum: f64,
     },
     /// A slice of the wrong length.
     #[error("{what}: {got} elements, expected {expected} ({shape})")]
     Length {
-        /// Which argument.
+        /// The argument.
         what: &'static str,
-        /// Its length.
+        /// Elements given.
         got: usize,
-        /// The right one.
+        /// Elements needed.
         expected: usize,
-        /// What the length is made of.
+        /// Formula of `expected`.
         shape: &'static str,
     },
-    /// A tensor of the device that kernels cannot read or write.
+    /// A device tensor that kernels cannot read or write.
     #[error("{what} on the device, at {address:#x}: {why}")]
     DeviceTensor {
-        /// Which argument.
+        /// The argument.
         what: &'static str,
-        /// Its address.
+        /// Device address.
         address: u64,
-        /// What is wrong with it.
+        /// Reason.
         why: &'static str,
     },
-    /// Tensors of the device where the host has to see them.
+    /// Device tensors where only host tensors are supported.
     #[error("layer {layer}: tensors of the device do not go with {what}; use slices of the host")]
     HostTensors {
         /// The layer.
         layer: usize,
-        /// What they do not go with.
+        /// The feature that needs host tensors.
         what: &'static str,
     },
     /// No such layer.
     #[error("layer {layer}: the cache has layers 0..{layers}")]
     Layer {
-        /// As given.
+        /// Layer given.
         layer: usize,
         /// Layers of the cache.
         layers: usize,
@@ -199,56 +199,56 @@ pub enum Error {
     KvHead {
         /// The layer.
         layer: usize,
-        /// As given.
+        /// KV head given.
         kv_head: usize,
         /// KV heads of the layer.
         kv_heads: u32,
     },
-    /// A value that the layer's dtype cannot hold.
+    /// A value that the layer's dtype or the head's codec cannot store.
     #[error(
         "{what} of layer {layer}, KV head {kv_head}, row {row}, channel {channel}: {value}; largest for {dtype}{codec}: {limit}",
         codec = if *limit < largest(dtype) { " and the head's codec" } else { "" }
     )]
     Unstorable {
-        /// K or V.
+        /// `k` or `v`.
         what: &'static str,
         /// The layer.
         layer: usize,
         /// The KV head.
         kv_head: usize,
-        /// Row of the call, over all its sequences.
+        /// Row of the call, counted over all its sequences.
         row: usize,
         /// Channel of the row.
         channel: u32,
         /// The value.
         value: f32,
-        /// The stored form.
+        /// Dtype of the layer.
         dtype: &'static str,
-        /// The largest magnitude that would do: the form's, or what the head's codec holds
+        /// Largest magnitude accepted: that of the dtype or of the head's codec
         /// ([`Limits`](crate::codec::Limits)).
         limit: f32,
     },
-    /// A row that the map of the head's codec could turn into more than its code holds.
+    /// A row that the map of the head's codec could take out of the range of its code.
     #[error(
         "{what} of layer {layer}, KV head {kv_head}, row {row}: channels of length {length}, the largest of them channel {channel} \
          with {value}; longest for the head's codec: {limit}"
     )]
     RowTooLong {
-        /// K or V.
+        /// `k` or `v`.
         what: &'static str,
         /// The layer.
         layer: usize,
         /// The KV head.
         kv_head: usize,
-        /// Row of the call, over all its sequences.
+        /// Row of the call, counted over all its sequences.
         row: usize,
-        /// The largest channel of those whose length counts.
+        /// Channel with the largest magnitude among those that the limit covers.
         channel: u32,
-        /// Its value.
+        /// Value of that channel.
         value: f32,
-        /// The root of the sum of the squares.
+        /// Euclidean norm of those channels.
         length: f32,
-        /// The largest that would do ([`Limits::length`](crate::codec::Limits::length)).
+        /// Largest norm accepted ([`Limits::length`](crate::codec::Limits::length)).
         limit: f32,
     },
     /// A query that is not finite.
@@ -265,7 +265,7 @@ pub enum Error {
         /// The value.
         value: f32,
     },
-    /// Scores beyond 2^24 (the products overflowed, or no softmax can tell them apart), or values whose sum overflows.
+    /// Scores of 2^24 or more (a product overflowed, or softmax cannot tell them apart), or weighted values that overflow.
     #[error(
         "layer {layer}, row {row}, query head {head}: scores reach 2^24 and more, or the weighted values overflow; is the \
          scale {scale} right?"
@@ -277,10 +277,10 @@ pub enum Error {
         row: usize,
         /// The query head.
         head: usize,
-        /// The scale as given.
+        /// Scale of the options.
         scale: f32,
     },
-    /// A result that the dtype of the tensor it goes to cannot hold.
+    /// A result that overflows the dtype of the output.
     #[error(
         "out of layer {layer}, row {row}, query head {head}, channel {channel}: {value} is not finite as {dtype}"
     )]
@@ -295,46 +295,46 @@ pub enum Error {
         channel: usize,
         /// The value.
         value: f32,
-        /// The tensor's form.
+        /// Dtype of the output.
         dtype: &'static str,
     },
-    /// A scale that is not a number above 0.
+    /// A scale that is not finite and above 0, or not after division by the softcap.
     #[error("scale {0}: it must be finite and above 0, over the softcap too; usually 1 / sqrt(head_dim)")]
     Scale(f32),
-    /// A cap that is not a number above 0.
+    /// A softcap that is not above 0 and below 2^23.
     #[error("softcap {0}: it must be above 0 and below 2^23")]
     Softcap(f32),
-    /// A split that is no power of two.
+    /// A split that is not a power of two.
     #[error("split of {0} blocks: it must be a power of two")]
     Split(u32),
-    /// A step over nothing.
+    /// A step without sequences.
     #[error("a step needs at least 1 sequence")]
     NoSequences,
-    /// A step that adds nothing to a sequence.
+    /// A step with 0 tokens for a sequence.
     #[error("sequence {index} of the step: 0 tokens; leave it out instead")]
     NoTokens {
         /// Index in the step.
         index: usize,
     },
-    /// A sequence that a panic of a policy or of a tier's store left half changed.
+    /// A panic of a policy or of a tier's store left the sequence half changed.
     #[error(
         "a panic of a policy or of a tier's store left the sequence half changed; clear or drop it, and append its tokens again"
     )]
     Poisoned,
-    /// A budget of a sequence that could not act.
+    /// A budget of a sequence that has no effect, or is 0.
     #[error("a sequence with a budget of {tokens} tokens a head: {why}")]
     SequenceBudget {
-        /// Tokens as given.
+        /// Tokens given.
         tokens: u32,
-        /// Why not.
+        /// Reason.
         why: &'static str,
     },
-    /// A sequence that is not in the step.
+    /// A sequence index that the step does not have.
     #[error("sequence {sequence} of the step; it began with {sequences} sequences, counted from 0")]
     NotInStep {
-        /// Its place among them, as given.
+        /// Index given.
         sequence: usize,
-        /// Sequences that the step began with.
+        /// Sequences of the step.
         sequences: usize,
     },
     /// A sequence of another cache.
@@ -343,28 +343,28 @@ pub enum Error {
         /// Index in the call.
         index: usize,
     },
-    /// The sequence would pass the last position.
+    /// The sequence would exceed the last position.
     #[error("position {position}: the last one is {max}", max = Position::MAX.0)]
     PositionOverflow {
         /// The position asked for.
         position: u64,
     },
-    /// A query row at a position that the sequence has not reached or that its ring no longer resolves.
+    /// Query rows after the end of the sequence, or older than its ring.
     #[error("query rows {first}..{end} of a sequence of {len} tokens: rows must lie in {oldest}..={len}")]
     QueryPosition {
-        /// First row's position.
+        /// Position of the first row.
         first: u64,
-        /// Past the last row's.
+        /// Position after the last row.
         end: u64,
-        /// The oldest position that can still be asked.
+        /// Oldest position accepted.
         oldest: u32,
         /// Tokens of the sequence.
         len: u32,
     },
-    /// Pages chosen by their bounds, in a cache that keeps none.
+    /// [`Read::Quest`](crate::attend::options::Read::Quest) in a cache without bounds.
     #[error("Read::Quest in a cache without bounds; set CacheConfig::bounds")]
     NoBounds,
-    /// Gaps closed where keys come rotated.
+    /// Closed gaps in a layer that receives rotated keys.
     #[error(
         "closed gaps in layer {layer}, whose keys come rotated; set LayerShape::rope and append them unrotated"
     )]
@@ -372,7 +372,7 @@ pub enum Error {
         /// The layer.
         layer: usize,
     },
-    /// Rows that are to read the pages of their experts, which are not known.
+    /// Rows that read the pages of their experts, before they were routed.
     #[error(
         "row {row} of layer {layer} reads the pages of its experts before it was routed; call Step::route first"
     )]
@@ -382,26 +382,26 @@ pub enum Error {
         /// Row of the call.
         row: usize,
     },
-    /// A layer was written twice in a step.
+    /// A layer was routed or written twice in a step.
     #[error("layer {layer} was already {what} in this step; each layer is once")]
     Twice {
         /// The layer.
         layer: usize,
-        /// What was done.
+        /// The operation done before.
         what: &'static str,
     },
-    /// Attending a layer before it was written.
+    /// A layer was attended before its keys and values were appended.
     #[error("layer {layer} is attended before its keys and values were appended; call Step::append first")]
     NotAppended {
         /// The layer.
         layer: usize,
     },
-    /// A step that is committed before every layer was written.
+    /// A commit before every layer was routed and written.
     #[error("commit before layer {layer} was {what}; a step that is dropped instead changes nothing")]
     Incomplete {
-        /// The first such layer.
+        /// First layer that is not complete.
         layer: usize,
-        /// What is missing.
+        /// Missing operation.
         what: &'static str,
     },
     /// No such expert.
@@ -411,12 +411,12 @@ pub enum Error {
         layer: usize,
         /// Row of the call.
         row: usize,
-        /// As given.
+        /// Expert given.
         expert: u16,
         /// Experts of the cache.
         experts: u32,
     },
-    /// The same expert twice for one token.
+    /// An expert was named twice for one token.
     #[error(
         "expert {expert} is named twice for row {row} of layer {layer}; a row takes top_k different ones"
     )]
@@ -428,36 +428,36 @@ pub enum Error {
         /// The expert.
         expert: u16,
     },
-    /// Taking back more than is kept.
+    /// A rollback of more tokens than are kept.
     #[error(
         "rollback of {asked} tokens: at most {limit} can be taken back now; CacheConfig::rollback sets how many are kept"
     )]
     RollbackTooFar {
-        /// As given.
+        /// Tokens given.
         asked: u32,
-        /// The most that would do.
+        /// Most tokens accepted.
         limit: u32,
     },
-    /// A fork at an earlier length that cannot be had to the bit.
+    /// A fork at a length whose exact state is not kept.
     #[error("a fork at {asked} of {len} tokens: {why}; {}", forks(*oldest, *len, checkpoints))]
     Cut {
-        /// As given.
+        /// Length given.
         asked: u32,
         /// Tokens of the sequence.
         len: u32,
-        /// What stands in the way.
+        /// Reason.
         why: &'static str,
-        /// The least length from which on any would do.
+        /// Every length from this one to `len` is accepted.
         oldest: u32,
-        /// Lengths of checkpoints, which would do too.
+        /// Accepted lengths of checkpoints.
         checkpoints: Vec<u32>,
     },
-    /// Something that a cache over a fabric does not do.
+    /// An operation that a cache over a fabric does not support.
     #[error("{what} in a cache over a fabric: {why}")]
     OverFabric {
-        /// What was asked.
+        /// The operation.
         what: &'static str,
-        /// Why not.
+        /// Reason.
         why: &'static str,
     },
     /// No such page.
@@ -467,21 +467,21 @@ pub enum Error {
         layer: usize,
         /// The KV head.
         kv_head: usize,
-        /// As given.
+        /// Page given.
         page: crate::base::ids::PageId,
     },
-    /// Evicting what must stay.
+    /// Eviction of a page of the ring, which must stay for rollback.
     #[error("{page} cannot be evicted: the ring holds what can be rolled back")]
     Pinned {
-        /// As given.
+        /// Page given.
         page: crate::base::ids::PageId,
     },
 }
 
-/// That a slice of `got` elements has the `expected` ones that `shape` says.
+/// Checks that a slice of `got` elements has `expected` ones; `shape` is the formula.
 ///
 /// # Errors
-/// [`Error::Length`].
+/// [`Error::Length`] if not.
 pub(crate) fn length(
     what: &'static str,
     got: usize,

@@ -1,17 +1,17 @@
-//! Why a sequence could not be saved or restored.
+//! Errors of saving and restoring sequences.
 
 use std::fmt;
 use std::io;
 use thiserror::Error;
 
-/// What was done with a saved sequence.
+/// An operation on a saved sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveOperation {
-    /// Writing it.
+    /// Write the sequence.
     Write,
-    /// Reading it.
+    /// Read the sequence.
     Read,
-    /// Opening its file.
+    /// Open the file.
     Open,
 }
 
@@ -25,75 +25,75 @@ impl fmt::Display for SaveOperation {
     }
 }
 
-/// Why a sequence could not be saved or restored. The cache and all sequences are as they were before the call.
+/// Why a sequence could not be saved or restored. The cache and all sequences are unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SaveError {
-    /// The reader, the writer or the file system. A file that ends early is of kind
+    /// Error of the reader, the writer or the file system. A file that ends early gives
     /// [`UnexpectedEof`](io::ErrorKind::UnexpectedEof).
     #[error("{operation} a saved sequence, at byte {at}: {kind}")]
     Io {
-        /// What was done.
+        /// The operation that failed.
         operation: SaveOperation,
-        /// Bytes that were read or written before.
+        /// Bytes read or written before.
         at: u64,
-        /// What the system says.
+        /// Error kind of the system.
         kind: io::ErrorKind,
     },
-    /// The file of a saved sequence: one that could not be opened, or made, synced and put in the place of an older one.
+    /// The file could not be opened, or not created, synced or renamed over the older file.
     #[error("{operation} {path}: {kind}")]
     File {
-        /// What was done.
+        /// The operation that failed.
         operation: SaveOperation,
-        /// The file, as it was named.
+        /// Path as given.
         path: String,
-        /// What the system says.
+        /// Error kind of the system.
         kind: io::ErrorKind,
     },
-    /// Bytes that no `Sequence::save` wrote.
+    /// The header is not that of a saved sequence.
     #[error("not a saved sequence: byte {at} of the header; {wanted} is needed there")]
     Header {
-        /// The byte of the file.
+        /// Offset in the file, in bytes.
         at: u64,
-        /// What would have worked.
+        /// Accepted content.
         wanted: String,
     },
-    /// A format that came later.
+    /// The format is newer than this version of pikv reads.
     #[error(
         "a saved sequence of format version {found}; versions up to {newest} can be read: use a later version of pikv"
     )]
     Version {
-        /// In the file.
+        /// Version in the file.
         found: u64,
-        /// The last one that can be read.
+        /// Newest version that can be read.
         newest: u64,
     },
-    /// Another configuration.
+    /// The sequence was saved with another configuration.
     #[error(
         "{part}: this cache's differ from those of the sequence that was saved; restore it in a cache of the same configuration \
          (a saved sequence has a sum of its configuration only; Sequence::save takes a note that can say more)"
     )]
     Configuration {
-        /// What differs: of what the configuration says.
+        /// Part of the configuration that differs.
         part: &'static str,
     },
-    /// What was read is not what was written.
+    /// The contents do not match the checksum in the file.
     #[error("the file says its sum is {found}, its contents have {actual}: it is damaged")]
     Sum {
-        /// In the file.
+        /// Checksum in the file.
         found: String,
-        /// Of what was read.
+        /// Checksum of the contents.
         actual: String,
     },
-    /// Contents that no sequence has.
+    /// Contents that no sequence can have.
     #[error("tensor {tensor:?}: {what}; the file is damaged")]
     Content {
         /// The tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// Reason.
         what: &'static str,
     },
-    /// More bytes after the end of a saved sequence.
+    /// The file has more bytes than the saved sequence.
     #[error("a saved sequence of {bytes} bytes in a file of {file}")]
     TooLong {
         /// Bytes of the saved sequence.
@@ -101,12 +101,12 @@ pub enum SaveError {
         /// Bytes of the file.
         file: u64,
     },
-    /// A sequence that was saved without the routers of a loop.
+    /// The sequence was saved alone, without the routers of a loop.
     #[error(
         "a sequence that was saved alone (Sequence::save), without routers; restore it with Cache::restore"
     )]
     NoRouters,
-    /// A sequence whose pages lie on ranks, or a cache over ranks.
+    /// Save or restore in a cache over a fabric.
     #[error("sequences of a cache over a fabric are neither saved nor restored: what ranks hold is theirs")]
     Fabric,
 }

@@ -1,4 +1,4 @@
-//! Tokens moved together, in pages that are read and written.
+//! Compaction: moves of tokens between pages that are both read and written.
 
 use crate::base::error::Error;
 use crate::device::Device;
@@ -7,20 +7,20 @@ use crate::device::ring::Upload;
 use pikv_core::page::Layout;
 use pikv_kernels::args::{CopyArg, LayoutArg};
 
-/// A token that moves: from a page and a lane, to a lane of a page of the result.
+/// A move of a token from a lane of a page to a lane of a page of the result.
 pub(crate) struct Moved {
     pub source: u64,
     pub from: u32,
-    /// Which page of the result.
+    /// Index of the page in the result.
     pub at: usize,
     pub to: u32,
-    /// Where that page lies.
+    /// Address of that page.
     pub target: u64,
 }
 
 impl Device {
-    /// Moves tokens to `pages` pages: by way of memory of its own, as what one writes another may still have to read. With
-    /// `assembled` that memory is filled with pages that the host put together. All or nothing, unless the device is lost.
+    /// Moves tokens to `pages` pages, through scratch memory, because a target may be the source of another move. With
+    /// `assembled` the host fills the scratch memory with complete pages. All moves are done or none, unless the device is lost.
     pub fn compact(
         &self,
         layout: &Layout,
@@ -56,7 +56,7 @@ impl Device {
             }
             None => {
                 let list = base + first_at;
-                // SAFETY: the parameters of `copy_tokens`: from pages that the sequence holds to memory that is nobody else's.
+                // SAFETY: the parameters of `copy_tokens`: from pages that the sequence holds to scratch memory that only this call uses.
                 unsafe { self.launch(self.kernels.copy_tokens, moved.len(), arguments!(arg, list, count))? };
             }
         }

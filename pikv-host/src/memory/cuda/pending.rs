@@ -1,4 +1,4 @@
-//! Tokens that are to be written and copied, in as few launches as their order allows.
+//! Deferred writes and copies of tokens, in as few launches as their order allows.
 
 use crate::base::error::Error;
 use crate::codec::{Codec, HeadCodec, Old};
@@ -14,12 +14,12 @@ use pikv_lanes::Lanes;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Rows of lanes that the packing of a page works in.
+/// Rows of lanes in the scratch memory of one packed page.
 const WORK: usize = 4 * MAX_DIM as usize;
-/// Pages that are packed by one launch at most: what they work in takes 32 MiB.
+/// Most pages of one launch of packing: their scratch memory takes 32 MiB.
 const PACKED: usize = 256;
 
-/// What a step has asked of its pages and the device was not told yet.
+/// Deferred work of a step that is not launched yet.
 #[derive(Debug)]
 pub(crate) struct Pending {
     device: Arc<Device>,
@@ -28,7 +28,7 @@ pub(crate) struct Pending {
     packs: Vec<Pack>,
 }
 
-/// A page to be packed, once its tokens are there.
+/// A page to pack, after its tokens are written.
 #[derive(Debug)]
 struct Pack {
     codec: HeadCodec,
@@ -40,21 +40,20 @@ struct Pack {
     way: Packing,
 }
 
-/// What packs a page.
+/// Implementation that packs a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Packing {
     /// A kernel.
     Device,
-    /// The host, which reads the page, and writes means or coefficients and a basis of it. Both are worked out in f64, of which most
-    /// devices have little, and a basis by rotations that follow each other, 500 a sweep, in which a warp has little to share out. The host
-    /// waits for it once in 32 tokens.
+    /// The host reads the page, and writes means, or coefficients and a basis. Both are computed in f64, which is slow on most devices, and
+    /// a basis by sequential rotations, 500 a sweep, that a warp can hardly share. The host waits for the page once in 32 tokens.
     Host,
-    /// The host, by the second codec, from what the first one made, whose last position this is: once in the life of a page.
+    /// The host, by the second codec, from the output of the first, with this last position: once in the life of a page.
     Again { last: u32 },
 }
 
 impl Packing {
-    /// Whether pages that are packed so wait for each other.
+    /// Whether packs of these two kinds can be done together.
     fn follows(self, other: Packing) -> bool {
         matches!(self, Packing::Again { .. }) == matches!(other, Packing::Again { .. })
             && (self == Packing::Device) == (other == Packing::Device)
@@ -62,7 +61,7 @@ impl Packing {
 }
 
 impl Pack {
-    /// Words that it is packed from.
+    /// Words of the source page.
     fn words(&self) -> usize {
         match self.way {
             Packing::Again { .. } => self.codec.packed.words() as usize,
@@ -137,7 +136,7 @@ impl Pending {
         self.packs.push(Pack { codec, lanes, layout, page, fill, packed, way });
     }
 
-    /// `page`: where the page is that the codec packed, its tokens, and the last position.
+    /// `page`: address of the page that the codec packed, its number of tokens, and its last position.
     pub fn repack(
         &mut self,
         codec: &HeadCodec,
@@ -154,7 +153,7 @@ impl Pending {
         self.packs.retain(|pack| pack.packed != packed);
     }
 
-    /// Forgets the last copy to a lane.
+    /// Drops the last copy to a lane.
     pub fn forget_copy(&mut self, target: u64, to: u32) {
         for copies in self.copies.iter_mut().rev() {
             if let Some(at) = copies.list.iter().rposition(|copy| (copy.target, copy.to) == (target, to)) {
@@ -164,12 +163,12 @@ impl Pending {
         }
     }
 
-    /// Forgets what was to be written. Copies stay: pages that were copied for these writes are in their places already.
+    /// Drops deferred writes. Copies stay, because pages copied for these writes are already in their chains.
     pub fn forget_writes(&mut self) {
         self.writes.clear();
     }
 
-    /// Launches the writes, whose rows are those of `tokens`.
+    /// Launches the writes of rows of `tokens`.
     pub fn launch_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
         let device = &self.device;
         let mut work = device.work()?;
@@ -181,8 +180,8 @@ impl Pending {
                 let (at_k, at_v) = (upload.add_wide(k), upload.add_wide(v));
                 let base = work.send(&device.stream, &upload)?;
                 let (k, v, list) = (base + at_k, base + at_v, base + at_list);
-                // SAFETY: the parameters of `append`. Rows and pages are those of the call and of the step, which holds the pages; a
-                // step writes a lane once.
+                // SAFETY: the parameters of `append`. Rows are those of the call, and pages those of the step, which holds them; a step
+                // writes a lane only once.
                 unsafe {
                     let arguments = arguments!(layout, k, v, list, count);
                     device.launch(device.kernels.append, self.writes.len(), arguments)?;
@@ -195,8 +194,8 @@ impl Pending {
                 let (k, v) = (TensorArg::from(k), TensorArg::from(v));
                 let wide = [k, v].iter().all(TensorArg::wide);
                 let kernel = if wide { device.kernels.append_rows } else { device.kernels.append_halves };
-                // SAFETY: the parameters of `append_rows` and `append_halves`, as those of `append`; the caller's tensors stay until the
-                // stream has passed.
+                // SAFETY: the parameters of `append_rows` and `append_halves`, as those of `append`; the caller's tensors stay allocated
+                // until the stream has passed.
                 unsafe {
                     let arguments = arguments!(layout, k, v, list, count, heads, limits, faults);
                     device.launch(kernel, self.writes.len(), arguments)?;
@@ -207,7 +206,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Launches the copies, in their order. What could not be launched stays.
+    /// Launches the copies in their order. Copies that could not be launched stay.
     pub fn launch_copies(&mut self) -> Result<(), Error> {
         if self.copies.is_empty() {
             return Ok(());
@@ -223,8 +222,8 @@ impl Pending {
             upload.add(&copies.list);
             let list = work.send(&device.stream, &upload)?;
             let (layout, count) = (LayoutArg::from(copies.layout), copies.list.len() as u32);
-            // SAFETY: the parameters of `copy_tokens`. The pages are held by the step's sequences; what one copy writes no other of
-            // the list reads.
+            // SAFETY: the parameters of `copy_tokens`. The step's sequences hold the pages; no copy of the list reads a page that another
+            // one writes.
             unsafe {
                 device.launch(
                     device.kernels.copy_tokens,
@@ -237,7 +236,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Packs pages, in their order, once their tokens are there. What could not be packed stays.
+    /// Packs pages in their order, after their tokens are written. Packs that failed stay.
     pub fn launch_packs(&mut self) -> Result<(), Error> {
         let device = &self.device;
         while let Some(first) = self.packs.first() {
@@ -277,8 +276,8 @@ impl Pending {
             let base = work.send(stream, &upload)?;
             let (layout, codecs, list, count) =
                 (LayoutArg::from(layout), base + codecs, base + list, same as u32);
-            // SAFETY: the parameters of `pack_pages`. The pages are held by the step's sequences; one that is packed takes no more
-            // tokens, and gets one page of its own.
+            // SAFETY: the parameters of `pack_pages`. The step's sequences hold the pages; a page that is packed takes no more tokens, and
+            // has a target page of its own.
             unsafe {
                 device.launch(
                     device.kernels.pack_pages,

@@ -1,4 +1,4 @@
-//! A run of pages, as it is saved.
+//! Saves and restores a run of pages.
 
 use super::Chain;
 use crate::base::error::Error;
@@ -13,35 +13,35 @@ use pikv_core::bound;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
 
-/// What a page is held as, in the low bits of its word.
+/// Storage of a page, in the low bits of its word.
 const GONE: u32 = 0;
 const OPEN: u32 = 1;
 const CLOSED: u32 = 2;
 const AWAY: u32 = 3;
-/// Of a packed page: its original comes after it; what the second codec left of it comes after that; it is what that left.
+/// Flags of a packed page: the original follows; the second codec's form follows after that; the page is by the second codec.
 const ORIGINAL: u32 = 1 << 8;
 const NEXT: u32 = 1 << 9;
 const OLD: u32 = 1 << 10;
-/// Of a page in a lower tier: it is packed. The tier is in the upper byte.
+/// Flag of a page in a lower tier: it is packed. The upper byte is the tier.
 const PACKED: u32 = 1 << 11;
 const TIER: u32 = 24;
-/// Of a page of a run, beside its tokens.
+/// Flags of an entry, beside the number of its tokens.
 const TIED: u32 = 1 << 8;
 const BOUNDED: u32 = 1 << 9;
-/// Lanes that were evicted for good are counted up to here.
+/// Limit of the number of evicted lanes.
 const MOST_DEAD: u32 = 1 << 28;
 
-/// Which run pages are of.
+/// A run of pages.
 #[derive(Clone, Copy)]
 pub(crate) struct RunOf<'a> {
     pub shape: &'a CacheShape,
     pub layout: &'a Layout,
     /// The head's codec, if the run has one.
     pub codec: Option<&'a HeadCodec>,
-    /// Of the KV head, counted on over the layers.
+    /// Index of the KV head over all layers.
     pub head: u32,
     pub chain: usize,
-    /// Tokens that left the ring: all positions lie below.
+    /// Tokens that left the ring: all positions are below.
     pub filed: u32,
 }
 
@@ -50,8 +50,8 @@ impl RunOf<'_> {
         self.shape.shard_of(chain_place(self.chain), ordinal, self.head)
     }
 
-    /// The positions of the tokens of a page, which must be there; of a packed one by its codec and last position. Lanes whose tokens are not
-    /// read can be free, but for the last.
+    /// Positions of the tokens of a page, all of which must have left the ring; for a packed page by its codec and last position. Lanes
+    /// without a live token may be free, except the last.
     pub fn positions(
         &self,
         words: &[u32],
@@ -61,7 +61,7 @@ impl RunOf<'_> {
         let mut positions = [u32::MAX; LANES];
         for (lane, to) in (0..fill).zip(&mut positions) {
             let position = match packed {
-                // A position that would be below 0 shows as one below the round that is added.
+                // A position below 0 shows as one below `round`, which is added.
                 Some((codec, last)) => {
                     let round = 1 << 16;
                     codec.packed.position(words, lane, last + round).0.checked_sub(round)
@@ -80,7 +80,7 @@ impl RunOf<'_> {
     }
 }
 
-/// The lanes of a page at `ordinal`: the first `fill` were written, and those in `read` have tokens that are read, or would be after a rollback.
+/// Lanes of the page at `ordinal`: the first `fill` were written; `read` has those with tokens that are read, or would be after a rollback.
 #[derive(Clone, Copy)]
 pub(crate) struct Lanes {
     pub ordinal: u32,
@@ -89,7 +89,7 @@ pub(crate) struct Lanes {
 }
 
 impl Held {
-    /// Adds what is held of a page with `fill` tokens.
+    /// Adds the storage of a page with `fill` tokens.
     pub fn save<'a>(&'a self, layout: &'a Layout, fill: u32, last: Option<u32>, to: &mut Out<'a>) {
         match self {
             Held::Gone { last } => to.fields.extend([GONE, *last]),
@@ -116,10 +116,10 @@ impl Held {
         }
     }
 
-    /// Reads what [`Held::save`] added, of a page that is to lie near `near`.
+    /// Reads the data of [`Held::save`], for a page near `near`.
     ///
     /// # Errors
-    /// What is there is something else; those of the source, and of the page memory.
+    /// [`content`] for invalid data; those of the source, and of the page memory.
     pub fn load(
         from: &mut Fields<'_>,
         input: &mut In<'_>,
@@ -166,7 +166,7 @@ impl Held {
         }
     }
 
-    /// A page that lay in a lower tier: it goes there again where there is room, and else to the first tier.
+    /// Reads a page of a lower tier into a lower tier with room, or else into the first tier.
     fn load_away(
         from: &mut Fields<'_>,
         input: &mut In<'_>,
@@ -197,15 +197,15 @@ impl Held {
     }
 }
 
-/// Adds the extremes of the keys of a page, if they are kept.
+/// Adds the bounds of a page, if they are kept.
 pub(crate) fn save_bounds(bounds: Option<&[[f32; LANES]]>, to: &mut Vec<u32>) {
     put_floats(to, bounds.unwrap_or_default().as_flattened());
 }
 
-/// Reads what [`save_bounds`] added.
+/// Reads the data of [`save_bounds`].
 ///
 /// # Errors
-/// It ends early.
+/// The data end early.
 pub(crate) fn load_bounds(from: &mut Fields<'_>, layout: &Layout) -> Result<Box<[[f32; LANES]]>, Error> {
     let rows = 2 * bound::rows(layout.k_dim);
     let words = from.slice(rows * LANES)?;
@@ -215,7 +215,7 @@ pub(crate) fn load_bounds(from: &mut Fields<'_>, layout: &Layout) -> Result<Box<
 }
 
 impl Entry {
-    /// Adds the page.
+    /// Adds the entry.
     pub fn save<'a>(&'a self, layout: &'a Layout, to: &mut Out<'a>) {
         let flag = |on: bool, flag| if on { flag } else { 0 };
         let flags = flag(self.tied, TIED) | flag(self.bounds.is_some(), BOUNDED);
@@ -224,10 +224,10 @@ impl Entry {
         save_bounds(self.bounds.as_deref(), &mut to.fields);
     }
 
-    /// Reads what [`Entry::save`] added.
+    /// Reads the data of [`Entry::save`].
     ///
     /// # Errors
-    /// Those of [`Held::load`].
+    /// Errors of [`Held::load`].
     pub fn load(
         from: &mut Fields<'_>,
         input: &mut In<'_>,
@@ -246,12 +246,12 @@ impl Entry {
 }
 
 impl Chain {
-    /// Whether nothing was ever filed in it, so that nothing has to be said of it.
+    /// Whether no token was ever filed in the run, so that it is not saved.
     pub fn is_fresh(&self) -> bool {
         self.next == 0 && self.filed == 0 && self.entries.is_empty()
     }
 
-    /// Adds the run. Evicted pages whose tokens all lie before `kept`, which no rollback reaches, are left out.
+    /// Adds the run, without evicted pages whose tokens all lie before `kept`, which no rollback reaches.
     pub fn save<'a>(&'a self, layout: &'a Layout, kept: u32, to: &mut Out<'a>) {
         let is_left = |entry: &Entry| !matches!(entry.held, Held::Gone { last } if last < kept);
         let left = self.entries.iter().filter(|entry| is_left(entry));
@@ -260,11 +260,11 @@ impl Chain {
         self.kept.save(&mut to.fields, |i| is_left(&self.entries[i]));
     }
 
-    /// Reads what [`Chain::save`] added; `self` is a run without pages, and `gone` how many evicted ones it can
-    /// list.
+    /// Reads the data of [`Chain::save`] into a run without pages; `gone` is the largest number of evicted pages in the
+    /// data.
     ///
     /// # Errors
-    /// Those of [`Held::load`].
+    /// Errors of [`Held::load`].
     pub fn load(
         &mut self,
         from: &mut Fields<'_>,

@@ -1,4 +1,4 @@
-//! Layers and heads, as they are saved.
+//! Saves and restores layers and heads.
 
 use super::{Head, Layer, Original};
 use crate::base::error::Error;
@@ -12,18 +12,18 @@ use crate::pages::saved::{In, Out, Words};
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
 
-/// How far a sequence is.
+/// Length of a sequence and reach of its rollback.
 #[derive(Clone, Copy)]
 pub(crate) struct Reach {
     pub len: u32,
     /// First position that every ring still holds.
     pub kept: u32,
-    /// The most tokens that can be taken back.
+    /// Most tokens that a rollback can take back.
     pub limit: u32,
 }
 
 impl Head {
-    /// Adds the ring, what the policy keeps of it and of the head, the known pages, and the runs in which something was filed.
+    /// Adds the ring, the policy's state of it and of the head, the known pages, and the runs with filed tokens.
     pub fn save<'a>(&'a self, layout: &'a Layout, first_tile: u32, reach: Reach, to: &mut Out<'a>) {
         for (tile, page) in (first_tile..).zip(&self.ring) {
             to.pages.push(Words::plain(page, layout, (reach.len - tile * PAGE).min(PAGE)));
@@ -48,10 +48,10 @@ impl Layer {
         to.extend((0..self.tags.len()).step_by(2).map(|at| half(at) | half(at + 1) << 16));
     }
 
-    /// Reads what [`Layer::save_tags`] added.
+    /// Reads the data of [`Layer::save_tags`].
     ///
     /// # Errors
-    /// What is there is something else.
+    /// [`content`] for invalid data.
     pub fn load_tags(
         &mut self,
         from: &mut Fields<'_>,
@@ -73,10 +73,10 @@ impl Layer {
         sure(self.tags.iter().all(|tag| u32::from(*tag) < experts), "an expert that is not there")
     }
 
-    /// Reads what [`Head::save`] added of head `h`.
+    /// Reads the data of [`Head::save`] for head `h`.
     ///
     /// # Errors
-    /// What is there is something else; those of the source, and of the page memory.
+    /// [`content`] for invalid data; those of the source, and of the page memory.
     pub fn load_head(
         &mut self,
         h: usize,
@@ -107,14 +107,14 @@ impl Layer {
             least = c + 1;
             let codecs = self.codecs.clone();
             let of = self.run_of(inner, shape, h, c, codecs[h].as_ref().filter(|_| c > 0));
-            // Of each page that is listed and gone a rollback reaches a token.
+            // A rollback reaches a token of each evicted page in the list.
             let gone = 1 + self.filed - reach.kept.min(self.filed);
             self.heads[h].chains[c].load(from, input, &of, gone)?;
         }
         self.check_filed(h, (inner, shape), reach)
     }
 
-    /// That each run was filed the tokens that a rollback would take from it.
+    /// Checks that each run has the tokens that a rollback would remove from it.
     fn check_filed(
         &self,
         h: usize,
@@ -131,10 +131,10 @@ impl Layer {
         sure(enough, "a run without tokens that were filed in it")
     }
 
-    /// Lists the pages that are held twice, once all heads are there.
+    /// Lists the pages with two forms, after all heads are read.
     ///
     /// # Errors
-    /// One that is held as none is.
+    /// [`content`] for a page that no codec can pack twice.
     pub fn list_twice(&mut self) -> Result<(), Error> {
         let heads = self.heads.iter().enumerate();
         let entries = heads.flat_map(|(h, head)| {

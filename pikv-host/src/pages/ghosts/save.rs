@@ -1,4 +1,4 @@
-//! The known pages of a head, as numbers of a saved sequence.
+//! Saves and restores the known pages of a head.
 
 use super::{Ghosts, Mark, Open, SHEET, Sheet};
 use crate::base::error::Error;
@@ -10,12 +10,12 @@ use pikv_core::warp::LANES;
 use std::sync::Arc;
 
 impl Ghosts {
-    /// Tiles that were looked at.
+    /// Number of tiles that were added.
     pub fn done(&self) -> u32 {
         self.done
     }
 
-    /// Adds the tiles that were looked at, the pages that are known, and those that are not full.
+    /// Adds the number of tiles, the known pages, and the partial ones.
     pub fn save(&self, to: &mut Vec<u32>) {
         to.push(self.done);
         to.push(self.sheets.iter().map(|sheet| sheet.marks.len() as u32).sum());
@@ -32,10 +32,10 @@ impl Ghosts {
         }
     }
 
-    /// Reads what [`Ghosts::save`] added, of a head of this layout in a sequence of `len` tokens.
+    /// Reads the data of [`Ghosts::save`], for a head of this layout in a sequence of `len` tokens.
     ///
     /// # Errors
-    /// What is there is something else.
+    /// Invalid data.
     pub fn load(
         from: &mut Fields<'_>,
         layout: &Layout,

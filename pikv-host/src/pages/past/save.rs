@@ -1,4 +1,4 @@
-//! What a rollback undoes, as it is saved.
+//! Saves and restores the changes that a rollback undoes.
 
 use super::{Before, Compacted, Killed, Noted, Was, Went, What};
 use crate::base::error::Error;
@@ -34,14 +34,14 @@ impl Killed {
     }
 }
 
-/// A head and a chain that are there.
+/// Reads a valid head and chain.
 fn run(from: &mut Fields<'_>, layer: &Layer) -> Result<(usize, usize), Error> {
     let head = from.below(layer.heads.len(), "no such KV head")?;
     Ok((head, from.below(layer.heads[head].chains.most(), "no such run of pages")?))
 }
 
 impl Layer {
-    /// Adds what a rollback undoes.
+    /// Adds the changes that a rollback undoes.
     pub fn save_past<'a>(&'a self, layout: &'a Layout, to: &mut Out<'a>) {
         let past = &self.past;
         put_long(&mut to.fields, past.next);
@@ -75,10 +75,10 @@ impl Layer {
         self.owed.iter().for_each(|(head, chain)| to.fields.extend([*head as u32, *chain as u32]));
     }
 
-    /// Reads what [`Layer::save_past`] added, once the heads are there.
+    /// Reads the data of [`Layer::save_past`], after the heads.
     ///
     /// # Errors
-    /// What is there is something else; those of the source, and of the page memory.
+    /// [`content`] for invalid data; those of the source, and of the page memory.
     pub fn load_past(
         &mut self,
         from: &mut Fields<'_>,
@@ -128,7 +128,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Which run of the layer.
+    /// A run of the layer.
     pub fn run_of<'a>(
         &self,
         inner: &'a CacheShape,
@@ -142,7 +142,7 @@ impl Layer {
     }
 }
 
-/// A page of which something is left.
+/// Reads a page that is not evicted.
 fn held(from: &mut Fields<'_>, input: &mut In<'_>, of: &RunOf<'_>) -> Result<Entry, Error> {
     let entry = Entry::load(from, input, of, Near::Any)?;
     sure(!entry.is_gone(), "a page that is kept and gone")?;
