@@ -1,10 +1,8 @@
 //! Where pages lie and attention runs: host memory and SIMD lanes, or a CUDA device and its kernels.
 
 use crate::base::error::CudaError;
-#[cfg(feature = "cuda")]
 use crate::device::Device;
 use std::ffi::c_void;
-#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 /// Where a cache keeps its pages and runs attention. All back ends give the same bits.
@@ -31,7 +29,6 @@ pub struct Backend(pub(crate) Kind);
 pub(crate) enum Kind {
     #[default]
     Cpu,
-    #[cfg(feature = "cuda")]
     Cuda(Arc<Device>),
 }
 
@@ -62,13 +59,7 @@ impl Backend {
     /// [`CudaError::NotBuilt`] without the feature `cuda`; [`CudaError::Ordinal`] (with the number of devices) if there is no such device;
     /// errors of the driver.
     pub fn cuda_device(ordinal: u32) -> Result<Backend, CudaError> {
-        #[cfg(feature = "cuda")]
-        return Ok(Backend(Kind::Cuda(Arc::new(Device::open(ordinal)?))));
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = ordinal;
-            Err(CudaError::NotBuilt)
-        }
+        Ok(Backend(Kind::Cuda(Arc::new(Device::open(ordinal)?))))
     }
 
     /// [`Backend::cuda_device`] on a stream of yours. All work of a call is ordered on `stream`: after the work that you
@@ -83,14 +74,8 @@ impl Backend {
     /// `stream` is a stream of the device's primary context, and outlives every clone of the back end and every cache built on one. It
     /// is not being captured into a graph during a call.
     pub unsafe fn cuda_stream(ordinal: u32, stream: *mut c_void) -> Result<Backend, CudaError> {
-        #[cfg(feature = "cuda")]
         // SAFETY: the caller's promise.
-        return Ok(Backend(Kind::Cuda(Arc::new(unsafe { Device::open_on(ordinal, stream)? }))));
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (ordinal, stream);
-            Err(CudaError::NotBuilt)
-        }
+        Ok(Backend(Kind::Cuda(Arc::new(unsafe { Device::open_on(ordinal, stream)? }))))
     }
 
     /// The `CUstream` that work is enqueued on; `None` on the CPU. To order it against another stream, use the driver's events:
@@ -98,7 +83,6 @@ impl Backend {
     pub fn stream(&self) -> Option<*mut c_void> {
         match &self.0 {
             Kind::Cpu => None,
-            #[cfg(feature = "cuda")]
             Kind::Cuda(device) => Some(device.stream()),
         }
     }
@@ -108,17 +92,13 @@ impl Backend {
     /// # Errors
     /// [`CudaError::NotBuilt`] without the feature `cuda`; errors of the driver.
     pub fn cuda_devices() -> Result<u32, CudaError> {
-        #[cfg(feature = "cuda")]
-        return Device::count();
-        #[cfg(not(feature = "cuda"))]
-        return Err(CudaError::NotBuilt);
+        Device::count()
     }
 
     /// `"cpu"` or `"cuda"`.
     pub fn name(&self) -> &'static str {
         match self.0 {
             Kind::Cpu => "cpu",
-            #[cfg(feature = "cuda")]
             Kind::Cuda(_) => "cuda",
         }
     }
@@ -127,7 +107,6 @@ impl Backend {
         matches!(self.0, Kind::Cpu)
     }
 
-    #[cfg(feature = "cuda")]
     pub(crate) fn device(&self) -> Option<&Arc<Device>> {
         match &self.0 {
             Kind::Cpu => None,

@@ -72,10 +72,10 @@ pub enum LoopError {
 /// that a model needs): misses and evictions of a step change how the next tokens are routed.
 ///
 /// A step goes, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), as a model
-/// runs; where rows are to read the pages of their experts only ([`Read::Experts`]), `route` comes before
+/// runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::Read::Experts)), `route` comes before
 /// `attend`, from logits that exist before attention: of a gate over the layer's input, or those of the layer before. At the end [`commit`](LoopStep::commit): tokens that left the ring are
 /// filed, policies get what was attended, hits and misses of each expert are counted where a router, a policy or the sink asks for them
-/// ([`Hits`](crate::rules::Hits)), what is over the budgets is evicted, and the routers learn. Every stage can be called alone on [`Step`], [`Sequence`] and [`Router`].
+/// ([`Hits`](crate::rules::Hits)), what is over the budgets is evicted, and the routers learn. Every stage can be called alone on [`Step`](crate::Step), [`Sequence`] and [`Router`].
 ///
 /// ```
 /// # use pikv_host as pikv;

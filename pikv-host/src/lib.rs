@@ -4,6 +4,10 @@
 //! one; a rank of a fabric uses its own pool ([`fabric::Store::parallel`]).
 #![deny(missing_docs)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
+#![cfg_attr(
+    not(feature = "cuda"),
+    allow(dead_code, reason = "a device alone reads some fields and calls some methods")
+)]
 
 #[macro_use]
 mod setters;
@@ -11,7 +15,7 @@ mod setters;
 mod spans;
 
 mod attend;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "attend_cuda/absent.rs")]
 mod attend_cuda;
 mod backend;
 mod base;
@@ -19,7 +23,7 @@ mod cache;
 pub mod closed_loop;
 pub mod codec;
 mod config;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "device/absent.rs")]
 mod device;
 mod eviction;
 pub mod fabric;

@@ -122,7 +122,6 @@ pub(crate) struct Results<'a> {
 }
 
 /// Sequences whose weights or hits are computed.
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
 pub(crate) struct Asked {
     pub sequences: Vec<Of>,
     /// Whether queries are needed too.

@@ -35,7 +35,6 @@ pub(crate) struct Of {
     pub first: usize,
     pub rows: usize,
     /// Pages that the rows read. Unless it is [`Read::All`], rows are attended one by one.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub read: Read,
 }
 

@@ -20,7 +20,6 @@ pub struct Listed<'a> {
     /// Words of the page; only positions for a page on a device, empty before a page of a lower tier is staged.
     pub words: &'a [u32],
     /// Address on a device.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub address: u64,
     /// Slot in a lower tier.
     pub slot: Option<&'a Arc<Stored>>,
@@ -136,7 +135,6 @@ impl<'a> Forest<'a> {
     }
 
     /// Pages of lower tiers with their words, once they are staged.
-    #[cfg(feature = "cuda")]
     pub fn away_words(&self) -> impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])> {
         self.pages.iter().filter_map(|page| Some((page.slot?, page.words)))
     }
@@ -165,7 +163,6 @@ impl<'a> Forest<'a> {
     }
 
     /// Sets the device addresses of pages of lower tiers.
-    #[cfg(feature = "cuda")]
     pub fn lift(&mut self, address: impl Fn(&Arc<Stored>) -> Option<u64>) {
         for page in &mut self.pages {
             page.address = page.slot.and_then(&address).unwrap_or(page.address);

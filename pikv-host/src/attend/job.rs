@@ -35,7 +35,6 @@ pub struct Item<'a> {
 
 /// Queries of a job on a device.
 #[derive(Clone, Copy)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
 pub(crate) struct OnDevice {
     /// `[rows][query_heads][k_dim]`
     pub q: DeviceSlice,
@@ -68,10 +67,8 @@ pub struct Job<'a> {
     /// `[rows][query_heads][k_dim]`, if the queries are on the host.
     pub q: HostSlice<'a>,
     /// The queries, if they are on a device.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub on_device: Option<OnDevice>,
     /// Scale from the options, for errors.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub scale: f32,
     /// Blocks of a task, if the options set it.
     pub split: Option<u32>,
@@ -143,7 +140,6 @@ impl<'a> Job<'a> {
     }
 
     /// Rows of the call that are attended, adjacent ones merged into ranges.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub fn attended(&self) -> SmallVec<[Range<usize>; 2]> {
         let mut all: SmallVec<[Range<usize>; 2]> = SmallVec::new();
         for view in self.views.iter().filter(|view| view.rows > 0) {

@@ -136,7 +136,6 @@ impl Weighed {
     }
 
     /// Writes the weights from `[sets][pages]`.
-    #[cfg(feature = "cuda")]
     pub fn fill(&mut self, mass: &[[f32; LANES]]) {
         let pages = self.pages.len();
         for (at, to) in self.mass.iter_mut().enumerate() {

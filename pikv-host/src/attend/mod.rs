@@ -46,7 +46,6 @@ use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-#[cfg(feature = "cuda")]
 use {
     crate::tiers::{Levels, upload::Lifted},
     smallvec::SmallVec,
@@ -147,7 +146,6 @@ fn attend_views(
     let mut job = start_job(&call, options, factor, views, (q, tensors.on_device(layer)));
     let staged: Staged;
     // Held until the results are computed.
-    #[cfg(feature = "cuda")]
     let _lifted;
     let mut remote = 0;
     let mut forests: Vec<Forest<'_>> = emptied(mem::take(&mut lists.forests));
@@ -158,7 +156,6 @@ fn attend_views(
         (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), early.ahead)?;
         forests.iter_mut().for_each(|forest| forest.stage(&staged));
         lower.into_iter().for_each(|lower| note_lower(&job, &forests, lower));
-        #[cfg(feature = "cuda")]
         {
             _lifted = lift(pool, tiers, early.lifted, &mut forests)?;
         }
@@ -250,7 +247,6 @@ fn start_forests<'a>(job: &Job<'a>, forests: &mut Vec<Forest<'a>>, spare: &mut V
 }
 
 /// Copies pages of lower tiers to the device, if there is one, so that it reads them there.
-#[cfg(feature = "cuda")]
 fn lift(
     pool: &Pool,
     tiers: &Levels,

@@ -44,13 +44,11 @@ impl DeviceSlice {
     }
 
     /// `len` elements from `first` on; the slice must have them.
-    #[cfg(feature = "cuda")]
     pub(crate) const fn part(&self, first: usize, len: usize) -> DeviceSlice {
         let address = self.address + (first * self.dtype.bits() as usize / 8) as u64;
         DeviceSlice { address, len, ..*self }
     }
 
-    #[cfg(feature = "cuda")]
     pub(crate) const fn bytes(&self) -> usize {
         self.len * self.dtype.bits() as usize / 8
     }

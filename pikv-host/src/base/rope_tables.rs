@@ -46,7 +46,6 @@ pub(crate) struct Table {
     values: Box<[f32]>,
     capacity: u32,
     /// Index among the cache's tables.
-    #[cfg(feature = "cuda")]
     index: usize,
 }
 
@@ -203,14 +202,8 @@ impl Table {
         Table::of(values.into(), 1, index)
     }
 
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn of(values: Box<[f32]>, capacity: u32, index: usize) -> Table {
-        Table {
-            values,
-            capacity,
-            #[cfg(feature = "cuda")]
-            index,
-        }
+        Table { values, capacity, index }
     }
 
     /// A table with no position computed.
@@ -243,17 +236,14 @@ impl Table {
         }
     }
 
-    #[cfg(feature = "cuda")]
     pub fn index(&self) -> usize {
         self.index
     }
 
-    #[cfg(feature = "cuda")]
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    #[cfg(feature = "cuda")]
     pub fn capacity(&self) -> u32 {
         self.capacity
     }

@@ -23,7 +23,6 @@ use crate::attend::hits::Fetched;
 use crate::attend::options::{Attend, Output};
 use crate::attend::view::View;
 use crate::attend::{Call, attend};
-#[cfg(feature = "cuda")]
 use crate::attend_cuda::executor::Cuda;
 use crate::backend::Kind;
 use crate::base::error::Error;
@@ -175,7 +174,6 @@ impl Cache {
         let executor: Arc<dyn Executor> = match (&shape.config.backend.0, &fabric) {
             (Kind::Cpu, None) => Arc::new(Cpu),
             (Kind::Cpu, Some(front)) => front.clone(),
-            #[cfg(feature = "cuda")]
             (Kind::Cuda(device), _) => Arc::new(Cuda(device.clone())),
         };
         let (rooms, idle) = (Rooms::default(), Idle::default());

@@ -205,17 +205,11 @@ impl<'a> Step<'a> {
         let tiers = inner.pool.tiers.as_ref().filter(|tiers| tiers.reads_all.load(Ordering::Relaxed));
         if let Some(tiers) = tiers.filter(|_| layer < self.layers.len()) {
             let ahead = tiers.ahead(self.away(layer), used);
-            #[cfg(feature = "cuda")]
             let lifted = inner.shape.config.backend.device().and_then(|device| {
                 let files = self.away(layer).filter(|slot| slot.level.staged()).map(|slot| slot.bytes());
                 tiers.lift(device, self.away(layer), used + files.sum::<u64>())
             });
-            self.ahead = Some(Early {
-                layer,
-                ahead,
-                #[cfg(feature = "cuda")]
-                lifted,
-            });
+            self.ahead = Some(Early { layer, ahead, lifted });
         }
     }
 

@@ -164,7 +164,6 @@ impl Map {
     }
 
     /// Whether the two share what they hold.
-    #[cfg(feature = "cuda")]
     pub(crate) fn is(&self, other: &Map) -> bool {
         match (&self.form, &other.form) {
             (Form::Dense { decode: a, .. }, Form::Dense { decode: b, .. }) => {
@@ -178,7 +177,6 @@ impl Map {
     }
 
     /// Whether its buffers are not shared with another map.
-    #[cfg(feature = "cuda")]
     pub(crate) fn is_last(&self) -> bool {
         match &self.form {
             Form::Dense { decode, encode_t, .. } => {

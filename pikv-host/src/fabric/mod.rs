@@ -17,7 +17,7 @@ mod attend;
 mod file;
 mod front;
 mod link;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "node_absent.rs")]
 mod node_cuda;
 mod rebalance;
 mod schedule;
@@ -27,8 +27,6 @@ mod workers;
 
 pub use crate::base::error::FabricError;
 pub use crate::metrics::Traffic;
-#[cfg(feature = "cuda")]
-pub(crate) use ask::Ask;
 pub(crate) use file::Sent;
 pub(crate) use front::Front;
 pub use front::RankUsage;

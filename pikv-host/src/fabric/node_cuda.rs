@@ -7,7 +7,7 @@ use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::driver::arguments;
 use crate::device::ring::Upload;
-use crate::fabric::Ask;
+use crate::fabric::ask::Ask;
 use pikv_core::attend::BLOCK;
 use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;

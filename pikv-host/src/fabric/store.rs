@@ -6,7 +6,6 @@ use crate::base::error::Error;
 use crate::base::parallel::threads;
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
-#[cfg(feature = "cuda")]
 use crate::device::Device;
 use crate::fabric::wire::{self, HEADER, Header, Reader, Refusal, VERSION, kind};
 use crate::memory::arena::{Near, Page};
@@ -296,24 +295,18 @@ impl Store {
         }
     }
 
-    #[cfg(feature = "cuda")]
     fn device(&self) -> Option<&Arc<Device>> {
         self.pool.shape.config.backend.device()
     }
 
     /// Whether its device answers nothing but errors.
     fn is_lost(&self) -> bool {
-        #[cfg(feature = "cuda")]
-        return self.device().is_some_and(|device| device.is_lost());
-        #[cfg(not(feature = "cuda"))]
-        false
+        self.device().is_some_and(|device| device.is_lost())
     }
 
     /// Has a device write what came for its pages.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_mut, unused_variables))]
     fn place(&self, came: Came<'_>) -> Result<(), Refusal> {
         let Came { mut tokens, pages } = came;
-        #[cfg(feature = "cuda")]
         if let Some(device) = self.device() {
             let refusal = |error| self.refusal(error);
             tokens.sort_by_key(|(layer, ..)| *layer);
@@ -334,7 +327,6 @@ impl Store {
 
     /// Adds the words of pages.
     fn fetch(&self, pages: &[&Page], out: &mut Vec<u32>) -> Result<(), Refusal> {
-        #[cfg(feature = "cuda")]
         if let Some(device) = self.device() {
             let places: Vec<_> =
                 pages.iter().map(|page| (page.address(), page.bytes() as usize / 4)).collect();
@@ -377,7 +369,6 @@ impl Store {
 
     /// Adds the answers to questions, one after the other.
     fn compute(&self, asks: &[Ask<'_>], out: &mut Vec<u32>) -> Result<(), Refusal> {
-        #[cfg(feature = "cuda")]
         if let Some(device) = self.device() {
             return device.partials(asks, out).map_err(|error| self.refusal(error));
         }

@@ -6,8 +6,7 @@ use crate::backend::Backend;
 use crate::base::error::Error;
 use crate::base::failures::Counts;
 use crate::config::CacheConfig;
-#[cfg(feature = "cuda")]
-use crate::memory::cuda::pending::Pending;
+use crate::memory::cuda::Pending;
 use crate::memory::growth::Growth;
 use crate::memory::size_class::{Counted, POISON, SizeClass, Spot};
 use pikv_core::LANES;
@@ -33,7 +32,6 @@ pub struct Arenas {
     poison: bool,
     /// Whether freed pages are overwritten, and the count of failures to do so.
     wipe: bool,
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device can refuse"))]
     failures: Arc<Counts>,
 }
 
@@ -63,7 +61,6 @@ pub struct Reservation {
     bytes: u64,
     /// Bytes left, if a [`Lease`] owns them.
     lent: Option<Arc<AtomicU64>>,
-    #[cfg(feature = "cuda")]
     pub(crate) pending: Option<Pending>,
 }
 
@@ -200,7 +197,6 @@ impl Arenas {
                 arenas: self.clone(),
                 bytes: needed,
                 lent: None,
-                #[cfg(feature = "cuda")]
                 pending: self.backend.device().cloned().map(Pending::new),
             })
             .map_err(|taken| Error::OutOfBudget { needed, available: self.budget.saturating_sub(taken) })
@@ -228,7 +224,6 @@ impl Arenas {
             // SAFETY: the last handle is being dropped, so nothing else accesses these `near` words of the chunk.
             unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), near) }.fill(POISON);
         }
-        #[cfg(feature = "cuda")]
         if self.wipe
             && let Some(device) = self.backend.device()
             && device.fill(page.address(), POISON, words as u32).is_err()
@@ -306,7 +301,6 @@ impl Reservation {
             words[..n].fill(POISON);
         }
         // The whole page: a device reads the keys of all lanes, written or not.
-        #[cfg(feature = "cuda")]
         if let Some(device) = page.arenas.backend.device() {
             device.fill(page.address(), POISON, words)?;
         }
@@ -337,7 +331,6 @@ impl Page {
     /// # Errors
     /// A failed device.
     pub fn fetch(&self) -> Result<Cow<'_, [u32]>, Error> {
-        #[cfg(feature = "cuda")]
         if let Some(device) = self.arenas.backend.device() {
             let words = self.arenas.classes[usize::from(self.counted().class)];
             return Ok(Cow::Owned(device.read(self.address(), words)?));
@@ -350,7 +343,6 @@ impl Page {
     /// # Errors
     /// A failed device.
     pub fn put(&mut self, words: &[u32]) -> Result<(), Error> {
-        #[cfg(feature = "cuda")]
         if let Some(device) = self.arenas.backend.device() {
             device.write(self.address(), words)?;
         }
@@ -368,7 +360,6 @@ impl Page {
 
     /// Address of the page on a device; 0 in host memory.
     pub fn address(&self) -> u64 {
-        #[cfg(feature = "cuda")]
         if !self.arenas.backend.is_cpu() {
             // SAFETY: a device page has a header of HEADER words, which live as long as the positions; the last two are never written
             // again.

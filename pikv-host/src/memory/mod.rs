@@ -1,7 +1,6 @@
 //! Pages of the first tier: their memory, their budget, and writes of tokens.
 
 pub mod arena;
-#[cfg(feature = "cuda")]
 pub mod cuda;
 mod free;
 pub mod ghost_bytes;

@@ -2,11 +2,9 @@
 
 use crate::backend::{Backend, Kind};
 use crate::base::error::Error;
-#[cfg(feature = "cuda")]
 use crate::device::PageMemory;
 use crate::memory::free::Free;
 use memmap2::MmapMut;
-#[cfg(feature = "cuda")]
 use pikv_core::LANES;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,7 +17,6 @@ const CHUNK: u64 = 2 << 20;
 pub(super) const POISON: u32 = u32::MAX;
 
 /// Words of the header of a device page: positions, then the address.
-#[cfg(feature = "cuda")]
 const HEADER: usize = LANES + 2;
 
 /// Pages of one size on one shard.
@@ -71,7 +68,6 @@ pub(crate) enum Memory {
     /// Zeroed at first.
     Host(MmapMut),
     /// Headers on the host, and the pages.
-    #[cfg(feature = "cuda")]
     Device(Vec<u32>, PageMemory),
 }
 
@@ -123,7 +119,6 @@ impl SizeClass {
         counted.refs.store(1, Ordering::Relaxed);
         let stride = match &chunk._memory {
             Memory::Host(_) => words as usize,
-            #[cfg(feature = "cuda")]
             Memory::Device(..) => HEADER,
         };
         // SAFETY: `index` is below the number of pages in the chunk, each `stride` words long.
@@ -182,7 +177,6 @@ impl SizeClass {
         let bytes = pages * page;
         let (base, memory) = match &backend.0 {
             Kind::Cpu => mapped(bytes)?,
-            #[cfg(feature = "cuda")]
             Kind::Cuda(device) => {
                 let memory = device.allocate(bytes)?;
                 let address = |page_index| memory.address() + page_index * page;

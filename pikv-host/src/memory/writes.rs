@@ -6,12 +6,9 @@ use crate::base::host_slice::HostSlice;
 use crate::codec::{HeadCodec, Old};
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::size_class::POISON;
-#[cfg(feature = "cuda")]
 use pikv_core::codec::packed::{Packed, TAGS};
-use pikv_core::page::{Layout, Position, Unstorable};
+use pikv_core::page::{Layout, PAGE, Position, Unstorable};
 use pikv_core::warp::LANES;
-#[cfg(feature = "cuda")]
-use pikv_kernels::args::{CopyArg, WriteArg};
 use pikv_lanes::Lanes;
 
 /// Keys and values of a call, `[rows][kv_heads][dim]`.
@@ -22,7 +19,6 @@ pub(crate) enum Tokens<'a> {
         v: HostSlice<'a>,
     },
     /// On the cache's device; `limits` are the largest key and value of each head, and values beyond them are recorded at `faults`.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     Device {
         k: DeviceSlice,
         v: DeviceSlice,
@@ -58,7 +54,6 @@ pub(crate) struct Write<'a> {
     pub lane: u32,
     pub position: u32,
     /// Row of the call's keys and values.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device asks"))]
     pub row: usize,
     /// Key and value, unless they are on the device.
     pub token: Option<(&'a [f32], &'a [f32])>,
@@ -68,12 +63,10 @@ impl Reservation {
     /// Writes a token; on a device at [`Reservation::flush_writes`]. The page must have no other handle.
     pub fn write(&mut self, layout: &Layout, page: &mut Page, token: &Write<'_>) -> Result<(), Unstorable> {
         let Write { lane, position, token: of, .. } = *token;
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             of.map_or(Ok(()), |(key, value)| layout.check(key, value))?;
-            let write = WriteArg { page: page.address(), position, row: token.row as u32 };
-            debug_assert_eq!(write.lane(), lane, "a kernel writes at the place in the ring");
-            pending.write(write);
+            debug_assert_eq!(position % PAGE, lane, "a kernel writes at the place in the ring");
+            pending.write(page.address(), position, token.row as u32);
             only(page)[lane as usize] = position;
             return Ok(());
         }
@@ -85,9 +78,8 @@ impl Reservation {
 
     /// Copies a token; on a device at [`Reservation::flush_copies`]. The target must have no other handle.
     pub fn copy(&mut self, layout: &Layout, source: &Page, from: u32, target: &mut Page, to: u32) {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
-            pending.copy(layout, CopyArg { source: source.address(), target: target.address(), from, to });
+            pending.copy(layout, (source.address(), from), (target.address(), to));
             only(target)[to as usize] = source.words()[from as usize];
             return;
         }
@@ -125,7 +117,6 @@ impl Reservation {
         fill: u32,
         packed: &mut Page,
     ) {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             pending.pack(codec, lanes, layout, page.address(), fill, packed.address());
             let positions = &page.words()[..fill as usize];
@@ -149,7 +140,6 @@ impl Reservation {
         last: u32,
         packed: &mut Page,
     ) {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             pending.repack(codec, lanes, layout, (page.address(), fill, last), packed.address());
             // The tokens are the same.
@@ -160,18 +150,14 @@ impl Reservation {
     }
 
     /// Drops a deferred pack to a page.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn forget_pack(&mut self, packed: &Page) {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             pending.forget_pack(packed.address());
         }
     }
 
     /// Drops the deferred copy to a lane, the last one to its page, so that the page can be freed.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn forget_copy(&mut self, target: &Page, to: u32) {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             pending.forget_copy(target.address(), to);
         }
@@ -179,7 +165,6 @@ impl Reservation {
 
     /// Drops deferred writes.
     pub fn forget_writes(&mut self) {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             pending.forget_writes();
         }
@@ -189,9 +174,7 @@ impl Reservation {
     ///
     /// # Errors
     /// No memory, or a failed device. Nothing was written then.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn flush_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             let done = pending.launch_writes(layout, tokens);
             pending.forget_writes();
@@ -205,7 +188,6 @@ impl Reservation {
     /// # Errors
     /// No memory, or a failed device. The next call launches the rest.
     pub fn flush_copies(&mut self) -> Result<(), Error> {
-        #[cfg(feature = "cuda")]
         if let Some(pending) = &mut self.pending {
             pending.launch_copies()?;
             pending.launch_packs()?;

@@ -312,7 +312,6 @@ impl Chain {
 
     /// Launches the moves on a device, from `assembled` pages if there are any. All moves are done or none, unless the device
     /// is lost.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn move_far(
         &self,
         whose: &Whose<'_>,
@@ -320,7 +319,6 @@ impl Chain {
         moves: &[Move],
         assembled: Option<&[Vec<u32>]>,
     ) -> Result<(), Error> {
-        #[cfg(feature = "cuda")]
         if let Some(device) = whose.pool.shape.config.backend.device() {
             let address = |i: usize| self.entries[i].page().map_or(0, Page::address);
             let moved = moves.iter().filter(|moved| {
@@ -332,7 +330,7 @@ impl Chain {
                     (_, Target::Fresh(page)) => page.address(),
                     (to, _) => address(*to),
                 };
-                crate::memory::cuda::compact::Moved {
+                crate::memory::cuda::Moved {
                     source: address(*from),
                     from: *lane,
                     at: *at,

@@ -123,7 +123,6 @@ impl Entry {
     }
 
     /// A full page on a device without bounds, in the dtype of its layer.
-    #[cfg(feature = "cuda")]
     pub fn unbounded(&self) -> Option<&Page> {
         let page = match &self.held {
             Held::Open(page) => Some(page),

@@ -218,9 +218,7 @@ impl Layer {
     ///
     /// # Errors
     /// A failed device. The next call computes the rest.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn bound(&mut self, inner: &CacheShape, shape: &LayerShape) -> Result<(), Error> {
-        #[cfg(feature = "cuda")]
         if let Some(device) = inner.config.backend.device().filter(|_| inner.config.bounds) {
             let (mut due, mut places) = (Vec::new(), Vec::new());
             // Positions and keys.

@@ -29,7 +29,6 @@ impl Layer {
             }
             let tile_of = Tile { shape, first, homes: &homes, total: &pool.ghosts };
             let at = (tile - self.first_tile) as usize;
-            #[cfg(feature = "cuda")]
             if let Some(device) = pool.shape.config.backend.device() {
                 let words = shape.layout.v_base() as usize;
                 let places: Vec<(u64, usize)> =

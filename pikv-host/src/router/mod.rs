@@ -261,7 +261,6 @@ impl Routes {
     }
 
     /// Takes the place of all rows with `chosen`, `[rows][top_k]`, whose weights lie on a device.
-    #[cfg(feature = "cuda")]
     pub(crate) fn brought(&mut self, chosen: &[u16], top_k: usize, fetch: usize) {
         self.clear();
         (self.top_k, self.fetch) = (top_k, fetch);

@@ -8,7 +8,6 @@ use pikv_core::warp::LANES;
 /// ([`LoopStep::route_device`](crate::closed_loop::LoopStep::route_device)). pikv's own routers give it; one that wraps them passes it on.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device reads it"))]
 pub struct DevicePlan<'a> {
     pub(crate) choice: DeviceChoice,
     /// Experts of a row that are fetched.
@@ -20,7 +19,6 @@ pub struct DevicePlan<'a> {
 
 /// What a row's experts follow from.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device reads it"))]
 pub(crate) enum DeviceChoice {
     /// Its logits.
     Ranked { biased: bool, cap: Option<f32>, groups: Option<Groups> },
@@ -30,7 +28,6 @@ pub(crate) enum DeviceChoice {
 
 /// What was learnt. Lists are `[experts]`, or empty where the average is not kept.
 #[derive(Clone, Copy, Debug, Default)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a device reads it"))]
 pub(crate) struct Averages<'a> {
     pub coefficients: Coefficients,
     /// What is taken from all logits; empty where nothing is.
@@ -48,7 +45,6 @@ pub(crate) struct Averages<'a> {
 
 impl Averages<'_> {
     /// Whether a step changes any of it.
-    #[cfg(feature = "cuda")]
     pub fn learn(&self) -> bool {
         !(self.load.is_empty() && self.miss.is_empty() && self.entropy.is_empty())
     }

@@ -35,7 +35,6 @@ pub(crate) struct Early {
     /// Of files.
     pub ahead: Option<Ahead>,
     /// Of memory, on their way to a device.
-    #[cfg(feature = "cuda")]
     pub lifted: Option<crate::tiers::upload::Lifted>,
 }
 
@@ -297,7 +296,6 @@ impl Levels {
     }
 }
 
-#[cfg(feature = "cuda")]
 impl Levels {
     /// Starts to bring up pages of memory to a device, as far as the staging area has room beside `used` bytes. What fails is read
     /// when it is asked for.

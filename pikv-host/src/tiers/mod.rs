@@ -27,7 +27,7 @@ pub(crate) mod level;
 mod rate;
 pub(crate) mod replica;
 mod store;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "upload_absent.rs")]
 pub(crate) mod upload;
 
 pub use crate::base::error::TierOperation;

@@ -1,22 +1,12 @@
 //! Compaction: moves of tokens between pages that are both read and written.
 
+use super::Moved;
 use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::driver::arguments;
 use crate::device::ring::Upload;
 use pikv_core::page::Layout;
 use pikv_kernels::args::{CopyArg, LayoutArg};
-
-/// A move of a token from a lane of a page to a lane of a page of the result.
-pub(crate) struct Moved {
-    pub source: u64,
-    pub from: u32,
-    /// Index of the page in the result.
-    pub at: usize,
-    pub to: u32,
-    /// Address of that page.
-    pub target: u64,
-}
 
 impl Device {
     /// Moves tokens to `pages` pages, through scratch memory, because a target may be the source of another move. With

@@ -102,11 +102,14 @@ impl Pending {
         Pending { device, writes: Vec::new(), copies: Vec::new(), packs: Vec::new() }
     }
 
-    pub fn write(&mut self, write: WriteArg) {
-        self.writes.push(write);
+    /// Defers the write of a row to the page at this address.
+    pub fn write(&mut self, page: u64, position: u32, row: u32) {
+        self.writes.push(WriteArg { page, position, row });
     }
 
-    pub fn copy(&mut self, layout: &Layout, copy: CopyArg) {
+    /// Defers the copy of a token between lanes of pages: each by its address and the lane.
+    pub fn copy(&mut self, layout: &Layout, (source, from): (u64, u32), (target, to): (u64, u32)) {
+        let copy = CopyArg { source, target, from, to };
         let follows = |last: &&mut Copies| {
             last.layout == *layout
                 && !last.written.contains(&copy.source)

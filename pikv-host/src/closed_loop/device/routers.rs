@@ -1,0 +1,145 @@
+//! Routers of the layers, kept on the device beside those of the host.
+
+use crate::base::device_slice::{DeviceRoutes, DeviceSlice};
+use crate::base::error::Error;
+use crate::closed_loop::{ClosedLoop, LoopError, LoopStep, forget};
+use crate::route_cuda::{Batch, Brought, OnDevice, Pending};
+use crate::router::{RouteError, Router};
+use pikv_core::page::Position;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+/// Routers of layers as they are on the device, from their first use on.
+#[derive(Debug, Default)]
+pub(in crate::closed_loop) struct Devices {
+    layers: Vec<Option<OnDevice>>,
+    /// Which of them chose in the step under way.
+    chose: Vec<bool>,
+    chosen: Vec<u16>,
+}
+
+impl Devices {
+    pub fn is_pending(&self, layer: usize) -> bool {
+        self.layers.get(layer).and_then(Option::as_ref).is_some_and(OnDevice::is_pending)
+    }
+
+    /// Whether it chose in the step under way.
+    pub fn has_chosen(&self, layer: usize) -> bool {
+        self.chose.get(layer).is_some_and(|chose| *chose)
+    }
+
+    /// Waits for the choices of all layers, of the last ones first.
+    ///
+    /// # Errors
+    /// The device.
+    pub fn wait(&self) -> Result<(), Error> {
+        self.layers.iter().rev().flatten().try_for_each(OnDevice::wait)
+    }
+
+    /// Forgets a step that is not committed.
+    pub fn forget(&mut self) {
+        self.layers.iter_mut().flatten().for_each(OnDevice::forget);
+        self.chose.fill(false);
+    }
+
+    /// A router of the host has learnt; the device learns the same, if it chose. Where it cannot, what it holds is written anew before
+    /// it is used: nothing is lost by it, and a device that fails says so at its next call.
+    pub fn learn(&mut self, layer: usize, router: &dyn Router, wanted: &[u32], missed: &[u32]) {
+        let Some(chose) = self.chose.get_mut(layer) else { return };
+        if let (true, Some(on)) = (std::mem::take(chose), &mut self.layers[layer])
+            && let Ok(plan) = router.device_plan()
+        {
+            let _ = on.learn(&plan, wanted, missed);
+        }
+    }
+}
+
+impl ClosedLoop {
+    /// The rows are those of `scratch.starts`.
+    pub(super) fn devices_route(
+        &mut self,
+        layer: usize,
+        logits: DeviceSlice,
+    ) -> Result<DeviceRoutes, LoopError> {
+        let ClosedLoop { cache, routers, learnt, devices, scratch, .. } = self;
+        let Some(device) = cache.config().backend.device() else {
+            return Err(LoopError::Cache(Error::HostTensors { layer, what: "a cache on the CPU" }));
+        };
+        let router = &routers[layer];
+        let plan = router.device_plan().map_err(|source| LoopError::Route { layer, source })?;
+        devices.layers.resize_with(routers.len(), || None);
+        devices.chose.resize(routers.len(), false);
+        let on = match &mut devices.layers[layer] {
+            Some(on) => on,
+            none => none.insert(OnDevice::new(device, router.shape().experts)?),
+        };
+        let batch =
+            Batch { logits, parts: &scratch.starts, firm: learnt.firm(), bring_logits: learnt.is_on() };
+        let routes = on.route(&plan, &router.shape(), &batch)?;
+        devices.chose[layer] = true;
+        Ok(routes)
+    }
+}
+
+/// The row of the call of [`Router::route`] that the host would make, of a row of the step.
+fn row_of_call(parts: impl Iterator<Item = (Position, usize)>, firm: usize, mut row: usize) -> usize {
+    for rows in (firm > 0).then_some(firm).into_iter().chain(parts.map(|(_, rows)| rows)) {
+        if row < rows {
+            break;
+        }
+        row -= rows;
+    }
+    row
+}
+
+impl LoopStep<'_> {
+    /// Waits for the choices that the device made for a layer, if it made some and they were not waited for, and files the rows by them.
+    pub(in crate::closed_loop) fn settle(&mut self, layer: usize) -> Result<(), LoopError> {
+        let on = self.of.devices.layers.get_mut(layer).and_then(Option::as_mut);
+        let Some(pending) = on.and_then(OnDevice::take) else { return Ok(()) };
+        let settled = pending.wait().map_err(LoopError::Cache);
+        let settled = settled.and_then(|brought| self.take_in(layer, &pending, &brought));
+        if let Some(on) = &self.of.devices.layers[layer] {
+            on.put_back(pending);
+        }
+        settled
+    }
+
+    fn take_in(&mut self, layer: usize, of: &Pending, brought: &Brought<'_>) -> Result<(), LoopError> {
+        let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
+        let ClosedLoop { routers, routes, learnt, devices, .. } = &mut *self.of;
+        let router = &mut routers[layer];
+        let shape = router.shape();
+        let (experts, top_k) = (shape.experts as usize, shape.top_k as usize);
+        if let Some((element, value)) = brought.fault {
+            let row = row_of_call(step.parts(), of.firm, element / experts);
+            let source = RouteError::Logit { row, expert: element % experts, value };
+            return Err(LoopError::Route { layer, source });
+        }
+        let chosen = &mut devices.chosen;
+        chosen.clear();
+        chosen.extend(brought.chosen.iter().map(|expert| *expert as u16));
+        let taken = catch_unwind(AssertUnwindSafe(|| {
+            let (firm, others) = chosen.split_at(of.firm * top_k);
+            if of.firm > 0 {
+                router.routed(firm, brought.firm_entropy)?;
+            }
+            learnt.routing(layer, router.as_ref(), std::iter::once(brought.logits));
+            router.routed(others, brought.entropy)
+        }));
+        let filed = match taken {
+            Ok(Ok(())) => step.route(layer, chosen).map_err(LoopError::Cache),
+            Ok(Err(source)) => Err(LoopError::Route { layer, source }),
+            Err(panic) => {
+                forget(router);
+                resume_unwind(panic)
+            }
+        };
+        if filed.is_err() {
+            forget(router);
+            return filed;
+        }
+        routes[layer].brought(chosen, top_k, of.fetch);
+        step.fetch(layer, of.fetch as u32, &[], &[]);
+        Ok(())
+    }
+}

@@ -1,0 +1,29 @@
+//! Builds without the feature `cuda` have no devices to copy pages to.
+
+use crate::base::error::Error;
+use crate::device::Device;
+use crate::tiers::Stored;
+use std::sync::Arc;
+
+/// Pages on a device; there are none.
+#[derive(Debug)]
+pub(crate) enum Lifted {}
+
+impl Device {
+    pub fn lift<'a>(
+        self: &Arc<Self>,
+        _pages: impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])>,
+    ) -> Result<Lifted, Error> {
+        match **self {}
+    }
+}
+
+impl Lifted {
+    pub fn address(&self, _: &Arc<Stored>) -> Option<u64> {
+        match *self {}
+    }
+
+    pub fn before(&self) -> Result<(), Error> {
+        match *self {}
+    }
+}
