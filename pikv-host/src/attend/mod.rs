@@ -114,30 +114,9 @@ fn attend_views(
 ) -> Result<u64, Error> {
     let Call { executor, pool, layer, shape, rows } = call;
     let (feeds, lower) = noted.map_or((None, None), |noted| (Some(noted.feeds), noted.lower));
-    let Attend { scale, .. } = *options;
-    let bounds = pool.shape.config.bounds;
-    let factor = options.check(layer, shape, bounds)?;
-    // Sequences can have options of their own.
-    for View { rows, read, closed_gaps, .. } in sequences.iter().copied() {
-        let own = Attend { read, closed_gaps, ..*options };
-        if rows > 0 && own != *options {
-            own.check(layer, shape, bounds)?;
-        }
-    }
+    let factor = check_options(&call, sequences, options)?;
     let mut single: Vec<View<'_>> = emptied(mem::take(&mut lists.single));
-    let views = match sequences.iter().all(|view| view.read == Read::All) {
-        true => sequences,
-        false => {
-            for view in sequences {
-                match view.read {
-                    Read::All => single.push(*view),
-                    // Each row reads other pages.
-                    Read::Experts | Read::Quest { .. } => single.extend(view.rows()),
-                }
-            }
-            &single[..]
-        }
-    };
+    let views = cut_by_reads(sequences, &mut single);
     let by_experts = |view: &&View<'_>| view.read == Read::Experts;
     if let Some(view) = views.iter().filter(by_experts).find(|view| !view.routed(&pool.shape)) {
         return Err(Error::NotRouted { layer, row: view.start });
@@ -156,9 +135,7 @@ fn attend_views(
         (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), early.ahead)?;
         forests.iter_mut().for_each(|forest| forest.stage(&staged));
         lower.into_iter().for_each(|lower| note_lower(&job, &forests, lower));
-        {
-            _lifted = lift(pool, tiers, early.lifted, &mut forests)?;
-        }
+        _lifted = lift(pool, tiers, early.lifted, &mut forests)?;
     }
     let mut wanted = mem::take(&mut lists.wanted);
     let wants = Wants::new(pool, &job, sequences, &tensors, feeds.is_some(), &mut wanted);
@@ -171,15 +148,7 @@ fn attend_views(
     }
     let computed = Computed { job: &mut job, forests: &forests, sequences, wants: &wants };
     let mass = computed.compute(executor, &mut tensors, &mut seen, lists)?;
-    if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
-        let heads = shape.query_heads as usize;
-        return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
-    }
-    if let (Some((at, value)), Tensors::Host(_, to)) = (job.found_beyond(), &tensors) {
-        let (heads, v_dim) = (shape.query_heads as usize, shape.layout.v_dim as usize);
-        let (row, head, channel) = (at / (heads * v_dim), at / v_dim % heads, at % v_dim);
-        return Err(Error::Output { layer, row, head, channel, value, dtype: to.out.dtype().name() });
-    }
+    check_results(&job, &tensors)?;
     if matches!(tensors, Tensors::Host(..)) {
         hand_back(&job, sequences, &wants, mass, &mut seen);
         if let Some(feeds) = feeds.filter(|_| wants.rule.is_some() || wants.hits.is_some()) {
@@ -192,6 +161,50 @@ fn attend_views(
     lists.wanted = wanted;
     lists.single = emptied(single);
     Ok(remote)
+}
+
+/// Checks the options of the call and of each sequence that has its own; returns the factor of the queries.
+fn check_options(call: &Call<'_>, sequences: &[View<'_>], options: &Attend) -> Result<f32, Error> {
+    let Call { pool, layer, shape, .. } = *call;
+    let bounds = pool.shape.config.bounds;
+    let factor = options.check(layer, shape, bounds)?;
+    for View { rows, read, closed_gaps, .. } in sequences.iter().copied() {
+        let own = Attend { read, closed_gaps, ..*options };
+        if rows > 0 && own != *options {
+            own.check(layer, shape, bounds)?;
+        }
+    }
+    Ok(factor)
+}
+
+/// The rows of the call as views: a view for each sequence, or, where its rows do not all read the same pages, for each row. `single` is
+/// the list of the latter.
+fn cut_by_reads<'a, 'v>(sequences: &'a [View<'v>], single: &'a mut Vec<View<'v>>) -> &'a [View<'v>] {
+    if sequences.iter().all(|view| view.read == Read::All) {
+        return sequences;
+    }
+    for view in sequences {
+        match view.read {
+            Read::All => single.push(*view),
+            Read::Experts | Read::Quest { .. } => single.extend(view.rows()),
+        }
+    }
+    single
+}
+
+/// The error of a call whose scores overflowed, or whose results the output's dtype cannot hold.
+fn check_results(job: &Job<'_>, tensors: &Tensors<'_>) -> Result<(), Error> {
+    let Job { layer, shape, scale, .. } = *job;
+    let heads = shape.query_heads as usize;
+    if let at @ 0..usize::MAX = job.overflow.load(Ordering::Relaxed) {
+        return Err(Error::ScoreOverflow { layer, row: at / heads, head: at % heads, scale });
+    }
+    if let (Some((at, value)), Tensors::Host(_, to)) = (job.found_beyond(), tensors) {
+        let v_dim = shape.layout.v_dim as usize;
+        let (row, head, channel) = (at / (heads * v_dim), at / v_dim % heads, at % v_dim);
+        return Err(Error::Output { layer, row, head, channel, value, dtype: to.out.dtype().name() });
+    }
+    Ok(())
 }
 
 /// A job for the rows of `views`, with queries on the host or on a device.
