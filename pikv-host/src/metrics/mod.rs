@@ -67,13 +67,13 @@ setters!(StepMetrics<'a> {
 pub struct Traffic {
     /// Bytes of messages to ranks in other processes or threads.
     pub sent: u64,
-    /// Bytes of their replies.
+    /// Bytes of their answers.
     pub received: u64,
-    /// Messages to ranks; each has one reply.
+    /// Messages to ranks; each has one answer.
     pub messages: u64,
-    /// Rounds: one message each to some ranks, and their replies.
+    /// Rounds: one message each to some ranks, and their answers.
     pub rounds: u64,
-    /// Time in rounds, from the first message sent to the last reply received, including the ranks' computation.
+    /// Time in rounds, from the first message sent to the last answer received, including the ranks' computation.
     pub waited: Duration,
     /// The part of `waited` in which the slowest rank of each round computed; the rest is communication, and work of the front.
     pub computed: Duration,
