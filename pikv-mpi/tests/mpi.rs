@@ -1,8 +1,8 @@
-//! Ranks that are processes, through `mpiexec`: the bits of one process, and what the others do when one is killed or stopped.
+//! Ranks in processes, started by `mpiexec`: the bits of one process, and the behaviour of the others when one is killed or stopped.
 //!
-//! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is every rank. The launcher starts each rank by a
-//! shell that outlives it, so that it does not end the others when one dies, and UCX, which Debian's MPICH is built over, may only use what
-//! does not abort them. `PIKV_LIBCUDA` names the stand-in for the CUDA driver, of which each rank has a device
+//! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is every rank. The launcher starts each rank from a
+//! shell that outlives it, so that it does not kill the others when one dies, and UCX, which Debian's MPICH uses, may use only transports
+//! that do not abort them. `PIKV_LIBCUDA` names the stand-in for the CUDA driver, which has a device for each rank
 //! (`target/debug/deps/libpikv_standin.so` of the workspace).
 
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};

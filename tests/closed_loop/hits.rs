@@ -1,4 +1,4 @@
-//! Who has hits counted, and what routers make of them.
+//! When hits are counted, and how routers use them.
 
 use super::{DIM, EXPERTS, LAYERS, config, routers, rows, turn};
 use pikv::metrics::Collector;

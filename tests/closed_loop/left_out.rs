@@ -1,5 +1,5 @@
-//! Routers learn nothing of a sequence that was left out of a step: a loop whose steps some leave, against a twin whose steps never had
-//! them. What was routed before is chosen again where tokens are taken back.
+//! Routers learn nothing of a sequence that was left out of a step: a loop whose steps are left by some sequences is compared with a twin
+//! whose steps never had them. Choices made before are repeated after a rollback.
 
 use super::{DIM, EXPERTS, LAYERS, bits, config, routers, rows, states};
 use pikv::closed_loop::LoopError;

@@ -1,4 +1,4 @@
-//! Traces: written, read, refused, made up.
+//! Traces: written, read, refused, generated.
 
 use pikv::trace::{Reader, Row, Skewed, TraceError, Writer};
 use proptest::prelude::*;

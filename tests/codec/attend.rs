@@ -1,4 +1,4 @@
-//! Attention over packed pages against the f64 oracle.
+//! Attention over packed pages, compared with the oracle in f64.
 
 use crate::mix;
 use crate::model::Model;

@@ -1,4 +1,4 @@
-//! What sequences of packed pages take, and what happens where that is too much.
+//! Bytes of sequences of packed pages, and errors where they exceed the budget.
 
 use crate::model::Model;
 use crate::setup::{Setup, codec, feed, shape, snapshot};

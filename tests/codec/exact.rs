@@ -1,12 +1,12 @@
-//! Every word of a packed page against the oracle, on all lanes.
+//! Every word of a packed page compared with the oracle, on all lanes.
 //!
-//! What an integer code loses: half a scale. Beside it the step `(x - min) / scale` is rounded twice and the scale's own division
-//! twice, each by 2^-24 of at most the group's range, and the decoded value once: together below one ulp of the range (2^-22
-//! of it is taken) and one of the value.
+//! Error of an integer code: half a scale. In addition, the step `(x - min) / scale` is rounded twice and the scale's own division twice,
+//! each by 2^-24 of at most the group's range, and the decoded value once: together less than one ulp of the range (2^-22 of it is
+//! allowed) and one of the value.
 //!
-//! What a code in blocks loses: a quarter of the value, by its one bit of mantissa or, under a scale that is a power of two, since what is
-//! past the largest code becomes that; or a quarter of the scale, below the least normal code. Beside it, of a scale that is an E4M3, what
-//! that lost as a subnormal, half of 2^-9 times the page's scale, under the largest code.
+//! Error of a code in blocks: a quarter of the value, by its one bit of mantissa or, under a scale that is a power of two, by clamping to
+//! the largest code; or a quarter of the scale, below the least normal code. If the scale is an E4M3, in addition its own error as a
+//! subnormal, half of 2^-9 times the page's scale, times the largest code.
 
 use crate::mix;
 use crate::oracle::{Shape, bits, blocked, fp8, half, integer, scaled, top};

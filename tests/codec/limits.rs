@@ -1,4 +1,4 @@
-//! Limits and budgets: what they refuse does not fit, what they take does, and what was asked for is given.
+//! Limits and budgets: rows that they refuse do not fit, rows that they accept do, and budgets are met.
 
 use pikv::codec::{Code, Codec, Coding, Map, PyramidKv};
 use pikv::policy::Duo;

@@ -1,7 +1,7 @@
-//! A sequence that keeps a copy of every token, and packs by the rule: a token that leaves the ring goes to the end of its
-//! expert's chain; the page is packed by the token that fills it, or by the one that would make it span more than 65,536 positions.
-//! A row reads a page packed if the token that packed it has left that row's ring, else as it came. With a second codec, what the
-//! first left of a page is packed again by the token so many positions further on, and read so by rows whose ring that has left.
+//! A model of a sequence with packed pages: keeps a copy of every token, and packs by the rule. A token that leaves the ring is appended to
+//! its expert's run. A page is packed by the token that fills it, or by the one with which it would span more than 65,536 positions. A row
+//! reads the packed form if the token that packed the page has left the row's ring, else the unpacked one. With a second codec, the page is
+//! packed again by the token that many positions later, and rows whose ring that token has left read the second form.
 
 use crate::oracle::{Shape, integer, scaled, top};
 use crate::setup::{Setup, key, value};

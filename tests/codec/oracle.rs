@@ -1,5 +1,5 @@
-//! Packed pages once more, slowly and from their description: IEEE and OCP formats by their definition, scales and codes group
-//! by group, an address for every channel. Nothing here calls the code under test.
+//! A slow form of packed pages, written from their description: IEEE and OCP formats by definition, scales and codes group by group, an
+//! address for every channel. It does not call the code under test.
 
 use pikv::codec::Code;
 

@@ -1,4 +1,4 @@
-//! Values, rules and maps that a codec cannot take.
+//! Values, rules and maps that a codec refuses.
 
 use crate::setup::{Setup, codec, feed, key, shape, snapshot, value};
 use pikv::codec::{Code, Codec, Coding, Map, MapError};

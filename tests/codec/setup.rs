@@ -1,4 +1,4 @@
-//! A cache to test, the tokens that it is fed, and what it gives back.
+//! A cache under test, its tokens, and its outputs.
 
 use crate::mix;
 use half::{bf16, f16};

@@ -1,4 +1,4 @@
-//! Pages that are packed early, since their tokens would span more positions than 16 bits tell apart.
+//! Pages that are packed early, because their tokens would span more positions than 16 bits can express.
 
 use crate::model::Model;
 use crate::setup::{Setup, bits, codec, fill, options, shape, snapshot};

@@ -1,4 +1,4 @@
-//! Codecs: packed on one back end as on the other, read with the same bits.
+//! Codecs: pages packed alike on both back ends, and read with equal bits.
 
 use crate::script::{Op, Options, mix, noise};
 use crate::standin::Standin;

@@ -1,4 +1,4 @@
-//! Several devices of one host: each has memory of its own, and they are used from one thread in turn, and from many.
+//! Several devices of one host: each has its own memory; they are used in turn from one thread, and from many threads.
 
 use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};

@@ -1,4 +1,4 @@
-//! An engine whose tensors lie on the device: memory and copies of the driver's own, asked of the stand-in's library.
+//! An engine with its tensors in device memory: it allocates and copies through the driver's own functions, here the stand-in's.
 
 use crate::standin::library;
 use half::{bf16, f16};

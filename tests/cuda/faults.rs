@@ -1,5 +1,5 @@
-//! What a device can do to a cache: refuse memory, refuse a launch, be lost. Each is a typed error; the cache goes on as if the
-//! call had not been made, or fails for good; and nothing is leaked.
+//! Faults of a device: no memory, a refused launch, a lost device. Each gives a typed error; the cache continues as if the call had not
+//! been made, or fails for good; nothing is leaked.
 
 use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};

@@ -1,5 +1,5 @@
-//! Tensors of the device in 16 bits an element: what is stored of them, what is refused, and what is found later. That steps over them
-//! have the bits of the host, given the same values, is compared wherever the two back ends are (`suite::check`).
+//! Device tensors with 16 bits an element: stored values, early and late errors. Steps with them are compared bit for bit with host
+//! tensors of the same values wherever the two back ends are compared (`suite::check`).
 
 use crate::engine::rounded;
 use crate::script::{Op, Options, noise};

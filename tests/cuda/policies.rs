@@ -1,4 +1,4 @@
-//! Policies: who goes and what is put together is the same on both back ends, and so is what is read afterwards.
+//! Policies: evictions and compactions are the same on both back ends, and so are later reads.
 
 use crate::script::{Op, Options, mix};
 use crate::standin::{Get, Standin};

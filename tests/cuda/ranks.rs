@@ -1,5 +1,5 @@
-//! Caches over ranks that are devices: the bits of one process on the CPU, pages on the devices alone, and what a device that refuses
-//! or is lost does to the others.
+//! Caches over ranks on devices: the bits of one process on the CPU, pages in device memory only, and the effects of a device that
+//! refuses or is lost.
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};

@@ -1,4 +1,4 @@
-//! Routing from logits of the device: choices, weights, states and pages are those of the host's form, to the bit.
+//! Routing from logits in device memory: choices, weights, states and pages equal those of host routing, bit for bit.
 
 use crate::engine::Engine;
 use crate::script::noise;

@@ -1,4 +1,4 @@
-//! A sequence that is saved on one back end goes on on the other with the same bits.
+//! A sequence saved on one back end continues on the other with the same bits.
 
 use crate::standin::Standin;
 use crate::suite::{config, shape};

@@ -1,4 +1,4 @@
-//! What is done to a cache, on whatever back end, and what comes out of it.
+//! A script of calls to a cache, for any back end, and its results.
 
 use crate::engine::{Engine, rounded};
 use pikv::cuda::DeviceOutput;

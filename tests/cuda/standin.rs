@@ -1,4 +1,4 @@
-//! The stand-in for the driver, found beside the test and opened in its place.
+//! Finds the driver's stand-in beside the test binary, and opens it in place of the driver.
 
 use libloading::Library;
 use pikv::Backend;

@@ -1,4 +1,4 @@
-//! The same on the CPU and on the stand-in, to the bit.
+//! The same script on the CPU and on the stand-in, with equal bits.
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};

@@ -1,5 +1,5 @@
-//! Steps whose tensors lie on the device: what they wait for and allocate, what they refuse, what they find later, and whose stream
-//! they are put on. That their bits are those of the host's forms is compared wherever the two back ends are (`suite::same`).
+//! Steps with tensors in device memory: their waits and allocations, early and late errors, and the stream that they use. Their bits are
+//! compared with those of host tensors wherever the two back ends are compared (`suite::same`).
 
 use crate::engine::{Context, Engine};
 use crate::script::{Op, Options, Run, noise};

@@ -1,4 +1,4 @@
-//! Tiers beneath a device's memory: where pages lie never shows.
+//! Tiers below device memory: results do not depend on where pages lie.
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Standin};

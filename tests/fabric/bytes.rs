@@ -1,4 +1,4 @@
-//! What lies where, as the allocators count it; what goes over the wire, and what merging on the ranks costs.
+//! Bytes on front and ranks as the allocators count them, bytes of messages, and the error of merging on ranks.
 
 use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding, Map};

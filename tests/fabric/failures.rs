@@ -1,4 +1,4 @@
-//! Ranks that die, hang, or answer what they should not: the others hear of it in time, and go on.
+//! Ranks that die, hang, or send invalid answers: the others get an error in time, and continue.
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options};
 use pikv::shard::ShardMap;

@@ -1,4 +1,4 @@
-//! Ranks that are nearly full: what an append or a commit took can be read, and no read takes memory of a rank.
+//! Nearly full ranks: whatever an append or a commit stored can be read, and no read allocates on a rank.
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, InProcess, Options};

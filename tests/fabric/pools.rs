@@ -1,5 +1,5 @@
-//! Calls out of rayon pools over every fabric: each one ends, with the bits of one process. A rank that works on the thread of its
-//! caller is what the front of an MPI world has.
+//! Calls from rayon pools over every fabric: each call ends, with the bits of one process. One fabric has a rank that works on the thread
+//! of its caller, as the front of an MPI world has.
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
 use pikv::shard::ShardMap;

@@ -1,5 +1,5 @@
-//! Random histories of two caches: one in one process, and one whose pages lie on ranks, move between them and are replicated.
-//! They may not differ in a bit.
+//! Random histories of two caches: one in a single process, and one with pages on ranks that are moved and replicated. All results must be
+//! equal bit for bit.
 
 use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding};

@@ -1,4 +1,4 @@
-//! What the `tracing` crate is told, as lines of text.
+//! Events and spans of the `tracing` crate, as lines of text.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};

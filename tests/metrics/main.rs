@@ -1,4 +1,4 @@
-//! Sinks of the cache's numbers.
+//! Sinks of the cache's metrics, and reports.
 
 mod log;
 mod map;

@@ -1,4 +1,4 @@
-//! The examples' GGUF reader: what it reads, how it dequantises, and that a broken file is an error which says where.
+//! The examples' GGUF reader: reads and dequantises files, and reports the position of an error in a broken one.
 
 use half::f16;
 use pikv_engine::llama::gguf::Gguf;

@@ -1,4 +1,4 @@
-//! The examples' Llama and its tokenizer: against other implementations, over the plain cache and over pikv.
+//! The examples' Llama and its tokenizer: compared with other implementations, over the plain cache and over pikv.
 
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Rope};
 use pikv_engine::common::cache::{Cache as _, Keys};

@@ -1,4 +1,4 @@
-//! Pages move between ranks that are nearly full, while other threads step, are refused, fork and drop.
+//! Pages move between nearly full ranks, while other threads step, fork, drop and get refusals.
 
 use crate::{DIM, orders, read, rows};
 use pikv::fabric::{Fabric, FabricError, Options, Store};

@@ -1,4 +1,4 @@
-//! A thread reads pages of a lower tier ahead, while steps that asked for them attend, or are dropped.
+//! A thread prefetches pages of a lower tier, while the steps that requested them attend or are dropped.
 
 use crate::{DIM, orders, read, rows};
 use pikv::tiers::{Store, Tiers};

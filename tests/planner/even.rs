@@ -1,4 +1,4 @@
-//! How evenly the maps load many shards.
+//! Balance of the shard maps over many shards.
 
 use pikv::Dtype;
 use pikv::fabric::Schedule;

@@ -1,4 +1,4 @@
-//! Placement over tiers against every placement there is.
+//! Placement in tiers, compared with an exhaustive search.
 
 use pikv::planner::flexgen::{Class, Machine, Placement, PlacementError, Tier};
 use proptest::prelude::*;

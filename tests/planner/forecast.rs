@@ -1,4 +1,4 @@
-//! The planner against the paper's figures, against caches that are really filled, and against samples whose constants are known.
+//! The planner compared with the paper's figures, with filled caches, and with samples of known constants.
 
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::planner::paper::{self, Latency, Memory};

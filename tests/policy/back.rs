@@ -1,4 +1,4 @@
-//! Rollback, forks and memory: what was taken back never was, whatever a policy made of it meanwhile.
+//! Rollback, forks and memory: tokens that were rolled back leave no trace in a policy's state.
 
 use crate::model::{ALL, Def};
 use crate::setup::{Kind, Log, Row, Spy, bits, config, eviction, held, mix, row, run};

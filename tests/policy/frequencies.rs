@@ -1,4 +1,4 @@
-//! Scaled rotations: frequencies by the models' own formulas, and attention by them, against f64.
+//! Scaled rotations: frequencies compared with the models' own formulas, and attention with f64.
 
 use pikv::policy::{Budget, Eviction, ExpectedAttention};
 use pikv::shape::{Frequencies, FrequencyError, Scaling};

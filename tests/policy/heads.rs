@@ -1,4 +1,4 @@
-//! Heads that share budgets, heads that keep everything, layers with budgets of their own; and tokens by the definitions of papers.
+//! Heads that share budgets, heads that keep everything, layers with budgets of their own; and token choices by the papers' definitions.
 
 use crate::model::{Def, Model};
 use crate::setup::{Kind, Row, bits, config, eviction, held, row, run};

@@ -1,4 +1,4 @@
-//! The paper's forms of QUEST and AdaKV, and expected attention, against their definitions in f64.
+//! The paper's forms of QUEST and AdaKV, and expected attention, compared with their definitions in f64.
 
 use crate::back::no_trace;
 use crate::setup::{Event, Kind, Log, Row, Spy, config, eviction, held, noise, rope, row, run, turned};

@@ -1,5 +1,5 @@
-//! The store with policies, slowly: which positions each head holds, what a policy's definition makes of the masses that it is
-//! told, and who goes. Masses are held against attention in f64 over exactly the tokens held.
+//! A slow model of the store with policies: the positions that each head holds, a policy's state by its definition from the observed
+//! masses, and the evicted tokens. Masses are compared with attention in f64 over exactly the tokens held.
 
 use crate::setup::{Event, Kind, Log, Row, Spy, attention, close, eviction, held, row, run, turned};
 use pikv::policy::{

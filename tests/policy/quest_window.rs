@@ -1,5 +1,5 @@
-//! `Read::Quest` behind a window: a row's candidates are pages that it sees, so that what it reads depends neither on how tokens are cut
-//! into steps nor on what was taken back.
+//! `Read::Quest` with a window: the candidates of a row are the pages that it sees, so its reads depend neither on how tokens are cut into
+//! steps nor on rollbacks.
 
 use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence};
 use pikv_test::numbers::{Rng, bits, noise};

@@ -1,5 +1,4 @@
-//! What is read after evictions: every form of reading against attention in f64, and to the bit across lanes, threads, shards and
-//! splits.
+//! Reads after evictions: every form of reading compared with attention in f64, and bit for bit across lanes, threads, shards and splits.
 
 use crate::model::Def;
 use crate::setup::{Kind, Row, attention, bits, close, config, eviction, held, rope, row, run, turned};

@@ -1,4 +1,4 @@
-//! Options that cannot be are refused, by name; and what a policy of one's own may return.
+//! Invalid options are refused by name; and values that a policy of the user's may return.
 
 use crate::setup::{Kind, Row, config, held, row, run};
 use pikv::policy::{Budget, Candidates, Duo, Eviction, Feedback, H2o, Policy, Seen, StreamingLlm};

@@ -1,4 +1,4 @@
-//! Small caches, made-up tokens, and attention in f64.
+//! Small caches, generated tokens, and attention in f64.
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, HeadSeen, Policy, Scope, Seen, Token};
 use pikv::report::{PageId, Place};

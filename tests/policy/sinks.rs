@@ -1,4 +1,4 @@
-//! Sinks of layers whose policy asks for them.
+//! Sinks of layers with a policy that sets them.
 
 use crate::setup::{Kind, Row, held, row, run, shape};
 use pikv::policy::{Budget, Duo, Eviction, H2o, StreamingLlm};

@@ -1,4 +1,4 @@
-//! Hits and misses against a slow definition: every page's bound from all keys that were ever appended, and who was held before the step.
+//! Hits and misses compared with a slow definition: every page's bound from all keys ever appended, and the tokens held before the step.
 
 use crate::setup::{Kind, Row, config, mix, rope, row, shape};
 use pikv::policy::{AdaKvLit, Budget, Eviction, H2o, KeyNorm, Lru, Policy, StreamingLlm};

@@ -1,5 +1,5 @@
-//! A step of a size that was seen before asks the allocator for nothing: append, pack, attend, route, tell policies, commit. Only when
-//! a policy ranks its tokens, which is due once in a sixteenth of its budget, are there lists for it.
+//! A step of a size that occurred before allocates nothing: append, pack, attend, route, observe, commit. Only a ranking of tokens by a
+//! policy, which is due once in a sixteenth of its budget, allocates lists.
 
 use half::bf16;
 use pikv::codec::{Code, Codec, Coding};

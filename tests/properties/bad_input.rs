@@ -1,4 +1,4 @@
-//! Bad input, case by case: the typed error, the offending value in its text, and a cache that works as before.
+//! Bad input, case by case: the typed error, the rejected value in its text, and a cache that works as before.
 
 use pikv::lanes::{Lanes, LanesError};
 use pikv::report::{PageId, PageInfo, Place};

@@ -1,5 +1,5 @@
-//! Sequences with a budget of their own: each has the bits of a sequence of a cache that has that budget for all, whatever the policy,
-//! and those beside it have the bits of a cache that has none such.
+//! Sequences with a budget of their own: each has the bits of a sequence in a cache with that budget for all, under every policy, and the
+//! other sequences have the bits of a cache without such a budget.
 
 use super::named::{POLICIES, eviction};
 use pikv::policy::{Budget, Eviction, StreamingLlm};

@@ -1,5 +1,5 @@
-//! Code of the user's that panics, refuses, or says one thing now and another later: afterwards every sequence is as if the call had
-//! never been made, or had gone well, or says that it is poisoned; and so are the routers.
+//! Callbacks of the user's that panic, refuse, or return different values on each call: afterwards every sequence is as if the call had
+//! not been made, or had succeeded, or reports that it is poisoned; and so are the routers.
 
 use pikv::closed_loop::LoopError;
 use pikv::metrics::{Collector, Sink, StepMetrics};

@@ -1,6 +1,7 @@
-//! Sequences cut at an earlier length, taken back to checkpoints, and sealed, in random histories beside ones that never were: each cut is
-//! held against a sequence that was given those tokens and no more, each fork against one that was saved and restored and so shares
-//! nothing, each checkpoint against a fork kept since, each sealed sequence against one that was not sealed. What comes after goes to both, and may not differ in a bit.
+//! Sequences that are cut at an earlier length, rolled back to checkpoints, or sealed, in random histories. Each cut is compared with a
+//! sequence that only ever had those tokens, each fork with one that was saved and restored and so shares nothing, each checkpoint with a
+//! fork kept since, and each sealed sequence with one that was not sealed. Both get the same later operations, and must stay equal bit
+//! for bit.
 
 use pikv::fabric::{InProcess, Options};
 use pikv::policy::{Budget, Eviction, H2o};

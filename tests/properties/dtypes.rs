@@ -1,4 +1,4 @@
-//! Tensors of the host in f32, f16 and bf16: the bits of the same values in f32, whatever computes them and however they are stored.
+//! Host tensors in f32, f16 and bf16: the bits equal those of the same values in f32, on all lanes and for all stored dtypes.
 
 use half::{bf16, f16};
 use pikv::codec::{Code, Codec, Coding, Map};

@@ -1,5 +1,5 @@
-//! Callers at the edges: drafts taken back in parts, steps leaked, pages evicted between drafts, forks dropped at odd times, routers that
-//! refuse while they learn again, ranks that are nearly full, frequencies at their limits.
+//! Callers at the limits: drafts rolled back in parts, leaked steps, pages evicted between drafts, forks dropped at odd times, routers
+//! that refuse while they learn again, nearly full ranks, frequencies at their limits.
 
 use super::named::{POLICIES, eviction};
 use pikv::closed_loop::LoopError;

@@ -1,7 +1,7 @@
-//! One test for each kind of fault that users of other KV caches have met in public.
+//! One test for each kind of fault reported publicly by users of other KV caches.
 //!
-//! A test's first line names the report. Where a row sees a known set of tokens, queries of zero make every weight equal:
-//! the log-sum-exp is then ln(tokens seen), and the output the mean of their values.
+//! A test's first line names the report. Where a row sees a known set of tokens, queries of zero make every weight equal: the log-sum-exp
+//! is then ln(tokens seen), and the output the mean of their values.
 
 use pikv::lanes::Lanes;
 use pikv::report::{PageId, PageInfo, PageMass, Place};

@@ -1,8 +1,8 @@
-//! Bytes that nobody should have sent: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences.
-//! Whatever they say, nothing panics, nothing waits for ever, and no more memory is asked for than is stated here.
+//! Invalid bytes: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences. No bytes may cause a
+//! panic, an endless wait, or an allocation above the limits stated here.
 //!
-//! Mutations of valid bytes, the same ones each time: 2,000 of each kind, a hundred times as many where the variable `PIKV_TEST` is
-//! `full`.
+//! The inputs are mutations of valid bytes, the same in each run: 2,000 of each kind, a hundred times as many if the variable `PIKV_TEST`
+//! is `full`.
 
 use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, Map, Side};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};

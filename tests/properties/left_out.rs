@@ -1,5 +1,5 @@
-//! Sequences that leave a step under way, at any point of it, beside steps that never had them: outputs, pages, masses and what steps met of
-//! the others are equal to the bit, and of those that left there is what there was before.
+//! Sequences that leave a step at any point, compared with steps that never had them: outputs, pages, masses and hits of the others are
+//! equal bit for bit, and the sequences that left are unchanged.
 
 use pikv::report::PageMass;
 use pikv::tiers::Tiers;

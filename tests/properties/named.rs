@@ -1,4 +1,4 @@
-//! Policies by name, for tests that draw them.
+//! Policies by name, for tests that choose them at random.
 
 use pikv::Rope;
 use pikv::policy::{

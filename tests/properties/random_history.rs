@@ -1,11 +1,11 @@
 //! Random histories against a model that keeps every row.
 //!
-//! The model knows nothing of tiles, words or shares. It has one vector of tokens a sequence, and for each layer, head
-//! and expert the lists of positions that make up its pages. After every operation all that can be observed of every live
-//! sequence is compared with it: pages, positions, stored bytes, tags, counts, limits, memory.
-//! Outputs are compared with an f64 softmax over the stored rows: |out - want| <= 3e-6 (values lie in [-1, 1], scores
-//! in [-4, 4]), |lse - want| <= 5e-6. Of at most 700 tokens each has a weight above 4e-7 of the most that one can have, and
-//! most far more; a token too many or too few is seen in the log-sum-exp unless it has the least of them.
+//! The model does not have tiles, words or shares. It has one vector of tokens for each sequence, and for each layer, head and expert the
+//! lists of positions that make up its pages. After every operation everything observable of every live sequence is compared with it:
+//! pages, positions, stored bytes, tags, counts, limits, memory. Outputs are compared with an f64 softmax over the stored rows:
+//! `|out - want| <= 3e-6` (values in [-1, 1], scores in [-4, 4]), `|lse - want| <= 5e-6`. With at most 700 tokens, each has a weight
+//! above 4e-7 of the largest possible, and most far more; so an extra or missing token shows in the log-sum-exp unless its weight is
+//! among the least.
 
 use half::{bf16, f16};
 use pikv::lanes::Lanes;

@@ -1,4 +1,4 @@
-//! Sequences of one step whose rows read different pages: each has the bits, and leaves the trace, of a step of its own.
+//! Sequences of one step whose rows read different pages: each has the bits, and leaves the state, of a step of its own.
 
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Read, Sequence, StepReport};
 use pikv_test::backend::backend;

@@ -1,4 +1,4 @@
-//! The same bits whatever computes them: every lanes, number of threads, shards and split; and those bits are attention.
+//! Equal bits on all lanes and for any number of threads, shards and splits; and they are the bits of attention.
 
 use half::{bf16, f16};
 use pikv::lanes::Lanes;

@@ -1,4 +1,4 @@
-//! What a sequence takes does not depend on how many tokens there were: host tables, allocations and pages stay flat under every
+//! Memory of a sequence does not depend on the number of tokens seen: host tables, allocations and pages stay constant under every
 //! policy, codec and form of reading. `PIKV_TEST=full` takes 10^6 tokens for each.
 
 use pikv::codec::{Code, Codec, Coding};

@@ -1,4 +1,4 @@
-//! Rows that are attended together have the bits of each alone: tiles of rows over a block of pages, and calls with many rows.
+//! Rows attended together have the bits of each row alone: tiles of rows over a block of pages, and calls with many rows.
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;

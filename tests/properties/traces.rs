@@ -1,6 +1,6 @@
-//! What was taken back, dropped or refused leaves no trace: a sequence with drafts that were rejected, steps that were dropped, steps that
-//! were refused and forks is compared with a twin that never had any of them. Outputs are equal to the bit, the tokens held are the same,
-//! and they lie in the same pages.
+//! Tokens that were rolled back, dropped or refused leave no trace: a sequence with rejected drafts, dropped steps, refused steps and
+//! forks is compared with a twin that never had any of them. Outputs are equal bit for bit, and the same tokens are held in the same
+//! pages.
 
 use super::named::{POLICIES, eviction};
 use pikv::codec::{Code, Codec, Coding};

@@ -1,5 +1,5 @@
-//! The committed PTX returns the bits of the CPU, and touches nothing that it should not: run warp by warp by the
-//! interpreter in `ptx`, whose own checks are tried here as well.
+//! The committed PTX returns the same bits as the CPU, and accesses no other memory: run warp by warp by the interpreter, whose own checks
+//! are tested here too.
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;

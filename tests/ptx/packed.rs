@@ -1,4 +1,4 @@
-//! The committed PTX reads packed pages with the bits of the CPU, whatever their codes, run by the interpreter in `ptx`.
+//! The committed PTX, run by the interpreter, reads packed pages with the same bits as the CPU, in all codes.
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;

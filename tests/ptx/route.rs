@@ -1,4 +1,4 @@
-//! The kernels that rank experts and learn, alone: against the CPU's lanes by bits, and against what the formulas say.
+//! The kernels that rank experts and learn: compared with the CPU's lanes bit for bit, and with the formulas.
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;

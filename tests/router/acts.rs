@@ -1,4 +1,4 @@
-//! Every router at its defaults ranks otherwise than R_T, and no two of R_A's arms rank alike.
+//! Every router with default options ranks differently from R_T, and no two of R_A's arms rank alike.
 
 use crate::{logits, mix};
 use pikv::Position;

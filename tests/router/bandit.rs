@@ -1,4 +1,4 @@
-//! R_A on toys whose better arm is known.
+//! R_A on small problems with a known best arm.
 
 use crate::{logits, mix};
 use pikv::Position;

@@ -1,4 +1,4 @@
-//! What each bias does, and that it does no more.
+//! The effect of each bias, and its limits.
 
 use crate::{SHAPES, all};
 use pikv::Position;

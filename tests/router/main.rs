@@ -1,4 +1,4 @@
-//! Routers against oracles written apart from them, on every lanes, in any batches, saved and restored.
+//! Routers compared with independent oracles, on all lanes, in any batches, saved and restored.
 
 mod acts;
 mod bandit;

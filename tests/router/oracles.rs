@@ -1,4 +1,4 @@
-//! Choices against the formulas, computed apart.
+//! Choices compared with the formulas, computed independently.
 
 use crate::{KINDS, SHAPES, check_weights, logits, mix, pages, plain};
 use pikv::Position;

@@ -1,4 +1,4 @@
-//! What is refused: rows, options, states. Nothing changes by it.
+//! Rows, options and states that are refused, which change nothing.
 
 use crate::{all, session};
 use pikv::Position;

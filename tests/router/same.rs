@@ -1,4 +1,4 @@
-//! The same bits on all lanes, in any batches, and after a restore.
+//! Equal bits on all lanes, in any batches, and after a restore.
 
 use crate::{SHAPES, all, logits, session};
 use pikv::lanes::Lanes;

@@ -1,4 +1,4 @@
-//! Tokens written and copied by lanes have the bits of [`Layout::write`] and [`Layout::copy`], on all lanes.
+//! Writing and copying tokens by lanes gives the bits of [`Layout::write`] and [`Layout::copy`], on all lanes.
 
 use pikv::lanes::Lanes;
 use pikv_core::dtype::Dtype;

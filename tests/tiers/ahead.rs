@@ -1,4 +1,4 @@
-//! Reading ahead overlaps attention.
+//! Prefetch runs in parallel with attention.
 
 use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::tiers::{Fetches, Tiers};

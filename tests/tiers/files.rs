@@ -1,4 +1,4 @@
-//! Files that the library makes: who can read them, what a killed process leaves, and what a limit on their size does.
+//! Files made by the library: their permissions, remains of a killed process, and the effect of a file size limit.
 
 use pikv::codec::{FitShape, Fitted, FittedError, Map, Side};
 use pikv::policy::{Budget, Eviction, H2o};

@@ -1,4 +1,4 @@
-//! Which pages move, when, and where to.
+//! Which pages move, when, and to which tier.
 
 use crate::setup::{Control, PAGE_BYTES, attend, bytes, config, fake, feed};
 use pikv::planner::flexgen::{Class, Machine, Tier};

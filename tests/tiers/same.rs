@@ -1,4 +1,4 @@
-//! Random histories of two caches: one that holds everything, and one whose pages come and go. They may not differ in a bit.
+//! Random histories of two caches: one without lower tiers, and one whose pages move between tiers. All results must be equal bit for bit.
 
 use crate::setup::{Control, bytes, fake};
 use pikv::report::{PageInfo, PageMass};

@@ -1,4 +1,4 @@
-//! A store that fails on demand, and tokens.
+//! A store that fails on demand, and generated tokens.
 
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, Step};

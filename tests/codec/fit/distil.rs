@@ -1,4 +1,4 @@
-//! Distillation against its definitions, a query at a time.
+//! Distillation compared with its definitions, one query at a time.
 
 use super::*;
 use pikv_core::rope::Rope;

@@ -1,4 +1,4 @@
-//! The file that keeps fits: written, read, damaged.
+//! The file of fitted maps: written, read, damaged.
 
 use super::fitter::{SHAPE, filled};
 use super::*;

@@ -1,4 +1,4 @@
-//! Maps of low rank, and bases of blocks, against eigenvalues by another way.
+//! Maps of low rank, and bases of blocks, compared with eigenvalues from another method.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Fits against slow forms in f64, and the file that keeps them.
+//! Fits compared with slow forms in f64, and the file of fitted maps.
 
 mod distil;
 mod file;

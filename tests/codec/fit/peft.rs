@@ -1,4 +1,4 @@
-//! Projectors from an adapter in PEFT's layout, which the test writes.
+//! Projectors from an adapter in PEFT's layout, written by the test.
 
 use super::*;
 use half::{bf16, f16};

@@ -1,4 +1,4 @@
-//! Channels cropped and pruned, against every choice.
+//! Channels cropped and pruned, compared with an exhaustive search.
 
 use super::*;
 use pikv_core::rope::{Pairs, Rope};

@@ -1,4 +1,4 @@
-//! Maps, and what they can store.
+//! Maps, and their limits.
 
 use super::*;
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Which tokens stay, and what means of them lose.
+//! Choices of tokens to keep, and errors of means of tokens.
 
 use super::*;
 use proptest::prelude::*;

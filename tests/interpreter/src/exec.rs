@@ -1,4 +1,4 @@
-//! Runs a module's kernels, warp after warp.
+//! Runs the kernels of a module, warp after warp.
 
 use super::alu::{ALL, Failure, Registers};
 use super::memory::{Local, Memory, Who};

@@ -1,9 +1,8 @@
 //! A test-only interpreter of the PTX that LLVM emits: warps of 32 lanes in lock-step, on memory that checks every access.
 //!
-//! It fails on what a device would leave undefined: see [`Cause`]. Lanes of a warp that part run with the lowest
-//! instruction first; where a `.sync` operation finds lanes of its mask elsewhere it waits for them, and when nobody can
-//! go on any more that is [`Cause::Divergent`]. Registers hold junk until they are written; f32 results that are NaN are
-//! the device's canonical one.
+//! It fails on behaviour that a device would leave undefined: see [`Cause`]. When lanes of a warp diverge, those at the lowest
+//! instruction run first; a `.sync` operation waits for the lanes of its mask, and if no lane can continue, that is [`Cause::Divergent`].
+//! Registers hold junk until they are written; f32 results that are NaN are the device's canonical one.
 
 mod alu;
 mod decode;

@@ -1,4 +1,5 @@
-//! Global and shared memory: allocations apart from each other, bytes that know if they were written, words (or halves) that know by whom.
+//! Global and shared memory: separate allocations, bytes that record whether they were written, words (or halves) that record by which
+//! thread.
 
 use super::{Atom, Cause};
 use bytemuck::Pod;

@@ -1,4 +1,4 @@
-//! PTX text to instructions that need no more looking up. What is not known is an error with its line.
+//! Parses PTX text to resolved instructions. Unknown text is an error with its line.
 
 use super::{Data, Inst, LOCAL, Op, ParseError, R, SHARED};
 use std::collections::HashMap;

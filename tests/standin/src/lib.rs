@@ -1,21 +1,21 @@
 //! A stand-in for the CUDA driver's library: the functions that pikv's back end calls, over the interpreter.
 //!
-//! It has as many devices as the environment variable `PIKV_STANDIN_DEVICES` says when it is first called, or [`DEVICES`] sets; one by
-//! default. Each has memory, streams and faults of its own: what belongs to one is no handle and no address on another.
+//! The environment variable `PIKV_STANDIN_DEVICES`, read at the first call, or [`DEVICES`] sets the number of devices; one by default.
+//! Each has its own memory, streams and faults: handles and addresses of one are invalid on another.
 //!
-//! There are [`WORLDS`] such sets of devices, so that as many tests can run side by side: a thread counts and opens the devices of the
-//! world that [`standin_enter`] put it in, the first by default. A handle of a device, and its context, name the world too, so that
-//! other threads reach it by them.
+//! There are [`WORLDS`] such sets of devices, so that as many tests can run in parallel. A thread counts and opens the devices of the
+//! world that it entered by [`standin_enter`], by default the first. A device's handle and its context name the world too, so other
+//! threads reach it by them.
 //!
-//! Work is done when it is asked for, but what goes wrong in it shows only later, as on a device: a launch that fails returns
-//! success, and every call after it the error. Copies up are done as late as may be: when something else is asked of their stream,
-//! or somebody waits for it, or for an event after them; so that a kernel of another stream that does not wait finds nothing, and
-//! one that waits for memory of the host that was used again finds what came later. Copies down take what is there when they are
-//! asked for, but bring it only when somebody waits, so that a host that does not finds what was there before. A stream that waits for
-//! an event that was never recorded gets an error, which a driver would not say. What the interpreter finds (reads out of bounds, misaligned, of freed or unwritten
-//! memory, races) is written to stderr besides.
+//! Work is done when it is requested, but its errors show only later, as on a device: a launch that fails returns success, and every
+//! later call returns the error. Copies to the device are done as late as possible: when something else is requested of their stream, or
+//! the host waits for the stream or for an event after them. So a kernel on another stream that does not wait does not find the data, and
+//! one that waits for host memory that was reused finds the newer data. Copies to the host take the data when they are requested, but
+//! deliver it when the host waits, so a host that does not wait finds the old data. Waiting for an event that was never recorded is an
+//! error here, though not in a driver. Faults found by the interpreter (reads out of bounds, misaligned, of freed or unwritten memory,
+//! races) are also written to stderr.
 //!
-//! A few more functions are for tests: [`standin_set`] and [`standin_get`], and those of one device.
+//! A few more functions serve tests: [`standin_set`] and [`standin_get`], and those of one device.
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use pikv_interpreter::{Memory, Program};

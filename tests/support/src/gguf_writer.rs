@@ -1,4 +1,4 @@
-//! Writes GGUF files, right ones and wrong ones.
+//! Writes valid and invalid GGUF files.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What tests share.
+//! Code shared by tests.
 #![allow(clippy::new_without_default, clippy::should_implement_trait, reason = "nobody but tests uses it")]
 
 pub mod backend;

@@ -1,4 +1,4 @@
-//! What tests share that hold random histories of two caches against each other: a plain one, and one whose pages lie elsewhere.
+//! Random histories of two caches that must agree: a plain one, and one with its pages in other memory.
 
 use crate::numbers::{bits, noise};
 use pikv::codec::{Code, Codec, Coding};
