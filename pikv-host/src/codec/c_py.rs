@@ -62,7 +62,7 @@ impl PyramidKv {
     }
 
     /// The budgets in whole tokens, if no prompt is shorter than the largest budget. Their sum is exactly `layers * capacity`: each share
-    /// is rounded down, and the rest goes to the largest remainders, of equal ones to the lower layer. None is below the window.
+    /// is rounded down, and the largest remainders get the rest, of equal ones the lower layer. None is below the window.
     ///
     /// The first layers get up to twice the capacity. For a shorter prompt they keep fewer tokens than their budget, so all layers together
     /// keep less than `layers * capacity`. [`PyramidKv::budgets_of`] gives that difference to later layers.
@@ -117,7 +117,7 @@ impl PyramidKv {
     /// up to the layer's budget for a prompt of that length ([`PyramidKv::budgets_of`]). Of equal scores the older is kept. O(n log n).
     ///
     /// # Errors
-    /// Those of [`PyramidKv::shares`]; [`SelectError::Layer`] for a layer out of range; [`SelectError::Score`] for a score that is not
+    /// The errors of [`PyramidKv::shares`]; [`SelectError::Layer`] for a layer out of range; [`SelectError::Score`] for a score that is not
     /// finite.
     pub fn keep(&self, layer: u32, layers: u32, scores: &[f32]) -> Result<Vec<bool>, SelectError> {
         let tokens = u32::try_from(scores.len()).unwrap_or(u32::MAX);

@@ -137,7 +137,7 @@ pub enum FitError {
     Width {
         /// Name of the argument.
         what: &'static str,
-        /// Its width, in channels.
+        /// Channels given.
         got: u32,
         /// Accepted width, in channels.
         wanted: u32,
@@ -275,7 +275,7 @@ pub enum SelectError {
     /// A head without codings to choose from.
     #[error("head {head} has no codings to choose from; it needs at least 1")]
     NoCodings {
-        /// Its index.
+        /// Index of the head.
         head: usize,
     },
     /// An error or importance that is negative or not finite.

@@ -35,7 +35,7 @@ pub enum FittedError {
     Metadata {
         /// The key.
         key: String,
-        /// Its value, if the key is present.
+        /// The value found; `None` for a missing key.
         found: Option<String>,
         /// Accepted value.
         wanted: String,
@@ -61,19 +61,19 @@ pub enum FittedError {
     /// A tensor is missing.
     #[error("no tensor {name:?}: every layer and head needs its maps")]
     Missing {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
     },
     /// A tensor that belongs to no layer and head of the shape.
     #[error("tensor {name:?} belongs to no layer and head of the shape asked for")]
     Unexpected {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
     },
     /// A tensor of another type or shape.
     #[error("tensor {name:?} is {found}; {wanted} is needed")]
     Tensor {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
         /// Type and shape in the file.
         found: String,

@@ -190,7 +190,7 @@ impl<'a> Read<'a> {
                 }
             }
         }
-        // As many heads in a wave as its answers have room for.
+        // A wave takes heads until its answers are full.
         let (mut wave, mut words) = (0, 0);
         let waves = codecs.iter().map(|codec| {
             let more = blocks * part(shape, codec.as_ref());

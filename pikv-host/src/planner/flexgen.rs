@@ -255,7 +255,7 @@ impl Machine {
     /// let tier = |name: &str, capacity, rate, direct| {
     ///     Tier::new(name, capacity, rate, rate).direct(direct)
     /// };
-    /// // 1 MB fits on the device. A disk with a link of its own brings up a third of what the host does: a quarter of the rest.
+    /// // 1 MB fits on the device. A disk on a link of its own has a third of the host's rate: it gets a quarter of the rest.
     /// let tiers = vec![tier("host", 1 << 40, 3e9, true), tier("file", 1 << 40, 1e9, true)];
     /// let machine = Machine::new(1_000_000, tiers);
     /// let pages = Class::new("pool", 5000, 1000);

@@ -246,7 +246,7 @@ impl Planner {
     /// [`Cache::bytes_at_most`]: pages are filled before others are evicted.
     ///
     /// # Errors
-    /// Those of [`Planner::forecast`]; [`PlanError::Budget`] with a length that fits, other things being equal.
+    /// The errors of [`Planner::forecast`]; [`PlanError::Budget`] with a length that fits, other things being equal.
     pub fn check(&self, load: &Load) -> Result<Forecast, PlanError> {
         let budget = self.cache.inner.shape.config.budget;
         let forecast = self.forecast(load)?;

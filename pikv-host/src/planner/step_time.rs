@@ -212,7 +212,7 @@ pub struct Calibration {
 /// [`StepTime`] to [`Probe::measure`] of every context and group.
 ///
 /// # Errors
-/// Those of [`Probe::measure`]; [`PlanError::Samples`] for fewer than 3 pairs of context and group.
+/// The errors of [`Probe::measure`]; [`PlanError::Samples`] for fewer than 3 pairs of context and group.
 pub fn calibrate(probe: &Probe) -> Result<Calibration, PlanError> {
     let mut samples = Vec::new();
     for &context in &probe.contexts {

@@ -76,8 +76,8 @@ pub enum Feedback {
     None,
     /// The mass of every token, summed over all rows.
     Mass,
-    /// The mass of every token, from the last so many rows of a step, and from each row that can be rolled back (a rollback may make it
-    /// the last).
+    /// The mass of every token, from the last rows of a step, as many as given, and from each row that can be rolled back (a rollback may
+    /// make it the last).
     LastMass(u32),
 }
 
@@ -85,7 +85,7 @@ pub enum Feedback {
 ///
 /// Only [`rank`](Policy::rank) is required. A policy that keeps all its state in `state` is forked and rolled back by the cache.
 pub trait Policy: fmt::Debug + Send + Sync {
-    /// Its name in reports.
+    /// Name of the policy in reports.
     fn name(&self) -> &str;
 
     /// The attention mass that it needs. Mass costs a second pass over the scores, which are stored meanwhile in 4 bytes a row, head and
@@ -192,11 +192,11 @@ pub struct Token<'a> {
     pub layer: usize,
     /// The KV head.
     pub kv_head: usize,
-    /// Its position in the sequence.
+    /// Position in the sequence.
     pub position: Position,
-    /// Its key as appended, `k_dim` channels; empty if it lies in device memory and [`Policy::reads_tokens`] is false.
+    /// Key as appended, `k_dim` channels; empty if it lies in device memory and [`Policy::reads_tokens`] is false.
     pub key: &'a [f32],
-    /// Its value as appended, `v_dim` channels; empty in the same case.
+    /// Value as appended, `v_dim` channels; empty in the same case.
     pub value: &'a [f32],
 }
 

@@ -75,7 +75,7 @@ pub enum QuestLitError {
     #[cfg(feature = "fit")]
     #[error("tensor {name:?} is {found}; an F32 tensor of {dimensions} dimensions is needed")]
     Tensor {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
         /// Type and shape in the file.
         found: String,

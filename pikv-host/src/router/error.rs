@@ -132,7 +132,7 @@ pub enum RouteError {
     Length {
         /// Name of the argument.
         what: &'static str,
-        /// Its length.
+        /// Length given.
         got: usize,
         /// The accepted length, or the next lower one.
         expected: usize,
@@ -247,7 +247,7 @@ pub enum StateError {
     Value {
         /// Name of the list or value.
         what: &'static str,
-        /// Its index.
+        /// Index in the list.
         index: usize,
         /// The value.
         value: f64,

@@ -29,7 +29,7 @@
 //! let mut routes = Routes::default();
 //! router.route(Position(0), &[1.0, 0.98, 0.97, -2.0], &mut routes)?;
 //! assert_eq!(routes.filing().experts, [0, 1]);
-//! router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;  // the pages of expert 1 were not there
+//! router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;  // the pages of expert 1 missed
 //! routes.clear();
 //! for _ in 0..8 {
 //!     router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;

@@ -11,10 +11,10 @@ use pikv_lanes::route::weigh;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Start {
-    /// A hash of its position.
+    /// A hash of the position.
     #[default]
     Hash,
-    /// Its position.
+    /// The position.
     RoundRobin,
 }
 

@@ -12,7 +12,7 @@
 //! [`Read::Quest`](crate::attend::options::Read::Quest) pages cannot be known in advance: selected pages alone are read, on request.
 //!
 //! On a CUDA device all pages of lower tiers are copied to device memory, apart from the budget, up to the size of the staging area.
-//! Those of host memory are copied while the previous layer is attended, those of files once they are in host memory.
+//! Pages of host memory are copied while the previous layer is attended, those of files once they are in host memory.
 //!
 //! An error of a store is an [`Error::Tier`](crate::Error::Tier). A page that could not be written stays where it was; a page that could
 //! not be read fails the call, which can be repeated. Pages are checked against a checksum on read, so a store that returns other bytes

@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-/// A store of bytes by offset. It receives keys and values of prompts, so whoever can read the store can read those. The cache never
+/// A store of bytes by offset. It receives keys and values of prompts, so a reader of the store can read those. The cache never
 /// overlaps concurrent writes, and reads only bytes that it wrote; calls come from several threads.
 pub trait Store: fmt::Debug + Send + Sync {
     /// Writes all of `bytes` at offset `at`.
