@@ -130,9 +130,9 @@ setters!(Reused { layer: u32, kv_head: u32, gap: u32 });
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrefixUsage {
-    /// Bytes of its pages in the first tier, each page once, including pages that sequences share.
+    /// Bytes of pages in the first tier that it holds, each page once; also those that sequences read.
     pub bytes: u64,
-    /// Boundaries held: lengths at which a prefix can be found, and those between checkpoints.
+    /// Lengths at which prefixes can be found, and those between checkpoints.
     pub boundaries: u64,
     /// Look-ups.
     pub lookups: u64,

@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// with factor .9 has a thousandth of them left by then.
 const STEPS: usize = 64;
 
-/// Number of tokens of a step that remain, of those that sequences added together: as many as the sequence that rolled back the fewest. A
-/// fork shares them with its original; the tokens of a dropped sequence remain.
+/// How many tokens that sequences brought to a step together are left: as many as the one has that took back the fewest. A fork has them in
+/// common with its original; what a sequence had when it was dropped stays.
 #[derive(Debug, Default)]
 pub(crate) struct Left(Mutex<Counts>);
 
@@ -34,7 +34,7 @@ impl Left {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Number of tokens that remain.
+    /// Tokens that are left.
     fn get(&self) -> u32 {
         let counts = self.counts();
         counts.of.iter().flatten().copied().fold(counts.stays, u32::max)
@@ -303,7 +303,7 @@ impl Learnt {
         let next = self.spare.pop().unwrap_or_default();
         self.steps.push_back(std::mem::replace(&mut self.now, next));
         let most = STEPS + 4 * self.slack as usize;
-        // A step without tickets in sequences cannot be rolled back.
+        // A step of which nobody else holds a ticket cannot be taken back.
         let over = |step: &Kept| step.parts.iter().all(|part| Arc::strong_count(&part.left) == 1);
         while self.steps.len() > most || self.steps.front().is_some_and(over) {
             self.spare.extend(self.steps.pop_front());

@@ -425,7 +425,7 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// Discards the choices since the last [`observe`](Router::observe), for a dropped step.
     fn discard(&mut self);
 
-    /// The learnt state, without the options.
+    /// What the router has learnt. The options are not part of it.
     fn state(&self) -> RouterState;
 
     /// Continues from `state`, exactly as the router that returned it, with the options of this one.
