@@ -103,9 +103,10 @@ impl Fitted {
     /// `fingerprint` is any string that is unique to the model, as in [`Fitted::new`].
     ///
     /// # Errors
-    /// [`FittedError::File`] for bytes that are not a safetensors file. [`FittedError::Peft`] and others for an invalid configuration,
-    /// tensors of neither module, a layer without its tensors, two tensors whose names end alike, another type or shape, a B that is 0
-    /// for a head (as PEFT initialises it), or values that are not finite.
+    /// [`FittedError::File`] for bytes that are not a safetensors file, [`FittedError::Empty`] for tensors of neither module,
+    /// [`FittedError::Missing`] for a layer without its tensors, [`FittedError::Tensor`] for another type or shape, [`FittedError::Peft`]
+    /// for an invalid configuration, two tensors whose names end alike, a B that is 0 for a head (as PEFT initialises it), or values that
+    /// are not finite.
     pub fn from_peft(
         bytes: &[u8],
         config: PeftConfig,

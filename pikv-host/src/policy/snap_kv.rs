@@ -7,8 +7,8 @@ use pikv_core::warp::LANES;
 /// are kept with it (near the ends fewer neighbours are added, with the same divisor, as in the paper's code).
 ///
 /// Rows of one step replace their share of the mean, so a step of at least `window` rows, such as a prompt, resets it. Rows that can be
-/// rolled back are observed one by one, each replacing `1 / window`. With a rollback, a prompt's last rows therefore weigh less, by up to
-/// `(1 - 1 / window)^rollback`, and that much of the earlier mean remains.
+/// rolled back are observed one by one, each replacing `1 / window`. With a rollback, a prompt's earlier rows
+/// therefore weigh `(1 - 1 / window)^rollback` of their share at least, and a small part of the mean before the prompt remains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapKv {
