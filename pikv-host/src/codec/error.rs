@@ -40,7 +40,7 @@ pub enum MapError {
     /// A channel at or above `wide`, or listed twice.
     #[error("channel {channel} of {wide}: it must be below that and named once")]
     Channel {
-        /// The channel.
+        /// Index of the channel.
         channel: u32,
         /// Channels of a row.
         wide: u32,
@@ -81,7 +81,7 @@ pub enum FitError {
          a multiple of the KV heads"
     )]
     Heads {
-        /// Layers.
+        /// Number of layers.
         layers: u32,
         /// Query heads of a layer.
         query_heads: u32,
@@ -91,9 +91,9 @@ pub enum FitError {
     /// A layer or head out of range.
     #[error("head {head} of layer {layer}; there are {layers} layers of {kv_heads} KV heads")]
     Head {
-        /// The layer.
+        /// Index of the layer.
         layer: u32,
-        /// The KV head.
+        /// Index of the KV head.
         head: u32,
         /// Layers of the model.
         layers: u32,
@@ -221,7 +221,7 @@ pub enum SelectError {
     /// A score that is NaN or infinite.
     #[error("score {value} of token {token}; it must be finite")]
     Score {
-        /// The token.
+        /// Index of the token.
         token: usize,
         /// The score.
         value: f32,
@@ -249,7 +249,7 @@ pub enum SelectError {
     /// A layer or level out of range.
     #[error("layer {layer} of {layers}; it must be below that")]
     Layer {
-        /// The layer.
+        /// Index of the layer.
         layer: u32,
         /// Number of layers.
         layers: u32,
@@ -265,9 +265,9 @@ pub enum SelectError {
     /// A value that is NaN or infinite.
     #[error("value {value} of channel {channel} of row {row}; it must be finite")]
     NotFinite {
-        /// The row.
+        /// Index of the row.
         row: usize,
-        /// The channel.
+        /// Index of the channel.
         channel: usize,
         /// The value.
         value: f32,
@@ -283,7 +283,7 @@ pub enum SelectError {
     Cost {
         /// `"error"` or `"importance"`.
         what: &'static str,
-        /// The head.
+        /// Index of the head.
         head: usize,
         /// The value.
         value: f64,

@@ -27,7 +27,7 @@ pub enum FittedError {
         /// The system's error.
         source: io::Error,
     },
-    /// The bytes are no safetensors file.
+    /// The bytes are not a safetensors file.
     #[error("not a safetensors file, or a damaged one: {0}")]
     File(#[from] safetensors::SafeTensorError),
     /// A metadata key that is missing or has another value.
@@ -104,7 +104,7 @@ pub enum FittedError {
         side: &'static str,
         /// Maps given.
         have: usize,
-        /// Layers.
+        /// Number of layers.
         layers: u32,
         /// KV heads of a layer.
         kv_heads: u32,

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Totals {
-    /// Steps.
+    /// Number of committed steps.
     pub steps: u64,
     /// Tokens that the steps added.
     pub rows: u64,

@@ -134,7 +134,7 @@ pub struct PrefixUsage {
     pub bytes: u64,
     /// Lengths at which prefixes can be found, and those between checkpoints.
     pub boundaries: u64,
-    /// Look-ups.
+    /// Number of look-ups.
     pub lookups: u64,
     /// Tokens of the prompts looked up.
     pub asked_tokens: u64,

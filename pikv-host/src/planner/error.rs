@@ -29,7 +29,7 @@ pub enum PlanError {
         "{sequences} x {len} tokens take {needed} bytes, the budget is {budget}: {sequences} x {fits} tokens fit"
     )]
     Budget {
-        /// Sequences.
+        /// Number of sequences.
         sequences: u32,
         /// Tokens of each.
         len: u32,

@@ -77,7 +77,7 @@ setters!(Class { read: f64, write: f64 });
 pub struct Machine {
     /// Bytes of pages that the first tier can hold: device memory, or host memory without a device.
     pub fast: u64,
-    /// The other tiers, fastest first.
+    /// The lower tiers, fastest first.
     pub tiers: Vec<Tier>,
     /// Seconds of a step with all pages in the first tier; the links' streams run in parallel.
     pub compute: f64,

@@ -68,12 +68,12 @@ impl<'a> Candidates<'a> {
         (&self.pages[at.page()], at.lane() as usize)
     }
 
-    /// The layer.
+    /// Index of the layer.
     pub fn layer(&self) -> usize {
         self.layer
     }
 
-    /// The KV head.
+    /// Index of the KV head.
     pub fn kv_head(&self) -> usize {
         self.kv_head
     }

@@ -188,9 +188,9 @@ pub enum Scope {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Token<'a> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// The KV head.
+    /// Index of the KV head.
     pub kv_head: usize,
     /// Position in the sequence.
     pub position: Position,

@@ -44,7 +44,7 @@ pub enum QuestLitError {
         "layer {layer}: {weight} weights and {bias} biases over {wide} inputs; it needs {wide} weights for each bias"
     )]
     Shape {
-        /// The layer.
+        /// Index of the layer.
         layer: usize,
         /// Weights given.
         weight: usize,
@@ -62,7 +62,7 @@ pub enum QuestLitError {
     /// A value that is not finite.
     #[error("layer {layer}: {value} is not finite")]
     NotFinite {
-        /// The layer.
+        /// Index of the layer.
         layer: usize,
         /// The value.
         value: f32,

@@ -11,9 +11,9 @@ use pikv_core::warp::LANES;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Seen<'a> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// The KV head.
+    /// Index of the KV head.
     pub kv_head: usize,
     /// Query heads of the KV head.
     pub group: u32,
@@ -168,9 +168,9 @@ fn halves<const N: usize>(x: &[f32]) -> [f32; N] {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct HeadSeen<'a> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// The KV head.
+    /// Index of the KV head.
     pub kv_head: usize,
     /// Query heads of the KV head.
     pub group: u32,

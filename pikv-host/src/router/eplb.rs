@@ -51,7 +51,7 @@ pub enum EplbError {
     /// A load that is negative or not finite.
     #[error("load of expert {expert}: {load} must be finite and at least 0")]
     Load {
-        /// The expert.
+        /// Index of the expert.
         expert: usize,
         /// The load.
         load: f64,

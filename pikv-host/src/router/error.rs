@@ -41,7 +41,7 @@ pub enum RouteError {
         /// The value.
         value: f64,
     },
-    /// A cap that is not a number above 0.
+    /// A cap that is not finite and above 0.
     #[error("cap {0}: it must be finite and above 0")]
     Cap(f32),
     /// `model_choice` is set for a biased ranking without a cap on the bias.
@@ -98,7 +98,7 @@ pub enum RouteError {
         /// Experts a token.
         top_k: u32,
     },
-    /// More scores a group than it has experts.
+    /// A number of shares to sum outside `1..=size`.
     #[error("a group's score is made of {best} of its {size} experts; it must be 1..=size")]
     Best {
         /// Shares to sum.
@@ -120,7 +120,7 @@ pub enum RouteError {
     /// An arm that fetches no experts, or more than `top_k`.
     #[error("arm {arm} fetches {fetch} experts a token; it must be 1..={top_k}")]
     Fetch {
-        /// The arm.
+        /// Index of the arm.
         arm: usize,
         /// Experts that it fetches.
         fetch: u32,
@@ -144,7 +144,7 @@ pub enum RouteError {
     Logit {
         /// Row of the call.
         row: usize,
-        /// The expert.
+        /// Index of the expert.
         expert: usize,
         /// The value.
         value: f32,
@@ -154,7 +154,7 @@ pub enum RouteError {
     Expert {
         /// Row of the call.
         row: usize,
-        /// The expert.
+        /// Index of the expert.
         expert: u16,
         /// Experts of the layer.
         experts: u32,
@@ -183,7 +183,7 @@ pub enum RouteError {
     /// An expert with more pages missed than wanted.
     #[error("expert {expert}: {missed} pages missed of {wanted} wanted")]
     Feedback {
-        /// The expert.
+        /// Index of the expert.
         expert: usize,
         /// Pages missed.
         missed: u32,

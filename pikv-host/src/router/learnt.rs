@@ -135,7 +135,7 @@ struct Part {
 struct Layer {
     /// The router's state before the rows that are kept.
     before: Option<RouterState>,
-    /// Whether the layer's router was asked.
+    /// Whether the layer's router has routed its rows.
     routed: bool,
     /// Logits of those rows: `[rows][experts]`.
     logits: Vec<f32>,

@@ -43,7 +43,7 @@ use std::sync::Arc;
 /// Opens a tier's store.
 type Open = dyn Fn() -> io::Result<Box<dyn Store>> + Send + Sync;
 
-/// The tiers of a cache beneath its budget, fastest first.
+/// The tiers of a cache below its budget, fastest first.
 ///
 /// ```
 /// # use pikv_host as pikv;
