@@ -32,7 +32,7 @@ fn close(lanes: Lanes, layout: &Layout, packed: &Packed, page: &[u32], fill: u32
 
 const KINDS: u64 = 11;
 
-/// Channel `c` of token `t` of a page of one of several kinds; `group` is what its group has in common.
+/// Channel `c` of token `t` of a page of one of several kinds; `group` is shared by its group.
 fn sample(kind: u64, code: Code, salt: u64, group: usize, t: usize, c: usize) -> f32 {
     let h = mix(&[salt, t as u64, c as u64]);
     let x = (h >> 40) as f32 / 8_388_608.0 - 1.0;
@@ -148,7 +148,7 @@ fn check(shape: Shape, kind: u64, salt: u64, fill: usize) -> Result<Vec<u32>, Te
     Ok(got)
 }
 
-/// `decoded` exactly, `got` as f32, for `x`, in a group whose largest value is at most `high`, or of a page whose scale that is.
+/// Error bound for `x`, decoded to `decoded` exactly and `got` in f32, in a group with values up to `high`, or a page with that scale.
 fn loss(
     code: Code,
     decoded: f64,

@@ -105,7 +105,7 @@ fn policies_over_factors_and_old_pages() {
     ];
     for (single, first, second) in codecs {
         for (name, rule) in rules(&Budget::Tokens(60)) {
-            // Those that read what they rank, those that are told masses, and whole pages.
+            // Policies that read the tokens they rank, policies that observe masses, and whole pages.
             let all = ["key norm", "expected attention", "H2O", "by page"].contains(&name);
             if !all || !single && name != "by page" {
                 continue;

@@ -7,7 +7,7 @@ use pikv::policy::{Budget, Eviction, H2o};
 use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, Output, Sequence};
 use pikv_test::numbers::{bits, noise};
 
-/// Adds `n` tokens in one step; the bits of what was attended.
+/// Adds `n` tokens in one step; returns the bits of attention.
 fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) -> Vec<u32> {
     let (at, n) = (u64::from(sequence.next_position().0), n as usize);
     let mut step = cache.begin([(&mut *sequence, n as u32)]).unwrap();
