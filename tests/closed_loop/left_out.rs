@@ -28,7 +28,7 @@ struct Part {
     leaves: Option<usize>,
 }
 
-/// A step; of each layer the outputs and the model's experts and weights of the rows that stay.
+/// A step; for each layer the outputs and the model's experts and weights of the rows that stay.
 fn step(pikv: &mut ClosedLoop, sequences: Vec<&mut Sequence>, parts: &[Part]) -> Vec<Vec<u32>> {
     let given = sequences.into_iter().zip(parts).map(|(sequence, part)| (sequence, part.rows as u32));
     let mut step = pikv.begin(given).unwrap();

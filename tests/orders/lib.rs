@@ -20,7 +20,7 @@ use pikv_test::numbers::{bits, noise};
 
 const DIM: usize = 4;
 
-/// How many orders a test tries, `quick` by default.
+/// Number of orders that a test tries, `quick` by default.
 fn orders(quick: usize) -> usize {
     std::env::var("PIKV_ORDERS").ok().and_then(|n| n.parse().ok()).unwrap_or(quick)
 }

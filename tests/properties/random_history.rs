@@ -163,7 +163,7 @@ fn setup(experts: u32, windows: bool, tight: bool) -> impl Strategy<Value = Setu
 #[derive(Clone, Debug)]
 enum Op {
     New,
-    /// Sequences and tokens; layers done before the step is dropped; what goes wrong on the way.
+    /// Sequences and tokens; layers done before the step is dropped; injected faults.
     Step {
         parts: Vec<(u8, u32)>,
         abort: Option<u8>,
@@ -939,8 +939,8 @@ fn look(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32) -> Vec<Ve
     outputs
 }
 
-/// Asserts that `a`, which was once `most` tokens long, shows what `b` shows, which never was. `a` may lack what no row
-/// of it can ask for: tiles before the first that it keeps, and full pages that its windows left behind.
+/// Asserts that `a`, which once had `most` tokens, shows the same as `b`, which never had them. `a` may lack pages that no row of it
+/// reads: tiles before its first, and full pages behind its windows.
 fn same(
     setup: &Setup,
     (ca, a): (&Cache, &Sequence),
@@ -993,8 +993,8 @@ fn same(
     Ok(())
 }
 
-/// `a` takes chunks, then more tokens, and rolls those back; `b` takes the same tokens one by one and never the others.
-/// Then both go on. `picks` evict the same pages of both after each chunk.
+/// `a` takes chunks, then more tokens, and rolls those back; `b` takes the same tokens one by one and never the others. Then both take
+/// more. `picks` evict the same pages of both after each chunk.
 fn twins(
     setup: &Setup,
     chunks: &[u32],
@@ -1093,8 +1093,8 @@ proptest! {
         history(&setup, &ops)?;
     }
 
-    /// After a rollback, pages, bytes, tags and the bits of every output are those of a sequence that never had the tokens,
-    /// and a chunk leaves what its tokens one by one leave.
+    /// After a rollback, pages, bytes, tags and the bits of every output are those of a sequence that never had the tokens, and a chunk
+    /// gives the same as its tokens one by one.
     #[test]
     fn rollback_leaves_no_trace(
         setup in setup(4, true, false),

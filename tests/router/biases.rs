@@ -114,7 +114,7 @@ fn equal_scores_go_to_the_lower_index() {
     }
 }
 
-/// How many experts a token fetches follows the entropy of its gate; which are filed does not change.
+/// The number of experts that a token fetches follows the entropy of its gate; the filing does not change.
 #[test]
 fn an_undecided_gate_fetches_more() {
     let shape = Shape::new(8, 2);

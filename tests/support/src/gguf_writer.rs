@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// A file under way.
+/// A file being written.
 #[derive(Clone)]
 pub struct Writer {
     pub version: u32,

@@ -10,7 +10,7 @@ pub mod twins;
 
 use proptest::prelude::ProptestConfig;
 
-/// Whether the whole matrix is asked for: the variable PIKV_TEST is `full`.
+/// Whether the whole matrix is requested: the variable PIKV_TEST is `full`.
 pub fn full() -> bool {
     std::env::var("PIKV_TEST").as_deref() == Ok("full")
 }
