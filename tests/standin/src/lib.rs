@@ -609,7 +609,8 @@ pub unsafe extern "C" fn cuLaunchKernel(
         }
         let Some(program) = device.programs.get_mut(&module) else { return INVALID_HANDLE };
         let sizes = program.parameters(&name).unwrap_or_default();
-        // SAFETY: the caller promises arguments that are valid for the driver's function: a pointer for each parameter, to as many bytes as it has.
+        // SAFETY: the caller promises arguments that are valid for the driver's function: a pointer for each parameter, to as many bytes
+        // as it has.
         let arguments: Vec<&[u8]> = unsafe {
             let pointers = slice::from_raw_parts(arguments, sizes.len());
             pointers.iter().zip(&sizes).map(|(at, size)| slice::from_raw_parts(*at, *size)).collect()
