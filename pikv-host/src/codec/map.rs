@@ -164,7 +164,7 @@ impl Map {
         4 * (values + self.bias.as_ref().map_or(0, |b| b.len())) as u64
     }
 
-    /// Whether both maps share their buffers.
+    /// Whether the two share what they hold.
     #[cfg(feature = "cuda")]
     pub(crate) fn is(&self, other: &Map) -> bool {
         match (&self.form, &other.form) {
@@ -178,7 +178,7 @@ impl Map {
         }
     }
 
-    /// Whether no other map shares this map's buffers.
+    /// Whether its buffers are not shared with another map.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_last(&self) -> bool {
         match &self.form {

@@ -150,7 +150,7 @@ impl<'a> Ask<'a> {
         }
     }
 
-    /// The table of the rotation that its keys still need.
+    /// The table of the rotation that its keys still want.
     #[cfg(feature = "cuda")]
     pub fn table(&self) -> Option<&Table> {
         self.table.as_deref()

@@ -308,7 +308,7 @@ impl Store {
         false
     }
 
-    /// Writes received pages and tokens on a device.
+    /// Has a device write what came for its pages.
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut, unused_variables))]
     fn place(&self, came: Came<'_>) -> Result<(), Refusal> {
         let Came { mut tokens, pages } = came;

@@ -260,7 +260,7 @@ impl Routes {
         self.counts.clear();
     }
 
-    /// Replaces all rows by `chosen`, `[rows][top_k]`, with weights in device memory.
+    /// Takes the place of all rows with `chosen`, `[rows][top_k]`, whose weights lie on a device.
     #[cfg(feature = "cuda")]
     pub(crate) fn brought(&mut self, chosen: &[u16], top_k: usize, fetch: usize) {
         self.clear();

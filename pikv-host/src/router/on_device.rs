@@ -47,7 +47,7 @@ pub(crate) struct Averages<'a> {
 }
 
 impl Averages<'_> {
-    /// Whether a step changes any average.
+    /// Whether a step changes any of it.
     #[cfg(feature = "cuda")]
     pub fn learn(&self) -> bool {
         !(self.load.is_empty() && self.miss.is_empty() && self.entropy.is_empty())

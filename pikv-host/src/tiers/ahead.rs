@@ -34,7 +34,7 @@ pub(crate) struct Early {
     pub layer: usize,
     /// Pages in files.
     pub ahead: Option<Ahead>,
-    /// Pages in host memory, being copied to a device.
+    /// Of memory, on their way to a device.
     #[cfg(feature = "cuda")]
     pub lifted: Option<crate::tiers::upload::Lifted>,
 }
