@@ -1,7 +1,7 @@
-//! `cust` links `-lcuda`. The symbols that it needs are this crate's own, so any library of that name does.
+//! `cust` links `-lcuda`. This crate defines the symbols that it needs, so any library of that name satisfies the linker.
 //!
-//! Where a CUDA installation has one, it is that one: another crate of the program may link it too and need all of it, as cudarc does
-//! with `dynamic-linking`, and search paths in `target` come before all others. Elsewhere it is an empty archive.
+//! If a CUDA installation has the library, it is used: another crate of the program may link it too and need all of it, as cudarc with
+//! `dynamic-linking` does, and search paths in `target` come before all others. Otherwise the library is an empty archive.
 
 use std::{
     env, fs, io,
@@ -11,9 +11,9 @@ use std::{
 /// Variables that name installations, as the build scripts of `cust` and cudarc read them.
 const ROOTS: [&str; 5] =
     ["CUDA_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_ROOT_DIR"];
-/// Where installations are else.
+/// Other usual folders of installations.
 const USUAL: [&str; 4] = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr"];
-/// Folders of an installation in which the library lies.
+/// Folders of an installation in which the library may lie.
 const FOLDERS: [&str; 9] = [
     "",
     "lib64/stubs",
@@ -26,7 +26,7 @@ const FOLDERS: [&str; 9] = [
     "lib/x64",
 ];
 
-/// The folder of the first library `name` in an installation.
+/// The folder of the first library `name` found in an installation.
 fn installed(name: &str) -> Option<PathBuf> {
     let named = ROOTS.iter().filter_map(env::var_os);
     let named: Vec<PathBuf> = named.flat_map(|paths| env::split_paths(&paths).collect::<Vec<_>>()).collect();
@@ -44,7 +44,7 @@ fn main() -> io::Result<()> {
         ("windows", "msvc") => ("cuda.lib", "cuda.lib"),
         _ => ("libcuda.so", "libcuda.a"),
     };
-    // An installation is that of the machine that builds.
+    // An installation is for the building machine, so it is used only if that is the target.
     let folder = if of("TARGET") == of("HOST") { installed(shared) } else { None };
     let folder = match folder {
         Some(folder) => folder,

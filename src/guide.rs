@@ -1,8 +1,8 @@
 //! The guide: how to use a cache, part by part. Start with the [`tour`].
 //!
-//! The same pages lie in the folder `docs` of the repository. Their examples are tests.
+//! The pages are those of the folder `docs` in the repository. Their examples are tests.
 
-/// A page of `docs`. Its links to other pages lead to files; the definitions that come first here lead to modules instead.
+/// A page of `docs`. In the files, links to other pages name files; the definitions included first make them name modules here.
 macro_rules! pages {
     ($($name:ident)*) => {$(
         #[doc = include_str!("guide_links.md")]

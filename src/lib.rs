@@ -1,5 +1,5 @@
-//! A KV cache for people who write their own LLM inference engine: it stores keys and values within a budget of bytes, and
-//! computes attention over them, for dense and Mixture-of-Experts models.
+//! A KV cache for authors of LLM inference engines: it stores keys and values within a byte budget, and computes attention over them,
+//! for dense and Mixture-of-Experts models.
 //!
 #![doc = include_str!("../docs/picture.svg")]
 //!
@@ -29,34 +29,34 @@
 //! | compress older tokens | [`CacheConfig::compress`], [`codec`] | [codecs](guide::codecs) |
 //! | evict, or read only some pages | [`CacheConfig::evict`], [`policy`], [`Read`] | [eviction](guide::eviction) |
 //! | rank experts by load and misses | [`router`], [`ClosedLoop`] | [routing](guide::routing), [closed loop](guide::closed_loop) |
-//! | know bytes and time beforehand | [`planner`] | [planning](guide::planning) |
+//! | forecast bytes and time | [`planner`] | [planning](guide::planning) |
 //! | use host memory and files | [`tiers`] | [tiers](guide::tiers) |
 //! | use threads, processes, several devices | [`fabric`] | [several machines](guide::several_machines) |
 //! | use a CUDA device | [`Backend`] | [CUDA](guide::cuda) |
-//! | find prefixes that were computed before | [`prefix`] | [serving](guide::serving) |
-//! | watch it | [`metrics`], [`StepReport`], [`report`], [`Sequence::map`] | [closed loop](guide::closed_loop) |
+//! | find cached prefixes | [`prefix`] | [serving](guide::serving) |
+//! | monitor a cache | [`metrics`], [`StepReport`], [`report`], [`Sequence::map`] | [closed loop](guide::closed_loop) |
 //!
-//! [Costs](guide::costs) and the [glossary](guide::glossary) are for all of it; [performance](guide::performance) and
-//! [quality](guide::quality) have the figures.
+//! [Costs](guide::costs) and the [glossary](guide::glossary) apply to all parts; [performance](guide::performance) and
+//! [quality](guide::quality) have measured figures.
 //!
 //! # Features
 //!
 //! | feature | default | what it adds |
 //! |---|---|---|
-//! | `rayon` | yes | attention on the threads of the rayon pool that the caller is in; without it on the calling thread |
+//! | `rayon` | yes | attention on the threads of the caller's rayon pool; without it on the calling thread |
 //! | `cuda` | no | the CUDA back end; its build needs the variable `CUDA_LIBRARY_PATH`, see [CUDA](guide::cuda) |
-//! | `fit` | no | `codec::Fitter` and others: fit maps to a model's keys and values, and keep them in a file |
-//! | `plan` | no | `planner::flexgen`: place pages over tiers by a linear program |
+//! | `fit` | no | `codec::Fitter` and others: fit maps to a model's keys and values, and store them in a file |
+//! | `plan` | no | `planner::flexgen`: place pages in tiers by a linear program |
 //! | `metrics` | no | `metrics::MetricsSink` for the crate `metrics` |
 //! | `tracing` | no | `metrics::TracingSink` for the crate `tracing`, and spans and events of each call (target `pikv`, level debug) |
 //!
-//! Ranks that are processes over MPI are a crate of their own, `pikv-mpi`, as its build needs an MPI and libclang.
+//! Ranks in processes over MPI are in the crate `pikv-mpi`, whose build needs an MPI and libclang.
 //!
 //! # Promises
 //!
-//! * Everything is `Send + Sync`. No state is global, no thread pool and no logger is installed.
-//! * A call that returns an error has changed nothing, or no more than dropping the step takes back: see [`Error`].
-//! * Outputs are equal bit for bit whatever the threads, SIMD instructions, shards, tiers and splits: see
+//! * Everything is `Send + Sync`. No state is global; no thread pool or logger is installed.
+//! * A call that returns an error changes nothing, or only what dropping the step undoes: see [`Error`].
+//! * Outputs are equal bit for bit for any threads, SIMD instructions, shards, tiers and splits: see
 //!   [concepts](guide::concepts).
 //! * The CUDA side has run over a stand-in for the driver only, on no GPU.
 #![deny(missing_docs)]

@@ -1,1 +1,1 @@
-//! Tests of pikv: see README.md beside this file. A package has to have a target besides its tests.
+//! Tests of pikv: see README.md in this folder. A package needs a target besides its tests.

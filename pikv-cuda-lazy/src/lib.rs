@@ -1,8 +1,8 @@
-//! Defines the symbols of the CUDA driver that `cust` links, and forwards each to the driver's own library, which is opened at
-//! the first call. So one binary runs with a driver and without; without one every call returns `CUDA_ERROR_NO_DEVICE`.
+//! Defines the symbols of the CUDA driver that `cust` links, and forwards each to the driver's own library, which is opened at the first
+//! call. So one binary runs with and without a driver; without one every call returns `CUDA_ERROR_NO_DEVICE`.
 //!
-//! The library is `libcuda.so.1` (`nvcuda.dll` on Windows), or what the environment variable `PIKV_LIBCUDA` names when it is
-//! opened: a driver elsewhere, or a stand-in.
+//! The library is `libcuda.so.1` (`nvcuda.dll` on Windows), or the one that the environment variable `PIKV_LIBCUDA` names at the first
+//! call: a driver in another folder, or a stand-in.
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use std::env;
@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-/// The environment variable that names another library.
+/// The environment variable with the name of another library.
 pub const VARIABLE: &str = "PIKV_LIBCUDA";
 
 const NO_DEVICE: u32 = 100;
@@ -21,14 +21,14 @@ const UNKNOWN: u32 = 999;
 
 static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
 
-/// The library's name.
+/// File name of the library.
 pub fn name() -> OsString {
     let usual = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
     env::var_os(VARIABLE).unwrap_or_else(|| usual.into())
 }
 
 fn library() -> Result<&'static Library, &'static str> {
-    // SAFETY: the initialisers of the driver's library are what any program that links it runs.
+    // SAFETY: this runs the initialisers of the driver's library, as every program that links it does.
     let open = || unsafe { Library::new(name()) }.map_err(|e| e.to_string());
     LIBRARY.get_or_init(open).as_ref().map_err(String::as_str)
 }
@@ -36,14 +36,15 @@ fn library() -> Result<&'static Library, &'static str> {
 /// Opens the library, unless it was opened before.
 ///
 /// # Errors
-/// What the system says of a library that it cannot open.
+/// The system's message for a library that cannot be opened.
 pub fn open() -> Result<(), &'static str> {
-    // Whoever asks gets all symbols, in whatever order the linker reads.
+    // Keeps all symbols in the binary, in any link order.
     black_box(&SYMBOLS);
     library().map(|_| ())
 }
 
-/// `code` if the enumeration that cust was written with has it: it takes codes as such, and drivers get new ones.
+/// `code` if it is a value of the enumeration that cust was built with, else `CUDA_ERROR_UNKNOWN`: cust converts codes without a check,
+/// and newer drivers have more.
 fn known(code: u32) -> u32 {
     match code {
         0..=8 | 34 | 100..=102 | 200..=202 | 205..=224 | 300..=304 | 400 | 401 | 500 | 600 => code,
@@ -56,7 +57,7 @@ macro_rules! forward {
     ($($name:ident($($argument:ident: $kind:ty),*);)*) => {
         $(
             /// # Safety
-            /// The driver's own function says.
+            /// The caller keeps the promises of the driver's function of this name.
             #[unsafe(no_mangle)]
             unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
                 type Function = unsafe extern "C" fn($($kind),*) -> u32;
@@ -68,7 +69,7 @@ macro_rules! forward {
                     symbol.map(|symbol| *symbol).map_err(|_| NOT_FOUND)
                 });
                 match found {
-                    // SAFETY: the caller's own promise.
+                    // SAFETY: the caller promises what the driver's function asks for.
                     Ok(function) => known(unsafe { function($($argument),*) }),
                     Err(code) => *code,
                 }
@@ -76,7 +77,7 @@ macro_rules! forward {
         )*
 
         struct Symbol(#[allow(dead_code, reason = "keeps the symbol")] *const c_void);
-        // SAFETY: the address of a function; nobody reads through it.
+        // SAFETY: the address of a function, which is never read through.
         unsafe impl Sync for Symbol {}
         static SYMBOLS: &[Symbol] = &[$(Symbol($name as *const c_void)),*];
     };

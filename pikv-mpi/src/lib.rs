@@ -1,14 +1,13 @@
-//! Ranks of [pikv](pikv::fabric) that are processes, over MPI: the `mpi` crate, over MPICH or Open MPI.
+//! Ranks of [pikv](pikv::fabric) in processes, over MPI: by the `mpi` crate, over MPICH or Open MPI.
 //!
-//! All processes of the world start with the same configuration. Rank 0 is the front, and keeps the pages of its shard as the
-//! others do; they [`serve`](Mpi::serve) until the front is gone. Messages are words (`MPI_UINT32_T`); nothing else goes over
-//! the wire. A rank keeps its pages on the back end of the configuration that it gives to [`serve`](Mpi::serve), and rank 0 on that
-//! given to [`front`](Mpi::front): a CUDA device each, for one.
+//! All processes of the world start with the same configuration. Rank 0 is the front, and also keeps the pages of its shard; the others
+//! [`serve`](Mpi::serve) until the front ends. Messages are words (`MPI_UINT32_T`). Each rank keeps its pages on the back end of the
+//! configuration passed to [`serve`](Mpi::serve), rank 0 on that passed to [`front`](Mpi::front): a CUDA device each, for example.
 //!
-//! For the others to outlive a process that dies, launcher and library must let them. MPICH 4.0's launcher kills all when one
-//! ends (with `-disable-auto-cleanup` too), unless it does not see it: let it start a shell that starts the rank and stays. Its
-//! UCX aborts whoever shares memory with the dead by system calls: `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine.
-//! `tests/mpi.rs` does both. After a loss nobody calls `MPI_Finalize`, which would wait for the dead.
+//! If the other ranks are to survive a process that dies, launcher and library must allow it. MPICH 4.0's launcher kills all processes when
+//! one ends (with `-disable-auto-cleanup` too), unless it does not notice: start each rank from a shell that stays. Its UCX aborts
+//! processes that share memory with a dead one by system calls: set `UCX_TLS=posix,self UCX_ERROR_SIGNALS=` on one machine.
+//! `tests/mpi.rs` does both. After a loss no rank calls `MPI_Finalize`, which would wait for the dead one.
 //!
 //! ```no_run
 //! use pikv::fabric::Options;
@@ -43,10 +42,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Of all messages.
+/// Tag of all messages.
 const TAG: c_int = 0;
 
-/// The MPI of this process, which there can be one of.
+/// The MPI of this process; there is at most one.
 #[derive(Clone)]
 pub struct Mpi {
     world: Arc<World>,
@@ -54,7 +53,7 @@ pub struct Mpi {
 
 struct World {
     universe: Mutex<Option<Universe>>,
-    /// A process is lost: whoever finalises waits for it.
+    /// Whether a process is lost: `MPI_Finalize` would wait for it.
     broken: AtomicBool,
     rank: u32,
     ranks: u32,
@@ -78,7 +77,7 @@ impl Mpi {
     /// Initialises MPI, for calls from one thread at a time.
     ///
     /// # Errors
-    /// [`FabricError::Transport`] if it was initialised before, or does not take calls from several threads in turn.
+    /// [`FabricError::Transport`] if MPI was initialised before, or does not accept calls from several threads in turn.
     pub fn init() -> Result<Mpi, FabricError> {
         let failed = |what: &str| FabricError::Transport(what.to_owned());
         let (universe, threading) = mpi::initialize_with_threading(mpi::Threading::Serialized)
@@ -87,7 +86,8 @@ impl Mpi {
             return Err(failed("this MPI takes calls from one thread only"));
         }
         let (mut rank, mut ranks) = (0, 0);
-        // SAFETY: MPI is initialised, and the world exists until it is finalised.
+        // SAFETY: MPI is initialised, and the world communicator exists until it is finalised; the pointers are to locals of the right
+        // type.
         let codes = unsafe {
             [
                 ffi::MPI_Comm_set_errhandler(ffi::RSMPI_COMM_WORLD, ffi::RSMPI_ERRORS_RETURN),
@@ -108,16 +108,16 @@ impl Mpi {
         self.world.rank
     }
 
-    /// Processes of the world.
+    /// Number of processes of the world.
     pub fn ranks(&self) -> u32 {
         self.world.ranks
     }
 
-    /// The fabric of a front, for [`Cache::over`](pikv::Cache::over). It is a rank too, with at most `budget` bytes of pages
+    /// The fabric of the front, for [`Cache::over`](pikv::Cache::over). The front is a rank too, with at most `budget` bytes of pages
     /// besides the cache's own.
     ///
     /// # Errors
-    /// An invalid configuration; a rank other than 0.
+    /// An invalid configuration; [`FabricError::Malformed`] on a rank other than 0.
     pub fn front(&self, config: &CacheConfig, budget: u64) -> Result<Box<dyn Fabric>, Error> {
         if self.world.rank != 0 {
             return Err(FabricError::Malformed { rank: self.world.rank, what: "the front is rank 0" }.into());
@@ -127,16 +127,16 @@ impl Mpi {
         Ok(Box::new(Processes { mail, near, queue: VecDeque::new() }))
     }
 
-    /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it is dropped; then gives the
-    /// store back, for [`Store::check`]. `timeout` is that of the front's [`Options`](pikv::fabric::Options), which lets every rank
-    /// hear of it four times as often.
+    /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it ends; then returns the store, for
+    /// [`Store::check`]. `timeout` is that of the front's [`Options`](pikv::fabric::Options); every rank gets a message of the front at least
+    /// every quarter of `timeout`.
     ///
     /// # Errors
-    /// An invalid configuration; [`FabricError::Lost`] if the front is not heard of for three times `timeout`.
+    /// An invalid configuration; [`FabricError::Lost`] if no message of the front arrives for three times `timeout`.
     pub fn serve(&self, config: &CacheConfig, budget: u64, timeout: Duration) -> Result<Store, Error> {
         let mut store = Store::new(config, budget)?.parallel(true);
         let mut mail = Mail::new(self.world.clone(), vec![0]);
-        // The front may wait for another rank meanwhile.
+        // The front may be waiting for another rank.
         let patience = 3 * timeout;
         loop {
             let Some((_, message)) = mail.receive(Instant::now() + patience)? else {
@@ -156,7 +156,7 @@ impl Mpi {
     }
 }
 
-/// A message on its way, with the memory that MPI reads or writes.
+/// A message in transit, with the memory that MPI reads or writes.
 struct Flight {
     rank: u32,
     words: Vec<u32>,
@@ -167,20 +167,20 @@ struct Flight {
 struct Mail {
     world: Arc<World>,
     from: Vec<u32>,
-    /// Where to look next, so that no rank is passed over.
+    /// Index of the rank to look at next, so that all ranks get their turn.
     next: usize,
     leaving: Vec<Flight>,
-    /// One from a rank at most: a rank that dies in the middle of a message does not hold up the others'.
+    /// At most one from each rank: a rank that dies in the middle of a message does not delay messages of others.
     coming: Vec<Flight>,
 }
 
-// SAFETY: what makes a request or a communicator other than `Send` is a pointer of the MPI library, which takes calls from any
-// thread as long as it is one at a time; `&mut self` and the lock of the link see to that.
+// SAFETY: a request or a communicator is not `Send` because it is a pointer of the MPI library. The library accepts calls from any
+// thread, one at a time (`Threading::Serialized`, checked in `init`); `&mut self` and the lock of the link ensure the latter.
 unsafe impl Send for Mail {}
 
 impl Drop for Mail {
     fn drop(&mut self) {
-        // The last messages are given a moment; MPI may still read what is under way then, so that memory stays.
+        // The last messages get half a second. After that MPI may still read those in transit, so their memory is leaked.
         let until = Instant::now() + Duration::from_millis(500);
         while !self.leaving.is_empty() && Instant::now() < until {
             self.progress();
@@ -193,11 +193,11 @@ impl Drop for Mail {
     }
 }
 
-/// Whether a request is done; `Err` if it never will be.
+/// Whether a request is complete; `Err` if it never will be.
 fn test(flight: &mut Flight) -> Result<bool, ()> {
     let mut done = 0;
     let mut status = MaybeUninit::uninit();
-    // SAFETY: the request is live until it is done, and is not asked about again after that.
+    // SAFETY: the request is live until it is complete, and is not tested again after that.
     let code = unsafe { ffi::MPI_Test(&mut flight.request, &mut done, status.as_mut_ptr()) };
     if code == 0 { Ok(done != 0) } else { Err(()) }
 }
@@ -207,7 +207,7 @@ impl Mail {
         Mail { world, from, next: 0, leaving: Vec::new(), coming: Vec::new() }
     }
 
-    /// Lets MPI work on what leaves.
+    /// Lets MPI make progress on messages to send.
     fn progress(&mut self) {
         self.leaving.retain_mut(|flight| match test(flight) {
             Ok(done) => !done,
@@ -220,8 +220,8 @@ impl Mail {
 
     fn send(&mut self, rank: u32, words: Vec<u32>) -> Result<(), FabricError> {
         let mut request = MaybeUninit::uninit();
-        // SAFETY: `words` has as many, and is neither moved on the heap nor freed before the request is done (or ever, if it
-        // never is).
+        // SAFETY: `words` has that many words, and is neither moved on the heap nor freed before the request is complete (never, if it does
+        // not complete).
         let code = unsafe {
             ffi::MPI_Isend(
                 words.as_ptr().cast(),
@@ -237,14 +237,14 @@ impl Mail {
             forget(words);
             return Err(FabricError::Lost { rank, waited: Duration::ZERO });
         }
-        // SAFETY: MPI has written it.
+        // SAFETY: MPI initialised it: the call returned success.
         let request = unsafe { request.assume_init() };
         self.leaving.push(Flight { rank, words, request });
         self.progress();
         Ok(())
     }
 
-    /// Begins to take a message that is there.
+    /// Starts to receive a message that has arrived.
     fn probe(&mut self) -> Result<(), FabricError> {
         for i in 0..self.from.len() {
             let at = (self.next + i) % self.from.len();
@@ -255,7 +255,7 @@ impl Mail {
             let lost = FabricError::Lost { rank, waited: Duration::ZERO };
             let (mut found, mut count) = (0, 0);
             let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-            // SAFETY: all pointers are to places for what is written.
+            // SAFETY: all pointers are to places of the right type for the results.
             let code = unsafe {
                 ffi::MPI_Improbe(
                     rank as c_int,
@@ -272,11 +272,11 @@ impl Mail {
             if found == 0 {
                 continue;
             }
-            // SAFETY: a message was found, so the status says how long it is.
+            // SAFETY: a message was found, so the status is initialised and has its length.
             let code = unsafe { ffi::MPI_Get_count(status.as_ptr(), ffi::RSMPI_UINT32_T, &mut count) };
             let mut words = vec![0u32; if code == 0 { count.max(0) as usize } else { 0 }];
             let mut request = MaybeUninit::uninit();
-            // SAFETY: as many words as the message has; they stay until the request is done, or for ever.
+            // SAFETY: `words` has the length of the message, and stays until the request is complete, or is leaked.
             let code = unsafe {
                 ffi::MPI_Imrecv(
                     words.as_mut_ptr().cast(),
@@ -289,7 +289,7 @@ impl Mail {
             if code != 0 {
                 return Err(lost);
             }
-            // SAFETY: MPI has written it.
+            // SAFETY: MPI initialised it: the call returned success.
             let request = unsafe { request.assume_init() };
             self.coming.push(Flight { rank, words, request });
             self.next = (at + 1) % self.from.len();
@@ -322,7 +322,7 @@ impl Mail {
                 return Ok(None);
             }
             turns += 1;
-            // Answers come within microseconds, or a rank is computing.
+            // An answer either arrives within microseconds, or the rank is computing.
             match turns {
                 0..200 => thread::yield_now(),
                 200..2000 => thread::sleep(Duration::from_micros(20)),
@@ -332,7 +332,7 @@ impl Mail {
     }
 }
 
-/// The ranks of a world as the front sees them, itself included.
+/// The ranks of a world, including the front's own.
 struct Processes {
     mail: Mail,
     near: Store,
@@ -353,7 +353,7 @@ impl Fabric for Processes {
     }
 
     fn receive(&mut self, until: Instant) -> Result<Option<(u32, Vec<u32>)>, FabricError> {
-        // The others are at work meanwhile.
+        // The other ranks compute in parallel.
         while let Some(message) = self.queue.pop_front() {
             self.mail.progress();
             if let Some(answer) = self.near.answer(&message) {

@@ -1,8 +1,8 @@
-//! Ranks that are processes, through `mpiexec`: the bits of one process, and what the others do when one is killed or stopped.
+//! Ranks in processes, started by `mpiexec`: the bits of one process, and the behaviour of the others when one is killed or stopped.
 //!
-//! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is every rank. The launcher starts each rank by a
-//! shell that outlives it, so that it does not end the others when one dies, and UCX, which Debian's MPICH is built over, may only use what
-//! does not abort them. `PIKV_LIBCUDA` names the stand-in for the CUDA driver, of which each rank has a device
+//! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is every rank. The launcher starts each rank from a
+//! shell that outlives it, so that it does not kill the others when one dies, and UCX, which Debian's MPICH uses, may use only transports
+//! that do not abort them. `PIKV_LIBCUDA` names the stand-in for the CUDA driver, which has a device for each rank
 //! (`target/debug/deps/libpikv_standin.so` of the workspace).
 
 use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(3);
-/// What a machine with more ranks than cores may take besides.
+/// Extra time for a machine with fewer cores than ranks.
 const SLACK: Duration = Duration::from_secs(12);
 const BUDGET: u64 = 256 << 20;
-/// What a case may take: with a device each, three ranks interpret kernels on the cores of one machine.
+/// Timeout of a case: with a device each, three ranks interpret kernels on the cores of one machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
 /// Two layers of 2 KV heads of 4 query heads, 64 channels of bf16, 8 experts.
@@ -65,7 +65,7 @@ impl Run<'_> {
     }
 }
 
-/// Adds 64 tokens that nobody attends.
+/// Adds 64 tokens without attention.
 fn fill(cache: &Cache, sequence: &mut Sequence) -> Result<(), Error> {
     let mut step = cache.begin([(&mut *sequence, 64)])?;
     for layer in 0..2 {
@@ -109,7 +109,7 @@ fn same_bits(cache: &Cache, ranks: u32) {
     assert_eq!(cache.usage().taken, 0);
     assert!(cache.ranks().unwrap().iter().all(|rank| rank.bytes == 0));
 
-    // A decode step over 9,000 tokens, and what the schedule says of it.
+    // A decode step over 9,000 tokens, and its schedule.
     let mut run = Run { cache, seed: 1000, outs: Vec::new() };
     let mut sequence = cache.sequence();
     for _ in 0..140 {
@@ -144,7 +144,7 @@ fn same_bits(cache: &Cache, ranks: u32) {
     assert!(ranks == 1 && measured == 0.0 || (measured / said - 1.0).abs() < 0.05, "{measured} {said}");
 }
 
-/// As [`same_bits`], for ranks whose devices are interpreted: little attention.
+/// [`same_bits`] with little attention, for ranks on interpreted devices.
 fn on_devices(cache: &Cache, ranks: u32) {
     let few = |cache: &Cache| {
         let mut run = Run { cache, seed: 0, outs: Vec::new() };
@@ -163,7 +163,7 @@ fn on_devices(cache: &Cache, ranks: u32) {
     assert!(cache.ranks().unwrap().iter().all(|rank| rank.bytes == 0));
 }
 
-/// Sends a signal to a rank, whose process wrote its number down.
+/// Sends a signal to a rank, by the process id that it wrote.
 fn signal(dir: &Path, rank: u32, signal: &str) {
     let pid = std::fs::read_to_string(dir.join(rank.to_string())).unwrap();
     assert!(Command::new("kill").args([signal, pid.trim()]).status().unwrap().success());
@@ -196,7 +196,7 @@ fn failure(cache: &Cache, dir: &Path, how: &str, append: bool) {
         let begun = Instant::now();
         loop {
             let done = if append {
-                // Nothing but tokens on their way to the ranks.
+                // Only tokens for the ranks.
                 fill(cache, &mut sequence)
             } else {
                 seen(&sequence).map(|_| ())
@@ -212,7 +212,7 @@ fn failure(cache: &Cache, dir: &Path, how: &str, append: bool) {
     assert!(struck.load(Ordering::Relaxed) && waited < TIMEOUT + SLACK, "{waited:?}");
     assert!(matches!(failed, Error::Fabric(FabricError::Lost { rank: 2, .. })), "{failed:?}");
     println!("signal {how}, append {append}: {failed}; after {waited:?}");
-    // What others hold stays usable, and is what it was.
+    // Sequences of other ranks stay usable and unchanged.
     assert_eq!(seen(&short).unwrap(), before);
     assert!(matches!(seen(&sequence), Err(Error::Fabric(FabricError::Lost { rank: 2, .. }))));
     // New sequences lie on the three that are left, with the bits of one process.
@@ -229,7 +229,7 @@ fn failure(cache: &Cache, dir: &Path, how: &str, append: bool) {
     assert!(ranks.iter().all(|rank| rank.bytes == 0), "{ranks:?}");
 }
 
-/// Every rank of a run: what `mpiexec` starts.
+/// Every rank of a run, started by `mpiexec`.
 #[test]
 #[ignore = "a rank of a world that the other tests start"]
 fn rank() {
@@ -280,7 +280,7 @@ fn rank() {
 /// Stays until all is over.
 const SHELL: &str = r#""$0" "$@"; until [ -e "$PIKV_RANKS/end" ]; do sleep 0.1; done"#;
 
-/// Runs a case on so many ranks; all but those in `gone` must have come to their ends.
+/// Runs a case on so many ranks; all except those in `gone` must finish.
 fn world(ranks: u32, case: &str, gone: &[u32]) {
     let dir = std::env::temp_dir().join(format!(
         "pikv-mpi-{}-{ranks}-{}",
@@ -315,7 +315,7 @@ fn world(ranks: u32, case: &str, gone: &[u32]) {
     let missing: Vec<&String> = names.iter().filter(|name| !dir.join(name).exists()).collect();
     let took = begun.elapsed();
     std::fs::write(dir.join("end"), "").unwrap();
-    // One that was stopped, or waits for it, is waited for no longer.
+    // A stopped rank, and those that wait for it, are killed.
     for rank in gone.iter().copied().chain(if missing.is_empty() { 0..0 } else { 0..ranks }) {
         if let Ok(pid) = std::fs::read_to_string(dir.join(rank.to_string())) {
             let _ = Command::new("kill").args(["-9", pid.trim()]).stderr(Stdio::null()).status();

@@ -1,4 +1,4 @@
-//! Who has hits counted, and what routers make of them.
+//! When hits are counted, and how routers use them.
 
 use super::{DIM, EXPERTS, LAYERS, config, routers, rows, turn};
 use pikv::metrics::Collector;
@@ -70,7 +70,7 @@ fn fetching_less_lowers_the_hits_and_not_what_is_wanted() {
     assert!(half < 0.9 * all && half > 0.0, "{half} beside {all}");
 }
 
-/// The bandit comes to fetch what it needs: where nothing is evicted and bytes cost nothing, all experts.
+/// The bandit learns to fetch the wanted pages: with no evictions and free bytes, those of all experts.
 #[test]
 fn the_bandit_learns_to_fetch_what_is_wanted() {
     let cache = Cache::new(config(2).hits(Hits::new().pages(3).every(1))).unwrap();
@@ -89,7 +89,7 @@ fn the_bandit_learns_to_fetch_what_is_wanted() {
     assert!(all >= 150, "all experts were fetched {all} of 200 times");
 }
 
-/// R_P ranks experts lower whose pages are wanted and gone, and does not where as many tokens are held but none is missed.
+/// R_P ranks experts with wanted but evicted pages lower, and does not where as many tokens are held but none is missed.
 #[test]
 fn misses_of_wanted_pages_steer_r_p() {
     let penalties = |config: CacheConfig| {
@@ -107,7 +107,7 @@ fn misses_of_wanted_pages_steer_r_p() {
     assert!(penalties(evicting()) > 0.5);
 }
 
-/// Where its gate is undecided R_E has rows read the pages of more experts, and those pages are wanted.
+/// Where its gate is undecided, R_E makes rows read the pages of more experts, and those pages are wanted.
 #[test]
 fn an_undecided_gate_reads_more_experts() {
     for more in [0, 2] {

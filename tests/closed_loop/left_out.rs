@@ -1,5 +1,5 @@
-//! Routers learn nothing of a sequence that was left out of a step: a loop whose steps some leave, against a twin whose steps never had
-//! them. What was routed before is chosen again where tokens are taken back.
+//! Routers learn nothing of a sequence that was left out of a step: a loop whose steps are left by some sequences is compared with a twin
+//! whose steps never had them. Choices made before are repeated after a rollback.
 
 use super::{DIM, EXPERTS, LAYERS, bits, config, routers, rows, states};
 use pikv::closed_loop::LoopError;
@@ -28,7 +28,7 @@ struct Part {
     leaves: Option<usize>,
 }
 
-/// A step; of each layer the outputs and the model's experts and weights of the rows that stay.
+/// A step; for each layer the outputs and the model's experts and weights of the rows that stay.
 fn step(pikv: &mut ClosedLoop, sequences: Vec<&mut Sequence>, parts: &[Part]) -> Vec<Vec<u32>> {
     let given = sequences.into_iter().zip(parts).map(|(sequence, part)| (sequence, part.rows as u32));
     let mut step = pikv.begin(given).unwrap();

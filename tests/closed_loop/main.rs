@@ -1,4 +1,4 @@
-//! The closed loop against its stages called one by one, and every value that goes round in it.
+//! The closed loop compared with its stages called one by one, and every value passed between them.
 
 mod hits;
 mod left_out;

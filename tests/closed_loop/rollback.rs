@@ -1,4 +1,4 @@
-//! Routers forget tokens that were taken back: a loop with rejected drafts against a twin that never had them.
+//! Routers unlearn tokens that were rolled back: a loop with rejected drafts is compared with a twin that never had them.
 
 use super::{EXPERTS, LAYERS, config, routers, rows, states, turn};
 use pikv::policy::{Budget, Eviction, H2o};

@@ -1,4 +1,4 @@
-//! Traces: written, read, refused, made up.
+//! Traces: written, read, refused, generated.
 
 use pikv::trace::{Reader, Row, Skewed, TraceError, Writer};
 use proptest::prelude::*;
@@ -53,7 +53,7 @@ fn what_is_no_trace() {
         let text = format!("token,experts of 4,wanted\n9,3,\n{row}\n");
         assert_eq!(read(&text).unwrap_err().to_string(), message);
     }
-    // What cannot be read is not written, and the file goes on without it.
+    // An invalid row is not written, and the file continues without it.
     let mut writer = Writer::new(Vec::new(), 4).unwrap();
     assert!(writer.write(&Row::new(0, vec![4], vec![])).is_err());
     assert!(writer.write(&Row::new(0, vec![3], vec![0])).is_err());
@@ -66,7 +66,7 @@ fn what_is_no_trace() {
 proptest! {
     #![proptest_config(pikv_test::cases(64, 64))]
 
-    /// What was made up is sound, comes out the same again, and survives the file.
+    /// Generated traces are valid, repeatable, and unchanged after writing and reading.
     #[test]
     fn there_and_back(experts in 1u32..40, share in 0.0f64..1.0, skew in 0.0f64..3.0, drift in 0u32..20, wants in 0u32..9, seed: u64) {
         let top_k = 1 + (f64::from(experts - 1) * share) as u32;
@@ -88,7 +88,7 @@ proptest! {
     }
 }
 
-/// First choices come as often as their ranks' weights say: by Pearson's measure, whose 0.1 % point is 37.7 for 15 degrees of freedom.
+/// First choices occur with their ranks' weights: by Pearson's measure, whose 0.1 % point is 37.7 for 15 degrees of freedom.
 #[test]
 fn ranks_are_drawn_by_weight() {
     for skew in [0.0, 1.0, 1.7] {
@@ -107,7 +107,7 @@ fn ranks_are_drawn_by_weight() {
     }
 }
 
-/// Half of the looks are nearer than the root of what there is to look at: distances have weight 1/d.
+/// Half of the looks back are nearer than the root of the length: distances have weight 1/d.
 #[test]
 fn queries_look_back_by_logarithm() {
     let options = Skewed::default().wants(1).seed(5);

@@ -1,4 +1,4 @@
-//! Attention over packed pages against the f64 oracle.
+//! Attention over packed pages, compared with the oracle in f64.
 
 use crate::mix;
 use crate::model::Model;
@@ -167,7 +167,7 @@ fn any(i: u64) -> (Setup, Attend) {
 fn every_knob() {
     for i in 0..scaled(40, 120) {
         let (mut setup, options) = any(i);
-        // A window that is no longer than the ring files nothing.
+        // A window within the ring files no tokens.
         if setup.layer.window.is_some_and(|w| w <= setup.ring) {
             setup.layer.window = Some(setup.ring + 17);
         }
@@ -244,8 +244,8 @@ const INTEGERS: [(Code, f32); 6] = [
     (Code::Int2, 3.0),
 ];
 
-/// What rounding a query to 16 bits costs is below the bound that is stated, `top / 65278 sum_c max |q scale|`, and comes near it
-/// where all is as bad as can be: every channel half a step off, in one direction, under the largest code.
+/// The cost of rounding a query to 16 bits is below the stated bound, `top / 65278 sum_c max |q scale|`, and near it in the worst case:
+/// every channel half a step off, in one direction, under the largest code.
 #[test]
 fn the_bound_of_integer_scores_is_honest() {
     for (code, top) in INTEGERS {
@@ -352,7 +352,7 @@ fn the_bound_of_integer_weights_is_honest() {
                             * match kind {
                                 0 if t == 7 => 1.0,
                                 0 => ((t * 977) as f32 + 0.49) / 32639.0,
-                                // Not all are seen.
+                                // Some are not seen.
                                 1 if t % 3 == 0 => 0.0,
                                 _ => x(99, t).abs(),
                             }

@@ -1,4 +1,4 @@
-//! The same bits, however packed pages are read and however their tokens came.
+//! Packed pages give the same bits in every way of reading them and of cutting their tokens into steps.
 
 use crate::mix;
 use crate::setup::{Got, Setup, bits, codec, feed_all, options, query, shape, snapshot};

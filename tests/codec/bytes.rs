@@ -1,4 +1,4 @@
-//! What sequences of packed pages take, and what happens where that is too much.
+//! Bytes of sequences of packed pages, and errors where they exceed the budget.
 
 use crate::model::Model;
 use crate::setup::{Setup, codec, feed, shape, snapshot};
@@ -6,7 +6,7 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::shape::Filed;
 use pikv::{Cache, Dtype, Error, Sequence};
 
-/// Bytes of a sequence are what the planner says, after every token, also while originals are kept; never more than the most.
+/// Bytes of a sequence equal the planner's forecast after every token, also while originals are kept, and never exceed the stated maximum.
 #[test]
 fn bytes_are_the_planners() {
     let layers = [shape(2, 1, 64, 64, Dtype::Bf16), shape(1, 1, 3, 200, Dtype::F32)];
@@ -63,7 +63,7 @@ fn no_full_copy_is_kept() {
     assert!(3.0 * (sequence.bytes() as f64) < f64::from(total) * 512.0);
 }
 
-/// A step that needs one byte more than there is changes nothing; with that byte it packs what it has to.
+/// A step that needs one byte more than is free changes nothing; with that byte it packs its pages.
 #[test]
 fn out_of_budget_before_anything_is_packed() {
     let base = Setup {
@@ -79,7 +79,7 @@ fn out_of_budget_before_anything_is_packed() {
             (0..len).for_each(|p| drop(feed(setup, cache, &mut sequence, [u64::from(p)])));
             sequence
         };
-        // What the step sets aside.
+        // Bytes that the step reserves.
         let cache = base.cache();
         let mut sequence = history(&base, &cache);
         let (taken, before) = (cache.usage().taken, packed(&sequence));
@@ -123,7 +123,7 @@ fn factors_and_old_pages_are_all_that_is_held() {
         (2 * 8 * 128 * 2 + 64, (2 + 1 + 16) * 128 + (8 * 8 + 32 + 8 * 64) * 4 + 64);
     let (int8, int4) = (codec(Code::Int8, Code::Int8), codec(Code::Int4, Code::Int4));
     let packed = |codec: &Codec| codec.packed(128, 128).bytes();
-    // 8000 tokens leave the ring: 250 pages, of which those are old whose last token is more than 1024 behind.
+    // 8000 tokens leave the ring: 250 pages, packed again when their last token is more than 1024 behind.
     let cases = [
         (Codec::new(means.clone(), means), None, 250 * means_bytes),
         (Codec::new(pca.clone(), pca), None, 250 * pca_bytes),
@@ -138,7 +138,7 @@ fn factors_and_old_pages_are_all_that_is_held() {
         assert_eq!(sequence.bytes(), bytes + 2 * full);
         let mut fork = sequence.fork();
         feed(&setup, &cache, &mut fork, 0..64);
-        // The fork's own ring, and two pages more, of whatever age.
+        // The fork's own ring, and two more pages of any age.
         let more = cache.usage().taken - sequence.bytes();
         assert!(more <= 2 * full + 4 * packed(setup.codec(0).unwrap()), "{more}");
         assert_eq!(
@@ -164,7 +164,7 @@ fn bytes_of_few_bits() {
         let (mx, nv) = (32 * dim / 2 + dim, 32 * dim / 2 + 2 * dim + 32);
         let page = codec(Code::Mxfp4, Code::Nvfp4).packed(dim, dim);
         assert_eq!(page.bytes(), u64::from(mx + nv) + 64, "{dim}");
-        // Of factors, fewer numbers.
+        // With factors, fewer channels.
         let pca = Coding::block_pca(Code::Mxfp4, 7).unwrap();
         assert_eq!(Codec::new(pca.clone(), pca).packed(dim, dim).stored_acc_rows(), 1);
     }

@@ -1,12 +1,12 @@
-//! Every word of a packed page against the oracle, on all lanes.
+//! Every word of a packed page compared with the oracle, on all lanes.
 //!
-//! What an integer code loses: half a scale. Beside it the step `(x - min) / scale` is rounded twice and the scale's own division
-//! twice, each by 2^-24 of at most the group's range, and the decoded value once: together below one ulp of the range (2^-22
-//! of it is taken) and one of the value.
+//! Error of an integer code: half a scale. In addition, the step `(x - min) / scale` is rounded twice and the scale's own division twice,
+//! each by 2^-24 of at most the group's range, and the decoded value once: together less than one ulp of the range (2^-22 of it is
+//! allowed) and one of the value.
 //!
-//! What a code in blocks loses: a quarter of the value, by its one bit of mantissa or, under a scale that is a power of two, since what is
-//! past the largest code becomes that; or a quarter of the scale, below the least normal code. Beside it, of a scale that is an E4M3, what
-//! that lost as a subnormal, half of 2^-9 times the page's scale, under the largest code.
+//! Error of a code in blocks: a quarter of the value, by its one bit of mantissa or, under a scale that is a power of two, by clamping to
+//! the largest code; or a quarter of the scale, below the least normal code. If the scale is an E4M3, in addition its own error as a
+//! subnormal, half of 2^-9 times the page's scale, times the largest code.
 
 use crate::mix;
 use crate::oracle::{Shape, bits, blocked, fp8, half, integer, scaled, top};
@@ -32,7 +32,7 @@ fn close(lanes: Lanes, layout: &Layout, packed: &Packed, page: &[u32], fill: u32
 
 const KINDS: u64 = 11;
 
-/// Channel `c` of token `t` of a page of one of several kinds; `group` is what its group has in common.
+/// Channel `c` of token `t` of a page of one of several kinds; `group` is shared by its group.
 fn sample(kind: u64, code: Code, salt: u64, group: usize, t: usize, c: usize) -> f32 {
     let h = mix(&[salt, t as u64, c as u64]);
     let x = (h >> 40) as f32 / 8_388_608.0 - 1.0;
@@ -148,7 +148,7 @@ fn check(shape: Shape, kind: u64, salt: u64, fill: usize) -> Result<Vec<u32>, Te
     Ok(got)
 }
 
-/// `decoded` exactly, `got` as f32, for `x`, in a group whose largest value is at most `high`, or of a page whose scale that is.
+/// Error bound for `x`, decoded to `decoded` exactly and `got` in f32, in a group with values up to `high`, or a page with that scale.
 fn loss(
     code: Code,
     decoded: f64,

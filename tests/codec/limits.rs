@@ -1,4 +1,4 @@
-//! Limits and budgets: what they refuse does not fit, what they take does, and what was asked for is given.
+//! Limits and budgets: rows that they refuse do not fit, rows that they accept do, and budgets are met.
 
 use pikv::codec::{Code, Codec, Coding, Map, PyramidKv};
 use pikv::policy::Duo;
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 use pikv_test::numbers::Rng;
 
-/// A cache of one head whose keys are packed by `coding` once they leave a ring of one token.
+/// A cache of one head with keys packed by `coding` after a ring of one token.
 fn packing(coding: &Coding, dim: u32, dtype: Dtype) -> Cache {
     let layer = LayerShape::new(1, 1, dim, dtype).values(8, Dtype::F32);
     let codec = Codec::new(coding.clone(), Coding::new(Code::F32));
@@ -56,7 +56,7 @@ fn an_outlier_of_one_channel_fits_a_transform() {
             .collect();
         let back = packed(&cache, &keys).unwrap();
         for (key, back) in keys.iter().zip(&back) {
-            // Each stored channel is off by a step of what it holds, some 530 and 40, and a row by the root of the sum of the squares.
+            // Each stored channel is off by a step of its value, some 530 and 40, and a row by the root of the sum of the squares.
             let off: f32 = key.iter().zip(back).map(|(a, b)| (a - b) * (a - b)).sum::<f32>().sqrt();
             assert!(off < 2.0 * step * 600.0 * 12.0, "{}: {off}", code.name());
         }
@@ -93,7 +93,7 @@ fn block_pca_takes_what_its_width_allows() {
     for dim in [8, 32, 64, 256] {
         let coding = Coding::block_pca(Code::Int8, 7).unwrap();
         let cache = packing(&coding, dim, Dtype::F32);
-        // Half of what could make a coefficient of 65,504.
+        // Half of the value that may give a coefficient of 65,504.
         let x = 0.5 * 0.99 * 65_504.0 / (dim as f32).sqrt();
         let keys: Vec<Vec<f32>> =
             (0..34).map(|i| vec![if i % 2 == 0 { x } else { -x }; dim as usize]).collect();
@@ -104,7 +104,7 @@ fn block_pca_takes_what_its_width_allows() {
     }
 }
 
-/// The gates of DuoAttention's published patterns, which training leaves a hair outside 0..=1.
+/// The gates of DuoAttention's published patterns, which training leaves slightly outside 0..=1.
 #[test]
 fn published_patterns_are_read() {
     let line = "9.062500000000000000e-01\t-9.584426879882812500e-05\t0.000000000000000000e+00\n";

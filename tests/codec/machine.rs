@@ -1,5 +1,5 @@
-//! Random histories of sequences with packed pages against the model: what lies where, every stored bit, bytes, and the attention of
-//! the newest rows. Steps that do not fit the budget change nothing. At the end the pool is full again.
+//! Random histories of sequences with packed pages, compared with the model: pages, every stored bit, bytes, and the attention of the
+//! newest rows. Steps that do not fit the budget change nothing. At the end all memory is free again.
 
 use crate::mix;
 use crate::model::{Model, Page};

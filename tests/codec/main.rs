@@ -1,5 +1,5 @@
-//! Packed pages against oracles written apart from the code: their words, attention over them, the same bits however they are
-//! read, and what sequences do with them.
+//! Packed pages compared with independent oracles: their words, attention over them, equal bits in every way of reading, and their part in
+//! sequences.
 
 mod attend;
 mod bits;

@@ -1,7 +1,7 @@
-//! A sequence that keeps a copy of every token, and packs by the rule: a token that leaves the ring goes to the end of its
-//! expert's chain; the page is packed by the token that fills it, or by the one that would make it span more than 65,536 positions.
-//! A row reads a page packed if the token that packed it has left that row's ring, else as it came. With a second codec, what the
-//! first left of a page is packed again by the token so many positions further on, and read so by rows whose ring that has left.
+//! A model of a sequence with packed pages: keeps a copy of every token, and packs by the rule. A token that leaves the ring is appended to
+//! its expert's run. A page is packed by the token that fills it, or by the one with which it would span more than 65,536 positions. A row
+//! reads the packed form if the token that packed the page has left the row's ring, else the unpacked one. With a second codec, the page is
+//! packed again by the token that many positions later, and rows whose ring that token has left read the second form.
 
 use crate::oracle::{Shape, integer, scaled, top};
 use crate::setup::{Setup, key, value};
@@ -15,17 +15,17 @@ use std::collections::HashMap;
 #[derive(Clone, Debug)]
 pub struct Decoded {
     pub stored: Shape,
-    /// How stored channels of a key become those of the head: the map of the codec, or one that the page brings along.
+    /// Decodes stored channels of a key to the head's: the map of the codec, or one stored in the page.
     pub k_map: Option<Map>,
     pub keys: Vec<Vec<f64>>,
     pub values: Vec<Vec<f64>>,
     /// Key and value of each token as they are read, to the bit.
     pub read: Vec<(Vec<f32>, Vec<f32>)>,
-    /// Of each stored channel of a key: the scale, and the largest magnitude on the way to a product.
+    /// For each stored channel of a key: the scale, and the largest magnitude in a product.
     pub k_scales: Vec<f64>,
     pub k_most: Vec<f64>,
     pub v_most: f64,
-    /// What half a step of a weight makes at most, if the largest is 1.
+    /// The largest effect of half a step of a weight, for a largest weight of 1.
     pub v_step: f64,
 }
 
@@ -38,7 +38,7 @@ pub struct Page {
     pub gone: bool,
     /// Out of every window that can still be asked for, so freed.
     pub passed: bool,
-    /// As the first codec left it, and the second.
+    /// Decoded from the first codec's form, and from the second's.
     pub decoded: [OnceCell<Decoded>; 2],
 }
 
@@ -115,7 +115,7 @@ impl Model {
         let (seen, kept) = (self.len().saturating_sub(window + setup.rollback), self.kept);
         for chain in self.chains.iter_mut().flat_map(|head| &mut head[1..]) {
             for page in chain.iter_mut().filter(|page| page.held()) {
-                // Packed early, it may be opened again although nobody sees it.
+                // A page that was packed early may be unpacked again, although no row sees it.
                 let done = page.positions.len() == 32 || page.by.is_some_and(|by| by < kept);
                 if !done || page.positions[page.positions.len() - 1] >= seen {
                     break;
@@ -165,7 +165,7 @@ impl Model {
         self.chains.iter().enumerate().map(head).sum()
     }
 
-    /// A packed page as a row reads it whose ring starts at position `ring`.
+    /// The form of a packed page that a row with a ring from position `ring` reads.
     pub fn decoded<'a>(&'a self, setup: &Setup, head: usize, page: &'a Page, ring: u32) -> &'a Decoded {
         let old = page.by.and_then(|by| setup.ages_at(by)).is_some_and(|at| at < ring);
         page.decoded[usize::from(old)].get_or_init(|| {
@@ -223,7 +223,7 @@ impl Model {
                 let (t, c) = (i / stored.v_dim, i % stored.v_dim);
                 most(stored.v, stored.v_scale(&words, t, c), f64::from(v[t][c]))
             });
-            // A map back adds up what its rows weigh.
+            // A map back sums the weights of its rows.
             let gain = v_map.as_ref().map_or(1.0, |map| {
                 let narrow = map.narrow() as usize;
                 let rows = map
@@ -264,8 +264,7 @@ impl Model {
     }
 }
 
-/// What of a page's rows is coded, and by which map: the codec's own, or that of the page's own basis. Means take the places of
-/// their tokens.
+/// The rows of a page to code, and the map: the codec's, or that of the page's own basis. Means replace their tokens.
 fn factored(coding: &Coding, rows: Vec<Vec<f32>>) -> (Option<Map>, Vec<Vec<f32>>) {
     let dim = rows[0].len();
     if let Some(level) = coding.level() {

@@ -1,5 +1,5 @@
-//! Packed pages once more, slowly and from their description: IEEE and OCP formats by their definition, scales and codes group
-//! by group, an address for every channel. Nothing here calls the code under test.
+//! A slow form of packed pages, written from their description: IEEE and OCP formats by definition, scales and codes group by group, an
+//! address for every channel. It does not call the code under test.
 
 use pikv::codec::Code;
 
@@ -39,7 +39,7 @@ fn planes(code: Code) -> &'static [(usize, usize)] {
     }
 }
 
-/// Where some bits of a code are in a page.
+/// Position of some bits of a code in a page.
 struct Bits {
     word: usize,
     shift: usize,
@@ -134,8 +134,8 @@ pub fn scaled(code: Code) -> bool {
     integer(code) || matches!(code, Code::E4m3 | Code::E5m2)
 }
 
-/// A number of `mantissa` bits of fraction under `exponent` bits with the usual bias, sign and all; what the format has beside
-/// numbers is not told apart.
+/// The number in `bits`, with `mantissa` bits of fraction, `exponent` bits with the usual bias, and a sign; infinities and NaN are not
+/// treated apart.
 fn number(bits: u32, exponent: u32, mantissa: u32) -> f64 {
     let bias = (1 << (exponent - 1)) - 1;
     let m = f64::from(bits & ((1 << mantissa) - 1));
@@ -149,7 +149,7 @@ pub fn half(bits: u32) -> f64 {
     number(bits, 5, 10)
 }
 
-/// OCP 8-bit and 4-bit floats; `None` for what is not a finite number.
+/// The value of an OCP 8-bit or 4-bit float; `None` if it is not finite.
 pub fn fp8(code: Code, bits: u32) -> Option<f64> {
     match code {
         _ if blocked(code) => Some(number(bits, 2, 1)),
@@ -158,7 +158,7 @@ pub fn fp8(code: Code, bits: u32) -> Option<f64> {
     }
 }
 
-/// The first of `0..=last + 1` whose value is not below `x`, `value` growing.
+/// The first of `0..=last + 1` with a value of at least `x`; `value` rises.
 fn first(value: impl Fn(u32) -> f64, last: u32, x: f64) -> u32 {
     let (mut low, mut high) = (0, last + 1);
     while low < high {
@@ -317,7 +317,7 @@ impl Shape {
         self.v_base() + rows * self.v_stride()
     }
 
-    /// A page of the tokens whose rows are `k` and `v`; lanes past them repeat the last.
+    /// A page of tokens with rows `k` and `v`; lanes past them repeat the last.
     pub fn pack(&self, positions: &[u32], k: &[Vec<f32>], v: &[Vec<f32>]) -> Vec<u32> {
         let mut words = vec![0; self.words()];
         let at = |t: usize| t.min(positions.len() - 1);
@@ -434,8 +434,8 @@ impl Shape {
     }
 }
 
-/// Where code `j` of a word of `bits` bits each starts. Of integers the first four are the lowest bits of the bytes, the next four
-/// the bits after them, and so on.
+/// First bit of code `j` in a word of codes with `bits` bits. The first four integers take the lowest bits of the bytes, the next four the
+/// bits above them, and so on.
 fn shift(code: Code, j: usize, bits: usize) -> usize {
     if integer(code) { j % 4 * 8 + j / 4 * bits } else { j * bits }
 }

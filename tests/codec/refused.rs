@@ -1,4 +1,4 @@
-//! Values, rules and maps that a codec cannot take.
+//! Values, rules and maps that a codec refuses.
 
 use crate::setup::{Setup, codec, feed, key, shape, snapshot, value};
 use pikv::codec::{Code, Codec, Coding, Map, MapError};
@@ -45,14 +45,14 @@ fn values_past_a_codec_are_refused() {
                 assert_eq!(step.append(layer, &key, &value), Err(want));
             }
         }
-        // Nothing is lost: the layer is appended again, and all goes on.
+        // The step continues: append the layer again.
         for l in layer..2 {
             step.append(l, &rows(key, l), &rows(value, l)).unwrap();
         }
         step.commit().unwrap();
         feed(&setup, &cache, &mut never, [50, 51]);
         assert_eq!(snapshot(&setup, &sequence), snapshot(&setup, &never));
-        // Just below the limit it is stored, and what the head without a codec holds has none.
+        // A value just below the limit is stored, and the head without a codec has no limit.
         let mut step = cache.begin([(&mut sequence, 2)]).unwrap();
         let (key, mut value) = (rows(key, 0), rows(value, 0));
         (value[16], value[24]) = (1e30, 0.989 * 65504.0);
@@ -76,7 +76,7 @@ fn a_map_lowers_the_limit() {
         let refused = step.append(0, &[x; 16], &v);
         assert_eq!(refused.is_ok(), fits, "{x}: {refused:?}");
     }
-    // All at the limit, through a page: what comes back is within half a step, and finite.
+    // All values at the limit, through a page: decoded values are within half a step, and finite.
     let x = setup.codec(0).unwrap().k.limit();
     for p in 0..40 {
         let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
@@ -172,7 +172,7 @@ fn rules_that_name_nothing_are_refused() {
         refused(base().compress_layer(1, wide(8, 8))),
         ConfigError::Map { layer: 1, what: "v", wide: 8, dim: 16 }
     );
-    // Of two rules the later holds.
+    // Of two rules the later applies.
     let config = base().compress(codec(Code::F32, Code::F32)).compress_layer(0, int8()).compress_head(
         0,
         1,

@@ -1,13 +1,12 @@
 //! Attention over a [`Model`], in f64.
 //!
-//! *What attention may be off by.* Integer keys: the query times the scales is rounded to 16 bits, so a logit moves by at most
-//! half a step of `max_c |q_c scale_c| / 32639` for each channel, times the largest code. Integer values: the weight times the scale
-//! of each token is, so an output moves by half a step of `max_t p_t max_t scale_t / 32639` for each token of each page, times the
-//! largest code. The rest is f32: chains of fused
-//! multiply-adds, each rounding 2^-24 of a partial sum that is below `sum_c |q_c| |k_c|` (for packed keys with |minimum| +
-//! scale * top in the place of |k_c|); 8 of them are allowed, since roundings do not add up in one direction, and twice as many
-//! where keys are turned. If no logit is off by more than d, the log-sum-exp is off by d at most, and an output by `(e^2d - 1)` of
-//! the largest value.
+//! *Error bounds of attention.* Integer keys: the query times the scales is rounded to 16 bits, so a logit moves by at most half a step of
+//! `max_c |q_c scale_c| / 32639` for each channel, times the largest code. Integer values: the weight times the scale of each token is
+//! rounded likewise, so an output moves by half a step of `max_t p_t max_t scale_t / 32639` for each token of each page, times the largest
+//! code. The rest is f32: chains of fused multiply-adds, each rounding 2^-24 of a partial sum that is below `sum_c |q_c| |k_c|` (for packed
+//! keys with |minimum| + scale * top in place of |k_c|). 8 of these roundings are allowed, since they do not add up in one direction, and
+//! twice as many for keys rotated on read. If no logit is off by more than d, the log-sum-exp is off by at most d, and an output by
+//! `(e^2d - 1)` of the largest value.
 
 use crate::model::{Decoded, Model};
 use crate::oracle::{integer, top};
@@ -17,7 +16,7 @@ use pikv::{Attend, Rope};
 
 const ULP: f64 = 1.0 / 16_777_216.0;
 
-/// What a row of one query head should be, and how far off it may be.
+/// The expected output of a row of one query head, and its error bounds.
 pub struct Row {
     pub out: Vec<f64>,
     pub lse: f64,
@@ -28,13 +27,13 @@ pub struct Row {
 }
 
 impl Model {
-    /// The row of the token at position `p`, whose ring has the newest tokens up to itself; all query heads.
+    /// The expected rows of the token at position `p`, with the newest tokens up to itself in the ring; all query heads.
     pub fn row(&self, setup: &Setup, p: u32, options: &Attend) -> Vec<Row> {
         let layer = &setup.layer;
         let (k_dim, v_dim) = (layer.layout.k_dim as usize, layer.layout.v_dim as usize);
         let q = query(setup, self.layer, self.ids[p as usize]);
         let lo = layer.window.map_or(0, |w| (p + 1).saturating_sub(w));
-        // Tokens that leave the ring in the step that brings them are read where they lie.
+        // Tokens that leave the ring in the step that adds them are read there.
         let ring = (p + 1).saturating_sub(setup.ring).min(self.known);
         let group = layer.group() as usize;
         let scale = f64::from(options.scale);
@@ -46,7 +45,7 @@ impl Model {
             let (mut off, mut v_most) = (0f64, 0f64);
             // Positions, logits and values of all that is seen.
             let mut seen: Vec<(u32, f64, Vec<f64>)> = vec![];
-            // Of each packed page, the tokens of it that are seen, and what its rounding costs at weight 1.
+            // For each packed page, its visible tokens, and the cost of rounding at weight 1.
             let mut rounded = vec![];
             let logit = |k: &[f64], at: u32| scale * dot(&turn(layer.rope, k, at), &turned);
             let plain = |at: u32| {
@@ -141,11 +140,11 @@ impl Model {
 }
 
 impl Decoded {
-    /// What a logit may be off by, before the factor.
+    /// The error bound of a logit, before the factor.
     fn logit_off(&self, setup: &Setup, q: &[f64]) -> f64 {
         let map = self.k_map.as_ref();
         let n = self.stored.k_dim;
-        // What the map leaves of the query, and of its magnitudes.
+        // The folded query, and its folded magnitudes.
         let (mut folded, mut most, mut bias) =
             (q.to_vec(), q.iter().map(|x| x.abs()).collect::<Vec<_>>(), 0.0);
         if let Some(map) = map {

@@ -1,4 +1,4 @@
-//! A cache to test, the tokens that it is fed, and what it gives back.
+//! A cache under test, its tokens, and its outputs.
 
 use crate::mix;
 use half::{bf16, f16};
@@ -17,7 +17,7 @@ pub struct Setup {
     pub rollback: u32,
     pub sinks: u32,
     pub experts: u32,
-    /// Of the KV heads, in turn.
+    /// Codecs of the KV heads, in turn.
     pub codecs: Vec<Option<Codec>>,
     /// The second codec of every head that has a first, and after how many tokens.
     pub age: Option<(u32, Codec)>,
@@ -138,7 +138,7 @@ pub fn query(setup: &Setup, layer: usize, id: u64) -> Vec<f32> {
     noise(&[id, layer as u64, 2], (setup.layer.query_heads * setup.layer.layout.k_dim) as usize).collect()
 }
 
-/// What a layer gave for the rows of a step.
+/// The results of a layer for the rows of a step.
 #[derive(Clone, Debug, Default)]
 pub struct Got {
     pub out: Vec<f32>,
@@ -160,7 +160,7 @@ pub fn options(setup: &Setup) -> Attend {
     Attend::new((setup.layer.layout.k_dim as f32).powf(-0.5))
 }
 
-/// Writes layer `layer` of rows of tokens `ids` and attends; with the mass in a second call, whose output has the same bits.
+/// Appends layer `layer` of tokens `ids` and attends; then attends again with mass, and compares the bits of the outputs.
 pub fn fill(
     setup: &Setup,
     step: &mut Step<'_>,
@@ -220,7 +220,7 @@ pub fn feed(
 /// A page and the bits of its tokens.
 pub type Stored = (PageInfo, Vec<(u32, Vec<u32>, Vec<u32>)>);
 
-/// All pages of all layers and heads with what can be read of them.
+/// All pages of all layers and heads, with their readable tokens.
 pub fn snapshot(setup: &Setup, sequence: &Sequence) -> Vec<Stored> {
     let Layout { k_dim, v_dim, .. } = setup.layer.layout;
     let (mut k, mut v) = (vec![0.0; k_dim as usize], vec![0.0; v_dim as usize]);

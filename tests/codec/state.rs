@@ -23,14 +23,14 @@ fn setup() -> Setup {
     }
 }
 
-/// What must be equal of two sequences that hold the same tokens: all but which pages are shared.
+/// The state that two sequences with the same tokens share: everything but which pages are shared.
 fn essence(setup: &Setup, sequence: &Sequence) -> Vec<Stored> {
     let mut all = snapshot(setup, sequence);
     all.iter_mut().for_each(|(page, _)| page.shared = false);
     all
 }
 
-/// As [`essence`], without what rollback leaves behind: tiles of the ring and originals that are not needed any more.
+/// [`essence`] without remains of a rollback: tiles of the ring, and originals that are not needed.
 fn filed(setup: &Setup, sequence: &Sequence) -> Vec<Stored> {
     let mut all = essence(setup, sequence);
     all.retain(|(page, _)| page.id.place != Place::Ring);
@@ -65,7 +65,7 @@ fn rollback_is_never_having_appended() {
             }
             back.rollback(n as u32).unwrap();
             assert_eq!(filed(&setup, &never), filed(&setup, &back), "{len} + {n} - {n}");
-            // In two goes, other tokens, and on.
+            // In two steps, with other tokens, and further.
             let (mut a, mut b) = (never.fork(), back.fork());
             for step in 0..12 {
                 let next = (0..10).map(|i| 20_000 + step * 10 + i).collect::<Vec<_>>();
@@ -110,7 +110,7 @@ fn a_dropped_step_never_happened() {
         for len in 0..170u32 {
             if len % 13 == 0 || (100..140).contains(&len) {
                 let (before, usage) = (snapshot(&setup, &sequence), cache.usage());
-                // As it is, and with pages shared by a fork.
+                // Once alone, and once with pages shared by a fork.
                 for fork in [false, true] {
                     let fork = fork.then(|| sequence.fork());
                     for (n, layers) in [(1, 1), (10, 2), (40, 2), (90, 1)] {
@@ -153,7 +153,7 @@ fn forks_share_packed_pages_and_stay_apart() {
         assert_eq!(cache.usage(), usage);
         assert!(b.pages(0, 0).unwrap().filter(|page| page.packed).count() > 1);
         assert!(b.pages(0, 1).unwrap().all(|page| page.shared));
-        // One goes on, the other goes back over a boundary and elsewhere.
+        // One continues, the other is rolled back over a page boundary and elsewhere.
         let mut fresh = [cache.sequence(), cache.sequence()];
         let histories = [
             (0..len + 60).map(u64::from).collect::<Vec<_>>(),
@@ -184,7 +184,7 @@ fn evicting_from_one_head() {
     let options = options(&setup);
     let mut evictions = vec![];
     for p in 0..400u32 {
-        // A packed page, an open one, twice one whose original is kept: of head 1 only, each at the first chance.
+        // A packed page, an open one, and twice one with its original kept: of head 1 only, each at the first chance.
         let pages: Vec<_> =
             sequence.pages(0, 1).unwrap().filter(|page| page.id.place == Place::Expert(0)).collect();
         let kept = |page: &&pikv::report::PageInfo| page.packed && page.bytes > setup.packed_bytes(1);

@@ -1,4 +1,4 @@
-//! Pages that are packed early, since their tokens would span more positions than 16 bits tell apart.
+//! Pages that are packed early, because their tokens would span more positions than 16 bits can express.
 
 use crate::model::Model;
 use crate::setup::{Setup, bits, codec, fill, options, shape, snapshot};
@@ -15,12 +15,12 @@ fn setup(window: Option<u32>, rollback: u32) -> Setup {
     Setup { experts: 2, rollback, ..Setup::new(layer, 8, codec(Code::Int8, Code::Int4)) }
 }
 
-/// An id of a token that goes to `expert`.
+/// An id of a token with home expert `expert`.
 fn id(setup: &Setup, salt: u32, expert: u16) -> u64 {
     (0..).map(|i| u64::from(salt) << 16 | i).find(|id| setup.home(0, *id) == expert).unwrap()
 }
 
-/// Appends without attending, and evicts what the hot expert packed, but for the last pages.
+/// Appends without attention, and evicts the hot expert's packed pages, except the last ones.
 fn skim(setup: &Setup, cache: &Cache, sequence: &mut Sequence, ids: &[u64]) {
     for ids in ids.chunks(4096) {
         let v: Vec<f32> = ids.iter().flat_map(|id| crate::setup::value(setup, 0, *id, 0)).collect();
@@ -121,7 +121,7 @@ fn packed_by_the_token_that_would_widen_it() {
     }
 }
 
-/// A page that left the window stays while the token that packed it early can be taken back.
+/// A page that left the window is kept while the token that packed it early can be rolled back.
 #[test]
 fn early_packing_behind_a_window() {
     let setup = setup(Some(50), 12);

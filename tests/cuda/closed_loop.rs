@@ -1,4 +1,4 @@
-//! The closed loop: routers that learn from residency take the same turns on both back ends.
+//! The closed loop: routers that learn from residency make the same choices on both back ends.
 
 use crate::engine::Engine;
 use crate::script::noise;

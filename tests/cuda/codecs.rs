@@ -1,4 +1,4 @@
-//! Codecs: packed on one back end as on the other, read with the same bits.
+//! Codecs: pages packed alike on both back ends, and read with equal bits.
 
 use crate::script::{Op, Options, mix, noise};
 use crate::standin::Standin;
@@ -113,7 +113,7 @@ fn forks_rollbacks_and_abandoned_steps_of_packed_pages() {
 
 #[test]
 fn the_mass_of_packed_pages() {
-    // Steps in which pages are packed, so that some rows read them packed and others as they came.
+    // Steps that pack pages, so that some rows read them packed and others unpacked.
     for (group, experts) in [(1, 1), (3, 9), (12, 2)] {
         let layers = vec![shape(1, group, 16, 16, Dtype::Bf16, Dtype::Bf16)];
         let int4 = Codec::new(Coding::new(Code::Int4), Coding::new(Code::Int8));

@@ -1,4 +1,4 @@
-//! Several devices of one host: each has memory of its own, and they are used from one thread in turn, and from many.
+//! Several devices of one host: each has its own memory; they are used in turn from one thread, and from many threads.
 
 use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};
@@ -43,7 +43,7 @@ fn an_ordinal_that_does_not_exist_says_how_many_there_are() {
         assert_eq!(error, CudaError::Ordinal { ordinal: n, devices: n });
         assert_eq!(error.to_string(), format!("no CUDA device {n}: the driver counts {n}, from 0"));
         assert_eq!(standin.get(Get::Live), 0);
-        // The others are there, each with a context of its own.
+        // The other devices exist, each with its own context.
         let backends = standin.backends();
         let live: Vec<u64> = (0..n).map(|i| standin.get_on(i, Get::Live)).collect();
         assert!(live.iter().all(|of| *of > 0 && *of == live[0]), "{live:?}");
@@ -65,7 +65,7 @@ fn one_thread_uses_devices_in_turn() {
     }
     for (device, run) in (0..).zip(runs) {
         assert!(finish(run, [].iter()) == want(device), "device {device}");
-        // Nothing of it lies on another.
+        // It has no memory on another device.
         assert!(standin.get_on(device, Get::Launched) > 0);
     }
     drop(backends);
@@ -120,7 +120,7 @@ fn a_device_that_is_lost_takes_no_other_along() {
     assert_eq!(standin.get(Get::Live), 0);
 }
 
-/// What the tests above rely on: the stand-in tells devices apart.
+/// The tests above rely on this: the stand-in tells devices apart.
 #[test]
 fn an_address_of_one_device_is_none_on_another() {
     type Context = extern "C" fn(*mut u64, i32) -> u32;

@@ -1,4 +1,4 @@
-//! An engine whose tensors lie on the device: memory and copies of the driver's own, asked of the stand-in's library.
+//! An engine with its tensors in device memory: it allocates and copies through the driver's own functions, here the stand-in's.
 
 use crate::standin::library;
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use pikv::cuda::DeviceSlice;
 use pikv::{Backend, Dtype};
 use std::ffi::c_void;
 
-/// What a value is once it was rounded to a dtype.
+/// A value rounded to a dtype.
 pub fn rounded(x: f32, dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F16 => f16::from_f32(x).to_f32(),
@@ -27,12 +27,12 @@ fn size(dtype: Dtype) -> usize {
     bytes(0.0, dtype).len()
 }
 
-/// Memory on the device of a back end, and what is copied there on its stream.
+/// Memory on a back end's device, and copies on its stream.
 pub struct Engine {
     context: Context,
     stream: *mut c_void,
     memory: Vec<u64>,
-    /// What copies up read, until somebody waits.
+    /// Sources of copies to the device, until the host waits.
     kept: Vec<Vec<u8>>,
 }
 
@@ -106,7 +106,7 @@ impl Engine {
         Engine { context: Context::new(device), stream, memory: Vec::new(), kept: Vec::new() }
     }
 
-    /// Memory that nobody wrote, for f32.
+    /// Uninitialised memory for f32.
     pub fn room(&mut self, len: usize) -> DeviceSlice {
         self.room_of(len, Dtype::F32)
     }
@@ -120,7 +120,7 @@ impl Engine {
         let allocate = unsafe { library().get::<extern "C" fn(*mut u64, usize) -> u32>(b"cuMemAlloc_v2\0") };
         done("allocate", allocate.expect("there")(&mut address, before + size(dtype) * len));
         self.memory.push(address);
-        // SAFETY: that many elements, given back when the engine goes, which waits for the stream first.
+        // SAFETY: the allocation has that many elements, and is freed when the engine is dropped, which waits for the stream first.
         unsafe { DeviceSlice::new(address + before as u64, len, dtype) }
     }
 
@@ -150,7 +150,7 @@ impl Engine {
         to
     }
 
-    /// What lies in a tensor once the stream has passed, as f32.
+    /// The values of a tensor as f32, after waiting for the stream.
     pub fn read(&mut self, from: DeviceSlice) -> Vec<f32> {
         let mut values = vec![0u8; from.len() * size(from.dtype())];
         done("enter", self.context.enter());
@@ -183,7 +183,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // A device that is lost has nothing under way.
+        // A lost device has no work in progress.
         self.wait();
         // SAFETY: the driver's signature.
         let free = unsafe { library().get::<extern "C" fn(u64) -> u32>(b"cuMemFree_v2\0") };

@@ -1,5 +1,5 @@
-//! What a device can do to a cache: refuse memory, refuse a launch, be lost. Each is a typed error; the cache goes on as if the
-//! call had not been made, or fails for good; and nothing is leaked.
+//! Faults of a device: no memory, a refused launch, a lost device. Each gives a typed error; the cache continues as if the call had not
+//! been made, or fails for good; nothing is leaked.
 
 use crate::script::{Op, Options, Run};
 use crate::standin::{Get, Set, Standin};
@@ -39,8 +39,8 @@ fn reference(setup: &CacheConfig, ops: &[Op], options: Options) -> Vec<u32> {
     run.record
 }
 
-/// One fault at a time, the `n`th time that it can happen: it must show, and what failed must succeed when done again.
-/// With `again` an append is tried anew in its step, else the step.
+/// Injects one fault at a time, at the `n`th chance: it must give an error, and the repeated call must succeed. With `again` an append is
+/// repeated in its step, else the step.
 fn recovers(
     setup: &CacheConfig,
     ops: &[Op],
@@ -54,7 +54,7 @@ fn recovers(
     faults
 }
 
-/// As [`recovers`], but faults need not show: how many there were, and how many were overcome unseen.
+/// [`recovers`] for faults that may stay unseen: returns the number of faults, and of those overcome unseen.
 fn each_fault(
     setup: &CacheConfig,
     ops: &[Op],
@@ -75,7 +75,7 @@ fn each_fault(
             let used = run.cache.usage();
             if let Err(e) = run.act(op) {
                 assert!(expected(&e), "{n}, {op:?}: {e:?}");
-                // Pages that went down on the way to a step stay there.
+                // Pages demoted for a step stay in their tier.
                 if !options.anywhere {
                     assert_eq!(run.cache.usage(), used, "{n}, {op:?}: pages of a step that failed are kept");
                 }
@@ -136,7 +136,7 @@ fn launches_that_are_refused() {
     }
 }
 
-/// What goes wrong while pages are packed, or their extremes taken, is as if it had not been tried.
+/// A fault while pages are packed, or their extremes taken, leaves no trace.
 #[test]
 fn faults_while_pages_are_packed() {
     let codec = |map| Codec::new(Coding::new(Code::Int8).map(map), Coding::new(Code::E4m3));
@@ -153,7 +153,7 @@ fn faults_while_pages_are_packed() {
     assert!(n > 40, "{n} launches");
 }
 
-/// Pages that could not be put together stay as they are: the tokens are those of the CPU, whatever pages they lie in.
+/// Pages that could not be compacted stay: the tokens are those of the CPU, in whatever pages.
 #[test]
 fn faults_while_pages_are_put_together() {
     let standin = Standin::new();
@@ -200,7 +200,7 @@ fn faults_while_pages_are_put_together() {
     }
 }
 
-/// Pages that could not be brought up early come late; what cannot be moved stays where it is.
+/// Pages that could not be prefetched are read late; pages that cannot be moved stay.
 #[test]
 fn faults_on_the_way_between_tiers() {
     let mut tiered = setup().tiers(Tiers::new().host(1 << 20)).experts(1, 1).rollback(0);
@@ -230,7 +230,7 @@ fn a_device_that_is_lost() {
         let ops = ops();
         assert!(ops.iter().any(|op| run.act(op).is_err_and(|e| lost(&e))), "{n}: it shows");
         let len = run.sequences[0].next_position();
-        // For good, and the host's tables stay as they were.
+        // The loss is permanent, and the host's tables stay unchanged.
         for op in [Op::Feed(vec![(0, 1)]), Op::Ask(0, 1), Op::Feed(vec![(0, 30)])] {
             match run.act(&op) {
                 Err(e) => assert!(lost(&e), "{n}, {op:?}: {e:?}"),
@@ -298,6 +298,6 @@ fn steps_of_a_known_size_allocate_nothing_and_wait_once_a_layer() {
         run.act(&Op::Feed(vec![(0, 1)])).unwrap();
     }
     assert_eq!(standin.get(Get::Allocated), allocated);
-    // Where attention is handed out, and nowhere else: 2 layers.
+    // The host waits only where attention returns results: 2 layers.
     assert_eq!(standin.get(Get::Waited) - waited, 5 * 2);
 }

@@ -1,5 +1,5 @@
-//! Tensors of the device in 16 bits an element: what is stored of them, what is refused, and what is found later. That steps over them
-//! have the bits of the host, given the same values, is compared wherever the two back ends are (`suite::check`).
+//! Device tensors with 16 bits an element: stored values, early and late errors. Steps with them are compared bit for bit with host
+//! tensors of the same values wherever the two back ends are compared (`suite::check`).
 
 use crate::engine::rounded;
 use crate::script::{Op, Options, noise};
@@ -66,7 +66,7 @@ fn rotations_codecs_and_policies() {
         let codec =
             Codec::new(Coding::new(Code::Int8).map(Map::hadamard(64).unwrap()), Coding::new(Code::Int8));
         check("transformed", config(vec![wide], 8, 3).compress(codec), [dtype; 4], ops.clone());
-        // What policies are told of keys, of queries and of masses comes down from the device.
+        // Keys, queries and masses that policies observe are copied from the device.
         let budget = || Budget::Tokens(30);
         let rules = [
             Eviction::new(KeyNorm, budget()),
@@ -182,7 +182,7 @@ fn outputs_that_the_dtype_does_not_hold() {
         run.engine.write(v, values);
         let mut step = run.step().unwrap();
         let told = step.check().err();
-        // Nobody looks.
+        // The step is committed without a check.
         step.commit().unwrap();
         let got = run.engine.read(out);
         let at = 2 * 41 + 37;
@@ -196,7 +196,7 @@ fn outputs_that_the_dtype_does_not_hold() {
             Some(e) => panic!("{e}"),
         }
     }
-    // Scores come first, and so do values whose sum overflows.
+    // Scores overflow first, and so do values with a sum that overflows.
     let config = config(vec![shape(1, 1, 4, 4, Dtype::F32, Dtype::F32)], 8, 0);
     for (tensor, value) in [(2, 3e38), (1, f32::MAX)] {
         let dtypes = [Dtype::F32, Dtype::F32, Dtype::F32, Dtype::F16];
@@ -215,7 +215,7 @@ fn tensors_that_are_refused() {
     for dtype in NARROW {
         let mut run = Loop::of(config.clone(), &standin.backend(), 2, [dtype; 4]);
         let [k, v, q, out, lse] = run.tensors[0];
-        // SAFETY: nobody reads or writes there: each is refused.
+        // SAFETY: the memory is never accessed: each call is refused.
         let at = |address, len, dtype| unsafe { DeviceSlice::new(address, len, dtype) };
         let odd = |of: DeviceSlice| at(of.address() + 1, of.len(), dtype);
         let short = |of: DeviceSlice| at(of.address(), of.len() - 1, dtype);
@@ -232,7 +232,7 @@ fn tensors_that_are_refused() {
         refused(step.append_device(0, odd(k), v), "k", "multiples of 2");
         refused(step.append_device(0, k, odd(v)), "v", "multiples of 2");
         refused(step.append_device(0, short(k), v), "k", "length");
-        // An f32 lies at multiples of 4, and halves between them.
+        // An f32 needs an address that is a multiple of 4; 16-bit elements do not.
         let between = v.address() & !3 | 2;
         refused(step.append_device(0, k, at(between, v.len(), Dtype::F32)), "v", "multiples of 4");
         step.append_device(0, k, v).unwrap();

@@ -1,5 +1,5 @@
-//! The CUDA back end, run by a stand-in for the driver over the interpreter of `tests/interpreter`: one machine has no device, and an
-//! interpreter finds what a device would not.
+//! The CUDA back end over a stand-in for the driver with the interpreter of `tests/interpreter`: it needs no device, and the interpreter
+//! finds faults that a device would not.
 
 mod closed_loop;
 mod codecs;

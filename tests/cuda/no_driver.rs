@@ -1,4 +1,4 @@
-//! Without a driver there is an error that says so, and the CPU goes on.
+//! Without a driver the back end returns an error that says so, and the CPU works.
 
 use pikv::Backend;
 use pikv::cuda::CudaError;

@@ -1,4 +1,4 @@
-//! Policies: who goes and what is put together is the same on both back ends, and so is what is read afterwards.
+//! Policies: evictions and compactions are the same on both back ends, and so are later reads.
 
 use crate::script::{Op, Options, mix};
 use crate::standin::{Get, Standin};
@@ -105,7 +105,7 @@ fn policies_over_factors_and_old_pages() {
     ];
     for (single, first, second) in codecs {
         for (name, rule) in rules(&Budget::Tokens(60)) {
-            // Those that read what they rank, those that are told masses, and whole pages.
+            // Policies that read the tokens they rank, policies that observe masses, and whole pages.
             let all = ["key norm", "expected attention", "H2O", "by page"].contains(&name);
             if !all || !single && name != "by page" {
                 continue;

@@ -1,5 +1,5 @@
-//! Caches over ranks that are devices: the bits of one process on the CPU, pages on the devices alone, and what a device that refuses
-//! or is lost does to the others.
+//! Caches over ranks on devices: the bits of one process on the CPU, pages in device memory only, and the effects of a device that
+//! refuses or is lost.
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};
@@ -32,7 +32,7 @@ fn one(config: &CacheConfig, options: Options, ops: &[Op]) -> Vec<u32> {
     record(Run::new(config.clone(), options).unwrap(), ops, "one process")
 }
 
-/// Runs a case in one process and over devices; pages must have come to each of these.
+/// Runs a case in one process and over devices; pages must have been sent to each of these.
 fn check(name: &str, config: CacheConfig, options: Options, ops: Vec<Op>, devices: &[u32]) {
     let options = Options { anywhere: true, ..options };
     let want = one(&config, options, &ops);
@@ -220,7 +220,7 @@ fn merged_on_the_devices() {
         };
         let (cpu, cuda) = (of(&[Backend::CPU, Backend::CPU]), of(&standin.backends()));
         assert!(!cpu.is_empty() && cpu == cuda);
-        // Ranks of both kinds go together.
+        // Ranks of both kinds work together.
         let [_, second] = standin.backends().try_into().unwrap();
         assert!(cpu == of(&[Backend::CPU, second]));
     }
@@ -365,7 +365,7 @@ fn a_device_that_is_lost() {
         let failed = ops.iter().chain(&decode(3)).find_map(|op| run.act(op).err());
         let lost = Error::Fabric(FabricError::Device { rank: 1, code: 719, lost: true });
         assert_eq!(failed, Some(lost.clone()), "{n}");
-        // For good, where something of it is read; the others are as they were, and new pages go to them.
+        // The loss is permanent for pages on the device; other pages are unchanged, and new ones go to the other ranks.
         assert_eq!(run.act(&Op::Feed(vec![(0, 1)])), Err(lost.clone()), "{n}");
         let ranks = cache.ranks().unwrap();
         assert_eq!(ranks[1].lost.clone().map(Error::Fabric), Some(lost), "{n}");
@@ -425,7 +425,7 @@ fn a_device_that_was_lost_before() {
     let mut run = Run::of(over(&config(), &backends, false), plain());
     let failed = decode(60).iter().find_map(|op| run.act(op).err());
     assert_eq!(failed, Some(Error::Fabric(FabricError::Device { rank: 0, code: 719, lost: true })));
-    // And nobody is left.
+    // Without any rank left.
     assert_eq!(run.act(&Op::Feed(vec![(0, 40)])), Err(Error::Fabric(FabricError::Nobody)));
 }
 

@@ -1,4 +1,4 @@
-//! Routing from logits of the device: choices, weights, states and pages are those of the host's form, to the bit.
+//! Routing from logits in device memory: choices, weights, states and pages equal those of host routing, bit for bit.
 
 use crate::engine::Engine;
 use crate::script::noise;
@@ -19,7 +19,7 @@ use pikv_test::scaled;
 
 const LAYERS: usize = 2;
 
-/// Every router, with strong coefficients so that what was learnt decides often.
+/// Every router, with strong coefficients so that learnt averages often decide.
 fn routers(experts: u32, top_k: u32) -> Vec<Box<dyn Router>> {
     let shape = Shape::new(experts, top_k);
     let mut all: Vec<Box<dyn Router>> = vec![
@@ -33,7 +33,7 @@ fn routers(experts: u32, top_k: u32) -> Vec<Box<dyn Router>> {
         Box::new(EntropyPenalised::default().beta(3.0).router(shape).unwrap()),
         Box::new(Adaptive::new(top_k, 5).router(shape).unwrap()),
     ];
-    // Of few experts there are no groups that act.
+    // With few experts no setting of groups acts.
     all.extend(Hierarchical::fitting(experts, top_k).router(shape).map(|r| Box::new(r) as Box<dyn Router>));
     all
 }
@@ -64,7 +64,7 @@ impl Run {
         Run { sequences: (0..sequences).map(|_| cache.sequence()).collect(), cache, pikv, engine }
     }
 
-    /// A step of so many rows of each sequence, in all layers; the bits of what came out. It is committed, or dropped.
+    /// A step of `rows` rows of each sequence, in all layers, committed or dropped; returns the bits of the results.
     fn turn(&mut self, rows: &[usize], seed: u64, read: Read, commit: bool) -> Vec<u32> {
         let Run { cache, pikv, sequences, engine } = self;
         let experts = cache.config().experts as usize;
@@ -112,7 +112,7 @@ impl Run {
     }
 }
 
-/// What lies at the addresses: experts and weights, of the model, then of the filing.
+/// The experts and weights at the addresses: the model's, then the filing's.
 fn chosen(engine: &mut Engine, routes: &DeviceRoutes) -> Vec<u32> {
     let choices = routes.rows * routes.top_k;
     let [model, filing] = [routes.model, routes.filing];
@@ -172,7 +172,7 @@ fn every_router_chooses_and_learns_as_on_the_host() {
     assert_eq!(standin.get(Get::Live), live);
 }
 
-/// Tokens that are taken back, steps that are dropped and steps that the host routes: states are those of the host's form.
+/// Rollbacks, dropped steps and steps routed by the host: states equal those of host routing.
 #[test]
 fn routers_forget_as_on_the_host() {
     let standin = Standin::new();
@@ -228,7 +228,7 @@ fn steps_of_a_known_size_wait_for_nothing_before_the_commit() {
                     let (sent, launched) = (of(Get::Uploaded), of(Get::Launched));
                     step.route_device(layer, gate).unwrap();
                     if turn > 0 {
-                        // Its position.
+                        // The position of the first row alone.
                         let most = if kind == RouterKind::Hash { 16 } else { 0 };
                         assert_eq!(of(Get::Uploaded) - sent, most, "{kind}, {turn}: the state is there");
                     }
@@ -244,8 +244,8 @@ fn steps_of_a_known_size_wait_for_nothing_before_the_commit() {
                 }
                 step.commit().unwrap();
                 if turn >= 70 {
-                    // Once for the choices of all layers. Where the router asks what attention met, that comes besides, and keys of
-                    // pages that became full.
+                    // One wait for the choices of all layers. If the router wants hits, they take another, and so do the keys of full
+                    // pages.
                     let waited = of(Get::Waited) - before[0];
                     let asks = run.pikv.routers()[0].wants_hits();
                     assert!(
@@ -414,6 +414,6 @@ fn nobody_leaves_a_step_whose_experts_the_device_has_ranked() {
     let ranked = step.route_device(0, engine.put(logits(3, 0, 2, 8)));
     let what = "a step that a sequence was left out of";
     assert_eq!(ranked.map(|_| ()), refused(0, what));
-    // From logits of the host it goes on.
+    // The step continues from logits in host memory.
     assert_eq!(step.route(0, &logits(3, 0, 2, 8)).unwrap().rows(), 2);
 }

@@ -1,4 +1,4 @@
-//! A sequence that is saved on one back end goes on on the other with the same bits.
+//! A sequence saved on one back end continues on the other with the same bits.
 
 use crate::standin::Standin;
 use crate::suite::{config, shape};
@@ -7,7 +7,7 @@ use pikv::policy::{Budget, Eviction, H2o};
 use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, Output, Sequence};
 use pikv_test::numbers::{bits, noise};
 
-/// Adds `n` tokens in one step; the bits of what was attended.
+/// Adds `n` tokens in one step; returns the bits of attention.
 fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) -> Vec<u32> {
     let (at, n) = (u64::from(sequence.next_position().0), n as usize);
     let mut step = cache.begin([(&mut *sequence, n as u32)]).unwrap();

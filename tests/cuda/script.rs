@@ -1,4 +1,4 @@
-//! What is done to a cache, on whatever back end, and what comes out of it.
+//! A script of calls to a cache, for any back end, and its results.
 
 use crate::engine::{Engine, rounded};
 use pikv::cuda::DeviceOutput;
@@ -38,38 +38,38 @@ pub enum Op {
     Drop(usize),
     /// Pins positions.
     Pin(usize, u32, u32),
-    /// Moves so many bytes to the tiers beneath, or back.
+    /// Moves a number of bytes to lower tiers, or back.
     Demote(usize, u64),
     Promote(usize, u64),
     /// Over ranks: places a layer's experts anew by loads that the number draws.
     Rebalance(usize, u64),
-    /// Over ranks: has an expert's pages lie on so many, or all.
+    /// Over ranks: replicates an expert's pages to a number of ranks, or to all.
     Replicate(usize, u16, u32),
 }
 
-/// How is attended.
+/// Options of attention and of the comparison.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     pub softcap: Option<f32>,
     pub closed_gaps: bool,
     /// Rows read their own experts' pages alone.
     pub own_experts: bool,
-    /// Rows read so many pages, if it is not 0, chosen by their bounds.
+    /// Rows read this many pages, chosen by their bounds; 0 for all.
     pub quest: u32,
     /// The mass of every page is recorded.
     pub mass: bool,
-    /// Nothing of where pages lie is recorded.
+    /// Places of pages are not recorded.
     pub anywhere: bool,
     /// An append that fails is tried once more, in the same step.
     pub again: bool,
     /// Tensors of steps lie on the device of the cache.
     pub in_place: bool,
-    /// Dtypes of keys, values, queries and outputs of steps, if they are not all f32: what the host gives and gets is rounded so too.
+    /// Dtypes of keys, values, queries and outputs of steps, if not all f32; host values are rounded likewise.
     pub dtypes: Option<[Dtype; 4]>,
 }
 
 impl Options {
-    /// Some of them, by numbers below what is asked for.
+    /// Random options; `below(n)` is a random number below `n`.
     pub fn drawn(below: &mut impl FnMut(u64) -> u64) -> Options {
         Options {
             softcap: (below(4) == 0).then_some(3.0),
@@ -82,13 +82,13 @@ impl Options {
     }
 }
 
-/// A cache, its sequences, and all that came out of them, as bits.
+/// A cache, its sequences, and all their results, as bits.
 pub struct Run {
     pub cache: Cache,
     pub sequences: Vec<Sequence>,
     pub options: Options,
     pub record: Vec<u32>,
-    /// What appends failed of that were tried once more.
+    /// Errors of appends that were repeated.
     pub failed: Vec<Error>,
     tokens: u64,
 }
@@ -224,7 +224,7 @@ impl Run {
                         .map(move |i| ((first + i) % u64::from(config.experts)) as u16)
                 })
                 .collect();
-            // Where rows ask for their experts those must be known.
+            // Rows that read their own experts' pages need the experts.
             if own_experts {
                 step.route(layer, &chosen)?;
             }

@@ -1,11 +1,11 @@
-//! The stand-in for the driver, found beside the test and opened in its place.
+//! Finds the driver's stand-in beside the test binary, and opens it in place of the driver.
 
 use libloading::Library;
 use pikv::Backend;
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
-/// What can be set; the stand-in has the same numbers.
+/// Settings; the stand-in uses the same numbers.
 #[derive(Clone, Copy)]
 pub enum Set {
     Allocations = 0,
@@ -17,7 +17,7 @@ pub enum Set {
     Slow = 6,
 }
 
-/// What can be asked.
+/// Counters.
 #[derive(Clone, Copy)]
 pub enum Get {
     Live = 0,
@@ -30,7 +30,7 @@ pub enum Get {
     Uploaded = 7,
 }
 
-/// One world of the stand-in's devices, which no other test uses meanwhile.
+/// One world of the stand-in's devices, for one test at a time.
 pub struct Standin {
     pub library: &'static Library,
     world: u32,
@@ -58,7 +58,7 @@ pub fn library() -> &'static Library {
     static LIBRARY: OnceLock<Library> = OnceLock::new();
     LIBRARY.get_or_init(|| {
         let path = path();
-        // SAFETY: once, and every test of this binary comes here before anything else reads the environment.
+        // SAFETY: this runs once, and every test of this binary passes here before anything reads the environment.
         unsafe { std::env::set_var("PIKV_LIBCUDA", &path) };
         // SAFETY: its initialisers do nothing.
         unsafe { Library::new(&path) }.unwrap_or_else(|e| panic!("{}: {e}", path.display()))
@@ -76,13 +76,13 @@ impl Standin {
         *taken |= 1 << world;
         drop(taken);
         let standin = Standin { library, world };
-        // The device of the test before is gone with all that was left on it.
+        // Removes the previous test's device with all that was left on it.
         standin.set(Set::Devices, 0);
         standin.set(Set::Devices, 1);
         standin
     }
 
-    /// As [`Standin::new`], with several devices.
+    /// [`Standin::new`] with several devices.
     pub fn with_devices(n: u32) -> Standin {
         let standin = Standin::new();
         standin.set(Set::Devices, u64::from(n));

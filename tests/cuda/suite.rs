@@ -1,4 +1,4 @@
-//! The same on the CPU and on the stand-in, to the bit.
+//! The same script on the CPU and on the stand-in, with equal bits.
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Set, Standin};
@@ -8,7 +8,7 @@ use pikv::shard::ShardMap;
 use pikv::{Backend, CacheConfig, Dtype, LayerShape, Rope};
 use pikv_test::scaled;
 
-/// A cache and what is done to it.
+/// A cache and a script.
 pub struct Case {
     pub config: CacheConfig,
     pub options: Options,
@@ -28,7 +28,7 @@ pub fn decode(n: usize) -> Vec<Op> {
     vec![Op::Feed(vec![(0, 1)]); n]
 }
 
-/// Runs a case, and what it left.
+/// Runs a case and records its results.
 fn record(case: &Case, backend: &Backend, options: Options) -> Vec<u32> {
     let mut run = Run::new(case.config.clone().backend(backend.clone()), options).unwrap();
     for (i, op) in case.ops.iter().enumerate() {
@@ -38,7 +38,7 @@ fn record(case: &Case, backend: &Backend, options: Options) -> Vec<u32> {
     run.record
 }
 
-/// Runs a case on both back ends; on the device with tensors of the host and, where that goes, of its own, in f32 too if the case has
+/// Runs a case on both back ends; on the device with host tensors and, where possible, with device tensors, also in f32 if the case has
 /// other dtypes.
 pub fn same(name: &str, standin: &Standin, case: &Case) {
     let Options { mass, quest, dtypes, .. } = case.options;

@@ -1,5 +1,5 @@
-//! Steps whose tensors lie on the device: what they wait for and allocate, what they refuse, what they find later, and whose stream
-//! they are put on. That their bits are those of the host's forms is compared wherever the two back ends are (`suite::same`).
+//! Steps with tensors in device memory: their waits and allocations, early and late errors, and the stream that they use. Their bits are
+//! compared with those of host tensors wherever the two back ends are compared (`suite::same`).
 
 use crate::engine::{Context, Engine};
 use crate::script::{Op, Options, Run, noise};
@@ -37,11 +37,11 @@ fn groups_rotations_and_windows_together() {
     }
 }
 
-/// One sequence that steps over tensors that are there already.
+/// One sequence that steps over existing tensors.
 pub struct Loop {
     pub cache: Cache,
     pub sequence: Sequence,
-    /// Of each layer k, v, q, out and lse.
+    /// k, v, q, out and lse of each layer.
     pub tensors: Vec<[DeviceSlice; 5]>,
     rows: u32,
     pub engine: Engine,
@@ -52,7 +52,7 @@ impl Loop {
         Loop::of(config, backend, rows, [Dtype::F32; 4])
     }
 
-    /// Its keys, values, queries and outputs in other dtypes.
+    /// With keys, values, queries and outputs in other dtypes.
     pub fn of(config: CacheConfig, backend: &Backend, rows: u32, dtypes: [Dtype; 4]) -> Loop {
         let cache = Cache::new(config.backend(backend.clone())).unwrap();
         let mut engine = Engine::new(backend);
@@ -153,7 +153,7 @@ fn an_engine_and_its_cache_on_one_stream() {
         let context = Context::new(1);
         let stream = context.stream();
         let of = if default { std::ptr::null_mut() } else { stream };
-        // SAFETY: a stream of the second device's primary context, destroyed after the back end is gone.
+        // SAFETY: a stream of the second device's primary context, destroyed after the back end was dropped.
         let backend = unsafe { Backend::cuda_stream(1, of) }.unwrap();
         assert_eq!(backend.stream(), Some(of));
         let mut engine = Engine::on(1, &backend);
@@ -162,7 +162,7 @@ fn an_engine_and_its_cache_on_one_stream() {
         let (k, v, q, out) = (engine.room(8), engine.room(8), engine.room(16), engine.room(16));
         let waited = standin.get(Get::Waited);
         let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
-        // What is written is behind in the stream; nobody waits.
+        // The writes are still queued on the stream; the host does not wait.
         engine.write(k, noise(&[1], 8));
         engine.write(v, noise(&[2], 8));
         step.append_device(0, k, v).unwrap();
@@ -191,7 +191,7 @@ fn tensors_that_are_refused() {
     let mut run = Loop::new(setup(), &backends[0], 2);
     let [k, v, q, out, lse] = run.tensors[0];
     let Loop { cache, sequence, .. } = &mut run;
-    // SAFETY: nobody reads or writes there: each is refused.
+    // SAFETY: the memory is never accessed: each call is refused.
     let at = |address, like: DeviceSlice| unsafe { DeviceSlice::new(address, like.len(), like.dtype()) };
     // SAFETY: as above.
     let short = |of: DeviceSlice| unsafe { DeviceSlice::new(of.address(), of.len() - 1, of.dtype()) };
@@ -246,7 +246,7 @@ fn tensors_that_are_refused() {
     }
 }
 
-/// A step whose tensors are those of the loop, but for one value of one of them.
+/// A step with the loop's tensors, except one value of one of them.
 fn spoiled(run: &mut Loop, layer: usize, tensor: usize, at: usize, value: f32) {
     let of = run.tensors[layer][tensor];
     let mut values = noise(&[tensor as u64], of.len());
@@ -294,7 +294,7 @@ fn values_that_do_not_fit_are_found_later_and_named_as_on_the_host() {
         assert_eq!(step.check().unwrap_err().to_string(), want);
         drop(step);
         assert_eq!(run.sequence.next_position().0, 0);
-        // As if it had not been.
+        // As if the step had not been made.
         spoiled(&mut run, layer, tensor, at, 0.5);
         let mut step = run.step().unwrap();
         step.check().unwrap();
@@ -397,7 +397,7 @@ fn launches_that_are_refused_and_devices_that_are_lost() {
     }
 }
 
-/// Keeps what it makes of a token's position, and wants to be told nothing.
+/// Keeps a function of a token's position, and observes nothing.
 #[derive(Debug)]
 struct Scattered;
 
@@ -426,7 +426,7 @@ impl Policy for Scattered {
 #[test]
 fn policies_that_are_told_nothing() {
     let ops: Vec<Op> = [30, 1, 40, 1, 1, 9, 1, 1].map(|n| Op::Feed(vec![(0, n)])).to_vec();
-    // One that is told, of two sequences, leaves its lists to the next.
+    // A policy that observes, over two sequences, reuses its lists.
     let two = [&ops[..], &[Op::Fork(0), Op::Feed(vec![(0, 1), (1, 2)])]].concat();
     let told = || setup().evict(Eviction::new(H2o, Budget::Tokens(50)).batch(3));
     check("told", told(), two.clone());
@@ -468,7 +468,7 @@ fn a_step_that_is_checked_twice_is_checked_anew() {
     assert!(matches!(step.check(), Err(Error::Query { layer: 1, row: 0, head: 0, channel: 3, .. })));
 }
 
-/// Two sequences step over tensors of the device, and one leaves: the other has what it has alone, on the host.
+/// Two sequences step over device tensors, and one leaves: the other has the results of a step alone on the host.
 #[test]
 fn a_sequence_leaves_a_step_of_tensors_of_the_device() {
     let standin = Standin::new();
@@ -481,7 +481,7 @@ fn a_sequence_leaves_a_step_of_tensors_of_the_device() {
         let (mut gone, mut stays, mut alone) = (device.sequence(), device.sequence(), host.sequence());
         let layers = device.config().layers.len();
         for turn in 0..12usize {
-            // The one that leaves comes first, and has another length each time.
+            // The sequence that leaves is first, and has another length each time.
             let (first, own) = (1 + turn % 5, 1 + turn * 7 % 20);
             let mut step = device.begin([(&mut gone, first as u32), (&mut stays, own as u32)]).unwrap();
             let mut twin = host.begin([(&mut alone, own as u32)]).unwrap();
@@ -496,7 +496,7 @@ fn a_sequence_leaves_a_step_of_tensors_of_the_device() {
                 let given = [kv * k_dim, kv * v_dim, heads * k_dim].map(|width| {
                     let mut all = noise(&[turn as u64, layer as u64, width as u64], (first + own) * width);
                     let rest = all[first * width..].to_vec();
-                    // Nobody looks at what the row of one that left would be.
+                    // Rows of a sequence that left are not read.
                     all[..first * width].iter_mut().filter(|_| layer >= left).for_each(|x| *x = f32::NAN);
                     (all, rest)
                 });

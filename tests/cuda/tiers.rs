@@ -1,4 +1,4 @@
-//! Tiers beneath a device's memory: where pages lie never shows.
+//! Tiers below device memory: results do not depend on where pages lie.
 
 use crate::script::{Op, Options, Run, mix};
 use crate::standin::{Get, Standin};
@@ -16,7 +16,7 @@ fn page() -> u64 {
     layers()[0].layout.bytes()
 }
 
-/// As many pages in the first tier, host memory for some more, and a file.
+/// A number of pages in the first tier, host memory for some more, and a file.
 fn tiered(pages: u64, host: u64) -> CacheConfig {
     let tiers = Tiers::new().host(host * page()).file(std::env::temp_dir(), 1 << 20);
     let mut config = config(layers(), 8, 4).poison(true).tiers(tiers);
@@ -65,7 +65,7 @@ fn what_is_packed_or_evicted_goes_down_as_well() {
         let quest = if i == 2 { 2 } else { 0 };
         let options = Options { mass: i == 1, quest, own_experts: i == 0, ..Options::default() };
         let mut ops = ops();
-        // What a fork reads cannot go down.
+        // Pages shared with a fork are not demoted.
         ops.splice(9..9, [Op::Fork(0), Op::Feed(vec![(0, 1)]), Op::Drop(1)]);
         same("tiers", &standin, &Case { config, options, ops });
     }
@@ -133,6 +133,6 @@ fn memory_that_pages_come_up_in_is_bounded() {
         Error::Staging { layer: 0, needed, staging } => assert!(needed > staging && staging == 3 * page()),
         other => panic!("{other:?}"),
     }
-    // What was asked too much of goes on with less.
+    // After the refusal a smaller step works.
     run.act(&Op::Fill(vec![(0, 1)])).unwrap();
 }

@@ -1,4 +1,4 @@
-//! What lies where, as the allocators count it; what goes over the wire, and what merging on the ranks costs.
+//! Bytes on front and ranks as the allocators count them, bytes of messages, and the error of merging on ranks.
 
 use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding, Map};
@@ -18,7 +18,7 @@ fn config(head_dim: u32, map: ShardMap) -> CacheConfig {
     CacheConfig::new(vec![layer], 1 << 30).ring(64).experts(EXPERTS, 1).shards(map)
 }
 
-/// `n` tokens whose experts are those of `of`.
+/// Adds `n` tokens with experts by `of`.
 fn feed(cache: &Cache, sequence: &mut Sequence, n: u32, of: impl Fn(u32) -> u16) {
     let row = (8 * cache.config().layers[0].layout.k_dim) as usize;
     let (k, v) = (noise(1, 512 * row), noise(2, 512 * row));
@@ -43,12 +43,12 @@ fn uniform(t: u32) -> u16 {
     (mix(t) % EXPERTS) as u16
 }
 
-/// Six of ten tokens go to expert 5.
+/// Expert 5 for six of ten tokens.
 fn skewed(t: u32) -> u16 {
     if mix(t ^ 0x5555) % 10 < 6 { 5 } else { uniform(t) }
 }
 
-/// Bytes on each rank, what the front has counted to rank 0.
+/// Bytes on each rank; those of the front are added to rank 0.
 fn bytes(cache: &Cache) -> Vec<u64> {
     let mut bytes: Vec<u64> = cache.ranks().unwrap().iter().map(|rank| rank.bytes).collect();
     bytes[0] += cache.usage().taken;
@@ -107,7 +107,7 @@ fn eplb_moves_a_skewed_stream() {
     assert_eq!(cache.traffic().unwrap().moved, moves.moved);
 }
 
-/// Decode steps over 2, 4 and 8 ranks against the messages that [`Schedule`] counts, of pages as they came and packed.
+/// Decode steps over 2, 4 and 8 ranks compared with the messages that [`Schedule`] counts, of packed and unpacked pages.
 #[test]
 fn a_step_sends_what_the_schedule_says() {
     let int4 = Codec::new(Coding::new(Code::Int4), Coding::new(Code::Int4));
@@ -154,7 +154,7 @@ fn a_step_sends_what_the_schedule_says() {
                 "{ranks} ranks, {packed} heads packed, fast {fast}: {measured:.0} bytes a step, {said:.0} said"
             );
             assert!((measured / said - 1.0).abs() < 0.05, "{ranks} {packed} {fast}: {measured} {said}");
-            // What lies there: the pages that were full in the middle of these steps, give or take those that came since.
+            // Bytes held: the pages that were full in the middle of these steps, up to those filled during them.
             let bytes: u64 = schedule.ranks.iter().map(|rank| rank.bytes).sum();
             let held: u64 = cache.ranks().unwrap().iter().map(|rank| rank.bytes).sum();
             assert!((held as f64 / bytes as f64 - 1.0).abs() < 0.05, "{ranks} {packed}: {held} {bytes}");
@@ -197,7 +197,7 @@ fn fast_is_within_its_bound() {
     }
 }
 
-/// What lies on ranks is missed, and its bytes are counted: once for each row that is asked, and KV head.
+/// Pages on ranks are misses, and their bytes are counted once for each counted row and KV head.
 #[test]
 fn pages_on_ranks_are_misses() {
     let map = ShardMap::sum(2).unwrap();
@@ -216,7 +216,7 @@ fn pages_on_ranks_are_misses() {
         step.attend(0, &noise(5, 3 * 32 * 64), &Attend::new(0.1), Output::new(&mut out)).unwrap();
         step.commit_with(report).unwrap();
     }
-    // Of rows at 320, 321 and 322 two are asked, each by 8 heads; 256 tokens left the ring, all of which lie on ranks.
+    // Of the rows at 320, 321 and 322 two are counted, each by 8 heads; the 256 tokens that left the ring all lie on ranks.
     assert_eq!((reports[0].hits(0)[3], reports[0].misses(0)[3]), (48.0, 0.0));
     assert_eq!((reports[1].hits(0)[3], reports[1].misses(0)[3]), (0.0, 48.0));
     assert_eq!((reports[0].remote_bytes(0), reports[1].remote_bytes(0)), (0, 48 * page));

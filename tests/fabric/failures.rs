@@ -1,4 +1,4 @@
-//! Ranks that die, hang, or answer what they should not: the others hear of it in time, and go on.
+//! Ranks that die, hang, or send invalid answers: the others get an error in time, and continue.
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options};
 use pikv::shard::ShardMap;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Seconds that the tests wait for a rank.
 const TIMEOUT: Duration = Duration::from_millis(400);
-/// What the machine may take besides.
+/// Extra time for a busy machine.
 const SLACK: Duration = Duration::from_secs(3);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,9 +20,9 @@ enum Fault {
     None,
     /// Gets nothing any more, and sends nothing.
     Dead,
-    /// Gets messages; its answers never come.
+    /// Receives messages and never answers.
     Hangs,
-    /// Its answers come one call later.
+    /// Answers one call late.
     Late,
     Version,
     Magic,
@@ -34,7 +34,7 @@ enum Fault {
     Short,
 }
 
-/// Threads, one of which does as it is told.
+/// Threads, one of which fails as set.
 struct Faulty {
     inner: InProcess,
     fault: Arc<Mutex<(Fault, u32)>>,
@@ -97,7 +97,7 @@ fn cache() -> (Cache, Arc<Mutex<(Fault, u32)>>) {
     (cache, fault)
 }
 
-/// Tokens whose experts are `which`, in steps of 16; their values are those of `seed`.
+/// Tokens with experts `which`, in steps of 16, and values from `seed`.
 fn feed(cache: &Cache, sequence: &mut Sequence, n: u32, seed: u64, which: &[u16]) -> Result<(), Error> {
     for i in 0..n / 16 {
         let mut step = cache.begin([(&mut *sequence, 16)])?;
@@ -131,7 +131,7 @@ fn a_rank_that_fails_is_named_in_time_and_the_others_go_on() {
     {
         for append in [false, true] {
             let (cache, control) = cache();
-            // Expert 1 begins on rank 1: less than a block of it stays there.
+            // Expert 1 begins on rank 1, with less than a block there.
             let [mut all, mut one, mut two] = [0; 3].map(|_| cache.sequence());
             feed(&cache, &mut all, 1600, 1, &[0, 1, 2, 3]).unwrap();
             feed(&cache, &mut one, 224, 2, &[1]).unwrap();
@@ -163,17 +163,17 @@ fn a_rank_that_fails_is_named_in_time_and_the_others_go_on() {
                 let kept = one.next_position().0;
                 assert!(kept >= len.0 && (kept - len.0).is_multiple_of(16));
             }
-            // Short answers do not cost a rank its life: what it was asked can be asked again.
+            // A rank with short answers is not lost: the question can be repeated.
             if fault == Fault::Short {
                 *control.lock().unwrap() = (Fault::None, 1);
                 assert_eq!(read(&cache, &all).unwrap(), whole);
                 continue;
             }
-            // At once, and again what it was.
+            // At once, and with the same error.
             let begun = Instant::now();
             assert!(read(&cache, &all).is_err());
             assert!(begun.elapsed() < SLACK);
-            // What others hold is as it was; nothing of another sequence came.
+            // Other sequences are unchanged, and have no pages of this one.
             assert_eq!(read(&cache, &two).unwrap(), second);
             assert_eq!(second, plain(224, 3, &[2]));
             // New sequences are spread over the three that are left.
@@ -183,7 +183,7 @@ fn a_rank_that_fails_is_named_in_time_and_the_others_go_on() {
             let ranks = cache.ranks().unwrap();
             assert!(ranks[1].lost.is_some() && ranks[1].bytes == 0);
             assert!([0, 2, 3].iter().all(|rank| ranks[*rank].pages > 8), "{ranks:?}");
-            // What lay on the rank can be read no more; what did not, can.
+            // Pages on the lost rank cannot be read; others can.
             let (mut near, mut lost) = (0, 0);
             let pages: Vec<_> = all.pages(0, 0).unwrap().collect();
             for page in pages {
@@ -199,7 +199,7 @@ fn a_rank_that_fails_is_named_in_time_and_the_others_go_on() {
                 }
             }
             assert!(near > 20 && lost > 4, "{near} {lost}");
-            // Without those pages the sequence goes on.
+            // Without those pages the sequence continues.
             read(&cache, &all).unwrap();
             feed(&cache, &mut all, 320, 6, &[0, 1, 2, 3]).unwrap();
             read(&cache, &all).unwrap();

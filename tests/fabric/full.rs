@@ -1,4 +1,4 @@
-//! Ranks that are nearly full: what an append or a commit took can be read, and no read takes memory of a rank.
+//! Nearly full ranks: whatever an append or a commit stored can be read, and no read allocates on a rank.
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, InProcess, Options};
@@ -95,12 +95,12 @@ fn what_is_committed_can_be_read() {
             for (s, twin) in all.iter().zip(&twins).filter(|(s, _)| s.next_position().0 > 0) {
                 let before = bytes(&full);
                 let got = match read(&full, s) {
-                    // What a policy puts together comes back to the front, and to a rank that may be full by then.
+                    // Compacted pages are held by the front again, and their rank may have no room for them.
                     Err(Error::Fabric(FabricError::Budget { .. })) if policy => continue,
                     got => got.unwrap_or_else(|error| panic!("round {round}, step {i}: {error}")),
                 };
                 assert!(got == read(&one, twin).unwrap(), "round {round}, step {i}");
-                // What was freed meanwhile is told with the next message.
+                // Freed pages are reported with the next message.
                 assert!(policy || bytes(&full) <= before, "round {round}, step {i}: memory taken");
             }
         }

@@ -1,4 +1,4 @@
-//! Shards that live apart: the bits of one process, and what failing ranks do to the others.
+//! Shards on ranks: the bits of one process, and the effects of failed ranks on the others.
 
 mod bytes;
 mod failures;

@@ -1,5 +1,5 @@
-//! Calls out of rayon pools over every fabric: each one ends, with the bits of one process. A rank that works on the thread of its
-//! caller is what the front of an MPI world has.
+//! Calls from rayon pools over every fabric: each call ends, with the bits of one process. One fabric has a rank that works on the thread
+//! of its caller, as the front of an MPI world has.
 
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
 use pikv::shard::ShardMap;
@@ -22,7 +22,7 @@ fn watched(what: &str, f: impl FnOnce() + Send + 'static) {
     let (done, ended) = channel();
     let body = thread::spawn(move || {
         f();
-        // Nobody listens once the limit has passed.
+        // After the timeout the receiver is dropped.
         let _ = done.send(());
     });
     match ended.recv_timeout(LIMIT) {
@@ -117,14 +117,14 @@ fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
 }
 
-/// What 24 calls return, one after the other.
+/// The results of 24 calls made one after the other.
 fn expected(masses: bool) -> Vec<Vec<u32>> {
     let cache = Cache::new(config()).unwrap();
     let sequence = sequence(&cache);
     (0..24).map(|i| attend(&cache, &sequence, 1000 + i, masses)).collect()
 }
 
-/// What 24 calls return in whatever order a pool makes them.
+/// The results of 24 calls made by a pool in any order.
 fn in_parallel(cache: &Cache, sequence: &Sequence, masses: bool) -> Vec<Vec<u32>> {
     (0..24u32)
         .into_par_iter()
@@ -171,7 +171,7 @@ fn calls_in_nested_pools_end() {
     }
 }
 
-/// One thread outside the pool, whose own work goes through it, beside threads of the pool.
+/// One thread outside the pool, whose own work runs in it, beside threads of the pool.
 #[test]
 fn calls_from_outside_a_pool_end_beside_those_inside() {
     let want = Arc::new(expected(false));
@@ -198,7 +198,7 @@ fn calls_from_outside_a_pool_end_beside_those_inside() {
     }
 }
 
-/// Steps that write, and drop what ranks hold, beside calls that read.
+/// Steps that write, and free pages on ranks, beside calls that read.
 #[test]
 fn steps_in_parallel_end_beside_calls() {
     for (name, cache) in over_fabrics() {

@@ -1,5 +1,5 @@
-//! Random histories of two caches: one in one process, and one whose pages lie on ranks, move between them and are replicated.
-//! They may not differ in a bit.
+//! Random histories of two caches: one in a single process, and one with pages on ranks that are moved and replicated. All results must be
+//! equal bit for bit.
 
 use crate::setup::over;
 use pikv::codec::{Code, Codec, Coding};
@@ -39,7 +39,7 @@ fn setup() -> impl Strategy<Value = Setup> {
 #[derive(Clone, Debug)]
 enum Op {
     New,
-    /// Sequences and tokens; what is read; layers done before the step is dropped.
+    /// Sequences and tokens; the form of reading; layers done before the step is dropped.
     Step {
         parts: Vec<(u8, u32)>,
         read: u8,
@@ -87,7 +87,7 @@ struct Twins<'a> {
     caches: [Cache; 2],
     pairs: Vec<Pair>,
     values: Values,
-    /// What was seen, so that a test of nothing does not pass.
+    /// Counts of events, so that a test of nothing does not pass.
     seen: Seen,
 }
 
@@ -100,7 +100,7 @@ struct Seen {
     away: u64,
 }
 
-/// What both caches are asked, and what they say; with the masses of pages, and without.
+/// The same call to both caches, and their results; with masses of pages and without.
 fn both((outs, lses): (usize, usize), mut call: impl FnMut(usize, Output<'_>) -> Result<(), Error>) {
     let mut results = Vec::new();
     for cache in 0..2 {
@@ -248,7 +248,7 @@ fn run(setup: &Setup, ops: &[Op]) -> Seen {
     }
     let ranks = twins.caches[1].ranks().unwrap();
     twins.seen.away += ranks.iter().map(|rank| rank.pages).sum::<u64>();
-    // Nothing of it is left anywhere.
+    // All pages are freed on all ranks.
     twins.pairs.clear();
     let ranks = twins.caches[1].ranks().unwrap();
     assert!(ranks.iter().all(|rank| (rank.bytes, rank.pages) == (0, 0)), "{ranks:?}");
@@ -264,7 +264,7 @@ proptest! {
     }
 }
 
-/// The histories above do come to where they may fail.
+/// The histories above reach the critical cases.
 #[test]
 fn histories_reach_what_they_are_for() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
@@ -282,7 +282,7 @@ fn histories_reach_what_they_are_for() {
     assert!(steps > 300 && refused > 5 && moved > 20 && replicated > 50 && away > 400, "{sum:?}");
 }
 
-/// Codecs whose queries have another width than what they store, and those that store tokens together.
+/// Codecs whose folded queries have another width than their stored channels, and codecs that store tokens together.
 #[test]
 fn pages_in_bases_and_means() {
     let rope = Rope::new(1000.0, 32);

@@ -1,4 +1,4 @@
-//! Caches.
+//! Caches for these tests.
 
 use pikv::fabric::{InProcess, Options};
 use pikv::{Cache, CacheConfig};

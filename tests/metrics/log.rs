@@ -1,4 +1,4 @@
-//! What the `tracing` crate is told, as lines of text.
+//! Events and spans of the `tracing` crate, as lines of text.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -21,8 +21,8 @@ impl Write for Log {
 
 /// The lines that events of `level` and below, and spans that close, write while `run` runs on this thread.
 ///
-/// With a single subscriber alive, `tracing` asks the subscriber of the thread that first comes to an event or span whether anybody wants
-/// it: a test on another thread, without a subscriber, would turn it off here too. With two it asks both.
+/// With a single subscriber alive, `tracing` asks only the subscriber of the thread that first reaches an event or span whether it is
+/// enabled: a test on another thread, without a subscriber, would disable it here too. With two subscribers it asks both.
 pub(crate) fn logged(level: Level, spans: FmtSpan, run: impl FnOnce()) -> Vec<String> {
     let log = Log::default();
     let writer = log.clone();

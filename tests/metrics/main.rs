@@ -1,4 +1,4 @@
-//! Sinks of the cache's numbers.
+//! Sinks of the cache's metrics, and reports.
 
 mod log;
 mod map;
@@ -23,7 +23,7 @@ fn cache_of(config: pikv::CacheConfig) -> (pikv::Cache, pikv::Sequence) {
     (cache, sequence)
 }
 
-/// What a short run tells a sink.
+/// Reports a short run to a sink.
 fn play(sink: &dyn Sink) {
     let step = StepMetrics::default().rows(4).resident_bytes(900).logical_bytes(1000);
     sink.step(&step.hits(&[5.0, 0.0, 1.5]).misses(&[0.0, 2.0, 1.0]));
@@ -82,7 +82,7 @@ fn a_collector_is_shared() {
     assert_eq!((sink.totals().steps, sink.totals().evicted_pages), (2000, 2000));
 }
 
-/// A sink that takes no notice, and one that hears of steps only.
+/// A sink that ignores everything, and one that takes steps only.
 #[test]
 fn defaults_do_nothing() {
     struct Steps(Mutex<u32>);

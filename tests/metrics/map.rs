@@ -1,4 +1,4 @@
-//! The map of a sequence: its bytes are those of the cache, whatever its pages went through.
+//! The map of a sequence: its bytes equal those of the cache, after any history of its pages.
 
 use super::cache_of;
 use pikv::codec::{Code, Codec, Coding};

@@ -1,4 +1,4 @@
-//! The examples' GGUF reader: what it reads, how it dequantises, and that a broken file is an error which says where.
+//! The examples' GGUF reader: reads and dequantises files, and reports the position of an error in a broken one.
 
 use half::f16;
 use pikv_engine::llama::gguf::Gguf;
@@ -194,8 +194,8 @@ fn broken_files_are_refused_by_name() {
     assert_eq!(string("ab"), [2, 0, 0, 0, 0, 0, 0, 0, b'a', b'b']);
 }
 
-/// Form, number in the format, bytes of a block, where its f16 scales are; then what another implementation, the Python
-/// package `gguf`, makes of [`pattern`]: the second value, the last, and all of them weighted.
+/// Form, number in the format, bytes of a block, positions of its f16 scales; then the results of another implementation, the Python
+/// package `gguf`, for [`pattern`]: the second value, the last, and a weighted sum of all.
 type Known = (Kind, u32, usize, &'static [usize], f64, f64, f64);
 const KNOWN: [Known; 11] = [
     (Kind::F32, 0, 4, &[], 1.8263128995895386, 0.22387735545635223, 13.219846714287996),

@@ -1,4 +1,4 @@
-//! The examples' Llama and its tokenizer: against other implementations, over the plain cache and over pikv.
+//! The examples' Llama and its tokenizer: compared with other implementations, over the plain cache and over pikv.
 
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Rope};
 use pikv_engine::common::cache::{Cache as _, Keys};
@@ -431,7 +431,7 @@ const IDS: [(&str, &[u32]); 11] = [
     ("<|im_start|>user\n", &[44, 108, 306, 79, 3738, 108, 46, 4093, 198]),
 ];
 
-/// What each of the novel's first tokens costs, and their mean over the first 64, by a float64 forward pass in numpy.
+/// Nats of each of the novel's first tokens, and their mean over the first 64, by a float64 forward pass in numpy.
 const NATS: [f64; 4] = [10.43221145, 5.18882976, 4.84707232, 4.54257564];
 const MEAN: f64 = 3.6084455154540747;
 

@@ -1,4 +1,4 @@
-//! The examples' engines: the models, the GGUF reader and its codes, and what they give over pikv.
+//! The examples' engines: the models, the GGUF reader and its codes, and their results over pikv.
 
 mod gguf;
 mod llama;

@@ -1,14 +1,14 @@
-//! Orders in which threads come to the locks of a cache: pages that move between ranks while others step, fork and drop, and the thread
-//! that reads pages of lower tiers ahead.
+//! Orders in which threads take the locks of a cache: pages move between ranks while other threads step, fork and drop; a thread prefetches
+//! pages of lower tiers.
 //!
-//! `shuttle` runs the threads one at a time and decides at each lock which goes on. It needs other locks than the standard library's, so
-//! these tests are there only with `--cfg pikv_shuttle`:
+//! `shuttle` runs the threads one at a time and chooses at each lock which one continues. It needs its own locks in place of the standard
+//! library's, so these tests exist only with `--cfg pikv_shuttle`:
 //!
 //! ```text
 //! RUSTFLAGS="--cfg pikv_shuttle" cargo test -p pikv-orders --target-dir target/orders
 //! ```
 //!
-//! The variable `PIKV_ORDERS` says how many orders each test tries.
+//! The variable `PIKV_ORDERS` sets the number of orders that each test tries.
 
 #![cfg(all(test, pikv_shuttle))]
 
@@ -20,7 +20,7 @@ use pikv_test::numbers::{bits, noise};
 
 const DIM: usize = 4;
 
-/// How many orders a test tries, `quick` by default.
+/// Number of orders that a test tries, `quick` by default.
 fn orders(quick: usize) -> usize {
     std::env::var("PIKV_ORDERS").ok().and_then(|n| n.parse().ok()).unwrap_or(quick)
 }

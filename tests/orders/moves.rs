@@ -1,4 +1,4 @@
-//! Pages move between ranks that are nearly full, while other threads step, are refused, fork and drop.
+//! Pages move between nearly full ranks, while other threads step, fork, drop and get refusals.
 
 use crate::{DIM, orders, read, rows};
 use pikv::fabric::{Fabric, FabricError, Options, Store};
@@ -53,7 +53,7 @@ fn cache(pages: u64) -> Cache {
     Cache::over(config, Box::new(Here { ranks, answers: VecDeque::new() }), Options::default()).unwrap()
 }
 
-/// What it takes to have room is no fault; nothing else may fail.
+/// Lack of room is expected; no other error may occur.
 fn refused<T>(made: Result<T, Error>) -> bool {
     match made {
         Ok(_) => false,
@@ -72,7 +72,7 @@ fn step(cache: &Cache, sequence: &mut Sequence, salt: u64) -> Result<(), Error> 
     step.commit()
 }
 
-/// Steps a sequence, reads it, forks it and goes on with either; counts the steps.
+/// Steps a sequence, reads it, forks it and continues with either; counts the steps.
 fn decode(cache: &Cache, salt: u64, steps: &AtomicU32) -> Sequence {
     let mut sequence = cache.sequence();
     for _ in 0..STEPS {
@@ -89,9 +89,9 @@ fn decode(cache: &Cache, salt: u64, steps: &AtomicU32) -> Sequence {
     sequence
 }
 
-/// Places experts anew and copies pages, whatever the others do.
+/// Places experts by new loads and copies pages, in parallel with the others.
 fn shift(cache: &Cache, steps: &AtomicU32) {
-    // As long as there is something to move, which takes the others many more turns.
+    // As long as there are pages to move, which takes the others many more turns.
     while steps.load(Ordering::Relaxed) < 2 * STEPS {
         thread::yield_now();
         let loads = [(); EXPERTS as usize].map(|()| f64::from(thread_rng().gen_range(1..9u32)));
@@ -124,7 +124,7 @@ fn decode_while_pages_move() {
         assert_eq!(read(&cache, 0, sequence).unwrap(), read(&alone, 0, &twin).unwrap());
     }
     drop(sequences);
-    // A message to every rank carries what was freed.
+    // A message to every rank carries the ids of freed pages.
     let pages: u64 = cache.ranks().unwrap().iter().map(|rank| rank.pages).sum();
     assert_eq!(pages, 0, "pages are left on the ranks");
 }

@@ -1,4 +1,4 @@
-//! A thread reads pages of a lower tier ahead, while steps that asked for them attend, or are dropped.
+//! A thread prefetches pages of a lower tier, while the steps that requested them attend or are dropped.
 
 use crate::{DIM, orders, read, rows};
 use pikv::tiers::{Store, Tiers};
@@ -67,7 +67,7 @@ fn step(cache: &Cache, sequence: &mut Sequence, salt: u64, n: u32, kept: bool) -
     Some(all)
 }
 
-/// What the sequence of a salt held after so many steps reads in each layer, in a cache without tiers.
+/// The outputs of each layer for the sequence of a salt after so many steps, in a cache without tiers.
 fn alone(salt: u64, steps: u32) -> Vec<Vec<u32>> {
     let cache = Cache::new(config()).unwrap();
     let mut sequence = cache.sequence();
@@ -113,7 +113,7 @@ fn decode_from_below() {
             }
         }
     }
-    // Nobody holds a page any more.
+    // No page is held.
     assert_eq!(cache.usage().tiers[0].bytes, 0);
 }
 

@@ -1,4 +1,4 @@
-//! How evenly the maps load many shards.
+//! Balance of the shard maps over many shards.
 
 use pikv::Dtype;
 use pikv::fabric::Schedule;
@@ -13,7 +13,7 @@ fn of_mean(bytes: impl Iterator<Item = u64> + Clone) -> f64 {
     most as f64 * n as f64 / sum as f64
 }
 
-/// Of a cache whose shards hold all pages, and of a fabric whose ranks hold the full ones; `None` if there are none.
+/// For a cache whose shards hold all pages, and for a fabric whose ranks hold the full ones; `None` without full pages.
 fn fullest(model: &Geometry, len: u32, map: ShardMap) -> (f64, Option<f64>) {
     let config = model.config(Dtype::Bf16, Dtype::Bf16, 1 << 40).ring(RING).sinks(4).shards(map);
     let filed = len - RING - 4;

@@ -1,4 +1,4 @@
-//! Placement over tiers against every placement there is.
+//! Placement in tiers, compared with an exhaustive search.
 
 use pikv::planner::flexgen::{Class, Machine, Placement, PlacementError, Tier};
 use proptest::prelude::*;
@@ -140,7 +140,7 @@ proptest! {
     }
 }
 
-/// Tens of thousands of pages: what the continuous optimum is, is known by hand.
+/// Tens of thousands of pages: the continuous optimum is computed by hand.
 #[test]
 fn two_links_share_the_rest() {
     let page = 16_512;
@@ -159,7 +159,7 @@ fn two_links_share_the_rest() {
     let placement = machine.place(&pool).unwrap();
     assert_eq!(placement.pages, [[10_000, 30_000, 0]]);
     assert!((placement.seconds / (30_000.0 * page as f64 / 20e9) - 1.0).abs() < 1e-9);
-    // Compute hides it all: what fits in fast tiers stays there all the same.
+    // Compute takes longer than all links: pages that fit in fast tiers stay there all the same.
     machine.compute = 1.0;
     assert_eq!(machine.place(&pool).unwrap().pages, [[10_000, 30_000, 0]]);
     // Until the host is full.
@@ -200,7 +200,7 @@ fn numbers_out_of_range() {
         assert_eq!(refused(&fine.clone().compute(share), &pages).0, "seconds");
     }
     assert_eq!(refused(&fine, &[class("pool", 1, 0, 1.0, 0.0)]).0, "bytes of a page");
-    // Nothing to place, and nowhere to place it.
+    // No pages to place, and no tiers to place them in.
     assert_eq!(fine.place(&[]).unwrap().seconds, 0.0);
     let alone = Machine::new(100, Vec::new()).compute(2.0);
     assert_eq!(alone.place(&pages).unwrap().pages, [[1]]);

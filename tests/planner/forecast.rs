@@ -1,4 +1,4 @@
-//! The planner against the paper's figures, against caches that are really filled, and against samples whose constants are known.
+//! The planner compared with the paper's figures, with filled caches, and with samples of known constants.
 
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::planner::paper::{self, Latency, Memory};
@@ -24,7 +24,7 @@ fn the_papers_memory() {
     assert_eq!((owned, resident), (16_384.0, 512.0));
     assert_eq!((resident / owned * 1000.0).round(), 31.0, "3.1 %");
     assert_eq!(paper::m_total(&SETTING, 32.0), 2.0 * 128.0 * 1024.0);
-    // The minimum is where it is said to be, whatever the setting.
+    // The minimum lies at `s_star`, for all settings.
     for (ratio, tokens, devices, pages) in
         [(1.0, 131_072.0, 8.0, 16.0), (3.5, 4096.0, 1.0, 7.0), (2.0, 1e6, 5.0, 64.0)]
     {
@@ -163,7 +163,7 @@ fn evict(cache: &Cache, sequence: &mut Sequence, resident: u32) {
     }
 }
 
-/// What a decode step reads, page by page as the sequence lists them.
+/// Bytes and flops that a decode step reads, page by page as the sequence lists them.
 fn work(cache: &Cache, sequence: &Sequence) -> Work {
     let config = cache.config();
     let len = sequence.next_position().0;
@@ -259,7 +259,7 @@ fn configs() -> impl Strategy<Value = CacheConfig> {
 proptest! {
     #![proptest_config(pikv_test::cases(48, 48))]
 
-    /// To the byte and the shard, at every length, whatever is configured.
+    /// Exact to the byte and the shard, at every length, for any configuration.
     #[test]
     fn bytes_are_the_allocators(config in configs(), steps in prop::collection::vec(1u32..40, 1..30)) {
         let planner = Planner::new(config.clone()).unwrap();
@@ -272,7 +272,7 @@ proptest! {
         }
     }
 
-    /// The same with the oldest pages gone, and of several sequences.
+    /// The same with the oldest pages evicted, and of several sequences.
     #[test]
     fn bytes_of_what_stays(config in configs(), len in 1u32..700, share in 0.0f64..1.2) {
         let planner = Planner::new(config.clone()).unwrap();
@@ -332,7 +332,7 @@ fn what_does_not_fit() {
     planner.check(&Load::new(fits).sequences(load.sequences)).unwrap();
     assert!(planner.forecast(&Load::new(fits + 1).sequences(load.sequences)).unwrap().bytes > budget);
     assert!(error.to_string().contains(&format!("2 x {fits} tokens fit")), "{error}");
-    // And it does fit in a cache, with room for what steps take on their way.
+    // And it fits in a cache, with room for pages taken during steps.
     let mut roomy = config;
     roomy.budget += 16 << 20;
     let cache = Cache::new(roomy).unwrap();
@@ -376,7 +376,7 @@ fn constants_are_found() {
     let work = Work::new(10, 1 << 30, 1 << 31);
     let seconds = 3e-5 + 1e-10 * (1u64 << 30) as f64 + 2e-11 * (1u64 << 31) as f64;
     assert!(near(fit.seconds(&work), seconds));
-    // A term that is not there costs nothing.
+    // A missing term costs nothing.
     let fit = StepTime::fit(&samples([0.0, 1e-10, 0.0], &WORKS)).unwrap();
     assert!(fit.t0.abs() < 1e-15 && near(fit.beta, 1e10), "{fit:?}");
     assert!(near(fit.seconds(&work), 1e-10 * (1u64 << 30) as f64));

@@ -1,4 +1,4 @@
-//! The planner: bytes foretold, step times, the paper's formulas, and pages over tiers.
+//! The planner: forecasts of bytes, step times, the paper's formulas, and placement of pages in tiers.
 
 mod even;
 mod flexgen;

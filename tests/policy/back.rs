@@ -1,4 +1,4 @@
-//! Rollback, forks and memory: what was taken back never was, whatever a policy made of it meanwhile.
+//! Rollback, forks and memory: tokens that were rolled back leave no trace in a policy's state.
 
 use crate::model::{ALL, Def};
 use crate::setup::{Kind, Log, Row, Spy, bits, config, eviction, held, mix, row, run};
@@ -23,7 +23,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) -> Vec<u32> {
 /// A page: its name, its tokens' lanes and positions, and the bits of their keys and values.
 type Page = (String, Vec<(u32, u32)>, Vec<u32>);
 
-/// Everything that can be seen of a sequence: the pages, where each token lies in them, and its bytes.
+/// The visible state of a sequence: the pages, the place of each token in them, and its bytes.
 fn seen(sequence: &Sequence) -> Vec<Page> {
     let mut all = Vec::new();
     let first = sequence.next_position().0 - sequence.in_ring().0;
@@ -41,7 +41,7 @@ fn seen(sequence: &Sequence) -> Vec<Page> {
                 read.extend(bits(&k));
                 read.extend(bits(&v));
             }
-            // What a page of which nothing is read is kept for is its own affair.
+            // The id of a page without visible tokens is not compared.
             if !at.is_empty() {
                 all.push((format!("{l} {h} {}", page.id), at, read));
             }
@@ -84,7 +84,7 @@ fn drafts_leave_no_trace() {
     }
 }
 
-/// Drafts of `slack` tokens, of which some or all are taken back, against a sequence that never had those.
+/// Drafts of `slack` tokens, partly or fully rolled back, compared with a sequence that never had those tokens.
 pub fn no_trace(cache: &Cache, slack: u32, of: &str) {
     let (mut plain, mut drafted) = (cache.sequence(), cache.sequence());
     let prompt = rows(cache.config(), 0, 70, 1);
@@ -92,7 +92,7 @@ pub fn no_trace(cache: &Cache, slack: u32, of: &str) {
     for turn in 0..40 {
         let len = plain.next_position().0;
         let kept = (mix(turn) % u64::from(slack + 1)) as u32;
-        // Of a draft some tokens are taken back, and of some drafts all.
+        // Some drafts are rolled back partly, some fully.
         let draft = rows(cache.config(), len, slack, 2 + turn);
         feed(cache, &mut drafted, &draft);
         drafted.rollback(slack - kept).unwrap();
@@ -183,7 +183,7 @@ fn forks_go_on_apart_and_give_everything_back() {
             let cache = cache(def, slack, 50, code, |e| e);
             let mut base = cache.sequence();
             feed(&cache, &mut base, &rows(cache.config(), 0, 90, 1));
-            // One goes on alone, in a cache of its own.
+            // One continues alone, in a cache of its own.
             let twin = self::cache(def, slack, 50, code, |e| e);
             let mut alone = twin.sequence();
             feed(&twin, &mut alone, &rows(cache.config(), 0, 90, 1));
@@ -237,7 +237,7 @@ fn bytes_stay_within_their_budget() {
     }
 }
 
-/// Where no page is left, a step is refused and nothing is lost; what a policy frees serves the next.
+/// Without free pages a step is refused and nothing is lost; pages that a policy frees serve the next step.
 #[test]
 fn a_full_pool() {
     let base = config(1).experts(2, 1);
@@ -255,7 +255,7 @@ fn a_full_pool() {
             step.attend(l, q, &Attend::new(3.0), Output::new(&mut vec![0.0; size])).unwrap();
         });
     };
-    // Find the least budget that a long run goes through with, and see that one page less stops it with nothing lost.
+    // Finds the smallest budget that a long run completes with; one page less stops the run without loss.
     let through = |pages: u64| {
         let cache = full(pages * page);
         let mut sequence = cache.sequence();
@@ -279,7 +279,7 @@ fn a_full_pool() {
             take(&cache, &mut fork, 1);
         }
         let kept = held(&sequence, 0, 0);
-        // Three go at once, a 16th of what pages may hold.
+        // Three are evicted at once: a 16th of the budget.
         assert!((62..=64).contains(&kept.len()));
         drop((sequence, fork));
         assert_eq!(cache.usage().taken, 0);
@@ -292,7 +292,7 @@ fn a_full_pool() {
 
 proptest! {
     #![proptest_config(pikv_test::cases(24, 24))]
-    /// What policies are told does not depend on how rows that can be taken back are cut into steps, to the bit.
+    /// A policy's observations do not depend, to the bit, on how rows that can be rolled back are cut into steps.
     #[test]
     fn policies_hear_the_same_in_steps_and_at_once(
         cuts in prop::collection::vec(1u32..5, 4..12),
@@ -324,7 +324,7 @@ proptest! {
     }
 }
 
-/// Rollbacks in a row reach no farther than one: what a policy keeps of tokens has no older versions.
+/// Consecutive rollbacks reach no further than one: a policy keeps no older versions of its state.
 #[test]
 fn rollbacks_add_up() {
     let config = config(1).ring(28).rollback(12);

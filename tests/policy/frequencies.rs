@@ -1,4 +1,4 @@
-//! Scaled rotations: frequencies by the models' own formulas, and attention by them, against f64.
+//! Scaled rotations: frequencies compared with the models' own formulas, and attention with f64.
 
 use pikv::policy::{Budget, Eviction, ExpectedAttention};
 use pikv::shape::{Frequencies, FrequencyError, Scaling};
@@ -16,8 +16,8 @@ fn layer(rope: Option<Rope>) -> LayerShape {
     LayerShape::new(1, 2, DIM as u32, Dtype::F32).values(8, Dtype::F32).rope(rope)
 }
 
-/// The kinds of `config.json`, each as a model has it, and its frequencies and factor by transcriptions of
-/// transformers' `modeling_rope_utils`, whose inputs are the base and the channels that turn.
+/// The kinds of `config.json`, each with a model's values, and its frequencies and factor by transcriptions of transformers'
+/// `modeling_rope_utils`, with the base and the rotary width as inputs.
 fn kinds(theta: f64, dim: usize) -> Vec<(Scaling, Vec<f64>, f64)> {
     let half = dim / 2;
     let base = |theta: f64| -> Vec<f64> {
@@ -186,8 +186,8 @@ fn attention_turns_by_them() {
     assert!(!seen.contains(&bits(&own)));
 }
 
-/// Positions held where keys come rotated by the engine, and where the cache turns them: the same, if the policy has the layer's
-/// frequencies, and others by the plain base.
+/// Positions held when the engine rotates keys, and when the cache does: the same if the policy has the layer's frequencies, and others
+/// with the plain base.
 #[test]
 fn expected_attention_takes_the_layers_frequencies() {
     let rope = rope(10_000.0, DIM as u32);

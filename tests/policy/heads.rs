@@ -1,4 +1,4 @@
-//! Heads that share budgets, heads that keep everything, layers with budgets of their own; and tokens by the definitions of papers.
+//! Heads that share budgets, heads that keep everything, layers with budgets of their own; and token choices by the papers' definitions.
 
 use crate::model::{Def, Model};
 use crate::setup::{Kind, Row, bits, config, eviction, held, row, run};
@@ -95,7 +95,7 @@ fn retrieval_heads_keep_everything() {
         assert_eq!(held(&sequence, l, 0), (0..70).collect());
         assert_eq!(held(&sequence, l, 1), streaming);
     }
-    // All gates open: to the bit what a cache without a policy gives.
+    // All gates open: bits of a cache without a policy.
     let open = Duo::new(vec![vec![1.0; 2]; 2], 20);
     let duo = Cache::new(config(2).evict(open.eviction())).unwrap();
     let plain = Cache::new(config(2)).unwrap();
@@ -192,7 +192,7 @@ fn the_least_attended_go_as_fast_v_has_it() {
     for (l, head) in [(2, 0), (2, 1), (3, 0), (3, 1)] {
         assert_eq!(held(&sequence, l, head), want, "layer {l}, head {head}");
     }
-    // Token by token from here on, the later layers and heads go on holding the same.
+    // Further tokens one by one: later layers and heads hold the same.
     for id in 60..90 {
         feed(&cache, &mut sequence, &[row(cache.config(), Kind::Noise, id)]);
         let first = held(&sequence, 2, 0);
@@ -205,7 +205,7 @@ fn the_least_attended_go_as_fast_v_has_it() {
     }
 }
 
-/// The weight that query head `h` of row `t` gives token `p` in a layer of two query heads a KV head.
+/// The weight of token `p` for query head `h` of row `t`, in a layer of two query heads a KV head.
 fn weight(all: &[Row], l: usize, h: usize, t: usize, p: usize) -> f64 {
     let q = &all[t].q[l][h * 4..][..4];
     let logit = |s: usize| {

@@ -1,4 +1,4 @@
-//! What heads hold after every step, against the slow model.
+//! Tokens held by heads after every step, compared with the slow model.
 
 use crate::model::{ALL, Def, Model};
 use crate::setup::{Kind, config};

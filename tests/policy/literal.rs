@@ -1,4 +1,4 @@
-//! The paper's forms of QUEST and AdaKV, and expected attention, against their definitions in f64.
+//! The paper's forms of QUEST and AdaKV, and expected attention, compared with their definitions in f64.
 
 use crate::back::no_trace;
 use crate::setup::{Event, Kind, Log, Row, Spy, config, eviction, held, noise, rope, row, run, turned};
@@ -22,7 +22,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) {
     });
 }
 
-/// The tokens that stay of 0..n: sinks 0 and 1, ring of 4, and the best others by utility.
+/// The tokens kept of 0..n: sinks 0 and 1, a ring of 4, and the best others by utility.
 fn best(utility: impl Fn(u32) -> f64, n: u32, budget: usize) -> BTreeSet<u32> {
     let mut order: Vec<u32> = (2..n - 4).collect();
     order.sort_by(|a, b| utility(*b).total_cmp(&utility(*a)));
@@ -186,7 +186,7 @@ fn decode(policy: AdaKvLit, tokens: u32) -> (f64, f64) {
             if goes {
                 want.remove(&at);
             }
-            // f32 and f64 may disagree on what lies on the threshold.
+            // f32 and f64 may differ for a utility at the threshold.
             if goes == kept.contains(&at) {
                 assert!(
                     (utility(at) - state.0).abs() < 1e-5,
@@ -218,10 +218,10 @@ fn the_threshold_settles_and_the_papers_sign_runs_away() {
     let (hits, theta) = decode(policy, 500);
     assert!((hits - 0.8).abs() < 0.1, "hit rate {hits}");
     assert!(theta < 0.9, "{theta}");
-    // The paper adds what is to be taken away. A head that misses nothing then never lets anything go,
+    // The paper's sign. A head without misses then never evicts,
     let paper = policy.gamma(-0.02);
     assert_eq!(decode(paper, 200), (1.0, 0.0));
-    // and one that misses, here by its budget, ends with sinks and ring, while the corrected sign goes on holding what it may.
+    // and one that misses, here because of its budget, ends with sinks and ring, while the corrected sign keeps its tokens.
     let held_in_the_end = |policy: AdaKvLit| {
         let config = config(1).hits(Hits::new().every(1));
         let cache = Cache::new(config.evict(Eviction::new(policy, Budget::Tokens(40)).batch(1))).unwrap();
@@ -233,7 +233,7 @@ fn the_threshold_settles_and_the_papers_sign_runs_away() {
     assert_eq!((held_in_the_end(policy), held_in_the_end(paper)), (80, 12));
 }
 
-/// AdaKV-lit whose threshold is held at 1, above all utilities, until so many tokens have come: the head misses nearly all.
+/// AdaKV-lit with the threshold held at 1, above all utilities, for the first tokens: the head misses nearly all.
 #[derive(Debug)]
 struct Starved(AdaKvLit, u32);
 
@@ -328,7 +328,7 @@ fn what_queries_to_come_can_be_expected_to_look_at() {
                 let variance: Vec<f64> = (0..4)
                     .map(|c| queries.iter().map(|q| (q[c] - mean[c]).powi(2)).sum::<f64>() / n)
                     .collect();
-                // The mean rotation as a matrix: what it makes of each unit vector, over the next positions.
+                // The mean rotation as a matrix, from unit vectors, over the next positions.
                 let mut turn = [[0.0; 4]; 4];
                 for at in 90..130 {
                     for c in 0..4 {
@@ -357,7 +357,7 @@ fn what_queries_to_come_can_be_expected_to_look_at() {
                 "head {h}, {rope:?}"
             );
         }
-        // The same tokens, rotated before they come.
+        // The same tokens, rotated before they are appended.
         let (_, one, two) = expected(policy.rotated(true), false);
         assert_eq!((&one, &two), (&first, &second));
     }
@@ -365,7 +365,7 @@ fn what_queries_to_come_can_be_expected_to_look_at() {
 
 #[test]
 fn old_queries_fade() {
-    // Queries look one way for 60 tokens, then the other for 30: with a short memory keys of the second kind stay.
+    // Queries point one way for 60 tokens, then the other for 30: with a short memory keys of the second kind are kept.
     let play = |memory: u32| {
         let policy = ExpectedAttention::new(None, false).memory(memory).scale(4.0);
         let cache = Cache::new(config(1).evict(Eviction::new(policy, Budget::Tokens(26)).batch(1))).unwrap();

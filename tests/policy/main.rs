@@ -1,4 +1,4 @@
-//! Policies against their definitions, and the store that evicts by them.
+//! Policies compared with their definitions, and eviction by them.
 
 mod back;
 mod frequencies;

@@ -1,5 +1,5 @@
-//! The store with policies, slowly: which positions each head holds, what a policy's definition makes of the masses that it is
-//! told, and who goes. Masses are held against attention in f64 over exactly the tokens held.
+//! A slow model of the store with policies: the positions that each head holds, a policy's state by its definition from the observed
+//! masses, and the evicted tokens. Masses are compared with attention in f64 over exactly the tokens held.
 
 use crate::setup::{Event, Kind, Log, Row, Spy, attention, close, eviction, held, row, run, turned};
 use pikv::policy::{
@@ -162,7 +162,7 @@ impl Def {
     }
 }
 
-/// What a policy was told of a page.
+/// An observation of a page.
 struct Told {
     first: u32,
     rows: u32,
@@ -189,14 +189,14 @@ pub struct Model {
     def: Def,
     eviction: Eviction,
     now: State,
-    /// By length; inside a step, before anything went.
+    /// States by length; inside a step, before evictions.
     past: HashMap<u32, State>,
     /// Lengths at which steps ended.
     ends: Vec<u32>,
 }
 
 impl Model {
-    /// Wraps `def` in a spy; `rule` sets what else there is to set.
+    /// Wraps `def` in a spy; `rule` sets further options.
     pub fn new(config: CacheConfig, def: Def, budget: Budget, rule: impl Fn(Eviction) -> Eviction) -> Model {
         let log = Log::default();
         let eviction = rule(eviction(Box::new(Spy { of: def.policy(), log: log.clone() }), budget));
@@ -282,7 +282,7 @@ impl Model {
         self.check();
     }
 
-    /// The outputs of the rows from `old` on are those of attention in f64 over what was held.
+    /// Checks that the outputs of rows from `old` on equal attention in f64 over the held tokens.
     fn check_outputs(&self, l: usize, old: u32, out: &[f32]) {
         let shape = &self.cache.config().layers[l];
         let width = shape.layout.v_dim as usize;
@@ -310,7 +310,7 @@ impl Model {
         (out, seen.into_iter().zip(weights).collect())
     }
 
-    /// Runs the definition over what the policy was told, and checks that it was told the truth.
+    /// Runs the definition over the policy's observations, and checks these.
     fn observe(&mut self, old: u32, new: u32, events: &[Event]) {
         let config = self.cache.config().clone();
         let slack = config.rollback.min(new - old);
@@ -321,7 +321,7 @@ impl Model {
         let (mut from, mut heads) = (0, 0);
         let told: Vec<&Event> = events.iter().filter(|e| matches!(e, Event::Seen { .. })).collect();
         for (cut, single) in cuts {
-            // Of many rows the last that the policy asks for; of single ones each.
+            // Of a group of rows those that the policy wants; a single row always.
             let rows = match self.def.policy().feedback() {
                 Feedback::None => cut.end..cut.end,
                 Feedback::LastMass(n) if !single => {
@@ -372,7 +372,7 @@ impl Model {
         self.past.retain(|len, _| *len >= new.saturating_sub(config.rollback));
     }
 
-    /// Whether a head's policy was told of some rows; nothing of hits, as nobody asks. (`wanted.rs` has what is told where somebody does.)
+    /// Whether a head's policy observed some rows, without hits. (`wanted.rs` tests hits.)
     fn check_hits(&self, l: usize, h: usize, rows: &Range<u32>, events: &[Event]) -> bool {
         let told = |e: &Event| match e {
             Event::Head { layer, head, first, rows: n, queries, hits, misses, asked }
@@ -391,7 +391,7 @@ impl Model {
         self.cache.store(layer).unwrap().sinks
     }
 
-    /// Every token held is told of once, with its weight in f64, and in the page where it lies at that length.
+    /// Every held token is observed once, with its weight in f64, and in its page at that length.
     fn check_told(&self, l: usize, h: usize, rows: &Range<u32>, len: u32, pages: &[&&Event]) {
         let config = self.cache.config();
         let shape = &config.layers[l];
@@ -432,7 +432,7 @@ impl Model {
         }
     }
 
-    /// What goes, by the definition.
+    /// Evicts by the definition.
     fn enforce(&mut self, events: &[Event]) {
         let config = self.cache.config().clone();
         let len = self.len();
@@ -501,7 +501,7 @@ impl Model {
                 let stay = target(total);
                 let n = (held - stay) as usize;
                 let mut rest: Vec<(f32, u32, usize)> = Vec::new();
-                // Pins may leave less than the floors: the budget holds, and the first heads have what there is.
+                // Pins may leave less than the floors: the budget is kept, and the first heads get the rest.
                 let pins: usize = heads.clone().map(|h| filed(l, h) as usize - ranked[&(l, h)].0.len()).sum();
                 let mut left = (stay as usize).saturating_sub(pins);
                 for h in heads {
@@ -514,7 +514,7 @@ impl Model {
                     let free = order.len() - sure;
                     rest.extend(order[..free].iter().map(|(u, p)| (*u, *p, h)));
                 }
-                // Of equals the older goes, then that of the higher head.
+                // Of equals the older is evicted, then that of the higher head.
                 rest.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(b.2.cmp(&a.2)));
                 let n = n.min(rest.len());
                 gone.extend(rest[..n].iter().map(|(_, p, h)| (l, *h, *p)));
@@ -559,7 +559,7 @@ impl Model {
         self.past.insert(len, self.now.clone());
     }
 
-    /// The store holds what the model does, and every token as it was given.
+    /// Checks that the store holds the model's tokens, with their values.
     pub fn check(&self) {
         for (l, heads) in self.now.held.iter().enumerate() {
             for (h, want) in heads.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! `Read::Quest` behind a window: a row's candidates are pages that it sees, so that what it reads depends neither on how tokens are cut
-//! into steps nor on what was taken back.
+//! `Read::Quest` with a window: the candidates of a row are the pages that it sees, so its reads depend neither on how tokens are cut into
+//! steps nor on rollbacks.
 
 use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence};
 use pikv_test::numbers::{Rng, bits, noise};
@@ -15,7 +15,7 @@ fn shape(window: Option<u32>) -> LayerShape {
     LayerShape::new(1, QUERY_HEADS, K_DIM, Dtype::F32).values(V_DIM, Dtype::F32).window(window)
 }
 
-/// Numbers of a token: `what` says whether key, value, query or expert; `branch` which text it belongs to.
+/// Numbers of a token: `what` selects key, value, query or expert; `branch` the text.
 fn of(branch: u64, position: u32, layer: usize, what: u64, n: u32) -> Vec<f32> {
     let mut rng = Rng(branch << 40 ^ u64::from(position) << 8 ^ (layer as u64) << 4 ^ what);
     noise(rng.next(), n as usize).iter().map(|x| x * 2.0).collect()
@@ -81,8 +81,8 @@ fn steep(rollback: u32) -> Cache {
 
 const ONE_PAGE: Read = Read::Quest { pages: 1 };
 
-/// The row at 254 sees positions from 95 on. Of the full pages it sees the last token of page 2, which has the highest key of what it
-/// sees, and pages 3 and 4. The row at 255 sees pages 3 and 4: page 3 has the highest keys.
+/// The row at 254 sees positions from 95 on: of the full pages the last token of page 2, which has the highest visible key, and pages 3
+/// and 4. The row at 255 sees pages 3 and 4; page 3 has the highest keys.
 #[test]
 fn quest_chooses_among_pages_that_the_row_sees() {
     let (one, chunks) = (steep(0), steep(0));

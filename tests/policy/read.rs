@@ -1,5 +1,4 @@
-//! What is read after evictions: every form of reading against attention in f64, and to the bit across lanes, threads, shards and
-//! splits.
+//! Reads after evictions: every form of reading compared with attention in f64, and bit for bit across lanes, threads, shards and splits.
 
 use crate::model::Def;
 use crate::setup::{Kind, Row, attention, bits, close, config, eviction, held, rope, row, run, turned};
@@ -38,7 +37,7 @@ fn fill(
     (all, outs)
 }
 
-/// Attention in f64 of the row at `p`, one query head, over tokens at `seen`, keys turned as from the position that `at` gives.
+/// Attention in f64 of the row at `p`, one query head, over tokens at `seen`, with keys rotated to the positions from `at`.
 fn oracle(
     config: &CacheConfig,
     all: &[Row],
@@ -61,7 +60,7 @@ fn oracle(
     attention(&turned(query, shape.rope.as_ref(), at(p)), &tokens, 0.5).0
 }
 
-/// What is there of every layer is attended to by one more row, outside a step.
+/// Attention of one more row over every layer, outside a step.
 fn ask(cache: &Cache, sequence: &Sequence, options: &Attend) -> Vec<u32> {
     let p = sequence.next_position();
     let mut all = Vec::new();
@@ -193,7 +192,7 @@ fn streaming_with_positions_inside_the_cache() {
                     let mut seen: Vec<u32> = kept.iter().copied().chain(p..=row).collect();
                     let from = window.map_or(0, |w| (row + 1).saturating_sub(w));
                     seen.retain(|t| *t >= from || *t < 3);
-                    // Positions are places in the list of what is seen.
+                    // Positions are indices in the list of visible tokens.
                     let place = |t: u32| seen.iter().position(|s| *s == t).unwrap() as f64;
                     close(got, &oracle(cache.config(), &all, l, row, head, &seen, place), 2e-5);
                 }
@@ -250,7 +249,7 @@ fn rows_read_the_pages_of_their_experts() {
                     let (row, head) = (p + i as u32 / 4, i % 4);
                     let mine = &all[row as usize].experts[l];
                     let of = |t: &u32| mine.contains(&all[*t as usize].experts[l][0]);
-                    // What was not filed when the step's keys came is read in the ring.
+                    // Tokens that were not filed when the step's keys were appended are read in the ring.
                     let ring = (row + 1).saturating_sub(6).min((p + n).saturating_sub(6).min(p));
                     let mut seen: Vec<u32> = kept[l][head / 2].iter().copied().chain(p..=row).collect();
                     let before = seen.len();
@@ -377,7 +376,7 @@ proptest! {
             .collect();
         let query = crate::setup::noise(seed ^ 99, n);
         let rows = bound::rows(k_dim);
-        // As its documentation has it; the padding is its own to mend.
+        // The oracle follows the documentation; the padding is cleared by the caller.
         let mut bounds: Vec<[f32; LANES]> =
             (0..2 * rows).map(|i| [if i % 2 == 0 { f32::INFINITY } else { f32::NEG_INFINITY }; LANES]).collect();
         keys.iter().for_each(|key| bound::widen(&mut bounds, key, turn.as_ref()));

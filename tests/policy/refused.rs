@@ -1,4 +1,4 @@
-//! Options that cannot be are refused, by name; and what a policy of one's own may return.
+//! Invalid options are refused by name; and values that a policy of the user's may return.
 
 use crate::setup::{Kind, Row, config, held, row, run};
 use pikv::policy::{Budget, Candidates, Duo, Eviction, Feedback, H2o, Policy, Seen, StreamingLlm};
@@ -38,7 +38,7 @@ fn budgets_and_rules_that_are_none() {
     refused(Duo::new(vec![vec![1.0; 2]], 9).eviction(), "0 numbers for it; it has 2 KV heads");
     let error = Cache::new(config(2).evict_layer(2, of(Budget::Tokens(9)))).unwrap_err();
     assert_eq!(error, Error::Config(ConfigError::PolicyLayer { layer: 2, layers: 2 }));
-    // What is large is no error.
+    // Large values are accepted.
     Cache::new(config(2).evict(of(Budget::Share(1.0)).batch(u32::MAX))).unwrap();
     Cache::new(config(2).evict(of(Budget::Bytes(u64::MAX)).adaptive(1.0))).unwrap();
 }
@@ -67,7 +67,7 @@ fn reads_that_cannot_be() {
     assert_eq!(sequence.next_position().0, 43);
 }
 
-/// Utilities by position, whatever they are.
+/// Arbitrary utilities by position.
 #[derive(Debug)]
 struct Table(fn(u32) -> f32, Option<f32>);
 
@@ -101,7 +101,7 @@ fn what_is_no_number_goes_first() {
         (3..36).filter(|p| p % 2 == 1).rev().take(14).chain([0, 1]).chain(36..40).collect();
     want.sort_unstable();
     assert_eq!(kept(config(1), rule(None), 40), want);
-    // All of them below a threshold that the others reach; and a threshold that is no number is none.
+    // Some utilities are below a threshold that the others reach; a NaN threshold is ignored.
     let all = Eviction::new(Table(odd, Some(-1e31)), Budget::Tokens(100));
     assert!(kept(config(1), all, 40).iter().all(|p| *p < 2 || *p >= 36 || p % 2 == 1));
     let none = Eviction::new(Table(odd, Some(f32::NAN)), Budget::Tokens(100));
@@ -110,7 +110,7 @@ fn what_is_no_number_goes_first() {
     let infinite = |p: u32| if p < 20 { f32::INFINITY } else { f32::NEG_INFINITY };
     let rule = Eviction::new(Table(infinite, None), Budget::Tokens(24)).batch(1);
     assert_eq!(kept(config(1), rule, 40), (0..20).chain(36..40).collect::<Vec<_>>());
-    // 0 is 0 whatever its sign: the older goes.
+    // 0.0 and -0.0 are equal: the older is evicted.
     let zeros = |p: u32| if p.is_multiple_of(2) { 0.0 } else { -0.0 };
     let rule = Eviction::new(Table(zeros, None), Budget::Tokens(16)).batch(1);
     assert_eq!(kept(config(1), rule, 40), (0..2).chain(26..40).collect::<Vec<_>>());
@@ -119,11 +119,11 @@ fn what_is_no_number_goes_first() {
 #[test]
 fn thresholds_pins_and_pages() {
     let by_age = |p: u32| p as f32;
-    // A threshold goes below the budget, and by_page above; both take whole pages only as far as asked.
+    // A threshold evicts below the budget, and by_page to the budget; both take whole pages only as far as needed.
     let rule = Eviction::new(Table(by_age, Some(30.0)), Budget::Tokens(100));
     assert_eq!(kept(config(1), rule, 60), (0..2).chain(30..60).collect::<Vec<_>>());
     let rule = Eviction::new(Table(by_age, None), Budget::Tokens(80)).by_page().batch(1);
-    // Pages hold 2..34, 34..66, 66..96: over by 20, the first goes.
+    // Pages hold 2..34, 34..66, 66..96: with 20 too many, the first is evicted.
     assert_eq!(kept(config(1), rule, 100), (0..2).chain(34..100).collect::<Vec<_>>());
     let cache =
         Cache::new(config(1).evict(Eviction::new(StreamingLlm, Budget::Tokens(10)).batch(1))).unwrap();
@@ -137,14 +137,14 @@ fn thresholds_pins_and_pages() {
     feed(&cache, &mut fork, 1);
     feed(&cache, &mut sequence, 1);
     assert!(held(&sequence, 0, 0).contains(&5));
-    // Room for ten: what was pinned is the oldest now.
+    // Room for ten: the pinned tokens are the oldest.
     assert_eq!(held(&fork, 0, 0), [0, 1, 6, 7, 45, 46, 47, 48, 49, 50].into());
     sequence.clear();
     feed(&cache, &mut sequence, 50);
     assert!(!held(&sequence, 0, 0).contains(&5));
 }
 
-/// Counts how often it was told of each token.
+/// Counts the observations of each token.
 #[derive(Debug)]
 struct Count;
 

@@ -1,4 +1,4 @@
-//! Small caches, made-up tokens, and attention in f64.
+//! Small caches, generated tokens, and attention in f64.
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, HeadSeen, Policy, Scope, Seen, Token};
 use pikv::report::{PageId, Place};
@@ -37,13 +37,13 @@ pub fn noise(seed: u64, n: usize) -> Vec<f32> {
     (0..n as u64).map(|i| (mix(mix(seed) ^ i) >> 40) as f32 / 8_388_608.0 - 1.0).collect()
 }
 
-/// What is appended at a position.
+/// The kind of tokens appended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Noise,
     /// Keys of 0: all scores are equal.
     Equal,
-    /// Every seventh token is what all queries look for.
+    /// All queries attend to every seventh token.
     Hot,
     /// One expert gets nearly all tokens.
     HotExpert,
@@ -88,7 +88,7 @@ pub fn row(config: &CacheConfig, kind: Kind, id: u64) -> Row {
     Row { k, v, q, experts: experts.collect() }
 }
 
-/// What a dtype leaves of a number.
+/// A number as stored in a dtype.
 fn stored(dtype: Dtype, x: f32) -> f32 {
     match dtype {
         Dtype::F32 => x,
@@ -174,7 +174,7 @@ pub fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// What a policy was told and asked.
+/// An observation or a ranking of a policy.
 #[derive(Clone, Debug)]
 pub enum Event {
     Seen {
@@ -205,7 +205,7 @@ pub enum Event {
 
 pub type Log = Arc<Mutex<Vec<Event>>>;
 
-/// A policy, and a log of all that it hears.
+/// A policy with a log of its calls.
 #[derive(Debug)]
 pub struct Spy {
     pub of: Box<dyn Policy>,

@@ -1,4 +1,4 @@
-//! Sinks of layers whose policy asks for them.
+//! Sinks of layers with a policy that sets them.
 
 use crate::setup::{Kind, Row, held, row, run, shape};
 use pikv::policy::{Budget, Duo, Eviction, H2o, StreamingLlm};
@@ -49,7 +49,7 @@ fn streaming_llm_keeps_four_sinks_where_none_are_named() {
         let mut sequence = cache.sequence();
         feed(&cache, &mut sequence, 0..70, Read::All);
         assert_eq!(sinks(&sequence, 3), want.map(first), "{named:?}");
-        // The newest fill what the sinks leave of 20; a window shows 12 tokens beside the sinks.
+        // The newest tokens fill the rest of the 20 besides the sinks; a window shows 12 tokens and the sinks.
         for head in 0..2 {
             let tokens: Vec<u32> = held(&sequence, 0, head).into_iter().collect();
             assert_eq!(tokens, [first(want[0]), (50 + want[0]..70).collect()].concat(), "{named:?}");
@@ -92,7 +92,7 @@ fn the_sinks_of_a_layer_are_read_whatever_the_experts() {
         if id < 59 {
             continue;
         }
-        // Sinks, ring, and what is held of the row's experts.
+        // Sinks, ring, and the held tokens of the row's experts.
         let own = sequence.pages(0, 0).unwrap().filter(|page| match page.id.place {
             Place::Expert(e) => experts.contains(&e),
             _ => false,

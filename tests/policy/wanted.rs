@@ -1,4 +1,4 @@
-//! Hits and misses against a slow definition: every page's bound from all keys that were ever appended, and who was held before the step.
+//! Hits and misses compared with a slow definition: every page's bound from all keys ever appended, and the tokens held before the step.
 
 use crate::setup::{Kind, Row, config, mix, rope, row, shape};
 use pikv::policy::{AdaKvLit, Budget, Eviction, H2o, KeyNorm, Lru, Policy, StreamingLlm};
@@ -42,7 +42,7 @@ fn outward(x: f64, up: bool) -> f64 {
     if up { (x / step).ceil() * step } else { (x / step).floor() * step }
 }
 
-/// The bound that a query has on the keys of a page: least and largest values as they are kept, and the hair for rounding.
+/// A query's bound over the keys of a page: the stored minima and maxima, plus the margin for rounding.
 fn bound(shape: &LayerShape, query: &[f32], keys: &[&[f32]]) -> f64 {
     let exact = shape.layout.k != Dtype::F32 && shape.rope.is_none();
     let turned = shape.rope.map_or(0, |rope| rope.rotary_dim as usize);
@@ -66,7 +66,7 @@ fn bound(shape: &LayerShape, query: &[f32], keys: &[&[f32]]) -> f64 {
     sum + size / 32768.0
 }
 
-/// What the rows of a step want and meet of each expert of a layer, in pages; `None` where bounds in f64 do not say which pages are wanted.
+/// The pages of each expert of a layer that the rows of a step want and find; `None` where bounds in f64 do not decide which are wanted.
 fn expected(
     cache: &Cache,
     (history, old): (&[Row], u32),
@@ -128,7 +128,7 @@ fn expected(
     Some((hit, missed))
 }
 
-/// A cache, and what of it was drawn.
+/// A random cache.
 fn drawn(rng: &mut Rng, policy: usize) -> CacheConfig {
     let experts = rng.of(&[1, 3]);
     let mut config = config(2)
@@ -218,7 +218,7 @@ fn hits_are_what_the_definition_says() {
     assert!(told * 10 > steps * 9, "{told} of {steps}");
 }
 
-/// Hit rate and residency after `len` tokens of which every seventh is what queries look for.
+/// Hit rate and residency after `len` tokens, every seventh of which all queries attend to.
 fn rates(policy: impl Policy + 'static, len: u32) -> (f64, f64) {
     let eviction = Eviction::new(policy, Budget::Tokens(64)).batch(1);
     let config = config(1).hits(Hits::new().pages(4).every(1)).evict(eviction);
@@ -227,7 +227,7 @@ fn rates(policy: impl Policy + 'static, len: u32) -> (f64, f64) {
     let (mut hits, mut wanted, mut residency) = (0.0, 0.0, 0.0);
     for p in 0..len {
         let mut row = row(cache.config(), Kind::Noise, u64::from(p));
-        // Tokens of some stretches are what all queries look for.
+        // All queries attend to the tokens of some stretches.
         let hot = p / 40 % 4 == 1;
         row.k[0].iter_mut().for_each(|x| *x = if hot { 2.0 } else { *x / 4.0 });
         row.q[0].iter_mut().for_each(|x| *x = x.abs());
@@ -239,7 +239,7 @@ fn rates(policy: impl Policy + 'static, len: u32) -> (f64, f64) {
     (hits / wanted, residency / f64::from(len))
 }
 
-/// At one budget policies that keep what is looked for hit, and others do not, while as many tokens are held under each.
+/// At one budget, policies that keep attended tokens have hits and others do not, with equally many tokens held.
 #[test]
 fn hits_differ_between_policies_where_residency_does_not() {
     let (heavy, heavy_held) = rates(H2o, 600);
@@ -248,7 +248,7 @@ fn hits_differ_between_policies_where_residency_does_not() {
     assert!(heavy > newest + 0.1, "{heavy} beside {newest}");
 }
 
-/// What is known is bounded by its own budget, whatever was appended, and the tables beside it do not grow.
+/// Known pages are limited by a bound of their own, for any tokens appended, and the tables for them do not grow.
 #[test]
 fn what_is_known_is_bounded() {
     for experts in [1, 3] {
@@ -296,7 +296,7 @@ fn nobody_asks_and_nothing_is_computed() {
     assert!(report.hit_rate().is_some());
 }
 
-/// Where the budget binds, the head that misses more ends with more of what the heads share, and their sum stays what it was.
+/// Where the budget binds, the head with more misses ends with more of the shared budget, and the sum stays the same.
 #[test]
 fn adakv_lit_moves_tokens_between_heads() {
     let policy = AdaKvLit::default().gamma(0.05);
@@ -305,7 +305,7 @@ fn adakv_lit_moves_tokens_between_heads() {
     let (mut sequence, mut report) = (cache.sequence(), StepReport::default());
     for p in 0..900u32 {
         let mut row = row(cache.config(), Kind::Noise, mix(p.into()) >> 8);
-        // Head 0 looks for the newest tokens, whose keys are the longest; head 1 for now this, now that.
+        // Head 0 attends to the newest tokens, which have the longest keys; head 1 to changing ones.
         row.k[0][..4].fill(1.0 + p as f32 / 900.0);
         row.q[0][..8].fill(1.0);
         step(&cache, &mut sequence, &[row], Read::All, &mut report);

@@ -1,5 +1,5 @@
-//! A step of a size that was seen before asks the allocator for nothing: append, pack, attend, route, tell policies, commit. Only when
-//! a policy ranks its tokens, which is due once in a sixteenth of its budget, are there lists for it.
+//! A step of a size that occurred before allocates nothing: append, pack, attend, route, observe, commit. Only a ranking of tokens by a
+//! policy, which is due once in a sixteenth of its budget, allocates lists.
 
 use half::bf16;
 use pikv::codec::{Code, Codec, Coding};
@@ -12,7 +12,7 @@ use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The system's allocator, which counts what it is asked for while it is told to.
+/// The system's allocator, which counts the bytes requested while it is switched on.
 struct Counting;
 
 static COUNTS: AtomicBool = AtomicBool::new(false);
@@ -27,7 +27,7 @@ fn asked(bytes: i64) {
     }
 }
 
-// SAFETY: every call goes to the system's allocator as it came; counting touches none of the memory.
+// SAFETY: every call is passed to the system's allocator unchanged; counting does not touch the memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
         asked(layout.size() as i64);
@@ -72,7 +72,7 @@ fn config(window: Option<u32>, rope: Option<Rope>) -> CacheConfig {
     let (kv_heads, query_heads) = (HEADS as u32, QUERY_HEADS as u32);
     let layer = LayerShape::new(kv_heads, query_heads, dim, Dtype::Bf16).window(window).rope(rope);
     let config = CacheConfig::new(vec![layer; LAYERS], 256 << 20).ring(64).sinks(4);
-    // Few pages that are gone are known, so that as many are forgotten as come.
+    // Few evicted pages are known, so that as many are dropped as are added.
     config.experts(EXPERTS as u32, TOP_K as u32).hits(Hits::new().known(8))
 }
 
@@ -81,7 +81,7 @@ fn noise(seed: &mut u64) -> f32 {
     (*seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
-/// What tensors hold.
+/// Elements of tensors.
 trait Number: Scalar {
     fn of(x: f32) -> Self;
     fn is_finite(&self) -> bool;
@@ -156,7 +156,7 @@ impl<T: Number> Decoding<T> {
         assert!(self.out.iter().all(|x| x.is_finite()));
     }
 
-    /// What a step asks of the allocator, in the calling thread and in those of its pool; `None` if tokens were ranked in it.
+    /// Bytes that a step requests from the allocator, in the calling thread and in those of its pool; `None` if tokens were ranked in it.
     fn ask(&mut self) -> Option<u64> {
         let before = ASKED.load(Ordering::Relaxed);
         COUNTS.store(true, Ordering::Relaxed);
@@ -166,18 +166,18 @@ impl<T: Number> Decoding<T> {
         self.of.report().evicted.is_empty().then_some(asked)
     }
 
-    /// What `steps` steps ask for, and in how many of them tokens were ranked.
+    /// Bytes that `steps` steps request, and the number of steps with a ranking.
     fn asks(&mut self, steps: usize) -> (u64, usize) {
         let asked: Vec<Option<u64>> = (0..steps).map(|_| self.ask()).collect();
         (asked.iter().flatten().sum(), asked.iter().filter(|asked| asked.is_none()).count())
     }
 }
 
-/// Nothing else may run meanwhile, or it would be counted.
+/// Nothing else may run at the same time, since it would be counted.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Has `config` settle over `warm` steps, and counts over as many again, with one thread and with two. Each thread has lists of its
-/// own, and which meets the largest tasks is chance: so they get up to seven more rounds, until one asks for nothing.
+/// Runs `config` over `warm` steps, and counts over as many again, with one thread and with two. Each thread has lists of its own, and it
+/// is chance which thread gets the largest tasks: there are up to seven more rounds, until one requests nothing.
 fn settles(name: &str, config: &CacheConfig, warm: usize) {
     settles_in::<f32>(name, config, warm);
 }
@@ -247,7 +247,7 @@ fn within_a_budget_nothing_is_asked_for() {
     settles("SnapKV", &config(None, None).evict(Eviction::new(SnapKv::default(), budget())), 1500);
 }
 
-/// Rows enough for tiles: what a thread attends them in is kept. (Pages and lists that grow are asked for now and then.)
+/// Enough rows for tiles: a thread reuses its scratch for them. (Pages and lists that grow are allocated at times.)
 #[test]
 fn rows_of_a_prompt_are_attended_in_what_is_there() {
     const ROWS: usize = 24;
@@ -291,7 +291,7 @@ fn growth_is_asked_for_page_by_page() {
     });
 }
 
-/// What `make` makes, and the bytes that it asked for and kept.
+/// The result of `make`, and the bytes that it allocated and kept.
 fn kept<T>(make: impl FnOnce() -> T) -> (T, i64) {
     let before = HELD.load(Ordering::Relaxed);
     COUNTS.store(true, Ordering::Relaxed);
@@ -300,7 +300,7 @@ fn kept<T>(make: impl FnOnce() -> T) -> (T, i64) {
     (made, HELD.load(Ordering::Relaxed) - before)
 }
 
-/// A fork takes a pointer a layer however long it is, its first token what is written then, and forgets nothing of it when it goes.
+/// A fork takes a pointer a layer at any length, its first token what is written then, and frees everything when it is dropped.
 #[test]
 fn a_fork_takes_little_until_it_grows() {
     const LAYERS: usize = 8;

@@ -1,4 +1,4 @@
-//! Bad input, case by case: the typed error, the offending value in its text, and a cache that works as before.
+//! Bad input, case by case: the typed error, the rejected value in its text, and a cache that works as before.
 
 use pikv::lanes::{Lanes, LanesError};
 use pikv::report::{PageId, PageInfo, Place};
@@ -226,7 +226,7 @@ fn calls() -> Vec<Case> {
         }, Error::ForeignSequence { index: 1 }, &["sequence 1", "another cache"]),
         ("foreign sequence attended", |c, _| ask(c, &Cache::new(config()).unwrap().sequence(), 0, 0, 1), Error::ForeignSequence { index: 0 }, &["sequence 0"]),
         ("out of budget", |c, s| c.begin([(s, 320)]).map(drop),
-            // The figures are asserted apart, with what is in use then.
+            // The figures are asserted apart, from the usage at that time.
             Error::OutOfBudget { needed: 0, available: 0 }, &["budget"]),
         ("past the last position", |c, s| c.begin([(s, u32::MAX)]).map(drop), Error::PositionOverflow { position: 4294967335 }, &["4294967335", "2147483646"]),
         ("one past the last position", |c, s| c.begin([(s, i32::MAX as u32 - LEN)]).map(drop), Error::PositionOverflow { position: 2147483647 }, &["2147483647"]),
@@ -317,7 +317,7 @@ fn assert_text(name: &str, text: &str, needles: &[&str]) {
     }
 }
 
-/// Every row of the tables: variant, text, and what the cache does afterwards.
+/// Every row of the tables: variant, text, and the cache's state afterwards.
 #[test]
 fn bad_input_is_refused_and_leaves_no_trace() {
     let mut count = 0;
@@ -416,8 +416,8 @@ fn a_step_goes_on_after_a_refusal() {
     }
 }
 
-/// Finite q, k and scale whose products overflow, upwards, downwards or to NaN, and scores that f32 cannot tell apart:
-/// never an output of NaN or of zeros that passes for "sees nothing".
+/// Finite q, k and scale with products that overflow, upwards, downwards or to NaN, and scores that f32 cannot tell apart: an error, and
+/// never an output of NaN, or of zeros as for a row that sees nothing.
 #[test]
 fn overflow_of_scores_is_refused() {
     type Product = (&'static str, [f32; 2], [f32; 2], f32, Option<f32>);
@@ -477,8 +477,8 @@ fn many_shards_are_refused_or_right() {
     assert!(cache.usage().shards.iter().all(|bytes| *bytes == 0), "shards count pages that are not theirs");
 }
 
-/// An abandoned step copied pages that a fork shares, and kept the copies: more memory in use, and a fork that is no longer
-/// one.
+/// An abandoned step copied pages shared with a fork and kept the copies: more memory in use, and pages that are not shared any
+/// more.
 #[test]
 fn an_abandoned_step_keeps_shared_pages_shared() {
     let cache = Cache::new(config()).unwrap();

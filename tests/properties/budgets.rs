@@ -1,5 +1,5 @@
-//! Sequences with a budget of their own: each has the bits of a sequence of a cache that has that budget for all, whatever the policy,
-//! and those beside it have the bits of a cache that has none such.
+//! Sequences with a budget of their own: each has the bits of a sequence in a cache with that budget for all, under every policy, and the
+//! other sequences have the bits of a cache without such a budget.
 
 use super::named::{POLICIES, eviction};
 use pikv::policy::{Budget, Eviction, StreamingLlm};
@@ -13,7 +13,7 @@ use pikv_test::scaled;
 const LAYERS: usize = 2;
 const HEADS: u32 = 2;
 const DIM: usize = 4;
-/// What the configuration allows a head, and what one sequence allows itself.
+/// The configuration's budget of a head, and one sequence's own.
 const ALL: u32 = 160;
 const OWN: u32 = 70;
 
@@ -24,7 +24,7 @@ fn config(evict: Option<Eviction>) -> CacheConfig {
     evict.into_iter().fold(config, CacheConfig::evict)
 }
 
-/// Adds `n` tokens to each of some sequences in one step; the bits of what was attended, by sequence.
+/// Adds `n` tokens to each of some sequences in one step; returns the bits of attention, by sequence.
 fn add(cache: &Cache, sequences: Vec<(&mut Sequence, u64)>, n: usize) -> Vec<Vec<u32>> {
     let of: Vec<(u64, u64)> =
         sequences.iter().map(|(s, seed)| (*seed, u64::from(s.next_position().0))).collect();
@@ -48,7 +48,7 @@ fn add(cache: &Cache, sequences: Vec<(&mut Sequence, u64)>, n: usize) -> Vec<Vec
     all
 }
 
-/// Where the tokens of a sequence lie.
+/// The pages of a sequence, with their tokens.
 fn pages(sequence: &Sequence) -> Vec<(String, Vec<u32>)> {
     let heads = (0..LAYERS).flat_map(|layer| (0..HEADS as usize).map(move |head| (layer, head)));
     let of = |(layer, head)| {

@@ -1,5 +1,5 @@
-//! Code of the user's that panics, refuses, or says one thing now and another later: afterwards every sequence is as if the call had
-//! never been made, or had gone well, or says that it is poisoned; and so are the routers.
+//! Callbacks of the user's that panic, refuse, or return different values on each call: afterwards every sequence is as if the call had
+//! not been made, or had succeeded, or reports that it is poisoned; and so are the routers.
 
 use pikv::closed_loop::LoopError;
 use pikv::metrics::{Collector, Sink, StepMetrics};
@@ -23,7 +23,7 @@ const DIM: usize = 4;
 const LAYERS: usize = 2;
 const EXPERTS: usize = 4;
 
-/// A call back that may be the last: it panics when the count comes to 0.
+/// Panics in a callback when the count reaches 0.
 #[derive(Debug, Default)]
 struct Fuse(AtomicI64);
 
@@ -41,7 +41,7 @@ impl Fuse {
     }
 }
 
-/// What `f` returns, or `None` if a fuse blew in it.
+/// The result of `f`, or `None` if a fuse panicked in it.
 fn guarded<T>(f: impl FnOnce() -> T) -> Option<T> {
     static QUIET: Once = Once::new();
     QUIET.call_once(|| {
@@ -131,7 +131,7 @@ impl Policy for Fused {
     }
 }
 
-/// One step of some sequences. It goes as far as `layers` layers, and is committed if those are all.
+/// One step of some sequences, up to `layers` layers; committed if these are all.
 fn step(
     cache: &Cache,
     sequences: Vec<(&mut Sequence, u32)>,
@@ -156,7 +156,7 @@ fn step(
     Ok(all)
 }
 
-/// What a sequence holds, and what it is worth in outputs.
+/// The tokens that a sequence holds, and its outputs.
 fn look(cache: &Cache, sequence: &Sequence) -> Result<(Vec<u32>, Vec<u32>), Error> {
     let (mut outs, mut held) = (Vec::new(), Vec::new());
     let Some(last) = sequence.next_position().0.checked_sub(1) else { return Ok((outs, held)) };
@@ -200,7 +200,7 @@ fn poisoned(cache: &Cache, sequence: &mut Sequence) -> bool {
     true
 }
 
-/// Random histories in which a policy panics in some call back, beside a twin whose policy never does.
+/// Random histories in which a policy panics in some callback, beside a twin without panics.
 #[test]
 fn a_policy_that_panics_leaves_what_a_twin_has_or_says_that_it_did_not() {
     let policies: [Arc<dyn Policy>; 4] =
@@ -257,7 +257,7 @@ fn a_policy_that_panics_leaves_what_a_twin_has_or_says_that_it_did_not() {
                 spoilt += u64::from(bad[0] || bad[1]);
                 whole += u64::from(!bad[0] && !bad[1]);
             }
-            // As far as it came: to its end, or not.
+            // The twin repeats the step as far as it took effect: as a whole, or not at all.
             let committed = bad[0] || bad[1] || (layers == LAYERS && a[at].next_position().0 > before);
             let twin = step(
                 &caches[1],
@@ -282,7 +282,7 @@ fn a_policy_that_panics_leaves_what_a_twin_has_or_says_that_it_did_not() {
     assert!(blown > 60 && spoilt > 10 && whole > 10, "{blown} {spoilt} {whole}");
 }
 
-/// A policy whose answers about itself differ from call to call. What it said when the cache was built holds.
+/// A policy whose properties change from call to call. The values read when the cache was built apply.
 #[test]
 fn a_policy_that_changes_its_mind_is_taken_at_its_first_word() {
     #[derive(Debug, Default)]
@@ -296,7 +296,7 @@ fn a_policy_that_changes_its_mind_is_taken_at_its_first_word() {
     struct Steady;
     fn rank(tokens: &Candidates<'_>, utility: &mut [f32]) {
         for (i, utility) in utility.iter_mut().enumerate() {
-            // Not numbers among them, which are worth least.
+            // Including NaN, which is the lowest utility.
             *utility =
                 if tokens.position(i) % 7 == 3 { f32::NAN } else { (tokens.position(i) * 37 % 101) as f32 };
         }
@@ -341,7 +341,7 @@ fn a_policy_that_changes_its_mind_is_taken_at_its_first_word() {
     }
 }
 
-/// A policy that steps, reads and forks other sequences of its own cache while it is told something.
+/// A policy that steps, reads and forks other sequences of its own cache in its callbacks.
 #[test]
 fn a_policy_that_calls_the_cache_changes_nothing_of_the_call_that_it_is_in() {
     #[derive(Debug, Default)]
@@ -351,7 +351,7 @@ fn a_policy_that_calls_the_cache_changes_nothing_of_the_call_that_it_is_in() {
             if !self.1.fetch_add(1, Ordering::Relaxed).is_multiple_of(40) {
                 return;
             }
-            // Taken out meanwhile, so that what it does itself is not told of.
+            // Taken out during the calls, so that their own callbacks do nothing.
             let Some(cache) = self.0.lock().unwrap().take() else { return };
             let mut own = cache.sequence();
             for i in 0..3 {
@@ -403,7 +403,7 @@ fn a_policy_that_calls_the_cache_changes_nothing_of_the_call_that_it_is_in() {
     *busy.0.lock().unwrap() = None;
 }
 
-/// A store of a tier that panics, refuses, or gives back other bytes.
+/// A tier's store that panics, refuses, or returns other bytes.
 #[test]
 fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
     #[derive(Debug, Default)]

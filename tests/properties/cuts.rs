@@ -1,6 +1,7 @@
-//! Sequences cut at an earlier length, taken back to checkpoints, and sealed, in random histories beside ones that never were: each cut is
-//! held against a sequence that was given those tokens and no more, each fork against one that was saved and restored and so shares
-//! nothing, each checkpoint against a fork kept since, each sealed sequence against one that was not sealed. What comes after goes to both, and may not differ in a bit.
+//! Sequences that are cut at an earlier length, rolled back to checkpoints, or sealed, in random histories. Each cut is compared with a
+//! sequence that only ever had those tokens, each fork with one that was saved and restored and so shares nothing, each checkpoint with a
+//! fork kept since, and each sealed sequence with one that was not sealed. Both get the same later operations, and must stay equal bit
+//! for bit.
 
 use pikv::fabric::{InProcess, Options};
 use pikv::policy::{Budget, Eviction, H2o};
@@ -16,7 +17,7 @@ use proptest::strategy::ValueTree;
 #[derive(Clone, Debug)]
 struct Setup {
     model: Model,
-    /// Pages of every layer and head in the first tier, and in the one beneath; none for plenty.
+    /// Pages of every layer and head in the first tier, and in the lower one; `None` for unlimited.
     budget: Option<(u64, u64)>,
 }
 
@@ -38,7 +39,7 @@ impl Setup {
         [config(pages).tiers(tiers), config(1 << 20)].map(|config| Cache::new(config).unwrap())
     }
 
-    /// Whether every length can be had, as long as nothing is evicted by hand.
+    /// Whether a cut at any length works, as long as nothing is evicted by hand.
     fn cuts(&self) -> bool {
         let Model { codec, policy, .. } = self.model;
         codec.is_none() && policy.is_none()
@@ -94,21 +95,21 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What one token was in each layer.
+/// One token in all layers.
 #[derive(Clone)]
 struct Token(Vec<(Vec<f32>, Vec<f32>, Vec<u16>)>);
 
-/// What was done to a pair, beside the pair.
+/// The history of a pair, kept beside it.
 #[derive(Clone, Default)]
 struct Log {
     tokens: Vec<Token>,
     /// Forks of the second sequence, by length.
     kept: Vec<(u32, std::rc::Rc<Sequence>)>,
-    /// Whether something was evicted by hand.
+    /// Whether pages were evicted by hand.
     evicted: bool,
 }
 
-/// What was seen, so that a test of nothing does not pass.
+/// Counts of events, so that a test of nothing does not pass.
 #[derive(Debug, Default)]
 struct Seen {
     cuts: u32,
@@ -134,7 +135,7 @@ impl Twins<'_> {
         let Twins { setup: Setup { model, .. }, caches, pairs, logs, values, .. } = self;
         let chosen = twins::chosen(pairs, parts);
         let [left, right] = twins::parts(pairs, &chosen);
-        // What the tight cache refuses does not happen to either.
+        // A step that the tight cache refuses is skipped in both.
         let mut first = match caches[0].begin(left) {
             Err(Error::OutOfBudget { .. } | Error::TierFull { .. }) => return,
             step => step.unwrap(),
@@ -230,7 +231,7 @@ impl Twins<'_> {
         let oracle = if self.setup.cuts() && got == wanted && (!log.evicted || far) {
             self.seen.cuts += 1;
             let fresh = self.fresh(&log, wanted, chunk);
-            // Where a window let tokens go, the length may be one that a rollback reaches.
+            // Where a window dropped tokens, only lengths that a rollback reaches may work.
             match fork.rollback_limit() == fresh.rollback_limit() {
                 true => fresh,
                 false => near(),
@@ -280,8 +281,8 @@ impl Twins<'_> {
         heads.map(|(layer, head)| self.pairs[i][1].resident(layer, head).unwrap().0).sum()
     }
 
-    /// A copy of the second sequence of a pair that shares nothing with it: what another writes to a list or a page that a fork has in
-    /// common does not show in it.
+    /// A copy of the second sequence of a pair that shares nothing with it, so that writes of others to shared lists or pages do not show
+    /// in it.
     fn restored(&self, i: usize) -> Sequence {
         let mut bytes = Vec::new();
         self.pairs[i][1].save(&[], &mut bytes).unwrap();
@@ -381,7 +382,7 @@ impl Twins<'_> {
     }
 }
 
-/// Where pages are does not count, nor who else holds them.
+/// The tier of a page, and whether it is shared, are not compared.
 fn plain(page: &mut PageInfo) {
     (page.tier, page.shared) = (0, false);
 }
@@ -408,7 +409,7 @@ proptest! {
     }
 }
 
-/// The histories above do come to where they may fail.
+/// The histories above reach the critical cases.
 #[test]
 fn histories_reach_what_they_are_for() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
@@ -443,7 +444,7 @@ fn config() -> CacheConfig {
     CacheConfig::new(vec![layer], 64 << 20).backend(pikv_test::backend::backend())
 }
 
-/// Eight forks of a prompt, 512 tokens each at the default ring: what they share is stored once.
+/// Eight forks of a prompt, with 512 tokens each and the default ring: shared pages are stored once.
 #[test]
 fn a_sealed_prompt_is_stored_once() {
     let cache = Cache::new(config()).unwrap();
@@ -520,8 +521,8 @@ fn checkpoints_of_one_length_are_one() {
     assert_eq!(cache.usage().taken, 0);
 }
 
-/// Runs of more pages than forks share in one piece: what a policy takes out of the old ones, and what a rollback brings back, is written to
-/// copies. Sequence and fork go on side by side, each beside one that was saved and restored.
+/// Runs of more pages than forks share in one list: evictions by a policy from old pages, and their restoration by a rollback, are
+/// written to copies. Sequence and fork both continue, each beside one that was saved and restored.
 #[test]
 fn what_a_policy_does_to_long_runs_in_common_shows_in_no_fork() {
     let layer = LayerShape::new(1, 1, 8, Dtype::Bf16);

@@ -1,4 +1,4 @@
-//! Tensors of the host in f32, f16 and bf16: the bits of the same values in f32, whatever computes them and however they are stored.
+//! Host tensors in f32, f16 and bf16: the bits equal those of the same values in f32, on all lanes and for all stored dtypes.
 
 use half::{bf16, f16};
 use pikv::codec::{Code, Codec, Coding, Map};
@@ -63,7 +63,7 @@ fn wide<T: Number>(x: &[T]) -> Vec<f32> {
     x.iter().map(|x| x.wide()).collect()
 }
 
-/// A case: what stores, and how.
+/// A case: shape, codec and options.
 #[derive(Clone, Debug)]
 struct Setup {
     shape: LayerShape,
@@ -116,7 +116,7 @@ impl Setup {
     }
 }
 
-/// What a layer gave for some rows.
+/// The results of a layer for some rows.
 type Got<O> = (Vec<O>, Vec<f32>, Vec<PageMass>);
 
 /// Rows of a step: keys, values, queries, logits.
@@ -127,7 +127,7 @@ struct Run {
     of: ClosedLoop,
     sequences: [Sequence; 2],
     options: Attend,
-    /// Whether a policy took something.
+    /// Whether a policy evicted a token.
     evicted: bool,
 }
 
@@ -242,7 +242,7 @@ fn small(stored: Dtype) -> Cache {
     Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(2, 1).backend(backend())).unwrap()
 }
 
-/// A step of one row that goes on if the case does.
+/// A step of one row that is committed if all its calls succeed.
 fn row<T: Number>(step: &mut Step<'_>, at: [Option<(usize, f32)>; 3], out: &mut [T]) -> Result<(), Error> {
     let [k, v, q] = [(4, 0), (3, 1), (8, 2)].map(|(n, which)| {
         let mut x = vec![T::ONE; n];

@@ -1,5 +1,5 @@
-//! Callers at the edges: drafts taken back in parts, steps leaked, pages evicted between drafts, forks dropped at odd times, routers that
-//! refuse while they learn again, ranks that are nearly full, frequencies at their limits.
+//! Callers at the limits: drafts rolled back in parts, leaked steps, pages evicted between drafts, forks dropped at odd times, routers
+//! that refuse while they learn again, nearly full ranks, frequencies at their limits.
 
 use super::named::{POLICIES, eviction};
 use pikv::closed_loop::LoopError;
@@ -312,7 +312,7 @@ fn history(setup: &Setup, seed: u64, turns: u32) {
         if others.is_empty() && !leaked {
             assert_eq!(a.bytes(), mine.usage().taken, "bytes, {}", context(turn, &what));
         }
-        // What both do.
+        // Both do the same.
         match rng.below(14) {
             0 => {
                 let some: Vec<PageId> = b.pages(0, 1).unwrap().map(|page| page.id).collect();
@@ -371,7 +371,7 @@ fn plain(policy: &'static str) -> Setup {
     }
 }
 
-/// A fork is made between two times that pages were put together, and the sequence goes back before both.
+/// A fork between two compactions, and a rollback of the sequence to before both.
 #[test]
 fn fork_between_two_compactions() {
     let mut failed = Vec::new();
@@ -407,7 +407,7 @@ fn fork_between_two_compactions() {
     assert!(failed.is_empty(), "{failed:#?}");
 }
 
-/// What a caller evicts between drafts is gone after they were taken back; everything else that was held is held, as it came.
+/// A page that the caller evicts between drafts stays evicted after they are rolled back; all other tokens are held, unchanged.
 #[test]
 fn evicted_between_drafts() {
     let mut failed = Vec::new();
@@ -434,7 +434,7 @@ fn evicted_between_drafts() {
                     }
                 }
                 s.rollback(60).unwrap();
-                // Those of its tokens that drafts had let go of go with it.
+                // Its tokens that drafts evicted are evicted with it.
                 let got = held(&s, 0, 0);
                 let more: Vec<&u32> =
                     got.iter().filter(|p| !before.contains(p) || gone.contains(p)).collect();
@@ -474,7 +474,7 @@ fn evicted_between_drafts() {
     assert!(failed.is_empty(), "{failed:#?}");
 }
 
-/// The report of a step after drafts that were taken back, and of a twin.
+/// The report of a step after drafts were rolled back, compared with a twin's.
 #[test]
 fn reports() {
     let setup = plain("H2O");
@@ -490,7 +490,7 @@ fn reports() {
         }
         push_with(&cache, &mut a, 0, 1, ALL, None, &mut x);
         push_with(&other, &mut b, 0, 1, ALL, None, &mut y);
-        // When a page was last used is not brought back by a rollback: such a page is not reported.
+        // A rollback does not restore a page's last use: such a page is not reported.
         assert!(x.reused.iter().all(|page| page.gap > 0), "turn {turn}: {:?}", x.reused);
         (x.reused, y.reused) = (Vec::new(), Vec::new());
         assert_eq!(x, y, "turn {turn}");
@@ -514,7 +514,7 @@ fn read_after_a_leak() {
     assert_eq!(before, after);
 }
 
-/// Pins are taken off, and a draft is taken back: as if the draft had never been.
+/// Pins are removed, and a draft is rolled back: as if the draft had never been.
 #[test]
 fn unpinned_then_rolled_back() {
     let setup = Setup { batch: Some(20), ..plain("key norm") };
@@ -596,7 +596,7 @@ fn states(pikv: &mut ClosedLoop) -> Vec<RouterState> {
     pikv.routers().iter().map(|router| router.state()).collect()
 }
 
-/// Two forks both take back the last two rows of a step that they have in common.
+/// Two forks both roll back the last two rows of a step that they share.
 #[test]
 fn both_forks_take_back_a_part() {
     let ((cache, mut pikv), (other, mut twin)) = (looped(&balanced), looped(&balanced));
@@ -608,11 +608,11 @@ fn both_forks_take_back_a_part() {
     let mut fork = a.fork();
     a.rollback(2).unwrap();
     fork.rollback(2).unwrap();
-    // Nobody has the last two tokens any more.
+    // No sequence has the last two tokens.
     assert_eq!(states(&mut pikv), states(&mut twin));
 }
 
-/// A sequence takes its drafts back while a fork has them; they stay learnt when the fork ends, as of every sequence that ends.
+/// A sequence rolls its drafts back while a fork has them; they stay learnt when the fork is dropped, as for every dropped sequence.
 #[test]
 fn what_a_fork_had_when_it_ended_stays_learnt() {
     let (cache, mut pikv) = looped(&balanced);
@@ -751,7 +751,7 @@ fn hostile_routers() {
                 if mine[0] != theirs[0] {
                     failed.push(format!("{what}, panics {panics}, call {at}: layer 0"));
                 }
-                // A router that does not go back is named, and learns nothing twice.
+                // A router that fails to restore its state is named, and learns nothing twice.
                 let refused = matches!(begun, Ok(Err(LoopError::Route { layer: 1, .. })));
                 if refused != (what == "restore" && !panics && at == 1) {
                     failed.push(format!("{what}, panics {panics}, call {at}: {begun:?}"));
@@ -970,8 +970,8 @@ fn quest_with_a_factor() {
 
 // Pages that are put together at known lengths.
 
-/// Norm of the key at `position`: the policy lets 128 tokens go at 521, 649 and 777 tokens, out of pages 0..9, 9..16 and later ones.
-/// With a rollback of 150 they are final, and pages put together, at 671 and 799.
+/// Norm of the key at `position`: the policy evicts 128 tokens each at 521, 649 and 777 tokens, from pages 0..9, 9..16 and later ones.
+/// With a rollback of 150 the evictions are final, and pages compacted, at 671 and 799.
 fn norm(position: u32) -> f32 {
     match position {
         0..288 if position % 9 < 4 => 300.0,
@@ -1190,7 +1190,7 @@ fn all_is_evicted_between_drafts() {
     }
 }
 
-/// Over ranks: pages that are put together while drafts are there, and taken apart.
+/// Over ranks: pages that are compacted while drafts exist, and restored.
 #[test]
 fn ranks_and_pages_put_together() {
     let layer = LayerShape::new(1, 1, 4, Dtype::F32);

@@ -1,7 +1,7 @@
-//! One test for each kind of fault that users of other KV caches have met in public.
+//! One test for each kind of fault reported publicly by users of other KV caches.
 //!
-//! A test's first line names the report. Where a row sees a known set of tokens, queries of zero make every weight equal:
-//! the log-sum-exp is then ln(tokens seen), and the output the mean of their values.
+//! A test's first line names the report. Where a row sees a known set of tokens, queries of zero make every weight equal: the log-sum-exp
+//! is then ln(tokens seen), and the output the mean of their values.
 
 use pikv::lanes::Lanes;
 use pikv::report::{PageId, PageInfo, PageMass, Place};
@@ -122,7 +122,7 @@ fn ask(
 
 type Stored = Vec<(u32, Vec<u32>, Vec<u32>)>;
 
-/// Pages of every layer and head with what they hold, as bits.
+/// Pages of every layer and head with their contents, as bits.
 fn snapshot(cache: &Cache, sequence: &Sequence) -> Vec<(PageInfo, Stored)> {
     let mut all = Vec::new();
     for (l, shape) in cache.config().layers.iter().enumerate() {
@@ -180,7 +180,7 @@ fn oracle(
         .collect()
 }
 
-/// Row `row` of `outputs` of `layer` against [`oracle`]; scores stay in [-0.5 k_dim, 0.5 k_dim], values in [-1, 1].
+/// Compares row `row` of `outputs` of `layer` with [`oracle`]; scores lie in [-0.5 k_dim, 0.5 k_dim], values in [-1, 1].
 fn assert_row(
     outputs: &Outputs,
     layer: usize,
@@ -328,7 +328,7 @@ fn total_equals_window() {
                         let at = u64::from(sequence.next_position().0);
                         feed(&cache, &mut sequence, at..at + u64::from(chunk));
                     }
-                    // The newest token's row, and the row of a token to come, which finds one fewer.
+                    // The newest token's row, and the row of the next token, which sees one fewer.
                     for (row, seen) in
                         [(total.wrapping_sub(1), window.min(total)), (total, (window - 1).min(total))]
                     {
@@ -427,7 +427,7 @@ fn window_cache_is_priced_as_a_window() {
         let most = store.bytes_at_most(&layer, 1 << 20);
         let full = store.bytes_at_most(&layer.window(None), 1 << 20);
         assert!(most * 1000 < full, "{most} of {full} bytes");
-        // The ring's new tile comes before its oldest goes, and a router is not known in advance: 2 pages and 2 an expert.
+        // The ring's new tile is allocated before its oldest is freed, and a router is not known in advance: 2 pages and 2 an expert.
         let budget = most + (2 + 2 * u64::from(count)) * layer.layout.bytes();
         base.budget = budget;
         let cache = Cache::new(base).unwrap();
@@ -509,7 +509,7 @@ fn rollback_after_wrap() {
             assert!(sequence.rollback_limit() >= slack);
             sequence.rollback(n as u32).unwrap();
             assert_eq!(u64::from(sequence.next_position().0), len - n);
-            // It goes on with other tokens, as one that never saw those.
+            // It continues with other tokens, as a sequence that never had those.
             let mut twin = one_by_one(&cache, 0..len - n);
             for id in 1000..1030 {
                 assert_eq!(feed(&cache, &mut sequence, [id]), feed(&cache, &mut twin, [id]), "{n} of {len}");
@@ -565,7 +565,7 @@ fn rows_of_a_batch_trim_apart() {
     }
 }
 
-/// mlx-swift-lm#308: what is derived (tags, bytes, attention mass) was not rolled back with its source.
+/// mlx-swift-lm#308: derived state (tags, bytes, attention mass) was not rolled back with its source.
 #[test]
 fn derived_state_rolls_back() {
     let cache = Cache::new(config(vec![small()], 20, 12).experts(4, 2).sinks(2)).unwrap();
@@ -661,7 +661,7 @@ fn constant_added_to_positions() {
         let layer = shape(1, 2, layout(6, 3, Dtype::F32)).rope(rope).window(24);
         let cache = Cache::new(config(vec![layer], 10, 0)).unwrap();
         let last = |before: u64| {
-            // The window hides what came before.
+            // The window hides the earlier tokens.
             let mut sequence = cache.sequence();
             if before > 0 {
                 feed(&cache, &mut sequence, 5000..5000 + before);
@@ -688,7 +688,7 @@ fn empty_and_masked_rows() {
     let (empty, mut full, mut one) = (cache.sequence(), cache.sequence(), cache.sequence());
     feed(&cache, &mut full, 0..100);
     feed(&cache, &mut one, [7]);
-    // An empty sequence; a row whose window begins after the last token; a part without rows; a row that sees itself.
+    // An empty sequence; a row with a window past the last token; a part without rows; a row that sees itself.
     let rows = [
         Rows::new(&empty, Position(0), 1),
         Rows::new(&full, Position(100), 1),
@@ -838,7 +838,7 @@ fn deep_forks_keep_their_own_tokens() {
         let want = one_by_one(&cache, ids.iter().copied());
         let plain = |s| snapshot(&cache, s).into_iter().map(|(p, t)| (p.id, t)).collect::<Vec<_>>();
         let (got, want) = (plain(sequence), plain(&want));
-        // A tile that slid out of the ring before a rollback is gone already.
+        // A tile that left the ring before a rollback is not restored.
         assert!(got.iter().all(|page| want.contains(page)));
         let filed =
             |pages: &[(PageId, Stored)]| pages.iter().filter(|(id, _)| id.place != Place::Ring).count();
@@ -875,7 +875,7 @@ fn exhaustion_is_transactional() {
         assert_eq!((snapshot(&cache, &sequence), snapshot(&cache, &other), cache.usage()), before);
         assert_eq!(ask(&cache, 1, &sequence, 59, 61, 0.5), outputs);
         assert_eq!((sequence.next_position(), other.next_position()), (Position(60), Position(10)));
-        // A smaller step goes through, and is right.
+        // A smaller step works, with the right bits.
         feed(&cache, &mut sequence, [60]);
         let mut twin_cache = cache.config().clone();
         twin_cache.budget = 1 << 24;
@@ -916,7 +916,7 @@ fn an_abandoned_step_leaves_no_trace() {
     }
 }
 
-/// atlas#373: memory comes and goes over many chunks of the arena, in a random order, and every token keeps its bytes.
+/// atlas#373: memory is allocated and freed over many chunks of the arena, in random order, and every token keeps its bytes.
 #[test]
 fn pool_is_full_again_after_churn() {
     let layers = vec![shape(1, 1, layout(256, 256, Dtype::F32)), shape(1, 1, layout(256, 200, Dtype::F16))];
@@ -1082,7 +1082,7 @@ fn mass_is_cleared_by_every_call() {
     assert_eq!(sizes, [sizes[0]; 3]);
 }
 
-/// sglang#20705: a knob was read and then ignored. Each of these changes what it is there to change, and only that.
+/// sglang#20705: an option was read and then ignored. Each of these changes its own effect, and no other.
 #[test]
 fn every_knob_acts() {
     let base = || config(vec![small()], 8, 0).experts(4, 1);

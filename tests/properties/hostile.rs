@@ -1,8 +1,8 @@
-//! Bytes that nobody should have sent: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences.
-//! Whatever they say, nothing panics, nothing waits for ever, and no more memory is asked for than is stated here.
+//! Invalid bytes: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences. No bytes may cause a
+//! panic, an endless wait, or an allocation above the limits stated here.
 //!
-//! Mutations of valid bytes, the same ones each time: 2,000 of each kind, a hundred times as many where the variable `PIKV_TEST` is
-//! `full`.
+//! The inputs are mutations of valid bytes, the same in each run: 2,000 of each kind, a hundred times as many if the variable `PIKV_TEST`
+//! is `full`.
 
 use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, Map, Side};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
@@ -26,7 +26,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The system's allocator, which counts what each thread holds.
+/// The system's allocator, with a count of the bytes held by each thread.
 struct Counting;
 
 thread_local! {
@@ -40,7 +40,7 @@ fn count(bytes: i64) {
     MOST.set(MOST.get().max(held));
 }
 
-// SAFETY: every call goes to the system's allocator as it came; counting touches none of the memory, and allocates none.
+// SAFETY: every call is passed to the system's allocator unchanged; counting does not touch the memory, and allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
         count(layout.size() as i64);
@@ -70,7 +70,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What `f` returns, and the most bytes that this thread held meanwhile beyond what it held before.
+/// The result of `f`, and the most bytes that this thread held during it beyond those held before.
 fn weighed<T>(f: impl FnOnce() -> T) -> (T, u64) {
     let before = HELD.get();
     MOST.set(before);
@@ -110,7 +110,7 @@ fn mutate<T: Copy>(rng: &mut Rng, list: &mut Vec<T>, other: &[T], change: impl F
                 let with = rng.below(list.len() as u32) as usize;
                 list.swap(at, with);
             }
-            // What is near the beginning says how the rest is read.
+            // Words near the beginning determine how the rest is read.
             5..=7 => {
                 let at = rng.below(list.len().min(24) as u32) as usize;
                 list[at] = change(rng, list[at]);
@@ -174,15 +174,15 @@ fn config() -> CacheConfig {
         .evict_layer(0, Eviction::new(H2o, Budget::Tokens(640)).batch(32))
 }
 
-/// What was sent: the rank, and the words.
+/// Messages sent: the rank, and the words.
 type Heard = Arc<Mutex<Vec<(u32, Vec<u32>)>>>;
 
-/// Two ranks on the caller's thread, whose messages are noted, and whose answers may be changed.
+/// Two ranks on the caller's thread; messages are recorded, and answers may be changed.
 struct Ranks {
     stores: [Store; 2],
     queue: VecDeque<(u32, Vec<u32>)>,
     heard: Heard,
-    /// Changes answers, one in so many.
+    /// Changes one of so many answers.
     liar: Option<(Rng, u32)>,
     last: Vec<u32>,
 }
@@ -216,7 +216,7 @@ impl Fabric for Ranks {
                     0 => return Ok(None),
                     1 => return Ok(Some((rng.below(5), answer))),
                     2 => return Err(FabricError::Lost { rank: rng.below(4), waited: Duration::ZERO }),
-                    // Not told of, and done again.
+                    // The answer is dropped, and the message is executed again.
                     3 => {
                         self.queue.push_back((rank, message));
                         continue;
@@ -307,7 +307,7 @@ fn ranks_outlive_any_message() {
     let (mut store, mut rng) = (Store::new(&config(), BUDGET).unwrap(), Rng(1));
     let (mut at, mut refused, mut most, mut longest) = (0, 0, 0, 0);
     for case in 0..cases() {
-        // The rank has done what came before, up to a message that is not as it was.
+        // The rank has executed the earlier messages, up to one that is changed.
         if at == 0 || rng.one_in(64) {
             at = 1 + rng.below(messages.len() as u32 - 1) as usize;
             for message in &messages[..at] {
@@ -359,7 +359,7 @@ fn fronts_outlive_any_answer() {
     println!("fronts: {failed} of {done} lives failed; {most} bytes at most");
 }
 
-/// A rank that talks all the time, and never says what it was asked.
+/// A rank that answers endlessly, but never to the present call.
 #[test]
 fn an_endless_stream_of_other_answers_ends_with_the_timeout() {
     struct Talks(bool);
@@ -407,7 +407,7 @@ fn more_ranks_than_shards_are_refused_before_there_is_anything_for_them() {
     assert_eq!(InProcess::new(&config(), u32::MAX, BUDGET).err(), want);
 }
 
-/// What is set aside for a step costs nothing before its tokens are there.
+/// A step's reservation takes no memory before its tokens are appended.
 #[test]
 fn a_step_of_a_billion_tokens_costs_nothing_before_they_come() {
     let mut config = config();
@@ -513,7 +513,7 @@ fn traces_are_read_or_refused() {
     assert!(matches!(many, Some(TraceError::Value { name: "wants", .. })), "{many:?}");
 }
 
-/// A cache, and sequences of it that were saved: of other lengths, with tokens that can be taken back.
+/// A cache, and saved sequences of it: of different lengths, with tokens that can be rolled back.
 fn saved() -> (Cache, Vec<Vec<u8>>) {
     let mut config =
         config().rollback(9).shards(ShardMap::ONE).evict_layer(0, Eviction::new(H2o, Budget::Tokens(80)));
@@ -532,7 +532,7 @@ fn saved() -> (Cache, Vec<Vec<u8>>) {
     (cache, files)
 }
 
-/// Where the numbers of a saved sequence lie, and not its pages.
+/// The positions of a saved sequence's metadata words, without its pages.
 fn numbers(bytes: &[u8]) -> Vec<std::ops::Range<usize>> {
     let (n, header) = SafeTensors::read_metadata(bytes).unwrap();
     let tensors = header.tensors();
@@ -575,7 +575,7 @@ fn saved_sequences_are_read_or_refused() {
                     break;
                 }
                 Err(Error::Save(SaveError::Sum { found, actual })) => {
-                    // A sum that is right, as that of whoever writes such a file on purpose.
+                    // A correct sum, as an attacker would write.
                     let decoded = |hex: &str| {
                         (0..32)
                             .map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap())
@@ -637,7 +637,7 @@ fn fitted_files_are_read_or_refused() {
             let (read, held) = weighed(|| Fitted::from_bytes(&bytes, "a model", SHAPE));
             assert!(held <= 65536 + 64 * bytes.len() as u64, "case {case}: {held} bytes");
             refused += u64::from(read.is_err());
-            // A digest that is right, as that of whoever writes such a file on purpose.
+            // A correct digest, as an attacker would write.
             let Err(FittedError::Digest { found, actual }) = read else { break };
             let Some(at) = bytes.windows(found.len()).position(|part| part == found.as_bytes()) else {
                 break;

@@ -1,5 +1,5 @@
-//! Sequences that leave a step under way, at any point of it, beside steps that never had them: outputs, pages, masses and what steps met of
-//! the others are equal to the bit, and of those that left there is what there was before.
+//! Sequences that leave a step at any point, compared with steps that never had them: outputs, pages, masses and hits of the others are
+//! equal bit for bit, and the sequences that left are unchanged.
 
 use pikv::report::PageMass;
 use pikv::tiers::Tiers;
@@ -13,14 +13,15 @@ use proptest::strategy::ValueTree;
 #[derive(Clone, Debug)]
 enum Op {
     New,
-    /// Sequences and tokens; what is read; who leaves, by place, and after how many calls; whether it is dropped in the end.
+    /// Sequences and tokens; the form of reading; sequences that leave, by index, and the call after which they do; whether the step is
+    /// dropped.
     Step {
         parts: Vec<(u8, u32)>,
         read: u8,
         leave: Vec<(usize, usize)>,
         dropped: bool,
     },
-    /// Moves pages of a sequence to the tier beneath.
+    /// Moves pages of a sequence to the lower tier.
     Demote {
         sequence: u8,
         share: f64,
@@ -41,10 +42,10 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What a call of attention gave: outputs, log-sum-exps, and masses by page.
+/// The results of a call of attention: outputs, log-sum-exps, and masses by page.
 type Attended = (Vec<f32>, Vec<f32>, Vec<PageMass>);
 
-/// Rows of the sequences that stay, out of those of all.
+/// The rows of the sequences that stay.
 fn staying<T: Copy>(all: &[T], rows: &[bool]) -> Vec<T> {
     let width = all.len() / rows.len();
     let own = |(row, stays): (usize, &bool)| all[row * width..][..if *stays { width } else { 0 }].to_vec();
@@ -54,14 +55,14 @@ fn staying<T: Copy>(all: &[T], rows: &[bool]) -> Vec<T> {
 /// A step that some leave.
 struct Leaving<'a> {
     step: Step<'a>,
-    /// Of each sequence its tokens, and whether it has left.
+    /// The tokens of each sequence, and whether it has left.
     parts: Vec<(u32, bool)>,
     leave: Vec<(usize, usize)>,
     calls: usize,
 }
 
 impl Leaving<'_> {
-    /// Before each call: those whose time has come leave, some of them twice.
+    /// Before each call: the sequences that are due leave, some of them twice.
     fn leave(&mut self) {
         let due = self.leave.iter().filter(|(_, after)| *after <= self.calls).copied();
         for (place, _) in due.collect::<Vec<_>>() {
@@ -71,12 +72,12 @@ impl Leaving<'_> {
         self.calls += 1;
     }
 
-    /// Whether each row is there still.
+    /// Whether each row is still in the step.
     fn rows(&self) -> Vec<bool> {
         self.parts.iter().flat_map(|(n, out)| (0..*n).map(|_| !*out)).collect()
     }
 
-    /// What a layer is given, rows of those that left being nothing that a cache takes.
+    /// The input of a layer; rows of sequences that left hold values that a cache refuses.
     fn given(&self, of: &Given) -> Given {
         fn spoilt<T: Copy>(all: &[T], rows: &[bool], by: T) -> Vec<T> {
             let width = all.len() / rows.len();
@@ -106,7 +107,7 @@ impl Leaving<'_> {
         let (mut out, mut lse, mut mass) = (vec![7.0; outs], vec![7.0; lses], Vec::new());
         let to = Output::new(&mut out).lse(&mut lse).mass(&mut mass);
         self.step.attend(layer, &self.given(of).q, how, to).unwrap();
-        // Nobody wrote to the rows of those that left.
+        // Rows of sequences that left are not written.
         let gone: Vec<bool> = self.rows().iter().map(|stays| !stays).collect();
         assert!(staying(&out, &gone).iter().chain(&staying(&lse, &gone)).all(|x| *x == 7.0));
         let left = |mass: &PageMass| self.parts[mass.sequence].1;
@@ -142,7 +143,7 @@ impl Twins {
             let mut leaving = Leaving { step, parts, leave: leave.clone(), calls: 0 };
             let layer = |(l, of)| leaving.layer(model, l, of, &how);
             let got: Vec<Attended> = given.iter().enumerate().map(layer).collect();
-            // Those that leave late.
+            // Sequences that leave last.
             leaving.leave.iter_mut().for_each(|(_, after)| *after = 0);
             leaving.leave();
             let rows = leaving.rows();
@@ -244,7 +245,7 @@ fn who_is_not_in_the_step_cannot_leave_it() {
     let (mut a, mut b) = (cache.sequence(), cache.sequence());
     let mut step = cache.begin([(&mut a, 1), (&mut b, 2)]).unwrap();
     assert_eq!(step.leave_out(2), Err(Error::NotInStep { sequence: 2, sequences: 2 }));
-    // Of what was set aside, nothing is left once all are gone.
+    // All reserved memory is free once all sequences are dropped.
     step.append(0, &[1.0; 12], &[1.0; 12]).unwrap();
     step.leave_out(0).unwrap();
     step.leave_out(1).unwrap();

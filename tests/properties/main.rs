@@ -1,4 +1,4 @@
-//! Promises that hold of every part at once: equal bits, histories at random, faults at every call, bad input.
+//! Properties of all parts: equal bits, random histories, faults at every call, bad input.
 
 mod bad_input;
 mod budgets;

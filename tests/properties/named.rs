@@ -1,4 +1,4 @@
-//! Policies by name, for tests that draw them.
+//! Policies by name, for tests that choose them at random.
 
 use pikv::Rope;
 use pikv::policy::{
@@ -23,7 +23,7 @@ pub const POLICIES: [&str; 14] = [
     "expected",
 ];
 
-/// How a layer evicts; `rope` is that of its keys, where they are stored before the rotation.
+/// An eviction rule by the policy's name; `rope` is the rotation of keys that are stored before it.
 pub fn eviction(policy: &str, budget: Budget, rope: Option<Rope>) -> Eviction {
     match policy {
         "LRU" => Eviction::new(Lru::default(), budget),

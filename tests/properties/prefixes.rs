@@ -1,4 +1,4 @@
-//! The prefix index: what it finds has the bits of what is computed afresh, nobody finds what is not theirs, and it gives way.
+//! The prefix index: prefixes found have the bits of a new prefill, only prefixes of equal tokens are found, and it frees memory on demand.
 
 use pikv::metrics::{MetricsSink, Sink};
 use pikv::policy::{Budget, Eviction, H2o};

@@ -1,11 +1,11 @@
 //! Random histories against a model that keeps every row.
 //!
-//! The model knows nothing of tiles, words or shares. It has one vector of tokens a sequence, and for each layer, head
-//! and expert the lists of positions that make up its pages. After every operation all that can be observed of every live
-//! sequence is compared with it: pages, positions, stored bytes, tags, counts, limits, memory.
-//! Outputs are compared with an f64 softmax over the stored rows: |out - want| <= 3e-6 (values lie in [-1, 1], scores
-//! in [-4, 4]), |lse - want| <= 5e-6. Of at most 700 tokens each has a weight above 4e-7 of the most that one can have, and
-//! most far more; a token too many or too few is seen in the log-sum-exp unless it has the least of them.
+//! The model does not have tiles, words or shares. It has one vector of tokens for each sequence, and for each layer, head and expert the
+//! lists of positions that make up its pages. After every operation everything observable of every live sequence is compared with it:
+//! pages, positions, stored bytes, tags, counts, limits, memory. Outputs are compared with an f64 softmax over the stored rows:
+//! `|out - want| <= 3e-6` (values in [-1, 1], scores in [-4, 4]), `|lse - want| <= 5e-6`. With at most 700 tokens, each has a weight
+//! above 4e-7 of the largest possible, and most far more; so an extra or missing token shows in the log-sum-exp unless its weight is
+//! among the least.
 
 use half::{bf16, f16};
 use pikv::lanes::Lanes;
@@ -163,7 +163,7 @@ fn setup(experts: u32, windows: bool, tight: bool) -> impl Strategy<Value = Setu
 #[derive(Clone, Debug)]
 enum Op {
     New,
-    /// Sequences and tokens; layers done before the step is dropped; what goes wrong on the way.
+    /// Sequences and tokens; layers done before the step is dropped; injected faults.
     Step {
         parts: Vec<(u8, u32)>,
         abort: Option<u8>,
@@ -939,8 +939,8 @@ fn look(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32) -> Vec<Ve
     outputs
 }
 
-/// Asserts that `a`, which was once `most` tokens long, shows what `b` shows, which never was. `a` may lack what no row
-/// of it can ask for: tiles before the first that it keeps, and full pages that its windows left behind.
+/// Asserts that `a`, which once had `most` tokens, shows the same as `b`, which never had them. `a` may lack pages that no row of it
+/// reads: tiles before its first, and full pages behind its windows.
 fn same(
     setup: &Setup,
     (ca, a): (&Cache, &Sequence),
@@ -993,8 +993,8 @@ fn same(
     Ok(())
 }
 
-/// `a` takes chunks, then more tokens, and rolls those back; `b` takes the same tokens one by one and never the others.
-/// Then both go on. `picks` evict the same pages of both after each chunk.
+/// `a` takes chunks, then more tokens, and rolls those back; `b` takes the same tokens one by one and never the others. Then both take
+/// more. `picks` evict the same pages of both after each chunk.
 fn twins(
     setup: &Setup,
     chunks: &[u32],
@@ -1093,8 +1093,8 @@ proptest! {
         history(&setup, &ops)?;
     }
 
-    /// After a rollback, pages, bytes, tags and the bits of every output are those of a sequence that never had the tokens,
-    /// and a chunk leaves what its tokens one by one leave.
+    /// After a rollback, pages, bytes, tags and the bits of every output are those of a sequence that never had the tokens, and a chunk
+    /// gives the same as its tokens one by one.
     #[test]
     fn rollback_leaves_no_trace(
         setup in setup(4, true, false),

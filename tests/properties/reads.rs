@@ -1,4 +1,4 @@
-//! Sequences of one step whose rows read different pages: each has the bits, and leaves the trace, of a step of its own.
+//! Sequences of one step whose rows read different pages: each has the bits, and leaves the state, of a step of its own.
 
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Read, Sequence, StepReport};
 use pikv_test::backend::backend;
@@ -6,7 +6,7 @@ use pikv_test::numbers::bits;
 use pikv_test::twins::{self, Given, Model, Values};
 use proptest::prelude::*;
 
-/// What rows of a sequence read: nothing of its own, or this; and whether gaps are closed.
+/// The form of reading of a sequence's rows, `None` for the call's; and whether gaps are closed.
 type How = (Option<u8>, Option<bool>);
 
 fn read(of: u8) -> Read {
@@ -25,7 +25,7 @@ fn rows<T: Copy>(all: &[T], rows: usize, own: &std::ops::Range<usize>) -> Vec<T>
     all[own.start * width..own.end * width].to_vec()
 }
 
-/// A step of sequences whose rows are those at `of` of what is given.
+/// A step of sequences; the rows of each are a range of the given ones.
 fn step(
     (cache, model): (&Cache, &Model),
     sequences: Vec<(&mut Sequence, std::ops::Range<usize>)>,
@@ -121,7 +121,7 @@ fn what_cannot_be_read_is_refused() {
     assert_eq!(step.reads(2, Read::All), Err(Error::NotInStep { sequence: 2, sequences: 2 }));
     assert_eq!(step.closes_gaps(7, true), Err(Error::NotInStep { sequence: 7, sequences: 2 }));
     step.append(0, &[1.0; 20], &[1.0; 20]).unwrap();
-    // Rows of the second want their experts, which nobody named yet: the first of them is row 2 of the call.
+    // Rows of the second sequence need their experts, which were not set yet: the first of them is row 2 of the call.
     step.reads(1, Read::Experts).unwrap();
     let attend = |step: &mut pikv::Step<'_>| {
         step.attend(0, &[1.0; 20], &Attend::new(1.0), Output::new(&mut [0.0; 20]))

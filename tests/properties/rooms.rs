@@ -1,5 +1,5 @@
-//! Sequences that make room for each other: who is parked, in which order, by how much; by threads that step at once; and what is
-//! refused.
+//! Sequences parked to free memory for others: which, in what order and how many bytes; with several threads stepping at once; and
+//! refusals.
 
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::prefix::{PrefixIndex, PrefixScope};

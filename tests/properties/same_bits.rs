@@ -1,4 +1,4 @@
-//! The same bits whatever computes them: every lanes, number of threads, shards and split; and those bits are attention.
+//! Equal bits on all lanes and for any number of threads, shards and splits; and they are the bits of attention.
 
 use half::{bf16, f16};
 use pikv::lanes::Lanes;
@@ -16,7 +16,7 @@ const EXPERTS: u32 = 8;
 const TOP_K: u32 = 2;
 const BUDGET: u64 = 1 << 40;
 
-/// What the output may be off an f64 softmax over the stored keys and values, in units of the largest |v|; and the
+/// The error bound of the output against an f64 softmax over the stored keys and values, in units of the largest |v|; and of the
 /// log-sum-exp, in units of max(1, |lse|).
 const BOUND: f64 = 5e-6;
 
@@ -83,7 +83,7 @@ impl Tape {
         &self.v[tokens.start as usize * row..tokens.end as usize * row]
     }
 
-    /// What a layout makes of it.
+    /// The tape as stored in a layout.
     fn stored(&self, layout: &Layout) -> Tape {
         Tape {
             k: self.k.iter().map(|x| round(layout.k, *x)).collect(),
@@ -93,7 +93,7 @@ impl Tape {
     }
 }
 
-/// Two different experts for each token; half of the tokens go to expert 3 first, so that one run is long.
+/// Two different experts for each token; half of the tokens have expert 3 first, so that one run is long.
 fn experts(layer: usize, tokens: &Range<u32>) -> Vec<u16> {
     let chosen = tokens.clone().flat_map(|t| {
         let x = mix((layer as u64) << 32 | u64::from(t));
@@ -114,7 +114,7 @@ fn config(layers: Vec<LayerShape>, ring: u32, sinks: u32) -> CacheConfig {
     CacheConfig::new(layers, BUDGET).ring(ring).sinks(sinks).experts(EXPERTS, TOP_K).poison(true)
 }
 
-/// Portable first: it is what the others are held against.
+/// Portable lanes first: the others are compared with them.
 fn all_lanes() -> Vec<Lanes> {
     let mut all: Vec<Lanes> = Lanes::available().collect();
     all.reverse();
@@ -186,7 +186,7 @@ fn attend(cache: &Cache, layer: usize, rows: &[Rows<'_>], q: &[f32], options: &A
 
 // ---- The oracle ------------------------------------------------------------------------------------------------
 
-/// Attention in f64 over what one layer stores.
+/// Attention in f64 over the stored tokens of one layer.
 struct Oracle<'a> {
     shape: LayerShape,
     sinks: u32,
@@ -198,7 +198,7 @@ struct Oracle<'a> {
     gone: &'a [u32],
 }
 
-/// What one row and query head must get.
+/// The expected output of one row and query head.
 struct Expected {
     out: Vec<f64>,
     lse: f64,
@@ -678,7 +678,7 @@ fn softcap_is_cap_tanh_of_the_logit_over_cap() {
     }
 }
 
-/// Blocks whose exponents lie further apart than f32 reaches.
+/// Blocks with exponents further apart than the range of f32.
 #[test]
 fn scores_far_apart_merge_to_attention() {
     const TOKENS: u32 = 3000;
@@ -753,7 +753,7 @@ fn rotated_as_read_is_rotated_in_f64() {
     println!("rope: off f64 by {worst:?}");
 }
 
-/// Widths whose last word is not full, and a rotation that ends inside a word.
+/// Widths that do not fill their last word, and a rotation that ends inside a word.
 #[test]
 fn rotations_may_end_inside_a_word() {
     for dtype in Dtype::ALL {
@@ -795,7 +795,7 @@ fn a_constant_added_to_all_positions_changes_nothing() {
                     let first = shift + TOKENS - 1;
                     let rows = [Rows::new(&sequence, Position(first), 1)];
                     let got = attend(&cache, layer, &rows, &q, &options);
-                    // The oracle stays at position 0: it is the one that must not notice.
+                    // The oracle stays at position 0: its result must not change.
                     let oracle = Oracle::new(*shape, 0, options, &stored);
                     worst.add(oracle.check(&q, TOKENS - 1, TOKENS, &got, BOUND));
                     let oracle = Oracle { shift, ..Oracle::new(*shape, 0, options, &stored) };
@@ -841,7 +841,7 @@ fn mass_is_the_softmax_weight_of_each_token() {
                 let view = [Rows::new(&sequence, Position(first), rows)];
                 let want = attend(&cache, layer, &view, &q, &options[layer]);
                 let mut got = Result::room(shape, rows as usize);
-                // What the vector held must be gone.
+                // The vector's earlier contents must be gone.
                 let mut mass: Vec<PageMass> = Vec::new();
                 cache.attend(layer, &view, &q, &options[layer], got.to().mass(&mut mass)).unwrap();
                 let again = mass.clone();
@@ -937,7 +937,7 @@ fn an_evicted_page_takes_its_tokens_out_of_the_softmax() {
     }
 }
 
-/// What was taken back still lies in the pages, past their fill, and a row at the next position must not find it there.
+/// Rolled-back tokens still lie in the pages, past their fill; a row at the next position must not read them.
 #[test]
 fn a_rollback_gives_the_bits_of_a_sequence_that_never_grew() {
     const TOKENS: u32 = 420;

@@ -1,4 +1,4 @@
-//! What a sequence takes does not depend on how many tokens there were: host tables, allocations and pages stay flat under every
+//! Memory of a sequence does not depend on the number of tokens seen: host tables, allocations and pages stay constant under every
 //! policy, codec and form of reading. `PIKV_TEST=full` takes 10^6 tokens for each.
 
 use pikv::codec::{Code, Codec, Coding};
@@ -31,7 +31,7 @@ impl Counting {
     }
 }
 
-// SAFETY: every call goes to the system's allocator as it came; counting neither allocates nor fails.
+// SAFETY: every call is passed to the system's allocator unchanged; counting neither allocates nor fails.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, request: Request) -> *mut u8 {
         Counting::count(request.size(), 0);
@@ -69,7 +69,7 @@ fn eviction(policy: impl pikv::policy::Policy + 'static) -> Eviction {
     Eviction::new(policy, Budget::Tokens(HELD_TOKENS))
 }
 
-/// Adds a token of random numbers, and returns what its row saw.
+/// Adds a token of random numbers, and returns its row's output.
 fn step(cache: &Cache, sequence: &mut Sequence, rng: &mut Rng, read: Read) -> [f32; ROW] {
     let [k, v, q] = [(); 3].map(|()| [(); ROW].map(|()| rng.value(1.0)));
     let mut out = [0.0; ROW];
@@ -100,7 +100,7 @@ struct Tenth {
     time: Duration,
 }
 
-/// How long this thread has run. Where the system does not say, how late it is: others use the machine as well.
+/// CPU time of this thread. Where the system does not report it, the time elapsed, which includes other load.
 fn on_cpu() -> Duration {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     let ran = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
@@ -165,7 +165,7 @@ fn every_policy_takes_as_much_after_any_number_of_tokens() {
         ("ChunkKV", eviction(Chunks::new(SnapKv::default(), 10))),
         ("FastV", eviction(FastVReceived)),
     ] {
-        // Pages that are gone are known up to a bound, which is reached within the first tenth.
+        // Known evicted pages are bounded, and the bound is reached within the first tenth.
         soak(name, config(1).hits(Hits::new().known(8)).evict(eviction), Read::All);
     }
 }
@@ -199,7 +199,7 @@ fn every_codec_takes_as_much_too() {
     soak("aged", aged.evict(eviction(KeyNorm).by_page()), Read::All);
 }
 
-/// What a user sees of where tokens lie.
+/// The visible places of tokens.
 fn pages(sequence: &Sequence) -> Vec<PageInfo> {
     (0..HEADS as usize).flat_map(|head| sequence.pages(0, head).unwrap()).collect()
 }
@@ -272,7 +272,7 @@ fn a_rollback_that_no_memory_holds_is_refused_where_a_policy_keeps_something() {
         assert_eq!(refused(rollback, eviction(H2o)).as_deref(), Some("H2O"));
         let expected = eviction(ExpectedAttention::new(None, false));
         assert_eq!(refused(rollback, expected).as_deref(), Some("expected attention"));
-        // Nothing is kept.
+        // Policies without state.
         assert_eq!(refused(rollback, eviction(StreamingLlm)), None);
     }
     for eviction in [eviction(H2o), eviction(ExpectedAttention::new(None, false))] {

@@ -1,4 +1,4 @@
-//! Rows that are attended together have the bits of each alone: tiles of rows over a block of pages, and calls with many rows.
+//! Rows attended together have the bits of each row alone: tiles of rows over a block of pages, and calls with many rows.
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
@@ -16,7 +16,7 @@ use pikv_test::scaled;
 
 // ---- A block ---------------------------------------------------------------------------------------------------
 
-/// Pages of a block, what rows see of them, and the rows' queries.
+/// Pages of a block, the lanes that rows see, and the rows' queries.
 struct Case {
     layout: Layout,
     rope: Option<Rope>,
@@ -131,7 +131,7 @@ impl Case {
     }
 }
 
-/// A page, and which of its lanes hold a token. What lies in the others is anything, NaN included.
+/// A page, and a bit for each lane with a token. Other lanes hold arbitrary bits, including NaN.
 fn page(rng: &mut Rng, layout: &Layout, i: u32) -> (Vec<u32>, u32) {
     let mut words: Vec<u32> = (0..layout.words()).map(|_| rng.next() as u32 | 0x7fc0_0000).collect();
     let live = match rng.next() % 4 {
@@ -157,7 +157,7 @@ fn a_row_of_a_tile_has_the_bits_of_the_row_alone() {
         let one = Case::random(&mut rng);
         let rows = one.q.len();
         let want = bits(&one.apart());
-        // One tile for all lanes and shapes: what another block left in it has no effect.
+        // One tile for all lanes and shapes: remains of another block have no effect.
         let mut tile = Tile::default();
         for lanes in Lanes::available() {
             for most in [lanes.rows(), lanes.rows().min(4), 1] {
@@ -175,7 +175,7 @@ fn a_row_of_a_tile_has_the_bits_of_the_row_alone() {
     assert!(tiles > 100, "{tiles} tiles");
 }
 
-/// The bits of a tile's rows, whatever rows there are beside them.
+/// The bits of a tile's rows do not depend on the other rows.
 #[test]
 fn a_tile_cut_anywhere_has_the_same_bits() {
     let mut rng = Rng(77);

@@ -1,6 +1,6 @@
-//! What was taken back, dropped or refused leaves no trace: a sequence with drafts that were rejected, steps that were dropped, steps that
-//! were refused and forks is compared with a twin that never had any of them. Outputs are equal to the bit, the tokens held are the same,
-//! and they lie in the same pages.
+//! Tokens that were rolled back, dropped or refused leave no trace: a sequence with rejected drafts, dropped steps, refused steps and
+//! forks is compared with a twin that never had any of them. Outputs are equal bit for bit, and the same tokens are held in the same
+//! pages.
 
 use super::named::{POLICIES, eviction};
 use pikv::codec::{Code, Codec, Coding};
@@ -23,7 +23,7 @@ fn shape(window: Option<u32>) -> LayerShape {
     LayerShape::new(1, QUERY_HEADS, K_DIM, Dtype::F32).values(V_DIM, Dtype::F32).window(window)
 }
 
-/// Numbers of a token: `what` says whether key, value, query or expert; `branch` which text it belongs to.
+/// Numbers of a token: `what` selects key, value, query or expert; `branch` the text.
 fn of(branch: u64, position: u32, layer: usize, what: u64, n: u32) -> Vec<f32> {
     let mut rng = Rng(branch << 40 ^ u64::from(position) << 8 ^ (layer as u64) << 4 ^ what);
     noise(rng.next(), n as usize).iter().map(|x| x * 2.0).collect()
@@ -45,7 +45,7 @@ fn push(
     push_with(cache, sequence, branch, n, read, layers, &mut StepReport::default())
 }
 
-/// [`push`], with what the step met.
+/// [`push`], with the hits of the step.
 fn push_with(
     cache: &Cache,
     sequence: &mut Sequence,
@@ -85,9 +85,9 @@ fn push_with(
     outputs
 }
 
-/// What a row at the next position would read, outside a step: outputs, and pages with their masses.
+/// The reads of a row at the next position, outside a step: outputs, and pages with their masses.
 fn look(cache: &Cache, sequence: &Sequence, read: Read) -> Vec<(Vec<u32>, Vec<String>)> {
-    // Its experts are not known.
+    // The row's experts are unknown.
     let read = if read == Read::Experts { Read::All } else { read };
     let look = |layer| {
         let first = sequence.next_position();
@@ -126,7 +126,7 @@ fn held(sequence: &Sequence, layer: usize) -> Vec<u32> {
     held
 }
 
-/// What is drawn of a cache and its reader.
+/// A random cache and its form of reading.
 #[derive(Clone, Debug)]
 struct Setup {
     policy: &'static str,
@@ -191,7 +191,7 @@ fn history(setup: &Setup, seed: u64, turns: u32) -> f64 {
     let (mut rng, mut wanted) = (Rng(seed), 0.0);
     let (mine, theirs) = (setup.cache(), setup.cache());
     let (mut a, mut b) = (mine.sequence(), theirs.sequence());
-    // What shares pages with it.
+    // Sequences that share pages with it.
     let mut others: Vec<Sequence> = Vec::new();
     let context = |turn: u32, what: &str| format!("{setup:?}, seed {seed}, turn {turn}: {what}");
     let prompt = 1 + rng.below(90);
@@ -215,7 +215,7 @@ fn history(setup: &Setup, seed: u64, turns: u32) -> f64 {
                 2 => {
                     what.push("fork");
                     let fork = a.fork();
-                    // Either goes on.
+                    // One of the two continues.
                     others.push(if rng.one_in(2) { std::mem::replace(&mut a, fork) } else { fork });
                     if others.len() > 2 {
                         others.remove(0);
@@ -261,7 +261,7 @@ fn history(setup: &Setup, seed: u64, turns: u32) -> f64 {
         assert_eq!(look(&mine, &a, setup.read), look(&theirs, &b, setup.read), "{}", context(turn, &what));
         let n =
             if rng.one_in(4) { 1 + rng.below(2 * setup.slack.min(setup.ring)).min(setup.ring) } else { 1 };
-        // A draft of which some tokens stay: as if the step had ended there.
+        // Part of a draft is rolled back: as if the step had ended there.
         let more = if n <= setup.slack && rng.one_in(3) { rng.below(setup.slack - n + 1) } else { 0 };
         let rows = |outputs: &[u32], n: u32, of: u32| -> Vec<u32> {
             let layers = outputs.chunks_exact(outputs.len() / LAYERS);
@@ -304,7 +304,7 @@ fn what_never_was_leaves_no_trace() {
     assert!(wanted > 0.0);
 }
 
-/// Seven drafts of a token each, all taken back, at every second position.
+/// Seven drafts of a token each, all rolled back, at every second position.
 #[test]
 fn rejected_drafts_do_not_change_who_is_held() {
     for policy in ["LRU", "LRU+", "TOVA", "SnapKV", "ChunkKV", "H2O", "key norm"] {
@@ -414,8 +414,8 @@ fn quest_reads_the_same_however_tokens_are_cut() {
     }
 }
 
-/// A page that the caller evicts between drafts stays evicted when the drafts are taken back, wherever its tokens were before the
-/// drafts had pages put together.
+/// A page that the caller evicts between drafts stays evicted when the drafts are rolled back, wherever its tokens were before the drafts
+/// caused a compaction.
 #[test]
 fn what_a_caller_evicts_stays_evicted() {
     for policy in ["LRU", "LRU+", "TOVA", "key norm", "H2O", "H2O shared"] {
@@ -444,7 +444,7 @@ fn what_a_caller_evicts_stays_evicted() {
                 }
                 sequence.rollback(drafts).unwrap();
                 let len = sequence.next_position().0;
-                // Those that are in the ring again are filed again.
+                // Tokens that are in the ring again are filed again.
                 evicted.retain(|p| *p + 4 < len);
                 let held = held(&sequence, 0);
                 assert!(held.iter().all(|p| !evicted.contains(p)), "{policy}, seed {seed}, turn {turn}");
@@ -457,7 +457,7 @@ fn what_a_caller_evicts_stays_evicted() {
     }
 }
 
-/// What a leaked step had reserved comes back when its sequence is used again or dropped, and what it wrote is not seen.
+/// The memory reserved by a leaked step is freed when its sequence is used again or dropped, and its tokens are not visible.
 #[test]
 fn a_leaked_step_is_as_dropped() {
     let setup = Setup { experts: 2, ..plain("LRU") };

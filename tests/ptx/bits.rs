@@ -1,5 +1,5 @@
-//! The committed PTX returns the bits of the CPU, and touches nothing that it should not: run warp by warp by the
-//! interpreter in `ptx`, whose own checks are tried here as well.
+//! The committed PTX returns the same bits as the CPU, and accesses no other memory: run warp by warp by the interpreter, whose own checks
+//! are tested here too.
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;
@@ -36,7 +36,7 @@ struct Page {
     live: u32,
 }
 
-/// What one launch of `attend_r*` is given.
+/// The input of one launch of `attend_r*`.
 struct Case {
     layout: Layout,
     rows: usize,
@@ -47,15 +47,15 @@ struct Case {
     softcap: Option<f32>,
     rope: Option<Rope>,
     table: Vec<f32>,
-    /// Whether the weights are kept.
+    /// Whether the weights are stored.
     weights: bool,
 }
 
-/// A page whose unwritten lanes and padding are NaN, in every dtype.
+/// A page with NaN in unwritten lanes and padding, in every dtype.
 fn page(rng: &mut Rng, layout: &Layout, start: u32, fill: u32) -> Page {
     let mut words = vec![u32::MAX; layout.words() as usize];
     if rng.one_in(2) {
-        // Positions of lanes that nobody wrote may be anything.
+        // Positions of unwritten lanes may be anything.
         words[..LANES].fill_with(|| rng.next() as u32);
     }
     let scale = rng.of(&[1.0, 1.0, 1e-6, 100.0]);
@@ -216,7 +216,7 @@ impl Case {
             tasks.push(TaskArg { part, raw, q: 0, pages: first, count: block.len() as u32, sights });
             for page in block {
                 let at = memory.put(&page.words);
-                // Nothing of a value that was not written may be touched, nor the padding of one that was.
+                // Unwritten values, and the padding of written ones, must not be touched.
                 for lane in 0..LANES as u32 {
                     let row = at + u64::from(l.v_base() + lane * l.v_stride()) * 4;
                     let written = if page.live >> lane & 1 == 1 { l.v_words() } else { 0 };
@@ -311,12 +311,12 @@ fn a_score_that_is_nan_reaches_the_end() {
     }
 }
 
-/// The bits of `x`; those of a NaN are nobody's promise.
+/// The bits of `x`; those of a NaN are unspecified.
 fn bits(x: f32) -> u32 {
     if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
 }
 
-/// Whether two partial results have the same bits, where they are specified.
+/// Whether two partial results have the same bits, where these are specified.
 fn same(rows: usize, layout: &Layout, left: &[f32], right: &[f32]) -> Result<(), String> {
     let width = layout.acc_rows() as usize * LANES;
     let differ = |what: &str, row: usize, a: f32, b: f32| {
@@ -327,7 +327,7 @@ fn same(rows: usize, layout: &Layout, left: &[f32], right: &[f32]) -> Result<(),
         if bits(left[l]) != bits(right[l]) {
             return differ("l", r, left[l], right[l]);
         }
-        // Of a row with a score that is NaN nothing else is specified: it depends on which rows are attended together.
+        // A row with a NaN score has no other specified result: it depends on the rows attended with it.
         if left[l].is_nan() {
             continue;
         }
@@ -415,7 +415,7 @@ fn part(rng: &mut Rng, rows: usize, layout: &Layout) -> (Vec<f32>, Vec<bool>) {
     (buffer, identity)
 }
 
-/// Copies parts to the device, but for what an identity leaves unspecified: nobody may read that.
+/// Copies partial results to the device, except words that an identity leaves unspecified, which must not be read.
 fn put_parts(machine: &mut Machine, parts: &[(Vec<f32>, Vec<bool>)], layout: &Layout) -> u64 {
     let address = machine.memory.put(&parts.iter().flat_map(|p| &p.0).copied().collect::<Vec<_>>());
     let row = u64::from(layout.acc_rows()) * LANES as u64 * 4;
@@ -535,7 +535,7 @@ fn finishes_with_the_bits_of_the_cpu() {
 
 // ---- Tokens into pages -----------------------------------------------------------------------------------------
 
-/// A page that nobody wrote, and the same on the device.
+/// An unwritten page, and the same on the device.
 fn blank(machine: &mut Machine, layout: &Layout) -> (Vec<u32>, u64) {
     (vec![0xa5a5_a5a5; layout.words() as usize], machine.memory.allocate(layout.bytes() as usize))
 }
@@ -642,12 +642,12 @@ fn cause(body: &str, words: &[u32], threads: u32) -> (String, u32, Cause) {
 
 #[test]
 fn runs_lanes_that_part_and_meet() {
-    // Each lane goes round as often as its index says, then all shuffle.
+    // Each lane loops as often as its index, then all shuffle.
     let body = "mov.b32 %r2, 0;\n mov.b32 %r3, 0;\nL:\n setp.ge.u32 %p1, %r2, %r1;\n @%p1 bra M;\n add.s32 %r3, %r3, %r2;\n
         add.s32 %r2, %r2, 1;\n bra.uni L;\nM:\n shfl.sync.bfly.b32 %r4|%p2, %r3, 1, 31, -1;\n st.global.b32 [%rd3], %r4;";
     let out = run_tiny(body, &[0; 32], 32).unwrap();
     assert_eq!(out, Vec::from_iter((0..32u32).map(|i| i ^ 1).map(|i| i * i.saturating_sub(1) / 2)));
-    // The same where the loop lies behind what follows it.
+    // The same with the loop placed after the code that follows it.
     let body = "mov.b32 %r2, 0;\n mov.b32 %r3, 0;\n bra.uni L;\nM:\n shfl.sync.idx.b32 %r4, %r3, 31, 31, -1;\n
         st.global.b32 [%rd3], %r4;\n ret;\nL:\n setp.ge.u32 %p1, %r2, %r1;\n @%p1 bra M;\n add.s32 %r3, %r3, %r2;\n
         add.s32 %r2, %r2, 1;\n bra.uni L;";
@@ -665,7 +665,7 @@ fn finds_divergent_operations() {
         assert!(op.starts_with(&opcode), "{opcode}");
         assert_eq!(cause, Cause::Divergent { missing: 0x1f });
     }
-    // Lanes that have left do not come back.
+    // Lanes that have exited do not rejoin.
     let fault = cause(&format!("{parted} bar.warp.sync -1;\nA:"), &[0], 32);
     assert_eq!(fault, ("bar.warp.sync".into(), 5, Cause::Divergent { missing: 0x1f }));
     // A lane outside the mask that it names.
@@ -705,7 +705,7 @@ fn finds_accesses_out_of_place() {
     assert!(matches!(c, Cause::OutOfBounds { .. }));
     let (_, _, c) = cause(&format!("{depot} st.global.b32 [%rd4], 0;"), &[0], 32);
     assert!(matches!(c, Cause::OutOfBounds { .. }));
-    // Global memory that nobody wrote, or that was freed.
+    // Global memory that was never written, or was freed.
     let mut machine = Machine::new(&tiny(load)).unwrap();
     let at = machine.memory.allocate(128);
     machine.memory.write(at, &[1u32; 16]).unwrap();
@@ -731,14 +731,14 @@ fn finds_races() {
     assert_eq!(run_tiny(same, &[0], 32).unwrap(), [7]);
     assert_eq!(to_first(cause(same, &[0], 64).2), (0, 0));
     assert!(matches!(cause("st.global.b32 [%rd1], %r1;", &[0], 32).2, Cause::LaneRace { .. }));
-    // One warp reads what another wrote, or the other way round.
+    // One warp reads a word that another wrote, or writes one that another read.
     let read =
         "setp.lt.u32 %p1, %r1, 32;\n @%p1 st.global.b32 [%rd3], 1;\n @!%p1 ld.global.b32 %r2, [%rd3+-128];";
     assert_eq!(to_first(cause(read, &[0; 64], 64).2), (0, 0));
     let write =
         "setp.lt.u32 %p1, %r1, 32;\n @%p1 ld.global.b32 %r2, [%rd3];\n @!%p1 st.global.b32 [%rd3+-128], 1;";
     assert_eq!(to_first(cause(write, &[0; 64], 64).2), (0, 0));
-    // A lane reads what another wrote, with a barrier between and without; and writes what another read.
+    // A lane reads a word that another wrote, with a barrier in between and without; and writes a word that another read.
     for (first, then) in [
         ("st.global.b32 [%rd3], %r1;", "xor.b64 %rd4, %rd3, 4;\n ld.global.b32 %r2, [%rd4];"),
         ("xor.b64 %rd4, %rd3, 4;\n ld.global.b32 %r2, [%rd4];", "st.global.b32 [%rd3], 9;"),
@@ -785,7 +785,7 @@ fn checks_shared_memory() {
     let (store, load) = ("st.b32 [%rd5], %r1;", "ld.shared.b32 %r2, [%rd5];\n st.global.b32 [%rd3], %r2;");
     let out = run_tiny(&format!("{own} {store}\n {load}"), &[0; 64], 64).unwrap();
     assert_eq!(out, Vec::from_iter(0..64));
-    // Nobody wrote it; it ends; it is not global memory, nor is that shared.
+    // Never written; past the end; not global memory, nor shared memory used as such.
     let (_, lane, c) =
         cause(&format!("{own} setp.ne.u32 %p1, %r1, 3;\n @%p1 {store}\n {load}"), &[0; 64], 64);
     assert!(matches!(c, Cause::Uninitialised { .. }) && lane == 3, "{lane}, {c:?}");

@@ -1,4 +1,4 @@
-//! The committed PTX, run by the interpreter, against the CPU's lanes by bits.
+//! The committed PTX, run by the interpreter, compared with the CPU's lanes bit for bit.
 
 mod bits;
 mod packed;

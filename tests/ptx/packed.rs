@@ -1,4 +1,4 @@
-//! The committed PTX reads packed pages with the bits of the CPU, whatever their codes, run by the interpreter in `ptx`.
+//! The committed PTX, run by the interpreter, reads packed pages with the same bits as the CPU, in all codes.
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;
@@ -83,19 +83,19 @@ fn page(rng: &mut Rng, packed: &Packed, start: u32) -> Page {
     Page { words, live, last, by: last + rng.of(&[0, 0, 2, 60]) }
 }
 
-/// What one launch of `attend_packed_r*`, or of `attend_factors`, is given.
+/// The input of one launch of `attend_packed_r*`, or of `attend_factors`.
 struct Case {
     packed: Packed,
     rows: usize,
     blocks: Vec<Vec<Page>>,
-    /// Of each block, `[rows][query_cols]` rows.
+    /// `[rows][query_cols]` rows of each block.
     q: Vec<Vec<[f32; LANES]>>,
     /// `[blocks][rows]`
     start: Vec<f32>,
     /// `[blocks][rows]`
     sights: Vec<Sight>,
     softcap: Option<f32>,
-    /// Whether the weights are kept.
+    /// Whether the weights are stored.
     weights: bool,
 }
 
@@ -245,7 +245,7 @@ impl Case {
             bytes_of(&parts),
             bytes_of(&raw),
         ];
-        // Keys come rotated: what follows does not count.
+        // Keys come rotated: the following arguments are not used.
         let layout = Layout::new(1, Dtype::F32);
         let (rope, layout, map, none) = (RopeArg::NONE, LayoutArg::from(layout), MapArg::NONE, 0u64);
         if factored {
@@ -263,7 +263,7 @@ impl Case {
         let out = memory.read(parts, count * self.len()).expect("all was written");
         let mut weights = Vec::new();
         if self.weights {
-            // Pages that are not there have no weights.
+            // Absent pages have no weights.
             for (i, block) in self.blocks.iter().enumerate() {
                 for row in (0..self.rows).map(|r| i * self.rows * ROW + r * BLOCK * LANES) {
                     let at = raw + 4 * row as u64;
@@ -290,7 +290,7 @@ impl Case {
                 if bits(l[r]) != bits(got[at_l]) {
                     return Err(format!("block {block}, row {r}: l is {:e} and {:e}", l[r], got[at_l]));
                 }
-                // Of a row with a score that is NaN nothing else is specified: it depends on which rows are attended together.
+                // A row with a NaN score has no other specified result: it depends on the rows attended with it.
                 if l[r].is_nan() {
                     continue;
                 }
@@ -322,7 +322,7 @@ impl Case {
     }
 }
 
-/// The bits of `x`; those of a NaN are nobody's promise.
+/// The bits of `x`; those of a NaN are unspecified.
 fn bits(x: f32) -> u32 {
     if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
 }
@@ -479,7 +479,7 @@ impl Form {
         }
     }
 
-    /// The argument, and what it points to.
+    /// The argument, and the memory that it points to.
     fn put(&self, dim: u32, memory: &mut Memory) -> (MapArg, Vec<u64>) {
         let none = MapArg { wide: dim, narrow: self.narrow(dim), ..MapArg::NONE };
         match self {
@@ -570,7 +570,7 @@ fn a_word_past_the_page_is_found() {
         let packed = Packed::new(64, 256, code, code);
         let mut case = Case::new(&mut rng, 1, packed);
         let mut page = page(&mut rng, &packed, 0);
-        // The last word is read, and not there.
+        // The last word is read, but missing.
         page.live = u32::MAX;
         page.words.pop();
         let last = page.last as i32;

@@ -1,4 +1,4 @@
-//! The kernels that rank experts and learn, alone: against the CPU's lanes by bits, and against what the formulas say.
+//! The kernels that rank experts and learn: compared with the CPU's lanes bit for bit, and with the formulas.
 
 use bytemuck::bytes_of;
 use pikv::lanes::Lanes;
@@ -30,7 +30,7 @@ struct Case {
     /// Experts by the position, or by its hash, and how far they lie apart.
     placed: Option<(bool, u32)>,
     positions: Vec<u32>,
-    /// Whether the plain top-k is another choice.
+    /// Whether the plain top-k is a separate choice.
     model: bool,
 }
 
@@ -101,7 +101,7 @@ impl Case {
         (chosen, weights)
     }
 
-    /// The best of a row, by sorting what is left of each logit.
+    /// The best of a row, by sorting the biased logits.
     fn sorted(&self, row: usize, own: bool) -> Vec<u16> {
         let bias = |e: usize| {
             let fixed = self.fixed.as_ref().filter(|_| own);
@@ -119,7 +119,7 @@ impl Case {
     }
 }
 
-/// What a launch left.
+/// The results of a launch.
 struct Left {
     filing: (Vec<u16>, Vec<f32>),
     model: Option<(Vec<u16>, Vec<f32>)>,
@@ -207,7 +207,7 @@ fn check(machine: &mut Machine, rng: &mut Rng, case: &Case) {
         let set: std::collections::BTreeSet<_> = chosen.iter().collect();
         assert!(set.len() == top_k && chosen.iter().all(|e| usize::from(*e) < experts), "{what}: {chosen:?}");
     }
-    // What a row comes to that the host refuses is nobody's business, but that its experts are there.
+    // Results of a row that the host refuses are unspecified, except that its experts exist.
     if !case.is_finite() {
         return;
     }

@@ -1,4 +1,4 @@
-//! Every router at its defaults ranks otherwise than R_T, and no two of R_A's arms rank alike.
+//! Every router with default options ranks differently from R_T, and no two of R_A's arms rank alike.
 
 use crate::{logits, mix};
 use pikv::Position;
@@ -9,7 +9,7 @@ use pikv::router::{
 
 const TOKENS: u64 = 4000;
 
-/// What a router ranks of a stream of single tokens: the gate likes the first experts best, and every third expert's pages miss.
+/// A router's ranking of a stream of single tokens: the gate prefers the first experts, and every third expert's pages miss.
 fn ranked(router: &mut dyn Router) -> Vec<Vec<u16>> {
     let experts = router.shape().experts as usize;
     let wanted = vec![8; experts];

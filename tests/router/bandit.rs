@@ -1,4 +1,4 @@
-//! R_A on toys whose better arm is known.
+//! R_A on small problems with a known best arm.
 
 use crate::{logits, mix};
 use pikv::Position;
@@ -78,7 +78,7 @@ fn remote_bytes_and_imbalance_cost_reward() {
 
 #[test]
 fn old_sums_are_forgotten_step_by_step() {
-    // One arm, whose context is [1, 0, 0]: nothing is missed and the load is even. All is exact in binary.
+    // One arm, with context [1, 0, 0]: no misses and an even load. All numbers are exact in binary.
     let arms = vec![Arm::new(Coefficients::default(), 2)];
     let options = Adaptive::new(2, 1).arms(arms).memory(0.5).imbalance_cost(0.0);
     let mut router = options.router(Shape::new(2, 2)).unwrap();
@@ -96,7 +96,7 @@ fn old_sums_are_forgotten_step_by_step() {
     assert!(want.0 < 2.0);
 }
 
-/// A step that wanted nothing says nothing of the arm: it stays, and gets no reward, while averages go on.
+/// After a step without wanted pages the arm stays and gets no reward, while averages are updated.
 #[test]
 fn an_arm_waits_for_a_step_that_wants_something() {
     let mut router = Adaptive::new(2, 5).router(Shape::new(8, 2)).unwrap();

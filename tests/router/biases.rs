@@ -1,4 +1,4 @@
-//! What each bias does, and that it does no more.
+//! The effect of each bias, and its limits.
 
 use crate::{SHAPES, all};
 use pikv::Position;
@@ -114,7 +114,7 @@ fn equal_scores_go_to_the_lower_index() {
     }
 }
 
-/// How many experts a token fetches follows the entropy of its gate; which are filed does not change.
+/// The number of experts that a token fetches follows the entropy of its gate; the filing does not change.
 #[test]
 fn an_undecided_gate_fetches_more() {
     let shape = Shape::new(8, 2);

@@ -1,4 +1,4 @@
-//! Routers against oracles written apart from them, on every lanes, in any batches, saved and restored.
+//! Routers compared with independent oracles, on all lanes, in any batches, saved and restored.
 
 mod acts;
 mod bandit;
@@ -63,7 +63,7 @@ fn all(shape: Shape) -> Vec<Box<dyn Router>> {
         Box::new(EntropyPenalised::default().beta(3.0).router(shape).unwrap()),
         Box::new(Adaptive::new(shape.top_k, 5).router(shape).unwrap()),
     ];
-    // Of few experts there are no groups that act.
+    // With few experts no setting of groups acts.
     match Hierarchical::fitting(shape.experts, shape.top_k).router(shape) {
         Ok(router) => all.push(Box::new(router)),
         Err(error) => assert!(matches!(error, RouteError::Idle { .. } | RouteError::Best { .. }), "{error}"),
@@ -80,7 +80,7 @@ fn bits(routes: &Routes) -> Bits {
     (m.experts.clone(), w(&m.weights), f.experts.clone(), w(&f.weights), routes.fetch())
 }
 
-/// Routes `rows` tokens a step in pieces of `piece`, for some steps from `from`; what was chosen, and the last state's bytes.
+/// Routes `rows` tokens a step in pieces of `piece`, for some steps from `from`; returns the choices, and the last state's bytes.
 fn session(router: &mut dyn Router, steps: std::ops::Range<u64>, piece: usize) -> (Vec<Bits>, Vec<u8>) {
     let experts = router.shape().experts as usize;
     let rows = 6;

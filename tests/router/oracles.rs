@@ -1,4 +1,4 @@
-//! Choices against the formulas, computed apart.
+//! Choices compared with the formulas, computed independently.
 
 use crate::{KINDS, SHAPES, check_weights, logits, mix, pages, plain};
 use pikv::Position;
@@ -17,7 +17,7 @@ struct Oracle {
     count_misses: bool,
     mu: Vec<f64>,
     m: Vec<f64>,
-    /// What tokens are ranked by, and the same with the tokens since the last feedback.
+    /// The averages that tokens are ranked by, and the same including the tokens since the last feedback.
     h: [Vec<f64>; 2],
     choices: Vec<f64>,
 }

@@ -1,4 +1,4 @@
-//! What is refused: rows, options, states. Nothing changes by it.
+//! Rows, options and states that are refused, which change nothing.
 
 use crate::{all, session};
 use pikv::Position;
@@ -31,7 +31,7 @@ fn bad_rows_are_refused_and_change_nothing() {
         let err = router.observe(&Feedback::new(&[2; 8], &[0, 0, 0, 3, 0, 0, 0, 0])).unwrap_err();
         assert_eq!(err, RouteError::Feedback { expert: 3, missed: 3, wanted: 2 });
         assert_eq!((router.state(), routes.clone()), before);
-        // Rows of another width go into other routes.
+        // Rows of another width need other routes.
         let mut other = TopK.router(Shape::new(8, 3)).unwrap();
         let err = other.route(Position(0), &[0.0; 8], &mut routes).unwrap_err();
         assert!(matches!(err, RouteError::Routes { held: 2, top_k: 3, .. }));
@@ -91,7 +91,7 @@ fn bad_options_are_refused() {
     assert_eq!(groups(8, 1, 1, shape), E::Kept { kept: 1, groups: 8, size: 1, top_k: 2 });
     assert_eq!(groups(4, 2, 3, shape), E::Best { best: 3, size: 2 });
     assert_eq!(groups(4, 2, 0, shape), E::Best { best: 0, size: 2 });
-    // What ranks as R_T whatever the logits is refused, and its neighbours are not.
+    // Settings that always rank as R_T are refused, and their neighbours are accepted.
     assert_eq!(groups(4, 2, 1, shape), E::Idle { groups: 4, kept: 2, best: 1, top_k: 2 });
     assert_eq!(groups(4, 4, 2, shape), E::Idle { groups: 4, kept: 4, best: 2, top_k: 2 });
     assert!(groups(4, 4, 2, shape).to_string().contains("always ranks as R_T"));
@@ -155,7 +155,7 @@ fn bad_states_are_refused_and_change_nothing() {
         assert_eq!(at(7, 1), Err(StateError::Kind(state.router as u16 | 256)));
         assert_eq!(RouterState::from_bytes(b"nonsense").unwrap_err(), StateError::Magic);
 
-        // Of another router or shape.
+        // The state of another router or shape.
         let mut router = all(shape).swap_remove(i);
         let before = router.state();
         for other in states.iter().filter(|s| s.router != state.router) {

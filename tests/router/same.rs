@@ -1,4 +1,4 @@
-//! The same bits on all lanes, in any batches, and after a restore.
+//! Equal bits on all lanes, in any batches, and after a restore.
 
 use crate::{SHAPES, all, logits, session};
 use pikv::lanes::Lanes;
@@ -29,7 +29,7 @@ fn a_restored_router_goes_on_exactly() {
     for (experts, top_k) in SHAPES {
         for (i, mut first) in all(Shape::new(experts, top_k)).into_iter().enumerate() {
             session(&mut *first, 0..5, 6);
-            // In the middle of a step: what was routed is part of the state.
+            // In the middle of a step: its choices are part of the state.
             let mut routes = Routes::default();
             first.route(Position(30), &logits(0, 77, 3, experts as usize), &mut routes).unwrap();
             let bytes = first.state().to_bytes();

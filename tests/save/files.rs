@@ -1,4 +1,4 @@
-//! Files of sequences: whole or not there, whatever ends the save.
+//! Files of sequences: complete or absent, however the save ends.
 
 use pikv::save::{SaveError, SaveOperation};
 use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};

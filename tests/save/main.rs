@@ -1,4 +1,4 @@
-//! Sequences that were saved and restored: they go on as if nothing had been, or are refused, and say why.
+//! Sequences that were saved and restored: they continue with the same bits, or are refused with a reason.
 
 mod files;
 mod parked;

@@ -1,4 +1,4 @@
-//! Sequences that wait in a lower tier.
+//! Sequences parked in a lower tier.
 
 use pikv::prefix::{PrefixIndex, PrefixScope};
 use pikv::save::SaveError;

@@ -1,4 +1,4 @@
-//! Bytes that no sequence is made of: whatever is wrong with them is said, and the cache is as before.
+//! Bytes that do not make a sequence: the error names the fault, and the cache is unchanged.
 
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::policy::{Budget, Eviction, H2o, SnapKv};

@@ -1,4 +1,4 @@
-//! Histories in which sequences are saved and restored at any time go on as those in which nothing is.
+//! Histories in which sequences are saved and restored at any time are equal to those without.
 
 use crate::setup::{BY_HITS, CODECS, POLICIES, Seen, Setup, Twins};
 use pikv::Dtype;

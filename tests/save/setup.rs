@@ -1,4 +1,4 @@
-//! Two caches under one configuration, and a sequence in each that is fed the same.
+//! Two caches of one configuration, with one sequence each that gets the same tokens.
 
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::policy::{

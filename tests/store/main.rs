@@ -1,4 +1,4 @@
-//! Tokens written and copied by lanes have the bits of [`Layout::write`] and [`Layout::copy`], on all lanes.
+//! Writing and copying tokens by lanes gives the bits of [`Layout::write`] and [`Layout::copy`], on all lanes.
 
 use pikv::lanes::Lanes;
 use pikv_core::dtype::Dtype;
@@ -76,7 +76,7 @@ proptest! {
     }
 }
 
-/// Every f16 and every bf16 that lies between two, the halves among them: all that rounding has to decide.
+/// Every f16 and every bf16 and the midpoints between neighbours: all cases of rounding.
 #[test]
 fn rounds_as_half_does() {
     for (dtype, steps) in [(Dtype::F16, 13u32), (Dtype::Bf16, 16)] {

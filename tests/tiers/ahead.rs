@@ -1,4 +1,4 @@
-//! Reading ahead overlaps attention.
+//! Prefetch runs in parallel with attention.
 
 use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::tiers::{Fetches, Tiers};
@@ -7,7 +7,7 @@ use pikv_test::numbers::bits;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Layers of a cache whose pages lie in a store, as many as can.
+/// Layers of a cache with as many pages as possible in a store.
 fn away(layers: usize, staging: u64) -> (Arc<Control>, Cache, Sequence) {
     let control = Arc::new(Control::default());
     let tiers = fake(Tiers::new().staging(staging), 1 << 20, &control);
@@ -18,8 +18,8 @@ fn away(layers: usize, staging: u64) -> (Arc<Control>, Cache, Sequence) {
     (control, cache, sequence)
 }
 
-/// A layer is attended from its first block to its last while a read for the next one is under way: the read is held up until
-/// attention is done.
+/// A layer is attended from its first block to its last while a read for the next one is in progress: the read is blocked until attention
+/// ends.
 #[test]
 fn a_layer_is_attended_while_the_next_one_is_read() {
     let (control, cache, mut sequence) = away(3, 1 << 20);
@@ -38,11 +38,11 @@ fn a_layer_is_attended_while_the_next_one_is_read() {
     let out = attend(&mut step, 0, 1, 50, &Attend::new(1.0)).unwrap();
     assert_eq!(bits(&out), bits(&want[0]));
     assert_eq!(cache.fetches(), seen);
-    // Still under way, or about to be: nothing of it was read before attention ended.
+    // In progress, or about to start: nothing of it was read before attention ended.
     control.until(|control| control.waiting.load(SeqCst) == 1);
     assert_eq!(control.early.load(SeqCst), 6);
     control.shut(false);
-    // All of it comes though nobody has asked yet.
+    // All pages are prefetched before the request.
     control.until(|control| control.early.load(SeqCst) == 12);
     append(&mut step, 1, 1, 50);
     let out = attend(&mut step, 1, 1, 50, &Attend::new(1.0)).unwrap();
@@ -60,7 +60,7 @@ fn a_layer_is_attended_while_the_next_one_is_read() {
     assert_eq!(bytes(&cache), [0, 0]);
 }
 
-/// A caller that comes too early does not wait for pages that the thread has not begun.
+/// A caller that is early does not wait for pages that the thread has not begun to read.
 #[test]
 fn who_comes_early_reads_for_itself() {
     let (control, cache, mut sequence) = away(2, 1 << 20);
@@ -84,7 +84,7 @@ fn who_comes_early_reads_for_itself() {
     step.commit().unwrap();
 }
 
-/// The staging area bounds what is read ahead, and what one call may want.
+/// The staging area bounds the prefetch, and the pages of one call.
 #[test]
 fn staging_is_bounded() {
     // A layer and half of the next.
@@ -108,19 +108,19 @@ fn staging_is_bounded() {
     let (needed, staging) = (6 * PAGE_BYTES, 6 * PAGE_BYTES - 1);
     assert_eq!(refused, Error::Staging { layer: 0, needed, staging });
     drop(step);
-    // As the message says; the newest page of each head, those of the second layer first.
+    // As the message suggests; the newest page of each head, those of the second layer first.
     sequence.promote(3 * PAGE_BYTES).unwrap();
     feed(&cache, &mut sequence, 1, 50).unwrap();
 }
 
-/// Steps that are given up leave nothing behind, at whatever point.
+/// Dropped steps leave nothing behind, at any point.
 #[test]
 fn a_step_that_is_dropped_lets_go_of_all() {
     let (control, cache, mut sequence) = away(2, 1 << 20);
     for layers in 0..3 {
         for _ in 0..20 {
             let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
-            // Once at least a page has come; later at any point.
+            // First after at least one page was read; later at any point.
             control.until(|control| control.early.load(SeqCst) > 0);
             for layer in 0..layers {
                 append(&mut step, layer, 1, 50);

@@ -46,7 +46,7 @@ fn a_full_disk_leaves_pages_where_they_were() {
     assert_eq!(sequence.demote(1), Err(failed(TierOperation::Write, ErrorKind::StorageFull)));
     assert_eq!(rows(&sequence), before);
     assert_eq!(bytes(&cache)[1], 0);
-    // Steps go on until the budget is full, then say why.
+    // Steps work until the budget is full, and then return the reason.
     let mut n = 0;
     let refused = loop {
         match feed(&cache, &mut sequence, 8, 1000 + n) {
@@ -124,7 +124,7 @@ fn a_page_that_cannot_be_read_fails_the_call_and_no_more() {
     }
 }
 
-/// The cache's thread outlives a store that panics, and nobody waits for ever.
+/// The cache's thread survives a store that panics, and no caller waits for ever.
 #[test]
 fn a_store_that_panics_on_the_way() {
     let (control, cache, mut sequence) = setup(0);
@@ -165,7 +165,7 @@ impl Policy for Looks {
     }
 }
 
-/// A policy that cannot look at tokens evicts none of them, and goes on once it can.
+/// A policy that cannot read tokens evicts none, and continues once it can.
 #[test]
 fn a_ranking_that_cannot_read_evicts_nothing() {
     let control = Arc::new(Control::default());
@@ -194,7 +194,7 @@ fn a_ranking_that_cannot_read_evicts_nothing() {
     assert!(sequence.resident(0, 0).unwrap().0 <= 96);
 }
 
-/// Pages that lost tokens are put together wherever they lie, or stay as they are while the tier fails.
+/// Thinned pages are compacted in any tier, or stay unchanged while the tier fails.
 #[test]
 fn thinned_pages_wait_for_a_tier_that_fails() {
     let control = Arc::new(Control::default());

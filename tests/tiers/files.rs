@@ -1,4 +1,4 @@
-//! Files that the library makes: who can read them, what a killed process leaves, and what a limit on their size does.
+//! Files made by the library: their permissions, remains of a killed process, and the effect of a file size limit.
 
 use pikv::codec::{FitShape, Fitted, FittedError, Map, Side};
 use pikv::policy::{Budget, Eviction, H2o};
@@ -33,7 +33,7 @@ fn cache(dir: &Path, wipe: bool) -> Cache {
     Cache::new(CacheConfig::new(vec![layer], 64 << 10).ring(32).tiers(tiers).wipe(wipe)).unwrap()
 }
 
-/// Appends 32 tokens whose keys and values are `x`.
+/// Appends 32 tokens with keys and values of `x`.
 fn grow(cache: &Cache, sequence: &mut pikv::Sequence, x: f32) -> Result<(), Error> {
     let mut step = cache.begin([(&mut *sequence, 32)])?;
     step.append(0, &[x; 32 * 32], &[x; 32 * 32])?;
@@ -47,7 +47,7 @@ fn open_in(dir: &Path) -> Vec<PathBuf> {
     all.filter(|fd| fs::read_link(fd).is_ok_and(|to| to.starts_with(dir))).collect()
 }
 
-/// Nobody but the owner can open a tier's file, and it has no name.
+/// Only the owner can open a tier's file, and it has no name.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_file_of_a_tier_is_private_and_nameless() {
@@ -76,7 +76,7 @@ fn a_file_of_a_tier_never_has_a_name() {
     assert_eq!(fs::metadata(&dir.0).unwrap().modified().unwrap(), past);
 }
 
-/// A directory that is not there is an error that names the tier.
+/// A missing directory is an error that names the tier.
 #[test]
 fn a_directory_that_is_not_there() {
     let dir = dir("missing");
@@ -90,7 +90,7 @@ fn a_directory_that_is_not_there() {
     assert!(tier.ends_with("none"), "{tier}");
 }
 
-/// What the tier's file holds, read past the cache.
+/// The contents of the tier's file, read without the cache.
 #[cfg(target_os = "linux")]
 fn contents(dir: &Path) -> Vec<u8> {
     let open = open_in(dir);
@@ -98,7 +98,7 @@ fn contents(dir: &Path) -> Vec<u8> {
     fs::read(&open[0]).unwrap()
 }
 
-/// With `wipe` nothing of a sequence that is gone stays in a file; without, it does until others write there.
+/// With `wipe` no bytes of a dropped sequence stay in a file; without it they stay until overwritten.
 #[cfg(target_os = "linux")]
 #[test]
 fn pages_of_files_are_wiped_when_they_are_given_back() {
@@ -170,7 +170,7 @@ fn a_save_that_was_killed_stops_no_later_one() {
     assert_eq!(load(&path), fitted(2));
 }
 
-/// What a killed save left is removed by the next one; nothing else is.
+/// The next save removes the files of a killed save, and no others.
 #[test]
 fn leftovers_are_removed() {
     let dir = dir("leftovers");
@@ -187,7 +187,7 @@ fn leftovers_are_removed() {
     assert_eq!(dir.names(), expected);
 }
 
-/// A save that is under way is no leftover: many threads save to one path, and each time one of them is there, whole.
+/// A save in progress is not removed: many threads save to one path, and each time one complete file is there.
 #[test]
 fn saves_at_the_same_time() {
     let dir = dir("together");
@@ -203,7 +203,7 @@ fn saves_at_the_same_time() {
     assert_eq!(dir.names(), ["maps"]);
 }
 
-/// A file that takes another's place has its permissions; one that cannot be written leaves what was there.
+/// A file that replaces another keeps its permissions; a failed save keeps the old file.
 #[test]
 fn a_save_keeps_permissions_and_what_was_there() {
     let dir = dir("modes");
@@ -254,7 +254,7 @@ fn a_trace_is_private() {
     assert!(trace(&linked, 1).is_err());
 }
 
-/// Where a file may not grow, calls say so and the process lives. Run in a process of its own, which has the limit.
+/// Under a file size limit calls return errors and the process lives. Run in a process of its own, which has the limit.
 #[test]
 fn a_limit_on_files_is_an_error() {
     const INSIDE: &str = "PIKV_TEST_FILES_INSIDE";
@@ -299,7 +299,7 @@ fn inside_a_limit(dir: &Path) {
     assert_eq!(refused.kind(), io::ErrorKind::FileTooLarge);
 }
 
-/// A store in memory that takes no writes while it is told to.
+/// A store in memory that refuses writes while it is set to.
 #[derive(Clone, Debug, Default)]
 struct Refusing(Arc<(Mutex<Vec<u8>>, AtomicBool)>);
 

@@ -1,4 +1,4 @@
-//! Pages in lower tiers: the same bits as without, and nothing lost when a store fails.
+//! Pages in lower tiers: the same bits as without them, and no loss when a store fails.
 
 mod ahead;
 mod faults;

@@ -1,4 +1,4 @@
-//! Which pages move, when, and where to.
+//! Which pages move, when, and to which tier.
 
 use crate::setup::{Control, PAGE_BYTES, attend, bytes, config, fake, feed};
 use pikv::planner::flexgen::{Class, Machine, Tier};
@@ -58,7 +58,7 @@ fn what_rollback_or_a_fork_needs_stays() {
     drop(fork);
     assert_eq!(sequence.demote(u64::MAX), Ok(4 * PAGE_BYTES));
     assert_eq!(tiers(&sequence, 0, 0), [1, 1, 0, 0]);
-    // Forks share what is away, and each brings up its own.
+    // Forks share pages in lower tiers, and each promotes its own.
     fork = sequence.fork();
     assert!(pool(&fork, 0, 0)[0].shared);
     assert_eq!(bytes(&cache)[1], 4 * PAGE_BYTES);
@@ -69,7 +69,7 @@ fn what_rollback_or_a_fork_needs_stays() {
     fork.rollback(40).unwrap();
 }
 
-/// Forks have long lists of pages in common, each page counted once: what one of them moved down would not come free.
+/// Forks share long lists of pages, each page counted once: demoting one would free no memory.
 #[test]
 fn what_two_forks_list_together_stays() {
     let cache = Cache::new(config(1, 1 << 22).tiers(Tiers::new().host(1 << 22))).unwrap();
@@ -108,13 +108,13 @@ fn a_step_that_lacks_bytes_moves_the_oldest_pages() {
             Err(error) => break error,
         }
     };
-    // Both tiers are as good as full: of the first all but what a step sets aside.
+    // Both tiers are full, except what a step reserves in the first.
     assert_eq!(cache.usage().tiers[0].bytes, 30 * PAGE_BYTES);
     assert_eq!(most, 24 * PAGE_BYTES);
     let Error::OutOfBudget { needed, available } = refused else { panic!("{refused}") };
     assert!(needed > available);
     assert_eq!(tiers(&sequence, 1, 1), [vec![1; 7], vec![0; tiers(&sequence, 1, 1).len() - 7]].concat());
-    // Nothing was lost, and nothing moved in vain.
+    // No tokens are lost, and no pages were moved in vain.
     assert_eq!(sequence.resident(0, 0).unwrap().0, sequence.next_position().0);
     sequence.clear();
     assert_eq!(bytes(&cache), [0, 0]);
@@ -133,21 +133,21 @@ fn hits_are_in_the_first_tier() {
     crate::setup::append(&mut step, 0, 1, 99);
     attend(&mut step, 0, 1, 99, &Attend::new(1.0)).unwrap();
     step.commit_with(&mut report).unwrap();
-    // Of each head 129 tokens left the ring, 32 of them are away; the 4 pages of the others are all wanted.
+    // In each head 129 tokens left the ring, and 32 of them are in the lower tier; the 4 pages of the others are all wanted.
     assert_eq!((report.held_tokens(0), report.lost_tokens(0)), (&[2 * 97][..], &[2 * 32][..]));
     assert_eq!((report.hits(0), report.misses(0)), (&[6.0][..], &[2.0][..]));
     assert_eq!(report.remote_bytes(0), 2 * PAGE_BYTES);
-    // Whether the thread was there first is a matter of time.
+    // Which of these the reads are depends on timing.
     let Fetches { in_place, ahead, awaited, late, .. } = cache.fetches();
     assert_eq!((in_place, ahead + awaited + late), (0, 2));
-    // Of Quest's pages those are read that are chosen.
+    // With Quest only selected pages are read.
     let before = cache.fetches();
     let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
     crate::setup::append(&mut step, 0, 1, 100);
     attend(&mut step, 0, 1, 100, &Attend::new(1.0).read(Read::Quest { pages: 0 })).unwrap();
     step.commit_with(&mut report).unwrap();
     assert_eq!(report.remote_bytes(0), 0);
-    // What the step had asked for, as the step before read all, was for nothing.
+    // The prefetch, made since the previous step read all pages, was not used.
     assert_eq!(cache.fetches(), before);
 }
 
@@ -230,7 +230,7 @@ fn threads_take_turns_with_the_tiers() {
         for i in 0..60 {
             let n = if i % 3 == 0 { 17 } else { 1 };
             let seed = thread << 20 | i;
-            // The others may hold what is left of the budget for a step of theirs.
+            // Other threads' steps may hold the rest of the budget.
             let mut out = feed(&tight, &mut a, n, seed);
             for _ in 0..100_000 {
                 if !matches!(out, Err(Error::OutOfBudget { .. })) {
@@ -243,7 +243,7 @@ fn threads_take_turns_with_the_tiers() {
         }
         a
     };
-    // Who has to give way depends on who comes first, but together they are more than the budget.
+    // Which sequence is demoted depends on timing, but together they exceed the budget.
     let sequences: Vec<Sequence> = std::thread::scope(|scope| {
         let threads = [0, 1, 2, 3].map(|i| {
             scope.spawn({

@@ -1,4 +1,4 @@
-//! Random histories of two caches: one that holds everything, and one whose pages come and go. They may not differ in a bit.
+//! Random histories of two caches: one without lower tiers, and one whose pages move between tiers. All results must be equal bit for bit.
 
 use crate::setup::{Control, bytes, fake};
 use pikv::report::{PageInfo, PageMass};
@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::SeqCst;
 #[derive(Clone, Debug)]
 struct Setup {
     model: Model,
-    /// Pages of every layer and head in the first tier, and in the tiers beneath.
+    /// Pages of every layer and head in the first tier, and in the lower tiers.
     budget: u64,
     host: u64,
     store: u64,
@@ -46,7 +46,7 @@ fn setup() -> impl Strategy<Value = Setup> {
 #[derive(Clone, Debug)]
 enum Op {
     New,
-    /// Sequences and tokens; what is read; what fails; layers done before the step is dropped.
+    /// Sequences and tokens; the form of reading; the faults; layers done before the step is dropped.
     Step {
         parts: Vec<(u8, u32)>,
         read: u8,
@@ -104,7 +104,7 @@ struct Twins<'a> {
     caches: [Cache; 2],
     pairs: Vec<Pair>,
     values: Values,
-    /// What was seen, so that a test of nothing does not pass.
+    /// Counts of events, so that a test of nothing does not pass.
     seen: Seen,
 }
 
@@ -112,14 +112,13 @@ struct Twins<'a> {
 struct Seen {
     steps: u32,
     refused: u32,
-    /// Failures that the test asked for and that came.
+    /// Injected failures that occurred.
     writes: u32,
     reads: u32,
     away: u32,
 }
 
-/// What both caches are asked, and what they say: an error that the second one's store was told to make is cleared, and the call made
-/// again.
+/// The same call to both caches, and their results: an injected error of the second one's store is cleared, and the call repeated.
 fn both(
     control: &Control,
     seen: &mut Seen,
@@ -152,7 +151,7 @@ impl Twins<'_> {
         let (options, outs) = (model.how(read), model.outs(rows));
         let [roomy, tight] = &self.caches;
         let [left, right] = twins::parts(&mut self.pairs, &chosen);
-        // Where a policy evicts, what it thinned out is put together when a step begins, and pages that cannot be written wait.
+        // With a policy, thinned pages are compacted when a step begins, and pages that cannot be written wait.
         let fails = if model.policy.is_some() { fails & !1 } else { fails };
         self.control.full.store(fails & 1 == 1, SeqCst);
         let begun = tight.begin(right);
@@ -324,7 +323,7 @@ proptest! {
     }
 }
 
-/// The histories above do come to where they may fail.
+/// The histories above reach the critical cases.
 #[test]
 fn histories_reach_what_they_are_for() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();

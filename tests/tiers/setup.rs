@@ -1,4 +1,4 @@
-//! A store that fails on demand, and tokens.
+//! A store that fails on demand, and generated tokens.
 
 use pikv::tiers::{Store, Tiers};
 use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, Step};
@@ -8,7 +8,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
 
-/// What a store is to do, and what it did.
+/// Controls and counters of a store.
 #[derive(Debug, Default)]
 pub struct Control {
     /// Writes that are refused, as by a full disk.
@@ -21,7 +21,7 @@ pub struct Control {
     pub panics: AtomicBool,
     pub written: AtomicU64,
     pub read: AtomicU64,
-    /// Of the reads, those by the cache's thread.
+    /// Reads by the cache's thread.
     pub early: AtomicU64,
     /// While shut, the cache's thread waits before it reads.
     shut: Mutex<bool>,
@@ -60,7 +60,7 @@ impl Store for Fake {
             all.resize(end, 0xee);
         }
         if self.control.full.load(SeqCst) {
-            // As a disk does, after a part of it.
+            // As a disk does, after writing a part.
             all[at as usize..end - bytes.len() / 2].copy_from_slice(&bytes[..bytes.len() - bytes.len() / 2]);
             return Err(io::ErrorKind::StorageFull.into());
         }
@@ -94,7 +94,7 @@ impl Store for Fake {
     }
 }
 
-/// `tiers`, and beneath them a store of `bytes` that does as `control` says.
+/// `tiers`, and below them a store of `bytes` controlled by `control`.
 pub fn fake(tiers: Tiers, bytes: u64, control: &Arc<Control>) -> Tiers {
     let control = control.clone();
     let open = move || {
@@ -128,7 +128,7 @@ pub fn attend(step: &mut Step<'_>, layer: usize, n: u32, seed: u64, how: &Attend
     Ok(out)
 }
 
-/// A step of `n` tokens, and what its layers gave.
+/// A step of `n` tokens, and the outputs of its layers.
 pub fn feed(cache: &Cache, sequence: &mut Sequence, n: u32, seed: u64) -> Result<Vec<Vec<f32>>, Error> {
     let layers = cache.config().layers.len();
     let mut step = cache.begin([(&mut *sequence, n)])?;

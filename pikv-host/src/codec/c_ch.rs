@@ -1,31 +1,32 @@
-//! C_Ch: whole chunks of tokens stay or go, ChunkKV (arXiv 2502.00299).
+//! C_Ch: keeps or drops whole chunks of tokens, ChunkKV (arXiv 2502.00299).
 
 use super::SelectError;
 
-/// Chunks of neighbouring tokens, which carry a meaning together, instead of single tokens.
+/// Selects chunks of neighbouring tokens in place of single tokens, so that text that belongs together is kept together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ChunkKv {
-    /// Tokens a chunk, at least 1; the paper's choice is 10, a page of pikv is 32.
+    /// Tokens of a chunk, at least 1. The paper's choice is 10; a page of pikv has 32.
     pub chunk: u32,
-    /// Tokens that stay at most.
+    /// Tokens to keep at most.
     pub budget: u32,
 }
 
 impl ChunkKv {
-    /// Chunks of `chunk` tokens, of which `budget` tokens are kept.
+    /// Chunks of `chunk` tokens; at most `budget` tokens are kept.
     pub const fn new(chunk: u32, budget: u32) -> ChunkKv {
         ChunkKv { chunk, budget }
     }
 }
 
 impl ChunkKv {
-    /// Which tokens stay, oldest first, by their `scores`. A chunk's score is the mean of its tokens', in f64; the last chunk may be
-    /// shorter. The best chunks are taken while they fit in the budget; of equal scores the older. A chunk that no longer fits is
-    /// passed over, so only a shorter last one can still follow. O(n log n).
+    /// One flag a token, oldest first: true for the tokens to keep, by their `scores`. A chunk's score is the mean of its tokens' scores,
+    /// in f64; the last chunk may be shorter. Chunks are taken by falling score while they fit in the budget; of equal scores the older
+    /// is first. A chunk that does not fit is skipped, so only a shorter last chunk can be taken after it. O(n log n).
     ///
     /// # Errors
-    /// Chunks of no tokens, a budget below one chunk though there are more tokens than the budget, scores that are not finite.
+    /// [`SelectError::Setting`] for chunks of no tokens, or a budget that is below both one chunk and the number of tokens;
+    /// [`SelectError::Score`] for a score that is not finite.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -61,7 +62,7 @@ impl ChunkKv {
 }
 
 /// # Errors
-/// The first score that is not finite.
+/// [`SelectError::Score`]: the first score that is not finite.
 pub(super) fn check(scores: &[f32]) -> Result<(), SelectError> {
     match scores.iter().position(|s| !s.is_finite()) {
         Some(token) => Err(SelectError::Score { token, value: scores[token] }),
@@ -69,7 +70,7 @@ pub(super) fn check(scores: &[f32]) -> Result<(), SelectError> {
     }
 }
 
-/// The tokens, the best first; of equal scores (0.0 and -0.0 are) the older.
+/// Token indices by falling score; of equal scores (0.0 equals -0.0) the older is first.
 pub(super) fn falling(scores: &[f32]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|a, b| rank(scores[*b].into(), scores[*a].into()));

@@ -1,14 +1,14 @@
-//! C_Ch-lit: chunks in the letter of arXiv 2508.06526, a principal component analysis of each block of tokens.
+//! C_Ch-lit: chunks in the literal form of arXiv 2508.06526, a principal component analysis of each block of tokens.
 //!
-//! [`Coding::block_pca`](super::Coding::block_pca) stores pages that way, a page being a block: around its own mean, which takes
-//! the room of one vector more and none of the tokens' coefficients.
+//! [`Coding::block_pca`](super::Coding::block_pca) stores pages in this form, with a page as the block. It centres the rows: the mean
+//! takes as much room as one more vector, but no coefficients.
 
 #[cfg(feature = "fit")]
 use super::eigen::low_rank;
 use super::{FitError, Moments, jacobi};
 use half::f16;
 
-/// A block of rows in a basis of its own.
+/// A block of rows, factored into a basis and coefficients.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg(feature = "fit")]
 #[non_exhaustive]
@@ -17,28 +17,27 @@ pub struct BlockPca {
     pub basis: Vec<f32>,
     /// `[rows][rank]`: row `i` is about `sum_k coefficients[i][k] basis[k]`.
     pub coefficients: Vec<f32>,
-    /// The sum of the dropped `sigma^2`: exactly `||X - X~||_F^2` of the block.
+    /// The sum of the dropped `sigma^2`, which equals `||X - X~||_F^2` of the block.
     pub tail: f64,
 }
 
 #[cfg(feature = "fit")]
 impl BlockPca {
-    /// Bytes of the two factors at `bytes` a value; they are fewer than the block's own only where
+    /// Bytes of both factors at `bytes` a value. They take less than the block itself only if
     /// `rank < rows wide / (rows + wide)`.
     pub fn bytes(&self, bytes: u64) -> u64 {
         (self.basis.len() + self.coefficients.len()) as u64 * bytes
     }
 }
 
-/// The best `rank` directions for one block, `[rows][wide]`, not centred, and the rows in them.
+/// The best `rank` directions for one block, `[rows][wide]`, without centring, and the block's coefficients in them.
 ///
 /// Needs the feature `fit`.
 ///
-/// O(rows wide^2 + wide^3): unlike [`svd`](super::svd), which is fitted once, this is paid for each block, and the basis is stored
-/// with it.
+/// O(rows wide^2 + wide^3) for every block, and the basis is stored with the block; [`svd`](super::svd) is fitted once.
 ///
 /// # Errors
-/// No rows, or a part of one; values that are not finite; a rank that is not 1..=wide.
+/// No rows, or a part of a row ([`FitError::Rows`]); values that are not finite; a rank outside 1..=wide.
 #[cfg(feature = "fit")]
 pub fn block_pca(rows: &[f32], wide: u32, rank: u32) -> Result<BlockPca, FitError> {
     let mut moments = Moments::new(wide)?;
@@ -52,27 +51,27 @@ pub fn block_pca(rows: &[f32], wide: u32, rank: u32) -> Result<BlockPca, FitErro
     Ok(BlockPca { basis: found.map.encode().into_owned(), coefficients, tail: found.tail })
 }
 
-/// Mean and basis of a block, in numbers that a page holds.
+/// Mean and basis of a block, rounded to f16 as a page stores them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BlockBasis {
-    /// `[wide]`, of f16.
+    /// `[wide]`, values of f16.
     pub mean: Vec<f32>,
-    /// `[rank][wide]`, orthonormal rows rounded to f16. Rows past the block's own rank are 0.
+    /// `[rank][wide]`, orthonormal rows rounded to f16. Rows past the rank of the block are 0.
     pub basis: Vec<f32>,
-    /// The sum of the dropped `sigma^2` of the rows around the mean, were nothing rounded.
+    /// The sum of the dropped `sigma^2` of the centred rows, before rounding.
     pub tail: f64,
 }
 
-/// The best `rank` directions for one block, `[rows][wide]`, around its mean. The same bits on every machine.
+/// The best `rank` directions for one block, `[rows][wide]`, around its mean. Same bits on every machine.
 ///
-/// The Gram matrix of the rows, in f64, is turned to its diagonal by Jacobi's rotations in a fixed order, so it is for blocks of
-/// few rows: O(rows^2 wide + rows^3).
+/// Diagonalises the Gram matrix of the rows in f64 by Jacobi rotations in a fixed order. Meant for blocks of few rows:
+/// O(rows^2 wide + rows^3).
 ///
 /// # Errors
-/// No rows, or a part of one; values that are not finite; a rank that is not 1..=wide.
+/// No rows, or a part of a row ([`FitError::Rows`]); values that are not finite; a rank outside 1..=wide.
 pub fn block_basis(rows: &[f32], wide: u32, rank: u32) -> Result<BlockBasis, FitError> {
-    // Checks what it is given.
+    // Checks width and rows.
     Moments::new(wide)?.observe(rows)?;
     if rows.is_empty() {
         return Err(FitError::TooFew { what: "rows", have: 0, least: 1 });
@@ -83,7 +82,7 @@ pub fn block_basis(rows: &[f32], wide: u32, rank: u32) -> Result<BlockBasis, Fit
     Ok(basis(rows, wide as usize, rank as usize))
 }
 
-/// [`block_basis`] of what is known to be right.
+/// [`block_basis`] of checked arguments.
 pub(super) fn basis(rows: &[f32], wide: usize, rank: usize) -> BlockBasis {
     let n = rows.len() / wide;
     let rounded = |x: f64| f16::from_f32((x as f32).clamp(-65504.0, 65504.0)).to_f32();
@@ -107,7 +106,7 @@ pub(super) fn basis(rows: &[f32], wide: usize, rank: usize) -> BlockBasis {
     let least = value(order[0]) * 1e-12;
     let mut basis = vec![0.0; rank * wide];
     for (out, &k) in basis.chunks_exact_mut(wide).zip(&order) {
-        // What is so far below the largest is rounding, in no direction of its own.
+        // A value this far below the largest is rounding error, without a direction.
         if value(k) <= least {
             break;
         }

@@ -8,25 +8,25 @@ use nalgebra::DMatrix;
 use pikv_core::hash;
 use pikv_core::rope::Rope;
 
-/// How a head is distilled.
+/// Options of distillation, for one head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub struct Distil {
     /// Steps of gradient descent, one segment each. Default 300.
     pub steps: u32,
-    /// Step of Adam, relative to the root mean square of each start matrix; it falls to 0 along a cosine. Above 0 and at most 1;
+    /// Step size of Adam, relative to the root mean square of each initial matrix; it falls to 0 along a cosine. Above 0 and at most 1;
     /// default 0.05.
     pub rate: f64,
     /// `lambda` of the skew KL. Above 0 and below 1; default 0.1.
     pub skew: f64,
-    /// Share of the segments that nothing is fitted to. Above 0 and below 1; default 0.25, at least one segment.
+    /// Share of the segments held out for measurement. Above 0 and below 1, at least one segment; default 0.25.
     pub held: f64,
-    /// The scale of logits; `None`, the default, is `1 / sqrt(k_dim)`.
+    /// Scale of logits; `None`, the default, is `1 / sqrt(k_dim)`.
     pub scale: Option<f64>,
-    /// Set where queries and keys come before their rotation. Default none.
+    /// Rotation of queries and keys, if segments hold them before rotation. Default none.
     pub rope: Option<Rope>,
-    /// Of the order of segments. Default 0.
+    /// Seed of the order of segments. Default 0.
     pub seed: u64,
 }
 
@@ -38,7 +38,7 @@ impl Default for Distil {
     }
 }
 
-/// Losses on the rows that were held out.
+/// Losses on the held-out segments.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
@@ -47,44 +47,44 @@ pub struct Measured {
     pub kl: f64,
     /// Mean `KL(p || lambda p + (1 - lambda) q)`.
     pub skew_kl: f64,
-    /// `sum |o - o~|^2 / sum |o|^2` over the outputs, under the teacher's attention.
+    /// `sum |o - o~|^2 / sum |o|^2` over the attention outputs, under the teacher's weights.
     pub output: f64,
 }
 
-/// A head's maps, and what they lose.
+/// The fitted maps of a head, and their losses.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub struct Distilled {
-    /// For keys.
+    /// Map of keys.
     pub k: Map,
-    /// For values.
+    /// Map of values.
     pub v: Map,
-    /// With the maps that were started from.
+    /// Losses of the initial maps.
     pub before: Measured,
-    /// With these. No number is above that of `before`.
+    /// Losses of the fitted maps. None is above that of `before`.
     pub after: Measured,
 }
 
-/// Fits the maps of one KV head to `segments` of its rows, from the start `k` and `v` (of [`svd`](super::svd), say), whose ranks and
-/// biases stay.
+/// Fits the maps of one KV head to `segments` of its rows, starting from `k` and `v` ([`svd`](super::svd) maps, for example). Ranks and
+/// biases stay as they are.
 ///
 /// Needs the feature `fit`.
 ///
-/// **Keys**: minimises the mean of `KL(p || lambda p + (1 - lambda) q)`, the teacher `p` first and mixed into the student `q`, which
-/// keeps the logarithm bounded by `-ln lambda`; by Adam (arXiv 1412.6980) in f64, a segment a step. **Values**: the output error under
-/// the teacher's attention is `|(I - D E)(o - b)|^2`, as weights add up to 1, so its minimum is the principal directions of the
-/// outputs `o` and needs no descent.
+/// **Keys**: minimises the mean of `KL(p || lambda p + (1 - lambda) q)` by Adam (arXiv 1412.6980) in f64, one segment a step. The
+/// teacher `p` is mixed into the student `q`, which bounds the logarithm by `-ln lambda`. **Values**: weights add up to 1, so the output
+/// error under the teacher's attention is `|(I - D E)(o - b)|^2`; its minimum is the principal directions of the outputs `o`, found
+/// without descent.
 ///
-/// A tenth of the way each, the matrices rounded to f32 are measured on the segments held out, and the best so far are kept, the start
-/// among them: nothing comes back worse than it came on those rows. (They pick one of eleven, so a little of `after` is luck; rows
-/// that were never seen tell.) `progress(step, loss)` is called with each step's loss on its own segment.
+/// After each tenth of the steps, the matrices rounded to f32 are measured on the held-out segments. The best of these and the initial
+/// maps is returned, so no loss on those rows rises. (The choice among eleven makes `after` slightly optimistic; measure on other rows
+/// for an unbiased figure.) `progress(step, loss)` is called with each step's loss on its own segment.
 ///
-/// A step costs about `4 rows^2 group k_dim` multiply-adds. The result depends on the arguments and on the instruction set that
-/// the products of matrices find, not on threads.
+/// A step costs about `4 rows^2 group k_dim` multiply-adds. The result depends on the arguments and on the instruction set used for
+/// matrix products, not on threads.
 ///
 /// # Errors
-/// Fewer than 2 segments, segments that do not fit the maps or are not finite, options out of range.
+/// Fewer than 2 segments, segments of other widths than the maps' or with values that are not finite, options out of range.
 #[cfg(feature = "fit")]
 pub fn distil(
     segments: &[Segment],
@@ -169,7 +169,7 @@ fn check(options: &Distil, k: &Map, segments: usize) -> Result<Setting, FitError
     Ok(Setting { scale, skew, rope })
 }
 
-/// Mean skew KL and KL.
+/// Mean skew KL and mean KL over rows and query heads.
 fn measure(student: &Student, teachers: &[Teacher], setting: &Setting) -> (f64, f64) {
     let add =
         |a: Loss, b: Loss| Loss { kl: a.kl + b.kl, skew_kl: a.skew_kl + b.skew_kl, rows: a.rows + b.rows };
@@ -177,11 +177,11 @@ fn measure(student: &Student, teachers: &[Teacher], setting: &Setting) -> (f64, 
     (sum.skew_kl / sum.rows as f64, sum.kl / sum.rows as f64)
 }
 
-/// Adam's averages for one matrix.
+/// Adam's running averages for one matrix.
 struct Adam {
     first: DMatrix<f64>,
     second: DMatrix<f64>,
-    /// Root mean square of the matrix at the start.
+    /// Root mean square of the initial matrix.
     size: f64,
     steps: i32,
 }

@@ -1,19 +1,19 @@
-//! C_F: tokens that few attend to go after an early layer, FastV (arXiv 2403.06764).
+//! C_F: drops tokens of low attention after an early layer, FastV (arXiv 2403.06764).
 
 use super::SelectError;
 use super::c_ch::{check, falling};
 
-/// From one layer on, the share of the tokens that receive least attention is dropped.
+/// Drops a share of the tokens, those that receive the least attention, from one layer on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct FastV {
-    /// `R`: share that is dropped of the tokens that may be, from 0 and below 1. The paper's choice is 0.5.
+    /// `R`: share to drop of the tokens that are neither sinks nor in the window, at least 0 and below 1. The paper's choice is 0.5.
     pub ratio: f64,
-    /// `K`: the first layer that drops; the ones before keep all. The paper's choice is 2.
+    /// `K`: the first layer that drops tokens; earlier layers keep all. The paper's choice is 2.
     pub from: u32,
-    /// First tokens that stay.
+    /// First tokens to keep.
     pub sinks: u32,
-    /// Newest tokens that stay.
+    /// Newest tokens to keep.
     pub window: u32,
 }
 
@@ -25,12 +25,12 @@ impl FastV {
         FastV { ratio, from: 2, sinks: 4, window: 32 }
     }
 
-    /// Which tokens stay in `layer`, oldest first. `received` is the mean attention that each token received in the layer before
-    /// [`FastV::from`], over the heads and rows that could see it. Of the `n` tokens that are neither sinks nor in the window,
-    /// `floor(ratio n)` go, the least attended first; of equal ones the newer. O(n log n).
+    /// One flag a token of `layer`, oldest first: true for the tokens to keep. `received` is the mean attention that each token received
+    /// in the layer before [`FastV::from`], over the heads and rows that could see it. Of the `n` tokens that are neither sinks nor in the
+    /// window, the `floor(ratio n)` least attended are dropped; of equal ones the newer. O(n log n).
     ///
     /// # Errors
-    /// A ratio out of range, attention that is not finite.
+    /// [`SelectError::Setting`] for a ratio out of range, [`SelectError::Score`] for attention that is not finite.
     pub fn keep(&self, layer: u32, received: &[f32]) -> Result<Vec<bool>, SelectError> {
         if !(0.0..1.0).contains(&self.ratio) {
             return Err(SelectError::Setting {

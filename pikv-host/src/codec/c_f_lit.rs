@@ -1,29 +1,29 @@
-//! C_F-lit: FastV in the letter of arXiv 2508.06526, a crop of the channels to the first `r`.
+//! C_F-lit: FastV in the literal form of arXiv 2508.06526, a crop of the channels to the first `r`.
 
 use super::FitError;
 use super::pairs::{Crop, choose, energies};
 use pikv_core::rope::Rope;
 
-/// Which channels a [`crop`] keeps.
+/// The choice of channels that a [`crop`] keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CropBy {
-    /// The first ones, the paper's letter: of a rotation its first pairs, then what does not turn.
+    /// The first channels, the paper's literal form: the first rotation pairs, then channels that do not rotate.
     First,
-    /// Those of the largest energy, which no other crop of as many beats.
+    /// The channels of the largest energy: no other crop to as many channels loses less.
     Energy,
 }
 
-/// Keeps `keep` of the channels that `energy`, `[wide]`, is of: for each the sum of its squares over the rows
+/// Keeps `keep` channels. `energy`, `[wide]`, is the sum of squares of each channel over the rows
 /// ([`Moments::energy`](super::Moments::energy)).
 ///
-/// `tail` is the sum of the dropped energies and exactly `||X - X~||_F^2`, so relative to the sum of all it is the squared relative
-/// error. Where `rope` is given, for keys stored rotated or turned on read alike, its pairs stay whole: half a pair would mix
-/// positions. O(wide^2).
+/// `tail` is the sum of the dropped energies, which equals `||X - X~||_F^2`; divided by the sum of all energies it is the squared
+/// relative error. Where `rope` is given, rotation pairs stay whole, for keys stored rotated or rotated on read: half a pair would
+/// mix positions. O(wide^2).
 ///
 /// # Errors
-/// No channels or more than 256, energies that are negative or not finite, a rotation that is none, or a number to keep that whole
-/// pairs cannot make.
+/// No channels or more than 256, energies that are negative or not finite, a rotary width that is odd, 0 or above `wide`, or a `keep`
+/// that whole pairs and single channels cannot make up ([`FitError::Keep`]).
 ///
 /// ```
 /// # use pikv_host as pikv;

@@ -1,53 +1,53 @@
-//! C_Hy: a coding for each head by its importance, under one budget of bytes (arXiv 2508.06526, C_Hy).
+//! C_Hy: chooses a coding for each head by its importance, under one byte budget (arXiv 2508.06526, C_Hy).
 
 use super::SelectError;
 use std::cmp::Ordering;
 
-/// The bytes and the loss of one coding of a head.
+/// Bytes and error of one coding of a head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Cost {
-    /// Bytes that it takes.
+    /// Bytes that the head takes in this coding.
     pub bytes: u64,
-    /// What it loses, at least 0, in any measure that adds up over heads: a tail energy, a KL.
+    /// Error, at least 0, in any measure that adds up over heads, such as a tail energy or a KL.
     pub error: f64,
 }
 
 impl Cost {
-    /// A coding that takes `bytes` and errs by `error`.
+    /// A coding of `bytes` bytes and error `error`.
     pub const fn new(bytes: u64, error: f64) -> Cost {
         Cost { bytes, error }
     }
 }
 
-/// A head, and the codings it may get.
+/// The importance of a head and its possible codings.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct HeadCodings {
-    /// What its errors are multiplied by, at least 0: its share of the attention mass, or of the output's energy.
+    /// Weight of the head's errors, at least 0: its share of the attention mass or of the output's energy, for example.
     pub importance: f64,
-    /// In any order.
+    /// Possible codings, in any order.
     pub codings: Vec<Cost>,
 }
 
 impl HeadCodings {
-    /// A head of this importance that may be stored by any of `codings`.
+    /// A head of this importance, with `codings` to choose from.
     pub fn new(importance: f64, codings: Vec<Cost>) -> HeadCodings {
         HeadCodings { importance, codings }
     }
 }
 
-/// A coding for each head.
+/// A chosen coding for each head.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Hybrid {
-    /// Of each head, the index into its codings.
+    /// For each head, the index into its codings.
     pub chosen: Vec<usize>,
-    /// Bytes of the chosen ones.
+    /// Bytes of the chosen codings.
     pub bytes: u64,
-    /// Their errors, weighted by importance.
+    /// Sum of their errors, weighted by importance.
     pub error: f64,
-    /// No choice under this budget has an error below this.
+    /// A lower bound on the error of any choice within the budget.
     pub bound: f64,
 }
 
@@ -56,20 +56,21 @@ struct Step {
     head: usize,
     to: usize,
     bytes: u64,
-    /// Weighted error that each byte takes away; never more than that of the head's step before.
+    /// Weighted error removed by each byte; at most that of the head's previous step.
     per_byte: f64,
 }
 
-/// Picks a coding for each of `heads` so that the bytes stay within `budget` and the weighted error is small.
+/// Picks a coding for each of `heads`, so that the bytes stay within `budget` and the weighted error is small.
 ///
-/// Greedy: every head starts at its smallest coding; then steps along the lower convex hulls of (bytes, error) are taken by falling
-/// gain per byte, of equal gains the lower head first. A step that does not fit ends its head's, and the others go on. Codings above
-/// the hull are never picked. The choice is optimal where every step up to the first that does not fit fills the budget, so with
-/// convex codings in equal steps always; in general its error is within the gain of that one step of the best, and
-/// [`Hybrid::bound`], the optimum of the linear relaxation, tells how near. O(n log n) over all codings.
+/// Greedy: every head starts at its smallest coding. Steps along the lower convex hulls of (bytes, error) are then taken by falling
+/// gain per byte; of equal gains the lower head is first. A step that does not fit ends the steps of its head; other heads continue.
+/// Codings above the hull are never picked. The choice is optimal if the steps before the first that does not fit use the whole budget,
+/// which is always so for convex codings in equal steps. Otherwise its error is above the optimum by at most the gain of that step;
+/// [`Hybrid::bound`], the optimum of the linear relaxation, bounds the gap. O(n log n) over all codings.
 ///
 /// # Errors
-/// A head without codings, errors or importances that are negative or not finite, a budget that the smallest codings pass.
+/// [`SelectError::NoCodings`], [`SelectError::Cost`] for errors or importances that are negative or not finite,
+/// [`SelectError::Budget`] if the smallest codings exceed `budget`.
 pub fn hybrid(heads: &[HeadCodings], budget: u64) -> Result<Hybrid, SelectError> {
     let mut chosen = Vec::with_capacity(heads.len());
     let mut steps = Vec::new();
@@ -94,7 +95,7 @@ pub fn hybrid(heads: &[HeadCodings], budget: u64) -> Result<Hybrid, SelectError>
     let error = |chosen: &[usize]| -> f64 {
         heads.iter().zip(chosen).map(|(h, i)| h.importance * h.codings[*i].error).sum()
     };
-    // Stable, and a head's own steps never rise: they stay in order.
+    // Stable, and the steps of one head never rise, so they stay in order.
     steps.sort_by(|a, b| b.per_byte.total_cmp(&a.per_byte));
     let mut left = budget - needed;
     let mut ended = vec![false; heads.len()];
@@ -123,7 +124,7 @@ fn check(head: usize, options: &HeadCodings) -> Result<(), SelectError> {
     options.codings.iter().try_for_each(|c| cost("error", c.error))
 }
 
-/// The codings on the lower convex hull, from the smallest to the least error; of equal ones the first.
+/// Indices of the codings on the lower convex hull, from fewest bytes to least error; of equal codings the first.
 fn hull(codings: &[Cost]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..codings.len()).collect();
     let key = |i: usize| (codings[i].bytes, codings[i].error);
@@ -137,7 +138,7 @@ fn hull(codings: &[Cost]) -> Vec<usize> {
         if hull.last().is_some_and(|last| codings[*last].error <= error) {
             continue;
         }
-        // Between its neighbours a point stays unless the second slope is the steeper one; on one line it is a smaller step.
+        // A point is removed if the slope after it is the steeper one. Points on one line stay, as smaller steps.
         while let [.., a, b] = hull[..] {
             let ((x, e), (y, f)) = (key(a), key(b));
             let (first, second) = ((e - f) / (y - x) as f64, (f - error) / (bytes - y) as f64);

@@ -1,20 +1,20 @@
-//! C_Pr: structured pruning of key channels by ThinK (arXiv 2407.21018).
+//! C_Pr: structured pruning of key channels, ThinK (arXiv 2407.21018).
 
 use super::FitError;
 use super::pairs::{Crop, choose, energies};
 use pikv_core::rope::Rope;
 
-/// Keeps the `keep` key channels of the largest `mean q_c^2 * mean k_c^2`: up to a factor of the rows' numbers the square of
-/// ThinK's `|Q_c K_c^T|_F`, which is what channel `c` adds to the logits.
+/// Keeps the `keep` key channels of the largest `mean q_c^2 * mean k_c^2`. Up to a factor for the numbers of rows this is the square of
+/// ThinK's `|Q_c K_c^T|_F`, the contribution of channel `c` to the logits.
 ///
-/// `q_squares` and `k_squares`, `[wide]`, are [`Moments::mean_squares`](super::Moments::mean_squares) of a KV head's keys and of the
-/// queries of its group. Where `rope` is given a pair stays whole and scores `(q_a^2 + q_b^2)(k_a^2 + k_b^2) / 2`, which no rotation
-/// changes. `tail` is the pruned energy, the sum of the dropped scores: by Cauchy-Schwarz the mean squared logit error is at most
-/// the number of dropped channels times it. Of equal scores the lower channel stays. O(wide^2).
+/// `q_squares` and `k_squares`, `[wide]`, are [`Moments::mean_squares`](super::Moments::mean_squares) of the queries of a KV head's group
+/// and of its keys. Where `rope` is given, a pair stays whole and scores `(q_a^2 + q_b^2)(k_a^2 + k_b^2) / 2`, which no rotation
+/// changes. `tail` is the sum of the dropped scores; by Cauchy-Schwarz the mean squared logit error is at most `tail` times the number
+/// of dropped channels. Of equal scores the lower channel is kept. O(wide^2).
 ///
 /// # Errors
-/// Slices of unlike length, empty, or longer than 256; values that are negative or not finite; a rotation that is none, or a number
-/// to keep that whole pairs cannot make.
+/// Slices of different length, empty, or longer than 256; values that are negative or not finite; a rotary width that is odd, 0 or
+/// above `wide`; or a `keep` that whole pairs and single channels cannot make up ([`FitError::Keep`]).
 pub fn think(q_squares: &[f64], k_squares: &[f64], rope: Option<Rope>, keep: u32) -> Result<Crop, FitError> {
     energies("q_squares", q_squares)?;
     energies("k_squares", k_squares)?;

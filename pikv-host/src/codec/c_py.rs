@@ -3,37 +3,39 @@
 use super::SelectError;
 use super::c_ch::{check, falling};
 
-/// Tokens that each layer keeps: an arithmetic series from many in the first layer, where attention is spread, to few in the last.
+/// Token budgets of layers: an arithmetic series from a large budget in the first layer, where attention is spread, to a small one in
+/// the last.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PyramidKv {
-    /// `C`: tokens a layer on average, the window's among them. More than the window.
+    /// `C`: mean budget of a layer, in tokens, including the window. Above the window.
     pub capacity: u32,
-    /// `w`: newest tokens, which every layer keeps. Default 8.
+    /// `w`: newest tokens, kept in every layer. Default 8.
     pub window: u32,
-    /// How steep: the last layer gets `(C - w) / beta` beside the window. At least 1, which is flat; default 20.
+    /// Slope: the last layer gets `(C - w) / beta` tokens besides the window. At least 1, which is flat; default 20.
     pub beta: f64,
 }
 
 setters!(PyramidKv { capacity: u32, window: u32, beta: f64 });
 
 impl PyramidKv {
-    /// `capacity` tokens a layer, with the defaults of the paper's code.
+    /// `capacity` tokens a layer on average, with the defaults of the paper's code.
     pub fn new(capacity: u32) -> PyramidKv {
         PyramidKv { capacity, window: 8, beta: 20.0 }
     }
 
-    /// The budget of each of `layers`, before it is rounded: `min = (C - w) / beta`, `max = 2 (C - w) - min`,
+    /// The budgets of `layers` layers before rounding, in tokens: with `min = (C - w) / beta`, `max = 2 (C - w) - min` and
     /// `step = (max - min) / (layers - 1)`, layer `l` gets `max - l step + w`. Their mean is `C`; a single layer gets `C`.
     ///
     /// # Errors
-    /// A capacity that is not above the window, a beta below 1, no layers.
+    /// [`SelectError::Capacity`] for a capacity that is not above the window, [`SelectError::Setting`] for a beta below 1, a capacity of
+    /// more than 2147483647, or no layers.
     pub fn shares(&self, layers: u32) -> Result<Vec<f64>, SelectError> {
         self.shares_of(layers, u32::MAX)
     }
 
-    /// [`PyramidKv::shares`] of a prompt of `tokens`, of which no layer gets more: as in the paper's code, `max` is then `tokens - w`,
-    /// and `min` what `max` lost more, so that the mean stays `C`.
+    /// [`PyramidKv::shares`] for a prompt of `tokens`, the largest budget that a layer gets. As in the paper's code, `max` is then
+    /// `tokens - w`, and `min` grows by the amount that `max` lost, so that the mean stays `C`.
     fn shares_of(&self, layers: u32, tokens: u32) -> Result<Vec<f64>, SelectError> {
         let PyramidKv { capacity, window, beta } = *self;
         if capacity <= window {
@@ -59,14 +61,14 @@ impl PyramidKv {
         Ok((0..layers).map(|l| most - f64::from(l) * step + f64::from(window)).collect())
     }
 
-    /// The budgets in whole tokens, for prompts that no budget passes. Their sum is exactly `layers * capacity`: each share is rounded
-    /// down, and the largest remainders get what is left, of equal ones the lower layer. None is below the window.
+    /// The budgets in whole tokens, if no prompt is shorter than the largest budget. Their sum is exactly `layers * capacity`: each share
+    /// is rounded down, and the largest remainders get the rest, of equal ones the lower layer. None is below the window.
     ///
-    /// The first layers get up to twice the capacity: of a prompt shorter than that they keep fewer tokens than they may, and all
-    /// layers together fewer than were asked for. Where the prompt is known, [`PyramidKv::budgets_of`] gives those to the later layers.
+    /// The first layers get up to twice the capacity. For a shorter prompt they keep fewer tokens than their budget, so all layers together
+    /// keep less than `layers * capacity`. [`PyramidKv::budgets_of`] gives that difference to later layers.
     ///
     /// # Errors
-    /// Those of [`PyramidKv::shares`].
+    /// The same as [`PyramidKv::shares`].
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -79,12 +81,12 @@ impl PyramidKv {
         self.budgets_of(layers, u32::MAX)
     }
 
-    /// The budgets in whole tokens for a prompt of `tokens`, of which none is more. Their sum is exactly `layers * capacity`, or
-    /// `layers * tokens` if the prompt is no longer than the capacity: what the first layers cannot use the later ones get, evenly
-    /// less from layer to layer, as in the paper's code.
+    /// The budgets in whole tokens for a prompt of `tokens`; none is above `tokens`. Their sum is exactly `layers * capacity`, or
+    /// `layers * tokens` if the prompt is no longer than the capacity. Tokens that the first layers cannot use are given to the later
+    /// layers, and budgets still fall by equal steps, as in the paper's code.
     ///
     /// # Errors
-    /// Those of [`PyramidKv::shares`].
+    /// The same as [`PyramidKv::shares`].
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -100,7 +102,8 @@ impl PyramidKv {
         let given: u64 = budgets.iter().map(|b| u64::from(*b)).sum();
         let mut order: Vec<usize> = (0..budgets.len()).collect();
         order.sort_by(|a, b| shares[*b].fract().total_cmp(&shares[*a].fract()));
-        // A share that rounding put a hair above a whole number may have been given too much: take that from the smallest remainders.
+        // Rounding may put a share slightly above a whole number, and the sum of budgets above the total: take one from the smallest
+        // remainders.
         for at in order.iter().take(total.saturating_sub(given) as usize) {
             budgets[*at] += 1;
         }
@@ -110,11 +113,12 @@ impl PyramidKv {
         Ok(budgets)
     }
 
-    /// Which of the tokens of `layer` stay, oldest first, by their `scores`: the newest `window`, and of the others the best up to the
-    /// layer's budget for a prompt of so many tokens ([`PyramidKv::budgets_of`]). Of equal scores the older stays. O(n log n).
+    /// One flag a token of `layer`, oldest first: true for the tokens to keep. Keeps the newest `window`, and the best others by `scores`
+    /// up to the layer's budget for a prompt of that length ([`PyramidKv::budgets_of`]). Of equal scores the older is kept. O(n log n).
     ///
     /// # Errors
-    /// Those of [`PyramidKv::shares`], a layer that is not there, scores that are not finite.
+    /// The errors of [`PyramidKv::shares`]; [`SelectError::Layer`] for a layer out of range; [`SelectError::Score`] for a score that is not
+    /// finite.
     pub fn keep(&self, layer: u32, layers: u32, scores: &[f32]) -> Result<Vec<bool>, SelectError> {
         let tokens = u32::try_from(scores.len()).unwrap_or(u32::MAX);
         let budgets = self.budgets_of(layers, tokens)?;

@@ -1,27 +1,28 @@
-//! C_Py-lit: the pyramid in the letter of arXiv 2508.06526, averages over longer and longer runs of tokens.
+//! C_Py-lit: the pyramid in the literal form of arXiv 2508.06526, means over runs of tokens that double from level to level.
 //!
-//! [`Coding::means`](super::Coding::means) stores pages that way: at one level, every token read as the mean of its run, which is the
-//! paper's `P_l K`. Levels that rise with age are two such codecs, the second by [`CacheConfig::age`](crate::CacheConfig::age).
+//! [`Coding::means`](super::Coding::means) stores pages at one level of it: every token is read as the mean of its run, the paper's
+//! `P_l K`. For levels that rise with age, use two such codecs, the second through [`CacheConfig::age`](crate::CacheConfig::age).
 
 use super::SelectError;
 use pikv_core::page::MAX_DIM;
 
-/// The means of a pyramid's levels. Level `l` averages runs of `2^(l + 1)` tokens, the last run what is left.
+/// The means of all levels. Level `l` averages runs of `2^(l + 1)` tokens; the last run may be shorter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pyramid {
-    /// Of each level, `[runs][dim]`, the finest first.
+    /// Means of each level, `[runs][dim]`, the finest level first.
     pub levels: Vec<Vec<f32>>,
-    /// Of each level, `||P_l K - K||_F^2`: what [`Pyramid::reconstruct`] of it loses, up to the rounding of the means to f32.
+    /// Error of each level, `||P_l K - K||_F^2`: that of [`Pyramid::reconstruct`], up to the rounding of the means to f32.
     pub lost: Vec<f64>,
     dim: usize,
     tokens: usize,
 }
 
-/// A pyramid of `levels` over `rows`, `[tokens][dim]`. Sums are in f64. O(tokens dim levels); the means are at most as many as the
-/// rows, and half as many in the finest level.
+/// A pyramid of `levels` over `rows`, `[tokens][dim]`. Sums are in f64. O(tokens dim levels). The finest level has half as many means as
+/// there are rows; all levels together have at most as many.
 ///
 /// # Errors
-/// No levels or more than 31, a `dim` that is not 1..=256, a part of a row, values that are not finite.
+/// [`SelectError::Setting`] for levels outside 1..=31 or a `dim` outside 1..=256, [`SelectError::Rows`] for a part of a row,
+/// [`SelectError::NotFinite`] for a value that is NaN or infinite.
 pub fn pyramid(rows: &[f32], dim: usize, levels: u32) -> Result<Pyramid, SelectError> {
     if !(1..=31).contains(&levels) {
         return Err(SelectError::Setting { name: "levels", value: levels.into(), range: "1..=31" });
@@ -48,16 +49,17 @@ pub fn pyramid(rows: &[f32], dim: usize, levels: u32) -> Result<Pyramid, SelectE
 impl Pyramid {
     /// The paper's bound, `sum_l ||P_l K - K||_F^2 / 4^l`.
     ///
-    /// Levels count from 0, the finest, so it bounds the squared error of the finest level, and `4^l` times it that of level `l`. (Were
-    /// the finest level 1, the sum could be a fourth of that error and would bound nothing.)
+    /// Levels count from 0, the finest, so the sum bounds the squared error of the finest level, and `4^l` times the sum bounds that of
+    /// level
+    /// `l`. (Counted from 1, the sum could be a fourth of the finest level's error and would not be a bound.)
     pub fn bound(&self) -> f64 {
         self.lost.iter().rev().fold(0.0, |sum, lost| sum / 4.0 + lost)
     }
 
-    /// The rows, `[tokens][dim]`, that `level` stands for: every token of a run is its mean.
+    /// The rows, `[tokens][dim]`, with every token of a run replaced by the mean of the run at `level`.
     ///
     /// # Errors
-    /// A level that is not there.
+    /// [`SelectError::Layer`] for a level out of range.
     pub fn reconstruct(&self, level: u32) -> Result<Vec<f32>, SelectError> {
         let Some(means) = self.levels.get(level as usize) else {
             return Err(SelectError::Layer { layer: level, layers: self.levels.len() as u32 });
@@ -67,7 +69,7 @@ impl Pyramid {
     }
 }
 
-/// The means of runs of `run` rows, `[runs][dim]`; `each` is told every value and its run's mean.
+/// The means of runs of `run` rows, `[runs][dim]`; calls `each` with every value and the mean of its run.
 pub(super) fn means(rows: &[f32], dim: usize, run: usize, mut each: impl FnMut(f64, f64)) -> Vec<f32> {
     let mut means = Vec::new();
     for run in rows.chunks(run.saturating_mul(dim)) {

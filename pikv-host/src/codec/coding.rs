@@ -1,4 +1,4 @@
-//! How a head's tokens are packed once they left the ring.
+//! The packed form of a head's tokens that left the ring.
 
 use super::map::{Map, length};
 use super::{MapError, c_ch_lit, c_py_lit};
@@ -12,8 +12,8 @@ use pikv_core::warp::LANES;
 use pikv_lanes::{Lanes, pack::Channels};
 use std::cell::RefCell;
 
-/// How K or V is stored in packed pages: a code, of the channels themselves or of what a map makes of them, of means, or of
-/// coefficients.
+/// How K or V is stored in packed pages: a code (number format) for the channels themselves, for the output of a map, for means of
+/// tokens, or for coefficients in a basis of the page.
 #[derive(Clone, Debug)]
 pub struct Coding {
     code: Code,
@@ -24,30 +24,30 @@ pub struct Coding {
 enum Form {
     Plain,
     Map(Map),
-    /// Of a level.
+    /// Means of runs of `2^level` tokens.
     Means(u32),
-    /// Of a rank.
+    /// A basis of that many vectors for each page.
     Basis(u32),
 }
 
 impl Coding {
-    /// The channels as they are, in `code`.
+    /// Stores the channels unchanged, in `code`.
     pub const fn new(code: Code) -> Coding {
         Coding { code, form: Form::Plain }
     }
 
-    /// What `map` makes of a row is coded instead.
+    /// Stores the output of `map` instead of the channels.
     pub fn map(mut self, map: Map) -> Coding {
         self.form = Form::Map(map);
         self
     }
 
-    /// C_Py-lit: runs of `2^level` tokens of a page, in the order in which they were filed, are stored as their mean, in `code`, and
-    /// every token of a run is read as that: `1 / 2^level` of the bytes. A token that was evicted or has left a window is read no
-    /// more, but stays in its run's mean.
+    /// C_Py-lit: stores runs of `2^level` tokens of a page, in filing order, as their mean in `code`; every token of a run is read as
+    /// that mean. Takes `1 / 2^level` of the bytes. A token that was evicted or left a window is not read, but still counts in the
+    /// mean of its run.
     ///
     /// # Errors
-    /// A level that is not 1..=3, or a code with scales.
+    /// [`MapError::Level`] for a level outside 1..=3, [`MapError::Scaled`] for a code with scales.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -67,12 +67,12 @@ impl Coding {
         Ok(Coding { code, form: Form::Means(level) })
     }
 
-    /// C_Ch-lit: each page as coefficients, in `code`, in a basis of its own of `rank` vectors around its own mean, both in f16 and in
-    /// the page. K's basis is stored with a power of two of vectors, the mean among them, so 3, 7 and 15 waste nothing. Packing
-    /// takes O(32^3 + 32^2 head_dim) a page.
+    /// C_Ch-lit: stores each page as coefficients, in `code`, in a basis of `rank` vectors around the page's mean; basis and mean are
+    /// f16 and lie in the page. The vectors of K's basis and the mean together are padded to a power of two, so ranks 3, 7 and 15
+    /// waste nothing. Packing takes O(32^3 + 32^2 head_dim) a page.
     ///
     /// # Errors
-    /// A rank that is not 1..=31.
+    /// [`MapError::Rank`] for a rank outside 1..=31.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -90,12 +90,12 @@ impl Coding {
         Ok(Coding { code, form: Form::Basis(rank) })
     }
 
-    /// The code.
+    /// The number format.
     pub const fn code(&self) -> Code {
         self.code
     }
 
-    /// The map, if there is one.
+    /// The map, or `None` for a coding without one.
     pub const fn mapped(&self) -> Option<&Map> {
         match &self.form {
             Form::Map(map) => Some(map),
@@ -103,7 +103,7 @@ impl Coding {
         }
     }
 
-    /// The level of the means that are stored, if they are.
+    /// The level of [`Coding::means`], or `None` for other codings.
     pub const fn level(&self) -> Option<u32> {
         match self.form {
             Form::Means(level) => Some(level),
@@ -111,7 +111,7 @@ impl Coding {
         }
     }
 
-    /// The vectors of a page's own basis, if it has one.
+    /// The rank of [`Coding::block_pca`], or `None` for other codings.
     pub const fn rank(&self) -> Option<u32> {
         match self.form {
             Form::Basis(rank) => Some(rank),
@@ -119,7 +119,7 @@ impl Coding {
         }
     }
 
-    /// Stored channels of a row of `dim`.
+    /// Stored channels for a row of `dim` channels.
     pub fn stored(&self, dim: u32) -> u32 {
         match &self.form {
             Form::Plain | Form::Means(_) => dim,
@@ -136,13 +136,13 @@ impl Coding {
         }
     }
 
-    /// The largest magnitude of a channel that this can store whatever the width of the row and its other channels, with a hundredth of
-    /// room for the roundings of the head's dtype and of the map: [`Coding::limits`] of the widest rows.
+    /// The largest magnitude that every channel of any row may have at once, with 1 % of room for the roundings of the head's dtype and
+    /// of the map: [`Coding::limits`] at the largest head_dim.
     pub fn limit(&self) -> f32 {
         self.limits(MAX_DIM).each
     }
 
-    /// Which rows of `dim` channels this can store, with a hundredth of room for the roundings of the head's dtype and of the map.
+    /// Limits of rows of `dim` channels, with 1 % of room for the roundings of the head's dtype and of the map.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -165,7 +165,7 @@ impl Coding {
                 Some((run, length)) => Limits { each: map.limit(top), most: f32::MAX, run, length },
             },
             Form::Basis(_) => {
-                // A mean is an f16; a coefficient is no longer than a row from its mean, which is less than twice the longest row.
+                // A mean is an f16. A coefficient is at most the row's distance from the mean, which is below twice the longest row.
                 let (mean, length) = (0.99 * Code::F16.limit(), f64::from(top) / 2.0);
                 let each = (length / f64::from(dim).sqrt()) as f32;
                 Limits { each: mean.min(each), most: mean, run: dim as usize, length }
@@ -174,10 +174,10 @@ impl Coding {
     }
 }
 
-/// Which rows a [`Coding`] can store: those with no channel past `each`, and those with no channel past `most` in which no run of
-/// `run` channels is longer than `length`.
+/// Limits of the rows that a [`Coding`] can store. A row is accepted if no channel passes `each`, or if no channel passes `most` and
+/// no run of `run` channels is longer than `length`.
 ///
-/// Keys and values that lie on a device when they are appended are judged by `each` alone.
+/// Keys and values appended from device memory are checked against `each` alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Limits {
@@ -185,20 +185,20 @@ pub struct Limits {
     pub each: f32,
     /// Magnitude that no channel may pass.
     pub most: f32,
-    /// Channels whose length counts together.
+    /// Channels of a run.
     pub run: usize,
-    /// The root of the sum of the squares of a run that has a channel past `each`; infinite where lengths do not matter.
+    /// Largest 2-norm of a run in a row with a channel past `each`; infinite if lengths are not checked.
     pub length: f64,
 }
 
 impl Limits {
-    /// Whether the row can be stored. Of NaN this says nothing: the dtype refuses it.
+    /// Whether the row is within the limits. NaN is not detected; the dtype's check refuses it.
     pub fn take(&self, row: &[f32]) -> bool {
         self.check(row).is_ok()
     }
 
     /// # Errors
-    /// The first channel that is too large, or the largest of the first run that is too long.
+    /// The first channel past `most`, or the largest channel of the first run that is too long.
     #[inline]
     fn check(&self, row: &[f32]) -> Result<(), Past> {
         if row.iter().all(|x| x.abs() <= self.each) { Ok(()) } else { self.check_large(row) }
@@ -221,8 +221,8 @@ impl Limits {
         Ok(())
     }
 
-    /// The rows that both take, of which the second gets what the first left: that may be longer than the row was, so lengths do not
-    /// help.
+    /// The limits of rows that are stored by `self` and then by `second`. `second` packs decoded rows, which may be longer than the
+    /// originals, so length limits do not apply.
     fn and_then(self, second: Limits) -> Limits {
         let each = self.each.min(second.each);
         Limits { each, most: each, run: self.run, length: f64::INFINITY }
@@ -233,24 +233,24 @@ impl Limits {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Past {
     channel: usize,
-    /// Of the run, if it is that which is too much.
+    /// 2-norm of the run, if the run is too long rather than a channel too large.
     length: Option<f32>,
     limit: f32,
 }
 
-/// Why a token cannot be packed.
+/// A token that cannot be packed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Unpackable {
     pub which: Unstorable,
-    /// Of the channels around it, if it is that which is too much.
+    /// 2-norm of the run around the channel, if the run is too long.
     pub length: Option<f32>,
-    /// The largest value, or length, that would do.
+    /// The largest accepted value, or length.
     pub limit: f32,
 }
 
-/// How a head's tokens are packed, 32 at a time, once they left the ring: K and V apart.
+/// The codings of a head's K and V. Tokens that left the ring are packed 32 at a time.
 ///
-/// Sinks, the ring, and an expert's last page until it is full stay as they came.
+/// Sinks, the ring, and an expert's last page until it is full keep the head's dtype.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -272,7 +272,7 @@ pub struct Codec {
 }
 
 impl Codec {
-    /// K and V, each its own way.
+    /// K by `k`, V by `v`.
     pub const fn new(k: Coding, v: Coding) -> Codec {
         Codec { k, v }
     }
@@ -283,34 +283,34 @@ impl Codec {
             .sides(self.k.side(k_dim), self.v.side(v_dim))
     }
 
-    /// Raw bytes in bf16 over packed bytes, scales and positions included: the paper's rho.
+    /// Bytes of a page in bf16 over bytes packed, scales and positions included: the paper's rho.
     pub fn ratio(&self, k_dim: u32, v_dim: u32) -> f64 {
         let raw = LANES as u64 * 2 * u64::from(k_dim + v_dim);
         raw as f64 / self.packed(k_dim, v_dim).bytes() as f64
     }
 }
 
-/// The codec of one head, checked, with what follows from it.
+/// The checked codec of one head, with its derived layout and limits.
 #[derive(Clone, Debug)]
 pub(crate) struct HeadCodec {
     pub codec: Codec,
     pub packed: Packed,
     pub k_limits: Limits,
     pub v_limits: Limits,
-    /// How its pages are packed once more.
+    /// The second codec, which packs old pages again.
     pub aged: Option<Box<Aged>>,
 }
 
 /// The second codec of a head.
 #[derive(Clone, Debug)]
 pub(crate) struct Aged {
-    /// Tokens that leave the ring between the two.
+    /// Tokens that leave the ring between the first packing and the second.
     pub after: u32,
     pub codec: HeadCodec,
 }
 
 impl HeadCodec {
-    /// # Errors
+    /// [`ConfigError::Map`]: a map whose `wide` is not the head's K or V width.
     /// A map of another width than the head's.
     pub fn new(layer: usize, layout: &Layout, codec: &Codec) -> Result<HeadCodec, ConfigError> {
         let widths = [("k", &codec.k, layout.k_dim), ("v", &codec.v, layout.v_dim)];
@@ -328,28 +328,28 @@ impl HeadCodec {
         })
     }
 
-    /// Packs pages once more when `after` more tokens have left the ring.
+    /// Sets the second codec: a page is packed again when `after` more tokens have left the ring.
     pub fn age(&mut self, after: u32, codec: HeadCodec) {
         self.k_limits = self.k_limits.and_then(codec.k_limits);
         self.v_limits = self.v_limits.and_then(codec.v_limits);
         self.aged = Some(Box::new(Aged { after, codec }));
     }
 
-    /// Whether means stand for single tokens, in pages of whatever age.
+    /// Whether this codec or the second one stores means in place of tokens.
     pub fn has_means(&self) -> bool {
         let old = self.aged.as_ref().is_some_and(|aged| aged.codec.has_means());
         old || [&self.codec.k, &self.codec.v].into_iter().any(|coding| coding.level().is_some())
     }
 
-    /// The position from which on rows read the page that `by` packed as the second codec left it; none without one.
+    /// The position from which rows read the page in the second codec's form, for a page packed at `by`; `None` without a second codec.
     pub fn ages_at(&self, by: u32) -> Option<u32> {
         Some(by.saturating_add(self.aged.as_ref()?.after))
     }
 
-    /// Whether a token can be stored, however its dtype rounds it.
+    /// Whether a token can be stored, including the rounding of its dtype.
     ///
     /// # Errors
-    /// The channel of the key, else of the value, that is too large.
+    /// The first channel that is too large, of the key, else of the value.
     pub fn check(&self, key: &[f32], value: &[f32]) -> Result<(), Unpackable> {
         for (key, limits, row) in [(true, &self.k_limits, key), (false, &self.v_limits, value)] {
             limits.check(row).map_err(|Past { channel, length, limit }| {
@@ -371,7 +371,7 @@ impl HeadCodec {
         });
     }
 
-    /// Packs the tokens of a page that this packed by the second codec, if there is one.
+    /// Packs a page of this codec again by the second codec; does nothing without one.
     pub fn repack(&self, lanes: Lanes, layout: &Layout, page: Old<'_>, out: &mut [u32]) {
         let Some(second) = self.aged.as_ref().map(|aged| &aged.codec) else { return };
         let Old { words, fill, last } = page;
@@ -387,7 +387,7 @@ impl HeadCodec {
         });
     }
 
-    /// Packs the tokens at `positions`. `rows` are their channels of K, of V, and room for those that are stored.
+    /// Packs the tokens at `positions`. `rows` are their channels of K and of V, then room for the stored channels.
     fn close(
         &self,
         lanes: Lanes,
@@ -409,7 +409,7 @@ impl HeadCodec {
         }
     }
 
-    /// Takes stored keys back to the head's channels; none where they are stored as they are.
+    /// The map that decodes stored keys to the head's channels; `None` for keys stored without a map.
     pub fn back(&self) -> Option<Back<'_>> {
         self.codec.k.mapped().map(Map::back)
     }
@@ -420,7 +420,7 @@ impl HeadCodec {
         rows.resize(all as usize, [0.0; LANES]);
     }
 
-    /// What is left of query `q`, times `factor`, in `out`; returns what its scores start from.
+    /// Folds query `q`, times `factor`, to the stored width in `out`; returns the constant term of its scores.
     pub fn fold(&self, q: &[f32], factor: f32, out: &mut [f32]) -> f32 {
         let out = &mut out[..self.packed.query_dim() as usize];
         let start = match self.codec.k.mapped() {
@@ -437,7 +437,7 @@ impl HeadCodec {
         start * factor
     }
 
-    /// Key and value of the token at `lane`, decoded to the head's channels.
+    /// Reads key and value of the token at `lane`, decoded to the head's channels.
     pub fn read(&self, words: &[u32], lane: u32, last: u32, key: &mut [f32], value: &mut [f32]) -> Position {
         fn whole(coding: &Coding, out: &mut [f32], read: impl FnOnce(&mut [f32])) {
             match coding.mapped() {
@@ -456,11 +456,11 @@ impl HeadCodec {
 }
 
 thread_local! {
-    /// Channel rows of a page that is being packed.
+    /// Scratch: channel rows of the page that is being packed.
     static ROWS: RefCell<Vec<[f32; LANES]>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A packed page that is packed again.
+/// A packed page to pack again.
 #[derive(Clone, Copy)]
 pub(crate) struct Old<'a> {
     pub words: &'a [u32],
@@ -468,7 +468,7 @@ pub(crate) struct Old<'a> {
     pub last: u32,
 }
 
-/// The rows beside a page's tokens, `[rows][channels]`: means, or a basis and its mean. None for other codings.
+/// The rows that a page stores beside its tokens, `[rows][channels]`: means, or a basis and its mean. Empty for other codings.
 fn table(coding: &Coding, x: &[[f32; LANES]], fill: u32) -> Vec<f32> {
     let rows = || -> Vec<f32> { (0..fill as usize).flat_map(|t| x.iter().map(move |row| row[t])).collect() };
     match coding.form {
@@ -481,7 +481,7 @@ fn table(coding: &Coding, x: &[[f32; LANES]], fill: u32) -> Vec<f32> {
     }
 }
 
-/// What becomes of the channels `x` before they are coded; `out` has room for it.
+/// The channels to code: those of `x` after the coding's map. `out` is scratch of that width.
 fn mapped<'a>(
     coding: &'a Coding,
     table: &'a [f32],

@@ -1,26 +1,26 @@
-//! Eigenvectors of second moments, and the maps they make.
+//! Eigenvectors of second moments, and the maps made of them.
 
 use super::{FitError, Map};
 use nalgebra::{DMatrix, SymmetricEigen};
 
-/// The best map of its rank, and what it leaves out.
+/// The best map of its rank, and its error.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub struct LowRank {
-    /// Its encode matrix has orthonormal rows, and decode is its transpose, up to their rounding to f32.
+    /// Its `encode` matrix has orthonormal rows and `decode` is its transpose, up to rounding to f32.
     pub map: Map,
-    /// The sum of the eigenvalues of the directions that were dropped: the squared error over the rows that were fitted.
+    /// The sum of the eigenvalues of the dropped directions: the squared error over the fitted rows.
     pub tail: f64,
     /// All eigenvalues, falling; their sum is the energy of the rows.
     pub spectrum: Vec<f64>,
 }
 
-/// Steps of the iteration for each row of a matrix: one or two are enough, and more than this means that there is no end.
+/// Iterations allowed for each row of a matrix. One or two are enough; beyond this the iteration does not converge.
 const SWEEPS: usize = 64;
 
-/// Eigenvalues of a symmetric matrix, `[dim][dim]`, falling, and its eigenvectors, a row each. Of a vector's two signs the one
-/// under which its largest entry is positive.
+/// Eigenvalues of a symmetric matrix, `[dim][dim]`, falling, and its eigenvectors, a row each. Each eigenvector has the sign that makes
+/// its largest entry positive.
 pub(super) fn spectrum(dim: u32, matrix: &[f64]) -> Result<(Vec<f64>, Vec<f64>), FitError> {
     let d = dim as usize;
     let largest = matrix.iter().fold(0.0f64, |m, x| m.max(x.abs()));

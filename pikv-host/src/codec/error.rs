@@ -1,13 +1,13 @@
-//! Errors of maps, fits and selections, each with the value that was wrong.
+//! Errors of maps, fits and selections; each carries the rejected value.
 
 use pikv_core::page::MAX_DIM;
 use thiserror::Error;
 
-/// A map that is none.
+/// A map that cannot be made.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum MapError {
-    /// Widths.
+    /// A width outside 1..=256, or `narrow` above `wide`.
     #[error(
         "a map from {wide} channels to {narrow}; they must be 1..={MAX_DIM}, and the latter at most the former"
     )]
@@ -20,7 +20,7 @@ pub enum MapError {
     /// A slice of the wrong length.
     #[error("{what} has {len} values; {wanted} are needed")]
     Length {
-        /// Which one.
+        /// Name of the slice.
         what: &'static str,
         /// Values in it.
         len: usize,
@@ -30,25 +30,25 @@ pub enum MapError {
     /// A value that is NaN or infinite.
     #[error("{what}[{index}] is {value}; it must be finite")]
     NotFinite {
-        /// In which slice.
+        /// Name of the slice.
         what: &'static str,
-        /// Where.
+        /// Index in the slice.
         index: usize,
-        /// As given.
+        /// The value.
         value: f32,
     },
-    /// A channel that is not there, or was named before.
+    /// A channel at or above `wide`, or listed twice.
     #[error("channel {channel} of {wide}: it must be below that and named once")]
     Channel {
-        /// As given.
+        /// Index of the channel.
         channel: u32,
         /// Channels of a row.
         wide: u32,
     },
-    /// A level of means.
+    /// A level of means outside 1..=3.
     #[error("means of level {level}; it must be 1..=3, for runs of 2, 4 or 8 tokens")]
     Level {
-        /// As given.
+        /// The level.
         level: u32,
     },
     /// Means in a code that has scales.
@@ -57,57 +57,57 @@ pub enum MapError {
         /// The code's name.
         code: &'static str,
     },
-    /// Vectors of a page's own basis.
+    /// A rank of a page's own basis outside 1..=31.
     #[error("a page of 32 tokens in {rank} vectors of its own; they must be 1..=31")]
     Rank {
-        /// As given.
+        /// The rank.
         rank: u32,
     },
-    /// The scale of a low-rank update.
+    /// A scale of a low-rank update that is 0 or not finite.
     #[error("alpha {0}: it must be finite and not 0")]
     Alpha(f32),
 }
 
-/// A fit that cannot be made. What was being fitted is as before the call.
+/// A fit that cannot be made. The fitter and its moments stay unchanged.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum FitError {
-    /// The map that would come out.
+    /// The fitted map is not valid.
     #[error(transparent)]
     Map(#[from] MapError),
-    /// Heads or layers of the model.
+    /// A count of layers or heads that is 0, or query heads that are not a multiple of the KV heads.
     #[error(
         "{layers} layers, {query_heads} query heads over {kv_heads} KV heads; each must be at least 1, and the query heads \
          a multiple of the KV heads"
     )]
     Heads {
-        /// Layers.
+        /// Number of layers.
         layers: u32,
         /// Query heads of a layer.
         query_heads: u32,
         /// KV heads of a layer.
         kv_heads: u32,
     },
-    /// A head that is not there.
+    /// A layer or head out of range.
     #[error("head {head} of layer {layer}; there are {layers} layers of {kv_heads} KV heads")]
     Head {
-        /// The layer asked for.
+        /// Index of the layer.
         layer: u32,
-        /// The KV head asked for.
+        /// Index of the KV head.
         head: u32,
-        /// Layers there are.
+        /// Layers of the model.
         layers: u32,
-        /// KV heads there are.
+        /// KV heads of a layer.
         kv_heads: u32,
     },
-    /// Rows of unlike number, or a part of one.
+    /// A slice whose length is not `rows * width`.
     #[error("{what} has {len} values: that is not {rows} rows of {width}")]
     Rows {
-        /// Which slice.
+        /// Name of the slice.
         what: &'static str,
         /// Values in it.
         len: usize,
-        /// Rows that the call brings.
+        /// Rows of the call.
         rows: usize,
         /// Values of one row.
         width: usize,
@@ -115,93 +115,93 @@ pub enum FitError {
     /// A value that is NaN or infinite.
     #[error("{what}[{index}] is {value}; only finite rows can be fitted")]
     NotFinite {
-        /// In which slice.
+        /// Name of the slice.
         what: &'static str,
-        /// Where.
+        /// Index in the slice.
         index: usize,
-        /// As given.
+        /// The value.
         value: f32,
     },
-    /// An energy that is none.
+    /// An energy that is negative or not finite.
     #[error("{what}[{index}] is {value}; an energy is finite and at least 0")]
     Energy {
-        /// In which slice.
+        /// Name of the slice.
         what: &'static str,
-        /// Where.
+        /// Index in the slice.
         index: usize,
-        /// As given.
+        /// The value.
         value: f64,
     },
-    /// Widths that do not go together.
+    /// A width that does not match the others.
     #[error("{what} has {got} channels; {wanted} are needed")]
     Width {
-        /// Which argument.
+        /// Name of the argument.
         what: &'static str,
-        /// As given.
+        /// Channels given.
         got: u32,
-        /// What goes with the rest.
+        /// Accepted width, in channels.
         wanted: u32,
     },
-    /// Nothing to fit to.
+    /// Too few rows or segments to fit.
     #[error("{have} {what} to fit to; at least {least} are needed")]
     TooFew {
-        /// Of what.
+        /// `"rows"` or `"segments"`.
         what: &'static str,
-        /// As given.
+        /// Number given.
         have: u64,
-        /// The least.
+        /// Smallest accepted number.
         least: u64,
     },
-    /// A rank that rotation pairs, or the channels there are, cannot make.
+    /// A number of channels to keep that whole rotation pairs and single channels cannot make up.
     #[error(
         "{keep} channels cannot be kept of {pairs} rotation pairs and {singles} channels that do not turn; pairs stay \
          whole: {} would do",
         possible(*.below, *.above)
     )]
     Keep {
-        /// As given.
+        /// The number to keep.
         keep: u32,
-        /// Pairs that turn together.
+        /// Rotation pairs.
         pairs: u32,
-        /// Other channels.
+        /// Channels that do not rotate.
         singles: u32,
         /// The next smaller number that is possible, or 0.
         below: u32,
         /// The next larger number that is possible, or 0.
         above: u32,
     },
-    /// A rank that is none.
+    /// A rank outside `1..=dim`.
     #[error("rank {rank} of {dim} channels; it must be 1..={dim}")]
     Rank {
-        /// As given.
+        /// The rank.
         rank: u32,
-        /// Channels there are.
+        /// Channels of a row.
         dim: u32,
     },
-    /// A rotation that is not one.
+    /// A rotary width that is odd, 0 or above `wide`.
     #[error("a rotation of {rotary_dim} of {wide} channels; it must be even, at least 2 and at most all")]
     Rotary {
-        /// Channels that turn.
+        /// Channels that rotate.
         rotary_dim: u32,
-        /// Channels there are.
+        /// Channels of a row.
         wide: u32,
     },
     /// An option out of range.
     #[error("{name} {value}: it must be {range}")]
     Setting {
-        /// Which one.
+        /// Name of the option.
         name: &'static str,
-        /// As given.
+        /// The value.
         value: f64,
-        /// What would have worked.
+        /// Accepted values.
         range: &'static str,
     },
-    /// The eigenvalues of a second moment were not found.
+    /// The eigenvalue iteration did not converge.
     #[error("the eigenvalues of a second moment of {dim} channels did not converge; largest entry {largest}")]
     Eigen {
-        /// Its size.
+        /// Rows of the matrix.
         dim: u32,
-        /// Its largest magnitude.
+        /// Largest magnitude of its entries.
         largest: f64,
     },
 }
@@ -221,40 +221,40 @@ pub enum SelectError {
     /// A score that is NaN or infinite.
     #[error("score {value} of token {token}; it must be finite")]
     Score {
-        /// The token.
+        /// Index of the token.
         token: usize,
-        /// As given.
+        /// The score.
         value: f32,
     },
     /// An option out of range.
     #[error("{name} {value}: it must be {range}")]
     Setting {
-        /// Which one.
+        /// Name of the option.
         name: &'static str,
-        /// As given.
+        /// The value.
         value: f64,
-        /// What would have worked.
+        /// Accepted values.
         range: &'static str,
     },
-    /// A capacity that the newest tokens fill alone.
+    /// A capacity that is not above the window.
     #[error(
         "a capacity of {capacity} tokens a layer with a window of {window}; it must be more than the window"
     )]
     Capacity {
         /// Tokens a layer on average.
         capacity: u32,
-        /// Newest tokens that stay.
+        /// Newest tokens that are always kept.
         window: u32,
     },
-    /// A layer that is not there.
+    /// A layer or level out of range.
     #[error("layer {layer} of {layers}; it must be below that")]
     Layer {
-        /// As given.
+        /// Index of the layer.
         layer: u32,
-        /// Layers there are.
+        /// Number of layers.
         layers: u32,
     },
-    /// Rows that are no whole number of them.
+    /// A length that is not a whole number of rows.
     #[error("{len} values are not rows of {width}")]
     Rows {
         /// Values given.
@@ -262,38 +262,38 @@ pub enum SelectError {
         /// Values of one row.
         width: usize,
     },
-    /// A row's value that is NaN or infinite.
+    /// A value that is NaN or infinite.
     #[error("value {value} of channel {channel} of row {row}; it must be finite")]
     NotFinite {
-        /// The row.
+        /// Index of the row.
         row: usize,
-        /// The channel.
+        /// Index of the channel.
         channel: usize,
-        /// As given.
+        /// The value.
         value: f32,
     },
-    /// A head with nothing to choose from.
+    /// A head without codings to choose from.
     #[error("head {head} has no codings to choose from; it needs at least 1")]
     NoCodings {
-        /// Its index.
+        /// Index of the head.
         head: usize,
     },
-    /// An error or an importance that is no cost.
+    /// An error or importance that is negative or not finite.
     #[error("{what} {value} of head {head}; it must be finite and at least 0")]
     Cost {
-        /// Which of the two.
+        /// `"error"` or `"importance"`.
         what: &'static str,
-        /// The head.
+        /// Index of the head.
         head: usize,
-        /// As given.
+        /// The value.
         value: f64,
     },
-    /// Not even the smallest codings fit.
+    /// The smallest codings do not fit in the budget.
     #[error("a budget of {budget} bytes; the smallest coding of every head takes {needed}")]
     Budget {
-        /// As given.
+        /// The budget, in bytes.
         budget: u64,
-        /// The least.
+        /// Bytes of the smallest codings.
         needed: u64,
     },
 }

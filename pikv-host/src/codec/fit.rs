@@ -1,17 +1,17 @@
-//! Statistics of a model's keys and values that the fits need, gathered as it runs.
+//! Statistics of a model's keys and values for the fits, gathered while the model runs.
 
 use super::moments::finite;
 use super::{FitError, Map, Moments, Side};
 use pikv_core::hash;
 
-/// Layers and heads that are fitted.
+/// Number and widths of the layers and heads to fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub struct FitShape {
-    /// Attention layers, all of the shape below.
+    /// Attention layers, all of the same shape.
     pub layers: u32,
-    /// Query heads of a layer, a multiple of `kv_heads`: query head `h` reads KV head `h / group`.
+    /// Query heads of a layer, a multiple of `kv_heads`; query head `h` reads KV head `h / group`, with `group = query_heads / kv_heads`.
     pub query_heads: u32,
     /// KV heads of a layer.
     pub kv_heads: u32,
@@ -22,12 +22,12 @@ pub struct FitShape {
 }
 
 impl FitShape {
-    /// Layers whose keys and values have `head_dim` channels.
+    /// Layers with `head_dim` channels in keys and values.
     pub const fn new(layers: u32, kv_heads: u32, query_heads: u32, head_dim: u32) -> FitShape {
         FitShape { layers, query_heads, kv_heads, k_dim: head_dim, v_dim: head_dim }
     }
 
-    /// The same with values of `v_dim` channels.
+    /// Sets the channels of a value.
     pub const fn v_dim(self, v_dim: u32) -> FitShape {
         FitShape { v_dim, ..self }
     }
@@ -39,7 +39,7 @@ impl FitShape {
     /// The index of a head among `[layers][kv_heads]`.
     ///
     /// # Errors
-    /// A head that is not there.
+    /// [`FitError::Head`] for a layer or head out of range.
     pub(super) fn at(&self, layer: u32, head: u32) -> Result<usize, FitError> {
         let FitShape { layers, kv_heads, .. } = *self;
         if layer >= layers || head >= kv_heads {
@@ -49,7 +49,7 @@ impl FitShape {
     }
 }
 
-/// Rows of one KV head that follow one another in a sequence, and the queries of its group.
+/// Consecutive rows of one KV head in a sequence, and the queries of its group.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
@@ -73,8 +73,8 @@ impl Segment {
 ///
 /// Needs the feature `fit`.
 ///
-/// Moments take `8 (2 k_dim^2 + v_dim^2)` bytes a head, a row about half as many multiply-adds; the sample is held once a layer.
-/// Nothing depends on anything but the calls and the seed.
+/// Moments take `8 (2 k_dim^2 + v_dim^2)` bytes a head, and a row costs about half as many multiply-adds. The sample is held once a
+/// layer. The result depends on the calls and the seed alone.
 #[derive(Clone, Debug)]
 #[cfg(feature = "fit")]
 pub struct Fitter {
@@ -88,7 +88,7 @@ pub struct Fitter {
     seed: u64,
 }
 
-/// Segments of a layer, all heads together, a uniform choice of those offered.
+/// Segments of a layer, all heads together: a uniform sample of those offered.
 #[derive(Clone, Debug, Default)]
 struct Sample {
     kept: Vec<Segment>,
@@ -96,10 +96,10 @@ struct Sample {
 }
 
 impl Fitter {
-    /// Of nothing yet, keeping up to 16 segments of up to 128 tokens of each layer.
+    /// An empty fitter that samples up to 16 segments of up to 128 tokens of each layer.
     ///
     /// # Errors
-    /// No layers or heads, query heads that are no multiple of the KV heads, widths that are not 1..=256.
+    /// [`FitError::Heads`] for no layers or heads, or query heads that are not a multiple of the KV heads; a width outside 1..=256.
     pub fn new(shape: FitShape) -> Result<Fitter, FitError> {
         let FitShape { layers, query_heads, kv_heads, k_dim, v_dim } = shape;
         let grouped = kv_heads > 0 && query_heads > 0 && query_heads.is_multiple_of(kv_heads);
@@ -112,21 +112,21 @@ impl Fitter {
         Ok(Fitter { shape, q: k.clone(), k, v, layers, segments: 16, tokens: 128, seed: 0 })
     }
 
-    /// Sets how many segments of each layer are kept, of how many tokens at most, and the seed of their choice. None at all if
-    /// either is 0. What is kept already stays.
+    /// Sets the number of segments to sample of each layer, the most tokens of a segment, and the seed of the sample. If either number is
+    /// 0, no segments are sampled. Segments sampled before stay.
     pub fn sample(mut self, segments: usize, tokens: usize, seed: u64) -> Fitter {
         (self.segments, self.tokens, self.seed) = (segments, tokens, seed);
         self
     }
 
-    /// Adds rows of `layer` that follow one another in one sequence: `q`, `[rows][query_heads][k_dim]`, `k`,
-    /// `[rows][kv_heads][k_dim]`, and `v`, `[rows][kv_heads][v_dim]`.
+    /// Adds consecutive rows of `layer`, of one sequence: `q`, `[rows][query_heads][k_dim]`, `k`, `[rows][kv_heads][k_dim]`, and `v`,
+    /// `[rows][kv_heads][v_dim]`.
     ///
-    /// They must be what the store is handed: keys and queries before their rotation where the layer has a
-    /// [`rope`](pikv_core::plan::LayerShape::rope), rotated else.
+    /// Pass the rows that the cache gets: keys and queries before their rotation if the layer has a
+    /// [`rope`](pikv_core::plan::LayerShape::rope), else rotated.
     ///
     /// # Errors
-    /// A layer that is not there, slices that are not as many rows, values that are not finite; then nothing was added.
+    /// A layer out of range, slices of different numbers of rows, values that are not finite; nothing is added then.
     pub fn observe(&mut self, layer: u32, q: &[f32], k: &[f32], v: &[f32]) -> Result<(), FitError> {
         let FitShape { query_heads, kv_heads, k_dim, v_dim, .. } = self.shape;
         let first = self.shape.at(layer, 0)?;
@@ -176,18 +176,18 @@ impl Fitter {
         self.shape
     }
 
-    /// Moments of a head's keys.
+    /// Moments of the keys of a head.
     ///
     /// # Errors
-    /// A head that is not there.
+    /// [`FitError::Head`] for a layer or head out of range.
     pub fn k(&self, layer: u32, head: u32) -> Result<&Moments, FitError> {
         Ok(&self.k[self.shape.at(layer, head)?])
     }
 
-    /// Moments of a head's values.
+    /// Moments of the values of a head.
     ///
     /// # Errors
-    /// A head that is not there.
+    /// [`FitError::Head`] for a layer or head out of range.
     pub fn v(&self, layer: u32, head: u32) -> Result<&Moments, FitError> {
         Ok(&self.v[self.shape.at(layer, head)?])
     }
@@ -195,15 +195,15 @@ impl Fitter {
     /// Moments of the queries that read a KV head, over all query heads of its group.
     ///
     /// # Errors
-    /// A head that is not there.
+    /// [`FitError::Head`] for a layer or head out of range.
     pub fn q(&self, layer: u32, head: u32) -> Result<&Moments, FitError> {
         Ok(&self.q[self.shape.at(layer, head)?])
     }
 
-    /// The segments that were kept, of one KV head.
+    /// The sampled segments, for one KV head.
     ///
     /// # Errors
-    /// A head that is not there.
+    /// [`FitError::Head`] for a layer or head out of range.
     pub fn segments(&self, layer: u32, head: u32) -> Result<Vec<Segment>, FitError> {
         self.shape.at(layer, head)?;
         let FitShape { kv_heads, k_dim, v_dim, .. } = self.shape;
@@ -219,10 +219,10 @@ impl Fitter {
         Ok(self.layers[layer as usize].kept.iter().map(one).collect())
     }
 
-    /// A map of every layer and KV head, as `make(layer, head)` gives it, under the name of a row.
+    /// Maps for all layers and KV heads from `make(layer, head)`, labelled with the table row `row`.
     ///
     /// # Errors
-    /// The first that `make` returns.
+    /// The first error of `make`.
     pub fn side<E>(&self, row: &str, mut make: impl FnMut(u32, u32) -> Result<Map, E>) -> Result<Side, E> {
         let heads = (0..self.shape.layers).flat_map(|l| (0..self.shape.kv_heads).map(move |h| (l, h)));
         let maps = heads.map(|(layer, head)| make(layer, head)).collect::<Result<_, E>>()?;

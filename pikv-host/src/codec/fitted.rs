@@ -9,35 +9,35 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// What `format` in a file's metadata says.
+/// Value of `format` in a file's metadata.
 const FORMAT: &str = "pikv fitted maps";
-/// The version that is written and read.
+/// Version that is written, and the only one that is read.
 const VERSION: &str = "1";
 
-/// Why fitted maps could not be made, written or read.
+/// An error in making, writing or reading fitted maps.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub enum FittedError {
-    /// The file system.
+    /// The file system failed.
     #[error("{}: {source}", path.display())]
     Io {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The bytes are no safetensors file.
+    /// The bytes are not a safetensors file.
     #[error("not a safetensors file, or a damaged one: {0}")]
     File(#[from] safetensors::SafeTensorError),
-    /// Metadata that is not there, or says something else.
+    /// A metadata key that is missing or has another value.
     #[error("metadata {key:?} is {found:?}; {wanted:?} is needed")]
     Metadata {
-        /// Its key.
+        /// The key.
         key: String,
-        /// Its value, if it is there.
+        /// The value found; `None` for a missing key.
         found: Option<String>,
-        /// What would have worked.
+        /// Accepted value.
         wanted: String,
     },
     /// The maps were fitted to another model.
@@ -45,101 +45,101 @@ pub enum FittedError {
         "fitted to the model with fingerprint {found:?}, not to {expected:?}: fit anew, or load that model"
     )]
     Fingerprint {
-        /// In the file.
+        /// Fingerprint in the file.
         found: String,
-        /// Of the model that is to use them.
+        /// Fingerprint of the model that is to use them.
         expected: String,
     },
-    /// What was read is not what was written.
+    /// The contents do not match the digest in the file.
     #[error("the file says its digest is {found}, its contents have {actual}: it is damaged")]
     Digest {
-        /// In the file.
+        /// Digest in the file.
         found: String,
-        /// Of what was read.
+        /// Digest of the contents.
         actual: String,
     },
-    /// A tensor that is not there.
+    /// A tensor is missing.
     #[error("no tensor {name:?}: every layer and head needs its maps")]
     Missing {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
     },
-    /// A tensor that nothing reads.
+    /// A tensor that belongs to no layer and head of the shape.
     #[error("tensor {name:?} belongs to no layer and head of the shape asked for")]
     Unexpected {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
     },
     /// A tensor of another type or shape.
     #[error("tensor {name:?} is {found}; {wanted} is needed")]
     Tensor {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
-        /// As it is.
+        /// Type and shape in the file.
         found: String,
-        /// What would have worked.
+        /// Accepted type and shape.
         wanted: String,
     },
-    /// A map that is none.
+    /// A map that cannot be made of its tensors.
     #[error("the maps of {head}: {source}")]
     Map {
-        /// Whose.
+        /// Layer, head and side of the map.
         head: String,
-        /// What is wrong.
+        /// Reason.
         source: MapError,
     },
-    /// An adapter that no projector can be made of.
+    /// A PEFT adapter that gives no projectors.
     #[error("a PEFT adapter: {what}")]
     Peft {
-        /// What is wrong with it, and what would have worked.
+        /// Reason, with the accepted values.
         what: String,
     },
     /// Neither keys nor values have maps.
     #[error("maps for keys, for values, or for both are needed")]
     Empty,
-    /// Not as many maps as heads.
+    /// A number of maps other than `layers * kv_heads`.
     #[error("{have} maps for {side}; {layers} layers of {kv_heads} KV heads need {wanted}", wanted = u64::from(*layers) * u64::from(*kv_heads))]
     Maps {
         /// `"k"` or `"v"`.
         side: &'static str,
         /// Maps given.
         have: usize,
-        /// Layers.
+        /// Number of layers.
         layers: u32,
         /// KV heads of a layer.
         kv_heads: u32,
     },
-    /// A map of another width than its head.
+    /// A map whose width is not its head's.
     #[error("{head}: a map of {wide} channels; {wanted} are needed")]
     Width {
-        /// Whose.
+        /// Layer, head and side of the map.
         head: String,
-        /// As given.
+        /// Channels of the map.
         wide: u32,
         /// Channels of the head.
         wanted: u32,
     },
 }
 
-/// The maps of keys, or of values.
+/// The maps of all keys, or of all values.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub struct Side {
-    /// Which row made them, as `"C_SVD"`.
+    /// Id of the method that made them, such as `"C_SVD"`.
     pub row: String,
     /// `[layers][kv_heads]`.
     pub maps: Vec<Map>,
 }
 
 impl Side {
-    /// Maps by this row of the paper's table, `[layers][kv_heads]`.
+    /// Maps made by the method with id `row`, `[layers][kv_heads]`.
     pub fn new(row: impl Into<String>, maps: Vec<Map>) -> Side {
         Side { row: row.into(), maps }
     }
 }
 
-/// Maps of every layer and KV head, and the model that they were fitted to.
+/// The maps of every layer and KV head, with the fingerprint of the model that they were fitted to.
 ///
 /// Needs the feature `fit`.
 #[derive(Clone, Debug, PartialEq)]
@@ -151,8 +151,8 @@ pub struct Fitted {
     v: Option<Side>,
 }
 
-/// BLAKE3 of `parts`, as 64 hexadecimal digits: 256 bits that tell one model from another. Each name and each run of bytes goes in
-/// after its length, in the order given, so that no two lists give the same bytes.
+/// BLAKE3 of `parts`, as 64 hexadecimal digits, to identify a model. Each name and each byte string is hashed after its length, in
+/// the order given, so different lists never hash the same input.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -169,10 +169,11 @@ pub fn fingerprint(parts: &[(&str, &[u8])]) -> String {
 }
 
 impl Fitted {
-    /// Maps for a model of `shape` with that `fingerprint`, any string that its weights alone have ([`fingerprint`] makes one).
+    /// Maps for a model of `shape` with that `fingerprint`: any string that is unique to its weights ([`fingerprint`] makes one).
     ///
     /// # Errors
-    /// No maps at all, not one for each head, or of other widths.
+    /// [`FittedError::Empty`] without maps, [`FittedError::Maps`] unless there is one for each head, [`FittedError::Width`] for a map whose
+    /// width is not its head's.
     pub fn new(
         shape: FitShape,
         fingerprint: &str,
@@ -195,17 +196,17 @@ impl Fitted {
         if fitted.sides().next().is_none() { Err(FittedError::Empty) } else { Ok(fitted) }
     }
 
-    /// The maps of the keys.
+    /// The maps of the keys, if there are any.
     pub fn k(&self) -> Option<&Side> {
         self.k.as_ref()
     }
 
-    /// The maps of the values.
+    /// The maps of the values, if there are any.
     pub fn v(&self) -> Option<&Side> {
         self.v.as_ref()
     }
 
-    /// The layers and heads.
+    /// Number and widths of the layers and heads.
     pub fn shape(&self) -> FitShape {
         self.shape
     }
@@ -215,11 +216,11 @@ impl Fitted {
         &self.fingerprint
     }
 
-    /// The file's bytes: for each layer and head f32 tensors `layers.{l}.heads.{h}.{k|v}.{encode|decode|bias}`; in the metadata
-    /// `format`, `version`, `fingerprint`, `digest`, and for each side `{k|v}.row` and `{k|v}.ranks`, with commas in between.
+    /// The file as bytes: for each layer and head f32 tensors `layers.{l}.heads.{h}.{k|v}.{encode|decode|bias}`; in the metadata `format`,
+    /// `version`, `fingerprint`, `digest`, and for each side `{k|v}.row` and `{k|v}.ranks`, separated by commas.
     ///
     /// # Errors
-    /// What safetensors refuses.
+    /// [`FittedError::File`] if safetensors cannot serialise them.
     pub fn to_bytes(&self) -> Result<Vec<u8>, FittedError> {
         let mut tensors = BTreeMap::new();
         let mut metadata = BTreeMap::from(
@@ -251,11 +252,11 @@ impl Fitted {
         Ok(safetensors::serialize(views, Some(metadata.into_iter().collect()))?)
     }
 
-    /// Reads what [`Fitted::to_bytes`] made, and checks all of it.
+    /// Reads and checks the bytes of [`Fitted::to_bytes`].
     ///
     /// # Errors
-    /// Bytes that are no such file, of another version, damaged, fitted to a model that has not the fingerprint `expected`, or not of
-    /// `shape`: with layers or heads missing or left over.
+    /// Bytes that are not such a file, have another version or are damaged ([`FittedError::Digest`]); a fingerprint other than `expected`;
+    /// layers or heads of `shape` that are missing, or others that are present.
     pub fn from_bytes(bytes: &[u8], expected: &str, shape: FitShape) -> Result<Fitted, FittedError> {
         let (_, header) = SafeTensors::read_metadata(bytes)?;
         let file = SafeTensors::deserialize(bytes)?;
@@ -303,14 +304,15 @@ impl Fitted {
         Fitted::new(shape, expected, k, v)
     }
 
-    /// Writes the file in one piece: under a random name beside `path`, synced, and then in place of what is at `path`. Whatever goes
-    /// wrong, what was there stays; what earlier saves left that were killed (`NAME.0123456789abcdef.part`) is removed.
+    /// Writes the file under a random name beside `path`, syncs it, and renames it to `path`. On an error the file at `path` is unchanged.
+    /// Removes partial files (`NAME.0123456789abcdef.part`) of earlier saves that were killed.
     ///
-    /// A file that takes another's place gets its permissions, a new one those that the process gives new files. It holds the maps,
-    /// which are statistics of the run that they were fitted to, and no token of it.
+    /// A file that replaces another takes its permissions; a new one gets the process's default. The file holds maps, which are statistics
+    /// of the calibration run, and no tokens.
     ///
     /// # Errors
-    /// The file system's; a path without a file name; a file that would pass the size that the process may give one (`RLIMIT_FSIZE`).
+    /// [`FittedError::Io`] for an error of the file system, a path without a file name, or a file above the process's size limit
+    /// (`RLIMIT_FSIZE`).
     pub fn save(&self, path: &Path) -> Result<(), FittedError> {
         let bytes = self.to_bytes()?;
         let write = |file: &mut files::Private| file.write_all(&bytes);
@@ -321,26 +323,26 @@ impl Fitted {
     /// Reads the file at `path`.
     ///
     /// # Errors
-    /// The file system's, and those of [`Fitted::from_bytes`].
+    /// [`FittedError::Io`], and the errors of [`Fitted::from_bytes`].
     pub fn load(path: &Path, expected: &str, shape: FitShape) -> Result<Fitted, FittedError> {
         let bytes = fs::read(path).map_err(|source| FittedError::Io { path: path.to_owned(), source })?;
         Fitted::from_bytes(&bytes, expected, shape)
     }
 
-    /// The sides there are, with the channels of their heads.
+    /// The sides that are present, with the channels of their heads.
     fn sides<'a>(&'a self) -> impl Iterator<Item = (&'static str, &'a Side, u32)> {
         let of = |name, side: &'a Option<Side>, wide| side.as_ref().map(move |s| (name, s, wide));
         [of("k", &self.k, self.shape.k_dim), of("v", &self.v, self.shape.v_dim)].into_iter().flatten()
     }
 }
 
-/// Name of one side of a head, before the tensor's own.
+/// Prefix of the tensor names of one side of a head.
 fn head(at: usize, kv_heads: u32, side: &str) -> String {
     let (layer, head) = (at / kv_heads as usize, at % kv_heads as usize);
     format!("layers.{layer}.heads.{head}.{side}")
 }
 
-/// Of everything in a file but the digest itself.
+/// The digest of a file's metadata (without `digest`) and tensors.
 fn digest(metadata: &BTreeMap<String, String>, tensors: &BTreeMap<&str, TensorView<'_>>) -> String {
     let shapes: Vec<String> = tensors.values().map(|t| format!("{:?} {:?}", t.dtype(), t.shape())).collect();
     let said = metadata.iter().filter(|(key, _)| *key != "digest");
@@ -352,7 +354,7 @@ fn digest(metadata: &BTreeMap<String, String>, tensors: &BTreeMap<&str, TensorVi
     fingerprint(&said.chain(held).collect::<Vec<_>>())
 }
 
-/// Takes the tensors of one map out of `tensors`.
+/// Removes the tensors of one map from `tensors` and makes the map.
 fn take(tensors: &mut BTreeMap<&str, TensorView<'_>>, head: String, wide: u32) -> Result<Map, FittedError> {
     let width = wide as usize;
     let mut tensor = |part: &str, fits: &dyn Fn(&[usize]) -> bool, wanted: String| {

@@ -1,10 +1,10 @@
 //! Eigenvectors of a small symmetric matrix, with the same bits on every machine.
 
-/// Sweeps at most. Each squares what is left off the diagonal once that is small; 6 to 8 do for 32 rows.
+/// Most sweeps. Once the off-diagonal entries are small, each sweep squares them; 6 to 8 sweeps suffice for 32 rows.
 const SWEEPS: usize = 30;
 
-/// Makes `matrix`, `[n][n]` and symmetric, diagonal by plane rotations, row by row, and returns the eigenvectors, a row each, in the
-/// order of the diagonal. Plain f64 in one order. O(n^3) a sweep.
+/// Diagonalises the symmetric `matrix`, `[n][n]`, by plane rotations, row by row, and returns the eigenvectors, a row each, in the order
+/// of the diagonal. All in f64, in a fixed order. O(n^3) a sweep.
 pub(super) fn diagonal(matrix: &mut [f64], n: usize) -> Vec<f64> {
     let mut vectors = vec![0.0; n * n];
     (0..n).for_each(|i| vectors[i * n + i] = 1.0);
@@ -39,7 +39,7 @@ pub(super) fn diagonal(matrix: &mut [f64], n: usize) -> Vec<f64> {
     vectors
 }
 
-/// Turns rows `p` and `q`, `p` before `q`.
+/// Rotates rows `p` and `q`, with `p < q`.
 fn rotate(matrix: &mut [f64], n: usize, p: usize, q: usize, cos: f64, sin: f64) {
     let (first, second) = matrix.split_at_mut(q * n);
     for (a, b) in first[p * n..(p + 1) * n].iter_mut().zip(&mut second[..n]) {

@@ -1,4 +1,4 @@
-//! The linear half of a coding: from a row to what is stored, and back.
+//! The linear part of a coding: encodes a row to its stored channels, and decodes it.
 
 use super::MapError;
 use pikv_core::codec::pack::Turn;
@@ -8,11 +8,11 @@ use pikv_lanes::product::{dot, product};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// An affine map between a head's row of `wide` channels and the `narrow` ones that are stored:
+/// An affine map from a head's row of `wide` channels to the `narrow` channels that are stored:
 /// `stored = encode (x - bias)`, `x ~ decode stored + bias`.
 ///
-/// Every method does plain f32 in one order, named at each, so that it gives the same bits on every machine. None looks at the
-/// values: NaN and infinity go in and out as f32 has it, and the store refuses them before. A clone shares the matrices.
+/// Every method computes in f32, in the order of operations that it documents, so results have the same bits on every machine.
+/// Values are not checked: NaN and infinity propagate (the store refuses them earlier). A clone shares the matrices.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -34,21 +34,22 @@ pub struct Map {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Form {
-    /// Both matrices, each also transposed: `encode [narrow][wide]`, `decode [wide][narrow]`. Where one is the other's transpose,
-    /// as in a basis, two allocations serve for the four.
+    /// Both matrices, each also transposed: `encode [narrow][wide]`, `decode [wide][narrow]`. Where `decode` is the transpose of
+    /// `encode`, as in an orthonormal basis, two allocations hold all four.
     Dense { encode: Arc<[f32]>, encode_t: Arc<[f32]>, decode: Arc<[f32]>, decode_t: Arc<[f32]> },
-    /// Stored channel `i` is channel `[i]` of the row.
+    /// Stored channel `i` is the row's channel at index `i` of the list.
     Select(Arc<[u32]>),
     /// The Walsh-Hadamard transform, its own inverse.
     Hadamard,
 }
 
 impl Map {
-    /// A map of `encode`, `[narrow][wide]`, `decode`, `[wide][narrow]`, and a `bias`, `[wide]`. Matrices that pick channels, or
-    /// are those of [`Map::hadamard`], and no bias, give the map that [`Map::identity_subset`] or [`Map::hadamard`] gives.
+    /// A map of `encode`, `[narrow][wide]`, `decode`, `[wide][narrow]`, and a `bias`, `[wide]`. Without a bias, matrices that select
+    /// channels or equal [`Map::hadamard`]'s give the same map as [`Map::identity_subset`] or [`Map::hadamard`].
     ///
     /// # Errors
-    /// Widths that are not 1..=256 or grow, slices of the wrong length, values that are not finite.
+    /// [`MapError::Width`] unless `1 <= narrow <= wide <= 256`, [`MapError::Length`] for a slice of the wrong length,
+    /// [`MapError::NotFinite`] for a value that is NaN or infinite.
     pub fn new(
         wide: u32,
         narrow: u32,
@@ -78,10 +79,10 @@ impl Map {
         Ok(Map { wide, narrow, form, bias: bias.map(Arc::from) })
     }
 
-    /// Stores `channels` of `wide`, in the order given, as they are; the others decode to 0.
+    /// Stores the listed `channels` of a row of `wide`, in the given order and unchanged; the others decode to 0.
     ///
     /// # Errors
-    /// No channels, or more than 256; one that is not there, or named twice.
+    /// [`MapError::Width`] for no channels or a `wide` above 256, [`MapError::Channel`] for a channel at or above `wide`, or listed twice.
     pub fn identity_subset(wide: u32, channels: &[u32]) -> Result<Map, MapError> {
         let narrow = u32::try_from(channels.len()).unwrap_or(u32::MAX);
         if let Some((_, &channel)) =
@@ -93,14 +94,14 @@ impl Map {
         Ok(Map { wide, narrow, form: Form::Select(channels.into()), bias: None })
     }
 
-    /// The orthonormal Walsh-Hadamard transform, which spreads an outlier of one channel over all, in blocks of the largest
-    /// power of two that divides `wide` (128: one of 128; 80: five of 16; odd widths are left as they are).
+    /// The orthonormal Walsh-Hadamard transform, in blocks of the largest power of two that divides `wide` (128: one block of 128;
+    /// 80: five of 16; odd widths are stored unchanged). It spreads an outlier of one channel over its block.
     ///
-    /// It is its own inverse and transpose. In a block of `4^k` channels the scale is a power of two, so it takes integers there
-    /// and back to the bit as long as a block's sums of magnitudes stay below 2^24. O(wide log block).
+    /// The transform is its own inverse and transpose. In a block of `4^k` channels the scale is a power of two, so integers are
+    /// restored to the bit as long as the sum of magnitudes of a block stays below 2^24. O(wide log block).
     ///
     /// # Errors
-    /// A width that is not 1..=256.
+    /// [`MapError::Width`] for a width outside 1..=256.
     pub fn hadamard(wide: u32) -> Result<Map, MapError> {
         widths(wide, wide)?;
         Ok(Map { wide, narrow: wide, form: Form::Hadamard, bias: None })
@@ -116,7 +117,7 @@ impl Map {
         self.narrow
     }
 
-    /// The matrix from a row to what is stored, `[narrow][wide]`; made anew for a map that has no matrix.
+    /// The matrix from a row to its stored channels, `[narrow][wide]`; allocated by this call for a map without matrices.
     pub fn encode(&self) -> Cow<'_, [f32]> {
         match &self.form {
             Form::Dense { encode, .. } => Cow::Borrowed(encode),
@@ -125,7 +126,7 @@ impl Map {
         }
     }
 
-    /// The matrix from what is stored to a row, `[wide][narrow]`; made anew for a map that has no matrix.
+    /// The matrix from stored channels to a row, `[wide][narrow]`; allocated by this call for a map without matrices.
     pub fn decode(&self) -> Cow<'_, [f32]> {
         match &self.form {
             Form::Dense { decode, .. } => Cow::Borrowed(decode),
@@ -134,12 +135,12 @@ impl Map {
         }
     }
 
-    /// Subtracted from a row before the map and added after it, `[wide]`.
+    /// The bias, `[wide]`: subtracted from a row before `encode` and added after `decode`.
     pub fn bias(&self) -> Option<&[f32]> {
         self.bias.as_deref()
     }
 
-    /// The channels that are stored, where the map does nothing but pick them.
+    /// The stored channels of a map that only selects channels, else `None`.
     pub fn channels(&self) -> Option<&[u32]> {
         match &self.form {
             Form::Select(channels) => Some(channels),
@@ -187,9 +188,9 @@ impl Map {
         }
     }
 
-    /// Writes what is stored for row `x`, `[wide]`, to `out`, `[narrow]`.
+    /// Encodes row `x`, `[wide]`, to `out`, `[narrow]`.
     ///
-    /// `x[i] - bias[i]` first, where there is a bias; then each output is a chain of fused multiply-adds from 0.0 over the
+    /// Computes `x[i] - bias[i]` first, where there is a bias; then each output is a chain of fused multiply-adds from 0.0 over the
     /// channels in order. A selection copies. The transform adds and subtracts channels at distance 1, 2, 4, .. and multiplies by
     /// the scale last.
     ///
@@ -212,10 +213,10 @@ impl Map {
         }
     }
 
-    /// Writes the row, `[wide]`, that `stored`, `[narrow]`, stands for, to `out`.
+    /// Decodes `stored`, `[narrow]`, to the row `out`, `[wide]`.
     ///
-    /// Each output is a chain of fused multiply-adds from 0.0 over the stored channels in order, plus the bias, rounded once
-    /// more, where there is one. A selection copies, and writes 0.0 to the channels it dropped; the transform is that of
+    /// Each output is a chain of fused multiply-adds from 0.0 over the stored channels in order, plus the bias, if there is one, in
+    /// one more rounding. A selection copies, and writes 0.0 to the channels that are not stored; the transform is that of
     /// [`Map::encode_row`].
     ///
     /// # Panics
@@ -224,7 +225,7 @@ impl Map {
         self.decode_sum(stored, 1.0, out);
     }
 
-    /// [`Map::decode_row`] of a weighted sum of stored rows whose weights sum to `weight`: the bias counts that often.
+    /// [`Map::decode_row`] of a weighted sum of stored rows: the bias is added `weight` times, the sum of the rows' weights.
     pub(crate) fn decode_sum(&self, stored: &[f32], weight: f32, out: &mut [f32]) {
         self.lengths(out, stored);
         match &self.form {
@@ -244,7 +245,7 @@ impl Map {
         }
     }
 
-    /// What the lanes do to encode 32 rows at once; the bits are those of [`Map::encode_row`].
+    /// The map in the form that lanes encode 32 rows with; same bits as [`Map::encode_row`].
     pub(crate) fn turn(&self) -> Turn<'_> {
         match &self.form {
             Form::Dense { encode, .. } => {
@@ -255,7 +256,7 @@ impl Map {
         }
     }
 
-    /// What the lanes do to decode 32 rows at once; the bits are those of [`Map::decode_row`].
+    /// The map in the form that lanes decode 32 rows with; same bits as [`Map::decode_row`].
     pub(crate) fn back(&self) -> Back<'_> {
         match &self.form {
             Form::Dense { decode, .. } => {
@@ -266,11 +267,11 @@ impl Map {
         }
     }
 
-    /// Writes `decode^T q` to `out`, `[narrow]`, so that `q . x` becomes `out . stored` [plus](Map::bias_dot) `q . bias`: attention
-    /// over what is stored, at its width. The order is that of [`Map::encode_row`], without a bias.
+    /// Writes `decode^T q` to `out`, `[narrow]`, so that `q . x` is `out . stored` [plus](Map::bias_dot) `q . bias`: attention over
+    /// stored rows at the narrow width. The order of operations is that of [`Map::encode_row`] without a bias.
     ///
-    /// For keys that are turned as they are read this is of use only where the map picks whole pairs: else the rotation lies
-    /// between `decode` and `q`, and a row has to be decoded before it.
+    /// For keys that are rotated on read this holds only where the map selects whole rotation pairs. For other maps the rotation lies
+    /// between `decode` and `q`, so a row is decoded before it is rotated.
     ///
     /// # Panics
     /// If a slice has another length.
@@ -286,14 +287,14 @@ impl Map {
     /// `q . bias`, a chain of fused multiply-adds from 0.0; 0 without a bias.
     ///
     /// # Panics
-    /// If `q` has another length than `wide`.
+    /// If the length of `q` is not `wide`.
     pub fn bias_dot(&self, q: &[f32]) -> f32 {
         assert_eq!(q.len(), self.wide as usize, "a query has as many channels as the map is wide");
         self.bias.as_ref().map_or(0.0, |bias| dot(q, bias))
     }
 
-    /// The largest magnitude of a row's channels with which no stored channel can pass `top`, rounding included; 0 if the bias
-    /// alone could, [`f32::MAX`] if none ever can.
+    /// A bound on magnitude: if every channel of a row is within it, no stored channel passes `top`, rounding included. 0 if the bias
+    /// alone may pass `top`, [`f32::MAX`] if no row can.
     pub fn limit(&self, top: f32) -> f32 {
         if top.is_nan() || top <= 0.0 {
             return 0.0;
@@ -310,7 +311,7 @@ impl Map {
                 let row = |row: &[f32]| {
                     let sum: f64 = row.iter().map(|e| f64::from(e.abs())).sum();
                     let taken = self.taken(row);
-                    // Subnormal results lose whole ulps, not relative ones: leave them that.
+                    // A subnormal result has an absolute rounding error, not a relative one: leave room for it.
                     if sum == 0.0 { f64::MAX } else { (top - taken - wide as f64 * 1e-44) / sum }
                 };
                 floor(encode.chunks_exact(wide).map(row).fold(f64::MAX, f64::min))
@@ -318,9 +319,9 @@ impl Map {
         }
     }
 
-    /// The largest length (2-norm) of each run of so many channels of a row with which no stored channel can pass `top`, rounding
-    /// included, whatever the channels; 0 if the bias alone could. Against [`Map::limit`] it lets a row have a few large channels.
-    /// `None` for maps that store each channel by itself.
+    /// A bound on length (2-norm), with the number of channels in the runs that it applies to: if each run of a row is within it, no
+    /// stored channel passes `top`, rounding included. 0 if the bias alone may pass `top`. Unlike [`Map::limit`] it admits rows with
+    /// a few large channels. `None` for maps that store each channel by itself.
     pub(crate) fn length(&self, top: f32) -> Option<(usize, f64)> {
         match &self.form {
             Form::Select(_) => None,
@@ -341,7 +342,7 @@ impl Map {
         }
     }
 
-    /// What the bias can add to the stored channel of a row of the matrix.
+    /// The most that the bias can add to the stored channel of `row` of the matrix.
     fn taken(&self, row: &[f32]) -> f64 {
         let bias = self.bias.iter().flat_map(|b| b.iter());
         row.iter().zip(bias).map(|(e, b)| (f64::from(*e) * f64::from(*b)).abs()).sum()
@@ -371,12 +372,12 @@ fn check(what: &'static str, values: &[f32], wanted: usize) -> Result<(), MapErr
     }
 }
 
-/// `matrix`, of rows of `width`, with rows and columns exchanged.
+/// The transpose of `matrix`, which has rows of `width`.
 fn transpose(matrix: &[f32], width: usize) -> Vec<f32> {
     (0..width).flat_map(|c| matrix.iter().skip(c).step_by(width).copied()).collect()
 }
 
-/// The form without matrices that does what `encode` and its transpose do, if there is one.
+/// The equivalent form without matrices, if `encode` and its transpose have one.
 fn special(encode: &[f32], wide: usize, narrow: usize) -> Option<Form> {
     let ones = encode.chunks_exact(wide).map(|row| row.iter().position(|x| *x == 1.0));
     if let Some(channels) = ones.collect::<Option<Vec<usize>>>() {
@@ -441,17 +442,17 @@ fn hadamard_matrix(wide: usize) -> Vec<f32> {
     matrix
 }
 
-/// The root of the sum of the squares, in f64, in order.
+/// The 2-norm, in f64, summed in order.
 pub(super) fn length(x: impl Iterator<Item = f32>) -> f64 {
     x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt()
 }
 
-/// What `roundings` in a row can take from a bound, at most.
+/// The factor that a bound keeps after at most `roundings` roundings in a row.
 fn slack(roundings: usize) -> f64 {
     1.0 - roundings as f64 * f64::from(f32::EPSILON)
 }
 
-/// The largest f32 that is not above `x`; 0 for what is negative.
+/// The largest f32 that is not above `x`; 0 for negative `x`.
 fn floor(x: f64) -> f32 {
     let y = x.clamp(0.0, f64::from(f32::MAX)) as f32;
     if f64::from(y) > x.max(0.0) { y.next_down() } else { y }

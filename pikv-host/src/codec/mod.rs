@@ -1,8 +1,8 @@
-//! Compression: from rows of keys and values to what is stored in their place.
+//! Compression: codings and maps for packed pages, and rules that select tokens, channels or codings.
 //!
-//! A [`Map`] is the linear half of a coding: how a head's row of `wide` channels becomes the `narrow` ones that are stored.
-//! Where keys are read as they are stored, attention stays at that width: the query is folded ([`Map::fold`]) instead of the
-//! keys being widened. The other rows say which tokens stay, or which coding a head gets, as pure functions.
+//! A [`Map`] is the linear part of a coding: it maps a head's row of `wide` channels to the `narrow` channels that are stored.
+//! Where keys are read as they are stored, attention runs at the narrow width: the query is folded ([`Map::fold`]) and the keys
+//! are not widened. The other rows of the table are pure functions that select tokens, or a coding for each head.
 //!
 //! | id | function | needs `fit` |
 //! |---|---|---|
@@ -19,9 +19,9 @@
 //! | C_Dis | `distil` | yes |
 //! | C_Hy | [`hybrid`]; by age [`CacheConfig::age`](crate::CacheConfig::age) | no |
 //!
-//! Names and ids are those of arXiv 2508.06526; meanings are those of the methods' own papers, named in each file. With the
-//! feature `fit`, a `Fitter` gathers what the fits need from a model's own keys and values, and `Fitted` keeps their results in
-//! one safetensors file.
+//! Names and ids are those of arXiv 2508.06526; the methods are those of their own papers, named in each file. With the
+//! feature `fit`, a `Fitter` gathers the statistics that the fits need from a model's own keys and values, and `Fitted` keeps
+//! fitted maps in one safetensors file.
 
 mod c_ch;
 mod c_ch_lit;
@@ -40,7 +40,7 @@ mod map;
 mod moments;
 mod pairs;
 
-// Their items repeat the feature: documentation of pikv shows it at items, and does not see modules that they come from.
+// The items in these modules repeat `cfg(feature = "fit")`, because rustdoc of pikv shows the feature at items and ignores it at modules.
 #[cfg(feature = "fit")]
 mod c_dis;
 #[cfg(feature = "fit")]

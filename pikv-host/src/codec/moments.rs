@@ -1,9 +1,9 @@
-//! First and second moments of rows, all that the closed-form fits need.
+//! First and second moments of rows: the input of the closed-form fits.
 
 use super::{FitError, Map};
 use pikv_core::page::MAX_DIM;
 
-/// Sums over rows of one width: of each channel, and of each product of two channels, in f64 (a product of two f32 is exact there).
+/// Sums over rows of one width, in f64: of each channel and of each product of two channels (exact for a product of two f32).
 ///
 /// `8 (dim^2 + dim)` bytes; a row costs `dim^2 / 2` multiply-adds.
 #[derive(Clone, Debug, PartialEq)]
@@ -11,15 +11,15 @@ pub struct Moments {
     dim: u32,
     rows: u64,
     sums: Vec<f64>,
-    /// `[dim][dim]`, of which only `[i][j]` with `i <= j` is kept up to date.
+    /// `[dim][dim]`; only entries `[i][j]` with `i <= j` are kept.
     products: Vec<f64>,
 }
 
 impl Moments {
-    /// Of no rows yet.
+    /// Moments of no rows.
     ///
     /// # Errors
-    /// A width that is not 1..=256.
+    /// [`FitError::Setting`] for a width outside 1..=256.
     pub fn new(dim: u32) -> Result<Moments, FitError> {
         if !(1..=MAX_DIM).contains(&dim) {
             return Err(FitError::Setting { name: "dim", value: f64::from(dim), range: "1..=256" });
@@ -31,7 +31,7 @@ impl Moments {
     /// Adds `rows`, `[rows][dim]`.
     ///
     /// # Errors
-    /// A part of a row, or a value that is not finite; then nothing was added.
+    /// [`FitError::Rows`] for a part of a row, [`FitError::NotFinite`] for a value that is NaN or infinite; nothing is added then.
     pub fn observe(&mut self, rows: &[f32]) -> Result<(), FitError> {
         let d = self.dim as usize;
         if !rows.len().is_multiple_of(d) {
@@ -60,30 +60,30 @@ impl Moments {
         self.dim
     }
 
-    /// Rows so far.
+    /// Rows added.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// The mean row; zeros before there are rows.
+    /// The mean row; zeros without rows.
     pub fn mean(&self) -> Vec<f64> {
         self.sums.iter().map(|s| s / self.rows.max(1) as f64).collect()
     }
 
-    /// Of each channel, the sum of its squares.
+    /// The sum of squares of each channel.
     pub fn energy(&self) -> Vec<f64> {
         self.products.iter().step_by(self.dim as usize + 1).copied().collect()
     }
 
-    /// Of each channel, the mean of its squares.
+    /// The mean square of each channel.
     pub fn mean_squares(&self) -> Vec<f64> {
         self.energy().into_iter().map(|e| e / self.rows.max(1) as f64).collect()
     }
 
-    /// `sum (x - center)(x - center)^T`, `[dim][dim]`.
+    /// `sum (x - center)(x - center)^T`, `[dim][dim]`; without a center the rows are not centred.
     ///
     /// # Errors
-    /// A center of another width.
+    /// [`FitError::Width`] for a center of another width.
     pub fn second(&self, center: Option<&[f64]>) -> Result<Vec<f64>, FitError> {
         let d = self.dim as usize;
         if let Some(center) = center
@@ -104,11 +104,11 @@ impl Moments {
         Ok(out)
     }
 
-    /// `sum |x - decode encode (x - bias) - bias|^2` over the rows: what the map loses, in exact arithmetic up to f64's rounding
-    /// (about 1e-15 of the total energy). O(dim^3).
+    /// `sum |x - decode encode (x - bias) - bias|^2` over the rows: the squared error of the map, exact up to rounding in f64 (about 1e-15
+    /// of the total energy). O(dim^3).
     ///
     /// # Errors
-    /// A map of another width.
+    /// [`FitError::Width`] for a map of another width.
     pub fn residual(&self, map: &Map) -> Result<f64, FitError> {
         if map.wide() != self.dim {
             return Err(FitError::Width { what: "the map", got: map.wide(), wanted: self.dim });

@@ -1,34 +1,33 @@
-//! Which channels stay, where a rotation turns some of them in pairs.
+//! Selection of channels, with rotation pairs kept whole.
 
 use super::{FitError, Map};
 use pikv_core::page::MAX_DIM;
 use pikv_core::rope::Rope;
 
-/// Channels that stay of a head's row, and what the others held.
+/// The kept channels of a head's rows, and the score of the dropped ones.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Crop {
-    /// Stores those channels alone.
+    /// Stores the kept channels alone.
     pub map: Map,
-    /// The channels that stay, rising.
+    /// The kept channels, rising.
     pub channels: Vec<u32>,
-    /// The sum of the dropped channels' scores: for [`crop`](super::crop) exactly `sum |x - x~|^2` over the rows that the energies
-    /// are of.
+    /// The sum of the dropped channels' scores. For [`crop`](super::crop) it equals `sum |x - x~|^2` over the rows of the energies.
     pub tail: f64,
 }
 
-/// Channels that stay or go together.
+/// A channel or a rotation pair, kept or dropped as one.
 struct Unit {
     first: u32,
     second: Option<u32>,
     score: f64,
 }
 
-/// Keeps `keep` of the channels, whole pairs of `rope`: the best by `score` (of a channel, or of a pair), or the first ones.
-/// Exact: over every number of pairs, the best pairs and the best of the other channels; on a tie fewer pairs, and lower channels.
+/// Keeps `keep` of the channels, with the pairs of `rope` whole: those of the best `score` (of a channel or a pair), or the first ones.
+/// Exact: tries every number of pairs, with the best pairs and the best single channels; on a tie fewer pairs and lower channels.
 ///
 /// # Errors
-/// A width or rotation that is none, or a number of channels that pairs cannot make.
+/// A width outside 1..=256, a rotary width that is odd, 0 or above `wide`, or a `keep` that pairs and single channels cannot make up.
 pub(super) fn choose(
     wide: usize,
     rope: Option<Rope>,
@@ -91,7 +90,7 @@ fn units(
 }
 
 /// # Errors
-/// The first value that is no energy.
+/// The first value that is negative or not finite.
 pub(super) fn energies(what: &'static str, values: &[f64]) -> Result<(), FitError> {
     match values.iter().position(|x| !(x.is_finite() && *x >= 0.0)) {
         Some(index) => Err(FitError::Energy { what, index, value: values[index] }),

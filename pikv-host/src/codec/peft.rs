@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// What `adapter_config.json` says of a LoRA adapter, as far as it is needed.
+/// The fields of a LoRA adapter's `adapter_config.json` that pikv reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
@@ -21,7 +21,7 @@ pub struct PeftConfig {
 }
 
 impl PeftConfig {
-    /// Rank and alpha, scaled by `alpha / rank`.
+    /// An adapter of this rank and alpha, scaled by `alpha / rank`.
     pub const fn new(rank: u32, alpha: f32) -> PeftConfig {
         PeftConfig { rank, alpha, rslora: false }
     }
@@ -29,19 +29,19 @@ impl PeftConfig {
 
 setters!(PeftConfig { rank: u32, alpha: f32, rslora: bool });
 
-/// Which projector of a head is made of an adapter. With s its scale, the adapter adds `s B A x` to what a projection gives for `x`.
+/// How an adapter becomes the projectors of heads. With its scale s, the adapter adds `s B A x` to a projection's output for `x`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub enum PeftUse {
-    /// Of an adapter of the model's own `k_proj` and `v_proj`, whose A reads hidden states: the orthogonal projector to what the head's
-    /// rows of B span, the directions in which the adapter can move the head's keys or values. A and s do not enter it. The adapted
-    /// model's keys are `W x + s B A x`, and the part of `W x` outside that span is lost: this is no approximation of all keys, so
-    /// measure what it costs. As many channels are stored as the rows of B are independent, at most the rank.
+    /// For an adapter of the model's own `k_proj` and `v_proj`, whose A reads hidden states. The projector is orthogonal, to the span of
+    /// the head's rows of B: the directions in which the adapter can move the head's keys or values. A and s are not used. The adapted
+    /// model's keys are `W x + s B A x`, and the part of `W x` outside the span is lost, so keys are not approximated as a whole: measure
+    /// the loss. Stores as many channels as B has independent columns for the head, at most the rank.
     Span,
-    /// Of an adapter that was trained to give keys (or values) back, whose A reads all KV heads' channels side by side: a row is stored
-    /// as `A_h x` and read as `s B_h A_h x`, with A's columns and B's rows of the head alone. What A reads of one head and B writes to
-    /// another is left out, so an adapter that mixes heads loses it. `rank` channels are stored.
+    /// For an adapter trained to reconstruct keys (or values), whose A reads the channels of all KV heads side by side: a row is stored as
+    /// `A_h x` and read as `s B_h A_h x`, with the columns of A and the rows of B of that head alone. Terms from one head to another are
+    /// dropped, so an adapter that mixes heads loses them. Stores `rank` channels.
     Reconstruction,
 }
 
@@ -49,8 +49,8 @@ impl PeftConfig {
     /// Reads the text of an `adapter_config.json`.
     ///
     /// # Errors
-    /// [`FittedError::Peft`] for text that is none; for a rank of 0, an alpha that is 0 or not finite; for DoRA, whose update is no product
-    /// of two matrices; for ranks or alphas that differ by module.
+    /// [`FittedError::Peft`] for text that is not such a configuration; a rank of 0; an alpha that is 0 or not finite; DoRA, whose update
+    /// is not a product of two matrices; ranks or alphas that differ by module.
     pub fn from_json(text: &str) -> Result<PeftConfig, FittedError> {
         let refused = |what: String| FittedError::Peft { what };
         let written: Value = serde_json::from_str(text).map_err(|error| refused(error.to_string()))?;
@@ -72,7 +72,7 @@ impl PeftConfig {
             }
         }
         let (r, alpha, rslora) = (number("r")?, number("lora_alpha")? as f32, is("use_rslora"));
-        // What is no whole number in 1..=u32::MAX becomes 0, which is refused.
+        // A number that is not whole or not in 1..=u32::MAX becomes 0, which is refused.
         let rank = if r.fract() == 0.0 { r as u32 } else { 0 };
         PeftConfig { rank, alpha, rslora }.check()
     }
@@ -94,17 +94,19 @@ impl PeftConfig {
 }
 
 impl Fitted {
-    /// The projectors of an adapter in PEFT's layout, row C_Lo: for each layer l, tensors whose names end with
-    /// `layers.{l}.self_attn.{k_proj|v_proj}.lora_A.weight`, `[rank][in]`, and `lora_B.weight`, `[kv_heads * head channels][rank]`, in
-    /// F32, F16 or BF16; head h has the rows of B (and, by [`PeftUse::Reconstruction`], the columns of A) of its own channels. Keys and
-    /// values have maps if layer 0 has the tensors; other modules' tensors are not looked at.
+    /// The projectors of an adapter in PEFT's layout (C_Lo). For each layer l it needs tensors whose names end in
+    /// `layers.{l}.self_attn.{k_proj|v_proj}.lora_A.weight`, `[rank][in]`, and `lora_B.weight`, `[kv_heads * head channels][rank]`, in F32,
+    /// F16 or BF16. Head h uses the rows of B (and, with [`PeftUse::Reconstruction`], the columns of A) of its own channels. Keys or values
+    /// get maps if layer 0 has their tensors; tensors of other modules are ignored.
     ///
-    /// `k_proj` gives keys before their rotation, so the maps of keys fit layers whose [`rope`](pikv_core::plan::LayerShape::rope) is
-    /// set. `fingerprint` is any string that the model has alone, as in [`Fitted::new`].
+    /// `k_proj` produces keys before their rotation, so the maps of keys fit layers with a [`rope`](pikv_core::plan::LayerShape::rope).
+    /// `fingerprint` is any string that is unique to the model, as in [`Fitted::new`].
     ///
     /// # Errors
-    /// Bytes that are no safetensors file, a configuration that is none, neither module in it, a layer without its tensors, or with
-    /// two of one name's end; another type or shape; a B that is 0 for a head, as PEFT initialises it; values that are not finite.
+    /// [`FittedError::File`] for bytes that are not a safetensors file, [`FittedError::Empty`] for tensors of neither module,
+    /// [`FittedError::Missing`] for a layer without its tensors, [`FittedError::Tensor`] for another type or shape, [`FittedError::Peft`]
+    /// for an invalid configuration, two tensors whose names end alike, a B that is 0 for a head (as PEFT initialises it), or values that
+    /// are not finite.
     pub fn from_peft(
         bytes: &[u8],
         config: PeftConfig,
@@ -145,7 +147,7 @@ impl Fitted {
     /// [`Fitted::from_peft`] of `adapter_model.safetensors` and `adapter_config.json` in `folder`.
     ///
     /// # Errors
-    /// The file system's, and those of [`Fitted::from_peft`] and [`PeftConfig::from_json`].
+    /// [`FittedError::Io`], and the errors of [`Fitted::from_peft`] and [`PeftConfig::from_json`].
     pub fn load_peft(
         folder: &Path,
         how: PeftUse,
@@ -162,7 +164,7 @@ impl Fitted {
     }
 }
 
-/// A tensor and its name, found by the name's end.
+/// A tensor and its full name, found by the end of the name.
 type Found<'a> = (String, TensorView<'a>);
 
 fn find<'a>(file: &SafeTensors<'a>, end: String) -> Result<Found<'a>, FittedError> {
@@ -179,7 +181,7 @@ fn find<'a>(file: &SafeTensors<'a>, end: String) -> Result<Found<'a>, FittedErro
     }
 }
 
-/// Both matrices of a module.
+/// Both matrices of a module's adapter.
 struct Adapter {
     /// `[rank][width]`.
     a: Vec<f32>,
@@ -227,7 +229,7 @@ impl Adapter {
         Ok(Adapter { a, width, b, rank, channels: channels as usize, scale: config.scale() })
     }
 
-    /// `None` is a B of 0.
+    /// `Err(None)` for a B that is 0 for this head.
     fn map(&self, head: usize, how: PeftUse) -> Result<Map, Option<super::MapError>> {
         let Adapter { a, width, b, rank, channels, scale } = self;
         let b = &b[head * channels * rank..][..channels * rank];
@@ -261,8 +263,8 @@ fn values(view: &TensorView<'_>) -> Option<Vec<f32>> {
     }
 }
 
-/// An orthonormal basis, `[n][channels]`, of what the columns of `b`, `[channels][rank]`, span: Gram-Schmidt in f64, each time with the
-/// column that has most left, until none has a 10^-5th of the longest.
+/// An orthonormal basis, `[n][channels]`, of the column span of `b`, `[channels][rank]`: Gram-Schmidt in f64, next with the column of the
+/// longest remainder, until no remainder exceeds 1e-5 of the longest column.
 fn basis(b: &[f32], channels: usize, rank: usize) -> Vec<f32> {
     let column = |r: usize| -> Vec<f64> { (0..channels).map(|c| f64::from(b[c * rank + r])).collect() };
     let mut columns: Vec<Vec<f64>> = (0..rank).map(column).collect();
@@ -276,7 +278,7 @@ fn basis(b: &[f32], channels: usize, rank: usize) -> Vec<f32> {
             break;
         }
         let unit: Vec<f64> = columns[most].iter().map(|x| x / lengths[most]).collect();
-        // Twice, so that what rounding leaves of it is gone too.
+        // Twice, which removes the rounding error of the first pass.
         for _ in 0..2 {
             for x in &mut columns {
                 let along = dot(x, &unit);

@@ -1,11 +1,11 @@
-//! Attention of a teacher over its own keys, and of a student over keys that went through a low-rank map.
+//! Attention of a teacher over its own keys, and of a student over keys decoded from a low-rank map.
 
 use super::eigen::matrix;
 use super::{FitError, Map, Moments, Segment};
 use nalgebra::DMatrix;
 use pikv_core::rope::Rope;
 
-/// The rows of a segment, and its scale.
+/// Scale of logits, weight of the teacher in the skew KL, and rotation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setting {
     pub scale: f64,
@@ -13,18 +13,18 @@ pub(super) struct Setting {
     pub rope: Option<Rope>,
 }
 
-/// A segment with its teacher's weights.
+/// A segment with the teacher's attention weights.
 pub(super) struct Teacher {
-    /// Keys less the bias, `[rows][wide]`.
+    /// Keys minus the bias, `[rows][wide]`.
     x: DMatrix<f64>,
-    /// Of each query head, scaled and rotated queries, `[rows][wide]`.
+    /// For each query head, scaled and rotated queries, `[rows][wide]`.
     q: Vec<DMatrix<f64>>,
-    /// Of each query head, its causal attention: entry `(j, i)` is what query `i` gives key `j`, so that a query's column is one
-    /// piece of memory.
+    /// For each query head, its causal attention: entry `(j, i)` is the weight of key `j` for query `i`, so that a query's column is
+    /// contiguous.
     p: Vec<DMatrix<f64>>,
 }
 
-/// The two matrices of a key map; its bias stays.
+/// The two matrices of a key map, to be fitted, and its fixed bias.
 #[derive(Clone)]
 pub(super) struct Student {
     pub encode: DMatrix<f64>,
@@ -32,10 +32,10 @@ pub(super) struct Student {
     bias: Option<Vec<f64>>,
 }
 
-/// Sums over rows and query heads.
+/// Losses summed over rows and query heads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Loss {
-    /// Left at 0 where the gradient was asked for, which does not need it.
+    /// 0 if the gradient is computed, which does not need it.
     pub kl: f64,
     pub skew_kl: f64,
     pub rows: u64,
@@ -64,7 +64,7 @@ impl Student {
         Ok(Map::new(wide, narrow, values(&self.encode), values(&self.decode), bias)?)
     }
 
-    /// Keys as the student has them, rotated.
+    /// The student's decoded keys, rotated.
     fn keys(&self, stored: &DMatrix<f64>, rope: Option<Rope>) -> DMatrix<f64> {
         let mut keys = stored * self.decode.transpose();
         shift(&mut keys, self.bias.as_deref(), 1.0);
@@ -72,7 +72,7 @@ impl Student {
         keys
     }
 
-    /// The loss over `teacher`, and its gradient where `gradient` is set.
+    /// The loss over `teacher`, and its gradient if `gradient` is set.
     pub fn loss(&self, teacher: &Teacher, s: &Setting, gradient: bool) -> (Loss, Option<Gradient>) {
         let rows = teacher.x.nrows();
         let stored = &teacher.x * self.encode.transpose();
@@ -116,10 +116,10 @@ impl Student {
 }
 
 impl Teacher {
-    /// The teacher of `segment`, for a student of `map`; adds its attention's outputs to `outputs`.
+    /// The teacher of `segment`, for a student of `map`; adds the attention outputs to `outputs`.
     ///
     /// # Errors
-    /// Slices that are not as many rows, values that are not finite.
+    /// Slices of different numbers of rows, values that are not finite.
     pub fn new(
         segment: &Segment,
         map: &Map,
@@ -185,7 +185,7 @@ fn turn(rows: &mut DMatrix<f64>, rope: Option<Rope>, sign: f64) {
     }
 }
 
-/// The softmax of each column over the rows up to its own number; 0 in the others.
+/// The softmax of column `i` over rows `0..=i`; 0 in the other rows.
 fn causal(mut logits: DMatrix<f64>) -> DMatrix<f64> {
     for i in 0..logits.ncols() {
         let top = (0..=i).map(|j| logits[(j, i)]).fold(f64::NEG_INFINITY, f64::max);

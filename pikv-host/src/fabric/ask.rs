@@ -1,4 +1,4 @@
-//! A question: rows of a KV head, the blocks that they read, and what they find there.
+//! A question: rows of a KV head and the blocks to read, answered by partial results.
 
 use super::wire::{Reader, flag};
 use crate::attend::reduce::Tree;
@@ -22,21 +22,21 @@ use std::sync::Arc;
 pub(crate) struct Ask<'a> {
     layer: usize,
     pub shape: &'a LayerShape,
-    /// Of the pages, if they are packed.
+    /// Codec of the pages, if they are packed.
     pub codec: Option<&'a HeadCodec>,
     table: Option<Arc<Table>>,
     pub rows: usize,
-    /// Rows of a bundle of queries at most.
+    /// Most rows of a bundle of queries.
     pub most: usize,
     pub softcap: Option<f32>,
     /// Whether the weight of every token is wanted too.
     pub raw: bool,
     /// Whether one result is wanted for all blocks; then no weights are.
     pub merged: bool,
-    /// In bundles, as [`Common::q`].
+    /// In bundles, as in [`Common::q`].
     pub q: &'a [f32],
     pub sights: Vec<(Sight, Sight)>,
-    /// `[rows][query_cols]` rows of what the codec leaves of the queries.
+    /// `[rows][query_cols]` rows of queries folded by the codec.
     pub folded: &'a [[f32; LANES]],
     pub start: &'a [f32],
     pub blocks: Vec<SmallVec<[Listed<'a>; BLOCK]>>,
@@ -51,7 +51,7 @@ pub(crate) struct Listed<'a> {
 }
 
 impl<'a> Ask<'a> {
-    /// All but its blocks and its table; `None` if that is no question.
+    /// Reads all but blocks and table; `None` for words that are not a question.
     pub fn read(pool: &'a Pool, reader: &mut Reader<'a>) -> Option<Ask<'a>> {
         let (layer, head) = (reader.word()? as usize, reader.word()? as usize);
         let (rows, most, flags) = (reader.word()? as usize, reader.word()? as usize, reader.word()?);
@@ -59,7 +59,7 @@ impl<'a> Ask<'a> {
         let on = |bit| flags & bit != 0;
         let shape = pool.shape.config.layers.get(layer)?;
         let codec = pool.shape.codecs[layer].get(head)?.as_ref().filter(|_| on(flag::PACKED));
-        // The lanes of both ends are as wide.
+        // Front and rank have lanes of the same width.
         let widest =
             pool.shape.config.lanes.rows().min(if codec.is_some() { PACKED_ROWS } else { usize::MAX });
         if rows == 0 || most == 0 || most > widest || codec.is_some() != on(flag::PACKED) {
@@ -95,7 +95,7 @@ impl<'a> Ask<'a> {
         })
     }
 
-    /// The rotation that its keys still want, and the last position that it turns them to; `None` where they come rotated.
+    /// The rotation that its keys still need, and the last position to rotate to; `None` for keys that come rotated.
     pub fn turned(&self) -> Option<(usize, u32)> {
         self.shape.rope?;
         let last = |of: &Listed<'_>| {
@@ -108,12 +108,12 @@ impl<'a> Ask<'a> {
         Some((self.layer, self.blocks.iter().flatten().map(last).max().unwrap_or(0)))
     }
 
-    /// Takes the table of its rotation, which reaches its last position by now.
+    /// Takes the table of its rotation, which must cover its last position.
     pub fn take_table(&mut self, pool: &Pool) {
         self.table = pool.tables.get(self.layer);
     }
 
-    /// Words of its answer.
+    /// Number of words of its answer.
     pub fn answer_words(&self) -> usize {
         let len = Partial::len(self.rows, self.acc_rows());
         let raw = |pages: &SmallVec<[Listed<'_>; BLOCK]>| {
@@ -122,7 +122,7 @@ impl<'a> Ask<'a> {
         if self.merged { len } else { self.blocks.iter().map(|pages| len + raw(pages)).sum() }
     }
 
-    /// Words of its pages.
+    /// Number of words of one of its pages.
     pub fn words(&self) -> u32 {
         self.codec.map_or(self.shape.layout.words(), |codec| codec.packed.words())
     }
@@ -155,7 +155,7 @@ impl<'a> Ask<'a> {
         self.table.as_deref()
     }
 
-    /// The partial results of the blocks, each with the weights behind it if they are wanted, in pages that the host has.
+    /// The partial results of the blocks, each with its weights if they are wanted, for pages in host memory.
     pub fn compute(&self, pool: &Pool) -> Vec<f32> {
         let (lanes, common, acc_rows) = (pool.shape.config.lanes, self.common(), self.acc_rows());
         let len = Partial::len(self.rows, acc_rows);

@@ -1,4 +1,4 @@
-//! Queries on their way to the ranks, and what comes back at its place in the tree.
+//! Sends queries to ranks, and joins their results in the reduction tree.
 
 use super::file::{ByRank, run_of};
 use super::front::{Front, first_alive};
@@ -25,13 +25,13 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Words of answers that a wave of items takes at most, unless it is a single item: 64 MiB.
+/// Most words of answers of a wave of items, unless it is a single item: 64 MiB.
 pub(super) const WAVE: usize = 16 << 20;
 
 /// A row of the call and a block of its forest.
 type Key = (usize, usize, usize, usize);
 
-/// Where ranks' results lie.
+/// Position of a rank's results.
 #[derive(Clone, Copy)]
 struct At {
     answer: usize,
@@ -40,12 +40,12 @@ struct At {
     raw: usize,
 }
 
-/// What the ranks answered to the items of a wave.
+/// The ranks' answers to the items of a wave.
 #[derive(Default)]
 pub(crate) struct Remote {
     answers: Vec<Vec<u32>>,
     blocks: HashMap<Key, At>,
-    /// One for each rank and form of page, where ranks merge: `true` for packed pages.
+    /// One for each rank and form of page, if ranks merge: `true` for packed pages.
     merged: HashMap<(usize, usize, usize), Vec<(bool, At)>>,
 }
 
@@ -69,7 +69,7 @@ impl Elsewhere for Remote {
         part[..at.part].copy_from_slice(self.words(at, 0, at.part));
         if let Some(raw) = raw {
             raw.as_flattened_mut().copy_from_slice(self.words(at, at.part, at.raw));
-            // A rank's word is not enough for a token that is not held.
+            // Ignore weights that a rank reports for tokens that are not held.
             let pages = &item.forest.pages[item.forest.blocks[block].clone()];
             for (weights, page) in
                 raw.iter_mut().zip(pages.iter().cycle()).filter(|(_, page)| page.live != u32::MAX)
@@ -86,30 +86,30 @@ struct Asked {
     rank: u32,
     block: usize,
     packed: bool,
-    /// Held until the answer is here, so that a page that moves meanwhile stays.
+    /// Held until the answer arrives, so that a page that moves in the meantime is kept.
     pages: SmallVec<[Arc<Copy>; 8]>,
 }
 
-/// One question: whose answer it will be.
+/// The result that a question's answer holds.
 enum For {
     Block(Key, At),
     Merged((usize, usize, usize), bool, At),
 }
 
-/// How blocks are asked for.
+/// Options of questions.
 #[derive(Clone, Copy)]
 struct Manner {
     raw: bool,
     fast: bool,
 }
 
-/// Whether a block of a forest is read by a rank.
+/// Whether a rank reads this block of a forest.
 fn is_remote(forest: &Forest<'_>, block: usize) -> bool {
     forest.pages[forest.blocks[block].clone()].iter().any(|page| page.slot.is_some())
 }
 
 impl Front {
-    /// Who reads which block of a forest.
+    /// The rank that reads each block of a forest.
     fn plan(
         &self,
         link: &mut Link,
@@ -131,7 +131,7 @@ impl Front {
                 .iter()
                 .map(|page| page.slot.and_then(|slot| slot.kept()).map(|kept| kept.copies()))
                 .collect();
-            // Of the ranks that have all pages that are away: the one that has the others too, or has the least to do.
+            // Of the ranks with all remote pages of the block: one that has its other pages too, else the one with the least work.
             let mut ranks: SmallVec<[u32; 4]> = SmallVec::new();
             let mut first = true;
             for copies in held.iter().flatten() {
@@ -150,7 +150,7 @@ impl Front {
                 Some(rank) => rank,
                 None => match ranks.iter().min_by_key(|rank| (loads[**rank as usize], **rank)) {
                     Some(rank) => *rank,
-                    // A page came while the others moved: they are brought together.
+                    // No rank has all of them, as pages were sent while others moved: copy them to one rank.
                     None => self.unite(link, pages.iter().filter_map(|page| page.slot))?,
                 },
             };
@@ -178,7 +178,7 @@ impl Front {
         Ok(asked)
     }
 
-    /// Has the ranks work out what items read there.
+    /// Sends the ranks the questions of some items.
     fn ask(
         &self,
         job: &Job<'_>,
@@ -256,7 +256,7 @@ impl Front {
     }
 }
 
-/// What a rank is asked of one head's rows: those of its blocks that lie there, packed or not.
+/// A question to a rank about one head's rows: their blocks there, packed or not.
 struct Question<'a> {
     job: &'a Job<'a>,
     layer: usize,
@@ -267,7 +267,7 @@ struct Question<'a> {
 }
 
 impl Question<'_> {
-    /// Adds it to a message.
+    /// Appends it to a message.
     fn write(&self, blocks: &[&Asked], out: &mut Vec<u32>) {
         let set = |on: bool, bit| if on { bit } else { 0 };
         let flags = set(self.manner.raw, flag::RAW)
@@ -309,7 +309,7 @@ impl Question<'_> {
     }
 }
 
-/// Notes what the answer to a question will be.
+/// Records the layout of the answer to a question.
 fn expect(
     job: &Job<'_>,
     item: &Item<'_>,
@@ -338,7 +338,7 @@ fn size(job: &Job<'_>, item: &Item<'_>, manner: Manner) -> usize {
     (0..item.forest.blocks.len()).filter(|block| is_remote(item.forest, *block)).map(of).sum()
 }
 
-/// What is read here of a forest.
+/// The part of a forest that the front reads.
 fn near<'a>(forest: &Forest<'a>) -> Forest<'a> {
     let mut near = Forest {
         view: forest.view,
@@ -386,7 +386,7 @@ impl Executor for Front {
     }
 }
 
-/// As the CPU does, of pages here and on the ranks.
+/// Attention on the CPU, over pages on the front and on ranks.
 fn attend(
     front: &Front,
     job: &mut Job<'_>,
@@ -400,7 +400,7 @@ fn attend(
     let step = if manner.raw { job.whole() } else { TILE };
     let mut next = 0;
     let mut rest: Vec<Item<'_>> = Vec::new();
-    // With masses, a wave has whole forests.
+    // With masses, a wave holds whole forests.
     while next < forests.len() || !rest.is_empty() {
         let (mut words, mut items, from) = (0, Vec::new(), next);
         loop {
@@ -444,7 +444,7 @@ fn attend(
     Ok(())
 }
 
-/// The whole of an item; where ranks merge what they read, with what they `merged`.
+/// Computes an item; if ranks merge, with their results in `merged`.
 fn one(
     job: &Job<'_>,
     item: &Item<'_>,
@@ -462,7 +462,7 @@ fn one(
         read.forest.reduce(&trees, leaf, part, spare);
         if let Some(remote) = merged {
             let key = (item.forest.view, item.forest.head, item.row);
-            // Those of what is read here do not know a codec whose pages are all away.
+            // The trees of local pages lack a codec whose pages are all on ranks.
             let all = job.trees(item);
             for (packed, at) in remote.merged.get(&key).into_iter().flatten() {
                 let mut theirs = remote.words(at, 0, at.part).to_vec();

@@ -1,4 +1,4 @@
-//! Pages on their way to the ranks.
+//! Sends pages to ranks.
 
 use super::front::Front;
 use super::link::{Link, List, Work};
@@ -49,20 +49,20 @@ impl List {
         wire::push_u64(&mut self.words, id);
     }
 
-    /// A whole page.
+    /// Appends a whole page.
     pub fn page(&mut self, id: u64, words: &[u32]) {
         self.id(id);
         self.words.push(words.len() as u32);
         self.words.extend_from_slice(words);
     }
 
-    /// Room for a page of so many words.
+    /// Appends a request for the room of a page of that many words.
     pub fn room(&mut self, id: u64, words: u32) {
         self.id(id);
         self.words.push(words | wire::ROOM);
     }
 
-    /// Tokens of a page as they came.
+    /// Appends tokens of a page in the head's dtype.
     fn tokens(&mut self, id: u64, layer: usize, layout: &Layout, words: &[u32], lanes: std::ops::Range<u32>) {
         self.id(id);
         self.words.extend([layer as u32, lanes.start, lanes.len() as u32]);
@@ -70,7 +70,7 @@ impl List {
     }
 }
 
-/// A page that a rank has by now, to take the place of the one that is here.
+/// A page that a rank has, to replace the one on the front.
 #[derive(Debug)]
 pub(crate) struct Sent {
     layer: usize,
@@ -80,8 +80,8 @@ pub(crate) struct Sent {
     slot: Arc<Stored>,
 }
 
-/// Whether a page in this process may be sent to its rank once positions below `kept` cannot be taken back: it takes no more tokens, and no
-/// other sequence holds it, unless it has its list in common.
+/// Whether a page on the front may be sent to its rank, with positions below `kept` safe from rollback: it takes no more tokens, and no
+/// other sequence holds it, unless the run's list is shared.
 fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
     let page = match &entry.held {
         Held::Gone { .. } | Held::Away(_) => return false,
@@ -93,12 +93,12 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
 }
 
 impl Chain {
-    /// Pages in this process that were not sent: not looked at yet, or such that had to stay.
+    /// Pages on the front that were not sent: those not examined yet, and those that had to stay.
     fn unsent(&self) -> impl Iterator<Item = (u32, &Entry)> {
         self.from(self.settled).map(|entry| (entry.ordinal, entry))
     }
 
-    /// The ranks that have all pages of a block that are away; `None` if none is.
+    /// The ranks that have all remote pages of a block; `None` if it has no remote pages.
     fn ranks_of(&self, link: &Link, block: u32) -> Option<Result<Vec<u32>, FabricError>> {
         let (from, to) = (self.before(block * BLOCK as u32), self.before((block + 1) * BLOCK as u32));
         let mut common: Option<Result<Vec<u32>, FabricError>> = None;
@@ -113,7 +113,7 @@ impl Chain {
                 Some(lost) => lost,
             });
             if common.as_ref().is_some_and(|common| common.as_ref().is_ok_and(Vec::is_empty)) {
-                // Moves leave a page on one rank at least; one that has none lost it.
+                // A move leaves each page on at least one rank; without a common rank, one was lost.
                 match super::front::first_alive(link, &copies) {
                     Ok(copy) => common = Some(Ok(vec![copy.rank])),
                     Err(error) => common = Some(Err(error)),
@@ -123,7 +123,7 @@ impl Chain {
         common
     }
 
-    /// Marks the pages at the front that were sent, so that they are not looked at again.
+    /// Marks the leading pages that were sent, so that they are not examined again.
     fn settle_sent(&mut self) {
         let mut at = self.settled;
         for entry in self.from(at) {
@@ -144,7 +144,7 @@ impl Chain {
         self.mirrors = mirrors;
     }
 
-    /// Has `rank` have the page at `ordinal`, which is here, as it is now, and gives its copy there.
+    /// Queues what `rank` lacks of the local page at `ordinal`, and returns its copy there.
     pub(super) fn mirror(
         &self,
         front: &Front,
@@ -170,12 +170,12 @@ impl Chain {
         let mirror = &mut list[at];
         mirror.renew(epoch);
         let (id, until) = (mirror.copy.id, if codec { PAGE } else { entry.fill });
-        // A fork that has it in common may have sent it with the same message.
+        // A fork that shares the copy may have sent it in the same message.
         let sent = work.synced.iter().rev().find(|(of, _)| *of == id).map_or(0, |(_, until)| *until);
         mirror.synced = mirror.synced.max(sent.min(until));
         if mirror.synced < until {
             match codec {
-                // Packed once and for all, unless a rollback opened it.
+                // A packed page does not change, unless a rollback unpacks it.
                 true => work.puts.page(id, words),
                 false => work.writes.tokens(id, run.layer as usize, layout, words, mirror.synced..until),
             }
@@ -185,21 +185,21 @@ impl Chain {
         Some(mirror.copy.clone())
     }
 
-    /// The copy of the page at `ordinal` on a rank, unless a fork has that copy too and the page was written since.
+    /// The copy of the page at `ordinal` on a rank, unless a fork shares that copy and the page was written since.
     fn own<'a>(&self, list: &'a [Mirror], ordinal: u32) -> Option<&'a Mirror> {
         let mirror = list.iter().find(|mirror| mirror.ordinal == ordinal)?;
         let Some(entry) = self.entry(ordinal) else { return Some(mirror) };
-        // A packed page is sent whole or not at all.
+        // A packed page is sent whole.
         let needed = if matches!(entry.held, Held::Closed(_)) { PAGE } else { entry.fill };
-        // A page that is shared in this process too was not written since.
+        // A page that is also shared on the front was not written since.
         let shared = Arc::strong_count(&mirror.copy) > 1;
         let same = self.shares_at(ordinal) || entry.page().is_some_and(Page::is_shared);
         let written = mirror.synced < needed && !same;
         Some(mirror).filter(|_| !(shared && written))
     }
 
-    /// Asks for room of its own on `rank` for the page at `ordinal`, which may be the one that comes next, if what the rank has for it
-    /// is shared with a fork and is to be written, or is not there. Gives what is to be noted once the rank has it.
+    /// Requests room on `rank` for the page at `ordinal`, which may be the next one, if there is none, or if it is shared with a fork
+    /// and the page is to be written. Returns the mirror to record once the rank has the room.
     fn set_aside(
         &self,
         front: &Front,
@@ -221,14 +221,14 @@ impl Chain {
     }
 }
 
-/// Room that ranks are asked for, and what is noted once they have it.
+/// Requests for room on ranks, and the mirrors to record once they are granted.
 #[derive(Default)]
 struct Aside<'a> {
     work: ByRank,
     noted: Vec<(&'a Mirrors, RunOf, Mirror)>,
 }
 
-/// Whose pages are looked through.
+/// The head and run of some pages.
 #[derive(Clone, Copy)]
 struct Whose<'a> {
     run: RunOf,
@@ -237,11 +237,11 @@ struct Whose<'a> {
 }
 
 impl Front {
-    /// Sets room aside on the ranks for pages of a layer that are here and whose blocks are read there. Whoever reads the layer next takes
-    /// no memory of a rank.
+    /// Reserves room on the ranks for local pages of a layer whose blocks are read there, so that later reads of the layer do not
+    /// allocate on a rank.
     ///
     /// # Errors
-    /// A rank that has no memory, or fails.
+    /// A rank without memory, or one that fails.
     pub fn set_aside<'a>(
         &self,
         inner: &CacheShape,
@@ -273,8 +273,8 @@ impl Front {
         noted.into_iter().for_each(|(mirrors, run, mirror)| mirrors.note(run, &self.mirrors, mirror));
     }
 
-    /// The same of all layers that a policy thins out, of several sequences, whose pages it may just have put together. A rank that has no
-    /// room refuses who reads them, until it has.
+    /// The same for all layers with a policy, which may just have compacted pages, of several sequences. A rank without room refuses reads
+    /// until it has room.
     pub fn set_aside_thinned(&self, pool: &Pool, sequences: &[&[Common<Layer>]]) {
         for (l, _) in pool.shape.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
             if self.set_aside(&pool.shape, l, sequences.iter().map(|layers| &*layers[l])).is_err() {
@@ -283,7 +283,7 @@ impl Front {
         }
     }
 
-    /// The same of one chain, some pages of which are about to go.
+    /// The same for one run, of which some pages are about to be sent.
     fn set_aside_of<'a>(
         &self,
         link: &Link,
@@ -310,7 +310,7 @@ impl Front {
                 Some((_, copies)) => copies.first().map(|copy| copy.rank),
                 None => match chain.ranks_of(link, block) {
                     Some(Ok(ranks)) => known.filter(|rank| ranks.contains(rank)).or(ranks.first().copied()),
-                    // Its pages are all here, or are lost.
+                    // Its pages are all on the front, or are lost.
                     None | Some(Err(_)) => None,
                 },
             };
@@ -321,8 +321,8 @@ impl Front {
         }
     }
 
-    /// Sends pages that may go once parts have so many tokens, of which those before `kept` cannot be taken back, and waits until
-    /// the ranks have them.
+    /// Sends pages that may be sent once sequences have that many tokens, of which those before `kept` are safe from rollback, and waits
+    /// until the ranks have them.
     pub fn send<'a>(
         self: &Arc<Self>,
         inner: &CacheShape,
@@ -372,7 +372,7 @@ impl Front {
             self.work(link, work)?;
         }
         self.note_mirrors(aside.noted);
-        // Not before the ranks have them: who moves pages asks for what is listed.
+        // After the ranks have them, because a move requests the pages that are listed.
         for slot in all.iter().flatten().map(|sent: &Sent| &sent.slot) {
             if let Some(kept) = slot.kept() {
                 self.note(kept.block, slot);
@@ -429,13 +429,13 @@ impl Front {
         Ok(Arc::new(Stored::kept_by(self.level.clone(), kept, words, positions)))
     }
 
-    /// Has the pages that ranks have take the place of those here.
+    /// Replaces local pages by the copies on ranks.
     pub fn place(&self, layers: &mut [Common<Layer>], sent: Vec<Sent>, kept: u32) {
         for Sent { layer, head, chain, ordinal, slot } in sent {
             let codecs = layers[layer].codecs.clone();
             let codec = codecs[head].as_ref();
             let chain = &mut layers[layer].heads[head].chains[chain];
-            // What a policy did to it meanwhile, or that it has other tokens now, may keep it here until the next step.
+            // A policy may have evicted from the page, or it may have other tokens: it then stays until the next step.
             let same = |entry: &Entry| {
                 let mut lanes = (0..entry.fill).filter(|lane| entry.live >> lane & 1 == 1);
                 lanes.all(|lane| entry.position(codec, lane) == Some(slot.positions[lane as usize]))
@@ -453,7 +453,7 @@ impl Front {
     }
 }
 
-/// The run that is chain `c` of a head; the first are the sinks, which stay here.
+/// The run with index `c` of a head; the first is the sinks', which stay on the front.
 pub(super) fn run_of(layer: usize, head: usize, c: usize) -> RunOf {
     RunOf { layer: layer as u32, head: head as u32, expert: c as u16 - 1 }
 }
@@ -466,7 +466,7 @@ struct Leaving<'a> {
     at: At,
 }
 
-/// Which page.
+/// Position of a page.
 #[derive(Clone, Copy)]
 struct At {
     layer: usize,

@@ -1,4 +1,4 @@
-//! The front of a fabric, which a cache holds: the link to the ranks, where pages are, and which rank gets a new block.
+//! The front of a fabric, held by its cache: the link to the ranks, the ranks of pages, and the placement of new blocks.
 
 use super::link::{Answer, Link, Work};
 use super::store::fingerprint;
@@ -27,25 +27,25 @@ pub(crate) struct Front {
     freed: Arc<Freed>,
     next: AtomicU64,
     map: ShardMap,
-    /// Of each layer, the KV heads of the layers before it.
+    /// For each layer, the number of KV heads in earlier layers.
     first_heads: Vec<u32>,
     pub(super) experts: usize,
     pub(super) level: Arc<Level>,
     pub(super) fast: bool,
-    /// Of each rank, whether it is another process, or kept apart as if it were one.
+    /// For each rank, whether it is reached by messages that leave the process.
     wired: Vec<bool>,
-    /// Of each layer: the ranks of an expert's slots, where the experts were placed by load.
+    /// For each layer: the ranks of each expert's slots, if experts were placed by load.
     pub(super) placed: RwLock<Vec<Option<Vec<Vec<u32>>>>>,
-    /// Copies of pages that are here, for those that move.
+    /// Copies on ranks of pages that are still on the front, for moves.
     pub(super) mirrors: Arc<MirrorBook>,
-    /// The pages of every block, for those that move.
+    /// The pages of every block, for moves.
     pub(super) book: Mutex<HashMap<Block, Vec<Weak<Stored>>>>,
-    /// `[layer][expert]` bytes that attention read since the experts were placed.
+    /// `[layer][expert]` bytes that attention read since the last placement.
     reads: Vec<AtomicU64>,
     beat: Mutex<Option<Beat>>,
 }
 
-/// A thread that has ranks hear of the front.
+/// A thread that sends ranks regular messages.
 struct Beat {
     stop: Sender<()>,
     thread: JoinHandle<()>,
@@ -57,13 +57,13 @@ impl fmt::Debug for Front {
     }
 }
 
-/// `words` words of a page that was fetched, from word `at` of the answer on.
+/// The `words` words of a fetched page, from word `at` of the answer on.
 pub(super) fn fetched(answer: &Answer, at: usize, words: usize) -> Result<&[u32], FabricError> {
     let cut = FabricError::Malformed { rank: answer.rank, what: "an answer is cut off" };
     answer.words.get(answer.at + at..answer.at + at + words).ok_or(cut)
 }
 
-/// A copy on a rank that is there.
+/// The first copy on a rank that is not lost.
 pub(super) fn first_alive<'a>(link: &Link, copies: &'a [Arc<Copy>]) -> Result<&'a Arc<Copy>, FabricError> {
     let mut lost = Err(FabricError::Nobody);
     for copy in copies {
@@ -75,17 +75,17 @@ pub(super) fn first_alive<'a>(link: &Link, copies: &'a [Arc<Copy>]) -> Result<&'
     lost
 }
 
-/// Bytes and pages of a rank.
+/// Pages of a rank.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RankUsage {
     /// The rank.
     pub rank: u32,
-    /// Bytes of pages that its arena counts.
+    /// Bytes of its pages.
     pub bytes: u64,
-    /// Pages.
+    /// Number of pages.
     pub pages: u64,
-    /// Why the rank is lost, if it is.
+    /// The error by which the rank was lost, if it is lost.
     pub lost: Option<FabricError>,
 }
 
@@ -93,7 +93,7 @@ impl Front {
     /// The front of a cache of this configuration.
     ///
     /// # Errors
-    /// An invalid configuration, or one that does not go with a fabric; a rank that does not answer, or has another version or
+    /// An invalid configuration, or one that a fabric does not support; a rank that does not answer, or has another version or
     /// configuration.
     pub fn new(
         config: &CacheConfig,
@@ -146,7 +146,7 @@ impl Front {
         Ok(front)
     }
 
-    /// Has every rank hear of the front, if none did for so long.
+    /// Sends every rank a message, if none was sent for `every`.
     fn beat(&self, every: std::time::Duration) {
         let mut link = match self.link.try_lock() {
             Ok(link) => link,
@@ -155,19 +155,19 @@ impl Front {
         };
         if link.last.elapsed() >= every {
             let all = link.alive().map(|rank| (rank, Work::default())).collect();
-            // A rank that is lost by it is an error of the next call that needs it.
+            // A rank lost here gives an error in the next call that needs it.
             let _ = self.work(&mut link, all);
         }
     }
 
     pub(super) fn link(&self) -> MutexGuard<'_, Link> {
-        // A round that panicked left an answer that the next one drops as too late.
+        // A round that panicked leaves an answer, which the next round drops as late.
         let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
         link.epoch += u64::from(std::mem::take(&mut link.unsure));
         link
     }
 
-    /// Has ranks work; answers in the same order.
+    /// Sends work to ranks; answers in the same order.
     pub(super) fn work(&self, link: &mut Link, work: Vec<(u32, Work)>) -> Result<Vec<Answer>, FabricError> {
         let mut freed = |rank: u32| {
             let mut freed = self.freed.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -176,13 +176,13 @@ impl Front {
         link.work(&mut freed, work)
     }
 
-    /// A page to be on a rank.
+    /// A new page on a rank.
     pub(super) fn copy(&self, rank: u32) -> Arc<Copy> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         Arc::new(Copy { rank, id, freed: self.freed.clone() })
     }
 
-    /// The rank that a new block belongs to.
+    /// The rank of a new block.
     pub(super) fn rank_of(&self, link: &Link, of: &Block) -> Result<u32, FabricError> {
         let placed = self.placed.read().unwrap_or_else(PoisonError::into_inner);
         let slots = placed[of.layer as usize].as_ref().map(|experts| &experts[usize::from(of.expert)]);
@@ -197,17 +197,17 @@ impl Front {
         if link.check(rank).is_ok() {
             return Ok(rank);
         }
-        // Blocks of a rank that is lost are shared out among the others.
+        // Blocks of a lost rank are spread over the others.
         let alive: Vec<u32> = link.alive().collect();
         let index = of.block as usize + usize::from(of.expert);
         alive.get(index % alive.len().max(1)).copied().ok_or(FabricError::Nobody)
     }
 
-    /// Notes a page of a block.
+    /// Registers a page of a block.
     pub(super) fn note(&self, block: Block, slot: &Arc<Stored>) {
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         let pages = book.entry(block).or_default();
-        // Numbers of freed pages are sent once there is a message's worth of them.
+        // Entries of freed pages are removed when the vector is full.
         if pages.len() == pages.capacity() {
             pages.retain(|page| page.strong_count() > 0);
         }
@@ -226,13 +226,13 @@ impl Front {
         of.iter().map(|bytes| bytes.load(Ordering::Relaxed) as f64).collect()
     }
 
-    /// Begins to count anew.
+    /// Resets the bytes read.
     pub(super) fn forget_reads(&self, layer: usize) {
         let of = &self.reads[layer * self.experts..(layer + 1) * self.experts];
         of.iter().for_each(|bytes| bytes.store(0, Ordering::Relaxed));
     }
 
-    /// Bytes and pages of every rank that is not lost, once it has freed what it may.
+    /// Bytes and pages of every rank that is not lost, after it freed unused pages.
     pub fn usage(&self) -> Result<Vec<RankUsage>, FabricError> {
         let mut link = self.link();
         let all = link.alive().map(|rank| (rank, Work::default())).collect();
@@ -246,7 +246,7 @@ impl Front {
         Ok(link.held.iter().zip(&link.lost).enumerate().map(of).collect())
     }
 
-    /// Bytes on all ranks, as they last said.
+    /// Bytes on all ranks, as last reported.
     pub fn held(&self) -> u64 {
         self.link().held.iter().fold(0, |sum, (bytes, _)| sum.saturating_add(*bytes))
     }
@@ -278,7 +278,7 @@ impl Drop for Front {
         let beat = self.beat.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Beat { stop, thread }) = beat {
             drop(stop);
-            // It may be the last to hold the front.
+            // This thread may be the one that drops the front.
             if thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }
@@ -286,7 +286,7 @@ impl Drop for Front {
     }
 }
 
-/// Refuses what is not there for ranks yet.
+/// Refuses configurations that ranks do not support.
 pub(super) fn no_ages(shape: &CacheShape) -> Result<(), ConfigError> {
     let mut codecs = shape.codecs.iter().flat_map(|heads| heads.iter().flatten());
     if codecs.any(|codec| codec.aged.is_some()) {

@@ -1,4 +1,4 @@
-//! Questions and answers, with deadlines.
+//! Messages to ranks and their answers, with timeouts.
 
 use super::Fabric;
 use super::wire::{self, HEADER, Reader, VERSION, kind};
@@ -6,26 +6,26 @@ use crate::base::error::FabricError;
 use crate::metrics::Traffic;
 use std::time::{Duration, Instant};
 
-/// The ranks as the front knows them. Behind a lock: one round at a time.
+/// The ranks as seen from the front. Behind a lock: one round at a time.
 pub(super) struct Link {
     fabric: Box<dyn Fabric>,
     session: u64,
     call: u64,
     timeout: Duration,
-    /// Why ranks are asked nothing any more.
+    /// The error by which each rank was lost.
     pub lost: Vec<Option<FabricError>>,
-    /// Bytes and pages as each rank last said.
+    /// Bytes and pages, as last reported by each rank.
     pub held: Vec<(u64, u64)>,
     pub traffic: Traffic,
-    /// When the last round ended.
+    /// Time at which the last round ended.
     pub last: Instant,
-    /// Raised when a round failed: what ranks were sent before, of pages that are here, is not relied on.
+    /// Raised when a round failed: what was sent before of pages that are still on the front is sent again.
     pub epoch: u64,
-    /// Whether a round of such pages is under way, or failed, or was cut off by a panic of the fabric.
+    /// Whether a round with such pages is in progress, failed, or was ended by a panic of the fabric.
     pub unsure: bool,
 }
 
-/// The work of a message to a rank, section by section.
+/// The work in a message to a rank, by section.
 #[derive(Default)]
 pub(super) struct Work {
     pub writes: List,
@@ -33,11 +33,11 @@ pub(super) struct Work {
     pub keeps: List,
     pub fetches: List,
     pub asks: List,
-    /// Copies of pages that tokens are among `writes` or `puts` for, and up to which lane: forks may have one in common.
+    /// Copies whose tokens are in `writes` or `puts`, and up to which lane: forks may share a copy.
     pub synced: Vec<(u64, u32)>,
 }
 
-/// Items that were written one after the other.
+/// Items written one after the other.
 #[derive(Default)]
 pub(super) struct List {
     pub items: u32,
@@ -51,16 +51,16 @@ impl Work {
     }
 }
 
-/// The answer of a rank, past what every answer has.
+/// The answer of a rank, without the part that all answers have.
 pub(super) struct Answer {
     pub rank: u32,
     pub words: Vec<u32>,
-    /// Where what was fetched or asked begins.
+    /// Start of the fetched pages and partial results.
     pub at: usize,
 }
 
 impl Link {
-    /// Greets all ranks.
+    /// Sends a greeting to all ranks and checks their versions and fingerprints.
     pub fn new(
         fabric: Box<dyn Fabric>,
         timeout: Duration,
@@ -100,12 +100,12 @@ impl Link {
         Ok(link)
     }
 
-    /// Ranks that were not lost.
+    /// Ranks that are not lost.
     pub fn alive(&self) -> impl Iterator<Item = u32> {
         self.lost.iter().enumerate().filter(|(_, lost)| lost.is_none()).map(|(rank, _)| rank as u32)
     }
 
-    /// An error if a rank is lost.
+    /// The error of a lost rank.
     pub fn check(&self, rank: u32) -> Result<(), FabricError> {
         match self.lost.get(rank as usize) {
             Some(None) => Ok(()),
@@ -114,16 +114,16 @@ impl Link {
         }
     }
 
-    /// Has ranks work, each after it gave back the pages in `freed`; answers in the order of `work`.
+    /// Sends work to ranks, each of which first frees the pages in `freed`; answers in the order of `work`.
     ///
     /// # Errors
-    /// The first of a rank that is lost or refuses; the others have done their part.
+    /// The first error of a rank that is lost or refuses; the other ranks have done their work.
     pub fn work(
         &mut self,
         freed: &mut dyn FnMut(u32) -> Vec<u64>,
         work: Vec<(u32, Work)>,
     ) -> Result<Vec<Answer>, FabricError> {
-        // Before anything is taken that a message would carry.
+        // Before anything is taken out of the lists for messages.
         for (rank, _) in &work {
             self.check(*rank)?;
         }
@@ -163,7 +163,7 @@ impl Link {
                 Err(error) => first = first.and(Err(error)),
             }
         }
-        // No rank computes for longer than it is waited for, whatever it says.
+        // Bounded by the time waited, whatever the rank reports.
         let waited = self.traffic.waited - waited;
         self.traffic.computed += Duration::from_nanos(longest).min(waited);
         first.map(|()| done)
@@ -203,7 +203,7 @@ impl Link {
             .zip(&answers)
             .position(|(rank, a)| a.is_none() && self.lost[*rank as usize].is_none())
         {
-            // An answer that is not waited for does not put the end off.
+            // An answer to another call does not extend the timeout.
             let over = std::mem::replace(&mut idle, true) && Instant::now() >= until;
             let (rank, words) = match if over { Ok(None) } else { self.fabric.receive(until) } {
                 Ok(Some(answer)) => answer,
@@ -251,7 +251,7 @@ impl Link {
         Ok(ranks.into_iter().zip(answers).filter_map(|(rank, answer)| Some((rank, answer?))).collect())
     }
 
-    /// The fault of a rank's answer to the present call; `None` for an answer to a call that was given up.
+    /// The error of a rank's answer to the present call; `None` for an answer to an earlier call.
     fn judge(&self, kind: u32, rank: u32, words: &[u32]) -> Option<Result<(), FabricError>> {
         match Reader::new(words).header() {
             Some(header) if header.version != VERSION => {
@@ -283,7 +283,7 @@ impl Drop for Link {
     fn drop(&mut self) {
         let alive: Vec<u32> = self.alive().collect();
         for rank in alive {
-            // Whoever does not hear of it finds out by itself.
+            // A rank that misses it notices by itself.
             let mut bye = wire::message(kind::BYE, self.session, self.call + 1);
             bye.push(u32::from(self.lost.iter().any(Option::is_some)));
             let _ = self.fabric.send(rank, bye);

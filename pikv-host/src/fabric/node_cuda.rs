@@ -1,5 +1,4 @@
-//! What a rank of a fabric does on its device: pages and tokens written as they came, and blocks read up to their partial results,
-//! which go back to the front.
+//! A fabric's rank on a device: writes pages and tokens to device memory, reads blocks, and copies their partial results back to the host.
 
 use crate::attend_cuda::attend::{Shape, WAVE};
 use crate::attend_cuda::wave::{Left, Wave, most, packed_room};
@@ -17,16 +16,16 @@ use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, SightArg, TaskArg};
 use pikv_lanes::attend::bundles;
 use std::ptr;
 
-/// Words that are copied up by way of pinned memory at a time: 16 MiB, or one page.
+/// Words copied through pinned memory at a time: 16 MiB, or one page.
 const ONCE: usize = 4 << 20;
 
 impl Device {
-    /// Whether it answers nothing but errors, as work that was asked of it failed.
+    /// Whether every call fails, as earlier work on the device failed.
     pub fn is_lost(&self) -> bool {
         self.enter().is_err() || self.stream.synchronize().is_err()
     }
 
-    /// Writes pages, or what else lies at addresses.
+    /// Writes pages, or other data, to device addresses.
     pub fn write_all(&self, pages: &[(u64, &[u32])]) -> Result<(), Error> {
         let mut rest = pages;
         while !rest.is_empty() {
@@ -42,8 +41,8 @@ impl Device {
         Ok(())
     }
 
-    /// Writes `count` tokens into pages. `token` puts one into a lane of a page of the host, and says which page it belongs to, and to
-    /// which of its lanes. No lane may come twice.
+    /// Writes `count` tokens to pages. `token` writes one to a lane of a page in host memory, and returns the address of its page and its
+    /// lane there. No lane may occur twice.
     pub fn place(
         &self,
         layout: &Layout,
@@ -69,7 +68,7 @@ impl Device {
             upload.add(&copies);
             let list = work.send(stream, &upload)?;
             let (layout, count) = (LayoutArg::from(*layout), copies.len() as u32);
-            // SAFETY: the parameters of `copy_tokens`: from memory that is nobody else's to pages that the store holds, each lane once.
+            // SAFETY: the parameters of `copy_tokens`: from memory that only this call uses to pages that the store holds, each lane once.
             unsafe {
                 self.launch(self.kernels.copy_tokens, copies.len(), arguments!(layout, list, count))?;
             }
@@ -77,7 +76,7 @@ impl Device {
         Ok(())
     }
 
-    /// Adds the answers to questions, one after the other: [`Ask::compute`] on the device.
+    /// Appends the answers to questions, in order: [`Ask::compute`] on the device.
     pub fn partials(&self, asks: &[Ask<'_>], out: &mut Vec<u32>) -> Result<(), Error> {
         let mut rest = asks;
         while let Some(first) = rest.first() {
@@ -94,11 +93,11 @@ impl Device {
         Ok(())
     }
 
-    /// Questions about one layer that are worked out together.
+    /// Questions about one layer that are computed together.
     fn wave(&self, asks: &[Ask<'_>], out: &mut Vec<u32>) -> Result<(), Error> {
         let Some(first) = asks.first() else { return Ok(()) };
         let mut wave = Wave::default();
-        // What goes back lies before what is merged into it.
+        // Results to copy back lie before those that are merged into them.
         let kept = asks.iter().map(|ask| part(ask) * if ask.merged { 1 } else { ask.blocks.len() }).sum();
         let (mut to, mut spare) = (0, kept as u64);
         for ask in asks {
@@ -107,7 +106,7 @@ impl Device {
         wave.parts = spare;
         let mut work = self.work()?;
         let stream = &self.stream;
-        // Sums of rows that see nothing and weights of pages that nobody sees are written by nobody.
+        // Sums of rows that see no token, and weights of pages that no row sees, are written by no kernel: zero them.
         let parts = work.parts(stream, wave.parts)?;
         self.fill(parts, 0, kept as u32)?;
         let mut places = vec![(parts, kept)];
@@ -137,12 +136,12 @@ fn part(ask: &Ask<'_>) -> usize {
     Partial::len(ask.rows, ask.acc_rows())
 }
 
-/// Rows that are read together.
+/// Bundles of rows that are read together.
 fn widths(ask: &Ask<'_>) -> impl Iterator<Item = (usize, usize)> {
     bundles(ask.rows, most(ask.codec.into_iter()))
 }
 
-/// f32 that a question takes on the device.
+/// f32 of device memory that a question takes.
 fn cost(ask: &Ask<'_>) -> usize {
     let mut row = part(ask) / ask.rows + if ask.raw { ROW } else { 0 };
     if ask.codec.is_some() {
@@ -151,11 +150,11 @@ fn cost(ask: &Ask<'_>) -> usize {
     ask.rows * ask.blocks.len() * row
 }
 
-/// Adds a partial result whose bundles lie apart; gives what is behind it.
+/// Appends a partial result from its bundles; returns the words after it.
 fn add_part<'w>(ask: &Ask<'_>, words: &'w [u32], out: &mut Vec<u32>) -> &'w [u32] {
     let (words, rest) = words.split_at(part(ask));
     let row = ask.acc_rows() as usize * LANES;
-    // Sums, then exponents, then the sums of weights.
+    // Sums, then exponents, then sums of weights.
     for (from, width) in [(0, row), (row, 1), (row + 1, 1)] {
         let of = |(first, rows)| {
             let bundle = &words[first * (row + 2)..][..rows * (row + 2)];
@@ -166,7 +165,7 @@ fn add_part<'w>(ask: &Ask<'_>, words: &'w [u32], out: &mut Vec<u32>) -> &'w [u32
     rest
 }
 
-/// Adds a block's weights, `[rows][pages]` rows of lanes; gives what is behind them.
+/// Appends a block's weights, `[rows][pages]` rows of lanes; returns the words after them.
 fn add_raw<'w>(ask: &Ask<'_>, pages: usize, words: &'w [u32], out: &mut Vec<u32>) -> &'w [u32] {
     let (words, rest) = words.split_at(ask.rows * ROW);
     for (first, rows) in widths(ask) {
@@ -177,10 +176,10 @@ fn add_raw<'w>(ask: &Ask<'_>, pages: usize, words: &'w [u32], out: &mut Vec<u32>
 }
 
 impl<'a> Wave<'a> {
-    /// Adds a question. Partial results that go back lie from `to` on, others from `spare` on.
+    /// Adds a question. Results to copy back lie from `to` on, others from `spare` on.
     fn ask(&mut self, ask: &Ask<'a>, to: &mut u64, spare: &mut u64) {
         let channels = ask.shape.layout.k_channels() as usize;
-        // Where each row's queries are: the start of its bundle, the bundle's width, and its place in it.
+        // Position of each row's queries: start of its bundle, width of the bundle, and index in it.
         let given: Vec<(usize, usize, usize)> = bundles(ask.rows, ask.most)
             .flat_map(|(row, width)| (0..width).map(move |r| (row * channels, width, r)))
             .collect();
@@ -208,7 +207,7 @@ impl<'a> Wave<'a> {
             let mut parts = Vec::with_capacity(ask.blocks.len());
             for (i, block) in ask.blocks.iter().enumerate() {
                 let part = match ask.merged {
-                    // The first of a bundle becomes the whole.
+                    // The first block's result of a bundle becomes the merged result.
                     true if i > 0 => {
                         *spare += len;
                         *spare - len
@@ -234,7 +233,7 @@ impl<'a> Wave<'a> {
         self.raw += if ask.raw { (ask.blocks.len() * ask.rows * ROW) as u64 } else { 0 };
     }
 
-    /// The tree over partial results that stand one after the other.
+    /// Adds the joins of a tree over consecutive partial results.
     fn merge(&mut self, parts: &[u64], rows: u32, acc_rows: u32) {
         let pairs = &mut self.joins.pairs;
         for height in 0..usize::BITS - (parts.len() - 1).leading_zeros() {

@@ -1,4 +1,4 @@
-//! Pages that move to other ranks, or are copied there, while they are read.
+//! Moves and copies pages to other ranks, while they are read.
 
 use super::file::ByRank;
 use super::front::{Front, fetched, first_alive};
@@ -11,30 +11,30 @@ use crate::tiers::replica::{Block, Copies, Copy};
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, Weak};
 
-/// What a rebalance moved.
+/// Pages that a rebalance moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Moves {
-    /// Pages that were moved to another rank.
+    /// Pages moved to another rank.
     pub moved: u64,
-    /// Pages that a further rank has a copy of.
+    /// Pages copied to a further rank.
     pub replicated: u64,
-    /// Their bytes, over both ways: each page is read from one rank and written to another.
+    /// Bytes transferred: each page is read from one rank and written to another.
     pub bytes: u64,
 }
 
-/// How even the ranks are loaded.
+/// Balance of bytes between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Skew {
-    /// Bytes on the fullest rank over those on the mean one; 1 is even.
+    /// Bytes on the fullest rank divided by the mean; 1 is even.
     pub fullest: f64,
     /// The fullest rank.
     pub rank: u32,
 }
 
 impl Front {
-    /// Brings pages of a block together on the rank of the first.
+    /// Copies the pages of a block to the rank of the first.
     pub(super) fn unite<'a>(
         &self,
         link: &mut Link,
@@ -47,7 +47,7 @@ impl Front {
         Ok(rank)
     }
 
-    /// Has `rank` have copies of pages; returns their number.
+    /// Copies pages to `rank`; returns the number copied.
     fn copy_to(&self, link: &mut Link, pages: &[&Arc<Stored>], rank: u32) -> Result<u64, FabricError> {
         let (mut fetch, mut missing) = (ByRank::default(), Vec::new());
         for slot in pages {
@@ -94,14 +94,14 @@ impl Front {
         blocks
     }
 
-    /// The pages of a block, on whatever ranks; none are added as long as the link is held.
+    /// The pages of a block, on any rank; none are added while the link is locked.
     fn pages(&self, _link: &Link, block: &Block) -> Vec<Arc<Stored>> {
         let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         book.get(block).into_iter().flatten().filter_map(Weak::upgrade).collect()
     }
 
-    /// Has the first of `ranks` set room aside for the pages of a block that are here and are read there with it, of whatever sequence,
-    /// unless one of `ranks` has it. They are sent again by who reads them next.
+    /// Reserves room on the first of `ranks` for local pages of a block, of any sequence, that are read with it, unless one of `ranks` has
+    /// room. The next read sends them again.
     fn move_mirrors(
         &self,
         link: &mut Link,
@@ -111,7 +111,7 @@ impl Front {
     ) -> Result<(), FabricError> {
         let lists = self.mirrors.of(block.run());
         let mut work = ByRank::default();
-        // By the id of the copy that each takes the place of, which forks may have in common.
+        // By the id of the replaced copy, which forks may share.
         let mut new: HashMap<u64, Arc<Copy>> = HashMap::new();
         for list in &lists {
             let list = list.lock().unwrap_or_else(PoisonError::into_inner);
@@ -142,11 +142,11 @@ impl Front {
         Ok(())
     }
 
-    /// Has a block lie on `ranks`, and on no others.
+    /// Moves or copies a block to exactly `ranks`.
     fn settle_block(&self, link: &mut Link, block: &Block, ranks: &[u32]) -> Result<Moves, FabricError> {
         let pages = self.pages(link, block);
         let mut moves = Moves::default();
-        // Pages of a rank that is lost have nowhere to come from.
+        // Pages of a lost rank cannot be copied.
         let all: Vec<&Arc<Stored>> = pages
             .iter()
             .filter(|slot| slot.kept().is_some_and(|kept| first_alive(link, &kept.copies()).is_ok()))
@@ -162,7 +162,7 @@ impl Front {
         for kept in all.iter().filter_map(|slot| slot.kept()) {
             let mut copies = kept.copies.write().unwrap_or_else(PoisonError::into_inner);
             let before = copies.len();
-            // Whoever reads one of these now holds it until it has read.
+            // A read in progress holds its copies until it ends.
             copies.retain(|copy| ranks.contains(&copy.rank));
             left += (before - copies.len()) as u64;
             let order = |rank: u32| ranks.iter().position(|r| *r == rank);
@@ -177,10 +177,10 @@ impl Front {
 }
 
 impl Front {
-    /// How even the pages are spread over the ranks that are there.
+    /// Balance of pages over the ranks that are not lost.
     ///
     /// # Errors
-    /// A rank that is lost by it.
+    /// A rank that is lost during the call.
     pub fn skew(&self) -> Result<Skew, FabricError> {
         let alive: Vec<_> = self.usage()?.into_iter().filter(|rank| rank.lost.is_none()).collect();
         let sum = alive.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes));
@@ -189,10 +189,10 @@ impl Front {
         Ok(Skew { fullest: if sum == 0 { 1.0 } else { most.bytes as f64 / mean }, rank: most.rank })
     }
 
-    /// Places the experts of a layer anew, and moves their pages: [`Cache::rebalance`](crate::Cache::rebalance).
+    /// Places the experts of a layer by load, and moves their pages: [`Cache::rebalance`](crate::Cache::rebalance).
     ///
     /// # Errors
-    /// As there.
+    /// The same as of [`Cache::rebalance`](crate::Cache::rebalance).
     pub fn rebalance(&self, layer: usize, eplb: &Eplb, loads: Option<&[f64]>) -> Result<Moves, FabricError> {
         let read;
         let loads = match loads {
@@ -219,7 +219,7 @@ impl Front {
         self.forget_reads(layer);
         let mut all = Moves::default();
         for block in self.blocks(layer) {
-            // One block at a time, so that whoever attends is not kept waiting.
+            // One block at a time, so that concurrent attention does not wait long.
             let mut link = self.link();
             let rank = self.rank_of(&link, &block)?;
             let moves = self.settle_block(&mut link, &block, &[rank])?;
@@ -229,10 +229,10 @@ impl Front {
         Ok(all)
     }
 
-    /// Has each page of an expert lie on `copies` ranks: [`Cache::replicate`](crate::Cache::replicate).
+    /// Copies each page of an expert to `copies` ranks in all: [`Cache::replicate`](crate::Cache::replicate).
     ///
     /// # Errors
-    /// As there.
+    /// The same as of [`Cache::replicate`](crate::Cache::replicate).
     pub fn replicate(&self, layer: usize, expert: u16, copies: u32) -> Result<Moves, FabricError> {
         let alive: Vec<u32> = self.link().alive().collect();
         if copies == 0 || copies as usize > alive.len() {
@@ -245,7 +245,7 @@ impl Front {
             let Some(kept) = pages.first().and_then(|slot| slot.kept()) else { continue };
             let Ok(first) = first_alive(&link, &kept.copies()).map(|copy| copy.rank) else { continue };
             let at = alive.iter().position(|rank| *rank == first).unwrap_or(0) + block.block as usize % 2;
-            // The first stays; the others follow it, so that copies of many blocks are spread.
+            // The first rank keeps the block; further copies go to the next ranks, which spreads the copies of many blocks.
             let mut ranks = vec![first];
             let others =
                 (0..alive.len()).map(|i| alive[(at + i) % alive.len()]).filter(|rank| *rank != first);

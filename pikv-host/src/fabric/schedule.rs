@@ -1,4 +1,4 @@
-//! Bytes that a fabric would hold and send, computed from the page map and the messages alone, without data.
+//! Forecast of the bytes that a fabric holds and sends, from the page map and message formats, without data.
 
 use super::front::no_ages;
 use super::wire;
@@ -13,7 +13,7 @@ use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use std::fmt;
 
-/// Words of a message around what it asks, and of its answer around what it says.
+/// Words of a message without its questions, and of its answer without results.
 const AROUND: (u64, u64) = (wire::HEADER as u64 + 6, wire::HEADER as u64 + 7);
 
 /// Traffic of one rank in a decode step.
@@ -24,7 +24,7 @@ pub struct Wire {
     pub sent: f64,
     /// Bytes of its answers.
     pub received: f64,
-    /// Messages to it, as many as answers.
+    /// Messages to it, each with one answer.
     pub messages: f64,
 }
 
@@ -42,29 +42,29 @@ impl std::iter::Sum for Wire {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct RankPlan {
-    /// Bytes of full pages, and of room for the page of a block that fills up, or comes next.
+    /// Bytes of full pages, and of the room for a block's page that is not full, or comes next.
     pub bytes: u64,
     /// Full pages.
     pub pages: u64,
     /// A decode step with the bits of one process.
     pub exact: Wire,
-    /// The same where ranks merge ([`Options::fast`](super::Options::fast)).
+    /// A decode step in which ranks merge ([`Options::fast`](super::Options::fast)).
     pub fast: Wire,
 }
 
-/// Bytes that the ranks of a fabric hold of one sequence, and that a decode step of one row that reads all of it sends: the messages
-/// as they are built, averaged over the 256 steps in which a block fills up.
+/// Bytes that the ranks of a fabric hold of one sequence, and traffic of a decode step of one row that reads all of it, averaged over the
+/// 256 steps in which a block is filled.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Schedule {
-    /// Of each rank.
+    /// One entry for each rank.
     pub ranks: Vec<RankPlan>,
-    /// Bytes at the front: ring, sinks and pages that fill up.
+    /// Bytes on the front: ring, sinks and pages that are not full.
     pub front: u64,
 }
 
 impl fmt::Display for Schedule {
-    /// A table: pages of each rank, and what a decode step sends to it and gets, exact and where ranks merge.
+    /// A table: pages of each rank, and bytes that a decode step sends to it and receives, exact and merged.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::default();
         table.row([
@@ -93,14 +93,14 @@ impl fmt::Display for Schedule {
 }
 
 impl Schedule {
-    /// Of a sequence that filed `filed[e]` tokens under expert `e`, in each layer, and of whose pages block `t` of expert `e` of KV
-    /// head `h`, counted on over the layers, lies on rank `of(t, e, h)`. O(blocks of all heads + layers * heads of one * ranks).
+    /// The schedule of a sequence with `filed[e]` tokens under expert `e` in each layer, where rank `of(t, e, h)` holds block `t` of
+    /// expert `e` of KV head `h`, with heads numbered across layers. O(blocks of all heads + layers * heads of a layer * ranks).
     ///
     /// # Errors
-    /// An invalid configuration; a second codec for old pages, as [`Cache::over`](crate::Cache::over).
+    /// An invalid configuration; a second codec for old pages, which [`Cache::over`](crate::Cache::over) refuses too.
     ///
     /// # Panics
-    /// If `of` names a rank past `ranks`.
+    /// If `of` returns a rank at or above `ranks`.
     pub fn new(
         config: &CacheConfig,
         ranks: u32,
@@ -135,14 +135,13 @@ impl Schedule {
     }
 }
 
-/// Of a head and a rank: blocks there, the full pages in them, and pages that fill up, which belong to one of them unless they will be
-/// packed.
+/// A head's blocks on a rank, the full pages in them, and their pages that are not full (only if pages are not packed).
 #[derive(Clone, Copy, Default)]
 struct Held {
     blocks: u64,
     pages: u64,
     fills: u64,
-    /// Blocks that have room for another page.
+    /// Blocks with room for another page.
     rooms: u64,
 }
 
@@ -152,11 +151,11 @@ struct Read<'a> {
     codecs: &'a [Option<HeadCodec>],
     /// `[rank][head]`.
     held: Vec<Held>,
-    /// Of each rank: blocks of an expert of which it has those of some head.
+    /// For each rank: blocks of experts that it has of at least one head.
     some: Vec<u64>,
-    /// Blocks that each head has on all ranks.
+    /// Blocks of each head on all ranks.
     blocks: u64,
-    /// The wave that each head's blocks are asked for in.
+    /// The wave in which each head's blocks are read.
     waves: Vec<u64>,
 }
 
@@ -170,7 +169,7 @@ impl<'a> Read<'a> {
     ) -> Read<'a> {
         let heads = shape.kv_heads;
         let mut held = vec![Held::default(); ranks as usize * heads as usize];
-        // With the last block that was counted there, from 1 on.
+        // With the last block counted for the rank, from 1 on.
         let mut some = vec![(0, 0); ranks as usize];
         let mut blocks = 0;
         for (expert, tokens) in (0u16..).zip(filed) {
@@ -191,7 +190,7 @@ impl<'a> Read<'a> {
                 }
             }
         }
-        // As long as a wave's answers have room.
+        // A wave takes heads until its answers are full.
         let (mut wave, mut words) = (0, 0);
         let waves = codecs.iter().map(|codec| {
             let more = blocks * part(shape, codec.as_ref());
@@ -205,13 +204,13 @@ impl<'a> Read<'a> {
         Read { shape, codecs, held, some: some.into_iter().map(|(sum, _)| sum).collect(), blocks, waves }
     }
 
-    /// Of each head.
+    /// The blocks of each head.
     fn on(&self, rank: usize) -> impl Iterator<Item = &Held> {
         let heads = self.codecs.len();
         self.held[rank * heads..(rank + 1) * heads].iter()
     }
 
-    /// The questions to a rank, and its answers.
+    /// Traffic of questions to a rank and their answers.
     fn asked(&self, rank: usize, fast: bool) -> Wire {
         let Read { shape, codecs, waves, .. } = self;
         let group = u64::from(shape.group());
@@ -236,8 +235,8 @@ impl<'a> Read<'a> {
         }
     }
 
-    /// A token on its way. Pages as they came go token by token, but for the first of a block; packed ones whole. A page whose block
-    /// is there before it is told to be kept in the end.
+    /// Traffic of filing a token. Pages that are not packed are sent token by token, except the first of a block; packed ones whole. The
+    /// rank is finally told to keep a page whose tokens it has.
     fn files(&self, rank: usize) -> Wire {
         if self.blocks == 0 {
             return Wire::default();
@@ -257,7 +256,7 @@ impl<'a> Read<'a> {
         let share = |n: u64| n as f64 / self.blocks as f64;
         let words: f64 =
             self.on(rank).zip(self.codecs).map(|(held, codec)| share(held.blocks) * head(codec)).sum();
-        // One that heads have pages of on one rank takes them together.
+        // Blocks of several heads on one rank share a message.
         let messages = share(self.some[rank]) / page;
         Wire {
             sent: 4.0 * (words + messages * AROUND.0 as f64),

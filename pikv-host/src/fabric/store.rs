@@ -1,4 +1,4 @@
-//! The store of a rank: pages by their numbers, and the answers to messages.
+//! The store of a rank: pages by id, and the answers to messages.
 
 use super::ask::{Ask, Listed};
 use crate::base::error::CudaError;
@@ -21,52 +21,52 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// The pages of one rank, in an arena and under a budget of its own, and the routines that read them: on the back end of its
-/// configuration, which need not be that of the other ranks.
+/// The pages of one rank, in an arena with a budget of its own, and the attention over them, on the back end of its configuration, which
+/// may differ from that of other ranks.
 ///
-/// A [`Fabric`](super::Fabric) brings it messages, and takes its answers back. It knows nothing of sequences: a page has a
-/// number that is used once in a session, and what is asked for and is not there is an error, never another page.
+/// A [`Fabric`](super::Fabric) delivers messages to it and returns its answers. It does not know sequences: a page has an id that is used
+/// once in a session, and a request for an unknown id is an error.
 #[derive(Debug)]
 pub struct Store {
     pool: Pool,
     pages: HashMap<u64, Page>,
-    /// Pages that could not be taken when tokens came for them, and why.
+    /// Pages that could not be allocated when their tokens arrived, with the refusal.
     refused: HashMap<u64, Refusal>,
     session: u64,
     fingerprint: u64,
-    /// Whether several threads work out the questions of a message.
+    /// Whether several threads compute the questions of a message.
     parallel: bool,
 }
 
-/// Writes to pages that a message brings: in the host's memory they are done at once, on a device all together.
+/// The page writes of a message: in host memory they are done at once, on a device all together.
 #[derive(Default)]
 struct Came<'m> {
-    /// Tokens: their layer, the page's address, the lane, and the words.
+    /// Tokens: layer, page address, lane, and words.
     tokens: Vec<(usize, u64, u32, &'m [u32])>,
-    /// Pages: their address, and the words.
+    /// Pages: address and words.
     pages: Vec<(u64, &'m [u32])>,
 }
 
-/// A hash of what two ranks must have in common.
+/// A hash of the configuration that two ranks must share.
 pub(super) fn fingerprint(shape: &CacheShape) -> u64 {
     let CacheShape { config, frequencies, .. } = shape;
     let codecs: Vec<_> = config.codecs.iter().map(|rule| (rule.layer, rule.kv_head, &rule.codec)).collect();
     let text = format!("{VERSION} {:?} {frequencies:?} {codecs:?} {}", config.layers, config.lanes.rows());
-    // FNV-1a: it tells mistakes apart, not attacks.
+    // FNV-1a: it detects mistakes, not attacks.
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     })
 }
 
 impl Store {
-    /// A store for the pages of a cache of this configuration, of which it has `budget` bytes at most, in the memory of the
-    /// configuration's back end. No memory is taken before there are pages. Where keys are stored before their rotation, its table
-    /// takes as much again at most, or 64 MiB if that is more; what would need a larger one is [`FabricError::Memory`].
+    /// A store for the pages of a cache of this configuration, with at most `budget` bytes, in the memory of the configuration's back end.
+    /// Memory is allocated with the first pages. Where keys are stored before rotation, the rotation table takes at most as much again, or
+    /// 64 MiB if that is more; a larger one gives [`FabricError::Memory`].
     ///
     /// [`FabricError::Memory`]: crate::base::error::FabricError::Memory
     ///
     /// # Errors
-    /// An invalid configuration.
+    /// [`Error::Config`] for an invalid configuration.
     pub fn new(config: &CacheConfig, budget: u64) -> Result<Store, Error> {
         let config = CacheConfig { budget, tiers: Tiers::new(), ..config.clone() }.shards(ShardMap::ONE);
         let pool = Pool::new(&Arc::new(CacheShape::new(config, false)?))?;
@@ -75,10 +75,9 @@ impl Store {
         Ok(Store { pool, pages, refused, session: 0, fingerprint, parallel: false })
     }
 
-    /// Whether several threads work out the questions of a message. They are started for that message, and there are as many at
-    /// most as the rayon pool has that [`Store::answer`] is called in (1 without the feature `rayon`). The pool's own threads are
-    /// not used: one that waited for a share of the work would take other work of the pool meanwhile, which may wait for this
-    /// very answer.
+    /// Sets whether several threads compute the questions of a message. They are started for that message, at most as many as the rayon
+    /// pool in which [`Store::answer`] is called has (1 without the feature `rayon`). The pool's own threads are not used: while one
+    /// waits for its share it would take other work of the pool, which may wait for this very answer.
     pub fn parallel(mut self, on: bool) -> Store {
         self.parallel = on;
         self
@@ -94,16 +93,16 @@ impl Store {
         Reader::new(message).header().is_some_and(|header| header.kind == kind::BYE)
     }
 
-    /// Whether a message that [asks the rank to end](Store::is_last) says that another rank was lost: a transport that ends by waiting
-    /// for all ranks would then wait for ever.
+    /// Whether a message that [asks the rank to end](Store::is_last) says that another rank was lost. A transport that ends by waiting
+    /// for all ranks must then not wait.
     pub fn lost(message: &[u32]) -> bool {
         Store::is_last(message) && message.get(HEADER).is_some_and(|lost| *lost != 0)
     }
 
-    /// Checks that the pages are those that the arena counts.
+    /// Checks that the pages held match the arena's counts.
     ///
     /// # Errors
-    /// What is wrong.
+    /// The mismatch.
     pub fn check(&self) -> Result<(), String> {
         let held: u64 = self.pages.values().map(Page::bytes).sum();
         let counted: u64 = self.pool.arenas.bytes_by_shard().sum();
@@ -114,7 +113,7 @@ impl Store {
         }
     }
 
-    /// Does what a message asks for, and gives the answer; `None` to what wants none.
+    /// Executes a message and returns the answer; `None` for a message without one.
     pub fn answer(&mut self, message: &[u32]) -> Option<Vec<u32>> {
         let mut reader = Reader::new(message);
         let header = reader.header()?;
@@ -154,7 +153,7 @@ impl Store {
             self.pages.remove(&id);
             self.refused.remove(&id);
         }
-        // Writes of tokens report a failure when the page is first read, whole pages at the end of this message.
+        // Failed writes of tokens are reported when the page is first read, those of whole pages at the end of this message.
         let (mut first, mut came) = (Ok(()), Came::default());
         self.take_tokens(reader, &mut came, &mut first)?;
         self.take_pages(reader, &mut came, &mut first)?;
@@ -172,7 +171,7 @@ impl Store {
         for _ in 0..reader.word().ok_or(CUT)? {
             fetched.push(self.held(reader.u64().ok_or(CUT)?)?);
         }
-        // Each page once at most, so that an answer is no longer than what is held.
+        // Each page at most once, so that an answer is no longer than the pages held.
         if fetched.len() > self.pages.len() {
             return Err(CUT);
         }
@@ -186,7 +185,7 @@ impl Store {
         Ok(())
     }
 
-    /// Reads tokens of pages that fill up. Why one could not be taken is noted with its page, or in `first`.
+    /// Reads tokens of pages that are not full. A token that is refused is recorded with its page, or in `first`.
     fn take_tokens<'m>(
         &mut self,
         reader: &mut Reader<'m>,
@@ -218,7 +217,7 @@ impl Store {
         Ok(())
     }
 
-    /// Reads whole pages, and room for some. Why the first could not be taken is noted in `first`.
+    /// Reads whole pages, and requests for room. The first refusal is recorded in `first`.
     fn take_pages<'m>(
         &mut self,
         reader: &mut Reader<'m>,
@@ -239,7 +238,7 @@ impl Store {
         Ok(())
     }
 
-    /// Works out questions, in their order.
+    /// Computes questions, in order.
     fn answer_all<'m>(
         &'m self,
         questions: u32,
@@ -261,7 +260,7 @@ impl Store {
         self.compute(&asks, out)
     }
 
-    /// A page to be written, which is taken if it is not there.
+    /// The page with this id, allocated if there is none.
     fn page(&mut self, id: u64, words: u32) -> Result<&mut Page, Refusal> {
         if !self.pages.contains_key(&id) {
             let shapes = self.pool.shape.config.layers.iter().map(|shape| shape.layout.words());
@@ -299,7 +298,7 @@ impl Store {
         self.pool.shape.config.backend.device()
     }
 
-    /// Whether its device answers nothing but errors.
+    /// Whether every call to its device fails.
     fn is_lost(&self) -> bool {
         self.device().is_some_and(|device| device.is_lost())
     }
@@ -325,7 +324,7 @@ impl Store {
         Ok(())
     }
 
-    /// Adds the words of pages.
+    /// Appends the words of pages.
     fn fetch(&self, pages: &[&Page], out: &mut Vec<u32>) -> Result<(), Refusal> {
         if let Some(device) = self.device() {
             let places: Vec<_> =
@@ -345,7 +344,7 @@ impl Store {
         for _ in 0..reader.word().filter(|n| *n > 0).ok_or(CUT)? {
             let mut block = SmallVec::new();
             let pages = reader.word().filter(|n| (1..=BLOCK).contains(&(*n as usize))).ok_or(CUT)?;
-            // Each page once at most, so that an answer is no longer than rows that came for pages that are held.
+            // Each page at most once, so that an answer is bounded by rows received and pages held.
             listed += pages as usize;
             if listed > self.pages.len() {
                 return Err(CUT);
@@ -367,7 +366,7 @@ impl Store {
         Ok(ask)
     }
 
-    /// Adds the answers to questions, one after the other.
+    /// Appends the answers to questions, in order.
     fn compute(&self, asks: &[Ask<'_>], out: &mut Vec<u32>) -> Result<(), Refusal> {
         if let Some(device) = self.device() {
             return device.partials(asks, out).map_err(|error| self.refusal(error));
@@ -386,23 +385,23 @@ impl Store {
     }
 }
 
-/// The refusal of a message that ends too early or cannot be right.
+/// The refusal of a message that ends too early or is invalid.
 const CUT: Refusal = Refusal::Malformed;
 
-/// Bytes of a table of rotations that a rank with a small budget has all the same.
+/// Bytes that a table of rotations may take on a rank with a small budget.
 const TABLE: u64 = 64 << 20;
 
-/// The most pages without room that are remembered, so that questions about them are refused; the message that brings more fails whole.
+/// Most refused pages that are remembered, to refuse questions about them; a message with more fails as a whole.
 const REFUSED: usize = 1 << 16;
 
-/// Bytes of pages that a thread should have to read: they take it about as long as it takes to be started.
+/// Bytes of pages that a thread should read at least: reading them takes about as long as starting it.
 const SHARE: u64 = 1 << 20;
 
-/// The results of `f` for all items, in their order, worked out by the calling thread and up to `threads - 1` others that end with the
-/// call. Fewer do it where the system starts no more.
+/// The results of `f` for all items, in order, computed by the calling thread and up to `threads - 1` others that end with the call. Fewer
+/// if the system starts no more.
 ///
 /// # Panics
-/// If `f` does.
+/// If `f` panics.
 fn side_by_side<I: Sync, O: Send>(items: &[I], threads: usize, f: impl Fn(&I) -> O + Sync) -> Vec<O> {
     let next = AtomicUsize::new(0);
     let work = || {

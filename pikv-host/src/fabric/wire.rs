@@ -7,8 +7,7 @@
 //!                                             -> status, bytes (2), pages (2), nanoseconds (2), the pages wanted, the partial results
 //! bye      whether a rank was lost            -> no answer
 //! ```
-//! Lists begin with their length. An answer has the kind, the session and the call of what it answers; one that has others is
-//! no answer.
+//! Lists begin with their length. An answer has the kind, session and call of its message; others are ignored.
 
 use crate::base::error::FabricError;
 use pikv_core::page::{Layout, PAGE};
@@ -16,23 +15,23 @@ use pikv_core::page::{Layout, PAGE};
 /// The first word of every message.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"pikv");
 
-/// Raised whenever a message changes.
+/// Version of the messages, raised with every change.
 pub const VERSION: u32 = 4;
 
-/// Set in the length of a whole page of which only room is wanted: no words follow.
+/// Set in the length of a page for which only room is requested: no words follow.
 pub const ROOM: u32 = 1 << 31;
 
-/// Words before what a kind adds.
+/// Words of a message's header.
 pub const HEADER: usize = 7;
 
-/// What a message is about.
+/// The kinds of messages.
 pub mod kind {
     pub const HELLO: u32 = 1;
     pub const WORK: u32 = 2;
     pub const BYE: u32 = 3;
 }
 
-/// How an answer begins.
+/// The status of an answer.
 mod status {
     pub const DONE: u32 = 0;
     pub const BUDGET: u32 = 1;
@@ -43,9 +42,9 @@ mod status {
     pub const DEVICE: u32 = 6;
 }
 
-/// What a question wants, a bit each.
+/// Options of a question, a bit each.
 pub mod flag {
-    /// The weight of every token too.
+    /// The weight of every token is wanted too.
     pub const RAW: u32 = 1;
     /// The pages are packed by the head's codec.
     pub const PACKED: u32 = 2;
@@ -55,7 +54,7 @@ pub mod flag {
     pub const CAPPED: u32 = 8;
 }
 
-/// Why a rank cannot do what it was asked.
+/// A refusal by a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     Budget { needed: u64, available: u64 },
@@ -82,7 +81,7 @@ impl Refusal {
     }
 }
 
-/// A message of a kind, with nothing in it yet.
+/// An empty message of a kind.
 pub fn message(kind: u32, session: u64, call: u64) -> Vec<u32> {
     let mut out = vec![MAGIC, VERSION, kind];
     push_u64(&mut out, session);
@@ -90,7 +89,7 @@ pub fn message(kind: u32, session: u64, call: u64) -> Vec<u32> {
     out
 }
 
-/// An answer that says that all was done.
+/// Appends the status of success.
 pub fn done(out: &mut Vec<u32>) {
     out.push(status::DONE);
 }
@@ -99,7 +98,7 @@ pub fn push_u64(out: &mut Vec<u32>, x: u64) {
     out.extend([x as u32, (x >> 32) as u32]);
 }
 
-/// What begins a message.
+/// The header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub version: u32,
@@ -149,7 +148,7 @@ impl<'a> Reader<'a> {
         Some(Header { version, kind: self.word()?, session: self.u64()?, call: self.u64()? })
     }
 
-    /// What an answer begins with.
+    /// Reads the status of an answer.
     pub fn status(&mut self, rank: u32) -> Result<(), FabricError> {
         let malformed = FabricError::Malformed { rank, what: "an answer is cut off" };
         let word = self.word().ok_or(malformed.clone())?;
@@ -168,12 +167,12 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Words that a token of a page takes on the wire: its position, key and value.
+/// Words of a token of a page in a message: its position, key and value.
 pub fn token_words(layout: &Layout) -> usize {
     1 + (layout.k_rows() + layout.v_stride()) as usize
 }
 
-/// Adds the token at `lane` of a page as it came.
+/// Appends the token at `lane` of a page, in the head's dtype.
 pub fn push_token(layout: &Layout, page: &[u32], lane: u32, out: &mut Vec<u32>) {
     let rows = layout.v_base() as usize;
     out.extend(page[..rows].iter().skip(lane as usize).step_by(PAGE as usize));
@@ -181,7 +180,7 @@ pub fn push_token(layout: &Layout, page: &[u32], lane: u32, out: &mut Vec<u32>) 
     out.extend_from_slice(&page[rows + lane as usize * stride..][..stride]);
 }
 
-/// Writes what [`push_token`] added to a lane.
+/// Writes the words of [`push_token`] to a lane.
 pub fn place_token(layout: &Layout, token: &[u32], page: &mut [u32], lane: u32) {
     let rows = layout.v_base() as usize;
     let column = page[..rows].iter_mut().skip(lane as usize).step_by(PAGE as usize);

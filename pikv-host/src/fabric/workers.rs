@@ -1,4 +1,4 @@
-//! Ranks in one process: a thread and an arena for each, in the host's memory or on a device.
+//! Ranks in one process: a thread and an arena for each, in host memory or on a device.
 
 use super::{Fabric, Store};
 use crate::backend::Backend;
@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A thread for each rank, with its pages in an arena of its own. Messages are handed over, not copied.
+/// A thread for each rank, with its pages in an arena of its own. Messages are moved, not copied.
 #[derive(Debug)]
 pub struct InProcess {
     workers: Vec<Worker>,
@@ -28,9 +28,8 @@ impl InProcess {
     /// `ranks` threads for a cache of this configuration, each with at most `budget` bytes of pages.
     ///
     /// # Errors
-    /// An invalid configuration; [`FabricError::Nobody`] for no ranks, [`ConfigError::Shards`] for more than there can be
-    /// shards, [`FabricError::Transport`] if the system starts no
-    /// thread.
+    /// [`ConfigError`] for an invalid configuration, [`FabricError::Nobody`] for no ranks, [`ConfigError::Shards`] for more than the
+    /// largest number of shards, [`FabricError::Transport`] if the system starts no thread.
     pub fn new(config: &CacheConfig, ranks: u32, budget: u64) -> Result<InProcess, Error> {
         if ranks > MAX_SHARDS {
             return Err(ConfigError::Shards { shards: ranks }.into());
@@ -39,19 +38,18 @@ impl InProcess {
         InProcess::on(config, &backends, budget)
     }
 
-    /// A thread for each back end, whose pages lie there and are read there, with at most `budget` bytes each: one for every CUDA
-    /// device of this host, or any mixture. The cache itself ([`Cache::over`](crate::Cache::over)) is of the CPU.
+    /// A thread for each back end, with at most `budget` bytes of pages there: one for every CUDA device of this host, or any mixture. The
+    /// cache itself ([`Cache::over`](crate::Cache::over)) is of the CPU.
     ///
-    /// Copies to and from a device pass through pinned memory of the host: queries and tokens up, partial results of
-    /// blocks down, as much as the traffic says, and pages that move, down and up again. So a device never reads another's memory,
-    /// and devices need not be able to. One row of 32 query heads of 128 channels over 128K tokens has
-    /// 8.5 MB of partial results a layer, which a bus may take longer for than the devices for the pages; with
+    /// Copies to and from a device pass through pinned host memory: queries and tokens up, partial results of blocks down, and pages that
+    /// move down and up again. So devices need no access to each other's memory. One row of 32 query heads of 128 channels over 128K
+    /// tokens has 8.5 MB of partial results a layer, which a bus may take longer to copy than the devices to read the pages; with
     /// [`Options::fast`](super::Options::fast) it is 17 KB a device.
     ///
-    /// A device that is lost is [`FabricError::Device`], once, and then a rank that is lost.
+    /// A lost device gives [`FabricError::Device`] once, and then the error of a lost rank.
     ///
     /// # Errors
-    /// As [`InProcess::new`].
+    /// The same as of [`InProcess::new`].
     ///
     /// ```no_run
     /// # use pikv_host as pikv;
@@ -123,7 +121,7 @@ impl Drop for InProcess {
         }
         for worker in &mut self.workers {
             if let Some(thread) = worker.thread.take() {
-                // One that panicked has nothing to give back.
+                // One that panicked returns nothing.
                 let _ = thread.join();
             }
         }

@@ -1,70 +1,70 @@
-//! A sink that adds up.
+//! A sink that adds up its numbers.
 
 use super::{Evicted, Histogram, Reused, Sink, StepMetrics};
 use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Sums of a [`Collector`]. They stop at their largest value.
+/// Sums of a [`Collector`]; integers saturate.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Totals {
-    /// Steps.
+    /// Number of committed steps.
     pub steps: u64,
-    /// Tokens that they added.
+    /// Tokens that the steps added.
     pub rows: u64,
     /// Bytes of pages after the last step.
     pub resident_bytes: u64,
-    /// The most that they were after a step.
+    /// Largest `resident_bytes` after a step.
     pub peak_resident_bytes: u64,
-    /// Bytes that the same tokens would take, after the last step.
+    /// Bytes that the same tokens would take with nothing evicted, packed or shared, after the last step.
     pub logical_bytes: u64,
-    /// Of each expert, pages that were wanted and there.
+    /// For each expert, wanted pages that were in the first tier.
     pub hits: Vec<f64>,
-    /// Of each expert, pages that were wanted and not there.
+    /// For each expert, wanted pages that were not in the first tier.
     pub misses: Vec<f64>,
     /// Tokens of the rows' experts that were held, summed over steps, rows, layers and KV heads.
     pub held_tokens: u64,
-    /// Tokens of the rows' experts that were not held, summed alike.
+    /// Tokens of the rows' experts that were not held, summed likewise.
     pub lost_tokens: u64,
-    /// Pages evicted.
+    /// Pages with evicted tokens.
     pub evicted_pages: u64,
-    /// Tokens in them.
+    /// Evicted tokens.
     pub evicted_tokens: u64,
-    /// Bytes of them.
+    /// Bytes freed by evictions.
     pub evicted_bytes: u64,
-    /// Tokens by which an evicted page was older than the newest.
+    /// Age of evicted pages, in tokens: how much older than its sequence's newest token.
     pub age: Histogram,
     /// Tokens of its sequence between two uses of a page.
     pub gap: Histogram,
-    /// The cache's last report of its fabric's traffic.
+    /// The fabric's traffic, as last reported by the cache.
     pub traffic: Traffic,
-    /// The cache's last report of work that failed without failing a call.
+    /// Failures that did not fail a call, as last reported by the cache.
     pub failures: Failures,
 }
 
 impl Totals {
-    /// Hits over all wanted pages, of one expert; `None` if none was wanted, or there is no such expert.
+    /// Hits divided by wanted pages, for one expert; `None` for no wanted pages or no such expert.
     pub fn hit_rate(&self, expert: usize) -> Option<f64> {
         let (hits, misses) = (*self.hits.get(expert)?, *self.misses.get(expert)?);
         (hits + misses > 0.0).then(|| hits / (hits + misses))
     }
 
-    /// Hits over all wanted pages, of all experts; `None` if none was wanted.
+    /// Hits divided by wanted pages, over all experts; `None` for no wanted pages.
     pub fn hit_rate_of_all(&self) -> Option<f64> {
         let [hits, misses]: [f64; 2] = [&self.hits, &self.misses].map(|of| of.iter().sum());
         (hits + misses > 0.0).then(|| hits / (hits + misses))
     }
 
-    /// The share of the tokens of the rows' experts that was held; `None` if there were none. Unlike a hit rate it says nothing of what is
-    /// wanted.
+    /// Share of the tokens of the rows' experts that was held; `None` for no tokens. Unlike a hit rate it does not depend on which pages
+    /// were wanted.
     pub fn residency(&self) -> Option<f64> {
         let all = self.held_tokens as f64 + self.lost_tokens as f64;
         (all > 0.0).then(|| self.held_tokens as f64 / all)
     }
 }
 
-/// Adds up what it hears, in memory that does not grow: two histograms and two counts an expert.
+/// Adds up the numbers in constant memory: two histograms, and two counts for each expert.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -82,7 +82,7 @@ pub struct Collector {
 }
 
 impl Collector {
-    /// A collector for a cache of `experts` experts. Counts of experts past these are dropped.
+    /// A collector for a cache of `experts` experts. Counts of higher experts are dropped.
     pub fn new(experts: usize) -> Collector {
         let counts = vec![0.0; experts];
         Collector { totals: Mutex::new(Totals { hits: counts.clone(), misses: counts, ..Totals::default() }) }
@@ -93,7 +93,7 @@ impl Collector {
         self.lock().clone()
     }
 
-    /// The sums so far, which it then resets; bytes after the last step stay, and are the peak to begin with.
+    /// Returns the sums and resets them; `resident_bytes` is kept, and is the new peak.
     pub fn take(&self) -> Totals {
         let mut totals = self.lock();
         let counts = vec![0.0; totals.hits.len()];
@@ -111,7 +111,7 @@ impl Collector {
     }
 
     fn lock(&self) -> MutexGuard<'_, Totals> {
-        // A thread that panicked while it added leaves sums that are sums all the same.
+        // A panic while adding leaves the sums valid.
         self.totals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

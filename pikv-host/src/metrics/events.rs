@@ -5,8 +5,8 @@ use crate::base::failures::Failures;
 use crate::fabric::Traffic;
 use tracing::{debug, trace, warn};
 
-/// Gives every number to the subscriber, as the fields of an event with target `pikv`: steps at level debug, pages at level
-/// trace, failures at level warn, if there are any. Hits and misses are summed over the experts.
+/// Emits every number as fields of an event with target `pikv`: steps at level debug, pages at level trace, failures, if there are
+/// any, at level warn. Hits and misses are summed over the experts.
 ///
 /// Needs the feature `tracing`.
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,10 +1,10 @@
 //! Counts by powers of two.
 
-/// Bits of a value, and one bucket for 0.
+/// One bucket for each bit length of a u64, including 0.
 const BUCKETS: usize = 65;
 
-/// How often values of each magnitude came, in constant memory. Bucket 0 is the value 0, bucket `i` the values from `2^(i-1)` to
-/// `2^i - 1`. Counts and the sum stop at their largest value.
+/// Counts of values by magnitude, in constant memory. Bucket 0 is the value 0, bucket `i` the values from `2^(i-1)` to `2^i - 1`. Counts
+/// and the sum saturate.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -30,7 +30,7 @@ impl Default for Histogram {
 }
 
 impl Histogram {
-    /// Counts a value.
+    /// Counts `value`.
     pub fn record(&mut self, value: u64) {
         let count = &mut self.counts[(u64::BITS - value.leading_zeros()) as usize];
         *count = count.saturating_add(1);
@@ -39,7 +39,7 @@ impl Histogram {
         self.max = self.max.max(value);
     }
 
-    /// Counts what `other` counted.
+    /// Adds the counts of `other`.
     pub fn merge(&mut self, other: &Histogram) {
         self.counts.iter_mut().zip(other.counts).for_each(|(a, b)| *a = a.saturating_add(b));
         self.sum = self.sum.saturating_add(other.sum);
@@ -47,28 +47,28 @@ impl Histogram {
         self.max = self.max.max(other.max);
     }
 
-    /// Values counted.
+    /// Number of values counted.
     pub fn count(&self) -> u64 {
         self.counts.iter().fold(0, |sum, n| sum.saturating_add(*n))
     }
 
-    /// The least value.
+    /// The smallest value; `None` without values.
     pub fn min(&self) -> Option<u64> {
         (self.count() > 0).then_some(self.min)
     }
 
-    /// The largest value.
+    /// The largest value; `None` without values.
     pub fn max(&self) -> Option<u64> {
         (self.count() > 0).then_some(self.max)
     }
 
-    /// The mean.
+    /// The mean; `None` without values.
     pub fn mean(&self) -> Option<f64> {
         (self.count() > 0).then(|| self.sum as f64 / self.count() as f64)
     }
 
-    /// A value that a share `q` of the values do not pass: the end of the bucket in which that share is reached, or the largest
-    /// value if that is less. Below twice the true one. `None` without values, or for a `q` outside 0..=1.
+    /// An upper bound of the `q` quantile: the end of its bucket, or the largest value if that is less. Below twice the true quantile.
+    /// `None` without values, or for a `q` outside 0..=1.
     pub fn quantile(&self, q: f64) -> Option<u64> {
         let count = self.count();
         if count == 0 || !(0.0..=1.0).contains(&q) {
@@ -84,7 +84,7 @@ impl Histogram {
             .map(|(_, last, _)| last.min(self.max))
     }
 
-    /// Buckets that are not empty: their least and largest possible value, and the count.
+    /// Non-empty buckets: smallest and largest possible value, and the count.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64, u64)> {
         self.counts.iter().enumerate().filter(|(_, n)| **n > 0).map(|(i, n)| match i {
             0 => (0, 0, *n),

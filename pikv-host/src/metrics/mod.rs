@@ -1,7 +1,7 @@
-//! Numbers of a cache for a sink: once a step, and for every page that is evicted or used again.
+//! Metrics of a cache: for each step, and for each page that is evicted or used again.
 //!
-//! A [`Sink`] takes them. [`ClosedLoop`](crate::ClosedLoop) calls it; without a loop your engine does. What sinks keep is bounded,
-//! however long they listen.
+//! A [`Sink`] receives them from [`ClosedLoop`](crate::ClosedLoop), or from your engine if it runs without a loop. The memory of pikv's
+//! sinks is bounded.
 //!
 //! | sink | file | what it does |
 //! |---|---|---|
@@ -29,25 +29,25 @@ pub use events::TracingSink;
 #[cfg(feature = "metrics")]
 pub use recorder::MetricsSink;
 
-/// One step of a cache, once it is committed.
+/// Metrics of one committed step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct StepMetrics<'a> {
     /// Tokens that the step added, over all its sequences.
     pub rows: u64,
-    /// Bytes of pages in use after it, those that several sequences share once.
+    /// Bytes of pages in use after the step; pages shared by sequences count once.
     pub resident_bytes: u64,
     /// Bytes that the same tokens would take with nothing evicted, packed or shared.
     pub logical_bytes: u64,
-    /// Of each expert, wanted pages that were in the first tier, summed over layers, rows and KV heads:
+    /// For each expert, wanted pages that were in the first tier, summed over layers, rows and KV heads:
     /// [`StepReport::hits`](crate::StepReport::hits).
     pub hits: &'a [f64],
-    /// Of each expert, wanted pages that were evicted, remote, in a lower tier or not fetched, summed likewise.
+    /// For each expert, wanted pages that were evicted, remote, in a lower tier or not fetched, summed likewise.
     pub misses: &'a [f64],
-    /// Tokens of the pages of the rows' experts that the first tier holds, summed likewise:
+    /// Tokens in the pages of the rows' experts that the first tier holds, summed likewise:
     /// [`StepReport::held_tokens`](crate::StepReport::held_tokens).
     pub held_tokens: u64,
-    /// Those that it does not hold.
+    /// Tokens filed in those pages that the first tier does not hold.
     pub lost_tokens: u64,
 }
 
@@ -65,21 +65,21 @@ setters!(StepMetrics<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// Bytes of messages to ranks of other processes, or threads.
+    /// Bytes of messages to ranks in other processes or threads.
     pub sent: u64,
     /// Bytes of their answers.
     pub received: u64,
-    /// Messages to ranks; as many answers come back.
+    /// Messages to ranks; each has one answer.
     pub messages: u64,
-    /// Rounds: one message to some ranks, and their answers.
+    /// Rounds: one message each to some ranks, and their answers.
     pub rounds: u64,
-    /// Time in rounds, from the first message sent to the last answer received, in which ranks compute too.
+    /// Time in rounds, from the first message sent to the last answer received, including the ranks' computation.
     pub waited: Duration,
-    /// Of that time, what the rank that took longest in each round computed; the rest is the wire's, and the front's own.
+    /// The part of `waited` in which the slowest rank of each round computed; the rest is communication, and work of the front.
     pub computed: Duration,
-    /// Pages that were moved to another rank.
+    /// Pages moved to another rank.
     pub moved: u64,
-    /// Pages that were copied to a further rank.
+    /// Pages copied to a further rank.
     pub replicated: u64,
 }
 
@@ -94,19 +94,19 @@ setters!(Traffic {
     replicated: u64,
 });
 
-/// Tokens of a page that left.
+/// Evicted tokens of one page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Evicted {
-    /// Its layer.
+    /// Layer of the page.
     pub layer: u32,
-    /// Its KV head.
+    /// KV head of the page.
     pub kv_head: u32,
-    /// Tokens that left.
+    /// Tokens evicted.
     pub tokens: u32,
-    /// Bytes that came free with the last of the page's tokens; 0 if some stay.
+    /// Bytes freed with the page's last token; 0 if tokens remain.
     pub bytes: u64,
-    /// Tokens of its sequence that are newer than the newest of them.
+    /// Tokens of its sequence newer than the newest of the evicted.
     pub age: u32,
 }
 
@@ -116,17 +116,17 @@ setters!(Evicted { layer: u32, kv_head: u32, tokens: u32, bytes: u64, age: u32 }
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Reused {
-    /// Its layer.
+    /// Layer of the page.
     pub layer: u32,
-    /// Its KV head.
+    /// KV head of the page.
     pub kv_head: u32,
-    /// Tokens of its sequence since it was last used, or filled; 1 if that was by the token before.
+    /// Tokens of its sequence since it was last used, or filled; 1 if the previous token used it.
     pub gap: u32,
 }
 
 setters!(Reused { layer: u32, kv_head: u32, gap: u32 });
 
-/// What a [`PrefixIndex`](crate::prefix::PrefixIndex) was asked and found since it was made, and what it holds.
+/// Counts of a [`PrefixIndex`](crate::prefix::PrefixIndex) since it was made, and its present size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrefixUsage {
@@ -136,23 +136,23 @@ pub struct PrefixUsage {
     pub lower: u64,
     /// Lengths at which prefixes can be found, and those between checkpoints.
     pub boundaries: u64,
-    /// Look-ups.
+    /// Number of look-ups.
     pub lookups: u64,
-    /// Tokens that they asked for.
+    /// Tokens of the prompts looked up.
     pub asked_tokens: u64,
-    /// Look-ups that found something.
+    /// Look-ups that found a prefix.
     pub hits: u64,
-    /// Tokens that they found, and that need not be computed.
+    /// Tokens of the prefixes found, which need no prefill.
     pub hit_tokens: u64,
-    /// Time since what they found was last used, summed over hits.
+    /// Time since the prefixes found were last used, summed over hits.
     pub hit_age: Duration,
-    /// Boundaries that were evicted.
+    /// Boundaries evicted.
     pub evictions: u64,
     /// Their tokens, 32 each.
     pub evicted_tokens: u64,
-    /// Time since they were last used, summed.
+    /// Time since their last use, summed.
     pub evicted_age: Duration,
-    /// Times that the name of a prefix was that of other tokens, which were not given.
+    /// Hash collisions: prefixes found by hash whose tokens differ, which were not returned.
     pub unequal: u64,
 }
 
@@ -171,7 +171,7 @@ setters!(PrefixUsage {
     unequal: u64,
 });
 
-/// Takes the numbers. Every method does nothing unless it is written, and must not block for long: the loop waits for it.
+/// Receives metrics. All methods do nothing by default; they must not block for long, because the loop waits for them.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -191,38 +191,38 @@ setters!(PrefixUsage {
 /// assert_eq!(peak.0.into_inner(), 30);
 /// ```
 pub trait Sink: Send + Sync {
-    /// A step was committed.
+    /// Called when a step is committed.
     fn step(&self, _step: &StepMetrics<'_>) {}
 
-    /// A page left.
+    /// Called for each page with evicted tokens.
     fn evicted(&self, _page: &Evicted) {}
 
-    /// A page was used again.
+    /// Called for each page that is used again.
     fn reused(&self, _page: &Reused) {}
 
-    /// Whether [`reused`](Sink::reused) is to be called: to find such pages the masses of all are summed after every step, which
-    /// takes about as long as a policy does with them.
+    /// Whether to call [`reused`](Sink::reused). To find such pages, the attention mass of all pages is summed after every step, which
+    /// takes about as long as a policy's observation of it.
     fn wants_reused(&self) -> bool {
         true
     }
 
-    /// Whether [`StepMetrics::hits`] are looked at: they are counted then ([`Hits`](crate::rules::Hits)).
+    /// Whether it reads [`StepMetrics::hits`], which are counted only then ([`Hits`](crate::rules::Hits)).
     fn wants_hits(&self) -> bool {
         true
     }
 
-    /// Traffic of the cache's fabric since it was built, at the commit of a step. Sums, not differences.
+    /// Traffic of the cache's fabric, called when a step is committed. Sums since the cache was built.
     fn traffic(&self, _sums: &Traffic) {}
 
-    /// Counts of work that failed without failing a call since the cache was built, after a committed step. Sums, not differences.
+    /// Counts of failures that did not fail a call, called after a committed step. Sums since the cache was built.
     fn failures(&self, _sums: &Failures) {}
 
-    /// What a prefix index found and holds: [`PrefixIndex::usage`](crate::prefix::PrefixIndex::usage), which your engine passes on when it
-    /// likes. Sums, not differences.
+    /// Counts of a prefix index ([`PrefixIndex::usage`](crate::prefix::PrefixIndex::usage)); called by your engine, at times of its
+    /// choice. Sums since the index was made.
     fn prefixes(&self, _sums: &PrefixUsage) {}
 }
 
-/// Takes no notice.
+/// Ignores everything.
 impl Sink for () {
     fn wants_reused(&self) -> bool {
         false

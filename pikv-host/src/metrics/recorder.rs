@@ -7,22 +7,22 @@ use ::metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-/// Gives every number to the recorder.
+/// Records every number with the `metrics` crate.
 ///
 /// Needs the feature `metrics`.
 ///
 /// | name | kind | of |
 /// |---|---|---|
-/// | `pikv_steps_total`, `pikv_rows_total` | counter | steps, and tokens that they added |
+/// | `pikv_steps_total`, `pikv_rows_total` | counter | steps, and tokens added by them |
 /// | `pikv_resident_bytes`, `pikv_logical_bytes` | gauge | the last step |
-/// | `pikv_hit_pages_total`, `pikv_missed_pages_total` | counter | wanted pages that were there or not, over rows and KV heads, label `expert` |
+/// | `pikv_hit_pages_total`, `pikv_missed_pages_total` | counter | wanted pages that were in the first tier or not, over rows and KV heads, label `expert` |
 /// | `pikv_held_tokens_total`, `pikv_lost_tokens_total` | counter | tokens of the rows' experts that were held or not, over rows and KV heads |
-/// | `pikv_evicted_pages_total`, `pikv_evicted_tokens_total`, `pikv_evicted_bytes_total` | counter | pages that left |
-/// | `pikv_eviction_age_tokens` | histogram | pages that left |
+/// | `pikv_evicted_pages_total`, `pikv_evicted_tokens_total`, `pikv_evicted_bytes_total` | counter | evictions |
+/// | `pikv_eviction_age_tokens` | histogram | age of evicted pages, in tokens |
 /// | `pikv_reuse_gap_tokens` | histogram | tokens of the sequence since a page was last used |
-/// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric |
-/// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages that were moved or copied to other ranks |
-/// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | work that failed without failing a call ([`Failures`]) |
+/// | `pikv_wire_sent_bytes_total`, `pikv_wire_received_bytes_total`, `pikv_wire_messages_total` | counter | a fabric's messages |
+/// | `pikv_moved_pages_total`, `pikv_replicated_pages_total` | counter | pages moved or copied to other ranks |
+/// | `pikv_uncompacted_total`, `pikv_unwiped_pages_total` | counter | failures that did not fail a call ([`Failures`]) |
 #[cfg(feature = "metrics")]
 pub struct MetricsSink {
     steps: Counter,
@@ -31,7 +31,7 @@ pub struct MetricsSink {
     logical_bytes: Gauge,
     hits: Vec<Counter>,
     misses: Vec<Counter>,
-    /// Hits, then misses of each expert: counters take whole pages only.
+    /// Fractions of hits, then of misses, of each expert: counters take whole pages.
     pages: Mutex<Vec<f64>>,
     tokens: [Counter; 2],
     evicted_pages: Counter,
@@ -41,15 +41,14 @@ pub struct MetricsSink {
     gap: Histogram,
     /// Bytes sent and received, messages, pages moved and replicated.
     traffic: [Counter; 5],
-    /// Heads not put together, pages not overwritten.
+    /// Heads not compacted, pages not overwritten.
     failures: [Counter; 2],
     prefix_bytes: Gauge,
     prefixes: [Counter; 6],
 }
 
 impl MetricsSink {
-    /// A sink for a cache of `experts` experts, with the recorder that is installed by now; counts of experts past these are
-    /// dropped.
+    /// A sink for a cache of `experts` experts, with the recorder installed at this time. Counts of higher experts are dropped.
     pub fn new(experts: usize) -> MetricsSink {
         let each =
             |name: &'static str| (0..experts).map(|e| counter!(name, "expert" => e.to_string())).collect();

@@ -8,7 +8,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Hits, misses and evictions of a step that was committed.
+/// Hits, misses and evictions of a committed step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepReport {
     pub(crate) experts: usize,
@@ -21,18 +21,18 @@ pub struct StepReport {
     pub logical_bytes: u64,
     /// Evicted tokens, page by page.
     pub evicted: Vec<Evicted>,
-    /// Pages that were used again, where a policy observes attention: used means that a page got its fair share of weight. Of a
-    /// [`ClosedLoop`](crate::ClosedLoop) only where its sink [wants them](crate::metrics::Sink::wants_reused).
+    /// Pages that were used again: rows gave the page at least its equal share of attention. Recorded only with a policy that observes
+    /// attention; in a [`ClosedLoop`](crate::ClosedLoop) only if its sink [wants them](crate::metrics::Sink::wants_reused).
     pub reused: Vec<Reused>,
-    /// Whether `reused` is not collected.
+    /// Whether `reused` is not recorded.
     pub(crate) unasked: bool,
-    /// Where a loop asks for it, what each sequence of the step met, and its ticket.
+    /// For a loop: pages wanted by each sequence of the step, and its ticket.
     pub(crate) by_part: Option<ByPart>,
 }
 
 impl fmt::Display for StepReport {
-    /// A table, layer by layer: pages that rows wanted and found or missed, tokens that are held or lost, and bytes from lower tiers and other
-    /// ranks; then what was evicted.
+    /// A table, layer by layer: pages that rows wanted and that hit or missed, tokens held or lost, and bytes from lower tiers and other
+    /// ranks; then evictions.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::default();
         table.row([&"layer", &"hits", &"misses", &"hit rate", &"held tokens", &"lost", &"fetched"]);
@@ -65,53 +65,53 @@ impl fmt::Display for StepReport {
 /// Hits and misses of each sequence of a step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ByPart {
-    /// Layer, index of the sequence, and what one of its rows met over all heads; by ascending layer, sequence, row and expert.
+    /// Layer, index of the sequence, and the pages that one of its rows wanted over all heads; by layer, sequence, row and expert.
     pub met: Vec<(usize, usize, Met)>,
     pub tickets: Vec<Arc<Left>>,
 }
 
 impl PartialEq for ByPart {
-    /// Notes of a loop are not part of the report.
+    /// Not compared: a loop's notes are not part of the report.
     fn eq(&self, _: &ByPart) -> bool {
         true
     }
 }
 
 impl StepReport {
-    /// Of each expert, its pages that rows of the step wanted and found in the first tier, summed over rows and KV heads, in 32nds of a page:
-    /// a page that lost tokens counts by those that are held. [`Hits`](crate::rules::Hits) says what is wanted, and of which rows it is asked; all are
-    /// 0 where nobody asks for hits.
+    /// For each expert, its pages that rows of the step wanted and that lay in the first tier, summed over rows and KV heads, in pages
+    /// with a resolution of 1/32: a page that lost tokens counts by those held. [`Hits`](crate::rules::Hits) defines wanted pages and the
+    /// rows that are counted; all 0 if no policy, router or sink wants hits.
     pub fn hits(&self, layer: usize) -> &[f64] {
         self.hits.get(self.of(layer)).unwrap_or_default()
     }
 
-    /// Of each expert, its pages that rows wanted and that were evicted, lay in a lower tier or on another rank, or were not fetched: of a
-    /// [`ClosedLoop`](crate::ClosedLoop), those of a row's experts behind the first [`Routes::fetch`](crate::router::Routes::fetch).
-    /// Counted as [`StepReport::hits`].
+    /// For each expert, its pages that rows wanted and that were evicted, lay in a lower tier or on another rank, or were not fetched: in a
+    /// [`ClosedLoop`](crate::ClosedLoop), those of a row's experts after the first [`Routes::fetch`](crate::router::Routes::fetch).
+    /// Counted as in [`StepReport::hits`].
     pub fn misses(&self, layer: usize) -> &[f64] {
         self.misses.get(self.of(layer)).unwrap_or_default()
     }
 
-    /// The share of the pages that rows wanted in all layers and found in the first tier; `None` if none was wanted.
+    /// Share of the pages wanted by rows, over all layers, that lay in the first tier; `None` for no wanted pages.
     pub fn hit_rate(&self) -> Option<f64> {
         let [hits, misses]: [f64; 2] = [&self.hits, &self.misses].map(|of| of.iter().sum());
         (hits + misses > 0.0).then(|| hits / (hits + misses))
     }
 
-    /// Of each expert, tokens of its pages that the first tier holds, whoever wants them: summed over KV heads and the rows that chose the
+    /// For each expert, tokens of its pages that the first tier holds, wanted or not, summed over KV heads and the rows that chose the
     /// expert.
     pub fn held_tokens(&self, layer: usize) -> &[u64] {
         self.held.get(self.of(layer)).unwrap_or_default()
     }
 
-    /// Of each expert, tokens that were filed in its pages and that the first tier does not hold, counted as
+    /// For each expert, tokens filed in its pages that the first tier does not hold, counted as in
     /// [`StepReport::held_tokens`].
     pub fn lost_tokens(&self, layer: usize) -> &[u64] {
         self.lost.get(self.of(layer)).unwrap_or_default()
     }
 
-    /// Of the tokens that were filed in the pages of the rows' experts, the share that the first tier holds, over all layers; 1 if there
-    /// are none. It says how much is held and nothing of what is wanted: policies that hold as many tokens have the same.
+    /// Share of the tokens filed in the pages of the rows' experts that the first tier holds, over all layers; 1 for no tokens. It does not
+    /// depend on which pages are wanted: policies that hold equally many tokens have the same residency.
     pub fn residency(&self) -> f64 {
         let [held, lost]: [u64; 2] = [&self.held, &self.lost].map(|of| of.iter().sum());
         if held + lost == 0 { 1.0 } else { held as f64 / (held + lost) as f64 }
@@ -121,8 +121,8 @@ impl StepReport {
         layer * self.experts..(layer + 1) * self.experts
     }
 
-    /// Bytes of pages that attention in a layer read from lower tiers, and of pages that rows wanted and that lay on other ranks of a
-    /// fabric, once for each row that was asked and KV head.
+    /// Bytes of pages that attention in a layer read from lower tiers, and of wanted pages on other ranks of a fabric, once for each
+    /// counted row and KV head.
     pub fn remote_bytes(&self, layer: usize) -> u64 {
         self.remote.get(layer).copied().unwrap_or(0)
     }

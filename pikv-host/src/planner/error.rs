@@ -1,46 +1,46 @@
-//! Errors of planning, each with the value that was wrong.
+//! Errors of planning, each with the rejected value.
 
 use pikv_core::page::Position;
 use thiserror::Error;
 
-/// Why there is no plan.
+/// An error of planning.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The configuration, or the cache that is measured.
+    /// The configuration is invalid, or the measured cache failed.
     #[error(transparent)]
     Cache(#[from] crate::Error),
-    /// A sequence that is too long.
+    /// A sequence above the largest length.
     #[error("a sequence of {len} tokens; at most {max}", max = Position::MAX.0)]
     Length {
-        /// As given.
+        /// Tokens of the sequence.
         len: u32,
     },
-    /// Fewer tokens than what cannot leave.
+    /// Fewer resident tokens than ring and sinks hold.
     #[error("{asked} resident tokens; ring and sinks alone hold {least}")]
     Resident {
-        /// As given.
+        /// Resident tokens.
         asked: u32,
-        /// The least that would do.
+        /// Smallest accepted number.
         least: u32,
     },
-    /// It does not fit.
+    /// The load does not fit in the budget.
     #[error(
         "{sequences} x {len} tokens take {needed} bytes, the budget is {budget}: {sequences} x {fits} tokens fit"
     )]
     Budget {
-        /// Sequences.
+        /// Number of sequences.
         sequences: u32,
         /// Tokens of each.
         len: u32,
-        /// Bytes that they take.
+        /// Bytes that the load takes.
         needed: u64,
-        /// Bytes that there are.
+        /// Bytes of the budget.
         budget: u64,
-        /// Tokens of each that do fit.
+        /// Largest length that fits, in tokens.
         fits: u32,
     },
-    /// Experts a token.
+    /// `top_k` is 0 or above `experts`.
     #[error("{top_k} of {experts} experts a token; it must be 1..=experts")]
     TopK {
         /// Experts a token.
@@ -48,28 +48,28 @@ pub enum PlanError {
         /// Experts of the layer.
         experts: u32,
     },
-    /// Too little to fit a line to.
+    /// Too few samples to fit.
     #[error("{got} samples; three constants want at least 3")]
     Samples {
-        /// As given.
+        /// Number of samples.
         got: usize,
     },
-    /// A sample that says nothing.
+    /// A sample without calls, or with a time that is not finite and above 0.
     #[error(
         "sample {index}: {calls} calls in {seconds} s; there must be at least 1, the time finite and above 0"
     )]
     Sample {
-        /// Index of it.
+        /// Index of the sample.
         index: usize,
-        /// Its calls.
+        /// Calls of the sample.
         calls: u64,
-        /// Its seconds.
+        /// Seconds of the sample.
         seconds: f64,
     },
-    /// A measurement of nothing.
+    /// A setting of a measurement is 0.
     #[error("{name} is 0; it must be at least 1")]
     Zero {
-        /// What is.
+        /// Name of the setting.
         name: &'static str,
     },
 }

@@ -1,11 +1,10 @@
-//! FlexGen: which share of the pages lies in which tier (arXiv 2303.06865, its cost model and policy search), by a linear
-//! program. Needs the feature `plan`.
+//! FlexGen: places pages in tiers by a linear program (arXiv 2303.06865, its cost model and policy search). Needs the feature
+//! `plan`.
 //!
-//! A decode step is over when its slowest stream is: compute, and for each link the pages that come up and those that go down,
-//! all at the same time. So `T = max(compute, up_1, down_1, up_2, ..)`, each of which is linear in the shares, and so is what a
-//! tier holds. FlexGen searches the shares of weights, activations and cache, and where attention is computed; here only pages
-//! move, and they are attended in the first tier. What fits there, and the constants of the links, must be measured: a plan is
-//! as good as they are.
+//! A decode step takes as long as its slowest stream: compute, and for each link its reads and its writes, all in parallel. So
+//! `T = max(compute, up_1, down_1, up_2, ..)`. Each term, and the bytes in each tier, are linear in the shares. FlexGen searches the
+//! shares of weights, activations and cache, and the place of attention; here only pages are placed, and attention runs in the first
+//! tier. The size of the first tier and the rates of links must be measured: the plan is as accurate as they are.
 
 use crate::base::text::{Seconds, Table};
 use crate::tiers::TierRate;
@@ -13,25 +12,25 @@ use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 use std::fmt;
 use thiserror::Error;
 
-/// A tier below the first one, and the link by which its pages go up.
+/// A tier below the first, and its link to faster tiers.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Tier {
-    /// For messages: host, file.
+    /// Name for messages, such as host or file.
     pub name: String,
-    /// Bytes of pages that it may hold.
+    /// Bytes of pages that it can hold.
     pub capacity: u64,
-    /// Bytes a second that the link brings up.
+    /// Bytes a second that the link reads.
     pub read: f64,
-    /// Bytes a second that the link takes down, at the same time.
+    /// Bytes a second that the link writes, at the same time.
     pub write: f64,
-    /// Whether the link ends in the first tier; else its pages also take the links of the tier before, as those of a file go
-    /// through host memory.
+    /// Whether the link ends in the first tier. If not, its pages also use the links of the previous tier, as those of a file go through
+    /// host memory.
     pub direct: bool,
 }
 
 impl From<TierRate> for Tier {
-    /// Its pages go up to the first tier by a link of their own.
+    /// A tier with a link of its own to the first tier.
     fn from(rate: TierRate) -> Self {
         let TierRate { name, capacity, read, write } = rate;
         Tier { name, capacity, read, write, direct: true }
@@ -39,7 +38,7 @@ impl From<TierRate> for Tier {
 }
 
 impl Tier {
-    /// A tier of `capacity` bytes, whose link ends in the first tier and takes `read` bytes a second up and `write` down.
+    /// A tier of `capacity` bytes, with a link to the first tier of `read` and `write` bytes a second.
     pub fn new(name: impl Into<String>, capacity: u64, read: f64, write: f64) -> Tier {
         Tier { name: name.into(), capacity, read, write, direct: true }
     }
@@ -47,24 +46,24 @@ impl Tier {
 
 setters!(Tier { direct: bool });
 
-/// Pages that are alike: of one layer, one codec, one kind of head.
+/// Pages of one kind: of the same layer, codec and kind of head.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Class {
-    /// For messages.
+    /// Name for messages.
     pub name: String,
-    /// Pages.
+    /// Number of pages.
     pub pages: u64,
-    /// Bytes of each.
+    /// Bytes of a page.
     pub page_bytes: u64,
-    /// Share of them that a step reads: 1 where attention is exact.
+    /// Share of the pages that a step reads; 1 for exact attention.
     pub read: f64,
-    /// Share of them that a step writes.
+    /// Share of the pages that a step writes.
     pub write: f64,
 }
 
 impl Class {
-    /// `pages` pages of `page_bytes` bytes, all of which a step reads and none of which it writes.
+    /// `pages` pages of `page_bytes` bytes; a step reads all of them and writes none.
     pub fn new(name: impl Into<String>, pages: u64, page_bytes: u64) -> Class {
         Class { name: name.into(), pages, page_bytes, read: 1.0, write: 0.0 }
     }
@@ -72,20 +71,20 @@ impl Class {
 
 setters!(Class { read: f64, write: f64 });
 
-/// What to place, and where it may go.
+/// Tiers to place pages in, and the time of a step without them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Machine {
-    /// Bytes of pages that the first tier may hold: device memory, or host memory where there is no device.
+    /// Bytes of pages that the first tier can hold: device memory, or host memory without a device.
     pub fast: u64,
-    /// The other tiers, fastest first.
+    /// The lower tiers, fastest first.
     pub tiers: Vec<Tier>,
-    /// Seconds of a step whose pages are all in the first tier: what the other streams overlap with.
+    /// Seconds of a step with all pages in the first tier; the links' streams run in parallel.
     pub compute: f64,
 }
 
 impl Machine {
-    /// A machine whose first tier holds `fast` bytes of pages, above `tiers`, fastest first. Nothing is computed meanwhile.
+    /// A machine with `fast` bytes of pages in the first tier and lower `tiers`, fastest first. `compute` is 0.
     pub fn new(fast: u64, tiers: Vec<Tier>) -> Machine {
         Machine { fast, tiers, compute: 0.0 }
     }
@@ -93,7 +92,7 @@ impl Machine {
 
 setters!(Machine { fast: u64, tiers: Vec<Tier>, compute: f64 });
 
-/// Where pages lie.
+/// A placement of pages in tiers.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Placement {
@@ -101,9 +100,9 @@ pub struct Placement {
     pub pages: Vec<Vec<u64>>,
     /// Seconds of a step.
     pub seconds: f64,
-    /// No placement, not even of parts of pages, is faster than this (to the solver's tolerance, 1e-7 of the slowest stream).
+    /// A lower bound on the seconds of any placement, even of parts of pages (to the solver's tolerance, 1e-7 of the slowest stream).
     pub bound: f64,
-    /// Seconds of each link, pages that come up and pages that go down.
+    /// Seconds of each link: reads and writes.
     pub links: Vec<(f64, f64)>,
 }
 
@@ -130,7 +129,7 @@ impl fmt::Display for Placement {
     }
 }
 
-/// Why there is no placement.
+/// An error of placing pages.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum PlacementError {
@@ -141,31 +140,31 @@ pub enum PlacementError {
         needed: u64,
         /// Bytes of all tiers.
         capacity: u64,
-        /// The last tier.
+        /// Name of the last tier.
         tier: String,
-        /// Bytes of the last tier with which all pages fit, the other tiers as they are.
+        /// Bytes of the last tier with which all pages fit, with the other tiers unchanged.
         would: u64,
     },
     /// A number out of range.
     #[error("{what} of {name}: {value}; it must be {range}")]
     Value {
-        /// Which number.
+        /// Name of the number.
         what: &'static str,
-        /// Of what.
+        /// Name of the tier, class or machine.
         name: String,
-        /// As given.
+        /// The value.
         value: f64,
-        /// What would do.
+        /// Accepted values.
         range: &'static str,
     },
-    /// The solver gave up.
+    /// The solver failed.
     #[error("the linear program was not solved: {0}")]
     Solver(String),
 }
 
 impl Placement {
-    /// The share of a class in each tier, for [`Sequence::arrange`](crate::Sequence::arrange); all in the first tier if there is no such
-    /// class, or nothing of it.
+    /// The share of a class's pages in each tier, for [`Sequence::arrange`](crate::Sequence::arrange); all in the first tier for an unknown
+    /// or empty class.
     pub fn shares(&self, class: usize) -> Vec<f64> {
         let tiers = self.links.len() + 1;
         let pages = self.pages.get(class).filter(|pages| pages.iter().any(|n| *n > 0));
@@ -182,7 +181,7 @@ impl Machine {
         tier.checked_sub(1).map_or(self.fast, |below| self.tiers[below].capacity)
     }
 
-    /// Links that pages of a tier take, as indices into `tiers`.
+    /// Links that pages of a tier use, as indices into `tiers`.
     fn path(&self, tier: usize) -> impl Iterator<Item = usize> {
         (0..tier).rev().scan(true, |more, link| {
             let take = *more;
@@ -191,7 +190,7 @@ impl Machine {
         })
     }
 
-    /// Seconds of each link, up and down, with `pages[class][tier]`.
+    /// Seconds of each link, reads and writes, for `pages[class][tier]`.
     fn links(&self, classes: &[Class], pages: &[Vec<u64>]) -> Vec<(f64, f64)> {
         let mut seconds = vec![(0.0, 0.0); self.tiers.len()];
         for (class, pages) in classes.iter().zip(pages) {
@@ -206,7 +205,7 @@ impl Machine {
         seconds
     }
 
-    /// Seconds that one page of a class keeps a link busy in a step.
+    /// Seconds that one page of a class uses a link in a step, to read and to write.
     fn stream(&self, class: &Class, link: usize) -> (f64, f64) {
         let Tier { read, write, .. } = self.tiers[link];
         let bytes = class.page_bytes as f64;
@@ -241,15 +240,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Places the pages of `classes` so that a decode step is as short as can be; of equally short placements, the one that
-    /// keeps most bytes in fast tiers.
+    /// Places the pages of `classes` so that a decode step is shortest; of equal placements the one with the most bytes in fast tiers.
     ///
-    /// The linear program is solved over shares, and its shares are then rounded to whole pages within the capacities: a step is
-    /// longer than [`Placement::bound`] by at most what a page a class and tier takes.
+    /// The linear program is solved over shares, which are then rounded to whole pages within the capacities. The step is longer than
+    /// [`Placement::bound`] by at most the time of one page a class and tier.
     ///
     /// # Errors
-    /// [`PlacementError::Capacity`] with the capacity that would do; rates, shares or a time that are out of range; a solver that
-    /// gave up.
+    /// [`PlacementError::Capacity`] with the capacity that suffices, [`PlacementError::Value`] for a rate, share or time out of range,
+    /// [`PlacementError::Solver`].
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -257,7 +255,7 @@ impl Machine {
     /// let tier = |name: &str, capacity, rate, direct| {
     ///     Tier::new(name, capacity, rate, rate).direct(direct)
     /// };
-    /// // 1 MB fits on the device. A disk with a link of its own brings up a third of what the host does: a quarter of the rest.
+    /// // 1 MB fits on the device. A disk on a link of its own has a third of the host's rate: it gets a quarter of the rest.
     /// let tiers = vec![tier("host", 1 << 40, 3e9, true), tier("file", 1 << 40, 1e9, true)];
     /// let machine = Machine::new(1_000_000, tiers);
     /// let pages = Class::new("pool", 5000, 1000);
@@ -281,10 +279,10 @@ impl Machine {
         Ok(Placement { seconds: self.slowest(&links), pages, bound, links })
     }
 
-    /// Of each class its share in each tier, and the seconds of a step.
+    /// For each class its share in each tier, and the seconds of a step.
     fn shares(&self, classes: &[Class], needed: u64) -> Result<(Vec<Vec<f64>>, f64), PlacementError> {
         let tiers = self.tiers.len() + 1;
-        // Times in units of the longest that any stream can take, bytes in units of all: coefficients of about 1.
+        // Times in units of the longest possible stream, bytes in units of all bytes: coefficients of about 1.
         let everywhere: Vec<Vec<u64>> =
             classes.iter().map(|c| (0..tiers).map(|_| c.pages).collect()).collect();
         let unit = match self.slowest(&self.links(classes, &everywhere)) {
@@ -338,7 +336,7 @@ impl Machine {
         Ok((shares, time * unit))
     }
 
-    /// Whole pages near `shares`; `None` if what is left over by rounding finds no room.
+    /// Whole pages near `shares`; `None` if pages left over by rounding do not fit.
     fn round(&self, classes: &[Class], shares: &[Vec<f64>]) -> Option<Vec<Vec<u64>>> {
         let tiers = self.tiers.len() + 1;
         let mut room: Vec<u64> = (0..tiers).map(|tier| self.capacity(tier)).collect();
@@ -375,7 +373,7 @@ impl Machine {
     fn too_small(&self, classes: &[Class], needed: u64, capacity: u64) -> PlacementError {
         let sizes = || classes.iter().map(|c| c.page_bytes);
         let (largest, smallest) = (sizes().max().unwrap_or(0), sizes().min().unwrap_or(0));
-        // What a tier holds whatever the order: whole pages where all are alike, else all but the largest.
+        // Bytes that a tier holds in any order: whole pages if all have the same size, else all but the largest page.
         let usable = |bytes: u64| {
             if largest == smallest { bytes - bytes % largest } else { bytes.saturating_sub(largest) }
         };

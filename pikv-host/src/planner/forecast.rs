@@ -1,4 +1,4 @@
-//! Bytes of a cache before there is one.
+//! Forecast of a cache's bytes, before it is allocated.
 
 use super::error::PlanError;
 use crate::base::ids::Place;
@@ -11,33 +11,32 @@ use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
 use std::fmt;
 
-/// The load of a cache: sequences that are all alike.
+/// The load of a cache: a number of equal sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Load {
-    /// Sequences.
+    /// Number of sequences.
     pub sequences: u32,
-    /// Tokens of each.
+    /// Tokens of each sequence.
     pub len: u32,
-    /// Tokens of each that stay resident in every KV head, the ring's and the sinks' among them; all that a window does not drop
-    /// if
-    /// `None`. Whole pages leave, so a few tokens less may stay.
+    /// Resident tokens of each sequence in every KV head, including ring and sinks. `None`: all tokens that a window shows. Whole pages are
+    /// evicted, so a few tokens less may be resident.
     pub resident: Option<u32>,
 }
 
 impl Load {
-    /// One sequence of `len` tokens, all of which stay.
+    /// One sequence of `len` tokens, all resident.
     pub const fn new(len: u32) -> Load {
         Load { sequences: 1, len, resident: None }
     }
 
-    /// Sets the sequences.
+    /// Sets the number of sequences.
     pub const fn sequences(mut self, sequences: u32) -> Load {
         self.sequences = sequences;
         self
     }
 
-    /// Sets the tokens that stay.
+    /// Sets the resident tokens.
     pub const fn resident(mut self, tokens: u32) -> Load {
         self.resident = Some(tokens);
         self
@@ -50,15 +49,15 @@ impl Load {
 pub struct Work {
     /// Calls of attend: one a layer.
     pub calls: u64,
-    /// Bytes of pages read, whole pages.
+    /// Bytes of pages read; pages are read whole.
     pub bytes: u64,
-    /// Floating-point operations of `q . k` and of the weighted sum, a multiply-add counted as 2, whole pages; folding a query
-    /// and taking an output back, which do not grow with the tokens, are not in it.
+    /// Floating-point operations of `q . k` and of the weighted sum over whole pages, a multiply-add counted as 2. Folding queries and
+    /// decoding outputs, which do not depend on the number of tokens, are not included.
     pub flops: u64,
 }
 
 impl Work {
-    /// So many calls, which read `bytes` and do `flops` operations together.
+    /// `calls` calls, which read `bytes` and do `flops` operations in total.
     pub const fn new(calls: u64, bytes: u64, flops: u64) -> Work {
         Work { calls, bytes, flops }
     }
@@ -70,18 +69,18 @@ setters!(Work { calls: u64, bytes: u64, flops: u64 });
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Forecast {
-    /// Bytes of pages, over all shards: what [`Usage::taken`](crate::report::Usage::taken) will be between two steps.
+    /// Bytes of pages over all shards: the value of [`Usage::taken`](crate::report::Usage::taken) between two steps.
     pub bytes: u64,
     /// Bytes on each shard, as in [`Usage::shards`](crate::report::Usage::shards).
     pub shards: Vec<u64>,
-    /// Tokens that stay of each sequence, in the layer that keeps most.
+    /// Resident tokens of each sequence, in the layer with the most.
     pub resident: u32,
-    /// A decode step of all sequences that reads everything resident.
+    /// A decode step of all sequences that reads all resident tokens.
     pub work: Work,
 }
 
 impl fmt::Display for Forecast {
-    /// A table: bytes of pages, of shards where there is more than one, tokens that stay, and what a decode step does.
+    /// A table: bytes of pages, of each shard if there are several, resident tokens, and the work of a decode step.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::default();
         table.row([&"pages", &Bytes(self.bytes)]);
@@ -98,12 +97,12 @@ impl fmt::Display for Forecast {
     }
 }
 
-/// Foretells what a cache takes, by the functions by which the cache itself takes it.
+/// Forecasts the bytes of a cache, by the cache's own functions.
 ///
-/// Experts are taken to be even: the token at position `p` is filed by expert `p % experts`. Where a budget leaves fewer tokens
-/// resident, the oldest pages go first, in turns over the experts. To the byte under these two, as long as there are no more
-/// than 2048 experts (32 tokens of one then span more than 65,536 positions, and packed pages may close early). For other
-/// spreads there are [`Cache::bytes_at`] and [`Cache::bytes_at_most`].
+/// Assumes an even use of experts: the token at position `p` is filed under expert `p % experts`. If fewer tokens are resident, the oldest
+/// pages are evicted, in turn over the experts. Exact to the byte under both assumptions, with up to 2048 experts (with more, 32 tokens
+/// of an expert span over 65,536 positions, and packed pages may close early). For other distributions see [`Cache::bytes_at`] and
+/// [`Cache::bytes_at_most`].
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -126,24 +125,24 @@ pub struct Planner {
     cache: Cache,
 }
 
-/// How the tokens of one layer lie, the same in all its KV heads.
+/// The pages of one layer, the same in all its KV heads.
 struct Lie {
-    /// Of each expert.
+    /// The run of each expert.
     runs: Vec<Run>,
     sinks: u32,
     resident: u32,
 }
 
-/// An expert's pages.
+/// The pages of an expert.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     /// Position of its first token.
     first: u32,
-    /// Tokens ever filed.
+    /// Tokens filed so far.
     tokens: u32,
-    /// Pages that left, from the front.
+    /// Evicted pages, from the first on.
     gone: u32,
-    /// Tokens that can still be taken back.
+    /// Tokens that can be rolled back.
     recent: u32,
 }
 
@@ -171,23 +170,24 @@ impl Run {
 }
 
 impl Planner {
-    /// Plans for caches of `config`. Takes no page memory.
+    /// A planner for caches of `config`. Takes no page memory.
     ///
     /// # Errors
-    /// An invalid configuration.
+    /// [`PlanError::Cache`] for an invalid configuration.
     pub fn new(config: CacheConfig) -> Result<Planner, PlanError> {
         Ok(Planner { cache: Cache::new(config)? })
     }
 
-    /// The cache that is planned for, without a page.
+    /// The planned cache, without pages.
     pub fn cache(&self) -> &Cache {
         &self.cache
     }
 
-    /// Bytes and work of `load`, whatever the budget. O(pages).
+    /// Bytes and work of `load`, ignoring the budget. O(pages).
     ///
     /// # Errors
-    /// A sequence longer than there are positions; fewer resident tokens than the ring and the sinks hold.
+    /// [`PlanError::Length`] for a sequence above the largest length, [`PlanError::Resident`] for fewer resident tokens than ring and sinks
+    /// hold.
     pub fn forecast(&self, load: &Load) -> Result<Forecast, PlanError> {
         if load.len > Position::MAX.0 {
             return Err(PlanError::Length { len: load.len });
@@ -242,19 +242,19 @@ impl Planner {
         Ok(all)
     }
 
-    /// [`Planner::forecast`], if it is within the cache's budget. A step takes more on its way than what stays after it: the
-    /// pages that it fills before others go, up to [`Cache::bytes_at_most`].
+    /// [`Planner::forecast`], if it is within the cache's budget. During a step more is taken than after it, up to
+    /// [`Cache::bytes_at_most`]: pages are filled before others are evicted.
     ///
     /// # Errors
-    /// Those of [`Planner::forecast`]; [`PlanError::Budget`] with a length that fits, everything else being equal.
+    /// The errors of [`Planner::forecast`]; [`PlanError::Budget`] with a length that fits, other things being equal.
     pub fn check(&self, load: &Load) -> Result<Forecast, PlanError> {
         let budget = self.cache.inner.shape.config.budget;
         let forecast = self.forecast(load)?;
         if forecast.bytes <= budget {
             return Ok(forecast);
         }
-        // Bytes do not rise with every token (32 that are packed take less than as they came), so the length found is the last
-        // of some that fit, if not the last of all.
+        // Bytes can fall from one length to the next (32 tokens take less once packed), so the length found fits and the next does not,
+        // but longer ones may.
         let (mut fits, mut over) = (0, load.len);
         while over - fits > 1 {
             let len = fits + (over - fits) / 2;
@@ -270,7 +270,7 @@ impl Planner {
         let sinks = left.min(store.sinks);
         let filed = if store.files(shape, u32::MAX) { sinks..left } else { sinks..sinks };
         let kept = ring.kept_from(load.len).max(sinks);
-        // Positions of an expert below some one.
+        // Number of an expert's positions below `end`.
         let below = |expert: u32, end: u32| end / experts + u32::from(end % experts > expert);
         let mut runs: Vec<Run> = (0..experts)
             .map(|expert| {
@@ -309,7 +309,7 @@ impl Planner {
     }
 }
 
-/// Of one page.
+/// Form of a page.
 enum Held {
     Open,
     Closed { original: bool },
@@ -341,12 +341,12 @@ impl Tally<'_> {
     }
 }
 
-/// Of the tokens in an expert's pages, the share that a row reads with [`Read::Experts`](crate::attend::options::Read::Experts) where routing is uniform:
-/// `top_k / experts`. A token is filed once, under its first choice, and a row reads the pages of its own `top_k` experts. Sinks and
-/// ring, which every row reads, come on top.
+/// Share of the tokens in experts' pages that a row reads with [`Read::Experts`](crate::attend::options::Read::Experts) under uniform
+/// routing: `top_k / experts`. A token is filed once, under its home expert, and a row reads the pages of its `top_k` experts. Sinks and
+/// ring, which every row reads, are not included.
 ///
 /// # Errors
-/// `top_k` that is not in `1..=experts`.
+/// [`PlanError::TopK`] for a `top_k` outside `1..=experts`.
 ///
 /// ```
 /// # use pikv_host as pikv;

@@ -4,13 +4,13 @@ use crate::config::CacheConfig;
 use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 
-/// The attention of a Mixture-of-Experts model, as far as a cache sees it.
+/// The attention shape of a Mixture-of-Experts model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Geometry {
-    /// The model.
+    /// Name of the model.
     pub name: &'static str,
-    /// Attention layers, those with a dense FFN among them.
+    /// Attention layers, including layers with a dense FFN.
     pub layers: u32,
     /// Query heads of a layer.
     pub query_heads: u32,
@@ -22,12 +22,12 @@ pub struct Geometry {
     pub experts: u32,
     /// Routed experts a token.
     pub top_k: u32,
-    /// Tokens that the model was made for.
+    /// Largest context of the model, in tokens.
     pub max_context: u32,
 }
 
 impl Geometry {
-    /// A dense model: one expert, and no end to its context.
+    /// A dense model: one expert, no limit on its context.
     pub const fn new(
         name: &'static str,
         layers: u32,
@@ -62,8 +62,8 @@ pub const MIXTRAL_8X7B: Geometry = Geometry {
     max_context: 32768,
 };
 
-/// Qwen1.5-MoE-A2.7B: `config.json` of Qwen/Qwen1.5-MoE-A2.7B-Chat; the base model's positions end at 8192. Beside the routed
-/// experts it has a shared one, always used.
+/// Qwen1.5-MoE-A2.7B: `config.json` of Qwen/Qwen1.5-MoE-A2.7B-Chat; the base model's context is 8192. Besides the routed experts it has a
+/// shared one, which every token uses.
 pub const QWEN1_5_MOE_A2_7B: Geometry = Geometry {
     name: "Qwen1.5-MoE-A2.7B",
     layers: 24,
@@ -87,8 +87,8 @@ pub const OLMOE_1B_7B: Geometry = Geometry {
     max_context: 4096,
 };
 
-/// DeepSeekMoE 16B: `config.json` of deepseek-ai/deepseek-moe-16b-chat; arXiv 2401.06066. Its first layer's FFN is dense, and
-/// two more experts are always used.
+/// DeepSeekMoE 16B: `config.json` of deepseek-ai/deepseek-moe-16b-chat; arXiv 2401.06066. Its first layer's FFN is dense, and every token
+/// uses two shared experts besides the routed ones.
 pub const DEEPSEEK_MOE_16B: Geometry = Geometry {
     name: "DeepSeekMoE-16B",
     layers: 28,
@@ -100,7 +100,7 @@ pub const DEEPSEEK_MOE_16B: Geometry = Geometry {
     max_context: 4096,
 };
 
-/// Qwen3-30B-A3B: `config.json` of Qwen/Qwen3-30B-A3B; arXiv 2505.09388. Without the scaling of positions that it also allows.
+/// Qwen3-30B-A3B: `config.json` of Qwen/Qwen3-30B-A3B; arXiv 2505.09388. Without its optional scaling of positions.
 pub const QWEN3_30B_A3B: Geometry = Geometry {
     name: "Qwen3-30B-A3B",
     layers: 48,
@@ -117,19 +117,19 @@ impl Geometry {
     pub const ALL: [Geometry; 5] =
         [MIXTRAL_8X7B, QWEN1_5_MOE_A2_7B, OLMOE_1B_7B, DEEPSEEK_MOE_16B, QWEN3_30B_A3B];
 
-    /// One layer, K and V stored as `k` and `v`.
+    /// The shape of one layer, with K stored as `k` and V as `v`.
     pub const fn layer(&self, k: Dtype, v: Dtype) -> LayerShape {
         let Geometry { query_heads, kv_heads, head_dim, .. } = *self;
         LayerShape::new(kv_heads, query_heads, head_dim, k).values(head_dim, v)
     }
 
-    /// A cache of `budget` bytes for the model, with its experts; the rest as [`CacheConfig::new`] has it.
+    /// A cache of `budget` bytes for the model and its experts, with the other defaults of [`CacheConfig::new`].
     pub fn config(&self, k: Dtype, v: Dtype, budget: u64) -> CacheConfig {
         CacheConfig::new(vec![self.layer(k, v); self.layers as usize], budget)
             .experts(self.experts, self.top_k)
     }
 
-    /// Bytes of the keys and values of `tokens` tokens alone, each channel `bits` wide: no pages, no padding, no positions.
+    /// Bytes of the keys and values of `tokens` tokens, `bits` a channel, without pages, padding and positions.
     ///
     /// ```
     /// # use pikv_host as pikv;

@@ -1,8 +1,8 @@
-//! Planning: what a cache takes, how long a step takes, and where pages should lie, before anything is allocated.
+//! Planning before allocation: bytes of a cache, time of a step, and placement of pages in tiers.
 //!
-//! * [`Planner`]: the true bytes of a configuration, shard by shard, by the functions by which the allocator takes them.
-//! * [`StepTime`]: the time of a decode step, with constants that [`calibrate`] measures on the machine it runs on.
-//! * [`paper`]: the formulas of arXiv 2508.06526 to the letter, beside which to read the above.
+//! * [`Planner`]: the exact bytes of a configuration, shard by shard, by the allocator's own functions.
+//! * [`StepTime`]: the time of a decode step, with constants that [`calibrate`] measures on the machine.
+//! * [`paper`]: the formulas of arXiv 2508.06526 as printed, for comparison.
 //! * [`Geometry`]: models to plan for.
 //! * `flexgen` (feature `plan`): the share of pages that each tier holds, by a linear program.
 

@@ -1,4 +1,4 @@
-//! How long a decode step takes: `T = T0 + bytes / beta + flops / F`, with constants that were measured.
+//! Time of a decode step: `T = T0 + bytes / beta + flops / F`, with measured constants.
 
 use super::error::PlanError;
 use super::forecast::{Load, Planner, Work};
@@ -15,13 +15,13 @@ use pikv_lanes::Lanes;
 use std::fmt;
 use std::time::Instant;
 
-/// Work, and the time that it took.
+/// A measured amount of work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Sample {
-    /// What was done.
+    /// Work done.
     pub work: Work,
-    /// How long it took.
+    /// Seconds taken.
     pub seconds: f64,
 }
 
@@ -32,17 +32,17 @@ impl Sample {
     }
 }
 
-/// The constants of `T = T0 calls + bytes / beta + flops / F`, of one machine, one number of threads and one stored form.
+/// The constants of `T = T0 calls + bytes / beta + flops / F`, for one machine, number of threads and stored form.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct StepTime {
-    /// `T0`: seconds of a call whatever it reads.
+    /// `T0`: constant seconds of a call.
     pub t0: f64,
-    /// `beta`: bytes a second; infinite if the samples show no time that grows with the bytes.
+    /// `beta`: bytes a second; infinite if time does not grow with bytes in the samples.
     pub beta: f64,
-    /// `F`: floating-point operations a second; infinite if the samples show no time that grows with them.
+    /// `F`: floating-point operations a second; infinite if time does not grow with them in the samples.
     pub flops: f64,
-    /// Root of the mean of squares of `(predicted - measured) / measured` over the samples.
+    /// Root mean square of `(predicted - measured) / measured` over the samples.
     pub residual: f64,
     /// The largest magnitude of `(predicted - measured) / measured`.
     pub worst: f64,
@@ -62,12 +62,12 @@ impl fmt::Display for StepTime {
 }
 
 impl StepTime {
-    /// Least squares of the relative error, over constants that are not negative: of all choices of terms, solved exactly, the
-    /// best whose constants are. Samples in which bytes and flops are proportional cannot tell one from the other, and leave one
-    /// out.
+    /// Least squares of the relative error with constants of at least 0: solves every choice of terms exactly, and takes the best one
+    /// without negative constants. If bytes and flops are proportional in all samples, one of the two terms is left out.
     ///
     /// # Errors
-    /// Fewer than 3 samples; one without calls or with a time that is not finite and above 0.
+    /// [`PlanError::Samples`] for fewer than 3 samples, [`PlanError::Sample`] for one without calls or with a time that is not finite and
+    /// above 0.
     pub fn fit(samples: &[Sample]) -> Result<StepTime, PlanError> {
         if samples.len() < 3 {
             return Err(PlanError::Samples { got: samples.len() });
@@ -85,7 +85,7 @@ impl StepTime {
             rows.iter().map(|row| row.iter().zip(x).map(|(a, x)| a * x).sum::<f64>() - 1.0).collect()
         };
         let square = |x: &[f64; 3]| errors(x).iter().map(|e| e * e).sum::<f64>();
-        // Fewer terms first: an equal fit does not earn a term.
+        // Fewer terms first: a term must improve the fit.
         let mut best = [0.0; 3];
         for terms in [1u8, 2, 4, 3, 5, 6, 7] {
             if let Some(x) = solve(&rows, terms)
@@ -111,7 +111,7 @@ impl StepTime {
     }
 }
 
-/// The least-squares solution of `rows x = 1` over the columns in `terms`, the others 0; `None` if they depend on each other.
+/// The least-squares solution of `rows x = 1` over the columns in `terms`, the others 0; `None` if the columns are dependent.
 fn solve(rows: &[[f64; 3]], terms: u8) -> Option<[f64; 3]> {
     let columns: Vec<usize> = (0..3).filter(|c| terms >> c & 1 == 1).collect();
     let dot = |a: usize, b: usize| rows.iter().map(|row| row[a] * row[b]).sum::<f64>();
@@ -119,7 +119,7 @@ fn solve(rows: &[[f64; 3]], terms: u8) -> Option<[f64; 3]> {
     if columns.iter().any(|c| norm(*c) == 0.0) {
         return None;
     }
-    // The normal equations, columns scaled to 1, reduced by rows; they are positive definite, so the diagonal can be the pivot.
+    // The normal equations with columns scaled to 1, reduced by rows; positive definite, so the diagonal is the pivot.
     let n = columns.len();
     let mut m = [[0.0; 4]; 3];
     for (i, a) in columns.iter().enumerate() {
@@ -147,22 +147,22 @@ fn solve(rows: &[[f64; 3]], terms: u8) -> Option<[f64; 3]> {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Probe {
-    /// Stored form of what is not packed.
+    /// Stored form of tokens that are not packed.
     pub dtype: Dtype,
-    /// How the rest is packed.
+    /// Codec of the other tokens.
     pub codec: Option<Codec>,
     /// KV heads of a layer.
     pub kv_heads: u32,
     /// Channels of a head.
     pub head_dim: u32,
-    /// Lengths of sequences.
+    /// Lengths of sequences, in tokens.
     pub contexts: Vec<u32>,
-    /// Query heads a KV head: they change the work without changing the bytes.
+    /// Query heads a KV head: they change the flops but not the bytes.
     pub groups: Vec<u32>,
-    /// Bytes that are read between two reads of a page, at least: as many layers as that takes. More than what the CPU's caches
-    /// hold, if the model's cache is.
+    /// Fewest bytes read between two reads of a page; sets the number of layers. Choose more than the CPU's caches hold if that is so for
+    /// the model's cache.
     pub working_set: u64,
-    /// Runs of each, of which the fastest counts: what else the machine does only adds.
+    /// Runs of each measurement, of which the fastest counts, since other load only adds time.
     pub repeats: u32,
     /// Lanes to compute with.
     pub lanes: Lanes,
@@ -180,7 +180,7 @@ setters!(Probe {
 } optional { codec: Codec });
 
 impl Default for Probe {
-    /// 8 KV heads of 128 channels in bf16, 1024, 8192 and 32768 tokens, 1, 4 and 8 query heads a KV head, 128 MiB, 5 runs.
+    /// 8 KV heads of 128 channels in bf16; 1024, 8192 and 32768 tokens; 1, 4 and 8 query heads a KV head; 128 MiB; 5 runs.
     fn default() -> Probe {
         Probe {
             dtype: Dtype::Bf16,
@@ -202,17 +202,17 @@ impl Default for Probe {
 pub struct Calibration {
     /// The constants.
     pub time: StepTime,
-    /// What they were fitted to: one sample for each context and group, in that order.
+    /// The samples: one for each context and group, in that order.
     pub samples: Vec<Sample>,
-    /// Threads that attention could use.
+    /// Threads available to attention.
     pub threads: usize,
 }
 
-/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if it were called from here: fits
+/// Measures `T0`, `beta` and `F` on this machine, with the threads that attention would use if called from here: fits
 /// [`StepTime`] to [`Probe::measure`] of every context and group.
 ///
 /// # Errors
-/// Those of [`Probe::measure`]; fewer than 3 contexts and groups together.
+/// The errors of [`Probe::measure`]; [`PlanError::Samples`] for fewer than 3 pairs of context and group.
 pub fn calibrate(probe: &Probe) -> Result<Calibration, PlanError> {
     let mut samples = Vec::new();
     for &context in &probe.contexts {
@@ -228,11 +228,11 @@ pub fn calibrate(probe: &Probe) -> Result<Calibration, PlanError> {
 }
 
 impl Probe {
-    /// Fills a cache with noise that is the same every time, and attends one row of `context` tokens over all of its layers, as a
-    /// decode step does, with `group` query heads a KV head. Takes about `working_set` bytes, and most of its time to fill them.
+    /// Fills a cache with constant noise, and attends one row of `context` tokens over all of its layers, as a decode step does, with
+    /// `group` query heads a KV head. Takes about `working_set` bytes; filling takes most of the time.
     ///
     /// # Errors
-    /// A probe of nothing, or of heads that no cache takes; no memory.
+    /// [`PlanError::Zero`] for a setting of 0, [`PlanError::Cache`] for heads that no cache accepts or for lack of memory.
     pub fn measure(&self, context: u32, group: u32) -> Result<Sample, PlanError> {
         let zero = |name, empty: bool| if empty { Err(PlanError::Zero { name }) } else { Ok(()) };
         zero("repeats", self.repeats == 0)?;
@@ -273,7 +273,7 @@ impl Probe {
         let options = Attend::new((head_dim as f32).sqrt().recip());
         let mut out = vec![0.0; q.len()];
         let mut seconds = f64::INFINITY;
-        // The first run counts for nothing: it finds pages and scratch as the writes left them.
+        // The first run is not counted: caches are still as the writes left them.
         for run in 0..=self.repeats {
             let start = Instant::now();
             for layer in 0..layers {

@@ -2,19 +2,19 @@
 
 use std::cmp::Ordering;
 
-/// The tokens of a head that may go, by ascending position.
+/// The tokens of a head that may be evicted, by ascending position.
 pub(crate) struct Head<'a> {
     pub utility: &'a [f32],
     pub positions: Vec<u32>,
-    /// So many of its best stay, whatever the other heads have.
+    /// Number of its best tokens that are kept whatever the other heads hold.
     pub sure: usize,
 }
 
-/// Which tokens go, so that `target` stay over all heads: of each head its best that are sure, and of the rest the best of
-/// all heads together. Of equals the older goes first, then the one of the higher head.
+/// Indices of the tokens to evict, for each head, so that `target` tokens are kept over all heads: the `sure` best of each head, and the
+/// best of the rest over all heads. Of equals the older is evicted first, then that of the higher head.
 ///
-/// Utilities are compared between heads as they are; attention mass, which sums to the number of query heads in each, can be.
-/// O(n log n) in the tokens of the layer.
+/// Utilities are compared between heads without scaling. Attention mass can be compared so: it sums to the number of query heads in each
+/// head. O(n log n) in the tokens of the layer.
 pub(crate) fn victims(heads: &[Head<'_>], target: u64) -> Vec<Vec<usize>> {
     let worth = |(h, i): (usize, usize)| super::worth(heads[h].utility[i]);
     let position = |(h, i): (usize, usize)| heads[h].positions[i];
@@ -58,7 +58,7 @@ mod tests {
         assert_eq!(gone(&[&a, &b], 0, 4), [vec![], vec![0, 3, 2, 1]]);
         // With all of it each keeps its own two.
         assert_eq!(gone(&[&a, &b], 2, 4), [vec![2, 3], vec![2, 1]]);
-        // Of equals the older goes, and what is not a number before everything.
+        // Of equals the older is evicted, and NaN before every number.
         assert_eq!(gone(&[&[0.5, 0.5, f32::NAN], &[0.5, 0.5, 0.5]], 0, 2), [vec![0, 2], vec![1, 0]]);
     }
 

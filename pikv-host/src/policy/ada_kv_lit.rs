@@ -1,37 +1,37 @@
-//! AdaKV-lit: an adaptive threshold over a weighted sum of features (PiKV, arXiv 2508.06526).
+//! AdaKV-lit: a weighted sum of features with an adaptive threshold (PiKV, arXiv 2508.06526).
 
 use super::lru::{age, stored};
 use super::{Candidates, Feedback, HeadSeen, Policy, Seen, Token};
 use pikv_core::warp::LANES;
 
-/// `u = sum alpha_j phi_j` of three features in 0..=1, and tokens of `u < theta` go even where the budget would hold them:
+/// `u = sum alpha_j phi_j` of three features in 0..=1; tokens with `u < theta` are evicted even within the budget:
 ///
 /// * recency, `2^(-age / half_life)`;
-/// * mass, `m / (1 + m)`, `m` the mean attention received so far over an equal share of all tokens;
-/// * frequency, `f / (1 + f)`, `f` the number of times that it received at least such a share, halved every `half_life` tokens.
+/// * mass, `m / (1 + m)`, `m` the mean attention received divided by an equal share over all tokens;
+/// * frequency, `f / (1 + f)`, `f` the number of times that the token received at least an equal share, halved every `half_life` tokens.
 ///
-/// After every row that is looked at, `theta <- clamp(theta - gamma (target - eta), 0, sum alpha)` for each KV head, `eta` the moving mean
-/// of its hit rate: of the pages that the row wanted, those that were there ([`Hits`](crate::rules::Hits)). So a head that misses lets fewer tokens
-/// go; those that went do not come back, and `eta` recovers as new ones come. The paper has the other sign, with which a head that misses
-/// evicts more, misses more, and ends with nothing, while one that does not miss never evicts: a `gamma` below 0 shows it.
+/// After every observed row, `theta <- clamp(theta - gamma (target - eta), 0, sum alpha)` for each KV head, with `eta` the moving mean
+/// of its hit rate: the share of the pages wanted by the row that were held ([`Hits`](crate::rules::Hits)). A head that misses evicts
+/// fewer tokens; tokens evicted earlier are not restored, and `eta` recovers as new tokens come. The paper has the opposite sign: a head
+/// that misses then evicts more, misses more, and ends empty, while one without misses never evicts. A `gamma` below 0 gives that form.
 ///
-/// Where the budget binds, letting fewer go is not to be had, and `theta` stays at 0. There the heads of a layer share the sum of their
-/// budgets: a head that misses takes tokens, and one that does not gives them. `lean <- lean + gamma (8 (target - eta) - lean)` says how
-/// many: a head keeps a part in proportion to `2^lean` ([`Policy::lean`]), so twice as much as one whose hit rate is better by an eighth.
+/// Where the budget is the tighter limit, `theta` stays at 0. The heads of a layer then share the sum of their budgets: heads that miss
+/// gain tokens from heads that do not. With `lean <- lean + gamma (8 (target - eta) - lean)` a head keeps a part in proportion to
+/// `2^lean` ([`Policy::lean`]), which is twice that of a head with a hit rate better by an eighth.
 ///
-/// (The method that it is named after, arXiv 2407.11550, is [`Eviction::adaptive`](super::Eviction::adaptive).)
+/// (The method of arXiv 2407.11550 itself is [`Eviction::adaptive`](super::Eviction::adaptive).)
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct AdaKvLit {
     /// Weights of recency, mass and frequency, 1/3 each by default; at least 0.
     pub alpha: [f32; 3],
-    /// The hit rate to reach, in 0..=1; 0.9 by default. What heads have of a budget that they share does not depend on it.
+    /// Hit rate to reach, in 0..=1; 0.9 by default. It does not affect the parts of a shared budget.
     pub target: f32,
     /// Step of the threshold, above 0; 0.01 by default.
     pub gamma: f32,
-    /// What the newest row that was looked at counts in the mean hit rate, above 0 and at most 1; 0.1 by default.
+    /// Weight of the newest observed row in the mean hit rate, above 0 and at most 1; 0.1 by default.
     pub rate: f32,
-    /// Tokens; 64 by default.
+    /// Half-life of recency and frequency, in tokens; 64 by default.
     pub half_life: f32,
 }
 
@@ -43,13 +43,13 @@ impl Default for AdaKvLit {
     }
 }
 
-/// Words of a head: the threshold, the mean hit rate, whether there was one yet, and how its part of a shared budget leans.
+/// State of a head: the threshold, the mean hit rate, whether it has a value yet, and the lean of its part of a shared budget.
 const THETA: usize = 0;
 const ETA: usize = 1;
 const STARTED: usize = 2;
 const LEAN: usize = 3;
 
-/// How far a part leans at the end for each unit that the hit rate is away from the target.
+/// Lean that a part converges to, for each unit between target and hit rate.
 const GAIN: f32 = 8.0;
 
 impl AdaKvLit {
@@ -73,7 +73,7 @@ impl Policy for AdaKvLit {
         Feedback::Mass
     }
 
-    /// Shares received and the rows that gave them, uses, and the position of the last.
+    /// State of a token: shares received, the rows that gave them, uses, and the position of the last use.
     fn words(&self) -> usize {
         4
     }

@@ -1,10 +1,9 @@
-//! How many tokens a head may hold.
+//! Limits on the tokens of a head.
 
 use crate::base::error::ConfigError;
 use std::sync::Arc;
 
-/// How many tokens each KV head of a sequence may hold: sinks, ring and pages together. Sinks and ring stay even if they are
-/// more.
+/// Tokens that each KV head of a sequence may hold: sinks, ring and pages together. Sinks and ring are kept even above the budget.
 ///
 /// See [`Eviction`](super::Eviction).
 ///
@@ -23,23 +22,22 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Budget {
-    /// So many.
+    /// The same number of tokens in every head.
     Tokens(u32),
-    /// So many in each layer, as PyramidKV gives ([`PyramidKv::budgets_of`](crate::codec::PyramidKv::budgets_of) the prompt).
+    /// A number for the heads of each layer, such as PyramidKV's ([`PyramidKv::budgets_of`](crate::codec::PyramidKv::budgets_of)).
     Layers(Arc<[u32]>),
-    /// So many in each KV head of each layer; [`Budget::ALL`] for a head that keeps everything (DuoAttention's retrieval heads).
+    /// A number for each KV head of each layer; [`Budget::ALL`] for a head that keeps everything (DuoAttention's retrieval heads).
     Heads(Arc<[Vec<u32>]>),
     /// This share of the tokens appended, rounded up; above 0 and at most 1.
     Share(f32),
-    /// As many as fit this many bytes of pages of each layer, the same number in each head: ring, sinks, two pages for each
-    /// expert (its newest, and one not worth putting together), and a fifth of the rest for pages that have lost tokens. Pages
-    /// that a fork shares, and those that a rollback could bring back, come on top; so do packed pages unless whole pages are
-    /// evicted.
+    /// Bytes of pages of each layer, converted to the same number of tokens in each head. They cover the ring, the sinks, two pages for
+    /// each expert (its newest page, and one that is not compacted yet), and a fifth of the rest for lanes of evicted tokens. Not
+    /// covered: pages shared with a fork, pages that a rollback can restore, and packed pages unless whole pages are evicted.
     Bytes(u64),
 }
 
 impl Budget {
-    /// For a head that keeps everything.
+    /// Budget of a head that keeps every token.
     pub const ALL: u32 = u32::MAX;
 
     pub(crate) fn check(&self, layer: usize, kv_heads: u32) -> Result<(), ConfigError> {
@@ -59,13 +57,13 @@ impl Budget {
         }
     }
 
-    /// Tokens of a head in a sequence of `len`; `None` for bytes, which need the page sizes.
+    /// Tokens of a head in a sequence of `len` tokens; `None` for bytes, which depend on page sizes.
     pub(crate) fn tokens(&self, layer: usize, kv_head: usize, len: u32) -> Option<u32> {
         match self {
             Budget::Tokens(n) => Some(*n),
             Budget::Layers(layers) => Some(layers[layer]),
             Budget::Heads(heads) => Some(heads[layer][kv_head]),
-            // A hair less, as 0.1 in f32 is a hair more: a tenth of 10 is 1.
+            // Slightly less than the share, because 0.1 in f32 is above 0.1: a tenth of 10 is 1.
             Budget::Share(share) => {
                 Some((f64::from(len) * f64::from(*share) * (1.0 - f64::from(f32::EPSILON))).ceil() as u32)
             }

@@ -17,35 +17,35 @@ pub struct Candidates<'a> {
     pub(crate) now: u32,
     pub(crate) layout: &'a Layout,
     pub(crate) codec: Option<&'a HeadCodec>,
-    /// Pages by chain and ordinal.
+    /// Their pages, ordered by run and ordinal.
     pub(crate) pages: Vec<Source<'a>>,
     pub(crate) tokens: Vec<Candidate>,
     pub(crate) head: &'a [f32],
     pub(crate) group: u32,
     pub(crate) frequencies: Option<&'a Frequencies>,
-    /// Pages of lower tiers, or on a device, that were looked into; `None` where that failed.
+    /// Pages read from lower tiers or from a device; `None` if the read failed.
     pub(crate) away: Mutex<HashMap<u64, Option<Arc<[u32]>>>>,
 }
 
-/// One of them. There are as many as tokens, so it is small.
+/// One of the tokens: small, since there is one for each token.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Candidate {
     pub position: u32,
-    /// Index of the page, times 32, and the lane.
+    /// Index of the page, times 32, plus the lane.
     pub at: u32,
 }
 
-/// A page of theirs.
+/// A page with candidates.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source<'a> {
     pub chain: u32,
     pub ordinal: u32,
     pub page: &'a dyn TokenPage,
-    /// What the policy keeps of it.
+    /// The policy's state of its tokens.
     pub rows: &'a [[f32; LANES]],
 }
 
-/// Whether the token at `position` may not go; `pins` ascend and do not overlap. O(log pins).
+/// Whether the token at `position` is pinned; `pins` ascend and do not overlap. O(log pins).
 pub(crate) fn pinned(pins: &[Range<u32>], position: u32) -> bool {
     let next = pins.partition_point(|pin| pin.end <= position);
     pins.get(next).is_some_and(|pin| pin.contains(&position))
@@ -68,12 +68,12 @@ impl<'a> Candidates<'a> {
         (&self.pages[at.page()], at.lane() as usize)
     }
 
-    /// The layer.
+    /// Index of the layer.
     pub fn layer(&self) -> usize {
         self.layer
     }
 
-    /// The KV head.
+    /// Index of the KV head.
     pub fn kv_head(&self) -> usize {
         self.kv_head
     }
@@ -88,17 +88,17 @@ impl<'a> Candidates<'a> {
         self.group
     }
 
-    /// Tokens appended so far.
+    /// Tokens appended to the sequence so far.
     pub fn now(&self) -> u32 {
         self.now
     }
 
-    /// How many there are.
+    /// Number of candidates.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no candidates.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
@@ -106,28 +106,28 @@ impl<'a> Candidates<'a> {
     /// The position of token `i`.
     ///
     /// # Panics
-    /// If there is no such token; so do the others.
+    /// If `i` is not below [`Candidates::len`]; so do the other methods that take `i`.
     pub fn position(&self, i: usize) -> u32 {
         self.tokens[i].position
     }
 
-    /// Word `word` of what the policy keeps of token `i`.
+    /// Word `word` of the policy's state of token `i`.
     pub fn state(&self, i: usize, word: usize) -> f32 {
         let (page, lane) = self.source(i);
         page.rows[word][lane]
     }
 
-    /// Word `word` of what the policy keeps of each token, from the first on.
+    /// Word `word` of the policy's state of each token, in order.
     pub fn states(&self, word: usize) -> impl Iterator<Item = f32> {
         self.tokens.iter().map(move |at| self.pages[at.page()].rows[word][at.lane() as usize])
     }
 
-    /// What the policy keeps of the head.
+    /// The policy's state of the head.
     pub fn head(&self) -> &[f32] {
         self.head
     }
 
-    /// A number that is the same for tokens of one page, and for no others.
+    /// An identifier of the page of token `i`: equal for tokens of one page only.
     pub fn page(&self, i: usize) -> u64 {
         let Source { chain, ordinal, .. } = *self.source(i).0;
         u64::from(chain) << 32 | u64::from(ordinal)
@@ -143,9 +143,9 @@ impl<'a> Candidates<'a> {
         self.layout.v_dim as usize
     }
 
-    /// Key and value of token `i` as stored, decoded to f32: `k_dim` and `v_dim` channels. O(k_dim + v_dim), but that a page in a
-    /// lower tier, or on a device, is read for its first token, and held until the ranking is done. If that fails, what is read are NaN, and nothing is
-    /// evicted by this ranking.
+    /// Reads key and value of token `i`, decoded to f32: `k_dim` and `v_dim` channels. O(k_dim + v_dim). A page in a lower tier or on a
+    /// device is read at its first token and held until the ranking ends. If the read fails, the values are NaN, and this ranking evicts
+    /// nothing.
     pub fn read(&self, i: usize, key: &mut [f32], value: &mut [f32]) {
         let (Source { page, .. }, lane) = self.source(i);
         let lane = lane as u32;
@@ -154,7 +154,7 @@ impl<'a> Candidates<'a> {
             Some(words) => words,
             None => {
                 let known = self.away().get(&self.page(i)).cloned();
-                // Not under the lock: what is read may come from another rank, or from a store that is not pikv's.
+                // Without the lock, because the read may go to another rank or to a store of the user's.
                 fetched = match known {
                     Some(known) => known,
                     None => {
@@ -187,7 +187,7 @@ impl Candidates<'_> {
         self.away.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a page could not be looked into.
+    /// Whether reading a page failed.
     pub(crate) fn failed(&self) -> bool {
         self.away().values().any(Option::is_none)
     }

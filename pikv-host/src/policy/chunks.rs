@@ -1,10 +1,10 @@
-//! C_Ch: whole chunks of neighbouring tokens stay or go, ChunkKV (arXiv 2502.00299).
+//! C_Ch: evicts whole chunks of neighbouring tokens, ChunkKV (arXiv 2502.00299).
 
 use super::{Candidates, Feedback, HeadSeen, Policy, Scope, Seen, Token};
 use pikv_core::warp::LANES;
 
-/// Another policy whose utilities are averaged over chunks: positions `0..size`, `size..2 size` and so on. A chunk that the
-/// budget cuts through loses its older tokens.
+/// Averages the utilities of another policy over chunks: positions `0..size`, `size..2 size` and so on. If the budget ends within a
+/// chunk, its older tokens are evicted.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunks<P> {
     of: P,
@@ -12,7 +12,7 @@ pub struct Chunks<P> {
 }
 
 impl<P: Policy> Chunks<P> {
-    /// Chunks of `size` positions, ranked by `of`; the paper takes 10 with SnapKV's scores. A size of 0 is taken as 1.
+    /// Chunks of `size` positions, ranked by `of`; the paper uses 10 with SnapKV's scores. A size of 0 is taken as 1.
     pub fn new(of: P, size: u32) -> Chunks<P> {
         Chunks { of, size: size.max(1) }
     }

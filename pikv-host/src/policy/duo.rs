@@ -1,32 +1,32 @@
-//! Duo: retrieval heads keep everything, streaming heads sinks and the newest, DuoAttention (arXiv 2410.10819).
+//! Duo: retrieval heads keep every token, streaming heads the sinks and the newest tokens, DuoAttention (arXiv 2410.10819).
 
 use super::{Budget, Eviction, StreamingLlm};
 
-/// Which KV heads are retrieval heads.
+/// The split of KV heads into retrieval and streaming heads.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Duo {
-    /// `[layers][kv_heads]`, in 0..=1: how much a head needs all of its tokens.
+    /// `[layers][kv_heads]`, in 0..=1: how much a head depends on having all of its tokens.
     pub gates: Vec<Vec<f32>>,
-    /// From here on a gate is open; 0.5 by default.
+    /// Smallest gate of a retrieval head; 0.5 by default.
     pub threshold: f32,
-    /// Tokens of a streaming head, sinks and ring among them.
+    /// Tokens that a streaming head keeps, including sinks and ring.
     pub streaming: u32,
 }
 
 setters!(Duo { threshold: f32 });
 
 impl Duo {
-    /// Heads with a gate of at least 0.5 keep everything, the others `streaming` tokens.
+    /// Heads with a gate of at least 0.5 keep every token, the others `streaming` tokens.
     pub fn new(gates: Vec<Vec<f32>>, streaming: u32) -> Duo {
         Duo { gates, threshold: 0.5, streaming }
     }
 
-    /// Reads a pattern as the authors publish it: a line a layer, the gates of its KV heads separated by tabs, blanks or commas. Gates
-    /// outside 0..=1, which training leaves a hair below 0 or above 1, are taken as 0 or 1, as the authors' own loader does.
+    /// Reads a pattern in the authors' published form: a line a layer, the gates of its KV heads separated by tabs, blanks or commas. Gates
+    /// slightly outside 0..=1, as training leaves them, are clamped, as in the authors' loader.
     ///
     /// # Errors
-    /// The line and what stands there instead of a finite number.
+    /// The line number and the text that is not a finite number.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -51,7 +51,7 @@ impl Duo {
         Ok(Duo::new(lines.map(layer).collect::<Result<_, String>>()?, streaming))
     }
 
-    /// The rule for a cache whose layers and heads are those of the gates.
+    /// The eviction rule, for a cache with the layers and KV heads of the gates.
     pub fn eviction(&self) -> Eviction {
         let head = |gate: &f32| if *gate >= self.threshold { Budget::ALL } else { self.streaming };
         let layers: Vec<Vec<u32>> = self.gates.iter().map(|heads| heads.iter().map(head).collect()).collect();

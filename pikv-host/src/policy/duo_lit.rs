@@ -1,11 +1,11 @@
-//! Duo-lit: the paper's form of DuoAttention, attention added over the layers.
+//! Duo-lit: attention added over the layers, PiKV's form of DuoAttention.
 
 use super::{Candidates, Feedback, Policy, Scope, Seen};
 use pikv_core::warp::LANES;
 
-/// `u` = sum over the layers of the attention that a token received so far, all heads together: every layer and head lets go
-/// of the same tokens. (PiKV, arXiv 2508.06526. The method that it is named after, arXiv 2410.10819, gates heads instead: that is
-/// [`Budget::Heads`](super::Budget::Heads).)
+/// `u` = attention that a token received so far, summed over all layers and heads; every layer and head evicts the same tokens (PiKV,
+/// arXiv 2508.06526). The method of arXiv 2410.10819 itself gates heads: see [`Duo`](super::Duo) and
+/// [`Budget::Heads`](super::Budget::Heads).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DuoLit;
 

@@ -1,33 +1,33 @@
-//! Expected attention: what queries to come will look at stays (arXiv 2510.00636).
+//! Expected attention: keeps the tokens that future queries are expected to attend to (arXiv 2510.00636).
 
 use super::{Candidates, HeadSeen, Policy};
 use crate::base::frequencies::{Frequencies, turn};
 use pikv_core::rope::Rope;
 
-/// `u = (p + epsilon) ||v||`, `p` the attention that queries of the next positions can be expected to give a token.
+/// `u = (p + epsilon) ||v||`, with `p` the attention that a token is expected to receive from queries of the next positions.
 ///
-/// Queries before their rotation are taken to be normal, with the mean and the variances of those seen so far; the paper's
-/// covariance matrix is reduced to its diagonal here, which takes `k_dim` numbers a query head instead of its square. With `R` the
-/// mean rotation over the next positions, the expected logit of a key is `scale k.R mu + scale^2 / 2 k.R S R'.k`. `p` is the
-/// softmax of those over the tokens that may be evicted, and the mean over the query heads of the KV head.
+/// Queries before rotation are assumed normal, with the mean and variances of those seen so far. The paper's covariance matrix is reduced
+/// to its diagonal, which takes `k_dim` numbers a query head in place of `k_dim^2`. With `R` the mean rotation over the next positions,
+/// the expected logit of a key is `scale k.R mu + scale^2 / 2 k.R S R'.k`. `p` is the softmax of these logits over the tokens that may
+/// be evicted, averaged over the query heads of the KV head.
 ///
-/// Nothing is read of attention itself, so this can rank tokens that no query has seen. O(tokens * (group * k_dim + v_dim)) a
-/// ranking, reading every key and value.
+/// It does not use attention scores, so it can rank tokens that no query has attended to. A ranking reads every key and value:
+/// O(tokens * (group * k_dim + v_dim)).
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ExpectedAttention {
-    /// How queries and keys are rotated; `None` where they are not. That of [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) where
-    /// that is set; another is refused. Where frequencies are scaled (Llama 3.1, YaRN, ...) they are the layer's, those of
-    /// [`CacheConfig::frequencies`](crate::CacheConfig::frequencies), also where keys come rotated: without them tokens are ranked by the
-    /// plain base.
+    /// Rotation of queries and keys; `None` if they are not rotated. If [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) is set,
+    /// it must be the same. Scaled frequencies (Llama 3.1, YaRN, ...) are taken from
+    /// [`CacheConfig::frequencies`](crate::CacheConfig::frequencies), also for keys that come rotated; without them the plain base is
+    /// used.
     pub rope: Option<Rope>,
-    /// Whether they come rotated: `false` where [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) is set.
+    /// Whether queries and keys come rotated; `false` if [`LayerShape::rope`](pikv_core::plan::LayerShape::rope) is set.
     pub rotated: bool,
-    /// Positions to look ahead, at least 1; 512 by default.
+    /// Number of next positions that `p` averages over, at least 1; 512 by default.
     pub ahead: u32,
-    /// Queries of the first positions do not count, as they differ from all others; 4 by default.
+    /// First positions whose queries are ignored, since they differ from all others; 4 by default.
     pub skip: u32,
-    /// Queries that mean and variance are taken over; from there on the older ones fade. 512 by default.
+    /// Queries that mean and variance are taken over; beyond that number older ones fade. 512 by default.
     pub memory: u32,
     /// Added to `p`; 0 by default.
     pub epsilon: f32,
@@ -38,12 +38,12 @@ pub struct ExpectedAttention {
 setters!(ExpectedAttention { rotated: bool, ahead: u32, skip: u32, memory: u32, epsilon: f32 } optional { scale: f32, rope: Rope });
 
 impl ExpectedAttention {
-    /// For queries and keys that are turned by `rope`, `rotated` already when they come or not.
+    /// For queries and keys rotated by `rope`, either before they come (`rotated`) or on read.
     pub fn new(rope: Option<Rope>, rotated: bool) -> ExpectedAttention {
         ExpectedAttention { rope, rotated, ahead: 512, skip: 4, memory: 512, epsilon: 0.0, scale: None }
     }
 
-    /// Turns pair by pair: `turn(i)` is cosine and sine of pair `i`.
+    /// Rotates `row` pair by pair; `turn(i)` is cosine and sine of pair `i`.
     fn turn(&self, row: &mut [f64], turn: impl Fn(usize) -> (f64, f64)) {
         let Some(rope) = &self.rope else { return };
         for i in 0..(rope.rotary_dim as usize).min(row.len()) / 2 {
@@ -53,7 +53,7 @@ impl ExpectedAttention {
         }
     }
 
-    /// Angles of the pairs a position: the layer's own where they are scaled.
+    /// Angle of each pair per position; the layer's scaled frequencies, if there are any.
     fn angles(&self, scaled: Option<&Frequencies>) -> Vec<f64> {
         let Some(rope) = self.rope else { return Vec::new() };
         let pairs = rope.rotary_dim / 2;
@@ -71,7 +71,7 @@ impl ExpectedAttention {
     fn mean_turns(&self, angles: &[f64], now: u32) -> Vec<(f64, f64)> {
         let n = f64::from(self.ahead.max(1));
         let mean = |angle: &f64| {
-            // A geometric sum of unit vectors: that of the middle, shortened.
+            // A geometric sum of unit vectors: the middle one, times a factor.
             let part = libm::sin(0.5 * angle);
             let length = if part == 0.0 { 1.0 } else { libm::sin(0.5 * n * angle) / (n * part) };
             let middle = (f64::from(now) + 0.5 * (n - 1.0)) * angle;
@@ -87,7 +87,7 @@ impl Policy for ExpectedAttention {
     }
 
     fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
-        // The rotation is asked for by itself.
+        // The rotation is compared apart.
         let ExpectedAttention { rotated, ahead, skip, memory, epsilon, scale, .. } = *self;
         [u32::from(rotated), ahead, skip, memory].iter().for_each(|n| to(&n.to_le_bytes()));
         to(&epsilon.to_le_bytes());
@@ -98,7 +98,7 @@ impl Policy for ExpectedAttention {
         self.rope
     }
 
-    /// How many queries there were, and of each query head the means and the variances.
+    /// State of a head: the number of queries, then mean and variance for each query head.
     fn head_words(&self, k_dim: usize, group: usize) -> usize {
         1 + 2 * k_dim * group
     }
@@ -139,7 +139,7 @@ impl Policy for ExpectedAttention {
         let scale = self.scale.map_or(1.0 / libm::sqrt(k_dim as f64), f64::from);
         let angles = self.angles(tokens.frequencies());
         let turns = self.mean_turns(&angles, tokens.now());
-        // Queries and keys that come rotated are longer by the factor already.
+        // Queries and keys that come rotated include the factor.
         let longer = tokens.frequencies().map_or(1.0, |scaled| scaled.factor() * scaled.factor());
         let turned = self.rope.map_or(0, |rope| rope.rotary_dim as usize).min(k_dim);
         let (mut key, mut value) = (vec![0.0; k_dim], vec![0.0; tokens.v_dim()]);
@@ -154,7 +154,7 @@ impl Policy for ExpectedAttention {
                 self.turn_by(&mut row, &angles, f64::from(tokens.position(i)));
                 row[..turned].iter_mut().for_each(|x| *x *= longer);
             }
-            // k.R mu = R'k.mu, and R' turns back.
+            // k.R mu = R'k.mu, where R' is the inverse rotation.
             self.turn(&mut row, |pair| (turns[pair].0, -turns[pair].1));
             for (h, head) in heads.chunks_exact(2 * k_dim).enumerate() {
                 let (means, variances) = head.split_at(k_dim);

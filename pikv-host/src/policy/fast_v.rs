@@ -1,18 +1,18 @@
-//! C_F: tokens that get little attention in an early layer go in all later ones, FastV (arXiv 2403.06764).
+//! C_F: evicts from all later layers the tokens of low attention in an early layer, FastV (arXiv 2403.06764).
 
 use super::{Budget, Candidates, Eviction, Feedback, Policy, Scope, Seen};
 use crate::codec::SelectError;
 use pikv_core::warp::LANES;
 
-/// The name that makes the layers of the two policies agree.
+/// Shared name, which makes the layers of both policies evict together.
 const NAME: &str = "FastV";
 
-/// The rules of FastV for a model of `layers` layers, each with its layer: layer `from - 1` has [`FastVReceived`] and keeps all it has;
-/// the layers from `from` on evict by `how`. They are ranked together, by the attention of layer `from - 1` alone, so the same tokens
-/// go in each of their KV heads, as long as `how` gives all the same budget of tokens. (Whole pages, and those of different experts,
-/// hold other tokens in each layer.) The layers before have no rule.
+/// The eviction rules of FastV for a model of `layers` layers, each with its layer index. Layer `from - 1` has [`FastVReceived`] and
+/// keeps all its tokens; the layers from `from` on evict by the rule of `how`. They are ranked together, by the attention of layer
+/// `from - 1` alone, so each of their KV heads evicts the same tokens if `how` gives all layers the same budget of tokens. (Whole pages,
+/// and pages of different experts, hold different tokens in each layer.) Earlier layers have no rule.
 ///
-/// The paper's own choice is `from` 2 and half of the tokens:
+/// The paper's choice is `from` 2 and half of the tokens:
 ///
 /// ```
 /// use pikv_host::policy::{Budget, Eviction, fast_v};
@@ -27,7 +27,7 @@ const NAME: &str = "FastV";
 /// ```
 ///
 /// # Errors
-/// `from` 0, which has no layer before it, or past the last layer.
+/// [`SelectError::Setting`] for a `from` of 0, which has no layer before it, or at or above `layers`.
 pub fn fast_v(
     layers: usize,
     from: usize,
@@ -42,8 +42,8 @@ pub fn fast_v(
     Ok([(from - 1, ranked)].into_iter().chain(later).collect())
 }
 
-/// `u` = mean attention received: the mass so far over the rows that could see the token, added over all KV heads of the layers that
-/// have this policy. [`fast_v`] gives it to one layer.
+/// `u` = mean attention received: the mass so far divided by the rows that could see the token, added over all KV heads of the layers
+/// with this policy. [`fast_v`] uses it in one layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FastVReceived;
 
@@ -82,7 +82,7 @@ impl Policy for FastVReceived {
     }
 }
 
-/// `u` = 0: what goes is decided by the layers of the sequence that have [`FastVReceived`]. It looks at no attention of its own layer.
+/// `u` = 0: its layers evict the tokens chosen by the sequence's layers with [`FastVReceived`]. It does not use attention of its own layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FastVFollows;
 

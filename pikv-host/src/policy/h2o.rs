@@ -1,10 +1,10 @@
-//! H2O: heavy hitters stay (arXiv 2306.14048).
+//! H2O: keeps heavy hitters (arXiv 2306.14048).
 
 use super::{Candidates, Feedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
-/// `u` = attention mass since the token came, over all rows and the query heads of its KV head. The recent tokens that H2O
-/// exempts are those of the ring; the paper halves the budget between both.
+/// `u` = attention mass received since the token was appended, over all rows and the query heads of its KV head. H2O's recent tokens are
+/// those of the ring; the paper gives each of both half of the budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct H2o;
 

@@ -1,8 +1,8 @@
-//! Key norm: keys of small norm stay (arXiv 2406.11430).
+//! Key norm: keeps keys of small norm (arXiv 2406.11430).
 
 use super::{Candidates, Policy, Token};
 
-/// `u = -||k||`, of the key as appended. Needs no attention, only the key.
+/// `u = -||k||`, of the key as appended. Does not need attention.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KeyNorm;
 

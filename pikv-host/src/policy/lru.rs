@@ -1,14 +1,14 @@
-//! LRU: the token whose page was used longest ago goes first.
+//! LRU: evicts the tokens of the page whose last use is oldest.
 
 use super::{Candidates, Feedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
-/// `u = -(now - last use)`. A page is used by rows that give it at least `share` of what an equal spread over all tokens
-/// would; attention reads every page, so reading alone would tell nothing. A token counts as used when it is appended.
+/// `u = -(now - last use)`. Rows use a page if they give it at least `share` times the attention of an equal spread over all tokens;
+/// attention reads every page, so a read alone is not a use. Appending a token counts as a use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Lru {
-    /// 1 by default: a page that gets its fair share is used. With 0 one that gets any weight is.
+    /// Multiple of an equal share from which a page is used; 1 by default. With 0, any weight is a use.
     pub share: f32,
 }
 
@@ -20,12 +20,12 @@ impl Default for Lru {
     }
 }
 
-/// A position in a word of state, as its bits: as a number it would be exact up to 2^24 only.
+/// A position as the bits of a state word; as an f32 number it would be exact up to 2^24 only.
 pub(super) fn stored(position: u32) -> f32 {
     f32::from_bits(position)
 }
 
-/// How many tokens ago that was.
+/// Tokens since the position in `stored`.
 pub(super) fn age(now: u32, stored: f32) -> f32 {
     now.saturating_sub(stored.to_bits()) as f32
 }

@@ -4,16 +4,16 @@ use super::lru::{age, stored};
 use super::{Candidates, Feedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
-/// `u = -(now - last use) + lambda * frequency`; the frequency is the number of uses, each worth `decay` times as much with every
-/// token since, as of the last use. What a use is, [`Lru`](super::Lru) says.
+/// `u = -(now - last use) + lambda * frequency`, where `frequency` counts uses, each multiplied by `decay` for every token since, up to the
+/// last use. A use is that of [`Lru`](super::Lru).
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LruPlus {
-    /// Tokens of age that one use makes up for; 16 by default.
+    /// Tokens of age that one use compensates; 16 by default.
     pub lambda: f32,
-    /// Above 0 and at most 1; 0.99 by default.
+    /// Factor a token, above 0 and at most 1; 0.99 by default.
     pub decay: f32,
-    /// As in [`Lru`](super::Lru).
+    /// See [`Lru`](super::Lru).
     pub share: f32,
 }
 
@@ -53,7 +53,7 @@ impl Policy for LruPlus {
     fn observe(&self, seen: &Seen<'_>, state: &mut [[f32; LANES]]) {
         if seen.used(self.share) {
             let now = seen.first.0 + seen.rows - 1;
-            // Most tokens of a page were used last by the same rows.
+            // Most tokens of a page have the same last use.
             let mut known = (0.0, 1.0);
             for t in seen.lanes() {
                 let age = age(now, state[0][t]);

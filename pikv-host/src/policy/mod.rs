@@ -1,19 +1,19 @@
-//! Eviction: which tokens a KV head goes on holding (PiKV, arXiv 2508.06526, section "scheduling").
+//! Eviction: policies and budgets that choose the tokens a KV head holds (PiKV, arXiv 2508.06526, section "scheduling").
 //!
-//! Three choices that are made apart:
+//! Three independent choices:
 //!
-//! * a [`Policy`] says what a token is worth: its *utility*;
-//! * a [`Budget`] says how many tokens a head may hold, and [`Eviction::adaptive`] lets the heads of a layer share theirs (AdaKV);
-//! * [`Eviction::by_page`] evicts whole pages instead of tokens, which is what frees memory where a codec packs them.
+//! * a [`Policy`] gives each token a *utility*;
+//! * a [`Budget`] limits the tokens of a head; [`Eviction::adaptive`] lets the heads of a layer share their budgets (AdaKV);
+//! * [`Eviction::by_page`] evicts whole pages in place of tokens, which frees memory where pages are packed by a codec.
 //!
-//! After every step, the tokens of lowest utility that have left the ring are evicted until the head is within its budget;
-//! of equals the older goes first, and before all others what a sliding window no longer shows. The ring, the sinks and what was
-//! pinned ([`Sequence::pin`](crate::Sequence::pin)) stay. Tokens that went are read no more; pages of the same expert that lost
-//! some are put together, so the budget bounds bytes too. Positions never change.
+//! After every step, tokens that left the ring are evicted until each head is within its budget: first those that a sliding window hides,
+//! then those of lowest utility, of equals the older. The ring, the sinks and pinned tokens ([`Sequence::pin`](crate::Sequence::pin))
+//! are never evicted. Evicted tokens are not read. Pages of one expert that have lost tokens are compacted, so the budget also bounds
+//! bytes. Positions never change.
 //!
-//! Rollback brings back what a step evicted, and every score, as if the step had never been; back inside a step, as if it had ended
-//! there. So what was evicted keeps its bytes until it can no longer come back, and pages that were put together keep those that came
-//! free by it as long. Without a rollback nothing is kept.
+//! A rollback over whole steps restores the tokens and scores that those steps evicted or changed; a rollback into a step gives the state
+//! of a step that ended there. Evicted tokens and the pages freed by compaction therefore keep their bytes until no rollback can reach
+//! them. With a rollback of 0 nothing is kept.
 
 pub(crate) mod ada_kv;
 mod ada_kv_lit;
@@ -64,144 +64,143 @@ use pikv_core::warp::LANES;
 use std::fmt;
 use std::sync::Arc;
 
-/// A utility as it is compared: what is not a number is worth less than anything, and 0 is 0 whatever its sign.
+/// A utility in the form that is compared: NaN is below every number, and -0.0 equals 0.0.
 pub(crate) fn worth(utility: f32) -> f32 {
     if utility.is_nan() { f32::NEG_INFINITY } else { utility + 0.0 }
 }
 
-/// What a policy is told after a step.
+/// Attention mass that a policy gets after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Feedback {
-    /// Nothing: attention runs as fast as without a policy.
+    /// None: attention runs as fast as without a policy.
     None,
-    /// The attention mass of every token, from all rows.
+    /// The mass of every token, summed over all rows.
     Mass,
-    /// The attention mass of every token, from the last so many rows of a step, and from each row that can be taken back (which
-    /// may turn out to be the last).
+    /// The mass of every token, from the last rows of a step, as many as given, and from each row that can be rolled back (a rollback may
+    /// make it the last).
     LastMass(u32),
 }
 
-/// What a token is worth. One value serves all layers and heads: what is kept of a token or a head is kept for it.
+/// Gives tokens their utilities. One value serves all layers and heads; state is kept for each token and each head.
 ///
-/// Only [`rank`](Policy::rank) has to be written. A policy whose state is a function of what it is told forks and rolls back
-/// by itself.
+/// Only [`rank`](Policy::rank) is required. A policy that keeps all its state in `state` is forked and rolled back by the cache.
 pub trait Policy: fmt::Debug + Send + Sync {
-    /// Its name in reports.
+    /// Name of the policy in reports.
     fn name(&self) -> &str;
 
-    /// What it wants to be told. Mass costs a second pass over the scores, which are kept meanwhile: 4 bytes a row, head and token;
-    /// and from one step to the next 4 bytes a layer, KV head and token, once for a step's rows and once for each that can be
-    /// taken back.
+    /// The attention mass that it needs. Mass costs a second pass over the scores, which are stored meanwhile in 4 bytes a row, head and
+    /// token; from one step to the next it takes 4 bytes a layer, KV head and token, once for a step's rows and once for each row that can
+    /// be rolled back.
     fn feedback(&self) -> Feedback {
         Feedback::None
     }
 
-    /// Whether it looks at [`HeadSeen::hits`] and [`HeadSeen::misses`]: they are counted then ([`Hits`](crate::rules::Hits)).
+    /// Whether it reads [`HeadSeen::hits`] and [`HeadSeen::misses`], which are counted only then ([`Hits`](crate::rules::Hits)).
     fn wants_hits(&self) -> bool {
         false
     }
 
-    /// How it takes keys to be turned, if it looks at that. In a layer whose keys are stored before their rotation it has to be the layer's
-    /// own ([`ConfigError::PolicyRope`](crate::ConfigError)).
+    /// The rotation of keys that it assumes, if it depends on one. In a layer that stores keys before rotation it must equal the layer's
+    /// ([`ConfigError::PolicyRope`](crate::ConfigError)).
     fn rotation(&self) -> Option<Rope> {
         None
     }
 
-    /// First positions that stay in its layers whatever they are worth, filed apart from the experts, where the configuration names no
-    /// sinks ([`CacheConfig::sinks`](crate::CacheConfig)).
+    /// First positions to keep as sinks, filed apart from the experts. Used if the configuration sets no sinks
+    /// ([`CacheConfig::sinks`](crate::CacheConfig)).
     fn sinks(&self) -> u32 {
         0
     }
 
-    /// Passes on what it was made with, for the fingerprint of a saved sequence, which is restored under a policy of the same
-    /// [`name`](Policy::name) that passes on the same. A policy that has nothing to set passes on nothing.
+    /// Calls `to` with the bytes of its parameters, for the fingerprint of saved sequences. A saved sequence is restored only under a
+    /// policy of the same [`name`](Policy::name) and parameters. A policy without parameters does not call it.
     fn parameters(&self, _to: &mut dyn FnMut(&[u8])) {}
 
-    /// f32 kept of a token; they start as 0. Each takes 4 bytes a token and KV head, times the tokens that can be rolled back
-    /// and one.
+    /// f32 of state for each token; initially 0. Each takes 4 bytes a token and KV head, times one more than the tokens that can be rolled
+    /// back.
     fn words(&self) -> usize {
         0
     }
 
-    /// f32 kept of a KV head whose keys have `k_dim` channels and that `group` query heads read; they start as 0.
+    /// f32 of state for each KV head with `k_dim` channels in a key and `group` query heads; initially 0.
     fn head_words(&self, _k_dim: usize, _group: usize) -> usize {
         0
     }
 
-    /// Whether heads agree on who goes: the utilities that [`rank`](Policy::rank) returns are then added over all heads of a
-    /// layer, or of all layers whose policies have this name, by position.
+    /// The heads that evict the same tokens: the utilities of [`rank`](Policy::rank) are added by position over one head, all heads of a
+    /// layer, or all layers with a policy of this name.
     fn scope(&self) -> Scope {
         Scope::Head
     }
 
-    /// Whether [`born`](Policy::born) looks at keys or values. If not, those of tensors that lie on a device
-    /// ([`Step::append_device`](crate::Step::append_device)) stay there, and `born` is given none; else they are copied to the host, and `born` is
-    /// called when the step is committed.
+    /// Whether [`born`](Policy::born) reads keys or values. If not, tensors in device memory
+    /// ([`Step::append_device`](crate::Step::append_device)) stay there and `born` gets empty slices; else they are copied to the host, and
+    /// `born` is called at commit.
     fn reads_tokens(&self) -> bool {
         true
     }
 
-    /// A token was appended: `state` is its [`words`](Policy::words).
+    /// Called for each appended token; `state` is its [`words`](Policy::words).
     fn born(&self, _token: &Token<'_>, _state: &mut [f32]) {}
 
-    /// Some rows were attended. Called for each page that they read, sinks apart, after the step was committed; `state` is
-    /// [`words`](Policy::words) rows of 32. Rows that can be taken back come one by one. Heads may be told in parallel; of one
-    /// head, pages come in a fixed order.
+    /// Called after commit for each page that some rows attended, sinks apart; `state` is [`words`](Policy::words) rows of 32. Rows that
+    /// can be rolled back come in calls of one row. Heads may be processed in parallel; the pages of one head come in a fixed order.
     fn observe(&self, _seen: &Seen<'_>, _state: &mut [[f32; LANES]]) {}
 
-    /// The same, once a head: `state` is [`head_words`](Policy::head_words) long.
+    /// The same once a head; `state` has [`head_words`](Policy::head_words) values.
     fn observe_head(&self, _seen: &HeadSeen<'_>, _state: &mut [f32]) {}
 
-    /// The utilities of the tokens that may be evicted, into `utility`. Not a number is worth less than anything.
+    /// Writes the utilities of the tokens that may be evicted to `utility`. NaN is below every number.
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]);
 
-    /// Whether of any tokens the older are worth less, so that a head's oldest go without a [`rank`](Policy::rank): what that takes
-    /// does not depend on how many are held. (Where whole pages go or heads share their budgets there is a ranking all the same.)
+    /// Whether older tokens always have lower utilities. The oldest tokens of a head are then evicted without a call of
+    /// [`rank`](Policy::rank), at a cost independent of the tokens held. (Evicting whole pages, or budgets shared between heads, still
+    /// rank.)
     fn oldest_first(&self) -> bool {
         false
     }
 
-    /// Whether the heads of a layer share the sum of their budgets, and how: where they hold more than that, a head keeps a part in
-    /// proportion to its own budget times `2^lean`, at least a fifth of its own. `head` is what is kept of the head. All heads of a layer say
-    /// something, or none does. Without effect beside [`Eviction::adaptive`].
+    /// Whether the heads of a layer share the sum of their budgets, and with which weight: if they hold more than the sum, a head keeps a
+    /// part in proportion to its own budget times `2^lean`, at least a fifth of its own. `head` is the state of the head. Either all
+    /// heads of a layer return a value or none does. Ignored with [`Eviction::adaptive`].
     fn lean(&self, _head: &[f32]) -> Option<f32> {
         None
     }
 
-    /// Tokens below this utility go even where the budget would hold them; `head` is what is kept of the head.
+    /// Utility below which tokens are evicted even within the budget; `head` is the state of the head.
     fn threshold(&self, _head: &[f32]) -> Option<f32> {
         None
     }
 }
 
-/// Over what utilities are added before tokens are chosen.
+/// The heads over which utilities are added before tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Every head for itself.
+    /// Each head by itself.
     Head,
-    /// The heads of a layer agree.
+    /// All heads of a layer.
     Layer,
-    /// All layers that have the policy agree.
+    /// All layers that have the policy.
     Sequence,
 }
 
-/// A token that was appended.
+/// An appended token.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Token<'a> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// The KV head.
+    /// Index of the KV head.
     pub kv_head: usize,
-    /// Its position.
+    /// Position in the sequence.
     pub position: Position,
-    /// Its key, `k_dim` channels, as appended; empty where [`Policy::reads_tokens`] is not so and it lies on a device.
+    /// Key as appended, `k_dim` channels; empty if it lies in device memory and [`Policy::reads_tokens`] is false.
     pub key: &'a [f32],
-    /// Its value, `v_dim` channels; empty likewise.
+    /// Value as appended, `v_dim` channels; empty in the same case.
     pub value: &'a [f32],
 }
 
-/// How a layer evicts. Set by [`CacheConfig::evict`](crate::CacheConfig::evict).
+/// The eviction rule of a layer. Set by [`CacheConfig::evict`](crate::CacheConfig::evict).
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -225,27 +224,28 @@ pub struct Token<'a> {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Eviction {
-    /// What a token is worth.
+    /// Gives tokens their utilities.
     pub policy: Arc<dyn Policy>,
-    /// What a head may hold.
+    /// Tokens that a head may hold.
     pub budget: Budget,
-    /// How many tokens go at once, at least 1: as soon as a head is over its budget, so many go that it is this less one below,
-    /// and the next ranking is due only once they have come again. A batch above the budget leaves sinks and ring.
+    /// Tokens to evict at once, at least 1: a head over its budget evicts until it is `batch - 1` tokens below it, and is ranked again
+    /// when it is over the budget once more. A batch above the budget leaves sinks and ring. `None`: a 16th of the budget.
     pub batch: Option<u32>,
-    /// Whole pages go, the one with the lowest mean utility first.
+    /// Evicts whole pages, the page of the lowest mean utility first.
     pub by_page: bool,
-    /// Heads of a layer share their budgets: the best tokens of all stay, but each head keeps this share of its own (AdaKV).
+    /// Heads of a layer share their budgets (AdaKV): the best tokens of all heads are kept, and each head keeps at least this share of
+    /// its own budget.
     pub adaptive: Option<f32>,
 }
 
 impl Eviction {
-    /// Keeps the tokens that `policy` ranks highest, as many as `budget` says.
+    /// Keeps the tokens that `policy` ranks highest, within `budget`.
     pub fn new(policy: impl Policy + 'static, budget: Budget) -> Eviction {
         Eviction { policy: Arc::new(policy), budget, batch: None, by_page: false, adaptive: None }
     }
 
-    /// Sets how many tokens go at once; by default a 16th of the budget, and at least 1. A ranking takes
-    /// time in proportion to what is held, so that a batch in proportion makes an evicted token cost the same in caches of any size.
+    /// Sets the tokens to evict at once; default a 16th of the budget, at least 1. A ranking takes time in proportion to the tokens
+    /// held, so a batch in proportion makes the cost of an evicted token independent of the cache's size.
     pub fn batch(mut self, tokens: u32) -> Eviction {
         self.batch = Some(tokens);
         self

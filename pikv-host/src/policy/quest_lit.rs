@@ -1,15 +1,15 @@
-//! QUEST-lit: a small network ranks tokens by statistics of their key and value (PiKV, arXiv 2508.06526).
+//! QUEST-lit: a small network ranks tokens by statistics of key and value (PiKV, arXiv 2508.06526).
 
 use super::{Candidates, Policy, Token};
 use std::sync::Arc;
 use thiserror::Error;
 
-/// `u = MLP([K, V] statistics)`, of the token as it was appended (a key rotated if keys come rotated): [`QuestLit::STATISTICS`] go
-/// in, one number comes out, with a ReLU between layers. With [`Eviction::by_page`](super::Eviction::by_page) a page is worth the
-/// mean of its tokens. One network serves all layers and heads.
+/// `u = MLP([K, V] statistics)` of the token as appended (with a rotated key if keys come rotated). The network has
+/// [`QuestLit::STATISTICS`] inputs, one output, and a ReLU between layers, and serves all layers and heads. With
+/// [`Eviction::by_page`](super::Eviction::by_page) a page's utility is the mean of its tokens'.
 ///
-/// The paper names no weights; whoever trained some loads them here. (The method that it is named after, arXiv 2406.10774, selects
-/// pages and evicts none: [`Read::Quest`](crate::attend::options::Read::Quest).)
+/// The paper publishes no weights; load trained ones here. (The method of arXiv 2406.10774 itself selects pages and evicts none:
+/// [`Read::Quest`](crate::attend::options::Read::Quest).)
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuestLit {
     layers: Arc<[Dense]>,
@@ -32,42 +32,42 @@ impl Dense {
     }
 }
 
-/// Weights that are none.
+/// Weights that do not make a network.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum QuestLitError {
-    /// No layers.
+    /// A network without layers.
     #[error("a network needs at least 1 layer")]
     Empty,
-    /// A layer that does not fit the one before.
+    /// A layer whose weights do not match its biases and inputs.
     #[error(
         "layer {layer}: {weight} weights and {bias} biases over {wide} inputs; it needs {wide} weights for each bias"
     )]
     Shape {
-        /// The layer.
+        /// Index of the layer.
         layer: usize,
         /// Weights given.
         weight: usize,
         /// Biases given.
         bias: usize,
-        /// What the layer before gives; the statistics for the first.
+        /// Outputs of the previous layer; the number of statistics for the first.
         wide: usize,
     },
-    /// The last layer gives more than one number, or none.
+    /// A last layer with other than one output.
     #[error("the network gives {outputs} numbers; a utility is 1")]
     Outputs {
-        /// Its biases.
+        /// Outputs of the last layer.
         outputs: usize,
     },
     /// A value that is not finite.
     #[error("layer {layer}: {value} is not finite")]
     NotFinite {
-        /// The layer.
+        /// Index of the layer.
         layer: usize,
         /// The value.
         value: f32,
     },
-    /// The bytes are no safetensors file.
+    /// The bytes are not a safetensors file.
     #[cfg(feature = "fit")]
     #[error("not a safetensors file, or a damaged one: {0}")]
     File(#[from] safetensors::SafeTensorError),
@@ -75,23 +75,24 @@ pub enum QuestLitError {
     #[cfg(feature = "fit")]
     #[error("tensor {name:?} is {found}; an F32 tensor of {dimensions} dimensions is needed")]
     Tensor {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
-        /// As it is.
+        /// Type and shape in the file.
         found: String,
-        /// Dimensions that would have done.
+        /// Accepted number of dimensions.
         dimensions: usize,
     },
 }
 
 impl QuestLit {
-    /// Numbers that the network is given of a token: mean, least, most and Euclidean norm of its key, then of its value.
+    /// Inputs of the network for a token: mean, minimum, maximum and Euclidean norm of its key, then of its value.
     pub const STATISTICS: usize = 8;
 
-    /// A network of these layers, from the statistics on.
+    /// A network of these layers, first to last.
     ///
     /// # Errors
-    /// No layers, one that does not fit the one before, more than one output, values that are not finite.
+    /// [`QuestLitError::Empty`], [`QuestLitError::Shape`] for a layer that does not match the previous one, [`QuestLitError::Outputs`] for
+    /// other than one output, [`QuestLitError::NotFinite`].
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -120,11 +121,10 @@ impl QuestLit {
         }
     }
 
-    /// Reads a safetensors file: `layers.0.weight` of shape `[out, in]`, `layers.0.bias` of shape `[out]`, `layers.1.weight` and so
-    /// on, all F32.
+    /// Reads a safetensors file with tensors `layers.0.weight` `[out, in]`, `layers.0.bias` `[out]`, `layers.1.weight` and so on, all F32.
     ///
     /// # Errors
-    /// Bytes that are no such file, tensors that are missing or of another type or shape, and the errors of [`QuestLit::new`].
+    /// Bytes that are not such a file, tensors that are missing or have another type or shape, and the errors of [`QuestLit::new`].
     #[cfg(feature = "fit")]
     pub fn from_safetensors(bytes: &[u8]) -> Result<QuestLit, QuestLitError> {
         let file = safetensors::SafeTensors::deserialize(bytes)?;
@@ -146,7 +146,7 @@ impl QuestLit {
         QuestLit::new((0..count).map(layer).collect::<Result<_, QuestLitError>>()?)
     }
 
-    /// The utility of a token. Sums run in the order of the inputs, in f32.
+    /// The utility of a token. Sums are in f32, in the order of the inputs.
     pub fn utility(&self, key: &[f32], value: &[f32]) -> f32 {
         let mut x: Vec<f32> = [key, value].into_iter().flat_map(statistics).collect();
         for (l, Dense { weight, bias }) in self.layers.iter().enumerate() {
@@ -160,7 +160,7 @@ impl QuestLit {
     }
 }
 
-/// Mean, least, most and norm.
+/// Mean, minimum, maximum and norm.
 fn statistics(row: &[f32]) -> [f32; QuestLit::STATISTICS / 2] {
     let (mut sum, mut square) = (0.0, 0.0);
     let (mut least, mut most) = (f32::INFINITY, f32::NEG_INFINITY);
@@ -184,7 +184,7 @@ impl Policy for QuestLit {
         }
     }
 
-    /// The utility, found when the token comes.
+    /// State of a token: its utility, computed when it is appended.
     fn words(&self) -> usize {
         1
     }

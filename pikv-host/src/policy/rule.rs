@@ -1,4 +1,4 @@
-//! How a layer evicts: its policy, and what the policy said of itself when the cache was built.
+//! The eviction rule of a layer, with the policy's properties read when the cache was built.
 
 use crate::base::error::ConfigError;
 use crate::base::frequencies::Frequencies;
@@ -10,31 +10,31 @@ use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::ops::Range;
 
-/// Tokens that can be taken back at most where a policy keeps something of tokens or heads: it is kept once for each length that can
-/// be gone back to.
+/// Most tokens that can be rolled back with a policy that keeps state of tokens or heads: the state is stored once for each length that a
+/// rollback can restore.
 const ROLLBACK: u32 = 1024;
 
-/// Bytes that a policy keeps of a page and of a head at most, over all lengths that can be gone back to.
+/// Most bytes of state of a page and of a head together, over all lengths that a rollback can restore.
 const MOST_KEPT: usize = 1 << 30;
 
-/// How a layer evicts.
+/// The eviction rule of a layer.
 #[derive(Debug)]
 pub(crate) struct Rule {
     pub layer: usize,
     pub eviction: Eviction,
-    /// f32 kept of a token, and of a head.
+    /// f32 of state for each token, and for each head.
     pub words: usize,
     pub head_words: usize,
-    /// Lengths of a sequence that can be gone back to, the present one among them.
+    /// Lengths of a sequence that a rollback can restore, including the present one.
     pub versions: usize,
-    /// What the policy said of itself when the cache was built; it is not asked again.
+    /// Properties of the policy, read once when the cache was built.
     pub name: String,
     pub scope: Scope,
     pub feedback: Feedback,
     pub oldest_first: bool,
     pub reads_tokens: bool,
     pub wants_hits: bool,
-    /// Of the layer's rotation, where they are scaled.
+    /// Frequencies of the layer's rotation, if they are scaled.
     pub frequencies: Option<Frequencies>,
 }
 
@@ -91,24 +91,23 @@ impl Rule {
         })
     }
 
-    /// Whether something is kept, of tokens or of heads: else there is nothing to be told for.
+    /// Whether the policy keeps state of tokens or heads; if not, it observes nothing.
     pub fn keeps(&self) -> bool {
         self.words > 0 || self.head_words > 0
     }
 
-    /// What is kept of a run without pages.
+    /// The state of a run without pages.
     pub fn kept(&self) -> Kept {
         Kept::new(self.words, self.versions)
     }
 
-    /// Which version holds at `len` tokens.
+    /// The version for a sequence of `len` tokens.
     pub fn version(&self, len: u32) -> usize {
         len as usize % self.versions
     }
 
-    /// The rows of a step from `old` to `new` tokens, cut where the policy is told of them apart: those that can be taken back
-    /// are single. Beside each cut the rows whose attention it wants to know of: of single ones each, as it may turn out to
-    /// be the last.
+    /// The rows of a step from `old` to `new` tokens, in the groups in which the policy observes them: each row that can be rolled back
+    /// is a group. Beside each group the rows whose mass it needs; a single row always, because a rollback may make it the last.
     pub fn cuts(&self, old: u32, new: u32) -> impl Iterator<Item = (Range<u32>, Range<u32>)> + use<> {
         let single = new - (self.versions as u32 - 1).min(new - old);
         let (from, told) = match self.feedback {
@@ -124,14 +123,14 @@ impl Rule {
         }))
     }
 
-    /// Tells of a page.
+    /// Calls the policy's `observe` for a page.
     pub fn observe(&self, seen: &Seen<'_>, rows: &mut [[f32; LANES]]) {
         let nothing = |(lane, mass): (usize, &f32)| seen.live >> lane & 1 != 0 || mass.to_bits() == 0;
         debug_assert!(seen.mass.iter().enumerate().all(nothing), "{seen:?}");
         self.eviction.policy.observe(seen, rows);
     }
 
-    /// Writes what is kept of a new token into its lane of tile `tile`.
+    /// Writes the initial state of a new token to its lane of tile `tile`.
     pub fn born(&self, token: &Token<'_>, kept: &mut Kept, tile: usize) {
         let mut words: SmallVec<[f32; 8]> = SmallVec::from_elem(0.0, self.words);
         self.eviction.policy.born(token, &mut words);

@@ -1,4 +1,4 @@
-//! What a policy is told of pages and heads.
+//! Attention of pages and heads, as policies observe it.
 
 use crate::base::frequencies::Frequencies;
 use crate::base::ids::PageId;
@@ -7,34 +7,34 @@ use crate::policy::page::TokenPage;
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 
-/// What some rows of attention saw of a page.
+/// Attention of some rows over one page.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Seen<'a> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// The KV head.
+    /// Index of the KV head.
     pub kv_head: usize,
     /// Query heads of the KV head.
     pub group: u32,
-    /// Position of the first of the rows.
+    /// Position of the first row.
     pub first: Position,
-    /// How many rows.
+    /// Number of rows.
     pub rows: u32,
-    /// The page, where it is now.
+    /// Present id of the page.
     pub page: PageId,
     /// Bit `t` is set if the token at lane `t` is held.
     pub live: u32,
     /// The positions of its tokens.
     pub positions: Positions<'a>,
-    /// Softmax weight of each lane, summed over the rows and the group; 0 of a lane that is not held.
+    /// Softmax weight of each lane, summed over the rows and the group; 0 for a lane that is not held.
     pub mass: &'a [f32; LANES],
     /// Tokens that the head holds.
     pub resident: u32,
 }
 
-/// Where the tokens of a page stand in their sequence. They lie with the page, of which nothing is read before they are asked for:
-/// a policy that does without them is told faster.
+/// Positions of a page's tokens in their sequence. They are read from the page only on request, which is faster for policies that do not
+/// need them.
 #[derive(Clone, Copy, Debug)]
 pub struct Positions<'a>(At<'a>);
 
@@ -46,22 +46,22 @@ enum At<'a> {
 }
 
 impl<'a> Positions<'a> {
-    /// That of each lane, as a policy's own tests have them.
+    /// The given positions, a lane each; for tests of a policy.
     pub fn new(positions: &'a [u32; LANES]) -> Positions<'a> {
         Positions(At::List(positions))
     }
 
-    /// One after the other.
+    /// Consecutive positions from `first`.
     pub(crate) fn first(first: u32) -> Positions<'a> {
         Positions(At::First(first))
     }
 
-    /// Those of a page of a run.
+    /// The positions of a page of a run.
     pub(crate) fn page(page: &'a dyn TokenPage, codec: Option<&'a HeadCodec>) -> Positions<'a> {
         Positions(At::Page(page, codec))
     }
 
-    /// The position of the token at `lane`; of a lane without one, any.
+    /// The position of the token at `lane`; unspecified for a lane without a token.
     pub fn get(&self, lane: usize) -> u32 {
         match self.0 {
             At::List(positions) => positions[lane],
@@ -83,7 +83,7 @@ const BITS: [u32; LANES] = {
 };
 
 impl Seen<'_> {
-    /// The lanes that are held.
+    /// The lanes of tokens that are held.
     pub fn lanes(&self) -> impl Iterator<Item = usize> + use<> {
         let mut rest = self.live;
         std::iter::from_fn(move || {
@@ -93,29 +93,29 @@ impl Seen<'_> {
         })
     }
 
-    /// The position of the token at `lane`; of a lane that is not held, any.
+    /// The position of the token at `lane`; unspecified for a lane that is not held.
     pub fn position(&self, lane: usize) -> u32 {
         self.positions.get(lane)
     }
 
-    /// How many of the rows are at or after `position`.
+    /// Number of rows at or after `position`.
     pub fn rows_after(&self, position: u32) -> u32 {
         (self.first.0 + self.rows).saturating_sub(position.max(self.first.0))
     }
 
-    /// How many of the rows are at or after the token at `lane`, which is held. A single row is after all of them, so that
-    /// positions are not asked for.
+    /// Number of rows at or after the token at `lane`, which must be held. A single row is after all tokens of the page, so its case
+    /// reads no positions.
     pub fn rows_of(&self, lane: usize) -> u32 {
         if self.rows == 1 { 1 } else { self.rows_after(self.position(lane)) }
     }
 
-    /// Has `f` make of what is kept of each token that is held, and of its mass, what is kept from now on.
+    /// Replaces each held token's state by `f(state, mass)`.
     ///
-    /// It may be called for lanes that are not held as well; what it returns for them is dropped.
+    /// `f` may also be called for lanes that are not held; the result is dropped.
     #[inline]
     pub fn update(&self, kept: &mut [f32; LANES], f: impl Fn(f32, f32) -> f32) {
         if self.live == u32::MAX {
-            // Most pages: nothing to be picked out, so that this is a few instructions of many lanes each.
+            // The most frequent case: no lane is masked, so this compiles to few vector instructions.
             kept.iter_mut().zip(self.mass).for_each(|(kept, mass)| *kept = f(*kept, *mass));
             return;
         }
@@ -125,14 +125,14 @@ impl Seen<'_> {
         }
     }
 
-    /// Adds its mass to what is kept of each token that is held.
+    /// Adds its mass to the state of each held token.
     #[inline]
     pub fn add(&self, kept: &mut [f32; LANES]) {
-        // To the others 0 is added: nothing has to be picked out.
+        // Lanes that are not held have a mass of 0, so no lane is masked.
         kept.iter_mut().zip(self.mass).for_each(|(kept, mass)| *kept += mass);
     }
 
-    /// Softmax weight of all tokens. Halves are added lane by lane until one is left, whatever is held.
+    /// Softmax weight of all tokens. Summed by halves, lane by lane, in an order that does not depend on the lanes held.
     #[inline]
     pub fn weight(&self) -> f32 {
         let sixteen: [f32; 16] = halves(self.mass);
@@ -142,13 +142,12 @@ impl Seen<'_> {
         two[0] + two[1]
     }
 
-    /// All bits of each lane that is held, none of the others.
+    /// All bits set for each lane that is held, none for the others.
     fn held(&self) -> [u32; LANES] {
         BITS.map(|bit| if self.live & bit == bit { u32::MAX } else { 0 })
     }
 
-    /// Whether the rows used the page: whether they gave it at least `share` of what an equal spread over all tokens would, and
-    /// more than nothing.
+    /// Whether the rows used the page: they gave it a mass above 0 and at least `share` times that of an equal spread over all tokens.
     pub fn used(&self, share: f32) -> bool {
         let mass = self.weight();
         let all = (self.rows * self.group) as f32;
@@ -165,28 +164,28 @@ fn halves<const N: usize>(x: &[f32]) -> [f32; N] {
     sums
 }
 
-/// What some rows of attention saw of a head.
+/// Attention of some rows over one KV head.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct HeadSeen<'a> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// The KV head.
+    /// Index of the KV head.
     pub kv_head: usize,
     /// Query heads of the KV head.
     pub group: u32,
-    /// Position of the first of the rows.
+    /// Position of the first row.
     pub first: Position,
-    /// How many rows.
+    /// Number of rows.
     pub rows: u32,
-    /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless something is kept of heads.
+    /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless the policy keeps state of heads.
     pub queries: &'a [f32],
-    /// Pages that the rows wanted and found in the first tier, in 32nds of a page ([`Hits`](crate::rules::Hits)). 0 unless somebody
-    /// [asks](super::Policy::wants_hits).
+    /// Pages that the rows wanted and that lay in the first tier, in 32nds of a page ([`Hits`](crate::rules::Hits)). 0 unless the policy
+    /// [wants hits](super::Policy::wants_hits).
     pub hits: f32,
-    /// Pages that they wanted and that were gone, or lay elsewhere.
+    /// Pages that the rows wanted and that were evicted or lay in another tier.
     pub misses: f32,
-    /// Rows among them whose wanted pages were looked for, and that wanted some.
+    /// Rows whose wanted pages were counted and that wanted at least one.
     pub asked: u32,
     /// Frequencies of the layer's rotation, if it is scaled ([`CacheConfig::frequencies`](crate::CacheConfig::frequencies)).
     pub frequencies: Option<&'a Frequencies>,

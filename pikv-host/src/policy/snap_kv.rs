@@ -1,20 +1,20 @@
-//! SnapKV: what the last queries look at stays (arXiv 2404.14469).
+//! SnapKV: keeps the tokens that the last queries attend to (arXiv 2404.14469).
 
 use super::{Candidates, Feedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
-/// `u` = mean attention from the last `window` rows, averaged over `pool` neighbours by position, so that what stands beside an
-/// important token stays with it (at the ends fewer neighbours count, over the same divisor, as the paper's code has it).
+/// `u` = mean attention from the last `window` rows, averaged over `pool` neighbours by position, so that neighbours of an important token
+/// are kept with it (near the ends fewer neighbours are added, with the same divisor, as in the paper's code).
 ///
-/// Rows that come together replace their share of the mean, so a step of at least `window` rows, as a prompt is, starts it anew.
-/// Rows that can be taken back come one by one, each replacing `1 / window`: with a rollback a prompt's mean weighs its last rows
-/// by up to `(1 - 1 / window)^rollback` less, and keeps as little of what was before.
+/// Rows of one step replace their share of the mean, so a step of at least `window` rows, such as a prompt, resets it. Rows that can be
+/// rolled back are observed one by one, each replacing `1 / window`. With a rollback, a prompt's earlier rows
+/// therefore weigh `(1 - 1 / window)^rollback` of their share at least, and a small part of the mean before the prompt remains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapKv {
-    /// Rows; 32 by default.
+    /// Rows of the mean; 32 by default.
     pub window: u32,
-    /// Odd; 5 by default, 1 for no pooling.
+    /// Neighbours to average over, odd; 5 by default, 1 for no pooling.
     pub pool: u32,
 }
 

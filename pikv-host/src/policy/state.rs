@@ -1,4 +1,4 @@
-//! What a policy keeps of the tokens of a run of pages.
+//! A policy's state of the tokens of a run of pages.
 
 mod save;
 
@@ -7,36 +7,36 @@ use pikv_core::warp::LANES;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Rows of 32, a lane for each token of a page: `words` of them a page, for each version, which is a length that can be gone back
-/// to. The pages of a version lie together, in the order in which they came; a page that is gone leaves its place to one that
-/// comes later, so a run that neither grows nor shrinks takes no memory anew.
+/// Rows of 32, a lane for each token of a page: `words` rows a page and version. A version is a length that a rollback can restore. The
+/// pages of a version lie together, in the order in which they were added; the slot of a removed page is reused, so a run of constant size
+/// allocates nothing.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Kept {
     words: usize,
     versions: usize,
-    /// `[versions][room][words]`; none where nothing is kept.
+    /// `[versions][room][words]`; empty without state.
     rows: Vec<[f32; LANES]>,
-    /// Slots of a version that there is room for, and those that were ever given out, which come first.
+    /// Slots of a version that are allocated, and those in use or freed, which come first.
     room: usize,
     slots: usize,
-    /// Of each page of the run, in its order.
+    /// A mark for each page of the run, in order.
     pages: VecDeque<Mark>,
-    /// Slots of pages that are gone, the first that went first.
+    /// Free slots, the first freed first.
     free: VecDeque<u32>,
 }
 
-/// What is kept of a page.
+/// The slot of a page, and its last use.
 #[derive(Clone, Copy, Debug)]
 struct Mark {
-    /// Where its rows are; [`GONE`] once the page is gone.
+    /// Slot of its rows; [`GONE`] once they are freed.
     slot: u32,
-    /// Tokens of the sequence when the page was last used, as far as somebody asked; 0 if it never was.
+    /// Length of the sequence at the page's last recorded use; 0 without one.
     used: u32,
 }
 
 const GONE: u32 = u32::MAX;
 
-/// What was kept of the tokens of a page that is no longer in its run: `[versions][words]`.
+/// The state of a page that was removed from its run: `[versions][words]`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Apart(Box<[[f32; LANES]]>);
 
@@ -46,7 +46,7 @@ impl Apart {
     }
 }
 
-/// What is kept in a version.
+/// The state of one version.
 pub(crate) struct Version<'a> {
     words: usize,
     rows: &'a mut [[f32; LANES]],
@@ -54,24 +54,24 @@ pub(crate) struct Version<'a> {
 }
 
 impl Version<'_> {
-    /// The rows of page `i`, and when it was used.
+    /// The rows of page `i`, and its last use.
     #[inline]
     pub fn page_mut(&mut self, i: usize) -> Option<(&mut [[f32; LANES]], &mut u32)> {
         let Mark { slot, used } = self.pages.get_mut(i)?;
-        // What is gone lies past the end of them all.
+        // [`GONE`] lies past the end of the rows.
         let from = *slot as usize * self.words;
         Some((self.rows.get_mut(from..from + self.words)?, used))
     }
 }
 
 impl Kept {
-    /// Of a run without pages.
+    /// The state of a run without pages.
     pub fn new(words: usize, versions: usize) -> Kept {
         let versions = if words == 0 { 0 } else { versions };
         Kept { words, versions, ..Kept::default() }
     }
 
-    /// A place for a page that does not hold tokens yet.
+    /// A slot for a page without tokens.
     fn take(&mut self) -> u32 {
         let slot = self.free.pop_front().unwrap_or_else(|| {
             if self.slots == self.room {
@@ -87,7 +87,7 @@ impl Kept {
         slot
     }
 
-    /// Makes room for another slot.
+    /// Allocates another slot.
     fn grow(&mut self) {
         if self.versions == 1 {
             self.room += 1;
@@ -97,7 +97,7 @@ impl Kept {
         }
     }
 
-    /// Moves what is kept to lists with room for so many slots, of which as many as were given out stay.
+    /// Moves the rows to lists of `room` slots; those in use keep their slots.
     fn set_room(&mut self, room: usize) {
         let mut rows = Vec::new();
         huge_pages::reserve(&mut rows, self.versions * room * self.words);
@@ -109,14 +109,14 @@ impl Kept {
         (self.rows, self.room) = (rows, room);
     }
 
-    /// Gives room back if pages are left in a quarter of it or less. Amortised over those that went, O(1) a page.
+    /// Frees room if at most a quarter of it is used. O(1) a removed page, amortised.
     pub fn tighten(&mut self) {
         huge_pages::tighten(&mut self.pages);
         let held = self.slots - self.free.len();
         if self.room < 2 * huge_pages::FEW || held > self.room / 4 {
             return;
         }
-        // In the order of the pages, so that what is read one after the other lies so.
+        // In the order of the pages, so that consecutive pages are contiguous.
         let room = 2 * held.max(1);
         let mut rows = Vec::with_capacity(self.versions * room * self.words);
         for version in 0..self.versions {
@@ -143,7 +143,7 @@ impl Kept {
             self.free.push_back(slot);
         }
         if self.pages.is_empty() {
-            // In order again.
+            // Start again from the first slot.
             self.slots = 0;
             self.free.clear();
         }
@@ -157,28 +157,28 @@ impl Kept {
         }
     }
 
-    /// Forgets the first page.
+    /// Removes the first page.
     pub fn pop_front(&mut self) {
         if let Some(page) = self.pages.pop_front() {
             self.give(page.slot);
         }
     }
 
-    /// Adds a page before page `i`, of whose tokens nothing is known.
+    /// Adds a page without state before page `i`.
     pub fn insert(&mut self, i: usize) {
         if self.versions > 0 {
             self.pages.insert(i, Mark { slot: GONE, used: 0 });
         }
     }
 
-    /// What is kept of the tokens of page `i`, in every version.
+    /// The state of the tokens of page `i`, in every version.
     pub fn rows_of(&self, i: usize) -> Apart {
         let Some(slot) = self.slot(i) else { return Apart::default() };
         let versions = (0..self.versions).flat_map(|version| &self.rows[self.of(slot, version)]);
         Apart(versions.copied().collect())
     }
 
-    /// Gives page `i` rows again if it has none: `rows`, or zeros.
+    /// Gives page `i` rows again if they were freed: `rows`, or zeros.
     pub fn renew(&mut self, i: usize, rows: Option<&Apart>) {
         if self.pages.get(i).is_none_or(|page| page.slot != GONE) {
             return;
@@ -192,14 +192,14 @@ impl Kept {
         }
     }
 
-    /// Forgets the last page.
+    /// Removes the last page.
     pub fn pop_back(&mut self) {
         if let Some(page) = self.pages.pop_back() {
             self.give(page.slot);
         }
     }
 
-    /// Forgets all but the first `pages`.
+    /// Removes all but the first `pages`.
     pub fn truncate(&mut self, pages: usize) {
         while self.pages.len() > pages {
             self.pop_back();
@@ -214,7 +214,7 @@ impl Kept {
         }
     }
 
-    /// Forgets the pages of which `stay` is false; there is one for each.
+    /// Removes the pages for which `stay`, one value a page, is false.
     pub fn retain(&mut self, stay: impl Iterator<Item = bool>) {
         if self.versions == 0 {
             return;
@@ -226,7 +226,7 @@ impl Kept {
         self.give(GONE);
     }
 
-    /// Where the rows of a slot lie.
+    /// The range of a slot's rows.
     fn of(&self, slot: u32, version: usize) -> Range<usize> {
         let from = (version * self.room + slot as usize) * self.words;
         from..from + self.words
@@ -243,7 +243,7 @@ impl Kept {
         Some(&self.rows[self.of(slot, version)])
     }
 
-    /// What is kept in a version, to be gone through page by page.
+    /// The state in a version, for a pass over its pages.
     pub fn version_mut(&mut self, version: usize) -> Version<'_> {
         let Kept { words, rows, pages, room, .. } = self;
         let rows = rows.chunks_exact_mut((*room * *words).max(1)).nth(version).unwrap_or_default();
@@ -261,7 +261,7 @@ impl Kept {
         }
     }
 
-    /// Copies what is kept of the token at `lane` of page `from.0` of another run, in some of the versions.
+    /// Copies the state of the token at `lane` of page `from.0` of another run, in some of the versions.
     pub fn copy(&mut self, versions: Range<usize>, of: &Kept, from: (usize, u32), to: (usize, u32)) {
         let (Some(source), Some(target)) = (of.slot(from.0), self.slot(to.0)) else { return };
         for version in versions {
@@ -273,7 +273,7 @@ impl Kept {
         }
     }
 
-    /// Copies what is kept of the token at `lane` of page `from.0` to another place of the run.
+    /// Copies the state of the token at `lane` of page `from.0` to another place of the run.
     pub fn shift(&mut self, from: (usize, u32), to: (usize, u32)) {
         let (Some(source), Some(target)) = (self.slot(from.0), self.slot(to.0)) else { return };
         for version in 0..self.versions {
@@ -283,12 +283,12 @@ impl Kept {
         }
     }
 
-    /// How many versions there are.
+    /// Number of versions.
     pub fn versions(&self) -> usize {
         self.versions
     }
 
-    /// Starts version `to` from version `from`.
+    /// Copies version `from` to version `to`.
     pub fn turn(&mut self, from: usize, to: usize) {
         if from != to && self.versions > 0 {
             let (stride, all) = (self.room * self.words, self.slots * self.words);
@@ -301,7 +301,7 @@ impl Kept {
 mod tests {
     use super::Kept;
 
-    /// Draws of a linear congruence.
+    /// The next number of a linear congruential generator, below `n`.
     fn draw(seed: &mut u32, n: usize) -> usize {
         *seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (*seed >> 8) as usize % n.max(1)
@@ -312,7 +312,7 @@ mod tests {
         for versions in [1, 2, 5] {
             let (words, mut seed) = (2, 7);
             let mut run = Kept::new(words, versions);
-            // `[pages]`, of each `[versions][words][32]`, or nothing once it was freed.
+            // `[pages]`, each `[versions][words][32]`, or `None` once it was freed.
             let mut plain: Vec<Option<Vec<Vec<[f32; 32]>>>> = Vec::new();
             for round in 0..3000 {
                 let grows = round / 500 % 2 == 0;

@@ -1,12 +1,12 @@
-//! SL: sinks and the newest tokens, StreamingLLM (arXiv 2309.17453).
+//! SL: keeps sinks and the newest tokens, StreamingLLM (arXiv 2309.17453).
 
 use super::{Candidates, Policy};
 
-/// `u` = position: the oldest goes first. The first 4 positions stay as sinks, unless the configuration names another number
-/// ([`CacheConfig::sinks`](crate::CacheConfig::sinks); 0 is none). The newest tokens are kept one by one here,
-/// whatever their expert, while a sliding window of a layer needs no policy.
+/// `u` = position: the oldest token is evicted first. The first 4 positions are kept as sinks, unless the configuration sets another number
+/// ([`CacheConfig::sinks`](crate::CacheConfig::sinks); 0 for none). Evicts single tokens, whatever their expert; a layer with a sliding
+/// window needs no policy.
 ///
-/// The paper gives tokens new positions inside the cache; [`Attend::closed_gaps`](crate::attend::options::Attend::closed_gaps) does.
+/// The paper renumbers positions inside the cache; [`Attend::closed_gaps`](crate::attend::options::Attend::closed_gaps) does so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamingLlm;
 
@@ -24,7 +24,7 @@ impl Policy for StreamingLlm {
     }
 
     fn rank(&self, tokens: &Candidates<'_>, utility: &mut [f32]) {
-        // Equal utilities already go by position.
+        // Equal utilities are ordered by position.
         debug_assert!(utility.len() == tokens.len());
         utility.fill(0.0);
     }

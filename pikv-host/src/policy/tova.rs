@@ -1,9 +1,9 @@
-//! TOVA: the token that the newest query weighs least goes (arXiv 2401.06104).
+//! TOVA: evicts the token that the newest query weighs least (arXiv 2401.06104).
 
 use super::{Candidates, Feedback, Policy, Scope, Seen};
 use pikv_core::warp::LANES;
 
-/// `u` = attention of the last row, added over the heads of the layer, which let go of the same tokens.
+/// `u` = attention of the last row, added over the heads of the layer, which evict the same tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tova;
 

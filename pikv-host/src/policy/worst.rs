@@ -1,25 +1,25 @@
-//! The least of many utilities.
+//! Selection of the lowest utilities.
 
 use super::worth;
 use smallvec::SmallVec;
 
-/// Bits that order as the worths of utilities do.
+/// Bits whose unsigned order is that of [`worth`].
 pub(crate) fn order_bits(utility: f32) -> u32 {
     let bits = worth(utility).to_bits();
-    // Without a branch, so that many are worked out together.
+    // Without a branch, so that the compiler can vectorise it.
     bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)
 }
 
-/// Parts that a range of [`order_bits`] is cut into: their counts fit the first cache.
+/// Bits of the number of parts that a range of [`order_bits`] is cut into: the counts fit in the first-level cache.
 const PARTS: u32 = 11;
 
-/// So many are sorted.
+/// Up to this number of values are sorted.
 const FEW: usize = 512;
 
-/// Calls `take` with the indices of the `n` least; of equals the first go.
+/// Calls `take` with the indices of the `n` lowest utilities; of equals the lowest indices.
 ///
-/// Nothing is moved about: once the least and the greatest are known, the range between is cut into parts, and the one cut again in
-/// which the `n`th lies, until few are left in it. Each round is one walk through `utility`, mostly of the first alone.
+/// Moves no data: the range between lowest and highest is cut into parts, and the part with the `n`th lowest is cut again until it holds
+/// few values. Each round is one pass over `utility`; mostly the first suffices.
 pub(crate) fn worst(utility: &[f32], n: usize, mut take: impl FnMut(usize)) {
     if n >= utility.len() {
         return (0..utility.len()).for_each(take);
@@ -29,7 +29,7 @@ pub(crate) fn worst(utility: &[f32], n: usize, mut take: impl FnMut(usize)) {
     }
     let bits = utility.iter().map(|u| order_bits(*u));
     let (mut least, mut most) = (bits.clone().fold(u32::MAX, u32::min), bits.fold(0, u32::max));
-    // Of those between `least` and `most` so many go, and so many there are.
+    // The number to take, and to choose from, with bits in `least..=most`.
     let (mut left, mut among) = (n, utility.len());
     while least < most && among > FEW {
         let shift = (32 - (most - least).leading_zeros()).saturating_sub(PARTS);
@@ -62,9 +62,9 @@ pub(crate) fn worst(utility: &[f32], n: usize, mut take: impl FnMut(usize)) {
     edge.iter().take(left).for_each(|(_, i)| take(*i as usize));
 }
 
-/// How many lie in each part of `least..=most`, parts of `2^shift`.
+/// The number of values in each part of `least..=most`, parts of `2^shift`.
 fn counted(utility: &[f32], least: u32, most: u32, shift: u32) -> [u32; 1 << PARTS] {
-    // Neighbours are often alike, and a count that was just written is slow to read: so they are counted apart.
+    // Two tables: neighbouring values are often equal, and reading a count that was just written stalls.
     let mut counts = [[0u32; 1 << PARTS]; 2];
     let mut count = |u: &f32, to: usize| {
         let part = order_bits(*u).wrapping_sub(least);
@@ -106,7 +106,7 @@ mod tests {
         for len in [0usize, 1, 2, 5, 40, 700, 5000] {
             for kind in 0..5 {
                 let draw = |x: u32| match kind {
-                    // Any bits: infinities and what is not a number among them.
+                    // Any bits, including infinities and NaN.
                     0 => f32::from_bits(x),
                     1 => (x >> 28) as f32 - 8.0,
                     2 => [0.0, -0.0, f32::NAN, f32::NEG_INFINITY, 1.0][x as usize % 5],

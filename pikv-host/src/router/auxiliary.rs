@@ -1,25 +1,25 @@
-//! Auxiliary losses of a batch of logits, as values to watch (training is not pikv's).
+//! Auxiliary losses of a batch of logits, for monitoring (pikv does not train).
 
 use super::{RouteError, Shape, length};
 use pikv_lanes::route::softmax_sums;
 
-/// What a router's batch would be charged in training.
+/// Auxiliary training losses of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Auxiliary {
-    /// `E sum_e f_e P_e`: `f_e` the share of the choices that went to expert e, `P_e` the mean over the rows of its softmax.
-    /// 1 if both are even, at most E. Fedus et al. (Switch), arXiv 2101.03961, equation 4, without its factor.
+    /// `E sum_e f_e P_e`: `f_e` is the share of the choices of expert e, `P_e` the mean over rows of its softmax. 1 if both are uniform, at
+    /// most E. Fedus et al. (Switch), arXiv 2101.03961, equation 4, without its factor.
     pub load_balance: f64,
     /// Mean over the rows of the squared log-sum-exp of the logits. Zoph et al. (ST-MoE), arXiv 2202.08906, equation 5, without
     /// its factor.
     pub z: f64,
 }
 
-/// The auxiliary losses of `logits`, `[rows][experts]`, of which `chosen`, `[rows][top_k]`, were chosen. Both are 0 without rows.
-/// The same bits on all lanes. O(rows * experts).
+/// The auxiliary losses of `logits`, `[rows][experts]`, with the choices `chosen`, `[rows][top_k]`. Both are 0 without rows. Same
+/// bits on all lanes. O(rows * experts).
 ///
 /// # Errors
-/// A shape that is none, slices of the wrong length, logits that are not finite, or an expert that is not there.
+/// An invalid shape (see [`Shape`]), slices of the wrong length, logits that are not finite, or an expert at or above `experts`.
 ///
 /// ```
 /// # use pikv_host as pikv;

@@ -1,4 +1,4 @@
-//! The core that R_T, R_LB, R_P, R_E and R_H are options of, and that R_A steers.
+//! The common core of R_T, R_LB, R_P, R_E and R_H, with R_A choosing its coefficients.
 
 use super::on_device::{Averages, DeviceChoice, DevicePlan};
 use super::{
@@ -10,35 +10,35 @@ use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
 use pikv_core::warp::LANES;
 use pikv_lanes::route::{binary_entropy, penalties};
 
-/// What the `m_e` of [`CacheAware`](super::CacheAware) is made of.
+/// The definition of `m_e` in [`CacheAware`](super::CacheAware).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Misses {
-    /// The moving average of the share of the expert's wanted pages that were missed, in [0, 1]. An expert of which nothing was
-    /// wanted keeps its average.
+    /// The moving average of the share of the expert's wanted pages that were missed, in [0, 1]. An expert without wanted pages keeps its
+    /// average.
     #[default]
     Rate,
-    /// The paper's own: a count of missed pages that decays at each feedback. It grows with the length of the context, and an
-    /// expert that is used more pays more at the same rate.
+    /// The paper's count of missed pages, decayed at each feedback. It grows with the length of the context, and of two experts with the
+    /// same miss rate the one used more has the larger count.
     Count,
 }
 
-/// What a router is made of.
+/// Options of the core.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Terms {
     pub coefficients: Coefficients,
-    /// The router's own coefficient is named here: it must act.
+    /// Name of the router's own coefficient, which must be above 0.
     pub acts: Option<&'static str>,
-    /// Load is kept, and so much of its average stays.
+    /// Factor of the load average at each feedback, if load is kept.
     pub load: Option<f32>,
-    /// Misses are kept, and so.
+    /// Definition of misses, and the factor of their average, if they are kept.
     pub miss: Option<(Misses, f32)>,
-    /// The gate's binary entropy is kept, and so much of its average stays at each token.
+    /// Factor of the average of the gate's binary entropy at each token, if it is kept.
     pub entropy: Option<f32>,
     pub cap: Option<f32>,
     pub groups: Option<Groups>,
     pub model_choice: bool,
-    /// Experts beyond the row's own that it fetches at most, where the gate is undecided.
+    /// Most experts beyond the row's own to fetch, where the gate is undecided.
     pub more: u32,
 }
 
@@ -71,7 +71,7 @@ impl Terms {
             if best == 0 || best > size {
                 return Err(RouteError::Best { best, size });
             }
-            // The chosen experts lie in at most `top_k` groups, and where a group's best expert is its score, these come first.
+            // The chosen experts lie in at most `top_k` groups; where a group's score is its best expert, those groups rank first.
             if kept == count || (best == 1 && kept >= top_k) {
                 return Err(RouteError::Idle { groups: count, kept, best, top_k });
             }
@@ -80,26 +80,26 @@ impl Terms {
     }
 }
 
-/// A router that takes a bias from the logits and ranks what is left:
+/// A router that subtracts a bias from the logits and ranks the result:
 /// `logit_e - alpha (mu_e - mean mu) - lambda ln(1 + m_e) - beta h_e`.
 ///
-/// `mu` is the average of an expert's share of the choices times the number of experts, from 1 on; `m` the average of its
-/// pages' misses, from 0 on; `h` the average over tokens of the gate's binary entropy about the expert, from 0.5 on. Built by [`TopK`](super::TopK),
-/// [`LoadBalanced`](super::LoadBalanced), [`CacheAware`](super::CacheAware), [`EntropyPenalised`](super::EntropyPenalised) and
-/// [`Hierarchical`](super::Hierarchical).
+/// `mu` is the average of an expert's share of the choices times the number of experts, initially 1; `m` the average of its pages'
+/// misses, initially 0; `h` the average over tokens of the gate's binary entropy about the expert, initially 0.5. Built by
+/// [`TopK`](super::TopK), [`LoadBalanced`](super::LoadBalanced), [`CacheAware`](super::CacheAware),
+/// [`EntropyPenalised`](super::EntropyPenalised) and [`Hierarchical`](super::Hierarchical).
 #[derive(Clone, Debug)]
 pub struct Biased {
     kind: RouterKind,
     shape: Shape,
     terms: Terms,
-    /// `[experts]` where the load is kept, else empty; and so on.
+    /// `[experts]` if load is kept, else empty; likewise the others.
     load: Vec<f32>,
     miss: Vec<f32>,
     entropy: Vec<f32>,
-    /// `entropy` with the rows since the last feedback in it, which ranks nothing before the next.
+    /// `entropy` including the rows since the last feedback; used in the ranking from the next feedback on.
     entropy_next: Vec<f32>,
     counts: Vec<u64>,
-    /// The bias, the same for all tokens.
+    /// The bias, which all tokens share.
     fixed: Vec<[f32; LANES]>,
 }
 
@@ -140,8 +140,8 @@ impl Biased {
         &self.miss
     }
 
-    /// Average over tokens of the gate's binary entropy about each expert, in [0, 1], of the tokens up to the last feedback:
-    /// `[experts]`, or empty if it is not kept.
+    /// Average over tokens of the gate's binary entropy about each expert, in [0, 1], up to the last feedback: `[experts]`, or empty if it
+    /// is not kept.
     pub fn entropy(&self) -> &[f32] {
         &self.entropy
     }
@@ -151,13 +151,13 @@ impl Biased {
         &self.counts
     }
 
-    /// Ranks with these from now on.
+    /// Sets the coefficients of the ranking.
     pub(super) fn steer(&mut self, coefficients: Coefficients) {
         self.terms.coefficients = coefficients;
         self.settle();
     }
 
-    /// Computes `fixed` anew.
+    /// Recomputes `fixed`.
     fn settle(&mut self) {
         let Biased { shape, load, miss, entropy, fixed, terms: Terms { coefficients, .. }, .. } = self;
         penalties(shape.lanes, *coefficients, shape.experts as usize, load, miss, entropy, fixed);
@@ -169,7 +169,7 @@ impl Biased {
         Ranking { bias: (coefficients != Coefficients::default()).then_some(bias), groups }
     }
 
-    /// [`Router::route`] where `fetch` of a row's experts are fetched.
+    /// [`Router::route`] with `fetch` experts of a row to fetch.
     pub(super) fn route_fetching(
         &mut self,
         first: Position,
@@ -201,7 +201,7 @@ impl Biased {
         Ok(())
     }
 
-    /// [`Router::device_plan`] where `fetch` of a row's experts are fetched.
+    /// [`Router::device_plan`] with `fetch` experts of a row to fetch.
     pub(super) fn plan_fetching(&self, fetch: u32) -> Result<DevicePlan<'_>, RouteError> {
         let Terms { coefficients, load, miss, entropy, cap, groups, model_choice, more, .. } = self.terms;
         if more > 0 {
@@ -225,8 +225,8 @@ impl Biased {
         Ok(DevicePlan { choice, fetch, same: model_choice || !(biased || groups.is_some()), averages })
     }
 
-    /// Adds to `out` the experts behind the `top_k` of each row, and how many of them it fetches: the gate's entropy over that of a uniform
-    /// one, in `0..=1`, cut into `more + 1` equal parts.
+    /// Appends to `out` the experts after the `top_k` of each row, and how many of them to fetch: the gate's entropy relative to a uniform
+    /// gate's, in `0..=1`, cut into `more + 1` equal parts.
     fn fetch_more(&self, logits: &[f32], out: &mut Routes) {
         let Shape { experts, top_k, .. } = self.shape;
         let width = self.terms.more.min(experts - top_k);
@@ -243,7 +243,7 @@ impl Biased {
         }
     }
 
-    /// [`Router::observe`] of a feedback that was checked.
+    /// [`Router::observe`] of checked feedback.
     pub(super) fn learn(&mut self, feedback: &Feedback<'_>) {
         let total: u64 = self.counts.iter().sum();
         if let Some(keep) = self.terms.load
@@ -276,7 +276,7 @@ fn count(counts: &mut [u64], chosen: &[u16]) {
     }
 }
 
-/// Entropy of the softmax of `logits` over that of a uniform one, in `0..=1`; 0 of a single one. One order of f64 arithmetic, so that it
+/// Entropy of the softmax of `logits` relative to a uniform one's, in `0..=1`; 0 for a single logit. In f64 in a fixed order, so that it
 /// has the same bits everywhere.
 fn entropy(logits: &[f32]) -> f64 {
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -349,7 +349,7 @@ impl Router for Biased {
 }
 
 impl Biased {
-    /// Takes over a state that was checked.
+    /// Takes over a checked state.
     pub(super) fn adopt(&mut self, state: &RouterState) {
         self.load.copy_from_slice(&state.load);
         self.miss.copy_from_slice(&state.miss);

@@ -1,13 +1,13 @@
-//! DeepSeek's expert-parallel load balancer: which device holds which replica of which expert.
+//! DeepSeek's expert-parallel load balancer: places replicas of experts on devices.
 //!
-//! Written from the published algorithm (github.com/deepseek-ai/EPLB; DeepSeek-V3, arXiv 2412.19437, 3.4.2). Hierarchical: groups
-//! of experts are packed onto nodes, the loaded experts of each node are replicated, and the replicas packed onto its devices.
-//! Global: the same with one group and one node. Packing is greedy: the heaviest item first, to the lightest pack with
-//! room. Among equals the lower index goes first, or is taken.
+//! Implements the published algorithm (github.com/deepseek-ai/EPLB; DeepSeek-V3, arXiv 2412.19437, 3.4.2). Hierarchical: groups
+//! of experts are packed onto nodes, the loaded experts of each node are replicated, and the replicas are packed onto its devices.
+//! Global: the same with one group and one node. Packing is greedy: the heaviest item first, to the lightest pack with room. Of
+//! equals the lower index is first.
 
 use thiserror::Error;
 
-/// A placement's sizes.
+/// Sizes of a placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Eplb {
@@ -21,50 +21,50 @@ pub struct Eplb {
     pub devices: u32,
 }
 
-/// Why there is no placement.
+/// Sizes or loads without a placement.
 #[derive(Clone, Copy, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum EplbError {
-    /// Something there is none of.
+    /// A size of 0.
     #[error("0 {0}; there must be at least 1")]
     Zero(&'static str),
-    /// Sizes that do not divide.
+    /// A size that does not divide another.
     #[error("{count} {what} over {over} {which}: they must divide evenly")]
     Uneven {
-        /// What is spread.
+        /// Items to spread.
         what: &'static str,
-        /// How many.
+        /// Number of items.
         count: usize,
-        /// Over what.
+        /// Containers to spread them over.
         which: &'static str,
-        /// How many of those.
+        /// Number of containers.
         over: usize,
     },
     /// Fewer slots than experts.
     #[error("{replicas} replicas for {experts} experts; there must be one for each")]
     Replicas {
-        /// As given.
+        /// Number of slots.
         replicas: u32,
-        /// Experts there are.
+        /// Number of experts.
         experts: usize,
     },
-    /// A load that is no amount.
+    /// A load that is negative or not finite.
     #[error("load of expert {expert}: {load} must be finite and at least 0")]
     Load {
-        /// The expert.
+        /// Index of the expert.
         expert: usize,
-        /// As given.
+        /// The load.
         load: f64,
     },
 }
 
-/// Where the replicas of one layer are.
+/// The replicas of one layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Placement {
-    /// `[replicas]` the expert in each slot (phy2log). Device d has slots `d * replicas / devices` on.
+    /// `[replicas]` the expert in each slot (phy2log). Device d has the `replicas / devices` slots from `d * replicas / devices` on.
     pub expert_of: Vec<u32>,
-    /// `[experts]` the slots of each expert (log2phy), in the order that they were added.
+    /// `[experts]` the slots of each expert (log2phy), in the order in which replicas were added.
     pub slots_of: Vec<Vec<u32>>,
 }
 
@@ -76,12 +76,12 @@ impl Placement {
 }
 
 impl Eplb {
-    /// Groups stay together on nodes: for decoding where traffic between nodes is dear.
+    /// Keeps each group on one node: for decoding with slow links between nodes.
     pub fn hierarchical(replicas: u32, groups: u32, nodes: u32, devices: u32) -> Eplb {
         Eplb { replicas, groups, nodes, devices }
     }
 
-    /// Any expert anywhere.
+    /// Places any expert on any device.
     pub fn global(replicas: u32, devices: u32) -> Eplb {
         Eplb { replicas, groups: 1, nodes: 1, devices }
     }
@@ -90,7 +90,8 @@ impl Eplb {
     /// O(replicas * (experts / nodes + devices)).
     ///
     /// # Errors
-    /// Sizes that are 0 or do not divide, fewer replicas than experts, or a load that is not finite and at least 0.
+    /// [`EplbError::Zero`], [`EplbError::Uneven`] for sizes that do not divide, [`EplbError::Replicas`] for fewer replicas than experts,
+    /// [`EplbError::Load`] for a load that is negative or not finite.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -109,7 +110,7 @@ impl Eplb {
         let mut placement =
             Placement { expert_of: vec![0; self.replicas as usize], slots_of: vec![vec![]; experts] };
         for (node, members) in pack(&of_groups, nodes).into_iter().enumerate() {
-            // The node's experts, group by group in the order that they were packed.
+            // The node's experts, group by group in packing order.
             let here: Vec<usize> = members.iter().flat_map(|g| g * size..(g + 1) * size).collect();
             let replicas = replicate(&here, loads, slots);
             let mut count = vec![0u32; experts];
@@ -158,12 +159,12 @@ impl Eplb {
     }
 }
 
-/// Packs items into packs of equal size: the heaviest first, each to the lightest pack with room. Gives each pack's items in
-/// the order that they came.
+/// Packs items into packs of equal size: the heaviest first, each to the lightest pack with room. Returns each pack's items in the
+/// order in which they were added.
 fn pack(weights: &[f64], packs: usize) -> Vec<Vec<usize>> {
     let room = weights.len() / packs;
     if room == 1 {
-        // Nothing to balance: the published order is the items' own.
+        // Nothing to balance: keep the items in order, as the published code does.
         return (0..packs).map(|item| vec![item]).collect();
     }
     let mut order: Vec<usize> = (0..weights.len()).collect();
@@ -185,7 +186,7 @@ fn pack(weights: &[f64], packs: usize) -> Vec<Vec<usize>> {
     items
 }
 
-/// One replica of each of `experts`, then more, up to `slots`, each of the expert with the most load a replica.
+/// One replica of each of `experts`, then, up to `slots`, one more of the expert with the most load a replica.
 fn replicate(experts: &[usize], loads: &[f64], slots: usize) -> Vec<usize> {
     let mut replicas = experts.to_vec();
     let mut count = vec![1.0; experts.len()];

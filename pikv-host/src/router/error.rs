@@ -1,4 +1,4 @@
-//! What can go wrong in a router, with the value that was wrong.
+//! Errors of routers, each with the rejected value.
 
 use super::RouterKind;
 use pikv_core::page::Position;
@@ -8,14 +8,14 @@ use thiserror::Error;
 /// Version of the bytes of a [`RouterState`](super::RouterState).
 pub(super) const STATE_VERSION: u16 = 2;
 
-/// Why a router could not be built or a call was refused. The router and what it was to write to are as before the call.
+/// An error of a router. The router and its outputs stay as they were before the call.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum RouteError {
-    /// Experts.
+    /// A number of experts outside the accepted range.
     #[error("{0} experts; there must be 1..={MAX_EXPERTS}")]
     Experts(u32),
-    /// Experts a token.
+    /// `top_k` is 0 or above `experts`.
     #[error("{top_k} of {experts} experts a token; it must be 1..=experts")]
     TopK {
         /// Experts a token.
@@ -23,40 +23,40 @@ pub enum RouteError {
         /// Experts of the layer.
         experts: u32,
     },
-    /// A weight of the bias.
+    /// A weight of the bias outside the accepted range.
     #[error("{name} {value}: it must be {least} and at most {most}", most = super::MAX_COEFFICIENT)]
     Coefficient {
-        /// Which one.
+        /// Name of the weight.
         name: &'static str,
-        /// As given.
+        /// The value.
         value: f64,
-        /// The lower end.
+        /// Smallest accepted value.
         least: &'static str,
     },
-    /// What of an average stays in each update.
+    /// The factor of an average is not in 0..1.
     #[error("{name} {value}: it must be at least 0 and below 1")]
     Decay {
-        /// Which average.
+        /// Name of the average.
         name: &'static str,
-        /// As given.
+        /// The value.
         value: f64,
     },
-    /// A cap that is not a number above 0.
+    /// A cap that is not finite and above 0.
     #[error("cap {0}: it must be finite and above 0")]
     Cap(f32),
-    /// The model is to follow a biased ranking without a bound on the bias.
+    /// `model_choice` is set for a biased ranking without a cap on the bias.
     #[error("model_choice lets the bias change what the model computes: set cap")]
     Uncapped,
-    /// A stride that comes back to an expert too soon.
+    /// A stride that repeats an expert within `top_k`.
     #[error(
         "a stride of {stride} over {experts} experts gives {distinct} different ones, {top_k} are needed; 1 always does"
     )]
     Stride {
-        /// As given.
+        /// The stride.
         stride: u32,
         /// Experts of the layer.
         experts: u32,
-        /// Different experts that it gives.
+        /// Different experts with this stride.
         distinct: u32,
         /// Experts a token.
         top_k: u32,
@@ -66,42 +66,42 @@ pub enum RouteError {
         "{groups} groups of {experts} experts; there must be 1..={MAX_GROUPS}, and they must divide the experts"
     )]
     Groups {
-        /// As given.
+        /// Number of groups.
         groups: u32,
         /// Experts of the layer.
         experts: u32,
     },
-    /// Groups that do not hold the experts of a token, or are not there.
+    /// Groups to keep that cannot hold `top_k` experts, or exceed the groups.
     #[error("{kept} of {groups} groups of {size} experts kept, for {top_k} experts a token")]
     Kept {
-        /// As given.
+        /// Groups to keep.
         kept: u32,
-        /// Groups there are.
+        /// Number of groups.
         groups: u32,
         /// Experts of a group.
         size: u32,
         /// Experts a token.
         top_k: u32,
     },
-    /// Groups that leave the ranking as it is.
+    /// Groups that never change the ranking.
     #[error(
         "{kept} of {groups} groups kept, their score the sum of {best} shares, {top_k} experts a token: this always ranks as R_T; \
          keep fewer groups than there are, and sum at least 2 shares or keep fewer groups than experts a token"
     )]
     Idle {
-        /// Groups there are.
+        /// Number of groups.
         groups: u32,
-        /// Groups that are kept.
+        /// Groups to keep.
         kept: u32,
         /// Shares in a group's score.
         best: u32,
         /// Experts a token.
         top_k: u32,
     },
-    /// More scores a group than it has experts.
+    /// A number of shares to sum outside `1..=size`.
     #[error("a group's score is made of {best} of its {size} experts; it must be 1..=size")]
     Best {
-        /// As given.
+        /// Shares to sum.
         best: u32,
         /// Experts of a group.
         size: u32,
@@ -109,20 +109,20 @@ pub enum RouteError {
     /// A bandit without arms.
     #[error("no arms; there must be at least 1")]
     NoArms,
-    /// Two arms that are the same.
+    /// Two equal arms.
     #[error("arms {first} and {second} have the same coefficients and fetch as many experts: leave one out")]
     SameArms {
-        /// One of them.
+        /// Index of the first arm.
         first: usize,
-        /// The other, after it.
+        /// Index of the second arm.
         second: usize,
     },
-    /// An arm that fetches nothing, or more than there is.
+    /// An arm that fetches no experts, or more than `top_k`.
     #[error("arm {arm} fetches {fetch} experts a token; it must be 1..={top_k}")]
     Fetch {
-        /// The arm.
+        /// Index of the arm.
         arm: usize,
-        /// As given.
+        /// Experts that it fetches.
         fetch: u32,
         /// Experts a token.
         top_k: u32,
@@ -130,13 +130,13 @@ pub enum RouteError {
     /// A slice of the wrong length.
     #[error("{what}: {got} elements, expected {expected} ({shape})")]
     Length {
-        /// Which argument.
+        /// Name of the argument.
         what: &'static str,
-        /// Its length.
+        /// Length given.
         got: usize,
-        /// The right one, or the next lower one.
+        /// The accepted length, or the next lower one.
         expected: usize,
-        /// What the length is made of.
+        /// Formula of the length.
         shape: &'static str,
     },
     /// A logit that is not finite.
@@ -144,17 +144,17 @@ pub enum RouteError {
     Logit {
         /// Row of the call.
         row: usize,
-        /// The expert.
+        /// Index of the expert.
         expert: usize,
         /// The value.
         value: f32,
     },
-    /// No such expert.
+    /// An expert at or above the number of experts.
     #[error("expert {expert} of row {row}: there are {experts}")]
     Expert {
         /// Row of the call.
         row: usize,
-        /// As given.
+        /// Index of the expert.
         expert: u16,
         /// Experts of the layer.
         experts: u32,
@@ -162,7 +162,7 @@ pub enum RouteError {
     /// The rows pass the last position.
     #[error("position {position}: the last one is {max}", max = Position::MAX.0)]
     Position {
-        /// The last row's.
+        /// Position of the last row.
         position: u64,
     },
     /// Routes that hold rows of another width.
@@ -171,31 +171,31 @@ pub enum RouteError {
          first"
     )]
     Routes {
-        /// Experts a token of the rows that are there.
+        /// Experts a token of the rows in the routes.
         held: usize,
-        /// How many of them are fetched.
+        /// Experts of them to fetch.
         held_fetch: usize,
-        /// Experts a token of the rows to be added.
+        /// Experts a token of the rows to append.
         top_k: usize,
-        /// How many of them are fetched.
+        /// Experts of them to fetch.
         fetch: usize,
     },
-    /// More misses than pages.
+    /// An expert with more pages missed than wanted.
     #[error("expert {expert}: {missed} pages missed of {wanted} wanted")]
     Feedback {
-        /// The expert.
+        /// Index of the expert.
         expert: usize,
         /// Pages missed.
         missed: u32,
         /// Pages wanted.
         wanted: u32,
     },
-    /// A router that chooses on the host only: give [`LoopStep::route`](crate::closed_loop::LoopStep::route) logits of the host.
+    /// A router that chooses on the host only; pass logits in host memory to [`LoopStep::route`](crate::closed_loop::LoopStep::route).
     #[error("{router} chooses on the host only: {why}; route the layer by logits of the host")]
     HostOnly {
         /// The router.
         router: RouterKind,
-        /// Why.
+        /// Reason.
         why: &'static str,
     },
     /// A router that cannot be saved ([`Router::saves`](super::Router::saves)).
@@ -211,53 +211,53 @@ pub enum RouteError {
     State(#[from] StateError),
 }
 
-/// Why a saved state was refused.
+/// A saved state that was refused.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum StateError {
-    /// Bytes of something else.
+    /// Bytes that are not the state of a router.
     #[error("not the state of a router")]
     Magic,
-    /// Bytes of another version.
+    /// A state of another version.
     #[error("state of version {0}; this is version {version}", version = STATE_VERSION)]
     Version(u16),
-    /// No such router.
+    /// An unknown kind of router.
     #[error("state of router number {0}, which is not known")]
     Kind(u16),
-    /// Bytes that end too early or too late.
+    /// Bytes that are too few or too many.
     #[error("a state of {got} bytes, expected {expected}")]
     Bytes {
-        /// As given.
+        /// Bytes given.
         got: u64,
-        /// What its header asks for.
+        /// Bytes that the header requires.
         expected: u64,
     },
     /// The state of another router.
     #[error("state of {got}, expected {expected}")]
     Router {
-        /// The state's.
+        /// Kind of the state.
         got: RouterKind,
-        /// The router's.
+        /// Kind of the router.
         expected: RouterKind,
     },
-    /// Another number of something.
+    /// A list of another length.
     #[error("{what} of the state: {got}, expected {expected}")]
     Shape {
-        /// Of what.
+        /// Name of the list.
         what: &'static str,
-        /// The state's.
+        /// Length in the state.
         got: usize,
-        /// The router's.
+        /// Length in the router.
         expected: usize,
     },
-    /// A value that no router comes to.
+    /// A value that no router reaches.
     #[error("{what} {index} of the state: {value}")]
     Value {
-        /// What it is.
+        /// Name of the list or value.
         what: &'static str,
-        /// Its index.
+        /// Index in the list.
         index: usize,
-        /// As given.
+        /// The value.
         value: f64,
     },
 }

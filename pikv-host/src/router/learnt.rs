@@ -1,10 +1,9 @@
-//! What routers learnt from tokens that can still be taken back, and how they forget it.
+//! Removal of rolled-back tokens from routers that learnt from them.
 //!
-//! A router learns once a step, from the rows of all its sequences. So that it can forget some of them, each step of a
-//! [`ClosedLoop`](crate::ClosedLoop) is kept as long as one of its tokens can be taken back: the state that the routers had before it,
-//! the logits, and what the cache had or missed. Once tokens of it were taken back, the routers go back to that state and learn the
-//! step again without them, and those that followed. Where the cache has no rollback only the step under way is kept, as sequences may
-//! be left out of it.
+//! A router learns once a step, from the rows of all its sequences. To be able to remove some of these rows, a
+//! [`ClosedLoop`](crate::ClosedLoop) keeps each step as long as one of its tokens can be rolled back: the routers' state before it, its
+//! logits, and the pages wanted and missed. After a rollback the routers are restored to that state and learn the step again without the
+//! removed rows, and then the later steps. Without a rollback only the step in progress is kept, since sequences may be left out of it.
 
 pub(crate) mod save;
 
@@ -15,8 +14,8 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Steps that are kept at most, beside four for each token that can be taken back. Older ones stay learnt: an average of .9 keeps
-/// a thousandth of them by then.
+/// Most steps that are kept, besides four for each token that can be rolled back. Older steps are not removed from routers; an average
+/// with factor .9 has a thousandth of them left by then.
 const STEPS: usize = 64;
 
 /// Steps that are kept at most where so many tokens can be taken back.
@@ -31,9 +30,9 @@ pub(crate) struct Left(Mutex<Counts>);
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// Of sequences that are over, and of steps that no rollback reaches.
+    /// The number for dropped sequences, and for steps that no rollback reaches.
     stays: u32,
-    /// Of the others; `None` is free.
+    /// The numbers for the other sequences; `None` is a free entry.
     of: Vec<Option<u32>>,
 }
 
@@ -61,13 +60,13 @@ impl Left {
     }
 }
 
-/// Tokens that a sequence brought to a step of a loop.
+/// Tokens that a sequence added in a step of a loop.
 #[derive(Debug)]
 struct Ticket {
     /// Position of the first.
     first: u32,
     left: Arc<Left>,
-    /// Which of its counts is the sequence's.
+    /// Index of the sequence's entry in the counts.
     at: usize,
 }
 
@@ -83,7 +82,7 @@ impl Ticket {
         Ticket { first, left, at }
     }
 
-    /// Tokens that the sequence has of them.
+    /// Number of these tokens that the sequence still has.
     fn has(&self) -> u32 {
         self.left.counts().of[self.at].unwrap_or(0)
     }
@@ -103,12 +102,12 @@ impl Drop for Ticket {
     }
 }
 
-/// The tickets of a sequence, of the steps that a rollback reaches.
+/// A sequence's tickets of the steps that a rollback can reach.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tickets(VecDeque<Ticket>);
 
 impl Tickets {
-    /// Adds the tokens from `first` to `len`, and forgets what lies before `floor`.
+    /// Adds the tokens from `first` to `len`, and removes tickets before `floor`.
     pub fn add(&mut self, first: u32, len: u32, floor: u32) -> Arc<Left> {
         while self.0.get(1).is_some_and(|next| next.first <= floor) {
             self.0.pop_front();
@@ -118,7 +117,7 @@ impl Tickets {
         left
     }
 
-    /// Tokens from `len` on were taken back.
+    /// Notes a rollback to `len` tokens.
     pub fn cut(&mut self, len: u32) {
         while let Some(ticket) = self.0.back() {
             let stay = len.saturating_sub(ticket.first);
@@ -142,10 +141,10 @@ impl Tickets {
 #[derive(Debug)]
 struct Part {
     left: Arc<Left>,
-    /// Position of the first row that is kept, and rows before it that cannot be taken back.
+    /// Position of the first row that is kept, and the number of rows before it, which cannot be rolled back.
     first: Position,
     firm: u32,
-    /// Rows that the routers have learnt, the firm ones included, and that there were.
+    /// Rows that the routers have learnt, including the firm ones, and rows of the step.
     learnt: u32,
     rows: u32,
 }
@@ -153,13 +152,13 @@ struct Part {
 /// A step in one layer.
 #[derive(Debug, Default)]
 struct Layer {
-    /// Before the rows that are kept, where the step is.
+    /// The router's state before the rows that are kept.
     before: Option<RouterState>,
-    /// Whether the layer's router was asked.
+    /// Whether the layer's router has routed its rows.
     routed: bool,
-    /// Of those rows: `[rows][experts]`.
+    /// Logits of those rows: `[rows][experts]`.
     logits: Vec<f32>,
-    /// What rows met, by index of the sequence, then by row; what those met that cannot be taken back is that of row 0.
+    /// Pages wanted and held, by index of the sequence, then by row; rows that cannot be rolled back are added to row 0.
     met: Vec<(usize, Met)>,
     experts: usize,
     remote: u64,
@@ -171,15 +170,15 @@ struct Kept {
     layers: Vec<Layer>,
 }
 
-/// The steps of a loop that routers may have to forget, the newest last.
+/// The steps of a loop that routers may have to unlearn, the newest last.
 #[derive(Debug, Default)]
 pub(crate) struct Learnt {
     steps: VecDeque<Kept>,
-    /// The step under way.
+    /// The step in progress.
     now: Kept,
-    /// Lists of steps that are over.
+    /// Lists of finished steps, for reuse.
     spare: Vec<Kept>,
-    /// Tokens that can be taken back.
+    /// Most tokens that can be rolled back.
     slack: u32,
     none: Arc<Left>,
     routes: Routes,
@@ -192,12 +191,12 @@ impl Learnt {
         Learnt { slack, ..Learnt::default() }
     }
 
-    /// Steps that are kept.
+    /// Number of steps that are kept.
     pub fn steps(&self) -> usize {
         self.steps.len()
     }
 
-    /// Whether anything is kept at all.
+    /// Whether steps are kept after commit.
     pub fn is_on(&self) -> bool {
         self.slack > 0
     }
@@ -206,11 +205,11 @@ impl Learnt {
     pub fn begin(&mut self, layers: usize, parts: impl Iterator<Item = (Position, usize)>) {
         self.now.parts.clear();
         for (first, rows) in parts {
-            // Its own once the step is committed.
+            // Replaced by the sequence's own at commit.
             let (rows, left) = (rows as u32, self.none.clone());
             self.now.parts.push(Part { left, first, firm: 0, learnt: rows, rows });
         }
-        // Of one long step alone the rows that stay need not be learnt again.
+        // The firm rows of a long first step of one sequence are not learnt again.
         let first = self.is_on() && self.steps.is_empty();
         if let ([part], true) = (&mut self.now.parts[..], first) {
             part.firm = part.rows.saturating_sub(self.slack);
@@ -220,12 +219,12 @@ impl Learnt {
         self.now.layers.iter_mut().for_each(|layer| (layer.before, layer.routed) = (None, false));
     }
 
-    /// Rows of the step's only sequence that cannot be taken back, to be routed apart from the others.
+    /// Rows of the step's only sequence that cannot be rolled back, to be routed apart from the others.
     pub fn firm(&self) -> usize {
         self.now.parts.first().map_or(0, |part| part.firm as usize)
     }
 
-    /// Notes what a layer's router is about to be asked: its state, and sequence by sequence the logits of the rows that can be taken
+    /// Records the state of a layer's router before it routes, and, sequence by sequence, the logits of the rows that can be rolled
     /// back.
     pub fn routing<'l>(
         &mut self,
@@ -241,13 +240,13 @@ impl Learnt {
         }
     }
 
-    /// Takes one sequence, which is not the last, out of the step under way: routers forget what they chose for it.
+    /// Leaves one sequence, which is not the last, out of the step in progress: routers discard their choices for it.
     ///
     /// # Errors
-    /// The first layer whose router refuses rows that it took before, and why. It has forgotten its choices of the step.
+    /// The first layer whose router refuses rows that it accepted before, with the error. Its choices of the step are discarded.
     ///
     /// # Panics
-    /// If a router does; it has forgotten its choices, and the others have forgotten the sequence.
+    /// If a router panics. Its choices are discarded, and the other routers have discarded the sequence.
     pub fn leave_out(
         &mut self,
         sequence: usize,
@@ -286,7 +285,7 @@ impl Learnt {
         refused
     }
 
-    /// Notes what a layer of `experts` experts met, of each sequence by ascending rows.
+    /// Records the pages that a layer of `experts` experts wanted and held, of each sequence by ascending rows.
     pub fn met(
         &mut self,
         layer: usize,
@@ -312,7 +311,7 @@ impl Learnt {
         });
     }
 
-    /// The step is over; `tickets` are those of its sequences.
+    /// Ends the step; `tickets` are those of its sequences.
     pub fn committed(&mut self, tickets: &mut Vec<Arc<Left>>) {
         if !self.is_on() {
             return;
@@ -331,13 +330,13 @@ impl Learnt {
         self.spare.truncate(2);
     }
 
-    /// Has the routers forget what was taken back since they learnt it.
+    /// Makes the routers unlearn the tokens that were rolled back since they learnt them.
     ///
     /// # Errors
-    /// The first layer whose router refuses to go back to a state that it gave itself, and why. It keeps what it has learnt.
+    /// The first layer whose router refuses to restore its own state, with the error. It keeps what it learnt.
     ///
     /// # Panics
-    /// If a router does; it has forgotten its choices, and the others have learnt.
+    /// If a router panics. Its choices are discarded, and the other routers have learnt.
     pub fn forget(&mut self, routers: &mut [Box<dyn Router>]) -> Result<(), (usize, RouteError)> {
         let rejected = |part: &Part| part.left.get() < part.learnt;
         let Some(first) = self.steps.iter().position(|step| step.parts.iter().any(rejected)) else {
@@ -371,7 +370,7 @@ impl Learnt {
         refused
     }
 
-    /// Has a layer's router learn a step again, from the state before it where `back`, or from the one that it is in.
+    /// Makes a layer's router learn a step again, from the state before it if `back`, else from its present state.
     fn learn(
         &mut self,
         step: &mut Kept,
@@ -381,7 +380,7 @@ impl Learnt {
     ) -> Result<(), RouteError> {
         let Kept { parts, layers } = step;
         let Some(layer) = layers.get_mut(layer) else { return Ok(()) };
-        // A layer without rows had nothing to tell.
+        // A layer without rows has nothing to learn.
         let Some(before) = &mut layer.before else { return Ok(()) };
         if back {
             router.restore(before)?;
@@ -423,7 +422,7 @@ impl Learnt {
     }
 }
 
-/// Counts of what was wanted and missed in 32 bits, as routers take them: only the rates matter where they are that many.
+/// Scales counts of pages to 32 bits for routers: where counts are larger, only their ratios matter.
 pub(crate) fn narrow(wanted: &[u64], missed: &[u64], to_wanted: &mut Vec<u32>, to_missed: &mut Vec<u32>) {
     let most = wanted.iter().copied().max().unwrap_or(0);
     let shift = (64 - most.leading_zeros()).saturating_sub(32);

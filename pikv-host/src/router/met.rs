@@ -1,27 +1,27 @@
-//! What rows of attention wanted of experts, and met.
+//! Pages that rows of attention wanted of experts, and those that were held.
 
 use pikv_core::page::PAGE;
 
-/// Of the pages that a row of a KV head wanted, those of one expert.
+/// The pages of one expert that a row of a KV head wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Met {
-    /// Counted from the first of its sequence in the step.
+    /// Row, counted from the first of its sequence in the step.
     pub row: u32,
     pub expert: u16,
-    /// Pages.
+    /// Pages wanted.
     pub wanted: u32,
-    /// Their tokens that lay in the first tier.
+    /// Tokens of them that lay in the first tier.
     pub held: u32,
 }
 
 impl Met {
-    /// Tokens of the wanted pages that did not.
+    /// Tokens of the wanted pages that did not lie in the first tier.
     pub fn missed(&self) -> u32 {
         self.wanted * PAGE - self.held
     }
 }
 
-/// Puts together what heads met from item `from` on, by row and expert; `met` is where an item has it.
+/// Adds up the counts of KV heads from item `from` on, by row and expert; `met` gets an item's counts.
 pub(crate) fn combined<T: Copy>(all: &mut Vec<T>, from: usize, met: impl Fn(&mut T) -> &mut Met) {
     let key = |mut item: T| {
         let met = met(&mut item);

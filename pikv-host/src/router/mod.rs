@@ -1,24 +1,24 @@
-//! Routers: from a token's logits to the experts that its KV is filed under and fetched by.
+//! Routers: choose, from a token's logits, the experts that its KV is filed under and fetched by.
 //!
-//! One router serves one layer. A router *ranks*; it does not change the model: beside its own ranking
-//! ([`Routes::filing`]) it gives the model's plain top-k ([`Routes::model`]), and in both the weights are the softmax over
-//! the chosen raw logits. Where `model_choice` is set, the model follows the ranking too.
+//! One router serves one layer. By default it does not change the model: it returns its own ranking ([`Routes::filing`]) and the model's
+//! plain top-k ([`Routes::model`]). Weights in both are the softmax over the chosen raw logits. With `model_choice` set, the model's
+//! choice is the ranking too.
 //!
-//! A step goes: [`Router::route`] for each sequence, [`Step::route`](crate::Step::route) with the filing, the fetch, then
-//! [`Router::observe`] with what the fetch met. What rows are ranked by changes in `observe` alone, so rows may be routed in any
-//! number of calls. Scores are those of [`pikv_core::score`], and with them every result, are the same bits on all lanes.
+//! In a step, call [`Router::route`] for each sequence, [`Step::route`](crate::Step::route) with the filing, then the fetch, then
+//! [`Router::observe`] with the pages wanted and missed. Only `observe` changes the ranking, so rows may be routed in any number of
+//! calls. Scores are those of [`pikv_core::score`]; they, and every result, have the same bits on all lanes.
 //!
 //! | id | options | ranks by |
 //! |---|---|---|
 //! | R_B | [`Hashed`] | a hash of the position, or round robin |
 //! | R_T | [`TopK`] | logits |
-//! | R_LB | [`LoadBalanced`] | logits less what loaded experts pay |
-//! | R_P | [`CacheAware`] | logits less what experts pay whose pages miss |
-//! | R_E | [`EntropyPenalised`] | logits less what experts pay about which the gate is undecided |
-//! | R_A | [`Adaptive`] | the above, chosen by a bandit |
+//! | R_LB | [`LoadBalanced`] | logits minus a penalty on loaded experts |
+//! | R_P | [`CacheAware`] | logits minus a penalty on experts whose pages miss |
+//! | R_E | [`EntropyPenalised`] | logits minus a penalty on experts about which the gate is undecided |
+//! | R_A | [`Adaptive`] | one of the above, chosen by a bandit |
 //! | R_H | [`Hierarchical`] | logits inside the best groups |
 //!
-//! Names and ids are those of arXiv 2508.06526; meanings are those of the methods' own papers, named in each file.
+//! Names and ids are those of arXiv 2508.06526; the methods are those of their own papers, named in each file.
 //!
 //! ```
 //! # use pikv_host as pikv;
@@ -29,7 +29,7 @@
 //! let mut routes = Routes::default();
 //! router.route(Position(0), &[1.0, 0.98, 0.97, -2.0], &mut routes)?;
 //! assert_eq!(routes.filing().experts, [0, 1]);
-//! router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;  // the pages of expert 1 were not there
+//! router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;  // the pages of expert 1 missed
 //! routes.clear();
 //! for _ in 0..8 {
 //!     router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;
@@ -79,10 +79,10 @@ use pikv_lanes::{Lanes, route::rank};
 use std::fmt;
 use std::ops::Range;
 
-/// The largest weight of a part of a bias: with it no score overflows.
+/// The largest accepted weight of a part of a bias: no score overflows with it.
 pub const MAX_COEFFICIENT: f32 = 1e6;
 
-/// Experts of a layer, and what to compute with. Checked when a router is built.
+/// Number of experts of a layer and of a token, and the lanes to compute with. Checked when a router is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shape {
@@ -90,7 +90,7 @@ pub struct Shape {
     pub experts: u32,
     /// Experts a token, 1..=experts; usually 2.
     pub top_k: u32,
-    /// Lanes to compute with; they do not change a bit.
+    /// Lanes to compute with; results have the same bits on all.
     pub lanes: Lanes,
 }
 
@@ -117,7 +117,7 @@ impl Shape {
         Ok(self)
     }
 
-    /// That `chosen` is whole rows of experts that are there.
+    /// Checks that `chosen` is whole rows of experts below `experts`.
     fn check_chosen(&self, chosen: &[u16]) -> Result<(), RouteError> {
         let top_k = self.top_k as usize;
         length("chosen", chosen.len(), chosen.len() / top_k * top_k, "rows * top_k")?;
@@ -127,7 +127,7 @@ impl Shape {
         }
     }
 
-    /// Rows of `logits`, `[rows][experts]`, which must be finite.
+    /// Number of rows of `logits`, `[rows][experts]`, which must be finite.
     fn rows(&self, logits: &[f32]) -> Result<usize, RouteError> {
         let experts = self.experts as usize;
         let rows = logits.len() / experts;
@@ -139,7 +139,7 @@ impl Shape {
     }
 }
 
-/// Which router.
+/// The kind of a router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u16)]
@@ -161,7 +161,7 @@ pub enum RouterKind {
 }
 
 impl RouterKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [RouterKind; 7] = [
         RouterKind::Hash,
         RouterKind::TopK,
@@ -196,42 +196,42 @@ impl fmt::Display for RouterKind {
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Choice {
-    /// `[rows][top_k]`, the best first, as [`Step::route`](crate::Step::route) wants them.
+    /// `[rows][top_k]`, the best first: the form that [`Step::route`](crate::Step::route) takes.
     pub experts: Vec<u16>,
     /// `[rows][top_k]`, of the same experts: the softmax over the row's chosen raw logits. A row's sum is 1, up to rounding.
     pub weights: Vec<f32>,
 }
 
-/// What routers chose. Rows are added by each [`Router::route`], so that a batch of sequences ends up in one piece.
+/// Choices of routers. Each [`Router::route`] appends its rows, so the rows of a batch of sequences are contiguous.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Routes {
     model: Choice,
     filing: Choice,
     top_k: usize,
     fetch: usize,
-    /// Experts that rank behind the `top_k`: as many for each row as it may fetch more at most, and of each row how many it does.
+    /// Experts ranked after the `top_k`, the same number for each row, and for each row how many of them to fetch.
     more: Vec<u16>,
     counts: Vec<u8>,
 }
 
 impl Routes {
-    /// What the model mixes: its own top-k, or the filing where `model_choice` is set.
+    /// The experts that the model mixes: its own top-k, or the filing where `model_choice` is set.
     pub fn model(&self) -> &Choice {
         &self.model
     }
 
-    /// What KV is filed under and fetched by: the router's ranking.
+    /// The experts that KV is filed under and fetched by: the router's ranking.
     pub fn filing(&self) -> &Choice {
         &self.filing
     }
 
-    /// Experts of each row whose pages are to be fetched, from the best on: all of them, or what R_A's arm says.
+    /// Number of experts of each row whose pages to fetch, from the best on: `top_k`, or the number of R_A's arm in use.
     pub fn fetch(&self) -> usize {
         self.fetch
     }
 
-    /// All experts whose pages row `row` is to fetch, the best first: [`fetch`](Routes::fetch) of its filing, and those behind them that
-    /// R_E adds where its gate is undecided ([`EntropyPenalised::more`]). None for a row that is not there.
+    /// All experts whose pages to fetch for row `row`, the best first: the first [`fetch`](Routes::fetch) of its filing, and those that R_E
+    /// adds where its gate is undecided ([`EntropyPenalised::more`]). Empty for a row at or above [`rows`](Routes::rows).
     pub fn fetched(&self, row: usize) -> impl Iterator<Item = u16> {
         let own = self.filing.experts.chunks_exact(self.top_k.max(1)).nth(row).unwrap_or_default();
         let width = self.more.len().checked_div(self.counts.len()).unwrap_or(0);
@@ -240,17 +240,17 @@ impl Routes {
         own[..self.fetch.min(own.len())].iter().chain(more).copied()
     }
 
-    /// Of each row the experts behind its own that it may fetch, and how many it does.
+    /// For each row, the experts after its own that it may fetch, and how many of them it does fetch.
     pub(crate) fn more(&self) -> (&[u16], &[u8]) {
         (&self.more, &self.counts)
     }
 
-    /// Rows that are there.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         self.filing.experts.len().checked_div(self.top_k).unwrap_or(0)
     }
 
-    /// Takes all rows out.
+    /// Removes all rows.
     pub fn clear(&mut self) {
         for choice in [&mut self.model, &mut self.filing] {
             choice.experts.clear();
@@ -267,7 +267,7 @@ impl Routes {
         self.filing.experts.extend_from_slice(chosen);
     }
 
-    /// Adds rows of zeros at `gaps`, ranges of the rows that there are then, ascending: those of sequences that were left out of a step.
+    /// Inserts rows of zeros at `gaps`, ascending ranges of the resulting rows: the rows of sequences left out of a step.
     pub(crate) fn spread(&mut self, gaps: impl Iterator<Item = Range<usize>>, top_k: usize) {
         let width = self.more.len().checked_div(self.counts.len());
         self.top_k = top_k;
@@ -283,7 +283,7 @@ impl Routes {
         }
     }
 
-    /// Room for `rows` more; gives the number of elements there were.
+    /// Makes room for `rows` more rows; returns the number of elements before.
     fn grow(&mut self, rows: usize, top_k: usize, fetch: usize) -> Result<usize, RouteError> {
         let held = self.filing.experts.len();
         if held > 0 && (self.top_k, self.fetch) != (top_k, fetch) {
@@ -298,18 +298,18 @@ impl Routes {
     }
 }
 
-/// What the fetch of a step met, over all rows that were routed since the last feedback.
+/// Pages that a step wanted and missed, over all rows routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Feedback<'a> {
-    /// `[experts]` pages of each expert that rows wanted, fetched or not, summed over rows and KV heads;
-    /// [`StepReport`](crate::StepReport) says what is wanted. In parts of a page, [`of_page`](Feedback::of_page) to one.
+    /// `[experts]` pages of each expert that rows wanted, fetched or not, summed over rows and KV heads
+    /// ([`StepReport`](crate::StepReport) defines wanted pages), in units of `1 /` [`of_page`](Feedback::of_page) page.
     pub wanted: &'a [u32],
     /// `[experts]` those of them that were evicted, remote, in a lower tier, or of an expert that was not fetched.
     pub missed: &'a [u32],
-    /// Parts of a page that the two count; 1 by default, 32 from a [`ClosedLoop`](crate::ClosedLoop).
+    /// Units of both counts in a page; 1 by default, 32 from a [`ClosedLoop`](crate::ClosedLoop).
     pub of_page: u32,
-    /// Bytes that came from other devices or lower tiers. R_A alone reads it.
+    /// Bytes read from other devices or lower tiers. Used by R_A alone.
     pub remote_bytes: u64,
 }
 
@@ -319,7 +319,7 @@ impl<'a> Feedback<'a> {
         Feedback { wanted, missed, of_page: 1, remote_bytes: 0 }
     }
 
-    /// Sets how many parts of a page were counted as one.
+    /// Sets the units of both counts in a page.
     pub fn of_page(mut self, parts: u32) -> Feedback<'a> {
         self.of_page = parts;
         self
@@ -369,30 +369,30 @@ impl<'a> Feedback<'a> {
 /// # }
 /// ```
 pub trait Router: fmt::Debug + Send + Sync {
-    /// Which router it is.
+    /// The kind of router.
     fn kind(&self) -> RouterKind;
 
-    /// Its experts.
+    /// Experts and lanes.
     fn shape(&self) -> Shape;
 
-    /// Chooses the experts of tokens at consecutive positions from `first`, and adds the rows to `out`. `logits` is
-    /// `[rows][experts]`, as the model's gate gives them, before any softmax. The choices, and what averages need of
-    /// the logits, are kept for [`observe`](Router::observe); nothing else changes.
+    /// Chooses the experts of tokens at consecutive positions from `first`, and appends the rows to `out`. `logits` is
+    /// `[rows][experts]`, the output of the model's gate before any softmax. The choices, and the averages of the logits, are stored until
+    /// [`observe`](Router::observe); the ranking does not change.
     ///
     /// # Errors
-    /// `logits` of a length that is not whole rows or with a value that is not finite, positions past the last, or `out` that
-    /// holds rows of another width.
+    /// [`RouteError::Length`] for `logits` that are not whole rows, [`RouteError::Logit`] for a value that is not finite,
+    /// [`RouteError::Position`] for positions past the last, [`RouteError::Routes`] for an `out` with rows of another width.
     fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError>;
 
-    /// Takes in what the fetch met, and the choices since the last call. Call it once a step, after the fetch.
+    /// Learns from the pages wanted and missed, and from the choices since the last call. Call it once a step, after the fetch.
     ///
     /// # Errors
-    /// Slices that are not `[experts]`, or more pages missed than wanted.
+    /// [`RouteError::Length`] for slices that are not `[experts]`, [`RouteError::Feedback`] for more pages missed than wanted.
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError>;
 
-    /// What a device needs to choose in this router's place ([`LoopStep::route_device`](crate::closed_loop::LoopStep::route_device)). A
-    /// router of your own that wraps one of pikv's passes it on, and [`routed`](Router::routed) too; any other leaves both as they are, and
-    /// routes on the host.
+    /// The data with which a device chooses in this router's place
+    /// ([`LoopStep::route_device`](crate::closed_loop::LoopStep::route_device)). A router that wraps one of pikv's forwards this method and
+    /// [`routed`](Router::routed); others keep the defaults of both and route on the host.
     ///
     /// # Errors
     /// [`RouteError::HostOnly`] with the reason.
@@ -403,25 +403,25 @@ pub trait Router: fmt::Debug + Send + Sync {
         })
     }
 
-    /// Takes in rows whose experts a device chose by [`device_plan`](Router::device_plan), as [`route`](Router::route) takes in those that
-    /// it chooses itself: `chosen` is `[rows][top_k]`, `entropy` `[experts]` the averages of the gate's entropy with the rows in them,
-    /// empty where they are not kept.
+    /// Records rows whose experts a device chose by [`device_plan`](Router::device_plan), as [`route`](Router::route) records its own:
+    /// `chosen` is `[rows][top_k]`; `entropy`, `[experts]`, is the averages of the gate's entropy including these rows, or empty if they
+    /// are not kept.
     ///
     /// # Errors
-    /// Slices of the wrong length, an expert that is not there, or [`RouteError::HostOnly`] of a router that does not do it.
+    /// [`RouteError::Length`], [`RouteError::Expert`], or [`RouteError::HostOnly`] for a router without device support.
     fn routed(&mut self, chosen: &[u16], entropy: &[f32]) -> Result<(), RouteError> {
         let _ = (chosen, entropy);
         let why = "it does not take in what a device chose (Router::routed)";
         Err(RouteError::HostOnly { router: self.kind(), why })
     }
 
-    /// Whether it learns from [`Feedback::wanted`]: a [`ClosedLoop`](crate::ClosedLoop) has hits counted then
+    /// Whether it learns from [`Feedback::wanted`]; a [`ClosedLoop`](crate::ClosedLoop) counts hits only then
     /// ([`Hits`](crate::rules::Hits)).
     fn wants_hits(&self) -> bool {
         true
     }
 
-    /// Forgets the choices since the last [`observe`](Router::observe), as when a step is dropped.
+    /// Discards the choices since the last [`observe`](Router::observe), for a dropped step.
     fn discard(&mut self);
 
     /// Whether [`state`](Router::state) has all that the router has learnt, so that [`ClosedLoop::save`](crate::ClosedLoop::save) can write
@@ -436,14 +436,14 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// What the router has learnt. The options are not part of it.
     fn state(&self) -> RouterState;
 
-    /// Goes on from `state`, exactly as the router that gave it would with the options of this one.
+    /// Continues from `state`, exactly as the router that returned it, with the options of this one.
     ///
     /// # Errors
-    /// [`RouteError::State`] for the state of another router or shape, or with values that no router comes to.
+    /// [`RouteError::State`] for the state of another router or shape, or with values that no router reaches.
     fn restore(&mut self, state: &RouterState) -> Result<(), RouteError>;
 }
 
-/// Adds rows of `width` zeros to a list of rows; at its end if it is shorter than it should be.
+/// Inserts rows of `width` zeros into a list of rows; at its end if it is shorter than `rows.start` rows.
 fn zeros<T: Clone + Default>(list: &mut Vec<T>, rows: &Range<usize>, width: usize) {
     let at = list.len().min(rows.start * width);
     list.splice(at..at, std::iter::repeat_n(T::default(), rows.len() * width));
@@ -453,7 +453,7 @@ fn length(what: &'static str, got: usize, expected: usize, shape: &'static str) 
     if got == expected { Ok(()) } else { Err(RouteError::Length { what, got, expected, shape }) }
 }
 
-/// `value` is at least 0 (above 0 if `acts`) and not too large.
+/// Checks that `value` is at least 0 (above 0 if `acts`) and at most [`MAX_COEFFICIENT`].
 fn coefficient(name: &'static str, value: f32, acts: bool) -> Result<(), RouteError> {
     let low = if acts { value > 0.0 } else { value >= 0.0 };
     if low && value <= MAX_COEFFICIENT {
@@ -467,7 +467,7 @@ fn decay(name: &'static str, value: f32) -> Result<(), RouteError> {
     if (0.0..1.0).contains(&value) { Ok(()) } else { Err(RouteError::Decay { name, value: value.into() }) }
 }
 
-/// `Err` if the last of `rows` positions from `first` is past the end.
+/// Checks that the last of `rows` positions from `first` is a valid position.
 fn positions(first: Position, rows: usize) -> Result<(), RouteError> {
     let position = u64::from(first.0) + (rows as u64).saturating_sub(1);
     if position > u64::from(Position::MAX.0) { Err(RouteError::Position { position }) } else { Ok(()) }

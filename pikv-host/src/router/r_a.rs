@@ -1,20 +1,21 @@
-//! R_A: adaptive routing by a contextual bandit. The paper (arXiv 2508.06526, R_A) names reinforcement learning and its authors
-//! ship none: the design is ours.
+//! R_A: adaptive routing by a contextual bandit. The paper (arXiv 2508.06526, R_A) names reinforcement learning and publishes no
+//! code; this design is pikv's own.
 //!
 //! An *arm* is a set of coefficients (so one of R_T, R_LB, R_P, R_E, or a mix of them) and the number of experts whose pages are
-//! fetched. All arms share one average each of load, misses and entropy, so a change of arm starts from what is known. An arm is
-//! in use from one feedback to the next. Its reward is
+//! fetched. All arms share the averages of load, misses and entropy, so a change of arm keeps them. An arm is in use from one feedback to
+//! the next. Its reward is
 //!
 //! `hit - c1 MiB - c2 imbalance`
 //!
-//! with `hit` the share of wanted pages that were there and of an expert that was fetched (after a step that wanted none the arm stays and
-//! gets no reward), MiB those that came from elsewhere, and the imbalance `sum_e share_e mu_e - 1` over the shares of this feedback's choices: above 0 if they went to loaded experts. The
-//! context is `[1, mean m, v / (1 + v)]`, `v` being the mean of `mu^2` less 1.
+//! with `hit` the share of wanted pages that were held and belong to a fetched expert, MiB read from elsewhere, and the imbalance
+//! `sum_e share_e mu_e - 1` over the shares of this feedback's choices, which is above 0 if loaded experts were chosen. After a step
+//! without wanted pages the arm stays in use and gets no reward. The context is `[1, mean m, v / (1 + v)]`, with `v` the mean of
+//! `mu^2` minus 1.
 //!
-//! Arms are chosen by Thompson sampling on a ridge regression each (Agrawal and Goyal, arXiv 1209.3352), whose sums are
-//! discounted at each feedback (as Russac et al., arXiv 1909.09146), so that an arm which was given up is tried again. The
-//! arithmetic is f64 additions, products, divisions and square roots in one order, and the random numbers are SplitMix64: a
-//! seed gives the same run on every machine. A normal variate is 12 uniform ones less 6.
+//! Arms are chosen by Thompson sampling on one ridge regression each (Agrawal and Goyal, arXiv 1209.3352). Its sums are discounted at
+//! each feedback (Russac et al., arXiv 1909.09146), so that an arm with low rewards is tried again later. Arithmetic is f64 additions,
+//! products, divisions and square roots in a fixed order, and random numbers are SplitMix64: a seed gives the same run on every
+//! machine. A normal variate is the sum of 12 uniform ones minus 6.
 
 use super::biased::Terms;
 use super::on_device::DevicePlan;
@@ -26,18 +27,18 @@ use super::{
 use pikv_core::hash;
 use pikv_core::page::Position;
 
-/// What the bandit chooses.
+/// A choice of the bandit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Arm {
-    /// Weights of the bias, each from 0; all 0 is R_T.
+    /// Weights of the bias, each at least 0; all 0 is R_T.
     pub coefficients: Coefficients,
-    /// Experts of a row whose pages are fetched, 1..=top_k; see [`Routes::fetch`].
+    /// Experts of a row whose pages to fetch, 1..=top_k; see [`Routes::fetch`].
     pub fetch: u32,
 }
 
 impl Arm {
-    /// Weights of the scores, and experts whose pages are fetched.
+    /// Weights of the bias, and experts whose pages to fetch.
     pub const fn new(coefficients: Coefficients, fetch: u32) -> Arm {
         Arm { coefficients, fetch }
     }
@@ -49,22 +50,21 @@ impl Arm {
 pub struct Adaptive {
     /// The arms, at least 1. Default [`Adaptive::default_arms`].
     pub arms: Vec<Arm>,
-    /// Seed of the random numbers.
+    /// Seed of the random number generator.
     pub seed: u64,
-    /// Reward that a MiB from elsewhere costs (c1), from 0. Default 0.01.
+    /// Reward subtracted for each MiB read from elsewhere (c1), at least 0. Default 0.01.
     pub remote_cost: f32,
-    /// Reward that a unit of imbalance costs (c2), from 0. Default 0.1.
+    /// Reward subtracted for each unit of imbalance (c2), at least 0. Default 0.1.
     pub imbalance_cost: f32,
-    /// Standard deviation of the sampled reward where nothing is known, above 0: how much is explored. Default 0.25.
+    /// Standard deviation of the sampled reward of an unplayed arm, above 0; larger values explore more. Default 0.25.
     pub width: f32,
-    /// How much of what was learnt stays at each feedback. From 0, below 1; default 0.999.
+    /// Factor of the regressions' sums at each feedback, at least 0 and below 1; default 0.999.
     pub memory: f32,
-    /// How much of the load's and of the misses' averages stays at each feedback, and of the entropy's at each token. From 0, below
-    /// 1; default 0.9.
+    /// Factor of the averages of load and misses at each feedback, and of entropy at each token. At least 0 and below 1; default 0.9.
     pub ema: f32,
-    /// The bias is held within `±cap` logits. Default 1.
+    /// Bound of the bias, in logits: it is held within `±cap`. Default 1.
     pub cap: Option<f32>,
-    /// The model follows the ranking; needs a cap. Default false.
+    /// Whether the model follows the ranking; needs a cap. Default false.
     pub model_choice: bool,
 }
 
@@ -80,7 +80,7 @@ setters!(Adaptive {
 } optional { cap: f32 });
 
 impl Adaptive {
-    /// The defaults, over [`Adaptive::default_arms`] of `top_k`.
+    /// Default options, with [`Adaptive::default_arms`] of `top_k`.
     pub fn new(top_k: u32, seed: u64) -> Adaptive {
         Adaptive {
             arms: Self::default_arms(top_k),
@@ -95,8 +95,8 @@ impl Adaptive {
         }
     }
 
-    /// R_T; R_LB with alpha 0.1; R_P with lambda 0.05 and 0.2; R_E with beta 0.1; and, if `top_k` is more than 1, R_LB and R_E with
-    /// R_P's lambda of 0.2 added, which fetch half of the experts. No two rank alike.
+    /// R_T; R_LB with alpha 0.1; R_P with lambda 0.05 and 0.2; R_E with beta 0.1; and, if `top_k` is above 1, R_LB and R_E combined with
+    /// R_P's lambda of 0.2, which fetch half of the experts. No two rank alike.
     pub fn default_arms(top_k: u32) -> Vec<Arm> {
         let none = Coefficients::default();
         let all = [
@@ -117,10 +117,10 @@ impl Adaptive {
         arms
     }
 
-    /// The router.
+    /// Builds the router.
     ///
     /// # Errors
-    /// A shape that is none, no arms or two that are the same, options out of range, or `model_choice` without a cap.
+    /// An invalid shape, no arms or two equal ones, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Bandit, RouteError> {
         let first = *self.arms.first().ok_or(RouteError::NoArms)?;
         let terms = Terms {
@@ -169,7 +169,7 @@ pub struct Bandit {
     learnt: BanditState,
 }
 
-/// Near enough to a normal variate of mean 0 and deviation 1.
+/// An approximately normal variate of mean 0 and deviation 1.
 fn normal(rng: &mut u64) -> f64 {
     let mut sum = -6.0;
     for _ in 0..12 {
@@ -188,7 +188,7 @@ impl Bandit {
         self.learnt.arm as usize
     }
 
-    /// The averages that all arms share.
+    /// The averages, which all arms share.
     pub fn averages(&self) -> &Biased {
         &self.core
     }
@@ -201,7 +201,7 @@ impl Bandit {
         [1.0, miss / experts, uneven / (1.0 + uneven)]
     }
 
-    /// Draws a reward for each arm and puts the arm with the largest in use; equal ones: the lower.
+    /// Samples a reward for each arm and uses the arm with the largest; of equal ones the lower.
     fn choose(&mut self) {
         let x = self.context();
         let width = f64::from(self.options.width);
@@ -218,7 +218,7 @@ impl Bandit {
         self.core.steer(self.options.arms[self.arm()].coefficients);
     }
 
-    /// Counts `reward` for the arm in use.
+    /// Adds `reward` to the arm in use.
     fn reward(&mut self, x: &[f64; 3], reward: f64) {
         let memory = f64::from(self.options.memory);
         for arm in &mut self.learnt.arms {
@@ -267,7 +267,7 @@ impl Router for Bandit {
             let sum = |pages: &[u32]| pages.iter().map(|n| u64::from(*n)).sum::<u64>() as f64;
             let (wanted, missed) = (sum(feedback.wanted), sum(feedback.missed));
             if wanted == 0.0 {
-                // Nothing says how good the arm was; it stays until something does.
+                // Without wanted pages there is no reward: the arm stays in use.
                 return Ok(());
             }
             let hit = 1.0 - missed / wanted;

@@ -7,27 +7,27 @@ use pikv_core::page::Position;
 use pikv_core::score::Ranking;
 use pikv_lanes::route::weigh;
 
-/// Where a token's experts start.
+/// The first expert of a token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Start {
-    /// At a hash of its position.
+    /// A hash of the position.
     #[default]
     Hash,
-    /// At its position.
+    /// The position.
     RoundRobin,
 }
 
-/// R_B: the experts of the token at position t are `(start(t) + j stride) mod experts` for j below `top_k`, whatever its
+/// R_B: the experts of the token at position t are `(start(t) + j stride) mod experts` for j below `top_k`, independent of its
 /// logits. It learns nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Hashed {
-    /// Where the experts start. Default the hash.
+    /// First expert of a token. Default the hash.
     pub start: Start,
-    /// From one expert of a token to its next. It must not come back within `top_k`: 1 never does. Default 1.
+    /// Step from one expert of a token to its next; must not repeat an expert within `top_k`. 1 never does. Default 1.
     pub stride: u32,
-    /// The model follows, which suits models that were trained with it only. Default false.
+    /// Whether the model follows the choice, for models trained with it. Default false.
     pub model_choice: bool,
 }
 
@@ -40,10 +40,10 @@ impl Default for Hashed {
 }
 
 impl Hashed {
-    /// The router.
+    /// Builds the router.
     ///
     /// # Errors
-    /// A shape that is none, or a stride that gives a token the same expert twice.
+    /// An invalid shape, or [`RouteError::Stride`] for a stride that repeats an expert within `top_k`.
     pub fn router(self, shape: Shape) -> Result<HashRouter, RouteError> {
         let shape = shape.check()?;
         let Shape { experts, top_k, .. } = shape;

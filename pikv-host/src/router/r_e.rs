@@ -3,28 +3,28 @@
 use super::biased::Terms;
 use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
 
-/// R_E: an expert pays `beta h_e`, with `h_e` the moving average over tokens of the gate's binary entropy about the expert,
-/// `H2(p_e) / ln 2` with `H2(p) = -p ln p - (1 - p) ln(1 - p)` and `p_e` the expert's share of the token's softmax. It is in [0, 1] and
-/// starts at 0.5: experts about which the gate keeps being undecided rank lower. Tokens count in the order in which they were routed,
-/// and rank from the next feedback on.
+/// R_E: subtracts `beta h_e` from an expert's logit, with `h_e` the moving average over tokens of the gate's binary entropy about the
+/// expert, `H2(p_e) / ln 2` with `H2(p) = -p ln p - (1 - p) ln(1 - p)` and `p_e` the expert's share of the token's softmax. It is in
+/// [0, 1], initially 0.5; experts about which the gate stays undecided rank lower. Tokens are averaged in the order in which they were
+/// routed, and affect the ranking from the next feedback on.
 ///
-/// Two other readings of the paper's term change no ranking: the token's own entropy is the same for all experts, and `-p_e ln p_e`
-/// of the token that is ranked leaves the order of its logits as it is for all beta below 7.3.
+/// Two other readings of the paper's term change no ranking: the token's own entropy is the same for all experts, and `-p_e ln p_e` of
+/// the ranked token keeps the order of its logits for all beta below 7.3.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct EntropyPenalised {
-    /// Logits that an expert pays for an average entropy of 1. Above 0; default 0.1.
+    /// Penalty for an average entropy of 1, in logits. Above 0; default 0.1.
     pub beta: f32,
-    /// How much of the average stays at each token. From 0, below 1; default 0.9.
+    /// Factor of the average at each token. At least 0 and below 1; default 0.9.
     pub ema: f32,
-    /// The bias is held within `±cap` logits. Default none.
+    /// Bound of the bias, in logits: it is held within `±cap`. Default none.
     pub cap: Option<f32>,
-    /// The model follows the ranking; needs a cap. Default false.
+    /// Whether the model follows the ranking; needs a cap. Default false.
     pub model_choice: bool,
-    /// Experts beside its own `top_k` whose pages a token fetches at most, the next ones of the ranking, at most 255: none where the gate is
-    /// sure, all where its entropy over all experts is near that of a uniform gate ([`Routes::fetched`](super::Routes::fetched)). 0 by
-    /// default; the paper's other reading is 2. It acts where rows read the pages of their experts ([`Read::Experts`](crate::attend::options::Read::Experts)),
-    /// in a [`ClosedLoop`](crate::ClosedLoop).
+    /// Most experts beyond its own `top_k` whose pages a token fetches, next in the ranking, at most 255. The number grows with the gate's
+    /// entropy over all experts: none if the gate is sure, all if it is near uniform ([`Routes::fetched`](super::Routes::fetched)). Default
+    /// 0; the paper's other reading is 2. Takes effect in a [`ClosedLoop`](crate::ClosedLoop) where rows read the pages of their experts
+    /// ([`Read::Experts`](crate::attend::options::Read::Experts)).
     pub more: u32,
 }
 
@@ -37,10 +37,10 @@ impl Default for EntropyPenalised {
 }
 
 impl EntropyPenalised {
-    /// The router.
+    /// Builds the router.
     ///
     /// # Errors
-    /// A shape that is none, options out of range, or `model_choice` without a cap.
+    /// An invalid shape, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
         let EntropyPenalised { beta, ema, cap, model_choice, more } = self;
         let coefficients = Coefficients { beta, ..Default::default() };

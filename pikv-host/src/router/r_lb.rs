@@ -1,21 +1,21 @@
-//! R_LB: load balance as a bias on the ranking (arXiv 2508.06526, R_LB; the bias outside the weights as in Wang et al., arXiv
+//! R_LB: load balance by a bias on the ranking (arXiv 2508.06526, R_LB; the bias does not enter the weights, as in Wang et al., arXiv
 //! 2408.15664).
 
 use super::biased::Terms;
 use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
 
-/// R_LB: an expert pays `alpha (mu_e - mean mu)`, with `mu_e` the moving average of its share of the choices of the filing times
-/// the number of experts: 1 is balanced, and where it starts.
+/// R_LB: subtracts `alpha (mu_e - mean mu)` from an expert's logit, with `mu_e` the moving average of its share of the filing's choices
+/// times the number of experts; balanced experts have 1, the initial value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LoadBalanced {
-    /// Logits that an expert pays for each balanced share above the mean. Above 0; default 0.1.
+    /// Penalty for each unit of `mu_e` above the mean, in logits. Above 0; default 0.1.
     pub alpha: f32,
-    /// How much of the average stays at each feedback. From 0, below 1; default 0.9.
+    /// Factor of the average at each feedback. At least 0 and below 1; default 0.9.
     pub ema: f32,
-    /// The bias is held within `±cap` logits. Default none.
+    /// Bound of the bias, in logits: it is held within `±cap`. Default none.
     pub cap: Option<f32>,
-    /// The model follows the ranking; needs a cap. Default false.
+    /// Whether the model follows the ranking; needs a cap. Default false.
     pub model_choice: bool,
 }
 
@@ -28,10 +28,10 @@ impl Default for LoadBalanced {
 }
 
 impl LoadBalanced {
-    /// The router.
+    /// Builds the router.
     ///
     /// # Errors
-    /// A shape that is none, options out of range, or `model_choice` without a cap.
+    /// An invalid shape, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
         let LoadBalanced { alpha, ema, cap, model_choice } = self;
         let coefficients = Coefficients { alpha, ..Default::default() };

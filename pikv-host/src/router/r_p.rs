@@ -1,21 +1,21 @@
-//! R_P: cache-aware routing (arXiv 2508.06526, R_P), with its miss count mended to a miss rate.
+//! R_P: cache-aware routing (arXiv 2508.06526, R_P), by default with a miss rate in place of the paper's miss count.
 
 use super::biased::{Misses, Terms};
 use super::{Biased, Coefficients, RouteError, RouterKind, Shape};
 
-/// R_P: an expert pays `lambda ln(1 + m_e)` for pages that were not there when they were fetched. `m_e` starts at 0.
+/// R_P: subtracts `lambda ln(1 + m_e)` from the logit of an expert whose wanted pages missed. `m_e` is initially 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CacheAware {
-    /// Logits that an expert pays for each unit of `ln(1 + m_e)`. Above 0; default 0.05.
+    /// Penalty for each unit of `ln(1 + m_e)`, in logits. Above 0; default 0.05.
     pub lambda: f32,
-    /// What `m_e` is. Default the rate.
+    /// Definition of `m_e`. Default the rate.
     pub misses: Misses,
-    /// How much of `m_e` stays at each feedback. From 0, below 1; default 0.9.
+    /// Factor of `m_e` at each feedback. At least 0 and below 1; default 0.9.
     pub ema: f32,
-    /// The bias is held within `±cap` logits. Default 1.
+    /// Bound of the bias, in logits: it is held within `±cap`. Default 1.
     pub cap: Option<f32>,
-    /// The model follows the ranking; needs a cap. Default false.
+    /// Whether the model follows the ranking; needs a cap. Default false.
     pub model_choice: bool,
 }
 
@@ -28,10 +28,10 @@ impl Default for CacheAware {
 }
 
 impl CacheAware {
-    /// The router.
+    /// Builds the router.
     ///
     /// # Errors
-    /// A shape that is none, options out of range, or `model_choice` without a cap.
+    /// An invalid shape, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
         let CacheAware { lambda, misses, ema, cap, model_choice } = self;
         let coefficients = Coefficients { lambda, ..Default::default() };

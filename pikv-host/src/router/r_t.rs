@@ -3,15 +3,15 @@
 use super::biased::Terms;
 use super::{Biased, RouteError, RouterKind, Shape};
 
-/// R_T: the model's own experts, the `top_k` largest logits. It has no options and learns nothing.
+/// R_T: the model's own experts, those of the `top_k` largest logits. It has no options and learns nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TopK;
 
 impl TopK {
-    /// The router.
+    /// Builds the router.
     ///
     /// # Errors
-    /// A shape that is none.
+    /// [`RouteError::Experts`] or [`RouteError::TopK`] for an invalid shape.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
         Biased::new(RouterKind::TopK, shape, Terms::default())
     }

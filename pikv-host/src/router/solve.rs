@@ -1,9 +1,9 @@
 //! The linear system of an arm of the bandit.
 
-/// The matrix of an arm that was never played is the identity.
+/// Added to the diagonal: the matrix of an unplayed arm is the identity.
 const RIDGE: f64 = 1.0;
 
-/// Solves `(gram + RIDGE) y = x` by Cholesky; `gram` is a lower triangle. None if the matrix is not positive definite.
+/// Solves `(gram + RIDGE) y = x` by Cholesky; `gram` is a lower triangle. `None` if the matrix is not positive definite.
 pub(super) fn solve(gram: &[f64; 6], x: [f64; 3]) -> Option<[f64; 3]> {
     let at = |i: usize, j: usize| i * (i + 1) / 2 + j;
     let mut l = *gram;

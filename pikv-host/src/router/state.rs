@@ -1,10 +1,10 @@
-//! What a router has learnt, as plain data and as bytes.
+//! The learnt state of a router, as plain data and as bytes.
 //!
 //! ```text
 //! "PKVR" u16 version, u16 router, u32 experts, u32 loads, u32 misses, u32 entropies, u32 next entropies, u32 counts, u32 arms
 //! f32 loads, f32 misses, f32 entropies, f32 next entropies, u64 counts; with arms: u64 rng, u32 arm, and for each arm f64 [6] gram, f64 [3] reward
 //! ```
-//! Little-endian, nothing between and nothing after.
+//! Little-endian, without padding.
 
 use super::error::STATE_VERSION;
 use super::solve::solve;
@@ -14,7 +14,7 @@ use pikv_core::score::MAX_EXPERTS;
 const MAGIC: [u8; 4] = *b"PKVR";
 const HEADER: usize = 36;
 
-/// What a router has learnt; fields that it has no use for are empty.
+/// The learnt state of a router; fields that its kind does not use are empty.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RouterState {
@@ -24,31 +24,31 @@ pub struct RouterState {
     pub experts: u32,
     /// `[experts]` average of an expert's share of the choices, times the number of experts: 1 is balanced.
     pub load: Vec<f32>,
-    /// `[experts]` average of the rate, or decayed count, of an expert's missed pages.
+    /// `[experts]` average of the miss rate, or decayed count of missed pages, of an expert.
     pub miss: Vec<f32>,
-    /// `[experts]` average over tokens of the gate's binary entropy about an expert, in [0, 1], that tokens are ranked by.
+    /// `[experts]` average over tokens of the gate's binary entropy about an expert, in [0, 1], as the ranking uses it.
     pub entropy: Vec<f32>,
-    /// `[experts]` the same with the tokens since the last feedback in it.
+    /// `[experts]` the same including the tokens since the last feedback.
     pub entropy_next: Vec<f32>,
     /// `[experts]` choices since the last feedback.
     pub counts: Vec<u64>,
-    /// Of R_A.
+    /// State of R_A's bandit.
     pub bandit: Option<BanditState>,
 }
 
-/// What a bandit has learnt.
+/// The learnt state of a bandit.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BanditState {
-    /// State of the random numbers.
+    /// State of the random number generator.
     pub rng: u64,
-    /// The arm in use.
+    /// Index of the arm in use.
     pub arm: u32,
     /// Each arm's statistics.
     pub arms: Vec<ArmState>,
 }
 
-/// Discounted sums over the plays of an arm, x being the context.
+/// Discounted sums over the plays of an arm, with x the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct ArmState {
@@ -66,7 +66,7 @@ impl RouterState {
         RouterState { router, experts, load, miss, entropy, entropy_next, counts: vec![], bandit: None }
     }
 
-    /// As bytes that [`RouterState::from_bytes`] reads, on any machine.
+    /// The state as bytes for [`RouterState::from_bytes`], the same on every machine.
     pub fn to_bytes(&self) -> Vec<u8> {
         let arms = self.bandit.as_ref().map_or(&[][..], |b| &b.arms);
         let mut out = Vec::new();
@@ -94,10 +94,10 @@ impl RouterState {
         out
     }
 
-    /// Reads what [`RouterState::to_bytes`] wrote.
+    /// Reads the output of [`RouterState::to_bytes`].
     ///
     /// # Errors
-    /// Bytes of another kind, version or length, or values that no router comes to.
+    /// Bytes of another kind, version or length, or values that no router reaches.
     pub fn from_bytes(bytes: &[u8]) -> Result<RouterState, StateError> {
         let got = bytes.len() as u64;
         if bytes.len() < HEADER {
@@ -142,7 +142,7 @@ impl RouterState {
         Ok(state)
     }
 
-    /// Refuses what no router comes to.
+    /// Refuses values that no router reaches.
     pub(super) fn check(&self) -> Result<(), StateError> {
         let experts = self.experts as usize;
         if !(1..=MAX_EXPERTS).contains(&experts) {
@@ -160,14 +160,14 @@ impl RouterState {
                 return Err(StateError::Shape { what, got, expected: experts });
             }
         }
-        // Rounding may carry an average a little past the number of experts; one expert alone has them all.
+        // Rounding may put an average slightly above the number of experts, as with one expert that gets every choice.
         let most = 1.001 * experts as f32;
         check("load", &self.load, most)?;
-        // The most that a decayed count of u32 comes to is 2^32 / (1 - decay), and a decay is at most 1 - 2^-24.
+        // The largest decayed count of u32 is 2^32 / (1 - decay), with a decay of at most 1 - 2^-24.
         check("miss", &self.miss, 72_057_594_037_927_936.0)?;
         check("entropy", &self.entropy, 1.0)?;
         check("next entropy", &self.entropy_next, 1.0)?;
-        // Their sum must not overflow.
+        // Keeps their sum from overflowing.
         if let Some(index) = self.counts.iter().position(|n| n >> 48 != 0) {
             return Err(StateError::Value { what: "count", index, value: self.counts[index] as f64 });
         }
@@ -186,7 +186,7 @@ impl RouterState {
         Ok(())
     }
 
-    /// [`check`](RouterState::check), and that it is of `expected`'s kind and shape.
+    /// [`check`](RouterState::check), and the kind and shape of `expected`.
     pub(super) fn check_as(&self, expected: &RouterState) -> Result<(), StateError> {
         if self.router != expected.router {
             return Err(StateError::Router { got: self.router, expected: expected.router });
@@ -210,7 +210,7 @@ impl RouterState {
     }
 }
 
-/// All of `values` are numbers from 0 to `most`.
+/// Checks that all of `values` are numbers from 0 to `most`.
 fn check(what: &'static str, values: &[f32], most: f32) -> Result<(), StateError> {
     match values.iter().position(|x| !(0.0..=most).contains(x)) {
         Some(index) => Err(StateError::Value { what, index, value: values[index].into() }),
@@ -218,7 +218,7 @@ fn check(what: &'static str, values: &[f32], most: f32) -> Result<(), StateError
     }
 }
 
-/// Bytes whose number was checked.
+/// Bytes of a checked length.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {

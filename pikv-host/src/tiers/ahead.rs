@@ -1,4 +1,4 @@
-//! Pages on their way up: read before they are asked for, by a thread of the cache.
+//! Prefetch of pages from lower tiers, by a thread of the cache.
 
 use super::level::{Level, Stored};
 use super::{Fetches, TierUsage, Tiers};
@@ -15,24 +15,24 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
-/// The tiers of a cache beneath the first.
+/// The tiers of a cache below the first.
 #[derive(Debug)]
 pub(crate) struct Levels {
     pub levels: Vec<Arc<Level>>,
     spare: Arc<Spare>,
     thread: Mutex<Option<Thread>>,
-    /// Whether the last call read all pages, so that the next one is likely to.
+    /// Whether the last call read all pages; the next call is then likely to do so.
     pub reads_all: AtomicBool,
-    /// Whether pages in memory are read where they lie.
+    /// Whether pages in host memory are read without a copy.
     in_place: bool,
     fetches: [AtomicU64; 4],
 }
 
-/// Pages of a layer that a step asked for before they are read.
+/// Pages of a layer that a step has begun to prefetch.
 #[derive(Debug, Default)]
 pub(crate) struct Early {
     pub layer: usize,
-    /// Of files.
+    /// Pages in files.
     pub ahead: Option<Ahead>,
     /// Of memory, on their way to a device.
     pub lifted: Option<crate::tiers::upload::Lifted>,
@@ -59,10 +59,10 @@ struct Batch {
     spare: Arc<Spare>,
 }
 
-/// Buffers that pages were staged in, to be used again: memory that is new from the system costs more than reading into it.
+/// Staging buffers kept for reuse: the first write to new memory from the system costs more than the read into it.
 #[derive(Debug)]
 struct Spare {
-    /// Bytes that a call may stage, and that are kept.
+    /// Most bytes that a call may stage, and that are kept in buffers.
     staging: u64,
     buffers: Mutex<Buffers>,
 }
@@ -70,7 +70,7 @@ struct Spare {
 #[derive(Debug, Default)]
 struct Buffers {
     by_words: HashMap<usize, Vec<Box<[u32]>>>,
-    /// Of all.
+    /// Bytes of all buffers.
     bytes: u64,
 }
 
@@ -79,7 +79,7 @@ impl Spare {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A page, read.
+    /// Reads a page into a buffer.
     fn read(&self, slot: &Stored) -> Result<Box<[u32]>, Error> {
         let spare = {
             let Buffers { by_words, bytes } = &mut *self.buffers();
@@ -109,24 +109,24 @@ enum Coming {
     Waiting(Arc<Stored>),
     Reading,
     Here(Box<[u32]>),
-    /// Taken, given up, or failed: whoever wants it reads it.
+    /// Taken, cancelled or failed: the caller reads the page itself.
     Gone,
 }
 
-/// Pages that a call reads, by [`key`].
+/// Pages read for a call, by [`key`].
 #[derive(Debug)]
 pub(crate) struct Staged {
     pages: HashMap<usize, Box<[u32]>>,
     spare: Arc<Spare>,
 }
 
-/// Slots are identified by their address, which is unique as long as they are held.
+/// A slot's key: its address, which is unique while the slot is held.
 fn key(slot: &Arc<Stored>) -> usize {
     Arc::as_ptr(slot) as usize
 }
 
 impl Staged {
-    /// The words of a page that was gathered.
+    /// The words of a gathered page; empty for other pages.
     pub fn words(&self, slot: &Arc<Stored>) -> &[u32] {
         self.pages.get(&key(slot)).map_or(&[], |words| words)
     }
@@ -139,8 +139,7 @@ impl Drop for Staged {
 }
 
 impl Levels {
-    /// `None` without tiers; `in_place` says whether pages in memory are read where they lie, and `wipe` whether pages that are given
-    /// back are overwritten.
+    /// `None` without tiers. `in_place`: pages in host memory are read without a copy; `wipe`: freed pages are overwritten.
     pub fn new(
         tiers: &Tiers,
         in_place: bool,
@@ -156,7 +155,7 @@ impl Levels {
         Ok(some.then_some(Levels { levels, spare, thread, reads_all, in_place, fetches }))
     }
 
-    /// Bytes that a page takes of the staging area when it is read.
+    /// Bytes of the staging area that reading the page takes.
     pub fn staged(&self, slot: &Stored) -> u64 {
         if slot.level.staged() || !self.in_place { slot.bytes() } else { 0 }
     }
@@ -170,10 +169,10 @@ impl Levels {
         Fetches { in_place, ahead, awaited, late }
     }
 
-    /// Writes a page to the first tier that takes it.
+    /// Writes a page to the first tier that accepts it.
     ///
     /// # Errors
-    /// Of the last one that did not.
+    /// The error of the last tier tried; [`Error::NoTiers`] without tiers.
     pub fn put(&self, words: &[u32], positions: [u32; LANES]) -> Result<Stored, Error> {
         let mut refused = Error::NoTiers;
         for level in &self.levels {
@@ -192,7 +191,7 @@ impl Levels {
         }
     }
 
-    /// Asks for pages of a layer that will be read, as far as the staging area has room beside `used` bytes.
+    /// Starts to prefetch pages of a layer, as many as fit in the staging area besides `used` bytes.
     pub fn ahead<'s>(&self, slots: impl Iterator<Item = &'s Arc<Stored>>, used: u64) -> Option<Ahead> {
         let mut room = self.spare.staging.saturating_sub(used);
         let (mut index, mut pages) = (HashMap::new(), Vec::new());
@@ -213,7 +212,7 @@ impl Levels {
         Some(Ahead { index, batch })
     }
 
-    /// Tells the thread, which starts with the first batch. Where there can be none, pages are read when they are asked for.
+    /// Queues a batch for the thread, which is started with the first batch. Without a thread, pages are read on request.
     fn send(&self, batch: Weak<Batch>) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
@@ -228,10 +227,10 @@ impl Levels {
         }
     }
 
-    /// Reads what a call wants of tiers beneath the first, and says how many bytes that were. Pages in memory stay where they are.
+    /// Reads a call's pages from lower tiers, and returns them with the number of bytes. Pages in host memory are not copied.
     ///
     /// # Errors
-    /// [`Error::Staging`], or [`Error::Tier`] of the first page that could not be read.
+    /// [`Error::Staging`], or [`Error::Tier`] for the first page that could not be read.
     pub fn gather<'s>(
         &self,
         layer: usize,
@@ -286,7 +285,7 @@ impl Levels {
         for (at, slot) in awaited {
             let words = match ahead.as_ref().and_then(|ahead| ahead.batch.wait(at)) {
                 Some(words) => words,
-                // It failed on the way; perhaps it does not now.
+                // The prefetch failed; read it again.
                 None => self.spare.read(slot)?,
             };
             staged.pages.insert(key(slot), words);
@@ -297,8 +296,8 @@ impl Levels {
 }
 
 impl Levels {
-    /// Starts to bring up pages of memory to a device, as far as the staging area has room beside `used` bytes. What fails is read
-    /// when it is asked for.
+    /// Starts to copy pages from host memory to a device, as many as fit in the staging area besides `used` bytes. Pages that fail are
+    /// read on request.
     pub fn lift<'s>(
         &self,
         device: &Arc<crate::device::Device>,
@@ -317,7 +316,7 @@ impl Levels {
         device.lift(near.take_while(fits)).ok()
     }
 
-    /// Counts pages of memory that a device reads, all but the `late` ones brought up before.
+    /// Counts the host memory pages that a device reads; those in `late` were not prefetched.
     pub fn count_lifted<'s>(
         &self,
         slots: impl Iterator<Item = &'s Arc<Stored>>,
@@ -335,7 +334,7 @@ impl Drop for Levels {
         let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Thread { queue, handle }) = thread {
             drop(queue);
-            // It catches what a store may panic with.
+            // The thread catches panics of stores.
             let _ = handle.join();
         }
     }
@@ -346,7 +345,7 @@ impl Batch {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The page at `at`, which is being read; `None` if that fails.
+    /// Waits for the page at `at`, which is being read; `None` if the read fails.
     fn wait(&self, at: usize) -> Option<Box<[u32]>> {
         let mut pages = self.pages();
         while matches!(pages[at], Coming::Reading) {
@@ -358,7 +357,7 @@ impl Batch {
         }
     }
 
-    /// Reads the page at `at` unless it was read; `false` past the last one.
+    /// Reads the page at `at` if nothing has; `false` if `at` is past the last page.
     fn bring(&self, at: usize) -> bool {
         let slot = match self.pages().get_mut(at) {
             None => return false,
@@ -368,7 +367,7 @@ impl Batch {
             },
             Some(_) => return true,
         };
-        // A store of the user's may panic; whoever waits must hear of it.
+        // A store of the user's may panic; waiting threads must be notified.
         let read = catch_unwind(AssertUnwindSafe(|| self.spare.read(&slot)));
         drop(slot);
         self.pages()[at] = match read {
@@ -398,7 +397,7 @@ impl Drop for Ahead {
 fn bring_up(batches: &Receiver<Weak<Batch>>) {
     for batch in batches {
         let mut at = 0;
-        // Whoever drops a batch waits for no page but the one that is being read.
+        // Dropping a batch waits for at most the page being read.
         while batch.upgrade().is_some_and(|batch| batch.bring(at)) {
             at += 1;
         }

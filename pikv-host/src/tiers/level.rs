@@ -1,4 +1,4 @@
-//! One tier: its room, and the pages in it.
+//! One tier: its free space, and the pages stored in it.
 
 use super::replica::Kept;
 use super::{Spec, Store, TierUsage};
@@ -11,17 +11,17 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A tier beneath the first.
+/// A tier below the first.
 #[derive(Debug)]
 pub(crate) struct Level {
     name: String,
     capacity: u64,
-    /// Its place among the tiers; the first, which is no level, is 0.
+    /// Index of the tier; the first tier, which has no `Level`, is 0.
     pub index: usize,
-    /// `None` where pages lie in memory.
+    /// `None` for a tier in host memory.
     store: Option<Box<dyn Store>>,
     room: Mutex<Room>,
-    /// Whether pages that are given back are overwritten, and where it is counted that they could not be.
+    /// Whether freed pages are overwritten, and the counter of failures to do so.
     wipe: bool,
     failures: Arc<Counts>,
 }
@@ -30,12 +30,12 @@ pub(crate) struct Level {
 #[derive(Debug)]
 struct Room {
     used: u64,
-    /// Of a store: stretches by their starts, none next to another.
+    /// For a store: free ranges by start, none adjacent to another.
     free: BTreeMap<u64, u64>,
 }
 
 impl Room {
-    /// The lowest `bytes` in a row.
+    /// Takes `bytes` contiguous bytes at the lowest start.
     fn take(&mut self, bytes: u64) -> Option<u64> {
         let (&start, &len) = self.free.iter().find(|(_, len)| **len >= bytes)?;
         self.free.remove(&start);
@@ -59,14 +59,14 @@ impl Room {
     }
 }
 
-/// A page in a tier; its room comes back on drop.
+/// A page in a tier; dropping it frees its space.
 #[derive(Debug)]
 pub(crate) struct Stored {
     pub level: Arc<Level>,
     data: Data,
     words: usize,
     sum: u64,
-    /// Of each lane that was written.
+    /// Position of each lane that was written.
     pub positions: [u32; LANES],
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Stored {
 enum Data {
     Memory(Box<[u32]>),
     At(u64),
-    /// On other ranks.
+    /// On ranks of a fabric.
     Kept(Kept),
 }
 
@@ -94,7 +94,7 @@ impl Level {
         Ok(Level { name, capacity: *capacity, index, store, room, wipe, failures })
     }
 
-    /// Where pages are that the ranks of a fabric keep.
+    /// The level of pages stored on ranks of a fabric.
     pub fn fabric() -> Level {
         let room = Mutex::new(Room { used: 0, free: BTreeMap::new() });
         let (name, failures) = ("fabric".to_owned(), Arc::default());
@@ -109,12 +109,12 @@ impl Level {
         TierUsage { name: self.name.clone(), bytes: self.room().used, capacity: self.capacity }
     }
 
-    /// Bytes that are free.
+    /// Free bytes.
     pub fn available(&self) -> u64 {
         self.capacity - self.room().used
     }
 
-    /// Whether pages must be staged before they are read.
+    /// Whether a page must be copied to the staging area before it is read.
     pub fn staged(&self) -> bool {
         self.store.is_some()
     }
@@ -130,7 +130,7 @@ impl Level {
     /// Writes a page.
     ///
     /// # Errors
-    /// [`Error::TierFull`], or [`Error::Tier`] from the store; no room is taken then.
+    /// [`Error::TierFull`], or [`Error::Tier`] from the store; no space is taken then.
     pub fn put(self: &Arc<Self>, words: &[u32], positions: [u32; LANES]) -> Result<Stored, Error> {
         let bytes = size_of_val(words) as u64;
         let full = |used: u64| Error::TierFull {
@@ -138,7 +138,7 @@ impl Level {
             needed: bytes,
             available: self.capacity - used,
         };
-        // Room first: a slot that is dropped on the way gives it back.
+        // Take the space first: dropping the slot after a failure frees it.
         let mut room = self.room();
         let used = room.used;
         let data = match &self.store {
@@ -170,12 +170,12 @@ impl Level {
 }
 
 impl Stored {
-    /// A page of these words that ranks have.
+    /// A page of these words that is stored on ranks.
     pub fn kept_by(level: Arc<Level>, kept: Kept, words: &[u32], positions: [u32; LANES]) -> Stored {
         Stored { level, data: Data::Kept(kept), words: words.len(), sum: sum(words), positions }
     }
 
-    /// Who has it, if it is on other ranks.
+    /// The copies on ranks, if the page is stored there.
     pub fn kept(&self) -> Option<&Kept> {
         match &self.data {
             Data::Kept(kept) => Some(kept),
@@ -183,7 +183,7 @@ impl Stored {
         }
     }
 
-    /// Its words, if they lie in memory.
+    /// The page's words, if it lies in host memory.
     pub fn in_place(&self) -> Option<&[u32]> {
         match &self.data {
             Data::Memory(words) => Some(words),
@@ -199,10 +199,10 @@ impl Stored {
         self.words as u64 * 4
     }
 
-    /// Fills `words`, as many as the page has.
+    /// Copies the page to `words`, which must have its length.
     ///
     /// # Errors
-    /// [`Error::Tier`], also if the bytes are not those that were written.
+    /// [`Error::Tier`], also if the bytes do not match the page's checksum.
     pub fn read_into(&self, words: &mut [u32]) -> Result<(), Error> {
         match (&self.data, &self.level.store) {
             (Data::At(at), Some(store)) => {
@@ -229,7 +229,7 @@ impl Stored {
     /// A copy of the page.
     ///
     /// # Errors
-    /// As [`Stored::read_into`].
+    /// The same as [`Stored::read_into`].
     pub fn read(&self) -> Result<Box<[u32]>, Error> {
         let mut words = vec![0; self.words].into_boxed_slice();
         self.read_into(&mut words)?;
@@ -238,13 +238,13 @@ impl Stored {
 }
 
 impl Stored {
-    /// Overwrites the page with zeros; on ranks of a fabric they see to it themselves.
+    /// Overwrites the page with zeros; ranks of a fabric overwrite theirs themselves.
     fn wipe(&mut self) {
         let wiped = match (&mut self.data, &self.level.store) {
             (Data::At(at), Some(store)) => store.write(*at, &vec![0; self.words * 4]),
             (Data::Memory(words), _) => {
                 words.fill(0);
-                // Else a compiler could see that nobody reads them.
+                // Keeps the compiler from removing the writes, which nothing reads.
                 std::hint::black_box(words);
                 Ok(())
             }
@@ -275,7 +275,7 @@ impl Drop for Stored {
 mod tests {
     use super::*;
 
-    /// Room against a map of bytes.
+    /// Compares `Room` with a map of single bytes.
     #[test]
     fn first_fit_and_joined_again() {
         let mut room = Room { used: 0, free: [(0, 100)].into() };

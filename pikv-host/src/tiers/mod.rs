@@ -1,25 +1,24 @@
-//! Tiers: memory and files beneath the budget, where older pages of a sequence wait until attention reads them.
+//! Tiers: host memory and files below the budget, for older pages of sequences.
 //!
-//! The first tier is [`CacheConfig::budget`](crate::CacheConfig::budget). What lies beneath is named by [`Tiers`], fastest first:
-//! memory of the host, files, or a [`Store`] of your own. A page goes down when a step would pass the budget
-//! ([`Cache::begin`](crate::Cache::begin)), or when [`Sequence::demote`](crate::Sequence::demote) or
-//! [`Sequence::arrange`](crate::Sequence::arrange) say so, and comes back bit for bit: where pages lie never shows in a result.
-//! Only full pages go that no rollback reaches and no fork reads; sinks, ring, pages that still fill up, what policies keep of tokens,
-//! and the extremes of keys stay in the first tier.
+//! The first tier is [`CacheConfig::budget`](crate::CacheConfig::budget). [`Tiers`] lists the lower ones, fastest first: host memory,
+//! files, or a [`Store`] of your own. A page is demoted when a step would exceed the budget ([`Cache::begin`](crate::Cache::begin)), or
+//! by [`Sequence::demote`](crate::Sequence::demote) or [`Sequence::arrange`](crate::Sequence::arrange). It is read back bit for bit:
+//! results do not depend on where pages lie. Only full pages that no rollback reaches and no fork reads are demoted. Sinks, ring, pages
+//! that are not full, the state of policies, and the extremes of keys stay in the first tier.
 //!
-//! Attention reads pages of host memory where they lie, on a CPU. Those of files come up into a *staging* area first, as many as one call
-//! reads: while a step attends a layer with [`Read::All`](crate::attend::options::Read::All), a thread of the cache brings up the next one's. With
-//! [`Read::Experts`](crate::attend::options::Read::Experts) and [`Read::Quest`](crate::attend::options::Read::Quest), where nobody knows what will be read, selected pages are
-//! read when they are asked for, and no others.
+//! On a CPU, attention reads pages of host memory without a copy. Pages of files are first read into a *staging* area, which must hold
+//! the pages that one call reads. With [`Read::All`](crate::attend::options::Read::All), a thread of the cache prefetches the next
+//! layer's pages while a step attends a layer. With [`Read::Experts`](crate::attend::options::Read::Experts) and
+//! [`Read::Quest`](crate::attend::options::Read::Quest) pages cannot be known in advance: selected pages alone are read, on request.
 //!
-//! On a CUDA device all of them must come up, also those of host memory: into memory of the device apart from the budget, as large as
-//! the staging area at most. Those of host memory do so while the layer before is attended, those of files once they are in the host's.
+//! On a CUDA device all pages of lower tiers are copied to device memory, apart from the budget, up to the size of the staging area.
+//! Pages of host memory are copied while the previous layer is attended, those of files once they are in host memory.
 //!
-//! A store that fails is an [`Error::Tier`](crate::Error::Tier): a page that could not be written stays where it was, a page that could
-//! not be read fails the call, which can be made again. What comes back is checked against a sum, so that a store that returns other
-//! bytes is an error too.
+//! An error of a store is an [`Error::Tier`](crate::Error::Tier). A page that could not be written stays where it was; a page that could
+//! not be read fails the call, which can be repeated. Pages are checked against a checksum on read, so a store that returns other bytes
+//! gives an error too.
 //!
-//! How many pages should lie where says `planner::flexgen`, from rates that
+//! `planner::flexgen` computes how many pages each tier should hold, from rates that
 //! [`Cache::tier_rates`](crate::Cache::tier_rates) measures.
 
 pub(crate) mod ahead;
@@ -41,10 +40,10 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Opens a store.
+/// Opens a tier's store.
 type Open = dyn Fn() -> io::Result<Box<dyn Store>> + Send + Sync;
 
-/// The tiers of a cache beneath its budget, fastest first.
+/// The tiers of a cache below its budget, fastest first.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -57,12 +56,12 @@ pub struct Tiers {
     pub(crate) staging: u64,
 }
 
-/// One of them.
+/// One tier.
 #[derive(Clone)]
 pub(crate) struct Spec {
     pub name: String,
     pub capacity: u64,
-    /// Pages lie in memory where there is none.
+    /// Opens the store; `None` for a tier in host memory.
     pub open: Option<Arc<Open>>,
 }
 
@@ -82,7 +81,7 @@ impl Default for Tiers {
 }
 
 impl Tiers {
-    /// No tiers yet, and a staging area of 64 MiB.
+    /// No lower tiers, and a staging area of 64 MiB.
     pub fn new() -> Tiers {
         Tiers { specs: Vec::new(), staging: 64 << 20 }
     }
@@ -92,28 +91,28 @@ impl Tiers {
         self
     }
 
-    /// `bytes` of pages in memory of the host, named `host`. Attention on a CPU reads them where they lie.
+    /// Adds `bytes` of pages in host memory, named `host`. Attention on a CPU reads them without a copy.
     pub fn host(self, bytes: u64) -> Tiers {
         self.push("host".to_owned(), bytes, None)
     }
 
-    /// `bytes` of pages in a file of its own in the directory `dir`, named by it. It is read and written through the system's page cache.
+    /// Adds `bytes` of pages in a file in the directory `dir`, named after it. The file is accessed through the system's page cache.
     ///
-    /// The file has no name, so nothing is left of it when the process ends, however it does; only its owner can read it (mode 0600).
-    /// On file systems that cannot make files without a name (on Linux nearly all can) it has a random one for an instant: give such a
-    /// tier a directory that nobody else can write to, as they could move the file to another name then and it would stay. Nothing is
-    /// encrypted: who reads the disk, or is root, reads what prompts left there, and what a file system overwrites may stay on the
-    /// medium. [`CacheConfig::wipe`](crate::CacheConfig::wipe) overwrites pages that are given back.
+    /// The file has no name, so it vanishes when the process ends in any way; only its owner can read it (mode 0600). File systems that
+    /// cannot make files without a name (on Linux nearly all can) give it a random name for an instant. There, use a directory that
+    /// nobody else can write to: others could rename the file in that instant, and it would stay. Nothing is encrypted: root, and anyone
+    /// who reads the disk, can read keys and values of prompts, and overwritten data may stay on the medium.
+    /// [`CacheConfig::wipe`](crate::CacheConfig::wipe) overwrites freed pages.
     ///
-    /// A write that would pass the size that the process may give a file (`RLIMIT_FSIZE`) is an [`Error::Tier`](crate::Error::Tier) of
-    /// kind [`FileTooLarge`](io::ErrorKind::FileTooLarge); the signal that the system would raise, `SIGXFSZ`, is not risked.
+    /// A write above the process's file size limit (`RLIMIT_FSIZE`) is refused with an [`Error::Tier`](crate::Error::Tier) of kind
+    /// [`FileTooLarge`](io::ErrorKind::FileTooLarge), before the system raises `SIGXFSZ`.
     pub fn file(self, dir: impl Into<PathBuf>, bytes: u64) -> Tiers {
         let dir = dir.into();
         let name = format!("file in {}", dir.display());
         self.push(name, bytes, Some(Arc::new(move || store::open(&dir))))
     }
 
-    /// `bytes` of pages in a store that `open` makes, once for each cache that is built.
+    /// Adds `bytes` of pages in a store from `open`, which is called once for each cache that is built.
     pub fn store(
         self,
         name: impl Into<String>,
@@ -123,38 +122,38 @@ impl Tiers {
         self.push(name.into(), bytes, Some(Arc::new(open)))
     }
 
-    /// Sets the bytes of memory that a call's pages of files (on a device all pages of lower tiers) come up into: each step under way and each call of
-    /// [`Cache::attend`](crate::Cache::attend) takes as many at most, apart from the budget. A call must find room there for what it
-    /// reads of one layer; the next layer's pages come up early as far as there is room beside it. The cache keeps as many bytes of buffers
-    /// between calls.
+    /// Sets the bytes of the staging area, which holds the pages that a call reads from files (on a device: from all lower tiers). Each
+    /// step in progress and each call of [`Cache::attend`](crate::Cache::attend) takes at most this much, apart from the budget. It must
+    /// hold the pages that a call reads of one layer; the next layer's pages are prefetched into the rest. The cache keeps at most as
+    /// many bytes of buffers between calls.
     pub fn staging(mut self, bytes: u64) -> Tiers {
         self.staging = bytes;
         self
     }
 }
 
-/// Pages in a tier beneath the first.
+/// Space used in a lower tier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TierUsage {
-    /// Its name.
+    /// Name of the tier.
     pub name: String,
-    /// Bytes of pages in it; those that forks share count once.
+    /// Bytes of pages in it; pages shared by forks count once.
     pub bytes: u64,
-    /// Bytes that it may hold.
+    /// Bytes that it can hold.
     pub capacity: u64,
 }
 
-/// Pages that attention read from tiers beneath the first, since the cache was built.
+/// Pages that attention read from lower tiers since the cache was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Fetches {
-    /// Where they lay, in memory of the host; none on a device.
+    /// Pages read in host memory without a copy; always 0 on a device.
     pub in_place: u64,
-    /// Brought up before they were asked for.
+    /// Pages prefetched before they were requested.
     pub ahead: u64,
-    /// On their way when they were asked for.
+    /// Pages whose prefetch was in progress when they were requested.
     pub awaited: u64,
-    /// Not yet on their way.
+    /// Pages whose read had not begun when they were requested.
     pub late: u64,
 }

@@ -1,4 +1,4 @@
-//! Pages on the ranks of a fabric, as data: what knows the ranks is above.
+//! Pages on the ranks of a fabric, as data; the code that talks to ranks lies above.
 
 use crate::base::error::Error;
 use crate::base::locks::{Mutex, MutexGuard, RwLock};
@@ -9,19 +9,19 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
-/// Brings pages here that ranks have.
+/// Fetches pages from ranks.
 pub(crate) trait FetchPage: Send + Sync {
-    /// Fills `words` with those of a page, as many as it has.
+    /// Copies the words of a page to `words`, which must have its length.
     ///
     /// # Errors
-    /// The ranks that have copies are lost, or one fails.
+    /// All ranks with copies are lost, or one fails.
     fn fetch(&self, page: &Kept, words: &mut [u32]) -> Result<(), Error>;
 
-    /// Whether a rank is another process, or kept apart as if it were one.
+    /// Whether a rank is reached by messages, as another process is.
     fn is_wired(&self, rank: u32) -> bool;
 }
 
-/// A block of 8 pages of one expert, of whatever sequence.
+/// A block of 8 pages of one expert, of any sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Block {
     pub layer: u32,
@@ -30,11 +30,11 @@ pub struct Block {
     pub block: u32,
 }
 
-/// Pages that no sequence holds any more, by rank; the rank frees them at the next message.
+/// Ids of pages that no sequence holds, by rank; the rank frees them at the next message.
 #[derive(Debug, Default)]
 pub struct Freed(pub Mutex<Vec<Vec<u64>>>);
 
-/// A page on a rank. Dropped, it is freed there.
+/// A page on a rank; dropping it frees it there.
 #[derive(Debug)]
 pub struct Copy {
     pub rank: u32,
@@ -54,7 +54,7 @@ impl Drop for Copy {
 /// Copies of a page.
 pub type Copies = SmallVec<[Arc<Copy>; 1]>;
 
-/// A page that ranks keep.
+/// A page stored on ranks.
 pub(crate) struct Kept {
     pub copies: RwLock<Copies>,
     pub block: Block,
@@ -75,7 +75,7 @@ impl Kept {
         Kept { copies: RwLock::new(copies), block, front }
     }
 
-    /// The copies as they are now; as long as they are held, so are the pages.
+    /// The present copies; holding them keeps the pages.
     pub fn copies(&self) -> Copies {
         self.copies.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -85,21 +85,21 @@ impl Kept {
         self.copies().first().map_or(0, |copy| copy.rank)
     }
 
-    /// Whether this process has a copy, as rank 0 of `mpi`.
+    /// Whether this process has a copy: the front is rank 0 of `mpi`.
     pub fn is_here(&self) -> bool {
         self.copies().iter().any(|copy| !self.front.is_wired(copy.rank))
     }
 
-    /// Brings a copy of the page here.
+    /// Copies the page's words to `words`.
     ///
     /// # Errors
-    /// The ranks that have copies are lost, or one fails.
+    /// All ranks with copies are lost, or one fails.
     pub fn fetch(&self, words: &mut [u32]) -> Result<(), Error> {
         self.front.fetch(self, words)
     }
 }
 
-/// A run of pages of some sequence: that of an expert, in a KV head of a layer.
+/// An expert's run of pages, in a KV head of a layer, of any sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RunOf {
     pub layer: u32,
@@ -108,7 +108,7 @@ pub struct RunOf {
 }
 
 impl Block {
-    /// The run that the block is of.
+    /// The run that the block belongs to.
     pub fn run(self) -> RunOf {
         RunOf { layer: self.layer, head: self.head, expert: self.expert }
     }
@@ -116,7 +116,7 @@ impl Block {
 
 type List = Mutex<Vec<Mirror>>;
 
-/// All lists of mirrors by run, of whatever sequence, for those who move blocks: the mirrors of a block go along.
+/// All lists of mirrors by run, of all sequences: when a block moves, its mirrors move too.
 #[derive(Debug, Default)]
 pub struct MirrorBook(Mutex<HashMap<RunOf, Vec<Weak<List>>>>);
 
@@ -124,7 +124,7 @@ impl MirrorBook {
     fn add(&self, run: RunOf, list: &Arc<List>) {
         let mut book = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let lists = book.entry(run).or_default();
-        // Those of dropped sequences are removed once the list has doubled.
+        // Lists of dropped sequences are removed when the vector is full.
         if lists.len() == lists.capacity() {
             lists.retain(|list| list.strong_count() > 0);
         }
@@ -144,8 +144,8 @@ impl MirrorBook {
     }
 }
 
-/// Pages of a chain that are still here, and of which a rank has a copy, because the rest of their block is there. The rank has room for
-/// the next page of that block, too: no read takes memory there. Empty where no page went to a rank yet.
+/// Pages of a run that are still on the front and that a rank has a copy of, because the rest of their block lies there. The rank also has
+/// room for the next page of that block, so no read allocates there. Empty until a page is sent to a rank.
 #[derive(Debug, Default)]
 pub(crate) struct Mirrors(OnceLock<Box<Listed>>);
 
@@ -157,7 +157,7 @@ struct Listed {
 }
 
 impl Listed {
-    /// A list that the book knows of.
+    /// A list that is entered in the book.
     fn new(list: Vec<Mirror>, run: RunOf, book: &Arc<MirrorBook>) -> Box<Listed> {
         let list = Arc::new(Mutex::new(list));
         book.add(run, &list);
@@ -173,14 +173,14 @@ impl Listed {
 pub(crate) struct Mirror {
     pub ordinal: u32,
     pub copy: Arc<Copy>,
-    /// Lanes that the rank has as they are here.
+    /// Lanes in which the rank's copy equals the front's.
     pub synced: u32,
-    /// Of the link when it was made.
+    /// Epoch of the link when the mirror was made.
     pub epoch: u64,
 }
 
 impl Mirror {
-    /// Has everything be sent again if that was before a round that failed. The rank still has the room for it.
+    /// Marks all lanes as not sent if the mirror is older than a failed round. The rank still has the room.
     pub fn renew(&mut self, epoch: u64) {
         if self.epoch != epoch {
             (self.epoch, self.synced) = (epoch, 0);
@@ -188,7 +188,7 @@ impl Mirror {
     }
 }
 
-/// A fork reads the same copies, until either side writes: whoever writes first then gets one of its own.
+/// A fork shares the copies until either side writes; the first to write gets a copy of its own.
 impl Clone for Mirrors {
     fn clone(&self) -> Mirrors {
         let own = OnceLock::new();
@@ -201,24 +201,24 @@ impl Clone for Mirrors {
 }
 
 impl Mirrors {
-    /// What is noted, to be changed; `book` learns of it.
+    /// The list, for changes; entered in `book` if it is new.
     pub fn open(&self, run: RunOf, book: &Arc<MirrorBook>) -> MutexGuard<'_, Vec<Mirror>> {
         self.0.get_or_init(|| Listed::new(Vec::new(), run, book)).list()
     }
 
-    /// What is noted.
+    /// The list, if there is one.
     pub fn list(&self) -> Option<MutexGuard<'_, Vec<Mirror>>> {
         self.0.get().map(|listed| listed.list())
     }
 
-    /// Notes what a rank has by now.
+    /// Records the lanes that a rank has of a page.
     pub fn note(&self, run: RunOf, book: &Arc<MirrorBook>, mirror: Mirror) {
         let mut list = self.open(run, book);
         list.retain(|known| known.ordinal != mirror.ordinal);
         list.push(mirror);
     }
 
-    /// Takes back what the rank has past `fill` lanes of the last page, which is at `ordinal`.
+    /// Discards the rank's lanes past `fill` of the last page, which is at `ordinal`.
     pub fn cut(&mut self, ordinal: u32, fill: u32) {
         let Some(mut list) = self.list() else { return };
         list.retain(|mirror| mirror.ordinal <= ordinal + 1);
@@ -238,14 +238,14 @@ impl Mirrors {
         self.list().map_or(0, list)
     }
 
-    /// Forgets the pages before `ordinal`, whose tokens moved.
+    /// Removes the mirrors of pages before `ordinal`, whose tokens moved.
     pub fn forget(&mut self, ordinal: u32) {
         if let Some(mut list) = self.list() {
             list.retain(|mirror| mirror.ordinal >= ordinal);
         }
     }
 
-    /// The rank that has copies of pages among `ordinals`.
+    /// The rank with copies of pages in `ordinals`.
     pub fn rank(&self, ordinals: Range<u32>) -> Option<u32> {
         self.list()?.iter().find(|mirror| ordinals.contains(&mirror.ordinal)).map(|mirror| mirror.copy.rank)
     }

@@ -1,4 +1,4 @@
-//! Where a tier keeps bytes.
+//! Storage of a tier's bytes.
 
 #[cfg(unix)]
 use crate::base::files;
@@ -6,23 +6,23 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-/// A store of bytes by position. What it is given is what prompts left: who can read the store can read that. The cache sees to it that what it writes at the same time does not overlap, and that it reads only
-/// what it wrote; calls come from several threads.
+/// A store of bytes by offset. It receives keys and values of prompts, so a reader of the store can read those. The cache never
+/// overlaps concurrent writes, and reads only bytes that it wrote; calls come from several threads.
 pub trait Store: fmt::Debug + Send + Sync {
-    /// Writes all of `bytes` at `at`.
+    /// Writes all of `bytes` at offset `at`.
     ///
     /// # Errors
     /// Any; the page stays where it was.
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
 
-    /// Fills `bytes` from `at`.
+    /// Fills `bytes` from offset `at`.
     ///
     /// # Errors
-    /// Any; the call that wants the page fails.
+    /// Any; the call that needs the page fails.
     fn read(&self, at: u64, bytes: &mut [u8]) -> io::Result<()>;
 }
 
-/// Writes past the size that the process may give a file (`RLIMIT_FSIZE`) are refused before they raise `SIGXFSZ`.
+/// Refuses writes above the process's file size limit (`RLIMIT_FSIZE`) before the system raises `SIGXFSZ`.
 #[cfg(unix)]
 impl Store for std::fs::File {
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
@@ -41,7 +41,7 @@ pub(super) fn open(dir: &Path) -> io::Result<Box<dyn Store>> {
     Ok(Box::new(files::nameless(dir)?))
 }
 
-/// Files are read and written by position, which the standard library offers on Unix.
+/// Access by offset needs Unix.
 #[cfg(not(unix))]
 pub(super) fn open(_dir: &Path) -> io::Result<Box<dyn Store>> {
     Err(io::ErrorKind::Unsupported.into())

@@ -1,4 +1,4 @@
-//! Pages of lower tiers on their way up to the device: on a stream of their own, beside the work that is under way.
+//! Copies of lower tiers' pages to the device, on a stream of their own.
 
 use crate::base::error::Error;
 use crate::device::Device;
@@ -10,18 +10,18 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, PoisonError};
 
-/// Pages on the device, or on their way there. Dropped, its memory takes the next ones.
+/// Pages on the device, or being copied to it; dropping it frees the memory for later pages.
 #[derive(Debug)]
 pub(crate) struct Lifted {
-    /// Emptied on drop.
+    /// Taken on drop.
     lift: Option<Lift>,
-    /// Each page where it lies, by where its slot does; the slots are held, so that no other takes the place of one.
+    /// Address of each page, by the address of its slot; slots are held so that their addresses stay unique.
     at: HashMap<usize, (Arc<Stored>, u64)>,
     device: Arc<Device>,
 }
 
 impl Device {
-    /// Starts to bring up pages, each once.
+    /// Starts to copy pages to the device, each once.
     pub fn lift<'a>(
         self: &Arc<Self>,
         pages: impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])>,
@@ -41,7 +41,7 @@ impl Device {
         }
         let spare = {
             let mut spare = self.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner);
-            // Else the one that was used longest ago.
+            // If none is finished, the one used longest ago.
             let at = spare.iter().position(Lift::is_over).unwrap_or(0);
             (at < spare.len()).then(|| spare.remove(at))
         };
@@ -52,7 +52,7 @@ impl Device {
             }
         };
         let Lift { host, memory, done, read } = lifted.lift.insert(lift);
-        // Nobody waited for what was not wanted in the end.
+        // A prefetch that was never used was never waited for.
         done.wait()?;
         if let Some(read) = read {
             if memory.bytes() < 4 * words as u64 {
@@ -68,7 +68,7 @@ impl Device {
             place.copy_from_slice(page);
             rest = after;
         }
-        // SAFETY: both are that long; the pinned words are not touched again before `done`.
+        // SAFETY: source and target both have that length; the pinned words are not written again before `done`.
         unsafe { self.lifts.stream.up(to, &host[..words])? };
         done.record(&self.lifts.stream)?;
         lifted.at.values_mut().for_each(|(_, at)| *at += to);
@@ -77,12 +77,12 @@ impl Device {
 }
 
 impl Lifted {
-    /// Where a page lies, if it is among them.
+    /// Device address of a page, if it is among them.
     pub fn address(&self, slot: &Arc<Stored>) -> Option<u64> {
         self.at.get(&(Arc::as_ptr(slot) as usize)).map(|(_, at)| *at)
     }
 
-    /// Has what is asked of the device from here on wait until they are there.
+    /// Makes later work on the device's stream wait for the copies.
     pub fn before(&self) -> Result<(), Error> {
         self.device.enter()?;
         if let Some(Lift { done, .. }) = &self.lift {
@@ -96,7 +96,7 @@ impl Drop for Lifted {
     fn drop(&mut self) {
         let _ = self.device.enter();
         let Some(mut lift) = self.lift.take() else { return };
-        // All reads of it have been launched. If that cannot be recorded it is freed, and the driver waits for its readers.
+        // All its readers are launched. If that cannot be recorded, the memory is freed, and the driver waits for them.
         let read = lift.read.take().map_or_else(Moment::new, Ok);
         if let Ok(read) = read.and_then(|read| read.record(&self.device.stream).map(|()| read)) {
             lift.read = Some(read);

@@ -1,11 +1,11 @@
-//! Distillation against its definitions, a query at a time.
+//! Distillation compared with its definitions, one query at a time.
 
 use super::*;
 use pikv_core::rope::Rope;
 
 const GROUP: usize = 2;
 
-/// Segments whose keys are strongest where no query looks, so that the best basis for attention is not that of energy.
+/// Segments with the strongest keys in directions of small queries, so that the best basis for attention differs from that of energy.
 fn segments(n: usize, tokens: usize, d: usize, v: usize) -> Vec<Segment> {
     let sized = |seed: u64, rows: usize, size: &dyn Fn(usize) -> f32| -> Vec<f32> {
         noise(seed, rows * d).iter().enumerate().map(|(i, x)| x * size(i % d)).collect()
@@ -133,7 +133,7 @@ fn distillation_gets_nearer_to_the_teacher() {
             assert!((said.output - oracle.output).abs() < 1e-6, "{said:?} {oracle:?}");
         }
         assert!(after.kl < 0.5 * before.kl && after.skew_kl < 0.5 * before.skew_kl);
-        // With the rotation these weights are too sharp to average anything away, and the start stays.
+        // With the rotation these weights are too sharp for means, and the initial map stays.
         let least = if rope.is_none() { 0.95 } else { 1.0 };
         assert!(after.output <= least * before.output);
         // On rows that had no part in any of it.
@@ -146,7 +146,7 @@ fn distillation_gets_nearer_to_the_teacher() {
         let again = distil(fitted, start_k, &start_v, &options, |_, _| {}).unwrap();
         assert_eq!(again, found);
     }
-    // No steps: what came comes back.
+    // Without steps the initial maps are returned.
     let none = Distil::default().steps(0);
     let same = distil(fitted, &starts[0], &svd(&mv, 4).unwrap().map, &none, |_, _| {}).unwrap();
     assert_eq!((same.k, same.after.kl), (starts[0].clone(), same.before.kl));

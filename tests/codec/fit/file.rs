@@ -1,4 +1,4 @@
-//! The file that keeps fits: written, read, damaged.
+//! The file of fitted maps: written, read, damaged.
 
 use super::fitter::{SHAPE, filled};
 use super::*;
@@ -47,7 +47,7 @@ fn what_is_read_is_what_was_written_to_the_bit() {
         }
         assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 1, "nothing but the file is left");
     }
-    // A folder that is not there, and a name that is a folder: an error, and nothing left behind.
+    // A missing folder, and a name that is a folder: an error, and no files left.
     assert!(matches!(fitted().save(&dir.join("no/such/file")), Err(FittedError::Io { .. })));
     std::fs::create_dir(dir.join("folder")).unwrap();
     assert!(matches!(fitted().save(&dir.join("folder")), Err(FittedError::Io { .. })));

@@ -1,4 +1,4 @@
-//! What the fitter gathers.
+//! Statistics that the fitter gathers.
 
 use super::*;
 

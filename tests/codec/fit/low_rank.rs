@@ -1,4 +1,4 @@
-//! Maps of low rank, and bases of blocks, against eigenvalues by another way.
+//! Maps of low rank, and bases of blocks, compared with eigenvalues from another method.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn svd_loses_its_tail_and_nothing_more() {
         let energy: f64 = oracle.iter().sum();
         for rank in ranks {
             let found = svd(&m, rank).unwrap();
-            // Of a direction's two signs, that under which its largest entry is positive.
+            // The sign of a direction makes its largest entry positive.
             for direction in found.map.encode().chunks(d) {
                 let most =
                     direction.iter().fold(0.0f32, |most, x| if x.abs() > most.abs() { *x } else { most });
@@ -196,7 +196,7 @@ fn a_page_in_its_own_basis_loses_its_tail_around_its_mean() {
         }
         assert!(lost >= want * (1.0 - 1e-6) - 1e-6 * energy && lost <= want * (1.0 + 1e-3) + 1e-5 * energy);
     }
-    // Nothing to be told apart: the mean is all.
+    // Equal rows: the mean is exact, and the basis 0.
     let found = block_basis(&[0.5; 32 * 4], 4, 2).unwrap();
     assert_eq!((found.mean, found.basis, found.tail), (vec![0.5; 4], vec![0.0; 8], 0.0));
     for (rows, wide, rank) in

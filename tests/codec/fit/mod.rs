@@ -1,4 +1,4 @@
-//! Fits against slow forms in f64, and the file that keeps them.
+//! Fits compared with slow forms in f64, and the file of fitted maps.
 
 mod distil;
 mod file;
@@ -15,7 +15,7 @@ fn noise(seed: u64, n: usize) -> Vec<f32> {
     (0..n).map(|_| unit(pikv_core::hash::next(&mut state))).collect()
 }
 
-/// Rows around `mean` whose channels are mixed and fade: channel directions of falling size.
+/// Rows around `mean` with mixed channels: channel directions of falling size.
 fn rows(seed: u64, n: usize, d: usize, mean: f32) -> Vec<f32> {
     let mix = noise(seed ^ 0xabc, d * d);
     let plain = noise(seed, n * d);

@@ -1,4 +1,4 @@
-//! Projectors from an adapter in PEFT's layout, which the test writes.
+//! Projectors from an adapter in PEFT's layout, written by the test.
 
 use super::*;
 use half::{bf16, f16};
@@ -43,7 +43,7 @@ fn matrix(seed: u64, n: usize) -> Vec<f32> {
     noise(seed, n).iter().map(|x| (x * 64.0).round() / 64.0).collect()
 }
 
-/// An adapter of q_proj, k_proj and v_proj whose A reads `width` channels: `None` are those that the module has itself.
+/// An adapter of q_proj, k_proj and v_proj whose A reads `width` channels; `None`: the module's own inputs.
 fn adapter(dtype: Dtype, width: Option<usize>) -> Vec<Tensor> {
     let mut all = Vec::new();
     for layer in 0..SHAPE.layers {
@@ -80,14 +80,14 @@ fn the_span_of_each_heads_rows_is_kept_and_no_more() {
                     map.decode_row(&stored, &mut back);
                     back
                 };
-                // What the adapter adds to the head comes back, whatever A gives.
+                // The head's update is restored for any A.
                 for seed in 0..5 {
                     let low = matrix(900 + seed, RANK);
                     let x: Vec<f32> =
                         (0..dim).map(|c| (0..RANK).map(|r| b[c * RANK + r] * low[r]).sum()).collect();
                     assert!(through(&x).iter().zip(&x).all(|(a, b)| (a - b).abs() < 1e-4), "{dtype:?} {at}");
                 }
-                // What is lost of any other row is orthogonal to the columns of B.
+                // The error of any other row is orthogonal to the columns of B.
                 let x = matrix(77, dim);
                 let lost: Vec<f32> = x.iter().zip(through(&x)).map(|(x, y)| x - y).collect();
                 assert!(lost.iter().any(|x| x.abs() > 1e-3));

@@ -1,4 +1,4 @@
-//! Channels cropped and pruned, against every choice.
+//! Channels cropped and pruned, compared with an exhaustive search.
 
 use super::*;
 use pikv_core::rope::{Pairs, Rope};
@@ -36,7 +36,7 @@ fn crops_and_prunings_beat_every_other_choice() {
                 pairs.find_map(|(a, b)| if a == c { Some(b) } else { (b == c).then_some(a) })
             };
             let energy = |left: &[usize]| left.iter().map(|c| k[*c]).sum::<f64>();
-            // Averages over a pair are what its two channels have once rotations have been through them.
+            // A pair's two channels have their mean, as averaged over rotations.
             let even = |x: &[f64], c: usize| partner(c).map_or(x[c], |p| (x[c] + x[p]) / 2.0);
             let product = |left: &[usize]| left.iter().map(|c| even(&q, *c) * even(&k, *c)).sum::<f64>();
             for keep in 0..=wide as u32 + 1 {
@@ -90,7 +90,7 @@ fn the_first_channels_and_ties() {
     assert!(think(&[1.0; 3], &[1.0; 2], None, 1).is_err() && crop(&[], None, 0, CropBy::First).is_err());
 }
 
-/// The tail of a crop is what its rows lose; a crop keeps no memory of the rest.
+/// The tail of a crop is the error of its rows; a crop does not hold memory of the dropped channels.
 #[test]
 fn a_crops_tail_is_its_residual() {
     let rows = noise(77, 50 * 12);

@@ -1,4 +1,4 @@
-//! A coding for each head, against every choice.
+//! A coding for each head, compared with an exhaustive search.
 
 use super::*;
 use proptest::prelude::*;

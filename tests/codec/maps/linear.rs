@@ -1,4 +1,4 @@
-//! Maps, and what they can store.
+//! Maps, and their limits.
 
 use super::*;
 use proptest::prelude::*;
@@ -31,7 +31,7 @@ fn a_map_does_one_chain_for_each_output() {
             assert_eq!(bits(&back), bits(&want), "{wide} {narrow}");
             assert_eq!(map.bias_dot(&q).to_bits(), chain(bias.iter().copied(), &q).to_bits());
 
-            // q . x~ is what attention over the stored channels gets.
+            // q . x~ is the logit over the stored channels.
             let dot = |a: &[f32], b: &[f32]| -> f64 {
                 a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
             };

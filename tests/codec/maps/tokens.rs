@@ -1,4 +1,4 @@
-//! Which tokens stay, and what means of them lose.
+//! Choices of tokens to keep, and errors of means of tokens.
 
 use super::*;
 use proptest::prelude::*;
@@ -40,7 +40,7 @@ proptest! {
         let open: Vec<usize> = (sinks as usize..n.saturating_sub(window as usize)).collect();
         let drop = if layer < 2 { 0 } else { (ratio * open.len() as f64) as usize };
         for t in 0..n {
-            // How many would go before t: the less attended, and of equals the newer.
+            // Number of tokens dropped before t: the less attended, and of equals the newer.
             let before = open.iter().filter(|o| scores[**o] < scores[t] || (scores[**o] == scores[t] && **o > t)).count();
             prop_assert_eq!(got[t], !(open.contains(&t) && before < drop), "token {}", t);
         }

@@ -7,7 +7,7 @@ use std::array::from_fn;
 /// All lanes.
 pub const ALL: u32 = u32::MAX;
 
-/// A lane, and what it did wrong.
+/// A lane, and its fault.
 pub type Failure = (u32, Cause);
 
 /// The three files of a warp: a register is its 32 lanes.

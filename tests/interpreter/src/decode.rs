@@ -1,4 +1,4 @@
-//! One instruction's text to an [`Op`].
+//! Decodes the text of one instruction to an [`Op`].
 
 use super::parse::{Body, File, Result, number, operands};
 use super::{Atom, Bin32, Bin64, Logic, Narrow, Op, Order, Shfl, Shift, Space, Tri32, Un32, Un64};

@@ -1,4 +1,4 @@
-//! Runs a module's kernels, warp after warp.
+//! Runs the kernels of a module, warp after warp.
 
 use super::alu::{ALL, Failure, Registers};
 use super::memory::{Local, Memory, Who};
@@ -7,7 +7,7 @@ use super::{Cause, Data, Fault, Inst, LANES, Op, ParseError, R, Shfl, Space};
 use std::array::from_fn;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A module that lies in a memory.
+/// A module loaded in a memory.
 #[derive(Debug)]
 pub struct Program {
     /// Instructions of warps that a launch may execute.
@@ -58,8 +58,8 @@ impl Program {
         Some(entry.params.iter().map(|p| p.size).collect())
     }
 
-    /// Lines of `entry` whose instruction no launch executed, and how many could have been: all but the `trap`s, the
-    /// `exit`s behind them and the branches there.
+    /// Lines of `entry` whose instruction no launch executed, and the number of lines that could be executed: all except `trap`s, the
+    /// `exit`s after them and the branches to them.
     pub fn idle(&self, entry: &str) -> (Vec<u32>, usize) {
         let Some(index) = self.module.entries.iter().position(|e| e.name == entry) else {
             return (Vec::new(), 0);
@@ -159,10 +159,10 @@ struct Group {
     waits: u32,
 }
 
-/// What follows an instruction.
+/// The successor of an instruction.
 enum Next {
     Step,
-    /// These lanes go there, the others step.
+    /// These lanes jump, the others step.
     Jump(u32, u32),
     Exit(u32),
     /// For these lanes of the mask.
@@ -174,13 +174,13 @@ struct Warp<'a> {
     params: &'a [u8],
     regs: Registers,
     local: Local,
-    /// That of the warp's block.
+    /// Shared memory of the warp's block.
     shared: Memory,
     who: Who,
 }
 
 impl Space {
-    /// That of an address.
+    /// The space of an address.
     #[inline(always)]
     fn of(address: u64) -> Space {
         match address {
@@ -227,7 +227,7 @@ impl Warp<'_> {
         let mut others: Vec<Group> = Vec::new();
         loop {
             if !others.is_empty() || now.waits != 0 {
-                // The lowest instruction first, with everyone who is there.
+                // The lowest instruction first, with all lanes that are at it.
                 others.push(now);
                 let Some(pc) = others.iter().filter(|g| g.waits == 0).map(|g| g.pc).min() else {
                     let first = others.iter().min_by_key(|g| g.pc).unwrap_or(&now);
@@ -328,7 +328,7 @@ impl Warp<'_> {
         Ok(())
     }
 
-    /// Writes what was loaded to a register of these lanes.
+    /// Writes a loaded value to a register of these lanes.
     #[inline(always)]
     fn deliver(&mut self, (r, wide): (R, bool), x: u64, to: u32) {
         for lane in lanes(to) {

@@ -1,9 +1,8 @@
 //! A test-only interpreter of the PTX that LLVM emits: warps of 32 lanes in lock-step, on memory that checks every access.
 //!
-//! It fails on what a device would leave undefined: see [`Cause`]. Lanes of a warp that part run with the lowest
-//! instruction first; where a `.sync` operation finds lanes of its mask elsewhere it waits for them, and when nobody can
-//! go on any more that is [`Cause::Divergent`]. Registers hold junk until they are written; f32 results that are NaN are
-//! the device's canonical one.
+//! It fails on behaviour that a device would leave undefined: see [`Cause`]. When lanes of a warp diverge, those at the lowest
+//! instruction run first; a `.sync` operation waits for the lanes of its mask, and if no lane can continue, that is [`Cause::Divergent`].
+//! Registers hold junk until they are written; f32 results that are NaN are the device's canonical one.
 
 mod alu;
 mod decode;
@@ -39,7 +38,7 @@ impl fmt::Display for ParseError {
 
 impl std::error::Error for ParseError {}
 
-/// A launch that could not go on.
+/// A launch that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// Line of the text, counted from 1; 0 if no instruction is to blame.
@@ -59,10 +58,10 @@ impl fmt::Display for Fault {
 
 impl std::error::Error for Fault {}
 
-/// What is wrong with an instruction.
+/// Fault of an instruction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// A `.sync` operation that these lanes of its mask never reach, or whose lanes disagree on the mask.
+    /// A `.sync` operation that these lanes of its mask never reach, or with masks that differ between lanes.
     Divergent { missing: u32 },
     /// A shuffle that reads a lane outside its mask.
     AbsentLane { source: u32 },
@@ -72,7 +71,7 @@ pub enum Cause {
     Misaligned { address: u64 },
     /// An address in an allocation that was freed.
     Freed { address: u64 },
-    /// A read of bytes that nobody wrote.
+    /// A read of bytes that were never written.
     Uninitialised { address: u64 },
     /// A word that another warp of the launch wrote, or that it read and this one writes.
     WarpRace { address: u64, other: u32 },
@@ -95,14 +94,14 @@ pub type R = u32;
 #[derive(Clone, Debug)]
 pub struct Inst {
     pub op: Op,
-    /// Lanes execute it whose predicate register is, or is not (true), set.
+    /// Only lanes in which this predicate register is set (for true, not set) execute it.
     pub guard: Option<(R, bool)>,
     pub line: u32,
     /// The operation as written.
     pub opcode: String,
 }
 
-/// What an instruction does. The destination comes first.
+/// The operation of an instruction. The destination is first.
 #[derive(Clone, Debug)]
 pub enum Op {
     Un32(Un32, R, R),
@@ -131,7 +130,7 @@ pub enum Op {
     /// The same, signed or not.
     Set64(bool, u8, R, R, R),
     SetF(u8, R, R, R),
-    /// `p ? a : b`; the predicate comes last.
+    /// `p ? a : b`; the predicate is last.
     Sel32(R, R, R, R),
     Sel64(R, R, R, R),
     UnP(bool, R, R),
@@ -140,7 +139,7 @@ pub enum Op {
     LdParam(Data, u32),
     Ld(Space, Data, R, i64),
     St(Space, Data, R, i64),
-    /// 64 bits in global memory and a register combined, in memory; what was there before.
+    /// Combines 64 bits in global memory with a register, in memory; returns the old value.
     Atom64(Atom, R, R, i64, R),
     Shfl {
         kind: Shfl,
@@ -194,7 +193,7 @@ pub enum Un32 {
 #[derive(Clone, Copy, Debug)]
 pub enum Bin32 {
     Add,
-    /// The low 16 bits of the sum, of the product, and of what was shifted.
+    /// The low 16 bits of the sum, of the product, and of a shift.
     Add16,
     Sub16,
     Mul16,
@@ -262,7 +261,7 @@ pub enum Bin64 {
     FDiv,
 }
 
-/// What an atomic operation leaves in memory.
+/// The value that an atomic operation stores.
 #[derive(Clone, Copy, Debug)]
 pub enum Atom {
     /// The lesser of the two, unsigned.

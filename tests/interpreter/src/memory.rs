@@ -1,4 +1,5 @@
-//! Global and shared memory: allocations apart from each other, bytes that know if they were written, words (or halves) that know by whom.
+//! Global and shared memory: separate allocations, bytes that record whether they were written, words (or halves) that record by which
+//! thread.
 
 use super::{Atom, Cause};
 use bytemuck::Pod;
@@ -12,7 +13,7 @@ const SEVERAL: u32 = u32::MAX;
 /// [`Word::writer`] of a word that atomic operations change.
 const ATOMIC: u32 = u32::MAX;
 
-/// Who accesses memory.
+/// The thread that accesses memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Who {
     /// Number of the launch.
@@ -33,7 +34,7 @@ struct Word {
     writer: u32,
     wrote: u32,
     write_epoch: u32,
-    /// As `writer`, or [`SEVERAL`].
+    /// Like `writer`, or [`SEVERAL`].
     reader: u32,
     read: u32,
     read_epoch: u32,
@@ -114,13 +115,13 @@ struct Allocation {
     /// 1 for a byte that was written.
     written: Vec<u8>,
     words: Vec<Word>,
-    /// Whether an entry of `words` is of 2 bytes: lanes and warps access what lies side by side in one of 4.
+    /// Whether an entry of `words` is of 2 bytes: lanes and warps access neighbouring halves of 4 bytes.
     halves: bool,
     freed: bool,
 }
 
 impl Allocation {
-    /// Who accessed `size` bytes from `at` on.
+    /// The accesses to `size` bytes from `at` on.
     #[inline(always)]
     fn words(&mut self, at: usize, size: usize) -> &mut [Word] {
         if size < 4 && !self.halves {
@@ -142,12 +143,12 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// That of the device of a number: addresses of one are out of bounds on every other.
+    /// The memory of a device by number: its addresses are out of bounds on every other.
     pub fn of(device: u32) -> Memory {
         Memory { first: (device as usize) << DEVICE, ..Memory::default() }
     }
 
-    /// Whether an address lies in memory that was not freed.
+    /// Whether an address lies in allocated memory.
     pub fn holds(&self, address: u64) -> bool {
         self.find(address, 1).is_ok()
     }
@@ -159,7 +160,7 @@ impl Memory {
         memory
     }
 
-    /// Whether `address` is one of shared memory.
+    /// Whether `address` is in shared memory.
     #[inline(always)]
     pub(super) fn is_shared(address: u64) -> bool {
         address >> SHIFT == super::SHARED >> SHIFT
@@ -181,7 +182,7 @@ impl Memory {
         self.allocations.iter().map(|a| a.bytes.len()).sum()
     }
 
-    /// `bytes` bytes that nobody wrote. They start at a multiple of 4 GiB.
+    /// Allocates `bytes` uninitialised bytes, at a multiple of 4 GiB.
     pub fn allocate(&mut self, bytes: usize) -> u64 {
         self.allocations.push(Allocation {
             bytes: vec![0xa5; bytes],
@@ -201,7 +202,7 @@ impl Memory {
         address
     }
 
-    /// Frees the allocation at `address`; its addresses stay out of use.
+    /// Frees the allocation at `address`; its addresses are never reused.
     pub fn free(&mut self, address: u64) -> Result<(), Cause> {
         let (index, at) = self.find(address, 0)?;
         if at != 0 {
@@ -232,7 +233,7 @@ impl Memory {
         Ok(a.bytes[at..at + size].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
     }
 
-    /// Makes bytes as if nobody had written them.
+    /// Marks bytes as never written.
     pub fn forget(&mut self, address: u64, bytes: usize) -> Result<(), Cause> {
         let (index, at) = self.find(address, bytes)?;
         self.allocations[index].written[at..at + bytes].fill(0);
@@ -270,7 +271,7 @@ impl Memory {
         Ok(gather(&a.bytes[at..at + size]))
     }
 
-    /// A device's atomic operation on 64 bits; what was there before.
+    /// A device's atomic operation on 64 bits; returns the old value.
     pub(super) fn atomic(&mut self, kind: Atom, address: u64, value: u64, launch: u32) -> Result<u64, Cause> {
         if !address.is_multiple_of(8) {
             return Err(Cause::Misaligned { address });
@@ -335,7 +336,7 @@ impl Local {
         self.written.fill(0);
     }
 
-    /// Whether `address` is one of local memory.
+    /// Whether `address` is in local memory.
     #[inline(always)]
     pub(super) fn holds(address: u64) -> bool {
         address >> SHIFT == super::LOCAL >> SHIFT

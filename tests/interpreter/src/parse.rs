@@ -1,4 +1,4 @@
-//! PTX text to instructions that need no more looking up. What is not known is an error with its line.
+//! Parses PTX text to resolved instructions. Unknown text is an error with its line.
 
 use super::{Data, Inst, LOCAL, Op, ParseError, R, SHARED};
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ pub enum File {
     B64,
 }
 
-/// What a register holds from the start.
+/// Initial value of a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
     Bits(u64),
@@ -198,7 +198,7 @@ pub(super) struct Body<'m> {
     pool: HashMap<(File, Source), R>,
     depot: HashMap<String, u64>,
     labels: HashMap<String, u32>,
-    /// Branches whose label may not have been read yet.
+    /// Branches to labels that may not have been read yet.
     pub(super) jumps: Vec<(usize, String)>,
 }
 

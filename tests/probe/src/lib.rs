@@ -1,5 +1,5 @@
-//! One shuffle between two branches on the same condition, which differs from lane to lane. A compiler that threads the first
-//! branch to the second makes two of it, one on either side, and the lanes no longer meet.
+//! One shuffle between two branches on the same condition, which differs between lanes. A compiler that threads the first branch to the
+//! second duplicates the shuffle, and the lanes no longer meet in one.
 #![no_std]
 #![feature(abi_ptx, stdarch_nvptx, link_llvm_intrinsics)]
 #![allow(internal_features)]

@@ -1,21 +1,21 @@
 //! A stand-in for the CUDA driver's library: the functions that pikv's back end calls, over the interpreter.
 //!
-//! It has as many devices as the environment variable `PIKV_STANDIN_DEVICES` says when it is first called, or [`DEVICES`] sets; one by
-//! default. Each has memory, streams and faults of its own: what belongs to one is no handle and no address on another.
+//! The environment variable `PIKV_STANDIN_DEVICES`, read at the first call, or [`DEVICES`] sets the number of devices; one by default.
+//! Each has its own memory, streams and faults: handles and addresses of one are invalid on another.
 //!
-//! There are [`WORLDS`] such sets of devices, so that as many tests can run side by side: a thread counts and opens the devices of the
-//! world that [`standin_enter`] put it in, the first by default. A handle of a device, and its context, name the world too, so that
-//! other threads reach it by them.
+//! There are [`WORLDS`] such sets of devices, so that as many tests can run in parallel. A thread counts and opens the devices of the
+//! world that it entered by [`standin_enter`], by default the first. A device's handle and its context name the world too, so other
+//! threads reach it by them.
 //!
-//! Work is done when it is asked for, but what goes wrong in it shows only later, as on a device: a launch that fails returns
-//! success, and every call after it the error. Copies up are done as late as may be: when something else is asked of their stream,
-//! or somebody waits for it, or for an event after them; so that a kernel of another stream that does not wait finds nothing, and
-//! one that waits for memory of the host that was used again finds what came later. Copies down take what is there when they are
-//! asked for, but bring it only when somebody waits, so that a host that does not finds what was there before. A stream that waits for
-//! an event that was never recorded gets an error, which a driver would not say. What the interpreter finds (reads out of bounds, misaligned, of freed or unwritten
-//! memory, races) is written to stderr besides.
+//! Work is done when it is requested, but its errors show only later, as on a device: a launch that fails returns success, and every
+//! later call returns the error. Copies to the device are done as late as possible: when something else is requested of their stream, or
+//! the host waits for the stream or for an event after them. So a kernel on another stream that does not wait does not find the data, and
+//! one that waits for host memory that was reused finds the newer data. Copies to the host take the data when they are requested, but
+//! deliver it when the host waits, so a host that does not wait finds the old data. Waiting for an event that was never recorded is an
+//! error here, though not in a driver. Faults found by the interpreter (reads out of bounds, misaligned, of freed or unwritten memory,
+//! races) are also written to stderr.
 //!
-//! A few more functions are for tests: [`standin_set`] and [`standin_get`], and those of one device.
+//! A few more functions serve tests: [`standin_set`] and [`standin_get`], and those of one device.
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use pikv_interpreter::{Memory, Program};
@@ -52,13 +52,13 @@ pub const LAUNCHES: u32 = 1;
 pub const LOSE: u32 = 2;
 /// [`standin_set`]: the compute capability, times 10.
 pub const CAPABILITY: u32 = 3;
-/// [`standin_set`]: brings lost devices back, and forgets what was to fail.
+/// [`standin_set`]: restores lost devices, and removes faults that are still due.
 pub const RESET: u32 = 4;
-/// [`standin_set`]: how many devices there are. Those that are no more must not be in use.
+/// [`standin_set`]: number of devices. Removed devices must not be in use.
 pub const DEVICES: u32 = 5;
-/// [`standin_set`]: whether no event has passed before somebody waited for it, or for something after it.
+/// [`standin_set`]: whether an event counts as passed only after the host waited for it, or for a later one.
 pub const SLOW: u32 = 6;
-/// [`standin_get`]: what was taken and not given back: memory, pinned memory, streams, events, modules, contexts.
+/// [`standin_get`]: objects created and not freed: memory, pinned memory, streams, events, modules, contexts.
 pub const LIVE: u32 = 0;
 /// [`standin_get`]: launches so far.
 pub const LAUNCHED: u32 = 1;
@@ -68,9 +68,9 @@ pub const ALLOCATED: u32 = 2;
 pub const EXECUTED: u32 = 3;
 /// [`standin_get`]: how often the host has waited: for a stream, or for an event that had not passed.
 pub const WAITED: u32 = 4;
-/// [`standin_get`]: faults that were set and are still to come.
+/// [`standin_get`]: faults that are still due.
 pub const DUE: u32 = 5;
-/// [`standin_get`]: bytes of memory that was taken and not given back.
+/// [`standin_get`]: bytes of memory that are not freed.
 pub const BYTES: u32 = 6;
 /// [`standin_get`]: bytes that were copied up so far.
 pub const UPLOADED: u32 = 7;
@@ -88,13 +88,13 @@ struct Device {
     handles: HashSet<u64>,
     /// Copies up that were not done yet, in order.
     queue: Vec<Up>,
-    /// Copies down that were not brought yet.
+    /// Copies to the host that are not delivered yet.
     landing: Vec<Down>,
-    /// What was asked of streams so far.
+    /// Number of operations requested of streams.
     asked: u64,
-    /// The stream of an event, and what had been asked for before it.
+    /// The stream of an event, and the number of operations requested before it.
     events: HashMap<u64, (u64, u64)>,
-    /// Of each stream, up to where somebody waited.
+    /// For each stream, the number up to which the host waited.
     passed: HashMap<u64, u64>,
     slow: bool,
     pinned: HashMap<u64, Box<[u64]>>,
@@ -212,7 +212,7 @@ fn current(f: impl FnOnce(&mut Device, u64) -> u32) -> u32 {
     answer
 }
 
-/// As [`current`], for what needs a device that is there.
+/// [`current`], with an error if the device is lost.
 fn alive_with(f: impl FnOnce(&mut Device, u64) -> u32) -> u32 {
     current(|device, handle| match device.lost {
         Some(code) => code,
@@ -220,13 +220,13 @@ fn alive_with(f: impl FnOnce(&mut Device, u64) -> u32) -> u32 {
     })
 }
 
-/// As [`alive_with`], without a handle.
+/// [`alive_with`], without a handle.
 fn alive(f: impl FnOnce(&mut Device) -> u32) -> u32 {
     alive_with(|device, _| f(device))
 }
 
 impl Device {
-    /// Does the copies of `stream` up to number `last`; of all streams if there is none.
+    /// Does the copies to the device of `stream` up to number `last`; of all streams for `None`.
     fn catch_up(&mut self, stream: Option<u64>, last: u64) {
         let due = |up: &mut Up| stream.is_none_or(|stream| up.stream == stream) && up.number <= last;
         let due: Vec<Up> = self.queue.extract_if(.., due).collect();
@@ -234,7 +234,7 @@ impl Device {
             if self.lost.is_some() {
                 return;
             }
-            // SAFETY: the caller of the copy promised that the bytes stay until it is done.
+            // SAFETY: the caller of the copy promised that the bytes stay valid until it is done.
             let from = unsafe { slice::from_raw_parts(from as *const u8, bytes) };
             if let Err(cause) = self.memory.write(to, from) {
                 self.fail("copy up", &cause);
@@ -242,11 +242,11 @@ impl Device {
         }
     }
 
-    /// Brings the copies down of `stream` up to number `last`; of all streams if there is none.
+    /// Delivers the copies to the host of `stream` up to number `last`; of all streams for `None`.
     fn land(&mut self, stream: Option<u64>, last: u64) {
         let due = |down: &mut Down| stream.is_none_or(|stream| down.stream == stream) && down.number <= last;
         for Down { to, bytes, .. } in self.landing.extract_if(.., due) {
-            // SAFETY: the caller of the copy promised that the memory stays until it is done.
+            // SAFETY: the caller of the copy promised that the memory stays valid until it is done.
             unsafe { (to as *mut u8).copy_from(bytes.as_ptr(), bytes.len()) };
         }
         if let Some(stream) = stream {
@@ -255,7 +255,7 @@ impl Device {
         }
     }
 
-    /// Whether somebody has to wait for an event.
+    /// Whether a wait for an event has work to do.
     fn under_way(&self, event: u64) -> bool {
         let Some((stream, last)) = self.events.get(&event).copied() else { return false };
         let ups = self.queue.iter().any(|up| up.stream == stream && up.number <= last);
@@ -263,7 +263,7 @@ impl Device {
         ups || downs || self.slow && self.passed.get(&stream).is_none_or(|passed| *passed < last)
     }
 
-    /// As a stream that has to do something else.
+    /// Does the copies that a stream must do before other work.
     fn catch_up_all(&mut self, stream: u64) {
         self.catch_up(Some(stream), u64::MAX);
     }
@@ -281,7 +281,7 @@ impl Device {
     unsafe fn down(&mut self, to: *mut u8, from: u64, bytes: usize) -> u32 {
         match self.memory.read::<u8>(from, bytes) {
             Ok(found) => {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller promises arguments that are valid for the driver's function.
                 unsafe { to.copy_from(found.as_ptr(), bytes) };
                 SUCCESS
             }
@@ -289,7 +289,7 @@ impl Device {
         }
     }
 
-    /// Whether there is such a stream; the default one always is.
+    /// Whether the stream exists; the default one always does.
     fn streams(&self, stream: u64) -> bool {
         stream == 0 || self.handles.contains(&stream)
     }
@@ -361,7 +361,7 @@ pub extern "C" fn standin_set(what: u32, value: u64) {
     }
 }
 
-/// As [`standin_set`], of one device.
+/// [`standin_set`] for one device.
 #[unsafe(no_mangle)]
 pub extern "C" fn standin_set_on(ordinal: c_int, what: u32, value: u64) {
     on(handle(ordinal), |device| {
@@ -378,7 +378,7 @@ pub extern "C" fn standin_get(what: u32) -> u64 {
     value
 }
 
-/// As [`standin_get`], of one device.
+/// [`standin_get`] for one device.
 #[unsafe(no_mangle)]
 pub extern "C" fn standin_get_on(ordinal: c_int, what: u32) -> u64 {
     let mut value = 0;
@@ -396,60 +396,60 @@ pub extern "C" fn cuInit(_flags: c_uint) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises arguments that are valid for the driver's function.
     unsafe { *version = 12_000 };
     SUCCESS
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(_code: u32, text: *mut *const c_char) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises arguments that are valid for the driver's function.
     unsafe { *text = c"an error of the stand-in".as_ptr() };
     SUCCESS
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
     let devices = world(WORLD.get()).as_ref().map_or(0, Vec::len);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises arguments that are valid for the driver's function.
     unsafe { *count = devices as c_int };
     SUCCESS
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> u32 {
     let found = handle(ordinal);
     on(found, |_| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { *device = found };
         SUCCESS
     })
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, _device: c_int) -> u32 {
     let text = c"PTX interpreter".to_bytes_with_nul();
     if text.len() > len as usize {
         return INVALID_VALUE;
     }
-    // SAFETY: the caller's promise; the text fits.
+    // SAFETY: the caller promises arguments that are valid for the driver's function; the text fits.
     unsafe { name.cast::<u8>().copy_from(text.as_ptr(), text.len()) };
     SUCCESS
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: u32, device: c_int) -> u32 {
     on(device, |of| {
@@ -458,28 +458,28 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: u32,
             76 => of.capability % 10,
             _ => return INVALID_VALUE,
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { *value = found as c_int };
         SUCCESS
     })
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises arguments that are valid for the driver's function.
     unsafe { *bytes = 1 << 30 };
     SUCCESS
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) -> u32 {
     on(device, |of| {
         of.contexts += 1;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { *context = 1 + device as u64 };
         SUCCESS
     })
@@ -505,7 +505,7 @@ pub extern "C" fn cuCtxSetCurrent(context: u64) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadDataEx(
     module: *mut u64,
@@ -515,7 +515,7 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
     _values: *mut c_void,
 ) -> u32 {
     alive_with(|device, handle| {
-        // SAFETY: the caller's promise: the image is text that ends in a 0.
+        // SAFETY: the caller promises arguments that are valid for the driver's function: the image is text that ends in a 0.
         let text = unsafe { CStr::from_ptr(image) }.to_string_lossy();
         let target: u64 = text
             .split_once(".target sm_")
@@ -527,7 +527,7 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
         match Program::load(&text, &mut device.memory) {
             Ok(program) => {
                 device.programs.insert(handle, program);
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller promises arguments that are valid for the driver's function.
                 unsafe { *module = handle };
                 SUCCESS
             }
@@ -554,25 +554,25 @@ pub extern "C" fn cuModuleUnload(module: u64) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char) -> u32 {
     alive_with(|device, handle| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
         let Some(program) = device.programs.get(&module) else { return INVALID_HANDLE };
         if program.parameters(&name).is_none() {
             return NOT_FOUND;
         }
         device.functions.insert(handle, (module, name));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { *function = handle };
         SUCCESS
     })
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "C" fn cuLaunchKernel(
@@ -609,7 +609,8 @@ pub unsafe extern "C" fn cuLaunchKernel(
         }
         let Some(program) = device.programs.get_mut(&module) else { return INVALID_HANDLE };
         let sizes = program.parameters(&name).unwrap_or_default();
-        // SAFETY: the caller's promise: a pointer for each parameter, to as many bytes as it has.
+        // SAFETY: the caller promises arguments that are valid for the driver's function: a pointer for each parameter, to as many bytes
+        // as it has.
         let arguments: Vec<&[u8]> = unsafe {
             let pointers = slice::from_raw_parts(arguments, sizes.len());
             pointers.iter().zip(&sizes).map(|(at, size)| slice::from_raw_parts(*at, *size)).collect()
@@ -622,7 +623,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
     alive(|device| {
@@ -630,7 +631,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
         if due(&mut device.allocations_left) {
             return OUT_OF_MEMORY;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { *address = device.memory.allocate(bytes) };
         SUCCESS
     })
@@ -650,7 +651,7 @@ pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut u64, bytes: usize) -> u32 {
     alive(|device| {
@@ -661,7 +662,7 @@ pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut u64, bytes: usize) -> u
         let mut memory = vec![0xa5a5_a5a5_a5a5_a5a5u64; bytes.div_ceil(8)].into_boxed_slice();
         let at = memory.as_mut_ptr() as u64;
         device.pinned.insert(at, memory);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { *address = at };
         SUCCESS
     })
@@ -681,7 +682,7 @@ pub extern "C" fn cuMemFreeHost(address: u64) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, stream: u64) -> u32 {
     alive(|device| {
@@ -696,7 +697,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: u
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, stream: u64) -> u32 {
     alive(|device| match device.streams(stream) {
@@ -716,12 +717,12 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usi
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize) -> u32 {
     alive(|device| {
         device.catch_up(None, u64::MAX);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         let from = unsafe { slice::from_raw_parts(from, bytes) };
         match device.memory.write(to, from) {
             Ok(()) => SUCCESS,
@@ -731,12 +732,12 @@ pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize)
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut u8, from: u64, bytes: usize) -> u32 {
     alive(|device| {
         device.catch_up(None, u64::MAX);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { device.down(to, from, bytes) }
     })
 }
@@ -767,7 +768,7 @@ fn fill<T: bytemuck::Pod>(to: u64, values: &[T], stream: u64) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreateWithPriority(
     stream: *mut u64,
@@ -776,7 +777,7 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
 ) -> u32 {
     alive_with(|device, handle| {
         device.handles.insert(handle);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { *stream = handle };
         SUCCESS
     })
@@ -809,10 +810,10 @@ pub extern "C" fn cuStreamSynchronize(stream: u64) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventCreate(event: *mut u64, _flags: c_uint) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises arguments that are valid for the driver's function.
     unsafe { cuStreamCreateWithPriority(event, 0, 0) }
 }
 
@@ -834,7 +835,7 @@ pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
     })
 }
 
-/// The driver's function. The stream waits here and now: what is asked of it later cannot be before.
+/// The driver's function. The stream waits at once, so its later work follows the event.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> u32 {
     alive(|device| {
@@ -874,13 +875,13 @@ pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut u32, attribute: u32, address: u64) -> u32 {
     let holds = |at: &usize| on(*at as c_int, |device| u32::from(!device.memory.holds(address))) == SUCCESS;
     match (attribute, (0..WORLDS * MOST).find(holds)) {
         (9, Some(at)) => {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises arguments that are valid for the driver's function.
             unsafe { *value = (at % MOST) as u32 };
             SUCCESS
         }
@@ -889,9 +890,9 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut u32, attribute: u32, 
 }
 
 /// # Safety
-/// As the driver's.
+/// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventElapsedTime(_milliseconds: *mut f32, _from: u64, _to: u64) -> u32 {
-    // Time of an interpreter is nobody's time.
+    // An interpreter has no meaningful times.
     801
 }

@@ -1,5 +1,5 @@
-//! The back end of suites that run on any: the CPU, or with PIKV_TEST_BACKEND=cuda a device; PIKV_LIBCUDA may name the stand-in for
-//! its driver, as `.ci/run` does.
+//! The back end of suites that run on any: the CPU, or with `PIKV_TEST_BACKEND=cuda` a device; `PIKV_LIBCUDA` may name the stand-in for its
+//! driver, as `.ci/run` does.
 
 use pikv::Backend;
 use std::cell::OnceCell;

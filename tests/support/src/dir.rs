@@ -1,4 +1,4 @@
-//! Directories of tests.
+//! Temporary directories of tests.
 
 use std::fs;
 use std::path::{Path, PathBuf};

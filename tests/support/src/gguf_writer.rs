@@ -1,8 +1,8 @@
-//! Writes GGUF files, right ones and wrong ones.
+//! Writes valid and invalid GGUF files.
 
 use std::collections::BTreeMap;
 
-/// A file under way.
+/// A file being written.
 #[derive(Clone)]
 pub struct Writer {
     pub version: u32,

@@ -1,4 +1,4 @@
-//! What tests share.
+//! Code shared by tests.
 #![allow(clippy::new_without_default, clippy::should_implement_trait, reason = "nobody but tests uses it")]
 
 pub mod backend;
@@ -10,7 +10,7 @@ pub mod twins;
 
 use proptest::prelude::ProptestConfig;
 
-/// Whether the whole matrix is asked for: the variable PIKV_TEST is `full`.
+/// Whether the whole matrix is requested: the variable PIKV_TEST is `full`.
 pub fn full() -> bool {
     std::env::var("PIKV_TEST").as_deref() == Ok("full")
 }

@@ -1,4 +1,4 @@
-//! A router of a caller's own.
+//! A router that wraps another, as a user's own would.
 
 use pikv::Position;
 use pikv::router::{Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape};

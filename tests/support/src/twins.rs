@@ -1,4 +1,4 @@
-//! What tests share that hold random histories of two caches against each other: a plain one, and one whose pages lie elsewhere.
+//! Random histories of two caches that must agree: a plain one, and one with its pages in other memory.
 
 use crate::numbers::{bits, noise};
 use pikv::codec::{Code, Codec, Coding};
@@ -11,7 +11,7 @@ use pikv::{Attend, CacheConfig, Dtype, LayerShape, Position, Read, Rope, Sequenc
 use proptest::prelude::*;
 use std::ops::RangeInclusive;
 
-/// What both caches have.
+/// The configuration of both caches.
 #[derive(Clone, Debug)]
 pub struct Model {
     pub layers: usize,
@@ -27,7 +27,7 @@ pub struct Model {
     pub experts: u32,
     /// Packs the first head, or all.
     pub codec: Option<(Code, bool)>,
-    /// Evicts tokens, or whole pages, by this policy and down to so many tokens.
+    /// Evicts tokens, or whole pages, by this policy, down to so many tokens.
     pub policy: Option<(u8, bool, u32)>,
     pub shards: u32,
 }
@@ -148,7 +148,7 @@ pub fn chosen(pairs: &[Pair], parts: &[(u8, u32)]) -> Vec<(usize, u32)> {
     chosen
 }
 
-/// What either cache begins a step with.
+/// The sequences and tokens that each cache begins a step with.
 pub fn parts<'p>(pairs: &'p mut [Pair], chosen: &[(usize, u32)]) -> [Vec<(&'p mut Sequence, u32)>; 2] {
     let (mut left, mut right) = (Vec::new(), Vec::new());
     for (i, [a, b]) in pairs.iter_mut().enumerate() {
@@ -160,7 +160,7 @@ pub fn parts<'p>(pairs: &'p mut [Pair], chosen: &[(usize, u32)]) -> [Vec<(&'p mu
     [left, right]
 }
 
-/// What a layer is given for a step.
+/// A layer's input for a step.
 pub struct Given {
     pub k: Vec<f32>,
     pub v: Vec<f32>,
@@ -203,7 +203,7 @@ impl Values {
     }
 }
 
-/// What is done to sequences outside a step.
+/// An operation on sequences outside a step.
 #[derive(Clone, Debug)]
 pub enum Change {
     Rollback { sequence: u8, n: u32 },
@@ -214,7 +214,7 @@ pub enum Change {
     Clear { sequence: u8 },
 }
 
-/// How often there is one, among other operations.
+/// Weight of these among other operations.
 pub const CHANGES: u32 = 10;
 
 pub fn change() -> impl Strategy<Value = Change> {

@@ -1,4 +1,4 @@
-//! What a policy keeps of a run, as numbers of a saved sequence.
+//! A policy's state of a run, as words of a saved sequence.
 
 use super::{Apart, GONE, Kept, Mark};
 use crate::base::error::Error;
@@ -7,7 +7,7 @@ use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 
 impl Kept {
-    /// Adds what is kept of the pages for which `is_left`: of each whether it has rows, when it was used, and the rows.
+    /// Appends the state of the pages for which `is_left`: for each page whether it has rows, its last use, and the rows.
     pub fn save(&self, to: &mut Vec<u32>, is_left: impl Fn(usize) -> bool) {
         for (i, mark) in self.pages.iter().enumerate().filter(|(i, _)| is_left(*i)) {
             to.extend([u32::from(mark.slot != GONE), mark.used]);
@@ -17,10 +17,10 @@ impl Kept {
         }
     }
 
-    /// Reads what [`Kept::save`] added of `pages` pages; `self` is of a run without pages.
+    /// Reads the output of [`Kept::save`] for `pages` pages; `self` is of a run without pages.
     ///
     /// # Errors
-    /// What is there is something else.
+    /// Words that are not such an output.
     pub fn load(&mut self, from: &mut Fields<'_>, pages: usize) -> Result<(), Error> {
         if self.versions == 0 {
             return Ok(());
@@ -46,16 +46,16 @@ impl Kept {
 }
 
 impl Apart {
-    /// Adds the number of rows, and the rows.
+    /// Appends the number of rows, and the rows.
     pub fn save(&self, to: &mut Vec<u32>) {
         to.push(self.0.len() as u32);
         put_floats(to, self.0.as_flattened());
     }
 
-    /// Reads what [`Apart::save`] added, of a page of a run like `run`.
+    /// Reads the output of [`Apart::save`], for a page of a run like `run`.
     ///
     /// # Errors
-    /// What is there is something else.
+    /// Words that are not such an output.
     pub fn load(from: &mut Fields<'_>, run: &Kept) -> Result<Apart, Error> {
         let n = from.count(LANES)?;
         sure(n == 0 || n == run.versions * run.words, "rows that the policy does not keep")?;
