@@ -20,6 +20,8 @@ use std::error::Error;
 use std::time::Instant;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
+/// A model with candle's own cache, and with pikv.
+type Pair = [Model; 2];
 
 const COMMAND: &str = "RUSTFLAGS='-C target-cpu=native' cargo bench --manifest-path pikv-candle/Cargo.toml -p pikv-candle-models";
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/results/candle.csv");
@@ -52,13 +54,12 @@ fn kv(config: CacheConfig) -> Result<KvCache> {
     Ok(KvCache::new(Cache::new(config)?))
 }
 
-/// candle's own, and pikv's.
-fn llamas() -> Result<[Model; 2]> {
+fn llamas() -> Result<Pair> {
     let kv = kv(LLAMA.cache(Dtype::F32, BUDGET))?;
     Ok([LLAMA.own_llama(DType::F32)?, LLAMA.llama(DType::F32, &kv)?])
 }
 
-fn mixtrals() -> Result<[Model; 2]> {
+fn mixtrals() -> Result<Pair> {
     let kv = kv(MIXTRAL.cache(Dtype::F32, BUDGET).experts(MIXTRAL.experts, 2))?;
     Ok([MIXTRAL.own_mixtral()?, MIXTRAL.mixtral(&kv)?])
 }
@@ -78,7 +79,7 @@ fn tokens(at: usize, n: usize) -> candle::Result<Tensor> {
 }
 
 /// Seconds that each of both takes for so many passes of `n` tokens, whose logits have to be the same.
-fn both(models: &mut [Model; 2], at: usize, passes: usize, n: usize) -> Result<[f64; 2]> {
+fn both(models: &mut Pair, at: usize, passes: usize, n: usize) -> Result<[f64; 2]> {
     let mut logits = [Vec::new(), Vec::new()];
     let mut seconds = [0.0; 2];
     for ((model, logits), seconds) in models.iter_mut().zip(&mut logits).zip(&mut seconds) {
@@ -99,7 +100,7 @@ fn both(models: &mut [Model; 2], at: usize, passes: usize, n: usize) -> Result<[
 }
 
 /// Tokens a second of both after each context.
-fn measured(models: fn() -> Result<[Model; 2]>, contexts: &[usize]) -> Result<Vec<[f64; 2]>> {
+fn measured(models: fn() -> Result<Pair>, contexts: &[usize]) -> Result<Vec<[f64; 2]>> {
     // What is made at the first pass is made before anything counts.
     both(&mut models()?, 0, 1, PART)?;
     let mut models = models()?;
@@ -127,9 +128,8 @@ fn main() -> Result<()> {
     let from = results::provenance(COMMAND);
     let threads = candle::utils::get_num_threads();
     let mut rows = Vec::new();
-    let models: [(&str, Shape, fn() -> Result<[Model; 2]>); 2] =
-        [("llama", LLAMA, llamas), ("mixtral", MIXTRAL, mixtrals)];
-    for (name, shape, models) in models {
+    let all: [fn() -> Result<Pair>; 2] = [llamas, mixtrals];
+    for ((name, shape), models) in [("llama", LLAMA), ("mixtral", MIXTRAL)].into_iter().zip(all) {
         for (context, [own, ours]) in contexts.iter().zip(measured(models, &contexts)?) {
             println!(
                 "{name} after {context} tokens, {threads} threads: {own:.1} tokens/s of its own, {ours:.1} with pikv"
