@@ -12,13 +12,13 @@ use candle_transformers::models::{self, with_tracing};
 use candle_transformers::utils;
 
 /// Llama, patched: `Cache::kv` is the cache in the place of its own.
-#[allow(clippy::all, dead_code, unexpected_cfgs)]
+#[allow(clippy::all, rustdoc::all, dead_code, unexpected_cfgs)]
 pub mod llama {
     include!(concat!(env!("OUT_DIR"), "/llama.rs"));
 }
 
 /// Mixtral, patched: `Model::set_kv_cache` gives it the cache in the place of its own.
-#[allow(clippy::all, dead_code, unexpected_cfgs, unused_doc_comments)]
+#[allow(clippy::all, rustdoc::all, dead_code, unexpected_cfgs, unused_doc_comments)]
 pub mod mixtral {
     include!(concat!(env!("OUT_DIR"), "/mixtral.rs"));
 }
