@@ -86,14 +86,13 @@ impl KvCache {
         options: &Attend,
     ) -> Result<Tensor, Error> {
         let layers = &self.cache.config().layers;
-        let shape = layers.get(layer).ok_or(pikv::Error::Layer { layer, layers: layers.len() })?;
-        let (heads, kv_heads) = (shape.query_heads as usize, shape.kv_heads as usize);
-        let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
-        let of = Given::of(q)?;
-        let q = of.rows("q", q, heads, k_dim)?;
-        let (k, v) = (of.rows("k", k, kv_heads, k_dim)?, of.rows("v", v, kv_heads, v_dim)?);
-        let mut held = self.lock();
-        let out = held.in_pass(|held| {
+        let out = self.lock().in_pass(|held| {
+            let shape = layers.get(layer).ok_or(pikv::Error::Layer { layer, layers: layers.len() })?;
+            let (heads, kv_heads) = (shape.query_heads as usize, shape.kv_heads as usize);
+            let (k_dim, v_dim) = (shape.layout.k_dim as usize, shape.layout.v_dim as usize);
+            let of = Given::of(q)?;
+            let q = of.rows("q", q, heads, k_dim)?;
+            let (k, v) = (of.rows("k", k, kv_heads, k_dim)?, of.rows("v", v, kv_heads, v_dim)?);
             held.enter(&self.cache, of, layer)?;
             let out = held.step(|step| {
                 rows!(k, |k| rows!(v, |v| step.append(layer, k, v)))?;
@@ -121,10 +120,9 @@ impl KvCache {
         if experts == 1 {
             return Ok(());
         }
-        let (rows, width) = weights.dims2()?;
-        let weights = Rows::plain("weights", weights)?;
-        let mut held = self.lock();
-        held.in_pass(|held| {
+        self.lock().in_pass(|held| {
+            let (rows, width) = weights.dims2()?;
+            let weights = Rows::plain("weights", weights)?;
             let expected = held.attended(layer)?;
             if (rows, width) != (expected, experts) {
                 let (got, expected) = (vec![rows, width], vec![expected, experts]);

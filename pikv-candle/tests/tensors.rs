@@ -199,6 +199,38 @@ fn a_pass_that_is_not_over_is_taken_back() {
     assert_eq!(kv.current_seq_len(), 5);
 }
 
+#[test]
+fn a_call_that_fails_takes_the_pass_back() {
+    let kv = KvCache::new(cache(2));
+    let gate = |rows: usize| Tensor::from_vec(vec![0.25f32; 2 * rows], (rows, 2), &Device::Cpu).unwrap();
+    let [q, k, v] = given(1, 1, 4, DTYPES).map(|x| heads_first(&x, true));
+    let attended = |layer, k: &Tensor| kv.attend(layer, &q, k, &v, &attend());
+    let half = || {
+        attended(0, &k).unwrap();
+        kv.route(0, &gate(4)).unwrap();
+    };
+    // If the first layer's half were still there, the other half would end the pass.
+    for (layer, k_of) in [(1, &q), (LAYERS, &k), (1, &k.narrow(2, 0, 3).unwrap())] {
+        half();
+        attended(layer, k_of).unwrap_err();
+        attended(1, &k).unwrap();
+        kv.route(1, &gate(4)).unwrap();
+        assert_eq!(kv.current_seq_len(), 0);
+    }
+    for weights in [gate(3), gate(4).flatten_all().unwrap(), gate(4).to_dtype(DType::U8).unwrap()] {
+        half();
+        attended(1, &k).unwrap();
+        kv.route(1, &weights).unwrap_err();
+        let refused = kv.route(1, &gate(4)).unwrap_err();
+        assert!(matches!(refused, Error::NotAttended { layer: 1 }), "{refused}");
+        assert_eq!(kv.current_seq_len(), 0);
+    }
+    half();
+    attended(1, &k).unwrap();
+    kv.route(1, &gate(4)).unwrap();
+    assert_eq!(kv.current_seq_len(), 4);
+}
+
 /// A pass; the last layer's output.
 fn pass(layers: &[LayerCache], salt: usize, tokens: usize) -> Vec<u32> {
     let [q, k, v] = given(salt, 1, tokens, DTYPES).map(|x| heads_first(&x, false));

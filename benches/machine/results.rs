@@ -1,0 +1,59 @@
+//! Rows of `results/*.csv`, and where they come from. Benches of other workspaces use this file too.
+
+/// The middle of sorted values.
+pub fn median(values: &[f64]) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// What the results are filed under: model, cores and memory, without commas.
+pub fn name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let field =
+        |key: &str| info.lines().find_map(|l| l.strip_prefix(key)?.split_once(':')).map(|(_, v)| v.trim());
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    let (family, model) = (field("cpu family").unwrap_or("?"), field("model\t").unwrap_or("?"));
+    format!("{} family {family} model {model} x {cores}", field("model name").unwrap_or("unknown CPU"))
+        .replace(',', " ")
+}
+
+/// The last columns of a row of results: `machine,date,commit,command`.
+pub fn provenance(command: &str) -> String {
+    format!("{},{}", name(), when(command))
+}
+
+/// The last columns of a row that begins with the machine: `date,commit,command`.
+pub fn when(command: &str) -> String {
+    let said = |program: &str, arguments: &[&str]| {
+        let out = std::process::Command::new(program).args(arguments).output();
+        out.map_or(String::new(), |out| String::from_utf8_lossy(&out.stdout).trim().to_owned())
+    };
+    let (date, commit) = (said("date", &["-u", "+%F"]), said("git", &["rev-parse", "--short", "HEAD"]));
+    format!("{date},{commit},{command}")
+}
+
+/// Writes rows to a CSV file with these columns, in the place of those that are alike in the columns `key`. Other rows stay.
+///
+/// # Errors
+/// A file that is there and cannot be read, or cannot be written.
+pub fn replace_rows<const N: usize>(
+    path: &str,
+    columns: &str,
+    key: [usize; N],
+    rows: &[String],
+) -> std::io::Result<()> {
+    let key = |row: &str| {
+        let fields: Vec<&str> = row.split(',').collect();
+        key.map(|i| fields.get(i).unwrap_or(&"").to_string())
+    };
+    let new: Vec<_> = rows.iter().map(|row| key(row)).collect();
+    let old = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        read => read?,
+    };
+    let kept = old.lines().skip(1).filter(|row| !new.contains(&key(row)));
+    let all: Vec<&str> =
+        std::iter::once(columns).chain(kept).chain(rows.iter().map(String::as_str)).collect();
+    std::fs::write(path, all.join("\n") + "\n")
+}
