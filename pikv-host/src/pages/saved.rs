@@ -95,6 +95,15 @@ pub(crate) trait Source {
     }
 }
 
+/// Where a page that lay in a lower tier is to be.
+pub(crate) enum Place {
+    Lower(Arc<Stored>),
+    /// No lower tier has room.
+    First,
+    /// It lies behind what is wanted.
+    Behind,
+}
+
 /// What pages are restored from, and to.
 pub(crate) struct In<'a> {
     pub pool: &'a Pool,
@@ -104,6 +113,10 @@ pub(crate) struct In<'a> {
     /// Words of the present tensor that are still to come.
     pub left: u64,
     pub buffer: Vec<u32>,
+    /// Of the tokens those before this position are wanted only, if not all are.
+    pub until: Option<u32>,
+    /// Tokens of the present head in pages behind that.
+    pub behind: u32,
 }
 
 impl In<'_> {
@@ -132,8 +145,30 @@ impl In<'_> {
         Ok(page)
     }
 
-    /// The next page, in tier `tier` or the first one beneath that has room; `None` if none has, and its words are in the buffer. `positions`
-    /// says where its tokens are.
+    /// The next page, in the first tier, or `None` if its first token lies behind what is wanted; its words are in the buffer then.
+    ///
+    /// # Errors
+    /// Those of [`In::page`].
+    pub fn wanted(&mut self, shard: u32, words: u32, near: Near<'_>) -> Result<Option<Page>, Error> {
+        let Some(until) = self.until else { return self.page(shard, words, near).map(Some) };
+        self.coming(words)?;
+        self.buffer.resize(words as usize, 0);
+        self.source.page(&mut self.buffer)?;
+        // How many pages are wanted shows as they come.
+        let is_wanted = self.buffer.first().is_some_and(|first| *first < until);
+        is_wanted.then(|| self.reserved(shard, near)).transpose()
+    }
+
+    /// A page of the first tier with what is in the buffer, for which nothing was set aside.
+    fn reserved(&mut self, shard: u32, near: Near<'_>) -> Result<Page, Error> {
+        let words = self.buffer.len() as u32;
+        let mut page = self.pool.arenas.reserve(u64::from(words) * 4)?.take(shard, words, near)?;
+        page.put(&self.buffer)?;
+        Ok(page)
+    }
+
+    /// The next page, in tier `tier` or the first one beneath that has room; if none has, or if it is not wanted, its words are in the buffer.
+    /// `positions` says where its tokens are.
     ///
     /// # Errors
     /// The source's; a tier that fails; those of `positions`.
@@ -142,23 +177,26 @@ impl In<'_> {
         tier: usize,
         words: u32,
         positions: impl FnOnce(&[u32]) -> Result<[u32; LANES], Error>,
-    ) -> Result<Option<Arc<Stored>>, Error> {
+    ) -> Result<Place, Error> {
         self.coming(words)?;
         if let Some(slot) = self.source.slot() {
-            return Ok(Some(slot));
+            return Ok(Place::Lower(slot));
         }
         self.buffer.resize(words as usize, 0);
         self.source.page(&mut self.buffer)?;
         let positions = positions(&self.buffer)?;
+        if self.until.is_some_and(|until| positions[0] >= until) {
+            return Ok(Place::Behind);
+        }
         let levels = self.pool.tiers.iter().flat_map(|tiers| &tiers.levels).skip(tier.saturating_sub(1));
         for level in levels {
             match level.put(&self.buffer, positions) {
-                Ok(slot) => return Ok(Some(Arc::new(slot))),
+                Ok(slot) => return Ok(Place::Lower(Arc::new(slot))),
                 Err(Error::TierFull { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(None)
+        Ok(Place::First)
     }
 
     /// A page of the first tier with what is in the buffer.
@@ -166,12 +204,10 @@ impl In<'_> {
     /// # Errors
     /// No memory; a device that fails.
     pub fn raised(&mut self, shard: u32, near: Near<'_>) -> Result<Page, Error> {
-        let words = self.buffer.len() as u32;
-        let mut page = match self.pool.tiers.is_some() {
-            // Nothing was set aside for it.
-            true => self.pool.arenas.reserve(u64::from(words) * 4)?.take(shard, words, near)?,
-            false => self.pages.take(shard, words, near)?,
-        };
+        if self.pool.tiers.is_some() || self.until.is_some() {
+            return self.reserved(shard, near);
+        }
+        let mut page = self.pages.take(shard, self.buffer.len() as u32, near)?;
         page.put(&self.buffer)?;
         Ok(page)
     }
