@@ -197,13 +197,16 @@ fn read_header(inner: &Inner, input: &mut Input<'_>) -> Result<(u64, Vec<Tensor>
     header::read(&text, &inner.shape)
 }
 
+/// A sequence, what routers had learnt, and the caller's bytes.
+type Contents = (Sequence, Option<Vec<u32>>, Vec<u8>);
+
 /// Everything behind the header.
 fn read(
     inner: &Arc<Inner>,
     (version, until): (u64, Option<u32>),
     input: &mut Input<'_>,
     tensors: &mut Tensors<'_>,
-) -> Result<(Sequence, Option<Vec<u32>>, Vec<u8>), Error> {
+) -> Result<Contents, Error> {
     let mut sequence = Sequence::new(inner.clone());
     let words = gathered(tensors.next(), |part| input.numbers(part))?;
     let (here, away) = sequence.load_numbers(version, &mut Fields::new(&words))?;
