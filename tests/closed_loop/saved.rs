@@ -83,7 +83,8 @@ fn a_restored_loop_goes_on_as_one_that_never_stopped() {
         // All that can be taken back.
         let limit = sequence.rollback_limit();
         assert_eq!(restored.rollback_limit(), limit);
-        (sequence.rollback(limit).unwrap(), restored.rollback(limit).unwrap());
+        sequence.rollback(limit).unwrap();
+        restored.rollback(limit).unwrap();
         assert_eq!(states(twin.routers()), states(pikv.routers()), "router {id}");
         let expected = go_on(&mut pikv, &mut sequence, 7, steps);
         for (step, (got, wanted)) in

@@ -2,6 +2,7 @@
 
 mod files;
 mod parked;
+mod part;
 mod refused;
 mod same;
 mod setup;

@@ -1,7 +1,7 @@
 //! Sequences as they were: cuts at an earlier length, checkpoints, and prefixes sealed for forks to share.
 
 use crate::base::chunks::Common;
-use crate::base::error::Error;
+use crate::base::error::{Error, SaveError};
 use crate::cache::sequence::Sequence;
 use crate::memory::arena::{Lease, Page};
 use crate::pages::cut::Cut;
@@ -93,6 +93,19 @@ impl Sequence {
         let pool = &self.inner.pool;
         let layers = self.layers.iter().zip(&self.inner.shape.config.layers);
         layers.map(|(layer, shape)| layer.uncut(&Cut { pool, shape, len })).find(Option::is_some).flatten()
+    }
+
+    /// The first `len` tokens of one whose pages are there as far as these need them.
+    ///
+    /// # Errors
+    /// [`SaveError::Part`] where experts of tokens are forgotten; those of [`Sequence::fork_at`].
+    pub(crate) fn first(&self, len: u32) -> Result<Sequence, Error> {
+        let pool = &self.inner.pool;
+        let mut layers = self.layers.iter().zip(&self.inner.shape.config.layers);
+        match layers.find_map(|(layer, shape)| layer.forgot(&Cut { pool, shape, len })) {
+            Some(why) => Err(SaveError::Part { why }.into()),
+            None => self.cut(len),
+        }
     }
 
     fn cut(&self, len: u32) -> Result<Sequence, Error> {

@@ -95,7 +95,7 @@ impl ClosedLoop {
     /// # Panics
     /// If a router does; those of the layers before it have taken their states.
     pub fn restore(&mut self, from: &mut impl Read) -> Result<Restored, LoopError> {
-        let (mut restored, words) = self.cache.restore_with(from)?;
+        let (mut restored, words) = self.cache.restore_with(None, from)?;
         let words = words.ok_or(Error::Save(SaveError::NoRouters))?;
         let wrong = |what| Error::Save(SaveError::Content { tensor: "routers".to_owned(), what });
         let mut from = Words(&words);

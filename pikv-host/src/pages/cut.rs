@@ -48,14 +48,13 @@ impl Cut<'_> {
 impl Layer {
     /// The reason why the layer cannot be cut at a length that no rollback reaches; `None` if it can.
     pub fn uncut(&self, cut: &Cut<'_>) -> Option<&'static str> {
-        let Cut { pool, shape, len } = *cut;
         if self.rule.is_some() {
             return Some("a policy evicts");
         }
         if self.codecs.iter().any(Option::is_some) {
             return Some("a codec packed its tokens");
         }
-        if pool.hits().is_some() {
+        if cut.pool.hits().is_some() {
             return Some("hits are counted");
         }
         let live = |head: &Head| head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>();
@@ -65,6 +64,12 @@ impl Layer {
         if self.heads.iter().any(|head| live(head) != self.filed || gaps(head)) {
             return Some("tokens were evicted, or left a window");
         }
+        self.forgot(cut)
+    }
+
+    /// Why the experts of tokens that a ring of that length would have are not known, if they are not.
+    pub fn forgot(&self, cut: &Cut<'_>) -> Option<&'static str> {
+        let Cut { pool, shape, len } = *cut;
         let slack = pool.shape.store.ring.slack();
         let known = self.known_from(&pool.shape, shape, len).saturating_sub(slack);
         let forgot = pool.shape.config.experts > 1 && self.tags_from > known - known % PAGE;

@@ -95,6 +95,15 @@ pub(crate) trait Source {
     }
 }
 
+/// Where a page of a lower tier is restored.
+pub(crate) enum Place {
+    Lower(Arc<Stored>),
+    /// No lower tier has room.
+    First,
+    /// It lies behind the tokens to restore.
+    Behind,
+}
+
 /// State of a restore.
 pub(crate) struct In<'a> {
     pub pool: &'a Pool,
@@ -104,6 +113,10 @@ pub(crate) struct In<'a> {
     /// Words left in the current tensor.
     pub left: u64,
     pub buffer: Vec<u32>,
+    /// Only tokens before this position are restored; all if `None`.
+    pub until: Option<u32>,
+    /// Tokens of the current head in pages behind that.
+    pub behind: u32,
 }
 
 impl In<'_> {
@@ -132,8 +145,31 @@ impl In<'_> {
         Ok(page)
     }
 
-    /// Reads the next page into tier `tier`, or the first lower one with room. `None` if none has room; the words are then in the buffer.
-    /// `positions` gives the positions of its tokens.
+    /// Reads the next page into the first tier; `None` if its first token lies behind the tokens to restore. Its words are then in the
+    /// buffer.
+    ///
+    /// # Errors
+    /// Errors of [`In::page`].
+    pub fn wanted(&mut self, shard: u32, words: u32, near: Near<'_>) -> Result<Option<Page>, Error> {
+        let Some(until) = self.until else { return self.page(shard, words, near).map(Some) };
+        self.coming(words)?;
+        self.buffer.resize(words as usize, 0);
+        self.source.page(&mut self.buffer)?;
+        // The number of pages to restore is not known before.
+        let is_wanted = self.buffer.first().is_some_and(|first| *first < until);
+        is_wanted.then(|| self.reserved(shard, near)).transpose()
+    }
+
+    /// A page of the first tier with the words in the buffer; reserves its bytes.
+    fn reserved(&mut self, shard: u32, near: Near<'_>) -> Result<Page, Error> {
+        let words = self.buffer.len() as u32;
+        let mut page = self.pool.arenas.reserve(u64::from(words) * 4)?.take(shard, words, near)?;
+        page.put(&self.buffer)?;
+        Ok(page)
+    }
+
+    /// Reads the next page into tier `tier`, or the first lower one with room. If none has room, or if the page is not to be restored, its
+    /// words are in the buffer. `positions` gives the positions of its tokens.
     ///
     /// # Errors
     /// Errors of the source and of `positions`; a failed tier.
@@ -142,23 +178,26 @@ impl In<'_> {
         tier: usize,
         words: u32,
         positions: impl FnOnce(&[u32]) -> Result<[u32; LANES], Error>,
-    ) -> Result<Option<Arc<Stored>>, Error> {
+    ) -> Result<Place, Error> {
         self.coming(words)?;
         if let Some(slot) = self.source.slot() {
-            return Ok(Some(slot));
+            return Ok(Place::Lower(slot));
         }
         self.buffer.resize(words as usize, 0);
         self.source.page(&mut self.buffer)?;
         let positions = positions(&self.buffer)?;
+        if self.until.is_some_and(|until| positions[0] >= until) {
+            return Ok(Place::Behind);
+        }
         let levels = self.pool.tiers.iter().flat_map(|tiers| &tiers.levels).skip(tier.saturating_sub(1));
         for level in levels {
             match level.put(&self.buffer, positions) {
-                Ok(slot) => return Ok(Some(Arc::new(slot))),
+                Ok(slot) => return Ok(Place::Lower(Arc::new(slot))),
                 Err(Error::TierFull { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(None)
+        Ok(Place::First)
     }
 
     /// A page of the first tier with the words in the buffer.
@@ -166,12 +205,10 @@ impl In<'_> {
     /// # Errors
     /// No memory; a failed device.
     pub fn raised(&mut self, shard: u32, near: Near<'_>) -> Result<Page, Error> {
-        let words = self.buffer.len() as u32;
-        let mut page = match self.pool.tiers.is_some() {
-            // No bytes were reserved for it.
-            true => self.pool.arenas.reserve(u64::from(words) * 4)?.take(shard, words, near)?,
-            false => self.pages.take(shard, words, near)?,
-        };
+        if self.pool.tiers.is_some() || self.until.is_some() {
+            return self.reserved(shard, near);
+        }
+        let mut page = self.pages.take(shard, self.buffer.len() as u32, near)?;
         page.put(&self.buffer)?;
         Ok(page)
     }

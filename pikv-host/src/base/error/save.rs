@@ -25,6 +25,13 @@ impl fmt::Display for SaveOperation {
     }
 }
 
+impl SaveError {
+    /// That tokens of it were evicted.
+    pub(crate) fn evicted() -> super::Error {
+        SaveError::Part { why: "tokens were evicted, or left a window" }.into()
+    }
+}
+
 /// Why a sequence could not be saved or restored. The cache and all sequences are unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -100,6 +107,14 @@ pub enum SaveError {
         bytes: u64,
         /// Bytes of the file.
         file: u64,
+    },
+    /// The first tokens of a saved sequence, which cannot be restored to the bit without the others.
+    #[error(
+        "of a saved sequence no first tokens can be restored alone: {why}; restore all of it (Cache::restore)"
+    )]
+    Part {
+        /// Reason.
+        why: &'static str,
     },
     /// The sequence was saved alone, without the routers of a loop.
     #[error(

@@ -160,7 +160,15 @@ impl Parked {
         let elements = self.elements();
         let mut tensors = Tensors::new(&tensors, &elements);
         tensors.next();
-        let mut from = In { pool: &inner.pool, source: &mut source, pages, left: 0, buffer: Vec::new() };
+        let mut from = In {
+            pool: &inner.pool,
+            source: &mut source,
+            pages,
+            left: 0,
+            buffer: Vec::new(),
+            until: None,
+            behind: 0,
+        };
         sequence.load_layers(&mut from, &mut tensors)?;
         drop(from);
         Ok(sequence)

@@ -124,11 +124,43 @@ impl Cache {
     /// comes early, a sum or contents that are wrong; [`SaveError::Fabric`]; [`Error::OutOfBudget`] where the pages do not fit,
     /// [`Error::OutOfMemory`]; a device or a lower tier that fails. The cache is as before.
     pub fn restore(&self, from: &mut impl Read) -> Result<Restored, Error> {
-        Ok(self.restore_with(from)?.0)
+        Ok(self.restore_with(None, from)?.0)
     }
 
-    /// The same, and what routers of a loop had learnt, if the sequence was saved with them.
-    pub(crate) fn restore_with(&self, from: &mut impl Read) -> Result<(Restored, Option<Vec<u32>>), Error> {
+    /// The first `len` tokens of what [`Sequence::save`] wrote, all of it if there are no more: a sequence as [`Sequence::fork_at`] makes of the
+    /// whole, for which pages behind them take no memory. They are read and checked all the same.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let cache = Cache::new(CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::F32)], 1 << 20).ring(32))?;
+    /// let mut sequence = cache.sequence();
+    /// let mut step = cache.begin([(&mut sequence, 1000)])?;
+    /// step.append(0, &[0.5; 1000 * 4], &[0.25; 1000 * 4])?;
+    /// step.commit()?;
+    /// let mut bytes = Vec::new();
+    /// sequence.save(b"", &mut bytes)?;
+    ///
+    /// let prefix = cache.restore_prefix(100, &mut &bytes[..])?.sequence;
+    /// assert_eq!(prefix.next_position().0, 100);
+    /// assert!(prefix.bytes() < sequence.bytes() / 5);
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Cache::restore`]; [`SaveError::Part`] where a codec packs, a policy evicts, hits are counted, a layer has a window, or tokens of the
+    /// sequence were evicted: there the whole can be restored.
+    pub fn restore_prefix(&self, len: u32, from: &mut impl Read) -> Result<Restored, Error> {
+        Ok(self.restore_with(Some(len), from)?.0)
+    }
+
+    /// The sequence, or its first tokens, and what routers of a loop had learnt, if it was saved with them.
+    pub(crate) fn restore_with(
+        &self,
+        until: Option<u32>,
+        from: &mut impl Read,
+    ) -> Result<(Restored, Option<Vec<u32>>), Error> {
         let inner = &self.inner;
         if inner.fabric.is_some() {
             return Err(SaveError::Fabric.into());
@@ -136,7 +168,7 @@ impl Cache {
         let mut input = Input { from, sum: blake3::Hasher::new(), at: 0 };
         let (version, tensors, elements) = read_header(inner, &mut input)?;
         let mut tensors = Tensors::new(&tensors, &elements);
-        let read = read(inner, version, &mut input, &mut tensors);
+        let read = read(inner, (version, until), &mut input, &mut tensors);
         let named = |error| match error {
             Error::Save(SaveError::Content { what, .. }) => {
                 SaveError::Content { tensor: tensors.name.to_owned(), what }.into()
@@ -165,19 +197,32 @@ fn read_header(inner: &Inner, input: &mut Input<'_>) -> Result<(u64, Vec<Tensor>
     header::read(&text, &inner.shape)
 }
 
+/// A sequence, what routers had learnt, and the caller's bytes.
+type Contents = (Sequence, Option<Vec<u32>>, Vec<u8>);
+
 /// Everything behind the header.
 fn read(
     inner: &Arc<Inner>,
-    version: u64,
+    (version, until): (u64, Option<u32>),
     input: &mut Input<'_>,
     tensors: &mut Tensors<'_>,
-) -> Result<(Sequence, Option<Vec<u32>>, Vec<u8>), Error> {
+) -> Result<Contents, Error> {
     let mut sequence = Sequence::new(inner.clone());
     let words = gathered(tensors.next(), |part| input.numbers(part))?;
     let (here, away) = sequence.load_numbers(version, &mut Fields::new(&words))?;
     let needed = if inner.pool.tiers.is_some() { here } else { here.saturating_add(away) };
-    let pages = inner.reserve(needed, None)?;
-    let mut from = In { pool: &inner.pool, source: input, pages, left: 0, buffer: Vec::new() };
+    let until = until.filter(|until| *until < sequence.len);
+    let pages = match until {
+        None => inner.reserve(needed, None)?,
+        Some(until) => {
+            whole_only(inner, &sequence)?;
+            // Pages are taken one by one, as far as they are wanted. Room is made here for as many as there may be; less is no error.
+            let _ = inner.reserve(needed.min(bytes_before(inner, until)), None);
+            inner.reserve(0, None)?
+        }
+    };
+    let mut from =
+        In { pool: &inner.pool, source: input, pages, left: 0, buffer: Vec::new(), until, behind: 0 };
     sequence.load_layers(&mut from, tensors)?;
     drop(from);
     let has_routers = version >= header::ROUTERS;
@@ -192,7 +237,36 @@ fn read(
         let found = blake3::Hash::from_bytes(found).to_hex().to_string();
         return Err(SaveError::Sum { found, actual: actual.to_hex().to_string() }.into());
     }
+    let sequence = match until {
+        Some(until) => sequence.first(until)?,
+        None => sequence,
+    };
     Ok((sequence, routers, note))
+}
+
+/// That first tokens of a sequence can be had without the others, as far as its cache and its numbers say.
+fn whole_only(inner: &Inner, sequence: &Sequence) -> Result<(), Error> {
+    let shape = &inner.shape;
+    let whys = [
+        (shape.rules.iter().any(Option::is_some), "a policy evicts"),
+        (
+            shape.codecs.iter().flat_map(|heads| heads.iter()).any(Option::is_some),
+            "a codec packed its tokens",
+        ),
+        (inner.pool.hits().is_some(), "hits are counted"),
+        (shape.config.layers.iter().any(|layer| layer.window.is_some()), "a layer has a window"),
+        (sequence.altered, "tokens were evicted"),
+    ];
+    match whys.into_iter().find(|(is, _)| *is) {
+        Some((_, why)) => Err(SaveError::Part { why }.into()),
+        None => Ok(()),
+    }
+}
+
+/// About the most bytes that a sequence of so many tokens takes.
+fn bytes_before(inner: &Inner, len: u32) -> u64 {
+    let layers = inner.shape.stores.iter().zip(&inner.shape.config.layers);
+    layers.map(|(store, shape)| u64::from(shape.kv_heads) * store.head_bytes_at_most(shape, None, len)).sum()
 }
 
 impl Sequence {

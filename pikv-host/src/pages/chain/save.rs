@@ -1,14 +1,15 @@
 //! Saves and restores a run of pages.
 
 use super::Chain;
-use crate::base::error::Error;
+use crate::base::error::{Error, SaveError};
 use crate::base::fields::{Fields, content, put_floats, sure};
 use crate::base::ids::chain_place;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page};
 use crate::pages::entry::{Away, Closed, Entry, Held};
-use crate::pages::saved::{In, Out, Words, within};
+use crate::pages::saved::{In, Out, Place, Words, within};
+use pikv_core::attend::filled;
 use pikv_core::bound;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
@@ -116,7 +117,7 @@ impl Held {
         }
     }
 
-    /// Reads the data of [`Held::save`], for a page near `near`.
+    /// Reads the data of [`Held::save`], for a page near `near`; `None` if it lies behind the tokens to restore.
     ///
     /// # Errors
     /// [`content`] for invalid data; those of the source, and of the page memory.
@@ -126,15 +127,15 @@ impl Held {
         of: &RunOf<'_>,
         lanes: Lanes,
         near: Near<'_>,
-    ) -> Result<Held, Error> {
+    ) -> Result<Option<Held>, Error> {
         let word = from.word()?;
         let (plain, shard) = (of.layout.words(), of.shard(lanes.ordinal));
         match word & 0xff {
-            GONE => Ok(Held::Gone { last: from.word()? }),
+            GONE => Ok(Some(Held::Gone { last: from.word()? })),
             OPEN => {
-                let page = input.page(shard, plain, near)?;
-                of.positions(page.positions(), lanes, None)?;
-                Ok(Held::Open(page))
+                let page = input.wanted(shard, plain, near)?;
+                of.positions(page.as_ref().map_or(&input.buffer, |page| page.positions()), lanes, None)?;
+                Ok(page.map(Held::Open))
             }
             CLOSED => {
                 let codec = of.codec.ok_or_else(|| content("a packed page of a head that packs none"))?;
@@ -159,7 +160,7 @@ impl Held {
                         Some(page)
                     }
                 };
-                Ok(Held::Closed(Closed { packed, original, last, by, old, next }))
+                Ok(Some(Held::Closed(Closed { packed, original, last, by, old, next })))
             }
             AWAY => Held::load_away(from, input, of, word, lanes, near),
             _ => Err(content("a page held as nothing that is known")),
@@ -174,13 +175,14 @@ impl Held {
         word: u32,
         lanes: Lanes,
         near: Near<'_>,
-    ) -> Result<Held, Error> {
+    ) -> Result<Option<Held>, Error> {
         let (tier, shard) = ((word >> TIER) as usize, of.shard(lanes.ordinal));
         if word & PACKED == 0 {
             let positions = |words: &[u32]| of.positions(words, lanes, None);
             return Ok(match input.away(tier, of.layout.words(), positions)? {
-                Some(slot) => Held::Away(Away { slot, by: None }),
-                None => Held::Open(input.raised(shard, near)?),
+                Place::Lower(slot) => Some(Held::Away(Away { slot, by: None })),
+                Place::First => Some(Held::Open(input.raised(shard, near)?)),
+                Place::Behind => None,
             });
         }
         let codec = of.codec.ok_or_else(|| content("a packed page of a head that packs none"))?;
@@ -188,11 +190,12 @@ impl Held {
         sure(last < of.filed && (last..of.filed).contains(&by), "a page packed by a token to come")?;
         let positions = |words: &[u32]| of.positions(words, lanes, Some((codec, last)));
         Ok(match input.away(tier, codec.packed.words(), positions)? {
-            Some(slot) => Held::Away(Away { slot, by: Some(by) }),
-            None => {
+            Place::Lower(slot) => Some(Held::Away(Away { slot, by: Some(by) })),
+            Place::First => {
                 let packed = input.raised(shard, near)?;
-                Held::Closed(Closed { packed, original: None, last, by, old: false, next: None })
+                Some(Held::Closed(Closed { packed, original: None, last, by, old: false, next: None }))
             }
+            Place::Behind => None,
         })
     }
 }
@@ -224,7 +227,7 @@ impl Entry {
         save_bounds(self.bounds.as_deref(), &mut to.fields);
     }
 
-    /// Reads the data of [`Entry::save`].
+    /// Reads the data of [`Entry::save`]; `None` if the page lies behind the tokens to restore.
     ///
     /// # Errors
     /// Errors of [`Held::load`].
@@ -233,15 +236,23 @@ impl Entry {
         input: &mut In<'_>,
         of: &RunOf<'_>,
         near: Near<'_>,
-    ) -> Result<Entry, Error> {
+    ) -> Result<Option<Entry>, Error> {
         let [ordinal, word, live, pending] = [from.word()?, from.word()?, from.word()?, from.word()?];
         let fill = word & 0xff;
         let sound = (1..=PAGE).contains(&fill) && within(live | pending, fill) && live & pending == 0;
         sure(sound, "a page of tokens that were not written")?;
         let held = Held::load(from, input, of, Lanes { ordinal, fill, read: live | pending }, near)?;
-        sure(!matches!(held, Held::Gone { .. }) || live | pending == 0, "tokens of a page that is gone")?;
+        let is_gone = matches!(held, Some(Held::Gone { .. }));
+        sure(!is_gone || live | pending == 0, "tokens of a page that is gone")?;
+        if input.until.is_some() && (is_gone || live != filled(fill)) {
+            return Err(SaveError::evicted());
+        }
         let bounds = (word & BOUNDED != 0).then(|| load_bounds(from, of.layout)).transpose()?;
-        Ok(Entry { ordinal, held, fill, live, pending, tied: word & TIED != 0, bounds })
+        let Some(held) = held else {
+            input.behind += fill;
+            return Ok(None);
+        };
+        Ok(Some(Entry { ordinal, held, fill, live, pending, tied: word & TIED != 0, bounds }))
     }
 }
 
@@ -279,7 +290,7 @@ impl Chain {
         let pages = from.count(5)?;
         let mut last: Option<Page> = None;
         for _ in 0..pages {
-            let entry = Entry::load(from, input, of, Near::next(last.as_ref()))?;
+            let Some(entry) = Entry::load(from, input, of, Near::next(last.as_ref()))? else { continue };
             sure((least..next).contains(&entry.ordinal), "pages out of order")?;
             least = entry.ordinal + 1;
             fills += entry.fill;
@@ -296,6 +307,9 @@ impl Chain {
             }
             last = entry.page().cloned();
             self.entries.push_back(entry);
+        }
+        if input.until.is_some() && pages != next as usize {
+            return Err(SaveError::evicted());
         }
         sure((fills..=of.filed).contains(&filed), "more tokens in pages than were filed")?;
         (self.next, self.aged, self.dead, self.filed) = (next, aged, dead, filed);

@@ -1,7 +1,7 @@
 //! Saves and restores layers and heads.
 
 use super::{Head, Layer, Original};
-use crate::base::error::Error;
+use crate::base::error::{Error, SaveError};
 use crate::base::fields::{Fields, content, put_floats, sure};
 use crate::base::ids::Place;
 use crate::config::shape::CacheShape;
@@ -90,7 +90,7 @@ impl Layer {
         for tile in tiles.clone() {
             let shard = inner.shard_of(Place::Ring, tile, self.first_head + h as u32);
             let near = Near::next(self.heads[h].ring.back());
-            let page = input.page(shard, layout.words(), near)?;
+            let Some(page) = input.wanted(shard, layout.words(), near)? else { continue };
             let first = tile * PAGE;
             let here = (first..len.min(first + PAGE)).zip(page.positions());
             sure(here.clone().all(|(is, at)| is == *at), "a token of the ring at another position")?;
@@ -101,6 +101,7 @@ impl Layer {
         from.floats(&mut head.own)?;
         head.ghosts = Ghosts::load(from, layout, inner.config.experts, len, &input.pool.ghosts)?;
         let mut least = 0;
+        input.behind = 0;
         for _ in 0..from.count(6)? {
             let c = from.below(self.heads[h].chains.most(), "no such run of pages")?;
             sure(c >= least, "runs out of order")?;
@@ -110,6 +111,10 @@ impl Layer {
             // A rollback reaches a token of each evicted page in the list.
             let gone = 1 + self.filed - reach.kept.min(self.filed);
             self.heads[h].chains[c].load(from, input, &of, gone)?;
+        }
+        let held = self.heads[h].chains.iter().map(|(_, chain)| chain.live).sum::<u32>();
+        if input.until.is_some() && held + input.behind != self.filed {
+            return Err(SaveError::evicted());
         }
         self.check_filed(h, (inner, shape), reach)
     }

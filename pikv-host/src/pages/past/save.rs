@@ -1,7 +1,7 @@
 //! Saves and restores the changes that a rollback undoes.
 
 use super::{Before, Compacted, Killed, Noted, Was, Went, What};
-use crate::base::error::Error;
+use crate::base::error::{Error, SaveError};
 use crate::base::fields::{Fields, content, put_long, sure};
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
@@ -144,7 +144,7 @@ impl Layer {
 
 /// Reads a page that is not evicted.
 fn held(from: &mut Fields<'_>, input: &mut In<'_>, of: &RunOf<'_>) -> Result<Entry, Error> {
-    let entry = Entry::load(from, input, of, Near::Any)?;
+    let entry = Entry::load(from, input, of, Near::Any)?.ok_or_else(SaveError::evicted)?;
     sure(!entry.is_gone(), "a page that is kept and gone")?;
     Ok(entry)
 }
@@ -177,7 +177,10 @@ impl Compacted {
             least = ordinal + 1;
             let lanes = Lanes { ordinal, fill, read: live };
             let was = match flags >> 1 {
-                0 => Was::Replaced(Held::load(from, input, of, lanes, Near::Any)?),
+                0 => {
+                    let held = Held::load(from, input, of, lanes, Near::Any)?;
+                    Was::Replaced(held.ok_or_else(SaveError::evicted)?)
+                }
                 _ => {
                     let words = from.slice(LANES)?;
                     of.positions(words, lanes, None)?;
