@@ -1,13 +1,13 @@
-//! Shards that live apart: the shipped MoE writes over them, and what lies where and goes over the wire.
+//! Shards on several ranks: the MoE of this repository generates text over them, and tables show bytes held and sent.
 //!
-//! `cargo run --release -p pikv-examples --bin distributed [-- --ranks 8] [--tokens 128] [--stream 131072]` runs a thread for each rank.
-//! `mpiexec -n 4 target/release/examples/distributed`, built with `--features mpi`, runs a process for each. `--backend cuda` has a
-//! rank on every CUDA device of this host (built with the feature `cuda`, as examples are in this workspace).
+//! `cargo run --release -p pikv-examples --bin distributed [-- --ranks 8] [--tokens 128] [--stream 131072]` runs one thread for each rank.
+//! `mpiexec -n 4 target/release/examples/distributed`, built with `--features mpi`, runs one process for each. `--backend cuda` puts a rank
+//! on every CUDA device of this host (built with the feature `cuda`, as examples are in this workspace).
 //!
-//! First the text, written once in one process and once over the ranks: it fails if a logit differs in a bit. Then a table of
-//! the ranks. Then layers of 32 query heads over 8 KV heads of 128 channels in bf16 that hold `--stream` tokens: the experts of
-//! the tokens are drawn evenly, are those of the MoE on a novel, or are mostly one; under the paper's map, two others, and
-//! after EPLB has moved pages. Bytes are those that the allocators count. `--stream 0` leaves that out.
+//! First, the text is generated in one process and over the ranks; the program fails if a bit of a logit differs. Then it prints a table of
+//! the ranks. Then it fills layers of 32 query heads over 8 KV heads of 128 channels in bf16 with `--stream` tokens. Their experts are
+//! drawn evenly, are those of the MoE on a novel, or are mostly one expert; pages are placed by the paper's map, by two others, and by
+//! EPLB. Bytes are counted by the allocators. `--stream 0` skips this part.
 
 use pikv::fabric::{Fabric, InProcess, Options, RankPlan, Schedule, Traffic};
 use pikv::report::Place;
@@ -27,7 +27,7 @@ const BUDGET: u64 = 2 << 30;
 /// Tokens of a prefill step.
 const CHUNK: usize = 256;
 
-/// Where the ranks are.
+/// Placement of the ranks.
 enum World {
     Threads(u32),
     Devices(Vec<Backend>),
@@ -116,7 +116,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 #[cfg(feature = "mpi")]
 fn world(ranks: u32) -> Result<World, Box<dyn Error>> {
-    // What the launchers of MPICH and Open MPI tell their processes.
+    // Set by the launchers of MPICH and Open MPI.
     let launched = ["PMI_RANK", "OMPI_COMM_WORLD_RANK"].iter().any(|name| std::env::var_os(name).is_some());
     Ok(if launched { World::Processes(pikv_mpi::Mpi::init()?) } else { World::Threads(ranks) })
 }
@@ -135,7 +135,7 @@ fn text_form(model: &Model, ranks: u32) -> CacheConfig {
     config.experts(c.experts as u32, c.top_k as u32).shards(ShardMap::sum(ranks.max(1)).expect("a rank"))
 }
 
-/// What came of a text.
+/// A generated text and its logits.
 struct Written {
     text: Vec<u8>,
     logits: Vec<u32>,
@@ -163,7 +163,7 @@ fn generate(
     Ok(Written { text, logits: all })
 }
 
-/// Writes over one process and over the ranks, and says what lies and goes where.
+/// Generates the text in one process and over the ranks, and prints bytes held and sent.
 fn write(
     model: &Model,
     prompt: &[u8],
@@ -213,7 +213,7 @@ fn write(
     if differ > 0 || one.text != many.text { Err("the ranks change a bit".into()) } else { Ok(()) }
 }
 
-/// The first layer's experts for each byte of a novel, as the model chooses them.
+/// Experts of the first layer for each byte of a novel, as chosen by the model.
 fn experts(model: &Model, novel: &[u8], n: usize) -> Result<Vec<u16>, Box<dyn Error>> {
     let mut cache = Chosen {
         inner: pikv_engine::moe::plain::PlainCache::new(
@@ -225,7 +225,7 @@ fn experts(model: &Model, novel: &[u8], n: usize) -> Result<Vec<u16>, Box<dyn Er
         top_k: model.config().top_k,
     };
     let mut logits = Vec::new();
-    // Windows of as many tokens as a step, so that it takes no more time than it has to.
+    // Windows of one step each, to save time.
     while cache.first.len() < n {
         for window in novel.chunks_exact(CHUNK) {
             if cache.first.len() >= n {
@@ -239,7 +239,7 @@ fn experts(model: &Model, novel: &[u8], n: usize) -> Result<Vec<u16>, Box<dyn Er
     Ok(cache.first)
 }
 
-/// A cache that notes what the router chose.
+/// A cache that records the experts chosen by the router.
 struct Chosen {
     inner: pikv_engine::moe::plain::PlainCache,
     first: Vec<u16>,
@@ -295,7 +295,7 @@ impl pikv_engine::common::cache::Step for ChosenStep<'_> {
     }
 }
 
-/// A stream of tokens and the map that they are filed by.
+/// A stream of tokens, with the shard map for it.
 struct Stream {
     name: &'static str,
     map: &'static str,
@@ -314,7 +314,7 @@ enum Kind {
 
 fn streams(ranks: u32) -> Result<Vec<Stream>, Box<dyn Error>> {
     let layer = LayerShape::new(8, 32, 128, Dtype::Bf16);
-    // The paper's map asks that the ranks divide the experts.
+    // The paper's map needs a number of ranks that divides the experts.
     let paper = |tokens, experts: u32| ShardMap::xor(tokens, experts, ranks);
     let mut all = Vec::new();
     for (name, kind, experts) in [
@@ -337,7 +337,7 @@ fn streams(ranks: u32) -> Result<Vec<Stream>, Box<dyn Error>> {
     Ok(all)
 }
 
-/// Fills a cache with each stream, and says how even the ranks are and what a step sends.
+/// Fills a cache with each stream, and prints how evenly pages are spread and the bytes that a step sends.
 fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>> {
     let ranks = world.ranks();
     let mut random = SplitMix(7);
@@ -392,7 +392,7 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
         let mut from = Traffic::default();
         let steps = 33;
         for t in 0..steps {
-            // The first one brings what fills up to its blocks.
+            // The first step sends the pages that are completed by it.
             if t == 1 {
                 from = cache.traffic()?;
             }
@@ -416,7 +416,7 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
         }
         let of = |t, e, head| at.get(&(t, e, head)).copied().unwrap_or(0);
         let schedule = Schedule::new(&config, ranks, &filed, of)?;
-        // A process has its own pages without a wire; threads are all reached by one.
+        // With processes, rank 0 reaches its own pages without the wire; threads are all reached over it.
         let threads = matches!(world, World::Threads(_) | World::Devices(_));
         let of = |plan: &RankPlan| plan.exact.sent + plan.exact.received;
         let said: f64 = schedule

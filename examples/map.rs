@@ -1,11 +1,12 @@
-//! A drawing of what a sequence holds after it read a chapter: [`pikv::Sequence::map`].
+//! Draws the pages of a sequence that has read a chapter: [`pikv::Sequence::map`].
 //!
 //! ```sh
 //! cargo run --release -p pikv-examples --bin map > map.svg
 //! ```
 //!
-//! The MoE of this repository reads 2,048 bytes of a novel. Newest tokens stay in the ring; what leaves it is filed by expert, packed as
-//! int8; H2O keeps 1,024 tokens of each head but the ring's; at the end, 384 KiB of pages go down to host memory. The drawing goes to the standard output, the count of its pages and bytes to the standard error.
+//! The MoE of this repository reads 2,048 bytes of a novel. The newest tokens stay in the ring; older ones are filed by expert and packed
+//! as int8; H2O keeps 1,024 tokens of each head outside the ring; at the end, 384 KiB of pages move down to host memory. The drawing goes
+//! to standard output, the counts of pages and bytes to standard error.
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o};
@@ -15,10 +16,10 @@ use pikv::{Cache, CacheConfig, Dtype, LayerShape};
 use pikv_engine::moe::model::{Config, Model};
 use pikv_engine::moe::paged::Paged;
 
-/// Bytes of the novel that are read, and those of a step.
+/// Bytes of the novel, and bytes of a step.
 const TOKENS: usize = 2048;
 const CHUNK: usize = 128;
-/// Bytes of pages that go down at the end.
+/// Bytes of pages that move down at the end.
 const DOWN: u64 = 384 << 10;
 
 fn config(c: &Config) -> CacheConfig {

@@ -1,5 +1,5 @@
-//! A policy of one's own, beside those that come with pikv, on a made-up task: 12 of 600 tokens are looked for again, each long
-//! after it came and more than once. What is lost by a budget of 96 tokens a head?
+//! A custom policy next to policies of pikv, on a synthetic task: 12 of 600 tokens are looked up repeatedly, each time long after they were
+//! added. The table shows the error under a budget of 96 tokens a head.
 //!
 //! ```sh
 //! cargo run --release -p pikv-examples --bin own_policy
@@ -10,7 +10,7 @@ use pikv::shape::LANES;
 use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
 use std::error::Error;
 
-/// The most that one row ever weighed a token at: what was found once is kept, however seldom it is looked for.
+/// Utility is the largest weight that any row gave the token: a token that was looked up once is kept, however seldom that happens.
 #[derive(Debug)]
 struct Peak;
 
@@ -56,20 +56,20 @@ fn noise(seed: u32) -> Vec<f32> {
     (0..DIM).map(|_| next()).collect()
 }
 
-/// The token that the row at `p` looks for: a needle first 30 tokens after it came, then every 60 or so.
+/// The token that the row at `p` looks up: each needle first 30 tokens after it was added, then every 61 tokens.
 fn sought(p: u32) -> Option<u32> {
     let needle = |n: u32| n * 20 + 10;
     (0..NEEDLES).map(needle).find(|at| p > *at + 29 && (p - at - 30).is_multiple_of(61))
 }
 
-/// Outputs of every row that looks for a needle.
+/// Outputs of all rows that look up a needle.
 fn play(config: CacheConfig) -> Result<(Vec<Vec<f32>>, u32), pikv::Error> {
     let cache = Cache::new(config)?;
     let mut sequence = cache.sequence();
     let mut found = Vec::new();
     for p in 0..TOKENS {
         let mut out = vec![0.0; DIM];
-        // A query is noise, or the key that it looks for.
+        // A query is noise, or the key of the token to look up.
         let query = sought(p).map_or_else(|| noise(p + 50_000), noise);
         let mut step = cache.begin([(&mut sequence, 1)])?;
         step.append(0, &noise(p), &noise(p + 10_000))?;
@@ -100,7 +100,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for rule in rules {
         let name = rule.policy.name().to_owned();
         let (got, held) = play(config.clone().evict(rule))?;
-        // Relative, in the mean over the rows that look for something.
+        // Relative error, averaged over the rows that look up a token.
         let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
         let off = |(a, b): (&Vec<f32>, &Vec<f32>)| {
             norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())

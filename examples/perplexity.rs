@@ -1,9 +1,9 @@
-//! What a language model loses by pikv: its perplexity on a text, over a plain contiguous f32 cache and over pikv.
+//! Perplexity of a language model on a text, over a plain contiguous f32 cache and over pikv.
 //!
 //! `cargo run --release -p pikv-examples --bin perplexity -- --gguf FILE [--text FILE] [--window 1024] [--tokens N]`
 //!
-//! Any dense Llama in a GGUF file will do. The text is cut into windows; each begins with an empty cache, and its first
-//! token is not scored. Fails if one logit bit differs between the plain cache and pikv's ring in f32.
+//! Any dense Llama in a GGUF file will do. The text is split into windows; each starts with an empty cache, and its first token is not
+//! scored. The program fails if a bit of a logit differs between the plain cache and pikv's ring in f32.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use pikv::{Cache, CacheConfig, Dtype, LayerShape};
@@ -126,7 +126,7 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
     Ok(Arguments { gguf, text, window, tokens })
 }
 
-/// pikv for `window` tokens of the model, none of which leaves the ring.
+/// A cache of pikv for `window` tokens, all of them in the ring.
 fn paged(model: &Model, window: usize, dtype: Dtype) -> Result<Paged, Box<dyn Error>> {
     let c = model.config();
     let (kv_heads, query_heads, dim) = (c.kv_heads as u32, c.query_heads as u32, c.head_dim as u32);
@@ -136,17 +136,17 @@ fn paged(model: &Model, window: usize, dtype: Dtype) -> Result<Paged, Box<dyn Er
     Ok(Paged::new(Cache::new(config)?, c.head_dim))
 }
 
-/// What one cache came to.
+/// Results of one cache.
 struct Run {
     name: &'static str,
     loss: f64,
     scored: usize,
     time: Duration,
-    /// Logits whose bits are not the plain cache's.
+    /// Logits with other bits than the plain cache's.
     differ: usize,
-    /// The largest difference from the plain cache's; NaN if there is one.
+    /// Largest difference of a logit from the plain cache's; NaN if a logit is NaN.
     worst: f32,
-    /// The most at the end of a window.
+    /// Most bytes of pages at the end of a window.
     bytes: u64,
 }
 
@@ -155,7 +155,7 @@ impl Run {
         Self { name, loss: 0.0, scored: 0, time: Duration::ZERO, differ: 0, worst: 0.0, bytes: 0 }
     }
 
-    /// The logits after `inputs`, which are timed, and what `targets` cost under them, which is not.
+    /// Computes the logits after `inputs` (timed), and the cost of `targets` under them (not timed).
     fn forward<C: AnyCache>(
         &mut self,
         model: &Model,
@@ -167,7 +167,7 @@ impl Run {
         model.forward(inputs, cache, &mut logits)?;
         self.time += start.elapsed();
         let rows = logits.par_chunks_exact(model.config().vocab).zip(targets);
-        // Collected, so that the sum's order is fixed.
+        // Collected, so that the order of the sum is fixed.
         let nats: Vec<f64> = rows.map(|(row, next)| nats(row, *next as usize)).collect();
         self.loss += nats.iter().sum::<f64>();
         self.scored += targets.len();

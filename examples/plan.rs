@@ -1,11 +1,11 @@
-//! What the KV cache of known MoE models takes, and how long a decode step over it would be on this machine.
+//! KV cache bytes of known MoE models, and the predicted time of a decode step on this machine.
 //!
 //! `cargo run --release -p pikv-examples --bin plan [-- --model NAME] [--device-mib N]`
 //!
-//! Bytes are those that the allocator takes, on the fullest of 1 and of 8 devices; with `--device-mib`, what does not fit on
-//! each of 8 devices is marked, and what would fit is said. Step times come from constants that are measured first, here:
-//! attention alone, everything on this machine, none of the model's other work. The paper's figures stand beside them as its
-//! formulas give them, which know no budget of tokens: that row has the figures of the whole.
+//! Bytes are as the allocator takes them, on the fullest of 1 and of 8 devices. With `--device-mib`, rows that do not fit on each of 8
+//! devices are marked, with what would fit. Step times use constants measured first on this machine; they cover attention alone, with all
+//! pages on this machine. The paper's figures follow its formulas, which do not know a token budget: for that row they are the figures of
+//! the whole cache.
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::planner::paper::{self, Latency, Memory};
@@ -20,11 +20,11 @@ const RING: u32 = 256;
 /// The paper's K: resident pages of a device.
 const PAGES: f64 = 16.0;
 
-/// A way to store the cache.
+/// A storage form of the cache.
 struct Form {
     name: &'static str,
     codec: Option<Codec>,
-    /// Of the tokens.
+    /// Percent of the tokens that are kept.
     share: u32,
 }
 
@@ -82,7 +82,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             time.residual * 100.0,
             time.worst * 100.0
         );
-        // Of a size and a group that the constants were not fitted to.
+        // A context and a group size that the constants were not fitted to.
         let other = probe.measure(16384, 2)?;
         println!(
             "{:7}16384 tokens, 2 query heads a KV head: {} predicted, {} measured",
@@ -157,7 +157,7 @@ fn table(geometry: &Geometry, forms: &[Form], times: &[StepTime], device: u64) -
                 duration(paper::t_step(&latency)),
             );
             if fullest[1] > device {
-                // Shards of such a map are filled evenly.
+                // This map fills its shards evenly.
                 match form.planner(geometry, 8, device.saturating_mul(8))?.check(&form.load(len)) {
                     Err(error) => println!("{:>9}{error}", ""),
                     Ok(_) => println!("{:>9}fits in all 8 devices, not in the fullest", ""),
@@ -176,7 +176,7 @@ fn duration(seconds: f64) -> String {
     if seconds < 1e-3 { format!("{:.1} us", seconds * 1e6) } else { format!("{:.1} ms", seconds * 1e3) }
 }
 
-/// A rate, unless the measurement shows no time that goes with it.
+/// A rate, or "not seen" if the measured time does not depend on it.
 fn rate(per_second: f64, unit: &str) -> String {
     if per_second.is_finite() {
         format!("{:.1} {unit}", per_second / 1e9)

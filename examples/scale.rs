@@ -1,13 +1,13 @@
-//! Fabrics that nobody here has: the page map and the messages of a decode step replayed, without data, for 8 to 1024 devices.
+//! Large fabrics, simulated: the page map and the messages of a decode step are replayed without data, for 8 to 1024 devices.
 //!
 //! `cargo run --release -p pikv-examples --bin scale` writes `benches/results/scale.csv`, `scale.svg` and `maps.csv`, and prints the rows of one model.
 //!
-//! For each model of the planner, context (of 4K up to 64 devices) and number of devices: bytes of pages on the fullest device, alone
-//! and over the mean (0 where no page is full), and at the front; bytes and messages of a decode step of one row that reads everything,
-//! with the bits of one process and merged on the ranks; and the time that the front's link needs for them at its stated rate, both
-//! ways at once, if nothing else takes any: 450 GB/s each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G.
-//! Experts are even, K and V bf16, the map `ShardMap::spread`. That messages have these sizes is tested on 2, 4 and 8 ranks
-//! (`tests/fabric`, `tests/mpi.rs`: within 5 %); the times are no measurement.
+//! A row for each model of the planner, context (4K up to 64 devices) and number of devices. It has the bytes of pages on the fullest
+//! device, alone and over the mean (0 if no page is full), and on the front; bytes and messages of a decode step of one row that reads all
+//! pages, with the bits of one process and merged on the ranks; and the time of the front's link for them at its rated speed, in both
+//! directions at once and without other load: 450 GB/s each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G.
+//! Experts are even, K and V bf16, the map `ShardMap::spread`. The message sizes are tested on 2, 4 and 8 ranks (`tests/fabric`,
+//! `tests/mpi.rs`: within 5 %); the times are not measured.
 
 use pikv::Dtype;
 use pikv::fabric::{RankPlan, Schedule, Wire};
@@ -22,9 +22,9 @@ use std::path::Path;
 const DEVICES: [u32; 8] = [8, 16, 32, 64, 128, 256, 512, 1024];
 const CONTEXTS: [(u32, &str); 4] =
     [(128 << 10, "128K"), (512 << 10, "512K"), (1 << 20, "1M"), (10_000_000, "10M")];
-/// A context of which few pages are full, and the most devices that it is spread over.
+/// A context with few full pages, and the most devices that it is spread over.
 const SHORT: (u32, u32) = (4 << 10, 64);
-/// Links, and bytes a second each way.
+/// Links, and their bytes a second each way.
 const LINKS: [(&str, f64); 2] = [("NVLink", 450e9), ("400G", 50e9)];
 const RING: u32 = 256;
 
@@ -39,7 +39,7 @@ struct Row {
     fast: Wire,
 }
 
-/// Seconds that a link needs for what goes both ways at once.
+/// Seconds that a link needs for the bytes of both directions at once.
 fn seconds(wire: &Wire, rate: f64) -> f64 {
     wire.sent.max(wire.received) / rate
 }
@@ -132,7 +132,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Maps from blocks to devices, as far as one for so many experts and devices can be made.
+/// Maps from blocks to devices; an error where a map does not exist for these experts and devices.
 fn maps(experts: u32, devices: u32) -> [(&'static str, Result<ShardMap, ShardError>); 4] {
     [
         ("paper: block xor expert", ShardMap::xor(devices.max(experts), experts, devices)),
@@ -142,7 +142,7 @@ fn maps(experts: u32, devices: u32) -> [(&'static str, Result<ShardMap, ShardErr
     ]
 }
 
-/// Bytes of pages on the fullest device, and over the mean, under each map: even experts, and one that has a half of the tokens.
+/// Bytes of pages on the fullest device, alone and over the mean, under each map: with even experts, and with one that has half the tokens.
 fn write_maps() -> Result<(), Box<dyn Error>> {
     let columns = "model,context,devices,map,experts,bytes_fullest,of_mean,devices_without";
     let mut sheet = Sheet::new(results::file("maps.csv"), columns, "scale")?;
@@ -180,7 +180,7 @@ fn write_maps() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Milliseconds of the front's 400G link against devices, for one model.
+/// Plots milliseconds of the front's 400G link over the number of devices, for one model.
 fn plot(path: &Path, rows: &[Row]) -> Result<(), Box<dyn Error>> {
     let model = Geometry::ALL[0].name;
     let root = SVGBackend::new(path, (900, 560)).into_drawing_area();

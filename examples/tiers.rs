@@ -1,5 +1,5 @@
-//! Decoding with a part of the pages in lower tiers: the rates of the tiers here, the placement that a linear program makes of them,
-//! and what a step then takes, as a ratio to a step whose pages are all in the first tier. The bits are compared each time.
+//! Decoding with some pages in lower tiers: measures the rates of the tiers, places pages by a linear program, and prints the time of a
+//! step as a ratio to a step with all pages in the first tier. The bits are compared each time.
 //!
 //! `cargo run --release -p pikv-examples --bin tiers [tokens]`
 
@@ -13,7 +13,7 @@ const LAYERS: usize = 8;
 const KV_HEADS: usize = 2;
 const HEADS: usize = 8;
 const DIM: usize = 64;
-/// Tokens that are decoded for each figure, and taken back.
+/// Tokens decoded for each figure, and rolled back.
 const STEPS: usize = 24;
 
 fn noise(seed: u64, n: usize) -> Vec<f32> {
@@ -27,7 +27,7 @@ fn noise(seed: u64, n: usize) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-/// Decodes, gives the median seconds of a step and all outputs, and takes the tokens back.
+/// Decodes, rolls the tokens back, and returns the median seconds of a step and all outputs.
 fn decode(cache: &Cache, sequence: &mut Sequence) -> Result<(f64, Vec<u32>), Error> {
     let (mut seconds, mut bits) = (Vec::new(), Vec::new());
     let mut out = vec![0.0; HEADS * DIM];
@@ -95,7 +95,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let placement = machine.place(&[pool])?;
         sequence.arrange(0..LAYERS, &placement.shares(0))?;
         decode(&cache, &mut sequence)?;
-        // Neighbours on the machine come and go: all-fast is measured beside.
+        // The load of the machine varies: the all-fast step is measured right after.
         let before = cache.fetches();
         let (seconds, got) = decode(&cache, &mut sequence)?;
         let after = cache.fetches();

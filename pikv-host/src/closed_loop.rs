@@ -1,4 +1,4 @@
-//! The closed loop: what attention misses and what policies evict changes how the next tokens are routed.
+//! The closed loop: misses of attention and evictions change how the next tokens are routed.
 
 mod device;
 mod save;
@@ -18,31 +18,32 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Why the loop stopped. The sequences are as before the step, and so are the routers; [`LoopError::Committed`] alone says that the step
-/// is over and its tokens are there.
+/// Reasons why a call of the loop failed. The sequences and routers are as before the step, except after [`LoopError::Committed`]: the step
+/// is then committed.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum LoopError {
-    /// The cache refused.
+    /// An error of the cache.
     #[error(transparent)]
     Cache(#[from] Error),
-    /// A router refused.
+    /// An error of a router.
     #[error("layer {layer}: {source}")]
     Route {
-        /// The layer.
+        /// Layer of the router.
         layer: usize,
-        /// Why.
+        /// Error of the router.
         source: RouteError,
     },
-    /// The step is committed, and every other router has learnt from it; this one refused to, and has forgotten what it chose in it.
+    /// The step is committed and all other routers have learnt from it; this router failed to learn and has dropped its choices in the
+    /// step.
     #[error("the step is committed, but the router of layer {layer} did not learn from it: {source}")]
     Committed {
-        /// The layer, the first if there are several.
+        /// Layer of the router, the first if several failed.
         layer: usize,
-        /// Why.
+        /// Error of the router.
         source: RouteError,
     },
-    /// Not a router for each layer.
+    /// The number of routers is not the number of layers.
     #[error("{got} routers for {layers} layers; one for each is needed")]
     Routers {
         /// Routers given.
@@ -50,26 +51,26 @@ pub enum LoopError {
         /// Layers of the cache.
         layers: usize,
     },
-    /// A router of other experts than the cache's.
+    /// `experts` or `top_k` of a router differ from the cache's.
     #[error(
         "the router of layer {layer} takes {top_k} of {experts} experts, the cache {cache_top_k} of {cache_experts}"
     )]
     Shape {
-        /// The layer.
+        /// Layer of the router.
         layer: usize,
-        /// The router's.
+        /// Experts of the router.
         experts: u32,
-        /// The router's.
+        /// Experts of each token in the router.
         top_k: u32,
-        /// The cache's.
+        /// Experts of the cache.
         cache_experts: u32,
-        /// The cache's.
+        /// Experts of each token in the cache.
         cache_top_k: u32,
     },
 }
 
-/// A cache, a router for each layer, and a metrics sink in one loop (arXiv 2508.06526, algorithm 1, with fetch and update in the order
-/// that a model needs): misses and evictions of a step change how the next tokens are routed.
+/// A cache, a router for each layer, and a metrics sink in one loop: misses and evictions of a step change how the next tokens are routed
+/// (arXiv 2508.06526, algorithm 1, with fetch and update in the order that a model needs).
 ///
 /// A step goes, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), as a model
 /// runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::Read::Experts)), `route` comes before
@@ -114,26 +115,26 @@ pub struct ClosedLoop {
     routes: Vec<Routes>,
     report: StepReport,
     learnt: Learnt,
-    /// Routers as they are on the cache's device.
+    /// State of the routers on the cache's device.
     devices: Devices,
-    /// Whether a step is under way, or was leaked.
+    /// Whether a step is under way or was leaked.
     open: bool,
     scratch: Scratch,
 }
 
-/// What a step needs meanwhile, kept for the next.
+/// Buffers of a step, kept for the next.
 #[derive(Default)]
 struct Scratch {
-    /// First positions and rows of a step's sequences.
+    /// First position and number of rows of each sequence of the step.
     starts: Vec<(Position, usize)>,
-    /// Logits in f32, where they come in 16 bits.
+    /// Logits widened to f32, for input in 16 bits.
     logits: Vec<f32>,
-    /// Of each expert, over all layers.
+    /// Hits of each expert, summed over all layers.
     hits: Vec<f64>,
     misses: Vec<f64>,
-    /// Of each expert of a layer, 32nds of pages: wanted, and missed.
+    /// For each expert of a layer, in 32nds of pages: wanted, and missed.
     parts: [Vec<u64>; 2],
-    /// The same as a router takes them.
+    /// The same in 32 bits, for [`Feedback`](crate::router::Feedback).
     wanted: Vec<u32>,
     missed: Vec<u32>,
 }
@@ -145,10 +146,11 @@ impl std::fmt::Debug for ClosedLoop {
 }
 
 impl ClosedLoop {
-    /// A loop over `cache`, with a router for each layer.
+    /// Builds a loop over `cache`, with a router for each layer.
     ///
     /// # Errors
-    /// Not as many routers as layers, or one of other experts than the cache's.
+    /// [`LoopError::Routers`] unless there is one router for each layer, [`LoopError::Shape`] for a router with other experts than the
+    /// cache.
     pub fn new(cache: Cache, routers: Vec<Box<dyn Router>>) -> Result<ClosedLoop, LoopError> {
         let config = cache.config();
         let layers = config.layers.len();
@@ -175,7 +177,7 @@ impl ClosedLoop {
         Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, devices, open: false, scratch })
     }
 
-    /// Tells `sink` of every step.
+    /// Sets the sink, which receives the metrics of every committed step.
     pub fn sink(mut self, sink: Arc<dyn Sink>) -> ClosedLoop {
         if sink.wants_hits() {
             self.cache.inner.pool.ask();
@@ -189,44 +191,44 @@ impl ClosedLoop {
         &self.cache
     }
 
-    /// The routers, to look at their states ([`ClosedLoop::save`] writes them): as if tokens that were taken back since had never been routed.
+    /// The routers, to inspect their states ([`ClosedLoop::save`] writes them). Tokens that were rolled back are first forgotten.
     pub fn routers(&mut self) -> &[Box<dyn Router>] {
         self.routers_mut()
     }
 
-    /// The routers, to restore their states.
+    /// The routers, to restore their states. Tokens that were rolled back are first forgotten.
     pub fn routers_mut(&mut self) -> &mut [Box<dyn Router>] {
-        // A router that refuses to go back is told by the step that begins next, if it still does.
+        // An error is dropped here: the next step returns it, if it persists.
         let _ = self.learnt.forget(&mut self.routers);
         &mut self.routers
     }
 
-    /// Steps that are kept because tokens of them can be taken back: at most as many as a sequence can take tokens back, and 64 and four
-    /// for each such token where a sequence stands still.
+    /// Past steps kept because a rollback can reach their tokens: at most one for each token that a rollback can take back; with sequences
+    /// that do not advance, at most 64 and four for each such token.
     pub fn kept_steps(&self) -> usize {
         self.learnt.steps()
     }
 
-    /// What the last step that was committed met.
+    /// Report of the last committed step.
     pub fn report(&self) -> &StepReport {
         &self.report
     }
 
-    /// Starts a step, as [`Cache::begin`]. Before it the routers forget tokens that were taken back since they learnt from them, as far
-    /// as the cache's rollback reaches ([`CacheConfig::rollback`](crate::CacheConfig::rollback)) and a fork does not have them still: as
-    /// if they had never been routed, to the bit where their sequence was alone in its steps. Of a step that is taken back in part, pages
-    /// count as the whole step met them.
+    /// Starts a step, as [`Cache::begin`]. First the routers forget tokens that were rolled back since they learnt from them, as far as the
+    /// cache's rollback reaches ([`CacheConfig::rollback`](crate::CacheConfig::rollback)) and unless a fork still has them. Their state is
+    /// then as if these tokens had never been routed; bit for bit if their sequence was alone in its steps. For a step rolled back in part,
+    /// hits and misses of the whole step count.
     ///
     /// # Errors
-    /// Those of [`Cache::begin`]; [`LoopError::Route`] for a router that refuses to go back to an earlier state of its own: it goes on
-    /// with what it has learnt.
+    /// The errors of [`Cache::begin`]; [`LoopError::Route`] for a router that refuses to restore an earlier state of its own: it keeps its
+    /// present state.
     pub fn begin<'a>(
         &'a mut self,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<LoopStep<'a>, LoopError> {
         let step = self.cache.begin(parts)?;
         if std::mem::replace(&mut self.open, true) {
-            // A step was leaked instead of dropped.
+            // The previous step was leaked instead of dropped.
             self.routers.iter_mut().for_each(forget);
         }
         self.devices.forget();
@@ -238,8 +240,8 @@ impl ClosedLoop {
     }
 }
 
-/// Has a router forget what it chose since it last learnt. If it panics there is nothing more that can be done about it, and the caller
-/// may be unwinding.
+/// Makes a router forget its choices since it last learnt. A panic of the router is ignored: nothing more can be done, and the caller may
+/// be unwinding.
 fn forget(router: &mut Box<dyn Router>) {
     let _ = catch_unwind(AssertUnwindSafe(|| router.discard()));
 }

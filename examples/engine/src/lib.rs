@@ -1,5 +1,5 @@
-//! Two small engines over pikv, for its examples and tests: a byte-level Mixtral-layout MoE and, with the feature `llama`, a dense Llama
-//! from a GGUF file. Each runs over a plain contiguous cache and over pikv.
+//! Two small engines over pikv, for examples and tests: a byte-level MoE with the layout of Mixtral and, with the feature `llama`, a dense
+//! Llama from a GGUF file. Each runs over a plain contiguous cache and over pikv.
 #![allow(
     clippy::len_without_is_empty,
     clippy::should_implement_trait,
@@ -13,11 +13,11 @@ pub mod llama;
 pub mod measure;
 pub mod moe;
 
-/// Threads of the products of matrices.
+/// Threads of matrix products.
 pub use gemm_common::Parallelism;
 use std::path::PathBuf;
 
-/// The file or directory `path` of the repository's folder `examples`.
+/// Path of a file or directory in the repository's folder `examples`.
 pub fn example(path: &str) -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join(path)
 }

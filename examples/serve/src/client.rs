@@ -1,11 +1,11 @@
-//! An HTTP client of a few lines, for the tests and the load: one request a connection.
+//! A small HTTP client for the tests and the load generator: one request a connection.
 
 use serde_json::Value;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// An answer, or what has come of it.
+/// Status and head of an answer, with the connection to read its body.
 #[derive(Debug)]
 pub struct Reply {
     pub status: u16,
@@ -13,7 +13,7 @@ pub struct Reply {
     pub body: Body,
 }
 
-/// The rest of a connection.
+/// The unread part of a connection.
 #[derive(Debug)]
 pub struct Body {
     from: BufReader<TcpStream>,
@@ -31,7 +31,7 @@ pub fn send(to: SocketAddr, method: &str, path: &str, body: &[u8], headers: &str
         stream,
         "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}\r\n{headers}\r\n"
     )?;
-    // A server that refuses the head closes before all of the body is sent: its answer can be read all the same.
+    // A server that refuses the head may close before the whole body is sent; its answer is still readable.
     let _ = stream.write_all(body);
     let mut from = BufReader::new(stream);
     let mut line = String::new();
@@ -52,7 +52,7 @@ pub fn send(to: SocketAddr, method: &str, path: &str, body: &[u8], headers: &str
     Ok(Reply { status, headers, body: Body { from, chunked, length } })
 }
 
-/// Asks for a completion.
+/// Requests a completion.
 pub fn complete(to: SocketAddr, body: &Value) -> io::Result<Reply> {
     send(to, "POST", "/v1/completions", body.to_string().as_bytes(), "content-type: application/json\r\n")
 }
@@ -72,7 +72,7 @@ impl Reply {
 }
 
 impl Body {
-    /// The next piece of the body; `None` at its end.
+    /// The next chunk of the body; `None` at its end.
     pub fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
         let length = if self.chunked {
             let mut line = String::new();
@@ -93,7 +93,7 @@ impl Body {
         Ok(Some(bytes))
     }
 
-    /// The next server-sent event's data, one of which comes in each piece or several of them.
+    /// Data of the next server-sent events; a chunk has one or more of them.
     pub fn events(&mut self) -> io::Result<Option<Vec<String>>> {
         let Some(bytes) = self.chunk()? else { return Ok(None) };
         let text = String::from_utf8_lossy(&bytes).into_owned();

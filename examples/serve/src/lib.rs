@@ -3,11 +3,11 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`model`] | a model as the server sees it: tokens of text, and logits of a batch of sequences |
-//! | [`text`] | text out of tokens: whole characters, stop strings |
-//! | [`scheduler`] | who is in the next step: admission, chunks of prompts, parking, deadlines |
-//! | [`http`] | OpenAI's endpoints, metrics, the page that shows where bytes are |
-//! | [`client`] | an HTTP client of a few lines, for the tests and the load |
-//! | [`load`] | clients that come, read, and hang up |
+//! | [`text`] | text from tokens: whole characters, stop strings |
+//! | [`scheduler`] | the requests of each step: admission, chunks of prompts, parking, deadlines |
+//! | [`http`] | OpenAI's endpoints, metrics, the page of memory usage |
+//! | [`client`] | a small HTTP client for the tests and the load generator |
+//! | [`load`] | load generator: clients that send requests, read, and disconnect |
 #![allow(missing_docs, reason = "an example: what needs words has them")]
 
 pub mod client;
@@ -21,30 +21,31 @@ pub use http::server::Server;
 
 use std::time::Duration;
 
-/// Limits and stores of a server.
+/// Limits and storage options of a server.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Bytes of pages of the first tier.
     pub budget: u64,
-    /// Bytes of host memory for pages beneath it, where sequences are parked; 0 for none.
+    /// Bytes of host memory for lower-tier pages, where sequences are parked; 0 for none.
     pub parking: u64,
-    /// Bytes of the budget that prefixes may hold which no request reads; 0 for no index.
+    /// Bytes of the budget for prefixes that no request reads; 0 for no index.
     pub prefixes: u64,
-    /// Newest tokens of each sequence, and the most tokens that a sequence adds in a step: results do not depend on chunks up to there.
+    /// Newest tokens of each sequence kept unpacked, and the most tokens that a sequence adds in a step, so that results do not depend on
+    /// chunks.
     pub ring: u32,
-    /// How older tokens are stored.
+    /// Storage of older tokens.
     pub store: Store,
-    /// Tokens of a step, over all sequences.
+    /// Most tokens of a step, over all sequences.
     pub step: usize,
-    /// Sequences of a step.
+    /// Most sequences of a step.
     pub batch: usize,
-    /// Requests that are open at once, those that wait for their turn included.
+    /// Most open requests, including waiting ones.
     pub requests: usize,
-    /// Connections that are open at once.
+    /// Most open connections.
     pub connections: usize,
-    /// Bytes of a request's body.
+    /// Most bytes of a request's body.
     pub body: usize,
-    /// The longest time that a request may take. A connection on which nothing moves for longer is closed.
+    /// The longest time that a request may take. A connection without progress is closed after a quarter more.
     pub deadline: Duration,
 }
 
@@ -66,10 +67,10 @@ impl Default for Options {
     }
 }
 
-/// How tokens that left the ring are stored.
+/// Storage of tokens that left the ring.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Store {
     Dtype(pikv::Dtype),
-    /// In bf16 as long as they are in the ring, then packed.
+    /// In bf16 in the ring, then packed.
     Packed(pikv::codec::Code),
 }

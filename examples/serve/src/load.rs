@@ -1,4 +1,4 @@
-//! Clients that come, read, and hang up, and what they see.
+//! Load generator: clients that send requests, read, and disconnect, and the times they measure.
 
 use crate::client::complete;
 use crate::model::Model;
@@ -15,10 +15,10 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Errors that a client has to expect; all others are counted as such.
+/// Expected errors under load; others are counted as undocumented.
 const DOCUMENTED: [&str; 2] = ["too_many_requests", "deadline_exceeded"];
 
-/// Who comes.
+/// Parameters of the load.
 #[derive(Clone, Debug)]
 pub struct Load {
     pub clients: usize,
@@ -26,23 +26,23 @@ pub struct Load {
     /// Bytes of the first tier, and of the system prompt that half of the prompts begin with.
     pub budget: u64,
     pub system: usize,
-    /// Tokens of prompts and answers, up to.
+    /// Most tokens of a prompt and of an answer.
     pub prompt: usize,
     pub answer: usize,
-    /// Of so many requests, one is given up halfway.
+    /// One of this many requests is cancelled halfway.
     pub hang_up: u64,
     pub csv: Option<PathBuf>,
 }
 
 impl Default for Load {
     fn default() -> Load {
-        // A request of the repository's model takes about 1.5 MiB: a third of 64 fit.
+        // A request of the repository's model takes about 1.5 MiB: the budget fits a third of 64.
         let (budget, seconds) = (32 << 20, Duration::from_secs(60));
         Load { clients: 64, seconds, budget, system: 512, prompt: 1900, answer: 64, hang_up: 10, csv: None }
     }
 }
 
-/// Times, counts and errors that clients saw.
+/// Times, counts and errors of the clients.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub first: Vec<Duration>,
@@ -50,12 +50,12 @@ pub struct Seen {
     pub tokens: u64,
     pub answers: u64,
     pub hung_up: u64,
-    /// Errors by code, documented ones too.
+    /// Errors by code, including documented ones.
     pub errors: BTreeMap<String, u64>,
 }
 
 impl Seen {
-    /// Errors that are not documented.
+    /// Number of undocumented errors.
     pub fn undocumented(&self) -> u64 {
         self.errors.iter().filter(|(code, _)| !DOCUMENTED.contains(&code.as_str())).map(|(_, n)| n).sum()
     }
@@ -73,7 +73,7 @@ impl Seen {
     }
 }
 
-/// Runs the clients until the time is over.
+/// Runs the clients for the given time.
 pub fn run(at: SocketAddr, model: &str, text: &str, load: &Load) -> Seen {
     let end = Instant::now() + load.seconds;
     std::thread::scope(|scope| {
@@ -105,14 +105,14 @@ fn client(at: SocketAddr, model: &str, text: &str, load: &Load, seed: u64, end: 
     seen
 }
 
-/// One request, given up after so many events.
+/// Runs one request; with `most`, cancels it after this many events.
 fn one(at: SocketAddr, body: &Value, most: Option<usize>, seen: &mut Seen) -> Result<(), Box<dyn Error>> {
     let came = Instant::now();
     let mut reply = complete(at, body)?;
     if reply.status != 200 {
         let error = reply.json()?;
         let code = error["error"]["code"].as_str().unwrap_or("an error without a code").to_string();
-        // Who is turned away comes back a little later.
+        // After a refusal, retry a little later.
         std::thread::sleep(Duration::from_millis(20));
         return Err(code.into());
     }
@@ -141,7 +141,7 @@ fn one(at: SocketAddr, body: &Value, most: Option<usize>, seen: &mut Seen) -> Re
     Err("a stream without an end".into())
 }
 
-/// In milliseconds, the time that this share of `times` does not pass.
+/// Quantile of `times`, in milliseconds.
 fn quantile(times: &mut [Duration], share: f64) -> f64 {
     times.sort_unstable();
     let at = (times.len() as f64 * share) as usize;
@@ -151,10 +151,10 @@ fn quantile(times: &mut [Duration], share: f64) -> f64 {
 /// Measures the load with and without the prefix index.
 ///
 /// # Errors
-/// A server that does not start; errors that are not documented; bytes that are left.
+/// If the server does not start, for undocumented errors, or if pages are left in use.
 pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
     let text = std::fs::read_to_string(pikv_engine::example("text/northangerabbey.txt"))?;
-    // Any place of it may be cut.
+    // ASCII only, so that the text can be cut anywhere.
     let text: String = text.chars().filter(char::is_ascii).collect();
     let mut faults = Vec::new();
     for prefixes in [0, load.budget / 4] {
@@ -192,7 +192,7 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
     if faults.is_empty() { Ok(()) } else { Err(format!("errors, or bytes that are left: {faults:?}").into()) }
 }
 
-/// Where bytes are once every request is over, and prefixes are forgotten.
+/// Memory usage once all requests are over and prefixes are dropped.
 pub fn settle(server: &Server) -> Option<Arc<crate::scheduler::Look>> {
     for _ in 0..3000 {
         let look = server.clear_prefixes()?;
@@ -204,7 +204,7 @@ pub fn settle(server: &Server) -> Option<Arc<crate::scheduler::Look>> {
     server.clear_prefixes()
 }
 
-/// Adds a row with what it was measured on.
+/// Appends a row with machine, day, commit and command.
 fn write(path: &PathBuf, row: &str) -> Result<(), Box<dyn Error>> {
     let said = |program: &str, args: &[&str]| {
         let output = Command::new(program).args(args).output().ok();

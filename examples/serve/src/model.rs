@@ -1,4 +1,4 @@
-//! A model as the server sees it: tokens of text, and logits of a batch of sequences.
+//! The server's interface to a model: encoding of text, and logits of a batch of sequences.
 
 use crate::{Options, Store};
 use pikv::codec::{Codec, Coding};
@@ -12,7 +12,7 @@ use std::error::Error;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-/// Rows of a product of matrices. A fixed number makes a request's logits independent of who else is in the step.
+/// Rows of a matrix product. A fixed number makes a request's logits independent of other requests in the step.
 const ROWS: NonZeroUsize = NonZeroUsize::new(8).unwrap();
 
 enum Kind {
@@ -23,9 +23,9 @@ enum Kind {
 /// A model with its tokenizer.
 pub struct Model {
     pub name: String,
-    /// The most tokens of a sequence.
+    /// Most tokens of a sequence.
     pub context: usize,
-    /// Tokens of the vocabulary.
+    /// Number of tokens of the vocabulary.
     pub vocab: usize,
     /// The token that ends a text.
     pub end: Option<u32>,
@@ -40,7 +40,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// The mixture of experts of this repository: its tokens are bytes, and it continues text.
+    /// The MoE of this repository: its tokens are bytes, and it continues text.
     pub fn moe() -> Result<Model, Box<dyn Error>> {
         let mut model = Moe::load(&pikv_engine::example("models/austen-moe"))?;
         (model.parallelism, model.rows) = (Parallelism::Rayon(0), Some(ROWS));
@@ -51,7 +51,7 @@ impl Model {
         Ok(Model { experts: (c.experts, c.top_k), ..plain })
     }
 
-    /// A model without experts or tokens of its own for anything.
+    /// A model without experts and without special tokens.
     fn new(
         name: &str,
         (context, vocab): (usize, usize),
@@ -70,7 +70,7 @@ impl Model {
         let c = model.config().clone();
         let end = "tokenizer.ggml.eos_token_id";
         let template = "tokenizer.chat_template";
-        // Templates are programs. The one that is known is recognised by its tokens.
+        // Chat templates are programs. Only ChatML is supported; it is recognised by its tokens.
         let template = if gguf.has(template) { gguf.string(template)? } else { "" };
         let token = |text: &str| tokenizer.token(text.as_bytes()).filter(|_| template.contains(text));
         let end = if gguf.has(end) { Some(gguf.whole(end)?) } else { None };
@@ -86,7 +86,7 @@ impl Model {
         Model::llama(&name, &Gguf::open(path)?)
     }
 
-    /// The cache that the options ask for.
+    /// Builds a cache for the options.
     pub fn cache(&self, options: &Options) -> Result<Cache, pikv::Error> {
         let dtype = if let Store::Dtype(dtype) = options.store { dtype } else { Dtype::Bf16 };
         let (kv_heads, query_heads, dim) = self.heads;
@@ -103,7 +103,7 @@ impl Model {
         Cache::new(config)
     }
 
-    /// Tokens of a text, as the model expects it at its start.
+    /// Encodes a text, with the model's start token in front.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         let mut tokens = Vec::from_iter(self.bos);
         match &self.kind {
@@ -115,13 +115,13 @@ impl Model {
         Ok(tokens)
     }
 
-    /// Tokens of messages in ChatML, each a role and a text, up to where the assistant answers; none if the model has no such template.
+    /// Encodes messages in ChatML, each a role and a text, up to the start of the assistant's answer; `None` without that template.
     pub fn encode_chat(&self, messages: &[(String, String)]) -> Option<Result<Vec<u32>, String>> {
         let ((start, end), Kind::Llama(_, tokenizer)) = (self.chat?, &self.kind) else { return None };
         Some(tokenizer.chat(messages, start, end).map_err(|error| error.to_string()))
     }
 
-    /// The bytes that a token stands for; none for one that only structures a text.
+    /// Bytes of a token; empty for a control token.
     pub fn bytes(&self, token: u32) -> Vec<u8> {
         let control = self.chat.is_some_and(|(start, end)| token == start || token == end);
         match &self.kind {
@@ -131,10 +131,10 @@ impl Model {
         }
     }
 
-    /// Adds tokens to the sequences of a batch, in one step of the cache, and gives the logits that follow each, `[tokens][vocab]`.
+    /// Appends tokens to the sequences of a batch in one step of the cache, and returns the logits after each, `[tokens][vocab]`.
     ///
     /// # Errors
-    /// Those of [`Cache::begin`] and [`pikv::Step`]; the sequences are as before then.
+    /// The errors of [`Cache::begin`] and [`pikv::Step`]; the sequences are unchanged then.
     pub fn forward(
         &self,
         batch: &mut Batch<'_>,

@@ -1,25 +1,25 @@
-//! Text out of tokens, as it becomes certain.
+//! Decodes tokens to text as far as it is final.
 
-/// Puts the bytes of tokens together to text: a character whose bytes come with several tokens is given once it is whole, and what may
-/// be the beginning of a stop string is held back until it is known.
+/// Joins the bytes of tokens to text. A character split over tokens is returned once it is complete; a possible beginning of a stop string
+/// is held back until it is decided.
 #[derive(Debug, Default)]
 pub struct Text {
     stops: Vec<String>,
-    /// The beginning of a character.
+    /// An incomplete character.
     bytes: Vec<u8>,
-    /// Text that may still turn out to be a stop string.
+    /// Text that may begin a stop string.
     held: String,
-    /// Whether a stop string came; nothing follows then.
+    /// Whether a stop string was found; no text is returned after it.
     pub stopped: bool,
 }
 
 impl Text {
-    /// Text that ends before the first of these strings, none of which is empty.
+    /// Decoder of a text that ends before the first of these strings; none may be empty.
     pub fn new(stops: Vec<String>) -> Text {
         Text { stops, ..Text::default() }
     }
 
-    /// Takes the bytes of a token, and gives the text that is certain by then.
+    /// Adds the bytes of a token and returns the text that is final.
     pub fn push(&mut self, bytes: &[u8]) -> String {
         self.bytes.extend_from_slice(bytes);
         loop {
@@ -37,7 +37,7 @@ impl Text {
         self.give()
     }
 
-    /// The text that is left when no token follows.
+    /// The remaining text after the last token.
     pub fn finish(&mut self) -> String {
         if !std::mem::take(&mut self.bytes).is_empty() {
             self.held.push(char::REPLACEMENT_CHARACTER);
@@ -46,7 +46,7 @@ impl Text {
         text + &std::mem::take(&mut self.held)
     }
 
-    /// What of the held text is certain.
+    /// Takes the final part of the held text.
     fn give(&mut self) -> String {
         if self.stopped {
             self.held.clear();

@@ -1,4 +1,4 @@
-//! Sequences as they were: cuts at an earlier length, checkpoints, and prefixes sealed for forks to share.
+//! Forks at earlier lengths, checkpoints, and sealed prefixes.
 
 use crate::base::chunks::Common;
 use crate::base::error::{Error, SaveError};
@@ -14,17 +14,17 @@ use std::ops::RangeBounds;
 use std::sync::Arc;
 
 impl Sequence {
-    /// A second sequence with the first `len` tokens, as this one was then: what is seen, filed, evicted and taken back of it from then on
-    /// has the bits of one that was given these tokens and no more. It shares full pages.
+    /// A fork that has only the first `len` tokens. Its later results, evictions and rollbacks have the bits of a sequence that was given
+    /// only these tokens. It shares full pages.
     ///
-    /// * Where nothing of the cache packs or evicts tokens and no window has let any go, any length will do. What the ring no longer has
-    ///   is copied back into it: at most `ring + rollback` tokens a layer and head, nothing with one expert, one shard and sinks in
-    ///   multiples of 32.
-    /// * Any length that [`Sequence::rollback`] reaches will do; no more can be taken back of the fork then than of this one there.
-    /// * Otherwise the nearest [checkpoint](Sequence::checkpoint) at or before `len` is taken. **The fork may be shorter than `len`**:
-    ///   [`Sequence::next_position`] says how long it is.
+    /// * If the cache has no codec and no policy that evicts, and no sliding window has dropped tokens, `len` can be any length. Tokens
+    ///   that the ring of the fork needs are copied into it: at most `ring + rollback` tokens a layer and head, none with one expert, one
+    ///   shard and sinks in multiples of 32.
+    /// * Otherwise `len` can be any length within [`Sequence::rollback`]; the fork's rollback limit is then that of this sequence at `len`.
+    /// * Otherwise the nearest [checkpoint](Sequence::checkpoint) at or before `len` is forked. **The fork may be shorter than `len`**:
+    ///   [`Sequence::next_position`] is its length.
     ///
-    /// Pins stay, those of a checkpoint as they were then. Pages in lower tiers stay there. O(pages).
+    /// The fork keeps pins; a fork of a checkpoint has the pins of the checkpoint. Pages in lower tiers stay there. O(pages).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -44,7 +44,7 @@ impl Sequence {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Cut`] with the lengths that would do; [`Error::Poisoned`]; [`Error::OutOfBudget`] if there is no room for the ring's pages;
+    /// [`Error::Cut`] with the possible lengths; [`Error::Poisoned`]; [`Error::OutOfBudget`] if there is no memory for the ring's pages;
     /// [`Error::Tier`] or [`Error::Device`] if pages cannot be read.
     pub fn fork_at(&self, len: u32) -> Result<Sequence, Error> {
         self.sound()?;
@@ -80,12 +80,12 @@ impl Sequence {
         }
     }
 
-    /// Whether [`Sequence::fork_at`] gives any length from 0 on, without a checkpoint.
+    /// Whether [`Sequence::fork_at`] can fork at any length from 0 on, without a checkpoint.
     pub(crate) fn cuts_anywhere(&self) -> bool {
         self.uncut(0).is_none()
     }
 
-    /// What stands in the way of a cut at a length that a rollback does not reach.
+    /// Reason why a cut out of reach of a rollback is impossible, if any.
     fn uncut(&self, len: u32) -> Option<&'static str> {
         if self.inner.fabric.is_some() {
             return Some("its full pages lie on the ranks of a fabric");
@@ -144,13 +144,12 @@ impl Sequence {
         })
     }
 
-    /// Keeps the sequence as it is, for [`Sequence::fork_at`] to come back to however long it becomes: where a codec packs or a policy
-    /// evicts, what it lets go cannot be had otherwise. One of the same length is replaced.
+    /// Saves the present state, so that [`Sequence::fork_at`] can return to it at any later time. Needed with a codec or a policy that
+    /// evicts, as these discard data. Replaces a checkpoint of the same length.
     ///
-    /// A checkpoint is a fork: it shares pages, and holds those that the sequence lets go or writes to afterwards, the ring and open pages
-    /// first. They count in the budget and in [`Sequence::bytes`], and stay in the first tier, until [`Sequence::drop_checkpoints`];
-    /// nothing drops a checkpoint by itself but a rollback to before it and [`Sequence::clear`]. Forks have the checkpoints too.
-    /// O(layers), no page is taken.
+    /// A checkpoint is a fork: it shares pages, and keeps pages that the sequence later drops or writes to, first the ring and open pages.
+    /// They count in the budget and in [`Sequence::bytes`], and stay in the first tier, until [`Sequence::drop_checkpoints`], a rollback to
+    /// before the checkpoint, or [`Sequence::clear`]. Forks share the checkpoints. O(layers); takes no page.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -193,25 +192,24 @@ impl Sequence {
         Ok(())
     }
 
-    /// Lengths at which there are checkpoints, ascending.
+    /// Lengths of the checkpoints, ascending.
     pub fn checkpoints(&self) -> impl Iterator<Item = u32> {
         self.checkpoints.iter().map(|kept| kept.len)
     }
 
-    /// Drops the checkpoints of those lengths (`..` for all). Their pages are free for others, but for what a sequence still reads.
+    /// Drops the checkpoints of these lengths (`..` for all). Pages that no sequence reads are freed.
     pub fn drop_checkpoints(&mut self, lengths: impl RangeBounds<u32>) {
         self.checkpoints.retain(|kept| !lengths.contains(&kept.len));
     }
 
-    /// Makes the pages now that the tokens of the ring will be filed in, so that forks share them. For a prefix that many sequences start
-    /// with: seal it, then fork it. Without it every fork copies what is in the ring into pages of its own as it goes on, packs them with
-    /// the head's codec, and a prefix no longer than the ring ends up stored once a fork.
+    /// Files the tokens of the ring into pages ahead of time, so that forks share these pages. For a prefix that many sequences start with:
+    /// seal it, then fork it. Otherwise each fork copies the tokens of the ring into pages of its own later and packs them with the head's
+    /// codec, so a prefix no longer than the ring is stored once for each fork.
     ///
-    /// No result changes: forks of a sealed sequence have the bits of forks of one that was not sealed. The pages are a copy of at most
-    /// `ring` tokens a layer and head; none is made where pages of the ring can be those of the run too, with one expert, one shard and
-    /// sinks in multiples of 32. They are held by the sequence and its forks until the last token of the prefix can no longer be taken
-    /// back into the ring. What [`CacheConfig::age`](crate::CacheConfig::age) packs again is packed by each fork. A second call does nothing
-    /// until tokens are added.
+    /// Results do not change: forks of a sealed sequence have the bits of forks of an unsealed one. The pages are a copy of at most `ring`
+    /// tokens a layer and head; nothing is copied with one expert, one shard and sinks in multiples of 32, where the run takes pages of the
+    /// ring. The sequence and its forks hold the pages until no rollback can bring the last token of the prefix back into the ring. Each
+    /// fork applies [`CacheConfig::age`](crate::CacheConfig::age) by itself. A second call does nothing until tokens are added.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -234,8 +232,8 @@ impl Sequence {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfBudget`], [`Error::OutOfMemory`]; [`Error::Poisoned`]; [`Error::OverFabric`], since full pages go to the ranks,
-    /// once for each fork; [`Error::Device`]. The sequence is as before.
+    /// [`Error::OutOfBudget`], [`Error::OutOfMemory`]; [`Error::Poisoned`]; [`Error::OverFabric`], since each fork sends its full pages to
+    /// the ranks; [`Error::Device`]. The sequence is unchanged then.
     pub fn seal(&mut self) -> Result<(), Error> {
         span!("seal", tokens = self.len);
         self.sound()?;
@@ -255,7 +253,7 @@ impl Sequence {
         Ok(())
     }
 
-    /// Has pages that hold the first `until` tokens be those of another sequence, which has the same tokens there.
+    /// Replaces pages of the first `until` tokens by pages of another sequence that has the same tokens there.
     pub(crate) fn share(&mut self, other: &Sequence, until: u32) {
         let inner = self.inner.clone();
         let shapes = inner.shape.config.layers.iter();
@@ -264,7 +262,7 @@ impl Sequence {
         }
     }
 
-    /// Tells every page of the first tier that the sequence refers to, some of them several times.
+    /// Calls `told` for every page of the first tier that the sequence refers to, for some pages several times.
     pub(crate) fn each_page(&self, told: &mut dyn FnMut(&Page)) {
         for layer in &self.layers {
             for head in &layer.heads {
@@ -278,7 +276,7 @@ impl Sequence {
         self.checkpoints.iter().for_each(|kept| kept.each_page(told));
     }
 
-    /// Tells every page of a lower tier that the sequence refers to, some of them several times.
+    /// Calls `told` for every page of a lower tier that the sequence refers to, for some pages several times.
     pub(crate) fn each_slot(&self, told: &mut dyn FnMut(&Arc<Stored>)) {
         for layer in &self.layers {
             let entries = layer.heads.iter().flat_map(|head| head.chains.iter());
@@ -293,7 +291,7 @@ impl Sequence {
         self.checkpoints.iter().for_each(|kept| kept.each_slot(told));
     }
 
-    /// Bytes of the pages of the first tier that it refers to, each once.
+    /// Bytes of the sequence's pages in the first tier, each counted once.
     pub(crate) fn distinct_bytes(&self) -> u64 {
         let (mut seen, mut bytes) = (HashSet::new(), 0);
         self.each_page(&mut |page| {

@@ -1,4 +1,4 @@
-//! Memory that is cleared ahead, seen from the steps of a cache.
+//! Tests of memory that is cleared before steps need it.
 
 use crate::{Cache, CacheConfig, Sequence};
 use pikv_core::dtype::Dtype;
@@ -20,7 +20,7 @@ fn step(cache: &Cache, sequences: &mut [Sequence]) -> Result<(), crate::Error> {
     step.commit()
 }
 
-/// Runs `test` where memory is cleared on the thread that commits.
+/// Runs `test` with one thread, so that memory is cleared on the thread that commits.
 fn alone(test: impl FnOnce() + Send) {
     #[cfg(feature = "rayon")]
     rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread").install(test);
@@ -41,7 +41,7 @@ fn steps_that_open_pages_find_them_free() {
             }
             step(&cache, &mut sequences).expect("a step");
         }
-        // What steps may ask for, the eighth that runs have room in, and a chunk.
+        // At most two pages a head for the next steps, an eighth of the used pages, and the rest of a chunk.
         let used = cache.usage().taken / (16 << 10);
         assert!(free() <= used / 8 + 2 * heads + 2 * 128, "{} pages are free beside {used}", free());
         sequences.clear();
@@ -54,14 +54,14 @@ fn memory_that_is_cleared_ahead_stays_within_the_budget() {
     alone(|| {
         let budget = 24 << 20;
         let cache = cache(budget);
-        // All their heads may ask for 16 MiB at once.
+        // All heads together may need 16 MiB in one step.
         let mut sequences: Vec<Sequence> = (0..32).map(|_| cache.sequence()).collect();
         let mut tokens = 0;
         while step(&cache, &mut sequences).is_ok() {
             tokens += 1;
             let free = cache.inner.pool.arenas.size(0, 0).free();
             let held = cache.usage().taken + free * (16 << 10);
-            // Runs have room for an eighth besides, and a chunk is taken whole.
+            // Runs of pages take up to an eighth more, and a chunk is allocated whole.
             assert!(held <= budget + budget / 8 + (4 << 20), "{held} bytes at {tokens} tokens");
         }
         assert_eq!(tokens, 64);

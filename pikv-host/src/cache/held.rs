@@ -1,4 +1,4 @@
-//! The pages that a sequence holds, listed and read.
+//! Lists and reads the pages of a sequence.
 
 use crate::base::error::Error;
 use crate::base::ids::{PageId, Place, chain_place};
@@ -11,45 +11,45 @@ use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
 use std::sync::Arc;
 
-/// One page that is held.
+/// A page of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageInfo {
-    /// Which one.
+    /// Identity of the page.
     pub id: PageId,
-    /// Tokens in it that belong to the sequence; 0 if all were evicted, and it is kept as a rollback would bring them back.
+    /// Tokens of the sequence in the page; 0 if all were evicted and the page is kept for a rollback.
     pub tokens: u32,
-    /// Position of the first of them, or of those that would come back.
+    /// Position of the first token; if `tokens` is 0, of the first that a rollback would restore.
     pub first: Position,
-    /// Position of the last of them.
+    /// Position of the last token, likewise.
     pub last: Position,
-    /// The tier that it lies in: 0 is the first, which the budget bounds.
+    /// Tier of the page; 0 is the first tier, limited by the budget.
     pub tier: usize,
-    /// The shard that holds it, or would in the first tier.
+    /// Shard of the page; for a page in a lower tier, its shard in the first tier.
     pub shard: u32,
-    /// Whether another sequence reads it too.
+    /// Whether another sequence shares the page.
     pub shared: bool,
-    /// Whether tokens will be added to it: the last page of a run, or of the ring, before it is full.
+    /// Whether the page takes more tokens: the last page of a run or of the ring, while it is not full.
     pub open: bool,
-    /// Whether its tokens were packed by the head's codec.
+    /// Whether the head's codec packed its tokens.
     pub packed: bool,
-    /// Whether they were packed again, by the codec of [`CacheConfig::age`](crate::CacheConfig::age).
+    /// Whether the codec of [`CacheConfig::age`](crate::CacheConfig::age) packed them again.
     pub aged: bool,
-    /// Whether a rank of a fabric holds it, and not this process.
+    /// Whether the page lies on a rank of a fabric instead of in this process.
     pub remote: bool,
-    /// Bytes that it holds, with the original of a packed page while that can still be asked for.
+    /// Bytes of the page, including the unpacked original of a packed page while a rollback can still need it.
     pub bytes: u64,
 }
 
 impl Sequence {
-    /// The pages of a layer's KV head that are held, in whatever tier: sinks, experts, ring, each in order.
+    /// Lists the held pages of a layer's KV head, in all tiers: sinks, experts, ring, each in order.
     ///
-    /// The first pages of the ring also list tokens that left it, until their page is free: those below
-    /// `next_position - in_ring`, which attention reads from the pool (or not at all, if they were evicted there). So the positions of
-    /// all pages are more than [`Sequence::resident`] tokens.
+    /// The first pages of the ring also list tokens that left it, until the page is freed: those below `next_position - in_ring`. Attention
+    /// reads these from the pool, or not at all if they were evicted there. So the pages together list more than [`Sequence::resident`]
+    /// tokens.
     ///
     /// # Errors
-    /// No such layer or KV head.
+    /// [`Error::Layer`], [`Error::KvHead`].
     pub fn pages(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
         let (held, leaked) = match self.stepping {
             false => (Some(self.held(layer, kv_head)?), Vec::new()),
@@ -58,7 +58,7 @@ impl Sequence {
         Ok(held.into_iter().flatten().chain(leaked))
     }
 
-    /// [`Sequence::pages`] with what a step wrote.
+    /// [`Sequence::pages`], including tokens of a step under way.
     fn held(&self, layer: usize, kv_head: usize) -> Result<impl Iterator<Item = PageInfo>, Error> {
         let head = self.head(layer, kv_head)?;
         let state = &self.layers[layer];
@@ -86,11 +86,11 @@ impl Sequence {
         Ok(chains.chain(ring))
     }
 
-    /// The tokens of a resident page: the lane, where [`PageMass`](crate::report::PageMass) has its weight, and the position. A token
-    /// changes its page when it leaves the ring, and when pages that a policy has thinned out are put together.
+    /// The tokens of a held page: the lane, which indexes the weights of [`PageMass`](crate::report::PageMass), and the position. A token
+    /// moves to another page when it leaves the ring, and when pages that a policy has thinned out are merged.
     ///
     /// # Errors
-    /// No such layer, KV head or page.
+    /// [`Error::Layer`], [`Error::KvHead`], [`Error::NoPage`].
     pub fn positions(
         &self,
         layer: usize,
@@ -106,12 +106,12 @@ impl Sequence {
         Ok((0..PAGE).filter(move |lane| live >> lane & 1 == 1).map(move |lane| (lane, found.position(lane))))
     }
 
-    /// Key and value of the token at `lane` of a resident page, as stored, decoded to f32 (of a packed page, what its codec
-    /// left of them). Of a page in a lower tier, the whole is read for it.
+    /// Copies the key and value of the token at `lane` of a held page, decoded to f32 (of a packed page: with the loss of its codec), and
+    /// returns the position. A page in a lower tier is read as a whole.
     ///
     /// # Errors
-    /// No such layer, KV head or page, slices that do not have `k_dim` and `v_dim` elements, a device that fails, or
-    /// [`Error::Tier`].
+    /// [`Error::Layer`], [`Error::KvHead`], [`Error::NoPage`], [`Error::Length`] for slices that do not have `k_dim` and `v_dim` elements,
+    /// [`Error::Device`], [`Error::Tier`].
     pub fn read(
         &self,
         layer: usize,
@@ -182,29 +182,29 @@ impl Sequence {
     }
 }
 
-/// Where a page lies.
+/// Memory of a page.
 #[derive(Clone, Copy)]
 enum At<'a> {
     Page(&'a Page),
     Slot(&'a Arc<Stored>),
 }
 
-/// A page that is there.
+/// A held page.
 struct Found<'a> {
     at: At<'a>,
     live: u32,
-    /// The lanes from the first to the last of which it reaches.
+    /// Lanes that `first` and `last` of [`PageInfo`] are taken from.
     spans: u32,
-    /// Its codec and its last position, if it is packed.
+    /// Codec and last position, if the page is packed.
     packed: Option<(&'a HeadCodec, u32)>,
-    /// Whether it has room, and whether it was packed again.
+    /// Whether it takes more tokens.
     open: bool,
     aged: bool,
     bytes: u64,
 }
 
 impl<'a> Found<'a> {
-    /// A page of the ring with so many tokens.
+    /// A ring page with `fill` tokens.
     fn ring(page: &'a Page, fill: u32) -> Found<'a> {
         let (live, open, bytes) = (filled(fill), fill < PAGE, page.bytes());
         Found { at: At::Page(page), live, spans: live, packed: None, open, aged: false, bytes }
@@ -220,7 +220,7 @@ impl<'a> Found<'a> {
             Held::Away(Away { slot, .. }) => (At::Slot(slot), slot.bytes()),
             _ => (At::Page(entry.page()?), entry.bytes()),
         };
-        // Lanes that lost their token for good may hold another one's position by now.
+        // A lane that lost its token for good may have the position of another token.
         let spans = if entry.live != 0 { entry.live } else { entry.pending };
         if spans == 0 {
             return None;
@@ -238,7 +238,7 @@ impl<'a> Found<'a> {
         }
     }
 
-    /// `in_common` says that a fork has the list in which it stands.
+    /// `in_common`: whether a fork shares the list that the page is in.
     fn info(&self, id: PageId, shard: u32, in_common: bool) -> PageInfo {
         let (tier, shard, shared, remote) = match self.at {
             At::Page(page) => (0, page.shard(), page.is_shared(), false),

@@ -1,4 +1,4 @@
-//! What the sequences and steps of a cache share.
+//! State shared by the sequences and steps of a cache.
 
 use crate::attend::executor::Executor;
 use crate::base::chunks::Common;
@@ -14,28 +14,28 @@ use crate::pages::filing::Layer;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-/// What sequences of a cache share.
+/// State shared by the sequences of a cache.
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub shape: Arc<CacheShape>,
     pub pool: Pool,
-    /// What computes attention.
+    /// Computes attention.
     pub executor: Arc<dyn Executor>,
-    /// Where rankings are done.
+    /// Scratch memory for ranking tokens.
     pub rooms: Rooms,
-    /// The ranks that keep full pages.
+    /// The ranks of a fabric, if full pages lie there.
     pub fabric: Option<Arc<Front>>,
-    /// Who gives pages back when a step would pass the budget.
+    /// Holders of pages that can be freed when a step would exceed the budget.
     pub idle: Idle,
-    /// Sequences that may be parked then.
+    /// Sequences that can be parked when a step would exceed the budget.
     pub parkables: Parkables,
-    /// Steps that were begun.
+    /// Number of steps begun.
     pub clock: AtomicU64,
-    /// The layers of a sequence without tokens, which those share.
+    /// Layers of an empty sequence, shared by all empty sequences.
     pub blank: Vec<Common<Layer>>,
 }
 
-/// Layers without tokens.
+/// Builds the layers of an empty sequence.
 pub(crate) fn blank(inner: &CacheShape) -> Vec<Common<Layer>> {
     let shapes = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
     let rules = inner.stores.iter().zip(&inner.codecs).zip(&inner.rules);
@@ -46,15 +46,15 @@ pub(crate) fn blank(inner: &CacheShape) -> Vec<Common<Layer>> {
 }
 
 impl Inner {
-    /// Sets page memory aside. Where it would else pass the budget, what nobody reads goes first, then parkable sequences, none of a higher
-    /// `priority` than this.
+    /// Reserves page memory. If the budget does not suffice, it frees idle pages first, then parks parkable sequences, none with a priority
+    /// above `priority`.
     ///
     /// # Errors
-    /// [`Error::OutOfBudget`]; of a tier or a device that sequences could not go to.
+    /// [`Error::OutOfBudget`]; [`Error::Tier`] or [`Error::Device`] if sequences could not be parked.
     pub fn reserve(&self, bytes: u64, priority: Option<i32>) -> Result<Reservation, Error> {
         loop {
             match self.pool.arenas.reserve(bytes) {
-                // Again, as others may have taken what came free.
+                // Retry: other threads may have taken the freed bytes.
                 Err(Error::OutOfBudget { needed, .. })
                     if needed <= self.pool.arenas.budget() && self.make_room(needed, priority)?.freed > 0 => {
                 }
@@ -63,7 +63,7 @@ impl Inner {
         }
     }
 
-    /// [`Cache::make_room`](crate::Cache::make_room), by sequences of at most this priority; without tiers only prefixes can go.
+    /// [`Cache::make_room`](crate::Cache::make_room), limited to sequences of at most `priority`; without tiers only idle pages are freed.
     pub(crate) fn make_room(&self, bytes: u64, priority: Option<i32>) -> Result<MadeRoom, Error> {
         let arenas = &self.pool.arenas;
         let available = || arenas.budget().saturating_sub(arenas.taken());
@@ -74,7 +74,7 @@ impl Inner {
             if missing == 0 {
                 break;
             }
-            // Again after each that was parked: what it shared with prefixes may be idle then.
+            // Ask again after each parked sequence: pages that it shared with prefixes may be idle then.
             let came = self.idle.give_back(missing);
             made.freed += came;
             if came > 0 {

@@ -1,4 +1,4 @@
-//! A picture of what a sequence holds.
+//! A list and a drawing of the pages of a sequence.
 
 use crate::base::ids::Place;
 use crate::base::text::Bytes;
@@ -7,26 +7,26 @@ use crate::cache::sequence::Sequence;
 use pikv_core::page::PAGE;
 use std::fmt::Write;
 
-/// How a page is held.
+/// Storage form of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Form {
-    /// With room for more tokens.
+    /// Not full: takes more tokens.
     Open,
-    /// In the stored dtypes.
+    /// Full, in the stored dtypes.
     Full,
     /// Packed by the head's codec.
     Packed,
     /// Packed again by the codec of old pages.
     PackedAgain,
-    /// In a lower tier.
+    /// In a lower tier, in any codec.
     LowerTier,
-    /// On a rank of a fabric.
+    /// On a rank of a fabric, in any codec.
     Rank,
 }
 
 impl Form {
-    /// All of them.
+    /// All forms.
     pub const ALL: [Form; 6] =
         [Form::Open, Form::Full, Form::Packed, Form::PackedAgain, Form::LowerTier, Form::Rank];
 
@@ -40,7 +40,7 @@ impl Form {
 }
 
 impl PageInfo {
-    /// How the page is held.
+    /// Storage form of the page.
     pub fn form(&self) -> Form {
         match self {
             PageInfo { remote: true, .. } => Form::Rank,
@@ -66,7 +66,7 @@ pub struct SequenceMap {
 }
 
 impl Sequence {
-    /// What the sequence holds, page by page. O(pages).
+    /// Lists the pages of the sequence. O(pages).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -106,12 +106,12 @@ fn short_name(place: Place) -> String {
 }
 
 impl SequenceMap {
-    /// Bytes of the first tier: as [`Sequence::bytes`] counts them.
+    /// Bytes in the first tier, equal to [`Sequence::bytes`].
     pub fn bytes(&self) -> u64 {
         self.pages().filter(|page| page.tier == 0).map(|page| page.bytes).sum::<u64>() + self.past
     }
 
-    /// Pages of this form in all layers and heads, and their bytes.
+    /// Number of pages in this form over all layers and heads, and their bytes.
     pub fn of(&self, form: Form) -> (usize, u64) {
         let pages = self.pages().filter(|page| page.form() == form);
         pages.fold((0, 0), |(count, bytes), page| (count + 1, bytes + page.bytes))
@@ -121,8 +121,9 @@ impl SequenceMap {
         self.heads.iter().flatten().flatten()
     }
 
-    /// A drawing in SVG: a row for each KV head of each layer, a bar for each page, as high as the share of its tokens that are left, in the
-    /// colour of its [`Form`]; older pages are paler. Runs stand apart: sinks, experts, and the ring at the right. Some 70 bytes a page.
+    /// A drawing in SVG: one row for each KV head of each layer, one bar for each page. The height of a bar is the share of its tokens that
+    /// are left, its colour the [`Form`]; older pages are paler. Runs are separated: sinks, experts, and the ring at the right. About 70
+    /// bytes a page.
     pub fn svg(&self) -> String {
         const WIDE: usize = 6;
         const HIGH: usize = 14;
@@ -173,7 +174,7 @@ impl SequenceMap {
         out + "</svg>\n"
     }
 
-    /// What each colour means, how many pages have it, and their bytes; and the pixels that it reaches to.
+    /// The legend (form, number of pages, bytes, for each colour), and its width in pixels.
     fn legend(&self) -> (String, usize) {
         let (mut out, mut x) = (String::new(), 8);
         for form in Form::ALL {
@@ -192,7 +193,7 @@ impl SequenceMap {
         (out, x)
     }
 
-    /// The bars of one head, those of a form and shade in one path.
+    /// Draws the bars of one head, one SVG path for each form and shade.
     fn row(
         &self,
         out: &mut String,

@@ -1,4 +1,4 @@
-//! The cache: configuration, page memory, and the way in to sequences and steps.
+//! The cache: configuration, page memory, and constructors of sequences and steps.
 
 pub mod cut;
 #[cfg(test)]
@@ -51,21 +51,21 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Usage {
-    /// On each shard.
+    /// Bytes in use on each shard.
     pub shards: Vec<u64>,
-    /// In use or set aside for a step under way.
+    /// Bytes in use, or reserved for a step under way.
     pub taken: u64,
-    /// The budget.
+    /// Budget, in bytes.
     pub budget: u64,
-    /// Pages in the tiers beneath it; bytes of sequences that share a page count once.
+    /// Usage of the lower tiers; a page that sequences share counts once.
     pub tiers: Vec<TierUsage>,
-    /// Bytes of host memory in which the extremes of the keys of known pages lie, held or not ([`Hits`](crate::rules::Hits)); bytes that sequences
-    /// share count once. They are beside the budget. 0 where nobody asks for hits.
+    /// Host memory for the least and largest key values of pages, held or evicted ([`Hits`](crate::rules::Hits)), in bytes; a page that
+    /// sequences share counts once. It is not part of the budget. 0 where hits are not counted.
     pub ghosts: u64,
 }
 
 impl fmt::Display for Usage {
-    /// A table: bytes in use and at most, of the first tier, of its shards where there is more than one, and of the tiers beneath.
+    /// A table of bytes in use and their limit: the first tier, its shards if there are several, and the lower tiers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::default();
         table.row([&"", &"in use", &"at most", &"share"]);
@@ -118,11 +118,11 @@ impl fmt::Display for Usage {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Rows<'a> {
-    /// The sequence.
+    /// Sequence that the rows attend to.
     pub sequence: &'a Sequence,
     /// Position of the first row. A row sees positions up to its own.
     pub first: Position,
-    /// Rows.
+    /// Number of rows.
     pub rows: u32,
 }
 
@@ -160,10 +160,10 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Builds a cache. No page memory is taken before a step needs it.
+    /// Builds a cache. It takes no page memory until a step needs it.
     ///
     /// # Errors
-    /// What is wrong with the configuration; [`Error::Tier`] for a tier that could not be opened.
+    /// [`Error::Config`] for an invalid configuration; [`Error::Tier`] if a tier could not be opened.
     pub fn new(config: CacheConfig) -> Result<Cache, Error> {
         Cache::with(config, None)
     }
@@ -188,18 +188,18 @@ impl Cache {
         &self.inner.shape.config
     }
 
-    /// Bytes of the tables of rotations, which no budget bounds: `4 * rotary_dim` a position, up to the longest sequence so far, rounded up
-    /// to a power of two, for each rotation that differs.
+    /// Bytes of the RoPE tables, which are not part of the budget: for each distinct RoPE `4 * rotary_dim` a position, up to the longest
+    /// sequence so far, rounded up to a power of two.
     pub fn table_bytes(&self) -> u64 {
         self.inner.pool.tables.bytes()
     }
 
-    /// Has the tables of rotations of keys that are stored before them ([`LayerShape::rope`](pikv_core::plan::LayerShape::rope)) reach
-    /// `positions` tokens, so that no step up to there waits for them. Each rotation takes `4 * rotary_dim` bytes a position, rounded up to a power of
-    /// two, beside the budget ([`Cache::table_bytes`]), and about a microsecond for 20 pairs.
+    /// Extends the RoPE tables of layers that store keys before their rotation ([`LayerShape::rope`](pikv_core::plan::LayerShape::rope)) to
+    /// `positions` tokens, so that no step below that length has to do it. Each distinct RoPE takes `4 * rotary_dim` bytes a position,
+    /// rounded up to a power of two, outside the budget ([`Cache::table_bytes`]), and about a microsecond for 20 pairs.
     ///
     /// # Errors
-    /// [`Error::PositionOverflow`] past the last position, [`Error::OutOfMemory`].
+    /// [`Error::PositionOverflow`] if `positions` exceeds the largest position, [`Error::OutOfMemory`].
     pub fn reserve_positions(&self, positions: u32) -> Result<(), Error> {
         if positions > Position::MAX.0 {
             return Err(Error::PositionOverflow { position: u64::from(positions) });
@@ -208,10 +208,10 @@ impl Cache {
             .try_for_each(|layer| self.inner.pool.tables.grow(layer, positions))
     }
 
-    /// The rules by which sequences take pages in a layer, to plan with.
+    /// Rules for the number of pages of a sequence in a layer, for planning.
     ///
     /// # Errors
-    /// No such layer.
+    /// [`Error::Layer`].
     pub fn store(&self, layer: usize) -> Result<&StoreShape, Error> {
         self.inner
             .shape
@@ -220,12 +220,12 @@ impl Cache {
             .ok_or(Error::Layer { layer, layers: self.inner.shape.stores.len() })
     }
 
-    /// Bytes of one layer at `len` tokens of which `filed[e]` lie in the pages of expert `e`; [`StoreShape::head_bytes_at`] of
-    /// each head. Pages that a second codec packed again ([`CacheConfig::age`]) count as the first left them. Where hits are counted
-    /// ([`Hits`](crate::rules::Hits)), with [`Cache::ghost_bytes_at`].
+    /// Bytes of one layer at `len` tokens, `filed[e]` of them in pages of expert `e`: the sum of [`StoreShape::head_bytes_at`] over heads
+    /// and, where hits are counted ([`Hits`](crate::rules::Hits)), [`Cache::ghost_bytes_at`]. Pages that a second codec packed again
+    /// ([`CacheConfig::age`]) count with the size of the first codec.
     ///
     /// # Errors
-    /// No such layer.
+    /// [`Error::Layer`].
     pub fn bytes_at(&self, layer: usize, len: u32, filed: &[Filed]) -> Result<u64, Error> {
         let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
         let pages: u64 = self
@@ -237,23 +237,23 @@ impl Cache {
         Ok(pages + self.ghost_bytes_at(layer, len)?)
     }
 
-    /// The most bytes of one layer at `len` tokens in which the extremes of the keys of known pages lie, held or evicted; 0 where nobody
-    /// asks for hits. They are beside the budget: [`Usage::ghosts`]. Whole sheets of 8 pages count, a page being 32 tokens of an expert. A sequence that was taken back
-    /// keeps those of its greatest length.
+    /// The most bytes that the least and largest key values of the pages of one layer, held or evicted, take at `len` tokens; 0 where hits
+    /// are not counted. They are not part of the budget: [`Usage::ghosts`]. A page is 32 tokens of an expert, and memory is taken for 8
+    /// pages at a time. A rollback does not free them.
     ///
     /// # Errors
-    /// No such layer.
+    /// [`Error::Layer`].
     pub fn ghost_bytes_at(&self, layer: usize, len: u32) -> Result<u64, Error> {
         let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
         let Some(hits) = self.inner.pool.hits().filter(|_| store.files(shape, u32::MAX)) else {
             return Ok(0);
         };
-        // Those that a rollback could ask for are known beside the newest.
+        // Beside the newest pages, those that a rollback could need.
         let slack = store.ring.slack();
         let pages = u64::from(self.inner.shape.known_before(len).saturating_sub(store.sinks) / PAGE);
         let beside = u64::from(slack.div_ceil(PAGE) * store.experts.min(PAGE)) + ghosts::SHEET as u64;
         let seen = shape.window.map_or(u64::MAX, |window| {
-            // Pages of an expert that is rare can hold one token that is seen.
+            // A page of a rare expert may hold a single visible token.
             u64::from(window.saturating_add(slack)).div_ceil(u64::from(PAGE))
                 + u64::from(store.experts)
                 + beside
@@ -262,12 +262,11 @@ impl Cache {
         Ok(u64::from(shape.kv_heads) * ghosts::bytes(&shape.layout, most))
     }
 
-    /// The most bytes of one layer at `len` tokens, whatever the router chose; [`StoreShape::head_bytes_at_most`] of each head,
-    /// what pages take that are held as both of its codecs left them, since a rollback could ask for either, and
-    /// [`Cache::ghost_bytes_at`].
+    /// The most bytes of one layer at `len` tokens, for any choice of the router: the sum over heads of [`StoreShape::head_bytes_at_most`]
+    /// and of pages held in both codecs because a rollback could need either, and [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
-    /// No such layer.
+    /// [`Error::Layer`].
     pub fn bytes_at_most(&self, layer: usize, len: u32) -> Result<u64, Error> {
         let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
         let slack = store.ring.slack();
@@ -286,7 +285,7 @@ impl Cache {
         Sequence::new(self.inner.clone())
     }
 
-    /// An empty sequence with options of its own: a request that may hold less than others, say.
+    /// An empty sequence with options, such as a smaller token budget.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -307,7 +306,7 @@ impl Cache {
     /// ```
     ///
     /// # Errors
-    /// [`Error::SequenceBudget`] for a budget that could not act.
+    /// [`Error::SequenceBudget`] for a budget that would have no effect.
     pub fn sequence_with(&self, options: SequenceOptions) -> Result<Sequence, Error> {
         let mut sequence = self.sequence();
         if let Some(tokens) = options.budget {
@@ -326,25 +325,25 @@ impl Cache {
         Usage { shards, taken: arenas.taken(), budget: arenas.budget(), tiers, ghosts }
     }
 
-    /// Counts of work that failed without failing a call, since the cache was built.
+    /// Counts, since the cache was built, of failures that no call returned as an error.
     pub fn failures(&self) -> Failures {
         self.inner.pool.failures.read()
     }
 
-    /// Pages that attention read from lower tiers so far.
+    /// Counts of pages that attention read from lower tiers.
     pub fn fetches(&self) -> Fetches {
         self.inner.pool.tiers.as_ref().map_or_else(Fetches::default, Levels::fetches)
     }
 
-    /// Starts a step that adds tokens to sequences: `parts` are pairs of a sequence and its number of new tokens. Pages are reserved
-    /// for all layers, or none. If the step would else pass the budget, prefixes that a [`PrefixIndex`](crate::prefix::PrefixIndex) holds and
-    /// no sequence reads make room; in a cache with [tiers](crate::tiers), [`Parkable`](crate::save::Parkable) sequences are parked then
-    /// ([`Cache::make_room`]), and after those older pages of these sequences move down.
+    /// Starts a step that adds tokens to sequences: `parts` are pairs of a sequence and its number of new tokens. Pages are reserved for
+    /// all layers, or for none. If the budget does not suffice, the step first frees prefixes of a
+    /// [`PrefixIndex`](crate::prefix::PrefixIndex) that no sequence reads; in a cache with [tiers](crate::tiers) it then parks
+    /// [`Parkable`](crate::save::Parkable) sequences ([`Cache::make_room`]), and last moves older pages of these sequences to lower tiers.
     ///
     /// # Errors
-    /// [`Error::OutOfBudget`] with the bytes needed and available; a sequence of another cache, [poisoned](Error::Poisoned), with no
-    /// tokens to add, or at the end of positions; [`Error::Tier`] or a device if pages could not go down. Nothing changes then, but that pages which went down
-    /// stay there.
+    /// [`Error::OutOfBudget`] with the bytes needed and available; [`Error::NoSequences`], [`Error::NoTokens`], [`Error::ForeignSequence`],
+    /// [`Error::Poisoned`], [`Error::PositionOverflow`]; [`Error::Tier`] or [`Error::Device`] if pages could not be moved. The sequences
+    /// are unchanged then, except that pages already moved to a lower tier stay there.
     pub fn begin<'a>(
         &self,
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
@@ -352,8 +351,8 @@ impl Cache {
         Step::begin(self.inner.clone(), parts)
     }
 
-    /// Bytes that [`Cache::begin`] would set aside for a step of these sequences and numbers of new tokens, and what the budget has left.
-    /// Takes nothing, so a scheduler can ask before it admits a request. O(layers, heads and experts).
+    /// Bytes that [`Cache::begin`] would reserve for a step of these sequences and numbers of new tokens, and bytes left of the budget. It
+    /// reserves nothing, so a scheduler can ask before it admits a request. O(layers, heads and experts).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -369,8 +368,8 @@ impl Cache {
     /// ```
     ///
     /// # Errors
-    /// As [`Cache::begin`], but for the budget: no sequences, one of another cache, [poisoned](Error::Poisoned), with no tokens to add, or
-    /// at the end of positions.
+    /// [`Error::NoSequences`], [`Error::NoTokens`], [`Error::ForeignSequence`], [`Error::Poisoned`] and [`Error::PositionOverflow`], as
+    /// [`Cache::begin`].
     pub fn step_bytes<'s>(
         &self,
         parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
@@ -378,11 +377,12 @@ impl Cache {
         step::bytes::step_bytes(&self.inner, parts)
     }
 
-    /// Attends query rows over what sequences hold, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, in
-    /// f32, f16 or bf16 ([`Scalar`]), the rows of all sequences one after the other.
+    /// Attends query rows over tokens of sequences, outside a step; [`Rows`] has an example. `q` is `[rows][query_heads][k_dim]`, in f32,
+    /// f16 or bf16 ([`Scalar`]), the rows of all sequences one after the other.
     ///
     /// # Errors
-    /// As [`Step::attend`]; a sequence of another cache, or a [poisoned](Error::Poisoned) one; and rows at positions that a sequence has not reached, or that lie before its ring.
+    /// The errors of [`Step::attend`]; [`Error::ForeignSequence`], [`Error::Poisoned`]; [`Error::QueryPosition`] for rows past the end of a
+    /// sequence, or so old that the ring does not hold their newest tokens.
     pub fn attend(
         &self,
         layer: usize,
@@ -398,7 +398,7 @@ impl Cache {
             part.sequence.sound()?;
             let (len, first) = (part.sequence.len, u64::from(part.first.0));
             let end = first + u64::from(part.rows);
-            // An older row would look for tokens in the ring that are in pages only by now.
+            // For an older row, tokens that were in the ring have moved to pages.
             let oldest = len - part.sequence.rollback_limit().min(len.saturating_sub(1)) - len.min(1);
             if first < u64::from(oldest) || end > u64::from(len) + 1 {
                 return Err(Error::QueryPosition { first, end, oldest, len });
@@ -407,7 +407,7 @@ impl Cache {
         let all = rows.iter().map(|part| part.rows as usize).sum();
         span!("attend", layer = layer, rows = all);
         let shape = self.inner.shape.layer(layer)?;
-        // What a leaked step wrote is not seen.
+        // Tokens of a leaked step are not visible.
         let mut repaired: Vec<Option<Sequence>> = Vec::new();
         if rows.iter().any(|part| part.sequence.stepping) {
             repaired.extend(rows.iter().map(|part| part.sequence.stepping.then(|| part.sequence.repaired())));

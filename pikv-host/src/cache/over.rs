@@ -9,16 +9,17 @@ use crate::router::Eplb;
 use std::sync::Arc;
 
 impl Cache {
-    /// A cache whose full pages lie on the ranks of a fabric, those of shard `s` of the map on rank `s % ranks`. The budget of
-    /// the configuration is that of the front: ring, sinks, and pages that fill up, or that a fork shares or a rollback could
-    /// reach; every rank has its own.
+    /// Builds a cache that keeps full pages on the ranks of a fabric, those of shard `s` of the map on rank `s % ranks`. The budget of the
+    /// configuration is for the pages of the front: ring, sinks, pages that are not full, and pages that a fork shares or a rollback can
+    /// reach. Each rank has a budget of its own.
     ///
-    /// Everything works as in a cache of one process and returns its bits ([`Options::fast`] apart). A page that a policy looks into,
-    /// [`Sequence::read`](crate::Sequence::read) and pages that are put together after an eviction are brought here for it.
+    /// Results have the bits of a cache in one process, except with [`Options::fast`]. Pages are fetched from their ranks for policies that
+    /// read pages, for [`Sequence::read`](crate::Sequence::read), and to merge thinned-out pages.
     ///
     /// # Errors
-    /// What is wrong with the configuration, [`ConfigError::Fabric`] for what does not go together, [`ConfigError::Shards`] for more
-    /// ranks than there can be shards; [`Error::Fabric`] if a rank does not answer, has another version, or was built from another configuration.
+    /// [`Error::Config`]: an invalid configuration, [`ConfigError::Fabric`] for tiers or a device at the front, [`ConfigError::Shards`] for
+    /// more ranks than shards are possible. [`Error::Fabric`] if a rank does not answer, has another version, or was built from another
+    /// configuration.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -63,52 +64,51 @@ impl Cache {
         self.inner.fabric.as_ref().ok_or(FabricError::None)
     }
 
-    /// What each rank of the fabric holds. Asks them all.
+    /// Usage of each rank of the fabric. Sends a request to each rank.
     ///
     /// # Errors
-    /// A cache that is over none, or a rank that is lost by it.
+    /// [`FabricError::None`] for a cache without a fabric; [`FabricError::Lost`].
     pub fn ranks(&self) -> Result<Vec<RankUsage>, Error> {
         Ok(self.front()?.usage()?)
     }
 
-    /// What went over the fabric so far.
+    /// Traffic over the fabric since the cache was built.
     ///
     /// # Errors
-    /// A cache that is over none.
+    /// [`FabricError::None`] for a cache without a fabric.
     pub fn traffic(&self) -> Result<Traffic, Error> {
         Ok(self.front()?.traffic())
     }
 
-    /// How even the pages are spread over the ranks that are there. Asks them.
+    /// How evenly pages are spread over the ranks that answer. Sends a request to each rank.
     ///
     /// # Errors
-    /// A cache that is over no fabric, or a rank that is lost by it.
+    /// [`FabricError::None`] for a cache without a fabric; [`FabricError::Lost`].
     pub fn skew(&self) -> Result<Skew, Error> {
         Ok(self.front()?.skew()?)
     }
 
-    /// Places the experts of a layer anew by DeepSeek's EPLB, and moves their pages: block `t` of an expert goes to the rank of
-    /// its replica `t mod replicas`, so that an expert with more load has its pages on more ranks. Without `loads` (of each
-    /// expert, in any unit), those are the bytes that attention read of it since it was last placed. Blocks that come later
-    /// follow. O(pages of the layer).
+    /// Assigns the experts of a layer to ranks by DeepSeek's EPLB, and moves their pages: block `t` of an expert goes to the rank of its
+    /// replica `t mod replicas`, so an expert with more load has its pages on more ranks. `loads` is the load of each expert, in any unit;
+    /// `None` takes the bytes that attention read of each expert since the last assignment. New blocks follow the assignment. O(pages of
+    /// the layer).
     ///
-    /// Other threads may attend meanwhile: a block is copied before it leaves, and one that is being read stays until it was read.
+    /// Other threads may attend meanwhile: a block is copied before it is removed, and stays until its readers are done.
     ///
     /// # Errors
-    /// A cache that is over no fabric; [`FabricError::Placement`]; [`FabricError::Count`] if the devices are not the ranks; a rank
-    /// that is lost, or has no room. What moved before stays moved; no page is lost by it.
+    /// [`FabricError::None`]; [`FabricError::Placement`]; [`FabricError::Count`] unless there is one load for each expert, and one device
+    /// for each rank; [`FabricError::Lost`], [`FabricError::Budget`]. Blocks already moved stay moved; no page is lost.
     pub fn rebalance(&self, layer: usize, eplb: &Eplb, loads: Option<&[f64]>) -> Result<Moves, Error> {
         self.inner.shape.layer(layer)?;
         Ok(self.front()?.rebalance(layer, eplb, loads)?)
     }
 
-    /// Has each page of an expert lie on `copies` ranks: those that read them take turns by what they have to do, and a rank
-    /// that is lost takes none of them along. Blocks that come later are replicated by the next call. 1 leaves one copy of
-    /// each.
+    /// Keeps each page of an expert on `copies` ranks. Reads go to the copy on the rank with the least to do, and a page with another copy
+    /// survives the loss of a rank. New blocks are replicated by the next call. 1 removes all copies but one.
     ///
     /// # Errors
-    /// A cache that is over no fabric, no such layer or expert, [`FabricError::Count`] for no copies or more than there are
-    /// ranks; a rank that is lost, or has no room. What was copied before stays; no page is lost by it.
+    /// [`FabricError::None`]; [`Error::Layer`], [`Error::Expert`]; [`FabricError::Count`] for 0 copies or more than there are ranks;
+    /// [`FabricError::Lost`], [`FabricError::Budget`]. Blocks already copied stay; no page is lost.
     pub fn replicate(&self, layer: usize, expert: u16, copies: u32) -> Result<Moves, Error> {
         self.inner.shape.layer(layer)?;
         let (front, experts) = (self.front()?, self.config().experts);

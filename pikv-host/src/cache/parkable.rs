@@ -1,4 +1,4 @@
-//! Sequences that a cache may park by itself, when room is wanted.
+//! Sequences that a cache may park by itself to free memory.
 
 use crate::base::chunks::Chunks;
 use crate::base::error::Error;
@@ -17,12 +17,12 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// Where the pages of a parkable sequence are.
+/// State of a parkable sequence.
 #[derive(Debug)]
 enum State {
     Awake(Box<Sequence>),
     Parked(Parked),
-    /// The handle gave it away.
+    /// Taken out of the handle for good.
     Gone,
 }
 
@@ -34,12 +34,12 @@ struct Slot {
 }
 
 impl Slot {
-    /// What it is, once nobody else looks. A thread that panicked with it left a sequence that says itself whether it is whole.
+    /// Locks the state. After a panic the sequence itself knows whether it is poisoned.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The same, unless somebody has it: a step, or another thread that makes room.
+    /// Locks the state unless it is in use by a step or by another thread that makes room.
     fn idle(&self) -> Option<MutexGuard<'_, State>> {
         match self.state.try_lock() {
             Ok(state) => Some(state),
@@ -91,22 +91,21 @@ impl ParkableSlot for Slot {
     }
 }
 
-/// Whether a sequence lies in the cache of these pages, and is whole.
+/// Whether a sequence is in the cache of these pages and is not poisoned.
 fn may_go(sequence: &Sequence, pool: &Pool) -> bool {
     std::ptr::eq(&sequence.inner.pool, pool) && sequence.sound().is_ok()
 }
 
-/// A sequence that its cache may park: a [`Step`](crate::Step) or [`Cache::make_room`] that lacks memory moves whole parkable sequences to a
-/// lower tier, of the lowest [priority](Parkable::set_priority) first, of equals the one first that was in a step least recently. A server
-/// keeps its requests in handles like this, and takes a sequence out for the time of a step.
+/// A handle on a sequence that its cache may park: a [`Step`](crate::Step) or [`Cache::make_room`] that lacks memory moves whole parkable
+/// sequences to a lower tier, lowest [priority](Parkable::set_priority) first, among equals the least recently stepped first. A server
+/// keeps its requests in such handles, and takes a sequence out for the time of a step.
 ///
-/// A priority protects: nobody is parked for a handle of a lower one that wakes, nor for a step with a sequence of such a handle; that is
-/// refused with [`Error::OutOfBudget`], and a server can take the sequence out of the step. For sequences that are not in a handle, and
-/// for [`Cache::make_room`], everybody may go.
+/// Sequences are parked only for handles of equal or higher priority, when these wake or are in a step. Otherwise the step is refused with
+/// [`Error::OutOfBudget`], and the server can begin it without the sequence. For sequences without a handle, and for [`Cache::make_room`],
+/// any parkable sequence may be parked.
 ///
-/// Nobody parks a sequence that is [awake](Parkable::awake) as long as the guard is there, so none that is in a step; and whoever makes room
-/// passes over it instead of waiting for it, so no order of threads waits for itself. A thread that panics with a guard leaves the handle
-/// as usable as the sequence is.
+/// A sequence is not parked while an [awake](Parkable::awake) guard exists, as during a step. Other threads skip it without waiting, so
+/// they cannot deadlock. If a thread panics with a guard, the handle stays usable; its sequence may be [poisoned](Error::Poisoned).
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -134,7 +133,7 @@ pub struct Parkable {
 }
 
 impl Parkable {
-    /// Has the cache of a sequence park it when room is wanted. O(1).
+    /// Wraps a sequence, so that its cache may park it. O(1).
     pub fn new(sequence: Sequence) -> Parkable {
         let inner = sequence.inner.clone();
         let (id, priority) = (inner.parkables.id(), AtomicI32::new(0));
@@ -143,13 +142,12 @@ impl Parkable {
         Parkable { slot }
     }
 
-    /// A number that no other handle of the cache has or had, by which [`MadeRoom`] names it.
+    /// Number of the handle, unique in its cache; [`MadeRoom`] refers to it.
     pub fn id(&self) -> u64 {
         self.slot.id
     }
 
-    /// How much it matters that the sequence stays, 0 to begin with: those of a lower one are parked first, and nobody is parked for one of
-    /// a lower priority than its own.
+    /// Priority, 0 by default: sequences of lower priority are parked first, and a sequence is not parked for one of lower priority.
     pub fn priority(&self) -> i32 {
         self.slot.priority.load(Ordering::Relaxed)
     }
@@ -159,11 +157,11 @@ impl Parkable {
         self.slot.priority.store(priority, Ordering::Relaxed);
     }
 
-    /// The sequence, which nobody parks as long as the guard is there. If it is parked it wakes, and others of at most its priority are parked
-    /// for it if need be. O(1) where it is awake, else as [`Parked::wake`].
+    /// The sequence, which is not parked while the guard exists. If it is parked, this wakes it, and parks others of at most its priority
+    /// if needed. O(1) if it is awake, else as [`Parked::wake`].
     ///
     /// # Errors
-    /// Those of [`Parked::wake`]; it is parked still then.
+    /// The errors of [`Parked::wake`]; the sequence stays parked then.
     pub fn awake(&mut self) -> Result<Awake<'_>, Error> {
         let priority = Some(self.priority());
         let mut state = self.slot.state();
@@ -173,7 +171,7 @@ impl Parkable {
         Ok(Awake::new(state, priority))
     }
 
-    /// The sequence if it is awake, as [`Parkable::awake`].
+    /// The sequence if it is not parked, as [`Parkable::awake`].
     pub fn if_awake(&mut self) -> Option<Awake<'_>> {
         let (priority, state) = (Some(self.priority()), self.slot.state());
         matches!(&*state, State::Awake(_)).then(|| Awake::new(state, priority))
@@ -184,7 +182,7 @@ impl Parkable {
         matches!(&*self.slot.state(), State::Parked(_))
     }
 
-    /// Tokens of the sequence, which is the next token's position, parked or not.
+    /// Tokens of the sequence, parked or not; equals the position of the next token.
     pub fn next_position(&self) -> Position {
         match &*self.slot.state() {
             State::Awake(sequence) => sequence.next_position(),
@@ -193,7 +191,7 @@ impl Parkable {
         }
     }
 
-    /// Bytes of its pages, those in lower tiers included.
+    /// Bytes of its pages in all tiers.
     pub fn bytes(&self) -> u64 {
         match &*self.slot.state() {
             State::Awake(sequence) => {
@@ -205,7 +203,7 @@ impl Parkable {
         }
     }
 
-    /// Bytes that waking it takes of the first tier; 0 if it is awake. Pages that lay in a lower tier before it was parked stay there.
+    /// Bytes of the first tier that waking takes; 0 if it is awake. Pages that were in a lower tier before it was parked stay there.
     pub fn bytes_to_wake(&self) -> u64 {
         match &*self.slot.state() {
             State::Parked(parked) => parked.bytes_to_wake(),
@@ -213,10 +211,10 @@ impl Parkable {
         }
     }
 
-    /// Parks it now, as [`Sequence::park`]; nothing if it is parked.
+    /// Parks the sequence now, as [`Sequence::park`]; does nothing if it is parked.
     ///
     /// # Errors
-    /// Those of [`Sequence::park`]; it is awake still then.
+    /// The errors of [`Sequence::park`]; the sequence stays awake then.
     pub fn park(&mut self, tier: usize) -> Result<(), Error> {
         let mut state = self.slot.state();
         if let State::Awake(sequence) = &mut *state {
@@ -226,10 +224,10 @@ impl Parkable {
         Ok(())
     }
 
-    /// The sequence, or what is parked of it; nobody else parks it from then on.
+    /// Takes the sequence out of the handle; the cache does not park it any more.
     ///
     /// # Errors
-    /// What is parked, if it is: it can wake, and be saved.
+    /// The parked sequence, if it is parked; it can be woken and saved.
     pub fn into_inner(self) -> Result<Sequence, Parked> {
         match mem::replace(&mut *self.slot.state(), State::Gone) {
             State::Awake(mut sequence) => {
@@ -242,13 +240,13 @@ impl Parkable {
     }
 }
 
-/// A [`Parkable`] sequence that stays awake as long as this is there. It is used as the [`Sequence`] that it holds.
+/// Guard of a [`Parkable`] sequence, which is not parked while the guard exists. Dereferences to [`Sequence`].
 pub struct Awake<'a> {
     state: MutexGuard<'a, State>,
 }
 
 impl<'a> Awake<'a> {
-    /// Of one that is awake: steps see what its handle's priority is.
+    /// `priority` is that of the handle, for steps with this sequence.
     fn new(mut state: MutexGuard<'a, State>, priority: Option<i32>) -> Awake<'a> {
         if let State::Awake(sequence) = &mut *state {
             sequence.priority = priority;
@@ -284,13 +282,13 @@ impl DerefMut for Awake<'_> {
 }
 
 impl Cache {
-    /// Has `bytes` of the budget be free: as long as they are not, prefixes go that an index holds and no sequence reads, then [`Parkable`]
-    /// sequences are parked in the tiers beneath, of the lowest priority first, of equals the one first that was in a step least recently.
-    /// It passes over those that are [awake](Parkable::awake) in somebody's hands, in a step for one, and those that share all their pages, and
-    /// stops as soon as there is enough. Where no tier has room for a whole sequence, its full pages are [demoted](Sequence::demote).
+    /// Frees memory until `bytes` of the budget are free: first prefixes of an index that no sequence reads, then [`Parkable`] sequences,
+    /// parked in lower tiers, lowest priority first, among equals the least recently stepped first. Skips sequences that are
+    /// [awake](Parkable::awake), such as those in a step, and those that share all their pages. Stops as soon as enough is free. If no tier
+    /// has room for a whole sequence, its full pages are [demoted](Sequence::demote).
     ///
-    /// [`Cache::begin`], [`Parked::wake`] and [`Cache::restore`] do the same before they return [`Error::OutOfBudget`], since who registers a
-    /// sequence as parkable agrees to that; a server calls this to do it at a time of its own. O(bytes moved, and pages looked at).
+    /// [`Cache::begin`], [`Parked::wake`] and [`Cache::restore`] do the same before they return [`Error::OutOfBudget`]; a server calls this
+    /// to do it at another time. O(bytes moved, and pages examined).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -315,8 +313,8 @@ impl Cache {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoTiers`] in a cache without tiers, before anything goes; [`Error::Tier`] or a device, if they failed and there is less than
-    /// was asked for. What moved before stays moved, and nothing is lost.
+    /// [`Error::NoTiers`] in a cache without tiers, before anything is freed; [`Error::Tier`] or [`Error::Device`] on a failure, if fewer
+    /// than `bytes` are free. Sequences already moved stay parked; no page is lost.
     pub fn make_room(&self, bytes: u64) -> Result<MadeRoom, Error> {
         if self.inner.pool.tiers.is_none() {
             return Err(Error::NoTiers);
@@ -325,7 +323,7 @@ impl Cache {
     }
 }
 
-/// References to values that several may hold, by address.
+/// Reference counts of shared values, by address.
 struct References<T>(HashMap<usize, (usize, usize, T)>);
 
 impl<T> References<T> {
@@ -333,21 +331,21 @@ impl<T> References<T> {
         References(HashMap::new())
     }
 
-    /// One more to the value at an address, which has so many holders in all.
+    /// Counts a reference to the value at an address, which has `holders` references in total.
     fn note(&mut self, (at, holders): (usize, usize), value: T) {
         self.0.entry(at).or_insert((0, holders, value)).0 += 1;
     }
 
-    /// The values of which all holders were noted: nobody else has them.
+    /// The values with all references counted: no other sequence holds them.
     fn own(self) -> impl Iterator<Item = T> {
         self.0.into_values().filter(|(noted, holders, _)| noted == holders).map(|(.., value)| value)
     }
 }
 
 impl Sequence {
-    /// Bytes of pages of the first tier that nobody else refers to: neither to the page, nor to the list or the layer in which it stands.
+    /// Bytes of pages in the first tier that no other sequence refers to, by the page, its list or its layer.
     fn own_bytes(&self) -> u64 {
-        // Forks have the same checkpoints.
+        // Checkpoints shared with forks do not count.
         let kept = self.checkpoints.iter().filter(|kept| Arc::strong_count(kept) == 1);
         let mut layers = References::new();
         let all = self.layers.iter().chain(kept.flat_map(|kept| &kept.layers));

@@ -1,4 +1,4 @@
-//! Whom a cache may park when room is wanted, and in which order.
+//! The parkable sequences of a cache, and the order in which they are parked.
 
 use crate::base::error::Error;
 use crate::memory::pool::Pool;
@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
 
-/// Orders parkable sequences: of the lowest priority first, of equals the one first that was stepped least recently.
+/// Order of parking: lowest priority first, among equals the least recently stepped first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Turn {
     pub priority: i32,
@@ -16,13 +16,14 @@ pub(crate) struct Turn {
 
 /// A sequence that may be parked.
 pub(crate) trait ParkableSlot: Debug + Send + Sync {
-    /// When it goes; `None` if somebody has it, or if it is parked, half changed or not in `pool`.
+    /// Place in the order; `None` if the sequence is taken out of its handle, is parked or poisoned, or is not in `pool`.
     fn turn(&self, pool: &Pool) -> Option<Turn>;
 
-    /// Parks it, or demotes `missing` bytes of its pages where it finds no room; nothing if it has no [turn](ParkableSlot::turn) by now.
+    /// Parks the sequence; if no tier has room for it, demotes `missing` bytes of its pages. Does nothing without a
+    /// [turn](ParkableSlot::turn).
     ///
     /// # Errors
-    /// Of a tier or a device. It is as before then.
+    /// [`Error::Tier`] or [`Error::Device`]. The sequence is unchanged then.
     fn lower(&self, pool: &Pool, missing: u64, made: &mut MadeRoom) -> Result<(), Error>;
 }
 
@@ -34,22 +35,22 @@ pub(crate) struct Parkables {
 }
 
 impl Parkables {
-    /// A number that no other has or had.
+    /// A number unique in this cache.
     pub fn id(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Has one parked when room is wanted, for as long as it lives.
+    /// Adds a sequence, which may be parked as long as its handle lives.
     pub fn add(&self, slot: Arc<dyn ParkableSlot>) {
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         if slots.len() == slots.capacity() {
-            // As often as the list grows, so that it is in proportion to those that are there.
+            // Drop dead handles whenever the list would grow: its length stays in proportion to the live ones.
             slots.retain(|slot| slot.strong_count() > 0);
         }
         slots.push(Arc::downgrade(&slot));
     }
 
-    /// Those that nobody has, of at most this priority, in their order.
+    /// Sequences that may be parked, of priority at most `most`, in order.
     pub fn in_turn(&self, pool: &Pool, most: Option<i32>) -> Vec<Arc<dyn ParkableSlot>> {
         let slots: Vec<Arc<dyn ParkableSlot>> = {
             let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
@@ -62,17 +63,17 @@ impl Parkables {
     }
 }
 
-/// What [`Cache::make_room`](crate::Cache::make_room) did.
+/// Result of [`Cache::make_room`](crate::Cache::make_room).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MadeRoom {
-    /// Bytes of the first tier that came free by it.
+    /// Bytes freed in the first tier.
     pub freed: u64,
-    /// What the budget has left afterwards, as far as other threads took none meanwhile: less than was asked for where nothing more can go.
+    /// Bytes left of the budget afterwards; less than requested if nothing more can be freed. Other threads may take some at any time.
     pub available: u64,
-    /// [`Parkable::id`](crate::save::Parkable::id) of the sequences that were parked, in order.
+    /// [`Parkable::id`](crate::save::Parkable::id) of the parked sequences, in order.
     pub parked: Vec<u64>,
-    /// Of those whose full pages went down, as no tier had room for the whole.
+    /// [`Parkable::id`](crate::save::Parkable::id) of sequences whose full pages were demoted, as no tier had room for the whole sequence.
     pub demoted: Vec<u64>,
 }
 
@@ -93,7 +94,7 @@ mod tests {
         }
     }
 
-    /// Handles that came and went leave nothing: the list is as long as some that are there.
+    /// The list does not keep dropped handles: its length stays in proportion to the live ones.
     #[test]
     fn the_list_does_not_grow_with_handles_that_went() {
         let all = Parkables::default();

@@ -1,4 +1,4 @@
-//! How fast the tiers of a cache are.
+//! Measures the transfer rates of the tiers of a cache.
 
 use crate::base::error::Error;
 use crate::cache::Cache;
@@ -7,17 +7,17 @@ use pikv_core::warp::LANES;
 use std::time::Instant;
 
 impl Cache {
-    /// Writes `pages` pages of `page_bytes` (rounded up to a word) to each tier beneath the first, reads them back, three times, and
-    /// gives the median rates. Takes as many bytes of memory meanwhile. What the system's page cache holds of a file is part of the
-    /// rate, so take as many pages as will lie there.
+    /// Writes `pages` pages of `page_bytes` (rounded up to a word) to each lower tier and reads them back, three times, and returns the
+    /// median rates. Takes `pages * page_bytes` of host memory meanwhile. The system's page cache counts as part of a file tier, so measure
+    /// with as many pages as the tier will hold.
     ///
     /// # Errors
-    /// A cache without tiers, [`Error::TierFull`] if a tier has no room for them beside what is there, [`Error::Tier`].
+    /// [`Error::NoTiers`], [`Error::TierFull`] if a tier has no room for the pages, [`Error::Tier`].
     pub fn tier_rates(&self, page_bytes: u64, pages: usize) -> Result<Vec<TierRate>, Error> {
         let levels = self.inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
         let (page, pages) = (page_bytes.div_ceil(4).max(1), pages.max(1));
         let bytes = page as f64 * 4.0 * pages as f64;
-        // Before any memory is taken: a slip of the units should not end the process.
+        // Checked before memory is allocated: a mistake in the units must not abort the process.
         for level in &levels.levels {
             let available = level.available();
             if bytes > available as f64 {
@@ -26,7 +26,7 @@ impl Cache {
             }
         }
         let words: Vec<u32> = (0..page).map(|i| i as u32).collect();
-        // As attention has them: in a buffer each, which were there before.
+        // Reads go to one existing buffer for each page, as in attention.
         let mut back = vec![words.clone(); pages];
         let median = |mut rates: [f64; 3]| {
             rates.sort_by(f64::total_cmp);

@@ -51,52 +51,52 @@ use std::sync::atomic::Ordering;
 #[derive(Debug)]
 pub struct Sequence {
     pub(crate) inner: Arc<Inner>,
-    /// A fork has them in common until one of both changes.
+    /// Shared with a fork until one of the two changes.
     pub(crate) layers: Vec<Common<Layer>>,
     pub(crate) len: u32,
-    /// First position that every ring still holds.
+    /// First position that the rings of all layers still hold.
     pub(crate) kept: u32,
-    /// The fewest tokens that it can be taken back to under a policy, whose versions reach no farther.
+    /// With a policy: the smallest length that a rollback can reach, limited by the versions kept of policy state.
     pub(crate) floor: u32,
     /// Positions that no policy evicts, in ascending ranges that do not touch.
     pub(crate) pins: Vec<Range<u32>>,
-    /// Whether it is being changed while code of the user's runs; it stays so if that panics.
+    /// Whether it is being changed while user code runs; stays set if that panics.
     pub(crate) poisoned: bool,
-    /// Whether a step goes on with it, or was leaked.
+    /// Whether it is in a step, or was in one that was leaked.
     pub(crate) stepping: bool,
-    /// What is left of the reservation of that step, if the sequence is its first.
+    /// Unused part of the step's reservation, if the sequence is the first of the step.
     pub(crate) lease: Lease,
-    /// Tokens that a rollback reaches and that routers learnt of.
+    /// Tokens that routers learnt from and that a rollback can reach.
     pub(crate) tickets: Tickets,
-    /// Lengths at which steps ended, as far as a rollback reaches.
+    /// Lengths at which steps ended, within reach of a rollback.
     pub(crate) ends: VecDeque<u32>,
-    /// The sequence as it was at shorter lengths, ascending.
+    /// The sequence at earlier lengths, ascending.
     pub(crate) checkpoints: Vec<Arc<Sequence>>,
-    /// By which a prefix index sees that its pages are read.
+    /// Tells a prefix index that its pages are in use.
     pub(crate) lease_of_prefix: Option<Arc<()>>,
-    /// Whether it may hold other tokens than one that was given the same tokens and no more: pages were evicted by hand, or tokens pinned
-    /// that a policy would have evicted.
+    /// Whether it may hold other tokens than a fresh sequence given the same tokens: pages were evicted by hand, or pins kept tokens that a
+    /// policy would have evicted.
     pub(crate) altered: bool,
-    /// When it was in a step last, or made, by the cache's clock.
+    /// Time of its last step or of its creation, by the cache's clock.
     pub(crate) stepped: u64,
-    /// Tokens that a head may hold, where that is less than what the configuration lets it.
+    /// Most tokens of a head, if less than the configuration allows.
     pub(crate) budget: Option<u32>,
-    /// That of the [handle](crate::save::Parkable) that it was taken out of, as long as it is: nobody of a higher one is parked for it.
+    /// Priority of the [handle](crate::save::Parkable) it was taken out of, while it is: no sequence of higher priority is parked for it.
     pub(crate) priority: Option<i32>,
 }
 
-/// What one sequence has of its own, for [`Cache::sequence_with`](crate::Cache::sequence_with).
+/// Options of one sequence, for [`Cache::sequence_with`](crate::Cache::sequence_with).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SequenceOptions {
-    /// Tokens that each KV head of a layer that evicts may hold, sinks, ring and pages together: what is over it goes as the layer's policy
-    /// says. It acts beside the configuration's [`Budget`](crate::policy::Budget): the lesser counts, in heads too that keep all by that.
-    /// Sinks and ring stay even if they are more.
+    /// Most tokens of each KV head in a layer that evicts, with sinks, ring and pages: the layer's policy evicts tokens over it. The lesser
+    /// of this and the configuration's [`Budget`](crate::policy::Budget) applies, also in heads that keep all tokens by that. Sinks and
+    /// ring stay even if they have more tokens.
     pub budget: Option<u32>,
 }
 
 impl SequenceOptions {
-    /// Nothing of its own.
+    /// No options.
     pub fn new() -> SequenceOptions {
         SequenceOptions::default()
     }
@@ -131,20 +131,20 @@ impl Sequence {
         }
     }
 
-    /// Tokens appended so far, which is the next token's position, whatever was evicted.
+    /// Tokens appended so far, evicted or not; equals the position of the next token.
     pub fn next_position(&self) -> Position {
         Position(self.len)
     }
 
-    /// Tokens of the ring.
+    /// Number of tokens in the ring.
     pub fn in_ring(&self) -> Resident {
         self.inner.shape.store.ring.resident(self.len)
     }
 
-    /// Tokens that a layer's KV head still holds, ring and pages together.
+    /// Tokens that a layer's KV head holds, in ring and pages.
     ///
     /// # Errors
-    /// No such layer or KV head.
+    /// [`Error::Layer`], [`Error::KvHead`].
     pub fn resident(&self, layer: usize, kv_head: usize) -> Result<Resident, Error> {
         if self.stepping {
             return self.repaired().resident(layer, kv_head);
@@ -153,11 +153,10 @@ impl Sequence {
         Ok(Resident(self.in_ring().0 + head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>()))
     }
 
-    /// The experts that a token was filed by, first choice first; `None` once they are forgotten, and where the cache has one
-    /// expert.
+    /// Experts of the token at `position`, first choice first; `None` once they are forgotten, or if the cache has one expert.
     ///
     /// # Errors
-    /// No such layer.
+    /// [`Error::Layer`].
     pub fn experts(
         &self,
         layer: usize,
@@ -169,14 +168,14 @@ impl Sequence {
         Ok(known.then(|| state.experts(&self.inner.shape, position.0)))
     }
 
-    /// As it is once what a leaked step wrote is undone. O(pages).
+    /// A copy without the writes of a leaked step. O(pages).
     pub(crate) fn repaired(&self) -> Sequence {
         let mut whole = self.copied();
         whole.repair();
         whole
     }
 
-    /// Undoes what a step wrote that was leaked instead of dropped, and gives back what it had reserved.
+    /// Undoes the writes of a leaked step, and frees its reservation.
     pub(crate) fn repair(&mut self) {
         self.lease.give_back();
         if std::mem::take(&mut self.stepping) {
@@ -207,9 +206,9 @@ impl Sequence {
         }
     }
 
-    /// Bytes of pages of the first tier that the sequence refers to ([`Sequence::bytes_in_tier`] for others), those included that only a
-    /// rollback would read, those of its [checkpoints](Sequence::checkpoint), and those that were [sealed](Sequence::seal); shared ones
-    /// count for each of their sequences. O(pages).
+    /// Bytes of the sequence's pages in the first tier ([`Sequence::bytes_in_tier`] for others), including pages kept only for a rollback,
+    /// pages of its [checkpoints](Sequence::checkpoint), and [sealed](Sequence::seal) ones; a page shared with other sequences counts in
+    /// full. O(pages).
     pub fn bytes(&self) -> u64 {
         if !self.checkpoints.is_empty() || self.layers.iter().any(|layer| layer.sealed.is_some()) {
             return self.distinct_bytes();
@@ -222,7 +221,7 @@ impl Sequence {
         self.past_bytes() + heads.map(bytes).sum::<u64>()
     }
 
-    /// Bytes of pages of the first tier that only a rollback would read.
+    /// Bytes of pages in the first tier kept only for a rollback.
     pub(crate) fn past_bytes(&self) -> u64 {
         self.layers.iter().flat_map(|layer| layer.past.pages()).map(Held::bytes).sum()
     }
@@ -232,11 +231,10 @@ impl Sequence {
         self.layers.iter().map(|layer| layer.heads.len())
     }
 
-    /// Bytes of host memory that the sequence takes beside its pages, which no budget bounds: lists of pages with what policies keep
-    /// of their tokens, of the experts of tokens, and of what a rollback would bring back. From the capacities of the lists; without
-    /// what the allocator adds. Where a policy evicts, or a window slides, it is in proportion to what is held, however many tokens
-    /// there were. Lists that a fork has in common count for each of their sequences: of a fork that was not added to, all but a pointer a
-    /// layer. A layer without tokens takes no more than that. O(experts and pages).
+    /// Bytes of host memory besides pages, not limited by a budget: lists of pages with the policies' state of their tokens, experts of
+    /// tokens, and data for a rollback. Counts the capacities of the lists, without the allocator's overhead. With a policy that evicts or
+    /// a sliding window it is in proportion to the tokens held, not to those seen. Lists shared with a fork count in full in each sequence:
+    /// for an unchanged fork, everything except a pointer a layer. An empty layer takes only that pointer. O(experts and pages).
     pub fn table_bytes(&self) -> u64 {
         let lists = self.layers.capacity() * size_of::<Common<Layer>>()
             + self.pins.capacity() * size_of::<Range<u32>>();
@@ -248,8 +246,8 @@ impl Sequence {
         (lists + ends) as u64 + kept + self.tickets.bytes() + layers
     }
 
-    /// The most tokens that can be taken back now: after a step at least the configured rollback (less what was taken back
-    /// since), or all while nothing left the ring for good.
+    /// Most tokens that [`Sequence::rollback`] can remove: after a step at least the configured rollback (less tokens already rolled back),
+    /// or all tokens while none has been dropped for good.
     pub fn rollback_limit(&self) -> u32 {
         let ring = self.inner.shape.store.ring;
         match self.kept {
@@ -259,15 +257,15 @@ impl Sequence {
         }
     }
 
-    /// Takes the newest `n` tokens back. What is seen, filed, tagged and counted from then on is as if they had never been
-    /// appended, to the bit; what they pushed out of the ring's slack or a window stays gone, which no row can tell. Where policies evict,
-    /// back inside a step is as if the step had ended there (to the bit if it was no longer than the configured rollback).
-    /// O(n) a layer and head, and what policies evicted and put together since.
+    /// Removes the newest `n` tokens. All later results, evictions and counts have the bits of a sequence to which they had never been
+    /// appended. (Tokens that they pushed out of reach of the ring or a window stay dropped, but no row can see those.) With a policy that
+    /// evicts, a rollback into the middle of a step is as if the step had ended there (to the bit if the step was no longer than the
+    /// configured rollback). O(n) a layer and head, plus evictions and merges to undo.
     ///
     /// # Errors
-    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`], [`Error::Poisoned`]; [`Error::OutOfBudget`] where a policy put pages
-    /// together since, a fork shares them by now, and there is no memory for pages of its own. Nothing changes then. A device or a
-    /// lower tier that fails leaves the sequence [poisoned](Error::Poisoned).
+    /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`], [`Error::Poisoned`]; [`Error::OutOfBudget`] if a merge of pages must be
+    /// undone, a fork shares the pages, and there is no memory for copies. Nothing changes then. [`Error::Device`] or [`Error::Tier`] leave
+    /// the sequence [poisoned](Error::Poisoned).
     pub fn rollback(&mut self, n: u32) -> Result<(), Error> {
         span!("rollback", tokens = n, from = self.len);
         self.sound()?;
@@ -281,7 +279,7 @@ impl Sequence {
         }
         let len = self.len - n;
         let inner = self.inner.clone();
-        // Taken out of what a fork shares first, so that pages count for all who hold them.
+        // Un-share the lists first, so that the count of holders of each page is right.
         let layers = self.layers.iter_mut().zip(&inner.shape.config.layers);
         let needed = layers.map(|(layer, shape)| Common::own(layer).rewind_bytes(shape, len)).sum();
         let mut pages = inner.pool.arenas.reserve(needed)?;
@@ -296,7 +294,7 @@ impl Sequence {
         while self.ends.back().is_some_and(|end| *end > len) {
             self.ends.pop_back();
         }
-        // A step that had ended here would have evicted and tidied up here; one that did has.
+        // A step that ended at this length would have evicted and merged; only a step that did end here has.
         if inner.shape.evicts() && len > 0 && self.ends.back() != Some(&len) {
             enforce(&mut self.layers, &inner.shape, &inner.rooms, (len, self.budget), &self.pins, None);
             for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {
@@ -313,18 +311,18 @@ impl Sequence {
         Ok(())
     }
 
-    /// A second sequence with the same tokens. It shares all pages, and the lists of them; whoever writes to a shared page first copies it.
-    /// O(layers), no page is taken. Who goes on first copies what a layer has in its ring, and of each run of pages the list of the
-    /// newest 16 and a pointer for each 16 others. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
+    /// A second sequence with the same tokens. Both share all pages and page lists (copy on write). O(layers); takes no page. The first of
+    /// the two that is written to copies the ring of a layer and, for each run of pages, the list of the newest 16 and a pointer for each
+    /// 16 others. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
     pub fn fork(&self) -> Sequence {
         if self.stepping { self.repaired() } else { self.copied() }
     }
 
-    /// Frees one page of a layer's KV head, between steps. Its tokens are no longer attended to; positions go on as before.
-    /// Its bytes are free for other pages unless a fork still reads it; the system gets memory back by whole chunks.
+    /// Evicts one page of a layer's KV head, between steps. Its tokens are not attended to afterwards; positions continue as before. Its
+    /// bytes are free for other pages unless a fork still reads it; memory returns to the system in whole chunks.
     ///
     /// # Errors
-    /// No such layer, head or page, or a page of the ring.
+    /// [`Error::Layer`], [`Error::KvHead`], [`Error::NoPage`]; [`Error::Pinned`] for a page of the ring.
     pub fn evict(&mut self, layer: usize, kv_head: usize, page: PageId) -> Result<(), Error> {
         self.repair();
         self.head(layer, kv_head)?;
@@ -344,7 +342,7 @@ impl Sequence {
         Ok(())
     }
 
-    /// Frees every page outside the ring, sinks included.
+    /// Evicts every page outside the ring, including sinks.
     pub fn evict_all(&mut self) {
         self.repair();
         self.altered = true;
@@ -358,9 +356,8 @@ impl Sequence {
         }
     }
 
-    /// Keeps the tokens at `positions` from being evicted by a policy, whatever it thinks of them: a system prompt, say. They
-    /// may be yet to come. They count in the budget. Ranges that overlap or touch become one, so pinning tokens again takes no memory.
-    /// O(ranges).
+    /// Protects the tokens at `positions`, such as a system prompt, from eviction by policies. Positions may be past the end. Pinned tokens
+    /// count in the budget. Overlapping or adjacent ranges are joined, so pinning tokens again takes no memory. O(ranges).
     pub fn pin(&mut self, positions: Range<u32>) {
         if positions.is_empty() {
             return;
@@ -381,20 +378,20 @@ impl Sequence {
         self.pins.clear();
     }
 
-    /// Forgets everything but its [budget](Sequence::budget); the next position is 0 again.
+    /// Removes all tokens, pins and checkpoints; keeps the [budget](Sequence::budget). The next position is 0.
     pub fn clear(&mut self) {
         let (budget, priority) = (self.budget, self.priority);
         *self = Sequence::new(self.inner.clone());
         (self.budget, self.priority) = (budget, priority);
     }
 
-    /// Tokens that each KV head of it may hold, where that is less than the configuration's: [`SequenceOptions::budget`]. Forks, checkpoints,
-    /// parked and saved sequences have the same.
+    /// Most tokens of each KV head, if less than the configuration's: [`SequenceOptions::budget`]. Forks, checkpoints, parked and saved
+    /// sequences keep it.
     pub fn budget(&self) -> Option<u32> {
         self.budget
     }
 
-    /// An error if a panic left it half changed.
+    /// [`Error::Poisoned`] if a panic left it half changed.
     pub(crate) fn sound(&self) -> Result<(), Error> {
         if self.poisoned { Err(Error::Poisoned) } else { Ok(()) }
     }
@@ -411,7 +408,7 @@ impl Sequence {
     }
 }
 
-/// The least range that holds both.
+/// The smallest range that contains both.
 fn joined(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
     a.start.min(b.start)..a.end.max(b.end)
 }

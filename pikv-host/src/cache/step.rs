@@ -31,11 +31,11 @@ use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Adds tokens to sequences, as a model runs: for each layer [`append`](Step::append), [`attend`](Step::attend) and, in a model with
-/// experts, [`route`](Step::route); at the end [`commit`](Step::commit).
+/// A step adds tokens to sequences while a model runs: for each layer [`append`](Step::append), [`attend`](Step::attend) and, in a model
+/// with experts, [`route`](Step::route); at the end [`commit`](Step::commit).
 ///
-/// Layers may come in any order, each once; `append` of a layer comes before its `attend`. Dropped without a commit, a step leaves every
-/// sequence as it was. Rows of all sequences lie one after the other in every slice, in the order that the sequences were given.
+/// Layers may come in any order, each once; `append` of a layer comes before its `attend`. Dropping a step without a commit leaves every
+/// sequence unchanged. In every slice the rows of the sequences follow each other, in the order in which the sequences were given.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -66,15 +66,15 @@ pub struct Step<'a> {
     layers: Vec<Done>,
     rows: usize,
     committed: bool,
-    /// Pages of the layer that is likely to be attended next, on their way up.
+    /// Prefetch of the layer likely to be attended next.
     ahead: Option<Early>,
-    /// What the host is told later of tensors that lie on the device.
+    /// Deferred results and checks of tensors on the device.
     late: Option<Box<dyn Session>>,
-    /// A key and a value in f32, where they come in 16 bits.
+    /// One key and one value widened to f32, for input in 16 bits.
     room: [Vec<f32>; 2],
 }
 
-/// Lists that a step fills, kept by its thread from step to step.
+/// Buffers of a step, kept by its thread for the next step.
 #[derive(Default)]
 struct StepLists {
     parts: Vec<Part<'static>>,
@@ -83,20 +83,20 @@ struct StepLists {
 }
 
 thread_local! {
-    /// Taken for the time of a step, and put back.
+    /// Taken when a step begins, put back when it is dropped.
     static STEP: Cell<StepLists> = Cell::default();
 }
 
 #[derive(Debug)]
 struct Part<'a> {
     sequence: &'a mut Sequence,
-    /// Tokens once the step is committed; `sequence.len` is still the old number.
+    /// Tokens of the sequence after the commit; `sequence.len` is the number before it.
     len: u32,
-    /// Its first row of the step.
+    /// First row of the sequence in the step.
     row: usize,
-    /// Whether it was left out since the step began.
+    /// Whether the sequence was left out of the step.
     out: bool,
-    /// What its rows read, and whether they close gaps, whatever the options of a call say.
+    /// Overrides of [`Attend::read`] and [`Attend::closed_gaps`] for the rows of this sequence.
     read: Option<Read>,
     closed_gaps: Option<bool>,
 }
@@ -105,21 +105,22 @@ struct Part<'a> {
 pub(crate) struct Done {
     appended: bool,
     routed: bool,
-    /// Experts of a row whose pages it reads, from the first on; all if `None`.
+    /// Number of first choices of a row whose pages it reads; all pages if `None`.
     fetch: Option<u32>,
-    /// Further experts of each row that it may read, and how many of them it does.
+    /// Further experts that each row may read, and the number of them that each row does read.
     more: (Vec<u16>, Vec<u8>),
-    /// What the layer's policy will be told, head by head: what the last call left, if it was in this step.
+    /// Feedback for the layer's policy, by sequence and head. If `told`, it is from the last `attend` of this step, else from an earlier
+    /// step.
     feeds: Vec<Feed>,
     told: bool,
-    /// Bytes that were read from lower tiers.
+    /// Bytes read from lower tiers.
     remote: u64,
-    /// Which sequences read them, call by call, in a step of several.
+    /// In a step of several sequences: the reads from lower tiers, with sequence and call.
     lower: Vec<Lower>,
 }
 
 impl Done {
-    /// As before the step, with the room of its lists.
+    /// Resets to the state before a step, keeping the memory of the lists.
     fn clear(&mut self) {
         let Done { feeds, mut lower, .. } = mem::take(self);
         lower.clear();
@@ -156,7 +157,7 @@ impl<'a> Step<'a> {
                 {
                     let mut sequences: Vec<&mut Sequence> =
                         taken.iter_mut().map(|part: &mut Part<'_>| &mut *part.sequence).collect();
-                    // Again, as others may have taken what came free.
+                    // Retry: other threads may have taken the freed bytes.
                     if !make_room(&inner, &mut sequences, needed - available)? {
                         return Err(Error::OutOfBudget { needed, available });
                     }
@@ -194,12 +195,12 @@ impl<'a> Step<'a> {
         Ok(step)
     }
 
-    /// Has the pages of a layer brought up that will be read, if the calls so far read all, beside `used` bytes of staged ones.
+    /// Prefetches the pages of a layer from lower tiers if the latest call of `attend` read all pages; `used` bytes of staging are in use.
     fn look_ahead(&mut self, layer: usize, used: u64) {
         if self.ahead.as_ref().is_some_and(|ahead| ahead.layer == layer) {
             return;
         }
-        // What nobody asked for makes room first.
+        // Drops an unused prefetch, to free its memory first.
         self.ahead = None;
         let inner = self.inner.clone();
         let tiers = inner.pool.tiers.as_ref().filter(|tiers| tiers.reads_all.load(Ordering::Relaxed));
@@ -213,7 +214,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Pages of a layer that are read from lower tiers.
+    /// Pages of a layer in lower tiers that hold visible tokens.
     fn away(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
         let heads = self.live().flat_map(move |part| &part.sequence.layers[layer].heads);
         let entries = heads.flat_map(|head| head.chains.iter()).flat_map(|(_, chain)| &chain.entries);
@@ -228,7 +229,7 @@ impl<'a> Step<'a> {
         self.parts.iter().filter(|part| !part.out)
     }
 
-    /// Rows of the step, over all its sequences, those that were [left out](Step::leave_out) included.
+    /// Rows of the step over all its sequences, including those [left out](Step::leave_out).
     pub fn rows(&self) -> usize {
         self.rows
     }
@@ -236,15 +237,17 @@ impl<'a> Step<'a> {
     /// Attends the step's rows over their sequences: `q` is `[rows][query_heads][k_dim]`, in f32, f16 or bf16 ([`Scalar`]). Row `i` of a
     /// sequence sees the tokens up to its own position, through the layer's window.
     ///
-    /// A row's result does not depend on how the tokens were cut into steps, as long as no step is longer than the ring
-    /// (tokens that leave the ring in the step that brings them are read before they are filed, in another order), and nothing is
-    /// evicted in between.
+    /// Splitting the same tokens into other steps does not change a row's result, as long as no step is longer than the ring and nothing is
+    /// evicted in between. (In a longer step, tokens that leave the ring in the same step are read before they are filed, in another
+    /// order.)
     ///
-    /// What a layer's policy wants to know is noted; of several calls for a layer, the last counts.
+    /// Feedback for the layer's policy is taken from the last call for a layer.
     ///
     /// # Errors
-    /// No such layer, one that was not yet appended, slices of the wrong length, a query that is not finite, options out of
-    /// range, scores that overflow, or results that the dtype of `out` cannot hold; `out` is then undefined.
+    /// [`Error::Layer`], [`Error::NotAppended`], [`Error::Length`]; [`Error::Query`] for a query that is not finite; options out of range
+    /// or that the cache does not support ([`Error::Scale`], [`Error::Softcap`], [`Error::Split`], [`Error::NoBounds`],
+    /// [`Error::NoRotation`], [`Error::NotRouted`]); [`Error::ScoreOverflow`]; [`Error::Output`] for results that the dtype of `out` cannot
+    /// hold; [`Error::Tier`] or [`Error::Staging`] for pages of lower tiers; [`Error::Device`]. After an error `out` is undefined.
     pub fn attend(
         &mut self,
         layer: usize,
@@ -276,7 +279,7 @@ impl<'a> Step<'a> {
             row: 0,
             layer: &part.sequence.layers[layer],
             first: part.sequence.len,
-            // Of one that was left out nothing is attended, and its rows stay in the tensors.
+            // A sequence that was left out attends nothing; its rows in the tensors are skipped.
             rows: if part.out { 0 } else { part.rows() as u32 },
             len: part.len,
             fetched,
@@ -302,12 +305,12 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// The experts that the layer's router chose: `[rows][top_k]`, first choice first. A token is filed by its first choice.
-    /// Not needed where the cache has one expert.
+    /// Records the experts chosen by the layer's router: `[rows][top_k]`, first choice first. A token is filed under its first choice. Not
+    /// needed if the cache has one expert.
     ///
     /// # Errors
-    /// No such layer or expert, an expert twice for one token, a layer that was already routed, or a slice of the wrong
-    /// length.
+    /// [`Error::Layer`], [`Error::Length`], [`Error::Expert`]; [`Error::ExpertTwice`] for an expert twice in a row; [`Error::Twice`] for a
+    /// layer already routed.
     pub fn route(&mut self, layer: usize, experts: &[u16]) -> Result<(), Error> {
         self.inner.shape.layer(layer)?;
         if self.layers[layer].routed {
@@ -336,7 +339,7 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// The sequences' first positions and rows, those that were left out included.
+    /// First position and number of rows of each sequence, including those left out.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (Position, usize)> {
         self.parts.iter().map(|part| (Position(part.sequence.len), part.rows()))
     }
@@ -345,7 +348,8 @@ impl<'a> Step<'a> {
         self.layers.get(layer).is_some_and(|done| done.routed)
     }
 
-    /// How many of a row's experts are read, the first ones; and of each row the further ones that it may read, and how many it does.
+    /// Sets how many first choices of a row are read; `more` are further experts of each row, `counts` the number of them that each row
+    /// reads.
     pub(crate) fn fetch(&mut self, layer: usize, experts: u32, more: &[u16], counts: &[u8]) {
         let done = &mut self.layers[layer];
         done.fetch = Some(experts);
@@ -357,12 +361,12 @@ impl<'a> Step<'a> {
 }
 
 impl Part<'_> {
-    /// Its rows of the step, until that is committed.
+    /// Rows of the sequence in the step; 0 after the commit.
     fn rows(&self) -> usize {
         (self.len - self.sequence.len) as usize
     }
 
-    /// Undoes what the step wrote, as if it had not been in it.
+    /// Undoes all writes of the step to the sequence.
     fn abort(&mut self, inner: &Inner) {
         let len = self.sequence.len;
         for (layer, shape) in self.sequence.layers.iter_mut().zip(&inner.shape.config.layers) {

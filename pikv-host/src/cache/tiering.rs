@@ -1,4 +1,4 @@
-//! Pages of a sequence on their way between tiers.
+//! Moves pages of a sequence between tiers.
 
 use crate::base::error::Error;
 use crate::base::ids::chain_place;
@@ -14,7 +14,7 @@ use pikv_core::warp::LANES;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A page that may move, or has.
+/// A page in a lower tier, or one that may move there.
 #[derive(Clone, Copy, Debug)]
 struct Movable {
     /// Position of its last token.
@@ -24,13 +24,13 @@ struct Movable {
     chain: usize,
     ordinal: u32,
     bytes: u64,
-    /// The tier that it lies in.
+    /// Tier of the page.
     tier: usize,
 }
 
 impl Entry {
-    /// Whether it lies in the first tier and may go down: it takes no more tokens, no rollback to a length that keeps positions
-    /// below `kept` changes it, and nobody else holds it, so that its bytes come free; unless a fork has its list in common.
+    /// Whether the page lies in the first tier and may be moved down: it takes no more tokens, no rollback to a length that keeps positions
+    /// below `kept` changes it, and no other sequence holds it by itself, so moving it frees its bytes. The caller checks for shared lists.
     fn may_go(&self, codec: Option<&HeadCodec>, kept: u32) -> bool {
         match &self.held {
             Held::Gone { .. } | Held::Away(_) => false,
@@ -45,7 +45,7 @@ impl Entry {
         }
     }
 
-    /// Moves the page down; it stays where it was if the tier refuses.
+    /// Moves the page to `level`; on an error it stays where it was.
     fn lower(&mut self, codec: Option<&HeadCodec>, level: &Arc<Level>) -> Result<(), Error> {
         let mut positions = [u32::MAX; LANES];
         for (lane, to) in (0..self.fill).zip(&mut positions) {
@@ -72,11 +72,11 @@ impl Entry {
 }
 
 impl Sequence {
-    /// Pages of some layers that lie in lower tiers or may go there, from the oldest to the newest.
+    /// Pages of some layers that lie in lower tiers or may move there, oldest first.
     fn movable(&self, layers: Range<usize>) -> Vec<Movable> {
         let mut found = Vec::new();
         for layer in layers {
-            // What it has in common with a fork, that one holds too.
+            // Pages of a layer shared with a fork may not move.
             let in_common = self.layers[layer].is_shared();
             let codecs = &self.layers[layer].codecs;
             for (head, state) in self.layers[layer].heads.iter().enumerate() {
@@ -133,14 +133,14 @@ impl Sequence {
         Ok(())
     }
 
-    /// Moves pages to the tiers beneath, the oldest first, each to the first tier that takes it, until `bytes` of the first tier are
-    /// free or nothing more can go; returns the bytes that came free. Only pages go that are full, that no rollback reaches (which
-    /// takes [`CacheConfig::ring`](crate::CacheConfig::ring) and as many tokens as can be taken back) and that no fork shares. They are attended to
-    /// as before. O(pages).
+    /// Moves pages to lower tiers, the oldest first, each to the first tier with room, until `bytes` of the first tier are free or no more
+    /// pages may move; returns the bytes freed. A page may move if it is full, no rollback reaches it (which depends on
+    /// [`CacheConfig::ring`](crate::CacheConfig::ring) and [`CacheConfig::rollback`](crate::CacheConfig::rollback)) and no fork shares it.
+    /// Attention reads moved pages as before. O(pages).
     ///
     /// # Errors
-    /// A cache without tiers; [`Error::Tier`] if pages would have had to go to a tier that failed. What moved before stays moved; no page is
-    /// lost.
+    /// [`Error::NoTiers`]; [`Error::Poisoned`]; [`Error::Tier`] if a tier failed and fewer than `bytes` were freed. Pages already moved
+    /// stay there; no page is lost.
     pub fn demote(&mut self, bytes: u64) -> Result<u64, Error> {
         span!("demote", bytes = bytes);
         self.sound()?;
@@ -153,11 +153,12 @@ impl Sequence {
         Ok(freed)
     }
 
-    /// Moves pages from lower tiers to the first one, the newest first, until `bytes` have come or the budget holds no more; returns the
-    /// bytes that came. O(pages).
+    /// Moves pages from lower tiers to the first, the newest first, until `bytes` have moved or the budget is full; returns the bytes
+    /// moved. O(pages).
     ///
     /// # Errors
-    /// A cache without tiers; [`Error::Tier`] if a page could not be read, [`Error::OutOfMemory`]. What moved before stays moved; no page is lost.
+    /// [`Error::NoTiers`]; [`Error::Poisoned`]; [`Error::Tier`] if a page could not be read, [`Error::OutOfMemory`]. Pages already moved
+    /// stay there; no page is lost.
     pub fn promote(&mut self, bytes: u64) -> Result<u64, Error> {
         span!("promote", bytes = bytes);
         self.sound()?;
@@ -180,14 +181,14 @@ impl Sequence {
         Ok(came)
     }
 
-    /// Spreads the pages of some layers over the tiers: of the bytes that may move, the newest share `shares[0]` in the first tier, the
-    /// next share `shares[1]` in the tier beneath, and so on, as a plan says (`planner::flexgen`). Pages that may not move
-    /// (see [`Sequence::demote`]) stay in the first tier and do not count. It holds until tokens come or pages go. O(pages).
+    /// Spreads the pages of some layers over the tiers by shares of their bytes: the newest `shares[0]` in the first tier, the next
+    /// `shares[1]` in the tier beneath, and so on, as planned by `planner::flexgen`. Pages that may not move (see [`Sequence::demote`])
+    /// stay in the first tier and do not count. Later steps and moves do not keep the shares. O(pages).
     ///
     /// # Errors
-    /// No such layers; a cache without tiers; not a share for each tier, or shares that do not add up to 1;
-    /// [`Error::TierFull`] or [`Error::OutOfBudget`] where a share does not fit beside what is there, [`Error::Tier`]. What moved before
-    /// stays moved; no page is lost.
+    /// [`Error::Layer`]; [`Error::NoTiers`]; [`Error::Shares`] unless there is one share for each tier and they add up to 1;
+    /// [`Error::TierFull`] or [`Error::OutOfBudget`] where a share does not fit beside other pages, [`Error::Tier`]. Pages already moved
+    /// stay there; no page is lost.
     pub fn arrange(&mut self, layers: Range<usize>, shares: &[f64]) -> Result<(), Error> {
         self.sound()?;
         self.repair();
@@ -207,7 +208,7 @@ impl Sequence {
         let mut before = 0;
         let mut moves = Vec::new();
         for page in pages.iter().rev() {
-            // A page belongs where its middle lies.
+            // The middle of a page decides its tier.
             let at = (before as f64 + page.bytes as f64 / 2.0) / all as f64;
             before += page.bytes;
             let ends = shares.iter().scan(0.0, |end, share| {
@@ -217,7 +218,7 @@ impl Sequence {
             let last = shares.iter().rposition(|share| *share > 0.0).unwrap_or(0);
             moves.push((*page, ends.take_while(|end| *end <= at).count().min(last)));
         }
-        // What goes down makes room for what comes up.
+        // Pages move down first, to make room for pages that move up.
         for (page, to) in moves.iter().rev().filter(|(page, to)| *to > page.tier) {
             self.lower(page, &levels.levels[to - 1])?;
         }
@@ -230,8 +231,8 @@ impl Sequence {
         Ok(())
     }
 
-    /// Bytes of the sequence's pages that lie in a tier beneath the first, `1` being the next, those included that only
-    /// a rollback would read; forks count each.
+    /// Bytes of the sequence's pages in a tier, `1` being the first lower tier, including pages kept only for a rollback. A page shared
+    /// with a fork counts in full.
     pub fn bytes_in_tier(&self, tier: usize) -> u64 {
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
         let entries = heads.flat_map(|head| head.chains.iter()).flat_map(|(_, chain)| &chain.entries);
@@ -244,7 +245,7 @@ impl Sequence {
     }
 }
 
-/// Moves pages of `sequences`, each beside the index of its own, down in order until `bytes` are free; returns how many came free.
+/// Moves pages of `sequences`, each given with the index of its sequence, down in order until `bytes` are free; returns the bytes freed.
 fn lower_all(
     levels: &Levels,
     sequences: &mut [&mut Sequence],
@@ -259,7 +260,7 @@ fn lower_all(
         }
         let mut tried = false;
         for (level, failed) in levels.levels.iter().zip(&mut failed) {
-            // A tier that failed is left in peace until the next call.
+            // A tier that failed is not tried again in this call.
             if failed.is_some() {
                 continue;
             }
@@ -284,8 +285,8 @@ fn lower_all(
     }
 }
 
-/// Moves pages down, the oldest of all `sequences` first, until a reservation that lacks `bytes` has a chance; `false` if it has none.
-/// Nothing moves if all that may go would not be enough.
+/// Moves pages down, the oldest of all `sequences` first, until `bytes` are free; `false` if too few could be freed. Moves nothing if all
+/// movable pages together have fewer than `bytes`.
 pub(crate) fn make_room(inner: &Inner, sequences: &mut [&mut Sequence], bytes: u64) -> Result<bool, Error> {
     let Some(levels) = &inner.pool.tiers else { return Ok(false) };
     let mut pages: Vec<(usize, Movable)> = Vec::new();

@@ -1,4 +1,4 @@
-//! A loop that outlives its process: a sequence with all that the routers have learnt.
+//! Saves and restores a sequence of a loop with the state of the routers.
 
 use super::{ClosedLoop, LoopError, forget};
 use crate::base::error::{Error, SaveError};
@@ -13,14 +13,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 impl ClosedLoop {
-    /// Writes a sequence of the loop as [`Sequence::save`] does, and with it what the routers have learnt: averages, counts, bandits with
-    /// their random numbers, and what they would forget of tokens that can be taken back. [`ClosedLoop::restore`] goes on from there with the
-    /// same bits of every step, routing, eviction and rollback, as a loop in which all other sequences were dropped. Options of routers are
-    /// not in it, as they are not in a [`RouterState`](crate::router::RouterState): give the loop that restores it routers of the same ones.
+    /// Writes a sequence of the loop as [`Sequence::save`] does, with the state of the routers: averages, counts, bandits with their random
+    /// numbers, and the data to forget tokens within reach of a rollback. [`ClosedLoop::restore`] continues with the same bits in every
+    /// step, routing, eviction and rollback, as a loop in which all other sequences were dropped. Options of routers are not saved, as in a
+    /// [`RouterState`](crate::router::RouterState): build the restoring loop with routers of the same options.
     ///
-    /// The file is that of a saved sequence with a tensor of the routers; [`Cache::restore`](crate::Cache::restore) reads the sequence alone,
-    /// and of several sequences of a loop one is saved here and the others by [`Sequence::save`]. Beside the pages it has 4 bytes a number
-    /// that routers have learnt, twice for each of the [steps that are kept](ClosedLoop::kept_steps), with their logits.
+    /// The file is a saved sequence with an additional tensor for the routers; [`Cache::restore`](crate::Cache::restore) reads the sequence
+    /// alone. Of several sequences of a loop, save one here and the others by [`Sequence::save`]. Besides the pages the file has 4 bytes
+    /// for each number in the state of the routers, twice for each of the [kept steps](ClosedLoop::kept_steps), with their logits.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -51,8 +51,9 @@ impl ClosedLoop {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Sequence::save`]; a sequence of another cache; [`LoopError::Route`] with the layer of a router of your own that cannot be
-    /// saved ([`Router::saves`](crate::router::Router::saves)) or gives a state that no router comes to, or of one that refuses to forget tokens that were taken back.
+    /// The errors of [`Sequence::save`]; [`Error::ForeignSequence`]; [`LoopError::Route`] for a custom router that cannot be saved
+    /// ([`Router::saves`](crate::router::Router::saves)) or returns an invalid state, or for a router that fails to forget rolled back
+    /// tokens.
     pub fn save(&mut self, sequence: &Sequence, note: &[u8], to: &mut impl Write) -> Result<u64, LoopError> {
         if !Arc::ptr_eq(&sequence.inner, &self.cache.inner) {
             return Err(LoopError::Cache(Error::ForeignSequence { index: 0 }));
@@ -74,7 +75,7 @@ impl ClosedLoop {
     /// [`ClosedLoop::save`] to a file, as [`Sequence::save_file`].
     ///
     /// # Errors
-    /// Those of [`ClosedLoop::save`] and [`Sequence::save_file`].
+    /// The errors of [`ClosedLoop::save`] and [`Sequence::save_file`].
     pub fn save_file(
         &mut self,
         sequence: &Sequence,
@@ -84,16 +85,16 @@ impl ClosedLoop {
         write_file(path.as_ref(), |to| self.save(sequence, note, to))
     }
 
-    /// Makes a sequence again that [`ClosedLoop::save`] wrote, and has the routers go on from what they had learnt then: what they learnt in
-    /// this loop is forgotten. They must be of the same kinds, experts and options. What is read is checked as by
-    /// [`Cache::restore`](crate::Cache::restore), numbers of routers after the sum.
+    /// Restores a sequence written by [`ClosedLoop::save`], and sets the routers to the saved state; their present state is lost. They must
+    /// have the same kinds, experts and options. Input is checked as by [`Cache::restore`](crate::Cache::restore), the state of routers
+    /// after the checksum.
     ///
     /// # Errors
-    /// Those of [`Cache::restore`](crate::Cache::restore); [`SaveError::NoRouters`] for a sequence that was saved alone; [`LoopError::Route`]
-    /// with the layer of a router that refuses the state, being of another kind or shape. Cache and routers are as before.
+    /// The errors of [`Cache::restore`](crate::Cache::restore); [`SaveError::NoRouters`] for a sequence saved without routers;
+    /// [`LoopError::Route`] for a router that refuses the state, because its kind or shape differs. Cache and routers are unchanged then.
     ///
     /// # Panics
-    /// If a router does; those of the layers before it have taken their states.
+    /// If a router panics; routers of earlier layers have taken their states then.
     pub fn restore(&mut self, from: &mut impl Read) -> Result<Restored, LoopError> {
         let (mut restored, words) = self.cache.restore_with(None, from)?;
         let words = words.ok_or(Error::Save(SaveError::NoRouters))?;
@@ -128,12 +129,12 @@ impl ClosedLoop {
     /// [`ClosedLoop::restore`] from a file, as [`Cache::restore_file`](crate::Cache::restore_file).
     ///
     /// # Errors
-    /// Those of [`ClosedLoop::restore`] and [`Cache::restore_file`](crate::Cache::restore_file).
+    /// The errors of [`ClosedLoop::restore`] and [`Cache::restore_file`](crate::Cache::restore_file).
     pub fn restore_file(&mut self, path: impl AsRef<Path>) -> Result<Restored, LoopError> {
         read_file(path.as_ref(), |from| self.restore(from))
     }
 
-    /// Has the routers forget what was taken back, and what they chose in a step that was leaked.
+    /// Makes the routers forget rolled back tokens and choices of a leaked step.
     fn settle_down(&mut self) -> Result<(), LoopError> {
         if std::mem::take(&mut self.open) {
             self.routers.iter_mut().for_each(forget);

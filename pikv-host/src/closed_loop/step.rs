@@ -1,4 +1,4 @@
-//! A step of a closed loop: routers choose, and learn at the commit what attention met.
+//! A step of a closed loop: routers choose experts, and learn from hits and misses at the commit.
 
 use super::{ClosedLoop, LoopError, Scratch, forget};
 use crate::attend::options::{Attend, Output, Read};
@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// A step of a [`ClosedLoop`]. Dropped without a commit it never happened, for the routers either.
+/// A step of a [`ClosedLoop`]. Dropping it without a commit leaves sequences and routers unchanged.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -38,7 +38,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// ```
 #[derive(Debug)]
 pub struct LoopStep<'a> {
-    /// `None` once it was committed.
+    /// `None` after the commit.
     pub(super) step: Option<Step<'a>>,
     pub(super) of: &'a mut ClosedLoop,
 }
@@ -51,32 +51,32 @@ impl<'a> LoopStep<'a> {
         }
     }
 
-    /// As [`Step::append`].
+    /// Calls [`Step::append`].
     ///
     /// # Errors
-    /// Those of [`Step::append`].
+    /// The errors of [`Step::append`].
     pub fn append(&mut self, layer: usize, k: &[impl Scalar], v: &[impl Scalar]) -> Result<(), LoopError> {
         Ok(self.step().append(layer, k, v)?)
     }
 
-    /// As [`Step::append_device`].
+    /// Calls [`Step::append_device`].
     ///
     /// # Errors
-    /// Those of [`Step::append_device`].
+    /// The errors of [`Step::append_device`].
     pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), LoopError> {
         Ok(self.step().append_device(layer, k, v)?)
     }
 
-    /// As [`Step::leave_out`], for routers too: as if the sequence's rows had never been routed. What they chose for the others stays.
-    /// Its rows stay in logits and [`Routes`], where they are zeros from then on.
+    /// Calls [`Step::leave_out`], and makes the routers forget the sequence's rows. Choices for other rows stay. The sequence keeps its
+    /// rows in logits and [`Routes`]; in `Routes` they are zero from then on.
     ///
     /// # Errors
-    /// Those of [`Step::leave_out`]; [`Error::HostTensors`] after [`route_device`](LoopStep::route_device), as a device counts what it
-    /// chose for all rows: the sequence is in the step still. [`LoopError::Route`] for a router that refuses rows that it took before: the
-    /// sequence is left out, and that router has forgotten what it chose in the step.
+    /// The errors of [`Step::leave_out`]; [`Error::HostTensors`] after [`route_device`](LoopStep::route_device), since a device router
+    /// counts its choices for all rows together: the sequence stays in the step. [`LoopError::Route`] for a router that refuses rows that
+    /// it accepted before: the sequence is left out, and that router has forgotten its choices in the step.
     ///
     /// # Panics
-    /// If a router does. The sequence is left out, and that router has forgotten what it chose in the step.
+    /// If a router panics. The sequence is left out, and that router has forgotten its choices in the step.
     pub fn leave_out(&mut self, sequence: usize) -> Result<(), LoopError> {
         let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
         let ClosedLoop { routers, learnt, devices, .. } = &mut *self.of;
@@ -87,19 +87,19 @@ impl<'a> LoopStep<'a> {
         let known = step.live_rows();
         step.leave_out(sequence)?;
         if !(1..known).contains(&step.live_rows()) {
-            // It had left before; or all have, and nothing is learnt.
+            // The sequence was left out before, or none is left and nothing is learnt.
             return Ok(());
         }
         let left = learnt.leave_out(sequence, routers);
         left.map_err(|(layer, source)| LoopError::Route { layer, source })
     }
 
-    /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]` in f32, f16 or bf16 ([`Scalar`]), and files the rows by
-    /// them. The model's own choice and its weights are in [`Routes::model`]. Routers take f32: logits in 16 bits are widened into a list of
-    /// the loop's, 4 bytes a row and expert of the largest step.
+    /// Ranks the experts of the step's rows from the gate's logits, `[rows][experts]` in f32, f16 or bf16 ([`Scalar`]), and files the rows
+    /// under them. [`Routes::model`] has the model's own choice and its weights. Logits in 16 bits are widened to f32 in a buffer of the
+    /// loop: 4 bytes for each row and expert of the largest step.
     ///
     /// # Errors
-    /// No such layer, one that was already routed, or what the router refuses.
+    /// [`Error::Layer`]; [`Error::Twice`] for a layer already routed; [`Error::Length`]; [`LoopError::Route`] for an error of the router.
     pub fn route(&mut self, layer: usize, logits: &[impl Scalar]) -> Result<&Routes, LoopError> {
         self.route_slice(layer, HostSlice::of(logits))
     }
@@ -127,13 +127,13 @@ impl<'a> LoopStep<'a> {
         let logits = logits.wide(wide);
         let routes = &mut routes[layer];
         routes.clear();
-        // What a router that panics or refuses has counted is forgotten, as the layer can be routed again.
+        // If the router panics or fails it forgets its counts, as the layer can be routed again.
         let chosen = catch_unwind(AssertUnwindSafe(|| {
             let mut rest = logits;
             if step.live_rows() == 0 {
                 return Ok(());
             }
-            // Rows that stay are learnt before the state is noted that the others are learnt from.
+            // Rows out of reach of a rollback are routed first, before the state is saved from which the other rows can be learnt again.
             let firm = learnt.firm();
             if let (1.., [(first, rows)]) = (firm, &mut starts[..]) {
                 let (own, others) = rest.split_at(firm * experts);
@@ -170,10 +170,10 @@ impl<'a> LoopStep<'a> {
         Ok(routes)
     }
 
-    /// As [`Step::attend`]. Where rows read the pages of their experts only, they read those of as many as the router would fetch.
+    /// Calls [`Step::attend`]. With [`Read::Experts`], a row reads the pages of [`Routes::fetch`] experts.
     ///
     /// # Errors
-    /// Those of [`Step::attend`].
+    /// The errors of [`Step::attend`].
     pub fn attend(
         &mut self,
         layer: usize,
@@ -185,10 +185,10 @@ impl<'a> LoopStep<'a> {
         Ok(self.step().attend(layer, q, options, out)?)
     }
 
-    /// As [`Step::attend_device`], and as [`attend`](LoopStep::attend).
+    /// Calls [`Step::attend_device`]; with [`Read::Experts`] as [`attend`](LoopStep::attend).
     ///
     /// # Errors
-    /// Those of [`Step::attend_device`].
+    /// The errors of [`Step::attend_device`].
     pub fn attend_device(
         &mut self,
         layer: usize,
@@ -200,59 +200,60 @@ impl<'a> LoopStep<'a> {
         Ok(self.step().attend_device(layer, q, options, out)?)
     }
 
-    /// As [`Step::check`], and of logits that were given on the device ([`route_device`](LoopStep::route_device)), which are judged last.
+    /// Calls [`Step::check`], then checks logits given on the device ([`route_device`](LoopStep::route_device)).
     ///
     /// # Errors
-    /// Those of [`Step::check`]; [`LoopError::Route`] for a logit that is not finite.
+    /// The errors of [`Step::check`]; [`LoopError::Route`] for a logit that is not finite.
     pub fn check(&mut self) -> Result<(), LoopError> {
         self.step().check()?;
         self.settle_all()
     }
 
-    /// As [`Step::reads`].
+    /// Calls [`Step::reads`].
     ///
     /// # Errors
-    /// Those of [`Step::reads`].
+    /// The errors of [`Step::reads`].
     pub fn reads(&mut self, sequence: usize, read: Read) -> Result<(), LoopError> {
         Ok(self.step().reads(sequence, read)?)
     }
 
-    /// As [`Step::closes_gaps`].
+    /// Calls [`Step::closes_gaps`].
     ///
     /// # Errors
-    /// Those of [`Step::closes_gaps`].
+    /// The errors of [`Step::closes_gaps`].
     pub fn closes_gaps(&mut self, sequence: usize, on: bool) -> Result<(), LoopError> {
         Ok(self.step().closes_gaps(sequence, on)?)
     }
 
-    /// Waits for what the device chose for a layer, if rows are to read the pages of their experts.
+    /// Waits for the device's choices for a layer, if rows read by [`Read::Experts`].
     fn settle_to_read(&mut self, layer: usize, options: &Attend) -> Result<(), LoopError> {
         let any = self.step().reads_of(options).any(|read| read == Read::Experts);
         if any { self.settle(layer) } else { Ok(()) }
     }
 
-    /// Waits for what the device chose for all layers.
+    /// Waits for the device's choices for all layers.
     fn settle_all(&mut self) -> Result<(), LoopError> {
-        // What came last is there last: the first wait is for all.
+        // One wait for the last layer covers the earlier ones.
         self.of.devices.wait()?;
         (0..self.of.routers.len()).try_for_each(|layer| self.settle(layer))
     }
 
-    /// Makes the tokens part of their sequences, evicts what is over the budgets, lets the routers learn, and tells the sink.
+    /// Makes the tokens part of their sequences, evicts tokens over the budgets, lets the routers learn, and passes metrics to the sink.
     ///
     /// # Errors
-    /// Those of [`Step::commit`]; [`LoopError::Route`] for a logit on the device that is not finite; [`LoopError::Committed`] if a router refuses to learn, after all others and the sink were told.
+    /// The errors of [`Step::commit`]; [`LoopError::Route`] for a logit on the device that is not finite; [`LoopError::Committed`] if a
+    /// router fails to learn, after all other routers and the sink were called.
     ///
     /// # Panics
-    /// If a policy does, as [`Step::commit`]: routers learn nothing of the step then. If a router does, after all others and the sink were
-    /// told; the step is committed. If the sink does; the step is committed, and the routers have learnt.
+    /// If a policy panics, as [`Step::commit`]: routers then learn nothing of the step. If a router panics: after all other routers and the
+    /// sink were called; the step is committed. If the sink panics: the step is committed, and the routers have learnt.
     pub fn commit(mut self) -> Result<(), LoopError> {
         self.settle_all()?;
         self.of.report.unasked = !self.of.sink.wants_reused();
         let Some(step) = self.step.take() else { return Ok(()) };
         let rows = step.live_rows() as u64;
         if rows == 0 {
-            // As if there had been no step.
+            // Commits nothing.
             return Ok(());
         }
         step.commit_with(&mut self.of.report)?;
@@ -267,8 +268,8 @@ impl<'a> LoopStep<'a> {
 }
 
 impl ClosedLoop {
-    /// Has each router learn what the step met; a router that refuses or panics forgets what it chose. Returns the first refusal and the
-    /// first panic. Sums hits and misses over the layers.
+    /// Lets each router learn from the hits and misses of the step; a router that fails or panics forgets its choices. Returns the first
+    /// error and the first panic. Sums hits and misses over the layers.
     fn learn(&mut self) -> (Result<(), LoopError>, Option<Box<dyn Any + Send>>) {
         let (mut refused, mut panicked) = (Ok(()), None);
         let ClosedLoop { routers, routes, report, learnt, devices, scratch, .. } = self;
@@ -293,7 +294,7 @@ impl ClosedLoop {
                 let met = met[of].iter().map(|(_, part, met)| (*part, *met));
                 learnt.met(layer, report.experts, met, report.remote_bytes(layer));
             }
-            // A layer without rows has nothing to tell.
+            // A layer without rows gives no feedback.
             if routes[layer].rows() > 0 {
                 let remote = report.remote_bytes(layer);
                 let feedback = Feedback::new(asked, missed).of_page(PAGE).remote_bytes(remote);
@@ -346,8 +347,7 @@ impl ClosedLoop {
 
 impl Drop for LoopStep<'_> {
     fn drop(&mut self) {
-        // The step itself undoes what it did to the sequences.
-        // Nor have the routers chosen anything in it.
+        // Dropping the inner step undoes the changes to the sequences; the routers forget their choices here.
         if std::mem::take(&mut self.of.open) {
             self.of.routers.iter_mut().for_each(forget);
             self.of.devices.forget();

@@ -1,5 +1,5 @@
-//! What goes when an index is over its budget, or a step needs room: what no sequence reads, the least recently used first, the last
-//! tokens before those that they follow. What a step needs goes to lower tiers first, as far as it can.
+//! Eviction from a prefix index that exceeds its budget, or for a step that needs memory: only prefixes that no sequence reads, the least
+//! recently used first, the last tokens of a prefix before earlier ones. For a step, pages are first moved to lower tiers.
 
 use crate::cache::idle::Spare;
 use crate::prefix::tree::{Boundary, Stored, Tree};
@@ -15,7 +15,7 @@ impl Spare for Shared {
 }
 
 impl Shared {
-    /// Demotes until so many bytes of the cache came free, then evicts until they did, or nothing more can go; returns how many did.
+    /// Demotes until `bytes` of the cache are free, then evicts until they are, or nothing more can be evicted; returns the bytes freed.
     pub(super) fn free(&self, tree: &mut Tree, bytes: u64) -> u64 {
         let arenas = &self.cache.inner.pool.arenas;
         let before = arenas.taken();
@@ -27,8 +27,8 @@ impl Shared {
         came()
     }
 
-    /// Moves pages of leaves that no sequence reads to lower tiers, of the least recently used first, until `bytes` came. A page that several
-    /// stored sequences have stays. A tier that fails ends it: what is left can be evicted.
+    /// Moves pages of idle leaves to lower tiers, the least recently used first, until `bytes` are free. Pages shared by stored sequences
+    /// stay. Stops at the first error of a tier: the rest can be evicted.
     fn demote_until(&self, tree: &mut Tree, bytes: u64, came: &dyn Fn() -> u64) {
         if self.cache.inner.pool.tiers.is_none() {
             return;
@@ -51,7 +51,7 @@ impl Shared {
         }
     }
 
-    /// Evicts until `enough` says so, or nothing more can go.
+    /// Evicts until `enough` returns true or no idle leaf is left.
     pub(super) fn evict_until(&self, tree: &mut Tree, enough: &dyn Fn() -> bool) {
         while !enough() {
             let Some(leaf) = tree.leaves.oldest_idle(self.now()) else { return };
@@ -59,8 +59,8 @@ impl Shared {
         }
     }
 
-    /// Takes out a leaf, and those before it that are as old, whose pages go with it: an eighth of what is stored at least, so that long
-    /// prefixes are not cut many times.
+    /// Removes a leaf and, with it, preceding boundaries that were not used later, and frees their pages: up to an eighth of the prefix at
+    /// a time, so that a long prefix is not cut many times.
     fn evict(&self, tree: &mut Tree, leaf: Arc<Boundary>) {
         let (used, now) = (leaf.used.load(Relaxed), self.now());
         let stored = leaf.stored.get().cloned();
@@ -70,7 +70,7 @@ impl Shared {
             let Some(boundary) = last.take_if(|boundary| {
                 let own = match (boundary.stored.get(), &stored) {
                     (Some(of), Some(stored)) => Arc::ptr_eq(of, stored) && taken < most,
-                    // Nobody can find it.
+                    // A boundary without a stored sequence cannot be found.
                     (None, _) => true,
                     (Some(_), None) => false,
                 };
@@ -87,7 +87,7 @@ impl Shared {
             self.counts.boundaries.fetch_sub(1, Relaxed);
             last = boundary.parent();
             if let Some(parent) = &last {
-                // Who used it used what it follows.
+                // A use of a boundary is a use of its parent.
                 parent.used.fetch_max(boundary.used.load(Relaxed), Relaxed);
                 if parent.children.fetch_sub(1, Relaxed) == 1 {
                     tree.leaves.insert(parent.clone());
@@ -100,13 +100,13 @@ impl Shared {
         }
     }
 
-    /// Has a stored sequence hold no more than the first `len` tokens; nothing with 0.
+    /// Cuts a stored sequence to its first `len` tokens; 0 drops it.
     fn trim(&self, tree: &mut Tree, stored: &Stored, len: u32) {
         let mut sequence = stored.sequence.write().unwrap_or_else(PoisonError::into_inner);
         let Some(old) = sequence.take() else { return };
         self.counts.let_go(tree.take_pages(&old));
         if len > 0 {
-            // Where there is no memory for the ring it stays as long as it is, until all of it goes.
+            // Without memory for the pages of the new ring, the sequence keeps its length until it is dropped.
             let cut = old.fork_at(len).ok().filter(|cut| cut.len == len);
             let mut kept = cut.unwrap_or(old);
             kept.lease_of_prefix = None;

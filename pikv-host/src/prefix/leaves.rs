@@ -1,4 +1,4 @@
-//! Boundaries that no other one follows, in the order in which they are evicted.
+//! Boundaries without children, in order of eviction.
 
 use crate::prefix::Key;
 use crate::prefix::tree::{Boundary, Stored};
@@ -6,14 +6,14 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Leaves, the least recently used first. Look-ups write [`Boundary::used`] without asking for these, so a place in the order may be
-/// behind the truth; it is set right when the leaf comes to the front. A leaf that a sequence holds then counts as used.
+/// Leaves, the least recently used first. A look-up updates only [`Boundary::used`], so the order may be out of date; it is corrected when
+/// a leaf comes to the front. A leaf that a sequence holds counts as used at that time.
 #[derive(Debug, Default)]
 pub(crate) struct Leaves {
-    /// Each leaf with its time in `order`.
+    /// Each leaf, with its time in `order`.
     of: HashMap<Key, (u64, Arc<Boundary>)>,
     order: BTreeSet<(u64, Key)>,
-    /// Leaves that [`Leaves::oldest_idle`] looked at.
+    /// Number of leaves that [`Leaves::oldest_idle`] has examined.
     #[cfg(test)]
     looked: u64,
 }
@@ -32,14 +32,14 @@ impl Leaves {
         }
     }
 
-    /// What is stored at leaves that no sequence holds, roughly the least recently used first. O(leaves).
+    /// Stored sequences of leaves that no sequence holds, roughly the least recently used first. O(leaves).
     pub fn idle(&self) -> impl Iterator<Item = Arc<Stored>> {
         let leaves = self.order.iter().filter_map(|(_, key)| Some(&self.of.get(key)?.1));
         leaves.filter(|leaf| !leaf.is_held()).filter_map(|leaf| leaf.stored.get().cloned())
     }
 
-    /// The least recently used leaf that no sequence holds, `now` being nanoseconds since the index was made. O(log leaves) for it, and
-    /// for each leaf that was used or held since it was last looked at.
+    /// The least recently used leaf that no sequence holds; `now` is in nanoseconds since the index was built. O(log leaves), and again for
+    /// each leaf used or held since it was last examined.
     pub fn oldest_idle(&mut self, now: u64) -> Option<Arc<Boundary>> {
         while let Some(&(at, key)) = self.order.first().filter(|(at, _)| *at <= now) {
             #[cfg(test)]
@@ -49,7 +49,7 @@ impl Leaves {
             if used <= at && !leaf.is_held() {
                 return Some(leaf.clone());
             }
-            // Behind what is looked at in this call, if it is held.
+            // A held leaf goes behind all leaves that this call examines.
             *place = if used > at { used } else { now + 1 };
             self.order.remove(&(at, key));
             self.order.insert((*place, key));
@@ -81,8 +81,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against a look at all leaves: that one goes which was used last the longest ago, of those that nobody holds. A leaf that was
-        /// seen held counts as used then.
+        /// Compares with a search of all leaves: the least recently used leaf that nobody holds is taken. A leaf that was found held counts
+        /// as used at that time.
         #[test]
         fn the_oldest_goes(acts in prop::collection::vec((0u8..5, 0usize..40), 1..300)) {
             let (mut leaves, mut model) = (Leaves::default(), Vec::new());
@@ -109,7 +109,7 @@ mod tests {
                         let oldest = model.iter().filter(|(_, leaf)| !leaf.is_held()).map(|(at, leaf)| (*at, leaf.key)).min();
                         let found = leaves.oldest_idle(now);
                         prop_assert_eq!(found.as_ref().map(|leaf| leaf.key), oldest.map(|(_, key)| key));
-                        // Those before it, which are held, were looked at.
+                        // Held leaves in front of it were examined.
                         for (at, leaf) in &mut model {
                             let before = oldest.is_none_or(|oldest| (*at, leaf.key) < oldest);
                             if leaf.is_held() && before {
@@ -126,7 +126,7 @@ mod tests {
         }
     }
 
-    /// Many leaves go, each looked at once, though half of them were used since and one is held.
+    /// Takes many leaves, half of them used again and one held; each is examined a few times.
     #[test]
     fn each_is_looked_at_few_times() {
         let mut leaves = Leaves::default();

@@ -1,4 +1,4 @@
-//! Prefixes of tokens that were computed once, found again by what they are: [`PrefixIndex`].
+//! Prefix cache: finds sequences by their first tokens ([`PrefixIndex`]).
 
 mod evict;
 mod leaves;
@@ -19,34 +19,34 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 use std::time::Instant;
 
-/// The name of a boundary: a keyed hash of what it was computed for and of all tokens before it.
+/// Name of a boundary: a keyed hash of the scope and of all tokens before it.
 pub(crate) type Key = [u8; 32];
 
-/// Parts of the map, each with a lock of its own.
+/// Number of parts of the map, each with a lock.
 const PARTS: usize = 64;
 
-/// Who may find a prefix again, and what it was computed with. All of it is part of the name of a prefix, beside its tokens.
+/// Scope of a prefix: who may find it, and the adapter that computed it. It is part of the name of a prefix, beside the tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrefixScope<'a> {
-    /// Bytes that all must have in common who may find it: a tenant, a salt, the model's revision. Nothing is found across scopes.
+    /// Bytes that must be equal to find a prefix, such as a tenant, a salt or the model's revision.
     pub scope: &'a [u8],
-    /// The adapter that computed keys and values; empty for none.
+    /// Name of the adapter that computed keys and values; empty for none.
     pub adapter: &'a str,
-    /// Its version: weights that changed are another adapter.
+    /// Version of the adapter; change it with the adapter's weights.
     pub version: u64,
-    /// The [budget](Sequence::budget) of sequences that are looked for; none to begin with. What is published is found with its own, and
-    /// a sequence of another budget never.
+    /// [Budget](Sequence::budget) of the sequences to find; `None` by default. A published sequence is filed under its own budget, and
+    /// found only with an equal one.
     pub budget: Option<u32>,
 }
 
 impl<'a> PrefixScope<'a> {
-    /// Those of `scope`, without an adapter.
+    /// A scope of these bytes, without an adapter or a budget.
     pub fn new(scope: &'a [u8]) -> PrefixScope<'a> {
         PrefixScope { scope, ..PrefixScope::default() }
     }
 
-    /// What is hashed, of sequences with a budget: each field with its length before it.
+    /// Bytes to hash: each field preceded by its length, and the budget of the sequence.
     fn encoded(&self, budget: Option<u32>) -> Arc<[u8]> {
         let mut bytes = b"pikv prefix 1".to_vec();
         for field in [self.scope, self.adapter.as_bytes()] {
@@ -65,11 +65,11 @@ setters!(PrefixScope<'a> {
     version: u64,
 } optional { budget: u32 });
 
-/// Finds the longest prefix of a request's tokens that was computed before, and gives a fork of it.
+/// Finds the longest prefix of a request's tokens that was computed before, and returns a fork of it.
 ///
-/// An index belongs to one cache, so that all it holds has the shapes, dtypes, codecs and policies of its configuration. Clones are handles
-/// on the same index. Calls from many threads do not wait for each other: a look-up waits for no more than one entry of a map being put
-/// in, or for a sequence nobody reads that is being evicted; those who put in wait for each other.
+/// An index belongs to one cache, so all prefixes have the shapes, dtypes, codecs and policies of its configuration. Clones are handles to
+/// the same index. Calls from several threads do not block each other, except that a look-up waits while an entry of its part of the map is
+/// written or its sequence is being evicted, and calls that publish wait for each other.
 ///
 /// ```
 /// # use pikv_host as pikv;
@@ -100,7 +100,7 @@ pub struct PrefixIndex {
     shared: Arc<Shared>,
 }
 
-/// What clones of an index share.
+/// State shared by the clones of an index.
 #[derive(Debug)]
 struct Shared {
     cache: Cache,
@@ -145,13 +145,13 @@ fn add(count: &AtomicU64, n: u64) {
 }
 
 impl PrefixIndex {
-    /// An empty index of sequences of `cache`, which holds at most `budget` bytes of pages, in whatever tier. Those in the first count in the
-    /// cache's budget too: a step that would pass that takes what no sequence reads, before it is refused. In a cache with
-    /// [tiers](crate::tiers) full pages of prefixes move down for it, of the least recently used first, and are evicted where that is not
-    /// enough. With a budget of 0 nothing is held.
+    /// An empty index of sequences of `cache`, which holds at most `budget` bytes of pages, in all tiers. Its pages in the first tier also
+    /// count in the cache's budget: before a step is refused, it takes pages of prefixes that no sequence reads. In a cache with
+    /// [tiers](crate::tiers) full pages of such prefixes are first moved down, the least recently used first; prefixes are evicted if that
+    /// is not enough. With a budget of 0 the index stays empty.
     pub fn new(cache: &Cache, budget: u64) -> PrefixIndex {
         let mut seed = Vec::new();
-        // Each has keys that the system drew.
+        // Each `RandomState` has random keys from the system.
         (0..8).for_each(|i: u64| seed.extend(RandomState::new().hash_one(i).to_le_bytes()));
         let shared = Arc::new(Shared {
             cache: cache.clone(),
@@ -167,16 +167,15 @@ impl PrefixIndex {
         PrefixIndex { shared }
     }
 
-    /// A sequence with the longest prefix of `tokens` that is known within the scope, empty if none is; [`Sequence::next_position`] says
-    /// how long it is. It is a fork: its pages are its own to read for as long as it lives, and no eviction reaches them.
+    /// Returns a fork of the longest known prefix of `tokens` in the scope, or an empty sequence; [`Sequence::next_position`] is its
+    /// length. As long as the fork lives, the prefix is not evicted.
     ///
-    /// Prefixes are found at every 32 tokens, where [`Sequence::fork_at`] forks at any length, and at checkpoints elsewhere. At least one of
-    /// `tokens` is left to compute. Tokens are compared before anything is given. Takes time in proportion to what is found, not to
-    /// `tokens`.
+    /// Prefixes are found at every 32 tokens if [`Sequence::fork_at`] can fork at any length, else at checkpoints. At least one of `tokens`
+    /// is left to compute. The tokens themselves are compared, not only their hashes. O(tokens found).
     ///
     /// # Errors
-    /// [`Error::Tier`], [`Error::Device`] if pages cannot be read. No memory for the ring's pages counts as nothing found.
-    /// [`Error::SequenceBudget`] for a budget that could not act.
+    /// [`Error::Tier`], [`Error::Device`] if pages cannot be read; [`Error::SequenceBudget`] for a budget that would have no effect.
+    /// Without memory for the pages of the ring, a prefix counts as not found.
     pub fn find(&self, scope: &PrefixScope<'_>, tokens: &[u32]) -> Result<Sequence, Error> {
         let shared = &*self.shared;
         let counts = &shared.counts;
@@ -198,17 +197,17 @@ impl PrefixIndex {
         shared.cache.sequence_with(options)
     }
 
-    /// Takes in the prefixes of a sequence, whose first tokens are `tokens`, for others to find; returns the length of the longest that can be
-    /// found then. Of what is known already nothing is held twice: the pages of the first who brought it stay.
+    /// Adds the prefixes of a sequence, given with its first tokens, for others to find; returns the length of the longest that can be
+    /// found afterwards. Pages of a prefix that is already known are shared, not stored twice.
     ///
-    /// Where [`Sequence::fork_at`] forks at any length of it, a prefix is found at every 32 tokens. Elsewhere at its
-    /// [checkpoints](Sequence::checkpoint), and at its length, as far as these are multiples of 32, and [`Sequence::evict`] evicted nothing
-    /// before, nor [`Sequence::pin`] kept anything from a policy. What is found has no pins. The sequence counts as one that was found, so
-    /// that its prefix is not evicted while it lives. O(tokens, and pages of the prefix).
+    /// Prefixes are added at every 32 tokens if [`Sequence::fork_at`] can fork the sequence at any length. Otherwise they are added at its
+    /// [checkpoints](Sequence::checkpoint) and at its length, at those that are multiples of 32, and not where [`Sequence::evict`] or
+    /// [`Sequence::pin`] changed which tokens are held. A found prefix has no pins. The published prefix is not evicted while the sequence
+    /// lives. O(tokens, and pages of the prefix).
     ///
     /// # Errors
-    /// A sequence of another cache, [`Error::Poisoned`]; [`Error::Tier`], [`Error::Device`] if pages cannot be read. What does not fit
-    /// is not taken in, which is no error.
+    /// [`Error::ForeignSequence`], [`Error::Poisoned`]; [`Error::Tier`], [`Error::Device`] if pages cannot be read. A prefix that does not
+    /// fit is not added, without an error.
     pub fn publish(
         &self,
         scope: &PrefixScope<'_>,
@@ -218,7 +217,7 @@ impl PrefixIndex {
         self.shared.publish(scope, tokens, sequence)
     }
 
-    /// What was asked and found since the index was made, and what is held.
+    /// Counts of look-ups since the index was built, and bytes held.
     pub fn usage(&self) -> PrefixUsage {
         let counts = &self.shared.counts;
         let of = |count: &AtomicU64| count.load(Relaxed);
@@ -238,7 +237,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Forgets all prefixes that no living sequence was found by.
+    /// Drops all prefixes except those that living sequences were found by or published to.
     pub fn clear(&self) {
         self.shared.evict_until(&mut self.shared.tree(), &|| false);
     }
@@ -250,7 +249,7 @@ impl Shared {
     }
 
     fn tree(&self) -> MutexGuard<'_, Tree> {
-        // Code that holds it calls nothing of the user's.
+        // No user code runs while the lock is held.
         self.tree.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -262,12 +261,12 @@ impl Shared {
         self.part(key).read().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
     }
 
-    /// The name of what comes before all tokens.
+    /// Name of the empty prefix.
     fn root_key(&self, root: &[u8]) -> Key {
         *blake3::keyed_hash(&self.key, root).as_bytes()
     }
 
-    /// The name of a boundary that is 32 tokens after another.
+    /// Name of the boundary 32 tokens after `before`.
     fn next_key(&self, before: &Key, tokens: &[u32]) -> Key {
         let mut bytes = [0; 32 + 4 * PAGE as usize];
         bytes[..32].copy_from_slice(before);
@@ -282,8 +281,8 @@ impl Shared {
         key
     }
 
-    /// The last boundary of `tokens` that is known by its name, at least one token before their end. Looks at 1, 2, 4, .. boundaries until
-    /// one is not there, and then between.
+    /// The last known boundary of `tokens`, at least one token before their end. Goes ahead by 1, 2, 4, .. blocks until one is unknown,
+    /// then bisects.
     fn longest(&self, root: &[u8], tokens: &[u32]) -> Option<Arc<Boundary>> {
         let blocks = tokens.len().saturating_sub(1) / PAGE as usize;
         let mut keys = vec![self.root_key(root)];
@@ -306,10 +305,10 @@ impl Shared {
         found
     }
 
-    /// A fork of what is stored at a boundary, if that has these tokens.
+    /// Forks the sequence stored at a boundary, if its tokens are equal.
     fn fork(&self, root: &[u8], tokens: &[u32], at: &Boundary) -> Result<Option<Sequence>, Error> {
         let Some(stored) = at.stored.get() else { return Ok(None) };
-        // From here on it is not evicted.
+        // Protects it from eviction.
         let lease = at.lease.clone();
         let known = tokens.get(..at.len as usize).is_some_and(|tokens| stored.starts_with(root, tokens));
         if !known {
@@ -348,7 +347,7 @@ impl Shared {
         sequence.sound()?;
         sequence.repair();
         let most = sequence.len.min(tokens.len().try_into().unwrap_or(u32::MAX));
-        // Lengths of forks to hold, the longest last.
+        // Lengths of the forks to store, ascending.
         let lengths: Vec<u32> = match sequence.cuts_anywhere() {
             true => vec![most - most % PAGE],
             false => {
@@ -376,8 +375,8 @@ impl Shared {
         Ok(found)
     }
 
-    /// Takes in the fork of a sequence that has just these tokens; returns its boundary, or nothing if it does not fit, or if another's
-    /// tokens have its name.
+    /// Stores a fork of a sequence with exactly these tokens and returns its boundary; `None` if it does not fit, or if the boundary of
+    /// other tokens has the same name.
     fn take_in(
         &self,
         tree: &mut Tree,
@@ -392,7 +391,7 @@ impl Shared {
             let stored = boundary.stored.get()?;
             Some(stored.starts_with(root, &tokens[..boundary.len as usize]))
         };
-        // The last of them has the tokens of all.
+        // The last stored boundary has the tokens of all earlier ones.
         if known.iter().rev().find_map(same) == Some(false) {
             add(&self.counts.unequal, 1);
             return Ok(None);
@@ -403,7 +402,7 @@ impl Shared {
         }
         let anywhere = sequence.cuts_anywhere();
         let mut kept = match self.making_room(tree, || sequence.fork_at(len)) {
-            // Tokens that were evicted by hand, or pinned, are not those that another would hold.
+            // A sequence with evictions by hand, or with pins that kept tokens, may hold other tokens than a fresh one would.
             Ok(kept) if kept.len == len && !kept.altered => kept,
             Ok(_) | Err(Error::OutOfBudget { .. }) => return Ok(None),
             Err(error) => return Err(error),
@@ -425,7 +424,7 @@ impl Shared {
         let bytes = tree.add_pages(&kept);
         self.counts.hold(bytes);
         self.evict_until(tree, &|| self.counts.bytes.load(Relaxed) <= self.budget);
-        // What it was to follow may have gone to make room for it.
+        // Making room may have evicted the boundary to append to.
         let gone = known.last().is_some_and(|last| self.get(&last.key).is_none());
         if gone || self.counts.bytes.load(Relaxed) > self.budget {
             self.counts.let_go(tree.take_pages(&kept));
@@ -441,14 +440,14 @@ impl Shared {
         }
         let since = known.len() + 1;
         for (block, &key) in (since..).zip(&keys[since..=blocks]) {
-            // Only where there is a checkpoint is something found, unless any length is.
+            // A sequence that can only be forked at checkpoints is stored only at the last boundary.
             let own = (anywhere || block == blocks).then(|| stored.clone());
             parent = Some(self.insert(tree, (key, block as u32 * PAGE), parent, own));
         }
         Ok(parent)
     }
 
-    /// Puts a boundary in after another one, which is then no leaf.
+    /// Inserts a boundary after `parent`, which then is not a leaf.
     fn insert(
         &self,
         tree: &mut Tree,
@@ -477,7 +476,7 @@ impl Shared {
         boundary
     }
 
-    /// What `call` returns, after room was made for it if it needed some.
+    /// Runs `call`; if it exceeds the budget, makes room and runs it once more.
     fn making_room<T>(
         &self,
         tree: &mut Tree,

@@ -1,4 +1,4 @@
-//! What happens where names of other tokens are the same, which no keyed hash of 256 bits shows.
+//! Tests with colliding names, which cannot be produced with a keyed hash of 256 bits.
 
 use super::{PrefixIndex, PrefixScope};
 use crate::cache::Cache;
@@ -12,7 +12,7 @@ thread_local! {
     static WEAK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether names depend on the number of tokens only.
+/// Whether names depend only on the number of tokens.
 pub(super) fn weak() -> bool {
     WEAK.get()
 }
@@ -36,7 +36,7 @@ fn tokens_are_compared_where_names_are_equal() {
     assert_eq!(index.publish(&scope, &one, &mut computed(&cache, &one)), Ok(96));
     assert_eq!(index.find(&scope, &other).unwrap().len, 0);
     assert_eq!(index.publish(&scope, &other, &mut computed(&cache, &other)), Ok(0));
-    // The first 64 tokens are those that are known.
+    // The first 64 tokens are known.
     let mixed = [&one[..64], &other[64..]].concat();
     assert_eq!(index.find(&scope, &mixed).unwrap().len, 64);
     assert_eq!(index.find(&scope, &one).unwrap().len, 96);

@@ -1,4 +1,4 @@
-//! What an index holds, and the order in which it goes.
+//! Stored prefixes of an index.
 
 use crate::cache::sequence::Sequence;
 use crate::prefix::Key;
@@ -12,60 +12,60 @@ use std::sync::{Arc, OnceLock, RwLock, Weak};
 pub(crate) struct Boundary {
     pub key: Key,
     pub len: u32,
-    /// The boundary 32 tokens before, which goes after this one.
+    /// The boundary 32 tokens earlier, which is evicted after this one.
     pub parent: Weak<Boundary>,
-    /// What a fork is taken of; nothing where there is no checkpoint.
+    /// Sequence to fork; empty where the prefix has no checkpoint.
     pub stored: OnceLock<Arc<Stored>>,
-    /// Nanoseconds since the index was made, when it was found last or put in.
+    /// Time of the last use or of the insertion, in nanoseconds since the index was built.
     pub used: AtomicU64,
-    /// Boundaries of which it is the parent. Changed by who holds the tree.
+    /// Number of boundaries with this parent. Changed only under the lock of the tree.
     pub children: AtomicU32,
-    /// Cloned by each sequence that was found here, and its forks.
+    /// Cloned into each sequence found here, and into its forks.
     pub lease: Arc<()>,
 }
 
 impl Boundary {
-    /// The boundary before; nothing at the first.
+    /// The preceding boundary; `None` for the first.
     pub fn parent(&self) -> Option<Arc<Boundary>> {
         self.parent.upgrade()
     }
 
-    /// Whether a sequence that was found here lives.
+    /// Whether a sequence found here is alive.
     pub fn is_held(&self) -> bool {
         Arc::strong_count(&self.lease) > 1
     }
 }
 
-/// A sequence that was taken in.
+/// A published sequence.
 #[derive(Debug)]
 pub(crate) struct Stored {
-    /// What it was computed for: scope and adapter, as they are hashed.
+    /// Scope, adapter and budget, as hashed.
     pub root: Arc<[u8]>,
-    /// All tokens before its last boundary, also those that other sequences have.
+    /// All tokens up to its last boundary, including those of earlier boundaries.
     pub tokens: Arc<[u32]>,
-    /// Nothing once it was evicted. Written by who holds the tree.
+    /// `None` after its eviction. Written only under the lock of the tree.
     pub sequence: RwLock<Option<Sequence>>,
-    /// Whether all that can lie in lower tiers does.
+    /// Whether all pages that can lie in lower tiers do.
     pub lowered: AtomicBool,
 }
 
 impl Stored {
-    /// Whether it starts with these tokens, computed for this.
+    /// Whether it starts with these tokens, in this scope.
     pub fn starts_with(&self, root: &[u8], tokens: &[u32]) -> bool {
         *self.root == *root && self.tokens.get(..tokens.len()) == Some(tokens)
     }
 }
 
-/// What those hold who put in or take out.
+/// State that is changed under one lock.
 #[derive(Debug, Default)]
 pub(crate) struct Tree {
     /// Boundaries without children.
     pub leaves: Leaves,
-    /// Of each page that is held: by how many sequences, its bytes, and whether it lies in a lower tier.
+    /// For each page: number of stored sequences that hold it, its bytes, and whether it lies in a lower tier.
     pages: HashMap<usize, (u32, u64, bool)>,
 }
 
-/// Bytes of pages: of all, and of those in lower tiers.
+/// Bytes of pages: in all tiers, and in lower tiers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Bytes {
     pub all: u64,
@@ -79,14 +79,14 @@ impl Bytes {
     }
 }
 
-/// Tells the pages of a sequence: a number that no other page has meanwhile, bytes, and whether it lies in a lower tier.
+/// Calls `told` for each page of a sequence with a key unique among live pages, its bytes, and whether it lies in a lower tier.
 fn each(sequence: &Sequence, told: &mut dyn FnMut(usize, u64, bool)) {
     sequence.each_page(&mut |page| told(page.key(), page.bytes(), false));
     sequence.each_slot(&mut |slot| told(Arc::as_ptr(slot).addr(), slot.bytes(), true));
 }
 
 impl Tree {
-    /// Counts the pages of a sequence; returns the bytes of those that were not held.
+    /// Adds the pages of a sequence to the counts; returns the bytes of pages not counted before.
     pub fn add_pages(&mut self, sequence: &Sequence) -> Bytes {
         let mut added = Bytes::default();
         each(sequence, &mut |key, bytes, lower| {
@@ -99,7 +99,7 @@ impl Tree {
         added
     }
 
-    /// Undoes [`Tree::add_pages`].
+    /// Undoes [`Tree::add_pages`]; returns the bytes of pages that no sequence holds then.
     pub fn take_pages(&mut self, sequence: &Sequence) -> Bytes {
         let mut taken = Bytes::default();
         each(sequence, &mut |key, _, _| {

@@ -1,30 +1,30 @@
-//! What a model asks of the cache that it runs over. A dense model and a mixture of experts ask for the same.
+//! The cache interface of the models, dense or mixture of experts.
 
 use std::error::Error;
 
-/// Where a model puts its keys and values, and reads attention from.
+/// Stores keys and values of a model, and computes attention over them.
 pub trait Cache {
     type Error: Error + 'static;
     type Step<'a>: Step<Error = Self::Error>
     where
         Self: 'a;
-    /// `n` new tokens follow the ones already there.
+    /// Starts a step of `n` tokens after those already stored.
     fn begin(&mut self, n: usize) -> Result<Self::Step<'_>, Self::Error>;
-    /// Tokens so far: the next token's position.
+    /// Tokens stored: the position of the next token.
     fn len(&self) -> usize;
-    /// Position of row `row` of the next tokens: those of one sequence follow each other, those of a batch do not.
+    /// Position of row `row` of the next step. Rows of one sequence are consecutive, rows of a batch need not be.
     fn position(&self, row: usize) -> usize {
         self.len() + row
     }
-    /// Forgets everything.
+    /// Removes all tokens.
     fn clear(&mut self);
 }
 
-/// New tokens on their way through the layers.
+/// New tokens in a forward pass.
 pub trait Step {
     type Error;
-    /// `q`: `[n][query_heads][head_dim]`, `k`, `v`: `[n][kv_heads][head_dim]`; keys and queries come as the model's
-    /// [`Keys`] says. Writes `out`, shaped as `q`.
+    /// `q`: `[n][query_heads][head_dim]`, `k`, `v`: `[n][kv_heads][head_dim]`, rotated or not as [`Keys`] says. Writes `out`, shaped like
+    /// `q`.
     fn layer(
         &mut self,
         layer: usize,
@@ -33,24 +33,24 @@ pub trait Step {
         v: &[f32],
         out: &mut [f32],
     ) -> Result<(), Self::Error>;
-    /// Whether [`gates`](Step::gates) is of use.
+    /// Whether [`gates`](Step::gates) does anything.
     const GATES: bool = false;
-    /// What the layer's gate says of the tokens before they have attended, `[n][experts]`: a guess at its router's logits, made in
-    /// time to fetch by.
+    /// Passes the logits of the layer's gate before attention, `[n][experts]`: a prediction of the router's logits, early enough to fetch
+    /// pages.
     fn gates(&mut self, _layer: usize, _logits: &[f32]) -> Result<(), Self::Error> {
         Ok(())
     }
-    /// The experts that the router chose, `[n][top_k]`, first choice first. A dense model has none to name.
+    /// Passes the experts chosen by the router, `[n][top_k]`, first choice first. A dense model does not call it.
     fn experts(&mut self, layer: usize, experts: &[u16]) -> Result<(), Self::Error>;
-    /// All layers are written.
+    /// Commits the step; all layers must be written.
     fn commit(self) -> Result<(), Self::Error>;
 }
 
-/// How queries and keys go from the model to the cache.
+/// Form of queries and keys that the model passes to the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
-    /// Rotated to their positions.
+    /// After RoPE.
     Rotated,
-    /// As they leave their projections, for a cache that rotates keys when it reads them.
+    /// Before RoPE, for a cache that rotates keys when it reads them.
     Unrotated,
 }

@@ -1,20 +1,20 @@
-//! The layers that the models have in common, in f32.
+//! Layers shared by the models, in f32.
 
 use gemm_common::Parallelism;
 use rayon::prelude::*;
 use std::num::NonZeroUsize;
 
-/// How products of matrices are computed.
+/// Options of matrix products.
 #[derive(Clone, Copy)]
 pub struct Products {
-    /// How they may use threads; results do not depend on it.
+    /// Use of threads; results do not depend on it.
     pub threads: Parallelism,
-    /// Rows of a product, the last ones filled up with zeros: then a row's bits do not depend on how many are computed beside it. All rows
-    /// at once if `None`, which is the fastest; then one row alone can have other bits than among others.
+    /// Rows of a product, padded with zeros at the end: a row's bits then do not depend on the number of rows. `None` computes all rows at
+    /// once, which is fastest, but a row may then have other bits alone than among others.
     pub rows: Option<NonZeroUsize>,
 }
 
-/// `[inputs][outputs]`: the transpose of a checkpoint's `[outputs][inputs]`, so that outputs are contiguous.
+/// `[inputs][outputs]`: the transpose of a checkpoint's `[outputs][inputs]`, with contiguous outputs.
 pub struct Matrix {
     inputs: usize,
     outputs: usize,
@@ -22,9 +22,9 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Matrices as a checkpoint has them, `[outputs][inputs]`, side by side.
+    /// Joins matrices in a checkpoint's form, `[outputs][inputs]`, side by side.
     pub fn new(inputs: usize, parts: &[Vec<f32>]) -> Self {
-        /// Rows read at a time: their writes then fill whole cache lines.
+        /// Rows read at a time, so that writes fill whole cache lines.
         const ROWS: usize = 16;
         let outputs = parts.iter().map(|part| part.len() / inputs).sum();
         let mut weights = vec![0.0; inputs * outputs];
@@ -65,7 +65,7 @@ impl Matrix {
         };
         let (from, to) = (rows * self.inputs, rows * self.outputs);
         match by.threads {
-            // Threads take whole blocks where there are several.
+            // With several blocks, each thread takes whole blocks.
             Parallelism::Rayon(_) if padded > rows => {
                 x.par_chunks(from).zip(y.par_chunks_exact_mut(to)).for_each(block(Parallelism::None));
             }
@@ -81,7 +81,7 @@ impl Matrix {
         // gemm's column-major (m × k)(k × n) = (m × n): the weights, x and y as they lie.
         let (w, x, y_ptr) = (self.weights.as_ptr(), x.as_ptr(), y.as_mut_ptr());
         let (cols, k_cols) = (m as isize, k as isize);
-        // SAFETY: the asserted lengths are those that the dimensions and strides reach; y is borrowed alone.
+        // SAFETY: the asserted lengths cover all elements that dimensions and strides reach; y is borrowed exclusively.
         unsafe {
             let no = false;
             let gemm = gemm_f32::gemm::f32::get_gemm_fn();
@@ -100,7 +100,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     out
 }
 
-/// Queries, keys and values of rows `[n][q + 2 kv]`.
+/// Splits rows `[n][q + 2 kv]` into queries, keys and values.
 pub fn split_qkv(rows: &[f32], q: usize, kv: usize) -> [Vec<f32>; 3] {
     let columns = |from: usize, to: usize| {
         rows.chunks_exact(q + 2 * kv).flat_map(|row| &row[from..to]).copied().collect()
@@ -108,28 +108,27 @@ pub fn split_qkv(rows: &[f32], q: usize, kv: usize) -> [Vec<f32>; 3] {
     [columns(0, q), columns(q, q + kv), columns(q + kv, q + 2 * kv)]
 }
 
-/// By what angle each pair of channels turns from one position to the next: pair `i` by `theta^(-2 i / rotary_dim)`.
+/// RoPE frequencies in radians a position: `theta^(-2 i / rotary_dim)` for pair `i`.
 pub fn frequencies(theta: f64, rotary_dim: usize) -> Vec<f64> {
     (0..rotary_dim).step_by(2).map(|i| theta.powf(-(i as f64) / rotary_dim as f64)).collect()
 }
 
-/// The rotation of some positions.
+/// RoPE for some positions.
 pub struct Rotation {
-    /// cos and sin, `[n][pairs]`; angles in f64, so that they are right at any position.
+    /// cos and sin, `[n][pairs]`, from angles in f64, exact enough at any position.
     turns: Vec<(f32, f32)>,
     pairs: usize,
 }
 
 impl Rotation {
-    /// Of these positions, one a row.
+    /// Computes the angles of these positions, one a row.
     pub fn new(frequencies: &[f64], positions: impl Iterator<Item = usize>) -> Self {
         let angles = positions.flat_map(|p| frequencies.iter().map(move |f| p as f64 * f));
         let turns = angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).collect();
         Self { turns, pairs: frequencies.len() }
     }
 
-    /// Rotates `x`, `[n][heads][head_dim]`: of each head's first channels, twice as many as there are pairs, channel `i`
-    /// with `i + pairs`.
+    /// Rotates `x`, `[n][heads][head_dim]`, in place: channel `i` of each head with channel `i + pairs`, in its first `2 * pairs` channels.
     pub fn apply(&self, x: &mut [f32], heads: usize, head_dim: usize) {
         for (row, turns) in x.chunks_exact_mut(heads * head_dim).zip(self.turns.chunks_exact(self.pairs)) {
             for head in row.chunks_exact_mut(head_dim) {

@@ -1,4 +1,4 @@
-//! What the examples' models share: the cache that they run over, layers in f32, and what is done with logits.
+//! Code shared by the models: the cache interface, layers in f32, and sampling.
 
 pub mod cache;
 pub mod layers;

@@ -1,18 +1,18 @@
-//! What is done with a row of logits.
+//! Sampling from a row of logits.
 
-/// What the next token costs under a row of logits: its negative log-probability.
+/// Negative log-probability of token `next`, in nats.
 pub fn nats(logits: &[f32], next: usize) -> f64 {
     let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     let sum: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();
     max + sum.ln() - f64::from(logits[next])
 }
 
-/// The most likely token; the first of equals.
+/// The most likely token, the first among equals.
 pub fn greedy(logits: &[f32]) -> usize {
     (1..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
 }
 
-/// A token drawn from the softmax of `logits / temperature`.
+/// Draws a token from the softmax of `logits / temperature`.
 pub fn sample(logits: &[f32], temperature: f32, random: &mut SplitMix) -> usize {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weight = |x: f32| f64::from((x - max) / temperature).exp();
@@ -26,7 +26,7 @@ pub fn sample(logits: &[f32], temperature: f32, random: &mut SplitMix) -> usize 
     greedy(logits)
 }
 
-/// Chooses the tokens of one text. The same seed gives the same tokens.
+/// Samples the tokens of one text. The same seed gives the same tokens.
 pub struct Sampler {
     temperature: f32,
     top_p: f64,
@@ -34,13 +34,13 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// With temperature 0 the most likely token is taken; with `top_p` below 1 only the most likely ones are drawn from that have this much
-    /// probability together.
+    /// With temperature 0 it takes the most likely token; with `top_p` below 1 it draws only from the most likely tokens that together have
+    /// this probability.
     pub fn new(temperature: f32, top_p: f64, seed: u64) -> Sampler {
         Sampler { temperature, top_p, random: SplitMix(seed) }
     }
 
-    /// A token. `logits` has one at least.
+    /// Samples a token. `logits` must not be empty.
     pub fn choose(&mut self, logits: &[f32]) -> u32 {
         if self.temperature == 0.0 {
             return greedy(logits) as u32;
@@ -49,7 +49,7 @@ impl Sampler {
         let weight = |token: &usize| f64::from((logits[*token] - max) / self.temperature).exp();
         let mut order: Vec<usize> = (0..logits.len()).collect();
         if self.top_p < 1.0 {
-            // A stable order: of equals the first comes first.
+            // A stable order: the first among equals comes first.
             order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
             let all: f64 = order.iter().map(weight).sum();
             let mut sum = 0.0;
@@ -83,7 +83,7 @@ impl SplitMix {
         x ^ (x >> 31)
     }
 
-    /// In `0..1`.
+    /// Uniform in `[0, 1)`.
     pub fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }

@@ -1,7 +1,7 @@
 //! Reads GGUF files (versions 2 and 3, little-endian): metadata, and tensors as f32.
 //!
-//! Nothing in the file is believed before it is checked: counts and lengths are held against the bytes that are left, so
-//! that a broken file is an error which names the byte or the tensor, and costs no more memory than its own size.
+//! Every count and length is checked against the bytes left before it is used: a broken file gives an error that names the byte or the
+//! tensor, and takes no more memory than its own size.
 
 use super::quant::Kind;
 use std::collections::BTreeMap;
@@ -9,14 +9,14 @@ use std::{error::Error, fs::File, ops::Deref, path::Path, str};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// A file's bytes and what its header says.
+/// Bytes of a file, and its parsed header.
 pub struct Gguf {
     bytes: Box<dyn Deref<Target = [u8]>>,
     metadata: BTreeMap<String, Value>,
     tensors: BTreeMap<String, Tensor>,
 }
 
-/// A value of the metadata. Strings and arrays stay in the file, at a place that has been checked.
+/// A metadata value. Strings and arrays are ranges of the file, already checked.
 enum Value {
     Unsigned(u64),
     Signed(i64),
@@ -26,7 +26,7 @@ enum Value {
     Array { of: Type, at: usize, count: usize },
 }
 
-/// Types of metadata, by the format's numbers.
+/// Metadata types, by their numbers in the format.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Type {
     U8,
@@ -50,7 +50,7 @@ impl Type {
         [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64]
     };
 
-    /// Bytes that a value takes at least.
+    /// Fewest bytes of a value.
     fn least(self) -> usize {
         match self {
             Type::U8 | Type::I8 | Type::Bool => 1,
@@ -62,10 +62,10 @@ impl Type {
     }
 }
 
-/// Where a tensor lies and how to read it.
+/// Position and form of a tensor.
 struct Tensor {
     kind: Kind,
-    /// As the format orders them: the contiguous dimension first.
+    /// In the order of the format: the contiguous dimension first.
     dims: Vec<usize>,
     at: usize,
     len: usize,
@@ -75,13 +75,13 @@ impl Gguf {
     /// Maps a file.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
-        // SAFETY: a mapping is sound while nobody changes the file under it. That is on whoever runs an example, as
-        // it is with every engine that maps its weights.
+        // SAFETY: a mapping is sound while nobody changes the file. Whoever runs an example has to ensure that, as with every engine that
+        // maps its weights.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| format!("{}: {e}", path.display()))?;
         Self::new(Box::new(map)).map_err(|e| format!("{}: {e}", path.display()).into())
     }
 
-    /// Reads the header of a whole file.
+    /// Parses the header of a whole file.
     pub fn new(bytes: Box<dyn Deref<Target = [u8]>>) -> Result<Self> {
         let mut reader = Reader { bytes: &bytes, at: 0 };
         let magic = reader.take(4, "magic")?;
@@ -146,12 +146,12 @@ impl Gguf {
         self.metadata.get(name).ok_or_else(|| format!("{name}: not in the file's metadata").into())
     }
 
-    /// Whether there is metadata of this name.
+    /// Whether metadata has this name.
     pub fn has(&self, name: &str) -> bool {
         self.metadata.contains_key(name)
     }
 
-    /// A whole number, of any of the format's integer types, that fits 32 bits.
+    /// An integer of any integer type of the format that fits 32 bits.
     pub fn whole(&self, name: &str) -> Result<u32> {
         let value = match self.value(name)? {
             Value::Unsigned(n) => u32::try_from(*n).ok(),
@@ -214,7 +214,7 @@ impl Gguf {
         self.tensors.get(name).map(|tensor| &tensor.dims[..])
     }
 
-    /// A tensor's values; it must have these dimensions, the contiguous one first.
+    /// Values of a tensor; it must have these dimensions, the contiguous one first.
     pub fn tensor(&self, name: &str, dims: &[usize]) -> Result<Vec<f32>> {
         let tensor = self.tensors.get(name).ok_or_else(|| format!("tensor {name:?}: not in the file"))?;
         if tensor.dims != dims {
@@ -224,7 +224,7 @@ impl Gguf {
     }
 }
 
-/// A place in the file.
+/// A position in the file.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -259,7 +259,7 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A number of things of at least `least` bytes each, which must fit what is left.
+    /// Reads a count of items of at least `least` bytes each, and checks that they fit into the bytes left.
     fn count(&mut self, least: usize, what: &str) -> Result<usize> {
         let (at, n) = (self.at, self.u64(what)?);
         match usize::try_from(n) {
@@ -317,7 +317,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// A tensor's name, form and offset; its place is not known before the header's end is.
+    /// Name, form and offset of a tensor; its position follows from the end of the header.
     fn tensor(&mut self, i: usize) -> Result<(String, Tensor, u64)> {
         let name = self.string(&format!("name of tensor {i}"))?.to_owned();
         let what = format!("tensor {name:?}");

@@ -1,4 +1,4 @@
-//! Models of Llama's type from GGUF files.
+//! Llama models from GGUF files.
 
 pub mod gguf;
 pub mod model;

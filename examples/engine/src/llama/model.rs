@@ -11,7 +11,7 @@ use std::num::NonZeroUsize;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// The figures of the file's metadata.
+/// Model dimensions from the file's metadata.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub vocab: usize,
@@ -21,7 +21,7 @@ pub struct Config {
     pub query_heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Channels that turn, the first of each head.
+    /// Channels with RoPE, the first of each head.
     pub rotary_dim: usize,
     pub rope_theta: f64,
     pub context: usize,
@@ -108,15 +108,15 @@ pub struct Model {
     layers: Vec<Layer>,
     norm: Vec<f32>,
     head: Matrix,
-    /// By what angle each pair of channels turns a position.
+    /// RoPE frequencies of the channel pairs, in radians a position.
     frequencies: Vec<f64>,
-    /// Llama 3's long context: the frequencies are not powers of one base.
+    /// Whether the frequencies are scaled for a long context (Llama 3), so that they are not powers of one base.
     frequencies_scaled: bool,
-    /// How a matrix product may use threads; the logits' bits do not depend on it.
+    /// Threads of matrix products; the logits' bits do not depend on it.
     pub parallelism: Parallelism,
-    /// Rows of a matrix product, see [`Products::rows`]; all at once by default.
+    /// Rows of a matrix product ([`Products::rows`]); all at once by default.
     pub rows: Option<NonZeroUsize>,
-    /// What the cache is given.
+    /// Form of the keys passed to the cache.
     pub keys: Keys,
 }
 
@@ -158,7 +158,7 @@ impl Model {
             frequencies.iter_mut().zip(factors).for_each(|(f, factor)| *f /= f64::from(factor));
         }
         let embed = tensor(EMBED, &[hidden, vocab])?;
-        // Without a head of its own, a model's logits are products with the embeddings.
+        // Without an output head, logits are products with the embeddings.
         let tied = gguf.dims(HEAD).is_none();
         let head = if tied { embed.clone() } else { tensor(HEAD, &[hidden, vocab])? };
         let norm = tensor("output_norm.weight", &[hidden])?;
@@ -183,10 +183,10 @@ impl Model {
         &self.config
     }
 
-    /// The rotation of keys that come unrotated, for a cache's layers.
+    /// RoPE of unrotated keys, for the layers of a cache.
     ///
     /// # Errors
-    /// Frequencies that are not powers of one base.
+    /// Scaled frequencies.
     pub fn rope(&self) -> Result<Rope> {
         if self.frequencies_scaled {
             return Err(format!("{ROPE_FACTORS}: keys of this model must come rotated").into());
@@ -195,7 +195,7 @@ impl Model {
         Ok(Rope::new(theta, rotary_dim))
     }
 
-    /// The logits that follow each of `tokens`, `[n][vocab]`, after what is in the cache; adds them to the cache.
+    /// Appends `tokens` to the cache and returns the logits after each, `[n][vocab]`.
     ///
     /// # Panics
     /// If a token is not below `vocab`.
@@ -231,8 +231,8 @@ impl Model {
     }
 }
 
-/// Rows of a projection `[heads][head_dim][inputs]` in another order of channels. The file has channels `2 i` and `2 i +
-/// 1` turn together; here `i` and `i + rotary_dim / 2` do. Queries and keys change alike, so their products do not.
+/// Reorders channels of a projection `[heads][head_dim][inputs]`. The file rotates channels `2 i` and `2 i + 1` together; this code rotates
+/// `i` and `i + rotary_dim / 2`. Products of queries and keys stay the same, as both are reordered.
 fn halves(rows: &[f32], inputs: usize, head_dim: usize, rotary_dim: usize) -> Vec<f32> {
     let mut out = Vec::with_capacity(rows.len());
     for head in rows.chunks_exact(head_dim * inputs) {

@@ -1,12 +1,11 @@
-//! The forms in which GGUF files hold tensors, and their values in f32.
+//! Tensor formats of GGUF files, and their conversion to f32.
 //!
-//! A quantised row is cut into blocks; a block has its scales first or last and its integers packed, the low halves of
-//! some bytes before their high halves. Scales are f16, and a value is computed in f32 as `scale * integer`, less or
-//! plus a minimum where the form has one.
+//! A quantised row is split into blocks. A block has its scales first or last, and its integers packed: the low halves of some bytes before
+//! their high halves. Scales are f16; a value is `scale * integer` in f32, minus or plus a minimum in some formats.
 
 use half::{bf16, f16};
 
-/// A form, by its name in ggml.
+/// A format, by its name in ggml.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[allow(non_camel_case_types, reason = "the names that ggml gives them")]
 pub enum Kind {
@@ -23,7 +22,7 @@ pub enum Kind {
     Q6_K,
 }
 
-/// The format's number of each form, and how many weights and bytes a block of it has.
+/// Number in GGUF, and weights and bytes of a block, for each format.
 const KINDS: [(u32, Kind, (usize, usize)); 11] = [
     (0, Kind::F32, (1, 4)),
     (1, Kind::F16, (1, 2)),
@@ -52,7 +51,7 @@ impl Kind {
         KINDS[self as usize].2
     }
 
-    /// The values of whole blocks; what does not fill one is left out.
+    /// Converts whole blocks to f32; an incomplete block at the end is dropped.
     pub fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
         let (weights, size) = self.block();
         let mut out = vec![0.0; bytes.len() / size * weights];
@@ -87,7 +86,7 @@ fn half(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
-/// 32 weights from 16 bytes: first the low halves of all, then the high ones.
+/// 32 weights from 16 bytes: the low halves of all bytes, then the high halves.
 fn fours(packed: &[u8], out: &mut [f32], value: impl Fn(usize, f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for i in 0..16 {
@@ -96,13 +95,13 @@ fn fours(packed: &[u8], out: &mut [f32], value: impl Fn(usize, f32) -> f32) {
     }
 }
 
-/// The fifth bit of weight `i`, as what it counts.
+/// Value of the fifth bit of weight `i`.
 fn fifth(bits: &[u8], i: usize) -> f32 {
     f32::from(bits[i / 8] >> (i % 8) & 1) * 16.0
 }
 
-/// Q4_K and Q5_K: 8 sub-blocks of 32, each with a 6-bit scale and a 6-bit minimum, which a scale and a minimum of the
-/// whole block multiply. Two sub-blocks share 32 bytes, the even one in the low halves.
+/// Q4_K and Q5_K: 8 sub-blocks of 32, each with a 6-bit scale and a 6-bit minimum, in units of a scale and a minimum of the block. Two
+/// sub-blocks share 32 bytes, the even one in the low halves.
 fn k4_5(block: &[u8], packed: &[u8], out: &mut [f32], fifth: impl Fn(usize, usize) -> f32) {
     let (d, min, six) = (half(block, 0), half(block, 2), &block[4..16]);
     for (sub, out) in out.chunks_exact_mut(32).enumerate() {
@@ -122,7 +121,7 @@ fn k4_5(block: &[u8], packed: &[u8], out: &mut [f32], fifth: impl Fn(usize, usiz
     }
 }
 
-/// Q6_K: two halves of 128; in each, 64 bytes of low halves, 32 of top bit pairs, and a signed scale for every 16.
+/// Q6_K: two halves of 128 weights; each has 64 bytes of low halves, 32 bytes of top bit pairs, and a signed scale for every 16 weights.
 fn k6(block: &[u8], out: &mut [f32]) {
     let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], half(block, 208));
     for (n, x) in out.iter_mut().enumerate() {

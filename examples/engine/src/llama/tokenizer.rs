@@ -1,8 +1,7 @@
-//! The tokenizer that a GGUF file carries: byte-level BPE (`tokenizer.ggml.model` = `gpt2`).
+//! Byte-level BPE tokenizer from a GGUF file (`tokenizer.ggml.model` = `gpt2`).
 //!
-//! Text is cut into words by a pattern that belongs to the model, and the bytes of each word are merged pair by pair,
-//! the merge that was learnt first before all others. Nothing is put before the text, no space and no token, and control
-//! tokens in it are text like any other.
+//! A pattern of the model splits text into words, and the bytes of each word are merged pair by pair, the pair of lowest rank first. No
+//! space and no token is added in front, and control tokens in the text are encoded like other text.
 
 use super::gguf::Gguf;
 use regex::Regex;
@@ -12,31 +11,31 @@ use std::error::Error;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// Vocabulary, merges, and how text is cut.
+/// Vocabulary, merges, and the pattern of words.
 pub struct Tokenizer {
-    /// What each token stands for.
+    /// Bytes of each token.
     bytes: Vec<Vec<u8>>,
-    /// The token of each single byte; not every vocabulary has all.
+    /// Token of each single byte; some vocabularies lack some bytes.
     byte_tokens: [Option<u32>; 256],
-    /// The whole vocabulary, if words that are in it are not merged but taken as they are.
+    /// The whole vocabulary, if a word that is a token is taken without merging.
     whole_words: Option<HashMap<Vec<u8>, u32>>,
     /// Rank and result of each pair.
     merges: HashMap<(u32, u32), (u32, u32)>,
-    /// Its first group is a run of white space that a word may follow, whose last character then belongs to the word.
+    /// Pattern of words. Group 1 is a run of white space; if a word follows, it gets the last character of the run.
     words: Regex,
-    /// Every numeric character is a word of its own, and no word follows white space before it.
+    /// Whether every numeric character is a word of its own, without white space in front.
     digits_apart: bool,
     bos: Option<u32>,
 }
 
-/// GPT-2's words.
+/// Words of GPT-2.
 const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|(\s+)";
-/// Llama 3's: any one character may begin a word, line ends go with what is before them.
+/// Words of Llama 3: any one character may begin a word, and line ends belong to the preceding word.
 const LLAMA_3: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*",
     r"|\s*[\r\n]+|(\s+)"
 );
-/// SmolLM's: GPT-2's between digits.
+/// Words of SmolLM: GPT-2's, with digits apart.
 const SMOLLM: &str = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|(\s+)";
 
 impl Tokenizer {
@@ -59,7 +58,7 @@ impl Tokenizer {
         let tokens = gguf.strings("tokenizer.ggml.tokens")?;
         let byte_of: HashMap<char, u8> = (0..=255).map(|byte| (stand_in(byte), byte)).collect();
         let bytes_of = |token: &str| -> Vec<u8> {
-            // A control token may be spelt with characters that stand for no byte: it is its own text.
+            // A control token may have characters that encode no byte: its bytes are then its text.
             let bytes: Option<_> = token.chars().map(|c| byte_of.get(&c).copied()).collect();
             bytes.unwrap_or_else(|| token.as_bytes().to_vec())
         };
@@ -71,7 +70,7 @@ impl Tokenizer {
         }
         let mut merges = HashMap::new();
         for (rank, merge) in gguf.strings("tokenizer.ggml.merges")?.into_iter().enumerate() {
-            // The one space is between the parts: within them a space is spelt Ġ.
+            // The only space separates the two parts: within them a space is written Ġ.
             let parts = merge.split_once(' ');
             let found =
                 parts.and_then(|(a, b)| Some(((*ids.get(a)?, *ids.get(b)?), *ids.get(&*format!("{a}{b}"))?)));
@@ -107,16 +106,16 @@ impl Tokenizer {
         self.bytes.len()
     }
 
-    /// The token that stands for just these bytes: a control token by its text, say. O(tokens).
+    /// The token with exactly these bytes, such as a control token by its text. O(tokens).
     pub fn token(&self, bytes: &[u8]) -> Option<u32> {
         self.bytes.iter().position(|token| token == bytes).map(|id| id as u32)
     }
 
-    /// The tokens of a chat in ChatML, up to where the assistant answers: messages are a role and a text each, and begin and end with
-    /// these tokens. What a message says is text, even where it spells one of them.
+    /// Encodes a chat in ChatML, up to the start of the assistant's answer. Each message is a role and a text, between the tokens `begin`
+    /// and `end`. The text is encoded as text even where it spells one of them.
     ///
     /// # Errors
-    /// A byte that has no token.
+    /// If a byte has no token.
     pub fn chat(&self, messages: &[(String, String)], begin: u32, end: u32) -> Result<Vec<u32>> {
         let mut tokens = Vec::from_iter(self.bos);
         for (role, content) in messages {
@@ -130,15 +129,15 @@ impl Tokenizer {
         Ok(tokens)
     }
 
-    /// The token that the model expects before any text, if it does.
+    /// The token that the model expects at the start of a text, if any.
     pub fn bos(&self) -> Option<u32> {
         self.bos
     }
 
-    /// The tokens of a text.
+    /// Encodes a text.
     ///
     /// # Errors
-    /// A byte that has no token.
+    /// If a byte has no token.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let (mut out, mut at) = (Vec::new(), 0);
         while let Some(found) = self.words.captures_at(text, at) {
@@ -163,8 +162,8 @@ impl Tokenizer {
 
     /// Appends the tokens of one word, which begins at byte `at` of the text.
     fn merge(&self, word: &[u8], at: usize, out: &mut Vec<u32>) -> Result<()> {
-        // Symbols are linked, and keep the place of their first byte: the heap holds (rank, place), smallest on top, and
-        // an entry whose pair is no more is passed over.
+        // Symbols are a linked list, indexed by their first byte. The heap has (rank, index), smallest first; an entry whose pair was
+        // merged meanwhile is skipped.
         let mut symbols = Vec::with_capacity(word.len());
         for (i, byte) in word.iter().enumerate() {
             let missing = || format!("byte {} of the text: {byte:#04x} has no token", at + i);
@@ -194,10 +193,10 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The bytes that tokens stand for; a character may begin in one token and end in the next.
+    /// The bytes of tokens; a character may begin in one token and end in the next.
     ///
     /// # Errors
-    /// A number that is no token.
+    /// For a number that is not a token.
     pub fn decode(&self, tokens: &[u32]) -> Result<Vec<u8>> {
         let mut out = Vec::new();
         for token in tokens {
@@ -208,8 +207,8 @@ impl Tokenizer {
     }
 }
 
-/// The character that spells a byte in the vocabulary: itself if it prints in Latin-1, else the next unused one from
-/// U+0100 on.
+/// The character that represents a byte in the vocabulary: the byte itself if it is printable in Latin-1, else the next unused character
+/// from U+0100 on.
 fn stand_in(byte: u8) -> char {
     let prints = |b: u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     if prints(byte) {

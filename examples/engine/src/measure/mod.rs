@@ -1,4 +1,4 @@
-//! What is measured, for the examples that do.
+//! Measurement code shared by examples.
 
 pub mod results;
 pub mod subject;

@@ -1,4 +1,4 @@
-//! Rows of `benches/results`: each says where, when and by what it was measured.
+//! Rows of `benches/results`, each with the machine, day, commit and command of the measurement.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -16,22 +16,22 @@ pub struct Sheet {
 }
 
 impl Sheet {
-    /// A file with these columns, of rows that `binary` of this package makes with the arguments of this process.
+    /// Creates a file with these columns, for rows that `binary` of this package measures with the arguments of this process.
     ///
     /// # Errors
-    /// No git, or no repository.
+    /// Without git or a repository.
     pub fn new(path: PathBuf, columns: &str, binary: &str) -> Result<Sheet> {
         let text = format!("{columns},machine,date,commit,command\n");
         Ok(Sheet { path, text, columns: columns.split(',').count(), origin: origin(binary)? })
     }
 
-    /// Adds a row, whose cells are apart by commas, and writes the file, so that a run that is ended leaves what it measured.
+    /// Adds a row of comma-separated cells and writes the file, so that rows survive an interrupted run.
     ///
     /// # Errors
-    /// The file's.
+    /// Errors of the file.
     ///
     /// # Panics
-    /// If there are more or fewer cells than columns.
+    /// If the number of cells is not the number of columns.
     pub fn row(&mut self, cells: &str) -> Result<()> {
         let quoted: String = cells.split('"').step_by(2).collect();
         assert_eq!(quoted.split(',').count(), self.columns, "{cells}");
@@ -45,7 +45,7 @@ pub fn file(name: &str) -> PathBuf {
     crate::example("../benches/results").join(name)
 }
 
-/// Machine, day, commit (with a plus where the sources are not those of the commit) and command.
+/// Machine, day, commit (with a plus if sources differ from it) and command.
 fn origin(binary: &str) -> Result<String> {
     let said = |program: &str, arguments: &[&str]| -> Result<String> {
         let out = Command::new(program).args(arguments).output().map_err(|e| format!("{program}: {e}"))?;
@@ -64,7 +64,7 @@ fn origin(binary: &str) -> Result<String> {
     Ok(format!("\"{}\",{date},{commit}{plus},{}", machine(), command.replace([',', '"'], " ")))
 }
 
-/// A path's last part: where a file lies on this machine is nobody's business.
+/// The last part of an absolute path, so that results do not name directories of this machine.
 fn name_of(argument: &str) -> String {
     let path = std::path::Path::new(argument);
     match path.file_name() {
@@ -82,10 +82,10 @@ fn machine() -> String {
     format!("{}, {cores} cores, {lanes}", model.trim_start_matches([' ', '\t', ':']))
 }
 
-/// CPU time of this process, all threads together: ratios of it do not depend on what else the machine does.
+/// CPU time of this process over all threads; ratios of it do not depend on other load.
 pub fn cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is a timespec that this function owns, and the call writes nothing else.
+    // SAFETY: `time` is a timespec owned by this function, and the call writes only it.
     let failed = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
     assert_eq!(failed, 0, "every POSIX system has this clock");
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)

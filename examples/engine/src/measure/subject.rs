@@ -1,4 +1,4 @@
-//! A model to measure: the MoE of this repository, or a Llama from a GGUF file, seen alike.
+//! A model to measure: the MoE of this repository or a Llama from a GGUF file, behind one interface.
 
 use crate::common::cache::{Cache as AnyCache, Keys};
 use crate::llama::{gguf::Gguf, model::Model as Llama, tokenizer::Tokenizer};
@@ -75,7 +75,7 @@ impl Subject {
         })
     }
 
-    /// Tokens that a window begins anew after.
+    /// Tokens of a window, each with an empty cache.
     pub fn window(&self) -> usize {
         if matches!(self.kind, Kind::Moe(_)) { 2048 } else { 1024 }
     }
@@ -87,7 +87,7 @@ impl Subject {
         }
     }
 
-    /// How keys go to the cache from now on.
+    /// Sets the form of keys passed to the cache.
     pub fn keys(&mut self, keys: Keys) {
         match &mut self.kind {
             Kind::Moe(model) => model.keys = keys,

@@ -1,20 +1,20 @@
-//! A model over pikv, watched by what each page's attention mass is.
+//! A model over pikv that reports the attention mass of each page.
 
 use crate::common::cache::{Cache as AnyCache, Step as AnyStep};
 use pikv::report::PageMass;
 use pikv::{Attend, Cache, Error, Output, Sequence};
 
-/// Who watches.
+/// Receives attention masses.
 pub trait Watch {
     /// Whether a layer is watched.
     fn layer(&self, layer: usize) -> bool;
-    /// What the pages of a watched layer received in a step whose first token is at `first`.
+    /// Masses of the pages of a watched layer in a step whose first token is at `first`.
     fn mass(&mut self, layer: usize, first: u32, mass: &[PageMass]);
-    /// The experts that the model's router chose.
+    /// Receives the experts chosen by the model's router.
     fn experts(&mut self, _layer: usize, _experts: &[u16]) {}
 }
 
-/// A cache, a sequence of it, and who watches.
+/// A cache, one of its sequences, and a receiver.
 pub struct Watched<W> {
     pub watch: W,
     cache: Cache,
@@ -34,7 +34,7 @@ pub struct Step<'a, W> {
     watch: &'a mut W,
     attend: Attend,
     first: u32,
-    /// Whether the cache files by experts.
+    /// Whether the cache files tokens by expert.
     files: bool,
 }
 

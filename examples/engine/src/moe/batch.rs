@@ -1,20 +1,20 @@
-//! A model over pikv for several sequences in one step: chunks of prompts and single tokens together.
+//! A model over pikv with several sequences in a step: chunks of prompts and single tokens together.
 
 use super::paged::Step;
 use crate::common::cache;
 use pikv::{Attend, Cache, Error, Sequence};
 
-/// Sequences that take a step together.
+/// Sequences of one step.
 pub struct Batch<'a> {
     cache: &'a Cache,
     parts: Vec<(&'a mut Sequence, u32)>,
-    /// Of each row.
+    /// Position of each row.
     positions: Vec<usize>,
     attend: Attend,
 }
 
 impl<'a> Batch<'a> {
-    /// Sequences of `cache`, each with its number of new tokens, in the order of the model's rows.
+    /// A batch of sequences of `cache`, each with its number of new tokens, in the order of the model's rows.
     pub fn new(cache: &'a Cache, parts: Vec<(&'a mut Sequence, u32)>, head_dim: usize) -> Self {
         let positions = |(sequence, n): &(&mut Sequence, u32)| {
             let first = sequence.next_position().0 as usize;

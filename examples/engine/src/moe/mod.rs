@@ -1,4 +1,4 @@
-//! A Mixtral-layout byte model, and the caches that it runs over.
+//! A byte-level MoE with the layout of Mixtral, and its caches.
 
 pub mod batch;
 pub mod model;

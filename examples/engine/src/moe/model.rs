@@ -1,4 +1,4 @@
-//! The forward pass of a Mixtral-layout byte model in f32, generic over the cache that holds its keys and values.
+//! The forward pass of a byte-level MoE in f32, generic over the cache that holds its keys and values.
 
 use crate::common::cache::{Cache, Keys, Step};
 use crate::common::layers::{Matrix, Products, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 use std::{error::Error, fs, num::NonZeroUsize, path::Path};
 
-/// The figures of `config.json`.
+/// Model dimensions from `config.json`.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub hidden: usize,
@@ -57,7 +57,7 @@ impl Config {
     }
 }
 
-/// The vocabulary: bytes.
+/// Size of the vocabulary: one token a byte.
 pub const VOCAB: usize = 256;
 
 struct Layer {
@@ -83,11 +83,11 @@ pub struct Model {
     layers: Vec<Layer>,
     norm: Vec<f32>,
     head: Matrix,
-    /// How a matrix product may use threads; the logits' bits do not depend on it.
+    /// Threads of matrix products; the logits' bits do not depend on it.
     pub parallelism: Parallelism,
-    /// Rows of a matrix product, see [`Products::rows`]; all at once by default.
+    /// Rows of a matrix product ([`Products::rows`]); all at once by default.
     pub rows: Option<NonZeroUsize>,
-    /// What the cache is given.
+    /// Form of the keys passed to the cache.
     pub keys: Keys,
 }
 
@@ -136,7 +136,7 @@ impl Model {
         &self.config
     }
 
-    /// The logits that follow each of `tokens`, `[n][256]`, after what is in the cache; adds them to the cache.
+    /// Appends `tokens` to the cache and returns the logits after each, `[n][256]`.
     pub fn forward<C: Cache>(
         &self,
         tokens: &[u8],
@@ -204,13 +204,13 @@ fn tensor(file: &SafeTensors, name: &str, shape: &[usize]) -> Result<Vec<f32>, B
     }
 }
 
-/// The named matrices, of these numbers of outputs, side by side.
+/// Loads named matrices, given with their numbers of outputs, and joins them side by side.
 fn matrix(file: &SafeTensors, inputs: usize, parts: &[(String, usize)]) -> Result<Matrix, Box<dyn Error>> {
     let load = |(name, outputs): &(String, usize)| tensor(file, name, &[*outputs, inputs]);
     Ok(Matrix::new(inputs, &parts.iter().map(load).collect::<Result<Vec<_>, _>>()?))
 }
 
-/// The `top_k` best of each row of `scores`, `[n][experts]`, and the softmax over them; both `[n][top_k]`.
+/// The `top_k` highest of each row of `scores`, `[n][experts]`, and the softmax over them; both `[n][top_k]`.
 fn choose(scores: &[f32], c: &Config) -> (Vec<u16>, Vec<f32>) {
     let (mut chosen, mut weights) = (Vec::new(), Vec::new());
     for row in scores.chunks_exact(c.experts) {

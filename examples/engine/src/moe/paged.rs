@@ -1,9 +1,9 @@
-//! The model over pikv: what an engine writes to use the library.
+//! The model over pikv: the code that an engine writes to use the library.
 
 use crate::common::cache;
 use pikv::{Attend, Cache, Error, Output, Sequence};
 
-/// A cache and one sequence of it.
+/// A cache with one sequence.
 pub struct Paged {
     pub cache: Cache,
     pub sequence: Sequence,
@@ -17,7 +17,7 @@ impl Paged {
     }
 }
 
-/// A step, and how it attends.
+/// A step and its attention options.
 pub struct Step<'a>(pub(super) pikv::Step<'a>, pub(super) Attend);
 
 impl cache::Cache for Paged {

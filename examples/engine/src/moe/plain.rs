@@ -1,16 +1,16 @@
-//! The plain cache: contiguous keys and values in f32, and nothing of pikv. It defines the canonical attention:
-//! every operation is rounded to f32 once, in this order, and any other implementation must give the same bits.
+//! The plain cache: contiguous keys and values in f32, without pikv. It defines the canonical attention: every operation is rounded to f32
+//! once, in this order; other implementations must give the same bits.
 
 use crate::common::cache::{Cache, Step};
 use rayon::prelude::*;
 use std::convert::Infallible;
 
-/// Tokens of a tile: token `t` is lane `t % 32` of tile `t / 32`.
+/// Tokens of a tile: token `t` is in lane `t % 32` of tile `t / 32`.
 const TILE: usize = 32;
-/// Tokens of a block, which is reduced at once; blocks are merged by a binary tree.
+/// Tokens of a block; each block is reduced on its own, and blocks are merged by a binary tree.
 const BLOCK: usize = 8 * TILE;
 
-/// The keys and values of one KV head of one layer.
+/// Keys and values of one KV head of one layer.
 #[derive(Clone, Default)]
 struct Head {
     /// `[tile][head_dim]` of 32 tokens.
@@ -19,7 +19,7 @@ struct Head {
     v: Vec<[f32; TILE]>,
 }
 
-/// Keys and values of every layer, `[layer][kv_head]`.
+/// Keys and values of all layers, `[layer][kv_head]`.
 pub struct PlainCache {
     heads: Vec<Head>,
     kv_heads: usize,
@@ -97,24 +97,24 @@ impl Step for &mut PlainCache {
     }
 }
 
-/// One query over the first `visible` tokens (at least one).
+/// Attends one query to the first `visible` tokens (at least one).
 fn attend(q: &[f32], head: &Head, visible: usize, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
-        // The same code, for a processor whose `mul_add` is one instruction.
+        // The same code for processors with FMA instructions.
         #[target_feature(enable = "avx2,fma")]
         fn attend_fma(q: &[f32], head: &Head, visible: usize, out: &mut [f32]) {
             attend_lanes(q, head, visible, out);
         }
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            // SAFETY: the processor has both.
+            // SAFETY: the processor has AVX2 and FMA, checked above.
             return unsafe { attend_fma(q, head, visible, out) };
         }
     }
     attend_lanes(q, head, visible, out);
 }
 
-/// Blocks are the leaves of a perfect binary tree, by index; one that has no visible token changes nothing.
+/// Blocks are the leaves of a perfect binary tree, in order of index; a block without visible tokens changes nothing.
 #[inline(always)]
 fn attend_lanes(q: &[f32], head: &Head, visible: usize, out: &mut [f32]) {
     let scale = (1.0 / (q.len() as f32).sqrt()) * std::f32::consts::LOG2_E;
@@ -133,7 +133,7 @@ fn attend_lanes(q: &[f32], head: &Head, visible: usize, out: &mut [f32]) {
     out.iter_mut().zip(acc.as_flattened()).for_each(|(out, acc)| *out = acc / l);
 }
 
-/// A softmax under way: the weights' sum and the weighted sum of values, both divided by 2^`m`; `m` is an integer.
+/// A partial softmax: sum of weights and weighted sum of values, both divided by 2^`m`; `m` is an integer.
 struct Part {
     m: f32,
     l: f32,
@@ -181,11 +181,11 @@ fn reduce(q: &[f32], head: &Head, first: usize, end: usize) -> Part {
     Part { m, l: l[0], acc }
 }
 
-/// Merges the two newest parts, the older first.
+/// Merges the two newest parts, the older as the left one.
 #[inline(always)]
 fn merge_top(stack: &mut Vec<Part>) {
     let (Some(b), Some(a)) = (stack.pop(), stack.last_mut()) else { return };
-    // 2^n of an integer n <= 0.
+    // 2^n for an integer n <= 0.
     let power = |n: f32| if n < -126.0 { 0.0 } else { f32::from_bits(((n as i32 + 127) as u32) << 23) };
     let m = if a.m > b.m { a.m } else { b.m };
     let (sa, sb) = (power(a.m - m), power(b.m - m));

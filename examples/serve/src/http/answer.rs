@@ -1,4 +1,4 @@
-//! Answers out of the scheduler's events: whole, or as server-sent events.
+//! Builds answers from the scheduler's events, whole or as server-sent events.
 
 use super::error::{ApiError, json_response};
 use crate::scheduler::{Done, Event};
@@ -13,10 +13,10 @@ use std::task::{Context, Poll};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-/// Where an answer comes from, and how it is written.
+/// An answer under way: its source and its form.
 pub struct Answer {
     pub events: UnboundedReceiver<Event>,
-    /// The request's place among those that are open, given back when the answer is sent or the client is gone.
+    /// Permit of an open request, released when the answer is sent or the client disconnects.
     pub _open: OwnedSemaphorePermit,
     pub id: String,
     pub created: u64,
@@ -26,7 +26,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// An object with one choice, of which a chat has `chat`, and a completion `text`.
+    /// An object with one choice: `chat` for a chat, `text` for a completion.
     fn object(&self, kind: &str, chat: (&str, Value), text: Option<&str>, reason: Option<&str>) -> Value {
         let (object, (name, value)) = match self.chat {
             true => (kind, chat),
@@ -38,7 +38,7 @@ impl Answer {
         json!({"id": id, "object": object, "created": created, "model": model, "choices": [choice]})
     }
 
-    /// The whole answer, once it is there.
+    /// Waits for the whole answer.
     pub async fn whole(mut self) -> Response {
         let mut all = String::new();
         loop {
@@ -55,7 +55,7 @@ impl Answer {
         }
     }
 
-    /// A stream of server-sent events. What fails before the first token is an error with a status of its own.
+    /// Streams server-sent events. A failure before the first token gets an HTTP status of its own.
     pub async fn stream(mut self) -> Response {
         let first = match next(self.events.recv().await) {
             Event::Failed(fault) => return ApiError::from(fault).into_response(),
@@ -67,7 +67,7 @@ impl Answer {
         (StatusCode::OK, headers, body).into_response()
     }
 
-    /// An event as it is sent, and whether it is the last one.
+    /// Lines of an event, and whether it is the last.
     fn lines(&self, event: Event) -> (String, bool) {
         let choice = |text: Option<&str>, reason: Option<&str>| {
             let delta = text.map_or_else(|| json!({}), |text| json!({"role": "assistant", "content": text}));
@@ -90,7 +90,7 @@ impl Answer {
     }
 }
 
-/// An event; the scheduler says how each request ends unless it is gone.
+/// The event, or a failure if the scheduler's thread has ended.
 fn next(event: Option<Event>) -> Event {
     event.unwrap_or_else(|| Event::Failed(crate::scheduler::Fault::Cache("the scheduler stopped".into())))
 }
@@ -108,7 +108,7 @@ fn usage(done: &Done) -> Value {
     })
 }
 
-/// The body of a stream. It is dropped when the client hangs up, which cancels the request.
+/// Body of a stream. The server drops it when the client disconnects, which cancels the request.
 struct Lines {
     answer: Answer,
     ready: Option<(String, bool)>,

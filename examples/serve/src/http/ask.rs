@@ -1,4 +1,4 @@
-//! The fields of a request's body, checked. A field that this server cannot act on is refused, unless it has the value that means nothing.
+//! Parses and checks a request's body. A field that this server does not support is refused unless it has its neutral value.
 
 use super::error::ApiError;
 use crate::model::Model;
@@ -7,11 +7,11 @@ use serde_json::{Map, Value, json};
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
-/// Stop strings of a request, and bytes of each.
+/// Most stop strings of a request, and most bytes of each.
 const STOPS: usize = 4;
 const STOP_BYTES: usize = 256;
 
-/// A body that was checked.
+/// A checked body.
 pub struct Ask {
     pub prompt: Vec<u32>,
     pub max_tokens: usize,
@@ -19,15 +19,15 @@ pub struct Ask {
     pub stops: Vec<String>,
     pub timeout: Duration,
     pub stream: bool,
-    /// Whether a stream ends with the number of tokens.
+    /// Whether a stream ends with token counts.
     pub usage: bool,
 }
 
-/// Fields that are read, or say nothing about the answer.
+/// Fields that are read, or that do not affect the answer.
 const READ: &str = "model prompt messages max_tokens max_completion_tokens temperature top_p seed stop stream \
                     stream_options timeout user";
 
-/// Fields of OpenAI's with the value that asks for nothing.
+/// Unsupported fields of OpenAI's API, with their neutral values.
 fn idle() -> Value {
     json!({
         "n": 1, "best_of": 1, "echo": false, "logprobs": false, "logit_bias": {}, "presence_penalty": 0,
@@ -36,10 +36,10 @@ fn idle() -> Value {
 }
 
 impl Ask {
-    /// Reads a body. `chat` says which of the endpoints it came to, `longest` is the time that a request may take.
+    /// Parses a body. `chat` is true for the chat endpoint; `longest` is the longest time that a request may take.
     ///
     /// # Errors
-    /// The field that is wrong, and what it must be.
+    /// Names the wrong field and the accepted values.
     pub fn read(model: &Model, body: &[u8], chat: bool, longest: Duration) -> Result<Ask, ApiError> {
         let body: Value = serde_json::from_slice(body)
             .map_err(|error| ApiError::field("", "invalid_json", format!("the body is not JSON: {error}")))?;
@@ -51,7 +51,7 @@ impl Ask {
             let read = READ.split_whitespace().any(|read| read == name);
             let nothing = value.is_null() || idle.get(name).is_some_and(|idle| same(idle, value));
             if !read && !nothing {
-                // A name as long as the body would come back whole.
+                // A long name is shortened in the error.
                 let name = short(name);
                 let message = format!("{name}: this server cannot act on it; leave it out");
                 return Err(ApiError::field(&name, "unsupported_parameter", message));
@@ -97,7 +97,7 @@ impl Ask {
 
 type Fields = Map<String, Value>;
 
-/// Whether two values mean the same: 0 and 0.0 do.
+/// Whether two values are equal, with 0 equal to 0.0.
 fn same(a: &Value, b: &Value) -> bool {
     a == b || a.as_f64().is_some_and(|a| b.as_f64() == Some(a))
 }
@@ -106,7 +106,7 @@ fn wrong(param: &str, must: &str) -> ApiError {
     ApiError::field(param, "invalid_type", format!("{param}: must be {must}"))
 }
 
-/// A field as `read` takes it; nothing where it is not there or null.
+/// Reads a field with `read`; `None` if it is missing or null.
 fn field<'f, T>(
     fields: &'f Fields,
     name: &str,
@@ -130,7 +130,7 @@ fn flag(fields: &Fields, name: &str) -> Result<bool, ApiError> {
     Ok(field(fields, name, "true or false", Value::as_bool)?.unwrap_or(false))
 }
 
-/// The beginning of what a client sent, to be named in an error.
+/// Shortens text of a client for an error message.
 fn short(text: &str) -> String {
     text.chars().take(64).collect()
 }
@@ -146,7 +146,7 @@ fn check_model(model: &Model, fields: &Fields) -> Result<(), ApiError> {
     Err(ApiError { status, ..ApiError::field("model", "model_not_found", message) })
 }
 
-/// A prompt is a text or tokens.
+/// Reads a prompt: a text or tokens.
 fn prompt(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
     let must = "a string, or an array of the vocabulary's tokens";
     let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
@@ -158,7 +158,7 @@ fn prompt(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
     known(model, "prompt", tokens.ok_or_else(|| wrong("prompt", must))?)
 }
 
-/// Tokens of a text that the tokenizer took, and that are in the vocabulary.
+/// Checks that the tokenizer accepted a text and that all tokens are in the vocabulary.
 fn known(model: &Model, param: &str, tokens: Result<Vec<u32>, String>) -> Result<Vec<u32>, ApiError> {
     let tokens =
         tokens.map_err(|error| ApiError::field(param, "invalid_text", format!("{param}: {error}")))?;

@@ -1,4 +1,4 @@
-//! Connections: a bounded number of them, and none on which nothing moves.
+//! Connections: limited in number, and closed when idle.
 
 use std::future::Future;
 use std::io;
@@ -12,11 +12,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, Sleep, sleep};
 
-/// Takes connections while there is room; others wait in the system's queue.
+/// Accepts connections up to the limit; others wait in the system's queue.
 pub struct Listener {
     pub listener: TcpListener,
     pub room: Arc<Semaphore>,
-    /// The longest time that nothing may move: a client that stalls while it sends or reads is cut off.
+    /// Longest idle time: a client that stalls while it sends or reads is disconnected.
     pub idle: Duration,
 }
 
@@ -30,12 +30,12 @@ impl axum::serve::Listener for Listener {
             let permit = self.room.clone().acquire_owned().await.ok();
             match self.listener.accept().await {
                 Ok((stream, address)) => {
-                    // Tokens go out one by one.
+                    // Send each token at once.
                     let _ = stream.set_nodelay(true);
                     let timer = Box::pin(sleep(self.idle));
                     return (Connection { stream, timer, idle: self.idle, _permit: permit }, address);
                 }
-                // Too many open files, say: some will close.
+                // For example too many open files: wait until some are closed.
                 Err(_) => sleep(Duration::from_millis(50)).await,
             }
         }
@@ -46,7 +46,7 @@ impl axum::serve::Listener for Listener {
     }
 }
 
-/// A connection that fails once nothing has moved for a while.
+/// A connection that fails after a time without progress.
 pub struct Connection {
     stream: TcpStream,
     timer: Pin<Box<Sleep>>,
@@ -55,7 +55,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// The result of a read or a write; [`io::ErrorKind::TimedOut`] if it waits for too long.
+    /// Result of a read or a write; [`io::ErrorKind::TimedOut`] if it waited too long.
     fn moved<T>(&mut self, context: &mut Context<'_>, poll: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if poll.is_ready() {
             self.timer.as_mut().reset(Instant::now() + self.idle);

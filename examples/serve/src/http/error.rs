@@ -1,4 +1,4 @@
-//! Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`.
+//! Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
 
 use crate::scheduler::Fault;
 use axum::body::Body;
@@ -6,13 +6,13 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// An error that a client is told.
+/// An error for a client.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiError {
     pub status: StatusCode,
-    /// One of a few words, which programs can tell apart.
+    /// Machine-readable code.
     pub code: &'static str,
-    /// The field that is wrong.
+    /// Name of the wrong field.
     pub param: Option<String>,
     pub message: String,
 }
@@ -22,7 +22,7 @@ impl ApiError {
         ApiError { status, code, param: None, message: message.into() }
     }
 
-    /// A field that cannot be used as it is.
+    /// An error about the value of a field.
     pub fn field(param: &str, code: &'static str, message: impl Into<String>) -> ApiError {
         let param = Some(param.into());
         ApiError { param, ..ApiError::new(StatusCode::BAD_REQUEST, code, message) }
@@ -64,7 +64,7 @@ impl IntoResponse for ApiError {
         if self.status == StatusCode::TOO_MANY_REQUESTS {
             response.headers_mut().insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
         }
-        // Counted by the layer that sees every response.
+        // For the layer that counts errors by response.
         response.extensions_mut().insert(self);
         response
     }

@@ -1,4 +1,4 @@
-//! OpenAI's endpoints, metrics, and the page that shows where bytes are.
+//! OpenAI's endpoints, metrics, and the page of memory usage.
 
 pub mod answer;
 pub mod ask;

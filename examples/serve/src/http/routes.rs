@@ -1,4 +1,4 @@
-//! The endpoints.
+//! HTTP endpoints.
 
 use super::answer::Answer;
 use super::ask::Ask;
@@ -22,14 +22,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-/// The state that handlers share.
+/// State shared by the handlers.
 pub struct Front {
     pub model: Arc<Model>,
     pub options: Options,
     pub scheduler: Sender<Message>,
     pub open: Arc<Semaphore>,
     pub requests: AtomicU64,
-    /// Errors that were sent, by code.
+    /// Errors sent, by code.
     pub errors: Mutex<BTreeMap<&'static str, u64>>,
 }
 
@@ -103,7 +103,7 @@ async fn complete(front: &Front, request: Request, chat: bool) -> Result<Respons
     Ok(if stream { answer.stream().await } else { answer.whole().await })
 }
 
-/// Who may find a prompt's prefix again: those that come with the same key, as the time of a request shows what is known.
+/// Scope of a prompt's prefix: requests with the same API key. Others could tell from the time of a request which prefixes are known.
 fn scope(model: &Model, headers: &HeaderMap) -> Vec<u8> {
     let mut scope = model.name.clone().into_bytes();
     scope.push(0);

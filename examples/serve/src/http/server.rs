@@ -1,4 +1,4 @@
-//! A server that runs: the scheduler's thread, and one for connections.
+//! A running server: the scheduler's thread, and a thread for connections.
 
 use super::connection::Listener;
 use super::routes::{Front, router};
@@ -14,7 +14,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio::sync::{Semaphore, oneshot};
 
-/// A server. It stops when it is dropped.
+/// A server. Dropping it stops it.
 pub struct Server {
     pub address: SocketAddr,
     scheduler: Sender<Message>,
@@ -23,17 +23,17 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server of a model at an address; port 0 takes one that is free.
+    /// Starts a server for a model at an address; port 0 picks a free one.
     ///
     /// # Errors
-    /// A cache's configuration that is refused; an address that cannot be had.
+    /// If the cache's configuration is refused or the address cannot be bound.
     pub fn start(model: Arc<Model>, options: Options, address: SocketAddr) -> Result<Server, Box<dyn Error>> {
         let scheduler = scheduler::start(model.clone(), options.clone())?;
         let runtime = Builder::new_current_thread().enable_io().enable_time().build()?;
         let listener = runtime.block_on(TcpListener::bind(address))?;
         let address = listener.local_addr()?;
         let room = |permits: usize| Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS)));
-        // A request that waits for its turn is no stalled one.
+        // A request that waits for its turn is not a stalled connection.
         let idle = options.deadline + options.deadline / 4;
         let listener = Listener { listener, room: room(options.connections), idle };
         let app = router(Arc::new(Front {
@@ -47,7 +47,7 @@ impl Server {
         let (stop, stopped) = oneshot::channel::<()>();
         let serve = move || {
             runtime.block_on(async {
-                // Open connections are cut off.
+                // On shutdown, open connections are dropped.
                 tokio::select! {
                     _ = axum::serve(listener, app).into_future() => {}
                     _ = stopped => {}
@@ -58,12 +58,12 @@ impl Server {
         Ok(Server { address, scheduler, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Where bytes are, perhaps a moment ago.
+    /// Memory usage and counts, possibly a moment old.
     pub fn look(&self) -> Option<Arc<Look>> {
         self.ask(Message::Look)
     }
 
-    /// Forgets prefixes that no request reads, and says where bytes are then.
+    /// Drops prefixes that no request reads, and returns the usage afterwards.
     pub fn clear_prefixes(&self) -> Option<Arc<Look>> {
         self.ask(Message::Clear)
     }

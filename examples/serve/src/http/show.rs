@@ -1,4 +1,4 @@
-//! Where bytes are, as JSON for the page and as text for Prometheus.
+//! Memory usage as JSON for the page and as text for Prometheus.
 
 use crate::scheduler::Look;
 use serde_json::{Map, Value, json};
@@ -8,7 +8,7 @@ use std::fmt::Write;
 /// The page at `/`, which reads `/state`.
 pub const PAGE: &str = include_str!("page.html");
 
-/// The numbers of the page: bytes, tokens, seconds.
+/// Numbers for the page, in bytes, tokens and seconds.
 pub fn json(look: &Look) -> Value {
     let tiers = look.usage.tiers.iter();
     let tiers = tiers.map(|tier| json!({"name": tier.name, "bytes": tier.bytes, "capacity": tier.capacity}));
@@ -32,7 +32,7 @@ pub fn json(look: &Look) -> Value {
     })
 }
 
-/// Prometheus' text form of the same: `pikv_` and the names on the way to a number, with the element of a list as a label.
+/// The same numbers in Prometheus' text format: `pikv_` and the path to a number, with an element of a list as a label.
 pub fn prometheus(look: &Look, errors: &BTreeMap<&'static str, u64>) -> String {
     let mut text = String::new();
     let mut state = json(look);
@@ -63,11 +63,11 @@ pub fn prometheus(look: &Look, errors: &BTreeMap<&'static str, u64>) -> String {
     text
 }
 
-/// Writes the numbers of `value`, whose name begins with `name`.
+/// Writes the numbers in `value`, under names that begin with `name`.
 fn numbers(name: &str, value: &Value, text: &mut String) {
     match value {
         Value::Object(fields) => {
-            // Counts are written with what they count.
+            // Counts are written with their help texts.
             for (field, value) in fields.iter().filter(|(field, _)| *field != "counts") {
                 numbers(&format!("{name}_{field}"), value, text);
             }

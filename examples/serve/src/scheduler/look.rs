@@ -1,4 +1,4 @@
-//! Where bytes are, and what was counted.
+//! Memory usage and counts of the scheduler.
 
 use super::request::Request;
 use pikv::metrics::PrefixUsage;
@@ -7,7 +7,7 @@ use pikv::{Cache, LayerShape};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// A number of times, and their sum.
+/// Number of times, and their sum.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Times {
     pub count: u64,
@@ -21,7 +21,7 @@ impl Times {
     }
 }
 
-/// Counts since the start, each with what it counts.
+/// Counts since the start, each with a help text.
 macro_rules! counts {
     ($($name:ident $help:literal)*) => {
         #[derive(Clone, Debug, Default)]
@@ -32,7 +32,7 @@ macro_rules! counts {
         }
 
         impl Counts {
-            /// Name, what it counts, and how many there were.
+            /// Name, help text and value of each count.
             pub fn named(&self) -> Vec<(&'static str, &'static str, u64)> {
                 vec![$((stringify!($name), $help, self.$name)),*]
             }
@@ -53,15 +53,15 @@ counts! {
     generated "Tokens that were chosen."
 }
 
-/// Where bytes are at one time.
+/// Memory usage at one time.
 #[derive(Clone, Debug)]
 pub struct Look {
-    /// The open requests with their bytes, as the page reads them.
+    /// The open requests with their bytes, as JSON for the page.
     pub rows: Vec<Value>,
     pub usage: Usage,
     /// Bytes of all sequences' pages by expert.
     pub experts: Vec<u64>,
-    /// None without an index.
+    /// `None` without an index.
     pub prefixes: Option<PrefixUsage>,
     /// Pages that attention read from lower tiers.
     pub fetched: u64,
@@ -84,8 +84,8 @@ impl Look {
     }
 }
 
-/// A request: tokens of its prompt, of those how many the index found, tokens that are computed, and generated; bytes of its ring, of pages of
-/// experts that are not packed, of packed ones, of pages in lower tiers, and of all those that others read too.
+/// A request as JSON: tokens of the prompt, of those found in the index, computed, and generated; bytes of the ring, of unpacked pages, of
+/// packed pages, of pages in lower tiers, and of all pages shared with others.
 fn row(request: &mut Request, layers: &[LayerShape], experts: &mut [u64]) -> Value {
     let (mut ring, mut filed, mut packed, mut lower, mut shared) = (0, 0, 0, 0, 0);
     let state = match &request.sequence {

@@ -1,9 +1,9 @@
-//! Who is in the next step. One thread owns the model, the cache and all sequences; requests come over a channel.
+//! Chooses the requests of each step. One thread owns the model, the cache and all sequences; requests arrive over a channel.
 //!
-//! A step has the next token of every request that generates, and chunks of prompts in the order in which they came. A request begins
-//! when the rest of its prompt fits beside what the others still need. If a step does not fit all the same, as answers grow, the cache
-//! parks those that came last in host memory, or, where that is full, their tokens are computed again later. The oldest is never put
-//! back, so every request ends.
+//! A step has the next token of every generating request, and chunks of prompts in order of arrival. A request is admitted when the rest of
+//! its prompt fits beside the needs of the active ones. If a step still exceeds the budget, because answers grow, the cache parks the
+//! newest requests in host memory; if that is full, their tokens are dropped and computed again later. The oldest is never parked, so every
+//! request ends.
 
 mod look;
 mod request;
@@ -24,27 +24,27 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Tokens between checkpoints, where prefixes are found at checkpoints only.
+/// Tokens between checkpoints, for caches that find prefixes only at checkpoints.
 const CHECKPOINT: usize = 256;
-/// How old what [`Message::Look`] gives may be: looking takes time in proportion to the pages.
+/// Largest age of the answer to [`Message::Look`]: computing it takes O(pages).
 const LOOK: Duration = Duration::from_millis(200);
 
 /// A message to the scheduler.
 pub enum Message {
     Job(Job),
-    /// Asks where bytes are.
+    /// Asks for memory usage and counts.
     Look(oneshot::Sender<Arc<Look>>),
-    /// Forgets all prefixes that no request reads, and looks afresh.
+    /// Drops all prefixes that no request reads, and returns fresh usage.
     Clear(oneshot::Sender<Arc<Look>>),
 }
 
-/// The thread's state.
+/// State of the thread.
 struct Scheduler {
     model: Arc<Model>,
     options: Options,
     cache: Cache,
     index: Option<PrefixIndex>,
-    /// Those that are not finished, the oldest first.
+    /// Unfinished requests, the oldest first.
     requests: Vec<Request>,
     next_id: u64,
     counts: Counts,
@@ -52,10 +52,10 @@ struct Scheduler {
     logits: Vec<f32>,
 }
 
-/// Starts the thread. It ends once all senders are gone.
+/// Starts the thread. It ends when all senders are dropped.
 ///
 /// # Errors
-/// A cache's configuration that is refused; no thread from the system.
+/// If the cache's configuration is refused or the thread cannot be started.
 pub fn start(model: Arc<Model>, options: Options) -> Result<Sender<Message>, Box<dyn std::error::Error>> {
     let (sender, receiver) = channel();
     let cache = model.cache(&options)?;
@@ -116,7 +116,7 @@ impl Scheduler {
         look
     }
 
-    /// The most bytes of a sequence of so many tokens on its way there, one token a step.
+    /// The most bytes that a sequence takes to grow to `tokens` tokens, one a step.
     fn bytes_at_most(&self, tokens: usize) -> u64 {
         let tokens = tokens.try_into().unwrap_or(u32::MAX);
         let layers = 0..self.cache.config().layers.len();
@@ -124,12 +124,12 @@ impl Scheduler {
         held.saturating_add(self.fresh_bytes(1))
     }
 
-    /// Bytes that a step sets aside for tokens of a sequence that is empty.
+    /// Bytes that a step reserves for `tokens` tokens of an empty sequence.
     fn fresh_bytes(&self, tokens: u32) -> u64 {
         self.cache.step_bytes([(&self.cache.sequence(), tokens)]).map_or(u64::MAX, |bytes| bytes.needed)
     }
 
-    /// Drops requests whose client hung up, and those past their deadline. Their pages are free then.
+    /// Drops requests of disconnected clients and those past their deadline, and frees their pages.
     fn drop_gone(&mut self) {
         let (now, counts) = (Instant::now(), &mut self.counts);
         self.requests.retain(|request| {
@@ -143,7 +143,7 @@ impl Scheduler {
         });
     }
 
-    /// Begins and wakes requests, the oldest first, as long as what is left of their prompts fits beside what the others need.
+    /// Starts and wakes requests, the oldest first, while the rest of their prompts fits beside the needs of the active ones.
     fn admit(&mut self) {
         for at in 0..self.requests.len() {
             let active = self.requests.iter().filter(|request| request.is_active()).count();
@@ -156,7 +156,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes a request active if there is room; `alone` if no other is, so that there has to be.
+    /// Makes a request active if there is room; `alone`: no other is active, so it is admitted in any case.
     fn admit_one(&mut self, at: usize, alone: bool) -> bool {
         let request = &mut self.requests[at];
         let fresh = request.sequence.is_none();
@@ -167,7 +167,7 @@ impl Scheduler {
             request.begin(found.unwrap_or_else(|| self.cache.sequence()));
         }
         if !alone && !self.has_room(at) {
-            // Nothing is held for one that waits.
+            // A waiting request keeps no sequence.
             self.requests[at].sequence.take_if(|_| fresh);
             return false;
         }
@@ -178,7 +178,7 @@ impl Scheduler {
         match request.sequence.as_mut().map(|sequence| sequence.awake().map(drop)) {
             Some(Ok(())) => self.counts.parked += u64::from(!fresh),
             Some(Err(_)) if !alone => return false,
-            // What cannot be read is computed again.
+            // A sequence that cannot be read back is computed again.
             _ => {
                 self.counts.recomputed += 1;
                 request.begin(self.cache.sequence());
@@ -187,25 +187,25 @@ impl Scheduler {
         true
     }
 
-    /// Whether what is left of a request's prompt fits beside what the active ones need.
+    /// Whether the rest of a request's prompt fits beside the needs of the active ones.
     fn has_room(&mut self, at: usize) -> bool {
         let parked = self.requests[at].sequence.as_ref().map_or(0, Parkable::bytes_to_wake);
         let woken = if parked > 0 { parked + self.fresh_bytes(self.requests[at].rest() as u32) } else { 0 };
         let active: Vec<(Awake<'_>, u32)> = self.requests.iter_mut().filter_map(Request::active).collect();
         let bytes = self.cache.step_bytes(active.iter().map(|(sequence, rest)| (&**sequence, *rest)));
-        // Steps take pages of prefixes that nobody reads before they are refused.
+        // A step frees prefixes that no request reads before it is refused.
         let idle = self.index.as_ref().map_or(0, |index| index.usage().bytes - index.usage().lower);
         bytes.is_ok_and(|bytes| bytes.needed.saturating_add(woken) <= bytes.available.saturating_add(idle))
     }
 
-    /// Requests of the next step and their tokens: one of each that generates, then chunks of prompts.
+    /// Requests of the next step with their numbers of tokens: one for each that generates, then chunks of prompts.
     fn plan(&self, most: usize) -> Vec<(usize, usize)> {
         let active = self.requests.iter().enumerate().filter(|(_, request)| request.is_active());
         let (generating, prompts): (Vec<_>, Vec<_>) = active.partition(|(_, request)| request.rest() == 1);
         let mut left = most.max(1);
         let mut parts = Vec::new();
         for (at, request) in generating.into_iter().chain(prompts) {
-            // A chunk ends where a checkpoint is wanted.
+            // A chunk ends at the next checkpoint.
             let to_checkpoint = CHECKPOINT - request.computed() % CHECKPOINT;
             let chunk = request.rest().min(self.options.ring as usize).min(to_checkpoint).min(left);
             if chunk > 0 {
@@ -213,12 +213,12 @@ impl Scheduler {
                 left -= chunk;
             }
         }
-        // In the order of the requests, as the slices that go to the model.
+        // In the order of the requests, like the slices for the model.
         parts.sort_unstable();
         parts
     }
 
-    /// One step of the cache, and what follows of it.
+    /// Runs one step of the cache, and handles its results.
     fn step(&mut self) {
         let mut most = self.options.step;
         let parts = loop {
@@ -279,12 +279,12 @@ impl Scheduler {
         self.model.forward(&mut batch, &tokens, &mut self.logits)
     }
 
-    /// Has the cache park requests, the one that came last first, until `bytes` of the first tier are free; where it cannot, the last one
-    /// is computed again. Never the oldest. Whether there is more room then.
+    /// Makes the cache park requests, the newest first, until `bytes` of the first tier are free; if it cannot park any, drops the newest
+    /// request's sequence, to be computed again. Spares the oldest. Returns whether room was made.
     fn put_back(&mut self, bytes: u64) -> bool {
         let mut active = self.requests.iter_mut().filter(|request| request.is_active());
         let oldest = active.next();
-        // The cache parks nobody whose sequence is in somebody's hands.
+        // The cache does not park a sequence that is in use.
         let oldest = oldest.and_then(Request::active);
         let Some(last) = active.next_back() else { return false };
         if !self.cache.make_room(bytes).is_ok_and(|made| made.freed > 0) {
@@ -295,8 +295,8 @@ impl Scheduler {
         true
     }
 
-    /// Has the only active request compute its tokens again, without what it shares with prefixes: a page that both write to is there
-    /// twice. False if it shares nothing.
+    /// Makes the only active request compute its tokens again without sharing pages with prefixes, since a shared page that is written to
+    /// is copied. Returns false if it shares nothing.
     fn start_anew(&mut self, at: usize) -> bool {
         let request = &mut self.requests[at];
         if std::mem::replace(&mut request.apart, true) || self.index.is_none() {
@@ -308,7 +308,7 @@ impl Scheduler {
         true
     }
 
-    /// Ends the requests of a step that cannot be taken.
+    /// Fails the requests of a step that cannot run.
     fn fail(&mut self, parts: &[(usize, usize)], fault: &Fault) {
         for (at, _) in parts.iter().rev() {
             self.counts.failed += 1;
@@ -316,14 +316,14 @@ impl Scheduler {
         }
     }
 
-    /// What follows of a step for one of its requests, whose last row has these logits; whether it is finished.
+    /// Handles the results of a step for one request, given the logits of its last row; returns whether the request is finished.
     fn advance(&mut self, at: usize, logits: &[f32]) -> bool {
         let request = &mut self.requests[at];
         let Some((mut sequence, _)) = request.active() else { return false };
         let len = sequence.next_position().0 as usize;
         let packed = matches!(self.options.store, Store::Packed(_));
         if self.index.is_some() && packed && len.is_multiple_of(CHECKPOINT) {
-            // Without one, less is found again.
+            // Without a checkpoint, later requests find a shorter prefix.
             let _ = sequence.checkpoint();
         }
         drop(sequence);
@@ -360,7 +360,7 @@ impl Scheduler {
         true
     }
 
-    /// Lets later requests find what this one computed.
+    /// Publishes the request's tokens to the prefix index.
     fn publish(&mut self, at: usize) {
         let Request { job, tokens, sequence, apart: false, .. } = &mut self.requests[at] else { return };
         let sequence = sequence.as_mut().and_then(Parkable::if_awake);

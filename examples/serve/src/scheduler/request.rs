@@ -1,4 +1,4 @@
-//! A request on its way through the scheduler.
+//! State of a request in the scheduler.
 
 use crate::text::Text;
 use pikv::Sequence;
@@ -7,35 +7,35 @@ use pikv_engine::common::sample::Sampler;
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
-/// A request as a handler gives it.
+/// A request from a handler.
 pub struct Job {
-    /// The prompt, one token at least.
+    /// The prompt, at least one token.
     pub prompt: Vec<u32>,
     pub max_tokens: usize,
     pub sampler: Sampler,
     pub stops: Vec<String>,
     pub deadline: Instant,
-    /// Who may find the prompt's prefix again.
+    /// Scope in which the prompt's prefix may be found.
     pub scope: Vec<u8>,
-    /// Where the answer goes. A receiver that is gone cancels the request. At most `max_tokens + 1` events are sent, so that a client
-    /// that does not read holds a bounded amount of memory.
+    /// Channel of the answer. Closing the receiver cancels the request. At most `max_tokens + 1` events are sent, so a client that does not
+    /// read holds a bounded amount of memory.
     pub to: UnboundedSender<Event>,
 }
 
-/// A message of the scheduler to a handler.
+/// A message from the scheduler to a handler.
 #[derive(Debug)]
 pub enum Event {
-    /// The next piece of text, perhaps empty.
+    /// The next piece of text, possibly empty.
     Text(String),
-    /// Nothing follows.
+    /// The answer is complete.
     Done(Done),
-    /// Nothing follows, and the answer is not whole.
+    /// The answer ended early.
     Failed(Fault),
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct Done {
-    /// "stop" at the end of the text or at a stop string, "length" after `max_tokens`.
+    /// "stop" for the end of the text or a stop string, "length" for `max_tokens`.
     pub reason: &'static str,
     pub prompt: usize,
     /// Tokens of the prompt that the index found.
@@ -43,16 +43,16 @@ pub struct Done {
     pub completion: usize,
 }
 
-/// Why a request ended early.
+/// Reason for an early end.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fault {
     Deadline,
-    /// The request takes more bytes at its end than the cache has.
+    /// The request would need more bytes than the cache has.
     TooLarge {
         needed: u64,
         budget: u64,
     },
-    /// The cache refused a step for another reason.
+    /// The cache refused a step.
     Cache(String),
 }
 
@@ -60,15 +60,15 @@ pub enum Fault {
 pub struct Request {
     pub id: u64,
     pub job: Job,
-    /// The prompt and what was generated.
+    /// The prompt and the generated tokens.
     pub tokens: Vec<u32>,
     pub text: Text,
-    /// Its keys and values. None while it waits for its first turn, or to compute its tokens again.
+    /// Keys and values; `None` before the first turn, or before its tokens are computed again.
     pub sequence: Option<Parkable>,
     pub cached: usize,
-    /// Whether it shares nothing with the prefix index.
+    /// Whether it shares no pages with the prefix index.
     pub apart: bool,
-    /// When it came, and when its last token was given.
+    /// Time of arrival, and of the last generated token.
     pub came: Instant,
     pub last: Option<Instant>,
 }
@@ -80,14 +80,14 @@ impl Request {
         Request { id, job, tokens, text, sequence: None, cached: 0, apart: false, came, last: None }
     }
 
-    /// Gives the request to the cache, which parks it for those that came before it.
+    /// Wraps the sequence in a handle; the cache parks the newest request first.
     pub fn begin(&mut self, sequence: Sequence) {
         let sequence = Parkable::new(sequence);
         sequence.set_priority(-i32::try_from(self.id).unwrap_or(i32::MAX));
         self.sequence = Some(sequence);
     }
 
-    /// Its sequence and the tokens that are to be computed, if it takes part in steps. It is not parked as long as that is held.
+    /// The sequence and its number of tokens to compute, if it is active. It is not parked while this guard lives.
     pub fn active(&mut self) -> Option<(Awake<'_>, u32)> {
         let rest = self.rest() as u32;
         Some((self.sequence.as_mut()?.if_awake()?, rest))
@@ -97,12 +97,12 @@ impl Request {
         self.sequence.as_ref().is_some_and(|sequence| !sequence.is_parked())
     }
 
-    /// Tokens whose keys and values are there.
+    /// Tokens whose keys and values are computed.
     pub fn computed(&self) -> usize {
         self.sequence.as_ref().map_or(0, |sequence| sequence.next_position().0 as usize)
     }
 
-    /// Tokens to compute before the next one can be chosen: 1 while it generates.
+    /// Tokens to compute before the next one can be chosen; 1 while it generates.
     pub fn rest(&self) -> usize {
         self.tokens.len() - self.computed()
     }
@@ -111,7 +111,7 @@ impl Request {
         self.tokens.len() - self.job.prompt.len()
     }
 
-    /// The end of the answer.
+    /// Last event of a complete answer.
     pub fn done(&self, reason: &'static str) -> Event {
         let (prompt, completion) = (self.job.prompt.len(), self.generated());
         Event::Done(Done { reason, prompt, cached: self.cached, completion })

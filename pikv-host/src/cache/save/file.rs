@@ -9,10 +9,10 @@ use std::fs::File;
 use std::io::{self, BufReader, BufWriter};
 use std::path::Path;
 
-/// Bytes that are read or written at a time, beside pages that are larger.
+/// Bytes read or written at a time; larger pages go as a whole.
 const BUFFER: usize = 1 << 18;
 
-/// What making a file failed by.
+/// Error while a file is written: by the file or by the caller.
 enum Failed<E> {
     File(io::ErrorKind),
     Save(E),
@@ -24,7 +24,7 @@ impl<E> From<io::Error> for Failed<E> {
     }
 }
 
-/// Has `save` write the file at `path`, which is the old one or the whole new one at any time.
+/// Makes `save` write the file at `path` atomically: a crash leaves the old file or the whole new one.
 pub(crate) fn write_file<E: From<Error>>(
     path: &Path,
     save: impl FnOnce(&mut BufWriter<&mut Private>) -> Result<u64, E>,
@@ -36,7 +36,7 @@ pub(crate) fn write_file<E: From<Error>>(
     })
 }
 
-/// Has `restore` read the file at `path`, which has nothing behind what it reads.
+/// Makes `restore` read the file at `path`; it is an error if bytes are left.
 pub(crate) fn read_file<E: From<Error>>(
     path: &Path,
     restore: impl FnOnce(&mut BufReader<File>) -> Result<Restored, E>,
@@ -51,16 +51,16 @@ pub(crate) fn read_file<E: From<Error>>(
     Ok(restored)
 }
 
-/// That a file cannot be opened or made.
+/// Error for a file that cannot be opened or created.
 fn refused(operation: SaveOperation, path: &Path, kind: io::ErrorKind) -> Error {
     SaveError::File { operation, path: path.display().to_string(), kind }.into()
 }
 
 impl Sequence {
-    /// [`Sequence::save`] to a file, in one piece: under a random name beside `path`, synced, and then in the place of what is at `path`. A
-    /// process that is killed, or a machine that loses power, leaves the old file or the new one; the next save to `path` removes what
-    /// killed ones left (`NAME.0123456789abcdef.part`). Only its owner can read the file (mode 0600), also where it takes another's
-    /// place. Pages go to the file one by one, without a second copy of the sequence in memory. Returns the file's bytes.
+    /// [`Sequence::save`] to a file, atomically: it is written under a random name beside `path`, synced, and renamed to `path`. If the
+    /// process is killed or the machine loses power, the old file or the new one is left; the next save to `path` removes leftovers of
+    /// killed saves (`NAME.0123456789abcdef.part`). Only the owner can read the file (mode 0600), even if it replaces a file with other
+    /// permissions. Pages are written one by one, without a second copy of the sequence in memory. Returns the bytes of the file.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -75,19 +75,19 @@ impl Sequence {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Sequence::save`]; [`SaveError::File`] with what the file system says; [`SaveError::Io`] of kind
-    /// [`FileTooLarge`](io::ErrorKind::FileTooLarge) where the file would pass the size that the process may give one (`RLIMIT_FSIZE`). What is at
-    /// `path` stays, unless it is the directory that could not be synced.
+    /// The errors of [`Sequence::save`]; [`SaveError::File`] for an error of the file system; [`SaveError::Io`] of kind
+    /// [`FileTooLarge`](io::ErrorKind::FileTooLarge) if the file would exceed the process's limit (`RLIMIT_FSIZE`). The file at `path` is
+    /// unchanged then, unless only the sync of the directory failed.
     pub fn save_file(&self, note: &[u8], path: impl AsRef<Path>) -> Result<u64, Error> {
         write_file(path.as_ref(), |to| self.save(note, to))
     }
 }
 
 impl Cache {
-    /// [`Cache::restore`] from a file, which holds one saved sequence and nothing behind it.
+    /// [`Cache::restore`] from a file, which must hold one saved sequence and nothing after it.
     ///
     /// # Errors
-    /// Those of [`Cache::restore`]; [`SaveError::File`] for a file that is not there, [`SaveError::TooLong`].
+    /// The errors of [`Cache::restore`]; [`SaveError::File`] if the file cannot be opened, [`SaveError::TooLong`].
     pub fn restore_file(&self, path: impl AsRef<Path>) -> Result<Restored, Error> {
         read_file(path.as_ref(), |from| self.restore(from))
     }

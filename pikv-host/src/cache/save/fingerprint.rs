@@ -1,4 +1,4 @@
-//! What a configuration says, as sums by which a saved sequence knows the caches that it can be restored in.
+//! Hashes of a configuration, by which a saved sequence recognises caches that can restore it.
 
 use crate::base::frequencies::Frequencies;
 use crate::codec::{Codec, Coding, HeadCodec};
@@ -8,15 +8,14 @@ use crate::policy::{Budget, Eviction};
 use pikv_core::plan::LayerShape;
 use pikv_core::rope::{Pairs, Rope};
 
-/// A part of a configuration: its key in the header, and what an error calls it.
+/// A part of a configuration: its key in the header, and its name in errors.
 pub struct Part {
     pub key: &'static str,
     pub is: &'static str,
     of: fn(&CacheShape, &mut Sum),
 }
 
-/// All parts that a sequence depends on. Where pages lie (budget, shards, tiers, back end) and what computes (lanes) are not among them: no
-/// result depends on those.
+/// All parts that results depend on. Budget, shards, tiers, back end and lanes are not among them: results do not depend on them.
 pub const PARTS: [Part; 8] = [
     Part { key: "layers", is: "the layers (heads, widths, dtypes, windows, rotations)", of: layers },
     Part { key: "ring", is: "the ring and the rollback", of: ring },
@@ -28,7 +27,7 @@ pub const PARTS: [Part; 8] = [
     Part { key: "hits", is: "the hits (what counts as one)", of: hits },
 ];
 
-/// The sum of one part, as 64 hexadecimal digits.
+/// Hash of one part, as 64 hexadecimal digits.
 pub fn sum_of(part: &Part, shape: &CacheShape) -> String {
     let mut sum = Sum(blake3::Hasher::new());
     sum.bytes(part.key.as_bytes());
@@ -36,7 +35,7 @@ pub fn sum_of(part: &Part, shape: &CacheShape) -> String {
     sum.0.finalize().to_hex().to_string()
 }
 
-/// A sum of fields, each with its length.
+/// A hash of fields, each preceded by its length.
 struct Sum(blake3::Hasher);
 
 impl Sum {
@@ -61,7 +60,7 @@ impl Sum {
         x.iter().for_each(|x| self.number(x.to_bits()));
     }
 
-    /// Whether it is there, and then what it is.
+    /// Adds whether the value is present, and the value.
     fn option<T>(&mut self, of: Option<T>, add: impl FnOnce(&mut Sum, T)) {
         self.number(u32::from(of.is_some()));
         if let Some(of) = of {

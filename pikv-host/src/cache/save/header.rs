@@ -1,20 +1,20 @@
-//! The header of a saved sequence: that of a safetensors file, always written the same way, so that it is read without taking memory.
+//! Header of a saved sequence: a safetensors header in a canonical form, so that it is read without allocation.
 
 use super::fingerprint::{PARTS, sum_of};
 use crate::base::error::{Error, SaveError};
 use crate::config::shape::CacheShape;
 use std::fmt::Write;
 
-/// What `format` in the metadata says.
+/// Value of `format` in the metadata.
 const FORMAT: &str = "pikv sequence";
-/// The last version that can be read. Each sequence is written in the first that can hold it.
+/// The newest readable version. Each sequence is written in the oldest version that can hold it.
 const NEWEST: u64 = ROUTERS;
-/// The first version with a budget of the sequence's own, which those before do not have.
+/// First version with a token budget of the sequence.
 pub const BUDGET: u64 = 2;
-/// The first version with the routers of a loop, and with a budget that may be 0 for none.
+/// First version with the routers of a loop; its budget field is 0 for none.
 pub const ROUTERS: u64 = 3;
 
-/// The version of a sequence with or without a budget of its own, and with or without routers.
+/// Version for a sequence with or without a budget, and with or without routers.
 pub fn version(budget: Option<u32>, routers: bool) -> u64 {
     match budget {
         _ if routers => ROUTERS,
@@ -25,13 +25,13 @@ pub fn version(budget: Option<u32>, routers: bool) -> u64 {
 
 /// Bytes of the length before the header.
 pub const LENGTH: u64 = 8;
-/// Bytes of the sum.
+/// Bytes of the checksum.
 pub const SUM: u64 = 32;
-/// Bytes that the header's metadata, and its line for a tensor, take at most.
+/// Most bytes of the header's metadata, and of its entry for a tensor.
 const METADATA: u64 = 2048;
 const LINE: u64 = 160;
 
-/// A tensor: its name, and whether it is of bytes or of words.
+/// A tensor: its name, and whether it has bytes or words.
 pub struct Tensor {
     pub name: String,
     pub of: Of,
@@ -59,9 +59,9 @@ impl Of {
     }
 }
 
-/// The tensors of a sequence, in their order: numbers of the sequence; of each layer those of its tokens, of each head numbers and pages, then
-/// numbers and pages of what a rollback undoes; from [`ROUTERS`] on what the routers of a loop have learnt; the caller's bytes; the sum of all
-/// that is before it.
+/// Tensors of a saved sequence, in order: numbers of the sequence; for each layer numbers of its tokens, for each head numbers and pages,
+/// then numbers and pages for rollbacks; from version [`ROUTERS`] the state of the loop's routers; the caller's bytes; the checksum of
+/// everything before it.
 pub fn tensors(version: u64, shape: &CacheShape) -> Vec<Tensor> {
     let words = |name: String| Tensor { name, of: Of::Words };
     let mut all = vec![words("sequence".to_owned())];
@@ -79,12 +79,12 @@ pub fn tensors(version: u64, shape: &CacheShape) -> Vec<Tensor> {
     all
 }
 
-/// Bytes of a header at most.
+/// Most bytes of a header.
 pub fn most(shape: &CacheShape) -> u64 {
     METADATA + LINE * tensors(NEWEST, shape).len() as u64
 }
 
-/// The header, with its length before it, of tensors with so many elements.
+/// The header, preceded by its length, for tensors with these numbers of elements.
 pub fn write(version: u64, shape: &CacheShape, tensors: &[Tensor], elements: &[u64]) -> Vec<u8> {
     let mut text = format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\"{version}\"");
     for part in &PARTS {
@@ -107,10 +107,11 @@ pub fn write(version: u64, shape: &CacheShape, tensors: &[Tensor], elements: &[u
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// Reads a header without its length: the version, the tensors and the elements of each.
+/// Parses a header without its length: version, tensors, and elements of each tensor.
 ///
 /// # Errors
-/// Another format, a later version, the first part of the configuration that differs, or what else is not as [`write()`] leaves it.
+/// [`SaveError`]: another format, a later version, the first part of the configuration that differs, or text that [`write()`] does not
+/// produce.
 pub fn read(header: &[u8], shape: &CacheShape) -> Result<(u64, Vec<Tensor>, Vec<u64>), Error> {
     let mut text = Text { all: header, at: 0 };
     text.literal(&format!("{{\"__metadata__\":{{\"format\":\"{FORMAT}\",\"version\":\""))?;
@@ -152,7 +153,7 @@ pub fn read(header: &[u8], shape: &CacheShape) -> Result<(u64, Vec<Tensor>, Vec<
     Ok((version, tensors, elements))
 }
 
-/// A header that is read from its beginning.
+/// A header and the position in it.
 struct Text<'a> {
     all: &'a [u8],
     at: usize,
@@ -182,7 +183,7 @@ impl<'a> Text<'a> {
         let digits = self.all[self.at..].iter().take_while(|c| c.is_ascii_digit()).count();
         let text = &self.all[self.at..self.at + digits];
         let number = text.iter().try_fold(0u64, |n, c| n.checked_mul(10)?.checked_add(u64::from(c - b'0')));
-        // One way only to write a number.
+        // Numbers must be in canonical form.
         let plain = digits == 1 || text.first().is_some_and(|c| *c != b'0');
         let number = number.filter(|_| plain).ok_or_else(|| self.wanted("a number of 64 bits"))?;
         self.at += digits;

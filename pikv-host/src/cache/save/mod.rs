@@ -1,4 +1,4 @@
-//! Sequences that outlive their process: written to bytes, and made again from them.
+//! Saves sequences as bytes, and restores them.
 
 pub(crate) mod file;
 mod fingerprint;
@@ -19,7 +19,7 @@ use crate::pages::saved::{Out, Words};
 use std::borrow::Cow;
 use std::io::Write;
 
-/// Where a sequence is written, with the sum of what was.
+/// Output with a running checksum.
 struct Sink<'w, W> {
     to: &'w mut W,
     sum: blake3::Hasher,
@@ -47,14 +47,14 @@ impl<W: Write> Sink<'_, W> {
         self.put(bytemuck::cast_slice(&little(words)))
     }
 
-    /// A page goes into the sum by one of its own, which takes a fraction of the time and shows any word that changed.
+    /// Adds a page to the checksum by a hash of the page, which is much faster and detects any changed word.
     fn page(&mut self, words: &[u32]) -> Result<(), Error> {
         self.sum.update(&page_sum::sum(words).to_le_bytes());
         self.write(bytemuck::cast_slice(&little(words)))
     }
 }
 
-/// Words with their lowest bytes first.
+/// Words in little-endian order.
 fn little(words: &[u32]) -> Cow<'_, [u32]> {
     match cfg!(target_endian = "little") {
         true => Cow::Borrowed(words),
@@ -62,7 +62,7 @@ fn little(words: &[u32]) -> Cow<'_, [u32]> {
     }
 }
 
-/// Writes a sequence of which there are these parts, in a version of the format that holds them.
+/// Writes a sequence, given as parts, in a version of the format that can hold it.
 fn write_parts(
     version: u64,
     shape: &CacheShape,
@@ -72,7 +72,7 @@ fn write_parts(
 ) -> Result<u64, Error> {
     let tensors = header::tensors(version, shape);
     let mut elements = Vec::with_capacity(tensors.len());
-    // The first part has no pages, nor has what a layer says of its tokens.
+    // The first part, and the parts of a layer's tokens, have no pages.
     for (tensor, part) in tensors.iter().zip(parts) {
         let pages = part.pages.iter().map(|page| page.len()).sum();
         elements.push(if tensor.name.ends_with(".pages") { pages } else { part.fields.len() as u64 });
@@ -93,17 +93,17 @@ fn write_parts(
 }
 
 impl Sequence {
-    /// Writes the sequence to `to`, with `note`, bytes of the caller's (the model's revision and the tokens, say); returns the number of
-    /// bytes. [`Cache::restore`](crate::Cache::restore) makes a sequence of them that goes on as this one: the same bits from every
-    /// step, eviction and rollback to come, as far back as this one can be taken. Forks that it shares pages with are not saved with it.
+    /// Writes the sequence to `to`, with `note`, bytes of the caller's (such as the model's revision and the tokens); returns the number of
+    /// bytes. [`Cache::restore`](crate::Cache::restore) makes a sequence from them with the same bits in every later step, eviction and
+    /// rollback, and the same reach of rollbacks. Forks that share pages with it are not saved.
     ///
-    /// The bytes are a safetensors file: pages by layer and head as they are stored, packed ones packed; the format's version, sums of
-    /// what the configuration says, and a BLAKE3 sum of all of it, of pages by a sum of 64 bits each. They are not encrypted: who reads
-    /// them reads what the prompt left. Pages go out one by one; beside them the call takes memory for what policies keep of tokens,
-    /// and 24 bytes a page. O(bytes).
+    /// The bytes are a safetensors file: pages by layer and head in their stored form, packed or not; the format's version, hashes of the
+    /// configuration, and a BLAKE3 checksum of everything, with each page by a hash of 64 bits. They are not encrypted: anyone who reads
+    /// them can recover much of the prompt. Pages are written one by one; besides them the call takes memory for the policies' state of
+    /// tokens, and 24 bytes a page. O(bytes).
     ///
-    /// Not in it: [checkpoints](Sequence::checkpoint); what was filed ahead for forks ([`Sequence::seal`]); and what routers learnt of the
-    /// tokens, so that a rollback of the restored sequence does not reach that: [`ClosedLoop::save`](crate::ClosedLoop::save) has it.
+    /// Not saved: [checkpoints](Sequence::checkpoint); pages of [`Sequence::seal`]; and the state of routers, so a rollback of the restored
+    /// sequence does not change what they have learnt ([`ClosedLoop::save`](crate::ClosedLoop::save) saves it).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -125,13 +125,13 @@ impl Sequence {
     /// ```
     ///
     /// # Errors
-    /// [`SaveError::Io`] where `to` refuses, [`SaveError::Fabric`]; [`Error::Poisoned`]; a device or a lower tier that fails. What was
-    /// written until then is no saved sequence.
+    /// [`SaveError::Io`] for an error of `to`, [`SaveError::Fabric`]; [`Error::Poisoned`]; [`Error::Device`], [`Error::Tier`]. Bytes
+    /// already written are then no saved sequence.
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         self.save_with(None, note, to)
     }
 
-    /// The same, with what the routers of a loop have learnt.
+    /// [`Sequence::save`], with the state of a loop's routers.
     pub(crate) fn save_with(
         &self,
         routers: Option<Vec<u32>>,
@@ -142,7 +142,7 @@ impl Sequence {
         if self.inner.fabric.is_some() {
             return Err(SaveError::Fabric.into());
         }
-        // What a leaked step wrote is not saved.
+        // Writes of a leaked step are not saved.
         let repaired = self.stepping.then(|| self.repaired());
         let version = header::version(self.budget, routers.is_some());
         let mut parts = repaired.as_ref().unwrap_or(self).parts(version);
@@ -150,7 +150,7 @@ impl Sequence {
         write_parts(version, &self.inner.shape, &parts, note, to)
     }
 
-    /// What is saved, one part for each tensor but the last two.
+    /// Parts of the saved sequence, one for each tensor except the last two.
     fn parts(&self, version: u64) -> Vec<Out<'_>> {
         let Sequence { inner, layers, len, kept, .. } = self;
         let reach = Reach { len: *len, kept: *kept, limit: self.rollback_limit() };
@@ -172,20 +172,20 @@ impl Sequence {
         parts
     }
 
-    /// What is said of the whole sequence.
+    /// Numbers of the whole sequence.
     fn numbers(&self, version: u64, parts: &[Out<'_>]) -> Vec<u32> {
         let Sequence { len, kept, floor, altered, pins, ends, budget, .. } = self;
         let mut to = vec![*len, *kept, *floor, u32::from(*altered), pins.len() as u32];
         to.extend(pins.iter().flat_map(|pin| [pin.start, pin.end]));
         to.push(ends.len() as u32);
         to.extend(ends);
-        // In older versions the version says whether there is one.
+        // In older versions, the version itself tells whether there is a budget.
         if version >= header::ROUTERS {
             to.push(budget.unwrap_or(0));
         } else {
             to.extend(budget);
         }
-        // By the pages that are saved: of those that two places of a sequence share there are two.
+        // Counted by saved pages: a page that is in two places of a sequence is saved twice.
         let pages = || parts.iter().flat_map(|part| &part.pages);
         let away: u64 =
             pages().filter(|page| matches!(page, Words::Away(_))).map(|page| 4 * page.len()).sum();

@@ -1,4 +1,4 @@
-//! Sequences that wait in a lower tier, without a page in the first.
+//! Parked sequences: all pages in lower tiers.
 
 use super::header;
 use super::restore::Tensors;
@@ -13,20 +13,20 @@ use pikv_core::warp::LANES;
 use std::io::Write;
 use std::sync::Arc;
 
-/// A sequence that waits in a lower tier: [`Sequence::park`] makes it, [`Parked::wake`] a sequence of it again. It has no page in the first
-/// tier, so it can be in no step. Dropped, its pages are freed.
+/// A sequence in a lower tier: [`Sequence::park`] makes it, [`Parked::wake`] turns it back into a sequence. It has no page in the first
+/// tier, so it cannot be in a step. Dropping it frees its pages.
 #[derive(Debug)]
 pub struct Parked {
     inner: Arc<Inner>,
     parts: Vec<Part>,
     len: u32,
-    /// Bytes of pages that lay in the first tier.
+    /// Bytes of pages that were in the first tier.
     here: u64,
-    /// That of the sequence.
+    /// Budget of the sequence.
     budget: Option<u32>,
 }
 
-/// A part of it: numbers, and pages in their order.
+/// One part of the sequence: numbers, and pages in order.
 #[derive(Debug)]
 struct Part {
     fields: Vec<u32>,
@@ -39,10 +39,10 @@ impl Part {
     }
 }
 
-/// Puts a page into the first of `levels` that has room; one that lies in a lower tier stays there.
+/// Writes a page to the first of `levels` that has room; a page in a lower tier stays there.
 ///
 /// # Errors
-/// What the last of them says where all are full; a tier or a device that fails.
+/// [`Error::TierFull`] of the last level if all are full; [`Error::Tier`], [`Error::Device`].
 fn lower(page: &Words<'_>, levels: &[Arc<Level>]) -> Result<Arc<Stored>, Error> {
     if let Words::Away(slot) = page {
         return Ok((*slot).clone());
@@ -61,11 +61,10 @@ fn lower(page: &Words<'_>, levels: &[Arc<Level>]) -> Result<Arc<Stored>, Error> 
 }
 
 impl Sequence {
-    /// Moves the whole sequence to tier `tier` (1 is the one beneath the first) or, where that is full, to the next one beneath: the ring, pages that
-    /// still fill up and what a rollback could ask for too, which [`Sequence::demote`] leaves. This sequence is empty then, and what is
-    /// [parked](crate::save::Parked) can wait, be saved, or wake. Its bytes in the first tier are free, but for pages that a fork reads as
-    /// well. What policies keep of tokens stays in memory of the host;
-    /// [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
+    /// Moves the whole sequence to tier `tier` (1 is the first lower tier) or, if that is full, to the next one below. Unlike
+    /// [`Sequence::demote`], this includes the ring, open pages and pages for rollbacks. This sequence is empty afterwards; the returned
+    /// [parked](crate::save::Parked) sequence can be kept, saved, or woken. Its bytes in the first tier are freed, except for pages that a
+    /// fork reads. The policies' state of tokens stays in host memory; [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -87,8 +86,8 @@ impl Sequence {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoTiers`] without such a tier, [`Error::TierFull`] where no tier has room, [`Error::Tier`]; [`Error::Poisoned`],
-    /// [`SaveError::Fabric`]; a device that fails. The sequence is as before.
+    /// [`Error::NoTiers`] without such a tier, [`Error::TierFull`] if no tier has room, [`Error::Tier`]; [`Error::Poisoned`],
+    /// [`SaveError::Fabric`]; [`Error::Device`]. The sequence is unchanged then.
     pub fn park(&mut self, tier: usize) -> Result<Parked, Error> {
         self.sound()?;
         if self.inner.fabric.is_some() {
@@ -113,7 +112,7 @@ impl Sequence {
 }
 
 impl Parked {
-    /// Tokens of the sequence, which is the next token's position.
+    /// Tokens of the sequence; equals the position of the next token.
     pub fn next_position(&self) -> Position {
         Position(self.len)
     }
@@ -123,12 +122,12 @@ impl Parked {
         self.parts.iter().flat_map(|part| &part.pages).map(|page| page.bytes()).sum()
     }
 
-    /// Bytes of the first tier that [`Parked::wake`] takes: those of pages that lay there.
+    /// Bytes of the first tier that [`Parked::wake`] takes: those of pages that were there.
     pub fn bytes_to_wake(&self) -> u64 {
         self.here
     }
 
-    /// Bytes of host memory that it takes beside its pages.
+    /// Bytes of host memory besides pages.
     pub fn table_bytes(&self) -> u64 {
         let part =
             |part: &Part| 4 * part.fields.capacity() + size_of::<Arc<Stored>>() * part.pages.capacity();
@@ -137,17 +136,18 @@ impl Parked {
             as u64
     }
 
-    /// Makes a sequence again that goes on where the parked one stopped, with the same bits: pages that lay in a lower tier before stay there, the
-    /// others come up. What is parked stays until it is dropped, so that a second call makes a second sequence. As in [`Cache::begin`](crate::Cache::begin),
-    /// prefixes that an index holds and no sequence reads make room, then [`Parkable`](crate::save::Parkable) sequences. O(bytes).
+    /// Makes a sequence that continues with the bits of the parked one. Pages that were in a lower tier before it was parked stay there,
+    /// the others move to the first tier. The parked sequence remains, so a second call makes a second sequence. As
+    /// [`Cache::begin`](crate::Cache::begin) does, it makes room from idle prefixes, then by parking [`Parkable`](crate::save::Parkable)
+    /// sequences. O(bytes).
     ///
     /// # Errors
-    /// [`Error::OutOfBudget`] where the pages do not fit, [`Error::OutOfMemory`]; [`Error::Tier`], a device that fails. Nothing changes then.
+    /// [`Error::OutOfBudget`] if the pages do not fit, [`Error::OutOfMemory`]; [`Error::Tier`], [`Error::Device`]. Nothing changes then.
     pub fn wake(&self) -> Result<Sequence, Error> {
         self.wake_for(None)
     }
 
-    /// The same; nobody of a higher priority is parked for it.
+    /// [`Parked::wake`]; parks no sequence of higher priority.
     pub(crate) fn wake_for(&self, priority: Option<i32>) -> Result<Sequence, Error> {
         let inner = &self.inner;
         let mut sequence = Sequence::new(inner.clone());
@@ -174,10 +174,10 @@ impl Parked {
         Ok(sequence)
     }
 
-    /// Writes the sequence as [`Sequence::save`] does.
+    /// Writes the sequence as [`Sequence::save`].
     ///
     /// # Errors
-    /// Those of [`Sequence::save`].
+    /// The errors of [`Sequence::save`].
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
         let parts: Vec<Out<'_>> = self.parts.iter().map(Part::out).collect();
         super::write_parts(self.version(), &self.inner.shape, &parts, note, to)
@@ -197,7 +197,7 @@ impl Parked {
     }
 }
 
-/// Numbers and pages of what is parked.
+/// Numbers and pages of a parked sequence.
 struct Slots<N, S> {
     numbers: N,
     slots: S,

@@ -1,4 +1,4 @@
-//! A sequence, made again from what was saved.
+//! Restores saved sequences.
 
 use super::header::{self, LENGTH, Tensor};
 use crate::base::error::{Error, SaveError, SaveOperation};
@@ -13,22 +13,22 @@ use pikv_core::page::Position;
 use std::io::Read;
 use std::sync::Arc;
 
-/// Bytes by which memory for what is read grows at least, so that a length alone takes none.
+/// Least bytes by which memory grows while reading, so that a length in a file does not allocate memory by itself.
 const GROWTH: usize = 1 << 16;
 
-/// What [`Cache::restore`] makes.
+/// Result of [`Cache::restore`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Restored {
     /// The sequence.
     pub sequence: Sequence,
-    /// The caller's bytes that were saved with it.
+    /// The caller's bytes saved with it.
     pub note: Vec<u8>,
-    /// Bytes that were read.
+    /// Number of bytes read.
     pub bytes: u64,
 }
 
-/// Where a sequence is read from, with the sum of what was.
+/// Input with a running checksum.
 struct Input<'r> {
     from: &'r mut dyn Read,
     sum: blake3::Hasher,
@@ -69,7 +69,7 @@ impl Source for Input<'_> {
     }
 }
 
-/// Reads `n` items in parts, so that memory grows with what has come.
+/// Reads `n` items in parts, so that memory grows only with data read.
 fn gathered<T: Copy + Default>(
     n: u64,
     mut fill: impl FnMut(&mut [T]) -> Result<(), Error>,
@@ -86,7 +86,7 @@ fn gathered<T: Copy + Default>(
     Ok(all)
 }
 
-/// Bytes of a table of rotations that a length in a file may ask for, whatever the budget.
+/// Largest RoPE table, in bytes, that a length in a file may require.
 const TABLE: u64 = 1 << 30;
 
 /// The tensors of a file, from the first on.
@@ -100,7 +100,7 @@ impl<'t> Tensors<'t> {
         Tensors { all: tensors.iter().zip(elements), name: "" }
     }
 
-    /// The elements of the next one.
+    /// Number of elements of the next tensor.
     pub fn next(&mut self) -> u64 {
         self.all.next().map_or(0, |(tensor, n)| {
             self.name = &tensor.name;
@@ -110,19 +110,19 @@ impl<'t> Tensors<'t> {
 }
 
 impl Cache {
-    /// Makes a sequence again that [`Sequence::save`] wrote, in this cache or another, of this process or another. The configuration has to
-    /// say the same of layers, ring, rollback, sinks, experts, codecs, policies, bounds and hits; back end, lanes, shards, budget and tiers may
-    /// differ. Pages that lay in a lower tier go there again where there is room, and else to the first. It reads as many bytes as were
-    /// written, and nothing behind them.
+    /// Restores a sequence written by [`Sequence::save`], in this cache or another, in this process or another. The configurations must
+    /// agree in layers, ring, rollback, sinks, experts, codecs, policies, bounds and hits; back end, lanes, shards, budget and tiers may
+    /// differ. Pages that were in a lower tier go to one if there is room, else to the first tier. It reads exactly as many bytes as were
+    /// written.
     ///
-    /// What is read is checked as it comes, and its sum at the end. A length alone takes no memory: memory grows with what was read, to
-    /// at most twice its bytes, and by tables of rotations as for any sequence of that length ([`Cache::table_bytes`]). The sum shows
-    /// damage. It is no signature: who can write the file can write a sum, and has other tokens restored.
+    /// All input is checked, and its checksum at the end. A length in the file does not allocate memory by itself: memory grows with the
+    /// data read, to at most twice its bytes, and by RoPE tables as for any sequence of that length ([`Cache::table_bytes`]). The checksum
+    /// detects damage. It is not a signature: anyone who can write the file can write a valid checksum for other tokens.
     ///
     /// # Errors
-    /// [`Error::Save`] with what is wrong: bytes that are no saved sequence, a later version, the part of the configuration that differs, an end that
-    /// comes early, a sum or contents that are wrong; [`SaveError::Fabric`]; [`Error::OutOfBudget`] where the pages do not fit,
-    /// [`Error::OutOfMemory`]; a device or a lower tier that fails. The cache is as before.
+    /// [`Error::Save`] with the reason: not a saved sequence, a later version, the part of the configuration that differs, an early end, a
+    /// wrong checksum or invalid contents; [`SaveError::Fabric`]; [`Error::OutOfBudget`] if the pages do not fit, [`Error::OutOfMemory`];
+    /// [`Error::Device`], [`Error::Tier`]. The cache is unchanged then.
     pub fn restore(&self, from: &mut impl Read) -> Result<Restored, Error> {
         Ok(self.restore_with(None, from)?.0)
     }
@@ -270,7 +270,7 @@ fn bytes_before(inner: &Inner, len: u32) -> u64 {
 }
 
 impl Sequence {
-    /// Reads what is said of the whole sequence; returns the bytes of its pages in the first tier, and in others.
+    /// Reads the numbers of the whole sequence; returns the bytes of its pages in the first tier, and in lower ones.
     pub(super) fn load_numbers(&mut self, version: u64, from: &mut Fields<'_>) -> Result<(u64, u64), Error> {
         let ring = self.inner.shape.store.ring;
         let [len, kept, floor] = [from.word()?, from.word()?, from.word()?];

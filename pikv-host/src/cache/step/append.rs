@@ -1,4 +1,4 @@
-//! Keys and values of a layer into the ring.
+//! Writes keys and values of a layer into the ring.
 
 use crate::base::error::Error;
 use crate::base::error::length;
@@ -15,18 +15,18 @@ use pikv_core::plan::LayerShape;
 
 impl Step<'_> {
     /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`, each in f32, f16 or bf16
-    /// ([`Scalar`]). Tokens that leave the ring by it are filed by their experts. O(rows) a head.
+    /// ([`Scalar`]). Older tokens that leave the ring are filed under their experts. O(rows) a head.
     ///
     /// # Errors
-    /// No such layer, one that was already written, slices of the wrong length, a value that the layer's dtype or the head's codec
-    /// cannot hold ([`Limits`](crate::codec::Limits)), no memory from the system (for pages, or for a table of rotations), or a device
-    /// that fails; the layer may then be appended again.
+    /// [`Error::Layer`]; [`Error::Twice`] for a layer already appended; [`Error::Length`]; [`Error::Unstorable`] or [`Error::RowTooLong`]
+    /// for values that the layer's dtype or the head's codec cannot hold ([`Limits`](crate::codec::Limits)); [`Error::OutOfMemory`] for
+    /// pages or a RoPE table; [`Error::Device`]. The layer may then be appended again.
     pub fn append(&mut self, layer: usize, k: &[impl Scalar], v: &[impl Scalar]) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
         self.append_tokens(layer, &Tokens::Host { k: HostSlice::of(k), v: HostSlice::of(v) })
     }
 
-    /// Whether a layer can be appended, with so many elements.
+    /// Checks that a layer can be appended, and the numbers of elements.
     pub(super) fn appendable(&self, layer: usize, k: usize, v: usize) -> Result<(), Error> {
         let shape = self.inner.shape.layer(layer)?;
         if self.layers[layer].appended {
@@ -45,7 +45,7 @@ impl Step<'_> {
         }
         let inner = self.inner.clone();
         let shape = inner.shape.layer(layer)?;
-        // Not before the tokens are there: a table costs as much as they do.
+        // Only if tokens are appended: growing a table costs as much as they do.
         inner.pool.tables.grow(layer, self.live().map(|part| part.len).max().unwrap_or(0))?;
         for part in self.parts.iter_mut().filter(|part| !part.out) {
             let (old, new) = (part.sequence.len, part.len);
@@ -59,7 +59,7 @@ impl Step<'_> {
         self.pages.flush_writes(&shape.layout, tokens)?;
         let mut filed = false;
         for part in self.parts.iter_mut().filter(|part| !part.out) {
-            // Tokens of this very step that leave the ring have no experts yet: they are read where they lie.
+            // Tokens of this step that leave the ring have no experts yet; they are read from the ring.
             let left = inner.shape.store.ring.left(part.len).min(part.sequence.len);
             let state = &mut part.sequence.layers[layer];
             filed |= state.filed < left;
@@ -88,7 +88,7 @@ struct Target<'a> {
 }
 
 impl Target<'_> {
-    /// Writes them into the ring tiles.
+    /// Writes the tokens into ring pages.
     fn write(
         &self,
         state: &mut Layer,
@@ -142,7 +142,7 @@ impl Target<'_> {
                         })?;
                     }
                     if let Some(rule) = state.rule.as_deref().filter(|rule| rule.words > 0) {
-                        // What lies on the device is told of once the host has it, to those that look.
+                        // A policy that reads tokens gets those on the device later, once they are on the host.
                         let seen = token.or((!rule.reads_tokens).then_some((&[], &[])));
                         if let Some((key, value)) = seen {
                             let token = Token { layer, kv_head: h, position: Position(p), key, value };

@@ -1,4 +1,4 @@
-//! Bytes of page memory that a step reserves: the most that it can take, wherever its tokens are filed.
+//! Bytes of page memory that a step reserves: an upper bound for any choice of experts.
 
 use crate::base::chunks::Common;
 use crate::base::error::Error;
@@ -15,24 +15,24 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepBytes {
-    /// What [`Cache::begin`](crate::Cache::begin) sets aside: the most that the step can take, wherever its tokens are filed.
+    /// Bytes that [`Cache::begin`](crate::Cache::begin) would reserve: the most that the step can take, for any choice of experts.
     pub needed: u64,
-    /// What the budget has left.
+    /// Bytes left of the budget.
     pub available: u64,
 }
 
 impl StepBytes {
-    /// Whether [`Cache::begin`](crate::Cache::begin) would find the memory as it is. It also makes room: of prefixes that nobody reads, and in a
-    /// cache with tiers by parking sequences and moving pages down.
+    /// Whether the step fits into the budget as it is. [`Cache::begin`](crate::Cache::begin) can also make room: it frees prefixes that no
+    /// sequence reads, and in a cache with tiers it parks sequences and moves pages down.
     pub fn fits(&self) -> bool {
         self.needed <= self.available
     }
 }
 
-/// Tokens of a sequence once a step of `n` more is committed; `index` is its place in the step.
+/// Tokens of a sequence after a step of `n` tokens; `index` is its place in the step.
 ///
 /// # Errors
-/// What keeps it from being in a step.
+/// [`Error::ForeignSequence`], [`Error::Poisoned`], [`Error::NoTokens`], [`Error::PositionOverflow`].
 pub(super) fn end_of(inner: &Arc<Inner>, index: usize, sequence: &Sequence, n: u32) -> Result<u32, Error> {
     if !Arc::ptr_eq(&sequence.inner, inner) {
         return Err(Error::ForeignSequence { index });
@@ -48,7 +48,7 @@ pub(super) fn end_of(inner: &Arc<Inner>, index: usize, sequence: &Sequence, n: u
     Ok(end as u32)
 }
 
-/// The most bytes that a sequence takes on the way to `len` tokens.
+/// The most bytes that a sequence takes to grow to `len` tokens.
 pub(super) fn sequence_needs(inner: &Inner, sequence: &Sequence, len: u32) -> u64 {
     let layers = sequence.layers.iter().zip(&inner.shape.config.layers);
     layers.fold(0, |sum, (layer, shape)| {
@@ -56,7 +56,7 @@ pub(super) fn sequence_needs(inner: &Inner, sequence: &Sequence, len: u32) -> u6
     })
 }
 
-/// What [`Cache::step_bytes`](crate::Cache::step_bytes) returns.
+/// Implements [`Cache::step_bytes`](crate::Cache::step_bytes).
 pub(crate) fn step_bytes<'s>(
     inner: &Arc<Inner>,
     parts: impl IntoIterator<Item = (&'s Sequence, u32)>,
@@ -66,7 +66,7 @@ pub(crate) fn step_bytes<'s>(
     for (index, (sequence, n)) in parts.into_iter().enumerate() {
         some = true;
         let len = end_of(inner, index, sequence, n)?;
-        // A step that was leaked is undone by the next one.
+        // The next step undoes a leaked one and gets its reservation.
         bytes.available += sequence.lease.left();
         let needed = match sequence.stepping {
             true => sequence_needs(inner, &sequence.repaired(), len),
@@ -77,7 +77,7 @@ pub(crate) fn step_bytes<'s>(
     if some { Ok(bytes) } else { Err(Error::NoSequences) }
 }
 
-/// The most bytes that one layer of a sequence takes on the way from `old` to `new` tokens.
+/// The most bytes that one layer of a sequence takes to grow from `old` to `new` tokens.
 fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u32, new: u32) -> u64 {
     let (store, experts) = (&layer.store, inner.shape.config.experts);
     let in_common = layer.is_shared();
@@ -89,14 +89,14 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
             known[chain] += 1;
         }
     }
-    // Those of this step: each may go to an expert of its own, whose last page may be shared and full after one token.
+    // Tokens of this step: each may have an expert of its own, with a last page that is shared, or full after one token.
     let fresh = layer.filed.max(old).min(left);
     let sinks = left.min(store.sinks).saturating_sub(fresh);
     let filed = if store.files(shape, u32::MAX) { left - fresh - sinks } else { 0 };
     let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
-    // Each page that may be full by then is packed besides.
+    // Each page that may become full is packed in addition.
     let unknown_closed = u64::from(filed.min(experts)) + u64::from(filed / PAGE);
-    // Within this many positions each expert packs a page early at most, and starts another in its place.
+    // Within 65,536 positions each expert packs at most one page early, and starts another.
     let rounds = u64::from((left - layer.filed.min(left)) >> 16);
     if sinks > 0 {
         unknown += StoreShape::run_pages(sinks, 0) + 1;
@@ -113,7 +113,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
         for (c, &n) in known.iter().enumerate().filter(|(_, n)| **n > 0) {
             let chain = &head.chains[c];
             let fill = chain.room().map_or(0, |(_, fill)| fill);
-            // A page that was filled ahead takes the place of an open one, and is shared.
+            // A page filled ahead takes the place of an open page, and is shared.
             let taken = in_common || layer.sealed.is_some();
             let shared = chain.room().is_some_and(|_| taken || chain.shares_room());
             pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
@@ -128,7 +128,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
         bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());
         if let Some((codec, aged)) = codec.as_ref().and_then(|codec| Some((codec, codec.aged.as_ref()?))) {
             let due: u64 = head.chains.experts().map(|(_, chain)| chain.due(codec, left)).sum();
-            // Those that the step itself packs, if it is that long.
+            // Pages that the step itself packs, if it is long enough to pack them twice.
             let within = if left.saturating_sub(layer.filed) > aged.after { closed } else { 0 };
             bytes += (due + within) * aged.codec.packed.bytes();
         }

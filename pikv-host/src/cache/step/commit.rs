@@ -1,4 +1,4 @@
-//! The end of a step: its tokens become part of their sequences.
+//! Commits a step: its tokens become part of their sequences.
 
 use super::{Part, Step};
 use crate::base::chunks::Common;
@@ -15,22 +15,22 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 
 impl Step<'_> {
-    /// Makes the tokens part of their sequences, and evicts what is over the budgets.
+    /// Makes the tokens part of their sequences, and evicts tokens over the budgets of the policies.
     ///
     /// # Errors
-    /// A layer that was not appended or not routed, no memory from the system, or a device that fails; what [`Step::check`] finds, if a
-    /// policy has to be told of tensors of the device. The step is over, and the sequences are as before it.
+    /// [`Error::Incomplete`] for a layer that was not appended or not routed; [`Error::OutOfMemory`], [`Error::Device`], [`Error::Fabric`];
+    /// the errors of [`Step::check`], if a policy needs results from the device. The step is over then, and the sequences are unchanged.
     ///
     /// # Panics
-    /// If a policy does. The step's sequences are committed then, or [poisoned](Error::Poisoned); others go on.
+    /// If a policy panics. The step's sequences are then committed or [poisoned](Error::Poisoned); other sequences are not affected.
     pub fn commit(self) -> Result<(), Error> {
         self.finish(None)
     }
 
-    /// As [`Step::commit`], and says what the step met.
+    /// Commits as [`Step::commit`], and fills `report` with counts of the step.
     ///
     /// # Errors
-    /// Those of [`Step::commit`].
+    /// The errors of [`Step::commit`].
     pub fn commit_with(self, report: &mut StepReport) -> Result<(), Error> {
         report.clear(self.layers.len(), self.inner.shape.config.experts as usize);
         self.finish(Some(report))
@@ -47,12 +47,12 @@ impl Step<'_> {
         self.settle()?;
         let mut sent = self.file_rest()?.into_iter();
         self.committed = true;
-        // From here on a policy that panics leaves what was told it, and what was not, in between.
+        // If a policy panics from here on, its state may be half updated.
         self.parts.iter_mut().filter(|part| !part.out).for_each(|part| part.sequence.poisoned = true);
         self.observe(report.as_deref_mut());
         for part in &mut self.parts {
             if part.out {
-                // Tickets are by the place in the step.
+                // Tickets are indexed by the place in the step.
                 let by_part = report.as_deref_mut().and_then(|report| report.by_part.as_mut());
                 by_part.into_iter().for_each(|by_part| by_part.tickets.push(Arc::default()));
                 continue;
@@ -68,7 +68,7 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// That every layer was appended and routed.
+    /// Checks that every layer was appended and routed.
     fn check_complete(&self) -> Result<(), Error> {
         for (layer, done) in self.layers.iter().enumerate() {
             if !done.appended {
@@ -81,7 +81,7 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Files the tokens that have left the ring since, and sends full pages to the ranks of a fabric: of each sequence those that were sent.
+    /// Files the tokens that left the ring, and sends full pages to the ranks of a fabric; returns the sent pages of each sequence.
     fn file_rest(&mut self) -> Result<Vec<Vec<Sent>>, Error> {
         let inner = self.inner.clone();
         for part in self.parts.iter_mut().filter(|part| !part.out) {
@@ -101,7 +101,7 @@ impl Step<'_> {
         front.send(&inner.shape, self.live().map(|part| (&part.sequence.layers[..], kept(part))))
     }
 
-    /// Tells policies what the step's rows saw, layer by layer, and counts what they wanted.
+    /// Passes feedback of the step's rows to the policies, layer by layer, and counts hits into `report`.
     fn observe(&mut self, mut report: Option<&mut StepReport>) {
         let inner = &*self.inner;
         for (l, done) in self.layers.iter_mut().enumerate() {
@@ -129,8 +129,8 @@ impl Step<'_> {
 }
 
 impl Part<'_> {
-    /// Makes the step's tokens the sequence's: evicts what is over the budgets, frees what nobody sees any more, and has pages that were
-    /// `sent` to ranks take the place of those here.
+    /// Makes the step's tokens part of the sequence: evicts tokens over the budgets, frees pages that no row can see, and replaces pages
+    /// `sent` to ranks by references to them.
     pub(super) fn commit(
         &mut self,
         inner: &Inner,
@@ -171,7 +171,7 @@ impl Part<'_> {
     }
 }
 
-/// Bits of a token's keys and values in one layer, as they came.
+/// Bits of a token's keys and values in one layer, in the stored dtypes.
 fn logical_bits(shape: &LayerShape) -> u64 {
     let Layout { k_dim, v_dim, k, v, .. } = shape.layout;
     let head = u64::from(k_dim) * u64::from(k.bits()) + u64::from(v_dim) * u64::from(v.bits());

@@ -1,4 +1,4 @@
-//! A step whose tensors lie on the device.
+//! Steps with tensors on the device.
 
 use crate::attend::executor::Session;
 use crate::attend::executor::Tensors;
@@ -17,40 +17,37 @@ use crate::policy::rule::Rule;
 use pikv_core::page::{PAGE, Position};
 use smallvec::SmallVec;
 
-/// Tensors of the device: for each layer [`append_device`](Step::append_device) and [`attend_device`](Step::attend_device), of a
-/// cache on a CUDA back end. All of it is put on the back end's stream, in the order of the calls; the host waits for nothing, and
-/// steps of a size that was seen before allocate nothing, but for a chunk of pages once all are taken. The bits are those of the
-/// host's forms, which can be called in the same step.
+/// Tensors on the device: for each layer [`append_device`](Step::append_device) and [`attend_device`](Step::attend_device), in a cache on a
+/// CUDA back end. All work is enqueued on the back end's stream, in the order of the calls. The host does not wait, and a step no larger
+/// than earlier ones allocates nothing, except a chunk of pages when all are in use. Results have the bits of the host calls, which may be
+/// mixed into the same step.
 ///
-/// Tensors are in f32, f16 or bf16, each in its own ([`DeviceSlice::new`]). What is read is widened, which is exact, and from there on all
-/// is as in f32: keys and values go to pages of the same dtype as they are. Results are rounded to nearest even as they are written.
+/// Tensors are in f32, f16 or bf16, each in its own dtype ([`DeviceSlice::new`]). Inputs are widened to f32, which is exact; keys and
+/// values go unchanged to pages of the same dtype. Results are rounded to nearest even when they are written.
 ///
-/// What a host form refuses at once the device finds later: values and queries that are not finite, values that the dtype or the codec
-/// cannot hold, scores that overflow. The results of such rows, and of rows that read such tokens, mean nothing. So it finds results that
-/// the dtype of the output cannot hold, in f16 those from 65,520 on; in their places are infinities.
-/// [`check`](Step::check) waits for all that the step asked for so far and says what was wrong; so does [`commit`](Step::commit) where a
-/// policy wants to be told of attention, or of keys and values, as it has to wait for those anyway: once a step. Without such a
-/// policy a commit does not wait, and does not look: a step that nobody checked is committed as it is.
+/// Some errors that the host calls return at once are found later: values and queries that are not finite, values that the dtype or the
+/// codec cannot hold, scores that overflow. Results of such rows, and of rows that read such tokens, are undefined. The same holds for
+/// results that the dtype of the output cannot hold (in f16 from 65,520 on); infinities are written for them. [`check`](Step::check) waits
+/// for the device and returns the first such error. So does [`commit`](Step::commit), once a step, if a policy needs attention weights,
+/// keys or values. Without such a policy a commit neither waits nor checks: an unchecked step is committed with its errors.
 ///
-/// The host waits besides
+/// The host also waits
 ///
 /// * at commit, where a policy reads pages to rank tokens;
-/// * where pages are packed that only the host can pack: means, block PCA, and what
-///   [`CacheConfig::age`](crate::CacheConfig::age) packs again;
-/// * where pages of [tiers](crate::tiers) are still to be read from files, or many are on their way up;
-/// * where lists go up faster than the device takes them: there is room for 64 of the largest size that was seen, from 64 KiB
-///   to 64 MiB.
+/// * to pack pages with codecs that run on the host: means, block PCA, and the second codec of
+///   [`CacheConfig::age`](crate::CacheConfig::age);
+/// * while pages of [tiers](crate::tiers) are read from files, or many are on their way up;
+/// * if lists are uploaded faster than the device takes them: there is room for 64 of the largest size so far, from 64 KiB to 64 MiB.
 ///
-/// What is put on the stream are copies, fills, launches and events with this step's own lists: pages, positions and how many there are
-/// differ from step to step. So a graph captured of one step is not that of the next; capture what lies between these calls instead.
+/// The stream gets copies, fills, launches and events with this step's own lists; pages, positions and their numbers differ from step to
+/// step. So a CUDA graph captured of one step cannot replay another; capture the model's work between these calls instead.
 impl Step<'_> {
-    /// As [`append`](Step::append), of keys and values on the device, each in a dtype of its own.
+    /// [`append`](Step::append) of keys and values on the device, each in its own dtype.
     ///
     /// # Errors
-    /// Those of `append` but for what the values are; [`Error::DeviceTensor`] for an address that is null, not aligned, unknown to the
-    /// driver, or of another device; [`Error::HostTensors`] for a cache on the CPU, or with
-    /// [`bounds`](crate::CacheConfig::bounds), whose extremes of keys the host takes. The layer may then be appended again, but what was
-    /// noted of values stays.
+    /// The errors of `append` except those about values; [`Error::DeviceTensor`] for an address that is null, not aligned, unknown to the
+    /// driver, or of another device; [`Error::HostTensors`] for a cache on the CPU, or with [`bounds`](crate::CacheConfig::bounds), which
+    /// the host computes from the keys. The layer may then be appended again; invalid values noted by the device stay noted.
     pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
         if self.inner.shape.config.bounds {
@@ -62,12 +59,12 @@ impl Step<'_> {
         appended
     }
 
-    /// As [`attend`](Step::attend), of queries on the device, `[rows][query_heads][k_dim]`, to results on the device.
+    /// [`attend`](Step::attend) with queries on the device, `[rows][query_heads][k_dim]`, and results on the device.
     ///
     /// # Errors
-    /// Those of `attend` but for what queries and scores are; [`Error::DeviceTensor`] and [`Error::HostTensors`] as
-    /// [`append_device`](Step::append_device), the first also for log-sum-exps that are not f32, the latter
-    /// also where rows read by [`Read::Quest`](crate::attend::options::Read::Quest), for which the host chooses pages by the queries. `out` is then undefined.
+    /// The errors of `attend` except those about queries and scores; [`Error::DeviceTensor`] as [`append_device`](Step::append_device),
+    /// also for log-sum-exps that are not f32; [`Error::HostTensors`] for a cache on the CPU, or for rows that read by
+    /// [`Read::Quest`](crate::attend::options::Read::Quest), as the host selects their pages. `out` is then undefined.
     pub fn attend_device(
         &mut self,
         layer: usize,
@@ -85,12 +82,12 @@ impl Step<'_> {
         attended
     }
 
-    /// Waits for all that the step asked of the device so far, and says what was wrong with its tensors: the first by layers, and of a
-    /// layer keys, values, queries, scores, then outputs. Of a step on slices of the host nothing is left to be said.
+    /// Waits for the device to finish the step's work so far, and returns the first error in its tensors: by layer, and within a layer
+    /// keys, values, queries, scores, outputs. Without tensors on the device it does nothing.
     ///
     /// # Errors
-    /// [`Error::Unstorable`], [`Error::Query`], [`Error::ScoreOverflow`] or [`Error::Output`], after which the step can only be
-    /// dropped; a device that fails.
+    /// [`Error::Unstorable`], [`Error::Query`], [`Error::ScoreOverflow`] or [`Error::Output`]: the step can then only be dropped.
+    /// [`Error::Device`].
     pub fn check(&mut self) -> Result<(), Error> {
         if let Some(late) = &self.late {
             late.judge(&self.inner.shape.config.layers, &self.inner.shape.codecs)?;
@@ -100,7 +97,7 @@ impl Step<'_> {
 }
 
 impl Step<'_> {
-    /// What the host is told later, taken out of the step.
+    /// Takes the deferred results out of the step, or starts a session.
     fn late(&mut self, layer: usize) -> Result<Box<dyn Session>, Error> {
         match self.late.take() {
             Some(late) => Ok(late),
@@ -149,7 +146,8 @@ impl Step<'_> {
         self.attend_tensors(layer, options, Tensors::Device { q, output: out, session: late })
     }
 
-    /// Waits for what policies want to know, if they do, and tells them of the tokens; what attention saw is theirs later.
+    /// Waits for results that policies need, if any. Passes the tokens to the policies at once, and keeps the feedback of attention for
+    /// `observe`.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
         let Some(late) = &mut self.late else { return Ok(()) };
         let shapes = &self.inner.shape.config.layers;

@@ -1,19 +1,19 @@
-//! Sequences that leave a step under way.
+//! Leaving sequences out of a step under way.
 
 use super::{Done, Part, Step};
 use crate::base::error::Error;
 use std::ops::Range;
 
 impl Step<'_> {
-    /// Takes one sequence out of the step, at any time before the commit: its client hung up, or its deadline passed. `sequence` is its place
-    /// among those that the step began with. What the step wrote of it is undone, as if the step had been dropped, and its pages are
-    /// free at once; the others go on with the bits that they have in a step without it. What was set aside for it and not taken is free
-    /// when the step ends. One that was left out before stays so.
+    /// Takes one sequence out of the step, at any time before the commit, for example because its client hung up or its deadline passed.
+    /// `sequence` is its index in the arguments of [`Cache::begin`](crate::Cache::begin). Its part of the step is undone, and the pages
+    /// taken for it are freed at once; the other sequences get the bits of a step without it. Memory reserved for it but not taken is freed
+    /// when the step ends. Leaving out a sequence twice has no effect.
     ///
-    /// **Rows stay where they are**: an engine's tensors and kernels have the layout of the batch that it began, so every slice has the
-    /// rows of all sequences still, and indices of sequences do not change. Nothing is read of the rows of one that was left out (keys,
-    /// values, queries, experts), so they may be anything, NaN too. Their places in outputs are left as they are, and there are no masses
-    /// of it. A step that all were left out of commits nothing.
+    /// **Rows stay where they are**: tensors and kernels of an engine keep the layout of the batch, so every slice has the rows of all
+    /// sequences, and indices of sequences do not change. Inputs of a sequence that was left out (keys, values, queries, experts) are not
+    /// read, so they may be anything, even NaN. Its rows of outputs are not written, and it gets no masses. If all sequences are left out,
+    /// the commit does nothing.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -34,11 +34,11 @@ impl Step<'_> {
     /// # Ok::<(), pikv::Error>(())
     /// ```
     ///
-    /// O(what the step wrote of it). With tensors of the device it waits for what was asked of the device so far.
+    /// O(bytes that the step wrote for it). With tensors on the device it waits for the step's work on the device.
     ///
     /// # Errors
-    /// [`Error::NotInStep`]; of tensors of the device what [`Step::check`] finds, as a fault of one row hides those after it: the step can
-    /// only be dropped then. A device that fails. The sequence is in the step still.
+    /// [`Error::NotInStep`]; with tensors on the device the errors of [`Step::check`], since an error in one row hides later ones: the step
+    /// can then only be dropped. [`Error::Device`]. After an error the sequence is still in the step.
     pub fn leave_out(&mut self, sequence: usize) -> Result<(), Error> {
         let sequences = self.parts.len();
         let part = self.parts.get(sequence).ok_or(Error::NotInStep { sequence, sequences })?;
@@ -46,7 +46,7 @@ impl Step<'_> {
             return Ok(());
         }
         self.check()?;
-        // What a call that failed left to be copied would go to pages that are free then.
+        // Pending copies of a failed call must not write to pages that are freed below.
         self.pages.flush_copies()?;
         let (inner, part) = (self.inner.clone(), &mut self.parts[sequence]);
         part.abort(&inner);
@@ -66,7 +66,7 @@ impl Step<'_> {
         self.parts.iter().filter(|part| part.out).map(|part| part.row..part.row + part.rows())
     }
 
-    /// Whether one of them was.
+    /// Whether any sequence was left out.
     pub(crate) fn any_out(&self) -> bool {
         self.parts.iter().any(|part| part.out)
     }
@@ -78,10 +78,10 @@ impl Step<'_> {
 }
 
 impl Done {
-    /// Counts bytes of lower tiers as if one sequence of several had read none.
+    /// Removes the sequence's reads of lower tiers from the count.
     fn leave_out(&mut self, sequence: usize) {
         self.lower.retain(|read| read.sequence != sequence);
-        // A page that several read counts once a call.
+        // A page that several sequences read counts once a call.
         let pages = self.lower.chunk_by(|a, b| (a.call, a.slot) == (b.call, b.slot));
         self.remote = pages.map(|read| read[0].bytes).sum();
     }

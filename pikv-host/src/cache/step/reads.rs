@@ -1,13 +1,13 @@
-//! What the rows of one sequence of a step read, where it is not what those of the others do.
+//! Attention options for one sequence of a step.
 
 use super::{Part, Step};
 use crate::attend::options::{Attend, Read};
 use crate::base::error::Error;
 
 impl Step<'_> {
-    /// Has the rows of one sequence read these pages in every later call of [`attend`](Step::attend) of the step, whatever
-    /// [`Attend::read`] says there, which is for the others. `sequence` is its place among those that the step began with. Results have the
-    /// bits of a step of that sequence alone with this option.
+    /// Sets the pages that the rows of one sequence read in all later calls of [`attend`](Step::attend) in the step, instead of
+    /// [`Attend::read`], which then holds for the other sequences only. `sequence` is its index in the arguments of
+    /// [`Cache::begin`](crate::Cache::begin). Results have the bits of a step of that sequence alone with this option.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -28,7 +28,7 @@ impl Step<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`Read::Quest`] in a cache that keeps none.
+    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`Read::Quest`] in a cache without [`bounds`](crate::CacheConfig::bounds).
     pub fn reads(&mut self, sequence: usize, read: Read) -> Result<(), Error> {
         if matches!(read, Read::Quest { .. }) && !self.inner.shape.config.bounds {
             return Err(Error::NoBounds);
@@ -37,17 +37,18 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Has the rows of one sequence see sinks across what was evicted, or not, in every later call of [`attend`](Step::attend) of the step,
-    /// whatever [`Attend::closed_gaps`] says there. As [`reads`](Step::reads).
+    /// Sets whether the rows of one sequence treat sinks as adjacent to the oldest held token, in all later calls of
+    /// [`attend`](Step::attend) in the step, instead of [`Attend::closed_gaps`]. `sequence` as in [`reads`](Step::reads).
     ///
     /// # Errors
-    /// [`Error::NotInStep`]. Where a layer's keys are stored after their rotation, its `attend` returns [`Error::NoRotation`].
+    /// [`Error::NotInStep`]. For a layer that stores keys after their rotation, [`attend`](Step::attend) then returns
+    /// [`Error::NoRotation`].
     pub fn closes_gaps(&mut self, sequence: usize, on: bool) -> Result<(), Error> {
         self.part_mut(sequence)?.closed_gaps = Some(on);
         Ok(())
     }
 
-    /// What the rows of the sequences that were not left out read in a call.
+    /// Pages that the rows of each live sequence read in a call.
     pub(crate) fn reads_of(&self, options: &Attend) -> impl Iterator<Item = Read> {
         self.live().map(|part| part.read.unwrap_or(options.read))
     }
