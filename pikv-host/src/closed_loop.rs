@@ -72,11 +72,12 @@ pub enum LoopError {
 /// A cache, a router for each layer, and a metrics sink in one loop: misses and evictions of a step change how the next tokens are routed
 /// (arXiv 2508.06526, algorithm 1, with fetch and update in the order that a model needs).
 ///
-/// A step goes, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), as a model
-/// runs; where rows are to read the pages of their experts only ([`Read::Experts`](crate::Read::Experts)), `route` comes before
-/// `attend`, from logits that exist before attention: of a gate over the layer's input, or those of the layer before. At the end [`commit`](LoopStep::commit): tokens that left the ring are
-/// filed, policies get what was attended, hits and misses of each expert are counted where a router, a policy or the sink asks for them
-/// ([`Hits`](crate::rules::Hits)), what is over the budgets is evicted, and the routers learn. Every stage can be called alone on [`Step`](crate::Step), [`Sequence`] and [`Router`].
+/// A step calls, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), in the order of
+/// the model. If rows read only the pages of their experts ([`Read::Experts`](crate::Read::Experts)), `route` comes before `attend`, from
+/// logits that exist before attention: of a gate over the layer's input, or of the layer before. At the end [`commit`](LoopStep::commit)
+/// files tokens that left the ring, gives policies their attention feedback, counts hits and misses of each expert if a router, a policy or
+/// the sink needs them ([`Hits`](crate::rules::Hits)), evicts tokens over the budgets, and lets the routers learn. Each stage can also be
+/// called alone, on [`Step`](crate::Step), [`Sequence`] and [`Router`].
 ///
 /// ```
 /// # use pikv_host as pikv;

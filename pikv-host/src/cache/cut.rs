@@ -95,10 +95,10 @@ impl Sequence {
         layers.map(|(layer, shape)| layer.uncut(&Cut { pool, shape, len })).find(Option::is_some).flatten()
     }
 
-    /// The first `len` tokens of one whose pages are there as far as these need them.
+    /// The first `len` tokens of a sequence that has all pages that these need.
     ///
     /// # Errors
-    /// [`SaveError::Part`] where experts of tokens are forgotten; those of [`Sequence::fork_at`].
+    /// [`SaveError::Part`] if experts of tokens are forgotten; the errors of [`Sequence::fork_at`].
     pub(crate) fn first(&self, len: u32) -> Result<Sequence, Error> {
         let pool = &self.inner.pool;
         let mut layers = self.layers.iter().zip(&self.inner.shape.config.layers);

@@ -127,8 +127,8 @@ impl Cache {
         Ok(self.restore_with(None, from)?.0)
     }
 
-    /// The first `len` tokens of what [`Sequence::save`] wrote, all of it if there are no more: a sequence as [`Sequence::fork_at`] makes of the
-    /// whole, for which pages behind them take no memory. They are read and checked all the same.
+    /// Restores only the first `len` tokens of a sequence written by [`Sequence::save`], or all if it has no more: the sequence that
+    /// [`Sequence::fork_at`] makes of the whole. Later pages are read and checked but take no memory.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -149,13 +149,13 @@ impl Cache {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Cache::restore`]; [`SaveError::Part`] where a codec packs, a policy evicts, hits are counted, a layer has a window, or tokens of the
-    /// sequence were evicted: there the whole can be restored.
+    /// The errors of [`Cache::restore`]; [`SaveError::Part`] with a codec, a policy that evicts, counted hits, a window in a layer, or if
+    /// tokens of the sequence were evicted: such a sequence can only be restored as a whole.
     pub fn restore_prefix(&self, len: u32, from: &mut impl Read) -> Result<Restored, Error> {
         Ok(self.restore_with(Some(len), from)?.0)
     }
 
-    /// The sequence, or its first tokens, and what routers of a loop had learnt, if it was saved with them.
+    /// The sequence or its first tokens, and the state of a loop's routers, if it was saved.
     pub(crate) fn restore_with(
         &self,
         until: Option<u32>,
@@ -197,10 +197,10 @@ fn read_header(inner: &Inner, input: &mut Input<'_>) -> Result<(u64, Vec<Tensor>
     header::read(&text, &inner.shape)
 }
 
-/// A sequence, what routers had learnt, and the caller's bytes.
+/// The sequence, the state of the routers, and the caller's bytes.
 type Contents = (Sequence, Option<Vec<u32>>, Vec<u8>);
 
-/// Everything behind the header.
+/// Reads everything after the header.
 fn read(
     inner: &Arc<Inner>,
     (version, until): (u64, Option<u32>),
@@ -216,7 +216,8 @@ fn read(
         None => inner.reserve(needed, None)?,
         Some(until) => {
             whole_only(inner, &sequence)?;
-            // Pages are taken one by one, as far as they are wanted. Room is made here for as many as there may be; less is no error.
+            // Pages are taken one by one, as needed. Room is made here for the most that are possible; with less, taking a page may fail
+            // later.
             let _ = inner.reserve(needed.min(bytes_before(inner, until)), None);
             inner.reserve(0, None)?
         }
@@ -244,7 +245,7 @@ fn read(
     Ok((sequence, routers, note))
 }
 
-/// That first tokens of a sequence can be had without the others, as far as its cache and its numbers say.
+/// Checks that the first tokens of a sequence can be restored alone, by its cache and its numbers.
 fn whole_only(inner: &Inner, sequence: &Sequence) -> Result<(), Error> {
     let shape = &inner.shape;
     let whys = [
@@ -263,7 +264,7 @@ fn whole_only(inner: &Inner, sequence: &Sequence) -> Result<(), Error> {
     }
 }
 
-/// About the most bytes that a sequence of so many tokens takes.
+/// Upper estimate of the bytes of a sequence of `len` tokens.
 fn bytes_before(inner: &Inner, len: u32) -> u64 {
     let layers = inner.shape.stores.iter().zip(&inner.shape.config.layers);
     layers.map(|(store, shape)| u64::from(shape.kv_heads) * store.head_bytes_at_most(shape, None, len)).sum()

@@ -1,10 +1,10 @@
-//! Builds without the feature `cuda` have no devices: logits of one are refused.
+//! Stub for builds without the feature `cuda`: routing from logits on a device is refused.
 
 use crate::base::device_slice::{DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
 use crate::closed_loop::{ClosedLoop, LoopError, LoopStep};
 
-/// No device.
+/// Never holds a device.
 #[derive(Debug, Default)]
 pub(in crate::closed_loop) struct Devices;
 

@@ -1,4 +1,4 @@
-//! Routing from logits of the device.
+//! Routing from logits on the device.
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
@@ -14,20 +14,20 @@ use super::{LoopError, LoopStep};
 use crate::base::device_slice::{DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
 
-/// Routing from the gate's logits where they lie: the device ranks the experts, and the host waits for nothing.
+/// Routing from the gate's logits on the device: the device ranks the experts, and the host does not wait.
 impl LoopStep<'_> {
-    /// As [`route`](LoopStep::route), from logits in memory of the cache's device, `[rows][experts]` in f32. The experts and their weights
-    /// are left in memory of the device, for the engine's own kernels; choices, weights and what the router learns have the bits of the
-    /// host's. All is put on the back end's stream, in the order of the calls: a launch, one more where the router averages the gate's entropy (two
-    /// in a step with rows that no rollback reaches), and copies.
+    /// Routes as [`route`](LoopStep::route), from logits on the cache's device, `[rows][experts]` in f32. The experts and their weights
+    /// stay on the device, for the engine's own kernels. Choices, weights and the router's state have the bits of the host's. All work is
+    /// enqueued on the back end's stream, in the order of the calls: one launch, one more if the router averages the gate's entropy (two
+    /// more in a step with rows that no rollback reaches), and copies.
     ///
-    /// Nothing is waited for here. The choices are on their way to the host, whose page tables file tokens by them, and the wait for them is
-    /// in [`commit`](LoopStep::commit), or in [`check`](LoopStep::check) if that is called, once for all layers. Two things move it forward:
-    /// an `attend` of the layer with [`Read::Experts`](crate::Read::Experts), which waits for the layer's choices, as the host lists the pages;
-    /// and a step of more rows than any before, for which memory grows. A router is kept on the device beside the host's: the first step
-    /// writes it there, and so does one after the host's was restored, rolled back, or routed by itself. From then on each learns by itself,
-    /// and a step sends up what pages it wanted and missed, of routers that learn from misses, and positions, of R_B. With a
-    /// [`rollback`](crate::CacheConfig::rollback) the logits come down too, as routers learn again what is left of a step.
+    /// The call does not wait. The choices are copied to the host, which files tokens by them; [`commit`](LoopStep::commit), or an earlier
+    /// [`check`](LoopStep::check), waits for them, once for all layers. Two calls wait earlier: an `attend` of the layer with
+    /// [`Read::Experts`](crate::Read::Experts), since the host lists the pages to read, and a step with more rows than any before, which
+    /// allocates memory. Each router has a state on the device beside the host's. The first step uploads it, and so does a step after the
+    /// host's was restored, rolled back, or routed on the host. Otherwise both states learn separately; a step uploads only the pages
+    /// wanted and missed, for routers that learn from misses, and positions, for R_B. With a [`rollback`](crate::CacheConfig::rollback) the
+    /// logits are also copied to the host, since routers learn a partly rolled back step again.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -43,13 +43,13 @@ impl LoopStep<'_> {
     /// ```
     ///
     /// # Errors
-    /// No such layer, one that was already routed, logits of another length; [`Error::HostTensors`] for a cache on the CPU, and once a sequence
-    /// was [left out](LoopStep::leave_out);
-    /// [`Error::DeviceTensor`] for logits that are not f32, and as [`append_device`](LoopStep::append_device); a device that fails.
-    /// [`LoopError::Route`] with [`RouteError::HostOnly`](crate::router::RouteError::HostOnly) for a router that chooses on the host only: one of
-    /// your own, and R_E with [`more`](crate::router::EntropyPenalised#structfield.more). R_A draws its arm on the host, in `commit`, and
-    /// needs no wait for it. A logit that is not finite is found later, by `check` or `commit`, with the error of `route`; the row's experts
-    /// mean nothing then, and the step can only be dropped.
+    /// [`Error::Layer`]; [`Error::Twice`] for a layer already routed; [`Error::Length`]; [`Error::HostTensors`] for a cache on the CPU, and
+    /// after a sequence was [left out](LoopStep::leave_out); [`Error::DeviceTensor`] for logits that are not f32, and as
+    /// [`append_device`](LoopStep::append_device); [`Error::Device`]. [`LoopError::Route`] with
+    /// [`RouteError::HostOnly`](crate::router::RouteError::HostOnly) for a router that chooses only on the host: custom routers, and R_E
+    /// with [`more`](crate::router::EntropyPenalised#structfield.more). (R_A draws its arm on the host, in `commit`, without a wait.)
+    /// `check` or `commit` reports a logit that is not finite, with the error of `route`; the experts of its row are then undefined, and
+    /// the step can only be dropped.
     pub fn route_device(&mut self, layer: usize, logits: DeviceSlice) -> Result<DeviceRoutes, LoopError> {
         let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
         let layers = self.of.routers.len();

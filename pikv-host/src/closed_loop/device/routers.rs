@@ -1,4 +1,4 @@
-//! Routers of the layers, kept on the device beside those of the host.
+//! States of the routers on the device, beside those on the host.
 
 use crate::base::device_slice::{DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
@@ -8,11 +8,11 @@ use crate::router::{RouteError, Router};
 use pikv_core::page::Position;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// Routers of layers as they are on the device, from their first use on.
+/// States of the routers on the device, created at their first use.
 #[derive(Debug, Default)]
 pub(in crate::closed_loop) struct Devices {
     layers: Vec<Option<OnDevice>>,
-    /// Which of them chose in the step under way.
+    /// Whether the device chose the experts of each layer in the step under way.
     chose: Vec<bool>,
     chosen: Vec<u16>,
 }
@@ -22,27 +22,27 @@ impl Devices {
         self.layers.get(layer).and_then(Option::as_ref).is_some_and(OnDevice::is_pending)
     }
 
-    /// Whether it chose in the step under way.
+    /// Whether the device chose the layer's experts in the step under way.
     pub fn has_chosen(&self, layer: usize) -> bool {
         self.chose.get(layer).is_some_and(|chose| *chose)
     }
 
-    /// Waits for the choices of all layers, of the last ones first.
+    /// Waits for the choices of all layers, the last layer first.
     ///
     /// # Errors
-    /// The device.
+    /// [`Error::Device`].
     pub fn wait(&self) -> Result<(), Error> {
         self.layers.iter().rev().flatten().try_for_each(OnDevice::wait)
     }
 
-    /// Forgets a step that is not committed.
+    /// Forgets the choices of an uncommitted step.
     pub fn forget(&mut self) {
         self.layers.iter_mut().flatten().for_each(OnDevice::forget);
         self.chose.fill(false);
     }
 
-    /// A router of the host has learnt; the device learns the same, if it chose. Where it cannot, what it holds is written anew before
-    /// it is used: nothing is lost by it, and a device that fails says so at its next call.
+    /// Lets the device's router learn what the host's has learnt, if it chose in this step. If that fails, the state is uploaded again
+    /// before its next use, and a failing device returns an error at its next call.
     pub fn learn(&mut self, layer: usize, router: &dyn Router, wanted: &[u32], missed: &[u32]) {
         let Some(chose) = self.chose.get_mut(layer) else { return };
         if let (true, Some(on)) = (std::mem::take(chose), &mut self.layers[layer])
@@ -54,7 +54,7 @@ impl Devices {
 }
 
 impl ClosedLoop {
-    /// The rows are those of `scratch.starts`.
+    /// Routes the rows of `scratch.starts`.
     pub(super) fn devices_route(
         &mut self,
         layer: usize,
@@ -80,7 +80,7 @@ impl ClosedLoop {
     }
 }
 
-/// The row of the call of [`Router::route`] that the host would make, of a row of the step.
+/// Converts a row of the step to a row of the [`Router::route`] call that the host would make for it.
 fn row_of_call(parts: impl Iterator<Item = (Position, usize)>, firm: usize, mut row: usize) -> usize {
     for rows in (firm > 0).then_some(firm).into_iter().chain(parts.map(|(_, rows)| rows)) {
         if row < rows {
@@ -92,7 +92,7 @@ fn row_of_call(parts: impl Iterator<Item = (Position, usize)>, firm: usize, mut 
 }
 
 impl LoopStep<'_> {
-    /// Waits for the choices that the device made for a layer, if it made some and they were not waited for, and files the rows by them.
+    /// Waits for the device's choices for a layer, if any are pending, and files the rows under them.
     pub(in crate::closed_loop) fn settle(&mut self, layer: usize) -> Result<(), LoopError> {
         let on = self.of.devices.layers.get_mut(layer).and_then(Option::as_mut);
         let Some(pending) = on.and_then(OnDevice::take) else { return Ok(()) };
