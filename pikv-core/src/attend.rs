@@ -27,6 +27,11 @@
 //! join((m, l, acc), (m', l', acc')):                          the tree over blocks, left before right
 //!     n = max(m, m')
 //!     (n, l 2^(m - n) + l' 2^(m' - n), acc 2^(m - n) + acc' 2^(m' - n))
+//!
+//! b0  b1   b2  b3   b4                                        e.g. of five blocks: a block without a partner goes up alone
+//! b0 + b1  b2 + b3  b4
+//! (b0 + b1) + (b2 + b3)  b4
+//! ((b0 + b1) + (b2 + b3)) + b4
 //! ```
 //!
 //! Tokens that a row does not see are skipped, not multiplied by 0, so what lies in their place (NaN included) has no
@@ -154,16 +159,34 @@ impl<W: Warp, const R: usize> Tops<W, R> {
                 s[r] = w.select(w.mask(seen[r]), s[r], none);
             }
             self.saw[r] |= seen[r];
-            self.top[r] = w.max(self.top[r], s[r]);
+            // In this order a NaN counts for nothing, so that a row's `m` does not depend on which rows are attended with it.
+            self.top[r] = w.max(s[r], self.top[r]);
             shelf.put(w, i, r, s[r]);
         }
+    }
+
+    /// The exponent of each row, and what its scores are taken relative to: 0 where that is not finite.
+    #[inline(always)]
+    fn exponents(&self, w: W) -> ([f32; R], [f32; R]) {
+        let mut m = [f32::NEG_INFINITY; R];
+        let mut base = [0.0; R];
+        for r in 0..R {
+            let x = w.reduce_max(self.top[r]);
+            if x != f32::NEG_INFINITY {
+                m[r] = math::ceil(x);
+                base[r] = m[r];
+            } else if self.saw[r] != 0 {
+                m[r] = f32::INFINITY;
+            }
+        }
+        (m, base)
     }
 }
 
 /// Attends `R` query rows over the pages of a block and writes their partial results to rows `row..row + R` of `out`.
 ///
 /// Scores of 2^24 and more, of either sign, are not told apart from an overflow: a row whose scores are all -inf gets `m` =
-/// +inf, one with a NaN an `l` that is NaN, and the end of the reduction has to look.
+/// +inf, one with a NaN an `l` that is NaN and the `m` of its other scores, and the end of the reduction has to look.
 ///
 /// With `raw`, `p` of each row, page and lane is written to `raw[row][page][lane]` (0 for tokens not seen), for the attention
 /// mass.
@@ -206,18 +229,7 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
         }
         i += 1;
     }
-    let Tops { top, saw } = tops;
-    let mut m = [f32::NEG_INFINITY; R];
-    let mut base = [0.0; R];
-    for r in 0..R {
-        let x = w.reduce_max(top[r]);
-        if x != f32::NEG_INFINITY {
-            m[r] = math::ceil(x);
-            base[r] = m[r];
-        } else if saw[r] != 0 {
-            m[r] = f32::INFINITY;
-        }
-    }
+    let (m, base) = tops.exponents(w);
     let mut l = [w.splat(0.0); R];
     for i in 0..pages {
         let seen = shelf.seen(i);

@@ -11,6 +11,7 @@
 use crate::dtype::{Dtype, encode};
 use crate::portable::Portable;
 use crate::warp::LANES;
+use core::fmt;
 
 /// Tokens of a page.
 pub const PAGE: u32 = LANES as u32;
@@ -28,6 +29,13 @@ pub struct Position(pub u32);
 impl Position {
     /// Positions end here: they are compared as signed words.
     pub const MAX: Position = Position(i32::MAX as u32 - 1);
+}
+
+/// The index alone: `Position(7)` is `7`.
+impl fmt::Display for Position {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
 }
 
 /// How many tokens are held; not a position.

@@ -114,7 +114,7 @@ pub(crate) unsafe fn sights<const R: usize>(at: *const SightArg) -> [Sight; R] {
 /// # Safety
 /// As [`attend_r1`] and its siblings.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "the parameters of the kernels that it is the body of")]
 unsafe fn attend<const R: usize>(
     layout: &LayoutArg,
     q: *const f32,
@@ -310,7 +310,6 @@ pub unsafe extern "ptx-kernel" fn finish_rows(
 /// # Safety
 /// The pointers must reach what is described, no output may stand twice in `masses`, and whole warps must be launched.
 #[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn mass_pages(
     layout: LayoutArg,
     group: u32,

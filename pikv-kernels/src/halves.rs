@@ -36,7 +36,6 @@ macro_rules! halves {
 /// # Safety
 /// As there.
 #[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn gather_halves(
     layout: LayoutArg,
     q: TensorArg,
@@ -91,7 +90,6 @@ pub unsafe extern "ptx-kernel" fn fold_halves(
 /// # Safety
 /// As there.
 #[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn append_halves(
     layout: LayoutArg,
     k: TensorArg,
@@ -172,7 +170,6 @@ unsafe fn value_of(
 /// # Safety
 /// As there.
 #[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn finish_halves(
     layout: LayoutArg,
     rows: *const RowArg,

@@ -469,6 +469,6 @@ pub unsafe extern "ptx-kernel" fn back_rows(
         let acc = slice::from_raw_parts(from.cast::<[f32; LANES]>().add(row * from_acc), from_acc);
         let out = slice::from_raw_parts_mut(to.cast::<[f32; LANES]>().add(row * to_acc), to_acc);
         let work = &mut *work.add(index as usize);
-        take_back(Lane::new(), &packed, &layout, &map.stored(), l, acc, out, work);
+        take_back(Lane::new(), &packed, &layout, &map.stored(), (l, acc), out, work);
     }
 }

@@ -58,7 +58,6 @@ impl TensorArg {
 /// # Safety
 /// The pointers must reach what is described, no row of a bundle may stand twice in `list`, and whole warps must be launched.
 #[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn gather_queries(
     layout: LayoutArg,
     q: TensorArg,
@@ -82,7 +81,7 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
 /// # Safety
 /// As [`gather_queries`], of the one that `q` is.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "the parameters of the kernels that it is the body of")]
 pub(crate) unsafe fn gather_one(
     lanes: Lane,
     layout: &Layout,
@@ -144,7 +143,6 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
 /// # Safety
 /// As there.
 #[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn append_rows(
     layout: LayoutArg,
     k: TensorArg,
@@ -179,7 +177,6 @@ pub unsafe extern "ptx-kernel" fn append_rows(
 /// # Safety
 /// As there.
 #[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments)]
 pub unsafe extern "ptx-kernel" fn finish_in_place(
     layout: LayoutArg,
     rows: *const RowArg,

@@ -480,7 +480,7 @@ impl<W: Warp> Routine<W> for Weights<'_> {
                     w.store(w.select(w.mask(*seen), s, none), &mut p.0);
                 }
                 saw |= *seen;
-                top = w.max(top, w.load_f(&p.0));
+                top = w.max(w.load_f(&p.0), top);
             }
             let mut base = 0.0;
             *m = match w.reduce_max(top) {

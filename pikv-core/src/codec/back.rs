@@ -52,14 +52,12 @@ const fn low(distance: usize) -> u32 {
 /// # Panics
 /// If a slice is too short.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 pub fn take_back<W: Warp>(
     w: W,
     packed: &Packed,
     layout: &Layout,
     form: &Stored<'_>,
-    l: f32,
-    acc: &[[f32; LANES]],
+    (l, acc): (f32, &[[f32; LANES]]),
     out: &mut [[f32; LANES]],
     work: &mut [[f32; LANES]; WORK],
 ) {

@@ -10,8 +10,10 @@
 
 pub mod back;
 pub mod code;
+mod encode;
 pub mod factors;
 pub mod fold;
 pub mod pack;
 pub mod packed;
 pub mod read;
+mod unpacked;

@@ -1,11 +1,12 @@
 //! 32 tokens of a full page into a packed one: lane = token throughout.
 
 use super::code::{Code, Scale, field};
+use super::encode::{Group, encode, fp8, magnitude};
 use super::packed::{BYTES, Packed, Side, TAGS};
 use crate::attend::filled;
-use crate::dtype::{self, Bf16, Dtype, Element, F16, F32};
+use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::{Layout, PAGE};
-use crate::warp::{LANES, ROUND, Warp, shifted_left};
+use crate::warp::{LANES, Warp, shifted_left};
 
 /// A linear map of a row of channels, as the lanes apply it to 32 tokens at once.
 #[derive(Clone, Copy, Debug)]
@@ -330,11 +331,6 @@ fn blocks<W: Warp>(w: W, code: Code, most: W::F, page: f32, words: &mut [f32]) -
     code.block_scales(w, bytes, page)
 }
 
-#[inline(always)]
-fn magnitude<W: Warp>(w: W, x: W::F) -> W::F {
-    w.from_bits(w.and(w.bits(x), w.splat_u(0x7fff_ffff)))
-}
-
 /// The bits of codes that a plane of `bits` bits from bit `shift` on has.
 #[inline(always)]
 fn plane_of<W: Warp>(w: W, code: Code, codes: W::U, shift: u32, bits: u32) -> W::U {
@@ -438,108 +434,4 @@ fn join_tokens<W: Warp>(w: W, packed: &Packed, codes: &[f32], values: &mut [f32]
         }
         shift += bits;
     }
-}
-
-/// What groups of values are coded with, a group a lane.
-struct Group<W: Warp> {
-    word: W::U,
-    scale: W::F,
-    min: W::F,
-}
-
-impl<W: Warp> Group<W> {
-    /// Of values that lie in `low..=high`.
-    #[inline(always)]
-    fn of(w: W, code: Code, low: W::F, high: W::F) -> Self {
-        if code.scale() == Scale::Float {
-            let minus = w.sub(w.splat(-0.0), low);
-            let scale = w.div(w.select(w.lt(high, minus), minus, high), w.splat(code.top()));
-            return Group { word: w.bits(scale), scale, min: w.splat(0.0) };
-        }
-        let min = below(w, low);
-        let least = F16::channel(w, min, 0);
-        let scale = above(w, w.div(w.sub(high, least), w.splat(code.top())));
-        let word = w.or(scale, w.shl::<16>(min));
-        Group { word, scale: F16::channel(w, scale, 0), min: least }
-    }
-}
-
-/// The largest f16 that is not above `x`.
-#[inline(always)]
-fn below<W: Warp>(w: W, x: W::F) -> W::U {
-    let h = dtype::encode(w, Dtype::F16, x);
-    // Not 0: that is not above a positive `x`, and a negative one rounds to -0.
-    let (less, more) = (w.sub_u(h, w.splat_u(1)), w.add_u(h, w.splat_u(1)));
-    let negative = w.ge_i(h, w.splat_u(0x8000));
-    let next = w.select(negative, w.from_bits(more), w.from_bits(less));
-    w.bits(w.select(w.lt(x, F16::channel(w, h, 0)), next, w.from_bits(h)))
-}
-
-/// The smallest f16 that is not below `x`, which is not negative.
-#[inline(always)]
-fn above<W: Warp>(w: W, x: W::F) -> W::U {
-    let h = dtype::encode(w, Dtype::F16, x);
-    let next = w.add_u(h, w.splat_u(1));
-    w.bits(w.select(w.lt(F16::channel(w, h, 0), x), w.from_bits(next), w.from_bits(h)))
-}
-
-/// The codes of `x` in the low bits.
-#[inline(always)]
-fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F) -> W::U {
-    match code {
-        Code::F32 => w.bits(x),
-        Code::F16 | Code::Bf16 => {
-            let dtype = if code == Code::F16 { Dtype::F16 } else { Dtype::Bf16 };
-            // The border keeps values within the limit; what a map's rounding adds to it is cut off.
-            let limit = w.splat(code.limit());
-            dtype::encode(w, dtype, least(w, w.max(x, w.sub(w.splat(-0.0), limit)), limit))
-        }
-        // Rebias by 2^-120; the smallest normal is 2^-6.
-        Code::E4m3 => fp8::<W, 20>(w, divided(w, x, scale), 448.0, 120 << 3, 1.0 / 64.0, 512.0),
-        // By 2^-112; 2^-14.
-        Code::E5m2 => fp8::<W, 21>(w, divided(w, x, scale), 57344.0, 112 << 2, 1.0 / 16384.0, 65536.0),
-        // By 2^-126; 1.
-        Code::Mxfp4 | Code::Nvfp4 => {
-            let x = divided(w, x, scale);
-            w.or(w.and(w.shr::<28>(w.bits(x)), w.splat_u(8)), float::<W, 22>(w, x, 6.0, 126 << 1, 1.0, 2.0))
-        }
-        _ => {
-            let steps = divided(w, w.sub(x, min), scale);
-            let steps = least(w, w.max(steps, w.splat(0.0)), w.splat(code.top()));
-            w.and(w.bits(w.add(steps, w.splat(ROUND))), w.splat_u(0xff))
-        }
-    }
-}
-
-/// `a / b`, 0 where `b` is 0.
-#[inline(always)]
-fn divided<W: Warp>(w: W, a: W::F, b: W::F) -> W::F {
-    w.select(w.lt(w.splat(0.0), b), w.div(a, b), w.splat(0.0))
-}
-
-/// The smaller one.
-#[inline(always)]
-fn least<W: Warp>(w: W, a: W::F, b: W::F) -> W::F {
-    w.select(w.lt(b, a), b, a)
-}
-
-/// FP8 codes of `x`, as [`float`] has them, with their signs.
-#[inline(always)]
-fn fp8<W: Warp, const DROP: u32>(w: W, x: W::F, top: f32, bias: u32, normal: f32, steps: f32) -> W::U {
-    let sign = w.and(w.shr::<24>(w.bits(x)), w.splat_u(0x80));
-    w.or(sign, float::<W, DROP>(w, x, top, bias, normal, steps))
-}
-
-/// Codes of the magnitude of `x`: its bits from `DROP` on, rounded to nearest even, at most that of `top`; `normal` is the smallest
-/// normal number, and subnormals count in steps of `1 / steps`.
-#[inline(always)]
-fn float<W: Warp, const DROP: u32>(w: W, x: W::F, top: f32, bias: u32, normal: f32, steps: f32) -> W::U {
-    let magnitude = least(w, magnitude(w, x), w.splat(top));
-    let bits = w.bits(magnitude);
-    let odd = w.and(w.shr::<DROP>(bits), w.splat_u(1));
-    let rounded = w.add_u(bits, w.add_u(odd, w.splat_u((1 << (DROP - 1)) - 1)));
-    let large = w.sub_u(w.shr::<DROP>(rounded), w.splat_u(bias));
-    let small = w.and(w.bits(w.add(w.mul(magnitude, w.splat(steps)), w.splat(ROUND))), w.splat_u(0x7f));
-    let is_small = w.lt(magnitude, w.splat(normal));
-    w.bits(w.select(is_small, w.from_bits(small), w.from_bits(large)))
 }

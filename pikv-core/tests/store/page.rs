@@ -271,6 +271,7 @@ fn what_cannot_be_stored_is_named() {
 
 #[test]
 fn positions_and_slots() {
+    assert_eq!(Position(7).to_string(), "7");
     let layout = Layout::new(1, Dtype::F32);
     let mut words = vec![NO_POSITION; layout.words() as usize];
     assert_eq!(layout.position(&words, 4), None);

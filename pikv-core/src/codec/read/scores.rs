@@ -1,7 +1,7 @@
 //! Scores of a packed page.
 
 use super::{
-    Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, add_plane, next_quad, positions, rows,
+    Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, add_plane, positions, products, rows,
 };
 use crate::codec::code::{Code, Scale, field};
 use crate::codec::pack::{Turn, turn};
@@ -132,20 +132,13 @@ impl<'a, const R: usize> PackedPages<'a, R> {
             }
         }
         w.sync();
-        let mut sum = [w.splat_u(0); R];
-        let (mut shift, mut first) = (0, packed.k_base());
-        while let Some(bits) = packed.k.plane(shift) {
-            let words = rows(words, first, packed.k_plane_words(bits));
-            let plane = match bits {
-                8 => self.plane_scores::<W, 8>(w, words, &mut ahead),
-                4 => self.plane_scores::<W, 4>(w, words, &mut ahead),
-                2 => self.plane_scores::<W, 2>(w, words, &mut ahead),
-                _ => self.plane_scores::<W, 1>(w, words, &mut ahead),
-            };
-            add_plane(w, &plane, shift, &mut sum);
-            first += words.len() as u32 * PAGE;
-            shift += bits;
-        }
+        // As for values: a CPU's loops are compiled for the width of codes of one plane.
+        let sum = match packed.k.bits() {
+            8 if W::FETCHES => self.plane_scores::<W, 8>(w, words, &mut ahead),
+            4 if W::FETCHES => self.plane_scores::<W, 4>(w, words, &mut ahead),
+            2 if W::FETCHES => self.plane_scores::<W, 2>(w, words, &mut ahead),
+            _ => self.planes_scores(w, words, &mut ahead),
+        };
         w.sync();
         let mut s = [w.splat(0.0); R];
         for r in 0..R {
@@ -154,26 +147,55 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         s
     }
 
-    /// Products of the queries' integers with the codes of a plane of `BITS` bits.
+    /// Products of the queries' integers with a page's codes of one plane of `BITS` bits.
     #[inline(always)]
     fn plane_scores<W: Warp, const BITS: u32>(
+        &self,
+        w: W,
+        words: &[u32],
+        ahead: &mut Ahead<'_>,
+    ) -> [W::U; R] {
+        let mut sum = [w.splat_u(0); R];
+        let words = rows(words, self.packed.k_base(), self.packed.k_rows());
+        add_plane(w, &self.row_products::<W, BITS>(w, words, ahead), 0, &mut sum);
+        sum
+    }
+
+    /// As [`Self::plane_scores`], plane by plane.
+    #[inline(always)]
+    fn planes_scores<W: Warp>(&self, w: W, words: &[u32], ahead: &mut Ahead<'_>) -> [W::U; R] {
+        let packed = self.packed;
+        let (mut sum, mut shift, mut first) = ([w.splat_u(0); R], 0, packed.k_base());
+        while let Some(bits) = packed.k.plane(shift) {
+            let words = rows(words, first, packed.k_plane_words(bits));
+            let plane = match bits {
+                8 => self.row_products::<W, 8>(w, words, ahead),
+                4 => self.row_products::<W, 4>(w, words, ahead),
+                2 => self.row_products::<W, 2>(w, words, ahead),
+                _ => self.row_products::<W, 1>(w, words, ahead),
+            };
+            add_plane(w, &plane, shift, &mut sum);
+            first += words.len() as u32 * PAGE;
+            shift += bits;
+        }
+        sum
+    }
+
+    /// Products of the queries' integers with the codes of a plane of `BITS` bits.
+    #[inline(always)]
+    fn row_products<W: Warp, const BITS: u32>(
         &self,
         w: W,
         words: &[[u32; LANES]],
         ahead: &mut Ahead<'_>,
     ) -> [W::Sum; R] {
         let mut sum = [w.no_sum(); R];
-        let quads = 8 / BITS as usize;
-        for (at, row) in words.iter().enumerate() {
-            ahead.step(w, quads);
-            let mut word = w.load(row);
-            for k in 0..quads {
-                let quad = at * quads + k;
-                let x = next_quad::<W, BITS>(w, &mut word);
-                for (sum, row) in sum.iter_mut().zip(&self.scratch.quads) {
-                    // The remainder, which changes nothing, spares a check of the index.
-                    *sum = w.dot4(x, &row[quad / 8 % ROWS], quad % 8, *sum);
-                }
+        for (c, words) in words.chunks(BITS as usize).enumerate() {
+            // The remainder, which changes nothing, spares a check of the index.
+            let query = core::array::from_fn(|r| &self.scratch.quads[r][c % ROWS]);
+            for (i, row) in words.iter().enumerate() {
+                ahead.step(w, 8 / BITS as usize);
+                products::<W, R, BITS>(w, w.load(row), i, query, &mut sum);
             }
         }
         sum

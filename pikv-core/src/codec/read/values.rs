@@ -1,6 +1,6 @@
 //! Values of a packed page under their weights.
 
-use super::{Ahead, INTEGERS, PackedPages, TINY, add_plane, next_quad, rows};
+use super::{Ahead, INTEGERS, PackedPages, TINY, add_plane, products, rows};
 use crate::codec::code::{Code, Scale};
 use crate::codec::packed::TAGS;
 use crate::dtype::{Element, F16};
@@ -87,32 +87,68 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         }
         w.sync();
         let (v, stride) = (&words[self.v_scales as usize + groups * LANES..], packed.v_stride() as usize);
-        for g in 0..groups {
-            let mut sum = [w.splat_u(0); R];
-            let mut shift = 0;
-            while let Some(bits) = packed.v.plane(shift) {
-                let v = &v[shift as usize * stride..];
-                let plane = match bits {
-                    8 => self.plane_values::<W, 8>(w, v, stride, g, &mut ahead),
-                    4 => self.plane_values::<W, 4>(w, v, stride, g, &mut ahead),
-                    2 => self.plane_values::<W, 2>(w, v, stride, g, &mut ahead),
-                    _ => self.plane_values::<W, 1>(w, v, stride, g, &mut ahead),
-                };
-                add_plane(w, &plane, shift, &mut sum);
-                shift += bits;
-            }
-            for r in 0..R {
-                let row = &mut acc[r * groups + g];
-                let x = w.fma(w.to_f(sum[r]), w.splat(unit[r] * self.scratch.tops[g]), w.load_f(row));
-                w.store(x, row);
-            }
+        // The width of codes of one plane is known where a CPU's loops are compiled. A device has one loop for all, as its kernels
+        // hold each of them.
+        match packed.v.bits() {
+            8 if W::FETCHES => self.weigh_plane::<W, 8>(w, v, stride, &unit, acc, &mut ahead),
+            4 if W::FETCHES => self.weigh_plane::<W, 4>(w, v, stride, &unit, acc, &mut ahead),
+            2 if W::FETCHES => self.weigh_plane::<W, 2>(w, v, stride, &unit, acc, &mut ahead),
+            _ => self.weigh_planes(w, v, stride, &unit, acc, &mut ahead),
         }
         w.sync();
     }
 
+    /// Adds the values of an integer code of one plane of `BITS` bits, whose rows `v` has. `unit` is the unit of each row's weights,
+    /// over the largest scale of their group.
+    #[inline(always)]
+    fn weigh_plane<W: Warp, const BITS: u32>(
+        &self,
+        w: W,
+        v: &[u32],
+        stride: usize,
+        unit: &[f32; R],
+        acc: &mut [[f32; LANES]],
+        ahead: &mut Ahead<'_>,
+    ) {
+        for g in 0..self.v_groups {
+            let mut sum = [w.splat_u(0); R];
+            let plane = self.group_products::<W, BITS>(w, v, stride, g, ahead);
+            add_plane(w, &plane, 0, &mut sum);
+            self.add_group(w, g, &sum, unit, acc);
+        }
+    }
+
+    /// As [`Self::weigh_plane`], plane by plane.
+    #[inline(always)]
+    fn weigh_planes<W: Warp>(
+        &self,
+        w: W,
+        v: &[u32],
+        stride: usize,
+        unit: &[f32; R],
+        acc: &mut [[f32; LANES]],
+        ahead: &mut Ahead<'_>,
+    ) {
+        for g in 0..self.v_groups {
+            let (mut sum, mut shift) = ([w.splat_u(0); R], 0);
+            while let Some(bits) = self.packed.v.plane(shift) {
+                let v = &v[shift as usize * stride..];
+                let plane = match bits {
+                    8 => self.group_products::<W, 8>(w, v, stride, g, ahead),
+                    4 => self.group_products::<W, 4>(w, v, stride, g, ahead),
+                    2 => self.group_products::<W, 2>(w, v, stride, g, ahead),
+                    _ => self.group_products::<W, 1>(w, v, stride, g, ahead),
+                };
+                add_plane(w, &plane, shift, &mut sum);
+                shift += bits;
+            }
+            self.add_group(w, g, &sum, unit, acc);
+        }
+    }
+
     /// Products of the weights' integers for group `g` with the codes of a plane of `BITS` bits, whose rows start with `v`.
     #[inline(always)]
-    fn plane_values<W: Warp, const BITS: u32>(
+    fn group_products<W: Warp, const BITS: u32>(
         &self,
         w: W,
         v: &[u32],
@@ -121,19 +157,23 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         ahead: &mut Ahead<'_>,
     ) -> [W::Sum; R] {
         let mut sum = [w.no_sum(); R];
+        let weights = core::array::from_fn(|r| &self.scratch.quads[r][g]);
         let (first, end) = (g * LANES, stride.min((g + 1) * LANES));
-        let quads = 8 / BITS as usize;
-        for t in 0..BITS as usize {
+        for (i, row) in v.chunks_exact(stride).take(BITS as usize).enumerate() {
             ahead.step(w, 1);
-            let mut word = w.load_part(&v[t * stride + first..t * stride + end]);
-            for k in 0..quads {
-                let codes = next_quad::<W, BITS>(w, &mut word);
-                for (sum, row) in sum.iter_mut().zip(&self.scratch.quads) {
-                    *sum = w.dot4(codes, &row[g], t * quads + k, *sum);
-                }
-            }
+            products::<W, R, BITS>(w, w.load_part(&row[first..end]), i, weights, &mut sum);
         }
         sum
+    }
+
+    /// Adds the sums of group `g`'s products to its values.
+    #[inline(always)]
+    fn add_group<W: Warp>(&self, w: W, g: usize, sum: &[W::U; R], unit: &[f32; R], acc: &mut [[f32; LANES]]) {
+        for r in 0..R {
+            let row = &mut acc[r * self.v_groups + g];
+            let x = w.fma(w.to_f(sum[r]), w.splat(unit[r] * self.scratch.tops[g]), w.load_f(row));
+            w.store(x, row);
+        }
     }
 
     /// Float codes: the group's scales go into the weights as f32.
@@ -147,7 +187,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         let mut ahead = Ahead::new(self.after::<W>(i), packed.v_cols() as usize * parts * width);
         for col in 0..packed.v_cols() as usize {
             let v = &words[packed.v_base() as usize..];
-            let column = Column { v, stride: packed.v_stride() as usize, width, col };
+            let column = Column { code: packed.v, v, stride: packed.v_stride() as usize, width, col };
             for first in (0..parts).step_by(group_parts) {
                 let mut weights = *p;
                 if packed.v.scale() == Scale::Float {
@@ -161,10 +201,10 @@ impl<'a, const R: usize> PackedPages<'a, R> {
                     let acc = &mut acc[col * parts + part..];
                     // Known parts, so that unpacking needs no shift by a variable.
                     match part {
-                        0 => column.weigh::<W, R>(w, packed.v, 0, &weights, acc, stride, &mut ahead),
-                        1 => column.weigh::<W, R>(w, packed.v, 1, &weights, acc, stride, &mut ahead),
-                        2 => column.weigh::<W, R>(w, packed.v, 2, &weights, acc, stride, &mut ahead),
-                        _ => column.weigh::<W, R>(w, packed.v, 3, &weights, acc, stride, &mut ahead),
+                        0 => column.weigh::<W, R>(w, 0, &weights, acc, stride, &mut ahead),
+                        1 => column.weigh::<W, R>(w, 1, &weights, acc, stride, &mut ahead),
+                        2 => column.weigh::<W, R>(w, 2, &weights, acc, stride, &mut ahead),
+                        _ => column.weigh::<W, R>(w, 3, &weights, acc, stride, &mut ahead),
                     }
                 }
             }
@@ -175,6 +215,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
 /// A group of 32 words of every value of a page, or the whole values where several share 32 words.
 #[derive(Clone, Copy)]
 struct Column<'a> {
+    code: Code,
     v: &'a [u32],
     stride: usize,
     width: usize,
@@ -184,11 +225,9 @@ struct Column<'a> {
 impl Column<'_> {
     /// Adds part `part` of all tokens, times their weights.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     fn weigh<W: Warp, const R: usize>(
         &self,
         w: W,
-        code: Code,
         part: usize,
         weights: &[W::Slot; R],
         acc: &mut [[f32; LANES]],
@@ -207,7 +246,7 @@ impl Column<'_> {
                 Some(words) if whole => w.load(words),
                 _ => w.load_part(&self.v[at..(t + 1) * self.stride]),
             };
-            let x = code.float_part(w, word, part);
+            let x = self.code.float_part(w, word, part);
             for r in 0..R {
                 a[r] = w.fma(x, w.spread(&weights[r], t, self.width), a[r]);
             }
