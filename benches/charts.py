@@ -89,7 +89,7 @@ def bars(title, groups):
 
 
 def heat(title, rows, columns, value):
-    """Cells of `value(row, column)`, darker where it is larger; none where there is None."""
+    """Cells of `value(row, column)`, darker where it is larger (by its logarithm, a thousandth above the least is the first step); none where there is None."""
     found = [v for row in rows for column in columns if (v := value(row, column)) is not None]
     low, high = min(found), max(found)
     parts = [text(12, 20, title, 13)]
@@ -100,11 +100,11 @@ def heat(title, rows, columns, value):
             v = value(row, column)
             if v is None:
                 continue
-            part = (v - low) / ((high - low) or 1)
+            part = math.log1p(1000 * (v - low)) / (math.log1p(1000 * (high - low)) or 1)
             colour = f"rgb({255 - int(60 * part)},{250 - int(170 * part)},{240 - int(180 * part)})"
             parts.append(f'<rect x="{142 + 78 * c}" y="{53 + 18 * r}" width="77" height="17" fill="{colour}"/>')
             parts.append(text(180 + 78 * c, 66 + 18 * r, f"{1000 * v:+.1f}", 10, "middle"))
-    return svg(160 + 78 * len(columns), 70 + 18 * len(rows), parts)
+    return svg(max(160 + 78 * len(columns), 24 + 7 * len(title)), 70 + 18 * len(rows), parts)
 
 
 def by(rows, keys, x, y):
@@ -191,10 +191,12 @@ def grid():
 
 
 def loop(name):
-    """Policies against budgets and routers; what holds everything is the same at every budget."""
+    """Policies against budgets, with the routers that have all policies; what holds everything is the same at every budget."""
     rows = read(name)
     whole = float(rows[0]["nats"])
-    found = {(row["policy"], f"{row['router']} {float(row['budget']):g}"): float(row["nats"]) - whole for row in rows[1:]}
+    of = lambda router: {row["policy"] for row in rows[1:] if row["router"] == router}
+    all = max((of(row["router"]) for row in rows[1:]), key=len)
+    found = {(row["policy"], f"{row['router']} {float(row['budget']):g}"): float(row["nats"]) - whole for row in rows[1:] if of(row["router"]) == all}
     columns = sorted({column for _, column in found}, key=lambda column: (float(column.split()[1]), column))
     title = f"{rows[0]['model']}: nats a token more than with everything read ({whole:.4f}), in thousandths; router and part held"
     return heat(title, [(policy,) for policy in dict.fromkeys(policy for policy, _ in found)], columns, lambda row, column: found.get((*row, column)))
