@@ -265,7 +265,7 @@ fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [f3
     }
 }
 
-/// Scale of a page's blocks of channels `x`. Writes it before the scales of the blocks, and leaves those in `words`.
+/// Scale of a page's blocks of channels `x`. Writes it to the start of `words`, and returns the rest for the scales of the blocks.
 #[inline(always)]
 fn page_scale<'a, W: Warp>(
     w: W,
