@@ -64,18 +64,18 @@ impl KvCache {
     }
 
     /// Adds keys and values of a layer to the batch, and attends its queries over all tokens so far. `q` is
-    /// `[batch, query_heads, tokens, k_dim]`, `k` `[batch, kv_heads, tokens, k_dim]`, `v` `[batch, kv_heads, tokens, v_dim]`, as in candle's
-    /// models, each in f32, f16 or bf16; the result is `[batch, query_heads, tokens, v_dim]` in the dtype of `q`. KV heads must not be
-    /// repeated, and there is no mask: a token sees itself and the tokens before it, within the layer's window. The model rotates keys and
-    /// queries, unless the layer has a [`Rope`](pikv::Rope).
+    /// `[batch, query_heads, tokens, k_dim]`, `k` `[batch, kv_heads, tokens, k_dim]`, `v` `[batch, kv_heads, tokens, v_dim]`, as in
+    /// candle's models, each in f32, f16 or bf16; the result is `[batch, query_heads, tokens, v_dim]` in the dtype of `q`. KV heads must
+    /// not be repeated, and there is no mask: a token sees itself and the tokens before it, within the layer's window. The model rotates
+    /// keys and queries, unless the layer has a [`Rope`](pikv::Rope).
     ///
     /// pikv reads and writes tensors token by token, `[batch, tokens, heads, dim]`. A tensor whose `transpose(1, 2)` is contiguous is read
     /// in place: any that was transposed from that layout, and any of a single token. Others are copied once. The result is such a view;
     /// transposed back it is contiguous.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::Dtype`] and [`Error::Device`] for tensors that do not fit the layer, [`Error::Batch`] for another number of
-    /// sequences than the batch has, [`Error::Cache`] for errors of the cache, above all
+    /// [`Error::Shape`], [`Error::Dtype`] and [`Error::Device`] for tensors that do not fit the layer, [`Error::Batch`] for another number
+    /// of sequences than the batch has, [`Error::Cache`] for errors of the cache, above all
     /// [`pikv::Error::OutOfBudget`]. The pass is undone.
     pub fn attend(
         &self,
@@ -108,9 +108,9 @@ impl KvCache {
         Ok(out.transpose(1, 2)?)
     }
 
-    /// Files the tokens of a layer by experts, in a cache with experts ([`CacheConfig::experts`](pikv::CacheConfig::experts)). `weights` are
-    /// the gate's weights or logits, `[rows, experts]` in f32, f16 or bf16, the rows of a pass in the order of its tensors. A token's experts are
-    /// its `top_k` largest, the first among equals. Call it after the layer's `attend`. In a cache with one expert it does
+    /// Files the tokens of a layer by experts, in a cache with experts ([`CacheConfig::experts`](pikv::CacheConfig::experts)). `weights`
+    /// are the gate's weights or logits, `[rows, experts]` in f32, f16 or bf16, the rows of a pass in the order of its tensors. A token's
+    /// experts are its `top_k` largest, the first among equals. Call it after the layer's `attend`. In a cache with one expert it does
     /// nothing.
     ///
     /// # Errors
@@ -166,8 +166,8 @@ impl KvCache {
         std::mem::swap(first.rest(), second.rest());
     }
 
-    /// Calls `f` with the sequences of the batch, for all other operations of pikv: save, park, rollback, prefix look-up. An unfinished pass
-    /// is undone first. `f` may add and remove sequences of the same cache. It must not use this handle or a clone, which are
+    /// Calls `f` with the sequences of the batch, for all other operations of pikv: save, park, rollback, prefix look-up. An unfinished
+    /// pass is undone first. `f` may add and remove sequences of the same cache. It must not use this handle or a clone, which are
     /// locked meanwhile.
     pub fn sequences<T>(&self, f: impl FnOnce(&mut Vec<Sequence>) -> T) -> T {
         f(self.lock().rest())
@@ -189,7 +189,7 @@ impl LayerCache {
     /// [`KvCache::attend`] of this layer.
     ///
     /// # Errors
-    /// As [`KvCache::attend`].
+    /// The errors of [`KvCache::attend`]: tensors that do not fit the layer, and errors of the cache.
     pub fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, options: &Attend) -> Result<Tensor, Error> {
         self.kv.attend(self.layer, q, k, v, options)
     }
@@ -197,7 +197,7 @@ impl LayerCache {
     /// [`KvCache::route`] of this layer.
     ///
     /// # Errors
-    /// As [`KvCache::route`].
+    /// The errors of [`KvCache::route`]: [`Error::NotAttended`], and those of `attend`.
     pub fn route(&self, weights: &Tensor) -> Result<(), Error> {
         self.kv.route(self.layer, weights)
     }

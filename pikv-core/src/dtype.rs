@@ -1,4 +1,4 @@
-//! How a channel of K or V is stored in the 32-bit words of a page.
+//! Number formats of K and V in the 32-bit words of a page.
 
 use crate::warp::Warp;
 use half::{bf16, f16};

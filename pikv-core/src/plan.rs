@@ -206,7 +206,7 @@ impl StoreShape {
 pub struct Filed {
     /// Number of tokens.
     pub tokens: u32,
-    /// How many of them a rollback can still remove: those at positions that the ring keeps for rollback.
+    /// Tokens that a rollback can still remove: those at positions that the ring keeps for rollback.
     pub recent: u32,
 }
 

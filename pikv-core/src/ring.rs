@@ -32,7 +32,7 @@ impl Ring {
         self.slack
     }
 
-    /// How many of the first `len` tokens have left the ring: positions `0..left(len)`.
+    /// Tokens that have left the ring of a sequence of `len` tokens: positions `0..left(len)`.
     pub const fn left(&self, len: u32) -> u32 {
         len.saturating_sub(self.window)
     }

@@ -142,8 +142,8 @@ pub fn penalties<W: Warp>(
     }
 }
 
-/// The gate's binary entropy about each expert of row `r` of lanes, `H2(p) / ln 2` in 0..=1: p is the expert's share of the softmax `s`, and
-/// `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 where the gate gives the expert one half, 0 where it gives all or nothing.
+/// The gate's binary entropy about each expert of row `r` of lanes, `H2(p) / ln 2` in 0..=1: p is the expert's share of the softmax `s`,
+/// and `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 if the gate gives the expert one half, 0 if it gives all or nothing.
 ///
 /// If `r` is not below `R`.
 /// If there is no such row.
@@ -339,7 +339,7 @@ fn number(expert: impl Number) -> usize {
     expert as usize
 }
 
-/// How experts are ranked. The default is by logits alone.
+/// Rule that ranks experts. The default is by logits alone.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranking<'a> {
     /// Subtracted from the logits first.

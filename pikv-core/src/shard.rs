@@ -1,4 +1,4 @@
-//! Which shard (device) a block of pages lives on.
+//! Maps from blocks of pages to shards (devices).
 //!
 //! The paper's map is `id = (t mod N_tok) XOR (e mod N_exp)`, with `e` an expert, folded to `id mod G`. Its `t` is a token,
 //! which would move one expert's consecutive tokens from shard to shard; here it counts blocks of an expert's pages. Ids are

@@ -43,7 +43,7 @@ pub fn append<W: Warp>(
 /// [`append`] without the value.
 ///
 /// # Panics
-/// As in [`append`].
+/// If a slice is too short or `lane` is not below 32.
 #[inline(always)]
 pub fn append_key<W: Warp>(
     w: W,
@@ -66,7 +66,7 @@ pub fn append_key<W: Warp>(
 /// [`append`] without the key and the position.
 ///
 /// # Panics
-/// As in [`append`].
+/// If a slice is too short or `lane` is not below 32.
 #[inline(always)]
 pub fn append_value<W: Warp>(w: W, layout: &Layout, page: &mut [f32], lane: u32, value: impl Row<W>) {
     let value = value.first(layout.v_dim as usize);

@@ -198,7 +198,7 @@ mod tests {
                 let want = to_f32(bits[i]);
                 assert!(alike(got[i], want) && alike(each[i], want), "{:#x}: {}", bits[i], got[i]);
             }
-            // Rounded: each value, what lies between it and the next, and what is nearest to that.
+            // Rounding: each value, points between it and the next, and the neighbours of those.
             for off in [0.0, 0.25, 0.5, 0.75] {
                 for nudge in [-1i32, 0, 1] {
                     let x: [f32; LANES] = from_fn(|i| {

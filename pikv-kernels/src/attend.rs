@@ -112,7 +112,7 @@ pub(crate) unsafe fn sights<const R: usize>(at: *const SightArg) -> [Sight; R] {
 }
 
 /// # Safety
-/// As for [`attend_r1`] and its siblings.
+/// The requirements of [`attend_r1`] and its siblings.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the parameters of the kernels that it is the body of")]
 unsafe fn attend<const R: usize>(
@@ -176,8 +176,8 @@ macro_rules! attend {
         #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of pages, a warp a task.")]
         ///
         /// `q`: bundles of `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `live`: every page's
-        /// address and the lanes that are read, a bit each. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of the
-        /// rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`,
+        /// address and the lanes that are read, a bit each. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of
+        /// the rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`,
         /// and unless `raw` is null its weights, [`ROW`] f32 a row, to `raw`.
         ///
         /// # Safety
@@ -249,7 +249,7 @@ impl<'a, T> End<'a, T> {
     /// The warp's row of `count` rows; none for warps past the last row.
     ///
     /// # Safety
-    /// As for [`finish_rows`].
+    /// The requirements of [`finish_rows`].
     #[inline(always)]
     pub unsafe fn of(
         layout: &Layout,

@@ -32,7 +32,7 @@ impl Reader<1> for Factors<'_> {
 /// [`attend_rebuilt_r1`](crate::packed::attend_rebuilt_r1), and `start` is ignored. The other arguments are as there.
 ///
 /// # Safety
-/// As for [`attend_packed_r1`](crate::packed::attend_packed_r1).
+/// The requirements of [`attend_packed_r1`](crate::packed::attend_packed_r1).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn attend_factors(
     packed: PackedArg,

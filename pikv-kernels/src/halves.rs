@@ -34,7 +34,7 @@ macro_rules! halves {
 /// [`gather_queries`](crate::rows::gather_queries) for 16-bit elements.
 ///
 /// # Safety
-/// As for [`gather_queries`](crate::rows::gather_queries).
+/// The requirements of [`gather_queries`](crate::rows::gather_queries).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn gather_halves(
     layout: LayoutArg,
@@ -61,7 +61,7 @@ pub unsafe extern "ptx-kernel" fn gather_halves(
 /// [`fold_queries`](crate::rows::fold_queries) for 16-bit elements.
 ///
 /// # Safety
-/// As for [`fold_queries`](crate::rows::fold_queries).
+/// The requirements of [`fold_queries`](crate::rows::fold_queries).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn fold_halves(
     layout: LayoutArg,
@@ -88,7 +88,7 @@ pub unsafe extern "ptx-kernel" fn fold_halves(
 /// [`append_rows`](crate::rows::append_rows) for 16-bit elements; one of `k` and `v` may be in f32.
 ///
 /// # Safety
-/// As for [`append_rows`](crate::rows::append_rows).
+/// The requirements of [`append_rows`](crate::rows::append_rows).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn append_halves(
     layout: LayoutArg,
@@ -123,7 +123,7 @@ pub unsafe extern "ptx-kernel" fn append_halves(
 /// Writes the key and the position of a token, and records the first element beyond `limit`.
 ///
 /// # Safety
-/// As for [`append_halves`], for this token.
+/// The requirements of [`append_halves`], for this token.
 #[inline(always)]
 unsafe fn key_of(
     lanes: Lane,
@@ -145,7 +145,7 @@ unsafe fn key_of(
 /// [`key_of`] for the value.
 ///
 /// # Safety
-/// As for [`key_of`].
+/// The requirements of [`key_of`].
 #[inline(always)]
 unsafe fn value_of(
     lanes: Lane,
@@ -168,7 +168,7 @@ unsafe fn value_of(
 /// an infinity, and the second of two `faults` records it.
 ///
 /// # Safety
-/// As for [`finish_in_place`](crate::rows::finish_in_place).
+/// The requirements of [`finish_in_place`](crate::rows::finish_in_place).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn finish_halves(
     layout: LayoutArg,
@@ -191,7 +191,7 @@ pub unsafe extern "ptx-kernel" fn finish_halves(
 }
 
 /// # Safety
-/// As for [`finish_halves`].
+/// The requirements of [`finish_halves`].
 #[inline(always)]
 unsafe fn finish_rounded<E: Element>(layout: &Layout, end: End<'_, u16>, lse: *mut f32, faults: *mut u64) {
     let End { to, m, l, acc, out } = end;

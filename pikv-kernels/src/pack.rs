@@ -36,7 +36,7 @@ impl MapArg {
 /// Output of a map of channel rows.
 ///
 /// # Safety
-/// As for [`MapArg::turn`].
+/// The requirements of [`MapArg::turn`].
 #[inline(always)]
 unsafe fn mapped<'a>(
     lanes: Lane,

@@ -152,7 +152,7 @@ impl<S> Given<S> {
     /// The warp's task, over pages of this layout; none for warps past the last task.
     ///
     /// # Safety
-    /// As for [`attend_packed_r1`].
+    /// The requirements of [`attend_packed_r1`].
     #[inline(always)]
     pub unsafe fn task<'a, const R: usize>(self, packed: &'a Packed) -> Option<Task<'a, S, R>> {
         let Given { pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw, .. } = self;
@@ -198,7 +198,7 @@ impl<'a, S, const R: usize> Task<'a, S, R> {
     /// The task's queries as folded by the codec, and the start of their scores.
     ///
     /// # Safety
-    /// As for [`attend_packed_r1`].
+    /// The requirements of [`attend_packed_r1`].
     #[inline(always)]
     pub unsafe fn folded(&self, packed: &Packed, q: *const f32, start: *const f32) -> Folded<'a, R> {
         let rows = R * packed.query_cols() as usize;
@@ -216,7 +216,7 @@ impl<'a, S, const R: usize> Task<'a, S, R> {
     /// The task's whole queries, for keys that are rotated when read, and memory to rebuild those keys.
     ///
     /// # Safety
-    /// As for [`attend_rebuilt_r1`].
+    /// The requirements of [`attend_rebuilt_r1`].
     #[inline(always)]
     pub unsafe fn whole(&self, turned: Turned, q: *const f32) -> (Folded<'a, R>, &'a mut [[f32; LANES]]) {
         let Turned { layout, map, rope, table, rebuilt } = turned;
@@ -263,7 +263,7 @@ impl MapArg {
     }
 
     /// # Safety
-    /// As for [`MapArg::back`].
+    /// The requirements of [`MapArg::back`].
     #[inline(always)]
     unsafe fn stored<'a>(&self) -> Stored<'a> {
         let (wide, narrow) = (self.wide as usize, self.narrow as usize);
@@ -284,7 +284,7 @@ impl MapArg {
     }
 
     /// # Safety
-    /// As for [`MapArg::back`].
+    /// The requirements of [`MapArg::back`].
     #[inline(always)]
     pub(crate) unsafe fn bias<'a>(&self) -> &'a [f32] {
         // SAFETY: the caller's promise.
@@ -294,7 +294,7 @@ impl MapArg {
 }
 
 /// # Safety
-/// As for [`attend_packed_r1`] and its siblings; `start` is read only if `turned` is `None`.
+/// The requirements of [`attend_packed_r1`] and its siblings; `start` is read only if `turned` is `None`.
 #[inline(always)]
 unsafe fn attend<const R: usize>(given: Given<Scratch<R>>, start: *const f32, turned: Option<Turned>) {
     let (packed, q) = (given.packed.packed(), given.q);
@@ -389,7 +389,7 @@ macro_rules! attend {
         #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of packed pages whose keys are turned as they are")]
         /// read, a warp a task.
         ///
-        /// `q`: bundles of `[channels][rows]`, scaled and turned, the channels padded to whole words of `layout`. `map`: that of the
+        /// `q`: bundles of `[channels][rows]`, scaled and rotated, the channels padded to whole words of `layout`. `map`: that of the
         /// keys. `table`: of the rotation. `rebuilt`: [`REBUILT`] rows for each warp, of any content. Otherwise as
         #[doc = concat!("[`", stringify!($name), "`].")]
         ///

@@ -34,7 +34,7 @@ unsafe fn list_mut<'a, T>(at: u64, len: usize) -> &'a mut [T] {
 
 impl RouteArg {
     /// # Safety
-    /// As for [`route_r1`].
+    /// The requirements of [`route_r1`].
     #[inline(always)]
     unsafe fn ranking<'a>(&self) -> Ranking<'a> {
         // SAFETY: the caller's promise.
@@ -49,7 +49,7 @@ impl RouteArg {
 }
 
 /// # Safety
-/// As for [`route_r1`].
+/// The requirements of [`route_r1`].
 #[inline(always)]
 unsafe fn route<const R: usize>(of: &RouteArg) {
     let index = thread::warp_index();
@@ -91,7 +91,7 @@ unsafe fn route<const R: usize>(of: &RouteArg) {
 /// Records of a row: a logit that is not finite, its choices, and the gate's entropy about each expert.
 ///
 /// # Safety
-/// As for [`route_r1`].
+/// The requirements of [`route_r1`].
 #[inline(always)]
 unsafe fn learn_row<const R: usize>(w: Lane, of: &RouteArg, row: u32, logits: &[f32], chosen: &[u32]) {
     // SAFETY: by the caller's promise.

@@ -79,7 +79,7 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
 }
 
 /// # Safety
-/// As for [`gather_queries`], for the query `q`.
+/// The requirements of [`gather_queries`], for the query `q`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the parameters of the kernels that it is the body of")]
 pub(crate) unsafe fn gather_one(
@@ -141,7 +141,7 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
 /// key and in a value. The two `faults` record the first element of `k` and of `v` that is beyond its limit.
 ///
 /// # Safety
-/// As for [`append`](crate::store::append).
+/// The requirements of [`append`](crate::store::append).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn append_rows(
     layout: LayoutArg,
@@ -175,7 +175,7 @@ pub unsafe extern "ptx-kernel" fn append_rows(
 /// `lse[i]`, unless that is null; `fault` records a row whose scores or values overflow.
 ///
 /// # Safety
-/// As for [`finish_rows`](crate::attend::finish_rows).
+/// The requirements of [`finish_rows`](crate::attend::finish_rows).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn finish_in_place(
     layout: LayoutArg,

@@ -11,7 +11,7 @@ use pikv_core::store;
 /// The page to which a token is written.
 ///
 /// # Safety
-/// As for [`append`].
+/// The requirements of [`append`].
 #[inline(always)]
 pub(crate) unsafe fn page<'a>(layout: &Layout, write: &WriteArg) -> &'a mut [f32] {
     // SAFETY: by the caller's promise.
@@ -21,7 +21,7 @@ pub(crate) unsafe fn page<'a>(layout: &Layout, write: &WriteArg) -> &'a mut [f32
 /// The page, the token's key and its value.
 ///
 /// # Safety
-/// As for [`append`].
+/// The requirements of [`append`].
 #[inline(always)]
 pub(crate) unsafe fn parts<'a>(
     layout: &Layout,

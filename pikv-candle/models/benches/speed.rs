@@ -1,11 +1,11 @@
-//! Tokens per second of a Llama and a Mixtral of candle-transformers with candle's own cache, and of the same models patched to use pikv, at
-//! several lengths of context. Weights are random and f32, and both caches hold f32. The models are small, so that the cache matters.
+//! Tokens per second of a Llama and a Mixtral of candle-transformers with candle's own cache, and of the same models patched to use pikv,
+//! at several lengths of context. Weights are random and f32, and both caches hold f32. The models are small, so that the cache matters.
 //!
 //! `RUSTFLAGS="-C target-cpu=native" cargo bench --manifest-path pikv-candle/Cargo.toml -p pikv-candle-models [-- --quick]`
 //!
-//! Both get the same tokens in turn: the context in parts, then 8 tokens a sample, one per pass. The logits of each pass are compared before
-//! its time counts, and may differ by 1e-3. A figure is the median of 7 samples. `threads` is the number of threads of candle and of pikv, set
-//! by `RAYON_NUM_THREADS`.
+//! Both get the same tokens in turn: the context in parts, then 8 tokens a sample, one per pass. The logits of each pass are compared
+//! before its time counts, and may differ by 1e-3. A figure is the median of 7 samples. `threads` is the number of threads of candle and
+//! of pikv, set by `RAYON_NUM_THREADS`.
 //!
 //! Writes `benches/results/candle.csv` at the root of the repository. `--quick`: short contexts, and no file is written.
 

@@ -83,7 +83,7 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
     fn finish(&mut self, _: W, _: &mut [[f32; LANES]]) {}
 }
 
-/// How many half pages (keys, then values) the prefetch is ahead; enough if two pages are read together.
+/// Half pages (keys, then values) by which the prefetch is ahead: enough if two pages are read together.
 const LEAD: usize = 2;
 
 impl<const R: usize> Full<'_, R> {

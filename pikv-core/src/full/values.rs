@@ -89,7 +89,7 @@ fn weigh<W: Warp, V: Element, const R: usize>(
     if W::FETCHES && seen == u32::MAX && row.is_multiple_of(LANES) {
         let rows =
             Rows { v: v.as_chunks().0, row: row / LANES, whole: end / LANES, ahead: ahead.as_chunks().0 };
-        // As many groups together as the registers hold sums for: a value's words are then read in one pass, in memory order.
+        // Takes together as many groups as the registers hold sums for: a value's words are then read in one pass, in memory order.
         col = weigh_all::<W, V, R, 4>(w, rows, col, p, acc, stride);
         col = weigh_all::<W, V, R, 2>(w, rows, col, p, acc, stride);
         col = weigh_all::<W, V, R, 1>(w, rows, col, p, acc, stride);

@@ -16,7 +16,7 @@ fn layouts() -> impl Iterator<Item = Layout> {
     })
 }
 
-/// Layouts at the widths where a word, a sector of 8 words or a group of 32 words fills up.
+/// Layouts at the widths at which a word, a sector of 8 words or a group of 32 words is full.
 fn corners() -> impl Iterator<Item = Layout> {
     [(1, 1), (2, 3), (16, 15), (17, 64), (64, 65), (80, 96), (128, 128), (255, 129), (256, 256), (96, 33)]
         .into_iter()

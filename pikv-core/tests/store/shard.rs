@@ -177,7 +177,7 @@ fn the_spread_goes_round_from_where_each_expert_and_head_begins() {
     assert_eq!(ShardMap::xor(4, 4, 4).unwrap().shared(u64::MAX, u32::MAX), 2);
 }
 
-/// A test of the reason why t is a block of pages and not a token.
+/// Shows why t is a block of pages and not a token.
 #[test]
 fn by_token_one_expert_changes_shard_at_every_step() {
     for (tokens, experts, shards) in [(8, 8, 8), (8, 8, 4), (8, 8, 2), (16, 8, 8), (96, 16, 8), (512, 16, 8)]
@@ -192,7 +192,7 @@ fn by_token_one_expert_changes_shard_at_every_step() {
             assert_eq!(switches(|token| token / 256), 1);
         }
     }
-    // Pure expert sharding never moves them.
+    // Pure expert sharding never changes the shard.
     let map = ShardMap::xor(1, 8, 8).unwrap();
     assert!((0..511u64).all(|t| map.shard(t, 5, 9) == 5));
 }

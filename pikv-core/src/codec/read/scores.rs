@@ -132,7 +132,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
             }
         }
         w.sync();
-        // As for values: on a CPU each width of one-plane codes has a loop compiled for it.
+        // As with values, on a CPU each width of one-plane codes has a loop compiled for it.
         let sum = match packed.k.bits() {
             8 if W::FETCHES => self.plane_scores::<W, 8>(w, words, &mut ahead),
             4 if W::FETCHES => self.plane_scores::<W, 4>(w, words, &mut ahead),
