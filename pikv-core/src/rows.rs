@@ -102,7 +102,7 @@ mod tests {
     use crate::portable::Portable;
     use crate::rope::{Pairs, Rope};
 
-    /// The host's loop: turned in place, then scaled, channel by channel.
+    /// The host's loop: rotated in place, then scaled, channel by channel.
     fn plain(
         q: &[f32],
         turn: Option<(&Rotation<'_>, u32)>,

@@ -123,7 +123,7 @@ pub unsafe extern "ptx-kernel" fn append_halves(
 /// Writes the key and the position of a token, and records the first element beyond `limit`.
 ///
 /// # Safety
-/// The requirements of [`append_halves`], for this token.
+/// The requirements of [`append_halves`], for this token and its key.
 #[inline(always)]
 unsafe fn key_of(
     lanes: Lane,

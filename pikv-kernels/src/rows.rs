@@ -20,7 +20,7 @@ use pikv_core::{LANES, Warp, store};
 /// Records that element `index` is at fault.
 ///
 /// # Safety
-/// While the kernel runs, `fault` is accessed only by this function.
+/// `fault` must point to a 64-bit word that only this function accesses while the kernel runs.
 #[inline(always)]
 pub(crate) unsafe fn note(fault: *mut u64, index: u32, value: f32) {
     // SAFETY: the caller's promise.

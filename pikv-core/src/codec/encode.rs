@@ -35,7 +35,7 @@ impl<W: Warp> Group<W> {
 #[inline(always)]
 fn below<W: Warp>(w: W, x: W::F) -> W::U {
     let h = dtype::encode(w, Dtype::F16, x);
-    // Not for 0: it is not above a positive `x`, and a negative one rounds to -0.
+    // `h` is not 0 if it is decremented: 0 is not above a positive `x`, and a negative `x` rounds to -0.
     let (less, more) = (w.sub_u(h, w.splat_u(1)), w.add_u(h, w.splat_u(1)));
     let negative = w.ge_i(h, w.splat_u(0x8000));
     let next = w.select(negative, w.from_bits(more), w.from_bits(less));
@@ -57,7 +57,7 @@ pub(super) fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F)
         Code::F32 => w.bits(x),
         Code::F16 | Code::Bf16 => {
             let dtype = if code == Code::F16 { Dtype::F16 } else { Dtype::Bf16 };
-            // The range check keeps values within the limit; a map's rounding may exceed it and is clamped.
+            // The cache rejects values beyond the limit; a map's rounding may exceed it, and is clamped.
             let limit = w.splat(code.limit());
             dtype::encode(w, dtype, least(w, w.max(x, w.sub(w.splat(-0.0), limit)), limit))
         }

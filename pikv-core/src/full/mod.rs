@@ -51,7 +51,7 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
         sights(w, w.load_part(&page.words[..LANES]), page.live, sight)
     }
 
-    // Lanes that fetch ahead wait for memory, and two pages are two streams of it; a device has other warps for that.
+    // Lanes that prefetch wait for memory, and two pages are two streams of loads; a device has other warps for that.
     const PAIRS: bool = W::FETCHES && 2 * R <= W::ROWS;
 
     #[inline(always)]
@@ -107,7 +107,7 @@ impl<const R: usize> Full<'_, R> {
     fn after_values(&self, i: usize) -> &[u32] {
         match self.pages.get(i + LEAD) {
             Some(page) => &page.words[self.layout.v_base() as usize..],
-            // With fewer pages than the lead, those after the next two: not worth telling apart.
+            // With fewer pages than the lead the right page may come after the next two: not worth a special case.
             None => {
                 let next = self.next[(i + LEAD - self.pages.len()).min(1)];
                 next.get(Layout::K_BASE as usize..).unwrap_or_default()
