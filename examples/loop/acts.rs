@@ -102,7 +102,7 @@ pub fn run(subject: &Subject, ids: &[u32], tokens: usize) -> Result<()> {
     if idle.is_empty() { Ok(()) } else { Err(format!("these differ in nothing: {}", idle.join(", ")).into()) }
 }
 
-/// The rows with policies; StreamingLLM first.
+/// The rows that evict tokens; StreamingLLM first.
 fn evicting(setup: &Setup<'_>) -> Result<Vec<Row>> {
     let mut rows = policies::rows(setup)?;
     rows.retain(|row| row.bounded);

@@ -30,7 +30,7 @@ pub struct Row {
     pub keys: Keys,
     /// `[layer][kv_head]`; empty if nothing is packed.
     pub codecs: Vec<Vec<Codec>>,
-    /// Codecs to which every head's pages are aged, and the number of tokens after which that happens.
+    /// Number of tokens after which every head's packed pages are aged, and the codec that packs them again.
     pub age: Option<(u32, Codec)>,
     /// Layers that drop tokens, and how.
     pub drops: Vec<(usize, Eviction)>,
