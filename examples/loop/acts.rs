@@ -1,10 +1,10 @@
-//! Whether each rule acts: every router at its defaults beside R_T, every policy beside StreamingLLM (and that one beside LRU).
+//! Whether each rule acts: every router at its defaults against R_T, every policy against StreamingLLM (and that one against LRU).
 //!
-//! Two streams: the MoE over the novel, and a made-up one of skewed experts without a model (one layer, one KV head). Of a router, the
-//! share of rows whose ranking differs from the plain top-k of the same logits, which is R_T's; of a policy, the share of (step, layer,
-//! KV head) in which the head holds other tokens than under its baseline. Beside it, where the stream has it, what that changes: nats
-//! a token, the hit rate (of the pages that rows wanted, those that were held) and the residency (of all tokens of the rows' experts),
-//! less those of the baseline.
+//! Two streams: the MoE over the novel, and a made-up one of skewed experts without a model (one layer, one KV head). For a router, the
+//! share of rows whose ranking differs from R_T's, the plain top-k of the same logits; for a policy, the share of (step, layer,
+//! KV head) in which the head holds other tokens than under its baseline. Beside it, if the stream has them, the changes against the
+//! baseline: nats per token, the hit rate (share of the pages wanted by rows that were held) and the residency (share of all tokens of
+//! the rows' experts that were held).
 
 use crate::looped::Looped;
 use crate::policies::{self, Row, Setup};
@@ -40,13 +40,13 @@ impl Ranked {
     }
 }
 
-/// What one run came to.
+/// Results of one run.
 struct Run {
     ranked: Ranked,
-    /// Of each (step, layer, KV head), which positions it held, hashed.
+    /// Hash of the positions that each (step, layer, KV head) held.
     held: Vec<u64>,
     nats: Option<f64>,
-    /// Shares: of wanted pages, and of the tokens of the rows' experts, that were held.
+    /// Shares that were held: of wanted pages, and of the tokens of the rows' experts.
     hits: f64,
     residency: f64,
 }
@@ -102,7 +102,7 @@ pub fn run(subject: &Subject, ids: &[u32], tokens: usize) -> Result<()> {
     if idle.is_empty() { Ok(()) } else { Err(format!("these differ in nothing: {}", idle.join(", ")).into()) }
 }
 
-/// The rows that evict; StreamingLLM first.
+/// The rows that evict tokens; StreamingLLM first.
 fn evicting(setup: &Setup<'_>) -> Result<Vec<Row>> {
     let mut rows = policies::rows(setup)?;
     rows.retain(|row| row.bounded);
@@ -110,7 +110,7 @@ fn evicting(setup: &Setup<'_>) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Each policy beside its baseline, from a run of each.
+/// Runs each policy and its baseline, and compares them.
 fn compared(stream: &str, rows: Vec<Row>, run: impl Fn(&Row) -> Result<Run>) -> Result<Vec<Act>> {
     let mut acts = Vec::new();
     let mut streaming = None;
@@ -198,7 +198,7 @@ fn over(
     Ok(Run { ranked, held, nats: Some(loss / inputs.len() as f64), hits, residency })
 }
 
-/// The positions that a head holds in pages, hashed.
+/// Hash of the positions that a head holds in pages.
 fn positions(sequence: &Sequence, layer: usize, head: usize) -> Result<u64> {
     let mut all = Vec::new();
     for page in sequence.pages(layer, head)?.filter(|page| page.id.place != Place::Ring) {
@@ -239,7 +239,7 @@ fn skewed(tokens: u32) -> Result<Vec<Act>> {
     Ok(acts)
 }
 
-/// One run of it: logits as [`replay::logits`] makes them.
+/// One run of the made-up stream: logits from [`replay::logits`].
 fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) -> Result<Run> {
     let options = Skewed::default();
     let (experts, top_k) = (options.experts, options.top_k);
@@ -253,7 +253,7 @@ fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) ->
         let logits = replay::logits(rows.by_rank(), options.skew, &mut random);
         let query = rows.next().map(|row| look(&row.wanted)).unwrap_or_default();
         let mut step = pikv.begin([(&mut sequence, 1)])?;
-        // A value of 0 would be worth nothing to a policy that looks at values.
+        // With a value of 0 policies that read values would have nothing to compare.
         step.append(0, &key(position), &[1.0])?;
         ranked.count(step.route(0, &logits)?, top_k as usize);
         step.attend(0, &query, &Attend::new(8.0).read(Read::Experts), Output::new(&mut [0.0]))?;
@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn every_row_acts_on_a_small_stream() {
-        // 6 routers; of the policies those that a single head tells apart, and StreamingLLM itself beside LRU.
+        // 6 routers; the policies that differ with a single head; and StreamingLLM itself against LRU.
         all_act(&skewed(512).unwrap(), 6 + 10);
     }
 

@@ -1,4 +1,4 @@
-//! How far each KV head looks, for Duo's gates.
+//! Share of distant attention of each KV head, for Duo's gates.
 
 use crate::{Keys, SINKS};
 use pikv::report::{PageMass, Place};
@@ -7,10 +7,10 @@ use pikv_engine::measure::subject::Subject;
 use pikv_engine::measure::watched::{Watch, Watched};
 use std::error::Error;
 
-/// Tokens that are near.
+/// Tokens that count as near.
 const NEAR: u32 = 128;
 
-/// `[layers][kv_heads]`: the share of the attention that goes neither to the sinks nor to what is near, over `ids`.
+/// `[layers][kv_heads]`: the share of the attention over `ids` outside the sinks and the near tokens.
 pub fn far(subject: &Subject, ids: &[u32]) -> Result<Vec<Vec<f32>>, Box<dyn Error>> {
     let layers = vec![subject.layer(Dtype::Bf16, Keys::Rotated); subject.layers];
     let cache = Cache::new(CacheConfig::new(layers, 4 << 30).ring(NEAR).sinks(SINKS))?;
@@ -24,7 +24,7 @@ pub fn far(subject: &Subject, ids: &[u32]) -> Result<Vec<Vec<f32>>, Box<dyn Erro
     Ok(watched.watch.0.iter().map(|heads| heads.iter().map(share).collect()).collect())
 }
 
-/// Far and all, `[layers][kv_heads]`.
+/// Distant attention and all attention, `[layers][kv_heads]`.
 struct Sums(Vec<Vec<(f64, f64)>>);
 
 impl Watch for Sums {

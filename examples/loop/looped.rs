@@ -1,4 +1,4 @@
-//! A model over the closed loop: routed before it attends, so that rows read the pages of their experts only.
+//! A model in the closed loop: rows are routed before they attend, so that they read only the pages of their experts.
 
 use crate::acts::Ranked;
 use pikv::closed_loop::{LoopError, LoopStep};
@@ -18,12 +18,12 @@ pub struct Looped {
     time: Duration,
     /// Tokens filed by each expert, over all layers.
     pub filed: Vec<u64>,
-    /// Over all layers.
+    /// Sum over all layers.
     pub ranked: Ranked,
 }
 
 impl Looped {
-    /// `attend` says how each layer attends.
+    /// `attend` gives the attention options of each layer.
     pub fn new(pikv: ClosedLoop, attend: Vec<Attend>) -> Looped {
         let sequence = pikv.cache().sequence();
         let experts = pikv.cache().config().experts as usize;
@@ -45,7 +45,7 @@ impl Looped {
         self.time
     }
 
-    /// The smallest over the largest of the experts' shares: 1 is balanced.
+    /// The smallest of the experts' shares over the largest: 1 is balanced.
     pub fn balance(&self) -> f64 {
         let most = self.filed.iter().max().copied().unwrap_or(0);
         let least = self.filed.iter().min().copied().unwrap_or(0);
@@ -126,7 +126,7 @@ impl AnyStep for Step<'_> {
         })
     }
 
-    /// The model's own choice stays the model's: KV is filed and fetched by the router's.
+    /// The model keeps its own choice of experts; KV is filed and fetched by the router's.
     fn experts(&mut self, _: usize, _: &[u16]) -> Result<(), LoopError> {
         Ok(())
     }

@@ -7,13 +7,15 @@
 //! `cargo run --release -p pikv-examples --bin loop -- --acts [--tokens N]`
 //! `cargo run --release -p pikv-examples --bin loop -- --table NAME`
 //!
-//! The first runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes: rows are routed by
-//! what the layer's gate makes of them before they attend, and read the pages of the experts that their router names; the model's own
-//! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens, where only policies matter. With `--trace` no
-//! model runs: a stream of experts and of what queries look for is replayed, from a file or made up; `--record` writes one from the
-//! MoE. `--acts` sets every
-//! router beside R_T and every policy beside StreamingLLM, and writes how often they differ to `benches/results/acts.csv`. `--table` writes one of the tables of `tables/mod.rs`. Prints one table; a run over everything writes `benches/results/loop*.csv`,
-//! and `--out` has the rows of any run written to a file of that form, from which `benches/ranks` says how well hits predict nats.
+//! The first form runs the MoE of `examples/models` over a novel outside its training data, in windows of 2048 bytes: rows are routed by
+//! the logits of the layer's gate before they attend, and read the pages of the experts that their router names; the model's own
+//! choice of experts is left alone. With `--gguf` a dense Llama runs in windows of 1024 tokens; only policies matter then. With `--trace`
+//! no model runs: a stream of experts and of positions that queries look for is replayed, from a file or made up; `--record` writes one
+//! from the MoE. `--acts` compares every router with R_T and every policy with StreamingLLM, and writes how often they differ to
+//! `benches/results/acts.csv`. `--table` writes one of the tables of `tables/mod.rs`.
+//!
+//! Prints one table; a run over everything writes `benches/results/loop*.csv`. `--out` writes the rows of any run to a file of that
+//! form, from which `benches/ranks` computes how well hits predict nats.
 
 mod acts;
 mod far;
@@ -44,24 +46,24 @@ const SINKS: u32 = 4;
 
 const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --table NAME | --acts, --tokens N, --router ID, --policy NAME, --out FILE";
 
-/// What one cell of the table came to.
+/// Results of one cell of the table.
 struct Outcome {
     router: String,
     policy: String,
-    /// Tokens a KV head.
+    /// Tokens per KV head.
     budget: u32,
     nats: f64,
     /// Bytes of pages at the end of the last window.
     bytes: u64,
-    /// Of those, bytes of the shard that holds most.
+    /// Bytes of pages on the fullest shard.
     fullest: u64,
-    /// Of the pages that rows wanted, those that were held; 1 if none was wanted.
+    /// Share of the pages wanted by rows that were held; 1 if none was wanted.
     hit_rate: f64,
-    /// Of the tokens of the rows' experts, those that were held.
+    /// Share of the tokens of the rows' experts that were held.
     residency: f64,
-    /// Of the tokens up to its own, those that a row reads, where it reads its experts' pages; 1 if it reads all.
+    /// Share of the tokens up to its own that a row reads, if it reads its experts' pages; 1 if it reads all.
     sees: f64,
-    /// Of each expert.
+    /// Misses of each expert.
     misses: Vec<f64>,
     balance: f64,
     imbalance: f64,
@@ -123,7 +125,7 @@ fn main() -> Result<()> {
             cells.extend(rows.into_iter().filter(wanted).map(|row| (router, budget, row)));
         }
     }
-    // What holds everything does so at every budget.
+    // Without a limit the result is the same at every budget.
     cells.retain(|(_, budget, row)| row.name != "none" || *budget == budgets[0]);
     let bar = ProgressBar::new(((cells.len() + 1) * tokens) as u64);
     bar.set_style(ProgressStyle::with_template("{msg:28} {bar:36} {percent}% of all, {eta} left")?);
@@ -161,30 +163,30 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Newest tokens that are always held.
+/// Newest tokens, which are always held.
 fn ring(budget: u32) -> u32 {
     budget / 4
 }
 
-/// A row wants as many pages of a KV head as its budget holds; one row in four is asked.
+/// A row wants as many pages of a KV head as its budget holds; one row in four is measured.
 fn hits(budget: u32) -> Hits {
     Hits::new().pages((budget / PAGE).max(1))
 }
 
-/// `E sum_e share_e^2 - 1` over the experts' shares of what was filed: 0 if they are even, `E - 1` if one has all.
+/// `E sum_e share_e^2 - 1` over the experts' shares of filed tokens: 0 if they are even, `E - 1` if one has all.
 fn imbalance(filed: &[u64]) -> f64 {
     let all = filed.iter().sum::<u64>().max(1) as f64;
     filed.len() as f64 * filed.iter().map(|n| (*n as f64 / all).powi(2)).sum::<f64>() - 1.0
 }
 
-/// Tokens, of which a window begins anew after `window`; the last is read only to score the one before.
+/// Tokens in windows of `window`, each from an empty cache; the last token is read only to score the one before.
 #[derive(Clone, Copy)]
 struct Text<'a> {
     ids: &'a [u32],
     window: usize,
 }
 
-/// Nats a token, and what the cache says of it.
+/// Nats per token, and the figures of the cache.
 fn evaluate(
     subject: &Subject,
     (router, routers): (&str, Vec<Box<dyn Router>>),
@@ -204,14 +206,14 @@ fn evaluate(
     let (vocab, mut logits) = (subject.vocab(), Vec::new());
     let (mut loss, mut bytes) = (0.0, 0);
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
-    // Steps no longer than the ring, so that every row reads the pool as it is by then.
+    // Steps are no longer than the ring, so that every row reads the pool of its own time.
     let step = ring(budget).min(64) as usize;
     for (inputs, targets) in inputs.chunks(window).zip(targets.chunks(window)) {
         pikv_engine::common::cache::Cache::clear(&mut looped);
         for (inputs, targets) in inputs.chunks(step).zip(targets.chunks(step)) {
             subject.forward(inputs, &mut looped, &mut logits)?;
             let rows = logits.par_chunks_exact(vocab).zip(targets);
-            // Collected, so that the sum's order is fixed.
+            // Collected first, so that the order of the sum is fixed.
             let nats: Vec<f64> =
                 rows.map(|(row, next)| pikv_engine::common::sample::nats(row, *next as usize)).collect();
             loss += nats.iter().sum::<f64>();
@@ -221,7 +223,7 @@ fn evaluate(
     }
     let fullest = looped.pikv.cache().usage().shards.into_iter().max().unwrap_or(0);
     let totals = looped.sink.totals();
-    // In the ring, as sinks once they have left it, and in pages of the row's experts.
+    // In the ring, as sinks after they left it, and in pages of the row's experts.
     let ring = ring(budget) as usize;
     let always = |tokens: usize| tokens.min(ring) + tokens.saturating_sub(ring).min(SINKS as usize);
     let rows = || (0..inputs.len()).map(|i| i % window + 1);

@@ -1,4 +1,4 @@
-//! The policies of the table, each at a budget of tokens a KV head.
+//! The policies of the table, each at a budget of tokens per KV head.
 
 use pikv::codec::PyramidKv;
 use pikv::policy::{
@@ -8,16 +8,16 @@ use pikv::policy::{
 use pikv::{CacheConfig, Read, Rope};
 use std::error::Error;
 
-/// Layers that FastV and Quest leave as they are, the first.
+/// First layers, which FastV and Quest leave unchanged.
 const DENSE: usize = 2;
 
-/// What a row of the table runs with.
+/// Configuration of a row of the table.
 pub struct Row {
     pub name: &'static str,
-    /// A row without one holds everything, whatever the budget.
+    /// False if the row holds everything at any budget.
     pub bounded: bool,
     configure: Box<dyn Fn(CacheConfig) -> CacheConfig>,
-    /// What attention reads of the pages, if it is not what the router fetches; the first [`DENSE`] layers read everything then.
+    /// Pages that attention reads, if not those that the router fetches; the first [`DENSE`] layers then read all.
     pub selects: Option<Read>,
 }
 
@@ -26,7 +26,7 @@ impl Row {
         (self.configure)(config)
     }
 
-    /// What a layer's attention reads of the pages, where the router fetches `fetched`.
+    /// Pages that a layer's attention reads if the router fetches `fetched`.
     pub fn read(&self, layer: usize, fetched: Read) -> Read {
         match self.selects {
             Some(_) if layer < DENSE => Read::All,
@@ -35,21 +35,21 @@ impl Row {
     }
 }
 
-/// A model and what it may hold.
+/// A model and its budget.
 pub struct Setup<'a> {
     pub layers: usize,
-    /// Tokens a KV head.
+    /// Tokens per KV head.
     pub budget: u32,
-    /// Of which ring and sinks.
+    /// Tokens of the ring and the sinks, of `budget`.
     pub fixed: u32,
     pub window: u32,
-    /// `[layers][kv_heads]`, how much of its attention a head pays to what is far.
+    /// `[layers][kv_heads]`, the share of a head's attention on distant tokens.
     pub far: &'a [Vec<f32>],
-    /// How keys are turned before they come.
+    /// Rotation of the keys before they are stored.
     pub rope: Option<Rope>,
 }
 
-/// Tokens are evicted, in all layers.
+/// A configuration that evicts tokens in all layers.
 fn all(eviction: Eviction) -> Box<dyn Fn(CacheConfig) -> CacheConfig> {
     Box::new(move |config| config.evict(eviction.clone()))
 }
@@ -83,7 +83,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     row("C_Py", all(Eviction::new(SnapKv::default(), Budget::Layers(budgets.into()))));
     row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), 10), tokens.clone())));
     if layers > DENSE {
-        // What the first two layers hold too much the others do without.
+        // The other layers make up for the first two, which hold more.
         let share = (u64::from(budget) * layers as u64).saturating_sub(DENSE as u64 * u64::from(window));
         let rest = u32::try_from(share / (layers - DENSE) as u64)?.max(fixed + 1);
         let fast = fast_v(layers, DENSE, |policy| Eviction::new(policy, Budget::Tokens(rest)))?;
@@ -102,7 +102,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     Ok(rows)
 }
 
-/// As many retrieval heads, those that look farthest, as the budget allows beside streaming ones of twice what is fixed.
+/// Gates for as many retrieval heads, those that look farthest, as the budget allows; streaming heads hold twice the fixed tokens.
 fn duo(far: &[Vec<f32>], budget: u32, fixed: u32, window: u32) -> Duo {
     let streaming = (2 * fixed).min(budget);
     let mut order: Vec<(f32, usize, usize)> = Vec::new();
@@ -120,12 +120,12 @@ fn duo(far: &[Vec<f32>], budget: u32, fixed: u32, window: u32) -> Duo {
 }
 
 impl Row {
-    /// Tokens are evicted, in all layers.
+    /// A row that evicts tokens in all layers.
     pub fn evicting(name: &'static str, eviction: Eviction) -> Row {
         Row { name, bounded: true, configure: all(eviction), selects: None }
     }
 
-    /// What `configure` makes of a cache, with all pages read that are fetched.
+    /// A row with the caches of `configure`, which reads all pages that are fetched.
     pub fn of(
         name: &'static str,
         bounded: bool,
@@ -134,13 +134,13 @@ impl Row {
         Row { name, bounded, configure: Box::new(configure), selects: None }
     }
 
-    /// Its attention reads this of the pages, after the first [`DENSE`] layers.
+    /// This row, whose attention reads these pages after the first [`DENSE`] layers.
     pub fn selecting(mut self, read: Read) -> Row {
         self.selects = Some(read);
         self
     }
 
-    /// Everything is held and read.
+    /// A row that holds and reads everything.
     pub fn everything() -> Row {
         Row { name: "none", bounded: false, configure: Box::new(|config| config), selects: Some(Read::All) }
     }

@@ -1,4 +1,4 @@
-//! A stream of experts and of what queries look for, without a model: what is found of it under each policy.
+//! Replays a stream of experts and of positions that queries look for, without a model: the share that each policy still holds.
 
 use crate::policies::{self, Setup};
 use crate::{Result, SINKS, ring};
@@ -17,7 +17,7 @@ use std::path::Path;
 /// Width of the made-up keys.
 const DIM: usize = 64;
 
-/// Replays a trace under every policy at three budgets, and prints how much of what was wanted was still held.
+/// Replays a trace under every policy at three budgets, and prints the share of wanted tokens that was still held.
 pub fn run(trace: &str, tokens: usize) -> Result<()> {
     let (experts, rows): (u32, Vec<Row>) = if trace == "skewed" {
         let skewed = Skewed::default();
@@ -38,7 +38,7 @@ pub fn run(trace: &str, tokens: usize) -> Result<()> {
     println!("{:17} {}", "policy", budgets.map(|budget| format!("{budget:>9}")).join(" "));
     let names: Vec<&str> = rows_of(budgets[0], window, &far)?.iter().map(|row| row.name).collect();
     let bar = ProgressBar::new((names.len() * budgets.len()) as u64);
-    // Budgets by layer or head, pages chosen for a query and norms say nothing of one layer with one head of made-up keys.
+    // Budgets by layer or head, pages chosen by query, and norms are meaningless with one layer and one head of made-up keys.
     let silent = ["AdaKV", "Duo", "Duo-lit", "C_Py", "QUEST", "key norm"];
     let told = |name: &&str| !silent.contains(name);
     for name in names.iter().filter(|name| told(name)) {
@@ -66,7 +66,7 @@ fn rows_of(budget: u32, window: u32, far: &[Vec<f32>]) -> Result<Vec<policies::R
     policies::rows(&Setup { layers: 1, budget, fixed: ring(budget) + SINKS, window, far, rope: None })
 }
 
-/// The share of the wanted tokens that were held when their query came.
+/// Share of the wanted tokens that were held at the time of their query.
 pub fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
     let mut sequence = cache.sequence();
     let (mut wanted, mut found) = (0u64, 0u64);
@@ -78,7 +78,7 @@ pub fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
         let query = look(&row.wanted);
         let mut step = cache.begin([(&mut sequence, 1)])?;
         step.append(0, &key(position), &[0.0])?;
-        // What is wanted stands out of what is not by some nats.
+        // Wanted positions exceed the others by some nats.
         step.attend(0, &query, &Attend::new(8.0), Output::new(&mut [0.0]))?;
         step.route(0, &row.experts)?;
         step.commit()?;
@@ -86,7 +86,7 @@ pub fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
     Ok(if wanted == 0 { 1.0 } else { found as f64 / wanted as f64 })
 }
 
-/// A query that looks at some positions.
+/// A query for some positions.
 pub fn look(wanted: &[u32]) -> Vec<f32> {
     let mut query = vec![0.0; DIM];
     for p in wanted {
@@ -95,7 +95,7 @@ pub fn look(wanted: &[u32]) -> Vec<f32> {
     query
 }
 
-/// A direction of its own for each position.
+/// A separate direction for each position.
 pub fn key(position: usize) -> Vec<f32> {
     let mut random = SplitMix(position as u64);
     let mut key: Vec<f32> = (0..DIM).map(|_| random.unit() as f32 - 0.5).collect();
@@ -104,8 +104,8 @@ pub fn key(position: usize) -> Vec<f32> {
     key
 }
 
-/// Logits of a token whose experts are drawn as [`Skewed`] says, from the likeliest on: the largest of `ln(weight)` and a draw of
-/// Gumbel's are experts drawn by their weights without putting back.
+/// Logits of a token whose experts are drawn like [`Skewed`], likeliest first: the largest of `ln(weight)` plus a Gumbel draw
+/// are experts drawn by their weights without replacement.
 pub fn logits(by_rank: &[u16], skew: f64, random: &mut SplitMix) -> Vec<f32> {
     let mut logits = vec![0.0; by_rank.len()];
     for (rank, expert) in by_rank.iter().enumerate() {
@@ -127,10 +127,11 @@ fn hold(sequence: &Sequence, held: &mut [bool]) -> Result<()> {
     Ok(())
 }
 
-/// Positions of a row that are written down.
+/// Positions per row that are recorded.
 const WANTED: usize = 8;
 
-/// Runs the MoE, and writes its tokens, the experts of its first layer, and what KV head 0 of its middle layer looks at most.
+/// Runs the MoE, and writes its tokens, the experts of its first layer, and the positions with most attention of KV head 0 in its middle
+/// layer.
 pub fn record(subject: &Subject, ids: &[u32], file: &Path) -> Result<()> {
     let (experts, top_k) = subject.experts;
     let layers = vec![subject.layer(Dtype::F32, Keys::Rotated); subject.layers];
@@ -153,7 +154,7 @@ pub fn record(subject: &Subject, ids: &[u32], file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The experts of a token, and what it looks at.
+/// The experts of a token, and the positions that it attends to.
 struct Recorder {
     layer: usize,
     experts: Vec<u16>,

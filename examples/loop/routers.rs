@@ -7,10 +7,10 @@ use std::error::Error;
 
 pub const NAMES: [&str; 7] = ["R_B", "R_T", "R_LB", "R_P", "R_E", "R_A", "R_H"];
 
-/// Of R_A's draws; the others draw nothing.
+/// Seed of R_A's draws; the other routers draw nothing.
 pub const SEED: u64 = 1;
 
-/// A router for each layer; a dense model has none to ask.
+/// A router for each layer; none for a dense model.
 pub fn routers(
     id: &str,
     experts: u32,

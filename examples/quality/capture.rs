@@ -1,4 +1,4 @@
-//! Keys, values and queries of a run of the model, for fits and for the error of what a codec stores.
+//! Keys, values and queries of a run of the model, to fit codecs and measure the error of stored pages.
 
 use crate::rows::Row;
 use pikv::codec::{FitShape, Fitter};
@@ -11,13 +11,13 @@ use std::error::Error;
 /// Tokens whose keys and values are kept.
 const KEPT: usize = 1024;
 
-/// Of each KV head, the energy of the error and of what was stored.
+/// Energy of the error and of the original, for each KV head.
 type Energies = Vec<(f64, f64)>;
 
 pub struct Capture {
     pub fitter: Fitter,
     keys: Keys,
-    /// Of each layer, `[token][kv_head][head_dim]`.
+    /// `[token][kv_head][head_dim]` for each layer.
     k: Vec<Vec<f32>>,
     v: Vec<Vec<f32>>,
 }
@@ -49,14 +49,14 @@ impl Capture {
         Ok(capture)
     }
 
-    /// Relative error, over all channels of all keys and values, of what a row's codecs leave of packed tokens.
+    /// Relative error of a row's codecs on packed tokens, over all channels of all keys and values.
     pub fn error(&self, row: &Row, subject: &Subject) -> Result<f64, Box<dyn Error>> {
         let errors = self.errors(row, subject)?;
         let (wrong, all) = errors.iter().flatten().fold((0.0, 0.0), |(w, a), e| (w + e.0, a + e.1));
         Ok((wrong / all).sqrt())
     }
 
-    /// Of every layer and head, the energy of the error and of what was stored.
+    /// Energy of the error and of the original, for every layer and head.
     pub fn errors(&self, row: &Row, subject: &Subject) -> Result<Vec<Energies>, Box<dyn Error>> {
         let (heads, dim) = (subject.kv_heads, subject.head_dim);
         let layers = vec![subject.layer(row.dtype, Keys::Rotated); subject.layers];
@@ -98,7 +98,7 @@ impl Capture {
     }
 }
 
-/// A cache that shows a capture what it is given.
+/// A cache that passes its input to a capture.
 struct Watched<'a>(&'a mut Paged, &'a mut Capture);
 
 struct WatchedStep<'a>(<Paged as AnyCache>::Step<'a>, &'a mut Capture);
@@ -134,7 +134,7 @@ impl AnyStep for WatchedStep<'_> {
         v: &[f32],
         out: &mut [f32],
     ) -> Result<(), pikv::Error> {
-        // The cache refuses what the fitter would refuse.
+        // The cache rejects the input that the fitter would reject.
         self.0.layer(layer, q, k, v, out)?;
         let capture = &mut *self.1;
         capture.fitter.observe(layer as u32, q, k, v).expect("finite rows of the fitter's shape");

@@ -1,4 +1,4 @@
-//! Codes of 2 to 8 bits beside one another, with every byte of the cache counted: ring, sinks and open pages too.
+//! Codes of 2 to 8 bits compared, with all bytes of the cache: ring, sinks and open pages too.
 
 use crate::rows::Row;
 use pikv::codec::{Code, Codec, Coding, Map};
@@ -55,7 +55,7 @@ pub fn rows(subject: &Subject) -> Result<Vec<Row>, Box<dyn Error>> {
     Ok(rows)
 }
 
-/// bf16 bytes of the keys and values of `tokens`, and nothing else.
+/// bf16 bytes of the keys and values of `tokens`, without anything else.
 pub fn plain_bytes(subject: &Subject, tokens: usize) -> u64 {
     (subject.layers * subject.kv_heads * tokens * 2 * subject.head_dim * 2) as u64
 }

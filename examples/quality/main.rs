@@ -1,13 +1,13 @@
-//! What every codec costs a real model: bytes, nats, KL of the logits, error of what is stored, time to attend.
+//! Cost of every codec on a real model: bytes, nats, KL of the logits, error of stored pages, time to attend.
 //!
 //! `cargo run --release -p pikv-examples --bin quality [-- --gguf FILE] [--tokens N] [--row NAME]... [--csv FILE] [--codes]`
 //!
-//! Without `--gguf` it runs the MoE of `examples/models` over the novel that it never saw, in windows of 2048 bytes; with it any
-//! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than is evaluated. Prints one table, of all rows
-//! or of those with the names or ids given; a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF)
+//! Without `--gguf` it runs the MoE of `examples/models` over a novel outside its training data, in windows of 2048 bytes; with it any
+//! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than the evaluated one. Prints one table, of all
+//! rows or of those with the names or ids given; a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF)
 //! and a plot beside it.
 //!
-//! With `--codes` the rows are codes of 2 to 8 bits, with rings of two lengths, and the bytes are all those of the cache; a run over all of
+//! With `--codes` the rows are codes of 2 to 8 bits, with rings of two lengths, and bytes count the whole cache; a run over all of
 //! them writes `benches/results/codes.csv` (`codes-llama.csv`).
 
 mod capture;
@@ -36,7 +36,7 @@ const SINKS: u32 = 4;
 
 const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --row NAME or id (as often as you like), --csv FILE, --codes";
 
-/// What one row came to.
+/// Results of one row.
 struct Outcome {
     ratio: f64,
     nats: f64,
@@ -146,10 +146,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The rows that are wanted.
+/// The rows to run.
 ///
 /// # Errors
-/// None is: the names of all.
+/// If no row is wanted: the names of all rows.
 fn choose(all: &[Row], wanted: impl Fn(&Row) -> bool) -> Result<Vec<&Row>, String> {
     let chosen: Vec<&Row> = all.iter().filter(|row| wanted(row)).collect();
     if chosen.is_empty() {
@@ -159,7 +159,7 @@ fn choose(all: &[Row], wanted: impl Fn(&Row) -> bool) -> Result<Vec<&Row>, Strin
     Ok(chosen)
 }
 
-/// A bar over `tokens` tokens of so many rows and of the reference, which comes first.
+/// A progress bar over `tokens` tokens of all rows and of the reference, which comes first.
 fn progress(rows: usize, tokens: usize) -> Result<ProgressBar, Box<dyn Error>> {
     let bar = ProgressBar::new(((rows + 1) * tokens) as u64);
     bar.set_style(ProgressStyle::with_template("{msg:32} {bar:36} {percent}% of all, {eta} left")?);
@@ -213,7 +213,7 @@ fn few_bits(
 const COLUMNS: &str =
     "model,tokens,row,stored,k_codec,v_codec,budget,ratio,nats,delta_nats,kl,rel_error,attend_ratio";
 
-/// Of each head, the KL of the logits for a unit of relative error, with that head alone in int4 over `ids`.
+/// KL of the logits per unit of relative error, for each head, with that head alone in int4, over `ids`.
 fn importance(
     subject: &mut Subject,
     rotated: &Capture,
@@ -241,7 +241,7 @@ fn importance(
     Ok(found)
 }
 
-/// Nats a token, KL to `reference`, and the logits.
+/// Nats per token, KL to `reference`, and the logits.
 fn evaluate(
     subject: &mut Subject,
     row: &Row,
@@ -260,7 +260,7 @@ fn evaluate(
         for (inputs, targets) in inputs.chunks(row.ring).zip(targets.chunks(row.ring)) {
             subject.forward(inputs, &mut cache, &mut logits)?;
             let rows = logits.par_chunks_exact(vocab).zip(targets);
-            // Collected, so that the sums' order is fixed.
+            // Collected first, so that the order of the sums is fixed.
             let nats: Vec<f64> =
                 rows.map(|(row, next)| pikv_engine::common::sample::nats(row, *next as usize)).collect();
             loss += nats.iter().sum::<f64>();
@@ -277,7 +277,7 @@ fn evaluate(
         (bytes, kept, packed) = (cache.bytes(), cache.kept()?, cache.packed()?);
     }
     let n = inputs.len() as f64;
-    // Of pages of two ages, what they came to at the end.
+    // For pages of two ages, the final ratio.
     let ratio = if row.age.is_some() { packed } else { row.ratio(subject) / kept };
     let outcome = Outcome { ratio, nats: loss / n, kl: kl / n, error: f64::NAN, bytes, time: cache.time() };
     Ok((outcome, all))

@@ -1,5 +1,5 @@
-//! Nats against bytes, all rows on one plot. A circle that would hide another stands above its place (below it at the edge), on a line from
-//! there.
+//! Nats against bytes, all rows on one plot. A circle that would hide another is drawn above its place (below it at the edge), on a line
+//! from there.
 
 use crate::Outcome;
 use crate::rows::Row;
@@ -8,7 +8,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::error::Error;
 use std::path::Path;
 
-/// Nats a token above the uncompressed line at which the plot ends; worse rows lie on that edge.
+/// Nats per token above the uncompressed line at which the plot ends; worse rows are drawn on that edge.
 const EDGE: f64 = 0.03;
 
 pub fn write(
@@ -22,7 +22,7 @@ pub fn write(
     let (left, legend) = root.split_horizontally(760);
     let least = outcomes.iter().map(|(_, o)| o.nats).fold(uncompressed, f64::min);
     let (low, high) = (least - 0.002, uncompressed + EDGE);
-    // Room for the circles on the edge.
+    // Space for the circles on the edge.
     let top = high + 0.001;
     let mut chart = ChartBuilder::on(&left)
         .caption(format!("{model}: nats a token against bytes"), ("sans-serif", 22))

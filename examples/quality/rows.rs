@@ -1,4 +1,4 @@
-//! The rows of the table: every way of packing that the store knows.
+//! The rows of the table: all forms of packing in the store.
 
 use crate::capture::Capture;
 use crate::trained;
@@ -15,28 +15,28 @@ use std::error::Error;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// Heads of a distilled model at most: each takes seconds to fit.
+/// Most heads of a distilled model: each takes seconds to fit.
 const DISTILLED: usize = 16;
 
 #[derive(Clone)]
 pub struct Row {
     pub id: &'static str,
     pub name: String,
-    /// What of a row's channels is stored.
+    /// Part of a row's channels that is stored.
     pub budget: String,
     pub k: String,
     pub v: String,
     pub dtype: Dtype,
     pub keys: Keys,
-    /// `[layer][kv_head]`; empty where nothing is packed.
+    /// `[layer][kv_head]`; empty if nothing is packed.
     pub codecs: Vec<Vec<Codec>>,
-    /// How every head's pages are packed again, and after how many tokens.
+    /// Number of tokens after which every head's packed pages are aged, and the codec that packs them again.
     pub age: Option<(u32, Codec)>,
-    /// How the layers drop tokens, of each that does.
+    /// Layers that drop tokens, and how.
     pub drops: Vec<(usize, Eviction)>,
     /// Tokens of a prefill step, and of the ring.
     pub ring: usize,
-    /// Whether tokens are filed by the expert that the model chose, rather than all together.
+    /// Whether tokens are filed by the expert that the model chose; if not, all under one.
     pub by_expert: bool,
 }
 
@@ -81,12 +81,12 @@ impl Row {
         config
     }
 
-    /// Has layers drop tokens.
+    /// This row with tokens dropped by layers.
     pub fn drop(&self, config: CacheConfig) -> CacheConfig {
         self.drops.iter().fold(config, |config, (layer, how)| config.evict_layer(*layer, how.clone()))
     }
 
-    /// bf16 bytes over packed bytes of a token, of any age.
+    /// bf16 bytes over packed bytes of a token, at any age.
     pub fn ratio(&self, subject: &Subject) -> f64 {
         let dim = subject.head_dim as u32;
         let heads = self.codecs.iter().flatten();
@@ -104,7 +104,7 @@ pub fn each(subject: &Subject, mut make: impl FnMut(u32, u32) -> Result<Codec>) 
     (0..subject.layers as u32).map(layer).collect()
 }
 
-/// Whether a model has few enough heads for what is fitted or measured head by head.
+/// Whether a model has few enough heads for fits and measurements head by head.
 pub fn small(subject: &Subject) -> bool {
     subject.layers * subject.kv_heads <= DISTILLED
 }
@@ -118,7 +118,7 @@ pub fn int4(subject: &Subject) -> Result<Vec<Vec<Codec>>> {
     })
 }
 
-/// Of each head, what each of `options` takes and errs by.
+/// Bytes and error of each of `options`, for each head.
 fn costs(subject: &Subject, of: &Capture, options: &[(&str, Vec<Vec<Codec>>)]) -> Result<Vec<Vec<Cost>>> {
     let dim = subject.head_dim as u32;
     let mut heads: Vec<Vec<Cost>> = vec![Vec::new(); subject.layers * subject.kv_heads];
@@ -132,7 +132,7 @@ fn costs(subject: &Subject, of: &Capture, options: &[(&str, Vec<Vec<Codec>>)]) -
     Ok(heads)
 }
 
-/// Of `options`, which cost `heads`, the one for each head within a budget of bytes.
+/// The option for each head, of `options` with costs `heads`, within a budget of bytes.
 fn by_head(
     subject: &Subject,
     options: &[(&str, Vec<Vec<Codec>>)],
@@ -148,8 +148,8 @@ fn by_head(
     })
 }
 
-/// All rows; the first is f32 and nothing packed. Fits those that are trained if `distils`, as that takes longest. `importance` is of each
-/// head, what a unit of its relative error costs.
+/// All rows; the first is f32 and nothing packed. Fits the trained ones if `distils`, as that takes longest. `importance` is the
+/// cost of each head's relative error, per unit.
 pub fn rows(
     subject: &Subject,
     rotated: &Capture,

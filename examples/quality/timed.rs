@@ -1,4 +1,4 @@
-//! pikv for a row, with the time that it takes.
+//! pikv with a row's configuration, and its time.
 
 use crate::rows::Row;
 use pikv::{Cache, CacheConfig};
@@ -9,7 +9,7 @@ use pikv_engine::moe::paged::Paged;
 use std::error::Error;
 use std::time::Duration;
 
-/// pikv over `subject` for a row.
+/// pikv over `subject` with a row's configuration.
 pub fn paged(subject: &Subject, row: &Row, sinks: u32) -> Result<Paged, Box<dyn Error>> {
     let layers = vec![subject.layer(row.dtype, row.keys); subject.layers];
     let config = CacheConfig::new(layers, 4 << 30).ring(row.ring as u32).sinks(sinks);
@@ -20,7 +20,7 @@ pub fn paged(subject: &Subject, row: &Row, sinks: u32) -> Result<Paged, Box<dyn 
     Ok(Paged::new(Cache::new(row.drop(row.compress(config)))?, subject.head_dim))
 }
 
-/// A cache that counts the CPU time in which tokens are appended and attended to.
+/// A cache that measures the CPU time of appends and attention.
 pub struct Timed {
     paged: Paged,
     time: Duration,
@@ -41,7 +41,7 @@ impl Timed {
         self.paged.sequence.bytes()
     }
 
-    /// The share of the tokens that left the ring, sinks apart, that is held.
+    /// Share of the tokens that left the ring, without sinks, that is held.
     pub fn kept(&self) -> Result<f64, pikv::Error> {
         let (config, sequence) = (self.paged.cache.config(), &self.paged.sequence);
         let (mut held, mut all) = (0, 0);

@@ -14,7 +14,7 @@ use std::error::Error;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// C_Dis from the start of low rank with bias, for K, and from SVD's, for K and V; C_Lo from a start that no fit has made.
+/// C_Dis started from low rank with bias, for K, and from SVD, for K and V; C_Lo started without a fit.
 pub fn rows(subject: &Subject, plain: &Capture, bar: &ProgressBar) -> Result<Vec<Row>> {
     let dim = subject.head_dim as u32;
     let (half, most) = (dim / 2, dim / 4 * 3);
@@ -68,7 +68,7 @@ fn start(wide: u32, narrow: u32, random: &mut SplitMix) -> Result<Map> {
     Ok(Map::new(wide, narrow, down, up, None)?)
 }
 
-/// The maps as an adapter that gives keys back, written as PEFT does and read again: A is `[rank][heads * wide]`, B is
+/// The maps as an adapter that reconstructs keys, written in PEFT's form and read again: A is `[rank][heads * wide]`, B is
 /// `[heads * wide][rank]`.
 fn adapter(subject: &Subject, maps: &[Map], rank: u32) -> Result<Fitted> {
     let (heads, wide, rank) = (subject.kv_heads, subject.head_dim, rank as usize);

@@ -1,4 +1,4 @@
-//! Applies `patches` to the sources of candle-transformers that cargo has, so that no copy of them has to be kept.
+//! Applies `patches` to cargo's copy of the sources of candle-transformers, so that the repository needs no copy of them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,17 +13,17 @@ fn main() -> Result<(), Box<dyn error::Error>> {
         let source = fs::read_to_string(sources.join(model).with_extension("rs"))?;
         let patched =
             apply(&source, &fs::read_to_string(&patch)?).map_err(|e| format!("{}: {e}", patch.display()))?;
-        // `include!` takes no documentation of the file itself.
+        // `include!` accepts no `//!` documentation of the file.
         let items: Vec<&str> = patched.lines().filter(|line| !line.starts_with("//!")).collect();
         fs::write(Path::new(&env::var("OUT_DIR")?).join(model).with_extension("rs"), items.join("\n"))?;
     }
     Ok(())
 }
 
-/// Where cargo has candle-transformers.
+/// Folder in which cargo has candle-transformers.
 fn sources(own: &Path) -> Result<PathBuf, Box<dyn error::Error>> {
     let mut cargo = Command::new(env::var("CARGO")?);
-    // Of this platform: what other ones need was not downloaded.
+    // For this platform only: packages of other platforms were not downloaded.
     cargo.args(["metadata", "--format-version=1", "--offline", "--filter-platform"]).arg(env::var("TARGET")?);
     let said = cargo.current_dir(own).output()?;
     if !said.status.success() {
@@ -36,7 +36,7 @@ fn sources(own: &Path) -> Result<PathBuf, Box<dyn error::Error>> {
     Ok(Path::new(manifest).parent().ok_or("a manifest lies in a folder")?.to_owned())
 }
 
-/// Applies a unified diff, whose context has to be there to the letter.
+/// Applies a unified diff. Its context must match exactly.
 fn apply(source: &str, patch: &str) -> Result<String, String> {
     let mut rest = source.lines().enumerate();
     let mut out = Vec::new();

@@ -3,58 +3,58 @@
 use candle_core::DType;
 use std::sync::Arc;
 
-/// Why a call was refused. In a model it becomes a [`candle_core::Error`]; [`Error::of`] finds it there again.
+/// Why a call failed. In a model it becomes a [`candle_core::Error`]; [`Error::of`] finds it in there.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The cache refused.
+    /// Error of the cache.
     #[error(transparent)]
     Cache(#[from] pikv::Error),
-    /// candle did.
+    /// Error of candle.
     #[error(transparent)]
     Candle(Arc<candle_core::Error>),
-    /// A tensor of another shape than the layer's, or than the other tensors of the pass.
+    /// A tensor has another shape than the layer or the other tensors of the pass need.
     #[error("{what} has the shape {got:?}; the layer and the pass need {expected:?}")]
     Shape {
-        /// Which tensor.
+        /// Name of the tensor.
         what: &'static str,
         /// Dimensions of the tensor.
         got: Vec<usize>,
         /// Dimensions that the layer and the pass need.
         expected: Vec<usize>,
     },
-    /// A tensor of other numbers.
+    /// A tensor has a dtype other than F32, F16 and BF16.
     #[error("{what} is of {got:?}; F32, F16 and BF16 would do (Tensor::to_dtype)")]
     Dtype {
-        /// Which tensor.
+        /// Name of the tensor.
         what: &'static str,
         /// Dtype of the tensor.
         got: DType,
     },
-    /// A tensor on a device.
+    /// A tensor is not in host memory.
     #[error("{what} is not on the CPU, and its place is all that is read (Tensor::to_device)")]
     Device {
-        /// Which tensor.
+        /// Name of the tensor.
         what: &'static str,
     },
-    /// A pass over another number of sequences than the batch has.
+    /// The tensors of a pass have another number of sequences than the batch.
     #[error("tensors of {got} sequences for a batch of {held}; KvCache::reset begins a new one")]
     Batch {
-        /// The first dimension of the tensors.
+        /// First dimension of the tensors.
         got: usize,
         /// Sequences of the batch.
         held: usize,
     },
-    /// Experts of a layer that was not attended in this pass, or that has some already.
+    /// `route` for a layer that was not attended in this pass, or that is routed already.
     #[error("layer {layer} is routed once in a pass, after its attend")]
     NotAttended {
-        /// The layer.
+        /// Index of the layer.
         layer: usize,
     },
 }
 
 impl Error {
-    /// The error of this crate behind one of candle's, as a model's pass returns it.
+    /// The error of this crate inside one of candle's, as a model's pass returns it; `None` if there is none.
     ///
     /// ```
     /// use pikv_candle::{Error, pikv};

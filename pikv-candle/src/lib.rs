@@ -14,13 +14,13 @@ use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use pikv::{Attend, Cache, Output, Sequence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The keys and values of a batch of sequences, for all layers of a model: what [`pikv::Cache`] holds, behind calls that take and give
+/// Keys and values of a batch of sequences, for all layers of a model: a [`pikv::Cache`] behind calls that take and return
 /// tensors. Clones are handles of the same batch.
 ///
 /// A model's pass is a [`pikv::Step`]. The first [`attend`](KvCache::attend) of a pass begins it, and adds as many tokens to each sequence
-/// as the tensors have; the last layer's commits it, or, in a cache with experts, the last layer's [`route`](KvCache::route). A call that
-/// fails takes the whole pass back, and so does the next pass where the model itself failed in between: the batch is then as it was
-/// before.
+/// as the tensors have. The last layer's `attend` commits it, or, in a cache with experts, the last layer's [`route`](KvCache::route). If a
+/// call fails, the whole pass is undone. If the model fails between calls, the next pass undoes the unfinished one first. The batch is then
+/// as it was before the pass.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -48,35 +48,35 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A batch of as many empty sequences of `cache` as the first pass has.
+    /// An empty batch of `cache`; the first pass sets the number of sequences.
     pub fn new(cache: Cache) -> KvCache {
         KvCache { cache, held: Arc::new(Mutex::new(Held::default())) }
     }
 
-    /// The cache that the sequences are of: its budget, its usage, its configuration.
+    /// Cache of the sequences: its budget, its usage, its configuration.
     pub fn cache(&self) -> &Cache {
         &self.cache
     }
 
-    /// A handle of one layer, for the attention block that owns it. That there is such a layer is checked when it is used.
+    /// A handle of one layer, for the attention block that owns it. The index is checked when the handle is used.
     pub fn layer(&self, layer: usize) -> LayerCache {
         LayerCache { kv: self.clone(), layer }
     }
 
     /// Adds keys and values of a layer to the batch, and attends its queries over all tokens so far. `q` is
-    /// `[batch, query_heads, tokens, k_dim]`, `k` `[batch, kv_heads, tokens, k_dim]`, `v` `[batch, kv_heads, tokens, v_dim]`, as candle's models
-    /// have them, each in f32, f16 or bf16; the result is `[batch, query_heads, tokens, v_dim]` in the dtype of `q`. KV heads are not to be
-    /// repeated, and there is no mask: a token sees those before it and itself, through the layer's window. Keys and queries are rotated
-    /// by the model, unless the layer has a [`Rope`](pikv::Rope).
+    /// `[batch, query_heads, tokens, k_dim]`, `k` `[batch, kv_heads, tokens, k_dim]`, `v` `[batch, kv_heads, tokens, v_dim]`, as in
+    /// candle's models, each in f32, f16 or bf16; the result is `[batch, query_heads, tokens, v_dim]` in the dtype of `q`. KV heads must
+    /// not be repeated, and there is no mask: a token sees itself and the tokens before it, within the layer's window. The model rotates
+    /// keys and queries, unless the layer has a [`Rope`](pikv::Rope).
     ///
     /// pikv reads and writes tensors token by token, `[batch, tokens, heads, dim]`. A tensor whose `transpose(1, 2)` is contiguous is read
-    /// where it lies: one that was transposed from there, and any of a single token. Others are copied once. The result is such a view;
+    /// in place: any that was transposed from that layout, and any of a single token. Others are copied once. The result is such a view;
     /// transposed back it is contiguous.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::Dtype`] and [`Error::Device`] for tensors that do not fit the layer, [`Error::Batch`] for another number of
-    /// sequences than there are; [`Error::Cache`] for what the cache refuses, above all
-    /// [`pikv::Error::OutOfBudget`]. The pass is taken back.
+    /// [`Error::Shape`], [`Error::Dtype`] and [`Error::Device`] for tensors that do not fit the layer, [`Error::Batch`] for another number
+    /// of sequences than the batch has, [`Error::Cache`] for errors of the cache, above all
+    /// [`pikv::Error::OutOfBudget`]. The pass is undone.
     pub fn attend(
         &self,
         layer: usize,
@@ -108,13 +108,13 @@ impl KvCache {
         Ok(out.transpose(1, 2)?)
     }
 
-    /// Files the tokens of a layer by experts, in a cache that has some ([`CacheConfig::experts`](pikv::CacheConfig::experts)): `weights` are
-    /// the gate's, or its logits, `[rows, experts]` in f32, f16 or bf16, the rows of a pass in the order of its tensors. A token's experts are
-    /// its `top_k` largest, of equals the first. It comes after the layer's `attend`. Where the cache has one expert there is nothing
-    /// to file, and nothing is done.
+    /// Files the tokens of a layer by experts, in a cache with experts ([`CacheConfig::experts`](pikv::CacheConfig::experts)). `weights`
+    /// are the gate's weights or logits, `[rows, experts]` in f32, f16 or bf16, the rows of a pass in the order of its tensors. A token's
+    /// experts are its `top_k` largest, the first among equals. Call it after the layer's `attend`. In a cache with one expert it does
+    /// nothing.
     ///
     /// # Errors
-    /// [`Error::NotAttended`], or as [`attend`](KvCache::attend); the pass is taken back.
+    /// [`Error::NotAttended`], or as [`attend`](KvCache::attend); the pass is undone.
     pub fn route(&self, layer: usize, weights: &Tensor) -> Result<(), Error> {
         let (experts, top_k) = (self.cache.config().experts as usize, self.cache.config().top_k as usize);
         if experts == 1 {
@@ -134,40 +134,40 @@ impl KvCache {
         })
     }
 
-    /// Tokens of the longest sequence; those of a pass that is not over do not count.
+    /// Tokens of the longest sequence, without those of an unfinished pass.
     pub fn current_seq_len(&self) -> usize {
         self.sequences(|sequences| {
             sequences.iter().map(|of| of.next_position().0 as usize).max().unwrap_or_default()
         })
     }
 
-    /// Forgets the batch: the next pass begins a new one, of any number of sequences.
+    /// Drops the batch: the next pass begins a new one, of any number of sequences.
     pub fn reset(&self) {
         self.sequences(Vec::clear);
     }
 
-    /// A batch that goes on from here by itself, and shares what is held so far ([`Sequence::fork`]). Models that own handles of this
-    /// batch go on with it after [`swap`](KvCache::swap).
+    /// A fork of the batch, which continues on its own and shares the pages held so far ([`Sequence::fork`]). A model that owns handles of
+    /// this batch continues with the fork after [`swap`](KvCache::swap).
     pub fn fork(&self) -> KvCache {
         let forks = self.sequences(|sequences| sequences.iter().map(Sequence::fork).collect());
         KvCache { cache: self.cache.clone(), held: Arc::new(Mutex::new(Held::Rest(forks))) }
     }
 
-    /// Exchanges the batches of two handles of one cache, with all their clones: how a model that owns handles serves several batches.
-    /// Passes that are not over are taken back.
+    /// Exchanges the batches of two handles of one cache, with all their clones: a model that owns handles can so serve several batches.
+    /// Unfinished passes are undone.
     pub fn swap(&self, other: &KvCache) {
         if Arc::ptr_eq(&self.held, &other.held) {
             return;
         }
-        // In one order, whoever swaps with whom.
+        // A fixed order of locks, for any two handles.
         let (first, second) =
             if Arc::as_ptr(&self.held) < Arc::as_ptr(&other.held) { (self, other) } else { (other, self) };
         let (mut first, mut second) = (first.lock(), second.lock());
         std::mem::swap(first.rest(), second.rest());
     }
 
-    /// Gives the sequences of the batch to `f`, for everything that pikv does with them: save, park, roll back, find prefixes. A pass that
-    /// is not over is taken back. `f` may add and remove sequences of the same cache. It must not use this handle or a clone, which are
+    /// Calls `f` with the sequences of the batch, for all other operations of pikv: save, park, rollback, prefix look-up. An unfinished
+    /// pass is undone first. `f` may add and remove sequences of the same cache. It must not use this handle or a clone, which are
     /// locked meanwhile.
     pub fn sequences<T>(&self, f: impl FnOnce(&mut Vec<Sequence>) -> T) -> T {
         f(self.lock().rest())
@@ -178,7 +178,7 @@ impl KvCache {
     }
 }
 
-/// The cache of one layer, in the place of `candle_nn::kv_cache::KvCache` in a model's attention block: [`KvCache::layer`].
+/// Cache of one layer, to replace `candle_nn::kv_cache::KvCache` in a model's attention block: [`KvCache::layer`].
 #[derive(Clone, Debug)]
 pub struct LayerCache {
     kv: KvCache,
@@ -189,7 +189,7 @@ impl LayerCache {
     /// [`KvCache::attend`] of this layer.
     ///
     /// # Errors
-    /// Those of [`KvCache::attend`].
+    /// The errors of [`KvCache::attend`]: tensors that do not fit the layer, and errors of the cache.
     pub fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, options: &Attend) -> Result<Tensor, Error> {
         self.kv.attend(self.layer, q, k, v, options)
     }
@@ -197,18 +197,18 @@ impl LayerCache {
     /// [`KvCache::route`] of this layer.
     ///
     /// # Errors
-    /// Those of [`KvCache::route`].
+    /// The errors of [`KvCache::route`]: [`Error::NotAttended`], and those of `attend`.
     pub fn route(&self, weights: &Tensor) -> Result<(), Error> {
         self.kv.route(self.layer, weights)
     }
 
-    /// The cache of all layers.
+    /// The cache of all layers that this handle belongs to.
     pub fn all(&self) -> &KvCache {
         &self.kv
     }
 }
 
-/// The places of the `n` largest of each row, the largest first, of equals the first.
+/// Indices of the `n` largest of each row, the largest first, the first among equals.
 fn largest(rows: &[Vec<f32>], n: usize) -> Vec<u16> {
     let (mut order, mut all): (Vec<u16>, Vec<u16>) = (Vec::new(), Vec::new());
     for row in rows {

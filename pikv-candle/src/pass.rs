@@ -1,4 +1,4 @@
-//! The sequences of a batch, and the step that a pass of the model is.
+//! Sequences of a batch, and the step of a model's pass.
 
 use crate::Error;
 use crate::tensors::Given;
@@ -6,11 +6,11 @@ use pikv::{Cache, Sequence, Step};
 use self_cell::{MutBorrow, self_cell};
 use std::fmt;
 
-/// A step, until it is committed.
+/// A step; `None` after its commit.
 type Under<'a> = Option<Step<'a>>;
 
 self_cell!(
-    /// Sequences that a step has borrowed.
+    /// A step, with the sequences that it borrows.
     struct Stepping {
         owner: MutBorrow<Vec<Sequence>>,
         #[covariant]
@@ -18,7 +18,7 @@ self_cell!(
     }
 );
 
-/// What has been done of a pass.
+/// State of a pass.
 pub struct Pass {
     of: Given,
     stepping: Stepping,
@@ -26,7 +26,7 @@ pub struct Pass {
     routed: Vec<bool>,
 }
 
-/// The sequences of a batch: at rest, or in a pass.
+/// The sequences of a batch, between passes or in a pass.
 #[derive(Debug)]
 pub enum Held {
     Rest(Vec<Sequence>),
@@ -52,12 +52,12 @@ impl fmt::Debug for Pass {
 }
 
 impl Held {
-    /// The sequences, without what a pass that is not over has added.
+    /// The sequences, without the tokens of an unfinished pass.
     pub fn rest(&mut self) -> &mut Vec<Sequence> {
         if let Held::Open(_) = self
             && let Held::Open(pass) = std::mem::take(self)
         {
-            // Its step is dropped.
+            // Drops its step.
             *self = Held::Rest(pass.stepping.into_owner().into_inner());
         }
         match self {
@@ -66,7 +66,7 @@ impl Held {
         }
     }
 
-    /// Calls `f`, and takes the pass back if it fails.
+    /// Calls `f`, and undoes the pass if it fails.
     pub fn in_pass<T>(&mut self, f: impl FnOnce(&mut Held) -> Result<T, Error>) -> Result<T, Error> {
         let done = f(self);
         if done.is_err() {
@@ -75,7 +75,7 @@ impl Held {
         done
     }
 
-    /// Goes on with the pass under way, or begins one where that has attended the layer already, or has other tokens.
+    /// Continues the unfinished pass, or begins one if that has attended the layer already or has another number of tokens.
     pub fn enter(&mut self, cache: &Cache, of: Given, layer: usize) -> Result<(), Error> {
         match self {
             Held::Open(pass) if pass.of == of && !pass.appended[layer] => Ok(()),
@@ -83,7 +83,7 @@ impl Held {
         }
     }
 
-    /// Has `f` use the step of the pass under way.
+    /// Calls `f` with the step of the current pass.
     pub fn step<T>(&mut self, f: impl FnOnce(&mut Step<'_>) -> Result<T, Error>) -> Result<T, Error> {
         let Held::Open(pass) = self else { unreachable!("a pass was entered") };
         pass.stepping.with_dependent_mut(|_, step| match step {
@@ -95,7 +95,7 @@ impl Held {
     fn begin(&mut self, cache: &Cache, of: Given) -> Result<(), Error> {
         let sequences = self.rest();
         if sequences.len() != of.batch {
-            // A batch that no pass was committed of has no number of sequences yet.
+            // Before the first commit a batch has no fixed number of sequences.
             if sequences.iter().any(|sequence| sequence.next_position().0 > 0) {
                 return Err(Error::Batch { got: of.batch, held: sequences.len() });
             }
@@ -122,7 +122,7 @@ impl Held {
         }
     }
 
-    /// Rows of the pass under way, in which a layer was attended and not routed.
+    /// Rows of the current pass, if it has attended and not yet routed the layer.
     pub fn attended(&self, layer: usize) -> Result<usize, Error> {
         match self {
             Held::Open(pass) if pass.appended.get(layer) == Some(&true) && !pass.routed[layer] => {
@@ -132,7 +132,7 @@ impl Held {
         }
     }
 
-    /// Notes that a layer is attended; commits the step if nothing is left to be done.
+    /// Records that a layer is attended; commits the step if all layers are complete.
     pub fn appended(&mut self, layer: usize) -> Result<(), Error> {
         if let Held::Open(pass) = self {
             pass.appended[layer] = true;
@@ -140,7 +140,7 @@ impl Held {
         self.finish()
     }
 
-    /// Notes that a layer is routed; as [`Held::appended`].
+    /// Records that a layer is routed; like [`Held::appended`].
     pub fn routed(&mut self, layer: usize) -> Result<(), Error> {
         if let Held::Open(pass) = self {
             pass.routed[layer] = true;

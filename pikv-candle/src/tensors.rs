@@ -1,9 +1,9 @@
-//! Tensors as pikv reads them: token by token, in the host's memory.
+//! Tensors in the order in which pikv reads them: token by token, in host memory.
 
 use crate::Error;
 use candle_core::{DType, Device, Tensor};
 
-/// What the tensors of a pass have in common.
+/// Dimensions that the tensors of a pass share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Given {
     pub batch: usize,
@@ -11,13 +11,13 @@ pub struct Given {
 }
 
 impl Given {
-    /// As `q` has it.
+    /// The dimensions of `q`.
     pub fn of(q: &Tensor) -> Result<Given, Error> {
         let (batch, _, tokens, _) = q.dims4()?;
         Ok(Given { batch, tokens })
     }
 
-    /// The rows of a tensor of so many heads.
+    /// Rows of a tensor of `heads` heads.
     pub fn rows(&self, what: &'static str, of: &Tensor, heads: usize, dim: usize) -> Result<Rows, Error> {
         let expected = [self.batch, heads, self.tokens, dim];
         if of.dims() != expected {
@@ -27,12 +27,12 @@ impl Given {
     }
 }
 
-/// A contiguous tensor in the host's memory, of f32, f16 or bf16.
+/// A contiguous tensor in host memory, of f32, f16 or bf16.
 #[derive(Debug)]
 pub struct Rows(Tensor);
 
 impl Rows {
-    /// The tensor itself, or a contiguous copy where it is not.
+    /// The tensor itself if it is contiguous, else a contiguous copy.
     pub fn plain(what: &'static str, of: &Tensor) -> Result<Rows, Error> {
         if !matches!(of.device(), Device::Cpu) {
             return Err(Error::Device { what });
@@ -48,7 +48,7 @@ impl Rows {
     }
 }
 
-/// Has an expression use the elements of [`Rows`] as a slice of what they are; its value is a `Result`.
+/// Evaluates an expression with the elements of [`Rows`] as a slice of their type; its value is a `Result`.
 macro_rules! rows {
     ($rows:expr, |$slice:ident| $use:expr) => {{
         let (storage, layout) = $rows.tensor().storage_and_layout();
@@ -72,7 +72,7 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// `n` zeros of the numbers of a slice.
+/// `n` zeros of the element type of a slice.
 pub fn zeros<T: Copy + Default>(_: &[T], n: usize) -> Vec<T> {
     vec![T::default(); n]
 }
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
     use crate::{CpuStorage, Storage};
 
-    /// Where its elements lie.
+    /// Address of its first element.
     fn place(of: &Rows) -> usize {
         rows!(of, |x| Ok::<_, Error>(x.as_ptr().addr())).unwrap()
     }
@@ -104,7 +104,7 @@ mod tests {
             assert_eq!(place(&of(&one.transpose(1, 2).unwrap())), start + (60 + 10) * size);
             let heads_first = one.transpose(1, 2).unwrap().contiguous().unwrap();
             assert_eq!(place(&of(&heads_first)), place(&Rows::plain("x", &heads_first).unwrap()));
-            // Heads before tokens: one copy.
+            // Contiguous with heads before tokens: one copy.
             let turned = all.transpose(1, 2).unwrap().contiguous().unwrap();
             assert_ne!(place(&of(&turned)), place(&Rows::plain("x", &turned).unwrap()));
         }

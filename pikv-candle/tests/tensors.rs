@@ -1,4 +1,4 @@
-//! Tensors through the cache beside slices through pikv: the same bits; what is refused; what passes leave.
+//! Tensors through the cache against slices through pikv: the same bits; rejected tensors; sequences after failed passes.
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
@@ -37,13 +37,13 @@ fn given(salt: usize, batch: usize, tokens: usize, dtypes: [DType; 3]) -> [Tenso
     [0, 1, 2].map(|i| noise(3 * salt + i, batch, tokens, of[i].0, of[i].1, dtypes[i]))
 }
 
-/// As a model has them: heads before tokens; a view, or contiguous.
+/// In a model's layout, heads before tokens: a view, or contiguous.
 fn heads_first(x: &Tensor, contiguous: bool) -> Tensor {
     let x = x.transpose(1, 2).unwrap();
     if contiguous { x.contiguous().unwrap() } else { x }
 }
 
-/// The same numbers as a slice.
+/// An element type of tensors and of pikv's slices.
 trait Number: Scalar + candle_core::WithDType {}
 impl Number for f32 {}
 impl Number for f16 {}
@@ -62,7 +62,7 @@ fn bits(x: &Tensor) -> Vec<u32> {
     x.into_iter().map(f32::to_bits).collect()
 }
 
-/// A pass of pikv's own over slices; the output of each layer, `[batch, tokens, heads, v_dim]`.
+/// A pass of pikv over slices. Returns the output of each layer, `[batch, tokens, heads, v_dim]`.
 fn by_slices<Q: Number, T: Number>(
     cache: &Cache,
     sequences: &mut [Sequence],
@@ -145,7 +145,7 @@ fn tensors_that_do_not_fit_are_refused() {
     let refused = call(&q, &wild, &v);
     assert!(matches!(refused, Error::Cache(pikv::Error::Unstorable { what: "k", .. })), "{refused}");
     assert_eq!(kv.current_seq_len(), 0);
-    // Nothing was held, so another batch can begin; once something is, it cannot.
+    // While nothing is held another batch can begin; afterwards it cannot.
     let pass = |batch| -> Result<(), Error> {
         let [q, k, v] = given(0, batch, 3, [DType::F32; 3]).map(|x| heads_first(&x, true));
         (0..LAYERS).try_for_each(|layer| kv.attend(layer, &q, &k, &v, &attend()).map(drop))
@@ -183,18 +183,18 @@ fn a_pass_that_is_not_over_is_taken_back() {
         }
     }
     assert_eq!(kv.current_seq_len(), 0);
-    // One that goes through, in whatever order its layers come.
+    // A complete pass, with its layers in any order.
     for of in [1, 0] {
         layer(of, 6).unwrap();
         kv.route(of, &gate(6)).unwrap();
     }
     assert_eq!(kv.current_seq_len(), 6);
-    // Of a gate that does not fit.
+    // Weights of a gate that do not fit.
     layer(0, 1).unwrap();
     let refused = kv.route(0, &gate(2)).unwrap_err();
     assert!(matches!(refused, Error::Shape { what: "weights", .. }), "{refused}");
     assert_eq!(kv.current_seq_len(), 6);
-    // What pikv itself does with the sequences.
+    // Operations of pikv itself on the sequences.
     kv.sequences(|all| all[0].rollback(1)).unwrap();
     assert_eq!(kv.current_seq_len(), 5);
 }
@@ -209,7 +209,7 @@ fn a_call_that_fails_takes_the_pass_back() {
         attended(0, &k).unwrap();
         kv.route(0, &gate(4)).unwrap();
     };
-    // If the first layer's half were still there, the other half would end the pass.
+    // If the first layer's half remained, the other half would end the pass.
     for (layer, k_of) in [(1, &q), (LAYERS, &k), (1, &k.narrow(2, 0, 3).unwrap())] {
         half();
         attended(layer, k_of).unwrap_err();
@@ -231,7 +231,7 @@ fn a_call_that_fails_takes_the_pass_back() {
     assert_eq!(kv.current_seq_len(), 4);
 }
 
-/// A pass; the last layer's output.
+/// Runs a pass. Returns the last layer's output.
 fn pass(layers: &[LayerCache], salt: usize, tokens: usize) -> Vec<u32> {
     let [q, k, v] = given(salt, 1, tokens, DTYPES).map(|x| heads_first(&x, false));
     let outs: Vec<Tensor> = layers.iter().map(|layer| layer.attend(&q, &k, &v, &attend()).unwrap()).collect();
@@ -251,7 +251,7 @@ fn forks_go_on_by_themselves_in_the_same_model() {
         for tokens in [1, 20, 1] {
             assert_eq!(pass(&model, salt, tokens), pass(&fresh, salt, tokens), "{salt}");
         }
-        // The model's own handles go on with the other.
+        // The model's own handles continue with the fork.
         kv.swap(&fork);
         assert!(model.iter().all(|layer| layer.all().current_seq_len() == kv.current_seq_len()));
     }
@@ -278,14 +278,14 @@ fn tokens_are_filed_by_the_largest_weight_of_equals_the_first() {
             let pages = of[0].pages(1, 0).unwrap().filter(|page| page.id.place == place);
             pages.map(|page| page.tokens).sum::<u32>()
         };
-        // All but the ring's 32 of the 180.
+        // All of the 180 tokens but the ring's 32.
         let filed = [0, 1, 2].map(|expert| kv.sequences(|of| filed(of, Place::Expert(expert))));
         assert_eq!(filed, [49, 50, 49]);
         let held = kv.sequences(|of| {
             let pages = of[0].pages(1, 0).unwrap().filter(|page| page.id.place == Place::Expert(0));
             pages.map(|page| page.last.0).collect::<Vec<u32>>()
         });
-        // Rows 1, 4, 7.. have two weights alike, and go to the first.
+        // Rows 1, 4, 7.. have two equal weights, and are filed by the first.
         assert!(held.iter().all(|last| last % 3 == 1), "{held:?}");
     }
 }

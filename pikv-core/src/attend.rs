@@ -34,11 +34,10 @@
 //! ((b0 + b1) + (b2 + b3)) + b4
 //! ```
 //!
-//! Tokens that a row does not see are skipped, not multiplied by 0, so what lies in their place (NaN included) has no
+//! Tokens that a row does not see are skipped, not multiplied by 0, so the contents of their lanes (NaN included) have no
 //! effect. As `m` is an integer, every later rescale is exact; [`crate::merge`] joins blocks by a fixed tree.
 //!
-//! What a page looks like is the business of a [`Form`]: [`crate::full`] reads pages of single tokens,
-//! [`crate::codec::read`] packed ones.
+//! A [`Form`] reads the pages: [`crate::full`] pages of single tokens, [`crate::codec::read`] packed ones.
 
 pub use crate::warp::BLOCK;
 
@@ -47,21 +46,21 @@ use crate::merge::Partial;
 use crate::warp::{LANES, Shelf, Warp};
 use core::borrow::Borrow;
 
-/// Which positions a query row sees: those from `floor` to `hi` that are at least `lo` or are below `sinks`.
+/// Positions that a query row sees: those from `floor` to `hi` that are at least `lo` or below `sinks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sight {
     /// First position of the store that is read (tokens below it are read elsewhere).
     pub floor: u32,
     /// First position inside the sliding window.
     pub lo: u32,
-    /// Positions below this are seen although they left the window.
+    /// Positions below this stay visible outside the window.
     pub sinks: u32,
-    /// Last position, the row's own for a causal row. Below `floor` nothing is seen.
+    /// Last visible position, the row's own for a causal row. Below `floor` nothing is seen.
     pub hi: i32,
 }
 
 impl Sight {
-    /// Sees nothing.
+    /// A row that sees nothing.
     pub const NONE: Sight = Sight { floor: 0, lo: 0, sinks: 0, hi: -1 };
 
     /// Bit `i` is set if the token at lane `i` is seen; `live` are the lanes of the page that are read.
@@ -83,38 +82,38 @@ pub const fn filled(fill: u32) -> u32 {
     if fill >= LANES as u32 { u32::MAX } else { (1 << fill) - 1 }
 }
 
-/// How the pages of a block are read for `R` query rows.
+/// A page format: reads the pages of a block for `R` query rows.
 pub trait Form<W: Warp, const R: usize> {
     /// Pages of the block, at most [`BLOCK`].
     fn pages(&self) -> usize;
-    /// Rows of lanes that one query row's output takes.
+    /// Rows of lanes for one query row's output.
     fn acc_rows(&self) -> usize;
-    /// Before the first page is read: what the form works in.
+    /// Called before the first page is read: prepares working memory.
     #[inline(always)]
     fn begin(&mut self, w: W) {
         let _ = w;
     }
-    /// Which tokens of page `i` each row sees: bit `t` for the token at lane `t`.
+    /// Tokens of page `i` that each row sees: bit `t` for the token at lane `t`.
     fn seen(&self, w: W, i: usize, sight: &[Sight; R]) -> [u32; R];
     /// Whether the lanes have registers for the scores of two pages at once.
     const PAIRS: bool = false;
-    /// Scores in base 2 of page `i`'s 32 tokens; those of tokens not seen are any value.
+    /// Scores in base 2 of page `i`'s 32 tokens; those of tokens not seen have any value.
     fn scores(&mut self, w: W, i: usize) -> [W::F; R];
-    /// The scores of page `i` and of the next.
+    /// Scores of pages `i` and `i + 1`.
     #[inline(always)]
     fn pair(&mut self, w: W, i: usize) -> [[W::F; R]; 2] {
         [self.scores(w, i), self.scores(w, i + 1)]
     }
     /// Adds `p v` of page `i` to the sums: `acc` is `[R][acc_rows]`. `p` is 0 for tokens not seen.
     fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]);
-    /// After the last page: what is left to do for the sums.
+    /// Called after the last page: completes the sums.
     fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]);
 }
 
-/// What the rows of a block have in common, whatever the form of its pages.
+/// Visibility and cap of the rows of a block, for any page format.
 #[derive(Clone, Copy, Debug)]
 pub struct Looks<const R: usize> {
-    /// What each row sees.
+    /// Positions that each row sees.
     pub sight: [Sight; R],
     /// Logits are capped as `cap * tanh(x / cap)`: the cap in base 2. Queries are then scaled to `x / cap`.
     pub softcap: Option<f32>,
@@ -130,16 +129,16 @@ fn any<const R: usize>(seen: &[u32; R]) -> bool {
     bits != 0
 }
 
-/// What the scores of a block come to, row by row.
+/// Highest scores of a block, row by row.
 struct Tops<W: Warp, const R: usize> {
-    /// The highest of each lane.
+    /// Highest score of each lane.
     top: [W::F; R],
-    /// Tokens that were seen, of any page.
+    /// Lanes with a token seen in any page.
     saw: [u32; R],
 }
 
 impl<W: Warp, const R: usize> Tops<W, R> {
-    /// Takes the scores of page `i` in, and puts what counts of them on the shelf.
+    /// Adds the scores of page `i`, and puts them on the shelf, capped and masked.
     #[inline(always)]
     fn take(
         &mut self,
@@ -159,13 +158,13 @@ impl<W: Warp, const R: usize> Tops<W, R> {
                 s[r] = w.select(w.mask(seen[r]), s[r], none);
             }
             self.saw[r] |= seen[r];
-            // In this order a NaN counts for nothing, so that a row's `m` does not depend on which rows are attended with it.
+            // In this order `max` drops a NaN, so that a row's `m` does not depend on which rows are attended with it.
             self.top[r] = w.max(s[r], self.top[r]);
             shelf.put(w, i, r, s[r]);
         }
     }
 
-    /// The exponent of each row, and what its scores are taken relative to: 0 where that is not finite.
+    /// Exponent of each row, and the value subtracted from its scores: the exponent, or 0 if that is not finite.
     #[inline(always)]
     fn exponents(&self, w: W) -> ([f32; R], [f32; R]) {
         let mut m = [f32::NEG_INFINITY; R];
@@ -185,8 +184,9 @@ impl<W: Warp, const R: usize> Tops<W, R> {
 
 /// Attends `R` query rows over the pages of a block and writes their partial results to rows `row..row + R` of `out`.
 ///
-/// Scores of 2^24 and more, of either sign, are not told apart from an overflow: a row whose scores are all -inf gets `m` =
-/// +inf, one with a NaN an `l` that is NaN and the `m` of its other scores, and the end of the reduction has to look.
+/// Overflow is not checked here but at the end of the reduction, where scores of 2^24 and more, of either sign, count as
+/// overflow ([`crate::rows::sound`]): a row whose scores are all -inf gets `m` = +inf, one with a NaN an `l` that is NaN and
+/// the `m` of its other scores.
 ///
 /// With `raw`, `p` of each row, page and lane is written to `raw[row][page][lane]` (0 for tokens not seen), for the attention
 /// mass.
@@ -241,7 +241,7 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
             if seen[r] != 0 {
                 l[r] = w.add(l[r], p);
             }
-            // Also where this row sees nothing of the page: another row may, and they are weighed together.
+            // Also for a row that sees nothing of the page: rows are weighed together.
             shelf.put(w, i, r, p);
             if let Some(raw) = &mut raw {
                 w.store(p, &mut raw[r][i]);

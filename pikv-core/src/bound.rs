@@ -1,16 +1,16 @@
-//! What the scores of a page cannot exceed, from the extremes of its keys (Quest, arXiv 2406.10774).
+//! Upper bounds on the scores of a page, from the least and largest value of each channel of its keys (Quest, arXiv 2406.10774).
 
 use crate::rope::Rope;
 use crate::warp::{LANES, Warp};
 
-/// Rows of 32 channels of a key of `k_dim`.
+/// Rows of 32 channels that a key of `k_dim` channels takes.
 pub const fn rows(k_dim: u32) -> usize {
     (k_dim as usize).div_ceil(LANES)
 }
 
-/// Widens the extremes of a page by one key: `bounds` is [`rows`] pairs of rows, the least and the most of each channel, at
-/// first +inf and -inf. Lanes past the key's channels become 0. Channels that are turned when they are read have, in the first of a pair, the pair's length and its negative,
-/// and 0 in the second: that holds at any position.
+/// Widens the bounds of a page by one key. `bounds` is [`rows`] pairs of rows, the least and the largest value of each channel, at
+/// first +inf and -inf. Lanes past the key's channels become 0. For a pair of channels that is rotated when read, the first channel
+/// has the pair's length and its negative, and the second 0: that holds at any position.
 ///
 /// # Panics
 /// If `bounds` has fewer rows than the key needs.
@@ -30,17 +30,17 @@ pub fn widen(bounds: &mut [[f32; LANES]], key: &[f32], rope: Option<&Rope>) {
     for (c, x) in key.iter().enumerate().skip(turned) {
         put(c, *x, *x);
     }
-    // An infinity there would make a query's 0 not a number.
+    // An infinity there times a query's 0 would be NaN.
     for c in key.len()..key.len().next_multiple_of(LANES) {
         let (row, lane) = (c / LANES * 2, c % LANES);
         (bounds[row][lane], bounds[row + 1][lane]) = (0.0, 0.0);
     }
 }
 
-/// The query that goes with such bounds, into [`rows`] rows, the padding 0.
+/// Writes the query to compare with such bounds to [`rows`] rows; the padding is 0. A rotated pair becomes its length and 0.
 ///
 /// # Panics
-/// As [`widen`].
+/// If `out` has fewer rows than the query needs.
 pub fn fold(query: &[f32], rope: Option<&Rope>, out: &mut [[f32; LANES]]) {
     out.as_flattened_mut().fill(0.0);
     out.as_flattened_mut()[..query.len()].copy_from_slice(query);
@@ -53,10 +53,10 @@ pub fn fold(query: &[f32], rope: Option<&Rope>, out: &mut [[f32; LANES]]) {
     }
 }
 
-/// Not below the length of a pair, nor of what a rotation in f32 makes of it.
+/// Upper bound on the length of a pair, also after a rotation in f32.
 fn length(x: f32, y: f32) -> f32 {
     let square = f64::from(x) * f64::from(x) + f64::from(y) * f64::from(y);
-    // Square roots of core are not there without std; the iteration of Newton from above never falls below the root.
+    // `core` has no square root without std; Newton's iteration from above never falls below the root.
     let mut root = f64::from(x.abs()) + f64::from(y.abs());
     for _ in 0..6 {
         if root > 0.0 {
@@ -67,8 +67,8 @@ fn length(x: f32, y: f32) -> f32 {
     (root * (1.0 + 1.0 / 1_048_576.0)) as f32
 }
 
-/// `sum_c max(q_c least_c, q_c most_c)`, and a hair more for what rounding may take from it or add to a score: not below the
-/// score of any key that `bounds` was widened by, as attention computes it.
+/// `sum_c max(q_c least_c, q_c most_c)`, plus a margin for rounding: not below the score of any key that widened `bounds`, as
+/// attention computes it.
 #[inline(always)]
 pub fn bound<W: Warp>(w: W, query: &[[f32; LANES]], bounds: &[[f32; LANES]]) -> f32 {
     let (mut sum, mut size) = (w.splat(0.0), w.splat(0.0));

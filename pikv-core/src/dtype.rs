@@ -1,9 +1,9 @@
-//! How a channel of K or V is stored in the 32-bit words of a page.
+//! Number formats of K and V in the 32-bit words of a page.
 
 use crate::warp::Warp;
 use half::{bf16, f16};
 
-/// The stored form of K or V, and what the elements of a tensor of the device are.
+/// Number format of K or V in pages, and of the elements of device tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Dtype {
@@ -16,10 +16,10 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// All forms.
+    /// All dtypes.
     pub const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
-    /// Its index in [`Dtype::ALL`].
+    /// Index in [`Dtype::ALL`].
     pub const fn index(self) -> u32 {
         match self {
             Dtype::F32 => 0,
@@ -41,7 +41,7 @@ impl Dtype {
         32 / self.per_word()
     }
 
-    /// The field's name for it: `f32`, `f16`, `bf16`.
+    /// Usual name: `f32`, `f16`, `bf16`.
     pub const fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "f32",
@@ -50,7 +50,7 @@ impl Dtype {
         }
     }
 
-    /// The largest value of the form: 65504 for f16.
+    /// Largest finite value: 65504 for f16.
     pub const fn largest(self) -> f32 {
         f32::from_bits(match self {
             Dtype::F32 => 0x7f7f_ffff,
@@ -59,12 +59,11 @@ impl Dtype {
         })
     }
 
-    /// The largest magnitude that [`Dtype::encode`] takes, which is a little more than the [largest](Dtype::largest) value where it
-    /// rounds.
+    /// Largest magnitude that [`Dtype::encode`] accepts: slightly above the [largest](Dtype::largest) value if it rounds down to that.
     pub const fn limit(self) -> f32 {
         f32::from_bits(match self {
             Dtype::F32 => 0x7f7f_ffff,
-            // The last before 65520, which is as near to 65536 as to 65504.
+            // The last f32 before 65520, which is halfway between 65504 and 65536.
             Dtype::F16 => 0x477f_efff,
             Dtype::Bf16 => 0x7f7f_7fff,
         })
@@ -87,7 +86,7 @@ impl Dtype {
         finite.then_some(bits)
     }
 
-    /// The value of stored bits.
+    /// Value of stored bits.
     #[inline]
     pub fn decode(self, bits: u32) -> f32 {
         match self {
@@ -102,7 +101,7 @@ impl Dtype {
 #[inline(always)]
 pub(crate) fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
     let bits = w.bits(x);
-    // Half a unit in the last place that stays, less one if that place is even.
+    // Adds half a unit of the last place kept, less one if that place is even.
     let even = |bits, half, odd| w.add_u(w.add_u(bits, w.splat_u(half)), w.and(odd, w.splat_u(1)));
     match dtype {
         Dtype::F32 => bits,
@@ -112,7 +111,7 @@ pub(crate) fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
             let size = w.and(bits, w.splat_u(0x7fff_ffff));
             let rounded = even(size, 0xfff, w.shr::<13>(size));
             let normal = w.shr::<13>(w.sub_u(rounded, w.splat_u(112 << 23)));
-            // The unit of 0.5 is that of f16's subnormals, so the sum rounds as they do.
+            // The unit in the last place of 0.5 is that of f16's subnormals, so the sum rounds as they do.
             let sum = w.add(w.from_bits(size), w.splat(0.5));
             let subnormal = w.sub_u(w.bits(sum), w.splat_u(0.5f32.to_bits()));
             let large = w.ge_i(size, w.splat_u((127 - 14) << 23));
@@ -123,7 +122,7 @@ pub(crate) fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
 
 /// A [`Dtype`] known when the routine is compiled.
 pub trait Element: Copy {
-    /// The same, as a value.
+    /// The dtype as a value.
     const DTYPE: Dtype;
     /// Channels in a word.
     const PER_WORD: usize = Self::DTYPE.per_word() as usize;

@@ -1,4 +1,4 @@
-//! A fixed mix of 64 bits, for what must be spread evenly and come out the same everywhere.
+//! A fixed mix of 64 bits: evenly spread, and the same on every machine.
 
 /// The step between two states of [`next`]: 2^64 over the golden ratio.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -16,7 +16,7 @@ pub const fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// SplitMix64: moves `state` on and gives the next 64 bits.
+/// SplitMix64: advances `state` and returns the next 64 bits.
 #[inline]
 pub const fn next(state: &mut u64) -> u64 {
     let bits = mix(*state);
@@ -24,7 +24,7 @@ pub const fn next(state: &mut u64) -> u64 {
     bits
 }
 
-/// Expert `j` of a token whose experts start at `start`, `stride` apart: `(start + j stride) mod experts`, of at most 65,536 experts.
+/// Expert `j` of a token with first expert `start` and distance `stride`: `(start + j stride) mod experts`, of at most 65,536 experts.
 ///
 /// ```
 /// assert_eq!([0, 1, 2].map(|j| pikv_core::hash::expert(6, j, 3, 8)), [6, 1, 4]);

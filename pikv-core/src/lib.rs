@@ -1,9 +1,9 @@
-//! Everything that the GPU and the CPU of pikv must agree on.
+//! Code that the CPU and the GPU of pikv share.
 //!
 //! A hot routine is written once here, as straight-line code over [`Warp`]: 32 lanes in lock-step. A
 //! device thread is one lane; on a CPU the 32 lanes are a few vectors. Both read the same page layout
-//! ([`page`]), add in the same order ([`attend`], [`merge`]) and round the same way ([`math`]), so that they
-//! return the same bits.
+//! ([`page`]), add in the same order ([`attend`], [`merge`]) and round the same way ([`math`]), so that
+//! their results have the same bits.
 //!
 //! The crate is `no_std`, does not allocate and holds no state.
 #![no_std]

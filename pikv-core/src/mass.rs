@@ -1,47 +1,46 @@
-//! The attention mass of a page, by lanes: what a host sums up on one thread, for a device that keeps the weights. The bits are the
-//! same.
+//! Attention mass of a page, by lanes, for a device that keeps the weights. The bits are those of the host's sum on one thread.
 
 use crate::math::exp2i;
 use crate::warp::{BLOCK, LANES, Warp};
 
-/// f32 that a block's weights take for each row: those of [`BLOCK`] pages, as `attend_block` gives them, and the block's exponent.
+/// f32 per row of a block's weights: the weights of [`BLOCK`] pages, as `attend_block` returns them, and the block's exponent.
 pub const ROW: usize = BLOCK * LANES + 1;
 
-/// Rows whose weights lie together: `width` rows in every block, at `raw + block * width * ROW`. First the weights `[width][BLOCK]`
-/// rows of lanes, then the exponents.
+/// Rows whose weights are stored together: `width` rows in every block, at `raw + block * width * ROW`. First the weights
+/// `[width][BLOCK]` rows of lanes, then the exponents.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// Rows.
+    /// Number of rows.
     pub width: usize,
-    /// Of the block that has the page.
+    /// Weights and exponents of the block that has the page.
     pub raw: &'a [f32],
-    /// Exponents of the rows' whole results.
+    /// Exponents of the rows' merged results.
     pub m: &'a [f32],
-    /// Sums of the rows' whole results.
+    /// Sums of the rows' merged results.
     pub l: &'a [f32],
 }
 
-/// Adds up a page's weights, row by row, of `group` rows a token.
+/// Sums a page's weights, row by row, with `group` rows per token.
 #[derive(Clone, Copy, Debug)]
 pub struct PageSum<F> {
-    /// Of the tokens so far.
+    /// Sum over the tokens so far.
     all: F,
-    /// Of the rows so far of a token.
+    /// Sum over the rows so far of the current token.
     sum: F,
     /// Rows since the last token ended.
     rows: u32,
-    /// Tokens so far.
+    /// The current token.
     token: u32,
 }
 
 impl<F: Copy> PageSum<F> {
-    /// Goes on from `all`; the next row is the first of `token`.
+    /// Continues from `all`; the next row is the first of `token`.
     #[inline(always)]
     pub fn new<W: Warp<F = F>>(w: W, all: F, token: u32) -> Self {
         PageSum { all, sum: w.splat(0.0), rows: 0, token }
     }
 
-    /// Takes the rows of page `page` of its block; tokens in `from..to` count.
+    /// Adds the rows of page `page` of its block; only tokens in `from..to` count.
     ///
     /// # Panics
     /// If a slice is too short.

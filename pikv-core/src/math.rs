@@ -1,9 +1,9 @@
 //! Elementary functions over lanes, and over one f32 that all lanes share.
 //!
-//! Own polynomials (minimax, fitted for this crate), evaluated by fused multiply-adds in one order, so that a CPU
-//! and a device agree to the bit. Results below 2^-126 are flushed to +0; subnormal *arguments* are taken at
-//! their value. The stated errors were found over every f32 there is; the tests try some at every exponent each time,
-//! and all of them when asked to (`--ignored`).
+//! Polynomials of this crate (minimax), evaluated by fused multiply-adds in one order, so that a CPU
+//! and a device agree to the bit. Results below 2^-126 are flushed to +0; subnormal *arguments* keep
+//! their value. The stated errors are the largest over all f32; the tests try some f32 at every exponent,
+//! and all of them with `--ignored`.
 
 use crate::portable::Portable;
 use crate::warp::Warp;
@@ -37,7 +37,7 @@ fn horner<W: Warp>(w: W, c: &[f32], x: W::F) -> W::F {
 #[inline(always)]
 fn upper<W: Warp>(w: W, x: W::F, top: f32, y: W::F) -> W::F {
     let below = w.lt(x, w.splat(top));
-    // What is neither below nor at the top is NaN, and x + x keeps that; at the top it need not be inf yet.
+    // The rest is NaN, which x + x keeps, or at least `top`, where x + x may still be finite.
     let rest = w.select(w.lt(w.splat(1.0), x), w.splat(f32::INFINITY), w.add(x, x));
     w.select(below, y, rest)
 }
@@ -49,7 +49,7 @@ pub fn exp2_nonpos<W: Warp>(w: W, x: W::F) -> W::F {
     let shifted = w.add(y, w.splat(MAGIC));
     let f = w.sub(y, w.sub(shifted, w.splat(MAGIC)));
     let y = scale(w, horner(w, &EXP2_POLY, f), shifted);
-    // `scale` makes some number of a NaN, and not the same one of a device's NaN as of a CPU's.
+    // `scale` turns a NaN into a number, which differs between a device's NaN and a CPU's.
     let y = w.select(w.lt(x, w.splat(128.0)), y, x);
     w.select(w.lt(x, w.splat(-126.0)), w.splat(0.0), y)
 }
@@ -118,7 +118,7 @@ pub fn ln<W: Warp>(w: W, x: W::F) -> W::F {
     let finite = w.lt(x, w.splat(f32::INFINITY));
     let negative = w.lt(x, zero);
     let edge = w.select(negative, w.splat(f32::NAN), w.splat(f32::NEG_INFINITY));
-    // x != x leaves both comparisons false with `finite` false too.
+    // For NaN and inf `finite` is false, and x + x keeps both.
     let edge = w.select(finite, edge, w.add(x, x));
     w.select(w.and_m(positive, finite), t, edge)
 }

@@ -1,8 +1,8 @@
-//! Joining partial results: the fixed tree over blocks, and the end of it.
+//! Merges partial results in a fixed tree over blocks, and computes the output.
 //!
-//! Leaf `i` of a run of blocks is leaf `i` of a perfect binary tree; leaves that do not exist are the identity (nothing
+//! Leaf `i` of a run of blocks is leaf `i` of a perfect binary tree; missing leaves are the identity (nothing
 //! seen). So the tree does not change its shape when the run grows, and any aligned power-of-two range of leaves
-//! can be reduced apart from the rest: a split, a thread or a device takes whole subtrees.
+//! can be reduced separately: a split, a thread or a device takes whole subtrees.
 
 use crate::math;
 use crate::page::Layout;
@@ -11,8 +11,8 @@ use crate::warp::{LANES, Warp};
 
 /// Partial results of some query rows: for each row an exponent, a sum, and `acc_rows` rows of lanes.
 ///
-/// Of full pages, lane `i` of acc row `col * PER_WORD + j` is channel `(col * 32 + i) * PER_WORD + j` of the output; of packed
-/// ones, [`Packed::acc_rows`](crate::codec::packed::Packed::acc_rows) says.
+/// For full pages, lane `i` of acc row `col * PER_WORD + j` is channel `(col * 32 + i) * PER_WORD + j` of the output; for packed
+/// ones see [`Packed::acc_rows`](crate::codec::packed::Packed::acc_rows).
 #[derive(Debug)]
 pub struct Partial<'a> {
     /// Exponent of each row; -inf where nothing was seen.
@@ -24,7 +24,7 @@ pub struct Partial<'a> {
 }
 
 impl<'a> Partial<'a> {
-    /// f32 that a partial result of `rows` rows takes, of `acc_rows` rows of lanes each.
+    /// f32 in a partial result of `rows` rows with `acc_rows` rows of lanes each.
     pub const fn len(rows: usize, acc_rows: u32) -> usize {
         rows * (2 + acc_rows as usize * LANES)
     }
@@ -60,7 +60,7 @@ impl<'a> Partial<'a> {
     }
 }
 
-/// `left = left + right`, row by row, `left` being the lower leaves.
+/// `left = left + right`, row by row; `left` has the lower leaves.
 #[inline(always)]
 pub fn merge<W: Warp>(w: W, left: &mut Partial<'_>, right: &Partial<'_>) {
     let rows = left.m.len();
@@ -95,7 +95,7 @@ pub fn merge<W: Warp>(w: W, left: &mut Partial<'_>, right: &Partial<'_>) {
     }
 }
 
-/// Output of one row: `out = acc / l` (`v_dim` channels), and the natural log-sum-exp of its scores.
+/// Writes the output of one row, `out = acc / l` (`v_dim` channels), and returns the natural log-sum-exp of its scores.
 /// A row that saw nothing gets zeros and -inf.
 #[inline(always)]
 pub fn finish<W: Warp>(

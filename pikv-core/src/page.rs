@@ -5,8 +5,8 @@
 //! [k_dim / V][32] words      K: lane = token; a row is 128 contiguous bytes, a dot product crosses no lanes
 //! [32][v_dim / V'] words     V: token-major; lane = word of the row
 //! ```
-//! V and V' are the channels in a word, K and V chosen apart. Rows of V are padded to 8 words (a 32-byte sector of a
-//! device, a vector of a CPU); the padding is counted by every figure of bytes.
+//! V and V' are the channels in a word of K and of V, whose dtypes may differ. Rows of V are padded to 8 words (a 32-byte
+//! sector of a device, a vector of a CPU); every figure of bytes includes the padding.
 
 use crate::dtype::{Dtype, encode};
 use crate::portable::Portable;
@@ -16,18 +16,18 @@ use core::fmt;
 /// Tokens of a page.
 pub const PAGE: u32 = LANES as u32;
 
-/// The position of a token that is not there.
+/// Position word of a lane without a token.
 pub const NO_POSITION: u32 = u32::MAX;
 
-/// The largest K or V width of a head.
+/// Largest head_dim of K or V.
 pub const MAX_DIM: u32 = 256;
 
-/// Absolute index of a token in its sequence, counted from 0. It only grows, whatever is retained.
+/// Absolute index of a token in its sequence, counted from 0. Evictions do not change it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Position(pub u32);
 
 impl Position {
-    /// Positions end here: they are compared as signed words.
+    /// Upper limit of positions: they are compared as signed words.
     pub const MAX: Position = Position(i32::MAX as u32 - 1);
 }
 
@@ -38,11 +38,11 @@ impl fmt::Display for Position {
     }
 }
 
-/// How many tokens are held; not a position.
+/// Number of tokens held; not a position.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Resident(pub u32);
 
-/// Where a token lies: a tile and the lane in it; not a position.
+/// Place of a token: a tile (page) and the lane in it; not a position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot {
     /// Page of the run that holds the token.
@@ -58,10 +58,10 @@ impl From<Position> for Slot {
     }
 }
 
-/// A value that its dtype cannot hold: not finite, or not once rounded.
+/// A value that its dtype cannot hold: infinite or NaN, before or after rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Unstorable {
-    /// Whether it is of the key, else of the value.
+    /// True for a channel of the key, false for a channel of the value.
     pub key: bool,
     /// Channel of the row.
     pub channel: u32,
@@ -69,7 +69,7 @@ pub struct Unstorable {
     pub value: f32,
 }
 
-/// Widths and dtypes of one head's pages, from which every address follows. `k_dim` and `v_dim` are 1 to 256.
+/// Widths and dtypes of one head's pages; they determine every address. `k_dim` and `v_dim` are 1 to 256.
 ///
 /// ```
 /// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout}; }
@@ -81,13 +81,13 @@ pub struct Unstorable {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Layout {
-    /// Channels of a key.
+    /// Channels of a key: its head_dim.
     pub k_dim: u32,
-    /// Channels of a value.
+    /// Channels of a value: its head_dim.
     pub v_dim: u32,
-    /// Stored form of K.
+    /// Dtype of stored keys.
     pub k: Dtype,
-    /// Stored form of V.
+    /// Dtype of stored values.
     pub v: Dtype,
 }
 
@@ -95,13 +95,13 @@ impl Layout {
     /// First word of K.
     pub const K_BASE: u32 = PAGE;
 
-    /// Keys and values of `dim` channels of `dtype`.
+    /// Layout of keys and values of `dim` channels of `dtype`.
     #[inline(always)]
     pub const fn new(dim: u32, dtype: Dtype) -> Layout {
         Layout { k_dim: dim, v_dim: dim, k: dtype, v: dtype }
     }
 
-    /// The same with values of `v_dim` channels of `v`.
+    /// This layout with values of `v_dim` channels of `v`.
     ///
     /// ```
     /// # mod pikv { pub use pikv_core::{dtype::Dtype, page::Layout}; }
@@ -115,32 +115,32 @@ impl Layout {
         Layout { v_dim, v, ..self }
     }
 
-    /// Rows of 32 words that K takes.
+    /// Rows of 32 words that K takes in a page.
     pub const fn k_rows(&self) -> u32 {
         self.k_dim.div_ceil(self.k.per_word())
     }
 
-    /// Channels of those rows: `k_dim` and what fills its last word.
+    /// Channels of K's rows: `k_dim` rounded up to whole words.
     pub const fn k_channels(&self) -> u32 {
         self.k_rows() * self.k.per_word()
     }
 
-    /// Words of a value that hold channels.
+    /// Words of a value, without padding.
     pub const fn v_words(&self) -> u32 {
         self.v_dim.div_ceil(self.v.per_word())
     }
 
-    /// Words from one token's value to the next.
+    /// Words of a value, padding included: the distance from one token's value to the next.
     pub const fn v_stride(&self) -> u32 {
         self.v_words().next_multiple_of(8)
     }
 
-    /// Groups of 32 words that a value is read in.
+    /// Groups of 32 words in a value; the last may be partial.
     pub const fn v_cols(&self) -> u32 {
         self.v_words().div_ceil(PAGE)
     }
 
-    /// Rows of 32 f32 that hold one query row's output while it is summed: one for each channel of each group of words.
+    /// Rows of 32 f32 in which one query row's output is summed: one for each channel of a word, for each group of words.
     pub const fn acc_rows(&self) -> u32 {
         self.v_cols() * self.v.per_word()
     }
@@ -160,7 +160,7 @@ impl Layout {
         self.words() as u64 * 4
     }
 
-    /// First word of page `page` in an arena of such pages.
+    /// First word of page `page` in an arena of pages of this layout.
     pub const fn page_word(&self, page: u64) -> u64 {
         page * self.words() as u64
     }
@@ -178,7 +178,7 @@ impl Layout {
     /// Writes one token. `key` has `k_dim` channels, `value` `v_dim`; `words` is the page.
     ///
     /// # Errors
-    /// The first value that its dtype cannot hold, K before V; the lane is then undefined, and not to be read.
+    /// [`Unstorable`]: the first value that its dtype cannot hold, K before V. Nothing is written then.
     ///
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
@@ -206,10 +206,10 @@ impl Layout {
         Ok(())
     }
 
-    /// Whether [`Layout::write`] would take the values.
+    /// Checks that [`Layout::write`] would accept the values.
     ///
     /// # Errors
-    /// The first value that its dtype cannot hold, K before V.
+    /// [`Unstorable`]: the first value that its dtype cannot hold, K before V.
     ///
     /// # Panics
     /// If a slice is too short.
@@ -234,7 +234,7 @@ impl Layout {
         target[rows + to * stride..][..stride].copy_from_slice(&source[rows + from * stride..][..stride]);
     }
 
-    /// Position of the token at `lane`.
+    /// Position of the token at `lane`; `None` if the lane is empty.
     pub fn position(&self, words: &[u32], lane: u32) -> Option<Position> {
         let p = words[lane as usize];
         (p != NO_POSITION).then_some(Position(p))
@@ -259,10 +259,10 @@ impl Layout {
     }
 }
 
-/// Whether a dtype holds every value of a row; if not, the first channel that it does not, and its value.
+/// Checks that a dtype holds every value of a row. The error has the first channel that it does not hold, and its value.
 fn fits(dtype: Dtype, row: &[f32]) -> Result<(), (u32, f32)> {
-    // Rounding keeps order, and what is not finite is the largest: if the dtype holds that one, it holds all.
-    // Without the sign they order as signed integers do, whose maximum takes the fewest instructions.
+    // Rounding keeps order, and the bits of infinities and NaN are the largest: if the dtype holds the largest magnitude, it holds all.
+    // Without the sign, bits order as signed integers; their maximum takes the fewest instructions.
     let size = |x: &f32| (x.to_bits() & 0x7fff_ffff) as i32;
     let most = row.iter().map(size).fold(0, i32::max);
     if dtype.encode(f32::from_bits(most as u32)).is_some() {
@@ -272,8 +272,8 @@ fn fits(dtype: Dtype, row: &[f32]) -> Result<(), (u32, f32)> {
     beyond.map_or(Ok(()), |(channel, x)| Err((channel, *x)))
 }
 
-/// Channels that a dtype holds to words, the first channel in the low bits; a last word that is not full has zeros. `put` gets 32 words
-/// at a time, or what is left, and the index of the first.
+/// Packs channels into words, the first channel in the low bits; a partial last word is filled with zeros. `put` gets up to 32
+/// words at a time, and the index of the first.
 #[inline]
 fn pack(dtype: Dtype, row: &[f32], mut put: impl FnMut(usize, &[u32])) {
     let n = dtype.per_word() as usize;

@@ -1,4 +1,4 @@
-//! Bytes of a cache, for the planner and the allocator alike.
+//! Bytes of a cache, for the planner and the allocator.
 
 use crate::codec::packed::Packed;
 use crate::dtype::Dtype;
@@ -29,13 +29,13 @@ pub struct LayerShape {
     pub layout: Layout,
     /// Sliding window: a row sees itself and the `window - 1` tokens before it, and the sinks.
     pub window: Option<u32>,
-    /// Set where keys are stored before their rotation and turned as they are read; queries then come unrotated too.
+    /// Set if keys are stored before their rotation and rotated when read; queries are then given unrotated too.
     pub rope: Option<Rope>,
 }
 
 impl LayerShape {
-    /// A layer whose keys and values have `head_dim` channels of `dtype`, without a window or a rotation. `query_heads` is a
-    /// multiple of `kv_heads`. A cache checks the numbers, not this.
+    /// A layer whose keys and values have `head_dim` channels of `dtype`, without a window or a rotation. `query_heads` must be a
+    /// multiple of `kv_heads`: not checked here, but by the cache.
     #[inline(always)]
     pub const fn new(kv_heads: u32, query_heads: u32, head_dim: u32, dtype: Dtype) -> LayerShape {
         LayerShape::with_layout(kv_heads, query_heads, Layout::new(head_dim, dtype))
@@ -47,63 +47,63 @@ impl LayerShape {
         LayerShape { kv_heads, query_heads, layout, window: None, rope: None }
     }
 
-    /// The same with values of `v_dim` channels of `v`: [`Layout::values`].
+    /// This shape with values of `v_dim` channels of `v`: [`Layout::values`].
     pub const fn values(mut self, v_dim: u32, v: Dtype) -> LayerShape {
         self.layout = self.layout.values(v_dim, v);
         self
     }
 
-    /// The same with a sliding window, or with `None` without one.
+    /// This shape with a sliding window, or with `None` without one.
     pub fn window(mut self, window: impl Into<Option<u32>>) -> LayerShape {
         self.window = window.into();
         self
     }
 
-    /// The same with keys stored before their rotation, or with `None` as they come.
+    /// This shape with keys stored before their rotation, or with `None` stored as given.
     pub fn rope(mut self, rope: impl Into<Option<Rope>>) -> LayerShape {
         self.rope = rope.into();
         self
     }
 
-    /// Query heads a KV head.
+    /// Query heads per KV head.
     ///
     /// # Panics
-    /// If there are no KV heads; a cache refuses those.
+    /// If `kv_heads` is 0; a cache rejects such a shape.
     pub const fn group(&self) -> u32 {
         self.query_heads / self.kv_heads
     }
 }
 
-/// What decides how many pages a sequence takes.
+/// Ring, sinks and experts: they decide how many pages a sequence takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreShape {
-    /// The ring.
+    /// The ring: its window and its slack for rollback.
     pub ring: Ring,
-    /// First positions, filed apart: seen from every window, and not dropped when it moves on.
+    /// Number of sinks: the first positions, in pages of their own, visible from every window and never dropped.
     pub sinks: u32,
-    /// Experts that tokens are filed by.
+    /// Number of experts that tokens are filed under.
     pub experts: u32,
 }
 
 impl StoreShape {
-    /// A store with this ring, that files its first `sinks` tokens apart and the others by `experts` experts.
+    /// A store with this ring, `sinks` sinks, and the other tokens filed by `experts` experts.
     pub const fn new(ring: Ring, sinks: u32, experts: u32) -> StoreShape {
         StoreShape { ring, sinks, experts }
     }
 
-    /// Whether a token that leaves the ring of `layer` is filed; in a layer whose window is no longer than the ring nobody
-    /// will see it again, unless it is a sink.
+    /// Whether a token that leaves the ring of `layer` is filed. In a layer whose window is no longer than the ring only sinks are:
+    /// no later row sees the other tokens.
     pub fn files(&self, layer: &LayerShape, position: u32) -> bool {
         position < self.sinks || layer.window.is_none_or(|w| w > self.ring.window())
     }
 
-    /// Pages that `tokens` more tokens of a run take, where its last page has room for `room`.
+    /// Pages that `tokens` more tokens of a run need if its last page has room for `room`.
     pub const fn run_pages(tokens: u32, room: u32) -> u64 {
         tokens.saturating_sub(room).div_ceil(PAGE) as u64
     }
 
-    /// Pages of one head of `layer` at `len` tokens, of which `filed[e]` lie in the pages of expert `e`.
+    /// Pages of one head of `layer` at `len` tokens, of which `filed[e]` are in the pages of expert `e`.
     pub fn pages_at(&self, len: u32, filed: impl IntoIterator<Item = u32>) -> u64 {
         let sinks = self.ring.left(len).min(self.sinks);
         let pool: u64 = filed.into_iter().map(|n| Self::run_pages(n, 0)).sum();
@@ -133,9 +133,9 @@ impl StoreShape {
         u64::from(layer.kv_heads) * self.head_bytes_at(layer, None, len, filed)
     }
 
-    /// Bytes of one KV head of one layer at `len` tokens, whose codec packs pages as `packed` says.
+    /// Bytes of one KV head of one layer at `len` tokens. `packed` is the page format of its codec, `None` for full pages.
     ///
-    /// To the byte, as long as no 32 tokens of an expert span more than 65,536 positions; those that do take a packed page more.
+    /// Exact if no 32 tokens of an expert span more than 65,536 positions; each 32 that do need one more packed page.
     pub fn head_bytes_at(
         &self,
         layer: &LayerShape,
@@ -161,21 +161,21 @@ impl StoreShape {
         bytes
     }
 
-    /// The most bytes that one layer holds at `len` tokens, whatever the router chose. A step needs more on its way there: the
-    /// pages it fills before it gives others back, and those it copies from forks.
+    /// Most bytes that one layer holds at `len` tokens, for any routing. A step needs more while it runs: pages that it fills before
+    /// it frees others, and copies of pages shared with forks.
     pub fn bytes_at_most(&self, layer: &LayerShape, len: u32) -> u64 {
         u64::from(layer.kv_heads) * self.head_bytes_at_most(layer, None, len)
     }
 
-    /// The most bytes that one KV head of one layer holds at `len` tokens, whatever the router chose, with its codec's pages.
+    /// Most bytes that one KV head of one layer holds at `len` tokens, for any routing, with its codec's pages.
     pub fn head_bytes_at_most(&self, layer: &LayerShape, packed: Option<&Packed>, len: u32) -> u64 {
         let left = self.ring.left(len);
         let sinks = left.min(self.sinks);
         let filed = if self.files(layer, u32::MAX) { left - sinks } else { 0 };
         let gone = layer.window.map_or(0, |w| len.saturating_sub(w.saturating_add(self.ring.slack())));
         let seen = filed.min(left.saturating_sub(gone.max(self.sinks)));
-        // Every expert has a last page, full or not, which stays even if all of it left the window: an expert may go quiet.
-        // With a window, another page of it may hold a single token that is still seen.
+        // Every expert keeps its last page, full or not, even if all its tokens left the window: it may get no more tokens.
+        // With a window, one more page of the expert may hold a single visible token.
         let open = filed.min(self.experts);
         let pool = if seen == filed {
             open + (filed - open) / PAGE
@@ -189,7 +189,7 @@ impl StoreShape {
             + match packed {
                 None => u64::from(pool) * full,
                 Some(packed) => {
-                    // Pages that are packed and can still be opened again; those packed early.
+                    // `originals`: full pages kept beside their packed form for rollback. `wide`: pages packed before they are full.
                     let originals = filed.min(self.ring.slack()).min(filed / PAGE + self.experts);
                     let wide = u64::from(self.experts) * u64::from(left >> 16);
                     u64::from(open) * full.max(packed.bytes())
@@ -200,18 +200,18 @@ impl StoreShape {
     }
 }
 
-/// Tokens that lie in the pages of one expert.
+/// Tokens in the pages of one expert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Filed {
-    /// All of them.
+    /// Number of tokens.
     pub tokens: u32,
-    /// Those among them that can still be taken back: of positions that the ring keeps for rollback.
+    /// Tokens that a rollback can still remove: those at positions that the ring keeps for rollback.
     pub recent: u32,
 }
 
 impl Filed {
-    /// The same of which the last `recent` can still be taken back.
+    /// These tokens, of which a rollback can still remove the last `recent`.
     pub const fn recent(mut self, recent: u32) -> Filed {
         self.recent = recent;
         self
@@ -219,7 +219,7 @@ impl Filed {
 }
 
 impl From<u32> for Filed {
-    /// Tokens that cannot be taken back, as in a cache without rollback.
+    /// Tokens that no rollback can remove, as in a cache without rollback.
     fn from(tokens: u32) -> Filed {
         Filed { tokens, recent: 0 }
     }

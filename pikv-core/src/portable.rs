@@ -1,4 +1,4 @@
-//! Lanes as plain arrays: the form that runs everywhere and that the others are held against.
+//! Lanes as plain arrays: they run everywhere, and are the reference for the other lanes.
 
 use crate::warp::{Kept, LANES, ROUND, Routine, Warp};
 use core::array::from_fn;
@@ -7,7 +7,7 @@ use core::array::from_fn;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Portable;
 
-/// `a * b + c` rounded once. The two ways to it give the same bits.
+/// `a * b + c` rounded once. Both implementations give the same bits.
 #[inline(always)]
 pub(crate) fn fma(a: f32, b: f32, c: f32) -> f32 {
     #[cfg(feature = "std")]
@@ -20,7 +20,7 @@ pub(crate) fn fma(a: f32, b: f32, c: f32) -> f32 {
 fn fma_lanes(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANES] {
     #[cfg(all(feature = "std", target_arch = "x86_64"))]
     if std::arch::is_x86_feature_detected!("fma") {
-        // SAFETY: the processor has what the function enables.
+        // SAFETY: `fma_x86` needs the feature `fma`, which the line above found on this processor.
         return unsafe { fma_x86(a, b, c) };
     }
     from_fn(|i| fma(a[i], b[i], c[i]))
@@ -37,8 +37,8 @@ fn fma_x86(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANES]
     out
 }
 
-// Operations are functions of their own: inlined, the 32 lanes of each are unrolled into every kernel, which is most of what a build of
-// the kernels takes.
+// Operations are functions of their own: inlined, the 32 lanes of each would be unrolled into every kernel, and take most of the
+// kernels' build time.
 impl Warp for Portable {
     type F = [f32; LANES];
     type U = [u32; LANES];

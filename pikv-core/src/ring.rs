@@ -1,4 +1,4 @@
-//! The ring: the newest tokens of a sequence, and the rules by which one leaves it.
+//! The ring: the newest tokens of a sequence, and when they leave it.
 //!
 //! Pure arithmetic on positions, shared by host and device. A token at position `p` lies in tile `p / 32`, lane
 //! `p % 32`, whatever the capacity, so the order in which a ring is read does not depend on when it wrapped.
@@ -22,17 +22,17 @@ impl Ring {
         Some(Ring { window, slack })
     }
 
-    /// Tokens that a row finds in the ring, itself included.
+    /// Tokens of the ring that a row sees, itself included.
     pub const fn window(&self) -> u32 {
         self.window
     }
 
-    /// Tokens by which a sequence can be taken back.
+    /// Largest rollback of a sequence, in tokens.
     pub const fn slack(&self) -> u32 {
         self.slack
     }
 
-    /// Of a sequence of `len` tokens, how many have left the ring: positions `0..left(len)`.
+    /// Tokens that have left the ring of a sequence of `len` tokens: positions `0..left(len)`.
     pub const fn left(&self, len: u32) -> u32 {
         len.saturating_sub(self.window)
     }

@@ -1,19 +1,19 @@
 //! Rotary positions (arXiv 2104.09864) for keys that are stored before the rotation.
 //!
-//! A key that is stored as it left its projection can be read at any position; the rotation is done in the lanes
-//! while the page is read, from a table of cosines and sines that both sides share.
+//! A key that is stored unrotated can be read at any position. The lanes rotate it while they read the page, from a
+//! table of cosines and sines that host and device share.
 
-/// Which channels a rotation turns together.
+/// Pairing of the channels that a rotation turns together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Pairs {
-    /// `i` with `i + rotary_dim / 2`, as Hugging Face's Llama and Mixtral do.
+    /// `i` with `i + rotary_dim / 2`, as in Hugging Face's Llama and Mixtral.
     Halves,
-    /// `2 i` with `2 i + 1`, as GPT-J does.
+    /// `2 i` with `2 i + 1`, as in GPT-J.
     Neighbours,
 }
 
-/// Parameters of a rotation of queries and keys by their position, where keys are stored unrotated.
+/// Parameters of a rotation of queries and keys by their position, for layers that store keys unrotated.
 ///
 /// ```
 /// # mod pikv { pub use pikv_core::{dtype::Dtype, plan::LayerShape, rope::Rope}; }
@@ -29,21 +29,21 @@ pub enum Pairs {
 pub struct Rope {
     /// Base of the frequencies, at least 1: pair `i` turns by `theta^(-2 i / rotary_dim)` a position.
     pub theta: f64,
-    /// Channels that turn, the first of the head; the others pass. Even, at most `k_dim`.
+    /// Number of channels that are rotated, the first of the head; the others are left as they are. Even, at most `k_dim`.
     pub rotary_dim: u32,
-    /// Which channels turn together.
+    /// Pairing of the channels.
     pub pairs: Pairs,
 }
 
 impl Rope {
-    /// A rotation of the first `rotary_dim` channels in [`Pairs::Halves`]: `rope_theta` of `config.json`, and `head_dim`, or the
-    /// part of it that `partial_rotary_factor` says.
+    /// A rotation of the first `rotary_dim` channels in [`Pairs::Halves`]. `theta` is `rope_theta` of `config.json`; `rotary_dim` is
+    /// `head_dim`, times `partial_rotary_factor` if there is one.
     #[inline(always)]
     pub const fn new(theta: f64, rotary_dim: u32) -> Rope {
         Rope { theta, rotary_dim, pairs: Pairs::Halves }
     }
 
-    /// The same with other channels that turn together.
+    /// This rotation with another pairing of channels.
     #[inline(always)]
     pub const fn pairs(self, pairs: Pairs) -> Rope {
         Rope { pairs, ..self }
@@ -62,7 +62,7 @@ impl Rope {
 /// A rotation with its table.
 #[derive(Clone, Copy, Debug)]
 pub struct Rotation<'a> {
-    /// The parameters.
+    /// Parameters of the rotation.
     pub rope: Rope,
     /// `[rotary_dim / 2][2][capacity]`: for each pair the cosines of positions 0.., then the sines.
     pub table: &'a [f32],
@@ -82,7 +82,7 @@ impl Rotation<'_> {
         (pair[position as usize], pair[n + position as usize])
     }
 
-    /// Rotates one row in place, in the arithmetic that pages are read with.
+    /// Rotates one row in place, with the arithmetic of page reads.
     pub fn rotate(&self, row: &mut [f32], position: u32) {
         for i in 0..self.rope.rotary_dim as usize / 2 {
             let (a, b) = self.rope.pair(i);

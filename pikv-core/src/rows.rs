@@ -1,12 +1,12 @@
-//! Rows of a call, by lanes, for a device that holds them: queries put into the bundles that blocks read, and what a host would
-//! refuse of a row. The bits are those of the host's loops.
+//! Query rows of a call, by lanes, for a device that holds them: [`bundle`] writes queries as blocks read them, [`beyond`] and
+//! [`sound`] find rows that a host would reject. The bits are those of the host's loops.
 
 use crate::rope::Rotation;
 use crate::tensor::{Row, size};
 use crate::warp::{LANES, Warp, shifted_left};
 
-/// Writes query `q`, turned to a position if there is one and times `factor`, to row `row` of a bundle, `[channels][width]`; 0 in the
-/// channels that it does not have.
+/// Writes query `q` times `factor` to row `row` of a bundle, `[channels][width]`, rotated to a position if one is given. Channels
+/// past the query's get 0.
 ///
 /// # Panics
 /// If the bundle is not whole rows, or the position lies outside the table.
@@ -31,7 +31,7 @@ pub fn bundle<W: Warp>(
     }
 }
 
-/// [`Rotation::rotate`], a lane a pair, and the product.
+/// [`Rotation::rotate`] with one pair per lane, then the product with `factor`.
 #[inline(always)]
 fn rotate<W: Warp>(
     w: W,
@@ -45,7 +45,7 @@ fn rotate<W: Warp>(
     let Rotation { rope, table, capacity } = *rotation;
     let pairs = rope.rotary_dim as usize / 2;
     assert!(position < capacity);
-    // How far channels lie apart that turn together, and from one pair to the next.
+    // Distance between the two channels of a pair, and from one pair to the next.
     let (apart, step) = (rope.pair(0).1, rope.pair(1).0);
     let end = (pairs - 1) * step * width + 1;
     for first in (0..pairs).step_by(LANES) {
@@ -63,7 +63,7 @@ fn rotate<W: Warp>(
     }
 }
 
-/// Elements of a row, 0 past its end.
+/// Elements of a row at `index`; 0 past its end.
 #[inline(always)]
 pub(crate) fn part<W: Warp>(w: W, row: impl Row<W>, index: W::U) -> W::F {
     let inside = w.ge_i(w.splat_u(row.count() as u32 - 1), index);
@@ -71,7 +71,7 @@ pub(crate) fn part<W: Warp>(w: W, row: impl Row<W>, index: W::U) -> W::F {
     w.select(inside, row.gather(w, at), w.splat(0.0))
 }
 
-/// The first channel of a row that is not a number, or of a larger magnitude than `limit`, which is finite; and its value.
+/// First channel of a row that is NaN or of a larger magnitude than `limit`, which must be finite; and its value.
 #[inline(always)]
 pub fn beyond<W: Warp>(w: W, row: impl Row<W>, limit: f32) -> Option<(u32, f32)> {
     for first in (0..row.count()).step_by(LANES) {
@@ -85,10 +85,10 @@ pub fn beyond<W: Warp>(w: W, row: impl Row<W>, limit: f32) -> Option<(u32, f32)>
     None
 }
 
-/// Scores from here on differ by less than f32 resolves, or have overflowed.
+/// Scores of this magnitude and more differ by less than f32 resolves, or have overflowed.
 pub const TOP_SCORE: f32 = 16_777_216.0;
 
-/// Whether exponent, sum and output of a row are those of scores that f32 holds.
+/// Whether a row's exponent, sum and output come from scores that f32 holds.
 #[inline(always)]
 pub fn sound<W: Warp>(w: W, m: f32, l: f32, out: &[f32]) -> bool {
     m == f32::NEG_INFINITY || (m.abs() < TOP_SCORE && l.is_finite() && beyond(w, out, f32::MAX).is_none())
@@ -102,7 +102,7 @@ mod tests {
     use crate::portable::Portable;
     use crate::rope::{Pairs, Rope};
 
-    /// The host's loop: turned in place, then scaled, channel by channel.
+    /// The host's loop: rotated in place, then scaled, channel by channel.
     fn plain(
         q: &[f32],
         turn: Option<(&Rotation<'_>, u32)>,

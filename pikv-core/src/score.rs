@@ -1,23 +1,22 @@
 //! Scoring of experts and top-k: from a token's logits to its experts and their weights.
 //!
-//! A token's experts lie 32 to a row of lanes, `R` rows: expert `e` is lane `e % 32` of row `e / 32`. Which of the lanes
-//! take part is one word of bits a row, the same in all lanes, so padding and experts that were already taken are no
-//! special values.
+//! A token's experts take `R` rows of 32 lanes: expert `e` is lane `e % 32` of row `e / 32`. One word of bits per row, the same
+//! in all lanes, marks the live lanes; padding and experts already chosen are cleared bits, not special values.
 //!
 //! The score is `logit - bias` with `bias = alpha (mu - mean mu) + lambda ln(1 + m) + beta h`, which [`penalties`] adds up in that
-//! order, then held within `±cap`. No part of it depends on the token that is ranked. Sums go row by row within a lane, then by a
-//! butterfly. Logits must be finite; whoever calls has checked that.
+//! order, clamped to `±cap`. The bias does not depend on the token that is ranked. Sums are taken row by row within a lane, then by
+//! a butterfly. Logits must be finite; the caller checks that.
 
 use crate::math;
 use crate::warp::{LANES, Warp};
 
-/// The most experts: 32 rows of 32.
+/// Most experts: 32 rows of 32.
 pub const MAX_EXPERTS: usize = LANES * LANES;
 
-/// The most groups: they are ranked in one row.
+/// Most groups: they are ranked in one row.
 pub const MAX_GROUPS: usize = LANES;
 
-/// Rows of lanes that `experts` take.
+/// Rows of lanes for `experts` experts.
 pub const fn rows(experts: usize) -> usize {
     experts.div_ceil(LANES)
 }
@@ -40,12 +39,12 @@ const fn low(n: usize) -> u32 {
     crate::attend::filled(if n > LANES { LANES as u32 } else { n as u32 })
 }
 
-/// One value an expert, into lanes; 0 where there is no expert. Values past `R` rows are not read.
+/// Loads one value per expert into lanes; lanes without an expert get 0. Values past `R` rows are not read.
 #[inline(always)]
 pub fn load<W: Warp, const R: usize>(w: W, values: &[f32]) -> [W::F; R] {
     let words: &[u32] = bytemuck::must_cast_slice(values);
     let mut x = [w.splat(0.0); R];
-    // As many turns as there are rows: a device keeps the rows in registers, which have no index.
+    // The loop always takes all rows: a device keeps them in registers, which have no index.
     for (r, x) in x.iter_mut().enumerate() {
         if r * LANES < words.len() {
             *x = w.from_bits(w.load_part(&words[r * LANES..]));
@@ -54,20 +53,20 @@ pub fn load<W: Warp, const R: usize>(w: W, values: &[f32]) -> [W::F; R] {
     x
 }
 
-/// A softmax before its division.
+/// A softmax before the division by its sum.
 #[derive(Clone, Copy, Debug)]
 pub struct Softmax<F, const R: usize> {
-    /// `x - top`; -inf in lanes that take no part.
+    /// `x - top`; -inf in lanes that are not live.
     pub below: [F; R],
-    /// `exp(x - top)`; 0 in lanes that take no part.
+    /// `exp(x - top)`; 0 in lanes that are not live.
     pub e: [F; R],
-    /// The largest of the values.
+    /// Largest live value.
     pub top: f32,
-    /// The sum of `e`, from 1 to the number of values.
+    /// Sum of `e`, from 1 to the number of live values.
     pub sum: f32,
 }
 
-/// The softmax of the values at `live`, of which there must be one.
+/// Softmax of the values at `live`, which must not be empty.
 #[inline(always)]
 pub fn softmax<W: Warp, const R: usize>(w: W, x: &[W::F; R], live: &[u32; R]) -> Softmax<W::F, R> {
     let none = w.splat(f32::NEG_INFINITY);
@@ -90,19 +89,19 @@ pub fn softmax<W: Warp, const R: usize>(w: W, x: &[W::F; R], live: &[u32; R]) ->
     Softmax { below, e, top, sum: w.reduce_sum(sum) }
 }
 
-/// Weights of the parts of a bias, each finite and from 0.
+/// Weights of the terms of a bias, each finite and at least 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Coefficients {
-    /// Of the load, `mu - mean mu`.
+    /// Weight of the load, `mu - mean mu`.
     pub alpha: f32,
-    /// Of the misses, `ln(1 + m)`.
+    /// Weight of the misses, `ln(1 + m)`.
     pub lambda: f32,
-    /// Of the average binary entropy of the gate about an expert, `h`; see [`binary_entropy`].
+    /// Weight of the average binary entropy of the gate about an expert, `h`; see [`binary_entropy`].
     pub beta: f32,
 }
 
-/// Writes `alpha (mu - mean mu) + lambda ln(1 + m) + beta h`, what is taken from every token's logits. `mu`, `miss` and `entropy`
-/// are `[experts]`, or empty, which counts as all 0; `out` has [`rows`] rows. Lanes past the experts get 0.
+/// Writes the bias `alpha (mu - mean mu) + lambda ln(1 + m) + beta h`, which is subtracted from every token's logits. `mu`, `miss`
+/// and `entropy` are `[experts]`, or empty for all 0; `out` has [`rows`] rows. Lanes past the experts get 0.
 ///
 /// # Panics
 /// If a slice is too short.
@@ -143,10 +142,10 @@ pub fn penalties<W: Warp>(
     }
 }
 
-/// The gate's binary entropy about each expert of row `r` of lanes, `H2(p) / ln 2` in 0..=1: p is the expert's share of the softmax `s`, and
-/// `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 where the gate gives the expert one half, 0 where it gives all or nothing.
+/// The gate's binary entropy about each expert of row `r` of lanes, `H2(p) / ln 2` in 0..=1: p is the expert's share of the softmax `s`,
+/// and `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 if the gate gives the expert one half, 0 if it gives all or nothing.
 ///
-/// # Panics
+/// If `r` is not below `R`.
 /// If there is no such row.
 #[inline(always)]
 pub fn gate_entropy<W: Warp, const R: usize>(w: W, s: &Softmax<W::F, R>, r: usize) -> W::F {
@@ -154,19 +153,19 @@ pub fn gate_entropy<W: Warp, const R: usize>(w: W, s: &Softmax<W::F, R>, r: usiz
     // -x ln x, and 0 where x is 0.
     let term = |x: W::F| w.select(w.lt(zero, x), w.mul(x, w.sub(zero, math::ln(w, x))), zero);
     let p = w.div(w.pick(&s.e, r), w.splat(s.sum));
-    // The logarithm is not exact: near one half the sum may pass 1, and near 1 fall below 0.
+    // The logarithm is not exact: near one half the result may exceed 1, and near 1 fall below 0.
     let entropy = w.div(w.add(term(p), term(w.sub(one, p))), w.splat(core::f32::consts::LN_2));
     w.max(w.select(w.lt(one, entropy), one, entropy), zero)
 }
 
-/// A moving average with one more value in it: `keep old + (1 - keep) x`.
+/// Moving average after one more value: `keep old + (1 - keep) x`.
 #[inline(always)]
 pub fn fold<W: Warp>(w: W, keep: f32, old: W::F, x: W::F) -> W::F {
     w.add(w.mul(w.splat(keep), old), w.mul(w.splat(1.0 - keep), x))
 }
 
-/// Folds a token into the averages `h`, `[experts]`, of the gate's binary entropy about each expert ([`gate_entropy`]) over `logits`,
-/// `[experts]`. An average that began in [0, 1] stays there.
+/// Updates the averages `h`, `[experts]`, of the gate's binary entropy about each expert ([`gate_entropy`]) with a token's `logits`,
+/// `[experts]`. An average that starts in [0, 1] stays there.
 ///
 /// # Panics
 /// If `h` is shorter than `logits`, or there are more than `32 R` experts or none.
@@ -181,14 +180,14 @@ pub fn binary_entropy<W: Warp, const R: usize>(w: W, logits: &[f32], keep: f32, 
     }
 }
 
-/// The average of an expert's load with a step in it, in which it got `n` of `total` choices, not 0, among `experts`:
+/// Average of an expert's load after a step in which it got `n` of `total` choices (`total` is not 0) among `experts`:
 /// `keep mu + (1 - keep) experts n / total`.
 #[inline(always)]
 pub fn learn_load(keep: f32, mu: f32, n: u64, total: u64, experts: u32) -> f32 {
     keep * mu + (1.0 - keep) * (f64::from(experts) * n as f64 / total as f64) as f32
 }
 
-/// The average of an expert's rate of misses with a step in it: `keep m + (1 - keep) missed / wanted`. Where nothing was wanted it stays.
+/// Average of an expert's miss rate after a step: `keep m + (1 - keep) missed / wanted`; unchanged if `wanted` is 0.
 #[inline(always)]
 pub fn learn_rate(keep: f32, m: f32, wanted: u32, missed: u32) -> f32 {
     if wanted == 0 {
@@ -197,19 +196,19 @@ pub fn learn_rate(keep: f32, m: f32, wanted: u32, missed: u32) -> f32 {
     keep * m + (1.0 - keep) * (f64::from(missed) / f64::from(wanted)) as f32
 }
 
-/// The decayed count of an expert's misses with a step in it, `of_page` parts of a page to one: `keep m + missed / of_page`.
+/// Decayed count of an expert's misses after a step, in pages of `of_page` parts: `keep m + missed / of_page`.
 #[inline(always)]
 pub fn learn_count(keep: f32, m: f32, missed: u32, of_page: u32) -> f32 {
     let of_page = if of_page == 0 { 1 } else { of_page };
     keep * m + (f64::from(missed) / f64::from(of_page)) as f32
 }
 
-/// What is taken from the logits of a token.
+/// Bias that is subtracted from a token's logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Bias<'a> {
-    /// What [`penalties`] wrote.
+    /// Output of [`penalties`].
     pub fixed: &'a [[f32; LANES]],
-    /// The bias is held within `-cap..=cap`.
+    /// If set, the bias is clamped to `-cap..=cap`.
     pub cap: Option<f32>,
 }
 
@@ -239,7 +238,7 @@ pub fn scores<W: Warp, const R: usize>(
 }
 
 /// Takes the best of the experts at `live`, which must not be empty: the largest score, among equal ones the lowest index.
-/// Its bit is cleared. -0 and 0 are equal.
+/// Clears its bit. -0 and 0 are equal.
 #[inline(always)]
 pub fn take<W: Warp, const R: usize>(w: W, scores: &[W::F; R], live: &mut [u32; R]) -> (u16, f32) {
     let none = w.splat(f32::NEG_INFINITY);
@@ -259,17 +258,17 @@ pub fn take<W: Warp, const R: usize>(w: W, scores: &[W::F; R], live: &mut [u32; 
         }
     }
     let Some(best) = best else { unreachable!("no expert is live") };
-    // Not before the loop is over: on a device a row that is found in it would be an index of its own.
+    // After the loop: on a device a row found inside it would be a dynamic index.
     w.put_bit(live, best, false);
     (best as u16, top)
 }
 
-/// The number of an expert in a list: u16 on a host, u32 where an engine reads it on a device.
+/// Integer type of expert ids in a list: u16 on a host, u32 if an engine reads it on a device.
 pub trait Number: Copy + From<u16> + Into<u32> {}
 
 impl<T: Copy + From<u16> + Into<u32>> Number for T {}
 
-/// Takes the best experts at `live`, best first, as many as `chosen` holds; there must be as many.
+/// Takes the best experts at `live`, best first, as many as `chosen` holds; `live` must have as many.
 #[inline(always)]
 pub fn top_k<W: Warp, const R: usize>(
     w: W,
@@ -282,18 +281,18 @@ pub fn top_k<W: Warp, const R: usize>(
     }
 }
 
-/// Consecutive experts in groups of equal size, of which the best are kept.
+/// Routing by groups: consecutive experts in groups of equal size, of which the best are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Groups {
-    /// Groups there are, at most [`MAX_GROUPS`]; they divide the experts.
+    /// Number of groups, at most [`MAX_GROUPS`]; it divides the number of experts.
     pub count: u32,
-    /// Groups that are kept.
+    /// Number of groups that are kept.
     pub kept: u32,
-    /// A group's score is the sum of its so many largest shares of the softmax: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
+    /// A group's score is the sum of its `best` largest shares of the softmax: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
     pub best: u32,
 }
 
-/// The experts of the groups that are kept, those whose best `scores` have the largest sum. Equal groups: the lower wins.
+/// Experts of the kept groups: those whose best `scores` have the largest sum. Among equal groups the lower wins.
 #[inline(always)]
 pub fn groups<W: Warp, const R: usize>(w: W, scores: &[W::F; R], experts: usize, groups: Groups) -> [u32; R] {
     let count = groups.count as usize;
@@ -319,8 +318,8 @@ pub fn groups<W: Warp, const R: usize>(w: W, scores: &[W::F; R], experts: usize,
     kept
 }
 
-/// Mixture weights: the softmax over the logits of the `chosen` experts, no bias in it. They depend on the set that was
-/// chosen, not on its order.
+/// Mixture weights: the softmax over the logits of the `chosen` experts, without bias. They depend on the set of chosen
+/// experts, not on its order.
 #[inline(always)]
 pub fn weights<W: Warp, const R: usize>(w: W, logits: &[W::F; R], chosen: &[impl Number], out: &mut [f32]) {
     let mut live = [0; R];
@@ -340,17 +339,17 @@ fn number(expert: impl Number) -> usize {
     expert as usize
 }
 
-/// How experts are ranked. The default is by their logits.
+/// Rule that ranks experts. The default is by logits alone.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranking<'a> {
-    /// What is taken from the logits first.
+    /// Subtracted from the logits first.
     pub bias: Option<Bias<'a>>,
-    /// Only experts of the best groups are chosen.
+    /// If set, only experts of the best groups are chosen.
     pub groups: Option<Groups>,
 }
 
-/// One token: its experts, best first, and their weights. `logits` is `[experts]` with `experts` at most `32 R`; `chosen` and
-/// `weight` are `[top_k]`.
+/// Routes one token: writes its experts, best first, and their weights. `logits` is `[experts]` with `experts` at most `32 R`;
+/// `chosen` and `weight` are `[top_k]`.
 ///
 /// # Panics
 /// If there are fewer experts to choose from than `chosen` holds, or slices do not fit.

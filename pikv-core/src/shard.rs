@@ -1,11 +1,12 @@
-//! Which shard (device) a block of pages lives on.
+//! Maps from blocks of pages to shards (devices).
 //!
 //! The paper's map is `id = (t mod N_tok) XOR (e mod N_exp)`, with `e` an expert, folded to `id mod G`. Its `t` is a token,
-//! which would move one expert's consecutive tokens from shard to shard; here it counts blocks of an expert's pages. Ids are uniform only where the larger modulus is a multiple of 2^ceil(log2(smaller)); other moduli are refused.
+//! which would move one expert's consecutive tokens from shard to shard; here it counts blocks of an expert's pages. Ids are
+//! uniform only if the larger modulus is a multiple of 2^ceil(log2(smaller)); other moduli are rejected.
 
 use core::fmt;
 
-/// A map from (t, expert) to a shard. Here `t` is the index of a *block* of pages of one expert, so that a shard
+/// A map from (t, expert, KV head) to a shard. `t` is the index of a *block* of pages of one expert, so that a shard
 /// holds whole blocks, which are the leaves of the reduction.
 ///
 /// ```
@@ -25,7 +26,7 @@ pub struct ShardMap {
     rule: Rule,
 }
 
-/// How a map takes t and the expert together.
+/// Formula that combines `t`, the expert and the KV head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Rule {
@@ -36,15 +37,15 @@ pub enum Rule {
         /// N_exp.
         experts: u32,
     },
-    /// `(t + e + h) mod shards`, with h the KV head, counted on over the layers. Uniform for every number of shards that is no more
-    /// than an expert's blocks, the experts and the heads together; with more, some shards get nothing.
+    /// `(t + e + h) mod shards`, with h the KV head, counted across the layers. Uniform if the number of shards is at most
+    /// the sum of an expert's blocks, the experts and the heads; with more shards, some get nothing.
     Sum,
     /// `(t + floor(shards frac(0.7549 e + 0.5698 h))) mod shards`: each expert and KV head begins at a shard of its own, by the
     /// two-dimensional low-discrepancy sequence of the plastic number (M. Roberts, R2), in 32-bit fixed point.
     Spread,
 }
 
-/// Why there is no such map.
+/// Why a map cannot be built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ShardError {
@@ -56,9 +57,9 @@ pub enum ShardError {
         tokens: u32,
         /// N_exp as given.
         experts: u32,
-        /// The larger modulus has to be a multiple of this.
+        /// The larger modulus must be a multiple of this.
         multiple: u64,
-        /// The next larger value for the larger modulus that would do.
+        /// The next larger accepted value of the larger modulus.
         would_do: u64,
     },
     /// The shards do not divide the range of ids.
@@ -67,7 +68,7 @@ pub enum ShardError {
         shards: u32,
         /// Ids lie in `0..range`.
         range: u32,
-        /// The largest number of shards not above the given one that divides the range.
+        /// The largest accepted number of shards below the given one: it divides the range.
         would_do: u32,
     },
 }
@@ -111,10 +112,11 @@ impl ShardMap {
     /// One shard that holds everything.
     pub const ONE: ShardMap = ShardMap { shards: 1, rule: Rule::Sum };
 
-    /// The paper's map onto `shards` shards. Even if the experts are a multiple of N_exp.
+    /// The paper's map onto `shards` shards. The load is even if the number of experts is a multiple of N_exp.
     ///
     /// # Errors
-    /// Moduli whose XOR is not uniform, shards that do not divide the ids, or a zero; with what would do.
+    /// [`ShardError::Zero`] if an argument is 0, [`ShardError::Skewed`] if the ids are not uniform, [`ShardError::Uneven`] if `shards`
+    /// does not divide the range of ids.
     pub const fn xor(tokens: u32, experts: u32, shards: u32) -> Result<ShardMap, ShardError> {
         if tokens == 0 || experts == 0 || shards == 0 {
             return Err(ShardError::Zero);
@@ -134,17 +136,17 @@ impl ShardMap {
     /// `(t + e + h) mod shards`, [`Rule::Sum`].
     ///
     /// # Errors
-    /// [`ShardError::Zero`] for no shards.
+    /// [`ShardError::Zero`] if `shards` is 0.
     pub const fn sum(shards: u32) -> Result<ShardMap, ShardError> {
         if shards == 0 { Err(ShardError::Zero) } else { Ok(ShardMap { shards, rule: Rule::Sum }) }
     }
 
-    /// [`Rule::Spread`], for more shards than [`sum`](ShardMap::sum) loads evenly: of the models of `planner::Geometry`, with even
-    /// experts, the fullest of up to 1,024 shards holds at most 1.1 times the mean at 131,072 tokens, and the fullest of up to 64 at
-    /// most 1.2 times at 4,096.
+    /// [`Rule::Spread`], for more shards than [`sum`](ShardMap::sum) loads evenly. For the models of `planner::Geometry`, with even
+    /// experts, the fullest shard holds at most 1.1 times the mean with up to 1,024 shards at 131,072 tokens, and at most 1.2 times
+    /// with up to 64 shards at 4,096 tokens.
     ///
     /// # Errors
-    /// [`ShardError::Zero`] for no shards.
+    /// [`ShardError::Zero`] if `shards` is 0.
     pub const fn spread(shards: u32) -> Result<ShardMap, ShardError> {
         if shards == 0 { Err(ShardError::Zero) } else { Ok(ShardMap { shards, rule: Rule::Spread }) }
     }
@@ -154,13 +156,13 @@ impl ShardMap {
         self.shards
     }
 
-    /// The rule.
+    /// Formula of the map.
     pub const fn rule(&self) -> Rule {
         self.rule
     }
 
-    /// The id of block `t` of an expert in a KV head, before it is folded to a shard. `head` counts on over the layers: of layers that
-    /// all have as many, `layer * kv_heads + head`. The paper's map does not read it.
+    /// Id of block `t` of an expert in a KV head, before it is folded to a shard. `head` is counted across the layers:
+    /// `layer * kv_heads + head` if all layers have as many. The paper's map ignores it.
     pub const fn id(&self, t: u64, expert: u32, head: u32) -> u32 {
         let shards = self.shards as u64;
         match self.rule {
@@ -174,12 +176,12 @@ impl ShardMap {
         }
     }
 
-    /// The shard of block `t` of an expert in a KV head, counted as [`id`](ShardMap::id) does.
+    /// Shard of block `t` of an expert in a KV head, with `head` counted as in [`id`](ShardMap::id).
     pub const fn shard(&self, t: u64, expert: u32, head: u32) -> u32 {
         self.id(t, expert, head) % self.shards
     }
 
-    /// The shard of block `t` of pages that belong to no expert, sinks and ring, in a KV head.
+    /// Shard of block `t` of a KV head's pages without an expert: sinks and ring.
     pub const fn shared(&self, t: u64, head: u32) -> u32 {
         match self.rule {
             Rule::Xor { .. } | Rule::Sum => {

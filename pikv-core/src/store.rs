@@ -1,7 +1,6 @@
-//! Tokens into pages, by lanes: what [`Layout::write`] and [`Layout::copy`] do on one thread, for a device that does not hold
-//! a page's words in the host's memory. The bits are the same.
+//! [`Layout::write`] and [`Layout::copy`] by lanes, for pages in device memory. The bits are the same.
 //!
-//! Pages are given as f32 of the bits of their words, which is what lanes gather and scatter.
+//! Pages are f32 slices with the bits of their words, because lanes gather and scatter f32.
 
 use crate::dtype::{Dtype, encode};
 use crate::page::Layout;
@@ -9,7 +8,7 @@ use crate::rows::part;
 use crate::tensor::Row;
 use crate::warp::{LANES, Warp};
 
-/// Words `first..first + 32` of a row of channels; 0 past its end.
+/// Words `first..first + 32` of a packed row of channels; 0 past its end.
 #[inline(always)]
 fn words<W: Warp>(w: W, dtype: Dtype, row: impl Row<W>, first: usize) -> W::U {
     let per_word = dtype.per_word();
@@ -23,7 +22,7 @@ fn words<W: Warp>(w: W, dtype: Dtype, row: impl Row<W>, first: usize) -> W::U {
     word
 }
 
-/// [`Layout::write`] of values that are known to fit their dtypes.
+/// [`Layout::write`] of values that are known to fit their dtypes; it does not check them.
 ///
 /// # Panics
 /// If a slice is too short or `lane` is not below 32.
@@ -41,10 +40,10 @@ pub fn append<W: Warp>(
     append_value(w, layout, page, lane, value);
 }
 
-/// [`append`], but for the value.
+/// [`append`] without the value.
 ///
 /// # Panics
-/// As there.
+/// If a slice is too short or `lane` is not below 32.
 #[inline(always)]
 pub fn append_key<W: Warp>(
     w: W,
@@ -64,10 +63,10 @@ pub fn append_key<W: Warp>(
     page[lane as usize] = f32::from_bits(position);
 }
 
-/// [`append`], but for the key and the position.
+/// [`append`] without the key and the position.
 ///
 /// # Panics
-/// As there.
+/// If a slice is too short or `lane` is not below 32.
 #[inline(always)]
 pub fn append_value<W: Warp>(w: W, layout: &Layout, page: &mut [f32], lane: u32, value: impl Row<W>) {
     let value = value.first(layout.v_dim as usize);
@@ -88,13 +87,13 @@ pub fn copy<W: Warp>(w: W, layout: &Layout, source: &[f32], from: u32, target: &
     let rows = layout.v_base() as usize;
     let stride = layout.v_stride() as usize;
     let (from, to) = (from as usize, to as usize);
-    // Every 32nd word of the positions and K, and a row of V.
+    // Positions and K: every 32nd word. V: one row.
     strided::<W, LANES>(w, &source[..rows], from, &mut target[..rows], to);
     let (from, to) = (rows + from * stride, rows + to * stride);
     strided::<W, 1>(w, &source[..from + stride], from, &mut target[..to + stride], to);
 }
 
-/// Copies every `STEP`th word from `from` to `to`, to the end of the slices.
+/// Copies every `STEP`th word from index `from` to index `to`, to the end of the slices.
 #[inline(always)]
 fn strided<W: Warp, const STEP: usize>(w: W, source: &[f32], from: usize, target: &mut [f32], to: usize) {
     for first in (0..source.len() - from).step_by(LANES * STEP) {

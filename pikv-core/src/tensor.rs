@@ -1,27 +1,27 @@
-//! Rows of tensors that are not this library's own, in any dtype, by lanes: read as f32, which holds every element exactly, and written
-//! rounded. A row of 16 bits an element may begin at any of them, odd or even: each lane takes an element of its own.
+//! Rows of an engine's tensors, in any dtype, by lanes: read as f32, which is exact, and written rounded. A row of 16-bit elements may
+//! begin at an odd element: each lane reads an element of its own.
 
 use crate::dtype::{Dtype, Element, encode};
 use crate::warp::{LANES, Warp};
 use core::marker::PhantomData;
 
-/// A row that lanes read as f32.
+/// A row of elements that lanes read as f32.
 pub trait Row<W: Warp>: Copy {
-    /// How many elements it has.
+    /// Number of elements.
     fn count(self) -> usize;
     /// Lane `i` gets element `index[i]`.
     ///
     /// # Panics
     /// If an index lies outside the row (a trap on a device).
     fn gather(self, w: W, index: W::U) -> W::F;
-    /// Its first elements.
+    /// The first `count` elements.
     ///
     /// # Panics
-    /// If it has not as many.
+    /// If the row has fewer.
     fn first(self, count: usize) -> Self;
-    /// Rows of 32 of its elements, and what is left.
+    /// Rows of 32 elements; the last may be shorter.
     fn chunks(self) -> impl Iterator<Item = Self>;
-    /// Its elements in their order, each in all lanes.
+    /// The elements in order, each in all lanes.
     fn each(self, w: W) -> impl Iterator<Item = W::F>;
 }
 
@@ -48,7 +48,7 @@ impl<W: Warp> Row<W> for &[f32] {
     }
 }
 
-/// A row of 16 bits an element, in the dtype of `E`: [`F16`](crate::dtype::F16) or [`Bf16`](crate::dtype::Bf16).
+/// A row of 16-bit elements, in the dtype of `E`: [`F16`](crate::dtype::F16) or [`Bf16`](crate::dtype::Bf16).
 #[derive(Clone, Copy, Debug)]
 pub struct Halves<'a, E> {
     bits: &'a [u16],
@@ -56,7 +56,7 @@ pub struct Halves<'a, E> {
 }
 
 impl<'a, E: Element> Halves<'a, E> {
-    /// The row of these bits.
+    /// A row of the elements with these bits.
     #[inline(always)]
     pub fn new(bits: &'a [u16]) -> Self {
         Halves { bits, of: PhantomData }
@@ -86,7 +86,7 @@ impl<W: Warp, E: Element> Row<W> for Halves<'_, E> {
     }
 }
 
-/// The element in the low half of each word, exactly; [`Element::channel`] of what is not finite too.
+/// Element in the low half of each word, exactly; unlike [`Element::channel`] also for infinities and NaN.
 #[inline(always)]
 fn widen<W: Warp, E: Element>(w: W, bits: W::U) -> W::F {
     let x = E::channel(w, bits, 0);
@@ -97,13 +97,13 @@ fn widen<W: Warp, E: Element>(w: W, bits: W::U) -> W::F {
     w.select(wild, w.from_bits(w.or(w.bits(x), w.splat_u(INFINITE))), x)
 }
 
-/// The bits of an infinity.
+/// Bits of an infinity.
 const INFINITE: u32 = 0x7f80_0000;
 
-/// [`Dtype::encode`] of any values: what is past the dtype's [limit](Dtype::limit) becomes an infinity, and NaN is a NaN.
+/// [`Dtype::encode`] of any values: one past the dtype's [limit](Dtype::limit) becomes an infinity, and NaN stays NaN.
 #[inline(always)]
 fn narrow<W: Warp, E: Element>(w: W, x: W::F) -> W::U {
-    // The infinity, and the quiet bit of a NaN.
+    // Bits of the infinity, and the quiet bit of a NaN.
     let (infinite, quiet) = if E::DTYPE == Dtype::F16 { (0x7c00, 0x200) } else { (0x7f80, 0x40) };
     let (size, sign) = (size(w, x), w.and(w.shr::<16>(w.bits(x)), w.splat_u(0x8000)));
     let choose = |from: u32, a: W::U, b: W::U| {
@@ -113,15 +113,15 @@ fn narrow<W: Warp, E: Element>(w: W, x: W::F) -> W::U {
     choose(E::DTYPE.limit().to_bits() + 1, w.or(sign, beyond), encode(w, E::DTYPE, x))
 }
 
-/// The bits without the sign: they are in the order of magnitudes, and what is not a number is above all that are.
+/// Bits without the sign. They order as the magnitudes do, with NaN above all numbers.
 #[inline(always)]
 pub(crate) fn size<W: Warp>(w: W, x: W::F) -> W::U {
     w.and(w.bits(x), w.splat_u(0x7fff_ffff))
 }
 
-/// Where the elements of a row go, which lanes have as f32.
+/// A row that lanes write f32 results to.
 pub trait Results<W: Warp> {
-    /// Lane `i` writes element `start + i * step`, if there is one.
+    /// Lane `i` writes element `start + i * step`, if the row has it.
     fn scatter(&mut self, w: W, x: W::F, start: usize, step: usize);
 }
 
@@ -132,7 +132,7 @@ impl<W: Warp> Results<W> for [f32] {
     }
 }
 
-/// A row of 16 bits an element, in the dtype of `E`, that results are rounded to, to nearest even.
+/// A row of 16-bit elements, in the dtype of `E`. Results are rounded to nearest even.
 #[derive(Debug)]
 pub struct Rounded<'a, E> {
     bits: &'a mut [u16],
@@ -142,19 +142,19 @@ pub struct Rounded<'a, E> {
 }
 
 impl<'a, E: Element> Rounded<'a, E> {
-    /// The row of these bits, to be written.
+    /// A row to write over these bits.
     #[inline(always)]
     pub fn new(bits: &'a mut [u16]) -> Self {
         Rounded { bits, beyond: None, finite: true, of: PhantomData }
     }
 
-    /// Of what was written, the first element that its dtype does not hold, and the value; an infinity or a NaN is there instead.
+    /// First written element that its dtype cannot hold, and its value before rounding; the row has an infinity or a NaN there.
     #[inline(always)]
     pub fn beyond(&self) -> Option<(u32, f32)> {
         self.beyond
     }
 
-    /// Whether all that was written was finite before it was rounded.
+    /// Whether all written values were finite before rounding.
     #[inline(always)]
     pub fn finite(&self) -> bool {
         self.finite
@@ -198,7 +198,7 @@ mod tests {
                 let want = to_f32(bits[i]);
                 assert!(alike(got[i], want) && alike(each[i], want), "{:#x}: {}", bits[i], got[i]);
             }
-            // Rounded: each value, what lies between it and the next, and what is nearest to that.
+            // Rounding: each value, points between it and the next, and the neighbours of those.
             for off in [0.0, 0.25, 0.5, 0.75] {
                 for nudge in [-1i32, 0, 1] {
                     let x: [f32; LANES] = from_fn(|i| {

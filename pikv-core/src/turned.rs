@@ -1,4 +1,4 @@
-//! Scores of keys that are turned as they are read.
+//! Scores of keys that are rotated when read.
 
 use crate::dtype::Element;
 use crate::rope::Rotation;
@@ -8,11 +8,11 @@ use core::marker::PhantomData;
 /// `R` queries that are read together.
 #[derive(Clone, Copy, Debug)]
 pub struct Query<'a, const R: usize> {
-    /// Channel by channel the rows' queries, scaled to base 2; `k_rows * PER_WORD` channels, the padding 0.
+    /// Queries of the rows, channel by channel, scaled to base 2; `k_rows * PER_WORD` channels, the padding 0.
     pub q: &'a [[f32; R]],
     /// Channels of a key.
     pub k_dim: usize,
-    /// Keys are turned as they are read.
+    /// Rotation of the keys, if they are stored before it.
     pub rotation: Option<Rotation<'a>>,
 }
 
@@ -22,7 +22,7 @@ pub(crate) trait Keys<W: Warp> {
     fn channel(&self, w: W, c: usize) -> W::F;
 }
 
-/// Those of a full page, of dtype `K`.
+/// Keys of a full page, of dtype `K`.
 pub(crate) struct Words<'a, K>(pub &'a [[u32; LANES]], pub PhantomData<K>);
 
 impl<W: Warp, K: Element> Keys<W> for Words<'_, K> {
@@ -32,7 +32,7 @@ impl<W: Warp, K: Element> Keys<W> for Words<'_, K> {
     }
 }
 
-/// Those of a packed page, rebuilt, a channel a row.
+/// Keys of a packed page, rebuilt; one row per channel.
 impl<W: Warp> Keys<W> for [[f32; LANES]] {
     #[inline(always)]
     fn channel(&self, w: W, c: usize) -> W::F {
@@ -40,8 +40,8 @@ impl<W: Warp> Keys<W> for [[f32; LANES]] {
     }
 }
 
-/// Scores of the 32 tokens of a page against `R` queries, K rotated to `position` as it is read. The chain of each
-/// query takes the pairs in order, first channel then second, then the channels that do not turn.
+/// Scores of the 32 tokens of a page against `R` queries, K rotated to `position` when read. The chain of each
+/// query takes the pairs in order, first channel then second, then the channels that are not rotated.
 #[inline(always)]
 pub(crate) fn scores<W: Warp, K: Keys<W> + ?Sized, const R: usize>(
     w: W,
@@ -51,7 +51,7 @@ pub(crate) fn scores<W: Warp, K: Keys<W> + ?Sized, const R: usize>(
     position: W::U,
 ) -> [W::F; R] {
     let n = rotation.capacity as usize;
-    // Lanes without a token hold any word; the mask keeps the look-up inside the table, and nobody reads them.
+    // Lanes without a token hold any word; the mask keeps the look-up inside the table, and their scores are not read.
     let at = w.and(position, w.splat_u(rotation.capacity - 1));
     let mut s = [w.splat(0.0); R];
     for i in 0..rotation.rope.rotary_dim as usize / 2 {

@@ -1,11 +1,11 @@
-//! The lane trait: 32 lanes in lock-step, wherever they run.
+//! The lane trait: 32 lanes in lock-step, on a CPU or a device.
 
 use core::borrow::Borrow;
 
 /// Lanes of a warp, and tokens of a page.
 pub const LANES: usize = 32;
 
-/// Pages of a block, which attention reads at once.
+/// Pages of a block, which attention reads together.
 pub const BLOCK: usize = 8;
 
 /// `a << by`, `by` below 32.
@@ -17,7 +17,7 @@ pub(crate) fn shifted_left<W: Warp>(w: W, mut a: W::U, by: u32) -> W::U {
     a
 }
 
-/// `a >> by`, `by` below 32: shifts by constants, where `by` is known when the routine is compiled.
+/// `a >> by`, `by` below 32: shifts by constants, if `by` is known at compile time.
 #[inline(always)]
 pub(crate) fn shifted_right<W: Warp>(w: W, a: W::U, by: u32) -> W::U {
     let a = w.shr_nibbles(a, by as usize / 4);
@@ -31,8 +31,8 @@ pub(crate) fn shifted_right<W: Warp>(w: W, a: W::U, by: u32) -> W::U {
 
 /// 32 lanes that execute together.
 ///
-/// A value of the type is the proof that the lanes can run here: the vector forms are built only after the
-/// instruction set was detected. Control flow is uniform over a warp; what differs from lane to lane is a mask.
+/// A value of the type proves that the lanes can run here: the vector forms are built only after the
+/// instruction set was detected. Control flow is uniform over a warp; differences between lanes are masks.
 ///
 /// All arithmetic is IEEE 754 binary32, round to nearest even, subnormals kept. [`Warp::fma`] is fused;
 /// [`Warp::mul`] and [`Warp::add`] are never contracted. Every implementation returns the same bits for the same
@@ -53,16 +53,16 @@ pub trait Warp: Copy {
     type M: Copy;
     /// A parked [`Warp::F`] from which any lane can be broadcast: memory on a CPU, a register on a device.
     type Slot: Copy;
-    /// Where what is kept of a block's pages lies.
+    /// Storage for tokens seen and values of a block's pages.
     type Shelf<const R: usize>: Shelf<Self, R>;
-    /// 32 lanes of sums of [`Warp::dot4`], in the form that these lanes add to fastest.
+    /// 32 lanes of sums of [`Warp::dot4`], in the form to which these lanes add fastest.
     type Sum: Copy;
 
-    /// Name by which tests and reports choose these lanes.
+    /// Name of these lanes in tests and reports.
     const NAME: &'static str;
-    /// Query rows whose scores fit the registers together. It bears on speed, never on a bit.
+    /// Query rows whose scores fit the registers together. It affects speed, never the bits of a result.
     const ROWS: usize;
-    /// Whether [`Warp::prefetch`] does anything, so that working out what to fetch is worth it.
+    /// Whether [`Warp::prefetch`] does anything; if not, callers need not work out what to fetch.
     const FETCHES: bool = false;
 
     /// The same value in every lane.
@@ -74,7 +74,7 @@ pub trait Warp: Copy {
 
     /// Lane `i` reads `row[i]`.
     fn load(self, row: &[u32; LANES]) -> Self::U;
-    /// Lane `i` reads `row[i]` if there is one, else 0. Nothing past the end of `row` is touched.
+    /// Lane `i` reads `row[i]` if it exists, else 0. Nothing past the end of `row` is read.
     fn load_part(self, row: &[u32]) -> Self::U;
     /// Lane `i` reads `row[i]`.
     fn load_f(self, row: &[f32; LANES]) -> Self::F;
@@ -86,7 +86,7 @@ pub trait Warp: Copy {
     /// Lane `i` writes `row[i]`.
     fn store(self, x: Self::F, row: &mut [f32; LANES]);
 
-    /// Lane `i` reads `table[index[i]]` into the low half of its word. For tensors that a device holds; a CPU is not fast at it.
+    /// Lane `i` reads `table[index[i]]` into the low half of its word. For tensors in device memory; slow on a CPU.
     ///
     /// # Panics
     /// If an index lies outside `table` (a trap on a device).
@@ -107,7 +107,7 @@ pub trait Warp: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// `if a > b { a } else { b }`: with a NaN on either side it is `b`.
+    /// `if a > b { a } else { b }`: `b` if either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
 
     /// The bits of `a`.
@@ -129,15 +129,15 @@ pub trait Warp: Copy {
     fn shr<const N: u32>(self, a: Self::U) -> Self::U;
     /// `a >> N`, the sign bit shifted in.
     fn sra<const N: u32>(self, a: Self::U) -> Self::U;
-    /// Parks for [`Warp::dot4`] the integers nearest to `a * b`, half to even: products must lie from -32,768 to 32,639. What the
-    /// words of `row` then are is these lanes' own affair.
+    /// Stores to `row`, for [`Warp::dot4`], the integers nearest to `a * b`, half to even: products must lie from -32,768 to 32,639.
+    /// The words of `row` have a format of these lanes' own.
     fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]);
     /// Sums of 0.
     fn no_sum(self) -> Self::Sum;
-    /// Adds to each lane its word's four bytes (0 to 255) times integers `4 quad..4 quad + 4` of the 32 that were parked in `row`, the
-    /// low byte times the first; `quad` is below 8. Exact, wrapping.
+    /// Adds to each lane its word's four bytes (0 to 255) times integers `4 quad..4 quad + 4` of the 32 that [`Warp::store_quads`] put
+    /// in `row`, the low byte times the first; `quad` is below 8. Exact, wrapping.
     fn dot4(self, a: Self::U, row: &[u32; LANES], quad: usize, c: Self::Sum) -> Self::Sum;
-    /// What the sums have come to, wrapping.
+    /// The sums as words, wrapping.
     fn total(self, c: Self::Sum) -> Self::U;
     /// The signed integer `a` as f32, rounded to nearest even.
     fn to_f(self, a: Self::U) -> Self::F;
@@ -152,7 +152,7 @@ pub trait Warp: Copy {
     fn nibble(self, a: Self::U, j: usize) -> Self::F {
         self.to_f(self.and(self.shr_nibbles(a, j), self.splat_u(0xf)))
     }
-    /// `a >> 4 n`, `n` below 8: each a shift by a constant, where `n` is known when the routine is compiled.
+    /// `a >> 4 n`, `n` below 8: shifts by constants, if `n` is known at compile time.
     #[inline(always)]
     fn shr_nibbles(self, a: Self::U, n: usize) -> Self::U {
         match n {
@@ -187,10 +187,10 @@ pub trait Warp: Copy {
     /// Lane `i` of `a`; the same in all lanes.
     fn lane(self, a: Self::F, i: usize) -> f32;
 
-    /// Row `r` of `rows`; `r` is the same in all lanes. On a device, whose registers have no index, it is a chain of comparisons.
+    /// Row `r` of `rows`; `r` is the same in all lanes. On a device it is a chain of comparisons, because registers have no index.
     ///
     /// # Panics
-    /// If there is no such row; a device gives row 0.
+    /// If there is no such row; a device returns row 0.
     #[inline(always)]
     fn pick<const R: usize>(self, rows: &[Self::F; R], r: usize) -> Self::F {
         rows[r]
@@ -199,7 +199,7 @@ pub trait Warp: Copy {
     /// Sets bit `i` of rows of 32 bits, or clears it; `i` is the same in all lanes.
     ///
     /// # Panics
-    /// If there is no such bit; a device leaves all as they are.
+    /// If there is no such bit; a device leaves all bits unchanged.
     #[inline(always)]
     fn put_bit<const R: usize>(self, bits: &mut [u32; R], i: usize, on: bool) {
         let bit = 1 << (i % LANES);
@@ -210,7 +210,7 @@ pub trait Warp: Copy {
         }
     }
 
-    /// Lane `i` writes `row[i]` if there is one.
+    /// Lane `i` writes `row[i]` if it exists.
     #[inline(always)]
     fn store_part(self, x: Self::F, row: &mut [f32]) {
         let mut all = [0.0; LANES];
@@ -221,17 +221,17 @@ pub trait Warp: Copy {
 
     /// Parks `a`.
     fn park(self, a: Self::F) -> Self::Slot;
-    /// Takes back what was parked.
+    /// The value that was parked.
     fn unpark(self, s: &Self::Slot) -> Self::F;
-    /// Lane `i` of what was parked, in every lane.
+    /// Lane `i` of the parked value, in every lane.
     fn bcast(self, s: &Self::Slot, i: usize) -> Self::F;
-    /// Lane `i` gets lane `first + i / width` of what was parked; `width` is 4, 8, 16 or 32, and `first + 31 / width` is
+    /// Lane `i` gets lane `first + i / width` of the parked value; `width` is 4, 8, 16 or 32, and `first + 31 / width` is
     /// below 32.
     fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F;
-    /// As [`Warp::spread`], of `row`.
+    /// [`Warp::spread`] of `row`.
     fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> Self::F;
 
-    /// Lane `i` writes `out[start + i * step]`, if there is one.
+    /// Lane `i` writes `out[start + i * step]`, if it exists.
     #[inline(always)]
     fn scatter(self, x: Self::F, out: &mut [f32], start: usize, step: usize) {
         let mut row = [0.0; LANES];
@@ -243,7 +243,7 @@ pub trait Warp: Copy {
         }
     }
 
-    /// As [`Warp::scatter`], of the low half of each word; as slow as [`Warp::gather_half`] on a CPU.
+    /// [`Warp::scatter`] of the low half of each word; slow on a CPU.
     #[inline(always)]
     fn scatter_half(self, x: Self::U, out: &mut [u16], start: usize, step: usize) {
         let mut row = [0.0; LANES];
@@ -255,7 +255,7 @@ pub trait Warp: Copy {
         }
     }
 
-    /// Waits until all lanes are here: what one wrote before, the others see after. Lanes of a CPU always are.
+    /// Waits for all lanes: each then sees what the others wrote before. On a CPU lanes are always in step.
     #[inline(always)]
     fn sync(self) {}
 
@@ -265,8 +265,8 @@ pub trait Warp: Copy {
         let _ = row;
     }
 
-    /// Runs `routine` as a function of its own, with these lanes' instruction set: where a body is large, or is the same for many
-    /// callers, so that a compiler does not see all of them as one. A device inlines it.
+    /// Runs `routine` as a function of its own, with these lanes' instruction set. For large bodies and bodies with many
+    /// callers, which would make one function too large for the compiler. A device inlines it.
     #[inline(always)]
     fn call<K: Routine<Self>>(self, routine: K) -> K::Out {
         routine.run(self)
@@ -293,19 +293,19 @@ pub trait Warp: Copy {
     }
 }
 
-/// What is kept of each page of a block for `R` query rows: which tokens they see, and a value a row and lane.
+/// Storage for each page of a block and `R` query rows: the tokens that they see, and a value for each row and lane.
 pub trait Shelf<W: Warp, const R: usize> {
-    /// An empty one; a kernel has one at a time.
+    /// An empty shelf; a kernel has one at a time.
     fn new(w: W) -> Self;
-    /// Keeps what the rows see of page `i`.
+    /// Stores the tokens of page `i` that the rows see.
     fn see(&mut self, i: usize, seen: [u32; R]);
-    /// What the rows see of page `i`, which was kept.
+    /// Tokens of page `i` that the rows see, as stored.
     fn seen(&self, i: usize) -> [u32; R];
-    /// Keeps row `r`'s values of page `i`.
+    /// Stores row `r`'s values of page `i`.
     fn put(&mut self, w: W, i: usize, r: usize, x: W::F);
-    /// Row `r`'s values of page `i`, which were kept.
+    /// Row `r`'s values of page `i`, as stored.
     fn get(&self, w: W, i: usize, r: usize) -> W::F;
-    /// All rows' values of page `i`, which were kept.
+    /// All rows' values of page `i`, as stored.
     fn rows(&self, w: W, i: usize) -> impl Borrow<[W::Slot; R]>;
 }
 
@@ -343,10 +343,10 @@ impl<W: Warp, const R: usize> Shelf<W, R> for Kept<W::Slot, R> {
     }
 }
 
-/// Whether the registers of lanes `W` hold `N` rows of lanes at once, as far as [`Warp::ROWS`] says.
+/// Whether the registers of lanes `W` hold `N` rows of lanes at once, by [`Warp::ROWS`].
 ///
-/// A branch on this constant by itself (`if Holds::<W, 8>::YES`), and on nothing beside it, is decided before code is generated: what
-/// it leaves out is not compiled.
+/// A branch on this constant alone (`if Holds::<W, 8>::YES`, with no other condition) is decided before code is generated: the
+/// other side is not compiled.
 pub struct Holds<W, const N: usize>(core::marker::PhantomData<W>);
 
 impl<W: Warp, const N: usize> Holds<W, N> {
@@ -357,22 +357,22 @@ impl<W: Warp, const N: usize> Holds<W, N> {
 /// 1.5 * 2^23: a number below 2^22 added to it is rounded to the nearest integer, half to even, in the low bits.
 pub const ROUND: f32 = 12_582_912.0;
 
-/// A routine over lanes that are not known yet; a runtime picks the lanes once and calls [`Kernel::run`].
+/// A routine over any lanes; a runtime picks the lanes once and calls [`Kernel::run`].
 ///
 /// `run` must be `#[inline(always)]`, so that it is compiled with the instruction set of its caller.
 pub trait Kernel {
-    /// What the routine returns.
+    /// Result of the routine.
     type Out;
-    /// Runs over `w`.
+    /// Runs the routine over `w`.
     fn run<W: Warp>(self, w: W) -> Self::Out;
 }
 
-/// A routine over lanes that are known, for [`Warp::call`].
+/// A routine over given lanes, for [`Warp::call`].
 ///
-/// `run` must be `#[inline(always)]`, as that of a [`Kernel`].
+/// `run` must be `#[inline(always)]`, like that of a [`Kernel`].
 pub trait Routine<W: Warp> {
-    /// What the routine returns.
+    /// Result of the routine.
     type Out;
-    /// Runs over `w`.
+    /// Runs the routine over `w`.
     fn run(self, w: W) -> Self::Out;
 }

@@ -1,4 +1,4 @@
-//! The elementary functions against f64, and the stored forms against every code they have.
+//! The elementary functions against f64, and the dtypes over all their codes.
 
 use half::{bf16, f16};
 use pikv_core::dtype::{Bf16, Dtype, Element, F16, F32};
@@ -9,20 +9,20 @@ use std::ops::Range;
 
 type Lanes = [f32; LANES];
 
-/// Over every f32: 2^x 1.0145 ulp, e^x 0.988, ln 0.832, tanh 9.0e-8 absolute.
+/// Measured over every f32: 2^x 1.0145 ulp, e^x 0.988, ln 0.832, tanh 9.0e-8 absolute.
 const EXP2_ULPS: f64 = 1.02;
 
-/// What a function must give at an argument.
+/// Expected result of a function at an argument.
 enum Want {
     Bits(f32),
     Nan,
-    /// Within some ulps (of the result's binade) of this.
+    /// Within so many ulps (of the result's binade) of the result.
     Ulps(f64),
-    /// Within an absolute error of this.
+    /// Within this absolute error of the result.
     Absolute(f64),
 }
 
-/// A function, what it must give, and the documented bound on the error.
+/// A function, its expected results, and the documented bound on the error.
 struct Function {
     name: &'static str,
     apply: fn(Lanes) -> Lanes,
@@ -34,7 +34,7 @@ const FUNCTIONS: [Function; 5] = [
     Function {
         name: "exp2_nonpos",
         apply: |x| math::exp2_nonpos(Portable, x),
-        // Above 0 nothing is promised; NaN has a test of its own.
+        // Arguments above 0 are not allowed; NaN has a test of its own.
         want: |x| match x {
             _ if x > 0.0 || x.is_nan() => None,
             _ if x < -126.0 => Some(Want::Bits(0.0)),
@@ -62,7 +62,7 @@ const FUNCTIONS: [Function; 5] = [
             Some(match f64::from(x).exp() {
                 _ if x.is_nan() => Want::Nan,
                 y if y < f64::from(f32::MIN_POSITIVE) => Want::Bits(0.0),
-                // What f64 rounds to an f32 that is inf.
+                // Results of f64 that round to inf in f32.
                 y if y as f32 == f32::INFINITY => Want::Bits(f32::INFINITY),
                 y => Want::Ulps(y),
             })
@@ -109,7 +109,7 @@ fn ulps(got: f32, want: f64) -> f64 {
 }
 
 impl Function {
-    /// Asserts the documented bound at all of `x`. Gives the largest error, and where.
+    /// Asserts the documented bound at all of `x`. Returns the largest error and its argument.
     fn check(&self, x: impl Iterator<Item = f32>) -> (f64, f32) {
         let mut worst = (0.0, 0.0);
         let mut row = [1.0; LANES];
@@ -154,7 +154,7 @@ impl Function {
     }
 }
 
-/// Every `stride`th f32 from `range.start` to `range.end`, which have one sign.
+/// Every `stride`th f32 from `range.start` to `range.end`, which must have the same sign.
 fn dense(range: Range<f32>, stride: usize) -> impl Iterator<Item = f32> {
     let (a, b) = (range.start.to_bits(), range.end.to_bits());
     assert_eq!(a >> 31, b >> 31);
@@ -193,7 +193,7 @@ fn functions_keep_their_bounds_at_every_exponent_and_sign() {
         let x = (0..512u32).flat_map(|top| (0..MANTISSAS).map(move |i| top << 23 | i << 12 | (i * i % 4096)));
         f.report("all exponents", f.check(x.map(f32::from_bits)));
         f.check(SPECIAL.into_iter());
-        // The least and the greatest of each binade.
+        // The least and the largest of each binade.
         f.check((0..512u32).flat_map(|top| around(f32::from_bits(top << 23))));
     }
 }
@@ -214,7 +214,7 @@ fn functions_keep_their_bounds_over_the_reduced_range() {
     f.report("[-88, 89]", f.check(even(-88.0..89.0, 1 << 22)));
     let f = function("ln");
     f.report("[0.7, 1.42]", f.check(dense(0.7..1.42, 3)));
-    // Where the exponent and the polynomial cancel most: either side of sqrt(1/2) and sqrt(2), at each exponent.
+    // Exponent and polynomial cancel most on either side of sqrt(1/2) and sqrt(2), at each exponent.
     for x in [std::f32::consts::FRAC_1_SQRT_2, std::f32::consts::SQRT_2] {
         f.check((-40..40).flat_map(|e| around(x * (e as f32).exp2())));
     }
@@ -232,7 +232,7 @@ fn functions_keep_their_bounds_at_their_edges() {
         }
     }
     let at = |f: &str, x: f32| (function(f).apply)([x; LANES])[7];
-    // The flush is to +0, and what is not flushed is normal.
+    // Results are flushed to +0; others are normal.
     for f in ["exp2", "exp2_nonpos"] {
         assert_eq!(at(f, -126.0).to_bits(), f32::MIN_POSITIVE.to_bits());
         assert_eq!(at(f, (-126.0f32).next_down()).to_bits(), 0);
@@ -246,13 +246,13 @@ fn functions_keep_their_bounds_at_their_edges() {
     assert_eq!(at("exp", 88.722_84), f32::INFINITY);
     assert_eq!(at("exp", 0.0), 1.0);
     assert_eq!(at("exp", -0.0), 1.0);
-    // Subnormal arguments of ln at their value.
+    // Subnormal arguments of ln keep their value.
     assert!(ulps(at("ln", f32::from_bits(1)), f64::from(f32::from_bits(1)).ln()) <= 1.0);
     assert_eq!(at("ln", -f32::from_bits(1)).to_bits() & 0x7fc0_0000, 0x7fc0_0000);
     assert_eq!(at("ln", -0.0), f32::NEG_INFINITY);
 }
 
-/// Whatever its payload: a device makes others than a CPU.
+/// For any payload: a device makes other NaNs than a CPU.
 #[test]
 fn exp2_nonpos_keeps_every_nan() {
     let f = function("exp2_nonpos");
@@ -291,7 +291,7 @@ fn lanes_do_not_mix() {
     }
 }
 
-/// Minutes: run it when a polynomial changes.
+/// Takes minutes: run it when a polynomial changes.
 #[test]
 #[ignore = "every f32 there is"]
 fn functions_keep_their_bounds_everywhere() {
@@ -353,7 +353,7 @@ fn ln1_is_ln() {
     }
 }
 
-// ---- Stored forms ----------------------------------------------------------------------------------------------
+// ---- Dtypes ----------------------------------------------------------------------------------------------------
 
 fn half_value(dtype: Dtype, code: u16) -> f32 {
     match dtype {
@@ -377,7 +377,7 @@ fn every_code_is_read_at_its_value() {
                 continue;
             }
             assert_eq!(dtype.decode(c).to_bits(), want.to_bits());
-            // Whatever the other half of the word holds.
+            // For any content of the other half of the word.
             for other in [0, 0xffff, 0x7c00, 0x8000, 0x7f80, 0x5555, c] {
                 for (j, word) in [(0, other << 16 | c), (1, c << 16 | other)] {
                     let got = match dtype {
@@ -401,7 +401,7 @@ fn every_code_is_read_at_its_value() {
     }
 }
 
-/// Between each pair of neighbouring codes: the tie goes to the even one, its neighbours to the nearer one.
+/// Between each pair of neighbouring codes, the tie is rounded to the even one, its neighbours to the nearer one.
 #[test]
 fn encode_rounds_to_nearest_even() {
     for (dtype, last) in [(Dtype::F16, 0x7bffu32), (Dtype::Bf16, 0x7f7f)] {
@@ -409,7 +409,7 @@ fn encode_rounds_to_nearest_even() {
             for low in 0..last {
                 let (a, b) = (sign | low, sign | (low + 1));
                 let (x, y) = (dtype.decode(a), dtype.decode(b));
-                // Exact: one more bit than the codes have, unless the codes are f32's own subnormals' neighbours.
+                // The tie is exact: one more bit than the codes have, unless they are neighbours among f32's own subnormals.
                 let tie = ((f64::from(x) + f64::from(y)) / 2.0) as f32;
                 assert_eq!(f64::from(tie) * 2.0, f64::from(x) + f64::from(y));
                 let even = if a & 1 == 0 { a } else { b };
@@ -445,7 +445,7 @@ fn what_does_not_fit_is_not_encoded() {
         }
         assert_eq!(dtype.encode(0.0), Some(0));
         assert_eq!(dtype.encode(-0.0), Some(1 << (dtype.bits() - 1)));
-        // Too small is 0 or the least subnormal, never refused.
+        // Too small values become 0 or the least subnormal, and are never rejected.
         for x in [f32::from_bits(1), 1e-40, 2e-8, 2.980_232_2e-8] {
             assert!(dtype.encode(x).is_some(), "{} of {x:e}", dtype.name());
         }

@@ -46,7 +46,7 @@ impl Random {
     }
 }
 
-/// Inputs that break a careless top-k: ties everywhere, either order, both zeros, the ends of f32.
+/// Inputs that break a careless top-k: ties, both orders, both zeros, the extremes of f32.
 fn adversaries(experts: usize) -> Vec<Vec<f32>> {
     let mut random = Random(experts as u64);
     let mut all = vec![
@@ -70,7 +70,7 @@ fn adversaries(experts: usize) -> Vec<Vec<f32>> {
     all
 }
 
-/// Best first, the lower index first among equals, of the experts that `from` holds.
+/// The experts in `from`, best first, the lower index first among equals.
 fn sorted(scores: &[f32], from: &[usize]) -> Vec<u16> {
     let mut order = from.to_vec();
     order.sort_by(|a, b| scores[*b].partial_cmp(&scores[*a]).unwrap().then(a.cmp(b)));
@@ -81,7 +81,7 @@ fn close(got: f32, want: f64, tolerance: f64) -> bool {
     (f64::from(got) - want).abs() <= tolerance * want.abs().max(1.0)
 }
 
-/// Sum of a value a lane by the documented butterfly.
+/// Sum over the lanes by the documented butterfly.
 fn butterfly(mut lane: [f32; LANES]) -> f32 {
     for d in [16, 8, 4, 2, 1] {
         lane = std::array::from_fn(|i| lane[i] + lane[i ^ d]);
@@ -243,7 +243,7 @@ fn the_binary_entropy_is_averaged_token_by_token() {
             }
         }
     }
-    // Even odds are 1 exactly, certainty is 0 exactly.
+    // A share of one half gives exactly 1, certainty exactly 0.
     let of = |logits: &[f32]| {
         let mut h = vec![0.5; logits.len()];
         binary_entropy::<_, 1>(Portable, logits, 0.0, &mut h);
@@ -362,7 +362,7 @@ fn a_bias_moves_the_ranking_and_no_weight() {
     let (plain, biased) = (go(None), go(Some(Bias { fixed: &fixed, cap: None })));
     assert_eq!((plain.0, biased.0), ([0, 1], [1, 0]));
     assert_eq!([plain.1[1], plain.1[0]].map(f32::to_bits), biased.1.map(f32::to_bits));
-    // Held to 1/2, it moves nothing; held to 1, the tie goes to the lower index.
+    // Clamped to 1/2, the bias changes no choice; clamped to 1, the tie is won by the lower index.
     for cap in [0.5, 1.0] {
         assert_eq!(go(Some(Bias { fixed: &fixed, cap: Some(cap) })), plain);
     }

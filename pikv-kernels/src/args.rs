@@ -1,4 +1,4 @@
-//! What kernels are given: plain words, the same on host and device.
+//! Arguments of kernels: plain words, the same on host and device.
 
 use bytemuck::{Pod, Zeroable};
 use pikv_core::attend::Sight;
@@ -23,16 +23,16 @@ pub struct LayoutArg {
     pub v: u32,
 }
 
-/// A tensor of an engine's.
+/// A tensor of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct TensorArg {
-    /// Address of its first element.
+    /// Address of the first element.
     pub at: u64,
-    /// Index of its dtype in [`Dtype::ALL`].
+    /// Index of the dtype in [`Dtype::ALL`].
     pub dtype: u32,
-    /// Nothing.
+    /// Padding, 0.
     pub pad: u32,
 }
 
@@ -49,9 +49,9 @@ pub struct PackedArg {
     pub k: u32,
     /// Index of V's code in [`Code::ALL`].
     pub v: u32,
-    /// What rows of K are.
+    /// Meaning of the rows of K.
     pub k_side: SideArg,
-    /// What rows of V are.
+    /// Meaning of the rows of V.
     pub v_side: SideArg,
 }
 
@@ -66,12 +66,12 @@ pub struct SideArg {
     pub wide: u32,
 }
 
-/// A rotation of keys as they are read; `rotary_dim` 0 for none.
+/// A rotation of keys when they are read; `rotary_dim` is 0 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct RopeArg {
-    /// Channels that turn.
+    /// Channels that are rotated.
     pub rotary_dim: u32,
     /// 0 for halves, 1 for neighbours.
     pub neighbours: u32,
@@ -94,41 +94,41 @@ pub struct SightArg {
     pub hi: i32,
 }
 
-/// One block of pages for one bundle of query rows, which a warp attends.
+/// One block of pages for one bundle of query rows: the task of a warp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct TaskArg {
-    /// Where the partial result goes, in f32 from the start of all.
+    /// Partial result, in f32 from the start of all.
     pub part: u64,
-    /// Where the weights go, if they are kept.
+    /// Weights of the task, if they are kept, in f32 from the start of all.
     pub raw: u64,
-    /// The bundle's queries, in f32 from the start of all.
+    /// Queries of the bundle, in f32 from the start of all.
     pub q: u32,
-    /// The block's first page in the list.
+    /// First page of the block in the list.
     pub pages: u32,
-    /// Its pages, at most 8.
+    /// Pages of the block, at most 8.
     pub count: u32,
-    /// The bundle's first sight in the list.
+    /// First sight of the bundle in the list.
     pub sights: u32,
 }
 
-/// Two partial results that are joined in the left one.
+/// Two partial results to merge into the left one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct PairArg {
-    /// The lower leaves, in f32 from the start of all partial results.
+    /// Partial result of the lower leaves, in f32 from the start of all.
     pub left: u64,
-    /// The higher ones.
+    /// Partial result of the higher leaves.
     pub right: u64,
     /// Rows of each.
     pub rows: u32,
-    /// Rows of lanes that one of them takes.
+    /// Rows of lanes per row of a partial result.
     pub acc_rows: u32,
 }
 
-/// A map of channels, one way; `form` 0 where channels are stored as they are.
+/// A map of channels in one direction; `form` is 0 if channels are stored unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
@@ -141,99 +141,99 @@ pub struct MapArg {
     pub narrow: u32,
     /// Channels of a block of the transform.
     pub block: u32,
-    /// Address of the matrix, or of the channels' numbers.
+    /// Address of the matrix, or of the channel numbers.
     pub table: u64,
     /// Address of the bias, 0 for none.
     pub bias: u64,
 }
 
-/// How the values of a head are packed.
+/// Packed form of a head's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct HeadArg {
-    /// Its packed pages.
+    /// Layout of the head's packed pages.
     pub packed: PackedArg,
-    /// The map of its values.
+    /// Map of the values.
     pub map: MapArg,
 }
 
-/// How a head's tokens are packed.
+/// Packed form of a head's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct CodecArg {
-    /// Its packed pages.
+    /// Layout of the head's packed pages.
     pub packed: PackedArg,
-    /// The map of its keys, from the head's channels to what is stored: its matrix is `[narrow][wide]`.
+    /// Map of the keys, from the head's channels to the stored ones: its matrix is `[narrow][wide]`.
     pub k: MapArg,
-    /// That of its values.
+    /// Map of the values, likewise.
     pub v: MapArg,
 }
 
-/// A page to be packed.
+/// A page to pack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct PackArg {
     /// Address of the page.
     pub page: u64,
-    /// Address of the page that gets its tokens.
+    /// Address of the packed page to write.
     pub packed: u64,
     /// Tokens, from lane 0.
     pub fill: u32,
-    /// The codec's place in the list.
+    /// Index of the codec in the list.
     pub codec: u32,
 }
 
-/// One row of a partial result over packed pages, to be taken back to the head's channels.
+/// One row of a partial result over packed pages, to map back to the head's channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct BackArg {
     /// The partial result over packed pages, in f32 from the start of all partial results.
     pub from: u64,
-    /// Where it goes.
+    /// Mapped partial result, in f32 from the start of all.
     pub to: u64,
-    /// Rows of each.
+    /// Rows of each partial result.
     pub rows: u32,
-    /// Which of them.
+    /// The row to map.
     pub row: u32,
-    /// The head's place in the list.
+    /// Index of the head in the list.
     pub head: u32,
-    /// Nothing.
+    /// Padding, 0.
     pub pad: u32,
 }
 
-/// One row of a partial result that is done.
+/// One row of a complete partial result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct RowArg {
     /// The partial result, in f32 from the start of all.
     pub part: u64,
-    /// Its rows.
+    /// Rows of the partial result.
     pub rows: u32,
-    /// Which of them.
+    /// The row to finish.
     pub row: u32,
     /// Row of the output.
     pub out: u32,
-    /// Nothing.
+    /// Padding, 0.
     pub pad: u32,
 }
 
-/// Rows whose weights lie together, in all blocks.
+/// Rows whose weights are stored together, in all blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct WeighedArg {
-    /// Where they begin, in f32 from the start of all weights.
+    /// First weight, in f32 from the start of all weights.
     pub raw: u64,
-    /// The rows' whole result, in f32 from the start of all partial results.
+    /// Merged result of the rows, in f32 from the start of all partial results.
     pub part: u64,
     /// Rows.
     pub width: u32,
-    /// Nothing.
+    /// Padding, 0.
     pub pad: u32,
 }
 
@@ -244,23 +244,23 @@ pub struct WeighedArg {
 pub struct MassArg {
     /// Block of the page.
     pub block: u32,
-    /// Place in the block.
+    /// Index of the page in the block.
     pub page: u32,
-    /// First of the rows in the list.
+    /// First entry of the page in the list of rows.
     pub first: u32,
-    /// Entries of the list.
+    /// Entries of the page in the list.
     pub count: u32,
     /// Token of the first row.
     pub token: u32,
-    /// Tokens that count.
+    /// First token that counts.
     pub from: u32,
-    /// Past the last of them.
+    /// End of the tokens that count, exclusive.
     pub to: u32,
     /// Row of the output, of 32 lanes.
     pub out: u32,
 }
 
-/// A token to be written into a page of a ring, at the lane of its position ([`Slot`]).
+/// A token to write into a page of a ring, at the lane of its position ([`Slot`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
@@ -269,39 +269,39 @@ pub struct WriteArg {
     pub page: u64,
     /// Position of the token.
     pub position: u32,
-    /// Which row of the keys and values it is.
+    /// Row of the keys and values.
     pub row: u32,
 }
 
-/// A query that is put into a bundle.
+/// A query to write into a bundle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct QueryArg {
-    /// Where the bundle begins, in f32 from the start of all.
+    /// Start of the bundle, in f32 from the start of all.
     pub bundle: u64,
-    /// Which row of the queries it is.
+    /// Row of the queries.
     pub query: u32,
-    /// The position that it is turned to.
+    /// Position to which the query is rotated.
     pub position: u32,
-    /// Its row of the bundle.
+    /// Row of the bundle.
     pub row: u32,
     /// Rows of the bundle.
     pub width: u32,
 }
 
-/// A query that is folded through the map of a codec's keys.
+/// A query to fold through the map of a codec's keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct FoldArg {
-    /// Where it goes, in f32 from the start of all.
+    /// Folded query, in f32 from the start of all.
     pub to: u64,
-    /// Where that goes which its scores start from.
+    /// Start of its scores, in f32 from the start of all.
     pub start: u64,
-    /// Which row of the queries it is.
+    /// Row of the queries.
     pub query: u32,
-    /// The map's place in the list.
+    /// Index of the map in the list.
     pub map: u32,
 }
 
@@ -310,61 +310,61 @@ pub struct FoldArg {
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct FoldMapArg {
-    /// The map back: its matrix is `[wide][narrow]`.
+    /// Inverse map: its matrix is `[wide][narrow]`.
     pub map: MapArg,
-    /// Channels that are left.
+    /// Channels of a folded query.
     pub narrow: u32,
-    /// Rows of lanes that they take.
+    /// Rows of lanes of a folded query.
     pub cols: u32,
 }
 
-/// A token to be copied from page to page.
+/// A token to copy from page to page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct CopyArg {
-    /// Address of the page that has it.
+    /// Address of the source page.
     pub source: u64,
-    /// Address of the page that gets it.
+    /// Address of the target page.
     pub target: u64,
-    /// Lane in the first.
+    /// Lane in the source page.
     pub from: u32,
-    /// Lane in the second.
+    /// Lane in the target page.
     pub to: u32,
 }
 
-/// Rows of logits, and where their experts go. An address of 0 is none.
+/// Rows of logits, and outputs for their experts. An address of 0 stands for none.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct RouteArg {
     /// `[rows][experts]` f32: the gate's logits.
     pub logits: u64,
-    /// What is taken from all rows' logits, `[rows of 32 experts][32]` f32; none where rows are ranked by their logits.
+    /// Bias of all rows' logits, `[rows of 32 experts][32]` f32; none if rows are ranked by their logits alone.
     pub fixed: u64,
     /// `[rows][top_k]` u32: the experts, the best first.
     pub chosen: u64,
     /// `[rows][top_k]` f32: their weights.
     pub weights: u64,
-    /// As `chosen`, of the plain top-k; none where it is the same.
+    /// `chosen` of the plain top-k; none if it is the same.
     pub model: u64,
-    /// As `weights`, of the plain top-k.
+    /// `weights` of the plain top-k.
     pub model_weights: u64,
-    /// `[experts]` u64: choices are added.
+    /// `[experts]` u64: choices are added to them.
     pub counts: u64,
     /// `[rows][experts]` f32: the gate's entropy about each expert.
     pub entropies: u64,
-    /// A word of 64 bits in which the first logit is noted that is not finite.
+    /// A 64-bit word that records the first logit that is not finite.
     pub fault: u64,
-    /// `[rows]` u32: positions, unless rows are ranked.
+    /// `[rows]` u32: positions, for rows that are not ranked.
     pub positions: u64,
     /// Rows.
     pub rows: u32,
     /// Experts.
     pub experts: u32,
-    /// Experts of a row.
+    /// Experts per row.
     pub top_k: u32,
-    /// What is taken from logits is held within so much; 0 for no bound.
+    /// The bias is clamped to this magnitude; 0 for no limit.
     pub cap: f32,
     /// Groups of experts, 0 for none.
     pub groups: u32,
@@ -374,29 +374,29 @@ pub struct RouteArg {
     pub best: u32,
     /// [`RouteArg::RANKED`], [`RouteArg::HASHED`], or by the position itself.
     pub start: u32,
-    /// From one expert of a row to its next, unless rows are ranked.
+    /// Distance from one expert of a row to the next, for rows that are not ranked.
     pub stride: u32,
-    /// Nothing.
+    /// Padding, 0.
     pub pad: u32,
 }
 
 impl RouteArg {
-    /// [`RouteArg::start`] of rows that are ranked by their logits.
+    /// [`RouteArg::start`] for rows that are ranked by their logits.
     pub const RANKED: u32 = 0;
-    /// [`RouteArg::start`] of rows whose experts start at a hash of the position.
+    /// [`RouteArg::start`] for rows whose experts start at a hash of the position.
     pub const HASHED: u32 = 1;
-    /// [`RouteArg::start`] of rows whose experts start at the position.
+    /// [`RouteArg::start`] for rows whose experts start at the position.
     pub const ROBIN: u32 = 2;
 }
 
-/// Averages of a router, and what a step brings. An address of 0 is none: what it says of is not kept.
+/// Averages of a router, and the counts of a step. An address of 0 stands for none: that average is not kept.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct LearnArg {
-    /// What is taken from logits, `[rows of 32 experts][32]` f32: it is worked out anew.
+    /// Bias of the logits, `[rows of 32 experts][32]` f32, to be recomputed.
     pub fixed: u64,
-    /// `[experts]` u64: choices of the step, which become 0.
+    /// `[experts]` u64: choices of the step; they are set to 0.
     pub counts: u64,
     /// `[experts]` f32: averages of the load.
     pub load: u64,
@@ -404,21 +404,21 @@ pub struct LearnArg {
     pub miss: u64,
     /// `[experts]` f32: averages of the gate's entropy.
     pub entropy: u64,
-    /// `[experts]` f32: the same with the step in it.
+    /// `[experts]` f32: averages of the gate's entropy after the step.
     pub next: u64,
     /// `[experts]` u32: parts of pages that the step wanted.
     pub wanted: u64,
-    /// `[experts]` u32: those of them that it missed.
+    /// `[experts]` u32: wanted parts that the step missed.
     pub missed: u64,
     /// Experts.
     pub experts: u32,
-    /// Parts of a page.
+    /// Parts per page.
     pub of_page: u32,
     /// 0 for the rate of misses, 1 for their count.
     pub count_misses: u32,
-    /// How much of the load's averages stays.
+    /// Factor that keeps the averages of the load.
     pub keep_load: f32,
-    /// How much of the misses' averages stays.
+    /// Factor that keeps the averages of the misses.
     pub keep_miss: f32,
     /// Weight of the load.
     pub alpha: f32,
@@ -443,25 +443,25 @@ impl LayoutArg {
 }
 
 impl TensorArg {
-    /// One in `dtype` that begins at an address.
+    /// A tensor of `dtype` at address `at`.
     pub fn new(at: u64, dtype: Dtype) -> Self {
         TensorArg { at, dtype: dtype.index(), pad: 0 }
     }
 
-    /// What its elements are.
+    /// Dtype of the elements.
     #[inline(always)]
     pub fn dtype(&self) -> Dtype {
         Dtype::ALL[self.dtype as usize]
     }
 
-    /// Whether they are f32, which has kernels of its own.
+    /// Whether the elements are f32, which has kernels of its own.
     pub fn wide(&self) -> bool {
         self.dtype() == Dtype::F32
     }
 }
 
 impl WriteArg {
-    /// The token's place in its ring: the lane of the page.
+    /// Place of the token in its ring: the lane of the page.
     #[inline(always)]
     pub fn lane(&self) -> u32 {
         Slot::from(Position(self.position)).lane
@@ -476,13 +476,13 @@ impl From<Packed> for PackedArg {
 }
 
 impl PackedArg {
-    /// The layout, where rows are of tokens.
+    /// The layout, for rows of tokens.
     #[inline(always)]
     pub fn packed(&self) -> Packed {
         Packed::new(self.k_dim, self.v_dim, Code::ALL[self.k as usize], Code::ALL[self.v as usize])
     }
 
-    /// The layout, whatever rows are.
+    /// The layout, for any rows.
     #[inline(always)]
     pub fn factored(&self) -> Packed {
         self.packed().sides(self.k_side.side(), self.v_side.side())
@@ -545,7 +545,7 @@ impl RopeArg {
         RopeArg { rotary_dim: rope.rotary_dim, neighbours, capacity }
     }
 
-    /// The rotation, but for its frequencies, which are in the table.
+    /// The rotation without its frequencies, which are in the table.
     #[inline(always)]
     pub fn rope(&self) -> Option<Rope> {
         let pairs = if self.neighbours == 0 { Pairs::Halves } else { Pairs::Neighbours };

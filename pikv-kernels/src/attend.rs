@@ -1,8 +1,8 @@
-//! Attention over a forest of blocks: one warp a block, then the fixed tree level by level, then the end of it.
+//! Attention over a forest of blocks: one warp per block, then the fixed tree level by level, then the output of each row.
 //!
-//! The 32 threads of a warp each hold a `&mut` to the warp's part, of which each writes its own lane's words, and words that
-//! are the same in all lanes. Rust's rules have no word for that: what it comes to is held by running the PTX itself in
-//! `tests/ptx_bits.rs`, whose interpreter reports races between lanes and warps.
+//! The 32 threads of a warp each hold a `&mut` to the warp's memory. Each writes its own lane's words, and words that
+//! are the same in all lanes. Rust's rules do not cover this: `tests/ptx_bits.rs` checks it by running the PTX itself in an
+//! interpreter that reports races between lanes and warps.
 
 use crate::args::{LayoutArg, MassArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WeighedArg};
 use crate::gpu::{Lane, afresh, afresh_at, thread};
@@ -16,7 +16,7 @@ use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
 use pikv_core::warp::Warp;
 
-/// Full pages of a block by their addresses, of which each is read when it is its turn: a slice of all of them would be memory of
+/// Full pages of a block, by address. Each is loaded when its turn comes: a slice of all of them would be memory of
 /// every lane's own.
 struct Listed<'a, const R: usize> {
     layout: &'a Layout,
@@ -39,7 +39,7 @@ impl<'a, const R: usize> Listed<'a, R> {
     fn page(&self, i: usize) -> Page<'a> {
         let Layout { k_dim, v_dim, k, v, .. } = *self.layout;
         let layout = Layout::new(afresh(k_dim), k).values(afresh(v_dim), v);
-        // SAFETY: by the promise of the kernel's caller on the lists and the pages.
+        // SAFETY: the kernel's caller promised that the lists and the pages are valid.
         let page = unsafe {
             let words = slice::from_raw_parts(*self.pages.add(i), layout.words() as usize);
             PageRef { words, live: *self.live.add(i) }
@@ -66,7 +66,7 @@ impl<const R: usize> Form<Lane, R> for Listed<'_, R> {
 
     #[inline(always)]
     fn seen(&self, w: Lane, i: usize, _: &[Sight; R]) -> [u32; R] {
-        // SAFETY: by the promise of the kernel's caller.
+        // SAFETY: the kernel's caller promised that `sights` has the bundle's rows.
         let sight = &unsafe { sights(self.sights) };
         self.full(&self.page(i)).seen(w, 0, sight)
     }
@@ -85,10 +85,10 @@ impl<const R: usize> Form<Lane, R> for Listed<'_, R> {
     fn finish(&mut self, _: Lane, _: &mut [[f32; LANES]]) {}
 }
 
-/// The table of a rotation, empty where nothing is turned.
+/// Table of a rotation; empty without a rotation.
 ///
 /// # Safety
-/// `table` must be that of the rotation: `[rotary_dim / 2][2][capacity]`.
+/// `table` must be the table of the rotation: `[rotary_dim / 2][2][capacity]`.
 #[inline(always)]
 pub(crate) unsafe fn turns<'a>(of: &RopeArg, table: *const f32) -> &'a [f32] {
     let entries = of.rotary_dim as usize * of.capacity as usize;
@@ -96,7 +96,7 @@ pub(crate) unsafe fn turns<'a>(of: &RopeArg, table: *const f32) -> &'a [f32] {
     if entries == 0 { &[] } else { unsafe { slice::from_raw_parts(table, entries) } }
 }
 
-/// What the rows of a bundle see, read anew for each page: it is four words a row.
+/// Sights of the rows of a bundle, read again for each page: four words a row.
 ///
 /// # Safety
 /// `at` must have `R` entries.
@@ -112,7 +112,7 @@ pub(crate) unsafe fn sights<const R: usize>(at: *const SightArg) -> [Sight; R] {
 }
 
 /// # Safety
-/// As [`attend_r1`] and its siblings.
+/// The requirements of [`attend_r1`] and its siblings.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the parameters of the kernels that it is the body of")]
 unsafe fn attend<const R: usize>(
@@ -138,8 +138,8 @@ unsafe fn attend<const R: usize>(
     let task = unsafe { *tasks.add(index as usize) };
     let channels = layout.k_channels() as usize;
     let len = Partial::len(R, layout.acc_rows());
-    // SAFETY: by the caller's promise on `q`, `table` and `parts`; a warp has a part of its own, whose words its lanes share
-    // out.
+    // SAFETY: by the caller's promise on `q`, `table` and `parts`; a warp has a part of its own, whose words are divided among its
+    // lanes.
     let (q, table, part) = unsafe {
         (
             slice::from_raw_parts(q.add(task.q as usize), channels * R),
@@ -152,16 +152,16 @@ unsafe fn attend<const R: usize>(
         k_dim: layout.k_dim as usize,
         rotation: rope.rope().map(|r| Rotation { rope: r, table, capacity: rope.capacity }),
     };
-    // SAFETY: whole warps are launched, and what decides control flow is the warp's task.
+    // SAFETY: whole warps are launched, and control flow depends only on the warp's task, the same in all lanes.
     let lanes = unsafe { Lane::new() };
     let mut part = Partial::new(part, R, layout.acc_rows());
-    // What the rows see the form knows.
+    // The form has the sights of the rows.
     let looks = Looks { sight: [Sight::NONE; R], softcap: (softcap > 0.0).then_some(softcap) };
     let (first, count) = (task.pages as usize, task.count as usize);
     // SAFETY: by the caller's promise on `pages` and `live`, which have the block's pages, and `sights`, which has the bundle's rows.
     let (pages, live, at) = unsafe { (pages.add(first), live.add(first), sights.add(task.sights as usize)) };
     let mut form = Listed { layout: &layout, pages, live, sights: at, count, query };
-    // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 a row, the task's own.
+    // SAFETY: by the caller's promise on `raw`: [`ROW`] f32 per row, of this task only.
     let mut raw =
         (!raw.is_null()).then(|| unsafe { slice::from_raw_parts_mut(raw.add(task.raw as usize), R * ROW) });
     let weights = raw.as_mut().map(|raw| raw.as_chunks_mut().0.as_chunks_mut().0);
@@ -176,12 +176,12 @@ macro_rules! attend {
         #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of pages, a warp a task.")]
         ///
         /// `q`: bundles of `[channels][rows]`, scaled, the channels padded to whole words. `pages` and `live`: every page's
-        /// address and the lanes that are read, a bit each. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of the
-        /// rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`,
+        /// address and the lanes that are read, a bit each. `sights`: bundles of `[rows]`. `softcap`: in base 2, 0 for none. `table`: of
+        /// the rotation, `[rotary_dim / 2][2][capacity]`. The partial result of a task, [`Partial::len`] f32 long, goes to `parts`,
         /// and unless `raw` is null its weights, [`ROW`] f32 a row, to `raw`.
         ///
         /// # Safety
-        /// The pointers must reach what is described, no task may have more than 8 pages, their partial results must lie apart,
+        /// The pointers must be valid for the memory described, no task may have more than 8 pages, their partial results must not overlap,
         /// and whole warps must be launched, at most [`WARPS`](crate::WARPS) a block.
         #[unsafe(no_mangle)]
         pub unsafe extern "ptx-kernel" fn $name(
@@ -208,17 +208,17 @@ macro_rules! attend {
 
 attend!(attend_r1 1, attend_r2 2, attend_r4 4, attend_r8 8);
 
-/// Joins `count` pairs of partial results, a warp a pair.
+/// Merges `count` pairs of partial results, one warp per pair.
 ///
 /// # Safety
-/// The pointers must reach what is described, no partial result may stand twice in `pairs`, and whole warps must be launched.
+/// The pointers must be valid for the memory described, no partial result may occur twice in `pairs`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn merge_pairs(pairs: *const PairArg, count: u32, parts: *mut f32) {
     let index = thread::warp_index();
     if index >= count {
         return;
     }
-    // SAFETY: by the caller's promise on `pairs` and `parts`: the two are apart, and no other warp has either.
+    // SAFETY: by the caller's promise on `pairs` and `parts`: the two do not overlap, and no other warp has either.
     let (left, right, rows, acc_rows) = unsafe {
         let PairArg { left, right, rows, acc_rows } = *pairs.add(index as usize);
         let len = Partial::len(rows as usize, acc_rows);
@@ -229,16 +229,16 @@ pub unsafe extern "ptx-kernel" fn merge_pairs(pairs: *const PairArg, count: u32,
             acc_rows,
         )
     };
-    // SAFETY: whole warps are launched, and what decides control flow is the warp's pair.
+    // SAFETY: whole warps are launched, and control flow depends only on the warp's pair, the same in all lanes.
     let lanes = unsafe { Lane::new() };
     merge(lanes, &mut Partial::new(left, rows, acc_rows), &Partial::new(right, rows, acc_rows));
 }
 
-/// A row whose partial result is to be finished, to an output of `T`.
+/// A row of a partial result to finish, with an output of `T`.
 pub(crate) struct End<'a, T> {
-    /// Which output it is.
+    /// Index of the output.
     pub to: usize,
-    /// Its exponent and its sum.
+    /// Exponent and sum of the row.
     pub m: f32,
     pub l: f32,
     pub acc: &'a [f32],
@@ -246,10 +246,10 @@ pub(crate) struct End<'a, T> {
 }
 
 impl<'a, T> End<'a, T> {
-    /// The warp's row of `count`, if there is one for it.
+    /// The warp's row of `count` rows; none for warps past the last row.
     ///
     /// # Safety
-    /// As [`finish_rows`].
+    /// The requirements of [`finish_rows`].
     #[inline(always)]
     pub unsafe fn of(
         layout: &Layout,
@@ -263,7 +263,7 @@ impl<'a, T> End<'a, T> {
             return None;
         }
         let (stride, width) = (layout.acc_rows() as usize * LANES, layout.v_dim as usize);
-        // SAFETY: by the caller's promise on `rows`, `parts` and `out`; an output is one warp's.
+        // SAFETY: by the caller's promise on `rows`, `parts` and `out`; each output belongs to one warp.
         unsafe {
             let RowArg { part, rows, row, out: to, .. } = *rows.add(index as usize);
             let (part, rows, row, to) = (parts.add(part as usize), rows as usize, row as usize, to as usize);
@@ -275,18 +275,18 @@ impl<'a, T> End<'a, T> {
 }
 
 impl End<'_, f32> {
-    /// Writes its output; its log-sum-exp.
+    /// Writes the output and returns the log-sum-exp.
     #[inline(always)]
     pub fn finish(&mut self, lanes: Lane, layout: &Layout) -> f32 {
         finish(lanes, layout, self.m, self.l, self.acc.as_chunks().0, self.out)
     }
 }
 
-/// What a query gets of `count` rows of partial results, a warp a row: output `i` goes to `out[i]`, `v_dim` f32 long, and its
-/// log-sum-exp to `ends[i][0]`, followed by the row's exponent and sum, by which an overflow shows.
+/// Finishes `count` rows of partial results, one warp per row: output `i` is written to `out[i]`, `v_dim` f32 long, and its
+/// log-sum-exp to `ends[i][0]`, followed by the row's exponent and sum, which show an overflow.
 ///
 /// # Safety
-/// The pointers must reach what is described, no output may stand twice in `rows`, and whole warps must be launched.
+/// The pointers must be valid for the memory described, no output may occur twice in `rows`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn finish_rows(
     layout: LayoutArg,
@@ -297,7 +297,7 @@ pub unsafe extern "ptx-kernel" fn finish_rows(
     ends: *mut [f32; 3],
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise, also on `ends`; whole warps are launched, and what decides control flow is the warp's row.
+    // SAFETY: the caller's own promise, also on `ends`; whole warps are launched, and control flow depends only on the warp's row.
     unsafe {
         let Some(mut end) = End::of(&layout, rows, count, parts, out) else { return };
         let lse = end.finish(Lane::new(), &layout);
@@ -305,10 +305,10 @@ pub unsafe extern "ptx-kernel" fn finish_rows(
     }
 }
 
-/// Adds the weights of pages up, over rows and their tokens, a warp a page: those of `masses[i]` to row `out` of `mass`, rows of 32.
+/// Sums the weights of pages over rows and their tokens, one warp per page: those of `masses[i]` to row `out` of `mass`, rows of 32.
 ///
 /// # Safety
-/// The pointers must reach what is described, no output may stand twice in `masses`, and whole warps must be launched.
+/// The pointers must be valid for the memory described, no output may occur twice in `masses`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn mass_pages(
     layout: LayoutArg,
@@ -326,7 +326,7 @@ pub unsafe extern "ptx-kernel" fn mass_pages(
         return;
     }
     let stride = layout.acc_rows() as usize * LANES;
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's page.
+    // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's page.
     unsafe {
         let lanes = Lane::new();
         let page = *masses.add(index as usize);

@@ -1,5 +1,5 @@
-//! Attention over packed pages whose K or V is two factors, as they lie: one kernel for keys that come rotated and for those that are turned
-//! as they are read.
+//! Attention over packed pages whose K or V is two factors, in packed form: one kernel for keys that are stored rotated and for those
+//! that are rotated when read.
 
 use crate::args::{LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
 use crate::gpu::Lane;
@@ -25,14 +25,14 @@ impl Reader<1> for Factors<'_> {
     }
 }
 
-/// Attends single query rows over blocks of factored pages, a warp a task. (Wider bundles would take more registers than a thread has.)
+/// Attends single query rows over blocks of factored pages, one warp per task. (Wider bundles would take more registers than a thread has.)
 ///
-/// Where `rope` turns nothing, `q` and `start` are those of [`attend_packed_r1`](crate::packed::attend_packed_r1), `q` of as many
-/// channels as [`Packed::query_dim`] says, and what follows `rope` does not count; else `q`, `map`, `table` and `rebuilt` are those of
-/// [`attend_rebuilt_r1`](crate::packed::attend_rebuilt_r1), and `start` does not. The rest is as there.
+/// If `rope` rotates nothing, `q` and `start` are those of [`attend_packed_r1`](crate::packed::attend_packed_r1), `q` with
+/// [`Packed::query_dim`] channels, and the arguments after `rope` are ignored; else `q`, `map`, `table` and `rebuilt` are those of
+/// [`attend_rebuilt_r1`](crate::packed::attend_rebuilt_r1), and `start` is ignored. The other arguments are as there.
 ///
 /// # Safety
-/// As [`attend_packed_r1`](crate::packed::attend_packed_r1).
+/// The requirements of [`attend_packed_r1`](crate::packed::attend_packed_r1).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn attend_factors(
     packed: PackedArg,

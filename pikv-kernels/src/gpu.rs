@@ -6,7 +6,7 @@ use core::borrow::Borrow;
 use pikv_core::attend::BLOCK;
 use pikv_core::warp::{LANES, ROUND, Shelf, Warp};
 
-/// The thread's place in the launch.
+/// Indices of the thread in the launch.
 pub mod thread {
     use core::arch::nvptx;
 
@@ -34,7 +34,7 @@ pub mod thread {
     }
 }
 
-/// Operations of a whole warp. LLVM's own intrinsics, which it knows to be convergent; inline assembly is not marked so.
+/// Operations of a whole warp. LLVM's own intrinsics are used, because it knows them to be convergent; inline assembly is not marked so.
 pub mod warp {
     /// All lanes.
     const FULL: u32 = u32::MAX;
@@ -79,19 +79,19 @@ pub mod warp {
     }
 }
 
-/// `x`, of which the compiler knows nothing: what is worked out from it is not kept from one page to the next, as there are more such
-/// numbers than registers.
+/// `x`, hidden from the compiler: values computed from it are not kept from one page to the next, as there are more such
+/// values than registers.
 #[inline(always)]
 pub fn afresh(mut x: u32) -> u32 {
-    // SAFETY: no instruction.
+    // SAFETY: the assembly is only a comment: no instruction.
     unsafe { asm!("// {x}", x = inout(reg32) x, options(nomem, nostack, preserves_flags)) };
     x
 }
 
-/// As [`afresh`]: what lies there is read anew.
+/// [`afresh`] for a pointer: the memory behind it is read again.
 #[inline(always)]
 pub fn afresh_at<T>(mut p: *const T) -> *const T {
-    // SAFETY: no instruction.
+    // SAFETY: the assembly is only a comment: no instruction.
     unsafe { asm!("// {p}", p = inout(reg64) p, options(nomem, nostack, preserves_flags)) };
     p
 }
@@ -102,7 +102,7 @@ pub struct Lane(u32);
 
 impl Lane {
     /// # Safety
-    /// All 32 threads of the warp must call it together, and stay together: what they do with it has uniform control flow.
+    /// All 32 threads of the warp must call it together, and stay together: control flow of code that uses the lane is uniform.
     #[inline(always)]
     pub unsafe fn new() -> Lane {
         Lane(thread::lane_index())
@@ -116,11 +116,11 @@ pub struct Shelved<const R: usize> {
     seen: [[u32; R]; BLOCK],
 }
 
-/// A warp's shelf: registers have no index, and memory of a lane's own would be a stack.
+/// A warp's shelf, in shared memory: registers have no index, and memory of a lane's own would be a stack.
 pub struct Shared<const R: usize>(*mut Shelved<R>);
 
 impl<const R: usize> Shared<R> {
-    /// Bytes of a block of the most warps.
+    /// Bytes for a block with the most warps.
     const BYTES: usize = WARPS * size_of::<Shelved<R>>();
 }
 
@@ -128,7 +128,7 @@ impl<const R: usize> Shelf<Lane, R> for Shared<R> {
     #[inline(always)]
     fn new(_: Lane) -> Self {
         let all: u64;
-        // SAFETY: names memory of the kernel's own, and reads nothing.
+        // SAFETY: takes the address of the kernel's own memory, and reads nothing.
         unsafe {
             asm!(
                 "{{ .shared .align 128 .b8 shelf[{n}]; cvta.shared.u64 {all}, shelf; }}",
@@ -141,17 +141,17 @@ impl<const R: usize> Shelf<Lane, R> for Shared<R> {
     }
     #[inline(always)]
     fn see(&mut self, i: usize, seen: [u32; R]) {
-        // SAFETY: the warp's own, where all lanes write the same.
+        // SAFETY: memory of this warp, to which all lanes write the same value.
         unsafe { (*self.0).seen[i % BLOCK] = seen }
     }
     #[inline(always)]
     fn seen(&self, i: usize) -> [u32; R] {
-        // SAFETY: the warp's own; a lane reads what it wrote.
+        // SAFETY: memory of this warp; a lane reads the value that it wrote.
         unsafe { (*self.0).seen[i % BLOCK] }
     }
     #[inline(always)]
     fn put(&mut self, w: Lane, i: usize, r: usize, x: f32) {
-        // SAFETY: the warp's own, of which each lane has its words.
+        // SAFETY: memory of this warp, in which each lane has its own words.
         unsafe { (*self.0).slots[i % BLOCK][r][w.0 as usize % LANES] = x }
     }
     #[inline(always)]

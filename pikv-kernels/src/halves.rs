@@ -1,5 +1,5 @@
-//! [`crate::rows`] of tensors in 16 bits an element: [`Halves`] are read in place, and results rounded as they are written. Kernels of
-//! their own, as those of f32 take fewer registers.
+//! Kernels of [`crate::rows`] for tensors of 16-bit elements: [`Halves`] are read in place, and results rounded when written. They are
+//! separate kernels, because those of f32 take fewer registers.
 
 use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, TensorArg, WriteArg};
 use crate::attend::End;
@@ -15,7 +15,7 @@ use pikv_core::rows::{beyond, sound};
 use pikv_core::tensor::{Halves, Rounded, Row};
 use pikv_core::{LANES, store};
 
-/// `$body`, in which `$row` is a row of a tensor in 16 bits, in its own dtype: each has a body of its own.
+/// `$body` with `$row` as a row of a 16-bit tensor in its own dtype; compiled once for each dtype.
 macro_rules! halves {
     ($row:ident = $tensor:ident[$at:expr; $width:expr] => $body:expr) => {
         match $tensor.dtype() {
@@ -31,10 +31,10 @@ macro_rules! halves {
     };
 }
 
-/// As [`gather_queries`](crate::rows::gather_queries).
+/// [`gather_queries`](crate::rows::gather_queries) for 16-bit elements.
 ///
 /// # Safety
-/// As there.
+/// The requirements of [`gather_queries`](crate::rows::gather_queries).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn gather_halves(
     layout: LayoutArg,
@@ -48,7 +48,7 @@ pub unsafe extern "ptx-kernel" fn gather_halves(
     fault: *mut u64,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's query.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's query.
     unsafe {
         let Some(of) = entry(list, count) else { return };
         let lanes = Lane::new();
@@ -58,10 +58,10 @@ pub unsafe extern "ptx-kernel" fn gather_halves(
     }
 }
 
-/// As [`fold_queries`](crate::rows::fold_queries).
+/// [`fold_queries`](crate::rows::fold_queries) for 16-bit elements.
 ///
 /// # Safety
-/// As there.
+/// The requirements of [`fold_queries`](crate::rows::fold_queries).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn fold_halves(
     layout: LayoutArg,
@@ -73,7 +73,7 @@ pub unsafe extern "ptx-kernel" fn fold_halves(
     folded: *mut f32,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's query.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's query.
     unsafe {
         let Some(FoldArg { to, start, query, map }) = entry(list, count) else { return };
         let FoldMapArg { map, narrow, cols } = *maps.add(map as usize);
@@ -85,10 +85,10 @@ pub unsafe extern "ptx-kernel" fn fold_halves(
     }
 }
 
-/// As [`append_rows`](crate::rows::append_rows); one of `k` and `v` may be in f32.
+/// [`append_rows`](crate::rows::append_rows) for 16-bit elements; one of `k` and `v` may be in f32.
 ///
 /// # Safety
-/// As there.
+/// The requirements of [`append_rows`](crate::rows::append_rows).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn append_halves(
     layout: LayoutArg,
@@ -101,7 +101,7 @@ pub unsafe extern "ptx-kernel" fn append_halves(
     faults: *mut u64,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's token.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's token.
     unsafe {
         let Some(write) = entry(writes, count) else { return };
         let (lanes, row) = (Lane::new(), write.row);
@@ -120,10 +120,10 @@ pub unsafe extern "ptx-kernel" fn append_halves(
     }
 }
 
-/// Writes the key and the position of a token, and notes the first element that is beyond `limit`.
+/// Writes the key and the position of a token, and records the first element beyond `limit`.
 ///
 /// # Safety
-/// As [`append_halves`], of the one.
+/// The requirements of [`append_halves`], for this token and its key.
 #[inline(always)]
 unsafe fn key_of(
     lanes: Lane,
@@ -142,10 +142,10 @@ unsafe fn key_of(
     }
 }
 
-/// As [`key_of`], of the value.
+/// [`key_of`] for the value.
 ///
 /// # Safety
-/// As there.
+/// The requirements of [`key_of`].
 #[inline(always)]
 unsafe fn value_of(
     lanes: Lane,
@@ -164,11 +164,11 @@ unsafe fn value_of(
     }
 }
 
-/// As [`finish_in_place`](crate::rows::finish_in_place); an output that the dtype of `out` does not hold is noted in the second of two
-/// `faults`, and an infinity is there.
+/// [`finish_in_place`](crate::rows::finish_in_place) for 16-bit elements. If the dtype of `out` does not hold an output, the output is
+/// an infinity, and the second of two `faults` records it.
 ///
 /// # Safety
-/// As there.
+/// The requirements of [`finish_in_place`](crate::rows::finish_in_place).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn finish_halves(
     layout: LayoutArg,
@@ -180,7 +180,7 @@ pub unsafe extern "ptx-kernel" fn finish_halves(
     faults: *mut u64,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's row.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's row.
     unsafe {
         let Some(end) = End::of(&layout, rows, count, parts, out.at as *mut u16) else { return };
         match out.dtype() {
@@ -191,7 +191,7 @@ pub unsafe extern "ptx-kernel" fn finish_halves(
 }
 
 /// # Safety
-/// As [`finish_halves`].
+/// The requirements of [`finish_halves`].
 #[inline(always)]
 unsafe fn finish_rounded<E: Element>(layout: &Layout, end: End<'_, u16>, lse: *mut f32, faults: *mut u64) {
     let End { to, m, l, acc, out } = end;

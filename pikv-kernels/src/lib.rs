@@ -1,6 +1,6 @@
 //! Device entry points of pikv: a few lines each over [`pikv_core`], and the lanes of a device.
 //!
-//! For `nvptx64-nvidia-cuda`; elsewhere the crate is what kernels are given ([`args`]) and their PTX. No arithmetic lives here.
+//! For `nvptx64-nvidia-cuda`; on other targets the crate is the arguments of kernels ([`args`]) and their PTX. No arithmetic is here.
 //! `build-ptx.sh` compiles it to the files in `ptx`, which are committed.
 #![no_std]
 #![deny(missing_docs)]
@@ -10,7 +10,7 @@
     allow(internal_features)
 )]
 
-/// Warps of a block of a launch, at most: kernels that attend have shared memory for as many.
+/// Most warps in a block of a launch: kernels that attend have shared memory for as many.
 pub const WARPS: usize = 4;
 
 pub mod args;
@@ -35,10 +35,10 @@ pub mod rows;
 #[cfg(target_arch = "nvptx64")]
 pub mod store;
 
-/// A bound or an index that does not hold ends the kernel.
+/// A failed bounds check or assertion ends the kernel.
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
-    // SAFETY: ends the kernel, whatever its state.
+    // SAFETY: a trap ends the kernel in any state.
     unsafe { core::arch::nvptx::trap() }
 }

@@ -1,4 +1,4 @@
-//! Full pages into packed ones: one warp a page.
+//! Packs full pages: one warp per page.
 
 use crate::args::{CodecArg, LayoutArg, MapArg, PackArg};
 use crate::gpu::{Lane, thread};
@@ -7,12 +7,12 @@ use pikv_core::LANES;
 use pikv_core::codec::pack::{Turn, pack, turn, unpack};
 use pikv_core::page::MAX_DIM;
 
-/// Rows of lanes that a warp works in: the channels of K and V, and what maps make of them.
+/// Rows of lanes of a warp's working memory: the channels of K and V, and the output of their maps.
 pub const WORK: usize = 4 * MAX_DIM as usize;
 
 impl MapArg {
     /// # Safety
-    /// The addresses must be those of slices as long as the widths say.
+    /// The addresses must be those of slices with the lengths that the widths give.
     #[inline(always)]
     unsafe fn turn<'a>(&self) -> Option<Turn<'a>> {
         let (wide, narrow) = (self.wide as usize, self.narrow as usize);
@@ -33,10 +33,10 @@ impl MapArg {
     }
 }
 
-/// What a map makes of channel rows.
+/// Output of a map of channel rows.
 ///
 /// # Safety
-/// As [`MapArg::turn`].
+/// The requirements of [`MapArg::turn`].
 #[inline(always)]
 unsafe fn mapped<'a>(
     lanes: Lane,
@@ -54,11 +54,11 @@ unsafe fn mapped<'a>(
     }
 }
 
-/// Packs `count` pages, a warp a page. `work`: [`WORK`] rows for each warp, of any content.
+/// Packs `count` pages, one warp per page. `work`: [`WORK`] rows for each warp, of any content.
 ///
 /// # Safety
-/// The pointers must reach what is described, no page may be both read and written or be written twice, and whole warps must be
-/// launched.
+/// The pointers must be valid for the memory described, no page may be both read and written or be written twice, and whole warps must
+/// be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn pack_pages(
     layout: LayoutArg,
@@ -72,7 +72,7 @@ pub unsafe extern "ptx-kernel" fn pack_pages(
     if index >= count {
         return;
     }
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's page.
+    // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's page.
     unsafe {
         let lanes = Lane::new();
         let PackArg { page, packed: to, fill, codec } = *list.add(index as usize);

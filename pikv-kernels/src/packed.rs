@@ -1,5 +1,5 @@
-//! Attention over packed pages, as they lie: [`crate::attend`] for pages that a codec wrote; [`crate::factors`] for those that it wrote as
-//! factors. And the way back to the head's channels.
+//! Attention over packed pages in packed form: [`crate::attend`] for pages that a codec wrote; [`crate::factors`] is for pages that it
+//! wrote as factors. And the map back to the head's channels.
 
 use crate::args::{BackArg, HeadArg, LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
 use crate::attend::{sights, turns};
@@ -15,7 +15,7 @@ use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::rope::Rotation;
 
-/// What all kernels that attend over packed pages are given; `S` is what a warp works in.
+/// Arguments of all kernels that attend over packed pages; `S` is the working memory of a warp.
 pub(crate) struct Given<S> {
     pub packed: PackedArg,
     pub q: *const f32,
@@ -32,7 +32,7 @@ pub(crate) struct Given<S> {
     pub raw: *mut f32,
 }
 
-/// What those for keys before their rotation are given besides.
+/// Further arguments of kernels for keys that are stored unrotated.
 #[derive(Clone, Copy)]
 pub(crate) struct Turned {
     pub layout: LayoutArg,
@@ -42,7 +42,7 @@ pub(crate) struct Turned {
     pub rebuilt: *mut [f32; LANES],
 }
 
-/// The packed pages of a block by their addresses, of which each is read when it is its turn: a slice of all of them would be memory
+/// Packed pages of a block, by address. Each is loaded when its turn comes: a slice of all of them would be memory
 /// of every lane's own.
 pub(crate) struct List<'a> {
     packed: &'a Packed,
@@ -55,7 +55,7 @@ pub(crate) struct List<'a> {
 }
 
 impl<'a> List<'a> {
-    /// Their layout.
+    /// Layout of the pages.
     #[inline(always)]
     fn packed(&self) -> Packed {
         let mut packed = *self.packed;
@@ -67,7 +67,7 @@ impl<'a> List<'a> {
     /// Page `i`, which is below `count`.
     #[inline(always)]
     fn page(&self, i: usize) -> [PackedRef<'a>; 1] {
-        // SAFETY: by the promise of the kernel's caller on the lists and the pages.
+        // SAFETY: the kernel's caller promised that the lists and the pages are valid.
         unsafe {
             let words = slice::from_raw_parts(*self.pages.add(i), self.packed.words() as usize);
             [PackedRef { words, live: *self.live.add(i), last: *self.last.add(i), by: *self.by.add(i) }]
@@ -75,7 +75,7 @@ impl<'a> List<'a> {
     }
 }
 
-/// The same side, [`afresh`].
+/// The same side, passed through [`afresh`].
 #[inline(always)]
 fn side(side: Side) -> Side {
     match side {
@@ -85,9 +85,9 @@ fn side(side: Side) -> Side {
     }
 }
 
-/// What reads packed pages of one form.
+/// Reads packed pages of one form.
 pub(crate) trait Reader<const R: usize> {
-    /// It over these pages. What it works in stays as it is.
+    /// The form over these pages. Its working memory is kept.
     fn over<'b>(&'b mut self, packed: &'b Packed, pages: &'b [PackedRef<'b>]) -> impl Form<Lane, R>;
 }
 
@@ -115,7 +115,7 @@ impl<F: Reader<R>, const R: usize> Form<Lane, R> for Listed<'_, F> {
 
     #[inline(always)]
     fn seen(&self, w: Lane, i: usize, _: &[Sight; R]) -> [u32; R] {
-        // SAFETY: by the promise of the kernel's caller.
+        // SAFETY: the kernel's caller promised that `sights` has the bundle's rows.
         seen(w, &self.list.page(i)[0], &unsafe { sights(self.list.sights) })
     }
 
@@ -149,10 +149,10 @@ pub(crate) struct Task<'a, S, const R: usize> {
 }
 
 impl<S> Given<S> {
-    /// The warp's task, over pages of this layout; none for warps past the last.
+    /// The warp's task, over pages of this layout; none for warps past the last task.
     ///
     /// # Safety
-    /// As [`attend_packed_r1`].
+    /// The requirements of [`attend_packed_r1`].
     #[inline(always)]
     pub unsafe fn task<'a, const R: usize>(self, packed: &'a Packed) -> Option<Task<'a, S, R>> {
         let Given { pages, live, last, by, tasks, count, sights, softcap, scratch, parts, raw, .. } = self;
@@ -164,9 +164,9 @@ impl<S> Given<S> {
         let task = unsafe { *tasks.add(index as usize) };
         let len = Partial::len(R, packed.acc_rows());
         let (first, count) = (task.pages as usize, task.count as usize);
-        // SAFETY: by the caller's promise on the lists, which all have the block's pages, and on `scratch`, `parts` and `raw`, of which
-        // each has [`ROW`] f32 a row: a warp has its own, whose words its lanes share out. Whole warps are launched, and what decides
-        // control flow is the warp's task.
+        // SAFETY: by the caller's promise on the lists, which all have the block's pages, and on `scratch`, `parts` and `raw`, each with
+        // [`ROW`] f32 per row: a warp has its own, whose words are divided among its lanes. Whole warps are launched, and control flow
+        // depends only on the warp's task.
         unsafe {
             let list = List {
                 packed,
@@ -184,7 +184,7 @@ impl<S> Given<S> {
                 lanes: Lane::new(),
                 q: task.q as usize,
                 list,
-                // What the rows see the list knows.
+                // The list has the sights of the rows.
                 looks: Looks { sight: [Sight::NONE; R], softcap: (softcap > 0.0).then_some(softcap) },
                 scratch: &mut *scratch.add(index as usize),
                 part: slice::from_raw_parts_mut(parts.add(task.part as usize), len),
@@ -195,10 +195,10 @@ impl<S> Given<S> {
 }
 
 impl<'a, S, const R: usize> Task<'a, S, R> {
-    /// Its queries as the codec left them, and what their scores start from.
+    /// The task's queries as folded by the codec, and the start of their scores.
     ///
     /// # Safety
-    /// As [`attend_packed_r1`].
+    /// The requirements of [`attend_packed_r1`].
     #[inline(always)]
     pub unsafe fn folded(&self, packed: &Packed, q: *const f32, start: *const f32) -> Folded<'a, R> {
         let rows = R * packed.query_cols() as usize;
@@ -213,16 +213,16 @@ impl<'a, S, const R: usize> Task<'a, S, R> {
         Folded { rows: q, start: starts, whole: None }
     }
 
-    /// Its whole queries, for keys that are turned as they are read; and where those are rebuilt.
+    /// The task's whole queries, for keys that are rotated when read, and memory to rebuild those keys.
     ///
     /// # Safety
-    /// As [`attend_rebuilt_r1`].
+    /// The requirements of [`attend_rebuilt_r1`].
     #[inline(always)]
     pub unsafe fn whole(&self, turned: Turned, q: *const f32) -> (Folded<'a, R>, &'a mut [[f32; LANES]]) {
         let Turned { layout, map, rope, table, rebuilt } = turned;
         let layout = layout.layout();
         let channels = layout.k_channels() as usize;
-        // SAFETY: by the caller's promise on `q`, `map`, `table` and `rebuilt`; the last is the warp's own.
+        // SAFETY: by the caller's promise on `q`, `map`, `table` and `rebuilt`; the last is this warp's own.
         let (q, back, table, rebuilt) = unsafe {
             (
                 slice::from_raw_parts(q.add(self.q), channels * R),
@@ -242,7 +242,7 @@ impl<'a, S, const R: usize> Task<'a, S, R> {
 
 impl MapArg {
     /// # Safety
-    /// The addresses must be those of slices as long as the widths say.
+    /// The addresses must be those of slices with the lengths that the widths give.
     #[inline(always)]
     pub(crate) unsafe fn back<'a>(&self) -> Option<Back<'a>> {
         let (wide, narrow) = (self.wide as usize, self.narrow as usize);
@@ -263,7 +263,7 @@ impl MapArg {
     }
 
     /// # Safety
-    /// As [`MapArg::back`].
+    /// The requirements of [`MapArg::back`].
     #[inline(always)]
     unsafe fn stored<'a>(&self) -> Stored<'a> {
         let (wide, narrow) = (self.wide as usize, self.narrow as usize);
@@ -284,7 +284,7 @@ impl MapArg {
     }
 
     /// # Safety
-    /// As [`MapArg::back`].
+    /// The requirements of [`MapArg::back`].
     #[inline(always)]
     pub(crate) unsafe fn bias<'a>(&self) -> &'a [f32] {
         // SAFETY: the caller's promise.
@@ -294,7 +294,7 @@ impl MapArg {
 }
 
 /// # Safety
-/// As [`attend_packed_r1`] and its siblings; `start` counts where `turned` is `None`.
+/// The requirements of [`attend_packed_r1`] and its siblings; `start` is read only if `turned` is `None`.
 #[inline(always)]
 unsafe fn attend<const R: usize>(given: Given<Scratch<R>>, start: *const f32, turned: Option<Turned>) {
     let (packed, q) = (given.packed.packed(), given.q);
@@ -318,7 +318,7 @@ unsafe fn attend<const R: usize>(given: Given<Scratch<R>>, start: *const f32, tu
     }
 }
 
-/// Reads packed pages whose keys are turned as they are read if `WHOLE`.
+/// Reads packed pages; if `WHOLE`, keys are rotated when read.
 struct Pages<'a, const R: usize, const WHOLE: bool> {
     query: Folded<'a, R>,
     scratch: &'a mut Scratch<R>,
@@ -333,7 +333,7 @@ impl<const R: usize, const WHOLE: bool> Reader<R> for Pages<'_, R, WHOLE> {
     }
 }
 
-/// Attends, and writes the exponents behind the weights, if these are kept.
+/// Attends, and writes the exponents after the weights, if these are kept.
 #[inline(always)]
 pub(crate) fn run<P: Form<Lane, R>, const R: usize>(
     lanes: Lane,
@@ -354,14 +354,14 @@ macro_rules! attend {
     ($($name:ident $turned:ident $rows:literal),*) => {$(
         #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of packed pages, a warp a task.")]
         ///
-        /// `q`: bundles of `[rows][k_cols][32]`, as [`Folded`] has them. `start`: what their scores start from, bundles of
-        /// `[rows]`. `pages`, `live`, `last` and `by`: every page's address and what else a [`PackedRef`] has. `sights`: bundles of
+        /// `q`: bundles of `[rows][k_cols][32]`, as in [`Folded`]. `start`: start of their scores, bundles of
+        /// `[rows]`. `pages`, `live`, `last` and `by`: address and other fields of each [`PackedRef`]. `sights`: bundles of
         /// `[rows]`. `softcap`: in base 2, 0 for none. `scratch`: one for each warp, 128-byte aligned, of any content. The partial
-        /// result of a task, [`Partial::len`] f32 long, goes to `parts`, and unless `raw` is null its weights, [`ROW`] f32 a row,
+        /// result of a task, [`Partial::len`] f32 long, is written to `parts`, and unless `raw` is null its weights, [`ROW`] f32 a row,
         /// to `raw`.
         ///
         /// # Safety
-        /// The pointers must reach what is described, no task may have more than 8 pages, their partial results must lie apart,
+        /// The pointers must be valid for the memory described, no task may have more than 8 pages, their partial results must not overlap,
         /// and whole warps must be launched, at most [`WARPS`](crate::WARPS) a block.
         #[unsafe(no_mangle)]
         pub unsafe extern "ptx-kernel" fn $name(
@@ -389,7 +389,7 @@ macro_rules! attend {
         #[doc = concat!("Attends bundles of ", $rows, " query rows over blocks of packed pages whose keys are turned as they are")]
         /// read, a warp a task.
         ///
-        /// `q`: bundles of `[channels][rows]`, scaled and turned, the channels padded to whole words of `layout`. `map`: that of the
+        /// `q`: bundles of `[channels][rows]`, scaled and rotated, the channels padded to whole words of `layout`. `map`: that of the
         /// keys. `table`: of the rotation. `rebuilt`: [`REBUILT`] rows for each warp, of any content. Otherwise as
         #[doc = concat!("[`", stringify!($name), "`].")]
         ///
@@ -431,11 +431,11 @@ attend!(
     attend_packed_r4 attend_rebuilt_r4 4
 );
 
-/// Takes `count` rows of partial results over packed pages back to the channels of their heads, a warp a row. `work`: [`WORK`] rows
+/// Maps `count` rows of partial results over packed pages back to the channels of their heads, one warp per row. `work`: [`WORK`] rows
 /// for each warp, of any content.
 ///
 /// # Safety
-/// The pointers must reach what is described, no row may stand twice as an output in `list`, and whole warps must be launched.
+/// The pointers must be valid for the memory described, no row may occur twice as an output in `list`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn back_rows(
     layout: LayoutArg,
@@ -450,8 +450,8 @@ pub unsafe extern "ptx-kernel" fn back_rows(
     if index >= count {
         return;
     }
-    // SAFETY: by the caller's promise: an output and its work are the warp's, and nobody writes its input; whole warps are
-    // launched, and what decides control flow is the warp's row.
+    // SAFETY: by the caller's promise: an output and its working memory belong to the warp, and no other writes its input; whole warps
+    // are launched, and control flow depends only on the warp's row.
     unsafe {
         let BackArg { from, to, rows, row, head, .. } = *list.add(index as usize);
         let (rows, row) = (rows as usize, row as usize);

@@ -1,6 +1,7 @@
-//! Experts of tokens, and what routers learn of them: one warp a row of logits, then one for 32 experts.
+//! Experts of tokens, and the averages of routers: one warp per row of logits, then one per 32 experts.
 //!
-//! Several warps count in the same words, by atomic additions of integers, whose order does not show. All else of a row is its warp's own.
+//! Several warps count in the same words, by atomic additions of integers, so their order does not matter. All other outputs of a row
+//! belong to its warp.
 
 use crate::args::{LearnArg, RouteArg};
 use crate::gpu::{Lane, thread};
@@ -14,17 +15,17 @@ use pikv_core::{LANES, Warp, hash};
 /// `len` elements at an address; none at 0.
 ///
 /// # Safety
-/// There must be as many, and nobody writes them while they are read.
+/// There must be as many elements, and no thread may write them while they are read.
 #[inline(always)]
 unsafe fn list<'a, T>(at: u64, len: usize) -> &'a [T] {
     // SAFETY: the caller's promise.
     if at == 0 { &[] } else { unsafe { slice::from_raw_parts(at as *const T, len) } }
 }
 
-/// As [`list`], to be written.
+/// [`list`], to be written.
 ///
 /// # Safety
-/// There must be as many, of the warp's own.
+/// There must be as many elements, and they must belong to the warp.
 #[inline(always)]
 unsafe fn list_mut<'a, T>(at: u64, len: usize) -> &'a mut [T] {
     // SAFETY: the caller's promise.
@@ -33,7 +34,7 @@ unsafe fn list_mut<'a, T>(at: u64, len: usize) -> &'a mut [T] {
 
 impl RouteArg {
     /// # Safety
-    /// As [`route_r1`].
+    /// The requirements of [`route_r1`].
     #[inline(always)]
     unsafe fn ranking<'a>(&self) -> Ranking<'a> {
         // SAFETY: the caller's promise.
@@ -48,7 +49,7 @@ impl RouteArg {
 }
 
 /// # Safety
-/// As [`route_r1`].
+/// The requirements of [`route_r1`].
 #[inline(always)]
 unsafe fn route<const R: usize>(of: &RouteArg) {
     let index = thread::warp_index();
@@ -59,7 +60,7 @@ unsafe fn route<const R: usize>(of: &RouteArg) {
     }
     let (experts, top_k) = (of.experts as usize, of.top_k as usize);
     let (first, first_choice) = (u64::from(row) * experts as u64, u64::from(row) * top_k as u64);
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's row.
+    // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's row.
     unsafe {
         let w = Lane::new();
         let logits: &[f32] = list(of.logits + 4 * first, experts);
@@ -87,10 +88,10 @@ unsafe fn route<const R: usize>(of: &RouteArg) {
     }
 }
 
-/// What is noted of a row: a logit that is not finite, its choices, and the gate's entropy about each expert.
+/// Records of a row: a logit that is not finite, its choices, and the gate's entropy about each expert.
 ///
 /// # Safety
-/// As [`route_r1`].
+/// The requirements of [`route_r1`].
 #[inline(always)]
 unsafe fn learn_row<const R: usize>(w: Lane, of: &RouteArg, row: u32, logits: &[f32], chosen: &[u32]) {
     // SAFETY: by the caller's promise.
@@ -121,7 +122,7 @@ macro_rules! entries {
         /// one, as many more for it. Counts the choices, and notes the first logit that is not finite.
         ///
         /// # Safety
-        /// The addresses must reach what [`RouteArg`] says, results of rows lie apart, and whole warps must be launched.
+        /// The addresses must be valid for what [`RouteArg`] describes, results of rows must not overlap, and whole warps must be launched.
         #[unsafe(no_mangle)]
         pub unsafe extern "ptx-kernel" fn $name(of: RouteArg) {
             // SAFETY: the caller's own promise.
@@ -131,11 +132,11 @@ macro_rules! entries {
 }
 entries!(route_r1 1 "32", route_r8 8 "256", route_r32 32 "1024");
 
-/// Folds the gate's entropies of `rows` rows, `[rows][experts]`, first to last, into the averages at `from`, `[experts]`, and writes these
-/// to `to`: a warp for 32 experts.
+/// Updates the averages at `from`, `[experts]`, with the gate's entropies of `rows` rows, `[rows][experts]`, first to last, and writes
+/// them to `to`: one warp per 32 experts.
 ///
 /// # Safety
-/// The pointers must reach what is described, `to` may be `from`, and whole warps must be launched.
+/// The pointers must be valid for the memory described, `to` may be `from`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn fold_entropies(
     entropies: *const f32,
@@ -151,7 +152,7 @@ pub unsafe extern "ptx-kernel" fn fold_entropies(
         return;
     }
     let count = if experts - first < LANES { experts - first } else { LANES };
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow are the warp's experts.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's experts.
     unsafe {
         let w = Lane::new();
         let [mut h] = score::load::<_, 1>(w, slice::from_raw_parts(from.add(first), count));
@@ -164,17 +165,17 @@ pub unsafe extern "ptx-kernel" fn fold_entropies(
     }
 }
 
-/// Takes into a router's averages what a step chose and met, and works out anew what is taken from logits: one warp.
+/// Updates a router's averages with the choices and misses of a step, and recomputes the bias of the logits: one warp.
 ///
 /// # Safety
-/// The addresses must reach what [`LearnArg`] says, and whole warps must be launched.
+/// The addresses must be valid for what [`LearnArg`] describes, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn learn_router(of: LearnArg) {
     if thread::warp_index() > 0 {
         return;
     }
     let experts = of.experts as usize;
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the same in all lanes.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on values that are the same in all lanes.
     unsafe {
         let w = Lane::new();
         let counts: &mut [u64] = list_mut(of.counts, experts);

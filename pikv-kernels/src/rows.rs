@@ -1,8 +1,8 @@
-//! Rows of a call that the device holds already: queries that are gathered, keys and values that are judged as they are written, and
-//! results that go where they are wanted. One warp a row.
+//! Rows of a call that are in device memory: gathers queries, checks keys and values as they are written, and writes results in place. One
+//! warp per row.
 //!
-//! Several warps write to one bundle, each words of its own row, as in [`crate::attend`]. What a host would have refused is noted in
-//! a word of its own for each cause: the row in the upper half, and the bits of the value in the lower; of several the first row stays.
+//! Several warps write to one bundle, each the words of its own row, as in [`crate::attend`]. Values that a host would reject are recorded
+//! in a word for each cause: the row in the upper half, and the bits of the value in the lower; of several rows the first is kept.
 
 use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, TensorArg, WriteArg};
 use crate::attend::{End, turns};
@@ -17,10 +17,10 @@ use pikv_core::rows::{beyond, bundle, sound};
 use pikv_core::tensor::Row;
 use pikv_core::{LANES, Warp, store};
 
-/// Notes that element `index` is at fault.
+/// Records that element `index` is at fault.
 ///
 /// # Safety
-/// `fault` is a word that nobody accesses otherwise while the kernel runs.
+/// `fault` must point to a 64-bit word that only this function accesses while the kernel runs.
 #[inline(always)]
 pub(crate) unsafe fn note(fault: *mut u64, index: u32, value: f32) {
     // SAFETY: the caller's promise.
@@ -28,10 +28,10 @@ pub(crate) unsafe fn note(fault: *mut u64, index: u32, value: f32) {
     fault.fetch_min(u64::from(index) << 32 | u64::from(value.to_bits()), Ordering::Relaxed);
 }
 
-/// The warp's entry of a list of `count`, if there is one for it.
+/// The warp's entry of a list of `count`; none for warps past the last entry.
 ///
 /// # Safety
-/// The list must be so long.
+/// The list must have `count` entries.
 #[inline(always)]
 pub(crate) unsafe fn entry<T: Copy>(list: *const T, count: u32) -> Option<T> {
     let index = thread::warp_index();
@@ -40,10 +40,10 @@ pub(crate) unsafe fn entry<T: Copy>(list: *const T, count: u32) -> Option<T> {
 }
 
 impl TensorArg {
-    /// Row `row` of those of `width` elements, which are `T`.
+    /// Row `row` of rows of `width` elements of `T`.
     ///
     /// # Safety
-    /// There must be one.
+    /// The row must exist, with elements of `T`.
     #[inline(always)]
     pub(crate) unsafe fn row<'a, T>(&self, row: u32, width: u32) -> &'a [T] {
         let width = width as usize;
@@ -52,11 +52,11 @@ impl TensorArg {
     }
 }
 
-/// Puts `count` queries, rows of `q`, `[rows][k_dim]` in f32, into bundles of `[channels][rows]`, the channels padded to whole words:
-/// turned to their positions, if there is a rotation, and times `factor`. One that is not finite is noted in `fault`: its element of `q`.
+/// Writes `count` queries, rows of `q`, `[rows][k_dim]` in f32, into bundles of `[channels][rows]`, the channels padded to whole words:
+/// rotated to their positions, if there is a rotation, and times `factor`. `fault` records the first element of `q` that is not finite.
 ///
 /// # Safety
-/// The pointers must reach what is described, no row of a bundle may stand twice in `list`, and whole warps must be launched.
+/// The pointers must be valid for the memory described, no row of a bundle may occur twice in `list`, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn gather_queries(
     layout: LayoutArg,
@@ -70,7 +70,7 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
     fault: *mut u64,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's query.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's query.
     unsafe {
         let Some(of) = entry(list, count) else { return };
         let q = q.row::<f32>(of.query, layout.k_dim);
@@ -79,7 +79,7 @@ pub unsafe extern "ptx-kernel" fn gather_queries(
 }
 
 /// # Safety
-/// As [`gather_queries`], of the one that `q` is.
+/// The requirements of [`gather_queries`], for the query `q`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the parameters of the kernels that it is the body of")]
 pub(crate) unsafe fn gather_one(
@@ -106,11 +106,11 @@ pub(crate) unsafe fn gather_one(
     }
 }
 
-/// Folds `count` queries, rows of `q`, `[rows][k_dim]` in f32, through the maps of codecs, times `factor`. What is left of each goes to
-/// `folded`, and what its scores start from.
+/// Folds `count` queries, rows of `q`, `[rows][k_dim]` in f32, through the maps of codecs, times `factor`. Writes each folded query and
+/// the start of its scores to `folded`.
 ///
 /// # Safety
-/// The pointers must reach what is described, the places in `list` must lie apart, and whole warps must be launched.
+/// The pointers must be valid for the memory described, the places in `list` must not overlap, and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn fold_queries(
     layout: LayoutArg,
@@ -126,7 +126,7 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
     if index >= count {
         return;
     }
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's query.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's query.
     unsafe {
         let FoldArg { to, start, query, map } = *list.add(index as usize);
         let FoldMapArg { map, narrow, cols } = *maps.add(map as usize);
@@ -137,11 +137,11 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
     }
 }
 
-/// As [`append`](crate::store::append), of f32 that nobody has looked at: `limits` are the largest magnitudes that each of `heads` heads
-/// takes of a key and of a value. The first element of `k` and of `v` that is beyond is noted in one of the two `faults`.
+/// [`append`](crate::store::append) of unchecked f32: `limits` are the largest magnitudes that each of `heads` heads accepts in a
+/// key and in a value. The two `faults` record the first element of `k` and of `v` that is beyond its limit.
 ///
 /// # Safety
-/// As there.
+/// The requirements of [`append`](crate::store::append).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn append_rows(
     layout: LayoutArg,
@@ -154,7 +154,7 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     faults: *mut u64,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise; whole warps are launched, and what decides control flow is the warp's token.
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's token.
     unsafe {
         let Some(write) = entry(writes, count) else { return };
         let WriteArg { position, row, .. } = write;
@@ -171,11 +171,11 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     }
 }
 
-/// As [`finish_rows`](crate::attend::finish_rows), for results in f32 that stay on the device: the log-sum-exp of output `i` goes to
-/// `lse[i]`, unless that is null, and a row whose scores or values overflow is noted in `fault`.
+/// [`finish_rows`](crate::attend::finish_rows) for results in f32 that stay on the device: writes the log-sum-exp of output `i` to
+/// `lse[i]`, unless that is null; `fault` records a row whose scores or values overflow.
 ///
 /// # Safety
-/// As there.
+/// The requirements of [`finish_rows`](crate::attend::finish_rows).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn finish_in_place(
     layout: LayoutArg,
@@ -187,7 +187,7 @@ pub unsafe extern "ptx-kernel" fn finish_in_place(
     fault: *mut u64,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise, also on `lse` and `fault`; whole warps are launched, and what decides control flow is the warp's
+    // SAFETY: the caller's own promise, also on `lse` and `fault`; whole warps are launched, and control flow depends only on the warp's
     // row.
     unsafe {
         let Some(mut end) = End::of(&layout, rows, count, parts, out.at as *mut f32) else { return };

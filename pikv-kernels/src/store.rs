@@ -1,6 +1,6 @@
-//! Tokens into pages: one warp a token.
+//! Writes tokens into pages: one warp per token.
 //!
-//! Several warps write to one page, each words of its own token, as in [`crate::attend`].
+//! Several warps write to one page, each the words of its own token, as in [`crate::attend`].
 
 use crate::args::{CopyArg, LayoutArg, WriteArg};
 use crate::gpu::{Lane, thread};
@@ -8,20 +8,20 @@ use core::slice;
 use pikv_core::page::Layout;
 use pikv_core::store;
 
-/// The page that a token is written to.
+/// The page to which a token is written.
 ///
 /// # Safety
-/// As [`append`].
+/// The requirements of [`append`].
 #[inline(always)]
 pub(crate) unsafe fn page<'a>(layout: &Layout, write: &WriteArg) -> &'a mut [f32] {
     // SAFETY: by the caller's promise.
     unsafe { slice::from_raw_parts_mut(write.page as *mut f32, layout.words() as usize) }
 }
 
-/// The same, the token's key and its value.
+/// The page, the token's key and its value.
 ///
 /// # Safety
-/// As [`append`].
+/// The requirements of [`append`].
 #[inline(always)]
 pub(crate) unsafe fn parts<'a>(
     layout: &Layout,
@@ -44,7 +44,8 @@ pub(crate) unsafe fn parts<'a>(
 /// layout's dtypes.
 ///
 /// # Safety
-/// The pointers must reach what is described, no position may stand twice in `writes` for a page, and whole warps must be launched.
+/// The pointers must be valid for the memory described, no position may occur twice in `writes` for a page, and whole warps must be
+/// launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn append(
     layout: LayoutArg,
@@ -58,7 +59,7 @@ pub unsafe extern "ptx-kernel" fn append(
     if index >= count {
         return;
     }
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
+    // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's token.
     unsafe {
         let write = *writes.add(index as usize);
         let (page, key, value) = parts(&layout, &write, k, v);
@@ -69,7 +70,7 @@ pub unsafe extern "ptx-kernel" fn append(
 /// Copies `count` tokens from page to page.
 ///
 /// # Safety
-/// The pointers must reach what is described, no page may be both read and written, no lane of a page may be written twice,
+/// The pointers must be valid for the memory described, no page may be both read and written, no lane of a page may be written twice,
 /// and whole warps must be launched.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn copy_tokens(layout: LayoutArg, copies: *const CopyArg, count: u32) {
@@ -79,7 +80,7 @@ pub unsafe extern "ptx-kernel" fn copy_tokens(layout: LayoutArg, copies: *const 
         return;
     }
     let words = layout.words() as usize;
-    // SAFETY: by the caller's promise; whole warps are launched, and what decides control flow is the warp's token.
+    // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's token.
     unsafe {
         let CopyArg { source, target, from, to } = *copies.add(index as usize);
         let source = slice::from_raw_parts(source as *const f32, words);

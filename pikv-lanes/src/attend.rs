@@ -1,4 +1,4 @@
-//! Attention of some query rows over a block of pages, and the output of a row.
+//! Attention of query rows over a block of pages, and the output of a row.
 
 use crate::Lanes;
 use crate::tile::{self, Tile};
@@ -13,7 +13,7 @@ use pikv_core::rope::Rotation;
 use pikv_core::warp::{Holds, Kernel, LANES, Warp};
 use std::ops::Range;
 
-/// Rows in bundles of powers of two that are at most `most` wide: first row and width of each.
+/// Splits rows into bundles, powers of two at most `most` wide: first row and width of each.
 pub fn bundles(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
     let mut row = 0;
     std::iter::from_fn(move || {
@@ -26,13 +26,13 @@ pub fn bundles(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)>
     })
 }
 
-/// Rows that are read together where pages are packed, at most: more would gain nothing, as unpacking is then shared enough.
+/// Most rows per bundle for packed pages: wider bundles gain nothing, as unpacking is then shared enough.
 pub const PACKED_ROWS: usize = 4;
 
-/// What the rows of a block have in common.
+/// Arguments that the rows of a block share.
 #[derive(Clone, Copy)]
 pub struct Common<'a> {
-    /// Where channels and positions lie in a full page.
+    /// Places of channels and positions in a full page.
     pub layout: &'a Layout,
     /// Positions that each row sees, in the pool and in the ring: `[rows]`.
     pub sights: &'a [(Sight, Sight)],
@@ -40,11 +40,11 @@ pub struct Common<'a> {
     pub ring: bool,
     /// Logits are capped by `softcap * tanh(logit / softcap)`.
     pub softcap: Option<f32>,
-    /// Rows of a bundle at most: those of the lanes, and no more than [`PACKED_ROWS`] where pages are packed.
+    /// Largest width of a bundle: that of the lanes, and at most [`PACKED_ROWS`] for packed pages.
     pub most: usize,
     /// Queries in bundles: `[bundle][k_channels][width]`.
     pub q: &'a [f32],
-    /// The rotation that keys still want.
+    /// Rotation to apply to keys that are stored unrotated.
     pub rotation: Option<Rotation<'a>>,
 }
 
@@ -70,10 +70,10 @@ impl<'a> Common<'a> {
     }
 }
 
-/// Where the weights of every row and page go, `[rows][pages]`.
+/// Output of the weights of every row and page, `[rows][pages]`; `None` if they are not kept.
 pub type Raw<'a> = Option<&'a mut [[f32; LANES]]>;
 
-/// Attends and copies the weights out.
+/// Attends, and copies the weights out.
 #[inline(always)]
 fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
     w: W,
@@ -84,7 +84,7 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
     raw: Option<&mut [[f32; LANES]]>,
 ) {
     let pages = form.pages();
-    // Where the block is whole they go to their place; and they are cleared only where they are asked for: this is run for
+    // Weights of a whole block are written to their place directly, and cleared only if they are asked for: this runs for
     // every block.
     let (place, raw) = match raw {
         Some(raw) if pages == BLOCK => (Some(raw.as_chunks_mut().0), None),
@@ -103,10 +103,10 @@ fn attend_rows<W: Warp, P: Form<W, R>, const R: usize>(
 
 /// A block whose rows are attended in bundles.
 pub(crate) trait Rows {
-    /// Attends to the `R` rows from `row` on. `#[inline(always)]`, as [`Kernel::run`].
+    /// Attends to the `R` rows from `row` on. Must be `#[inline(always)]`, like [`Kernel::run`].
     fn rows<W: Warp, const R: usize>(&mut self, w: W, row: usize);
 
-    /// [`Rows::rows`], compiled only for lanes whose registers hold `R` rows: a bundle of more is not made for the others.
+    /// [`Rows::rows`], compiled only for lanes whose registers hold `R` rows; other lanes never get wider bundles.
     #[inline(always)]
     fn if_held<W: Warp, const R: usize>(&mut self, w: W, row: usize) {
         if Holds::<W, R>::YES {
@@ -133,25 +133,25 @@ pub(crate) fn each_bundle<W: Warp>(w: W, rows: Range<usize>, most: usize, block:
 
 /// One block of full pages for rows `first..` of an item.
 pub struct Block<'a> {
-    /// What the rows have in common.
+    /// Arguments that the rows share.
     pub common: Common<'a>,
     /// The pages, at most [`BLOCK`].
     pub pages: &'a [PageRef<'a>],
-    /// The pages that are read after these, empty if there are none.
+    /// The pages that are read after these; empty if there are none.
     pub next: [&'a [u32]; 2],
     /// Partial results, from row `first` on.
     pub out: Partial<'a>,
-    /// Row of `out` that the first row goes to.
+    /// Row of `out` for the first row.
     pub first: usize,
-    /// Where the weights of the rows go.
+    /// Output of the rows' weights.
     pub raw: Raw<'a>,
-    /// What many rows are attended in together, each page widened once for all of them; few do without. None attends in bundles,
-    /// however many rows there are: the bits are the same.
+    /// Working memory to attend many rows together, each page widened once for all of them; few rows do not use it. With `None` rows
+    /// are attended in bundles, however many there are: the bits are the same.
     pub tile: Option<&'a mut Tile>,
 }
 
 impl Block<'_> {
-    /// Attends on `lanes` and writes `out`, and `raw` if it is given.
+    /// Attends on `lanes`, and writes `out`, and `raw` if given.
     ///
     /// # Panics
     /// If there are more pages than [`BLOCK`], or a slice does not fit the rows or the pages.
@@ -184,32 +184,32 @@ impl Kernel for Block<'_> {
 
 /// One block of packed pages for all rows of an item.
 pub struct PackedBlock<'a> {
-    /// What the rows have in common.
+    /// Arguments that the rows share.
     pub common: Common<'a>,
     /// Layout and codes of a page.
     pub packed: &'a Packed,
-    /// Takes stored keys back to the head's channels; none where the codec maps none. Read under a rotation.
+    /// Map from stored keys to the head's channels; `None` if the codec maps none. Used only with a rotation.
     pub back: Option<Back<'a>>,
     /// The pages, at most [`BLOCK`].
     pub pages: &'a [PackedRef<'a>],
-    /// The page that is read after these, empty if there is none.
+    /// The page that is read after these; empty if there is none.
     pub next: &'a [u32],
-    /// `[rows][k_cols]` rows of what the codec leaves of the queries.
+    /// `[rows][k_cols]` rows of queries, folded by the codec.
     pub folded: &'a [[f32; LANES]],
-    /// What each row's scores start from.
+    /// Start of each row's scores.
     pub start: &'a [f32],
-    /// Scratch for keys that are rebuilt before their rotation; empty without one.
+    /// Working memory for keys that are rebuilt before their rotation; empty without one.
     pub rebuilt: &'a mut [[f32; LANES]],
     /// Partial results, from row `first` on.
     pub out: Partial<'a>,
-    /// Row of `out` that the first row goes to.
+    /// Row of `out` for the first row.
     pub first: usize,
-    /// Where the weights of the rows go.
+    /// Output of the rows' weights.
     pub raw: Raw<'a>,
 }
 
 impl PackedBlock<'_> {
-    /// Attends on `lanes` and writes `out`, and `raw` if it is given.
+    /// Attends on `lanes`, and writes `out`, and `raw` if given.
     ///
     /// # Panics
     /// If there are more pages than [`BLOCK`], or a slice does not fit the rows or the pages.
@@ -259,7 +259,7 @@ impl Kernel for PackedBlock<'_> {
 
 /// Output and log-sum-exp of one row.
 pub struct Finish<'a> {
-    /// Where the channels of a value lie in `acc`.
+    /// Places of a value's channels in `acc`.
     pub layout: &'a Layout,
     /// Exponent of the row's weights.
     pub m: f32,

@@ -6,7 +6,7 @@ use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as four 256-bit registers; a mask is four registers of all-ones and all-zeros lanes.
 ///
-/// A value is the proof that AVX2 and FMA are there.
+/// A value proves that the machine has AVX2 and FMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Avx2(());
 
@@ -26,8 +26,8 @@ pub struct Slot([f32; LANES]);
 /// `$e`, made of intrinsics that touch no memory, in a method of [`Avx2`].
 macro_rules! regs {
     ($e:expr) => {
-        // SAFETY: the intrinsics of `$e` touch no memory and need only their features, AVX2 and FMA or what those
-        // imply; they are there, as `self` exists only where `Avx2::new` detected them.
+        // SAFETY: the intrinsics of `$e` touch no memory and need only their features, AVX2 and FMA or features that those
+        // imply; the machine has them, as `self` exists only where `Avx2::new` detected them.
         unsafe { $e }
     };
 }
@@ -219,7 +219,7 @@ impl Warp for Avx2 {
     #[inline(always)]
     fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
         let a = self.bits(self.fma(a, b, self.splat(ROUND)));
-        // Of each four integers the first and the third in a word, the second and the fourth in the next, as `dot4` takes them apart.
+        // The first and third of each four integers in one word, the second and fourth in the next: `dot4` reads them in that order.
         let index = regs!(_mm256_broadcastsi128_si256(_mm_setr_epi8(
             0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13
         )));
@@ -254,7 +254,7 @@ impl Warp for Avx2 {
     }
     #[inline(always)]
     fn byte(self, a: Self::U, j: usize) -> Self::F {
-        // One shuffle for shift and mask.
+        // One shuffle does shift and mask.
         let at = (j as u32 & 3) | 0x8080_8000;
         let (a0, a1, a2, a3) = (at as i32, (at + 0x04) as i32, (at + 0x08) as i32, (at + 0x0c) as i32);
         let index = regs!(_mm256_setr_epi32(a0, a1, a2, a3, a0, a1, a2, a3));
@@ -354,8 +354,8 @@ impl Warp for Avx2 {
     }
     #[inline(always)]
     fn prefetch(self, row: &[u32; LANES]) {
-        // Into the second cache: its misses are tracked apart, and hundreds of lines ahead would crowd the first. On
-        // Zen 4 this reads 1.6 to 1.9 times what T0 or no hint does.
+        // Into the second-level cache: its misses are tracked separately, and hundreds of lines ahead would crowd the first. On
+        // Zen 4 reads are then 1.6 to 1.9 times as fast as with T0 or without a hint.
         let p: *const i8 = row.as_ptr().cast();
         // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; byte 64 is within the
         // 128 of `row`.
@@ -364,7 +364,7 @@ impl Warp for Avx2 {
             _mm_prefetch::<_MM_HINT_T1>(p.add(64));
         }
     }
-    // Lane 0 of the butterfly depends, at distance d, on lanes below d only, each of them op(lane i, lane i + d).
+    // Lane 0 of the butterfly depends, at distance d, only on lanes below d, each of them op(lane i, lane i + d).
     #[inline(always)]
     fn reduce_max(self, a: Self::F) -> f32 {
         regs!(max8(_mm256_max_ps(_mm256_max_ps(a[0], a[2]), _mm256_max_ps(a[1], a[3]))))
@@ -381,7 +381,7 @@ impl Warp for Avx2 {
 /// The machine has AVX.
 #[inline(always)]
 pub(super) unsafe fn max8(a: __m256) -> f32 {
-    // SAFETY: the caller vouches for AVX, which implies SSE3; no memory is touched.
+    // SAFETY: the caller guarantees AVX, which implies SSE3; no memory is touched.
     unsafe {
         let x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
         let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -395,7 +395,7 @@ pub(super) unsafe fn max8(a: __m256) -> f32 {
 /// The machine has AVX.
 #[inline(always)]
 pub(super) unsafe fn sum8(a: __m256) -> f32 {
-    // SAFETY: the caller vouches for AVX, which implies SSE3; no memory is touched.
+    // SAFETY: the caller guarantees AVX, which implies SSE3; no memory is touched.
     unsafe {
         let x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
         let x = _mm_add_ps(x, _mm_movehl_ps(x, x));

@@ -9,8 +9,9 @@ use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as two 512-bit registers.
 ///
-/// A value is the proof that AVX-512 F, BW, DQ, VL, VNNI and FMA are there. (Machines without VNNI, of 2017 and 2018, run AVX2.) The methods use F, DQ (one extract), BW
-/// (shuffles of bytes), VNNI (products of bytes), and of what F implies AVX and SSE3; VL is the compiler's to use.
+/// A value proves that the machine has AVX-512 F, BW, DQ, VL, VNNI and FMA. (Machines without VNNI, of 2017 and 2018, run AVX2.)
+/// The methods use F, DQ (one extract), BW (shuffles of bytes), VNNI (products of bytes), and AVX and SSE3, which F implies; VL
+/// is there for the compiler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Avx512(());
 
@@ -28,7 +29,7 @@ impl Avx512 {
     }
 }
 
-/// 32 lanes in memory, a cache line to a register.
+/// 32 lanes in memory, one cache line per register.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub struct Slot([f32; LANES]);
@@ -36,8 +37,8 @@ pub struct Slot([f32; LANES]);
 /// `$e`, made of intrinsics that touch no memory, in a method of [`Avx512`].
 macro_rules! regs {
     ($e:expr) => {
-        // SAFETY: the intrinsics of `$e` touch no memory and need only their features, of AVX-512 F, BW, DQ and VNNI; those
-        // are there, as `self` exists only where `Avx512::new` detected them.
+        // SAFETY: the intrinsics of `$e` touch no memory and need only their features, of AVX-512 F, BW, DQ and VNNI; the
+        // machine has them, as `self` exists only where `Avx512::new` detected them.
         unsafe { $e }
     };
 }
@@ -53,7 +54,7 @@ impl Warp for Avx512 {
     type M = [__mmask16; 2];
     type Slot = Slot;
     type Shelf<const R: usize> = Kept<Self::Slot, R>;
-    /// Of the integers' low bytes, signed, and of what is then left, in units of 256.
+    /// Sums of products with the integers' low bytes, signed, and with the rest, in units of 256.
     type Sum = [[__m512i; 2]; 2];
 
     const NAME: &'static str = "avx512";
@@ -195,9 +196,9 @@ impl Warp for Avx512 {
     }
     #[inline(always)]
     fn store_quads(self, a: Self::F, b: Self::F, row: &mut [u32; LANES]) {
-        // An integer is 256 high + low, both signed bytes; 128 more is 256 high + (low + 128), whose last byte is low but for its top
-        // bit. The low bytes of each four in a word, the high ones in the next: the product of bytes takes four as they lie, where
-        // one of halves would have to take the codes apart.
+        // An integer is 256 high + low, both signed bytes; plus 128 it is 256 high + (low + 128), whose last byte is low except for its top
+        // bit. The low bytes of each four integers are in one word, the high ones in the next: the product of bytes takes four codes as
+        // they are stored, while a product of 16-bit halves would need the codes unpacked.
         let index = regs!(_mm512_set4_epi32(0, 0, 0x0d09_0501, 0x0c08_0400));
         let sign = regs!(_mm512_set4_epi32(0, 0, 0, 0x8080_8080_u32 as i32));
         let up = self.bits(self.fma(a, b, self.splat(ROUND + 128.0)));
@@ -225,7 +226,7 @@ impl Warp for Avx512 {
     }
     #[inline(always)]
     fn byte(self, a: Self::U, j: usize) -> Self::F {
-        // One shuffle for shift and mask, which leaves the shifter's port to the products.
+        // One shuffle does shift and mask, and leaves the shifter's port to the products.
         let at = (j as u32 & 3) | 0x8080_8000;
         let index =
             regs!(_mm512_set4_epi32((at + 0x0c) as i32, (at + 0x08) as i32, (at + 0x04) as i32, at as i32));
@@ -233,7 +234,7 @@ impl Warp for Avx512 {
     }
     #[inline(always)]
     fn nibble(self, a: Self::U, j: usize) -> Self::F {
-        // A table of the 16 numbers is looked up by the low 4 bits, whatever the others are.
+        // The low 4 bits look up a table of the 16 numbers; the other bits are ignored.
         let a = self.shr_nibbles(a, j);
         let table = regs!(_mm512_cvtepi32_ps(self.lane_id()[0]));
         both!(_mm512_permutexvar_ps; a, [table, table])
@@ -316,8 +317,8 @@ impl Warp for Avx512 {
     }
     #[inline(always)]
     fn prefetch(self, row: &[u32; LANES]) {
-        // Into the second cache: its misses are tracked apart, and hundreds of lines ahead would crowd the first. On
-        // Zen 4 this reads 1.6 to 1.9 times what T0 or no hint does.
+        // Into the second-level cache: its misses are tracked separately, and hundreds of lines ahead would crowd the first. On
+        // Zen 4 reads are then 1.6 to 1.9 times as fast as with T0 or without a hint.
         let p: *const i8 = row.as_ptr().cast();
         // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; byte 64 is within the
         // 128 of `row`.
@@ -326,7 +327,7 @@ impl Warp for Avx512 {
             _mm_prefetch::<_MM_HINT_T1>(p.add(64));
         }
     }
-    // Lane 0 of the butterfly depends, at distance d, on lanes below d only, each of them op(lane i, lane i + d).
+    // Lane 0 of the butterfly depends, at distance d, only on lanes below d, each of them op(lane i, lane i + d).
     #[inline(always)]
     fn reduce_max(self, a: Self::F) -> f32 {
         regs!({

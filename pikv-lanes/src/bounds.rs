@@ -1,4 +1,4 @@
-//! Upper bounds of the scores that queries can reach on pages.
+//! Upper bounds on the scores of queries on pages.
 
 use crate::Lanes;
 use pikv_core::bound::{self, bound};
@@ -7,7 +7,7 @@ use pikv_core::page::MAX_DIM;
 use pikv_core::warp::{Kernel, LANES, Warp};
 use std::marker::PhantomData;
 
-/// Rows of 32 channels that a key has at most.
+/// Most rows of 32 channels of a key.
 const MOST_ROWS: usize = bound::rows(MAX_DIM);
 
 struct Bounds<'a> {
@@ -34,8 +34,8 @@ impl Kernel for Bounds<'_> {
     }
 }
 
-/// Writes to `out` for each of `pages` the largest bound of any query, -inf without queries. `queries` is `[queries][rows]` rows of
-/// lanes; a page is the extremes of its keys' channels, as [`mod@bound`] reads them.
+/// Writes to `out`, for each of `pages`, the largest bound of any query; -inf without queries. `queries` is `[queries][rows]` rows
+/// of lanes; a page is the bounds of its keys' channels, in the layout of [`mod@bound`].
 pub fn largest(
     lanes: Lanes,
     queries: &[[f32; LANES]],
@@ -46,8 +46,8 @@ pub fn largest(
     lanes.run(Bounds { queries, rows, pages, out });
 }
 
-/// As [`largest`] for pages whose extremes are kept in 16 bits: word `c` of a page has channel `c`'s least value in its low half and the
-/// largest in its high one, both in one dtype.
+/// [`largest`] for pages whose bounds are stored in 16 bits: word `c` of a page has channel `c`'s least value in its low half and the
+/// largest in its high half, both in one dtype.
 struct Halves<'a, E> {
     queries: &'a [[f32; LANES]],
     rows: usize,
@@ -79,8 +79,8 @@ impl<E: Element> Kernel for Halves<'_, E> {
     }
 }
 
-/// [`largest`] for pages of `[rows][32]` words, each with a channel's least value in its low half and the largest in its high one, as
-/// `dtype` has them: bf16, or f16.
+/// [`largest`] for pages of `[rows][32]` words, each with a channel's least value in its low half and the largest in its high half,
+/// in `dtype`: bf16 or f16.
 ///
 /// # Panics
 /// If a page has more rows than a key can have.

@@ -1,8 +1,8 @@
-//! The lanes of the CPU, and the kernels that run on them.
+//! Lanes of CPUs, and the kernels that run on them.
 //!
-//! [`Lanes`] says which lanes there are, finds those of this machine, and runs a [`Kernel`] on them. The other modules hold pikv's
-//! own kernels, each behind a plain function or a `run(lanes)` method: they are compiled for every lanes in this crate, once, so
-//! that what is built on top of them compiles none.
+//! [`Lanes`] lists the lanes, detects those of this machine, and runs a [`Kernel`] on them. The other modules hold pikv's
+//! own kernels, each behind a plain function or a `run(lanes)` method: this crate compiles them once for every kind of lanes, so
+//! that crates above it compile none.
 #![deny(missing_docs)]
 
 pub mod attend;
@@ -40,7 +40,7 @@ use pikv_core::{
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lanes {
-    /// Plain arrays; on every machine.
+    /// Plain arrays; on any machine.
     Portable,
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
@@ -50,7 +50,7 @@ pub enum Lanes {
     Avx512(Avx512),
 }
 
-/// Why lanes cannot be had.
+/// Why lanes are not available.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LanesError {
@@ -59,12 +59,12 @@ pub enum LanesError {
     Unavailable {
         /// The name asked for.
         asked: String,
-        /// The names that this machine has, fastest first.
+        /// Names of the lanes of this machine, fastest first.
         available: Vec<&'static str>,
     },
 }
 
-/// Prefetches `words` where the CPU has an instruction for it.
+/// Prefetches `words` if the CPU has an instruction for it.
 #[inline(always)]
 pub fn fetch(words: &[u32; LANES]) {
     #[cfg(target_arch = "x86_64")]
@@ -103,7 +103,7 @@ impl Lanes {
     /// The lanes called `name`: `"portable"`, `"avx2"` or `"avx512"`.
     ///
     /// # Errors
-    /// [`LanesError::Unavailable`] if there are no such lanes, or not on this machine.
+    /// [`LanesError::Unavailable`] if no lanes have that name, or this machine does not run them.
     pub fn by_name(name: &str) -> Result<Self, LanesError> {
         Self::available().find(|l| l.name() == name).ok_or_else(|| LanesError::Unavailable {
             asked: name.to_owned(),
@@ -111,7 +111,7 @@ impl Lanes {
         })
     }
 
-    /// The name by which [`Lanes::by_name`] finds these lanes.
+    /// Name of these lanes, as [`Lanes::by_name`] takes it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Portable => Portable::NAME,

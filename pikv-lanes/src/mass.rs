@@ -1,19 +1,19 @@
-//! Attention mass: the softmax weights of pages, added up over query rows.
+//! Attention mass: softmax weights of pages, summed over query rows.
 
 use crate::Lanes;
 use pikv_core::warp::{Kernel, LANES, Warp};
 
-/// The weights of some pages in the rows of one token.
+/// Weights of some pages for the query rows of one token.
 pub struct Sum<'a> {
     /// `[rows][pages]`
     pub raw: &'a [[f32; LANES]],
-    /// What the weights of a row count.
+    /// Factor of each row's weights.
     pub factors: &'a [f32],
     /// `[pages][sets]`
     pub mass: &'a mut [[f32; LANES]],
-    /// Sets that masses are added up for.
+    /// Number of sets for which masses are summed.
     pub sets: usize,
-    /// Sets that the token is of, and whether it is the first.
+    /// Sets of this token, and whether it is the first of the set.
     pub to: &'a [(usize, bool)],
 }
 

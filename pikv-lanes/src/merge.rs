@@ -1,4 +1,4 @@
-//! Two partial results of attention joined into one.
+//! Merges two partial results of attention.
 
 use crate::Lanes;
 use pikv_core::merge::{Partial, merge};
@@ -17,7 +17,7 @@ impl Kernel for Merge<'_, '_> {
     }
 }
 
-/// Adds `right` to `left`, `left` being that of the lower leaves; both are of one shape.
+/// Adds `right` to `left`, which has the lower leaves; both have the same shape.
 pub fn join(lanes: Lanes, left: Partial<'_>, right: Partial<'_>) {
     lanes.run(Merge { left, right });
 }

@@ -1,4 +1,4 @@
-//! Pages of tokens, taken apart into channels and packed.
+//! Unpacks full pages into channels, and packs channels into packed pages.
 
 use crate::Lanes;
 use pikv_core::codec::pack::{Turn, pack as pack_channels, turn, unpack as unpack_page};
@@ -38,11 +38,11 @@ pub fn unpack(
     lanes.run(Unpack { layout, page, fill, k, v });
 }
 
-/// Channels of K or of V of a page, `[channels]` rows of lanes, and how they are mapped before they are coded.
+/// Channels of K or of V of a page, `[channels]` rows of lanes, and the map to apply before they are coded.
 pub struct Channels<'a> {
-    /// The channels, which a map may overwrite.
+    /// The channels; a map may overwrite them.
     pub rows: &'a mut [[f32; LANES]],
-    /// The map, and room for what it gives; none stores the channels as they are.
+    /// The map, and memory for its output; `None` stores the channels unchanged.
     pub map: Option<(Turn<'a>, &'a mut [[f32; LANES]])>,
 }
 
@@ -77,7 +77,7 @@ impl Kernel for Pack<'_> {
     }
 }
 
-/// Packs the tokens at `positions` (one a lane, at most 32) into `out`, all of a page but its tables of means and bases.
+/// Packs the tokens at `positions` (one per lane, at most 32) into `out`: the whole page except its tables of means and bases.
 ///
 /// # Panics
 /// If a slice is too short.

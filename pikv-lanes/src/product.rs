@@ -1,10 +1,10 @@
-//! Vector times matrix in one order of operations, on whichever lanes the machine has.
+//! Vector times matrix in one order of operations, on any lanes.
 
 use crate::Lanes;
 use pikv_core::warp::{Kernel, LANES, Warp};
 
 /// `out[j] = sum_i x[i] weights[i][j]`, weights `[x.len()][out.len()]`: for each output a chain of fused multiply-adds from 0.0
-/// over the inputs in order, so that neither the lanes nor the place of an output bear on its bits.
+/// over the inputs in order, so that its bits depend neither on the lanes nor on its place.
 pub fn product(weights: &[f32], x: &[f32], out: &mut [f32]) {
     Lanes::detect().run(Product { weights, x, out });
 }

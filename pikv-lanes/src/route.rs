@@ -8,7 +8,7 @@ use pikv_core::warp::{Holds, Kernel, LANES, Routine, Warp};
 /// A routine over rows of experts, `R` rows of lanes each.
 trait RowKernel {
     type Out;
-    /// `#[inline(always)]`, as [`Kernel::run`].
+    /// Must be `#[inline(always)]`, like [`Kernel::run`].
     fn run<W: Warp, const R: usize>(self, w: W) -> Self::Out;
 }
 
@@ -18,7 +18,7 @@ impl<K: RowKernel, const R: usize> Kernel for Wide<K, R> {
     type Out = K::Out;
     #[inline(always)]
     fn run<W: Warp>(self, w: W) -> K::Out {
-        // Lanes in memory, whose rows are no registers, have the widest form alone: that leaves two thirds of the code away.
+        // Lanes in memory keep rows in no registers, so they have only the widest form: that saves two thirds of the code.
         if Holds::<W, 2>::YES { w.call(self) } else { w.call(Wide::<K, 32>(self.0)) }
     }
 }
@@ -31,8 +31,8 @@ impl<W: Warp, K: RowKernel, const R: usize> Routine<W> for Wide<K, R> {
     }
 }
 
-/// Runs `k` with rows enough for `experts`. Rows past those of the experts take no part in a result, so that few widths do: up to 32
-/// experts, up to 256, and the rest.
+/// Runs `k` with enough rows for `experts`. Rows past the last expert do not affect a result, so three widths are enough: up to 32
+/// experts, up to 256, and all others.
 fn wide<K: RowKernel>(lanes: Lanes, experts: usize, k: K) -> K::Out {
     match score::rows(experts) {
         0..=1 => lanes.run(Wide::<K, 1>(k)),
@@ -97,7 +97,7 @@ impl RowKernel for Weigh<'_> {
     }
 }
 
-/// Writes the mixture weights of experts that are `chosen` already, `[rows][top_k]`.
+/// Writes the mixture weights of the `chosen` experts, `[rows][top_k]`.
 pub fn weigh(
     lanes: Lanes,
     logits: &[f32],
@@ -159,7 +159,7 @@ impl RowKernel for Entropy<'_> {
     }
 }
 
-/// Folds each row of `logits`, `[rows][experts]`, first to last, into the averages `h`, `[experts]`, by [`score::binary_entropy`].
+/// Updates the averages `h`, `[experts]`, with each row of `logits`, `[rows][experts]`, first to last, by [`score::binary_entropy`].
 ///
 /// # Panics
 /// If `h` is empty or has more than [`MAX_EXPERTS`](score::MAX_EXPERTS).

@@ -1,7 +1,7 @@
 //! Many query rows over one block of full pages: each page is widened to f32 once for all rows of the tile.
 //!
-//! [`attend_block`](pikv_core::attend::attend_block) widens a page for each bundle of rows, as many as the registers hold: right for the
-//! rows of one token, which wait for memory. With tens of rows the arithmetic counts, so here the loops are turned inside out:
+//! [`attend_block`](pikv_core::attend::attend_block) widens a page for each bundle of rows, as many as the registers hold. That is right
+//! for the rows of one token, which wait for memory. With tens of rows arithmetic dominates, so here the loops are nested the other way:
 //!
 //! ```text
 //! for each page: widen K to f32                           16 KiB for 128 channels: it stays in the first cache
@@ -12,7 +12,7 @@
 //!         for each bundle of rows: weighted sums of 128 tokens
 //! ```
 //!
-//! Every row goes through the same operations in the same order as there, so its bits are the same. Keys of f32 are read where they lie.
+//! Every row goes through the same operations in the same order, so its bits are the same. Keys of f32 are read in place.
 
 use crate::attend::{Block, Common, Rows, each_bundle};
 use pikv_core::attend::{BLOCK, Sight};
@@ -25,28 +25,28 @@ use pikv_core::warp::{LANES, Routine, Warp};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// 32 lanes on a line of the cache: a vector that straddles two is loaded at half the rate.
+/// 32 lanes, aligned to cache lines: a vector that straddles two lines loads at half the rate.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(128))]
 struct Row([f32; LANES]);
 
-/// Pages whose values are widened together: sums then go through memory once for 128 tokens, and 32 channels of these take half of
-/// the first cache.
+/// Pages whose values are widened together: the sums then pass through memory once per 128 tokens, and 32 channels of these take half
+/// of the first-level cache.
 const RUN: usize = 4;
 
-/// What a tile works in: 194 KiB at most for 64 rows. It grows to what the largest tile so far took.
+/// Working memory of a tile: 194 KiB at most for 64 rows. It grows to the needs of the largest tile so far.
 #[derive(Debug, Default)]
 pub struct Tile {
     /// K or V of a page in f32.
     wide: Vec<Row>,
     /// `[rows][BLOCK]`: scores, then weights.
     p: Vec<Row>,
-    /// Which tokens of each page each row sees: `[rows][BLOCK]`.
+    /// Tokens of each page that each row sees: `[rows][BLOCK]`.
     seen: Vec<[u32; BLOCK]>,
 }
 
-/// Whether a tile is faster than bundles of `most`: widening is then shared by enough rows, and there are more than a token has, whose
-/// pages come from memory as they are read.
+/// Whether a tile is faster than bundles of `most`: if enough rows share the widening, and there are more than the rows of one token,
+/// which wait for memory.
 pub fn pays(rows: usize, most: usize) -> bool {
     rows >= 16 && rows >= 2 * most
 }
@@ -65,7 +65,7 @@ fn grow<T: Copy>(to: &mut Vec<T>, n: usize, x: T) {
     to.resize(n.max(to.len()), x);
 }
 
-/// Attends all rows of `block`, as [`Block::run`] says.
+/// Attends all rows of `block`, as in [`Block::run`].
 #[inline(always)]
 pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
     let Block { common, pages, next, out, first, mut raw, .. } = block;
@@ -114,20 +114,20 @@ pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
     }
 }
 
-/// Whether a row sees something of page `i`.
+/// Whether a row sees any token of page `i`.
 #[inline(always)]
 fn is_seen(seen: &[[u32; BLOCK]], i: usize) -> bool {
     seen.iter().any(|seen| seen[i] != 0)
 }
 
-/// What each row sees of each page.
+/// Tokens of each page that each row sees.
 #[inline(always)]
 fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u32; BLOCK]]) {
     let sight = |row: usize| {
         let (pool, ring) = common.sights[row];
         if common.ring { ring } else { pool }
     };
-    // Sees no more than any row does.
+    // A sight that sees no more than any row does.
     let least = (1..seen.len()).map(sight).fold(sight(0), |a, b| Sight {
         floor: a.floor.max(b.floor),
         lo: a.lo.max(b.lo),
@@ -142,7 +142,7 @@ fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u
         }
         let mut last = None;
         for (row, seen) in seen.iter_mut().enumerate() {
-            // Rows of one token see the same.
+            // Rows of one token see the same tokens.
             let (from, bits) = match last {
                 Some((from, bits)) if from == sight(row) => (from, bits),
                 _ => (sight(row), sight(row).mask(w, position, page.live)),
@@ -175,21 +175,21 @@ fn values_ahead<'a>(layout: &Layout, pages: &[PageRef<'a>]) -> [&'a [[u32; LANES
     ahead
 }
 
-/// Rows of words that are read after these, fetched in equal parts by the rows of a tile.
+/// Rows of words that are read after these; each row of a tile prefetches an equal part.
 struct Ahead<'a> {
     words: [&'a [[u32; LANES]]; RUN],
     each: usize,
 }
 
 impl<'a> Ahead<'a> {
-    /// `rows` is how many rows fetch a part.
+    /// `rows` is the number of rows that prefetch a part each.
     #[inline(always)]
     fn new(words: [&'a [[u32; LANES]]; RUN], rows: usize) -> Self {
         let all: usize = words.iter().map(|words| words.len()).sum();
         Ahead { words, each: all.div_ceil(rows) }
     }
 
-    /// The part of `rows` rows.
+    /// Prefetches the parts of `rows` rows.
     #[inline(always)]
     fn fetch<W: Warp>(&mut self, w: W, rows: usize) {
         if W::FETCHES {
@@ -206,7 +206,7 @@ impl<'a> Ahead<'a> {
     }
 }
 
-/// K of a page in f32: a channel a row, turned where `common` says so.
+/// K of a page in f32: one channel per row, rotated if `common` has a rotation.
 struct Keys<'a> {
     common: &'a Common<'a>,
     words: &'a [u32],
@@ -240,15 +240,15 @@ impl<'a, W: Warp> Routine<W> for Keys<'a> {
     }
 }
 
-/// The lanes of rows.
+/// The rows as arrays of lanes.
 #[inline(always)]
 fn flat(rows: &[Row]) -> &[[f32; LANES]] {
-    // SAFETY: `Row` is `repr(C)` over `[f32; LANES]`, whose 128 bytes are its alignment too, so it has no padding and a slice of it is a
-    // slice of arrays of the same length; those want no more than a part of the alignment.
+    // SAFETY: `Row` is `repr(C)` over `[f32; LANES]`, 128 bytes, which is its alignment too, so it has no padding and a slice of it is a
+    // slice of arrays of the same length; arrays of f32 need a smaller alignment.
     unsafe { std::slice::from_raw_parts(rows.as_ptr().cast(), rows.len()) }
 }
 
-/// Rows of words to rows of channels, in order.
+/// Converts rows of words to rows of channels, in order.
 #[inline(always)]
 fn widen<W: Warp, E: Element>(w: W, words: &[[u32; LANES]], wide: &mut [Row]) {
     for (words, wide) in words.iter().zip(wide.chunks_exact_mut(E::PER_WORD)) {
@@ -259,11 +259,11 @@ fn widen<W: Warp, E: Element>(w: W, words: &[[u32; LANES]], wide: &mut [Row]) {
     }
 }
 
-/// Turns the channels of keys to `position`, as [`pikv_core::full`] turns them while it reads.
+/// Rotates the channels of keys to `position`, as [`pikv_core::full`] does when it reads them.
 #[inline(always)]
 fn turn<W: Warp>(w: W, rotation: &Rotation<'_>, position: W::U, keys: &mut [Row]) {
     let n = rotation.capacity as usize;
-    // Lanes without a token hold any word; the mask keeps the look-up inside the table, and nobody reads them.
+    // Lanes without a token hold any word; the mask keeps the look-up inside the table, and their scores are not read.
     let at = w.and(position, w.splat_u(rotation.capacity - 1));
     for i in 0..rotation.rope.rotary_dim as usize / 2 {
         let (a, b) = rotation.rope.pair(i);
@@ -275,7 +275,7 @@ fn turn<W: Warp>(w: W, rotation: &Rotation<'_>, position: W::U, keys: &mut [Row]
     }
 }
 
-/// V of a run of pages in f32: `[acc_rows][RUN][LANES]`, the channels as [`pikv_core::merge::Partial`] has them.
+/// V of a run of pages in f32: `[acc_rows][RUN][LANES]`, with the channels in the order of [`pikv_core::merge::Partial`].
 struct Values<'a> {
     layout: &'a Layout,
     pages: &'a [PageRef<'a>],
@@ -312,7 +312,7 @@ fn widen_values<W: Warp, E: Element>(w: W, layout: &Layout, v: &[u32], wide: &mu
     }
 }
 
-/// Which lanes a routine works out: one half of them, or all. What it does for the others is dropped when it is compiled.
+/// Lanes that a routine computes: one half of them, or all. The compiler drops its work for the other lanes.
 mod part {
     pub const LOW: usize = 0;
     pub const HIGH: usize = 1;
@@ -331,14 +331,14 @@ fn store<W: Warp, const PART: usize>(w: W, x: W::F, row: &mut [f32; LANES]) {
     row[PART * HALF..][..HALF].copy_from_slice(&all[PART * HALF..][..HALF]);
 }
 
-/// Rows that lanes of few registers take together, half of the lanes at a time.
+/// Rows that lanes of few registers compute together, half of the lanes at a time.
 ///
-/// With 16 registers 2 rows of 32 lanes are 8 chains, as many as are under way while one multiply-add takes its 4 cycles on 2 units, and
-/// each word loaded serves 2 rows; 6 rows of 16 lanes are 12 chains, and each word serves 6. (The loop alone on Zen 3: 0.84 of the peak beside
-/// 0.69.)
+/// With 16 registers 2 rows of 32 lanes are 8 chains, as many as are in flight while one multiply-add takes its 4 cycles on 2 units, and
+/// each word loaded serves 2 rows; 6 rows of 16 lanes are 12 chains, and each word serves 6. (The loop alone on Zen 3: 0.84 of the peak
+/// against 0.69.)
 const SIX: usize = 6;
 
-/// Whether `R` rows are taken half of the lanes at a time. A branch on it alone leaves the other side uncompiled.
+/// Whether `R` rows are computed half of the lanes at a time. A branch on this constant alone leaves the other side uncompiled.
 struct Halved<W, const R: usize>(PhantomData<W>);
 
 impl<W: Warp, const R: usize> Halved<W, R> {
@@ -358,7 +358,7 @@ fn each<W: Warp>(w: W, rows: usize, most: usize, pass: &mut impl Rows) {
     each_bundle(w, row..rows, most, pass);
 }
 
-/// The scores of a page, uncapped, of all its lanes.
+/// The scores of all lanes of a page, uncapped.
 struct ScorePage<'a> {
     common: &'a Common<'a>,
     wide: &'a [[f32; LANES]],
@@ -395,7 +395,7 @@ impl Rows for ScorePage<'_> {
     }
 }
 
-/// How many first channels of a key the chain takes alternately with as many after them; the others follow in order.
+/// Number of first channels of a key that the chain takes alternately with as many after them; the others follow in order.
 #[inline(always)]
 fn halves(common: &Common<'_>) -> usize {
     let rope = common.rotation.map(|rotation| rotation.rope).filter(|rope| rope.pairs == Pairs::Halves);
@@ -451,7 +451,7 @@ fn chain<W: Warp, const N: usize, const S: usize>(
     }
 }
 
-/// Scores to weights, exponents and sums, row by row.
+/// Turns scores into weights, exponents and sums, row by row.
 struct Weights<'a> {
     pages: usize,
     softcap: Option<f32>,
@@ -512,14 +512,14 @@ struct WeighRun<'a, 'b> {
     run: Range<usize>,
     p: &'a [Row],
     seen: &'a [[u32; BLOCK]],
-    /// Of each row these channels, `stride` rows of lanes from one row to the next.
+    /// These channels of each row, `stride` rows of lanes from one row to the next.
     acc: &'a mut [[f32; LANES]],
     stride: usize,
     ahead: &'a mut Ahead<'b>,
 }
 
 impl WeighRun<'_, '_> {
-    /// Adds the tokens of `pages`, of each those in `seen`: the `R` rows from `row` on see them.
+    /// Adds the tokens of `pages` in `seen`, which the `R` rows from `row` on all see.
     #[inline(always)]
     fn weigh<W: Warp, const R: usize>(&mut self, w: W, row: usize, pages: Range<usize>, seen: u32) {
         if seen == 0 {
@@ -538,12 +538,12 @@ impl WeighRun<'_, '_> {
         }
     }
 
-    /// The `R` rows from `row` on, which do not all see all of page `i`.
+    /// Adds page `i` for the `R` rows from `row` on, which do not all see the whole page.
     #[inline(always)]
     fn apart<W: Warp, const R: usize>(&mut self, w: W, row: usize, i: usize) {
         let masks: [u32; R] = std::array::from_fn(|r| self.seen[row + r][i]);
         let all = masks.iter().fold(u32::MAX, |all, mask| all & mask);
-        // A row takes its tokens in order: together those that all rows see, if no token between them is seen by some only.
+        // A row takes its tokens in order. Those that all rows see are taken together if only some rows see no token between them.
         let span = between(all);
         let together = R > 1 && all != 0 && masks.iter().all(|mask| mask & span == all);
         let before = if together { (1 << all.trailing_zeros()) - 1 } else { u32::MAX };
@@ -581,7 +581,7 @@ impl Rows for WeighRun<'_, '_> {
     }
 }
 
-/// The bits from the lowest that is set to the highest.
+/// The bits from the lowest set bit to the highest.
 #[inline(always)]
 fn between(bits: u32) -> u32 {
     if bits == 0 { 0 } else { (u32::MAX << bits.trailing_zeros()) & (u32::MAX >> bits.leading_zeros()) }

@@ -1,4 +1,4 @@
-//! Every operation of every lanes of this machine, against the portable lanes, by bits.
+//! Every operation of all lanes of this machine against the portable lanes, by bits.
 
 use pikv_core::warp::{Kernel, LANES, Routine, Warp};
 use pikv_lanes::{Lanes, LanesError};
@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 type Words = [u32; LANES];
 
-/// What an operation gave: its name, and its words.
+/// Results of an operation: its name, and its words.
 type Results = Vec<(String, Vec<u32>)>;
 
 /// Collects results over `w`.
@@ -40,7 +40,7 @@ impl<W: Warp> Log<W> {
     }
 }
 
-/// An integer that `store_quads` takes, of the low half of a word.
+/// An integer in the range of `store_quads`, from the low half of a word.
 fn integer(word: u32) -> f32 {
     f32::from((word as i16).min(32639))
 }
@@ -178,7 +178,7 @@ impl<W: Warp> Routine<W> for Twice<W::F> {
     }
 }
 
-/// What the portable lanes' own operations on parts of words say, by plain arithmetic.
+/// The portable lanes' own operations on parts of words, against plain arithmetic.
 #[test]
 fn parts_of_words_are_what_their_names_say() {
     struct Parts;
@@ -197,7 +197,7 @@ fn parts_of_words_are_what_their_names_say() {
                 w.store(w.byte(x, j as usize), &mut row);
                 assert!(row.iter().zip(words).all(|(x, word)| *x == (word >> (8 * j) & 255) as f32));
             }
-            // The ends of what may be parked, and of what a byte holds.
+            // The extremes of the integers of `store_quads`, and of a byte.
             let other: [f32; LANES] = std::array::from_fn(|i| match i {
                 0 | 5 => 32639.0,
                 1 | 6 => -32768.0,
@@ -276,7 +276,7 @@ impl Kernel for Gather<'_> {
     }
 }
 
-/// Bits of an f32: any, or one of the values where operations part ways.
+/// Bits of an f32: any, or one of the values at which implementations may differ.
 fn word() -> impl Strategy<Value = u32> {
     const EDGES: [u32; 20] = [
         0x0000_0000,
@@ -308,7 +308,7 @@ fn word() -> impl Strategy<Value = u32> {
     ]
 }
 
-/// Lanes that are free to be NaN, or that are all finite and near one another, so that sums mean something.
+/// Lanes of any values, or lanes that are all finite and of similar size, so that sums are meaningful.
 fn words() -> impl Strategy<Value = Words> {
     prop_oneof![uniform32(word()), uniform32((-100.0f32..100.0).prop_map(f32::to_bits))]
 }
@@ -414,7 +414,7 @@ fn load_part_touches_nothing_past_the_end() {
             assert_eq!(lanes.run(LoadPart(row)), want, "on {}: {n} words", lanes.name());
         }
     }
-    // SAFETY: the mapping above, whole; `page` is not used any more.
+    // SAFETY: the whole mapping from above; `page` is not used after this.
     assert_eq!(unsafe { munmap(base, 2 * PAGE) }, 0, "munmap");
 }
 

@@ -1,4 +1,4 @@
-//! The main job: a real MoE that decodes through pikv, and what it loses by it (no bit in f32 while all is in the ring).
+//! The main example: a real MoE decodes through pikv, and the loss of each form of the cache (bit-exact in f32 while all is in the ring).
 //!
 //! `cargo run --release -p decode [-- --bytes 65536] [--quick] [--backend cuda] [--tokens 64] [--code int8]`
 //!
@@ -16,27 +16,27 @@ use pikv_engine::moe::{paged::Paged, plain::PlainCache};
 use std::error::Error;
 use std::time::Instant;
 
-/// Bytes that a window begins anew after: the context that the model was trained for.
+/// Bytes per window, after which the cache is emptied: the context that the model was trained for.
 const WINDOW: usize = 2048;
 /// Tokens of a prefill step.
 const CHUNK: usize = 256;
-/// Newest tokens that the ring keeps where older ones are filed by expert.
+/// Newest tokens that the ring keeps if older ones are filed by expert.
 const RING: u32 = 256;
 
 const DEFAULT_BYTES: usize = 65536;
-/// What the model's trainer found on as much text, in nats/byte.
+/// Loss that the model's trainer measured on as much text, in nats/byte.
 const TRAINED: f64 = 1.2103;
 
 const HELP: &str = "options: --bytes N (default 65536, a multiple of 2048), --quick (the same as --bytes 4096), --backend cpu or \
                     cuda, --tokens N (write that many and stop), --code NAME (write with packed pages and a short ring)";
 
-/// Newest tokens that the ring keeps where what left it is packed, so that little text fills pages.
+/// Newest tokens that the ring keeps if older ones are packed, so that little text fills pages.
 const SHORT: u32 = 32;
 
-/// Tokens that are written before the evaluation.
+/// Tokens that are generated before the evaluation.
 const WRITTEN: usize = 355;
 
-/// Of the hash FNV-1a, over words.
+/// Offset basis and prime of the hash FNV-1a, over words.
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
@@ -138,9 +138,9 @@ fn main() -> Result<(), Box<dyn Error>> {
 struct Arguments {
     bytes: usize,
     backend: Backend,
-    /// Tokens to write, and nothing to evaluate.
+    /// Tokens to generate; the evaluation is then skipped.
     tokens: Option<usize>,
-    /// What pages are packed in meanwhile.
+    /// Code of packed pages while text is generated.
     code: Option<Code>,
 }
 
@@ -204,7 +204,7 @@ fn variants() -> Vec<Variant> {
     variants
 }
 
-/// Writes `tokens` bytes after the novel's first words, and the hash of every logit on the way: equal bits, equal hash.
+/// Generates `tokens` bytes after the novel's first words, and the hash of all logits: equal bits, equal hash.
 fn generate(
     model: &Model,
     backend: &Backend,
@@ -239,7 +239,7 @@ struct Evaluation {
     logits: Vec<f32>,
 }
 
-/// Loss over `text` but its first byte, each window of it from an empty cache.
+/// Loss over `text` without its first byte, each window from an empty cache.
 fn evaluate<C: pikv_engine::common::cache::Cache>(
     model: &Model,
     text: &[u8],
@@ -271,7 +271,7 @@ fn count_different(a: &[f32], b: &[f32]) -> usize {
     a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count() + a.len().abs_diff(b.len())
 }
 
-/// NaN if there is one anywhere.
+/// NaN if any value is NaN.
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
 }
@@ -282,7 +282,7 @@ fn rows_by_shard(paged: &Paged, c: &Config, shards: u32) -> Result<Vec<u64>, Box
     for layer in 0..c.layers {
         for head in 0..c.kv_heads {
             for page in paged.sequence.pages(layer, head)? {
-                // The ring keeps whole pages, of which the oldest holds tokens that are filed already.
+                // The ring keeps whole pages; the oldest may hold tokens that are filed already.
                 let ring = paged.sequence.next_position().0 - paged.sequence.in_ring().0;
                 let filed = if page.id.place == Place::Ring { ring.saturating_sub(page.first.0) } else { 0 };
                 rows[page.shard as usize] += u64::from(page.tokens.saturating_sub(filed));

@@ -1,4 +1,4 @@
-//! R_A beside each of its arms alone, and R_P beside R_T, over several seeds.
+//! R_A against each of its arms alone, and R_P against R_T, over several seeds.
 
 use crate::policies::Row;
 use crate::replay::{self, key, look};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 const SEEDS: usize = 6;
 /// Tokens of a made-up stream.
 const TOKENS: u32 = 8192;
-/// What R_A's reward takes off for a unit of imbalance, its default.
+/// Penalty of R_A's reward per unit of imbalance, its default.
 const IMBALANCE: f64 = 0.1;
 
 const COLUMNS: &str = "stream,tokens,seed,router,hit_rate,imbalance,reward,nats";
@@ -39,7 +39,7 @@ impl Kind {
         all
     }
 
-    /// An arm is told by its weights and by how many experts it fetches.
+    /// Name of the row; that of an arm has its weights and the number of experts that it fetches.
     fn name(&self, top_k: u32) -> String {
         match self {
             Kind::TopK => "R_T".to_owned(),

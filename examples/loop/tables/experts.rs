@@ -1,4 +1,4 @@
-//! One expert to 512: bytes of pages and of lists, attention and routing beside one expert's.
+//! From one expert to 512: bytes of pages and of lists, attention and routing, relative to one expert.
 
 use super::made_up::{DIM, KV_HEADS, Layer, QUERY_HEADS, noise};
 use crate::Result;
@@ -24,7 +24,7 @@ pub fn run(_: &mut Subject, _: &[u32]) -> Result<()> {
         for experts in EXPERTS {
             let top_k = if experts == 1 { 1 } else { 2.max(experts / 32).min(8) };
             let mut layer = Layer::new(tokens, (experts, top_k), None, false)?;
-            // In turns, so that what disturbs one disturbs both.
+            // In turns, so that a disturbance hits both.
             let (mut base, mut attend) = (f64::INFINITY, f64::INFINITY);
             for _ in 0..SAMPLES {
                 base = base.min(one.times(&[Read::All], 1)?[0]);
@@ -44,8 +44,8 @@ pub fn run(_: &mut Subject, _: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// The CPU time in which R_P ranks a row, files it and learns of its misses, beside a row that is neither ranked nor learnt from: the
-/// mean over rows, of an empty cache whose attention is as short as can be.
+/// CPU time in which R_P ranks a row, files it and learns from its misses, over that of a row without ranking and learning: the
+/// mean over rows, of an empty cache whose attention is as short as possible.
 fn route(experts: u32, top_k: u32) -> Result<f64> {
     const ROWS: usize = 512;
     let shape = LayerShape::new(KV_HEADS as u32, QUERY_HEADS as u32, DIM as u32, Dtype::Bf16);

@@ -20,13 +20,13 @@ pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
     let bar = ProgressBar::new((routers::NAMES.len() * CODES.len() * evictions(budget).len()) as u64);
     let (experts, top_k) = subject.experts;
     let mut first = None;
-    // R_T with bf16 and without a policy comes first: others are told beside it.
+    // R_T with bf16 and without a policy comes first: the others are relative to it.
     let mut names = routers::NAMES;
     names.sort_by_key(|name| *name != "R_T");
     for router in names {
         for code in CODES {
             for (policy, eviction) in evictions(budget) {
-                // By whole pages: packed ones are not put together.
+                // By whole pages: packed pages are not merged.
                 let eviction = eviction.map(Eviction::by_page);
                 let row = Row::of(policy, eviction.is_some(), move |mut config| {
                     if let Some(codec) = codec(code) {

@@ -1,4 +1,4 @@
-//! Codes and policies over lengths: nats of the model as far as it was trained, then what is held and spent of a made-up stream.
+//! Codes and policies over lengths: nats of the model up to its trained length, then memory and time on a made-up stream.
 
 use super::made_up::Layer;
 use super::{CODES, codec, evictions};
@@ -16,7 +16,7 @@ const COLUMNS: &str =
 const TOKENS: usize = 2048;
 const LENGTHS: [usize; 4] = [256, 512, 1024, 2048];
 const LONG: [u32; 4] = [4 << 10, 16 << 10, 64 << 10, 128 << 10];
-/// Lengths of the stream, token by token.
+/// Lengths of the stream, in tokens.
 const STREAM: [u32; 3] = [4 << 10, 8 << 10, 16 << 10];
 const SAMPLES: usize = 9;
 
@@ -38,7 +38,7 @@ pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Everything is read, as only the code is asked about.
+/// All pages are read: only codes are compared.
 fn codes(sheet: &mut Sheet, subject: &Subject, ids: &[u32], length: usize) -> Result<()> {
     let mut first = None;
     for code in CODES {
@@ -123,7 +123,7 @@ fn model_policies(
     Ok(())
 }
 
-/// Of a skewed stream, the share of the tokens that queries look for that is still held, at an eighth of the length.
+/// Share of the wanted tokens of a skewed stream that is still held, at an eighth of the length.
 fn stream_policies(sheet: &mut Sheet, length: u32) -> Result<()> {
     let skewed = Skewed::default();
     let rows: Vec<_> = skewed.rows()?.take(length as usize).collect();

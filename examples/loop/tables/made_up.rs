@@ -1,4 +1,4 @@
-//! A layer of made-up keys, values and queries, for lengths that no model here was trained for.
+//! A layer of made-up keys, values and queries, for lengths beyond the training of the models here.
 
 use crate::Result;
 use pikv::codec::Codec;
@@ -12,7 +12,7 @@ pub const KV_HEADS: usize = 4;
 pub const QUERY_HEADS: usize = 16;
 pub const DIM: usize = 64;
 pub const RING: u32 = 128;
-/// Tokens of a step while the layer is filled.
+/// Tokens per step while the layer is filled.
 const STEP: u32 = 128;
 
 /// A filled layer.
@@ -41,7 +41,7 @@ pub fn drawn(random: &mut SplitMix, experts: u32, top_k: u32) -> Vec<u16> {
 }
 
 impl Layer {
-    /// `tokens` tokens in bf16, or packed, filed under even experts; with the extremes of keys that Quest needs, or without.
+    /// A layer of `tokens` tokens in bf16, or packed, filed under even experts; with the key bounds that Quest needs, or without.
     pub fn new(
         tokens: u32,
         (experts, top_k): (u32, u32),
@@ -119,7 +119,7 @@ impl Layer {
             }
             let output = Output::new(&mut out).mass(&mut mass);
             step.attend(0, &q, &Attend::new(0.125).read(read), output)?;
-            // A page of which a row sees no token is listed with a mass of 0.
+            // A page with no visible token is listed with a mass of 0.
             let read: HashSet<(usize, PageId)> = mass
                 .iter()
                 .filter(|page| page.total() > 0.0 && page.page.place != Place::Ring)
@@ -144,7 +144,7 @@ mod tests {
         let all = layer.bytes_read(Read::All, 1).unwrap();
         assert_eq!(all, layer.sequence.bytes() as f64);
         let few = layer.bytes_read(Read::Experts, 8).unwrap() / all;
-        // A quarter of what lies in experts' pages, and all of the ring and the sinks.
+        // A quarter of the tokens in experts' pages, and all of the ring and the sinks.
         assert!((0.2..0.35).contains(&few), "{few}");
         let pages = layer.bytes_read(Read::Quest { pages: 8 }, 8).unwrap() / all;
         assert!((0.05..0.2).contains(&pages), "{pages}");

@@ -1,4 +1,4 @@
-//! Sequences of mixed lengths in one batch: AdaKV-lit's budgets, which heads share, beside fixed ones, over several seeds.
+//! Sequences of mixed lengths in one batch: AdaKV-lit's budgets, shared by heads, against fixed ones, over several seeds.
 
 use crate::Result;
 use pikv::closed_loop::{LoopError, LoopStep};
@@ -15,10 +15,10 @@ use std::time::Duration;
 
 /// Tokens of the sequences of a batch.
 const LENGTHS: [usize; 4] = [256, 512, 1024, 2048];
-/// Tokens of a sequence in a step.
+/// Tokens of a sequence per step.
 const CHUNK: usize = 16;
 const SEEDS: usize = 6;
-/// Tokens a KV head.
+/// Tokens per KV head.
 const BUDGET: u32 = 128;
 
 const COLUMNS: &str = "model,tokens,budget,policy,seed,nats,delta_nats,hit_rate,bytes,time_ratio";
@@ -28,7 +28,7 @@ fn policies(budget: u32) -> Vec<(&'static str, Option<Eviction>)> {
     let of = |policy: AdaKvLit| Some(Eviction::new(policy, tokens.clone()));
     vec![
         ("none", None),
-        // The least step that there is: the threshold stays at 0, and heads keep their own budgets.
+        // The smallest step: the threshold stays at 0, and heads keep their own budgets.
         ("AdaKV-lit: fixed", of(AdaKvLit::default().gamma(f32::MIN_POSITIVE))),
         ("AdaKV-lit", of(AdaKvLit::default())),
         ("AdaKV-lit: the paper's sign", of(AdaKvLit::default().gamma(-0.01))),
@@ -91,7 +91,7 @@ fn batch(subject: &Subject, ids: &[u32], budget: u32, eviction: Option<Eviction>
     }
     let (mut loss, mut time, mut logits) = (0.0, Duration::ZERO, Vec::new());
     for at in (0..LENGTHS[LENGTHS.len() - 1]).step_by(CHUNK) {
-        // The shorter ones have ended: they are held, and take no more rows.
+        // The shorter sequences have ended: they stay held, and get no more rows.
         let going: Vec<usize> = (0..LENGTHS.len()).filter(|s| at < LENGTHS[*s]).collect();
         let inputs: Vec<u32> = going.iter().flat_map(|s| &texts[*s][at..at + CHUNK]).copied().collect();
         let parts = sequences.iter_mut().enumerate().filter(|(s, _)| going.contains(s));
@@ -114,11 +114,11 @@ fn batch(subject: &Subject, ids: &[u32], budget: u32, eviction: Option<Eviction>
     })
 }
 
-/// Rows of several sequences, as many of each.
+/// Rows of several sequences, the same number of each.
 struct Rows<'a> {
     pikv: &'a mut ClosedLoop,
     parts: Vec<(&'a mut Sequence, u32)>,
-    /// Position of the first row of each.
+    /// Position of the first row of each sequence.
     first: usize,
     dim: usize,
     time: &'a mut Duration,

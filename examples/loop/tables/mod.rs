@@ -1,7 +1,7 @@
-//! Tables of the paper's own code that its article has no counterpart of: one file of `benches/results` each.
+//! Tables of the paper's code without a counterpart in its article: one file of `benches/results` each.
 //!
-//! All run on one thread, and times are CPU times over that of another row of the same run, so what else a machine does hardly shows.
-//! The model was trained for 2,048 tokens: tables of longer contexts have no nats, and say what is held, read and spent of a made-up
+//! All run on one thread, and times are CPU times over that of another row of the same run, so other load on the machine hardly matters.
+//! The model was trained for 2,048 tokens: tables of longer contexts have no nats, but memory, reads and time of a made-up
 //! stream.
 
 mod adaptive;
@@ -18,7 +18,7 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv_engine::measure::subject::Subject;
 
-/// What writes a table.
+/// A function that writes a table.
 type Table = fn(&mut Subject, &[u32]) -> Result<()>;
 
 const TABLES: [(&str, Table); 7] = [
@@ -54,7 +54,7 @@ fn codec(code: Code) -> Option<Codec> {
 /// Codes of the tables.
 const CODES: [Code; 4] = [Code::Bf16, Code::Int8, Code::Int4, Code::Int2];
 
-/// Policies of the tables that can evict whole pages, at a budget of tokens a KV head; none evicts nothing.
+/// Policies of the tables that can evict whole pages, at a budget of tokens per KV head; `none` evicts nothing.
 fn evictions(budget: u32) -> Vec<(&'static str, Option<Eviction>)> {
     let tokens = Budget::Tokens(budget);
     vec![

@@ -1,4 +1,4 @@
-//! What `Read::Experts` and `Read::Quest` read, spend and lose beside all pages.
+//! Pages read, time and loss of `Read::Experts` and `Read::Quest` against all pages.
 
 use super::made_up::Layer;
 use crate::policies::Row;
@@ -18,7 +18,7 @@ const LONG: [u32; 4] = [4 << 10, 16 << 10, 64 << 10, 128 << 10];
 /// Decode rows that are timed, and that are counted.
 const SAMPLES: usize = 15;
 
-/// Pages that Quest reads of a length: an eighth.
+/// Pages that Quest reads: an eighth of the length.
 fn quest(length: usize) -> Read {
     Read::Quest { pages: (length as u32 / PAGE / 8).max(1) }
 }
@@ -59,13 +59,13 @@ fn long(sheet: &mut Sheet, length: u32, (experts, top_k): (u32, u32)) -> Result<
     Ok(())
 }
 
-/// Of the MoE: what is read of the tokens up to a row's own, and nats.
+/// For the MoE: the share of the tokens up to a row's own that is read, and nats.
 fn nats(sheet: &mut Sheet, subject: &Subject, ids: &[u32], length: usize, others: bool) -> Result<()> {
     let (experts, top_k) = subject.experts;
     let text = Text { ids: &ids[..=TOKENS], window: length };
     let budget = (length / 4) as u32;
     let selects = |read| Row::of("none", false, |config| config.bounds(true)).selecting(read);
-    // Quest does not look at experts, so one top_k tells all.
+    // Quest ignores experts, so one top_k is enough.
     let all = [
         ("exact", selects(Read::All)),
         ("experts", Row::of("none", false, |config| config)),

@@ -1,12 +1,13 @@
-//! Tokens a second of a Llama and a Mixtral of candle-transformers with candle's own cache, and of the same models patched to use pikv, at
-//! several lengths of context. Weights are random and in f32, as is what both caches hold. The models are small, so that the cache shows.
+//! Tokens per second of a Llama and a Mixtral of candle-transformers with candle's own cache, and of the same models patched to use pikv,
+//! at several lengths of context. Weights are random and f32, and both caches hold f32. The models are small, so that the cache matters.
 //!
 //! `RUSTFLAGS="-C target-cpu=native" cargo bench --manifest-path pikv-candle/Cargo.toml -p pikv-candle-models [-- --quick]`
 //!
-//! Both are given the same tokens in turn: the context in parts, then 8 tokens a sample, one a pass. The logits of each pass are compared before
-//! its time counts, and may be 1e-3 apart. A figure is the median of 7 samples. `threads` is what candle and pikv have, `RAYON_NUM_THREADS` sets it.
+//! Both get the same tokens in turn: the context in parts, then 8 tokens a sample, one per pass. The logits of each pass are compared
+//! before its time counts, and may differ by 1e-3. A figure is the median of 7 samples. `threads` is the number of threads of candle and
+//! of pikv, set by `RAYON_NUM_THREADS`.
 //!
-//! Writes `benches/results/candle.csv` at the root of the repository. `--quick`: short contexts, nothing is written.
+//! Writes `benches/results/candle.csv` at the root of the repository. `--quick`: short contexts, and no file is written.
 
 #[allow(dead_code, reason = "the other benches use the rest")]
 #[path = "../../../benches/machine/results.rs"]
@@ -64,7 +65,7 @@ fn mixtrals() -> Result<Pair> {
     Ok([MIXTRAL.own_mixtral()?, MIXTRAL.mixtral(&kv)?])
 }
 
-/// What a row says of the model.
+/// Description of the model in a row.
 fn described(shape: &Shape) -> String {
     let Shape { layers, heads, kv_heads, head_dim, intermediate, .. } = shape;
     let experts = if shape.experts > 1 { format!("; 2 of {} experts", shape.experts) } else { String::new() };
@@ -73,12 +74,12 @@ fn described(shape: &Shape) -> String {
     )
 }
 
-/// Tokens of the text from a position on.
+/// `n` tokens of the text from a position on.
 fn tokens(at: usize, n: usize) -> candle::Result<Tensor> {
     Tensor::from_iter((at..at + n).map(|i| (i * 131 % 1021) as u32), &Device::Cpu)?.reshape((1, n))
 }
 
-/// Seconds that each of both takes for so many passes of `n` tokens, whose logits have to be the same.
+/// Seconds of each model for `passes` passes of `n` tokens. Their logits have to agree.
 fn both(models: &mut Pair, at: usize, passes: usize, n: usize) -> Result<[f64; 2]> {
     let mut logits = [Vec::new(), Vec::new()];
     let mut seconds = [0.0; 2];
@@ -99,9 +100,9 @@ fn both(models: &mut Pair, at: usize, passes: usize, n: usize) -> Result<[f64; 2
     Ok(seconds)
 }
 
-/// Tokens a second of both after each context.
+/// Tokens per second of both after each context.
 fn measured(models: fn() -> Result<Pair>, contexts: &[usize]) -> Result<Vec<[f64; 2]>> {
-    // What is made at the first pass is made before anything counts.
+    // Allocations of the first pass are made before measurements begin.
     both(&mut models()?, 0, 1, PART)?;
     let mut models = models()?;
     let mut at = 0;

@@ -1,4 +1,4 @@
-//! A tiny Llama of candle-transformers, patched to use pikv: a batch, a fork, a reset. Its weights are random, and so is its text.
+//! A tiny Llama of candle-transformers, patched to use pikv: a batch, a fork, a reset. Its weights and its text are random.
 //!
 //! `cargo run -p pikv-candle-models --example tiny_llama [-- TOKENS]`, in `pikv-candle`.
 
@@ -8,11 +8,11 @@ use pikv_candle::pikv::{Cache, CacheConfig, Dtype, LayerShape};
 use pikv_candle_models::{llama, weights};
 use std::error::Error;
 
-/// As a model's `config.json` has it: 8 query heads of 16 channels share 2 KV heads.
+/// In the form of a model's `config.json`: 8 query heads of 16 channels share 2 KV heads.
 const CONFIG: &str = r#"{"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 4096}"#;
 
-/// A model, and the cache that it keeps keys and values in.
+/// A model, and the cache of its keys and values.
 struct Engine {
     model: llama::Llama,
     cache: llama::Cache,
@@ -31,14 +31,14 @@ impl Engine {
         Ok(Engine { model: llama::Llama::load(weights(DType::F32), &config)?, cache, kv })
     }
 
-    /// The likeliest token after these, of each sequence of the batch, `[batch, tokens]`.
+    /// Likeliest next token of each sequence of the batch, `[batch, tokens]`.
     fn next(&mut self, tokens: &[Vec<u32>]) -> Result<Vec<u32>> {
         let tokens = Tensor::from_vec(tokens.concat(), (tokens.len(), tokens[0].len()), &Device::Cpu)?;
         let logits = self.model.forward(&tokens, self.kv.current_seq_len(), &mut self.cache)?;
         logits.argmax(1)?.to_vec1()
     }
 
-    /// `n` tokens that follow.
+    /// Generates `n` tokens after the prompts.
     fn generate(&mut self, prompts: &[Vec<u32>], n: usize) -> Result<Vec<Vec<u32>>> {
         let mut texts = vec![Vec::new(); prompts.len()];
         let mut given = prompts.to_vec();
@@ -61,11 +61,11 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let mut engine = Engine::new(16 << 20)?;
     let prompts = [vec![1, 15, 43, 7, 99, 120], vec![1, 300, 2, 8, 44, 17]];
 
-    // A batch: prompts of one length, then a token of each in every pass.
+    // A batch: prompts of one length, then one token of each in every pass.
     let both = engine.generate(&prompts, n)?;
     println!("two in a batch   {both:?}\n                 {}", engine.held());
 
-    // Two goes on from one prompt, whose pages they share.
+    // Two continuations of one prompt, whose pages they share.
     engine.kv.reset();
     engine.next(&prompts[..1])?;
     let other = engine.kv.fork();
@@ -77,7 +77,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     println!("                 {}", engine.held());
     drop(other);
 
-    // A new batch, of one sequence: what it says is what it said beside another.
+    // A new batch of one sequence: it generates the same tokens as beside another.
     engine.kv.reset();
     println!("after a reset    {}", engine.held());
     let alone = engine.generate(&prompts[..1], n)?;

@@ -1,10 +1,10 @@
-//! Weights at random.
+//! Random weights.
 
 use candle::{DType, Device, Result, Shape, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
 
-/// Weights at random, the same for the same name: a matrix scaled so that rows keep their length, a norm's around 1.
+/// Random weights, the same for the same name: a matrix is scaled to keep the length of rows, a norm's weights are around 1.
 pub fn weights(dtype: DType) -> VarBuilder<'static> {
     VarBuilder::from_backend(Box::new(Noise), dtype, Device::Cpu)
 }

@@ -1,4 +1,4 @@
-//! The models of both, of one shape, behind one call.
+//! Models with candle's cache and with pikv, of one shape, behind one call.
 
 use crate::{llama, mixtral, weights};
 use candle::{DType, Device, Result, Tensor};
@@ -7,13 +7,13 @@ use pikv_candle::KvCache;
 use pikv_candle::pikv::{CacheConfig, Dtype, LayerShape};
 use serde::de::DeserializeOwned;
 
-/// Logits of the last of some tokens, `[batch, tokens]`, that stand at a position and after it.
+/// Runs tokens, `[batch, tokens]`, from a position on, and returns the logits of the last.
 pub type Model = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
-/// The shape of a model, of which the hidden size is `heads * head_dim`.
+/// Shape of a model; its hidden size is `heads * head_dim`.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// Tokens that it knows.
+    /// Size of the vocabulary.
     pub vocabulary: u32,
     /// Attention layers.
     pub layers: usize,
@@ -25,16 +25,16 @@ pub struct Shape {
     pub head_dim: u32,
     /// Width of its MLPs.
     pub intermediate: u32,
-    /// Positions that rotations are known of.
+    /// Positions in the table of rotations.
     pub positions: usize,
-    /// Mixtral: experts of a layer, of which two are taken.
+    /// Mixtral: experts of a layer; each token takes two.
     pub experts: u32,
     /// Mixtral: `sliding_window` of its configuration.
     pub window: usize,
 }
 
 impl Shape {
-    /// What pikv is told of it, as a dense model; of Mixtral, `experts(shape.experts, 2)` is added.
+    /// pikv's configuration for this shape as a dense model; for Mixtral add `experts(shape.experts, 2)`.
     pub fn cache(&self, dtype: Dtype, budget: u64) -> CacheConfig {
         let layer = LayerShape::new(self.kv_heads, self.heads, self.head_dim, dtype);
         CacheConfig::new(vec![layer; self.layers], budget)
@@ -43,7 +43,7 @@ impl Shape {
     /// Llama of candle-transformers, with its own cache.
     ///
     /// # Errors
-    /// candle's.
+    /// Errors of candle.
     pub fn own_llama(&self, dtype: DType) -> Result<Model> {
         let config = self.config::<own::llama::LlamaConfig>()?.into_config(false);
         let mut cache = own::llama::Cache::new(true, dtype, &config, &Device::Cpu)?;
@@ -51,10 +51,10 @@ impl Shape {
         Ok(Box::new(move |tokens, position| model.forward(tokens, position, &mut cache)))
     }
 
-    /// The same, patched, with pikv.
+    /// Llama of candle-transformers, patched to use pikv.
     ///
     /// # Errors
-    /// candle's.
+    /// Errors of candle.
     pub fn llama(&self, dtype: DType, kv: &KvCache) -> Result<Model> {
         let config = self.config::<llama::LlamaConfig>()?.into_config(false);
         let mut cache = llama::Cache::new(true, dtype, &config, &Device::Cpu)?;
@@ -66,16 +66,16 @@ impl Shape {
     /// Mixtral of candle-transformers in f32, with its own cache.
     ///
     /// # Errors
-    /// candle's.
+    /// Errors of candle.
     pub fn own_mixtral(&self) -> Result<Model> {
         let mut model = own::mixtral::Model::new(&self.config()?, weights(DType::F32))?;
         Ok(Box::new(move |tokens, position| model.forward(tokens, position)))
     }
 
-    /// The same, patched, with pikv.
+    /// Mixtral of candle-transformers in f32, patched to use pikv.
     ///
     /// # Errors
-    /// candle's.
+    /// Errors of candle.
     pub fn mixtral(&self, kv: &KvCache) -> Result<Model> {
         let mut model = mixtral::Model::new(&self.config()?, weights(DType::F32))?;
         model.set_kv_cache(kv);

@@ -1,4 +1,4 @@
-//! The models with pikv as their cache beside the same models with candle's own: the same logits.
+//! The models with pikv as their cache against the same models with candle's own: the same logits.
 
 use candle::{DType, Device, Tensor};
 use pikv_candle::pikv::report::{PageInfo, Place};
@@ -8,7 +8,7 @@ use pikv_candle::{Error, KvCache, pikv};
 use pikv_candle_models::{Model, Shape};
 use std::collections::BTreeSet;
 
-/// What is allowed between logits in f32, which are around 1.
+/// Allowed difference between logits in f32, which are around 1.
 const WITHIN: f32 = 1e-4;
 const EXPERTS: u32 = 4;
 const SHAPE: Shape = Shape {
@@ -36,7 +36,7 @@ fn mixtral_config() -> CacheConfig {
     config(&SHAPE).experts(EXPERTS, 2)
 }
 
-/// Tokens `[batch, n]` of a text, from a position on.
+/// Tokens `[batch, n]` of a text, from position `from` on.
 fn tokens(text: u64, from: usize, n: usize, batch: usize) -> Tensor {
     let token = |i: usize, row: usize| {
         let x = (text + 1)
@@ -53,7 +53,7 @@ fn values(logits: &Tensor) -> Vec<f32> {
     logits.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The largest difference of two logits; infinite if there is one that is not a number.
+/// Largest difference of two logits; infinite if one is NaN.
 fn off(ours: &Tensor, own: &Tensor) -> f32 {
     assert_eq!(ours.dims(), own.dims());
     values(ours).iter().zip(values(own)).fold(0.0, |most, (a, b)| {
@@ -65,7 +65,7 @@ fn off(ours: &Tensor, own: &Tensor) -> f32 {
 /// Parts of a text: a prompt, a second one, and single tokens.
 const PARTS: [usize; 12] = [150, 1, 1, 40, 1, 1, 1, 1, 1, 1, 1, 1];
 
-/// Both over a text from a position on; the position at its end.
+/// Runs both models over a text from a position on, and compares them. Returns the position at its end.
 fn beside(ours: &mut Model, own: &mut Model, text: u64, at: usize, batch: usize, within: f32) -> usize {
     PARTS.into_iter().fold(at, |at, n| {
         let tokens = tokens(text, at, n, batch);
@@ -89,7 +89,7 @@ fn filed(kv: &KvCache, sequence: usize, layer: usize, head: usize) -> Vec<(u16, 
 
 #[test]
 fn llama_has_the_logits_of_candles_cache() {
-    // All heads share one KV head, groups of four, a KV head each.
+    // One KV head for all query heads; one for each four; one for each.
     for kv_heads in [1, 2, 8] {
         let shape = Shape { kv_heads, ..SHAPE };
         for batch in [1, 3] {
@@ -123,11 +123,11 @@ fn mixtral_has_the_logits_of_candles_cache_and_is_filed_by_its_experts() {
             let pages = filed(&kv, sequence, layer, 0);
             let experts: BTreeSet<u16> = pages.iter().map(|(expert, _)| *expert).collect();
             assert!(experts.len() > 1, "layer {layer}: {experts:?}");
-            // All but the ring's 64.
+            // All tokens but the ring's 64.
             assert_eq!(pages.iter().map(|(_, page)| page.tokens as usize).sum::<usize>(), end - 64);
         }
     }
-    // Where the cache has one expert, what the gate says is nothing to it.
+    // In a cache with one expert the gate's weights are ignored.
     let kv = kv(config(&SHAPE));
     beside(&mut SHAPE.mixtral(&kv).unwrap(), &mut SHAPE.own_mixtral().unwrap(), 2, 0, 1, WITHIN);
 }
@@ -146,7 +146,7 @@ fn mixtral_over_shards_of_experts_has_the_bits_of_one_shard() {
         assert_eq!(bits(&mut of_one), bits(&mut of_four), "tokens {at}..{}", at + n);
         at += n;
     }
-    // Each expert's pages lie in its own shard.
+    // Each expert's pages are in its own shard.
     for (layer, head) in (0..SHAPE.layers).flat_map(|layer| [(layer, 0), (layer, 1)]) {
         let pages = filed(&sharded, 0, layer, head);
         assert!(pages.iter().all(|(expert, page)| page.shard == u32::from(*expert)), "{layer}, {head}");
@@ -157,8 +157,8 @@ fn mixtral_over_shards_of_experts_has_the_bits_of_one_shard() {
 
 #[test]
 fn a_window_is_kept_over_cached_tokens_too() {
-    // candle's mask has the window among the tokens of a pass alone, where a token sees itself and `sliding_window` before it. So it is
-    // right when it is given the whole text at once.
+    // candle's mask applies the window only within the tokens of a pass, and a token sees itself and `sliding_window` before it. So it is
+    // right if the whole text is one pass.
     let shape = Shape { window: 20, ..SHAPE };
     let mut config = mixtral_config();
     for layer in &mut config.layers {
@@ -173,7 +173,7 @@ fn a_window_is_kept_over_cached_tokens_too() {
         let whole = tokens(4, 0, at, 1);
         let off_by = off(&got, &shape.own_mixtral().unwrap()(&whole, 0).unwrap());
         assert!(off_by <= WITHIN, "{at} tokens: off by {off_by:e}");
-        // A window is told from none.
+        // A model without a window gives other logits.
         let none = SHAPE.own_mixtral().unwrap()(&whole, 0).unwrap();
         assert!(off(&got, &none) > 100.0 * WITHIN);
     }
@@ -196,7 +196,7 @@ fn a_fork_goes_on_by_itself() {
     let mut ours = SHAPE.mixtral(&kv).unwrap();
     let end = beside(&mut ours, &mut SHAPE.own_mixtral().unwrap(), 8, 0, 1, WITHIN);
     let fork = kv.fork();
-    // Each continuation against a model that knows nothing of the other.
+    // Each continuation against a separate model.
     for text in [9, 10] {
         let mut own = SHAPE.own_mixtral().unwrap();
         own(&tokens(8, 0, end, 1), 0).unwrap();
@@ -208,7 +208,7 @@ fn a_fork_goes_on_by_itself() {
 
 #[test]
 fn a_pass_that_fails_leaves_no_trace() {
-    // Room for the prompt, and not for much more.
+    // Memory for the prompt, and little more.
     let kv = kv(SHAPE.cache(Dtype::F32, 256 << 10).ring(64));
     let (mut ours, mut own) = (SHAPE.llama(DType::F32, &kv).unwrap(), SHAPE.own_llama(DType::F32).unwrap());
     let prompt = tokens(11, 0, 100, 1);
@@ -217,7 +217,7 @@ fn a_pass_that_fails_leaves_no_trace() {
     let refused = ours(&tokens(11, 100, 800, 1), 100).unwrap_err();
     let found = Error::of(&refused);
     assert!(matches!(found, Some(Error::Cache(pikv::Error::OutOfBudget { .. }))), "{refused}");
-    // A batch of another size, and a token that the model does not know: it fails before its first layer.
+    // A batch of another size, and a token outside the vocabulary: it fails before its first layer.
     let refused = ours(&tokens(11, 100, 1, 2), 100).unwrap_err();
     assert!(matches!(Error::of(&refused), Some(Error::Batch { got: 2, held: 1 })), "{refused}");
     assert!(ours(&Tensor::new(&[[1000u32]], &Device::Cpu).unwrap(), 100).is_err());

@@ -1,5 +1,5 @@
-//! A weighted sum of packed values taken back to the head's channels, by lanes: what a host does row by row, for a device. The bits
-//! are the same.
+//! Maps a weighted sum of packed values to the head's channels, by lanes, for a device. The bits are those of the host's loop
+//! over rows.
 
 use super::pack::orthonormal;
 use super::packed::Packed;
@@ -7,23 +7,23 @@ use crate::page::{Layout, MAX_DIM};
 use crate::tensor::Row;
 use crate::warp::{LANES, Warp};
 
-/// What the stored channels of values are.
+/// Map from the head's channels to the stored channels of values.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Stored<'a> {
-    /// Those of the head.
+    /// None: the head's channels are stored.
     Same,
-    /// Their orthonormal Walsh-Hadamard transform in blocks, which is its own inverse.
+    /// The orthonormal Walsh-Hadamard transform of the head's channels in blocks, which is its own inverse.
     Hadamard {
         /// Channels of a block, a power of two.
         block: usize,
     },
-    /// Some of them.
+    /// Some of the head's channels.
     Select {
-        /// Which, each below the head's width.
+        /// Channel of the head that each stored channel is, below the head's width.
         channels: &'a [u32],
     },
-    /// `decode stored + bias` are those of the head.
+    /// The head's channels are `decode stored + bias`.
     Dense {
         /// `[narrow][wide]`
         decode_t: &'a [f32],
@@ -32,10 +32,10 @@ pub enum Stored<'a> {
     },
 }
 
-/// Rows of lanes of what is worked in.
+/// Rows of lanes of working memory.
 pub const WORK: usize = 2 * MAX_DIM as usize / LANES;
 
-/// Lanes whose number has the bit of `distance` clear.
+/// Lanes in whose number the bit `distance` is 0.
 const fn low(distance: usize) -> u32 {
     match distance {
         1 => 0x5555_5555,
@@ -46,8 +46,8 @@ const fn low(distance: usize) -> u32 {
     }
 }
 
-/// Takes the sum of one row back: `acc` as packed pages have it, [`Packed::acc_rows`] rows, to `out` as full ones do,
-/// [`Layout::acc_rows`] rows. `l` is the sum of the weights, which counts a bias.
+/// Maps the sum of one row back: reads `acc` in the layout of packed pages, [`Packed::acc_rows`] rows, and writes `out` in that of
+/// full pages, [`Layout::acc_rows`] rows. `l` is the sum of the weights: the factor of a bias.
 ///
 /// # Panics
 /// If a slice is too short.
@@ -124,7 +124,7 @@ pub(super) fn part_of<W: Warp>(w: W, row: impl Row<W>) -> W::F {
     w.select(inside, row.gather(w, at), w.splat(0.0))
 }
 
-/// The transform of channels that lie across the lanes: butterflies over distances 1, 2, 4, .., then one product by sqrt(1 / block).
+/// The transform of channels across the lanes: butterflies over distances 1, 2, 4, .., then one product by sqrt(1 / block).
 #[inline(always)]
 pub(super) fn hadamard<W: Warp>(w: W, x: impl Row<W>, out: &mut [[f32; LANES]], block: usize) {
     let rows = x.count().div_ceil(LANES);

@@ -1,4 +1,4 @@
-//! How a channel is coded in the words of a packed page.
+//! Codes of channels in the words of a packed page.
 
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::warp::{Warp, shifted_right};
@@ -13,41 +13,41 @@ pub enum Code {
     F16,
     /// Two bfloat16 a word.
     Bf16,
-    /// Four integers 0..=255 a word, with a scale and a minimum a group.
+    /// Four integers 0..=255 a word, with a scale and a minimum per group.
     Int8,
-    /// Eight integers 0..=15 a word, with a scale and a minimum a group.
+    /// Eight integers 0..=15 a word, with a scale and a minimum per group.
     Int4,
-    /// Four FP8 numbers of 4 exponent and 3 mantissa bits a word (OCP E4M3: no infinity, at most 448), with a scale a group.
+    /// Four FP8 numbers of 4 exponent and 3 mantissa bits a word (OCP E4M3: no infinity, at most 448), with a scale per group.
     E4m3,
-    /// Four FP8 numbers of 5 exponent and 2 mantissa bits a word (OCP E5M2, at most 57344), with a scale a group.
+    /// Four FP8 numbers of 5 exponent and 2 mantissa bits a word (OCP E5M2, at most 57344), with a scale per group.
     E5m2,
-    /// Integers 0..=3, sixteen a word, with a scale and a minimum a group.
+    /// Integers 0..=3, sixteen a word, with a scale and a minimum per group.
     Int2,
-    /// Integers 0..=7 in planes of 2 bits and 1 bit, with a scale and a minimum a group.
+    /// Integers 0..=7 in planes of 2 bits and 1 bit, with a scale and a minimum per group.
     Int3,
-    /// Integers 0..=31 in planes of 4 bits and 1 bit, with a scale and a minimum a group.
+    /// Integers 0..=31 in planes of 4 bits and 1 bit, with a scale and a minimum per group.
     Int5,
-    /// Integers 0..=63 in planes of 4 and 2 bits, with a scale and a minimum a group.
+    /// Integers 0..=63 in planes of 4 and 2 bits, with a scale and a minimum per group.
     Int6,
-    /// Eight FP4 numbers of 2 exponent bits and 1 mantissa bit a word (OCP E2M1, at most 6), in blocks of 32 with a scale that is a
-    /// power of two (E8M0), as OCP MXFP4 has them: the exponent of the block's largest magnitude less 2, so that what lies past 6 under
-    /// it becomes 6.
+    /// Eight FP4 numbers of 2 exponent bits and 1 mantissa bit a word (OCP E2M1, at most 6), in blocks of 32 with a power of two as
+    /// scale (E8M0), as in OCP MXFP4: the exponent of the block's largest magnitude less 2. Values past 6 under that scale
+    /// become 6.
     Mxfp4,
-    /// Eight E2M1 numbers a word, in blocks of 16 with an E4M3 scale, and a scale for all blocks of K, or of V, of a page, as NVFP4
-    /// has them. The latter is a power of two, so that every value is exact as f32.
+    /// Eight E2M1 numbers a word, in blocks of 16 with an E4M3 scale, and one more scale for all blocks of K, or of V, of a page, as in
+    /// NVFP4. The page's scale is a power of two, so that every value is exact as f32.
     Nvfp4,
 }
 
-/// What a group's scale word holds.
+/// Content of a group's scale word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// There is none: a code is the value.
+    /// No scale: a code is the value.
     None,
     /// An f32 that a code is multiplied by.
     Float,
     /// Two f16: the scale in the low half, the minimum in the high one; a value is `scale * code + minimum`.
     Affine,
-    /// A byte a block, four to a word, that stands for the f32 that a code is multiplied by: see [`Code::block_scale`].
+    /// A byte per block, four to a word, that codes the f32 by which a code is multiplied: see [`Code::block_scale`].
     Block,
 }
 
@@ -69,7 +69,7 @@ impl Code {
         Code::Nvfp4,
     ];
 
-    /// Its index in [`Code::ALL`].
+    /// Index in [`Code::ALL`].
     #[inline(always)]
     pub const fn index(self) -> u32 {
         match self {
@@ -116,11 +116,10 @@ impl Code {
         }
     }
 
-    /// Bits of the plane that holds bit `shift` of a code and those after it; none if `shift` is [`Code::bits`].
+    /// Bits of the plane that starts at bit `shift` of a code; none if `shift` is [`Code::bits`].
     ///
-    /// A word holds codes of 32, 16, 8, 4, 2 or 1 bit. A code of another width is split into planes, the widest first, each of which
-    /// lies as the codes of its width do: 3 bits are a plane of 2 and one of 1, 5 are 4 and 1, 6 are 4 and 2. `shift` is the sum of
-    /// the bits of the planes before.
+    /// A word holds codes of 32, 16, 8, 4, 2 or 1 bit. A code of another width is split into planes of these widths, the widest first:
+    /// 3 bits are a plane of 2 and one of 1, 5 are 4 and 1, 6 are 4 and 2. `shift` is the sum of the bits of the planes before.
     #[inline(always)]
     pub const fn plane(self, shift: u32) -> Option<u32> {
         match self.bits() - shift {
@@ -129,7 +128,7 @@ impl Code {
         }
     }
 
-    /// The form of its scales.
+    /// Form of the code's scales.
     #[inline(always)]
     pub const fn scale(self) -> Scale {
         match self {
@@ -140,7 +139,7 @@ impl Code {
         }
     }
 
-    /// The largest magnitude that a channel may have, so that its code and its group's scale are finite.
+    /// Largest magnitude of a channel for which its code and its group's scale are finite.
     #[inline(always)]
     pub const fn limit(self) -> f32 {
         match self {
@@ -149,7 +148,7 @@ impl Code {
             Code::Nvfp4 => f32::MAX / 2.0,
             // The largest bfloat16.
             Code::Bf16 => f32::from_bits(0x7f7f_0000),
-            // That of an f16: the code itself, or the scale and the minimum.
+            // The largest f16: the code itself, or the scale and the minimum.
             _ => 65504.0,
         }
     }
@@ -171,7 +170,7 @@ impl Code {
         }
     }
 
-    /// The field's name for it: `f32`, `f16`, `bf16`, `int8`, `int4`, `e4m3`, `e5m2`, `int2`, `int3`, `int5`, `int6`,
+    /// Usual name: `f32`, `f16`, `bf16`, `int8`, `int4`, `e4m3`, `e5m2`, `int2`, `int3`, `int5`, `int6`,
     /// `mxfp4`, `nvfp4`.
     pub const fn name(self) -> &'static str {
         match self {
@@ -191,8 +190,8 @@ impl Code {
         }
     }
 
-    /// The bit of a word at which code `j` of a plane of `bits` bits starts. Floats lie in order. Of integers, each four codes are the
-    /// same bits of the four bytes, the first four the lowest: shifted and masked, they are bytes as 8-bit codes are.
+    /// First bit in a word of code `j` of a plane of `bits` bits. Floats lie in order. Of integers, each four codes are the
+    /// same bits of the four bytes, the first four the lowest: shifted and masked, they are bytes like 8-bit codes.
     #[inline(always)]
     pub const fn place(self, j: u32, bits: u32) -> u32 {
         match self.scale() {
@@ -201,7 +200,7 @@ impl Code {
         }
     }
 
-    /// The number that the low bits of `bits` code, before any scale.
+    /// Number coded by the low bits of `bits`, before any scale.
     pub fn decode(self, bits: u32) -> f32 {
         match self {
             Code::F32 => f32::from_bits(bits),
@@ -220,8 +219,8 @@ impl Code {
         }
     }
 
-    /// The number that part `part` of each lane's word codes, exactly, before any scale; of a code of several planes, what the first
-    /// one has of it.
+    /// Number coded by part `part` of each lane's word, exactly, before any scale; for a code of several planes, the first plane's
+    /// share.
     #[inline(always)]
     pub fn part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
         match self {
@@ -236,11 +235,11 @@ impl Code {
         }
     }
 
-    /// [`Code::part`] of a code without a scale or with one of [`Scale::Float`], without what other codes need.
+    /// [`Code::part`] for codes without a scale or with [`Scale::Float`]; compiled without the other codes.
     #[inline(always)]
     pub(super) fn float_part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
         match self {
-            // Sign, exponent and mantissa moved to their places in an f32 have the value times a power of two, subnormals
+            // Sign, exponent and mantissa, moved to their places in an f32, give the value times a power of two, subnormals
             // included.
             Code::E4m3 => {
                 let placed = w.and(w.sra::<4>(topped(w, word, part)), w.splat_u(0x87f0_0000));
@@ -254,7 +253,7 @@ impl Code {
         }
     }
 
-    /// [`Code::part`] of a code without a scale, without what other codes need.
+    /// [`Code::part`] for codes without a scale; compiled without the other codes.
     #[inline(always)]
     pub(super) fn plain_part<W: Warp>(self, w: W, word: W::U, part: usize) -> W::F {
         match self {
@@ -265,9 +264,9 @@ impl Code {
     }
 }
 
-/// Codes in blocks, which have a [`Scale::Block`].
+/// Codes in blocks, with [`Scale::Block`].
 impl Code {
-    /// Blocks of 32 numbers with a scale each: 1 or 2.
+    /// Blocks per 32 numbers, each with a scale: 1 or 2.
     #[inline(always)]
     pub const fn blocks(self) -> u32 {
         match self {
@@ -276,7 +275,7 @@ impl Code {
         }
     }
 
-    /// Words before the scales of the blocks, of which the first is the f32 of [`Code::page_scale`]: none, or 8.
+    /// Words before the scales of the blocks: 8, the first of them the f32 of [`Code::page_scale`], or 0.
     #[inline(always)]
     pub const fn page_words(self) -> u32 {
         match self {
@@ -285,8 +284,8 @@ impl Code {
         }
     }
 
-    /// The scale that a page's blocks have in common, where `most` is the page's largest magnitude: the least power of two under which
-    /// the scales of the blocks are at most 448, the largest E4M3, and at least 2^-100; 1 for codes that have none.
+    /// Scale that a page's blocks have in common; `most` is the page's largest magnitude. It is the least power of two under which
+    /// the scales of the blocks are at most 448, the largest E4M3, and at least 2^-100; 1 for codes without a page scale.
     #[inline]
     pub fn page_scale(self, most: f32) -> f32 {
         if self.page_words() == 0 {
@@ -296,7 +295,7 @@ impl Code {
         f32::from_bits(exponent.max(127 - 100) << 23)
     }
 
-    /// The scale that a byte stands for in a page whose scale is `page`.
+    /// Scale coded by a byte in a page whose scale is `page`.
     #[inline]
     pub fn block_scale(self, byte: u32, page: f32) -> f32 {
         match (self, byte) {
@@ -345,7 +344,7 @@ fn topped<W: Warp>(w: W, word: W::U, part: usize) -> W::U {
     }
 }
 
-/// FP4 number `part` of each lane's word: moved to the top, then as FP8 numbers are.
+/// FP4 number `part` of each lane's word: moved to the top, then decoded like FP8 numbers.
 #[inline(always)]
 pub(super) fn fp4<W: Warp>(w: W, word: W::U, part: usize) -> W::F {
     let top = match part {

@@ -4,18 +4,18 @@ use super::code::{Code, Scale};
 use crate::dtype::{self, Dtype, Element, F16};
 use crate::warp::{ROUND, Warp};
 
-/// What groups of values are coded with, a group a lane.
+/// Scales of groups of values, one group per lane.
 pub(super) struct Group<W: Warp> {
-    /// The word that a page keeps.
+    /// Scale word in the page.
     pub word: W::U,
-    /// The scale that it has.
+    /// Scale coded by the word.
     pub scale: W::F,
-    /// The minimum that it has, or 0.
+    /// Minimum coded by the word, or 0.
     pub min: W::F,
 }
 
 impl<W: Warp> Group<W> {
-    /// Of values that lie in `low..=high`.
+    /// Scale for values in `low..=high`.
     #[inline(always)]
     pub fn of(w: W, code: Code, low: W::F, high: W::F) -> Self {
         if code.scale() == Scale::Float {
@@ -31,18 +31,18 @@ impl<W: Warp> Group<W> {
     }
 }
 
-/// The largest f16 that is not above `x`.
+/// The largest f16 at most `x`.
 #[inline(always)]
 fn below<W: Warp>(w: W, x: W::F) -> W::U {
     let h = dtype::encode(w, Dtype::F16, x);
-    // Not 0: that is not above a positive `x`, and a negative one rounds to -0.
+    // `h` is not 0 if it is decremented: 0 is not above a positive `x`, and a negative `x` rounds to -0.
     let (less, more) = (w.sub_u(h, w.splat_u(1)), w.add_u(h, w.splat_u(1)));
     let negative = w.ge_i(h, w.splat_u(0x8000));
     let next = w.select(negative, w.from_bits(more), w.from_bits(less));
     w.bits(w.select(w.lt(x, F16::channel(w, h, 0)), next, w.from_bits(h)))
 }
 
-/// The smallest f16 that is not below `x`, which is not negative.
+/// The smallest f16 at least `x`, which is not negative.
 #[inline(always)]
 fn above<W: Warp>(w: W, x: W::F) -> W::U {
     let h = dtype::encode(w, Dtype::F16, x);
@@ -57,15 +57,15 @@ pub(super) fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F)
         Code::F32 => w.bits(x),
         Code::F16 | Code::Bf16 => {
             let dtype = if code == Code::F16 { Dtype::F16 } else { Dtype::Bf16 };
-            // The border keeps values within the limit; what a map's rounding adds to it is cut off.
+            // The cache rejects values beyond the limit; a map's rounding may exceed it, and is clamped.
             let limit = w.splat(code.limit());
             dtype::encode(w, dtype, least(w, w.max(x, w.sub(w.splat(-0.0), limit)), limit))
         }
         // Rebias by 2^-120; the smallest normal is 2^-6.
         Code::E4m3 => fp8::<W, 20>(w, divided(w, x, scale), 448.0, 120 << 3, 1.0 / 64.0, 512.0),
-        // By 2^-112; 2^-14.
+        // Rebias by 2^-112; the smallest normal is 2^-14.
         Code::E5m2 => fp8::<W, 21>(w, divided(w, x, scale), 57344.0, 112 << 2, 1.0 / 16384.0, 65536.0),
-        // By 2^-126; 1.
+        // Rebias by 2^-126; the smallest normal is 1.
         Code::Mxfp4 | Code::Nvfp4 => {
             let x = divided(w, x, scale);
             w.or(w.and(w.shr::<28>(w.bits(x)), w.splat_u(8)), float::<W, 22>(w, x, 6.0, 126 << 1, 1.0, 2.0))
@@ -78,19 +78,19 @@ pub(super) fn encode<W: Warp>(w: W, code: Code, x: W::F, scale: W::F, min: W::F)
     }
 }
 
-/// `a / b`, 0 where `b` is 0.
+/// `a / b`, or 0 if `b` is 0.
 #[inline(always)]
 fn divided<W: Warp>(w: W, a: W::F, b: W::F) -> W::F {
     w.select(w.lt(w.splat(0.0), b), w.div(a, b), w.splat(0.0))
 }
 
-/// The smaller one.
+/// The smaller of both.
 #[inline(always)]
 fn least<W: Warp>(w: W, a: W::F, b: W::F) -> W::F {
     w.select(w.lt(b, a), b, a)
 }
 
-/// FP8 codes of `x`, as [`float`] has them, with their signs.
+/// FP8 codes of `x`: those of [`float`], with signs.
 #[inline(always)]
 pub(super) fn fp8<W: Warp, const DROP: u32>(
     w: W,
@@ -104,8 +104,8 @@ pub(super) fn fp8<W: Warp, const DROP: u32>(
     w.or(sign, float::<W, DROP>(w, x, top, bias, normal, steps))
 }
 
-/// Codes of the magnitude of `x`: its bits from `DROP` on, rounded to nearest even, at most that of `top`; `normal` is the smallest
-/// normal number, and subnormals count in steps of `1 / steps`.
+/// Codes of the magnitude of `x`: its bits from `DROP` on, rounded to nearest even, at most the code of `top`. `normal` is the
+/// smallest normal number; subnormals count in steps of `1 / steps`.
 #[inline(always)]
 fn float<W: Warp, const DROP: u32>(w: W, x: W::F, top: f32, bias: u32, normal: f32, steps: f32) -> W::U {
     let magnitude = least(w, magnitude(w, x), w.splat(top));

@@ -1,12 +1,12 @@
-//! Attention over packed pages whose K or V is two factors ([`Side`]): few rows of channels, and what each token takes of them.
+//! Attention over packed pages whose K or V is two factors ([`Side`]): a table of few rows of channels, and each token's share of them.
 //!
-//! *Basis.* A token's row is `mean + sum_k c_k basis_k`. A query meets the rows first, once a page: `q . basis_k` are what the
-//! coefficients are multiplied with, and `q . mean` is what scores start from. Of values, the weighted coefficients are summed as
-//! any packed values are, and make one row of the output with the basis; the mean counts as often as the page weighs.
-//! *Means.* A token's row is that of its run, so the tokens of a run have one score and their weights are added before the mean is
-//! weighed: to the softmax, a mean whose logit has the logarithm of its run's tokens added.
+//! *Basis.* A token's row is `mean + sum_k c_k basis_k`. Once per page, a query is multiplied with the rows: `q . basis_k` are
+//! the factors of the coefficients, and scores start from `q . mean`. Weighted coefficients of values are summed like other packed
+//! values, and then multiplied with the basis to one row of the output; the mean is weighted by the page's whole weight.
+//! *Means.* A token's row is the mean of its run, so the tokens of a run have one score, and their weights are added before the mean
+//! is weighted. In the softmax this is a mean whose logit is raised by the logarithm of its run's length.
 //!
-//! Keys that are stored before their rotation are rebuilt channel by channel, and turned.
+//! Keys that are stored before their rotation are rebuilt channel by channel, and rotated.
 
 use super::packed::{K_COLS, Packed, Side};
 use super::read::scores::{stored_keys, turned_scores};
@@ -15,17 +15,17 @@ use crate::attend::{Form, Sight, filled};
 use crate::page::MAX_DIM;
 use crate::warp::{LANES, Routine, Warp};
 
-/// Rows in which coefficients of at most 31 channels are summed: four of a word of an 8-bit code.
+/// Rows in which coefficients of at most 31 channels are summed: one for each of the four codes in a word of an 8-bit code.
 const COEFFICIENT_ROWS: usize = 4;
 
-/// What reading factored pages needs beside them.
+/// Working memory of reads of factored pages.
 #[derive(Clone, Debug)]
 #[repr(align(128))]
 pub struct FactorScratch<const R: usize> {
     inner: Scratch<R>,
-    /// Of each row, the query's channels by their part in a word: `[part][32 words]`.
+    /// Channels of each row's query, by their part in a word: `[part][32 words]`.
     queries: [[[f32; LANES]; K_COLS]; R],
-    /// What the queries make with the slots of a page's table, then what its rows are weighed with.
+    /// Products of the queries with the slots of a page's table, then weights of its rows.
     rows: [[f32; LANES]; R],
     /// Weighted coefficients.
     sums: [[[f32; LANES]; COEFFICIENT_ROWS]; R],
@@ -43,7 +43,7 @@ impl<const R: usize> Default for FactorScratch<R> {
     }
 }
 
-/// Factored pages of a block, and what is read with them.
+/// Factored pages of a block, and the working memory to read them.
 pub struct FactorPages<'a, const R: usize> {
     inner: PackedPages<'a, R>,
     queries: &'a mut [[[f32; LANES]; K_COLS]; R],
@@ -52,7 +52,7 @@ pub struct FactorPages<'a, const R: usize> {
 }
 
 impl<'a, const R: usize> FactorPages<'a, R> {
-    /// As [`PackedPages::new`]. The rows of `query` are those of [`Packed::query_dim`] channels.
+    /// Like [`PackedPages::new`]. The rows of `query` have [`Packed::query_dim`] channels.
     #[inline(always)]
     pub fn new(
         packed: &'a Packed,
@@ -71,7 +71,7 @@ impl<'a, const R: usize> FactorPages<'a, R> {
         }
     }
 
-    /// Lays the queries out as the words of a table are read.
+    /// Stores the queries in the order in which the words of a table are read.
     #[inline(always)]
     fn lay_queries<W: Warp>(&mut self, w: W) {
         let PackedPages { packed, query, .. } = self.inner;
@@ -152,7 +152,7 @@ impl<'a, const R: usize> FactorPages<'a, R> {
         PackedPages::new(packed, pages, next, folded, &mut *self.inner.scratch, &mut []).folded_scores(w, i)
     }
 
-    /// Keys rebuilt from their factors, and turned.
+    /// Scores of keys rebuilt from their factors, and rotated.
     #[inline(always)]
     fn rebuilt_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         let (packed, page) = (self.inner.packed, self.inner.pages[i]);
@@ -198,7 +198,7 @@ impl<'a, const R: usize> FactorPages<'a, R> {
             if !single {
                 self.inner.begin(w);
             }
-            // One call, as for the scores.
+            // One call, as in `scores`.
             self.inner.weigh(w, i, &[0; R], p, if single { acc } else { sums });
             if single {
                 return;
@@ -275,7 +275,7 @@ fn mean_keys<W: Warp>(w: W, packed: &Packed, words: &[u32], level: u32, out: &mu
     }
 }
 
-/// Channel rows of keys in a basis of their page's own; `stored` gets their coefficients.
+/// Channel rows of keys in a basis that their page stores; `stored` gets their coefficients.
 #[inline(always)]
 fn basis_keys<W: Warp>(
     w: W,
@@ -298,7 +298,7 @@ fn basis_keys<W: Warp>(
     }
 }
 
-/// Groups of 32 words that a row of `dim` channels takes, `n` to a word.
+/// Groups of 32 words in a row of `dim` channels, `n` to a word.
 #[inline(always)]
 const fn parked(dim: usize, n: usize) -> usize {
     dim.div_ceil(n).div_ceil(LANES)
@@ -336,7 +336,7 @@ impl<W: Warp, const R: usize> Routine<W> for FactorScores<'_, '_, R> {
     }
 }
 
-/// Scores of page `.1`, whose keys are rebuilt and turned.
+/// Scores of page `.1`, whose keys are rebuilt and rotated.
 struct TurnedScores<'a, 'b, const R: usize>(&'a mut FactorPages<'b, R>, usize);
 
 impl<W: Warp, const R: usize> Routine<W> for TurnedScores<'_, '_, R> {
@@ -398,7 +398,7 @@ impl<W: Warp, const R: usize> Form<W, R> for FactorPages<'_, R> {
         w.call(WeighFactors { pages: self, i, p, acc });
     }
 
-    /// Where there is a table, joins the rows that the lanes read at once.
+    /// If there is a table, joins the rows that the lanes read at once.
     #[inline(always)]
     fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]) {
         if self.inner.packed.v_side == Side::Tokens {

@@ -1,12 +1,12 @@
-//! What a codec leaves of a query, by lanes: what a host does row by row, for a device. The bits are the same.
+//! Maps queries to the stored channels of a codec, by lanes, for a device. The bits are those of the host's loop over rows.
 
 use super::back::{hadamard, part_of};
 use super::read::Back;
 use crate::tensor::Row;
 use crate::warp::{LANES, Warp};
 
-/// Folds query `q` through the map of its head's keys, if there is one, times `factor`: `decode^T q` goes to `out`, `narrow`
-/// channels and 0 after them. Returns what the query's scores start from: `factor (q . bias)`, in all lanes.
+/// Folds query `q` through the map of its head's keys, if there is one, times `factor`: writes `decode^T q` to `out`, `narrow`
+/// channels and 0 after them. Returns the start of the query's scores: `factor (q . bias)`, in all lanes.
 ///
 /// # Panics
 /// If a slice is too short.
@@ -47,7 +47,7 @@ pub fn fold<W: Warp>(
             }
         }
     }
-    // Every lane reads what it stored itself.
+    // Every lane reads the words that it stored itself.
     let (full, rest) = out.split_at_mut(narrow.div_ceil(LANES));
     full.iter_mut().for_each(|row| w.store(w.mul(w.load_f(row), w.splat(factor)), row));
     rest.iter_mut().for_each(|row| w.store(w.splat(0.0), row));

@@ -1,12 +1,12 @@
-//! Packed pages: tokens that left the ring, compressed 32 at a time and read as they lie.
+//! Packed pages: tokens that left the ring, compressed 32 at a time and read in packed form.
 //!
-//! * [`code`]: how a channel is coded, from f32 to 4 bits;
-//! * [`packed`]: where everything lies in a packed page;
-//! * [`pack`]: 32 tokens of a full page into a packed one;
+//! * [`code`]: codes of channels, from f32 to 2 bits;
+//! * [`packed`]: layout of a packed page;
+//! * [`pack`]: packs 32 tokens of a full page;
 //! * [`read`]: attention over packed pages;
-//! * [`factors`]: attention over those that are means, or coefficients in a basis of their own;
-//! * [`back`]: its result in the head's channels;
-//! * [`fold`](mod@fold): what it leaves of a query.
+//! * [`factors`]: attention over pages of means, or of coefficients in a basis of their own;
+//! * [`back`]: maps its result to the head's channels;
+//! * [`fold`](mod@fold): maps a query to stored channels.
 
 pub mod back;
 pub mod code;

@@ -1,4 +1,4 @@
-//! 32 tokens of a full page into a packed one: lane = token throughout.
+//! Packs 32 tokens of a full page: lane = token throughout.
 
 use super::code::{Code, Scale, field};
 use super::encode::{Group, encode, fp8, magnitude};
@@ -8,7 +8,7 @@ use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::{Layout, PAGE};
 use crate::warp::{LANES, Warp, shifted_left};
 
-/// A linear map of a row of channels, as the lanes apply it to 32 tokens at once.
+/// A linear map of a row of channels, applied by lanes to 32 tokens at once.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Turn<'a> {
@@ -17,7 +17,7 @@ pub enum Turn<'a> {
         /// Channels of a block.
         block: usize,
     },
-    /// The channels named, in that order.
+    /// The given channels, in that order.
     Select {
         /// Channels of the row, each below its width.
         channels: &'a [u32],
@@ -35,7 +35,7 @@ pub enum Turn<'a> {
 const STARTS: f32 = 8_388_608.0;
 
 /// Reads the first `fill` tokens of a full page, given as f32 of the bits of its words: channel rows of K into `k` (`k_dim`), of V into
-/// `v` (`v_dim`). The lanes after them repeat the last.
+/// `v` (`v_dim`). Lanes after them repeat the last token.
 ///
 /// # Panics
 /// If a slice is too short.
@@ -56,7 +56,7 @@ pub fn unpack<W: Warp>(
     }
     let values = &page[layout.v_base() as usize..layout.words() as usize];
     let n = layout.v.per_word() as usize;
-    // The first word of each lane's token: an integer below 2^23, which is exact as f32 and stands in the low bits beside 2^23.
+    // The first word of each lane's token: an integer below 2^23, exact as f32; added to 2^23 it stands in the low bits.
     let token = w.select(w.mask(filled(fill)), w.to_f(w.lane_id()), w.splat((fill - 1) as f32));
     let starts = w.bits(w.fma(token, w.splat(layout.v_stride() as f32), w.splat(STARTS)));
     let starts = w.sub_u(starts, w.splat_u(STARTS.to_bits()));
@@ -66,7 +66,7 @@ pub fn unpack<W: Warp>(
     }
 }
 
-/// Lane `fill - 1` in the lanes after it.
+/// `x`, with lane `fill - 1` repeated in the lanes after it.
 #[inline(always)]
 fn repeated<W: Warp>(w: W, x: W::F, fill: u32) -> W::F {
     if fill == LANES as u32 {
@@ -142,8 +142,8 @@ fn hadamard<W: Warp>(w: W, rows: &mut [[f32; LANES]]) {
     }
 }
 
-/// The square root of `1 / block`, rounded to nearest; `block` is a power of two. (A root of a library would be a routine of its own
-/// on a device.)
+/// The square root of `1 / block`, rounded to nearest; `block` is a power of two. (A library's square root would be a separate
+/// routine on a device.)
 #[inline(always)]
 pub(super) fn orthonormal(block: usize) -> f32 {
     let power = block.trailing_zeros();
@@ -151,13 +151,13 @@ pub(super) fn orthonormal(block: usize) -> f32 {
     if power.is_multiple_of(2) { half } else { half * core::f32::consts::FRAC_1_SQRT_2 }
 }
 
-/// Writes a packed page of the tokens at `positions` (1 to 32, ascending), from channel rows of K and V; lanes that have no token
-/// repeat the last. The page is given as f32 of the bits of its words, which is what lanes scatter; `v` is worked in.
+/// Writes a packed page of the tokens at `positions` (1 to 32, ascending), from channel rows of K and V; lanes without a token
+/// repeat the last. The page is given as f32 of the bits of its words, because lanes scatter f32; `v` is overwritten.
 ///
 /// Scales and minima are f16, the scale rounded up and the minimum down, so that every channel lies between the first code
 /// and the last and is at most half a scale from its own. Codes round half to even.
 ///
-/// Of a [`Side`] with a basis, the rows are of coefficients; of means there are none. Either then needs [`pack_tables`].
+/// For a [`Side`] with a basis, the rows are coefficients; for means there are no rows. Both also need [`pack_tables`].
 ///
 /// # Panics
 /// If a slice is too short.
@@ -183,7 +183,7 @@ pub fn pack<W: Warp>(
     }
 }
 
-/// Writes the tables of a packed page that has them: rows of means, or of a basis and, after them, its mean, one after the other.
+/// Writes the tables of a packed page that has them: rows of means, or a basis followed by its mean.
 ///
 /// # Panics
 /// If a slice is too short.
@@ -224,7 +224,7 @@ fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [f3
     let (words, rows) = words.split_at_mut(packed.k_scale_words() as usize);
     let (scales, rows) = (words, rows.as_chunks_mut::<LANES>().0);
     let (page, scales) = page_scale(w, packed.k, k, scales);
-    // 32 channels at a time, a group a lane where scales are made of extremes.
+    // 32 channels at a time; one group per lane while scales are computed from the extremes.
     for (col, k) in k.chunks(LANES).enumerate() {
         let (mut scale, mut min) = (w.park(w.splat(0.0)), w.park(w.splat(0.0)));
         if packed.k.scale() == Scale::Block {
@@ -265,7 +265,7 @@ fn pack_keys<W: Warp>(w: W, packed: &Packed, k: &[[f32; LANES]], words: &mut [f3
     }
 }
 
-/// The scale of a page's blocks of channels `x`, written before the scales of the blocks, which are what is left of `words`.
+/// Scale of a page's blocks of channels `x`. Writes it to the start of `words`, and returns the rest for the scales of the blocks.
 #[inline(always)]
 fn page_scale<'a, W: Warp>(
     w: W,
@@ -283,8 +283,8 @@ fn page_scale<'a, W: Warp>(
     (scale, blocks)
 }
 
-/// Writes the scales of the blocks of 32 channels of keys, and returns them, lane = channel: those of the first half of the tokens and
-/// those of the second.
+/// Writes the scales of the blocks of 32 channels of keys, and returns them, lane = channel: for the first half of the tokens and
+/// for the second.
 #[inline(always)]
 fn key_blocks<W: Warp>(w: W, code: Code, k: &[[f32; LANES]], page: f32, words: &mut [f32]) -> [W::F; 2] {
     let mut scales = [w.splat(0.0); 2];
@@ -308,7 +308,7 @@ fn key_blocks<W: Warp>(w: W, code: Code, k: &[[f32; LANES]], page: f32, words: &
     scales
 }
 
-/// Writes the bytes of the scales of 32 blocks, whose largest magnitudes are `most`, and returns what they stand for.
+/// Writes the bytes of the scales of 32 blocks, whose largest magnitudes are `most`, and returns the scales that they code.
 #[inline(always)]
 fn blocks<W: Warp>(w: W, code: Code, most: W::F, page: f32, words: &mut [f32]) -> W::F {
     let bytes = if code == Code::Nvfp4 {
@@ -319,7 +319,7 @@ fn blocks<W: Warp>(w: W, code: Code, most: W::F, page: f32, words: &mut [f32]) -
         let less = w.from_bits(w.sub_u(exponent, w.splat_u(2)));
         w.bits(w.select(w.ge_i(exponent, w.splat_u(2)), less, w.splat(0.0)))
     };
-    // Every fourth lane gets the bytes of four, the first of them its own; then those lanes go together.
+    // Every fourth lane gets the bytes of four lanes, its own first; then those lanes are moved together.
     let next = |x: W::U, lanes: u32| w.bits(w.shfl_xor(w.from_bits(x), lanes));
     let two = w.or(bytes, w.shl::<8>(next(bytes, 1)));
     let four = w.from_bits(w.or(two, w.shl::<16>(next(two, 2))));
@@ -331,7 +331,7 @@ fn blocks<W: Warp>(w: W, code: Code, most: W::F, page: f32, words: &mut [f32]) -
     code.block_scales(w, bytes, page)
 }
 
-/// The bits of codes that a plane of `bits` bits from bit `shift` on has.
+/// Bits of `codes` in the plane of `bits` bits that starts at bit `shift`.
 #[inline(always)]
 fn plane_of<W: Warp>(w: W, code: Code, codes: W::U, shift: u32, bits: u32) -> W::U {
     if bits == code.bits() { codes } else { field(w, codes, shift, bits) }
@@ -356,13 +356,13 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &m
                 low = w.sub(w.splat(-0.0), w.max(w.sub(w.splat(-0.0), low), minus));
                 high = w.max(high, x);
             }
-            // A group of padding alone has no values.
+            // A group of padding only has no values.
             let none = w.lt(high, low);
             let (low, high) = (w.select(none, w.splat(0.0), low), w.select(none, w.splat(0.0), high));
             let group = Group::of(w, packed.v, low, high);
             w.store(w.from_bits(group.word), row);
             if across {
-                // Channels lie in order where tokens share words, so a group is 32 of them.
+                // If tokens share words, channels lie in order, so a group is 32 of them.
                 for row in v[..packed.v_dim as usize].iter_mut().skip(g as usize * LANES).take(LANES) {
                     let code = encode(w, packed.v, w.load_f(row), group.scale, group.min);
                     w.store(w.from_bits(code), row);
@@ -390,13 +390,13 @@ fn pack_values<W: Warp>(w: W, packed: &Packed, v: &mut [[f32; LANES]], words: &m
     }
 }
 
-/// Writes the scales of the blocks of values, and codes in the place of the values.
+/// Writes the scales of the blocks of values, and replaces the values by their codes.
 #[inline(always)]
 fn value_blocks<W: Warp>(w: W, code: Code, v: &mut [[f32; LANES]], words: &mut [f32]) {
     let (page, words) = page_scale(w, code, v, words);
     let block = LANES / code.blocks() as usize;
     for (g, to) in words.chunks_mut(BYTES as usize).enumerate() {
-        // The last may have no channels.
+        // The last block may have no channels.
         let (first, end) = ((g * block).min(v.len()), ((g + 1) * block).min(v.len()));
         let v = &mut v[first..end];
         let most = v.iter().fold(w.splat(0.0), |most, x| w.max(most, magnitude(w, w.load_f(x))));
@@ -407,7 +407,7 @@ fn value_blocks<W: Warp>(w: W, code: Code, v: &mut [[f32; LANES]], words: &mut [
     }
 }
 
-/// Writes the words of V that have codes of several tokens; `codes` are those of `[v_dim][32]` channels and tokens, as f32 of their
+/// Writes the words of V that have codes of several tokens. `codes` are `[v_dim][32]` channels and tokens, as f32 of their
 /// bits. Lane = channel.
 #[inline(always)]
 fn join_tokens<W: Warp>(w: W, packed: &Packed, codes: &[f32], values: &mut [f32]) {

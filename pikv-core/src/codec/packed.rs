@@ -1,4 +1,4 @@
-//! Where everything lies in a packed page.
+//! Layout of a packed page.
 //!
 //! ```text
 //! [16 words]                  low halves of the positions: token i in the low half of word i, token 16 + i in the high one
@@ -10,13 +10,13 @@
 //!                             code j of word w is channel w of token j of them
 //! ```
 //! A K group is a channel of the 32 tokens, a V group about 32 channels of a token (KIVI, arXiv 2402.02750). A group's scale is
-//! multiplied into the softmax weight of the token, once for the group, and no code is scaled one by one. So parts of a float word
-//! of V lie `v_stride` channels apart: a group is whole parts. A word of integers is codes of one channel, as many tokens as a
-//! product of bytes adds at once ([`Warp::dot4`](crate::warp::Warp::dot4)), and a group 32 words.
+//! multiplied into the softmax weight of the token, once for the group; codes are not scaled one by one. For that a group must be
+//! whole parts of V's words: parts of a float word lie `v_stride` channels apart. A word of integers has codes of one channel, for as
+//! many tokens as one product of bytes adds ([`Warp::dot4`](crate::warp::Warp::dot4)), and a group is 32 words.
 //!
-//! Codes of a word lie as [`Code::place`] says, planes are those of [`Code::plane`].
+//! [`Code::place`] gives the bits of each code in a word, [`Code::plane`] the planes.
 //!
-//! K or V can be two [factors](Side) instead: [`factors`](super::factors) says how they are read.
+//! K or V can be two [factors](Side) instead: [`factors`](super::factors) describes how they are read.
 //!
 //! ```text
 //! means:  K is [k_rows][32] words of the means' channels, as a table (below) of `PAGE >> level` slots; V is a row a mean
@@ -25,8 +25,8 @@
 //! table:  lane j * slots + i of row w is word w * (32 / slots) + j of slot i's channels
 //! ```
 //!
-//! Codes in blocks have a byte for the scale of each block instead, four of them a word: of K, a block is a channel of 32 tokens, or of
-//! 16, those of lanes 0..16 and those of lanes 16..32; of V, 32 or 16 channels of a token.
+//! Codes in blocks have a byte for the scale of each block instead, four to a word. A block of K is a channel of 32 tokens, or of
+//! 16 (lanes 0..16 or lanes 16..32); a block of V is 32 or 16 channels of a token.
 //!
 //! ```text
 //! [8] words                   the page's scale and seven zeros, for codes that have one
@@ -34,7 +34,7 @@
 //! [v_cols][blocks][8] words   V: byte t of them is the scale of token t
 //! ```
 //!
-//! Positions are whole again with the last of them, which is kept beside the page; a page whose tokens span more than
+//! The last position is kept beside the page and gives the high halves of the others; a page whose tokens span more than
 //! 65,536 positions cannot be packed ([`Packed::spans`]).
 
 use super::code::{Code, Scale};
@@ -47,31 +47,31 @@ pub const TAGS: u32 = PAGE / 2;
 /// Words of the scales of 32 blocks.
 pub(super) const BYTES: u32 = PAGE / 4;
 
-/// Scale groups of a value at most.
+/// Most scale groups of a value.
 pub const V_GROUPS: usize = 8;
 
-/// Groups of 32 channels of a key at most.
+/// Most groups of 32 channels of a key.
 pub const K_COLS: usize = MAX_DIM as usize / LANES;
 
-/// What the rows of K or V in a packed page stand for.
+/// Meaning of the rows of K or V in a packed page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Side {
-    /// A token each.
+    /// One token each.
     Tokens,
     /// The mean of a run of `2^level` tokens each, level 1..=3, in a code without a scale. Every token of a run is read as its mean.
     Means {
-        /// Halvings of the rows.
+        /// Log2 of the tokens per mean.
         level: u32,
     },
-    /// A token each, as coefficients (at most 31) in a basis of the page's own.
+    /// One token each, as coefficients (at most 31) in a basis that the page stores.
     Basis {
         /// Channels of a basis vector and of the mean, 1..=256.
         wide: u32,
     },
 }
 
-/// Widths and codes of one head's packed pages, from which every address follows.
+/// Widths and codes of one head's packed pages; they determine every address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Packed {
@@ -83,27 +83,27 @@ pub struct Packed {
     pub k: Code,
     /// Code of V.
     pub v: Code,
-    /// What rows of K are.
+    /// Meaning of the rows of K.
     pub k_side: Side,
-    /// What rows of V are.
+    /// Meaning of the rows of V.
     pub v_side: Side,
 }
 
 impl Packed {
-    /// The layout of `k_dim` and `v_dim` stored channels of every token.
+    /// A layout with `k_dim` and `v_dim` stored channels of every token.
     #[inline(always)]
     pub const fn new(k_dim: u32, v_dim: u32, k: Code, v: Code) -> Packed {
         Packed { k_dim, v_dim, k, v, k_side: Side::Tokens, v_side: Side::Tokens }
     }
 
-    /// With rows that stand for something else.
+    /// This layout with rows of other meanings.
     #[inline(always)]
     pub const fn sides(mut self, k: Side, v: Side) -> Packed {
         (self.k_side, self.v_side) = (k, v);
         self
     }
 
-    /// Whether K or V is two factors.
+    /// Whether K or V is stored as two factors.
     #[inline(always)]
     pub const fn factored(&self) -> bool {
         !matches!((self.k_side, self.v_side), (Side::Tokens, Side::Tokens))
@@ -129,7 +129,7 @@ impl Packed {
         (self.k_dim * bits).div_ceil(32)
     }
 
-    /// Rows of 32 words that K takes, its basis apart.
+    /// Rows of 32 words that K takes, without its basis.
     #[inline(always)]
     pub const fn k_rows(&self) -> u32 {
         match self.k_side {
@@ -144,7 +144,7 @@ impl Packed {
         self.k_dim.div_ceil(PAGE)
     }
 
-    /// Channels that a query is read with.
+    /// Channels of a query for these keys.
     #[inline(always)]
     pub const fn query_dim(&self) -> u32 {
         match self.k_side {
@@ -153,7 +153,7 @@ impl Packed {
         }
     }
 
-    /// Groups of 32 channels that a query is read in.
+    /// Groups of 32 channels of a query for these keys.
     #[inline(always)]
     pub const fn query_cols(&self) -> u32 {
         match self.k_side {
@@ -202,7 +202,7 @@ impl Packed {
         }
     }
 
-    /// Word and part in it of channel `c` of slot `slot` of K's table.
+    /// Place of channel `c` of slot `slot` of K's table: the word, and the part in it.
     #[inline(always)]
     pub const fn k_table_at(&self, slot: u32, c: u32) -> (u32, u32) {
         let (n, together) = (self.k_table_code().per_word(), PAGE / self.k_slots());
@@ -251,7 +251,7 @@ impl Packed {
         }
     }
 
-    /// Words of 32 that are one row's: the stride where the lanes read several rows at once, else 32.
+    /// Words of 32 that belong to one row: the stride if the lanes read several rows at once, else 32.
     #[inline(always)]
     pub const fn v_words(&self) -> u32 {
         match self.v_stride() {
@@ -260,7 +260,7 @@ impl Packed {
         }
     }
 
-    /// Groups of 32 words that a row of V is read in.
+    /// Groups of 32 words in a row of V.
     #[inline(always)]
     pub const fn v_cols(&self) -> u32 {
         self.v_stride().div_ceil(PAGE)
@@ -276,7 +276,7 @@ impl Packed {
     #[inline(always)]
     pub const fn v_group_parts(&self) -> u32 {
         match self.v_stride() {
-            // A power of two. (A device's compiler may move a division to where the stride is another, and divide by 0.)
+            // A power of two. (A device's compiler may hoist a division to where the stride differs, and divide by 0.)
             words @ 0..=16 => PAGE >> words.trailing_zeros(),
             _ => 1,
         }
@@ -319,7 +319,7 @@ impl Packed {
         self.v_scales() + self.v_scale_words()
     }
 
-    /// Rows of V, its basis apart: means, or as many as the tokens take; as many as the lanes read at once, or a multiple of that.
+    /// Rows of V, without its basis: means, or rows for all tokens; a multiple of the rows that the lanes read at once.
     #[inline(always)]
     pub const fn v_rows(&self) -> u32 {
         match self.v_side {
@@ -330,7 +330,7 @@ impl Packed {
         }
     }
 
-    /// How V's table lies and what is summed: as V of this layout. V itself but where it has a basis.
+    /// Layout of V's table and of the output sums, as V of this layout: V itself unless it has a basis.
     #[inline(always)]
     pub const fn v_out(&self) -> Packed {
         match self.v_side {
@@ -372,7 +372,7 @@ impl Packed {
         self.words() as u64 * 4
     }
 
-    /// Multiply-adds of a query row with a token's key and value, on average over a page.
+    /// Multiply-adds of a query row per token, for key and value, on average over a page.
     pub const fn products(&self) -> u32 {
         let k = match self.k_side {
             Side::Tokens => self.k_dim,
@@ -386,7 +386,7 @@ impl Packed {
         }
     }
 
-    /// Rows of 32 f32 that hold one query row's output while it is summed: row `col * v_parts + j` has, in lane `i`, channel
+    /// Rows of 32 f32 in which one query row's output is summed: lane `i` of row `col * v_parts + j` is channel
     /// `j * v_stride + col * 32 + i`.
     #[inline(always)]
     pub const fn acc_rows(&self) -> u32 {
@@ -396,7 +396,7 @@ impl Packed {
         }
     }
 
-    /// The same while stored channels are summed.
+    /// [`acc_rows`](Packed::acc_rows) of the stored channels.
     #[inline(always)]
     pub const fn stored_acc_rows(&self) -> u32 {
         self.v_cols() * self.v_parts()
@@ -411,7 +411,7 @@ impl Packed {
         }
     }
 
-    /// Where channel `c` of an output row is summed: the acc row and the lane in it.
+    /// Place where channel `c` of an output row is summed: the acc row and the lane in it.
     #[inline(always)]
     pub const fn acc_place(&self, c: u32) -> (u32, u32) {
         match self.v_side {
@@ -420,7 +420,7 @@ impl Packed {
         }
     }
 
-    /// The same of stored channel `c`.
+    /// [`acc_place`](Packed::acc_place) of stored channel `c`.
     #[inline(always)]
     pub const fn stored_acc_place(&self, c: u32) -> (u32, u32) {
         let (part, word) = (c / self.v_stride(), c % self.v_stride());
@@ -437,7 +437,7 @@ impl Packed {
         word / PAGE * self.v_col_groups() + part / self.v_group_parts()
     }
 
-    /// Word `i` of the [`TAGS`] of the tokens at `positions`, 1 to 32; lanes that have no token repeat the last.
+    /// Word `i` of the [`TAGS`] of the tokens at `positions`, 1 to 32; lanes without a token repeat the last.
     ///
     /// # Panics
     /// If there are no positions.
@@ -447,7 +447,7 @@ impl Packed {
         positions[i.min(last)] & 0xffff | positions[(TAGS as usize + i).min(last)] << 16
     }
 
-    /// Word, from the first row on, and part in it of channel `c` of row `row` of V, of a code without a scale.
+    /// Place of channel `c` of row `row` of V in a code without a scale: the word, counted from the first row, and the part in it.
     pub(super) const fn row_at(&self, row: u32, c: u32) -> (u32, u32) {
         (row * self.v_stride() + c % self.v_stride(), c / self.v_stride())
     }

@@ -1,17 +1,17 @@
-//! Single tokens of a packed page, read back.
+//! Reads single tokens of a packed page.
 
 use super::code::{Code, Scale};
 use super::packed::{BYTES, Packed, Side, TAGS};
 use crate::page::{PAGE, Position};
 
 impl Packed {
-    /// Position of the token at `lane`; `last` is the page's last.
+    /// Position of the token at `lane`; `last` is the position of the page's last token.
     pub fn position(&self, words: &[u32], lane: u32, last: u32) -> Position {
         let low = words[lane as usize % TAGS as usize] >> (lane / TAGS * 16) & 0xffff;
         Position(last - (last.wrapping_sub(low) & 0xffff))
     }
 
-    /// Reads the key at `lane`, scales applied: the stored channels, or those that a mean or a basis makes.
+    /// Reads the key at `lane`, scales applied: the stored channels, or those that a mean or a basis gives.
     ///
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
@@ -46,7 +46,7 @@ impl Packed {
         }
     }
 
-    /// Reads the value at `lane`, scales applied: the stored channels, or those that a mean or a basis makes.
+    /// Reads the value at `lane`, scales applied: the stored channels, or those that a mean or a basis gives.
     ///
     /// # Panics
     /// If a slice is too short or `lane` is not below 32.
@@ -85,7 +85,7 @@ impl Packed {
         }
     }
 
-    /// The word of the scale of channel `c` of the key at `lane`, or the bits of the scale that a byte stands for.
+    /// Scale word of channel `c` of the key at `lane`; for a block scale, the bits of the f32 that its byte codes.
     pub(super) fn k_scale(&self, words: &[u32], lane: u32, c: u32) -> u32 {
         match self.k.scale() {
             Scale::Block => {
@@ -96,7 +96,7 @@ impl Packed {
         }
     }
 
-    /// The same of a value.
+    /// Scale word of channel `c` of the value at `lane`, likewise.
     fn v_scale(&self, words: &[u32], lane: u32, c: u32) -> u32 {
         match self.v.scale() {
             Scale::Block => self.v.block_word(&words[self.v_scales() as usize..], self.v_group(c), lane),
@@ -105,8 +105,8 @@ impl Packed {
     }
 }
 
-/// Coefficients times their basis, of which `row(k, c)` is channel `c` of vector `k`, and the mean, which is the row after them:
-/// each channel a chain of fused multiply-adds from 0, then a sum.
+/// Coefficients times their basis, plus the mean. `row(k, c)` is channel `c` of basis vector `k`; the mean is the row after them.
+/// Each channel is a chain of fused multiply-adds from 0, then a sum.
 fn widened(stored: &[f32], row: impl Fn(u32, u32) -> f32, out: &mut [f32]) {
     for (c, out) in (0..).zip(out) {
         let terms = (0..).zip(stored);
@@ -116,14 +116,14 @@ fn widened(stored: &[f32], row: impl Fn(u32, u32) -> f32, out: &mut [f32]) {
 }
 
 impl Code {
-    /// The bits of the scale of byte `i` of block `block`, of scales that start with `words`.
+    /// Bits of the scale coded by byte `i` of block `block`; the scales start with `words`.
     fn block_word(self, words: &[u32], block: u32, i: u32) -> u32 {
         let page = if self.page_words() == 0 { 1.0 } else { f32::from_bits(words[0]) };
         let word = words[(self.page_words() + block * BYTES + i / 4) as usize];
         self.block_scale(word >> (i % 4 * 8) & 0xff, page).to_bits()
     }
 
-    /// The bits of a code, of which `word(bits, shift)` has those of the plane at `shift` in its low bits.
+    /// Bits of a code; `word(bits, shift)` has in its low bits those of the plane at `shift`.
     fn whole(self, mut word: impl FnMut(u32, u32) -> u32) -> u32 {
         let (mut code, mut shift) = (0, 0);
         while let Some(bits) = self.plane(shift) {
@@ -133,7 +133,7 @@ impl Code {
         code
     }
 
-    /// The value of coded bits under the scale word of their group.
+    /// Value of the code `bits` under the scale word of its group.
     fn value(self, bits: u32, scale: impl Fn() -> u32) -> f32 {
         let code = self.decode(bits);
         match self.scale() {

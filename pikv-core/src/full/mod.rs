@@ -1,4 +1,4 @@
-//! Full pages: token by token, in a [`Dtype`], as they come from the model.
+//! Full pages: single tokens in a [`Dtype`], as the model computed them.
 
 mod values;
 
@@ -12,23 +12,23 @@ use crate::turned::{self, Words};
 use crate::warp::{LANES, Routine, Warp};
 use core::marker::PhantomData;
 
-/// A page of the list, and which of its lanes are read.
+/// A page of the list, and the lanes of it that are read.
 #[derive(Clone, Copy, Debug)]
 pub struct PageRef<'a> {
     /// The page's words.
     pub words: &'a [u32],
-    /// Bit `t` is set if there is a token to be read at lane `t`.
+    /// Bit `t` is set if the token at lane `t` is read.
     pub live: u32,
 }
 
-/// Full pages of a block, and what is read with them.
+/// Full pages of a block, and the queries that read them.
 #[derive(Clone, Copy, Debug)]
 pub struct Full<'a, const R: usize> {
-    /// Where everything lies.
+    /// Layout of the pages.
     pub layout: &'a Layout,
     /// The pages, at most [`BLOCK`](crate::attend::BLOCK).
     pub pages: &'a [PageRef<'a>],
-    /// The pages that will be read after these, for the prefetch; empty if there are none.
+    /// Pages that are read after these, to prefetch; empty slices if there are none.
     pub next: [&'a [u32]; 2],
     /// The queries.
     pub query: Query<'a, R>,
@@ -51,7 +51,7 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
         sights(w, w.load_part(&page.words[..LANES]), page.live, sight)
     }
 
-    // Lanes that fetch ahead wait for memory, and two pages are two streams of it; a device has other warps for that.
+    // Lanes that prefetch wait for memory, and two pages are two streams of loads; a device has other warps for that.
     const PAIRS: bool = W::FETCHES && 2 * R <= W::ROWS;
 
     #[inline(always)]
@@ -83,7 +83,7 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
     fn finish(&mut self, _: W, _: &mut [[f32; LANES]]) {}
 }
 
-/// How many half pages (keys, then values) ahead of the one that is read are fetched: enough where two are read together.
+/// Half pages (keys, then values) by which the prefetch is ahead: enough if two pages are read together.
 const LEAD: usize = 2;
 
 impl<const R: usize> Full<'_, R> {
@@ -92,7 +92,7 @@ impl<const R: usize> Full<'_, R> {
         k_of(self.layout, self.pages[i].words)
     }
 
-    /// What is fetched while the keys of page `i` are read.
+    /// Keys or values to prefetch while the keys of page `i` are read.
     #[inline(always)]
     fn after_keys(&self, i: usize) -> &[[u32; LANES]] {
         match (self.pages.get(i + LEAD), self.pages.get((i + LEAD).wrapping_sub(self.pages.len()))) {
@@ -102,12 +102,12 @@ impl<const R: usize> Full<'_, R> {
         }
     }
 
-    /// What is fetched while the values of page `i` are read.
+    /// Words to prefetch while the values of page `i` are read.
     #[inline(always)]
     fn after_values(&self, i: usize) -> &[u32] {
         match self.pages.get(i + LEAD) {
             Some(page) => &page.words[self.layout.v_base() as usize..],
-            // With fewer pages than the lead, those after the next two: not worth telling apart.
+            // With fewer pages than the lead the right page may come after the next two: not worth a special case.
             None => {
                 let next = self.next[(i + LEAD - self.pages.len()).min(1)];
                 next.get(Layout::K_BASE as usize..).unwrap_or_default()
@@ -150,7 +150,7 @@ impl<W: Warp, const R: usize> Routine<W> for Pair<'_, '_, R> {
     }
 }
 
-/// Which tokens at `position` each row sees, of the lanes in `live`.
+/// Tokens at `position` that each row sees, of the lanes in `live`.
 #[inline(always)]
 pub(crate) fn sights<W: Warp, const R: usize>(
     w: W,
@@ -192,7 +192,7 @@ fn scores<W: Warp, K: Element, const R: usize>(
     s
 }
 
-/// The scores of two pages: each as [`scores`] gives them, but a query is read once for both.
+/// Scores of two pages: each as in [`scores`], but a query is read once for both.
 #[inline(always)]
 fn scores_of_two<W: Warp, K: Element, const R: usize>(
     w: W,

@@ -1,4 +1,4 @@
-//! Values of a full page under their weights.
+//! Values of a full page, summed by their weights.
 
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::Layout;
@@ -8,7 +8,7 @@ use core::marker::PhantomData;
 /// The values of a page under the weights of `N` rows that see the same tokens.
 pub(super) struct Weigh<'a, W: Warp, const N: usize> {
     pub layout: &'a Layout,
-    /// Values of the page, and what is fetched while they are read.
+    /// Values of the page, and words to prefetch while they are read.
     pub v: &'a [u32],
     pub ahead: &'a [u32],
     pub seen: u32,
@@ -29,8 +29,8 @@ impl<W: Warp, const N: usize> Routine<W> for Weigh<'_, W, N> {
     }
 }
 
-/// One group of 32 words of every value of a page. (Not a closure: those do not inherit the instruction set of the
-/// function that they stand in, and this is read in the innermost loop.)
+/// One group of 32 words of every value of a page. (Not a closure: a closure does not inherit the instruction set of the
+/// function around it, and this is read in the innermost loop.)
 #[derive(Clone, Copy)]
 struct Column<'a> {
     /// The values from the group's first word on.
@@ -89,7 +89,7 @@ fn weigh<W: Warp, V: Element, const R: usize>(
     if W::FETCHES && seen == u32::MAX && row.is_multiple_of(LANES) {
         let rows =
             Rows { v: v.as_chunks().0, row: row / LANES, whole: end / LANES, ahead: ahead.as_chunks().0 };
-        // As many groups together as the registers hold sums of: a value's words are then read in one go, as they lie.
+        // Takes together as many groups as the registers hold sums for: a value's words are then read in one pass, in memory order.
         col = weigh_all::<W, V, R, 4>(w, rows, col, p, acc, stride);
         col = weigh_all::<W, V, R, 2>(w, rows, col, p, acc, stride);
         col = weigh_all::<W, V, R, 1>(w, rows, col, p, acc, stride);
@@ -99,7 +99,7 @@ fn weigh<W: Warp, V: Element, const R: usize>(
         let ahead = ahead.get(first..).unwrap_or_default();
         let column = Column { v: &v[first..], row: row as u32, words: (end - first) as u32, ahead };
         let acc = &mut acc[col * V::PER_WORD..];
-        // A device reads a lane's word or does not: whether there are 32 makes no difference to it.
+        // A device lane reads its word or does not: whether there are 32 makes no difference to it.
         if W::FETCHES && end - first >= LANES {
             weigh_column::<W, V, R, true>(w, column, seen, p, acc, stride);
         } else {
@@ -112,9 +112,9 @@ fn weigh<W: Warp, V: Element, const R: usize>(
 struct Sums<W, V, const R: usize, const C: usize>(PhantomData<(W, V)>);
 
 impl<W: Warp, V: Element, const R: usize, const C: usize> Sums<W, V, R, C> {
-    /// Whether the registers hold them. A branch on it alone leaves the other side uncompiled.
+    /// Whether the registers hold the sums. A branch on this constant alone leaves the other side uncompiled.
     const HELD: bool = C * R * V::PER_WORD <= W::ROWS;
-    /// Whether they do, and a word is two channels.
+    /// Whether the registers hold the sums, and a word is two channels.
     const PAIRED: bool = Self::HELD && V::PER_WORD == 2;
 }
 
@@ -122,13 +122,13 @@ impl<W: Warp, V: Element, const R: usize, const C: usize> Sums<W, V, R, C> {
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     v: &'a [[u32; LANES]],
-    /// Rows of a value, and those of them that are whole groups of words.
+    /// Rows of a value, and how many of them are whole groups of words.
     row: usize,
     whole: usize,
     ahead: &'a [[u32; LANES]],
 }
 
-/// [`weigh_groups`] for the groups from `col` on, as long as there are `C`, if the registers hold their sums; the group after them.
+/// [`weigh_groups`] for groups from `col` on, `C` at a time, if the registers hold their sums. Returns the group after them.
 #[inline(always)]
 fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
     w: W,
@@ -147,8 +147,8 @@ fn weigh_all<W: Warp, V: Element, const R: usize, const C: usize>(
     col
 }
 
-/// [`weigh`] for `C` whole groups of words from `col` on, of a page whose tokens are all seen: a loop of its own, as whatever else
-/// it did would be instructions that the loads of later tokens wait behind.
+/// [`weigh`] for `C` whole groups of words from `col` on, of a page whose tokens are all seen. It has a loop of its own: any other
+/// work in it would delay the loads of later tokens.
 #[inline(always)]
 fn weigh_groups<W: Warp, V: Element, const R: usize, const C: usize>(
     w: W,
@@ -200,7 +200,7 @@ fn weigh_column<W: Warp, V: Element, const R: usize, const WHOLE: bool>(
     acc: &mut [[f32; LANES]],
     stride: usize,
 ) {
-    // The channels of a word together while their sums fit the registers, else one after the other.
+    // Both channels of a word together if their sums fit the registers, else one after the other.
     if Sums::<W, V, R, 1>::PAIRED {
         let mut a = [[w.splat(0.0); 2]; R];
         for r in 0..R {

@@ -1,4 +1,4 @@
-//! Where things lie: addresses of a page, the map to shards, the ring.
+//! Layout of pages, the map to shards, the ring.
 
 mod page;
 mod ring;

@@ -1,4 +1,4 @@
-//! Addresses of a page, and what is written and read there.
+//! Addresses in a page, and writes and reads of tokens.
 
 use half::{bf16, f16};
 use pikv_core::dtype::Dtype;
@@ -16,7 +16,7 @@ fn layouts() -> impl Iterator<Item = Layout> {
     })
 }
 
-/// Layouts at the widths where a word, a sector of 8 words or a group of 32 words fills up.
+/// Layouts at the widths at which a word, a sector of 8 words or a group of 32 words is full.
 fn corners() -> impl Iterator<Item = Layout> {
     [(1, 1), (2, 3), (16, 15), (17, 64), (64, 65), (80, 96), (128, 128), (255, 129), (256, 256), (96, 33)]
         .into_iter()
@@ -72,7 +72,7 @@ fn addresses_are_exact_past_32_bits() {
             }
         }
     }
-    // Where it would have gone wrong: elements and words past 2^31 and 2^32.
+    // Elements and words past 2^31 and 2^32, where 32-bit arithmetic would overflow.
     let layout = Layout::new(256, Dtype::F32);
     assert_eq!(layout.v_word(1_000_000_000, 255, 31), 1_000_000_000 * 16_416 + 16_415);
 }
@@ -81,7 +81,7 @@ fn addresses_are_exact_past_32_bits() {
 fn every_address_of_a_page_is_inside_it_and_its_own() {
     for layout in corners() {
         let words = u64::from(layout.words());
-        // Word and the part of it.
+        // Word, and the part in it.
         let mut seen: HashSet<(u64, u32)> = (0..PAGE).map(|lane| (u64::from(lane), 0)).collect();
         let mut words_seen: HashSet<u64> = (0..u64::from(PAGE)).collect();
         for lane in 0..PAGE {
@@ -134,7 +134,7 @@ fn stored(dtype: Dtype, x: f32) -> f32 {
     }
 }
 
-/// A value for each token and channel; `key` and value differ.
+/// A value for each token and channel; `key` and value get different ones.
 fn token(n: u32, key: bool, dim: u32) -> Vec<f32> {
     let x = |c: u32| (n * 521 + c * 131 + u32::from(key) * 7919) % 9973;
     (0..dim).map(|c| (x(c) as f32 - 5000.0) * 1.3e-3).collect()
@@ -142,7 +142,7 @@ fn token(n: u32, key: bool, dim: u32) -> Vec<f32> {
 
 const POISON: u32 = 0xdead_beef;
 
-/// The words that a token at `lane` takes, its padding included.
+/// The words of the token at `lane`, its padding included.
 fn own_words(layout: &Layout, lane: u32) -> BTreeSet<usize> {
     let k = (0..layout.k_dim).map(|c| layout.k_word(0, c, lane) as usize);
     let v = (0..layout.v_stride()).map(|i| (layout.v_base() + lane * layout.v_stride() + i) as usize);
@@ -170,7 +170,7 @@ fn holds(layout: &Layout, words: &[u32], lane: u32, n: u32) {
 fn what_is_written_is_read_back_rounded() {
     for layout in layouts().chain(corners()) {
         let mut words = vec![POISON; layout.words() as usize];
-        // Lanes in an order of their own; what is written later must not touch what is there.
+        // Lanes in a scrambled order; a later write must not change earlier tokens.
         let lanes = || (0..PAGE).map(|i| (i * 13 + 5) % PAGE);
         for (n, lane) in lanes().enumerate() {
             write(&layout, &mut words, lane, n as u32 * 1000);
@@ -178,7 +178,7 @@ fn what_is_written_is_read_back_rounded() {
         for (n, lane) in lanes().enumerate() {
             holds(&layout, &words, lane, n as u32 * 1000);
         }
-        // Over what was there.
+        // Overwrites a token.
         write(&layout, &mut words, 9, 77);
         holds(&layout, &words, 9, 77);
         holds(&layout, &words, 5, 0);
@@ -211,7 +211,7 @@ fn a_write_touches_the_words_of_its_token_only() {
             write(&layout, &mut words, lane, 3);
             let touched: BTreeSet<usize> = (0..words.len()).filter(|i| words[*i] != POISON).collect();
             assert_eq!(touched, own_words(&layout, lane), "{layout:?} lane {lane}");
-            // Padding of a row, and of a last word, is 0: nothing of what was there before is left.
+            // Padding of a row, and of a last word, is 0: the write clears old content.
             for i in layout.v_words()..layout.v_stride() {
                 assert_eq!(words[(layout.v_base() + lane * layout.v_stride() + i) as usize], 0);
             }
@@ -255,7 +255,7 @@ fn what_cannot_be_stored_is_named() {
                 key[channel as usize] = x;
                 let mut value = value.clone();
                 value[0] = f32::NAN;
-                // K before V.
+                // The error names K before V.
                 let got = layout.write(&mut words, 3, Position(1), &key, &value);
                 assert_eq!(got, Err(Unstorable { key: true, channel, value: x }));
             }
@@ -281,6 +281,6 @@ fn positions_and_slots() {
         assert_eq!(layout.position(&words, 5), None);
         assert_eq!(Slot::from(p), Slot { tile: p.0 / 32, lane: p.0 % 32 });
     }
-    // Compared as signed words.
+    // Positions are compared as signed words.
     assert!((Position::MAX.0 + 1) as i32 > 0);
 }

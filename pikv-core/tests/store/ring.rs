@@ -10,7 +10,7 @@ fn the_ring_is_what_a_queue_would_be() {
         for slack in 0..=40u32 {
             let ring = Ring::new(window, slack).unwrap();
             assert_eq!((ring.window(), ring.slack()), (window, slack));
-            // First position in the ring, and first one kept, as tokens come one by one.
+            // First position in the ring, and first one kept, as tokens are added one by one.
             let (mut left, mut kept) = (0, 0);
             for len in 0..=300u32 {
                 if len > 0 {
@@ -33,7 +33,7 @@ fn the_ring_is_what_a_queue_would_be() {
                     "{ring:?} at {len}: {got:?}, expected {tiles:?}"
                 );
                 assert_eq!(ring.pages(len), tiles.len() as u32, "{ring:?} at {len}");
-                // Taken back by up to `slack`, every token of the shorter ring is still there.
+                // After a rollback of up to `slack`, every token of the shorter ring is still kept.
                 for back in [0, slack / 2, slack] {
                     assert!(kept <= ring.left(len.saturating_sub(back)), "{ring:?} at {len}, {back} back");
                 }

@@ -3,7 +3,7 @@
 use pikv_core::shard::{Rule, ShardError, ShardMap};
 use std::collections::HashSet;
 
-/// How often each id comes up over all pairs of residues, the whole period; `None` if one lies outside `0..max`.
+/// Count of each id over all pairs of residues, the whole period; `None` if an id lies outside `0..max`.
 fn ids(tokens: u32, experts: u32) -> Option<Vec<u32>> {
     let mut count = vec![0; tokens.max(experts) as usize];
     for t in 0..tokens {
@@ -32,7 +32,7 @@ fn the_papers_map_is_accepted_just_where_it_is_uniform() {
             assert_eq!((t, e), (tokens, experts));
             let (small, large) = (tokens.min(experts), tokens.max(experts));
             assert_eq!(multiple, u64::from(small).next_power_of_two());
-            // What is said to do does, and nothing between would.
+            // The proposed value is accepted, and no value between.
             let with = |large: u32| {
                 if tokens < experts {
                     ShardMap::xor(tokens, large, 1)
@@ -67,7 +67,7 @@ fn shards_must_divide_the_ids() {
                 match got {
                     Ok(map) => {
                         assert_eq!((map.shards(), map.rule()), (shards, Rule::Xor { tokens, experts }));
-                        // Any t and expert, by their residues.
+                        // Any t and expert, reduced to their residues.
                         for t in (0..3 * u64::from(tokens)).chain([u64::MAX, 1 << 33]) {
                             for e in (0..experts + 3).chain([u32::MAX]) {
                                 let id = (t % u64::from(tokens)) as u32 ^ (e % experts);
@@ -110,7 +110,7 @@ fn the_moduli_of_the_specification() {
 #[test]
 fn moduli_at_the_end_of_u32() {
     assert!(ShardMap::xor(1 << 31, 1 << 31, 1 << 31).is_ok());
-    // As 7 & 7 and 7 & 6: the next that would do is 2^32.
+    // Like 7 & 7 and 7 & 6: the next accepted value is 2^32.
     for experts in [u32::MAX, u32::MAX - 1, (1 << 31) + 1] {
         let got = ShardMap::xor(u32::MAX, experts, 1);
         assert!(matches!(got, Err(ShardError::Skewed { would_do: 0x1_0000_0000, .. })), "{experts}: {got:?}");
@@ -131,7 +131,7 @@ fn the_sum_is_uniform_for_every_number_of_shards() {
             }
         }
         assert!(uniform(&count), "{shards} shards: {count:?}");
-        // Each expert alone goes over all shards, one after the other.
+        // Each expert alone visits all shards, one after the other.
         for e in [0, 1, shards, u32::MAX] {
             let over: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(1 << 40 | t, e, 2)).collect();
             let first: HashSet<u32> = (0..u64::from(shards)).map(|t| map.shard(t, e, 2)).collect();
@@ -172,12 +172,12 @@ fn the_spread_goes_round_from_where_each_expert_and_head_begins() {
         assert!(map.shard(u64::MAX, u32::MAX, u32::MAX) < shards);
     }
     assert_eq!(ShardMap::spread(0), Err(ShardError::Zero));
-    // Pages of no expert take turns by the other rules.
+    // Pages without an expert are spread by the rules of `shared`.
     assert_eq!(ShardMap::sum(7).unwrap().shared(9, 4), 6);
     assert_eq!(ShardMap::xor(4, 4, 4).unwrap().shared(u64::MAX, u32::MAX), 2);
 }
 
-/// Why t is a block of pages and not a token.
+/// Shows why t is a block of pages and not a token.
 #[test]
 fn by_token_one_expert_changes_shard_at_every_step() {
     for (tokens, experts, shards) in [(8, 8, 8), (8, 8, 4), (8, 8, 2), (16, 8, 8), (96, 16, 8), (512, 16, 8)]
@@ -192,7 +192,7 @@ fn by_token_one_expert_changes_shard_at_every_step() {
             assert_eq!(switches(|token| token / 256), 1);
         }
     }
-    // Pure expert sharding never does.
+    // Pure expert sharding never changes the shard.
     let map = ShardMap::xor(1, 8, 8).unwrap();
     assert!((0..511u64).all(|t| map.shard(t, 5, 9) == 5));
 }

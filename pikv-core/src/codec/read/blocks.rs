@@ -1,4 +1,4 @@
-//! Packed pages of codes in blocks, each with a scale of a byte.
+//! Packed pages of codes in blocks, each with a one-byte scale.
 
 use super::{Ahead, PackedPages};
 use crate::codec::code::{Code, fp4};
@@ -47,14 +47,14 @@ pub(super) struct Scales<'a> {
 }
 
 impl<'a> Scales<'a> {
-    /// Of scales that start with `words`.
+    /// Scales that start with `words`.
     #[inline(always)]
     pub fn new(code: Code, words: &'a [u32]) -> Self {
         let page = if code.page_words() == 0 { 1.0 } else { f32::from_bits(words[0]) };
         Scales { code, page, words: &words[code.page_words() as usize..] }
     }
 
-    /// Those of block `half` of 32 numbers, the `col`-th of them: lane `i` has that of byte `i`.
+    /// Scales of block `half` of the `col`-th 32 numbers: lane `i` has that of byte `i`.
     #[inline(always)]
     pub fn of<W: Warp>(&self, w: W, col: usize, half: usize) -> W::F {
         let first = (col * self.code.blocks() as usize + half) * BYTES as usize;
@@ -107,7 +107,7 @@ impl<const R: usize> PackedPages<'_, R> {
         s
     }
 
-    /// Lane = channel.
+    /// Adds the weighted values of page `i`; lane = channel.
     #[inline(always)]
     fn weigh_blocks<W: Warp>(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let (packed, words) = (self.packed, self.pages[i].words);

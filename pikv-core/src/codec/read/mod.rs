@@ -1,19 +1,19 @@
-//! Attention over packed pages, as they lie: no page is unpacked before it is read.
+//! Attention over packed pages in their packed form: no page is unpacked before it is read.
 //!
-//! *Integer K.* A score is `sum_c q_c (scale_c code_c + min_c)`. The scales go into the query, once a page: `q_c scale_c`, rounded
-//! to 16 bits against the largest of them, is multiplied with the codes as integers, exactly, and the minima make one number
-//! for the page. What the rounding adds to a logit is at most `top / 65278 sum_c max_c |q_c scale_c|`, `top` the largest code, far
-//! below what the codes themselves lose. Codes of several planes are read plane by plane: the sums are exact, so those of a plane are
+//! *Integer K.* A score is `sum_c q_c (scale_c code_c + min_c)`. The scales are multiplied into the query, once per page: `q_c scale_c`,
+//! rounded to 16 bits relative to the largest of them, is multiplied with the codes as integers, exactly; the minima add one number
+//! per page. The rounding changes a logit by at most `top / 65278 sum_c max_c |q_c scale_c|`, with `top` the largest code: far
+//! less than the error of the codes. Codes of several planes are read plane by plane: the sums are exact, so those of a plane are
 //! shifted and added.
-//! *FP8 K, FP4 K.* The scales go into the query as f32; of blocks of 16 tokens, once for each half of the lanes.
-//! *V.* A group's scales go into the softmax weights of the page's tokens.
-//! *FP4 V.* Weights times the scales of a block are f32, for each half of 32 channels where a block is 16.
-//! *Integer V.* Weights under their scales, `p_t scale_t`, are rounded to 16 bits against the largest weight of the page times the
-//! largest scale of the group; their sum with the codes is exact, and becomes f32 once a page. What the rounding adds to
-//! `sum_t p_t v_t` is at most `top / 65278 max_t p_t max_t scale_t` for each token of the page: relative to the page's own
-//! weight, however little that is beside other pages'. `sum_t p_t min_t` is one number a group, in f32.
+//! *FP8 K, FP4 K.* The scales are multiplied into the query as f32; for blocks of 16 tokens, once for each half of the lanes.
+//! *V.* A group's scales are multiplied into the softmax weights of the page's tokens.
+//! *FP4 V.* Weights times the scales of a block are f32, for each half of 32 channels if a block is 16.
+//! *Integer V.* Weights times their scales, `p_t scale_t`, are rounded to 16 bits relative to the largest weight of the page times the
+//! largest scale of the group; their sum with the codes is exact, and becomes f32 once per page. The rounding changes
+//! `sum_t p_t v_t` by at most `top / 65278 max_t p_t max_t scale_t` for each token of the page: relative to the page's own
+//! weight, even if that is small beside other pages'. `sum_t p_t min_t` is one number per group, in f32.
 //!
-//! Keys that are stored before their rotation are rebuilt channel by channel, and turned, in the lanes.
+//! Keys that are stored before their rotation are rebuilt channel by channel, and rotated, in the lanes.
 
 mod blocks;
 pub(super) mod scores;
@@ -34,28 +34,28 @@ use crate::warp::{LANES, Warp};
 pub struct PackedRef<'a> {
     /// The page's words.
     pub words: &'a [u32],
-    /// Bit `t` is set if there is a token to be read at lane `t`.
+    /// Bit `t` is set if the token at lane `t` is read.
     pub live: u32,
     /// Position of the last token.
     pub last: u32,
-    /// Position of the token that packed the page when it left the ring: `last` or a later one. Rows that still have it in the
+    /// Position of the token that packed the page when it left the ring: `last` or a later one. Rows for which it is still in the
     /// ring see nothing of the page.
     pub by: u32,
 }
 
-/// `R` queries that packed keys are read with.
+/// `R` queries for packed keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Folded<'a, const R: usize> {
-    /// `[R][k_cols]` rows of 32 stored channels, scaled to base 2, the padding 0: what a map of the keys leaves of a query.
+    /// `[R][k_cols]` rows of 32 stored channels, scaled to base 2, the padding 0: the query after the map of the keys.
     pub rows: &'a [[f32; LANES]],
-    /// What each row's scores start from.
+    /// Start of each row's scores.
     pub start: [f32; R],
-    /// Set where keys are turned as they are read: the map to take back first, if any, and the whole queries. `rows` and
+    /// Set if keys are rotated when read: the map to undo first, if any, and the whole queries. `rows` and
     /// `start` are then not read.
     pub whole: Option<(Option<Back<'a>>, Query<'a, R>)>,
 }
 
-/// A map taken back: stored channels to those of the head.
+/// The inverse of a map: from stored channels to the head's.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Back<'a> {
@@ -64,9 +64,9 @@ pub enum Back<'a> {
         /// Channels of a block.
         block: usize,
     },
-    /// The stored channels back in their places, 0 in the others.
+    /// The stored channels in their places, 0 in the others.
     Select {
-        /// Where each stored channel belongs.
+        /// Channel of the head that each stored channel is.
         channels: &'a [u32],
     },
     /// `decode x + bias`, each output a chain of fused multiply-adds over the stored channels in order, from 0.
@@ -78,22 +78,22 @@ pub enum Back<'a> {
     },
 }
 
-/// Queries and weights become integers of at most this magnitude, the most that [`Warp::dot4`] takes.
+/// Queries and weights become integers of at most this magnitude, the limit of [`Warp::dot4`].
 pub(super) const INTEGERS: f32 = 32639.0;
-/// What is largest among queries or weights counts as 0 below this: its inverse could overflow.
+/// If the largest query or weight is below this, it counts as 0: its inverse could overflow.
 pub(super) const TINY: f32 = f32::from_bits((127 - 100) << 23);
 
-/// Rows of 32 integers at most: those of a query, or the weights for all groups of a value.
+/// Most rows of 32 integers: those of a query, or the weights for all groups of a value.
 pub(super) const ROWS: usize = if K_COLS > V_GROUPS { K_COLS } else { V_GROUPS };
 
-/// What reading needs beside the pages: queries and weights under a page's scales.
-/// Rows lie on lines of the cache: those of 64 bytes that straddle two are slow.
+/// Working memory of reads: queries and weights times a page's scales.
+/// Rows are aligned to cache lines: loads of 64 bytes that straddle two lines are slow.
 #[derive(Clone, Debug)]
 #[repr(align(128))]
 pub struct Scratch<const R: usize> {
     pub(super) queries: [[[f32; LANES]; K_COLS]; R],
-    /// Queries, then weights, as [`Warp::store_quads`] leaves them: a row of 32 channels, or of the weights for a group.
-    /// Of keys in blocks of 16, the queries under the scales of the second halves, as f32.
+    /// Queries, then weights, as [`Warp::store_quads`] writes them: a row of 32 channels, or of the weights for a group.
+    /// For keys in blocks of 16, the queries times the scales of the second halves, as f32.
     pub(super) quads: [[[u32; LANES]; ROWS]; R],
     /// `sum_t p_t min_t` of each group, lane = token.
     pub(super) zero: [[[f32; LANES]; R]; V_GROUPS],
@@ -113,13 +113,13 @@ impl<const R: usize> Default for Scratch<R> {
     }
 }
 
-/// Rows of 32 words that rebuilt keys take: the stored channels, then those of the head.
+/// Rows of 32 words for rebuilt keys: the stored channels, then those of the head.
 pub const REBUILT: usize = 2 * MAX_DIM as usize;
 
-/// Packed pages of a block, and what is read with them.
+/// Packed pages of a block, and the working memory to read them.
 pub struct PackedPages<'a, const R: usize> {
     pub(super) packed: &'a Packed,
-    /// Of `packed`, worked out once.
+    /// Taken from `packed`, computed once.
     pub(super) v_scales: u32,
     pub(super) v_groups: usize,
     pub(super) pages: &'a [PackedRef<'a>],
@@ -130,8 +130,8 @@ pub struct PackedPages<'a, const R: usize> {
 }
 
 impl<'a, const R: usize> PackedPages<'a, R> {
-    /// `pages` has at most [`BLOCK`](crate::attend::BLOCK); `next` is the page that will be read after them, empty if there is
-    /// none. `rebuilt` has [`REBUILT`] rows where keys are turned as they are read, else none.
+    /// `pages` has at most [`BLOCK`](crate::attend::BLOCK); `next` is the page that is read after them, empty if there is
+    /// none. `rebuilt` has [`REBUILT`] rows if keys are rotated when read, else none.
     #[inline(always)]
     pub fn new(
         packed: &'a Packed,
@@ -155,8 +155,8 @@ impl<'a, const R: usize> PackedPages<'a, R> {
     }
 }
 
-/// Packed pages whose [`Folded::whole`] is set if `WHOLE`, and else is not, without the code for the other ones: a device compiles
-/// all that it is given into one kernel.
+/// Packed pages whose [`Folded::whole`] is set if `WHOLE`, else unset; compiled without the code for the other case, because a device
+/// compiles all of it into one kernel.
 pub struct Only<'a, const R: usize, const WHOLE: bool>(pub PackedPages<'a, R>);
 
 impl<W: Warp, const R: usize, const WHOLE: bool> Form<W, R> for Only<'_, R, WHOLE> {
@@ -213,7 +213,7 @@ pub(super) fn positions<W: Warp>(w: W, page: &PackedRef<'_>) -> W::U {
     w.sub_u(last, w.and(w.sub_u(last, tags), w.splat_u(0xffff)))
 }
 
-/// Which tokens of a page each row sees. For rows that have the token that packed the page still in their ring, its tokens are not
+/// Tokens of a page that each row sees. For rows whose ring still has the token that packed the page, its tokens are not
 /// packed yet.
 #[inline(always)]
 pub fn seen<W: Warp, const R: usize>(w: W, page: &PackedRef<'_>, sight: &[Sight; R]) -> [u32; R] {
@@ -274,7 +274,7 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, R> {
         }
     }
 
-    /// Integers: adds what the minima make. Float codes: joins the tokens of a row of words.
+    /// Integers: adds the terms of the minima. Float codes: joins the tokens of a row of words.
     #[inline(always)]
     fn finish(&mut self, w: W, acc: &mut [[f32; LANES]]) {
         if self.packed.v.scale() == Scale::Affine {
@@ -301,7 +301,7 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, R> {
     }
 }
 
-/// Adds the products of codes of `BITS` bits with the integers parked in `parked`: `word` is the `i`-th of `BITS` words that have 32
+/// Adds the products of codes of `BITS` bits with the integers stored in `parked`: `word` is the `i`-th of `BITS` words with 32
 /// codes for each lane.
 #[inline(always)]
 pub(super) fn products<W: Warp, const R: usize, const BITS: u32>(
@@ -313,7 +313,7 @@ pub(super) fn products<W: Warp, const R: usize, const BITS: u32>(
 ) {
     let quads = 8 / BITS as usize;
     for k in 0..quads {
-        // The first four codes, as bytes; then those after them.
+        // The first four codes, as bytes; then the next four.
         let mut codes = word;
         if BITS < 8 {
             codes = w.and(word, w.splat_u(0x0101_0101 * ((1 << BITS) - 1)));
@@ -325,7 +325,7 @@ pub(super) fn products<W: Warp, const R: usize, const BITS: u32>(
     }
 }
 
-/// Adds sums over a plane of codes to `to`: those of codes whose lowest bit is bit `shift`, which is 0, 2 or 4.
+/// Adds sums over a plane of codes to `to`; the plane's lowest bit is bit `shift` of a code, which is 0, 2 or 4.
 #[inline(always)]
 pub(super) fn add_plane<W: Warp, const R: usize>(w: W, sum: &[W::Sum; R], shift: u32, to: &mut [W::U; R]) {
     for (sum, to) in sum.iter().zip(to) {
@@ -339,7 +339,7 @@ pub(super) fn add_plane<W: Warp, const R: usize>(w: W, sum: &[W::Sum; R], shift:
     }
 }
 
-/// Rows of words that will be read later, fetched evenly over a number of steps: a burst would fill the queue of misses and
+/// Rows of words to prefetch, spread evenly over a number of steps: a burst would fill the queue of misses and
 /// stall the products.
 pub(super) struct Ahead<'a> {
     rows: core::slice::Iter<'a, [u32; LANES]>,
@@ -354,7 +354,7 @@ impl<'a> Ahead<'a> {
         Ahead { rows: rows.iter(), each: rows.len(), steps, due: 0 }
     }
 
-    /// `n` steps are done.
+    /// Prefetches the rows due after `n` steps.
     #[inline(always)]
     pub fn step<W: Warp>(&mut self, w: W, n: usize) {
         if !W::FETCHES {

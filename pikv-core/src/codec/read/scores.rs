@@ -11,7 +11,7 @@ use crate::page::{MAX_DIM, PAGE};
 use crate::turned::{self, Query};
 use crate::warp::{LANES, Routine, Warp, shifted_left};
 
-/// Folding the scales of 32 channels takes as long as this many products of a word.
+/// Time to fold the scales of 32 channels, in products of a word.
 const FOLD: usize = 2;
 
 /// Scores by integer products.
@@ -36,7 +36,7 @@ impl<W: Warp, const R: usize> Routine<W> for FloatScores<'_, '_, R> {
     }
 }
 
-/// Scores of keys that are rebuilt and turned.
+/// Scores of keys that are rebuilt and rotated.
 pub(super) struct RebuiltScores<'a, 'b, const R: usize>(pub &'a mut PackedPages<'b, R>, pub usize);
 
 impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, R> {
@@ -48,7 +48,7 @@ impl<W: Warp, const R: usize> Routine<W> for RebuiltScores<'_, '_, R> {
 }
 
 impl<'a, const R: usize> PackedPages<'a, R> {
-    /// What is read after the keys of page `i`: those of the next, or the values of the first.
+    /// Words read after the keys of page `i`: the keys of the next page, or the values of the first.
     #[inline(always)]
     pub(super) fn ahead<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
         if !W::FETCHES {
@@ -132,7 +132,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
             }
         }
         w.sync();
-        // As for values: a CPU's loops are compiled for the width of codes of one plane.
+        // As with values, on a CPU each width of one-plane codes has a loop compiled for it.
         let sum = match packed.k.bits() {
             8 if W::FETCHES => self.plane_scores::<W, 8>(w, words, &mut ahead),
             4 if W::FETCHES => self.plane_scores::<W, 4>(w, words, &mut ahead),
@@ -161,7 +161,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         sum
     }
 
-    /// As [`Self::plane_scores`], plane by plane.
+    /// [`Self::plane_scores`] for codes of several planes, plane by plane.
     #[inline(always)]
     fn planes_scores<W: Warp>(&self, w: W, words: &[u32], ahead: &mut Ahead<'_>) -> [W::U; R] {
         let packed = self.packed;
@@ -191,7 +191,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
     ) -> [W::Sum; R] {
         let mut sum = [w.no_sum(); R];
         for (c, words) in words.chunks(BITS as usize).enumerate() {
-            // The remainder, which changes nothing, spares a check of the index.
+            // The remainder changes nothing; it removes a check of the index.
             let query = core::array::from_fn(|r| &self.scratch.quads[r][c % ROWS]);
             for (i, row) in words.iter().enumerate() {
                 ahead.step(w, 8 / BITS as usize);
@@ -201,7 +201,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         sum
     }
 
-    /// Keys rebuilt, and turned.
+    /// Scores of keys rebuilt and rotated.
     #[inline(always)]
     fn rebuilt_scores<W: Warp>(&mut self, w: W, i: usize) -> [W::F; R] {
         let Some((_, query)) = self.query.whole else { return [w.splat(0.0); R] };
@@ -209,7 +209,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         turned_scores(w, &page, self.rebuilt_keys(w, i), &query)
     }
 
-    /// Stored channels, scales applied; the map taken back.
+    /// Rebuilds keys: stored channels with scales applied, then the inverse of the map.
     #[inline(always)]
     pub(in crate::codec) fn rebuilt_keys<W: Warp>(&mut self, w: W, i: usize) -> &[[f32; LANES]] {
         let (packed, page) = (self.packed, self.pages[i]);
@@ -251,7 +251,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
     }
 }
 
-/// Stored channels of a page's keys, scales applied, a row each.
+/// Stored channels of a page's keys, scales applied, one row each.
 #[inline(always)]
 pub(in crate::codec) fn stored_keys<W: Warp>(
     w: W,
@@ -289,7 +289,7 @@ pub(in crate::codec) fn stored_keys<W: Warp>(
     }
 }
 
-/// Codes of channel `c` of keys, of all their planes.
+/// Codes of channel `c` of keys, from all planes.
 #[inline(always)]
 fn plane_key<W: Warp>(w: W, packed: &Packed, keys: &[[u32; LANES]], c: u32) -> W::F {
     let (mut code, mut shift, mut first) = (w.splat_u(0), 0, 0);
@@ -304,7 +304,7 @@ fn plane_key<W: Warp>(w: W, packed: &Packed, keys: &[[u32; LANES]], c: u32) -> W
     w.to_f(code)
 }
 
-/// Scores of rebuilt keys, turned to their positions.
+/// Scores of rebuilt keys, rotated to their positions.
 #[inline(always)]
 pub(in crate::codec) fn turned_scores<W: Warp, const R: usize>(
     w: W,

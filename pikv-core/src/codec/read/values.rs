@@ -1,4 +1,4 @@
-//! Values of a packed page under their weights.
+//! Values of a packed page, summed by their weights.
 
 use super::{Ahead, INTEGERS, PackedPages, TINY, add_plane, products, rows};
 use crate::codec::code::{Code, Scale};
@@ -38,11 +38,11 @@ impl<W: Warp, const R: usize> Routine<W> for WeighIntegers<'_, '_, W, R> {
     }
 }
 
-/// Folding a group's scales takes as long as this many rows of products.
+/// Time to fold a group's scales, in rows of products.
 const FOLD: usize = 3;
 
 impl<'a, const R: usize> PackedPages<'a, R> {
-    /// What is read after the values of page `i`: those of the next, or what comes after the block.
+    /// Words read after the values of page `i`: the values of the next page, or the page after the block.
     #[inline(always)]
     pub(super) fn after<W: Warp>(&self, i: usize) -> &'a [[u32; LANES]] {
         if !W::FETCHES {
@@ -57,7 +57,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         next.as_chunks().0
     }
 
-    /// A group's weights `p scale` as integers, in units of `max p max scale / 32639`; their exact sums with the codes as f32.
+    /// Rounds a group's weights `p scale` to integers in units of `max p max scale / 32639`; adds their exact sums with the codes as f32.
     #[inline(always)]
     fn weigh_integers<W: Warp>(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let (packed, words) = (self.packed, self.pages[i].words);
@@ -87,8 +87,8 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         }
         w.sync();
         let (v, stride) = (&words[self.v_scales as usize + groups * LANES..], packed.v_stride() as usize);
-        // The width of codes of one plane is known where a CPU's loops are compiled. A device has one loop for all, as its kernels
-        // hold each of them.
+        // On a CPU each width of one-plane codes has a loop compiled for it. A device has one loop for all, because its kernels
+        // contain every code.
         match packed.v.bits() {
             8 if W::FETCHES => self.weigh_plane::<W, 8>(w, v, stride, &unit, acc, &mut ahead),
             4 if W::FETCHES => self.weigh_plane::<W, 4>(w, v, stride, &unit, acc, &mut ahead),
@@ -98,8 +98,8 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         w.sync();
     }
 
-    /// Adds the values of an integer code of one plane of `BITS` bits, whose rows `v` has. `unit` is the unit of each row's weights,
-    /// over the largest scale of their group.
+    /// Adds the values of an integer code of one plane of `BITS` bits, with rows `v`. `unit` is the unit of each row's weights,
+    /// divided by the largest scale of their group.
     #[inline(always)]
     fn weigh_plane<W: Warp, const BITS: u32>(
         &self,
@@ -118,7 +118,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         }
     }
 
-    /// As [`Self::weigh_plane`], plane by plane.
+    /// [`Self::weigh_plane`] for codes of several planes, plane by plane.
     #[inline(always)]
     fn weigh_planes<W: Warp>(
         &self,
@@ -176,7 +176,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         }
     }
 
-    /// Float codes: the group's scales go into the weights as f32.
+    /// Float codes: the group's scales are multiplied into the weights as f32.
     #[inline(always)]
     fn weigh_values<W: Warp>(&mut self, w: W, i: usize, p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let width = self.packed.v_words() as usize;
@@ -199,7 +199,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
                 }
                 for part in first..(first + group_parts).min(parts) {
                     let acc = &mut acc[col * parts + part..];
-                    // Known parts, so that unpacking needs no shift by a variable.
+                    // Constant parts, so that unpacking needs no shift by a variable.
                     match part {
                         0 => column.weigh::<W, R>(w, 0, &weights, acc, stride, &mut ahead),
                         1 => column.weigh::<W, R>(w, 1, &weights, acc, stride, &mut ahead),
@@ -212,7 +212,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
     }
 }
 
-/// A group of 32 words of every value of a page, or the whole values where several share 32 words.
+/// A group of 32 words of every value of a page, or whole values if several share 32 words.
 #[derive(Clone, Copy)]
 struct Column<'a> {
     code: Code,
