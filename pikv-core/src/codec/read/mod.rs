@@ -301,28 +301,15 @@ impl<W: Warp, const R: usize> Form<W, R> for PackedPages<'_, R> {
     }
 }
 
-/// Adds the products of codes of `BITS` bits with the integers stored in `parked`: `word` is the `i`-th of `BITS` words with 32
-/// codes for each lane.
+/// The first four codes of a word, as bytes, which [`Warp::dot4`] takes at once; shifts the word to the codes after them.
 #[inline(always)]
-pub(super) fn products<W: Warp, const R: usize, const BITS: u32>(
-    w: W,
-    mut word: W::U,
-    i: usize,
-    parked: [&[u32; LANES]; R],
-    sum: &mut [W::Sum; R],
-) {
-    let quads = 8 / BITS as usize;
-    for k in 0..quads {
-        // The first four codes, as bytes; then the next four.
-        let mut codes = word;
-        if BITS < 8 {
-            codes = w.and(word, w.splat_u(0x0101_0101 * ((1 << BITS) - 1)));
-            word = w.shr::<BITS>(word);
-        }
-        for (sum, parked) in sum.iter_mut().zip(parked) {
-            *sum = w.dot4(codes, parked, i * quads + k, *sum);
-        }
+pub(super) fn next_quad<W: Warp, const BITS: u32>(w: W, word: &mut W::U) -> W::U {
+    if BITS == 8 {
+        return *word;
     }
+    let codes = w.and(*word, w.splat_u(0x0101_0101 * ((1 << BITS) - 1)));
+    *word = w.shr::<BITS>(*word);
+    codes
 }
 
 /// Adds sums over a plane of codes to `to`; the plane's lowest bit is bit `shift` of a code, which is 0, 2 or 4.

@@ -1,7 +1,7 @@
 //! Scores of a packed page.
 
 use super::{
-    Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, add_plane, positions, products, rows,
+    Ahead, Back, INTEGERS, PackedPages, PackedRef, ROWS, TINY, add_plane, next_quad, positions, rows,
 };
 use crate::codec::code::{Code, Scale, field};
 use crate::codec::pack::{Turn, turn};
@@ -190,12 +190,17 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         ahead: &mut Ahead<'_>,
     ) -> [W::Sum; R] {
         let mut sum = [w.no_sum(); R];
-        for (c, words) in words.chunks(BITS as usize).enumerate() {
-            // The remainder changes nothing; it removes a check of the index.
-            let query = core::array::from_fn(|r| &self.scratch.quads[r][c % ROWS]);
-            for (i, row) in words.iter().enumerate() {
-                ahead.step(w, 8 / BITS as usize);
-                products::<W, R, BITS>(w, w.load(row), i, query, &mut sum);
+        let quads = 8 / BITS as usize;
+        for (at, row) in words.iter().enumerate() {
+            ahead.step(w, quads);
+            let mut word = w.load(row);
+            for k in 0..quads {
+                let quad = at * quads + k;
+                let x = next_quad::<W, BITS>(w, &mut word);
+                for (sum, row) in sum.iter_mut().zip(&self.scratch.quads) {
+                    // The remainder, which changes nothing, spares a check of the index.
+                    *sum = w.dot4(x, &row[quad / 8 % ROWS], quad % 8, *sum);
+                }
             }
         }
         sum

@@ -1,6 +1,6 @@
 //! Values of a packed page, summed by their weights.
 
-use super::{Ahead, INTEGERS, PackedPages, TINY, add_plane, products, rows};
+use super::{Ahead, INTEGERS, PackedPages, TINY, add_plane, next_quad, rows};
 use crate::codec::code::{Code, Scale};
 use crate::codec::packed::TAGS;
 use crate::dtype::{Element, F16};
@@ -157,11 +157,17 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         ahead: &mut Ahead<'_>,
     ) -> [W::Sum; R] {
         let mut sum = [w.no_sum(); R];
-        let weights = core::array::from_fn(|r| &self.scratch.quads[r][g]);
         let (first, end) = (g * LANES, stride.min((g + 1) * LANES));
-        for (i, row) in v.chunks_exact(stride).take(BITS as usize).enumerate() {
+        let quads = 8 / BITS as usize;
+        for t in 0..BITS as usize {
             ahead.step(w, 1);
-            products::<W, R, BITS>(w, w.load_part(&row[first..end]), i, weights, &mut sum);
+            let mut word = w.load_part(&v[t * stride + first..t * stride + end]);
+            for k in 0..quads {
+                let codes = next_quad::<W, BITS>(w, &mut word);
+                for (sum, row) in sum.iter_mut().zip(&self.scratch.quads) {
+                    *sum = w.dot4(codes, &row[g], t * quads + k, *sum);
+                }
+            }
         }
         sum
     }
