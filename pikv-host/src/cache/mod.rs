@@ -196,7 +196,7 @@ impl Cache {
 
     /// Extends the RoPE tables of layers that store keys before their rotation ([`LayerShape::rope`](pikv_core::plan::LayerShape::rope)) to
     /// `positions` tokens, so that no step below that length has to do it. Each distinct RoPE takes `4 * rotary_dim` bytes a position,
-    /// rounded up to a power of two, outside the budget ([`Cache::table_bytes`]), and about a microsecond for 20 pairs.
+    /// rounded up to a power of two, outside the budget ([`Cache::table_bytes`]); 20 pairs take about a microsecond.
     ///
     /// # Errors
     /// [`Error::PositionOverflow`] if `positions` exceeds the largest position, [`Error::OutOfMemory`].
@@ -382,7 +382,7 @@ impl Cache {
     ///
     /// # Errors
     /// The errors of [`Step::attend`]; [`Error::ForeignSequence`], [`Error::Poisoned`]; [`Error::QueryPosition`] for rows past the end of a
-    /// sequence, or so old that the ring does not hold their newest tokens.
+    /// sequence, or older than [`Sequence::rollback_limit`] allows.
     pub fn attend(
         &self,
         layer: usize,

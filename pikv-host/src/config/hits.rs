@@ -8,7 +8,7 @@
 /// them that is held. A wanted page is a *miss* if it was evicted, lies in a lower tier or on another rank of a fabric, or belongs to an
 /// expert that is not fetched. Hits and misses are counted in pages.
 ///
-/// A page counts once no rollback can reach its tokens, checked every 32 positions. To rank evicted pages, the cache keeps the least and
+/// A page is counted only after no rollback can reach its tokens, checked every 32 positions. To rank evicted pages, the cache keeps the least and
 /// largest value of each channel of their keys: 4 bytes a channel of K, rounded up to 32 channels, which is 3.1 % of a page in 16 bits.
 /// It keeps them for held pages too; [`Cache::bytes_at`](crate::Cache::bytes_at) and
 /// [`Usage::ghosts`](crate::report::Usage::ghosts) count the bytes.
@@ -40,7 +40,7 @@
 pub struct Hits {
     /// Pages that a row wants in each KV head, at least 1; 16 by default, which is 512 tokens.
     pub pages: u32,
-    /// Only rows at multiples of this position are counted, at least 1; 4 by default.
+    /// Only rows whose position is a multiple of this are counted, at least 1; 4 by default.
     pub every: u32,
     /// Most pages remembered for each KV head of a sequence, the newest; 4096 by default, which is 131,072 tokens.
     pub known: u32,

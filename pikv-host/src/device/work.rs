@@ -104,7 +104,7 @@ impl Work {
         let (at, bytes) = (memory.address(), size_of_val(&table[..]) as u64);
         let bias = if bias.is_empty() { 0 } else { at + bytes };
         let argument = MapArg { form, table: at, bias, ..none };
-        // Maps that no codec uses have no readers once all work is done.
+        // Maps that no codec uses are freed, after waiting for kernels that may read them.
         if self.maps.iter().any(|(map, ..)| map.is_last()) {
             stream.synchronize()?;
             self.maps.retain(|(map, ..)| !map.is_last());

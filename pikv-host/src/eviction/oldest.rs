@@ -36,8 +36,8 @@ impl Cursor<'_> {
     }
 }
 
-/// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. `O(n log runs)`, plus the number of
-/// pinned and evicted tokens before them.
+/// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. `O(n log runs)`, plus the
+/// pinned and already evicted tokens that it skips.
 pub(crate) fn oldest(
     chains: &Runs,
     codec: Option<&HeadCodec>,

@@ -1,4 +1,4 @@
-//! The front of a fabric, held by its cache: the link to the ranks, the ranks of pages, and the placement of new blocks.
+//! The front of a fabric, held by its cache: the link to the ranks, the rank that holds each page, and the placement of new blocks.
 
 use super::link::{Answer, Link, Work};
 use super::store::fingerprint;
@@ -161,7 +161,7 @@ impl Front {
     }
 
     pub(super) fn link(&self) -> MutexGuard<'_, Link> {
-        // A round that panicked leaves an answer, which the next round drops as late.
+        // After a panic an answer is unread; the next round discards it.
         let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
         link.epoch += u64::from(std::mem::take(&mut link.unsure));
         link
@@ -232,7 +232,7 @@ impl Front {
         of.iter().for_each(|bytes| bytes.store(0, Ordering::Relaxed));
     }
 
-    /// Bytes and pages of every rank that is not lost, after it freed unused pages.
+    /// Bytes and pages of every rank, after it freed unused pages; of a lost one, those of its last answer.
     pub fn usage(&self) -> Result<Vec<RankUsage>, FabricError> {
         let mut link = self.link();
         let all = link.alive().map(|rank| (rank, Work::default())).collect();

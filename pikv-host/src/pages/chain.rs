@@ -40,8 +40,8 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Removes the first page, and evicted pages before it, if it takes no more tokens and all its tokens are before `seen`. Returns its
-    /// policy state if `noted`. Pages that the token at `kept` or a later one packed stay.
+    /// Removes the first page, and evicted pages before it, if it takes no more tokens and all its tokens are before `seen`. A page that a
+    /// rollback may open again stays: one packed by the token at `kept` or a later one. Returns the page, with its policy state if `noted`.
     pub fn slide(
         &mut self,
         seen: u32,
@@ -66,7 +66,7 @@ impl Chain {
         Some((entry, rows))
     }
 
-    /// Drops evicted pages from the front. Whether their tokens have left a window since is not tracked: they count as evicted for good.
+    /// Drops evicted pages from the front. Their tokens count as evicted even if a window has passed them since.
     fn drop_gone(&mut self) {
         while self.entries.front().is_some_and(Entry::is_gone) {
             self.entries.pop_front();
@@ -139,7 +139,7 @@ impl Chain {
         Some((page, entry.fill.checked_sub(1)?))
     }
 
-    /// The pages that the token at `by` packed: its own, or the one before.
+    /// Pages packed when the token at `by` was filed: the one that it filled, or the one before, which it closed early.
     pub fn packed_by(&self, by: u32) -> impl Iterator<Item = (u32, &Page)> {
         self.entries.iter().rev().take(2).filter_map(move |entry| match &entry.held {
             Held::Closed(closed) if closed.by == by => Some((entry.ordinal, &closed.packed)),
@@ -206,7 +206,7 @@ impl Chain {
         }
     }
 
-    /// Removes the token at `position`, which was filed last. If the run has no page left, the token was evicted.
+    /// Removes the token at `position`, which was filed last. If no page is left, the token had been evicted; only the count changes.
     pub fn pop(&mut self, position: u32) {
         self.filed -= 1;
         if let Some(entry) = self.entries.back_mut() {

@@ -42,7 +42,7 @@ pub(crate) struct Filed<'a> {
     pub first_tile: u32,
     /// Pages filed ahead, and the head's index in its layer.
     pub ahead: Option<(&'a Sealed, usize)>,
-    /// Whether a page of the ring may also be a page of the run.
+    /// Whether ring and run may share one page.
     pub aliased: bool,
 }
 
@@ -93,7 +93,7 @@ impl Head {
         let ahead = token.page(chain, (ordinal, to), &self.ring[from]);
         // Everything that can fail comes before the counts change.
         let mut take = |codec: &HeadCodec, shard| {
-            // It packs the last page.
+            // A sealed prefix may have the page packed already.
             if let Some(packed) = token.packed(chain.next - 1) {
                 return Ok(packed);
             }
@@ -115,7 +115,7 @@ impl Head {
         if fresh {
             let shard = inner.shard_of(chain_place(c), ordinal, head);
             let last = chain.entries.back().and_then(Entry::page);
-            // A page that will be packed is freed soon.
+            // With a codec this page lives until it is packed, so it may lie anywhere.
             let near = if codec.is_some() { Near::Any } else { Near::next(last) };
             let page = match &ahead {
                 Some(page) => page.clone(),

@@ -134,7 +134,7 @@ pub enum RouteError {
         what: &'static str,
         /// Length given.
         got: usize,
-        /// The accepted length, or the next lower one.
+        /// The required length; for whole rows, `got` rounded down to rows.
         expected: usize,
         /// Formula of the length.
         shape: &'static str,
