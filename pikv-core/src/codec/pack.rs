@@ -1,4 +1,4 @@
-//! Packs 32 tokens of a full page: lane = token throughout.
+//! Packs 32 tokens of a full page. Rows come with lane = token; V is written with lane = channel.
 
 use super::code::{Code, Scale, field};
 use super::encode::{Group, encode, fp8, magnitude};
@@ -142,8 +142,8 @@ fn hadamard<W: Warp>(w: W, rows: &mut [[f32; LANES]]) {
     }
 }
 
-/// The square root of `1 / block`, rounded to nearest; `block` is a power of two. (A library's square root would be a separate
-/// routine on a device.)
+/// The square root of `1 / block`, rounded to nearest; `block` is a power of two. (A library's square root would be a call
+/// on a device, and kernels must not call.)
 #[inline(always)]
 pub(super) fn orthonormal(block: usize) -> f32 {
     let power = block.trailing_zeros();
@@ -407,7 +407,7 @@ fn value_blocks<W: Warp>(w: W, code: Code, v: &mut [[f32; LANES]], words: &mut [
     }
 }
 
-/// Writes the words of V that have codes of several tokens. `codes` are `[v_dim][32]` channels and tokens, as f32 of their
+/// Writes V where one word has codes of several tokens. `codes` are `[v_dim][32]` channels and tokens, as f32 of their
 /// bits. Lane = channel.
 #[inline(always)]
 fn join_tokens<W: Warp>(w: W, packed: &Packed, codes: &[f32], values: &mut [f32]) {

@@ -5,7 +5,7 @@
 //! per page. The rounding changes a logit by at most `top / 65278 sum_c max_c |q_c scale_c|`, with `top` the largest code: far
 //! less than the error of the codes. Codes of several planes are read plane by plane: the sums are exact, so those of a plane are
 //! shifted and added.
-//! *FP8 K, FP4 K.* The scales are multiplied into the query as f32; for blocks of 16 tokens, once for each half of the lanes.
+//! *FP8 K, FP4 K.* The scales are multiplied into the query as f32; with blocks of 16 tokens, once for each half of the lanes.
 //! *V.* A group's scales are multiplied into the softmax weights of the page's tokens.
 //! *FP4 V.* Weights times the scales of a block are f32, for each half of 32 channels if a block is 16.
 //! *Integer V.* Weights times their scales, `p_t scale_t`, are rounded to 16 bits relative to the largest weight of the page times the
