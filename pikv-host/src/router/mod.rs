@@ -369,7 +369,8 @@ impl<'a> Feedback<'a> {
 /// # }
 /// ```
 pub trait Router: fmt::Debug + Send + Sync {
-    /// The kind of router.
+    /// The kind of router. A router of your own returns the kind whose [`state`](Router::state) it saves, such as that of the router that it
+    /// wraps; errors name it.
     fn kind(&self) -> RouterKind;
 
     /// Experts and lanes.
