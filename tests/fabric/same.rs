@@ -39,11 +39,13 @@ fn setup() -> impl Strategy<Value = Setup> {
 #[derive(Clone, Debug)]
 enum Op {
     New,
-    /// Sequences and tokens; the form of reading; layers done before the step is dropped.
+    /// Sequences and tokens; the form of reading; layers done before the step is dropped; a sequence that leaves it, and the layer before
+    /// which it does.
     Step {
         parts: Vec<(u8, u32)>,
         read: u8,
         abort: Option<usize>,
+        leave: Option<(usize, usize)>,
     },
     Attend {
         sequence: u8,
@@ -69,9 +71,12 @@ fn op() -> impl Strategy<Value = Op> {
     let parts = || proptest::collection::vec(part(), 1..=2);
     prop_oneof![
         1 => Just(Op::New),
-        14 => (parts(), any::<u8>()).prop_map(|(parts, read)| Op::Step { parts, read, abort: None }),
+        14 => (parts(), any::<u8>())
+            .prop_map(|(parts, read)| Op::Step { parts, read, abort: None, leave: None }),
+        3 => (parts(), any::<u8>(), (0usize..2, 0usize..=3))
+            .prop_map(|(parts, read, leave)| Op::Step { parts, read, abort: None, leave: Some(leave) }),
         2 => (parts(), any::<u8>(), 0usize..=3)
-            .prop_map(|(parts, read, at)| Op::Step { parts, read, abort: Some(at) }),
+            .prop_map(|(parts, read, at)| Op::Step { parts, read, abort: Some(at), leave: None }),
         3 => (sequence(), 0u32..=20, any::<u8>())
             .prop_map(|(sequence, back, read)| Op::Attend { sequence, back, read }),
         2 => (0usize..3, proptest::option::of(any::<[u8; 4]>()), 0u32..3)
@@ -94,6 +99,7 @@ struct Twins<'a> {
 #[derive(Debug, Default)]
 struct Seen {
     steps: u32,
+    left: u32,
     refused: u32,
     moved: u64,
     replicated: u64,
@@ -122,7 +128,7 @@ fn full(setup: &Setup, seen: &mut Seen, made: Result<(), Error>) {
 }
 
 impl Twins<'_> {
-    fn step(&mut self, parts: &[(u8, u32)], read: u8, abort: Option<usize>) {
+    fn step(&mut self, parts: &[(u8, u32)], read: u8, abort: Option<usize>, leave: Option<(usize, usize)>) {
         let model = &self.setup.model;
         let chosen = twins::chosen(&self.pairs, parts);
         let rows: usize = chosen.iter().map(|(_, n)| *n as usize).sum();
@@ -131,9 +137,14 @@ impl Twins<'_> {
         let [one, many] = &self.caches;
         let [left, right] = twins::parts(&mut self.pairs, &chosen);
         let (mut a, mut b): (Step<'_>, Step<'_>) = (one.begin(left).unwrap(), many.begin(right).unwrap());
+        let leave = leave.filter(|(place, _)| *place < chosen.len());
         for (layer, Given { k, v, q, routes }) in given.iter().enumerate() {
             if abort == Some(layer) {
                 return;
+            }
+            if let Some((place, _)) = leave.filter(|(_, before)| *before == layer) {
+                [&mut a, &mut b].map(|step| step.leave_out(place).unwrap());
+                self.seen.left += 1;
             }
             a.append(layer, k, v).unwrap();
             let tried = b.append(layer, k, v);
@@ -182,7 +193,7 @@ impl Twins<'_> {
     fn apply(&mut self, op: &Op) {
         match op {
             Op::New => self.pairs.push(self.caches.each_ref().map(Cache::sequence)),
-            Op::Step { parts, read, abort } => self.step(parts, *read, *abort),
+            Op::Step { parts, read, abort, leave } => self.step(parts, *read, *abort, *leave),
             Op::Attend { sequence, back, read } => {
                 let at = at(&self.pairs, *sequence);
                 let model = &self.setup.model;
@@ -270,16 +281,20 @@ fn histories_reach_what_they_are_for() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
     let mut sum = Seen::default();
     let strategy = (setup(), proptest::collection::vec(op(), 40..60));
-    for _ in 0..30 {
+    for _ in 0..60 {
         let (setup, ops) = strategy.new_tree(&mut runner).unwrap().current();
-        let Seen { steps, refused, moved, replicated, away } = run(&setup, &ops);
+        let Seen { steps, left, refused, moved, replicated, away } = run(&setup, &ops);
         sum.steps += steps;
+        sum.left += left;
         sum.refused += refused;
         (sum.moved, sum.replicated) = (sum.moved + moved, sum.replicated + replicated);
         sum.away += away;
     }
-    let Seen { steps, refused, moved, replicated, away } = sum;
-    assert!(steps > 300 && refused > 5 && moved > 20 && replicated > 50 && away > 400, "{sum:?}");
+    let Seen { steps, left, refused, moved, replicated, away } = sum;
+    assert!(
+        steps > 300 && left > 20 && refused > 5 && moved > 20 && replicated > 50 && away > 400,
+        "{sum:?}"
+    );
 }
 
 /// Codecs whose folded queries have another width than their stored channels, and codecs that store tokens together.
