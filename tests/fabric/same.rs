@@ -143,7 +143,9 @@ impl Twins<'_> {
                 return;
             }
             if let Some((place, _)) = leave.filter(|(_, before)| *before == layer) {
-                [&mut a, &mut b].map(|step| step.leave_out(place).unwrap());
+                for step in [&mut a, &mut b] {
+                    step.leave_out(place).unwrap();
+                }
                 self.seen.left += 1;
             }
             a.append(layer, k, v).unwrap();
