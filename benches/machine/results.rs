@@ -1,13 +1,13 @@
-//! Rows of `results/*.csv`, and where they come from. Benches of other workspaces use this file too.
+//! Rows of `results/*.csv`, with machine, day, commit and command. Benches of other workspaces use this file too.
 
-/// The middle of sorted values.
+/// Median of `values`.
 pub fn median(values: &[f64]) -> f64 {
     let mut values = values.to_vec();
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
-/// What the results are filed under: model, cores and memory, without commas.
+/// Name of the machine: processor model and cores, without commas.
 pub fn name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field =

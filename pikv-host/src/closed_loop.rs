@@ -228,16 +228,22 @@ impl ClosedLoop {
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<LoopStep<'a>, LoopError> {
         let step = self.cache.begin(parts)?;
-        if std::mem::replace(&mut self.open, true) {
-            // The previous step was leaked instead of dropped.
+        let settled = self.settle_down();
+        self.open = true;
+        settled?;
+        self.learnt.begin(self.routers.len(), step.parts());
+        self.routes.iter_mut().for_each(Routes::clear);
+        Ok(LoopStep { step: Some(step), of: self })
+    }
+
+    /// Makes the routers forget rolled back tokens and the choices of a step that was leaked instead of dropped.
+    fn settle_down(&mut self) -> Result<(), LoopError> {
+        if std::mem::take(&mut self.open) {
             self.routers.iter_mut().for_each(forget);
         }
         self.devices.forget();
         let forgotten = self.learnt.forget(&mut self.routers);
-        forgotten.map_err(|(layer, source)| LoopError::Route { layer, source })?;
-        self.learnt.begin(self.routers.len(), step.parts());
-        self.routes.iter_mut().for_each(Routes::clear);
-        Ok(LoopStep { step: Some(step), of: self })
+        forgotten.map_err(|(layer, source)| LoopError::Route { layer, source })
     }
 }
 

@@ -9,6 +9,7 @@ use pikv::trace::Skewed;
 use pikv::{Cache, Read};
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
+use std::time::Duration;
 
 const COLUMNS: &str =
     "stream,length,tokens,kind,row,budget,nats,delta_nats,found_share,bytes,bytes_of_bf16,time_ratio";
@@ -48,17 +49,9 @@ fn codes(sheet: &mut Sheet, subject: &Subject, ids: &[u32], length: usize) -> Re
         });
         let row = row.selecting(Read::All);
         let o = plain(subject, ids, length, &row, (length / 4) as u32)?;
-        let (nats, bytes, time) = *first.get_or_insert((o.nats, o.bytes, o.time));
-        sheet.row(&format!(
-            "{},{length},{TOKENS},code,{},{length},{:.6},{:.6},,{},{:.4},{:.3}",
-            subject.name(),
-            code.name(),
-            o.nats,
-            o.nats - nats,
-            o.bytes,
-            o.bytes as f64 / bytes as f64,
-            o.time.as_secs_f64() / time.as_secs_f64()
-        ))?;
+        let base = *first.get_or_insert((o.nats, o.bytes, o.time));
+        let row = format!("code,{},{length}", code.name());
+        sheet.row(&of_model(subject, length, &row, &o, base))?;
     }
     Ok(())
 }
@@ -68,6 +61,25 @@ fn plain(subject: &Subject, ids: &[u32], length: usize, row: &Row, budget: u32) 
     let routed = ("R_T", routers::routers("R_T", experts, top_k, subject.layers)?);
     let text = Text { ids: &ids[..=TOKENS], window: length };
     evaluate(subject, routed, budget, row, Read::All, text, &ProgressBar::hidden())
+}
+
+/// Cells of an outcome over the model; `row` has kind, row and budget, `base` the nats, bytes and time of the first row.
+fn of_model(
+    subject: &Subject,
+    length: usize,
+    row: &str,
+    o: &crate::Outcome,
+    (nats, bytes, time): (f64, u64, Duration),
+) -> String {
+    format!(
+        "{},{length},{TOKENS},{row},{:.6},{:.6},,{},{:.4},{:.3}",
+        subject.name(),
+        o.nats,
+        o.nats - nats,
+        o.bytes,
+        o.bytes as f64 / bytes as f64,
+        o.time.as_secs_f64() / time.as_secs_f64()
+    )
 }
 
 fn long_codes(sheet: &mut Sheet, length: u32) -> Result<()> {
@@ -107,18 +119,9 @@ fn model_policies(
     let mut first = None;
     for row in policies::rows(&setup)? {
         let o = plain(subject, ids, length, &row, budget)?;
-        let (nats, bytes, time) = *first.get_or_insert((o.nats, o.bytes, o.time));
-        sheet.row(&format!(
-            "{},{length},{TOKENS},policy,{},{},{:.6},{:.6},,{},{:.4},{:.3}",
-            subject.name(),
-            row.name,
-            o.budget,
-            o.nats,
-            o.nats - nats,
-            o.bytes,
-            o.bytes as f64 / bytes as f64,
-            o.time.as_secs_f64() / time.as_secs_f64()
-        ))?;
+        let base = *first.get_or_insert((o.nats, o.bytes, o.time));
+        let row = format!("policy,{},{}", row.name, o.budget);
+        sheet.row(&of_model(subject, length, &row, &o, base))?;
     }
     Ok(())
 }

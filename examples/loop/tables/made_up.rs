@@ -3,7 +3,7 @@
 use crate::Result;
 use pikv::codec::Codec;
 use pikv::report::{PageId, Place};
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence};
+use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence, Step};
 use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::results::cpu_time;
 use std::collections::{HashMap, HashSet};
@@ -83,11 +83,7 @@ impl Layer {
             for (read, least) in reads.iter().zip(&mut least) {
                 let mut out = vec![0.0; QUERY_HEADS * DIM];
                 let start = {
-                    let mut step = self.cache.begin([(&mut self.sequence, 1)])?;
-                    step.append(0, &q[..KV_HEADS * DIM], &q[..KV_HEADS * DIM])?;
-                    if self.experts > 1 {
-                        step.route(0, &routes)?;
-                    }
+                    let mut step = self.step(&q, &routes)?;
                     let start = cpu_time();
                     step.attend(0, &q, &Attend::new(0.125).read(*read), Output::new(&mut out))?;
                     start
@@ -102,6 +98,16 @@ impl Layer {
         (noise(&mut self.random, QUERY_HEADS * DIM), drawn(&mut self.random, self.experts, self.top_k))
     }
 
+    /// A step of one token, appended and routed.
+    fn step(&mut self, q: &[f32], routes: &[u16]) -> Result<Step<'_>> {
+        let mut step = self.cache.begin([(&mut self.sequence, 1)])?;
+        step.append(0, &q[..KV_HEADS * DIM], &q[..KV_HEADS * DIM])?;
+        if self.experts > 1 {
+            step.route(0, routes)?;
+        }
+        Ok(step)
+    }
+
     /// Bytes of the pages that a decode row reads, of all KV heads; the mean of `samples`.
     pub fn bytes_read(&mut self, read: Read, samples: usize) -> Result<f64> {
         let mut bytes: Vec<HashMap<PageId, u64>> = vec![HashMap::new(); KV_HEADS];
@@ -112,11 +118,7 @@ impl Layer {
         for _ in 0..samples {
             let (q, routes) = self.query();
             let mut out = vec![0.0; QUERY_HEADS * DIM];
-            let mut step = self.cache.begin([(&mut self.sequence, 1)])?;
-            step.append(0, &q[..KV_HEADS * DIM], &q[..KV_HEADS * DIM])?;
-            if self.experts > 1 {
-                step.route(0, &routes)?;
-            }
+            let mut step = self.step(&q, &routes)?;
             let output = Output::new(&mut out).mass(&mut mass);
             step.attend(0, &q, &Attend::new(0.125).read(read), output)?;
             // A page with no visible token is listed with a mass of 0.

@@ -1,13 +1,13 @@
 //! Saves and restores a sequence of a loop with the state of the routers.
 
-use super::{ClosedLoop, LoopError, forget};
+use super::{ClosedLoop, LoopError};
 use crate::base::error::{Error, SaveError};
 use crate::cache::save::Restored;
 use crate::cache::save::file::{read_file, write_file};
 use crate::cache::sequence::Sequence;
 use crate::router::Routes;
 use crate::router::learnt::Learnt;
-use crate::router::learnt::save::{Words, check_saved, put_state};
+use crate::router::learnt::save::{Words, put_state};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -64,7 +64,7 @@ impl ClosedLoop {
             let refused = |source| LoopError::Route { layer, source };
             router.saves().map_err(refused)?;
             let state = router.state();
-            check_saved(&state).map_err(|error| refused(error.into()))?;
+            state.check().map_err(|error| refused(error.into()))?;
             put_state(&state, &mut words);
         }
         let kept = self.learnt.save(&sequence.tickets, &mut words);
@@ -132,15 +132,5 @@ impl ClosedLoop {
     /// The errors of [`ClosedLoop::restore`] and [`Cache::restore_file`](crate::Cache::restore_file).
     pub fn restore_file(&mut self, path: impl AsRef<Path>) -> Result<Restored, LoopError> {
         read_file(path.as_ref(), |from| self.restore(from))
-    }
-
-    /// Makes the routers forget rolled back tokens and choices of a leaked step.
-    fn settle_down(&mut self) -> Result<(), LoopError> {
-        if std::mem::take(&mut self.open) {
-            self.routers.iter_mut().for_each(forget);
-        }
-        self.devices.forget();
-        let forgotten = self.learnt.forget(&mut self.routers);
-        forgotten.map_err(|(layer, source)| LoopError::Route { layer, source })
     }
 }

@@ -132,7 +132,7 @@ setters!(Reused { layer: u32, kv_head: u32, gap: u32 });
 pub struct PrefixUsage {
     /// Bytes of pages that it holds, in whatever tier, each page once; also those that sequences read.
     pub bytes: u64,
-    /// Those of them in lower tiers.
+    /// Bytes in lower tiers, part of `bytes`.
     pub lower: u64,
     /// Lengths at which prefixes can be found, and those between checkpoints.
     pub boundaries: u64,

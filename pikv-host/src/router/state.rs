@@ -143,7 +143,7 @@ impl RouterState {
     }
 
     /// Refuses values that no router reaches.
-    pub(super) fn check(&self) -> Result<(), StateError> {
+    pub(crate) fn check(&self) -> Result<(), StateError> {
         let experts = self.experts as usize;
         if !(1..=MAX_EXPERTS).contains(&experts) {
             return Err(StateError::Value { what: "experts", index: 0, value: experts as f64 });

@@ -1,4 +1,4 @@
-//! What routers learnt of tokens that can still be taken back, as words of a saved loop.
+//! Saves and restores the steps that a rollback can reach, as routers learnt them: words of a saved loop.
 
 use super::{Kept, Layer, Learnt, Left, Met, Part, Ticket, Tickets, most_steps};
 use crate::router::{RouterState, StateError};
@@ -14,10 +14,10 @@ pub(crate) fn put_state(state: &RouterState, to: &mut Vec<u32>) {
     to.extend(words.iter().map(|word| u32::from_le_bytes(*word)));
 }
 
-/// What is wrong with words of a saved loop.
+/// Reason why words of a saved loop are invalid.
 type Wrong = &'static str;
 
-/// Words that are read from the first to the last.
+/// A reader of words.
 pub(crate) struct Words<'a>(pub &'a [u32]);
 
 impl<'a> Words<'a> {
@@ -44,7 +44,7 @@ impl<'a> Words<'a> {
         if fits { Ok(n) } else { Err("more items than words") }
     }
 
-    /// What [`put_state`] wrote.
+    /// Reads the data of [`put_state`].
     pub fn state(&mut self) -> Result<RouterState, Wrong> {
         let n = self.count(1)?;
         let bytes: Vec<u8> = self.slice(n)?.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -52,29 +52,21 @@ impl<'a> Words<'a> {
     }
 }
 
-/// That a state comes back from its bytes.
-///
-/// # Errors
-/// What is wrong with a state of a caller's own router.
-pub(crate) fn check_saved(state: &RouterState) -> Result<(), StateError> {
-    state.check()
-}
-
 impl Learnt {
-    /// Adds the steps that are kept, and which of their tokens a sequence with these tickets has, as if all other sequences were over.
+    /// Adds the kept steps, and the tokens in them of a sequence with these tickets, as if all other sequences were dropped.
     ///
     /// # Errors
-    /// The layer of a router that gave a state of which bytes cannot be made, and why.
+    /// The layer of a router with an invalid state, and the reason.
     pub fn save(&self, tickets: &Tickets, to: &mut Vec<u32>) -> Result<(), (usize, StateError)> {
         to.push(self.steps.len() as u32);
         self.steps.iter().try_for_each(|step| step.save(tickets, to))
     }
 
-    /// Reads what [`Learnt::save`] wrote: the steps, for a loop of as many tokens that can be taken back, and the tickets of a sequence of
-    /// `len` tokens; `states` are those of the routers.
+    /// Reads the data of [`Learnt::save`]: the steps, for a loop with a rollback of `slack` tokens, and the tickets of a sequence of `len`
+    /// tokens. `states` are the routers' states.
     ///
     /// # Errors
-    /// What no loop saves.
+    /// Data that no loop saves, with the reason.
     pub fn load(
         slack: u32,
         len: u32,
@@ -106,7 +98,7 @@ impl Kept {
             to.push(u32::from(layer.before.is_some()));
             // Without it the rest is of an older step.
             let Some(before) = &layer.before else { continue };
-            check_saved(before).map_err(|error| (l, error))?;
+            before.check().map_err(|error| (l, error))?;
             put_state(before, to);
             to.extend(layer.logits.iter().map(|x| x.to_bits()));
             to.extend([layer.remote as u32, (layer.remote >> 32) as u32, layer.met.len() as u32]);
