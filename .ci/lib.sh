@@ -1,5 +1,8 @@
 # What .ci/run and .ci/full share: named steps whose times go to target/ci-times.csv, and what the distribution has to install.
 
+# Each thing is compiled once here: what makes a second build of it faster makes the first one slower.
+export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0
+
 times=target/ci-times.csv
 mkdir -p target
 echo "step,seconds,cpu_seconds" > $times
