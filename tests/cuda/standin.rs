@@ -15,6 +15,7 @@ pub enum Set {
     Reset = 4,
     Devices = 5,
     Slow = 6,
+    Late = 7,
 }
 
 /// Counters.
