@@ -258,8 +258,10 @@ impl Device {
             SLOW => self.slow = value != 0,
             LATE => self.late = value != 0,
             RESET => {
-                self.queues.clear();
-                self.landing.clear();
+                if self.lost.is_some() {
+                    self.queues.clear();
+                    self.landing.clear();
+                }
                 self.slow = false;
                 (self.lost, self.allocations_left, self.launches_left, self.lose_in) =
                     (None, None, None, None);
