@@ -76,6 +76,11 @@ macro_rules! forward {
             }
         )*
 
+        // For the program or library that contains pikv alone: it does not offer them to other libraries of the process, which must reach
+        // the driver's own.
+        #[cfg(all(unix, not(target_vendor = "apple"), any(target_arch = "x86_64", target_arch = "aarch64")))]
+        core::arch::global_asm!($(concat!(".hidden ", stringify!($name))),*);
+
         struct Symbol(#[allow(dead_code, reason = "keeps the symbol")] *const c_void);
         // SAFETY: the address of a function, which is never read through.
         unsafe impl Sync for Symbol {}

@@ -15,6 +15,7 @@ pub enum Set {
     Reset = 4,
     Devices = 5,
     Slow = 6,
+    Late = 7,
 }
 
 /// Counters.
@@ -47,7 +48,11 @@ impl Drop for Standin {
     }
 }
 
+/// The stand-in, or the library that `PIKV_TEST_DRIVER` names in its place (the witness: see `.ci/witness`).
 fn path() -> PathBuf {
+    if let Some(other) = std::env::var_os("PIKV_TEST_DRIVER") {
+        return other.into();
+    }
     let test = std::env::current_exe().expect("a test has a path");
     let file = format!("{}pikv_standin{}", std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX);
     test.with_file_name(file)

@@ -1,7 +1,7 @@
 //! Tiers below device memory: results do not depend on where pages lie.
 
 use crate::script::{Op, Options, Run, mix};
-use crate::standin::{Get, Standin};
+use crate::standin::{Get, Set, Standin};
 use crate::suite::{Case, config, same, shape};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o};
@@ -119,6 +119,17 @@ fn pages_of_memory_come_up_while_the_layer_before_is_attended() {
     );
     // In memory that was there.
     assert_eq!(standin.get(Get::Allocated), allocated);
+}
+
+/// Pages of later layers come up in memory that an earlier layer has read: not before it has.
+#[test]
+fn memory_that_pages_come_up_in_is_read_before_it_is_reused() {
+    let standin = Standin::new();
+    standin.set(Set::Late, 1);
+    let mut config = tiered(48, 100);
+    config.layers = vec![layers()[0].clone(); 4];
+    let ops = [vec![Op::Feed(vec![(0, 20)]); 12], vec![Op::Feed(vec![(0, 1)]); 3]].concat();
+    same("tiers", &standin, &Case { config, options: Options::default(), ops });
 }
 
 #[test]

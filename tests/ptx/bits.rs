@@ -744,6 +744,10 @@ fn finds_races() {
         let (_, _, cause) = cause(&format!("{first}\n {then}"), &[0; 32], 32);
         assert!(matches!(cause, Cause::LaneRace { .. }));
     }
+    // All lanes write the same that they have read, in one instruction: without a barrier before it, this is a race too.
+    let (first, then) = ("ld.global.b32 %r2, [%rd1];", "st.global.b32 [%rd1], 5;");
+    assert_eq!(run_tiny(&format!("{first}\n bar.warp.sync -1;\n {then}"), &[5], 32).unwrap(), [5]);
+    assert!(matches!(cause(&format!("{first}\n {then}"), &[5], 32).2, Cause::LaneRace { .. }));
     // Halves of a word are apart, of two lanes and of two warps; one half is not.
     let at = |bytes: &str| {
         format!("add.s64 %rd4, %rd1, {bytes};\n cvt.u16.u32 %rs1, %r1;\n st.global.b16 [%rd4+2], %rs1;")
@@ -1010,12 +1014,15 @@ fn finds_pages_that_are_not_as_promised() {
 fn a_merge_without_its_barrier_races() {
     let text = text(FILES[1]).replace("bar.warp.sync", "// bar.warp.sync");
     let mut machine = Machine::new(&text).unwrap();
-    let mut parts = [[1.0f32; 34]; 2];
-    (parts[0][32], parts[1][32]) = (3.0, 4.0);
-    let pair = PairArg { left: 0, right: 34, rows: 1, acc_rows: 1 };
-    let (address, pairs) = (machine.memory.put(parts.as_flattened()), machine.memory.put(&[pair]));
-    let args = [bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
-    let fault = machine.launch("merge_pairs", 1, 32, &args).unwrap_err();
-    assert_eq!(fault.opcode, "st.global.b32");
-    assert!(matches!(fault.cause, Cause::LaneRace { .. }));
+    // The right part changes the exponent and the sum of the left one, or is too small to.
+    for right in [4.0, -200.0] {
+        let mut parts = [[1.0f32; 34]; 2];
+        (parts[0][32], parts[1][32]) = (3.0, right);
+        let pair = PairArg { left: 0, right: 34, rows: 1, acc_rows: 1 };
+        let (address, pairs) = (machine.memory.put(parts.as_flattened()), machine.memory.put(&[pair]));
+        let args = [bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
+        let fault = machine.launch("merge_pairs", 1, 32, &args).unwrap_err();
+        assert_eq!(fault.opcode, "st.global.b32");
+        assert!(matches!(fault.cause, Cause::LaneRace { .. }));
+    }
 }

@@ -84,9 +84,10 @@ impl Word {
             |warp: u32, epoch: u32, lanes: u32| if warp != 0 && epoch == who.epoch { lanes } else { 0 };
         let wrote = here(self.writer, self.write_epoch, self.wrote);
         let read = here(self.reader, self.read_epoch, self.read);
-        let all = who.lanes | wrote | read;
-        if changes && wrote | read != 0 && !all.is_power_of_two() {
-            return Err(Cause::LaneRace { address, others: (wrote | read) & !who.lanes });
+        // All lanes may write the same; but what another lane has read may not be written before a barrier, even if it stays the same here.
+        let others = (if changes { read | wrote } else { read }) & !who.lanes;
+        if others != 0 {
+            return Err(Cause::LaneRace { address, others });
         }
         (self.writer, self.wrote, self.write_epoch) = (me, wrote | who.lanes, who.epoch);
         Ok(())

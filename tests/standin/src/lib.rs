@@ -12,13 +12,21 @@
 //! the host waits for the stream or for an event after them. So a kernel on another stream that does not wait does not find the data, and
 //! one that waits for host memory that was reused finds the newer data. Copies to the host take the data when they are requested, but
 //! deliver it when the host waits, so a host that does not wait finds the old data. Waiting for an event that was never recorded is an
-//! error here, though not in a driver. Faults found by the interpreter (reads out of bounds, misaligned, of freed or unwritten memory,
-//! races) are also written to stderr.
+//! error here, though not in a driver.
+//!
+//! With [`LATE`] all work is late: it is done when the host waits for it, or for something that waits for it. Copies to the device in
+//! other streams then come before it, as early as the events allow that they wait for. So memory that another stream overwrites before a
+//! launch has read it shows. The environment variable `PIKV_STANDIN_LATE=1` sets it for all devices.
+//!
+//! Faults found by the interpreter (reads out of bounds, misaligned, of freed or unwritten memory, races) are also written to stderr.
 //!
 //! A few more functions serve tests: [`standin_set`] and [`standin_get`], and those of one device.
 #![allow(non_snake_case, reason = "the driver's names")]
 
+mod queue;
+
 use pikv_interpreter::{Memory, Program};
+use queue::{Down, Queues, Work};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -58,6 +66,8 @@ pub const RESET: u32 = 4;
 pub const DEVICES: u32 = 5;
 /// [`standin_set`]: whether an event counts as passed only after the host waited for it, or for a later one.
 pub const SLOW: u32 = 6;
+/// [`standin_set`]: whether all work is late, and copies of other streams come before it.
+pub const LATE: u32 = 7;
 /// [`standin_get`]: objects created and not freed: memory, pinned memory, streams, events, modules, contexts.
 pub const LIVE: u32 = 0;
 /// [`standin_get`]: launches so far.
@@ -86,8 +96,8 @@ struct Device {
     functions: HashMap<u64, (u64, String)>,
     /// Streams and events.
     handles: HashSet<u64>,
-    /// Copies up that were not done yet, in order.
-    queue: Vec<Up>,
+    /// Work that was not done yet.
+    queues: Queues,
     /// Copies to the host that are not delivered yet.
     landing: Vec<Down>,
     /// Number of operations requested of streams.
@@ -97,6 +107,7 @@ struct Device {
     /// For each stream, the number up to which the host waited.
     passed: HashMap<u64, u64>,
     slow: bool,
+    late: bool,
     pinned: HashMap<u64, Box<[u64]>>,
     contexts: u64,
     launched: u64,
@@ -110,23 +121,6 @@ struct Device {
     capability: u64,
     /// The answer to every call, once work has failed.
     lost: Option<u32>,
-}
-
-/// A copy up.
-struct Up {
-    stream: u64,
-    number: u64,
-    to: u64,
-    from: usize,
-    bytes: usize,
-}
-
-/// A copy down.
-struct Down {
-    stream: u64,
-    number: u64,
-    to: usize,
-    bytes: Vec<u8>,
 }
 
 static ALL: [RwLock<World>; WORLDS] = [const { RwLock::new(None) }; WORLDS];
@@ -157,8 +151,9 @@ fn due(left: &mut Option<u64>) -> bool {
 /// Devices `from..to` of a world.
 fn devices(world: usize, from: usize, to: usize) -> impl Iterator<Item = Mutex<Device>> {
     let memory = move |i| Memory::of((world * MOST + i) as u32);
+    let late = std::env::var_os("PIKV_STANDIN_LATE").is_some_and(|value| value == "1");
     (from..to.min(MOST))
-        .map(move |i| Mutex::new(Device { memory: memory(i), capability: 80, ..Device::default() }))
+        .map(move |i| Mutex::new(Device { memory: memory(i), capability: 80, late, ..Device::default() }))
 }
 
 /// The devices of a world, which is made if it is used for the first time.
@@ -226,54 +221,6 @@ fn alive(f: impl FnOnce(&mut Device) -> u32) -> u32 {
 }
 
 impl Device {
-    /// Does the copies to the device of `stream` up to number `last`; of all streams for `None`.
-    fn catch_up(&mut self, stream: Option<u64>, last: u64) {
-        let due = |up: &mut Up| stream.is_none_or(|stream| up.stream == stream) && up.number <= last;
-        let due: Vec<Up> = self.queue.extract_if(.., due).collect();
-        for Up { to, from, bytes, .. } in due {
-            if self.lost.is_some() {
-                return;
-            }
-            // SAFETY: the caller of the copy promised that the bytes stay valid until it is done.
-            let from = unsafe { slice::from_raw_parts(from as *const u8, bytes) };
-            if let Err(cause) = self.memory.write(to, from) {
-                self.fail("copy up", &cause);
-            }
-        }
-    }
-
-    /// Delivers the copies to the host of `stream` up to number `last`; of all streams for `None`.
-    fn land(&mut self, stream: Option<u64>, last: u64) {
-        let due = |down: &mut Down| stream.is_none_or(|stream| down.stream == stream) && down.number <= last;
-        for Down { to, bytes, .. } in self.landing.extract_if(.., due) {
-            // SAFETY: the caller of the copy promised that the memory stays valid until it is done.
-            unsafe { (to as *mut u8).copy_from(bytes.as_ptr(), bytes.len()) };
-        }
-        if let Some(stream) = stream {
-            let passed = self.passed.entry(stream).or_default();
-            *passed = last.min(self.asked).max(*passed);
-        }
-    }
-
-    /// Whether a wait for an event has work to do.
-    fn under_way(&self, event: u64) -> bool {
-        let Some((stream, last)) = self.events.get(&event).copied() else { return false };
-        let ups = self.queue.iter().any(|up| up.stream == stream && up.number <= last);
-        let downs = self.landing.iter().any(|down| down.stream == stream && down.number <= last);
-        ups || downs || self.slow && self.passed.get(&stream).is_none_or(|passed| *passed < last)
-    }
-
-    /// Does the copies that a stream must do before other work.
-    fn catch_up_all(&mut self, stream: u64) {
-        self.catch_up(Some(stream), u64::MAX);
-    }
-
-    fn fail(&mut self, what: &str, cause: &dyn std::fmt::Debug) -> u32 {
-        eprintln!("stand-in: {what}: {cause:x?}");
-        self.lost = Some(ILLEGAL_ADDRESS);
-        ILLEGAL_ADDRESS
-    }
-
     /// Copies down, at once.
     ///
     /// # Safety
@@ -285,7 +232,7 @@ impl Device {
                 unsafe { to.copy_from(found.as_ptr(), bytes) };
                 SUCCESS
             }
-            Err(cause) => self.fail("copy down", &cause),
+            Err(cause) => self.fail(&format!("copy down: {cause:x?}")),
         }
     }
 
@@ -309,9 +256,12 @@ impl Device {
             LOSE => self.lose_in = Some(value),
             CAPABILITY => self.capability = value,
             SLOW => self.slow = value != 0,
+            LATE => self.late = value != 0,
             RESET => {
-                self.queue.clear();
-                self.landing.clear();
+                if self.lost.is_some() {
+                    self.queues.clear();
+                    self.landing.clear();
+                }
                 self.slow = false;
                 (self.lost, self.allocations_left, self.launches_left, self.lose_in) =
                     (None, None, None, None);
@@ -542,14 +492,13 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
 /// The driver's function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuModuleUnload(module: u64) -> u32 {
-    current(|device, _| match device.programs.remove(&module) {
-        Some(program) => {
-            device.executed += program.executed;
-            program.unload(&mut device.memory);
-            device.functions.retain(|_, (of, _)| *of != module);
-            device.lost.unwrap_or(SUCCESS)
-        }
-        None => INVALID_HANDLE,
+    current(|device, _| {
+        device.finish_all();
+        let Some(program) = device.programs.remove(&module) else { return INVALID_HANDLE };
+        device.executed += program.executed;
+        program.unload(&mut device.memory);
+        device.functions.retain(|_, (of, _)| *of != module);
+        device.lost.unwrap_or(SUCCESS)
     })
 }
 
@@ -589,35 +538,31 @@ pub unsafe extern "C" fn cuLaunchKernel(
     _extra: *mut c_void,
 ) -> u32 {
     alive(|device| {
-        let Some((module, name)) = device.functions.get(&function) else { return INVALID_HANDLE };
+        let Some((module, entry)) = device.functions.get(&function) else { return INVALID_HANDLE };
         if !device.streams(stream) {
             return INVALID_HANDLE;
         }
         if (grid_y, grid_z, block_y, block_z, shared) != (1, 1, 1, 1, 0) || grid == 0 || block > 1024 {
             return INVALID_VALUE;
         }
-        let (module, name) = (*module, name.clone());
+        let (module, entry) = (*module, entry.clone());
         if due(&mut device.launches_left) {
             return OUT_OF_RESOURCES;
         }
-        device.catch_up_all(stream);
         device.launched += 1;
-        device.asked += 1;
         if due(&mut device.lose_in) {
             device.lost = Some(LAUNCH_FAILED);
             return SUCCESS;
         }
-        let Some(program) = device.programs.get_mut(&module) else { return INVALID_HANDLE };
-        let sizes = program.parameters(&name).unwrap_or_default();
+        let Some(program) = device.programs.get(&module) else { return INVALID_HANDLE };
+        let sizes = program.parameters(&entry).unwrap_or_default();
         // SAFETY: the caller promises arguments that are valid for the driver's function: a pointer for each parameter, to as many bytes
         // as it has.
-        let arguments: Vec<&[u8]> = unsafe {
-            let pointers = slice::from_raw_parts(arguments, sizes.len());
-            pointers.iter().zip(&sizes).map(|(at, size)| slice::from_raw_parts(*at, *size)).collect()
+        let arguments = unsafe {
+            let pointers = slice::from_raw_parts(arguments, sizes.len()).iter().zip(&sizes);
+            pointers.map(|(at, size)| slice::from_raw_parts(*at, *size).to_vec()).collect()
         };
-        if let Err(fault) = program.launch(&mut device.memory, &name, grid, block, &arguments) {
-            device.fail(&name, &fault);
-        }
+        device.request(stream, Work::Launch { module, entry, grid, block, arguments });
         SUCCESS
     })
 }
@@ -641,11 +586,11 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
     current(|device, _| {
-        device.catch_up(None, u64::MAX);
+        device.finish_all();
         device.land(None, u64::MAX);
         match device.memory.free(address) {
             Ok(()) => device.lost.unwrap_or(SUCCESS),
-            Err(cause) => device.fail("free", &cause),
+            Err(cause) => device.fail(&format!("free: {cause:x?}")),
         }
     })
 }
@@ -672,7 +617,7 @@ pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut u64, bytes: usize) -> u
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFreeHost(address: u64) -> u32 {
     current(|device, _| {
-        device.catch_up(None, u64::MAX);
+        device.finish_all();
         device.land(None, u64::MAX);
         match device.pinned.remove(&address) {
             Some(_) => device.lost.unwrap_or(SUCCESS),
@@ -689,9 +634,8 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: u
         if !device.streams(stream) {
             return INVALID_HANDLE;
         }
-        device.asked += 1;
         device.uploaded += bytes as u64;
-        device.queue.push(Up { stream, number: device.asked, to, from: from as usize, bytes });
+        device.request(stream, Work::Up { to, from: from as usize, bytes });
         SUCCESS
     })
 }
@@ -700,19 +644,12 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: u
 /// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, stream: u64) -> u32 {
-    alive(|device| match device.streams(stream) {
-        true => {
-            device.catch_up_all(stream);
-            device.asked += 1;
-            match device.memory.read::<u8>(from, bytes) {
-                Ok(bytes) => {
-                    device.landing.push(Down { stream, number: device.asked, to: to as usize, bytes });
-                    SUCCESS
-                }
-                Err(cause) => device.fail("copy down", &cause),
-            }
+    alive(|device| {
+        if !device.streams(stream) {
+            return INVALID_HANDLE;
         }
-        false => INVALID_HANDLE,
+        device.request(stream, Work::Down { to: to as usize, from, bytes });
+        device.lost.unwrap_or(SUCCESS)
     })
 }
 
@@ -721,12 +658,12 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usi
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize) -> u32 {
     alive(|device| {
-        device.catch_up(None, u64::MAX);
+        device.finish_all();
         // SAFETY: the caller promises arguments that are valid for the driver's function.
         let from = unsafe { slice::from_raw_parts(from, bytes) };
         match device.memory.write(to, from) {
             Ok(()) => SUCCESS,
-            Err(cause) => device.fail("copy up", &cause),
+            Err(cause) => device.fail(&format!("copy up: {cause:x?}")),
         }
     })
 }
@@ -736,7 +673,7 @@ pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const u8, bytes: usize)
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut u8, from: u64, bytes: usize) -> u32 {
     alive(|device| {
-        device.catch_up(None, u64::MAX);
+        device.finish_all();
         // SAFETY: the caller promises arguments that are valid for the driver's function.
         unsafe { device.down(to, from, bytes) }
     })
@@ -759,11 +696,8 @@ fn fill<T: bytemuck::Pod>(to: u64, values: &[T], stream: u64) -> u32 {
         if !device.streams(stream) {
             return INVALID_HANDLE;
         }
-        device.catch_up_all(stream);
-        match device.memory.write(to, values) {
-            Ok(()) => SUCCESS,
-            Err(cause) => device.fail("fill", &cause),
-        }
+        device.request(stream, Work::Fill { to, bytes: bytemuck::cast_slice(values).to_vec() });
+        device.lost.unwrap_or(SUCCESS)
     })
 }
 
@@ -788,7 +722,7 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
 pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> u32 {
     current(|device, _| match device.handles.remove(&stream) {
         true => {
-            device.catch_up_all(stream);
+            device.finish(stream, u64::MAX);
             device.land(Some(stream), u64::MAX);
             device.events.remove(&stream);
             device.passed.remove(&stream);
@@ -803,7 +737,7 @@ pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> u32 {
 pub extern "C" fn cuStreamSynchronize(stream: u64) -> u32 {
     alive(|device| {
         device.waited += 1;
-        device.catch_up_all(stream);
+        device.finish(stream, u64::MAX);
         device.land(Some(stream), u64::MAX);
         if device.streams(stream) { SUCCESS } else { INVALID_HANDLE }
     })
@@ -835,7 +769,7 @@ pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
     })
 }
 
-/// The driver's function. The stream waits at once, so its later work follows the event.
+/// The driver's function. The stream waits at once, unless work is late, so its later work follows the event.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> u32 {
     alive(|device| {
@@ -846,7 +780,10 @@ pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> 
             eprintln!("stand-in: a stream waits for an event that was never recorded");
             return INVALID_VALUE;
         };
-        device.catch_up(Some(of), last);
+        match device.late {
+            true => device.request(stream, Work::Wait { stream: of, last }),
+            false => device.finish(of, last),
+        }
         SUCCESS
     })
 }
@@ -867,7 +804,7 @@ pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
     alive(|device| {
         device.waited += u64::from(device.under_way(event));
         if let Some((stream, last)) = device.events.get(&event).copied() {
-            device.catch_up(Some(stream), last);
+            device.finish(stream, last);
             device.land(Some(stream), last);
         }
         if device.handles.contains(&event) { SUCCESS } else { INVALID_HANDLE }
