@@ -1,17 +1,18 @@
 //! The closed loop: misses of attention and evictions change how the next tokens are routed.
 
 mod device;
+mod learnt;
 mod save;
 mod step;
 
 use self::device::Devices;
+use self::learnt::Learnt;
 pub use self::step::LoopStep;
 use crate::base::error::Error;
 use crate::cache::Cache;
 use crate::cache::sequence::Sequence;
 use crate::metrics::Sink;
 use crate::metrics::report::{ByPart, StepReport};
-use crate::router::learnt::Learnt;
 use crate::router::{RouteError, Router, Routes};
 use pikv_core::page::Position;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,5 +1,6 @@
 //! A step of a closed loop: routers choose experts, and learn from hits and misses at the commit.
 
+use super::learnt::narrow;
 use super::{ClosedLoop, LoopError, Scratch, forget};
 use crate::attend::options::{Attend, Output, Read};
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
@@ -8,7 +9,6 @@ use crate::base::host_slice::{HostSlice, Scalar};
 use crate::cache::step::Step;
 use crate::metrics::StepMetrics;
 use crate::metrics::report::ByPart;
-use crate::router::learnt::narrow;
 use crate::router::{Feedback, Routes};
 use pikv_core::page::{PAGE, Position};
 use smallvec::SmallVec;

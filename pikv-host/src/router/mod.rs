@@ -45,7 +45,6 @@ mod auxiliary;
 mod biased;
 mod eplb;
 mod error;
-pub(crate) mod learnt;
 pub(crate) mod met;
 pub(crate) mod on_device;
 mod r_a;
@@ -57,6 +56,7 @@ mod r_p;
 mod r_t;
 mod solve;
 mod state;
+pub(crate) mod tickets;
 
 pub use auxiliary::{Auxiliary, auxiliary};
 pub use biased::{Biased, Misses};

@@ -187,7 +187,7 @@ impl RouterState {
     }
 
     /// [`check`](RouterState::check), and the kind and shape of `expected`.
-    pub(super) fn check_as(&self, expected: &RouterState) -> Result<(), StateError> {
+    pub(crate) fn check_as(&self, expected: &RouterState) -> Result<(), StateError> {
         if self.router != expected.router {
             return Err(StateError::Router { got: self.router, expected: expected.router });
         }
