@@ -229,16 +229,16 @@ impl ClosedLoop {
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<LoopStep<'a>, LoopError> {
         let step = self.cache.begin(parts)?;
-        let settled = self.settle_down();
+        let forgotten = self.forget_undone();
         self.open = true;
-        settled?;
+        forgotten?;
         self.learnt.begin(self.routers.len(), step.parts());
         self.routes.iter_mut().for_each(Routes::clear);
         Ok(LoopStep { step: Some(step), of: self })
     }
 
     /// Makes the routers forget rolled back tokens and the choices of a step that was leaked instead of dropped.
-    fn settle_down(&mut self) -> Result<(), LoopError> {
+    fn forget_undone(&mut self) -> Result<(), LoopError> {
         if std::mem::take(&mut self.open) {
             self.routers.iter_mut().for_each(forget);
         }

@@ -60,7 +60,7 @@ impl ClosedLoop {
         if !Arc::ptr_eq(&sequence.inner, &self.cache.inner) {
             return Err(LoopError::Cache(Error::ForeignSequence { index: 0 }));
         }
-        self.settle_down()?;
+        self.forget_undone()?;
         let mut words = vec![self.routers.len() as u32];
         for (layer, router) in self.routers.iter().enumerate() {
             let refused = |source| LoopError::Route { layer, source };
@@ -102,7 +102,7 @@ impl ClosedLoop {
         let words = words.ok_or(Error::Save(SaveError::NoRouters))?;
         let read = self.read_routers(&words, restored.sequence.len);
         let (states, learnt, tickets) = read.map_err(|error| in_tensor(error, "routers"))?;
-        self.settle_down()?;
+        self.forget_undone()?;
         let before: Vec<_> = self.routers.iter().map(|router| router.state()).collect();
         for layer in 0..states.len() {
             if let Err(source) = self.routers[layer].restore(&states[layer]) {
