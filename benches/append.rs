@@ -90,7 +90,7 @@ fn beside_copies(noise: &[f32]) -> Result<(), Box<dyn Error>> {
     ];
     let name = machine::name();
     println!("\n{:>6} {:>12} {:>8} {:>8}", "form", "ns a token", "row", "places");
-    let when = machine::when("cargo bench -p pikv-benches --bench append");
+    let when = machine::when("cargo bench -p pikv-benches --bench append")?;
     let mut csv = vec!["machine,form,row_ratio,places_ratio,date,commit,command".to_owned()];
     for (form, config) in forms {
         let (mut appended, mut rows, mut places) = (vec![], vec![], vec![]);

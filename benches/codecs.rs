@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "{:24} {:>7} {:>7} {:>9} {:>9} {:>8} {:>7}  spread",
         "codec", "threads", "ratio", "x bf16", "KV GB/s", "roof", "/ roof"
     );
-    let when = machine::when("cargo bench -p pikv-benches --bench codecs");
+    let when = machine::when("cargo bench -p pikv-benches --bench codecs")?;
     let mut csv = vec![
         "machine,lanes,codec,context,threads,ratio,x_bf16,kv_gbps,roof_gbps,roof_ratio,date,commit,command"
             .to_owned(),

@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let quick = std::env::args().any(|argument| argument == "--quick");
     let (layers, batches) = if quick { (4, &[1, 2][..]) } else { (32, &[1, 8, 32][..]) };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
-    let end = machine::provenance("cargo bench -p pikv-benches --bench cold_append");
+    let end = machine::provenance("cargo bench -p pikv-benches --bench cold_append")?;
     let mut csv =
         vec!["batch,layers,context,append_share,slowest_over_median,machine,date,commit,command".to_owned()];
     println!("{:>5} {:>10} {:>10} {:>7} {:>7}", "batch", "append ms", "attend ms", "share", "slowest");

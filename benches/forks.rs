@@ -63,7 +63,7 @@ fn main() -> Result<()> {
         vec!["what,layers,heads,experts,tokens,us,bytes,ratio,machine,date,commit,command".to_owned()];
     for Row(what, [layers, heads, experts, tokens], us, bytes, ratio) in &rows {
         println!("{what}: {us:.1} us, {bytes} bytes, ratio {ratio:.3}");
-        let from = machine::provenance("cargo bench -p pikv-benches --bench forks");
+        let from = machine::provenance("cargo bench -p pikv-benches --bench forks")?;
         csv.push(format!("{what},{layers},{heads},{experts},{tokens},{us:.1},{bytes},{ratio:.3},{from}"));
     }
     if quick {

@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let options = arguments()?;
     let pools = THREADS.map(|n| ThreadPoolBuilder::new().num_threads(n).build());
     let pools = pools.into_iter().collect::<Result<Vec<_>, _>>()?;
-    let end = machine::provenance(COMMAND);
+    let end = machine::provenance(COMMAND)?;
     println!("{} {}", machine::name(), options.lanes.name());
     println!("{:>5} {:>7} {:>4} {:>10} {:>10} {:>6}", "form", "mode", "thr", "ms", "at peak", "share");
     let mut lines = Vec::new();

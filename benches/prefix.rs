@@ -77,7 +77,7 @@ fn main() -> Result<()> {
     for prompt in [256, 1024, 8192] {
         let (bytes, ideal) = bytes(prompt)?;
         let ratio = bytes as f64 / ideal as f64;
-        let from = machine::provenance("cargo bench -p pikv-benches --bench prefix");
+        let from = machine::provenance("cargo bench -p pikv-benches --bench prefix")?;
         writeln!(csv, "{RING},{prompt},{FORKS},{OWN},{bytes},{ideal},{ratio:.4},{from}")?;
     }
     print!("{csv}");

@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         worst = worst.min(save).min(restore);
         csv.push(format!(
             "{tokens} tokens,{dtype},{bytes},{save:.3},{restore:.3},{}",
-            machine::provenance(COMMAND)
+            machine::provenance(COMMAND)?
         ));
     }
     if quick {

@@ -45,7 +45,7 @@ fn main() -> Result<()> {
     let (quick, only_hits) = (given("--quick"), given("--hits"));
     let name = machine::name();
     println!("{name}\n");
-    let when = machine::when("cargo bench -p pikv-benches --bench schedule");
+    let when = machine::when("cargo bench -p pikv-benches --bench schedule")?;
     let mut csv =
         vec!["machine,what,case,tokens,attend_ratio,stages,evict,ratio,date,commit,command".to_owned()];
     let (context, samples) = if quick { (4096, 5) } else { (32_768, 101) };

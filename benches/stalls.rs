@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         worst = worst.max(p999 / median);
         csv.push(format!(
             "{batch},{layers},{tokens},{median:.3},{p999:.3},{max:.3},{}",
-            machine::provenance("cargo bench -p pikv-benches --bench stalls")
+            machine::provenance("cargo bench -p pikv-benches --bench stalls")?
         ));
     }
     if quick {

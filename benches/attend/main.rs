@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     if options.serve {
         return serve::serve(options.lanes[0]);
     }
-    let mut record = Record::new();
+    let mut record = Record::new()?;
     let wants = |part: &str| options.part.as_deref().is_none_or(|only| only == part);
     for &lanes in &options.lanes {
         for form in Form::all() {

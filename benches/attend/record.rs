@@ -33,7 +33,7 @@ pub struct Record {
 }
 
 impl Record {
-    pub fn new() -> Record {
+    pub fn new() -> std::io::Result<Record> {
         let machine = machine::name();
         println!("{machine}\n");
         println!(
@@ -51,8 +51,8 @@ impl Record {
             "tokens/s",
             "/ sum"
         );
-        let when = machine::when("cargo bench -p pikv-benches --bench attend");
-        Record { machine, when, lines: Vec::new() }
+        let when = machine::when("cargo bench -p pikv-benches --bench attend")?;
+        Ok(Record { machine, when, lines: Vec::new() })
     }
 
     pub fn add(&mut self, row: Row) {

@@ -1,4 +1,8 @@
-//! Rows of `results/*.csv`, with machine, day, commit and command. Benches of other workspaces use this file too.
+//! Rows of `results/*.csv`, with machine, day, commit and command. Benches of other workspaces and the examples' engine use this file too.
+
+use std::io;
+use std::path::Path;
+use std::process::Command;
 
 /// Median of `values`.
 pub fn median(values: &[f64]) -> f64 {
@@ -19,18 +23,32 @@ pub fn name() -> String {
 }
 
 /// The last columns of a row of results: `machine,date,commit,command`.
-pub fn provenance(command: &str) -> String {
-    format!("{},{}", name(), when(command))
+///
+/// # Errors
+/// The errors of [`when`].
+pub fn provenance(command: &str) -> io::Result<String> {
+    Ok(format!("{},{}", name(), when(command)?))
 }
 
-/// The last columns of a row that begins with the machine: `date,commit,command`.
-pub fn when(command: &str) -> String {
+/// The last columns of a row that begins with the machine: `date,commit,command`, the day in UTC. The commit ends with a plus if Rust
+/// sources differ from it. Commas and quotes of the command become spaces.
+///
+/// # Errors
+/// Without git, or outside a repository.
+pub fn when(command: &str) -> io::Result<String> {
     let said = |program: &str, arguments: &[&str]| {
-        let out = std::process::Command::new(program).args(arguments).output();
-        out.map_or(String::new(), |out| String::from_utf8_lossy(&out.stdout).trim().to_owned())
+        let out = Command::new(program).args(arguments).output();
+        let out = out.map_err(|error| io::Error::new(error.kind(), format!("{program}: {error}")))?;
+        match out.status.success() {
+            true => Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned()),
+            false => Err(io::Error::other(format!("{program} {}: {}", arguments.join(" "), out.status))),
+        }
     };
-    let (date, commit) = (said("date", &["-u", "+%F"]), said("git", &["rev-parse", "--short", "HEAD"]));
-    format!("{date},{commit},{command}")
+    let top = said("git", &["rev-parse", "--show-toplevel"])?;
+    let changed = said("git", &["-C", &top, "status", "--porcelain", "--untracked-files=no", "--", "*.rs"])?;
+    let plus = if changed.is_empty() { "" } else { "+" };
+    let (date, commit) = (said("date", &["-u", "+%F"])?, said("git", &["rev-parse", "--short", "HEAD"])?);
+    Ok(format!("{date},{commit}{plus},{}", command.replace([',', '"'], " ")))
 }
 
 /// Writes rows to a CSV file with these columns, in the place of those that are alike in the columns `key`. Other rows stay.
@@ -38,18 +56,18 @@ pub fn when(command: &str) -> String {
 /// # Errors
 /// A file that is there and cannot be read, or cannot be written.
 pub fn replace_rows<const N: usize>(
-    path: &str,
+    path: impl AsRef<Path>,
     columns: &str,
     key: [usize; N],
     rows: &[String],
-) -> std::io::Result<()> {
+) -> io::Result<()> {
     let key = |row: &str| {
         let fields: Vec<&str> = row.split(',').collect();
         key.map(|i| fields.get(i).unwrap_or(&"").to_string())
     };
     let new: Vec<_> = rows.iter().map(|row| key(row)).collect();
-    let old = match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+    let old = match std::fs::read_to_string(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
         read => read?,
     };
     let kept = old.lines().skip(1).filter(|row| !new.contains(&key(row)));

@@ -1,17 +1,18 @@
 //! The closed loop: misses of attention and evictions change how the next tokens are routed.
 
 mod device;
+mod learnt;
 mod save;
 mod step;
 
 use self::device::Devices;
+use self::learnt::Learnt;
 pub use self::step::LoopStep;
 use crate::base::error::Error;
 use crate::cache::Cache;
 use crate::cache::sequence::Sequence;
 use crate::metrics::Sink;
 use crate::metrics::report::{ByPart, StepReport};
-use crate::router::learnt::Learnt;
 use crate::router::{RouteError, Router, Routes};
 use pikv_core::page::Position;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -228,16 +229,16 @@ impl ClosedLoop {
         parts: impl IntoIterator<Item = (&'a mut Sequence, u32)>,
     ) -> Result<LoopStep<'a>, LoopError> {
         let step = self.cache.begin(parts)?;
-        let settled = self.settle_down();
+        let forgotten = self.forget_undone();
         self.open = true;
-        settled?;
+        forgotten?;
         self.learnt.begin(self.routers.len(), step.parts());
         self.routes.iter_mut().for_each(Routes::clear);
         Ok(LoopStep { step: Some(step), of: self })
     }
 
     /// Makes the routers forget rolled back tokens and the choices of a step that was leaked instead of dropped.
-    fn settle_down(&mut self) -> Result<(), LoopError> {
+    fn forget_undone(&mut self) -> Result<(), LoopError> {
         if std::mem::take(&mut self.open) {
             self.routers.iter_mut().for_each(forget);
         }

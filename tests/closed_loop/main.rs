@@ -1,5 +1,6 @@
 //! The closed loop compared with its stages called one by one, and every value passed between them.
 
+mod custom;
 mod hits;
 mod left_out;
 mod rollback;

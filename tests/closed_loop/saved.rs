@@ -14,7 +14,7 @@ use pikv_test::numbers::Rng;
 use std::path::Path;
 
 /// Steps of random lengths, with drafts that are taken back: what is seen of each.
-fn go_on(pikv: &mut ClosedLoop, sequence: &mut Sequence, seed: u64, steps: u64) -> Vec<Vec<u32>> {
+pub fn go_on(pikv: &mut ClosedLoop, sequence: &mut Sequence, seed: u64, steps: u64) -> Vec<Vec<u32>> {
     let mut rng = Rng(seed);
     let mut all = Vec::new();
     for step in 0..steps {

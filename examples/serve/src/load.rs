@@ -4,17 +4,17 @@ use crate::client::complete;
 use crate::model::Model;
 use crate::{Options, Server};
 use pikv_engine::common::sample::SplitMix;
+use pikv_engine::measure::results::command;
+use pikv_engine::measure::rows::{provenance, replace_rows};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::fs::OpenOptions;
-use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+const COLUMNS: &str = "clients,prefix_index,tokens_s,ttft_p50_ms,ttft_p99_ms,itl_p50_ms,itl_p99_ms,errors,left_bytes,machine,date,commit,command";
 /// Expected errors under load; others are counted as undocumented.
 const DOCUMENTED: [&str; 2] = ["too_many_requests", "deadline_exceeded"];
 
@@ -169,7 +169,7 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
         let began = Instant::now();
         let mut seen = run(server.address, &model.name, &text, load);
         let rate = seen.tokens as f64 / began.elapsed().as_secs_f64();
-        let look = settle(&server).ok_or("the scheduler stopped")?;
+        let look = at_rest(&server).ok_or("the scheduler stopped")?;
         let [first_50, first_99] = [0.5, 0.99].map(|share| quantile(&mut seen.first, share));
         let [between_50, between_99] = [0.5, 0.99].map(|share| quantile(&mut seen.between, share));
         let (errors, clients) = (seen.undocumented(), load.clients);
@@ -183,7 +183,8 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
             seen.answers, seen.hung_up, seen.errors, look.counts
         );
         if let Some(path) = &load.csv {
-            write(path, &row)?;
+            // In the place of a row with as many clients, and with or without the index.
+            replace_rows(path, COLUMNS, [0, 1], &[format!("{row},{}", provenance(&command("-p serve"))?)])?;
         }
         if errors > 0 || look.usage.taken > 0 {
             faults.push(row);
@@ -193,7 +194,7 @@ pub fn measure(model: &Arc<Model>, load: &Load) -> Result<(), Box<dyn Error>> {
 }
 
 /// Memory usage once all requests are over and prefixes are dropped.
-pub fn settle(server: &Server) -> Option<Arc<crate::scheduler::Look>> {
+pub fn at_rest(server: &Server) -> Option<Arc<crate::scheduler::Look>> {
     for _ in 0..3000 {
         let look = server.clear_prefixes()?;
         if look.rows.is_empty() {
@@ -202,29 +203,4 @@ pub fn settle(server: &Server) -> Option<Arc<crate::scheduler::Look>> {
         std::thread::sleep(Duration::from_millis(20));
     }
     server.clear_prefixes()
-}
-
-/// Appends a row with machine, day, commit and command.
-fn write(path: &PathBuf, row: &str) -> Result<(), Box<dyn Error>> {
-    let said = |program: &str, args: &[&str]| {
-        let output = Command::new(program).args(args).output().ok();
-        let text = output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_string());
-        text.unwrap_or_default().replace(',', " ")
-    };
-    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let machine = format!("{}; {cores} cores", cpu.trim_start_matches([' ', '\t', ':']));
-    let command: Vec<String> = std::env::args().skip(1).collect();
-    let (date, commit) = (said("date", &["-u", "+%F"]), said("git", &["rev-parse", "--short", "HEAD"]));
-    let new = !path.exists();
-    let mut file = OpenOptions::new().create(true).append(true).open(path)?;
-    if new {
-        writeln!(
-            file,
-            "clients,prefix_index,tokens_s,ttft_p50_ms,ttft_p99_ms,itl_p50_ms,itl_p99_ms,errors,left_bytes,machine,date,commit,command"
-        )?;
-    }
-    writeln!(file, "{row},{},{date},{commit},serve {}", machine.replace(',', " "), command.join(" "))?;
-    Ok(())
 }

@@ -22,7 +22,7 @@ const HELP: &str = "serve [OPTION VALUE]..
   --deadline SECONDS the longest time of a request, 60; a day at most
   --load SECONDS     serve nobody, but measure clients that come and hang up
   --clients N        how many of them, 64
-  --csv FILE         where their figures are added";
+  --csv FILE         where their figures are written";
 
 const DAY: u64 = 24 * 60 * 60;
 
@@ -64,10 +64,7 @@ fn run() -> Result<(), Box<dyn Error>> {
             _ => return Err(format!("{name}: no such option\n{HELP}").into()),
         }
     }
-    let model = Arc::new(match &gguf {
-        Some(path) => Model::open(path)?,
-        None => Model::moe()?,
-    });
+    let model = Arc::new(gguf.as_deref().map_or_else(Model::moe, Model::open)?);
     if seconds > 0 {
         return load::measure(&model, &Load { seconds: Duration::from_secs(seconds), ..load });
     }

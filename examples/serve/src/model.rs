@@ -45,21 +45,10 @@ impl Model {
         let mut model = Moe::load(&pikv_engine::example("models/austen-moe"))?;
         (model.parallelism, model.rows) = (Parallelism::Rayon(0), Some(ROWS));
         let c = model.config().clone();
-        let heads = (c.kv_heads, c.query_heads, c.head_dim);
+        let (name, context, vocab, layers) = ("austen-moe".into(), c.context, VOCAB, c.layers);
+        let (heads, experts) = ((c.kv_heads, c.query_heads, c.head_dim), (c.experts, c.top_k));
         let kind = Kind::Moe(Box::new(model));
-        let plain = Model::new("austen-moe", (c.context, VOCAB), (c.layers, heads), kind);
-        Ok(Model { experts: (c.experts, c.top_k), ..plain })
-    }
-
-    /// A model without experts and without special tokens.
-    fn new(
-        name: &str,
-        (context, vocab): (usize, usize),
-        (layers, heads): (usize, (usize, usize, usize)),
-        kind: Kind,
-    ) -> Model {
-        let (name, experts) = (name.into(), (1, 1));
-        Model { name, context, vocab, end: None, chat: None, bos: None, layers, heads, experts, kind }
+        Ok(Model { name, context, vocab, end: None, chat: None, bos: None, layers, heads, experts, kind })
     }
 
     /// A Llama from a GGUF file.
@@ -76,9 +65,10 @@ impl Model {
         let end = if gguf.has(end) { Some(gguf.whole(end)?) } else { None };
         let chat = token("<|im_start|>").zip(token("<|im_end|>"));
         let (bos, vocab) = (tokenizer.bos(), tokenizer.len().min(c.vocab));
-        let heads = (c.kv_heads, c.query_heads, c.head_dim);
+        let (name, context, layers) = (name.into(), c.context, c.layers);
+        let (heads, experts) = ((c.kv_heads, c.query_heads, c.head_dim), (1, 1));
         let kind = Kind::Llama(Box::new(model), Box::new(tokenizer));
-        Ok(Model { end, chat, bos, ..Model::new(name, (c.context, vocab), (c.layers, heads), kind) })
+        Ok(Model { name, context, vocab, end, chat, bos, layers, heads, experts, kind })
     }
 
     pub fn open(path: &Path) -> Result<Model, Box<dyn Error>> {

@@ -46,7 +46,7 @@ fn answer(server: &Server, body: &Value) -> Value {
 
 /// That no request and no byte is left.
 fn nothing_is_left(server: &Server) {
-    let look = load::settle(server).unwrap();
+    let look = load::at_rest(server).unwrap();
     assert!(look.rows.is_empty(), "{:?}", look.rows);
     assert_eq!(look.usage.taken, 0);
     assert!(look.usage.tiers.iter().all(|tier| tier.bytes == 0), "{:?}", look.usage.tiers);

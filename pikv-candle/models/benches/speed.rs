@@ -126,7 +126,7 @@ fn measured(models: fn() -> Result<Pair>, contexts: &[usize]) -> Result<Vec<[f64
 fn main() -> Result<()> {
     let quick = std::env::args().any(|arg| arg == "--quick" || arg == "--test");
     let contexts = if quick { [0, 128, 512] } else { CONTEXTS };
-    let from = results::provenance(COMMAND);
+    let from = results::provenance(COMMAND)?;
     let threads = candle::utils::get_num_threads();
     let mut rows = Vec::new();
     let all: [fn() -> Result<Pair>; 2] = [llamas, mixtrals];

@@ -173,7 +173,7 @@ impl Chain {
                 false => (0..PAGE).filter(|lane| live >> lane & 1 == 1 && inside(*lane)).count() as u32,
             };
             match &entry.held {
-                Held::Away(away) => match away.slot.kept() {
+                Held::Away(away) => match away.slot.rank_page() {
                     Some(kept) if kept.is_here() => held += tokens,
                     Some(_) if tokens > 0 => far += away.slot.bytes(),
                     _ => {}

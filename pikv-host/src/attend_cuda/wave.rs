@@ -58,7 +58,7 @@ pub struct Wave<'a> {
     pub weighed: Vec<WeighedArg>,
     /// f32 of the device memory for the wave, with scratch memory of kernels.
     pub size: u64,
-    forests: Vec<Part>,
+    forests: Vec<ForestPart>,
 }
 
 /// Blocks of packed pages that bundles of one width read.
@@ -76,7 +76,7 @@ pub struct Packed<'a> {
 
 /// Queries of an item in a codec's channels, and the constant terms of their scores; or the indices of the queries on the device.
 #[derive(Clone, Copy)]
-pub enum Left<'l> {
+pub enum ItemQueries<'l> {
     Host(&'l [[f32; LANES]], &'l [f32]),
     Device(&'l [u32]),
 }
@@ -112,7 +112,7 @@ struct Pushed<'p, 'a> {
 }
 
 /// A forest's share of a wave.
-struct Part {
+struct ForestPart {
     /// Index of the forest in the call.
     forest: usize,
     /// Index of its first page in the list.
@@ -206,7 +206,7 @@ impl<'a> Wave<'a> {
         if self.forests.last().is_none_or(|part| part.forest != index) {
             let none = self.weighed.len() as u32;
             let page = self.pages.len() as u32;
-            self.forests.push(Part { forest: index, page, tokens: first..first, weighed: none..none });
+            self.forests.push(ForestPart { forest: index, page, tokens: first..first, weighed: none..none });
             item.forest.pages.iter().for_each(|page| self.list(page, page.live));
         }
         self.forests.last().map_or(0, |part| part.page)
@@ -226,8 +226,8 @@ impl<'a> Wave<'a> {
         let bundles = [0, 1].map(|at| {
             let whole = shape.rope.map(|_| q as u32);
             let left = match job.on_device {
-                Some(_) => Left::Device(device),
-                None => Left::Host(&packed.folded[at], &packed.start[at]),
+                Some(_) => ItemQueries::Device(device),
+                None => ItemQueries::Host(&packed.folded[at], &packed.start[at]),
             };
             codecs[at].map(|codec| self.bundle(codec, (row, width), whole, left))
         });
@@ -315,7 +315,7 @@ impl<'a> Wave<'a> {
         codec: &'a HeadCodec,
         (row, width): (usize, usize),
         whole: Option<u32>,
-        left: Left<'_>,
+        left: ItemQueries<'_>,
     ) -> (usize, u32) {
         let same = |of: &Packed<'_>| std::ptr::eq(of.codec, codec) && of.width == width;
         let of = self.packed.iter().position(same).unwrap_or_else(|| {
@@ -330,11 +330,11 @@ impl<'a> Wave<'a> {
         let cols = codec.packed.query_cols() as usize;
         let first = (q.len() + folds.len() * cols) * LANES;
         match left {
-            Left::Host(folded, starts) => {
+            ItemQueries::Host(folded, starts) => {
                 q.extend(&folded[row * cols..][..width * cols]);
                 start.extend(&starts[row..row + width]);
             }
-            Left::Device(queries) => folds.extend(&queries[row..row + width]),
+            ItemQueries::Device(queries) => folds.extend(&queries[row..row + width]),
         }
         (of, first as u32)
     }

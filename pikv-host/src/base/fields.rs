@@ -7,6 +7,16 @@ pub fn content(what: &'static str) -> Error {
     SaveError::Content { tensor: String::new(), what }.into()
 }
 
+/// Names the tensor in an error of [`content`].
+pub fn in_tensor(error: Error, name: &str) -> Error {
+    match error {
+        Error::Save(SaveError::Content { what, .. }) => {
+            SaveError::Content { tensor: name.to_owned(), what }.into()
+        }
+        other => other,
+    }
+}
+
 /// Checks a condition.
 ///
 /// # Errors
@@ -58,6 +68,24 @@ impl<'a> Fields<'a> {
         let n = self.word()? as usize;
         sure(n < limit, what)?;
         Ok(n)
+    }
+
+    /// A number of at most `most`.
+    ///
+    /// # Errors
+    /// [`content`] with `what` for a larger number.
+    pub fn up_to(&mut self, most: u32, what: &'static str) -> Result<u32, Error> {
+        let n = self.word()?;
+        sure(n <= most, what)?;
+        Ok(n)
+    }
+
+    /// A flag: 0 or 1.
+    ///
+    /// # Errors
+    /// [`content`] for another number.
+    pub fn flag(&mut self) -> Result<bool, Error> {
+        Ok(self.up_to(1, "a flag that is neither 0 nor 1")? == 1)
     }
 
     /// Reads a number of items, each of which takes at least `each` of the words that follow.

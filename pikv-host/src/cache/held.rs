@@ -69,7 +69,7 @@ impl Sequence {
             chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
                 let id = PageId { place: chain_place(c), ordinal: entry.ordinal };
                 let away = match &entry.held {
-                    Held::Away(away) => away.slot.kept().map(|kept| kept.rank()),
+                    Held::Away(away) => away.slot.rank_page().map(|kept| kept.rank()),
                     _ => None,
                 };
                 let shard =
@@ -242,7 +242,9 @@ impl<'a> Found<'a> {
     fn info(&self, id: PageId, shard: u32, in_common: bool) -> PageInfo {
         let (tier, shard, shared, remote) = match self.at {
             At::Page(page) => (0, page.shard(), page.is_shared(), false),
-            At::Slot(slot) => (slot.level.index, shard, Arc::strong_count(slot) > 1, slot.kept().is_some()),
+            At::Slot(slot) => {
+                (slot.level.index, shard, Arc::strong_count(slot) > 1, slot.rank_page().is_some())
+            }
         };
         let shared = in_common || shared;
         PageInfo {

@@ -9,7 +9,7 @@ use crate::memory::arena::{Lease, Page};
 use crate::pages::entry::{Entry, Held};
 use crate::pages::filing::Layer;
 use crate::pages::head::Head;
-use crate::router::learnt::Tickets;
+use crate::router::tickets::Tickets;
 use pikv_core::page::{Position, Resident};
 use std::collections::VecDeque;
 use std::ops::Range;

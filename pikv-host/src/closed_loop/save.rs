@@ -1,13 +1,15 @@
 //! Saves and restores a sequence of a loop with the state of the routers.
 
+use super::learnt::Learnt;
+use super::learnt::save::{put_state, read_state};
 use super::{ClosedLoop, LoopError};
 use crate::base::error::{Error, SaveError};
+use crate::base::fields::{Fields, in_tensor, sure};
 use crate::cache::save::Restored;
 use crate::cache::save::file::{read_file, write_file};
 use crate::cache::sequence::Sequence;
-use crate::router::Routes;
-use crate::router::learnt::Learnt;
-use crate::router::learnt::save::{Words, put_state};
+use crate::router::tickets::Tickets;
+use crate::router::{RouterState, Routes};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -58,7 +60,7 @@ impl ClosedLoop {
         if !Arc::ptr_eq(&sequence.inner, &self.cache.inner) {
             return Err(LoopError::Cache(Error::ForeignSequence { index: 0 }));
         }
-        self.settle_down()?;
+        self.forget_undone()?;
         let mut words = vec![self.routers.len() as u32];
         for (layer, router) in self.routers.iter().enumerate() {
             let refused = |source| LoopError::Route { layer, source };
@@ -98,19 +100,9 @@ impl ClosedLoop {
     pub fn restore(&mut self, from: &mut impl Read) -> Result<Restored, LoopError> {
         let (mut restored, words) = self.cache.restore_with(None, from)?;
         let words = words.ok_or(Error::Save(SaveError::NoRouters))?;
-        let wrong = |what| Error::Save(SaveError::Content { tensor: "routers".to_owned(), what });
-        let mut from = Words(&words);
-        if from.word().map_err(wrong)? as usize != self.routers.len() {
-            return Err(wrong("not a router for each layer").into());
-        }
-        let states =
-            self.routers.iter().map(|_| from.state()).collect::<Result<Vec<_>, _>>().map_err(wrong)?;
-        let (slack, len) = (self.cache.inner.shape.store.ring.slack(), restored.sequence.len);
-        let (learnt, tickets) = Learnt::load(slack, len, &states, &mut from).map_err(wrong)?;
-        if !from.0.is_empty() {
-            return Err(wrong("it goes on past its end").into());
-        }
-        self.settle_down()?;
+        let read = self.read_routers(&words, restored.sequence.len);
+        let (states, learnt, tickets) = read.map_err(|error| in_tensor(error, "routers"))?;
+        self.forget_undone()?;
         let before: Vec<_> = self.routers.iter().map(|router| router.state()).collect();
         for layer in 0..states.len() {
             if let Err(source) = self.routers[layer].restore(&states[layer]) {
@@ -124,6 +116,21 @@ impl ClosedLoop {
         restored.sequence.tickets = tickets;
         self.routes.iter_mut().for_each(Routes::clear);
         Ok(restored)
+    }
+
+    /// Reads what [`ClosedLoop::save`] writes of the routers for a sequence of `len` tokens: their states, the kept steps, and the sequence's
+    /// tickets of these.
+    ///
+    /// # Errors
+    /// Words that no loop saves.
+    fn read_routers(&self, words: &[u32], len: u32) -> Result<(Vec<RouterState>, Learnt, Tickets), Error> {
+        let mut from = Fields::new(words);
+        sure(from.word()? as usize == self.routers.len(), "not a router for each layer")?;
+        let states = self.routers.iter().map(|_| read_state(&mut from)).collect::<Result<Vec<_>, _>>()?;
+        let slack = self.cache.inner.shape.store.ring.slack();
+        let (learnt, tickets) = Learnt::load(slack, len, &states, &mut from)?;
+        from.end()?;
+        Ok((states, learnt, tickets))
     }
 
     /// [`ClosedLoop::restore`] from a file, as [`Cache::restore_file`](crate::Cache::restore_file).

@@ -1,5 +1,6 @@
 //! A step of a closed loop: routers choose experts, and learn from hits and misses at the commit.
 
+use super::learnt::narrow;
 use super::{ClosedLoop, LoopError, Scratch, forget};
 use crate::attend::options::{Attend, Output, Read};
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
@@ -8,7 +9,6 @@ use crate::base::host_slice::{HostSlice, Scalar};
 use crate::cache::step::Step;
 use crate::metrics::StepMetrics;
 use crate::metrics::report::ByPart;
-use crate::router::learnt::narrow;
 use crate::router::{Feedback, Routes};
 use pikv_core::page::{PAGE, Position};
 use smallvec::SmallVec;
@@ -181,7 +181,7 @@ impl<'a> LoopStep<'a> {
         options: &Attend,
         out: Output<'_>,
     ) -> Result<(), LoopError> {
-        self.settle_to_read(layer, options)?;
+        self.take_choices_to_read(layer, options)?;
         Ok(self.step().attend(layer, q, options, out)?)
     }
 
@@ -196,7 +196,7 @@ impl<'a> LoopStep<'a> {
         options: &Attend,
         out: DeviceOutput,
     ) -> Result<(), LoopError> {
-        self.settle_to_read(layer, options)?;
+        self.take_choices_to_read(layer, options)?;
         Ok(self.step().attend_device(layer, q, options, out)?)
     }
 
@@ -206,7 +206,7 @@ impl<'a> LoopStep<'a> {
     /// The errors of [`Step::check`]; [`LoopError::Route`] for a logit that is not finite.
     pub fn check(&mut self) -> Result<(), LoopError> {
         self.step().check()?;
-        self.settle_all()
+        self.take_all_choices()
     }
 
     /// Calls [`Step::reads`].
@@ -226,16 +226,16 @@ impl<'a> LoopStep<'a> {
     }
 
     /// Waits for the device's choices for a layer, if rows read by [`Read::Experts`].
-    fn settle_to_read(&mut self, layer: usize, options: &Attend) -> Result<(), LoopError> {
+    fn take_choices_to_read(&mut self, layer: usize, options: &Attend) -> Result<(), LoopError> {
         let any = self.step().reads_of(options).any(|read| read == Read::Experts);
-        if any { self.settle(layer) } else { Ok(()) }
+        if any { self.take_choices(layer) } else { Ok(()) }
     }
 
     /// Waits for the device's choices for all layers.
-    fn settle_all(&mut self) -> Result<(), LoopError> {
+    fn take_all_choices(&mut self) -> Result<(), LoopError> {
         // One wait for the last layer covers the earlier ones.
         self.of.devices.wait()?;
-        (0..self.of.routers.len()).try_for_each(|layer| self.settle(layer))
+        (0..self.of.routers.len()).try_for_each(|layer| self.take_choices(layer))
     }
 
     /// Makes the tokens part of their sequences, evicts tokens over the budgets, lets the routers learn, and passes metrics to the sink.
@@ -248,7 +248,7 @@ impl<'a> LoopStep<'a> {
     /// If a policy panics, as [`Step::commit`]: routers then learn nothing of the step. If a router panics: after all other routers and the
     /// sink were called; the step is committed. If the sink panics: the step is committed, and the routers have learnt.
     pub fn commit(mut self) -> Result<(), LoopError> {
-        self.settle_all()?;
+        self.take_all_choices()?;
         self.of.report.unasked = !self.of.sink.wants_reused();
         let Some(step) = self.step.take() else { return Ok(()) };
         let rows = step.live_rows() as u64;

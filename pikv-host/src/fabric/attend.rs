@@ -129,7 +129,7 @@ impl Front {
             let chain = &job.views[forest.view].layer.heads[forest.head].chains[usize::from(expert) + 1];
             let held: SmallVec<[Option<Copies>; 8]> = pages
                 .iter()
-                .map(|page| page.slot.and_then(|slot| slot.kept()).map(|kept| kept.copies()))
+                .map(|page| page.slot.and_then(|slot| slot.rank_page()).map(|kept| kept.copies()))
                 .collect();
             // Of the ranks with all remote pages of the block: one that has its other pages too, else the one with the least work.
             let mut ranks: SmallVec<[u32; 4]> = SmallVec::new();
@@ -157,7 +157,7 @@ impl Front {
             let mut bytes = 0;
             let mut ids = SmallVec::new();
             for page in pages {
-                let copy = match page.slot.and_then(|slot| slot.kept()) {
+                let copy = match page.slot.and_then(|slot| slot.rank_page()) {
                     Some(kept) => kept.copies().into_iter().find(|copy| copy.rank == rank),
                     None => chain.mirror(
                         self,

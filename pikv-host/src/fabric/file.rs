@@ -15,7 +15,7 @@ use crate::pages::chain::Chain;
 use crate::pages::entry::{Closed, Entry, Held};
 use crate::pages::filing::Layer;
 use crate::tiers::Stored;
-use crate::tiers::replica::{Block, Copies, Copy, Kept, Mirror, Mirrors, RunOf};
+use crate::tiers::replica::{Block, Copies, Copy, Mirror, Mirrors, RankPage, RunOf};
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
@@ -95,7 +95,7 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
 impl Chain {
     /// Pages on the front that were not sent: those not examined yet, and those that had to stay.
     fn unsent(&self) -> impl Iterator<Item = (u32, &Entry)> {
-        self.from(self.settled).map(|entry| (entry.ordinal, entry))
+        self.from(self.sent).map(|entry| (entry.ordinal, entry))
     }
 
     /// The ranks that have all remote pages of a block; `None` if it has no remote pages.
@@ -104,7 +104,7 @@ impl Chain {
         let mut common: Option<Result<Vec<u32>, FabricError>> = None;
         for entry in self.entries.range(from..to) {
             let Held::Away(away) = &entry.held else { continue };
-            let Some(kept) = away.slot.kept() else { continue };
+            let Some(kept) = away.slot.rank_page() else { continue };
             let copies = kept.copies();
             let alive = copies.iter().map(|copy| copy.rank).filter(|rank| link.check(*rank).is_ok());
             common = Some(match common {
@@ -124,8 +124,8 @@ impl Chain {
     }
 
     /// Marks the leading pages that were sent, so that they are not examined again.
-    fn settle_sent(&mut self) {
-        let mut at = self.settled;
+    fn pass_sent(&mut self) {
+        let mut at = self.sent;
         for entry in self.from(at) {
             match entry.held {
                 Held::Away(_) => at = entry.ordinal + 1,
@@ -133,7 +133,7 @@ impl Chain {
                 _ => break,
             }
         }
-        self.settled = at;
+        self.sent = at;
         let mirrors = std::mem::take(&mut self.mirrors);
         if let Some(mut list) = mirrors.list() {
             list.retain(|mirror| match self.entry(mirror.ordinal) {
@@ -356,7 +356,7 @@ impl Front {
                             let at = At { layer: l, head: h, chain: c, ordinal };
                             let leaving = Leaving { chain, entry, codec, at };
                             let slot = self.send_page(inner, link, leaving, &mut aside.work)?;
-                            going.extend(slot.kept().map(|kept| (ordinal, kept.copies())));
+                            going.extend(slot.rank_page().map(|kept| (ordinal, kept.copies())));
                             sent.push(Sent { layer: l, head: h, chain: c, ordinal, slot });
                         }
                         let whose =
@@ -374,7 +374,7 @@ impl Front {
         self.note_mirrors(aside.noted);
         // After the ranks have them, because a move requests the pages that are listed.
         for slot in all.iter().flatten().map(|sent: &Sent| &sent.slot) {
-            if let Some(kept) = slot.kept() {
+            if let Some(kept) = slot.rank_page() {
                 self.note(kept.block, slot);
             }
         }
@@ -425,8 +425,8 @@ impl Front {
         for (lane, to) in (0..entry.fill).zip(&mut positions) {
             *to = entry.position(codec, lane).unwrap_or(u32::MAX);
         }
-        let kept = Kept::new(self.clone(), block, copies);
-        Ok(Arc::new(Stored::kept_by(self.level.clone(), kept, words, positions)))
+        let kept = RankPage::new(self.clone(), block, copies);
+        Ok(Arc::new(Stored::on_ranks(self.level.clone(), kept, words, positions)))
     }
 
     /// Replaces local pages by the copies on ranks.
@@ -448,7 +448,7 @@ impl Front {
                 };
                 entry.held = Held::Away(crate::pages::entry::Away { slot, by });
             }
-            chain.settle_sent();
+            chain.pass_sent();
         }
     }
 }

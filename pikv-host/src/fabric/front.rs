@@ -10,7 +10,7 @@ use crate::base::locks::{Mutex, MutexGuard, RwLock};
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
 use crate::config::shape::first_heads;
-use crate::tiers::replica::{Block, Copy, FetchPage, Freed, Kept, MirrorBook};
+use crate::tiers::replica::{Block, Copy, FetchPage, Freed, MirrorBook, RankPage};
 use crate::tiers::{Level, Stored};
 use pikv_core::shard::ShardMap;
 use std::collections::HashMap;
@@ -257,7 +257,7 @@ impl Front {
 }
 
 impl FetchPage for Front {
-    fn fetch(&self, page: &Kept, words: &mut [u32]) -> Result<(), Error> {
+    fn fetch(&self, page: &RankPage, words: &mut [u32]) -> Result<(), Error> {
         let mut link = self.link();
         let copies = page.copies();
         let copy = first_alive(&link, &copies)?;

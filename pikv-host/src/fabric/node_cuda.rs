@@ -1,7 +1,7 @@
 //! A fabric's rank on a device: writes pages and tokens to device memory, reads blocks, and copies their partial results back to the host.
 
 use crate::attend_cuda::attend::{Shape, WAVE};
-use crate::attend_cuda::wave::{Left, Wave, most, packed_room};
+use crate::attend_cuda::wave::{ItemQueries, Wave, most, packed_room};
 use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::driver::arguments;
@@ -199,9 +199,9 @@ impl<'a> Wave<'a> {
             let sights = self.sights.len() as u32;
             self.sights.extend(ask.sights[row..row + width].iter().map(|(pool, _)| SightArg::from(*pool)));
             let whole = ask.table().map(|_| q);
-            let packed = ask
-                .codec
-                .map(|codec| self.bundle(codec, (row, width), whole, Left::Host(ask.folded, ask.start)));
+            let packed = ask.codec.map(|codec| {
+                self.bundle(codec, (row, width), whole, ItemQueries::Host(ask.folded, ask.start))
+            });
             let len = Partial::len(width, ask.acc_rows()) as u64;
             let mut pages = first_page;
             let mut parts = Vec::with_capacity(ask.blocks.len());

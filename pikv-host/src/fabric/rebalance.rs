@@ -41,7 +41,9 @@ impl Front {
         pages: impl Iterator<Item = &'a Arc<Stored>>,
     ) -> Result<u32, FabricError> {
         let pages: Vec<&Arc<Stored>> = pages.collect();
-        let Some(first) = pages.first().and_then(|slot| slot.kept()) else { return Err(FabricError::Nobody) };
+        let Some(first) = pages.first().and_then(|slot| slot.rank_page()) else {
+            return Err(FabricError::Nobody);
+        };
         let rank = first_alive(link, &first.copies())?.rank;
         self.copy_to(link, &pages, rank)?;
         Ok(rank)
@@ -51,7 +53,7 @@ impl Front {
     fn copy_to(&self, link: &mut Link, pages: &[&Arc<Stored>], rank: u32) -> Result<u64, FabricError> {
         let (mut fetch, mut missing) = (ByRank::default(), Vec::new());
         for slot in pages {
-            let Some(kept) = slot.kept() else { continue };
+            let Some(kept) = slot.rank_page() else { continue };
             let copies = kept.copies();
             if copies.iter().any(|copy| copy.rank == rank) {
                 continue;
@@ -143,13 +145,13 @@ impl Front {
     }
 
     /// Moves or copies a block to exactly `ranks`.
-    fn settle_block(&self, link: &mut Link, block: &Block, ranks: &[u32]) -> Result<Moves, FabricError> {
+    fn bring_block_to(&self, link: &mut Link, block: &Block, ranks: &[u32]) -> Result<Moves, FabricError> {
         let pages = self.pages(link, block);
         let mut moves = Moves::default();
         // Pages of a lost rank cannot be copied.
         let all: Vec<&Arc<Stored>> = pages
             .iter()
-            .filter(|slot| slot.kept().is_some_and(|kept| first_alive(link, &kept.copies()).is_ok()))
+            .filter(|slot| slot.rank_page().is_some_and(|kept| first_alive(link, &kept.copies()).is_ok()))
             .collect();
         if let Some(page) = all.first() {
             self.move_mirrors(link, block, page.words(), ranks)?;
@@ -159,7 +161,7 @@ impl Front {
             came += self.copy_to(link, &all, *rank)?;
         }
         let mut left = 0;
-        for kept in all.iter().filter_map(|slot| slot.kept()) {
+        for kept in all.iter().filter_map(|slot| slot.rank_page()) {
             let mut copies = kept.copies.write().unwrap_or_else(PoisonError::into_inner);
             let before = copies.len();
             // A read in progress holds its copies until it ends.
@@ -222,7 +224,7 @@ impl Front {
             // One block at a time, so that concurrent attention does not wait long.
             let mut link = self.link();
             let rank = self.rank_of(&link, &block)?;
-            let moves = self.settle_block(&mut link, &block, &[rank])?;
+            let moves = self.bring_block_to(&mut link, &block, &[rank])?;
             all.add(&moves);
             link.traffic.moved += moves.moved;
         }
@@ -242,7 +244,7 @@ impl Front {
         for block in self.blocks(layer).into_iter().filter(|block| block.expert == expert) {
             let mut link = self.link();
             let pages = self.pages(&link, &block);
-            let Some(kept) = pages.first().and_then(|slot| slot.kept()) else { continue };
+            let Some(kept) = pages.first().and_then(|slot| slot.rank_page()) else { continue };
             let Ok(first) = first_alive(&link, &kept.copies()).map(|copy| copy.rank) else { continue };
             let at = alive.iter().position(|rank| *rank == first).unwrap_or(0) + block.block as usize % 2;
             // The first rank keeps the block; further copies go to the next ranks, which spreads the copies of many blocks.
@@ -250,7 +252,7 @@ impl Front {
             let others =
                 (0..alive.len()).map(|i| alive[(at + i) % alive.len()]).filter(|rank| *rank != first);
             ranks.extend(others.take(copies as usize - 1));
-            let moves = self.settle_block(&mut link, &block, &ranks)?;
+            let moves = self.bring_block_to(&mut link, &block, &ranks)?;
             all.add(&moves);
             link.traffic.moved += moves.moved;
             link.traffic.replicated += moves.replicated;

@@ -2,8 +2,8 @@
 
 use crate::base::text::{Bytes, Share, Table};
 use crate::metrics::{Evicted, Reused};
-use crate::router::learnt::Left;
 use crate::router::met::Met;
+use crate::router::tickets::TokensLeft;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ impl fmt::Display for StepReport {
 pub(crate) struct ByPart {
     /// Layer, index of the sequence, and the pages that one of its rows wanted over all heads; by layer, sequence, row and expert.
     pub met: Vec<(usize, usize, Met)>,
-    pub tickets: Vec<Arc<Left>>,
+    pub tickets: Vec<Arc<TokensLeft>>,
 }
 
 impl PartialEq for ByPart {

@@ -7,7 +7,7 @@ use crate::base::error::Error;
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::pages::entry::{Away, Closed, Entry, Held};
-use crate::policy::state::{Apart, Kept};
+use crate::policy::state::{Apart, TokenStates};
 use crate::tiers::Stored;
 use crate::tiers::replica::Mirrors;
 use pikv_core::attend::filled;
@@ -26,7 +26,7 @@ pub(crate) struct Chain {
     /// sequences, so code that writes a page must check [`Chain::shares`].
     pub entries: Chunks<Entry>,
     /// The policy's state of each entry's tokens.
-    pub kept: Kept,
+    pub kept: TokenStates,
     /// Tokens that are read.
     pub live: u32,
     /// Tokens filed, including evicted ones.
@@ -34,7 +34,7 @@ pub(crate) struct Chain {
     /// Upper bound of the evicted lanes in pages that still have tokens.
     pub dead: u32,
     /// Over a fabric: pages before this ordinal are on their ranks, or evicted.
-    pub settled: u32,
+    pub sent: u32,
     /// Over a fabric: copies on ranks of pages of this process.
     pub mirrors: Mirrors,
 }
@@ -107,7 +107,8 @@ impl Chain {
 
     /// Number of tokens in lower tiers that are read. `O(pages)`.
     pub fn away(&self) -> u32 {
-        let lower = |entry: &&Entry| matches!(&entry.held, Held::Away(away) if away.slot.kept().is_none());
+        let lower =
+            |entry: &&Entry| matches!(&entry.held, Held::Away(away) if away.slot.rank_page().is_none());
         let away = self.entries.iter().filter(lower);
         away.map(|entry| entry.live.count_ones()).sum()
     }

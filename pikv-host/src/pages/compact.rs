@@ -105,7 +105,7 @@ impl Chain {
         let before = noted.then(|| self.before_moves(&plan));
         self.move_tokens(whose, &mut plan, &ready.away);
         self.take_targets(whose, plan, ready);
-        self.settled = 0;
+        self.sent = 0;
         self.dead = self.count_dead();
         self.mirrors.forget(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
         self.sweep(kept);
@@ -393,7 +393,7 @@ impl Chain {
                 Held::Open(_) if !self.shares_page(i) => targets.push((i, Target::There)),
                 // Tokens of older pages cannot skip this page: they would then follow newer tokens.
                 Held::Open(_) => targets.push((i, fresh(i)?)),
-                Held::Away(away) if away.slot.kept().is_some() => targets.push((i, fresh(i)?)),
+                Held::Away(away) if away.slot.rank_page().is_some() => targets.push((i, fresh(i)?)),
                 Held::Away(_) => targets.push((i, Target::Lower)),
                 Held::Gone { .. } | Held::Closed(_) => {}
             }

@@ -86,7 +86,7 @@ impl Closed {
     }
 
     /// Drops the form of the first codec, which no row reads any more.
-    pub fn settle(&mut self, codec: &HeadCodec) {
+    pub fn finish_aging(&mut self, codec: &HeadCodec) {
         if let (Some(next), Some(by)) = (self.next.take(), codec.ages_at(self.by)) {
             *self = Closed { packed: next, original: None, last: self.last, by, old: true, next: None };
         }

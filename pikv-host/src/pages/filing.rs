@@ -16,7 +16,7 @@ use crate::pages::past::Past;
 use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
 use crate::policy::rule::Rule;
-use crate::policy::state::Kept;
+use crate::policy::state::TokenStates;
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 use std::collections::VecDeque;
@@ -77,7 +77,7 @@ impl Layer {
         rule: Option<Arc<Rule>>,
     ) -> Layer {
         let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
-        let states = rule.as_deref().map_or_else(Kept::default, Rule::kept);
+        let states = rule.as_deref().map_or_else(TokenStates::default, Rule::kept);
         let kept = rule.as_ref().map_or((0, 0), |rule| (rule.words, rule.versions));
         let chains = Runs::new(store.experts, kept);
         let head =
@@ -327,7 +327,7 @@ impl Layer {
             let entry = self.heads[head].chains[chain].entry_mut(ordinal);
             if let (Some(Entry { held: Held::Closed(closed), .. }), Some(codec)) = (entry, &self.codecs[head])
             {
-                closed.settle(codec);
+                closed.finish_aging(codec);
             }
         }
         while let Some((head, chain)) = self.past.forget(len, ring.slack()) {

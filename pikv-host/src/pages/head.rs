@@ -10,7 +10,7 @@ use crate::pages::entry::{Entry, Held};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
-use crate::policy::state::Kept;
+use crate::policy::state::TokenStates;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position, Slot};
 use pikv_core::plan::LayerShape;
@@ -24,7 +24,7 @@ pub(crate) struct Head {
     /// The sinks, then each expert.
     pub chains: Runs,
     /// The policy's state of tokens in each tile of the ring.
-    pub states: Kept,
+    pub states: TokenStates,
     /// The policy's state of the head, a version for each length that a rollback can return to.
     pub own: Vec<f32>,
     /// Bounds of the pages that a row can want.

@@ -335,7 +335,7 @@ impl Chain {
         let now = std::mem::replace(&mut self.entries[i], entry);
         self.live = self.live + live - now.live.count_ones();
         self.kept.renew(i, rows);
-        self.settled = 0;
+        self.sent = 0;
     }
 
     /// Index of the page at `ordinal`; inserts an evicted entry if there is none.
@@ -381,7 +381,7 @@ impl Chain {
                 self.kept.shift((a, to.1), (b, from.1));
             }
         }
-        self.settled = 0;
+        self.sent = 0;
         Ok(())
     }
 

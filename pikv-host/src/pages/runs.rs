@@ -1,7 +1,7 @@
 //! The runs of pages of a head.
 
 use crate::pages::chain::Chain;
-use crate::policy::state::Kept;
+use crate::policy::state::TokenStates;
 use std::ops::{Index, IndexMut};
 use std::sync::LazyLock;
 
@@ -94,7 +94,7 @@ impl IndexMut<usize> for Runs {
         let at = self.at(c).unwrap_or_else(|at| {
             let (words, versions) = self.kept;
             // No policy ranks sinks.
-            let kept = if c > 0 { Kept::new(words, versions) } else { Kept::default() };
+            let kept = if c > 0 { TokenStates::new(words, versions) } else { TokenStates::default() };
             self.made.insert(at, (c, Box::new(Chain { kept, ..Chain::default() })));
             at
         });

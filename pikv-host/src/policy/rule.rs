@@ -2,7 +2,7 @@
 
 use crate::base::error::ConfigError;
 use crate::base::frequencies::Frequencies;
-use crate::policy::state::Kept;
+use crate::policy::state::TokenStates;
 use crate::policy::{Eviction, Feedback, Scope, Seen, Token};
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
@@ -97,8 +97,8 @@ impl Rule {
     }
 
     /// The state of a run without pages.
-    pub fn kept(&self) -> Kept {
-        Kept::new(self.words, self.versions)
+    pub fn kept(&self) -> TokenStates {
+        TokenStates::new(self.words, self.versions)
     }
 
     /// The version for a sequence of `len` tokens.
@@ -131,7 +131,7 @@ impl Rule {
     }
 
     /// Writes the initial state of a new token to its lane of tile `tile`.
-    pub fn born(&self, token: &Token<'_>, kept: &mut Kept, tile: usize) {
+    pub fn born(&self, token: &Token<'_>, kept: &mut TokenStates, tile: usize) {
         let mut words: SmallVec<[f32; 8]> = SmallVec::from_elem(0.0, self.words);
         self.eviction.policy.born(token, &mut words);
         kept.set(tile, token.position.0 % PAGE, &words);

@@ -11,7 +11,7 @@ use std::ops::Range;
 /// pages of a version lie together, in the order in which they were added; the slot of a removed page is reused, so a run of constant size
 /// allocates nothing.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Kept {
+pub(crate) struct TokenStates {
     words: usize,
     versions: usize,
     /// `[versions][room][words]`; empty without state.
@@ -64,11 +64,11 @@ impl Version<'_> {
     }
 }
 
-impl Kept {
+impl TokenStates {
     /// The state of a run without pages.
-    pub fn new(words: usize, versions: usize) -> Kept {
+    pub fn new(words: usize, versions: usize) -> TokenStates {
         let versions = if words == 0 { 0 } else { versions };
-        Kept { words, versions, ..Kept::default() }
+        TokenStates { words, versions, ..TokenStates::default() }
     }
 
     /// A slot for a page without tokens.
@@ -245,7 +245,7 @@ impl Kept {
 
     /// The state in a version, for a pass over its pages.
     pub fn version_mut(&mut self, version: usize) -> Version<'_> {
-        let Kept { words, rows, pages, room, .. } = self;
+        let TokenStates { words, rows, pages, room, .. } = self;
         let rows = rows.chunks_exact_mut((*room * *words).max(1)).nth(version).unwrap_or_default();
         Version { words: *words, rows, pages }
     }
@@ -262,7 +262,7 @@ impl Kept {
     }
 
     /// Copies the state of the token at `lane` of page `from.0` of another run, in some of the versions.
-    pub fn copy(&mut self, versions: Range<usize>, of: &Kept, from: (usize, u32), to: (usize, u32)) {
+    pub fn copy(&mut self, versions: Range<usize>, of: &TokenStates, from: (usize, u32), to: (usize, u32)) {
         let (Some(source), Some(target)) = (of.slot(from.0), self.slot(to.0)) else { return };
         for version in versions {
             let target = self.of(target, version);
@@ -299,7 +299,7 @@ impl Kept {
 
 #[cfg(test)]
 mod tests {
-    use super::Kept;
+    use super::TokenStates;
 
     /// The next number of a linear congruential generator, below `n`.
     fn draw(seed: &mut u32, n: usize) -> usize {
@@ -311,7 +311,7 @@ mod tests {
     fn a_run_keeps_what_plain_lists_do_and_gives_its_room_back() {
         for versions in [1, 2, 5] {
             let (words, mut seed) = (2, 7);
-            let mut run = Kept::new(words, versions);
+            let mut run = TokenStates::new(words, versions);
             // `[pages]`, each `[versions][words][32]`, or `None` once it was freed.
             let mut plain: Vec<Option<Vec<Vec<[f32; 32]>>>> = Vec::new();
             for round in 0..3000 {

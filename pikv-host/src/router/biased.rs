@@ -126,7 +126,7 @@ impl Biased {
             counts: vec![0; loads],
             fixed: vec![[0.0; LANES]; score::rows(experts)],
         };
-        new.settle();
+        new.update_penalties();
         Ok(new)
     }
 
@@ -154,11 +154,11 @@ impl Biased {
     /// Sets the coefficients of the ranking.
     pub(super) fn steer(&mut self, coefficients: Coefficients) {
         self.terms.coefficients = coefficients;
-        self.settle();
+        self.update_penalties();
     }
 
     /// Recomputes `fixed`.
-    fn settle(&mut self) {
+    fn update_penalties(&mut self) {
         let Biased { shape, load, miss, entropy, fixed, terms: Terms { coefficients, .. }, .. } = self;
         penalties(shape.lanes, *coefficients, shape.experts as usize, load, miss, entropy, fixed);
     }
@@ -263,7 +263,7 @@ impl Biased {
             }
         }
         self.entropy.copy_from_slice(&self.entropy_next);
-        self.settle();
+        self.update_penalties();
     }
 }
 
@@ -337,7 +337,7 @@ impl Router for Biased {
             entropy: self.entropy.clone(),
             entropy_next: self.entropy_next.clone(),
             counts: self.counts.clone(),
-            ..RouterState::empty(self.kind, self.shape.experts)
+            ..RouterState::new(self.kind, self.shape.experts)
         }
     }
 
@@ -356,6 +356,6 @@ impl Biased {
         self.entropy.copy_from_slice(&state.entropy);
         self.entropy_next.copy_from_slice(&state.entropy_next);
         self.counts.copy_from_slice(&state.counts);
-        self.settle();
+        self.update_penalties();
     }
 }

@@ -45,7 +45,6 @@ mod auxiliary;
 mod biased;
 mod eplb;
 mod error;
-pub(crate) mod learnt;
 pub(crate) mod met;
 pub(crate) mod on_device;
 mod r_a;
@@ -57,6 +56,7 @@ mod r_p;
 mod r_t;
 mod solve;
 mod state;
+pub(crate) mod tickets;
 
 pub use auxiliary::{Auxiliary, auxiliary};
 pub use biased::{Biased, Misses};
@@ -75,7 +75,8 @@ pub use state::{ArmState, BanditState, RouterState};
 
 use pikv_core::page::Position;
 use pikv_core::score::{MAX_EXPERTS, Ranking};
-use pikv_lanes::{Lanes, route::rank};
+use pikv_lanes::Lanes;
+use pikv_lanes::route::{rank, weigh};
 use std::fmt;
 use std::ops::Range;
 
@@ -139,29 +140,30 @@ impl Shape {
     }
 }
 
-/// The kind of a router.
+/// The kind of a router: whose state it saves and restores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-#[repr(u16)]
 pub enum RouterKind {
     /// R_B, [`Hashed`].
-    Hash = 0,
+    Hash,
     /// R_T, [`TopK`].
-    TopK = 1,
+    TopK,
     /// R_LB, [`LoadBalanced`].
-    LoadBalanced = 2,
+    LoadBalanced,
     /// R_P, [`CacheAware`].
-    CacheAware = 3,
+    CacheAware,
     /// R_E, [`EntropyPenalised`].
-    Entropy = 4,
+    Entropy,
     /// R_A, [`Adaptive`].
-    Adaptive = 5,
+    Adaptive,
     /// R_H, [`Hierarchical`].
-    Hierarchical = 6,
+    Hierarchical,
+    /// A router of your own, with a number that tells it from your others: a state of one is refused by another.
+    Custom(u8),
 }
 
 impl RouterKind {
-    /// All kinds.
+    /// The kinds of pikv's routers.
     pub const ALL: [RouterKind; 7] = [
         RouterKind::Hash,
         RouterKind::TopK,
@@ -172,7 +174,7 @@ impl RouterKind {
         RouterKind::Hierarchical,
     ];
 
-    /// The paper's id, as `"R_LB"`.
+    /// The paper's id, as `"R_LB"`; `"custom"` for a router of your own.
     pub const fn id(self) -> &'static str {
         match self {
             RouterKind::Hash => "R_B",
@@ -182,13 +184,18 @@ impl RouterKind {
             RouterKind::Entropy => "R_E",
             RouterKind::Adaptive => "R_A",
             RouterKind::Hierarchical => "R_H",
+            RouterKind::Custom(_) => "custom",
         }
     }
 }
 
 impl fmt::Display for RouterKind {
+    /// The [`id`](RouterKind::id); for a router of your own also its number, as `custom 3`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.id())
+        match self {
+            RouterKind::Custom(number) => write!(f, "{} {number}", self.id()),
+            _ => f.write_str(self.id()),
+        }
     }
 }
 
@@ -283,6 +290,57 @@ impl Routes {
         }
     }
 
+    /// Appends the rows of a router of your own, which ranks by itself: `filing`, `[rows][top_k]`, are each row's experts, the best first and
+    /// each once. [`model`](Routes::model) gets the plain top-k of `logits`, `[rows][experts]`, and both get their weights.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::router::{Routes, Shape};
+    ///
+    /// # fn main() -> Result<(), pikv::router::RouteError> {
+    /// let mut routes = Routes::default();
+    /// routes.push(&Shape::new(4, 2), &[0.1, 0.9, 0.3, -1.0], &[3, 0])?;
+    /// assert_eq!(routes.filing().experts, [3, 0]);
+    /// assert_eq!(routes.model().experts, [1, 2]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`RouteError::Length`] for logits that are not whole rows or a `filing` of other rows, [`RouteError::Logit`] for a value that is not
+    /// finite, [`RouteError::Expert`] for an expert that there is not, [`RouteError::Routes`] for routes with rows of another width.
+    pub fn push(&mut self, shape: &Shape, logits: &[f32], filing: &[u16]) -> Result<(), RouteError> {
+        let (rows, top_k) = (shape.check()?.rows(logits)?, shape.top_k as usize);
+        length("filing", filing.len(), rows * top_k, "rows * top_k")?;
+        shape.check_chosen(filing)?;
+        self.place(shape, logits, rows, |i| filing[i], false)
+    }
+
+    /// Appends `rows` rows whose experts are `expert` of their index in `[rows][top_k]`. The model's are the same if `model_choice`, else the
+    /// plain top-k.
+    fn place(
+        &mut self,
+        shape: &Shape,
+        logits: &[f32],
+        rows: usize,
+        expert: impl Fn(usize) -> u16,
+        model_choice: bool,
+    ) -> Result<(), RouteError> {
+        let (experts, top_k) = (shape.experts as usize, shape.top_k as usize);
+        let old = self.grow(rows, top_k, top_k)?;
+        let Routes { model, filing, .. } = self;
+        let (chosen, weights) = (&mut filing.experts[old..], &mut filing.weights[old..]);
+        chosen.iter_mut().enumerate().for_each(|(i, to)| *to = expert(i));
+        weigh(shape.lanes, logits, experts, top_k, chosen, weights);
+        if model_choice {
+            model.experts[old..].copy_from_slice(chosen);
+            model.weights[old..].copy_from_slice(weights);
+        } else {
+            shape.rank(logits, Ranking::default(), &mut model.experts[old..], &mut model.weights[old..]);
+        }
+        Ok(())
+    }
+
     /// Makes room for `rows` more rows; returns the number of elements before.
     fn grow(&mut self, rows: usize, top_k: usize, fetch: usize) -> Result<usize, RouteError> {
         let held = self.filing.experts.len();
@@ -369,8 +427,8 @@ impl<'a> Feedback<'a> {
 /// # }
 /// ```
 pub trait Router: fmt::Debug + Send + Sync {
-    /// The kind of router. A router of your own returns the kind whose [`state`](Router::state) it saves, such as that of the router that it
-    /// wraps; errors name it.
+    /// The kind of router; errors name it. A router of your own returns [`RouterKind::Custom`], or the kind of the router that it wraps if its
+    /// [`state`](Router::state) is that router's.
     fn kind(&self) -> RouterKind;
 
     /// Experts and lanes.
@@ -434,7 +492,7 @@ pub trait Router: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// What the router has learnt. The options are not part of it.
+    /// What the router has learnt. The options are not part of it. A router of your own starts from [`RouterState::new`].
     fn state(&self) -> RouterState;
 
     /// Continues from `state`, exactly as the router that returned it, with the options of this one.

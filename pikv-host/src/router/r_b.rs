@@ -1,11 +1,9 @@
 //! R_B: hash and round-robin routing (arXiv 2508.06526, R_B; hash layers, Roller et al., arXiv 2106.04426).
 
 use super::on_device::{Averages, DeviceChoice, DevicePlan};
-use super::{Choice, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, positions};
+use super::{Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, positions};
 use pikv_core::hash;
 use pikv_core::page::Position;
-use pikv_core::score::Ranking;
-use pikv_lanes::route::weigh;
 
 /// The first expert of a token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -94,23 +92,8 @@ impl Router for HashRouter {
         let rows = self.shape.rows(logits)?;
         positions(first, rows)?;
         let top_k = self.shape.top_k;
-        let old = out.grow(rows, top_k as usize, top_k as usize)?;
-        let Choice { experts: chosen, weights } = &mut out.filing;
-        for (i, expert) in (0u32..).zip(&mut chosen[old..]) {
-            *expert = self.expert(first.0 + i / top_k, i % top_k);
-        }
-        let (experts, top_k) = (self.shape.experts as usize, top_k as usize);
-        let (chosen, out_weights) = (&chosen[old..], &mut weights[old..]);
-        weigh(self.shape.lanes, logits, experts, top_k, chosen, out_weights);
-        let (model, filing) = (&mut out.model, &out.filing);
-        if self.options.model_choice {
-            model.experts[old..].copy_from_slice(&filing.experts[old..]);
-            model.weights[old..].copy_from_slice(&filing.weights[old..]);
-        } else {
-            let plain = Ranking::default();
-            self.shape.rank(logits, plain, &mut model.experts[old..], &mut model.weights[old..]);
-        }
-        Ok(())
+        let expert = |i: usize| self.expert(first.0 + i as u32 / top_k, i as u32 % top_k);
+        out.place(&self.shape, logits, rows, expert, self.options.model_choice)
     }
 
     fn device_plan(&self) -> Result<DevicePlan<'_>, RouteError> {
@@ -131,7 +114,7 @@ impl Router for HashRouter {
     fn discard(&mut self) {}
 
     fn state(&self) -> RouterState {
-        RouterState::empty(RouterKind::Hash, self.shape.experts)
+        RouterState::new(RouterKind::Hash, self.shape.experts)
     }
 
     fn restore(&mut self, state: &RouterState) -> Result<(), RouteError> {

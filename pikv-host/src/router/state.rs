@@ -59,8 +59,9 @@ pub struct ArmState {
 }
 
 impl RouterState {
-    /// The state of a router that learns nothing.
-    pub(super) fn empty(router: RouterKind, experts: u32) -> RouterState {
+    /// The state of a router that learns nothing: all lists are empty. A router of your own sets those that it has; each is empty or
+    /// `[experts]`, with values in the range of its field.
+    pub fn new(router: RouterKind, experts: u32) -> RouterState {
         let none = Vec::new;
         let (load, miss, entropy, entropy_next) = (none(), none(), none(), none());
         RouterState { router, experts, load, miss, entropy, entropy_next, counts: vec![], bandit: None }
@@ -72,7 +73,7 @@ impl RouterState {
         let mut out = Vec::new();
         out.extend(MAGIC);
         out.extend(STATE_VERSION.to_le_bytes());
-        out.extend((self.router as u16).to_le_bytes());
+        out.extend(number(self.router).to_le_bytes());
         let averages = [&self.load, &self.miss, &self.entropy, &self.entropy_next];
         let [loads, misses, entropies, next] = averages.map(Vec::len);
         for n in [self.experts as usize, loads, misses, entropies, next, self.counts.len(), arms.len()] {
@@ -117,7 +118,7 @@ impl RouterState {
             return Err(StateError::Version(version));
         }
         let kind = u16::from_le_bytes(from.take());
-        let router = RouterKind::ALL.into_iter().find(|k| *k as u16 == kind).ok_or(StateError::Kind(kind))?;
+        let router = kind_of(kind).ok_or(StateError::Kind(kind))?;
         let [experts, loads, misses, entropies, next, counts, arms] = std::array::from_fn(|_| from.u32());
         let bandit = if arms == 0 { 0 } else { 12 + 72 * u64::from(arms) };
         let averages: u64 = [loads, misses, entropies, next].map(u64::from).iter().sum();
@@ -186,8 +187,12 @@ impl RouterState {
         Ok(())
     }
 
-    /// [`check`](RouterState::check), and the kind and shape of `expected`.
-    pub(super) fn check_as(&self, expected: &RouterState) -> Result<(), StateError> {
+    /// Checks that this is a state that a router with the state `expected` may restore: of its kind, with lists as long, and with values
+    /// that a router reaches. A router of your own calls it in [`Router::restore`](super::Router::restore).
+    ///
+    /// # Errors
+    /// [`StateError::Router`], [`StateError::Shape`] or [`StateError::Value`].
+    pub fn check_as(&self, expected: &RouterState) -> Result<(), StateError> {
         if self.router != expected.router {
             return Err(StateError::Router { got: self.router, expected: expected.router });
         }
@@ -207,6 +212,31 @@ impl RouterState {
             }
         }
         self.check()
+    }
+}
+
+/// First number of the custom kinds.
+const CUSTOM: u16 = 0x100;
+
+/// The number of a kind in saved states: its index in [`RouterKind::ALL`], or [`CUSTOM`] and the number of a router of the user's.
+fn number(kind: RouterKind) -> u16 {
+    match kind {
+        RouterKind::Hash => 0,
+        RouterKind::TopK => 1,
+        RouterKind::LoadBalanced => 2,
+        RouterKind::CacheAware => 3,
+        RouterKind::Entropy => 4,
+        RouterKind::Adaptive => 5,
+        RouterKind::Hierarchical => 6,
+        RouterKind::Custom(own) => CUSTOM + u16::from(own),
+    }
+}
+
+/// The kind with this [`number`].
+fn kind_of(number: u16) -> Option<RouterKind> {
+    match number.checked_sub(CUSTOM) {
+        None => RouterKind::ALL.get(usize::from(number)).copied(),
+        Some(own) => u8::try_from(own).ok().map(RouterKind::Custom),
     }
 }
 

@@ -1,6 +1,6 @@
 //! One tier: its free space, and the pages stored in it.
 
-use super::replica::Kept;
+use super::replica::RankPage;
 use super::{Spec, Store, TierUsage};
 use crate::base::error::FabricError;
 use crate::base::error::{Error, TierOperation};
@@ -75,7 +75,7 @@ enum Data {
     Memory(Box<[u32]>),
     At(u64),
     /// On ranks of a fabric.
-    Kept(Kept),
+    Ranks(RankPage),
 }
 
 impl Level {
@@ -163,7 +163,7 @@ impl Level {
                 copy.extend_from_slice(words);
                 *memory = copy.into_boxed_slice();
             }
-            (None, Data::At(_)) | (_, Data::Kept(_)) => unreachable!("positions are those of a store"),
+            (None, Data::At(_)) | (_, Data::Ranks(_)) => unreachable!("positions are those of a store"),
         }
         Ok(slot)
     }
@@ -171,14 +171,14 @@ impl Level {
 
 impl Stored {
     /// A page of these words that is stored on ranks.
-    pub fn kept_by(level: Arc<Level>, kept: Kept, words: &[u32], positions: [u32; LANES]) -> Stored {
-        Stored { level, data: Data::Kept(kept), words: words.len(), sum: sum(words), positions }
+    pub fn on_ranks(level: Arc<Level>, kept: RankPage, words: &[u32], positions: [u32; LANES]) -> Stored {
+        Stored { level, data: Data::Ranks(kept), words: words.len(), sum: sum(words), positions }
     }
 
     /// The copies on ranks, if the page is stored there.
-    pub fn kept(&self) -> Option<&Kept> {
+    pub fn rank_page(&self) -> Option<&RankPage> {
         match &self.data {
-            Data::Kept(kept) => Some(kept),
+            Data::Ranks(kept) => Some(kept),
             _ => None,
         }
     }
@@ -187,7 +187,7 @@ impl Stored {
     pub fn in_place(&self) -> Option<&[u32]> {
         match &self.data {
             Data::Memory(words) => Some(words),
-            Data::At(_) | Data::Kept(_) => None,
+            Data::At(_) | Data::Ranks(_) => None,
         }
     }
 
@@ -213,7 +213,7 @@ impl Stored {
                 }
             }
             (Data::Memory(memory), _) => words.copy_from_slice(memory),
-            (Data::Kept(kept), _) => {
+            (Data::Ranks(kept), _) => {
                 kept.fetch(words)?;
                 if sum(words) != self.sum {
                     return Err(
@@ -266,7 +266,7 @@ impl Drop for Stored {
         match self.data {
             Data::At(at) => room.give_back(at, bytes),
             Data::Memory(_) => room.used -= bytes,
-            Data::Kept(_) => {}
+            Data::Ranks(_) => {}
         }
     }
 }

@@ -15,7 +15,7 @@ pub(crate) trait FetchPage: Send + Sync {
     ///
     /// # Errors
     /// All ranks with copies are lost, or one fails.
-    fn fetch(&self, page: &Kept, words: &mut [u32]) -> Result<(), Error>;
+    fn fetch(&self, page: &RankPage, words: &mut [u32]) -> Result<(), Error>;
 
     /// Whether a rank is reached by messages, as another process is.
     fn is_wired(&self, rank: u32) -> bool;
@@ -55,24 +55,24 @@ impl Drop for Copy {
 pub type Copies = SmallVec<[Arc<Copy>; 1]>;
 
 /// A page stored on ranks.
-pub(crate) struct Kept {
+pub(crate) struct RankPage {
     pub copies: RwLock<Copies>,
     pub block: Block,
     front: Arc<dyn FetchPage>,
 }
 
-impl fmt::Debug for Kept {
+impl fmt::Debug for RankPage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Kept")
+        f.debug_struct("RankPage")
             .field("block", &self.block)
             .field("copies", &self.copies)
             .finish_non_exhaustive()
     }
 }
 
-impl Kept {
-    pub fn new(front: Arc<dyn FetchPage>, block: Block, copies: Copies) -> Kept {
-        Kept { copies: RwLock::new(copies), block, front }
+impl RankPage {
+    pub fn new(front: Arc<dyn FetchPage>, block: Block, copies: Copies) -> RankPage {
+        RankPage { copies: RwLock::new(copies), block, front }
     }
 
     /// The present copies; holding them keeps the pages.

@@ -1,8 +1,8 @@
 //! Rows of `benches/results`, each with the machine, day, commit and command of the measurement.
 
+use super::rows::provenance;
 use std::error::Error;
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::Duration;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -22,7 +22,8 @@ impl Sheet {
     /// Without git or a repository.
     pub fn new(path: PathBuf, columns: &str, binary: &str) -> Result<Sheet> {
         let text = format!("{columns},machine,date,commit,command\n");
-        Ok(Sheet { path, text, columns: columns.split(',').count(), origin: origin(binary)? })
+        let origin = provenance(&command(&format!("-p pikv-examples --bin {binary}")))?;
+        Ok(Sheet { path, text, columns: columns.split(',').count(), origin })
     }
 
     /// Adds a row of comma-separated cells and writes the file, so that rows survive an interrupted run.
@@ -45,23 +46,11 @@ pub fn file(name: &str) -> PathBuf {
     crate::example("../benches/results").join(name)
 }
 
-/// Machine, day, commit (with a plus if sources differ from it) and command.
-fn origin(binary: &str) -> Result<String> {
-    let said = |program: &str, arguments: &[&str]| -> Result<String> {
-        let out = Command::new(program).args(arguments).output().map_err(|e| format!("{program}: {e}"))?;
-        if !out.status.success() {
-            return Err(format!("{program} {}: {}", arguments.join(" "), out.status).into());
-        }
-        Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned())
-    };
-    let top = said("git", &["rev-parse", "--show-toplevel"])?;
-    let changed = said("git", &["-C", &top, "status", "--porcelain", "--untracked-files=no", "--", "*.rs"])?;
-    let plus = if changed.is_empty() { "" } else { "+" };
-    let (date, commit) = (said("date", &["-u", "+%F"])?, said("git", &["rev-parse", "--short", "HEAD"])?);
+/// The command of this process: `cargo run --release` with `target`, such as `-p serve`, and its arguments.
+pub fn command(target: &str) -> String {
     let arguments: Vec<String> = std::env::args().skip(1).map(|a| name_of(&a)).collect();
     let arguments = if arguments.is_empty() { String::new() } else { format!(" -- {}", arguments.join(" ")) };
-    let command = format!("cargo run --release -p pikv-examples --bin {binary}{arguments}");
-    Ok(format!("\"{}\",{date},{commit}{plus},{}", machine(), command.replace([',', '"'], " ")))
+    format!("cargo run --release {target}{arguments}")
 }
 
 /// The last part of an absolute path, so that results do not name directories of this machine.
@@ -71,15 +60,6 @@ fn name_of(argument: &str) -> String {
         Some(name) if path.is_absolute() => name.to_string_lossy().into_owned(),
         _ => argument.to_owned(),
     }
-}
-
-/// Processor, cores and lanes.
-fn machine() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = info.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let lanes = pikv::lanes::Lanes::detect().name();
-    format!("{}, {cores} cores, {lanes}", model.trim_start_matches([' ', '\t', ':']))
 }
 
 /// CPU time of this process over all threads; ratios of it do not depend on other load.

@@ -9,7 +9,7 @@ use futures_core::Stream;
 use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -61,8 +61,7 @@ impl Answer {
             Event::Failed(fault) => return ApiError::from(fault).into_response(),
             first => first,
         };
-        let ready = self.lines(first);
-        let body = Body::from_stream(Lines { answer: self, ready: Some(ready), over: false });
+        let body = Body::from_stream(Lines { answer: self, first: Some(first), over: false });
         let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
         (StatusCode::OK, headers, body).into_response()
     }
@@ -111,7 +110,7 @@ fn usage(done: &Done) -> Value {
 /// Body of a stream. The server drops it when the client disconnects, which cancels the request.
 struct Lines {
     answer: Answer,
-    ready: Option<(String, bool)>,
+    first: Option<Event>,
     over: bool,
 }
 
@@ -122,13 +121,11 @@ impl Stream for Lines {
         if self.over {
             return Poll::Ready(None);
         }
-        let (lines, over) = match self.ready.take() {
-            Some(ready) => ready,
-            None => match self.answer.events.poll_recv(context) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(event) => self.answer.lines(next(event)),
-            },
+        let event = match self.first.take() {
+            Some(first) => first,
+            None => next(ready!(self.answer.events.poll_recv(context))),
         };
+        let (lines, over) = self.answer.lines(event);
         self.over = over;
         Poll::Ready(Some(Ok(lines)))
     }

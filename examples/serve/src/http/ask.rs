@@ -11,6 +11,8 @@ use std::time::Duration;
 const STOPS: usize = 4;
 const STOP_BYTES: usize = 256;
 
+type Result<T = ()> = std::result::Result<T, ApiError>;
+
 /// A checked body.
 pub struct Ask {
     pub prompt: Vec<u32>,
@@ -27,55 +29,43 @@ pub struct Ask {
 const READ: &str = "model prompt messages max_tokens max_completion_tokens temperature top_p seed stop stream \
                     stream_options timeout user";
 
-/// Unsupported fields of OpenAI's API, with their neutral values.
-fn idle() -> Value {
-    json!({
-        "n": 1, "best_of": 1, "echo": false, "logprobs": false, "logit_bias": {}, "presence_penalty": 0,
-        "frequency_penalty": 0, "suffix": "",
-    })
-}
-
 impl Ask {
     /// Parses a body. `chat` is true for the chat endpoint; `longest` is the longest time that a request may take.
     ///
     /// # Errors
     /// Names the wrong field and the accepted values.
-    pub fn read(model: &Model, body: &[u8], chat: bool, longest: Duration) -> Result<Ask, ApiError> {
+    pub fn read(model: &Model, body: &[u8], chat: bool, longest: Duration) -> Result<Ask> {
         let body: Value = serde_json::from_slice(body)
             .map_err(|error| ApiError::field("", "invalid_json", format!("the body is not JSON: {error}")))?;
         let Value::Object(fields) = body else {
             return Err(ApiError::field("", "invalid_json", "the body must be a JSON object"));
         };
-        let idle = idle();
+        // Unsupported fields of OpenAI's API, with their neutral values.
+        let idle = json!({
+            "n": 1, "best_of": 1, "echo": false, "logprobs": false, "logit_bias": {}, "presence_penalty": 0,
+            "frequency_penalty": 0, "suffix": "",
+        });
         for (name, value) in &fields {
             let read = READ.split_whitespace().any(|read| read == name);
             let nothing = value.is_null() || idle.get(name).is_some_and(|idle| same(idle, value));
-            if !read && !nothing {
-                // A long name is shortened in the error.
-                let name = short(name);
-                let message = format!("{name}: this server cannot act on it; leave it out");
-                return Err(ApiError::field(&name, "unsupported_parameter", message));
-            }
+            let name = &short(name);
+            let message = || format!("{name}: this server cannot act on it; leave it out");
+            ensure(read || nothing, name, "unsupported_parameter", message)?;
         }
         check_model(model, &fields)?;
         let prompt = if chat { messages(model, &fields)? } else { prompt(model, &fields)? };
-        if prompt.is_empty() {
-            let field = if chat { "messages" } else { "prompt" };
-            let message = format!("{field}: must have one token at least");
-            return Err(ApiError::field(field, "empty_prompt", message));
-        }
+        let field = if chat { "messages" } else { "prompt" };
+        let message = || format!("{field}: must have one token at least");
+        ensure(!prompt.is_empty(), field, "empty_prompt", message)?;
         let room = model.context.saturating_sub(prompt.len());
         let asked = whole(&fields, "max_tokens")?.or(whole(&fields, "max_completion_tokens")?);
         let max_tokens = asked.unwrap_or(if chat { 128.min(room.max(1) as u64) } else { 16 });
-        if max_tokens == 0 {
-            return Err(ApiError::field("max_tokens", "invalid_value", "max_tokens: must be at least 1"));
-        }
-        if max_tokens > room as u64 {
-            let (context, got) = (model.context, prompt.len());
-            let message =
-                format!("{got} tokens of prompt and {max_tokens} to come; the model has {context} in all");
-            return Err(ApiError::field("max_tokens", "context_length_exceeded", message));
-        }
+        let message = || "max_tokens: must be at least 1".into();
+        ensure(max_tokens > 0, "max_tokens", "invalid_value", message)?;
+        let (context, got) = (model.context, prompt.len());
+        let message =
+            || format!("{got} tokens of prompt and {max_tokens} to come; the model has {context} in all");
+        ensure(max_tokens <= room as u64, "max_tokens", "context_length_exceeded", message)?;
         let temperature = number(&fields, "temperature", 0.0, 2.0)?.unwrap_or(1.0) as f32;
         let top_p = number(&fields, "top_p", 0.0, 1.0)?.unwrap_or(1.0);
         let seed = whole(&fields, "seed")?.unwrap_or_else(|| RandomState::new().hash_one(0));
@@ -87,10 +77,8 @@ impl Ask {
             stops: stops(&fields)?,
             timeout: timeout.map_or(longest, Duration::from_secs_f64),
             stream: flag(&fields, "stream")?,
-            usage: match field(&fields, "stream_options", "an object", Value::as_object)? {
-                Some(options) => flag(options, "include_usage")?,
-                None => false,
-            },
+            usage: self::field(&fields, "stream_options", "an object", Value::as_object)?
+                .map_or(Ok(false), |options| flag(options, "include_usage"))?,
         })
     }
 }
@@ -100,6 +88,11 @@ type Fields = Map<String, Value>;
 /// Whether two values are equal, with 0 equal to 0.0.
 fn same(a: &Value, b: &Value) -> bool {
     a == b || a.as_f64().is_some_and(|a| b.as_f64() == Some(a))
+}
+
+/// Refuses the value of a field unless `holds`.
+fn ensure(holds: bool, param: &str, code: &'static str, message: impl FnOnce() -> String) -> Result {
+    if holds { Ok(()) } else { Err(ApiError::field(param, code, message())) }
 }
 
 fn wrong(param: &str, must: &str) -> ApiError {
@@ -112,21 +105,21 @@ fn field<'f, T>(
     name: &str,
     must: &str,
     read: impl FnOnce(&'f Value) -> Option<T>,
-) -> Result<Option<T>, ApiError> {
+) -> Result<Option<T>> {
     let value = fields.get(name).filter(|value| !value.is_null());
     value.map(|value| read(value).ok_or_else(|| wrong(name, must))).transpose()
 }
 
-fn whole(fields: &Fields, name: &str) -> Result<Option<u64>, ApiError> {
+fn whole(fields: &Fields, name: &str) -> Result<Option<u64>> {
     field(fields, name, "an integer, 0 or more", Value::as_u64)
 }
 
-fn number(fields: &Fields, name: &str, least: f64, most: f64) -> Result<Option<f64>, ApiError> {
+fn number(fields: &Fields, name: &str, least: f64, most: f64) -> Result<Option<f64>> {
     let must = format!("a number from {least} to {most}");
     field(fields, name, &must, |value| value.as_f64().filter(|number| (least..=most).contains(number)))
 }
 
-fn flag(fields: &Fields, name: &str) -> Result<bool, ApiError> {
+fn flag(fields: &Fields, name: &str) -> Result<bool> {
     Ok(field(fields, name, "true or false", Value::as_bool)?.unwrap_or(false))
 }
 
@@ -135,7 +128,7 @@ fn short(text: &str) -> String {
     text.chars().take(64).collect()
 }
 
-fn check_model(model: &Model, fields: &Fields) -> Result<(), ApiError> {
+fn check_model(model: &Model, fields: &Fields) -> Result {
     let must = format!("the string {:?}", model.name);
     let name = field(fields, "model", &must, Value::as_str)?.ok_or_else(|| wrong("model", &must))?;
     if name == model.name {
@@ -147,31 +140,27 @@ fn check_model(model: &Model, fields: &Fields) -> Result<(), ApiError> {
 }
 
 /// Reads a prompt: a text or tokens.
-fn prompt(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
+fn prompt(model: &Model, fields: &Fields) -> Result<Vec<u32>> {
     let must = "a string, or an array of the vocabulary's tokens";
-    let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
     let tokens = field(fields, "prompt", must, |value| match value {
         Value::String(text) => Some(model.encode(text)),
-        Value::Array(tokens) => Some(Ok(tokens.iter().map(token).collect::<Option<_>>()?)),
+        Value::Array(_) => Some(Ok(serde_json::from_value(value.clone()).ok()?)),
         _ => None,
     })?;
     known(model, "prompt", tokens.ok_or_else(|| wrong("prompt", must))?)
 }
 
 /// Checks that the tokenizer accepted a text and that all tokens are in the vocabulary.
-fn known(model: &Model, param: &str, tokens: Result<Vec<u32>, String>) -> Result<Vec<u32>, ApiError> {
+fn known(model: &Model, param: &str, tokens: std::result::Result<Vec<u32>, String>) -> Result<Vec<u32>> {
     let tokens =
         tokens.map_err(|error| ApiError::field(param, "invalid_text", format!("{param}: {error}")))?;
-    match tokens.iter().find(|token| **token as usize >= model.vocab) {
-        Some(token) => {
-            let message = format!("{param}: token {token} of a vocabulary of {}", model.vocab);
-            Err(ApiError::field(param, "invalid_token", message))
-        }
-        None => Ok(tokens),
-    }
+    let largest = tokens.iter().max().map_or(0, |token| *token as usize);
+    let message = || format!("{param}: token {largest} of a vocabulary of {}", model.vocab);
+    ensure(largest < model.vocab, param, "invalid_token", message)?;
+    Ok(tokens)
 }
 
-fn messages(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
+fn messages(model: &Model, fields: &Fields) -> Result<Vec<u32>> {
     let must = "an array of objects, each with the strings role and content";
     let message = |value: &Value| {
         let text = |name| value.get(name)?.as_str().map(String::from);
@@ -181,9 +170,9 @@ fn messages(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
     let messages = field(fields, "messages", must, all)?.filter(|messages| !messages.is_empty());
     let messages = messages.ok_or_else(|| wrong("messages", must))?;
     let roles = ["system", "user", "assistant"];
-    if let Some((role, _)) = messages.iter().find(|(role, _)| !roles.contains(&role.as_str())) {
-        let message = format!("messages: role {:?}; must be system, user or assistant", short(role));
-        return Err(ApiError::field("messages", "invalid_value", message));
+    for (role, _) in &messages {
+        let message = || format!("messages: role {:?}; must be system, user or assistant", short(role));
+        ensure(roles.contains(&role.as_str()), "messages", "invalid_value", message)?;
     }
     let tokens = model.encode_chat(&messages).ok_or_else(|| {
         let message = format!("{} has no chat template; use /v1/completions", model.name);
@@ -192,14 +181,12 @@ fn messages(model: &Model, fields: &Fields) -> Result<Vec<u32>, ApiError> {
     known(model, "messages", tokens)
 }
 
-fn stops(fields: &Fields) -> Result<Vec<String>, ApiError> {
+fn stops(fields: &Fields) -> Result<Vec<String>> {
     let must = format!("a string, or an array of up to {STOPS} strings, of 1 to {STOP_BYTES} bytes each");
     let stops = field(fields, "stop", &must, |value| {
         let stops: Vec<String> = match value {
             Value::String(stop) => vec![stop.clone()],
-            value => {
-                value.as_array()?.iter().map(|stop| stop.as_str().map(String::from)).collect::<Option<_>>()?
-            }
+            value => serde_json::from_value(value.clone()).ok()?,
         };
         let fits = |stop: &String| (1..=STOP_BYTES).contains(&stop.len());
         (stops.len() <= STOPS && stops.iter().all(fits)).then_some(stops)

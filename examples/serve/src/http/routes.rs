@@ -12,7 +12,7 @@ use axum::body::to_bytes;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
-use axum::response::{IntoResponse, Response};
+use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -37,12 +37,12 @@ type Shared = State<Arc<Front>>;
 
 pub fn router(front: Arc<Front>) -> Router {
     Router::new()
-        .route("/", get(page))
+        .route("/", get(|| async { Html(show::PAGE) }))
         .route("/state", get(state))
         .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
-        .route("/v1/completions", post(completions))
-        .route("/v1/chat/completions", post(chat))
+        .route("/v1/completions", post(|front: Shared, request: Request| complete(front, request, false)))
+        .route("/v1/chat/completions", post(|front: Shared, request: Request| complete(front, request, true)))
         .fallback(not_found)
         .method_not_allowed_fallback(not_allowed)
         .layer(from_fn_with_state(front.clone(), count_errors))
@@ -67,15 +67,7 @@ async fn not_allowed() -> ApiError {
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
 }
 
-async fn completions(State(front): Shared, request: Request) -> Response {
-    complete(&front, request, false).await.unwrap_or_else(IntoResponse::into_response)
-}
-
-async fn chat(State(front): Shared, request: Request) -> Response {
-    complete(&front, request, true).await.unwrap_or_else(IntoResponse::into_response)
-}
-
-async fn complete(front: &Front, request: Request, chat: bool) -> Result<Response, ApiError> {
+async fn complete(State(front): Shared, request: Request, chat: bool) -> Result<Response, ApiError> {
     let Ok(open) = front.open.clone().try_acquire_owned() else {
         let message = format!("{} requests are open; try again", front.options.requests);
         return Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_requests", message));
@@ -126,20 +118,13 @@ async fn look(front: &Front) -> Result<Arc<Look>, ApiError> {
     from.await.map_err(|_| stopped())
 }
 
-async fn state(State(front): Shared) -> Response {
-    look(&front).await.map_or_else(IntoResponse::into_response, |look| json_response(&show::json(&look)))
+async fn state(State(front): Shared) -> Result<Response, ApiError> {
+    Ok(json_response(&show::json(&*look(&front).await?)))
 }
 
-async fn metrics(State(front): Shared) -> Response {
-    let look = match look(&front).await {
-        Ok(look) => look,
-        Err(error) => return error.into_response(),
-    };
+async fn metrics(State(front): Shared) -> Result<Response, ApiError> {
+    let look = look(&front).await?;
     let errors = front.errors.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let text = show::prometheus(&look, &errors);
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
-}
-
-async fn page() -> Response {
-    ([(header::CONTENT_TYPE, "text/html; charset=utf-8")], show::PAGE).into_response()
+    Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response())
 }

@@ -42,7 +42,7 @@ pub fn prometheus(look: &Look, errors: &BTreeMap<&'static str, u64>) -> String {
         *count = (count.as_u64().unwrap_or(0) + 1).into();
     }
     state["requests"] = states;
-    numbers("pikv", &state, &mut text);
+    numbers("pikv", "", &state, &mut text);
     for (name, help, count) in look.counts.named() {
         let name = format!("pikv_{name}_total");
         let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name} {count}");
@@ -63,27 +63,20 @@ pub fn prometheus(look: &Look, errors: &BTreeMap<&'static str, u64>) -> String {
     text
 }
 
-/// Writes the numbers in `value`, under names that begin with `name`.
-fn numbers(name: &str, value: &Value, text: &mut String) {
+/// Writes the numbers in `value`, under names that begin with `name`, with the label `of`.
+fn numbers(name: &str, of: &str, value: &Value, text: &mut String) {
     match value {
+        // Counts are written with their help texts.
         Value::Object(fields) => {
-            // Counts are written with their help texts.
-            for (field, value) in fields.iter().filter(|(field, _)| *field != "counts") {
-                numbers(&format!("{name}_{field}"), value, text);
-            }
+            fields.iter().filter(|(field, _)| *field != "counts").for_each(|(field, value)| {
+                numbers(&format!("{name}_{field}"), of, value, text);
+            })
         }
-        Value::Array(list) => {
-            for (at, value) in list.iter().enumerate() {
-                match value {
-                    Value::Object(fields) => fields.iter().for_each(|(field, value)| {
-                        numbers(&format!("{name}_{field}{{of=\"{at}\"}}"), value, text);
-                    }),
-                    value => numbers(&format!("{name}{{of=\"{at}\"}}"), value, text),
-                }
-            }
-        }
+        Value::Array(list) => list.iter().enumerate().for_each(|(at, value)| {
+            numbers(name, &format!("{{of=\"{at}\"}}"), value, text);
+        }),
         Value::Number(number) => {
-            let _ = writeln!(text, "{name} {number}");
+            let _ = writeln!(text, "{name}{of} {number}");
         }
         _ => {}
     }

@@ -229,19 +229,15 @@ impl Scheduler {
             match self.forward(&parts) {
                 Ok(()) => break parts,
                 Err(Error::OutOfBudget { needed, available }) => {
-                    if self.put_back(available + 1) {
-                        continue;
-                    }
-                    if most > 1 {
+                    let room = self.put_back(available + 1);
+                    if !room && most > 1 {
                         most = (most / 2).min(parts.iter().map(|(_, n)| n / 2).sum()).max(1);
-                        continue;
-                    }
-                    if self.start_anew(parts[0].0) {
+                    } else if !room && self.start_anew(parts[0].0) {
                         most = self.options.step;
-                        continue;
+                    } else if !room {
+                        let budget = self.options.budget;
+                        return self.fail(&parts, &Fault::TooLarge { needed, budget });
                     }
-                    let budget = self.options.budget;
-                    return self.fail(&parts, &Fault::TooLarge { needed, budget });
                 }
                 Err(error) => return self.fail(&parts, &Fault::Cache(error.to_string())),
             }

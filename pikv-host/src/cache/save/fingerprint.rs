@@ -9,26 +9,26 @@ use pikv_core::plan::LayerShape;
 use pikv_core::rope::{Pairs, Rope};
 
 /// A part of a configuration: its key in the header, and its name in errors.
-pub struct Part {
+pub struct ShapePart {
     pub key: &'static str,
     pub is: &'static str,
     of: fn(&CacheShape, &mut Sum),
 }
 
 /// All parts that results depend on. Budget, shards, tiers, back end and lanes are not among them: results do not depend on them.
-pub const PARTS: [Part; 8] = [
-    Part { key: "layers", is: "the layers (heads, widths, dtypes, windows, rotations)", of: layers },
-    Part { key: "ring", is: "the ring and the rollback", of: ring },
-    Part { key: "sinks", is: "the sinks", of: sinks },
-    Part { key: "experts", is: "the experts and how many a token goes to", of: experts },
-    Part { key: "codecs", is: "the codecs of the heads, with their maps", of: codecs },
-    Part { key: "policies", is: "the eviction policies and their budgets", of: policies },
-    Part { key: "bounds", is: "the bounds (whether extremes of keys are kept)", of: bounds },
-    Part { key: "hits", is: "the hits (what counts as one)", of: hits },
+pub const PARTS: [ShapePart; 8] = [
+    ShapePart { key: "layers", is: "the layers (heads, widths, dtypes, windows, rotations)", of: layers },
+    ShapePart { key: "ring", is: "the ring and the rollback", of: ring },
+    ShapePart { key: "sinks", is: "the sinks", of: sinks },
+    ShapePart { key: "experts", is: "the experts and how many a token goes to", of: experts },
+    ShapePart { key: "codecs", is: "the codecs of the heads, with their maps", of: codecs },
+    ShapePart { key: "policies", is: "the eviction policies and their budgets", of: policies },
+    ShapePart { key: "bounds", is: "the bounds (whether extremes of keys are kept)", of: bounds },
+    ShapePart { key: "hits", is: "the hits (what counts as one)", of: hits },
 ];
 
 /// Hash of one part, as 64 hexadecimal digits.
-pub fn sum_of(part: &Part, shape: &CacheShape) -> String {
+pub fn sum_of(part: &ShapePart, shape: &CacheShape) -> String {
     let mut sum = Sum(blake3::Hasher::new());
     sum.bytes(part.key.as_bytes());
     (part.of)(shape, &mut sum);

@@ -18,7 +18,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Parked {
     inner: Arc<Inner>,
-    parts: Vec<Part>,
+    parts: Vec<ParkedPart>,
     len: u32,
     /// Bytes of pages that were in the first tier.
     here: u64,
@@ -28,12 +28,12 @@ pub struct Parked {
 
 /// One part of the sequence: numbers, and pages in order.
 #[derive(Debug)]
-struct Part {
+struct ParkedPart {
     fields: Vec<u32>,
     pages: Vec<Arc<Stored>>,
 }
 
-impl Part {
+impl ParkedPart {
     fn out(&self) -> Out<'_> {
         Out { fields: self.fields.clone(), pages: self.pages.iter().map(Words::Away).collect() }
     }
@@ -99,7 +99,7 @@ impl Sequence {
         let levels = levels.filter(|levels| !levels.is_empty()).ok_or(Error::NoTiers)?;
         let part = |part: Out<'_>| {
             let pages = part.pages.iter().map(|page| lower(page, levels)).collect::<Result<_, Error>>()?;
-            Ok(Part { fields: part.fields, pages })
+            Ok(ParkedPart { fields: part.fields, pages })
         };
         let parts = self.parts(header::version(self.budget, false));
         let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
@@ -130,9 +130,9 @@ impl Parked {
     /// Bytes of host memory besides pages.
     pub fn table_bytes(&self) -> u64 {
         let part =
-            |part: &Part| 4 * part.fields.capacity() + size_of::<Arc<Stored>>() * part.pages.capacity();
+            |part: &ParkedPart| 4 * part.fields.capacity() + size_of::<Arc<Stored>>() * part.pages.capacity();
         let slots = self.parts.iter().map(|part| part.pages.len() * size_of::<Stored>()).sum::<usize>();
-        (self.parts.iter().map(part).sum::<usize>() + self.parts.capacity() * size_of::<Part>() + slots)
+        (self.parts.iter().map(part).sum::<usize>() + self.parts.capacity() * size_of::<ParkedPart>() + slots)
             as u64
     }
 
@@ -179,7 +179,7 @@ impl Parked {
     /// # Errors
     /// The errors of [`Sequence::save`].
     pub fn save(&self, note: &[u8], to: &mut impl Write) -> Result<u64, Error> {
-        let parts: Vec<Out<'_>> = self.parts.iter().map(Part::out).collect();
+        let parts: Vec<Out<'_>> = self.parts.iter().map(ParkedPart::out).collect();
         super::write_parts(self.version(), &self.inner.shape, &parts, note, to)
     }
 
@@ -189,7 +189,7 @@ impl Parked {
 
     /// Words of each part.
     fn elements(&self) -> Vec<u64> {
-        let part = |part: &Part| match part.pages.is_empty() {
+        let part = |part: &ParkedPart| match part.pages.is_empty() {
             true => part.fields.len() as u64,
             false => part.pages.iter().map(|page| page.words() as u64).sum(),
         };

@@ -2,7 +2,7 @@
 
 use super::header::{self, LENGTH, Tensor};
 use crate::base::error::{Error, SaveError, SaveOperation};
-use crate::base::fields::{Fields, sure};
+use crate::base::fields::{Fields, in_tensor, sure};
 use crate::base::page_sum;
 use crate::cache::Cache;
 use crate::cache::inner::Inner;
@@ -169,13 +169,7 @@ impl Cache {
         let (version, tensors, elements) = read_header(inner, &mut input)?;
         let mut tensors = Tensors::new(&tensors, &elements);
         let read = read(inner, (version, until), &mut input, &mut tensors);
-        let named = |error| match error {
-            Error::Save(SaveError::Content { what, .. }) => {
-                SaveError::Content { tensor: tensors.name.to_owned(), what }.into()
-            }
-            other => other,
-        };
-        let (sequence, routers, note) = read.map_err(named)?;
+        let (sequence, routers, note) = read.map_err(|error| in_tensor(error, tensors.name))?;
         let most = inner.pool.arenas.budget().max(TABLE);
         for layer in 0..inner.shape.config.layers.len() {
             inner.pool.tables.grow_within(layer, sequence.len, most)?;
@@ -279,9 +273,7 @@ impl Sequence {
             && (kept == 0 || u64::from(kept) + u64::from(ring.window()) <= u64::from(len));
         sure(len.max(floor) <= Position::MAX.0 && reaches, "a length that no sequence has")?;
         (self.len, self.kept, self.floor) = (len, kept, floor);
-        let altered = from.word()?;
-        sure(altered <= 1, "a flag that is neither 0 nor 1")?;
-        self.altered = altered == 1;
+        self.altered = from.flag()?;
         for _ in 0..from.count(2)? {
             let pin = from.word()?..from.word()?;
             let apart = self.pins.last().is_none_or(|before| before.end < pin.start);

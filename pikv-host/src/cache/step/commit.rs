@@ -44,7 +44,7 @@ impl Step<'_> {
         }
         let inner = self.inner.clone();
         self.check_complete()?;
-        self.settle()?;
+        self.take_late_results()?;
         let mut sent = self.file_rest()?.into_iter();
         self.committed = true;
         // If a policy panics from here on, its state may be half updated.

@@ -148,7 +148,7 @@ impl Step<'_> {
 
     /// Waits for results that policies need, if any. Passes the tokens to the policies at once, and keeps the feedback of attention for
     /// `observe`.
-    pub(super) fn settle(&mut self) -> Result<(), Error> {
+    pub(super) fn take_late_results(&mut self) -> Result<(), Error> {
         let Some(late) = &mut self.late else { return Ok(()) };
         let shapes = &self.inner.shape.config.layers;
         if late.owes() {

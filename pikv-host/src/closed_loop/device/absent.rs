@@ -33,7 +33,7 @@ impl ClosedLoop {
 }
 
 impl LoopStep<'_> {
-    pub(in crate::closed_loop) fn settle(&mut self, _: usize) -> Result<(), LoopError> {
+    pub(in crate::closed_loop) fn take_choices(&mut self, _: usize) -> Result<(), LoopError> {
         Ok(())
     }
 }

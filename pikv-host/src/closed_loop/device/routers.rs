@@ -93,15 +93,15 @@ fn row_of_call(parts: impl Iterator<Item = (Position, usize)>, firm: usize, mut 
 
 impl LoopStep<'_> {
     /// Waits for the device's choices for a layer, if any are pending, and files the rows under them.
-    pub(in crate::closed_loop) fn settle(&mut self, layer: usize) -> Result<(), LoopError> {
+    pub(in crate::closed_loop) fn take_choices(&mut self, layer: usize) -> Result<(), LoopError> {
         let on = self.of.devices.layers.get_mut(layer).and_then(Option::as_mut);
         let Some(pending) = on.and_then(OnDevice::take) else { return Ok(()) };
-        let settled = pending.wait().map_err(LoopError::Cache);
-        let settled = settled.and_then(|brought| self.take_in(layer, &pending, &brought));
+        let taken = pending.wait().map_err(LoopError::Cache);
+        let taken = taken.and_then(|brought| self.take_in(layer, &pending, &brought));
         if let Some(on) = &self.of.devices.layers[layer] {
             on.put_back(pending);
         }
-        settled
+        taken
     }
 
     fn take_in(&mut self, layer: usize, of: &Pending, brought: &Brought<'_>) -> Result<(), LoopError> {

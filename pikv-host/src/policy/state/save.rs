@@ -1,12 +1,12 @@
 //! A policy's state of a run, as words of a saved sequence.
 
-use super::{Apart, GONE, Kept, Mark};
+use super::{Apart, GONE, Mark, TokenStates};
 use crate::base::error::Error;
 use crate::base::fields::{Fields, put_floats, sure};
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 
-impl Kept {
+impl TokenStates {
     /// Appends the state of the pages for which `is_left`: for each page whether it has rows, its last use, and the rows.
     pub fn save(&self, to: &mut Vec<u32>, is_left: impl Fn(usize) -> bool) {
         for (i, mark) in self.pages.iter().enumerate().filter(|(i, _)| is_left(*i)) {
@@ -17,7 +17,7 @@ impl Kept {
         }
     }
 
-    /// Reads the output of [`Kept::save`] for `pages` pages; `self` is of a run without pages.
+    /// Reads the output of [`TokenStates::save`] for `pages` pages; `self` is of a run without pages.
     ///
     /// # Errors
     /// Words that are not such an output.
@@ -56,7 +56,7 @@ impl Apart {
     ///
     /// # Errors
     /// Words that are not such an output.
-    pub fn load(from: &mut Fields<'_>, run: &Kept) -> Result<Apart, Error> {
+    pub fn load(from: &mut Fields<'_>, run: &TokenStates) -> Result<Apart, Error> {
         let n = from.count(LANES)?;
         sure(n == 0 || n == run.versions * run.words, "rows that the policy does not keep")?;
         let mut rows = vec![[0.0; LANES]; n].into_boxed_slice();

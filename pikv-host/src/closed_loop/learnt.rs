@@ -1,18 +1,19 @@
 //! Removal of rolled-back tokens from routers that learnt from them.
 //!
 //! A router learns once a step, from the rows of all its sequences. To be able to remove some of these rows, a
-//! [`ClosedLoop`](crate::ClosedLoop) keeps each step as long as one of its tokens can be rolled back: the routers' state before it, its
+//! [`ClosedLoop`](super::ClosedLoop) keeps each step as long as one of its tokens can be rolled back: the routers' state before it, its
 //! logits, and the pages wanted and missed. After a rollback the routers are restored to that state and learn the step again without the
 //! removed rows, and then the later steps. Without a rollback only the step in progress is kept, since sequences may be left out of it.
 
-pub(crate) mod save;
+pub(super) mod save;
 
 use crate::router::met::Met;
+use crate::router::tickets::TokensLeft;
 use crate::router::{Feedback, RouteError, Router, RouterState, Routes};
 use pikv_core::page::{PAGE, Position};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Most steps that are kept, besides four for each token that can be rolled back. Older steps are not removed from routers; an average
 /// with factor .9 has a thousandth of them left by then.
@@ -23,124 +24,10 @@ fn most_steps(slack: u32) -> usize {
     STEPS + 4 * slack as usize
 }
 
-/// How many tokens that sequences brought to a step together are left: as many as the one has that took back the fewest. A fork has them in
-/// common with its original; what a sequence had when it was dropped stays.
-#[derive(Debug, Default)]
-pub(crate) struct Left(Mutex<Counts>);
-
-#[derive(Debug, Default)]
-struct Counts {
-    /// The number for dropped sequences, and for steps that no rollback reaches.
-    stays: u32,
-    /// The numbers for the other sequences; `None` is a free entry.
-    of: Vec<Option<u32>>,
-}
-
-impl Left {
-    fn counts(&self) -> MutexGuard<'_, Counts> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Tokens of a sequence that is over.
-    fn of_gone(stays: u32) -> Left {
-        Left(Mutex::new(Counts { stays, of: Vec::new() }))
-    }
-
-    /// Tokens that are left to all but the one whose count is `own`.
-    fn without(&self, own: Option<usize>) -> u32 {
-        let counts = self.counts();
-        let others = counts.of.iter().enumerate().filter(|(at, _)| Some(*at) != own);
-        others.filter_map(|(_, count)| *count).fold(counts.stays, u32::max)
-    }
-
-    /// Tokens that are left.
-    fn get(&self) -> u32 {
-        let counts = self.counts();
-        counts.of.iter().flatten().copied().fold(counts.stays, u32::max)
-    }
-}
-
-/// Tokens that a sequence added in a step of a loop.
-#[derive(Debug)]
-struct Ticket {
-    /// Position of the first.
-    first: u32,
-    left: Arc<Left>,
-    /// Index of the sequence's entry in the counts.
-    at: usize,
-}
-
-impl Ticket {
-    fn new(first: u32, tokens: u32, left: Arc<Left>) -> Ticket {
-        let mut counts = left.counts();
-        let at = counts.of.iter().position(Option::is_none).unwrap_or(counts.of.len());
-        match counts.of.get_mut(at) {
-            Some(free) => *free = Some(tokens),
-            None => counts.of.push(Some(tokens)),
-        }
-        drop(counts);
-        Ticket { first, left, at }
-    }
-
-    /// Number of these tokens that the sequence still has.
-    fn has(&self) -> u32 {
-        self.left.counts().of[self.at].unwrap_or(0)
-    }
-}
-
-impl Clone for Ticket {
-    fn clone(&self) -> Ticket {
-        Ticket::new(self.first, self.has(), self.left.clone())
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        let mut counts = self.left.counts();
-        let has = counts.of[self.at].take().unwrap_or(0);
-        counts.stays = counts.stays.max(has);
-    }
-}
-
-/// A sequence's tickets of the steps that a rollback can reach.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Tickets(VecDeque<Ticket>);
-
-impl Tickets {
-    /// Adds the tokens from `first` to `len`, and removes tickets before `floor`.
-    pub fn add(&mut self, first: u32, len: u32, floor: u32) -> Arc<Left> {
-        while self.0.get(1).is_some_and(|next| next.first <= floor) {
-            self.0.pop_front();
-        }
-        let left = Arc::<Left>::default();
-        self.0.push_back(Ticket::new(first, len - first, left.clone()));
-        left
-    }
-
-    /// Notes a rollback to `len` tokens.
-    pub fn cut(&mut self, len: u32) {
-        while let Some(ticket) = self.0.back() {
-            let stay = len.saturating_sub(ticket.first);
-            if stay >= ticket.has() {
-                return;
-            }
-            ticket.left.counts().of[ticket.at] = Some(stay);
-            if stay > 0 {
-                return;
-            }
-            self.0.pop_back();
-        }
-    }
-
-    pub fn bytes(&self) -> u64 {
-        (self.0.capacity() * size_of::<Ticket>()) as u64
-    }
-}
-
 /// The rows of a sequence in a step.
 #[derive(Debug)]
-struct Part {
-    left: Arc<Left>,
+struct SequenceRows {
+    left: Arc<TokensLeft>,
     /// Position of the first row that is kept, and the number of rows before it, which cannot be rolled back.
     first: Position,
     firm: u32,
@@ -149,9 +36,9 @@ struct Part {
     rows: u32,
 }
 
-/// A step in one layer.
+/// What one layer keeps of a step.
 #[derive(Debug, Default)]
-struct Layer {
+struct KeptLayer {
     /// The router's state before the rows that are kept.
     before: Option<RouterState>,
     /// Whether the layer's router has routed its rows.
@@ -164,23 +51,24 @@ struct Layer {
     remote: u64,
 }
 
+/// What is kept of a step, so that routers can learn it again.
 #[derive(Debug, Default)]
-struct Kept {
-    parts: Vec<Part>,
-    layers: Vec<Layer>,
+struct KeptStep {
+    parts: Vec<SequenceRows>,
+    layers: Vec<KeptLayer>,
 }
 
 /// The steps of a loop that routers may have to unlearn, the newest last.
 #[derive(Debug, Default)]
-pub(crate) struct Learnt {
-    steps: VecDeque<Kept>,
+pub(super) struct Learnt {
+    steps: VecDeque<KeptStep>,
     /// The step in progress.
-    now: Kept,
+    now: KeptStep,
     /// Lists of finished steps, for reuse.
-    spare: Vec<Kept>,
+    spare: Vec<KeptStep>,
     /// Most tokens that can be rolled back.
     slack: u32,
-    none: Arc<Left>,
+    none: Arc<TokensLeft>,
     routes: Routes,
     wanted: Vec<u32>,
     missed: Vec<u32>,
@@ -207,7 +95,7 @@ impl Learnt {
         for (first, rows) in parts {
             // Replaced by the sequence's own at commit.
             let (rows, left) = (rows as u32, self.none.clone());
-            self.now.parts.push(Part { left, first, firm: 0, learnt: rows, rows });
+            self.now.parts.push(SequenceRows { left, first, firm: 0, learnt: rows, rows });
         }
         // The firm rows of a long first step of one sequence are not learnt again.
         let first = self.is_on() && self.steps.is_empty();
@@ -215,7 +103,7 @@ impl Learnt {
             part.firm = part.rows.saturating_sub(self.slack);
             part.first = Position(part.first.0 + part.firm);
         }
-        self.now.layers.resize_with(layers, Layer::default);
+        self.now.layers.resize_with(layers, KeptLayer::default);
         self.now.layers.iter_mut().for_each(|layer| (layer.before, layer.routed) = (None, false));
     }
 
@@ -252,7 +140,7 @@ impl Learnt {
         sequence: usize,
         routers: &mut [Box<dyn Router>],
     ) -> Result<(), (usize, RouteError)> {
-        let Learnt { now: Kept { parts, layers }, routes, .. } = self;
+        let Learnt { now: KeptStep { parts, layers }, routes, .. } = self;
         let first: u32 = parts[..sequence].iter().map(|part| part.rows).sum();
         let gone = first as usize..(first + parts[sequence].rows) as usize;
         (parts[sequence].rows, parts[sequence].learnt) = (0, 0);
@@ -293,7 +181,7 @@ impl Learnt {
         met: impl Iterator<Item = (usize, Met)>,
         remote: u64,
     ) {
-        let Kept { parts, layers } = &mut self.now;
+        let KeptStep { parts, layers } = &mut self.now;
         let Some(layer) = layers.get_mut(layer) else { return };
         (layer.experts, layer.remote) = (experts, remote);
         layer.met.clear();
@@ -312,7 +200,7 @@ impl Learnt {
     }
 
     /// Ends the step; `tickets` are those of its sequences.
-    pub fn committed(&mut self, tickets: &mut Vec<Arc<Left>>) {
+    pub fn committed(&mut self, tickets: &mut Vec<Arc<TokensLeft>>) {
         if !self.is_on() {
             return;
         }
@@ -323,7 +211,7 @@ impl Learnt {
         self.steps.push_back(std::mem::replace(&mut self.now, next));
         let most = most_steps(self.slack);
         // A step of which nobody else holds a ticket cannot be taken back.
-        let over = |step: &Kept| step.parts.iter().all(|part| Arc::strong_count(&part.left) == 1);
+        let over = |step: &KeptStep| step.parts.iter().all(|part| Arc::strong_count(&part.left) == 1);
         while self.steps.len() > most || self.steps.front().is_some_and(over) {
             self.spare.extend(self.steps.pop_front());
         }
@@ -338,7 +226,7 @@ impl Learnt {
     /// # Panics
     /// If a router panics. Its choices are discarded, and the other routers have learnt.
     pub fn forget(&mut self, routers: &mut [Box<dyn Router>]) -> Result<(), (usize, RouteError)> {
-        let rejected = |part: &Part| part.left.get() < part.learnt;
+        let rejected = |part: &SequenceRows| part.left.get() < part.learnt;
         let Some(first) = self.steps.iter().position(|step| step.parts.iter().any(rejected)) else {
             return Ok(());
         };
@@ -373,12 +261,12 @@ impl Learnt {
     /// Makes a layer's router learn a step again, from the state before it if `back`, else from its present state.
     fn learn(
         &mut self,
-        step: &mut Kept,
+        step: &mut KeptStep,
         layer: usize,
         router: &mut dyn Router,
         back: bool,
     ) -> Result<(), RouteError> {
-        let Kept { parts, layers } = step;
+        let KeptStep { parts, layers } = step;
         let Some(layer) = layers.get_mut(layer) else { return Ok(()) };
         // A layer without rows has nothing to learn.
         let Some(before) = &mut layer.before else { return Ok(()) };
@@ -423,7 +311,7 @@ impl Learnt {
 }
 
 /// Scales counts of pages to 32 bits for routers: where counts are larger, only their ratios matter.
-pub(crate) fn narrow(wanted: &[u64], missed: &[u64], to_wanted: &mut Vec<u32>, to_missed: &mut Vec<u32>) {
+pub(super) fn narrow(wanted: &[u64], missed: &[u64], to_wanted: &mut Vec<u32>, to_missed: &mut Vec<u32>) {
     let most = wanted.iter().copied().max().unwrap_or(0);
     let shift = (64 - most.leading_zeros()).saturating_sub(32);
     for (from, to) in [(wanted, to_wanted), (missed, to_missed)] {
