@@ -152,7 +152,7 @@ fn bad_states_are_refused_and_change_nothing() {
         };
         assert_eq!(at(0, b'X'), Err(StateError::Magic));
         assert_eq!(at(4, 9), Err(StateError::Version(9)));
-        assert_eq!(at(7, 1), Err(StateError::Kind(state.router as u16 | 256)));
+        assert_eq!(at(7, 2), Err(StateError::Kind(u16::from(bytes[6]) | 512)));
         assert_eq!(RouterState::from_bytes(b"nonsense").unwrap_err(), StateError::Magic);
 
         // The state of another router or shape.
