@@ -45,7 +45,7 @@ fn setup() -> impl Strategy<Value = Setup> {
     let rest = (
         prop_oneof![Just(0u32), 1u32..=40],
         0u32..=3,
-        1u32..=4,
+        prop_oneof![4 => 1u32..=4, 1 => Just(20)],
         0usize..3,
         prop_oneof![2 => Just(None), 1 => (6u64..60).prop_map(Some)],
         prop_oneof![2 => Just(None), 3 => (1u32..=90, 0usize..3).prop_map(Some)],

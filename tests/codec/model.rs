@@ -8,6 +8,7 @@ use crate::setup::{Setup, key, value};
 use pikv::codec::{BlockBasis, Coding, Map, block_basis, pyramid};
 use pikv::report::Place;
 use pikv::shape::PAGE;
+use pikv_test::runs;
 use std::cell::OnceCell;
 use std::collections::HashMap;
 
@@ -87,7 +88,8 @@ impl Model {
             let c = if p < setup.sinks {
                 0
             } else {
-                1 + usize::from(setup.home(self.layer, self.ids[p as usize]))
+                let home = setup.home(self.layer, self.ids[p as usize]);
+                1 + usize::from(runs::run(setup.experts, setup.layer.window, p, home))
             };
             if c > 0 && !files {
                 continue;

@@ -217,7 +217,7 @@ impl Twins<'_> {
             Op::Rebalance { layer, loads, extra } => {
                 let Setup { model: Model { experts, layers, .. }, ranks, .. } = *self.setup;
                 let loads =
-                    loads.map(|loads| loads[..experts as usize].iter().map(|x| f64::from(*x)).collect());
+                    loads.map(|loads| (0..experts as usize).map(|e| f64::from(loads[e % 4])).collect());
                 let replicas = experts.next_multiple_of(ranks) + extra * ranks;
                 let eplb = Eplb::global(replicas, ranks);
                 let loads: Option<Vec<f64>> = loads;

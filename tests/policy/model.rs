@@ -8,6 +8,7 @@ use pikv::policy::{
 };
 use pikv::report::Place;
 use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
+use pikv_test::runs;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
@@ -574,7 +575,7 @@ impl Model {
         }
     }
 
-    /// Every token that is held reads back to the bit; tokens of a page ascend, and are of its expert.
+    /// Every token that is held reads back to the bit; tokens of a page ascend, and are of experts of its run.
     pub fn check_contents(&self) {
         let config = self.cache.config();
         for (l, shape) in config.layers.iter().enumerate() {
@@ -596,7 +597,8 @@ impl Model {
                             page.id
                         );
                         if let Place::Expert(e) = page.id.place {
-                            assert_eq!(row.experts[l][0], e);
+                            let home = row.experts[l][0];
+                            assert_eq!(runs::run(config.experts, shape.window, p.0, home), e);
                         }
                     }
                 }

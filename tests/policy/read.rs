@@ -230,7 +230,7 @@ fn streaming_past_what_a_model_was_trained_on() {
 
 #[test]
 fn rows_read_the_pages_of_their_experts() {
-    for (experts, top_k) in [(1, 1), (4, 1), (4, 2), (3, 3)] {
+    for (experts, top_k) in [(1, 1), (4, 1), (4, 2), (3, 3), (20, 2)] {
         let config = config(2).ring(6).experts(experts, top_k).rollback(2);
         let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(70)))).unwrap();
         let mut sequence = cache.sequence();

@@ -14,5 +14,6 @@ mod random_history;
 mod reads;
 mod rooms;
 mod same_bits;
+mod sharing;
 mod tiles;
 mod traces;

@@ -16,6 +16,7 @@ use pikv::{
     Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Position, Rope, Rows, Sequence,
     Step,
 };
+use pikv_test::runs::run;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -252,7 +253,7 @@ struct Model {
     tokens: Vec<Token>,
     /// First position that no rollback can take away.
     kept: u32,
-    /// `[layer][head]`, the sinks and then each expert.
+    /// `[layer][head]`, the sinks and then each run of experts.
     chains: Vec<Vec<Vec<ChainModel>>>,
     evicted: bool,
 }
@@ -279,8 +280,9 @@ impl Model {
         for (l, shape) in setup.layers.iter().enumerate() {
             let files = shape.window.is_none_or(|w| w > setup.ring);
             for p in from..to {
-                let home = usize::from(self.tokens[p as usize].experts[l][0]);
-                let c = if p < setup.sinks { 0 } else { home + 1 };
+                let home = self.tokens[p as usize].experts[l][0];
+                let run = usize::from(run(setup.experts, shape.window, p, home));
+                let c = if p < setup.sinks { 0 } else { run + 1 };
                 if c > 0 && !files {
                     continue;
                 }
@@ -1079,6 +1081,13 @@ proptest! {
     #[test]
     fn expert_histories(setup in setup(5, false, false), ops in ops()) {
         history(&setup, &ops)?;
+    }
+
+    /// So many experts that they share runs.
+    #[test]
+    fn sharing_histories(experts in 9u32..=40, setup in setup(1, true, false), ops in ops()) {
+        let top_k = 1 + setup.ring % 2;
+        history(&Setup { experts, top_k, ..setup }, &ops)?;
     }
 
     /// Sliding windows below, at and above the ring, one layer or two.

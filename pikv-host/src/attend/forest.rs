@@ -1,8 +1,8 @@
 //! The pages that one KV head of a sequence reads: runs of pages, split into blocks of 8, and the trees that join their results.
 //!
-//! Without a codec the runs are the sinks, each expert, and the ring, and one tree joins them. With a codec, an expert's packed pages
-//! and its open page are separate runs. A tree joins the packed runs of all experts in the packed channels; its result is converted once
-//! to the head's channels, and joined with the sinks, the open pages (page `e` is that of expert `e`) and the ring, in that order.
+//! Without a codec the runs are the sinks, those of the experts, and the ring, and one tree joins them. With a codec, the packed pages of
+//! a run and its open page are separate runs. A tree joins the packed runs in the packed channels; its result is converted once
+//! to the head's channels, and joined with the sinks, the open pages (page `e` is that of run `e`) and the ring, in that order.
 //! Pages that a second codec packed are a third kind of run, joined last.
 
 use crate::attend::reduce::{Leaf, Tree, Trees};
@@ -37,8 +37,8 @@ pub struct Listed<'a> {
 }
 
 impl Listed<'_> {
-    /// For a page in the dtype of its layer: whether it was open to a row that reads tokens up to `hi` in pages. At most one page of an
-    /// expert was open, and had tokens, at that row.
+    /// For a page in the dtype of its layer: whether it was open to a row that reads tokens up to `hi` in pages. At most one page of a
+    /// run was open, and had tokens, at that row.
     pub fn is_open_to(&self, hi: i32) -> bool {
         self.words[0] as i32 <= hi && (!self.original || self.by as i32 > hi)
     }

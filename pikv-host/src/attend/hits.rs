@@ -3,6 +3,7 @@
 use crate::attend::options::Read;
 use crate::attend::select::{folded, largest};
 use crate::base::host_slice::HostSlice;
+use crate::base::ids::{Place, chain_place};
 use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;
 use crate::config::hits::Hits;
@@ -84,6 +85,7 @@ impl Asking<'_> {
     ) -> u64 {
         let Asking { inner, hits, shape, layer, .. } = self;
         let (head, codec) = (&layer.heads[h], layer.codecs[h].as_ref());
+        let sharing = layer.sharing(inner, shape);
         let Room { pages, mut marks, mut wide, mut queries, mut most, mut order } = ROOM.take();
         let (mut far, mut pages) = (0, emptied(pages));
         let floor = inner.known_before(self.rows.start);
@@ -128,8 +130,12 @@ impl Asking<'_> {
             for &at in &order {
                 let Mark { expert, first, last } = marks[at];
                 let read = experts.as_ref().is_none_or(|(_, read)| read.contains(&expert));
-                let (held, away) = head.chains[usize::from(expert) + 1].held(codec, first..last + 1);
-                far += away;
+                let mut held = 0;
+                for c in sharing.runs_of(expert, first, last).into_iter().map(|run| 1 + usize::from(run)) {
+                    let (tokens, away) = head.chains[c].held(codec, (c, expert), first..last + 1);
+                    held += tokens;
+                    far += away;
+                }
                 met.push(Met { row: i, expert, wanted: 1, held: if read { held } else { 0 } });
             }
             combined(met, from, |met| met);
@@ -153,18 +159,29 @@ impl Asking<'_> {
 }
 
 impl Chain {
-    /// Number of live tokens at `positions` in the first tier, and bytes of pages on other ranks that have some. `O(log pages)`, plus the
-    /// tokens of the pages.
-    fn held(&self, codec: Option<&HeadCodec>, positions: Range<u32>) -> (u32, u64) {
+    /// Number of live tokens of home expert `expert` at `positions` in the first tier, and bytes of pages on other ranks that have some;
+    /// this is the run with index `c`. `O(log pages)`, plus the tokens of the pages.
+    fn held(
+        &self,
+        codec: Option<&HeadCodec>,
+        (c, expert): (usize, u16),
+        positions: Range<u32>,
+    ) -> (u32, u64) {
+        let Place::Expert(run) = chain_place(c) else { return (0, 0) };
         let (mut held, mut far) = (0, 0);
         for entry in self.entries.range(self.first_with(positions.start)..) {
-            let (first, live) = (entry.live.trailing_zeros(), entry.live);
+            if entry.live == 0 {
+                continue;
+            }
+            let oldest = entry.live.trailing_zeros();
+            if entry.position(codec, oldest).is_none_or(|position| position >= positions.end) {
+                break;
+            }
+            let live = entry.live & entry.homes.among(run, &[expert]);
             if live == 0 {
                 continue;
             }
-            if entry.position(codec, first).is_none_or(|position| position >= positions.end) {
-                break;
-            }
+            let first = live.trailing_zeros();
             let inside = |lane: u32| entry.position(codec, lane).is_some_and(|p| positions.contains(&p));
             let last = LANES as u32 - 1 - live.leading_zeros();
             let tokens = match inside(first) && inside(last) {

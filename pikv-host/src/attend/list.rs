@@ -2,7 +2,7 @@
 
 use crate::attend::forest::{Forest, Listed, PACKED_RUN};
 use crate::attend::job::Job;
-use crate::attend::options::Read;
+use crate::attend::options;
 use crate::attend::select::{self, Selection};
 use crate::attend::view::View;
 use crate::base::ids::{PageId, Place, chain_place};
@@ -17,6 +17,14 @@ use pikv_core::attend::filled;
 use pikv_core::bound;
 use pikv_core::page::PAGE;
 use std::sync::Arc;
+
+/// An entry that is read.
+struct Read<'a> {
+    id: PageId,
+    /// Lanes that are read, a bit each.
+    live: u32,
+    entry: &'a Entry,
+}
 
 impl<'a> Job<'a> {
     /// Lists the pages of every forest.
@@ -50,7 +58,7 @@ impl<'a> Job<'a> {
                 for old in [false, true] {
                     let before = forest.runs.len();
                     for (c, chain) in chains.experts() {
-                        let packed = read(c, chain).filter_map(|(id, entry)| packed(id, entry, codec, old));
+                        let packed = read(c, chain).filter_map(|of| packed(of, codec, old));
                         forest.push_run(c as u32 - 1, packed);
                     }
                     forest.packed[usize::from(old)] = forest.runs.len() - before;
@@ -61,8 +69,8 @@ impl<'a> Job<'a> {
                 forest.push_run(0, read(0, &chains[0]).filter_map(whole));
                 let open = chains.experts().flat_map(|(c, chain)| {
                     let from = open_from(chain);
-                    let late = read(c, chain).skip_while(move |(id, _)| id.ordinal < from);
-                    late.filter_map(move |(id, entry)| Some((c as u32 - 1, open(id, entry)?)))
+                    let late = read(c, chain).skip_while(move |of| of.id.ordinal < from);
+                    late.filter_map(move |of| Some((c as u32 - 1, open(of)?)))
                 });
                 forest.push_run(PACKED_RUN[0] + 1, open);
                 PACKED_RUN[0] + 2
@@ -80,9 +88,9 @@ impl<'a> Job<'a> {
     fn selection(&self, view: usize, head: usize) -> Option<Selection> {
         let of = &self.views[view];
         let pages = match of.read {
-            Read::All => return None,
-            Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
-            Read::Quest { pages } => pages as usize,
+            options::Read::All => return None,
+            options::Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
+            options::Read::Quest { pages } => pages as usize,
         };
         let (k_dim, group) = (self.shape.layout.k_dim as usize, self.group());
         let rows = bound::rows(self.shape.layout.k_dim);
@@ -122,24 +130,25 @@ fn away(slot: &Arc<Stored>, live: u32, id: PageId) -> Listed<'_> {
 }
 
 /// A page of a head without a codec, or of the sinks.
-fn whole((id, entry): (PageId, &Entry)) -> Option<(u32, Listed<'_>)> {
+fn whole(Read { id, live, entry }: Read<'_>) -> Option<(u32, Listed<'_>)> {
     let listed = match &entry.held {
-        Held::Away(Away { slot, .. }) => away(slot, entry.live, id),
-        _ => plain(entry.page()?, entry.live, id),
+        Held::Away(Away { slot, .. }) => away(slot, live, id),
+        _ => plain(entry.page()?, live, id),
     };
     Some((id.ordinal, listed))
 }
 
 /// A page packed by the head's first codec, or, if `old`, by the second.
-fn packed<'a>(id: PageId, entry: &'a Entry, codec: &HeadCodec, old: bool) -> Option<(u32, Listed<'a>)> {
+fn packed<'a>(of: Read<'a>, codec: &HeadCodec, old: bool) -> Option<(u32, Listed<'a>)> {
+    let Read { id, live, entry } = of;
     match &entry.held {
         Held::Closed(closed) => {
             let (page, by, until) = closed.form(codec, old)?;
-            let listed = plain(page, entry.live, id);
+            let listed = plain(page, live, id);
             Some((id.ordinal, Listed { last: closed.last, by, until, ..listed }))
         }
         Held::Away(Away { slot, by: Some(by) }) if !old => {
-            let listed = away(slot, entry.live, id);
+            let listed = away(slot, live, id);
             Some((id.ordinal, Listed { last: entry.last()?, by: *by, ..listed }))
         }
         _ => None,
@@ -147,12 +156,12 @@ fn packed<'a>(id: PageId, entry: &'a Entry, codec: &HeadCodec, old: bool) -> Opt
 }
 
 /// The open page of a run, or the original of a packed page.
-fn open(id: PageId, entry: &Entry) -> Option<Listed<'_>> {
+fn open(Read { id, live, entry }: Read<'_>) -> Option<Listed<'_>> {
     match &entry.held {
         Held::Gone { .. } | Held::Away(_) => None,
-        Held::Open(page) => Some(plain(page, entry.live, id)),
+        Held::Open(page) => Some(plain(page, live, id)),
         Held::Closed(Closed { original, by, .. }) => {
-            let listed = plain(original.as_ref()?, entry.live, id);
+            let listed = plain(original.as_ref()?, live, id);
             Some(Listed { by: *by, original: true, ..listed })
         }
     }
@@ -168,14 +177,13 @@ fn open_from(chain: &Chain) -> u32 {
     chain.entries.iter().rev().find(packed).map_or(0, |entry| entry.ordinal + 1)
 }
 
-/// Entries of chain `c` that are read, with their names.
-fn entries<'a>(
-    c: usize,
-    chain: &'a Chain,
-    selection: Option<&Selection>,
-) -> impl Iterator<Item = (PageId, &'a Entry)> {
-    let name = move |entry: &Entry| PageId { place: chain_place(c), ordinal: entry.ordinal };
-    let selected = move |entry: &Entry| c == 0 || selection.is_none_or(|s| s.reads(c, entry.ordinal, entry));
-    let entries = chain.entries.iter().filter(move |entry| entry.live != 0 && selected(entry));
-    entries.map(move |entry| (name(entry), entry))
+/// Entries of chain `c` that are read.
+fn entries<'a>(c: usize, chain: &'a Chain, selection: Option<&Selection>) -> impl Iterator<Item = Read<'a>> {
+    let lanes = move |entry: &Entry| selection.map_or(entry.live, |s| s.lanes(c, entry));
+    let read = move |entry: &'a Entry| Read {
+        id: PageId { place: chain_place(c), ordinal: entry.ordinal },
+        live: lanes(entry),
+        entry,
+    };
+    chain.entries.iter().map(read).filter(|of| of.live != 0)
 }

@@ -11,15 +11,14 @@ use std::ops::Range;
 /// Softmax weights of the tokens of pages, summed over sets of rows: all rows, if asked for, then each cut.
 #[derive(Debug, Default)]
 pub(crate) struct Weighed {
-    /// Pages, and their lanes that were read, a bit each.
-    pub pages: Vec<(PageId, u32)>,
+    pub pages: Vec<PageId>,
     pub(super) sets: usize,
     /// Whether the first set is all rows.
     all: bool,
     /// `[pages][sets]`
     pub(super) mass: Vec<[f32; LANES]>,
-    /// `[pages][sets]`: whether rows of the set read the page.
-    read: Vec<bool>,
+    /// `[pages][sets]`: lanes, a bit each, that rows of the set read.
+    read: Vec<u32>,
 }
 
 /// Rows whose weights are computed.
@@ -53,12 +52,12 @@ impl Weighed {
     /// Takes the pages of a forest. Their weights have stale values, and are still to be written.
     pub fn start(&mut self, forest: &Forest<'_>, wanted: &Wanted) {
         self.pages.clear();
-        self.pages.extend(forest.pages.iter().map(|page| (page.id, page.live)));
+        self.pages.extend(forest.pages.iter().map(|page| page.id));
         (self.sets, self.all) = (wanted.sets().count(), wanted.all);
         self.mass.resize(self.pages.len() * self.sets, [0.0; LANES]);
         self.read.clear();
-        for _ in &self.pages {
-            self.read.extend(wanted.sets().map(|rows| !rows.is_empty()));
+        for page in &forest.pages {
+            self.read.extend(wanted.sets().map(|rows| if rows.is_empty() { 0 } else { page.live }));
         }
     }
 
@@ -79,17 +78,18 @@ impl Weighed {
         &self.mass[i * self.sets]
     }
 
-    /// The weights of page `i` over the rows of a cut, if one of them read it.
-    pub fn cut(&self, i: usize, cut: usize) -> Option<&[f32; LANES]> {
+    /// The weights of page `i` over the rows of a cut, and the lanes that one of them read, if there are any.
+    pub fn cut(&self, i: usize, cut: usize) -> Option<(&[f32; LANES], u32)> {
         let at = i * self.sets + usize::from(self.all) + cut;
-        self.read[at].then_some(&self.mass[at])
+        let lanes = self.read[at];
+        (lanes != 0).then_some((&self.mass[at], lanes))
     }
 
     /// Adds a page with weight 0; returns its index.
-    fn push(&mut self, page: PageId, live: u32) -> usize {
-        self.pages.push((page, live));
+    fn push(&mut self, page: PageId) -> usize {
+        self.pages.push(page);
         self.mass.resize(self.pages.len() * self.sets, [0.0; LANES]);
-        self.read.resize(self.pages.len() * self.sets, false);
+        self.read.resize(self.pages.len() * self.sets, 0);
         self.pages.len() - 1
     }
 
@@ -102,25 +102,25 @@ impl Weighed {
         (to, to_lane): (PageId, usize),
     ) {
         let Some(&from) = index.get(&from) else { return };
-        let to = *index.entry(to).or_insert_with(|| self.push(to, 0));
+        let to = *index.entry(to).or_insert_with(|| self.push(to));
         let set = usize::from(self.all) + cut;
         let mass = std::mem::take(&mut self.mass_mut(from, set)[from_lane]);
         self.mass_mut(to, set)[to_lane] += mass;
-        self.read[to * self.sets + set] = true;
+        self.read[to * self.sets + set] |= 1 << to_lane;
     }
 
     /// Index of each page by its name.
     pub fn index(&self) -> HashMap<PageId, usize> {
-        self.pages.iter().enumerate().map(|(i, (page, _))| (*page, i)).collect()
+        self.pages.iter().enumerate().map(|(i, page)| (*page, i)).collect()
     }
 
     /// Adds the weights of other rows of the same head; `index` is that of `self`.
     pub fn merge(&mut self, index: &mut HashMap<PageId, usize>, other: &Weighed) {
-        for (i, &(page, live)) in other.pages.iter().enumerate() {
+        for (i, &page) in other.pages.iter().enumerate() {
             let own = i * other.sets..(i + 1) * other.sets;
             let to = match index.entry(page) {
                 Entry::Occupied(at) => *at.get(),
-                Entry::Vacant(at) => *at.insert(self.push(page, live)),
+                Entry::Vacant(at) => *at.insert(self.push(page)),
             };
             self.add(to, &other.mass[own.clone()]);
             let read = &mut self.read[to * self.sets..];
@@ -146,11 +146,11 @@ impl Weighed {
     /// Merges the weights of pages that are listed in two or three forms, of which each row read one. `passes` are those of the forest.
     pub fn one_form(&mut self, passes: impl DoubleEndedIterator<Item = usize>) {
         for original in passes.rev() {
-            let (page, _) = self.pages.remove(original);
+            let page = self.pages.remove(original);
             let of = original * self.sets..(original + 1) * self.sets;
             let mass: SmallVec<[[f32; LANES]; 2]> = self.mass.drain(of.clone()).collect();
             self.read.drain(of);
-            if let Some(packed) = self.pages.iter().position(|(other, _)| *other == page) {
+            if let Some(packed) = self.pages.iter().position(|other| *other == page) {
                 self.add(packed, &mass);
             }
         }

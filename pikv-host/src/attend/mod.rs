@@ -396,7 +396,7 @@ fn hand_back(
         // Without rows no weights are computed, and the list holds an earlier call.
         for Feed { sequence, head, weighed, .. } in seen.iter().filter(|_| wants.weights.is_some()) {
             let (sequence, kv_head) = (*sequence, *head);
-            let of = |(i, &(page, _))| PageMass { sequence, kv_head, page, tokens: *weighed.all(i) };
+            let of = |(i, &page)| PageMass { sequence, kv_head, page, tokens: *weighed.all(i) };
             mass.extend(weighed.pages.iter().enumerate().map(of));
         }
     }

@@ -65,8 +65,8 @@ pub enum Read {
     /// All pages that are held.
     #[default]
     All,
-    /// Pages of the experts that the row was routed to, by the home experts of their tokens. Call [`route`](crate::Step::route) first.
-    /// Each row is attended on its own.
+    /// Tokens in pages whose home expert is one of those that the row was routed to. Pages without such a token are not read. Call
+    /// [`route`](crate::Step::route) first. Each row is attended on its own.
     Experts,
     /// For each KV head the `pages` full pages with the highest bounds on their scores (Quest, arXiv 2406.10774), and each expert's
     /// newest page. Needs [`CacheConfig::bounds`](crate::CacheConfig::bounds). The paper reads everything in the first two

@@ -1,5 +1,6 @@
 //! Selection of the expert pages that a row reads.
 
+use crate::base::ids::{Place, chain_place};
 use crate::codec::HeadCodec;
 use crate::pages::chain::Chain;
 use crate::pages::entry::Entry;
@@ -12,7 +13,7 @@ use pikv_lanes::Lanes;
 /// Expert pages of a head that a row reads.
 #[derive(Clone, Debug)]
 pub(crate) enum Selection {
-    /// The chains of these experts.
+    /// The tokens of these home experts.
     Experts(Vec<u16>),
     /// `chosen` (chain and ordinal, ascending) among the pages that were full before the row's step, and all other pages. Tokens from
     /// `floor` on were then in the ring.
@@ -20,13 +21,16 @@ pub(crate) enum Selection {
 }
 
 impl Selection {
-    /// Whether the page at `ordinal` of chain `c` is read.
-    pub fn reads(&self, c: usize, ordinal: u32, entry: &Entry) -> bool {
-        match self {
-            Selection::Experts(experts) => experts.iter().any(|e| usize::from(*e) + 1 == c),
-            Selection::Pages { chosen, floor } => {
-                bounds(entry, *floor).is_none() || chosen.binary_search(&(c, ordinal)).is_ok()
+    /// The lanes, a bit each, that are read of the page of an entry of chain `c`; all tokens of the sinks are.
+    pub fn lanes(&self, c: usize, entry: &Entry) -> u32 {
+        match (self, chain_place(c)) {
+            (Selection::Experts(experts), Place::Expert(run)) => entry.live & entry.homes.among(run, experts),
+            (Selection::Pages { chosen, floor }, Place::Expert(_)) => {
+                let is_read =
+                    bounds(entry, *floor).is_none() || chosen.binary_search(&(c, entry.ordinal)).is_ok();
+                if is_read { entry.live } else { 0 }
             }
+            _ => entry.live,
         }
     }
 }

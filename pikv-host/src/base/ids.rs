@@ -8,7 +8,8 @@ use std::fmt;
 pub enum Place {
     /// First positions, in every sliding window.
     Sinks,
-    /// Tokens outside the ring with this home expert.
+    /// Tokens outside the ring, in the run with this number. Where each expert has a run of its own, it is that of the tokens with this
+    /// home expert; `Cache::run_of` tells the run of an expert that shares.
     Expert(u16),
     /// Newest tokens, by position.
     Ring,

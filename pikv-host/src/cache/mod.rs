@@ -220,9 +220,35 @@ impl Cache {
             .ok_or(Error::Layer { layer, layers: self.inner.shape.stores.len() })
     }
 
-    /// Bytes of one layer at `len` tokens, `filed[e]` of them in pages of expert `e`: the sum of [`StoreShape::head_bytes_at`] over heads
-    /// and, where hits are counted ([`Hits`](crate::rules::Hits)), [`Cache::ghost_bytes_at`]. Pages that a second codec packed again
-    /// ([`CacheConfig::age`]) count with the size of the first codec.
+    /// The run of pages in which a layer files the token at `position` with home expert `expert`: pages of
+    /// [`Place::Expert`](crate::report::Place::Expert) with this number. It is `expert` itself if the model has at most 8 experts, and in a layer
+    /// that holds at least 128 tokens for each expert; before that experts share runs.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let config = CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::F32)], 1 << 20).experts(256, 8);
+    /// let cache = Cache::new(config)?;
+    /// assert_eq!(cache.run_of(0, 100, 77)?, 77 % 8);
+    /// assert_eq!(cache.run_of(0, 5000, 77)?, 77 % 32);
+    /// assert_eq!(cache.run_of(0, 40_000, 77)?, 77);
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Layer`]; [`Error::Expert`] with row 0.
+    pub fn run_of(&self, layer: usize, position: u32, expert: u16) -> Result<u16, Error> {
+        let (shape, experts) = (self.inner.shape.layer(layer)?, self.config().experts);
+        if u32::from(expert) >= experts {
+            return Err(Error::Expert { layer, row: 0, expert, experts });
+        }
+        Ok(self.inner.shape.sharing(shape, 0).run(expert, position))
+    }
+
+    /// Bytes of one layer at `len` tokens, `filed[r]` of them in run `r` of the experts ([`Cache::run_of`]): the sum of
+    /// [`StoreShape::head_bytes_at`] over heads and, where hits are counted ([`Hits`](crate::rules::Hits)), [`Cache::ghost_bytes_at`].
+    /// Pages that a second codec packed again ([`CacheConfig::age`]) count with the size of the first codec.
     ///
     /// # Errors
     /// [`Error::Layer`].
@@ -262,13 +288,15 @@ impl Cache {
         Ok(u64::from(shape.kv_heads) * ghosts::bytes(&shape.layout, most))
     }
 
-    /// The most bytes of one layer at `len` tokens, for any choice of the router: the sum over heads of [`StoreShape::head_bytes_at_most`]
+    /// The most bytes of one layer at `len` tokens, for any choice of the router, unless the sequence was restored from a file of version 3
+    /// or less with more than 8 experts, which had a run each: the sum over heads of [`StoreShape::head_bytes_at_most`]
     /// and of pages held in both codecs because a rollback could need either, and [`Cache::ghost_bytes_at`].
     ///
     /// # Errors
     /// [`Error::Layer`].
     pub fn bytes_at_most(&self, layer: usize, len: u32) -> Result<u64, Error> {
-        let (shape, store) = (self.inner.shape.layer(layer)?, self.store(layer)?);
+        let shape = self.inner.shape.layer(layer)?;
+        let store = self.inner.shape.store_at(layer, len);
         let slack = store.ring.slack();
         let twice = u64::from(slack.min(len / PAGE + slack.min(store.experts)));
         let head = |codec: &Option<HeadCodec>| {

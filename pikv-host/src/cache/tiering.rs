@@ -30,14 +30,15 @@ struct Movable {
 
 impl Entry {
     /// Whether the page lies in the first tier and may be moved down: it takes no more tokens, no rollback to a length that keeps positions
-    /// below `kept` changes it, and no other sequence holds it by itself, so moving it frees its bytes. The caller checks for shared lists.
+    /// below `kept` changes it, and no other sequence holds it by itself, so moving it frees its bytes. The caller checks for shared lists
+    /// and tied pages.
     fn may_go(&self, codec: Option<&HeadCodec>, kept: u32) -> bool {
         match &self.held {
             Held::Gone { .. } | Held::Away(_) => false,
             Held::Open(page) => {
                 let done =
                     codec.is_none() && self.fill == PAGE && self.last().is_some_and(|last| last < kept);
-                done && self.pending == 0 && !self.tied && !page.is_shared()
+                done && self.pending == 0 && !page.is_shared()
             }
             Held::Closed(Closed { packed, original, by, .. }) => {
                 original.is_none() && *by < kept && self.pending == 0 && !packed.is_shared()
@@ -83,7 +84,7 @@ impl Sequence {
                 for (chain, run) in state.chains.experts() {
                     for (i, entry) in run.entries.iter().enumerate() {
                         let may_go = || {
-                            let own = !in_common && !run.shares(i);
+                            let own = !in_common && !run.shares(i) && !run.is_tied(entry.ordinal);
                             own && entry.may_go(codecs[head].as_ref(), self.kept)
                         };
                         let (tier, bytes) = match &entry.held {

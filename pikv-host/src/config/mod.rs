@@ -2,6 +2,7 @@
 
 pub(crate) mod hits;
 pub(crate) mod shape;
+pub(crate) mod sharing;
 
 use crate::backend::Backend;
 use crate::base::error::ConfigError;

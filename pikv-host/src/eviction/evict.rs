@@ -32,12 +32,12 @@ impl Layer {
             None => {
                 let Budget::Bytes(bytes) = rule.eviction.budget else { return u32::MAX };
                 let full = shape.layout.bytes();
-                let experts = u64::from(inner.config.experts);
+                let runs = u64::from(self.sharing(inner, shape).most(0, ring.left(len)));
                 let sinks = StoreShape::run_pages(self.store.sinks, 0);
-                let ring = u64::from(ring.window() + ring.slack()).div_ceil(u64::from(PAGE)) + 1;
+                let pages = u64::from(ring.window() + ring.slack()).div_ceil(u64::from(PAGE)) + 1;
                 let heads = u64::from(shape.kv_heads);
-                // For each expert: its newest page, and one page of evicted lanes, below the threshold of compaction.
-                let fixed = heads * full * (ring + sinks + 2 * experts);
+                // For each run: its newest page, and one page of evicted lanes, below the threshold of compaction.
+                let fixed = heads * full * (pages + sinks + 2 * runs);
                 let page: u64 =
                     self.codecs.iter().map(|c| c.as_ref().map_or(full, |c| c.packed.bytes())).sum();
                 // A chain is compacted once a fifth of its lanes are evicted.

@@ -7,6 +7,7 @@ use crate::base::parallel::MANY;
 use crate::base::parallel::each_mut;
 use crate::config::HeadCodecs;
 use crate::config::shape::CacheShape;
+use crate::config::sharing::Sharing;
 use crate::memory::pool::Pool;
 use crate::metrics::Reused;
 use crate::metrics::report::StepReport;
@@ -47,6 +48,7 @@ impl Layer {
         feeds: &mut [Feed],
         reused: Option<&mut Vec<Reused>>,
     ) {
+        let sharing = self.sharing(inner, shape);
         let Layer { heads, store, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
         let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
         let telling = Telling {
@@ -56,6 +58,7 @@ impl Layer {
             codecs,
             tags,
             tags_from: *tags_from,
+            sharing,
             first_tile: *first_tile,
             filed: *filed,
             sinks: store.sinks,
@@ -98,7 +101,7 @@ impl Layer {
     ) {
         let StepReport { experts, hits, misses, held, lost, by_part, remote, .. } = report;
         let of = l * *experts..(l + 1) * *experts;
-        self.count(pool, rows, &mut held[of.clone()], &mut lost[of.clone()]);
+        self.count(pool, l, rows, (&mut held[of.clone()], &mut lost[of.clone()]));
         if pool.hits().is_none() {
             return;
         }
@@ -118,13 +121,15 @@ impl Layer {
         }
     }
 
-    /// For each expert that `rows` chose, adds the tokens of its pages over all heads: those in the first tier to `held`, the others
-    /// to `lost`.
-    fn count(&self, pool: &Pool, rows: Range<u32>, held: &mut [u64], lost: &mut [u64]) {
+    /// For each expert that `rows` chose, adds the tokens of the run in which its tokens are filed now, over all heads: those in the
+    /// first tier to `held`, the others to `lost`.
+    fn count(&self, pool: &Pool, l: usize, rows: Range<u32>, (held, lost): (&mut [u64], &mut [u64])) {
+        let sharing = self.sharing(&pool.shape, &pool.shape.config.layers[l]);
         let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, held.len());
         rows.for_each(|row| self.experts(&pool.shape, row).for_each(|e| times[usize::from(e)] += 1));
         for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
-            for chain in self.heads.iter().map(|head| &head.chains[e + 1]) {
+            let run = usize::from(sharing.run(e as u16, self.filed));
+            for chain in self.heads.iter().map(|head| &head.chains[1 + run]) {
                 let near = chain.live - if pool.tiers.is_some() { chain.away() } else { 0 };
                 held[e] += times * u64::from(near);
                 lost[e] += times * u64::from(chain.filed - near);
@@ -141,6 +146,7 @@ struct Telling<'a> {
     codecs: &'a HeadCodecs,
     tags: &'a Tags,
     tags_from: u32,
+    sharing: Sharing,
     first_tile: u32,
     filed: u32,
     sinks: u32,
@@ -223,7 +229,7 @@ impl Telling<'_> {
     fn pages(&self, h: usize, head: &mut Head, feed: &mut Feed, cut: &Cut<'_>) {
         let Feed { weighed, reused, .. } = feed;
         let mut at = 0;
-        while let Some((PageId { place, .. }, _)) = weighed.pages.get(at) {
+        while let Some(PageId { place, .. }) = weighed.pages.get(at) {
             at = match place {
                 Place::Sinks => at + 1,
                 Place::Ring => self.ring(h, head, weighed, at, cut),
@@ -255,9 +261,9 @@ impl Telling<'_> {
     fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, from: usize, cut: &Cut<'_>) -> usize {
         let mut kept = head.states.version_mut(self.rule.version(cut.len));
         let mut at = from;
-        while let Some(&(page, _)) = weighed.pages.get(at).filter(|(page, _)| page.place == Place::Ring) {
+        while let Some(&page) = weighed.pages.get(at).filter(|page| page.place == Place::Ring) {
             at += 1;
-            let Some(mass) = weighed.cut(at - 1, cut.index) else { continue };
+            let Some((mass, _)) = weighed.cut(at - 1, cut.index) else { continue };
             let first = page.ordinal * PAGE;
             let below = |end: u32| filled(end.saturating_sub(first).min(PAGE));
             let live = below(cut.len) & !below(cut.left);
@@ -282,7 +288,7 @@ impl Telling<'_> {
         cut: &Cut<'_>,
         reused: &mut Vec<Reused>,
     ) -> usize {
-        let place = weighed.pages[from].0.place;
+        let place = weighed.pages[from].place;
         // Pages from this ordinal on have tokens that the step filed: some were not filed at the time of attention, or are not observed
         // yet.
         let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
@@ -291,12 +297,12 @@ impl Telling<'_> {
         let Chain { entries, kept, .. } = chain;
         let mut kept = kept.version_mut(self.rule.version(cut.len));
         // Shared by thousands of pages in a step.
-        let all = self.seen(h, weighed.pages[from].0, cut);
+        let all = self.seen(h, weighed.pages[from], cut);
         // Pages come by ascending ordinals, mostly adjacent.
         let (mut at, mut next) = (from, 0);
-        while let Some(&(page, mut live)) = weighed.pages.get(at).filter(|(page, _)| page.place == place) {
+        while let Some(&page) = weighed.pages.get(at).filter(|page| page.place == place) {
             at += 1;
-            let Some(mut mass) = weighed.cut(at - 1, cut.index) else { continue };
+            let Some((mut mass, mut live)) = weighed.cut(at - 1, cut.index) else { continue };
             let Some(i) = find(entries, next, page.ordinal) else { continue };
             next = i + 1;
             let (Some(entry), Some((rows, used))) = (entries.get(i), kept.page_mut(i)) else { continue };
@@ -331,12 +337,14 @@ impl Telling<'_> {
         let codec = self.codecs[h].as_ref();
         let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
         // Mostly one token. Other runs are skipped, because each would be fetched from memory.
-        let home = |position| experts(self.inner, self.tags, self.tags_from, position).next();
-        let mut homes: SmallVec<[usize; 4]> =
-            (from..self.filed).filter_map(home).map(|e| usize::from(e) + 1).collect();
-        homes.sort_unstable();
-        homes.dedup();
-        for (c, chain) in homes.into_iter().map(|c| (c, &head.chains[c])) {
+        let run = |position| {
+            let home = experts(self.inner, self.tags, self.tags_from, position).next()?;
+            Some(1 + usize::from(self.sharing.run(home, position)))
+        };
+        let mut runs: SmallVec<[usize; 4]> = (from..self.filed).filter_map(run).collect();
+        runs.sort_unstable();
+        runs.dedup();
+        for (c, chain) in runs.into_iter().map(|c| (c, &head.chains[c])) {
             let lanes = chain
                 .entries
                 .iter()

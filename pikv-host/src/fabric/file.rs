@@ -81,7 +81,7 @@ pub(crate) struct Sent {
 }
 
 /// Whether a page on the front may be sent to its rank, with positions below `kept` safe from rollback: it takes no more tokens, and no
-/// other sequence holds it, unless the run's list is shared.
+/// other sequence holds it, unless the run's list is shared. The caller checks for tied pages.
 fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
     let page = match &entry.held {
         Held::Gone { .. } | Held::Away(_) => return false,
@@ -89,7 +89,7 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
         Held::Open(page) => entry.last().filter(|last| *last < kept).map(|_| page),
         Held::Closed(Closed { packed, by, .. }) => (*by < kept).then_some(packed),
     };
-    entry.pending == 0 && !entry.tied && page.is_some_and(|page| !page.is_shared())
+    entry.pending == 0 && page.is_some_and(|page| !page.is_shared())
 }
 
 impl Chain {
@@ -351,7 +351,8 @@ impl Front {
                     for (c, chain) in head.chains.experts() {
                         let mut going: SmallVec<[(u32, Copies); 4]> = SmallVec::new();
                         for (ordinal, entry) in chain.unsent().filter(|(ordinal, entry)| {
-                            !chain.shares_at(*ordinal) && may_go(entry, codec.is_some(), kept)
+                            let stays = chain.shares_at(*ordinal) || chain.is_tied(*ordinal);
+                            !stays && may_go(entry, codec.is_some(), kept)
                         }) {
                             let at = At { layer: l, head: h, chain: c, ordinal };
                             let leaving = Leaving { chain, entry, codec, at };
@@ -440,7 +441,8 @@ impl Front {
                 let mut lanes = (0..entry.fill).filter(|lane| entry.live >> lane & 1 == 1);
                 lanes.all(|lane| entry.position(codec, lane) == Some(slot.positions[lane as usize]))
             };
-            let entry = chain.entry_mut(ordinal);
+            let tied = chain.is_tied(ordinal);
+            let entry = chain.entry_mut(ordinal).filter(|_| !tied);
             if let Some(entry) = entry.filter(|entry| may_go(entry, codec.is_some(), kept) && same(entry)) {
                 let by = match &entry.held {
                     Held::Closed(closed) => Some(closed.by),

@@ -1,9 +1,10 @@
-//! A run of pages of one head: the sinks, or the tokens of one expert.
+//! A run of pages of one head: the sinks, or the tokens of experts that share it.
 
 pub mod save;
 
 use crate::base::chunks::Chunks;
 use crate::base::error::Error;
+use crate::base::ids::{Place, chain_place};
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::pages::entry::{Away, Closed, Entry, Held};
@@ -14,7 +15,7 @@ use pikv_core::attend::filled;
 use pikv_core::page::{Layout, PAGE};
 use pikv_lanes::Lanes;
 
-/// Pages of one expert (or the sinks) of one head, oldest first.
+/// Pages of a run of experts (or of the sinks) of one head, oldest first.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Chain {
     /// Ordinal of the next page.
@@ -31,6 +32,8 @@ pub(crate) struct Chain {
     pub live: u32,
     /// Tokens filed, including evicted ones.
     pub filed: u32,
+    /// Ordinals of pages to which a rollback moves tokens back, so that they must stay in the first tier.
+    pub tied: Vec<u32>,
     /// Upper bound of the evicted lanes in pages that still have tokens.
     pub dead: u32,
     /// Over a fabric: pages before this ordinal are on their ranks, or evicted.
@@ -101,8 +104,10 @@ impl Chain {
             _ => 0,
         };
         let bounds = |entry: &Entry| entry.bounds.as_ref().map_or(0, |bounds| size_of_val(&bounds[..]));
-        let apart: usize = self.entries.iter().map(|entry| beside(entry) + bounds(entry)).sum();
-        (self.entries.bytes() + apart + self.mirrors.bytes()) as u64 + self.kept.bytes()
+        let apart = self.entries.iter().map(|entry| beside(entry) + bounds(entry) + entry.homes.bytes());
+        let apart: usize = apart.sum();
+        let tied = self.tied.capacity() * size_of::<u32>();
+        (self.entries.bytes() + apart + tied + self.mirrors.bytes()) as u64 + self.kept.bytes()
     }
 
     /// Number of tokens in lower tiers that are read. `O(pages)`.
@@ -146,6 +151,11 @@ impl Chain {
             Held::Closed(closed) if closed.by == by => Some((entry.ordinal, &closed.packed)),
             _ => None,
         })
+    }
+
+    /// Whether the page at `ordinal` must stay in the first tier.
+    pub fn is_tied(&self, ordinal: u32) -> bool {
+        self.tied.contains(&ordinal)
     }
 
     /// Index of the page at `ordinal` in the list.
@@ -197,9 +207,13 @@ impl Chain {
         Some(&mut self.entries[i])
     }
 
-    /// Counts a token that was written to the next lane of the last page.
-    pub fn wrote(&mut self) {
+    /// Counts a token that was written to the next lane of the last page. `home` is its home expert if this is not the run of the sinks,
+    /// and `c` the index of the run.
+    pub fn wrote(&mut self, c: usize, home: Option<u16>) {
         if let Some(entry) = self.entries.back_mut() {
+            if let (Place::Expert(run), Some(home)) = (chain_place(c), home) {
+                entry.homes.set(run, entry.fill, home);
+            }
             entry.live |= 1 << entry.fill;
             entry.fill += 1;
             self.live += 1;

@@ -2,11 +2,12 @@
 
 use crate::base::deque::first_if;
 use crate::base::error::Error;
-use crate::base::ids::chain_place;
+use crate::base::ids::{Place, chain_place};
 use crate::memory::arena::{Near, Page};
 use crate::memory::pool::Pool;
 use crate::pages::chain::Chain;
 use crate::pages::entry::{Away, Entry, Held};
+use crate::pages::homes::Homes;
 use crate::pages::past::{Before, Compacted, Was, Went};
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
@@ -103,8 +104,9 @@ impl Chain {
         // Everything that can fail comes before the run changes.
         let ready = self.prepare(whose, &plan)?;
         let before = noted.then(|| self.before_moves(&plan));
+        let homes = self.homes_after(whose, &plan);
         self.move_tokens(whose, &mut plan, &ready.away);
-        self.take_targets(whose, plan, ready);
+        self.take_targets(whose, plan, ready, homes);
         self.sent = 0;
         self.dead = self.count_dead();
         self.mirrors.forget(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
@@ -224,21 +226,33 @@ impl Chain {
         }
     }
 
-    /// Lists the targets, and frees the other pages.
-    fn take_targets(&mut self, whose: &Whose<'_>, plan: Plan, ready: Ready) {
+    /// Home experts of the tokens of each target after the moves.
+    fn homes_after(&self, whose: &Whose<'_>, plan: &Plan) -> Vec<Homes> {
+        let mut homes = vec![Homes::default(); plan.targets.len()];
+        if let Place::Expert(run) = chain_place(whose.chain) {
+            for Move { from, lane, at, to_lane } in &plan.moves {
+                homes[*at].set(run, *to_lane, self.entries[*from].homes.get(run, *lane));
+            }
+        }
+        homes
+    }
+
+    /// Lists the targets with the homes of their tokens, and frees the other pages.
+    fn take_targets(&mut self, whose: &Whose<'_>, plan: Plan, ready: Ready, homes: Vec<Homes>) {
         let Plan { end, targets, filled, .. } = plan;
         let Ready { mut lower, mut bounds, .. } = ready;
         let (layout, rope) = (&whose.shape.layout, whose.shape.rope.as_ref());
         let bounded = whose.pool.shape.config.bounds;
-        let mut left: VecDeque<(usize, Target, u32)> =
-            targets.into_iter().zip(filled).map(|((to, target), live)| (to, target, live)).collect();
+        let targets = targets.into_iter().zip(filled).zip(homes);
+        let mut left: VecDeque<(usize, Target, u32, Homes)> =
+            targets.map(|(((to, target), live), homes)| (to, target, live, homes)).collect();
         for i in (0..end).rev() {
-            let Some((_, target, live)) = first_if(&mut left, |(to, ..)| *to == i) else {
+            let Some((_, target, live, homes)) = first_if(&mut left, |(to, ..)| *to == i) else {
                 self.free(i);
                 continue;
             };
             let entry = &mut self.entries[i];
-            (entry.live, entry.fill) = (live, PAGE);
+            (entry.live, entry.fill, entry.homes) = (live, PAGE, homes);
             let known = bounds.pop_front().flatten();
             match target {
                 Target::There => {}
@@ -271,8 +285,8 @@ impl Chain {
                 Held::Open(page) if there[i] => Was::Rewritten(*page.positions()),
                 held => Was::Replaced(held.clone()),
             };
-            let Entry { ordinal, fill, live, .. } = *entry;
-            pages.push(Before { ordinal, fill, live, bounds: entry.bounds.clone(), was });
+            let Entry { ordinal, fill, live, ref bounds, ref homes, .. } = *entry;
+            pages.push(Before { ordinal, fill, live, bounds: bounds.clone(), homes: homes.clone(), was });
         }
         let at = |i: usize| self.entries[i].ordinal;
         let went = |moved: &Move| Went {

@@ -119,6 +119,7 @@ impl Layer {
             filed: cut.left(),
             tags: self.tags.first(tags),
             tags_from: self.tags_from,
+            own_until: self.own_until,
             originals: VecDeque::new(),
             aging: VecDeque::new(),
             codecs: self.codecs.clone(),

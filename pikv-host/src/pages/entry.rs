@@ -2,6 +2,7 @@
 
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
+use crate::pages::homes::Homes;
 use crate::policy::page::TokenPage;
 use crate::tiers::Stored;
 use pikv_core::bound;
@@ -22,10 +23,10 @@ pub(crate) struct Entry {
     pub live: u32,
     /// Evicted lanes that a rollback can revive; the page is kept for them.
     pub pending: u32,
-    /// Whether a rollback moves tokens back to this page, so that it must stay in the first tier.
-    pub tied: bool,
     /// Least and largest keys of a full page, if the cache keeps them.
     pub bounds: Option<Box<[[f32; LANES]]>>,
+    /// Home experts of the tokens.
+    pub homes: Homes,
 }
 
 /// Storage of a page.
@@ -96,13 +97,14 @@ impl Closed {
 impl Entry {
     /// A page without tokens.
     pub fn open(ordinal: u32, page: Page) -> Entry {
-        Entry { ordinal, held: Held::Open(page), fill: 0, live: 0, pending: 0, tied: false, bounds: None }
+        Entry { held: Held::Open(page), fill: 0, ..Entry::gone(ordinal) }
     }
 
     /// An evicted page without tokens.
     pub fn gone(ordinal: u32) -> Entry {
         let held = Held::Gone { last: 0 };
-        Entry { ordinal, held, fill: PAGE, live: 0, pending: 0, tied: false, bounds: None }
+        let homes = Homes::default();
+        Entry { ordinal, held, fill: PAGE, live: 0, pending: 0, bounds: None, homes }
     }
 
     /// Frees the page. Its tokens stay counted in `fill`.
@@ -110,7 +112,7 @@ impl Entry {
         if let Some(last) = self.last() {
             self.held = Held::Gone { last };
         }
-        (self.live, self.pending, self.bounds) = (0, 0, None);
+        (self.live, self.pending, self.bounds, self.homes) = (0, 0, None, Homes::default());
     }
 
     /// Computes the bounds of the keys of an open page in host memory.

@@ -1,4 +1,5 @@
-//! A layer of a sequence: filing of tokens that leave the ring in runs of pages, and its undo.
+//! A layer of a sequence: filing of tokens that leave the ring in runs of pages, and its undo. Which run a token goes to is in
+//! [`sharing`](crate::config::sharing).
 
 pub mod save;
 
@@ -7,6 +8,7 @@ use crate::base::deque::first_if;
 use crate::base::error::Error;
 use crate::config::HeadCodecs;
 use crate::config::shape::CacheShape;
+use crate::config::sharing::Sharing;
 use crate::memory::arena::{Page, Reservation};
 use crate::memory::pool::Pool;
 use crate::pages::entry::{Entry, Held};
@@ -49,6 +51,8 @@ pub(crate) struct Layer {
     /// Experts of positions `tags_from..`, `top_k` each.
     pub tags: Tags,
     pub tags_from: u32,
+    /// Tokens before this position are in runs of their own experts.
+    pub own_until: u32,
     /// Packed pages with an original, by ascending `by`.
     pub originals: VecDeque<Original>,
     /// Pages with both the first and the second codec's form, by ascending `by`.
@@ -90,6 +94,7 @@ impl Layer {
             filed: 0,
             tags: Tags::default(),
             tags_from: 0,
+            own_until: 0,
             originals: VecDeque::new(),
             aging: VecDeque::new(),
             codecs,
@@ -106,7 +111,13 @@ impl Layer {
         if position < self.store.sinks {
             return Some(0);
         }
-        self.store.files(shape, position).then(|| 1 + usize::from(self.home(inner, position)))
+        let run = || self.sharing(inner, shape).run(self.home(inner, position), position);
+        self.store.files(shape, position).then(|| 1 + usize::from(run()))
+    }
+
+    /// The runs in which it files tokens.
+    pub fn sharing(&self, inner: &CacheShape, shape: &LayerShape) -> Sharing {
+        inner.sharing(shape, self.own_until)
     }
 
     /// Experts of the token at `position`, first choice first; none if they are not known. Expert 0 for a model with one
@@ -116,7 +127,7 @@ impl Layer {
     }
 
     /// Home expert of the token at `position`; 0 for a model with one expert.
-    fn home(&self, inner: &CacheShape, position: u32) -> u16 {
+    pub fn home(&self, inner: &CacheShape, position: u32) -> u16 {
         if inner.config.experts == 1 {
             return 0;
         }
@@ -168,7 +179,9 @@ impl Layer {
                     let mut shared = None;
                     let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
                     let ahead = sealed.map(|sealed| (sealed, h));
-                    let token = Filed { inner, shape, chain: c, position, head, first_tile, ahead, aliased };
+                    let home = (c > 0).then(|| self.home(inner, position));
+                    let token =
+                        Filed { inner, shape, chain: c, home, position, head, first_tile, ahead, aliased };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);
                     let filed = self.heads[h].file(&token, codec, pages, &mut shared);
                     self.undo.extend(shared.map(|page| (h, Some(c), page)));

@@ -36,6 +36,8 @@ pub(crate) struct Filed<'a> {
     pub inner: &'a CacheShape,
     pub shape: &'a LayerShape,
     pub chain: usize,
+    /// Home expert; `None` for a sink.
+    pub home: Option<u16>,
     pub position: u32,
     /// Index of the KV head over all layers.
     pub head: u32,
@@ -141,7 +143,7 @@ impl Head {
         let to = *fill;
         let to = (chain.entries.len() - 1, to);
         chain.kept.copy(0..chain.kept.versions(), &self.states, (from, lane), to);
-        chain.wrote();
+        chain.wrote(c, token.home);
         if c > 0
             && inner.config.bounds
             && let Some(entry) = chain.entries.back_mut().filter(|entry| entry.fill == PAGE)

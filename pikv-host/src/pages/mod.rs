@@ -7,6 +7,7 @@ pub mod entry;
 pub mod filing;
 pub mod ghosts;
 pub mod head;
+pub mod homes;
 pub mod past;
 pub mod remember;
 pub mod runs;

@@ -15,12 +15,12 @@ use crate::pages::chain::Chain;
 use crate::pages::compact::Whose;
 use crate::pages::entry::{Entry, Held};
 use crate::pages::filing::Layer;
+use crate::pages::homes::Homes;
 use crate::policy::state::Apart;
 use pikv_core::attend::filled;
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
-use smallvec::SmallVec;
 use std::collections::VecDeque;
 
 /// Evicted tokens of a page.
@@ -88,6 +88,7 @@ pub(crate) struct Before {
     pub fill: u32,
     pub live: u32,
     pub bounds: Option<Box<[[f32; LANES]]>>,
+    pub homes: Homes,
     pub was: Was,
 }
 
@@ -159,11 +160,12 @@ impl Past {
     pub fn table_bytes(&self) -> u64 {
         let apart = |noted: &Noted| match &noted.what {
             What::Final(_) => 0,
-            What::Freed(_) => size_of::<Entry>(),
-            What::Slid(_, rows) => size_of::<Entry>() + rows.bytes(),
+            What::Freed(entry) => size_of::<Entry>() + entry.homes.bytes(),
+            What::Slid(entry, rows) => size_of::<Entry>() + entry.homes.bytes() + rows.bytes(),
             What::Compacted(Compacted { pages, moves }) => {
                 let bounds = pages.iter().filter_map(|page| page.bounds.as_deref()).map(size_of_val);
-                bounds.sum::<usize>()
+                let homes = pages.iter().map(|page| page.homes.bytes());
+                bounds.chain(homes).sum::<usize>()
                     + pages.capacity() * size_of::<Before>()
                     + moves.capacity() * size_of::<Went>()
             }
@@ -234,16 +236,8 @@ impl Layer {
 
     /// Marks the pages of a run to which a rollback moves tokens back, which must stay in the first tier.
     pub fn tie(&mut self, head: usize, chain: usize) {
-        let run = &mut self.heads[head].chains[chain];
-        let tied: SmallVec<[u32; 32]> = self.past.tied(head, chain).collect();
-        // Writes only entries that change, so that forks keep sharing the others.
-        for i in 0..run.entries.len() {
-            let entry = &run.entries[i];
-            let ties = tied.contains(&entry.ordinal);
-            if entry.tied != ties {
-                run.entries[i].tied = ties;
-            }
-        }
+        let tied = self.past.tied(head, chain).collect();
+        self.heads[head].chains[chain].tied = tied;
     }
 
     /// Bytes that [`Layer::rewind`] takes: for pages to which tokens are moved back and that a fork shares.
@@ -370,7 +364,8 @@ impl Chain {
             }
             let entry = &mut self.entries[i];
             self.live = self.live + page.live.count_ones() - entry.live.count_ones();
-            (entry.fill, entry.live, entry.pending, entry.bounds) = (page.fill, page.live, 0, page.bounds);
+            (entry.fill, entry.live, entry.pending) = (page.fill, page.live, 0);
+            (entry.bounds, entry.homes) = (page.bounds, page.homes);
             if let Was::Replaced(held) = page.was {
                 entry.held = held;
             }

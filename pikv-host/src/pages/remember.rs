@@ -20,8 +20,9 @@ impl Layer {
         for tile in done.max(self.first_tile)..until {
             let first = tile * PAGE;
             let home = |lane: usize| {
-                let chain = self.chain_of(&pool.shape, shape, first + lane as u32)?;
-                chain.checked_sub(1).map(|expert| expert as u16)
+                let position = first + lane as u32;
+                let chain = self.chain_of(&pool.shape, shape, position)?;
+                (chain > 0).then(|| self.home(&pool.shape, position))
             };
             let homes: [Option<u16>; LANES] = std::array::from_fn(home);
             if homes.iter().all(Option::is_none) {

@@ -9,7 +9,9 @@ use crate::config::CacheConfig;
 use crate::config::shape::first_heads;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{Filed, LayerShape, StoreShape};
+use smallvec::SmallVec;
 use std::fmt;
+use std::ops::Range;
 
 /// The load of a cache: a number of equal sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,9 +101,9 @@ impl fmt::Display for Forecast {
 
 /// Forecasts the bytes of a cache, by the cache's own functions.
 ///
-/// Assumes an even use of experts: the token at position `p` is filed under expert `p % experts`. If fewer tokens are resident, the oldest
-/// pages are evicted, in turn over the experts. Exact to the byte under both assumptions, with up to 2048 experts (with more, 32 tokens
-/// of an expert span over 65,536 positions, and packed pages may close early). For other distributions see [`Cache::bytes_at`] and
+/// Assumes an even use of experts: the home expert of the token at position `p` is `p % experts`. If fewer tokens are resident, the oldest
+/// pages are evicted, in turn over the runs of the experts. Exact to the byte under both assumptions, with up to 2048 experts (with more,
+/// 32 tokens of a run span over 65,536 positions, and packed pages may close early). For other distributions see [`Cache::bytes_at`] and
 /// [`Cache::bytes_at_most`].
 ///
 /// ```
@@ -127,23 +129,57 @@ pub struct Planner {
 
 /// The pages of one layer, the same in all its KV heads.
 struct Lie {
-    /// The run of each expert.
+    /// The runs of experts.
     runs: Vec<Run>,
     sinks: u32,
     resident: u32,
 }
 
-/// The pages of an expert.
-#[derive(Clone, Copy, Debug)]
+/// The pages of a run.
+#[derive(Clone, Debug)]
 struct Run {
-    /// Position of its first token.
-    first: u32,
+    /// Its tokens between changes of the number of runs, by ascending position.
+    parts: SmallVec<[Part; 2]>,
     /// Tokens filed so far.
     tokens: u32,
     /// Evicted pages, from the first on.
     gone: u32,
     /// Tokens that can be rolled back.
     recent: u32,
+}
+
+/// Tokens of a run while the number of runs is the same.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    /// Tokens of the run before the part.
+    before: u32,
+    /// Tokens that the run would have before the part with that number of runs from position 0 on.
+    skipped: u32,
+    even: Even,
+}
+
+/// The positions `p` with `p % experts % runs == run`.
+#[derive(Clone, Copy, Debug)]
+struct Even {
+    experts: u32,
+    runs: u32,
+    run: u32,
+}
+
+impl Even {
+    /// Number of the positions below `end`.
+    fn below(&self, end: u32) -> u32 {
+        let Even { experts, runs, run } = *self;
+        let among = |first: u32| first.saturating_sub(run).div_ceil(runs);
+        end / experts * among(experts) + among(end % experts)
+    }
+
+    /// The position with `n` of them before it.
+    fn nth(&self, n: u32) -> u32 {
+        let Even { experts, runs, run } = *self;
+        let each = (experts - run).div_ceil(runs);
+        n / each * experts + run + n % each * runs
+    }
 }
 
 impl Run {
@@ -156,8 +192,10 @@ impl Run {
     }
 
     /// Position of the last token of a page.
-    fn last(&self, page: u32, experts: u32) -> u32 {
-        self.first + (page * PAGE + self.fill(page) - 1) * experts
+    fn last(&self, page: u32) -> u32 {
+        let n = page * PAGE + self.fill(page) - 1;
+        let part = self.parts.iter().rfind(|part| part.before <= n);
+        part.map_or(0, |part| part.even.nth(n - part.before + part.skipped))
     }
 
     fn held(&self) -> u32 {
@@ -220,7 +258,7 @@ impl Planner {
                 }
                 for (expert, run) in (0u16..).zip(&lie.runs) {
                     for page in run.gone..run.pages() {
-                        let last = run.last(page, inner.shape.config.experts);
+                        let last = run.last(page);
                         let held = match (run.fill(page) == PAGE, last >= ring.kept_from(len)) {
                             (false, _) => Held::Open,
                             (true, kept) => Held::Closed { original: kept },
@@ -265,28 +303,20 @@ impl Planner {
     }
 
     fn lie(&self, shape: &LayerShape, store: &StoreShape, load: &Load) -> Result<Lie, PlanError> {
-        let (ring, experts) = (store.ring, store.experts);
+        let ring = store.ring;
         let left = ring.left(load.len);
         let sinks = left.min(store.sinks);
         let filed = if store.files(shape, u32::MAX) { sinks..left } else { sinks..sinks };
         let kept = ring.kept_from(load.len).max(sinks);
-        // Number of an expert's positions below `end`.
-        let below = |expert: u32, end: u32| end / experts + u32::from(end % experts > expert);
-        let mut runs: Vec<Run> = (0..experts)
-            .map(|expert| {
-                let tokens = below(expert, filed.end) - below(expert, filed.start);
-                let recent = below(expert, filed.end) - below(expert, kept.min(filed.end));
-                let first = expert + below(expert, filed.start) * experts;
-                let mut run = Run { first, tokens, gone: 0, recent };
-                if let Some(window) = shape.window {
-                    let seen = load.len.saturating_sub(window.saturating_add(ring.slack()));
-                    while run.gone < tokens / PAGE && run.last(run.gone, experts) < seen {
-                        run.gone += 1;
-                    }
+        let mut runs = self.runs(shape, filed, kept);
+        if let Some(window) = shape.window {
+            let seen = load.len.saturating_sub(window.saturating_add(ring.slack()));
+            for run in &mut runs {
+                while run.gone < run.tokens / PAGE && run.last(run.gone) < seen {
+                    run.gone += 1;
                 }
-                run
-            })
-            .collect();
+            }
+        }
         let fixed = ring.resident(load.len).0 + sinks;
         let mut resident = fixed + runs.iter().map(Run::held).sum::<u32>();
         if let Some(asked) = load.resident {
@@ -306,6 +336,28 @@ impl Planner {
             }
         }
         Ok(Lie { runs, sinks, resident })
+    }
+
+    /// The runs with the tokens at positions `filed`; a rollback reaches those from `kept` on.
+    fn runs(&self, shape: &LayerShape, filed: Range<u32>, kept: u32) -> Vec<Run> {
+        let inner = &self.cache.inner.shape;
+        let (experts, sharing) = (inner.config.experts, inner.sharing(shape, 0));
+        let none = Run { parts: SmallVec::new(), tokens: 0, gone: 0, recent: 0 };
+        let mut all = vec![none; sharing.most(filed.start, filed.end) as usize];
+        let mut from = filed.start;
+        while from < filed.end {
+            let runs = sharing.runs(from);
+            let until = sharing.next_change(from).min(filed.end);
+            for (run, of) in (0..runs).zip(&mut all) {
+                let even = Even { experts, runs, run };
+                let skipped = even.below(from);
+                of.parts.push(Part { before: of.tokens, skipped, even });
+                of.tokens += even.below(until) - skipped;
+                of.recent += even.below(until) - even.below(kept.clamp(from, until));
+            }
+            from = until;
+        }
+        all
     }
 }
 

@@ -6,6 +6,7 @@ pub mod dir;
 pub mod gguf_writer;
 pub mod numbers;
 pub mod routers;
+pub mod runs;
 pub mod twins;
 
 use proptest::prelude::ProptestConfig;

@@ -40,7 +40,7 @@ pub fn model(shards: RangeInclusive<u32>) -> impl Strategy<Value = Model> {
     let policy = prop_oneof![1 => Just(None), 1 => (any::<u8>(), any::<bool>(), 60u32..200).prop_map(Some)];
     (
         (1usize..=3, 1u32..=2, 2u32..=6, 1u32..=6, dtype, window, any::<bool>()),
-        (1u32..=40, 0u32..=12, 0u32..=4, prop_oneof![Just(1u32), 2u32..=4]),
+        (1u32..=40, 0u32..=12, 0u32..=4, prop_oneof![2 => Just(1u32), 2 => 2u32..=4, 1 => Just(20)]),
         (codec, policy, shards),
     )
         .prop_map(|(shape, tokens, store)| {

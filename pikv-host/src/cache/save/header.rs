@@ -3,24 +3,34 @@
 use super::fingerprint::{PARTS, sum_of};
 use crate::base::error::{Error, SaveError};
 use crate::config::shape::CacheShape;
+use crate::config::sharing::FEW;
 use std::fmt::Write;
 
 /// Value of `format` in the metadata.
 const FORMAT: &str = "pikv sequence";
 /// The newest readable version. Each sequence is written in the oldest version that can hold it.
-const NEWEST: u64 = ROUTERS;
+const NEWEST: u64 = SHARED_ROUTERS;
 /// First version with a token budget of the sequence.
 pub const BUDGET: u64 = 2;
 /// First version with the routers of a loop; its budget field is 0 for none.
 pub const ROUTERS: u64 = 3;
+/// First version in which experts share runs of pages, without routers and with them. In older ones each expert has a run.
+pub const SHARED: u64 = 4;
+const SHARED_ROUTERS: u64 = SHARED + 1;
 
 /// Version for a sequence with or without a budget, and with or without routers.
-pub fn version(budget: Option<u32>, routers: bool) -> u64 {
+pub fn version(shape: &CacheShape, budget: Option<u32>, routers: bool) -> u64 {
     match budget {
+        _ if shape.config.experts > FEW => SHARED + u64::from(routers),
         _ if routers => ROUTERS,
         Some(_) => BUDGET,
         None => 1,
     }
+}
+
+/// Whether files of a version have the routers of a loop.
+pub fn has_routers(version: u64) -> bool {
+    matches!(version, ROUTERS | SHARED_ROUTERS)
 }
 
 /// Bytes of the length before the header.
@@ -60,7 +70,7 @@ impl Of {
 }
 
 /// Tensors of a saved sequence, in order: numbers of the sequence; for each layer numbers of its tokens, for each head numbers and pages,
-/// then numbers and pages for rollbacks; from version [`ROUTERS`] the state of the loop's routers; the caller's bytes; the checksum of
+/// then numbers and pages for rollbacks; in versions that have it the state of the loop's routers; the caller's bytes; the checksum of
 /// everything before it.
 pub fn tensors(version: u64, shape: &CacheShape) -> Vec<Tensor> {
     let words = |name: String| Tensor { name, of: Of::Words };
@@ -72,7 +82,7 @@ pub fn tensors(version: u64, shape: &CacheShape) -> Vec<Tensor> {
             all.extend([words(format!("{part}.state")), words(format!("{part}.pages"))]);
         }
     }
-    if version >= ROUTERS {
+    if has_routers(version) {
         all.push(words("routers".to_owned()));
     }
     all.extend(["note", "sum"].map(|name| Tensor { name: name.to_owned(), of: Of::Bytes }));
@@ -81,7 +91,7 @@ pub fn tensors(version: u64, shape: &CacheShape) -> Vec<Tensor> {
 
 /// Most bytes of a header.
 pub fn most(shape: &CacheShape) -> u64 {
-    METADATA + LINE * tensors(NEWEST, shape).len() as u64
+    METADATA + LINE * tensors(SHARED_ROUTERS, shape).len() as u64
 }
 
 /// The header, preceded by its length, for tensors with these numbers of elements.

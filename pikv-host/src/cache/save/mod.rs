@@ -144,7 +144,7 @@ impl Sequence {
         }
         // Writes of a leaked step are not saved.
         let repaired = self.stepping.then(|| self.repaired());
-        let version = header::version(self.budget, routers.is_some());
+        let version = header::version(&self.inner.shape, self.budget, routers.is_some());
         let mut parts = repaired.as_ref().unwrap_or(self).parts(version);
         parts.extend(routers.map(|fields| Out { fields, pages: Vec::new() }));
         write_parts(version, &self.inner.shape, &parts, note, to)
@@ -179,6 +179,9 @@ impl Sequence {
         to.extend(pins.iter().flat_map(|pin| [pin.start, pin.end]));
         to.push(ends.len() as u32);
         to.extend(ends);
+        if version >= header::SHARED {
+            to.push(self.layers.first().map_or(0, |layer| layer.own_until));
+        }
         // In older versions, the version itself tells whether there is a budget.
         if version >= header::ROUTERS {
             to.push(budget.unwrap_or(0));

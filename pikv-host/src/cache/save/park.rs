@@ -101,7 +101,7 @@ impl Sequence {
             let pages = part.pages.iter().map(|page| lower(page, levels)).collect::<Result<_, Error>>()?;
             Ok(ParkedPart { fields: part.fields, pages })
         };
-        let parts = self.parts(header::version(self.budget, false));
+        let parts = self.parts(header::version(&inner.shape, self.budget, false));
         let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
         let here = near.map(|page| 4 * page.len()).sum();
         let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
@@ -184,7 +184,7 @@ impl Parked {
     }
 
     fn version(&self) -> u64 {
-        header::version(self.budget, false)
+        header::version(&self.inner.shape, self.budget, false)
     }
 
     /// Words of each part.

@@ -7,9 +7,11 @@ use crate::base::page_sum;
 use crate::cache::Cache;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
+use crate::config::sharing::FEW;
 use crate::pages::filing::save::Reach;
 use crate::pages::saved::{In, Source};
 use pikv_core::page::Position;
+use pikv_core::plan::LayerShape;
 use std::io::Read;
 use std::sync::Arc;
 
@@ -220,7 +222,7 @@ fn read(
         In { pool: &inner.pool, source: input, pages, left: 0, buffer: Vec::new(), until, behind: 0 };
     sequence.load_layers(&mut from, tensors)?;
     drop(from);
-    let has_routers = version >= header::ROUTERS;
+    let has_routers = header::has_routers(version);
     let routers =
         if has_routers { Some(gathered(tensors.next(), |part| input.numbers(part))?) } else { None };
     let note = gathered(tensors.next(), |part| input.bytes(part))?;
@@ -260,8 +262,10 @@ fn whole_only(inner: &Inner, sequence: &Sequence) -> Result<(), Error> {
 
 /// Upper estimate of the bytes of a sequence of `len` tokens.
 fn bytes_before(inner: &Inner, len: u32) -> u64 {
-    let layers = inner.shape.stores.iter().zip(&inner.shape.config.layers);
-    layers.map(|(store, shape)| u64::from(shape.kv_heads) * store.head_bytes_at_most(shape, None, len)).sum()
+    let layers = inner.shape.config.layers.iter().enumerate();
+    let most =
+        |(layer, shape): (usize, &LayerShape)| inner.shape.store_at(layer, len).bytes_at_most(shape, len);
+    layers.map(most).sum()
 }
 
 impl Sequence {
@@ -288,6 +292,13 @@ impl Sequence {
             )?;
             self.ends.push_back(end);
         }
+        let own = match version {
+            header::SHARED.. => from.word()?,
+            _ if self.inner.shape.config.experts > FEW => ring.left(len),
+            _ => 0,
+        };
+        sure(own <= Position::MAX.0, "runs of pages at a position that no token has")?;
+        self.layers.iter_mut().filter(|_| own > 0).for_each(|layer| layer.own_until = own);
         let tokens = if version >= header::BUDGET { from.word()? } else { 0 };
         if tokens > 0 || version == header::BUDGET {
             sure(self.inner.shape.check_budget(tokens).is_ok(), "a budget that cannot act")?;

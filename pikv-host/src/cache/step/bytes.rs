@@ -89,14 +89,15 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
             known[chain] += 1;
         }
     }
-    // Tokens of this step: each may have an expert of its own, with a last page that is shared, or full after one token.
+    // Tokens of this step: each may have a run of its own, with a last page that is shared, or full after one token.
     let fresh = layer.filed.max(old).min(left);
+    let runs = layer.sharing(&inner.shape, shape).most(layer.filed, left);
     let sinks = left.min(store.sinks).saturating_sub(fresh);
     let filed = if store.files(shape, u32::MAX) { left - fresh - sinks } else { 0 };
-    let mut unknown = u64::from(2 * filed.min(experts)) + u64::from(filed / PAGE);
+    let mut unknown = u64::from(2 * filed.min(runs)) + u64::from(filed / PAGE);
     // Each page that may become full is packed in addition.
-    let unknown_closed = u64::from(filed.min(experts)) + u64::from(filed / PAGE);
-    // Within 65,536 positions each expert packs at most one page early, and starts another.
+    let unknown_closed = u64::from(filed.min(runs)) + u64::from(filed / PAGE);
+    // Within 65,536 positions each run packs at most one page early, and starts another.
     let rounds = u64::from((left - layer.filed.min(left)) >> 16);
     if sinks > 0 {
         unknown += StoreShape::run_pages(sinks, 0) + 1;
@@ -109,7 +110,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
         let partial =
             !old.is_multiple_of(PAGE) && head.ring.back().is_some_and(|page| in_common || page.is_shared());
         pages += u64::from(partial);
-        let mut early = u64::from(experts) * rounds;
+        let mut early = u64::from(runs) * rounds;
         for (c, &n) in known.iter().enumerate().filter(|(_, n)| **n > 0) {
             let chain = &head.chains[c];
             let fill = chain.room().map_or(0, |(_, fill)| fill);

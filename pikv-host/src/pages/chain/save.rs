@@ -8,6 +8,7 @@ use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page};
 use crate::pages::entry::{Away, Closed, Entry, Held};
+use crate::pages::homes::Homes;
 use crate::pages::saved::{In, Out, Place, Words, within};
 use pikv_core::attend::filled;
 use pikv_core::bound;
@@ -26,9 +27,10 @@ const OLD: u32 = 1 << 10;
 /// Flag of a page in a lower tier: it is packed. The upper byte is the tier.
 const PACKED: u32 = 1 << 11;
 const TIER: u32 = 24;
-/// Flags of an entry, beside the number of its tokens.
+/// Flags of an entry, beside the number of its tokens. Whether it is tied is not read, but follows from the changes that a rollback undoes.
 const TIED: u32 = 1 << 8;
 const BOUNDED: u32 = 1 << 9;
+const HOMES: u32 = 1 << 10;
 /// Limit of the number of evicted lanes.
 const MOST_DEAD: u32 = 1 << 28;
 
@@ -49,6 +51,15 @@ pub(crate) struct RunOf<'a> {
 impl RunOf<'_> {
     fn shard(&self, ordinal: u32) -> u32 {
         self.shape.shard_of(chain_place(self.chain), ordinal, self.head)
+    }
+
+    /// Reads the home experts of a page.
+    ///
+    /// # Errors
+    /// [`content`] in the run of the sinks, and for an expert that is not there.
+    pub fn load_homes(&self, from: &mut Fields<'_>) -> Result<Homes, Error> {
+        sure(self.chain > 0, "experts of the sinks")?;
+        Homes::load(from, self.shape.config.experts)
     }
 
     /// Positions of the tokens of a page, all of which must have left the ring; for a packed page by its codec and last position. Lanes
@@ -218,13 +229,15 @@ pub(crate) fn load_bounds(from: &mut Fields<'_>, layout: &Layout) -> Result<Box<
 }
 
 impl Entry {
-    /// Adds the entry.
-    pub fn save<'a>(&'a self, layout: &'a Layout, to: &mut Out<'a>) {
+    /// Adds the entry; `tied` says whether it must stay in the first tier.
+    pub fn save<'a>(&'a self, layout: &'a Layout, tied: bool, to: &mut Out<'a>) {
         let flag = |on: bool, flag| if on { flag } else { 0 };
-        let flags = flag(self.tied, TIED) | flag(self.bounds.is_some(), BOUNDED);
+        let flags =
+            flag(tied, TIED) | flag(self.bounds.is_some(), BOUNDED) | flag(self.homes.is_listed(), HOMES);
         to.fields.extend([self.ordinal, self.fill | flags, self.live, self.pending]);
         self.held.save(layout, self.fill, self.last(), to);
         save_bounds(self.bounds.as_deref(), &mut to.fields);
+        self.homes.save(&mut to.fields);
     }
 
     /// Reads the data of [`Entry::save`]; `None` if the page lies behind the tokens to restore.
@@ -248,11 +261,12 @@ impl Entry {
             return Err(SaveError::evicted());
         }
         let bounds = (word & BOUNDED != 0).then(|| load_bounds(from, of.layout)).transpose()?;
+        let homes = if word & HOMES != 0 { of.load_homes(from)? } else { Homes::default() };
         let Some(held) = held else {
             input.behind += fill;
             return Ok(None);
         };
-        Ok(Some(Entry { ordinal, held, fill, live, pending, tied: word & TIED != 0, bounds }))
+        Ok(Some(Entry { ordinal, held, fill, live, pending, bounds, homes }))
     }
 }
 
@@ -267,7 +281,7 @@ impl Chain {
         let is_left = |entry: &Entry| !matches!(entry.held, Held::Gone { last } if last < kept);
         let left = self.entries.iter().filter(|entry| is_left(entry));
         to.fields.extend([self.next, self.aged, self.dead, self.filed, left.clone().count() as u32]);
-        left.for_each(|entry| entry.save(layout, to));
+        left.for_each(|entry| entry.save(layout, self.is_tied(entry.ordinal), to));
         self.kept.save(&mut to.fields, |i| is_left(&self.entries[i]));
     }
 

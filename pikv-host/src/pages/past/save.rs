@@ -9,16 +9,22 @@ use crate::memory::arena::Near;
 use crate::pages::chain::save::{Lanes, RunOf, load_bounds, save_bounds};
 use crate::pages::entry::{Entry, Held};
 use crate::pages::filing::Layer;
+use crate::pages::homes::Homes;
 use crate::pages::saved::{In, Out, within};
 use crate::policy::state::Apart;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
+use std::collections::BTreeSet;
 
 const FINAL: u32 = 0;
 const FREED: u32 = 1;
 const SLID: u32 = 2;
 const COMPACTED: u32 = 3;
+/// Flags of a page before a compaction.
+const BOUNDED: u32 = 1;
+const REWRITTEN: u32 = 1 << 1;
+const HOMES: u32 = 1 << 2;
 
 impl Killed {
     fn save(&self, to: &mut Vec<u32>) {
@@ -58,11 +64,11 @@ impl Layer {
                 }
                 What::Freed(entry) => {
                     to.fields.push(FREED);
-                    entry.save(layout, to);
+                    entry.save(layout, false, to);
                 }
                 What::Slid(entry, rows) => {
                     to.fields.push(SLID);
-                    entry.save(layout, to);
+                    entry.save(layout, false, to);
                     rows.save(&mut to.fields);
                 }
                 What::Compacted(compacted) => {
@@ -120,6 +126,9 @@ impl Layer {
             };
             self.past.noted.push_back(Noted { id, at, head, chain, dead, what });
         }
+        let runs = self.past.noted.iter().map(|noted| (noted.head, noted.chain));
+        let runs: BTreeSet<(usize, usize)> = runs.collect();
+        runs.into_iter().for_each(|(head, chain)| self.tie(head, chain));
         for _ in 0..from.count(2)? {
             let owed = run(from, self)?;
             sure(!self.owed.contains(&owed), "a run that is named twice")?;
@@ -152,14 +161,18 @@ fn held(from: &mut Fields<'_>, input: &mut In<'_>, of: &RunOf<'_>) -> Result<Ent
 impl Compacted {
     fn save<'a>(&'a self, layout: &'a Layout, to: &mut Out<'a>) {
         to.fields.push(self.pages.len() as u32);
-        for Before { ordinal, fill, live, bounds, was } in &self.pages {
-            to.fields.extend([*ordinal, *fill, *live]);
-            to.fields.push(u32::from(bounds.is_some()) | u32::from(matches!(was, Was::Rewritten(_))) << 1);
+        for Before { ordinal, fill, live, bounds, homes, was } in &self.pages {
+            let flag = |on: bool, flag| if on { flag } else { 0 };
+            let flags = flag(bounds.is_some(), BOUNDED)
+                | flag(matches!(was, Was::Rewritten(_)), REWRITTEN)
+                | flag(homes.is_listed(), HOMES);
+            to.fields.extend([*ordinal, *fill, *live, flags]);
             match was {
                 Was::Replaced(held) => held.save(layout, *fill, None, to),
                 Was::Rewritten(positions) => to.fields.extend(positions),
             }
             save_bounds(bounds.as_deref(), &mut to.fields);
+            homes.save(&mut to.fields);
         }
         to.fields.push(self.moves.len() as u32);
         for Went { from, to: target } in &self.moves {
@@ -173,24 +186,22 @@ impl Compacted {
         for _ in 0..from.count(5)? {
             let [ordinal, fill, live, flags] = [from.word()?, from.word()?, from.word()?, from.word()?];
             let sound = ordinal >= least && ordinal < u32::MAX / 2 && (1..=PAGE).contains(&fill);
-            sure(sound && within(live, fill) && flags < 4, "a page as none was before")?;
+            sure(sound && within(live, fill) && flags < 2 * HOMES, "a page as none was before")?;
             least = ordinal + 1;
             let lanes = Lanes { ordinal, fill, read: live };
-            let was = match flags >> 1 {
-                0 => {
-                    let held = Held::load(from, input, of, lanes, Near::Any)?;
-                    Was::Replaced(held.ok_or_else(SaveError::evicted)?)
-                }
-                _ => {
-                    let words = from.slice(LANES)?;
-                    of.positions(words, lanes, None)?;
-                    Was::Rewritten(std::array::from_fn(|lane| words[lane]))
-                }
+            let was = if flags & REWRITTEN == 0 {
+                let held = Held::load(from, input, of, lanes, Near::Any)?;
+                Was::Replaced(held.ok_or_else(SaveError::evicted)?)
+            } else {
+                let words = from.slice(LANES)?;
+                of.positions(words, lanes, None)?;
+                Was::Rewritten(std::array::from_fn(|lane| words[lane]))
             };
             let gone = matches!(was, Was::Replaced(Held::Gone { .. }));
             sure(!gone, "a page that is kept and gone")?;
-            let bounds = (flags & 1 != 0).then(|| load_bounds(from, of.layout)).transpose()?;
-            pages.push(Before { ordinal, fill, live, bounds, was });
+            let bounds = (flags & BOUNDED != 0).then(|| load_bounds(from, of.layout)).transpose()?;
+            let homes = if flags & HOMES != 0 { of.load_homes(from)? } else { Homes::default() };
+            pages.push(Before { ordinal, fill, live, bounds, homes, was });
         }
         let mut moves = Vec::new();
         for _ in 0..from.count(4)? {
