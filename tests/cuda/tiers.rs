@@ -127,7 +127,7 @@ fn memory_that_pages_come_up_in_is_read_before_it_is_reused() {
     let standin = Standin::new();
     standin.set(Set::Late, 1);
     let mut config = tiered(48, 100);
-    config.layers = vec![layers()[0].clone(); 4];
+    config.layers = vec![layers()[0]; 4];
     let ops = [vec![Op::Feed(vec![(0, 20)]); 12], vec![Op::Feed(vec![(0, 1)]); 3]].concat();
     same("tiers", &standin, &Case { config, options: Options::default(), ops });
 }
