@@ -1,6 +1,7 @@
 //! Scores and sums of full pages on lanes that read in bursts ([`Warp::BURSTS`]): the words of a burst are loaded before the first of
 //! them is multiplied. (Loops over arrays are by index: the compiler leaves an iterator over an array in the memory of a lane.) The order of the multiply-adds, and so the bits, are those of the other loops.
 
+use super::values::Bits;
 use super::{Query, k_of};
 use crate::dtype::{Bf16, Dtype, Element, F16, F32};
 use crate::page::Layout;
@@ -73,8 +74,8 @@ fn add_keys<W: Warp, K: Element, const R: usize>(
     }
 }
 
-/// Adds `p v` of the tokens in `seen`, the same for all `R` rows, to their sums; `acc` is `[R][acc_rows]`. A burst with a token in `seen`
-/// is loaded whole.
+/// Adds `p v` of the tokens in `seen`, the same for all `R` rows, to their sums; `acc` is `[R][acc_rows]`. A burst of tokens
+/// that are all in `seen` is loaded whole; of the others each is loaded when its turn comes.
 #[inline(always)]
 pub(super) fn weigh<W: Warp, const R: usize>(
     w: W,
@@ -114,18 +115,16 @@ fn weigh_of<W: Warp, V: Element, const R: usize>(
         let (mut left, mut first) = (seen, 0);
         while left != 0 {
             let now = left & BURST;
-            if now != 0 {
+            if now == BURST {
                 let words: [_; VALUES] = w.load_rows(&v[first * stride + col * LANES..], stride, width);
-                if now == BURST {
-                    for t in 0..VALUES {
-                        add_value::<W, V, R>(w, &words, t, p, first, &mut a);
-                    }
-                } else {
-                    for t in 0..VALUES {
-                        if now >> t & 1 == 1 {
-                            add_value::<W, V, R>(w, &words, t, p, first, &mut a);
-                        }
-                    }
+                for t in 0..VALUES {
+                    add_value::<W, V, R>(w, &words, t, p, first, &mut a);
+                }
+            } else {
+                // Tokens that are not seen may never have been written: they are not read.
+                for t in Bits(now) {
+                    let words = w.load_rows::<1>(&v[(first + t) * stride + col * LANES..], stride, width);
+                    add_value::<W, V, R>(w, &words, 0, p, first + t, &mut a);
                 }
             }
             left >>= VALUES;
@@ -146,7 +145,7 @@ const BURST: u32 = (1 << VALUES) - 1;
 #[inline(always)]
 fn add_value<W: Warp, V: Element, const R: usize>(
     w: W,
-    words: &[W::U; VALUES],
+    words: &[W::U],
     t: usize,
     p: &[W::Slot; R],
     first: usize,
