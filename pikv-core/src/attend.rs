@@ -99,7 +99,14 @@ pub trait Form<W: Warp, const R: usize> {
     const PAIRS: bool = false;
     /// Scores in base 2 of page `i`'s 32 tokens; those of tokens not seen have any value.
     fn scores(&mut self, w: W, i: usize) -> [W::F; R];
-    /// Scores of pages `i` and `i + 1`.
+    /// Whether the lanes read the keys of two pages in one pass also if a row sees only one of them, where [`Form::twos`] allows it.
+    const TWOS: bool = false;
+    /// Whether these pages can be read two by two.
+    #[inline(always)]
+    fn twos(&self) -> bool {
+        false
+    }
+    /// Scores of pages `i` and `i + 1`. With [`Form::TWOS`] there may be no page `i + 1`: its scores then have any value.
     #[inline(always)]
     fn pair(&mut self, w: W, i: usize) -> [[W::F; R]; 2] {
         [self.scores(w, i), self.scores(w, i + 1)]
@@ -164,6 +171,51 @@ impl<W: Warp, const R: usize> Tops<W, R> {
         }
     }
 
+    /// Scores all pages.
+    #[inline(always)]
+    fn read<P: Form<W, R>>(&mut self, w: W, form: &mut P, looks: &Looks<R>, shelf: &mut W::Shelf<R>) {
+        let pages = form.pages();
+        let mut i = 0;
+        while i < pages {
+            let seen = form.seen(w, i, &looks.sight);
+            shelf.see(i, seen);
+            if any(&seen) {
+                if P::PAIRS && i + 1 < pages {
+                    let then = form.seen(w, i + 1, &looks.sight);
+                    if any(&then) {
+                        shelf.see(i + 1, then);
+                        let [s, next] = form.pair(w, i);
+                        self.take(w, looks, &seen, s, shelf, i);
+                        self.take(w, looks, &then, next, shelf, i + 1);
+                        i += 2;
+                        continue;
+                    }
+                }
+                let s = form.scores(w, i);
+                self.take(w, looks, &seen, s, shelf, i);
+            }
+            i += 1;
+        }
+    }
+
+    /// [`Tops::read`], two pages at a time.
+    #[inline(always)]
+    fn read_twos<P: Form<W, R>>(&mut self, w: W, form: &mut P, looks: &Looks<R>, shelf: &mut W::Shelf<R>) {
+        let pages = form.pages();
+        // The shelf has room for a page after the last, as `BLOCK` is even.
+        for i in (0..pages).step_by(2) {
+            let seen = form.seen(w, i, &looks.sight);
+            let then = if i + 1 < pages { form.seen(w, i + 1, &looks.sight) } else { [0; R] };
+            shelf.see(i, seen);
+            shelf.see(i + 1, then);
+            if any(&seen) || any(&then) {
+                let [s, next] = form.pair(w, i);
+                self.take(w, looks, &seen, s, shelf, i);
+                self.take(w, looks, &then, next, shelf, i + 1);
+            }
+        }
+    }
+
     /// Exponent of each row, and the value subtracted from its scores: the exponent, or 0 if that is not finite.
     #[inline(always)]
     fn exponents(&self, w: W) -> ([f32; R], [f32; R]) {
@@ -208,26 +260,10 @@ pub fn attend_block<W: Warp, P: Form<W, R>, const R: usize>(
     let none = w.splat(f32::NEG_INFINITY);
     let mut shelf = W::Shelf::<R>::new(w);
     let mut tops = Tops { top: [none; R], saw: [0; R] };
-    let mut i = 0;
-    while i < pages {
-        let seen = form.seen(w, i, &looks.sight);
-        shelf.see(i, seen);
-        if any(&seen) {
-            if P::PAIRS && i + 1 < pages {
-                let then = form.seen(w, i + 1, &looks.sight);
-                if any(&then) {
-                    shelf.see(i + 1, then);
-                    let [s, next] = form.pair(w, i);
-                    tops.take(w, looks, &seen, s, &mut shelf, i);
-                    tops.take(w, looks, &then, next, &mut shelf, i + 1);
-                    i += 2;
-                    continue;
-                }
-            }
-            let s = form.scores(w, i);
-            tops.take(w, looks, &seen, s, &mut shelf, i);
-        }
-        i += 1;
+    if P::TWOS && form.twos() {
+        tops.read_twos(w, form, looks, &mut shelf);
+    } else {
+        tops.read(w, form, looks, &mut shelf);
     }
     let (m, base) = tops.exponents(w);
     let mut l = [w.splat(0.0); R];

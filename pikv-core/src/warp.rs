@@ -64,6 +64,9 @@ pub trait Warp: Copy {
     const ROWS: usize;
     /// Whether [`Warp::prefetch`] does anything; if not, callers need not work out what to fetch.
     const FETCHES: bool = false;
+    /// Whether full pages are read in bursts: many words are loaded before the first is used. For a device, whose threads wait at the
+    /// first use of a word; a CPU finds later loads by itself.
+    const BURSTS: bool = false;
 
     /// The same value in every lane.
     fn splat(self, x: f32) -> Self::F;
@@ -76,6 +79,18 @@ pub trait Warp: Copy {
     fn load(self, row: &[u32; LANES]) -> Self::U;
     /// Lane `i` reads `row[i]` if it exists, else 0. Nothing past the end of `row` is read.
     fn load_part(self, row: &[u32]) -> Self::U;
+    /// `N` rows of `width` words, `stride` words apart in `words`: lane `i` reads word `i` of each if it exists, else 0.
+    ///
+    /// # Panics
+    /// If `words` ends before the last row does (a trap on a device).
+    #[inline(always)]
+    fn load_rows<const N: usize>(self, words: &[u32], stride: usize, width: usize) -> [Self::U; N] {
+        let mut out = [self.splat_u(0); N];
+        for (row, out) in out.iter_mut().enumerate() {
+            *out = self.load_part(&words[row * stride..row * stride + width]);
+        }
+        out
+    }
     /// Lane `i` reads `row[i]`.
     fn load_f(self, row: &[f32; LANES]) -> Self::F;
     /// Lane `i` reads `table[index[i]]`.

@@ -27,29 +27,29 @@ struct Listed<'a, const R: usize> {
     query: Query<'a, R>,
 }
 
-/// A page with its layout.
-struct Page<'a> {
+/// Pages with their layout.
+struct Pages<'a, const N: usize> {
     layout: Layout,
-    page: [PageRef<'a>; 1],
+    pages: [PageRef<'a>; N],
 }
 
 impl<'a, const R: usize> Listed<'a, R> {
-    /// Page `i`, which is below `count`.
+    /// Pages `at`, which are below `count`.
     #[inline(always)]
-    fn page(&self, i: usize) -> Page<'a> {
+    fn pages<const N: usize>(&self, at: [usize; N]) -> Pages<'a, N> {
         let Layout { k_dim, v_dim, k, v, .. } = *self.layout;
         let layout = Layout::new(afresh(k_dim), k).values(afresh(v_dim), v);
         // SAFETY: the kernel's caller promised that the lists and the pages are valid.
-        let page = unsafe {
+        let pages = at.map(|i| unsafe {
             let words = slice::from_raw_parts(*self.pages.add(i), layout.words() as usize);
             PageRef { words, live: *self.live.add(i) }
-        };
-        Page { layout, page: [page] }
+        });
+        Pages { layout, pages }
     }
 
     #[inline(always)]
-    fn full<'b>(&'b self, Page { layout, page }: &'b Page<'a>) -> Full<'b, R> {
-        Full { layout, pages: page, next: [&[]; 2], query: self.query }
+    fn full<'b, const N: usize>(&'b self, Pages { layout, pages }: &'b Pages<'a, N>) -> Full<'b, R> {
+        Full { layout, pages, next: [&[]; 2], query: self.query }
     }
 }
 
@@ -68,17 +68,30 @@ impl<const R: usize> Form<Lane, R> for Listed<'_, R> {
     fn seen(&self, w: Lane, i: usize, _: &[Sight; R]) -> [u32; R] {
         // SAFETY: the kernel's caller promised that `sights` has the bundle's rows.
         let sight = &unsafe { sights(self.sights) };
-        self.full(&self.page(i)).seen(w, 0, sight)
+        self.full(&self.pages([i])).seen(w, 0, sight)
+    }
+
+    const TWOS: bool = true;
+
+    #[inline(always)]
+    fn twos(&self) -> bool {
+        self.query.rotation.is_none()
     }
 
     #[inline(always)]
     fn scores(&mut self, w: Lane, i: usize) -> [f32; R] {
-        self.full(&self.page(i)).scores(w, 0)
+        self.full(&self.pages([i])).scores(w, 0)
+    }
+
+    /// Without a page `i + 1` page `i` is read twice.
+    #[inline(always)]
+    fn pair(&mut self, w: Lane, i: usize) -> [[f32; R]; 2] {
+        self.full(&self.pages([i, (i + 1).min(self.count - 1)])).pair(w, 0)
     }
 
     #[inline(always)]
     fn weigh(&mut self, w: Lane, i: usize, seen: &[u32; R], p: &[f32; R], acc: &mut [[f32; LANES]]) {
-        self.full(&self.page(i)).weigh(w, 0, seen, p, acc);
+        self.full(&self.pages([i])).weigh(w, 0, seen, p, acc);
     }
 
     #[inline(always)]

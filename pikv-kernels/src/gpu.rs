@@ -179,6 +179,7 @@ impl Warp for Lane {
 
     const NAME: &'static str = "ptx";
     const ROWS: usize = 8;
+    const BURSTS: bool = true;
 
     #[inline(always)]
     fn splat(self, x: f32) -> f32 {
@@ -202,6 +203,21 @@ impl Warp for Lane {
             Some(word) => *word,
             None => 0,
         }
+    }
+    #[inline(always)]
+    fn load_rows<const N: usize>(self, words: &[u32], stride: usize, width: usize) -> [u32; N] {
+        assert!((N - 1) * stride + width <= words.len());
+        // Distances of rows that were kept from one call to the next would take two registers each.
+        let stride = afresh(stride as u32) as usize;
+        let mut out = [0; N];
+        if (self.0 as usize) < width {
+            for row in 0..N {
+                // SAFETY: the last row ends within `words`, the others lie before it, and the lane is within the row's width. (A check
+                // of each row would stand between the loads.)
+                out[row] = unsafe { *words.get_unchecked(row * stride + self.0 as usize) };
+            }
+        }
+        out
     }
     #[inline(always)]
     fn load_f(self, row: &[f32; LANES]) -> f32 {

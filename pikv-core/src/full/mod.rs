@@ -1,5 +1,6 @@
 //! Full pages: single tokens in a [`Dtype`], as the model computed them.
 
+mod bursts;
 mod values;
 
 pub use crate::turned::Query;
@@ -54,6 +55,13 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
     // Lanes that prefetch wait for memory, and two pages are two streams of loads; a device has other warps for that.
     const PAIRS: bool = W::FETCHES && 2 * R <= W::ROWS;
 
+    const TWOS: bool = W::BURSTS;
+
+    #[inline(always)]
+    fn twos(&self) -> bool {
+        self.query.rotation.is_none()
+    }
+
     #[inline(always)]
     fn scores(&mut self, w: W, i: usize) -> [W::F; R] {
         w.call(Scores(self, i))
@@ -68,14 +76,16 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
     fn weigh(&mut self, w: W, i: usize, seen: &[u32; R], p: &[W::Slot; R], acc: &mut [[f32; LANES]]) {
         let (layout, ahead) = (self.layout, self.after_values(i));
         let v = &self.pages[i].words[layout.v_base() as usize..];
-        if alike(seen) {
-            w.call(Weigh { layout, v, ahead, seen: seen[0], p, acc });
-        } else {
+        if !alike(seen) {
             let stride = layout.acc_rows() as usize;
             for r in 0..R {
                 let acc = &mut acc[r * stride..];
                 w.call(Weigh { layout, v, ahead, seen: seen[r], p: &[p[r]], acc });
             }
+        } else if W::BURSTS {
+            bursts::weigh(w, layout, v, seen[0], p, acc);
+        } else {
+            w.call(Weigh { layout, v, ahead, seen: seen[0], p, acc });
         }
     }
 
@@ -137,6 +147,10 @@ impl<W: Warp, const R: usize> Routine<W> for Pair<'_, '_, R> {
     #[inline(always)]
     fn run(self, w: W) -> [[W::F; R]; 2] {
         let Pair(full, i) = self;
+        if W::BURSTS {
+            let pages = [full.pages[i].words, full.pages[i + 1].words];
+            return bursts::scores(w, full.layout, pages, &full.query);
+        }
         if full.query.rotation.is_some() {
             return [Scores(full, i).run(w), Scores(full, i + 1).run(w)];
         }

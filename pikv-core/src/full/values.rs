@@ -60,7 +60,7 @@ impl Column<'_> {
 }
 
 /// The set bits of a word, lowest first.
-struct Bits(u32);
+pub(super) struct Bits(pub u32);
 
 impl Iterator for Bits {
     type Item = usize;

@@ -263,6 +263,15 @@ impl Registers {
                 let v = from_fn(|i| a[i].wrapping_mul(b[i]).wrapping_add(c[i]));
                 self.put64(on, d, v);
             }
+            Op::Bfe64(d, a, b, c) => {
+                let (a, b, c) = (&self.r64[a as usize], &self.r32[b as usize], &self.r32[c as usize]);
+                let v = from_fn(|i| {
+                    let (from, count) = (b[i] & 0xff, c[i] & 0xff);
+                    let x = a[i].checked_shr(from).unwrap_or(0);
+                    if count >= 64 { x } else { x & ((1 << count) - 1) }
+                });
+                self.put64(on, d, v);
+            }
             Op::Shift64(op, d, a, b) => {
                 let (a, b) = (&self.r64[a as usize], &self.r32[b as usize]);
                 let v = match op {

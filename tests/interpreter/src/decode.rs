@@ -262,6 +262,11 @@ impl Body<'_> {
             ["mad", "lo", "s32" | "u32"] => self.tri32(Tri32::Mad, a),
             ["bfe", "u32"] => self.tri32(Tri32::BfeU, a),
             ["bfe", "s32"] => self.tri32(Tri32::BfeS, a),
+            ["bfe", "u64"] => {
+                let &[d, a, b, c] = a else { return Err("not 4 operands".into()) };
+                let d = self.reg(d, File::B64)?;
+                Ok(Op::Bfe64(d, self.value(a, 64)?, self.value(b, 32)?, self.value(c, 32)?))
+            }
             ["shf", "l", "wrap", "b32"] => self.tri32(Tri32::ShfL, a),
             ["shf", "r", "wrap", "b32"] => self.tri32(Tri32::ShfR, a),
 

@@ -113,6 +113,8 @@ pub enum Op {
     Mad64(R, R, R, R),
     /// 64 bits shifted by a 32-bit register.
     Shift64(Shift, R, R, R),
+    /// The bits of a 64-bit register from a place on, so many: both in 32-bit registers.
+    Bfe64(R, R, R, R),
     /// 32 bits to 64, signed or not.
     Widen(bool, R, R),
     /// u32 to f64.

@@ -467,6 +467,9 @@ impl<'a> Writer<'a> {
             ("bfe", "u32", [a, b, c]) => {
                 same(format!("field({}, {}, {})", self.value(a)?, amount(b)?, amount(c)?))
             }
+            ("bfe", "u64", [a, b, c]) => {
+                same(format!("wide_field({}, {}, {})", self.value(a)?, amount(b)?, amount(c)?))
+            }
             ("bfe", "s32", [a, b, c]) => {
                 same(format!("signed_field({}, {}, {})", self.value(a)?, amount(b)?, amount(c)?))
             }

@@ -46,6 +46,11 @@ static inline u32 field(u32 x, u32 from, u32 count) {
   u32 shifted = from > 31 ? 0 : x >> from;
   return count > 31 ? shifted : shifted & ((1u << count) - 1);
 }
+static inline u64 wide_field(u64 x, u32 from, u32 count) {
+  from &= 255, count &= 255;
+  u64 shifted = from > 63 ? 0 : x >> from;
+  return count > 63 ? shifted : shifted & ((1ull << count) - 1);
+}
 static inline u32 signed_field(u32 x, u32 from, u32 count) {
   from &= 255, count &= 255;
   if (count == 0) return 0;
