@@ -18,7 +18,7 @@ impl ClosedLoop {
     /// Writes a sequence of the loop as [`Sequence::save`] does, with the state of the routers: averages, counts, bandits with their random
     /// numbers, and the data to forget tokens within reach of a rollback. [`ClosedLoop::restore`] continues with the same bits in every
     /// step, routing, eviction and rollback, as a loop in which all other sequences were dropped. Options of routers are not saved, as in a
-    /// [`RouterState`](crate::router::RouterState): build the restoring loop with routers of the same options.
+    /// [`RouterState`]: build the restoring loop with routers of the same options.
     ///
     /// The file is a saved sequence with an additional tensor for the routers; [`Cache::restore`](crate::Cache::restore) reads the sequence
     /// alone. Of several sequences of a loop, save one here and the others by [`Sequence::save`]. Besides the pages the file has 4 bytes
