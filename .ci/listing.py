@@ -1,4 +1,4 @@
-"""Reads listings of `nvdisasm -c`: the instructions of kernels, their innermost loops, and the loops over the words of full pages.
+"""Reads listings of `nvdisasm -c`: the instructions of kernels, their loops, and the loops over the words of full pages.
 
 A turn of a loop takes an SM at least the clocks in which its four schedulers issue the instructions, one a clock each, and its load units
 take the loads and shuffles of a warp, one clock for each 32 bits a lane.
@@ -51,7 +51,7 @@ class Blocks:
         return [self.code[i] for n in blocks for i in range(self.first[n], self.last[n])]
 
     def loops(self):
-        """Natural loops without another inside, as (head, set of blocks), from dominators by sets of blocks."""
+        """Natural loops, as (head, set of blocks) without the blocks of loops inside, from dominators by sets of blocks."""
         reached, work = {0}, [0]
         while work:
             for n in self.edges[work.pop()]:
@@ -73,7 +73,8 @@ class Blocks:
                         if n not in body:
                             body.add(n)
                             work += before[n]
-        return [(head, body) for head, body in sorted(loops.items()) if not any(h in body for h in loops if h != head)]
+        inside = {head: set().union(*(loops[h] for h in loops if h != head and h in body)) for head, body in loops.items()}
+        return [(head, body - inside[head]) for head, body in sorted(loops.items()) if head not in inside[head]]
 
     def _dominators(self, before):
         whole = (1 << len(self.first)) - 1
@@ -91,7 +92,7 @@ class Blocks:
         return out
 
     def turns(self, head, body, key):
-        """Ways once round a loop that has no other inside. Of all ways with the same sum of `key(instruction)`, a tuple of numbers,
+        """Ways once round a loop, past the loops inside. Of all ways with the same sum of `key(instruction)`, a tuple of numbers,
         the one with the fewest instructions, as the instructions: by that sum."""
         order, seen = [], set()
 
