@@ -60,13 +60,14 @@ fn fullest(bytes: &[u64]) -> f64 {
     *bytes.iter().max().unwrap() as f64 * bytes.len() as f64 / sum as f64
 }
 
-/// 131,072 tokens of a layer: no rank has 3 % more than its eighth (under the paper's map 4 %), the pages of the front counted to
-/// rank 0: it has one of each expert and head that fills up.
+/// 131,072 tokens of a layer: no rank has 3.5 % more than its eighth (under the paper's map 4.5 %), the pages of the front counted to
+/// rank 0: it has one of each expert and head that fills up. The first 2,048 tokens lie in 8 runs that experts share, which are longer
+/// than the other 8 by 8 pages.
 #[test]
 fn an_eighth_of_all_on_each_of_eight_ranks() {
     let (even, paper) = (ShardMap::sum(8).unwrap(), ShardMap::xor(8, 16, 8).unwrap());
     for (map, of, most) in
-        [(even, uniform as fn(u32) -> u16, 1.03), (paper, uniform, 1.04), (even, skewed, 1.03)]
+        [(even, uniform as fn(u32) -> u16, 1.035), (paper, uniform, 1.045), (even, skewed, 1.035)]
     {
         let cache = over(config(128, map), SHARDS, 1 << 30, Options::default());
         let mut sequence = cache.sequence();
@@ -142,7 +143,8 @@ fn a_step_sends_what_the_schedule_says() {
             let to = cache.traffic().unwrap();
             let measured = (to.sent - from.sent + to.received - from.received) as f64 / f64::from(steps);
             let mut filed = [0; EXPERTS as usize];
-            (0..12_000 - 64 + steps / 2).for_each(|t| filed[usize::from(uniform(t))] += 1);
+            (0..12_000 - 64 + steps / 2)
+                .for_each(|t| filed[usize::from(cache.run_of(0, t, uniform(t)).unwrap())] += 1);
             let map = config.shards;
             let schedule =
                 Schedule::new(&config, ranks, &filed, |t, e, h| map.shard(u64::from(t), u32::from(e), h))

@@ -859,8 +859,8 @@ fn computes_as_the_instruction_set_says() {
         ("fma.rn.f32 %r4, %r2, %r2, %r3", 0x3f80_0800, 0xbf80_1000, 0x3380_0000),
         ("shl.b32 %r4, %r2, %r3", 1, 32, 0),
         (
-            ".reg .b64 %rd<4>;\n cvt.u64.u32 %rd0, %r2;\n cvt.u64.u32 %rd1, %r3;\n shl.b64 %rd2, %rd1, 32;\n \
-             or.b64 %rd3, %rd0, %rd2;\n bfe.u64 %rd0, %rd3, 28, 8;\n cvt.u32.u64 %r4, %rd0",
+            ".reg .b64 %x<4>;\n cvt.u64.u32 %x0, %r2;\n cvt.u64.u32 %x1, %r3;\n shl.b64 %x2, %x1, 32;\n \
+             or.b64 %x3, %x0, %x2;\n bfe.u64 %x0, %x3, 28, 8;\n cvt.u32.u64 %r4, %x0",
             0xa123_4567,
             0xffff_fff5,
             0x5a,
