@@ -94,8 +94,8 @@ impl fmt::Display for Schedule {
 
 impl Schedule {
     /// The schedule of a sequence with `filed[e]` tokens in run `e` of the experts ([`Cache::run_of`](crate::Cache::run_of)) in each
-    /// layer, where rank `of(t, e, h)` holds block `t` of run `e` of KV head `h`, with heads numbered across layers. O(blocks of all heads
-    /// + layers * heads of a layer * ranks).
+    /// layer, where rank `of(t, e, h)` holds block `t` of run `e` of KV head `h`, with heads numbered across layers.
+    /// O(blocks of all heads + layers * heads of a layer * ranks).
     ///
     /// # Errors
     /// An invalid configuration; a second codec for old pages, which [`Cache::over`](crate::Cache::over) refuses too.
