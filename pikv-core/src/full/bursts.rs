@@ -1,5 +1,6 @@
 //! Scores and sums of full pages on lanes that read in bursts ([`Warp::BURSTS`]): the words of a burst are loaded before the first of
-//! them is multiplied. (Loops over arrays are by index: the compiler leaves an iterator over an array in the memory of a lane.) The order of the multiply-adds, and so the bits, are those of the other loops.
+//! them is multiplied. The order of the multiply-adds, and so the bits, are those of the other loops. Loops over arrays are by index,
+//! as the compiler leaves an iterator over an array in the memory of a lane.
 
 use super::values::Bits;
 use super::{Query, k_of};

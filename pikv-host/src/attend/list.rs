@@ -2,7 +2,7 @@
 
 use crate::attend::forest::{Forest, Listed, PACKED_RUN};
 use crate::attend::job::Job;
-use crate::attend::options;
+use crate::attend::options::Read;
 use crate::attend::select::{self, Selection};
 use crate::attend::view::View;
 use crate::base::ids::{PageId, Place, chain_place};
@@ -19,7 +19,7 @@ use pikv_core::page::PAGE;
 use std::sync::Arc;
 
 /// An entry that is read.
-struct Read<'a> {
+struct ReadEntry<'a> {
     id: PageId,
     /// Lanes that are read, a bit each.
     live: u32,
@@ -88,9 +88,9 @@ impl<'a> Job<'a> {
     fn selection(&self, view: usize, head: usize) -> Option<Selection> {
         let of = &self.views[view];
         let pages = match of.read {
-            options::Read::All => return None,
-            options::Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
-            options::Read::Quest { pages } => pages as usize,
+            Read::All => return None,
+            Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
+            Read::Quest { pages } => pages as usize,
         };
         let (k_dim, group) = (self.shape.layout.k_dim as usize, self.group());
         let rows = bound::rows(self.shape.layout.k_dim);
@@ -130,7 +130,7 @@ fn away(slot: &Arc<Stored>, live: u32, id: PageId) -> Listed<'_> {
 }
 
 /// A page of a head without a codec, or of the sinks.
-fn whole(Read { id, live, entry }: Read<'_>) -> Option<(u32, Listed<'_>)> {
+fn whole(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<(u32, Listed<'_>)> {
     let listed = match &entry.held {
         Held::Away(Away { slot, .. }) => away(slot, live, id),
         _ => plain(entry.page()?, live, id),
@@ -139,8 +139,8 @@ fn whole(Read { id, live, entry }: Read<'_>) -> Option<(u32, Listed<'_>)> {
 }
 
 /// A page packed by the head's first codec, or, if `old`, by the second.
-fn packed<'a>(of: Read<'a>, codec: &HeadCodec, old: bool) -> Option<(u32, Listed<'a>)> {
-    let Read { id, live, entry } = of;
+fn packed<'a>(of: ReadEntry<'a>, codec: &HeadCodec, old: bool) -> Option<(u32, Listed<'a>)> {
+    let ReadEntry { id, live, entry } = of;
     match &entry.held {
         Held::Closed(closed) => {
             let (page, by, until) = closed.form(codec, old)?;
@@ -156,7 +156,7 @@ fn packed<'a>(of: Read<'a>, codec: &HeadCodec, old: bool) -> Option<(u32, Listed
 }
 
 /// The open page of a run, or the original of a packed page.
-fn open(Read { id, live, entry }: Read<'_>) -> Option<Listed<'_>> {
+fn open(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<Listed<'_>> {
     match &entry.held {
         Held::Gone { .. } | Held::Away(_) => None,
         Held::Open(page) => Some(plain(page, live, id)),
@@ -178,9 +178,13 @@ fn open_from(chain: &Chain) -> u32 {
 }
 
 /// Entries of chain `c` that are read.
-fn entries<'a>(c: usize, chain: &'a Chain, selection: Option<&Selection>) -> impl Iterator<Item = Read<'a>> {
+fn entries<'a>(
+    c: usize,
+    chain: &'a Chain,
+    selection: Option<&Selection>,
+) -> impl Iterator<Item = ReadEntry<'a>> {
     let lanes = move |entry: &Entry| selection.map_or(entry.live, |s| s.lanes(c, entry));
-    let read = move |entry: &'a Entry| Read {
+    let read = move |entry: &'a Entry| ReadEntry {
         id: PageId { place: chain_place(c), ordinal: entry.ordinal },
         live: lanes(entry),
         entry,

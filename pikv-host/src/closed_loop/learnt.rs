@@ -36,7 +36,7 @@ struct SequenceRows {
     rows: u32,
 }
 
-/// What one layer keeps of a step.
+/// A layer of a kept step.
 #[derive(Debug, Default)]
 struct KeptLayer {
     /// The router's state before the rows that are kept.
@@ -51,7 +51,7 @@ struct KeptLayer {
     remote: u64,
 }
 
-/// What is kept of a step, so that routers can learn it again.
+/// A step that is kept so that routers can learn it again.
 #[derive(Debug, Default)]
 struct KeptStep {
     parts: Vec<SequenceRows>,

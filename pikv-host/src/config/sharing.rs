@@ -14,7 +14,7 @@ pub(crate) const FEW: u32 = 8;
 /// Tokens for each further run. The pages that are not full then have less than a quarter of the tokens' lanes free.
 const TOKENS: u32 = 4 * PAGE;
 
-/// What decides in which runs a layer of a sequence files tokens.
+/// The rule by which a layer of a sequence files tokens in runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sharing {
     experts: u32,

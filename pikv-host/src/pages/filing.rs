@@ -174,12 +174,12 @@ impl Layer {
         while self.filed < left {
             let position = self.filed;
             if let Some(c) = self.chain_of(inner, shape, position) {
+                let home = (c > 0).then(|| self.home(inner, position));
                 for h in 0..self.heads.len() {
                     // If a head runs out of memory, the token is removed from the heads before it, so that all heads agree.
                     let mut shared = None;
                     let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
                     let ahead = sealed.map(|sealed| (sealed, h));
-                    let home = (c > 0).then(|| self.home(inner, position));
                     let token =
                         Filed { inner, shape, chain: c, home, position, head, first_tile, ahead, aliased };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);

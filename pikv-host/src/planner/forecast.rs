@@ -138,8 +138,8 @@ struct Lie {
 /// The pages of a run.
 #[derive(Clone, Debug)]
 struct Run {
-    /// Its tokens between changes of the number of runs, by ascending position.
-    parts: SmallVec<[Part; 2]>,
+    /// The tokens of the run, a part for each number of runs, by ascending position.
+    parts: SmallVec<[RunPart; 2]>,
     /// Tokens filed so far.
     tokens: u32,
     /// Evicted pages, from the first on.
@@ -150,7 +150,7 @@ struct Run {
 
 /// Tokens of a run while the number of runs is the same.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct RunPart {
     /// Tokens of the run before the part.
     before: u32,
     /// Tokens that the run would have before the part with that number of runs from position 0 on.
@@ -351,7 +351,7 @@ impl Planner {
             for (run, of) in (0..runs).zip(&mut all) {
                 let even = Even { experts, runs, run };
                 let skipped = even.below(from);
-                of.parts.push(Part { before: of.tokens, skipped, even });
+                of.parts.push(RunPart { before: of.tokens, skipped, even });
                 of.tokens += even.below(until) - skipped;
                 of.recent += even.below(until) - even.below(kept.clamp(from, until));
             }

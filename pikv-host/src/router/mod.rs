@@ -492,7 +492,7 @@ pub trait Router: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// What the router has learnt. The options are not part of it. A router of your own starts from [`RouterState::new`].
+    /// The state that the router has learnt. Options are not part of it. A router of your own starts from [`RouterState::new`].
     fn state(&self) -> RouterState;
 
     /// Continues from `state`, exactly as the router that returned it, with the options of this one.

@@ -4,7 +4,7 @@ use crate::text::{Entry, Instruction, Line, Module, bits};
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 
-/// What comes before every kernel.
+/// C code that precedes every kernel.
 const PRELUDE: &str = include_str!("prelude.c");
 
 /// A C program whose function `launch` runs a kernel.
@@ -45,7 +45,7 @@ fn names(operand: &str) -> impl Iterator<Item = &str> {
     operand.split(['{', '}', '[', ']', ',', '+', '|'])
 }
 
-/// What an instruction names, its registers among it.
+/// Names in an instruction: its registers, parameters and labels.
 fn registers(of: &Instruction) -> impl Iterator<Item = &str> {
     of.operands.iter().chain(of.guard.iter().map(|(name, _)| name)).flat_map(|operand| names(operand))
 }

@@ -22,7 +22,7 @@ const OPTIONS: [&str; 10] = [
     "-shared",
     "-xc",
 ];
-/// What a kernel returns in its three lowest bits; above is the line.
+/// The three lowest bits of a kernel's result; the line is above them.
 const FAULTS: [&str; 8] = [
     "",
     "",

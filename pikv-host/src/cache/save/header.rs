@@ -91,7 +91,7 @@ pub fn tensors(version: u64, shape: &CacheShape) -> Vec<Tensor> {
 
 /// Most bytes of a header.
 pub fn most(shape: &CacheShape) -> u64 {
-    METADATA + LINE * tensors(SHARED_ROUTERS, shape).len() as u64
+    METADATA + LINE * tensors(NEWEST, shape).len() as u64
 }
 
 /// The header, preceded by its length, for tensors with these numbers of elements.
