@@ -141,7 +141,7 @@ impl Wave<'_> {
         let stream = &device.stream;
         let turn = match (&shape.of.rope, shape.table) {
             (Some(rope), Some(table)) => {
-                let at = work.table(stream, table.index(), table.values(), table.capacity())?;
+                let at = work.table(stream, table)?;
                 (RopeArg::new(rope, table.capacity()), at)
             }
             _ => (RopeArg::NONE, 0),

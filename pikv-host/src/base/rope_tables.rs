@@ -23,7 +23,7 @@ pub(crate) struct Tables {
 /// so that no step computes all of it.
 #[derive(Debug)]
 struct Growing {
-    turns: Turns,
+    turns: Arc<Turns>,
     table: ArcSwap<Table>,
     next: Mutex<Option<Begun>>,
 }
@@ -34,9 +34,9 @@ struct Begun {
     done: u32,
 }
 
-/// Rotation of pairs of channels.
-#[derive(Clone, Debug, PartialEq)]
-struct Turns {
+/// Rotation of pairs of channels. Tables of one cache with one rotation share it; caches do not.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Turns {
     rope: Rope,
     scaled: Option<Frequencies>,
 }
@@ -45,8 +45,7 @@ struct Turns {
 pub(crate) struct Table {
     values: Box<[f32]>,
     capacity: u32,
-    /// Index among the cache's tables.
-    index: usize,
+    turns: Arc<Turns>,
 }
 
 impl Tables {
@@ -59,9 +58,10 @@ impl Tables {
                 continue;
             };
             let turns = Turns { rope, scaled: scaled.clone() };
-            let known = tables.iter().position(|known| known.turns == turns);
+            let known = tables.iter().position(|known| *known.turns == turns);
             of.push(Some(known.unwrap_or_else(|| {
-                let table = ArcSwap::from_pointee(Table::first(&turns, tables.len()));
+                let turns = Arc::new(turns);
+                let table = ArcSwap::from_pointee(Table::first(&turns));
                 tables.push(Growing { turns, table, next: Mutex::default() });
                 tables.len() - 1
             })));
@@ -69,9 +69,8 @@ impl Tables {
         Tables { tables, of }
     }
 
-    fn table(&self, layer: usize) -> Option<(usize, &Growing)> {
-        let index = self.of.get(layer).copied().flatten()?;
-        Some((index, &self.tables[index]))
+    fn table(&self, layer: usize) -> Option<&Growing> {
+        Some(&self.tables[self.of.get(layer).copied().flatten()?])
     }
 
     /// Grows the table of a layer to position `last`, at most [`Position::MAX`](pikv_core::page::Position::MAX). For a `last` that the
@@ -81,7 +80,7 @@ impl Tables {
     /// [`Error::OutOfMemory`].
     pub fn grow(&self, layer: usize, last: u32) -> Result<(), Error> {
         match self.table(layer) {
-            Some((index, growing)) => growing.reach(last, index),
+            Some(growing) => growing.reach(last),
             None => Ok(()),
         }
     }
@@ -91,12 +90,12 @@ impl Tables {
     /// # Errors
     /// [`Error::OutOfMemory`] with the bytes of the table.
     pub fn grow_within(&self, layer: usize, last: u32, most: u64) -> Result<(), Error> {
-        let Some((index, growing)) = self.table(layer) else { return Ok(()) };
+        let Some(growing) = self.table(layer) else { return Ok(()) };
         let bytes = Tables::bytes_at(&growing.turns.rope, last);
         if bytes > most && growing.table.load().capacity <= last {
             return Err(Error::OutOfMemory { bytes });
         }
-        growing.reach(last, index).map_err(|_| Error::OutOfMemory { bytes })
+        growing.reach(last).map_err(|_| Error::OutOfMemory { bytes })
     }
 
     /// Largest number of bytes for a table up to position `last`: its own, and those of its successor, which is twice as long.
@@ -115,8 +114,7 @@ impl Tables {
 
     /// The table of a layer. Takes no lock: a reader keeps the table that it loaded.
     pub fn get(&self, layer: usize) -> Option<Arc<Table>> {
-        let (_, growing) = self.table(layer)?;
-        Some(growing.table.load_full())
+        Some(self.table(layer)?.table.load_full())
     }
 }
 
@@ -125,24 +123,22 @@ impl Growing {
         self.next.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// [`Tables::grow`] for this table; `index` is its index in the cache.
-    fn reach(&self, last: u32, index: usize) -> Result<(), Error> {
+    /// [`Tables::grow`] for this table.
+    fn reach(&self, last: u32) -> Result<(), Error> {
         let present = self.table.load_full();
         let half = present.capacity / 2;
         if last < half || present.capacity < SMALLEST || present.capacity > Position::MAX.0 / 2 {
-            return if last < present.capacity { Ok(()) } else { self.jump(last, index) };
+            return if last < present.capacity { Ok(()) } else { self.jump(last) };
         }
         let mut next = self.next();
         if self.table.load().capacity != present.capacity {
             // Another step replaced the table meanwhile.
             drop(next);
-            return self.reach(last, index);
+            return self.reach(last);
         }
         let begun = match &mut *next {
             Some(begun) => begun,
-            none => {
-                none.insert(Begun { table: Table::empty(&self.turns, 2 * present.capacity, index)?, done: 0 })
-            }
+            none => none.insert(Begun { table: Table::empty(&self.turns, 2 * present.capacity)?, done: 0 }),
         };
         // Four positions for each position of the second half, so that the successor is complete when the table is full.
         let until = (u64::from(last - half) + 1) * 4;
@@ -159,12 +155,12 @@ impl Growing {
             return Ok(());
         }
         drop(next);
-        self.jump(last, index)
+        self.jump(last)
     }
 
     /// Computes a table up to `last` at once.
-    fn jump(&self, last: u32, index: usize) -> Result<(), Error> {
-        let mut table = Table::empty(&self.turns, capacity(last), index)?;
+    fn jump(&self, last: u32) -> Result<(), Error> {
+        let mut table = Table::empty(&self.turns, capacity(last))?;
         table.fill(&self.turns, 0..table.capacity);
         let grown = Arc::new(table);
         // Another step may have stored a longer table meanwhile.
@@ -196,23 +192,23 @@ impl fmt::Debug for Begun {
 
 impl Table {
     /// The table of position 0 alone, for empty sequences.
-    fn first(turns: &Turns, index: usize) -> Table {
+    fn first(turns: &Arc<Turns>) -> Table {
         let factor = turns.scaled.as_ref().map_or(1.0, Frequencies::factor) as f32;
         let values = [factor, 0.0].repeat(turns.rope.rotary_dim as usize / 2);
-        Table::of(values.into(), 1, index)
+        Table::of(values.into(), 1, turns)
     }
 
-    fn of(values: Box<[f32]>, capacity: u32, index: usize) -> Table {
-        Table { values, capacity, index }
+    fn of(values: Box<[f32]>, capacity: u32, turns: &Arc<Turns>) -> Table {
+        Table { values, capacity, turns: turns.clone() }
     }
 
     /// A table with no position computed.
-    fn empty(turns: &Turns, capacity: u32, index: usize) -> Result<Table, Error> {
+    fn empty(turns: &Arc<Turns>, capacity: u32) -> Result<Table, Error> {
         let len = turns.rope.rotary_dim as usize / 2 * 2 * capacity as usize;
         // Zeroed memory of the system, cleared at the first write.
         let values = bytemuck::allocation::try_zeroed_slice_box(len);
         let values = values.map_err(|()| Error::OutOfMemory { bytes: 4 * len as u64 })?;
-        Ok(Table::of(values, capacity, index))
+        Ok(Table::of(values, capacity, turns))
     }
 
     /// Computes positions. Angles are f64, precise at every position, and each value is rounded once. Uses libm's functions, because the
@@ -236,8 +232,8 @@ impl Table {
         }
     }
 
-    pub fn index(&self) -> usize {
-        self.index
+    pub fn turns(&self) -> &Arc<Turns> {
+        &self.turns
     }
 
     pub fn values(&self) -> &[f32] {
@@ -276,13 +272,13 @@ mod tests {
     /// before.
     #[test]
     fn tables_grow_bit_by_bit() {
-        let turns = Turns { rope: Rope::new(100.0, 4), scaled: None };
+        let turns = Arc::new(Turns { rope: Rope::new(100.0, 4), scaled: None });
         for step in [1, 7, 300] {
-            let first = ArcSwap::from_pointee(Table::first(&turns, 0));
+            let first = ArcSwap::from_pointee(Table::first(&turns));
             let growing = Growing { turns: turns.clone(), table: first, next: Mutex::default() };
             let (mut last, mut before, mut checked) = (0, 0, 0);
             while last < 5000 {
-                growing.reach(last, 0).unwrap();
+                growing.reach(last).unwrap();
                 let (table, next) = (growing.table.load_full(), growing.next());
                 assert!(last < table.capacity);
                 let values = table.values.len() + next.as_ref().map_or(0, |next| next.table.values.len());
@@ -294,7 +290,7 @@ mod tests {
                 );
                 if table.capacity != checked {
                     checked = table.capacity;
-                    let mut whole = Table::empty(&turns, checked, 0).unwrap();
+                    let mut whole = Table::empty(&turns, checked).unwrap();
                     whole.fill(&turns, 0..checked);
                     let bits = |table: &Table| table.values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                     assert_eq!(bits(&whole), bits(&table));

@@ -1,6 +1,7 @@
 //! Buffers of launches: uploads, partial results, and results for the host.
 
 use crate::base::error::Error;
+use crate::base::rope_tables::{Table, Turns};
 use crate::codec::Map;
 use crate::device::memory::{Memory, Pinned};
 
@@ -9,6 +10,7 @@ use crate::device::stream::Stream;
 
 use pikv_core::codec::read::Back;
 use pikv_kernels::args::MapArg;
+use std::sync::Arc;
 
 /// Buffers of launches.
 #[derive(Debug, Default)]
@@ -20,8 +22,8 @@ pub struct Work {
     out: Memory,
     scratch: Memory,
     back: Pinned,
-    /// RoPE tables: index in the cache, positions, and memory.
-    tables: Vec<(usize, u32, Memory)>,
+    /// RoPE tables: rotation of a cache, positions, and memory.
+    tables: Vec<(Arc<Turns>, u32, Memory)>,
     /// Maps of codecs.
     maps: Vec<(Map, Way, MapArg, Memory)>,
 }
@@ -113,26 +115,23 @@ impl Work {
         Ok(argument)
     }
 
-    /// The RoPE table with index `index` in the cache.
-    pub fn table(
-        &mut self,
-        stream: &Stream,
-        index: usize,
-        values: &[f32],
-        capacity: u32,
-    ) -> Result<u64, Error> {
-        if let Some((.., memory)) = self.tables.iter().find(|(known, n, _)| (*known, *n) == (index, capacity))
-        {
+    /// Address of a RoPE table. Caches on a device have tables of their own, also where their rotations are equal.
+    pub fn table(&mut self, stream: &Stream, table: &Table) -> Result<u64, Error> {
+        let known =
+            |of: &&(Arc<Turns>, u32, Memory)| Arc::ptr_eq(&of.0, table.turns()) && of.1 == table.capacity();
+        if let Some((.., memory)) = self.tables.iter().find(known) {
             return Ok(memory.address());
         }
+        let values = table.values();
         let memory = Memory::new(size_of_val(values) as u64)?;
         // SAFETY: the memory has the length of `values`, which stay borrowed until the copy is done: the call waits for it.
         unsafe { stream.up(memory.address(), bytemuck::cast_slice(values))? };
         stream.synchronize()?;
-        // All work is done, so an older, shorter table has no readers.
-        self.tables.retain(|(known, ..)| *known != index);
+        // All work is done, so an older, shorter table has no readers, nor have those of caches that are gone, whose rotations are held
+        // here alone.
+        self.tables.retain(|(turns, ..)| !Arc::ptr_eq(turns, table.turns()) && Arc::strong_count(turns) > 1);
         let address = memory.address();
-        self.tables.push((index, capacity, memory));
+        self.tables.push((table.turns().clone(), table.capacity(), memory));
         Ok(address)
     }
 
