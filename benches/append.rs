@@ -196,7 +196,7 @@ fn check(sequence: &Sequence, noise: &[f32]) -> Result<(), Box<dyn Error>> {
             let position = sequence.read(0, 1, page.id, lane, &mut key, &mut value)?;
             let (row, experts) = row(position.0, noise);
             let stored = row[DIM..].iter().map(|x| half::bf16::from_f32(*x).to_f32());
-            let filed = page.id.place == Place::Ring || page.id.place == Place::Expert(experts[0]);
+            let filed = page.id.place == Place::Ring || page.id.place == Place::Run(experts[0]);
             if !filed || !stored.eq(key) || key != value {
                 return Err(format!("position {} is not what was appended", position.0).into());
             }

@@ -13,7 +13,7 @@ mod machine;
 use machine::{Machine, median};
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Position, Rows, Sequence};
 use std::error::Error;
 use std::io::Write;
 use std::time::Instant;
@@ -155,7 +155,7 @@ fn query(sequence: &Sequence) -> [Rows<'_>; 1] {
 /// Two query heads against float64 over what is stored.
 fn check((cache, sequence): &(Cache, Sequence), q: &[f32]) -> Result<(), Box<dyn Error>> {
     let mut out = vec![0.0; QUERY_HEADS * DIM];
-    cache.attend(0, &query(sequence), q, &OPTIONS, Output::new(&mut out))?;
+    cache.attend(0, &query(sequence), q, &OPTIONS, AttendOutput::new(&mut out))?;
     for head in [0, QUERY_HEADS - 1] {
         let q = &q[head * DIM..][..DIM];
         let (mut sum, mut total) = (vec![0.0; DIM], 0.0);
@@ -186,7 +186,7 @@ fn time((cache, sequence): &(Cache, Sequence), q: &[f32]) -> Result<f64, pikv::E
     let mut out = vec![0.0; QUERY_HEADS * DIM];
     let start = Instant::now();
     for _ in 0..REPEAT {
-        cache.attend(0, &query(sequence), q, &OPTIONS, Output::new(&mut out))?;
+        cache.attend(0, &query(sequence), q, &OPTIONS, AttendOutput::new(&mut out))?;
     }
     Ok(start.elapsed().as_secs_f64() / REPEAT as f64)
 }

@@ -13,7 +13,7 @@
 mod machine;
 
 use pikv::report::Place;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Sequence};
 use std::error::Error;
 use std::hint::black_box;
 use std::time::Instant;
@@ -84,7 +84,7 @@ fn steps(layers: usize, batch: usize) -> Result<(Vec<f64>, Vec<f64>), Box<dyn Er
             step.append(layer, rows, rows)?;
             writing += start.elapsed().as_secs_f64();
             let start = Instant::now();
-            step.attend(layer, &q, &OPTIONS, Output::new(&mut out))?;
+            step.attend(layer, &q, &OPTIONS, AttendOutput::new(&mut out))?;
             attending += start.elapsed().as_secs_f64();
         }
         let start = Instant::now();

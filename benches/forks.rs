@@ -15,7 +15,7 @@
 mod machine;
 
 use machine::median;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Sequence};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::error::Error;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -100,7 +100,7 @@ fn token(cache: &Cache, sequence: &mut Sequence, values: &[f32], out: Option<&mu
     for layer in 0..LAYERS {
         step.append(layer, &values[..HEADS * DIM], &values[..HEADS * DIM])?;
         if let Some(out) = &mut out {
-            step.attend(layer, values, &Attend::new(0.125), Output::new(out))?;
+            step.attend(layer, values, &Attend::new(0.125), AttendOutput::new(out))?;
         }
     }
     step.commit()?;

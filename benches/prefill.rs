@@ -17,7 +17,7 @@ mod setup;
 
 use machine::median;
 use pikv::lanes::Lanes;
-use pikv::{Cache, Output, Rows};
+use pikv::{AttendOutput, Cache, Rows};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use setup::{Form, OPTIONS, check, grow, queries, rows};
 use std::error::Error;
@@ -94,7 +94,7 @@ fn measure(
         for (pool, (ours, peak)) in pools.iter().zip(&mut samples) {
             let fmas = pool.install(|| machine::fmas_per_s(options.lanes));
             let start = Instant::now();
-            pool.install(|| cache.attend(0, parts, q, &OPTIONS, Output::new(&mut out)))?;
+            pool.install(|| cache.attend(0, parts, q, &OPTIONS, AttendOutput::new(&mut out)))?;
             let seconds = start.elapsed().as_secs_f64();
             // The first round warms up.
             if round > 0 {

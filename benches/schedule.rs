@@ -25,7 +25,7 @@ use machine::median;
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape, TopK};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Sequence, StepReport};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Sequence, StepReport};
 use std::error::Error;
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -197,7 +197,7 @@ fn costs(case: Case, context: u32, samples: usize) -> Result<Costs> {
         let mut step = plain.begin([(&mut a, 1)])?;
         step.append(0, &k, &v)?;
         let before = Instant::now();
-        step.attend(0, &q, &OPTIONS, Output::new(&mut out))?;
+        step.attend(0, &q, &OPTIONS, AttendOutput::new(&mut out))?;
         let took = before.elapsed();
         step.route(0, &chosen)?;
         step.commit()?;
@@ -207,7 +207,7 @@ fn costs(case: Case, context: u32, samples: usize) -> Result<Costs> {
         let mut step = pikv.begin([(&mut b, 1)])?;
         step.append(0, &k, &v)?;
         let before = Instant::now();
-        step.attend(0, &q, &OPTIONS, Output::new(&mut out))?;
+        step.attend(0, &q, &OPTIONS, AttendOutput::new(&mut out))?;
         let took = before.elapsed();
         step.route(0, &logits)?;
         step.commit()?;
@@ -279,7 +279,7 @@ fn hit_costs(context: u32, every: u32, samples: usize) -> Result<HitCosts> {
                 let mut step = cache.begin([(&mut sequences[at], 1)])?;
                 step.append(0, &k, &v)?;
                 let start = Instant::now();
-                step.attend(0, &q, &OPTIONS, Output::new(&mut out))?;
+                step.attend(0, &q, &OPTIONS, AttendOutput::new(&mut out))?;
                 took[at] += start.elapsed();
                 let start = Instant::now();
                 step.commit_with(&mut report)?;

@@ -13,7 +13,7 @@ use pikv::fabric::{Fabric, InProcess, Options, RankPlan, Schedule, Traffic};
 use pikv::report::Place;
 use pikv::router::Eplb;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, LayerShape, Output};
+use pikv::{Attend, AttendOutput, Backend, Cache, CacheConfig, Dtype, LayerShape};
 use pikv_engine::common::cache::Cache as _;
 use pikv_engine::common::sample::{SplitMix, sample};
 use pikv_engine::moe::model::{Model, VOCAB};
@@ -398,7 +398,7 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
             }
             let mut step = cache.begin([(&mut sequence, 1)])?;
             step.append(0, &k[..1024], &v[..1024])?;
-            step.attend(0, &q, &Attend::new(0.088), Output::new(&mut out))?;
+            step.attend(0, &q, &Attend::new(0.088), AttendOutput::new(&mut out))?;
             step.route(0, &chosen[t..t + 1])?;
             step.commit()?;
         }
@@ -408,7 +408,7 @@ fn spread(world: &World, n: usize, routes: &[u16]) -> Result<(), Box<dyn Error>>
         let mut at = std::collections::HashMap::new();
         for head in 0..8 {
             for page in sequence.pages(0, head as usize)? {
-                if let Place::Expert(e) = page.id.place {
+                if let Place::Run(e) = page.id.place {
                     filed[usize::from(e)] += if head == 0 { page.tokens } else { 0 };
                     at.entry((page.id.ordinal / 8, e, head)).or_insert(page.shard);
                 }

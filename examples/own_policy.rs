@@ -7,7 +7,7 @@
 
 use pikv::policy::{Budget, Candidates, Eviction, Feedback, H2o, Lru, Policy, Seen, SnapKv, StreamingLlm};
 use pikv::shape::LANES;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
 use std::error::Error;
 
 /// Utility is the largest weight that any row gave the token: a token that was looked up once is kept, however seldom that happens.
@@ -73,7 +73,7 @@ fn play(config: CacheConfig) -> Result<(Vec<Vec<f32>>, u32), pikv::Error> {
         let query = sought(p).map_or_else(|| noise(p + 50_000), noise);
         let mut step = cache.begin([(&mut sequence, 1)])?;
         step.append(0, &noise(p), &noise(p + 10_000))?;
-        step.attend(0, &query, &Attend::new(1.0), Output::new(&mut out))?;
+        step.attend(0, &query, &Attend::new(1.0), AttendOutput::new(&mut out))?;
         step.commit()?;
         if sought(p).is_some() {
             found.push(out);

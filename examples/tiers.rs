@@ -6,7 +6,7 @@
 use pikv::planner::flexgen::{Class, Machine, Tier};
 use pikv::report::Place;
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Sequence};
 use std::time::Instant;
 
 const LAYERS: usize = 8;
@@ -42,7 +42,7 @@ fn decode(cache: &Cache, sequence: &mut Sequence) -> Result<(f64, Vec<u32>), Err
         let mut step = cache.begin([(&mut *sequence, 1)])?;
         for (layer, [k, v, q]) in inputs.iter().enumerate() {
             step.append(layer, k, v)?;
-            step.attend(layer, q, &Attend::new(0.125), Output::new(&mut out))?;
+            step.attend(layer, q, &Attend::new(0.125), AttendOutput::new(&mut out))?;
             bits.extend(out.iter().map(|x| x.to_bits()));
         }
         step.commit()?;

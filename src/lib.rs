@@ -4,7 +4,7 @@
 #![doc = include_str!("../docs/picture.svg")]
 //!
 //! ```
-//! use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
+//! use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
 //!
 //! let layer = LayerShape::new(2, 8, 64, Dtype::Bf16);
 //! let cache = Cache::new(CacheConfig::new(vec![layer; 4], 256 << 20))?; // 4 layers, at most 256 MiB of pages
@@ -14,7 +14,7 @@
 //! let mut step = cache.begin([(&mut sequence, 1)])?;                    // adds 1 token
 //! for layer in 0..4 {
 //!     step.append(layer, &k, &v)?;                                      // [tokens][kv_heads][dim]
-//!     step.attend(layer, &q, &Attend::new(0.125), Output::new(&mut out))?; // [tokens][query_heads][dim]
+//!     step.attend(layer, &q, &Attend::new(0.125), AttendOutput::new(&mut out))?; // [tokens][query_heads][dim]
 //! }
 //! step.commit()?;
 //! # Ok::<(), pikv::Error>(())
@@ -27,7 +27,7 @@
 //! | store, attend, roll back, fork | [`Cache`], [`Step`], [`Sequence`] | [tour](guide::tour), [serving](guide::serving) |
 //! | describe a model | [`CacheConfig`], [`LayerShape`], [`Rope`], [`Attend`] | [models](guide::models), [concepts](guide::concepts) |
 //! | compress older tokens | [`CacheConfig::compress`], [`codec`] | [codecs](guide::codecs) |
-//! | evict, or read only some pages | [`CacheConfig::evict`], [`policy`], [`Read`] | [eviction](guide::eviction) |
+//! | evict, or read only some pages | [`CacheConfig::evict`], [`policy`], [`ReadPages`] | [eviction](guide::eviction) |
 //! | rank experts by load and misses | [`router`], [`ClosedLoop`] | [routing](guide::routing), [closed loop](guide::closed_loop) |
 //! | forecast bytes and time | [`planner`] | [planning](guide::planning) |
 //! | use host memory and files | [`tiers`] | [tiers](guide::tiers) |
@@ -71,9 +71,9 @@ pub use pikv_core::{
     rope::Rope,
 };
 pub use pikv_host::{
-    Attend, Backend, Cache, CacheConfig, ClosedLoop, ConfigError, Error, Output, Read, Rows, Scalar,
-    Sequence, SequenceOptions, Step, StepReport, closed_loop, codec, cuda, fabric, lanes, metrics, planner,
-    policy, prefix, report, router, rules, save, shape, shard, tiers, trace,
+    Attend, AttendOutput, Backend, Cache, CacheConfig, ClosedLoop, ConfigError, Error, ReadPages, Rows,
+    Scalar, Sequence, SequenceOptions, Step, StepReport, closed_loop, codec, cuda, fabric, lanes, metrics,
+    planner, policy, prefix, report, router, rules, save, shape, shard, tiers, trace,
 };
 
 /// The examples of the README, as tests.

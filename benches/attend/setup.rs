@@ -4,7 +4,7 @@ use crate::{HEAD_DIM, KV_HEADS, QUERY_HEADS, machine};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
 use pikv::report::Place;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Position, Rows, Sequence};
 use std::error::Error;
 
 pub const OPTIONS: Attend = Attend::new(0.088_388_35);
@@ -90,7 +90,7 @@ pub fn queries(rows: usize) -> Vec<f32> {
 /// difference.
 pub fn check(cache: &Cache, parts: &[Rows<'_>], q: &[f32], form: &Form) -> Result<f64, Box<dyn Error>> {
     let mut out = vec![0.0; q.len()];
-    cache.attend(0, parts, q, &OPTIONS, Output::new(&mut out))?;
+    cache.attend(0, parts, q, &OPTIONS, AttendOutput::new(&mut out))?;
     let (mut start, mut worst) = (0, 0.0f64);
     for part in parts {
         let mut at = vec![0, part.rows as usize - 1];

@@ -3,7 +3,7 @@
 use crate::machine::{Machine, median};
 use crate::setup::OPTIONS;
 use pikv::lanes::Lanes;
-use pikv::{Cache, Output, Rows};
+use pikv::{AttendOutput, Cache, Rows};
 use std::error::Error;
 use std::time::Instant;
 
@@ -80,7 +80,7 @@ pub fn seconds(repeat: usize, call: impl Fn() -> Result<(), pikv::Error>) -> Res
 
 pub fn attend(cache: &Cache, parts: &[Rows<'_>], q: &[f32]) -> Result<(), pikv::Error> {
     let mut out = vec![0.0; q.len()];
-    cache.attend(0, parts, q, &OPTIONS, Output::new(&mut out))?;
+    cache.attend(0, parts, q, &OPTIONS, AttendOutput::new(&mut out))?;
     std::hint::black_box(out);
     Ok(())
 }

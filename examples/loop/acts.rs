@@ -15,7 +15,7 @@ use pikv::metrics::Collector;
 use pikv::report::Place;
 use pikv::router::{Router, Routes};
 use pikv::trace::Skewed;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, ReadPages, Sequence};
 use pikv_engine::common::cache::{Cache as _, Keys};
 use pikv_engine::common::sample::{SplitMix, nats};
 use pikv_engine::measure::results::{self, Sheet};
@@ -176,7 +176,7 @@ fn over(
     let config = CacheConfig::new(layers, 4 << 30).ring(ring(budget)).sinks(SINKS).experts(experts, top_k);
     let cache = Cache::new(row.config(config.hits(crate::hits(budget))))?;
     let attend = Attend::new(1.0 / (subject.head_dim as f32).sqrt());
-    let attend = (0..subject.layers).map(|l| attend.read(row.read(l, Read::Experts))).collect();
+    let attend = (0..subject.layers).map(|l| attend.read(row.read(l, ReadPages::Experts))).collect();
     let mut looped = Looped::new(ClosedLoop::new(cache, routers)?, attend);
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
     let (vocab, mut logits, mut loss, mut held) = (subject.vocab(), Vec::new(), 0.0, Vec::new());
@@ -256,7 +256,7 @@ fn stream(tokens: u32, routers: Vec<Box<dyn Router>>, row: &Row, budget: u32) ->
         // With a value of 0 policies that read values would have nothing to compare.
         step.append(0, &key(position), &[1.0])?;
         ranked.count(step.route(0, &logits)?, top_k as usize);
-        step.attend(0, &query, &Attend::new(8.0).read(Read::Experts), Output::new(&mut [0.0]))?;
+        step.attend(0, &query, &Attend::new(8.0).read(ReadPages::Experts), AttendOutput::new(&mut [0.0]))?;
         step.commit()?;
         held.push(positions(&sequence, 0, 0)?);
     }

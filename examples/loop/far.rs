@@ -37,7 +37,7 @@ impl Watch for Sums {
             let (far, all) = &mut self.0[layer][page.kv_head];
             let total = f64::from(page.total());
             *all += total;
-            if matches!(page.page.place, Place::Expert(_)) {
+            if matches!(page.page.place, Place::Run(_)) {
                 *far += total;
             }
         }

@@ -3,7 +3,7 @@
 use crate::acts::Ranked;
 use pikv::closed_loop::{LoopError, LoopStep};
 use pikv::metrics::Collector;
-use pikv::{Attend, ClosedLoop, Output, Sequence};
+use pikv::{Attend, AttendOutput, ClosedLoop, Sequence};
 use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
 use pikv_engine::measure::results::cpu_time;
 use std::sync::Arc;
@@ -122,7 +122,7 @@ impl AnyStep for Step<'_> {
     ) -> Result<(), LoopError> {
         self.timed(|this| {
             this.step.append(layer, k, v)?;
-            this.step.attend(layer, q, &this.attend[layer], Output::new(out))
+            this.step.attend(layer, q, &this.attend[layer], AttendOutput::new(out))
         })
     }
 

@@ -30,7 +30,7 @@ use looped::Looped;
 use pikv::router::Router;
 use pikv::rules::Hits;
 use pikv::shape::PAGE;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Read};
+use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, ReadPages};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
@@ -136,7 +136,7 @@ fn main() -> Result<()> {
         Ok((id, routers::routers(id, experts, top_k, subject.layers)?))
     };
     let text = Text { ids: &ids[..=tokens], window };
-    let reference = evaluate(&subject, routed("-")?, budgets[0], &all, Read::All, text, &bar)?;
+    let reference = evaluate(&subject, routed("-")?, budgets[0], &all, ReadPages::All, text, &bar)?;
     println!(
         "{}: {tokens} tokens in windows of {window}, {SINKS} sinks, ring a quarter of the budget; everything held and read: {:.5} nats a \
          token, {} bytes\n",
@@ -144,7 +144,7 @@ fn main() -> Result<()> {
         reference.nats,
         reference.bytes
     );
-    let fetched = if subject.experts.0 > 1 { Read::Experts } else { Read::All };
+    let fetched = if subject.experts.0 > 1 { ReadPages::Experts } else { ReadPages::All };
     let stem = if arguments.gguf.is_some() { "loop-llama" } else { "loop" };
     let whole = arguments.router.is_none() && arguments.policy.is_none();
     let file = arguments.out.clone().or_else(|| whole.then(|| results::file(&format!("{stem}.csv"))));
@@ -192,7 +192,7 @@ fn evaluate(
     (router, routers): (&str, Vec<Box<dyn Router>>),
     budget: u32,
     row: &Row,
-    fetched: Read,
+    fetched: ReadPages,
     Text { ids, window }: Text<'_>,
     bar: &ProgressBar,
 ) -> Result<Outcome> {
@@ -230,7 +230,7 @@ fn evaluate(
     let heads = subject.layers as u64 * u64::from(subject.layer(Dtype::Bf16, Keys::Rotated).kv_heads);
     let read = totals.held_tokens + heads * rows().map(always).sum::<usize>() as u64;
     let sees = match row.selects.unwrap_or(fetched) {
-        Read::Experts => read as f64 / (heads * rows().sum::<usize>() as u64) as f64,
+        ReadPages::Experts => read as f64 / (heads * rows().sum::<usize>() as u64) as f64,
         _ => 1.0,
     };
     Ok(Outcome {

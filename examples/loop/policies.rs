@@ -5,7 +5,7 @@ use pikv::policy::{
     AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, H2o, KeyNorm, Lru, LruPlus, SnapKv,
     StreamingLlm, Tova, fast_v,
 };
-use pikv::{CacheConfig, Read, Rope};
+use pikv::{CacheConfig, ReadPages, Rope};
 use std::error::Error;
 
 /// First layers, which FastV and Quest leave unchanged.
@@ -18,7 +18,7 @@ pub struct Row {
     pub bounded: bool,
     configure: Box<dyn Fn(CacheConfig) -> CacheConfig>,
     /// Pages that attention reads, if not those that the router fetches; the first [`DENSE`] layers then read all.
-    pub selects: Option<Read>,
+    pub selects: Option<ReadPages>,
 }
 
 impl Row {
@@ -27,9 +27,9 @@ impl Row {
     }
 
     /// Pages that a layer's attention reads if the router fetches `fetched`.
-    pub fn read(&self, layer: usize, fetched: Read) -> Read {
+    pub fn read(&self, layer: usize, fetched: ReadPages) -> ReadPages {
         match self.selects {
-            Some(_) if layer < DENSE => Read::All,
+            Some(_) if layer < DENSE => ReadPages::All,
             read => read.unwrap_or(fetched),
         }
     }
@@ -97,7 +97,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
         name: "QUEST",
         bounded: false,
         configure: Box::new(|config| config.bounds(true)),
-        selects: Some(Read::Quest { pages }),
+        selects: Some(ReadPages::Quest { pages }),
     });
     Ok(rows)
 }
@@ -135,13 +135,18 @@ impl Row {
     }
 
     /// This row, whose attention reads these pages after the first [`DENSE`] layers.
-    pub fn selecting(mut self, read: Read) -> Row {
+    pub fn selecting(mut self, read: ReadPages) -> Row {
         self.selects = Some(read);
         self
     }
 
     /// A row that holds and reads everything.
     pub fn everything() -> Row {
-        Row { name: "none", bounded: false, configure: Box::new(|config| config), selects: Some(Read::All) }
+        Row {
+            name: "none",
+            bounded: false,
+            configure: Box::new(|config| config),
+            selects: Some(ReadPages::All),
+        }
     }
 }

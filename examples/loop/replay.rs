@@ -5,7 +5,7 @@ use crate::{Result, SINKS, ring};
 use indicatif::ProgressBar;
 use pikv::report::{PageMass, Place};
 use pikv::trace::{Reader, Row, Skewed, TraceFile, Writer};
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Position, Sequence};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::subject::Subject;
@@ -79,7 +79,7 @@ pub fn replay(cache: &Cache, rows: &[Row]) -> Result<f64> {
         let mut step = cache.begin([(&mut sequence, 1)])?;
         step.append(0, &key(position), &[0.0])?;
         // Wanted positions exceed the others by some nats.
-        step.attend(0, &query, &Attend::new(8.0), Output::new(&mut [0.0]))?;
+        step.attend(0, &query, &Attend::new(8.0), AttendOutput::new(&mut [0.0]))?;
         step.route(0, &row.experts)?;
         step.commit()?;
     }

@@ -11,7 +11,7 @@ pub use pikv;
 use crate::pass::Held;
 use crate::tensors::{Given, Rows, rows, zeros};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use pikv::{Attend, Cache, Output, Sequence};
+use pikv::{Attend, Cache, AttendOutput, Sequence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Keys and values of a batch of sequences, for all layers of a model: a [`pikv::Cache`] behind calls that take and return
@@ -98,7 +98,7 @@ impl KvCache {
                 rows!(k, |k| rows!(v, |v| step.append(layer, k, v)))?;
                 rows!(q, |q| {
                     let mut out = zeros(q, of.batch * of.tokens * heads * v_dim);
-                    step.attend(layer, q, options, Output::new(&mut out))?;
+                    step.attend(layer, q, options, AttendOutput::new(&mut out))?;
                     Tensor::from_vec(out, (of.batch, of.tokens, heads, v_dim), &Device::Cpu)
                 })
             })?;

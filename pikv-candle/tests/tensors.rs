@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use pikv_candle::pikv::report::Place;
-use pikv_candle::pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Scalar, Sequence};
+use pikv_candle::pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, AttendOutput, Scalar, Sequence};
 use pikv_candle::{Error, KvCache, LayerCache, pikv};
 
 const LAYERS: usize = 2;
@@ -74,7 +74,7 @@ fn by_slices<Q: Number, T: Number>(
     for layer in 0..LAYERS {
         let mut out = vec![Q::default(); batch * tokens * HEADS * V_DIM];
         step.append(layer, &slice::<T>(k), &slice::<T>(v)).unwrap();
-        step.attend(layer, &slice::<Q>(q), &attend(), Output::new(&mut out)).unwrap();
+        step.attend(layer, &slice::<Q>(q), &attend(), AttendOutput::new(&mut out)).unwrap();
         outs.push(Tensor::from_vec(out, (batch, tokens, HEADS, V_DIM), &Device::Cpu).unwrap());
     }
     step.commit().unwrap();
@@ -279,10 +279,10 @@ fn tokens_are_filed_by_the_largest_weight_of_equals_the_first() {
             pages.map(|page| page.tokens).sum::<u32>()
         };
         // All of the 180 tokens but the ring's 32.
-        let filed = [0, 1, 2].map(|expert| kv.sequences(|of| filed(of, Place::Expert(expert))));
+        let filed = [0, 1, 2].map(|expert| kv.sequences(|of| filed(of, Place::Run(expert))));
         assert_eq!(filed, [49, 50, 49]);
         let held = kv.sequences(|of| {
-            let pages = of[0].pages(1, 0).unwrap().filter(|page| page.id.place == Place::Expert(0));
+            let pages = of[0].pages(1, 0).unwrap().filter(|page| page.id.place == Place::Run(0));
             pages.map(|page| page.last.0).collect::<Vec<u32>>()
         });
         // Rows 1, 4, 7.. have two equal weights, and are filed by the first.

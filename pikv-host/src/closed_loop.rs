@@ -74,7 +74,7 @@ pub enum LoopError {
 /// (arXiv 2508.06526, algorithm 1, with fetch and update in the order that a model needs).
 ///
 /// A step calls, layer by layer, [`append`](LoopStep::append), [`attend`](LoopStep::attend) and [`route`](LoopStep::route), in the order of
-/// the model. If rows read only the pages of their experts ([`Read::Experts`](crate::Read::Experts)), `route` comes before `attend`, from
+/// the model. If rows read only the pages of their experts ([`ReadPages::Experts`](crate::ReadPages::Experts)), `route` comes before `attend`, from
 /// logits that exist before attention: of a gate over the layer's input, or of the layer before. At the end [`commit`](LoopStep::commit)
 /// files tokens that left the ring, gives policies their attention feedback, counts hits and misses of each expert if a router, a policy or
 /// the sink needs them ([`Hits`](crate::rules::Hits)), evicts tokens over the budgets, and lets the routers learn. Each stage can also be
@@ -85,7 +85,7 @@ pub enum LoopError {
 /// use pikv::policy::{Budget, Eviction, H2o};
 /// use pikv::router::{CacheAware, Shape};
 /// use pikv::rules::Hits;
-/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(4).experts(4, 2).hits(Hits::new().every(1));
@@ -98,7 +98,7 @@ pub enum LoopError {
 ///     let mut out = [0.0; 8];
 ///     let mut step = looped.begin([(&mut sequence, 1)])?;
 ///     step.append(0, &[x; 4], &[1.0; 4])?;
-///     step.attend(0, &[x; 8], &Attend::new(0.5), Output::new(&mut out))?;
+///     step.attend(0, &[x; 8], &Attend::new(0.5), AttendOutput::new(&mut out))?;
 ///     let routes = step.route(0, &[x, -x, 0.5, 0.0])?;
 ///     assert_eq!(routes.model().experts.len(), 2);     // what the model mixes
 ///     step.commit()?;

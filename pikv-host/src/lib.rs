@@ -1,7 +1,7 @@
 //! Host runtime of pikv: SIMD lanes of x86-64, the page store, sequences and their steps, attention over shards.
 //!
 //! Start at [`Cache`]. Every type is `Send + Sync`; there is no global state. Work runs in the caller's rayon pool, or in rayon's global
-//! one; a rank of a fabric uses its own pool ([`fabric::Store::parallel`]).
+//! one; a rank of a fabric uses its own pool ([`fabric::RankStore::parallel`]).
 #![deny(missing_docs)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![cfg_attr(
@@ -39,7 +39,7 @@ pub mod router;
 pub mod tiers;
 pub mod trace;
 
-pub use attend::options::{Attend, Output, Read};
+pub use attend::options::{Attend, AttendOutput, ReadPages};
 pub use backend::Backend;
 pub use base::error::{ConfigError, Error};
 pub use base::host_slice::Scalar;
@@ -49,7 +49,6 @@ pub use cache::{Cache, Rows};
 pub use closed_loop::ClosedLoop;
 pub use config::CacheConfig;
 pub use metrics::report::StepReport;
-pub use pikv_lanes as lanes;
 
 /// Core types that `pikv` exports at its root, so that examples here read as in a crate that uses pikv.
 #[doc(hidden)]
@@ -59,6 +58,11 @@ pub use pikv_core::{
     plan::LayerShape,
     rope::Rope,
 };
+
+/// The processor's instruction set, for [`CacheConfig::lanes`]: results have the same bits on all.
+pub mod lanes {
+    pub use pikv_lanes::{Lanes, LanesError};
+}
 
 /// Details of a model's attention and of how its tokens are stored, beside [`LayerShape`], [`Layout`] and [`Rope`].
 ///

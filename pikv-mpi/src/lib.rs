@@ -31,7 +31,7 @@
 
 use mpi::environment::Universe;
 use mpi::ffi;
-use pikv::fabric::{Fabric, FabricError, Store};
+use pikv::fabric::{Fabric, FabricError, RankStore};
 use pikv::{CacheConfig, Error};
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -122,19 +122,19 @@ impl Mpi {
         if self.world.rank != 0 {
             return Err(FabricError::Malformed { rank: self.world.rank, what: "the front is rank 0" }.into());
         }
-        let near = Store::new(config, budget)?.parallel(true);
+        let near = RankStore::new(config, budget)?.parallel(true);
         let mail = Mail::new(self.world.clone(), (1..self.world.ranks).collect());
         Ok(Box::new(Processes { mail, near, queue: VecDeque::new() }))
     }
 
     /// Keeps the pages of this rank, with at most `budget` bytes, and answers the front until it ends; then returns the store, for
-    /// [`Store::check`]. `timeout` is that of the front's [`Options`](pikv::fabric::Options); every rank gets a message of the front at least
+    /// [`RankStore::check`]. `timeout` is that of the front's [`Options`](pikv::fabric::Options); every rank gets a message of the front at least
     /// every quarter of `timeout`.
     ///
     /// # Errors
     /// An invalid configuration; [`FabricError::Lost`] if no message of the front arrives for three times `timeout`.
-    pub fn serve(&self, config: &CacheConfig, budget: u64, timeout: Duration) -> Result<Store, Error> {
-        let mut store = Store::new(config, budget)?.parallel(true);
+    pub fn serve(&self, config: &CacheConfig, budget: u64, timeout: Duration) -> Result<RankStore, Error> {
+        let mut store = RankStore::new(config, budget)?.parallel(true);
         let mut mail = Mail::new(self.world.clone(), vec![0]);
         // The front may be waiting for another rank.
         let patience = 3 * timeout;
@@ -143,8 +143,8 @@ impl Mpi {
                 self.world.broken.store(true, Ordering::Relaxed);
                 return Err(FabricError::Lost { rank: 0, waited: patience }.into());
             };
-            if Store::is_last(&message) {
-                if Store::lost(&message) {
+            if RankStore::is_last(&message) {
+                if RankStore::lost(&message) {
                     self.world.broken.store(true, Ordering::Relaxed);
                 }
                 return Ok(store);
@@ -335,7 +335,7 @@ impl Mail {
 /// The ranks of a world, including the front's own.
 struct Processes {
     mail: Mail,
-    near: Store,
+    near: RankStore,
     queue: VecDeque<Vec<u32>>,
 }
 

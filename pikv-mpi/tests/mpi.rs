@@ -9,7 +9,8 @@ use pikv::fabric::{FabricError, Options, RankPlan, Schedule};
 use pikv::report::PageMass;
 use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence,
+    Attend, AttendOutput, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Position, ReadPages, Rows,
+    Sequence,
 };
 use pikv_mpi::Mpi;
 use pikv_test::numbers::{bits, noise};
@@ -40,7 +41,7 @@ struct Run<'a> {
 
 impl Run<'_> {
     /// A step of `n` tokens, every layer attended.
-    fn step(&mut self, sequence: &mut Sequence, n: u32, read: Read) -> Result<(), Error> {
+    fn step(&mut self, sequence: &mut Sequence, n: u32, read: ReadPages) -> Result<(), Error> {
         let rows = n as usize;
         let mut step = self.cache.begin([(&mut *sequence, n)])?;
         for layer in 0..2 {
@@ -57,7 +58,7 @@ impl Run<'_> {
             let (mut out, mut lse) = (vec![0.0; rows * 512], vec![0.0; rows * 8]);
             let q: Vec<f32> = noise(self.seed + 3, rows * 512).iter().map(|x| 3.0 * x).collect();
             let attend = Attend::new(0.125).read(read);
-            step.attend(layer, &q, &attend, Output::new(&mut out).lse(&mut lse))?;
+            step.attend(layer, &q, &attend, AttendOutput::new(&mut out).lse(&mut lse))?;
             self.outs.push(bits(&out));
             self.outs.push(bits(&lse));
         }
@@ -80,23 +81,29 @@ fn history(cache: &Cache) -> Vec<Vec<u32>> {
     let mut run = Run { cache, seed: 0, outs: Vec::new() };
     let mut sequence = cache.sequence();
     for chunk in [48, 64, 17, 33, 64, 64, 64, 64, 64, 64, 64, 64, 50] {
-        run.step(&mut sequence, chunk, Read::All).unwrap();
+        run.step(&mut sequence, chunk, ReadPages::All).unwrap();
     }
     for t in 0..40 {
-        run.step(&mut sequence, 1, if t % 2 == 0 { Read::All } else { Read::Experts }).unwrap();
+        run.step(&mut sequence, 1, if t % 2 == 0 { ReadPages::All } else { ReadPages::Experts }).unwrap();
         if t % 10 == 9 {
             sequence.rollback(7).unwrap();
         }
     }
     let mut fork = sequence.fork();
     for _ in 0..12 {
-        run.step(&mut sequence, 5, Read::All).unwrap();
-        run.step(&mut fork, 3, Read::All).unwrap();
+        run.step(&mut sequence, 5, ReadPages::All).unwrap();
+        run.step(&mut fork, 3, ReadPages::All).unwrap();
     }
     let rows = [Rows::new(&fork, Position(fork.next_position().0 - 2), 2)];
     let (mut out, mut mass) = (vec![0.0; 2 * 512], Vec::<PageMass>::new());
     cache
-        .attend(1, &rows, &noise(7, 2 * 512), &Attend::new(0.125), Output::new(&mut out).mass(&mut mass))
+        .attend(
+            1,
+            &rows,
+            &noise(7, 2 * 512),
+            &Attend::new(0.125),
+            AttendOutput::new(&mut out).mass(&mut mass),
+        )
         .unwrap();
     run.outs.push(bits(&out));
     run.outs.extend(mass.iter().map(|page| bits(&page.tokens)));
@@ -113,22 +120,22 @@ fn same_bits(cache: &Cache, ranks: u32) {
     let mut run = Run { cache, seed: 1000, outs: Vec::new() };
     let mut sequence = cache.sequence();
     for _ in 0..140 {
-        run.step(&mut sequence, 64, Read::All).unwrap();
+        run.step(&mut sequence, 64, ReadPages::All).unwrap();
     }
     let filed = |sequence: &Sequence| {
         let mut filed = [0; 8];
         for page in sequence.pages(0, 0).unwrap() {
-            if let pikv::report::Place::Expert(e) = page.id.place {
+            if let pikv::report::Place::Run(e) = page.id.place {
                 filed[usize::from(e)] += page.tokens;
             }
         }
         filed
     };
-    run.step(&mut sequence, 1, Read::All).unwrap();
+    run.step(&mut sequence, 1, ReadPages::All).unwrap();
     let from = cache.traffic().unwrap();
     let steps = 64;
     for _ in 0..steps {
-        run.step(&mut sequence, 1, Read::All).unwrap();
+        run.step(&mut sequence, 1, ReadPages::All).unwrap();
     }
     let to = cache.traffic().unwrap();
     let measured = (to.sent + to.received - from.sent - from.received) as f64 / f64::from(steps);
@@ -151,7 +158,7 @@ fn on_devices(cache: &Cache, ranks: u32) {
         let mut sequence = cache.sequence();
         (0..12).for_each(|_| fill(cache, &mut sequence).unwrap());
         for n in [1, 3, 1] {
-            run.step(&mut sequence, n, Read::All).unwrap();
+            run.step(&mut sequence, n, ReadPages::All).unwrap();
         }
         (run.outs, sequence)
     };
@@ -174,15 +181,15 @@ fn failure(cache: &Cache, dir: &Path, how: &str, append: bool) {
     let mut run = Run { cache, seed: 0, outs: Vec::new() };
     let mut sequence = cache.sequence();
     for _ in 0..60 {
-        run.step(&mut sequence, 64, Read::All).unwrap();
+        run.step(&mut sequence, 64, ReadPages::All).unwrap();
     }
     // A sequence that is not on the rank: in its ring only.
     let mut short = cache.sequence();
-    run.step(&mut short, 20, Read::All).unwrap();
+    run.step(&mut short, 20, ReadPages::All).unwrap();
     let seen = |sequence: &Sequence| {
         let mut out = vec![0.0; 512];
         let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
-        let read = cache.attend(0, &rows, &noise(5, 512), &Attend::new(0.125), Output::new(&mut out));
+        let read = cache.attend(0, &rows, &noise(5, 512), &Attend::new(0.125), AttendOutput::new(&mut out));
         read.map(|()| bits(&out))
     };
     let before = seen(&short).unwrap();
@@ -220,7 +227,7 @@ fn failure(cache: &Cache, dir: &Path, how: &str, append: bool) {
     assert!(history(&plain) == history(cache), "other bits on three ranks");
     let mut fresh = cache.sequence();
     for _ in 0..40 {
-        run.step(&mut fresh, 64, Read::All).unwrap();
+        run.step(&mut fresh, 64, ReadPages::All).unwrap();
     }
     let ranks = cache.ranks().unwrap();
     assert!(ranks[2].lost.is_some() && [0, 1, 3].iter().all(|rank| ranks[*rank].pages > 0), "{ranks:?}");

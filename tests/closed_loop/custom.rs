@@ -4,7 +4,7 @@ use super::{EXPERTS, config, rows, turn};
 use crate::saved::go_on;
 use pikv::closed_loop::LoopError;
 use pikv::router::{Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError};
-use pikv::{Cache, ClosedLoop, Position, Read};
+use pikv::{Cache, ClosedLoop, Position, ReadPages};
 
 /// Files all tokens of a step under the experts that were chosen least; where two are equal, under the first.
 #[derive(Clone, Debug)]
@@ -66,11 +66,11 @@ fn looped(numbers: [u8; 2]) -> ClosedLoop {
 fn an_own_router_is_rolled_back_saved_and_restored() {
     let mut pikv = looped([3, 4]);
     let mut sequence = pikv.cache().sequence();
-    turn(&mut pikv, &mut sequence, 100, 1, Read::All);
+    turn(&mut pikv, &mut sequence, 100, 1, ReadPages::All);
     go_on(&mut pikv, &mut sequence, 2, 30);
     // Tokens that are taken back were never routed.
     let before: Vec<_> = pikv.routers().iter().map(|router| router.state()).collect();
-    turn(&mut pikv, &mut sequence, 3, 5, Read::Experts);
+    turn(&mut pikv, &mut sequence, 3, 5, ReadPages::Experts);
     assert_ne!(pikv.routers()[0].state(), before[0]);
     sequence.rollback(3).unwrap();
     assert_eq!(pikv.routers().iter().map(|router| router.state()).collect::<Vec<_>>(), before);

@@ -6,7 +6,7 @@ use pikv::policy::{Budget, Eviction, StreamingLlm};
 use pikv::report::Place;
 use pikv::router::{Adaptive, Arm, CacheAware, Coefficients, EntropyPenalised, Router, Shape, TopK};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Output, Read};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, ReadPages};
 use pikv_test::numbers::noise;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn routers_and_sinks_ask() {
         }
         let mut sequence = cache.sequence();
         for seed in 0..5 {
-            turn(&mut pikv, &mut sequence, 101, seed, Read::All);
+            turn(&mut pikv, &mut sequence, 101, seed, ReadPages::All);
         }
         assert_eq!(cache.usage().ghosts > 0, asks, "router {router}, sink {sink}");
         assert_eq!(pikv.report().hit_rate().is_some(), asks, "router {router}, sink {sink}");
@@ -44,7 +44,7 @@ fn counted(router: impl Fn() -> Box<dyn Router>, config: CacheConfig) -> (f64, f
     let mut pikv = ClosedLoop::new(cache.clone(), (0..LAYERS).map(|_| router()).collect()).unwrap();
     let (mut sequence, mut wanted, mut hits) = (cache.sequence(), 0.0, 0.0);
     for seed in 0..44 {
-        turn(&mut pikv, &mut sequence, if seed < 4 { 120 } else { 1 }, seed, Read::Experts);
+        turn(&mut pikv, &mut sequence, if seed < 4 { 120 } else { 1 }, seed, ReadPages::Experts);
         for layer in 0..LAYERS {
             let found: f64 = pikv.report().hits(layer).iter().sum();
             wanted += found + pikv.report().misses(layer).iter().sum::<f64>();
@@ -82,7 +82,7 @@ fn the_bandit_learns_to_fetch_what_is_wanted() {
     let mut pikv = ClosedLoop::new(cache.clone(), (0..LAYERS).map(make).collect()).unwrap();
     let (mut sequence, mut all) = (cache.sequence(), 0);
     for seed in 0..240 {
-        turn(&mut pikv, &mut sequence, if seed < 4 { 120 } else { 1 }, seed, Read::Experts);
+        turn(&mut pikv, &mut sequence, if seed < 4 { 120 } else { 1 }, seed, ReadPages::Experts);
         let arms = pikv.routers().iter().map(|router| router.state().bandit.unwrap().arm);
         all += if seed >= 140 { arms.filter(|arm| *arm == 1).count() } else { 0 };
     }
@@ -99,7 +99,7 @@ fn misses_of_wanted_pages_steer_r_p() {
         let mut pikv = ClosedLoop::new(cache.clone(), (0..LAYERS).map(make).collect()).unwrap();
         let mut sequence = cache.sequence();
         for seed in 0..24 {
-            turn(&mut pikv, &mut sequence, if seed < 4 { 120 } else { 1 }, seed, Read::All);
+            turn(&mut pikv, &mut sequence, if seed < 4 { 120 } else { 1 }, seed, ReadPages::All);
         }
         pikv.routers()[0].state().miss.iter().copied().fold(0.0, f32::max)
     };
@@ -139,10 +139,10 @@ fn an_undecided_gate_reads_more_experts() {
                 assert_eq!(fetched[layer].len(), 2 + extra);
                 step.append(layer, &k, &v).unwrap();
                 let (mut out, mut mass) = ([0.0; 4 * DIM], Vec::new());
-                let to = Output::new(&mut out).mass(&mut mass);
-                step.attend(layer, &q, &Attend::new(1.0).read(Read::Experts), to).unwrap();
+                let to = AttendOutput::new(&mut out).mass(&mut mass);
+                step.attend(layer, &q, &Attend::new(1.0).read(ReadPages::Experts), to).unwrap();
                 let read = mass.iter().filter_map(|page| match page.page.place {
-                    Place::Expert(e) => Some(e),
+                    Place::Run(e) => Some(e),
                     _ => None,
                 });
                 assert_eq!(read.collect::<BTreeSet<u16>>(), fetched[layer], "{more} more");

@@ -6,7 +6,7 @@ use pikv::closed_loop::LoopError;
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::router::{RouteError, Router, Shape, TopK};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, ClosedLoop, Error, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, ClosedLoop, Error, ReadPages, Sequence};
 use pikv_test::numbers::Rng;
 use pikv_test::routers::Wrapped;
 use pikv_test::scaled;
@@ -52,7 +52,8 @@ fn step(pikv: &mut ClosedLoop, sequences: Vec<&mut Sequence>, parts: &[Part]) ->
         leave(&mut step);
         step.append(layer, &k, &v).unwrap();
         leave(&mut step);
-        step.attend(layer, &q, &Attend::new(1.0).read(Read::Experts), Output::new(&mut out)).unwrap();
+        step.attend(layer, &q, &Attend::new(1.0).read(ReadPages::Experts), AttendOutput::new(&mut out))
+            .unwrap();
         leave(&mut step);
         let mut row = 0;
         let mut kept = Vec::new();
@@ -131,7 +132,7 @@ fn a_router_that_refuses_is_named_and_the_sequence_has_left() {
         let [k, v, q, logits] = rows(3, layer, 2);
         step.route(layer, &logits).unwrap();
         step.append(layer, &k, &v).unwrap();
-        step.attend(layer, &q, &Attend::new(1.0), Output::new(&mut vec![0.0; q.len()])).unwrap();
+        step.attend(layer, &q, &Attend::new(1.0), AttendOutput::new(&mut vec![0.0; q.len()])).unwrap();
     }
     stubborn.store(true, Ordering::SeqCst);
     let refused = LoopError::Route { layer: 0, source: RouteError::Experts(77) };

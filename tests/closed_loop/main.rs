@@ -18,8 +18,8 @@ use pikv::router::{
 use pikv::rules::Hits;
 use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Read, Sequence,
-    StepReport,
+    Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Position, ReadPages,
+    Sequence, StepReport,
 };
 use pikv_test::numbers::noise;
 use std::sync::Arc;
@@ -65,7 +65,7 @@ fn states(routers: &[Box<dyn Router>]) -> Vec<RouterState> {
 }
 
 /// One step of the loop; the outputs.
-fn turn(pikv: &mut ClosedLoop, sequence: &mut Sequence, n: usize, seed: u64, read: Read) -> Vec<f32> {
+fn turn(pikv: &mut ClosedLoop, sequence: &mut Sequence, n: usize, seed: u64, read: ReadPages) -> Vec<f32> {
     let mut all = Vec::new();
     let mut step = pikv.begin([(sequence, n as u32)]).unwrap();
     for layer in 0..LAYERS {
@@ -73,7 +73,7 @@ fn turn(pikv: &mut ClosedLoop, sequence: &mut Sequence, n: usize, seed: u64, rea
         let mut out = vec![0.0; n * 4 * DIM];
         step.route(layer, &logits).unwrap();
         step.append(layer, &k, &v).unwrap();
-        step.attend(layer, &q, &Attend::new(1.0).read(read), Output::new(&mut out)).unwrap();
+        step.attend(layer, &q, &Attend::new(1.0).read(read), AttendOutput::new(&mut out)).unwrap();
         all.extend(out);
     }
     step.commit().unwrap();
@@ -87,16 +87,13 @@ fn bits(x: &[f32]) -> Vec<u32> {
 /// Tokens that a head holds in the pages of an expert, and how many were ever filed there, by the sequence's own word.
 fn held(sequence: &Sequence, layer: usize, head: usize, expert: usize) -> u64 {
     let pages = sequence.pages(layer, head).unwrap();
-    pages
-        .filter(|page| page.id.place == Place::Expert(expert as u16))
-        .map(|page| u64::from(page.tokens))
-        .sum()
+    pages.filter(|page| page.id.place == Place::Run(expert as u16)).map(|page| u64::from(page.tokens)).sum()
 }
 
 #[test]
 fn the_loop_is_its_stages_one_after_the_other() {
     for id in 0..7 {
-        for read in [Read::All, Read::Experts] {
+        for read in [ReadPages::All, ReadPages::Experts] {
             let config = config(2).evict(Eviction::new(H2o, Budget::Tokens(40)).batch(4));
             let config = config.hits(Hits::new().pages(3).every(2));
             let cache = Cache::new(config.clone()).unwrap();
@@ -133,12 +130,13 @@ fn the_loop_is_its_stages_one_after_the_other() {
                     step.route(layer, &routes[layer].filing().experts).unwrap();
                     step.append(layer, &k, &v).unwrap();
                     // What R_A fetches is the loop's to say: without it every expert of the row is read.
-                    step.attend(layer, &q, &Attend::new(1.0).read(read), Output::new(&mut out)).unwrap();
+                    step.attend(layer, &q, &Attend::new(1.0).read(read), AttendOutput::new(&mut out))
+                        .unwrap();
                     want.extend(out);
                     homes[layer].extend(routes[layer].filing().experts.chunks_exact(2).map(|row| row[0]));
                 }
                 step.commit_with(&mut report).unwrap();
-                if id != 5 || read == Read::All {
+                if id != 5 || read == ReadPages::All {
                     assert_eq!(bits(&got), bits(&want), "router {id}, {read:?}, step {seed}");
                 }
                 // What is held is as it was before this step's eviction, so it is checked by what was evicted in it.
@@ -181,14 +179,14 @@ fn the_loop_is_its_stages_one_after_the_other() {
                         .unzip();
                     own[layer].observe(&Feedback::new(&wanted, &missed).of_page(32)).unwrap();
                     // Of R_A's rows that fetch less, what is wanted is the same, and less of it is there.
-                    let less = id == 5 && read == Read::Experts && routes[layer].fetch() == 1;
-                    if id != 5 || read == Read::All {
+                    let less = id == 5 && read == ReadPages::Experts && routes[layer].fetch() == 1;
+                    if id != 5 || read == ReadPages::All {
                         assert_eq!((report.hits(layer), report.misses(layer)), (&hits[..], &misses[..]));
                     } else if less && states(pikv.routers()) == states(&own) {
                         assert!(report.hits(layer).iter().sum::<f64>() >= hits.iter().sum::<f64>());
                     }
                 }
-                if id != 5 || read == Read::All {
+                if id != 5 || read == ReadPages::All {
                     assert_eq!(states(pikv.routers()), states(&own), "router {id}, step {seed}");
                 }
             }
@@ -227,7 +225,7 @@ fn experts_whose_tokens_are_gone_are_avoided() {
             assert_eq!(routes.model().experts, [0], "the model's own choice is left alone");
             chosen.push(routes.filing().experts[0]);
             step.append(layer, &k, &v).unwrap();
-            step.attend(layer, &q, &Attend::new(1.0), Output::new(&mut [0.0; 4 * DIM])).unwrap();
+            step.attend(layer, &q, &Attend::new(1.0), AttendOutput::new(&mut [0.0; 4 * DIM])).unwrap();
         }
         step.commit().unwrap();
     }
@@ -247,7 +245,7 @@ fn exact_with_every_router_on_any_shards() {
             let mut sequence = cache.sequence();
             let steps = (0..60).map(|seed| {
                 let n = 1 + seed as usize % 3;
-                turn(&mut pikv, &mut sequence, n, seed, Read::All)
+                turn(&mut pikv, &mut sequence, n, seed, ReadPages::All)
             });
             let out = steps.collect::<Vec<_>>();
             let filed = (0..EXPERTS).filter(|e| held(&sequence, 0, 0, *e) > 0).count();
@@ -308,8 +306,8 @@ fn a_step_that_is_dropped_never_happened_for_the_routers_either() {
             }
             drop(step);
             assert_eq!(states(pikv.routers()), states(twin.routers()));
-            let a = turn(&mut pikv, &mut sequence, 1, seed, Read::Experts);
-            let b = turn(&mut twin, &mut other, 1, seed, Read::Experts);
+            let a = turn(&mut pikv, &mut sequence, 1, seed, ReadPages::Experts);
+            let b = turn(&mut twin, &mut other, 1, seed, ReadPages::Experts);
             assert_eq!(bits(&a), bits(&b), "router {id}, step {seed}");
         }
         // A commit that fails is undone as well.

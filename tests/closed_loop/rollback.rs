@@ -3,7 +3,7 @@
 use super::{EXPERTS, LAYERS, config, routers, rows, states, turn};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, ClosedLoop, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, ClosedLoop, ReadPages, Sequence};
 use pikv_test::numbers::Rng;
 use pikv_test::scaled;
 
@@ -28,7 +28,7 @@ pub fn together(pikv: &mut ClosedLoop, parts: Vec<(&mut Sequence, usize, u64)>) 
         let mut out = vec![0.0; q.len()];
         step.route(layer, &logits).unwrap();
         step.append(layer, &k, &v).unwrap();
-        step.attend(layer, &q, &Attend::new(1.0), Output::new(&mut out)).unwrap();
+        step.attend(layer, &q, &Attend::new(1.0), AttendOutput::new(&mut out)).unwrap();
     }
     step.commit().unwrap();
 }
@@ -43,15 +43,15 @@ fn rejected_drafts_were_never_routed() {
             let (mut a, mut b) = (cache.sequence(), other.sequence());
             // Long enough for pages to be known.
             let prompt = 1 + rng.below(400) as usize;
-            turn(&mut pikv, &mut a, prompt, seed, Read::Experts);
-            turn(&mut twin, &mut b, prompt, seed, Read::Experts);
+            turn(&mut pikv, &mut a, prompt, seed, ReadPages::Experts);
+            turn(&mut twin, &mut b, prompt, seed, ReadPages::Experts);
             for i in 0..40 {
                 let seed = 1000 * (seed + 1) + i;
                 let mut drafts = rng.below(9);
                 let count = drafts;
                 while drafts > 0 {
                     let n = 1 + rng.below(drafts);
-                    turn(&mut pikv, &mut a, n as usize, seed + 500, Read::Experts);
+                    turn(&mut pikv, &mut a, n as usize, seed + 500, ReadPages::Experts);
                     drafts -= n;
                 }
                 a.rollback(count).unwrap();
@@ -60,8 +60,8 @@ fn rejected_drafts_were_never_routed() {
                     states(twin.routers()),
                     "router {id}, {seed}, {count} drafts"
                 );
-                let x = turn(&mut pikv, &mut a, 1, seed, Read::Experts);
-                let y = turn(&mut twin, &mut b, 1, seed, Read::Experts);
+                let x = turn(&mut pikv, &mut a, 1, seed, ReadPages::Experts);
+                let y = turn(&mut twin, &mut b, 1, seed, ReadPages::Experts);
                 assert_eq!(super::bits(&x), super::bits(&y), "router {id}, {seed}");
                 for layer in 0..LAYERS {
                     let of = |pikv: &ClosedLoop| {
@@ -83,7 +83,7 @@ fn of_drafts_that_stay_in_part_hits_count_row_by_row() {
     let ((cache, mut pikv), (other, mut twin)) = (looped(3), looped(3));
     let (mut a, mut b) = (cache.sequence(), other.sequence());
     for (pikv, sequence) in [(&mut pikv, &mut a), (&mut twin, &mut b)] {
-        (0..3).for_each(|i| drop(turn(pikv, sequence, 100, i, Read::All)));
+        (0..3).for_each(|i| drop(turn(pikv, sequence, 100, i, ReadPages::All)));
     }
     let before = states(pikv.routers());
     for i in 10..40u64 {
@@ -95,7 +95,7 @@ fn of_drafts_that_stay_in_part_hits_count_row_by_row() {
                 step.route(layer, &logits[..n * EXPERTS]).unwrap();
                 step.append(layer, &k[..n * 16], &v[..n * 16]).unwrap();
                 let mut out = vec![0.0; n * 32];
-                step.attend(layer, &q[..n * 32], &Attend::new(1.0), Output::new(&mut out)).unwrap();
+                step.attend(layer, &q[..n * 32], &Attend::new(1.0), AttendOutput::new(&mut out)).unwrap();
             }
             step.commit().unwrap();
         };
@@ -116,7 +116,7 @@ fn a_step_that_is_taken_back_in_part_counts_what_stayed() {
     for (i, prompt) in [(0, 20), (1, 6), (2, 8), (3, 1)] {
         // The numbers of a step's rows begin with those of a shorter one.
         let stay = if prompt > 2 { prompt - 2 } else { prompt };
-        turn(&mut pikv, &mut a, prompt, i, Read::All);
+        turn(&mut pikv, &mut a, prompt, i, ReadPages::All);
         a.rollback((prompt - stay) as u32).unwrap();
         let before = states(pikv.routers());
         let mut step = twin.begin([(&mut b, stay as u32)]).unwrap();
@@ -137,9 +137,9 @@ fn of_a_batch_only_what_was_taken_back_is_forgotten() {
     // A fork has the drafts still.
     let ((cache, mut pikv), (other, mut twin)) = (looped(2), looped(2));
     let [mut a, mut x] = [cache.sequence(), other.sequence()];
-    turn(&mut pikv, &mut a, 5, 1, Read::All);
-    turn(&mut twin, &mut x, 5, 1, Read::All);
-    turn(&mut pikv, &mut a, 3, 2, Read::All);
+    turn(&mut pikv, &mut a, 5, 1, ReadPages::All);
+    turn(&mut twin, &mut x, 5, 1, ReadPages::All);
+    turn(&mut pikv, &mut a, 3, 2, ReadPages::All);
     let (learnt, mut fork) = (states(pikv.routers()), a.fork());
     a.rollback(3).unwrap();
     assert_eq!(states(pikv.routers()), learnt);
@@ -168,15 +168,15 @@ fn of_a_batch_only_what_was_taken_back_is_forgotten() {
 fn what_is_kept_of_steps_does_not_grow() {
     let (cache, mut pikv) = looped(3);
     let (mut idle, mut a) = (cache.sequence(), cache.sequence());
-    turn(&mut pikv, &mut idle, 3, 0, Read::All);
+    turn(&mut pikv, &mut idle, 3, 0, ReadPages::All);
     for i in 1..400 {
-        turn(&mut pikv, &mut a, 1, i, Read::All);
+        turn(&mut pikv, &mut a, 1, i, ReadPages::All);
         assert!(pikv.kept_steps() <= 64 + 4 * 8, "{}", pikv.kept_steps());
     }
     idle.rollback(3).unwrap();
     drop(idle);
     for i in 400..420 {
-        turn(&mut pikv, &mut a, 1, i, Read::All);
+        turn(&mut pikv, &mut a, 1, i, ReadPages::All);
     }
     assert!(pikv.kept_steps() <= 8 + 1, "{}", pikv.kept_steps());
 }

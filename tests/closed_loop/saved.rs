@@ -8,7 +8,7 @@ use pikv::router::{
     CacheAware, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError,
 };
 use pikv::save::{Restored, SaveError};
-use pikv::{Cache, ClosedLoop, Error, Position, Read, Sequence, SequenceOptions};
+use pikv::{Cache, ClosedLoop, Error, Position, ReadPages, Sequence, SequenceOptions};
 use pikv_test::dir::Dir;
 use pikv_test::numbers::Rng;
 use std::path::Path;
@@ -18,7 +18,7 @@ pub fn go_on(pikv: &mut ClosedLoop, sequence: &mut Sequence, seed: u64, steps: u
     let mut rng = Rng(seed);
     let mut all = Vec::new();
     for step in 0..steps {
-        let out = turn(pikv, sequence, 1 + rng.below(3) as usize, 10_000 + step, Read::Experts);
+        let out = turn(pikv, sequence, 1 + rng.below(3) as usize, 10_000 + step, ReadPages::Experts);
         let mut seen = bits(&out);
         for layer in 0..LAYERS {
             let report = pikv.report();
@@ -41,7 +41,7 @@ pub fn go_on(pikv: &mut ClosedLoop, sequence: &mut Sequence, seed: u64, steps: u
 fn begun(id: usize, seed: u64) -> (ClosedLoop, Sequence) {
     let (cache, mut pikv) = looped(id);
     let (mut a, mut b) = (cache.sequence(), cache.sequence());
-    turn(&mut pikv, &mut a, 150, seed, Read::All);
+    turn(&mut pikv, &mut a, 150, seed, ReadPages::All);
     let mut rng = Rng(seed);
     for step in 0..30 {
         let seed = 100 * seed + step;
@@ -54,7 +54,7 @@ fn begun(id: usize, seed: u64) -> (ClosedLoop, Sequence) {
     let fork = a.fork();
     a.rollback(2).unwrap();
     drop((b, fork));
-    turn(&mut pikv, &mut a, 3, seed + 1, Read::Experts);
+    turn(&mut pikv, &mut a, 3, seed + 1, ReadPages::Experts);
     a.rollback(1).unwrap();
     (pikv, a)
 }
@@ -108,7 +108,7 @@ fn files_of_loops_outlast_and_keep_budgets() {
     let path = dir.0.join("chat.safetensors");
     for budget in [None, Some(30)] {
         let mut sequence = cache.sequence_with(SequenceOptions::new().budget(budget)).unwrap();
-        turn(&mut pikv, &mut sequence, 100, 1, Read::All);
+        turn(&mut pikv, &mut sequence, 100, 1, ReadPages::All);
         let bytes = pikv.save_file(&sequence, b"", &path).unwrap();
         let restored = pikv.restore_file(&path).unwrap();
         assert_eq!((restored.bytes, restored.sequence.budget()), (bytes, budget));
@@ -258,7 +258,7 @@ fn the_file_of_the_third_version() {
     let mut pikv = of();
     let mut sequence = cache.sequence();
     for step in 0..5 {
-        turn(&mut pikv, &mut sequence, 2, step, Read::All);
+        turn(&mut pikv, &mut sequence, 2, step, ReadPages::All);
     }
     let now = saved(&mut pikv, &sequence);
     // Made anew where the variable is set: with a version that is not written yet.

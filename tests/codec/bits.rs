@@ -6,7 +6,7 @@ use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::lanes::Lanes;
 use pikv::report::PageMass;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, Dtype, Output, Position, Rope, Rows, Sequence};
+use pikv::{Attend, AttendOutput, Cache, Dtype, Position, Rope, Rows, Sequence};
 use pikv_test::full;
 
 const RING: u32 = 100;
@@ -270,7 +270,7 @@ fn ask(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32, n: u32, op
     let v_dim = setup.layer.layout.v_dim as usize;
     let mut got = Got { out: vec![f32::NAN; rows * v_dim], lse: vec![f32::NAN; rows], mass: vec![] };
     let all = [Rows::new(sequence, Position(first), n)];
-    let output = Output::new(&mut got.out).lse(&mut got.lse).mass(&mut got.mass);
+    let output = AttendOutput::new(&mut got.out).lse(&mut got.lse).mass(&mut got.mass);
     cache.attend(0, &all, &q, options, output).unwrap();
     let mut bits = vec![];
     split_rows(setup, &got, &mut bits);

@@ -4,7 +4,7 @@ use pikv::codec::{Code, Codec, Coding, Map, PyramidKv};
 use pikv::policy::Duo;
 use pikv::report::{PageId, Place};
 use pikv::shape::PAGE;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape};
 use proptest::prelude::*;
 
 use pikv_test::numbers::Rng;
@@ -27,9 +27,9 @@ fn packed(cache: &Cache, keys: &[Vec<f32>]) -> Result<Vec<Vec<f32>>, Error> {
     }
     let (mut out, mut rows) = ([0.0; 8], Vec::new());
     let at = pikv::Rows::new(&sequence, pikv::Position(keys.len() as u32), 1);
-    cache.attend(0, &[at], &vec![1e-6; dim], &Attend::new(1.0), Output::new(&mut out))?;
+    cache.attend(0, &[at], &vec![1e-6; dim], &Attend::new(1.0), AttendOutput::new(&mut out))?;
     assert!(out.iter().all(|x| x.is_finite()), "{out:?}");
-    let id = PageId { place: Place::Expert(0), ordinal: 0 };
+    let id = PageId { place: Place::Run(0), ordinal: 0 };
     for lane in 0..PAGE {
         let mut key = vec![0.0; dim];
         sequence.read(0, 0, id, lane, &mut key, &mut [0.0; 8])?;

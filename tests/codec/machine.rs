@@ -113,7 +113,7 @@ fn check(setup: &Setup, cache: &Cache, live: &Live) -> Result<(), TestCaseError>
                 .flat_map(|(c, chain)| chain.iter().map(move |page| (c, page)));
             for (c, page) in filed.filter(|(_, page)| page.held()) {
                 let Some((info, tokens)) = got.next() else { panic!("pages are missing") };
-                let place = if c == 0 { Place::Sinks } else { Place::Expert(c as u16 - 1) };
+                let place = if c == 0 { Place::Sinks } else { Place::Run(c as u16 - 1) };
                 prop_assert_eq!((info.id.place, info.packed), (place, page.by.is_some()));
                 let want = read(setup, model, l, h, page);
                 prop_assert_eq!(tokens, &want, "layer {} head {} {:?}", l, h, info);
@@ -189,7 +189,7 @@ fn history(setup: &Setup, ops: &[Op]) -> Result<(), TestCaseError> {
                     sequence.pages(l, h).unwrap().filter(|page| page.id.place != Place::Ring).collect();
                 if let Some(page) = (!all.is_empty()).then(|| all[(*pick as usize >> 8) % all.len()]) {
                     sequence.evict(l, h, page.id).unwrap();
-                    let chain = if let Place::Expert(e) = page.id.place { usize::from(e) + 1 } else { 0 };
+                    let chain = if let Place::Run(e) = page.id.place { usize::from(e) + 1 } else { 0 };
                     let same = |own: &&mut Page| own.held() && own.positions[0] == page.first.0;
                     models[l].chains[h][chain].iter_mut().find(same).unwrap().gone = true;
                 }

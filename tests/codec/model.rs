@@ -258,7 +258,7 @@ impl Model {
         let mut all = HashMap::new();
         for (h, head) in self.chains.iter().enumerate() {
             for (c, chain) in head.iter().enumerate() {
-                let place = if c == 0 { Place::Sinks } else { Place::Expert(c as u16 - 1) };
+                let place = if c == 0 { Place::Sinks } else { Place::Run(c as u16 - 1) };
                 all.extend(chain.iter().enumerate().map(|(i, page)| ((h, place, i as u32), page)));
             }
         }

@@ -84,7 +84,7 @@ fn a_map_lowers_the_limit() {
         step.commit().unwrap();
     }
     let (mut k, mut v) = ([0.0; 16], [0.0; 16]);
-    let id = PageId { place: Place::Expert(0), ordinal: 0 };
+    let id = PageId { place: Place::Run(0), ordinal: 0 };
     for lane in 0..PAGE {
         sequence.read(0, 0, id, lane, &mut k, &mut v).unwrap();
         let want = if lane % 2 == 0 { x } else { -x };

@@ -6,7 +6,7 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
 use pikv::report::{PageInfo, PageMass};
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Sequence, Step};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Sequence, Step};
 use pikv_test::backend::backend;
 
 #[derive(Clone, Debug)]
@@ -178,10 +178,10 @@ pub fn fill(
     let n = ids.len() * setup.layer.query_heads as usize;
     let v_dim = setup.layer.layout.v_dim as usize;
     let mut got = Got { out: vec![f32::NAN; n * v_dim], lse: vec![f32::NAN; n], mass: vec![] };
-    step.attend(layer, &q, options, Output::new(&mut got.out).lse(&mut got.lse))?;
+    step.attend(layer, &q, options, AttendOutput::new(&mut got.out).lse(&mut got.lse))?;
     if mass {
         let (mut out, mut lse) = (vec![f32::NAN; n * v_dim], vec![f32::NAN; n]);
-        let output = Output::new(&mut out).lse(&mut lse).mass(&mut got.mass);
+        let output = AttendOutput::new(&mut out).lse(&mut lse).mass(&mut got.mass);
         step.attend(layer, &q, options, output)?;
         assert_eq!((bits(&out), bits(&lse)), got.bits(), "the mass changes the output");
     }

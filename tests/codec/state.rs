@@ -186,7 +186,7 @@ fn evicting_from_one_head() {
     for p in 0..400u32 {
         // A packed page, an open one, and twice one with its original kept: of head 1 only, each at the first chance.
         let pages: Vec<_> =
-            sequence.pages(0, 1).unwrap().filter(|page| page.id.place == Place::Expert(0)).collect();
+            sequence.pages(0, 1).unwrap().filter(|page| page.id.place == Place::Run(0)).collect();
         let kept = |page: &&pikv::report::PageInfo| page.packed && page.bytes > setup.packed_bytes(1);
         let page = match evictions.len() {
             0 if p >= 99 => pages.iter().find(|page| page.packed),

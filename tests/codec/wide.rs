@@ -4,7 +4,7 @@ use crate::model::Model;
 use crate::setup::{Setup, bits, codec, fill, options, shape, snapshot};
 use pikv::codec::Code;
 use pikv::report::{PageInfo, Place};
-use pikv::{Cache, Dtype, Output, Position, Rows, Sequence};
+use pikv::{AttendOutput, Cache, Dtype, Position, Rows, Sequence};
 
 const SPAN: u32 = 65_536;
 
@@ -43,7 +43,7 @@ fn cold(setup: &Setup, cache: &Cache, len: u32) -> (Sequence, Model) {
 }
 
 fn pages(sequence: &Sequence) -> Vec<PageInfo> {
-    sequence.pages(0, 0).unwrap().filter(|page| page.id.place == Place::Expert(1)).collect()
+    sequence.pages(0, 0).unwrap().filter(|page| page.id.place == Place::Run(1)).collect()
 }
 
 #[track_caller]
@@ -99,7 +99,7 @@ fn packed_by_the_token_that_would_widen_it() {
         let q: Vec<f32> = hot.iter().flat_map(|id| crate::setup::query(&setup, 0, *id)).collect();
         let (mut out, mut lse) = (vec![f32::NAN; 8], vec![f32::NAN; 8]);
         let rows = [Rows::new(&sequence, Position(4 + gap), 8)];
-        cache.attend(0, &rows, &q, &options(&setup), Output::new(&mut out).lse(&mut lse)).unwrap();
+        cache.attend(0, &rows, &q, &options(&setup), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         assert_eq!((bits(&out), bits(&lse)), all);
         model.check(&setup, 8, &options(&setup), &out, &lse, 4);
         // Taken back, it is open again, and takes the next token if that is near enough.
@@ -108,7 +108,7 @@ fn packed_by_the_token_that_would_widen_it() {
         agree(&setup, &sequence, &model);
         assert_eq!(cache.usage().taken, sequence.bytes());
         let forget = |pages: &[crate::setup::Stored]| -> Vec<_> {
-            pages.iter().filter(|page| page.0.id.place == Place::Expert(1)).cloned().collect()
+            pages.iter().filter(|page| page.0.id.place == Place::Run(1)).cloned().collect()
         };
         assert_eq!(forget(&before), forget(&snapshot(&setup, &sequence)));
         assert!(usage.taken >= sequence.bytes());

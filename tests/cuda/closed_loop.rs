@@ -8,12 +8,12 @@ use pikv::cuda::DeviceOutput;
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::router::{Adaptive, CacheAware, Router, Shape};
 use pikv::tiers::Tiers;
-use pikv::{Attend, Backend, Cache, ClosedLoop, Dtype, Output, Read};
+use pikv::{Attend, AttendOutput, Backend, Cache, ClosedLoop, Dtype, ReadPages};
 
 const EXPERTS: u32 = 4;
 
 /// Outputs, experts and reports of a run, as bits and numbers; `in_place` with tensors of the device.
-fn turns(backend: Backend, id: usize, read: Read, in_place: bool) -> Vec<u64> {
+fn turns(backend: Backend, id: usize, read: ReadPages, in_place: bool) -> Vec<u64> {
     let mut engine = in_place.then(|| Engine::new(&backend));
     let layer = shape(2, 2, 8, 8, Dtype::F32, Dtype::F32);
     let mut config = config(vec![layer; 2], 8, 0)
@@ -53,7 +53,7 @@ fn turns(backend: Backend, id: usize, read: Read, in_place: bool) -> Vec<u64> {
                 out = engine.read(to);
             } else {
                 step.append(layer, &k, &v).unwrap();
-                step.attend(layer, &q, &attend, Output::new(&mut out)).unwrap();
+                step.attend(layer, &q, &attend, AttendOutput::new(&mut out)).unwrap();
             }
             record.extend(out.iter().map(|x| u64::from(x.to_bits())));
         }
@@ -74,7 +74,7 @@ fn the_same_turns() {
     let standin = Standin::new();
     let live = standin.get(Get::Live);
     for id in 0..2 {
-        for read in [Read::All, Read::Experts] {
+        for read in [ReadPages::All, ReadPages::Experts] {
             let host = turns(Backend::CPU, id, read, false);
             for in_place in [false, true] {
                 assert!(host == turns(standin.backend(), id, read, in_place), "{id}, {read:?}, {in_place}");

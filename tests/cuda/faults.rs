@@ -8,7 +8,7 @@ use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::cuda::CudaError;
 use pikv::policy::{Budget, Eviction, KeyNorm};
 use pikv::tiers::Tiers;
-use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, Error, Output};
+use pikv::{Attend, AttendOutput, Backend, Cache, CacheConfig, Dtype, Error};
 use pikv_test::scaled;
 
 fn setup() -> CacheConfig {
@@ -277,9 +277,10 @@ fn values_that_do_not_fit_are_named_as_on_the_cpu() {
         (k[10], v[1]) = (1.0, 1.0);
         step.append(0, &k, &v).unwrap();
         let mut out = [0.0; 8];
-        step.attend(0, &[0.0; 12], &Attend::new(1.0), Output::new(&mut out)).unwrap();
+        step.attend(0, &[0.0; 12], &Attend::new(1.0), AttendOutput::new(&mut out)).unwrap();
         errors.push(format!("{out:?}"));
-        let overflow = step.attend(0, &[3e38; 12], &Attend::new(1.0), Output::new(&mut out)).unwrap_err();
+        let overflow =
+            step.attend(0, &[3e38; 12], &Attend::new(1.0), AttendOutput::new(&mut out)).unwrap_err();
         errors.push(overflow.to_string());
     }
     let (cpu, cuda) = errors.split_at(3);

@@ -11,7 +11,7 @@ use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::cuda::{DeviceOutput, DeviceSlice};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, SnapKv};
 use pikv::shape::Pairs;
-use pikv::{Attend, CacheConfig, Dtype, Error, Output, Rope};
+use pikv::{Attend, AttendOutput, CacheConfig, Dtype, Error, Rope};
 
 const NARROW: [Dtype; 2] = [Dtype::F16, Dtype::Bf16];
 
@@ -149,7 +149,7 @@ fn values_that_do_not_fit_are_found_later_and_named_as_on_the_host() {
             let mut out = vec![0.0; 2 * (of.query_heads * of.layout.v_dim) as usize];
             let [k, v, q] = &tensors;
             let done = step.append(l, k, v);
-            let done = done.and_then(|()| step.attend(l, q, &Attend::new(0.3), Output::new(&mut out)));
+            let done = done.and_then(|()| step.attend(l, q, &Attend::new(0.3), AttendOutput::new(&mut out)));
             want = want.or(done.err());
             if want.is_some() {
                 break;

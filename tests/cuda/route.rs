@@ -12,7 +12,9 @@ use pikv::router::{
     RouterKind, Shape, Start, TopK,
 };
 use pikv::rules::Hits;
-use pikv::{Attend, Backend, Cache, CacheConfig, ClosedLoop, Dtype, Error, Output, Read, Sequence};
+use pikv::{
+    Attend, AttendOutput, Backend, Cache, CacheConfig, ClosedLoop, Dtype, Error, ReadPages, Sequence,
+};
 use pikv_test::numbers::{Rng, bits};
 use pikv_test::routers::Wrapped;
 use pikv_test::scaled;
@@ -65,7 +67,7 @@ impl Run {
     }
 
     /// A step of `rows` rows of each sequence, in all layers, committed or dropped; returns the bits of the results.
-    fn turn(&mut self, rows: &[usize], seed: u64, read: Read, commit: bool) -> Vec<u32> {
+    fn turn(&mut self, rows: &[usize], seed: u64, read: ReadPages, commit: bool) -> Vec<u32> {
         let Run { cache, pikv, sequences, engine } = self;
         let experts = cache.config().experts as usize;
         let n: usize = rows.iter().sum();
@@ -88,7 +90,8 @@ impl Run {
             let row = |kind, n| noise(&[seed, layer as u64, kind], n);
             let mut out = vec![f32::NAN; n * 16];
             step.append(layer, &row(0, n * 8), &row(1, n * 8)).unwrap();
-            step.attend(layer, &row(2, n * 16), &Attend::new(0.4).read(read), Output::new(&mut out)).unwrap();
+            step.attend(layer, &row(2, n * 16), &Attend::new(0.4).read(read), AttendOutput::new(&mut out))
+                .unwrap();
             if let (Some(engine), Some(routes)) = (engine.as_mut(), device) {
                 assert_eq!(routes.rows, n);
                 record.extend(chosen(engine, &routes));
@@ -144,7 +147,7 @@ fn same_turns(standin: &Standin, experts: u32, top_k: u32, turns: u64) {
         for turn in 0..turns {
             // The first is longer than the ring, so that pages are filed and looked for.
             let rows = [[40, 7], [1, 1], [1, 0], [3, 2]][(turn as usize).min(1 + turn as usize % 3)];
-            let read = [Read::All, Read::Experts][turn as usize % 2];
+            let read = [ReadPages::All, ReadPages::Experts][turn as usize % 2];
             let what = format!("{kind}, {top_k} of {experts}, turn {turn}");
             let want = host.turn(&rows, turn, read, true);
             assert!(want == device.turn(&rows, turn, read, true), "{what}: choices, weights or outputs");
@@ -185,9 +188,9 @@ fn routers_forget_as_on_the_host() {
             let rows = if turn == 0 { 40 } else { 1 + rng.below(4) as usize };
             let (back, commit) = (rng.below(rows.min(4) as u32 + 1), turn == 0 || !rng.one_in(4));
             let by_host = rng.one_in(4);
-            let mut want = host.turn(&[rows], turn, Read::All, commit);
+            let mut want = host.turn(&[rows], turn, ReadPages::All, commit);
             let engine = device.engine.take_if(|_| by_host);
-            let mut got = device.turn(&[rows], turn, Read::All, commit);
+            let mut got = device.turn(&[rows], turn, ReadPages::All, commit);
             if engine.is_some() {
                 device.engine = engine;
             }
@@ -292,7 +295,7 @@ fn logits_that_are_not_finite() {
                 assert_eq!(format!("{want:?}"), format!("{got:?}"), "router {id}, element {at}");
                 assert!(host.states() == device.states());
                 let turn =
-                    |run: &mut Run| run.turn(&rows[..sequences], 9 + u64::from(check), Read::All, true);
+                    |run: &mut Run| run.turn(&rows[..sequences], 9 + u64::from(check), ReadPages::All, true);
                 assert!(turn(&mut host) == turn(&mut device), "router {id}, after the error");
                 assert!(host.states() == device.states());
             }
@@ -368,10 +371,10 @@ fn a_device_that_refuses_once() {
     let live = standin.get(Get::Live);
     for fault in [Set::Launches, Set::Allocations] {
         let mut host = Run::new(setup(8, 2, 0), None, 7, 1);
-        let want: Vec<_> = (0..3).map(|turn| host.turn(&[12], turn + 4, Read::All, true)).collect();
+        let want: Vec<_> = (0..3).map(|turn| host.turn(&[12], turn + 4, ReadPages::All, true)).collect();
         for n in 0..scaled(12, 60) {
             let mut device = Run::new(setup(8, 2, 0), Some(standin.backend()), 7, 1);
-            assert!(want[0] == device.turn(&[12], 4, Read::All, true));
+            assert!(want[0] == device.turn(&[12], 4, ReadPages::All, true));
             let engine = device.engine.as_mut().unwrap();
             let logits: Vec<_> = (0..LAYERS).map(|layer| engine.put(logits(5, layer, 13, 8))).collect();
             standin.set(fault, n);
@@ -389,7 +392,7 @@ fn a_device_that_refuses_once() {
             }
             standin.set(Set::Reset, 0);
             for (turn, want) in (5..).zip(&want[1..]) {
-                assert!(*want == device.turn(&[12], turn, Read::All, true), "fault {n}");
+                assert!(*want == device.turn(&[12], turn, ReadPages::All, true), "fault {n}");
             }
         }
         assert_eq!(standin.get(Get::Live), live);

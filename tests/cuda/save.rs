@@ -4,7 +4,7 @@ use crate::standin::Standin;
 use crate::suite::{config, shape};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o};
-use pikv::{Attend, Backend, Cache, CacheConfig, Dtype, Output, Sequence};
+use pikv::{Attend, AttendOutput, Backend, Cache, CacheConfig, Dtype, Sequence};
 use pikv_test::numbers::{bits, noise};
 
 /// Adds `n` tokens in one step; returns the bits of attention.
@@ -17,7 +17,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) -> Vec<u32> {
         step.append(layer, &noise(seed, n * 16), &noise(seed + 1, n * 16)).unwrap();
         let (mut out, mut lse) = (vec![0.0; n * 32], vec![0.0; n * 4]);
         let q = noise(seed + 2, n * 32);
-        step.attend(layer, &q, &Attend::new(0.4), Output::new(&mut out).lse(&mut lse)).unwrap();
+        step.attend(layer, &q, &Attend::new(0.4), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         let experts: Vec<u16> = (0..n as u64).map(|i| ((i + seed) % 3 % 2) as u16).collect();
         step.route(layer, &experts).unwrap();
         all.extend(bits(&[out, lse].concat()));

@@ -4,7 +4,7 @@ use crate::engine::{Engine, rounded};
 use pikv::cuda::DeviceOutput;
 use pikv::report::Place;
 use pikv::router::Eplb;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Read, Rows, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, ReadPages, Rows, Sequence};
 
 pub fn mix(parts: &[u64]) -> u64 {
     parts.iter().fold(1, |h, &part| {
@@ -105,10 +105,10 @@ impl Run {
 
     fn attend(&self, shape: &LayerShape) -> Attend {
         let attend = Attend::new((shape.layout.k_dim as f32).powf(-0.5));
-        let attend = if self.options.own_experts { attend.read(Read::Experts) } else { attend };
+        let attend = if self.options.own_experts { attend.read(ReadPages::Experts) } else { attend };
         let attend = match self.options.quest {
             0 => attend,
-            pages => attend.read(Read::Quest { pages }),
+            pages => attend.read(ReadPages::Quest { pages }),
         };
         let attend = attend.closed_gaps(self.options.closed_gaps && shape.rope.is_some());
         self.options.softcap.map_or(attend, |cap| attend.softcap(cap))
@@ -144,7 +144,7 @@ impl Run {
                     let (mut out, mut lse) =
                         (vec![f32::NAN; heads * shape.layout.v_dim as usize], vec![f32::NAN; heads]);
                     let asked = [Rows::new(sequence, pikv::Position(len - rows), rows)];
-                    let output = Output::new(&mut out).lse(&mut lse);
+                    let output = AttendOutput::new(&mut out).lse(&mut lse);
                     self.cache.attend(layer, &asked, &q, &self.attend(shape), output)?;
                     results.extend(out.iter().chain(&lse).map(|x| x.to_bits()));
                 }
@@ -237,7 +237,7 @@ impl Run {
             } else if attends {
                 let (mut out, mut lse) = (vec![f32::NAN; heads * v_dim], vec![f32::NAN; heads]);
                 let mut mass = Vec::new();
-                let output = Output::new(&mut out).lse(&mut lse);
+                let output = AttendOutput::new(&mut out).lse(&mut lse);
                 let output = if mass_too { output.mass(&mut mass) } else { output };
                 step.attend(layer, &q, &options[layer], output)?;
                 results.extend(out.iter().map(|x| rounded(*x, out_type).to_bits()));

@@ -10,7 +10,8 @@ use pikv::cuda::{CudaError, DeviceOutput, DeviceSlice};
 use pikv::policy::{Budget, Candidates, Eviction, H2o, KeyNorm, Policy, StreamingLlm, Token};
 use pikv::shape::Pairs;
 use pikv::{
-    Attend, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Read, Rope, Sequence, Step,
+    Attend, AttendOutput, Backend, Cache, CacheConfig, Dtype, Error, LayerShape, ReadPages, Rope, Sequence,
+    Step,
 };
 use pikv_test::scaled;
 
@@ -148,7 +149,7 @@ fn an_engine_and_its_cache_on_one_stream() {
     let mut want = vec![0.0; 16];
     let mut step = cpu.begin([(&mut sequence, 1)]).unwrap();
     step.append(0, &noise(&[1], 8), &noise(&[2], 8)).unwrap();
-    step.attend(0, &noise(&[3], 16), &Attend::new(0.3), Output::new(&mut want)).unwrap();
+    step.attend(0, &noise(&[3], 16), &Attend::new(0.3), AttendOutput::new(&mut want)).unwrap();
     for default in [false, true] {
         let context = Context::new(1);
         let stream = context.stream();
@@ -224,7 +225,7 @@ fn tensors_that_are_refused() {
         &refused("lse", "multiples"),
     );
     not(step.attend_device(0, q, &Attend::new(-1.0), to), &|e| matches!(e, Error::Scale(_)));
-    let quest = attend.read(Read::Quest { pages: 1 });
+    let quest = attend.read(ReadPages::Quest { pages: 1 });
     not(
         step.attend_device(0, q, &quest, to),
         &|e| matches!(e, Error::HostTensors { layer: 0, what } if what.contains("Quest")),
@@ -232,7 +233,7 @@ fn tensors_that_are_refused() {
     step.attend_device(0, q, &attend, to).unwrap();
     // The layer that is left on slices of the host.
     step.append(1, &[0.5; 48], &[0.5; 16]).unwrap();
-    step.attend(1, &[0.5; 48], &attend, Output::new(&mut [0.0; 16])).unwrap();
+    step.attend(1, &[0.5; 48], &attend, AttendOutput::new(&mut [0.0; 16])).unwrap();
     step.check().unwrap();
     step.commit().unwrap();
     drop(foreign);
@@ -280,8 +281,8 @@ fn values_that_do_not_fit_are_found_later_and_named_as_on_the_host() {
             }
             let mut out = vec![0.0; 2 * (shape.query_heads * shape.layout.v_dim) as usize];
             let done = step.append(l, &tensors[0], &tensors[1]);
-            let done =
-                done.and_then(|()| step.attend(l, &tensors[2], &Attend::new(0.3), Output::new(&mut out)));
+            let done = done
+                .and_then(|()| step.attend(l, &tensors[2], &Attend::new(0.3), AttendOutput::new(&mut out)));
             if let Err(e) = done {
                 want = Some(e.to_string());
                 break;
@@ -510,7 +511,7 @@ fn a_sequence_leaves_a_step_of_tensors_of_the_device() {
                 step.attend_device(layer, q, &how, DeviceOutput::new(out).lse(lse)).unwrap();
                 let mut want = vec![0.0; own * heads * v_dim];
                 twin.append(layer, &given[0].1, &given[1].1).unwrap();
-                twin.attend(layer, &given[2].1, &how, Output::new(&mut want)).unwrap();
+                twin.attend(layer, &given[2].1, &how, AttendOutput::new(&mut want)).unwrap();
                 let got = engine.read(out);
                 let (before, got) = got.split_at(first * heads * v_dim);
                 assert!(layer < left || before.iter().all(|x| *x == 7.0), "written to");

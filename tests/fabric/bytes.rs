@@ -6,7 +6,9 @@ use pikv::fabric::{Options, Schedule};
 use pikv::router::Eplb;
 use pikv::rules::Hits;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence, StepReport};
+use pikv::{
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Position, Rows, Sequence, StepReport,
+};
 use pikv_test::numbers::{bits, noise};
 
 const SHARDS: u32 = 8;
@@ -96,7 +98,7 @@ fn eplb_moves_a_skewed_stream() {
     let q = noise(3, 32 * 16);
     let read = |sequence: &Cache| {
         let mut out = vec![0.0; 32 * 16];
-        sequence.attend(0, &rows, &q, &Attend::new(0.25), Output::new(&mut out)).unwrap();
+        sequence.attend(0, &rows, &q, &Attend::new(0.25), AttendOutput::new(&mut out)).unwrap();
         out
     };
     let first = read(&cache);
@@ -129,14 +131,14 @@ fn a_step_sends_what_the_schedule_says() {
             // Pages that fill up are with their blocks from the first time on that these are read.
             let rows = [Rows::new(&sequence, Position(11_999), 1)];
             let mut out = vec![0.0; 4096];
-            cache.attend(0, &rows, &noise(4, 4096), &Attend::new(0.09), Output::new(&mut out)).unwrap();
+            cache.attend(0, &rows, &noise(4, 4096), &Attend::new(0.09), AttendOutput::new(&mut out)).unwrap();
             let steps = 64;
             let from = cache.traffic().unwrap();
             let (k, v, q) = (noise(1, 1024), noise(2, 1024), noise(3, 4096));
             for t in 0..steps {
                 let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
                 step.append(0, &k, &v).unwrap();
-                step.attend(0, &q, &Attend::new(0.09), Output::new(&mut out)).unwrap();
+                step.attend(0, &q, &Attend::new(0.09), AttendOutput::new(&mut out)).unwrap();
                 step.route(0, &[uniform(12_000 + t)]).unwrap();
                 step.commit().unwrap();
             }
@@ -178,7 +180,9 @@ fn fast_is_within_its_bound() {
             let (mut out, mut lse) = (vec![0.0; 3 * 32 * 32], vec![0.0; 3 * 32]);
             let rows = [Rows::new(&sequence, Position(8998), 3)];
             let q: Vec<f32> = noise(5, 3 * 32 * 32).iter().map(|x| 4.0 * x).collect();
-            cache.attend(0, &rows[..], &q, &Attend::new(0.3), Output::new(&mut out).lse(&mut lse)).unwrap();
+            cache
+                .attend(0, &rows[..], &q, &Attend::new(0.3), AttendOutput::new(&mut out).lse(&mut lse))
+                .unwrap();
             outs.push((out, lse));
         }
         let blocks = 9000.0f64 / 256.0 + 16.0;
@@ -215,7 +219,7 @@ fn pages_on_ranks_are_misses() {
         step.append(0, &noise(3, 3 * 8 * 64), &noise(4, 3 * 8 * 64)).unwrap();
         step.route(0, &[3; 3]).unwrap();
         let mut out = vec![0.0; 3 * 32 * 64];
-        step.attend(0, &noise(5, 3 * 32 * 64), &Attend::new(0.1), Output::new(&mut out)).unwrap();
+        step.attend(0, &noise(5, 3 * 32 * 64), &Attend::new(0.1), AttendOutput::new(&mut out)).unwrap();
         step.commit_with(report).unwrap();
     }
     // Of the rows at 320, 321 and 322 two are counted, each by 8 heads; the 256 tokens that left the ring all lie on ranks.

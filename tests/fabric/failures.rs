@@ -3,7 +3,8 @@
 use pikv::fabric::{Fabric, FabricError, InProcess, Options};
 use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence,
+    Attend, AttendOutput, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Position, ReadPages,
+    Rows, Sequence,
 };
 use pikv_test::numbers::{bits, noise};
 use std::collections::VecDeque;
@@ -113,7 +114,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, n: u32, seed: u64, which: &[u16]
 fn read(cache: &Cache, sequence: &Sequence) -> Result<Vec<u32>, Error> {
     let mut out = vec![0.0; 16];
     let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
-    cache.attend(0, &rows, &noise(9, 16), &Attend::new(0.7), Output::new(&mut out))?;
+    cache.attend(0, &rows, &noise(9, 16), &Attend::new(0.7), AttendOutput::new(&mut out))?;
     Ok(bits(&out))
 }
 
@@ -287,6 +288,7 @@ fn pages_move_while_they_are_read() {
     let mut step = cache.begin([(&mut all, 1)]).unwrap();
     step.append(0, &noise(1, 8), &noise(2, 8)).unwrap();
     step.route(0, &[2]).unwrap();
-    step.attend(0, &noise(3, 16), &Attend::new(0.7).read(Read::Experts), Output::new(&mut out)).unwrap();
+    step.attend(0, &noise(3, 16), &Attend::new(0.7).read(ReadPages::Experts), AttendOutput::new(&mut out))
+        .unwrap();
     step.commit().unwrap();
 }

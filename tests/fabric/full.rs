@@ -4,7 +4,9 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::fabric::{FabricError, InProcess, Options};
 use pikv::policy::{Budget, Eviction, Lru};
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence};
+use pikv::{
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Position, ReadPages, Rows, Sequence,
+};
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
 
@@ -32,7 +34,7 @@ fn extend(cache: &Cache, s: &mut Sequence, n: usize, seed: u64, attended: bool) 
     let mut step = cache.begin([(s, n as u32)])?;
     step.append(0, &noise(seed, n * DIM), &noise(seed + 1, n * DIM))?;
     if attended {
-        step.attend(0, &noise(seed + 2, n * DIM), &Attend::new(0.2), Output::new(&mut out)).unwrap();
+        step.attend(0, &noise(seed + 2, n * DIM), &Attend::new(0.2), AttendOutput::new(&mut out)).unwrap();
     }
     step.route(0, &(0..n).map(|_| rng.below(4) as u16).collect::<Vec<_>>())?;
     step.commit()?;
@@ -42,7 +44,13 @@ fn extend(cache: &Cache, s: &mut Sequence, n: usize, seed: u64, attended: bool) 
 fn read(cache: &Cache, s: &Sequence) -> Result<Vec<u32>, Error> {
     let mut out = [0.0; DIM];
     let rows = [Rows::new(s, Position(s.next_position().0 - 1), 1)];
-    cache.attend(0, &rows, &noise(7, DIM), &Attend::new(0.2).read(Read::All), Output::new(&mut out))?;
+    cache.attend(
+        0,
+        &rows,
+        &noise(7, DIM),
+        &Attend::new(0.2).read(ReadPages::All),
+        AttendOutput::new(&mut out),
+    )?;
     Ok(bits(&out))
 }
 

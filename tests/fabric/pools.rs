@@ -1,9 +1,9 @@
 //! Calls from rayon pools over every fabric: each call ends, with the bits of one process. One fabric has a rank that works on the thread
 //! of its caller, as the front of an MPI world has.
 
-use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
+use pikv::fabric::{Fabric, FabricError, InProcess, Options, RankStore};
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Position, Rows, Sequence};
 use pikv_test::numbers::{bits, noise};
 use rayon::prelude::*;
 use std::collections::VecDeque;
@@ -36,13 +36,13 @@ fn watched(what: &str, f: impl FnOnce() + Send + 'static) {
 
 /// Ranks that work on the thread that asks them.
 struct Here {
-    stores: Vec<Store>,
+    stores: Vec<RankStore>,
     queue: VecDeque<(u32, Vec<u32>)>,
 }
 
 impl Here {
     fn new(config: &CacheConfig, ranks: u32) -> Here {
-        let store = |_| Store::new(config, 256 << 20).unwrap().parallel(true);
+        let store = |_| RankStore::new(config, 256 << 20).unwrap().parallel(true);
         Here { stores: (0..ranks).map(store).collect(), queue: VecDeque::new() }
     }
 }
@@ -94,7 +94,7 @@ fn attend(cache: &Cache, sequence: &Sequence, seed: u64, masses: bool) -> Vec<u3
     let mut out = vec![0.0; HEADS * DIM];
     let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
     let mut mass = Vec::new();
-    let to = Output::new(&mut out);
+    let to = AttendOutput::new(&mut out);
     let to = if masses { to.mass(&mut mass) } else { to };
     cache.attend(0, &rows, &noise(seed, HEADS * DIM), &Attend::new(0.125), to).unwrap();
     let mut all = bits(&out);

@@ -8,7 +8,8 @@ use pikv::report::{PageInfo, PageMass};
 use pikv::router::Eplb;
 use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Rope, Rows, Step, StepReport,
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Position, Rope, Rows, Step,
+    StepReport,
 };
 use pikv_test::numbers::{bits, noise};
 use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
@@ -107,13 +108,13 @@ struct Seen {
 }
 
 /// The same call to both caches, and their results; with masses of pages and without.
-fn both((outs, lses): (usize, usize), mut call: impl FnMut(usize, Output<'_>) -> Result<(), Error>) {
+fn both((outs, lses): (usize, usize), mut call: impl FnMut(usize, AttendOutput<'_>) -> Result<(), Error>) {
     let mut results = Vec::new();
     for cache in 0..2 {
         let (mut out, mut lse, mut mass) = (vec![0.0; outs], vec![0.0; lses], Vec::<PageMass>::new());
-        let made = call(cache, Output::new(&mut out).lse(&mut lse).mass(&mut mass));
+        let made = call(cache, AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass));
         let (mut plain, mut plain_lse) = (vec![0.0; outs], vec![0.0; lses]);
-        assert_eq!(call(cache, Output::new(&mut plain).lse(&mut plain_lse)), made);
+        assert_eq!(call(cache, AttendOutput::new(&mut plain).lse(&mut plain_lse)), made);
         assert_eq!((bits(&out), bits(&lse)), (bits(&plain), bits(&plain_lse)));
         results.push(made.map(|()| (bits(&out), bits(&lse), mass)));
     }
@@ -203,11 +204,11 @@ impl Twins<'_> {
                 let first = Position(self.pairs[at][0].next_position().0.saturating_sub(*back));
                 for layer in 0..model.layers {
                     let Twins { caches, pairs, .. } = self;
-                    let call = |cache: usize, out: Output<'_>| {
+                    let call = |cache: usize, out: AttendOutput<'_>| {
                         let rows = [Rows::new(&pairs[at][cache], first, 1)];
                         caches[cache].attend(layer, &rows, &q, &options, out)
                     };
-                    let tried = call(1, Output::new(&mut vec![0.0; outs.0]));
+                    let tried = call(1, AttendOutput::new(&mut vec![0.0; outs.0]));
                     if matches!(tried, Err(Error::Fabric(_))) {
                         return full(self.setup, &mut self.seen, tried);
                     }
@@ -321,8 +322,13 @@ fn pages_in_bases_and_means() {
                     let mut out = vec![0.0; n * 3 * 70];
                     let mut step = cache.begin([(&mut sequence, n as u32)]).unwrap();
                     step.append(0, &noise(3 * i, n * 80), &noise(3 * i + 1, n * 70)).unwrap();
-                    step.attend(0, &noise(3 * i + 2, n * 240), &Attend::new(0.3), Output::new(&mut out))
-                        .unwrap();
+                    step.attend(
+                        0,
+                        &noise(3 * i + 2, n * 240),
+                        &Attend::new(0.3),
+                        AttendOutput::new(&mut out),
+                    )
+                    .unwrap();
                     step.route(0, &[0, 1, 1, 1].repeat(n)[..n]).unwrap();
                     step.commit().unwrap();
                     all.extend(bits(&out));

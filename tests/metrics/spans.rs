@@ -2,7 +2,7 @@
 
 use super::cache_of;
 use super::log::logged;
-use pikv::{Attend, CacheConfig, Dtype, LayerShape, Output};
+use pikv::{Attend, AttendOutput, CacheConfig, Dtype, LayerShape};
 use tracing::Level;
 use tracing_subscriber::fmt::format::FmtSpan;
 
@@ -14,7 +14,7 @@ fn a_step_tells_what_it_does() {
         let mut step = cache.begin([(&mut sequence, 3)]).unwrap();
         for layer in 0..2 {
             step.append(layer, &[0.5; 12], &[0.5; 12]).unwrap();
-            step.attend(layer, &[0.5; 12], &Attend::new(0.5), Output::new(&mut [0.0; 12])).unwrap();
+            step.attend(layer, &[0.5; 12], &Attend::new(0.5), AttendOutput::new(&mut [0.0; 12])).unwrap();
         }
         step.commit().unwrap();
         sequence.rollback(2).unwrap();

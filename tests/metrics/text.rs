@@ -6,7 +6,7 @@ use pikv::planner::flexgen::{Class, Machine, Tier};
 use pikv::planner::{Load, Planner, Sample, StepTime, Work};
 use pikv::rules::Hits;
 use pikv::shard::ShardMap;
-use pikv::{Attend, CacheConfig, Dtype, LayerShape, Output, StepReport};
+use pikv::{Attend, AttendOutput, CacheConfig, Dtype, LayerShape, StepReport};
 
 /// Two layers of 2 KV heads, in pages of 32 * (16 + 16) * 2 + 128 = 2176 bytes.
 fn config() -> CacheConfig {
@@ -24,7 +24,7 @@ fn usage_and_what_a_step_met() {
         for layer in 0..2 {
             step.append(layer, &vec![0.5; n * 32], &vec![0.5; n * 32]).unwrap();
             let mut out = vec![0.0; n * 64];
-            step.attend(layer, &vec![0.5; n * 64], &Attend::new(0.25), Output::new(&mut out)).unwrap();
+            step.attend(layer, &vec![0.5; n * 64], &Attend::new(0.25), AttendOutput::new(&mut out)).unwrap();
         }
         step.commit_with(&mut report).unwrap();
     }

@@ -15,7 +15,7 @@
 mod moves;
 mod prefetch;
 
-use pikv::{Attend, Cache, Error, Output, Position, Rows, Sequence};
+use pikv::{Attend, AttendOutput, Cache, Error, Position, Rows, Sequence};
 use pikv_test::numbers::{bits, noise};
 
 const DIM: usize = 4;
@@ -34,6 +34,6 @@ fn rows(salt: u64, from: u32, n: u32) -> Vec<f32> {
 fn read(cache: &Cache, layer: usize, sequence: &Sequence) -> Result<Vec<u32>, Error> {
     let mut out = [0.0; DIM];
     let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
-    cache.attend(layer, &rows, &noise(7, DIM), &Attend::new(0.5), Output::new(&mut out))?;
+    cache.attend(layer, &rows, &noise(7, DIM), &Attend::new(0.5), AttendOutput::new(&mut out))?;
     Ok(bits(&out))
 }

@@ -1,7 +1,7 @@
 //! Pages move between nearly full ranks, while other threads step, fork, drop and get refusals.
 
 use crate::{DIM, orders, read, rows};
-use pikv::fabric::{Fabric, FabricError, Options, Store};
+use pikv::fabric::{Fabric, FabricError, Options, RankStore};
 use pikv::router::Eplb;
 use pikv::shard::ShardMap;
 use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
@@ -20,7 +20,7 @@ const SALT: [u64; 2] = [1_000, 2_000];
 
 /// Ranks that answer on the thread that asks.
 struct Here {
-    ranks: Vec<Store>,
+    ranks: Vec<RankStore>,
     answers: VecDeque<(u32, Vec<u32>)>,
 }
 
@@ -49,7 +49,7 @@ fn config() -> CacheConfig {
 fn cache(pages: u64) -> Cache {
     let config = config().shards(ShardMap::sum(2).unwrap());
     let page = config.layers[0].layout.bytes();
-    let ranks = (0..2).map(|_| Store::new(&config, pages * page).unwrap()).collect();
+    let ranks = (0..2).map(|_| RankStore::new(&config, pages * page).unwrap()).collect();
     Cache::over(config, Box::new(Here { ranks, answers: VecDeque::new() }), Options::default()).unwrap()
 }
 

@@ -1,8 +1,8 @@
 //! A thread prefetches pages of a lower tier, while the steps that requested them attend or are dropped.
 
 use crate::{DIM, orders, read, rows};
-use pikv::tiers::{Store, Tiers};
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence};
+use pikv::tiers::{PageStore, Tiers};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
 use pikv_test::numbers::{bits, noise};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
@@ -16,7 +16,7 @@ const SALT: [u64; 2] = [1_000, 2_000];
 #[derive(Debug, Default)]
 struct Slow(Mutex<Vec<u8>>);
 
-impl Store for Slow {
+impl PageStore for Slow {
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         let (at, half) = (at as usize, bytes.len() / 2);
         for (at, bytes) in [(at, &bytes[..half]), (at + half, &bytes[half..])] {
@@ -57,7 +57,7 @@ fn step(cache: &Cache, sequence: &mut Sequence, salt: u64, n: u32, kept: bool) -
         let salt = salt + 100_000 * layer as u64;
         step.append(layer, &rows(salt, from, n), &rows(salt + 500, from, n)).unwrap();
         let q = noise(salt + u64::from(from), n as usize * DIM);
-        step.attend(layer, &q, &Attend::new(0.5), Output::new(&mut out)).ok()?;
+        step.attend(layer, &q, &Attend::new(0.5), AttendOutput::new(&mut out)).ok()?;
         all.extend(bits(&out));
         if !kept && layer == 1 {
             return None;

@@ -9,7 +9,8 @@ use pikv::planner::{
 use pikv::report::{PageId, Place};
 use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, Read, Sequence,
+    Attend, AttendOutput, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, ReadPages,
+    Sequence,
 };
 use proptest::prelude::*;
 
@@ -99,8 +100,8 @@ fn a_row_reads_the_pages_of_its_experts() {
             let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
             step.append(0, &[0.0], &[0.5]).unwrap();
             step.route(0, &row(t).collect::<Vec<_>>()).unwrap();
-            let read = Attend::new(1.0).read(Read::Experts);
-            step.attend(0, &[1.0], &read, Output::new(&mut out).lse(&mut lse)).unwrap();
+            let read = Attend::new(1.0).read(ReadPages::Experts);
+            step.attend(0, &[1.0], &read, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
             step.commit().unwrap();
             mean += (f64::from(lse[0]).exp() - 32.0) / f64::from(t + 1 - 32) / f64::from(rows);
         }
@@ -152,8 +153,7 @@ fn evict(cache: &Cache, sequence: &mut Sequence, resident: u32) {
     for l in 0..cache.config().layers.len() {
         for h in 0..cache.config().layers[l].kv_heads as usize {
             let pages = sequence.pages(l, h).unwrap().map(|page| page.id);
-            let mut pages: Vec<PageId> =
-                pages.filter(|page| matches!(page.place, Place::Expert(_))).collect();
+            let mut pages: Vec<PageId> = pages.filter(|page| matches!(page.place, Place::Run(_))).collect();
             pages.sort_by_key(|page| (page.ordinal, page.place));
             let mut pages = pages.into_iter();
             while sequence.resident(l, h).unwrap().0 > resident {
@@ -179,7 +179,7 @@ fn work(cache: &Cache, sequence: &Sequence) -> Work {
             for page in sequence.pages(l, h).unwrap() {
                 let from = match page.id.place {
                     Place::Sinks => 0,
-                    Place::Expert(_) => seen,
+                    Place::Run(_) => seen,
                     Place::Ring => seen.max(len.saturating_sub(config.ring)),
                 };
                 if page.last.0 < from {

@@ -4,7 +4,7 @@ use crate::model::{ALL, Def};
 use crate::setup::{Kind, Log, Row, Spy, bits, config, eviction, held, mix, row, run};
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, LruPlus};
-use pikv::{Attend, Cache, CacheConfig, Error, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Error, ReadPages, Sequence};
 use proptest::prelude::*;
 
 /// Appends and attends rows; the bits of all outputs.
@@ -12,8 +12,8 @@ fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) -> Vec<u32> {
     let mut outs = Vec::new();
     run(cache, sequence, rows, |step, l, q, size| {
         let (mut out, mut lse) = (vec![0.0; size], vec![0.0; size / 3]);
-        let read = if cache.config().bounds { Read::Quest { pages: 1 } } else { Read::All };
-        step.attend(l, q, &Attend::new(0.5).read(read), Output::new(&mut out).lse(&mut lse)).unwrap();
+        let read = if cache.config().bounds { ReadPages::Quest { pages: 1 } } else { ReadPages::All };
+        step.attend(l, q, &Attend::new(0.5).read(read), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         outs.extend(bits(&out));
         outs.extend(bits(&lse));
     });
@@ -128,7 +128,7 @@ fn sequences_of_a_step_do_not_mix() {
                 let mut layers = 0..2;
                 run(&cache, sequence, rows, |step, l, q, size| {
                     let mut out = vec![0.0; size];
-                    step.attend(l, q, &Attend::new(0.5), Output::new(&mut out)).unwrap();
+                    step.attend(l, q, &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
                     want[layers.next().unwrap()].extend(bits(&out));
                 });
             }
@@ -143,8 +143,8 @@ fn sequences_of_a_step_do_not_mix() {
                 let mut out = vec![0.0; step.rows() * 12];
                 // Of two calls the last counts.
                 let other: Vec<f32> = q.iter().map(|x| -3.0 * x).collect();
-                step.attend(l, &other, &Attend::new(2.0), Output::new(&mut out)).unwrap();
-                step.attend(l, &q, &Attend::new(0.5), Output::new(&mut out)).unwrap();
+                step.attend(l, &other, &Attend::new(2.0), AttendOutput::new(&mut out)).unwrap();
+                step.attend(l, &q, &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
                 assert_eq!(&bits(&out), want);
             }
             step.commit().unwrap();
@@ -166,7 +166,7 @@ fn a_dropped_step_leaves_no_trace() {
                 let mut step = cache.begin([(&mut other, 5)]).unwrap();
                 let size = |per: usize| vec![0.25; 5 * per];
                 step.append(0, &size(8), &size(6)).unwrap();
-                step.attend(0, &size(16), &Attend::new(1.0), Output::new(&mut size(12))).unwrap();
+                step.attend(0, &size(16), &Attend::new(1.0), AttendOutput::new(&mut size(12))).unwrap();
             }
             assert_eq!(feed(&cache, &mut plain, &rows), feed(&cache, &mut other, &rows), "{def:?}");
             assert_eq!(seen(&plain), seen(&other), "{def:?}");
@@ -226,7 +226,8 @@ fn bytes_stay_within_their_budget() {
                         .map(|p| row(cache.config(), Kind::Noise, u64::from(p)))
                         .collect();
                     run(&cache, &mut sequence, &rows, |step, l, q, size| {
-                        step.attend(l, q, &Attend::new(3.0), Output::new(&mut vec![0.0; size])).unwrap();
+                        step.attend(l, q, &Attend::new(3.0), AttendOutput::new(&mut vec![0.0; size]))
+                            .unwrap();
                     });
                     assert!(sequence.bytes() <= bytes.max(fixed), "{def:?}, {experts}: {}", sequence.bytes());
                     most = most.max(sequence.bytes());
@@ -252,7 +253,7 @@ fn a_full_pool() {
         let len = sequence.next_position().0;
         let rows: Vec<Row> = (len..len + n).map(|p| row(cache.config(), Kind::Noise, u64::from(p))).collect();
         run(cache, sequence, &rows, |step, l, q, size| {
-            step.attend(l, q, &Attend::new(3.0), Output::new(&mut vec![0.0; size])).unwrap();
+            step.attend(l, q, &Attend::new(3.0), AttendOutput::new(&mut vec![0.0; size])).unwrap();
         });
     };
     // Finds the smallest budget that a long run completes with; one page less stops the run without loss.

@@ -2,7 +2,9 @@
 
 use pikv::policy::{Budget, Eviction, ExpectedAttention};
 use pikv::shape::{Frequencies, FrequencyError, Scaling};
-use pikv::{Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Read, Rope};
+use pikv::{
+    Attend, AttendOutput, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, ReadPages, Rope,
+};
 use pikv_test::numbers::{bits, noise};
 use std::f64::consts::PI;
 
@@ -110,7 +112,7 @@ fn token(p: u32, seed: u64) -> [Vec<f32>; 3] {
 }
 
 /// Appends `n` tokens one by one; the outputs of all rows.
-fn run(cache: &Cache, n: u32, read: Read) -> Vec<f32> {
+fn run(cache: &Cache, n: u32, read: ReadPages) -> Vec<f32> {
     let mut sequence = cache.sequence();
     let mut all = Vec::new();
     for p in 0..n {
@@ -118,7 +120,7 @@ fn run(cache: &Cache, n: u32, read: Read) -> Vec<f32> {
         let mut out = [0.0; 16];
         let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
         step.append(0, &k, &v).unwrap();
-        step.attend(0, &q, &Attend::new(0.7).read(read), Output::new(&mut out)).unwrap();
+        step.attend(0, &q, &Attend::new(0.7).read(read), AttendOutput::new(&mut out)).unwrap();
         step.commit().unwrap();
         all.extend(out);
     }
@@ -151,10 +153,10 @@ fn attention_turns_by_them() {
                 .shards(pikv::shard::ShardMap::sum(shards).unwrap())
         };
         let cache = Cache::new(config(1)).unwrap();
-        let got = run(&cache, 200, Read::All);
-        assert_eq!(bits(&got), bits(&run(&Cache::new(config(3)).unwrap(), 200, Read::All)));
+        let got = run(&cache, 200, ReadPages::All);
+        assert_eq!(bits(&got), bits(&run(&Cache::new(config(3)).unwrap(), 200, ReadPages::All)));
         // Pages enough for all: the same, so bounds are taken.
-        assert_eq!(bits(&got), bits(&run(&cache, 200, Read::Quest { pages: 100 })));
+        assert_eq!(bits(&got), bits(&run(&cache, 200, ReadPages::Quest { pages: 100 })));
         for (row, out) in got.chunks_exact(16).enumerate() {
             let query = token(row as u32, 1)[2].clone();
             for (head, out) in out.chunks_exact(8).enumerate() {
@@ -181,8 +183,11 @@ fn attention_turns_by_them() {
     }
     let plain = CacheConfig::new(vec![layer(Some(rope(10_000.0, rotary as u32)))], 1 << 22).ring(40);
     let same = Frequencies::plain(10_000.0, rotary as u32).unwrap();
-    let own = run(&Cache::new(plain.clone()).unwrap(), 200, Read::All);
-    assert_eq!(bits(&own), bits(&run(&Cache::new(plain.frequencies(0..1, same)).unwrap(), 200, Read::All)));
+    let own = run(&Cache::new(plain.clone()).unwrap(), 200, ReadPages::All);
+    assert_eq!(
+        bits(&own),
+        bits(&run(&Cache::new(plain.frequencies(0..1, same)).unwrap(), 200, ReadPages::All))
+    );
     assert!(!seen.contains(&bits(&own)));
 }
 
@@ -216,7 +221,7 @@ fn expected_attention_takes_the_layers_frequencies() {
             let mut out = [0.0; 16];
             let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
             step.append(0, &k, &v).unwrap();
-            step.attend(0, &q, &Attend::new(0.25), Output::new(&mut out)).unwrap();
+            step.attend(0, &q, &Attend::new(0.25), AttendOutput::new(&mut out)).unwrap();
             step.commit().unwrap();
         }
         let pages = sequence.pages(0, 0).unwrap().filter(|page| page.id.place != pikv::report::Place::Ring);
@@ -300,7 +305,7 @@ fn positions_are_reserved() {
     cache.reserve_positions(5000).unwrap();
     let bytes = cache.table_bytes();
     assert_eq!(bytes, 8192 * 8 * 4);
-    run(&cache, 300, Read::All);
+    run(&cache, 300, ReadPages::All);
     assert_eq!(cache.table_bytes(), bytes);
     let most = pikv::Position::MAX.0;
     assert_eq!(

@@ -4,7 +4,7 @@ use crate::model::{Def, Model};
 use crate::setup::{Kind, Row, bits, config, eviction, held, row, run};
 use pikv::codec::{ChunkKv, FastV, PyramidKv};
 use pikv::policy::{Budget, Chunks, Duo, Eviction, H2o, KeyNorm, StreamingLlm, fast_v};
-use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Sequence};
 use std::collections::BTreeSet;
 
 fn rows(config: &CacheConfig, from: u32, n: u32) -> Vec<Row> {
@@ -15,7 +15,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) -> Vec<u32> {
     let mut outs = Vec::new();
     run(cache, sequence, rows, |step, l, q, size| {
         let mut out = vec![0.0; size];
-        step.attend(l, q, &Attend::new(0.5), Output::new(&mut out)).unwrap();
+        step.attend(l, q, &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
         outs.extend(bits(&out));
     });
     outs
@@ -132,7 +132,7 @@ fn prompt(config: &CacheConfig, n: u32) -> (Vec<Row>, Vec<f32>) {
     let mut scores = vec![0.0; n as usize];
     run(&plain, &mut sequence, &all, |step, l, q, size| {
         let (mut out, mut mass) = (vec![0.0; size], Vec::new());
-        step.attend(l, q, &Attend::new(0.5), Output::new(&mut out).mass(&mut mass)).unwrap();
+        step.attend(l, q, &Attend::new(0.5), AttendOutput::new(&mut out).mass(&mut mass)).unwrap();
         for page in mass.iter().filter(|page| l == 0 && page.kv_head == 0) {
             let at = page.page.ordinal as usize * 32;
             for (lane, x) in page.tokens.iter().enumerate().take(n as usize - at) {

@@ -35,7 +35,7 @@ fn heavy_hitters_by_hand() {
     // Two layers of scores would hide a slip: one head, one query head, victims by sums written out.
     use crate::setup::{Row, attention, held, run, shape};
     use pikv::policy::{Eviction, H2o};
-    use pikv::{Attend, Cache, CacheConfig, Output};
+    use pikv::{Attend, AttendOutput, Cache, CacheConfig};
     let config =
         CacheConfig::new(vec![shape(1, 1, 2, 2)], 1 << 20).backend(pikv_test::backend::backend()).ring(2);
     let cache = Cache::new(config.evict(Eviction::new(H2o, Budget::Tokens(5)).batch(1))).unwrap();
@@ -52,7 +52,7 @@ fn heavy_hitters_by_hand() {
             experts: vec![vec![0]],
         };
         run(&cache, &mut sequence, &[row], |step, l, q, size| {
-            step.attend(l, q, &Attend::new(6.0), Output::new(&mut vec![0.0; size])).unwrap();
+            step.attend(l, q, &Attend::new(6.0), AttendOutput::new(&mut vec![0.0; size])).unwrap();
         });
         kept.push(p);
         let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();

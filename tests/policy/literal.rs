@@ -8,7 +8,7 @@ use pikv::policy::{
 };
 use pikv::rules::Hits;
 use pikv::shape::LANES;
-use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Sequence};
 use safetensors::{Dtype, tensor::TensorView};
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ fn rows(config: &CacheConfig, from: u32, n: u32) -> Vec<Row> {
 
 fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) {
     run(cache, sequence, rows, |step, l, q, size| {
-        step.attend(l, q, &Attend::new(0.5), Output::new(&mut vec![0.0; size])).unwrap();
+        step.attend(l, q, &Attend::new(0.5), AttendOutput::new(&mut vec![0.0; size])).unwrap();
     });
 }
 

@@ -7,7 +7,7 @@ use pikv::policy::{
     StreamingLlm, Tova,
 };
 use pikv::report::Place;
-use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Sequence};
 use pikv_test::runs;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -242,7 +242,7 @@ impl Model {
         let mut outs: Vec<Vec<f32>> = Vec::new();
         run(&self.cache, &mut self.sequence, &fresh, |step, layer, q, size| {
             let mut out = vec![0.0; size];
-            step.attend(layer, q, &Attend::new(0.5), Output::new(&mut out)).unwrap();
+            step.attend(layer, q, &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
             outs.push(out);
         });
         self.rows.extend(fresh);
@@ -596,7 +596,7 @@ impl Model {
                             p.0,
                             page.id
                         );
-                        if let Place::Expert(e) = page.id.place {
+                        if let Place::Run(e) = page.id.place {
                             let home = row.experts[l][0];
                             assert_eq!(runs::run(config.experts, shape.window, p.0, home), e);
                         }

@@ -1,7 +1,7 @@
-//! `Read::Quest` with a window: the candidates of a row are the pages that it sees, so its reads depend neither on how tokens are cut into
+//! `ReadPages::Quest` with a window: the candidates of a row are the pages that it sees, so its reads depend neither on how tokens are cut into
 //! steps nor on rollbacks.
 
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, ReadPages, Sequence};
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
 
@@ -22,7 +22,7 @@ fn of(branch: u64, position: u32, layer: usize, what: u64, n: u32) -> Vec<f32> {
 }
 
 /// Appends `n` tokens of a text and attends them in every layer; the bits of all outputs.
-fn push(cache: &Cache, sequence: &mut Sequence, branch: u64, n: u32, read: Read) -> Vec<u32> {
+fn push(cache: &Cache, sequence: &mut Sequence, branch: u64, n: u32, read: ReadPages) -> Vec<u32> {
     let first = sequence.next_position().0;
     let config = cache.config();
     let mut outputs = Vec::new();
@@ -41,7 +41,7 @@ fn push(cache: &Cache, sequence: &mut Sequence, branch: u64, n: u32, read: Read)
         let mut out = vec![0.0; (n * QUERY_HEADS * V_DIM) as usize];
         let mut lse = vec![0.0; (n * QUERY_HEADS) as usize];
         let options = Attend::new(0.7).read(read);
-        step.attend(layer, &q, &options, Output::new(&mut out).lse(&mut lse)).unwrap();
+        step.attend(layer, &q, &options, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         outputs.extend(bits(&out));
         outputs.extend(bits(&lse));
     }
@@ -61,14 +61,14 @@ fn key(p: u32) -> f32 {
 }
 
 /// Output and log-sum-exp of each row.
-fn push_steep(cache: &Cache, sequence: &mut Sequence, n: u32, read: Read) -> Vec<(u32, u32)> {
+fn push_steep(cache: &Cache, sequence: &mut Sequence, n: u32, read: ReadPages) -> Vec<(u32, u32)> {
     let first = sequence.next_position().0;
     let k: Vec<f32> = (first..first + n).map(key).collect();
     let v: Vec<f32> = (first..first + n).map(|p| p as f32).collect();
     let (mut out, mut lse) = (vec![0.0; n as usize], vec![0.0; n as usize]);
     let mut step = cache.begin([(sequence, n)]).unwrap();
     step.append(0, &k, &v).unwrap();
-    let to = Output::new(&mut out).lse(&mut lse);
+    let to = AttendOutput::new(&mut out).lse(&mut lse);
     step.attend(0, &vec![1.0; n as usize], &Attend::new(1.0).read(read), to).unwrap();
     step.commit().unwrap();
     bits(&out).into_iter().zip(bits(&lse)).collect()
@@ -79,7 +79,7 @@ fn steep(rollback: u32) -> Cache {
     Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(64).rollback(rollback).bounds(true)).unwrap()
 }
 
-const ONE_PAGE: Read = Read::Quest { pages: 1 };
+const ONE_PAGE: ReadPages = ReadPages::Quest { pages: 1 };
 
 /// The row at 254 sees positions from 95 on: of the full pages the last token of page 2, which has the highest visible key, and pages 3
 /// and 4. The row at 255 sees pages 3 and 4; page 3 has the highest keys.
@@ -101,11 +101,11 @@ fn quest_behind_a_window_forgets_what_was_taken_back() {
     let (c, d) = (steep(40), steep(40));
     let (mut a, mut b) = (c.sequence(), d.sequence());
     for _ in 0..254 {
-        push_steep(&c, &mut a, 1, Read::All);
-        push_steep(&d, &mut b, 1, Read::All);
+        push_steep(&c, &mut a, 1, ReadPages::All);
+        push_steep(&d, &mut b, 1, ReadPages::All);
     }
     for _ in 0..30 {
-        push_steep(&c, &mut a, 1, Read::All);
+        push_steep(&c, &mut a, 1, ReadPages::All);
     }
     a.rollback(30).unwrap();
     assert_eq!(push_steep(&c, &mut a, 1, ONE_PAGE), push_steep(&d, &mut b, 1, ONE_PAGE));
@@ -127,7 +127,7 @@ fn quest_reads_the_same_however_tokens_are_cut() {
     for seed in 0..scaled(8, 320) {
         let mut rng = Rng(seed);
         let (window, pages, ring) = (30 + rng.below(150), 1 + rng.below(3), 20);
-        let read = Read::Quest { pages };
+        let read = ReadPages::Quest { pages };
         let experts = 1 + 2 * rng.below(2);
         let config = CacheConfig::new(vec![shape(None), shape(Some(window))], 1 << 22)
             .ring(ring)

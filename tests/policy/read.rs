@@ -8,7 +8,7 @@ use pikv::policy::{Budget, Eviction, H2o, KeyNorm, StreamingLlm};
 use pikv::report::{PageId, Place};
 use pikv::shape::PAGE;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ReadPages, Sequence};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -29,7 +29,7 @@ fn fill(
         outs.clear();
         run(cache, sequence, &new, |step, l, q, size| {
             let mut out = vec![0.0; size];
-            step.attend(l, q, options, Output::new(&mut out)).unwrap();
+            step.attend(l, q, options, AttendOutput::new(&mut out)).unwrap();
             outs.push(out);
         });
         all.extend(new);
@@ -68,7 +68,7 @@ fn ask(cache: &Cache, sequence: &Sequence, options: &Attend) -> Vec<u32> {
         let q = row(cache.config(), Kind::Noise, 1 << 40).q[l].clone();
         let (mut out, mut mass) = (vec![0.0; 12], Vec::new());
         let rows = [pikv::Rows::new(sequence, p, 1)];
-        cache.attend(l, &rows, &q, options, Output::new(&mut out).mass(&mut mass)).unwrap();
+        cache.attend(l, &rows, &q, options, AttendOutput::new(&mut out).mass(&mut mass)).unwrap();
         all.extend(bits(&out));
         all.extend(mass.iter().flat_map(|page| bits(&page.tokens)));
     }
@@ -96,7 +96,7 @@ fn mixed(def: Def, lanes: Lanes, shards: u32) -> Cache {
 fn the_same_bits_on_all_lanes_threads_shards_and_splits() {
     for def in [Def::H2o, Def::KeyNorm, Def::Lru] {
         let steps = [90, 40, 1, 30, 7, 50, 1, 1, 8, 8, 60];
-        let reads = [Read::All, Read::Quest { pages: 2 }];
+        let reads = [ReadPages::All, ReadPages::Quest { pages: 2 }];
         let play = |cache: &Cache, options: &dyn Fn(Attend) -> Attend| {
             let mut got = Vec::new();
             for read in reads {
@@ -152,7 +152,7 @@ fn attention_after_eviction_is_that_over_what_is_held() {
                     let one = [all[p as usize].clone()];
                     run(&cache, &mut sequence, &one, |step, l, q, size| {
                         let mut out = vec![0.0; size];
-                        step.attend(l, q, &options, Output::new(&mut out)).unwrap();
+                        step.attend(l, q, &options, AttendOutput::new(&mut out)).unwrap();
                         for head in 0..4 {
                             let window =
                                 cache.config().layers[l].window.map_or(0, |w| (p + 1).saturating_sub(w));
@@ -186,7 +186,7 @@ fn streaming_with_positions_inside_the_cache() {
             all.extend(new.clone());
             run(&cache, &mut sequence, &new, |step, l, q, size| {
                 let mut out = vec![0.0; size];
-                step.attend(l, q, &options, Output::new(&mut out)).unwrap();
+                step.attend(l, q, &options, AttendOutput::new(&mut out)).unwrap();
                 for (i, got) in out.chunks_exact(3).enumerate() {
                     let (row, head) = (p + i as u32 / 4, i % 4);
                     let mut seen: Vec<u32> = kept.iter().copied().chain(p..=row).collect();
@@ -220,7 +220,7 @@ fn streaming_past_what_a_model_was_trained_on() {
             let one = [row(cache.config(), Kind::Noise, u64::from(id))];
             run(&cache, &mut sequence, &one, |step, l, q, size| {
                 out = vec![0.0; size];
-                step.attend(l, q, &options, Output::new(&mut out)).unwrap();
+                step.attend(l, q, &options, AttendOutput::new(&mut out)).unwrap();
             });
         }
         out
@@ -244,7 +244,8 @@ fn rows_read_the_pages_of_their_experts() {
             all.extend(new.clone());
             run(&cache, &mut sequence, &new, |step, l, q, size| {
                 let mut out = vec![0.0; size];
-                step.attend(l, q, &Attend::new(0.5).read(Read::Experts), Output::new(&mut out)).unwrap();
+                step.attend(l, q, &Attend::new(0.5).read(ReadPages::Experts), AttendOutput::new(&mut out))
+                    .unwrap();
                 for (i, got) in out.chunks_exact(3).enumerate() {
                     let (row, head) = (p + i as u32 / 4, i % 4);
                     let mine = &all[row as usize].experts[l];
@@ -272,21 +273,21 @@ fn all_pages_of_quest_are_everything() {
             config = config.compress(Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8)));
         }
         let cache = Cache::new(config.evict(Eviction::new(KeyNorm, Budget::Tokens(140)))).unwrap();
-        let play = |read: Read| {
+        let play = |read: ReadPages| {
             let mut sequence = cache.sequence();
             let mut outs = Vec::new();
             for n in [150, 1, 1, 40, 3] {
                 let new = rows(cache.config(), sequence.next_position().0, n);
                 run(&cache, &mut sequence, &new, |step, l, q, size| {
                     let mut out = vec![0.0; size];
-                    step.attend(l, q, &Attend::new(0.5).read(read), Output::new(&mut out)).unwrap();
+                    step.attend(l, q, &Attend::new(0.5).read(read), AttendOutput::new(&mut out)).unwrap();
                     outs.extend(bits(&out));
                 });
             }
             outs
         };
-        assert_eq!(play(Read::Quest { pages: 1000 }), play(Read::All));
-        assert_ne!(play(Read::Quest { pages: 1 }), play(Read::All));
+        assert_eq!(play(ReadPages::Quest { pages: 1000 }), play(ReadPages::All));
+        assert_ne!(play(ReadPages::Quest { pages: 1 }), play(ReadPages::All));
     }
 }
 
@@ -321,13 +322,13 @@ fn quest_reads_the_pages_with_the_highest_bounds() {
             let q = row(cache.config(), Kind::Noise, (1 << 40) + asked).q[0].clone();
             let (mut out, mut mass) = (vec![0.0; 12], Vec::new());
             let rows = [pikv::Rows::new(&sequence, p, 1)];
-            let options = Attend::new(0.5).read(Read::Quest { pages: 2 });
-            cache.attend(0, &rows, &q, &options, Output::new(&mut out).mass(&mut mass)).unwrap();
+            let options = Attend::new(0.5).read(ReadPages::Quest { pages: 2 });
+            cache.attend(0, &rows, &q, &options, AttendOutput::new(&mut out).mass(&mut mass)).unwrap();
             for h in 0..2 {
                 let mut bounds: Vec<(f64, PageId)> = Vec::new();
                 let mut open = BTreeSet::new();
                 for page in
-                    sequence.pages(0, h).unwrap().filter(|page| matches!(page.id.place, Place::Expert(_)))
+                    sequence.pages(0, h).unwrap().filter(|page| matches!(page.id.place, Place::Run(_)))
                 {
                     let tokens: Vec<(u32, u32)> =
                         sequence.positions(0, h, page.id).unwrap().map(|(lane, p)| (lane, p.0)).collect();
@@ -345,7 +346,7 @@ fn quest_reads_the_pages_with_the_highest_bounds() {
                 let want: BTreeSet<PageId> = bounds[..2].iter().map(|b| b.1).chain(open).collect();
                 let got: BTreeSet<PageId> = mass
                     .iter()
-                    .filter(|page| page.kv_head == h && matches!(page.page.place, Place::Expert(_)))
+                    .filter(|page| page.kv_head == h && matches!(page.page.place, Place::Run(_)))
                     .map(|page| page.page)
                     .collect();
                 assert_eq!(got, want);

@@ -3,13 +3,13 @@
 use crate::setup::{Kind, Row, config, held, row, run};
 use pikv::policy::{Budget, Candidates, Duo, Eviction, Feedback, H2o, Policy, Seen, StreamingLlm};
 use pikv::shape::LANES;
-use pikv::{Attend, Cache, CacheConfig, ConfigError, Error, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ConfigError, Error, ReadPages, Sequence};
 
 fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) {
     let from = sequence.next_position().0;
     let rows: Vec<Row> = (from..from + n).map(|p| row(cache.config(), Kind::Noise, u64::from(p))).collect();
     run(cache, sequence, &rows, |step, l, q, size| {
-        step.attend(l, q, &Attend::new(0.5), Output::new(&mut vec![0.0; size])).unwrap();
+        step.attend(l, q, &Attend::new(0.5), AttendOutput::new(&mut vec![0.0; size])).unwrap();
     });
 }
 
@@ -54,13 +54,13 @@ fn reads_that_cannot_be() {
         step.append(0, &[0.5; 8], &[0.5; 6]).unwrap();
         let mut out = [0.0; 12];
         let mut ask =
-            |options: Attend| step.attend(0, &[1.0; 16], &options, Output::new(&mut out)).unwrap_err();
+            |options: Attend| step.attend(0, &[1.0; 16], &options, AttendOutput::new(&mut out)).unwrap_err();
         let plain = Attend::new(0.5);
-        assert_eq!(ask(plain.read(Read::Quest { pages: 3 })), Error::NoBounds);
+        assert_eq!(ask(plain.read(ReadPages::Quest { pages: 3 })), Error::NoBounds);
         assert_eq!(ask(plain.closed_gaps(true)), Error::NoRotation { layer: 0 });
-        assert_eq!(ask(plain.read(Read::Experts)), Error::NotRouted { layer: 0, row: 0 });
+        assert_eq!(ask(plain.read(ReadPages::Experts)), Error::NotRouted { layer: 0, row: 0 });
         step.route(0, &[1]).unwrap();
-        step.attend(0, &[1.0; 16], &plain.read(Read::Experts), Output::new(&mut out)).unwrap();
+        step.attend(0, &[1.0; 16], &plain.read(ReadPages::Experts), AttendOutput::new(&mut out)).unwrap();
     }
     assert_eq!(held(&sequence, 0, 0), before);
     feed(&cache, &mut sequence, 3);

@@ -3,19 +3,19 @@
 use crate::setup::{Kind, Row, held, row, run, shape};
 use pikv::policy::{Budget, Duo, Eviction, H2o, StreamingLlm};
 use pikv::report::Place;
-use pikv::{Attend, Cache, CacheConfig, Output, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ReadPages, Sequence};
 
 fn base() -> CacheConfig {
     let layers = vec![shape(2, 2, 4, 3), shape(2, 2, 4, 3).window(12), shape(1, 2, 4, 3)];
     CacheConfig::new(layers, 4 << 20).ring(4).experts(4, 2).backend(pikv_test::backend::backend())
 }
 
-fn feed(cache: &Cache, sequence: &mut Sequence, ids: std::ops::Range<u64>, read: Read) {
+fn feed(cache: &Cache, sequence: &mut Sequence, ids: std::ops::Range<u64>, read: ReadPages) {
     for id in ids {
         let rows: [Row; 1] = [row(cache.config(), Kind::Noise, id)];
         run(cache, sequence, &rows, |step, l, q, size| {
             let mut out = vec![0.0; size];
-            step.attend(l, q, &Attend::new(0.5).read(read), Output::new(&mut out)).unwrap();
+            step.attend(l, q, &Attend::new(0.5).read(read), AttendOutput::new(&mut out)).unwrap();
         });
     }
 }
@@ -47,7 +47,7 @@ fn streaming_llm_keeps_four_sinks_where_none_are_named() {
         assert_eq!([0, 1, 2].map(|l| cache.store(l).unwrap().sinks), want);
         assert!(cache.store(3).is_err());
         let mut sequence = cache.sequence();
-        feed(&cache, &mut sequence, 0..70, Read::All);
+        feed(&cache, &mut sequence, 0..70, ReadPages::All);
         assert_eq!(sinks(&sequence, 3), want.map(first), "{named:?}");
         // The newest tokens fill the rest of the 20 besides the sinks; a window shows 12 tokens and the sinks.
         for head in 0..2 {
@@ -83,8 +83,8 @@ fn the_sinks_of_a_layer_are_read_whatever_the_experts() {
         let mut read = 0.0;
         run(&cache, &mut sequence, &rows, |step, l, q, size| {
             let (mut out, mut lse) = (vec![0.0; size], vec![0.0; q.len() / 4]);
-            let how = Attend::new(0.5).read(Read::Experts);
-            step.attend(l, q, &how, Output::new(&mut out).lse(&mut lse)).unwrap();
+            let how = Attend::new(0.5).read(ReadPages::Experts);
+            step.attend(l, q, &how, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
             if l == 0 {
                 read = lse[0].exp().round();
             }
@@ -94,7 +94,7 @@ fn the_sinks_of_a_layer_are_read_whatever_the_experts() {
         }
         // Sinks, ring, and the held tokens of the row's experts.
         let own = sequence.pages(0, 0).unwrap().filter(|page| match page.id.place {
-            Place::Expert(e) => experts.contains(&e),
+            Place::Run(e) => experts.contains(&e),
             _ => false,
         });
         let own: u32 = own.map(|page| page.tokens).sum();

@@ -6,13 +6,13 @@ use pikv::report::Place;
 use pikv::rules::Hits;
 use pikv::shape::PAGE;
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence, StepReport};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, ReadPages, Sequence, StepReport};
 use pikv_test::numbers::Rng;
 use pikv_test::scaled;
 use std::collections::BTreeSet;
 
 /// Appends and attends rows in one step.
-fn step(cache: &Cache, sequence: &mut Sequence, rows: &[Row], read: Read, report: &mut StepReport) {
+fn step(cache: &Cache, sequence: &mut Sequence, rows: &[Row], read: ReadPages, report: &mut StepReport) {
     let all = |of: &dyn Fn(&Row) -> Vec<f32>| rows.iter().flat_map(of).collect::<Vec<f32>>();
     let mut step = cache.begin([(sequence, rows.len() as u32)]).unwrap();
     for (l, shape) in cache.config().layers.iter().enumerate() {
@@ -20,7 +20,7 @@ fn step(cache: &Cache, sequence: &mut Sequence, rows: &[Row], read: Read, report
         let experts: Vec<u16> = rows.iter().flat_map(|r| r.experts[l].clone()).collect();
         step.route(l, &experts).unwrap();
         let mut out = vec![0.0; rows.len() * (shape.query_heads * shape.layout.v_dim) as usize];
-        step.attend(l, &all(&|r| r.q[l].clone()), &Attend::new(0.5).read(read), Output::new(&mut out))
+        step.attend(l, &all(&|r| r.q[l].clone()), &Attend::new(0.5).read(read), AttendOutput::new(&mut out))
             .unwrap();
     }
     step.commit_with(report).unwrap();
@@ -29,7 +29,7 @@ fn step(cache: &Cache, sequence: &mut Sequence, rows: &[Row], read: Read, report
 /// The positions in pages of experts that a head holds in the first tier.
 fn near(sequence: &Sequence, layer: usize, head: usize) -> BTreeSet<u32> {
     let pages = sequence.pages(layer, head).unwrap();
-    let near = pages.filter(|page| page.tier == 0 && matches!(page.id.place, Place::Expert(_)));
+    let near = pages.filter(|page| page.tier == 0 && matches!(page.id.place, Place::Run(_)));
     near.flat_map(|page| sequence.positions(layer, head, page.id).unwrap().map(|(_, p)| p.0)).collect()
 }
 
@@ -72,7 +72,7 @@ fn expected(
     (history, old): (&[Row], u32),
     l: usize,
     near: &[BTreeSet<u32>],
-    read: Read,
+    read: ReadPages,
 ) -> Option<(Vec<f64>, Vec<f64>)> {
     let config = cache.config();
     let (shape, hits) = (&config.layers[l], config.hits.unwrap());
@@ -98,7 +98,7 @@ fn expected(
         let lo = shape.window.map_or(0, |window| (p + 1).saturating_sub(window));
         let candidates: Vec<&(u16, Vec<u32>)> = pages
             .iter()
-            .filter(|(e, page)| page[31] >= lo && (read != Read::Experts || row.experts[l].contains(e)))
+            .filter(|(e, page)| page[31] >= lo && (read != ReadPages::Experts || row.experts[l].contains(e)))
             .collect();
         for (h, near) in near.iter().enumerate().take(shape.kv_heads as usize) {
             let key = |p: u32| &history[p as usize].k[l][h * k_dim..][..k_dim];
@@ -173,7 +173,7 @@ fn hits_are_what_the_definition_says() {
         let (mut sequence, mut report) = (cache.sequence(), StepReport::default());
         let mut history: Vec<Row> = Vec::new();
         let kind = rng.of(&[Kind::Noise, Kind::Hot, Kind::Equal, Kind::HotExpert]);
-        let reads = [Read::All, Read::Experts];
+        let reads = [ReadPages::All, ReadPages::Experts];
         while history.len() < 360 {
             let read = rng.of(&reads);
             let old = history.len() as u32;
@@ -231,7 +231,7 @@ fn rates(policy: impl Policy + 'static, len: u32) -> (f64, f64) {
         let hot = p / 40 % 4 == 1;
         row.k[0].iter_mut().for_each(|x| *x = if hot { 2.0 } else { *x / 4.0 });
         row.q[0].iter_mut().for_each(|x| *x = x.abs());
-        step(&cache, &mut sequence, &[row], Read::All, &mut report);
+        step(&cache, &mut sequence, &[row], ReadPages::All, &mut report);
         hits += report.hits(0)[0];
         wanted += report.hits(0)[0] + report.misses(0)[0];
         residency += report.residency();
@@ -259,7 +259,7 @@ fn what_is_known_is_bounded() {
         let (mut most, mut tables) = (0, 0);
         for p in 0..3000u32 {
             let row = row(cache.config(), Kind::Noise, u64::from(p));
-            step(&cache, &mut sequence, &[row], Read::All, &mut report);
+            step(&cache, &mut sequence, &[row], ReadPages::All, &mut report);
             most = most.max(cache.usage().ghosts);
             if p == 1500 {
                 tables = sequence.table_bytes();
@@ -280,7 +280,13 @@ fn nobody_asks_and_nothing_is_computed() {
     let cache = Cache::new(config(1).evict(eviction())).unwrap();
     let (mut sequence, mut report) = (cache.sequence(), StepReport::default());
     for p in 0..200u32 {
-        step(&cache, &mut sequence, &[row(cache.config(), Kind::Noise, p.into())], Read::All, &mut report);
+        step(
+            &cache,
+            &mut sequence,
+            &[row(cache.config(), Kind::Noise, p.into())],
+            ReadPages::All,
+            &mut report,
+        );
         assert_eq!((report.hits(0), report.misses(0), report.hit_rate()), (&[0.0][..], &[0.0][..], None));
         assert!(report.residency() < 1.0 || p <= 64);
     }
@@ -289,10 +295,16 @@ fn nobody_asks_and_nothing_is_computed() {
     let cache = Cache::new(config(1).evict(Eviction::new(AdaKvLit::default(), Budget::Tokens(64)))).unwrap();
     let mut sequence = cache.sequence();
     for p in 0..200u32 {
-        step(&cache, &mut sequence, &[row(cache.config(), Kind::Noise, p.into())], Read::All, &mut report);
+        step(
+            &cache,
+            &mut sequence,
+            &[row(cache.config(), Kind::Noise, p.into())],
+            ReadPages::All,
+            &mut report,
+        );
     }
     assert!(cache.usage().ghosts > 0 && report.misses(0)[0] + report.hits(0)[0] == 0.0, "199 is not asked");
-    step(&cache, &mut sequence, &[row(cache.config(), Kind::Noise, 200)], Read::All, &mut report);
+    step(&cache, &mut sequence, &[row(cache.config(), Kind::Noise, 200)], ReadPages::All, &mut report);
     assert!(report.hit_rate().is_some());
 }
 
@@ -308,7 +320,7 @@ fn adakv_lit_moves_tokens_between_heads() {
         // Head 0 attends to the newest tokens, which have the longest keys; head 1 to changing ones.
         row.k[0][..4].fill(1.0 + p as f32 / 900.0);
         row.q[0][..8].fill(1.0);
-        step(&cache, &mut sequence, &[row], Read::All, &mut report);
+        step(&cache, &mut sequence, &[row], ReadPages::All, &mut report);
     }
     let held: Vec<u32> = (0..2).map(|h| sequence.resident(0, h).unwrap().0).collect();
     assert_eq!(held[0] + held[1], 320, "{held:?}");

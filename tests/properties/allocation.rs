@@ -6,7 +6,7 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o, Lru, SnapKv, StreamingLlm};
 use pikv::router::{CacheAware, LoadBalanced, Router, Shape};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Rope, Scalar, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Rope, Scalar, Sequence};
 use pikv_test::full;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -149,7 +149,7 @@ impl<T: Number> Decoding<T> {
                 x.iter_mut().for_each(|x| *x = T::of(noise(&mut self.seed)));
             }
             step.append(layer, &self.k, &self.v).unwrap();
-            step.attend(layer, &self.q, &OPTIONS, Output::new(&mut self.out)).unwrap();
+            step.attend(layer, &self.q, &OPTIONS, AttendOutput::new(&mut self.out)).unwrap();
             step.route(layer, &self.logits).unwrap();
         }
         step.commit().unwrap();
@@ -266,7 +266,7 @@ fn rows_of_a_prompt_are_attended_in_what_is_there() {
             step.append(0, &k, &v).unwrap();
             let before = ASKED.load(Ordering::Relaxed);
             COUNTS.store(true, Ordering::Relaxed);
-            step.attend(0, &q, &OPTIONS, Output::new(&mut out)).unwrap();
+            step.attend(0, &q, &OPTIONS, AttendOutput::new(&mut out)).unwrap();
             COUNTS.store(false, Ordering::Relaxed);
             step.commit().unwrap();
             ASKED.load(Ordering::Relaxed) - before

@@ -4,8 +4,8 @@ use pikv::lanes::{Lanes, LanesError};
 use pikv::report::{PageId, PageInfo, Place};
 use pikv::shard::{ShardError, ShardMap};
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Output, Position, Rope, Rows,
-    Sequence, Step,
+    Attend, AttendOutput, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Layout, Position, Rope,
+    Rows, Sequence, Step,
 };
 
 /// Two layers of different heads, widths and dtypes; 3 experts, 2 of them a token; a ring of 8, 4 of rollback.
@@ -36,7 +36,8 @@ fn good(cache: &Cache, sequence: &mut Sequence, n: usize) -> Vec<u32> {
         let Layout { k_dim, v_dim, .. } = shape.layout;
         step.append(l, &fill(shape.kv_heads * k_dim), &fill(shape.kv_heads * v_dim)).unwrap();
         let mut out = fill(shape.query_heads * v_dim);
-        step.attend(l, &fill(shape.query_heads * k_dim), &Attend::new(0.5), Output::new(&mut out)).unwrap();
+        step.attend(l, &fill(shape.query_heads * k_dim), &Attend::new(0.5), AttendOutput::new(&mut out))
+            .unwrap();
         step.route(l, &(0..n).flat_map(|i| [i as u16 % 3, (i as u16 + 1) % 3]).collect::<Vec<_>>()).unwrap();
         outputs.extend(out.iter().map(|x| x.to_bits()));
     }
@@ -92,14 +93,20 @@ fn attend(
     let mut step = begin(cache, sequence);
     step.append(0, &[0.0; K], &[0.0; V]).unwrap();
     let (mut out, mut lse) = (vec![0.0; sizes[0]], vec![0.0; sizes[1]]);
-    step.attend(0, q, &options, Output::new(&mut out).lse(&mut lse))
+    step.attend(0, q, &options, AttendOutput::new(&mut out).lse(&mut lse))
 }
 
 /// Attends `rows` rows from `first`, outside a step.
 fn ask(cache: &Cache, sequence: &Sequence, layer: usize, first: u32, rows: u32) -> Result<(), Error> {
     let n = rows as usize % 1000;
     let parts = [Rows::new(sequence, Position(first), rows)];
-    cache.attend(layer, &parts, &vec![0.0; n * 12], &Attend::new(0.5), Output::new(&mut vec![0.0; n * 20]))
+    cache.attend(
+        layer,
+        &parts,
+        &vec![0.0; n * 12],
+        &Attend::new(0.5),
+        AttendOutput::new(&mut vec![0.0; n * 20]),
+    )
 }
 
 fn read(sequence: &Sequence, place: Place, ordinal: u32, lane: u32) -> Result<(), Error> {
@@ -153,12 +160,12 @@ fn calls() -> Vec<Case> {
         ("q inf", |c, s| attend(c, s, &with(Q, 4, f32::INFINITY), Attend::new(1.0), [OUT, LSE]), q(0, 1, 1, f32::INFINITY), &["inf", "query head 1"]),
         ("q -inf outside a step", |c, s| {
             let rows = [Rows::new(s, Position(LEN - 1), 1)];
-            c.attend(0, &rows, &with(12, 6, f32::NEG_INFINITY), &Attend::new(1.0), Output::new(&mut [0.0; 20]))
+            c.attend(0, &rows, &with(12, 6, f32::NEG_INFINITY), &Attend::new(1.0), AttendOutput::new(&mut [0.0; 20]))
         }, q(0, 2, 0, f32::NEG_INFINITY), &["-inf", "query head 2"]),
         ("scores past 2^24", |c, s| {
             let mut step = begin(c, s);
             step.append(1, &[30_000.0; 4], &[0.0; 4]).unwrap();
-            step.attend(1, &[10_000.0; 4], &Attend::new(2.0), Output::new(&mut [0.0; 4]))
+            step.attend(1, &[10_000.0; 4], &Attend::new(2.0), AttendOutput::new(&mut [0.0; 4]))
         }, Error::ScoreOverflow { layer: 1, row: 0, head: 0, scale: 2.0 }, &["layer 1", "2^24", "scale 2"]),
         // Options.
         ("scale NaN", |c, s| attend(c, s, &[0.0; Q], Attend::new(f32::NAN), [OUT, LSE]), Error::Scale(f32::NAN), &["NaN"]),
@@ -175,18 +182,18 @@ fn calls() -> Vec<Case> {
         // Layers, heads, experts.
         ("append layer", |c, s| begin(c, s).append(2, &[0.0; 0], &[0.0; 0]), Error::Layer { layer: 2, layers: 2 }, &["layer 2", "layers 0..2"]),
         ("append layer usize::MAX", |c, s| begin(c, s).append(usize::MAX, &[0.0; 0], &[0.0; 0]), Error::Layer { layer: usize::MAX, layers: 2 }, &["18446744073709551615"]),
-        ("step attend layer", |c, s| begin(c, s).attend(7, &[0.0; 0], &Attend::new(1.0), Output::new(&mut [0.0; 0])), Error::Layer { layer: 7, layers: 2 }, &["layer 7"]),
+        ("step attend layer", |c, s| begin(c, s).attend(7, &[0.0; 0], &Attend::new(1.0), AttendOutput::new(&mut [0.0; 0])), Error::Layer { layer: 7, layers: 2 }, &["layer 7"]),
         ("attend layer", |c, s| ask(c, s, 9, LEN, 1), Error::Layer { layer: 9, layers: 2 }, &["layer 9"]),
         ("route layer", |c, s| begin(c, s).route(5, &[0, 1, 1, 0]), Error::Layer { layer: 5, layers: 2 }, &["layer 5"]),
         ("pages layer", |_, s| s.pages(3, 0).map(drop), Error::Layer { layer: 3, layers: 2 }, &["layer 3"]),
         ("resident layer", |_, s| s.resident(4, 0).map(drop), Error::Layer { layer: 4, layers: 2 }, &["layer 4"]),
         ("experts layer", |_, s| s.experts(6, Position(0)).map(drop), Error::Layer { layer: 6, layers: 2 }, &["layer 6"]),
         ("read layer", |_, s| s.read(8, 0, page(Place::Ring, 1), 0, &mut [], &mut []).map(drop), Error::Layer { layer: 8, layers: 2 }, &["layer 8"]),
-        ("evict layer", |_, s| s.evict(2, 0, page(Place::Expert(0), 0)), Error::Layer { layer: 2, layers: 2 }, &["layer 2"]),
+        ("evict layer", |_, s| s.evict(2, 0, page(Place::Run(0), 0)), Error::Layer { layer: 2, layers: 2 }, &["layer 2"]),
         ("pages KV head", |_, s| s.pages(0, 2).map(drop), Error::KvHead { layer: 0, kv_head: 2, kv_heads: 2 }, &["KV head 2", "KV heads 0..2"]),
         ("resident KV head", |_, s| s.resident(1, 1).map(drop), Error::KvHead { layer: 1, kv_head: 1, kv_heads: 1 }, &["KV head 1", "layer 1"]),
         ("read KV head", |_, s| s.read(0, 5, page(Place::Ring, 1), 0, &mut [0.0; 3], &mut [0.0; 5]).map(drop), Error::KvHead { layer: 0, kv_head: 5, kv_heads: 2 }, &["KV head 5"]),
-        ("evict KV head", |_, s| s.evict(0, 3, page(Place::Expert(0), 0)), Error::KvHead { layer: 0, kv_head: 3, kv_heads: 2 }, &["KV head 3"]),
+        ("evict KV head", |_, s| s.evict(0, 3, page(Place::Run(0), 0)), Error::KvHead { layer: 0, kv_head: 3, kv_heads: 2 }, &["KV head 3"]),
         ("expert out of range", |c, s| begin(c, s).route(1, &[0, 1, 2, 3]), Error::Expert { layer: 1, row: 1, expert: 3, experts: 3 }, &["expert 3", "row 1", "layer 1", "experts 0..3"]),
         ("expert u16::MAX", |c, s| begin(c, s).route(0, &[u16::MAX, 1, 2, 1]), Error::Expert { layer: 0, row: 0, expert: u16::MAX, experts: 3 }, &["65535"]),
         ("expert twice", |c, s| begin(c, s).route(0, &[0, 1, 2, 2]), Error::ExpertTwice { layer: 0, row: 1, expert: 2 }, &["expert 2", "twice", "row 1"]),
@@ -201,7 +208,7 @@ fn calls() -> Vec<Case> {
             step.route(1, &[0, 1, 1, 2]).unwrap();
             step.route(1, &[0, 1, 1, 2])
         }, Error::Twice { layer: 1, what: "routed" }, &["layer 1", "routed"]),
-        ("attend before append", |c, s| begin(c, s).attend(1, &[0.0; 4], &Attend::new(1.0), Output::new(&mut [0.0; 4])), Error::NotAppended { layer: 1 }, &["layer 1"]),
+        ("attend before append", |c, s| begin(c, s).attend(1, &[0.0; 4], &Attend::new(1.0), AttendOutput::new(&mut [0.0; 4])), Error::NotAppended { layer: 1 }, &["layer 1"]),
         ("commit of nothing", |c, s| begin(c, s).commit(), Error::Incomplete { layer: 0, what: "appended" }, &["layer 0", "appended"]),
         ("commit without layer 1", |c, s| {
             let mut step = begin(c, s);
@@ -239,14 +246,14 @@ fn calls() -> Vec<Case> {
         ("row at the end of u32", |c, s| ask(c, s, 0, u32::MAX, u32::MAX), rows(4294967295, 8589934590), &["4294967295..8589934590"]),
         // Pages.
         ("evict the ring", |_, s| s.evict(0, 0, page(Place::Ring, 1)), Error::Pinned { page: page(Place::Ring, 1) }, &["page 1 of the ring"]),
-        ("evict what is not there", |_, s| s.evict(0, 1, page(Place::Expert(1), 9)), no_page(1, page(Place::Expert(1), 9)), &["page 9 of expert 1", "KV head 1"]),
-        ("evict of no expert", |_, s| s.evict(0, 0, page(Place::Expert(77), 0)), no_page(0, page(Place::Expert(77), 0)), &["expert 77"]),
+        ("evict what is not there", |_, s| s.evict(0, 1, page(Place::Run(1), 9)), no_page(1, page(Place::Run(1), 9)), &["page 9 of run 1", "KV head 1"]),
+        ("evict of no expert", |_, s| s.evict(0, 0, page(Place::Run(77), 0)), no_page(0, page(Place::Run(77), 0)), &["run 77"]),
         ("evict u32::MAX", |_, s| s.evict(0, 0, page(Place::Sinks, u32::MAX)), no_page(0, page(Place::Sinks, u32::MAX)), &["4294967295", "the sinks"]),
         ("read a lane that is not there", |_, s| read(s, Place::Ring, 1, 8), no_page(1, page(Place::Ring, 1)), &["page 1 of the ring"]),
         ("read lane u32::MAX", |_, s| read(s, Place::Sinks, 0, u32::MAX), no_page(1, page(Place::Sinks, 0)), &["page 0 of the sinks"]),
         ("read a tile that is not there", |_, s| read(s, Place::Ring, 2, 0), no_page(1, page(Place::Ring, 2)), &["page 2 of the ring"]),
         ("read the last tile there could be", |_, s| read(s, Place::Ring, u32::MAX, 0), no_page(1, page(Place::Ring, u32::MAX)), &["4294967295"]),
-        ("read of no expert", |_, s| read(s, Place::Expert(u16::MAX), 0, 0), no_page(1, page(Place::Expert(u16::MAX), 0)), &["expert 65535"]),
+        ("read of no expert", |_, s| read(s, Place::Run(u16::MAX), 0, 0), no_page(1, page(Place::Run(u16::MAX), 0)), &["run 65535"]),
     ]
 }
 
@@ -445,7 +452,7 @@ fn overflow_of_scores_is_refused() {
             options.softcap = cap;
             let (mut out, mut lse) = ([7.0], [7.0]);
             let rows = [Rows::new(&sequence, Position(11), 1)];
-            let got = cache.attend(0, &rows, &q, &options, Output::new(&mut out).lse(&mut lse));
+            let got = cache.attend(0, &rows, &q, &options, AttendOutput::new(&mut out).lse(&mut lse));
             let right = got.is_ok() && (out[0] - 1.0).abs() < 1e-6 && lse[0].is_finite();
             let refused = matches!(
                 got,

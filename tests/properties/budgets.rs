@@ -5,7 +5,7 @@ use super::named::{POLICIES, eviction};
 use pikv::policy::{Budget, Eviction, StreamingLlm};
 use pikv::prefix::{PrefixIndex, PrefixScope};
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, SequenceOptions};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Sequence, SequenceOptions};
 use pikv_test::backend::backend;
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -41,7 +41,7 @@ fn add(cache: &Cache, sequences: Vec<(&mut Sequence, u64)>, n: usize) -> Vec<Vec
         let (kv, heads) = (HEADS as usize * DIM, 2 * HEADS as usize * DIM);
         let mut out = vec![0.0; of.len() * n * heads];
         step.append(layer, &rows(1, kv), &rows(2, kv)).unwrap();
-        step.attend(layer, &rows(3, heads), &Attend::new(0.7), Output::new(&mut out)).unwrap();
+        step.attend(layer, &rows(3, heads), &Attend::new(0.7), AttendOutput::new(&mut out)).unwrap();
         all.iter_mut().zip(out.chunks_exact(n * heads)).for_each(|(all, out)| all.extend(bits(out)));
     }
     step.commit().unwrap();

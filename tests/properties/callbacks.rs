@@ -10,9 +10,9 @@ use pikv::policy::{
 use pikv::router::{
     CacheAware, Feedback, LoadBalanced, RouteError, Router, RouterKind, RouterState, Routes, Shape,
 };
-use pikv::tiers::{Store, Tiers};
+use pikv::tiers::{PageStore, Tiers};
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Rows, Sequence,
+    Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Position, Rows, Sequence,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -145,7 +145,7 @@ fn step(
         let seed = seed * 16 + layer as u64 * 4;
         step.append(layer, &noise(seed, n * 2 * DIM), &noise(seed + 1, n * 2 * DIM))?;
         let mut out = vec![0.0; n * 2 * DIM];
-        step.attend(layer, &noise(seed + 2, n * 2 * DIM), &Attend::new(1.0), Output::new(&mut out))?;
+        step.attend(layer, &noise(seed + 2, n * 2 * DIM), &Attend::new(1.0), AttendOutput::new(&mut out))?;
         all.extend(out);
         let experts: Vec<u16> = (0..n as u64).map(|i| ((i * 5 + seed) % EXPERTS as u64) as u16).collect();
         step.route(layer, &experts)?;
@@ -163,7 +163,7 @@ fn look(cache: &Cache, sequence: &Sequence) -> Result<(Vec<u32>, Vec<u32>), Erro
     for layer in 0..LAYERS {
         let mut out = [0.0; 2 * DIM];
         let rows = [Rows::new(sequence, Position(last), 1)];
-        cache.attend(layer, &rows, &noise(77, 2 * DIM), &Attend::new(1.0), Output::new(&mut out))?;
+        cache.attend(layer, &rows, &noise(77, 2 * DIM), &Attend::new(1.0), AttendOutput::new(&mut out))?;
         outs.extend(bits(&out));
         for head in 0..2 {
             let pages: Vec<_> = sequence.pages(layer, head)?.collect();
@@ -193,7 +193,7 @@ fn poisoned(cache: &Cache, sequence: &mut Sequence) -> bool {
     assert_eq!(sequence.fork().resident(0, 0), Err(Error::Poisoned));
     let rows = [Rows::new(sequence, Position(sequence.next_position().0), 1)];
     let attended =
-        cache.attend(0, &rows, &[0.0; 2 * DIM], &Attend::new(1.0), Output::new(&mut [0.0; 2 * DIM]));
+        cache.attend(0, &rows, &[0.0; 2 * DIM], &Attend::new(1.0), AttendOutput::new(&mut [0.0; 2 * DIM]));
     assert_eq!(attended, Err(Error::Poisoned));
     sequence.clear();
     assert!(sequence.pages(0, 0).is_ok());
@@ -412,7 +412,7 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
         fuse: Arc<Fuse>,
         lies: Arc<AtomicI64>,
     }
-    impl Store for Bytes {
+    impl PageStore for Bytes {
         fn write(&self, at: u64, bytes: &[u8]) -> std::io::Result<()> {
             self.fuse.call();
             let mut all = self.bytes.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -436,7 +436,7 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
         let (fuse, lies) = (Arc::new(Fuse::default()), Arc::new(AtomicI64::new(0)));
         let build = |fuse: &Arc<Fuse>, lies: &Arc<AtomicI64>| {
             let (fuse, lies) = (fuse.clone(), lies.clone());
-            let open = move || -> std::io::Result<Box<dyn Store>> {
+            let open = move || -> std::io::Result<Box<dyn PageStore>> {
                 Ok(Box::new(Bytes { fuse: fuse.clone(), lies: lies.clone(), ..Bytes::default() }))
             };
             let budget = 2 * 2 * 20 * u64::from(layer().layout.words()) * 4;
@@ -538,7 +538,7 @@ fn turn(pikv: &mut ClosedLoop, sequence: &mut Sequence, n: usize, seed: u64) -> 
         let seed = seed * 16 + layer as u64 * 4;
         step.append(layer, &noise(seed, n * 2 * DIM), &noise(seed + 1, n * 2 * DIM))?;
         let mut out = vec![0.0; n * 2 * DIM];
-        step.attend(layer, &noise(seed + 2, n * 2 * DIM), &Attend::new(1.0), Output::new(&mut out))?;
+        step.attend(layer, &noise(seed + 2, n * 2 * DIM), &Attend::new(1.0), AttendOutput::new(&mut out))?;
         all.extend(out);
         step.route(layer, &noise(seed + 3, n * EXPERTS))?;
     }

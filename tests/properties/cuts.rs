@@ -8,7 +8,7 @@ use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::{PageInfo, Place};
 use pikv::shard::ShardMap;
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, Step};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Sequence, Step};
 use pikv_test::numbers::bits;
 use pikv_test::twins::{self, Change, Given, Model, Pair, Values, at};
 use proptest::prelude::*;
@@ -155,7 +155,7 @@ impl Twins<'_> {
                 if model.experts > 1 {
                     step.route(layer, routes).unwrap();
                 }
-                step.attend(layer, q, &options, Output::new(&mut out).lse(&mut lse)).unwrap();
+                step.attend(layer, q, &options, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
                 (bits(&out), bits(&lse))
             });
             assert!(results[0] == results[1], "layer {layer}");
@@ -546,7 +546,7 @@ fn what_a_policy_does_to_long_runs_in_common_shows_in_no_fork() {
         let outs = sequences.iter_mut().map(|sequence| {
             let (mut step, mut out) = (cache.begin([(&mut **sequence, n as u32)]).unwrap(), vec![0.0; 8 * n]);
             step.append(0, &k, &v).unwrap();
-            step.attend(0, &q, &Attend::new(0.3), Output::new(&mut out)).unwrap();
+            step.attend(0, &q, &Attend::new(0.3), AttendOutput::new(&mut out)).unwrap();
             step.commit().unwrap();
             bits(&out)
         });

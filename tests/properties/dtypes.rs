@@ -8,8 +8,8 @@ use pikv::report::PageMass;
 use pikv::router::{LoadBalanced, Router, Shape};
 use pikv::rules::Hits;
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Read, Rope, Rows,
-    Scalar, Sequence, Step,
+    Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Position, ReadPages,
+    Rope, Rows, Scalar, Sequence, Step,
 };
 use pikv_test::backend::backend;
 use pikv_test::cases;
@@ -70,7 +70,7 @@ struct Setup {
     lanes: Lanes,
     codec: usize,
     rule: usize,
-    read: Read,
+    read: ReadPages,
     seed: u64,
 }
 
@@ -78,8 +78,7 @@ fn setup() -> impl Strategy<Value = Setup> {
     let dims = prop_oneof![Just((32, 32)), Just((64, 40)), Just((16, 128))];
     let dtype = || prop::sample::select(&Dtype::ALL[..]);
     let lanes: Vec<Lanes> = Lanes::available().collect();
-    let read =
-        prop_oneof![3 => Just(Read::All), 1 => Just(Read::Experts), 1 => Just(Read::Quest { pages: 1 })];
+    let read = prop_oneof![3 => Just(ReadPages::All), 1 => Just(ReadPages::Experts), 1 => Just(ReadPages::Quest { pages: 1 })];
     let of = (dims, dtype(), dtype(), 1..3u32, any::<bool>(), prop::sample::select(lanes));
     (of, 0..4usize, 0..4usize, read, any::<u64>()).prop_map(|(of, codec, rule, read, seed)| {
         let ((k_dim, v_dim), k, v, group, turned, lanes) = of;
@@ -91,7 +90,7 @@ fn setup() -> impl Strategy<Value = Setup> {
 
 impl Setup {
     fn cache(&self) -> Cache {
-        let quest = matches!(self.read, Read::Quest { .. });
+        let quest = matches!(self.read, ReadPages::Quest { .. });
         let config = CacheConfig::new(vec![self.shape], 1 << 26).ring(32).rollback(4).sinks(2);
         let config = config.experts(EXPERTS, 1).lanes(self.lanes).bounds(quest).hits(Hits::new().every(1));
         let budget = || Budget::Tokens(120);
@@ -155,7 +154,7 @@ impl Run {
         let mut step = self.of.begin(self.sequences.iter_mut().zip(n)).unwrap();
         let chosen = step.route(0, logits).unwrap().filing().experts.clone();
         step.append(0, k, v).unwrap();
-        let to = Output::new(&mut out).lse(&mut lse);
+        let to = AttendOutput::new(&mut out).lse(&mut lse);
         let to = if masses { to.mass(&mut mass) } else { to };
         step.attend(0, q, &self.options, to).unwrap();
         step.commit().unwrap();
@@ -170,7 +169,7 @@ impl Run {
         let row = |of| Rows::new(of, Position(of.next_position().0 - 1), 1);
         let rows = self.sequences.each_ref().map(row);
         let options = Attend::new(0.2);
-        self.of.cache().attend(0, &rows, q, &options, Output::new(&mut out)).unwrap();
+        self.of.cache().attend(0, &rows, q, &options, AttendOutput::new(&mut out)).unwrap();
         out
     }
 
@@ -252,7 +251,7 @@ fn row<T: Number>(step: &mut Step<'_>, at: [Option<(usize, f32)>; 3], out: &mut 
         x
     });
     step.append(0, &k, &v)?;
-    step.attend(0, &q, &Attend::new(0.5), Output::new(out))
+    step.attend(0, &q, &Attend::new(0.5), AttendOutput::new(out))
 }
 
 fn refused<T: Number>(value: f32) {
@@ -301,13 +300,13 @@ fn results_that_the_dtype_does_not_hold_are_named() {
         let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
         step.append(0, &[1.0; 4], &[0.5, value, value]).unwrap();
         let mut out = [f16::ONE; 6];
-        let done = step.attend(0, &[1.0; 8], &Attend::new(0.5), Output::new(&mut out));
+        let done = step.attend(0, &[1.0; 8], &Attend::new(0.5), AttendOutput::new(&mut out));
         let named = Error::Output { layer: 0, row: 0, head: 0, channel: 1, value, dtype: "f16" };
         assert_eq!(done, if fits { Ok(()) } else { Err(named) });
         assert_eq!(out, [0.5, value, value, 0.5, value, value].map(f16::from_f32));
         // In a dtype that holds them it is as if nothing had been asked.
         let mut out = [bf16::ONE; 6];
-        step.attend(0, &[1.0; 8], &Attend::new(0.5), Output::new(&mut out)).unwrap();
+        step.attend(0, &[1.0; 8], &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
         assert_eq!(out[1], bf16::from_f32(value));
         step.route(0, &[0]).unwrap();
         step.commit().unwrap();
@@ -315,10 +314,10 @@ fn results_that_the_dtype_does_not_hold_are_named() {
     let mut sequence = cache.sequence();
     let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
     step.append(0, &[f16::ONE; 4], &[bf16::MAX; 3]).unwrap();
-    let done = step.attend(0, &[f16::ONE; 8], &Attend::new(1e7), Output::new(&mut [f16::ONE; 6]));
+    let done = step.attend(0, &[f16::ONE; 8], &Attend::new(1e7), AttendOutput::new(&mut [f16::ONE; 6]));
     assert!(matches!(done, Err(Error::ScoreOverflow { .. })), "scores come first: {done:?}");
-    let done = step.attend(0, &[f16::ONE; 7], &Attend::new(1.0), Output::new(&mut [f16::ONE; 6]));
+    let done = step.attend(0, &[f16::ONE; 7], &Attend::new(1.0), AttendOutput::new(&mut [f16::ONE; 6]));
     assert!(matches!(done, Err(Error::Length { what: "q", got: 7, expected: 8, .. })), "{done:?}");
-    let done = step.attend(0, &[f16::ONE; 8], &Attend::new(1.0), Output::new(&mut [f16::ONE; 5]));
+    let done = step.attend(0, &[f16::ONE; 8], &Attend::new(1.0), AttendOutput::new(&mut [f16::ONE; 5]));
     assert!(matches!(done, Err(Error::Length { what: "out", got: 5, expected: 6, .. })), "{done:?}");
 }

@@ -14,8 +14,8 @@ use pikv::shape::Frequencies;
 use pikv::shard::ShardMap;
 use pikv::tiers::Tiers;
 use pikv::{
-    Attend, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Output, Position, Read, Rope, Rows,
-    Sequence, StepReport,
+    Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, Error, LayerShape, Position, ReadPages,
+    Rope, Rows, Sequence, StepReport,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -37,11 +37,11 @@ fn of(branch: u64, position: u32, layer: usize, what: u64, n: u32) -> Vec<f32> {
 
 #[derive(Clone, Copy)]
 struct How {
-    read: Read,
+    read: ReadPages,
     closed: bool,
 }
 
-const ALL: How = How { read: Read::All, closed: false };
+const ALL: How = How { read: ReadPages::All, closed: false };
 
 fn push(cache: &Cache, s: &mut Sequence, branch: u64, n: u32, how: How, layers: Option<usize>) -> Vec<u32> {
     push_with(cache, s, branch, n, how, layers, &mut StepReport::default())
@@ -74,7 +74,7 @@ fn push_with(
         let mut out = vec![0.0; (n * Q_HEADS * V_DIM) as usize];
         let mut lse = vec![0.0; (n * Q_HEADS) as usize];
         let options = Attend::new(0.7).read(how.read).closed_gaps(how.closed);
-        step.attend(layer, &q, &options, Output::new(&mut out).lse(&mut lse)).unwrap();
+        step.attend(layer, &q, &options, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         outputs.extend(bits(&out));
         outputs.extend(bits(&lse));
     }
@@ -114,7 +114,7 @@ fn look(cache: &Cache, s: &Sequence) -> Vec<Vec<u32>> {
         let q = of(99, first.0, layer, 3, Q_HEADS * K_DIM);
         let mut out = vec![0.0; (Q_HEADS * V_DIM) as usize];
         let rows = Rows::new(s, Position(first.0), 1);
-        cache.attend(layer, &[rows], &q, &Attend::new(0.7), Output::new(&mut out)).unwrap();
+        cache.attend(layer, &[rows], &q, &Attend::new(0.7), AttendOutput::new(&mut out)).unwrap();
         bits(&out)
     };
     (0..LAYERS).map(look).collect()
@@ -125,7 +125,7 @@ struct Setup {
     policy: &'static str,
     budget: Budget,
     batch: Option<u32>,
-    read: Read,
+    read: ReadPages,
     closed: bool,
     rope: bool,
     window: Option<u32>,
@@ -141,7 +141,7 @@ struct Setup {
 impl Setup {
     fn draw(rng: &mut Rng, policy: &'static str) -> Setup {
         let experts = rng.of(&[1, 1, 3]);
-        let reads = [Read::All, Read::All, Read::Quest { pages: 1 }, Read::Experts];
+        let reads = [ReadPages::All, ReadPages::All, ReadPages::Quest { pages: 1 }, ReadPages::Experts];
         let rope = policy == "expected" || rng.one_in(3);
         let heads = |x: u32, y: u32| Budget::Heads([vec![x, y], vec![y, Budget::ALL]].into());
         let budget = match rng.below(5) {
@@ -186,7 +186,7 @@ impl Setup {
             .rollback(self.slack)
             .experts(self.experts, self.experts.min(2))
             .poison(true)
-            .bounds(matches!(self.read, Read::Quest { .. }));
+            .bounds(matches!(self.read, ReadPages::Quest { .. }));
         if let Some(code) = self.code {
             config = config.compress(Codec::new(Coding::new(code), Coding::new(code)));
             if self.aged {
@@ -357,7 +357,7 @@ fn plain(policy: &'static str) -> Setup {
         policy,
         budget: Budget::Tokens(100),
         batch: Some(1),
-        read: Read::All,
+        read: ReadPages::All,
         closed: false,
         rope: false,
         window: None,
@@ -505,7 +505,7 @@ fn read_after_a_leak() {
     let mut s = cache.sequence();
     push(&cache, &mut s, 0, 20, ALL, None);
     let read = |s: &Sequence, lane| {
-        let page = PageId { place: Place::Expert(0), ordinal: 0 };
+        let page = PageId { place: Place::Run(0), ordinal: 0 };
         s.read(0, 0, page, lane, &mut [0.0; K_DIM as usize], &mut [0.0; V_DIM as usize])
     };
     let before: Vec<bool> = (0..32).map(|lane| read(&s, lane).is_ok()).collect();
@@ -587,7 +587,7 @@ fn turn(pikv: &mut ClosedLoop, parts: Vec<(&mut Sequence, u32, u64)>) {
         let mut out = vec![0.0; q.len()];
         step.route(layer, &logits).unwrap();
         step.append(layer, &k, &v).unwrap();
-        step.attend(layer, &q, &Attend::new(1.0), Output::new(&mut out)).unwrap();
+        step.attend(layer, &q, &Attend::new(1.0), AttendOutput::new(&mut out)).unwrap();
     }
     step.commit().unwrap();
 }
@@ -817,7 +817,7 @@ fn extend(cache: &Cache, s: &mut Sequence, n: usize, seed: u64, drop_it: bool) -
     let mut out = vec![0.0; n * 32];
     let mut step = cache.begin([(s, n as u32)])?;
     step.append(0, &noise(seed, n * 32), &noise(seed + 1, n * 32))?;
-    step.attend(0, &noise(seed + 2, n * 32), &Attend::new(0.2), Output::new(&mut out))?;
+    step.attend(0, &noise(seed + 2, n * 32), &Attend::new(0.2), AttendOutput::new(&mut out))?;
     step.route(0, &(0..n).map(|_| rng.below(2) as u16).collect::<Vec<_>>())?;
     if drop_it { Ok(()) } else { step.commit() }
 }
@@ -825,7 +825,7 @@ fn extend(cache: &Cache, s: &mut Sequence, n: usize, seed: u64, drop_it: bool) -
 fn read_far(cache: &Cache, s: &Sequence) -> Result<Vec<u32>, Error> {
     let mut out = [0.0; 32];
     let rows = [Rows::new(s, Position(s.next_position().0 - 1), 1)];
-    cache.attend(0, &rows, &noise(7, 32), &Attend::new(0.2), Output::new(&mut out))?;
+    cache.attend(0, &rows, &noise(7, 32), &Attend::new(0.2), AttendOutput::new(&mut out))?;
     Ok(bits(&out))
 }
 
@@ -954,8 +954,8 @@ fn quest_with_a_factor() {
                 0,
                 &rows,
                 &q,
-                &Attend::new(1.0).read(Read::Quest { pages: 1 }),
-                Output::new(&mut out).mass(&mut masses),
+                &Attend::new(1.0).read(ReadPages::Quest { pages: 1 }),
+                AttendOutput::new(&mut out).mass(&mut masses),
             )
             .unwrap();
         let read: Vec<u32> = masses
@@ -1026,7 +1026,7 @@ fn a_page_that_tokens_moved_to_is_evicted() {
         grow(&cache, &mut s, 670);
         let before: Vec<u32> = listed(&s).into_iter().flat_map(|(_, p)| p).collect();
         grow(&cache, &mut s, 20);
-        let page = PageId { place: Place::Expert(0), ordinal };
+        let page = PageId { place: Place::Run(0), ordinal };
         let gone: Vec<u32> = s.positions(0, 0, page).unwrap().map(|(_, p)| p.0).collect();
         s.evict(0, 0, page).unwrap();
         s.rollback(20).unwrap();
@@ -1123,7 +1123,8 @@ fn frequencies_of_layers() {
                         let mut out = [0.0; 2];
                         step.append(l, &of(seed, p, layer, 1, 8), &of(seed, p, layer, 2, 2)).unwrap();
                         let options = Attend::new(0.001).closed_gaps(closed);
-                        step.attend(l, &of(seed, p, layer, 3, 8), &options, Output::new(&mut out)).unwrap();
+                        step.attend(l, &of(seed, p, layer, 3, 8), &options, AttendOutput::new(&mut out))
+                            .unwrap();
                         if draft == 9 {
                             all[l].extend(bits(&out));
                         }
@@ -1203,7 +1204,9 @@ fn ranks_and_pages_put_together() {
     let read = |cache: &Cache, s: &Sequence| {
         let mut out = [0.0; 4];
         let rows = [Rows::new(s, Position(s.next_position().0 - 1), 1)];
-        cache.attend(0, &rows, &[0.001, 0.0, 0.0, 0.0], &Attend::new(0.2), Output::new(&mut out)).unwrap();
+        cache
+            .attend(0, &rows, &[0.001, 0.0, 0.0, 0.0], &Attend::new(0.2), AttendOutput::new(&mut out))
+            .unwrap();
         bits(&out)
     };
     let (mut s, mut t) = (far.sequence(), one.sequence());

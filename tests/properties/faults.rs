@@ -8,8 +8,8 @@ use pikv::report::{PageId, PageInfo, PageMass, Place};
 use pikv::shape::{Pairs, Resident};
 use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Position, Rope, Rows, Sequence,
-    Step,
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Position, Rope, Rows,
+    Sequence, Step,
 };
 
 fn mix(parts: &[u64]) -> u64 {
@@ -80,7 +80,7 @@ fn finish(cache: &Cache, mut step: Step<'_>, ids: &[u64]) -> Outputs {
         let q: Vec<f32> = ids.iter().flat_map(|id| query(l, shape, *id)).collect();
         let n = ids.len() * shape.query_heads as usize;
         let (mut out, mut lse) = (vec![f32::NAN; n * shape.layout.v_dim as usize], vec![f32::NAN; n]);
-        step.attend(l, &q, &Attend::new(0.5), Output::new(&mut out).lse(&mut lse)).unwrap();
+        step.attend(l, &q, &Attend::new(0.5), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         let chosen: Vec<u16> = ids.iter().flat_map(|id| experts(cache.config(), *id)).collect();
         step.route(l, &chosen).unwrap();
         outputs.push((bits(&out), bits(&lse)));
@@ -116,7 +116,7 @@ fn ask(
     let (mut out, mut lse) = (vec![f32::NAN; n * shape.layout.v_dim as usize], vec![f32::NAN; n]);
     let rows = Rows::new(sequence, Position(first), end - first);
     let q = vec![q; n * shape.layout.k_dim as usize];
-    cache.attend(layer, &[rows], &q, &Attend::new(0.5), Output::new(&mut out).lse(&mut lse)).unwrap();
+    cache.attend(layer, &[rows], &q, &Attend::new(0.5), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
     (out, lse)
 }
 
@@ -303,7 +303,7 @@ fn window_is_per_row() {
         let values: Vec<f32> = (13..43).flat_map(|p| [p as f32; 5]).collect();
         step.append(0, &[0.25; 90], &values).unwrap();
         let (mut out, mut lse) = (vec![0.0; 300], vec![0.0; 60]);
-        step.attend(0, &[0.0; 180], &Attend::new(1.0), Output::new(&mut out).lse(&mut lse)).unwrap();
+        step.attend(0, &[0.0; 180], &Attend::new(1.0), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         for row in 0..30u32 {
             let seen = window.min(13 + row + 1);
             assert!((lse[row as usize * 2] - (seen as f32).ln()).abs() < 1e-6, "window {window}, row {row}");
@@ -471,7 +471,7 @@ fn an_evicted_page_does_not_hold_back_the_window() {
     let cache = Cache::new(config(vec![layer], 16, 0)).unwrap();
     let mut sequence = one_by_one(&cache, 0..60);
     // 44 tokens are filed: 32, and 12 in the page that is evicted.
-    sequence.evict(0, 0, PageId { place: Place::Expert(0), ordinal: 1 }).unwrap();
+    sequence.evict(0, 0, PageId { place: Place::Run(0), ordinal: 1 }).unwrap();
     for id in 60..2000 {
         feed(&cache, &mut sequence, [id]);
         let (bytes, most) = (sequence.bytes(), cache.store(0).unwrap().bytes_at_most(&layer, id as u32 + 1));
@@ -586,7 +586,7 @@ fn derived_state_rolls_back() {
     let mass = |sequence: &Sequence| {
         let (mut out, mut mass) = (vec![0.0; 30], vec![]);
         let rows = Rows::new(sequence, Position(88), 3);
-        let output = Output::new(&mut out).mass(&mut mass);
+        let output = AttendOutput::new(&mut out).mass(&mut mass);
         cache.attend(0, &[rows], &[0.7; 18], &Attend::new(0.5), output).unwrap();
         mass
     };
@@ -699,9 +699,11 @@ fn empty_and_masked_rows() {
         let cache_of_lanes = lanes.name();
         let (mut out, mut lse) = (vec![f32::NAN; 4 * 2 * 5], vec![f32::NAN; 8]);
         let mut mass = Vec::new();
-        cache.attend(0, &rows, &[0.5; 24], &Attend::new(0.5), Output::new(&mut out).lse(&mut lse)).unwrap();
+        cache
+            .attend(0, &rows, &[0.5; 24], &Attend::new(0.5), AttendOutput::new(&mut out).lse(&mut lse))
+            .unwrap();
         let (mut again, mut again_lse) = (vec![f32::NAN; 40], vec![f32::NAN; 8]);
-        let output = Output::new(&mut again).lse(&mut again_lse).mass(&mut mass);
+        let output = AttendOutput::new(&mut again).lse(&mut again_lse).mass(&mut mass);
         cache.attend(0, &rows, &[0.5; 24], &Attend::new(0.5), output).unwrap();
         assert_eq!((bits(&out), bits(&lse)), (bits(&again), bits(&again_lse)), "{cache_of_lanes}");
         let value = token(0, &windowed(1), 7).1;
@@ -714,7 +716,7 @@ fn empty_and_masked_rows() {
         assert!((mass.iter().map(PageMass::total).sum::<f32>() - 2.0).abs() < 1e-6);
     }
     // No rows at all.
-    cache.attend(0, &[], &[0.0; 0], &Attend::new(0.5), Output::new(&mut [0.0; 0])).unwrap();
+    cache.attend(0, &[], &[0.0; 0], &Attend::new(0.5), AttendOutput::new(&mut [0.0; 0])).unwrap();
 }
 
 /// flash-attention#1745: uninitialised padding in V became NaN. Here fresh and freed pages are NaN throughout.
@@ -760,7 +762,9 @@ fn sums_are_f32() {
     let (mut out, mut lse) = (vec![0.0; 2], vec![0.0; 1]);
     let rows = Rows::new(&sequence, Position(299), 1);
     // q . k = 64 * 200 * 100, beyond f16.
-    cache.attend(0, &[rows], &[100.0; 64], &Attend::new(0.01), Output::new(&mut out).lse(&mut lse)).unwrap();
+    cache
+        .attend(0, &[rows], &[100.0; 64], &Attend::new(0.01), AttendOutput::new(&mut out).lse(&mut lse))
+        .unwrap();
     assert!(out.iter().all(|x| (x - 60_000.0).abs() < 0.05), "{out:?}");
     let want = 12_800.0 + 300f64.ln();
     assert!((f64::from(lse[0]) - want).abs() < 0.01, "{lse:?}");
@@ -976,7 +980,8 @@ fn gqa_maps_by_group() {
             step.append(0, &vec![0.5; 9 * kv_heads as usize * 4], &v).unwrap();
             let heads = (kv_heads * group) as usize;
             let mut out = vec![0.0; 9 * heads * 3];
-            step.attend(0, &vec![0.5; 9 * heads * 4], &Attend::new(0.5), Output::new(&mut out)).unwrap();
+            step.attend(0, &vec![0.5; 9 * heads * 4], &Attend::new(0.5), AttendOutput::new(&mut out))
+                .unwrap();
             drop(step);
             // Queries of their own for every head, so that they are not mixed up on their way in either.
             let outputs = feed(&cache, &mut sequence, 0..4);
@@ -1007,7 +1012,7 @@ fn large_groups() {
         let heads = 2 * group as usize;
         let (mut out, mut lse, mut mass) = (vec![0.0; heads * 3], vec![0.0; heads], Vec::new());
         let rows = Rows::new(&sequence, Position(39), 1);
-        let output = Output::new(&mut out).lse(&mut lse).mass(&mut mass);
+        let output = AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass);
         cache.attend(0, &[rows], &query(0, &layer, 39), &Attend::new(0.5), output).unwrap();
         assert_eq!(bits(&out), outputs[0].0[8 * heads * 3..]);
         assert_eq!(bits(&lse), outputs[0].1[8 * heads..]);
@@ -1075,7 +1080,7 @@ fn mass_is_cleared_by_every_call() {
     for _ in 0..3 {
         let mut out = [0.0; 10];
         let rows = Rows::new(&sequence, Position(49), 1);
-        let output = Output::new(&mut out).mass(&mut mass);
+        let output = AttendOutput::new(&mut out).mass(&mut mass);
         cache.attend(0, &[rows], &[0.0; 6], &Attend::new(0.5), output).unwrap();
         sizes.push(mass.len());
     }
@@ -1092,7 +1097,7 @@ fn every_knob_acts() {
         feed(&cache, &mut sequence, 0..900);
         let mut out = [0.0; 10];
         let rows = Rows::new(&sequence, Position(899), 1);
-        cache.attend(0, &[rows], &[4.0; 6], &options, Output::new(&mut out)).unwrap();
+        cache.attend(0, &[rows], &[4.0; 6], &options, AttendOutput::new(&mut out)).unwrap();
         let pages: Vec<PageInfo> = sequence.pages(0, 0).unwrap().collect();
         (bits(&out), pages)
     };

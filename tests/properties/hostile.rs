@@ -5,7 +5,7 @@
 //! is `full`.
 
 use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, Map, Side};
-use pikv::fabric::{Fabric, FabricError, InProcess, Options, Store};
+use pikv::fabric::{Fabric, FabricError, InProcess, Options, RankStore};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::PageMass;
 use pikv::router::{
@@ -16,7 +16,8 @@ use pikv::save::SaveError;
 use pikv::shard::ShardMap;
 use pikv::trace::{Reader, Row, Skewed, TraceError, Writer};
 use pikv::{
-    Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Position, Rope, Rows, Sequence,
+    Attend, AttendOutput, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Position, Rope, Rows,
+    Sequence,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use safetensors::SafeTensors;
@@ -179,7 +180,7 @@ type Heard = Arc<Mutex<Vec<(u32, Vec<u32>)>>>;
 
 /// Two ranks on the caller's thread; messages are recorded, and answers may be changed.
 struct Ranks {
-    stores: [Store; 2],
+    stores: [RankStore; 2],
     queue: VecDeque<(u32, Vec<u32>)>,
     heard: Heard,
     /// Changes one of so many answers.
@@ -189,7 +190,7 @@ struct Ranks {
 
 impl Ranks {
     fn new(heard: Heard, liar: Option<(Rng, u32)>) -> Ranks {
-        let stores = [(); 2].map(|()| Store::new(&config(), BUDGET).unwrap());
+        let stores = [(); 2].map(|()| RankStore::new(&config(), BUDGET).unwrap());
         Ranks { stores, queue: VecDeque::new(), heard, liar, last: Vec::new() }
     }
 }
@@ -238,7 +239,7 @@ fn extend(cache: &Cache, sequence: &mut Sequence, n: usize, seed: u64) -> Result
         let seed = seed * 16 + layer as u64 * 4;
         step.append(layer, &noise(seed, n * DIM), &noise(seed + 1, n * DIM))?;
         let mut out = vec![0.0; n * 2 * DIM];
-        step.attend(layer, &noise(seed + 2, n * 2 * DIM), &Attend::new(0.3), Output::new(&mut out))?;
+        step.attend(layer, &noise(seed + 2, n * 2 * DIM), &Attend::new(0.3), AttendOutput::new(&mut out))?;
         all.extend(out);
         let experts: Vec<u16> = (0..n as u64).map(|i| ((i + seed) % 3 / 2) as u16).collect();
         step.route(layer, &experts)?;
@@ -255,7 +256,7 @@ fn attend(
 ) -> Result<Vec<f32>, Error> {
     let mut out = vec![0.0; 2 * DIM];
     let rows = [Rows::new(sequence, Position(sequence.next_position().0 - 1), 1)];
-    let to = Output::new(&mut out);
+    let to = AttendOutput::new(&mut out);
     let to = match mass {
         Some(mass) => to.mass(mass),
         None => to,
@@ -304,7 +305,7 @@ fn ranks_outlive_any_message() {
     // The farewell wants no answer.
     heard.retain(|(rank, words)| *rank == 0 && words.len() > 8);
     let messages: Vec<Vec<u32>> = heard.into_iter().map(|(_, words)| words).collect();
-    let (mut store, mut rng) = (Store::new(&config(), BUDGET).unwrap(), Rng(1));
+    let (mut store, mut rng) = (RankStore::new(&config(), BUDGET).unwrap(), Rng(1));
     let (mut at, mut refused, mut most, mut longest) = (0, 0, 0, 0);
     for case in 0..cases() {
         // The rank has executed the earlier messages, up to one that is changed.

@@ -3,7 +3,7 @@
 
 use pikv::report::PageMass;
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, Dtype, Error, LayerShape, Output, Sequence, Step, StepReport};
+use pikv::{Attend, AttendOutput, Cache, Dtype, Error, LayerShape, Sequence, Step, StepReport};
 use pikv_test::backend::backend;
 use pikv_test::numbers::bits;
 use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
@@ -105,7 +105,7 @@ impl Leaving<'_> {
         self.leave();
         let (outs, lses) = model.outs(self.step.rows());
         let (mut out, mut lse, mut mass) = (vec![7.0; outs], vec![7.0; lses], Vec::new());
-        let to = Output::new(&mut out).lse(&mut lse).mass(&mut mass);
+        let to = AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass);
         self.step.attend(layer, &self.given(of).q, how, to).unwrap();
         // Rows of sequences that left are not written.
         let gone: Vec<bool> = self.rows().iter().map(|stays| !stays).collect();
@@ -167,7 +167,7 @@ impl Twins {
             }
             let (outs, lses) = model.outs(step.rows());
             let (mut out, mut lse, mut mass) = (vec![0.0; outs], vec![0.0; lses], Vec::<PageMass>::new());
-            let to = Output::new(&mut out).lse(&mut lse).mass(&mut mass);
+            let to = AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass);
             step.attend(layer, &own(&of.q), &how, to).unwrap();
             assert_eq!(bits(&own(&got.0)), bits(&out), "layer {layer}");
             assert_eq!(bits(&own(&got.1)), bits(&lse), "layer {layer}");
@@ -251,7 +251,7 @@ fn who_is_not_in_the_step_cannot_leave_it() {
     step.leave_out(1).unwrap();
     step.leave_out(1).unwrap();
     let mut out = [3.0; 12];
-    step.attend(0, &[f32::NAN; 12], &Attend::new(1.0), Output::new(&mut out)).unwrap();
+    step.attend(0, &[f32::NAN; 12], &Attend::new(1.0), AttendOutput::new(&mut out)).unwrap();
     step.commit().unwrap();
     assert_eq!((out, cache.usage().taken), ([3.0; 12], 0));
     assert_eq!([&a, &b].map(|sequence: &Sequence| sequence.next_position().0), [0, 0]);
@@ -269,7 +269,7 @@ fn an_append_that_failed_is_made_again_without_who_made_it_fail() {
     step.leave_out(1).unwrap();
     step.append(0, &k, &v).unwrap();
     let mut out = vec![0.0; 5 * 8];
-    step.attend(0, &k, &Attend::new(0.5), Output::new(&mut out)).unwrap();
+    step.attend(0, &k, &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
     step.commit().unwrap();
     assert_eq!((out[..16].to_vec(), out[16..].to_vec()), (vec![0.25; 16], vec![0.0; 24]));
     assert_eq!((good.next_position().0, bad.next_position().0), (2, 0));

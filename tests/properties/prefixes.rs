@@ -4,7 +4,7 @@ use pikv::metrics::{MetricsSink, Sink};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::prefix::{PrefixIndex, PrefixScope};
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
 use pikv_test::numbers::{Rng, bits, noise};
 
 const K_DIM: usize = 8;
@@ -58,7 +58,7 @@ impl Model {
                     step.route(layer, &routes)?;
                 }
                 let mut out = vec![0.0; rows.len() * 2 * head];
-                step.attend(layer, &of(2, 2 * head), &Attend::new(0.3), Output::new(&mut out))?;
+                step.attend(layer, &of(2, 2 * head), &Attend::new(0.3), AttendOutput::new(&mut out))?;
                 all.extend(bits(&out));
             }
             step.commit()?;

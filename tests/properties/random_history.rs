@@ -13,8 +13,8 @@ use pikv::report::{PageId, Place, Usage};
 use pikv::shape::{Pairs, Resident};
 use pikv::shard::ShardMap;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output, Position, Rope, Rows, Sequence,
-    Step,
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Position, Rope, Rows,
+    Sequence, Step,
 };
 use pikv_test::runs::run;
 use proptest::prelude::*;
@@ -449,7 +449,7 @@ fn check(setup: &Setup, cache: &Cache, sequence: &Sequence, model: &Model) -> Re
         for head in 0..shape.kv_heads as usize {
             let mut want: Vec<(Place, usize, Vec<u32>, bool)> = Vec::new();
             for (c, chain) in model.chains[l][head].iter().enumerate() {
-                let place = if c == 0 { Place::Sinks } else { Place::Expert(c as u16 - 1) };
+                let place = if c == 0 { Place::Sinks } else { Place::Run(c as u16 - 1) };
                 for (i, page) in chain.pages.iter().enumerate().filter(|(_, page)| !page.gone) {
                     want.push((place, i, page.positions.clone(), !chain.evicted));
                 }
@@ -482,7 +482,7 @@ fn check(setup: &Setup, cache: &Cache, sequence: &Sequence, model: &Model) -> Re
                 let block = u64::from(page.id.ordinal / 8);
                 let counted = setup.layers[..l].iter().map(|layer| layer.kv_heads).sum::<u32>() + head as u32;
                 let shard = match place {
-                    Place::Expert(e) => setup.shards.shard(block, u32::from(*e), counted),
+                    Place::Run(e) => setup.shards.shard(block, u32::from(*e), counted),
                     _ => setup.shards.shared(block, counted),
                 };
                 prop_assert_eq!(page.shard, shard);
@@ -679,7 +679,7 @@ impl Machine<'_> {
                 let mut wild = chosen.clone();
                 wild[0] = setup.experts as u16;
                 prop_assert!(matches!(step.route(l, &wild), Err(Error::Expert { .. })), "a wild expert");
-                let early = step.attend(l, &q, &options, Output::new(&mut out));
+                let early = step.attend(l, &q, &options, AttendOutput::new(&mut out));
                 prop_assert!(matches!(early, Err(Error::NotAppended { .. })), "attended too early");
             }
             if early {
@@ -689,7 +689,7 @@ impl Machine<'_> {
             if stop() {
                 return Ok(false);
             }
-            step.attend(l, &q, &options, Output::new(&mut out).lse(&mut lse)).unwrap();
+            step.attend(l, &q, &options, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
             for (at, &(i, p)) in fresh.iter().enumerate() {
                 let (model, old) = (&*models[i], olds[i]);
                 let edge =
@@ -741,7 +741,8 @@ impl Machine<'_> {
                 .collect();
             let (mut out, mut lse) = (vec![f32::NAN; n * heads * v_dim], vec![f32::NAN; n * heads]);
             let ask = Rows::new(sequence, Position(first), rows);
-            let result = self.cache.attend(l, &[ask], &q, &options, Output::new(&mut out).lse(&mut lse));
+            let result =
+                self.cache.attend(l, &[ask], &q, &options, AttendOutput::new(&mut out).lse(&mut lse));
             if first < oldest || first + rows > len + 1 {
                 let want = Error::QueryPosition {
                     first: u64::from(first),
@@ -789,7 +790,7 @@ impl Machine<'_> {
                 return Ok(());
             }
             Place::Sinks => 0,
-            Place::Expert(e) => usize::from(e) + 1,
+            Place::Run(e) => usize::from(e) + 1,
         };
         prop_assert_eq!(got, Ok(()));
         let again = sequence.evict(layer, head, page.id);
@@ -916,7 +917,7 @@ fn feed(setup: &Setup, cache: &Cache, sequence: &mut Sequence, tokens: &[Token])
         step.append(l, &of(Kind::Key, shape.kv_heads, k_dim), &of(Kind::Value, shape.kv_heads, v_dim))
             .unwrap();
         let q = of(Kind::Query, shape.query_heads, k_dim);
-        step.attend(l, &q, &Attend::new(SCALE), Output::new(&mut out).lse(&mut lse)).unwrap();
+        step.attend(l, &q, &Attend::new(SCALE), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         let experts: Vec<u16> = tokens.iter().flat_map(|t| t.experts[l].clone()).collect();
         step.route(l, &experts).unwrap();
         outputs.extend([bits(&out), bits(&lse)]);
@@ -935,7 +936,7 @@ fn look(setup: &Setup, cache: &Cache, sequence: &Sequence, first: u32) -> Vec<Ve
         let q = row(u64::from(first), l, 3, Kind::Query, n as u32 * shape.layout.k_dim);
         let (mut out, mut lse) = (vec![0.0; n * shape.layout.v_dim as usize], vec![0.0; n]);
         let ask = Rows::new(sequence, Position(first), rows);
-        cache.attend(l, &[ask], &q, &Attend::new(SCALE), Output::new(&mut out).lse(&mut lse)).unwrap();
+        cache.attend(l, &[ask], &q, &Attend::new(SCALE), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         outputs.extend([bits(&out), bits(&lse)]);
     }
     outputs
@@ -963,7 +964,7 @@ fn same(
                 let Some(page) = mine.next_if_eq(&theirs) else {
                     let left = match (theirs.id.place, shape.window) {
                         (Place::Ring, _) => theirs.id.ordinal < kept / PAGE,
-                        (Place::Expert(_), Some(w)) => {
+                        (Place::Run(_), Some(w)) => {
                             theirs.tokens == PAGE && theirs.last.0 + w + setup.rollback < most
                         }
                         _ => false,

@@ -1,6 +1,8 @@
 //! Sequences of one step whose rows read different pages: each has the bits, and leaves the state, of a step of its own.
 
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Read, Sequence, StepReport};
+use pikv::{
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, ReadPages, Sequence, StepReport,
+};
 use pikv_test::backend::backend;
 use pikv_test::numbers::bits;
 use pikv_test::twins::{self, Given, Model, Values};
@@ -9,11 +11,11 @@ use proptest::prelude::*;
 /// The form of reading of a sequence's rows, `None` for the call's; and whether gaps are closed.
 type How = (Option<u8>, Option<bool>);
 
-fn read(of: u8) -> Read {
+fn read(of: u8) -> ReadPages {
     match of % 4 {
-        0 => Read::All,
-        1 => Read::Experts,
-        n => Read::Quest { pages: u32::from(n - 1) * u32::from(of / 4 % 4) },
+        0 => ReadPages::All,
+        1 => ReadPages::Experts,
+        n => ReadPages::Quest { pages: u32::from(n - 1) * u32::from(of / 4 % 4) },
     }
 }
 
@@ -51,7 +53,7 @@ fn step(
         }
         let (outs, lses) = model.outs(n);
         let (mut out, mut lse, mut mass) = (vec![0.0; outs], vec![0.0; lses], Vec::new());
-        let to = Output::new(&mut out).lse(&mut lse).mass(&mut mass);
+        let to = AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass);
         step.attend(layer, &own(q), call, to).unwrap();
         let mut first = 0;
         for (i, own) in all.iter().enumerate() {
@@ -117,17 +119,17 @@ fn what_cannot_be_read_is_refused() {
     let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).experts(2, 1).backend(backend())).unwrap();
     let (mut a, mut b) = (cache.sequence(), cache.sequence());
     let mut step = cache.begin([(&mut a, 2), (&mut b, 3)]).unwrap();
-    assert_eq!(step.reads(0, Read::Quest { pages: 1 }), Err(Error::NoBounds));
-    assert_eq!(step.reads(2, Read::All), Err(Error::NotInStep { sequence: 2, sequences: 2 }));
+    assert_eq!(step.reads(0, ReadPages::Quest { pages: 1 }), Err(Error::NoBounds));
+    assert_eq!(step.reads(2, ReadPages::All), Err(Error::NotInStep { sequence: 2, sequences: 2 }));
     assert_eq!(step.closes_gaps(7, true), Err(Error::NotInStep { sequence: 7, sequences: 2 }));
     step.append(0, &[1.0; 20], &[1.0; 20]).unwrap();
     // Rows of the second sequence need their experts, which were not set yet: the first of them is row 2 of the call.
-    step.reads(1, Read::Experts).unwrap();
+    step.reads(1, ReadPages::Experts).unwrap();
     let attend = |step: &mut pikv::Step<'_>| {
-        step.attend(0, &[1.0; 20], &Attend::new(1.0), Output::new(&mut [0.0; 20]))
+        step.attend(0, &[1.0; 20], &Attend::new(1.0), AttendOutput::new(&mut [0.0; 20]))
     };
     assert_eq!(attend(&mut step), Err(Error::NotRouted { layer: 0, row: 2 }));
-    step.reads(1, Read::All).unwrap();
+    step.reads(1, ReadPages::All).unwrap();
     step.closes_gaps(1, true).unwrap();
     assert_eq!(attend(&mut step), Err(Error::NoRotation { layer: 0 }));
     step.leave_out(1).unwrap();

@@ -5,7 +5,7 @@ use pikv::policy::{Budget, Eviction, H2o};
 use pikv::prefix::{PrefixIndex, PrefixScope};
 use pikv::save::Parkable;
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
 use pikv_test::backend::backend;
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -39,7 +39,7 @@ fn add(cache: &Cache, sequence: &mut Sequence, seed: u64, n: u32) -> Result<Vec<
     for layer in 0..LAYERS {
         let mut out = vec![0.0; rows.len()];
         step.append(layer, &rows, &rows)?;
-        step.attend(layer, &rows, &Attend::new(0.5), Output::new(&mut out))?;
+        step.attend(layer, &rows, &Attend::new(0.5), AttendOutput::new(&mut out))?;
         all.extend(bits(&out));
     }
     step.commit()?;

@@ -5,7 +5,9 @@ use pikv::lanes::Lanes;
 use pikv::report::{PageMass, Place};
 use pikv::shape::Pairs;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rope, Rows, Sequence};
+use pikv::{
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Layout, Position, Rope, Rows, Sequence,
+};
 use pikv_core::math;
 use pikv_core::warp::{Kernel, LANES, Warp};
 use pikv_test::{full, scaled};
@@ -155,8 +157,8 @@ impl Result {
         Result { out: vec![f32::NAN; heads * shape.layout.v_dim as usize], lse: vec![f32::NAN; heads] }
     }
 
-    fn to(&mut self) -> Output<'_> {
-        Output::new(&mut self.out).lse(&mut self.lse)
+    fn to(&mut self) -> AttendOutput<'_> {
+        AttendOutput::new(&mut self.out).lse(&mut self.lse)
     }
 
     #[track_caller]
@@ -911,8 +913,8 @@ fn an_evicted_page_takes_its_tokens_out_of_the_softmax() {
             .pages(0, 0)
             .unwrap()
             .filter(|page| match page.id.place {
-                Place::Expert(3) => page.id.ordinal.is_multiple_of(3),
-                Place::Expert(1) | Place::Sinks => page.id.ordinal == 0,
+                Place::Run(3) => page.id.ordinal.is_multiple_of(3),
+                Place::Run(1) | Place::Sinks => page.id.ordinal == 0,
                 _ => false,
             })
             .collect();

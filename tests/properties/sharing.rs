@@ -4,7 +4,7 @@ use pikv::codec::{Code, Codec, Coding};
 use pikv::planner::{Load, Planner};
 use pikv::report::Place;
 use pikv::shape::Filed;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Read, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Position, ReadPages, Sequence};
 use pikv_core::hash::mix;
 use pikv_test::backend::backend;
 use pikv_test::numbers::bits;
@@ -22,7 +22,7 @@ fn value(position: u32, which: u64) -> f32 {
 }
 
 /// Adds tokens in one step to layer 0, whose head has 2 channels; returns the bits of the rows' outputs, 0 without a form of reading.
-fn add(cache: &Cache, sequence: &mut Sequence, n: u32, read: Option<Read>) -> Vec<u32> {
+fn add(cache: &Cache, sequence: &mut Sequence, n: u32, read: Option<ReadPages>) -> Vec<u32> {
     let first = sequence.next_position().0;
     let row = |which: u64| -> Vec<f32> {
         (first..first + n).flat_map(|p| [value(p, which), value(p, which + 1)]).collect()
@@ -33,7 +33,7 @@ fn add(cache: &Cache, sequence: &mut Sequence, n: u32, read: Option<Read>) -> Ve
     step.route(0, &routes).unwrap();
     let mut out = vec![0.0; 2 * n as usize];
     if let Some(read) = read {
-        step.attend(0, &row(4), &Attend::new(1.0).read(read), Output::new(&mut out)).unwrap();
+        step.attend(0, &row(4), &Attend::new(1.0).read(read), AttendOutput::new(&mut out)).unwrap();
     }
     step.commit().unwrap();
     bits(&out)
@@ -78,7 +78,7 @@ fn tokens_are_where_their_position_and_expert_say() {
             let len = sequence.next_position().0;
             let mut filed = vec![0; experts as usize];
             for page in sequence.pages(0, 0).unwrap() {
-                let Place::Expert(place) = page.id.place else { continue };
+                let Place::Run(place) = page.id.place else { continue };
                 for (_, Position(p)) in sequence.positions(0, 0, page.id).unwrap() {
                     let home = homes(&config, p)[0];
                     assert_eq!(run(experts, window, p, home), place, "token {p} of expert {home}");
@@ -118,7 +118,7 @@ fn the_planner_knows_shared_runs() {
 /// save and a restore; `experts` reads are those of the tokens of the row's experts.
 #[test]
 fn reads_depend_on_the_tokens_alone() {
-    for read in [Read::All, Read::Experts] {
+    for read in [ReadPages::All, ReadPages::Experts] {
         let config = config(9, 2).rollback(40);
         let cache = Cache::new(config.clone()).unwrap();
         let (mut whole, mut cut) = (cache.sequence(), cache.sequence());
@@ -145,8 +145,8 @@ fn reads_depend_on_the_tokens_alone() {
         assert_eq!(outs, same, "{read:?}");
         for p in (100..1500).step_by(7) {
             let mine = homes(&config, p);
-            let seen =
-                (0..=p).filter(|t| read == Read::All || t + 64 > p || mine.contains(&homes(&config, *t)[0]));
+            let seen = (0..=p)
+                .filter(|t| read == ReadPages::All || t + 64 > p || mine.contains(&homes(&config, *t)[0]));
             let (mut sum, mut out) = (0.0, [0.0; 2]);
             for t in seen {
                 let score: f64 = (0..2).map(|c| f64::from(value(p, 4 + c)) * f64::from(value(t, c))).sum();

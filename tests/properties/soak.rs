@@ -8,7 +8,9 @@ use pikv::policy::{
 };
 use pikv::report::PageInfo;
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, Output, Read, Sequence};
+use pikv::{
+    Attend, AttendOutput, Cache, CacheConfig, ConfigError, Dtype, Error, LayerShape, ReadPages, Sequence,
+};
 use pikv_test::numbers::Rng;
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::cell::Cell;
@@ -70,7 +72,7 @@ fn eviction(policy: impl pikv::policy::Policy + 'static) -> Eviction {
 }
 
 /// Adds a token of random numbers, and returns its row's output.
-fn step(cache: &Cache, sequence: &mut Sequence, rng: &mut Rng, read: Read) -> [f32; ROW] {
+fn step(cache: &Cache, sequence: &mut Sequence, rng: &mut Rng, read: ReadPages) -> [f32; ROW] {
     let [k, v, q] = [(); 3].map(|()| [(); ROW].map(|()| rng.value(1.0)));
     let mut out = [0.0; ROW];
     let experts = cache.config().experts as u16;
@@ -80,7 +82,7 @@ fn step(cache: &Cache, sequence: &mut Sequence, rng: &mut Rng, read: Read) -> [f
         let first = rng.below(u32::from(experts)) as u16;
         step.route(0, &[first, (first + 1) % experts]).unwrap();
     }
-    step.attend(0, &q, &Attend::new(1.0).read(read), Output::new(&mut out)).unwrap();
+    step.attend(0, &q, &Attend::new(1.0).read(read), AttendOutput::new(&mut out)).unwrap();
     step.commit().unwrap();
     out
 }
@@ -109,7 +111,7 @@ fn on_cpu() -> Duration {
 }
 
 /// Decodes, and compares the last tenth of the tokens with the second.
-fn soak(name: &str, config: CacheConfig, read: Read) {
+fn soak(name: &str, config: CacheConfig, read: ReadPages) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
     pool.install(|| {
         let cache = Cache::new(config).unwrap();
@@ -166,19 +168,19 @@ fn every_policy_takes_as_much_after_any_number_of_tokens() {
         ("FastV", eviction(FastVReceived)),
     ] {
         // Known evicted pages are bounded, and the bound is reached within the first tenth.
-        soak(name, config(1).hits(Hits::new().known(8)).evict(eviction), Read::All);
+        soak(name, config(1).hits(Hits::new().known(8)).evict(eviction), ReadPages::All);
     }
 }
 
 #[test]
 fn rollback_experts_and_forms_of_reading_take_as_much_too() {
     for (name, eviction) in [("H2O", eviction(H2o)), ("key norm", eviction(KeyNorm))] {
-        soak(name, config(1).rollback(5).evict(eviction.clone()), Read::All);
-        soak(name, config(4).evict(eviction.clone()), Read::All);
-        soak(name, config(4).rollback(3).evict(eviction.clone()), Read::Experts);
+        soak(name, config(1).rollback(5).evict(eviction.clone()), ReadPages::All);
+        soak(name, config(4).evict(eviction.clone()), ReadPages::All);
+        soak(name, config(4).rollback(3).evict(eviction.clone()), ReadPages::Experts);
         let hits = config(4).hits(Hits::new().known(8));
-        soak(name, hits.evict(eviction.clone()), Read::Experts);
-        soak(name, config(2).bounds(true).evict(eviction), Read::Quest { pages: 4 });
+        soak(name, hits.evict(eviction.clone()), ReadPages::Experts);
+        soak(name, config(2).bounds(true).evict(eviction), ReadPages::Quest { pages: 4 });
     }
 }
 
@@ -193,10 +195,10 @@ fn every_codec_takes_as_much_too() {
         ("means", Codec::new(Coding::new(Code::F16), means)),
         ("block PCA", Codec::new(Coding::block_pca(Code::F32, 4).unwrap(), Coding::new(Code::Bf16))),
     ] {
-        soak(name, config(1).compress(codec).evict(eviction(H2o).by_page()), Read::All);
+        soak(name, config(1).compress(codec).evict(eviction(H2o).by_page()), ReadPages::All);
     }
     let aged = config(1).compress(plain(Code::Int8, Code::Int8)).age(64, plain(Code::Int4, Code::Int4));
-    soak("aged", aged.evict(eviction(KeyNorm).by_page()), Read::All);
+    soak("aged", aged.evict(eviction(KeyNorm).by_page()), ReadPages::All);
 }
 
 /// The visible places of tokens.
@@ -230,7 +232,7 @@ fn pins_merge_and_keep_what_ranges_that_never_touch_do() {
         let (mut a, mut b) = (Rng(seed), Rng(seed));
         for _ in 0..REACH {
             let out = [(&mut sequence, &mut a), (&mut plain, &mut b)]
-                .map(|(sequence, rng)| step(&cache, sequence, rng, Read::All).map(f32::to_bits));
+                .map(|(sequence, rng)| step(&cache, sequence, rng, ReadPages::All).map(f32::to_bits));
             assert_eq!(out[0], out[1]);
         }
         assert_eq!(pages(&sequence), pages(&plain));
@@ -279,7 +281,7 @@ fn a_rollback_that_no_memory_holds_is_refused_where_a_policy_keeps_something() {
         let cache = Cache::new(config(1).rollback(1024).evict(eviction)).unwrap();
         let (mut sequence, mut rng) = (cache.sequence(), Rng(3));
         for _ in 0..100 {
-            step(&cache, &mut sequence, &mut rng, Read::All);
+            step(&cache, &mut sequence, &mut rng, ReadPages::All);
         }
         sequence.rollback(60).unwrap();
         assert_eq!(sequence.next_position().0, 40);

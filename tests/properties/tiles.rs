@@ -3,7 +3,7 @@
 use pikv::codec::{Code, Codec, Coding};
 use pikv::lanes::Lanes;
 use pikv::shape::Pairs;
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Layout, Output, Position, Rope, Rows};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Layout, Position, Rope, Rows};
 use pikv_core::attend::{BLOCK, Sight};
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
@@ -241,13 +241,13 @@ fn rows_of_one_call_have_the_bits_of_rows_in_calls_of_their_own() {
         let total: u32 = parts.iter().map(|part| part.rows).sum();
         let q: Vec<f32> = noise(9, total as usize * 8 * 64).iter().map(|x| 4.0 * x).collect();
         let mut together = vec![0.0; q.len()];
-        cache.attend(0, &parts, &q, &options, Output::new(&mut together)).unwrap();
+        cache.attend(0, &parts, &q, &options, AttendOutput::new(&mut together)).unwrap();
         let mut at = 0;
         for part in &parts {
             for row in 0..part.rows {
                 let one = [Rows::new(part.sequence, Position(part.first.0 + row), 1)];
                 let mut alone = vec![0.0; 8 * 64];
-                cache.attend(0, &one, &q[at..at + 512], &options, Output::new(&mut alone)).unwrap();
+                cache.attend(0, &one, &q[at..at + 512], &options, AttendOutput::new(&mut alone)).unwrap();
                 assert_eq!(
                     bits(&alone),
                     bits(&together[at..at + 512]),

@@ -8,7 +8,8 @@ use pikv::policy::Budget;
 use pikv::report::{PageId, PageMass, Place};
 use pikv::rules::Hits;
 use pikv::{
-    Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Position, Read, Rows, Sequence, StepReport,
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Position, ReadPages, Rows, Sequence,
+    StepReport,
 };
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
@@ -39,7 +40,7 @@ fn push(
     sequence: &mut Sequence,
     branch: u64,
     n: u32,
-    read: Read,
+    read: ReadPages,
     layers: Option<usize>,
 ) -> Vec<u32> {
     push_with(cache, sequence, branch, n, read, layers, &mut StepReport::default())
@@ -51,7 +52,7 @@ fn push_with(
     sequence: &mut Sequence,
     branch: u64,
     n: u32,
-    read: Read,
+    read: ReadPages,
     layers: Option<usize>,
     report: &mut StepReport,
 ) -> Vec<u32> {
@@ -73,7 +74,7 @@ fn push_with(
         let mut out = vec![0.0; (n * QUERY_HEADS * V_DIM) as usize];
         let mut lse = vec![0.0; (n * QUERY_HEADS) as usize];
         let options = Attend::new(0.7).read(read);
-        step.attend(layer, &q, &options, Output::new(&mut out).lse(&mut lse)).unwrap();
+        step.attend(layer, &q, &options, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         outputs.extend(bits(&out));
         outputs.extend(bits(&lse));
     }
@@ -86,16 +87,16 @@ fn push_with(
 }
 
 /// The reads of a row at the next position, outside a step: outputs, and pages with their masses.
-fn look(cache: &Cache, sequence: &Sequence, read: Read) -> Vec<(Vec<u32>, Vec<String>)> {
+fn look(cache: &Cache, sequence: &Sequence, read: ReadPages) -> Vec<(Vec<u32>, Vec<String>)> {
     // The row's experts are unknown.
-    let read = if read == Read::Experts { Read::All } else { read };
+    let read = if read == ReadPages::Experts { ReadPages::All } else { read };
     let look = |layer| {
         let first = sequence.next_position();
         let q = of(99, first.0, layer, 3, QUERY_HEADS * K_DIM);
         let (mut out, mut mass) = (vec![0.0; (QUERY_HEADS * V_DIM) as usize], Vec::new());
         let rows = Rows::new(sequence, Position(first.0), 1);
         let options = Attend::new(0.7).read(read);
-        cache.attend(layer, &[rows], &q, &options, Output::new(&mut out).mass(&mut mass)).unwrap();
+        cache.attend(layer, &[rows], &q, &options, AttendOutput::new(&mut out).mass(&mut mass)).unwrap();
         // A page that left the window for good has nothing, and may be listed or not where no policy counts it.
         let seen =
             |page: &&PageMass| page.page.place != Place::Ring && page.tokens.iter().any(|mass| *mass != 0.0);
@@ -132,7 +133,7 @@ struct Setup {
     policy: &'static str,
     tokens: u32,
     batch: Option<u32>,
-    read: Read,
+    read: ReadPages,
     window: Option<u32>,
     code: Option<Code>,
     aged: bool,
@@ -145,7 +146,13 @@ struct Setup {
 impl Setup {
     fn draw(rng: &mut Rng, policy: &'static str) -> Setup {
         let experts = rng.of(&[1, 1, 3]);
-        let reads = [Read::All, Read::All, Read::Quest { pages: 1 }, Read::Quest { pages: 2 }, Read::Experts];
+        let reads = [
+            ReadPages::All,
+            ReadPages::All,
+            ReadPages::Quest { pages: 1 },
+            ReadPages::Quest { pages: 2 },
+            ReadPages::Experts,
+        ];
         Setup {
             policy,
             tokens: rng.of(&[40, 70, 110, 150]),
@@ -169,7 +176,7 @@ impl Setup {
             .experts(self.experts, self.experts.min(2))
             .poison(true)
             .hits(Hits::new().pages(2).every(1).known(5))
-            .bounds(matches!(self.read, Read::Quest { .. }));
+            .bounds(matches!(self.read, ReadPages::Quest { .. }));
         if let Some(code) = self.code {
             config = config.compress(Codec::new(Coding::new(code), Coding::new(code)));
             if self.aged && code == Code::Int8 {
@@ -308,7 +315,7 @@ fn what_never_was_leaves_no_trace() {
 #[test]
 fn rejected_drafts_do_not_change_who_is_held() {
     for policy in ["LRU", "LRU+", "TOVA", "SnapKV", "ChunkKV", "H2O", "key norm"] {
-        for read in [Read::All, Read::Quest { pages: 2 }] {
+        for read in [ReadPages::All, ReadPages::Quest { pages: 2 }] {
             let setup = Setup {
                 policy,
                 tokens: 150,
@@ -342,7 +349,7 @@ fn plain(policy: &'static str) -> Setup {
         policy,
         tokens: 100,
         batch: Some(1),
-        read: Read::All,
+        read: ReadPages::All,
         window: None,
         code: None,
         aged: false,
@@ -359,10 +366,10 @@ fn a_dropped_step_changes_nothing() {
     let cache = setup.cache();
     let mut sequence = cache.sequence();
     for p in 0..400 {
-        push(&cache, &mut sequence, 0, 1, Read::All, None);
-        let (before, usage) = ((pages(&sequence), look(&cache, &sequence, Read::All)), cache.usage());
-        push(&cache, &mut sequence, 9, 1, Read::All, Some(LAYERS));
-        assert_eq!((pages(&sequence), look(&cache, &sequence, Read::All)), before, "at {p}");
+        push(&cache, &mut sequence, 0, 1, ReadPages::All, None);
+        let (before, usage) = ((pages(&sequence), look(&cache, &sequence, ReadPages::All)), cache.usage());
+        push(&cache, &mut sequence, 9, 1, ReadPages::All, Some(LAYERS));
+        assert_eq!((pages(&sequence), look(&cache, &sequence, ReadPages::All)), before, "at {p}");
         assert_eq!(cache.usage(), usage, "at {p}");
     }
 }
@@ -373,11 +380,11 @@ fn a_refused_step_changes_nothing() {
     let cache = setup.cache();
     let mut sequence = cache.sequence();
     for p in 0..400 {
-        push(&cache, &mut sequence, 0, 1, Read::All, None);
-        let (before, usage) = ((pages(&sequence), look(&cache, &sequence, Read::All)), cache.usage());
+        push(&cache, &mut sequence, 0, 1, ReadPages::All, None);
+        let (before, usage) = ((pages(&sequence), look(&cache, &sequence, ReadPages::All)), cache.usage());
         let refused = cache.begin([(&mut sequence, 10_000_000)]).map(drop);
         assert!(matches!(refused, Err(Error::OutOfBudget { .. })));
-        assert_eq!((pages(&sequence), look(&cache, &sequence, Read::All)), before, "at {p}");
+        assert_eq!((pages(&sequence), look(&cache, &sequence, ReadPages::All)), before, "at {p}");
         assert_eq!(cache.usage(), usage, "at {p}");
     }
 }
@@ -389,7 +396,7 @@ fn quest_reads_the_same_however_tokens_are_cut() {
         let mut rng = Rng(seed);
         let setup = Setup {
             window: Some(30 + rng.below(150)),
-            read: Read::Quest { pages: 1 + rng.below(3) },
+            read: ReadPages::Quest { pages: 1 + rng.below(3) },
             ring: 20,
             slack: 16 * rng.below(2),
             experts: 1 + 2 * rng.below(2),
@@ -426,11 +433,12 @@ fn what_a_caller_evicts_stays_evicted() {
             let mut sequence = cache.sequence();
             let mut evicted: Vec<u32> = Vec::new();
             for turn in 0..60 {
-                (0..1 + rng.below(6)).for_each(|_| drop(push(&cache, &mut sequence, 0, 1, Read::All, None)));
+                (0..1 + rng.below(6))
+                    .for_each(|_| drop(push(&cache, &mut sequence, 0, 1, ReadPages::All, None)));
                 let drafts = 1 + rng.below(16);
                 let at = rng.below(drafts);
                 for i in 0..drafts {
-                    push(&cache, &mut sequence, turn + 50, 1, Read::All, None);
+                    push(&cache, &mut sequence, turn + 50, 1, ReadPages::All, None);
                     if i == at {
                         let pages: Vec<PageId> = sequence.pages(0, 0).unwrap().map(|page| page.id).collect();
                         let page = rng.of(&pages);
@@ -463,23 +471,23 @@ fn a_leaked_step_is_as_dropped() {
     let setup = Setup { experts: 2, ..plain("LRU") };
     let cache = setup.cache();
     let mut sequence = cache.sequence();
-    push(&cache, &mut sequence, 0, 150, Read::All, None);
+    push(&cache, &mut sequence, 0, 150, ReadPages::All, None);
     let usage = cache.usage();
     let seen = |sequence: &Sequence| {
         let held = (pages(sequence), sequence.resident(0, 0).unwrap(), sequence.resident(1, 0).unwrap());
         let fork = sequence.fork();
-        (held, pages(&fork), look(&cache, sequence, Read::All), look(&cache, &fork, Read::All))
+        (held, pages(&fork), look(&cache, sequence, ReadPages::All), look(&cache, &fork, ReadPages::All))
     };
     let before = seen(&sequence);
     for layers in [0, 1, 2, 2, 2] {
-        push(&cache, &mut sequence, 9, 60, Read::All, Some(LEAKED + layers));
+        push(&cache, &mut sequence, 9, 60, ReadPages::All, Some(LEAKED + layers));
         assert_eq!(seen(&sequence), before, "{layers} layers");
         assert!(cache.usage().taken > usage.taken);
     }
     sequence.rollback(0).unwrap();
     assert_eq!(cache.usage(), usage);
     assert_eq!(seen(&sequence), before);
-    push(&cache, &mut sequence, 9, 60, Read::All, Some(LEAKED + 1));
+    push(&cache, &mut sequence, 9, 60, ReadPages::All, Some(LEAKED + 1));
     drop(sequence);
     assert_eq!(cache.usage().taken, 0);
 }

@@ -6,7 +6,7 @@ use pikv::report::Place;
 use pikv::save::SaveError;
 use pikv::shard::ShardMap;
 use pikv::tiers::Tiers;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
 use pikv_test::backend::backend;
 use pikv_test::numbers::{Rng, bits, noise};
 
@@ -38,7 +38,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, until: u32) -> Vec<u32> {
                 step.route(layer, &chosen.collect::<Vec<u16>>()).unwrap();
             }
             let mut out = vec![0.0; rows.len() * 8];
-            step.attend(layer, &of(2), &Attend::new(0.5), Output::new(&mut out)).unwrap();
+            step.attend(layer, &of(2), &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
             all.extend(bits(&out));
         }
         step.commit().unwrap();
@@ -211,7 +211,7 @@ fn hostile_files_are_refused_or_go_on() {
                     let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
                     let attended = (0..LAYERS).try_for_each(|layer| {
                         step.append(layer, &[0.5; 8], &[0.5; 8])?;
-                        step.attend(layer, &[0.5; 8], &Attend::new(0.5), Output::new(&mut [0.0; 8]))
+                        step.attend(layer, &[0.5; 8], &Attend::new(0.5), AttendOutput::new(&mut [0.0; 8]))
                     });
                     // Keys can be anything, infinite too.
                     drop((attended, step));

@@ -6,7 +6,9 @@ use pikv::rules::Hits;
 use pikv::save::{SaveError, SaveOperation};
 use pikv::shape::Frequencies;
 use pikv::shard::ShardMap;
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Rope, Sequence, SequenceOptions};
+use pikv::{
+    Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Rope, Sequence, SequenceOptions,
+};
 use pikv_test::numbers::{bits, noise};
 use safetensors::SafeTensors;
 use std::io::{self, ErrorKind, Write};
@@ -38,7 +40,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) -> Vec<u32> {
             let seed = 8 * at + layer as u64;
             step.append(layer, &noise(seed, 4), &noise(seed + 2, 4)).unwrap();
             let mut out = [0.0; 8];
-            step.attend(layer, &noise(seed + 4, 8), &Attend::new(0.5), Output::new(&mut out)).unwrap();
+            step.attend(layer, &noise(seed + 4, 8), &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
             step.route(layer, &[(at % 3 % 2) as u16]).unwrap();
             all.extend(bits(&out));
         }

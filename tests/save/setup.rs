@@ -9,7 +9,7 @@ use pikv::report::PageInfo;
 use pikv::save::Parked;
 use pikv::shard::ShardMap;
 use pikv::tiers::Tiers;
-use pikv::{Cache, CacheConfig, Output, Step, StepReport};
+use pikv::{AttendOutput, Cache, CacheConfig, Step, StepReport};
 use pikv_test::backend::backend;
 use pikv_test::numbers::{bits, noise};
 use pikv_test::twins::{self, Change, Given, Model, Pair, Values};
@@ -203,7 +203,7 @@ impl<'a> Twins<'a> {
                 step.append(layer, k, v).unwrap();
                 step.route(layer, routes).unwrap();
                 let (mut out, mut lse) = (vec![0.0; outs], vec![0.0; lses]);
-                step.attend(layer, q, &options, Output::new(&mut out).lse(&mut lse)).unwrap();
+                step.attend(layer, q, &options, AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
                 (bits(&out), bits(&lse))
             });
             assert_eq!(a, b, "layer {layer} of step {}", self.seen.steps);

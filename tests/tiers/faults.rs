@@ -2,7 +2,7 @@
 
 use crate::setup::{Control, PAGE_BYTES, append, attend, bytes, config, fake, feed};
 use pikv::policy::{Budget, Candidates, Eviction, KeyNorm, Policy};
-use pikv::tiers::{Store, TierOperation, Tiers};
+use pikv::tiers::{PageStore, TierOperation, Tiers};
 use pikv::{Attend, Cache, Error, Sequence, StepReport};
 use pikv_test::numbers::bits;
 use std::fs::File;
@@ -78,7 +78,8 @@ fn a_tier_that_fails_is_passed_over() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_real_full_disk() {
-    let open = || Ok(Box::new(File::options().read(true).write(true).open("/dev/full")?) as Box<dyn Store>);
+    let open =
+        || Ok(Box::new(File::options().read(true).write(true).open("/dev/full")?) as Box<dyn PageStore>);
     let cache = Cache::new(config(1, 1 << 20).tiers(Tiers::new().store("full", 1 << 20, open))).unwrap();
     let mut sequence = cache.sequence();
     (0..9).for_each(|i| drop(feed(&cache, &mut sequence, 8, i).unwrap()));

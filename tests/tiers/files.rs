@@ -3,9 +3,9 @@
 use pikv::codec::{FitShape, Fitted, FittedError, Map, Side};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::Failures;
-use pikv::tiers::{Store, TierOperation, Tiers};
+use pikv::tiers::{PageStore, TierOperation, Tiers};
 use pikv::trace::{Reader, Row, TraceFile, Writer};
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Layout, Output};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Layout};
 use pikv_test::dir::Dir;
 use std::fs::{self, File, FileTimes};
 use std::io::{self, BufReader};
@@ -135,7 +135,7 @@ fn wiping_changes_no_bit() {
             let mut out = [0.0; 32];
             let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
             step.append(0, &[0.5; 32], &[0.75; 32]).unwrap();
-            step.attend(0, &[0.3; 32], &Attend::new(0.2), Output::new(&mut out)).unwrap();
+            step.attend(0, &[0.3; 32], &Attend::new(0.2), AttendOutput::new(&mut out)).unwrap();
             step.commit().unwrap();
             all.extend(pikv_test::numbers::bits(&out));
         }
@@ -303,7 +303,7 @@ fn inside_a_limit(dir: &Path) {
 #[derive(Clone, Debug, Default)]
 struct Refusing(Arc<(Mutex<Vec<u8>>, AtomicBool)>);
 
-impl Store for Refusing {
+impl PageStore for Refusing {
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         if self.0.1.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::StorageFull.into());
@@ -332,7 +332,8 @@ fn memory_that_does_not_come_back_is_counted() {
         for _ in 0..n {
             let mut step = cache.begin([(&mut *sequence, 1)]).unwrap();
             step.append(0, &rng.values(32, 2.0), &rng.values(32, 1.0)).unwrap();
-            step.attend(0, &rng.values(32, 2.0), &Attend::new(0.5), Output::new(&mut [0.0; 32])).unwrap();
+            step.attend(0, &rng.values(32, 2.0), &Attend::new(0.5), AttendOutput::new(&mut [0.0; 32]))
+                .unwrap();
             step.commit().unwrap();
         }
     };

@@ -5,7 +5,7 @@ use pikv::planner::flexgen::{Class, Machine, Tier};
 use pikv::report::{PageInfo, Place};
 use pikv::rules::Hits;
 use pikv::tiers::{Fetches, Tiers};
-use pikv::{Attend, Cache, Error, Read, Sequence, StepReport};
+use pikv::{Attend, Cache, Error, ReadPages, Sequence, StepReport};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -144,7 +144,7 @@ fn hits_are_in_the_first_tier() {
     let before = cache.fetches();
     let mut step = cache.begin([(&mut sequence, 1)]).unwrap();
     crate::setup::append(&mut step, 0, 1, 100);
-    attend(&mut step, 0, 1, 100, &Attend::new(1.0).read(Read::Quest { pages: 0 })).unwrap();
+    attend(&mut step, 0, 1, 100, &Attend::new(1.0).read(ReadPages::Quest { pages: 0 })).unwrap();
     step.commit_with(&mut report).unwrap();
     assert_eq!(report.remote_bytes(0), 0);
     // The prefetch, made since the previous step read all pages, was not used.

@@ -3,7 +3,7 @@
 use crate::setup::{Control, bytes, fake};
 use pikv::report::{PageInfo, PageMass};
 use pikv::tiers::{TierOperation, Tiers};
-use pikv::{Cache, Error, Output, Position, Rows, Step, StepReport};
+use pikv::{AttendOutput, Cache, Error, Position, Rows, Step, StepReport};
 use pikv_test::numbers::bits;
 use pikv_test::twins::{self, CHANGES, Change, Given, Model, Pair, Values, at};
 use proptest::prelude::*;
@@ -124,18 +124,18 @@ fn both(
     seen: &mut Seen,
     fails: bool,
     (outs, lses): (usize, usize),
-    mut call: impl FnMut(usize, Output<'_>) -> Result<(), Error>,
+    mut call: impl FnMut(usize, AttendOutput<'_>) -> Result<(), Error>,
 ) {
     let mut results = Vec::new();
     for cache in 0..2 {
         let (mut out, mut lse, mut mass) = (vec![0.0; outs], vec![0.0; lses], Vec::<PageMass>::new());
         control.unreadable.store(fails && cache == 1, SeqCst);
-        let mut made = call(cache, Output::new(&mut out).lse(&mut lse).mass(&mut mass));
+        let mut made = call(cache, AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass));
         control.unreadable.store(false, SeqCst);
         if let Err(Error::Tier { operation: TierOperation::Read, .. }) = made {
             assert!(fails && cache == 1);
             seen.reads += 1;
-            made = call(cache, Output::new(&mut out).lse(&mut lse).mass(&mut mass));
+            made = call(cache, AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass));
         }
         results.push(made.map(|()| (bits(&out), bits(&lse), mass)));
     }

@@ -1,7 +1,7 @@
 //! A store that fails on demand, and generated tokens.
 
-use pikv::tiers::{Store, Tiers};
-use pikv::{Attend, Cache, CacheConfig, Dtype, Error, LayerShape, Output, Sequence, Step};
+use pikv::tiers::{PageStore, Tiers};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape, Sequence, Step};
 use pikv_test::backend::backend;
 use pikv_test::numbers::noise;
 use std::io;
@@ -52,7 +52,7 @@ struct Fake {
     control: Arc<Control>,
 }
 
-impl Store for Fake {
+impl PageStore for Fake {
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         let mut all = self.bytes.lock().unwrap();
         let end = at as usize + bytes.len();
@@ -99,7 +99,7 @@ pub fn fake(tiers: Tiers, bytes: u64, control: &Arc<Control>) -> Tiers {
     let control = control.clone();
     let open = move || {
         let fake = Fake { bytes: Mutex::default(), control: control.clone() };
-        Ok(Box::new(fake) as Box<dyn Store>)
+        Ok(Box::new(fake) as Box<dyn PageStore>)
     };
     tiers.store("fake", bytes, open)
 }
@@ -124,7 +124,7 @@ pub fn append(step: &mut Step<'_>, layer: usize, n: u32, seed: u64) {
 pub fn attend(step: &mut Step<'_>, layer: usize, n: u32, seed: u64, how: &Attend) -> Result<Vec<f32>, Error> {
     let mut out = vec![0.0; n as usize * 16];
     let q = noise(seed * 1000 + layer as u64 * 3 + 2, n as usize * 16);
-    step.attend(layer, &q, how, Output::new(&mut out))?;
+    step.attend(layer, &q, how, AttendOutput::new(&mut out))?;
     Ok(out)
 }
 

@@ -8,7 +8,7 @@ use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, Lru};
 use pikv::router::{Adaptive, CacheAware, Router, Shape, TopK};
 use pikv::trace::Skewed;
-use pikv::{Attend, Cache, ClosedLoop, Output, Read};
+use pikv::{Attend, AttendOutput, Cache, ClosedLoop, ReadPages};
 use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
@@ -94,7 +94,8 @@ pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
                 (0..subject.layers).map(|l| kind.router(shape, (seed * subject.layers + l) as u64)).collect();
             let text = Text { ids: &ids[seed * window..=(seed + 1) * window], window };
             let routed = ("R_A", routers?);
-            let o = evaluate(subject, routed, budget, &row, Read::Experts, text, &ProgressBar::hidden())?;
+            let o =
+                evaluate(subject, routed, budget, &row, ReadPages::Experts, text, &ProgressBar::hidden())?;
             let (name, reward) = (kind.name(top_k), o.hit_rate - IMBALANCE * o.imbalance);
             sheet.row(&format!(
                 "{},{window},{seed},{name},{:.5},{:.5},{reward:.5},{:.6}",
@@ -128,7 +129,7 @@ fn skewed(kind: &Kind, seed: u64) -> Result<(f64, f64)> {
         step.append(0, &key(position), &[1.0])?;
         let routes = step.route(0, &logits)?;
         filed[usize::from(routes.filing().experts[0])] += 1;
-        step.attend(0, &query, &Attend::new(8.0).read(Read::Experts), Output::new(&mut [0.0]))?;
+        step.attend(0, &query, &Attend::new(8.0).read(ReadPages::Experts), AttendOutput::new(&mut [0.0]))?;
         step.commit()?;
     }
     Ok((sink.totals().hit_rate_of_all().unwrap_or(1.0), crate::imbalance(&filed)))

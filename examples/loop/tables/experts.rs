@@ -4,7 +4,7 @@ use super::made_up::{DIM, KV_HEADS, Layer, QUERY_HEADS, noise};
 use crate::Result;
 use pikv::metrics::Collector;
 use pikv::router::{CacheAware, Shape};
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Read};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, ReadPages};
 use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::results::{self, Sheet, cpu_time};
 use pikv_engine::measure::subject::Subject;
@@ -27,8 +27,8 @@ pub fn run(_: &mut Subject, _: &[u32]) -> Result<()> {
             // In turns, so that a disturbance hits both.
             let (mut base, mut attend) = (f64::INFINITY, f64::INFINITY);
             for _ in 0..SAMPLES {
-                base = base.min(one.times(&[Read::All], 1)?[0]);
-                attend = attend.min(layer.times(&[Read::All], 1)?[0]);
+                base = base.min(one.times(&[ReadPages::All], 1)?[0]);
+                attend = attend.min(layer.times(&[ReadPages::All], 1)?[0]);
             }
             let (bytes, tables) = (layer.sequence.bytes(), layer.sequence.table_bytes());
             let route = if experts == 1 { 0.0 } else { route(experts, top_k)? };
@@ -69,13 +69,13 @@ fn route(experts: u32, top_k: u32) -> Result<f64> {
                     let mut step = pikv.begin([(&mut sequence, 1)])?;
                     step.append(0, kv, kv)?;
                     step.route(0, logits)?;
-                    step.attend(0, &q, &attend, Output::new(&mut out))?;
+                    step.attend(0, &q, &attend, AttendOutput::new(&mut out))?;
                     step.commit()?;
                 } else {
                     let mut step = cache.begin([(&mut sequence, 1)])?;
                     step.append(0, kv, kv)?;
                     step.route(0, &chosen)?;
-                    step.attend(0, &q, &attend, Output::new(&mut out))?;
+                    step.attend(0, &q, &attend, AttendOutput::new(&mut out))?;
                     step.commit()?;
                 }
             }

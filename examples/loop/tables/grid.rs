@@ -4,7 +4,7 @@ use super::{CODES, codec, evictions};
 use crate::policies::Row;
 use crate::{Result, Text, evaluate, routers};
 use indicatif::ProgressBar;
-use pikv::Read;
+use pikv::ReadPages;
 use pikv::policy::Eviction;
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
@@ -39,7 +39,7 @@ pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
                 });
                 let routed = (router, routers::routers(router, experts, top_k, subject.layers)?);
                 let hidden = ProgressBar::hidden();
-                let o = evaluate(subject, routed, budget, &row, Read::Experts, text, &hidden)?;
+                let o = evaluate(subject, routed, budget, &row, ReadPages::Experts, text, &hidden)?;
                 let (nats, time) = *first.get_or_insert((o.nats, o.time));
                 sheet.row(&format!(
                     "{},{window},{router},{},{policy},{},{:.6},{:.6},{},{:.5},{:.5},{:.4},{:.3}",

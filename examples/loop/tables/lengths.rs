@@ -6,7 +6,7 @@ use crate::policies::{Row, Setup};
 use crate::{Result, Text, evaluate, far, policies, replay, ring, routers};
 use indicatif::ProgressBar;
 use pikv::trace::Skewed;
-use pikv::{Cache, Read};
+use pikv::{Cache, ReadPages};
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn codes(sheet: &mut Sheet, subject: &Subject, ids: &[u32], length: usize) -> Re
             Some(codec) => config.compress(codec),
             None => config,
         });
-        let row = row.selecting(Read::All);
+        let row = row.selecting(ReadPages::All);
         let o = plain(subject, ids, length, &row, (length / 4) as u32)?;
         let base = *first.get_or_insert((o.nats, o.bytes, o.time));
         let row = format!("code,{},{length}", code.name());
@@ -60,7 +60,7 @@ fn plain(subject: &Subject, ids: &[u32], length: usize, row: &Row, budget: u32) 
     let (experts, top_k) = subject.experts;
     let routed = ("R_T", routers::routers("R_T", experts, top_k, subject.layers)?);
     let text = Text { ids: &ids[..=TOKENS], window: length };
-    evaluate(subject, routed, budget, row, Read::All, text, &ProgressBar::hidden())
+    evaluate(subject, routed, budget, row, ReadPages::All, text, &ProgressBar::hidden())
 }
 
 /// Cells of an outcome over the model; `row` has kind, row and budget, `base` the nats, bytes and time of the first row.
@@ -86,7 +86,7 @@ fn long_codes(sheet: &mut Sheet, length: u32) -> Result<()> {
     let mut first = None;
     for code in CODES {
         let mut layer = Layer::new(length, (1, 1), codec(code), false)?;
-        let time = layer.times(&[Read::All], SAMPLES)?[0];
+        let time = layer.times(&[ReadPages::All], SAMPLES)?[0];
         let bytes = layer.sequence.bytes();
         let (of_bf16, base) = *first.get_or_insert((bytes, time));
         sheet.row(&format!(

@@ -3,7 +3,7 @@
 use crate::Result;
 use pikv::codec::Codec;
 use pikv::report::{PageId, Place};
-use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read, Sequence, Step};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, ReadPages, Sequence, Step};
 use pikv_engine::common::sample::SplitMix;
 use pikv_engine::measure::results::cpu_time;
 use std::collections::{HashMap, HashSet};
@@ -76,7 +76,7 @@ impl Layer {
 
     /// The CPU time of one decode row's attention under each of `reads`, which take turns; the least of `samples`. Steps are dropped,
     /// so all see the same tokens.
-    pub fn times(&mut self, reads: &[Read], samples: usize) -> Result<Vec<f64>> {
+    pub fn times(&mut self, reads: &[ReadPages], samples: usize) -> Result<Vec<f64>> {
         let mut least = vec![f64::INFINITY; reads.len()];
         for _ in 0..samples {
             let (q, routes) = self.query();
@@ -85,7 +85,7 @@ impl Layer {
                 let start = {
                     let mut step = self.step(&q, &routes)?;
                     let start = cpu_time();
-                    step.attend(0, &q, &Attend::new(0.125).read(*read), Output::new(&mut out))?;
+                    step.attend(0, &q, &Attend::new(0.125).read(*read), AttendOutput::new(&mut out))?;
                     start
                 };
                 *least = least.min((cpu_time() - start).as_secs_f64());
@@ -109,7 +109,7 @@ impl Layer {
     }
 
     /// Bytes of the pages that a decode row reads, of all KV heads; the mean of `samples`.
-    pub fn bytes_read(&mut self, read: Read, samples: usize) -> Result<f64> {
+    pub fn bytes_read(&mut self, read: ReadPages, samples: usize) -> Result<f64> {
         let mut bytes: Vec<HashMap<PageId, u64>> = vec![HashMap::new(); KV_HEADS];
         for (head, of) in bytes.iter_mut().enumerate() {
             of.extend(self.sequence.pages(0, head)?.map(|page| (page.id, page.bytes)));
@@ -119,7 +119,7 @@ impl Layer {
             let (q, routes) = self.query();
             let mut out = vec![0.0; QUERY_HEADS * DIM];
             let mut step = self.step(&q, &routes)?;
-            let output = Output::new(&mut out).mass(&mut mass);
+            let output = AttendOutput::new(&mut out).mass(&mut mass);
             step.attend(0, &q, &Attend::new(0.125).read(read), output)?;
             // A page with no visible token is listed with a mass of 0.
             let read: HashSet<(usize, PageId)> = mass
@@ -143,15 +143,15 @@ mod tests {
     #[test]
     fn bytes_read_are_those_of_the_pages_that_a_row_attends() {
         let mut layer = Layer::new(4096, (8, 2), None, true).unwrap();
-        let all = layer.bytes_read(Read::All, 1).unwrap();
+        let all = layer.bytes_read(ReadPages::All, 1).unwrap();
         assert_eq!(all, layer.sequence.bytes() as f64);
-        let few = layer.bytes_read(Read::Experts, 8).unwrap() / all;
+        let few = layer.bytes_read(ReadPages::Experts, 8).unwrap() / all;
         // A quarter of the tokens in experts' pages, and all of the ring and the sinks.
         assert!((0.2..0.35).contains(&few), "{few}");
-        let pages = layer.bytes_read(Read::Quest { pages: 8 }, 8).unwrap() / all;
+        let pages = layer.bytes_read(ReadPages::Quest { pages: 8 }, 8).unwrap() / all;
         assert!((0.05..0.2).contains(&pages), "{pages}");
         let mut every = Layer::new(2048, (8, 8), None, false).unwrap();
-        let of_all = every.bytes_read(Read::Experts, 1).unwrap();
+        let of_all = every.bytes_read(ReadPages::Experts, 1).unwrap();
         assert_eq!(of_all, every.sequence.bytes() as f64);
     }
 

@@ -5,7 +5,7 @@ use pikv::closed_loop::{LoopError, LoopStep};
 use pikv::metrics::Collector;
 use pikv::policy::{AdaKvLit, Budget, Eviction, H2o, Lru, SnapKv};
 use pikv::rules::Hits;
-use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, Sequence};
 use pikv_engine::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
 use pikv_engine::common::sample::nats;
 use pikv_engine::measure::results::{self, Sheet, cpu_time};
@@ -165,7 +165,7 @@ impl AnyStep for Step<'_> {
     ) -> std::result::Result<(), LoopError> {
         let start = cpu_time();
         self.0.append(layer, k, v)?;
-        self.0.attend(layer, q, &self.1, Output::new(out))?;
+        self.0.attend(layer, q, &self.1, AttendOutput::new(out))?;
         *self.2 += cpu_time() - start;
         Ok(())
     }

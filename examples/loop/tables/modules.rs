@@ -7,7 +7,7 @@ use indicatif::ProgressBar;
 use pikv::codec::Code;
 use pikv::policy::{Budget, Eviction, SnapKv};
 use pikv::shard::ShardMap;
-use pikv::{CacheConfig, Read};
+use pikv::{CacheConfig, ReadPages};
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
 
@@ -51,7 +51,7 @@ pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
         });
         let id = if routing { "R_P" } else { "R_T" };
         let routed = (id, routers::routers(id, experts, top_k, subject.layers)?);
-        let read = if reads { Read::Experts } else { Read::All };
+        let read = if reads { ReadPages::Experts } else { ReadPages::All };
         let text = Text { ids: &ids[..=tokens], window };
         let o = evaluate(subject, routed, budget, &row, read, text, &ProgressBar::hidden())?;
         let (nats, bytes, time) = *first.get_or_insert((o.nats, o.bytes, o.time));

@@ -1,10 +1,10 @@
-//! Pages read, time and loss of `Read::Experts` and `Read::Quest` against all pages.
+//! Pages read, time and loss of `ReadPages::Experts` and `ReadPages::Quest` against all pages.
 
 use super::made_up::Layer;
 use crate::policies::Row;
 use crate::{Result, Text, evaluate, routers};
 use indicatif::ProgressBar;
-use pikv::Read;
+use pikv::ReadPages;
 use pikv::shape::PAGE;
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
@@ -19,8 +19,8 @@ const LONG: [u32; 4] = [4 << 10, 16 << 10, 64 << 10, 128 << 10];
 const SAMPLES: usize = 15;
 
 /// Pages that Quest reads: an eighth of the length.
-fn quest(length: usize) -> Read {
-    Read::Quest { pages: (length as u32 / PAGE / 8).max(1) }
+fn quest(length: usize) -> ReadPages {
+    ReadPages::Quest { pages: (length as u32 / PAGE / 8).max(1) }
 }
 
 pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
@@ -45,7 +45,8 @@ pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {
 
 fn long(sheet: &mut Sheet, length: u32, (experts, top_k): (u32, u32)) -> Result<()> {
     let mut layer = Layer::new(length, (experts, top_k), None, true)?;
-    let reads = [("exact", Read::All), ("experts", Read::Experts), ("Quest 1/8", quest(length as usize))];
+    let reads =
+        [("exact", ReadPages::All), ("experts", ReadPages::Experts), ("Quest 1/8", quest(length as usize))];
     let times = layer.times(&reads.map(|(_, read)| read), SAMPLES)?;
     let mut exact = None;
     for ((name, read), time) in reads.into_iter().zip(&times) {
@@ -67,14 +68,14 @@ fn nats(sheet: &mut Sheet, subject: &Subject, ids: &[u32], length: usize, others
     let selects = |read| Row::of("none", false, |config| config.bounds(true)).selecting(read);
     // Quest ignores experts, so one top_k is enough.
     let all = [
-        ("exact", selects(Read::All)),
+        ("exact", selects(ReadPages::All)),
         ("experts", Row::of("none", false, |config| config)),
         ("Quest 1/8", selects(quest(length))),
     ];
     let mut exact = None;
     for (name, row) in all.into_iter().filter(|(name, _)| others || *name != "Quest 1/8") {
         let routed = ("R_T", routers::routers("R_T", experts, top_k, subject.layers)?);
-        let o = evaluate(subject, routed, budget, &row, Read::Experts, text, &ProgressBar::hidden())?;
+        let o = evaluate(subject, routed, budget, &row, ReadPages::Experts, text, &ProgressBar::hidden())?;
         let (nats, time) = *exact.get_or_insert((o.nats, o.time));
         let share = if name == "Quest 1/8" { String::new() } else { format!("{:.4}", o.sees) };
         sheet.row(&format!(

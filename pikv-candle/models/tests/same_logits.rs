@@ -80,7 +80,7 @@ fn filed(kv: &KvCache, sequence: usize, layer: usize, head: usize) -> Vec<(u16, 
     kv.sequences(|all| {
         let pages = all[sequence].pages(layer, head).unwrap();
         let of = |page: PageInfo| match page.id.place {
-            Place::Expert(expert) => Some((expert, page)),
+            Place::Run(expert) => Some((expert, page)),
             _ => None,
         };
         pages.filter_map(of).collect()

@@ -4,8 +4,8 @@ use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::{Forest, Task};
 use crate::attend::job::{Item, Job, OnDevice, Widest};
 use crate::attend::mass::Wanted;
-use crate::attend::options::Output;
-use crate::attend::options::Read;
+use crate::attend::options::AttendOutput;
+use crate::attend::options::ReadPages;
 use crate::attend::view::View;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::{Error, length};
@@ -17,7 +17,7 @@ use std::fmt::Debug;
 
 /// Queries and outputs.
 pub(crate) enum Tensors<'a> {
-    Host(HostSlice<'a>, Output<'a>),
+    Host(HostSlice<'a>, AttendOutput<'a>),
     /// On the device of a session.
     Device {
         q: DeviceSlice,
@@ -182,7 +182,7 @@ pub(crate) trait Session: Debug + Send + Sync {
     fn tokens(&self, layer: usize) -> Option<[Cow<'_, [f32]>; 2]>;
 
     /// Pages that rows of a sequence read in a layer.
-    fn read(&self, layer: usize, sequence: usize) -> Read;
+    fn read(&self, layer: usize, sequence: usize) -> ReadPages;
 
     /// Feeds of a layer, if its last attention had tensors on the device. Waits for the device.
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>>;

@@ -1,7 +1,7 @@
 //! Softmax weights and hits of one KV head, for the layer's policy and the router.
 
 use crate::attend::mass::Weighed;
-use crate::attend::options::Read;
+use crate::attend::options::ReadPages;
 use crate::base::host_slice::HostSlice;
 use crate::metrics::Reused;
 use crate::router::met::Met;
@@ -34,8 +34,8 @@ pub(crate) struct Of {
     /// First row and number of rows of the sequence in the call.
     pub first: usize,
     pub rows: usize,
-    /// Pages that the rows read. Unless it is [`Read::All`], rows are attended one by one.
-    pub read: Read,
+    /// Pages that the rows read. Unless it is [`ReadPages::All`], rows are attended one by one.
+    pub read: ReadPages,
 }
 
 impl Feed {

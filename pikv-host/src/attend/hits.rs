@@ -1,6 +1,6 @@
 //! Wanted pages of rows, and which of them are hits.
 
-use crate::attend::options::Read;
+use crate::attend::options::ReadPages;
 use crate::attend::select::{folded, largest};
 use crate::base::host_slice::HostSlice;
 use crate::base::ids::{Place, chain_place};
@@ -49,12 +49,12 @@ pub(crate) struct Asking<'a> {
     pub layer: &'a Layer,
     /// Positions of the rows.
     pub rows: Range<u32>,
-    pub read: Read,
+    pub read: ReadPages,
     /// Experts whose pages each row reads, if they are not those of its filing.
     pub fetched: Fetched<'a>,
 }
 
-/// Experts of a row whose pages it reads, with [`Read::Experts`].
+/// Experts of a row whose pages it reads, with [`ReadPages::Experts`].
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Fetched<'a> {
     /// Number of filing experts that are read; all if `None`.
@@ -147,7 +147,7 @@ impl Asking<'_> {
     /// Experts whose pages the row at `position` can want, and those whose pages it reads; `None` unless rows read the pages of their
     /// experts.
     fn experts(&self, position: u32, row: usize) -> Option<(Experts, Experts)> {
-        if self.read != Read::Experts {
+        if self.read != ReadPages::Experts {
             return None;
         }
         let own: SmallVec<[u16; 8]> = self.layer.experts(self.inner, position).collect();
@@ -167,7 +167,7 @@ impl Chain {
         (c, expert): (usize, u16),
         positions: Range<u32>,
     ) -> (u32, u64) {
-        let Place::Expert(run) = chain_place(c) else { return (0, 0) };
+        let Place::Run(run) = chain_place(c) else { return (0, 0) };
         let (mut held, mut far) = (0, 0);
         for entry in self.entries.range(self.first_with(positions.start)..) {
             if entry.live == 0 {

@@ -2,7 +2,7 @@
 
 use crate::attend::forest::{Forest, Listed, PACKED_RUN};
 use crate::attend::job::Job;
-use crate::attend::options::Read;
+use crate::attend::options::ReadPages;
 use crate::attend::select::{self, Selection};
 use crate::attend::view::View;
 use crate::base::ids::{PageId, Place, chain_place};
@@ -88,9 +88,9 @@ impl<'a> Job<'a> {
     fn selection(&self, view: usize, head: usize) -> Option<Selection> {
         let of = &self.views[view];
         let pages = match of.read {
-            Read::All => return None,
-            Read::Experts => return Some(Selection::Experts(of.experts(self.inner))),
-            Read::Quest { pages } => pages as usize,
+            ReadPages::All => return None,
+            ReadPages::Experts => return Some(Selection::Experts(of.experts(self.inner))),
+            ReadPages::Quest { pages } => pages as usize,
         };
         let (k_dim, group) = (self.shape.layout.k_dim as usize, self.group());
         let rows = bound::rows(self.shape.layout.k_dim);

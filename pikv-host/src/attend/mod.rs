@@ -29,7 +29,7 @@ use crate::attend::hits::Asking;
 use crate::attend::job::{Job, OnDevice};
 use crate::attend::lists::{LISTS, Lists};
 use crate::attend::mass::Wanted;
-use crate::attend::options::{Attend, Output, PageMass, Read};
+use crate::attend::options::{Attend, AttendOutput, PageMass, ReadPages};
 use crate::attend::view::View;
 use crate::base::error::Error;
 use crate::base::frequencies::Frequencies;
@@ -117,7 +117,7 @@ fn attend_views(
     let factor = check_options(&call, sequences, options)?;
     let mut single: Vec<View<'_>> = emptied(mem::take(&mut lists.single));
     let views = cut_by_reads(sequences, &mut single);
-    let by_experts = |view: &&View<'_>| view.read == Read::Experts;
+    let by_experts = |view: &&View<'_>| view.read == ReadPages::Experts;
     if let Some(view) = views.iter().filter(by_experts).find(|view| !view.routed(&pool.shape)) {
         return Err(Error::NotRouted { layer, row: view.start });
     }
@@ -180,13 +180,13 @@ fn check_options(call: &Call<'_>, sequences: &[View<'_>], options: &Attend) -> R
 /// The rows of the call as views: a view for each sequence, or, where its rows do not all read the same pages, for each row. `single` is
 /// the list of the latter.
 fn cut_by_reads<'a, 'v>(sequences: &'a [View<'v>], single: &'a mut Vec<View<'v>>) -> &'a [View<'v>] {
-    if sequences.iter().all(|view| view.read == Read::All) {
+    if sequences.iter().all(|view| view.read == ReadPages::All) {
         return sequences;
     }
     for view in sequences {
         match view.read {
-            Read::All => single.push(*view),
-            Read::Experts | Read::Quest { .. } => single.extend(view.rows()),
+            ReadPages::All => single.push(*view),
+            ReadPages::Experts | ReadPages::Quest { .. } => single.extend(view.rows()),
         }
     }
     single
@@ -349,7 +349,7 @@ impl Computed<'_, '_> {
     ) -> Result<Option<&'o mut Vec<PageMass>>, Error> {
         let Computed { job, forests, sequences, wants } = self;
         match tensors {
-            Tensors::Host(_, Output { out, lse, mass }) => {
+            Tensors::Host(_, AttendOutput { out, lse, mass }) => {
                 let Lists { lse: no_lse, cut, .. } = lists;
                 let lse = match lse {
                     Some(lse) => &mut **lse,
@@ -387,7 +387,7 @@ fn hand_back(
     mass: Option<&mut Vec<PageMass>>,
     seen: &mut Vec<Feed>,
 ) {
-    if sequences.iter().any(|view| view.read != Read::All) && wants.told() {
+    if sequences.iter().any(|view| view.read != ReadPages::All) && wants.told() {
         // Rows that were attended one by one still are one call.
         together(seen);
     }

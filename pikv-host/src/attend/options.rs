@@ -10,12 +10,12 @@ use pikv_core::warp::LANES;
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Read};
+/// use pikv::{Attend, ReadPages};
 ///
 /// let llama = Attend::new(128f32.powf(-0.5));                   // 1 / sqrt(head_dim)
 /// let gemma = Attend::new(256f32.powf(-0.5)).softcap(50.0);
-/// let sparse = llama.read(Read::Quest { pages: 16 });           // the 16 most promising full pages of each KV head
-/// assert_eq!((llama.read, sparse.scale), (Read::All, llama.scale));
+/// let sparse = llama.read(ReadPages::Quest { pages: 16 });           // the 16 most promising full pages of each KV head
+/// assert_eq!((llama.read, sparse.scale), (ReadPages::All, llama.scale));
 /// # let _ = gemma;
 /// ```
 ///
@@ -32,7 +32,7 @@ pub struct Attend {
     /// only.
     pub split: Option<u32>,
     /// Pages outside the ring that a row reads.
-    pub read: Read,
+    pub read: ReadPages,
     /// Treats sinks as adjacent to the oldest other token that is still held, as if the tokens between them had never existed:
     /// StreamingLLM's positions inside the cache (arXiv 2309.17453). Needs keys stored before RoPE.
     pub closed_gaps: bool,
@@ -42,7 +42,7 @@ pub struct Attend {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, ReadPages};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).bounds(true))?;
@@ -52,8 +52,8 @@ pub struct Attend {
 ///     let mut step = cache.begin([(&mut sequence, n)])?;
 ///     let n = n as usize;
 ///     step.append(0, &[0.5; 512 * 4][..n * 4], &[0.25; 512 * 4][..n * 4])?;
-///     let attend = Attend::new(0.5).read(Read::Quest { pages: 2 });
-///     step.attend(0, &[1.0; 512 * 8][..n * 8], &attend, Output::new(&mut out[..n * 8]))?;
+///     let attend = Attend::new(0.5).read(ReadPages::Quest { pages: 2 });
+///     step.attend(0, &[1.0; 512 * 8][..n * 8], &attend, AttendOutput::new(&mut out[..n * 8]))?;
 ///     step.commit()?;
 /// }
 /// assert!(out[..8].iter().all(|x| (x - 0.25).abs() < 1e-6));
@@ -61,7 +61,7 @@ pub struct Attend {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Read {
+pub enum ReadPages {
     /// All pages that are held.
     #[default]
     All,
@@ -84,7 +84,7 @@ const MAX_SOFTCAP: f32 = 8_388_608.0;
 impl Attend {
     /// Attention over all pages with factor `scale`.
     pub const fn new(scale: f32) -> Attend {
-        Attend { scale, softcap: None, split: None, read: Read::All, closed_gaps: false }
+        Attend { scale, softcap: None, split: None, read: ReadPages::All, closed_gaps: false }
     }
 
     /// Sets the softcap of the logits.
@@ -94,7 +94,7 @@ impl Attend {
     }
 
     /// Sets the pages that are read.
-    pub const fn read(mut self, read: Read) -> Attend {
+    pub const fn read(mut self, read: ReadPages) -> Attend {
         self.read = read;
         self
     }
@@ -114,7 +114,7 @@ impl Attend {
     /// Factor of `q . k` that gives logits to base 2, or in units of the softcap.
     ///
     /// # Errors
-    /// An option out of range; [`Error::NoBounds`] for [`Read::Quest`] unless `bounds`, which says whether the cache keeps bounds of pages;
+    /// An option out of range; [`Error::NoBounds`] for [`ReadPages::Quest`] unless `bounds`, which says whether the cache keeps bounds of pages;
     /// [`Error::NoRotation`] for closed gaps in a layer without RoPE.
     pub(crate) fn check(&self, layer: usize, shape: &LayerShape, bounds: bool) -> Result<f32, Error> {
         let Attend { scale, softcap, split, read, closed_gaps } = *self;
@@ -131,7 +131,7 @@ impl Attend {
         if !(factor.is_finite() && factor > 0.0) {
             return Err(Error::Scale(scale));
         }
-        if matches!(read, Read::Quest { .. }) && !bounds {
+        if matches!(read, ReadPages::Quest { .. }) && !bounds {
             return Err(Error::NoBounds);
         }
         if closed_gaps && shape.rope.is_none() {
@@ -145,7 +145,7 @@ impl Attend {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20))?;
@@ -153,35 +153,35 @@ impl Attend {
 /// let (mut out, mut lse, mut mass) = ([0.0; 3 * 2 * 4], [0.0; 3 * 2], Vec::new());
 /// let mut step = cache.begin([(&mut sequence, 3)])?;
 /// step.append(0, &[0.5; 3 * 4], &[0.25; 3 * 4])?;
-/// step.attend(0, &[0.0; 3 * 8], &Attend::new(0.5), Output::new(&mut out).lse(&mut lse).mass(&mut mass))?;
+/// step.attend(0, &[0.0; 3 * 8], &Attend::new(0.5), AttendOutput::new(&mut out).lse(&mut lse).mass(&mut mass))?;
 /// step.commit()?;
 /// assert!((lse[5] - 3f32.ln()).abs() < 1e-6);            // the last row weighs 3 tokens alike
 /// assert!((mass[0].total() - 6.0).abs() < 1e-5);         // 3 rows of 2 query heads
 /// # Ok::<(), pikv::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Output<'a> {
+pub struct AttendOutput<'a> {
     pub(crate) out: HostSliceMut<'a>,
     pub(crate) lse: Option<&'a mut [f32]>,
     pub(crate) mass: Option<&'a mut Vec<PageMass>>,
 }
 
-impl<'a> Output<'a> {
+impl<'a> AttendOutput<'a> {
     /// Attention output, `[rows][query_heads][v_dim]`, in f32, or rounded to nearest even in f16 or bf16 ([`Scalar`]). A row that sees
     /// no token gets zeros.
-    pub fn new(out: &'a mut [impl Scalar]) -> Output<'a> {
-        Output { out: HostSliceMut::of(out), lse: None, mass: None }
+    pub fn new(out: &'a mut [impl Scalar]) -> AttendOutput<'a> {
+        AttendOutput { out: HostSliceMut::of(out), lse: None, mass: None }
     }
 
     /// Also writes the natural log-sum-exp of the scaled logits, `[rows][query_heads]`; -inf for a row that sees no token.
-    pub fn lse(mut self, lse: &'a mut [f32]) -> Output<'a> {
+    pub fn lse(mut self, lse: &'a mut [f32]) -> AttendOutput<'a> {
         self.lse = Some(lse);
         self
     }
 
     /// Also writes the attention mass of every page read; clears `mass` first. During the call the scores take 4 bytes for each row, query
     /// head and token.
-    pub fn mass(mut self, mass: &'a mut Vec<PageMass>) -> Output<'a> {
+    pub fn mass(mut self, mass: &'a mut Vec<PageMass>) -> AttendOutput<'a> {
         self.mass = Some(mass);
         self
     }

@@ -24,8 +24,8 @@ impl Selection {
     /// The lanes, a bit each, that are read of the page of an entry of chain `c`; all tokens of the sinks are.
     pub fn lanes(&self, c: usize, entry: &Entry) -> u32 {
         match (self, chain_place(c)) {
-            (Selection::Experts(experts), Place::Expert(run)) => entry.live & entry.homes.among(run, experts),
-            (Selection::Pages { chosen, floor }, Place::Expert(_)) => {
+            (Selection::Experts(experts), Place::Run(run)) => entry.live & entry.homes.among(run, experts),
+            (Selection::Pages { chosen, floor }, Place::Run(_)) => {
                 let is_read =
                     bounds(entry, *floor).is_none() || chosen.binary_search(&(c, entry.ordinal)).is_ok();
                 if is_read { entry.live } else { 0 }

@@ -1,7 +1,7 @@
 //! Rows of one sequence in a call.
 
 use crate::attend::hits::Fetched;
-use crate::attend::options::Read;
+use crate::attend::options::ReadPages;
 use crate::config::shape::CacheShape;
 use crate::pages::filing::Layer;
 use crate::policy::Feedback;
@@ -21,7 +21,7 @@ pub(crate) struct View<'a> {
     /// Tokens written to the ring.
     pub len: u32,
     /// Pages that the rows read, and whether sinks are treated as adjacent to the oldest held token.
-    pub read: Read,
+    pub read: ReadPages,
     pub closed_gaps: bool,
     /// Experts of each row whose pages it reads.
     pub fetched: Fetched<'a>,

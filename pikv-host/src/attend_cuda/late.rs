@@ -7,7 +7,7 @@ use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
 use crate::attend::job::Job;
 use crate::attend::mass::Wanted;
-use crate::attend::options::Read;
+use crate::attend::options::ReadPages;
 use crate::attend_cuda::executor::attend_in_place;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
@@ -230,7 +230,7 @@ impl Session for Late {
         Some([k, split(rest, *v).0])
     }
 
-    fn read(&self, layer: usize, sequence: usize) -> Read {
+    fn read(&self, layer: usize, sequence: usize) -> ReadPages {
         self.layers[layer].sequences[sequence].read
     }
 
@@ -244,7 +244,7 @@ impl Session for Late {
             feed.weighed.fill(&bytemuck::cast_slice(mass).as_chunks().0[first..]);
             feed.weighed.one_form(passes.into_iter());
         }
-        if sequences.iter().any(|of| of.read != Read::All) {
+        if sequences.iter().any(|of| of.read != ReadPages::All) {
             together(&mut feeds);
         }
         for feed in &mut feeds {

@@ -127,7 +127,7 @@ struct ForestPart {
 /// takes the expert's place.
 fn place_of(page: &Listed<'_>) -> usize {
     match page.id.place {
-        Place::Expert(e) => usize::from(e) % BLOCK,
+        Place::Run(e) => usize::from(e) % BLOCK,
         Place::Sinks | Place::Ring => 0,
     }
 }

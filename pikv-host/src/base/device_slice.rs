@@ -59,7 +59,7 @@ impl DeviceSlice {
     }
 }
 
-/// Outputs of attention on the device; the counterpart of [`Output`](crate::attend::options::Output).
+/// Outputs of attention on the device; the counterpart of [`AttendOutput`](crate::attend::options::AttendOutput).
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceOutput {
     pub(crate) out: DeviceSlice,

@@ -7,7 +7,7 @@ use pikv_core::dtype::Dtype;
 use pikv_core::page::MAX_DIM;
 
 /// Element type of a tensor in host memory: `f32`, or `f16` or `bf16` of the crate `half`, version 2. In calls with such slices
-/// ([`Step::append`](crate::Step::append), [`Step::attend`](crate::Step::attend), [`Output::new`](crate::Output::new),
+/// ([`Step::append`](crate::Step::append), [`Step::attend`](crate::Step::attend), [`AttendOutput::new`](crate::AttendOutput::new),
 /// [`LoopStep::route`](crate::closed_loop::LoopStep::route)) each tensor can have its own type.
 ///
 /// Inputs are widened to f32 row by row, which is exact, so results have the bits of f32 tensors: keys and values are stored in the
@@ -17,12 +17,12 @@ use pikv_core::page::MAX_DIM;
 /// ```
 /// # use pikv_host as pikv;
 /// use half::{bf16, f16};
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Scalar};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Scalar};
 ///
 /// // An engine's own function, for tensors of any of the three.
 /// fn layer<T: Scalar>(step: &mut pikv::Step<'_>, q: &[T], k: &[T], v: &[T], out: &mut [T]) -> Result<(), pikv::Error> {
 ///     step.append(0, k, v)?;
-///     step.attend(0, q, &Attend::new(0.5), Output::new(out))
+///     step.attend(0, q, &Attend::new(0.5), AttendOutput::new(out))
 /// }
 ///
 /// let cache = Cache::new(CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::Bf16)], 1 << 20))?;
@@ -34,7 +34,7 @@ use pikv_core::page::MAX_DIM;
 ///
 /// // Of the same layer also results in another dtype than that of the queries.
 /// let mut out = [f16::ZERO; 8];
-/// step.attend(0, &[1.0; 8], &Attend::new(0.5), Output::new(&mut out))?;
+/// step.attend(0, &[1.0; 8], &Attend::new(0.5), AttendOutput::new(&mut out))?;
 /// assert_eq!(out, [f16::ONE; 8]);
 /// # Ok::<(), pikv::Error>(())
 /// ```

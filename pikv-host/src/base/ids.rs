@@ -10,7 +10,7 @@ pub enum Place {
     Sinks,
     /// Tokens outside the ring, in the run with this number. Where each expert has a run of its own, it is that of the tokens with this
     /// home expert; `Cache::run_of` tells the run of an expert that shares.
-    Expert(u16),
+    Run(u16),
     /// Newest tokens, by position.
     Ring,
 }
@@ -19,7 +19,7 @@ impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Place::Sinks => f.write_str("the sinks"),
-            Place::Expert(e) => write!(f, "expert {e}"),
+            Place::Run(e) => write!(f, "run {e}"),
             Place::Ring => f.write_str("the ring"),
         }
     }
@@ -44,7 +44,7 @@ impl fmt::Display for PageId {
 pub(crate) fn chain_place(c: usize) -> Place {
     match c.checked_sub(1) {
         None => Place::Sinks,
-        Some(e) => Place::Expert(e as u16),
+        Some(e) => Place::Run(e as u16),
     }
 }
 

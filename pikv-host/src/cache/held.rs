@@ -175,7 +175,7 @@ impl Sequence {
                 return Ok(page.map(|page| Found::ring(page, fill)));
             }
             Place::Sinks => head.chains.get(0),
-            Place::Expert(e) => head.chains.get(usize::from(e) + 1),
+            Place::Run(e) => head.chains.get(usize::from(e) + 1),
         };
         let entry = chain.and_then(|chain| chain.entry(ordinal));
         Ok(entry.and_then(|entry| Found::new(entry, state.codecs[kv_head].as_ref())))

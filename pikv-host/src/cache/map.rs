@@ -100,7 +100,7 @@ impl Sequence {
 fn short_name(place: Place) -> String {
     match place {
         Place::Sinks => "sinks".to_owned(),
-        Place::Expert(expert) => expert.to_string(),
+        Place::Run(expert) => expert.to_string(),
         Place::Ring => "ring".to_owned(),
     }
 }
@@ -141,7 +141,7 @@ impl SequenceMap {
         }
         runs.sort_by_key(|(place, _)| match place {
             Place::Sinks => (0, 0),
-            Place::Expert(expert) => (1, *expert),
+            Place::Run(expert) => (1, *expert),
             Place::Ring => (2, 0),
         });
         let names: Vec<String> = runs.iter().map(|(place, _)| short_name(*place)).collect();

@@ -20,7 +20,7 @@ use crate::attend::cpu::Cpu;
 use crate::attend::executor::Executor;
 use crate::attend::executor::Tensors;
 use crate::attend::hits::Fetched;
-use crate::attend::options::{Attend, Output};
+use crate::attend::options::{Attend, AttendOutput};
 use crate::attend::view::View;
 use crate::attend::{Call, attend};
 use crate::attend_cuda::executor::Cuda;
@@ -99,7 +99,7 @@ impl fmt::Display for Usage {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Position, Rows};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, Position, Rows};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20))?;
@@ -111,7 +111,7 @@ impl fmt::Display for Usage {
 /// // One more look from the last position, which adds nothing to the sequence.
 /// let rows = [Rows::new(&sequence, Position(2), 1)];
 /// let mut out = [0.0; 2 * 4];
-/// cache.attend(0, &rows, &[1.0; 2 * 4], &Attend::new(0.5), Output::new(&mut out))?;
+/// cache.attend(0, &rows, &[1.0; 2 * 4], &Attend::new(0.5), AttendOutput::new(&mut out))?;
 /// assert_eq!(out, [0.25; 8]);
 /// # Ok::<(), pikv::Error>(())
 /// ```
@@ -139,7 +139,7 @@ impl<'a> Rows<'a> {
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
@@ -148,7 +148,7 @@ impl<'a> Rows<'a> {
 /// let mut step = cache.begin([(&mut sequence, 3)])?;
 /// for layer in 0..2 {
 ///     step.append(layer, &[0.5; 3 * 4], &[0.25; 3 * 4])?;
-///     step.attend(layer, &[1.0; 3 * 2 * 4], &Attend::new(0.5), Output::new(&mut out))?;
+///     step.attend(layer, &[1.0; 3 * 2 * 4], &Attend::new(0.5), AttendOutput::new(&mut out))?;
 /// }
 /// step.commit()?;
 /// assert_eq!(out, [0.25; 24]);
@@ -221,7 +221,7 @@ impl Cache {
     }
 
     /// The run of pages in which a layer files the token at `position` with home expert `expert`: pages of
-    /// [`Place::Expert`](crate::report::Place::Expert) with this number. It is `expert` itself if the model has at most 8 experts, and in a layer
+    /// [`Place::Run`](crate::report::Place::Run) with this number. It is `expert` itself if the model has at most 8 experts, and in a layer
     /// that holds at least 128 tokens for each expert; before that experts share runs.
     ///
     /// ```
@@ -417,7 +417,7 @@ impl Cache {
         rows: &[Rows<'_>],
         q: &[impl Scalar],
         options: &Attend,
-        out: Output<'_>,
+        out: AttendOutput<'_>,
     ) -> Result<(), Error> {
         for (index, part) in rows.iter().enumerate() {
             if !Arc::ptr_eq(&part.sequence.inner, &self.inner) {

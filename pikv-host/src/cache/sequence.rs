@@ -329,7 +329,7 @@ impl Sequence {
         let chain = match page.place {
             Place::Ring => return Err(Error::Pinned { page }),
             Place::Sinks => 0,
-            Place::Expert(e) => usize::from(e) + 1,
+            Place::Run(e) => usize::from(e) + 1,
         };
         let missing = Error::NoPage { layer, kv_head, page };
         let state = &mut self.layers[layer];

@@ -11,7 +11,7 @@ use crate::attend::executor::Session;
 use crate::attend::executor::Tensors;
 use crate::attend::feedback::Feed;
 use crate::attend::hits::Fetched;
-use crate::attend::options::{Attend, Output, Read};
+use crate::attend::options::{Attend, AttendOutput, ReadPages};
 use crate::attend::view::View;
 use crate::attend::{Call, Lower, Noted, attend};
 use crate::base::error::Error;
@@ -39,7 +39,7 @@ use std::sync::atomic::Ordering;
 ///
 /// ```
 /// # use pikv_host as pikv;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
@@ -49,7 +49,7 @@ use std::sync::atomic::Ordering;
 /// assert_eq!(step.rows(), 6);                             // 5 of `prompt`, then 1 of `answer`
 /// for layer in 0..2 {
 ///     step.append(layer, &[0.5; 6 * 4], &[0.25; 6 * 4])?; // [rows][kv_heads][k_dim], [rows][kv_heads][v_dim]
-///     step.attend(layer, &[1.0; 6 * 8], &Attend::new(0.5), Output::new(&mut out))?;
+///     step.attend(layer, &[1.0; 6 * 8], &Attend::new(0.5), AttendOutput::new(&mut out))?;
 /// }
 /// step.commit()?;
 /// assert_eq!((prompt.next_position().0, answer.next_position().0), (5, 1));
@@ -97,7 +97,7 @@ struct Part<'a> {
     /// Whether the sequence was left out of the step.
     out: bool,
     /// Overrides of [`Attend::read`] and [`Attend::closed_gaps`] for the rows of this sequence.
-    read: Option<Read>,
+    read: Option<ReadPages>,
     closed_gaps: Option<bool>,
 }
 
@@ -253,7 +253,7 @@ impl<'a> Step<'a> {
         layer: usize,
         q: &[impl Scalar],
         options: &Attend,
-        out: Output<'_>,
+        out: AttendOutput<'_>,
     ) -> Result<(), Error> {
         self.attend_tensors(layer, options, Tensors::Host(HostSlice::of(q), out))
     }
@@ -267,7 +267,7 @@ impl<'a> Step<'a> {
         }
         let ahead = self.ahead.take_if(|ahead| ahead.layer == layer);
         if let Some(tiers) = &inner.pool.tiers {
-            let all = self.reads_of(options).all(|read| read == Read::All);
+            let all = self.reads_of(options).all(|read| read == ReadPages::All);
             tiers.reads_all.store(all, Ordering::Relaxed);
             let used = if all { self.away(layer).map(|slot| tiers.staged(slot)).sum() } else { 0 };
             self.look_ahead(layer + 1, used);

@@ -2,7 +2,7 @@
 
 use super::learnt::narrow;
 use super::{ClosedLoop, LoopError, Scratch, forget};
-use crate::attend::options::{Attend, Output, Read};
+use crate::attend::options::{Attend, AttendOutput, ReadPages};
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
 use crate::base::host_slice::{HostSlice, Scalar};
@@ -20,7 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::router::{Shape, TopK};
-/// use pikv::{Attend, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, Output, Read};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, ClosedLoop, Dtype, LayerShape, ReadPages};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
@@ -31,7 +31,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// let mut step = looped.begin([(&mut sequence, 1)])?;
 /// step.route(0, &[0.1, 0.9, 0.3, -1.0])?;                 // before attend, as rows read their experts' pages
 /// step.append(0, &[0.5; 4], &[0.25; 4])?;
-/// step.attend(0, &[1.0; 8], &Attend::new(0.5).read(Read::Experts), Output::new(&mut [0.0; 8]))?;
+/// step.attend(0, &[1.0; 8], &Attend::new(0.5).read(ReadPages::Experts), AttendOutput::new(&mut [0.0; 8]))?;
 /// step.commit()?;
 /// # Ok(())
 /// # }
@@ -170,7 +170,7 @@ impl<'a> LoopStep<'a> {
         Ok(routes)
     }
 
-    /// Calls [`Step::attend`]. With [`Read::Experts`], a row reads the pages of [`Routes::fetch`] experts.
+    /// Calls [`Step::attend`]. With [`ReadPages::Experts`], a row reads the pages of [`Routes::fetch`] experts.
     ///
     /// # Errors
     /// The errors of [`Step::attend`].
@@ -179,13 +179,13 @@ impl<'a> LoopStep<'a> {
         layer: usize,
         q: &[impl Scalar],
         options: &Attend,
-        out: Output<'_>,
+        out: AttendOutput<'_>,
     ) -> Result<(), LoopError> {
         self.take_choices_to_read(layer, options)?;
         Ok(self.step().attend(layer, q, options, out)?)
     }
 
-    /// Calls [`Step::attend_device`]; with [`Read::Experts`] as [`attend`](LoopStep::attend).
+    /// Calls [`Step::attend_device`]; with [`ReadPages::Experts`] as [`attend`](LoopStep::attend).
     ///
     /// # Errors
     /// The errors of [`Step::attend_device`].
@@ -213,7 +213,7 @@ impl<'a> LoopStep<'a> {
     ///
     /// # Errors
     /// The errors of [`Step::reads`].
-    pub fn reads(&mut self, sequence: usize, read: Read) -> Result<(), LoopError> {
+    pub fn reads(&mut self, sequence: usize, read: ReadPages) -> Result<(), LoopError> {
         Ok(self.step().reads(sequence, read)?)
     }
 
@@ -225,9 +225,9 @@ impl<'a> LoopStep<'a> {
         Ok(self.step().closes_gaps(sequence, on)?)
     }
 
-    /// Waits for the device's choices for a layer, if rows read by [`Read::Experts`].
+    /// Waits for the device's choices for a layer, if rows read by [`ReadPages::Experts`].
     fn take_choices_to_read(&mut self, layer: usize, options: &Attend) -> Result<(), LoopError> {
-        let any = self.step().reads_of(options).any(|read| read == Read::Experts);
+        let any = self.step().reads_of(options).any(|read| read == ReadPages::Experts);
         if any { self.take_choices(layer) } else { Ok(()) }
     }
 

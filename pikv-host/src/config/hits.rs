@@ -3,7 +3,7 @@
 /// Definition of a hit, for [`CacheConfig::hits`](crate::CacheConfig::hits).
 ///
 /// Of all pages of a KV head that left the ring, held or not, a row *wants* those with the highest bounds on its scores
-/// ([`Read::Quest`](crate::attend::options::Read::Quest) selects by the same bounds); where rows read the pages of their experts only, it
+/// ([`ReadPages::Quest`](crate::attend::options::ReadPages::Quest) selects by the same bounds); where rows read the pages of their experts only, it
 /// wants only pages of its experts. A wanted page in the first tier is a *hit*; a page that lost some of its tokens counts by the share of
 /// them that is held. A wanted page is a *miss* if it was evicted, lies in a lower tier or on another rank of a fabric, or belongs to an
 /// expert that is not fetched. Hits and misses are counted in pages.
@@ -17,7 +17,7 @@
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, StreamingLlm};
 /// use pikv::rules::Hits;
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, StepReport};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, StepReport};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let config = CacheConfig::new(vec![layer], 1 << 20).ring(32).hits(Hits::new().pages(2).every(1));
@@ -28,7 +28,7 @@
 ///     let key = if position < 64 { 1.0 } else { 0.0 };
 ///     let mut step = cache.begin([(&mut sequence, 1)])?;
 ///     step.append(0, &[key; 4], &[0.5; 4])?;
-///     step.attend(0, &[1.0; 8], &Attend::new(0.5), Output::new(&mut [0.0; 8]))?;
+///     step.attend(0, &[1.0; 8], &Attend::new(0.5), AttendOutput::new(&mut [0.0; 8]))?;
 ///     step.commit_with(&mut report)?;
 /// }
 /// // The last row wanted two pages; the oldest tokens were evicted.

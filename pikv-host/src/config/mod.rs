@@ -74,10 +74,10 @@ pub struct CacheConfig {
     pub poison: bool,
     /// Overwrite pages when they are freed, in the budget and in lower tiers, so that no data of a sequence stays in them; off by default.
     /// It costs a write of each page. It does not cover copies made during a call (staging buffers, tensors of the
-    /// caller), data that a [`Store`](crate::tiers::Store) keeps after an overwrite, and pages of a process that is killed.
+    /// caller), data that a [`PageStore`](crate::tiers::PageStore) keeps after an overwrite, and pages of a process that is killed.
     /// [`Cache::failures`](crate::Cache::failures) counts pages that could not be overwritten.
     pub wipe: bool,
-    /// Keep the least and largest keys of each full page, from which [`Read::Quest`](crate::attend::options::Read::Quest) selects pages: 8
+    /// Keep the least and largest keys of each full page, from which [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest) selects pages: 8
     /// bytes for each channel of K and page.
     pub bounds: bool,
     /// Definition of a hit; if set, hits are counted from the first token. With `None`, the default, counting starts, by

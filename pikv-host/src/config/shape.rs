@@ -109,7 +109,7 @@ impl CacheShape {
         }
         let (map, block) = (&self.config.shards, u64::from(block_of(ordinal)));
         match place {
-            Place::Expert(e) => map.shard(block, u32::from(e), head),
+            Place::Run(e) => map.shard(block, u32::from(e), head),
             Place::Sinks | Place::Ring => map.shared(block, head),
         }
     }

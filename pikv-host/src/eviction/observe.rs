@@ -233,9 +233,7 @@ impl Telling<'_> {
             at = match place {
                 Place::Sinks => at + 1,
                 Place::Ring => self.ring(h, head, weighed, at, cut),
-                Place::Expert(e) => {
-                    self.run(h, &mut head.chains[usize::from(*e) + 1], weighed, at, cut, reused)
-                }
+                Place::Run(e) => self.run(h, &mut head.chains[usize::from(*e) + 1], weighed, at, cut, reused),
             };
         }
     }

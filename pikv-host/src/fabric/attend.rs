@@ -123,7 +123,7 @@ impl Front {
         for block in (0..forest.blocks.len()).filter(|block| is_remote(forest, *block)) {
             let pages = &forest.pages[forest.blocks[block].clone()];
             let packed = forest.codec(block).is_some();
-            let Place::Expert(expert) = pages[0].id.place else {
+            let Place::Run(expert) = pages[0].id.place else {
                 unreachable!("sinks and ring stay at the front")
             };
             let chain = &job.views[forest.view].layer.heads[forest.head].chains[usize::from(expert) + 1];

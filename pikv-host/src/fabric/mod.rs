@@ -32,7 +32,7 @@ pub(crate) use front::Front;
 pub use front::RankUsage;
 pub use rebalance::{Moves, Skew};
 pub use schedule::{RankPlan, Schedule, Wire};
-pub use store::Store;
+pub use store::RankStore;
 pub use workers::InProcess;
 
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ use std::time::{Duration, Instant};
 /// The transport to the ranks that hold a cache's pages: sends messages of words, and receives answers.
 ///
 /// Messages to one rank must arrive in the order in which they were sent; only the cache interprets them. A rank answers each by
-/// [`Store::answer`], on any thread, including that of [`receive`](Fabric::receive).
+/// [`RankStore::answer`], on any thread, including that of [`receive`](Fabric::receive).
 ///
 /// One thread at a time uses a fabric, and others wait for it. So no method may wait for work of a rayon pool: a thread of the pool that
 /// waits takes other work, which may be a call that waits for the fabric.

@@ -27,7 +27,7 @@ use std::time::Instant;
 /// A [`Fabric`](super::Fabric) delivers messages to it and returns its answers. It does not know sequences: a page has an id that is used
 /// once in a session, and a request for an unknown id is an error.
 #[derive(Debug)]
-pub struct Store {
+pub struct RankStore {
     pool: Pool,
     pages: HashMap<u64, Page>,
     /// Pages that could not be allocated when their tokens arrived, with the refusal.
@@ -58,7 +58,7 @@ pub(super) fn fingerprint(shape: &CacheShape) -> u64 {
     })
 }
 
-impl Store {
+impl RankStore {
     /// A store for the pages of a cache of this configuration, with at most `budget` bytes, in the memory of the configuration's back end.
     /// Memory is allocated with the first pages. Where keys are stored before rotation, the rotation table takes at most as much again, or
     /// 64 MiB if that is more; a larger one gives [`FabricError::Memory`].
@@ -67,18 +67,18 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Config`] for an invalid configuration.
-    pub fn new(config: &CacheConfig, budget: u64) -> Result<Store, Error> {
+    pub fn new(config: &CacheConfig, budget: u64) -> Result<RankStore, Error> {
         let config = CacheConfig { budget, tiers: Tiers::new(), ..config.clone() }.shards(ShardMap::ONE);
         let pool = Pool::new(&Arc::new(CacheShape::new(config, false)?))?;
         let fingerprint = fingerprint(&pool.shape);
         let (pages, refused) = (HashMap::new(), HashMap::new());
-        Ok(Store { pool, pages, refused, session: 0, fingerprint, parallel: false })
+        Ok(RankStore { pool, pages, refused, session: 0, fingerprint, parallel: false })
     }
 
     /// Sets whether several threads compute the questions of a message. They are started for that message, at most as many as the rayon
-    /// pool in which [`Store::answer`] is called has (1 without the feature `rayon`). The pool's own threads are not used: while one
+    /// pool in which [`RankStore::answer`] is called has (1 without the feature `rayon`). The pool's own threads are not used: while one
     /// waits for its share it would take other work of the pool, which may wait for this very answer.
-    pub fn parallel(mut self, on: bool) -> Store {
+    pub fn parallel(mut self, on: bool) -> RankStore {
         self.parallel = on;
         self
     }
@@ -93,10 +93,10 @@ impl Store {
         Reader::new(message).header().is_some_and(|header| header.kind == kind::BYE)
     }
 
-    /// Whether a message that [asks the rank to end](Store::is_last) says that another rank was lost. A transport that ends by waiting
+    /// Whether a message that [asks the rank to end](RankStore::is_last) says that another rank was lost. A transport that ends by waiting
     /// for all ranks must then not wait.
     pub fn lost(message: &[u32]) -> bool {
-        Store::is_last(message) && message.get(HEADER).is_some_and(|lost| *lost != 0)
+        RankStore::is_last(message) && message.get(HEADER).is_some_and(|lost| *lost != 0)
     }
 
     /// Checks that the pages held match the arena's counts.

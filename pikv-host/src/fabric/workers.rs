@@ -1,6 +1,6 @@
 //! Ranks in one process: a thread and an arena for each, in host memory or on a device.
 
-use super::{Fabric, Store};
+use super::{Fabric, RankStore};
 use crate::backend::Backend;
 use crate::base::error::FabricError;
 use crate::base::error::MAX_SHARDS;
@@ -70,7 +70,7 @@ impl InProcess {
         let (back, answers) = channel();
         let mut workers = Vec::new();
         for (rank, backend) in (0..).zip(backends) {
-            let mut store = Store::new(&config.clone().backend(backend.clone()), budget)?;
+            let mut store = RankStore::new(&config.clone().backend(backend.clone()), budget)?;
             let (queue, messages) = channel::<Vec<u32>>();
             let back = back.clone();
             let work = move || {

@@ -211,7 +211,7 @@ impl Chain {
     /// and `c` the index of the run.
     pub fn wrote(&mut self, c: usize, home: Option<u16>) {
         if let Some(entry) = self.entries.back_mut() {
-            if let (Place::Expert(run), Some(home)) = (chain_place(c), home) {
+            if let (Place::Run(run), Some(home)) = (chain_place(c), home) {
                 entry.homes.set(run, entry.fill, home);
             }
             entry.live |= 1 << entry.fill;

@@ -229,7 +229,7 @@ impl Chain {
     /// Home experts of the tokens of each target after the moves.
     fn homes_after(&self, whose: &Whose<'_>, plan: &Plan) -> Vec<Homes> {
         let mut homes = vec![Homes::default(); plan.targets.len()];
-        if let Place::Expert(run) = chain_place(whose.chain) {
+        if let Place::Run(run) = chain_place(whose.chain) {
             for Move { from, lane, at, to_lane } in &plan.moves {
                 homes[*at].set(run, *to_lane, self.entries[*from].homes.get(run, *lane));
             }

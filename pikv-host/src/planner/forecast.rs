@@ -263,11 +263,7 @@ impl Planner {
                             (false, _) => Held::Open,
                             (true, kept) => Held::Closed { original: kept },
                         };
-                        tally.add(
-                            inner.shape.shard_of(Place::Expert(expert), page, head),
-                            held,
-                            last >= seen,
-                        );
+                        tally.add(inner.shape.shard_of(Place::Run(expert), page, head), held, last >= seen);
                     }
                 }
             }
@@ -393,7 +389,7 @@ impl Tally<'_> {
     }
 }
 
-/// Share of the tokens in experts' pages that a row reads with [`Read::Experts`](crate::attend::options::Read::Experts) under uniform
+/// Share of the tokens in experts' pages that a row reads with [`ReadPages::Experts`](crate::attend::options::ReadPages::Experts) under uniform
 /// routing: `top_k / experts`. A token is filed once, under its home expert, and a row reads the pages of its `top_k` experts. Sinks and
 /// ring, which every row reads, are not included.
 ///

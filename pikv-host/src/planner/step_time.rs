@@ -2,7 +2,7 @@
 
 use super::error::PlanError;
 use super::forecast::{Load, Planner, Work};
-use crate::attend::options::{Attend, Output};
+use crate::attend::options::{Attend, AttendOutput};
 use crate::base::text::{Rate, Seconds, Table};
 use crate::cache::Rows;
 use crate::codec::Codec;
@@ -277,7 +277,7 @@ impl Probe {
         for run in 0..=self.repeats {
             let start = Instant::now();
             for layer in 0..layers {
-                cache.attend(layer, &rows, &q, &options, Output::new(&mut out))?;
+                cache.attend(layer, &rows, &q, &options, AttendOutput::new(&mut out))?;
             }
             if run > 0 {
                 seconds = start.elapsed().as_secs_f64().min(seconds);

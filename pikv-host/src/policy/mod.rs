@@ -205,7 +205,7 @@ pub struct Token<'a> {
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::policy::{Budget, Eviction, H2o};
-/// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
+/// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
 /// let eviction = Eviction::new(H2o, Budget::Tokens(48)).batch(1);
@@ -214,7 +214,7 @@ pub struct Token<'a> {
 /// for _ in 0..100 {
 ///     let mut step = cache.begin([(&mut sequence, 1)])?;
 ///     step.append(0, &[0.5; 4], &[0.25; 4])?;
-///     step.attend(0, &[1.0; 8], &Attend::new(0.5), Output::new(&mut [0.0; 8]))?;
+///     step.attend(0, &[1.0; 8], &Attend::new(0.5), AttendOutput::new(&mut [0.0; 8]))?;
 ///     step.commit()?;
 /// }
 /// assert_eq!(sequence.resident(0, 0)?.0, 48);             // layer 0, KV head 0

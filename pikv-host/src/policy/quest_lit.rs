@@ -9,7 +9,7 @@ use thiserror::Error;
 /// [`Eviction::by_page`](super::Eviction::by_page) a page's utility is the mean of its tokens'.
 ///
 /// The paper publishes no weights; load trained ones here. (The method of arXiv 2406.10774 itself selects pages and evicts none:
-/// [`Read::Quest`](crate::attend::options::Read::Quest).)
+/// [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest).)
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuestLit {
     layers: Arc<[Dense]>,

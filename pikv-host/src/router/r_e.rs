@@ -24,7 +24,7 @@ pub struct EntropyPenalised {
     /// Most experts beyond its own `top_k` whose pages a token fetches, next in the ranking, at most 255. The number grows with the gate's
     /// entropy over all experts: none if the gate is sure, all if it is near uniform ([`Routes::fetched`](super::Routes::fetched)). Default
     /// 0; the paper's other reading is 2. Takes effect in a [`ClosedLoop`](crate::ClosedLoop) where rows read the pages of their experts
-    /// ([`Read::Experts`](crate::attend::options::Read::Experts)).
+    /// ([`ReadPages::Experts`](crate::attend::options::ReadPages::Experts)).
     pub more: u32,
 }
 

@@ -1,7 +1,7 @@
 //! One tier: its free space, and the pages stored in it.
 
 use super::replica::RankPage;
-use super::{Spec, Store, TierUsage};
+use super::{PageStore, Spec, TierUsage};
 use crate::base::error::FabricError;
 use crate::base::error::{Error, TierOperation};
 use crate::base::failures::Counts;
@@ -19,7 +19,7 @@ pub(crate) struct Level {
     /// Index of the tier; the first tier, which has no `Level`, is 0.
     pub index: usize,
     /// `None` for a tier in host memory.
-    store: Option<Box<dyn Store>>,
+    store: Option<Box<dyn PageStore>>,
     room: Mutex<Room>,
     /// Whether freed pages are overwritten, and the counter of failures to do so.
     wipe: bool,

@@ -1,15 +1,15 @@
 //! Tiers: host memory and files below the budget, for older pages of sequences.
 //!
 //! The first tier is [`CacheConfig::budget`](crate::CacheConfig::budget). [`Tiers`] lists the lower ones, fastest first: host memory,
-//! files, or a [`Store`] of your own. A page is demoted when a step would exceed the budget ([`Cache::begin`](crate::Cache::begin)), or
+//! files, or a [`PageStore`] of your own. A page is demoted when a step would exceed the budget ([`Cache::begin`](crate::Cache::begin)), or
 //! by [`Sequence::demote`](crate::Sequence::demote) or [`Sequence::arrange`](crate::Sequence::arrange). It is read back bit for bit:
 //! results do not depend on where pages lie. Only full pages that no rollback reaches and no fork reads are demoted. Sinks, ring, pages
 //! that are not full, the state of policies, and the extremes of keys stay in the first tier.
 //!
 //! On a CPU, attention reads pages of host memory without a copy. Pages of files are first read into a *staging* area, which must hold
-//! the pages that one call reads. With [`Read::All`](crate::attend::options::Read::All), a thread of the cache prefetches the next
-//! layer's pages while a step attends a layer. With [`Read::Experts`](crate::attend::options::Read::Experts) and
-//! [`Read::Quest`](crate::attend::options::Read::Quest) pages cannot be known in advance: selected pages alone are read, on request.
+//! the pages that one call reads. With [`ReadPages::All`](crate::attend::options::ReadPages::All), a thread of the cache prefetches the next
+//! layer's pages while a step attends a layer. With [`ReadPages::Experts`](crate::attend::options::ReadPages::Experts) and
+//! [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest) pages cannot be known in advance: selected pages alone are read, on request.
 //!
 //! On a CUDA device all pages of lower tiers are copied to device memory, apart from the budget, up to the size of the staging area.
 //! Pages of host memory are copied while the previous layer is attended, those of files once they are in host memory.
@@ -33,7 +33,7 @@ pub use crate::base::error::TierOperation;
 pub(crate) use ahead::{Early, Levels, Staged};
 pub(crate) use level::{Level, Stored};
 pub use rate::TierRate;
-pub use store::Store;
+pub use store::PageStore;
 
 use std::fmt;
 use std::io;
@@ -41,7 +41,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Opens a tier's store.
-type Open = dyn Fn() -> io::Result<Box<dyn Store>> + Send + Sync;
+type Open = dyn Fn() -> io::Result<Box<dyn PageStore>> + Send + Sync;
 
 /// The tiers of a cache below its budget, fastest first.
 ///
@@ -117,7 +117,7 @@ impl Tiers {
         self,
         name: impl Into<String>,
         bytes: u64,
-        open: impl Fn() -> io::Result<Box<dyn Store>> + Send + Sync + 'static,
+        open: impl Fn() -> io::Result<Box<dyn PageStore>> + Send + Sync + 'static,
     ) -> Tiers {
         self.push(name.into(), bytes, Some(Arc::new(open)))
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// A store of bytes by offset. It receives keys and values of prompts, so a reader of the store can read those. The cache never
 /// overlaps concurrent writes, and reads only bytes that it wrote; calls come from several threads.
-pub trait Store: fmt::Debug + Send + Sync {
+pub trait PageStore: fmt::Debug + Send + Sync {
     /// Writes all of `bytes` at offset `at`.
     ///
     /// # Errors
@@ -24,7 +24,7 @@ pub trait Store: fmt::Debug + Send + Sync {
 
 /// Refuses writes above the process's file size limit (`RLIMIT_FSIZE`) before the system raises `SIGXFSZ`.
 #[cfg(unix)]
-impl Store for std::fs::File {
+impl PageStore for std::fs::File {
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         files::room(self, at + bytes.len() as u64)?;
         std::os::unix::fs::FileExt::write_all_at(self, bytes, at)
@@ -37,12 +37,12 @@ impl Store for std::fs::File {
 
 /// A file without a name in `dir`.
 #[cfg(unix)]
-pub(super) fn open(dir: &Path) -> io::Result<Box<dyn Store>> {
+pub(super) fn open(dir: &Path) -> io::Result<Box<dyn PageStore>> {
     Ok(Box::new(files::nameless(dir)?))
 }
 
 /// Access by offset needs Unix.
 #[cfg(not(unix))]
-pub(super) fn open(_dir: &Path) -> io::Result<Box<dyn Store>> {
+pub(super) fn open(_dir: &Path) -> io::Result<Box<dyn PageStore>> {
     Err(io::ErrorKind::Unsupported.into())
 }

@@ -7,7 +7,7 @@ use pikv::report::{PageId, PageInfo};
 use pikv::rules::Hits;
 use pikv::shape::Resident;
 use pikv::shard::ShardMap;
-use pikv::{Attend, CacheConfig, Dtype, LayerShape, Position, Read, Rope, Sequence};
+use pikv::{Attend, CacheConfig, Dtype, LayerShape, Position, ReadPages, Rope, Sequence};
 use proptest::prelude::*;
 use std::ops::RangeInclusive;
 
@@ -119,11 +119,11 @@ impl Model {
 
     pub fn how(&self, read: u8) -> Attend {
         let read = match read % 4 {
-            0 | 1 => Read::All,
-            2 => Read::Experts,
-            _ => Read::Quest { pages: u32::from(read / 4 % 4) },
+            0 | 1 => ReadPages::All,
+            2 => ReadPages::Experts,
+            _ => ReadPages::Quest { pages: u32::from(read / 4 % 4) },
         };
-        Attend::new(0.5).read(read).closed_gaps(self.rope && read != Read::Experts)
+        Attend::new(0.5).read(read).closed_gaps(self.rope && read != ReadPages::Experts)
     }
 }
 

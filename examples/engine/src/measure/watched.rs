@@ -2,7 +2,7 @@
 
 use crate::common::cache::{Cache as AnyCache, Step as AnyStep};
 use pikv::report::PageMass;
-use pikv::{Attend, Cache, Error, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, Error, Sequence};
 
 /// Receives attention masses.
 pub trait Watch {
@@ -66,10 +66,10 @@ impl<W: Watch> AnyStep for Step<'_, W> {
     fn layer(&mut self, layer: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) -> Result<(), Error> {
         self.step.append(layer, k, v)?;
         if !self.watch.layer(layer) {
-            return self.step.attend(layer, q, &self.attend, Output::new(out));
+            return self.step.attend(layer, q, &self.attend, AttendOutput::new(out));
         }
         let mut mass = Vec::new();
-        self.step.attend(layer, q, &self.attend, Output::new(out).mass(&mut mass))?;
+        self.step.attend(layer, q, &self.attend, AttendOutput::new(out).mass(&mut mass))?;
         self.watch.mass(layer, self.first, &mass);
         Ok(())
     }

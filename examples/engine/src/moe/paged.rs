@@ -1,7 +1,7 @@
 //! The model over pikv: the code that an engine writes to use the library.
 
 use crate::common::cache;
-use pikv::{Attend, Cache, Error, Output, Sequence};
+use pikv::{Attend, AttendOutput, Cache, Error, Sequence};
 
 /// A cache with one sequence.
 pub struct Paged {
@@ -42,7 +42,7 @@ impl cache::Step for Step<'_> {
 
     fn layer(&mut self, layer: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) -> Result<(), Error> {
         self.0.append(layer, k, v)?;
-        self.0.attend(layer, q, &self.1, Output::new(out))
+        self.0.attend(layer, q, &self.1, AttendOutput::new(out))
     }
 
     fn experts(&mut self, layer: usize, experts: &[u16]) -> Result<(), Error> {

@@ -108,7 +108,7 @@ fn row(request: &mut Request, layers: &[LayerShape], experts: &mut [u64]) -> Val
         };
         *part += page.bytes;
         shared += if page.shared { page.bytes } else { 0 };
-        if let Place::Expert(expert) = page.id.place
+        if let Place::Run(expert) = page.id.place
             && let Some(bytes) = experts.get_mut(usize::from(expert))
         {
             *bytes += page.bytes;

@@ -361,8 +361,8 @@ pub enum Error {
         /// Tokens of the sequence.
         len: u32,
     },
-    /// [`Read::Quest`](crate::attend::options::Read::Quest) in a cache without bounds.
-    #[error("Read::Quest in a cache without bounds; set CacheConfig::bounds")]
+    /// [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest) in a cache without bounds.
+    #[error("ReadPages::Quest in a cache without bounds; set CacheConfig::bounds")]
     NoBounds,
     /// Closed gaps in a layer that receives rotated keys.
     #[error(

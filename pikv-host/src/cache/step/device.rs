@@ -4,7 +4,7 @@ use crate::attend::executor::Session;
 use crate::attend::executor::Tensors;
 use crate::attend::hits::{Asking, Fetched};
 use crate::attend::options::Attend;
-use crate::attend::options::Read;
+use crate::attend::options::ReadPages;
 use crate::base::chunks::Common;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
 use crate::base::error::Error;
@@ -64,7 +64,7 @@ impl Step<'_> {
     /// # Errors
     /// The errors of `attend` except those about queries and scores; [`Error::DeviceTensor`] as [`append_device`](Step::append_device),
     /// also for log-sum-exps that are not f32; [`Error::HostTensors`] for a cache on the CPU, or for rows that read by
-    /// [`Read::Quest`](crate::attend::options::Read::Quest), as the host selects their pages. `out` is then undefined.
+    /// [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest), as the host selects their pages. `out` is then undefined.
     pub fn attend_device(
         &mut self,
         layer: usize,
@@ -73,8 +73,8 @@ impl Step<'_> {
         out: DeviceOutput,
     ) -> Result<(), Error> {
         self.inner.shape.layer(layer)?;
-        if self.reads_of(options).any(|read| matches!(read, Read::Quest { .. })) {
-            return Err(Error::HostTensors { layer, what: "pages chosen by the queries (Read::Quest)" });
+        if self.reads_of(options).any(|read| matches!(read, ReadPages::Quest { .. })) {
+            return Err(Error::HostTensors { layer, what: "pages chosen by the queries (ReadPages::Quest)" });
         }
         let mut late = self.late(layer)?;
         let attended = self.attend_in_place(layer, q, options, out, &mut *late);

@@ -17,7 +17,7 @@ impl Step<'_> {
     ///
     /// ```
     /// # use pikv_host as pikv;
-    /// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output};
+    /// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
     ///
     /// let layer = LayerShape::new(1, 1, 4, Dtype::F32);
     /// let cache = Cache::new(CacheConfig::new(vec![layer; 2], 1 << 20))?;
@@ -26,7 +26,7 @@ impl Step<'_> {
     /// step.append(0, &[0.5; 3 * 4], &[0.25; 3 * 4])?;
     /// step.leave_out(0)?;                                     // its client hung up
     /// let mut out = [7.0; 3 * 4];
-    /// step.attend(0, &[1.0; 3 * 4], &Attend::new(0.5), Output::new(&mut out))?;
+    /// step.attend(0, &[1.0; 3 * 4], &Attend::new(0.5), AttendOutput::new(&mut out))?;
     /// assert_eq!((&out[..8], &out[8..]), (&[7.0; 8][..], &[0.25; 4][..]));
     /// step.append(1, &[0.5; 3 * 4], &[0.25; 3 * 4])?;
     /// step.commit()?;

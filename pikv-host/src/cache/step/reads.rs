@@ -1,7 +1,7 @@
 //! Attention options for one sequence of a step.
 
 use super::{Part, Step};
-use crate::attend::options::{Attend, Read};
+use crate::attend::options::{Attend, ReadPages};
 use crate::base::error::Error;
 
 impl Step<'_> {
@@ -11,26 +11,26 @@ impl Step<'_> {
     ///
     /// ```
     /// # use pikv_host as pikv;
-    /// use pikv::{Attend, Cache, CacheConfig, Dtype, LayerShape, Output, Read};
+    /// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, ReadPages};
     ///
     /// let layer = LayerShape::new(1, 1, 4, Dtype::F32);
     /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).bounds(true))?;
     /// let (mut long, mut short) = (cache.sequence(), cache.sequence());
     /// for n in [500, 1] {
     ///     let mut step = cache.begin([(&mut long, n), (&mut short, 1)])?;
-    ///     step.reads(0, Read::Quest { pages: 4 })?;           // the short one reads all
+    ///     step.reads(0, ReadPages::Quest { pages: 4 })?;           // the short one reads all
     ///     let rows = vec![0.5; step.rows() * 4];
     ///     step.append(0, &rows, &rows)?;
-    ///     step.attend(0, &rows, &Attend::new(0.5), Output::new(&mut vec![0.0; rows.len()]))?;
+    ///     step.attend(0, &rows, &Attend::new(0.5), AttendOutput::new(&mut vec![0.0; rows.len()]))?;
     ///     step.commit()?;
     /// }
     /// # Ok::<(), pikv::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`Read::Quest`] in a cache without [`bounds`](crate::CacheConfig::bounds).
-    pub fn reads(&mut self, sequence: usize, read: Read) -> Result<(), Error> {
-        if matches!(read, Read::Quest { .. }) && !self.inner.shape.config.bounds {
+    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`ReadPages::Quest`] in a cache without [`bounds`](crate::CacheConfig::bounds).
+    pub fn reads(&mut self, sequence: usize, read: ReadPages) -> Result<(), Error> {
+        if matches!(read, ReadPages::Quest { .. }) && !self.inner.shape.config.bounds {
             return Err(Error::NoBounds);
         }
         self.part_mut(sequence)?.read = Some(read);
@@ -49,7 +49,7 @@ impl Step<'_> {
     }
 
     /// Pages that the rows of each live sequence read in a call.
-    pub(crate) fn reads_of(&self, options: &Attend) -> impl Iterator<Item = Read> {
+    pub(crate) fn reads_of(&self, options: &Attend) -> impl Iterator<Item = ReadPages> {
         self.live().map(|part| part.read.unwrap_or(options.read))
     }
 }

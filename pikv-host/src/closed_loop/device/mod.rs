@@ -23,7 +23,7 @@ impl LoopStep<'_> {
     ///
     /// The call does not wait. The choices are copied to the host, which files tokens by them; [`commit`](LoopStep::commit), or an earlier
     /// [`check`](LoopStep::check), waits for them, once for all layers. Two calls wait earlier: an `attend` of the layer with
-    /// [`Read::Experts`](crate::Read::Experts), since the host lists the pages to read, and a step with more rows than any before, which
+    /// [`ReadPages::Experts`](crate::ReadPages::Experts), since the host lists the pages to read, and a step with more rows than any before, which
     /// allocates memory. Each router has a state on the device beside the host's. The first step uploads it, and so does a step after the
     /// host's was restored, rolled back, or routed on the host. Otherwise both states learn separately; a step uploads only the pages
     /// wanted and missed, for routers that learn from misses, and positions, for R_B. With a [`rollback`](crate::CacheConfig::rollback) the
