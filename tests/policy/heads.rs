@@ -6,6 +6,7 @@ use pikv::codec::{ChunkKv, FastV, PyramidKv};
 use pikv::policy::{Budget, Chunks, Duo, Eviction, H2o, KeyNorm, StreamingLlm, fast_v};
 use pikv::{Attend, Cache, CacheConfig, Output, Sequence};
 use std::collections::BTreeSet;
+use std::num::NonZeroU32;
 
 fn rows(config: &CacheConfig, from: u32, n: u32) -> Vec<Row> {
     (from..from + n).map(|p| row(config, Kind::Noise, u64::from(p))).collect()
@@ -152,7 +153,7 @@ fn whole_chunks_go_as_chunk_kv_has_it() {
     let (all, scores) = prompt(&config, 60);
     let keep = ChunkKv::new(5, 30).keep(&scores[..55]).unwrap();
     let want = (0..55).filter(|p| keep[*p as usize]).chain(55..60).collect();
-    let rule = eviction(Box::new(Chunks::new(H2o, 5)), Budget::Tokens(35)).batch(1);
+    let rule = eviction(Box::new(Chunks::new(H2o, NonZeroU32::new(5).unwrap())), Budget::Tokens(35)).batch(1);
     let cache = Cache::new(config.evict(rule)).unwrap();
     let mut sequence = cache.sequence();
     feed(&cache, &mut sequence, &all);

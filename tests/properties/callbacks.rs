@@ -125,6 +125,10 @@ impl Policy for Fused {
         self.fuse.call();
         self.inner.oldest_first()
     }
+    fn lean(&self, head: &[f32]) -> Option<f32> {
+        self.fuse.call();
+        self.inner.lean(head)
+    }
     fn threshold(&self, head: &[f32]) -> Option<f32> {
         self.fuse.call();
         self.inner.threshold(head)

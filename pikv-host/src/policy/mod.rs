@@ -83,7 +83,9 @@ pub enum Feedback {
 
 /// Gives tokens their utilities. One value serves all layers and heads; state is kept for each token and each head.
 ///
-/// Only [`rank`](Policy::rank) is required. A policy that keeps all its state in `state` is forked and rolled back by the cache.
+/// Only [`name`](Policy::name) and [`rank`](Policy::rank) are required. A policy that wraps another forwards all its methods;
+/// `#[deny(clippy::missing_trait_methods)]` on its `impl` finds one that it forgets. A policy that keeps all its state in `state` is
+/// forked and rolled back by the cache.
 pub trait Policy: fmt::Debug + Send + Sync {
     /// Name of the policy in reports.
     fn name(&self) -> &str;
