@@ -114,7 +114,7 @@ fn published_patterns_are_read() {
     assert!(duo.gates.iter().flatten().all(|gate| gate.is_sign_positive()));
     for bad in ["0.5\tnan", "0.5\tinf", "-inf\t0.5", "0.5\t1e39", "0.5\tx"] {
         let refused = Duo::parse(&["1\t1\n", bad].concat(), 384).unwrap_err();
-        assert!(refused.starts_with("line 2: "), "{refused}");
+        assert!(refused.to_string().starts_with("line 2: "), "{refused}");
     }
 }
 

@@ -82,11 +82,12 @@ fn retrieval_heads_keep_everything() {
     let pattern = "1.0\t0.2\n0.5, 0.49\n";
     let duo = Duo::parse(pattern, 20).unwrap();
     assert_eq!(duo.gates, [[1.0, 0.2], [0.5, 0.49]]);
-    for (bad, line) in
-        [("0.1\ninf", "line 2"), ("x 1", "line 1"), ("1\n\n0.5 -inf", "line 3"), ("nan", "line 1")]
+    for (bad, line, text) in
+        [("0.1\ninf", 2, "inf"), ("x 1", 1, "x"), ("1\n\n0.5 -inf", 3, "-inf"), ("nan", 1, "nan")]
     {
         let error = Duo::parse(bad, 20).unwrap_err();
-        assert!(error.starts_with(line), "{error}");
+        assert_eq!((error.line, error.text.as_str()), (line, text));
+        assert!(error.to_string().starts_with(&format!("line {line}: {text:?} ")), "{error}");
     }
     let cache = Cache::new(config(2).evict(duo.eviction().batch(1))).unwrap();
     let mut sequence = cache.sequence();

@@ -43,7 +43,7 @@ pub use budget::Budget;
 pub use candidates::Candidates;
 pub(crate) use candidates::{Candidate, Source, pinned};
 pub use chunks::Chunks;
-pub use duo::Duo;
+pub use duo::{Duo, DuoError};
 pub use duo_lit::DuoLit;
 pub use expected_attention::ExpectedAttention;
 pub use fast_v::{FastVFollows, FastVReceived, fast_v};
