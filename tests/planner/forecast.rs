@@ -181,6 +181,7 @@ fn work(cache: &Cache, sequence: &Sequence) -> Work {
                     Place::Sinks => 0,
                     Place::Expert(_) => seen,
                     Place::Ring => seen.max(len.saturating_sub(config.ring)),
+                    other => panic!("{other}"),
                 };
                 if page.last.0 < from {
                     continue;

@@ -790,6 +790,7 @@ impl Machine<'_> {
             }
             Place::Sinks => 0,
             Place::Expert(e) => usize::from(e) + 1,
+            other => panic!("{other}"),
         };
         prop_assert_eq!(got, Ok(()));
         let again = sequence.evict(layer, head, page.id);

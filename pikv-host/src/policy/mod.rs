@@ -71,6 +71,7 @@ pub(crate) fn worth(utility: f32) -> f32 {
 
 /// Attention mass that a policy gets after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Feedback {
     /// None: attention runs as fast as without a policy.
     None,
@@ -177,6 +178,7 @@ pub trait Policy: fmt::Debug + Send + Sync {
 
 /// The heads over which utilities are added before tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Scope {
     /// Each head by itself.
     Head,
