@@ -150,7 +150,7 @@ impl Sequence {
             return self.repaired().resident(layer, kv_head);
         }
         let head = self.head(layer, kv_head)?;
-        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>()))
+        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|(_, chain)| chain.live()).sum::<u32>()))
     }
 
     /// Experts of the token at `position`, first choice first; `None` once they are forgotten, or if the cache has one expert.
