@@ -724,8 +724,8 @@ impl Router for Hostile {
     }
 }
 
-/// The second layer's router fails while it learns again; the first layer's has forgotten, the sequences can be used, and once the
-/// drafts are over nothing is left of it there.
+/// The second layer's router fails while it learns again after a rollback. The first layer's router has the state of a loop without the
+/// failure, at once and after later steps, and the sequence can be used.
 #[test]
 fn hostile_routers() {
     let mut failed = Vec::new();
@@ -921,8 +921,8 @@ fn ranks_of_other_frequencies() {
     }
 }
 
-/// Quest by bounds: a page's mass is not below that of a page that was read in its place by more than the bound allows: the page of
-/// the one large key is always among those read.
+/// Quest takes the factor of scaled frequencies into account: of two pages, one with a large rotated channel and one with a large channel
+/// that is not rotated, it reads the one with the higher score under each factor.
 #[test]
 fn quest_with_a_factor() {
     let rope = Some(Rope::new(10_000.0, 4));

@@ -21,7 +21,8 @@ fn value(position: u32, which: u64) -> f32 {
     (mix(u64::from(position) << 8 | which) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
-/// Adds tokens in one step to layer 0, whose head has 2 channels; returns the bits of the rows' outputs, 0 without a form of reading.
+/// Adds tokens in one step to layer 0, whose head has 2 channels; returns the bits of the rows' outputs. With `read` of `None` nothing is
+/// attended, and the outputs are 0.
 fn add(cache: &Cache, sequence: &mut Sequence, n: u32, read: Option<Read>) -> Vec<u32> {
     let first = sequence.next_position().0;
     let row = |which: u64| -> Vec<f32> {
@@ -93,7 +94,7 @@ fn tokens_are_where_their_position_and_expert_say() {
     }
 }
 
-/// The planner's forecast is what a cache takes whose experts take turns.
+/// The planner's forecast is the bytes of a cache whose tokens go to the experts in turn.
 #[test]
 fn the_planner_knows_shared_runs() {
     for (experts, window, rollback) in [(9, None, 0), (20, None, 30), (46, Some(1500), 0), (160, None, 3)] {

@@ -91,9 +91,12 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// Name of the policy in reports.
     fn name(&self) -> &str;
 
-    /// The attention mass that it needs. Mass costs a second pass over the scores, which are stored meanwhile in 4 bytes a row, head and
-    /// token; from one step to the next it takes 4 bytes a layer, KV head and token, once for a step's rows and once for each row that can
-    /// be rolled back.
+    /// The attention mass that it needs. Mass costs
+    ///
+    /// * time: a second pass over the scores;
+    /// * during a call 4 bytes a row, query head and token, for the scores;
+    /// * from one step to the next 4 bytes a layer, KV head and token, once for the step's rows and once for each row that can be rolled
+    ///   back.
     fn feedback(&self) -> Feedback {
         Feedback::None
     }
