@@ -198,8 +198,8 @@ impl Chain {
         Some(mirror).filter(|_| !(shared && written))
     }
 
-    /// Requests room on `rank` for the page at `ordinal`, which may be the next one, if there is none, or if it is shared with a fork
-    /// and the page is to be written. Returns the mirror to record once the rank has the room.
+    /// Requests room on `rank` for the page at `ordinal`, which may be the next page of the run: if the rank has no room for it, or if a
+    /// fork shares the copy there and the page is to be written. Returns the mirror to record once the rank has the room.
     fn set_aside(
         &self,
         front: &Front,

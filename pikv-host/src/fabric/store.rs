@@ -22,8 +22,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// The pages of one rank, in an arena with a budget of its own, and the attention over them, on the back end of its configuration, which
-/// may differ from that of other ranks.
+/// The pages of one rank, in an arena with a budget of its own, and the attention over them. The back end is that of its configuration, and
+/// may differ from other ranks'.
 ///
 /// A [`Fabric`](super::Fabric) delivers messages to it and returns its answers. It does not know sequences: a page has an id that is used
 /// once in a session, and a request for an unknown id is an error.
