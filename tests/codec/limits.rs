@@ -63,7 +63,7 @@ fn an_outlier_of_one_channel_fits_a_transform() {
     }
 }
 
-/// A token has to fit the code that its page is packed by when it is older, too.
+/// A token must fit the second codec, which packs its page later, as well as the first.
 #[test]
 fn what_ages_fits_both_codes() {
     let layer = LayerShape::new(1, 1, 8, Dtype::F32);
@@ -87,7 +87,7 @@ fn what_ages_fits_both_codes() {
     }
 }
 
-/// Block PCA knows the width of its rows.
+/// The limits of block PCA depend on the width of the rows.
 #[test]
 fn block_pca_takes_what_its_width_allows() {
     for dim in [8, 32, 64, 256] {

@@ -62,7 +62,7 @@ fn many_experts_take_few_more_bytes_than_one() {
     }
 }
 
-/// Each token is in the run of its expert at its position; the bytes are those that `bytes_at` and the planner tell.
+/// Each token is in the run of its expert at its position, and the bytes are those of `bytes_at` and of the planner.
 #[test]
 fn tokens_are_where_their_position_and_expert_say() {
     let int8 = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8));
@@ -115,8 +115,8 @@ fn the_planner_knows_shared_runs() {
     }
 }
 
-/// Outputs, exact or of the rows' experts, do not depend on how tokens are cut into steps, nor on tokens that were taken back, nor on a
-/// save and a restore; `experts` reads are those of the tokens of the row's experts.
+/// Outputs, with all tokens read or those of the rows' experts, do not depend on how tokens are cut into steps, on tokens that were
+/// rolled back, or on a save and a restore. Reads by expert read the tokens of the row's experts.
 #[test]
 fn reads_depend_on_the_tokens_alone() {
     for read in [Read::All, Read::Experts] {

@@ -318,7 +318,7 @@ impl Store for Refusing {
     }
 }
 
-/// Pages that lost tokens and cannot be put together are counted, and are put together once the store takes them.
+/// Pages that lost tokens and cannot be merged are counted, and are merged once the store accepts writes.
 #[test]
 fn memory_that_does_not_come_back_is_counted() {
     let store = Refusing(Arc::new((Mutex::new(vec![0; 1 << 20]), AtomicBool::new(false))));
