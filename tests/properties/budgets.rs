@@ -1,4 +1,4 @@
-//! Sequences with a budget of their own: each has the bits of a sequence in a cache with that budget for all, under every policy, and the
+//! Sequences with a budget of their own, under every policy. Each has the bits of a sequence in a cache that has that budget for all; the
 //! other sequences have the bits of a cache without such a budget.
 
 use super::named::{POLICIES, eviction};

@@ -1,7 +1,10 @@
-//! Sequences that are cut at an earlier length, rolled back to checkpoints, or sealed, in random histories. Each cut is compared with a
-//! sequence that only ever had those tokens, each fork with one that was saved and restored and so shares nothing, each checkpoint with a
-//! fork kept since, and each sealed sequence with one that was not sealed. Both get the same later operations, and must stay equal bit
-//! for bit.
+//! Sequences that are cut at an earlier length, rolled back to checkpoints, or sealed, in random histories. Each has a twin that gets the
+//! same later operations, and both must stay equal bit for bit. The twin of
+//!
+//! * a cut has only ever had those tokens;
+//! * a fork was saved and restored, so it shares nothing;
+//! * a checkpoint is a fork made at that time;
+//! * a sealed sequence was not sealed.
 
 use pikv::fabric::{InProcess, Options};
 use pikv::policy::{Budget, Eviction, H2o};

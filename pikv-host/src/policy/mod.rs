@@ -77,8 +77,8 @@ pub enum Feedback {
     None,
     /// The mass of every token, summed over all rows.
     Mass,
-    /// The mass of every token, from the last rows of a step, as many as given, and from each row that can be rolled back (a rollback may
-    /// make it the last).
+    /// The mass of every token, from the given number of last rows of a step. Also from each row that can be rolled back, because a rollback
+    /// may make it the last.
     LastMass(u32),
 }
 
